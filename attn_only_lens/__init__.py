@@ -1,4 +1,4 @@
-"""MLP neurons as attention heads: convert a model, then analyse all heads in the same way.
+"""Convert a model's MLP neurons to attention heads, then analyse all heads in the same way.
 
 `__init__.pyi` lists the public names. Each name is imported when it is first used, because torch
 and TransformerLens take seconds to import.

@@ -31,7 +31,7 @@ def is_number(value: Any, least: float = -float("inf"), most: float = float("inf
 
 
 def positive_reasons(**options: Any) -> list[str]:
-    """Return an error text for each option that is not a positive whole number."""
+    """Return an error message for each option that is not a positive whole number."""
     return [
         f"got {name}={value!r}; expected 1 or more"
         for name, value in options.items()
@@ -40,7 +40,7 @@ def positive_reasons(**options: Any) -> list[str]:
 
 
 def option_reasons(option: str, got: object, expected: Sequence[str]) -> list[str]:
-    """Return a list with an error text if an option's value is invalid, or an empty list."""
+    """Return [error message] if the value of an option is invalid, otherwise []."""
     if got in expected:
         return []
     return [f"got {option}={got!r}; expected one of {', '.join(expected)}"]

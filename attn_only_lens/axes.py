@@ -1,4 +1,4 @@
-"""Names of tensor axes; this package uses TransformerLens' names.
+"""The names of tensor axes, which are the same as in TransformerLens.
 
     batch       one prompt
     pos         a token of the prompt; `query_pos` if it attends, `key` if it is attended to
@@ -8,7 +8,8 @@
     d_head      a coordinate inside a head; a neuron-head has only one coordinate
     d_vocab     a token of the vocabulary
 
-In a neuron-head's pattern, `key` is `SELF` (the token itself) or `BIAS` (the static bias token).
+A neuron-head is an attention head that computes an MLP neuron or a part of it. It attends to only
+two keys: the token itself (index `SELF`) and a static bias token (index `BIAS`).
 """
 
 from typing import TypeAlias

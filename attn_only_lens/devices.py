@@ -1,6 +1,7 @@
-"""Helpers for devices: float64, random numbers, transfers to the CPU, and free memory.
+"""Helpers for code that runs on any device: float64, random numbers, CPU copies, free memory.
 
-MPS devices have no float64. Random number generators draw different numbers on different devices.
+MPS devices have no float64. With the same seed, random number generators draw different numbers on
+different devices.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ def to_float64_device(x: Tensor) -> Tensor:
 
 
 def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy small tensors to the CPU, with one transfer for each dtype.
+    """Copy small tensors to the CPU, with a single transfer for all tensors of the same dtype.
 
     Example:
         >>> [x.shape for x in on_cpu([torch.ones(2, 3), torch.ones(5)])]
@@ -45,16 +46,16 @@ def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def read_all(numbers: Sequence[Tensor]) -> list[Any]:
-    """Return the values of scalar tensors, with one transfer for each dtype."""
+    """Convert scalar tensors to Python numbers, with a single transfer for each dtype."""
     return [x.item() for x in on_cpu(numbers)]
 
 
 def free_bytes(device: torch.device) -> int:
     """Return how many bytes can still be allocated on a device.
 
-    On an accelerator, this is the free memory plus the unused memory that torch has reserved.
-    Unused parts of split segments do not count, because a large tensor does not fit into them. On a
-    device that shares the machine's memory (MPS), this is the machine's free memory.
+    On an accelerator, this is the free memory plus the unused memory that torch has reserved. Gaps
+    in partly used segments do not count, because a large tensor does not fit into them. On a device
+    that shares the machine's memory (MPS), this is the machine's free memory.
 
     Example:
         >>> free_bytes(torch.device("cpu")) > 0
@@ -81,7 +82,7 @@ def float32_if_half(x: Tensor) -> Tensor:
 
 
 def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """Draw normal float64 numbers on the CPU, so that every device gets the same numbers.
+    """Draw normally distributed float64 numbers on the CPU, so that all devices get the same ones.
 
     Example:
         >>> torch.equal(normal_numbers((2, 3)), normal_numbers((2, 3)))
@@ -93,7 +94,7 @@ def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 @contextmanager
 def keep_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the random state of the CPU and of a device when the context ends.
+    """Restore the random states of the CPU and of a device when the `with` block ends.
 
     Example:
         >>> with keep_random_state(torch.device("cpu")):

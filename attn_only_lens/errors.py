@@ -57,7 +57,7 @@ class InputError(AttnOnlyLensError, ValueError):
     @classmethod
     @contextmanager
     def collected(cls, reasons: list[str]) -> Iterator[None]:
-        """Add the reasons of an error in the block to a list, so that others can follow."""
+        """If this error is raised inside the `with`, add its reasons to a list instead."""
         try:
             yield
         except cls as error:
@@ -88,10 +88,10 @@ class InputWarning(UserWarning):
 
 
 class ComparisonError(InputError):
-    """Models cannot be compared component by component with these prompts or this provenance.
+    """Models cannot be compared part by part on these prompts, or with this mapping of parts.
 
     Attributes:
-        so_far: the `Comparison` of the batches before the failed batch, without patching, or None.
+        so_far: the results (a `Comparison`, without patching) of the earlier batches, or None.
 
     Example:
         >>> from attn_only_lens.errors import ComparisonError
@@ -104,7 +104,7 @@ class ComparisonError(InputError):
 
 
 class GrowthError(InputError):
-    """A growth step would change the model's function, or cannot be undone; the step was not made.
+    """A growth step was refused, as it would change what the model computes or cannot be undone.
 
     Example:
         >>> from attn_only_lens.errors import GrowthError
@@ -135,7 +135,7 @@ class UnsupportedModelError(InputError):
 
 
 class UnsupportedCallError(AttnOnlyLensError, RuntimeError):
-    """A TransformerLens call has no correct result for a converted model.
+    """A TransformerLens method or attribute has no correct result for a converted model.
 
     The error message names the call to use instead.
 

@@ -1,9 +1,9 @@
 """Compute float32 matrix products in full precision, whatever the user's settings are.
 
 With `torch.set_float32_matmul_precision("high")`, GPUs round the factors of a float32 matrix
-product to TF32's 10 bits. A model's outputs for batches of different sizes then differ by 1e-3,
-instead of 1e-6 in full precision. So code that compares numbers within a tolerance uses
-`full_precision`.
+product to TF32's 10 bits. The outputs of a model for the same prompt in batches of different sizes
+then differ by about 1e-3, instead of 1e-6 in full precision. So code that compares numbers within a
+tolerance uses `full_precision`.
 """
 
 import warnings
@@ -44,7 +44,7 @@ def full_precision() -> Iterator[bool]:
     try:
         yield lowered
     finally:
-        with _lock:  # the last thread to leave restores the setting
+        with _lock:  # the last thread to leave the `with` restores the setting
             _inside -= 1
             if not _inside and _restore is not None:
                 _restore()
@@ -62,7 +62,7 @@ def matmul_precision() -> str:
 
 
 def _backends() -> list[Any]:
-    """Return the backends with their own precision setting; torch before 2.9 has none of these."""
+    """Return the backends that have their own precision setting; before torch 2.9, none has one."""
     every = (torch.backends.cuda, torch.backends.mkldnn)
     settings = [getattr(backend, "matmul", None) for backend in every]
     return [setting for setting in settings if hasattr(setting, "fp32_precision")]
@@ -78,10 +78,10 @@ def _set_products(precision: str) -> Callable[[], None]:
         for backend in (torch.backends.cudnn, torch.backends.mkldnn)
     ]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates its older settings
+        warnings.simplefilter("ignore")  # the older settings are deprecated
         try:
             whole = torch.get_float32_matmul_precision()
-        except RuntimeError:  # the user chose the newer settings
+        except RuntimeError:  # the user has set only the newer settings
             whole = None
         torch.set_float32_matmul_precision(precision)
 

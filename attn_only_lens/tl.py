@@ -1,4 +1,4 @@
-"""Support for transformer-lens 3.9 and 4: names that only one of the two versions has.
+"""Provide, under transformer-lens 3.9 and 4, the names that only one of the two versions has.
 
 Under version 4, placeholders replace the classes that only 3.9 has: `isinstance` returns False, and
 creating an instance raises an error that says what to use instead. So all other modules import
@@ -64,7 +64,7 @@ def require_hooked_transformer(what: str = "this") -> None:
 
 @contextmanager
 def no_remote_code() -> Iterator[None]:
-    """Stop TransformerLens 3.9 from running code from the Hugging Face Hub for some models."""
+    """Stop TransformerLens 3.9 from running some models' code from the Hugging Face Hub."""
     if not HAS_HOOKED_TRANSFORMER:
         yield
         return

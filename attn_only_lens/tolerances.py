@@ -1,11 +1,11 @@
-"""Bounds, by dtype, on the difference between two computations of the same numbers.
+"""For each dtype, bounds on the difference between two computations of the same numbers.
 
 If hooks are attached, a converted model computes an activation as pattern times value, p(q) · q;
 its source model computes act(q). The results differ only by rounding errors, which later layers
-amplify. Both models have similar errors compared with the model in float64: over the model families
-in the tests, the ratio of the two errors is at most 2.7, and its median is 1.0 in every dtype. So
-the bounds below describe rounding in any such model. In half precision, the bounds are too wide to
-detect small errors, so verify a conversion in float32 or float64.
+amplify. Compared with the same model in float64, both models have errors of similar size: over the
+model families in the tests, the ratio of the two errors is at most 2.7, and its median is 1.0 in
+every dtype. So the bounds below describe rounding in any such model. In half precision, the bounds
+are too wide to detect small errors, so verify a conversion in float32 or float64.
 
 The table shows the largest measured max |Δ logit| / max |logit| over all model families in the
 tests (with random weights at two scales) and over trained models:
@@ -30,10 +30,10 @@ LOGIT_TOLERANCE: dict[torch.dtype, float] = {
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Return the relative error that rounding may cause.
+    """Return an upper bound on the relative error that rounding in this dtype may cause.
 
-    This error is 16 units in the last place of the dtype, but at most one such unit of bfloat16,
-    because 16 of them would be 12 %.
+    The bound is 16 units in the last place of the dtype, but at most one unit of bfloat16, because
+    16 units of bfloat16 would be 12 %.
     """
     return min(16 * torch.finfo(dtype).eps, torch.finfo(torch.bfloat16).eps)
 
@@ -46,7 +46,7 @@ def disagreement(
     size: Tensor | float | None = None,
     mask: Tensor | None = None,
 ) -> str:
-    """Return a text that says how much two results differ, or "" if they differ only by rounding.
+    """Return a message on how much two results differ, or "" if they differ only by rounding.
 
     Args:
         computed: one result.
@@ -70,7 +70,7 @@ def disagreement(
 
 
 def beyond_rounding(difference: float, allowed: float) -> str:
-    """Return a text that states a difference, or "" if rounding can explain the difference."""
+    """Return a message about a difference, or "" if rounding allows a difference of this size."""
     if difference <= allowed:
         return ""
     return f"they differ by {difference:.2g}, and rounding allows {allowed:.2g}"

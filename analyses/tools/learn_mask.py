@@ -6,14 +6,15 @@ Scores are trained by gradient descent on this loss (in the notation of `ablatio
     loss = mean over prompts of |m(C) - m(M)| / max(r, mean(r) / 2)        r = |m(M) - m(∅)|
 
 The loss is a mean of absolute errors, because signed errors of different prompts would cancel. The
-forward pass ablates all sites outside the circuit. The gradient of a score θ is defined as the
-site's first-order contribution to the loss, also for sites outside the circuit. This is a
-straight-through estimator (Bengio et al., "Estimating or Propagating Gradients Through Stochastic
-Neurons", 2013). Gradient steps use momentum. Each step is divided by √(a b), where a is the root
-mean square of the site's own gradient and b that of all sites' gradients. If the step were divided
-by a alone, as in Adam, the scores of all useful sites would rise equally fast. The size k decreases
-from the number of candidates to `n_sites` in the first 40 % of the steps. The circuit with the
-smallest error on the validation prompts is returned.
+forward pass ablates all sites outside the circuit. The choice of the k highest scores has no
+gradient. So the gradient of a score is defined as the site's first-order contribution to the loss,
+for sites inside and outside the circuit. This is a straight-through estimator (Bengio et al.,
+"Estimating or Propagating Gradients Through Stochastic Neurons", 2013). Gradient steps use
+momentum. Each score's step is divided by √(a b), where a is a running root mean square of this
+score's gradient, and b is the root mean square of all scores' gradients. If the step were divided
+by a alone, as in Adam, the scores of all useful sites would rise equally fast, however useful they
+are. The size k decreases from the number of candidates to `n_sites` in the first 40 % of the steps.
+The circuit with the smallest error on the validation prompts is returned.
 """
 
 import math
@@ -42,10 +43,10 @@ from attn_only_lens.engine.prompts import Prompts, prompt_pair
 from attn_only_lens.engine.sites import Sites, all_heads
 from attn_only_lens.errors import InputError
 
-_SHRINKING = 0.4  # the fraction of steps in which the circuit shrinks
+_SHRINKING = 0.4  # the fraction of the steps, at the start, in which the circuit becomes smaller
 _RATE, _LAST_RATE = 0.03, 0.006
 _MOMENTUM, _MEMORY = 0.9, 0.98
-_CHECKS = 16  # the number of evaluations on validation prompts
+_CHECKS = 16  # the number of evaluations on validation prompts during training
 _VALIDATION = 0.2  # the fraction of prompts used for validation
 
 
@@ -69,7 +70,7 @@ def learn_mask(
     mask: Tensor | None = None,
     progress: bool | str = False,
 ) -> Circuit:
-    """Learn a circuit of a given size that preserves the metric on every prompt and generalizes.
+    """Learn a circuit of a given size that preserves the metric on each prompt, and on new prompts.
 
     In contrast, `discover` finds a small circuit that preserves the metric's mean over the given
     prompts. Each step costs three passes.
@@ -111,7 +112,7 @@ def learn_mask(
         reasons += positive_reasons(n_candidates=n_candidates)
     reasons += reasons_against_draws(0, seed)
     if not (bound := as_metric(metric)).by_prompt:
-        reasons.append(f"got {bound.name}; expected a metric with a value for each prompt")
+        reasons.append(f"got {bound.name}; expected a metric that gives a value for each prompt")
     groups = as_plain(range(len(pair.clean)) if groups is None else groups)
     labels = list(map(str, groups)) if isinstance(groups, Iterable) else []
     if len(labels) != len(pair.clean):
@@ -163,7 +164,7 @@ def _split(labels: Sequence[Hashable], seed: int) -> tuple[Rows, Rows]:
 
 
 class _Training:
-    """The scores of the candidates, and the best circuit so far on validation prompts."""
+    """The scores of the candidates, and the circuit with the smallest validation error so far."""
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ class _Training:
         self.tried: list[dict[str, Any]] = []
 
     def step(self, done: float) -> None:
-        """Train on the next batch; `done` is the fraction of steps already done."""
+        """Update the scores with the next batch; `done` is the fraction of steps already done."""
         ablated = self._batches[self._n_steps % len(self._batches)]
         self._n_steps += 1
         ratio = self._n_sites / len(self._candidates)
@@ -199,7 +200,8 @@ class _Training:
         slope = torch.from_numpy(slopes[self._candidates])
         self._slope += (1 - _MOMENTUM) * (slope - self._slope)
         self._square += (1 - _MEMORY) * (slope**2 - self._square)
-        # Both running means begin at 0, so they are divided by 1 - decay^n, as in Adam.
+        # Both running means begin at 0, so after n steps they are divided by 1 - decay^n, as in
+        # Adam.
         sizes = (self._square / (1 - _MEMORY**self._n_steps)).sqrt()
         divisor = (sizes * (sizes**2).mean().sqrt()).sqrt()
         rate = _RATE + (_LAST_RATE - _RATE) * done
@@ -208,7 +210,7 @@ class _Training:
         self._mean += (1 - _MOMENTUM) * (self._scores - self._mean)
 
     def validate(self) -> None:
-        """Evaluate the circuit on validation prompts; keep it if its error is the smallest yet."""
+        """Evaluate the circuit on validation prompts; keep it if its error is a new minimum."""
         circuit = self._candidates[self._mean.topk(self._size).indices.numpy()]
         ablated = self._validation
         (measured,) = ablated.by_prompt([circuit])
@@ -217,7 +219,8 @@ class _Training:
         row = {"step": "training", "n_sites": len(circuit)}
         row |= {"faithfulness": float(ablated.faithfulness([circuit])[0])}
         self.tried.append(row | {"error": float((errors / spans).mean())})
-        # Divide by the mean range, so that prompts with a small range do not dominate the error.
+        # Divide by the mean of |m(M) - m(∅)|, so that prompts for which this difference is small do
+        # not dominate the error.
         error = errors.mean() / spans.mean()
         if self._size == self._n_sites and error < self._best:
             self.circuit, self._best = circuit, float(error)

@@ -1,4 +1,4 @@
-"""Circuits of attention heads and neuron-heads: composition, attribution graphs and search."""
+"""Analyze circuits of attention heads and neuron-heads (MLP neurons written as attention heads)."""
 
 from attn_only_lens.circuits._attribution_graph import attribution_graph
 from attn_only_lens.circuits._evaluate import Evaluation, evaluate, transfer

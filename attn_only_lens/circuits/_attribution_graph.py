@@ -1,12 +1,13 @@
-"""Build the attribution graph of one run, or of the difference between two runs.
+"""Build the attribution graph of a metric in one run, or of its difference between two runs.
 
-The heads and neurons with the largest attributions become nodes; `linear_graph.py` computes the
-edges. For each target, the edges from all other heads are merged into one edge from the node
-"rest". So the sum of the edges into a target does not depend on which heads become nodes.
+The heads and neurons with the largest attributions become the nodes of the graph; `linear_graph.py`
+computes the edges between them. For each target, all edges from heads that are not nodes are merged
+into one edge from the node "rest". So the sum of the edges into a target does not depend on which
+heads become nodes.
 
 Neurons and queries read the residual stream only at their own position. Keys and values read it at
-every position. So for each kind of edge, a target has at most one edge from each earlier node at a
-position that the target reads. If this upper bound on the number of edges exceeds `max_edges`,
+every position. So a node of an earlier sublayer has at most one edge of each kind to a target, and
+only if the target reads the node's position. If the number of such edges could exceed `max_edges`,
 `attribution_graph` raises an error before it computes any edge.
 """
 
@@ -44,7 +45,7 @@ from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.precision import full_precision
 
 _TOP = {"run": 300, "difference": 60}
-_BYTES = 40  # bytes per edge: source, target, kind, weight, and weight for one prompt
+_BYTES = 40  # bytes per edge: 8 each for source, target, kind, weight, and the weight in one prompt
 _PROBLEM = "no attribution graph can be made"
 
 
@@ -66,15 +67,17 @@ def attribution_graph(
 ) -> CircuitGraph:
     """Return a graph of how heads and neurons contribute to a metric and to each other.
 
-    With `corrupted`, the graph explains the difference between the two runs exactly. The edges into
-    a node add up to its attribution, and the edges into the metric add up to the metric's change.
-    Nonlinear functions are replaced by their secants between the two runs (`engine/secants.py`).
-    How the change of a product is divided between its factors is a convention. The attribution of a
-    node is not the effect of patching the node.
+    With `corrupted`, the graph explains exactly how the metric differs between the two runs. The
+    weights of the edges into a node add up to the node's attribution, and the weights of the edges
+    into the metric add up to the change of the metric. Nonlinear functions are replaced by linear
+    functions that give the exact change between the two runs (secants, `engine/secants.py`). By
+    convention, the change of a product is split between its factors: the change of each, times the
+    mean of the other. A node's attribution can differ from the effect of patching the node.
 
-    Without `corrupted`, the graph explains one run, with patterns and norm scales held fixed. The
-    edges of kind "value" into a node add up to its attribution. Edges of kinds "q", "k" and "gate"
-    estimate, to first order, the effect that a source has through the target's attention pattern.
+    Without `corrupted`, the graph explains the value of the metric in one run, with patterns and
+    norm scales held fixed. The weights of the edges of kind "value" into a node add up to the
+    node's attribution. Edges of kinds "q", "k" and "gate" estimate, to first order, how much a
+    source affects the metric by changing the target's attention pattern.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -182,7 +185,7 @@ def attribution_graph(
 def _rows_of(
     run: AttributedRun, sites: Circuit | Sequence[str], places: list[str]
 ) -> npt.NDArray[np.int64]:
-    """Return the row indices of the named nodes; raise an error for unknown names."""
+    """Return the row numbers of the nodes that `sites` names; raise an error for unknown names."""
     if isinstance(sites, Circuit):
         sites = [f"{name}@{place}" for name, place in sites.frame[["name", "position"]].values]
     ends = zip(run.linear.sublayers, run.gradients, strict=True)
@@ -195,7 +198,7 @@ def _rows_of(
     rows = pd.Index(nodes).get_indexer(pd.Index(wanted, dtype=object))
     unknown = [name for name, row in zip(wanted, rows, strict=True) if row < 0]
     reasons = [
-        f"got the site {name!r}; expected a head of the model at one of {places}, such as "
+        f"got the site {name!r}; expected a head or neuron at one of the places {places}, such as "
         f"'L0N0@{places[-1]}'"
         for name in unknown[:5]
     ]
@@ -206,7 +209,7 @@ def _rows_of(
 def _by_sublayer(
     run: AttributedRun, index: npt.NDArray[np.int64], n_places: int
 ) -> list[list[Node]]:
-    """Return the chosen nodes of each sublayer."""
+    """Return the chosen nodes of each sublayer, as pairs (place, index within the sublayer)."""
     chosen, first = [], 0
     for gradients in run.gradients:
         n_nodes = gradients.shape[2]
@@ -217,7 +220,7 @@ def _by_sublayer(
 
 
 def _count_edges(run: AttributedRun, chosen: Sequence[Sequence[Node]]) -> int:
-    """Return an upper bound on the number of edges."""
+    """Return an upper bound on the number of edges into the chosen nodes and the metric."""
     n_pos = run.linear.run.embedding.shape[1]
     before, n_edges = np.zeros(n_pos, dtype=np.int64), 0
     for index, nodes in enumerate(chosen):
@@ -225,7 +228,7 @@ def _count_edges(run: AttributedRun, chosen: Sequence[Sequence[Node]]) -> int:
         is_neuron = run.linear.sublayers[index].writes.kind == "neuron"
         for kind in run.kinds(index):
             reads_own = is_neuron or kind == "q"
-            # Sources also include the embedding, "rest" and "bias".
+            # Also count edges from the embedding (one per position), from "rest" and from "bias".
             sources = before + 3 if reads_own else before.sum() + n_pos + 2
             n_edges += int((here * sources).sum())
         before += here
@@ -239,7 +242,7 @@ def _require_affordable(
     max_edges: int,
     n_pos: int,
 ) -> None:
-    """Raise an error if there are too many edges, and suggest the largest allowed `top`."""
+    """Raise an error if the edges could exceed `max_edges`; suggest the largest `top` that fits."""
     n_edges = _count_edges(run, _by_sublayer(run, index, n_pos))
     if n_edges <= max_edges:
         return

@@ -59,7 +59,7 @@ def evaluate(
     mask: Tensor | None = None,
     prompts_at_once: int | None = None,
 ) -> Evaluation:
-    """Evaluate a circuit on other prompts, with the ablation method stored in the circuit.
+    """Evaluate a circuit on other prompts, with the same ablation as when the circuit was found.
 
     Args:
         model: the circuit's model.
@@ -91,7 +91,7 @@ def evaluate(
     """
     reasons = _no_circuit_reasons(circuit)
     if positions is not None and not isinstance(positions, Mapping):
-        reasons.append(f"got positions={positions!r}; expected a position for each role")
+        reasons.append(f"got positions={positions!r}; expected a dict from roles to positions")
     if prompts_at_once is not None:
         reasons += positive_reasons(prompts_at_once=prompts_at_once)
     InputError.raise_if(reasons, _PROBLEM)
@@ -116,7 +116,10 @@ def evaluate(
     sites = site_rows(site_groups(model, pair, circuit.candidates, here, "z"))
     rows = np.flatnonzero(circuit.contains(sites))
     if missing := len(circuit) - len(rows):
-        reason = f"{missing} sites of the circuit do not exist for these prompts and this model"
+        reason = (
+            f"{missing} sites of the circuit are not heads of this model at positions of these "
+            "prompts"
+        )
         raise InputError([reason], _PROBLEM)
     ablated = ablated_model(
         *(model, clean, corrupted, metric, sites),
@@ -140,7 +143,7 @@ def _no_circuit_reasons(circuit: object) -> list[str]:
 
 
 def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, Any]) -> pd.DataFrame:
-    """Evaluate every circuit on every task.
+    """Compute the faithfulness of every circuit on the prompts of every task.
 
     Args:
         model: the circuits' model.
@@ -154,7 +157,7 @@ def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, An
         `viz.transfer_heatmap` draws it.
 
     Raises:
-        InputError: a task lacks one of a circuit's roles, or an argument of `evaluate` is invalid.
+        InputError: a task lacks one of a circuit's roles, or `evaluate` refuses an argument.
 
     Example:
         >>> import torch

@@ -39,7 +39,7 @@ from attn_only_lens.patching.results import Sweep
 from attn_only_lens.precision import full_precision
 from attn_only_lens.storage.atomic import atomic_folder, write_text
 
-_LONGEST = 9  # the most characters of a token in a label
+_LONGEST = 9  # the maximum length of a token in a label, in characters
 _MEANINGS = (
     "share: the part of the difference that passes through the site, by its pattern (by_pattern) "
     "and by its value (by_value). A path through several sites counts at each of them, so shares "
@@ -60,9 +60,9 @@ class Explanation:
         circuit: a small circuit that keeps most of the difference.
         graph: the attribution graph of the difference, with the sites of the circuit as nodes.
         patches: exact patches of the strongest sites, by direction: "denoise" and "noise".
-        answers: what the model answers: for each run ("clean", "corrupted") and prompt, the most
-            probable token and its probability, and each answer of the metric ("correct" and
-            "wrong", or "answer") with its rank and its probability.
+        answers: one row for each run ("clean", "corrupted") and prompt, with the most probable
+            token and its probability, and each answer of the metric ("correct" and "wrong", or
+            "answer") with its rank and its probability.
         does: a short description of what each node reads and writes, by node id.
         labels: the label of each node, by id: its name with the token that it attends to or
             promotes most.
@@ -95,11 +95,13 @@ class Explanation:
     def table(self) -> pd.DataFrame:
         """Return a frame with one row per site of the circuit, sorted by decreasing |share|.
 
-        The columns are `id`; `token`, in the first clean prompt; `does`; `share` (the site's share
-        of the difference, the sum of `by_pattern` and `by_value`); and `denoise` and `noise`. These
-        two are the exact effects of patching the site alone in the corrupted run, and in the clean
-        run, as shares of the difference; they are missing for sites that were not patched. A path
-        through several sites counts at each of them, so shares can add up to more than 1.
+        The columns are `id`; `token`, the token at the site's position in the first clean prompt;
+        `does`, what the site reads and writes; `share`, the site's share of the difference, which
+        is the sum of `by_pattern` and `by_value`; and `denoise` and `noise`. `denoise` is the
+        effect of patching only this site in the corrupted run, and `noise` is the effect in the
+        clean run, both as shares of the difference. Both are missing for sites that were not
+        patched. A path through several sites is counted for each of these sites, so shares can add
+        up to more than 1.
         """
         frame = self.attribution.to_frame().set_axis(_ids(self.attribution))
         rows = frame.loc[self.graph.heads["id"], ["by_pattern", "by_value"]].reset_index(names="id")
@@ -113,7 +115,7 @@ class Explanation:
         return rows.loc[order, list(_COLUMNS)].reset_index(drop=True)
 
     def page(self, path: str | Path, *, examples: pd.DataFrame | None = None) -> Path:
-        """Write the graph as an interactive page, and return the page's path; see `view`."""
+        """Write the page that `view` returns to a file, and return the file's path."""
         viz = import_module("attn_only_lens.viz")
         result: Path = viz.write_html(self.view(examples), path)
         return result
@@ -125,7 +127,7 @@ class Explanation:
             examples: top examples of the explanation's `neurons`, from `neurons.top_examples`. The
                 page shows them, and names a neuron after the token at which its output is largest.
         """
-        # `viz` imports this package, so it is imported only here.
+        # `viz` imports this package, so an import of `viz` at the top would be circular.
         viz = import_module("attn_only_lens.viz")
         labels, names, peaks = dict(self.labels), {}, peak_tokens(examples)
         for node, name in zip(self.graph.heads["id"], self.graph.heads["name"], strict=True):
@@ -160,12 +162,12 @@ class Explanation:
             self.page(new / "page.html")
 
     def text(self, k: int = 10) -> str:
-        """Return the model's answers and the k strongest rows of `table`, in 80 columns."""
+        """Return the model's answers and the first k rows of `table` as text of 80 columns."""
         table, n = self.table(), self.attribution.n_prompts
         rows = table.head(k).round(2).drop(columns="does")
         rows[rows.select_dtypes("number").columns] += 0.0  # turn -0.00 into 0.00
         rows["token"] = rows["token"].map(repr)
-        for name in ("id", "token"):  # pandas aligns texts to the right
+        for name in ("id", "token"):  # pandas would align strings to the right
             rows[name] = rows[name].str.ljust(rows[name].str.len().max())
         text = rows.to_string(index=False, float_format="{:.2f}".format, na_rep="")
         head, *lines = text.splitlines()
@@ -270,7 +272,7 @@ def explain(
 def _what_nodes_do(
     model: Any, pair: PromptPair, metric: AnyMetric, nodes: Sequence[tuple[str, int]]
 ) -> tuple[pd.DataFrame, dict[str, str], dict[str, str]]:
-    """Return the model's answers; what each node reads and writes in the first prompt; labels."""
+    """Return the model's answers, a description of each node, and a label for each node."""
     host, heads = host_of(model), [HeadName.parse(name) for name, _ in nodes]
     hooks = {
         host.hook_name(head.layer, head.kind, point) for head in heads for point in ("z", "pattern")

@@ -1,4 +1,4 @@
-"""Group nodes of an attribution graph that act alike into "supernodes".
+"""Group the nodes of an attribution graph into "supernodes", by similar weights and edges.
 
 Only nodes of the same kind at the same position can form a group. The similarity of two nodes is
 the mean of three values:
@@ -7,9 +7,11 @@ the mean of three values:
     max(cos(write), cos(read))       write: what the difference of z between the runs adds to the
                                      stream; read: the direction of the gate, only for neurons
 
-Groups are found by average-linkage clustering. To test a group, the z of each member is set to
-corrupted z + t · (clean z - corrupted z), with one number t for each group and prompt. The number t
-is fitted by least squares to what the members write when all sites outside the graph are ablated.
+Groups are found by average-linkage clustering. To test a group, the output z of each member is
+replaced by corrupted z + t · (clean z - corrupted z), where clean z and corrupted z are the
+member's outputs in the two runs. All members of a group share one t for each prompt. The number t
+is fitted by least squares to what the members write to the residual stream when all sites outside
+the graph are ablated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,7 +50,7 @@ _LONGEST = 12  # the maximum length of a token in a group's name
 
 @dataclass(frozen=True, eq=False, repr=False)
 class NodeGroups:
-    """Groups of nodes that act alike. Made by `group_nodes`.
+    """Groups of graph nodes that have similar weights and edges. Made by `group_nodes`.
 
     Attributes:
         frame: one row per group, the largest effect first. Columns: `name`; `members` (ids);
@@ -98,7 +100,7 @@ def group_nodes(
     examples: pd.DataFrame | None = None,
     mask: Tensor | None = None,
 ) -> NodeGroups:
-    """Group nodes that have similar weights and similar edges, and patch each group.
+    """Group nodes with similar weights and edges, and compute each group's effect by patching.
 
     Each group is named after the tokens that its members together promote most.
 
@@ -155,13 +157,15 @@ def group_nodes(
     heads = graph.heads.reset_index(drop=True)
     rows = pd.Index(ids).get_indexer(pd.Index(heads["id"]))
     unknown = heads["id"][rows < 0]
-    InputError.raise_if([f"got {x}; the model has no such node" for x in unknown[:5]], _PROBLEM)
+    InputError.raise_if(
+        [f"got node {x}; the model has no such head or position" for x in unknown[:5]], _PROBLEM
+    )
     prompts = model, clean, corrupted, metric
     grouped = _GroupedModel(*prompts, sites, ablation="resample", mask=mask, positions=positions)
     of_nodes = grouped.written(rows)
     distance = _distances(graph, heads, _similar_weights(model, heads, of_nodes))
     faithfulness, members, changed = float(grouped.faithfulness([rows])[0]), list[Rows](), np.inf
-    # The last threshold is above 1, so it forms no group.
+    # The last threshold is above 1, so no nodes are grouped if all other thresholds fail.
     for least in np.append(np.arange(similarity, 1, _STEP), 1 + _STEP):
         members = _clusters(heads, distance, least)
         changed = grouped.as_one(rows, [rows[group] for group in members])
@@ -197,7 +201,7 @@ def group_nodes(
 def _require_same_prompts(
     graph: CircuitGraph, model: Any, pair: Any, metric: AnyMetric, positions: Roles | None
 ) -> None:
-    """Raise an error if the prompts, the roles or the metric differ from the graph's."""
+    """Raise an error unless the graph was computed with these prompts, roles and this metric."""
     reasons = []
     by_role = not graph.heads["id"].iloc[0].rpartition("@")[2].isdecimal()
     if by_role != isinstance(positions, Mapping):
@@ -225,14 +229,15 @@ def _cosines(vectors: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n n"]:
 def _similar_weights(
     model: Any, heads: pd.DataFrame, written: Float[Tensor, "node d_model"]
 ) -> Float[np.ndarray, "node node"]:
-    """Return max(cos(write), cos(read)) of node pairs; cos(read) is 0 for attention heads."""
+    """Return max(cos(write), cos(read)) for each pair of nodes; see the module docstring."""
     write = written.cpu().double()
     read = torch.zeros_like(write)
     matrices = HeadMatrices.of(model, fold_norms=True)
     for _, some in heads[heads["kind"] == "neuron"].groupby("layer", observed=True):
         sites = LayerSites.of(map(HeadName.parse, some["name"]))
         directions = matrices.outputs(sites, sites.index.new_ones(len(some), 1).float()).cpu()
-        # `write` is reversed if a neuron's output is smaller in the clean run; reverse `read` too.
+        # If a neuron's output is smaller in the clean run, `write` points against the neuron's
+        # output direction, so the sign of `read` is flipped too.
         rows = torch.from_numpy(some.index.to_numpy(copy=True))
         signs = (write[rows] * directions).sum(1, keepdim=True).sign()
         read[rows] = matrices.read_matrices(sites, "q").A[:, :, 0].cpu().double() * signs
@@ -254,7 +259,7 @@ def _distances(
 def _clusters(
     heads: pd.DataFrame, distance: Float[np.ndarray, "node node"], similarity: float
 ) -> list[Rows]:
-    """Cluster the nodes, and return the row indices of each group's members."""
+    """Cluster similar nodes; return each cluster of two or more nodes as row indices of `heads`."""
     groups = list[Rows]()
     for some in heads.groupby(["kind", "position"], observed=True).indices.values():
         rows = np.asarray(some, dtype=np.int64)
@@ -275,7 +280,7 @@ def _names(
     members: Sequence[Rows],
     peaks: Mapping[str, str],
 ) -> list[str]:
-    """Name each group after the tokens it promotes and the token where most neurons peak."""
+    """Name each group after the tokens it promotes and its neurons' most common peak token."""
     if not members:
         return []
     sums = torch.stack([written[group].sum(0) for group in members])
@@ -319,21 +324,21 @@ class _GroupedModel(AblatedModel):
         return self._replay.values(Variants(0, self._first, stream, hooks))
 
     def _changes(self, kept: Rows) -> dict[str, Tensor]:
-        """Ablate all sites except `kept`; return each z minus its value in the corrupted run."""
+        """Ablate all sites except `kept`; return, by hook point, z minus the corrupted run's z."""
         z = dict[str, Tensor]()
         self._run(self._hooks(self._kept([kept]), z))
         first = self._first
         return {x.name: z[x.name] - x.replacement[:, first:].to(z[x.name]) for x in self._points}
 
     def _place(self, row: int) -> tuple[str, slice, Tensor]:
-        """Return a site's hook point, its heads, and a mask of its positions [batch or 1, pos]."""
+        """Return a site's hook point, the site's heads, and a position mask [batch or 1, pos]."""
         (point,) = [x for x in self._points if row in x.rows]
         ((index, place),) = np.stack([point.index, point.place], 1)[point.rows == row]
         heads = slice(index * point.width, (index + 1) * point.width)
         return point.name, heads, torch.from_numpy(point.place_of[:, self._first :] == place)
 
     def _writes(self, row: int, changes: Mapping[str, Tensor]) -> Float[Tensor, "prompt d_model"]:
-        """Return the change in a site's write to the residual stream, for each prompt."""
+        """Return how much a site's write changes in each prompt, given the changes of z."""
         name, heads, here = self._place(row)
         change = changes[name][:, :, heads]
         z = (change * here.to(change)[..., None, None]).sum(dim=(1, 2))
@@ -341,11 +346,11 @@ class _GroupedModel(AblatedModel):
         return self._matrices.outputs(LayerSites.of([head] * len(z)), z).double()
 
     def written(self, rows: Rows) -> Float[Tensor, "node d_model"]:
-        """Return each site's write in the clean run minus its write in the corrupted run."""
+        """Return each site's write, clean run minus corrupted run, averaged over prompts."""
         return torch.stack([self._writes(row, self._whole).mean(0) for row in rows.tolist()])
 
     def as_one(self, circuit: Rows, groups: Sequence[Rows]) -> float:
-        """Return a circuit's faithfulness if each group is replaced by one number per prompt."""
+        """Return a circuit's faithfulness if one t per prompt determines each group's outputs."""
         whole, here = self._whole, self._changes(circuit)
         new = {point.name: point.replacement.clone() for point in self._points}
         for group in groups:

@@ -1,19 +1,21 @@
-"""Path expansion on a prompt: the logits as a sum over paths through zero, one, two or more heads.
+"""Expand the logits of a prompt into a sum over paths through zero, one, two or more heads.
 
 Elhage et al. 2021 ("A Mathematical Framework for Transformer Circuits") expand the logits of an
-attention-only model into a sum over paths. A head with its pattern held fixed is linear, and so is
-a neuron-head with its gate held fixed. So the stream is
+attention-only model into a sum over paths. An attention head is linear if its pattern is held
+fixed. A neuron-head is linear if its gate is held fixed. So the stream is
 
     x = Σ_paths  F_t … F_s x_0        F_t: the linear map of head t (`engine/linear_run.py`)
 
-The sum is over all paths from the embedding through heads s, …, t to the logits. The terms of all
-paths add up to the run's logits. With the patterns of another prompt, the terms would be different.
+The sum is over all paths from the embedding through heads s, …, t to the logits. After the
+unembedding, the sum is the run's logits. The terms depend on the prompt, because the patterns do.
 
-A path begins at the embedding (with positions) or at a bias. Paths from b_O and b_out have no hops,
-that is, no heads. Paths from b_V, b_in and a norm's bias have one hop: the head that reads the
-bias. One pass computes what the paths with 0, 1, 2, … hops add to the stream. Let z_s be the output
-of head s without input from other heads, and c the metric's gradient at the final stream. Then the
-effect of the path embedding → s → t → logits is the dot product of z_s W_O[s] and F_tᵀ c.
+A path begins at the embedding (of a token and its position) or at a bias. Each head on a path is
+one hop. A path from an output bias, b_O or b_out, begins with 0 hops. A path from b_V, b_in or a
+norm's bias begins with 1 hop, for the head that reads the bias. One pass through the layers
+computes, for 0, 1, 2, … hops, what all paths with this number of hops add to the stream. Let z_s be
+the output of head s if it reads nothing from other heads, and let c be the metric's gradient at the
+final stream. Then the effect of the path embedding → s → t → logits is the dot product of z_s
+W_O[s] and F_tᵀ c.
 """
 
 from bisect import bisect_right
@@ -70,7 +72,7 @@ class PathExpansion:
 
     @full_precision()
     def effects(self, metric: AnyMetric) -> pd.DataFrame:
-        """Return, for each path length, the total effect on a metric.
+        """Return the total effect on a metric of all paths with the same number of hops.
 
         Args:
             metric: a function of the logits of one run; if it is not linear, effects are
@@ -146,8 +148,8 @@ def path_expansion(
 ) -> PathExpansion:
     """Expand the logits of a run into paths through heads and neuron-heads.
 
-    The expansion is exact if patterns and norm scales are held at their values in the run. A
-    neuron-head is linear in its value if its gate is held fixed.
+    The expansion is exact if patterns and norm scales are held at their values in the run. The gate
+    of a neuron-head is held fixed too, so that its output is linear in its value.
 
     The method is from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
@@ -155,7 +157,7 @@ def path_expansion(
         model: a model from `convert`, or one with exposed neuron-heads. A half-precision
             model is run in float32.
         prompts: a text, a list of texts, or tokens.
-        hops: the largest number of heads for which paths have a separate entry.
+        hops: paths through at most this many heads have one entry for each number of heads.
         held: in a gated MLP with exact heads, the factor of the value that is held fixed: "gate"
             (paths go through W_in), or "up" (paths go through W_gate, the neuron's score).
         mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
@@ -205,7 +207,7 @@ def path_expansion(
 def _expand(
     linear: LinearRun, hops: int
 ) -> tuple[Float[Tensor, "hops batch pos d_model"], tuple[Tensor, ...]]:
-    """Return the final stream for each number of hops, and heads' outputs in one-hop paths."""
+    """Return the final stream split by number of hops, and the heads' outputs in one-hop paths."""
     embedding = linear.run.embedding
     streams = torch.stack([embedding, *[torch.zeros_like(embedding)] * (hops + 1)])
     history, first = [streams], []
@@ -221,7 +223,7 @@ def _expand(
 
 
 class _RankedPaths:
-    """The paths with the largest effects; `first` has the heads' outputs in one-hop paths."""
+    """The k paths with the largest effects; `first` has the outputs of heads in one-hop paths."""
 
     def __init__(self, linear: LinearRun, first: tuple[Tensor, ...], k: int, block: int) -> None:
         self._linear, self._first, self._block = linear, first, block
@@ -230,11 +232,11 @@ class _RankedPaths:
         self._largest = LargestScores(k, by_size=True)
 
     def _number(self, index: int, position: int) -> int:
-        """Return the number of a sublayer's first head at a position; heads are numbered from 1."""
+        """Return the running number, from 1, of a sublayer's first head at a position."""
         return 1 + position * self._starts[-1] + self._starts[index]
 
     def add(self, stream: Float[Tensor, "batch pos=1 d_model"], end: int) -> None:
-        """Add paths whose last head writes at position `end`; `stream` is the gradient at `end`."""
+        """Add the paths whose last head is at position `end`, given the metric's gradient there."""
         for index, last in enumerate(self._linear.sublayers):
             gradient = last.output_gradients(stream, slice(end, end + 1))[:, 0]
             alone = (gradient * self._first[index][:, end]).sum((0, 2))

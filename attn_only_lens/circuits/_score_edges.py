@@ -1,23 +1,24 @@
-r"""Score edges by two factors, with one forward pass per node instead of one per edge.
+r"""Score edges by a product of two factors, with one forward pass per node instead of per edge.
 
-Cutting the edge from a writer w to a reader R changes what R writes. This change affects all layers
-after R. The change of R's write is computed in closed form for all writers at once. The effect of
-R's write on the logits is estimated with one forward pass per node:
+Cutting the edge from a writer w to a reader R changes what R writes to the residual stream. This
+change affects all layers after R. The change of R's write is computed in closed form for all
+writers at once. The effect of R's write on the logits is estimated with one forward pass per node:
 
     L(w → R)  = Σ_ref mean ‖change of R's write, if R reads ref instead of w's write‖
     N(R)      = Σ_ref mean max |change of the logits, if R's z is replaced by ref|
     score     = L(w → R) · N(R) / max ‖R's write‖
     exact     = Σ_ref mean max |change of the logits, if R reads ref instead of w's write|
 
-The reference value "ref" is 0 (`to="zero"`) or the mean of z (`to="mean"`). Each "mean" and "max
-‖…‖" is over all tokens of all prompts. A writer is replaced in only one input of the reader: the
-queries, keys or values of an attention head ("q", "k", "value"), or the whole input of a
-neuron-head or of the unembedding ("in"). Norm scales are held fixed. For edges into the logits
-("output"), all of L, score and exact are equal.
+The value "ref" that replaces a writer's z is 0 (`to="zero"`) or the mean of this z over all tokens
+(`to="mean"`). Σ_ref is the sum over the values in `to`. Each "mean" and "max ‖…‖" is over all
+tokens of all prompts, and each "max |…|" is over the logits at a token. A writer is replaced in
+only one input of the reader: the queries, keys or values of an attention head ("q", "k", "value"),
+or the whole input of a neuron-head or of the unembedding ("in"). Norm scales are held fixed. For
+edges into the logits ("output"), L, score and exact are equal.
 
 One forward pass records all writes. Each node, and each exact cut, needs one more forward pass per
-reference. In addition, each layer with readers runs its attention block on a batch of all writers,
-once for each kind and reference. Prompts of the same length form one batch.
+reference. In addition, for each kind and reference, every attention block that contains readers
+runs once on a batch with one entry per writer. Prompts of the same length form one batch.
 """
 
 from collections import defaultdict
@@ -86,7 +87,7 @@ def score_edges(
 ) -> pd.DataFrame:
     """Score every edge between the given nodes, the embedding and the logits.
 
-    An edge connects a writer to one input of a later reader, and covers all positions.
+    An edge connects a writer to one input of a later reader, at all positions together.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks. A
@@ -164,7 +165,7 @@ def score_edges(
 
 
 def _by_length(pair: PromptPair) -> list[Tokens]:
-    """Return one batch without padding for each prompt length, the shortest first."""
+    """Return batches without padding, one for each length of prompts, the shortest first."""
     rows: dict[int, list[Tensor]] = {}
     for row, real in zip(pair.clean, pair.real, strict=True):
         rows.setdefault(int(real.sum()), []).append(row[real])
@@ -172,7 +173,7 @@ def _by_length(pair: PromptPair) -> list[Tokens]:
 
 
 def _default_nodes(model: Any, pair: PromptPair, metric: AnyMetric | None, top: int) -> list[str]:
-    """Return the `top` heads with the largest Σ |gradient · z|, or all heads of a small model."""
+    """Return the `top` nodes with the largest Σ |gradient · z|, or all nodes if they are fewer."""
     layers = resolve_sites(model, all_heads())
     names = [name for layer in layers for name in layer.names]
     if len(names) <= top:
@@ -210,7 +211,7 @@ def _sum_by_key(values: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
 
 @dataclass(eq=False)
 class _Batch:
-    """A run of prompts of one length, split into writes; `share` is its fraction of all tokens."""
+    """The run on all prompts of one length, which have the fraction `share` of all tokens."""
 
     run: Decomposition
     readers: Readers
@@ -222,7 +223,7 @@ class _Batch:
 
 
 class _Scoring:
-    """Compute the two factors of each score, and exact cuts, over all prompts."""
+    """Compute the two factors of each edge's score, and the effects of exact cuts."""
 
     def __init__(
         self,
@@ -271,7 +272,7 @@ class _Scoring:
 
     @torch.no_grad()
     def local(self) -> Iterator[tuple[_Edge, float]]:
-        """Yield, for every edge, the terms that add up to the factor L."""
+        """Yield (edge, term) pairs; the terms of an edge add up to its factor L."""
         for batch, reference, sites in self._cases():
             writes = batch.writes(sites)
             for kind in _KINDS[sites.kind]:
@@ -284,7 +285,7 @@ class _Scoring:
 
     @torch.no_grad()
     def node(self) -> Iterator[tuple[str, float]]:
-        """Yield, for every node, the terms that add up to the factor N."""
+        """Yield (node, term) pairs; the terms of a node add up to its factor N."""
         for batch, reference, sites in self._cases():
             z = _z_of_nodes(self._replaced(batch.writes(sites), reference), sites)
             nodes = torch.arange(len(sites.names), device=z.device)
@@ -294,7 +295,7 @@ class _Scoring:
 
     @torch.no_grad()
     def exact(self, edges: Sequence[_Edge]) -> Iterator[tuple[_Edge, float]]:
-        """Yield, for each exact cut, the terms that add up to the change of the logits."""
+        """Cut edges exactly; yield (edge, term) pairs; an edge's terms add up to `exact`."""
         into: dict[tuple[str, str], set[str]] = defaultdict(set)
         for writer, reader, kind in edges:
             into[reader, kind].add(writer)
@@ -323,7 +324,7 @@ class _Scoring:
         before: Sequence[SublayerWrites],
         only: set[str] | None,
     ) -> tuple[list[str], Float[Tensor, "writer batch pos d_model"]]:
-        """Return the writers and, for each one, how the stream changes if only it is replaced."""
+        """Return the writers' names, and how the stream changes if each writer is replaced."""
         x = batch.run.embedding
         names = ["embed"]
         changes = [((0 if reference == "zero" else self._embedding) - x)[None]]
@@ -346,7 +347,7 @@ class _Scoring:
         kind: str,
         only: set[str] | None = None,
     ) -> Iterator[tuple[list[str], Float[Tensor, "writer batch pos node head d_head"]]]:
-        """Yield the writers and, for each one, the z of a layer's nodes if only it is replaced."""
+        """Yield chunks of writers, with the z of a layer's nodes after each writer is replaced."""
         writes = batch.writes(sites)
         before = batch.run.before(sites.layer, sites.kind)
         names, change = self._removed(batch, reference, before, only)
@@ -363,7 +364,7 @@ class _Scoring:
             yield names[first : first + size], z
 
     def _into_logits(self, only: set[str] | None = None) -> Iterator[tuple[_Edge, float]]:
-        """Yield, for each writer, how the logits change if it is replaced in the final stream."""
+        """Yield (edge, term) pairs for edges into the logits, which are cut in the final stream."""
         for batch in self._batches if only is None or only else ():
             size = max(1, _NUMBERS // batch.run.recording.logits.numel())
             for reference in self._references:
@@ -381,7 +382,7 @@ class _Scoring:
         node: Int[Tensor, "variant"],
         z: Float[Tensor, "variant batch pos head d_head"],
     ) -> Float[Tensor, "variant"]:
-        """Return how much each variant changes the logits; a variant replaces one node's z."""
+        """Return how much the logits change in each variant, in which one node's z is replaced."""
         replay = batch.readers.replay
         block = self._host.block(sites.layer, sites.kind)
         name = self._host.hook_name(sites.layer, sites.kind, "z")
@@ -407,7 +408,7 @@ class _Scoring:
 
 
 def _largest_change(decomposed: Decomposition) -> BoundMetric:
-    """Return a metric: the largest |logit change| at each token, averaged over the tokens."""
+    """Return a metric that averages over tokens the largest |change of a logit| at each token."""
     recorded = decomposed.recording.logits
 
     def compute(logits: Float[Tensor, "site batch pos d_vocab"]) -> Float[Tensor, "site batch"]:
@@ -429,7 +430,7 @@ def _sizes(
     sites: LayerSites,
     dz: Float[Tensor, "writer batch pos node head d_head"],
 ) -> Float[Tensor, "writer node"]:
-    """Return the norm of the change in each node's write, averaged over tokens."""
+    """Return the mean norm of the change that `dz`, a change of z, makes to each node's write."""
     index = sites.index.to(dz.device)
     if writes.neurons is None:
         written = torch.einsum("nbphd,hdm->nhbpm", dz.squeeze(4), writes.matrix[index])

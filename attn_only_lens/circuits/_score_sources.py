@@ -1,4 +1,4 @@
-"""Split an attention score, or a neuron's pre-activation, into an exact sum over writers.
+"""Split an attention score, or a neuron's pre-activation, into parts from earlier components.
 
 The stream that a head reads is a sum of earlier writes (`engine/writes.py`). With norm scales held
 fixed, a score is linear in the stream at the query, and linear in the stream at the key:
@@ -6,12 +6,12 @@ fixed, a score is linear in the stream at the query, and linear in the stream at
     score = Σ_u Σ_w q_u B k_w        u writes at the query position, w at the key position
     q_u = u N W_Q / s,  k_w = w N W_K / s'      N: the norm's gain; s, s': its scales
 
-The matrix B is the head's bilinear form at the query and key positions. B includes 1/√d_head,
-rotary embeddings, and query and key norms with scales held fixed. B is computed with the model's
-own code, as the mixed second derivative of the score at q = k = 0. If the model's score hook
-receives the pattern, its logarithm is used. Other terms of a score (ALiBi, the bias of a query
-norm) count as the head's own biases. The score is taken before the softmax and any soft cap. For a
-neuron,
+B is the matrix of a bilinear form: for a query q and a key k at these two positions, the head's
+score is q B k. B includes 1/√d_head, rotary embeddings, and query and key norms with scales held
+fixed. B is computed with the model's own code, as the mixed second derivative of the score at q = k
+= 0. In some models, the hook point for scores receives the pattern; its logarithm is then used.
+Other terms of a score (ALiBi, the bias of a query norm) are counted as the head's own biases. The
+score is taken before the softmax and any soft cap. For a neuron,
 
     q = Σ_w w N W_in[:, i] / s + b                    W_gate in a gated MLP
 
@@ -44,7 +44,7 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 _MOST_PAIRS = 4_000_000
-_BLOCK = 2**22  # the number of pairs computed at once
+_BLOCK = 2**22  # the number of pairs of writers processed at once
 _PROBLEM = "this score has no sources"
 _NOT_A_SUM = "this score is not a sum over earlier writes"
 
@@ -60,7 +60,7 @@ def score_sources(
     *,
     top: int | None = None,
 ) -> pd.DataFrame:
-    """Split an attention score, or a neuron's pre-activation, into the shares of all writers.
+    """Split an attention score or a neuron's pre-activation into earlier components' contributions.
 
     With norm scales held at their values in the run, the shares add up to the score.
 
@@ -120,7 +120,10 @@ def score_sources(
         if not is_count(position, -n_pos, n_pos - 1)
     ]
     if head.kind == "neuron" and key is not None:
-        reasons.append(f"got key={key!r} for {head}: a neuron-head's keys do not depend on tokens")
+        reasons.append(
+            f"got key={key!r} for {head}; leave key out: a neuron-head's keys do not depend on "
+            "tokens"
+        )
     InputError.raise_if(reasons, _PROBLEM)
     positions = [as_plain(position) % n_pos for position in wanted.values()]
     if head.kind == "neuron":
@@ -131,7 +134,7 @@ def score_sources(
 def _reads(
     parts: Decomposition, head: HeadName, position: int, model: Any, W: Float[Tensor, "d_model n"]
 ) -> tuple[list[str], Float[Tensor, "writer n"]]:
-    """Return what a head reads through W from each writer; the last row is its own bias."""
+    """Return writer names, and what the head reads from each through W; "own bias" is last."""
     here = slice(position, position + 1)
     reads = parts.of(head.layer, head.kind).reads.at(here)
 
@@ -176,15 +179,15 @@ def _of_attention(
         host.hook_name(head.layer, "attention", point)
         for point in ("q", "k", "attn_scores", "pattern")
     )
-    # the hook points of query-norm and key-norm scales
+    # the hook points for the scales of query norms and key norms
     points = [m for m in host.attention(head.layer).modules() if isinstance(m, HookPoint)]
     scales = sorted({str(m.name) for m in points if str(m.name).endswith("hook_scale")})
     parts = decompose(model, tokens, None, names=(*names, *scales))
     scores, pattern = (
         parts.recording.hooked[name][0, head.index, query] for name in (score_name, pattern_name)
     )
-    # In some bridges, the score hook receives the pattern. Its logarithm is the score minus
-    # a constant that depends on the query.
+    # In some bridges, the hook point for scores receives the pattern. The logarithm of the pattern
+    # is the score minus a constant that depends on the query.
     hidden = torch.equal(scores, pattern)
     scores = pattern.log() if hidden else scores
     if scores[key] <= torch.finfo(scores.dtype).min / 2:
@@ -220,7 +223,7 @@ def _of_attention(
 def _side(
     model: Any, parts: Decomposition, head: HeadName, side: str, position: int, recorded: Tensor
 ) -> tuple[list[str], Float[Tensor, "writer d_head+1"]]:
-    """Return each writer's query or key, with a last coordinate that is 1 only for "own bias"."""
+    """Return each writer's part of the query or key; append 1 for "own bias", 0 for others."""
     attn, n_heads = host_of(model).attention(head.layer), host_of(model).n_heads[head.layer]
     weights, biases = getattr(attn, f"W_{side}"), getattr(attn, f"b_{side}", None)
     names, vectors = _reads(
@@ -246,7 +249,7 @@ def _bilinear_form(
     *,
     hidden: bool,
 ) -> Float[Tensor, "d_head+1 d_head+1"]:
-    """Return the score as a bilinear form of one query and one key, each with a 1 appended."""
+    """Return the matrix of the score, a bilinear form of query and key, each with a 1 appended."""
     recorded, n_heads = parts.recording.hooked, host_of(model).n_heads[head.layer]
     leaves = [torch.zeros_like(recorded[name]).requires_grad_() for name in names[:2]]
     scores: list[Tensor] = []
@@ -274,8 +277,8 @@ def _bilinear_form(
     alone = 1 - float(scores[0].detach())
     if not alone > 0:
         reason = (
-            f"position {query} attends only to position {key}, and {names[2]} of this model "
-            "holds the pattern instead of the scores, so the score is unknown"
+            f"position {query} attends only to position {key}, and the hook point {names[2]} of "
+            "this model receives the pattern instead of the scores, so the score is unknown"
         )
         raise UnsupportedModelError([reason], _NOT_A_SUM)
     form = _taylor(scores[0].log(), leaves, places) / alone
@@ -286,7 +289,7 @@ def _bilinear_form(
 def _taylor(
     score: Tensor, leaves: list[Tensor], places: list[tuple[int, int, int]]
 ) -> Float[Tensor, "d_head+1 d_head+1"]:
-    """Return the score's value, first derivatives and mixed second derivatives at q = k = 0."""
+    """Return one matrix: the score's value, first and mixed second derivatives at q = k = 0."""
     by_q, by_k = torch.autograd.grad(score, leaves, create_graph=True)
     by_q, by_k = by_q[places[0]], by_k[places[1]]
     n, m = len(by_q), len(by_k)
@@ -301,7 +304,7 @@ def _taylor(
 def _require_score(
     model: Any, total: Float[Tensor, "key"], expected: Float[Tensor, "key"], size: Tensor
 ) -> None:
-    """Raise an error if sums differ from the run's scores, or, for two keys, their difference."""
+    """Raise an error if `total` is not the run's score; for two keys, compare score differences."""
     cap = float(getattr(model.cfg, "attn_scores_soft_cap", None) or 0.0)
     capped = cap * torch.tanh(total / cap) if cap > 0 else total
     if len(total) == 2:
@@ -320,7 +323,7 @@ def _require_sum(total: Tensor, expected: Tensor, size: Tensor) -> None:
 
 
 def _tolerance(x: Tensor) -> float:
-    # Many bridged norms compute in float32, regardless of the model's dtype.
+    # Many normalization layers of bridged models compute in float32, whatever the model's dtype.
     return max(LOGIT_TOLERANCE[x.dtype], LOGIT_TOLERANCE[torch.float32])
 
 
@@ -335,7 +338,10 @@ def _largest(
     n, m = len(left), len(right)
     if top is None and n * m > _MOST_PAIRS:
         raise InputError(
-            [f"got {n * m:,} pairs of writers; expected at most {_MOST_PAIRS:,}: pass top=1000"],
+            [
+                f"got {n * m:,} pairs of writers; expected at most {_MOST_PAIRS:,}: pass top=1000 "
+                "to keep only the largest shares"
+            ],
             "these shares need too large a table",
         )
     wanted = n * m if top is None else min(top, n * m)

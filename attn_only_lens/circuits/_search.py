@@ -1,9 +1,10 @@
 r"""Search for a small circuit that is nearly as faithful as the whole model.
 
 Let f(C) be the faithfulness of a circuit C (`ablation.py`). The circuit is sufficient if |1 - f(C)|
-≤ 1 - wanted, where `wanted` is the requested faithfulness. Faithfulness is not monotone in circuit
-size, because sites can cancel. So bisection may miss the shortest sufficient prefix of a ranking.
-The search has three steps. Each step starts from the best circuit so far:
+≤ 1 - wanted, where `wanted` is the requested faithfulness. Faithfulness does not always rise with
+circuit size, because the effects of sites can cancel. A prefix of a ranking is its k highest-ranked
+sites. Bisection over k may miss the shortest sufficient prefix. The search has three steps. Each
+step starts from the best circuit so far:
 
     prefixes   The k highest ranked sites, by |effect| and by signed effect, are tried for k on a
                grid with ratio √√2. The grid is refined where f starts to suffice or crosses 1.
@@ -13,9 +14,10 @@ The search has three steps. Each step starts from the best circuit so far:
     pruning    Each chunk of sites is left out in turn, exactly; then as many chunks as possible are
                removed together. If none can be removed, chunks are halved, down to single sites.
 
-At the end, every shorter prefix of both rankings is evaluated. So if the result has at most 1,000
-sites, no single site can be left out, and no shorter prefix of a ranking is sufficient. A smaller
-circuit may still exist.
+At the end, the search evaluates every prefix of both rankings (by |effect| and by signed effect)
+that is shorter than the circuit. So a circuit of at most 1,000 sites is minimal in two ways: it
+becomes insufficient if any single site is removed, and no shorter prefix of the two rankings is
+sufficient. A smaller circuit may still exist.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -62,12 +64,12 @@ from attn_only_lens.patching._attribution import METHODS, Method, attribution, k
 from attn_only_lens.patching.repairs import Budget
 from attn_only_lens.patching.results import MEASURED, Sweep
 
-_PER_DOUBLING = 4  # how many sizes the grid has from k to 2k
-_BETWEEN = 16  # how many sizes the finer grid has
-_AT_ONCE = 16  # how many sizes are evaluated before the next larger ones
+_PER_DOUBLING = 4  # the number of sizes in the grid from k to 2k
+_BETWEEN = 16  # the number of sizes in the finer grid, between two sizes of the first grid
+_AT_ONCE = 16  # the number of prefix sizes that are evaluated as one batch, small sizes first
 _IDLE_ROUNDS = 2
-_AROUND = 4  # assumed upper bound on the ratio of circuit sizes for two sets of prompts
-_LARGE = 1000  # circuits with more sites are not pruned site by site
+_AROUND = 4  # assumption: circuits for two sets of prompts differ in size at most by this factor
+_LARGE = 1000  # larger circuits are pruned in chunks, not site by site
 _SITE = ["layer", "kind", "index", "name", "position"]
 SITE_KEY = ["name", "position"]
 _Step: TypeAlias = Literal["magnitude", "signed", "worth", "pruning", "prefix"]
@@ -126,14 +128,14 @@ class Circuit:
         return f"{title}, all others {self.completeness:.0%}{random}\n{self.frame}"
 
     def to_frame(self) -> pd.DataFrame:
-        """Return the circuit's sites, or, if prompts were resampled, the sites of all resamples."""
+        """Return the sites of the circuit or, if prompts were resampled, of all circuits found."""
         if self.stability is None:
             return self.frame.copy()
         sites = self.stability.sites
         return sites.assign(in_circuit=self.contains(sites))
 
     def contains(self, sites: pd.DataFrame) -> Bool[np.ndarray, "row"]:
-        """Return whether each row of a frame of sites (`name`, `position`) is in this circuit."""
+        """Return which rows of a frame (with `name` and `position`) are sites of the circuit."""
         inside = self.frame[SITE_KEY].drop_duplicates().assign(inside=True)
         return sites[SITE_KEY].merge(inside, how="left")["inside"].notna().to_numpy()
 
@@ -209,10 +211,10 @@ def discover(
         prompts_at_once: how many prompt pairs are in memory at once; by default as many as fit in
             a fifth of the memory. With fewer than all, each evaluation records the runs again. Mean
             ablation and custom metrics need all prompts at once.
-        progress: show a progress bar over the circuits that are run; a text is its label.
+        progress: show a progress bar over the circuits that are run; a string is its label.
 
     Returns:
-        The circuit. The circuit's `tried` lists all circuits that were evaluated.
+        The circuit. Its frame `tried` lists all circuits that the search evaluated.
 
     Raises:
         InputError: with every reason: invalid settings, prompts, metric, sites or positions;
@@ -251,7 +253,7 @@ def discover(
         ranking = context.run(rank_sites, prompts, method, budget, settings)
         bar.set_description_str(f"{label}search")
         frame, effects = ranking.frame[_SITE], ranking.effect.to_numpy()[:, None]
-        if resamples:  # each site has consecutive rows, one per prompt
+        if resamples:  # the frame has one row per site and prompt, sorted by site
             n_prompts = len(pair.clean)
             frame = frame.iloc[::n_prompts].reset_index(drop=True)
             effects = effects.reshape(-1, n_prompts)
@@ -281,7 +283,7 @@ def discover(
             in_none = (0.0, *inclusion_interval(0, len(stability.resamples)), "noise")
             with_shares = with_shares.fillna(dict(zip(INCLUSION, in_none, strict=True)))
             circuit = replace(circuit, frame=with_shares, stability=stability)
-        bar.total = bar.n  # the total is unknown until the search ends
+        bar.total = bar.n  # the number of circuits is unknown until the search ends
         bar.refresh()
     return circuit
 
@@ -289,7 +291,7 @@ def discover(
 def rank_sites(
     prompts: tuple[Any, ...], method: str, budget: Budget, options: Mapping[str, Any]
 ) -> Sweep:
-    """Return the estimated or exact effect of removing each site from the clean run."""
+    """Return the effect of replacing each site's clean output with its corrupted output."""
     settings: dict[str, Any] = {**options, "direction": "noise", "progress": False}
     if method == MEASURED:
         return activation_patch(*prompts, **settings)
@@ -306,9 +308,10 @@ def circuit_of(
     draws: tuple[int, int] = (3, 0),
     **settings: Any,
 ) -> Circuit:
-    """Evaluate a set of sites, and return a circuit sorted by decreasing |effect|.
+    """Evaluate a set of sites, and return them as a circuit, sorted by decreasing |effect|.
 
-    `draws` is the number of random circuits and their seed; `settings` are other circuit fields.
+    `draws` is the number of random circuits and their seed; `settings` are the remaining fields of
+    the circuit.
     """
     measured, complete, random = ablated.curves([rows], *draws)
     frame = ablated.sites[_SITE].assign(effect=effects).iloc[rows]
@@ -327,7 +330,7 @@ def circuit_of(
 
 
 def smallest_prefix(ablated: AblatedModel, order: Rows, wanted: float) -> Rows:
-    """Return the shortest prefix of some sites, in this order, that suffices."""
+    """Return the shortest sufficient prefix of the sites in the given order."""
     return _Search(ablated, wanted).prefixes({"magnitude": order})[0]
 
 
@@ -340,7 +343,7 @@ def _smallest(
     effects: Float[np.ndarray, "site"],
     near: int | None = None,
 ) -> tuple[Rows, list[dict[str, Any]]]:
-    """Return the smallest circuit that a search with these effects finds, and its list `tried`."""
+    """Search for a small circuit; return the rows of its sites, and all evaluated circuits."""
     search = _Search(ablated, wanted, near)
     orders: dict[_Step, Rows] = {
         name: ablated.ranked(ranking, name, effects) for name in ([order] if order else ORDERS)
@@ -351,8 +354,8 @@ def _smallest(
 class _Search:
     """A search for circuits in one ablated model; `tried` lists the evaluated circuits.
 
-    `near` is the size of a circuit for other prompts. With `near`, the search begins with similar
-    sizes, and does not try all shorter prefixes at the end.
+    `near` is the size of a circuit that was found for other prompts. With `near`, the search tries
+    similar sizes first, and does not evaluate all shorter prefixes at its end.
     """
 
     def __init__(self, ablated: AblatedModel, wanted: float, near: int | None = None) -> None:
@@ -360,7 +363,7 @@ class _Search:
         self.tried: list[dict[str, Any]] = []
 
     def smallest(self, orders: Mapping[_Step, Rows], *, prune: bool, rank_again: bool) -> Rows:
-        """Return the smallest circuit, or, without pruning, the shortest sufficient prefix."""
+        """Return the smallest circuit found; with prune=False, the shortest sufficient prefix."""
         circuit = min(self.prefixes(orders), key=len)
         if not prune:
             return circuit
@@ -371,7 +374,7 @@ class _Search:
         return self.prune(shorter) if len(shorter) < len(circuit) else circuit
 
     def prefixes(self, orders: Mapping[_Step, Rows], longest: int | None = None) -> list[Rows]:
-        """Return, for each order, the shortest sufficient prefix, or all sites if none suffices."""
+        """Return each order's shortest sufficient prefix, or all sites if no prefix suffices."""
         searches = {step: self._search(order, longest) for step, order in orders.items()}
         asked = {step: next(search) for step, search in searches.items()}
         prefixes: dict[_Step, Rows] = {}
@@ -391,8 +394,8 @@ class _Search:
     def _search(self, order: Rows, longest: int | None) -> _Questions:
         """Yield prefixes to evaluate, and return the size of the shortest sufficient prefix."""
         longest = len(order) if longest is None else min(longest, len(order))
-        # Grid sizes do not depend on the number of sites. Sites without effects are ranked last,
-        # so a model that grows by such sites keeps the same prefix.
+        # Grid sizes do not depend on the number of sites. Sites without an effect are ranked last,
+        # so the same prefix is found after growth adds such sites.
         grid = 2.0 ** (np.arange(_PER_DOUBLING * np.log2(longest)) / _PER_DOUBLING)
         sizes = np.unique([*grid.round().astype(int), longest])
         if self._near is not None:
@@ -405,7 +408,7 @@ class _Search:
     def _first(self, order: Rows, short: int, f: float, sizes: Rows) -> _Questions:
         """Refine a grid of sizes; return the size of the shortest sufficient prefix, or None.
 
-        `short` is an insufficient size below the grid; `f` is the faithfulness of that prefix.
+        `short` is the size of an insufficient prefix below the grid, and `f` is its faithfulness.
         """
         for start in range(0, len(sizes), _AT_ONCE):
             some = sizes[start : start + _AT_ONCE]
@@ -424,7 +427,7 @@ class _Search:
         return None
 
     def rank_again(self, circuit: Rows) -> Rows:
-        """Rank sites by what they add to the current circuit, and return the smallest circuit."""
+        """Rank sites repeatedly by what they add to a circuit; return the smallest circuit."""
         best, idle, worth = circuit, 0, self._ablated.worth(circuit)
         while idle < _IDLE_ROUNDS:
             order = np.argsort(-worth, kind="stable")
@@ -450,11 +453,12 @@ class _Search:
                 n_chunks *= 2
 
     def _without_chunks(self, circuit: Rows, chunks: Sequence[Rows]) -> Rows:
-        """Remove as many chunks as possible at once, and return the remaining circuit."""
+        """Return the smallest sufficient circuit found by removing several chunks together."""
         without = [np.setdiff1d(circuit, chunk, assume_unique=True) for chunk in chunks]
         *values, whole = self._measure(["pruning"] * (len(chunks) + 1), [*without, circuit])
         can_go = [i for i, rest in enumerate(without) if self._suffices(values[i], len(rest))]
-        # Try two orders of removal: the smallest change of f first, and the largest f first.
+        # Try two orders: first the chunks whose removal changes f least, or first the chunks whose
+        # removal leaves the largest f.
         orders = [
             sorted(can_go, key=lambda i: abs(values[i] - whole)),
             sorted(can_go, key=lambda i: -values[i]),
@@ -468,7 +472,7 @@ class _Search:
         return self._smallest_sufficient("pruning", circuit, rests)
 
     def shorter_prefix(self, orders: Iterable[Rows], circuit: Rows) -> Rows:
-        """Return the shortest sufficient prefix, or the circuit if no prefix is shorter."""
+        """Return the shortest sufficient prefix, or the circuit if no shorter prefix suffices."""
         sizes = range(1, len(circuit) if len(circuit) <= _LARGE else 1)
         prefixes = [order[:size] for order in orders for size in sizes]
         return self._smallest_sufficient("prefix", circuit, prefixes)
@@ -491,5 +495,5 @@ class _Search:
         return values
 
     def _suffices(self, f: float, size: int) -> bool:
-        # With all sites, f is 1 except for rounding errors.
+        # The circuit of all sites has f = 1 up to rounding errors, so it always suffices.
         return size == self._ablated.n_sites or (size > 0 and abs(1 - f) <= 1 - self._wanted)

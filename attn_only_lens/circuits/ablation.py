@@ -8,7 +8,7 @@ token in each prompt). Sites in the circuit are unchanged. All other sites are a
     "positional_mean"  its mean over the clean prompts at the same position, or role
     "resample"         its value in the corrupted run, at the same position
 
-Heads and positions that are not sites, the embedding and the biases are never ablated. Many
+Only sites are ablated; the embedding, the biases, and all other heads and positions never are. Many
 circuits are run as one batch (`engine/replay`). Let m be the metric, M all sites and C a circuit:
 
     faithfulness    f(C) = (m(C) - m(∅)) / (m(M) - m(∅))
@@ -18,9 +18,10 @@ Both definitions are from Marks et al., "Sparse Feature Circuits", 2024. Let g b
 at a site's z when all sites outside C are ablated. Then the site adds, to first order, g · (z -
 ablated z) / (m(M) - m(∅)) to f(C).
 
-`faithfulness` evaluates circuits C_k: the highest-ranked sites, a share k of all sites. MIB, the
-Mechanistic Interpretability Benchmark (Mueller et al., 2025), counts edges instead of sites, and
-ranks by |scores| only for CMD. These two areas from MIB are computed by the trapezoidal rule:
+`faithfulness` evaluates circuits C_k: the highest-ranked sites, whose share of all sites is k. MIB,
+the Mechanistic Interpretability Benchmark (Mueller et al., 2025), measures circuit size in edges
+instead of sites, and ranks edges by |score| only for CMD. These two areas from MIB are computed by
+the trapezoidal rule:
 
     CPR = ∫ f(C_k) dk         circuit performance ratio: higher is better
     CMD = ∫ |1 - f(C_k)| dk   circuit-model distance: lower is better
@@ -121,7 +122,7 @@ def faithfulness(
     seed: int = 0,
     mask: Tensor | None = None,
 ) -> Faithfulness:
-    """Compute faithfulness and completeness for circuits of several sizes, taken from a ranking.
+    """Compute faithfulness and completeness of the highest-ranked sites, for several circuit sizes.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -217,7 +218,7 @@ class AblatedModel:
     ) -> None:
         """Record the clean and the corrupted run, and run the clean prompts with all sites ablated.
 
-        `sites` are rows of `Sweep.frame`; `positions` has the position of each role; `some` has the
+        `sites` are rows of `Sweep.frame`; `positions` maps roles to positions; `some` lists the
         indices of the prompts to use; `runs` are these prompts' runs, if they are recorded already;
         `on_done` receives the number of newly finished circuits.
         """
@@ -270,7 +271,7 @@ class AblatedModel:
         if not abs(span) > 1e-6 * max(abs(self.whole), abs(self.nothing)):
             reason = (
                 f"the metric is {self.whole} for the whole model and {self.nothing} with every "
-                "site ablated; expected sites, an ablation and a metric for which they differ"
+                "site ablated; expected sites, an ablation and a metric for which the values differ"
             )
             raise InputError([reason], _PROBLEM)
         return span
@@ -282,7 +283,7 @@ class AblatedModel:
             return np.argsort(-abs(effect), kind="stable")
         # The difference of the metric between the two runs may not have the sign of `self.span`.
         span = ranking.clean_value - ranking.corrupted_value
-        # Adding a useful site raises the score, and removing a useful site lowers the score.
+        # In a `Sweep`, the score rises if a patch adds a useful site, and falls if it removes one.
         helps = np.sign(span * self.span) * (1 if ranking.baseline == 0 else -1)
         return np.argsort(-effect * helps, kind="stable")
 
@@ -402,14 +403,14 @@ def _reasons_against_sites(
     if any(isinstance(number, str) for number in numbers):
         labels = [role.label for role in roles]
         reasons += [
-            f"got sites at the role {label!r}; expected the role's position in each prompt: pass "
-            f"positions={{{label!r}: …}}"
+            f"got sites at the role {label!r}, but not the position of this role in each prompt: "
+            f"pass positions={{{label!r}: …}}"
             for label in sorted(str(number) for number in numbers if number not in labels)
         ]
         reasons += [
             f"got {first.label!r} and {second.label!r} at the same token of prompt "
             f"{int((first.chosen & second.chosen).any(dim=1).nonzero()[0])}; expected "
-            f"a different token for each role: leave {first.label!r} out of positions"
+            f"a different token for each role: leave the role {first.label!r} out of positions"
             for first, second in combinations(roles, 2)
             if (first.chosen & second.chosen).any()
         ]
@@ -427,10 +428,11 @@ def _reasons_against_sites(
 
 @dataclass(frozen=True, eq=False)
 class _AblatedPoint:
-    """The sites at one hook point, and the ablated value of every z at the hook point.
+    """The sites at one hook point, and the values that replace z there for ablated sites.
 
-    A place is the index of a position or role; it is 0 for sites at all positions. `place_of` maps
-    tokens to places; -1 means no place. Without roles, `place_of` has one row for all prompts.
+    A place is the index of a position or role, or 0 for sites at all positions together. `place_of`
+    maps tokens to places, and is -1 for tokens without a place. Without roles, all prompts share
+    one row of `place_of`.
     """
 
     name: str
@@ -446,7 +448,8 @@ class _AblatedPoint:
     ) -> tuple[str, Callable[[Tensor, Any], Tensor]]:
         """Return a hook that ablates the sites outside each circuit.
 
-        Activations begin at position `first`; the hook stores them in `computed`, if that is given.
+        The hook receives activations from position `first` onward, and stores them in `computed`
+        unless that is None.
         """
         replacement = self.replacement[:, first:]
 
@@ -466,7 +469,7 @@ class _AblatedPoint:
         return by_node.repeat_interleave(self.width, dim=3).unsqueeze(-1)
 
     def by_site(self, by_head: Float[np.ndarray, "row pos head_index"], first: int) -> _Floats:
-        """Sum the values of all heads of each site; `by_head` begins at position `first`."""
+        """Sum `by_head`, which begins at position `first`, over each site's heads and tokens."""
         by_node = by_head.reshape(*by_head.shape[:2], -1, self.width).sum(-1)
         by_place = np.zeros(self._shape)
         np.add.at(by_place, self.place_of[:, first:], by_node)
@@ -474,7 +477,7 @@ class _AblatedPoint:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """The number of places (the last is for tokens without a place) and the number of nodes."""
+        """The number of places, plus one for tokens without a place, and the number of nodes."""
         n_places = max(self.place.max(), self.place_of.max()) + 2
         return int(n_places), self.replacement.shape[2] // self.width
 
@@ -482,7 +485,7 @@ class _AblatedPoint:
 def _ablated_points(
     model: Any, source: Recording, sites: pd.DataFrame, roles: Sequence[PositionSet]
 ) -> list[_AblatedPoint]:
-    """Return the hook points of the given sites, with ablated values from the run `source`."""
+    """Return the hook points of the sites; the run `source` has the values of ablated sites."""
     points = []
     for key, rows in sites.groupby(["layer", "kind"], observed=True):
         layer, kind = cast("tuple[int, HeadKind]", key)
@@ -542,8 +545,8 @@ def ablated_model(
 class _InChunks(AblatedModel):
     """An ablated model whose memory does not grow with the number of prompts.
 
-    Each evaluation records the runs of every chunk again. A search makes about ten evaluations,
-    each of hundreds of circuits.
+    Each evaluation records the runs of every chunk again. This costs little, because a search makes
+    only about ten evaluations, each of hundreds of circuits.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Attribute a metric of one run, or its change between two runs, to the model's heads.
 
 A target head t reads the stream, so its output z_t is a sum over all earlier writes. Let c_t be the
-gradient of the metric at z_t. The attribution A_t = c_t · z_t is the sum of the edges into t.
+gradient of the metric at z_t. The attribution A_t = c_t · z_t is the sum of the weights of the
+edges into t.
 
 In one run with fixed patterns and norm scales (`linear_run.py`), the value edges into t sum to A_t:
 
@@ -10,14 +11,15 @@ In one run with fixed patterns and norm scales (`linear_run.py`), the value edge
                                                    is the gradient at the pattern, P' its derivative
 
 For the difference between two runs (`linear_pair.py`), z_t is replaced by its change Δz_t, and c_t
-by the multiplier of Δz_t. Then the edges of all kinds into t sum to A_t. Biases cancel:
+by the multiplier of Δz_t, which is the gradient with secants in place of derivatives. Then the
+edges of all kinds into t sum to A_t. Biases cancel:
 
     all kinds   Σ_s w(s → t) = A_t, over value, q and k of an attention head, value and gate of a
                 neuron; Σ_t w(s → t) = A_s, over all targets t and the metric
 
-The keys of a neuron-head are constant. A neuron-head whose gate is a step function (ReLU) has no
-edges of kind "gate" in a graph of one run. In a graph of a difference, it has such edges only if
-the two runs are on different sides of the step.
+The keys of a neuron-head are constant, so it has no edges of kind "k". A neuron-head whose gate is
+a step function (ReLU) has no edges of kind "gate" in a graph of one run. In a graph of a
+difference, it has such edges only if the two runs are on different sides of the step.
 """
 
 from collections.abc import Sequence
@@ -53,9 +55,9 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 @dataclass(frozen=True, eq=False)
 class NeuronSlope:
-    """The part of the metric's gradient at pre-activations that flows through neurons' patterns.
+    """The part of the gradient at neurons' pre-activations that flows through their patterns.
 
-    `constant` is the contribution of all biases to the metric, to first order.
+    `constant` is what biases contribute to the metric through these patterns, to first order.
     """
 
     sublayer: LinearSublayer
@@ -66,7 +68,7 @@ class NeuronSlope:
     def covectors(
         self, positions: Tensor, nodes: Tensor
     ) -> tuple[Float[Tensor, "batch target d_model"], Float[Tensor, "batch target"]]:
-        """Return the covector with which each target reads the stream, and its bias term."""
+        """Return, for each target, a covector with which it reads the stream, and a bias term."""
         read = self.gradient[:, positions, nodes].unsqueeze(-1) * self.W.T[nodes]
         covectors = self.sublayer.writes.reads.back(read, positions)
         return covectors, self.constant[:, positions, nodes]
@@ -90,7 +92,7 @@ class AttentionSlope:
     def input_gradients(
         self, positions: Tensor, nodes: Tensor
     ) -> Float[Tensor, "target batch pos group d_head"]:
-        """Return each target's gradient at `inputs`, through the target's row of its pattern."""
+        """Return the part of the gradient at `inputs` that each target's pattern row passes on."""
         rows = self.gradient.new_zeros(len(nodes), *self.gradient.shape)
         target = torch.arange(len(nodes), device=rows.device)
         rows[target, :, nodes, positions] = self.gradient[:, nodes, positions].transpose(0, 1)
@@ -120,9 +122,9 @@ Slopes: TypeAlias = dict[str, NeuronSlope | AttentionSlope]
 
 @dataclass(frozen=True, eq=False)
 class AttributedRun:
-    """One run, or the difference of two runs, as linear maps; and the gradients of a metric.
+    """One run, or the difference of two runs, as linear maps, with the gradients of a metric.
 
-    Each list has one entry per sublayer.
+    The lists `gradients`, `slopes` and `z` have one entry per sublayer.
     """
 
     linear: LinearRun
@@ -130,8 +132,8 @@ class AttributedRun:
     value: float  # the metric, or its change between the runs
     offset: float  # the part of the metric that is not linear in the logits
     gradients: list[Outputs]
-    first: Residual  # the gradient at the embedding
-    last: Residual  # the gradient at the final stream
+    first: Residual  # the metric's gradient at the embedding
+    last: Residual  # the metric's gradient at the final stream
     logit_bias: Float[Tensor, "batch"]  # the bias terms of the last norm and the unembedding
     bias: float  # the sum of all bias terms
     slopes: list[Slopes]
@@ -317,7 +319,7 @@ def _require_flows(
     result: Contrast,
     names: dict[tuple[int, HeadKind, str], str],
 ) -> None:
-    """Raise an error if the edges into a sublayer do not add up to its nodes' attribution."""
+    """Raise an error if the edges into a sublayer do not add up to the attribution of its nodes."""
     numbers = list[Tensor]()
     for i, (sublayer, along, here) in enumerate(zip(sublayers, gradients, slopes, strict=True)):
         writes, (clean, corrupted) = sublayer.writes, both.sublayers[i].reads.stream.chunk(2)
@@ -335,7 +337,7 @@ def _require_flows(
     rows = [values[i : i + 4] for i in range(0, len(values), 4)]
     sums, sizes = [row[:2] for row in rows], [max(row[2:]) for row in rows]
     allowed = LOGIT_TOLERANCE[torch.float32]
-    # Sums that are smaller than this consist of rounding errors.
+    # A smaller sum may consist only of rounding errors, so no `size` is taken to be below this.
     smallest = allowed * max([abs(result.total), *sizes])
     reasons = [
         f"layer {sublayer.writes.layer}: edges into its {sublayer.writes.kind} heads add up to "

@@ -56,7 +56,7 @@ _DOCUMENT = Document("attn_only_lens.CircuitGraph", 3, _Body)
 
 
 def to_json(graph: CircuitGraph, path: str | Path) -> None:
-    """Write a graph to a file atomically.
+    """Write a graph to a JSON file atomically.
 
     Example:
         >>> import tempfile, torch
@@ -94,7 +94,7 @@ def from_json(path: str | Path) -> CircuitGraph:
         ids = nodes["id"].to_numpy()
         for end in ("source", "target"):
             if len(edges) and edges[end].min() < 0:
-                raise IndexError(f"got {end} {edges[end].min()}; expected a row index, 0 or more")
+                raise IndexError(f"got {end} {edges[end].min()}; expected a row index of nodes")
             edges[end] = ids[edges[end].to_numpy(dtype=int)]
         attributes = {name: body[name] for name in _ATTRIBUTES}
         for name in ("tokens", "corrupted"):

@@ -12,9 +12,9 @@ These are the kinds of nodes (`kind`), with an example `id` for each kind:
 
 The edges into a node add up to its attribution, and the edges into "metric" add up to the metric or
 the metric's change (`attributed_run.py`). In a graph of one run, these sums include only edges of
-kind "value". Edges of kinds "q", "k" and "gate" estimate, to first order, effects through the
-target's pattern. In a graph of a difference, the sums include all kinds. Pruning preserves the
-sums: edges from dropped nodes become edges from "rest".
+kind "value". Edges of kinds "q", "k" and "gate" estimate, to first order, how a source affects the
+metric through the target's pattern. In a graph of a difference, the sums include all kinds. Pruning
+preserves the sums: edges from dropped nodes become edges from "rest".
 """
 
 from collections.abc import Iterable
@@ -108,7 +108,10 @@ class CircuitGraph:
         reasons += ["got no node 'metric'"] * ("metric" not in set(ids))
         n_pos = max(map(len, self.tokens), default=0)
         away = ids[self.nodes["position"].notna() & ~self.nodes["position"].between(0, n_pos - 1)]
-        reasons += [f"got node {name}; the prompts have {n_pos} tokens" for name in away[:5]]
+        reasons += [
+            f"got node {name} at a position outside the prompts, which have {n_pos} tokens"
+            for name in away[:5]
+        ]
         if not 0 <= self.mass <= 1 + 1e-9:  # rounding errors may raise the sum of shares above 1
             reasons.append(f"got mass={self.mass}; expected a share from 0 to 1")
         InputError.raise_if(reasons, _PROBLEM)
@@ -119,10 +122,10 @@ class CircuitGraph:
         return EDGE_KINDS if self.corrupted else ("value",)
 
     def inflow(self, kind: str | None = None) -> "pd.Series[float]":
-        """Return the sum of the edges into each node, indexed by node id.
+        """Return the sum of the weights of the edges into each node, indexed by node id.
 
-        By default, all edge kinds that add up to attributions are included. An unknown kind raises
-        an `InputError`.
+        By default, edges of all kinds that add up to attributions are included. An unknown kind
+        raises an `InputError`.
         """
         if kind not in (None, *EDGE_KINDS):
             raise InputError([f"got kind={kind!r}; expected one of {EDGE_KINDS}"], "no such edge")
@@ -138,7 +141,7 @@ class CircuitGraph:
     def prune(self, *, top: int | None = None, mass: float | None = None) -> "CircuitGraph":
         """Keep the heads and neurons with the largest |attribution|; merge the others into "rest".
 
-        All sums still hold.
+        The weights into each node that is kept have the same sum as before.
 
         Args:
             top: how many heads and neurons to keep.
@@ -161,7 +164,7 @@ class CircuitGraph:
     def prune_edges(self, mass: float | None = None, *, top: int | None = None) -> "CircuitGraph":
         """Keep the edges with the largest |weight| into each node; merge the others into "rest".
 
-        All sums still hold. Edges from "bias" and "offset" are always kept.
+        The weights into each node keep their sums. Edges from "bias" and "offset" are always kept.
 
         Args:
             mass: the share of Σ |weight| to keep, for every node and kind.
@@ -178,7 +181,7 @@ class CircuitGraph:
         return replace(self, edges=_through_rest(self.edges, ~keep))
 
     def to_networkx(self) -> "nx.MultiDiGraph[str]":
-        """Return a networkx graph. Its nodes are node ids, and its edge keys are kinds of edges.
+        """Return a networkx graph whose nodes are the node ids, and whose edge keys are edge kinds.
 
         Example:
             >>> import torch

@@ -1,4 +1,4 @@
-"""Compute the frames of nodes and edges of an attributed run (`attributed_run.py`).
+"""Compute the nodes and edges of an attribution graph from an attributed run (`attributed_run.py`).
 
 The weight of an edge is the dot product of the covector with which the target reads the stream and
 the vector that the source writes to the stream. The vectors of heads that are not nodes are summed
@@ -27,7 +27,7 @@ from attn_only_lens.heads import HeadName
 Node = tuple[int, int]
 """A place (a position or a role), and an index in the sublayer."""
 _BLOCK = 2**24  # the maximum number of values in memory at once on a CPU: 64 MiB in float32
-_SHARE = 0.1  # the fraction of free memory to use on other devices
+_SHARE = 0.1  # the largest fraction of a device's free memory to use
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Places:
     """The places of nodes: positions, or roles (tokens whose position differs between prompts).
 
     Attributes:
-        names: positions as texts, or roles in the order of their mean positions.
+        names: positions as strings, or roles in the order of their mean positions.
         real: the places that at least one prompt has.
         chosen: whether a role is at a position in a prompt; None if the places are positions.
     """
@@ -46,7 +46,7 @@ class Places:
 
     @classmethod
     def of(cls, pair: PromptPair, roles: Roles | None = None) -> "Places":
-        """Return the places in some prompts; a token with several roles keeps only the first."""
+        """Return the places in the prompts; a token with several roles keeps only the first."""
         columns = torch.arange(pair.clean.shape[1], device=pair.real.device)
         if roles is None:
             real = pair.real.any(dim=0).nonzero().flatten()
@@ -64,14 +64,14 @@ class Places:
     def sums(
         self, by_position: Float[Tensor, "batch pos node"]
     ) -> Float[Tensor, "batch place node"]:
-        """Return the sum of the values at each place."""
+        """Return values at places, given values at positions; a role's tokens are summed."""
         numbers = by_position.cpu().double()
         if self.chosen is None:
             return numbers
         return torch.einsum("rbp,bpn->brn", self.chosen.double(), numbers)
 
     def positions_of(self, nodes: Iterable[Node]) -> list[Node]:
-        """Return the (position, index) pairs that the nodes have in any of the prompts."""
+        """Return nodes as (position, index) pairs; a role has its positions in all prompts."""
         if self.chosen is None:
             return list(nodes)
         some = self.chosen.any(1)
@@ -82,7 +82,7 @@ class Places:
     def by_role(
         self, edges: pd.DataFrame, by_prompt: Float[np.ndarray, "edge batch"], ids: set[str]
     ) -> pd.DataFrame:
-        """Return edges between roles, with standard errors; nodes not in `ids` become "rest"."""
+        """Merge edges between positions into edges of roles; nodes not in `ids` become "rest"."""
         assert self.chosen is not None
         columns = []
         for prompt in range(by_prompt.shape[1]):
@@ -155,7 +155,7 @@ def node_frame(
         nodes, z, is_attention = chosen[index], run.z[index], writes.kind == "attention"
         some, heads = torch.tensor(nodes, dtype=torch.int64, device="cpu").T
         slopes: Iterable[float] = repeat(np.nan)
-        # The column `gradient` needs a single prompt and one head per neuron.
+        # The column `gradient` is defined only for a single prompt and one head per neuron.
         single = len(z) == 1 and z.shape[2] == gradients.shape[2]
         if not is_attention and single and places.chosen is None:
             slopes = gradients[0, ..., 0].cpu()[some, heads].tolist()
@@ -185,7 +185,7 @@ def _sizes(run: AttributedRun, index: int) -> Float[Tensor, "batch pos node"]:
 
 
 class LinearGraph:
-    """The edges of an attributed run into chosen nodes; a node is a (position, index) pair."""
+    """The edges into the chosen nodes of an attributed run; a node is a (position, index) pair."""
 
     def __init__(
         self, attributed: AttributedRun, pair: PromptPair, chosen: Sequence[Sequence[Node]]
@@ -217,7 +217,8 @@ class LinearGraph:
                 for some, by_prompt in self._into(index, kind, nodes):
                     waiting.append((self._ids(index, some), kind, by_prompt))
                     on_done(len(some) * (kind == "value"))
-                    # Read many blocks at once, since each read waits for the device.
+                    # Move many weights to the CPU at once, because each transfer waits for the
+                    # device.
                     if sum(x.numel() for *_, x in waiting) > _BLOCK:
                         edges += _edges_of(sources, waiting)
                         waiting = []
@@ -259,7 +260,7 @@ class LinearGraph:
             return self._sources.products(n_before, bias, covectors, positions)
         of_targets = gradient[:, positions, nodes]
         bias = (of_targets * sublayer.constant[:, positions, nodes]).sum(-1)
-        if isinstance(sublayer, LinearAttention):  # values are read at every position
+        if isinstance(sublayer, LinearAttention):  # heads read values at every position
             keys = torch.arange(n_pos, device=nodes.device).repeat(len(nodes))
             node, node_positions = (x.repeat_interleave(n_pos) for x in (nodes, positions))
             gradients = of_targets.repeat_interleave(n_pos, dim=1)
@@ -272,9 +273,10 @@ class LinearGraph:
 def _edges_of(
     sources: list[str], blocks: Sequence[tuple[list[str], str, Tensor]]
 ) -> Iterator[tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]]:
-    """Yield the nonzero edges of blocks, and their weights in each prompt.
+    """Yield a frame of each chunk's nonzero edges, and the weights of these edges in each prompt.
 
-    A block has targets, the kind of its edges, and their weights [batch, target, column].
+    Each chunk in `blocks` consists of target ids, an edge kind, and edge weights [batch, target,
+    column].
     """
     read = on_cpu([by_prompt for *_, by_prompt in blocks])
     for (targets, kind, _), by_prompt in zip(blocks, read, strict=True):
@@ -293,7 +295,7 @@ def _edges_of(
 
 
 class _Sources:
-    """The vectors that the embedding and the chosen nodes write, and the sum of other writes."""
+    """The vectors that the embedding and chosen nodes write, and the sum of all other writes."""
 
     def __init__(
         self, linear: LinearRun, real: Sequence[int], chosen: Sequence[Sequence[Node]]
@@ -329,10 +331,10 @@ class _Sources:
         covectors: Float[Tensor, "batch target *pos d_model"],
         target_positions: Tensor | None = None,
     ) -> Float[Tensor, "batch target column"]:
-        """Return dot products of covectors with the sources of the first `n_before` sublayers.
+        """Return dot products of covectors with what sources before sublayer `n_before` write.
 
-        Targets read at `target_positions`, or at every position (None). The last two columns are
-        "rest" and "bias".
+        Each target reads at its position in `target_positions`; if `target_positions` is None, all
+        targets read at every position. The last two columns are "rest" and "bias".
         """
         n, covectors = self._n_columns[n_before], covectors.to(self._vectors)
         vectors, streams = self._vectors[:, :n], (self._rest[n_before], self._bias[n_before])

@@ -1,4 +1,4 @@
-"""What a model answers on clean and corrupted prompts, compared with the answers of a metric."""
+"""Tabulate a model's top tokens and the metric's answers, on clean and corrupted prompts."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ _ROLES = {2: ("correct", "wrong"), 1: ("answer",), 0: ()}
 def model_answers(
     model: Any, pair: PromptPair, metric: AnyMetric, clean: Logits, corrupted: Logits
 ) -> pd.DataFrame:
-    """Return a frame with a row for each prompt of both runs; see `Explanation.answers`."""
+    """Return the frame `Explanation.answers`, with one row per run and prompt."""
     answers = as_metric(metric).answers
     named = dict(zip(_ROLES[len(answers)], answers, strict=True))
     of_roles = answer_tokens(model, pair, named, None, several=True)
@@ -39,7 +39,7 @@ def model_answers(
 
 
 def answer_cells(answers: pd.DataFrame) -> dict[str, dict[str, str]]:
-    """Return each run's cells of a table: the top token, and the median rank of each answer."""
+    """Return the cells of a table for each run: the top token, and each answer's median rank."""
     cells: dict[str, dict[str, str]] = {}
     for run, rows in answers.groupby("run"):
         counts, n = rows["top"].value_counts(), len(rows)
@@ -55,7 +55,7 @@ def answer_cells(answers: pd.DataFrame) -> dict[str, dict[str, str]]:
 
 
 def answer_warnings(answers: pd.DataFrame) -> list[str]:
-    """Return warnings about prompts whose difference explains little of the model's answer."""
+    """Return warnings about pairs whose difference explains little about the model's answer."""
     if "wrong" not in answers:
         return []
     prefers = answers["correct_probability"] > answers["wrong_probability"]

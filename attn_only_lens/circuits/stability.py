@@ -2,16 +2,16 @@
 
 The prompts are repeatedly split into random halves, and `discover` searches for a circuit on each
 half. This is stability selection (Meinshausen and Bühlmann 2010) with complementary pairs (Shah and
-Samworth 2013). Each circuit is also evaluated on the other half.
+Samworth 2013). Each circuit is also evaluated on the other half of its split.
 
     inclusion    the share of these circuits that include a site: an estimate of the probability
                  that the site is in the circuit of a new sample with half as many prompts
     class        "core" for an inclusion of at least 90 %, "noise" for at most 10 %, otherwise
                  "contingent"
 
-Inclusion intervals are Wilson intervals for an effective number of independent circuits. The two
-halves of one split are independent, but circuits from different splits share prompts. So the
-effective number is smaller than the number of circuits: 2 + (resamples - 2) / `_DEPENDENCE`
+Inclusion intervals are Wilson intervals for an effective number of independent circuits. Circuits
+from the two halves of one split are independent, but circuits from different splits share prompts.
+So the effective number, 2 + (resamples - 2) / `_DEPENDENCE`, is smaller than the number of circuits
 (`analyses/results/stability_of_circuits.md`).
 """
 
@@ -62,12 +62,12 @@ class Stability:
 
     @property
     def n_core(self) -> int:
-        """The number of sites in the core."""
+        """The number of sites in the core: the sites whose inclusion is at least 90 %."""
         return int((self.sites["class"] == "core").sum())
 
     @property
     def n_union(self) -> int:
-        """The number of sites that are in any of the circuits."""
+        """The number of sites that are in at least one of the circuits."""
         return len(self.sites)
 
     def __repr__(self) -> str:
@@ -82,7 +82,7 @@ class Stability:
 
 
 def resamples_reasons(resamples: object) -> list[str]:
-    """Return the reasons why `resamples` is not a valid number of resamples."""
+    """Return the reasons why `resamples` is invalid, or an empty list."""
     if is_count(resamples) and as_plain(resamples) != 1:
         return []
     return [f"got resamples={resamples!r}; expected 2 or more, or 0 for none"]
@@ -94,7 +94,7 @@ def require_resamples(n_prompts: int, metric: Metric) -> None:
     if n_prompts < 4:
         reasons.append(f"got {n_prompts} prompt pairs; expected 4 or more, to split into halves")
     if not metric.by_prompt:
-        reasons.append(f"got {metric.name}; expected a metric with a value for each prompt")
+        reasons.append(f"got {metric.name}; expected a metric that gives a value for each prompt")
     InputError.raise_if(reasons, "these prompts cannot be resampled")
 
 
@@ -122,7 +122,7 @@ def resampled(
     models: dict[tuple[int, ...], AblatedModel] = {}
     for half, other_half in halves:
         keys = [tuple(some.tolist()) for some in (half, other_half)]
-        # The two halves of a split follow each other, so both models can be reused.
+        # The two halves of a split follow each other, so the second half reuses both models.
         models = {key: models.get(key) or ablate(some=list(key)) for key in keys}
         ablated, others = (models[key] for key in keys)
         circuit, _ = search(ablated, effects[:, half].mean(axis=1))
@@ -153,7 +153,7 @@ def resampled(
 
 
 def _inclusion(sites: pd.DataFrame, flags: Bool[np.ndarray, "resample site"]) -> pd.DataFrame:
-    """Return the sites that are in any circuit, sorted by decreasing inclusion."""
+    """Return the sites that are in at least one circuit, sorted by decreasing inclusion."""
     counts, n = flags.sum(axis=0), len(flags)
     bounds = np.array([inclusion_interval(count, n) for count in range(n + 1)])
     frame = sites.assign(inclusion=counts / n)
@@ -165,17 +165,18 @@ def _inclusion(sites: pd.DataFrame, flags: Bool[np.ndarray, "resample site"]) ->
 
 
 def inclusion_interval(count: int, n: int) -> tuple[float, float]:
-    """Return the inclusion interval of a site that is in `count` of n circuits."""
+    """Return the 90 % interval for the inclusion of a site that is in `count` of n circuits."""
     return interval(count / n, 2 + (n - 2) / _DEPENDENCE)
 
 
 def interval(share: float, n: float) -> tuple[float, float]:
     """Return the 90 % Wilson interval of a share observed in n trials; n may be fractional."""
-    z2 = 1.6448536269514722**2  # squared quantile of a two-sided 90 % interval
+    z2 = 1.6448536269514722**2  # squared normal quantile for a two-sided 90 % interval
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = np.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
     low, high = max(0.0, middle - half), min(1.0, middle + half)
-    return min(low, share), max(high, share)  # rounding errors could exclude a share of 0 or 1
+    # Rounding errors could exclude a share of 0 or 1 from its own interval.
+    return min(low, share), max(high, share)
 
 
 def share_of_sums(

@@ -1,6 +1,6 @@
 """The command-line interface, with one module per command."""
 
-# Importing these modules adds their commands to the application.
+# Importing a command's module adds the command to the typer application.
 from attn_only_lens.cli import (  # noqa: F401
     atlas,
     circuit,

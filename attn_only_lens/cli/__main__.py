@@ -1,4 +1,4 @@
-"""Run the command line as `python -m attn_only_lens.cli`, for multi-process launchers."""
+"""Allow launchers such as torchrun to start a command as `python -m attn_only_lens.cli`."""
 
 from attn_only_lens.cli import app
 

@@ -1,4 +1,4 @@
-"""`attn-only-lens atlas`: pages about every neuron and attention head of a model."""
+"""`attn-only-lens atlas`: write pages about every neuron and attention head of a model."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -38,9 +38,10 @@ def atlas(
     ] = None,
     batch_size: Annotated[int, option("pieces in one forward pass", _CORPUS)] = 32,
 ) -> None:
-    """Make pages about neurons and attention heads, with top examples from a corpus.
+    """Write pages about neurons and attention heads, each with its top examples from a corpus.
 
-    The pages also show each neuron's histograms, tokens and connections, and the tokens that each
+    For a neuron, it also shows histograms of activations, and the tokens and heads to which the
+    neuron's weights connect it most. For an attention head, the page also shows which tokens the
     head attends to. If there are more than 3,000 neurons and heads, each layer gets its own page.
     """
     from attn_only_lens.engine.sites import Sites, all_heads, resolve_sites

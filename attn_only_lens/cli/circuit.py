@@ -71,8 +71,9 @@ def explain(
 ) -> None:
     """Explain which heads and neurons make a model answer two prompts differently.
 
-    The command prints what the model answers, and how the difference divides among the sites of a
-    small circuit. The page draws how the sites act on each other.
+    The command searches for a small circuit; it prints the model's answers, and how much each head
+    and neuron of the circuit contributes to the difference between them. The page shows the circuit
+    as a graph, with edges from each head and neuron to those that it affects.
     """
     from attn_only_lens import circuits
     from attn_only_lens.neurons import top_examples
@@ -120,10 +121,12 @@ def circuit(
 ) -> None:
     """Draw the circuit behind an answer as a graph of heads and neurons.
 
-    With --corrupted, search for a minimal circuit that causes the difference between the two
-    prompts. The circuit is the smallest set of sites found that reaches --faithfulness while all
-    other sites are patched from the corrupted prompts. Without --corrupted, the graph describes
-    only the clean prompts. Edge weights are exact if attention patterns and norm scales are fixed.
+    With --corrupted, search for a minimal circuit that explains why the metric differs between the
+    clean and the corrupted prompts. This is the smallest set of sites found that preserves a
+    fraction --faithfulness of the difference when all other sites are patched from the corrupted
+    prompts. Without --corrupted, the graph shows which heads and neurons contribute to the metric
+    on the clean prompts. Edge weights are exact as long as attention patterns and the scales of the
+    normalization layers are held fixed.
     """
     from attn_only_lens import circuits
     from attn_only_lens.viz import circuit_view, write_html

@@ -1,4 +1,4 @@
-"""The application, and code that all commands use to report errors, check outputs, print frames.
+"""The typer application, and functions that several commands use, for example to report errors.
 
 Commands import torch and pandas only when they run, so that --help is quick.
 """
@@ -25,7 +25,7 @@ Panel = Literal["Start here", "Find what matters", "Look at a model", "Make mode
 PROMPTS, OUTPUT, MODEL = "Prompts and metric", "Output", "Model and device"
 """Names of option groups in the help texts."""
 _FILES = (".html", ".json", ".csv", ".parquet", ".safetensors", ".svg", ".txt")
-_LINE = 74  # of an example: 80 columns, less the margin of the help text and " \\"
+_LINE = 74  # characters per line of an example, without the help text's margin and " \\"
 
 _START = """\
 Which heads and neurons make the difference between the answers to two prompts?
@@ -48,7 +48,7 @@ with this package: use it as MODEL to try the command.
 
 
 def option(help_text: str, panel: str | None = None, *names: str) -> Any:
-    """Declare a command-line option, shown under `panel` in the help text."""
+    """Declare a command-line option, which the help text lists under the heading `panel`."""
     return typer.Option(*names, help=help_text, rich_help_panel=panel)
 
 
@@ -63,9 +63,11 @@ def start(context: typer.Context) -> None:
 
 
 def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as a command, shown under `panel` in the help text, with examples.
+    """Return a decorator that turns a function into a command of the application.
 
-    Each field of a dataclass parameter becomes an option. `clear_errors` prints the errors.
+    List the command under the heading `panel`, and append `examples` to the command's help text. If
+    the type of a parameter is a dataclass, each of its fields becomes an option. Errors are printed
+    by `clear_errors`.
     """
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
@@ -106,7 +108,7 @@ def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Cal
 
 
 def _in_80_columns(example: str) -> str:
-    """Break a command before options, so that it can be copied from a narrow terminal."""
+    """Break a command line before some of its options, so that no line exceeds 80 columns."""
     start, *options = re.split(r" (?=--)", example)
     lines = [f"  {start}"]
     for option_text in options:
@@ -118,7 +120,7 @@ def _in_80_columns(example: str) -> str:
 
 
 def path(value: str | Path) -> Path:
-    """Convert an option to a path. Reject '', which would mean the current folder."""
+    """Convert an option's value to a path; reject an empty value, which `Path` reads as "."."""
     from attn_only_lens.storage.atomic import as_path
 
     try:
@@ -128,7 +130,7 @@ def path(value: str | Path) -> Path:
 
 
 def sort_commands() -> None:
-    """Sort the commands by panel and name. Call this function after all commands are added."""
+    """Sort the commands by panel, then by name; call this when all commands have been added."""
     panels = get_args(Panel)
     app.registered_commands.sort(
         key=lambda command: (
@@ -164,7 +166,7 @@ def clear_errors() -> Iterator[None]:
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show a status message in the terminal while a step without a progress bar runs."""
+    """Show a status message in the terminal during a step that has no progress bar."""
     from rich.console import Console
 
     with Console(stderr=True).status(f"{what} …"):
@@ -172,7 +174,7 @@ def working(what: str) -> Iterator[None]:
 
 
 def require_writable(out: Path, endings: tuple[str, ...], top: int = 1) -> None:
-    """Raise an error before any computation if --out or --top is invalid."""
+    """Raise an error if --out or --top is invalid; commands call this before any slow step."""
     if out.suffix not in endings:
         expected = " or ".join(endings)
         raise AttnOnlyLensError(f"got --out {out}; expected a name that ends in {expected}")
@@ -183,7 +185,7 @@ def require_writable(out: Path, endings: tuple[str, ...], top: int = 1) -> None:
 
 
 def require_folder(out: Path) -> None:
-    """Raise an error before any computation if --out is a file or looks like a file name."""
+    """Raise an error if --out, which must be a folder, is a file or looks like a file name."""
     if out.exists() and not out.is_dir():
         raise AttnOnlyLensError(f"got --out {out}, which is a file; expected a folder name")
     if out.suffix in _FILES and not out.is_dir():
@@ -194,11 +196,11 @@ def require_folder(out: Path) -> None:
 
 
 def say_page(page: Path, what: str = "") -> None:
-    """Print the path of a written page, and its file:// address."""
+    """Print the path of a page that was written, and its file:// address for a browser."""
     typer.echo(f"{page}{what and ': '}{what}\nOpen it in a browser: {page.resolve().as_uri()}")
 
 
 def print_frame(title: str, frame: "pd.DataFrame") -> None:
-    """Print a title line and a frame, in 80 columns."""
+    """Print a title line, then a frame whose lines have at most 80 columns."""
     rows = frame.to_string(index=False, line_width=80, float_format="{:.4g}".format)
     typer.echo(f"{title}\n{rows}")

@@ -82,7 +82,7 @@ def compare(
         str | None, option("cpu, cuda or mps; default: cuda if available", MODEL)
     ] = None,
 ) -> None:
-    """Compare a model with a model grown from it, and write tables and two pages to a folder."""
+    """Compare a model with a model that was grown from it; write tables and two HTML pages."""
     import torch
 
     from attn_only_lens import viz
@@ -132,7 +132,7 @@ def _require_other_folder(out: Path, folders: Sequence[str | Path | None]) -> No
     for folder in folders:
         if folder is not None and out.exists() and Path(folder).resolve() == out.resolve():
             raise AttnOnlyLensError(
-                f"got --out {out}, which has one of the models; expected another folder"
+                f"got --out {out}, the folder of one of the models; expected another folder"
             )
 
 
@@ -144,12 +144,12 @@ def _read_prompts(path: Path, option: str) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise AttnOnlyLensError(f"{option}: {path} cannot be read: {error}") from error
     if not lines:
-        raise AttnOnlyLensError(f"{option}: {path} has no prompts; expected one per line")
+        raise AttnOnlyLensError(f"{option}: {path} has no prompts; expected one prompt per line")
     return parse_prompts(lines, option, all(map(_NUMBERS.fullmatch, lines)))
 
 
 def _print_summary(comparison: "Comparison") -> None:
-    """Print two tables. Confidence intervals are only in the saved files."""
+    """Print two tables without their confidence intervals, which only the saved files contain."""
     estimates = [name for name in comparison.circuits if not str(name).endswith(("_low", "_high"))]
     for title, frame in (
         ("By layer: means over components", comparison.summary()),

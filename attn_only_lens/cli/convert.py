@@ -41,7 +41,7 @@ def convert(
 ) -> None:
     """Convert a model to an attention-only HookedTransformer, and save the result.
 
-    If MODEL is a folder written by `convert`, copy it. This command needs transformer-lens 3.9.
+    If MODEL is a folder that `convert` wrote, copy it. This command needs transformer-lens 3.9.
     """
     from attn_only_lens.models import checkpoint
     from attn_only_lens.models.convert import convert as convert_model
@@ -109,9 +109,10 @@ def verify(
     ] = None,
     chat: Chat = False,
 ) -> None:
-    """Check that neuron-heads do not change a model's logits; exit with code 1 if they do.
+    """Check that logits do not change if neurons become attention heads; else exit with code 1.
 
-    If CONVERTED is given, compare MODEL with it; otherwise, MODEL with and without neuron-heads.
+    If CONVERTED is given, compare the logits of MODEL with those of CONVERTED. Otherwise, compare
+    the logits of MODEL before and after attention heads replace its neurons.
     """
     from transformer_lens.model_bridge import TransformerBridge
 
@@ -184,7 +185,7 @@ def read_tokens(tokens: Path) -> "Int[Tensor, 'batch pos']":
     inputs = tensors["tokens"]
     if inputs.ndim != 2 or inputs.dtype not in (torch.int32, torch.int64) or not inputs.numel():
         raise AttnOnlyLensError(
-            f"`tokens` in {tokens} is {inputs.dtype} {list(inputs.shape)}; expected int32 or int64 "
-            "[batch, pos]"
+            f"`tokens` in {tokens} has dtype {inputs.dtype} and shape {list(inputs.shape)}; "
+            "expected int32 or int64 and shape [batch, pos]"
         )
     return inputs.long()

@@ -1,4 +1,4 @@
-"""`attn-only-lens grow`: grow a model without changing its function."""
+"""`attn-only-lens grow`: make a model larger without changing the function that it computes."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,9 +43,9 @@ def grow(
 ) -> None:
     """Make a larger model that computes the same function.
 
-    Every command accepts the folder OUT as MODEL. OUT contains a model without neuron-heads, and
-    provenance.json, which lists the new name of every head and neuron. To grow a converted model,
-    grow the original model, then `convert` the grown model.
+    The folder OUT can be passed as MODEL to every command. It contains the grown model, without
+    neuron-heads, and provenance.json, which says where each head and neuron of MODEL is in the
+    grown model. To grow a converted model, grow the original model, then `convert` the grown model.
     """
     from attn_only_lens.expansion import InsertLayer, compose
     from attn_only_lens.growth import grow as grow_model
@@ -63,7 +63,7 @@ def grow(
         raise AttnOnlyLensError(
             f"{name} is converted; grow the original model, then convert the grown model"
         )
-    hide(loaded)  # the folder may have been saved with neuron-heads
+    hide(loaded)  # a model that was saved with neuron-heads is loaded with neuron-heads
     sizes: dict[str, Any] = {
         "d_mlp": d_mlp,
         "n_heads": n_heads,

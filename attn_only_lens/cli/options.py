@@ -56,7 +56,7 @@ class SourceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(SourceOptions):
-    """The options of `SourceOptions`, and whether to load a HookedTransformer."""
+    """Options for a model, including --hooked, which loads MODEL as a HookedTransformer."""
 
     hooked: Annotated[
         bool, option("load MODEL as a HookedTransformer (transformer-lens 3.9)", MODEL, "--hooked")
@@ -67,7 +67,7 @@ class ModelOptions(SourceOptions):
         return load_model(self.model, self.dtype, self.device, self.hooked)
 
     def with_neuron_heads(self) -> Any:
-        """Load the model; expose neuron-heads if the model has none."""
+        """Load the model; make its neurons visible as attention heads unless they already are."""
         from attn_only_lens.heads import has_neuron_heads
         from attn_only_lens.models.expose import expose_neuron_heads
 
@@ -79,7 +79,7 @@ class ModelOptions(SourceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class MetricOptions:
-    """Options for a metric, and for the answers whose logits the metric reads."""
+    """Options for a metric, and for the correct and the wrong answer."""
 
     answer: Annotated[str | None, option("the correct answer, one token", PROMPTS)] = None
     wrong: Annotated[str | None, option("the wrong answer, one token, for logit_diff", PROMPTS)] = (
@@ -88,7 +88,7 @@ class MetricOptions:
     metric: Metric = "logit_diff"
 
     def build_metric(self, tokens: bool) -> "MetricOfLogits":
-        """Build the metric; with `tokens`, the answers are token numbers instead of texts."""
+        """Build the metric; if `tokens` is True, the answers are token numbers, not strings."""
         from attn_only_lens import patching
 
         name = self.metric
@@ -124,7 +124,7 @@ class PromptOptions(MetricOptions):
 
 
 def load_model(model: str, dtype: str | None, device: str, hooked: bool = False) -> Any:
-    """Load a model by name or from a folder, and print a one-line description."""
+    """Load a model by name or from a folder, and print a one-line description to stderr."""
     from attn_only_lens.models.load import load
 
     with redirect_stdout(sys.stderr):  # TransformerLens prints its progress
@@ -158,7 +158,7 @@ def _describe(model: Any) -> str:
 
 
 def parse_prompts(texts: list[str], option: str, tokens: bool) -> "Prompts":
-    """Return the texts; with `tokens`, parse them into a tensor of token numbers."""
+    """Return the texts unchanged or, if `tokens` is True, parse them into a tensor of tokens."""
     if not tokens:
         return texts
     import torch
@@ -173,7 +173,7 @@ def parse_prompts(texts: list[str], option: str, tokens: bool) -> "Prompts":
 
 
 def as_chat(model: Any, prompts: Any, chat: bool) -> Any:
-    """Return the prompts; with `chat`, apply the chat template and return tokens."""
+    """If `chat` is True, apply the chat template and return tokens; else return the prompts."""
     if not chat or prompts is None:
         return prompts
     from attn_only_lens.engine.prompts import chat_tokens

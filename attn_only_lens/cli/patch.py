@@ -1,4 +1,4 @@
-"""`attn-only-lens patch`: activation patching of heads and neuron-heads."""
+"""`attn-only-lens patch`: activation patching of attention heads and neurons."""
 
 import time
 from pathlib import Path
@@ -26,8 +26,8 @@ from attn_only_lens.cli.options import (
 )
 from attn_only_lens.errors import AttnOnlyLensError
 
-_MANY = 50_000  # with more patches, the command prints an estimate of the time
-_SAMPLES = 16, 16, 128  # numbers of sites that are timed; the first run includes model tests
+_MANY = 50_000  # for more patches than this, the command prints an estimate of the time
+_SAMPLES = 16, 16, 128  # how many sites each timed run patches; the first run also tests the model
 _WHAT = "What is patched"
 
 
@@ -80,9 +80,10 @@ def patch(
     ] = None,
     model: ModelOptions,
 ) -> None:
-    """Patch heads and neurons one by one between two prompts, and rank them by their effects.
+    """Patch heads and neurons, one at a time, from one prompt into another; rank them by effect.
 
-    This takes a long time on a large model; `explain` finds the important sites in a few passes.
+    On a large model, this takes a long time; `explain` finds the important heads and neurons in a
+    few forward and backward passes.
     """
     from attn_only_lens.patching import activation_patch
     from attn_only_lens.patching.job import is_first
@@ -129,7 +130,7 @@ def _parse_sites(sites: str, layers: str | None) -> Any:
 
 
 def _print_estimate(run: tuple[Any, ...], selection: Any, options: dict[str, Any]) -> None:
-    """If there are many patches, time a few of them, and print an estimate of the total time."""
+    """If there are many patches, time a few and print an estimate of the time for all."""
     from attn_only_lens.engine.prompts import single_prompts
     from attn_only_lens.engine.sites import resolve_sites
     from attn_only_lens.patching import activation_patch

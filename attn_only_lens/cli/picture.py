@@ -35,7 +35,7 @@ def picture(
         int | None, option("for a sweep: draw this many ranked bars instead of a heatmap")
     ] = None,
 ) -> None:
-    """Draw the results of `patch` as a heatmap or bars, or draw the graph of `circuit`."""
+    """Draw a file from `patch` as a heatmap or a bar chart, or a file from `circuit` as a graph."""
     from attn_only_lens.circuits import from_json
     from attn_only_lens.patching import Sweep
     from attn_only_lens.viz import circuit_view, sweep_bars, sweep_heatmap, write_html
@@ -43,7 +43,7 @@ def picture(
     require_writable(out, _PAGE)
     if source.suffix == ".json":
         if bars is not None:
-            raise AttnOnlyLensError(f"got --bars and the graph {source}; omit --bars")
+            raise AttnOnlyLensError(f"got --bars for {source}, which contains a graph; omit --bars")
         write_html(circuit_view(from_json(source)), out)
     else:
         sweep = Sweep.load(source)
@@ -69,7 +69,7 @@ def pattern(
     tokens: Tokens = False,
     chat: Chat = False,
 ) -> None:
-    """Draw the attention patterns of heads and neuron-heads on a text."""
+    """Draw the attention patterns of heads, and the activations of neurons, on one text."""
     from attn_only_lens.engine.prompts import single_prompts
     from attn_only_lens.engine.sites import Sites
     from attn_only_lens.patching import heads

@@ -1,4 +1,4 @@
-"""Compare a model and its grown model over a dataset, and their circuits on one batch.
+"""Compare a model with its grown model (see `grow`): components on a dataset, circuits on a batch.
 
     alignment.py     matches the components of both models, by provenance
     batches.py       yields batches of prompts, each prompt with a corrupted prompt
@@ -8,13 +8,13 @@
     results.py       holds, saves and loads the result
 
 Each batch needs two forward passes and one backward pass of each model. Patching and circuit search
-run many variants of a batch, so they use only the first batch. Memory does not grow with the number
-of batches. In addition to the models, the memory contains
+run many variants of a batch, so they use only the first batch.
 
-Memory does not grow with the number of batches. Besides the models, it holds: for each model and
-token in a batch, 3 values per neuron, d_head + pos values per head in both runs, the logits, and
-the tensors that the backward pass needs; for the first batch, both runs until the circuits are
-found, and one value per component and token; and 14 float64 values per component.
+Memory does not grow with the number of batches. In addition to the models, memory holds, for each
+model and token of a batch, 3 values per neuron, d_head + pos values per head in both runs, the
+logits, and the tensors that the backward pass needs. For the first batch, memory also holds both
+runs until the circuits are found, and one value per component and token. The sums over the dataset
+are 14 float64 values per component.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ from attn_only_lens.patching.repairs import on_one_device
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 
 _PROBLEM = "these cannot be compared"
-_N_RANDOM = 3  # random circuits of the size of each circuit
+_N_RANDOM = 3  # for each circuit, the number of random circuits of the same size
 
 
 @warned_once()
@@ -75,11 +75,11 @@ def compare(
 
     The effect of a component is the decrease of the metric when the component's output is replaced
     by its output on the corrupted prompt. If no corrupted prompts are given, the next prompt (in a
-    stream, the next of the batch) is used instead. In this case, the metric must depend on the
-    prompt, like `loss`.
+    stream, the next prompt of the same batch) is used instead. Then the metric must depend on the
+    prompt's tokens, as `loss` does.
 
     Growth follows Gesmundo and Maile, "Composable Function-preserving Expansions for Transformer
-    Architectures", 2023. See `circuits.discover` and `patching.attribution` for the other methods.
+    Architectures", 2023. `circuits.discover` and `patching.attribution` describe the other methods.
 
     Args:
         model: the original, with the weights that it had when it grew, in any dtype and of any
@@ -103,8 +103,8 @@ def compare(
         faithfulness: the target for both circuits: each circuit's faithfulness differs from 1 by
             at most 1 - `faithfulness`.
         n_patched: how many components to patch, by largest |attribution| in any model; None: all.
-        n_nodes: for how many circuit nodes, by largest effect, to compute edges; 0 for no edges,
-            for models whose patterns cannot be frozen.
+        n_nodes: the number of circuit nodes with the largest effects between which edges are
+            computed; 0 for models whose patterns cannot be frozen.
         edge_mass: the share of Σ |weight| that a circuit's edges of each kind must have.
         n_resamples: how often the first batch's prompts are resampled, for confidence intervals.
         confidence: the level of the confidence intervals.
@@ -112,7 +112,7 @@ def compare(
         progress: whether to show a bar for each stage.
 
     Returns:
-        A comparison with frames of components and of both circuits.
+        A `Comparison`, with frames for the components and for both circuits.
 
     Raises:
         ComparisonError: models or provenance do not match, prompts have an unknown type, or
@@ -151,7 +151,8 @@ def compare(
         _expose(models, stack)
         alignment = align(models[0], models[1], provenance)
         _require_source(models[0], provenance)
-        # The first batch: its circuits come early, so that unsupported models fail early.
+        # Compare circuits on the first batch before other batches are run, so that unsupported
+        # models fail early.
         statistics = Statistics(models, alignment)
         stream = batches(models[0], tokens, metric, corrupted, batch_size)
         first = next(stream)
@@ -239,7 +240,7 @@ def _require_valid(compared: Sequence[Any], provenance: object, settings: dict[s
     if not isinstance(provenance, Provenance):
         reasons.append(
             f"got provenance of type {type(provenance).__name__}; expected a result of `grow`, or "
-            "a model and provenance=grown.provenance"
+            "a model with provenance=grown.provenance"
         )
     for name in ("batch_size", "n_resamples", "n_nodes", "n_patched", "seed"):
         value, least = settings[name], int(name == "batch_size")
@@ -280,7 +281,10 @@ def _expose(models: Sequence[Any], stack: ExitStack) -> None:
     reasons = [f"{label}: {why}" for label, model in labelled for why in reasons_not_to_run(model)]
     heads = {neuron.heads_per_neuron for model in models for neuron in host_of(model).neurons}
     if len(heads) > 1:
-        reasons.append(f"got models with {sorted(heads)} heads per neuron; expected equal numbers")
+        reasons.append(
+            f"got models with {sorted(heads)} heads per neuron; expected the same number in all "
+            "models"
+        )
     grown, *null = (
         [(sites.kind, len(sites.names)) for sites in resolve_sites(model, all_heads())]
         + [("coordinates", model.cfg.d_model)]
@@ -295,7 +299,7 @@ def _expose(models: Sequence[Any], stack: ExitStack) -> None:
 
 
 def _require_source(model: Any, provenance: Provenance) -> None:
-    """Raise an error if the model's weights are not the weights that were grown."""
+    """Raise an error unless the model's weights are those from which the grown model was made."""
     if provenance.source is None:
         reason = "the provenance is for weights, and does not identify a model"
     elif odd := provenance.source.differences(identity(model)):
@@ -313,7 +317,7 @@ def _require_source(model: Any, provenance: Provenance) -> None:
 
 
 class _Circuit(NamedTuple):
-    """A circuit's size, and the faithfulness of it, of its complement and of random circuits."""
+    """A circuit's size, and the faithfulness of the circuit, its complement and random circuits."""
 
     size: int
     faithfulness: float
@@ -324,7 +328,7 @@ class _Circuit(NamedTuple):
 def _circuit(
     run: BatchRun, batch: Batch, settings: dict[str, Any], label: str, progress: bool
 ) -> _Circuit:
-    """Find the shortest prefix of the components at positions, by |effect|, that suffices."""
+    """Rank components at positions by |effect|; find how many of the highest-ranked suffice."""
     runs = run.recorded
     assert runs is not None
     logits = runs.clean.logits
@@ -339,6 +343,6 @@ def _circuit(
         ablated = AblatedModel(*prompts, site_rows(groups), ablation="resample", **options)
         rows = smallest_prefix(ablated, order, settings["faithfulness"])
         measured, complete, random = ablated.curves([rows], _N_RANDOM, settings["seed"])
-        bar.total = bar.n  # the total was not known before
+        bar.total = bar.n  # the number of circuits was unknown until now
         bar.refresh()
     return _Circuit(len(rows), float(measured[0]), float(complete[0]), random[:, 0].tolist())

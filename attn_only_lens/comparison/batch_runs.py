@@ -1,14 +1,14 @@
 """Run one batch through one model: patterns, outputs and effects of every component.
 
-The computation takes two forward passes and a backward pass, as in
-`patching.attribution(part="z", direction="noise")`. Let g be the gradient of the metric at a head's
-output z in the clean run, and let z* be the head's output in the corrupted run. The effect
+The computation takes two forward passes and a backward pass, as in `patching.attribution(part="z",
+direction="noise")`. Let g be the gradient of the metric at a head's output z in the clean run, and
+let z* be the head's output in the corrupted run. The head's effect is
 
     effect = g · (z - z*)
 
-is, to first order, the decrease of the metric when z* replaces z. The effect is positive for a
-component that increases the metric. An effect is computed for each prompt. The metric is a mean
-over the prompts, so the gradient is multiplied by the number of prompts.
+To first order, this is the decrease of the metric when z* replaces z. The effect is positive for a
+component that increases the metric. There is one effect per prompt: because the metric is a mean
+over prompts, its gradient is multiplied by the number of prompts.
 
 For the components with the largest estimates, `add_patching` computes the exact decrease on one
 batch with `patching.activation_patch`, which replaces z at all positions.
@@ -79,7 +79,7 @@ class BatchRun:
 
     @cached_property
     def _real_tokens(self) -> Int[Tensor, "token"]:
-        """The indices of real tokens. Indexing with a mask would synchronize the device."""
+        """The indices of real tokens; indexing with a mask instead would synchronize the device."""
         return self.real.flatten().nonzero()[:, 0]
 
     def patterns(self, sites: LayerSites) -> Float[Tensor, "batch site query_pos key"]:
@@ -97,7 +97,7 @@ class BatchRun:
 def run_batch(
     model: Any, batch: Batch, sites: Sequence[LayerSites], *, keep: bool = False
 ) -> BatchRun:
-    """Run both prompts of a batch, and estimate the effect of every component."""
+    """Run a batch's clean and corrupted prompts, and estimate the effect of every component."""
     pair = on_device_of(model, batch.pair)
     nodes = [gradient_node(model, site, "z", closed=True) for site in sites]
     heads = [site for site in sites if site.kind == "attention"]
@@ -110,7 +110,7 @@ def run_batch(
             gates=True,
             traced="clean",
             hooks=tape.hooks,
-            distinct=keep,  # runs may be equal if no circuit is searched
+            distinct=keep,  # clean and corrupted runs may be equal if no circuit is searched
         )
     require_differentiable(runs.metric, runs.clean.logits.detach())
     gradients = tape.gradients(runs.metric.of_logits(runs.clean.logits))
@@ -142,7 +142,7 @@ def add_patching(
     n_patched: int | None,
     progress: bool = False,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Patch the components with the largest estimates, and add the exact effects to both frames."""
+    """Patch the components with the largest estimates; add the exact effects to `old` and `new`."""
     estimates = ["attribution", "grown_attribution", "null_attribution"]
     sizes = pd.concat([old, new]).reindex(columns=estimates).abs().max(axis=1).to_numpy()
     chosen = np.zeros(len(sizes), dtype=bool)

@@ -1,14 +1,15 @@
 """A stream of batches, in which each prompt has a corrupted prompt.
 
 To compute the effect of a head on a metric, the head's activation in a first run is replaced by its
-activation in a second run. Without corrupted prompts, the second run uses the *next prompt* (the
-first prompt follows the last). This is resample ablation. Unlike zeros and means, the new
-activations occur on real prompts. Attribution, patching and circuit search all use this ablation.
+activation in a second run. Without corrupted prompts, the second run is on the *next prompt* (the
+first prompt follows the last). This is resample ablation. Unlike zeros and means, these activations
+come from a run on a real prompt. Attribution, patching and circuit search all use this ablation.
 
-The next prompt is the next different prompt of the same length. For texts and tensors, it is
-searched among all prompts, so that batch boundaries do not matter. For a stream, it is searched
-within the batch. A prompt that is alone in its batch is paired with one of the same length from an
-earlier batch. No prompt is paired with itself, because its zero effects would bias the mean.
+The next prompt is the next one that differs and has the same length. For texts and tensors, the
+search covers all prompts, so that batch boundaries do not matter. For a stream, the search covers
+the same batch. A prompt that is alone in its batch is paired with a prompt of the same length from
+an earlier batch. No prompt is paired with itself, because its effects, which would all be zero,
+would bias the mean.
 """
 
 import reprlib
@@ -87,7 +88,7 @@ def batches(
 
 
 def _cut(model: Any, tokens: Any, corrupted: Prompts | None, size: int) -> Iterator[PromptPair]:
-    """Split prompts into batches; without `corrupted`, a batch has prompts of one length."""
+    """Split prompts into batches; without `corrupted`, a batch's prompts have the same length."""
     if corrupted is not None:
         pairs = [prompt_pair(model, tokens, corrupted)]
     else:
@@ -138,7 +139,7 @@ def _next_others(rows: Tokens) -> Tokens:
 
 def _paired(model: Any, stream: Iterable[Any], metric_of_all: AnyMetric | None) -> Iterator[Batch]:
     """Yield batches with corrupted prompts."""
-    known: dict[int, Tokens] = {}  # for each length, two different prompts
+    known: dict[int, Tokens] = {}  # two different earlier prompts of each length
     for item in stream:
         has_metric = isinstance(item, tuple) and len(item) == 2
         tokens, metric = item if has_metric else (item, metric_of_all)

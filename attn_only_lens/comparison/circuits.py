@@ -4,16 +4,17 @@ Each model's circuit consists of the nodes with the largest |estimated effect|. 
 finds the smallest number of nodes that has the wanted faithfulness, on the same prompts for all
 models (`method="exact_gate"`, `budget=0`, no pruning). A circuit's edges connect its nodes, the
 embedding and the metric in the model's attribution graph. For each kind of edge, the circuit has
-the fewest edges that reach a given share of Σ |weight|. An edge's weight does not depend on the
-other chosen nodes, so edges are computed once, between the nodes of both circuits. Nodes are
+the fewest edges that reach a given share of Σ |weight|. An edge's weight does not depend on which
+other nodes are chosen, so edges are computed once, between the nodes of all circuits. Nodes are
 indexed by [component of the grown model, position]; values are NaN where a model lacks the node.
 
     Jaccard            |A ∩ B| / |A ∪ B|; 1 if both are empty
     rank correlation   Spearman's, over the scores in A ∪ B that both models have
 
 Confidence intervals come from the bootstrap (Efron, 1979), which resamples prompts with
-replacement. In each resample, a circuit has as many nodes as before: those with the largest |mean
-score|. An estimate may lie outside its interval, because a resample has fewer distinct prompts.
+replacement. In each resample, a circuit has the same number of nodes as without resampling: those
+with the largest |mean score|. An estimate may lie outside its interval, because a resample has
+fewer distinct prompts.
 """
 
 from collections import defaultdict
@@ -92,7 +93,7 @@ class Resampling:
 
     @property
     def uniform(self) -> _Floats:
-        """Return the weight of each prompt in the original sample."""
+        """Return equal weights for all prompts, as in the sample before resampling."""
         return np.full(self.n_prompts, 1 / self.n_prompts)
 
     def weights(self) -> _Floats:
@@ -102,7 +103,7 @@ class Resampling:
         return counts / self.n_prompts
 
     def interval(self, values: _Floats) -> tuple[float, float]:
-        """Return the confidence interval of the values without NaN, or NaN if all are NaN."""
+        """Return the confidence interval of the values that are not NaN, or NaN if all are NaN."""
         values = values[~np.isnan(values)]
         if not len(values):
             return float("nan"), float("nan")
@@ -112,7 +113,7 @@ class Resampling:
 
 
 class Overlap(NamedTuple):
-    """The rows (nodes or edges) in two circuits, and the rows' scores in two models."""
+    """Which rows (nodes or edges) each of two circuits has, and their scores in both models."""
 
     first: Bool[np.ndarray, "resample row"]
     second: Bool[np.ndarray, "resample row"]
@@ -137,7 +138,7 @@ def overlap_measures(
     n_rows: int,
     on_resamples: Callable[[int], object] = lambda n: None,
 ) -> dict[str, dict[str, float]]:
-    """Return counts, Jaccard index and rank correlation, with confidence intervals."""
+    """Return counts, Jaccard index and rank correlation of overlaps, with confidence intervals."""
     # With few prompts, many resamples are equal, so each distinct resample is computed once.
     weights, number = np.unique(resampling.weights(), axis=0, return_inverse=True)
     resampled: defaultdict[tuple[str, str], list[_Floats]] = defaultdict(list)
@@ -181,13 +182,13 @@ def _rank_correlation(
 def largest(
     scores: Float[np.ndarray, "resample row"], size: int
 ) -> Bool[np.ndarray, "resample row"]:
-    """Return a mask of the rows with the largest |score|, without NaN; ties go to earlier rows."""
+    """Return a mask of the `size` largest |scores|, without NaN; ties go to earlier rows."""
     sizes = np.where(np.isnan(scores), -1.0, np.abs(scores))
     scored = sizes >= 0
     n_rows = sizes.shape[1]
     if not 0 < size < n_rows:
         return scored & (size > 0)
-    # A partition is faster than a sort; there may be millions of rows and hundreds of resamples.
+    # A partition is faster than a sort, which matters for millions of rows and many resamples.
     least = np.partition(sizes, n_rows - size, axis=1)[:, n_rows - size, None]
     above, equal = sizes > least, sizes == least
     equal &= equal.cumsum(axis=1) <= size - above.sum(axis=1, keepdims=True)
@@ -200,7 +201,7 @@ def select_mass(
     among: Bool[np.ndarray, "resample row"],
     mass: float,
 ) -> Bool[np.ndarray, "resample row"]:
-    """Return the fewest rows that reach a given share of Σ |weight|, for each kind separately."""
+    """Return a mask of the fewest rows of each kind that reach a share of Σ |weight|."""
     ranks = np.zeros_like(among)
     sizes = np.where(among, np.abs(weights), 0.0)
     for kind in pd.unique(kinds):
@@ -242,7 +243,7 @@ class _ComponentRows:
         return [f"{self.names[node // self.n_pos]}@{node % self.n_pos}" for node in nodes.tolist()]
 
     def within(self, nodes: _Ints) -> list[list[tuple[int, int]]]:
-        """Return (position, index) pairs of this model's nodes, by layer and kind."""
+        """Return the nodes that this model has as (position, index) pairs, by layer and kind."""
         nodes_by_group = []
         for sites, rows in self.groups:
             index = dict(zip(rows.tolist(), sites.index.tolist(), strict=True))
@@ -256,7 +257,7 @@ class _ComponentRows:
         effects = [run.effects_of(sites) for sites, _ in self.groups]
         read = torch.cat(
             [x.to(effects[0]) for x in effects]
-        ).mT.cpu()  # one transfer from the device
+        ).mT.cpu()  # one transfer from the device is faster than many
         scores[np.concatenate([rows for _, rows in self.groups])] = read.double().numpy()
         return scores.reshape(-1, len(run.real))
 
@@ -264,7 +265,7 @@ class _ComponentRows:
 def _component_rows(
     grown: Any, alignment: Alignment, n_pos: int
 ) -> tuple[_ComponentRows, _ComponentRows]:
-    """Return the rows of the original's components and of the grown model's components."""
+    """Return the `_ComponentRows` of the original model and of the grown model."""
     all_sites = resolve_sites(grown, all_heads())
     names = np.array([name for sites in all_sites for name in sites.names], dtype=object)
     rows = pd.Index(names).get_indexer
@@ -280,7 +281,7 @@ def _edges_between(
     nodes: _Ints,
     progress: bool,
 ) -> tuple[pd.DataFrame, _Ints, list[Float[np.ndarray, "edge batch"]]]:
-    """Return the edges of all models, the edges' ends, and the edge weights in each model."""
+    """Return a frame of all models' edges, the edges' end nodes, and the weights in each model."""
     if not len(nodes):
         frame = pd.DataFrame(columns=["source", "target", "kind"], dtype=object)
         empty = np.empty((0, len(batch.pair.clean)))
@@ -342,7 +343,7 @@ class _Circuits:
     scores: Sequence[Float[np.ndarray, "node batch"]]
     edges: pd.DataFrame  # `source`, `target`, `kind`
     ends: _Ints  # [edge, 2]: source and target nodes; -1 for an end that is not a component
-    edge_weights: Sequence[Float[np.ndarray, "edge batch"]]  # NaN if a model lacks an end
+    edge_weights: Sequence[Float[np.ndarray, "edge batch"]]  # NaN if a model lacks one of the nodes
     edge_mass: float
 
     @property
@@ -353,7 +354,7 @@ class _Circuits:
     def overlaps(
         self, i: int, weights: Float[np.ndarray, "resample batch"]
     ) -> tuple[Overlap, Overlap]:
-        """Return, for each resample, the overlap of nodes and of edges of models i and i + 1."""
+        """Return, for each resample, how circuits i and i + 1 overlap in nodes and in edges."""
         kinds = self.edges["kind"].to_numpy(dtype=object)
         nodes, chosen, scores, edge_weights = [], [], [], []
         for model in (i, i + 1):
@@ -366,7 +367,7 @@ class _Circuits:
         return Overlap(*nodes, *scores), Overlap(*chosen, *edge_weights)
 
     def overlaps_by_kind(self, i: int, weights: _Floats) -> dict[str, Overlap]:
-        """Return the overlap of nodes, and the overlap of edges for each kind."""
+        """Return the overlap of nodes, and the overlap of each kind of edges."""
         nodes, edges = self.overlaps(i, weights)
         overlaps = {"nodes": nodes}
         for kind in self.edges["kind"].unique():

@@ -31,7 +31,7 @@ _FRAME_DOCUMENT = Document("attn_only_lens.ComparisonFrame", 1, TableFields)
 class Comparison:
     """The comparison of a model and its grown model, component by component. Made by `compare`.
 
-    `heads` and `neurons` have one row per component of the original. Their columns are:
+    `heads` and `neurons` have one row per component of the original model. Their columns are:
 
         name, grown_name, kind, layer, grown_layer
         divergence, divergence_se     Jensen–Shannon divergence of its patterns, in bits, 0 to 1
@@ -62,7 +62,7 @@ class Comparison:
             `position`, `original_name` (missing if new), `status`, `effect`, `grown_effect`.
         edges: edges in either circuit: `source`, `target`, `kind`, `status`, `weight`,
             `grown_weight`.
-        tokens: the tokens of the first batch's first prompt, as texts.
+        tokens: the tokens of the first batch's first prompt, as strings.
         about: models, settings, the metric and its values, faithfulness of the circuits.
     """
 
@@ -97,7 +97,7 @@ class Comparison:
         return counts.join(groups[columns].mean()).reset_index()
 
     def save(self, folder: str | Path) -> Path:
-        """Write `comparison.json`, and each frame as a CSV file with a JSON file next to it.
+        """Write `comparison.json`, and each frame as a CSV file with a JSON file that describes it.
 
         Args:
             folder: path of the folder, which is created if necessary; files of an earlier
@@ -132,7 +132,7 @@ class Comparison:
             raise CheckpointError(f"{there} has files {got}; expected {expected}")
         check_files(there, manifest["files"])
         frames = {name: read_table(there / f"{name}.csv", _FRAME_DOCUMENT)[0] for name in _FRAMES}
-        for frame in frames.values():  # in CSV, missing names are empty texts
+        for frame in frames.values():  # in CSV, missing names are empty strings
             texts = frame.select_dtypes(exclude="number")
             frame[texts.columns] = texts.where(texts != "")
         return cls(**frames, tokens=tuple(manifest["tokens"]), about=manifest["about"])

@@ -4,16 +4,18 @@
 
     JS(P, Q) = H((P + Q) / 2) - (H(P) + H(Q)) / 2        H(P) = -Σ_k P_k log₂ P_k
 
-The sum is over the keys k of a row of a pattern, and over the attention sink if the model has one.
-For a neuron-head, the keys are its own token and the bias token.
+The sum is over the keys k in one row of a pattern, and over the attention sink if the model has
+one. For a neuron-head, the keys are its own token and the bias token.
 
 **Outputs** are compared through Gram matrices. A head with output z writes z W, where W = W_O[h]; a
 neuron is a head with d_head = 1. Let J map the original's stream coordinates to the grown model's
-coordinates, and let the projection C remove the mean (if LayerNorms read the stream). Then
+coordinates. Let the projection C remove the mean if LayerNorms read the stream, and be the identity
+otherwise. Then
 
     ⟨z W C J, z' W' C⟩ = z (W C J C W'ᵀ) z'ᵀ        ‖z W C‖² = z (W C Wᵀ) zᵀ
 
-So three d_head × d_head matrices per head, or three values per neuron, give these sums over tokens:
+So three d_head × d_head matrices per head, or three values per neuron, are enough for these sums
+over tokens:
 
     cosine = Σ ⟨o, o'⟩ / √(Σ ‖o‖² Σ ‖o'‖²)         norm ratio = √(Σ ‖o'‖² / Σ ‖o‖²)
 
@@ -25,8 +27,9 @@ So three d_head × d_head matrices per head, or three values per neuron, give th
     max_t |z_ti| ≤ ρ √(mean of z² over tokens and neurons)      ρ = `tolerances.rounding`
 
 The gate of a silent neuron depends only on rounding errors. In ReLU models with LayerNorm, the
-outputs of dead neurons were at most 6.6 machine epsilons times the root mean square. In five
-trained models, every neuron that fires reached at least 0.002 times the root mean square.
+outputs of dead neurons were at most 6.6 machine epsilons times this root mean square. In five
+trained models, the output of every neuron that fires reached at least 0.002 times this root mean
+square.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +54,7 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.tolerances import rounding
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
-_ROUNDINGS = 16  # tolerance of a row's sum, in rounding units; a larger gap is a sink's weight
+_ROUNDINGS = 16  # how far below 1 the sum of a row without a sink may be, in units of eps
 
 
 def pattern_divergence(
@@ -73,7 +76,7 @@ def pattern_divergence(
 
 
 def _with_sink(rows: Tensor) -> Tensor:
-    """Return rows that sum to 1, with the sink as the last entry."""
+    """Return rows that sum to 1, with the weight of the attention sink as the last entry."""
     eps = torch.finfo(rows.dtype).eps
     rows = float32_if_half(rows)
     missing = 1 - rows.sum(-1, keepdim=True)
@@ -84,7 +87,7 @@ def _with_sink(rows: Tensor) -> Tensor:
 def gate_divergence(
     p: Float[Tensor, "*any head_index"], q: Float[Tensor, "*any head_index"]
 ) -> Float[Tensor, "*any head_index"]:
-    """Return the divergence of neuron-heads in bits, given their weights on their own token.
+    """Return the divergence of neuron-heads' patterns in bits, given each one's own-token weight.
 
     Example:
         >>> import torch
@@ -105,7 +108,7 @@ _Directions: TypeAlias = Callable[[LayerSites], Float[Tensor, "site d_head d_mod
 
 
 def _write_directions(model: Any) -> _Directions:
-    """Return a function from sites to output directions, centred if norms remove the mean."""
+    """Return a function that gives sites' output directions, centred if norms remove the mean."""
     is_centred, matrices = host_of(model).reads_centred(), HeadMatrices.of(model, fold_norms=False)
 
     def directions(sites: LayerSites) -> Float[Tensor, "site d_head d_model"]:
@@ -126,9 +129,9 @@ def _dot(
     gram: Float[Tensor, "site d_head d_head_2"],
     second: Float[Tensor, "token site d_head_2"],
 ) -> Float[Tensor, "site"]:
-    """Return the dot product of two components' outputs, summed over all tokens."""
+    """Return, for each pair of components, the dot product of their outputs, summed over tokens."""
     z, second = z.to(gram), second.to(gram)
-    if gram.shape[1:] == (1, 1):  # for neurons, a batched product would have 1 × 1 matrices
+    if gram.shape[1:] == (1, 1):  # for neurons, a batched product would multiply 1 × 1 matrices
         product = to_float64_device((z * second).squeeze(-1)).sum(0, dtype=torch.float64)
         return product * to_float64_device(gram[:, 0, 0]).double()
     product = (torch.einsum("tsa,sab->tsb", z, gram) * second).sum(-1)
@@ -136,9 +139,10 @@ def _dot(
 
 
 def _read(rows: Sequence[Sequence[Tensor]]) -> _Floats:
-    """Return an array [measure, site]; `rows` has a list of measures for each layer and kind.
+    """Move measures of sites to the CPU; `rows` has one list of measures for each layer and kind.
 
-    The tensors are stacked first, because each transfer synchronizes the device.
+    The result is an array [measure, site]. Tensors are stacked before the transfer, because each
+    transfer synchronizes the device.
     """
     device = rows[0][0].device  # this device has float64
     stacked = [torch.stack([x.to(device).double() for x in measures]) for measures in rows]
@@ -152,7 +156,7 @@ def _effects_by_prompt(run: BatchRun, sites: LayerSites) -> Float[Tensor, "site 
 def _divergences_by_prompt(
     one: BatchRun, second: BatchRun, pair: SharedComponents
 ) -> Float[Tensor, "site prompt"]:
-    """Return the mean divergence over the real tokens of each prompt."""
+    """Return, for each pair and prompt, the divergence of patterns, averaged over real tokens."""
     if pair.kind == "attention":
         p, q = one.patterns(pair.first), second.patterns(pair.second)
         divergence = pattern_divergence(p, q.to(p.device)).transpose(1, 2)
@@ -175,7 +179,7 @@ _NAMES = ["name", "grown_name", "kind", "layer", "grown_layer"]
 
 
 class _SharedStatistics:
-    """Sums and maxima over batches, for the components that two models share."""
+    """Sums and maxima of measures over batches, for the components that two models share."""
 
     def __init__(self, first: _Directions, second: _Directions, alignment: Alignment) -> None:
         self._shared, self._grams = alignment.shared, []
@@ -219,7 +223,7 @@ class _SharedStatistics:
         """Return a frame with one row per component: names, differences and a flag `silent`."""
         js, js_2, first, second, change_2, dot, norm_1, norm_2, *squares = self.sums
         n = n_prompts
-        with np.errstate(divide="ignore", invalid="ignore"):  # an output may be zero
+        with np.errstate(divide="ignore", invalid="ignore"):  # norms of outputs may be zero
             cosine = dot / np.sqrt(norm_1 * norm_2)
             ratio = np.sqrt(norm_2 / norm_1)
         silent = self._names["kind"] == "neuron"
@@ -304,14 +308,14 @@ class Statistics:
     def add(
         self, batch: Batch, bar: "tqdm[Any] | None" = None, *, keep: bool = False
     ) -> list[BatchRun]:
-        """Run a batch through every model, and return the runs; `keep` their recordings."""
+        """Run a batch through every model, and return the runs (with recordings if `keep`)."""
         bar = tqdm(disable=True) if bar is None else bar
         runs = []
         for model, sites, label in zip(self._models, self._sites, MODELS, strict=False):
             bar.set_description(f"{batch.label}: attribution in {label}")
             runs.append(run_batch(model, batch, sites, keep=keep))
             bar.update()
-        # Change the sums only after all steps that can fail, so that they contain whole batches.
+        # Change the sums only after all steps that can fail, so that no batch is added in part.
         bar.set_description(f"{batch.label}: patterns and outputs")
         shared = [pair.measure(runs[i], runs[i + 1], bar) for i, pair in enumerate(self._shared)]
         new = [sites.measure(run) for sites, run in zip(self._new, runs[1:], strict=True)]
@@ -348,7 +352,7 @@ class Statistics:
         return audible, new, old.loc[silent, _NAMES].reset_index(drop=True)
 
     def about(self) -> dict[str, Any]:
-        """Return the model, the metric and its values, and the size of the dataset."""
+        """Return a dict of the model's name, the metric and its values, and the dataset's size."""
         labels = ("original", "grown", "null")
         values = zip(labels, (self._values / self._n_prompts).tolist(), strict=False)
         return {

@@ -1,1 +1,1 @@
-"""Tools to run models: prompts, metrics, sites, recordings, gradients, partial forward passes."""
+"""Run models on prompts: record activations, and compute metrics, gradients and partial runs."""

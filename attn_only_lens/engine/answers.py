@@ -1,4 +1,4 @@
-"""The answers that a metric compares; each answer is a token, or a text that is one token.
+"""The answers that a metric compares: each is a token number or a string that is one token.
 
 A list of answers has one item per prompt, or a single item for all prompts. An item is one answer
 or, for a metric that sums over several answers, a list of answers. In most vocabularies, " are" and
@@ -40,7 +40,7 @@ _FAR_MORE_PROBABLE = 10.0
 
 For SmolLM2-135M and 2,011 next tokens in English texts, 0.2 % of these warnings are wrong.
 """
-_SHOWN = 4  # the largest number of answers in a metric's name
+_SHOWN = 4  # a metric's name lists at most this many answers
 _SPACES = (" ", "Ġ", "▁")  # a space in word-level, byte-level and SentencePiece vocabularies
 
 
@@ -60,7 +60,7 @@ def answer_rows(answers: Any) -> AnswerRows:
 
 
 def answers_label(rows: AnswerRows) -> str:
-    """Return a short text that lists the answers, for the name of a metric.
+    """Return a short list of the answers as text, which becomes part of a metric's name.
 
     Example:
         >>> answers_label(((7,),)), answers_label(((7,), (8,))), answers_label(((1, 2), (3,)))
@@ -84,8 +84,8 @@ def answer_tokens(
 ) -> dict[str, _Tokens]:
     """Return the tokens of each prompt's answers, by role: "correct", "wrong" or "answer".
 
-    Raise InputError with every reason if answers are invalid. Warn if an answer is far more
-    probable on the clean prompts when its leading space is added or removed.
+    If answers are invalid, raise an InputError that lists every reason. Warn if an answer is far
+    more probable on the clean prompts when its leading space is added or removed.
     """
     reasons: list[str] = []
     tokens = {
@@ -108,7 +108,7 @@ def answer_tokens(
 def _tokens_of_prompts(
     model: Any, pair: PromptPair, rows: AnswerRows, role: str, reasons: list[str], several: bool
 ) -> _Tokens:
-    """Return the tokens of each prompt's answers; describe invalid answers in `reasons`."""
+    """Return each prompt's answer tokens; add an error message to `reasons` per invalid answer."""
     shared = len(rows) == 1
     if not shared and len(rows) != pair.n_all:
         expected = "1" if pair.n_all == 1 else f"1, or one for each of the {pair.n_all} prompts"
@@ -132,7 +132,7 @@ def _tokens_of_prompts(
 
 
 def _token(model: Any, answer: Any) -> int | str:
-    """Return an answer's token, or the reason why the answer is not a single token."""
+    """Return the token number of an answer, or an error message if it is not a single token."""
     size, tokenizer = d_vocab_out(model), getattr(model, "tokenizer", None)
     if isinstance(answer, str):
         if tokenizer is None:
@@ -143,11 +143,11 @@ def _token(model: Any, answer: Any) -> int | str:
         answer = token
     if is_count(answer, 0, size - 1):
         return int(answer)
-    return f"got {answer!r}; expected a text, or a token from 0 to {size - 1}"
+    return f"got {answer!r}; expected a text, or a token number from 0 to {size - 1}"
 
 
 def _why_not_one(model: Any, text: str) -> str:
-    """Explain why a text is not a single token, and suggest what to give instead."""
+    """Explain why a string is not a single token, and suggest what to give instead."""
     if unknown := unknown_words(model.tokenizer, text):
         reason = (
             f"got {text!r}, and the tokenizer does not know {quoted(unknown)}: "
@@ -191,10 +191,10 @@ def _warn_of_spaces(
 
 
 def _respelt(tokenizer: Any, token: int, size: int) -> int | None:
-    """Return the token for the same word with its leading space added or removed, or None.
+    """Return the token for the same word without or with a leading space; None if there is none.
 
-    The token is looked up in the vocabulary. Tokenizing the text would not work, because
-    SentencePiece adds a space to every text.
+    The token is looked up in the vocabulary. Tokenizing the word would not work, because
+    SentencePiece adds a space at the beginning of every text.
     """
     piece = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
     if not piece:
@@ -209,7 +209,7 @@ def _respelt(tokenizer: Any, token: int, size: int) -> int | None:
 
 
 def _case(model: Any, role: str, token: int, respelt: int, times: float) -> str:
-    """Return a warning line that says how much more probable the other spelling is."""
+    """Return a line of the warning text: how much more probable the other spelling is."""
     got, expected = token_text(model, token), token_text(model, respelt)
     texts = (expected, expected.strip())
     spelt = [text for text in texts if token_ids(model.tokenizer, text) == [respelt]]

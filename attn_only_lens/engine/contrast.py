@@ -1,22 +1,23 @@
-"""The difference between two runs as one exact linear map.
+"""Express the difference between two runs of a model exactly, as one linear map.
 
 The model runs on the clean and the corrupted prompts. A third forward pass, with gradients, runs at
 the mean of both runs: each nonlinear step outputs the mean of its two recorded outputs. In the
-backward pass, a rule in `secants.py` replaces the step's derivative by its slope between the runs.
-A product of two activations, such as pattern times value, needs no rule: its gradient at the mean
-is exact. So a backward pass returns multipliers M, and Σ M · Δ is the change of the metric:
+backward pass, the step's derivative is replaced by its slope between the two runs, which a rule in
+`secants.py` computes. A product of two activations, such as pattern times value, needs no rule: its
+gradient at the mean is exact. So the backward pass returns multipliers M. The products of these
+multipliers and the changes of the activations add up to the metric's change:
 
     Σ M_y · Δy = Δmetric        Δy = y of the clean run minus y of the corrupted run
 
 This holds for every set of activations y that all paths from the tokens to the metric pass through.
 Such activations are, for example, the normalised stream, queries, keys, values, scores, patterns,
-gates or z. If a product has three factors that change, their shares depend on which two are
-multiplied first; multipliers follow the model's order.
+gates or z. If three factors of a product change, the share of each depends on which two are
+multiplied first; here, the order is that of the model's own code.
 
 The nonlinear steps are norms, attention softmaxes (with soft caps and clamps), neuron-heads and the
 soft cap of the logits. Calls of torch's softmax are intercepted, because hooks on some bridges see
 only a copy of the pattern. If a model has another nonlinear step, the sum Σ M · Δ over the first
-block's input differs from the metric's change; every call checks this.
+block's input differs from the metric's change; every call of `contrast` checks that they are equal.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +70,7 @@ _PROBLEM = "the difference of two runs of this model cannot be attributed"
 
 @dataclass(frozen=True, eq=False)
 class BothRuns:
-    """The activations of two runs in one batch: the clean rows, then the corrupted rows.
+    """The activations of two runs, in one batch: first the clean prompts, then the corrupted ones.
 
     Attributes:
         pair: the prompts.
@@ -97,7 +98,7 @@ class BothRuns:
 
 @dataclass(frozen=True, eq=False)
 class Contrast:
-    """The multipliers of a metric between two runs.
+    """The multipliers that turn changes of activations between two runs into a metric's change.
 
     Attributes:
         runs: both runs.
@@ -125,7 +126,7 @@ class Contrast:
     def through_patterns(
         self, model: Any, layer: int, kind: HeadKind
     ) -> Float[Tensor, "batch pos head_index"]:
-        """Return the part of each head's attribution that goes through the head's pattern."""
+        """Return the part of each head's attribution that is due to the change of its pattern."""
         if kind == "attention":
             clean, corrupted = self.functions.softmax_runs[layer].chunk(2)
             terms: Tensor = self.patterns[layer] * (clean - corrupted)
@@ -141,7 +142,7 @@ class Contrast:
 @torch.no_grad()
 @full_precision()
 def run_both(model: Any, pair: PromptPair) -> BothRuns:
-    """Run a model on clean and corrupted prompts; record what the rules in `secants.py` need."""
+    """Run a model on clean and corrupted prompts; record inputs and outputs of nonlinear steps."""
     host = host_of(model)
     layers = range(host.n_layers)
     names = [host.hook_name(layer, kind, "z") for layer in layers for kind in HEAD_KINDS]
@@ -173,9 +174,9 @@ def run_softmax(
 def contrast(
     model: Any, runs: BothRuns, metric: BoundMetric, tape: Tape, *, keep_graph: bool = False
 ) -> Contrast:
-    """Return the multipliers of a metric at the activations that a tape keeps.
+    """Return a metric's multipliers for the activations that the hooks of `tape` keep.
 
-    With `keep_graph`, the softmax outputs can be differentiated with respect to these activations.
+    With `keep_graph=True`, softmax outputs can be differentiated with respect to these activations.
 
     Raises:
         UnsupportedModelError: the sum over the first block's input is not the change of the metric,
@@ -215,7 +216,7 @@ def contrast(
 
 
 def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> Logits:
-    """Return the logits' multipliers; they are exact if every function in the metric has a rule."""
+    """Return a metric's multipliers for the logits; exact if each of its functions has a rule."""
     seen = []
     for logits in (clean, corrupted):
         with torch.no_grad(), FunctionRules() as functions:
@@ -232,7 +233,7 @@ def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> 
 
 
 def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted: Logits) -> float:
-    """Return the part of the metric's change that multipliers miss, or 0 if it is only rounding."""
+    """Return the metric's change minus Σ M Δ over the logits, or 0 if they differ by rounding."""
     with torch.no_grad():
         change = metric.of(clean) - metric.of(corrupted)
     terms = multiplier * (clean - corrupted)
@@ -243,7 +244,7 @@ def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted
 
 @contextmanager
 def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[None]:
-    """Run a half-precision model in float32, and warn how the metric's change differs."""
+    """Run a half-precision model in float32; warn how the metric's change depends on precision."""
     if next(model.parameters()).dtype not in HALF:
         yield
         return
@@ -267,7 +268,7 @@ def _change(model: Any, pair: PromptPair, metric: AnyMetric) -> float:
 
 
 def _require_complete(result: Contrast) -> None:
-    """Refuse multipliers if the tokens' contributions do not add up to the metric's change."""
+    """Raise an error if the tokens' contributions do not add up to the metric's change."""
     clean, corrupted = result.runs.stream.chunk(2)
     terms = result.stream * (clean - corrupted)
     parts = result.logits * result.runs.logits[: len(result.logits)]
@@ -305,7 +306,7 @@ class _Steps:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the inputs and outputs of norms and nonlinear functions in a forward pass."""
+        """Inside a `with`, record the inputs and outputs of norms and of nonlinear functions."""
 
         def look(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
             self.norms[module] = input_stream(args, kwargs).detach(), output.detach()
@@ -319,10 +320,10 @@ class _Steps:
 
     @contextmanager
     def replaced(self, hooks: Hooks) -> Iterator[Hooks]:
-        """Replace norms and nonlinear functions by their rules; yield the adapted `hooks`.
+        """Replace norms and nonlinear functions with their rules; yield the adapted `hooks`.
 
-        Some bridges have hook points inside norms, such as Gemma 2's `hook_attn_out`. There, a new
-        graph starts, which is joined to the output of the rule.
+        Some bridges have hook points inside norms, such as Gemma 2's `hook_attn_out`. There, the
+        hook gets a detached activation, which receives the gradient of the norm's new output.
         """
         points = {
             point: module
@@ -381,7 +382,7 @@ class _Steps:
                 if module in norm_hooks:
                     attach(module, norm_hooks[module], with_kwargs=True)
                 attach(module, leave)
-            # A masked language model has nonlinear functions after its last block too.
+            # Also intercept the nonlinear functions after a masked language model's last block.
             attach(self._host.model.blocks[-1], partial(enter, False))
             stack.enter_context(self.functions)
             stack.callback(setattr, self._host.passing, "gate_rule", None)
@@ -389,7 +390,7 @@ class _Steps:
             yield
 
     def _norm(self, norm: Any, x: Tensor, y: Tensor, *, continues: bool) -> Callable[..., Tensor]:
-        """Return a hook that replaces a norm's output by its mean over both runs, with its rule.
+        """Return a hook that gives a norm both runs' mean output, and the gradient of its rule.
 
         If `continues` is true, hook points inside the norm receive the output's gradient too.
         """

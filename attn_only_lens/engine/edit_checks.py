@@ -1,10 +1,11 @@
-"""Test that a sweep's edits have the same effect as hooks in a full forward pass.
+"""Before a patching sweep, test that its edits have the same effect as hooks in a full run.
 
-A sweep runs only some blocks on some positions, and adds the change of a neuron's output to the
-stream. A hook in a full forward pass might have a different effect: a layer may not run the edited
-module, or a hook point may show only a copy of an activation. So before the first patch, noise is
-added to all heads of a sweep in two ways: by hooks in a full forward pass, where each block still
-gets its recorded input, and by the sweep's own computation. The block outputs must be equal.
+A sweep patches many sites, each in its own variant of a run. It runs only the blocks and positions
+that a patch can change, and adds the change of a neuron's output directly to the stream. A hook in
+a full forward pass might have a different effect: a layer may not run the edited module, or a hook
+point may show only a copy of an activation. So before the first patch, noise is added to all heads
+of a sweep in two ways. One uses hooks in a full forward pass, where each block still gets its
+recorded input. The other is the sweep's own computation. Both must give the same block outputs.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,8 +37,8 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
-_NOISE_LEVELS = (1.0, 2.0**5, 2.0**10)  # sizes of the noise, as multiples of the median size
-_CLEAR_EFFECT = 8.0  # in units of the allowed rounding; smaller effects are unclear
+_NOISE_LEVELS = (1.0, 2.0**5, 2.0**10)  # noise sizes, relative to the median absolute activation
+_CLEAR_EFFECT = 8.0  # in units of the allowed rounding error; noise with less effect is too small
 _VALUE_AND_Z: tuple[Part, ...] = ("value", "z")
 _PROBLEM = "these hook points cannot be patched"
 
@@ -46,7 +47,7 @@ _PROBLEM = "these hook points cannot be patched"
 def require_same_edit(
     replay: Replay, kind: HeadKind, layers: Sequence[int], part: Part, first: int
 ) -> None:
-    """Refuse a replay if its edits would not have the same effect as hooks in a full pass."""
+    """Raise an error if edits of a replay do not have the same effect as hooks in a full run."""
     model, recording, reasons = replay.model, replay.recording, list[str]()
     tests = {layer: ("edit", kind, part, layer, first) for layer in layers}
     untested = [x for x in layers if not replay.tested.covers(tests[x], recording)]
@@ -84,7 +85,8 @@ def require_same_edit(
                 reasons.append(
                     f"layer {layer}: noise at {names[layer]}, from position {first} on, changes "
                     f"the output of block {block} by {_largest(expected, before):.2g} in a full "
-                    f"run; a sweep would differ by {_largest(edited[layer], expected):.2g}. "
+                    "run; the output in a sweep would differ from this by "
+                    f"{_largest(edited[layer], expected):.2g}. "
                     "Something else, such as a replaced forward pass, changes the heads' output "
                     "before it is added to the stream"
                 )
@@ -111,14 +113,14 @@ def require_edits_read(
     part: Part,
     tested: PassedTests,
 ) -> None:
-    """Refuse hook points where edits have no effect, such as `hook_pattern` on some bridges."""
+    """Raise an error if edits have no effect, as at the `hook_pattern` of some bridges."""
     tests = {layer: ("reads edits", kind, part, layer) for layer in layers}
     layers = [layer for layer in layers if not tested.covers(tests[layer], recording)]
     if not layers:
         return
     names = {layer: hook_name(model, layer, part, kind) for layer in layers}
     other_kind = "neuron_heads()" if kind == "attention" else "heads()"
-    # With a single key, the pattern is 1 for every finite key, but nan for a nan key.
+    # With a single key, the pattern is 1 for every finite key. Only nan in the key changes it.
     later: tuple[Part, ...] = ("pattern", "z") if part in ("q", "k") else ()
     looks = {layer: [hook_name(model, layer, point, kind) for point in later] for layer in names}
     looked_at = list(chain(*looks.values()))
@@ -141,9 +143,10 @@ def require_edits_read(
 
 @torch.no_grad()
 def require_groups(replay: Replay, layers: Sequence[int]) -> None:
-    """Refuse layers in which the heads that share keys and values are not consecutive.
+    """Raise an error if the heads that share keys and values are not consecutive in some layer.
 
-    The last shared value is set to nan; then z is nan in the heads that read this value.
+    As a test, the last shared value is set to nan. Then z is nan in exactly the heads that read
+    this value.
     """
     model = replay.model
     layers = [x for x in layers if not replay.tested.covers(("groups", x), replay.recording)]
@@ -163,8 +166,8 @@ def require_groups(replay: Replay, layers: Sequence[int]) -> None:
         expected = list(range(n_heads - n_heads // n_shared, n_heads))
         if reading != expected:
             reasons.append(
-                f"layer {layer}: heads {reading} read the last shared value; expected heads "
-                f"{expected}; patch z instead"
+                f"layer {layer}: heads {reading} use the last of the values that heads share; "
+                f"expected heads {expected}; patch z instead"
             )
     UnsupportedModelError.raise_if(reasons, "the shared keys and values cannot be patched")
     for layer in layers:
@@ -177,7 +180,7 @@ def _noise(axis: int, first: int, level: float) -> Callable[[Tensor, Any], Tenso
     def add(value: Tensor, hook: Any) -> Tensor:
         noise = normal_numbers(value.shape).to(value)
         noise.narrow(axis, 0, first).zero_()
-        # Not the mean: it overflows, since heads that attend only to themselves have huge queries.
+        # Not the mean: it could overflow if tokens attend only to themselves, with huge queries.
         size = value.abs().where(value.isfinite(), torch.nan).nanmedian()
         return value + noise * (level * size.where(size > 0.0, 1.0))
 
@@ -185,7 +188,7 @@ def _noise(axis: int, first: int, level: float) -> Callable[[Tensor, Any], Tenso
 
 
 def _destroy(value: Tensor, hook: Any) -> Tensor:
-    # Unlike other values, nan also passes through zero weights, which grown heads have.
+    # nan shows an effect even through weights that are 0, as in heads that growth has just added.
     return torch.full_like(value, torch.nan)
 
 
@@ -198,7 +201,7 @@ def _destroy_last(value: Tensor, hook: Any) -> Tensor:
 def _block_outputs(
     model: Any, recording: Recording, edits: Hooks, looks: Iterable[str]
 ) -> tuple[list[Residual], dict[str, Tensor]]:
-    """Run each block, with edits, on its recorded input; return block outputs and activations."""
+    """Run each block, edited, on its recorded input; return outputs and activations at `looks`."""
     outputs: list[Residual] = []
     shown: dict[str, Tensor] = {}
 
@@ -219,7 +222,7 @@ def _block_outputs(
 
 
 def _neuron_edit(replay: Replay, layer: int, part: Part, first: int, shown: Tensor) -> Residual:
-    """Return a block's output, computed as in a sweep, after noise is added to its neurons."""
+    """Compute a block's output as a sweep does, with its neurons' activations set to `shown`."""
     heads, target = replay.host.neurons[layer], replay.recording.neurons[layer]
     if part in ("q", "pattern"):
         source = replace(target, gates=(target.v, shown[..., SELF].transpose(1, 2)))
@@ -236,7 +239,7 @@ def _neuron_edit(replay: Replay, layer: int, part: Part, first: int, shown: Tens
 
 
 def _attention_edit(replay: Replay, layer: int, part: Part, first: int, shown: Tensor) -> Residual:
-    """Return a block's output, computed as in a sweep, after noise is added to attention heads."""
+    """Compute a block's output as a sweep does, with its heads' activations set to `shown`."""
     name, block = hook_name(replay.model, layer, part), replay.host.block(layer, "attention")
     n_heads = shown.shape[1 if part == "pattern" else 2]
     positions = torch.ones_like(replay.recording.tokens, dtype=torch.bool)[None]
@@ -255,7 +258,7 @@ def _relative_errors(
 
 
 def _relative_error(a: Residual, b: Residual, recording: Recording) -> Tensor:
-    if recording.mask is not None:  # no token attends to padding, and no patch changes it
+    if recording.mask is not None:  # no patch changes padding, and no real token attends to it
         real = recording.mask.bool().to(a.device)
         a, b = a[real], b[real]
     alike = (a.isfinite() == b.isfinite()).all()

@@ -1,7 +1,8 @@
-"""Turn patches of heads into changes of the stream, or into hooks.
+"""Turn patches of heads into changes of the residual stream, or into hooks on the model.
 
 A neuron-head outputs z = w v, where w is its attention to its own token and v its value. A prime
-marks the source run, from which activations are patched in. Later blocks depend only on the new z:
+(') marks values in the source run, which provides the patched activations. Later blocks depend only
+on the new z. For each patched part, the new z is:
 
     part          new z
     "z"           z' = w' v'
@@ -9,16 +10,16 @@ marks the source run, from which activations are patched in. Later blocks depend
     "value"       w v'
     "q"           w' v, because a query changes only the pattern
 
-The head's contribution to the stream changes by Δz times its neuron's row of W_out. The change of z
-splits into three terms:
+The head's contribution to the stream changes by Δz times its neuron's row of W_out. If both pattern
+and value change, the change of z is the sum of three terms:
 
     w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)     pattern, value, interaction
 
 For attention heads, the block runs again for a batch of variants, and a hook patches different
 heads at different positions in each variant. In models with grouped-query attention, heads share
 keys and values. To patch a key or value for one head only, the shared key or value is patched, and
-the z of all other heads is restored. The result equals a patch in a model where each head has its
-own copy of keys and values.
+the z of all other heads is restored. The result is the same as that of a patch in a model where
+each head has its own copy of keys and values.
 """
 
 from collections.abc import Callable
@@ -40,7 +41,7 @@ from attn_only_lens.heads.computation import NeuronHeads
 def change_of_z(
     target: NeuronRun, source: NeuronRun, part: Part
 ) -> Float[Tensor, "batch pos head_index"]:
-    """Return the change of z when one part of the heads is patched from source into target."""
+    """Return the change of z when one part of the heads is patched from `source` into `target`."""
     if part == "z":
         return source.z - target.z
     if part == "value":
@@ -49,21 +50,21 @@ def change_of_z(
 
 
 def interaction(target: NeuronRun, source: NeuronRun) -> Float[Tensor, "batch pos head_index"]:
-    """Return the change of z minus its changes from the pattern alone and the value alone."""
+    """Return the joint change of z minus its changes from patching only pattern or only value."""
     return (source.weight - target.weight) * (source.v - target.v)
 
 
 def neuron_changes(
     heads: NeuronHeads, sites: LayerSites, dz: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
-    """Return how much each site changes its neuron's activation, given the change of z."""
+    """Return how much each site changes its neuron's activation, given the change of heads' z."""
     return sum_by_site(heads, sites, heads.head_outputs(dz))
 
 
 def sum_by_site(
     heads: NeuronHeads, sites: LayerSites, of_heads: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
-    """Sum a quantity over each site's heads: all heads of its neuron, or one head."""
+    """Sum a quantity over the heads of each site: all heads of a neuron, or only one head."""
     by_member = of_heads.unflatten(-1, (-1, heads.heads_per_neuron))  # [batch, pos, neuron, member]
     index, member = sites.index.to(of_heads.device), sites.member.to(of_heads.device)
     every = torch.equal(sites.index, torch.arange(by_member.shape[2], device=sites.index.device))
@@ -76,7 +77,7 @@ def sum_by_site(
 
 
 def neuron_variants(replay: Replay, layer: int, first: int, added: Residual) -> Variants:
-    """Return variants of a run in which `added` is added to the output of a layer's neurons."""
+    """Return variants of a run that add `added` to the output of a layer's neurons."""
     heads, block = replay.host.neurons[layer], replay.host.block(layer, "neuron")
     n = len(added) // replay.batch
     if replay.adds_mlp_output(block, heads.output_module):
@@ -87,7 +88,7 @@ def neuron_variants(replay: Replay, layer: int, first: int, added: Residual) -> 
 
 
 def differences(target: Tensor, source: Tensor, part: Part) -> Bool[Tensor, "batch pos head_index"]:
-    """Return a mask of the heads and positions whose activations differ between two runs."""
+    """Return a mask that is True for heads and positions whose activations differ between runs."""
     differs = (target != source).any(dim=-1)
     return differs.transpose(1, 2) if part == "pattern" else differs
 
@@ -140,7 +141,7 @@ def attention_edit(
         chosen = chosen.transpose(1, 2)
 
     def hook(value: Tensor, hook: Any) -> Tensor:
-        if value.shape != rows.shape:  # `where` would broadcast a single position
+        if value.shape != rows.shape:  # otherwise, `torch.where` would broadcast one position
             reason = (
                 f"{hook.name} has shape {list(value.shape)} in a run of {n_variants} variants from "
                 f"position {first} on; expected {list(rows.shape)}"

@@ -1,8 +1,8 @@
-"""Gradients of a metric with respect to all heads, from one backward pass.
+"""Compute the gradients of a metric with respect to all heads in one backward pass.
 
-Gradients are taken at nodes, which are activations that hooks keep. The autograd graph starts at
-the stream that enters the first block, so parameters need no gradients. The table shows, for each
-patched part, the node and its change Δ from the patched run to the other run:
+Gradients are taken at nodes: activations that hooks keep during the forward pass. The autograd
+graph starts at the stream that enters the first block, so parameters need no gradients. The table
+shows, for each patched part, the node and its change Δ from the patched run to the other run:
 
     heads      part                   method      node        Δ
     neuron     "z" "pattern" "value"  any         z           change of z from this part
@@ -11,7 +11,8 @@ patched part, the node and its change Δ from the patched run to the other run:
     attention  "q"                    exact_gate  z           softmax(q' · K) V - z
     attention  otherwise                          hook point  change of the activation
 
-Shared keys and values have one gradient for each head that reads them (`gradient_by_head`).
+Keys and values that several heads share get one gradient for each of these heads
+(`gradient_by_head`).
 """
 
 import warnings
@@ -74,9 +75,9 @@ class Tape:
         *,
         keep_graph: bool = False,
     ) -> dict[str, Tensor]:
-        """Return the gradients at every node and at the tensors in `more`.
+        """Return the gradients of `value` at every node and at the tensors in `more`.
 
-        The graph is freed unless `keep_graph` is true or attention heads share a node.
+        The graph is freed unless `keep_graph` is true or attention heads share keys or values.
         """
         nodes = self.nodes
         shared = {
@@ -98,7 +99,7 @@ def as_leaf(value: Tensor) -> Tensor:
 def gradients(
     value: Float[Tensor, ""], nodes: dict[str, Tensor], *, keep_graph: bool = False
 ) -> dict[str, Tensor]:
-    """Return the gradient at every node, and free the graph unless `keep_graph` is true."""
+    """Return the gradient of `value` at every node; free the graph unless `keep_graph` is true."""
     gradients = torch.autograd.grad(
         value, list(nodes.values()), retain_graph=keep_graph, allow_unused=True
     )
@@ -115,9 +116,10 @@ def gradient_by_head(
     z: Float[Tensor, "batch pos head_index d_head"],
     z_gradient: Float[Tensor, "batch pos head_index d_head"],
 ) -> Float[Tensor, "batch pos head_index d"]:
-    """For each head, return the gradient at shared keys or values that passes through its z.
+    """Return, per head, the gradient at the keys or values it shares that flows through its own z.
 
-    One backward pass handles one head of every group, or a single head if a norm mixes all keys.
+    One backward pass handles one head of every group that shares keys and values, or a single head
+    if a norm mixes the keys of all groups.
     """
     n_heads, n_shared = z.shape[2], shared.shape[2]
     size = n_heads // n_shared
@@ -150,7 +152,7 @@ def edit_input(model: Any, change: Callable[[Residual], Residual]) -> Iterator[N
 
 @contextmanager
 def start_graph(model: Any) -> Iterator[list[Residual]]:
-    """Start the graph at the first block's input; yield a list that collects these inputs."""
+    """Start the autograd graph at the first block's input; yield a list that receives it."""
     roots: list[Residual] = []
 
     def root(stream: Residual) -> Residual:

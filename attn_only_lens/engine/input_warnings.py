@@ -1,4 +1,4 @@
-"""Issue warnings about prompts and answers, once per call; they point to the user's code."""
+"""Warn about prompts and answers, once per call; the warning shows the user's line of code."""
 
 import sys
 import warnings
@@ -10,7 +10,7 @@ from typing import Any
 
 from attn_only_lens.errors import InputWarning
 
-_SHOWN = 3  # the largest number of cases in one warning
+_SHOWN = 3  # a warning lists at most this many cases
 _INTERNAL = ("attn_only_lens", "contextlib", "torch")
 _warned: ContextVar[set[Hashable] | None] = ContextVar("warned", default=None)
 _REPR = Repr()
@@ -41,7 +41,7 @@ def warned_once() -> Iterator[None]:
 
 
 def warn(cases: Mapping[Any, str], problem: str) -> None:
-    """Issue one `InputWarning` that lists all new cases, if there are any."""
+    """Issue one `InputWarning` that lists all cases not yet warned about, if there are any."""
     before = _warned.get()
     if before is not None:
         cases = {case: text for case, text in cases.items() if case not in before}
@@ -58,10 +58,10 @@ def warn(cases: Mapping[Any, str], problem: str) -> None:
 
 
 def shortened(text: str) -> str:
-    """Return a text in quotes, without the middle part of a long text."""
+    """Return a string in quotes; cut out the middle of a long string."""
     return _REPR.repr(text)
 
 
 def quoted(texts: Sequence[str]) -> str:
-    """Return at most three texts in quotes, separated by commas."""
+    """Return at most three strings in quotes, separated by commas."""
     return ", ".join(map(repr, texts[:_SHOWN])) + ", …" * (len(texts) > _SHOWN)

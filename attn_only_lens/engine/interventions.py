@@ -4,9 +4,10 @@
                ("resample"), or its value with all attention on the bias token ("bias")
     steered    z becomes z + the value given for the head
 
-Inside these contexts, positions count from the start of the text, even with a key-value cache.
-Sources: activation addition is from Turner et al., "Steering Language Models With Activation
-Engineering" (2023); mean ablation is from Wang et al., "Interpretability in the Wild" (2022).
+Inside `ablated` and `steered`, positions count from the start of the text, even if a key-value
+cache holds its first tokens. Sources: activation addition is from Turner et al., "Steering Language
+Models With Activation Engineering" (2023); mean ablation is from Wang et al., "Interpretability in
+the Wild" (2022).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +52,7 @@ _ABLATED, _STEERED = "these heads cannot be ablated", "these heads cannot be ste
 def ablate(
     recording: Recording, reference: Recording, to: Ablation, real: Bool[Tensor, "batch pos"]
 ) -> Recording:
-    """Return a recording in which every head's z is ablated; "mean" is the reference run's mean."""
+    """Return a recording with each head's z ablated; "mean" takes the mean over `reference`."""
     if to == "bias" and recording.hooked:
         reason = (
             "got 'bias' for attention heads, which have no bias token; patch neuron_heads(), or "
@@ -75,7 +76,7 @@ def ablate(
 def resample_reasons(
     clean: Tokens, reference: Tokens | None, real: Bool[Tensor, "batch pos"]
 ) -> list[str]:
-    """Return reasons why 'resample' cannot take z from the reference or from other prompts."""
+    """Return why 'resample' cannot use activations of the reference or of the other prompts."""
     reasons = []
     if reference is None:
         if len(real) < 2:
@@ -233,13 +234,16 @@ def steered(
 def _numbers(
     name: str, value: Any, z: Float[Tensor, "head_index d"], kind: HeadKind
 ) -> list[float] | str:
-    """Return the numbers to add to a head's z, or an error text if they are invalid."""
+    """Return the numbers to add to a head's z, or an error message if `value` is invalid."""
     n_heads, d_head = z.shape
     plain = as_plain(value)
     is_list = isinstance(plain, list | tuple)
     numbers = list(map(as_plain, plain)) if is_list else [plain]
     if n_heads > 1:
-        return f"{name}: {n_heads} heads share this neuron; steer {name}.0 … {name}.{n_heads - 1}"
+        return (
+            f"{name}: {n_heads} heads share this neuron; steer {name}.0 … {name}.{n_heads - 1} one "
+            "by one"
+        )
     if len(numbers) == d_head and all(map(is_number, numbers)):
         return numbers
     got = f"{len(numbers)} numbers" if is_list else repr(value)
@@ -252,7 +256,7 @@ def _numbers(
 
 @dataclass(frozen=True)
 class _Place:
-    """Heads of one layer, and the positions at which they are edited.
+    """Some heads of one layer, and the positions at which these heads are edited.
 
     Attributes:
         heads: for each name, the indices of its head, or of its neuron's heads.
@@ -267,7 +271,7 @@ class _Place:
 
 @dataclass(frozen=True, eq=False)
 class _Edit:
-    """A vector that replaces the z or the pattern of heads, or is added to z."""
+    """An edit of some heads: a vector that replaces their z or pattern, or is added to z."""
 
     place: _Place
     point: Literal["z", "pattern"]
@@ -276,7 +280,7 @@ class _Edit:
 
 
 def _places(model: Any, names: Sites, positions: Any) -> tuple[list[_Place], list[str]]:
-    """Return the heads to edit with their positions, and the reasons why positions are invalid."""
+    """Return the heads to edit with their positions, and error messages about invalid positions."""
     plain = as_plain(positions)
     chosen = plain if isinstance(plain, list | tuple | range) or plain is None else (plain,)
     default = None if chosen is None else tuple(map(as_plain, chosen))
@@ -296,8 +300,8 @@ def _places(model: Any, names: Sites, positions: Any) -> tuple[list[_Place], lis
         edited = default if position is None else (position,)
         if edited is not None and not (edited and all(map(is_count, edited))):
             reasons.append(
-                f"got positions {list(edited)}; expected numbers from 0, or None for all (a text "
-                "that grows has no roles and no last position)"
+                f"got positions {list(edited)}; expected numbers from 0, or None for all "
+                "positions: while it grows, a text has no roles and no last position"
             )
         for sites in resolve_sites(model, heads):
             is_neuron = sites.kind == "neuron"
@@ -333,12 +337,12 @@ def _tokens_before(model: Any) -> Iterator[Callable[[], int]]:
         yield lambda: host.passing.values.get(key, 0)
     finally:
         handle.remove()
-        values.pop(key, None)  # in case blocks were called without the model
+        values.pop(key, None)  # left behind if a block ran without the model
 
 
 @contextmanager
 def _edited(model: Any, edits: Sequence[_Edit]) -> Iterator[None]:
-    """Edit z [batch, pos, head_index, d] or patterns [batch, head_index, pos, 2] in a `with`."""
+    """Inside the `with`, edit z [batch, pos, head, d] or patterns [batch, head, pos, 2]."""
 
     def hook(edit: _Edit, before: Callable[[], int]) -> Callable[[Tensor, Any], Tensor]:
         positions, slices = edit.place.positions, edit.place.heads.values()
@@ -371,7 +375,7 @@ def _edited(model: Any, edits: Sequence[_Edit]) -> Iterator[None]:
 def _recorded(
     model: Any, places: Sequence[_Place], part: Part, pair: PromptPair | None = None
 ) -> Recording:
-    """Record z on the prompts (or on two dummy tokens); refuse a model that ignores edits of z."""
+    """Record z on the prompts, or on two dummy tokens; raise an error if edits have no effect."""
     host, layers = host_of(model), {kind: list[int]() for kind in HEAD_KINDS}
     for layer, kind in dict.fromkeys((place.layer, place.kind) for place in places):
         layers[kind].append(layer)

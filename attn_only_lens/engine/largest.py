@@ -7,11 +7,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 _Numbers: TypeAlias = int | Int[Tensor, "number"]
-_ROUNDED = 1.001  # a factor that covers the rounding of products and norms in any dtype
+_ROUNDED = 1.001  # a bound times this factor is valid despite rounding, in any dtype
 
 
 class LargestScores:
-    """The k largest scores so far, each with its writer and its reader.
+    """The k largest scores that were added so far, each with its row and column in the matrix.
 
     Example:
         >>> largest = LargestScores(2)
@@ -63,9 +63,10 @@ class LargestScores:
         *,
         block: int,
     ) -> None:
-        """Add the scores a · b of all rows a and b; skip chunks whose bound ‖a‖ ‖b‖ is too small.
+        """Add the score a · b of every row a of `left` and every row b of `right`.
 
-        `block` rows at once need 2 block d + 2 block² + 16 block min(k, block) numbers in memory.
+        Skip chunks whose bound ‖a‖ ‖b‖ does not exceed the smallest kept score. Chunks of `block`
+        rows need 2 block d + 2 block² + 16 block min(k, block) numbers in memory.
         """
         seen = self.seen + len(left) * len(right)
         (left_norms, left_rows), (right_norms, right_rows) = (

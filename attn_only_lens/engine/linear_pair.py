@@ -1,11 +1,12 @@
-"""The difference of two runs as linear maps between heads, with the rules in `secants.py`.
+"""Express the change between two runs as linear maps between heads, by the rules in `secants.py`.
 
 The change of a head's output is a linear function of the changes of all earlier outputs:
 
     Δz_t = Σ_s W_ts Δz_s + W_te Δx_0
 
-Here s is an earlier head and x_0 the embedding. One term of W_ts goes through values and uses the
-mean pattern; the other goes through patterns and uses the slope of the softmax or the gate.
+Here Δ is the clean run minus the corrupted run, s an earlier head, x_0 the embedding and each W a
+matrix. W_ts is the sum of two terms: the effect of s on the values of t, weighted by the mean
+pattern, and its effect on the pattern of t, with the slope of the softmax or the gate.
 """
 
 from dataclasses import dataclass, replace
@@ -50,7 +51,7 @@ class SecantNorm(FrozenNorm):
 
     @classmethod
     def between(cls, both: FrozenNorm) -> "SecantNorm":
-        """Return the norm between two runs, given the norm in one batch that holds both runs."""
+        """Return the norm between two runs, given the norm of one batch with the rows of both."""
         clean, corrupted = (1 / both.scale).chunk(2)
         middle = both.norm.centred(mean(both.stream))
         return cls(both.norm, middle, 2 / (clean + corrupted), (clean, corrupted))
@@ -64,7 +65,7 @@ class SecantNorm(FrozenNorm):
     def change(
         self, change: Float[Tensor, "*any batch pos d_model"], scale: Scale = "held"
     ) -> Float[Tensor, "*any batch pos d_model"]:
-        """Return the change of the output that is due to a part of the input's change."""
+        """Return the change of the norm's output that is due to a part of its input's change."""
         change = self.norm.centred(change.to(self.stream.device))
         result: Tensor = self.norm.gain(self._secant(change))
         return result
@@ -82,7 +83,7 @@ class SecantNorm(FrozenNorm):
 
 
 def linear_sublayers(model: Any, both: Decomposition) -> list[LinearSublayer]:
-    """Return every sublayer's linear maps, given one run on clean and corrupted prompts."""
+    """Return the linear maps of every sublayer, given one run on clean and corrupted prompts."""
     host = host_of(model)
     sublayers: list[LinearSublayer] = []
     for writes in both.sublayers:
@@ -101,7 +102,7 @@ def linear_sublayers(model: Any, both: Decomposition) -> list[LinearSublayer]:
 
 
 def _between(writes: SublayerWrites) -> SublayerWrites:
-    """Return the change of a sublayer's writes between the two runs."""
+    """Return a sublayer's writes in the clean run minus its writes in the corrupted run."""
     clean, corrupted = writes.z.chunk(2)
     reads, after = (SecantNorm.between(norm) for norm in (writes.reads, writes.writes))
     z, entered = clean - corrupted, mean(writes.entered)
@@ -110,7 +111,7 @@ def _between(writes: SublayerWrites) -> SublayerWrites:
 
 
 def _leaves(writes: SublayerWrites) -> tuple[Any, Tensor, Tensor | None]:
-    """Return the neuron-heads, and the means of q and u over both runs as leaves of a graph."""
+    """Return the neuron-heads, and the means of q and u over both runs as autograd leaves."""
     heads: Any = writes.neurons
     q, up = (None if x is None else mean(x) for x in heads.projections(writes.entered))
     assert q is not None
@@ -120,7 +121,7 @@ def _leaves(writes: SublayerWrites) -> tuple[Any, Tensor, Tensor | None]:
 def _value_terms(
     writes: SublayerWrites, weight: Float[Tensor, "batch pos head_index"]
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return the matrices for q and u, each with the effect on neurons' outputs via values."""
+    """For q and u, return the weight matrix and the derivative of neuron outputs via the values."""
     heads, q, up = _leaves(writes)
     with torch.enable_grad():
         _, v = heads._query_and_value(q, up)
@@ -137,7 +138,7 @@ def _value_terms(
 def gate_term(
     writes: SublayerWrites, gates: Any
 ) -> tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch pos d_mlp"]]:
-    """Return the matrix for q, and the effect of q on the neurons' outputs via patterns.
+    """Return q's weight matrix, and the slope of neuron outputs with respect to q via the patterns.
 
     Args:
         writes: the neurons' writes in one run on clean and corrupted prompts.

@@ -1,4 +1,4 @@
-"""A run as linear maps between heads, with every pattern and every norm scale held constant.
+"""Express a run as linear maps between heads, with all patterns and norm scales held constant.
 
 With patterns and norm scales constant, only linear maps and biases are left between the embedding
 and the logits. The output of a head t is then an affine function of all earlier outputs:
@@ -13,18 +13,19 @@ So the gradient c_t of a metric at z_t splits c_t · z_t into contributions of h
 
 This is relevance propagation with frozen patterns and the LN rule: Achtibat et al., "AttnLRP"
 (2024); Rezaei Jafari et al., "RelP" (2025). All terms are computed from a run's writes
-(`writes.py`): a head adds a vector to the stream, and a target reads the stream with a covector.
-The matrix W_ts is never computed.
+(`writes.py`): a source head adds a vector to the stream, and a target head multiplies the stream by
+a covector. The matrix W_ts is never computed.
 
-An attention head outputs A V, where A is its pattern and V = x N / s W_V + b_V. A neuron-head
-outputs p v, where p is its attention to its own token. In a gated MLP, v = g u is a product. One of
-the two factors is held constant, or each factor in one half of the product:
+An attention head outputs A V, where A is its pattern, V = x N / s W_V + b_V, and x the stream; the
+norm before it multiplies x by N and divides it by the constant scale s. A neuron-head outputs p v,
+where p is its attention to its own token. In a gated MLP, the value v = g u is a product of two
+projections. One is held constant, or each of the two is held constant in one half of the product:
 
     held="gate"    p g is constant: linear in the up projection u
     held="up"      p u is constant: linear in g, the gate's pre-activation
     held="half"    p (g_0 u + g u_0) / 2 with g_0, u_0 from the run: half of each gradient (RelP)
 
-If heads share a neuron (bilinear gates), their values are already linear.
+If heads share a neuron (bilinear gates), their values are already linear in x.
 
 A soft cap on attention scores is part of the pattern. A soft cap on the logits comes after the
 linear model and counts as part of the metric. `linearize` checks that the heads are linear.
@@ -72,15 +73,15 @@ class LinearSublayer:
     constant: Outputs
 
     def z(self, stream: Float[Tensor, "part batch pos d_model"]) -> Tensor:
-        """Return the nodes' outputs for parts of the stream: [part, batch, pos, node, d_head]."""
+        """Return what each part of the stream adds to outputs: [part, batch, pos, node, d_head]."""
         return self.of_input(self.writes.reads.change(stream))
 
     def of_input(self, entering: Float[Tensor, "part batch pos d_model"]) -> Tensor:
-        """Return the nodes' outputs for parts of the sublayer's input."""
+        """Return what each part of the input, taken after the norm, adds to the outputs."""
         raise NotImplementedError
 
     def back(self, gradient: Outputs) -> Residual:
-        """Return the gradient at the stream that is read, given gradients at the nodes' outputs."""
+        """Return the gradient at the stream that nodes read, given gradients at their outputs."""
         raise NotImplementedError
 
     def covectors(
@@ -90,11 +91,11 @@ class LinearSublayer:
         position: Place,
         key: Place,
     ) -> Float[Tensor, "batch target d_model"]:
-        """Return the gradient at position `key` of the stream, given gradients at some outputs."""
+        """Return each target's gradient at stream position `key`, given the one at its output."""
         raise NotImplementedError
 
     def written(self, z: Float[Tensor, "part batch pos node d_head"]) -> Tensor:
-        """Return the sum that all nodes add to the stream: [part, batch, pos, d_model]."""
+        """Return the sum of what all nodes write to the stream: [part, batch, pos, d_model]."""
         return self.writes.writes.change(z.flatten(3) @ self.writes.matrix.flatten(0, 1))
 
     def write_vectors(
@@ -105,14 +106,14 @@ class LinearSublayer:
         return self.writes.writes.at(places(position)).change(by_node)
 
     def output_gradients(self, gradient: Residual, positions: Positions = slice(None)) -> Outputs:
-        """Return the gradients at the nodes' outputs, given the gradient at the updated stream."""
+        """Return the gradients at nodes' outputs, given the gradient at the stream after them."""
         back = self.writes.writes.back(gradient, positions)
         return torch.einsum("bpm,hdm->bphd", back, self.writes.matrix)
 
 
 @dataclass(frozen=True, eq=False)
 class LinearAttention(LinearSublayer):
-    """Attention heads with fixed patterns."""
+    """Attention heads whose patterns are held fixed at their values in the run."""
 
     pattern: Float[Tensor, "batch head_index query_pos key"]
     W_V: Float[Tensor, "head_index d_model d_head"]
@@ -136,12 +137,15 @@ class LinearAttention(LinearSublayer):
 
 @dataclass(frozen=True, eq=False)
 class LinearNeurons(LinearSublayer):
-    """Neurons with fixed gates; each output is a sum of projections times factors from the run."""
+    """Neurons whose gates are held fixed at their values in the run.
+
+    Each output is a sum of projections, each multiplied by a factor recorded in the run.
+    """
 
     terms: tuple[tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch pos d_mlp"]], ...]
 
     def of_input(self, entering: Tensor) -> Tensor:
-        """Return the neurons' outputs, Σ (x W) · factor over `terms`."""
+        """Return the neurons' outputs: the sum over `terms` of (x W) · factor, for the input x."""
         terms = [(entering @ W) * factor for W, factor in self.terms]
         return sum(terms[1:], terms[0]).unsqueeze(-1)
 
@@ -151,7 +155,7 @@ class LinearNeurons(LinearSublayer):
         return self.writes.reads.back(sum(terms[1:], terms[0]))
 
     def covectors(self, gradient: Tensor, nodes: Nodes, position: Place, key: Place) -> Tensor:
-        """Return the gradient at `position` of the stream, the only position that neurons read."""
+        """Return the gradient at `position` of the stream; neurons read no other position."""
         terms = [
             (gradient.squeeze(-1) * factor[:, position, nodes]).unsqueeze(-1) * W.T[nodes]
             for W, factor in self.terms
@@ -160,13 +164,13 @@ class LinearNeurons(LinearSublayer):
 
 
 def places(position: Place) -> Positions:
-    """Return an index for the pos axis of [batch, pos, …] that broadcasts with [batch, target]."""
+    """Return `position` as an index for a pos axis; the result broadcasts with [batch, target]."""
     return slice(position, position + 1) if isinstance(position, int) else position
 
 
 @dataclass(frozen=True, eq=False)
 class LinearRun:
-    """A run as linear maps.
+    """A forward pass, expressed as linear maps between heads.
 
     Attributes:
         model: the model.
@@ -210,7 +214,7 @@ class LinearRun:
 
     @torch.no_grad()
     def unembed(self, streams: Float[Tensor, "part batch pos d_model"]) -> Tensor:
-        """Return the logits of parts of the final stream; the first part also gets all biases."""
+        """Return the logits of parts of the final stream; the first part includes all biases."""
         final = self.run.final
         zero = torch.zeros_like(final.stream[:1, :1])
         base = self.model.unembed(zero)
@@ -227,7 +231,7 @@ class LinearRun:
             final: the gradient at the final stream.
         """
         n = len(self.sublayers)
-        readers: list[list[Residual]] = [[] for _ in range(n)]  # by number of earlier sublayers
+        readers: list[list[Residual]] = [[] for _ in range(n)]  # by number of sublayers before them
         outputs: list[Outputs] = []
         streams = [final]
         for index in reversed(range(n)):
@@ -324,7 +328,7 @@ def _norm_bias(sublayer: LinearSublayer) -> Tensor | float:
 
 
 def _require_linear(linear: LinearRun) -> None:
-    """Refuse a run if the outputs of its linear maps differ from the recorded outputs."""
+    """Raise an error if the linear maps do not reproduce the outputs recorded in the run."""
     reasons, largest = list[str](), list[Tensor]()
     mask = linear.run.recording.mask
     for sublayer in linear.sublayers:

@@ -13,7 +13,7 @@ P = softmax ℓ, and C the clean run's softmax:
 
 A metric that is bound to a model and prompts lists the positions and columns of the logits that it
 reads, so that a sweep computes only these logits. Half-precision logits are converted to float32,
-except for `custom`.
+except for `custom` metrics.
 """
 
 import inspect
@@ -46,14 +46,14 @@ _Columns: TypeAlias = Int[Tensor, "column"] | None
 
 _NO_NUMBER = "this metric does not return one number, or one number per prompt"
 _NO_GRADIENT = "this metric cannot be attributed"
-_ROUNDINGS = 8  # in units of eps; inputs, differences and means are rounded
-_NO_SLOPE = 64  # in units of eps; a smaller sum of gradients is only a rounding error
+_ROUNDINGS = 8  # tolerance in units of eps, for the rounding of inputs, differences and means
+_NO_SLOPE = 64  # in units of eps; smaller sums of gradients are only rounding errors
 _VERSION = "1"  # for all metrics in this file; change the version whenever a metric changes
 
 
 @dataclass(frozen=True, eq=False)
 class BoundMetric:
-    """A metric that is bound to prompts, as a function of the logits.
+    """A metric that is bound to a model and its prompts, as a function of the model's logits.
 
     Attributes:
         name: the name of the metric, with its answers.
@@ -92,7 +92,7 @@ class BoundMetric:
             )
 
     def shares(self, n: int) -> tuple[float, ...]:
-        """Return the weights of n numbers in their mean; n is 1 or the number of prompts."""
+        """Return the weight of each of n numbers in their mean; n is 1 or the number of prompts."""
         return self.weights if self.weights and n > 1 else (1 / n,) * n
 
     def mean(self, values: Float[Tensor, "*site prompt"]) -> Float[Tensor, "*site"]:
@@ -106,8 +106,8 @@ class BoundMetric:
         """From the logits of full runs, select the logits that this metric reads."""
         if logits.shape[-3:] != self.shape:
             self._refuse(
-                f"got logits {list(logits.shape)}; expected [..., batch, pos, d_vocab] ending in "
-                f"{list(self.shape)}"
+                f"got logits of shape {list(logits.shape)}; expected [..., batch, pos, d_vocab] "
+                f"ending in {list(self.shape)}"
             )
         if self.positions is not None:
             rows = torch.arange(self.shape[0], device=logits.device)
@@ -120,7 +120,7 @@ class BoundMetric:
 
     @torch.no_grad()
     def of_run(self, logits: Logits) -> Float[Tensor, "prompt"]:
-        """Return each prompt's metric in one full run, in float64; test that it is repeatable."""
+        """Return each prompt's metric in a full run, in float64; test that it is repeatable."""
         selected = self.select(logits)[None]
         copy = selected.clone()
         both = [self.compute(selected)[0] for _ in range(2)]
@@ -179,7 +179,7 @@ class Metric:
     by_prompt: bool = field(default=True, repr=False)
 
     def identity(self) -> list[Any]:
-        """Return JSON data that identifies this metric when a job is resumed."""
+        """Return JSON data that identifies this metric; a job resumes only with the same metric."""
         if self.version is None:
             reason = (
                 f"{self.name} is your own function, without a version; expected "
@@ -212,7 +212,7 @@ def logit_diff(correct: Answers, wrong: Answers) -> Metric:
     """Return a metric that is the logit of a correct answer minus the logit of a wrong answer.
 
     Args:
-        correct: a token, a text that is one token, or a list or tensor with one answer for each
+        correct: a token, a string that is one token, or a list or tensor with one answer for each
             prompt.
         wrong: the wrong answers, in the same form as `correct`.
 
@@ -262,7 +262,7 @@ def probability(answer: Answers) -> Metric:
     """Return a metric that is the probability of an answer.
 
     Args:
-        answer: a token, a text that is one token, or a list or tensor with one answer for each
+        answer: a token, a string that is one token, or a list or tensor with one answer for each
             prompt.
 
     Raises:
@@ -280,7 +280,7 @@ def log_probability(answer: Answers) -> Metric:
     """Return a metric that is the natural logarithm of an answer's probability.
 
     Args:
-        answer: a token, a text that is one token, or a list or tensor with one answer for each
+        answer: a token, a string that is one token, or a list or tensor with one answer for each
             prompt.
 
     Raises:
@@ -303,7 +303,8 @@ def _of_answers(
 ) -> Metric:
     """Return a metric that is Σ scale(ℓ) over correct answers minus Σ scale(ℓ) over wrong answers.
 
-    ℓ is the logits at the last real token. If `scale` is None, only the answers' logits are read.
+    Here, ℓ are the logits at each prompt's last real token. If `scale` is None, the metric uses the
+    logits themselves and reads only the answers' logits.
     """
     rows = {role: answer_rows(of_role) for role, of_role in answers.items()}
     name = f"{kind}({', '.join(map(answers_label, rows.values()))})"
@@ -341,8 +342,8 @@ def _index_and_signs(
 def kl() -> Metric:
     """Return a metric that is KL(clean ‖ patched) between next-token distributions, in nats.
 
-    Both the metric and its gradient are 0 on the clean run. For the distance to the corrupted run,
-    swap the prompts.
+    Both the metric and its gradient are 0 on the clean run. To measure the distance to the
+    corrupted run, swap the clean and the corrupted prompts.
 
     Raises:
         InputError: when the metric is bound, the clean run's logits are missing or have another
@@ -366,7 +367,7 @@ def kl() -> Metric:
 
         def compute(logits: _Selected) -> Float[Tensor, "site prompt"]:
             patched = float32_if_half(logits).squeeze(-2).log_softmax(dim=-1)
-            # A token with clean probability 0 contributes 0; without `where`, it would be 0 · ∞.
+            # A token with clean probability 0 contributes 0; without `where`, 0 · ∞ would give nan.
             terms = torch.where(clean == -torch.inf, 0.0, clean.exp() * (clean - patched))
             return terms.sum(dim=-1)
 
@@ -424,7 +425,7 @@ def loss() -> Metric:
 def custom(
     fn: Callable[[Logits], Tensor | float], name: str | None = None, version: str | None = None
 ) -> Metric:
-    """Return a metric that is any function of a full run's logits.
+    """Return a metric that is your own function of the logits of a full run.
 
     The function is called once per site and reads all logits, so this metric is slower than the
     others. For attribution, the function must return a differentiable tensor. Results have standard
@@ -480,7 +481,7 @@ def _as_numbers(value: Any, batch: int, name: str) -> Float[Tensor, "prompt"]:
 
 
 def _logits_shape(model: Any, pair: PromptPair) -> tuple[int, int, int]:
-    """Return the shape [batch, pos, d_vocab] of a full run's logits."""
+    """Return the shape of the logits of a full run: [batch, pos, d_vocab]."""
     batch, pos = pair.clean.shape
     return batch, pos, d_vocab_out(model)
 
@@ -489,20 +490,20 @@ def _logits_shape(model: Any, pair: PromptPair) -> tuple[int, int, int]:
 
 
 def require_distinct(clean_value: float, corrupted_value: float, dtype: torch.dtype) -> None:
-    """Refuse a metric whose values on the clean and the corrupted run are equal up to rounding."""
+    """Raise an error if the metric's values in the two runs are equal up to rounding."""
     scale = max(abs(clean_value), abs(corrupted_value))
     within = _ROUNDINGS * torch.finfo(dtype).eps * scale
     if not abs(clean_value - corrupted_value) > within or scale == float("inf"):
         reason = (
             f"got {clean_value} for the clean run and {corrupted_value} for the corrupted run, "
-            f"which are equal up to rounding in {dtype}; expected prompts and a metric with a "
-            "difference, because scores are shares of this difference"
+            f"which are equal up to rounding in {dtype}; choose prompts or a metric "
+            "for which they differ, because scores are fractions of this difference"
         )
         raise InputError([reason], "this metric is constant")
 
 
 def one_run_reasons(metric: AnyMetric) -> list[str]:
-    """Return a list with an error text if a metric needs a second run, or an empty list."""
+    """Return [error message] if a metric needs a second run, otherwise []."""
     if not as_metric(metric).needs_reference:
         return []
     return [
@@ -512,14 +513,14 @@ def one_run_reasons(metric: AnyMetric) -> list[str]:
 
 
 def no_gradient_reasons() -> list[str]:
-    """Return a list with an error text if no gradients can be taken here, or an empty list."""
+    """Return [error message] if torch is in inference mode, otherwise []."""
     if not torch.is_inference_mode_enabled():
         return []
     return ["torch.inference_mode() allows no gradient; use torch.no_grad()"]
 
 
 def require_differentiable(metric: BoundMetric, logits: Logits) -> None:
-    """Refuse a metric without a finite gradient."""
+    """Raise an error if a metric has no gradient at the logits, or one that is not finite."""
     gradient = metric.gradient(logits)
     reasons = []
     if gradient is None:
@@ -533,10 +534,11 @@ def require_differentiable(metric: BoundMetric, logits: Logits) -> None:
 
 
 def require_slope(metric: BoundMetric, logits: Logits, reference: Logits, span: float) -> None:
-    """Refuse a metric with zero gradient on the patched run, such as `kl` at its minimum.
+    """Raise an error if a metric has gradient 0 on the patched run, as `kl` does on the clean run.
 
-    If Σ |∂metric/∂logits · (reference - logits)| is tiny compared with `span`, the metric's change
-    between the runs, every estimate from gradients is zero or only rounding.
+    `span` is the change of the metric between the two runs. If Σ |∂metric/∂logits · (reference -
+    logits)| is tiny compared with `span`, every estimate from gradients is zero or only a rounding
+    error.
     """
     gradient = metric.gradient(logits)
     assert gradient is not None

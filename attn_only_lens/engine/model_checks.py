@@ -28,7 +28,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class AttachedHooks:
-    """The names of modules with hooks that a newly built model does not have.
+    """The names of a model's modules that have hooks, grouped by who attached the hooks.
 
     Attributes:
         users: modules with user-added hooks.
@@ -73,7 +73,7 @@ def find_hooks(model: Any) -> AttachedHooks:
                 if not internal and _WITH_WEIGHTS.match(name):
                     on_weights[shown] = None
     if any(
-        _library(hook) not in (*_LIBRARIES, "torch")  # such as torch's flop counter
+        _library(hook) not in (*_LIBRARIES, "torch")  # torch adds hooks, e.g. to count flops
         for kind in _KINDS
         for hook in getattr(torch_module, f"_global{kind}").values()
     ):
@@ -86,7 +86,7 @@ def find_hooks(model: Any) -> AttachedHooks:
 
 
 def state_of_hooks(model: Any) -> Iterator[tuple[str, int, int]]:
-    """Yield keys that identify each module's hooks, except the hooks that every run attaches."""
+    """Yield a key that identifies each hook on a module, except hooks that every run attaches."""
     captures = _captures(model)
     for name, module in modules_of(model):
         for hooks_id, key, _ in _torch_hooks(module):
@@ -95,7 +95,7 @@ def state_of_hooks(model: Any) -> Iterator[tuple[str, int, int]]:
 
 
 def _captures(model: Any) -> set[tuple[int, int]]:
-    """Return the dictionary and key of each hook that a bridge's blocks attach during a run."""
+    """Return (dictionary id, key) of each hook that the blocks of a bridge attach during a run."""
     return {
         (id(handle.hooks_dict_ref()), handle.id)
         for block in getattr(model, "blocks", ())
@@ -104,7 +104,7 @@ def _captures(model: Any) -> set[tuple[int, int]]:
 
 
 def _torch_hooks(module: nn.Module) -> Iterator[tuple[int, int, Any]]:
-    """Yield torch's hooks on a module, each with the id of its dictionary and its key."""
+    """Yield each torch hook on a module as (id of its dictionary, its key in it, hook)."""
     for kind in _KINDS:
         hooks = vars(module)[kind]
         for key, hook in hooks.items():
@@ -112,13 +112,13 @@ def _torch_hooks(module: nn.Module) -> Iterator[tuple[int, int, Any]]:
 
 
 def hook_reasons(model: Any, so: str = "would be lost") -> list[str]:
-    """Return a list with an error text if users added hooks to a model, or an empty list."""
+    """Return [error message] if users added hooks to a model, otherwise []."""
     hooks = find_hooks(model)
     return _hook_reasons(hooks.users, so, hooks.removal)
 
 
 def weight_hook_reasons(model: Any) -> list[str]:
-    """Return a list with an error text if hooks may change what weights compute, or []."""
+    """Return [error message] if users' hooks may change what weights compute, otherwise []."""
     so = "may change what its weights compute"
     return _hook_reasons(find_hooks(model).on_weights, so, _removal({"torch"}, False))
 
@@ -134,7 +134,7 @@ def _hook_reasons(names: tuple[str, ...], so: str, removal: str) -> list[str]:
 
 
 def reasons_not_to_run(model: Any) -> list[str]:
-    """Return the reasons why runs of a model with neuron-heads cannot be compared, if any."""
+    """Return the reasons why two runs of this model cannot be compared; [] if they can be."""
     if not has_neuron_heads(model):
         return []
     reasons = hook_reasons(model, "would run on batches of patched variants, or not run at all")
@@ -142,7 +142,7 @@ def reasons_not_to_run(model: Any) -> list[str]:
 
 
 def dropout_reasons(model: Any) -> list[str]:
-    """Return a list with an error text if dropout is active, or an empty list."""
+    """Return [error message] if dropout is active, otherwise []."""
     if any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for _, m in modules_of(model)):
         return ["dropout is active; call model.eval() first"]
     return []
@@ -177,7 +177,7 @@ def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_placeholder(handle: Any) -> bool:
-    """Return whether the hook with this handle is a transformer-lens 4 placeholder."""
+    """Return whether transformer-lens 4 attached this handle's hook as a placeholder."""
     hook = getattr(handle, "user_hook", None)
     return handle.is_permanent and getattr(hook, "__module__", None) == _PLACEHOLDERS
 

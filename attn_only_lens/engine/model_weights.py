@@ -1,9 +1,10 @@
-"""A digest that identifies a model's weights, and float32 weights for half-precision models.
+"""Compute a digest of a model, and run half-precision models with float32 weights.
 
 The outputs of a model's components add up to the residual stream, up to rounding. In half
 precision, the rounding is as large as the output of a single head, so analyses that split the
-stream compute in float32. A bridge with hooks cannot be copied. So during the analysis, each
-half-precision tensor of the model itself holds float32 data. Views and tied weights stay intact.
+stream compute in float32. A bridge with hooks cannot be copied to float32. During the analysis, the
+model's own half-precision tensors therefore hold float32 data in place of their original data.
+Afterwards, they get the original data back, so views and tied weights stay intact.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,7 +47,8 @@ _inside: dict[int, tuple[int, ExitStack]] = {}  # by id(model): the number of ru
 def fingerprint(model: Any) -> str:
     """Return a SHA-256 digest of a model's parameters, configuration and gates.
 
-    Buffers are left out, because the configuration determines masks and position tables.
+    Buffers are left out, because they hold masks and position tables, which the configuration
+    determines.
     """
     return tensor_digest(model.named_parameters(), _description(model))
 
@@ -70,7 +72,7 @@ def _description(model: Any) -> dict[str, Any]:
             if isinstance(value, float) and not name.startswith("_")
         },
     }
-    if not getattr(model.cfg, "has_stock_sizes", True):  # otherwise, cfg contains the sizes
+    if not getattr(model.cfg, "has_stock_sizes", True):  # cfg lacks the layers' sizes
         described["layers"] = [asdict(layer_size) for layer_size in model.cfg.layer_sizes]
     return described
 
@@ -126,7 +128,7 @@ def _widen(model: nn.Module) -> ExitStack:
                     seen.add(id(tensor))
                     gradient = tensor.grad if tensor.is_leaf else None
                     undo.callback(restore, tensor, tensor.data, gradient)
-                    tensor.grad = None  # a gradient must have the dtype of its tensor
+                    tensor.grad = None  # a gradient must have its tensor's dtype, so remove it
                     tensor.data = tensor.data.float()
         # TransformerLens' norms and rotary embeddings compute in cfg.dtype.
         for _, module in modules_of(model):

@@ -2,16 +2,17 @@
 
 Each test compares two computations of the same values, such as a replay and a full run. The result
 depends on the model, not on the prompts: a passed test is valid for all prompts that have no
-padding and are not longer than the tested prompts. A model is tested again in these cases:
+padding and are not longer than the tested prompts. A model is tested again after any of these
+changes:
 
     a parameter or buffer was replaced or written to
     a hook or module was added or removed
     a forward pass was replaced
     a configuration option, a plain module attribute, the dtype, device, mode or autocast changed
 
-torch does not count writes through `.data`, so the contents of vectors are compared, too. If a
-matrix is written through `.data`, this is not noticed, but the values in a matrix do not change how
-a model combines its components.
+torch does not count writes through `.data`, so the contents of vectors are compared, too. A write
+to a matrix through `.data` is not noticed. This does no harm, because the values in a matrix do not
+change how a model combines its components.
 """
 
 import weakref
@@ -30,18 +31,18 @@ _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 
 
 class PassedTests:
-    """The tests that a model has passed in its current state."""
+    """The tests that a model has passed since it last changed, and on which prompts."""
 
     def __init__(self) -> None:
         self._lengths: dict[Hashable, int] = {}  # the length of the longest tested prompts, by test
 
     def covers(self, test: Hashable, recording: Recording) -> bool:
-        """Return whether a test can be skipped for these prompts."""
+        """Return whether the model has passed this test on prompts at least as long as these."""
         batch, n_pos = recording.tokens.shape
         return recording.mask is None and self._lengths.get((test, batch > 1), 0) >= n_pos
 
     def add(self, test: Hashable, recording: Recording) -> None:
-        """Remember that the model passed a test on these prompts."""
+        """Remember that the model passed this test on these prompts, unless they have padding."""
         batch, n_pos = recording.tokens.shape
         if recording.mask is None:
             key = test, batch > 1
@@ -109,7 +110,7 @@ class _Reference:
 def _reference(value: Any) -> Any:
     try:
         return _Reference(value)
-    except TypeError:  # the object allows no weak references, so it counts as changed
+    except TypeError:  # an object that allows no weak reference counts as changed
         return object()
 
 
@@ -120,7 +121,7 @@ def _tensor_state(tensor: Tensor) -> object:
 
 
 def _contents(tensors: list[Tensor]) -> bytes:
-    """Return the bytes of small tensors, such as biases and gains."""
+    """Return the bytes of small tensors, such as biases and gains, to detect their changes."""
     known = [x.detach().reshape(-1).view(torch.uint8) for x in tensors if not x.is_meta]
     if not known:
         return b""

@@ -1,9 +1,9 @@
 """Sets of positions to patch; all positions in a set are patched together.
 
-A number from 0 is a column of the token tensor, including padding. Negative numbers count from the
-end: -1 is the last real token of each prompt. `"each"` and `"all"` leave out padding. Roles, such
-as `{"subject": [2, 4], "end": -1}`, name a position in each prompt. Positions of roles count the
-prompt's real tokens, from the start or the end.
+A number from 0 up is a column of the token tensor, so padding tokens count too. Negative numbers
+count from the end: -1 is the last real token of each prompt. `"each"` and `"all"` leave out
+padding. Roles, such as `{"subject": [2, 4], "end": -1}`, name a position in each prompt. A role's
+position counts only the prompt's real tokens, from the start or, if it is negative, from the end.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class PositionSet:
         return int(self.label) if inside else None
 
     def of_prompts(self, prompts: Sequence[int], n_pos: int) -> "PositionSet":
-        """Return this set for some of the prompts, cut to the first n_pos positions."""
+        """Return this set for only some of the prompts and only the first n_pos positions."""
         return PositionSet(self.label, self.chosen[list(prompts), :n_pos])
 
 
@@ -102,7 +102,7 @@ def _by_role(pair: PromptPair, roles: Roles) -> tuple[PositionSet, ...]:
         if not is_list or len(per_prompt) != batch:
             got = f"{len(per_prompt)} positions" if is_list else repr(positions_of_role)
             reasons.append(
-                f"{role}: got {got}; expected one number for all prompts, or {batch}, one for each"
+                f"{role}: got {got}; expected one number, or {batch} numbers, one for each prompt"
             )
             continue
         per_prompt = list(map(as_plain, per_prompt))

@@ -66,15 +66,15 @@ class PromptPair:
 
     @property
     def n_all(self) -> int:
-        """The total number of prompts, of which this pair may hold only some."""
+        """The total number of prompts in the analysis; this pair may hold only some of them."""
         return len(self.clean) if self.among is None else self.among[1]
 
     def own(self, of_all: Sequence[_T]) -> Sequence[_T]:
-        """Select the items for this pair's prompts from a sequence with one item per prompt."""
+        """From a sequence with one item per prompt of the analysis, select this pair's items."""
         return of_all if self.among is None else [of_all[i] for i in self.among[0]]
 
     def of_prompts(self, prompts: Sequence[int], *, cut: bool = True) -> "PromptPair":
-        """Return a pair with some of this pair's prompts.
+        """Return a new pair that holds only some of this pair's prompts.
 
         Args:
             prompts: the indices of these prompts.
@@ -117,7 +117,7 @@ def prompt_pair(
             every reason.
 
     Warns:
-        InputWarning: the tokenizer does not know a word, a sign or whitespace in a text. All
+        InputWarning: the tokenizer does not know a word, symbol or whitespace character. All
             functions that take texts warn about this.
 
     Example:
@@ -140,7 +140,7 @@ def prompt_pair(
 
 
 def single_prompts(model: Any, prompts: Prompts, mask: Tensor | None = None) -> PromptPair:
-    """Pair each prompt with itself, for analyses of a single run."""
+    """Return a pair in which each prompt is paired with itself, for analyses of a single run."""
     (tokens,), mask = _tokenize(model, {"": prompts}, mask, _PROBLEM_OF_SINGLE)
     return PromptPair(tokens, tokens, mask)
 
@@ -148,7 +148,7 @@ def single_prompts(model: Any, prompts: Prompts, mask: Tensor | None = None) -> 
 def _tokenize(
     model: Any, sides: Mapping[str, Prompts], mask: Tensor | None, problem: str
 ) -> tuple[list[Tokens], Tensor | None]:
-    """Return the clean and corrupted tokens with their mask; the padding of texts is masked."""
+    """Return the clean and corrupted tokens and their mask, in which the padding of texts is 0."""
     reasons, texts = list[str](), dict[str, str]()
     rows = [_rows(model, prompts, side, reasons, texts) for side, prompts in sides.items()]
     padded = not any(map(_is_tensor, sides.values()))
@@ -208,25 +208,25 @@ def _is_tensor(value: object) -> bool:
 
 
 def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
-    """Return rows as one padded tensor, with a mask, or with None if all tokens are real."""
+    """Pad the rows and stack them into a tensor; return it and its mask (None without padding)."""
     if len({*map(len, rows)}) == 1:
         return torch.stack(rows), None
     side = getattr(model.tokenizer, "padding_side", "right")
     pad = getattr(model.tokenizer, "pad_token_id", None)
     if (
         pad is None or pad >= model.cfg.d_vocab
-    ):  # some tokenizers pad with a token that the model does not have
+    ):  # some tokenizers pad with a token that is not in the model's vocabulary
         pad = 0
     real = [torch.ones_like(row) for row in rows]
     return pad_sequence(rows, True, pad, side), pad_sequence(real, True, 0, side)
 
 
 def _check_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | None:
-    """Return a mask as integers; if the mask is invalid, append a reason and return None."""
+    """Return a mask as integers; if it is invalid, add a message to `reasons` and return None."""
     if mask is None:
         return None
     mask = array_as_tensor(mask)
-    expected = f"expected 1 (real) and 0 (padding) in the tokens' shape {list(tokens.shape)}"
+    expected = f"expected 1 (real) or 0 (padding) for each token, in shape {list(tokens.shape)}"
     if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
         got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         reasons.append(f"mask: got {got}; {expected}")
@@ -259,7 +259,7 @@ def chat_tokens(
 
     Args:
         model: a model with a tokenizer that has a chat template.
-        prompts: a user's message as a text, or a list of such texts; or the messages of one chat,
+        prompts: a user's message as a string, or a list of strings; or the messages of one chat,
             such as `[{"role": "system", "content": "Be brief."}, …]`, or a list of chats.
 
     Returns:
@@ -277,12 +277,12 @@ def chat_tokens(
         ...     chat_tokens(pretrained.modular_addition(), "How much is 3 + 4?")
         ... except InputError as error:
         ...     print(error.reasons[0])
-        the model has no tokenizer; expected the tokenizer of a chat model; or give texts
+        the model has no tokenizer; expected a chat model's tokenizer, or prompts that are texts
     """
     tokenizer: Any = getattr(model, "tokenizer", None)
     if not getattr(tokenizer, "chat_template", None):
         lacks = "model has no tokenizer" if tokenizer is None else "tokenizer has no chat template"
-        reason = f"the {lacks}; expected the tokenizer of a chat model; or give texts"
+        reason = f"the {lacks}; expected a chat model's tokenizer, or prompts that are texts"
         raise InputError([reason], _PROBLEM_OF_CHAT)
     reasons, rows, texts = list[str](), list[list[int]](), dict[str, str]()
     for i, messages in enumerate(_chats(prompts)):

@@ -1,4 +1,4 @@
-"""Compute the outputs of heads when only the stream that they read changes; δ is the change.
+"""Compute the outputs of heads when only the stream that they read changes, by δ.
 
 `part` says which inputs of a head change (q is a neuron-head's pre-activation):
 
@@ -11,7 +11,8 @@
 
 For neuron-heads, z follows from Δq = δ W_in; in a gated MLP, from Δq = δ W_gate and, for the up
 projection u, Δu = δ W_in. For attention heads, the block runs with δ added to its attention's
-input; queries, keys or values that should not change are restored. Both are tested before use.
+input; queries, keys or values that should not change are restored. Both computations are tested
+before they are first used.
 """
 
 from collections.abc import Callable
@@ -56,7 +57,7 @@ class _Stop(Exception):
 
 @dataclass(eq=False)
 class Readers:
-    """A model's heads as readers of the stream, in one recorded run.
+    """The heads of a model in one recorded run, as functions of the stream that they read.
 
     `decomposition` must record the `input_hooks` of layers whose attention heads are readers.
     """
@@ -90,7 +91,7 @@ class Readers:
         return change_of_z(before, after, named)
 
     def _projections(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """Return the run's q and u; before first use, test that W_in and W_gate compute them."""
+        """Return q and u in the run; at the first call, test that W_in and W_gate compute them."""
         if layer not in self._projected:
             heads: NeuronHeads = self.replay.host.neurons[layer]
             x = self.decomposition.of(layer, "neuron").entered
@@ -171,7 +172,7 @@ class Readers:
                 return output + more
             rows = torch.arange(
                 len(more), device=more.device
-            )  # only the token that the metric reads was computed
+            )  # the output has only the token that the metric reads
             return output + more[rows, (positions.to(more.device) - first).repeat(n)].unsqueeze(1)
 
         with final.norm.module.register_forward_hook(add):
@@ -209,7 +210,7 @@ class Readers:
                 "on its input, so it does not use the queries, keys and values that hooks show"
             )
             raise UnsupportedModelError([reason], _PROBLEM)
-        # Zero weights, as in compiled programs, hide noise, but they pass nan on.
+        # Weights of 0, as in compiled programs, hide noise in the input, but pass nan on.
         hidden = not effect > allowed
         if hidden and not self._z(layer, noise * torch.nan, "qkv", 0).isnan().any():
             reason = f"layer {layer}: a change of attention's input does not reach the heads"
@@ -220,7 +221,7 @@ class Readers:
 def _require_products(
     heads: NeuronHeads, x: Tensor, projected: tuple[Tensor, Tensor | None], layer: int
 ) -> None:
-    """Refuse an MLP that does not multiply its input by W_in, and by W_gate if it is gated."""
+    """Raise an error if an MLP does not multiply its input by W_in (and W_gate, if it is gated)."""
     noise = _noise(x)
     befores, afters = (
         [y for y in pair if y is not None] for pair in (projected, heads.projections(x + noise))
@@ -238,7 +239,7 @@ def _require_products(
 
 
 def _noise(x: Tensor) -> Tensor:
-    """Return noise with the shape and the magnitude of x."""
+    """Return normal noise with the shape and the standard deviation of x."""
     return normal_numbers(x.shape).to(x) * (x.std() if x.numel() > 1 else 1.0)
 
 

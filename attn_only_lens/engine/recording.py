@@ -31,7 +31,7 @@ _FEW_TOKENS = 512
 class NeuronRun:
     """The outputs z = weight · v of one layer's neuron-heads.
 
-    `gates` holds the heads' values and weights; it is empty if only z was recorded.
+    `gates` holds the heads' values v and attention weights; it is empty if only z was recorded.
     """
 
     z: Float[Tensor, "batch pos head_index"]
@@ -73,7 +73,7 @@ class Recording:
     key_values: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def __getitem__(self, rows: slice) -> "Recording":
-        """Return the recording for some of the prompts."""
+        """Return a recording that holds only some of this recording's prompts."""
         return replace(
             self,
             tokens=self.tokens[rows],
@@ -102,16 +102,16 @@ class RunPair:
 
     @property
     def clean_value(self) -> float:
-        """The metric on the clean run."""
+        """The metric's mean over all prompts in the clean run."""
         return self.metric.mean(self.clean_values).item()
 
     @property
     def corrupted_value(self) -> float:
-        """The metric on the corrupted run."""
+        """The metric's mean over all prompts in the corrupted run."""
         return self.metric.mean(self.corrupted_values).item()
 
     def target(self, direction: str) -> tuple[Recording, Recording, Float[Tensor, "prompt"]]:
-        """Return the patched run, the other run, and each prompt's metric in the patched run."""
+        """Return the run to patch, the run that patches come from, and the first run's metric."""
         if direction == "denoise":
             return self.corrupted, self.clean, self.corrupted_values
         return self.clean, self.corrupted, self.clean_values
@@ -200,7 +200,7 @@ def record_pair(
     hooks: Hooks = (),
     distinct: bool = True,
 ) -> RunPair:
-    """Record the clean and the corrupted run at the sites, and compute the metric on both."""
+    """Record the clean and the corrupted run at the sites, and compute the metric of both runs."""
     layers = [site.layer for site in sites if site.kind == "neuron"]
     attention = [site.layer for site in sites if site.kind == "attention"]
     hook_names = {layer: hook_name(model, layer, part) for layer in attention}
@@ -240,7 +240,8 @@ def _record_both(
     if any(len(value) != 2 * n for value in both.hooked.values()):
         return None
     clean, corrupted = both[:n], both[n:]
-    # A matrix product may round equal rows differently; then a patch would seem to have an effect.
+    # In one batch, a matrix product may round equal rows differently. Then patches of activations
+    # that are equal in both runs would seem to have an effect.
     first = int((pair.clean != pair.corrupted).any(dim=0).int().argmax())
     same = torch.equal(clean.streams[-1][:, :first], corrupted.streams[-1][:, :first])
     causal = getattr(model.cfg, "attention_dir", "causal") == "causal"
@@ -268,7 +269,7 @@ def run_pair(
 
 
 def _require_heads(model: Any, names: dict[int, str], part: Part, run: Recording) -> None:
-    """Refuse activations that have no axis for heads or for groups of heads."""
+    """Raise an error if recorded activations have no axis for heads or for groups of heads."""
     reasons = []
     for layer, name in names.items():
         shape, n_heads = run.hooked[name].shape, host_of(model).n_heads[layer]
@@ -284,7 +285,7 @@ def _require_heads(model: Any, names: dict[int, str], part: Part, run: Recording
 
 
 def require_seen(expected: dict[str, str], seen: Container[str]) -> None:
-    """Refuse a model that does not run the modules with the expected hook points."""
+    """Raise an error if a forward pass did not run the modules with the expected hook points."""
     silent = [name for key, name in expected.items() if key not in seen]
     if silent:
         more = f" and {len(silent) - 3} more" * (len(silent) > 3)
@@ -304,14 +305,14 @@ def run(
 ) -> Float[Tensor, "batch pos d_vocab"]:
     """Run a model with hooks, and return its logits."""
     named = [(name, of_this_thread(hook)) for name, hook in hooks]
-    # On a bridge, `model.hooks` takes as long as a forward pass over a few tokens.
+    # Skip an empty `model.hooks`: on a bridge, it takes as long as a short forward pass.
     with model.hooks(fwd_hooks=named) if named else nullcontext():
         logits: Tensor = model(tokens, attention_mask=mask, return_type="logits", **kwargs)
     return logits
 
 
 def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that acts only in forward passes in this thread."""
+    """Return a hook that acts only in forward passes that run in the current thread."""
     thread = threading.get_ident()
 
     def act(*args: Any, **kwargs: Any) -> Any:
@@ -321,7 +322,7 @@ def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class StopForward(Exception):
-    """Stop a forward pass that is no longer needed."""
+    """An exception that stops a forward pass when its remaining results are not needed."""
 
 
 def run_blocks(
@@ -342,7 +343,7 @@ def run_blocks(
 
 @contextmanager
 def record_streams(model: Any) -> Iterator[tuple[list[Residual], list[int | None]]]:
-    """Yield a `Recording`'s lists `streams` and `extra_outputs`, which the next run fills."""
+    """Yield the lists `streams` and `extra_outputs` of a `Recording`, which the next run fills."""
     streams: list[Residual] = []
     extra_outputs: list[int | None] = []
 
@@ -363,7 +364,7 @@ def record_streams(model: Any) -> Iterator[tuple[list[Residual], list[int | None
 
 
 def input_stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Residual:
-    """Return the residual stream from a block's arguments."""
+    """Return the residual stream that enters a block, taken from the block's arguments."""
     return args[0] if args else kwargs["hidden_states"]
 
 

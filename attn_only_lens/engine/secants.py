@@ -1,6 +1,7 @@
-"""Rules for the exact difference of two runs: slopes between the runs, instead of derivatives.
+"""Compute differences between two runs exactly, with slopes between the runs, not derivatives.
 
-With Δy = y_1 - y_0 for two runs and ȳ for the mean, every rule holds exactly for any change:
+Let y_1 and y_0 be the values of y in two runs, Δy = y_1 - y_0, and ȳ their mean. Every rule is
+exact, however large the changes are:
 
     y = f(x), elementwise      Δy = (Δf / Δx) Δx
     y = a b                    Δy = b̄ Δa + ā Δb
@@ -9,7 +10,8 @@ With Δy = y_1 - y_0 for two runs and ȳ for the mean, every rule holds exactly 
     y = x r, r = 1 / √m(x)     Δy = r̄ Δx - x̄ (2 x̄ · Δx / d) (r_1 r_0)² / (r_1 + r_0)
 
 L is the logarithmic mean of p_1 and p_0. The last rule is for norms, with m(x) = mean(x²) + ε, and
-x is centred if the norm subtracts the mean. If the runs are equal, the slopes are derivatives.
+x is centred if the norm subtracts the mean. If the two runs are equal, the slopes become
+derivatives.
 
 The first two rules are from DeepLIFT, "summation to delta" (Shrikumar et al., 2017).
 """
@@ -58,8 +60,9 @@ def slope(
 ) -> Slopes:
     """Return Δy / Δx of an elementwise function, or its derivative at the mean if Δx is small.
 
-    For |Δx| below ∛ε (1 + |x̄|), the quotient loses digits, and the derivative is exact up to
-    rounding. The quotient is still used if the function has a jump or a kink there.
+    For |Δx| below ∛ε (1 + |x̄|), with the machine epsilon ε, the quotient loses digits, and the
+    derivative is exact up to rounding. The quotient is still used if the function has a jump or a
+    kink between the runs.
     """
     dx, dy, middle = x_1 - x_0, y_1 - y_0, (x_1 + x_0) / 2
     eps = torch.finfo(dx.dtype).eps
@@ -86,7 +89,7 @@ def log_mean(log_1: Tensor, log_0: Tensor) -> Slopes:
 def softmax_slopes(
     log_1: Float[Tensor, "*any key"], log_0: Float[Tensor, "*any key"]
 ) -> tuple[Float[Tensor, "*any key"], Float[Tensor, "*any key"]]:
-    """Return L and w of the softmax rule, given the logarithms of the outputs in both runs."""
+    """Return L and w of the softmax rule, given the logarithms of the softmax in both runs."""
     L = log_mean(log_1, log_0)
     total = L.sum(-1, keepdim=True)
     return L, L / torch.where(total == 0, torch.ones_like(total), total)
@@ -99,7 +102,7 @@ def softmax_change(L: Tensor, w: Tensor, change: Tensor) -> Tensor:
 
 
 def gate_derivative(heads: Any, query: Tensor) -> Tensor:
-    """Return the derivative of each neuron-head's attention to its own token with respect to q."""
+    """Return, for each neuron-head, the derivative dw/dq of its attention w to its own token."""
     with torch.enable_grad():
         leaf = query.detach().requires_grad_()
         weight = heads._gate_pattern(leaf)[..., SELF]
@@ -109,14 +112,14 @@ def gate_derivative(heads: Any, query: Tensor) -> Tensor:
 
 
 def norm_change(x: Tensor, r_1: Tensor, r_0: Tensor, change: Tensor) -> Tensor:
-    """Return the change of the norm's output x r, given `change`; `x` is the mean of both runs."""
+    """Return the change of a norm's output, given its input's change and mean over both runs."""
     r = (r_1 + r_0) / 2
     along = (x * change).mean(-1, keepdim=True)
     return r * change - (r_1 * r_0).square() / r * along * x
 
 
 def mean(both: Tensor) -> Tensor:
-    """Return the mean of the two runs, whose rows are in one batch."""
+    """Return the mean of two runs, given one batch with the rows of both runs."""
     return both.unflatten(0, (2, -1)).mean(0)
 
 
@@ -132,7 +135,7 @@ class _Replaced(torch.autograd.Function):
 
 
 def replaced(x: Tensor, value: Callable[[], Tensor], back: _Linear) -> Tensor:
-    """Return `value()` with a new derivative: `back` maps its gradient to the gradient at x.
+    """Return `value()` with a new derivative: `back` maps the gradient at the result to that at x.
 
     All rules except `log_softmax` are symmetric linear maps, so `back` can be the rule itself.
     """
@@ -141,7 +144,7 @@ def replaced(x: Tensor, value: Callable[[], Tensor], back: _Linear) -> Tensor:
 
 
 def at_mean(x: Tensor, both: Tensor, back: _Linear = lambda gradient: gradient) -> Tensor:
-    """Return the mean of a function's outputs in both runs, with the gradient of a rule."""
+    """Return the mean of a function's outputs in both runs; `back` computes the gradient."""
     return replaced(x, partial(mean, both), back)
 
 
@@ -179,8 +182,9 @@ _RULES: dict[Any, Callable[[Both, Tensor, Callable[[Tensor], Tensor]], Tensor]] 
 class FunctionRules(TorchFunctionMode):
     """Record calls of torch's nonlinear functions, or replace these functions with their rules.
 
-    Calls are matched by their order, so both passes must run the same code. For models in float64,
-    conversions to float32 are skipped, because many transformers modules always compute in float32.
+    Replaced calls are matched with recorded calls by their order, so both passes must call the same
+    functions. For models in float64, conversions to float32 are skipped, because many transformers
+    modules always compute in float32.
 
     Args:
         seen: to replace functions, the inputs and outputs that a first pass recorded; None to
@@ -203,7 +207,7 @@ class FunctionRules(TorchFunctionMode):
         self._slopes: dict[int, tuple[Tensor, ...]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function, or the rule that replaces it."""
+        """Run a torch function and record it, or run the rule that replaces the function."""
         kwargs = kwargs or {}
         if func in (Tensor.to, Tensor.float) and _narrows(func, args, kwargs):
             return args[0]

@@ -31,7 +31,7 @@ _PROBLEM = "these heads cannot be selected"
 
 @dataclass(frozen=True)
 class Selection:
-    """All heads of the given kinds in the given layers, for any model.
+    """A selection of all heads of the given kinds in the given layers, for any model.
 
     Attributes:
         kinds: "attention", "neuron" or both.
@@ -140,12 +140,12 @@ def _selection(kinds: tuple[HeadKind, ...], layers: object) -> Selection:
 
 
 def hook_name(model: Any, layer: int, part: Part, kind: HeadKind = "attention") -> str:
-    """Return the name of the hook point for a part of a layer's heads."""
+    """Return the name of the hook point at which the given part of a layer's heads is patched."""
     return host_of(model).hook_name(layer, kind, _POINTS[part])
 
 
 def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
-    """Return the model's sites for a selection or for a list of names."""
+    """Find the sites in a model that a selection or a list of names refers to."""
     InputError.raise_if(reasons_without_heads(model) or host_of(model).reasons(), _PROBLEM)
     if isinstance(sites, Selection):
         counts: list[dict[HeadKind, int]] = [
@@ -166,7 +166,7 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
 
 
 def split_positions(sites: Sites) -> list[tuple[str, int | str | None]] | None:
-    """Split names such as `L3N7@13` or `L3N7@subject` into a head and a position or role.
+    """Split names such as `L3N7@13` or `L3N7@subject` into a head's name and a position or role.
 
     Return None if no name has a position.
     """
@@ -199,14 +199,14 @@ def _all_heads(layer: int, kind: HeadKind, count: int) -> LayerSites:
     return LayerSites(layer, kind, names, index, torch.full_like(index, ALL_MEMBERS))
 
 
-@lru_cache(maxsize=1024)  # without a cache, an attribution spends noticeable time on names
+@lru_cache(maxsize=1024)  # making names takes a noticeable part of an attribution's time
 def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
     stem = str(HeadName(layer, kind, 0)).removesuffix("0")
     return tuple(f"{stem}{index}" for index in range(count))
 
 
 def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
-    """Return the parsed names, and every reason why a name is not a head in the model."""
+    """Return the parsed names, and an error message for each name that is not in the model."""
     chosen = [sites] if isinstance(sites, str | HeadName) else as_plain(sites)
     if not isinstance(chosen, list | tuple) or not chosen:
         got = "an empty list" if isinstance(chosen, list | tuple) else type(chosen).__name__

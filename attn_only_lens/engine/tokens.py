@@ -1,4 +1,4 @@
-"""Convert texts to tokens and back with any tokenizer, and find words unknown to the tokenizer.
+"""Convert strings to tokens and back with any tokenizer, and find words unknown to the tokenizer.
 
 `tokenizer.decode([id])` returns a token's text at the start of a text, where a SentencePiece
 tokenizer drops the space before a word. To get the token's text in the middle of a text, we remove
@@ -35,11 +35,11 @@ _ESCAPED = re.compile("(?:<0x[89A-F][0-9A-F]>)+")
 _APOSTROPHES = "'’"  # apostrophes count as parts of a word, as in "don't"
 
 
-# From texts to tokens
+# From strings to tokens
 
 
 def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> Tokens:
-    """Convert a text or tokens to tokens on the model's device; refuse invalid tokens."""
+    """Convert a string or tokens to a tensor on the model's device, and check the tokens."""
     cfg = model.cfg
     if cfg.d_vocab < 1:
         raise UnsupportedCallError(
@@ -57,7 +57,7 @@ def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> 
         got = f"{dtype} {list(tokens.shape)}"
         if dtype.startswith(("int", "uint")) and tokens.ndim == 2 and tokens.numel():
             tokens = tokens.long()
-            low, high = torch.stack(tokens.aminmax()).tolist()  # waits once for the device
+            low, high = torch.stack(tokens.aminmax()).tolist()  # read both numbers at once
             if low >= 0 and high < cfg.d_vocab and tokens.shape[1] <= cfg.n_ctx:
                 return tokens.to(next(model.parameters()).device)
             got = f"values from {low} to {high} and pos={tokens.shape[1]}"
@@ -75,7 +75,7 @@ def array_as_tensor(value: Any) -> Any:
 
 
 def tokens_of_text(model: Any, text: str) -> Tensor:
-    """Tokenize a text like `model.to_tokens`, but never add a second BOS token."""
+    """Tokenize a string like `model.to_tokens`, but never add a second BOS token."""
     if model.tokenizer is None:
         raise UnsupportedCallError("got a text, but the model has no tokenizer; give tokens")
     bos = model.tokenizer.bos_token
@@ -90,23 +90,23 @@ def d_vocab_out(model: Any) -> int:
     return int(out) if out is not None and out > 0 else int(model.cfg.d_vocab)
 
 
-# From tokens to texts
+# From tokens to strings
 
 
 def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
     """Return the text of each token of a prompt, with the spaces before words.
 
-    The joined texts equal the original text if the tokenizer can restore the original text.
+    Joined, the texts equal the original text if the tokenizer can restore it.
 
     Args:
         model: a model; if it has no tokenizer, tokens are shown as numbers.
-        tokens: the tokens of one prompt [pos], or a text.
+        tokens: the tokens of one prompt [pos], or a string.
 
     Returns:
         One text per token; bytes that do not form a complete character appear like `<0xE2>`.
 
     Raises:
-        UnsupportedCallError: the model cannot take a text, or the tokens are not one prompt.
+        UnsupportedCallError: the model cannot take a string, or the tokens are not one prompt.
 
     Example:
         >>> from attn_only_lens import pretrained, token_texts
@@ -138,7 +138,7 @@ def token_texts_of_prompts(
 
 
 def _texts(model: Any, ids: list[int], known: Mapping[int, str]) -> list[str]:
-    """Return the texts of a prompt's tokens, given each token's text in the middle of a text."""
+    """Return the texts of a prompt's tokens, given how each token reads in the middle of a text."""
     texts = [known[token] for token in ids]
     if texts and getattr(model, "tokenizer", None) is not None:
         first = _decode(model.tokenizer, ids[:1])
@@ -183,32 +183,32 @@ def join_tokens(texts: Iterable[str]) -> str:
 
 
 def _escape(raw: bytes) -> str:
-    """Decode bytes; write bytes that do not form a complete character like `<0xE2>`."""
+    """Decode bytes; write a byte that is not part of a complete character as `<0xE2>`."""
     codes = map(ord, raw.decode("utf-8", "surrogateescape"))
     return "".join(f"<0x{c - 0xDC00:02X}>" if 0xDC80 <= c <= 0xDCFF else chr(c) for c in codes)
 
 
 def _decode(tokenizer: Any, ids: list[int]) -> str:
-    # Clean-up would remove spaces before commas.
+    # By default, decoding may remove the spaces before commas.
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
-# Words, signs and whitespace unknown to a tokenizer, for which the model reads <unk> or nothing
+# Words, symbols and whitespace unknown to a tokenizer, for which the model reads <unk> or nothing
 
 
 def token_ids(tokenizer: Any, texts: str | list[str]) -> Any:
-    """Return the tokens of a text, or of each of several texts, without special tokens."""
+    """Return the tokens of a string, or of each of several strings, without special tokens."""
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
 def one_token(tokenizer: Any, text: str) -> int | None:
-    """Return a text's token if the text is a single known token; otherwise return None."""
+    """Return a string's token if the string is a single known token; otherwise return None."""
     tokens = token_ids(tokenizer, text)
     return int(tokens[0]) if len(tokens) == 1 and not unknown_words(tokenizer, text) else None
 
 
 def unknown_words(tokenizer: Any, text: str) -> list[str]:
-    """Return the words, signs and whitespace that a tokenizer does not know, each once, in order.
+    """Return words, symbols and whitespace that a tokenizer does not know, once each, in order.
 
     A text that contains the unknown token itself, such as "<unk>", is not reported.
 
@@ -218,7 +218,7 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
         ['kezs', ' ', '!']
     """
     unknown = getattr(tokenizer, "unk_token_id", None)
-    if not getattr(tokenizer, "is_fast", False):  # without offsets, try each word alone
+    if not getattr(tokenizer, "is_fast", False):  # slow tokenizers give no offsets: try each word
         return [
             word
             for word in dict.fromkeys(text.split() or [text])
@@ -226,8 +226,8 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
             and unknown in token_ids(tokenizer, word)
             and tokenizer.unk_token not in word
         ]
-    # Bytes and special tokens have offsets too. So GPT-2's BOS in a text, which is also its unknown
-    # token, does not count as unknown.
+    # Bytes and special tokens have offsets too, so special tokens in a text count as known, even
+    # GPT-2's BOS, which is also its unknown token.
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     spans = encoded["offset_mapping"]
     lost = {
@@ -242,7 +242,7 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
 
 
 def _piece(text: str, start: int, end: int) -> str:
-    """Return the text from `start` to `end`, extended to the whole word if it is part of a word."""
+    """Return the text from `start` to `end`; if it is part of a word, return the whole word."""
     piece = text[start:end]
     if not any(map(_in_word, piece)):
         return piece.strip() or piece
@@ -265,7 +265,7 @@ def instead_of_unknown(tokenizer: Any) -> str:
 
 
 def warn_of_unknown_words(tokenizer: Any, prompts: Mapping[str, str]) -> bool:
-    """Warn about unknown words in texts, given by name; return whether any word is unknown."""
+    """Warn about unknown words in `prompts`, {name: text}; return whether there are any."""
     unknown = {text: unknown_words(tokenizer, text) for text in dict.fromkeys(prompts.values())}
     cases = {
         ("unknown words", text): f"{quoted(unknown[text])} in {name}"

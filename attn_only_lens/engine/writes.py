@@ -5,10 +5,10 @@ The stream that a sublayer reads is the sum of all earlier writes:
     x = embedding + Σ_h z_h W_O[h] + Σ_i z_i W_out[i] + biases
 
 The sums run over attention heads h and neuron-heads i with outputs z, at each position. If a norm
-follows a sublayer (as in OLMo 2, and in Gemma 2, which has norms before and after), a head with
-output o writes o N / s. N is the norm's linear part (`models/norms.py`). The scale s, by which the
-norm divided in this run, depends on the whole sublayer. The writes still add up to the stream. The
-norm's bias is part of the sublayer's bias.
+follows a sublayer (as in OLMo 2, and in Gemma 2, which has norms before and after), a head whose
+output is the vector o adds o N / s to the stream. N is the norm's linear part (`models/norms.py`).
+The scale s, by which the norm divided in this run, depends on the output of the whole sublayer. The
+writes still add up to the stream. The norm's bias is part of the sublayer's bias.
 
 If the stream x changes by δ, the change of a head's input x N / s + b depends on `scale`:
 
@@ -55,14 +55,14 @@ Positions: TypeAlias = slice | Int[Tensor, "pos"]
 Scale = Literal["held", "anew"]
 SCALES: tuple[str, ...] = get_args(Scale)
 _LARGEST_EPS = 1e-2
-# Many bridged norms compute in float32 for models of any dtype.
+# Use the tolerance of float32: many bridged norms compute in float32, whatever the model's dtype.
 _ROUNDING = LOGIT_TOLERANCE[torch.float32]
 _PROBLEM = "the writes of this model cannot be separated"
 
 
 @dataclass(frozen=True, eq=False)
 class FrozenNorm:
-    """A norm in a run, x N / s + b, with its scale s fixed.
+    """A norm x N / s + b whose scale s is fixed at its value in a run.
 
     Attributes:
         norm: the norm's N and b (`models/norms.py`).
@@ -95,7 +95,7 @@ class FrozenNorm:
     def back(
         self, gradient: Float[Tensor, "batch pos d_model"], positions: Positions = slice(None)
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Return the gradient at a norm's input for a fixed scale, given the output's gradient."""
+        """Return the gradient at the norm's input, given the gradient at its output; s is fixed."""
         gradient = gradient.to(self.scale.device)
         linear: Tensor = self.norm.before(gradient.flatten(0, -2).T).T
         return linear.view_as(gradient) / self.scale[:, positions]
@@ -129,7 +129,7 @@ class SublayerWrites:
 
     @property
     def outputs(self) -> Float[Tensor, "batch pos node d_head"]:
-        """The sum of z over the heads that share a neuron; z itself for attention heads."""
+        """The weighted sum of z over the heads of each neuron; z itself for attention heads."""
         if self.neurons is None:
             return self.z
         return self.neurons.neuron_outputs(self.z.squeeze(-1)).unsqueeze(-1)
@@ -137,7 +137,7 @@ class SublayerWrites:
     def written(
         self, sites: LayerSites, positions: Positions = slice(None)
     ) -> Float[Tensor, "site batch pos d_model"]:
-        """Return the vectors that the given heads added to the stream."""
+        """Return the vectors that the heads at the given sites added to the residual stream."""
         index, writes = sites.index.to(self.z.device), self.writes.at(positions)
         z = self.z[:, positions]
         if self.neurons is not None:
@@ -154,7 +154,7 @@ class SublayerWrites:
 
 @dataclass(frozen=True, eq=False)
 class Decomposition:
-    """A run as a sum of writes.
+    """One forward pass of a model, as a sum of writes to the residual stream.
 
     Attributes:
         recording: the recorded run, with every neuron-head and the z of every attention head.
@@ -236,12 +236,13 @@ _NORMS: "WeakKeyDictionary[PassedTests, tuple[list[Any], Any]]" = WeakKeyDiction
 
 
 def _norms(model: Any) -> tuple[list[Any], Any]:
-    """Return each layer's norms and the final norm; check the weights of a model only once."""
+    """Return each layer's norms and the final norm; check a model's weights only the first time."""
     known, host = _NORMS.get(passed_tests(model)), host_of(model)
     if known is None:
         host.require_weights()
         known = host.norms(), host.final_norm()
-        _NORMS[passed_tests(model)] = known  # the first run adds plain attributes to some modules
+        # Call `passed_tests` again, because the first run adds plain attributes to some modules.
+        _NORMS[passed_tests(model)] = known
     return known
 
 
@@ -251,10 +252,10 @@ class _Traffic:
     def __init__(self) -> None:
         self.entered: dict[nn.Module, Tensor] = {}
         self.returned: dict[nn.Module, Tensor] = {}
-        self._norms: list[tuple[str, Tensor]] = []  # class names, and whether each is a norm
+        self._norms: list[tuple[str, Tensor]] = []  # class name; is it a norm?
 
     def frozen(self, norm: Any, outside: Tensor) -> FrozenNorm:
-        """Return a norm with its scale in this run; without a norm, `outside` is the stream.
+        """Return a norm with its scale in this run; if there is no norm, its input is `outside`.
 
         The scale is computed from the norm's input and output.
         """
@@ -274,12 +275,16 @@ class _Traffic:
         return FrozenNorm(norm, stream, scale)
 
     def require_norms(self) -> None:
-        """Refuse modules that are not norms."""
+        """Raise an error if a module that was taken for a norm does not compute a norm."""
         are_norms = read_all([is_norm for _, is_norm in self._norms])
         others = {
             name for (name, _), is_norm in zip(self._norms, are_norms, strict=True) if not is_norm
         }
-        reasons = [f"a {name} does not divide by a root mean square" for name in sorted(others)]
+        reasons = [
+            f"got a {name}, which does not divide by a root mean square; expected an RMSNorm or a "
+            "LayerNorm"
+            for name in sorted(others)
+        ]
         UnsupportedModelError.raise_if(reasons, _PROBLEM)
 
 
@@ -310,7 +315,7 @@ def read_matrices(heads: Any) -> list[Tensor]:
 
 
 def _require_finite(recording: Recording) -> None:
-    """Refuse a run with nan, because nan at padding would spread to every sum over positions."""
+    """Raise an error if a run has nan: even at padding, nan would spread to sums over positions."""
     device = recording.tokens.device
     finite = torch.stack([x.isfinite().all(-1).to(device) for x in recording.streams]).all(0)
     if finite.all():
@@ -322,7 +327,7 @@ def _require_finite(recording: Recording) -> None:
 
 
 def _require_sums(run: Decomposition) -> None:
-    """Refuse a run in which a sublayer's input is not the sum of all earlier writes."""
+    """Raise an error if the input of a sublayer is not the sum of all earlier writes."""
     readers = [
         (f"the {x.kind} of layer {x.layer}", x.reads.stream, len(run.before(x.layer, x.kind)))
         for x in run.sublayers
@@ -342,7 +347,7 @@ def _require_sums(run: Decomposition) -> None:
             reason = (
                 f"the input of {reader} differs by {error:.2g} from the sum of all earlier writes "
                 f"(largest entry: {size:.2g}): another module adds to the stream, or outputs are "
-                "multiplied"
+                "multiplied by a factor"
             )
             raise UnsupportedModelError([reason], _PROBLEM)
 
@@ -357,7 +362,7 @@ def _record_modules(modules: set[nn.Module]) -> Iterator[_Traffic]:
         x = next(named, (*args, None)[0])
         if x.ndim != 3:
             reason = (
-                f"a {type(module).__name__} gets an input {list(x.shape)}; expected an input "
+                f"a {type(module).__name__} gets an input of shape {list(x.shape)}; expected "
                 "[batch, pos, d_model]: turn off use_split_qkv_input and use_attn_in"
             )
             raise InputError([reason], _PROBLEM)

@@ -1,11 +1,12 @@
-"""Where to find an old model's activations in the activations of the grown model.
+"""Find the old model's activations within the activations of the grown model.
 
-An old entry is at the new index of its head, neuron or coordinate. Most entries are unchanged. Some
-entries are multiplied by known factors (`Provenance.activation_scales`), for example keys if d_head
-grows, and the outputs of norms before the gain if d_model grows. If growth centred the residual
-stream for LayerNorm, residual-stream activations and sublayer outputs have mean zero in the grown
-model. If `init.splits` splits a unit, its output is a sum of several outputs in the grown model, so
-there is no map.
+The grown model's activation contains each entry of the old activation at the new index of the
+entry's head, neuron or coordinate. Most entries are unchanged. Growth multiplies some entries by
+known factors (`Provenance.activation_scales`): for example keys if d_head grows, and normalized
+inputs of norms if d_model grows. If growth centred the residual stream for LayerNorm,
+residual-stream activations and sublayer outputs have mean zero in the grown model. If `init.splits`
+has split a head or neuron, its old output is the sum of the outputs of several heads or neurons of
+the grown model, so `activation_map` raises a KeyError.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Tensor
 from attn_only_lens.expansion.provenance import IndexMap, Provenance
 from attn_only_lens.expansion.weights import Axis, in_layer, tail
 
-# For each hook point, the labels of its axes after batch and pos (None if an axis never grows).
+# For each hook point, the labels of its axes after batch and pos; None for axes that never grow.
 _STREAM = (
     *("hook_embed", "hook_pos_embed", "hook_resid_pre", "hook_resid_mid", "hook_resid_post"),
     *("hook_attn_out", "hook_mlp_out", "hook_mlp_in"),
@@ -47,7 +48,7 @@ _AXES: dict[str, tuple[str | None, ...]] = {
 _BEFORE_HEADS = ("attn.hook_attn_scores", "attn.hook_pattern")  # [batch, head, query_pos, key_pos]
 _IN_THE_STREAM = {*_STREAM, "attn.hook_result"} | {f"hook_{x}_input" for x in "qkv"}
 _IN_THE_STREAM |= {"hook_attn_in"}
-# For each label, the hook points whose activations change if units along this axis are split.
+# For each axis label, the hook points whose activations change if units of this axis are split.
 _WRITTEN = {
     "head": {"attn.hook_result"},
     "d_query": {"attn.hook_k", "attn.hook_rot_k"},
@@ -57,13 +58,13 @@ _WRITTEN = {
 
 @dataclass(frozen=True)
 class ActivationMap:
-    """A map from the entries of an old activation to their indices in the grown model.
+    """A map from the entries of an activation of the old model to their indices in the grown model.
 
     Attributes:
         name: the hook point's new name.
         axes: the index map of each axis after the batch; None for an axis that does not grow.
-        scale: the factor of the old entries.
-        centred: whether the old entries lost their mean over d_model, the last axis.
+        scale: the factor by which growth multiplied the old entries.
+        centred: whether growth subtracted the old entries' mean over d_model, the last axis.
     """
 
     name: str
@@ -72,13 +73,14 @@ class ActivationMap:
     centred: bool = False
 
     def old_part(self, grown: Tensor) -> Tensor:
-        """Return the entries of a grown activation that the old model has, divided by `scale`."""
+        """Return the grown activation's entries that the old model also has, divided by `scale`."""
         sizes = [None if axis is None else axis.size for axis in self.axes]
         if len(sizes) != grown.ndim - 1 or any(
             size not in (None, got) for size, got in zip(sizes, grown.shape[1:], strict=True)
         ):
             raise ValueError(
-                f"got {tuple(grown.shape)} for {self.name}; expected a batch axis, then {sizes}"
+                f"got shape {tuple(grown.shape)} for {self.name}; expected a batch axis, then "
+                f"axes of sizes {sizes} (None: any size)"
             )
         for dim, axis in enumerate(self.axes, 1):
             if axis is not None:
@@ -86,12 +88,12 @@ class ActivationMap:
         return grown / self.scale
 
     def expected(self, old: Tensor) -> Tensor:
-        """Return what `old_part` should equal: the old activation, minus its mean if `centred`."""
+        """Return what `old_part` must equal: the old activation, minus its mean if `centred`."""
         return old - old.mean(-1, keepdim=True) if self.centred else old
 
 
 def activation_map(provenance: Provenance, hook: str) -> ActivationMap:
-    """Return the map from an old activation to the grown model's activation.
+    """Return the map from an activation of the old model to the grown model's activation.
 
     Args:
         provenance: the provenance of the grown model.
@@ -119,7 +121,10 @@ def activation_map(provenance: Provenance, hook: str) -> ActivationMap:
     now = in_layer(provenance.name(hook))
     for axis in (share.axis for share in provenance.shares):
         if axis.layer in (None, now) and of in _WRITTEN.get(axis.label, ()):
-            raise KeyError(f"{hook}: copies share outputs of old units along {axis.label}; no map")
+            raise KeyError(
+                f"{hook} has no map: units along {axis.label} were split, so that copies share the "
+                "outputs of old units"
+            )
     labels = _AXES[of]
     if constants.grouped_by_head:
         labels = tuple("head" if label == "kv_head" else label for label in labels)

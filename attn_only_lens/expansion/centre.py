@@ -1,21 +1,24 @@
 """Centring of the residual stream, which makes LayerNorm equal to RMSNorm with a bias.
 
 LayerNorm subtracts the mean of its input over d_model. If LayerNorm is applied before every read
-from the stream, components along the constant vector have no effect. So subtracting the mean over
-d_model from every weight that writes to the stream does not change the output. LayerNorm then
-subtracts zero, so it equals RMSNorm with a bias. TransformerLens' `center_writing_weights`
-subtracts the same mean.
+from the stream, the stream's component along the vector (1, …, 1) has no effect on the output. So
+subtracting the mean over d_model from every weight that writes to the stream does not change the
+output. LayerNorm then subtracts zero, so it equals RMSNorm with a bias. TransformerLens'
+`center_writing_weights` subtracts the same mean.
 
-Only the embedding is centred, not the unembedding. If the two are tied, they are untied first.
+The embedding writes to the stream, so it is centred; the unembedding is not. If embedding and
+unembedding share one matrix, they first get separate matrices.
 
 Centring fails if the last norm is an RMSNorm (`final_rms`), which does not subtract the mean of the
-stream. Centring also fails if the output of a LayerNorm is added to the stream, or is the stream
-(BERT). This output is g ⊙ u + b, where g is the gain, b the bias and u the normalized input. Its
-mean over d_model depends on u, so it differs from token to token. To subtract this mean, the gain
-would have to be the matrix (1 - 11ᵀ/d_model) diag(g), which is not diagonal. Without centring, new
-coordinates of zero change the mean m of a stream of width h to m h/ĥ, where ĥ is the new width.
-They also change the standard deviation. (If ĥ is a multiple of h, copies of all coordinates keep
-both: `analyses/studies/layernorm_gap.py`. None of the six expansions makes such copies.)
+stream. Centring also fails if a LayerNorm writes to the stream: its output is added to the stream
+(norms after sublayers), or is the stream itself (BERT). The output of a LayerNorm is g ⊙ u + b,
+where g is the gain, b the bias and u the normalized input. The mean of this output over d_model
+depends on u, so it differs from token to token. To subtract this mean, the gain would have to be
+the matrix (1 - 11ᵀ/d_model) diag(g), which is not diagonal. If the stream is not centred, adding
+coordinates that are zero changes its mean from m to m h/ĥ, where h is the old width and ĥ the new
+width. It also changes the standard deviation. (If ĥ is a multiple of h, copies of all coordinates
+would preserve both, see `analyses/studies/layernorm_gap.py`. None of the six expansions copies
+coordinates in this way.)
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +35,7 @@ from attn_only_lens.expansion.weights import WRITERS, Weights, tail
 
 
 def is_layer_norm(weights: Weights) -> bool:
-    """Return True if the norms in the blocks subtract a mean."""
+    """Return True if the norms in the blocks subtract the mean, as LayerNorm does."""
     return weights.constants.norm in ("LN", "LNPre")
 
 
@@ -58,11 +61,14 @@ class CentreStream(Expansion):
         """Return every reason why these weights cannot be centred."""
         constants, reasons = weights.constants, []
         if not is_layer_norm(weights):
-            return [f"the norm is {constants.norm}, which does not remove the mean of the stream"]
+            return [
+                f"the blocks' norm is {constants.norm}, which does not remove the mean of the "
+                "stream; expected LayerNorm"
+            ]
         if constants.final_norm not in ("LN", "LNPre"):
             reasons.append(
                 f"the last norm is {constants.final_norm}, which does not remove the mean of the "
-                "stream, but LayerNorm in the blocks does"
+                "stream, unlike the LayerNorms in the blocks"
             )
         if constants.norm_place == "stream":
             reasons.append(
@@ -76,7 +82,7 @@ class CentreStream(Expansion):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """Return a plan that unties the unembedding from the embedding."""
+        """Return a plan with separate matrices for the embedding and the unembedding."""
         return Plan(constants={"tied": False})
 
     def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
@@ -93,7 +99,7 @@ class CentreStream(Expansion):
 
 
 def _centred(tensor: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
-    """Subtract the mean over d_model, unless the mean is only a rounding error."""
+    """Subtract a tensor's mean over d_model, unless this mean is only a rounding error."""
     if tensor.device.type == "meta":  # meta tensors have no values
         return tensor
     exact = to_float64_device(tensor).double()

@@ -1,9 +1,9 @@
-"""Expansions, expansion plans, and the function that applies a plan.
+"""The base class of expansions, the class of their plans, and the function that applies a plan.
 
 If an axis grows, every tensor with that axis gets new entries. A plan says which axes grow, which
 old entries are scaled, and which constants change. A plan also lists the tensors whose new entries
-must be zero (the theorem's constraint); new entries in other tensors can have any values. If layers
-are inserted, the plan says which of their tensors are zero.
+must be zero, as the expansion's theorem requires; the new entries of other tensors can have any
+values. If an expansion inserts layers, the plan lists which tensors of a new layer are zero.
 """
 
 import math
@@ -40,22 +40,25 @@ from attn_only_lens.expansion.weights import Axis, Weights, axes_of, block_name,
 
 @dataclass(frozen=True)
 class Plan:
-    """The changes that an expansion would make to the weights of a model.
+    """A description of the changes that an expansion would make to a model's weights.
 
     Attributes:
-        axes: new indices of the axes that grow, at most one axis per tensor. Names are old names.
+        axes: new indices of the axes that grow (at most one axis per tensor), by name in the old
+            model.
         zero: the tensors whose new entries are zero.
         only: for tensors whose new entries are free in some heads only, the indices of these heads.
-        cancel: tensors in `zero`, or tails in `zero_in_new`, that may have opposite pairs, not 0.
-        share: tensors in `zero` that may have shares of old entries instead of zeros.
+        cancel: tensors in `zero`, or tails in `zero_in_new`, whose new units may cancel in pairs
+            instead.
+        share: tensors in `zero` whose new units may take over shares of old units' entries instead.
         runs: `Units.runs` and `Units.block` for the head axes.
         scales: factors that multiply old entries, by tensor.
         activation_scales: the resulting factors of activations, by hook point.
         constants: the constants that change, with their new values.
-        layers: new indices of layers; None if no layer is inserted.
+        layers: the new index of each old layer; None if no layer is inserted.
         like: for each new layer, an old layer with the same shapes.
         zero_in_new: the tails of tensors that are zero in new layers.
-        copied: if new layers copy the layers in `like`, the tensors' factors, by tail; else None.
+        copied: if new layers are copies of the layers in `like`, the factors of tensors, by tail;
+            else None.
     """
 
     axes: Mapping[Axis, IndexMap] = field(default_factory=dict)
@@ -85,7 +88,7 @@ class Expansion(ABC):
         """Return every reason why these weights cannot be expanded."""
 
     def plan(self, weights: Weights) -> Plan:
-        """Return the plan for these weights, if `reasons_against` returned no reason."""
+        """Return the planned changes to weights for which `reasons_against` found no reason."""
         return Plan()
 
     def __call__(
@@ -101,16 +104,19 @@ class Expansion(ABC):
 
 
 def reasons_against_bytes(needed: int) -> list[str]:
-    """Return a reason if no device has this many bytes of free memory, else an empty list."""
+    """Return an error message, in a list, if no device has this many bytes of free memory."""
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     free = [free_bytes(device) for device in (torch.device("cpu"), *gpus)]
     if needed <= max(free):
         return []
-    return [f"the grown model takes {needed:,} bytes, but {max(free):,} are free; grow it by less"]
+    return [
+        f"the grown model takes {needed:,} bytes, but only {max(free):,} bytes of memory are free; "
+        "choose smaller sizes"
+    ]
 
 
 def _bytes(weights: Weights, plan: Plan) -> int:
-    """Return how many bytes the new tensors of a plan take. Meta tensors count as new."""
+    """Return the size in bytes of the tensors that a plan makes. Meta tensors count as created."""
     total = 0
     for name, old in weights.tensors.items():
         axes = axes_of(name, weights.constants)
@@ -160,7 +166,7 @@ def apply_plan(
 
 
 class _Drawing:
-    """Makes the tensors of the grown model, and records the conditions on their entries.
+    """Makes the grown model's tensors, and records which entries must be zero or tied to others.
 
     Attributes:
         zeros, ties: the conditions, as in `Provenance`.
@@ -178,7 +184,7 @@ class _Drawing:
         self.shares: dict[Axis, Shares] = {}
 
     def expanded(self, name: str, provenance: Provenance) -> tuple[str, Tensor]:
-        """Return a tensor's new name and the tensor with its new entries."""
+        """Return an old tensor's name in the grown model, and the tensor including new entries."""
         plan, tensor_map = self._plan, provenance.tensor_map(name)
         tensor = tensor_map.scaled(self._weights.tensors[name])
         growing = [dim for dim, axis in enumerate(tensor_map.axes) if axis.added]
@@ -208,7 +214,7 @@ class _Drawing:
         return tensor_map.name, indices.combine(tensor, entries, dim)
 
     def of_new_layer(self, new_name: str, name: str, like: int) -> Tensor:
-        """Return a tensor for a new layer, with the shape of the old tensor called `name`."""
+        """Return a new layer's tensor `new_name`, with the shape of the old tensor `name`."""
         plan, old = self._plan, self._weights.tensors[name]
         new = New(new_name, None, None, tuple(old.shape), old, self._constants)
         if self._without_zeros:
@@ -224,7 +230,7 @@ class _Drawing:
         return made.entries
 
     def _note(self, new: New, made: Made, *, writes: bool) -> None:
-        """Record the conditions on new units that cancel in pairs or are copies of old units."""
+        """Record which entries of new units must stay zero, tied or shared."""
         if new.units is None:
             return
         dim, shape = new.units.dim, new.whole
@@ -243,7 +249,7 @@ class _Drawing:
 
 
 def _units_of_layer(new: New, weights: Weights, like: int) -> Units | None:
-    """Return the heads or neurons of a new layer's tensor, or None if the tensor has neither."""
+    """Return the heads or neurons in a new layer's tensor, or None if no axis counts them."""
     sizes = weights.sizes
     for dim, axis in enumerate(axes_of(new.name, new.constants)):
         if axis.label in ("head", "kv_head", "d_mlp"):
@@ -256,25 +262,25 @@ def _units_of_layer(new: New, weights: Weights, like: int) -> Units | None:
 def _grid(
     shape: tuple[int, ...], dim: int | None = None, indices: tuple[int, ...] = ()
 ) -> tuple[tuple[int, ...], ...]:
-    """Return `indices` for dimension `dim`, and all indices for every other dimension."""
+    """Return, for each dimension of a tensor, all indices; for dimension `dim`, only `indices`."""
     return tuple(indices if axis == dim else tuple(range(size)) for axis, size in enumerate(shape))
 
 
 @dataclass(frozen=True)
 class ExpansionSequence(Expansion):
-    """An expansion that applies several expansions in order."""
+    """An expansion that applies several expansions one after the other."""
 
     steps: tuple[Expansion, ...]
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return the reasons against each step, after a test on tensors without values."""
+        """Return the reasons against every step, after trying the steps on meta tensors."""
         sketch, reasons = weights.sketch(), []
         for step in self.steps:
             against = step.reasons_against(sketch)
             if not against:
                 try:
                     sketch, _ = step(sketch)
-                except GrowthError as error:  # the grown model does not fit into memory
+                except GrowthError as error:  # the grown model would not fit into memory
                     against = list(error.reasons)
             reasons += [f"{type(step).__name__}: {reason}" for reason in against]
         return reasons
@@ -291,9 +297,9 @@ class ExpansionSequence(Expansion):
 def compose(*expansions: Expansion) -> ExpansionSequence:
     """Return one expansion that applies several expansions in the given order.
 
-    The order does not affect what the grown model computes, but may affect the values of new
-    entries. Layer indices refer to the model after earlier steps: after `InsertLayer(at=0)`, layer
-    0 is new.
+    The grown model computes the same function in any order, but new entries may get other values.
+    The layer indices of each expansion refer to the model after the earlier expansions: after
+    `InsertLayer(at=0)`, layer 0 is the new layer.
 
     Args:
         *expansions: the expansions, e.g. `AddNeurons(256, layers=(0,)), AddHeads(2)`.
@@ -306,7 +312,7 @@ def compose(*expansions: Expansion) -> ExpansionSequence:
 
 
 def is_index(number: object, size: int) -> bool:
-    """Return True if `number` is an int from 0 to size - 1. Floats such as 1.0 are not indices."""
+    """Return True if `number` is an int from 0 to size - 1. A float such as 1.0 is not an index."""
     return is_count(number, 0, size - 1)
 
 
@@ -332,7 +338,7 @@ def reasons_against_count(n: int, layers: Sequence[int] | None, weights: Weights
 def reasons_against_heads(
     heads: Sequence[int] | None, layers: Sequence[int] | None, weights: Weights
 ) -> list[str]:
-    """Return every reason why these heads cannot be widened without the other heads."""
+    """Return every reason why these heads cannot be widened without the layer's other heads."""
     if heads is None:
         return []
     reasons = []
@@ -347,7 +353,7 @@ def reasons_against_heads(
         if len(set(heads)) * groups != len(whole) * n_heads:
             reasons.append(
                 f"got heads {list(heads)}; in layer {layer}, every {n_heads // groups} heads share "
-                "a key and a value, so pass whole groups"
+                "a key and a value; pass whole groups, with all heads that share a key"
             )
     return reasons
 
@@ -355,7 +361,7 @@ def reasons_against_heads(
 def only_for(
     heads: Sequence[int] | None, layers: Sequence[int], tails: Sequence[str], weights: Weights
 ) -> dict[str, frozenset[int]]:
-    """Return a value for `Plan.only`: for each tensor, the indices that belong to `heads`."""
+    """Return, for `Plan.only`, the index of each of these heads on the tensors' first axis."""
     if heads is None:
         return {}
     only = {}

@@ -1,18 +1,20 @@
-"""Theorem 3.2: more attention heads.
+"""Theorem 3.2: add attention heads.
 
 The attention output Σ_h z_h W_O[h] + b_O is a sum over heads. So heads whose W_O is zero add
 nothing to the output (equations 11 and 12), whatever their attention patterns are.
 
-If r heads share keys and values, there are two ways to add heads. New groups of r heads may get
-their own key and value. Or every group gets the same number of new heads. Then the size r of a
-group becomes r̂, and head j of group g moves from index g·r + j to g·r̂ + j.
+If each group of r heads shares a key and a value, there are two ways to add heads. The new heads
+can form new groups of r heads, each group with its own key and value. Alternatively, every existing
+group gets the same number of new heads. Then the size r of a group becomes r̂, and head j of group
+g moves from index g·r + j to g·r̂ + j.
 
-One norm may cover the queries of all E heads of width k. Its mean square 1/(E k) Σ q² then includes
-the new heads. So the queries of new heads must be zero, and so must their keys if new heads have
-their own. Such heads always attend uniformly, and only their values are trained (with
-`into_groups`, also their queries). Old queries are multiplied by √(Ê/E), where Ê is the new number
-of heads. The norm's gain is divided by this factor, so that ε keeps its effect. Keys have a
-separate factor.
+In some models (OLMo 2), one norm covers the queries of all E heads of a layer, each of width k. The
+mean square by which this norm divides, 1/(E k) Σ q², then includes the new heads. So the queries of
+new heads must be zero, and also their keys, unless they use an old head's keys. New heads whose
+queries and keys are both zero always attend uniformly, so only their values are trained. With
+`into_groups`, new heads use the nonzero keys of old heads, so the new queries are trained too. Old
+queries are multiplied by √(Ê/E), where Ê is the new number of heads. The norm's gain is divided by
+the same factor, so that ε has the same effect as before. Keys have a separate factor.
 
 Models with ALiBi cannot get new heads, because the slope of head h depends on the number of heads.
 """
@@ -31,7 +33,7 @@ class AddHeads(Expansion):
     """Grow n_heads: Definition and Theorem 3.2.
 
     The new heads' W_O is zero. Their W_Q, W_K, W_V, biases and sinks can have any values. If one
-    norm covers all heads, the new heads' W_Q, b_Q, W_K and b_K are zero too.
+    norm covers the queries of all heads, the new heads' W_Q, b_Q, W_K and b_K are zero too.
 
     Attributes:
         n: how many heads to add to each layer.
@@ -65,8 +67,8 @@ class AddHeads(Expansion):
             if self.n % whole:
                 what = f"{groups} groups" if self.into_groups else f"groups of {whole}"
                 reasons.append(
-                    f"got {self.n} heads to add; layer {layer} has {what}, expected a multiple of "
-                    f"{whole}"
+                    f"got {self.n} heads to add to layer {layer}, which has {what}; expected a "
+                    f"multiple of {whole}"
                 )
         return reasons
 

@@ -1,16 +1,17 @@
-"""Initialization of the new entries that the theorems leave free.
+"""Initialize the free entries of a grown model: the new entries that can have any values.
 
 Free entries affect how the grown model learns, but not what it computes at first. In the first
 training step, only the entries that must start at zero have a nonzero gradient. Once these entries
 change, the free entries have a nonzero gradient too. If the free entries are zero as well, all
-gradients stay zero: `zeros` makes dead units.
+gradients of new entries stay zero: `zeros` makes such dead units.
 
 Random values depend on the seed and on the tensor's name, axis and size, but not on the device or
 on the order in which tensors are made.
 
 **Nonzero output weights.** With `cancelling` and `splits`, the output weights of new units are not
-zero (section 5 of the growth paper allows this). A sublayer's output, or an attention score, is a
-sum Σ_i f(r_i; x) w_i over units. Unit i has input weights r_i and output weights w_i.
+zero (section 5 of the growth paper allows this). For the input x, a sublayer's output (or an
+attention score) is a sum Σ_i f(r_i; x) w_i over units, such as heads or neurons. Unit i has input
+weights r_i and output weights w_i.
 
 Pairs.  New units j, j' have r_j = r_j' and w_j = -w_j', so their sum is 0. Their gradients with
     respect to r are opposite, so the units differ after the first step.
@@ -26,7 +27,7 @@ Shares. A new unit j has r_j = r_i of an old unit i; w_i becomes α w_i - n, and
     stream (3.5)         W_Q, W_K, W_V, W_in, W_gate, W_U          W_E, W_pos, W_O, W_out and biases
     a new layer (3.6)    pairs of its heads and of its neurons; b_O and b_out are zero
 
-Heads that share a key and a value are split, or paired, as groups. The following new units keep
+Heads that share a key and a value are paired or split together. The following new units keep
 zero output weights, because neither pairs nor shares would preserve the function:
 
 - the last unit, if an odd number of units is to be paired;
@@ -38,11 +39,11 @@ zero output weights, because neither pairs nor shares would preserve the functio
 - units of a new layer that is a copy, or whose norms after sublayers would divide rounding errors
   by √ε.
 
-Two kinds of units can be paired but not split: coordinates of keys bounded by `clip_qkv`, and
-coordinates of keys and values that grow only in some heads.
+Two kinds of units can be paired but not split: coordinates of keys that `clip_qkv` bounds, and
+coordinates of keys and values that only some heads get.
 
-In exact arithmetic, the function is preserved. In floating point, sums of cancelling terms have
-rounding errors. Under dropout, pairs cancel on average.
+In exact arithmetic, pairs and shares preserve the function. In floating point, terms that should
+cancel leave rounding errors. Under dropout, the outputs of a pair cancel only on average.
 """
 
 import hashlib
@@ -64,10 +65,10 @@ __all__ = ["Initialiser", "New", "cancelling", "copies", "normal", "own", "split
 
 @dataclass(frozen=True)
 class Units:
-    """Indices of the old and the new units along a dimension of the grown model.
+    """Indices of the old and the new units along one dimension of a grown tensor.
 
-    The units are divided into `runs` contiguous ranges of equal length (one per group if heads are
-    added to existing groups). Every `block` consecutive units share a key and a value.
+    The units form `runs` contiguous ranges of equal length (one range per group of heads if heads
+    are added to existing groups). Every `block` consecutive units share a key and a value.
     """
 
     dim: int
@@ -77,7 +78,7 @@ class Units:
     block: int = 1
 
     def blocks(self, units: Sequence[int]) -> list[list[list[int]]]:
-        """Return the units as nested lists: for each range, the groups that share a key."""
+        """Nest units by run, then by block: [[[0, 1], [2, 3]], [[4, 5], [6, 7]]] for 2 runs."""
         blocks: list[list[list[int]]] = np.reshape(units, (self.runs, -1, self.block)).tolist()
         return blocks
 
@@ -93,7 +94,8 @@ class New:
         shape: the shape of the new entries.
         old: the tensor that grows; for a new layer, the corresponding tensor of an old layer.
         constants: the constants of the grown model.
-        units: the units of these entries, if new units may be paired or split; else None.
+        units: the old and new units to which these entries belong; None if new units may be neither
+            paired nor split.
     """
 
     name: str
@@ -134,20 +136,20 @@ class Initialiser(Protocol):
 
 @dataclass(frozen=True)
 class Made:
-    """New entries, changed old entries, and the conditions that the units must meet."""
+    """A tensor's new entries, its changed old entries, and which units are tied or zero."""
 
     entries: Float[Tensor, "..."]
     old: Float[Tensor, "..."] | None = None
-    tied: tuple[tuple[int, int], ...] = ()  # pairs of a new unit and the unit that it copies
-    factor: float = 1.0  # multiplies the entries of copies
+    tied: tuple[tuple[int, int], ...] = ()  # pairs: a new unit, the unit whose entries it copies
+    factor: float = 1.0  # a copy's entries are this factor times the copied unit's
     zero: tuple[int, ...] = ()  # units whose entries must be zero
-    shares: tuple[tuple[int, int, float], ...] = ()  # triples: a new unit, an old unit, the share
+    shares: tuple[tuple[int, int, float], ...] = ()  # a new unit, the copied unit, the share
 
 
 def drawn(init: Initialiser, new: New, seed: int, *, writes: bool = False) -> Made:
-    """Return new entries in the dtype and on the device of the tensor that grows.
+    """Return a tensor's new entries, in the dtype and on the device of its old entries.
 
-    Initialisers receive and return true gains, even if the model stores gain - 1.
+    If the model stores a norm's gain g as g - 1, the initialiser still receives and returns g.
     """
     if new.old.device.type == "meta":  # meta tensors have no values
         return Made(new.old.new_empty(new.shape))
@@ -159,7 +161,9 @@ def drawn(init: Initialiser, new: New, seed: int, *, writes: bool = False) -> Ma
         made = Made(init(seen, seed))
     if tuple(made.entries.shape) != new.shape:
         got = tuple(made.entries.shape)
-        raise ValueError(f"{init} returned {got} for {new.name}; expected {new.shape}")
+        raise ValueError(
+            f"{init} returned entries of shape {got} for {new.name}; expected shape {new.shape}"
+        )
 
     def stored(entries: Tensor) -> Tensor:
         return (entries - offset if offset else entries).to(new.old)
@@ -175,12 +179,12 @@ def _generator(seed: int, *what: object) -> torch.Generator:
 
 
 def _key_of(new: New, seed: int) -> torch.Generator:
-    # A second growth step has another shape or number of layers, and so gets other random values.
+    # A second growth step gets other random values, because shapes or the number of layers differ.
     return _generator(seed, new.name, new.dim, new.whole, new.constants.n_layers)
 
 
 def _axis_of_units(axis: Axis) -> Axis:
-    """Return the same axis for heads and kv_heads, so that the same old heads are copied."""
+    """Return the axis with `head` for `kv_head`: copies take Q, K and V from the same heads."""
     return Axis(axis.label.removeprefix("kv_"), axis.layer)
 
 
@@ -189,7 +193,7 @@ def _normal_numbers(new: New, seed: int) -> Float[Tensor, "..."]:
 
 
 def _deviation(old: Tensor) -> float:
-    """Return the standard deviation of a tensor, or the absolute value if it has one entry."""
+    """Return a tensor's standard deviation, or the absolute value of its only entry."""
     return float(old.std(correction=0) if old.numel() > 1 else old.abs().max())
 
 
@@ -244,7 +248,8 @@ class _Copies:
     def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
         made = old = new.old.detach().cpu().double()
         if new.dim is not None and new.axis is not None:
-            # Copy the same old unit in every tensor, so that a neuron keeps its gate and its bias.
+            # Copy the same units in every tensor, so that a copied neuron gets its own gate and
+            # bias.
             size, n_new = old.shape[new.dim], new.shape[new.dim]
             key = _generator(seed, _axis_of_units(new.axis), size, new.constants.n_layers)
             units = torch.randint(size, (n_new,), generator=key, device="cpu")
@@ -253,23 +258,23 @@ class _Copies:
 
 
 class WithoutZeros(ABC):
-    """An initialiser that makes nonzero output weights for new units.
+    """Base class for initialisers that do not set the output weights of new units to zero.
 
     Attributes:
-        free: draws all other entries.
-        may: the `Plan` field with the tensors that may have nonzero output weights.
+        free: the initialiser that draws all other entries.
+        may: the `Plan` field that lists the tensors whose new output weights may be nonzero.
     """
 
     free: Initialiser
     may: ClassVar[Literal["cancel", "share"]]
 
     def __call__(self, new: New, seed: int) -> Float[Tensor, "..."]:
-        """Return new values for free entries, in float64 on the CPU."""
+        """Draw new entries that may have any values, in float64 on the CPU."""
         return self.free(new, seed)
 
     @abstractmethod
     def together(self, new: New, units: Units, seed: int, *, writes: bool) -> Made:
-        """Return a tensor's entries for all new units, in float64 on the CPU."""
+        """Draw a tensor's entries for all new units at once, in float64 on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -325,8 +330,8 @@ class _Splits(WithoutZeros):
         )
 
     def _sources(self, new: New, units: Units, seed: int) -> list[int]:
-        """Return, for each new unit, the position of the old unit to copy."""
-        assert new.axis is not None  # tensors of new layers have no axis that grows
+        """Return, for each new unit, the position in `units.old` of the old unit to copy."""
+        assert new.axis is not None  # None only for a new layer, whose units are never split
         olds, news = units.blocks(range(len(units.old))), units.blocks(range(len(units.added)))
         n_blocks = len(olds[0])
         axis = _axis_of_units(new.axis)
@@ -345,7 +350,7 @@ def _index(positions: list[int]) -> Tensor:
 
 
 def _along(factors: list[float], dim: int, ndim: int) -> Float[Tensor, "..."]:
-    """Return the factors as a tensor with `ndim` dimensions, of size 1 except for `dim`."""
+    """Return factors along `dim`, as a tensor that broadcasts over `ndim` dimensions."""
     shape = [-1 if axis == dim else 1 for axis in range(ndim)]
     return torch.tensor(factors, dtype=torch.float64, device="cpu").reshape(shape)
 
@@ -372,13 +377,16 @@ def normal(std: float) -> Initialiser:
 def zeros() -> Initialiser:
     """Set new entries to zero, for control experiments: new units have zero gradients at all steps.
 
-    New coordinates of a stream with LayerNorm are an exception: its mean includes them.
+    New coordinates of a residual stream with LayerNorm are an exception: they get gradients,
+    because LayerNorm's mean includes them.
     """
     return _Zeros()
 
 
 def copies(noise: float = 0.1) -> Initialiser:
-    """Copy randomly drawn old units, and add noise of `noise` standard deviations.
+    """Copy randomly chosen old units, and add noise.
+
+    The standard deviation of the noise is `noise` times that of the tensor.
 
     Raises:
         ValueError: the noise is not positive; without noise, equal units would stay equal.
@@ -391,10 +399,10 @@ def copies(noise: float = 0.1) -> Initialiser:
 def cancelling(std: float | None = None) -> Initialiser:
     """Draw new units in pairs with equal input weights and opposite output weights.
 
-    So all new entries have a nonzero gradient from the first training step. If the number of units
-    is odd, the last unit has zero output weights. Units that cannot cancel have zero output weights
-    too: coordinates of a stream with norms, and coordinates of queries and keys that are normalized
-    or rotated as a whole (`expansion/initialise.py` has the full list).
+    So all new entries have nonzero gradients from the first training step on. If the number of new
+    units is odd, the last one has zero output weights. Units that cannot form such pairs have zero
+    output weights too: for example coordinates of a stream with norms, or of queries and keys that
+    are normalized (`expansion/initialise.py` lists all cases).
 
     Args:
         std: the standard deviation; by default, entries are drawn as in `own`.
@@ -418,10 +426,11 @@ def cancelling(std: float | None = None) -> Initialiser:
 
 
 def splits(share: float = 0.5, noise: float = 0.1) -> Initialiser:
-    """Make new units copies of randomly drawn old units; the copies share the old unit's output.
+    """Copy random old units, and divide each old unit's output between the unit and its copies.
 
-    Every old unit is copied once before any unit is copied a second time. If outputs cannot be
-    shared (see `initialise.py`), new units are drawn as in `own`, with zero output weights.
+    Every old unit is copied once before any unit is copied a second time. If a unit's output cannot
+    be divided (`expansion/initialise.py` lists these cases), new units are drawn as in `own`, with
+    zero output weights.
 
     Args:
         share: the fraction of the output that the old unit keeps; its copies get equal parts.

@@ -1,16 +1,16 @@
-"""Theorem 3.6: more layers, at any depth.
+"""Theorem 3.6: insert layers at any depth.
 
 A block adds the outputs of its attention and its MLP to the residual stream. If W_O, b_O, W_out and
-b_out are zero, the block adds nothing (equation 40). A norm after a sublayer maps zero to zero if
-it has no bias and ε > 0. The slope of such a norm at zero is gain/√ε, so the first training steps
-move logits ten times as far as a step of the old model does (OLMo 2, Gemma 2). Use a warm-up.
-Post-norm models such as BERT compute norm(x + f(x)), which differs from x even if f(x) is 0,
-whatever the norm's gain and bias are. So post-norm models cannot get new layers.
+b_out are zero, the block adds nothing (equation 40). A norm that follows a sublayer maps zero to
+zero if it has no bias and ε > 0. The slope of such a norm at zero is gain/√ε, so the first training
+steps change the logits about ten times as much as a step of the old model does (OLMo 2, Gemma 2).
+Use a warm-up. Post-norm models such as BERT compute norm(x + f(x)), which differs from x even if
+f(x) is 0, whatever the norm's gain and bias are. So post-norm models cannot get new layers.
 
-Layers above the new layer move up by one. If attention scores in layer l are divided by l + 1
-(`scale_attn_by_inverse_layer_idx`), the keys of a moved layer are multiplied by a factor that
-preserves the layer's scores. A new layer may start as a copy of another layer, with zero outputs,
-as in Wu et al., "LLaMA Pro" (2024).
+The indices of all layers after the new layer increase by one. If the model divides the attention
+scores of layer l by l + 1 (`scale_attn_by_inverse_layer_idx`), the keys of a layer whose index
+changes are scaled to preserve its scores. A new layer may start as a copy of another layer with its
+output weights set to zero, as in Wu et al., "LLaMA Pro" (2024).
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from attn_only_lens.expansion.provenance import IndexMap
 from attn_only_lens.expansion.weights import Weights, block_name
 
 _ZERO = ("attn.W_O", "attn.b_O", "mlp.W_out", "mlp.b_out", "ln1_post.b", "ln2_post.b")
-_AFTER = {"ln1.b", "ln2.b"}  # the biases of norms after sublayers
+_AFTER = {"ln1.b", "ln2.b"}  # biases of norms that follow sublayers
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Theorem 3.1: more neurons.
+"""Theorem 3.1: add neurons to MLPs.
 
 The MLP output Σ_i act(x · W_in[:, i] + b_in[i]) W_out[i] + b_out is a sum over neurons. So neurons
 whose rows of W_out are zero add nothing to the output (equations 6 to 10), whatever their
-activations are. The activation function must act on each neuron separately, which SoLU does not.
+activations are. This requires an activation function that acts on each neuron separately; SoLU does
+not.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,10 @@ class AddNeurons(Expansion):
         if without and not reasons:
             reasons.append(f"layers {without} have no MLP, so they cannot get new neurons")
         if weights.constants.pointwise is False:
-            reasons.append("its activation function mixes neurons: new ones would change old ones")
+            reasons.append(
+                "the activation function mixes neurons: new neurons would change the activations "
+                "of old neurons"
+            )
         return reasons
 
     def plan(self, weights: Weights) -> Plan:

@@ -1,9 +1,9 @@
-"""Maps from the parts of a model (heads, neurons, layers, coordinates, tensors) to a grown model.
+"""Maps that say where each part of a model is in the grown model.
 
-An expansion gives new indices to the old layers and to the old entries along each axis. In the
-grown tensor, old entries are at their new indices, and are multiplied by the tensor's scale. A
-head's new name consists of the new indices of its layer and of the head. `then` composes two
-provenances.
+The parts are heads, neurons, layers, coordinates and tensors. An expansion gives new indices to the
+old layers and to the old entries along each axis. In the grown tensor, old entries are at their new
+indices, and are multiplied by the tensor's scale. So the new name of a head follows from the new
+index of its layer and its own new index. `Provenance.then` combines the maps of two growth steps.
 """
 
 import re
@@ -34,7 +34,7 @@ from attn_only_lens.heads.names import HeadName
 
 
 def _ranges(indices: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return the ranges of consecutive indices, each a pair (start, stop)."""
+    """Split indices into runs of consecutive indices, each given as a pair (start, stop)."""
     ranges = (list(run) for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0]))
     return [(run[0][1], run[-1][1] + 1) for run in ranges]
 
@@ -70,7 +70,7 @@ class IndexMap:
         return cls(tuple(range(size)), size + n)
 
     def then(self, after: "IndexMap") -> "IndexMap":
-        """Return the composition: this map, then the map `after`."""
+        """Return the composition of two maps: first this map, then `after`."""
         if after.is_prefix:
             return IndexMap(self.new_of, after.size)
         return IndexMap(tuple(after.new_of[index] for index in self.new_of), after.size)
@@ -87,12 +87,12 @@ class IndexMap:
 
     @cached_property
     def old_of(self) -> dict[int, int]:
-        """A dictionary from new indices to old indices, without indices that growth added."""
+        """A dictionary from new to old indices; it lacks the indices that growth added."""
         return {new: old for old, new in enumerate(self.new_of)}
 
     @cached_property
     def added(self) -> tuple[int, ...]:
-        """The new indices without an old index."""
+        """The indices that growth added, which have no old index."""
         if self.is_prefix:
             return tuple(range(len(self.new_of), self.size))
         return tuple(index for index in range(self.size) if index not in self.old_of)
@@ -119,9 +119,9 @@ class IndexMap:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A map from an old tensor to a grown tensor with entries (old + offset) · scale - offset.
+    """A map from an old tensor to the grown one, whose entries are (old + offset) · scale - offset.
 
-    The offset is 1 for a gain that is stored as gain - 1, and otherwise 0.
+    The offset is 1 for gains that the model stores as gain - 1, and otherwise 0.
     """
 
     name: str
@@ -135,25 +135,25 @@ class TensorMap:
         return tuple(axis.size for axis in self.axes)
 
     def scaled(self, old: Tensor) -> Tensor:
-        """Return the old entries multiplied by the scale, as in the grown tensor."""
+        """Return an old tensor's entries after scaling, as they are in the grown tensor."""
         if self.scale == 1.0:
             return old
         return (old + self.offset) * self.scale - self.offset if self.offset else old * self.scale
 
     def unscaled(self, part: Tensor) -> Tensor:
-        """Return the entries without the scale. This method is the inverse of `scaled`."""
+        """Return grown entries with the scaling undone: the inverse of `scaled`."""
         if self.scale == 1.0:
             return part
         return (part + self.offset) / self.scale - self.offset if self.offset else part / self.scale
 
     def old_part(self, grown: Tensor) -> Tensor:
-        """Return the old entries of a grown tensor, without dividing them by the scale."""
+        """Return those entries of a grown tensor that the old tensor has too, still scaled."""
         for dim, axis in enumerate(self.axes):
             grown = axis.select_old(grown, dim)
         return grown
 
     def put(self, old: Tensor, into: Tensor) -> Tensor:
-        """Return a copy of `into` (a tensor with the grown shape) whose old entries equal `old`."""
+        """Return a copy of the grown tensor `into` in which `old` replaces the old entries."""
         if all(axis.is_identity for axis in self.axes):
             return old.clone()
         indices = (_index(axis.new_of, into.device) for axis in self.axes)
@@ -175,7 +175,7 @@ class ZeroEntries:
     since: int = field(default=0, kw_only=True)
 
     def off(self, tensor: Tensor) -> Tensor:
-        """Return the difference between the entries and zero."""
+        """Return how far the entries are from zero, the value that they must have."""
         return self.entries(tensor)
 
     def entries(self, tensor: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class ZeroEntries:
 
 @dataclass(frozen=True)
 class TiedEntries(ZeroEntries):
-    """Entries that must equal `factor` times other entries of the same tensor.
+    """Entries of a grown tensor that must equal `factor` times other entries of this tensor.
 
     Attributes:
         dim: the axis along which the other entries lie.
@@ -200,21 +200,21 @@ class TiedEntries(ZeroEntries):
     factor: float
 
     def off(self, tensor: Tensor) -> Tensor:
-        """Return the difference between the entries and `factor` times the other entries."""
+        """Return how far the entries are from `factor` times the entries to which they are tied."""
         others = (*self.indices[: self.dim], self.of, *self.indices[self.dim + 1 :])
         return self.entries(tensor) - self.factor * ZeroEntries(self.name, others).entries(tensor)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """New units that share the outputs of old units, along an axis of the grown model.
+    """New units of one axis that each took over a share of an old unit's output.
 
     Attributes:
         new: the indices of the new units.
         of: for each new unit, the index of an old unit.
         share: for each new unit, its fraction of the old unit's output, before noise was added; the
             old unit kept the rest.
-        written: the tensors that were shared. In other tensors, new units are copies.
+        written: the tensors with the shared output weights. In other tensors, new units are copies.
     """
 
     axis: Axis
@@ -224,7 +224,7 @@ class Shares:
     written: Annotated[frozenset[str], PlainSerializer(sorted, return_type=list[str])]
 
     def kept(self) -> dict[int, float]:
-        """Return, for each old unit that was split, the fraction of its output that it kept."""
+        """Return, for each old unit that was split, the fraction of the output that it kept."""
         rest: dict[int, float] = {}
         for of, share in zip(self.of, self.share, strict=True):
             rest[of] = rest.get(of, 1.0) - share
@@ -256,10 +256,12 @@ class Provenance:
         scales: factors of old tensors, by old name.
         activation_scales: factors of old activations, by the old name of the hook point.
         zeros: entries that had to be zero in the grown model.
-        ties: entries that had to equal ±1 times other entries, because units cancel or are copies.
+        ties: entries that had to equal ±1 times other entries, because their units cancel or are
+            copies.
         shares: the new units that share the outputs of old units.
-        centred: whether the residual stream lost its mean over d_model, which LayerNorm ignores.
-        source: identity of the original model (`growth.identity`); None if only weights grew.
+        centred: whether growth subtracted the residual stream's mean over d_model, which LayerNorm
+            ignores.
+        source: fingerprint of the original model (`growth.identity`); None if only weights grew.
 
     Example:
         >>> from attn_only_lens import expansion as ex, pretrained
@@ -294,7 +296,7 @@ class Provenance:
     source: Identity | None = None
 
     def then(self, after: "Provenance") -> "Provenance":
-        """Return the provenance of two growth steps together: this step, then `after`."""
+        """Return the combined provenance of two growth steps: first this one, then `after`."""
         like = {after.layers.new_of[new]: old for new, old in self.like.items()}
         sources = {**self.layers.old_of, **self.like}
         like |= {new: sources[middle] for new, middle in after.like.items()}
@@ -320,7 +322,9 @@ class Provenance:
         """Return the new name of an old head (`L0H1`), neuron (`L0N17`) or layer (`L1`)."""
         head, layer = self._parsed(name)
         if layer >= len(self.layers.new_of):
-            raise UnknownHeadError(f"got {name!r}; the model had {len(self.layers.new_of)} layers")
+            raise UnknownHeadError(
+                f"got {name!r}; the model had {len(self.layers.new_of)} layers before it grew"
+            )
         now = self.layers.new_of[layer]
         if head is None:
             return f"L{now}"
@@ -341,7 +345,9 @@ class Provenance:
         head, layer = self._parsed(name)
         n_now = self.layers.size if head is None else self.sizes.get(_axis(head), 0)
         if layer >= self.layers.size or (head is not None and head.index >= n_now):
-            raise UnknownHeadError(f"got {name!r}; the grown model has no such part")
+            raise UnknownHeadError(
+                f"got {name!r}; the grown model has no head, neuron or layer with this name"
+            )
         was = self.layers.old_of.get(layer)
         if was is None or head is None:
             return None if was is None else f"L{was}"
@@ -392,7 +398,7 @@ class Provenance:
         return old if old.layer is None else Axis(old.label, self.layers.new_of[old.layer])
 
     def name(self, old: str) -> str:
-        """Return the new name of a tensor or hook point."""
+        """Return the name that a tensor or hook point of the old model has in the grown model."""
         layer = in_layer(old)
         return old if layer is None else block_name(self.layers.new_of[layer], tail(old))
 
@@ -405,7 +411,7 @@ class Provenance:
         return None if was is None else block_name(was, tail(new))
 
     def source_of(self, new: str) -> str:
-        """Return a tensor's old name; in a new layer, the name of an old tensor of its shape."""
+        """Return a tensor's old name; for a new layer, the name of an old tensor of equal shape."""
         layer = in_layer(new)
         if layer is not None and layer in self.like:
             return block_name(self.like[layer], tail(new))
@@ -424,14 +430,14 @@ class Provenance:
         return TensorMap(self.name(name), axes, self.scales.get(name, 1.0), offset)
 
     def _times(self, first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-        """Return, for each old name, the product of the factors of this and the next step."""
+        """Return, by old name, the product of the factors that two growth steps applied."""
         names = {*first, *(old for new in second if (old := self.old_name(new)) is not None)}
         return {
             name: first.get(name, 1.0) * second.get(self.name(name), 1.0) for name in sorted(names)
         }
 
     def _moved_entries(self, entries: _EntriesT) -> _EntriesT:
-        """Return the entries with their name and indices after this growth step."""
+        """Return an earlier step's entries, with the name and the indices after this step."""
         axes = axes_of(entries.name, self.constants)
         changes: dict[str, Any] = {"indices": tuple(map(self._moved, axes, entries.indices))}
         if isinstance(entries, TiedEntries):
@@ -439,7 +445,7 @@ class Provenance:
         return replace(entries, name=self.name(entries.name), **changes)
 
     def _later(self, entries: tuple[_EntriesT, ...]) -> tuple[_EntriesT, ...]:
-        """Return entries of a later step; add the number of this step's shares to `since`."""
+        """Return a later step's entries; raise each `since` by the number of this step's shares."""
         return tuple(replace(one, since=one.since + len(self.shares)) for one in entries)
 
     def _moved_shares(self, shares: Shares) -> Shares:
@@ -455,12 +461,12 @@ class Provenance:
         return tuple(self.axes[axis].new_of[index] for index in indices)
 
     def old_part(self, name: str, grown: Mapping[str, Tensor]) -> Tensor:
-        """Return an old tensor's entries in a grown model, and add back the shares of copies."""
+        """Return a grown model's entries for an old tensor, including the copies' shares."""
         tensor_map = self.tensor_map(name)
         return tensor_map.old_part(self._given_back(tensor_map.name, grown[tensor_map.name]))
 
     def broken(self, grown: Mapping[str, Tensor]) -> dict[str, str]:
-        """Return the names of tensors that violate a condition, each with this condition."""
+        """Return each tensor that violates a condition in `zeros` or `ties`, and the condition."""
         names: dict[str, str] = {}
         for entries in (*self.zeros, *self.ties):
             now = grown[entries.name]
@@ -473,7 +479,7 @@ class Provenance:
         return names
 
     def _given_back(self, name: str, tensor: Tensor, since: int = 0) -> Tensor:
-        """Add the output weights of copies to those of the units from which they were copied."""
+        """Add the output weights of copies to the output weights of the units that were copied."""
         for shares in reversed(self.shares[since:]):
             if name in shares.written:
                 dim = axes_of(name, self.constants).index(shares.axis)
@@ -487,11 +493,11 @@ class Provenance:
         return [f"L{layer}{letter}{i}" for layer in layers for i in range(sizes[layer])]
 
     def _parsed(self, name: str) -> tuple[HeadName | None, int]:
-        """Parse a name into a head or neuron (None for a layer's name) and a layer index."""
+        """Return the head or neuron with this name (None for a layer's name) and the layer."""
         if isinstance(name, str) and (layer := _LAYER.fullmatch(name)):
             return None, int(layer[1])
         head = HeadName.parse(name)
-        head.heads(self.constants.heads_per_neuron)  # raises an error if the member does not exist
+        head.heads(self.constants.heads_per_neuron)  # raises an error if there is no such head
         return head, head.layer
 
 

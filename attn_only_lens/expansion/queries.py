@@ -1,23 +1,25 @@
-"""Theorem 3.4: wider queries and keys.
+"""Theorem 3.4: widen the queries and keys of attention heads.
 
 An attention score is q · k / √k̂, where k̂ is the new width. New coordinates of the key that are
-zero add nothing to the score (equation 20), whatever the query's coordinates are. The old model, of
-width k, divides by √k instead of √k̂, so old keys are multiplied by √(k̂/k) (equation 19). If the
-configuration sets another divisor, the divisor and the keys do not change. The bias b_K is scaled
-like W_K, because scores, soft caps, sinks and rotary positions depend on it.
+zero add nothing to the score (equation 20), whatever the query's coordinates are. The old model has
+width k and divides by √k, so growth multiplies old keys by √(k̂/k) (equation 19). If the model's
+configuration sets a divisor other than √k, neither this divisor nor the keys change. The bias b_K
+is scaled like W_K, because it is part of the key from which scores are computed.
 
 If rotary positions rotate only the first coordinates, new coordinates come last and are not
-rotated. If rotary positions rotate whole heads (coordinates i and i + k/2 by θ^(-2i/k) per
-position), old coordinates stay in the same half of the head: an index i ≥ k/2 becomes i + (k̂ -
-k)/2. The base θ becomes θ^(k̂/k), which preserves the rotation angles of old coordinates.
+rotated. If rotary positions rotate whole heads, each position rotates the coordinates i and i + k/2
+by the angle θ^(-2i/k). Old coordinates then stay in the same half of the head: if i ≥ k/2,
+coordinate i moves to i + (k̂ - k)/2. The base θ becomes θ^(k̂/k), which preserves the rotation
+angles of old coordinates.
 
-A norm of queries and keys divides by the root of the mean square 1/k̂ Σ q², which includes the new
-coordinates. So the new coordinates of queries must be zero as well. All gradients of new
-coordinates then stay zero, so the effective width of queries and keys does not grow. Old
-coordinates are multiplied by √(k̂/k), and the norm's gain is divided by this factor, so that ε
-keeps its effect.
+If queries and keys are normalized, they are divided by the root of their mean square 1/k̂ Σ q²,
+which includes the new coordinates. So the new coordinates of queries must be zero as well. All
+gradients of new coordinates then stay zero, so training never uses the new coordinates of queries
+and keys. Old coordinates are multiplied by √(k̂/k), and the norm's gain is divided by this factor,
+so that ε keeps its effect.
 
-Models with `clip_qkv` cannot grow if keys must be scaled, because keys are clipped after scaling.
+If keys must be scaled, models with `clip_qkv` cannot be widened, because this setting would clip
+the scaled keys at the old bound.
 """
 
 import math
@@ -71,8 +73,8 @@ class WidenQueriesAndKeys(Expansion):
         reasons = reasons or reasons_against_heads(self.heads, self.layers, weights)
         if constants.rotary == "whole head" and is_count(self.n) and self.n % 2:
             reasons.append(
-                f"got n={self.n} coordinates to add to rotary heads; expected an even number, half "
-                "of it for each half of a head"
+                f"got n={self.n} coordinates to add to rotary heads; expected an even number, "
+                "because each half of a head gets n/2 new coordinates"
             )
         if constants.clip_qkv is not None and (
             constants.scale is None or constants.qk_norm is not None
@@ -122,7 +124,7 @@ class WidenQueriesAndKeys(Expansion):
         )
 
     def _places(self, size: int, constants: Constants) -> IndexMap:
-        """Return the new indices of the coordinates of a head's query and key."""
+        """Return the map from the old to the new coordinates of a head's query and key."""
         if constants.rotary == "fixed":
             return IndexMap.append(size, self.n)
         half = size // 2

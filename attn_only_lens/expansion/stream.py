@@ -1,8 +1,8 @@
-"""Theorem 3.5: a residual stream whose width grows from h to ĥ, with extensions of the theorem.
+"""Theorem 3.5, with extensions: widen the residual stream from h to ĥ coordinates.
 
-No component writes to the new coordinates (equations 33 to 38), so components that read the stream
-get the old values. Norms are an exception: the mean square over ĥ entries is h/ĥ times the old mean
-square. With s = √(h/ĥ),
+No component writes to the new coordinates (equations 33 to 38), so they stay zero, and components
+that read the stream get the old values. Norms are an exception, because they average over all
+coordinates: the mean square over ĥ entries is h/ĥ times the old mean square. With s = √(h/ĥ),
 
     x / √(Σx²/ĥ + ε̂) = (1/s) x / √(Σx²/h + ε)      for ε̂ = s² ε,
 
@@ -39,9 +39,9 @@ _NORMS = {*_BLOCK_NORMS, "ln_final"}
 class WidenStream(Expansion):
     """Grow d_model: Definition and Theorem 3.5, extended to norms with ε and to LayerNorm.
 
-    The new columns of W_E, W_pos, W_O, b_O, W_out and b_out are zero, and so are the norms' new
-    biases. Gains are scaled by √(h/ĥ), and ε by h/ĥ. The new rows of the weights that read the
-    stream (W_Q, W_K, W_V, W_in, W_gate, W_U) and new gains can have any values.
+    The new columns of W_E, W_pos, W_O, b_O, W_out and b_out are zero, and so are the new entries of
+    the norms' biases. Gains are scaled by √(h/ĥ), and ε by h/ĥ. The new rows of the weights that
+    read the stream (W_Q, W_K, W_V, W_in, W_gate, W_U) and new gains can have any values.
 
     Attributes:
         n: how many coordinates to add to the residual stream.
@@ -68,7 +68,7 @@ class WidenStream(Expansion):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """Return the plan for these weights, which must be centred if their norm is LayerNorm."""
+        """Return the plan for these weights, which must be centred if the model has LayerNorm."""
         constants = weights.constants
         axis = Axis("d_model")
         size = weights.sizes[axis]
@@ -93,7 +93,7 @@ class WidenStream(Expansion):
         )
 
     def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
-        """Apply the plan. Weights with LayerNorm are centred first."""
+        """Apply the plan. If the model uses LayerNorm, its weights are centred first."""
         if not is_layer_norm(weights):
             return super().expand(weights, init, seed)
         centred, before = CentreStream().expand(weights, init, seed)
@@ -101,11 +101,11 @@ class WidenStream(Expansion):
         return grown, before.then(provenance)
 
     def _scales(self, weights: Weights, s: float) -> dict[str, float]:
-        """Return each tensor's factor. The factors compensate for norm outputs divided by s."""
+        """Return the factor of each tensor, which compensates for the factor 1/s that norms add."""
         constants = weights.constants
         twice = constants.embed_scaled and _stays_tied(
             constants
-        )  # W_E, the tied unembedding, is scaled too
+        )  # W_E is also the unembedding, which gets the same factor
         through: set[str] = {f"{norm}.w" for norm in _NORMS if not (twice and norm == "ln_final")}
         if constants.embed_scaled:
             through |= {"embed.W_E", "unembed.W_U"} if twice else {"embed.W_E"}
@@ -127,18 +127,18 @@ class WidenStream(Expansion):
 
 
 def _stays_tied(constants: Constants) -> bool:
-    """Return True if the embedding and the unembedding are tied and can stay tied."""
+    """Return True if embedding and unembedding share a matrix, and can share the wider one."""
     return constants.tied and constants.final_norm not in ("LNPre", "RMSPre")
 
 
 def _after_folded_norm(weights: Weights) -> bool:
-    """Return True if position embeddings are added to the output of a norm without a gain."""
+    """Return True if the model adds position embeddings after a norm that has no gain."""
     constants = weights.constants
     return constants.positions == "shortformer" and constants.norm in ("LNPre", "RMSPre")
 
 
 def _activation_scales(weights: Weights, s: float) -> dict[str, float]:
-    """Return, for each hook point, the factor by which its activation changes."""
+    """Return, for each hook point, the factor by which growth multiplies the activation."""
     constants, seen = weights.constants, {}
     layers = range(constants.n_layers if constants.norm is not None else 0)
     norms = [block_name(layer, norm) for layer in layers for norm in _BLOCK_NORMS]

@@ -1,4 +1,4 @@
-"""Theorem 3.3: wider values.
+"""Theorem 3.3: widen the values of attention heads.
 
 A head's output, pattern · x W_V W_O, is a sum over the coordinates of the head's value. So new
 coordinates add nothing to the output if their rows of W_O are zero (equations 13 to 17).
@@ -26,8 +26,8 @@ class WidenValues(Expansion):
     The new rows of W_O are zero in every head. The new columns of W_V and b_V can have any values.
 
     All heads of a layer share one tensor, so every head gets new entries. If `heads` is given, the
-    new columns of W_V and b_V are zero in other heads. They stay zero during training, because W_V
-    gets no gradient while W_O is zero, and vice versa.
+    new columns of W_V and b_V are zero in other heads. In other heads, all new entries stay zero
+    during training, because W_V gets no gradient while W_O is zero, and vice versa.
 
     Attributes:
         n: how many coordinates to add to each head's value.

@@ -1,6 +1,7 @@
 """A transformer's weights in one common layout, and the constants that determine its function.
 
-For every kind of model, tensors have the names and shapes of HookedTransformer. Labels of axes:
+For every kind of model, tensors have the names and shapes of HookedTransformer's parameters. Labels
+of axes:
 
 d_model    a coordinate of the residual stream
 d_mlp      a neuron
@@ -9,18 +10,19 @@ kv_head    a key and value head (fewer than query heads if queries are grouped)
 d_query    a coordinate of queries and keys (k in the growth paper)
 d_value    a coordinate of values (v in the growth paper). TransformerLens uses d_head for both
 
-The whole model has one axis `d_model`. Every other axis in this list belongs to one layer.
+The axis `d_model` is common to all layers. Every other axis in this list belongs to one layer.
 
-An `Identity` recognizes a model, whatever its dtype, device or kind. The mark of a tensor is its
-norm and the sum of its entries, weighted by pseudorandom numbers along each axis a:
+An `Identity` is a fingerprint of a model, which does not depend on the model's dtype, device or
+format. For each tensor w, it contains the norm ‖w‖ and a weighted sum s of the entries. The weight
+of an entry is a product of pseudorandom numbers r_a, one for each axis a:
 
     s = Σ_ij… r_0(i) r_1(j) … w_ij…        r_a(i) = 2 ((i + 1 + 1000 a) φ mod 1) - 1
 
 with φ the golden ratio.
 
-A change Δ of the weights changes s by about ‖Δ‖ / 3, whichever entries change. So if s changed by
-no more than rounding errors of ‖w‖, the tensor is the same, perhaps with another dtype or computed
-on another machine. A training step changes s by more.
+If the tensor changes by Δ, s changes by about ‖Δ‖ / 3, whichever entries change. So if s changes by
+no more than the rounding errors of ‖w‖, the tensor counts as the same, perhaps in another dtype or
+computed on another machine. A training step changes s by more than these rounding errors.
 """
 
 import math
@@ -70,7 +72,7 @@ _AXES: dict[str, tuple[str, ...]] = {
         for part in ("w", "b")
     },
 }
-_ALL_HEADS = {  # if one norm covers the queries of all heads, and one covers all keys
+_ALL_HEADS = {  # one norm covers the queries of all heads, a second norm their keys
     "attn.q_norm.w": ("head", "d_query"),
     "attn.k_norm.w": ("kv_head", "d_query"),
 }
@@ -85,7 +87,7 @@ _AT_ONCE = 2**18  # this many float64 entries fit into a processor's cache
 
 
 class Axis(NamedTuple):
-    """An axis of tensors, given by a label and a layer (None for an axis of the whole model)."""
+    """An axis of weight tensors: its label and its layer (None if the layers have it in common)."""
 
     label: str
     layer: int | None = None
@@ -101,7 +103,7 @@ def in_layer(name: str) -> int | None:
 
 
 def tail(name: str) -> str:
-    """Return a name without its block prefix: `attn.W_Q` for `blocks.3.attn.W_Q`."""
+    """Return a tensor's name without the block's prefix: `attn.W_Q` for `blocks.3.attn.W_Q`."""
     match = _BLOCK.fullmatch(name)
     return name if match is None else match[2]
 
@@ -127,7 +129,7 @@ def axes_of(name: str, constants: "Constants") -> tuple[Axis, ...]:
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants that, together with the tensors, determine the function of a model.
+    """Constants that, together with the tensors, determine the function that a model computes.
 
     Attributes:
         n_layers: how many blocks.
@@ -145,9 +147,10 @@ class Constants:
         rotary: whether rotary positions rotate a fixed number of coordinates (the first ones), or
             a whole head (coordinate i with i + d_query / 2).
         qk_norm: whether queries and keys are normalized, per head or over all heads as one vector.
-        clip_qkv: the bound on queries, keys and values.
+        clip_qkv: the largest absolute value of queries, keys and values, which are clipped; or
+            None.
         attn_types: the kind of attention of each layer ("global", "local"); None if all are alike.
-        tied: whether the unembedding is the embedding.
+        tied: whether the unembedding and the embedding are one matrix.
         pointwise: whether the activation function acts on each neuron alone; None without MLPs.
         heads_per_neuron: heads per neuron in a converted model with bilinear gates.
         grouped: whether heads may share keys and values.
@@ -203,7 +206,7 @@ class Weights:
 
     @property
     def sizes(self) -> dict[Axis, int]:
-        """The length of every axis. Raise ValueError if the lengths in two tensors differ."""
+        """The length of every axis. Raise ValueError if an axis has two different lengths."""
         sizes: dict[Axis, int] = {}
         for name, tensor in self.tensors.items():
             axes = axes_of(name, self.constants)
@@ -215,16 +218,16 @@ class Weights:
         return sizes
 
     def in_layers(self, of: str) -> list[int]:
-        """Return the layers that have a tensor with this name after the block prefix."""
+        """Return the layers that have a tensor of this kind, for example `attn.W_Q`."""
         layers = range(self.constants.n_layers)
         return [layer for layer in layers if block_name(layer, of) in self.tensors]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Weights":
-        """Return weights with a function applied to each tensor."""
+        """Return new weights, with `change` applied to each tensor."""
         return replace(self, tensors={name: change(x) for name, x in self.tensors.items()})
 
     def sketch(self) -> "Weights":
-        """Return the weights on the meta device (without values), to test an expansion cheaply."""
+        """Return the weights as meta tensors, which have no values, to try an expansion cheaply."""
         return self.map(lambda tensor: tensor.to("meta"))
 
 
@@ -233,8 +236,8 @@ class Identity:
     """Numbers that identify a model's tensors, computed by `growth.identity`.
 
     Attributes:
-        marks: the weighted sum and the norm of each tensor.
-        precision: the largest rounding error of a sum, relative to the norm.
+        marks: the weighted sum and the norm of each tensor, by name.
+        precision: the largest rounding error of a weighted sum, relative to the tensor's norm.
     """
 
     marks: Mapping[str, tuple[float, float]] = field(repr=False)
@@ -243,7 +246,8 @@ class Identity:
     def differences(self, second: "Identity") -> list[str]:
         """Return the names of tensors that differ, and of nonzero tensors that only one model has.
 
-        A missing tensor counts as zeros, because transformer-lens 3.9's bridge adds a zero bias.
+        A tensor that one model lacks is treated as zeros, because TransformerBridge adds biases of
+        zero in transformer-lens 3.9.
         """
         tolerance = max(self.precision, second.precision)
         both = {**self.marks, **second.marks}
@@ -267,9 +271,9 @@ def identity_of(tensors: Mapping[str, Tensor]) -> Identity:
 
 
 def _sums(tensor: Tensor) -> Float[Tensor, "2"]:
-    """Return the weighted sum and the sum of squares, in float64."""
+    """Return the weighted sum and the sum of squares of a tensor's entries, in float64."""
     tensor = to_float64_device(torch.atleast_1d(tensor))
-    # In the order of memory, a transposed matrix is not copied.
+    # Permute axes to their order in memory, so that transposed matrices are not copied.
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     x = tensor.permute(order)
     first, *others = (_axis_weights(axis, tensor) for axis in order)

@@ -1,4 +1,4 @@
-"""Activation functions as attention patterns."""
+"""Gates: attention patterns with which an attention head computes an activation function."""
 
 from attn_only_lens.gates.bilinear import BilinearGate, bilinear_gate
 from attn_only_lens.gates.exact import GATES, Gate

@@ -1,34 +1,39 @@
 """Bilinear gates: approximate an activation with several softmax attention heads per neuron.
 
-A neuron becomes m attention heads, which share one value and one output vector. For silu, m = 1
-suffices. Let q be the neuron's pre-activation (in a gated MLP, x · W_gate[:, i]). Then
+Each neuron becomes m attention heads that share one value and one output vector. For silu, one head
+per neuron (m = 1) is enough. Let q be the neuron's pre-activation (in a gated MLP, x · W_gate[:,
+i]). Then
 
     head j   scores  0 for the token itself, -(b_j q + c_j) for the bias token
              pattern σ(b_j q + c_j), 1 - σ(b_j q + c_j)
              output  w_j · σ(b_j q + c_j) · value · W_out[i]
 
-The head outputs sum to value · p(q) · W_out[i], where p(q) = Σ_j w_j σ(b_j q + c_j) is the mixture.
+The outputs of the m heads sum to value · p(q) · W_out[i], where p(q) = Σ_j w_j σ(b_j q + c_j) is
+called the mixture.
 
 In a plain MLP, the value is q, and q · p(q) approximates the activation α(q) within `bound` for
-every real q, which requires Σ_j w_j = 1. silu (b = 1) and quick_gelu (b = 1.702) are exact with one
-head, by Theorem 3 of "Attention-Only Transformers and Implementing MLPs with Attention Heads". gelu
-and its tanh approximations take 1, 2, 4, 6 or 8 heads. For gelu, the error is .0203 with one head
-and the paper's slope 1.702, .0139 with one head and the best slope, and 2.4e-5 with four heads.
-relu is approximated by one head of slope k, with scores up to k |q| and an error of at most
-W(1/e)/k = .27846…/k, where W is the Lambert function.
+every real q. This requires Σ_j w_j = 1. One head computes silu (b = 1) and quick_gelu (b = 1.702)
+exactly, by Theorem 3 of "Attention-Only Transformers and Implementing MLPs with Attention Heads".
+For gelu and its tanh approximations, there are gates with 1, 2, 4, 6 and 8 heads. For gelu, the
+largest error is .0203 with one head of slope 1.702 (the paper's choice), .0139 with one head of the
+best slope, and 2.4e-5 with four heads. One head of slope k approximates relu, with scores up to k
+|q| and an error of at most W(1/e)/k = .27846…/k, where W is the Lambert function.
 
-In a gated MLP, a neuron computes α(q) · u with q = x · W_gate[:, i] and u = x · W_in[:, i]. The
-value is u, and the mixture approximates α(q) within `bound` for |q| <= `limit`. The last head has b
-= 0 and c = ∞: it attends only to its own token, so it is linear, as in Theorem 7. We know of no
-publication that covers gated MLPs. A sum of sigmoids is bounded and α is not, so no finite number
-of heads can approximate α for every q. Wide sigmoids that nearly cancel produce the linear part of
-α. In float32, this causes rounding errors of about 2^-22 Σ_j |w_j|. For relu, a single fit on [-1,
-1] serves all limits, because its error and its weights scale with the limit. `bound` is an absolute
-error. Half precision is too coarse for single heads' outputs.
+In a gated MLP, a neuron computes α(q) · u, where α is the activation function, q = x · W_gate[:, i]
+and u = x · W_in[:, i]. The value of its heads is u, and the mixture p(q) approximates α(q) within
+`bound` for |q| <= `limit`. The last head has b = 0 and c = ∞: it attends only to its own token, so
+its output is linear in u, as in Theorem 7 of the same paper. We know of no publication in which
+attention heads compute gated MLPs. A sum of sigmoids is bounded and α is not, so no finite number
+of heads can approximate α for every q. The mixture builds the linear part of α from wide sigmoids
+with large weights that nearly cancel, which causes rounding errors of about 2^-22 Σ_j |w_j| in
+float32. For relu, the gates are fitted on [-1, 1] and rescaled to other limits, so their errors and
+weights are proportional to the limit. `bound` is an absolute error. In half precision, the heads of
+a neuron lose too much accuracy, because their outputs are much larger than the sum of the outputs.
 
-`plain.json` and `gated.json` hold the fitted gates (`analyses/tools/fit_gates.py`,
-`fit_gated_gates.py`). Each w_j is a multiple of 2^-23, so float32 represents every partial sum
-exactly. `analyses/tools/certificates.py` proves the bounds, which exclude rounding errors.
+`plain.json` and `gated.json` hold the gates that `analyses/tools/fit_gates.py` and
+`fit_gated_gates.py` have fitted. In `plain.json`, each w_j is a multiple of 2^-23, so float32
+represents every partial sum of the w_j exactly. `analyses/tools/certificates.py` proves the bounds,
+which do not include rounding errors.
 """
 
 import json
@@ -48,7 +53,7 @@ from attn_only_lens.gates.exact import GATES, QUICK_GELU_SLOPE
 
 _DEFAULT_TOLERANCE = 1e-3  # gelu needs 4 heads for this tolerance
 _DEFAULT_GATED_HEADS = 8
-_LEAST_TOLERANCE = 1e-12  # near float64's rounding error; relu's slope then fits in float32
+_LEAST_TOLERANCE = 1e-12  # near float64's rounding error; the slope for relu still fits in float32
 _LARGEST_LIMIT = 2.0**64  # well inside the range of float32
 _RELU_CONSTANT = 0.2784645427611  # the maximum of x / (1 + exp x), rounded up
 _EXACT_SLOPES = {name: gate.slope for name, gate in GATES.items() if gate.slope is not None}
@@ -62,8 +67,8 @@ class BilinearGate:
     Attributes:
         name: the activation α, as in TransformerLens (`cfg.act_fn`).
         w: for each head, the factor of W_out[i].
-        b: for each head, the slope of its query in q.
-        c: for each head, the offset of its query; ∞ if the head attends only to its own token.
+        b: for each head, the slope b_j of its query b_j q + c_j.
+        c: for each head, the offset c_j of its query; ∞ if the head attends only to its own token.
         bound: the certified largest error of `activation` over all |q| <= limit.
         limit: the largest |q| for which the bound holds; ∞ for a plain MLP, finite for a gated one.
 
@@ -103,17 +108,17 @@ class BilinearGate:
 
     @property
     def gated(self) -> bool:
-        """True for a gate of a gated MLP, whose mixture approximates α(q) instead of α(q) / q."""
+        """True for gated MLPs, in which the mixture approximates α(q) instead of α(q) / q."""
         return self.limit < math.inf
 
     @property
     def sum_abs_w(self) -> float:
-        """The sum Σ_j |w_j|, which is proportional to the rounding error of the mixture."""
+        """The sum Σ_j |w_j|, to which the rounding error of the mixture is proportional."""
         return math.fsum(map(abs, self.w))
 
     @property
     def amplification(self) -> float:
-        """The ratio of the mixture's rounding error to that of α: max(1, Σ_j |w_j| / limit)."""
+        """The factor by which the mixture amplifies rounding errors: max(1, Σ_j |w_j| / limit)."""
         return max(1.0, self.sum_abs_w / self.limit)
 
     def query(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape head"]:
@@ -135,8 +140,9 @@ class BilinearGate:
     def mixture(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Return the mixture Σ_j w_j σ(b_j q + c_j), computed in float32 or float64.
 
-        In plain MLPs it approximates α(q) / q, in gated MLPs α(q). Adding one head at a time in
-        place saves memory, and is safe because the backward pass of σ needs only the output of σ.
+        The mixture approximates α(q) / q in plain MLPs, and α(q) in gated MLPs. To save memory, the
+        terms of the sum are added in place, one at a time. Gradients stay correct, because the
+        backward pass of σ needs only the output of σ.
         """
         q = float32_if_half(q)
         heads = list(zip(self.w, self.b, self.c, strict=True))
@@ -153,7 +159,7 @@ class BilinearGate:
 
 
 def largest_query(dtype: torch.dtype) -> float:
-    """Return a quarter of the dtype's maximum, so that scores stay finite if a key is edited."""
+    """Return the largest |query| with which scores stay finite even if a user edits a key."""
     return torch.finfo(dtype).max / 4
 
 
@@ -167,8 +173,9 @@ def bilinear_gate(
 ) -> BilinearGate:
     """Return the bilinear gate of an activation, with its coefficients and certified bound.
 
-    For plain MLPs (no `limit`), this is the gate with the fewest heads whose bound is at most
-    `tolerance`. For gated MLPs, it is the gate with the smallest tabulated limit >= `limit`.
+    For plain MLPs (if no `limit` is given), this is the gate with the fewest heads among the gates
+    whose bound is at most `tolerance`. For gated MLPs, it is the gate with `heads` heads that
+    covers |q| <= `limit` and has the smallest tabulated limit.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2, for
     one-head gates.
@@ -178,11 +185,12 @@ def bilinear_gate(
         heads: the number of heads per neuron. In plain MLPs it is 1, 2, 4, 6 or 8 for the gelus and
             1 for the other activations; in gated MLPs it is 4, 6, 8 (the default) or 12.
         tolerance: in plain MLPs, the largest error over all real q, at least 1e-12; 1e-3 by
-            default. It sets the slope of relu.
-        slope: in plain MLPs, use one head, SiLU(slope · q) / slope. For relu, pass any slope k; the
-            error is at most 0.2785/k. For the gelus, pass a slope from 1 to 3.2, or "paper" for the
-            paper's 1.702, which has the bound 0.0204 (0.0207 for the tanh forms).
-        limit: in gated MLPs, the largest |q| to cover.
+            default. For relu, it determines the slope of the gate.
+        slope: in plain MLPs, use one head, which computes SiLU(slope · q) / slope. For relu, pass
+            any slope k; the error is at most 0.2785/k. For the gelus, pass a slope from 1 to 3.2,
+            or "paper" for the paper's 1.702, which has the bound 0.0204 (0.0207 for the tanh
+            forms).
+        limit: in gated MLPs, the largest |q| at which the gate must approximate the activation.
 
     Raises:
         ValueError: an argument is invalid, or no gate has a bound within the tolerance.
@@ -211,19 +219,19 @@ def bilinear_gate(
         if heads not in (None, 1) or tolerance is not None:
             raise ValueError(
                 f"got slope={slope!r} with heads={heads!r} and tolerance={tolerance!r}; expected "
-                "only a slope, which means one head and determines the error"
+                "only a slope: it implies one head per neuron and determines the error"
             )
         return _of_slope(act_fn, slope)
     if tolerance is not None and not _LEAST_TOLERANCE <= tolerance < math.inf:
         raise ValueError(
-            f"got tolerance={tolerance!r}; expected a number of at least {_LEAST_TOLERANCE}. For "
-            "an error of only rounding, use an exact gate (GATES)"
+            f"got tolerance={tolerance!r}; expected a number of at least {_LEAST_TOLERANCE}. An "
+            "exact gate (GATES) has no error except rounding"
         )
     return _within(act_fn, heads, tolerance)
 
 
 def _within(act_fn: str, heads: int | None, tolerance: float | None) -> BilinearGate:
-    """Return the gate for plain MLPs with the fewest heads (or `heads`) within a tolerance."""
+    """Return the gate with `heads` heads; by default, the smallest gate that meets a tolerance."""
     allowed = _DEFAULT_TOLERANCE if tolerance is None else tolerance
     gates = _plain(act_fn, relu_tolerance=allowed)
     if heads is not None:
@@ -242,7 +250,7 @@ def _within(act_fn: str, heads: int | None, tolerance: float | None) -> Bilinear
 
 @cache
 def _of_slope(act_fn: str, slope: float | Literal["paper"]) -> BilinearGate:
-    """Return the one-head gate with a given slope, for plain MLPs."""
+    """Return the one-head gate for plain MLPs with the slope that the user chose."""
     gate = _plain(act_fn, _DEFAULT_TOLERANCE)[0]
     if slope == "paper" and act_fn not in ("relu", *_EXACT_SLOPES):
         slope = QUICK_GELU_SLOPE
@@ -266,9 +274,10 @@ def _of_slope(act_fn: str, slope: float | Literal["paper"]) -> BilinearGate:
 def _slope_bound(act_fn: str, slope: float) -> float:
     """Return a bound on |SiLU(slope · q) / slope - gelu(q)| for a gelu and a slope from 1 to 3.2.
 
-    The error is even in q, and is computed on a grid with spacing h = 2^-10.
-    `analyses/tools/certificates.py` proves that the error between grid points is larger by at most
-    h²/8 · (3.1 + 0.87 · 3.2) < 7e-7, and that the error is below 5e-8 for q > 20.
+    The error is even in q, so it is computed only for q from 0 to 20, on a grid with spacing h =
+    2^-10. `analyses/tools/certificates.py` proves that the error between grid points exceeds the
+    largest error on the grid by at most h²/8 · (3.1 + 0.87 · 3.2) < 7e-7, and that the error for q
+    > 20 is below 5e-8.
     """
     q = torch.arange(20 * 2**10 + 1, dtype=torch.float64, device="cpu") / 2**10
     error = q * (torch.sigmoid(-slope * q) - GATES[act_fn].bias_weight(q))
@@ -276,7 +285,7 @@ def _slope_bound(act_fn: str, slope: float) -> float:
 
 
 def _plain(act_fn: str, relu_tolerance: float) -> Sequence[BilinearGate]:
-    """Return the gates for plain MLPs, sorted by the number of heads."""
+    """Return all gates of an activation for plain MLPs, sorted by the number of heads."""
     if act_fn == "relu":
         slope = _RELU_CONSTANT / relu_tolerance
         return [BilinearGate(act_fn, (1.0,), (slope,), (0.0,), relu_tolerance)]
@@ -289,10 +298,10 @@ def _gated(act_fn: str, heads: int, limit: float) -> BilinearGate:
     gates = _with_heads(_fitted("gated", act_fn), heads)
     if not 0.0 < limit <= _LARGEST_LIMIT:
         raise ValueError(
-            f"got limit={limit}; expected a positive number up to {_LARGEST_LIMIT:g}: the largest "
-            "|q| to cover"
+            f"got limit={limit}; expected a positive number up to {_LARGEST_LIMIT:g}, the largest "
+            "|q| for which the gate is needed"
         )
-    if act_fn == "relu":  # rescale the only fit exactly, by a power of two
+    if act_fn == "relu":  # rescale a gate fitted on [-1, 1], by a power of two to avoid rounding
         mantissa, exponent = math.frexp(limit)  # limit = mantissa · 2^exponent, 1/2 <= mantissa < 1
         gate, factor = gates[0], 2.0 ** (exponent - (mantissa == 0.5))
         w, b = tuple(factor * w for w in gate.w), tuple(b / factor for b in gate.b)
@@ -330,7 +339,7 @@ def _fitted(
 
 @cache
 def table(kind: Literal["plain", "gated"]) -> tuple[BilinearGate, ...]:
-    """Return all fitted gates for one kind of MLP, in the order of the JSON file."""
+    """Return all fitted gates for plain or for gated MLPs, in the order of the JSON file."""
     file = resources.files("attn_only_lens.gates").joinpath(f"{kind}.json")
     return gates_from_json(file.read_text("utf-8"))
 

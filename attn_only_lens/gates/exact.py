@@ -1,20 +1,22 @@
-"""Exact gates: an activation function as the attention pattern of a neuron-head.
+"""Exact gates: attention patterns with which one head computes a neuron's activation exactly.
 
 If an activation has the form α(q) = q · p(q) with p(q) in [0, 1], a head can compute it by
 attending to its own token with weight p(q) and to a static bias token with weight 1 - p(q). The
 bias token's value is zero and the token's own value is q, so the head's output is p(q) · q = α(q).
-(For a generalized SiLU, the value has one more factor; see `gating.py`.)
+(For a generalized SiLU, the token's value is also multiplied by a constant; see `gating.py`.)
 
-As in the paper, the token's score for itself is 0. We need
+As in the paper cited below, the token's score for itself is 0. The weights above then require the
 
     score of the bias token = -logit p(q) = -log_odds(q)
 
 so that softmax([0, -log_odds(q)]) = [p(q), 1 - p(q)]. For silu and quick_gelu, `log_odds` is linear
 in q, exactly as in Theorem 3 of "Attention-Only Transformers and Implementing MLPs with Attention
-Heads". For the other activations, the score is a monotone function of a bilinear form.
+Heads". For the other activations, `log_odds` is a monotone but nonlinear function of q, so the
+score is not bilinear.
 
 Attention weights are computed in the model's dtype, or in float32 for half-precision models. In
-float16, the cubic term of gelu_new would overflow near |q| = 100, long before gelu_new does.
+float16, the cubic term of gelu_new would overflow near |q| = 100, long before gelu_new itself
+overflows.
 """
 
 import math
@@ -42,7 +44,7 @@ class Gate:
         name: the activation's name in TransformerLens (`cfg.act_fn`).
         log_odds: logit p(q), elementwise; may be infinite.
         self_weight: p(q), elementwise, accurate in both tails.
-        slope: if log_odds(q) = slope · q, which makes the score bilinear, this slope; else None.
+        slope: the slope if log_odds(q) = slope · q, so that the score is bilinear; otherwise None.
         scale: the token's value divided by q; it is 1 except for generalized SiLUs.
 
     Example:
@@ -64,15 +66,15 @@ class Gate:
 
     @property
     def side(self) -> float:
-        """The sign of q for which a token attends mostly to itself: -1 if the slope is negative."""
+        """The sign of q for which a token attends mostly to itself; -1 only for negative slopes."""
         return -1.0 if self.slope is not None and self.slope < 0 else 1.0
 
     def scores(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
         """Return the attention scores for the token itself and the bias token: (0, -logit p(q)).
 
-        Log-odds outside the range of the dtype (for relu, ±∞ everywhere) are clamped to the dtype's
-        largest finite numbers. Clamping does not change the softmax, and it prevents ∞ - ∞ in later
-        arithmetic on cached scores.
+        Log-odds that are too large for the dtype (for relu, all are ±∞) are replaced by its largest
+        finite number, with the same sign. Clamping does not change the softmax, and it prevents ∞ -
+        ∞ in later computations with cached scores.
         """
         bias = -self.log_odds(float32_if_half(q))
         limit = torch.finfo(q.dtype).max
@@ -82,8 +84,8 @@ class Gate:
     def pattern(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
         """Return the attention weights on the token itself and the bias token: (p(q), 1 - p(q)).
 
-        Since p(-q) = 1 - p(q) (except for relu at zero), the weight 1 - p(q) is computed without a
-        subtraction, which would lose digits.
+        The weight 1 - p(q) is computed as p(-q), because a subtraction would lose digits. (For
+        relu, the subtraction is exact.)
         """
         working = float32_if_half(q)
         weights = self.self_weight(working), self.bias_weight(working)
@@ -115,7 +117,7 @@ def linear_gate(name: str, slope: float, scale: float = 1.0) -> Gate:
 
 
 def _clamp(q: Tensor) -> Tensor:
-    """Clamp q to [-1e9, 1e9], beyond which p is 0 or 1, so that log-odds have finite gradients."""
+    """Clamp q to ±1e9, beyond which p is 0 or 1, so that gradients of log-odds stay finite."""
     return q.clamp(-1e9, 1e9)
 
 
@@ -148,7 +150,7 @@ def _relu_weight(q: Tensor) -> Tensor:
 
 
 def _step(q: Tensor, above: float, below: float) -> Tensor:
-    """Return a step function of q as part of q's autograd graph, with a gradient of zero."""
+    """Return `above` where q > 0 and `below` elsewhere, with a gradient of zero for q."""
     value = torch.where(q > 0, above, below).to(q.dtype)
     return torch.where(torch.zeros_like(q, dtype=torch.bool), q, value)
 

@@ -1,8 +1,9 @@
-"""The gates chosen for the neurons of a model, and generalized SiLU functions.
+"""The gates chosen for the MLP neurons of a model (`Gating`), and generalized SiLU activations.
 
-A generalized SiLU is α(q) = a_1 SiLU(a_2 q) = a_1 a_2 q · σ(a_2 q). Theorem 3 holds exactly,
-because the bias token's score, -a_2 q, is linear in q. The token's value is a_1 a_2 q. The paper
-instead puts a_2 into W_Q and W_V, and a_1 into W_O.
+A generalized SiLU is α(q) = a_1 SiLU(a_2 q) = a_1 a_2 q · σ(a_2 q). One head computes it exactly,
+by Theorem 3 of the paper cited in `GeneralizedSiLU`, because the bias token's score, -a_2 q, is
+linear in q. In this package, the token's own value is a_1 a_2 q. The paper instead multiplies W_Q
+and W_V by a_2, and W_O by a_1.
 """
 
 from dataclasses import asdict, dataclass
@@ -19,22 +20,20 @@ from attn_only_lens.gates.bilinear import BilinearGate, bilinear_gate
 from attn_only_lens.gates.exact import GATES, Gate, linear_gate
 
 AnyGate = Gate | BilinearGate
-_SMALLEST, _LARGEST = (
-    2.0**-126,
-    2.0**127,
-)  # nearly the range of float32, in which weights are computed
+# Nearly the range of float32, the dtype in which attention weights are computed.
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**127
 _SIZE = "with an absolute value from 2^-126 to 2^127"
 
 
 @dataclass(frozen=True)
 class GeneralizedSiLU:
-    """The activation a_1 SiLU(a_2 x), for `convert(model, gate=GeneralizedSiLU(a_1, a_2))`.
+    """The activation a_1 SiLU(a_2 x), for use in `convert(model, gate=GeneralizedSiLU(a_1, a_2))`.
 
-    `convert` checks the coefficients against the activation that the model computes. One head
-    represents each neuron exactly, with attention weight σ(a_2 q) on its own token, the value a_1
-    a_2 q (times u in a gated MLP), and the output vector W_out[i]. The coefficients are a_1 = a_2 =
-    1 for SiLU, a_1 = 1/β and a_2 = β for Swish with β, and a_1 = 1/1.702 and a_2 = 1.702 for
-    quick_gelu, which needs no `gate`.
+    `convert` checks that the MLPs of the model compute this activation. One head represents each
+    neuron exactly, with attention weight σ(a_2 q) on its own token, the value a_1 a_2 q (times u in
+    a gated MLP), and the output vector W_out[i]. The coefficients are a_1 = a_2 = 1 for SiLU, a_1 =
+    1/β and a_2 = β for Swish with β, and a_1 = 1/1.702 and a_2 = 1.702 for quick_gelu, which
+    `convert` also recognises without a `gate` argument.
 
     A generalized SiLU only approximates gelu or relu; for these, use `Bilinear(slope=…)`.
 
@@ -83,7 +82,7 @@ class GeneralizedSiLU:
 
     @property
     def gate(self) -> Gate:
-        """The exact gate of this activation; equal coefficients give the same cached object."""
+        """The exact gate of this activation, cached: equal coefficients give the same object."""
         return _silu_gate(float(self.a_1), float(self.a_2))
 
 
@@ -98,12 +97,12 @@ def _silu_gate(a_1: float, a_2: float) -> Gate:
 
 @dataclass(frozen=True)
 class Gating:
-    """The gates chosen to turn the neurons of a model into heads.
+    """The gates chosen to turn the MLP neurons of a model into attention heads.
 
     Attributes:
-        kind: "exact", where each neuron has one head and its pattern comes from the activation; or
-            "bilinear", where patterns are softmaxes over bilinear scores.
-        heads_per_neuron: the number of heads that share a neuron; 1 for exact gates.
+        kind: "exact", where each neuron becomes one head whose attention pattern is computed from
+            the activation; or "bilinear", where patterns are softmaxes over bilinear scores.
+        heads_per_neuron: the number of heads that represent one neuron; 1 for exact gates.
         slope: for plain MLPs with one bilinear head, the slope that the user chose.
         ranges: for gated MLPs with bilinear gates, the largest |gate pre-activation| to cover in
             each source layer.
@@ -119,12 +118,12 @@ class Gating:
     def __post_init__(self) -> None:
         bilinear_fields = self.heads_per_neuron, self.slope, self.ranges
         if self.kind == "exact" and bilinear_fields != (1, None, None):
-            raise ValueError(f"got {self}; exact gates have one head, no slope and no ranges")
+            raise ValueError(f"got {self}; expected one head, no slope and no ranges if exact")
         if self.kind == "bilinear" and self.silu is not None:
             raise ValueError(f"got {self}; expected kind='exact' for a generalized SiLU")
 
     def require_fit(self, act_fn: str, gated: bool, n_layers: int) -> None:
-        """Raise ValueError if these gates do not fit the MLPs of a model."""
+        """Raise ValueError if these gates cannot replace this activation in a model's MLPs."""
         ranged = gated and self.kind == "bilinear"
         if (None if self.ranges is None else len(self.ranges)) != (n_layers if ranged else None):
             expected = "a range for each layer" if ranged else "no ranges"
@@ -133,7 +132,7 @@ class Gating:
             self.gate(act_fn, layer)
 
     def gate(self, act_fn: str, layer: int) -> AnyGate:
-        """Return the gate for a source layer's neurons; raise ValueError if no gate fits."""
+        """Return the gate for a source layer's neurons; raise ValueError if there is no gate."""
         if self.kind == "exact":
             return self.activation(act_fn)
         limit = None if self.ranges is None else self.ranges[layer]

@@ -1,4 +1,4 @@
-"""Grow a model: build a larger one that computes the same function."""
+"""Grow a model: build a larger model that computes the same function."""
 
 import os
 from collections import defaultdict
@@ -44,24 +44,25 @@ class Grown:
     Attributes:
         model: the grown model, which has the class of the original model.
         provenance: the new place of each old head, neuron, layer, coordinate and parameter.
-        notes: sentences that describe other changes.
+        notes: sentences that describe what else growth changed, for example by rounding.
     """
 
     model: Any
     provenance: Provenance
     notes: tuple[str, ...] = ()
-    # Original values of tensors that growth changed; `shrink` returns them if the digests match.
+    # For each tensor that growth changed, its original value and a digest of its changed value.
+    # `shrink` restores the original if the digest shows that training has not changed the tensor.
     _originals: dict[str, tuple[Tensor, str]] = field(default_factory=dict, repr=False)
 
     def shrink(self, *, drop_new: bool = False) -> Any:
-        """Return the model without the parts that growth added.
+        """Return a model of the original size, without the parts that growth added.
 
         Right after growth, the result equals the original model exactly. After training, the result
-        consists of the trained old entries, without the factors that growth applied. If growth
-        centred the residual stream, the result is centred too.
+        contains the trained values of the old entries, divided by the factors that growth applied.
+        If growth centred the residual stream, the residual stream of the result is centred too.
 
         Args:
-            drop_new: whether to drop new parts even if they have an effect.
+            drop_new: whether to drop new parts even if they affect the model's output.
 
         Raises:
             GrowthError: entries that had to be zero are not zero any more, so the old part alone
@@ -75,7 +76,7 @@ class Grown:
         if broken and not drop_new:
             reasons = [
                 f"{name}: entries that {was} after growth have changed; shrink(drop_new=True) "
-                "drops them, and so changes the model's function"
+                "drops them anyway, which changes the model's function"
                 for name, was in broken.items()
             ]
             raise GrowthError(reasons, "this model cannot be shrunk")
@@ -92,16 +93,16 @@ class Grown:
                 tensors[old] = provenance.tensor_map(old).unscaled(part)
         constants = provenance.constants
         if constants.tied and not torch.equal(tensors["embed.W_E"], tensors["unembed.W_U"].T):
-            constants = replace(constants, tied=False)  # training changed the untied unembedding
+            constants = replace(constants, tied=False)  # training has made the two matrices differ
         before = Weights(tensors, constants)
         return growable.write(_unshared(before, now), provenance.name)
 
     def optimizer(self, optimizer: OptimizerT, model: Any) -> OptimizerT:
-        """Return an optimizer that continues the training, with the grown model's parameters.
+        """Return an optimizer for the grown model that continues from the old optimizer's state.
 
-        The first step after growth changes old parameters exactly as the old optimizer would. If
-        d_model grew under LayerNorm, its steps differ from the old optimizer's
-        (`growth/optimizer.py` says by how much). Create learning-rate schedulers again, with
+        Its first step changes the old parameters exactly as the old optimizer's next step would.
+        The steps differ if d_model grew in a model with LayerNorm (`growth/optimizer.py` says by
+        how much). Create learning-rate schedulers again for the new optimizer, and pass
         `last_epoch`.
 
         Args:
@@ -131,7 +132,7 @@ class Grown:
         For a bridge around a transformers model, `AutoModelForCausalLM.from_pretrained(folder)`
         (BERT: `AutoModelForMaskedLM`) loads the saved model. For a HookedTransformer, the folder
         has `config.json`, `model.safetensors` and `tokenizer/`. `provenance.json` has a digest of
-        every file. After more training, call this method again instead of overwriting the weights.
+        every file. After more training, call this method again; do not overwrite only the weights.
 
         Args:
             folder: path of the folder. A grown model in the folder is replaced. A folder with other
@@ -141,8 +142,8 @@ class Grown:
             The folder.
 
         Raises:
-            GrowthError: the model is of another kind, or no transformers configuration can describe
-                the model. `attn_only_lens.save` can save such models with neuron-heads.
+            GrowthError: models of this kind cannot be saved, or no transformers configuration can
+                describe the model. `attn_only_lens.save` can save such models with neuron-heads.
             CheckpointError: the folder holds other files.
 
         Example:
@@ -244,7 +245,7 @@ def _checked_expansion(
     init: object,
     seed: object,
 ) -> Expansion:
-    """Return the requested expansion, or raise an error with every reason against it."""
+    """Return the requested expansion, or raise an error with every reason why it is impossible."""
     if (expansion is None) == (not asked):
         raise GrowthError(["give either an expansion or sizes (d_mlp=1024, …)"])
     reasons = [*hook_reasons(growable.model), *non_finite_weights(growable.model)]
@@ -277,7 +278,7 @@ def _checked_expansion(
 def _rounded(
     larger: Weights, source: Weights, provenance: Provenance
 ) -> tuple[Weights, float | None]:
-    """Round tensors to the original dtypes; also return the largest relative error, or None."""
+    """Round tensors to their original dtypes; also return the largest relative rounding error."""
     tensors, errors = dict(larger.tensors), []
     for name, tensor in larger.tensors.items():
         tensors[name] = tensor.to(source.tensors[provenance.source_of(name)].dtype)
@@ -298,7 +299,7 @@ _BY_LAYER = (
 
 
 def _expansion_to(weights: Weights, asked: dict[str, int]) -> tuple[Expansion, list[str]]:
-    """Return the expansion that gives every layer these sizes, and the reasons against it."""
+    """Return the expansion to these sizes, and every reason why the sizes are impossible."""
     steps: list[Expansion] = []
     reasons: list[str] = []
     sizes, n_layers = weights.sizes, weights.constants.n_layers
@@ -344,8 +345,8 @@ def read(model: Any) -> Weights:
 def identity(model: Any) -> Identity:
     """Return numbers that identify a model, computed from its current weights.
 
-    They do not depend on the device, the dtype or the kind of model: they stay the same if the
-    model is cast, converted, exposed, or saved and loaded. Training changes them.
+    The numbers do not depend on the model's device, dtype or format: they stay the same if you
+    cast, convert, expose (see neurons as heads), or save and load the model. Training changes them.
 
     Args:
         model: any model that `grow` or `compare` accepts.
@@ -368,7 +369,7 @@ def identity(model: Any) -> Identity:
         raise GrowthError([f"got a {type(model).__name__}; expected a model"], "it has no weights")
     try:
         tensors = growable_of(model).read().tensors
-    except GrowthError:  # models that cannot grow have an identity too
+    except GrowthError:  # even a model that cannot be grown has an identity
         tensors = dict(model.named_parameters())
     return identity_of(tensors)
 
@@ -380,12 +381,13 @@ def growable_of(model: Any) -> Growable:
             return kind_of_model(model)
     kind = type(model)
     got = f"{kind.__module__}.{kind.__qualname__}"
-    if isinstance(model, TransformerBridge):  # exposed bridges have a subclass from this package
+    if isinstance(model, TransformerBridge):  # a bridge with exposed neuron-heads has another class
         got = f"TransformerBridge of {model.cfg.architecture}"
     raise GrowthError(
         [
-            f"got a {got}; expected a HookedTransformer, a model that convert made from one, or a "
-            f"TransformerBridge from boot_native or around {', '.join(FAMILIES)}"
+            f"got a {got}; expected a HookedTransformer, a model that convert made from one, a "
+            "TransformerBridge from boot_native, or a TransformerBridge around a transformers "
+            f"model with one of these model types: {', '.join(FAMILIES)}"
         ]
     )
 
@@ -395,6 +397,6 @@ def _all_reasons(growable: Growable) -> list[str]:
 
 
 def _unshared(weights: Weights, source: Weights) -> Weights:
-    """Return weights that share no memory with `source`: shared tensors are copied."""
+    """Return the weights, after copying the tensors that share memory with `source`."""
     pointers = {tensor.data_ptr() for tensor in source.tensors.values()}
     return weights.map(lambda x: x.clone() if x.data_ptr() in pointers else x)

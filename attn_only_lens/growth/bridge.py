@@ -1,10 +1,10 @@
-"""Growth of TransformerBridges: code that is shared by all kinds of bridges.
+"""Growth of TransformerBridges: the code that all kinds of bridges need.
 
 A bridge uses the same names for the parts of any model, for example `blocks.0.attn.q`. A table says
-how the parameters of these parts store the tensors of `Weights`. If the wrapped model has a joint
-matrix for queries, keys and values, the bridge computes with copies of the matrix's three parts,
-and training changes only these copies. So growth reads the copies and builds the joint matrix from
-them.
+which tensor of `Weights` each parameter of these parts stores, and in which order of axes. If the
+wrapped model has a joint matrix for queries, keys and values, the bridge computes with copies of
+the three parts of this matrix, and training changes only the copies. So growth reads the copies and
+builds the joint matrix from them.
 """
 
 import re
@@ -19,12 +19,12 @@ from attn_only_lens.expansion.weights import block_name
 from attn_only_lens.growth.growable import Growable, Parameter, shared_parameter_reasons
 from attn_only_lens.models.in_place import exposed_heads, reasons_against_copying
 
-WRAPPED = "_original_component."  # the wrapped module in a bridge component
+WRAPPED = "_original_component."  # before the names of a wrapped module's parameters
 _Table: TypeAlias = dict[str, tuple[str, str | None]]
 
 
 def _norms(*names: str) -> _Table:
-    """Return the table entries for the gains and biases of these norms."""
+    """Return the entries of such a table for the gains and biases of these norms."""
     parts = {"weight": "w", "bias": "b"}
     return {f"{x}.{part}": (f"{x}.{ours}", None) for x in names for part, ours in parts.items()}
 
@@ -71,11 +71,11 @@ class BridgeModel(Growable):
         if exposed_heads(model):
             return ["neurons are exposed as heads in place; first call `exposed.undo()`"]
         if any(parameter.is_meta for parameter in model.parameters()):
-            return ["its weights are on the meta device and have no values; load them"]
+            return ["the weights are on the meta device and have no values; load them first"]
         reasons = reasons_against_copying(model)
         if model.compatibility_mode:
             reasons.append(
-                "it is in compatibility mode, which may have processed its weights; grow the "
+                "the bridge is in compatibility mode, which may have changed its weights; grow the "
                 "bridge before you call enable_compatibility_mode"
             )
         parts = {path: parameter for path, (parameter, _) in self._parts.items()}
@@ -108,7 +108,7 @@ class BridgeModel(Growable):
 
     @cached_property
     def _parts(self) -> dict[str, tuple[nn.Parameter, Parameter]]:
-        """The bridge's parameters and their layouts, by path in the bridge."""
+        """Each parameter of the bridge and its layout, by the parameter's path in the bridge."""
         model, cfg = self.model, self.model.cfg
         heads = {"head": cfg.n_heads, "kv_head": cfg.n_key_value_heads or cfg.n_heads}
         blocks = [(block_name(i, ""), block, OF_BLOCK) for i, block in enumerate(model.blocks)]
@@ -129,12 +129,12 @@ class BridgeModel(Growable):
         return parts
 
     def _norm_pattern(self, name: str) -> str | None:
-        """Return the pattern for a query or key norm's gain, or None if heads share one gain."""
+        """Return the pattern for the gain of a query or key norm; None if heads share one gain."""
         return None
 
 
 def _part(owner: Any, path: str) -> Any:
-    """Return the innermost module of a bridge component, or None if there is no such component."""
+    """Return the module that a bridge component wraps, or None if there is no such component."""
     for name in path.split("."):
         owner = getattr(owner, "_modules", {}).get(name)
         if owner is None:
@@ -145,23 +145,23 @@ def _part(owner: Any, path: str) -> Any:
 
 
 def _transposed(pattern: str) -> str:
-    """Adapt the pattern to a matrix whose first axis is the input axis."""
+    """Return the einops pattern for a matrix that is stored transposed (transformers' Conv1D)."""
     left, right = pattern.split(" -> ")
     rows, columns = re.findall(r"\([^)]*\)|\w+", left)
     return f"{columns} {rows} -> {right}"
 
 
 def differing_modules(model: Any, usual: Any) -> list[str]:
-    """Return how modules and their constants (eps, scale, …) differ from those of the usual model.
+    """Return every way in which modules and constants (eps, scale, …) differ from the usual model.
 
-    The usual model is a new model with the same configuration, without a bridge.
+    The usual model has the same configuration and original modules, without a bridge.
     """
     modules = {name.replace(f".{WRAPPED[:-1]}", ""): x for name, x in model.named_modules()}
     reasons = []
     for name, twin in usual.named_modules():
         module, label = modules.get(name), name or "the model"
         if module is None or isinstance(twin, nn.ModuleList):
-            continue  # bridges split joint matrices and have their own lists of blocks
+            continue  # bridges split joint matrices and name their block lists differently
         if type(module) is not type(twin):
             got, expected = type(module).__qualname__, type(twin).__qualname__
             reasons.append(f"{label} is a {got}; the configuration says {expected}")
@@ -175,12 +175,12 @@ def differing_modules(model: Any, usual: Any) -> list[str]:
     return reasons
 
 
-# Attributes that do not affect a model's output, or that transformers does not keep up to date.
+# Attributes without effect on a model's output, or which transformers does not keep up to date.
 _INCIDENTAL = ("training", "gradient_checkpointing", "max_seq_len_cached", "vocab_size", "p")
 
 
 def _constants(module: Any) -> dict[str, Any]:
-    """Return the numbers, strings and flags of a module that can affect the module's output."""
+    """Return the numbers, strings and flags that can affect a module's output."""
     plain = (bool, int, float, str, tuple, type(None))
     return {
         key: value

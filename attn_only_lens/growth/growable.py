@@ -19,10 +19,10 @@ _FIELDS = {"head": "n_heads", "d_query": "d_head", "d_mlp": "d_mlp", "kv_head": 
 
 @dataclass(frozen=True)
 class Parameter:
-    """The layout of a parameter: the tensor of `Weights` that the parameter stores, and its shape.
+    """The layout of a parameter: the tensor of `Weights` that it stores, and the order of its axes.
 
-    The einops pattern converts the parameter to the tensor; `sizes` gives the sizes of axes that
-    the pattern splits. The pattern is None if the parameter and the tensor have the same shape.
+    The einops pattern turns the parameter into the tensor; `sizes` has the sizes of axes that the
+    pattern splits. The pattern is None if the parameter and the tensor have the same shape.
     """
 
     name: str
@@ -30,11 +30,11 @@ class Parameter:
     sizes: tuple[tuple[str, int], ...] = ()
 
     def to_weights(self, value: Tensor) -> Tensor:
-        """Return a tensor with the parameter's shape, rearranged to the layout of `Weights`."""
+        """Rearrange a parameter, or a tensor of the same shape, to the axes of `Weights`."""
         return value if self.pattern is None else rearrange(value, self.pattern, **dict(self.sizes))
 
     def from_weights(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of `Weights`, of any size, rearranged to the layout of the parameter."""
+        """Rearrange a tensor of `Weights` to the axes of the parameter."""
         if self.pattern is None:
             return tensor
         left, right = self.pattern.split("->")
@@ -42,7 +42,7 @@ class Parameter:
 
 
 class Growable(ABC):
-    """Reads and writes the weights of a model; each kind of model has a subclass."""
+    """Base class of objects that read and write weights, with a subclass for each kind of model."""
 
     may_differ_by_layer: frozenset[str] = frozenset()
     """Labels of axes whose sizes need not be the same in all layers."""
@@ -62,7 +62,7 @@ class Growable(ABC):
 
     @abstractmethod
     def read(self) -> Weights:
-        """Return the model's weights, detached and not copied, if they can be read."""
+        """Return the model's weights as detached tensors, without copying them."""
 
     @abstractmethod
     def parameters(self) -> Mapping[str, Parameter]:
@@ -71,12 +71,12 @@ class Growable(ABC):
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters that the model computes with, by name.
 
-        A parameter that stores two tensors of `Weights` (a tied embedding) has two names.
+        If a parameter stores two tensors of `Weights` (a tied embedding), it has two names.
         """
         return dict(self.model.named_parameters())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of `Weights`, which are detached views of the model's parameters."""
+        """Return the tensors of `Weights`, as detached views of the model's parameters."""
         named = self.named_parameters()
         return {
             layout.name: layout.to_weights(named[name].detach())
@@ -89,9 +89,10 @@ class Growable(ABC):
         return {layout.name for name, layout in layouts.items() if not named[name].requires_grad}
 
     def reasons_against_weights(self, weights: Weights) -> list[str]:
-        """Return every reason why no model of this kind can have such weights.
+        """Return every reason why a model of this kind cannot have these weights.
 
-        By default, as in TransformerLens, all layers need the same sizes and a single d_head.
+        By default, as in TransformerLens, all layers need the same sizes, and values need the same
+        width (d_head) as queries and keys.
         """
         sizes = defaultdict(set)
         for axis, size in weights.sizes.items():
@@ -99,7 +100,7 @@ class Growable(ABC):
                 sizes[axis.label].add(size)
         reasons = [
             f"layers would differ in {_FIELDS.get(label, label)} ({sorted(values)}), but the "
-            f"layers of a {type(self.model).__name__} cannot differ; grow all of them"
+            f"layers of a {type(self.model).__name__} must have equal sizes; grow all of them"
             f"{self._instead}"
             for label, values in sizes.items()
             if len(values) > 1
@@ -114,13 +115,13 @@ class Growable(ABC):
 
     @abstractmethod
     def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
-        """Return a new model with these weights. Everything else is copied from `self.model`."""
+        """Return a new model with these weights. The rest is copied from `self.model`."""
 
     def reasons_against_saving(self) -> list[str]:
         """Return every reason why `save_pretrained` cannot write the model."""
         return [
             f"got a {type(self.model).__name__}; expected a HookedTransformer, or a bridge around "
-            "a transformers model; attn_only_lens.save saves other models, with neuron-heads"
+            "a transformers model; save other models with neuron-heads by attn_only_lens.save"
         ]
 
     def save_pretrained(self, folder: Path) -> None:
@@ -128,16 +129,17 @@ class Growable(ABC):
         raise GrowthError(self.reasons_against_saving(), PROBLEM)
 
     def trial(self, grown: Any) -> list[str]:
-        """Test whether a grown model computes the same function; return every reason if not."""
+        """Return an error message if a grown model does not compute the same function."""
         return []
 
 
 def shared_parameter_reasons(named: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
-    """Return a reason for each pair of names that share one parameter."""
+    """Return an error message for each two names that refer to the same parameter."""
     first: dict[int, str] = {}
     pairs = [(first.setdefault(id(parameter), name), name) for name, parameter in named]
     return [
-        f"{one} and {item} share one parameter, but may grow differently; make two parameters"
+        f"{one} and {item} share one parameter, but growth may change them differently; replace "
+        "one of them by a copy"
         for one, item in pairs
         if one != item
     ]

@@ -1,9 +1,9 @@
-"""Folders with a grown model and its provenance.
+"""Save a grown model with its provenance in a folder, and read the provenance.
 
     config.json, model.safetensors, …    the format that transformers or `source_folder` reads
     provenance.json                      the provenance, and digests of the other files
 
-Original values of tensors that growth changed are not in the folder, only in the `Grown` object.
+Only the `Grown` object, not the folder, contains original values of tensors that growth changed.
 """
 
 import os
@@ -61,7 +61,7 @@ def read_provenance(folder: str | os.PathLike[str]) -> Provenance:
     """Read the provenance from a folder that `Grown.save_pretrained` or the command `grow` wrote.
 
     Raises:
-        CheckpointError: the folder has no provenance, or the provenance cannot be read.
+        CheckpointError: the folder contains no provenance, or the provenance cannot be read.
     """
     path = path_inside(open_folder(folder), PROVENANCE)
     if not path.exists():
@@ -86,7 +86,7 @@ def read_provenance(folder: str | os.PathLike[str]) -> Provenance:
 
 
 def _n_indices(value: Any) -> int:
-    """Return the total length of all [start, stop] ranges in a provenance."""
+    """Return how many indices the [start, stop] ranges of a provenance contain in total."""
     if isinstance(value, list) and [type(entry) for entry in value] == [int, int]:
         return max(0, value[1] - value[0])
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -1,4 +1,4 @@
-"""Growth of a HookedTransformer, whose layers all have the same sizes and one d_head."""
+"""Growth of a HookedTransformer, in which all layers have the same sizes and the same d_head."""
 
 import copy
 import json
@@ -29,7 +29,8 @@ from attn_only_lens.tl import (
     quiet,
 )
 
-# For these architectures, TransformerLens has no flag that says how norms work.
+# Architectures in which one norm covers the queries of all heads; the configuration does not say
+# so.
 _ALL_HEADS_NORMED = (*POST_NORM_ARCHITECTURES, "OlmoeForCausalLM")
 _BLOCK_NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 _CLASSES = {
@@ -66,23 +67,23 @@ class HookedModel(Growable):
     def parameters(self) -> Mapping[str, Parameter]:
         """Return the layout of every parameter."""
         return {
-            # The names of parameters that grouped heads share start with an underscore.
+            # If several heads share a parameter, its name starts with an underscore.
             name: parameter_of(name.replace("attn._", "attn."), self.model.cfg)
             for name, _ in self.model.named_parameters()
         }
 
     def reasons_against_weights(self, weights: Weights) -> list[str]:
-        """Return every reason why no HookedTransformer can have such weights."""
+        """Return every reason why a HookedTransformer cannot have these weights."""
         return super().reasons_against_weights(weights) or joint_norm_reasons(weights)
 
     def reasons_against_saving(self) -> list[str]:
-        """Return an empty list: every HookedTransformer can be saved."""
+        """Return an empty list, because every HookedTransformer can be saved."""
         return []
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write a folder that `source_folder` reads."""
+        """Write a folder that `models/source_folder.py` can read."""
         model = self.model
-        # The folder contains the tokenizer, which then need not be downloaded.
+        # The tokenizer is saved in the folder, so no name is needed to download it.
         config = plain_config(model.cfg) | {"tokenizer_name": None, "init_weights": False}
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         state = model.state_dict()
@@ -120,7 +121,7 @@ class HookedModel(Growable):
 
 
 def parameter_of(name: str, cfg: Any) -> Parameter:
-    """Return the layout of the TransformerLens parameter with this name in `Weights`."""
+    """Return the layout of the TransformerLens parameter that stores this tensor of `Weights`."""
     axis = {"attn.q_norm.w": "head", "attn.k_norm.w": "kv_head"}.get(tail(name))
     if axis is None or constants_of(cfg).qk_norm != "all heads":
         return Parameter(name)
@@ -134,7 +135,7 @@ def _set(model: nn.Module, name: str, value: Any) -> None:
 
 
 def configuration_reasons(model: Any, block_norms: Sequence[str]) -> list[str]:
-    """Return every difference between a model and its configuration."""
+    """Return every difference between a model's modules and its configuration."""
     cfg, constants = model.cfg, constants_of(model.cfg)
     reasons = shared_parameter_reasons(model.named_parameters(remove_duplicate=False))
     norms = [f"blocks.{layer}.{norm}" for layer in range(cfg.n_layers) for norm in block_norms]
@@ -157,7 +158,7 @@ def configuration_reasons(model: Any, block_norms: Sequence[str]) -> list[str]:
 
 
 def joint_norm_reasons(weights: Weights) -> list[str]:
-    """Return a reason if a norm over the queries of all heads would not have width d_model."""
+    """Return an error message if one norm covers all queries and its width would not be d_model."""
     if weights.constants.qk_norm != "all heads":
         return []
     sizes, d_model = weights.sizes, weights.sizes[Axis("d_model")]
@@ -199,7 +200,7 @@ def constants_of(cfg: Any) -> Constants:
 
 
 def config_fields(cfg: Any, weights: Weights) -> dict[str, Any]:
-    """Return the fields of TransformerLens' configuration that depend on the weights."""
+    """Return those fields of TransformerLens' configuration that describe these weights."""
     constants, sizes = weights.constants, weights.sizes
     fields: dict[str, Any] = {
         "n_layers": constants.n_layers,

@@ -1,11 +1,11 @@
 """Growth of TransformerBridges around Hugging Face transformers models.
 
-A table lists facts about model families that transformers' configurations do not contain, such as
-the kinds and places of norms. Transformers builds the grown model from a larger configuration of
-the same class, with the tensors of `Weights` as parameters. Then the grown model gets a new bridge.
+A table lists what transformers' configurations do not say about a model family, such as the kinds
+and places of norms. The transformers package builds the grown model from a larger configuration of
+the same class; the parameters are the tensors of `Weights`. Then the grown model gets a new bridge.
 
-Transformers rejects the configurations of some grown models (`transformers_module.py`). These grown
-models also compute the same function as the original, but cannot be saved in transformers' format.
+Transformers rejects the configurations of some grown models (`transformers_module.py`). Such a
+model computes the same function as the original, but cannot be saved in transformers' format.
 """
 
 import copy
@@ -47,7 +47,7 @@ from attn_only_lens.models.transformers_module import (
 
 @dataclass(frozen=True)
 class Family:
-    """Constants of a model family that are missing in transformers' configuration.
+    """Facts about a model family that transformers' configuration does not contain.
 
     `eps` is the name of the configuration's field for ε. If `partial_rotary` is False, the model
     ignores `partial_rotary_factor`, and rotary positions rotate whole heads.
@@ -80,9 +80,9 @@ FAMILIES = {
     "roberta": Family("LN", "layer_norm_eps", norm_place="stream", positions="standard"),
 }
 """The families that can grow, by `model_type`."""
-# Rotary types whose frequencies depend only on their wavelength, or on a pair's index.
+# Rotary types in which the frequency of a pair depends only on its wavelength or its index.
 _ROTARY = ("default", "linear", "llama3", "yarn", "longrope")
-_RECOMPUTED = ("dynamic", "longrope")  # recomputed by the model for each input length
+_RECOMPUTED = ("dynamic", "longrope")  # the model recomputes these for each input length
 # Joint matrices, and the parts of each joint matrix in order.
 _FUSED = {
     "c_attn": ("attn.q", "attn.k", "attn.v"),
@@ -91,8 +91,8 @@ _FUSED = {
     "gate_up_proj": ("mlp.gate", "mlp.in"),
 }
 _POS = 5  # tokens per prompt in `trial`
-_DIFFERENCE = 1e-3  # tolerance relative to the largest logit, because rotary angles are float32
-_ROUNDED = 5e-2  # the tolerance if weights were rounded to half precision
+_DIFFERENCE = 1e-3  # relative to the largest logit; nonzero because rotary angles are in float32
+_ROUNDED = 5e-2  # tolerance if weights were rounded to half precision
 
 
 class HuggingFaceBridge(BridgeModel):
@@ -119,7 +119,7 @@ class HuggingFaceBridge(BridgeModel):
 
     @property
     def family(self) -> Family:
-        """The constants of the model's family that are missing in transformers' configuration."""
+        """Facts about the model's family that transformers' configuration does not contain."""
         return FAMILIES[self.config.model_type]
 
     def reasons_against(self) -> list[str]:
@@ -140,13 +140,13 @@ class HuggingFaceBridge(BridgeModel):
         known = set(map(id, [*named.values(), *self.named_parameters().values()]))
         unknown += [name for name, item in self.model.named_parameters() if id(item) not in known]
         if unknown:
-            reasons.append(f"models of this family have no parameters {', '.join(unknown[:5])}")
+            reasons.append(f"this model family has no parameters named {', '.join(unknown[:5])}")
         fresh = dict(self._usual.named_buffers())
         if any(rope.get("rope_type") in _RECOMPUTED for rope in _ropes(config)):
             fresh = {name: x for name, x in fresh.items() if "original_inv_freq" in name}
         buffers = self.model.original_model.named_buffers()
         return reasons + [
-            f"{name} differs from the value that the configuration gives"
+            f"{name} differs from its value in a new model with the same configuration"
             for name, buffer in ((name.replace(WRAPPED, ""), buffer) for name, buffer in buffers)
             if name in fresh and not torch.equal(buffer.cpu(), fresh[name].to(buffer.dtype))
         ]
@@ -178,7 +178,7 @@ class HuggingFaceBridge(BridgeModel):
         return Weights(self.tensors(), constants)
 
     def reasons_against_weights(self, weights: Weights) -> list[str]:
-        """Return every reason why no bridge of this family can have such weights."""
+        """Return every reason why a bridge of this family cannot have these weights."""
         reasons = super().reasons_against_weights(weights)
         kinds = {str(rope.get("rope_type", "default")) for rope in _ropes(self.config)}
         kinds -= set(_ROTARY)
@@ -211,14 +211,14 @@ class HuggingFaceBridge(BridgeModel):
         model.cfg.n_devices = len(places)
         made, options = vars(model.cfg), vars(template.cfg).items()
         others = {k: x for k, x in options if type(x) in (bool, str) and made.get(k) != x}
-        if others:  # the user or growth changed them; a new bridge shows which the user changed
+        if others:  # settings that differ from a new bridge's are the user's
             usual = vars(self._bridge(self._module(_one_layer(self.config))).cfg)
             for key, value in others.items():
                 if key in usual and usual[key] != value:
                     setattr(model.cfg, key, value)
         old_modules = dict(template.original_model.named_modules())
         for name, part in model.original_model.named_modules():
-            if isinstance(part, nn.Dropout):  # copy p, which the user may have changed
+            if isinstance(part, nn.Dropout):  # the user may have changed the probability p
                 like = self._with_layer(
                     name, lambda layer: str(in_layer(source_of(block_name(layer, "attn"))))
                 )
@@ -230,7 +230,7 @@ class HuggingFaceBridge(BridgeModel):
             if layout.name in beside:
                 named[name].data = layout.from_weights(weights.tensors[layout.name])
         if any(part.training != template.training for _, part in modules_of(model)):
-            model.train(template.training)  # takes long in a bridge
+            model.train(template.training)  # only if needed, because this is slow for a bridge
         return model
 
     def reasons_against_saving(self) -> list[str]:
@@ -247,11 +247,11 @@ class HuggingFaceBridge(BridgeModel):
             type(config).from_dict(config.to_dict())
         except (StrictDataclassError, ValueError) as error:
             message = str(error).strip().splitlines()[-1].strip()
-            return [f"{type(config).__name__} refuses its sizes ({message}); {_INSTEAD}"]
+            return [f"{type(config).__name__} refuses the sizes ({message}); {_INSTEAD}"]
         if getattr(config, BY_LAYER, None):
             return [
                 f"layers differ in d_mlp, but {type(config).__name__} has one d_mlp for all "
-                f"layers; grow all of them, or {_SAVE}"
+                f"layers; grow all layers, or {_SAVE}"
             ]
         if has_head_dim(config) or cfg.n_heads * cfg.d_head == cfg.d_model:
             return []
@@ -269,14 +269,14 @@ class HuggingFaceBridge(BridgeModel):
         difference = _difference(self._few_logits(self.model), self._few_logits(module))
         if not difference <= _DIFFERENCE:
             reason = (
-                f"without its bridge, the model's logits differ by {difference:.2g} of the largest "
-                "logit: transformers and TransformerLens interpret the configuration differently"
+                f"the model's logits with and without its bridge differ by {difference:.2g} of the "
+                "largest logit: transformers and TransformerLens read the configuration differently"
             )
             raise GrowthError([reason], PROBLEM)
         try:
             module.save_pretrained(folder)
-        except ValueError as error:  # the generation config is invalid
-            raise GrowthError([f"transformers cannot save it: {error}"], PROBLEM) from error
+        except ValueError as error:  # e.g. if the generation config is invalid
+            raise GrowthError([f"transformers cannot save the model: {error}"], PROBLEM) from error
         umask = os.umask(0)
         os.umask(umask)
         for path in folder.glob("*.safetensors"):  # make files readable for other users
@@ -285,7 +285,7 @@ class HuggingFaceBridge(BridgeModel):
             original_tokenizer(self.model.tokenizer).save_pretrained(folder)
 
     def trial(self, grown: Any) -> list[str]:
-        """Return a reason if the logits of a grown bridge differ from the original's."""
+        """Return an error message if the logits of the grown model and the original differ."""
         difference = _difference(self._few_logits(self.model), self._few_logits(grown))
         is_half = next(grown.parameters()).dtype not in (torch.float32, torch.float64)
         if difference <= (_ROUNDED if is_half else _DIFFERENCE):
@@ -302,7 +302,7 @@ class HuggingFaceBridge(BridgeModel):
         if some.dtype not in (torch.float32, torch.float64):
             is_bridge = isinstance(model, TransformerBridge)
             model = copy_model(model, copy_weights=True) if is_bridge else copy.deepcopy(model)
-            nn.Module.to(model, torch.float32)  # TransformerLens' `to` prints a message
+            nn.Module.to(model, torch.float32)  # TransformerLens' `to` would print
         pos = min(_POS, cfg.n_ctx)
         tokens = torch.arange(2 * pos, device=some.device).reshape(2, pos) % cfg.d_vocab
         in_training = [module for _, module in modules_of(model) if module.training]
@@ -349,7 +349,7 @@ class HuggingFaceBridge(BridgeModel):
                     rotary_dim = int(was * rope.get("partial_rotary_factor", 1.0))
                     rope["partial_rotary_factor"] = _fraction(rotary_dim, width)
                     continue
-                # Round θ so that growing and then shrinking restores the same value.
+                # Round θ, so that a model that grew and shrank has the same θ again.
                 rope["rope_theta"] = float(f"{rope['rope_theta'] ** (width / was):.14g}")
                 for key in {"short_factor", "long_factor"} & rope.keys():
                     rope[key] = rope[key] and [*rope[key], *[1.0] * ((width - was) // 2)]
@@ -385,7 +385,7 @@ class HuggingFaceBridge(BridgeModel):
         return {name: parameter for name, parameter in parameters if name in clean}
 
     def _path(self, part: str) -> str:
-        """Return the path of a bridge component in the wrapped model."""
+        """Return where the wrapped model has this component of the bridge."""
         return str(self.model.adapter.component_mapping[part].name)
 
     def _with_layer(self, path: str, change: Callable[[int], str]) -> str:
@@ -394,15 +394,15 @@ class HuggingFaceBridge(BridgeModel):
         return re.sub(rf"^({blocks}\.)(\d+)", lambda m: m[1] + change(int(m[2])), path)
 
     def _rule(self, name: str) -> str:
-        """Return a parameter's name with the layer index replaced by {}."""
+        """Return a parameter's name with {} in place of the layer index."""
         return self._with_layer(name, lambda layer: "{}")
 
     @cached_property
     def _rules(self) -> dict[str, tuple[str, ...]]:
-        """For each `_rule`, the tails of the tensors that transformers stores in the parameter."""
+        """For each name from `_rule`, the tensors that it stores, without block prefix."""
         named, layouts = self.named_parameters(), self.parameters()
         tensors: dict[int, str] = {}
-        for name, layout in layouts.items():  # if the weights are tied, the embedding comes first
+        for name, layout in layouts.items():  # of tied weights, only the embedding is kept
             tensors.setdefault(id(named[name]), layout.name)
         present = {layout.name for layout in layouts.values()}
         names: dict[str, tuple[str, ...]] = {}
@@ -421,13 +421,13 @@ class HuggingFaceBridge(BridgeModel):
         return names
 
     def _beside(self) -> set[str]:
-        """Return the names of tensors that only the bridge has, such as an unembedding bias."""
+        """Return the tensors that the wrapped model does not have, such as an unembedding bias."""
         held = {tail for tails in self._rules.values() for tail in tails}
         return {name for name in self.tensors() if in_layer(name) is None and name not in held}
 
     @cached_property
     def _usual(self) -> PreTrainedModel:
-        """A transformers model with the same configuration and arbitrary weights."""
+        """A transformers model without a bridge, with this configuration and arbitrary weights."""
         return self._module(self.config)
 
     def _module(
@@ -461,7 +461,7 @@ class HuggingFaceBridge(BridgeModel):
 
 
 def _device_map(module: nn.Module, first: torch.device, name: str = "") -> dict[str, Any]:
-    """Return a device map with as few entries as possible; empty modules are on `first`."""
+    """Return a short map from modules to devices; modules without parameters are on `first`."""
     places = {parameter.device for parameter in module.parameters()} or {first}
     if len(places) == 1:
         return {name: str(places.pop())}
@@ -480,8 +480,8 @@ def _difference(one: Tensor, second: Tensor) -> float:
 
 
 def _fused(name: str, parts: list[Tensor], weights: Weights) -> Tensor:
-    """Join matrices (or biases) along their first axis, which is the output axis."""
-    if "query_key_value" in name:  # the query, key and value of a head are adjacent
+    """Join matrices (or biases) along their first axis, the axis of outputs."""
+    if "query_key_value" in name:  # each head's query, key and value follow each other
         n_heads = weights.sizes[Axis("head", 0)]
         by_head = [rearrange(x, "(head width) ... -> head width ...", head=n_heads) for x in parts]
         return rearrange(
@@ -513,7 +513,7 @@ def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
 
 
 def _fraction(rotary_dim: int, width: int) -> float:
-    """Return a fraction such that int(width · fraction) is `rotary_dim`."""
+    """Return a fraction for which transformers computes int(width · fraction) = `rotary_dim`."""
     fraction = rotary_dim / width
     while int(width * fraction) < rotary_dim:
         fraction = math.nextafter(fraction, 1.0)

@@ -1,7 +1,7 @@
 """Growth of a TransformerBridge around TransformerLens' own model (`boot_native`).
 
-Whatever its dtype, such a bridge computes all norms in float32, except LayerNorm with gains. So
-growth of models with these norms is exact only to float32 precision.
+Such a bridge computes all norms except LayerNorm with gains in float32, even if its dtype is
+float64. So growth of models with these norms is exact only to float32 precision.
 """
 
 import copy
@@ -21,7 +21,7 @@ from attn_only_lens.growth.bridge import BridgeModel, differing_modules
 from attn_only_lens.growth.hooked import config_fields
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-# Keys are in upper case, because the native model ignores the case of `normalization_type`.
+# The keys are in upper case because the native model ignores upper and lower case.
 _NORMS: dict[str | None, Norm] = {"LN": "LN", "LNPRE": "LNPre", "RMS": "RMS", "RMSPRE": "RMSPre"}
 
 
@@ -91,7 +91,7 @@ class NativeBridge(BridgeModel):
             named[name].requires_grad_(source_of(layout.name) not in frozen)
         wrapped: Any = model.original_model
         buffers = dict(template.original_model.named_buffers())
-        for name, buffer in wrapped.named_buffers():  # copied, as new tables may differ
+        for name, buffer in wrapped.named_buffers():  # the values in a new model may differ
             buffer.data = buffers[_source_buffer(name, source_of)].clone()
         if weights.constants.tied:
             wrapped.head._original_component.weight = wrapped.tok_embed.weight
@@ -99,7 +99,7 @@ class NativeBridge(BridgeModel):
 
 
 def _source_buffer(name: str, source_of: Callable[[str], str]) -> str:
-    """Return the name of the original model's buffer from which a new buffer is copied."""
+    """Return the name of the original buffer from which a buffer of the grown model is copied."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return name

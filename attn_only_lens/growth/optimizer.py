@@ -1,4 +1,4 @@
-"""Transfer the state of an optimizer to a grown model.
+"""Adapt an optimizer, with its state, to a grown model.
 
 If growth multiplies a parameter by s (p' = s p), its gradient becomes g / s, its first moment m / s
 and its second moment v / s². To keep p' = s p, the new step must be s times the old step:
@@ -9,16 +9,17 @@ and its second moment v / s². To keep p' = s p, the new step must be s times th
 Weight decay becomes λ' = λ / s² if it adds λ p to the gradient (SGD, Adam), and λ' = λ / s if it
 subtracts lr λ p from the parameter (AdamW). So scaled parameters need separate parameter groups.
 
-New entries start with zero moments and keep the step count of their tensor. With β₂ = .999, Adam's
-first updates of new entries are up to 3.2 lr. Parameters of new layers start without any state. If
-units were split (`expansion.init.splits`), the moments of these units are split in the same way.
+New entries start with moments of zero and share the step count of the old entries in their tensor.
+Because the count does not restart, Adam's first updates of new entries can be as large as 3.2 lr
+(for β₂ = .999). The parameters of new layers start without optimizer state. If units were split
+(`expansion.init.splits`), the moments of these units are split in the same way.
 
 The transfer is exact, with three exceptions. If gains are stored as gain - 1 (Gemma), weight decay
-moves the stored value towards 0, not -1. If growth unties embeddings, both matrices start with the
-moments of the tied matrix. If d_model grows under LayerNorm, the gradients of old weights that
-write to the stream change by a constant that is the same for all old coordinates, and so does SGD's
-step. In tests, Adam's step changed by up to 0.1 lr, or 0.4 lr with weight decay on uncentred
-weights.
+moves the stored value towards 0 (a gain of 1), not -1 (a gain of 0). If growth unties embeddings,
+both matrices start with the moments of the tied matrix. If d_model grows in a model with LayerNorm,
+the gradients of old weights that write to the stream change by a constant (equal for all old
+coordinates), and so does SGD's step. Adam's step changed by up to 0.1 lr in tests, or 0.4 lr if
+weight decay acted on uncentred weights.
 """
 
 from collections import defaultdict
@@ -57,7 +58,7 @@ def grown_optimizer(
         names_of[parameter].append(name)
     new_names = {layout.name: name for name, layout in new_layouts.items()}  # by tensor
     old_names = {layout.name: name for name, layout in old_layouts.items()}
-    of_new_layers = defaultdict(list)  # names in new layers, by name in a similar old layer
+    of_new_layers = defaultdict(list)  # by parameter, its copies in new layers
     for tensor, name in new_names.items():
         if provenance.old_name(tensor) is None:
             of_new_layers[old_names[provenance.source_of(tensor)]].append(name)
@@ -65,7 +66,7 @@ def grown_optimizer(
     state: dict[nn.Parameter, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         by_scale: defaultdict[float, list[str]] = defaultdict(list)
-        # A tied embedding has two names, and may become two parameters. Unused ones have none.
+        # A tied embedding has two names and may become two parameters. Unused ones have none.
         for parameter, name in [(p, name) for p in group["params"] for name in names_of[p]]:
             tensor_map = provenance.tensor_map(old_layouts[name].name)
             new = new_names[tensor_map.name]
@@ -117,7 +118,7 @@ def _reasons_against(optimizer: Optimizer, model: nn.Module) -> list[str]:
 
 
 def _settings(optimizer: Optimizer, group: Mapping[str, Any], scale: float) -> dict[str, Any]:
-    """Return a group's settings for parameters that were multiplied by `scale`."""
+    """Return a group's settings, adapted to parameters that growth multiplied by `scale`."""
     powers = dict(_SETTINGS[type(optimizer)])
     if group.get("decoupled_weight_decay"):  # Adam with this flag is the same as AdamW
         powers["weight_decay"] = 1
@@ -136,11 +137,11 @@ def _grown_state(
     tensor_map: TensorMap,
     provenance: Provenance,
 ) -> Any:
-    """Return one entry of a parameter's state, resized for the grown parameter."""
+    """Return a value from a parameter's optimizer state, adapted to the grown parameter."""
     if key not in _MOMENTS or value is None:
         return value.clone() if isinstance(value, Tensor) else value
     moment = old.to_weights(value)
-    if tensor_map.scale != 1.0:  # moments do not depend on the offset
+    if tensor_map.scale != 1.0:  # moments are only scaled; gains may also be shifted by a constant
         moment = moment / tensor_map.scale ** _MOMENTS[key]
     moment = tensor_map.put(moment, moment.new_zeros(tensor_map.shape))
     return new.from_weights(_shared_out(moment, tensor_map.name, _MOMENTS[key], provenance))

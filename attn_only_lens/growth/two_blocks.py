@@ -1,16 +1,18 @@
 """Growth of converted models, which have two blocks per layer.
 
-A converted model has the parameters of its source model under other names: source layer l becomes
-blocks 2l and 2l + 1, and neuron-heads have the MLP's matrices. So `AddNeurons` appends neuron-heads
-(m per neuron, if m heads form a neuron), and `InsertLayer` inserts two blocks. Converting a grown
-model and growing the converted model give bitwise equal weights. Layers of a converted model may
-have different sizes, and values may have another width than queries and keys. So converted models,
-unlike others, can grow in some layers only, or by `WidenValues` or `WidenQueriesAndKeys` alone.
+A converted model has the parameters of its source model under other names: layer l of the source
+becomes blocks 2l and 2l + 1, and the MLP's matrices belong to neuron-heads. So `AddNeurons` appends
+neuron-heads (m per neuron, if m heads form a neuron), and `InsertLayer` inserts two blocks.
+Converting a grown model and growing the converted model give bitwise equal weights. Layers of a
+converted model may differ in size, and the width of values may differ from that of keys. So
+converted models, unlike others, can grow in some layers only, or by `WidenValues` or
+`WidenQueriesAndKeys` alone.
 
-Bilinear gates of a gated MLP are exact on a range that was calibrated for each layer. A new layer
-gets the range of the old layer with the same shapes, and new neurons get the range of their layer.
-Outside this range, new neurons do not compute the activation function, but their outputs are zero
-before training. To avoid this, grow the source, then convert and calibrate the grown model.
+If a gated MLP was converted with bilinear gates, its gates equal the activation function only on a
+range of inputs, which was calibrated for each layer. A new layer gets the range of the old layer
+with the same shapes, and new neurons get the range of their layer. Outside this range, new neurons
+do not compute the activation function, but have no effect before training, because their output
+weights are zero. To avoid this, grow the source model, then convert and calibrate it.
 """
 
 import math
@@ -38,7 +40,7 @@ from attn_only_lens.models.two_blocks.config import (
 from attn_only_lens.models.two_blocks.known_modules import module_reasons
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.([^.]+)(.*)")
-# The parts of a neuron block, and the parts of the source layer that they come from.
+# For each part of a neuron block, the part of the source layer from which it was made.
 _PARTS_IN_SOURCE = {"attn": "mlp", "ln1": "ln2", "ln1_post": "ln2_post"}
 _PARTS = {source_name: ours for ours, source_name in _PARTS_IN_SOURCE.items()}
 _SHARED = ("attn.W_K", "attn.W_V", "attn.b_K", "attn.b_V")  # shared by grouped heads
@@ -56,7 +58,7 @@ class ConvertedModel(Growable):
         """Return every reason why this model cannot be grown."""
         model = self.model
         if type(model) is not AttentionOnlyTransformer:
-            return [f"the model is a {type(model).__qualname__}, an unknown subclass"]
+            return [f"got a {type(model).__qualname__}, a subclass that growth does not support"]
         reasons = [*module_reasons(model), *configuration_reasons(model, ("ln1", "ln1_post"))]
         sizes = model.cfg.layer_sizes
         if len({size.n_key_value_heads is None for size in sizes}) > 1:
@@ -75,7 +77,7 @@ class ConvertedModel(Growable):
         return all(size.attn_scale == math.sqrt(size.d_head) for size in sizes)
 
     def read(self) -> Weights:
-        """Return the weights of the model's source."""
+        """Return the model's weights in the layout of its source model."""
         cfg = self.model.cfg.layer_cfg(0)
         constants = replace(constants_of(cfg), heads_per_neuron=self.model.heads_per_neuron)
         if cfg.use_attn_scale and not self._has_default_scales():
@@ -91,7 +93,7 @@ class ConvertedModel(Growable):
         return tensors
 
     def reasons_against_weights(self, weights: Weights) -> list[str]:
-        """Return every reason why no converted model can have such weights."""
+        """Return every reason why a converted model cannot have these weights."""
         return joint_norm_reasons(weights)
 
     def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
@@ -104,7 +106,7 @@ class ConvertedModel(Growable):
             names[name]: parameter_of(name, cfg).from_weights(tensor)
             for name, tensor in weights.tensors.items()
         }
-        # For each layer, the old layer from which everything except the weights is copied.
+        # For each layer, the old layer from which settings and buffers are copied.
         layers = [
             layer
             for layer_index in range(constants.n_layers)
@@ -132,7 +134,7 @@ class ConvertedModel(Growable):
 
 
 def _source_name(name: str) -> str:
-    """Return the name in `Weights` of a converted model's parameter."""
+    """Return which tensor of `Weights` this parameter of a converted model stores."""
     match = _BLOCK.fullmatch(name)
     if match is None:
         return name
@@ -143,7 +145,7 @@ def _source_name(name: str) -> str:
 
 
 def _converted_name(name: str, *, grouped: bool) -> str:
-    """Return a converted model's name for a tensor of `Weights`."""
+    """Return which parameter of a converted model stores this tensor of `Weights`."""
     layer, of = in_layer(name), tail(name)
     if layer is None:
         return name
@@ -155,7 +157,7 @@ def _converted_name(name: str, *, grouped: bool) -> str:
 
 
 def _layer_sizes(weights: Weights, attn_scale: float) -> list[LayerSizes]:
-    """Return the sizes of every layer, with `attn_scale` unless scores are divided by √d_head."""
+    """Return each layer's sizes; its scores are divided by √d_head, or all by `attn_scale`."""
     constants, sizes, layers = weights.constants, weights.sizes, []
     for layer in range(constants.n_layers):
         n_heads, n_shared, width, d_value, neurons = (

@@ -1,4 +1,4 @@
-"""The computation, names and patterns of neuron-heads in every kind of model."""
+"""Neuron-heads (attention heads that compute MLP neurons): computation, names and patterns."""
 
 from attn_only_lens.heads.computation import logit_tolerance
 from attn_only_lens.heads.host import has_neuron_heads, host_of, reasons_without_heads

@@ -1,4 +1,4 @@
-"""Neuron-heads with bilinear scores, m heads per neuron.
+"""Compute each MLP neuron with m attention heads (neuron-heads) whose scores are bilinear.
 
 For a token with the normalised residual x, head j of neuron i computes
 
@@ -41,7 +41,7 @@ class BilinearHeads(NeuronHeads):
 
     @property
     def amplification(self) -> float:
-        """The factor by which the gate amplifies rounding errors; it is 1 in a plain MLP."""
+        """The factor by which the gate amplifies rounding errors; 1 if the MLP is not gated."""
         return self.bilinear_gate.amplification
 
     @property
@@ -62,7 +62,7 @@ class BilinearHeads(NeuronHeads):
     def _sum_of_heads(self, q: PreActivation, value: PreActivation) -> PreActivation:
         """Return the neurons' outputs without computing the individual heads."""
         mixture = self.bilinear_gate.mixture(q)
-        if q.dtype == torch.float16:  # overflow may have made the value ±∞
+        if q.dtype == torch.float16:  # the value may have overflowed to ±∞
             value = torch.where(torch.isinf(value) & (mixture == 0), 0.0, value)
         return (mixture * value).to(q.dtype)
 

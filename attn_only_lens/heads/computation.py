@@ -1,4 +1,4 @@
-"""The computation of neuron-heads in any kind of model, from an MLP's pre-activations to z.
+"""Compute neuron-heads (MLP neurons as attention heads), from an MLP's pre-activations to z.
 
 The inputs are the pre-activation q and, in a gated MLP, the projection u that q gates. The formulas
 are in `gates/exact.py` (one head per neuron) and `heads/bilinear.py` (several heads per neuron).
@@ -42,7 +42,7 @@ def require_grad_like(constant: Tensor, like: Tensor) -> Tensor:
 
 
 class NeuronHeads(ABC):
-    """The neuron-heads of one MLP: their hook points, and the computation of z.
+    """The neuron-heads of one MLP, with their hook points and the computation of their outputs z.
 
     In a converted model, this class is a mixin of the block's attention. In an exposed model, each
     MLP has a separate object of this class.
@@ -82,7 +82,7 @@ class NeuronHeads(ABC):
     def weights_and_values(
         self, q: PreActivation, up: PreActivation | None
     ) -> tuple[Float[Tensor, "*any pos head_index"], Float[Tensor, "*any pos head_index"]]:
-        """Compute the heads' self weights and values from pre-activations, without hooks."""
+        """Compute each head's attention to its own token, and its value, without running hooks."""
         query, v = self._query_and_value(q, up)
         return self._gate_pattern(query)[..., SELF], v
 
@@ -188,10 +188,10 @@ def logit_tolerance(heads: Iterable[NeuronHeads], dtype: torch.dtype) -> float:
     """Return the largest allowed max |Δ logit| / max |logit| between two computations of a model.
 
     In a gated MLP with bilinear gates, the outputs of single heads, and so their rounding errors,
-    are many times larger than their sum. There, the tolerance is multiplied by the amplification.
-    In small gated models in float32, `verify` found differences of up to 2.3 times the plain
-    tolerance, and up to 0.19 times the amplified tolerance. Half-precision heads are summed in
-    float32.
+    are many times larger than their sum. For such MLPs, the tolerance is multiplied by the
+    amplification. In small gated models in float32, `verify` found differences of up to 2.3 times
+    the plain tolerance, and up to 0.19 times the amplified tolerance. Heads in half precision are
+    summed in float32, so the factor multiplies float32's tolerance.
     """
     sums = dtype if dtype == torch.float64 else torch.float32
     amplification = max((layer.amplification for layer in heads), default=1.0)

@@ -1,4 +1,4 @@
-"""The interface to models with neuron-heads; each kind of model implements a `Host`.
+"""The interface to models whose MLP neurons are attention heads; each kind of model has a `Host`.
 
 A converted model has two blocks for each source layer l: attention heads in block 2l, neuron-heads
 in block 2l + 1. An exposed model has one block per layer, whose MLP computes neuron-heads.
@@ -43,8 +43,8 @@ _NO_VALUES: Mapping[Any, Any] = MappingProxyType({})
 class PassState(threading.local):
     """Values that one module passes to a later module in the same forward pass.
 
-    The values are not module attributes, because several threads, or hooks during a forward pass,
-    may run the same model. Each thread has its own values, and a copy of this object is empty.
+    The values are not module attributes, because other threads, or hooks, may run the same model
+    during a forward pass. Each thread has its own values, and a copy of this object is empty.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class PassState(threading.local):
 
     @contextmanager
     def new_pass(self, values: Mapping[Any, Any] = _NO_VALUES) -> Iterator[None]:
-        """Use these values during a forward pass, and restore the previous values afterwards."""
+        """Use these values inside a `with`, and restore the previous values at its end."""
         outer, self.values = self.values, dict(values)
         is_outermost, self._errors = self._errors is None, self._errors or []
         try:
@@ -69,7 +69,7 @@ class PassState(threading.local):
                 _raise_if_large(errors)
 
     def require_small(self, error: Tensor, message: str) -> None:
-        """Raise UnsupportedCallError if an error exceeds 1, at the end of the outermost pass."""
+        """At the end of the outermost pass, raise UnsupportedCallError if `error` exceeds 1."""
         if self._errors is None:
             _raise_if_large([(error, message)])
         else:
@@ -77,7 +77,7 @@ class PassState(threading.local):
 
 
 def _raise_if_large(errors: Sequence[tuple[Tensor, str]]) -> None:
-    """Read the errors at once, since each read waits for the device."""
+    """Raise UnsupportedCallError if any error exceeds 1; read all errors in one transfer."""
     for error, (_, message) in zip(read_all([x for x, _ in errors]), errors, strict=True):
         if error > 1.0:
             raise UnsupportedCallError(message)
@@ -133,7 +133,7 @@ class Host(ABC):
 
     @abstractmethod
     def gates(self) -> list[dict[str, Any]]:
-        """Return the gates of each source layer as JSON data."""
+        """Describe the gates of each source layer as data that can be written as JSON."""
 
     @abstractmethod
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
@@ -146,10 +146,10 @@ class Host(ABC):
 
     @abstractmethod
     def reasons(self) -> list[str]:
-        """Return reasons why the model no longer runs the modules of its heads, if any."""
+        """Return the reasons, if any, why the model no longer runs the modules of its heads."""
 
     def unseen_edit_reasons(self, layer: int, kind: HeadKind) -> list[str]:
-        """Return reasons why other code would receive z before z is edited, if any."""
+        """Return an error message for each torch hook that would receive z before it is edited."""
         return []
 
     @abstractmethod
@@ -182,7 +182,7 @@ class Host(ABC):
 
     @abstractmethod
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the number of tokens in the KV cache, given the first block's arguments."""
+        """Return how many tokens the key-value cache holds, given the first block's arguments."""
 
     @abstractmethod
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Any:
@@ -190,13 +190,13 @@ class Host(ABC):
 
 
 class WithNeuronHeads:
-    """A mixin for models with neuron-heads."""
+    """A mixin that marks a model whose MLP neurons are attention heads (neuron-heads)."""
 
     _host: ClassVar[type[Host]]
 
 
 def stock_class(module: object) -> type:
-    """Return a module's original class, without neuron-heads."""
+    """Return the class that a module had before it got neuron-heads."""
     kind = type(module)
     return vars(kind).get("_stock", kind)  # `vars` ignores base classes
 
@@ -207,14 +207,14 @@ def has_neuron_heads(model: object) -> bool:
 
 
 def host_of(model: Any) -> Host:
-    """Return the host of a model; raise UnsupportedCallError if there are no neuron-heads."""
+    """Return a model's `Host`; raise UnsupportedCallError if the model has no neuron-heads."""
     if not isinstance(model, WithNeuronHeads):
         raise UnsupportedCallError("; ".join(reasons_without_heads(model)))
     return model._host(model)
 
 
 def reasons_without_heads(model: object) -> list[str]:
-    """Return a list with an error text if a model has no neuron-heads, else an empty list."""
+    """Return [error message] if a model has no neuron-heads, otherwise []."""
     if has_neuron_heads(model):
         return []
     return [

@@ -25,7 +25,7 @@ _NAME = re.compile(rf"L{_NUMBER}([HN]){_NUMBER}(?:\.{_NUMBER})?")
 
 @dataclass(frozen=True)
 class HeadName:
-    """The name of an attention head, a neuron-head or a neuron in a source layer.
+    """The name of an attention head, a neuron-head, or a neuron in a layer of the source model.
 
     Attributes:
         layer: the source layer (not the block), counted from 0.
@@ -48,7 +48,7 @@ class HeadName:
 
     @classmethod
     def parse(cls, text: str) -> "HeadName":
-        """Parse `L5H3`, `L5N1234` or `L5N1234.2`; raise UnknownHeadError for other texts."""
+        """Parse `L5H3`, `L5N1234` or `L5N1234.2`; raise UnknownHeadError for other strings."""
         match = _NAME.fullmatch(text) if isinstance(text, str) else None
         if match is None or (match[2] == "H" and match[4] is not None):
             raise UnknownHeadError(
@@ -59,7 +59,7 @@ class HeadName:
         return cls(int(layer), _KIND[letter], int(index), None if member is None else int(member))
 
     def head_index(self, heads_per_neuron: int) -> int:
-        """Return this head's index in the block; raise UnknownHeadError if there is none."""
+        """Return this head's index in its block; raise UnknownHeadError if it does not exist."""
         if self.kind == "attention" or (heads_per_neuron == 1 and self.member is None):
             return self.index
         if self.member is None or not self.member < heads_per_neuron or heads_per_neuron == 1:
@@ -69,14 +69,14 @@ class HeadName:
         return self.index * heads_per_neuron + self.member
 
     def heads(self, heads_per_neuron: int) -> slice:
-        """Return the head_index range of this head, or of all heads of this neuron."""
+        """Return a slice of `head_index` with this head, or with all heads of this neuron."""
         if self.kind == "neuron" and self.member is None:
             return slice(self.index * heads_per_neuron, (self.index + 1) * heads_per_neuron)
         index = self.head_index(heads_per_neuron)
         return slice(index, index + 1)
 
     def block(self, model: Any) -> int:
-        """Return the index of the block that runs this head; errors are the same as for `hook`."""
+        """Return the index of the block that runs this head; raise the same errors as `hook`."""
         self.require_in(model)
         if has_neuron_heads(model):
             return host_of(model).block(self.layer, self.kind)
@@ -120,7 +120,7 @@ class HeadName:
         return name
 
     def require_in(self, model: Any) -> None:
-        """Check that a model has this head; errors are the same as for `hook`."""
+        """Check that a model has this head; raise the same errors as `hook` if it does not."""
         if has_neuron_heads(model):
             self.require_among(head_counts(model))
             return
@@ -149,7 +149,7 @@ class HeadName:
 
 
 def _require_plain(model: Any, name: HeadName) -> None:
-    """Raise UnsupportedCallError for names that a model without neuron-heads cannot have."""
+    """Raise UnsupportedCallError if a model without neuron-heads cannot have this head."""
     if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
         raise UnsupportedCallError(
             f"got a {type(model).__name__}; expected a model with blocks, from TransformerLens or "
@@ -169,7 +169,7 @@ def _require_plain(model: Any, name: HeadName) -> None:
 
 
 def head_counts(model: Any) -> list[HeadCounts]:
-    """Return the head counts of each source layer of a model with neuron-heads."""
+    """Return the numbers of heads, neurons and heads per neuron in each source layer."""
     host = host_of(model)
     layers = zip(host.n_heads, host.neurons, strict=True)
     return [(n_heads, layer.n_neurons, layer.heads_per_neuron) for n_heads, layer in layers]

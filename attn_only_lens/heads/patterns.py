@@ -1,4 +1,4 @@
-"""Patterns of neuron-heads from the activation cache of a model."""
+"""Read the patterns of neuron-heads from the activation cache of a run."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ from attn_only_lens.heads.names import HeadName
 def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
     """Return the attention of one neuron-head, from each token to itself and to the bias token.
 
-    The last axis is (the token itself, the bias token), not all tokens. Plotting tools such as
-    circuitsvis expect a square pattern over tokens and would silently draw a wrong picture; use
-    `dense_pattern` with such tools.
+    The last axis has two entries, one for the token itself and one for the bias token, instead of
+    one entry for each token. Plotting tools such as circuitsvis expect a square pattern over tokens
+    and would silently draw a wrong picture; use `dense_pattern` with such tools.
 
     Args:
         cache: the cache of a converted or exposed model, with the patterns of the neuron's layer.
@@ -48,11 +48,11 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
 
 
 def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
-    """Return the factor that a neuron's gate applies to its value, Σ_j w_j pattern_j(self).
+    """Return the factor by which a neuron's gate multiplies its value, Σ_j w_j pattern_j(self).
 
-    With exact gates, this factor is the self weight of the neuron's only head. With bilinear gates
-    in a plain MLP, the factor is p(q), which may be slightly outside [0, 1]; in a gated MLP, the
-    factor approximates the activation α(q).
+    With exact gates, this factor is the attention of the neuron's only head to the token itself.
+    With bilinear gates, the sum is over the neuron's heads j with weights w_j. In a plain MLP, the
+    factor may be slightly outside [0, 1]; in a gated MLP, it approximates the activation α(q).
 
     Args:
         cache: see `neuron_pattern`.
@@ -82,7 +82,7 @@ def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]
 
 
 def _neuron(cache: ActivationCache, name: str) -> HeadName:
-    """Parse the name of a neuron, and check that the cache's model has this neuron."""
+    """Parse the name of a neuron, and check that the model of the cache has this neuron."""
     head = HeadName.parse(name)
     model = getattr(cache, "model", None)
     if head.kind != "neuron":
@@ -139,8 +139,9 @@ def dense_pattern(
 ) -> Float[Tensor, "batch query_pos key_pos_and_bias"]:
     """Return `neuron_pattern` as a square matrix over tokens, plus a column for the bias token.
 
-    Plotting tools such as circuitsvis expect such a matrix. The self weights are on the diagonal,
-    and all other weights between tokens are zero. Arguments and errors are as for `neuron_pattern`.
+    Plotting tools such as circuitsvis expect such a matrix. The attention of each token to itself
+    is on the diagonal, and all other weights between tokens are zero. The arguments and errors are
+    the same as for `neuron_pattern`.
 
     Example:
         >>> from attn_only_lens import dense_pattern, expose_neuron_heads, pretrained

@@ -1,6 +1,6 @@
-"""Models with neuron-heads, and functions that act on whole models.
+"""Models whose MLP neurons act as attention heads, and functions that build, save and load them.
 
-The public result classes, listed in `__init__.pyi`, are imported at their first use.
+`__init__.pyi` lists the public classes, which are imported when they are first used.
 """
 
 import lazy_loader

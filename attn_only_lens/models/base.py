@@ -1,6 +1,7 @@
-"""Base classes of converted and exposed models and of their hosts, with checks of users' hooks.
+"""Base classes of models whose neurons are attention heads, and of their hosts.
 
-TransformerLens silently accepts hooks that can never fire; these models raise an error instead.
+A host is the interface through which analyses access a model (`heads/host.py`). TransformerLens
+silently accepts hooks that can never fire; the models here raise an error instead.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,18 +19,18 @@ from attn_only_lens.tl import HookedTransformer
 
 
 class ModelHost(Host):
-    """A host that checks modules and torch hooks before an analysis reads the weights."""
+    """A host that looks for replaced modules and torch hooks before an analysis reads weights."""
 
     def require_weights(self) -> None:
-        """Raise an error if modules were replaced, or if torch hooks may change their outputs."""
+        """Raise an error if modules were replaced, or if torch hooks may change module outputs."""
         InputError.raise_if(self.reasons() or weight_hook_reasons(self.model), CHANGED)
 
     def norm_modules(self) -> list[nn.Module]:
-        """Return the norm modules of the residual stream, the queries and the keys."""
+        """Return the modules that normalise the residual stream, the queries or the keys."""
         return norm_modules(self.model)
 
     def norms_of(self, seen: Mapping[nn.Module, tuple[Tensor, Tensor]]) -> dict[nn.Module, Norm]:
-        """Identify the norm that each module computes, from one of its inputs and the output."""
+        """Identify the norm that each module computes, from one recorded input and its output."""
         return norms_of(seen)
 
 
@@ -41,26 +42,26 @@ class HookedTransformerHost(ModelHost):
         return known_norm(getattr(self.model, "ln_final", None))
 
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the number of tokens in the first block's entry of the key-value cache."""
+        """Return the number of tokens in the key-value cache entry given to the first block."""
         entry = kwargs.get("past_kv_cache_entry")
         return 0 if entry is None else int(entry.past_keys.shape[1])
 
 
 class HookChecks(HookedTransformer):
-    """A HookedTransformer that refuses hooks on hook points that would never fire."""
+    """A HookedTransformer that raises an error for hooks on hook points that can never fire."""
 
     def get_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Return TransformerLens' caching hooks for the selected hook points that can fire."""
+        """Return TransformerLens' caching hooks, but only for hook points that can fire."""
         return super().get_caching_hooks(self._firing(names_filter), *args, **kwargs)
 
     def add_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Add TransformerLens' caching hooks to the selected hook points that can fire."""
+        """Add TransformerLens' caching hooks, but only to hook points that can fire."""
         return super().add_caching_hooks(self._firing(names_filter), *args, **kwargs)
 
     @contextmanager
     def hooks(
         self,
-        fwd_hooks: list[Any] = [],  # noqa: B006 - TransformerLens' signature; never mutated
+        fwd_hooks: list[Any] = [],  # noqa: B006 - TransformerLens' signature; never changed
         bwd_hooks: list[Any] = [],  # noqa: B006
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
@@ -100,21 +101,21 @@ class HookChecks(HookedTransformer):
         super().check_hooks_to_add(hook_point, hook_point_name, *args, **kwargs)
 
     def _silence(self, hook_name: str) -> str | None:
-        """Return an error text if a hook point does not fire under the current settings."""
+        """Return an error message if a hook point does not fire under the current settings."""
         return None
 
     def _wanted(self, wanted: Any) -> Any:
-        """Return the hook name or name filter to pass to TransformerLens in place of `wanted`."""
+        """Return the hook name or name filter that TransformerLens receives instead of `wanted`."""
         return wanted
 
     def _require_all(self, wanted: list[Any]) -> None:
-        """Raise an error if any of the hooks that are added in one call would never fire."""
+        """Raise an error if any of the hooks that are about to be added would never fire."""
         for name in wanted:
             if isinstance(name, str):
                 self._require_firing(name)
 
     def _firing(self, names_filter: Any) -> Callable[[str], bool]:
-        """Return a name filter for hook points that can fire; raise an error for other names."""
+        """Return a name filter that selects only hook points that can fire; refuse other names."""
         if isinstance(names_filter, str):
             names_filter = [names_filter]
         if isinstance(names_filter, list | tuple | set | frozenset):

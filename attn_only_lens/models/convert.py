@@ -1,4 +1,7 @@
-"""Convert a model: every MLP neuron becomes an attention head of width 1 (Theorem 6)."""
+"""Convert a model: every MLP neuron becomes an attention head of width 1.
+
+Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorem 6.
+"""
 
 import torch
 from transformer_lens.model_bridge import TransformerBridge
@@ -21,24 +24,25 @@ def convert(
     """Return an attention-only model with the same logits as `model`.
 
     The returned model has two blocks per source layer. Block 2l holds the attention heads of source
-    layer l. Block 2l + 1 holds the layer's d_mlp neurons, as heads of width 1 under `attn`. In a
-    neuron-head, each token attends to itself with weight p(q) and to a static bias token with
-    weight 1 - p(q), where act(q) = q · p(q). Without hooks on neuron blocks, the logits are bitwise
-    equal to those of `model`; with hooks, the logits agree up to rounding. Name filters for
-    attention heads, such as `name.endswith("hook_z")`, also select the hook points of neuron-heads.
+    layer l. Block 2l + 1 holds the layer's d_mlp neurons, as heads of width 1 in the block's
+    `attn`. In a neuron-head, each token attends to itself with weight p(q) and to a static bias
+    token with weight 1 - p(q), where q is the neuron's pre-activation and act(q) = q · p(q).
+    Without hooks on neuron blocks, the logits are bitwise equal to those of `model`; with hooks,
+    the logits agree up to rounding. Name filters for attention heads, such as
+    `name.endswith("hook_z")`, also select the hook points of neuron-heads.
 
     With `gate=Bilinear(...)`, several heads per neuron approximate the activation. The converted
     model then uses the approximation even without hooks.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorems 2 and
-    4, with p(q) in place of the sigmoid for activations other than SiLU. The paper does not cover
-    gated MLPs, where the value is the product q · u of two projections.
+    4, with p(q) in place of the paper's sigmoid for activations other than SiLU. The paper does not
+    cover gated MLPs, where the value is the product q · u of two linear maps of the input.
 
     Args:
         model: a `HookedTransformer` with MLPs. It is not changed. For a `TransformerBridge`, see
             `expose_neuron_heads`.
         gate: "exact" for one head per neuron, with the activation's own pattern;
-            `GeneralizedSiLU(a_1, a_2)` for an exact gate of an activation that has no name; or
+            `GeneralizedSiLU(a_1, a_2)` for an exact gate of the activation a_1 SiLU(a_2 x); or
             `Bilinear(...)`.
         copy_weights: copy the weights. By default both models share them, so that conversion costs
             no memory; then training either model trains both. If fold_ln is later applied to the

@@ -40,13 +40,13 @@ _PROBLEM = "the neuron-heads of this model cannot be exposed"
 
 
 class ExposedNeurons:
-    """A model with exposed neuron-heads, which `undo` hides again.
+    """A model whose neurons are exposed as attention heads (neuron-heads), until `undo` is called.
 
     As a context manager, this object returns the model. When the `with` block ends, the
-    neuron-heads are hidden again, unless they were already exposed before.
+    neuron-heads are hidden again, unless they were exposed before this object was created.
 
     Attributes:
-        model: the model; with `copy=True`, the copy.
+        model: the model with exposed neuron-heads; with `copy=True`, this is the copy.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, pretrained
@@ -107,15 +107,17 @@ def expose_neuron_heads(
     `HeadName.hook` returns these names. Name filters such as `name.endswith("hook_z")` still select
     only attention heads, because the new hook points have different names.
 
-    The model keeps its names, weights and methods, and existing hooks fire as before. With exact
-    gates and no hooks on the new hook points, only the model's own code runs, so the logits stay
-    bitwise the same. With hooks on the new hook points, the logits agree up to rounding.
+    The model's hook points keep their names, its weights and methods stay the same, and existing
+    hooks fire as before. With exact gates and no hooks on the new hook points, only the model's own
+    code runs, so the logits are bitwise equal to the logits before exposing. With hooks on the new
+    hook points, the logits agree with the original ones up to rounding.
 
     An edit at a hook point affects all later hook points, in this order: hook_pre; the heads' q, k,
     v, attn_scores, pattern and z; hook_post; the heads' result. As with attention heads, the hook
-    point of the result fires only after `model.set_use_attn_result(True)`.
+    point `result` fires only after `model.set_use_attn_result(True)`.
 
-    Each MLP is run on a random batch before and after exposing, to check that its outputs agree.
+    Each MLP is run on a random batch before and after exposing, to check that its output does not
+    change.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorems 2
     and 4; see `convert`.
@@ -129,9 +131,9 @@ def expose_neuron_heads(
         copy: expose the neuron-heads of a copy, with separate modules, hook points and settings,
             and leave `model` unchanged.
         copy_weights: copy the weights too. By default the copy shares them with `model` and costs
-            no memory. Then training either model trains both; changing the dtype or device of one
-            model separates them. If fold_ln is later applied to a `HookedTransformer`, a copy that
-            shares its weights raises an error wherever it is used.
+            no memory. Then training either model trains both, until the dtype or device of one
+            model is changed, which ends the sharing. If fold_ln is later applied to a
+            `HookedTransformer`, a copy that shares its weights raises an error wherever it is used.
 
     Returns:
         A context manager with `model`, the exposed model, and `undo`. If the neuron-heads are
@@ -174,7 +176,7 @@ def expose_neuron_heads(
 def _model_reasons(
     model: Any, copy: bool, copy_weights: bool, silu: GeneralizedSiLU | None
 ) -> list[str]:
-    """Return error texts if a model cannot be exposed or copied; `known_mlps` checks its MLPs."""
+    """Return error messages if a model cannot be exposed or copied; its MLPs are not checked."""
     if copy_weights and not copy:
         return ["got copy_weights=True without copy=True; pass copy=True, too"]
     if isinstance(model, TransformerBridge) and (reasons := weight_reasons(model.original_model)):
@@ -192,7 +194,7 @@ def _model_reasons(
 
 
 def expose_as(model: Any, mlps: list[KnownMLP], gating: Gating) -> ExposedNeurons:
-    """Expose the neuron-heads of recognised MLPs; raise an error if the gates do not fit."""
+    """Expose a model's neurons as heads; raise an error if the gates do not fit its MLPs."""
     try:
         gated = mlps[0].points.pre_linear is not None
         gating.require_fit(mlps[0].act_fn, gated, len(mlps))
@@ -227,13 +229,14 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
         before = [run_mlp(layer.mlp, layer.mlp_points, x) for layer, x in runs]
         show(model, heads)
         reasons, measured = [], []
-        with heads[0].passing.new_pass():  # its end reads the errors of all layers at once
+        # On exit, the context reads the rounding errors of all layers in one transfer.
+        with heads[0].passing.new_pass():
             for (layer, x), expected in zip(runs, before, strict=True):
                 try:
                     measured.append((layer, _differences(layer, x, expected)))
                 except UnknownMLPError as error:
                     reasons.append(f"layer {layer.layer}: {error}")
-        # Read the values of all layers at once, since each read waits for the device.
+        # Read the differences of all layers at once, since each read waits for the device.
         together = [x.to(before[0].device) for _, x in measured]
         numbers = torch.stack(together).tolist() if together else []
         for (layer, x), row in zip(measured, numbers, strict=True):
@@ -249,10 +252,11 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
 
 
 def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "4"]:
-    """Return the largest differences between three pairs of MLP outputs, and the largest output.
+    """Return the largest differences between three pairs of MLP outputs, and the largest |output|.
 
-    The pairs are the MLP's output and the sum of its heads, both with hooks on the heads; its
-    output before and after exposing, both without hooks; and its output with and without hooks.
+    The pairs are: with hooks on the heads, the sum of the heads' outputs and the MLP's output;
+    without hooks, the MLP's output before and after exposing; and the MLP's output with and without
+    hooks on the heads.
     """
     silent = run_mlp(heads.mlp, heads.mlp_points, x)
     with ExitStack() as stack:
@@ -271,7 +275,7 @@ def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "
 
 
 def _reasons(heads: InPlace, dtype: torch.dtype, differences: list[float]) -> list[str]:
-    """Return error texts if the output of `_differences` shows that an MLP cannot be exposed."""
+    """Return error messages if the differences that `_differences` measured are too large."""
     of_sum, changed, with_hooks, largest = differences
     reasons = []
     if heads.gating.kind == "exact" and changed != 0:
@@ -280,7 +284,7 @@ def _reasons(heads: InPlace, dtype: torch.dtype, differences: list[float]) -> li
     for text, difference in others.items():
         if not difference <= logit_tolerance([heads], dtype) * largest:
             reasons.append(
-                f"its MLP's {text} of its neuron-heads; they differ by up to {difference:.2g}, and "
-                f"the largest entry is {largest:.2g}"
+                f"its MLP's {text} of its neuron-heads: outputs differ by up to {difference:.2g}, "
+                f"and the largest output entry is {largest:.2g}"
             )
     return reasons

@@ -26,7 +26,8 @@ class Calibration:
 
     Attributes:
         ranges: for each source layer, `margin` times the largest |g| seen, where g = x · W_gate.
-        margin: the factor that leaves room for other data.
+        margin: the factor by which `ranges` exceed the largest |g| seen, to leave room for other
+            data.
         n_tokens: the number of tokens that the model was run on.
     """
 
@@ -47,8 +48,8 @@ def calibrate(
 
     Args:
         model: a source model with gated MLPs, or a bridge with exposed neuron-heads.
-        tokens: representative input [batch, pos], or a text if the model has a tokenizer.
-        margin: the factor by which the largest value seen is multiplied.
+        tokens: representative input [batch, pos], or a string if the model has a tokenizer.
+        margin: the factor by which the largest |x · W_gate| seen is multiplied.
 
     Returns:
         The ranges, for use in `convert(model, gate=Bilinear(calibration=…))`.
@@ -112,12 +113,12 @@ class Bilinear:
     neuron becomes m heads, named `L5N1234.0` to `L5N1234.{m-1}`, which share one output direction
     and approximate the neuron's activation within a certified bound (`bilinear_gate`). In a plain
     MLP, the bound holds for every real input, and silu is exact with one head. In a gated MLP, the
-    bound holds on the calibrated range.
+    bound holds only on the range that `calibrate` has measured.
 
     Attributes:
-        heads: m, the number of heads per neuron; by default the smallest number with an error
-            within `tolerance`, or 8 for gated MLPs.
-        tolerance: for plain MLPs, the largest error of the activation; by default 1e-3.
+        heads: m, the number of heads per neuron; by default 8 for gated MLPs, and for plain MLPs
+            the smallest number whose error is within `tolerance`.
+        tolerance: for plain MLPs, the largest allowed error of the activation; by default 1e-3.
         calibration: the result of `calibrate(model, tokens)`, which gated MLPs require.
         slope: for plain MLPs with one head per neuron, the slope in SiLU(slope · x) / slope: any
             positive number for relu, 1 to 3.2 for the gelus, or "paper" for the paper's gelu with
@@ -154,7 +155,7 @@ GateOption = Literal["exact"] | GeneralizedSiLU | Bilinear
 def gating_for(
     gate: GateOption, act_fn: str, gated: bool, dtype: torch.dtype, n_layers: int
 ) -> tuple[Gating, list[str]]:
-    """Return the gates that a `gate` option selects, and error texts if they do not fit."""
+    """Return the gates that a `gate` option selects, and error messages if they do not fit."""
     if isinstance(gate, str) and gate == "exact":
         return EXACT, []
     if isinstance(gate, GeneralizedSiLU):
@@ -174,7 +175,8 @@ def gating_for(
 def _plain(option: Bilinear, act_fn: str, dtype: torch.dtype) -> Gating:
     if option.calibration is not None:
         raise ValueError(
-            "got a calibration for plain MLPs, whose gates hold for every input: leave it out"
+            "got a calibration, but the MLPs are plain, and their bilinear gates hold for every "
+            "input: leave it out"
         )
     gate = bilinear_gate(act_fn, option.heads, tolerance=option.tolerance, slope=option.slope)
     # The scores, slope · q, must not overflow for pre-activations q up to 64.
@@ -191,13 +193,14 @@ def _plain(option: Bilinear, act_fn: str, dtype: torch.dtype) -> Gating:
 def _gated(option: Bilinear, act_fn: str, n_layers: int) -> Gating:
     if option.calibration is None:
         raise ValueError(
-            "its MLPs are gated, and their bilinear gates hold only on a range: pass "
-            "calibration=calibrate(model, tokens)"
+            "its MLPs are gated, and bilinear gates approximate their activation only on a bounded "
+            "range: pass calibration=calibrate(model, tokens)"
         )
     ranges = option.calibration.ranges
     if len(ranges) != n_layers:
         raise ValueError(
-            f"the calibration has {len(ranges)} layers, the model {n_layers}: calibrate this model"
+            f"the calibration has ranges for {len(ranges)} layers, but the model has {n_layers}: "
+            "call calibrate with this model"
         )
     heads: set[int] = set()
     wrong: dict[str, list[int]] = {}

@@ -40,7 +40,7 @@ from attn_only_lens.models.transformers_module import DEQUANTISE, config_reasons
 from attn_only_lens.storage import limit_size, out_of_range, read_json, require_few_layers
 
 FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "model*.safetensors")
-"""Patterns of the files that are read from a folder, or downloaded from the hub."""
+"""Patterns of the files that are read from a model's folder, or downloaded from the hub."""
 _INDEX = f"{WEIGHTS}.index.json"
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.*", "spiece.model", "*.tiktoken")
@@ -69,15 +69,16 @@ def read_hf_folder(
 ) -> TransformerBridge:
     """Load the bridge from a Hugging Face folder; `name` becomes the bridge's `cfg.model_name`.
 
-    `attention` names an attention implementation, by default that of `boot_transformers`.
+    `attention` is the name of an attention implementation in transformers; by default, it is the
+    one that `boot_transformers` chooses.
     """
     try:
         return _bridge(folder, name, dtype, device, attention)
-    except Exception as error:  # transformers and TransformerLens raise errors of many kinds
+    except Exception as error:  # transformers and TransformerLens raise many types of errors
         reason = str(error)
         if not isinstance(error, CheckpointError):
             code = " The model needs its own code, which is never run." * ("remote_code" in reason)
-            kind = "KeyError: " * isinstance(error, KeyError)  # the text of a KeyError is a key
+            kind = "KeyError: " * isinstance(error, KeyError)  # str(error) is only the key
             reason = f"{kind}{first_words(error)}{code}"
         raise CheckpointError(f"{folder} cannot be loaded: {reason}") from error
 
@@ -109,7 +110,7 @@ def _bridge(
         device=device,
         model_name=name,
     )
-    if not has_bos:  # TransformerLens would use EOS as BOS, and prepend it to every text
+    if not has_bos:  # otherwise TransformerLens prepends EOS to every text
         bridge.cfg.default_prepend_bos = False
     return bridge
 
@@ -120,7 +121,7 @@ def _refuse(reasons: list[str]) -> None:
 
 
 def _other_task(config: dict[str, Any]) -> list[str]:
-    """Return an error text if a model was trained for another task, such as classification."""
+    """Return an error message if a model is not a language model but, say, a classifier."""
     for name in config.get("architectures") or ():
         if str(name).endswith(_OTHER_TASKS):
             return [
@@ -131,7 +132,7 @@ def _other_task(config: dict[str, Any]) -> list[str]:
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
-    """Return the paths of the model's safetensors files, and error texts for unusable files."""
+    """Return the paths of the model's safetensors files, and error messages for unusable files."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS], []
     if (folder / _INDEX).is_file():
@@ -154,7 +155,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def _tensors_in(files: Iterable[Path]) -> dict[str, Tensor]:
-    """Return meta tensors with the names, shapes and dtypes of the stored tensors."""
+    """Return meta tensors with the names, shapes and dtypes of the tensors stored in files."""
     tensors = {}
     for path in files:
         try:
@@ -170,7 +171,7 @@ def _tensors_in(files: Iterable[Path]) -> dict[str, Tensor]:
 
 
 def _stored_otherwise(tensors: dict[str, Tensor]) -> list[str]:
-    """Return error texts for weights that are stored as integers or in fewer than 16 bits."""
+    """Return error messages for weights that are stored as integers or in fewer than 16 bits."""
     kinds = {
         str(tensor.dtype).removeprefix("torch."): key
         for key, tensor in tensors.items()
@@ -186,7 +187,7 @@ def _build(
     offline: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(folder, **offline)
     architecture = determine_architecture_from_hf_config(config)
-    # Use the options of the architecture's adapter, as in `boot_transformers`.
+    # Use the options that TransformerLens' adapter sets, as `boot_transformers` does.
     cfg = build_bridge_config_from_hf(config, architecture, name, dtype)
     adapter = ArchitectureAdapterFactory.select_architecture_adapter(cfg)
     options: dict[str, Any] = {"config": config, "dtype": dtype}
@@ -202,12 +203,12 @@ def _build(
         output_loading_info=True,
     )
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)  # some stay in float32
+        parameter.data = parameter.data.to(dtype)  # transformers leaves some weights in float32
     return model.eval(), architecture, info
 
 
 def _misfits(model: nn.Module, info: dict[str, Any]) -> list[str]:
-    """Return error texts for weights that do not match the configuration in their folder."""
+    """Return error messages for weights that do not match the configuration in their folder."""
     kinds = {
         "missing": sorted(info["missing_keys"]),
         "of another shape": sorted(f"{key[0]} {list(key[1])}" for key in info["mismatched_keys"]),
@@ -222,9 +223,9 @@ def _misfits(model: nn.Module, info: dict[str, Any]) -> list[str]:
 
 
 def _belongs(model: nn.Module, key: str) -> bool:
-    """Return whether an unexpected weight belongs to an existing module or to any layer.
+    """Return whether a weight's name leads to a module of the model, or into its list of layers.
 
-    All other unexpected weights belong to parts that the model class lacks, such as BERT's pooler.
+    Other unexpected weights belong to parts that the model class lacks, such as BERT's pooler.
     """
     module: Any = model
     *path, _ = key.split(".")

@@ -49,9 +49,9 @@ def load(
         a folder of a HookedTransformer      config.json with the fields of its configuration, and
                                              model.safetensors (transformer-lens 3.9)
 
-    If a folder has the given name, the folder is loaded. Only safetensors and JSON files are read:
-    pickles are not read, and code in the folder is not run. Only a name on the hub needs a network,
-    unless the model is in the hub's cache.
+    If there is a folder with the given name, the folder is loaded, not the model of this name.
+    Weights are read only from safetensors files, and code in the folder is never run. Network
+    access is needed only for models on the hub that are not yet in the hub's local cache.
 
     A BOS token is prepended to texts if TransformerLens does so for the model family (GPT-2, LLaMA
     and Gemma, but not Qwen, Phi and GPT-NeoX) and the tokenizer has a BOS token.
@@ -64,15 +64,16 @@ def load(
         model: a name or a folder.
         device: the device of the model; by default the CPU.
         dtype: the floating-point type; by default the type that `save` stored, otherwise float32.
-        hooked: load a name as a HookedTransformer, for `convert` (transformer-lens 3.9).
+        hooked: load a model given by name as a HookedTransformer, which `convert` requires (only
+            with transformer-lens 3.9).
 
     Returns:
-        The model, with its tokenizer if it has one. A model that `save` wrote has neuron-heads,
-        and its flags and its tied and frozen parameters are restored.
+        The model, with its tokenizer if it has one. If `save` wrote the model, its neuron-heads,
+        its settings, and its tied and frozen parameters are restored.
 
     Raises:
-        UnsupportedCallError: the model is a HookedTransformer, which transformer-lens 4 does not
-            have.
+        UnsupportedCallError: the model is a HookedTransformer, but transformer-lens 4 is installed,
+            which has no HookedTransformer.
         CheckpointError: there is no such model; the folder is damaged, changed or newer than this
             package; its weights are missing, unexpected or quantised; its tokenizer has more tokens
             than the model; or the device or dtype is unknown.
@@ -90,7 +91,7 @@ def load(
     to_dtype = None if dtype is None else parse_dtype(dtype)
     if isinstance(model, str) and not _is_path(model):
         if model.replace("_", "-") == _SHIPPED:
-            # `pretrained` imports this module, so it is imported only here.
+            # Import `pretrained` only here, because it imports this module.
             pretrained = import_module("attn_only_lens.pretrained")
             return pretrained.small_english(to_device, to_dtype or torch.float32, hooked=hooked)
         by_name = _hooked_by_name if hooked else _bridge_by_name
@@ -110,7 +111,7 @@ def load(
 
 
 def folder_kind(model: str | os.PathLike[str]) -> FolderKind:
-    """Return the kind of model in a folder; raise CheckpointError if the folder holds no model."""
+    """Return which kind of model a folder holds; raise CheckpointError if it holds none."""
     folder = open_folder(model)
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {model}; expected {_EXPECTED}")
@@ -138,7 +139,7 @@ def is_hooked(folder: str | os.PathLike[str]) -> bool:
 
 
 def _is_path(model: str) -> bool:
-    """Return whether a text is the path of a file or folder, or cannot be a model name."""
+    """Return whether a string is the path of a file or folder, or cannot be the name of a model."""
     if not model or "\0" in model or Path(model).is_absolute() or model.startswith((".", "~")):
         return True
     return os.path.lexists(model)
@@ -148,7 +149,7 @@ def _bridge_by_name(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     official = next((new for new, aliases in MODEL_ALIASES.items() if name in aliases), name)
     try:
         folder = snapshot_download(official, allow_patterns=list(FILES))
-    except (OSError, ValueError) as error:  # all errors of huggingface_hub derive from these two
+    except (OSError, ValueError) as error:  # base classes of all huggingface_hub errors
         raise _not_found(name, error) from error
     return read_hf_folder(Path(folder), official, dtype, device)
 
@@ -165,7 +166,7 @@ def _hooked_by_name(name: str, device: torch.device, dtype: torch.dtype) -> Hook
             )
     except (OSError, ValueError) as error:
         raise _not_found(name, error) from error
-    except Exception as error:  # TransformerLens raises errors of many kinds
+    except Exception as error:  # TransformerLens raises many types of errors
         raise CheckpointError(
             f"{name!r} cannot be loaded as a HookedTransformer: {type(error).__name__}: "
             f"{first_words(error)}; without hooked=True (--hooked), it is loaded as a "

@@ -6,16 +6,17 @@ A norm before a head can be folded into the head's weights W. Apart from the nor
     LayerNorm   N = C diag(w)     C = I - 1 1ᵀ / d_model, which removes the mean
     RMSNorm     N = diag(w)
 
-If a norm follows a head with output o, as in OLMo 2, the head adds o N to the stream. (Gemma 2 has
-both kinds of norms.) If queries and keys are normalised (Qwen 3, Gemma 3, OLMo 2), their folded
-weights are W_Q N and W_K N. If the scales are held fixed, folding is exact for composition scores,
-in which positive factors cancel.
+If a norm follows a head with output o, the head adds o N to the stream, where N is this norm's
+matrix (apart from the norm's bias and scale). If queries and keys are normalised (Qwen 3, Gemma 3,
+OLMo 2), their folded weights are W_Q N and W_K N. Composition scores do not change if weights are
+multiplied by positive numbers, so for fixed scales they are computed exactly from folded weights.
+In OLMo 2, norms follow heads; Gemma 2 has norms before and after heads.
 
 In a `HookedTransformer`, the configuration says where the norms are. In a bridge, the names of
-norms differ between versions, so the bridge is run once on two tokens, with its attached hooks. A
-norm precedes a sublayer if the norm's output equals the sublayer's input, and follows a sublayer if
-the norm's input equals the sublayer's output. `require_bridge_weights` compares a bridge's W_Q,
-W_in and so on with its modules.
+norms differ between versions of TransformerLens, so the bridge is run once on two tokens (attached
+hooks run, too). A norm precedes a sublayer if the norm's output equals the sublayer's input, and
+follows a sublayer if the norm's input equals the sublayer's output. `require_bridge_weights` checks
+that the modules of a bridge multiply by the matrices that the bridge returns as W_Q, W_in etc.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,32 +38,32 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.tl import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
 _PROBLEM = "this model has norms or sublayers of an unknown structure"
-_TOLERANCE = 1e-2  # allows half precision; a transposed or permuted matrix has an error near 1
+_TOLERANCE = 1e-2  # allows half-precision errors; a transposed matrix has an error near 1
 STOCK_NORMS = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre)
 _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """The linear part of a norm, without the scale."""
+    """The centring, the gain and the bias of a norm, without the scale that divides its input."""
 
-    weight: Float[Tensor, "d_model"] | None  # w; None for ones
+    weight: Float[Tensor, "d_model"] | None  # the gain w; None if all ones
     centres: bool  # whether the norm subtracts the mean
-    bias: Float[Tensor, "d_model"] | None = None  # added after scaling; None for zero
+    bias: Float[Tensor, "d_model"] | None = None  # added after scaling; None if zero
     module: nn.Module | None = None  # the norm module; None if there is no norm
 
     def before(self, weights: Float[Tensor, "*head d_model n"]) -> Float[Tensor, "*head d_model n"]:
-        """Return N W for weights W that are applied to this norm's output."""
+        """Return N W, which folds this norm into the weights W that read the norm's output."""
         if self.weight is not None:
             weights = self.weight.to(weights)[:, None] * weights
         return weights - weights.mean(dim=-2, keepdim=True) if self.centres else weights
 
     def after(self, rows: Float[Tensor, "*head d_model"]) -> Float[Tensor, "*head d_model"]:
-        """Return o N for outputs o that pass through this norm."""
+        """Return o N, the norm without its scale and bias, for each head output o in `rows`."""
         return self.gain(self.centred(rows))
 
     def centred(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
-        """Return x without its mean if the norm subtracts the mean, else x."""
+        """Return x minus its mean if the norm subtracts the mean; otherwise return x."""
         return x - x.mean(dim=-1, keepdim=True) if self.centres else x
 
     def gain(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
@@ -71,7 +72,7 @@ class Norm:
 
 
 NO_NORM = Norm(None, centres=False)
-"""The identity, in places where a model has no norm."""
+"""The identity map, which stands for a missing norm."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,13 +83,13 @@ class LayerNorms:
     neuron: tuple[Norm, Norm]  # the norms before and after the MLP
     query: Norm  # the norm of the queries, per head or over all heads
     key: Norm  # the norm of the keys
-    parallel: bool  # whether attention and the MLP read the same stream
+    parallel: bool  # whether attention and the MLP read the same residual stream
 
 
 def hooked_norms(
     cfg: Any, attention: Sequence[Any], modules: Sequence[Sequence[Any]]
 ) -> list[LayerNorms]:
-    """Return the norms of each source layer of a HookedTransformer.
+    """Return the norms of each source layer of a HookedTransformer, given its norm modules.
 
     For each layer, `modules` holds the norm modules before attention, before the MLP, after
     attention and after the MLP; None means no norm.
@@ -119,7 +120,7 @@ def bridge_final_norm(model: Any) -> Norm:
 
 
 def known_norm(norm: Any) -> Norm:
-    """Return the `Norm` of a norm module that TransformerLens defines for HookedTransformers."""
+    """Return the `Norm` that describes a norm module of a HookedTransformer."""
     weight = norm.w.detach() if isinstance(norm, LayerNorm | RMSNorm) else None
     assert norm is None or isinstance(norm, (*STOCK_NORMS, nn.Identity))
     bias = norm.b.detach() if isinstance(norm, LayerNorm) else None
@@ -128,7 +129,7 @@ def known_norm(norm: Any) -> Norm:
 
 
 def norm_modules(model: Any) -> list[nn.Module]:
-    """Return the norm modules of a model, for the residual stream, queries and keys."""
+    """Return the modules of a model that normalise the residual stream, the queries or the keys."""
     kinds = (*STOCK_NORMS, NormalizationBridge)
     return [module for module in model.modules() if isinstance(module, kinds)]
 
@@ -149,7 +150,7 @@ def norms_of(seen: Mapping[nn.Module, tuple[Tensor, Tensor]]) -> dict[nn.Module,
 
 
 def bridge_norms(model: Any) -> list[LayerNorms]:
-    """Run a bridge on two tokens, and return each layer's norms; raise InputError if unknown."""
+    """Run a bridge on two tokens, and return each layer's norms; refuse unknown kinds of norms."""
     blocks = [_BlockTraffic.of(block) for block in model.blocks]
     _record_two_tokens(model, blocks)
     layers, reasons = [], []
@@ -163,7 +164,7 @@ def bridge_norms(model: Any) -> list[LayerNorms]:
 
 
 def stream_is_centred(model: Any) -> bool:
-    """Return whether all blocks compute norm(x + f(x)), as in BERT, with norms that centre."""
+    """Return whether all blocks compute norm(x + f(x)), as in BERT, with a norm that centres."""
     if any(getattr(block.mlp, "name", "") is not None for block in model.blocks):
         return False  # not BERT, where no single module runs the whole MLP
     blocks = []
@@ -234,7 +235,7 @@ def _record_two_tokens(model: Any, blocks: Sequence[_Traffic]) -> None:
 
 
 def _read(blocks: Sequence[_Traffic]) -> None:
-    """Move all recorded tensors to the CPU in one copy, since each copy waits for the device."""
+    """Move all recorded tensors to the CPU at once, because each copy waits for the device."""
     sides: list[dict[Any, Tensor]] = []
     for traffic in blocks:
         sides += [traffic.inputs, traffic.outputs, traffic.vectors]
@@ -283,7 +284,7 @@ class _BlockTraffic(_Traffic):
 
 
 def _write_something(module: Any, args: Any, output: Any, *, seed: int) -> Any:
-    """If a module's output is zero, replace it by noise, to see which modules it reaches."""
+    """If a module's output is zero, replace it with noise, which shows what reads this output."""
     first = output[0] if isinstance(output, tuple | list) else output
     noise = normal_numbers(first.shape, seed).to(first)
     written = torch.where(first.any(), first, noise)  # an `if` would wait for the device
@@ -307,11 +308,11 @@ def _fitted(
     for centres, offset in product((True, False), (0.0, 1.0)):
         centred = x - x.mean(-1, keepdim=True) if centres else x
         scale = centred.square().mean(-1, keepdim=True).sqrt()
-        # Add the offset in the gain's own dtype, as the model does.
+        # Some norms multiply by 1 + weight. Add the 1 in the weight's own dtype, as models do.
         expected = (centred if weight is None else centred * (weight + offset).double()) / scale
         fits.append(((expected - y).norm().item(), expected, centres, offset))
     _, expected, centres, offset = min(fits, key=lambda fit: fit[0])
-    silent = not (expected.any() or y.any())  # a gain of zero
+    silent = not (expected.any() or y.any())  # the gain is zero
     if not silent and not _parallel(expected, y):
         raise _UnknownError(f"its {name} is neither LayerNorm nor RMSNorm")
     gain = None if weight is None else module.original_component.weight.detach() + offset
@@ -320,14 +321,14 @@ def _fitted(
 
 
 def _parallel(a: Tensor, b: Tensor) -> bool:
-    """Return whether each row of a is a positive multiple of b's row, up to half precision."""
+    """Return whether each row of `a` is nearly a positive multiple of the same row of `b`."""
     cosine = torch.cosine_similarity(a.double(), b.double(), dim=-1)
     return bool((cosine > 1 - 1e-3).all())
 
 
 @torch.no_grad()
 def require_bridge_weights(model: Any) -> None:
-    """Check that the modules of a bridge apply its weight matrices, such as W_Q and W_in."""
+    """Raise InputError unless a bridge's modules multiply by the matrices in its W_Q, W_in etc."""
     texts, applied = list[str](), list[Tensor]()
     for layer, block in enumerate(model.blocks):
         matrices = {f"attn.{letter}": f"W_{letter.upper()}" for letter in "qkvo"}
@@ -344,7 +345,7 @@ def require_bridge_weights(model: Any) -> None:
 
 
 def _applies(weight: Tensor, module: Any, path: str) -> Tensor:
-    """Return whether a module of a bridge multiplies by `weight`, with concatenated heads."""
+    """Return whether a module multiplies by `weight`, if the heads in `weight` are concatenated."""
     linear = getattr(module, "original_component", None)
     if weight.ndim == 3:  # [head, d_model, d_head], or W_O: [head, d_head, d_model]
         flat = weight.flatten(0, 1) if path == "attn.o" else weight.transpose(0, 1).flatten(1)

@@ -6,10 +6,11 @@ what each model computes, except for one step: fold_ln multiplies the gains of n
 weights, but removes the gains from the norms of only one model. In the other models, the gains then
 act twice. (Bridges are not affected, because their weights are not processed in place.)
 
-A model is therefore refused under two conditions: another model with the same weights has new norm
-modules, and the refused model's weights differ from a sample taken when sharing began. (If a
-model's weights were moved or cast, they are no longer shared and do not change.) The weights are
-compared only if norm modules are new, so a forward pass usually costs one comparison per norm.
+A model is therefore refused if both conditions hold: another model with the same weights has new
+norm modules, and the refused model's weights differ from a sample that was taken when sharing
+began. (If a model's weights were moved or cast, they are no longer shared and do not change.) The
+weights are compared only if norm modules are new, so a forward pass usually costs only one identity
+check (`is`) per norm module.
 """
 
 import weakref
@@ -19,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_SAMPLED = 64  # entries per parameter
-_CLOSE = 1e-2  # allows weights that were cast to half precision and back
+_SAMPLED = 64  # the approximate number of entries sampled from each parameter
+_CLOSE = 1e-2  # a relative tolerance, which allows casts to half precision and back
 _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
 
@@ -31,7 +32,7 @@ _groups = weakref.WeakKeyDictionary[nn.Module, tuple[_Group, list[Tensor]]]()
 
 
 def share_weights(source: nn.Module, model: nn.Module) -> None:
-    """Register that two models share their weights."""
+    """Record that two models share weights; store their norms and a sample of the weights."""
     group = _groups[source][0] if source in _groups else _Group()
     for member in (source, model):
         if member not in group:
@@ -40,7 +41,7 @@ def share_weights(source: nn.Module, model: nn.Module) -> None:
 
 
 def parted_reasons(model: nn.Module) -> list[str]:
-    """Return an error text if the norms of another model were folded into this model's weights."""
+    """Return an error message if another model's norms were folded into this model's weights."""
     if model not in _groups:
         return []
     group, before = _groups[model]
@@ -61,12 +62,12 @@ def parted_reasons(model: nn.Module) -> list[str]:
 
 
 def sharing_reasons(model: nn.Module) -> list[str]:
-    """Return an error text if folding a model's norms would change another model."""
+    """Return an error message if folding a model's norms would change another model."""
     if model not in _groups or all(member is model for member in _groups[model][0]):
         return []
     return [
-        "another model shares its weights, and would compute different logits afterwards; "
-        "make one of the two with copy_weights=True, or pass fold_ln=False"
+        "another model shares its weights, and folding the norms of one model would change the "
+        "logits of the other; make one of the two with copy_weights=True, or pass fold_ln=False"
     ]
 
 

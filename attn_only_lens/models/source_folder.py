@@ -2,7 +2,8 @@
 
 `config.json` holds keyword arguments of `HookedTransformerConfig`. `model.safetensors` holds the
 state dict; masks and rotary tables, which TransformerLens computes, may be missing. `tokenizer/` is
-optional. If the command `grow` wrote the folder, `provenance.json` holds file digests.
+optional. If the command `grow` wrote the folder, `provenance.json` holds digests of its other
+files.
 """
 
 import os
@@ -50,7 +51,7 @@ DTYPES = {
 
 
 class GrownFields(TypedDict):
-    """The fields of `provenance.json` that loading a model needs: digests of the other files."""
+    """The fields of `provenance.json` that are used to load a model: digests of the other files."""
 
     files: dict[str, FileDigest]
 
@@ -62,7 +63,7 @@ GROWN = Document("attn_only_lens.Grown", 3, GrownFields)
 def load_source(
     folder: Path, *, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu"
 ) -> HookedTransformer:
-    """Load a stock model from its folder alone, without pickles, network access or custom code."""
+    """Load a stock model from its folder, without pickles, network access or custom code."""
     folder = open_folder(folder)
     to_device, to_dtype = parse_device(device), parse_dtype(dtype)
     config, state = read_folder(folder)
@@ -76,7 +77,7 @@ def load_source(
     fields = checked | chosen
     with limit_size(state), checkpoint_errors(no_model):
         expected = stock_skeleton(fields).state_dict()
-    # Allow tensors to be missing if TransformerLens computes them.
+    # Tensors that TransformerLens computes, such as masks, may be missing.
     needed = {
         name: x for name, x in expected.items() if name in state or not name.endswith(COMPUTED)
     }
@@ -102,7 +103,7 @@ def refuse(reasons: Sequence[str], problem: str) -> None:
 
 @contextmanager
 def checkpoint_errors(problem: str) -> Iterator[None]:
-    """Convert every exception in this context to a CheckpointError."""
+    """Raise a CheckpointError in place of any other exception until the context ends."""
     try:
         yield
     except AttnOnlyLensError:
@@ -112,7 +113,7 @@ def checkpoint_errors(problem: str) -> Iterator[None]:
 
 
 def reasons_against_config(config: dict[str, Any], name: str) -> list[str]:
-    """Return error texts if no HookedTransformer can be built from a configuration."""
+    """Return error messages if no HookedTransformer can be built from a configuration."""
     reasons = [*type_mismatches(config, HookedTransformerConfig, name)]
     reasons += out_of_range(config, name)
     act_fn = config.get("act_fn")
@@ -128,7 +129,7 @@ def reasons_against_config(config: dict[str, Any], name: str) -> list[str]:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer from `tokenizer/` in a folder, without opening other folders."""
+    """Load the tokenizer from a folder's `tokenizer/`; refuse paths that lead out of the folder."""
     tokenizer_folder = folder / TOKENIZER
     if not tokenizer_folder.is_dir():
         raise CheckpointError(
@@ -160,7 +161,7 @@ def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, **options)
         tokenizer.encode("")
         return tokenizer
-    except Exception as error:  # tokenizers raise errors of many kinds
+    except Exception as error:  # tokenizers raise many types of errors
         if "trust_remote_code" in str(error):
             raise CheckpointError(
                 f"the tokenizer in {tokenizer_folder} needs its own code, which is never run from "
@@ -173,9 +174,10 @@ def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
 
 
 def original_tokenizer(tokenizer: Any) -> Any:
-    """Load a tokenizer again from its files, or return it unchanged if the files do not fit.
+    """Load a tokenizer again from its files, unless this would fail or change its vocabulary.
 
-    This undoes TransformerLens' changes: prepended BOS tokens, and EOS for missing special tokens.
+    The loaded tokenizer does not have the changes that TransformerLens makes: to prepend a BOS
+    token, and to use EOS in place of missing special tokens.
     """
     try:
         original = read_tokenizer(Path(tokenizer.name_or_path))
@@ -186,12 +188,12 @@ def original_tokenizer(tokenizer: Any) -> Any:
 
 
 def first_words(error: BaseException) -> str:
-    """Return the beginning of an error message, on one line."""
+    """Return the first 300 characters of an error message, on one line."""
     return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" …")
 
 
 def tokenizer_reasons(tokenizer: Any, d_vocab: int) -> list[str]:
-    """Return an error text if a tokenizer, without added tokens, has more than `d_vocab` tokens."""
+    """Return an error message if a tokenizer has too many tokens, not counting added tokens."""
     if tokenizer is None or tokenizer.vocab_size <= d_vocab:
         return []
     return [
@@ -201,7 +203,7 @@ def tokenizer_reasons(tokenizer: Any, d_vocab: int) -> list[str]:
 
 
 def memory_reasons(n_bytes: int) -> list[str]:
-    """Return an error text if a model of this size does not fit in memory."""
+    """Return an error message if a model of this size does not fit in memory."""
     free = free_bytes(torch.device("cpu"))
     text = f"the model needs {n_bytes:,} bytes of memory, but only {free:,} are free"
     return [text] if n_bytes > free else []
@@ -222,7 +224,7 @@ def check_grown(folder: Path) -> None:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the configuration and the state dict, without checking the configuration's values."""
+    """Read the configuration and the state dict; do not check the values of the configuration."""
     check_grown(folder)
     config = read_json(path_inside(folder, CONFIG))
     if not isinstance(config, dict):
@@ -233,7 +235,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def plain_config(cfg: Any) -> dict[str, Any]:
-    """Return a configuration as JSON values, except the device, which is chosen at loading."""
+    """Return a configuration as JSON values, except the device, which `load` chooses again."""
     return {key: _plain(value) for key, value in vars(cfg).items() if key != "device"}
 
 
@@ -246,7 +248,7 @@ def _plain(value: Any) -> Any:
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Return the floating-point type with this name; raise CheckpointError for other types."""
+    """Return the floating-point dtype with this name; raise CheckpointError for unknown names."""
     parsed = DTYPES.get(str(dtype).removeprefix("torch."))
     if parsed is None:
         raise CheckpointError(f"got dtype={dtype!r}; expected one of {', '.join(DTYPES)}")

@@ -18,14 +18,14 @@ Transformers and Implementing MLPs with Attention Heads", with the sink in place
 In a gated MLP, W_Q = W_gate[:, i]. Attention heads without sinks get a sink logit with the lowest
 value of the dtype, so that the sink's weight is exactly 0.
 
-**ALiBi** is replaced by rotary embeddings of two extra coordinates. TransformerLens' ALiBi cannot
-be used: its slopes depend on the number of heads, and its biases are shifted by a constant in each
-row, which matters if there is a sink. If two coordinates are rotated by θ per position, a query (0,
-m / θ) at position i and a key (1, 0) at position j give the score m sin(θ (j - i)) / θ. Up to
-rounding, this is the ALiBi bias m (j - i) of a head with slope m, because θ is a power of two with
-θ n_ctx <= 2^-28, and sin x rounds to x for such small x. Models in half precision are refused. θ is
-set by linear RoPE scaling: with rotary_dim = 2, TransformerLens rotates by 1 /
-rotary_scaling_factor.
+**ALiBi** is replaced by rotary embeddings of two extra coordinates. TransformerLens' own ALiBi
+cannot be used in the stock model: its slopes depend on the number of heads, and its biases are
+shifted by a constant in each row of the scores, which changes the softmax if there is a sink. If
+two coordinates are rotated by θ per position, a query (0, m / θ) at position i and a key (1, 0) at
+position j give the score m sin(θ (j - i)) / θ. Up to rounding, this is the ALiBi bias m (j - i) of
+a head with slope m, because θ is a power of two with θ n_ctx <= 2^-28, and sin x rounds to x for
+such small x. ALiBi models in half precision are refused. θ is set by linear RoPE scaling: with
+rotary_dim = 2, TransformerLens rotates by an angle of 1 / rotary_scaling_factor per position.
 """
 
 import math
@@ -90,13 +90,13 @@ def to_stock(
         max_bytes: the largest accepted size of the result's weights.
 
     Returns:
-        The stock model, with the device and dtype of `attn_only`, without hooks. Alibi positions
-        become rotary positions, valid for n_ctx tokens.
+        The stock model, with the device and dtype of `attn_only`, without hooks. ALiBi positions
+        become rotary positions, which are valid for prompts of up to n_ctx tokens.
 
     Raises:
-        UnsupportedModelError: the model has computations that no stock head performs, settings that
-            would act on neurons too, or too large a size. The error lists all reasons. Nothing is
-            allocated before this check.
+        UnsupportedModelError: the model has computations that no stock head performs, has settings
+            that would act on neurons too, or would exceed `max_bytes`. The error lists all reasons.
+            Nothing is allocated before this check.
 
     Example:
         >>> import torch
@@ -124,7 +124,7 @@ def to_stock(
 
 
 def mixture(gate: AnyGate) -> BilinearGate | None:
-    """Return a gate as a sum of sigmoids, one per head, or None if its score is not linear."""
+    """Return a gate as a sum of sigmoids, one per head, or None if its score is not linear in q."""
     if isinstance(gate, BilinearGate):
         return gate
     if gate.slope is None:
@@ -140,9 +140,10 @@ def neuron_heads(
     gate: BilinearGate,
     W_gate: Float[Tensor, "d_model d_mlp"] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the neurons of one MLP as d_mlp · m heads of width 1 (see the module docstring).
+    """Return weights of d_mlp · m heads of width 1 that compute one MLP (formulas at the top).
 
-    The result maps parameter names to tensors, for a local layer with window 1 and unscaled scores.
+    The result maps parameter names to tensors. The attention layer that receives them must have
+    window 1, and must not scale its scores.
     """
     m, d_mlp = len(gate.w), len(b_in)
     weights, slopes, offsets = (W_in.new_tensor(numbers) for numbers in (gate.w, gate.b, gate.c))
@@ -150,7 +151,7 @@ def neuron_heads(
     def per_head(per_neuron: Tensor) -> Tensor:
         return per_neuron.unsqueeze(-1).repeat_interleave(m, dim=0)
 
-    # In a gated MLP, TransformerLens adds b_in after the product, so b_in acts as an output bias.
+    # In a gated MLP, TransformerLens adds b_in to act(q) · u, so b_in acts as an output bias.
     bias, b_O = (b_in, b_out) if W_gate is None else (0.0 * b_in, b_in @ W_out + b_out)
     queries = per_head((W_in if W_gate is None else W_gate).T)
     return {
@@ -167,7 +168,10 @@ def neuron_heads(
 
 
 def write_heads(attn: Attention, heads: dict[str, Tensor], coordinate: int) -> None:
-    """Copy weights into the first heads of `attn`, from `coordinate` on; set the rest to zero."""
+    """Copy weights into the first heads of `attn`, starting at a coordinate of each head.
+
+    All other entries of the parameters are set to zero.
+    """
     for parameter in attn.parameters():
         parameter.zero_()
     n_heads = len(heads["b_Q"])
@@ -200,8 +204,8 @@ def _fill(source: Any, target: TransformerBlock) -> None:
         heads = neuron_heads(old.W_in, old.b_in, old.W_out, old.b_out, gate, old.W_gate)
         write_heads(attn, heads, coordinate=attn.cfg.d_head - 1)
         return
-    # The attributes of `old` repeat grouped keys and values for each head. Queries are divided by
-    # the scale of the scores, because the stock layer does not scale them.
+    # The attributes of `old` repeat grouped keys and values for each head. Divide the query weights
+    # by attn_scale, because the stock layer does not scale its scores.
     heads = {name: getattr(old, name) for name in ("W_K", "W_V", "W_O", "b_K", "b_V", "b_O")}
     heads |= {"W_Q": old.W_Q / old.attn_scale, "b_Q": old.b_Q / old.attn_scale}
     n_heads = len(heads["b_Q"])
@@ -209,23 +213,23 @@ def _fill(source: Any, target: TransformerBlock) -> None:
     heads["sinks"] = old.sinks if old.cfg.use_attention_sinks else no_sinks
     positions = old.cfg.positional_embedding_type
     write_heads(attn, heads, coordinate=_ALIBI if positions == "alibi" else 0)
-    if positions == "alibi" and old.attn_type == "global":  # ALiBi is 0 in a window of 1
+    if positions == "alibi" and old.attn_type == "global":  # in a window of 1, ALiBi is 0
         slopes = old.create_alibi_multipliers(n_heads, old.b_Q.device)
         attn.b_Q[:n_heads, 1] = slopes * _inverse_angle(old.cfg.n_ctx)
         attn.b_K[:n_heads, 0] = 1.0
     elif positions == "rotary":
-        # Copy the rotary tables, since a cast model has tables in its original precision.
+        # Copy the rotary tables: they keep their original precision when a model is cast.
         attn.rotary_sin = old.rotary_sin.clone()
         attn.rotary_cos = old.rotary_cos.clone()
 
 
 def _inverse_angle(n_ctx: int) -> float:
-    """Return 1 / θ."""
+    """Return 1 / θ, where rotating by θ per position replaces ALiBi (formulas at the top)."""
     return 2.0 ** (28 + math.ceil(math.log2(n_ctx)))
 
 
 def _empty(attn_only: AttentionOnlyTransformer) -> HookedTransformer:
-    """Build the stock model with the tokenizer, without setting the weights."""
+    """Build the stock model with the tokenizer of `attn_only`, but do not set its weights."""
     stock = HookedTransformer(_stock_config(attn_only.cfg, _heads_per_neuron(attn_only)))
     stock.cfg.tokenizer_name = attn_only.cfg.tokenizer_name
     stock.tokenizer = attn_only.tokenizer
@@ -245,11 +249,11 @@ def _heads_per_neuron(model: AttentionOnlyTransformer) -> int:
 def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> HookedTransformerConfig:
     """Return the stock configuration, with two layers per source layer and heads of equal width.
 
-    Neurons use the last coordinate of a head. Rotary embeddings rotate the first `rotary_dim`
-    coordinates. If these are all `d_head` coordinates, heads get one extra coordinate, so that
-    positions do not affect the scores of neurons. The configuration has no seed, since
-    TransformerLens would reset the global random generators, and no tokenizer name, since
-    TransformerLens would load the tokenizer.
+    Neuron-heads use only the last coordinate of each head. Rotary embeddings rotate the first
+    `rotary_dim` coordinates. If they would rotate all coordinates, each head gets one more
+    coordinate, so that positions do not affect the scores of neurons. The configuration has no
+    seed, since TransformerLens would reset the global random generators, and no tokenizer name,
+    since TransformerLens would load the tokenizer.
     """
     source, sizes = converted.layer_cfg(0), converted.layer_sizes
     kinds = source.attn_types if source.use_local_attn else None
@@ -282,7 +286,7 @@ def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hook
             for layer in range(source.n_layers)
             for kind in (kinds[layer] if kinds else "global", "local")
         ],
-        # Settings that only turn on hook points are not copied.
+        # Turn off settings whose only effect is that more hook points fire.
         "use_attn_result": False,
         "use_attn_in": False,
         "use_split_qkv_input": False,
@@ -297,7 +301,7 @@ def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hook
 
 
 def _reasons_against(model: object, max_bytes: int) -> list[str]:
-    """Return error texts if `to_stock` cannot convert a model, without allocating weights."""
+    """Return error messages if `to_stock` cannot convert a model; no weights are allocated."""
     if not isinstance(model, AttentionOnlyTransformer):
         return [
             f"got a {type(model).__module__}.{type(model).__qualname__}; expected a "
@@ -310,7 +314,7 @@ def _reasons_against(model: object, max_bytes: int) -> list[str]:
 
 
 def _attention_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
-    """Return error texts about attention settings, and whether each one applies to the model."""
+    """Map each error message about attention settings to whether it applies to the model."""
     cfg: Any = model.cfg.layer_cfg(0)  # the settings below are the same in all layers
     kinds = (cfg.attn_types or [])[: cfg.n_layers] if cfg.use_local_attn else []
     half = cfg.dtype in (torch.float16, torch.bfloat16)
@@ -345,7 +349,7 @@ def _attention_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
 
 
 def _neuron_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
-    """Return error texts about neurons, and whether each one applies to the model."""
+    """Map each error message about neurons to whether it applies to the model."""
     cfg, exact = model.cfg.layer_cfg(0), model.cfg.gating.kind == "exact"
     half = cfg.dtype in (torch.float16, torch.bfloat16)
     return {
@@ -368,7 +372,7 @@ def _neuron_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
 
 
 def _size(model: AttentionOnlyTransformer, max_bytes: int) -> dict[str, bool]:
-    """Return an error text about the stock model's size, and whether the model is too large."""
+    """Map an error message about the stock model's size to whether the model is too large."""
     stock_cfg = _stock_config(model.cfg, _heads_per_neuron(model))
     size = stock_bytes(stock_cfg)
     now = sum(tensor.nbytes for tensor in model.state_dict().values())

@@ -1,14 +1,15 @@
-"""Build transformers models of any size, and refuse quantised models.
+"""Build transformers models with sizes that transformers does not allow; refuse quantised models.
 
 *Sizes.* In transformers, all layers of a model have the same size, some classes require hidden_size
 to be a multiple of the number of heads, and GPT-2, GPT-NeoX and BERT have no `head_dim`. The
-forward passes do not need these restrictions, because they read sizes from matrices or module
-attributes. So this module accepts `head_dim` for every class, and `d_mlp_by_layer` for layers of
-different sizes. Only this package can open a folder with `d_mlp_by_layer`; transformers cannot.
+forward passes work without these restrictions, because they read sizes from matrices or module
+attributes. This module therefore accepts `head_dim` for every class, and `d_mlp_by_layer` for
+layers of different sizes. Only this package can open a folder with `d_mlp_by_layer`; transformers
+cannot.
 
 *Quantised weights* are refused, because analyses read, slice, scale and compare the matrices of
-heads. Packed or scaled integers do not allow this, and libraries unpack them differently on each
-device. Dequantised weights are accepted.
+heads. This is not possible with packed or scaled integers, which each library unpacks in a
+different way. Dequantised weights are accepted.
 """
 
 import copy
@@ -31,7 +32,7 @@ _QUANTISERS = ("torchao", "bitsandbytes", "quanto", "hqq")
 
 
 def has_head_dim(config: PretrainedConfig) -> bool:
-    """Return whether the model class reads the width of heads from the configuration."""
+    """Return whether the model class reads the width of heads from `config.head_dim`."""
     return config.model_type not in _WITHOUT_HEAD_DIM
 
 
@@ -51,7 +52,7 @@ def config_from(kind: type[PretrainedConfig], fields: dict[str, Any]) -> Pretrai
 
 
 def build_module(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
-    """Build a model with arbitrary weights from a copy of this configuration."""
+    """Build a model from a copy of this configuration, without initializing its weights."""
     config = copy.deepcopy(config)
     with no_init_weights():
         if has_head_dim(config) or getattr(config, "head_dim", None) is None:
@@ -80,7 +81,7 @@ def _layers(model: Any) -> Any:
 
 
 def _with_head_dim(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
-    """Build a model with one head, which every class allows, and then resize the attention."""
+    """Build a model with one head, which every class allows; then resize its attention modules."""
     n_heads, width, d_model = config.num_attention_heads, config.head_dim, config.hidden_size
     config.num_attention_heads = 1
     model: PreTrainedModel = kind(config)
@@ -111,17 +112,17 @@ def _with_head_dim(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
 
 
 def config_reasons(config: dict[str, Any], name: str) -> list[str]:
-    """Return an error text if this is the configuration of a quantised model."""
+    """Return an error message if this is the configuration of a quantised model."""
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):
         if entry := section.get("quantization_config"):
             method = entry.get("quant_method", "?") if isinstance(entry, dict) else entry
-            kind = getattr(method, "value", method)  # an enum in a loaded configuration
+            kind = getattr(method, "value", method)  # it may be an enum
             return [f"{name} has a quantization_config ({kind}): {DEQUANTISE}"]
     return []
 
 
 def weight_reasons(model: nn.Module) -> list[str]:
-    """Return an error text if a module or weight of this model is quantised."""
+    """Return an error message if a module or weight of this model is quantised."""
     config = getattr(model, "config", None)
     entries = config.to_dict() if config is not None and hasattr(config, "to_dict") else {}
     if reasons := config_reasons(entries, "its config"):
@@ -130,7 +131,7 @@ def weight_reasons(model: nn.Module) -> list[str]:
         if "quantized" in type(module).__module__.split("."):
             return [f"its {_plain(name)} is a {type(module).__qualname__}: {DEQUANTISE}"]
     for name, parameter in model.named_parameters():
-        # Some quantised tensors report a floating-point dtype.
+        # Check the class, too, because some quantised tensors report a floating-point dtype.
         library = type(parameter).__module__.partition(".")[0]
         if library in _QUANTISERS or not parameter.is_floating_point():
             kind = f"{type(parameter).__name__} of {str(parameter.dtype).removeprefix('torch.')}"

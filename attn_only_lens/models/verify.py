@@ -26,32 +26,35 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.tl import GatedMLP, HookedTransformer
 
 _PROBLEM = "these models cannot be compared"
-_ROUNDING = 1e-14  # the error allowed for an activation in float64, since the bound of silu is 0
+_ROUNDING = 1e-14  # the rounding error allowed in addition to an activation's certified bound
 
 
 @dataclass(frozen=True)
 class Verification:
     """The differences that `verify` measured between a converted model and its source.
 
-    All differences except `bitwise` are measured with hooks on all hook points of neuron-heads.
+    The logits and residual streams of the converted model are measured with hooks on all hook
+    points of its neuron-heads. `bitwise` is measured without hooks and, with bilinear gates,
+    `rounding` both with and without hooks.
 
     Attributes:
-        bitwise: True if without hooks the logits equal the source's bit for bit.
-        rounding: for bilinear gates, the largest |Δ logit| from the source with approximated
-            activations, divided by the largest |logit|, without hooks or with all hooks live; for
-            exact gates equal to `relative`.
-        max_abs_logit: the largest |Δ logit|.
+        bitwise: True if the logits without hooks equal the logits of the source bit for bit.
+        rounding: for bilinear gates, the largest |Δ logit| if the source is run with the same
+            approximated activations, divided by that run's largest |logit|; for exact gates,
+            `relative`.
+        max_abs_logit: the largest |Δ logit| between the converted model and the source.
         relative: `max_abs_logit` divided by the largest |logit| of the source.
         mean_kl: KL(source ‖ converted) in nats, the mean over tokens.
-        max_kl: the largest KL(source ‖ converted) of a token.
-        top1_agreement: the fraction of tokens with the same most likely next token.
+        max_kl: the largest KL(source ‖ converted) at any token.
+        top1_agreement: the fraction of tokens at which both models predict the same next token.
         by_layer: a frame with one row for each point of the stream (`0_mid`: before the neurons of
             layer 0, `1_pre`: after them, …). `max_abs` is the largest |Δ|; `relative` is `max_abs`
             divided by the largest |entry| of the source's stream at that point.
         n_tokens: the number of tokens compared.
         dtype: the dtype of both models.
-        tolerance: the bound on rounding for that dtype (`attn_only_lens.tolerances`), times the
-            amplification of bilinear gates of gated MLPs.
+        tolerance: the bound on `rounding` for that dtype (`attn_only_lens.tolerances`); for
+            bilinear gates of gated MLPs, it is multiplied by the gates' amplification of rounding
+            errors.
         activations: for bilinear gates, a frame with one row for each source layer: `bound`, the
             certified largest error of the activation; `measured`, its largest error on this input;
             `largest`, the largest |pre-activation|; `range`, the largest |pre-activation| for which
@@ -121,7 +124,7 @@ def _text(table: pd.DataFrame) -> str:
 
 
 def _approximated_logits(source: Any, gates: list[AnyGate], tokens: Tensor) -> Tensor:
-    """Run the source with each layer's activations replaced by the bilinear approximation."""
+    """Run the source with bilinear approximations of its activations, and return the logits."""
     with ExitStack() as stack:
         for block, gate in zip(source.blocks, gates, strict=True):
             points, read = find_hook_points(block.mlp), dict[str, Tensor]()
@@ -146,7 +149,7 @@ def _replace(read: dict[str, Tensor], gate: Any, mlp: Any) -> Callable[..., Tens
 
 
 def _activation_errors(host: Host, act_fn: str, tokens: Tensor) -> list[dict[str, float]]:
-    """Measure the error of each layer's bilinear activation."""
+    """Measure how much each layer's bilinear activation differs from the exact activation."""
     layers = host.neurons
     act_fns = [gate.get("act_fn", act_fn) for gate in host.gates()]
     rows: list[dict[str, float]] = [{} for _ in layers]
@@ -186,15 +189,16 @@ def verify(
 ) -> Verification:
     """Compare both models on the same input, without hooks and with hooks on all neuron-heads.
 
-    For bilinear gates, the error of each layer's activations is compared with the certified bound.
+    For bilinear gates, the largest error of each layer's activations is also measured, and compared
+    with the certified bound.
 
-    A model with neuron-heads exposed in place is its own source: pass this model twice. The
-    neuron-heads are hidden while the model runs as the source.
+    A model with neuron-heads exposed in place is its own source: pass this model twice. While it
+    runs as the source, its neuron-heads are hidden.
 
     Args:
         source: the model before conversion; for a model exposed in place, also the model itself.
         converted: `convert(source)`, a loaded copy of it, or a model with `expose_neuron_heads`.
-        tokens: tokens [batch, pos], or a text if the models have a tokenizer.
+        tokens: tokens [batch, pos], or a string if the models have a tokenizer.
 
     Returns:
         The differences, which can be printed; `.ok` is True if all are within their bounds.
@@ -226,7 +230,7 @@ def verify(
         approximated = expected if exact else _approximated_logits(source, gates, tokens)
     silent = converted(tokens)
     live, cache = converted.run_with_cache(tokens)
-    assert isinstance(live, Tensor)  # the output is a tuple for other return types
+    assert isinstance(live, Tensor)  # not a tuple, because no return_type was given
 
     outputs = [live] if exact else [silent, live]
     kl = _kl(expected, live)
@@ -234,7 +238,7 @@ def verify(
     by_layer = [
         _row(point, stream[source_hook], cache[hook])
         for point, source_hook, hook in points
-        if source_hook in stream.cache_dict  # OpenAI GPT's bridge never fires the last hook point
+        if source_hook in stream.cache_dict  # in OpenAI GPT's bridge, the last hook never fires
     ]
     activations = [] if exact else _activation_errors(host, source.cfg.act_fn, tokens)
     return Verification(
@@ -259,7 +263,7 @@ def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
     for layer in range(source.cfg.n_layers):
         for point in ("pre", "mid"):
             hook = f"blocks.{layer}.hook_resid_{point}"
-            if hook in source.hook_dict:  # parallel blocks have no resid_mid
+            if hook in source.hook_dict:  # parallel models have no hook_resid_mid
                 points.append((f"{layer}_{point}", hook, host.stream_hook(layer, point)))
     last = source.cfg.n_layers - 1
     end = f"blocks.{last}.hook_resid_post", host.stream_hook(last, "post")
@@ -267,7 +271,7 @@ def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
 
 
 def _mismatches(source: Any, converted: Any) -> list[str]:
-    """Return error texts if two models cannot be compared."""
+    """Return error messages if the two models given to `verify` cannot be compared."""
     in_place = has_neuron_heads(converted) and host_of(converted).in_place
     if not has_neuron_heads(converted):
         reasons = [

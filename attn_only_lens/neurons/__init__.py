@@ -1,4 +1,4 @@
-"""Top examples and statistics of neurons and attention heads over a corpus."""
+"""Collect top examples and statistics of neurons and attention heads over a corpus of texts."""
 
 from attn_only_lens.neurons._top_examples import (
     corpus_statistics,

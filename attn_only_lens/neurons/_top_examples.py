@@ -1,9 +1,10 @@
 """Compute top examples and statistics of neurons and heads in one pass over a corpus.
 
-Only one layer's activations for one batch are in memory at a time. For each neuron and end,
-examples take k (4 + window) integers and k (1 + 2 window) floats. For each neuron, histograms take
-1,024 + 3 · 128 + 4 integers. Each attention head takes two floats for each token of the vocabulary.
-Attributions need a backward pass, which keeps the activations of all layers.
+Without attributions, only the activations of one layer for one batch are in memory; with
+attributions, the backward pass keeps the activations of all layers in memory. If a window has w
+tokens, the k examples with the largest (or smallest) values of a neuron take k (4 + w) integers and
+k (1 + 2 w) floats. The histograms of one neuron take 1,024 + 3 · 128 + 4 integers. The sums of an
+attention head take two floats for each token of the vocabulary.
 """
 
 import hashlib
@@ -49,10 +50,10 @@ def top_examples(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> pd.DataFrame:
-    """Return the tokens of a corpus where neurons have their largest and smallest values.
+    """Return the tokens of a corpus at which neurons have their largest and smallest values.
 
-    The corpus is read once, text by text. The BOS token of a text is never an example, because a
-    neuron has the same value at BOS in every text.
+    The corpus is read once, text by text. BOS tokens are never examples, because a neuron has the
+    same value at BOS in every text.
 
     Args:
         model: converted, or with exposed neuron-heads.
@@ -158,9 +159,9 @@ def head_statistics(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> HeadStatistics:
-    """Return which tokens attention heads attend to, and where the heads' outputs are largest.
+    """Return which tokens attention heads attend to, and where they write the longest vectors.
 
-    The following arguments differ from those of `top_examples`.
+    Arguments that are not listed here are the same as in `top_examples`.
 
     Args:
         names: attention heads, such as "L5H3", or `patching.heads(layers)`; None for all.
@@ -203,10 +204,11 @@ def corpus_statistics(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> CorpusStatistics:
-    """Return the statistics of neurons and of attention heads from one pass.
+    """Return the statistics of neurons and of attention heads, from one pass over the corpus.
 
     Arguments and errors are the same as for `neuron_statistics` and `head_statistics`; `names=None`
-    means all neurons and heads. `by` ranks neurons; heads are ranked by attribution or norm.
+    means all neurons and heads. `by` is the quantity that ranks the examples of neurons; the
+    examples of heads are ranked as in `head_statistics`.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained
@@ -240,7 +242,7 @@ def _look_up(
     reasons = _site_reasons(sites, kinds) + reasons_not_to_run(model)
     reasons += _option_reasons(options, metric)
     if not is_count(context, 2, model.cfg.n_ctx):
-        reasons.append(f"got {context=}; expected 2 to {model.cfg.n_ctx}, the model's context")
+        reasons.append(f"got {context=}; expected 2 to {model.cfg.n_ctx}, the context length")
     InputError.raise_if(reasons, _PROBLEM)
     # Plan
     metric = None if metric is None else as_metric(metric)

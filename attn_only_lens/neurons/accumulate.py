@@ -1,15 +1,17 @@
-"""Accumulate the largest entries and histograms of many neurons or heads over batches.
+"""Update the top examples and the histograms of many neurons or heads, batch by batch.
 
-The results are exact, and do not depend on how a corpus is split into batches.
+Results are exact: they do not depend on how a corpus is split into batches.
 
-Largest entries. Among equal entries, the earliest are kept. `topk` may return any of several equal
-entries, so entries that equal the k-th largest are selected again, in corpus order. In most
-batches, few neurons have an entry to add; the others are skipped.
+Largest entries. If several entries are equal, those that come first in the corpus are kept. Torch's
+`topk` may return any of several equal entries, so those that equal the k-th largest are selected
+again, in corpus order. A batch is skipped for all neurons whose k largest entries it cannot change:
+in most batches, for most neurons.
 
-Histograms. A neuron's range is 2^e, the smallest power of 2 that bounds its values so far. On each
-side of 0, |x| is counted in BINS bins. Bin i is (i, i + 1] · 2^e / BINS, and 0 is in bin 0. When
-the range doubles, pairs of bins are merged. The result is the same as if the larger range had been
-used from the start.
+Histograms. The bins of a neuron cover the range from -2^e to 2^e, where 2^e is the smallest power
+of 2 that bounds all values of the neuron so far. Each side of 0 has BINS bins of equal width: bin i
+counts the values x with i < |x| · BINS / 2^e ≤ i + 1, and x = 0 is in bin 0. When a new value
+doubles the range, neighbouring bins are merged in pairs. The result is the same as if the larger
+range had been used from the start.
 """
 
 from collections.abc import Sequence
@@ -33,7 +35,7 @@ State: TypeAlias = dict[str, Tensor]
 BINS = 64
 JOINT = 16
 QUANTITIES = ("z", "gate", "value")
-_LEAST = -40  # smallest exponent e; smaller values are in the first bin
+_LEAST = -40  # a histogram covers at least -2^e to 2^e for this e
 
 
 # The largest entries
@@ -42,7 +44,7 @@ _LEAST = -40  # smallest exponent e; smaller values are in the first bin
 def no_examples(
     n: int, k: int, width: int, like: Tensor, numbers: Sequence[str], windows: Sequence[str]
 ) -> State:
-    """Return the initial state of `add_examples` for one end, without examples."""
+    """Return an empty state, to which `add_examples` adds the examples of one end."""
     whole = dict.fromkeys(("text", "at", "position"), (k,)) | {"tokens": (k, width)}
     state = {name: like.new_full((n, *s), -1, dtype=torch.long) for name, s in whole.items()}
     state |= {name: like.new_zeros(n, k) for name in numbers}
@@ -54,7 +56,7 @@ def no_examples(
 def rows_with_new(
     state: State, end: str, score: Float[Tensor, "neuron token"]
 ) -> Int[Tensor, "row"]:
-    """Return the neurons for which these scores include an entry to add."""
+    """Return the neurons for which some score ranks before their k-th example so far."""
     largest = score.amin(1).neg() if end == "smallest" else score.amax(1)
     return (largest > _least(state, end)[:, -1]).nonzero()[:, 0]
 
@@ -73,7 +75,7 @@ def add_examples(
     batch: Batch,
     before: int,
 ) -> None:
-    """Update each neuron's largest entries with the entries of a batch.
+    """Update, in place, each neuron's k largest (or smallest) entries with those of a batch.
 
     Args:
         state: the largest entries so far.
@@ -93,7 +95,6 @@ def add_examples(
     new |= {name: x.gather(1, chosen) for name, x in numbers.items()}
     new["found"] = new["score"].isfinite()
     both = torch.cat([least, ranked.gather(1, chosen)], dim=1)
-    # The sort is stable, so that among equal entries, those from earlier batches stay first.
     order = both.sort(dim=1, descending=True, stable=True).indices[:, : least.shape[1]]
     for name, kept in state.items():
         joined = torch.cat([kept[rows], new[name].to(kept.dtype)], dim=1)
@@ -106,7 +107,7 @@ def add_examples(
 def quadrants(
     q: Float[Tensor, "neuron token"], value: Float[Tensor, "neuron token"]
 ) -> Int[Tensor, "neuron token"]:
-    """Return each token's quadrant, from q = x W_gate and the value of a head, q · x W_in."""
+    """Return which of the `QUADRANTS` each token is in, from q = x W_gate and v = q · x W_in."""
     negative = q < 0
     return negative.to(torch.uint8) * 2 + ((value < 0) ^ negative)
 
@@ -117,7 +118,6 @@ def _first_of_largest(x: Float[Tensor, "row token"], k: int) -> Int[Tensor, "row
     largest = x.topk(min(k + 1, x.shape[1]), dim=1)
     indices = largest.indices[:, :k].sort(dim=1).values
     least = largest.values[:, k - 1]
-    # `topk` may return any of several equal entries.
     rows = ((largest.values[:, -1] == least) & least.isfinite()).nonzero()[:, 0]
     if len(rows) and largest.values.shape[1] > k:
         some, bound = x[rows], least[rows, None]
@@ -181,10 +181,11 @@ def add_counts(
     gate: Float[Tensor, "neuron token"],
     value: Float[Tensor, "neuron token"],
 ) -> None:
-    """Count the tokens of a batch, in place, in the bins of each neuron's z, gate and value.
+    """Add a batch's tokens, in place, to the histograms of each neuron's z, gate and value.
 
-    Gates (rows) and values (columns) are also counted jointly, in `JOINT` bins on each side of 0.
-    Exact zeros of z are also counted separately, because the bin of 0 contains other values too.
+    A joint histogram counts pairs of a gate (row) and a value (column), in `JOINT` bins on each
+    side of 0. A separate counter counts tokens at which z is exactly 0, because the bin of 0 also
+    counts small positive values.
     """
     bins = {}
     state["zeros"] += (z.shape[1] - z.count_nonzero(dim=1)).long()
@@ -204,9 +205,9 @@ def add_counts(
             state["joint"].copy_(wide.flatten(3).flatten(1, 2))
         held.copy_(now)
         scale = BINS * torch.exp2(-now.to(size.dtype))[:, None]
-        # In place and in few bits, because this step takes much of the time of a pass.
+        # This step takes much of the time of a pass, so it works in place, with 8-bit bin numbers.
         bins[name] = size.mul_(scale).ceil_().sub_(1).clamp_(min=0, max=BINS - 1).to(torch.uint8)
-        bins[name].add_(x >= 0, alpha=BINS)  # 0 is on the positive side
+        bins[name].add_(x >= 0, alpha=BINS)  # x = 0 counts as positive
         add_histogram(counts, bins[name].int())
     per_joint = (BINS // JOINT).bit_length() - 1
     rows, columns = (bins[name].bitwise_right_shift(per_joint) for name in ("gate", "value"))
@@ -216,7 +217,7 @@ def add_counts(
 def _halved(
     counts: Int[Tensor, "neuron *any bin"], times: Int[Tensor, "neuron"]
 ) -> Int[Tensor, "neuron *any bin"]:
-    """Return the counts for bins that are 2^times as wide."""
+    """Merge neighbouring bins so that each is 2^times as wide, and return the new counts."""
     bins = torch.arange(counts.shape[-1], device=counts.device)
     into = bins >> times.clamp(max=30)[:, None]
     into = into.view(len(into), *[1] * (counts.ndim - 2), -1).expand_as(counts)
@@ -224,7 +225,7 @@ def _halved(
 
 
 def add_histogram(counts: Int[Tensor, "neuron *bin"], bins: Int[Tensor, "neuron token"]) -> None:
-    """Count the tokens of each neuron in each bin; `bins` are 32-bit integers and are changed."""
+    """Add each token to its histogram bin; overwrite `bins`, the int32 bin of each token."""
     n, size = len(counts), counts[0].numel()
     bins += torch.arange(n, dtype=bins.dtype, device=bins.device)[:, None] * size
     counts += torch.bincount(bins.flatten(), minlength=n * size).view_as(counts)

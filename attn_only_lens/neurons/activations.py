@@ -34,7 +34,7 @@ _PROBLEM = "these neurons cannot be attributed in a corpus"
 
 
 def run_by_layer(model: Any, sites: Sequence[LayerSites], batch: Batch, take_in: TakeIn) -> None:
-    """Run a model up to its last block, and pass each layer's activations to `take_in`."""
+    """Run a model's blocks, and call `take_in` with each layer's activations."""
     ran: set[str] = set()
 
     def look(number: int) -> Callable[[str, Tensor], None]:
@@ -59,11 +59,11 @@ def run_by_layer(model: Any, sites: Sequence[LayerSites], batch: Batch, take_in:
 def run_by_gradient(
     model: Any, sites: Sequence[LayerSites], batch: Batch, metric: Metric, take_in: TakeIn
 ) -> None:
-    """Run a model, compute a metric's gradient, and pass each layer's activations to `take_in`."""
+    """Run a model; call `take_in` with the activations and attributions of each layer."""
     seen: list[dict[str, Tensor]] = [{} for _ in sites]
     nodes = [host_of(model).hook_name(site.layer, site.kind, "z") for site in sites]
     rows = len(batch.tokens)
-    # Treat the batch as part of a longer list, because a batch of one-token texts has no loss.
+    # `loss` rejects a list of one-token texts, so mark the batch as part of a longer list.
     pair = PromptPair(batch.tokens, batch.tokens, batch.mask, (range(rows), rows))
     tape = Tape(nodes)
     keep = [x.__setitem__ for x in seen]
@@ -76,12 +76,12 @@ def run_by_gradient(
         if len(values) != len(batch.tokens):
             raise InputError(
                 [
-                    f"{bound.name} has one number for {len(batch.tokens)} texts; expected one per "
-                    "text: a tensor [batch]. Or pass batch_size=1"
+                    f"{bound.name} returned one number for {len(batch.tokens)} texts; expected a "
+                    "tensor [batch], with one number per text. Or pass batch_size=1"
                 ],
                 _PROBLEM,
             )
-        # Values depend only on their own text, so the sum's gradient contains the gradient of each.
+        # A text's metric depends only on this text, so the gradient of the sum has all gradients.
         gradients = tape.gradients(values.sum())
     for number, (item, node) in enumerate(zip(sites, nodes, strict=True)):
         attribution = (gradients[node].detach() * seen[number]["z"]).sum(-1)
@@ -89,7 +89,7 @@ def run_by_gradient(
 
 
 def shows_q(model: Any, site: LayerSites) -> bool:
-    """Return True for gated MLPs with one head per neuron, where q = x W_gate is collected."""
+    """Return True if neurons have q = x W_gate: in gated MLPs with one head per neuron."""
     host = host_of(model)
     return (
         site.kind == "neuron"
@@ -99,7 +99,7 @@ def shows_q(model: Any, site: LayerSites) -> bool:
 
 
 def write_factors(model: Any, site: LayerSites) -> Float[Tensor, "head rank d_head"]:
-    """Return, for each head, the triangular R of W_Oᵀ = QR, for which ‖z W_O‖ = ‖R z‖."""
+    """Return each head's factor R in W_Oᵀ = QR; ‖R z‖ is the norm of the head's output z W_O."""
     W_O = float32_if_half(host_of(model).attention(site.layer).W_O.detach())
     return torch.linalg.qr(W_O[site.index.to(W_O.device)].transpose(1, 2), mode="r").R
 
@@ -107,7 +107,7 @@ def write_factors(model: Any, site: LayerSites) -> Float[Tensor, "head rank d_he
 def _attention_hooks(
     model: Any, sites: Sequence[LayerSites], keep: Sequence[Callable[[str, Tensor], None]]
 ) -> list[tuple[str, Callable[..., None]]]:
-    """Return hooks that pass the patterns and z of attention heads to the functions `keep`."""
+    """Return hooks that call their layer's `keep` with the patterns and z of attention heads."""
 
     def look(value: Tensor, hook: Any, show: Callable[[str, Tensor], None], point: str) -> None:
         show(point, value.detach().clone())
@@ -127,7 +127,7 @@ def _attention_hooks(
 def _looking(
     model: Any, sites: Sequence[LayerSites], keep: Sequence[Callable[[str, Tensor], None]]
 ) -> Iterator[None]:
-    """Pass the values, patterns and z of each layer's neuron-heads to the functions `keep`."""
+    """While open, call each layer's `keep` with the values, patterns and z of neuron-heads."""
     with ExitStack() as stack:
         for item, of_layer in zip(sites, keep, strict=True):
             if item.kind == "attention":
@@ -168,7 +168,7 @@ def _of_heads(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfLayer
 
 
 def _of_neurons(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfLayer:
-    """Return z, gate, value and attribution of neurons, with the rows of tokens concatenated."""
+    """Return z, gate, value and attribution of neurons for all tokens of a batch."""
     heads = host_of(model).neurons[sites.layer]
     of_heads = {
         "z": seen["z"].squeeze(-1),
@@ -185,7 +185,7 @@ def _of_neurons(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfLay
     for name, x in of_heads.items():
         if name in ("z", "gate"):
             x = heads.neuron_outputs(x)
-        elif per_neuron > 1:  # heads share the neuron's value; attributions are summed
+        elif per_neuron > 1:  # heads of a neuron have equal values, and attributions that add up
             x = x.unflatten(-1, (-1, per_neuron))
             x = x[..., 0] if name == "value" else x.sum(-1)
         x = x.flatten(0, 1) if whole else x.flatten(0, 1)[:, index.to(x.device)]

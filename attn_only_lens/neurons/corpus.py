@@ -1,4 +1,4 @@
-"""Read a corpus text by text, as rows of tokens."""
+"""Read a corpus text by text, and split each text into rows of tokens."""
 
 import hashlib
 import json
@@ -64,7 +64,7 @@ class Batch:
 
 
 def n_texts(texts: Texts) -> int | None:
-    """Return the number of texts, or None if the number is unknown."""
+    """Return the number of texts, or None if `texts` has no length."""
     try:
         return len(texts) if isinstance(texts, Sized) and not isinstance(texts, str) else None
     except TypeError:  # a scalar tensor or a dataset stream has no length
@@ -74,7 +74,7 @@ def n_texts(texts: Texts) -> int | None:
 def corpus_rows(model: Any, texts: Texts, context: int) -> Iterator[Row]:
     """Split each text of a corpus into rows of at most `context` tokens.
 
-    If a text begins with BOS, each of its rows begins with BOS. Empty texts have no rows. A warning
+    If a text begins with BOS, so does each of its rows. Empty texts have no rows. A warning
     names the first text that contains a word unknown to the tokenizer.
     """
     all_known = True
@@ -95,9 +95,9 @@ def corpus_rows(model: Any, texts: Texts, context: int) -> Iterator[Row]:
 
 
 def batches(model: Any, rows: Iterator[Row], size: int) -> Iterator[tuple[Batch, list[Row]]]:
-    """Yield each batch together with its rows."""
+    """Group rows into batches of `size` rows; yield each batch, and the rows that it contains."""
     device = next(model.parameters()).device
-    # Bidirectional HookedTransformers attend to padding, so each row is a batch.
+    # Bidirectional HookedTransformers attend to padding, so run each row alone, without padding.
     causal = getattr(model.cfg, "attention_dir", "causal") == "causal"
     size = size if causal else 1
     while some := list(islice(rows, size)):
@@ -122,7 +122,7 @@ def _batch(rows: list[Row], device: torch.device) -> Batch:
 
 
 def chained_digest(before: str, row: Row) -> str:
-    """Return the digest of all rows up to this row, given the digest of all earlier rows."""
+    """Return the digest of all rows up to `row`, from the digest `before` of the earlier rows."""
     return hashlib.sha256(f"{before} {row.text} {row.tokens.tolist()}".encode()).hexdigest()
 
 
@@ -154,7 +154,7 @@ def _entries(texts: Texts) -> Iterator[Any]:
 
 
 def _tokens(model: Any, entry: Any, number: int) -> Int[Tensor, "pos"]:
-    """Return the tokens of a corpus entry."""
+    """Return the tokens of a corpus entry, which is either a text or a list of tokens."""
     try:
         if isinstance(entry, str):
             return tokens_of_text(model, entry)[0].cpu()

@@ -1,6 +1,6 @@
-"""Accumulate the attention that heads pay to BOS, to each offset and to each token.
+"""Sum, over batches, the attention of heads to BOS, to each offset and to each token.
 
-The attention of a token has three parts: attention to BOS, to the token itself and to other tokens.
+Each token's attention is divided into attention to BOS, to the token itself and to other tokens.
 Sums have the dtype of the model, or float32 for models in half precision.
 """
 
@@ -32,7 +32,7 @@ def add_looks(state: State, pattern: Float[Tensor, "head batch query pos"], batc
     counted[batch.counted] = 1
     counted = counted.view(n_batch, n_pos)
     queries = pattern * counted[..., None]
-    # If the first token is not counted, it is BOS.
+    # `counted` is 0 for the first token of a row only if this token is BOS.
     state["bos"] += (queries[..., 0] * (1 - counted[:, :1])).sum((1, 2))
     queries *= counted[:, None]
     positions = torch.arange(n_pos, device=pattern.device)
@@ -46,8 +46,9 @@ def add_looks(state: State, pattern: Float[Tensor, "head batch query pos"], batc
 def shares(state: State, occurrences: Tensor) -> State:
     """Convert the sums to shares, and select the `MOST_TOKENS` tokens with the largest sums.
 
-    `attended` and `attending` are shares of the attention to other tokens. `.mean` is the attention
-    that one occurrence of the token receives or gives on average.
+    `attended` (`attending`) is the share that a token receives (pays) of all attention between
+    different tokens. `attended.mean` and `attending.mean` are how much attention one occurrence of
+    the token receives or pays on average.
     """
     n_tokens = occurrences.sum()
     result = {name: state[name].double() / n_tokens for name in ("bos", "offsets")}

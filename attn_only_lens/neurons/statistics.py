@@ -38,7 +38,7 @@ class _Fields(TypedDict):
 
 @dataclass(frozen=True)
 class Example:
-    """A window of text around a token where a neuron has a large or a small value.
+    """A token at which a neuron has a large or a small value, and the text around the token.
 
     Attributes:
         tokens: the texts of the window's tokens.
@@ -58,14 +58,14 @@ class Example:
 
 
 def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
-    """Return the examples of one neuron, sorted by end, then by rank.
+    """Return the examples of one neuron in a frame, in the order of its rows.
 
     Args:
         frame: the frame from `top_examples`.
         name: the name of the neuron.
 
     Raises:
-        InputError: the frame lacks columns, or does not contain the neuron.
+        InputError: the frame lacks columns of `top_examples`, or does not contain the neuron.
 
     Example:
         >>> import torch
@@ -81,7 +81,7 @@ def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
         raise InputError([f"got a {type(frame).__name__}; expected a frame of examples"], problem)
     missing = sorted({"name", *COLUMNS} - set(frame.columns))
     if missing:
-        raise InputError([f"it has no column {', '.join(missing)}"], problem)
+        raise InputError([f"the frame has no column {', '.join(missing)}"], problem)
     rows = frame[frame["name"] == name]
     if rows.empty:
         names = frame["name"].unique().tolist()
@@ -92,7 +92,7 @@ def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
 
 @dataclass(frozen=True, eq=False)
 class _Statistics:
-    """Top examples and counts; the first axis of each tensor is the index in `names`."""
+    """Top examples and counts, as tensors whose first axis has one entry per name in `names`."""
 
     _document: ClassVar[Document]
     _windows: ClassVar[dict[str, str]]
@@ -114,10 +114,11 @@ class _Statistics:
         The columns are those of `top_examples`. For attention heads, `weights` (the attention to
         each token of the window) and `bos` (the attention to BOS) replace `values` and `gates`.
 
-        If pyarrow is installed, windows are columns of arrow lists. Without pyarrow, windows are
-        Python lists, which take about ten times as long and four times the memory. Lists have no
-        hash, so group windows by their text, `frame["tokens"].map("".join)`. To read the frame from
-        parquet, call `pd.read_parquet(path, dtype_backend="pyarrow")`.
+        If pyarrow is installed, the columns with windows contain arrow lists. Otherwise they
+        contain Python lists, which take about ten times the time and four times the memory. Lists
+        cannot be hashed, so group examples by the text of their windows,
+        `frame["tokens"].map("".join)`. To read a frame that was saved as parquet, call
+        `pd.read_parquet(path, dtype_backend="pyarrow")`.
         """
         return self._frame(ENDS)
 
@@ -125,7 +126,7 @@ class _Statistics:
         ends = [end for end in ends if f"{end}.found" in self.examples]
 
         def stacked(name: str) -> np.ndarray[Any, Any]:
-            """Return a tensor as [neuron, end, rank, ...], in the order of the frame's rows."""
+            """Stack the tensors of both ends: [neuron, end, rank, ...], as in the frame's rows."""
             return np.stack([self.examples[f"{end}.{name}"].numpy() for end in ends], axis=1)
 
         found = stacked("found")
@@ -182,7 +183,7 @@ class _Statistics:
         return cls(names, vocabulary=vocabulary, examples=examples, counts=counts, **numbers)
 
     def of(self, names: list[str]) -> Self:
-        """Return the statistics of only these names.
+        """Return the statistics of only the neurons or heads with these names.
 
         Raises:
             InputError: the statistics do not contain one of the names.
@@ -206,7 +207,7 @@ class _Statistics:
 
 
 class NeuronStatistics(_Statistics):
-    """Top examples of neurons in a corpus, and histograms of z, gate and value.
+    """Top examples of neurons in a corpus, and histograms of their z, gate and value.
 
     Attributes:
         names: the neurons.
@@ -228,7 +229,7 @@ class NeuronStatistics(_Statistics):
     ) -> tuple[Int[Tensor, "bin"], Float[Tensor, "edge"]]:
         """Return a histogram of one quantity of a neuron: counts in 128 bins, and bin edges.
 
-        A bin includes the edge that is further from 0; 0 itself is in the first positive bin.
+        A value on the edge of two bins is in the bin nearer to 0; 0 is in the first positive bin.
 
         Args:
             name: the neuron.
@@ -248,8 +249,8 @@ class NeuronStatistics(_Statistics):
     def quadrants(self) -> pd.DataFrame:
         """Return the share of tokens for each pair of signs of x W_gate and x W_in in a gated MLP.
 
-        The columns are `name`, "++", "+-", "-+" and "--"; the first sign is that of x W_gate, and 0
-        counts as positive. Source: GLUScope, arXiv 2602.23826.
+        The columns are `name`, "++", "+-", "-+" and "--"; the first sign is the sign of x W_gate,
+        and 0 counts as positive. Source: GLUScope, arXiv 2602.23826.
 
         Raises:
             InputError: the model has no gated MLPs, or has several heads per neuron.
@@ -261,9 +262,9 @@ class NeuronStatistics(_Statistics):
         ]
 
     def quadrant_examples(self) -> pd.DataFrame:
-        """Return the tokens with the largest |z| for each pair of signs; `end` has the pair.
+        """Return the tokens with the largest |z| for each pair of signs (column `end`).
 
-        The other columns are the same as in `frame`; the errors are the same as for `quadrants`.
+        The other columns are the same as in `frame`, and the errors are the same as in `quadrants`.
         """
         self._require_quadrants()
         return self._frame(QUADRANTS)
@@ -275,7 +276,7 @@ class NeuronStatistics(_Statistics):
 
 
 class HeadStatistics(_Statistics):
-    """Top examples of attention heads in a corpus, and where the heads attend to.
+    """Top examples of attention heads in a corpus, and the tokens that the heads attend to.
 
     Attributes:
         names: the heads.
@@ -286,7 +287,7 @@ class HeadStatistics(_Statistics):
         n_tokens: number of tokens that were counted: all except BOS.
         vocabulary: the text of each token in the examples and lists.
         examples: tensors by end and name, "largest.score" and so on (`accumulate.py`).
-        counts: shares of attention, "bos", "offsets", and of tokens (`looks.py`).
+        counts: fractions of attention, with names such as "bos" and "attended" (`looks.py`).
     """
 
     _document = Document("attn_only_lens.HeadStatistics", 1, _Fields)
@@ -294,7 +295,7 @@ class HeadStatistics(_Statistics):
     _numbers = ("bos",)
 
     def looks(self) -> pd.DataFrame:
-        """Return a frame with each head's mean attention to BOS, to the token itself and to others.
+        """Return each head's mean attention to BOS, to the query token itself and to other tokens.
 
         The columns are `name`, `bos`, `itself`, `previous` (the previous token except BOS) and
         `other`.
@@ -313,9 +314,9 @@ class HeadStatistics(_Statistics):
         )
 
     def offsets(self, name: str) -> "pd.Series[float]":
-        """Return a head's mean attention by offset, the number of tokens from the key to the query.
+        """Return a head's mean attention by offset: the query's position minus the key's.
 
-        Attention to BOS is excluded, so the sum is 1 minus the attention to BOS.
+        Attention to BOS is excluded, so the offsets' sum is 1 minus the mean attention to BOS.
 
         Raises:
             InputError: there is no such head.
@@ -327,9 +328,9 @@ class HeadStatistics(_Statistics):
     def tokens(
         self, name: str, side: Literal["attended", "attending"] = "attended"
     ) -> pd.DataFrame:
-        """Return the tokens that a head attends to most, or the tokens that pay most attention.
+        """Return the tokens that receive, or pay, the largest shares of a head's attention.
 
-        Attention to BOS and from a token to itself is excluded.
+        Attention to BOS, and of a token to itself, is excluded.
 
         Returns:
             A frame of up to 20 rows: `token`; `share`, the token's share of this attention; `mean`,
@@ -348,7 +349,7 @@ class HeadStatistics(_Statistics):
 
 
 class CorpusStatistics(NamedTuple):
-    """The statistics of neurons and of attention heads; None if there are no neurons or heads."""
+    """Statistics of neurons and of attention heads; either field is None if it would be empty."""
 
     neurons: NeuronStatistics | None
     heads: HeadStatistics | None
@@ -360,7 +361,7 @@ class CorpusStatistics(NamedTuple):
 
     @property
     def about(self) -> NeuronStatistics | HeadStatistics:
-        """The statistics of neurons or of heads, which have the same model and corpus."""
+        """The statistics of neurons, or of heads if no neuron was analysed."""
         part = self.neurons or self.heads
         assert part is not None
         return part
@@ -384,7 +385,7 @@ class CorpusStatistics(NamedTuple):
 def _lists(entries: Any, offsets: Any, texts: Sequence[str] | None = None) -> Any:
     """Return a column of lists; row i contains `entries[offsets[i]:offsets[i + 1]]`.
 
-    If `texts` is given, the entries are indices into `texts`.
+    If `texts` is given, the lists contain `texts[entry]` instead of entries.
     """
     if find_spec("pyarrow") is None:
         plain = entries.tolist() if texts is None else [texts[i] for i in entries.tolist()]

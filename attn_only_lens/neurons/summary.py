@@ -41,7 +41,7 @@ from attn_only_lens.storage.chunks import ChunkStore
 _PROBLEM = "this corpus cannot be used"
 _SECONDS = 30.0
 _KEY = "so-far"
-_IN_CACHE = 2**17  # number of activations that fit into the CPU cache
+_IN_CACHE = 2**17  # this many activations fit into the CPU cache
 ENDS_OF_OPTION = {"both": ENDS, "largest": ENDS[:1], "smallest": ENDS[1:]}
 _NUMBERS: dict[HeadKind, tuple[str, ...]] = {"neuron": ("score",), "attention": ("score", "bos")}
 _WINDOWS: dict[HeadKind, tuple[str, ...]] = {"neuron": ("z", "gate"), "attention": ("pattern",)}
@@ -65,7 +65,7 @@ class Options:
 
 
 class Summary:
-    """The examples and counts of all batches so far, as tensors on each layer's device."""
+    """The examples and counts from all batches so far, as tensors on the device of each layer."""
 
     def __init__(self, model: Any, sites: tuple[LayerSites, ...], options: Options) -> None:
         self.model, self.sites, self.options = model, sites, options
@@ -99,12 +99,12 @@ class Summary:
         return self.options.before * (HEAD_WINDOW if kind == "attention" else 1)
 
     def names(self, *kinds: HeadKind) -> tuple[str, ...]:
-        """Return the names of the neurons or heads of these kinds, in the order of the results."""
+        """Return the names of neurons, attention heads or both, in the order of the results."""
         return tuple(name for site in self.sites if site.kind in kinds for name in site.names)
 
     @property
     def states(self) -> Iterator[tuple[str, list[State]]]:
-        """Yield each prefix of tensor names, with the states of all layers for this prefix."""
+        """Yield each prefix of tensor names, with the states that contain these tensors."""
         for kind in HEAD_KINDS:
             numbers = [i for i, site in enumerate(self.sites) if site.kind == kind]
             for end in self.examples[numbers[0]] if numbers else ():
@@ -134,7 +134,7 @@ class Summary:
         self.n_tokens += len(batch.counted)
 
     def _add_layer(self, number: int, of_layer: OfLayer, batch: Batch) -> Bool[Tensor, ""]:
-        """Add the activations of a layer; return whether they are finite."""
+        """Add the activations of a layer to the results; return True if all of them are finite."""
         site = self.sites[number]
         add = self._add_neurons if site.kind == "neuron" else self._add_heads
         some = next(iter(of_layer.values()))
@@ -178,7 +178,7 @@ class Summary:
                 score = scores[end][chosen]
             ranked = {"score": score}
             add_examples(state, end, chosen, ranked, windows, batch, self._before("neuron"))
-        # If a factor of z is not finite, z is not finite either.
+        # z = gate × value is not finite if one of its factors is not finite.
         return (
             counted["z"].abs().amax().isfinite() & counted[self.options.by].abs().amax().isfinite()
         )
@@ -209,7 +209,7 @@ class Summary:
         return norms.isfinite().all() & score.isfinite().all()
 
     def tensors(self) -> State:
-        """Return all states on the CPU, with the layers concatenated."""
+        """Return all results on the CPU; each tensor is concatenated over the layers."""
         joined = {
             f"{prefix}{name}": torch.cat([state[name].cpu() for state in states])
             for prefix, states in self.states
@@ -229,7 +229,7 @@ class Summary:
                     first += n
 
     def result(self, metric: str) -> CorpusStatistics:
-        """Return the statistics, with the text of each token that occurs in them."""
+        """Return the statistics of all batches so far, with the text of every token used."""
         tensors, by = self.tensors(), self.options.by
         neurons = heads = None
         if self.names("neuron"):
@@ -243,7 +243,7 @@ class Summary:
         return CorpusStatistics(neurons, heads)
 
     def _about(self, kind: HeadKind, by: str, metric: str, tensors: State) -> tuple[Any, ...]:
-        """Return the fields of `NeuronStatistics` or `HeadStatistics`."""
+        """Return the arguments that make a `NeuronStatistics` or a `HeadStatistics`."""
         of_kind = {
             name.removeprefix(f"{kind}."): x
             for name, x in tensors.items()
@@ -259,7 +259,7 @@ class Summary:
 
 
 def _rows(state: State, rows: slice) -> State:
-    """Return views of some rows of a state."""
+    """Return a state that contains only these rows of all tensors, as views."""
     return {name: x[rows] for name, x in state.items()}
 
 
@@ -269,14 +269,14 @@ def _counted(x: Float[Tensor, "neuron place"], batch: Batch) -> Float[Tensor, "n
 
 
 def _on(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch to a layer's device, because layers may be on several devices."""
+    """Return the batch on this device, because layers may be on different devices."""
     if batch.tokens.device == device:
         return batch
     return Batch(*(None if x is None else x.to(device) for x in vars(batch).values()))  # type: ignore[arg-type]
 
 
 class Resumed:
-    """A folder that stores intermediate results, so that an interrupted pass can resume."""
+    """A folder that stores intermediate results, so that a user can resume an interrupted pass."""
 
     def __init__(self, folder: str | Path, settings: dict[str, Any], summary: Summary) -> None:
         self._store, self._summary = ChunkStore(folder, settings), summary
@@ -289,7 +289,7 @@ class Resumed:
             summary.restore({name: torch.from_numpy(array) for name, array in arrays.items()})
 
     def skip_seen(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Check and skip the rows that an earlier call processed; return the remaining rows."""
+        """Skip the rows that an interrupted pass processed; raise an error if they have changed."""
         digest = ""
         for number in range(self._rows):
             row = next(rows, None)
@@ -297,15 +297,15 @@ class Resumed:
             if row is None or (number == self._rows - 1 and digest != self._digest):
                 raise InputError(
                     [
-                        f"{self._store.folder} has results for {self._rows} pieces of other texts: "
-                        "the corpus does not begin with these pieces; use a new folder"
+                        f"{self._store.folder} has results for {self._rows} pieces of text, but "
+                        "this corpus does not begin with the same pieces; use a new folder"
                     ],
                     _PROBLEM,
                 )
         return rows
 
     def saw(self, rows: Sequence[Row]) -> None:
-        """Record that rows were processed, and write the results every 30 seconds."""
+        """Record that these rows were processed; write the results every 30 seconds."""
         for row in rows:
             self._digest = chained_digest(self._digest, row)
         self._rows += len(rows)

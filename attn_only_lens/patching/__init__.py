@@ -1,4 +1,7 @@
-"""Activation patching, path patching and attribution for attention heads and neuron-heads."""
+"""Activation patching, path patching and attribution for attention heads and neuron-heads.
+
+A neuron-head is an MLP neuron that is computed as an attention head.
+"""
 
 from attn_only_lens.engine.interventions import ablated, steered
 from attn_only_lens.engine.metrics import (

@@ -1,4 +1,4 @@
-"""Exact activation patching, site by site."""
+"""Exact activation patching: compute the metric after a patch of each site."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,17 +71,18 @@ def activation_patch(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> Sweep:
-    """Patch each site in turn, and compute the metric after each patch.
+    """Patch each site (a head at a position) in turn, and compute the metric after each patch.
 
     Results are exact: each value equals the metric of a full forward pass with the patch, up to
-    rounding errors. Only activations that a patch can change are computed (see `engine/replay`),
-    for many sites at once. If a patch cannot affect the metric, its value is the unpatched value.
+    rounding errors. Many sites are patched at once, and only those activations are computed that
+    change (see `engine/replay`). If a patch cannot affect the metric, its value is the metric
+    without a patch.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
         clean: a text, a list of texts, or tokens [batch, pos]; see `prompt_pair`.
         corrupted: the corrupted prompts, with the same number of tokens; None for an ablation
-            without corrupted prompts, whose scores are shares of the clean run's metric.
+            without corrupted prompts, whose scores are fractions of the clean run's metric.
         metric: `logit_diff(...)` or another metric, or any function of logits
             [batch, pos, d_vocab].
         sites: `neuron_heads()`, `heads()`, `all_heads()`, or names; by default all heads.
@@ -110,16 +111,18 @@ def activation_patch(
             interrupted sweep resumes from the folder. A custom metric then needs a version (see
             `custom`). Under `accelerate launch`, where processes share the work, the folder is
             required.
-        progress: whether to show a progress bar; a text is its label.
+        progress: whether to show a progress bar; a string is its label.
 
     Returns:
-        The metric and score after each patch: score 0 is the corrupted run, 1 the clean run.
+        The metric and the score after each patch. The score is 0 for the corrupted run and 1 for
+        the clean run.
 
     Raises:
         InputError: with every reason: invalid prompts, metric, sites or positions; `per_prompt`
             with a metric that has one value for all prompts; a folder with another sweep.
         UnsupportedModelError: a forward pass of the model cannot be split at block boundaries, or a
-            patch has another effect than a hook in a whole forward pass (both are tested first).
+            patch would not have the same effect as a hook in a full forward pass (both are tested
+            first).
         CheckpointError: files in the folder `resume` are damaged.
 
     Example:
@@ -182,7 +185,7 @@ class SweepPlan:
 
     @cached_property
     def sites(self) -> tuple[LayerSites, ...]:
-        """The heads to patch, by layer and kind."""
+        """The heads to patch, grouped by layer and kind."""
         return tuple(dict.fromkeys(group.sites for group in self.groups))
 
     @property
@@ -196,18 +199,18 @@ class SweepPlan:
         return split_prompts(len(self.pair.clean), self.prompts_at_once)
 
     def chunks(self, *, by_cost: bool) -> list[Chunk]:
-        """Split the sweep into chunks of prompts and, with `by_cost`, also of sites."""
+        """Split the sweep into chunks of prompts; if `by_cost` is True, split the sites too."""
         if by_cost:
             at_once = self.prompts_at_once
             return split_sweep(self.model, self.pair, self.groups, at_once, self.direction)
         return [Chunk(prompts, range(self.n_rows)) for prompts in self.prompts]
 
     def record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
-        """Record the clean and the corrupted run for some prompts."""
+        """Record the clean and the corrupted run on these prompts."""
         return record_pair(self.model, pair, self.metric, self.sites, self.part, distinct=distinct)
 
     def prompt_chunks(self, record: Callable[..., RunPair]) -> PromptChunks:
-        """Return the runs for all prompts, which are recorded chunk by chunk."""
+        """Return the clean and corrupted runs on all prompts, which are recorded chunk by chunk."""
         ablated = None
         if self.direction in ABLATIONS:
             ablated = AblatedRuns(
@@ -217,7 +220,7 @@ class SweepPlan:
         return PromptChunks(self.model, self.pair, self.metric, self.direction, record, ablated)
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings that affect values. A sweep with other settings is not resumed."""
+        """Return all settings that affect results. Only sweeps with equal settings are resumed."""
         return {
             **prompt_settings(self.model, self.pair, self.metric, self.groups),
             "reference": None if self.reference is None else self.reference.tolist(),
@@ -267,7 +270,7 @@ def plan_sweep(
 
 
 class SitePatches:
-    """Computes the patches of all sites in a sweep, chunk by chunk."""
+    """Patches all sites of a sweep, and computes the metric after each patch, chunk by chunk."""
 
     def __init__(
         self,
@@ -282,7 +285,7 @@ class SitePatches:
         self._tested: set[tuple[bool, int]] = set()
 
     def compute(self, chunk: Chunk) -> Arrays:
-        """Run the patches of a chunk, and return the statistics to store."""
+        """Run the patches of a chunk, and return the statistics that a job stores."""
         prompts = self._prompts.of(chunk.prompts)
         prompts.runner = prompts.runner or self._runner(prompts)
         groups = chunk.groups(self._plan.groups, prompts.pair)
@@ -290,7 +293,7 @@ class SitePatches:
         return {"kept": prompts.reduced(self._totals, torch.cat([*chain(*values)])).numpy()}
 
     def _runner(self, prompts: PromptChunk) -> PatchRunner:
-        """Make a patch runner for some prompts, test its edits, and return the runner."""
+        """Return a patch runner for these prompts, after testing its edits in full passes."""
         plan = self._plan
         replay = make_replay(plan.model, prompts.target, prompts.runs.metric)
         batching = Batching(plan.model, self._batch_size, self._on_done, replay.numbers_per_token)
@@ -323,7 +326,7 @@ def sweep_reasons(
 
 
 def count_reasons(**counts: object) -> list[str]:
-    """Return a reason for each option that is neither a positive whole number nor None."""
+    """Return an error message for each option that is neither a positive whole number nor None."""
     return [
         f"got {name}={count!r}; expected 1 or more, or None"
         for name, count in counts.items()
@@ -334,7 +337,7 @@ def count_reasons(**counts: object) -> list[str]:
 def prompt_settings(
     model: Any, pair: PromptPair, metric: Metric, groups: Sequence[SiteGroup]
 ) -> dict[str, Any]:
-    """Return the settings that are common to all patching methods."""
+    """Return those settings that all patching methods have."""
     return {
         "model": fingerprint(model),
         "clean": pair.clean.tolist(),

@@ -1,4 +1,4 @@
-"""Attribution: estimate the score of every patch from a few forward and backward passes.
+"""Attribution: estimate the effects of all patches from a few forward and backward passes.
 
     value after the patch ≈ value + Σ_{patched positions} g · Δ
 
@@ -21,15 +21,17 @@ is the clean run with z ablated. The methods differ in g:
                   so compare it with the mean of denoising and noising.
 
 Every method treats z as linear in the keys of attention heads (part "k"); "gradient" and
-"integrated" also treat z as linear in queries. All other changes Δ are exact: a patch of any part
-of a neuron-head is treated as a patch of z by the resulting Δz (`edits.py`). As ε → 0, a patch
-scaled by ε changes the metric by ε times the "gradient" estimate.
+"integrated" also treat z as linear in queries. In all other cases Δ is exact: for any part of a
+neuron-head, the patch is treated as the change Δz of the neuron-head's output that it causes
+(`edits.py`). The "gradient" estimate is exact to first order: as ε → 0, a patch of ε Δ changes the
+metric by ε times the estimate.
 
-Costs are counted in forward passes of 2 · n_pos · parameters flops (a backward pass that stops at
-activations costs as much as a forward pass). "gradient" costs 3 forward passes; "exact_gate" costs
-3, plus 2 for queries of attention heads; "secant" costs 6; "integrated" costs 3 + 2 · steps. Some
-sites are then patched exactly (`repairs.py`). In `analyses/results`, `attribution_vs_patching.md`,
-`contrast_vs_patching.md` and `attribution_repairs.md` report the agreement with patching.
+The unit of cost is a forward pass, which takes 2 · n_pos · parameters flops (a backward pass
+without weight gradients costs the same). "gradient" costs 3 forward passes; "exact_gate" costs 3,
+plus 2 for queries of attention heads; "secant" costs 6; "integrated" costs 3 + 2 · steps.
+Afterwards, the sites whose estimates are likely to be wrong are patched exactly (`repairs.py`). In
+`analyses/results`, `attribution_vs_patching.md`, `contrast_vs_patching.md` and
+`attribution_repairs.md` report how well the estimates agree with exact patching.
 """
 
 from collections.abc import Sequence
@@ -132,13 +134,14 @@ def attribution(
 ) -> Sweep:
     """Estimate the results of activation patching for all sites at once.
 
-    The results have the scale and columns of `activation_patch`; use `agreement` to compare.
+    The scale of the scores and the columns of the frame are the same as in `activation_patch`.
+    `agreement` compares estimates with exact results.
 
-    Gradient estimates can miss the one site that matters, which is usually a neuron in an early
-    layer at the first token that differs. So the sites with the largest expected errors are patched
-    exactly (`repairs.py`), and the rows of these sites are marked `exact`. In a small model, most
-    or all sites are patched; with `budget=0`, no sites are patched. `expected_pearson` is the
-    expected correlation with patching, for attention heads and for neuron-heads.
+    Gradient estimates can miss the site with the largest effect, which is usually a neuron in an
+    early layer at the first token that differs. So the sites with the largest expected errors are
+    patched exactly (`repairs.py`), and their rows are marked in column `exact`. In a small model,
+    most or all sites are patched; with `budget=0`, none are. `expected_pearson` is the expected
+    correlation of the scores with exact scores, for attention heads and for neuron-heads.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -147,7 +150,7 @@ def attribution(
             (clean minus corrupted).
         clean: a text, a list of texts, or tokens [batch, pos]; see `prompt_pair`.
         corrupted: the corrupted prompts, with the same number of tokens; None for an ablation
-            without corrupted prompts, whose scores are shares of the clean run's metric.
+            without corrupted prompts, whose scores are fractions of the clean run's metric.
         metric: `logit_diff(...)` or another metric, or a differentiable function of logits
             [batch, pos, d_vocab].
         sites: `neuron_heads()`, `heads()`, `all_heads()`, or names; by default all heads.
@@ -176,7 +179,8 @@ def attribution(
             "integrated", or sites if there are several chunks of prompts.
 
     Returns:
-        The estimated metric and score after each patch; score 0 is the corrupted run, 1 the clean.
+        The estimated metric and score after each patch. The score is 0 for the corrupted run and 1
+        for the clean run.
 
     Raises:
         InputWarning: with "secant", the metric has no secant rule, and shares do not add up to the
@@ -244,7 +248,7 @@ def attribution(
             exact &= arrays["exact"]  # patched in all chunks
             weight = totals.weight(chunk.prompts)
             share = len(chunk.prompts) / totals.n_prompts
-            # The error of the mean over chunks is at most the weighted sum of the chunks' errors.
+            # The error of the mean is at most the weighted sum of the errors of its chunks.
             for name, w in (("errors", weight), ("by_pattern", weight), ("forwards", share)):
                 if name in arrays:
                     sums[name] = sums.get(name, 0.0) + w * arrays[name]
@@ -262,7 +266,7 @@ def attribution(
 def _estimate_chunk(
     estimator: "_Estimator", prompts: PromptChunks, totals: OverPrompts, chunk: Chunk
 ) -> Arrays:
-    """Estimate the effects in a chunk, and return the statistics to store."""
+    """Estimate all effects on a chunk of prompts, and return the statistics that a job stores."""
     some_prompts = prompts.of(chunk.prompts)
     repairs, by_pattern = estimator.estimate(some_prompts)
     errors = [nan if error is None else error for error in repairs.expected_errors.values()]
@@ -278,7 +282,7 @@ def _estimate_chunk(
 def _expected_pearson(
     plan: SweepPlan, totals: OverPrompts, errors: np.ndarray
 ) -> dict[Any, float | None]:
-    """Return, for each kind of head, the expected correlation between estimates and patching."""
+    """Return the expected correlation with exact scores, for each kind of head."""
     sizes = [len(group) for group in plan.groups]
     kind_of_row = np.repeat([group.sites.kind for group in plan.groups], sizes)
     means = totals.means.numpy()
@@ -290,7 +294,7 @@ def _expected_pearson(
 
 
 class _Estimator:
-    """Estimates the effects of all sites on one chunk of prompts at a time."""
+    """Estimates the effects of patching all sites, one chunk of prompts at a time."""
 
     def __init__(
         self,
@@ -309,7 +313,7 @@ class _Estimator:
             for site in plan.sites
         }
         self._attention = [site.layer for site in plan.sites if site.kind == "attention"]
-        # Heads may share keys and values, so record z of the heads that read them.
+        # Heads may share a key and a value, so also record z of all heads that read these.
         self._readers = {
             node: hook_name(plan.model, site.layer, "z")
             for site, node in self._nodes.items()
@@ -320,7 +324,7 @@ class _Estimator:
         self._both: BothRuns | None = None
 
     def record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
-        """Record both runs for some prompts, and keep the autograd graph of the target run."""
+        """Record both runs on these prompts, and keep the autograd graph of the target run."""
         plan, nodes = self._plan, self._nodes.values()
         written, kept = set[str](), set[str]()
         if self._budget:
@@ -344,10 +348,9 @@ class _Estimator:
             )
 
     def estimate(self, prompts: PromptChunk) -> tuple[Repairs, Tensor | None]:
-        """Estimate the effects of all sites, and replace some estimates by exact values.
+        """Estimate the effects of all sites, and replace some estimates with exact values.
 
-        If the attribution is split, also return the part of each row's effect that goes through
-        patterns.
+        If the attribution is split, also return the part of each effect that goes through patterns.
         """
         model, part = self._plan.model, self._plan.part
         target, source = prompts.target, prompts.source
@@ -385,7 +388,7 @@ class _Estimator:
             return repairer.spend(self._budget), by_pattern
 
     def _contrast(self, prompts: PromptChunk) -> Contrast:
-        """Return the secant multipliers between the two runs."""
+        """Return secant multipliers between the two runs; warn if effects do not add up exactly."""
         require_differentiable(prompts.runs.metric, prompts.target.logits.detach())
         runs = self._both
         if runs is None or runs.pair is not prompts.pair:
@@ -393,15 +396,15 @@ class _Estimator:
         result = contrast(self._plan.model, runs, prompts.runs.metric, self._tape)
         if result.remainder:
             reason = (
-                f"the shares of all sites add up to {result.total:.4g}, but the metric changes by "
-                f"{result.total + result.remainder:.4g}; the difference is not attributed to any "
-                "site"
+                f"the attributions of all sites add up to {result.total:.4g}, but the metric "
+                f"changes by {result.total + result.remainder:.4g}; the rest is not attributed to "
+                "any site"
             )
             warn({"remainder": reason}, "this metric has no exact secant rule")
         return result
 
     def _through_patterns(self, result: Contrast, groups: Sequence[SiteGroup]) -> Tensor:
-        """Return the part of each row's effect that goes through attention patterns and gates."""
+        """Return how much of each row's effect goes through attention patterns and gates."""
         model, sign = self._plan.model, 1 if self._plan.direction == "denoise" else -1
         moves = []
         for group in groups:
@@ -411,14 +414,14 @@ class _Estimator:
         return sign * on_one_device(moves).cpu().double()
 
     def _gradients(self, prompts: PromptChunk) -> dict[str, Tensor]:
-        """Return the gradients for the chosen method, by hook point."""
+        """Return the gradients that the chosen method needs, by hook point."""
         model, metric = self._plan.model, prompts.runs.metric
         target, source = prompts.target, prompts.source
         require_differentiable(metric, target.logits.detach())
-        if self._method == "integrated":  # average over points between the runs
+        if self._method == "integrated":  # mean over interpolated runs
             tape, steps = self._tape, self._steps
             return integrated_gradients(model, target, source, metric, tape, steps, self._progress)
-        if prompts.first:  # only the first chunk, because single prompts may have zero gradient
+        if prompts.first:  # in other chunks, the gradient may be zero
             ablation = self._plan.direction in ABLATIONS
             source_logits = torch.zeros_like(target.logits) if ablation else source.logits
             span = prompts.runs.clean_value - prompts.runs.corrupted_value
@@ -456,13 +459,13 @@ def integrated_gradients(
     steps: int,
     progress: bool,
 ) -> dict[str, Tensor]:
-    """Return gradients at hook points, averaged over runs between the target and the source run."""
+    """Return the gradients at hook points, as means over runs with interpolated embeddings."""
     x, end = target.streams[0], source.streams[0]
     _require_whole(model, target, source)
     total = dict[str, Tensor]()
     for step in tqdm(range(steps), unit="step", disable=not progress):
         tape, point = tape.anew(), torch.lerp(x, end, (step + 0.5) / steps)
-        # Hooks run in order: first replace the stream, then start the autograd graph there.
+        # Hooks run in order: the first replaces the stream, the second starts the graph there.
         start = partial(_replace_stream, point)
         with torch.enable_grad(), edit_input(model, start), start_graph(model):
             logits = run(model, target.tokens, target.mask, tape.hooks)
@@ -479,13 +482,14 @@ def _replace_stream(stream: Residual, _: Residual) -> Residual:
 
 @torch.no_grad()
 def _require_whole(model: Any, target: Recording, source: Recording) -> None:
-    """Raise an error if the model uses the input tokens again after the embedding."""
+    """Raise an error if anything in the model except the embedding reads the input tokens."""
     with edit_input(model, lambda _: source.streams[0]):
         logits = run(model, target.tokens, target.mask)
     tolerance = logit_tolerance(host_of(model).neurons, logits.dtype)
     if off := disagreement(logits, source.logits, tolerance):
         reason = (
-            "with the other run's embeddings in the first block, the logits differ from that run's "
-            f"logits ({off}), so the model reads tokens elsewhere too; use method='gradient'"
+            "given the other run's embeddings as input of the first block, the model does not "
+            f"compute that run's logits ({off}), so the model reads tokens elsewhere too; use "
+            "method='gradient'"
         )
         raise UnsupportedModelError([reason], "gradients cannot be integrated between these runs")

@@ -1,14 +1,16 @@
-"""Split a patch's effect into pattern, value and interaction.
+"""Split the effect of patching a neuron-head into effects of pattern, value and interaction.
 
-The output of a neuron-head is z = w v, where w is the pattern and v the value. So the difference
-between two runs, where a prime marks the second run, is
+A neuron-head is an MLP neuron that is computed as an attention head. Its output is z = w v, where w
+is the attention pattern and v the value. So the difference of z between two runs, where a prime
+marks the second run, is
 
     w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)
        whole  =  pattern   +   value    +   interaction
 
-exactly. In an ordinary MLP, only the left side of this equation can be observed. The metric is not
-a linear function of the three parts. So the interaction in the metric is defined as the effect of
-patching z minus the effects of patching only the pattern and only the value.
+exactly. An ordinary MLP computes only z, so only the left side of this equation is known there. The
+metric is not linear in z, so the effects of the three parts need not add up. Therefore the effect
+of the interaction is defined as the effect of patching z minus the effects of patching only the
+pattern and only the value.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,7 +67,7 @@ def gate_and_value(
     resume: str | Path | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Split the effect of patching neuron-heads into pattern, value and interaction.
+    """Split the effect of patching neuron-heads into parts: pattern, value and interaction.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.
@@ -154,7 +156,7 @@ def _writes(
     direction: str,
     per_prompt: bool,
 ) -> dict[str, np.ndarray]:
-    """Return the changes in each neuron's activation, in the same order as a sweep's rows."""
+    """Return how much each part changes a neuron's activation, in the order of a sweep's rows."""
     layers = [group.sites.layer for group in groups]
     n_rows, n_prompts = sum(map(len, groups)), len(pair.clean)
     shape = (n_rows, n_prompts) if per_prompt else (n_rows, 1)

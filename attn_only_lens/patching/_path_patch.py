@@ -1,6 +1,7 @@
-"""Exact path patching: replace one head's output, but only in the input of another head.
+"""Exact path patching: replace one head's output, but only where one other head reads it.
 
-A path has a sender s and a receiver r. Patches copy from the source run to the target run.
+A path has a sender s and a receiver r. Patching copies activations from a source run into a target
+run; one of the two runs is the clean run, the other the corrupted run.
 
     δ = write_s(source) - write_s(target)        at the requested positions (`engine/writes.py`)
     the stream that r reads for its inputs `part` changes by δ before r's norm; all else stays fixed
@@ -9,20 +10,22 @@ A path has a sender s and a receiver r. Patches copy from the source run to the 
 
 (Wang et al. 2022, "Interpretability in the Wild"; Goldowsky-Dill et al. 2023, "Localizing Model
 Behavior with Path Patching".) The pair (s, r) stands for all paths whose first edge is s → r. If r
-is "logits", the pair stands for the direct path only. The scale of the norm before r is either
-"held" at its value in the target run, so that changes from several senders add up, or computed
-"anew" from the changed stream. (`get_act_patch_direct_path` in TransformerLens uses "held" in
-version 3.9 and "anew" in version 4.) A norm after s is part of s. Norms of queries and keys are
-part of r, and are always computed anew.
+is "logits", the pair stands only for the direct path from s to the logits. The scale of the norm
+before r is either "held" at its value in the target run, so that changes from several senders add
+up, or computed "anew" from the changed stream. (`get_act_patch_direct_path` in TransformerLens uses
+"held" in version 3.9 and "anew" in version 4.) If a norm follows s, it belongs to s. Norms of
+queries and keys belong to r, and are always computed anew.
 
-For each prompt, a pair costs the computation of Δz_r and the forward pass after r. This pass costs
-2 S Σ_{later blocks} parameters flops, where S is the number of positions from the first changed
-position to the end. For a neuron, Δz_r costs 2 d_model T flops, where T is the number of positions
-of δ (4 d_model T if the MLP is gated). For an attention head, Δz_r costs a pass through the
-attention of one layer, once per sender. A pair with the logits costs only an unembedding.
+For each prompt, a pair (s, r) costs the computation of Δz_r plus the forward pass after r. This
+pass costs 2 S P flops, where P is the number of parameters in later blocks, and S the number of
+positions from the first changed position to the end. For a neuron, Δz_r costs 2 d_model T flops,
+where T is the number of positions of δ (4 d_model T if the MLP is gated). For attention heads, Δz_r
+costs one pass per sender through the attention of their layer. If the receiver is "logits", only
+the unembedding is computed.
 
-Paths are computed in path blocks. A path block has senders from one layer and kind, at one set of
-positions, and receivers from one layer and kind. Its tensors have at most about `_NUMBERS` entries.
+Paths are computed in groups, called path blocks. A path block has senders from one layer and kind,
+at one set of positions, and receivers from one layer and kind. The size of a path block is chosen
+so that its tensors have at most about `_NUMBERS` entries.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -80,9 +83,9 @@ from attn_only_lens.precision import full_precision
 
 _PROBLEM = "these paths cannot be patched"
 _LOGITS = "logits"
-_AT_ONCE = 256  # paths in a chunk of exact values
-_ESTIMATES_AT_ONCE = 2**24  # paths in a chunk of estimates: about ten seconds of work
-_NUMBERS = 2**21  # entries of the largest tensor of a path block
+_AT_ONCE = 256  # number of paths per chunk when computing exact values
+_ESTIMATES_AT_ONCE = 2**24  # number of paths per chunk of estimates: about ten seconds of work
+_NUMBERS = 2**21  # entries of the largest tensor that a path block needs
 
 
 @warned_once()
@@ -110,9 +113,9 @@ def path_patch(
 ) -> Paths:
     """Patch each path from a sender to a later receiver, and compute the metric after each patch.
 
-    Results are exact. The receiver reads the sender's output from the other run, and the rest of
-    the receiver's input stays fixed. The change in the receiver's output then affects the rest of
-    the forward pass and the metric (see `_path_patch.py`).
+    Results are exact. The receiver reads the sender's output in the other run, while the rest of
+    its input stays fixed. The changed output of the receiver then affects the rest of the forward
+    pass and the metric (see `_path_patch.py`).
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -130,11 +133,13 @@ def path_patch(
             neuron-head has no "k", and its "q" sets its pattern. Its value is the pre-activation,
             or in a gated MLP the pre-activation times the output of W_in. The receiver "logits"
             ignores `part`.
-        positions: where the sender's write is replaced: "each" in turn, "all" at once, a number
-            (-1 is each prompt's last token), a list of numbers, or roles; see `activation_patch`.
+        positions: the positions at which the sender's output is replaced: "each" in turn, "all" at
+            once, a number (-1 is each prompt's last token), a list of numbers, or roles; see
+            `activation_patch`.
         direction: "denoise" patches clean writes into the corrupted run; "noise" patches corrupted
             writes into the clean run.
-        scale: "held" keeps the scale of the norms before receivers; "anew" computes it again.
+        scale: "held" keeps the scale of the norms before receivers as it was in the target run;
+            "anew" computes it from the changed stream.
         top: how many paths to patch: the paths with the largest |estimated effect|. The estimate is
             the exact change of the receiver's output times the mean gradient of the metric there.
             None patches all paths.
@@ -145,10 +150,11 @@ def path_patch(
             `activation_patch`.
         batch_size: how many paths run in one forward pass; by default as many as fit in memory.
         resume: a checkpoint folder; see `activation_patch`.
-        progress: whether to show a progress bar; a text is its label.
+        progress: whether to show a progress bar; a string is its label.
 
     Returns:
-        The metric and score after each patch: score 0 is the corrupted run, 1 the clean run.
+        The metric and the score after each patch. The score is 0 for the corrupted run and 1 for
+        the clean run.
 
     Raises:
         InputError: with every reason: invalid prompts, metric, heads or positions; no receiver
@@ -227,7 +233,7 @@ class _PathPlan:
         return split_prompts(len(self.pair.clean), self.prompts_at_once)
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings that affect values. A job with other settings is not resumed."""
+        """Return all settings that affect results. Only jobs with equal settings are resumed."""
         return {
             **prompt_settings(self.model, self.pair, self.metric, self.senders),
             "senders": [[*site_rows([group])["name"]] for group in self.senders],
@@ -241,7 +247,7 @@ class _PathPlan:
 
 
 class _PathPatches:
-    """Computes estimates and exact values for paths, chunk by chunk."""
+    """Computes the metric after each path's patch, or estimates it, chunk by chunk."""
 
     def __init__(
         self, plan: _PathPlan, top: int | None, per_prompt: bool, batch_size: int | None
@@ -274,7 +280,7 @@ class _PathPatches:
         self._tested = set[bool]()
 
     def _record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
-        """Record both runs for some prompts, including the output of each sublayer."""
+        """Record both runs on these prompts, including the output of each sublayer."""
         model, names = self._plan.model, self._names
         self._runs["clean"] = decompose(model, pair.clean, pair.mask, names=names)
         self._runs["corrupted"] = decompose(model, pair.corrupted, pair.mask, names=names)
@@ -282,15 +288,15 @@ class _PathPatches:
         return run_pair(model, pair, *recordings, self._plan.metric, distinct=distinct)
 
     def all_paths(self) -> tuple[pd.DataFrame, list[range]]:
-        """Return all paths, and the rows of each chunk. No path block is split."""
+        """Return all paths, and each chunk's rows. A chunk contains whole path blocks."""
         work = pd.concat([block.paths(number) for number, block in enumerate(self.blocks)])
         ends = np.cumsum([0, *(block.n_paths for block in self.blocks)]).tolist()
         cuts = _split_blocks(self.blocks, _AT_ONCE)
         return work, [range(ends[cut.start], ends[cut.stop]) for cut in cuts]
 
     def largest_paths(self, job: Job, top: int) -> tuple[pd.DataFrame, list[range]]:
-        """Return the paths with the largest |mean estimate|, and the rows of each chunk."""
-        # Each row of these chunks is a path block. The chunks' keys contain no prompts.
+        """Return the paths with the largest |mean estimate|, and the range of rows per chunk."""
+        # The rows of these chunks are path blocks; the chunks' range of prompts is not used.
         chunks = [Chunk(range(0), cut) for cut in _split_blocks(self.blocks, _ESTIMATES_AT_ONCE)]
         estimated = job.run(chunks, partial(self.estimate, top=top), unit="block")
         work = _largest([pd.DataFrame(arrays) for _, arrays in estimated], top)
@@ -298,7 +304,7 @@ class _PathPatches:
         return work, [range(*bounds) for bounds in pairwise(ends)]
 
     def estimate(self, chunk: Chunk, top: int) -> Arrays:
-        """Estimate the paths of some path blocks, and return those with the largest |mean|."""
+        """Estimate all paths of some path blocks; return those with the largest |mean estimate|."""
         blocks = {number: self.blocks[number] for number in chunk.rows}
         total: dict[int, Any] = dict.fromkeys(blocks, 0.0)
         for some_prompts in self._plan.prompts:
@@ -316,7 +322,7 @@ class _PathPatches:
         return {str(name): picked[name].to_numpy(copy=True) for name in picked}
 
     def compute(self, chunk: Chunk, work: pd.DataFrame) -> Arrays:
-        """Run the patches of a chunk, and return the statistics to store."""
+        """Run the patches of a chunk, and return the statistics that a job stores."""
         prompts = self._prompts.of(chunk.prompts)
         runner = self._runner(prompts)
         values = [
@@ -326,7 +332,7 @@ class _PathPatches:
         return {"kept": prompts.reduced(self.totals, torch.cat(values)).numpy()}
 
     def results(self, work: pd.DataFrame) -> Paths:
-        """Return the results of all chunks, with one row per path, or per path and prompt."""
+        """Return the results of all chunks as a frame: one row per path, or per path and prompt."""
         plan = self._plan
         settings = run_settings(plan.model, plan.pair, plan.senders, self.totals, plan.part)
         paths = pd.concat(
@@ -343,7 +349,7 @@ class _PathPatches:
         return Paths(frame=frame, scale=plan.scale, n_paths=self.n_paths, **settings)
 
     def _runner(self, prompts: PromptChunk) -> "_PathRunner":
-        """Make a path runner for some prompts. Also test the edits of receivers."""
+        """Return a path runner for these prompts, after testing edits in full forward passes."""
         if prompts.runner is None:
             plan, runs = self._plan, self._runs
             replay = make_replay(plan.model, prompts.target, prompts.runs.metric)
@@ -364,7 +370,7 @@ class _PathPatches:
         return runner
 
     def _gradients(self, prompts: PromptChunk) -> dict[tuple[int, HeadKind], Tensor]:
-        """Return the gradient of the metric with respect to the z of the receivers."""
+        """Return the gradient of the metric with respect to each receiver's z."""
         model, target = self._plan.model, prompts.target
         layers = {(sites.layer, sites.kind) for sites in self._plan.receivers if sites is not None}
         if not layers:
@@ -378,7 +384,7 @@ class _PathPatches:
 
 
 def _resolve_receivers(model: Any, receivers: Any, part: str) -> list[LayerSites | None]:
-    """Return receivers by layer and kind. The last entry is None if the logits are a receiver."""
+    """Return receivers by layer and kind. Append None if the logits are a receiver."""
     names, has_logits = receivers, False
     if isinstance(names, str | HeadName):
         names = [names]
@@ -399,7 +405,7 @@ def _resolve_receivers(model: Any, receivers: Any, part: str) -> list[LayerSites
 
 
 def _split_blocks(blocks: Sequence["_PathBlock"], n_paths: int) -> list[range]:
-    """Return ranges of path blocks, each with `n_paths` or more paths (except the last)."""
+    """Group consecutive path blocks so that each group but the last has `n_paths` or more paths."""
     ends, n = [0], 0
     for number, block in enumerate(blocks):
         n += block.n_paths
@@ -410,14 +416,14 @@ def _split_blocks(blocks: Sequence["_PathBlock"], n_paths: int) -> list[range]:
 
 
 def _largest(picked: list[pd.DataFrame], top: int) -> pd.DataFrame:
-    """Return the paths with the largest |estimated effect| in all frames, ordered by block."""
+    """Return the `top` paths with the largest |estimate| in these frames, sorted by path block."""
     paths = pd.concat(picked, ignore_index=True)
     rows = paths["estimate"].abs().nlargest(top).index
     return paths.loc[rows.sort_values()].reset_index(drop=True)
 
 
 def _by_block(work: pd.DataFrame) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield, for each path block, its number and the senders and receivers of its paths."""
+    """Yield the number of each path block, and its paths' senders and receivers."""
     for number, rows in work.groupby("block"):
         i, j = (torch.from_numpy(rows[name].to_numpy(np.int64, copy=True)) for name in "ij")
         yield int(number), i, j  # type: ignore[arg-type]
@@ -425,7 +431,7 @@ def _by_block(work: pd.DataFrame) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 @dataclass(frozen=True, eq=False)
 class _PathBlock:
-    """All paths from some senders at some positions to some receivers (None for the logits)."""
+    """All paths from some senders, at some positions, to some receivers (None: to the logits)."""
 
     senders: LayerSites
     positions: PositionSet
@@ -442,12 +448,12 @@ class _PathBlock:
         return self.shape[0] * self.shape[1]
 
     def paths(self, number: int) -> pd.DataFrame:
-        """Return a frame with one row per path: its path block, sender i and receiver j."""
+        """Return a frame with one row per path: columns block, i (sender) and j (receiver)."""
         i, j = (index.ravel() for index in np.indices(self.shape))
         return pd.DataFrame({"block": number, "i": i, "j": j})
 
     def of_prompts(self, pair: PromptPair) -> "_PathBlock":
-        """Return the same paths for a chunk of the prompts."""
+        """Return the same paths, with positions only in these prompts."""
         if pair.among is None:
             return self
         positions = self.positions.of_prompts(pair.among[0], pair.clean.shape[1])
@@ -471,7 +477,7 @@ def _path_blocks(
     receivers: Sequence[LayerSites | None],
     prompts_at_once: int,
 ) -> Iterator[_PathBlock]:
-    """Yield path blocks with all pairs whose receiver comes after the sender.
+    """Yield path blocks that contain all pairs in which the receiver can read the sender.
 
     Their order and sizes depend only on the prompts, the heads and `prompts_at_once`.
     """
@@ -531,13 +537,13 @@ def _take(sites: LayerSites, chosen: slice | Int[Tensor, "site"]) -> LayerSites:
 
 
 def _local(sites: LayerSites) -> LayerSites:
-    """Return the same sites with the indices 0, 1, 2, …"""
+    """Return the same sites, but with the indices 0, 1, 2, …"""
     return replace(sites, index=torch.arange(len(sites.names), device="cpu"))
 
 
 @dataclass(eq=False)
 class _PathRunner:
-    """Patches paths into one run. `baseline` is the unpatched metric of each prompt."""
+    """Patches paths into one run. `baseline` is each prompt's metric before any patch."""
 
     readers: Readers
     source: Decomposition
@@ -553,12 +559,12 @@ class _PathRunner:
     def values(
         self, block: _PathBlock, i: Int[Tensor, "path"], j: Int[Tensor, "path"]
     ) -> Float[Tensor, "path prompt"]:
-        """Return the metric of each prompt with the path from sender i to receiver j patched.
+        """Return the metric of each prompt after a patch of each path, from sender i to receiver j.
 
-        For paths that cannot affect the metric, the result is the baseline, without a forward pass.
+        If a path cannot affect the metric, its value is the baseline, and no forward pass is run.
         """
         values = self.baseline.repeat(len(i), 1)
-        if not block.positions.chosen.any():  # no prompt in this chunk has these positions
+        if not block.positions.chosen.any():  # none of these prompts has these positions
             self.batching.on_done(len(i))
             return values
         senders, i = i.unique(return_inverse=True)
@@ -586,7 +592,7 @@ class _PathRunner:
         block: int,
         run: Callable[[Tensor, int], Tensor],
     ) -> None:
-        """Run only those paths whose changes can affect the metric, and fill in their values."""
+        """Run only those paths that can affect the metric, and fill in the metric after each."""
         replay = self.replay
         effective = replay.effective(changed, block, positions)
         moving, first = effective.flatten(1).any(1), 0
@@ -621,7 +627,7 @@ class _PathRunner:
     def _neuron_dz(
         self, block: _PathBlock, receivers: LayerSites
     ) -> tuple[Float[Tensor, "row pos head_index"], Int[Tensor, "pos"]]:
-        """Return the changes of each receiver's z, by sender and prompt, and their positions."""
+        """Return each sender's effect on the receivers' z in each prompt, and the positions."""
         neuron_run = self.target.of(receivers.layer, "neuron")
         columns = block.positions.chosen.any(dim=0).nonzero()[:, 0].to(neuron_run.z.device)
         reads = neuron_run.reads.at(columns)
@@ -653,7 +659,7 @@ class _PathRunner:
     def _attention_z(
         self, block: _PathBlock, receivers: LayerSites
     ) -> tuple[Float[Tensor, "sender batch pos head_index d_head"], int]:
-        """Return z of all heads in the receivers' layer for each sender, and z's first position."""
+        """Return z of all heads in the receivers' layer for each sender, and the first position."""
         replay, layer = self.replay, receivers.layer
         number = replay.host.block(layer, "attention")
         begins = int(block.positions.chosen.any(dim=0).nonzero()[0])
@@ -685,7 +691,7 @@ class _PathRunner:
         name = replay.host.hook_name(layer, "attention", "z")
 
         def run(some: Tensor, first: int) -> Tensor:
-            # Variants may begin at earlier positions, which the path does not change.
+            # The pass may start before the first position that the path changes.
             before = z_values[:, first:begins, index[some]].movedim(2, 0)
             rows = torch.cat([before, moved[some][:, :, max(first - begins, 0) :]], dim=2)
             rows, heads = rows.flatten(0, 1), index[some].repeat_interleave(replay.batch)
@@ -704,7 +710,7 @@ class _PathRunner:
     def estimates(
         self, block: _PathBlock, gradients: dict[tuple[int, HeadKind], Tensor]
     ) -> Float[Tensor, "sender receiver"]:
-        """Return each path's estimated change in the metric (exact for paths to the logits)."""
+        """Estimate how much each path changes the metric (exact for paths to the logits)."""
         receivers, n = block.receivers, len(block.senders.names)
         if not block.positions.chosen.any():
             return torch.zeros(block.shape, device="cpu")

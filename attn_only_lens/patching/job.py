@@ -1,10 +1,10 @@
 """Jobs compute chunks of work, optionally store the results, and collect them in order.
 
 All long computations are jobs. The work is split into chunks, and a function computes named arrays
-for each chunk. The arrays can be stored in a folder, so that an interrupted job can be resumed.
-Processes started by `accelerate launch` share the chunks: with n processes, process i mod n
-computes chunk i. A patching method only has to define chunks, and a function that computes one
-chunk:
+for each chunk. A job can store the arrays in a folder, so that it can be resumed after an
+interruption. If `accelerate launch` starts n processes, they share the chunks: process i mod n
+computes chunk i. A patching method only has to define chunks, and a function `compute` that
+processes one chunk:
 
     job = Job(resume, settings, progress)
     for chunk, arrays in job.run(chunks, compute, unit="site"):
@@ -28,8 +28,8 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.storage.chunks import ChunkStore
 
 Arrays: TypeAlias = dict[str, np.ndarray]
-_POLL, _PATIENCE = 0.2, 3600.0  # seconds between two checks for a missing chunk, and until an error
-# Environment variables of torchrun, accelerate and MPI: number of processes, and process rank.
+_POLL, _PATIENCE = 0.2, 3600.0  # seconds between checks for missing chunks; seconds until an error
+# Environment variables in which torchrun, accelerate and MPI set the number and rank of processes.
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
@@ -43,20 +43,20 @@ class Chunk(Protocol):
 
     @property
     def size(self) -> int:
-        """How many units of the progress bar the chunk counts for."""
+        """The chunk's length on the progress bar."""
 
 
 _Chunk = TypeVar("_Chunk", bound=Chunk)
 
 
 class Job:
-    """Runs chunks of work, resumes from a folder, and shares the work with other processes.
+    """Computes chunks of work; can resume from a folder, and share the work with other processes.
 
     Args:
         folder: where the arrays of chunks are stored; None to store nothing.
         settings: a function that returns everything that the arrays depend on; it is called only
             if there is a folder.
-        progress: whether to show progress bars; a text is their label.
+        progress: whether to show progress bars; a string is their label.
 
     Example:
         >>> from typing import NamedTuple
@@ -86,7 +86,7 @@ class Job:
     def run(
         self, chunks: Sequence[_Chunk], compute: Callable[[_Chunk], Arrays], *, unit: str
     ) -> Iterator[tuple[_Chunk, Arrays]]:
-        """Yield each chunk with its arrays, in order. `unit` is the unit of the progress bar."""
+        """Yield each chunk and its arrays, in order; `unit` is what the progress bar counts."""
         total, hidden = sum(chunk.size for chunk in chunks), self._hidden
         with tqdm(total=total, unit=unit, desc=self._label, disable=hidden) as self._bar:
             if self._store is None:
@@ -115,14 +115,14 @@ class Job:
         return arrays
 
     def _collected(self, chunk: Chunk) -> Arrays:
-        """Return a chunk's stored arrays; if another process computes them, wait for them."""
+        """Return a chunk's stored arrays; wait if another process is still computing them."""
         assert self._store is not None
         start = time.monotonic()
         while (arrays := self._store.get(chunk.key)) is None:
             if n_launched() == 1 or time.monotonic() - start > _PATIENCE:
                 raise InputError(
                     [
-                        f"{self._store.folder} lacks {chunk.key}: it was deleted, or another "
+                        f"{self._store.folder} lacks {chunk.key}: the file was deleted, or another "
                         "process died or writes to another folder with that name; expected one "
                         "folder that all processes share"
                     ],
@@ -139,7 +139,7 @@ def _share(chunks: Sequence[_Chunk]) -> Sequence[_Chunk]:
 
 
 def require_folder(folder: str | Path | None) -> None:
-    """Raise an error if several processes have no shared folder for their results."""
+    """Raise an error if several processes run without a folder in which they share results."""
     if folder is None and n_launched() > 1:
         raise InputError(
             [

@@ -1,21 +1,21 @@
 """Collect values over chunks of prompts: means with standard errors, or values per prompt.
 
 Let v_b be the metric of prompt b after a patch, u_b the metric before the patch, and w_b the
-prompt's weight in the mean (Σ w_b = 1; w_b is 1/n except for a loss). The difference between the
-mean metrics, span = clean - corrupted, is treated as a constant. Then
+prompt's weight in the mean (Σ w_b = 1; w_b is 1/n except for a loss). The span (mean clean metric
+minus mean corrupted metric) is treated as a constant. Then
 
     value                  Σ w_b v_b
     value_standard_error   √(n/(n-1) Σ w_b² (v_b - value)²)
     score_standard_error   √(n/(n-1) Σ w_b² (d_b - Σ w_c d_c)²) / |span|,    d_b = v_b - u_b
 
 For n prompts with equal weights, the standard error is s/√n, where s is the sample standard
-deviation. For unequal weights, the standard error is the linearised standard error of a ratio of
-sums. The standard error of the score uses paired differences d_b, because the metric varies more
-between prompts than between the patched and the unpatched run of a prompt.
+deviation. For unequal weights, it is the linearised standard error of a ratio of sums. The standard
+error of the score uses paired differences d_b, because a patch usually changes the metric less than
+the prompt does.
 
-For each chunk of prompts and each site, three statistics are stored for v, and three for d: the
-mean m, Σ w_b² (v_b - m) and Σ w_b² (v_b - m)². When two chunks are joined, the sums are shifted to
-the common mean (see Chan, Golub and LeVeque 1979 for equal weights).
+For each chunk of prompts and each site, a job stores the mean m of v, Σ w_b² (v_b - m) and Σ w_b²
+(v_b - m)², and the same three statistics of d. When two chunks are joined, the sums are recomputed
+for their common mean (as Chan, Golub and LeVeque 1979 do for equal weights).
 """
 
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ SPREAD = ("value_standard_error", "score_standard_error")
 
 @dataclass(eq=False)
 class OverPrompts:
-    """The metric in both runs and after each patch, collected over chunks of prompts.
+    """A table of the metric: in the clean run, in the corrupted run and after each patch.
 
     Attributes:
         name: the name of the metric.
@@ -58,7 +58,7 @@ class OverPrompts:
         if self.per_prompt and len(self.weights) != self.n_prompts:
             reason = (
                 f"{self.name} has one value for all {self.n_prompts} prompts; expected a metric "
-                f"with a value for each prompt: return a tensor [{self.n_prompts}]"
+                f"that returns a value for each prompt: a tensor of shape [{self.n_prompts}]"
             )
             raise InputError([reason], "there are no rows for single prompts")
         if self.per_prompt and 0.0 in self.weights:
@@ -75,7 +75,7 @@ class OverPrompts:
         values: Float[Tensor, "row prompt"],
         shares: tuple[float, ...],
     ) -> Float[Tensor, "end_or_row number"]:
-        """Return a chunk's statistics for the clean run, the corrupted run and each row."""
+        """Return one chunk's statistics for the clean run, the corrupted run and each patch."""
         scores = torch.cat([clean[None], corrupted[None], values.cpu().double()])
         if self.per_prompt:
             return scores
@@ -85,7 +85,7 @@ class OverPrompts:
         return torch.cat([_moments(scores, shares), _moments(scores - unpatched, shares)], dim=1)
 
     def add(self, chunk: Chunk, by_row: Float[Tensor, "end_or_row number"]) -> None:
-        """Add the result of `reduced` for a chunk. Chunks must be added in order."""
+        """Add a chunk's statistics, which `reduced` returned. Chunks must be added in order."""
         rows = slice(2 + chunk.rows.start, 2 + chunk.rows.stop)
         for there, new in ((slice(2), by_row[:2]), (rows, by_row[2:])):
             if self.per_prompt:
@@ -103,7 +103,7 @@ class OverPrompts:
         if prompts.start == 0:
             return new.flatten(1)
         old = so_far.unflatten(1, (2, 3))
-        total = (before.sum() + here.sum()) or 1.0  # all sums are 0 if all weights are 0
+        total = (before.sum() + here.sum()) or 1.0  # if all weights are 0, so are all sums
         mean = old[..., 0] + (new[..., 0] - old[..., 0]) * (here.sum() / total)
         first = second = torch.zeros_like(mean)
         for moments, w in ((old, before), (new, here)):
@@ -115,7 +115,7 @@ class OverPrompts:
         return torch.stack([mean, first, second], dim=-1).flatten(1)
 
     def weight(self, prompts: range) -> float:
-        """Return the total weight of some prompts."""
+        """Return the total weight of these prompts."""
         return sum(self.weights[prompts.start : prompts.stop])
 
     @property
@@ -126,11 +126,11 @@ class OverPrompts:
 
     @property
     def means(self) -> Float[Tensor, "row"]:
-        """The metric after each patch, averaged over prompts."""
+        """The mean metric over prompts after each patch."""
         return mean_over(self._table[2:], self.weights) if self.per_prompt else self._table[2:, 0]
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Return the columns of the results, with one entry per site, or per site and prompt."""
+        """Return the results as columns, with one entry per site, or per site and prompt."""
         values = self._table[2:]
         if self.per_prompt:
             unpatched = self._table[1 if self.direction == "denoise" else 0]
@@ -157,10 +157,10 @@ class OverPrompts:
 def mean_over(
     values: Float[Tensor, "row prompt"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row"]:
-    """Return the weighted mean over prompts, with rounding that does not depend on other rows."""
+    """Return each row's weighted mean over prompts; other rows do not affect its rounding."""
     if len(shares) == 1:
         return values[:, 0]
-    # Sum as in `BoundMetric.mean`, so that patches without effect give exactly the unpatched value.
+    # Sum in the order of `BoundMetric.mean`, so that patches without effect change nothing.
     weighted = zip(shares, values.unbind(-1), strict=True)
     return sum((share * weight for share, weight in weighted), torch.zeros_like(values[:, 0]))
 
@@ -168,9 +168,9 @@ def mean_over(
 def moved_values(
     unpatched: Float[Tensor, "prompt"], moves: Float[Tensor, "row batch"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row prompt"]:
-    """Return each prompt's value, given how much the prompt changes the mean."""
+    """Return each prompt's value after a patch, given how much the prompt moved the mean."""
     moves = moves.cpu().double()
-    if len(shares) == 1:  # the metric has one value for all prompts, or there is only one prompt
+    if len(shares) == 1:  # only one prompt, or one value for all prompts
         return unpatched + (moves if moves.shape[1] == 1 else moves.sum(dim=1, keepdim=True))
     return unpatched + moves / moves.new_tensor([share or 1.0 for share in shares])
 
@@ -178,7 +178,7 @@ def moved_values(
 def _moments(
     values: Float[Tensor, "row prompt"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row 3"]:
-    """Return the mean m, Σ w² (v - m) and Σ w² (v - m)² of each row."""
+    """Return, for each row, the mean m, Σ w² (v - m) and Σ w² (v - m)²."""
     mean = mean_over(values, shares)
     squares = values.new_tensor(shares).square()
     deviations = values - mean[:, None]

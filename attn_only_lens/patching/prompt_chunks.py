@@ -1,4 +1,4 @@
-"""Record runs for chunks of prompts, so that activations fit in memory."""
+"""Record runs on some prompts at a time, so that their activations fit in memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,16 +23,16 @@ from attn_only_lens.patching.job import n_launched
 from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.storage.chunks import ChunkStore
 
-_SHARE = 0.2  # fraction of total memory for a chunk's activations
+_SHARE = 0.2  # fraction of all memory that a chunk's activations may take
 
 
 @dataclass(eq=False)
 class PromptChunk:
-    """The recorded runs for some prompts. Patches copy from the source run to the target run.
+    """The recorded runs on some prompts. Patches copy from `source` into `target`.
 
     Attributes:
-        unpatched: the metric of each prompt in the target run.
-        first: whether the chunk contains the first pair of different prompts.
+        unpatched: the metric of each prompt in the target run, before any patch.
+        first: whether the chunk contains the first prompt pair whose two prompts differ.
         runner: the patch runner for these prompts, or None before its first use.
     """
 
@@ -62,13 +62,13 @@ class PromptChunk:
     def reduced(
         self, totals: OverPrompts, values: Float[Tensor, "row prompt"]
     ) -> Float[Tensor, "end_or_row number"]:
-        """Reduce these prompts' values to the statistics that are stored."""
+        """Return the statistics of these prompts' values that a job stores."""
         runs = self.runs
         return totals.reduced(runs.clean_values, runs.corrupted_values, values, self.shares)
 
 
 class PromptChunks:
-    """The recorded runs for all prompts. One chunk is in memory at a time."""
+    """The recorded runs on all prompts. Only one chunk is in memory at a time."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class PromptChunks:
         self._first = int(differ.int().argmax())
 
     def of(self, prompts: range) -> PromptChunk:
-        """Return the runs for a chunk of prompts, and record them unless they are in memory."""
+        """Return the runs on these prompts; record them unless they are in memory."""
         if self._held is None or self._held.prompts != prompts:
             self._held = None
             # Keep padding in bidirectional HookedTransformers, because they attend to padding.
@@ -101,7 +101,7 @@ class PromptChunks:
         return self._held
 
     def first(self, prompts: Sequence[range]) -> PromptChunk:
-        """Return the chunk that contains the first pair of different prompts."""
+        """Return the chunk that contains the first prompt pair whose two prompts differ."""
         return self.of(next(some for some in prompts if self._first in some))
 
     def totals(self, prompts: Sequence[range], n_rows: int, per_prompt: bool) -> OverPrompts:
@@ -119,9 +119,11 @@ class PromptChunks:
 
 
 class AblatedRuns:
-    """The source runs of an ablation: for each chunk of prompts, the clean run with z ablated.
+    """The source runs of an ablation: clean runs in which z was replaced, chunk by chunk.
 
-    For "mean", one more pass computes the means. For "resample", the prompts that supply z are run.
+    For "mean", a separate pass computes the means of z. For "resample", a separate pass records z
+    of the prompts from which z is copied. If one chunk holds all prompts and there is no reference,
+    this pass is not needed.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class AblatedRuns:
             InputError.raise_if(reasons, "these heads cannot be ablated in this way")
 
     def of(self, clean: Recording, prompts: range) -> Recording:
-        """Return the ablated clean run for some prompts."""
+        """Return the clean run on these prompts, with z ablated."""
         z = replace(clean, hooked={name: clean.hooked[name] for name in self._names})
         rows, n_pos = slice(prompts.start, prompts.stop), clean.tokens.shape[1]
         whole = len(prompts) == len(self._pair.clean) and self._reference is None
@@ -164,7 +166,7 @@ class AblatedRuns:
         return record(self._model, tokens, mask, layers=layers, names=names, gates=False)
 
     def _mean(self) -> Recording:
-        """Return the mean of z over all real tokens, as if it were recorded from one token."""
+        """Return the mean of z over all real tokens, as if it were the recording of one token."""
         tokens, mask, real = self._pair.clean, self._pair.mask, self._pair.real
         if self._reference is not None:
             tokens, mask, real = self._reference, None, torch.ones_like(self._reference).bool()
@@ -199,9 +201,9 @@ def prompts_per_chunk(
     traced: bool = False,
     decomposed: bool = False,
 ) -> int:
-    """Return how many prompts to run at once: `asked`, the stored number, or as many as fit.
+    """Return how many prompts to run at once: `asked`, else the stored number, else as many as fit.
 
-    Metrics with one value for all prompts need all prompts at once.
+    A metric that has one value for all prompts needs all prompts at once.
     """
     n_prompts = len(pair.clean)
     if asked is None and resume is not None and metric.by_prompt:
@@ -224,7 +226,7 @@ def prompts_per_chunk(
 
 
 def _numbers_that_fit(model: Any) -> int:
-    """Return how many numbers fit into memory. All processes on a machine get the same result."""
+    """Return how many numbers a chunk may hold, which is equal for all processes of a machine."""
     parameter = next(model.parameters())
     if parameter.device.type == "cuda":
         memory = torch.cuda.mem_get_info(parameter.device)[1]
@@ -243,11 +245,11 @@ def _numbers_per_prompt(
 ) -> int:
     """Estimate how many numbers one prompt needs in memory at once.
 
-    On SmolLM2, the estimate differs by at most a quarter from what torch allocates.
+    For SmolLM2, the estimate is within a quarter of the memory that torch allocates.
     """
     host, cfg, n_pos = host_of(model), model.cfg, pair.clean.shape[1]
     kept = (len(model.blocks) + 1) * cfg.d_model
-    if decomposed:  # inputs and outputs of two sublayers and of the norms
+    if decomposed:  # both sublayers' and norms' inputs and outputs
         kept += 10 * host.n_layers * cfg.d_model
     for site in sites:
         if site.kind == "attention":

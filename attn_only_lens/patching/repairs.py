@@ -1,14 +1,13 @@
 """Repair gradient estimates: patch sites whose estimates are likely to be wrong.
 
-Among more than ten thousand sites, a few account for most of the squared error of gradient
-estimates. A number called the key predicts which sites these are. Sites with large keys are
-patched, and the exact values replace the estimates.
+A few of more than ten thousand sites cause most of the squared error of gradient estimates. A
+number that we call a site's repair key (not an attention key) predicts which sites these are. Sites
+with large repair keys are patched, and the exact values replace the estimates.
 
-A first-order estimate has a large error if a patch writes a vector that is long relative to the
-stream, because the scale of the next norm is then far from constant. Let a_t be the length of the
-vector by which a patch changes a head's output at token t. Let x_t be the residual stream after the
-head's sublayer in the target run (the run that is patched into), and g_t the gradient of the metric
-with respect to x_t. The key
+A first-order estimate has a large error if a patch adds a long vector to the stream, because this
+vector changes the scale of the next norm. Let a_t be the length of the vector that a patch adds to
+a head's output at token t. Let x_t be the residual stream after the head's sublayer in the target
+run (the run that is patched into), and g_t the gradient of the metric with respect to x_t. The key
 
     key = Σ_t a_t² ‖g_t‖ / ‖x_t‖
 
@@ -23,24 +22,24 @@ the change), summed over tokens. The lengths a_t are
     k                         |P'[t, s] - P[t, s]| ‖(v_s - z_t) W_O‖, where P' comes from a pass in
                               which all keys are replaced
 
-Let e be the estimated scores. The next patch should be the one that most increases, per flop, the
-correlation of e with exact scores. So we patch the site with the largest
+Let e be the estimated scores. The next patch should be the one that raises the correlation of e
+with exact scores most, per flop. So we patch the site with the largest
 
     √c · key / √(cost · Σ (e - mean e)²)         Σ: over the heads of the site's kind
 
-where c key² is a model of the squared error. Each layer and kind of head has its own c, which is
-fitted to the sites patched so far, and is at least a quarter of the c fitted to all layers of the
-kind. The expected correlation for a kind of head is
+where c key² is the expected squared error of an estimate. Each layer and kind of head has its own
+c: it is fitted to the sites patched so far, but is at least a quarter of the c that is fitted to
+all layers of the kind. The expected correlation for a kind of head is
 
     √(1 - 4 Σ_unpatched c key² / Σ (e - mean e)²)
 
-The factor 4 is a safety margin. The sum over unpatched sites is computed twice: with the fitted c,
-and with a c fitted to the half of the patched sites with smaller keys. The larger sum is used. The
-expected correlation is not a bound. It is None if fewer than 16 sites of a kind were patched, or if
-the budget is below 3 forward passes. The budget "auto" spends at least 3 forward passes or .2
-Gflop. It then continues until the expected correlation is .99 for both kinds of heads, but spends
-at most 7 forward passes (10 with the estimates) or 4 Gflop. Of the two limits (passes and Gflop),
-the larger one applies.
+The factor 4 is a safety margin. The larger of two sums over unpatched sites is used: one with each
+layer's own coefficient c, and one with a c fitted to the patched sites with below-median repair
+keys. The expected correlation is not a bound. It is None if fewer than 16 sites of a kind were
+patched, or if the budget is below 3 forward passes. The budget "auto" spends at least 3 forward
+passes or .2 Gflop. Patching then continues until this correlation is .99 for both kinds of heads,
+but costs at most 7 passes (10 with the estimates) or 4 Gflop. Of a limit in passes and one in
+Gflop, the limit that allows more work applies.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -68,15 +67,15 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 Budget: TypeAlias = float | Literal["auto"]
 _AT_LEAST, _AT_MOST = (3.0, 2e8), (7.0, 4e9)  # limits for "auto": forward passes and flops
-_TARGET, _STEP = 0.99, 2.5  # for "auto": target correlation, and factor by which the budget grows
+_TARGET, _STEP = 0.99, 2.5  # for "auto": correlation to reach, and growth factor of the budget
 _SAFETY, _LUCK, _FEWEST = 4.0, 0.25, 16
-_TINY = 1e-100  # replaces 0 if all errors or all effects are 0
-_LEAST_COST = 1e-3  # overhead of a patch, in forward passes
+_TINY = 1e-100  # prevents divisions by 0 if all errors or effects are 0
+_LEAST_COST = 1e-3  # added to the cost of each patch, in forward passes
 _Numbers: TypeAlias = npt.NDArray[np.float64]
 _Rows: TypeAlias = npt.NDArray[np.int64]
 
 _READ: dict[Part, tuple[Part, ...]] = {"value": ("pattern",), "k": ("pattern", "value", "z")}
-"""For each part of attention heads, the other activations that the key depends on."""
+"""For each part of attention heads, the other activations on which the repair key depends."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,13 +97,13 @@ class Repairs:
 
     @classmethod
     def nothing(cls, values: Tensor, groups: Sequence[SiteGroup]) -> "Repairs":
-        """Return estimates without any exact patches."""
+        """Return the estimates unchanged, without any exact values."""
         errors = dict.fromkeys(group.sites.kind for group in groups)
         return cls(values, np.zeros(len(values), dtype=bool), {**errors}, 0.0)
 
 
 def expected_pearson(error: float | None, scores: Float[Tensor, "row"] | _Numbers) -> float | None:
-    """Return the expected correlation with exact scores, or None if it is unknown or undefined."""
+    """Return the expected correlation of scores with exact scores; None if unknown or undefined."""
     if error is None or np.isnan(error):
         return None
     total = float(((scores - scores.mean()) ** 2).sum())
@@ -114,14 +113,14 @@ def expected_pearson(error: float | None, scores: Float[Tensor, "row"] | _Number
 
 
 def budget_reasons(budget: object) -> list[str]:
-    """Return a reason if the budget is invalid, otherwise an empty list."""
+    """Return an error message, in a list, if the budget is invalid."""
     if budget == "auto" or is_number(as_plain(budget), 0):
         return []
     return [f"got budget={budget!r}; expected 0 or more forward passes, or 'auto'"]
 
 
 class Repairer:
-    """Patches the sites whose estimates are likely to be wrong."""
+    """Patches the sites whose estimates are likely to be wrong, until the budget is spent."""
 
     def __init__(
         self,
@@ -156,7 +155,7 @@ class Repairer:
         else:
             self._patch(self._rows_to_patch(float(budget), self._of_kind))
         errors = {kind: self._expected_error(kind) for kind in self._of_kind}
-        if budget != "auto" and budget < _AT_LEAST[0]:  # too few patches for an estimate
+        if budget != "auto" and budget < _AT_LEAST[0]:  # too few patches to estimate errors
             errors = {kind: error if error == 0.0 else None for kind, error in errors.items()}
         return Repairs(self._values, self._exact, errors, self._spent)
 
@@ -166,19 +165,19 @@ class Repairer:
 
     @property
     def _scores(self) -> _Numbers:
-        """Each row's mean metric over prompts; if the row was patched, the mean of exact values."""
+        """The mean metric after each row's patch: exact for patched rows, else estimated."""
         scores: _Numbers = self._mean(self._values).numpy()
         return scores
 
     def _costs(self) -> _Numbers:
-        """Return each patch's cost in forward passes, or infinity for patches without an effect."""
+        """Return the cost of each patch in forward passes; infinity if the patch has no effect."""
         replay = self._runner.replay
         blocks, starts = zip(*map(self._runner.starts, self._groups), strict=True)
         all_starts = torch.cat(starts)
         moving = all_starts[all_starts >= 0]
         first = int(moving.min()) if len(moving) else 0
         self._first = replay.start(min(blocks), first)
-        if self._first < first:  # all runs must begin at position 0
+        if self._first < first:  # this model cannot start at later positions
             starts = tuple(start.clamp(max=0) for start in starts)
         shares = map(replay.share_of_forward, blocks, starts)
         costs: _Numbers = torch.cat(list(shares)).numpy() + _LEAST_COST
@@ -186,10 +185,10 @@ class Repairer:
         return costs
 
     def _positive(self, keys: _Numbers) -> _Numbers:
-        """Make a key positive if the patch can have an effect, and 0 otherwise.
+        """Return positive keys for all patches that can have an effect, and 0 for all others.
 
-        In a saturated model, the gradient of a site may be 0 although its patch has an effect. Such
-        sites are patched last.
+        If the model is saturated, a site's gradient (and so its key) may be 0 although its patch
+        has an effect. Such sites are patched last.
         """
         least = keys[keys > 0].min(initial=np.inf)
         changes = np.isfinite(self._cost) & np.isfinite(least)
@@ -208,14 +207,15 @@ class Repairer:
             goal = min(most, _STEP * goal)
 
     def _falls_short(self, kind: HeadKind, rows: npt.NDArray[np.bool_]) -> bool:
-        """Return True if more patches for this kind of head are both needed and possible."""
+        """Return True if the correlation for this kind of head is too low and could be improved."""
         expected = expected_pearson(self._expected_error(kind), self._scores[rows]) or 0.0
         return expected < _TARGET and bool((self._key[rows & ~self._exact] > 0).any())
 
     def _rows_to_patch(self, budget: float, kinds: Iterable[HeadKind]) -> _Rows:
         """Return the rows to patch within the remaining budget, in order of decreasing gain.
 
-        Rows that cost more than the remaining budget are skipped in favour of cheaper rows.
+        The gain of a row is the fraction that the module docstring maximizes to choose the next
+        site. Rows that cost more than the remaining budget are skipped in favour of cheaper rows.
         """
         scores, left = self._scores, budget - self._spent
         gain = np.zeros(len(scores))
@@ -227,7 +227,7 @@ class Repairer:
             gain[mask] = self._key[mask] * np.sqrt(scale / self._cost[mask])
         gain[self._exact] = 0.0
         rows = np.flatnonzero((gain > 0) & (self._cost <= left))
-        n_most = int(left / _LEAST_COST)  # upper bound on affordable rows
+        n_most = int(left / _LEAST_COST)  # at most this many rows fit into the budget
         if len(rows) > n_most:
             rows = np.sort(rows[np.argpartition(-gain[rows], n_most)[:n_most]])
         rows = rows[np.argsort(-gain[rows], kind="stable")]
@@ -241,7 +241,7 @@ class Repairer:
         return np.concatenate(chosen) if chosen else rows
 
     def _patch(self, rows: _Rows) -> None:
-        """Patch these rows. Rows from the same layer and kind run together."""
+        """Patch these rows. Rows of one layer and kind are patched together."""
         self._bar.total = self._bar.n + len(rows)
         self._bar.refresh()
         firsts = np.cumsum([0, *map(len, self._groups)])
@@ -263,7 +263,7 @@ class Repairer:
             self._exact[chosen_rows] = True
 
     def _check_edits(self, groups: Sequence[SiteGroup]) -> None:
-        """Test the edits for these groups, unless an earlier chunk of prompts tested them."""
+        """Test the edits for those groups that no earlier chunk of prompts has tested."""
         replay = self._runner.replay.precise
         padded = not (replay.recording.mask is None or bool(replay.recording.mask.all()))
         edits = {(group.sites, self._first, padded): group for group in groups}
@@ -272,7 +272,7 @@ class Repairer:
         self._tested.update(edits)
 
     def _squared_errors(self, kind: HeadKind) -> _Numbers:
-        """Return, for each layer, the ratio c of squared errors to key² for one kind of head."""
+        """Return, for each layer, the ratio c of squared error to key², fitted to patched rows."""
         patched = np.flatnonzero(self._of_kind[kind] & self._exact & (self._key > 0))
         if not len(patched):
             return np.ones(len(self._sites))
@@ -286,7 +286,7 @@ class Repairer:
         return np.maximum(of_layers, _LUCK * of_kind)
 
     def _expected_error(self, kind: HeadKind) -> float | None:
-        """Return the square root of the expected sum of squared errors, or None if unknown."""
+        """Return the root of the expected sum of squared errors; None if it is unknown."""
         unseen = self._key**2 * (self._of_kind[kind] & ~self._exact)
         if not unseen.any():
             return 0.0
@@ -299,13 +299,13 @@ class Repairer:
         return float(np.sqrt(_SAFETY * max(of_layers, c_half * unseen.sum())))
 
     def _errors(self, rows: _Rows) -> _Numbers:
-        """Return the estimation errors in patched rows."""
+        """Return the exact values minus the estimates, for rows that were patched."""
         exact: _Numbers = self._mean(self._values[torch.from_numpy(rows)]).numpy()
         return exact - self._estimates[rows]
 
 
 def hook_points(model: Any, sites: Sequence[LayerSites], part: Part) -> tuple[set[str], set[str]]:
-    """Return the hook points at which keys need gradients, and the hook points to record."""
+    """Return where repair keys need gradients, and where they need activations."""
     host = host_of(model)
     writes = {host.write_hook(site.layer, site.kind) for site in sites}
     attention = {site.layer for site in sites if site.kind == "attention"}
@@ -322,7 +322,7 @@ def repair_keys(
     source: Recording,
     gradients: dict[str, Tensor],
 ) -> Float[Tensor, "row"]:
-    """Return the key of each row, which is proportional to the expected error."""
+    """Return each row's repair key, which is proportional to the expected error of its estimate."""
     keys = _Keys(model, part, target, source, gradients)
     attention = {group.sites.layer for group in groups if group.sites.kind == "attention"}
     if attention and part in ("pattern", "q", "k"):
@@ -332,12 +332,12 @@ def repair_keys(
 
 
 def on_one_device(rows: Sequence[Tensor]) -> Tensor:
-    """Concatenate rows on one device, since the layers of a model may be on several devices."""
+    """Concatenate rows on one device, since different layers may be on different devices."""
     return torch.cat([x.to(rows[0].device) for x in rows])
 
 
 class _Keys:
-    """Computes keys for the heads of a layer at each token."""
+    """Computes repair keys (see the module docstring) for the heads of a layer at each token."""
 
     def __init__(
         self,
@@ -352,7 +352,7 @@ class _Keys:
         self.replaced: dict[str, Tensor] = {}  # by hook point, from `run_with_part`
 
     def of(self, sites: LayerSites) -> Float[Tensor, "head batch pos"]:
-        """Return the keys of these heads at each token."""
+        """Return the repair keys of these heads at each token."""
         if sites.kind == "neuron":
             return self._of_neurons(sites)
         key = self._of_attention(sites.layer)
@@ -410,11 +410,11 @@ class _Keys:
 def run_with_part(
     model: Any, target: Recording, source: Recording, layers: Sequence[int], part: Part
 ) -> dict[str, Tensor]:
-    """Repeat the target run with one part from the source run; return each layer's z by name.
+    """Repeat the target run with one part from the source run; return z of each layer.
 
-    If the part is "k", also return the patterns. One forward pass is enough for all heads, because
-    the part of one head affects only the z of this head, and z is restored before later layers read
-    it. For queries, another pass tests this assumption.
+    If the part is "k", also return the patterns. One forward pass serves all heads, because the
+    part of one head affects only the z of this head, and z is restored before later layers read it.
+    For queries, a second pass tests this assumption.
     """
     if part == "q":
         moved = _run_with_part(model, target, source, layers, part, n_heads=1)
@@ -443,7 +443,7 @@ def _run_with_part(
     part: Part,
     n_heads: int | None,
 ) -> dict[str, Tensor]:
-    """Run with one part replaced in the first `n_heads` heads (or all heads), and restore z."""
+    """Run with one part replaced in the first `n_heads` heads (None: all heads), and restore z."""
     seen: dict[str, Tensor] = {}
     head_axis = 1 if part == "pattern" else 2
 

@@ -3,8 +3,8 @@
     score = (value - corrupted) / (clean - corrupted)
 
 is 0 for the corrupted run and 1 for the clean run. Denoising raises the score from 0, and noising
-lowers the score from 1. Values are means over prompts. A single prompt with the value `unpatched`
-before the patch has the score baseline + (value - unpatched) / (clean - corrupted). The mean of
+lowers the score from 1. Values are means over prompts. For a single prompt whose value before the
+patch is `unpatched`, the score is baseline + (value - unpatched) / (clean - corrupted). The mean of
 these scores over prompts equals the score of the mean value.
 """
 
@@ -34,7 +34,7 @@ from attn_only_lens.storage import Document
 from attn_only_lens.storage.tables import TableFields, read_table, write_table
 
 BASELINE = {"denoise": 0.0, "noise": 1.0, "zero": 1.0, "mean": 1.0, "resample": 1.0, "bias": 1.0}
-"""The score of the target run, by direction. Ablations patch into the clean run."""
+"""The score of the target run, for each direction. Ablations patch into the clean run."""
 MEASURED = "patching"
 """The method name of a sweep in which every patch was run."""
 PARTS = ("by_pattern", "by_value")
@@ -42,7 +42,7 @@ PARTS = ("by_pattern", "by_value")
 
 _BY_PROMPT = ("prompt", "unpatched")
 _SHOWN_ROWS, _SHOWN_TOKENS, _LONGEST_TOKEN = 10, 2, 16
-# `top` shows these columns and the first group of details in the frame (80 characters wide).
+# `top` returns these columns, and the first tuple of `_DETAILS` whose columns all exist.
 _ALWAYS_ON_TOP = ("name", "sender", "receiver", "position", "token", "part", "score", "exact")
 _DETAILS: tuple[tuple[str, ...], ...] = (
     ("score_standard_error",),
@@ -51,7 +51,7 @@ _DETAILS: tuple[tuple[str, ...], ...] = (
     PARTS,
     ("value",),
 )
-_SAME_RUN = 0.01  # fraction of the metric's range; above rounding errors in any dtype
+_SAME_RUN = 0.01  # relative to |clean - corrupted|; larger than rounding errors in any dtype
 _PROBLEM = "these are not results of patching"
 _METRIC_NAMES = {
     "logit_diff": "Logit difference",
@@ -65,7 +65,7 @@ _Results = TypeVar("_Results", bound="ScoredFrame")
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """The token texts of all prompts.
+    """The texts of the tokens of all prompts.
 
     Attributes:
         clean: for each clean prompt, the token text at each position; None for padding.
@@ -86,7 +86,7 @@ class PromptTokens:
 
     @classmethod
     def of_groups(cls, model: Any, pair: PromptPair, groups: Sequence[SiteGroup]) -> "PromptTokens":
-        """Return the token texts of the prompts, and the positions of all roles in these groups."""
+        """Return the token texts of all prompts, and the position of each role in the groups."""
         clean = token_texts_of_prompts(model, pair.clean, pair.real)
         single = pair.corrupted is pair.clean
         corrupted = [] if single else token_texts_of_prompts(model, pair.corrupted, pair.real)
@@ -103,8 +103,8 @@ class PromptTokens:
     ) -> str:
         """Return the clean token at a position, and the corrupted token if it differs.
 
-        If prompts have different tokens at the position, return the two most frequent clean tokens,
-        followed by "…" if there are more.
+        If the prompts have different tokens there, return the two most frequent clean tokens,
+        followed by "…" if there are more than two.
         """
         chosen = range(len(self.clean)) if prompts is None else prompts
         pairs = Counter(pair for i in chosen if (pair := self._pair(position, i)) is not None)
@@ -124,7 +124,7 @@ class PromptTokens:
         return (texts.pop() or "") if len(texts) == 1 else ""
 
     def _pair(self, position: int | str, prompt: int) -> tuple[str, str] | None:
-        """Return a prompt's clean and corrupted token at a position, or None for padding."""
+        """Return a prompt's clean and corrupted token at a position; None if it is padding."""
         row = self.clean[prompt]
         if isinstance(position, str):
             if position not in self.roles:
@@ -155,7 +155,7 @@ def _floats(column: _Column) -> npt.NDArray[np.float64]:
 
 
 def _integers(column: _Column) -> npt.NDArray[np.int64]:
-    """Return the column as integers, which pandas may have turned into floats."""
+    """Return the column as integers, even if pandas has turned them into floats."""
     if isinstance(column.dtype, np.dtype) and column.dtype.kind in "iu":
         return column.to_numpy(dtype=np.int64, copy=True)
     floats = _floats(column)
@@ -176,7 +176,7 @@ def _flags(column: _Column) -> npt.NDArray[np.bool_]:
 
 
 def _texts(column: _Column) -> pd.Categorical:
-    """Return the column as a categorical, with categories in the order of appearance."""
+    """Return a column of strings as a categorical, with the categories in order of appearance."""
     try:
         codes, distinct = pd.factorize(column)
     except TypeError as error:  # lists are not hashable
@@ -198,7 +198,7 @@ def _positions(column: _Column) -> npt.NDArray[np.int64] | pd.Categorical:
     except InputError as error:
         reason = (
             f"got positions {column.drop_duplicates().head(7).tolist()}; expected only numbers, "
-            "or only texts: 'all', or roles"
+            "or only texts ('all' or roles)"
         )
         raise InputError([reason], _PROBLEM) from error
 
@@ -218,9 +218,10 @@ _PATH_COLUMNS: dict[str, Callable[[_Column], Any]] = {
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScoredFrame:
-    """A frame with a column `score`, and the settings of the run.
+    """A frame of results with a column `score`, and the settings with which they were computed.
 
-    Each subclass defines how columns are read. All columns up to `value` are required.
+    Each subclass lists the columns that its frame may have, and how to read each one. In the list
+    of columns, those up to `value`, except `part`, are required.
     """
 
     _document: ClassVar[Document]
@@ -308,7 +309,7 @@ class ScoredFrame:
 
     @property
     def clean_and_corrupted(self) -> str:
-        """The metric in both runs, for a title: "Logit difference 7.57 (clean), …"."""
+        """The metric in both runs as a string: "Logit difference 7.57 (clean), …"."""
         kind = self.metric.partition("(")[0].partition(" of ")[0]
         name = _METRIC_NAMES.get(kind, kind[:1].upper() + kind[1:])
         return f"{name} {self.clean_value:.3g} (clean), {self.corrupted_value:.3g} (corrupted)"
@@ -320,11 +321,11 @@ class ScoredFrame:
 
     @property
     def effect(self) -> "pd.Series[float]":
-        """The difference between each patch's score and `baseline`."""
+        """Each patch's score minus `baseline`, the score without a patch."""
         return pd.Series(self.frame["score"].to_numpy() - self.baseline, name="score")
 
     def _scores(self, frame: pd.DataFrame) -> Float[np.ndarray, "row"]:
-        """Compute the score of each row."""
+        """Return the score of each row, from its value."""
         value, span = frame["value"].to_numpy(), self.clean_value - self.corrupted_value
         if "unpatched" in frame:
             return self.baseline + (value - frame["unpatched"].to_numpy()) / span
@@ -334,10 +335,10 @@ class ScoredFrame:
         return len(self.frame)
 
     def top(self, k: int = 20) -> pd.DataFrame:
-        """Return the k rows with the largest |effect|, in descending order; ties keep their order.
+        """Return the k rows with the largest |effect|, largest first; ties keep their order.
 
-        With `per_prompt`, rows for different prompts are ranked separately. Only columns that fit
-        into 80 characters are shown; `frame` has all columns. The column `token` has the clean
+        With `per_prompt`, a site can appear once for each prompt. The result has only columns
+        that fit into 80 characters; `frame` has all columns. The column `token` has the clean
         prompt's token at the position, or an empty text if prompts have different tokens.
         """
         if not is_count(k, 1):
@@ -351,7 +352,7 @@ class ScoredFrame:
         return rows[[name for name in (*_ALWAYS_ON_TOP, *details) if name in rows]]
 
     def _positions_of(self, rows: pd.DataFrame) -> list[tuple[int | str, Iterable[int]]]:
-        """Return each row's position, and the prompts over which the row is averaged."""
+        """Return each row's position, and the prompts over which its value is a mean."""
         every = range(self.n_prompts)
         prompts = [[i] for i in rows["prompt"]] if "prompt" in rows else [every] * len(rows)
         return list(zip(rows["position"], prompts, strict=True))
@@ -377,7 +378,7 @@ class ScoredFrame:
 
     @abstractmethod
     def _kind_and_rows(self) -> tuple[str, str]:
-        """Return a name for this kind of results, and a text with the number of rows."""
+        """Return what these results are called, and how many rows they have, as strings."""
 
     def _headline(self) -> str:
         """Return a one-line description of these results."""
@@ -458,8 +459,8 @@ class Sweep(ScoredFrame):
 
     Raises:
         InputError: columns are missing or unknown, a value is not finite, a site occurs twice,
-            positions mix numbers and texts, a name stands for two heads, or the clean value equals
-            the corrupted value.
+            positions mix numbers and strings, a name stands for two heads, or the clean value
+            equals the corrupted value.
 
     Example:
         >>> import pandas as pd
@@ -511,7 +512,8 @@ class Sweep(ScoredFrame):
     ) -> "Sweep":
         """Return the results of a sweep over all prompts.
 
-        `exact` marks rows with exact values. `by_pattern` is how much patterns change the metric.
+        `exact` marks rows with exact values. `by_pattern` is how much each patch changes the metric
+        through attention patterns.
         """
         clean_value, corrupted_value = totals.ends
         require_distinct(clean_value, corrupted_value, next(model.parameters()).dtype)
@@ -533,7 +535,7 @@ class Sweep(ScoredFrame):
 
     @property
     def has_prompts(self) -> bool:
-        """Whether there are several prompts with separate rows."""
+        """Whether the frame has separate rows for several prompts."""
         return "prompt" in self.frame and self.frame["prompt"].nunique() > 1
 
     def query(self, condition: str) -> "Sweep":
@@ -573,7 +575,7 @@ class Sweep(ScoredFrame):
 def run_settings(
     model: Any, pair: PromptPair, groups: Sequence[SiteGroup], totals: OverPrompts, part: str
 ) -> dict[str, Any]:
-    """Return the settings that are common to `Sweep` and `Paths`."""
+    """Return the settings that `Sweep` and `Paths` both have."""
     return {
         "part": part,
         "direction": totals.direction,
@@ -587,7 +589,7 @@ def run_settings(
 
 
 def _sites(frame: pd.DataFrame) -> pd.MultiIndex:
-    """Return an index that identifies the rows of a sweep."""
+    """Return an index (name, position, prompt) that finds each row's site in another sweep."""
     columns = [name for name in ("name", "position", "prompt") if name in frame]
     return pd.MultiIndex.from_frame(frame[columns])
 
@@ -615,7 +617,7 @@ class Paths(ScoredFrame):
         tokens: the texts of the prompts' tokens, or None.
 
     Raises:
-        InputError: a column is missing, or a value is not finite.
+        InputError: a column is missing, or a value is not a finite number.
 
     Example:
         >>> import pandas as pd
@@ -641,7 +643,7 @@ class Paths(ScoredFrame):
 
 
 def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
-    """Compare the effects (`Sweep.effect`) in two sweeps site by site, in any order of rows.
+    """Compare the effects (`Sweep.effect`) of each site in two sweeps; their row orders may differ.
 
     Args:
         exact: one sweep.
@@ -698,7 +700,7 @@ def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
 
 def _differences(exact: Sweep, approx: Sweep) -> list[str]:
     reasons = [
-        f"exact has {name} {getattr(exact, name)!r}, approx has {getattr(approx, name)!r}"
+        f"exact has {name} {getattr(exact, name)!r}, but approx has {getattr(approx, name)!r}"
         for name in ("direction", "metric", "part")
         if getattr(exact, name) != getattr(approx, name)
     ]
@@ -714,7 +716,7 @@ def _differences(exact: Sweep, approx: Sweep) -> list[str]:
 
 
 def _site_reasons(exact: Sweep, approx: Sweep, order: Int[np.ndarray, "row"]) -> list[str]:
-    """Return a reason if the sweeps do not have the same sites."""
+    """Return why the sweeps cannot be compared, if their sites differ."""
     only_exact = exact.frame[order < 0]
     only_approx = approx.frame[~approx.frame.index.isin(order)]
     if only_exact.empty and only_approx.empty:

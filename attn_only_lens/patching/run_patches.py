@@ -1,8 +1,9 @@
 """Run the patches of several groups of sites together, in batches that fit in memory.
 
-A pass through the blocks starts at one position and runs patches in all layers (`engine/replay`).
-So a few sites in many layers and at many positions cost at most one pass per position. Patches at
-later positions join a pass that starts earlier, if this costs less than a separate pass.
+One pass through the blocks starts at one position, and can run patches in all layers
+(`engine/replay`). So if there are few sites, in many layers and at many positions, they cost at
+most one pass per position. Patches at later positions join a pass that starts earlier if a separate
+pass would cost more.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,14 +38,14 @@ from attn_only_lens.precision import full_precision
 # Batches of 512 to 2048 tokens are the fastest (GPT-2 small's shape, one thread). Batches of 128
 # tokens take a tenth longer. Batches of 4096 or more exceed the caches, and take a sixth longer.
 _CPU_TOKENS = 2048
-_SHARE = 0.5  # the fraction of free memory to use
+_SHARE = 0.5  # how much of the free memory to use
 
 _Patch: TypeAlias = tuple[Bool[Tensor, "head batch pos"], int, Callable[[Tensor, int], Variants]]
 """The tokens that each head changes, the block, and a function that makes variants for rows."""
 
 
 class Batching:
-    """Runs variants of a forward pass in batches, with smaller batches if memory runs out."""
+    """Runs variants of a forward pass in batches; makes batches smaller if memory runs out."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Batching:
         numbers_per_variant: int,
         run: Callable[[Tensor], Tensor],
     ) -> None:
-        """Set `values[rows]` to `run(rows)`, in batches that are halved if memory runs out."""
+        """Set `values[rows]` to `run(rows)`, batch by batch; halve batches if memory runs out."""
         while len(rows):
             size = self._size or max(1, self._numbers // numbers_per_variant)
             batch = rows[:size]
@@ -92,7 +93,7 @@ class Batching:
 
 
 def _unless_out_of_memory(run: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor | None:
-    """Return `run(batch)`, or None if memory ran out."""
+    """Return `run(batch)`, or None if a batch of several rows does not fit in memory."""
     try:
         return run(batch)
     except RuntimeError as error:
@@ -119,9 +120,9 @@ class PatchRunner:
 
     Attributes:
         replay: the replay of the target run.
-        source: the run from which activations are patched.
+        source: the run from which activations are copied.
         part: the part of each head that is patched.
-        baseline: the metric of each prompt in the target run.
+        baseline: the metric of each prompt in the target run, before any patch.
     """
 
     replay: Replay
@@ -132,9 +133,9 @@ class PatchRunner:
 
     @torch.no_grad()
     def values(self, groups: Sequence[SiteGroup]) -> list[Float[Tensor, "row prompt"]]:
-        """Return, for each group, the metric of each prompt after each row's patch.
+        """Return, for each group, the metric of each prompt after the patch of each row.
 
-        If a patch cannot affect the metric, its value is the baseline, without a forward pass.
+        If a patch cannot affect the metric, no pass is run, and the value is the baseline.
         """
         if not groups:
             return []
@@ -160,9 +161,9 @@ class PatchRunner:
 
     @torch.no_grad()
     def starts(self, group: SiteGroup) -> tuple[int, Int[Tensor, "row"]]:
-        """Return the block in which a group's patches start, and the first position of each patch.
+        """Return the block that a group's patches change first, and each patch's first position.
 
-        The position is -1 if a patch cannot affect the metric. The result is only for estimates of
+        The position is -1 if a patch cannot affect the metric. Use the result only to estimate
         costs: it assumes that neurons write to the stream directly.
         """
         patch = self._patch(group, tested=False)
@@ -170,7 +171,7 @@ class PatchRunner:
         return patch[1], starts
 
     def earliest(self, groups: Sequence[SiteGroup]) -> int:
-        """Return the first position that a patch can change, judged only from the tokens."""
+        """Return the first position that any patch could change, judging by the tokens alone."""
         differ = (self.replay.recording.tokens != self.source.tokens).any(dim=0)
         patched = torch.cat([group.everywhere.flatten(0, 1) for group in groups]).any(dim=0)
         first = max(int(positions.int().argmax()) for positions in (differ, patched))
@@ -180,7 +181,7 @@ class PatchRunner:
     def _starts(
         self, groups: Sequence[SiteGroup], patches: Sequence[_Patch]
     ) -> list[Int[Tensor, "row"]]:
-        """Return the first position that each row changes; -1 where it cannot affect the metric."""
+        """Return the first position that each patch changes; -1 if it cannot affect the metric."""
         found, starts = list[Tensor](), []
         for group, (changed, block, _) in zip(groups, patches, strict=True):
             felt = self.replay.effective(changed, block)
@@ -203,12 +204,11 @@ class PatchRunner:
     def _passes(
         self, blocks: Int[Tensor, "row"], starts: Int[Tensor, "row"]
     ) -> Iterator[tuple[int, Int[Tensor, "some"]]]:
-        """Yield the first position of each pass, and the rows of the pass sorted by block.
+        """Divide rows among passes; yield each pass's first position, and its rows sorted by block.
 
-        Rows with later first positions join a pass that starts earlier, if the extra tokens in this
-        pass cost less than a separate pass. If the metric reads the logits at all positions, rows
-        never join an earlier pass, so that logits before a patch stay bitwise equal to the
-        unpatched logits.
+        Rows whose patches start later join a pass that starts earlier, if its extra tokens cost
+        less than a separate pass. If the metric reads the logits at all positions, rows never join
+        an earlier pass, so that logits before a patch stay bitwise equal to the unpatched logits.
         """
         replay = self.replay
         flops = [replay.flops_per_token(block) for block in range(replay.n_blocks + 1)]
@@ -248,7 +248,7 @@ class PatchRunner:
         def variants(chosen: Tensor, first: int) -> Variants:
             head, place = (rows[chosen].to(change.device) for rows in (group.head, group.place))
             moves = change[head, :, first:] * edited[place, :, first:]
-            directions = heads.W_out[index[head]]  # only these rows, because W_out is large
+            directions = heads.W_out[index[head]]  # W_out is large, so select rows first
             rows = directions.repeat_interleave(self.replay.batch, dim=0).unsqueeze(1)
             added = (moves.flatten(0, 1).unsqueeze(-1) * rows).to(directions.dtype)
             return neuron_variants(self.replay, sites.layer, first, added)
@@ -283,7 +283,7 @@ class PatchRunner:
 
 
 def batches_of_groups(groups: Sequence[SiteGroup]) -> Iterator[list[SiteGroup]]:
-    """Yield lists of groups to run together, each with `ROWS` rows or more (except the last)."""
+    """Yield lists of groups to run together; all lists but the last have at least `ROWS` rows."""
     batch = list[SiteGroup]()
     for group in groups:
         batch.append(group)
@@ -296,9 +296,9 @@ def batches_of_groups(groups: Sequence[SiteGroup]) -> Iterator[list[SiteGroup]]:
 def check_edits(
     replay: Replay, groups: Sequence[SiteGroup], part: Part, starts: Sequence[int] = ()
 ) -> None:
-    """Test that edits have the same effects as hooks in a full forward pass."""
+    """Test that edits in a replay have the same effects as hooks in a full forward pass."""
     somewhere = [position.chosen.any(dim=0) for position in position_sets(groups)]
-    firsts = {int(mask.nonzero()[0]) for mask in somewhere if mask.any()}  # prompts may lack a role
+    firsts = {int(mask.nonzero()[0]) for mask in somewhere if mask.any()}  # a role may be absent
     later = sorted(firsts - {0}) or [0]
     for kind in HEAD_KINDS:
         layers = sorted({group.sites.layer for group in groups if group.sites.kind == kind})
@@ -310,12 +310,12 @@ def check_edits(
             require_groups(replay, shared)
         for start in sorted(set(starts or (0, replay.start(block, later[len(later) // 2])))):
             require_same_edit(replay, kind, layers, part, start)
-            if shared:  # edits of shared parts also restore z of other heads
+            if shared:  # such edits also restore the z of other heads
                 require_same_edit(replay, kind, shared, "z", start)
 
 
 def _layers_that_share(replay: Replay, layers: Sequence[int], part: Part) -> list[int]:
-    """Return the layers in which several attention heads share this part."""
+    """Return those layers in which several heads share this part, a key or a value."""
     if part not in SHARED_PARTS:
         return []
     recorded = replay.recording.hooked

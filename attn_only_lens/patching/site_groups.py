@@ -1,10 +1,10 @@
-"""Divide the sites of a sweep into groups and chunks, which run one after another.
+"""Divide a sweep's sites into groups, which are patched together, and into chunks of work.
 
-A chunk contains some sites and some prompts of a sweep. If there are fewer than `_CHUNKS` chunks of
-prompts, the sites are split too, so that all chunks cost about the same. The cost of a patch is the
-number of tokens × blocks that the patch can change. So processes that share the work end at about
-the same time, and little work is lost if a job is interrupted. The division into chunks depends
-only on the size of the model, the prompts and the sites.
+A chunk contains some sites and some prompts of a sweep. If splitting the prompts gives fewer than
+`_CHUNKS` chunks, the sites are split too, into chunks that cost about the same. The cost of a patch
+is the number of tokens × blocks that the patch can change. Because chunks are small and cost the
+same, processes that share them end at about the same time, and an interrupted job loses little
+work. The division into chunks depends only on the size of the model, the prompts and the sites.
 """
 
 from collections import Counter
@@ -35,13 +35,13 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 
 _PROBLEM = "these sites cannot be patched"
-ROWS = 2048  # maximum number of rows in a group of neurons at several positions
-_CHUNKS = 128  # so that eight processes end within 1/16 of the running time of each other
-_LEAST = 4096  # minimum cost of a chunk, in tokens through all blocks; it takes a second on a CPU
+ROWS = 2048  # the most rows in a group of neurons at several positions
+_CHUNKS = 128  # so many that eight processes end within 1/16 of the running time
+_LEAST = 4096  # least cost of a chunk: this many tokens through all blocks, a second on a CPU
 
 
 class _PositionSets(tuple[PositionSet, ...]):
-    """Sets of positions, with tensors that the groups of all layers share."""
+    """Sets of positions, and tensors computed from them once for the groups of all layers."""
 
     @cached_property
     def everywhere(self) -> Bool[Tensor, "set batch pos"]:
@@ -50,13 +50,13 @@ class _PositionSets(tuple[PositionSet, ...]):
 
     @cached_property
     def columns(self) -> Int[Tensor, "set"] | None:
-        """The column of each set of positions, or None if a set has several columns."""
+        """The column of tokens that each set contains, or None if a set has several columns."""
         columns = [position.column for position in self]
         return None if None in columns else torch.tensor(columns, device=self[0].chosen.device)
 
     @cached_property
     def in_column(self) -> Bool[Tensor, "set 1 batch"]:
-        """Whether each prompt has a position in the column of each set."""
+        """For each set of positions in one column, which prompts have this position."""
         assert self.columns is not None
         sets = torch.arange(len(self), device=self.columns.device)
         return self.everywhere[sets, :, self.columns].unsqueeze(1)
@@ -64,13 +64,13 @@ class _PositionSets(tuple[PositionSet, ...]):
 
 @dataclass(frozen=True, eq=False)
 class SiteGroup:
-    """Heads of one kind in one layer, with sets of positions for each head.
+    """Sites to patch: heads of one kind in one layer, each paired with some sets of positions.
 
     Attributes:
         sites: the heads.
         positions: the sets of positions.
-        head: the index of each row's head in `sites`.
-        place: the index of each row's set in `positions`.
+        head: for each row, the index of its head in `sites`.
+        place: for each row, the index of its set of positions in `positions`.
     """
 
     sites: LayerSites
@@ -84,14 +84,14 @@ class SiteGroup:
 
     @classmethod
     def product(cls, sites: LayerSites, positions: Sequence[PositionSet]) -> "SiteGroup":
-        """Return a group with all heads at all sets of positions. The head index varies fastest."""
+        """Return a group with every head at every set of positions. Heads vary fastest."""
         n = len(sites.names)
         rows = torch.arange(n * len(positions), device="cpu")
         return cls(sites, _PositionSets(positions), rows % n, rows // n)
 
     @classmethod
     def joined(cls, groups: Sequence["SiteGroup"]) -> "SiteGroup":
-        """Return a group with the rows of several groups that have the same heads."""
+        """Join the rows of several groups that have the same heads into one group."""
         positions = tuple(position for group in groups for position in group.positions)
         sizes = [len(group.positions) for group in groups]
         places = [group.place + sum(sizes[:i]) for i, group in enumerate(groups)]
@@ -100,7 +100,7 @@ class SiteGroup:
 
     @property
     def is_product(self) -> bool:
-        """Return True if the group has the same rows as `product`, in the same order."""
+        """Return True if the rows equal the rows that `product` builds, in the same order."""
         n = len(self.sites.names)
         rows = torch.arange(n * len(self.positions), device="cpu")
         return len(self) == len(rows) and torch.equal(self.place * n + self.head, rows)
@@ -109,13 +109,13 @@ class SiteGroup:
         return len(self.head)
 
     def __getitem__(self, rows: Int[Tensor, "some"]) -> "SiteGroup":
-        """Return a group with some of the rows, and only the sets of positions in these rows."""
+        """Return a group with only these rows, and only the sets of positions that they use."""
         kept, used = self.place[rows].unique(return_inverse=True)
         positions = tuple(self.positions[i] for i in kept.tolist())
         return SiteGroup(self.sites, positions, self.head[rows], used)
 
     def of_prompts(self, pair: PromptPair) -> "SiteGroup":
-        """Return the same sites for a chunk of the prompts."""
+        """Return the same sites, with positions only in these prompts."""
         if pair.among is None:
             return self
         n_pos = pair.clean.shape[1]
@@ -129,7 +129,7 @@ class SiteGroup:
 
     @property
     def columns(self) -> Int[Tensor, "set"] | None:
-        """The column of each set of positions, or None if a set has several columns."""
+        """The column of tokens that each set contains, or None if a set has several columns."""
         return self._sets.columns
 
     @property
@@ -138,7 +138,7 @@ class SiteGroup:
         return self.positions
 
     def sums(self, of_heads: Float[Tensor, "head batch pos"]) -> Float[Tensor, "row batch"]:
-        """Return, for each row, the sum of the head's entries over the row's positions."""
+        """Return, for each row, the sum of its head's entries over its positions."""
         device, columns = of_heads.device, self.columns
         if columns is not None:
             in_column = self._sets.in_column.to(device)
@@ -193,7 +193,7 @@ def site_groups(
     *,
     most_rows: int | None = ROWS,
 ) -> tuple[SiteGroup, ...]:
-    """Return the sites to patch, in groups whose order depends only on the sites and prompts."""
+    """Return the sites to patch as groups, whose order depends only on the sites and prompts."""
     if sites is None:
         sites = heads() if part == "k" else all_heads()
     split, reasons = split_positions(sites), list[str]()
@@ -222,9 +222,9 @@ def site_groups(
 def _products(
     sites: Sequence[LayerSites], positions: Sequence[PositionSet], most_rows: int | None
 ) -> tuple[SiteGroup, ...]:
-    """Group all heads at all positions. Layers with few neurons get groups with many positions."""
+    """Return groups of all heads at all positions; fewer neurons allow more positions each."""
     groups: list[SiteGroup] = []
-    products: dict[tuple[int, int, int], SiteGroup] = {}  # layers of equal size share tensors
+    products: dict[tuple[int, int, int], SiteGroup] = {}  # shared by layers of equal size
     for site in sites:
         at_once = len(positions)
         if site.kind == "neuron" and most_rows is not None:
@@ -243,7 +243,7 @@ def _placed_groups(
     everywhere: Sequence[PositionSet],
     placed: Mapping[int | str, PositionSet],
 ) -> tuple[SiteGroup, ...]:
-    """Group sites by name; some names include a position, such as L0N5@1."""
+    """Group sites that the user named; a name such as L0N5@1 includes a position."""
     labels = [position_set.label for position_set in everywhere]
     sets = [*everywhere, *(placed[p] for p in placed if p not in labels)]
     index = {position_set.label: i for i, position_set in enumerate(sets)}
@@ -265,20 +265,20 @@ def _placed_groups(
 def _resolve_placed(
     pair: PromptPair, split: Sequence[tuple[str, int | str | None]], positions: Positions
 ) -> tuple[list[PositionSet], dict[int | str, PositionSet]]:
-    """Return the positions for names without a position, and the positions given in names."""
+    """Return the sets of positions for names that include none, and those that names include."""
     free = {name for name, position in split if position is None}
     asked = dict.fromkeys(position for _, position in split if position is not None)
     if isinstance(positions, Mapping):
         by_role = {str(role.label): role for role in resolve_positions(pair, positions)}
         unknown = [
-            f"got {name}@{position}; expected a role of positions: {', '.join(by_role)}"
+            f"got {name}@{position}; expected one of the roles in positions: {', '.join(by_role)}"
             for name, position in split
             if position is not None and position not in by_role
         ]
         InputError.raise_if(unknown, _PROBLEM)
         return [*by_role.values()] * bool(free), {role: by_role[str(role)] for role in asked}
     reasons = [
-        f"got {name}@{role}; expected the role's position in each prompt: pass "
+        f"got {name}@{role}, which names a role; pass the role's position in each prompt: "
         f"positions={{{role!r}: …}}"
         for name, role in split
         if isinstance(role, str)
@@ -328,7 +328,7 @@ def _require_each_once(rows: Sequence[tuple[str, int]], sets: Sequence[PositionS
 
 @dataclass(frozen=True)
 class Chunk:
-    """A range of prompts and a range of rows in a sweep; rows are numbered across groups."""
+    """A range of a sweep's prompts, and a range of its rows, which are numbered across groups."""
 
     prompts: range
     rows: range
@@ -345,7 +345,7 @@ class Chunk:
         return len(self.rows)
 
     def groups(self, groups: Sequence[SiteGroup], pair: PromptPair) -> list[SiteGroup]:
-        """Return the rows of this chunk as groups, for the prompts in `pair`."""
+        """Return this chunk's rows as groups of sites, for the prompts in `pair`."""
         chosen, first = [], 0
         for group in groups:
             start, stop = (
@@ -373,7 +373,7 @@ def split_sweep(
     prompts_at_once: int,
     direction: str,
 ) -> list[Chunk]:
-    """Split a sweep into chunks with about equal costs, first by prompts and then by sites."""
+    """Split a sweep by prompts, and then by sites, into chunks that cost about the same."""
     prompts = split_prompts(len(pair.clean), prompts_at_once)
     costs = torch.cat(_costs(model, pair, groups, direction))
     least = _LEAST * len(model.blocks)
@@ -388,7 +388,7 @@ def split_sweep(
 def _costs(
     model: Any, pair: PromptPair, groups: Sequence[SiteGroup], direction: str
 ) -> list[Int[Tensor, "row"]]:
-    """Return each patch's largest cost for any prompt, in tokens × blocks."""
+    """Estimate the cost of each patch, in tokens × blocks, on the prompt on which it costs most."""
     host, n_pos = host_of(model), pair.clean.shape[1]
     differ = ((pair.clean != pair.corrupted) & pair.real).any(dim=0)
     first = int(differ.int().argmax()) if direction in DIRECTIONS else 0

@@ -1,9 +1,9 @@
 """A one-layer model of addition modulo 113 that ships with the package.
 
 The model card is `data/modular_addition/README.md`. With transformer-lens 4, which has no
-HookedTransformer, the model is a TransformerBridge. The conversion by TransformerLens silently
-ignores most fields of a HookedTransformerConfig. So `load_bridge` is only used for the shipped
-model, whose logits are tested.
+HookedTransformer, the model is loaded as a TransformerBridge. When TransformerLens converts a model
+to a bridge, it silently ignores most fields of the model's HookedTransformerConfig. Therefore
+`load_bridge` loads only this model, whose logits the tests check.
 """
 
 from importlib.resources import as_file, files
@@ -26,7 +26,7 @@ MODULUS = 113
 def load_bridge(
     folder: Path, *, dtype: str | torch.dtype, device: str | torch.device
 ) -> TransformerBridge:
-    """Read the shipped model from its folder; raise CheckpointError if the files are damaged."""
+    """Load the shipped model as a bridge; raise CheckpointError if its files are damaged."""
     config, state = read_folder(folder)
     to_dtype, to_device = parse_dtype(dtype), parse_device(device)
     try:
@@ -49,7 +49,8 @@ def modular_addition(
     The model was trained until it generalised (`analyses/tools/train_modular_addition.py`), as in
     Nanda et al., "Progress measures for grokking via mechanistic interpretability" (2023). The
     model has d_model 128, 4 heads, d_mlp 512, the activation silu, no normalisation and no biases.
-    The input is (a, b, '='), and the answer is in the last position's logits over 113 numbers.
+    The input is (a, b, '='), and the logits at the last position, over the 113 numbers, give the
+    answer.
 
     Args:
         device: the device of the model.

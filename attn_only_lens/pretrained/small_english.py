@@ -1,4 +1,4 @@
-"""Small English: a four-layer language model, and held-out texts.
+"""Small English: a four-layer language model that ships with the package, and held-out texts.
 
 The model card is `data/small_english/README.md`.
 """
@@ -36,8 +36,8 @@ def small_english(
     The model is a LLaMA (gated MLPs, RMSNorm, rotary positions) with a vocabulary of 450 words. The
     model was trained on text that a grammar generated (`analyses/tools/train_small_english.py`). In
     this text, verbs agree with subjects, pronouns agree with names, brackets are closed, and lists
-    contain repetitions. `tasks.agreement`, `tasks.brackets`, `tasks.induction` and `tasks.ioi` make
-    prompts that test what the model has learnt.
+    repeat earlier words. `tasks.agreement`, `tasks.brackets`, `tasks.induction` and `tasks.ioi`
+    make prompts that test what the model has learnt.
 
     Args:
         device: the device of the model.

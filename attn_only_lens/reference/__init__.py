@@ -1,13 +1,14 @@
-"""The paper's constructions as dense float64 matrices: slow, but independent of other code.
+"""The paper's constructions as dense float64 matrices, without the package's other code.
 
-The paper is "Attention-Only Transformers and Implementing MLPs with Attention Heads". Each theorem
-has its own file. The tests compare the rest of the package with these constructions. Theorems are
-numbered as in the arXiv version, 2309.08593: 3 (an MLP as heads), 6 (a whole transformer), 7
-(linear maps), 8 (activations) and 9 (masks in the weights). The constructions, and the cited
-sections and appendices, follow the anonymous draft, which numbers Theorems 3, 6, 7 and 8 as 2, 4, 6
-and 7. The definitions are in `masked_attention` and `transformer`. `factored_heads` and
-`bias_trick` cover two remarks of the paper. The blog post's construction, with a large constant Ω
-instead of masks, is in the repository's `analyses/post`.
+The paper is "Attention-Only Transformers and Implementing MLPs with Attention Heads". There is one
+file per theorem. The code is slow, and is meant for tests, which compare the rest of the package
+with it. Theorems are numbered as in the arXiv version, 2309.08593: 3 (an MLP as heads), 6 (a whole
+transformer), 7 (linear maps), 8 (activations) and 9 (masks in the weights). The constructions
+follow the anonymous draft of the paper, in which Theorems 3, 6, 7 and 8 have the numbers 2, 4, 6
+and 7; sections and appendices are cited from the draft too. Heads, MLPs and transformers are
+defined in `masked_attention` and `transformer`. `factored_heads` and `bias_trick` implement two
+remarks of the paper. A blog post about the paper uses a large constant Ω instead of masks; this
+construction is in `analyses/post` of the repository.
 """
 
 from attn_only_lens.reference.bias_trick import (

@@ -1,4 +1,4 @@
-"""The bias trick: on a stream [X | 1], heads and MLPs need no biases of their own.
+"""The bias trick: if each token has a coordinate that is 1, heads and MLPs need no biases.
 
 Theorem 6 assumes this trick. Every token gets an additional coordinate that is always 1, and a bias
 becomes the row of the weight matrix for this coordinate: the new matrix W̃ is W stacked on b.
@@ -13,8 +13,8 @@ becomes the row of the weight matrix for this coordinate: the new matrix W̃ is 
   coordinate (see `theorem_6.PassingNorm`).
 
 The constant coordinate is not the bias coordinate of Theorem 3, which is 1 on the bias token and 0
-on other tokens. With the paper's W_K, the two coordinates must differ: otherwise each token would
-have the same key as the bias token, and all weights in the patterns would be 1/2.
+on other tokens. The two coordinates must differ: otherwise, with the paper's W_K, each token would
+have the same key as the bias token, and all attention weights would be 1/2.
 """
 
 import math
@@ -52,13 +52,14 @@ def head_with_biases(
     W_O: Float[Tensor, "d_head d"],
     mask: Float[Tensor, "n_tokens n_tokens"],
 ) -> Head:
-    """Return an attention head with biases as a head on [X | 1]; scores are divided by √d_head.
+    """Return a head without biases that computes on [X | 1] what a head with biases computes on X.
 
     Returns:
-        h on M_{N,D+1} with h([X | 1]) = [output of the head | 0].
+        The head h on M_{N,D+1} with h([X | 1]) = [output of the head with biases | 0], where the
+        scores of the head with biases are divided by √d_head.
 
     Raises:
-        ValueError: shapes do not match, a tensor is not float64, or the mask is not a mask matrix.
+        ValueError: shapes do not match, a tensor is not float64, or the mask is invalid for `Head`.
 
     Example:
         >>> import torch
@@ -82,7 +83,7 @@ def head_with_biases(
 
 
 def constant_head(b: Float[Tensor, " d"], n_tokens: int) -> Head:
-    """Return a head on [X | 1] that outputs b at every token, to replace a bias b_O.
+    """Return a head on [X | 1] that outputs b at every token, so that b_O is not needed.
 
     Raises:
         ValueError: b is not a float64 vector.
@@ -131,7 +132,7 @@ def mlp_with_biases(
     check_vector("b_2", b_2, D)
     written = activation(torch.tensor(1.0, dtype=torch.float64, device="cpu"))
     if written == 0:
-        raise ValueError(f"activation: got {activation}, which is 0 at 1; expected a_1, a_2 ≠ 0")
+        raise ValueError(f"activation: got {activation}, which maps 1 to 0; expected a_1, a_2 ≠ 0")
     # The last column of Ṽ_1 reads only the constant coordinate, with weight 1.
     reading = direct_sum(V_1, 1.0)
     reading[D, :size] = b_1

@@ -1,17 +1,18 @@
-"""Neuron-heads stored as two vectors each, and neuron-heads with a persistent vector.
+"""Heads for neurons that are stored as two vectors, or use a persistent vector as bias token.
 
-The heads of Theorem 3 have internal dimension 1. With columns W_Q, W_K, W_V, W_O ∈ M_{D+1,1},
+The heads of Theorem 3, one for each neuron, have internal dimension 1. With columns W_Q, W_K, W_V,
+W_O ∈ M_{D+1,1},
 
     W_QK = W_Q W_Kᵀ / √(D+1)        W_Q = W_V = a₂ [V₁ⁱ | 0]ᵀ
     W_OV = W_V W_Oᵀ                 W_K = √(D+1) [0 | -1]ᵀ,  the same for every neuron
                                     W_O = a₁ [V₂ⁱ | 0]ᵀ
 
-So a neuron stores only the vectors W_Q = W_V and W_O. (In [V₁ⁱ | 0], V₁ⁱ is a row. The paper writes
-W_OV = W_V W_O, but W_O ∈ M_{D+1,1} must be transposed.)
+So only two vectors must be stored for each neuron: W_Q = W_V and W_O. (In [V₁ⁱ | 0], V₁ⁱ is a row.
+The paper writes W_OV = W_V W_O, but W_O ∈ M_{D+1,1} must be transposed.)
 
-**The factor √(D+1).** Vaswani et al. divide scores by √d_k, and d_k = 1 here, so a standard
+**The factor √(D+1).** Vaswani et al. divide scores by √d_k, where d_k = 1 here, so a standard
 implementation divides by 1 and needs W_K = [0 | -1]ᵀ. Both conventions give the same W_QK; this
-file follows the paper. Mixing the two conventions would scale the scores, and thus the slope a₂, by
+file follows the paper. To mix the two conventions would scale the scores, and thus the slope a₂, by
 √(D+1) or 1/√(D+1).
 
 **Persistent vectors** (Sukhbaatar et al., 2019). The bias token need not be a row of the stream.
@@ -22,9 +23,9 @@ additional key and value, but not a query. If Z is Y stacked on p,
 
 Proof: the queries come from the first N rows of X ⊕ [1], and the keys and values from all rows, so
 the equation is Theorem 3 without the bias token's output. All heads share p, with the same key W_Kᵀ
-p = -√(D+1) and the same value W_Vᵀ p = 0. Sukhbaatar et al. learn persistent keys and values for
-each head directly; in this form, the pair is (-√(D+1), 0) in every head. Their softmax is over the
-whole context; the softmax here is over the token itself and p.
+p = -√(D+1) and the same value W_Vᵀ p = 0. Sukhbaatar et al. learn a persistent key and value for
+each head directly; here, they are -√(D+1) and 0 in every head. Their softmax is over the whole
+context; the softmax here is over the token itself and p.
 """
 
 import math
@@ -53,7 +54,7 @@ def persistent_vector(d: int) -> Float[Tensor, "1 d+1"]:
 
 @dataclass(frozen=True, eq=False)
 class FactoredHead:
-    """A neuron-head with internal dimension 1, stored as factors.
+    """A head that computes one neuron, stored as four columns; their products are W_QK and W_OV.
 
     Attributes:
         W_Q: a_2 [V_1^i | 0]ᵀ.
@@ -88,12 +89,12 @@ class FactoredHead:
         return math.sqrt(self.W_Q.shape[0])
 
     def head(self, n_tokens: int) -> Head:
-        """Return the head of Theorem 3 on M_{N+1,D+1} with these factors."""
+        """Return the head of Theorem 3 that has these factors; it acts on M_{N+1,D+1}."""
         W_QK = self.W_Q @ self.W_K.T / self.scale
         return Head(W_QK, self.W_V @ self.W_O.T, neuron_mask(n_tokens))
 
     def persistent_pattern(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens keys"]:
-        """Return the [N, N+1] pattern over the tokens and the persistent vector, for X in M_{N,D}.
+        """Return the pattern [N, N+1] of X's N tokens, which can attend to themselves and to p.
 
         Raises:
             ValueError: X has the wrong width, or is not float64.
@@ -103,7 +104,7 @@ class FactoredHead:
         return msoftmax(scores, neuron_mask(len(X))[:-1])
 
     def persistent(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens d+1"]:
-        """Return the output [f_i(X) | 0], with a persistent vector instead of the bias token.
+        """Return the head's output [f_i(X) | 0], computed with a persistent vector as bias token.
 
         Raises:
             ValueError: X has the wrong width, or is not float64.

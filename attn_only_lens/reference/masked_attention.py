@@ -7,8 +7,8 @@ A mask matrix Λ has entries in {0, 1} and at least one 1 in every row. Let rown
     h(X) = msoftmax(X W_QK Xᵀ, Λ) X W_OV        X ∈ M_{N,D}, one token per row
 
 ("Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2.) Where Λ is 0,
-the masked softmax is exactly 0. A mask with a row of zeros raises an error, because the softmax
-would be 0/0. The size N of a head's mask is fixed, so a longer text needs another head.
+the masked softmax is exactly 0. A mask with a row of zeros is an error, because the softmax of this
+row would be 0/0. A head's mask has a fixed size N, so a text of another length needs another head.
 """
 
 import math
@@ -33,7 +33,8 @@ def msoftmax(
         The attention pattern: each row sums to 1, and entries are 0 where the mask is 0.
 
     Raises:
-        ValueError: a shape or dtype is wrong, or the mask is not a mask matrix.
+        ValueError: a shape or dtype is wrong, the mask has an entry other than 0 or 1, or a row of
+            the mask has no 1.
 
     Example:
         >>> import torch
@@ -53,7 +54,7 @@ def msoftmax(
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A masked attention head on M_{N,D}.
+    """A masked attention head, which maps N × D matrices X (one row per token) to N × D matrices.
 
     Attributes:
         W_QK: scores are X W_QK Xᵀ, with any scaling by a square root included.
@@ -61,7 +62,8 @@ class Head:
         mask: Λ; its size is the number of tokens N.
 
     Raises:
-        ValueError: a shape or dtype is wrong, or the mask is not a mask matrix.
+        ValueError: a shape or dtype is wrong, the mask has an entry other than 0 or 1, or a row of
+            the mask has no 1.
 
     Example:
         >>> import torch
@@ -93,16 +95,16 @@ class Head:
         return self.W_QK.shape[0]
 
     def scores(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens n_tokens"]:
-        """Return the pre-attention matrix X W_QK Xᵀ, before the mask."""
+        """Return the attention scores X W_QK Xᵀ, to which the mask is not yet applied."""
         check_matrix("X", X, self.n_tokens, self.width)
         return X @ self.W_QK @ X.T
 
     def pattern(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens n_tokens"]:
-        """Return msoftmax(X W_QK Xᵀ, Λ)."""
+        """Return the attention pattern, msoftmax(X W_QK Xᵀ, Λ)."""
         return msoftmax(self.scores(X), self.mask)
 
     def __call__(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens d"]:
-        """Return h(X) = msoftmax(X W_QK Xᵀ, Λ) X W_OV."""
+        """Return the head's output, h(X) = msoftmax(X W_QK Xᵀ, Λ) X W_OV."""
         return self.pattern(X) @ X @ self.W_OV
 
 

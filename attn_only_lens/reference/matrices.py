@@ -1,8 +1,8 @@
-"""Block matrices in the paper's notation, and checks of shapes and dtypes.
+"""Build block matrices in the paper's notation, and check the shapes and dtypes of matrices.
 
-The paper's notation (section 2): M_{n,k} are the real n × k matrices; X ⊕ Y is the block matrix
-with X and Y on its diagonal and 0 elsewhere; [X|Y] puts Y to the right of X. All matrices are
-float64, because the rest of the package is tested against them.
+The paper's notation (section 2): M_{n,k} is the set of real n × k matrices; X ⊕ Y is the block
+matrix with X and Y on its diagonal and 0 elsewhere; [X|Y] puts Y to the right of X. All matrices
+are float64, because tests compare the rest of the package with them.
 """
 
 import torch
@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 def zeros(rows: int, columns: int) -> Float[Tensor, "rows columns"]:
-    """Return the matrix **0** of the paper, in float64."""
+    """Return a float64 matrix of zeros, which the paper writes **0**."""
     return torch.zeros(rows, columns, dtype=torch.float64, device="cpu")
 
 
 def ones(rows: int, columns: int) -> Float[Tensor, "rows columns"]:
-    """Return the matrix **1** of the paper, in float64."""
+    """Return a float64 matrix of ones, which the paper writes **1**."""
     return torch.ones(rows, columns, dtype=torch.float64, device="cpu")
 
 
@@ -26,7 +26,7 @@ def block(
     bottom_left: Float[Tensor, "m k"],
     bottom_right: Float[Tensor, "m l"],
 ) -> Float[Tensor, "n+m k+l"]:
-    """Return the block matrix made from four blocks."""
+    """Return the matrix that consists of these four blocks."""
     top = torch.cat([top_left, top_right], dim=1)
     bottom = torch.cat([bottom_left, bottom_right], dim=1)
     return torch.cat([top, bottom], dim=0)
@@ -42,7 +42,7 @@ def direct_sum(
         Y: the block at the bottom right.
 
     Returns:
-        The block matrix, which is 0 outside the two blocks.
+        The matrix with the blocks X and Y on its diagonal and 0 elsewhere.
 
     Raises:
         ValueError: X or Y is not a float64 matrix.
@@ -63,7 +63,7 @@ def direct_sum(
 def check_matrix(
     name: str, matrix: Tensor, rows: int | None = None, columns: int | None = None
 ) -> None:
-    """Raise ValueError unless x is a float64 matrix with these numbers of rows and columns."""
+    """Raise ValueError unless `matrix` is float64 and has these numbers of rows and columns."""
     sizes = (rows, columns)
     fits = matrix.ndim == 2 and all(
         size is None or size == actual for size, actual in zip(sizes, matrix.shape, strict=True)
@@ -78,7 +78,7 @@ def check_matrix(
 
 
 def check_vector(name: str, vector: Tensor, size: int) -> None:
-    """Raise ValueError unless x is a float64 vector of this size."""
+    """Raise ValueError unless `vector` is a float64 vector of this size."""
     if vector.shape != (size,):
         raise ValueError(f"{name}: got shape {list(vector.shape)}; expected a vector [{size}]")
     _check_dtype(name, vector)

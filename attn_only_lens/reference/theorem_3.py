@@ -6,8 +6,8 @@ Let f(X) = α(X V₁) V₂ on M_{N,D} with α(x) = a₁ SiLU(a₂ x). The head o
     W_QK = a₂ ⎢───┼──────⎥    W_OV = a₁ a₂ V₁ⁱ V₂ⁱ ⊕ [0]    Λ = ⎢─────┼───⎥
               ⎣ 0 │   0  ⎦                                      ⎣  0  │ 1 ⎦
 
-(V₁ⁱ a column, V₂ⁱ a row) and f(X) ⊕ [0] = Σ_i h_i(X ⊕ [1]) for every X. The last row of X ⊕ [1] is
-the bias token, and its last column is the bias coordinate.
+where V₁ⁱ is a column of V₁ and V₂ⁱ a row of V₂. Then f(X) ⊕ [0] = Σ_i h_i(X ⊕ [1]) for every X. The
+last row of X ⊕ [1] is the bias token, and its last column is the bias coordinate.
 
 This is Theorem 2 of the draft. Proof, as in Appendix A of the draft. With q = a₂ X V₁ⁱ, one number
 per token, the scores are
@@ -21,14 +21,14 @@ and its output at the bias token is 0.
 
 This file corrects the following slips in the draft.
 
-* "the block decompositions are into size N and 1": true for Λ; for W_QK and W_OV, the sizes are D
-  and 1.
+* The draft says "the block decompositions are into size N and 1". This is true for Λ, but for W_QK
+  and W_OV the sizes are D and 1.
 * The proof sketch says that the token's score for itself is -x and its score for the bias token 0,
   "from the main diagonal of (X ⊕ [1]) W_OV (X ⊕ [1])ᵀ", and softmax([-x, 0]) = [σ(x), σ(-x)].
   The matrix should be W_QK, whose scores -x are in the last column, while the main diagonal is 0.
   The two slips cancel, because softmax([-x, 0]) = [σ(-x), σ(x)]. Appendix A is correct.
-* The bias token comes last and every token attends to it, so Λ is not causal in this order. With
-  the bias token first, the same mask is lower triangular; the order does not matter.
+* The bias token comes last and every token attends to it, so Λ is not causal in this order. If the
+  bias token came first, the same mask would be lower triangular; the order does not matter.
 """
 
 import torch
@@ -53,14 +53,14 @@ def neuron_mask(n_tokens: int) -> Float[Tensor, "n_tokens+1 n_tokens+1"]:
 
 
 def neuron_heads(mlp: MLP, n_tokens: int) -> tuple[Head, ...]:
-    """Return the heads of Theorem 3 on M_{N+1,D+1}, one per neuron.
+    """Return the heads of Theorem 3, one for each neuron of an MLP; they act on M_{N+1,D+1}.
 
     Args:
         mlp: an MLP on M_{N,D} with a `GeneralizedSiLU`.
         n_tokens: N.
 
     Returns:
-        h_1 … h_ℓ with f(X) ⊕ [0] = Σ_i h_i(X ⊕ [1]).
+        The heads h_1 … h_ℓ of the ℓ neurons, with f(X) ⊕ [0] = Σ_i h_i(X ⊕ [1]).
 
     Raises:
         ValueError: the activation is not a `GeneralizedSiLU`.
@@ -88,7 +88,7 @@ def neuron_heads(mlp: MLP, n_tokens: int) -> tuple[Head, ...]:
 
 
 def generalized_silu(mlp: MLP) -> GeneralizedSiLU:
-    """Return an MLP's activation; raise ValueError if Theorem 3 does not cover the activation."""
+    """Return an MLP's activation function; raise ValueError if Theorem 3 does not cover it."""
     if not isinstance(mlp.activation, GeneralizedSiLU):
         raise ValueError(
             f"activation: got {mlp.activation!r}; expected a GeneralizedSiLU. For gelu, use "

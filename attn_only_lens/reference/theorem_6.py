@@ -1,7 +1,7 @@
 """Theorem 6: replacing every MLP sublayer by heads does not change a transformer's function.
 
 For each transformer t on M_{N,D} whose MLPs have generalised SiLU activations, there is an
-attention-only transformer t′ on M_{N+1,D+1} with the stream X′_j = X_j ⊕ [1] at every sublayer j.
+attention-only transformer t′ on M_{N+1,D+1} whose stream at every sublayer j is X′_j = X_j ⊕ [1].
 
 (Theorem 4 of the draft.) Proof (Appendix A of the draft), by induction on j. MLPs become the heads
 of Theorem 3. A head h becomes a head h′ with W′_QK = W_QK ⊕ [1], W′_OV = W_OV ⊕ [0] and Λ′ = Λ ⊕
@@ -13,21 +13,22 @@ bias token's output is 0. So every sublayer s has s′(X ⊕ [1]) = s(X) ⊕ [0]
     pre-norm     X_j ⊕ [1] + s′(norm(X_j) ⊕ [1]) = (X_j + s(norm(X_j))) ⊕ [1]
 
 and the same holds for a final norm. The paper has only the post-norm form; we added the pre-norm
-form for GPT-2. Biases use the bias trick (`reference/bias_trick.py`): t acts on [X | 1], t′ acts on
-[X | 1] ⊕ [1], and each sublayer has one more head, which outputs b_O or b₂.
+form for GPT-2. Biases are handled by the bias trick (`reference/bias_trick.py`): t acts on [X | 1],
+t′ acts on [X | 1] ⊕ [1], and each sublayer has one more head, which outputs b_O or b₂.
 
-**The norm.** The draft writes LayerNorm(Y ⊕ [1]) = LayerNorm(Y) ⊕ [1] for the same LayerNorm. This
-equation is false, and no LayerNorm of D + 1 coordinates satisfies it for any gain g and bias b.
+**The norm.** The draft writes LayerNorm(Y ⊕ [1]) = LayerNorm(Y) ⊕ [1], as if one LayerNorm fitted
+both sides. This equation is false, and no LayerNorm of D + 1 coordinates satisfies it for any gain
+g and bias b.
 Proof: the bias coordinate of a token (y | 0) becomes -g_{D+1} μ/s + b_{D+1}, where μ and s are the
 row's mean and standard deviation. Since μ/s varies, this is 0 for all y only if g_{D+1} = b_{D+1} =
-0. But then the bias token's bias coordinate becomes 0 instead of 1. Normalising only the first D
+0. But then the bias coordinate of the bias token becomes 0, and not 1. Normalising only the first D
 coordinates of every row is not enough either: the bias token (0 | 1) becomes (b | 1), or 0/0 if eps
 = 0. The bias token's value b V₁ⁱ is then not 0, so Theorem 3 fails unless b = 0 and eps > 0.
 Therefore the proof uses `PassingNorm`, which normalises only the first N rows and D columns.
 
 **Skip connections** (a remark of the paper). Every head outputs 0 at the bias token, so without the
-first skip connection X′_1 = X_1 ⊕ [0]. Then all scores of the next MLP's heads are 0 and all gates
-are 1/2, so this MLP becomes the linear map ½ a₁ a₂ X_1 V₁ V₂.
+first skip connection, X′_1 would be X_1 ⊕ [0]. In the next MLP's heads, all scores would then be 0
+and all gates 1/2, so that these heads would compute the linear map ½ a₁ a₂ X_1 V₁ V₂.
 """
 
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ from attn_only_lens.reference.transformer import Norm, Transformer
 class PassingNorm:
     """A norm that is applied only to the first N rows and D columns of a matrix.
 
-    The norm can be applied to [X | 1], X ⊕ [1] and [X | 1] ⊕ [1].
+    So the constant coordinate and the bias token of [X | 1], X ⊕ [1] and [X | 1] ⊕ [1] do not
+    change.
 
     Attributes:
         norm: a norm on M_{N,D}.
@@ -80,7 +82,7 @@ class PassingNorm:
 
 
 def extended_head(head: Head) -> Head:
-    """Return h′ on M_{N+1,D+1} with h′(X ⊕ [1]) = h(X) ⊕ [0].
+    """Extend a head h to streams with a bias token: return h′ with h′(X ⊕ [1]) = h(X) ⊕ [0].
 
     Example:
         >>> import torch
@@ -93,7 +95,7 @@ def extended_head(head: Head) -> Head:
 
 
 def attention_only(transformer: Transformer, n_tokens: int) -> Transformer:
-    """Return the attention-only transformer t′ of Theorem 6, with the stream X_j ⊕ [1].
+    """Return the attention-only transformer t′ of Theorem 6, whose stream is X_j ⊕ [1].
 
     Args:
         transformer: t on M_{N,D}, post-norm or pre-norm; every MLP has a `GeneralizedSiLU`.
@@ -104,7 +106,8 @@ def attention_only(transformer: Transformer, n_tokens: int) -> Transformer:
         `.run(X ⊕ [1])` returns every intermediate stream, output and pattern.
 
     Raises:
-        ValueError: an activation is not a `GeneralizedSiLU`, or the masks do not have this N.
+        ValueError: an activation is not a `GeneralizedSiLU`, or a mask is not for `n_tokens`
+            tokens.
 
     Example:
         >>> import torch
@@ -142,5 +145,5 @@ def attention_only(transformer: Transformer, n_tokens: int) -> Transformer:
 
 def _extended(head: Head, n_tokens: int) -> Head:
     if head.n_tokens != n_tokens:
-        raise ValueError(f"n_tokens: got {n_tokens}; expected {head.n_tokens}, the masks' size")
+        raise ValueError(f"n_tokens: got {n_tokens}; expected the masks' size, {head.n_tokens}")
     return extended_head(head)

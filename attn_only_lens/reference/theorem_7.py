@@ -1,4 +1,4 @@
-"""Theorem 7: a head masked to the diagonal is a linear map, for any W_QK.
+"""Theorem 7: if each token attends only to itself, a head is linear, whatever W_QK is.
 
 If Λ = I_N then h(X) = X W_OV. Proof: the only unmasked entry in each row of the pattern is on the
 diagonal, and each row sums to 1, so the pattern is I_N. ("Attention-Only Transformers and
@@ -13,14 +13,15 @@ from attn_only_lens.reference.masked_attention import Head
 
 
 def linear_head(W_OV: Float[Tensor, "d d"], n_tokens: int) -> Head:
-    """Return the head of Theorem 7 that maps X to X W_OV, with W_QK = 0.
+    """Return a head with W_QK = 0 that maps X to X W_OV, as in Theorem 7.
 
     Args:
         W_OV: the linear map, acting on rows from the right.
         n_tokens: N.
 
     Returns:
-        A head on M_{N,D} with mask I_N.
+        The head, which acts on N × D matrices. Its mask is the identity I_N, so each token attends
+        only to itself.
 
     Raises:
         ValueError: W_OV is not a square float64 matrix.

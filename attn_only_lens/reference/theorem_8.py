@@ -1,13 +1,13 @@
-"""Theorem 8: D heads apply a generalised SiLU entry by entry; D + 1 heads replace X by α(X).
+"""Theorem 8: D heads apply a generalised SiLU to each entry of X; D + 1 heads replace X by α(X).
 
     α(X) ⊕ [0] = Σ_{i=1}^{D} h_i(X ⊕ [1])        on M_{N+1,D+1}
 
 Proof: apply Theorem 3 to the MLP f(X) = α(X I_D) I_D of hidden size D. (The paper writes I_N, but a
 matrix to the right of X ∈ M_{N,D} must be I_D.)
 
-With a skip connection, X ↦ X + sublayer(X), one more head gives the map X ↦ α(X). It is the linear
-head of Theorem 7 that outputs -X. The paper gives the sublayer α(X) - X on M_{N,D}. On the widened
-stream, the linear head must not change the bias coordinate, so W_OV = -I_D ⊕ [0]:
+With a skip connection, X ↦ X + sublayer(X), one more head gives the map X ↦ α(X). This is the
+linear head of Theorem 7 that outputs -X. The paper gives the sublayer α(X) - X on M_{N,D}. On the
+widened stream, the linear head must not change the bias coordinate, so W_OV = -I_D ⊕ [0]:
 
     X ⊕ [1] + α(X) ⊕ [0] + (-X) ⊕ [0] = α(X) ⊕ [1]
 
@@ -59,7 +59,7 @@ def replacing_heads(alpha: GeneralizedSiLU, n_tokens: int, d: int) -> tuple[Head
         d: D, the width of X; the heads have D + 1.
 
     Returns:
-        D + 1 heads on M_{N+1,D+1}, with the linear head last.
+        The D + 1 heads on M_{N+1,D+1}; the last is the linear head, which subtracts X.
 
     Example:
         >>> import torch

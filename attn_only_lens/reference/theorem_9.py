@@ -12,16 +12,17 @@ h_Ω be the head on M_{N,D+N} with
 an Ω (`sufficient_omega`) such that the error is at most ε for all X whose rows have norm at most R.
 
 Proof. The scores are [X | I_N] W′_QK [X | I_N]ᵀ = S + Ω(Λ - 1) with S = X W_QK Xᵀ, since I_N on
-both sides picks the entries of the second block. For token t, let M_t be the sum of exp(S_ts) over
-the visible tokens s, and m_t the sum over the masked tokens s. In the pattern, the masked tokens
-have the weight
+both sides selects the second block of W′_QK. For token t, let M_t be the sum of exp(S_ts) over the
+visible tokens s, and m_t the sum over the masked tokens s. In the pattern, the masked tokens have
+the weight
 
     leak_t = e^{-Ω} m_t / (M_t + e^{-Ω} m_t) ≤ n_t e^{gap_t - Ω}
 
 where n_t is the number of masked tokens, and gap_t is the largest masked score minus the largest
-visible score. Softmax keeps the ratios of weights within the visible and within the masked tokens.
-So row t of the pattern is (1 - leak_t) A_t + leak_t B_t, where A_t is the masked head's row, and
-B_t contains weights on the masked tokens that sum to 1. If v_s are the rows of X W_OV, then
+visible score. Among the visible tokens, and among the masked tokens, softmax keeps the ratios of
+weights. So row t of the pattern is (1 - leak_t) A_t + leak_t B_t, where A_t is the masked head's
+row, and B_t contains weights on the masked tokens that sum to 1. If v_s are the rows of X W_OV,
+then
 
     ‖h_Ω(X)_t - h(X)_t‖ = leak_t ‖Σ_s (B_ts - A_ts) v_s‖ ≤ n_t e^{gap_t - Ω} max_{s,s′} ‖v_s - v_s′‖
 
@@ -33,9 +34,9 @@ The head outputs 0 in the position coordinates, so a skip connection preserves t
 layers can be stacked, provided that R bounds the inputs of all layers and norms preserve these
 coordinates (`theorem_6.py`).
 
-The blog post uses the same Ω. The post's matrix B of scores by position (`post/sublayers.py`) is
-Ω(Λ - 1) plus a constant for each row, which softmax ignores. The post's three sublayers are heads
-of Theorems 3 and 7 with masks encoded in this way.
+The blog post uses the same Ω. Its matrix B of scores by position (`post/sublayers.py`) is Ω(Λ - 1)
+plus a constant per row, which softmax ignores. The post's three sublayers are heads of Theorems 3
+and 7 with masks encoded in this way.
 """
 
 import math
@@ -65,14 +66,14 @@ def with_positions(X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens d+
 
 
 def unmasked_head(head: Head, omega: float) -> Head:
-    """Return h_Ω, the head on M_{N,D+N} without a mask, in which W_QK encodes Λ.
+    """Return the head h_Ω on M_{N,D+N}, whose W_QK encodes the mask Λ of a head on M_{N,D}.
 
     Args:
         head: a head on M_{N,D}, with any mask.
         omega: Ω, positive.
 
     Returns:
-        A head for `with_positions(X)`, whose mask is 1 everywhere.
+        The head. Its input is `with_positions(X)`, and its mask is 1 everywhere.
 
     Raises:
         ValueError: Ω is not positive and finite.
@@ -96,7 +97,7 @@ def unmasked_head(head: Head, omega: float) -> Head:
 def masking_error(
     head: Head, X: Float[Tensor, "n_tokens d"], omega: float
 ) -> Float[Tensor, " n_tokens"]:
-    """Return an upper bound on ‖h_Ω(X)_t - h(X)_t‖ for each token t of X.
+    """Return, for each token t, an upper bound on the error ‖h_Ω(X)_t - h(X)_t‖ of `unmasked_head`.
 
     Raises:
         ValueError: Ω is not positive and finite, or X does not fit the head.
@@ -116,7 +117,7 @@ def masking_error(
 
 
 def sufficient_omega(head: Head, *, radius: float, error: float) -> float:
-    """Return an Ω for which h_Ω(X) is within a distance `error` of h(X) at every token.
+    """Return an Ω for which h_Ω(X) and h(X) differ by at most `error` at every token.
 
     Args:
         head: the masked head.
@@ -137,7 +138,7 @@ def sufficient_omega(head: Head, *, radius: float, error: float) -> float:
     _check_positive("radius", radius)
     _check_positive("error", error)
     W_QK, W_OV = (torch.linalg.matrix_norm(W, 2).item() for W in (head.W_QK, head.W_OV))
-    largest = 2 * head.n_tokens * radius * W_OV / error  # if W_OV = 0, the error is 0 for any Ω
+    largest = 2 * head.n_tokens * radius * W_OV / error  # 0 if W_OV = 0, when any Ω suffices
     return max(2 * radius**2 * W_QK + math.log(max(largest, 1.0)), 1.0)
 
 

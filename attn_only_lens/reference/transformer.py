@@ -120,7 +120,7 @@ Sublayer = MLP | tuple[Head, ...]
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """All intermediate matrices of a transformer with m sublayers.
+    """Every intermediate matrix that a transformer with m sublayers computes from an input X_0.
 
     Attributes:
         stream: X_0 … X_m (m + 1 of them).
@@ -139,7 +139,7 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Transformer:
-    """A transformer of sublayers with skip connections and norms.
+    """A transformer: a sequence of sublayers, with skip connections and normalization layers.
 
     Attributes:
         sublayers: each an MLP or a tuple of heads.
@@ -177,11 +177,12 @@ class Transformer:
         if len(widths) > 1 or len(lengths) > 1:
             raise ValueError(
                 f"sublayers: got widths {sorted(widths)} and numbers of tokens {sorted(lengths)}; "
-                "expected one width and one number of tokens"
+                "expected the same width and number of tokens in all sublayers"
             )
         if len(self.norms) != len(self.sublayers):
             raise ValueError(
-                f"norms: got {len(self.norms)}; expected {len(self.sublayers)}, one per sublayer"
+                f"norms: got {len(self.norms)} norms for {len(self.sublayers)} sublayers; "
+                "expected one norm for each sublayer"
             )
         if self.final_norm is not None and not self.pre_norm:
             raise ValueError(
@@ -219,5 +220,5 @@ class Transformer:
 
 
 def _terms(sublayer: Sublayer) -> tuple[MLP | Head, ...]:
-    """Return the functions whose sum is a sublayer: the MLP, or the heads."""
+    """Return the functions whose outputs add up to a sublayer's output: one MLP, or heads."""
     return sublayer if isinstance(sublayer, tuple) else (sublayer,)

@@ -7,7 +7,7 @@ A new file or folder NAME is written to a hidden folder next to its destination:
         new     the new file or folder
         old     the folder that it replaces
 
-A file is then moved to NAME in one step, which replaces an old file. A folder takes two steps: the
+A file is then moved to NAME in one step, which replaces any old file. A folder takes two steps: the
 old folder is moved to `old`, and then the new folder is moved to NAME. A killed process leaves the
 hidden folder behind. The next process that writes or opens NAME finds the hidden folder, moves
 `old` back to NAME if NAME is missing, and removes the hidden folder.
@@ -44,7 +44,7 @@ def as_path(path: AnyPath) -> Path:
 
 
 def write_text(path: AnyPath, text: str) -> None:
-    """Write a text to a file, completely or not at all."""
+    """Write a string to a file, completely or not at all."""
     with atomic_write(path) as new:
         new.write_text(text, encoding="utf-8")
 
@@ -66,12 +66,12 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
             try:
                 new = scratch / "new"
                 yield new
-                # The contents must be on disk before the move.
+                # The contents must be on disk before the move, or a crash could leave broken files.
                 for entry in [new, *new.rglob("*")]:
                     if entry.is_file():
                         with entry.open("rb") as file:
                             os.fsync(file.fileno())
-                if new.is_dir() and path.is_dir():  # `os.replace` needs an empty folder
+                if new.is_dir() and path.is_dir():  # `os.replace` replaces only empty folders
                     os.replace(path, scratch / "old")  # `_discard` undoes this after an error
                 os.replace(new, path)
             finally:
@@ -89,7 +89,8 @@ def atomic_folder(
 ) -> Iterator[Path]:
     """Yield a new folder to fill, which replaces `folder` at the end of the `with`.
 
-    Refuse a `folder` that also contains entries not in `ours`, or nested files not in `listed`.
+    Raise an error if `folder` contains an entry that is not in `ours`, or a nested file that is not
+    in `listed(seal)`, the names of the files that the manifest `seal` lists.
     """
     folder = open_folder(folder)
     if folder == Path.cwd():
@@ -138,7 +139,7 @@ def _discard(scratch: Path, path: Path) -> None:
         else:
             with suppress(OSError):
                 folder.unlink(missing_ok=True)
-    # The next process removes files that cannot be removed now.
+    # Files that cannot be removed now are removed by the next process that uses `path`.
     with suppress(OSError):
         if not new.exists() and not old.exists():
             lock.unlink(missing_ok=True)
@@ -152,7 +153,7 @@ def _remove_leftovers(path: Path) -> None:
             lock = (scratch / "lock").open("r+")
         except OSError:
             with suppress(OSError):
-                scratch.rmdir()  # fails if not empty; a process that loses its folder makes another
+                scratch.rmdir()  # works if empty; a process whose folder is gone makes a new one
             continue
         with lock, suppress(OSError):
             if _lock(lock):
@@ -178,13 +179,13 @@ def _make_scratch(path: Path) -> tuple[Path, IO[str]]:
 
 
 def _hidden_prefix(path: Path) -> str:
-    # Use a digest, because a name with the largest allowed length leaves no room for a prefix.
+    # Use a digest: a name of the largest allowed length leaves no room for a prefix.
     digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()
     return f".attn_only_lens-{digest[:16]}-"
 
 
 def _lock(lock: IO[str]) -> bool | None:
-    """Lock a file for as long as it is open; return None if the file system has no locks."""
+    """Lock a file until it is closed; return False if already locked, None if locking fails."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -46,7 +46,7 @@ _FEW_LAYERS = 1000
 def type_mismatches(value: Any, expected: Any, name: str) -> Iterator[str]:
     """Yield a message for each part of a JSON value that does not have the expected type.
 
-    Fields of TypedDicts and dataclasses are compared one by one; no dataclass is instantiated.
+    The fields of TypedDicts and dataclasses are compared one by one, without creating objects.
     """
     if not (
         is_typeddict(expected) or typing_extensions.is_typeddict(expected)
@@ -100,7 +100,7 @@ def _adapter(expected: Any) -> pydantic.TypeAdapter[Any]:
 
 
 def out_of_range(config: Any, name: str) -> Iterator[str]:
-    """Yield a message for each number in a nested configuration that no model can have."""
+    """Yield a message for each number in a nested configuration that is invalid for any model."""
     inner = config.items() if isinstance(config, dict) else ()
     for key, value in inner:
         yield from out_of_range(value, f"{name}.{key}")
@@ -150,7 +150,8 @@ def limit_size(tensors: Mapping[str, Tensor]) -> Iterator[None]:
 def require_few_layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError if a configuration has far more layers than there are saved tensors.
 
-    transformers' configuration classes build a list with one entry per layer, before any modules.
+    Call this before transformers creates a configuration, because the configuration's class builds
+    a list with one entry per layer.
     """
     for key, value in config.items():
         if "layer" in key and isinstance(value, int) and value > _FEW_LAYERS + len(tensors):

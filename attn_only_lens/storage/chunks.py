@@ -4,7 +4,7 @@
     folder/KEY.safetensors            the arrays of one chunk, with a digest of the settings
 
 A chunk is written completely or not at all, with a digest. So a killed process loses only the chunk
-that it was computing, and changes to a file are detected.
+that it was computing. The digest reveals whether a file was changed later.
 """
 
 import hashlib
@@ -71,13 +71,13 @@ class ChunkStore:
         InputError.raise_if(differ, f"{self.folder} belongs to another job; use a new folder")
 
     def put(self, key: str, arrays: Arrays) -> None:
-        """Write a chunk; replace an earlier file of this chunk."""
+        """Write a chunk to its file, which replaces an earlier file of the same chunk."""
         tensors = {name: torch.from_numpy(np.array(x)) for name, x in arrays.items()}
         with atomic_write(self.path(key)) as partial:
             write_tensors(partial, tensors, _CHUNK_DOCUMENT, settings=self._digest, key=key)
 
     def get(self, key: str) -> dict[str, np.ndarray] | None:
-        """Read a chunk; return None if it is missing, and refuse a file from another job."""
+        """Read a chunk; return None if it is missing, or raise an error if another job wrote it."""
         path = self.path(key)
         if not path.exists():
             return None

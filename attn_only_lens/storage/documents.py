@@ -26,7 +26,7 @@ _SHOWN = 5
 
 
 class FileDigest(TypedDict):
-    """The size and digest of a file, as listed in a manifest."""
+    """The size and digest of a file, as the manifest of a folder lists them."""
 
     bytes: int
     sha256: str
@@ -41,7 +41,7 @@ class Document:
     fields: Any
 
     def text(self, *, indent: int | None = None, **body: Any) -> str:
-        """Return the text of a document with these fields."""
+        """Return the JSON text of a document with these fields and a digest of them."""
         whole = {"format": self.format, "format_version": self.version, **body}
         try:
             whole = json.loads(json.dumps(whole, allow_nan=False))
@@ -59,7 +59,7 @@ class Document:
         return self._check(read_json(path), path)
 
     def parse(self, text: str, path: Path) -> dict[str, Any]:
-        """Read a document that is part of another file."""
+        """Read a document from a string that is stored inside another file, `path`."""
         return self._check(_parse(text, path), path)
 
     def _check(self, whole: Any, path: Path) -> dict[str, Any]:
@@ -146,9 +146,9 @@ def _digest(path: Path) -> FileDigest:
 def check_files(
     folder: Path, files: Mapping[str, FileDigest], closed: Iterable[str] = (), *, seal: str = ""
 ) -> None:
-    """Compare the files of a folder with the digests in its manifest, a file named `seal`.
+    """Compare a folder's files with the sizes and digests in its manifest, the file named `seal`.
 
-    Files that match a pattern in `closed` must be in the manifest.
+    Every file in the folder that matches a pattern in `closed` must be listed in the manifest.
     """
     wrong = []
     for name, expected in files.items():

@@ -1,4 +1,4 @@
-"""Store data frames, each with a document in a parquet file's metadata or next to a CSV file.
+"""Store each data frame with a JSON document: in a parquet file's metadata, or next to a CSV file.
 
 The document holds a digest of a CSV file's bytes, or of a parquet file's columns, because the bytes
 of a parquet file include the document itself.
@@ -26,14 +26,14 @@ _NUMBERS = ("int64", "float64")
 
 
 class TableFields(TypedDict):
-    """The fields of every table's document: the frame's digest, and its numeric columns."""
+    """The fields of every table's document: the data frame's digest and its numeric columns."""
 
     content: str
     numbers: dict[str, Literal["int64", "float64"]]
 
 
 def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: Any) -> None:
-    """Write a frame and its document; the suffix, .parquet or .csv, selects the format."""
+    """Write a data frame and its document; `path` ends in .parquet or .csv, the file's format."""
     path = as_path(path)
     body["numbers"] = {name: str(kind) for name, kind in frame.dtypes.items() if kind in _NUMBERS}
     if _is_parquet(path):
@@ -61,7 +61,7 @@ def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: 
 
 
 def read_table(path: AnyPath, document: Document) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Read a frame and its document."""
+    """Read a data frame and its document, and check the frame against its digest."""
     path = as_path(path)
     fields = read_table_document(path, document)
     with _as_checkpoint_error(path):
@@ -85,7 +85,7 @@ def read_table(path: AnyPath, document: Document) -> tuple[pd.DataFrame, dict[st
 
 
 def read_table_document(path: Path, document: Document) -> dict[str, Any]:
-    """Read the document of a table, but not its rows."""
+    """Read the JSON document that belongs to a table, without reading the table's rows."""
     if not _is_parquet(path):
         return document.read(_sidecar(path))
     _, pq = _pyarrow()
@@ -112,7 +112,7 @@ def _digest(table: Any) -> str:
     digest = hashlib.sha256()
     for name, column in zip(table.column_names, table.columns, strict=True):
         whole, texts = column.combine_chunks(), ""
-        if hasattr(whole, "dictionary"):  # categories; `indices` has a code for each row
+        if hasattr(whole, "dictionary"):  # a categorical column: `indices` holds each row's code
             texts = json.dumps(whole.dictionary.to_pylist(), default=str)
             whole = whole.indices.cast("int32")
         kind = str(whole.type).removeprefix("large_")

@@ -19,7 +19,7 @@ _KEY = "attn_only_lens"
 
 
 def tensor_digest(named: Iterable[tuple[str, Tensor]], fields: Any = None) -> str:
-    """Return the SHA-256 of tensors: names, shapes, types and bytes, in the given order."""
+    """Return a SHA-256 digest of the names, shapes, dtypes and bytes of tensors, in this order."""
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
     for name, tensor in named:
         digest.update(f"\n{name} {list(tensor.shape)} {tensor.dtype}\n".encode())

@@ -1,4 +1,4 @@
-"""Agreement of a verb with its subject in number, or of a pronoun with a name in gender.
+"""Prompts in which a verb agrees with its subject in number, or a pronoun with a name in gender.
 
 Prompts about number use the structures of Finlayson et al., "Causal Analysis of Syntactic
 Agreement Mechanisms in Neural Language Models" (2021). Only the number of the subject differs

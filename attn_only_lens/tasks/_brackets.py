@@ -1,11 +1,11 @@
 """Brackets: "The book (the old one near the door" continues with ")", not with "]".
 
-The two prompts of a pair differ in the opening mark, and therefore in the right closing mark:
+The two prompts of a pair differ in the opening mark, and therefore in the correct closing mark:
 
     simple    The book (the old one near the door                        ), not ]
     nested    The book (the old one [the red one] near the door          ), not ]
 
-In nested prompts, the closing mark of the inner remark is the wrong answer.
+In nested prompts, the wrong answer is the mark that closes the inner remark.
 """
 
 from collections.abc import Iterator

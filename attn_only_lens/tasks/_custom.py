@@ -1,4 +1,4 @@
-"""Pairs of prompts from templates and words, or from a JSON Lines file."""
+"""Make pairs of prompts from templates and words, or read them from a JSON Lines file."""
 
 import json
 import re
@@ -25,7 +25,7 @@ from attn_only_lens.tasks.paired_prompts import (
 ANSWER = "answer"
 KEYS = ("clean_prefix", "patch_prefix", "clean_answer", "patch_answer")
 """The keys in the files of Marks et al., "Sparse Feature Circuits" (2024)."""
-_RESERVED = {END, "each", "all"}  # names that `positions=` uses with another meaning
+_RESERVED = {END, "each", "all"}  # names that have another meaning in `positions=`
 _SHOWN = 5  # the number of invalid lines that an error lists
 
 
@@ -38,14 +38,14 @@ def from_templates(
 ) -> PairedPrompts:
     """Return pairs of prompts. A pair is one template, filled with two rows of words.
 
-    The clean prompt's row has the right answer, and the corrupted prompt's row has the wrong
+    The row that fills the clean prompt has the right answer, and the other row has the wrong
     answer. The roles are the template's fields, and "end", the last token.
 
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
         n: the number of pairs.
-        templates: texts with a field for each role; all templates have the same fields.
-        words: rows with a text for each field, and an "answer", which begins with a space if the
+        templates: strings with a field for each role; all templates have the same fields.
+        words: rows with a string for each field, and an "answer", which begins with a space if the
             model should predict a space.
         seed: decides which pairs are drawn.
 
@@ -72,15 +72,15 @@ def from_templates(
     rows, fields = list(words), list(map(_fields, texts))
     expected = set(fields[0]) if fields else set()
     reasons = [
-        f"got template {template!r}; expected a text with different fields, such as {{subject}}; "
-        "all templates must have the same fields"
+        f"got template {template!r}; expected a text with fields, each used once, such as "
+        "{subject}; all templates must have the same fields"
         for template, roles in zip(texts, fields, strict=True)
         if not roles or sorted(roles) != sorted(expected)
     ]
     reasons += [f"got field {{{role}}}; expected another name" for role in expected & _RESERVED]
     keys = [*sorted(expected), ANSWER]
     reasons += [
-        f"got words {row!r}; expected a text for {', '.join(keys)}"
+        f"got words {row!r}; expected a dict with a text for {', '.join(keys)}"
         for row in rows
         if not _has_texts(row, keys)
     ]
@@ -95,7 +95,7 @@ def from_templates(
 
 
 def _fields(template: object) -> list[str]:
-    """Return the fields of a template, or an empty list if it is not a text with plain fields."""
+    """Return a template's fields, or an empty list if the template is no text with plain fields."""
     try:
         parts = list(Formatter().parse(template)) if isinstance(template, str) else []
     except ValueError:  # an unmatched brace
@@ -127,7 +127,7 @@ def from_jsonl(
         path: a UTF-8 file, such as the agreement data sets from "Sparse Feature Circuits".
         seed: decides which pairs are drawn.
         keys: the keys of the clean prompt, the corrupted prompt, the right answer and the wrong
-            answer. All are texts; an answer includes the space before it.
+            answer. All are strings; an answer includes the space before it.
         roles: the word number for each role, counted from 0, such as {"subject": 1} for "The keys
             near". The role's position is the last token of this word. "end", the last token of
             the prompt, is always a role.
@@ -162,7 +162,7 @@ def from_jsonl(
         reasons.append(f"got keys={keys!r}; expected four names, such as {KEYS}")
         keys = KEYS
     if not callable(keep):
-        reasons.append(f"got keep={keep!r}; expected a function that takes a line's object")
+        reasons.append(f"got keep={keep!r}; expected a function that takes a dictionary")
         keep = bool
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
@@ -182,13 +182,13 @@ def from_jsonl(
 
 
 def _row(line: str, keys: Iterable[str], roles: Mapping[str, int]) -> Mapping[str, Any] | str:
-    """Return the object in a line, or the reason why the line is invalid."""
+    """Return the JSON object in a line of a file, or the reason why the line is invalid."""
     try:
         row = json.loads(line)
     except ValueError as error:
         return f"it is not JSON ({error})"
     if not _has_texts(row, keys):
-        return f"expected an object with a text for {', '.join(keys)}"
+        return f"expected a JSON object with a text for {', '.join(keys)}"
     clean, corrupted, *_ = keys
     fewest = min(len(row[clean].split()), len(row[corrupted].split()))
     if missing := [role for role, number in roles.items() if number >= fewest]:

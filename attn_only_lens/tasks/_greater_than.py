@@ -28,10 +28,10 @@ _ENDINGS = [f"{year:02}" for year in range(100)]
 
 
 def greater_than(tokenizer: Any, n: int, seed: int = 0) -> PairedPrompts:
-    """Return pairs of prompts that end in the middle of a year, after a mention of an earlier year.
+    """Return pairs of prompts that mention a year and then stop partway through a later year.
 
     The roles are "noun", the event; "century" and "year", the two halves of the first year; and
-    "end", the century of the second year. The tokenizer must split years into the two halves.
+    "end", the century of the second year. The tokenizer must split years into these halves.
 
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
@@ -60,11 +60,12 @@ def greater_than(tokenizer: Any, n: int, seed: int = 0) -> PairedPrompts:
 
 
 def _tokens_of_years(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens for 00 to 99 as the last two digits of a year."""
+    """Return the tokens of 00 to 99 when they are the last two digits of a year."""
     year_tokens = dict[str, int]()
     starts = token_ids(tokenizer, [f"year {century}" for century in _ENDINGS[10:]])
     for century, start in zip(_ENDINGS[10:], starts, strict=True):
-        # Famous years, such as 1776, are single tokens, so all centuries are tried.
+        # Some tokenizers have single tokens for well-known years, such as 1776, so an ending that
+        # fails after one century is tried after the next.
         left = [year for year in _ENDINGS if year not in year_tokens]
         whole = token_ids(tokenizer, [f"year {century}{year}" for year in left]) if left else []
         for year, tokens in zip(left, whole, strict=True):

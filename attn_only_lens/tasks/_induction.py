@@ -20,12 +20,12 @@ from attn_only_lens.tasks.paired_prompts import (
     collect,
 )
 
-_POOL = 4096  # the maximum number of tokens to try
+_POOL = 4096  # the maximum number of vocabulary tokens to test
 _ROLES = {"first": 1, "repeated": 2}
 
 
 def induction(tokenizer: Any, n: int, seed: int = 0, *, length: int = 20) -> PairedPrompts:
-    """Return pairs of random-word prompts whose last word also occurs earlier.
+    """Return pairs of prompts made of random words, in which the last word also occurs earlier.
 
     The roles are "first", the first occurrence of the last word; "repeated", the answer, which is
     the word after "first"; and "end", the last token.
@@ -60,8 +60,8 @@ def _pairs(tokenizer: Any, seed: int, length: int) -> Iterator[Pair]:
     words, random = _words(tokenizer, Random(int(seed)), length), Random(int(seed))
     if len(words) < length + 1:
         reason = (
-            f"{len(words)} of the tokenizer's words can stand next to each other; expected "
-            f"{length + 1} for {length}-token prompts: use a smaller length"
+            f"{len(words)} words of the tokenizer remain single tokens next to each other; "
+            f"expected {length + 1} for {length}-token prompts: use a smaller length"
         )
         raise InputError([reason], PROBLEM)
     while True:
@@ -88,7 +88,7 @@ def _text(tokenizer: Any, tokens: list[int]) -> str:
 
 
 def _words(tokenizer: Any, random: Random, least: int) -> list[int]:
-    """Return tokens that are words and do not merge with their neighbours in a text.
+    """Return tokens that are words and remain single tokens when a text repeats them.
 
     If more than `least` words begin with a space, only these words are returned.
     """

@@ -96,7 +96,7 @@ class Filled:
 
 @dataclass(frozen=True)
 class Pair:
-    """An unchecked pair of prompts; answers are tokens, or texts that follow the prompt."""
+    """An unchecked pair of prompts; answers are tokens, or strings that follow the prompt."""
 
     clean: Filled
     corrupted: Filled
@@ -105,7 +105,7 @@ class Pair:
 
 
 def fill(template: str, roles: Mapping[str, str], **words: str) -> Filled:
-    """Fill the fields of a template with the words of roles and with other words."""
+    """Fill a template's fields with words, and record where the words of each role end."""
     text, ends = "", dict[str, int]()
     for literal, role, _, _ in Formatter().parse(template):
         text += literal
@@ -117,7 +117,7 @@ def fill(template: str, roles: Mapping[str, str], **words: str) -> Filled:
 
 
 def draw(seed: int, *axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Yield up to 20,000 different combinations of one item per axis, in random order."""
+    """Yield up to 20,000 different combinations of one item from each axis, in random order."""
     sizes = [len(axis) for axis in axes]
     total = prod(sizes)
     for index in Random(int(seed)).sample(range(total), min(total, _MOST_DRAWN)):
@@ -146,8 +146,8 @@ def collect(
     if len(rows) < n:
         raise InputError(
             [
-                f"{task}: got n={n}; {len(rows)} of {drawn} drawn pairs are different and fit the "
-                f"tokenizer; expected at most n={len(rows)}",
+                f"{task}: got n={n}, but only {len(rows)} of {drawn} drawn pairs are different and "
+                f"fit the tokenizer; expected at most n={len(rows)}",
                 *(f"{count} were dropped: {why}" for why, count in dropped.most_common()),
             ],
             PROBLEM,
@@ -188,7 +188,7 @@ def _require(fits: bool, reason: str) -> None:
 
 
 def _checked(tokenizer: Any, pair: Pair) -> _Row:
-    """Return the prompts, the answers and the roles of a pair, or raise _Misfit."""
+    """Return the prompts, answers and roles of a pair; raise `_Misfit` if the pair does not fit."""
     clean, corrupted = token_ids(tokenizer, [pair.clean.text, pair.corrupted.text])
     unknown = tokenizer.unk_token_id
     has_unknown = unknown is not None and unknown in (*clean, *corrupted)
@@ -219,7 +219,7 @@ def _roles(tokenizer: Any, prompt: Filled, tokens: list[int]) -> dict[str, int]:
 def _answer_tokens(
     tokenizer: Any, prompt: str, tokens: list[int], answers: Sequence[str] | _Tokens
 ) -> _Tokens:
-    """Return the token of each answer when it follows the prompt."""
+    """Return the token that each answer becomes when it follows the prompt."""
     rows = [
         token_ids(tokenizer, prompt + answer) if isinstance(answer, str) else [*tokens, answer]
         for answer in answers

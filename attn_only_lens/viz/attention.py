@@ -1,9 +1,10 @@
-"""Draw the attention heads and neuron-heads of a model on a text.
+"""Draw the attention of heads, and the activations of neurons, on a text.
 
-A neuron-head's pattern is one value per token, its gate; the rest of the attention goes to the bias
-token. The gate alone would be misleading in gated MLPs, because SiLU's gate is ½ at a
-pre-activation of 0. So tokens are coloured by z = gate × value, and the gate and the value are
-shown below each token. circuitsvis draws attention heads as query-by-key heatmaps.
+A neuron-head is an attention head that computes one neuron. Its pattern is one number per token:
+the attention of the token to itself, called the gate. The rest of the token's attention goes to the
+bias token. Colours for the gate alone would mislead, because SiLU's gate is ½ if the pre-activation
+is 0. So the colour of a token shows z = gate × value, and the gate and the value are below the
+token. circuitsvis draws attention heads as query-by-key heatmaps.
 """
 
 from collections.abc import Sequence
@@ -51,8 +52,8 @@ def attention_view(
 ) -> Page:
     """Draw the activations of attention heads and neuron-heads on one text.
 
-    A layer has thousands of neurons, so select some first, for example by a sweep
-    (`sweep.top(7)["name"]`), by attribution or by top examples.
+    A layer has thousands of neurons, so first select some, for example the strongest in a sweep
+    (`sweep.top(7)["name"]`).
 
     Args:
         source: a converted model or a model with exposed neuron-heads, which is run; or a cache
@@ -81,7 +82,7 @@ def attention_view(
         >>> "L0N11" in page
         True
     """
-    is_cache = isinstance(source, ActivationCache | dict)  # plain dicts are refused below
+    is_cache = isinstance(source, ActivationCache | dict)  # plain dicts are rejected below
     if is_cache:
         require_neuron_heads(source)
     model = source.model if is_cache else source
@@ -109,9 +110,9 @@ def attention_view(
     neurons = [_neuron(cache, head, prompt) for head in heads if head.kind == "neuron"]
     n_tokens = len(neurons[0]["z"]) if neurons else patterns[attention[0].layer].shape[-1]
     if len(texts) != n_tokens or not all(isinstance(text_, str) for text_ in texts):
-        refuse(f"got {len(texts)} tokens; expected the cache's {n_tokens} tokens as texts")
+        refuse(f"got {len(texts)} tokens; expected the texts of the cache's {n_tokens} tokens")
     if (n_cells := len(attention) * n_tokens**2) > MOST_CELLS:
-        refuse(f"got {n_cells:,} cells; expected at most {MOST_CELLS:,}: shorten the text")
+        refuse(f"got {n_cells:,} heatmap cells; expected at most {MOST_CELLS:,}: shorten the text")
     shown = [{"shown": with_space(text_), "name": visible_token(text_)} for text_ in texts]
     data: dict[str, Any] = {"tokens": shown, "neurons": neurons, "heads": None}
     libraries = []
@@ -126,7 +127,7 @@ def attention_view(
             **{"minValue": -1, "maxValue": 1},
         }
         import_extra("circuitsvis")
-        # circuitsvis' own HTML would load this script from a content delivery network.
+        # In circuitsvis' own HTML, the browser would download this script.
         bundle = files("circuitsvis").joinpath("dist/cdn/iife.js")
         libraries.append(bundle.read_text(encoding="utf-8"))
     title = ", ".join(map(str, heads[:3])) + ", …" * (len(heads) > 3)
@@ -136,7 +137,7 @@ def attention_view(
     )
     main = f'<main id="attention"><div id="neurons"></div>{below * bool(attention)}</main>'
     page = page_of_tokens(title, f"{len(texts)} tokens", main, data, "attention", libraries)
-    # Estimate the height: a line of tokens has 860 px, and a character about 10 px.
+    # Estimate the page's height: lines of tokens are 860 px wide, and characters about 10 px.
     lines = -(-sum(len(text_) + 1 for text_ in texts) * 10 // 860)
     height = 70 + len(neurons) * (90 + 48 * lines) + 900 * bool(attention)
     return Page(page, height=min(height, 1_200))
@@ -145,7 +146,7 @@ def attention_view(
 def _pattern(
     cache: ActivationCache, layer: int, prompt: int
 ) -> Float[Tensor, "head_index query_pos key_pos"]:
-    """Return the attention patterns of all heads in a source layer on one prompt."""
+    """Return the attention patterns of all heads of a layer on one prompt."""
     pattern = cached_activation(cache, layer, "attention", "pattern")
     pattern = _of_prompt(pattern, prompt, cache.has_batch_dim)
     n_queries, n_keys = pattern.shape[-2:]
@@ -163,7 +164,7 @@ def _heads(model: Any, names: Sites) -> list[HeadName]:
     head_names = list(dict.fromkeys(map(str, listed)))
     if not 1 <= len(head_names) <= MOST_HEADS:
         refuse(
-            f"got {len(head_names)} heads; expected 1 to {MOST_HEADS}: select some, as in "
+            f"got {len(head_names)} heads; expected 1 to {MOST_HEADS}: select some, for example by "
             'sweep.top(7)["name"]'
         )
     resolve_sites(model, head_names)
@@ -177,15 +178,15 @@ def _tokens(model: Any, text: Any) -> Tensor:
     try:
         tokens = torch.tensor(text, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UnsupportedCallError(f"text: expected a text, or tokens: {error}") from error
+        raise UnsupportedCallError(f"text: expected a text or its tokens: {error}") from error
     tokens = checked_tokens(model, tokens[None] if tokens.ndim == 1 else tokens)
     if len(tokens) > 1:
-        refuse(f"got {len(tokens)} prompts; expected one: pass tokens[0], or a cache")
+        refuse(f"got {len(tokens)} prompts; expected one prompt: pass tokens[0], or a cache")
     return tokens
 
 
 def _neuron(cache: ActivationCache, head: HeadName, prompt: int) -> dict[str, Any]:
-    """Return z, gate and value of a neuron, or of one head of a neuron, at each token."""
+    """Return z, gate and value of a neuron, or of a single head of a neuron, at each token."""
     heads, name = host_of(cache.model).neurons[head.layer], str(head)
     first = head.heads(heads.heads_per_neuron).start
     of_heads = {

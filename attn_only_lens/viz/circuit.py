@@ -1,8 +1,8 @@
 """Draw a circuit as an interactive page and as a static picture.
 
 `assets/circuit.js` draws the page with d3.js (`vendor/`); the page contains both scripts, and the
-data as JSON. At first, the page shows the strongest nodes and their value edges. The picture is
-drawn in Python, without a browser.
+data as JSON. At first, the page shows only the strongest nodes, and edges of the kind "value"
+between them. The picture shows the same first view; Python draws it, without a browser.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ from attn_only_lens.viz.page import (
 
 _SCRIPTS = ("vendor/d3.min.js", "assets/layout.js", "assets/circuit.js")
 _STYLES = ("assets/page.css", "assets/graph.css", "assets/circuit.css")
-_CHARACTER, _PADDING, _SIGN = 6.7, 8.0, 13.4  # the sizes of a box in pixels
+_CHARACTER, _PADDING, _SIGN = 6.7, 8.0, 13.4  # parts of a box's width in pixels
 _LONGEST = 28  # characters of a label
 MOST_UNFOLDED = 300
 """Nodes of a page that are not folded into groups at first."""
@@ -49,7 +49,7 @@ def circuit_page(
     """Draw the graph of a circuit as one HTML page that works offline.
 
     Args:
-        nodes: columns `id` (a text, such as "L5N1234@7"), `kind` (a kind of `CircuitGraph`:
+        nodes: columns `id` (a string, such as "L5N1234@7"), `kind` (a kind of `CircuitGraph`:
             "embed", "attention", "neuron", "bias", "rest", "offset", "metric"), `layer` and
             `position` (missing if a node has none), `name`, `value`, `attribution` (if this is
             missing, the node is as strong as its strongest edge). Optional: `exact`, the node's
@@ -60,7 +60,7 @@ def circuit_page(
             or "gate"), `weight`; optional: `status`.
         meta: `tokens` (texts of the prompt's tokens), `metric` and `model` (names), `value` (of the
             metric). Optional: `title`, shown after the model instead of the metric; `exact`, the
-            meaning of that column; `notes`, texts that the page shows; `additive`, the kinds of
+            meaning of that column; `notes`, strings that the page shows; `additive`, the kinds of
             edges that sum to attributions (by default "value"); and `groups`, the `members`,
             `effect` and `sum_of_effects` of groups that were measured.
         details: by id, or by name for all positions of a node; fields of an id take precedence.
@@ -116,7 +116,7 @@ def circuit_page(
 
 
 def _with_groups(state: Mapping[str, Any], nodes: pd.DataFrame) -> Mapping[str, Any]:
-    """If there are many nodes, add a group for each layer and kind of head to the state."""
+    """If there are more than `MOST_UNFOLDED` nodes, group them by layer and kind of head."""
     if len(nodes) <= MOST_UNFOLDED or state.get("groups"):
         return state
     free = nodes[
@@ -135,7 +135,7 @@ def _with_groups(state: Mapping[str, Any], nodes: pd.DataFrame) -> Mapping[str, 
 
 
 def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data from which both the page and the picture are drawn."""
+    """Return the data that both the page and the picture show."""
     tokens = [visible_token(token) for token in meta["tokens"]]
     axis = [_shortened(token) for token in tokens]
     row, rows = rows_of(nodes)
@@ -172,7 +172,7 @@ def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) 
 
 
 def _named(data: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the picture's data, with node names from the state instead of labels."""
+    """Return the data of the picture, after giving nodes the names from the saved state."""
     names, nodes = state.get("names", {}), data["nodes"]
     labels = [
         names.get(node, label) for node, label in zip(nodes["id"], nodes["label"], strict=True)
@@ -182,7 +182,7 @@ def _named(data: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _strength(nodes: pd.DataFrame, ends: pd.DataFrame) -> "pd.Series[float]":
-    """Return the strength by which each node is ranked; the metric has no strength."""
+    """Return each node's |attribution| or, if missing, largest edge |weight|; NaN for metrics."""
     both = pd.concat([ends.set_index(end)["weight"].abs() for end in ("source", "target")])
     heaviest = both.groupby(level=0).max().reindex(nodes.index, fill_value=0.0)
     sizes = nodes["attribution"].astype(float).abs().fillna(heaviest)
@@ -190,7 +190,7 @@ def _strength(nodes: pd.DataFrame, ends: pd.DataFrame) -> "pd.Series[float]":
 
 
 def _where_read(into: pd.DataFrame, position: "pd.Series[float]") -> int:
-    """Return the position whose value edges into the metric have the largest total weight."""
+    """Return the position whose value edges into the metric have the largest sum of |weight|."""
     value = into[into["kind"] == "value"]
     columns = position.to_numpy()[value["source"]]
     here = ~np.isnan(columns)

@@ -1,6 +1,7 @@
-"""The data of a circuit's page, and checks that these data are consistent.
+"""Define which data a circuit's page needs, and check that they are consistent.
 
-A page with a missing node or a misplaced edge looks correct, so inconsistent data raise an error.
+A page with a missing node or a misplaced edge would look correct, so inconsistent data raise an
+error.
 """
 
 import reprlib
@@ -41,7 +42,7 @@ class _Group(BaseModel):
 
 
 class _State(BaseModel):
-    """The parts of a page's saved state that are checked in Python."""
+    """Those parts of a page's saved state that are checked in Python."""
 
     pinned: list[str] = []
     names: dict[str, str] = {}
@@ -127,7 +128,7 @@ def _node_reasons(nodes: pd.DataFrame, n_tokens: int) -> list[str]:
         odd = [node for node in nodes[column] if not isinstance(node, str)]
         reasons += [f"got {value!r} for a node's {column}; expected a text" for value in odd[:1]]
     twice = nodes.loc[nodes["id"].duplicated(), "id"]
-    reasons += [f"{len(twice)} ids occur twice, such as {value!r}" for value in twice[:1]]
+    reasons += [f"{len(twice)} node ids occur twice, such as {value!r}" for value in twice[:1]]
     for column, words in {"kind": NODE_KINDS, "stability": STABILITIES, "status": STATUSES}.items():
         reasons += _word_reasons(nodes, column, words, "nodes")
     most = {"layer": np.inf, "position": n_tokens - 1}
@@ -183,7 +184,9 @@ def _details_reasons(
                 reasons.append(f"the pattern of {key!r} has values outside [0, 1]")
         tokens = [*item.writes, *item.reads]
         if any(not isinstance(text, str) or not np.isfinite(amount) for text, amount in tokens):
-            reasons.append(f"tokens that {key!r} writes or reads must be (text, finite number)")
+            reasons.append(
+                f"tokens that {key!r} writes or reads must be pairs (text, finite number)"
+            )
         for example in item.examples:
             sizes = {len(example.tokens), len(example.values), len(example.gates)}
             if len(sizes) > 1 or not np.isfinite([*example.values, *example.gates]).all():
@@ -218,7 +221,7 @@ def _numbers(
 def _word_reasons(
     frame: pd.DataFrame, column: str, expected: Iterable[str], what: str
 ) -> list[str]:
-    """Return a reason if a column contains an unexpected word."""
+    """Return an error message, in a list, if a column contains a word that is not expected."""
     allowed = (*expected, None) if column in OPTIONAL else tuple(expected)
     words = short_numbers(frame[column].unique()) if column in frame else []
     odd = [word for word in words if word not in allowed]

@@ -33,7 +33,7 @@ _Data = Mapping[str, Any]
 
 
 def first_view(data: _Data) -> dict[str, int]:
-    """Return how many nodes and edges fit into a readable first view."""
+    """Return how many nodes and edges the first view can show and still be readable."""
     n = len(_shown(data, MOST))
     for k in range(n, FEWEST, -1):
         placed = _placed(data, _shown(data, k), _HEIGHT)
@@ -87,7 +87,7 @@ def _shown(data: _Data, k: int) -> list[int]:
 
 
 def _kinds(data: _Data) -> list[str]:
-    """Return the kinds of edges in the first view."""
+    """Return the kinds of edges that the first view shows; by default, only value edges."""
     kinds: list[str] = data["state"].get("kinds", ["value"])
     return kinds
 
@@ -103,7 +103,7 @@ def _placed(data: _Data, shown: Sequence[int], height: float) -> Layout:
 
 
 def _shown_edges(data: _Data, shown: set[int], k: int) -> list[tuple[int, int, str, float, Any]]:
-    """Return the k strongest edges between the shown nodes, of the shown kinds."""
+    """Return the k strongest edges between shown nodes, of the kinds that are shown."""
     edges, kinds = data["edges"], _kinds(data)
     statuses = edges.get("status", [None] * len(edges["kind"]))
     columns = (edges["source"], edges["target"], edges["kind"], edges["weight"], statuses)

@@ -1,4 +1,4 @@
-"""Draw the comparison of a model with its grown model as a report and as a circuit."""
+"""Draw the comparison of a model with its grown model, as a report or as a graph."""
 
 from collections.abc import Sequence
 from html import escape
@@ -68,9 +68,9 @@ def comparison_report(comparison: Comparison) -> Page:
     )
     parts = [
         f"<h1>{escape(title)}</h1>",
-        f"<p>{about['n_prompts']} prompts, {about['n_tokens']} tokens; patching and circuits on "
-        f"the first {about['n_prompts_of_circuits']}. {len(comparison.silent)} neurons are not "
-        "shown because they are silent in both models.</p>",
+        f"<p>{about['n_prompts']} prompts, {about['n_tokens']} tokens; patching and circuits "
+        f"use the first {about['n_prompts_of_circuits']} prompts. {len(comparison.silent)} neurons "
+        "are not shown because they are silent in both models.</p>",
         _table("The models", models),
         _table("Circuits at equal faithfulness", comparison.circuits),
         _overlap(comparison),
@@ -86,16 +86,17 @@ def comparison_report(comparison: Comparison) -> Page:
 
 
 def comparison_circuit(comparison: Comparison) -> Page:
-    """Draw both circuits of a comparison in one page, with kept, lost and gained nodes and edges.
+    """Draw both circuits of a comparison as one graph of kept, lost and gained nodes and edges.
 
-    Names, layers, effects and weights are from the grown model, except for lost nodes and edges,
-    whose data are from the original model.
+    Names, layers, effects and weights are from the grown model or, for lost nodes and edges, from
+    the original model.
 
     Args:
         comparison: the result of `compare`.
 
     Returns:
-        The page. If there are more than 300 nodes, it shows those with the largest effects.
+        The page. If there are more than 300 nodes, the page shows only the 300 with the largest
+        effects.
 
     Raises:
         InputError: neither circuit has a node.
@@ -148,7 +149,7 @@ def _largest(frame: pd.DataFrame, columns: list[str], n: int) -> pd.DataFrame:
 
 
 def _attributions(every: pd.DataFrame, new: pd.DataFrame) -> str:
-    """Plot each component's attribution in the grown model against the original model."""
+    """Plot the attribution of each component in the grown model against the original model."""
     every = _largest(every, ["attribution", "grown_attribution"], _POINTS)
     figure = _figure("Attribution of each component", "in the original", "in the grown model")
     for kind, part in every.groupby("kind", sort=False):
@@ -177,7 +178,7 @@ def _points(
 
 
 def _divergences(every: pd.DataFrame) -> str:
-    """Plot how much patterns changed, by layer and kind, next to the changes in the null model."""
+    """Plot how much patterns changed in the grown and in the null model, by layer and kind."""
     name = "Jensen–Shannon divergence of patterns: median and quartiles"
     figure = _figure(name, "layer of the original", "bits")
     prefixes = {"grown": "", "null model": "null_"} if "null_divergence" in every else {"grown": ""}
@@ -190,7 +191,7 @@ def _divergences(every: pd.DataFrame) -> str:
 
 
 def _overlap(comparison: Comparison) -> str:
-    """Plot the Jaccard index of the circuits' nodes and edges, with confidence intervals."""
+    """Plot how much the circuits' nodes and edges overlap (Jaccard index), with intervals."""
     figure = _figure("What the circuits have in common (Jaccard)", "", "share of the union")
     names = {"grown": "original and grown", "null model": "grown and null"}
     for label, part in comparison.circuits.groupby("pair", sort=False):
@@ -208,7 +209,7 @@ def _bars(
     middle: "pd.Series[float]",
     high: "pd.Series[float]",
 ) -> None:
-    """Add bars and their confidence intervals, extended if necessary to contain the value."""
+    """Add bars with confidence intervals, each extended to contain the bar's value."""
     above, below = (high - middle).clip(lower=0), (middle - low).clip(lower=0)
     interval = {"type": "data", "array": short_numbers(above), "arrayminus": short_numbers(below)}
     colour = _MODEL_COLOURS[pair]
@@ -232,7 +233,7 @@ def _table(title: str, frame: pd.DataFrame) -> str:
 
 
 def _cells(row: Sequence[object]) -> list[str]:
-    # Adding 0.0 converts -0.0 to 0.0.
+    # Adding 0.0 turns -0.0 into 0.0.
     return [
         f'<td class="number">{"–" if pd.isna(cell) else format(cell + 0.0, ".4g")}</td>'
         if isinstance(cell, float | int)

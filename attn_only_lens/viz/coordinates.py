@@ -1,13 +1,13 @@
 """Compute the coordinates of a circuit's nodes, and the paths of its edges.
 
-A row contains the nodes of one kind in one layer; rows are in the order of computation, from bottom
-to top. A column is a position of the prompt; nodes without a position have a column on the left.
-Nodes with the same row and column are in as few lines as the width allows. If not all tokens fit,
-columns without nodes are folded.
+A row contains the nodes of one kind in one layer; rows follow the order of computation, from bottom
+to top. A column contains the nodes at one position of the prompt; nodes without a position are in a
+column on the left. Nodes in the same row and column are side by side, in as few lines as the width
+allows. If the columns do not fit, adjacent columns without nodes are folded into one narrow column.
 
-An edge goes up from the top of its source to the bottom of its target. If the curve would cross
-another node, the edge is bent through the nearest gap in that node's line. Edges at the same end of
-a node are spread by kind and direction.
+An edge goes up from the top of its source to the bottom of its target. If its curve would cross a
+node, the edge is bent through the nearest gap in that node's line. Edges that meet at the top or
+bottom of a node are spread over its width, sorted by kind, then by where the other node is.
 
 Lengths are in pixels, and y increases downward. `assets/layout.js` computes the same layout in the
 page, where the user can select other nodes; `tests/viz/test_circuit_page.py` compares the two.
@@ -33,7 +33,7 @@ _FOLDED = 34  # the width of a folded column
 _RIGHT = 14
 _WIDEST_ROW_GAP = 120
 _MARGIN, _ARROW = 3, 6
-_LANES, _LANE = 5, 5  # the number and width of lanes in which edges pass a node
+_LANES, _LANE = 5, 5  # number and width of lanes for edges in a gap
 _KIND_ORDER = ("q", "gate", "value", "k")
 
 Point: TypeAlias = tuple[float, float]
@@ -44,7 +44,7 @@ Line: TypeAlias = tuple[float, list[Interval]]
 
 @dataclass(frozen=True)
 class Boxes:
-    """Each box's row (from below), column (or -1) and width, and whether it may overhang."""
+    """Boxes of nodes: row (from below), column (or -1), width, and if they may leave a column."""
 
     row: Sequence[int]
     column: Sequence[int]
@@ -57,7 +57,7 @@ class Layout:
     """The layout of a drawing: the centres of boxes, the columns, the rows and the size.
 
     A column is (first position, last position, left edge, width); both positions are -1 for nodes
-    without a token, and they differ if columns are folded. A row is (index, y, height).
+    without a position, and they differ if the column is folded. A row is (index, y, height).
     """
 
     x: dict[int, float]
@@ -78,7 +78,7 @@ def rows_of(nodes: pd.DataFrame) -> tuple[list[int], list[str]]:
 
 
 def _rank(kind: str, layer: float | None) -> tuple[int, int]:
-    """Return a row's rank in the order of computation; rows without a layer come first."""
+    """Return a row's place in the order of computation; rows without a layer come first."""
     kind_index = NODE_KINDS.index(kind)
     if kind == "metric":
         return np.iinfo(int).max, kind_index
@@ -133,7 +133,7 @@ def place(
 
 
 class _Columns:
-    """The columns of a drawing: how many nodes are side by side, and which columns are folded."""
+    """The columns of a drawing: how many nodes each has side by side, and which are folded."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class _Columns:
         self._narrow(2)
         self._fold()
         self._narrow(1)
-        # Distribute the remaining width, first to the columns with the most nodes.
+        # Give the remaining width to columns, first to those with the most nodes.
         for c in sorted(used, key=lambda c: (-full[c], c)):
             while self.abreast[c] < full[c] and self._total() + self.step[c] <= free:
                 self.abreast[c] += 1
@@ -171,7 +171,7 @@ class _Columns:
         return sum(_FOLDED if a < b else self._width(a) for a, b in self._runs)
 
     def _narrow(self, fewest: int) -> None:
-        """Narrow columns until all fit: first those with the fewest lines, of these the widest."""
+        """Narrow columns until all fit: always the column that then needs the fewest lines."""
         abreast, full = self.abreast, self._full
         while self._total() > self._free and max(abreast.values(), default=0) > fewest:
             wide = [c for c in self.used if abreast[c] > fewest]
@@ -181,7 +181,7 @@ class _Columns:
             abreast[min(wide, key=costs.__getitem__)] -= 1
 
     def _fold(self) -> None:
-        """Fold columns of tokens without nodes, the widest first, until the picture fits."""
+        """Fold runs of columns without nodes, the widest first, until the drawing fits."""
         excess = self._total() - self._free
         if excess <= 0:
             return
@@ -197,7 +197,7 @@ class _Columns:
         self._runs = sorted(kept + folded)
 
     def spans(self) -> tuple[list[tuple[int, int, float, float]], float]:
-        """Return (first token, last token, left edge, width) of each column, and the right edge."""
+        """Return each column as in `Layout.columns`, and the right edge of the last column."""
         more = max(0.0, self._free - self._total()) / max(len(self.used), 1)
         left, spans = float(GUTTER), []
         for a, b in self._runs:
@@ -210,7 +210,7 @@ class _Columns:
 def edge_paths(
     layout: Layout, boxes: Boxes, edges: Sequence[tuple[int, int, str]]
 ) -> list[list[Point]]:
-    """Return each edge's path from source to target, as points that `curve` connects."""
+    """Return the path of each edge, from source to target, as points for `curve` to connect."""
     intervals: dict[float, list[Interval]] = {}
     for node, y in layout.y.items():
         half = boxes.width[node] / 2
@@ -224,11 +224,10 @@ def edge_paths(
     for j, (low, high) in enumerate(up):
         start, stop, source = starts[j], stops[j], edges[j][0]
         y0, y1 = layout.y[low] - BOX / 2, layout.y[high] + BOX / 2
-        if layout.y[low] == layout.y[high]:  # same line: the edge passes above both nodes
+        if layout.y[low] == layout.y[high]:  # nodes in one line: the edge goes above them
             top = y0 - _LINE / 2
             paths.append([(start, y0), ((start + stop) / 2, top), (stop, y0 - _ARROW)])
             continue
-        # Leave space for the arrowhead.
         p = start, y0 - (_ARROW if low != source else 0)
         q = stop, y1 + (_ARROW if low == source else 0)
         between = [line for line in lines if layout.y[high] < line[0] < layout.y[low]]
@@ -238,7 +237,7 @@ def edge_paths(
 
 
 def curve(path: Sequence[Point]) -> str:
-    """Return an edge's path in SVG syntax, as curves that are vertical at both ends."""
+    """Return a path in SVG syntax, as curves between its points that are vertical at each point."""
     text = [f"M{path[0][0]:.1f} {path[0][1]:.1f}"]
     for (x0, y0), (x1, y1) in pairwise(path):
         middle = (y0 + y1) / 2
@@ -255,7 +254,7 @@ def _ports(
     *,
     end: int,
 ) -> list[float]:
-    """Return the x at which each edge meets its lower node (end 0) or upper node (end 1)."""
+    """Return each edge's x coordinate at its lower node (end=0) or at its upper node (end=1)."""
     columns: dict[int, list[int]] = {}
     for j, pair in enumerate(pairs):
         columns.setdefault(pair[end], []).append(j)
@@ -269,7 +268,7 @@ def _ports(
 
 
 def _bend(p: Point, q: Point, lines: Sequence[Line], lane: int, width: float) -> list[Point]:
-    """Return points from p up to q whose curve avoids all boxes in the lines between p and q."""
+    """Return points from p up to q, such that a curve through them avoids all boxes in between."""
     for index, (y, covered) in enumerate(lines):
         low, high = y + BOX / 2 + _MARGIN, y - BOX / 2 - _MARGIN
         a, b = sorted((_crossing(p, q, low), _crossing(p, q, high)))
@@ -281,7 +280,7 @@ def _bend(p: Point, q: Point, lines: Sequence[Line], lane: int, width: float) ->
 
 
 def _crossing(p: Point, q: Point, y: float) -> float:
-    """Return the x of the cubic curve from p to q at height y."""
+    """Return the x coordinate at which the cubic curve from p to q has height y."""
     s = min(1.0, max(0.0, (p[1] - y) / (p[1] - q[1])))
     low, high = 0.0, 1.0
     for _ in range(24):
@@ -291,13 +290,13 @@ def _crossing(p: Point, q: Point, y: float) -> float:
 
 
 def _nearest_gap(covered: Sequence[Interval], x: float, lane: int, width: float) -> float:
-    """Return the x of this lane in the gap between boxes that is nearest to `x`."""
+    """Return the x coordinate at which an edge passes a line of boxes in the gap nearest to `x`."""
     free = []
     for (_, left), (right, _) in pairwise([(0, GUTTER - 8), *covered, (width, width)]):
         if right - left >= 2 * _MARGIN:
             room = _MARGIN + 1 + _LANE * lane
             if right - left >= 2 * room:
                 free.append(max(left + room, min(right - room, x)))
-            else:  # spread the lanes evenly over a narrow gap
+            else:  # in a narrow gap, spread lanes evenly
                 free.append(left + (right - left) * (lane + 1) / (_LANES + 1))
     return min(free, key=lambda candidate: abs(candidate - x))

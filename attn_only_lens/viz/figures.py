@@ -1,8 +1,8 @@
-"""Draw plotly figures of sweeps and of circuit transfer between tasks.
+"""Draw sweeps, and how well circuits transfer between tasks, as plotly figures.
 
-Figures of a sweep show `Sweep.effect`, the score minus the score of the run before the patch, so
-patches without effect are white. For several prompts, the effect is the mean, with standard errors
-as error bars.
+Figures of a sweep show `Sweep.effect`: the score of the patched run minus the score of the same run
+without a patch. Patches without effect are white. For several prompts, the effect is the mean, with
+standard errors as error bars.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ HEAD_COLOURS = {
     "attention": "#0072B2",
     "neuron": "#E69F00",
 }  # distinguishable for colour-blind readers
-_DIVERGING = ("#b2182b", "#f4a582", "#ffffff", "#92c5de", "#2166ac")  # from red (negative) to blue
+_DIVERGING = ("#b2182b", "#f4a582", "#ffffff", "#92c5de", "#2166ac")  # red (negative) to blue
 _OTHER = "#666666"
 _LINE = 95  # the maximum number of characters per line of a title
 
@@ -38,9 +38,9 @@ _LINE = 95  # the maximum number of characters per line of a title
 def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go.Figure":
     """Draw a heatmap of patching effects by layer and position, or by head and position.
 
-    Effects of single patches do not add up, so the cell of a layer shows the effect of the layer's
-    strongest site; point at the cell to see the site's name. Position labels contain the sweep's
-    tokens; where the prompts differ, the label contains the clean token and the corrupted token.
+    The effects of single patches do not add up, so a layer's cell shows the effect of its strongest
+    site; point at the cell to see which. The labels of positions contain tokens: the clean token
+    and, where the prompts differ, the corrupted token.
 
     Args:
         sweep: the results; `sweep.query` and `sweep.top` select some of them. If the sweep has a
@@ -79,7 +79,7 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
         frame["row"] = "L" + frame["layer"].astype(str) + " " + kinds
         order = list(dict.fromkeys(frame.sort_values(["layer", "kind"])["row"]))
     positions = sorted(set(frame["position"]))
-    if frame["position"].dtype == "category":  # keep the roles in the task's order
+    if frame["position"].dtype == "category":  # roles stay in the task's order
         positions = list(frame["position"].cat.categories)
     labels = _position_labels(sweep, positions)
     frame["said"] = frame["name"].map(plotly_text) + _errors_as_text(frame)
@@ -105,7 +105,7 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
         else "auto",  # too many labels would overlap
         tickfont_size=12 if len(positions) <= 30 else 10,
     )
-    figure.update_layout(plot_bgcolor="#e4e4e4")  # the colour of cells without a patch
+    figure.update_layout(plot_bgcolor="#e4e4e4")  # colour of cells without a patch
     notes = ["strongest site of each cell"] * (rows == "layer") + [_mean_note(sweep)]
     return _titled(figure, sweep, len(order) * max(14, min(32, 600 // len(order))), *notes)
 
@@ -113,7 +113,7 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
 def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
     """Draw a bar chart of the k patches with the largest |effect|.
 
-    The title has the tokens at the bars' positions.
+    If the sweep has tokens, the title lists those at the positions of the bars.
 
     Args:
         sweep: the results.
@@ -184,7 +184,8 @@ def transfer_heatmap(matrix: pd.DataFrame) -> "go.Figure":
         matrix: the frame from `circuits.transfer`, with a row per circuit and a column per task.
 
     Returns:
-        A plotly figure. White cells have faithfulness 0: the circuit keeps none of the effect.
+        A plotly figure. A white cell means faithfulness 0: the circuit preserves none of the
+        effect.
 
     Raises:
         InputError: the matrix is not a frame, is empty, or has repeated names or entries that are
@@ -231,7 +232,7 @@ def style_figure(figure: "go.Figure", title: str, **layout: Any) -> "go.Figure":
 
 
 def plotly_text(raw: str) -> str:
-    """Escape a text for plotly, which interprets some HTML, and make white space visible."""
+    """Escape a string for plotly, which interprets some HTML, and make white space visible."""
     return escape(" ".join(map(visible_token, raw.split(" "))), quote=False)
 
 
@@ -252,7 +253,7 @@ def _heatmap(frame: pd.DataFrame, limit: float, title: str, hover: str, **more: 
 
 
 def _effects(sweep: Sweep) -> pd.DataFrame:
-    """Return each patch's effect and standard error, sorted by |effect|; the sort is stable."""
+    """Return effect and standard error of each patch, largest |effect| first; ties keep order."""
     refuse(*["the sweep has no rows"] * (not len(sweep)))
     frame = sweep.to_frame().assign(effect=sweep.effect)
     for column in ("name", "kind"):
@@ -271,7 +272,7 @@ def _errors_as_text(frame: pd.DataFrame) -> "pd.Series[str]":
 
 
 def _position_labels(sweep: Sweep, positions: list[int | str]) -> dict[int | str, str]:
-    """Return each position's label, which contains the index or role and the tokens."""
+    """Return a label for each position: its index or role, and the tokens at the position."""
     if sweep.tokens is None:
         return {position: str(position) for position in positions}
     numbers = sweep.frame.get("prompt")
@@ -292,7 +293,7 @@ def _position_title(sweep: Sweep, labels: Iterable[str]) -> str:
 
 
 def _mean_note(sweep: Sweep, bars: bool = False) -> str:
-    """Return a note that describes the mean over prompts and the error bars."""
+    """Return a note for a title, which explains the mean over prompts and the error bars."""
     numbers = sweep.frame
     n = len(np.unique(numbers["prompt"])) if "prompt" in numbers else sweep.n_prompts
     if n == 1:

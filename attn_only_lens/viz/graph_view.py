@@ -1,8 +1,7 @@
 """Draw an attribution graph as a page, with the patterns, tokens and examples of each node.
 
-A page with 1,000 nodes stays under 3 MB, because the page contains only the strongest edges into
-each node, and the patterns and examples of only the strongest nodes. Notes on the page say what was
-left out.
+A page contains only the strongest edges into each node, and only the strongest nodes' patterns and
+examples: so a page with 1,000 nodes stays under 3 MB. Notes on the page say what is missing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +36,7 @@ from attn_only_lens.viz.page import Page, refuse, short_numbers
 
 _EDGES = 24_000
 _WEIGHTS = 100_000  # the maximum number of pattern weights on a page
-_FEWEST = 8  # the number of edges into a node that are always kept
+_FEWEST = 8  # the fewest edges into each node that a page keeps
 _EXAMPLES = 30_000  # the maximum number of example tokens on a page
 _WHAT_IS_EXACT = {
     direction: f"Exact effect, from running the model: how much the metric {what}."
@@ -92,7 +91,8 @@ def circuit_view(
         state: pins, names and groups, in the format of `circuit_page`.
 
     Returns:
-        The page. A click on a node shows its pattern, its edges and the tokens it reads and writes.
+        The page. A click on a node shows its pattern, its edges, and the tokens that it reads and
+        writes.
 
     Raises:
         InputError: the model or the prompts are not the graph's, or only one of the two is passed;
@@ -169,7 +169,7 @@ def circuit_view(
 
 
 def _notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
-    """Return notes about the graph, which the page shows."""
+    """Return the page's notes about the nodes, prompts and edges of the graph."""
     nodes = f"{len(graph.heads):,} of {graph.n_heads:,} heads and neurons"
     notes = [
         f"Nodes: {nodes}, with {graph.mass:.0%} of Σ |attribution|; all others are summed into one "
@@ -195,7 +195,7 @@ def _notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
 
 
 def _what_is_exact(graph: CircuitGraph, exact: Sweep) -> str:
-    """Return a note that explains how exact effects differ from attributions."""
+    """Return a note for the page about how exact effects differ from attributions."""
     what = "The attribution is the node's share with unchanged patterns and norm scales."
     if graph.corrupted:
         what = (
@@ -221,19 +221,19 @@ def _fewer_edges(graph: CircuitGraph, notes: list[str]) -> CircuitGraph:
 def _record_run(
     graph: CircuitGraph, model: Any, prompts: Prompts, mask: Tensor | None
 ) -> Recording:
-    """Run the model on the graph's prompts, and record the patterns and z of the graph's nodes."""
+    """Run the model on the graph's prompts, and record patterns and z for the graph's nodes."""
     refuse(*reasons_not_to_run(model), *reasons_without_heads(model))
     pair = single_prompts(model, prompts, mask)
     if tuple(tuple(token_texts(model, row)) for row in pair.clean.tolist()) != graph.tokens:
         shown = ["|".join(row[:12]) + "|…" * (len(row) > 12) for row in graph.tokens[:3]]
-        refuse(f"got prompts other than the graph's, {'; '.join(shown)}")
+        refuse(f"got prompts other than the graph's prompts, {'; '.join(shown)}")
     heads = graph.heads
     names = {(head.layer, head.kind): head for head in map(HeadName.parse, heads["name"])}
     hooks = [hook for head in names.values() for hook in _hooks(model, head)]
     run = record(model, pair.clean, pair.mask, names=hooks)
     expected = heads["value"].to_numpy()
     values = np.array([_value(run, model, name, pos) for name, pos in _heads_and_positions(heads)])
-    # The tolerance exceeds rounding errors, because bridges compute many norms in float32.
+    # Bridges compute many norms in float32, so even a float64 model needs a tolerance of 1e-3.
     allowed = max(1e-3, LOGIT_TOLERANCE[run.logits.dtype]) * abs(expected).max(initial=0)
     for row in np.flatnonzero(~(abs(expected - values) <= allowed)):
         refuse(
@@ -267,7 +267,7 @@ def _exact_reasons(graph: CircuitGraph, exact: Sweep | None) -> list[str]:
     base = exact.corrupted_value if graph.corrupted else 0.0
     reasons, apart = [], abs(exact.clean_value - base - graph.value)
     if exact.metric != graph.metric:
-        reasons.append(f"got a sweep of {exact.metric}; the graph's metric is {graph.metric}")
+        reasons.append(f"got a sweep with {exact.metric}; the graph's metric is {graph.metric}")
     elif apart > 1e-2 * max(abs(exact.clean_value - exact.corrupted_value), abs(graph.value)):
         reasons.append(
             f"got a sweep whose clean metric is {exact.clean_value:.4g}, but the graph's is "
@@ -282,7 +282,7 @@ def _exact_reasons(graph: CircuitGraph, exact: Sweep | None) -> list[str]:
 
 
 def _exact_effects(exact: Sweep) -> "pd.Series[float]":
-    """Return each node's effect in the sweep, in units of the metric, indexed by node id."""
+    """Return the effect of each node in the sweep, in units of the metric, by node id."""
     frame = exact.to_frame()
     rises = exact.direction == "denoise"
     effect = frame["value"] - exact.corrupted_value if rises else exact.clean_value - frame["value"]
@@ -290,7 +290,7 @@ def _exact_effects(exact: Sweep) -> "pd.Series[float]":
 
 
 def _inclusion(graph: CircuitGraph, stability: Stability) -> pd.DataFrame:
-    """Return how often resampled circuits include each of the graph's nodes, indexed by node id."""
+    """Return how often circuits of resampled prompts include each node, indexed by node id."""
     sites = stability.sites
     frame = sites[["inclusion", "inclusion_low", "inclusion_high"]].assign(stability=sites["class"])
     frame.index = sites["name"].astype(str) + "@" + sites["position"].astype(str)
@@ -305,7 +305,7 @@ def _inclusion(graph: CircuitGraph, stability: Stability) -> pd.DataFrame:
 def _groups(
     graph: CircuitGraph, groups: NodeGroups | None, state: Mapping[str, Any] | None
 ) -> tuple[list[dict[str, Any]], Mapping[str, Any] | None]:
-    """Return the exact effects of groups, and the page's state with these groups."""
+    """Return the exact effects of groups, and the page's state after adding these groups."""
     if groups is None:
         return [], state
     if unknown := sorted(set(groups.nodes["id"]) ^ set(graph.heads["id"])):
@@ -336,7 +336,7 @@ def _add(details: dict[str, NodeDetails], key: str, **fields: Any) -> None:
 def _add_examples(
     details: dict[str, NodeDetails], heads: pd.DataFrame, examples: pd.DataFrame, notes: list[str]
 ) -> None:
-    """Add top examples of as many neurons as fit on a page, the largest |attribution| first."""
+    """Add top examples, first of neurons with the largest |attribution|, until the page is full."""
     known, left = set(examples["name"]), _EXAMPLES
     ranked = heads.sort_values("attribution", key=abs, ascending=False)["name"].unique()
     for index, name in enumerate(name for name in ranked if name in known):

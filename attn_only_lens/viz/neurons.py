@@ -1,10 +1,10 @@
-"""Draw a page for up to a few thousand neurons and attention heads.
+"""Draw a page about neurons and attention heads, up to a few thousand of them.
 
 The page contains packed arrays, from which scripts (`assets/neurons.js`, `heads.js`) draw one
-neuron or head at a time. An example of 19 tokens takes 114 bytes. Gates and z (divided by the
-neuron's largest |z|) are stored in half precision, and the page computes the value as z / gate.
-Joint counts of gate and value have a logarithmic scale from 0 to 255. `NeuronStatistics` contains
-the exact numbers.
+neuron or head at a time. An example of 19 tokens takes 114 bytes. The page stores gates and z
+(divided by the neuron's largest |z|) in half precision, and computes the value as z / gate. The
+joint histogram of gate and value is stored on a logarithmic scale from 0 to 255. `NeuronStatistics`
+contains the exact numbers.
 """
 
 import base64
@@ -119,8 +119,8 @@ def neuron_page(
     wanted = [name for site in sites for name in site.names]
     if len(wanted) > MOST_NEURONS:
         refuse(
-            f"got {count_names(wanted)}; expected {MOST_NEURONS:,} at most on one page: name some, "
-            "or let `attn-only-lens atlas` make a page per layer"
+            f"got {count_names(wanted)}; expected at most {MOST_NEURONS:,} on one page: pass fewer "
+            "names, or let `attn-only-lens atlas` make a page per layer"
         )
     if known is None:
         known = corpus_statistics(
@@ -143,7 +143,7 @@ def _known(texts: Texts | AnyStatistics) -> CorpusStatistics | None:
 
 
 def count_names(names: Sequence[str]) -> str:
-    """Return a text such as "4 heads and 512 neurons"."""
+    """Return a string such as "4 heads and 512 neurons"."""
     n_heads = sum("H" in name for name in names)
     counts = {"heads": n_heads, "neurons": len(names) - n_heads}
     return " and ".join(f"{n:,} {kind}" for kind, n in counts.items() if n)
@@ -152,7 +152,7 @@ def count_names(names: Sequence[str]) -> str:
 def page_of_statistics(
     model: Any, statistics: CorpusStatistics, others: dict[int, str] | None = None
 ) -> Page:
-    """Draw a page from the statistics."""
+    """Draw a page about these statistics; `others` are the pages of other layers, for links."""
     neurons, heads = statistics
     names = list(neurons.names) if neurons else []
     lists, partners, notes = _by_weights(model, names) if neurons else ({}, {}, [])
@@ -211,7 +211,7 @@ def _data_of_heads(
     counts, n_heads = statistics.counts, len(statistics.names)
 
     def tokens(side: str, head: int) -> list[list[float]]:
-        """Return a head's top tokens as rows of token, share and mean attention."""
+        """Return a head's top tokens, each as a list of token, share and mean attention."""
         rows = (counts[f"{side}{end}"][head].tolist() for end in (".tokens", "", ".mean"))
         return [
             [place[token], *short_numbers(numbers, 3)]
@@ -240,7 +240,7 @@ def _about(statistics: CorpusStatistics) -> str:
 def _by_weights(
     model: Any, names: list[str]
 ) -> tuple[dict[str, list[TokenScores]], dict[str, Any], list[str]]:
-    """Return the tokens and heads connected to each neuron by weights, and notes on omissions."""
+    """Return the tokens and heads to which weights connect each neuron, and notes on errors."""
     tokens: dict[str, list[TokenScores]] = {}
     partners: dict[str, Any] = {}
     notes: list[str] = []
@@ -271,7 +271,7 @@ def _by_weights(
 
 
 def _limits(statistics: AnyOneKind, window: str) -> Float[Tensor, "neuron"]:
-    """Return the largest absolute value in each neuron's windows."""
+    """Return each neuron's largest absolute value of a quantity in the windows of its examples."""
     windows = [x for key, x in statistics.examples.items() if key.endswith(f".{window}")]
     return torch.stack([x.abs().flatten(1).amax(1) for x in windows]).amax(0)
 
@@ -284,7 +284,8 @@ def _examples(
 ) -> dict[str, dict[str, Any]]:
     """Pack the examples of each end, as arrays [neuron, k] and [neuron, k, window].
 
-    `windows` maps each quantity to limits that divide each neuron's numbers, or to None.
+    `windows` maps each quantity to None or to one number per neuron, by which the neuron's values
+    are divided.
     """
     tokens = torch.tensor(ids, device="cpu")
     kind = "<u2" if len(ids) < 2**16 else "<u4"
@@ -297,7 +298,7 @@ def _examples(
             for key, x in statistics.examples.items()
             if key.startswith(f"{end}.")
         }
-        # The index after the last token means "no token".
+        # An index one past the last token stands for "no token".
         places = torch.searchsorted(tokens, of_end["tokens"].contiguous())
         places[of_end["tokens"] < 0] = len(ids)
         packed = {"score": "<f4", "text": "<i4", "position": "<i2", "bos": "<f4"}
@@ -316,7 +317,7 @@ def _examples(
 
 
 def _log_shares(counts: Tensor) -> Tensor:
-    """Convert each neuron's counts to a logarithmic scale from 0 to 255."""
+    """Convert counts to a logarithmic scale on which the largest count of each neuron is 255."""
     logs = counts.double().log1p()
     most = logs.flatten(1).amax(1).clamp(min=1e-9).view(-1, 1, 1)
     return (logs / most * 255).ceil()

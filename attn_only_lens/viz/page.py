@@ -1,7 +1,8 @@
 r"""Self-contained HTML pages, and functions that write pages to files.
 
-A page contains its scripts and styles, and a Content-Security-Policy that forbids all requests:
-`default-src 'none'`. External text enters a page in one of three forms, and is escaped accordingly:
+A page contains its scripts and styles; its Content-Security-Policy, `default-src 'none'`, forbids
+all requests. Text from outside the package, such as a token, enters a page in one of three forms,
+and is escaped accordingly:
 
     text of an element     `html.escape`
     data for a script      JSON in a <script type="application/json">, with <, > and & as \u003c …,
@@ -83,7 +84,7 @@ class Page(str):
         return unescape(self.partition("<title>")[2].partition("</title>")[0])
 
     def __repr__(self) -> str:
-        # Notebooks store this repr, so it must not contain text that depends on rounding errors.
+        # Notebooks store this repr, so it must not depend on rounding errors.
         return f"<Page {self._title()!r}>"
 
 
@@ -102,7 +103,7 @@ def write_html(picture: "str | go.Figure", path: str | Path) -> Path:
         ...     viz.write_html(viz.Page("<p>hello"), f"{folder}/hello.html").read_text()
         '<p>hello'
     """
-    plotly = sys.modules.get("plotly.basedatatypes")  # plotly is loaded if a figure exists
+    plotly = sys.modules.get("plotly.basedatatypes")  # plotly is loaded if `picture` is a figure
     if isinstance(picture, str):
         text = picture
     elif plotly is not None and isinstance(picture, plotly.BaseFigure):
@@ -165,7 +166,7 @@ def document(title: str, body: str, style: str = "", picture: str | None = None)
 def page_of_tokens(
     title: str, note: str, main: str, data: Any, name: str, libraries: Sequence[str] = ()
 ) -> Page:
-    """Return a page whose scripts draw tokens coloured by neurons or heads."""
+    """Return a page whose scripts draw tokens in colours for activations of neurons or heads."""
     body = [
         f'<header><h1>{escape(title)}</h1><span class="note">{escape(note)}</span>',
         '<button id="theme" type="button" title="Light or dark" aria-label="Light or dark">◐',
@@ -189,7 +190,7 @@ def script_data(data: Any) -> str:
 def inline_script(source: str) -> str:
     """Return a script element with this JavaScript source."""
     kept = [line for line in source.split("\n") if not line.startswith("//# sourceMappingURL=")]
-    # A browser with open developer tools would request the source map.
+    # With a source map, a browser with open developer tools would send a request.
     return "<script>\n" + "\n".join(kept).replace("</script", "<\\/script") + "\n</script>"
 
 
@@ -199,25 +200,25 @@ def asset(name: str) -> str:
 
 
 def model_title(name: str) -> str:
-    """Return a model's name; if the name is a folder's path, return the path's last part."""
+    """Return a model's name or, if this is the path of a folder, the last part of the path."""
     return (Path(name).name if Path(name).is_absolute() else name) or "model"
 
 
 def visible_token(token: str) -> str:
-    """Return a token with visible white space, and with escapes for unprintable characters."""
+    """Return a token in which white space is visible, and unprintable characters are escaped."""
     return "".join(
         _WHITE.get(c, c if c.isprintable() else c.encode("unicode_escape").decode()) for c in token
     )
 
 
 def with_space(token: str) -> str:
-    """Return the same text as `visible_token`, but keep leading spaces."""
+    """Return the same text as `visible_token`, except that leading spaces stay spaces."""
     kept = token[: len(token) - len(token.lstrip(" "))] if token.strip(" ") else ""
     return kept + visible_token(token.removeprefix(kept))
 
 
 def short_numbers(values: Iterable[Any], figures: int = 5) -> list[Any]:
-    """Round numbers to significant figures, and replace missing values by None."""
+    """Round numbers to significant figures, and replace missing values with None."""
     return [_short(value, figures) for value in values]
 
 

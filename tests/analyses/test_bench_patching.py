@@ -65,13 +65,18 @@ def test_sites_that_are_left_out_have_no_effect():
 def test_the_fit_separates_fixed_from_marginal_cost():
     rows = [
         {"model": "m", "sites": "s", "tokens": 7, "first": 3, "way": "ours", "round": turn, "n": n}
-        | {"seconds": 2.0 + off + 0.5 * n, "bound": 0.25 * n, "expose": 1.0}
+        | {
+            "seconds": 2.0 + off + 0.5 * n,
+            "bound": 0.25 * n,
+            "expose": 1.0,
+            "first_call": 10.0 + off + 0.5 * 11,
+        }
         | {"effect": 1.0, "difference": 0.0}
         for turn, off in enumerate((0.0, 3.0, 0.125))  # other work in one of the rounds
         for n in (11, 31)
     ]
     [fit] = bench.fit(pd.DataFrame(rows)).itertuples()
-    assert (fit.marginal, fit.fixed, fit.bound) == (0.5, 2.125, 0.25)
+    assert (fit.marginal, fit.fixed, fit.bound, fit.tests) == (0.5, 2.125, 0.25, 8.0)
 
 
 def test_a_way_with_other_values_is_an_error(monkeypatch):

@@ -438,7 +438,7 @@ def test_what_makes_no_sense_is_refused():
     refused("seed='x'", seed="x")
     refused("ranking: got a list", ["L0N3@1"])
     after = p.attribution(*arguments, sites=["L2N3"], positions=[0])
-    refused("for which they differ", after)  # after the first position, nobody reads it
+    refused("for which the values differ", after)  # after the first position, nobody reads it
     refused("from the end", p.attribution(*arguments, sites=["L2N3"], positions=-1))
     refused("the role 'end'", p.attribution(*arguments, sites=["L2N3"], positions={"end": -1}))
     refused("one row per prompt", p.attribution(*arguments, sites=["L2N3"], per_prompt=True))

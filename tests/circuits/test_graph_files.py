@@ -68,7 +68,7 @@ def test_damage_newer_versions_and_other_files_are_refused(graph, tmp_path):
         (("edges", "source", 0), 0.7, "expected int"),
         (("edges", "source", 0), -1, "got source -1; expected a row index"),
         (("edges", "source", 0), 10**6, "IndexError"),
-        (("nodes", "position", 0), 5, "embed@0; the prompts have 5 tokens"),
+        (("nodes", "position", 0), 5, "embed@0 at a position outside the prompts"),
         (("nodes", "name", 0), 7, r"name\[0\]: got 7; expected str"),
         (("tokens", 0, 0), 7, r"tokens\[0\]\[0\]: got 7; expected str"),
         (("tokens", 0), "abcde", "got 'abcde'; expected list"),

@@ -183,15 +183,15 @@ def test_names_say_their_role(model):
     assert circuit.n_sites == len(asked)
     assert set(circuit.frame[key].itertuples(index=False, name=None)) <= asked
     for bad, match in {
-        "L0N3@object": "got L0N3@object; expected a role of positions: subject, verb, end",
-        "L0N3@2": "got L0N3@2; expected a role",
+        "L0N3@object": "L0N3@object; expected one of the roles in positions: subject, verb, end",
+        "L0N3@2": "got L0N3@2; expected one of the roles",
         "L0N3@-": "or a role, such as",
     }.items():
         with pytest.raises(InputError, match=match):
             p.activation_patch(*arguments, sites=[bad], **how)
     with pytest.raises(InputError, match="L0N3@end more than once"):
         p.activation_patch(*arguments, sites=["L0N3", "L0N3@end"], **how)
-    with pytest.raises(InputError, match="got L0N3@end; expected the role's position in each"):
+    with pytest.raises(InputError, match="got L0N3@end, which names a role; pass the role's"):
         p.activation_patch(*arguments, sites=["L0N3@end"], mask=mask, progress=False)
     with pytest.raises(InputError, match="has no roles"), p.ablated(model, ["L0N3@end"]):
         pass

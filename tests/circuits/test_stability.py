@@ -181,7 +181,7 @@ def test_circuits_transfer_as_evaluate_says(model, task, circuit):
             circuits.transfer(model, *wrong)
     prompts = task.clean, task.corrupted, task.metric
     for positions in ("each", 5, torch.tensor([1, 2])):
-        with pytest.raises(InputError, match="expected a position for each role"):
+        with pytest.raises(InputError, match="expected a dict from roles to positions"):
             circuits.evaluate(model, circuit, *prompts, positions=positions)
     with pytest.raises(InputError, match="got a NoneType; expected a Circuit"):
         circuits.evaluate(model, None, *prompts, positions=task.roles)

@@ -171,7 +171,7 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         ((*circuit, "--corrupted", CORRUPTED, "--faithfulness", 2), "faithfulness=2"),
         (("picture", tmp_path / "no.json", "--out", page), "has format None"),
         (("picture", tmp_path / "no.csv", "--out", page), "no.csv"),
-        (("picture", tmp_path / "no.json", "--out", page, "--bars", 3), "--bars and the graph"),
+        (("picture", tmp_path / "no.json", "--out", page, "--bars", 3), "--bars for"),
         (("picture", tmp_path / "no.json", "--out", tmp_path / "p.png"), "ends in .html"),
         (
             ("pattern", folder, "--prompt", "0,99", "--tokens", "--layer", 1, "--out", page),

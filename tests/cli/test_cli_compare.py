@@ -127,7 +127,7 @@ def test_what_is_refused(folders, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("w1 w2 w3\nw4 w5\n")
     for arguments, message in (
-        ((*folders, "--tokens", empty), "has no prompts; expected one per line"),
+        ((*folders, "--tokens", empty), "has no prompts; expected one prompt per line"),
         ((*folders, "--tokens", tmp_path / "none.txt"), "cannot be read"),
         ((*folders, "--tokens", prompts), "only prompt 1 has 3 tokens, 'w4 w5'"),
         ((*folders, "--tokens", prompts, "--metric", "accuracy"), "got --metric accuracy"),

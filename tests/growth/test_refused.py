@@ -79,7 +79,7 @@ def test_heads_come_in_whole_groups():
     model = build("llama")  # 6 heads, 2 groups of 3
     with pytest.raises(GrowthError, match="a multiple of 3"):
         grow(model, n_heads=8)
-    with pytest.raises(GrowthError, match="2 groups, expected a multiple of 2"):
+    with pytest.raises(GrowthError, match="2 groups; expected a multiple of 2"):
         grow(model, ex.AddHeads(3, into_groups=True))
     with pytest.raises(GrowthError, match="pass whole groups"):
         grow(model, ex.WidenValues(3, heads=[0, 1]))

@@ -406,7 +406,7 @@ def test_refused_with_all_reasons():
         (
             build("llama", n_layers=2),
             Bilinear(calibration=calibration),
-            "calibration has 3 layers, the model 2",
+            "calibration has ranges for 3 layers, but the model has 2",
         ),
         (
             build("relu", dtype=torch.float16),

@@ -218,7 +218,7 @@ def _own_class(model):
 
 
 REFUSED = {
-    "another activation": (_another_activation, "modules .* would differ|logits would differ"),
+    "another activation": (_another_activation, "modules .* would differ|logits that differ"),
     "a module more": (_a_probe, r"probe\.bias is not known"),
     "hooks": (_hooked, "hooks are attached to the model"),
     "code of its own": (_own_class, "wraps a Mine, which is not a class of transformers"),

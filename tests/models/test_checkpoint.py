@@ -312,7 +312,7 @@ DAMAGE = {
                 "silu": None,
             },
         ),
-        "exact gates have one head",
+        "expected one head, no slope",
     ),
     "ranges of a plain model": (
         lambda f: edit_manifest(

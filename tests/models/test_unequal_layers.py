@@ -134,7 +134,7 @@ def test_stacks_name_the_layers_that_differ():
 def test_what_has_no_one_answer_refuses():
     model, uniform = uneven("silu_gated")
     for weight in ("W_in", "b_in", "W_out", "W_gate"):
-        with pytest.raises(UnsupportedCallError, match=f"{weight} of all layers.*layer 0.*layer 2"):
+        with pytest.raises(UnsupportedCallError, match=f"stack {weight} across.*layer 0.*layer 2"):
             getattr(model, weight)
     assert torch.equal(model.b_out, uniform.b_out)
     assert model.b_O.shape == uniform.b_O.shape

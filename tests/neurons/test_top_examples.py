@@ -285,7 +285,7 @@ def test_attributions_are_derivatives(family):
     )
     assert values == pytest.approx(wanted, rel=1e-6, abs=1e-9)
     whole = p.custom(lambda logits: logits.mean())
-    with pytest.raises(InputError, match="one number for 2 texts; expected one per text"):
+    with pytest.raises(InputError, match="one number for 2 texts; expected a tensor"):
         neurons.top_examples(model, "L0N3", texts, metric=whole, **options)
 
 

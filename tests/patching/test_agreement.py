@@ -47,11 +47,11 @@ def test_with_itself_and_its_opposite():
 
 BAD = {
     "sites": (lambda: sweep(frame=values().iloc[3:].replace("L1N4", "L1N5000")), "8 of 65 rows"),
-    "part": (lambda: sweep(part="q"), "exact has part 'z', approx has 'q'"),
+    "part": (lambda: sweep(part="q"), "exact has part 'z', but approx has 'q'"),
     "position": (lambda: sweep(frame=values(positions=["all"])), "13 of 13 only in approx"),
     "direction": (
         lambda: sweep(direction="noise"),
-        "exact has direction 'denoise', approx has 'noise'",
+        "exact has direction 'denoise', but approx has 'noise'",
     ),
     "metric": (lambda: sweep(metric="kl"), "exact has metric 'logit_diff.*approx has 'kl'"),
     "other prompts": (lambda: sweep(clean_value=3.5), "clean_value is 3.7 in exact and 3.5"),

@@ -153,7 +153,7 @@ def test_a_function_of_all_prompts_has_no_errors_and_one_of_each_has(model, tmp_
         assert rows.frame["score_standard_error"].max() > 0
         assert blind.frame["score_standard_error"].isna().all()
         assert "without standard errors" in repr(blind)
-        with pytest.raises(InputError, match=r"return a tensor \[3\]"):
+        with pytest.raises(InputError, match=r"a tensor of shape \[3\]"):
             run(model, clean, corrupted, mean, per_prompt=True, **settings)
         blind.save(tmp_path / "blind.csv")
         pd.testing.assert_frame_equal(p.Sweep.load(tmp_path / "blind.csv").frame, blind.frame)

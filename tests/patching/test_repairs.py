@@ -272,7 +272,7 @@ def test_names_that_say_where(model):
 @pytest.mark.parametrize(
     ("sites", "positions", "reason"),
     [
-        (["L0N5@x"], "each", "got L0N5@x; expected the role's position"),
+        (["L0N5@x"], "each", "got L0N5@x, which names a role"),
         (["L0N5@-"], "each", "a position after @"),
         (["L0N5@9"], "each", "from -5 to 4"),
         (["L0N5@1", "L0N5@1"], "each", "L0N5@1 more than once"),
@@ -281,9 +281,9 @@ def test_names_that_say_where(model):
         (["L0N5", "L0N5@-1"], "each", "L0N5@4 more than once"),
         (["L0N5@9", "L0N7@-9"], "each", "L0N5@9: got 9.*L0N7@-9: got -9"),
         (["L0N5@1"], [1], "names that all include a position"),
-        (["L0N5@1", "L0N7"], {"end": -1}, "got L0N5@1; expected a role of positions: end"),
+        (["L0N5@1", "L0N7"], {"end": -1}, "L0N5@1; expected one of the roles in positions: end"),
         (["L9N5@1"], "each", "layers 0 to 2"),
-        (["L0N5@9", "L9N5@x"], "each", "layers 0 to 2.*L9N5@x; expected.*L0N5@9: got 9"),
+        (["L0N5@9", "L9N5@x"], "each", "layers 0 to 2.*L9N5@x, which names a role.*L0N5@9: got 9"),
         (
             ["L9N5"],
             "last",

@@ -166,7 +166,7 @@ def test_pairs_that_do_not_fit_are_dropped_and_counted():
     assert not tasks.ioi(task_tokenizer(), 211).dropped
     with pytest.raises(InputError) as caught:
         tasks.agreement(task_tokenizer({" are"}), 91, structure="simple")
-    assert "got n=91; 90 of 20000" in str(caught.value)
+    assert "got n=91, but only 90 of 20000" in str(caught.value)
     assert "were dropped: an answer is not one token after the prompt" in str(caught.value)
 
 
@@ -206,7 +206,7 @@ REFUSED = {
     "no fields": ("The key", {}, "expected a text with fields"),
     "other fields": (["A {thing}", "A {place}"], {"place": "bag"}, "got template 'A {place}'"),
     "end": ("A {end}", {"end": "bag"}, "got field {end}; expected another name"),
-    "no word": ("A {thing} {place}", {}, "expected a text for place"),
+    "no word": ("A {thing} {place}", {}, "expected a dict with a text for place"),
     "each": ("A {all}", {"all": "bag"}, "got field {all}; expected another name"),
     "no name": ("A {} {thing}", {}, "got template 'A {} {thing}'"),
     "half a brace": ("A {thing", {}, "got template 'A {thing'"),
@@ -272,11 +272,11 @@ def test_files_that_make_no_pairs(tmp_path):
             tasks.from_jsonl(task_tokenizer(), 1, path, **settings)
 
     lacking = {key: "The key" for key in tasks._custom.KEYS[:3]}
-    refused(r"(?s)line 1: expected an object.*line 2: expected .* patch_answer", [[7], lacking])
+    refused(r"(?s)line 1: expected a JSON object.*line 2: expected .* patch_answer", [[7], lacking])
     refused("and 2 more lines", [7] * 7)
     refused("got keep='cars'; expected a function", [row_of("keys", "key")], keep="cars")
     refused("has 5 words; expected more words", [row_of("a", "b")], roles={"subject": 5})
-    refused(r"(?s)role 'end'.*word -1 for the role 'end'", roles={"end": -1})
+    refused(r"(?s)role 'end'.*word number -1 for the role 'end'", roles={"end": -1})
     refused("n=1; 0 of 1", [row_of("garden door", "key")])
     refused("expected four names", [row_of("keys", "key")], keys=("clean_prefix", "answer"))
     refused("expected four names", [row_of("keys", "key")], keys="clean")
@@ -303,7 +303,7 @@ def test_what_makes_no_prompts():
         with pytest.raises(InputError) as caught:
             call()
         assert all(reason in str(caught.value) for reason in reasons)
-    with pytest.raises(InputError, match="got words 'thing'; expected a text for"):
+    with pytest.raises(InputError, match="got words 'thing'; expected a dict with a text for"):
         tasks.from_templates(known, 2, "A {thing}", {"thing": "key", "answer": " is"})
 
 

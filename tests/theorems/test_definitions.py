@@ -232,7 +232,7 @@ def test_an_ill_formed_transformer_is_refused():
         (((),), (torch.neg,), None, "an empty one"),
         ((mlp, wider), (torch.neg,) * 2, None, "got widths"),
         (((head, longer),), (torch.neg,), None, "numbers of tokens"),
-        ((mlp,), (), None, "norms: got 0; expected 1"),
+        ((mlp,), (), None, "norms: got 0 norms for 1 sublayers"),
         ((mlp,), (torch.neg,), torch.neg, "final_norm"),
     ]:
         with pytest.raises(ValueError, match=message):

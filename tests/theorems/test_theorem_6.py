@@ -277,7 +277,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="expected a GeneralizedSiLU"):
         attention_only(Transformer((mlp,), (torch.neg,)), N)
     head = Head(rand(D, D), rand(D, D), CAUSAL)
-    with pytest.raises(ValueError, match="n_tokens: got 11; expected 7"):
+    with pytest.raises(ValueError, match="n_tokens: got 11; expected the masks' size, 7"):
         attention_only(Transformer(((head,),), (torch.neg,)), 11)
     with pytest.raises(ValueError, match=r"expected \[7, 10\] or larger"):
         PassingNorm(torch.neg, N, D)(rand(N, D - 1))

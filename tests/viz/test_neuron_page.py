@@ -185,5 +185,5 @@ def test_sizes_and_refusals(model, examples, monkeypatch):
     with pytest.raises(InputError, match="got statistics of the model 'another'"):
         viz.neuron_page(model, None, replace(examples, model="models/another"))
     monkeypatch.setattr(pages, "MOST_NEURONS", 73)
-    with pytest.raises(InputError, match="got 74 neurons; expected 73 at most on one page"):
+    with pytest.raises(InputError, match="got 74 neurons; expected at most 73 on one page"):
         viz.neuron_page(model, None, examples)

@@ -197,8 +197,8 @@ EXTERNAL = re.compile(r"<(script|link|img)[^>]+(src|href)=|from \"https?:|import
     ("names", "texts", "how", "reason"),
     [
         ([], TEXTS, {}, "got 0 heads; expected 1 to 24"),
-        ([f"L0N{i}" for i in range(29)], TEXTS, {}, "got 29 heads; expected 1 to 24: filter"),
-        (NAMES, TEXTS[:-1], {}, "got 10 tokens; expected 11"),
+        ([f"L0N{i}" for i in range(29)], TEXTS, {}, "got 29 heads; expected 1 to 24: select"),
+        (NAMES, TEXTS[:-1], {}, "got 10 tokens; expected the texts of the cache's 11 tokens"),
         (["L2H0"], TEXTS, {}, "the model has layers 0 to 1"),
         (NAMES, TEXTS, {"prompt": 2}, "got prompt=2; the cache has prompts 0 to 1"),
         (NAMES, TEXTS, {"prompt": -1}, "got prompt=-1"),
@@ -258,7 +258,7 @@ def test_caches_of_a_model_that_had_no_neuron_heads_then_or_has_none_now(reader)
 
 def test_a_text_too_long_to_draw_is_refused(cache, monkeypatch):
     monkeypatch.setattr("attn_only_lens.viz.attention.MOST_CELLS", POS * POS)
-    with pytest.raises(InputError, match="242 cells"):
+    with pytest.raises(InputError, match="242 heatmap cells"):
         viz.attention_view(cache, p.heads(1), TEXTS)
 
 

@@ -1,4 +1,4 @@
-"""Compute composition scores: how strongly a head or neuron-head reads another head's output.
+"""Compute composition scores: how strongly a head or neuron reads an earlier one's output.
 
 A writer W and a reader R are matrices that act on rows of the residual stream (`head_matrices.py`).
 Their score is
@@ -9,13 +9,14 @@ This score is from Elhage et al. 2021, "A Mathematical Framework for Transformer
 reader's query (q), key (k) or value (v) matrix. Between two neurons, the score is |cos| of the
 writer's output direction and the reader's input direction.
 
-For a random rotation U, the mean of ‖W U R‖² is ‖W‖² ‖R‖² / d_model. So the root mean square score
-of unrelated heads is 1/√d_model, and `ratio_to_baseline` is the score divided by 1/√d_model.
+If a random rotation U is put between the two matrices, the mean of ‖W U R‖² is ‖W‖² ‖R‖² / d_model.
+So the root mean square score of unrelated heads is 1/√d_model, and `ratio_to_baseline` is the score
+divided by 1/√d_model.
 
 A pair is included if the writer's sublayer comes before the reader's sublayer. In one layer, an
 attention head comes before a neuron, unless attention and MLP run in parallel. TransformerLens
-omits pairs within a layer. A neuron-head's key is constant, so K-composition into a neuron-head is
-zero: `composition` returns 0, `virtual_weights` raises an error, and `top_compositions` omits it.
+omits pairs within a layer. A neuron-head's key is constant, so K-composition into it is zero:
+`composition` returns 0, `virtual_weights` raises an error, and `top_compositions` omits the pair.
 
 Norms are folded into the weights by default (`models/norms.py`). As in TransformerLens, W_Q W_Kᵀ
 excludes rotary embeddings, and "embed" excludes positional embeddings.
@@ -44,8 +45,8 @@ from attn_only_lens.engine.sites import LayerSites, Selection, Sites, all_heads,
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
 
-_ROWS = 1024  # the number of rows of W_E converted to float64 at once
-_BLOCK = 1024  # the number of factor rows computed at once
+_ROWS = 1024  # the number of rows of W_E that are converted to float64 at once
+_BLOCK = 1024  # the number of factor rows processed at once
 _MOST_PAIRS = 4_000_000
 _EMBED = "embed"
 _PROBLEM = "these heads do not compose"
@@ -135,8 +136,9 @@ def top_compositions(
 ) -> pd.DataFrame:
     """Return the pairs of a writer and a later reader with the largest composition scores.
 
-    Scores are computed in blocks, and only the k largest are kept. Let b be the larger of `block`
-    and the largest rank of a head. In float32, the additional memory is at most
+    Scores are computed in blocks of writers and readers, and only the k largest are kept. Let b be
+    the larger of `block` and the largest rank of a head. In float32, the additional memory is at
+    most
 
         8 d_model Σ d_head + 4 d_model² + b (16 d_model + 8 b + 64 min(k, b))    bytes
 
@@ -210,10 +212,11 @@ def virtual_weights(
 ) -> FactoredMatrix:
     """Return the matrix W R that maps a writer's input to a reader's output.
 
-    Rows are the writer's input: the stream (d_model rows) for an attention head, the activation (1
-    row) for a neuron, the token (d_vocab rows) for "embed". Columns are the reader's output. The
-    output of an attention head is the stream at the other position of the score ("q" and "k"), or
-    the head's write ("v"). The output of a neuron is its query or value.
+    Rows stand for the writer's input: the stream (d_model rows) for an attention head, the
+    activation (1 row) for a neuron, the token (d_vocab rows) for "embed". Columns stand for the
+    reader's output. For kinds "q" and "k", the output of an attention head is the stream at the
+    other position of the score (the key's or the query's). For "v", the output is what the head
+    writes. The output of a neuron is its query or value.
 
     The method is from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
@@ -254,7 +257,7 @@ def virtual_weights(
 def _resolve_pairs(
     model: Any, writers: Any, readers: Any, kind: str
 ) -> tuple[list[LayerSites | None], list[LayerSites]]:
-    """Return writers and readers by layer; the embedding, if present, is first and is None."""
+    """Return writers and readers by layer; None as the first writer stands for the embedding."""
     InputError.raise_if(option_reasons("kind", kind, KINDS), _PROBLEM)
     reading = list(resolve_sites(model, readers))
     if isinstance(writers, Selection) or not isinstance(writers, str | Sequence):
@@ -280,7 +283,7 @@ def _write_stage(matrices: HeadMatrices, sites: LayerSites | None) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _HeadFactors:
-    """The factors of one layer's heads of one kind, for either their writes or their reads."""
+    """The factors of all heads of one kind in one layer, either as writers or as readers."""
 
     names: tuple[str, ...]
     stage: int
@@ -308,7 +311,7 @@ def _head_readers(matrices: HeadMatrices, sites: LayerSites, kind: Kind) -> _Hea
 def _head_factors(
     sites: LayerSites, stage: int, matrix: Callable[[LayerSites], FactoredMatrix]
 ) -> _HeadFactors:
-    """Return the factors of heads; those of neurons are computed on demand, to save memory."""
+    """Return the factors of heads; factors of neurons are computed on demand, to save memory."""
     if sites.kind == "attention":
         return _kept(sites.names, stage, writer_factors(matrix(sites), sites.names))
 
@@ -324,7 +327,7 @@ def _kept(names: tuple[str, ...], stage: int, factors: Tensor) -> _HeadFactors:
 
 
 def writer_factors(matrix: FactoredMatrix, names: tuple[str, ...]) -> Tensor:
-    """Return the factors of writers (or of readers, if the matrix is transposed)."""
+    """Return the factors of writers; for the factors of readers, pass the transposed matrix."""
     # For a neuron, A is a single number, whose sign the factor keeps.
     A = matrix.A
     return _normalize((A if A.shape[-2:] == (1, 1) else torch.linalg.qr(A).R) @ matrix.B, names)
@@ -388,7 +391,7 @@ class Partner(NamedTuple):
 
 @torch.no_grad()
 def strongest_partners(model: Any, neurons: Sites, k: int) -> dict[str, list[Partner]]:
-    """Return, for each neuron, side and kind, the k partners with the largest |score|."""
+    """Return each neuron's k partners with the largest |score|, for each `side` and `kind`."""
     matrices = HeadMatrices.of(model, fold_norms=True)
     layers = resolve_sites(model, all_heads())
     partners: dict[str, list[Partner]] = {}
@@ -426,7 +429,7 @@ def is_gated(model: Any, layer: int) -> bool:
 def _strongest(
     neurons: _HeadFactors, others: list[_HeadFactors], k: int
 ) -> Iterator[tuple[str, list[tuple[str, float]]]]:
-    """Yield each neuron's name, with the k heads that have the largest |score|."""
+    """Yield each neuron's name, with the k heads in `others` that have the largest |score|."""
     for some in neurons.slices(_BLOCK):
         factors = neurons.factors(some)
         tops: list[list[tuple[str, float]]] = [[] for _ in factors]

@@ -1,4 +1,4 @@
-"""Matrices through which heads read and write rows of the residual stream.
+"""The matrices through which heads and neurons read and write rows of the residual stream.
 
     attention head   writes  W_V W_O        reads  q: W_Q W_Kᵀ    k: W_K W_Qᵀ    v: W_V W_O
     neuron-head      writes  W_out[i]       reads  q: W_in[:, i]; in a gated MLP, W_gate[:, i]
@@ -6,11 +6,11 @@
                                                    k: none; keys do not depend on the token
     the embedding    writes  W_E
 
-A neuron-head's W_V is left out: it has rank one, so it cancels in every score. A gated MLP has no
-W_V. If several heads share a neuron, head j writes w_j W_out[i] and has the query b_j W_in[:, i],
-which is 0 if b_j = 0. For the activation a_1 SiLU(a_2 x), the query is multiplied by the sign of
-a_2, so that an open gate has a positive query. The value is multiplied by a_1 a_2 (in a gated MLP
-by a_1 |a_2|, because the sign is in the query).
+A neuron-head's W_V has rank one, so it cancels in every composition score and is left out. A gated
+MLP has no W_V. If several heads share a neuron, head j writes w_j W_out[i] and has the query b_j
+W_in[:, i], which is 0 if b_j = 0. For the activation a_1 SiLU(a_2 x), the query is multiplied by
+the sign of a_2, so that an open gate has a positive query. The value is multiplied by a_1 a_2 (in a
+gated MLP by a_1 |a_2|, because the sign is in the query).
 
 Norms are folded into the matrices on request (`models/norms.py`). Half-precision matrices are
 converted to float32.
@@ -43,7 +43,7 @@ class HeadMatrices:
 
     @classmethod
     def of(cls, model: Any, *, fold_norms: bool) -> "HeadMatrices":
-        """Return a model's matrices; raise an error if a bridge has unsupported modules."""
+        """Return the matrices of all heads; raise an error if a bridge has unsupported modules."""
         host = host_of(model)
         host.require_weights()
         return cls(model, tuple(host.norms()) if fold_norms else None)
@@ -62,7 +62,7 @@ class HeadMatrices:
         return norms.attention if sites.kind == "attention" else norms.neuron
 
     def _of_heads(self, weights: Tensor, sites: LayerSites) -> Tensor:
-        """Return the weights of the given query heads, which may share keys and values."""
+        """Return the weights of query heads; several of them may share one key or value head."""
         n_heads = host_of(self.model).n_heads[sites.layer]
         return weights[sites.index.to(weights.device) * len(weights) // n_heads]
 
@@ -79,17 +79,17 @@ class HeadMatrices:
         norm = norms.query if name == "W_Q" else norms.key
         if norm.weight is None or len(norm.weight) == d_head:
             return norm.after(weight)
-        # As in OLMo 2, one norm acts on the concatenation of all heads.
+        # In some models, such as OLMo 2, one norm acts on all heads together.
         if norm.centres:
             raise InputError(
-                [f"layer {sites.layer}: a LayerNorm mixes the heads; pass fold_norms=False"],
+                [f"layer {sites.layer}: one LayerNorm acts on all heads; pass fold_norms=False"],
                 "the queries and keys of single heads cannot be separated",
             )
         of_head = self._of_heads(norm.weight.view(-1, d_head), sites)
         return weight * of_head.to(weight.dtype)[:, None]
 
     def _gate_parameters(self, sites: LayerSites, name: str, like: Tensor) -> Tensor:
-        """Return a gate parameter for each site, or 1 for a whole neuron."""
+        """Return the gate parameter `name` of each site, or 1 if the site is a whole neuron."""
         gate: Any = host_of(self.model).neurons[sites.layer].gate
         numbers = [
             1.0 if member in (ALL_MEMBERS, None) else getattr(gate, name)[member]
@@ -138,7 +138,7 @@ class HeadMatrices:
         gate = getattr(heads.module, "W_gate", None)
         W = heads.module.W_in if kind == "v" or gate is None else gate
         columns = first.before(float32_if_half(W[:, sites.index.to(W.device)].detach())).T
-        if isinstance(heads.gate, Gate):  # a generalized SiLU may scale and reverse them
+        if isinstance(heads.gate, Gate):  # a generalized SiLU may scale columns or flip their signs
             if kind == "q":
                 columns = columns * heads.gate.side
             elif gate is None:
@@ -149,7 +149,7 @@ class HeadMatrices:
         return FactoredMatrix(columns[:, :, None], slope.expand(len(columns))[:, None, None])
 
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
-        """Return W_E; raise an error if it is normed or projected before the first block."""
+        """Return W_E; raise an error if the model norms or projects it before the first block."""
         W_E, cfg = self.model.W_E, self.model.cfg
         if W_E.shape[-1] != cfg.d_model or getattr(cfg, "post_embedding_ln", False):
             reason = (

@@ -9,17 +9,17 @@
 The definitions are from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 The QK circuit of a neuron-head shows which tokens open its gate. The OV circuit shows which logits
 the neuron-head raises for each token. The circuits omit norm scales (gains are folded in), biases,
-positions (rotary: distance 0), 1/√d_head, and everything that earlier heads add. W_U C is W_U minus
-its mean over the vocabulary.
+positions (rotary embeddings are taken at distance 0), 1/√d_head, and everything that earlier heads
+add to the stream. W_U C is W_U minus its mean over the vocabulary.
 
 A head copies if its OV circuit M raises the logit of the token that it reads:
 
     copying = Σ λ / Σ |λ|               λ: eigenvalues of M; on average 0 for random heads
     cosine  = Σ λ / ‖M‖_F               the cosine between M and the identity, times √d_vocab
 
-A neuron-head has one eigenvalue, (W_out W_U C) · (W_E W_in), so its copying score is 1 or -1. No
-d_vocab × d_vocab matrix is computed. The d_head × d_head matrix W_O W_U C W_E W_V has the nonzero
-eigenvalues of M, and ‖M‖² = tr((W_Vᵀ W_Eᵀ W_E W_V)(W_O W_U C W_Uᵀ W_Oᵀ)).
+A neuron-head's M has rank one, so its only nonzero eigenvalue is (W_out W_U C) · (W_E W_in), and
+copying is 1 or -1. No M is computed: for an attention head, the d_head × d_head matrix W_O W_U C
+W_E W_V has the nonzero eigenvalues of M, and ‖M‖² = tr((W_Vᵀ W_Eᵀ W_E W_V)(W_O W_U C W_Uᵀ W_Oᵀ)).
 
 Token paths through one neuron use ReLU instead of the model's activation function. All supported
 activation functions are close to ReLU for large inputs, and ReLU commutes with norm scales.
@@ -54,9 +54,9 @@ from attn_only_lens.gates import Gate
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.precision import full_precision
 
-_BIAS = -1  # stands for the bias token
-_ROWS = 1024  # the number of tokens computed at once
-_NEURONS = 64  # the number of neurons computed at once; each has d_vocab values
+_BIAS = -1  # the token id that stands for the bias token
+_ROWS = 1024  # the number of tokens processed at once
+_NEURONS = 64  # the number of neurons processed at once; each has d_vocab values
 _PROBLEM = "this part of a circuit cannot be shown"
 _NO_SCORES = "these heads have no copying scores"
 
@@ -84,7 +84,7 @@ class TokenCircuit:
 
     @property
     def columns(self) -> tuple[str, str]:
-        """The meaning of row tokens and of column tokens, such as ("query", "key")."""
+        """What the row tokens and column tokens represent, such as ("query", "key")."""
         return ("query", "key") if self.kind == "qk" else ("read", "written")
 
     @torch.no_grad()
@@ -117,7 +117,7 @@ class TokenCircuit:
 
     @property
     def eigenvalues(self) -> Complex[Tensor, "d_head"]:
-        """The d_head eigenvalues of B A, if `matrix` is A B. All other eigenvalues of A B are zero.
+        """The d_head eigenvalues of B A, where `matrix` = A B; all other eigenvalues of A B are 0.
 
         Raises:
             InputError: the matrix is not square.
@@ -147,7 +147,7 @@ def qk_circuit(
     tokens: Sequence[int] | None = None,
     fold_norms: bool = True,
 ) -> TokenCircuit:
-    """Return the QK circuit: which tokens a head attends to, or which tokens open its gate.
+    """Return the QK circuit: which tokens a head attends to, or which tokens open a neuron's gate.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.

@@ -1,19 +1,20 @@
-"""Matrices of what heads read from token embeddings, and of what they write to the logits.
+"""Compute what heads read from token embeddings, and what they add to the logits.
 
     reads    W_E N W         N: the gain of the norm before the head
     writes   W N W_U C       N: the gain of the final norm; C removes the mean over the vocabulary
 
-Softmax does not depend on the logits' mean, so a centred unembedding gives the same matrices.
+Softmax does not depend on the mean of the logits, so C removes this mean. Centring W_U therefore
+does not change the matrices.
 
-`DirectEffects` returns one score per token for the direct path of one node:
+`DirectEffects` returns one score per token for the direct path between one node and the token:
 
     promotes z W_O N W_U     z: the node's output at its position in one run; N: the final norm
     reads    W_E N W_in      W_gate in a gated MLP; N: the norm before the neuron
 
-Norm scales are left out, so scores are standardized over the vocabulary. The formula for "promotes"
-is the logit lens of one component (nostalgebraist, "interpreting GPT: the logit lens", 2020), as in
-Geva et al., "Transformer Feed-Forward Layers Build Predictions by Promoting Concepts in the
-Vocabulary Space" (2022).
+Because norm scales are left out, scores are standardized over the vocabulary (mean 0, variance 1).
+The formula for "promotes" is the logit lens of one component (nostalgebraist, "interpreting GPT:
+the logit lens", 2020), as in Geva et al., "Transformer Feed-Forward Layers Build Predictions by
+Promoting Concepts in the Vocabulary Space" (2022).
 """
 
 import reprlib
@@ -35,14 +36,14 @@ from attn_only_lens.models.norms import NO_NORM, Norm
 from attn_only_lens.tolerances import rounding
 
 _PROBLEM = "the heads of this model cannot be written as matrices over its vocabulary"
-_ROWS = 64  # the number of rows computed at once; each has d_vocab values
+_ROWS = 64  # the number of rows processed at once; each has d_vocab values
 TokenScores: TypeAlias = list[tuple[int, float]]
 """Pairs (token, score): first the largest scores, then the smallest."""
 
 
 @dataclass(frozen=True, eq=False)
 class InputVocabulary:
-    """The matrices of a model's heads, and the embedding of `read_tokens` (None means all)."""
+    """The matrices of a model's heads, and the embeddings of `read_tokens` (None: all tokens)."""
 
     heads: HeadMatrices
     W_E: Float[Tensor, "d_vocab d_model"]
@@ -63,7 +64,7 @@ class InputVocabulary:
 
 @dataclass(frozen=True, eq=False)
 class VocabularyMatrices(InputVocabulary):
-    """An `InputVocabulary` with the final norm, and the unembedding of `written_tokens`.
+    """An `InputVocabulary` that also has the final norm and the unembedding of `written_tokens`.
 
     If `written_tokens` is None, all tokens are included.
     """
@@ -98,7 +99,7 @@ class VocabularyMatrices(InputVocabulary):
         return cls(both.heads, W_E, read, W_U, written, final, W_U.mean(dim=1))
 
     def writes(self, rows: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_vocab_out"]:
-        """Return what each row of the stream adds to each logit, up to a constant for the row."""
+        """Return what each row of the stream adds to each logit, minus the mean over logits."""
         normed = self.final.after(rows).to(self.W_U)
         return (normed @ self.W_U).sub_((normed @ self.mean)[:, None])
 
@@ -135,7 +136,7 @@ def _unembedding(model: Any) -> Float[Tensor, "d_model d_vocab_out"]:
 
 
 class DirectEffects:
-    """Projections of heads onto the vocabulary: the tokens with the highest and lowest scores."""
+    """The tokens that heads promote or read most, by direct paths to or from the vocabulary."""
 
     def __init__(self, model: Any) -> None:
         self._unembed, self._host = model.unembed, host_of(model)
@@ -164,7 +165,7 @@ class DirectEffects:
 
     @torch.no_grad()
     def written_tokens(self, neurons: Sequence[str], k: int) -> list[TokenScores]:
-        """Return the tokens whose logits a positive z of each neuron raises and lowers most."""
+        """Return the tokens whose logits each neuron raises and lowers most when z is positive."""
 
         def tops(sites: LayerSites, rows: list[int]) -> list[TokenScores]:
             ones = sites.index.new_ones(len(rows), 1).float()
@@ -187,7 +188,7 @@ class DirectEffects:
 
     @torch.no_grad()
     def tokens_of(self, written: Float[Tensor, "row d_model"], k: int) -> list[TokenScores]:
-        """Return the tokens whose logits each row raises and lowers most, without biases."""
+        """Return the tokens whose logits each row of `written` raises and lowers most."""
         dtype = next(self._unembed.parameters()).dtype
         rows = self._final.after(written).to(dtype)
         bias = self._unembed(torch.zeros_like(rows[None, :1]))
@@ -201,7 +202,7 @@ class DirectEffects:
 def _by_layer(
     names: Iterable[str], tops: Callable[[LayerSites, list[int]], list[TokenScores]]
 ) -> list[TokenScores]:
-    """Return the tokens of each head; all heads of a sublayer are processed together."""
+    """Call `tops` once per sublayer, and return the tokens of each head in the order of `names`."""
     heads = [HeadName.parse(name) for name in names]
     groups: dict[tuple[int, Any], list[int]] = {}
     for row, head in enumerate(heads):

@@ -1,11 +1,11 @@
 """Run only the last blocks of a forward pass, for many variants of the run at once.
 
-Rows are variants × prompts: row r holds prompt r mod batch of variant r // batch. Variants that
-enter at different blocks run together (`Joined`). A replay computes only what its variants can
-change and the metric needs. Replays skip earlier blocks, logits that the metric does not read and,
-in causal models, positions before `first`; later positions attend to recorded keys and values.
-Before its first use, a replay must reproduce the recorded logits, and its edits must have the same
-effects as hooks (`edit_checks.py`).
+A forward pass has one row for each prompt of each variant. With n prompts, row r holds prompt r mod
+n of variant r // n. Variants that start at different blocks can run together (`Joined`). A replay
+computes only the activations that its variants can change and that the metric needs. Replays skip
+earlier blocks, logits that the metric does not read and, in causal models, positions before
+`first`; later positions attend to recorded keys and values. Before its first use, a replay must
+reproduce the recorded logits, and its edits must have the same effects as hooks (`edit_checks.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -37,8 +37,8 @@ _BEFORE_OUTPUT = "q", "k", "v", "pattern", "z"  # hook points before attention's
 # The number of copies of the widest activation, of attention scores, and of the logits for a loss
 # that are in memory at once, according to torch's profiler (`test_memory.py`).
 _WIDEST, _SCORES, _LOGITS = 6, 4, 8
-_LOGITS_AT_ONCE = 2**26  # floats, with copies: enough for 170 tokens with 49,152 logits each
-_CALL_FLOPS = 3e10  # an estimate for GPUs, with 90 kernels of 10 µs per block and 30 Tflop/s
+_LOGITS_AT_ONCE = 2**26  # floats, including copies; enough for 170 tokens with 49,152 logits each
+_CALL_FLOPS = 3e10  # an estimate for GPUs: 90 kernels of 10 µs per block, at 30 Tflop/s
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Variants:
 
 
 class Joined:
-    """Variants that run together in the order of their blocks, all starting at the same position.
+    """Variants that run together, sorted by their first block; all start at the same position.
 
     Attributes:
         first: the first position at which the variants differ from the recorded run.
@@ -96,7 +96,7 @@ class Joined:
 
     @property
     def hooks(self) -> list[tuple[str, Callable[..., Any]]]:
-        """The edits of all variants; each edit changes only the rows of its variant."""
+        """The hooks of all variants; each hook edits only the rows of its own variants."""
         if len(self.members) == 1:
             return list(self.members[0].hooks)
         return [
@@ -107,7 +107,7 @@ class Joined:
 
     @contextmanager
     def added(self) -> Iterator[None]:
-        """Add `added` to the outputs of MLPs inside a `with`."""
+        """Inside a `with`, add each variant's tensor `added` to the output of its MLP."""
         with ExitStack() as stack:
             for variants, rows in self._slices():
                 if variants.mlp is not None:
@@ -118,7 +118,7 @@ class Joined:
 
 @contextmanager
 def suppress_refusals() -> Iterator[None]:
-    """Suppress errors of a model that cannot run like this, but not memory or package errors."""
+    """Suppress errors of a model that cannot run this way; re-raise memory and package errors."""
     try:
         yield
     except _UNFIT as error:
@@ -202,7 +202,7 @@ class Replay(ABC):
             return run(joined)
 
     def _edits_trimmed(self, variants: Variants) -> bool:
-        """Return whether an edit needs all tokens in a module that would run on only one."""
+        """Return whether an edit needs all tokens of a module that would run on only one token."""
         last, layer = f"blocks.{self.n_blocks - 1}.", self.host.n_layers - 1
         before = {self.host.hook_name(layer, "attention", point) for point in _BEFORE_OUTPUT}
         names = {name for name, _ in variants.hooks if name.startswith(last)}
@@ -223,11 +223,11 @@ class Replay(ABC):
 
     @abstractmethod
     def block_output(self, variants: Variants) -> Float[Tensor, "row pos d_model"]:
-        """Return the output of the variants' first block, from position `first` on."""
+        """Return the output of the first block that the variants run, from position `first` on."""
 
     @property
     def precise(self) -> "Replay":
-        """The replay that is tested: `other` if there is one, otherwise this replay."""
+        """The replay that is used for tests: `other` if it is not None, otherwise this replay."""
         return self.other or self  # a reference to itself would delay garbage collection
 
     @abstractmethod
@@ -237,7 +237,7 @@ class Replay(ABC):
     @property
     @abstractmethod
     def cached_numbers_per_token(self) -> int:
-        """The number of floats in memory while a block runs, for one token's keys and values."""
+        """The number of floats that one token's keys and values occupy while a block runs."""
 
     @torch.no_grad()
     def values(self, *variants: Variants) -> Float[Tensor, "site prompt"]:
@@ -255,11 +255,11 @@ class Replay(ABC):
         )
 
     def recorded_stream(self, block: int, first: int, n: int) -> Float[Tensor, "row pos d_model"]:
-        """Return the recorded stream at a block's input, from `first` on, for n variants."""
+        """Repeat the recorded stream at a block's input, from position `first` on, n times."""
         return self.recording.streams[block][:, first:].repeat(n, 1, 1)
 
     def start(self, block: int, position: int) -> int:
-        """Return the position at which to start variants that differ from `position` on."""
+        """Return where to start variants that differ from the recorded run from `position` on."""
         positions = self.metric.positions
         latest = self.n_pos - 1 if positions is None else int(positions.min())
         first = min(position, latest)
@@ -277,12 +277,12 @@ class Replay(ABC):
         return int(self.batch * self.n_pos * per_token)
 
     def share_of_forward(self, block: int, first: Int[Tensor, "row"]) -> Float[Tensor, "row"]:
-        """Return the share of a full run's cost for variants that start at a block and position."""
+        """Return the cost of variants that start at `block` and `first`, relative to a full run."""
         flops = self.batch * (self.n_pos - first).double() * self.flops_per_token(block)
         return flops / self.flops_of_forward
 
     def flops_per_run(self, block: int, position: int) -> float:
-        """Return the fixed cost, in flops, of a run that starts at a block."""
+        """Return the fixed cost of calling each block from `block` on, as a number of flops."""
         on_cpu = self.recording.tokens.device.type == "cpu"
         return (self.n_blocks - block) * (self.call_flops_on_cpu if on_cpu else _CALL_FLOPS)
 
@@ -311,7 +311,7 @@ class Replay(ABC):
         block: int,
         positions: slice | Int[Tensor, "pos"] = slice(None),
     ) -> Bool[Tensor, "*any batch pos"]:
-        """Return which changes of the stream that enters a block can affect the metric."""
+        """Return which changed tokens in a block's input stream can affect the metric."""
         if self.metric.positions is None or block < self.n_blocks:
             return changed
         # After the last block, tokens do not affect each other.
@@ -324,7 +324,7 @@ class Replay(ABC):
         return self.precise._adds[block]
 
     def test_mlp_outputs(self, mlps: Mapping[int, nn.Module]) -> None:
-        """Test whether blocks add their MLPs' outputs to the stream; read all errors at once."""
+        """Test for each block whether it adds its MLP's output to the stream unchanged."""
         if self.precise is not self:
             with full_precision():
                 return self.precise.test_mlp_outputs(mlps)
@@ -349,7 +349,7 @@ class Replay(ABC):
         return None
 
     def check(self) -> None:
-        """Refuse a model if replays without edits do not reproduce the recorded logits."""
+        """Raise an error if replays without edits do not reproduce the recorded logits."""
         tests, run = self.tested, self.recording
         could_trim = self.trims = self.trims and not tests.covers("whole last block", run)
         blocks = [self.n_blocks]  # always test the unembedding of the logits that the metric reads
@@ -385,7 +385,7 @@ class Replay(ABC):
             raise UnsupportedModelError([reason], PROBLEM)
 
     def _difference(self, first: int, blocks: Sequence[int]) -> tuple[float, float, float]:
-        """Return the largest difference of the logits, its allowed size, and the largest logit."""
+        """Return the largest error of the logits, the allowed error, and the largest logit."""
         unedited = (Variants(b, first, self.recorded_stream(b, first, 1)) for b in blocks)
         whole, largest = (
             self.metric.select(self.recording.logits),
@@ -402,7 +402,7 @@ class Replay(ABC):
     def with_earlier_logits(
         self, logits: Float[Tensor, "row position column"], first: int
     ) -> Float[Tensor, "row position column"]:
-        """Prepend the recorded logits before `first`, if the metric reads all positions."""
+        """If the metric reads all positions, prepend the recorded logits from before `first`."""
         if self.metric.positions is not None or not first:
             return logits
         before = self.metric.select(self.recording.logits)[:, :first]

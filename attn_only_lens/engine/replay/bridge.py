@@ -2,10 +2,11 @@
 
 If a transformers model accepts a cache, only the first patched token and later tokens run; recorded
 keys and values replace earlier tokens (`key_values.py`). Each start position is tested before its
-first use: noise is added to the stream from this position on, and a run on all positions must agree
-with a run from this position on, in every block and in the logits. All positions run if this test
+first use. Noise is added to the stream from this position on; then a run on all positions and a run
+from this position on must agree, in every block and in the logits. All positions run if this test
 fails, if the model is not causal or has no cache, or in half precision, where rounding could hide a
-difference. Another test shows whether the model can compute the logits of only some tokens.
+difference. Another test shows whether the model can compute the logits of only some tokens of the
+vocabulary.
 """
 
 from collections.abc import Iterator
@@ -83,14 +84,14 @@ class BridgeReplay(Replay):
         return self._past is not None
 
     def _is_untested(self, block: int, position: int) -> bool:
-        """Return whether a start at this block and position is still untested."""
+        """Return whether a start at this block and position has not been tested yet."""
         return block < self._tested.get(position, self.n_blocks + 1) and not any(
             self.tested.covers(("start", earlier, position), self.recording)
             for earlier in range(block + 1)
         )
 
     def flops_per_run(self, block: int, position: int) -> float:
-        """Return the fixed cost of a run, plus the cost of a test if the start is untested."""
+        """Return the fixed cost of a run, including a test if the start has not been tested yet."""
         flops = super().flops_per_run(block, position)
         if not position or not self._is_untested(block, position):
             return flops
@@ -103,14 +104,14 @@ class BridgeReplay(Replay):
 
     @torch.no_grad()
     def _test_start(self, block: int, first: int, earlier: int) -> bool:
-        """Compare a run that starts at `first` with a run that starts at `earlier`."""
+        """Return whether runs that start at `first` and at `earlier` agree from `first` on."""
         recorded, mask = self.recording.streams[block], self.recording.mask
         noise = normal_numbers(recorded.shape)
         noise[:, :first] = 0
         stream = recorded + noise.to(recorded) * recorded.std()
         whole, logits = self._streams_and_logits(Variants(block, earlier, stream[:, earlier:]))
         later, again = list[Residual](), logits
-        with suppress_refusals():  # the model may not be able to continue a cache
+        with suppress_refusals():  # the model may be unable to run on cached keys and values
             later, again = self._streams_and_logits(Variants(block, first, stream[:, first:]))
         if not later:
             return False
@@ -119,14 +120,14 @@ class BridgeReplay(Replay):
             expected = expected[:, first - earlier :]
             # Use one scale per token: a token with large activations would hide errors in others.
             scale = expected.abs().amax(-1, keepdim=True)
-            if mask is not None:  # no token attends to padding, and no patch changes it
+            if mask is not None:  # no patch changes padding, and no real token attends to it
                 padding = ~mask[:, first:, None].bool().to(scale.device)
                 scale = scale.masked_fill(padding, torch.inf)
             agree.append(self._agree(got, expected, scale))
         return bool(stacked(agree).all())
 
     def _streams_and_logits(self, variants: Variants) -> tuple[list[Residual], Tensor]:
-        """Return the first block's input, the outputs from this block on, and the logits."""
+        """Return the first block's input, the outputs of this and later blocks, and the logits."""
         with record_streams(self.model) as (streams, _):
             logits = self.joined_logits(Joined(variants))
         return [variants.stream, *streams[variants.block + 1 :]], logits
@@ -141,11 +142,11 @@ class BridgeReplay(Replay):
 
     @property
     def cached_numbers_per_token(self) -> int:
-        """The number of floats in memory while a block runs, for one token's keys and values."""
+        """The number of floats that one token's keys and values occupy while a block runs."""
         if self._past is None:
             return 0
         d_head = max(keys.shape[-1] for keys, _ in self._past.layers)
-        return 3 * max(self.host.n_heads) * d_head  # shared keys and values are repeated
+        return 3 * max(self.host.n_heads) * d_head  # shared keys and values, copied for each head
 
     @property
     def logits_per_variant(self) -> int:
@@ -174,7 +175,7 @@ class BridgeReplay(Replay):
         linear = self.model.unembed.original_component
         if type(linear) is not nn.Linear:  # the unembedding is quantised
             return False
-        placed = getattr(linear, "_hf_hook", None)  # accelerate's hook, which moves weights
+        placed = getattr(linear, "_hf_hook", None)  # set by accelerate, which moves weights
         if "forward" in vars(linear) and getattr(placed, "offload", True):
             return False
         test = "columns", *self.metric.columns.tolist()
@@ -182,7 +183,7 @@ class BridgeReplay(Replay):
             return True
         unedited = Variants(self.n_blocks, 0, self.recorded_stream(self.n_blocks, 0, 1))
         logits = self.recording.logits
-        with suppress_refusals(), self._unembed_columns():  # the model may need all columns
+        with suppress_refusals(), self._unembed_columns():  # the model may need all logits
             got = self._run(Joined(unedited))
             if self._agree(got, logits[..., self.metric.columns], logits.abs().max()):
                 self.tested.add(test, self.recording)
@@ -196,7 +197,7 @@ class BridgeReplay(Replay):
         return joined.stream(self.n_blocks, x)
 
     def block_output(self, variants: Variants) -> Residual:
-        """Return the output of the variants' first block, from position `first` on."""
+        """Return the output of the first block that the variants run, from position `first` on."""
         return self._output(Joined(variants), variants.block)
 
     def _output(self, joined: Joined, index: int) -> Residual:
@@ -225,9 +226,10 @@ class BridgeReplay(Replay):
 
     @contextmanager
     def _enter_blocks(self, joined: Joined) -> Iterator[None]:
-        """Skip the blocks before any variant starts; run each later block on the started variants.
+        """Skip blocks until a variant starts; run later blocks on the variants that have started.
 
-        The model makes masks and rotations for all rows; a block gets only the part for its rows.
+        The model computes masks and rotary embeddings for all rows; each block gets only the part
+        for its own rows.
         """
         n_rows, n_blocks = joined.n_rows, self.n_blocks
 
@@ -261,7 +263,7 @@ class BridgeReplay(Replay):
 
     @contextmanager
     def _unembed_columns(self) -> Iterator[None]:
-        """Compute only the logits of tokens that the metric reads, inside a `with`."""
+        """Inside a `with`, compute logits only for the tokens that the metric reads."""
         linear, columns = self.model.unembed.original_component, self.metric.columns
         assert columns is not None
         columns = columns.to(linear.weight.device)
@@ -276,7 +278,7 @@ class BridgeReplay(Replay):
 
     @contextmanager
     def _unembed_read(self, first: int) -> Iterator[None]:
-        """Compute logits only at positions and, if possible, of tokens that the metric reads."""
+        """Compute logits only at positions and, if possible, for tokens that the metric reads."""
         positions = self.metric.positions
 
         def pick(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -306,7 +308,7 @@ class _Replacement(partial[Any]):
 
 @contextmanager
 def _replace_forward(module: nn.Module, forward: Any) -> Iterator[None]:
-    """Replace the forward pass of a module inside a `with`."""
+    """Inside a `with`, replace the forward pass of a module with `forward`."""
     instance_forward = vars(module).get("forward")  # accelerate sets `forward` on the instance
     if isinstance(instance_forward, _Replacement):
         raise UnsupportedCallError(

@@ -1,10 +1,10 @@
 """Speed up replays: use one kernel per activation function, and skip parts of the last block.
 
-Libraries compute some activation functions with eight kernels where torch has one kernel. Most
-metrics read the last block's output at one token per prompt. Then this block's output projections
-and MLP run only on that token: their output [row, 1, d_model] is added to a stream [row, pos,
-d_model], which is then correct at that token and wrong at other tokens. An activation function is
-compared with torch's before it is replaced. `Replay.check` tests the resulting logits.
+Libraries compute some activation functions with eight kernels where torch has one. Most metrics
+read the last block's output at one token per prompt. Then this block's output projections and MLP
+run only on that token: their output [row, 1, d_model] is added to a stream [row, pos, d_model],
+which is then correct at that token and wrong at other tokens. An activation function is compared
+with torch's before it is replaced. `Replay.check` tests the resulting logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +21,14 @@ from transformers.activations import FastGELUActivation, NewGELUActivation
 _FUSED = partial(functional.gelu, approximate="tanh")
 _SLOW_MODULES = NewGELUActivation, FastGELUActivation
 _SLOW_FUNCTIONS = gelu_new, gelu_fast
-_ROUNDINGS = 8  # the tolerance in units of the pre-activation's rounding
+_ROUNDINGS = 8  # the largest allowed difference, in units of eps · |pre-activation|
 _FINE = torch.float32, torch.float64
 
 
 class FusedActivations:
     """A model's activation functions that torch can compute in one kernel, up to rounding.
 
-    Several threads may run one model at once. The last thread restores the model's functions.
+    Several threads may run one model at once; the last to end restores the model's functions.
     """
 
     def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
@@ -48,7 +48,7 @@ class FusedActivations:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Use torch's kernels inside a `with`."""
+        """Inside a `with`, compute the activation functions with torch's kernels."""
         try:
             for module, name, _ in self._replaced:
                 vars(module)[name] = _FUSED
@@ -62,7 +62,7 @@ class FusedActivations:
 
 
 def _agree(activation: Callable[[Tensor], Tensor], dtype: torch.dtype, device: Any) -> bool:
-    """Return whether an activation function equals torch's, up to rounding, from -20 to 20."""
+    """Return whether an activation function equals torch's between -20 and 20, up to rounding."""
     q = torch.linspace(-20.0, 20.0, 4001, dtype=dtype, device=device)
     allowed = _ROUNDINGS * torch.finfo(dtype).eps * q.abs()
     return bool(((activation(q) - _FUSED(q)).abs() <= allowed).all())
@@ -70,7 +70,7 @@ def _agree(activation: Callable[[Tensor], Tensor], dtype: torch.dtype, device: A
 
 @contextmanager
 def only_where_read(modules: Sequence[nn.Module], columns: Tensor) -> Iterator[None]:
-    """Run modules on one token per prompt inside a `with`.
+    """Inside a `with`, run modules on only one token per prompt.
 
     Args:
         modules: modules that map a tensor [row, pos, …] token by token.
@@ -87,6 +87,6 @@ def only_where_read(modules: Sequence[nn.Module], columns: Tensor) -> Iterator[N
 
 
 def at_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """Return one token from each row, [row, 1, …]; rows are variants × prompts."""
+    """Return one token of each row, [row, 1, …]; all variants of a prompt use the same column."""
     rows = torch.arange(len(x), device=x.device)
     return x[rows, columns.to(x.device).repeat(len(x) // len(columns))].unsqueeze(1)

@@ -1,4 +1,4 @@
-"""The replay for HookedTransformers, converted or with exposed neuron-heads."""
+"""The replay for HookedTransformers that were converted or have exposed neuron-heads."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class HookedReplay(Replay):
         super().__post_init__()
         model, cfg = self.model, self.model.cfg
         self._causal = cfg.attention_dir == "causal"
-        # Shortformer models add position embeddings in every block. A model may make its own mask.
+        # Shortformer models add position embeddings in every block. The model may also make a mask.
         tokens, mask = self.recording.tokens, self.recording.mask
         _, _, self._positions, self._mask = model.input_to_embed(tokens, attention_mask=mask)
         self._past: dict[int, _Past] = {}
@@ -51,7 +51,7 @@ class HookedReplay(Replay):
 
     @property
     def cached_numbers_per_token(self) -> int:
-        """The number of floats in memory while a block runs, for one token's keys and values."""
+        """The number of floats that one token's keys and values occupy while a block runs."""
         rotary = self.model.cfg.positional_embedding_type == "rotary"  # each run rotates keys
         tensors = (tensor for past in self._past.values() for tensor in vars(past).values())
         width = max((tensor.shape[-1] for tensor in tensors), default=0)
@@ -62,11 +62,11 @@ class HookedReplay(Replay):
         return self._causal
 
     def block_output(self, variants: Variants) -> Residual:
-        """Return the output of the variants' first block, from position `first` on."""
+        """Return the output of the first block that the variants run, from position `first` on."""
         return self._run(Joined(variants), variants.block + 1)
 
     def _run(self, joined: Joined, end: int) -> Residual:
-        """Run the blocks before `end`; return the stream at `end` for all variants so far."""
+        """Run the blocks before `end`; return the stream that enters `end` for all variants."""
         x = None
         with self.model.hooks(fwd_hooks=joined.hooks), joined.added():
             for index in range(joined.block, end):
@@ -75,7 +75,7 @@ class HookedReplay(Replay):
         return joined.stream(end, x)
 
     def enter(self, joined: Joined, block: int) -> None:
-        """Set other inputs of a block for the rows that enter it; by default, do nothing."""
+        """Prepare a block for the rows that enter it; this class has nothing to prepare."""
 
     def _block(self, index: int, x: Residual, first: int) -> Residual:
         past = self._past[index].before(first) if first and index in self._past else None

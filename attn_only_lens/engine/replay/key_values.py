@@ -1,4 +1,4 @@
-"""Recorded keys and values, in a transformers cache that does not store new keys and values.
+"""Put recorded keys and values into a transformers cache that never stores new ones.
 
 With such a cache, a model can run the rest of a prompt many times, with the correct positions,
 rotations and masks.
@@ -66,7 +66,7 @@ class _Prefix(DynamicLayer):
 
 
 def extend(past: Tensor, new: Tensor, axis: int) -> Tensor:
-    """Concatenate past and new keys (or values) for each variant, with one copy."""
+    """For each variant, concatenate past and new keys (or values); copy the data only once."""
     of_each = new.unflatten(0, (-1, len(past)))
     axis = axis if axis < 0 else axis + 1
     return torch.cat([past.expand(len(of_each), *past.shape), of_each], axis).flatten(0, 1)

@@ -1,14 +1,15 @@
-"""Save TransformerBridges with neuron-heads in place, as Hugging Face folders where possible.
+"""Save TransformerBridges whose MLP neurons are exposed as attention heads (neuron-heads).
 
-A Hugging Face folder holds the weights of the wrapped model under their names in transformers, so
-`from_pretrained` and `boot_transformers` can open it. Such a folder cannot hold processed weights,
-models from `boot_native`, or layer sizes that transformers does not support
-(`transformers_module.py`). In these cases the tensors are saved in `bridge.safetensors`, under
-their names in the bridge. Only `load` reads this file: it builds the model from its configuration,
-repeats the weight processing, and fills in the tensors.
+A bridge is saved as a Hugging Face folder where possible. Such a folder holds the weights of the
+wrapped model under their names in transformers, so `from_pretrained` and `boot_transformers` can
+open it. Such a folder cannot hold weights that TransformerLens has processed, models from
+`boot_native`, or layer sizes that transformers does not support (`transformers_module.py`). The
+tensors of these bridges are saved in `bridge.safetensors`, under their names in the bridge. Only
+`load` reads this file: it builds the model from its configuration, repeats the weight processing,
+and then copies the saved tensors into it.
 
 `save` loads the files that it has written, and compares the modules, hook points, tensors and
-settings of the loaded model with those of the original. On a few tokens, the logits of both models
+settings of the loaded model with those of the original. The logits of both models on a few tokens
 must be bitwise equal. If anything differs, `save` raises an error.
 """
 
@@ -62,14 +63,15 @@ _NATIVE = "TransformerLensNative"
 _WRAPPED = "._original_component"
 _DERIVED = ("device", "n_devices", "dtype", "_bridge_ref", "trust_remote_code")
 _POS = 7  # the length of the two prompts on which logits are compared
-# Only transformers' own attention implementations: others could be code from the hub.
+# Allow only attention that transformers implements: other names could load code from the hub.
 _Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 
 
 class BridgeFields(TypedDict):
-    """The manifest entries that only a TransformerBridge has.
+    """The entries of the manifest (`gate.json`) that are saved only for a TransformerBridge.
 
-    `other_mode` lists the modules whose training mode differs from the model's.
+    `other_mode` lists modules that are in training mode while the model is in evaluation mode, or
+    vice versa.
     """
 
     layout: Literal["in place"]
@@ -86,7 +88,7 @@ class BridgeFields(TypedDict):
 
 
 def write_bridge(model: TransformerBridge, folder: Path, common: dict[str, Any]) -> dict[str, Any]:
-    """Write an exposed bridge to an empty folder, check it, and return the manifest entries."""
+    """Write a bridge to an empty folder, check the files, and return the manifest entries."""
     entries = common | _describe(model)
     if not (entries["processed"] or entries["architecture"] == _NATIVE):
         try:
@@ -108,7 +110,7 @@ def _write_and_compare(
 
 
 def read_bridge(folder: Path, manifest: dict[str, Any]) -> TransformerBridge:
-    """Read the bridge that a manifest describes; raise CheckpointError if the files do not fit."""
+    """Read the bridge that a manifest describes; raise CheckpointError if files do not match it."""
     name = manifest["settings"].get("model_name") or folder.name
     dtype, has_tokenizer = parse_dtype(manifest["dtype"]), manifest["padding_side"] is not None
     with keep_random_state(_CPU), _CPU, no_bars():
@@ -130,7 +132,7 @@ def read_bridge(folder: Path, manifest: dict[str, Any]) -> TransformerBridge:
 
 
 def process_as_saved(bridge: TransformerBridge, manifest: dict[str, Any]) -> None:
-    """Repeat the weight processing that the manifest of a saved bridge describes."""
+    """Process the weights of a loaded bridge as the weights of the saved bridge were processed."""
     if manifest["compatible"]:
         bridge.enable_compatibility_mode(
             disable_warnings=manifest["quiet"], no_processing=not manifest["processed"]
@@ -140,7 +142,7 @@ def process_as_saved(bridge: TransformerBridge, manifest: dict[str, Any]) -> Non
 
 
 def _describe(model: TransformerBridge) -> dict[str, Any]:
-    """Return a bridge's manifest entries except `weights`; raise an error if it cannot be saved."""
+    """Return a bridge's manifest entries except `weights`; refuse a bridge that cannot be saved."""
     reasons, wrapped = hook_reasons(model, "would not be saved"), model.original_model
     if model.cfg.d_vocab < 1:
         reasons.append("it has no vocabulary (is its input an image?), but is tested on tokens")
@@ -180,7 +182,7 @@ def _write_transformers(model: TransformerBridge, folder: Path) -> None:
     """Write the wrapped model so that the `from_pretrained` of its class can read it."""
     wrapped: Any = model.original_model
     config = copy.deepcopy(wrapped.config)
-    config.output_attentions = False  # undo TransformerLens' own setting
+    config.output_attentions = False  # TransformerLens had set it to True
     with torch.device("meta"):
         module = build_module(type(wrapped), config)
     named = {name.replace(_WRAPPED, ""): tensor for name, tensor in wrapped.state_dict().items()}
@@ -190,14 +192,14 @@ def _write_transformers(model: TransformerBridge, folder: Path) -> None:
     if wrapped.can_generate():
         module.generation_config = copy.deepcopy(wrapped.generation_config)
     module.save_pretrained(folder, max_shard_size=2**60)  # one file
-    # transformers makes the weights file readable only for its owner.
+    # transformers makes the weights file readable only by its owner.
     (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)
     if model.tokenizer is not None:
         original_tokenizer(model.tokenizer).save_pretrained(folder)
 
 
 def _write_tensors(model: TransformerBridge, folder: Path) -> None:
-    """Write the tensors of a bridge by name, and the configuration from which `load` builds it."""
+    """Write a bridge's tensors by name, and the configuration from which `load` builds a bridge."""
     wrapped: Any = model.original_model
     config = _settings(model)
     if model.cfg.architecture != _NATIVE:
@@ -214,7 +216,7 @@ def _write_tensors(model: TransformerBridge, folder: Path) -> None:
 def _from_config(
     folder: Path, manifest: dict[str, Any], dtype: torch.dtype, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """Return arguments of `build_bridge_from_module` for a model whose weights are not set yet."""
+    """Return arguments for `build_bridge_from_module`, with a model whose weights are not set."""
     config, architecture = read_json(folder / CONFIG), manifest["architecture"]
     if not isinstance(config, dict):
         raise CheckpointError(
@@ -226,9 +228,8 @@ def _from_config(
         chosen = {"dtype": dtype, "device": "cpu", "n_devices": 1, "seed": None}
         cfg = TransformerBridgeConfig.from_dict(config | chosen)
         model: Any = NativeModel(cfg).to(dtype=dtype)
-        cfg.seed = config.get(
-            "seed"
-        )  # a seed in `cfg` at build time would reset the random generators
+        # Restore the seed only now, because building with a seed would reset the random generators.
+        cfg.seed = config.get("seed")
         return {"model": model, "architecture": architecture, "tl_config": cfg}
     name = next(iter(config.get("architectures") or ()), None)
     kind: Any = getattr(transformers, str(name), None)
@@ -236,7 +237,7 @@ def _from_config(
         raise ValueError(f"transformers has no PreTrainedModel named {name!r}")
     config_class: Any = kind.config_class
     hf_config = config_from(config_class, config)
-    # Ignore the implementations that the file names, which could be code from the hub.
+    # Ignore the attention and expert code that the file names: it could come from the hub.
     hf_config._attn_implementation = manifest["attention"]
     hf_config._experts_implementation = "eager"
     model = build_module(kind, hf_config)
@@ -245,14 +246,14 @@ def _from_config(
 
 @torch.no_grad()
 def _fill(named: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    """Copy values into tensors; tensors that share memory still share it if their values agree."""
+    """Copy values into tensors; tensors with shared memory keep sharing it if values are equal."""
     refuse(tensor_misfits(named, values), MISFIT)
     for name, tensor in named.items():
         if tensor.dtype == values[name].dtype:
             tensor.copy_(values[name])
     for name, tensor in named.items():
         if tensor.dtype != values[name].dtype or not torch.equal(tensor, values[name]):
-            tensor.data = values[name]  # also changes other modules that hold this tensor
+            tensor.data = values[name]  # also changes modules that share this tensor
 
 
 def _restore(model: TransformerBridge, manifest: dict[str, Any]) -> None:
@@ -276,13 +277,13 @@ def _restore(model: TransformerBridge, manifest: dict[str, Any]) -> None:
 
 
 def _settings(model: TransformerBridge) -> dict[str, Any]:
-    """Return the part of the bridge's configuration that JSON can hold."""
+    """Return the entries of a bridge's configuration that can be stored as JSON."""
     settings = {}
     for key, value in plain_config(model.cfg).items():
         try:
             settings[key] = json.loads(json.dumps(value))
         except (TypeError, ValueError):
-            continue  # rebuilt from the wrapped model's configuration
+            continue  # `load` rebuilds it from the wrapped model's configuration
     return {key: value for key, value in settings.items() if key not in _DERIVED}
 
 
@@ -308,7 +309,7 @@ def _modules(model: Any) -> list[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def _differences(model: Any, twin: Any) -> list[str]:
-    """List the differences between a model and the copy loaded from its files."""
+    """List the differences between a model and `twin`, the copy loaded from the saved files."""
     wrong = []
     for what, read in (
         ("modules", lambda bridge: {name: type(module) for name, module in _modules(bridge)}),
@@ -354,6 +355,6 @@ def _different_logits(model: Any, twin: Any) -> list[str]:
         return []
     difference = (logits[0] - logits[1]).abs().max().item()
     return [
-        f"the loaded model's logits would differ by {difference:.2g}: the model cannot be rebuilt "
-        "from its configuration and the options of enable_compatibility_mode"
+        "rebuilt from its configuration and the enable_compatibility_mode options, it would give "
+        f"logits that differ from the original's by {difference:.2g}"
     ]

@@ -1,8 +1,9 @@
-"""Save and read HookedTransformers that are converted or have neuron-heads in place.
+"""Save and read HookedTransformers with neuron-heads, either converted or exposed in place.
 
-`load` builds a model from the configuration of its source, and then sets its tensors. `save` and
-`load` raise an error if the tensors do not fit. The layers of a converted model may differ in size:
-the configuration holds the sizes of layer 0, and `layers` holds the sizes of every layer.
+`load` builds a model from the configuration of its source, and then fills in the saved tensors.
+`save` and `load` raise an error if the tensors do not fit the model that this configuration
+describes. The layers of a converted model may differ in size: the configuration holds the sizes of
+layer 0, and `layers` holds the sizes of every layer.
 """
 
 from dataclasses import asdict
@@ -44,7 +45,7 @@ MISFIT = "the weights do not fit their manifest"
 
 
 class HookedFields(TypedDict):
-    """The manifest entries that only a HookedTransformer has."""
+    """The entries of the manifest (`gate.json`) that are saved only for a HookedTransformer."""
 
     layout: Literal["two blocks a layer", "in place"]
     config: dict[str, Any]
@@ -63,7 +64,7 @@ def write_hooked(model: HookedTransformer, folder: Path, common: dict[str, Any])
 
 
 def read_hooked(folder: Path, manifest: dict[str, Any]) -> Any:
-    """Read the model that a manifest describes; raise CheckpointError if the files do not fit."""
+    """Read the model that a manifest describes; raise CheckpointError if its files do not match."""
     tensors, _ = read_tensors(folder / WEIGHTS)
     with limit_size(tensors):
         model = _rebuilt(manifest, tensors)
@@ -73,7 +74,7 @@ def read_hooked(folder: Path, manifest: dict[str, Any]) -> Any:
 
 
 def _describe(model: HookedTransformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a model's manifest entries and its tensors, with each tied tensor only once."""
+    """Return a model's manifest entries and its tensors; tied parameters share one tensor."""
     reasons = []
     if isinstance(model, AttentionOnlyTransformer):
         layout, cfg, gating = "two blocks a layer", model.cfg.layer_cfg(0), model.cfg.gating
@@ -82,7 +83,7 @@ def _describe(model: HookedTransformer) -> tuple[dict[str, Any], dict[str, Tenso
         layout, cfg, gating = "in place", model.cfg, exposed_heads(model)[0].gating
         sizes = (sizes_of(cfg),) * cfg.n_layers
         with hidden(model):
-            # Hooks are allowed but not saved, as in a state dict.
+            # Attached hooks are allowed but not saved; a state dict does not save them either.
             reasons = reasons_against(model, silu=gating.silu)
     if gating.silu is not None and any(
         neuron.module.act_fn != gating.silu for neuron in host_of(model).neurons
@@ -126,7 +127,7 @@ def _rebuilt(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
 
 
 def expose_again(model: Any, manifest: dict[str, Any]) -> None:
-    """Expose the neuron-heads of a model with the gates that its manifest names."""
+    """Expose the neuron-heads of a loaded model, with the gates that its manifest describes."""
     problem = "its neuron-heads cannot be exposed again"
     try:
         gating = Gating.from_json(manifest["gate"])

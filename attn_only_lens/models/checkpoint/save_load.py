@@ -1,12 +1,13 @@
-"""Save models with neuron-heads to folders of safetensors and JSON files, and load them again.
+"""Save models whose neurons are attention heads as safetensors and JSON files, and load them.
 
-    gate.json           the manifest: kind of model, gate, state, digest of every file
+    gate.json           the manifest: the kind of model, its gates, a digest of every file, …
     model.safetensors   the weights; `bridge.safetensors`, if only `load` can use them
-    tokenizer/          the tokenizer's own files; for a bridge they are in the folder itself
+    tokenizer/          the tokenizer's files; a bridge's are in the folder itself
     config.json         the configuration, only for a bridge
 
 A bridge is saved as a Hugging Face folder where possible (`bridge.py`). `save` first writes a
-folder next to the destination, and moves it there once it is complete.
+temporary folder next to the destination. Once this folder is complete, it takes the place of the
+destination.
 """
 
 import os
@@ -61,9 +62,9 @@ class _Manifest(TypedDict):
 
 
 class _Kind(NamedTuple):
-    """A kind of model: its manifest entries, and the functions that write and read its files.
+    """One kind of model: its entries in the manifest, and functions to write and read its files.
 
-    `closed` lists file patterns: matching files that are not in the manifest are errors.
+    `closed` lists file patterns; the manifest must list every file that matches one of them.
     """
 
     fields: Any
@@ -82,7 +83,7 @@ _Model: TypeAlias = AttentionOnlyTransformer | HookedTransformer | TransformerBr
 
 @torch.inference_mode(False)  # as in `load`
 def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | None = None) -> Path:
-    """Save a model with neuron-heads to a folder, completely or not at all.
+    """Save a model with neuron-heads to a folder; if an error occurs, the folder is not changed.
 
     A `TransformerBridge` without processed weights is saved as a Hugging Face folder, which
     `from_pretrained` and `TransformerBridge.boot_transformers` can open; `gate.json` describes the
@@ -139,7 +140,7 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
 
 
 def load_saved(folder: Path, *, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Load a saved model from its folder alone, without pickles, network access or custom code."""
+    """Load a saved model from its folder, without pickles, network access or custom code."""
     manifest = read_manifest(folder)
     kind = _KINDS[manifest["model"]]
     check_files(folder, manifest["files"], kind.closed, seal=MANIFEST)
@@ -154,7 +155,7 @@ def load_saved(folder: Path, *, device: torch.device, dtype: torch.dtype | None)
 
 
 def is_saved(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a folder was written by `save`."""
+    """Return whether `save` wrote a folder."""
     try:
         return (open_folder(folder) / MANIFEST).is_file()
     except (CheckpointError, OSError):
@@ -169,7 +170,7 @@ def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read a manifest and check its entries; `check_files` checks the files that it names."""
+    """Read a manifest and check its entries, but not the files that it lists (`check_files`)."""
     path = folder / MANIFEST
     if not path.exists():
         raise CheckpointError(

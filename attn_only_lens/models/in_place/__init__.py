@@ -1,4 +1,4 @@
-"""Neuron-heads that are added to the existing MLPs of a model."""
+"""Expose MLP neurons as attention heads (neuron-heads) in place, without replacing the MLPs."""
 
 from attn_only_lens.models.in_place.exposed import exposed_heads, hidden, hide, show
 from attn_only_lens.models.in_place.heads import BilinearInPlace, InPlace

@@ -1,10 +1,11 @@
-"""Check that the model that a bridge wraps still runs the modules of the bridge.
+"""Check that the transformers model inside a bridge still runs the components of the bridge.
 
 A bridge replaces modules of the wrapped model by bridge components: for example, `block.mlp.out`
 takes the place of `layer.mlp.down_proj`. If a user later replaces such a component, for example by
 an adapter, the new module reads activations before hooks edit them, and the bridge's weights do not
-include its effect. (Joint attention keeps the wrapped model's own module.) `known_mlps` and
-`require_bridge_weights` check the modules inside a component.
+include the effect of the new module. (In joint attention, where q, k and v share one weight, the
+wrapped model keeps its own module.) The modules inside a component are checked by `known_mlps` and
+`require_bridge_weights`.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ _WRAPPED = "_original_component"
 
 
 def component_reasons(model: Any) -> list[str]:
-    """Return error texts for components of a bridge that the wrapped model does not run."""
+    """Return error messages for components of a bridge that the wrapped model does not run."""
     blocks = set(model._modules["blocks"])
     return [
         f"{name}: got a {_kind(placed)} as {path} of the model that the bridge wraps; expected "
@@ -33,7 +34,7 @@ def component_reasons(model: Any) -> list[str]:
 
 
 def unseen_edit_reasons(model: Any, point: HookPoint) -> list[str]:
-    """Return error texts for torch hooks that receive a component's input before hooks edit it."""
+    """Return error messages for torch hooks that see a component's input before it is edited."""
     return [
         f"{name} has a hook, attached by torch's register_forward_hook or "
         "register_forward_pre_hook, which receives the component's input before the "

@@ -1,9 +1,10 @@
-"""The classes of models and MLPs whose neurons are exposed as heads in place.
+"""The classes of models and MLPs whose neurons are exposed as attention heads in place.
 
 Exposing changes the `__class__` of a model to a subclass, and `undo` changes `__class__` back, so
 all references to the model stay valid. The model subclasses refuse hooks on `mlp.hook_neuron_write`
-while this hook point is off; TransformerLens would silently ignore such hooks. The MLP subclasses
-pass their output through this hook point.
+while this hook point is switched off; without this check, TransformerLens would silently ignore
+such hooks. In a HookedTransformer, the MLP subclasses pass their output through
+`mlp.hook_neuron_write`.
 """
 
 import warnings
@@ -38,9 +39,9 @@ class _Exposed(WithNeuronHeads):
     _stock: type
 
     def forward(self, *args: Any, **how: Any) -> Any:
-        """Run the model; raise an error if an MLP was replaced, since its heads would not fire."""
+        """Run the model; raise an error if an MLP was replaced, since its heads would not run."""
         UnsupportedModelError.raise_if(replaced_mlps(self), CHANGED)
-        with exposed_heads(self)[0].passing.new_pass():  # since a hook may run the model again
+        with exposed_heads(self)[0].passing.new_pass():  # a hook may run the model again
             return super().forward(*args, **how)  # type: ignore[misc]
 
 
@@ -56,7 +57,7 @@ class ExposedTransformer(_Exposed, HookChecks):
         return super().forward(*args, **how)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle; raise an error if `forward` would raise one."""
+        """Return the state to copy or pickle; refuse weights into which other norms were folded."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return self.__dict__
 
@@ -127,20 +128,20 @@ class _ExposedMLPBridge:
     _neuron_heads: InPlace
 
     def forward(self, *args: Any, **how: Any) -> Any:
-        """Run the MLP as TransformerLens does, with its own storage for the values of heads."""
+        """Run the MLP as TransformerLens does; afterwards, discard values that its heads stored."""
         with self._neuron_heads.run_alone():
             return super().forward(*args, **how)  # type: ignore[misc]
 
 
 class _ExposedMLP:
-    """An MLP with neuron-heads, in a HookedTransformer, where no hook point follows W_out."""
+    """An MLP with neuron-heads in a HookedTransformer, where no hook point follows W_out."""
 
     _neuron_heads: InPlace
 
     def forward(self, x: Residual) -> Residual:
-        """Return the MLP's output, after hook_neuron_write if that hook point has hooks."""
+        """Return the MLP's output, after running the hooks, if any, at hook_neuron_write."""
         heads = vars(self).get("_neuron_heads")
-        if heads is None:  # after undo(), if torch.nn.utils.parametrize has changed the class
+        if heads is None:  # true after undo() if torch.nn.utils.parametrize changed the class
             return super().forward(x)  # type: ignore[misc]
         with heads.run_alone():
             return heads.write(super().forward(x))  # type: ignore[misc]
@@ -171,7 +172,7 @@ class ExposedGatedBridge(_ExposedMLPBridge, GatedMLPBridge):
 
 
 class ExposedJointBridge(_ExposedMLPBridge, JointGateUpMLPBridge):
-    """A gated MLP with neuron-heads and one joint weight for q and u, in a bridge."""
+    """A gated MLP with neuron-heads, in a bridge, where one weight matrix computes q and u."""
 
     _stock = JointGateUpMLPBridge
 
@@ -184,7 +185,7 @@ _EXPOSED: dict[type, type] = {exposed._stock: exposed for exposed in _CLASSES}
 
 
 def show(model: Any, heads: list[InPlace]) -> None:
-    """Attach the neuron-heads of all layers to a stock model, and switch to the exposed class."""
+    """Attach neuron-heads to all MLPs of a model, and make it an instance of an exposed class."""
     for layer in heads:
         layer.attach()
         layer.mlp.__class__ = _EXPOSED.get(type(layer.mlp), type(layer.mlp))
@@ -194,7 +195,7 @@ def show(model: Any, heads: list[InPlace]) -> None:
 
 
 def hide(model: Any) -> None:
-    """Undo `show`; do nothing if the model is not exposed."""
+    """Remove the neuron-heads that `show` attached; do nothing if the model is not exposed."""
     heads = exposed_heads(model)
     for layer in heads:
         layer.mlp.__class__ = stock_class(layer.mlp)
@@ -207,7 +208,7 @@ def hide(model: Any) -> None:
 
 @contextmanager
 def hidden(model: Any) -> Iterator[Any]:
-    """Within a context, hide the neuron-heads of a model, if there are any."""
+    """Hide the exposed neuron-heads of a model, if it has any, until the context ends."""
     heads = exposed_heads(model)
     hide(model)
     try:

@@ -1,7 +1,8 @@
-"""The neuron-heads of an MLP that stays in place.
+"""Neuron-heads in place: an MLP keeps running, and its neurons get the hook points of heads.
 
-A TransformerLens MLP computes q → hook_pre → act → hook_post → W_out. A gated MLP also computes u →
-hook_pre_linear. The MLP's own code still runs. Neuron-heads intercept its hook points:
+A TransformerLens MLP passes its pre-activation q through these steps: hook_pre → act → hook_post →
+W_out. A gated MLP also passes a second projection u through hook_pre_linear. The MLP's own code
+still runs. Neuron-heads intercept its hook points:
 
     hook_pre, hook_pre_linear    their outputs, with users' edits, are q (and u)
     hook_post                    its input is replaced by the output of the heads
@@ -9,9 +10,10 @@ hook_pre_linear. The MLP's own code still runs. Neuron-heads intercept its hook 
 
 An edit at one hook point affects all later hook points, in this order: hook_pre, hook_q, hook_k,
 hook_v, hook_attn_scores, hook_pattern, hook_z, hook_post, hook_result. (`POINTS` holds the names of
-the heads' hook points in the MLP.) An edit of a neuron at hook_post is split equally among the
-neuron's heads, so that their results sum to the MLP's output minus the output bias. Exact heads
-replace values only if they have hooks. Bilinear heads always replace the activations.
+the heads' hook points in the MLP.) If a user edits a neuron at hook_post, the change is split
+equally among the neuron's heads, so that the heads' results still sum to the MLP's output minus the
+output bias. Exact heads replace the MLP's activations only if the heads' hook points have hooks.
+Bilinear heads always replace the MLP's activations.
 """
 
 from collections.abc import Iterator
@@ -40,7 +42,7 @@ from attn_only_lens.heads.computation import NeuronHeads, is_live
 from attn_only_lens.heads.host import POINTS, PassState, stock_class
 from attn_only_lens.tl import MLP, GatedMLP
 
-_ROUNDINGS = 16  # the number of rounding errors allowed in one activation
+_ROUNDINGS = 16  # the error allowed in an activation, in units of the rounding error
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,9 @@ class MLPHookPoints:
     pre_linear: HookPoint | None
     """Outputs u, in a gated MLP."""
     post: HookPoint
-    """Receives the activations on their way to W_out."""
+    """Receives the activations that W_out multiplies."""
     out: HookPoint | None
-    """Receives the output of W_out; None in an MLP whose class calls `InPlace.write` instead."""
+    """Receives the output of W_out; None if the MLP's own class calls `InPlace.write` instead."""
     layer: nn.Module | None = None
     """The layer of the source that runs the MLP, if the MLP is not a separate module."""
 
@@ -68,7 +70,8 @@ def activation_error(
 ) -> Float[Tensor, ""]:
     """Return the largest |post - (act(q) · u + b_in)|, divided by the allowed rounding error.
 
-    `gate` is the exact gate of act, `post` is the input of hook_post, `b_in` a GatedMLP's bias.
+    `gate` is the exact gate of act, `post` is the input of hook_post, and `b_in` is the bias that
+    TransformerLens' GatedMLP adds to its activations.
     """
     u = torch.ones((), dtype=q.dtype, device=q.device) if u is None else u.to(q.dtype)
     expected = gate.activation(q) * u + b_in
@@ -76,7 +79,7 @@ def activation_error(
     size = size + (b_in.abs() if isinstance(b_in, Tensor) else abs(b_in))
     limits = torch.finfo(post.dtype)
     error = (post.to(q.dtype) - expected).abs() / (_ROUNDINGS * limits.eps * size)
-    # Do not compare values that overflow in half precision, or NaN from a user's edit.
+    # Ignore expected values that overflow in half precision, or are NaN after a user's edit.
     finite = expected.abs() <= 0.99 * limits.max
     return torch.where(finite, error.nan_to_num(nan=torch.inf), 0.0).max()
 
@@ -113,7 +116,7 @@ class InPlace(NeuronHeads):
 
     @property
     def gate(self) -> AnyGate:
-        """The gate of this layer, looked up by name so that a saved model holds no code."""
+        """The gate of this layer. It is found by its name, so that pickled models hold no code."""
         return self.gating.gate(self.act_fn, self.layer)
 
     @property
@@ -158,16 +161,16 @@ class InPlace(NeuronHeads):
 
     @property
     def results_on(self) -> bool:
-        """True if hook_result fires."""
+        """True if the hook point of the heads' result is turned on."""
         return bool(self.results or self.cfg.use_attn_result)
 
     @property
     def points(self) -> dict[str, HookPoint]:
-        """The hook points of the heads, keyed by their names in the MLP."""
+        """The heads' hook points, keyed by the names of the MLP's attributes that hold them."""
         return {name: getattr(self, f"hook_{point}") for point, name in POINTS.items()}
 
     def projections(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
-        """Return the MLP's pre-activation q and, in a gated MLP, u."""
+        """Run the MLP on `x`; return its pre-activation q and, in a gated MLP, the projection u."""
         seen: dict[HookPoint, Tensor] = {}
         pre, pre_linear = self.mlp_points.pre, self.mlp_points.pre_linear
 
@@ -182,19 +185,19 @@ class InPlace(NeuronHeads):
         return seen[pre], None if pre_linear is None else seen[pre_linear]
 
     def run_alone(self) -> AbstractContextManager[None]:
-        """Return a context with its own values, since a hook may run the MLP in a forward pass."""
+        """Return a context with a copy of the stored values, in case a hook runs the MLP again."""
         return self.passing.new_pass(self.passing.values)
 
     # The MLP's hook points call the following methods, in this order.
 
     def record(self, name: str, x: PreActivation) -> None:
-        """Store q ("pre") or u ("pre_linear")."""
+        """Store the output of a hook point: q if `name` is "pre", u if it is "pre_linear"."""
         self.passing.values[self.layer, name] = x
 
     def replace_activations(
         self, post: PreActivation
     ) -> tuple[PreActivation, PreActivation | None]:
-        """Return the new input of hook_post, and z if hook_result has hooks."""
+        """Return the value that replaces hook_post's input, and z if hook_result has hooks."""
         values = self.passing.values
         q, up = (values.pop((self.layer, name), None) for name in ("pre", "pre_linear"))
         if q is None:
@@ -203,7 +206,7 @@ class InPlace(NeuronHeads):
                 "MLP, or a copy of the projection ran (peft's modules_to_save); call undo() and "
                 "expose_neuron_heads again"
             )
-        values.pop((self.layer, "written"), None)  # left over if the MLP's last run failed
+        values.pop((self.layer, "written"), None)  # left over if the MLP's last run raised an error
         if self._recomputes:
             self._require_known(q, up, post)
         if not (self._results or any(map(is_live, (*self._before_z, self.hook_z)))):
@@ -213,7 +216,7 @@ class InPlace(NeuronHeads):
 
     @property
     def _recomputes(self) -> bool:
-        """True if the heads recompute the activations from q and u."""
+        """True if the heads compute activations from q and u, instead of using those of the MLP."""
         return any(map(is_live, self._before_z))
 
     @torch.no_grad()
@@ -234,7 +237,7 @@ class InPlace(NeuronHeads):
             self.passing.require_small(_every_example(error).max(), message)
 
     def record_edit(self, post: PreActivation, z: PreActivation | None) -> None:
-        """Store the head outputs, including users' edits at hook_post, for hook_result."""
+        """Store the heads' outputs, with any edits at hook_post added, until hook_result fires."""
         if z is not None:
             edit = (post - self._post(z)).repeat_interleave(self.heads_per_neuron, dim=-1)
             written = self.head_outputs(z) + edit / self.heads_per_neuron
@@ -269,7 +272,7 @@ class InPlace(NeuronHeads):
 
     def _post(self, z: PreActivation) -> PreActivation:
         """Return hook_post's input as a new tensor, so that in-place edits do not change z."""
-        return (self.neuron_outputs(z) + self._b_in).contiguous()  # some MLPs flatten it
+        return (self.neuron_outputs(z) + self._b_in).contiguous()  # some MLPs flatten this
 
     def attach(self) -> None:
         """Add the hook points of the heads to the MLP, and intercept the MLP's own hook points."""
@@ -299,7 +302,7 @@ class InPlace(NeuronHeads):
 
 
 class BilinearInPlace(BilinearHeads, InPlace):
-    """The bilinear neuron-heads of one MLP, added in place, with several heads per neuron."""
+    """The bilinear neuron-heads of one MLP: several heads per neuron, added in place."""
 
     @property
     def _recomputes(self) -> bool:
@@ -359,7 +362,7 @@ class UnknownMLPError(Exception):
 
 
 def find_hook_points(mlp: Any) -> MLPHookPoints:
-    """Return the hook points of an MLP; raise UnknownMLPError for an unknown class."""
+    """Return the hook points of an MLP; raise UnknownMLPError for an MLP of an unknown class."""
     if mlp is None:
         raise UnknownMLPError("it has no MLP")
     kind = stock_class(mlp)
@@ -377,12 +380,12 @@ def find_hook_points(mlp: Any) -> MLPHookPoints:
     changed = [point.name for point in points if type(point) not in (HookPoint, *_TAPS)]
     if changed:
         raise UnknownMLPError(f"its hook points {changed} are of an unknown class")
-    # OPT's MLP computes [batch · pos, d_mlp], but hooks receive [batch, pos, d_mlp].
+    # OPT's MLP computes with shape [batch · pos, d_mlp], but hooks receive [batch, pos, d_mlp].
     converted = [point.name for point in points if point.hook_conversion is not None]
     if converted:
         raise UnknownMLPError(
             f"its hook points {converted} pass a reshaped tensor to hooks (in OPT, one axis holds "
-            "the tokens of all prompts)"
+            "the tokens of all prompts); expected hooks to receive the tensor itself"
         )
     return points
 
@@ -392,7 +395,7 @@ def _bridge_hook_points(mlp: Any) -> MLPHookPoints:
     missing = [name for name in ("in", "out") if name not in linears]
     if missing:
         raise UnknownMLPError(f"its MLP has no component {' and '.join(missing)}")
-    # A W_out with an adapter or quantisation does more than multiply by its weight.
+    # With an adapter or quantised weights, W_out does more than multiply by a weight matrix.
     W_out = getattr(linears["out"], "original_component", None)
     kind = type(W_out)
     if kind not in (nn.Linear, Conv1D):

@@ -1,4 +1,7 @@
-"""The hosts of exposed models, which have attention heads and neuron-heads in the same block."""
+"""The hosts of models whose neurons are exposed as attention heads in place.
+
+A host is the interface through which analyses access a model (`heads/host.py`).
+"""
 
 from typing import Any, Literal
 
@@ -27,7 +30,7 @@ _AGAIN = "call undo() and expose_neuron_heads again"
 
 
 def replaced_mlps(model: Any) -> list[str]:
-    """Return error texts for MLPs of an exposed model that were replaced after exposing."""
+    """Return error messages for MLPs that were replaced after a model's neurons were exposed."""
     heads, blocks = vars(model)["_neuron_heads"], model.blocks
     if len(heads) != len(blocks):
         return [f"it has {len(blocks)} blocks, but it was exposed with {len(heads)}; {_AGAIN}"]
@@ -41,7 +44,7 @@ def replaced_mlps(model: Any) -> list[str]:
 
 
 def _run_mlp(block: Any, mlp: Any) -> Any:
-    """Return the module that a bridge's wrapped layer runs as its MLP."""
+    """Return the module that the transformers layer in a bridge's block runs as its MLP."""
     layer = block._modules.get("_original_component")
     name = None if layer is None else mlp.name
     return layer._modules.get(name) if name in getattr(layer, "_modules", ()) else mlp
@@ -58,12 +61,12 @@ class _InPlaceHost(ModelHost):
 
     @property
     def passing(self) -> PassState:
-        """The values that a forward pass stores, shared by all MLPs."""
+        """The values that modules store for later modules in a forward pass, shared by all MLPs."""
         return self.neurons[0].passing
 
     @property
     def n_heads(self) -> list[int]:
-        """The number of attention heads of each layer."""
+        """The number of attention heads in each layer."""
         return [self.model.cfg.n_heads] * len(self.model.blocks)
 
     def block(self, layer: int, kind: HeadKind) -> int:
@@ -71,7 +74,7 @@ class _InPlaceHost(ModelHost):
         return layer
 
     def _mlp_reasons(self) -> list[str]:
-        """Return error texts for MLPs, or components of MLPs, that were replaced after exposing."""
+        """Return error messages for MLPs or their components that were replaced after exposing."""
         reasons = replaced_mlps(self.model)
         for heads in [] if reasons else self.neurons:
             try:
@@ -84,11 +87,11 @@ class _InPlaceHost(ModelHost):
         return reasons
 
     def gates(self) -> list[dict[str, Any]]:
-        """Return the gates and the activation of each layer as plain data."""
+        """Return the gates and the activation's name for each layer, as JSON data."""
         return [{**heads.gating.to_json(), "act_fn": heads.act_fn} for heads in self.neurons]
 
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
-        """Return the name of a hook point of the residual stream in this layer."""
+        """Return the hook name of the residual stream before, within or after this layer."""
         return f"blocks.{layer}.hook_resid_{point}"
 
 
@@ -96,7 +99,7 @@ class HookedHost(HookedTransformerHost, _InPlaceHost):
     """The host of an exposed `HookedTransformer`, whose configuration says where its norms are."""
 
     def reasons(self) -> list[str]:
-        """Return error texts for replaced MLPs and for modules of unknown classes."""
+        """Return error messages for replaced MLPs and for modules of unknown classes."""
         reasons = self._mlp_reasons() or structure_reasons(self.model)
         return parted_reasons(self.model) + reasons
 
@@ -108,7 +111,7 @@ class HookedHost(HookedTransformerHost, _InPlaceHost):
         return hooked_norms(self.model.cfg, [block.attn for block in blocks], modules)
 
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
-        """Return a replay that runs block by block."""
+        """Return a replay, which runs the last blocks of a recorded forward pass one by one."""
         return HookedReplay(self.model, recording, metric, precise)
 
 
@@ -116,11 +119,11 @@ class BridgeHost(_InPlaceHost):
     """The host of an exposed `TransformerBridge`, whose norms are found by running the bridge."""
 
     def reasons(self) -> list[str]:
-        """Return error texts for replaced or wrapped components, such as MLPs."""
+        """Return error messages for components, such as MLPs, that were replaced or wrapped."""
         return self._mlp_reasons() + component_reasons(self.model)
 
     def unseen_edit_reasons(self, layer: int, kind: HeadKind) -> list[str]:
-        """Return error texts for torch hooks that receive z before other hooks edit it."""
+        """Return error messages for torch hooks that receive z before hooks at hook_z edit z."""
         if kind == "neuron":
             return unseen_edit_reasons(self.model, self.neurons[layer].mlp_points.post)
         z = self.model.hook_dict[self.hook_name(layer, kind, "z")]
@@ -131,7 +134,7 @@ class BridgeHost(_InPlaceHost):
         return bridge_norms(self.model)
 
     def reads_centred(self) -> bool:
-        """Return whether heads read a centred stream. (BERT's norms centre the stream itself.)"""
+        """Return whether norms centre the stream before heads read it or, in BERT, after heads."""
         return stream_is_centred(self.model) or super().reads_centred()
 
     def final_norm(self) -> Norm:
@@ -139,15 +142,15 @@ class BridgeHost(_InPlaceHost):
         return bridge_final_norm(self.model)
 
     def require_weights(self) -> None:
-        """Check the modules, hooks and weight matrices of the bridge."""
+        """Raise an error for replaced modules, unsafe torch hooks, or weights that are not used."""
         super().require_weights()
         require_bridge_weights(self.model)
 
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the number of tokens in a transformers cache among the arguments; 0 if none."""
+        """Return the length of the key-value cache among the arguments, or 0 if there is none."""
         caches = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Cache)]
         return max((int(cache.get_seq_length()) for cache in caches), default=0)
 
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
-        """Return a replay that uses the forward pass of the wrapped model."""
+        """Return a replay, which runs parts of a recorded forward pass of the wrapped model."""
         return BridgeReplay(self.model, recording, metric, precise)

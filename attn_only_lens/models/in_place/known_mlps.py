@@ -1,12 +1,12 @@
-"""Recognise MLPs whose neurons can be exposed as heads, based on what the MLPs compute.
+"""Recognise MLPs whose neurons can be exposed as heads, by running them on test inputs.
 
-An MLP with pre-activations q and u is known if the input of hook_post is act(q), act(q) · u or
-act(q) · u + b_in, for an activation act that has a gate. To check this, the MLP is run with random
-u, and with q from -12 to 12 and a few values of |q| up to 10^4, which reveal a clipped activation.
-The check runs in evaluation mode, so it cannot detect dropout or later changes. `InPlace` therefore
-checks the activations again whenever heads replace them.
+An MLP with pre-activations q and u is recognised if the input of hook_post is act(q), act(q) · u or
+act(q) · u + b_in, where act is an activation that has an exact gate. To check this, the MLP is run
+with random u, with q from -12 to 12, and with a few q of up to ±10^4, which would reveal a clipped
+activation. The check runs in evaluation mode, so it cannot detect dropout or later changes. The
+heads (`InPlace`) therefore repeat the check whenever they replace activations.
 
-BERT has no module for its MLP: the bridge's `mlp` only refers to modules of the layer, and their
+In BERT, no module runs the whole MLP: the bridge's `mlp` only refers to modules of the layer, whose
 hook points fire when the layer runs.
 """
 
@@ -40,7 +40,7 @@ from attn_only_lens.tl import GatedMLP, HookedTransformer
 _SHOWN = 5
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _BATCH, _POS = 2, 7
-_FAR = 1e4  # the largest |q|; q · u must fit in float16
+_FAR = 1e4  # the largest |q|, small enough that q · u fits in float16
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class KnownMLP:
 def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) -> list[KnownMLP]:
     """Recognise the MLP of every layer of a model, or raise UnsupportedModelError.
 
-    If `silu` is given, it must be the activation. `problem` is the first line of the error.
+    If `silu` is given, it must be the activation of every MLP. `problem` is the first line of the
+    error.
     """
     if exposed := exposed_heads(model):
         UnsupportedModelError.raise_if(host_of(model).reasons(), problem)
@@ -101,14 +102,14 @@ def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) ->
 
 
 def non_finite_weights(model: Any) -> list[str]:
-    """Return error texts for the first few parameters with NaN or infinite entries."""
+    """Return error messages for the first few parameters with NaN or infinite entries."""
     named = {
         name.replace("._original_component", ""): parameter.detach()
         for name, parameter in model.named_parameters()
         if not parameter.is_meta and parameter.dtype in _FLOATS and parameter.numel()
     }
-    # Copy their norms all at once, since each copy waits for the device. A norm can be infinite
-    # although all entries are finite, so check the entries if a norm is not finite.
+    # Copy the norms of all parameters at once, since each copy waits for the device. A norm can be
+    # infinite although all entries are finite, so check the entries if a norm is not finite.
     devices = {parameter.device for parameter in named.values()}
     by_device = ([x for x in named.values() if x.device == device] for device in devices)
     norms = [norm for parameters in by_device for norm in torch._foreach_norm(parameters)]
@@ -161,7 +162,7 @@ _REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_back
 
 @contextmanager
 def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
-    """Within a context, put MLPs in evaluation mode and remove the hooks on their hook points."""
+    """Until the context ends, put MLPs in evaluation mode and turn off hooks inside them."""
     roots = [(mlp, mlp.training) for mlp in mlps if isinstance(mlp, nn.Module)]
     modes = [(module, module.training) for root, _ in roots for module in root.modules()]
     # Keep the original dictionaries, because hook handles refer to them.
@@ -189,7 +190,7 @@ def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
 
 
 def _activations(mlp: Any, points: MLPHookPoints) -> Tensor:
-    """Run an MLP on the pre-activations of `_inputs`, and return its activations."""
+    """Compute an MLP's activations from the pre-activations that `_inputs` returns."""
     d_mlp, d_model = mlp.W_out.shape
     shape = (_BATCH, _POS, d_mlp)
     q, u = (x.to(mlp.W_out.device) for x in _inputs(shape, mlp.W_out.dtype, points))
@@ -221,7 +222,7 @@ def _activations(mlp: Any, points: MLPHookPoints) -> Tensor:
 def _inputs(
     shape: tuple[int, ...], dtype: torch.dtype, points: MLPHookPoints
 ) -> tuple[Tensor, Tensor]:
-    """Return q, evenly spaced from -12 to 12 with a few much larger values, and random u."""
+    """Return q from -12 to 12, with a few much larger values, and random u, to test an MLP."""
     q = torch.linspace(-12, 12, math.prod(shape), dtype=torch.float64, device="cpu")
     far = torch.logspace(1.2, math.log10(_FAR), 5, dtype=torch.float64, device="cpu")
     q[:5], q[-5:] = -far.flip(0), far

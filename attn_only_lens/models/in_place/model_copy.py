@@ -1,11 +1,12 @@
-"""Copy a TransformerBridge or HookedTransformer before exposing its neuron-heads.
+"""Copy a TransformerBridge or HookedTransformer before its neurons are exposed as heads.
 
-To preserve tied tensors and views, `deepcopy` gets a memo that maps every tensor to its
-counterpart: an alias, or a view of a storage that is copied only once (in joint attention, q, k and
-v are views of one weight). `deepcopy` cannot copy closures. So the hooks with which TransformerLens
-captures the inputs of norms and MLPs are removed from the copy, and its blocks attach new ones when
-they run. The hooks that serve as hook points of BERT's MLPs (transformer-lens 4) are created again
-for the copy. Bridges with other closures are refused (`engine/model_checks.py`).
+So that tied tensors stay tied and views stay views, `deepcopy` gets a memo that maps every tensor
+to its counterpart in the copy. The counterpart is an alias of the tensor or, if weights are copied,
+a view of the copied storage; each storage is copied only once. (In joint attention, q, k and v are
+views of one weight.) `deepcopy` cannot copy closures. So the hooks with which TransformerLens
+captures the inputs of norms and MLPs are removed from the copy, and the blocks of the copy attach
+new hooks when they run. In transformer-lens 4, placeholder hooks stand for the missing modules of
+BERT's MLPs; these hooks are created again for the copy. Bridges with other closures are refused.
 """
 
 import copy
@@ -22,7 +23,7 @@ from attn_only_lens.tl import HookedTransformer
 
 
 def reasons_against_copying(model: Any) -> list[str]:
-    """Return error texts if a model cannot be copied."""
+    """Return error messages if a model cannot be copied."""
     if type(model) not in (TransformerBridge, HookedTransformer):
         return [
             f"it is a {type(model).__qualname__}; expected a TransformerBridge or a "
@@ -33,7 +34,7 @@ def reasons_against_copying(model: Any) -> list[str]:
     if internal := find_hooks(model).own:
         reasons.append(
             f"TransformerLens has attached hooks ({internal[0]}) whose copies would act on the "
-            "original; expose the model itself: attn_only_lens.expose_neuron_heads(model)"
+            "original model; expose that model itself: attn_only_lens.expose_neuron_heads(model)"
         )
     if any(parameter.is_inference() for parameter in model.parameters()):
         reasons.append("its weights are inference tensors; build it outside torch.inference_mode()")
@@ -41,7 +42,7 @@ def reasons_against_copying(model: Any) -> list[str]:
 
 
 def copy_model(model: Any, *, copy_weights: bool) -> Any:
-    """Copy a model for which `reasons_against_copying` returns no reasons."""
+    """Copy a model; the caller has checked that `reasons_against_copying` returns no reasons."""
     shared = [getattr(model, name, None) for name in ("tokenizer", "processor", "dataset")]
     memo: dict[int, Any] = {id(attribute): attribute for attribute in shared}
     storages: dict[int, torch.UntypedStorage] = {}
@@ -70,7 +71,7 @@ def copy_model(model: Any, *, copy_weights: bool) -> Any:
 
 
 def _bind_placeholders(point: HookPoint, memo: dict[int, Any]) -> None:
-    """Replace the placeholder hooks on a copied hook point by hooks bound to the copied modules."""
+    """On a copied hook point, replace placeholder hooks with hooks that act on copied modules."""
     for handle in list(filter(is_placeholder, point.fwd_hooks)):
         handle.hook.remove()
         point.fwd_hooks.remove(handle)

@@ -1,4 +1,4 @@
-"""The two blocks that replace a source layer: one for attention heads, one for neuron-heads.
+"""The two blocks that replace a source layer: one for attention heads, one for neurons as heads.
 
 For a token with normalised residual x, the head of neuron i of a plain MLP computes
 
@@ -10,13 +10,13 @@ For a token with normalised residual x, the head of neuron i of a plain MLP comp
 
 For p = σ this is Theorem 3 of "Attention-Only Transformers and Implementing MLPs with Attention
 Heads". In a gated MLP, q = x · W_gate[:, i] and the value is v = q · u with u = x · W_in[:, i],
-which is not linear in x. TransformerLens adds b_in after the product, so the block's b_O includes
-b_in @ W_out.
+which is not linear in x. TransformerLens adds b_in to act(q) · u, so the block's output bias b_O
+includes b_in @ W_out.
 
-The token's key is 0 and the bias token's key is constant, so `hook_k` receives zeros; patching a
-key to k adds q · k to the token's score for itself. Unless a hook point before z has hooks, act(q)
-is computed with the source's own code. The results are then bitwise equal, at the same cost. For
-bilinear gates, see `heads/bilinear.py`.
+The token's key is 0 and the bias token's key is constant, so `hook_k` receives zeros; if a hook
+replaces a token's key by k, q · k is added to the token's score for itself. Unless a hook point
+before z has hooks, act(q) is computed with the source's own code, so that the outputs are bitwise
+equal to those of the source, at the same cost. For bilinear gates, see `heads/bilinear.py`.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ from attn_only_lens.tl import MLP, GatedMLP, TransformerBlock
 
 
 class QKAndOV:
-    """A mixin that adds QK and OV matrices to heads with W_Q, W_K, W_V and W_O."""
+    """A mixin that computes the QK and OV matrices of heads from W_Q, W_K, W_V and W_O."""
 
     W_Q: Any
     W_K: Any
@@ -55,7 +55,7 @@ class QKAndOV:
 
     @property
     def QK(self) -> FactoredMatrix:
-        """W_Q @ W_K^T for every head; zero for neuron-heads."""
+        """W_Q @ W_K^T for every head; for neuron-heads, this is zero."""
         return FactoredMatrix(self.W_Q, self.W_K.transpose(-2, -1))
 
     @property
@@ -65,9 +65,9 @@ class QKAndOV:
 
 
 class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
-    """The d_mlp neuron-heads of one source MLP; the parameters keep their names in the MLP.
+    """The d_mlp neuron-heads of one source MLP; parameters have the same names as in the MLP.
 
-    `W_Q`, `W_K`, `W_V` and `W_O` are views with the shapes of head weights.
+    `W_Q`, `W_K`, `W_V` and `W_O` are made from these parameters, with the shapes of head weights.
     """
 
     W_in: nn.Parameter
@@ -91,7 +91,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
 
     @property
     def gate(self) -> AnyGate:
-        """The gate of this block, looked up by name so that a saved model holds no code."""
+        """The gate of this block. It is found by its name, so that pickled models hold no code."""
         return self.cfg.gating.gate(self.cfg.act_fn, self.cfg.layer)
 
     @property
@@ -113,7 +113,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
         return self._write(z)
 
     def projections(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
-        """Return the pre-activation q and, in a gated MLP, u."""
+        """Return the MLP's pre-activation q and, in a gated MLP, its second projection u."""
         if self.W_gate is None:
             return batch_addmm(self.b_in, self.W_in, x), None
         # Use the same calls as TransformerLens' GatedMLP, since other calls round differently.
@@ -133,10 +133,10 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
         """The output bias of the block: b_out, plus b_in @ W_out for a gated MLP."""
         return self.b_out if self.W_gate is None else self.b_in @ self.W_out + self.b_out
 
-    # Weights with the shapes of head weights
+    # Weights in the shapes that TransformerLens uses for heads
 
     def _scale(self, factor: str, rows: Tensor) -> Tensor:
-        """Repeat each neuron's row for each of its heads, multiplied by this head's `factor`."""
+        """For each head, return the row of its neuron times the head's w, b, c or value factor."""
         return cast(Gate, self.gate).values(rows) if factor == "value" else rows
 
     @property
@@ -191,7 +191,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
 
 
 class BilinearAttention(BilinearHeads, NeuronAttention):
-    """The d_mlp · m bilinear neuron-heads of one source MLP, with the MLP's parameters."""
+    """The bilinear neuron-heads of one source MLP: m heads for each of its d_mlp neurons."""
 
     def forward(self, x: Residual) -> Residual:
         """Return an approximation of the source MLP's output for the normalised stream `x`."""
@@ -208,7 +208,7 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
 
     @property
     def b_Q(self) -> Float[Tensor, "head_index d_head=1"]:
-        """The query biases b_j b_in[i] + c_j, with a large number in place of c_j = ∞."""
+        """The query biases b_j b_in[i] + c_j, with a large finite number in place of c_j = ∞."""
         return super().b_Q + self._scale("c", torch.ones_like(self._bias))
 
     def _scale(self, factor: str, rows: Tensor) -> Tensor:
@@ -235,9 +235,10 @@ class _WithoutMLP(nn.Module):
 class AttentionBlock(_WithoutMLP, TransformerBlock):
     """Block 2l: the attention heads of source layer l, in a stock block without its MLP.
 
-    In the block's `cfg`, parallel_attn_mlp is True. TransformerLens' block then calls `apply_mlp`
-    with the block's input (after hooks on resid_pre), because the neurons of a parallel model read
-    this input. The block adds the result to resid_pre + attn_out.
+    In the block's `cfg`, parallel_attn_mlp is always True, so that TransformerLens' block calls
+    `apply_mlp` with the block's input (after hooks on resid_pre). If attention and MLP run in
+    parallel, the neurons read this input. The block adds the result of `apply_mlp`, which is zero,
+    to resid_pre + attn_out.
     """
 
     cfg: BlockConfig  # type: ignore[assignment]
@@ -246,7 +247,7 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
 
     @classmethod
     def of(cls, source: TransformerBlock, cfg: BlockConfig, passing: PassState) -> "AttentionBlock":
-        """Return a block made from the attention half of `source`, a copy of a stock block."""
+        """Build a block from the attention half of `source`, which is a copy of a stock block."""
         block = cls.__new__(cls)
         nn.Module.__init__(block)
         block.__dict__.update(source.__dict__)
@@ -269,9 +270,9 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
         past_kv_cache_entry: TransformerLensKeyValueCacheEntry | None = None,
         attention_mask: Tensor | None = None,
     ) -> Residual:
-        """Run the stock block, with a key-value cache entry that fits the sizes of the heads."""
+        """Run the stock block; first resize an empty cache entry to fit this block's heads."""
         entry = past_kv_cache_entry
-        # TransformerLens creates all entries with the same size; resize an empty entry.
+        # TransformerLens creates cache entries of the same size for all blocks.
         if isinstance(entry, TransformerLensKeyValueCacheEntry) and not entry.past_keys.shape[1]:
             shape = len(entry.past_keys), 0, self.cfg.n_key_value_heads or self.cfg.n_heads
             entry.past_keys = entry.past_keys.new_empty((*shape, self.cfg.d_head))
@@ -279,17 +280,17 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
         return super().forward(resid_pre, shortformer_pos_embed, entry, attention_mask)
 
     def apply_mlp(self, normalized_resid: Tensor) -> Tensor:
-        """Return zero for the missing MLP; in a parallel model, store the input for the neurons."""
+        """Return zero, as there is no MLP; in a parallel model, store the input for the neurons."""
         if self.cfg.neurons_read_along:
             self.passing.values[self.cfg.layer] = normalized_resid
         return self.hook_mlp_out.zero(normalized_resid)
 
 
 class NeuronBlock(_WithoutMLP):
-    """Block 2l + 1: the neurons of source layer l as heads, with the source layer's ln2 as ln1."""
+    """Block 2l + 1: the neurons of source layer l as heads; its ln1 is the source layer's ln2."""
 
     def __init__(self, source: TransformerBlock, cfg: BlockConfig, passing: PassState) -> None:
-        """Build the block from the MLP half of `source`, a copy of a stock block."""
+        """Build the block from the MLP half of `source`, which is a copy of a stock block."""
         super().__init__()
         assert isinstance(source.mlp, MLP | GatedMLP)
         self.cfg = cfg
@@ -312,7 +313,7 @@ class NeuronBlock(_WithoutMLP):
         past_kv_cache_entry: object = None,
         attention_mask: Tensor | None = None,
     ) -> Residual:
-        """Return the stream after this block. Neuron-heads do not use the mask or the cache."""
+        """Return the residual stream after this block. Neuron-heads use no mask and no cache."""
         post_norm = self.cfg.original_architecture in POST_NORM_ARCHITECTURES
         resid_pre = self.hook_resid_pre(resid_pre)
         stream = self._layer_input() if self.cfg.neurons_read_along else resid_pre
@@ -344,9 +345,9 @@ class NeuronBlock(_WithoutMLP):
 class NoMLP(HookPoint):
     """The hook point `hook_mlp_out` of a block without an MLP; its value is zero.
 
-    TransformerLens' `attribution_patch` requires this hook point in every block, and a gradient at
-    it. Hooks can be added only by `model.hooks`, and may only read the value, because an edit would
-    silently have no effect.
+    TransformerLens' `attribution_patch` requires that every block has this hook point, and that a
+    gradient reaches it. Hooks can be added only by `model.hooks`. Hooks may read the value, but not
+    edit it, because an edit would silently have no effect.
     """
 
     def add_hook(
@@ -358,13 +359,13 @@ class NoMLP(HookPoint):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Add a hook from `model.hooks`, which passes a level; otherwise raise an error."""
+        """Add a hook if a `level` is given, as `model.hooks` does; otherwise raise an error."""
         if level is None:
             raise UnsupportedCallError(f"a hook on {self.name} is refused: {NO_MLP}")
         super().add_hook(hook, dir, is_permanent, level, *args, **kwargs)
 
     def zero(self, like: Tensor) -> Tensor:
-        """Return zero: a scalar or, if this hook point has hooks, a tensor shaped as `like`."""
+        """Return a scalar zero or, if this hook point has hooks, zeros with the shape of `like`."""
         if not is_live(self):
             return like.new_zeros(())
         with torch.inference_mode(False):  # since inference tensors have no version counter

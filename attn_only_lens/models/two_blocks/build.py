@@ -1,7 +1,8 @@
 """Build converted models from a source model, or from a configuration and tensors.
 
-Without a source model, a skeleton is built on the meta device, so that nothing is computed and no
-random numbers are drawn. Layers that differ in size from layer 0 have their own configurations.
+Without a source model, a skeleton (a model without weights) is built on the meta device, so that
+nothing is computed and no random numbers are drawn. Layers that differ in size from layer 0 are
+built from separate configurations.
 """
 
 import copy
@@ -36,7 +37,10 @@ def convert_as(
     copy_weights: bool = False,
     sizes: Sequence[LayerSizes] | None = None,
 ) -> AttentionOnlyTransformer:
-    """Convert a model for which `reasons_against` returns no reasons, by default with its sizes."""
+    """Convert a model; the caller has checked that `reasons_against` returns no reasons.
+
+    The layers of the result have the given `sizes`, by default the sizes of the model's layers.
+    """
     gating.require_fit(model.cfg.act_fn, model.cfg.gated_mlp, model.cfg.n_layers)
     cfg = attention_only_config(model.cfg, gating, sizes)
     attributes = _clone(model, cfg, copy_weights=copy_weights)
@@ -57,7 +61,10 @@ def convert_as(
 
 
 def _clone(model: HookedTransformer, cfg: Any, *, copy_weights: bool) -> dict[str, Any]:
-    """Return a deep copy of the model's `__dict__` that shares tensors and the tokenizer."""
+    """Return a deep copy of the model's `__dict__`, but share its tokenizer and dataset.
+
+    The copy also shares the model's tensors, unless `copy_weights` is set.
+    """
     memo: dict[int, Any] = {id(model.cfg): cfg}
     for tensor in [*model.parameters(), *model.buffers()]:
         alias = tensor.detach().clone() if copy_weights else tensor.detach()
@@ -71,7 +78,7 @@ def _clone(model: HookedTransformer, cfg: Any, *, copy_weights: bool) -> dict[st
             memo[id(module)] = HookPoint().train(module.training)
     for shared in (model.tokenizer, model.dataset):
         memo[id(shared)] = shared
-    unneeded: dict[str, Any] = {"mod_dict": {}, "hook_dict": {}}  # `setup` builds them again
+    unneeded: dict[str, Any] = {"mod_dict": {}, "hook_dict": {}}  # `setup` builds both again
     return copy.deepcopy({**model.__dict__, **unneeded}, memo)
 
 
@@ -79,7 +86,7 @@ _POSITIONS = ("standard", "rotary", "shortformer", "alibi")
 
 
 def stock_skeleton(fields: Mapping[str, Any]) -> HookedTransformer:
-    """Build a stock model without weights from all fields of a configuration."""
+    """Build a stock model without weights, from the fields of a `HookedTransformerConfig`."""
     positions = fields.get("positional_embedding_type", _POSITIONS[0])
     if positions not in _POSITIONS:
         raise ValueError(f"got positional_embedding_type={positions!r}; expected {_POSITIONS}")
@@ -92,13 +99,13 @@ def stock_skeleton(fields: Mapping[str, Any]) -> HookedTransformer:
     return source
 
 
-_VALUE_AXES = {"W_V": 2, "b_V": 1, "W_O": 1}  # the axis of d_value
+_VALUE_AXES = {"W_V": 2, "b_V": 1, "W_O": 1}  # for each parameter, the axis with d_value entries
 
 
 def converted_skeleton(
     source: HookedTransformer, gating: Gating, sizes: Sequence[LayerSizes]
 ) -> AttentionOnlyTransformer:
-    """Build a converted model without weights from a `stock_skeleton`, which is modified."""
+    """Build a converted model without weights from a result of `stock_skeleton`; modify it."""
     for layer, layer_sizes in enumerate(sizes):
         if layer_sizes == sizes_of(source.cfg):
             continue
@@ -120,7 +127,7 @@ def converted_skeleton(
 
 
 def give_activation(source: HookedTransformer, gating: Gating) -> None:
-    """Set the activation of a skeleton's MLPs if the gates are those of a generalized SiLU."""
+    """If `gating` is for a generalized SiLU, make it the activation of a skeleton's MLPs."""
     if gating.silu is not None:
         for block in source.blocks:
             block.mlp.act_fn = gating.silu
@@ -136,7 +143,7 @@ def rebuild(
     gating: Gating | None = None,
     **changes: Any,
 ) -> AttentionOnlyTransformer:
-    """Build a model like `model` with other weights, layer sizes or number of layers.
+    """Build a model like `model`, but with other weights, layer sizes or numbers of layers.
 
     `tensors` holds all parameters and buffers by name. For tied parameters, `tensors` has only the
     first name, and `tied` maps the other names to the first. `frozen` lists parameters that do not
@@ -159,7 +166,7 @@ def rebuild(
 def skeleton_misfits(
     skeleton: nn.Module, tensors: Mapping[str, Tensor], tied: Collection[str]
 ) -> list[str]:
-    """Return error texts for tensors that do not fit; names in `tied` need none."""
+    """Return error messages for tensors that do not fit a skeleton, except tied parameters."""
     named = skeleton.named_parameters(remove_duplicate=False)
     expected: dict[str, Tensor] = {name: tensor for name, tensor in named if name not in tied}
     buffers = dict(skeleton.named_buffers())
@@ -170,7 +177,10 @@ def skeleton_misfits(
 def tensor_misfits(
     expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], growing: Collection[str] = ()
 ) -> list[str]:
-    """Return error texts for tensors that do not fit; `growing` ones may differ along axis 0."""
+    """Return error messages for tensors that are missing, unknown or have the wrong shape.
+
+    Tensors named in `growing` may have any length along axis 0.
+    """
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
     wrong += [f"{name} is not known" for name in sorted(tensors.keys() - expected.keys())]
     for name in filter(tensors.__contains__, expected):
@@ -187,7 +197,7 @@ def fill(
     tied: Mapping[str, str],
     frozen: Collection[str],
 ) -> None:
-    """Put tensors into a skeleton; parameters in `frozen` do not require gradients."""
+    """Put tensors into a skeleton; parameters named in `frozen` do not require gradients."""
 
     def put(name: str, tensor: Tensor) -> None:
         path, _, leaf = name.rpartition(".")

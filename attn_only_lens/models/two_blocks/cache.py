@@ -1,10 +1,10 @@
 """The activation cache of a converted model.
 
-As in the rest of TransformerLens' API, `layer` is the index of a block. Labels name source layers
-(`5_mlp_out` for block 11, `L5N0`). TransformerLens' own methods that stack heads and neurons cannot
-be used: they assume that all layers have the same number of heads, they end only at whole layers,
-and they ignore norms after blocks (OLMo 2, Gemma 2, Gemma 3), so components would not sum to the
-stream.
+As in the rest of TransformerLens' API, `layer` is the index of a block. Labels contain the index of
+the source layer (`5_mlp_out` for block 11, `L5N0`). TransformerLens' own methods that stack heads
+and neurons cannot be used: they assume that all layers have the same number of heads, they can stop
+only after a whole layer, and they ignore norms that follow blocks (OLMo 2, Gemma 2, Gemma 3), so
+the components would not sum to the residual stream.
 """
 
 import copy
@@ -39,12 +39,12 @@ def refuse_mlp_input(mlp_input: bool) -> None:
 
 
 class HeadRows(Tensor):
-    """A tensor with one row per head of a converted model, in the order of the source.
+    """A tensor with one row per head of a converted model, ordered as in the source model.
 
     Code for stock models splits these rows into `cfg.n_layers` parts. In a converted model,
     `cfg.n_layers` counts two blocks per layer, so each part would silently hold only half the heads
-    of a layer. This class raises UnsupportedCallError for such a split: use `cfg.n_layers // 2`.
-    Operations that change the length of the first axis return plain tensors.
+    of a layer. This class raises UnsupportedCallError for such a split; split into `cfg.n_layers //
+    2` parts instead. Operations that change the length of the first axis return plain tensors.
 
     Example:
         >>> from attn_only_lens import convert, pretrained
@@ -61,13 +61,13 @@ class HeadRows(Tensor):
 
     @classmethod
     def of(cls, stack: Tensor, n_blocks: int) -> "HeadRows":
-        """Return a stack of heads as `HeadRows`, for a model with this number of blocks."""
+        """Return a stack of heads as `HeadRows`, for a model with `n_blocks` blocks."""
         rows = stack.as_subclass(cls)
         rows.n_blocks = n_blocks
         return rows
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain tensor, which torch.load accepts."""
+        """Pickle the rows as a plain tensor, which torch.load accepts."""
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HeadRows":
@@ -81,7 +81,7 @@ class HeadRows(Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run a torch operation on plain tensors; raise an error if it splits rows by blocks."""
+        """Run a torch operation on plain tensors; raise an error if it splits the rows by block."""
         values = (*args, *(kwargs or {}).values())
         rows = next((value for value in values if isinstance(value, HeadRows)), None)
         with torch._C.DisableTorchFunctionSubclass():
@@ -122,10 +122,10 @@ class AttentionOnlyCache(ActivationCache):
             )
         super().__init__(cache_dict, model, has_batch_dim)
         if model.cfg.positional_embedding_type == "shortformer":
-            self.has_pos_embed = False  # added to queries and keys, not to the stream
+            self.has_pos_embed = False  # they are added to queries and keys, not to the stream
 
     def __getitem__(self, key: Any) -> Tensor:
-        """Return an activation, as in `cache["pattern", 11]`; raise an error for MLP hooks."""
+        """Return an activation, as in `cache["pattern", 11]`; refuse hook points of MLPs."""
         if key not in self.cache_dict:
             path = (key,) if isinstance(key, str) else tuple(key)
             if len(path) > 1 and isinstance(path[1], int) and path[1] < 0:
@@ -209,13 +209,14 @@ class AttentionOnlyCache(ActivationCache):
         `einops.rearrange(stack, "(layer head) ... -> ...", layer=model.cfg.n_layers // 2)`.
 
         Args:
-            layer: a block; -1 for all blocks.
+            layer: the index of a block; -1 stacks the heads of all blocks.
             return_labels: whether to return the names of the heads, too.
-            incl_remainder: whether to add a row with the rest of the stream.
+            incl_remainder: whether to add a row with the residual stream minus the sum of all rows.
             pos_slice: positions; all by default.
             apply_ln: whether to apply the norm at the input of block `layer`.
-            neurons: whether to add neuron-heads, block by block. This takes d_mlp vectors of size
-                d_model per token; `stack_neuron_results` with `project_output_onto` takes far less.
+            neurons: whether to add neuron-heads, block by block. This stores d_mlp vectors of size
+                d_model per token and layer; `stack_neuron_results` with `project_output_onto` takes
+                far less memory.
         """
         stack = _Stack(self, layer, pos_slice, apply_ln)
         for block in range(stack.end):
@@ -224,7 +225,7 @@ class AttentionOnlyCache(ActivationCache):
         return stack.finish_rows(incl_remainder, return_labels)
 
     def compute_head_results(self) -> None:
-        """Add the missing `hook_result` activations of all blocks to the cache."""
+        """Add each block's `hook_result` activations to the cache, if they are missing."""
         for block in range(self.model.cfg.n_layers):
             self.cache_dict[f"blocks.{block}.attn.hook_result"] = self._results(block)
 
@@ -235,7 +236,7 @@ class AttentionOnlyCache(ActivationCache):
         pos_slice: Any = None,
         project_output_onto: Tensor | None = None,
     ) -> Tensor:
-        """Return the output of each neuron in block `layer`: z · W_out, after any output norm."""
+        """Return each neuron's output in block `layer`: z · W_out, after any output norm."""
         if not 0 <= layer < self.model.cfg.n_layers or block_kind(layer) != "neuron":
             raise UnsupportedCallError(
                 f"got layer={layer}; expected a neuron block, 2 * l + 1 for source layer l "
@@ -300,7 +301,7 @@ class AttentionOnlyCache(ActivationCache):
     def stack_activation(
         self, activation_name: str, layer: int = -1, sublayer_type: str | None = None
     ) -> Tensor:
-        """Stack an activation over the blocks before block `layer`; all shapes must be the same."""
+        """Stack an activation of all blocks before block `layer`; their shapes must be the same."""
         blocks = range(self._end(layer))
         return torch.stack([self[activation_name, block, sublayer_type] for block in blocks])
 
@@ -345,7 +346,7 @@ class AttentionOnlyCache(ActivationCache):
         return end
 
     def _require_norm(self, block: int) -> None:
-        """Raise an error if the norm of a block does not apply to the input of this block."""
+        """Raise an error if a block's norm is not applied to the input of this block."""
         cfg = self.model.cfg
         if block == cfg.n_layers or cfg.normalization_type is None:
             return
@@ -364,8 +365,9 @@ class AttentionOnlyCache(ActivationCache):
 class _OutputNorm:
     """The norm that a block applies to its output, with the scales of one forward pass.
 
-    With a fixed scale, the norm is a linear map. If the map is applied to the result of each head,
-    the results sum to the output of the block (OLMo 2, Gemma 2, Gemma 3).
+    With a fixed scale, the norm is a linear map. It can therefore be applied to the output of each
+    head, and the normalised outputs still sum to the output of the block (OLMo 2, Gemma 2, Gemma
+    3).
     """
 
     def __init__(self, cache: AttentionOnlyCache, block: int, positions: Slice) -> None:
@@ -386,18 +388,18 @@ class _OutputNorm:
         return self.norm.after(written)
 
     def divide(self, amounts: Tensor) -> Tensor:
-        """Divide activations [..., pos, any] by the scale at each position."""
+        """Divide activations [..., pos, any] by the scale of the norm at each position."""
         return amounts if self.scale is None else amounts / self.scale
 
     def bias(self) -> Float[Tensor, "... d_model"]:
-        """Return what the biases of the block and of the norm add to the stream."""
+        """Return what the biases of the block and of its output norm add to the stream."""
         output: Any = self.block.attn
         written = self.divide(self.rescale(output.b_O))
         return written if self.norm.bias is None else written + self.norm.bias
 
 
 class _Stack:
-    """Components of the stream before a block, at given positions.
+    """The components that sum to the residual stream before a block, at given positions.
 
     LN(x) @ P = x @ (P - mean of P over d_model) / s for a projection P and a fixed scale s, so the
     components are projected first and then divided by s.
@@ -442,15 +444,13 @@ class _Stack:
     def add_neurons(self, block: int, wanted: Any = None) -> None:
         layer = block_layer(block)
         every = torch.arange(self.cache.model.cfg.layer_sizes[layer].d_mlp, device="cpu")
-        neurons = (
-            _slice(wanted).apply(every, dim=0).reshape(-1)
-        )  # keeps the axis even for an integer
+        neurons = _slice(wanted).apply(every, dim=0).reshape(-1)  # an integer removes the axis
         results = self.cache.get_neuron_results(block, neurons, self.positions, self.columns)
         self.components.append(results.movedim(-2, 0))
         self.labels += [str(HeadName(layer, "neuron", neuron)) for neuron in neurons.tolist()]
 
     def finish_rows(self, incl_remainder: bool, return_labels: bool) -> Any:
-        """Return the result of `finish` for a stack of heads, as `HeadRows`."""
+        """Return the result of `finish` as `HeadRows`, because each row belongs to one head."""
         components, labels = self.finish(incl_remainder, return_labels=True)
         rows = HeadRows.of(components, self.cache.model.cfg.n_layers)
         return (rows, labels) if return_labels else rows
@@ -475,5 +475,5 @@ class _Stack:
 
 
 def _slice(wanted: Any) -> Slice:
-    """Return a TransformerLens `Slice`; indexing with an integer removes the axis."""
+    """Return `wanted` as a TransformerLens `Slice`; an integer removes the sliced axis."""
     return wanted if isinstance(wanted, Slice) else Slice(wanted)

@@ -1,9 +1,8 @@
-"""The configuration of a converted model, its blocks' views of this configuration, and layer sizes.
+"""The configuration of a converted model, with a view for each block and sizes for each layer.
 
 Block 2l holds the attention heads of source layer l, and block 2l + 1 holds the layer's neurons.
-Since the output of a block is a sum over heads, layers may differ in their numbers of heads and
-neurons (`rebuild`), and the width of values may differ from that of queries and keys. All layers
-share d_model.
+Since the output of a block is a sum over its heads, layers may differ in their numbers of heads and
+neurons (`rebuild`), and values may differ in width from queries and keys. All layers share d_model.
 """
 
 import copy
@@ -71,14 +70,14 @@ class LayerSizes:
 
 
 def sizes_of(cfg: HookedTransformerConfig) -> LayerSizes:
-    """Return the sizes that every layer of a stock model with MLPs has."""
+    """Return the layer sizes of a stock model, which are the same in all of its layers."""
     groups = None if cfg.n_key_value_heads is None else int(cfg.n_key_value_heads)
     heads, width, neurons = int(cfg.n_heads), int(cfg.d_head), int(cfg.d_mlp or 0)
     return LayerSizes(heads, groups, width, width, neurons, float(cfg.attn_scale))
 
 
 def by_layer(values: Sequence[Any]) -> str:
-    """Return a text such as "37 in layers 0, 2 and 41 in layer 1" for [37, 41, 37]."""
+    """Return a string such as "37 in layers 0, 2 and 41 in layer 1" for [37, 41, 37]."""
     layers: dict[Any, list[str]] = {}
     for layer, value in enumerate(values):
         layers.setdefault(value, []).append(str(layer))
@@ -116,7 +115,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         return "AttentionOnlyConfig:\n" + pformat(vars(self))
 
     def to_dict(self) -> NoReturn:
-        """Raise an error: a `HookedTransformerConfig` with these fields describes another model."""
+        """Raise an error: the fields would describe another model in a HookedTransformerConfig."""
         raise UnsupportedCallError(
             "to_dict of the configuration of a converted model: HookedTransformerConfig has no "
             "fields for blocks of two kinds. Use model.source_cfg.to_dict() for the source, or "
@@ -152,7 +151,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
 
     @property
     def d_mlp(self) -> int:  # type: ignore[override]
-        """The number of neurons in each source layer; an error is raised if layers differ."""
+        """The number of neurons in every source layer; an error is raised if layers differ."""
         counts = [sizes.d_mlp for sizes in self.layer_sizes]
         if len(set(counts)) > 1:
             raise UnsupportedCallError(
@@ -163,12 +162,12 @@ class AttentionOnlyConfig(HookedTransformerConfig):
 
     @property
     def has_stock_sizes(self) -> bool:
-        """True if a stock model can have these sizes: equal layers with d_value = d_head."""
+        """True if a stock model can have these sizes: all layers are equal and d_value = d_head."""
         first = self.layer_sizes[0]
         return set(self.layer_sizes) == {first} and first.d_value == first.d_head
 
     def source_cfg(self) -> HookedTransformerConfig:
-        """Return the source's stock configuration; raise an error unless `has_stock_sizes`."""
+        """Return the source's configuration; raise an error if no stock model has these sizes."""
         if not self.has_stock_sizes:
             raise UnsupportedCallError(
                 "this model has no source_cfg, because its layers differ in size, or values and "
@@ -193,7 +192,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
 def attention_only_config(
     source: HookedTransformerConfig, gating: Gating, sizes: Sequence[LayerSizes] | None = None
 ) -> AttentionOnlyConfig:
-    """Return the configuration of a converted model; by default, with the sizes of `source`."""
+    """Return the configuration of a converted model; `sizes` are by default those of `source`."""
     sizes = (sizes_of(source),) * source.n_layers if sizes is None else tuple(sizes)
     first = sizes[0]
     cfg = object.__new__(AttentionOnlyConfig)
@@ -201,8 +200,8 @@ def attention_only_config(
     cfg.__dict__.update(
         n_layers=2 * source.n_layers,
         attn_only=True,
-        # TransformerLens allocates key-value caches by n_key_value_heads or, if None, by n_heads,
-        # which raises an error.
+        # If this were None, TransformerLens would read n_heads, which raises an error, to allocate
+        # key-value caches.
         n_key_value_heads=first.n_key_value_heads or first.n_heads,
         gating=gating,
         layer_sizes=sizes,
@@ -212,9 +211,10 @@ def attention_only_config(
 
 
 class BlockConfig:
-    """A block's live view of the model's configuration, with fixed overrides.
+    """A view of the model's configuration for one block, with the block's own `n_heads` and so on.
 
-    A copy of the configuration would miss later changes such as `model.set_use_attn_result(True)`.
+    All other entries are read from the model's configuration. A copy of the configuration would
+    miss later changes such as `model.set_use_attn_result(True)`.
     """
 
     _root: AttentionOnlyConfig
@@ -235,7 +235,7 @@ class BlockConfig:
         raise AttributeError(f"a block's cfg is read-only: set {name} on the model's cfg")
 
     def of_attention(self) -> "BlockConfig":
-        """Return the view for TransformerLens' attention, in which d_head is the width of z."""
+        """Return a view for TransformerLens' attention, in which d_head is the width of z."""
         view = copy.copy(self)
         view.__dict__["_overrides"] = self._overrides | {"d_head": self.d_value}
         return view
@@ -250,5 +250,5 @@ def _overrides(root: AttentionOnlyConfig, block: int) -> dict[str, Any]:
         n_heads = sizes.d_mlp * root.gating.heads_per_neuron
         heads = {"n_heads": n_heads, "d_head": 1, "d_value": 1, "n_key_value_heads": None}
         return {**common, **heads, "d_mlp": sizes.d_mlp}
-    # See `AttentionBlock` for the reason why parallel_attn_mlp is True.
+    # The docstring of `AttentionBlock` explains why parallel_attn_mlp is True.
     return {**common, **asdict(sizes), "use_hook_mlp_in": False, "parallel_attn_mlp": True}

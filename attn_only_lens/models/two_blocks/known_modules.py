@@ -24,9 +24,10 @@ _NORM_TYPES = ("LN", "LNPre", "RMS", "RMSPre", None)
 def reasons_against(
     model: object, *, needs_mlp: bool = True, silu: GeneralizedSiLU | None = None
 ) -> list[str]:
-    """Return error texts if this model cannot be converted exactly. (`hook_reasons` checks hooks.)
+    """Return error messages if a model cannot be converted exactly; hooks are not checked.
 
-    `needs_mlp=False` allows models without MLPs. If `silu` is given, `silu` must be the activation.
+    `needs_mlp=False` allows models without MLPs. If `silu` is given, it must be the activation of
+    every MLP.
     """
     if not isinstance(model, HookedTransformer):
         return [
@@ -65,7 +66,7 @@ def reasons_against(
 
 
 def structure_reasons(model: HookedTransformer) -> list[str]:
-    """Return error texts for unknown modules of a model, without checking the activation."""
+    """Return error messages for modules of unknown classes; the activation is not checked."""
     reasons = module_reasons(model)
     for layer, block in enumerate([] if reasons else model.blocks):
         reasons += [f"layer {layer}: {reason}" for reason in _block_reasons(block, model.cfg)]
@@ -73,7 +74,7 @@ def structure_reasons(model: HookedTransformer) -> list[str]:
 
 
 def module_reasons(model: HookedTransformer) -> list[str]:
-    """Return error texts for unknown features of a model, without checking its modules' classes."""
+    """Return error messages for replaced forward methods, inference tensors or a bad n_layers."""
     reasons = []
     if len(model.blocks) != model.cfg.n_layers:
         reasons.append(
@@ -122,7 +123,7 @@ def _block_reasons(block: Any, cfg: Any) -> list[str]:
 
 
 def _activation_reasons(act_fn: Any, name: str, silu: GeneralizedSiLU | None) -> list[str]:
-    """Compare the activation function of a model with the gate, in float64."""
+    """Return an error message if, in float64, `act_fn` differs from its gate's activation."""
     gate = GATES[name] if silu is None else silu.gate
     q = torch.linspace(-12.0, 12.0, 193, dtype=torch.float64, device="cpu")
     with torch.no_grad():

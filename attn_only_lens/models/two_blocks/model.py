@@ -1,4 +1,4 @@
-"""The converted model, a `HookedTransformer` in which every head has a name, and its `Host`."""
+"""The converted model, a `HookedTransformer` whose neurons are attention heads, and its host."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -47,7 +47,7 @@ _ATTENTION = ((Attention, GroupedQueryAttention), (NeuronAttention, BilinearAtte
 
 
 class StackedWeight:
-    """A descriptor that stacks a weight over all source layers; None if they lack it."""
+    """A descriptor that stacks one weight of all source layers; None if no layer has the weight."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -63,7 +63,7 @@ class StackedWeight:
         if len(set(shapes)) > 1:
             block = "2 * l" if stack.kind == "attention" else "2 * l + 1"
             raise UnsupportedCallError(
-                f"{self.name} of all layers cannot be one tensor, since the layers differ in size: "
+                f"Cannot stack {self.name} across layers, because the layers differ in size: "
                 f"{by_layer(shapes)}. Use "
                 f"model.blocks[{block}].attn.{self.name} for source layer l"
             )
@@ -74,9 +74,9 @@ class StackedWeight:
 class HeadStack(QKAndOV):
     """The stacked weights of all attention heads or all neuron-heads of a converted model.
 
-    The first axis is the source layer. Grouped keys and values are repeated for each query head.
-    d_value equals d_head unless growth changed one of these widths. If source layers differ in
-    size, reading a weight raises UnsupportedCallError.
+    The first axis of each weight is the source layer. Grouped keys and values are repeated for each
+    query head. d_value equals d_head unless growth changed one of these widths. If source layers
+    differ in size, reading a weight raises UnsupportedCallError.
 
     Attributes:
         kind: "attention" or "neuron".
@@ -113,7 +113,7 @@ class HeadStack(QKAndOV):
 
     @property
     def labels(self) -> list[str]:
-        """The names of all heads, layer by layer."""
+        """The names of all heads of this kind, layer by layer."""
         labels: list[str] = []
         for layer, attn in enumerate(self.attns):
             heads_per_neuron = getattr(attn, "heads_per_neuron", 1)
@@ -128,11 +128,11 @@ class TwoBlocksHost(HookedTransformerHost):
 
     @property
     def neurons(self) -> list[Any]:
-        """The attention modules of the neuron blocks."""
+        """The modules with the neuron-heads, one for each source layer."""
         return [block.attn for block in self.model.blocks[1::2]]
 
     def reasons(self) -> list[str]:
-        """Return error texts for modules that were replaced or whose forward pass was changed."""
+        """Return error messages for replaced modules and for changed forward passes of modules."""
         reasons = parted_reasons(self.model) + module_reasons(self.model)
         for name, block in self.model.blocks.named_children():
             for path, module, known in (
@@ -148,12 +148,12 @@ class TwoBlocksHost(HookedTransformerHost):
 
     @property
     def passing(self) -> PassState:
-        """The values that a forward pass stores, shared by all blocks."""
+        """The values that blocks store for later blocks in a forward pass, shared by all blocks."""
         return self.model.passing
 
     @property
     def n_heads(self) -> list[int]:
-        """The number of attention heads of each source layer."""
+        """The number of attention heads in each source layer."""
         return [block.cfg.n_heads for block in self.model.blocks[::2]]
 
     def block(self, layer: int, kind: HeadKind) -> int:
@@ -161,11 +161,11 @@ class TwoBlocksHost(HookedTransformerHost):
         return heads_block(layer) if kind == "attention" else neurons_block(layer)
 
     def gates(self) -> list[dict[str, Any]]:
-        """Return the gates of each layer as plain data; all layers have the same gates."""
+        """Return JSON data with the gates of the model, repeated for each layer."""
         return [dict(self.model.cfg.gating.to_json()) for _ in self.neurons]
 
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
-        """Return the hook name of the layer's input, middle or output in the residual stream."""
+        """Return the hook name of the residual stream before, within or after this layer."""
         block = heads_block(layer) if point == "pre" else neurons_block(layer)
         return f"blocks.{block}.hook_resid_{'post' if point == 'post' else 'pre'}"
 
@@ -180,7 +180,7 @@ class TwoBlocksHost(HookedTransformerHost):
         return hooked_norms(self.model.cfg, [block.attn for block in blocks[::2]], modules)
 
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
-        """Return a replay that runs block by block."""
+        """Return a replay, which runs the last blocks of a recorded forward pass one by one."""
         return _TwoBlocksReplay(self.model, recording, metric, precise)
 
 
@@ -190,7 +190,7 @@ class _TwoBlocksReplay(HookedReplay):
             return super()._run(joined, end)
 
     def enter(self, joined: Joined, block: int) -> None:
-        """In a parallel model, pass the attention block's recorded input to the neurons."""
+        """In a parallel model, give the neuron block the recorded input of the attention block."""
         n = sum(len(variant.stream) for variant in joined.entering(block)) // self.batch
         if not (self.model.cfg.parallel_attn_mlp and block % 2 and n):
             return
@@ -205,9 +205,9 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
 
     Block 2l holds the attention heads of source layer l, and block 2l + 1 holds the layer's neurons
     as heads of width 1. In TransformerLens' methods, the argument `layer` is the index of a block.
-    Names of heads refer to source layers (`L5H3`, `L5N1234`). Calls without a correct result raise
-    an `UnsupportedCallError` that names the call to use instead. After growth, layers may differ in
-    size: see `cfg.layer_sizes`.
+    Names of heads refer to source layers (`L5H3`, `L5N1234`). Methods of TransformerLens that would
+    return a wrong result raise an `UnsupportedCallError` that says what to use instead. In a grown
+    model, layers may differ in size; `cfg.layer_sizes` holds the sizes.
 
     Example:
         >>> from attn_only_lens import convert, pretrained
@@ -232,14 +232,14 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
 
     @property
     def passing(self) -> PassState:
-        """The values that blocks pass to later blocks during a forward pass."""
+        """The values that a block passes to a later block in the same forward pass."""
         return cast(PassState, self.blocks[0].passing)
 
     # Names and weights
 
     @property
     def source_cfg(self) -> HookedTransformerConfig:
-        """The source model's stock configuration, with the current dtype and device.
+        """The configuration of the source model, with the current dtype and device of this model.
 
         Raises:
             UnsupportedCallError: layers differ in size, or values and queries differ in width.
@@ -277,11 +277,11 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         return self.cfg.gating.heads_per_neuron
 
     def neuron_pattern(self, cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
-        """Return the attention pattern over (self, bias) of one neuron-head."""
+        """Return one neuron-head's attention to the token itself and to the bias token."""
         return neuron_pattern(cache, name)
 
     def neuron_gate(self, cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
-        """Return the gate of one neuron: a weighted sum of its heads' self-attention weights."""
+        """Return one neuron's gate: a weighted sum of its heads' attention to the token itself."""
         return neuron_gate(cache, name)
 
     W_in: Any = StackedWeight()
@@ -297,7 +297,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
 
     @property
     def b_O(self) -> Float[Tensor, "block d_model"]:
-        """The output biases of all blocks, in which attention and neuron blocks alternate."""
+        """The output biases of all blocks; rows of attention and of neuron blocks alternate."""
         return torch.stack([block.attn.b_O for block in self.blocks])
 
     def accumulated_bias(
@@ -314,11 +314,11 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the model; `start_at_layer` and `stop_at_layer` are indices of blocks."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
-        with self.passing.new_pass():  # since a hook may run the model again
+        with self.passing.new_pass():  # a hook may run the model again
             return super().forward(input, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle; raise an error if `forward` would raise one."""
+        """Return the state to copy or pickle; refuse weights into which other norms were folded."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return self.__dict__
 
@@ -344,7 +344,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         return out, cache
 
     def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
-        """Turn `hook_mlp_in`, a separate copy of each neuron block's input, on or off."""
+        """Turn `hook_mlp_in`, which receives a copy of a neuron block's input, on or off."""
         self.cfg.use_hook_mlp_in = use_hook_mlp_in
 
     def set_use_attn_in(self, use_attn_in: bool) -> None:

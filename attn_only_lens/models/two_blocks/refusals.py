@@ -1,6 +1,6 @@
-"""Raise an error for calls that have no correct result on a converted model.
+"""Raise an error for method calls that would return a wrong result for a converted model.
 
-The error says what to use instead. Hooks that could never fire are errors, too.
+The error says what to use instead. Adding a hook that could never fire is an error, too.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ NO_MLP = (
     'activation name "attn_out", layer 2 * l + 1'
 )
 
-# Names, the kind of member, the reason, and what to use instead ({0} stands for the name).
+# Names of refused members, their kind, the reason, and what to use instead ({0} is the name).
 _Refusal = tuple[tuple[str, ...], Callable[[Any], Any] | None, str, str]
 _REFUSED: tuple[_Refusal, ...] = (
     (
@@ -68,7 +68,7 @@ _REFUSED: tuple[_Refusal, ...] = (
     ),
 )
 
-# Endings of hook names, and the flags of cfg that these hook points need to fire.
+# Endings of hook names, each with the flag in cfg without which these hook points do not fire.
 _SWITCHES = {
     "attn.hook_result": "use_attn_result",
     "hook_q_input": "use_split_qkv_input",
@@ -104,14 +104,14 @@ _refuse_all()
 class ConvertedHookChecks(HookChecks):
     """A converted model that refuses hooks that could never fire.
 
-    Each `hook_mlp_out` is zero. If a name filter selects `hook_mlp_out`, it must also select the
-    block's `hook_attn_out` or `attn.hook_z`; the hook is then added only to these outputs. A hook
-    on the name `hook_mlp_out` itself is allowed only together with hooks on `attn.hook_z` of every
-    block, as in `attribution_patch`.
+    In a converted model, the value at each `hook_mlp_out` is zero. If a name filter selects
+    `hook_mlp_out`, it must also select the block's `hook_attn_out` or `attn.hook_z`; the hook is
+    then added only to these outputs. A hook on the name `hook_mlp_out` itself is allowed only
+    together with hooks on `attn.hook_z` of every block, as in `attribution_patch`.
     """
 
     def _require_all(self, wanted: list[Any]) -> None:
-        """Raise an error if any of the hooks added in one call would never fire or needs an MLP."""
+        """Raise an error if one of these hooks would never fire, or needs an MLP."""
         names = {name for name in wanted if isinstance(name, str)}
         functions = [list(filter(select, self.hook_dict)) for select in wanted if callable(select)]
         selected = names.union(*functions)
@@ -153,7 +153,7 @@ class ConvertedHookChecks(HookChecks):
         return None
 
     def _wanted(self, wanted: Any) -> Any:
-        """Return a name unchanged, or a name filter that never selects `hook_mlp_out`."""
+        """Return a name unchanged; make a name filter exclude names that end in `hook_mlp_out`."""
         if isinstance(wanted, str):
             return wanted
         return lambda name: wanted(name) and not name.endswith(_MLP_OUT)
