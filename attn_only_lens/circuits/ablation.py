@@ -70,7 +70,8 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 """Row indices in the frame of all sites."""
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Flags: TypeAlias = npt.NDArray[np.bool_]
-_BY_PROMPT = ("zero", "resample")  # ablations of a prompt that do not depend on other prompts
+# the ablations that can be computed for one prompt, independently of the other prompts
+_BY_PROMPT = ("zero", "resample")
 _NOTHING: Rows = np.empty(0, dtype=np.int64)  # the circuit without sites
 _PROBLEM = "these sites cannot be ablated"
 
@@ -277,11 +278,11 @@ class AblatedModel:
         return span
 
     def ranked(self, ranking: Sweep, order: Order, effects: _Floats | None = None) -> Rows:
-        """Return row indices sorted by a ranking's effects (or by `effects`), highest first."""
+        """Rank sites by effect or |effect|, from `effects` or `ranking`; return row indices."""
         effect = ranking.effect.to_numpy() if effects is None else effects
         if order == "magnitude":
             return np.argsort(-abs(effect), kind="stable")
-        # The difference of the metric between the two runs may not have the sign of `self.span`.
+        # The clean minus the corrupted metric may have another sign than `self.span`.
         span = ranking.clean_value - ranking.corrupted_value
         # In a `Sweep`, the score rises if a patch adds a useful site, and falls if it removes one.
         helps = np.sign(span * self.span) * (1 if ranking.baseline == 0 else -1)

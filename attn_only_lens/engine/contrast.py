@@ -64,7 +64,7 @@ from attn_only_lens.heads.host import HEAD_KINDS, HeadKind
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
-_EXACT = 1e-9  # a tolerance for float64, because rounding errors grow over layers
+_EXACT = 1e-9  # the smallest tolerance: in float64, rounding errors grow from layer to layer
 _PROBLEM = "the difference of two runs of this model cannot be attributed"
 
 

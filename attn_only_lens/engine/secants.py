@@ -222,7 +222,7 @@ class FunctionRules(TorchFunctionMode):
         if not self._replaces:
             y = func(*args, **kwargs)
             recorded = y.detach().clone()
-            if is_softmax:  # in a padding row, all keys may be masked
+            if is_softmax:  # at padding, all keys may be masked
                 recorded = recorded.nan_to_num(0.0)
                 if x.requires_grad:
                     rule = partial(softmax_change, recorded, recorded)

@@ -125,7 +125,7 @@ class NeuronHeads(ABC):
         up: PreActivation | None,
         plain_z: Callable[[], PreActivation],
     ) -> PreActivation:
-        """Compute z; call `plain_z()` if no hooks are attached to the steps before z."""
+        """Compute z; if the steps before z have no hooks, call `plain_z()`, which is faster."""
         z = self.passing.gate_rule(self, q, up) if self.passing.gate_rule else None
         if z is None:
             z = self._attend(q, up) if any(map(is_live, self._before_z)) else plain_z()

@@ -103,10 +103,10 @@ from attn_only_lens.tolerances import disagreement
 
 Method = Literal["gradient", "exact_gate", "integrated", "secant"]
 METHODS: tuple[str, ...] = get_args(Method)
-_TRACED = ("gradient", "exact_gate")  # these methods record the target run with an autograd graph
+_TRACED = ("gradient", "exact_gate")  # methods that need an autograd graph of the target run
 kept_runs: ContextVar[list[RunPair]] = ContextVar("kept_runs")
 """Receives the recorded runs of all prompts, if no site is patched exactly."""
-_STEPS = 5  # the number of steps in the EAP-IG experiments
+_STEPS = 5  # as many steps as in the experiments with EAP-IG
 
 
 @warned_once()
