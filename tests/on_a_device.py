@@ -564,6 +564,7 @@ def counted():
             call(model, clean.to(HERE), corrupted.to(HERE), p.logit_diff(7, 8))
         return device
 
+    torch.manual_seed(0)  # another model may need another pass of circuits
     with SimulatedDevice():
         model = gpt2_of_twelve_layers().to(HERE)
     return count
@@ -593,11 +594,18 @@ def test_kernels_of_a_search(counted):
 
     def search(model, clean, corrupted, metric):
         how = {"order": "magnitude", "budget": 0, "progress": False}
-        circuits.discover(model, clean, corrupted, metric, **how)
+        device = SimulatedDevice.current()
+        for _ in range(2):  # the second time, the model has passed its tests
+            device.counts.clear()
+            circuits.discover(model, clean, corrupted, metric, **how)
+            counts.append((device.total("kernel"), device.synchronisations))
 
-    device = counted(search)
-    assert device.total("kernel") <= 11_000
-    assert device.synchronisations <= 60
+    counts = []
+    counted(search)
+    (first, waits), (second, _) = counts
+    assert first <= 7_800
+    assert second <= 4_200
+    assert waits <= 45
 
 
 @of_bridges

@@ -21,12 +21,14 @@ sufficient. A smaller circuit may still exist.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import pandas as pd
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -54,10 +56,11 @@ from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, as_metric
 from attn_only_lens.engine.positions import Positions
 from attn_only_lens.engine.prompts import Prompts, prompt_pair
+from attn_only_lens.engine.recording import RunPair
 from attn_only_lens.engine.sites import Sites, all_heads
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching._activation_patch import activation_patch
-from attn_only_lens.patching._attribution import METHODS, Method, attribution
+from attn_only_lens.patching._attribution import METHODS, Method, attribution, kept_runs
 from attn_only_lens.patching.repairs import Budget
 from attn_only_lens.patching.results import MEASURED, Sweep
 
@@ -245,7 +248,9 @@ def discover(
     label = f"{progress}: " if isinstance(progress, str) else ""
     with tqdm(unit="circuit", desc=f"{label}ranking", disable=not progress) as bar:
         settings = options | {"sites": sites, "per_prompt": bool(resamples)}
-        ranking = rank_sites(prompts, method, budget, settings)
+        context, kept = copy_context(), list[RunPair]()
+        context.run(kept_runs.set, kept)
+        ranking = context.run(rank_sites, prompts, method, budget, settings)
         bar.set_description_str(f"{label}search")
         frame, effects = ranking.frame[_SITE], ranking.effect.to_numpy()[:, None]
         if resamples:  # the frame has one row per site and prompt, sorted by site
@@ -255,7 +260,9 @@ def discover(
         options |= {"ablation": ablation, "on_done": bar.update}
         ablate = partial(ablated_model, *prompts, frame, **options)
         find = partial(_smallest, ranking, order, faithfulness, method != MEASURED)
-        ablated = ablate()
+        # The runs are in float32 if the model has half precision, and more precise in float64.
+        shared = bool(kept) and next(model.parameters()).dtype == torch.float32
+        ablated = ablate(runs=kept.pop() if shared else None)
         rows, tried = find(ablated, effects.mean(axis=1))
         circuit = circuit_of(
             *(ablated, ranking, effects.mean(axis=1), rows, tried),

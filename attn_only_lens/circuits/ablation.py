@@ -72,6 +72,7 @@ _Floats: TypeAlias = npt.NDArray[np.float64]
 _Flags: TypeAlias = npt.NDArray[np.bool_]
 # the ablations that can be computed for one prompt, independently of the other prompts
 _BY_PROMPT = ("zero", "resample")
+_NOTHING: Rows = np.empty(0, dtype=np.int64)  # the circuit without sites
 _PROBLEM = "these sites cannot be ablated"
 
 
@@ -198,7 +199,7 @@ def reasons_against_draws(n_random: object, seed: object) -> list[str]:
 class AblatedModel:
     """A model in which all sites outside a circuit are ablated.
 
-    `whole` is the metric with no site ablated, and `nothing` is the metric with every site ablated.
+    `whole` is the metric with no site ablated.
     """
 
     def __init__(
@@ -253,8 +254,16 @@ class AblatedModel:
         self._first = self._replay.start(0, first_change)
         self._batching = Batching(model, None, on_done, self._replay.numbers_per_token)
         self.whole, self.whole_by_prompt = runs.clean_value, runs.clean_values.cpu().numpy()
-        (nothing,) = self.by_prompt([np.empty(0, dtype=np.int64)])
-        self.nothing, self.nothing_by_prompt = float(self._mean(nothing)), nothing
+
+    @cached_property
+    def nothing_by_prompt(self) -> Float[np.ndarray, "prompt"]:
+        """The metric of each prompt with every site ablated."""
+        return self.by_prompt([_NOTHING])[0]
+
+    @cached_property
+    def nothing(self) -> float:
+        """The metric with every site ablated."""
+        return float(self._mean(self.nothing_by_prompt))
 
     @cached_property
     def span(self) -> float:
@@ -270,17 +279,22 @@ class AblatedModel:
 
     def ranked(self, ranking: Sweep, order: Order, effects: _Floats | None = None) -> Rows:
         """Rank sites by effect or |effect|, from `effects` or `ranking`; return row indices."""
+        effect = ranking.effect.to_numpy() if effects is None else effects
+        if order == "magnitude":
+            return np.argsort(-abs(effect), kind="stable")
         # The clean minus the corrupted metric may have another sign than `self.span`.
         span = ranking.clean_value - ranking.corrupted_value
         # In a `Sweep`, the score rises if a patch adds a useful site, and falls if it removes one.
         helps = np.sign(span * self.span) * (1 if ranking.baseline == 0 else -1)
-        effect = (ranking.effect.to_numpy() if effects is None else effects) * helps
-        return np.argsort(-(abs(effect) if order == "magnitude" else effect), kind="stable")
+        return np.argsort(-effect * helps, kind="stable")
 
     def faithfulness(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit"]:
         """Return the faithfulness of each circuit, given as row indices of its sites."""
-        values = self._mean(self.by_prompt(circuits))
-        return (values - self.nothing) / self.span
+        new = [] if "nothing_by_prompt" in vars(self) else [_NOTHING]
+        by_prompt = self.by_prompt([*new, *circuits])
+        if new:  # one pass less
+            self.nothing_by_prompt, by_prompt = by_prompt[0], by_prompt[1:]
+        return (self._mean(by_prompt) - self.nothing) / self.span
 
     def curves(
         self, circuits: Sequence[Rows], n_random: int = 0, seed: int = 0
@@ -501,23 +515,26 @@ def ablated_model(
     *prompts_and_sites: Any,
     prompts_at_once: int | None = None,
     some: Sequence[int] | None = None,
+    runs: RunPair | None = None,
     **options: Any,
 ) -> AblatedModel:
     """Return an `AblatedModel` that runs all prompts at once, or in chunks to save memory.
 
-    Mean ablation and custom metrics need all prompts at once, so they never use chunks.
+    Mean ablation and custom metrics need all prompts at once, so they never use chunks. All prompts
+    at once use recorded `runs`, if given.
     """
     model, clean, corrupted, metric, sites = prompts_and_sites
     make = partial(AblatedModel, *prompts_and_sites, **options)
+    whole = partial(make, some=some, runs=runs)
     pair, metric = prompt_pair(model, clean, corrupted, options["mask"]), as_metric(metric)
     chosen = list(range(len(pair.clean)) if some is None else some)
     if options["ablation"] not in _BY_PROMPT or not metric.by_prompt:
-        return make(some=some)
+        return whole()
     here = pair.of_prompts(chosen)
     layers = resolve_sites(model, list(sites["name"].unique()))
     at_once = prompts_per_chunk(model, here, metric, layers, "z", prompts_at_once, traced=True)
     if at_once == len(chosen):
-        return make(some=some)
+        return whole()
     weights = (1 / len(chosen),) * len(chosen)
     if not metric.needs_reference:
         weights = bind(metric, model, here).shares(len(chosen))

@@ -200,7 +200,7 @@ def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> Att
     for sublayer, writes in zip(sublayers, both.sublayers, strict=True):
         along = result.gradients[names[writes.layer, writes.kind, "z"]]
         if writes.neurons is None:
-            pattern = result.softmax[writes.layer], result.patterns[writes.layer]
+            pattern = result.functions.softmax[writes.layer], result.patterns[writes.layer]
             here: Slopes = {**_pattern_slopes(model, sublayer, *pattern, tape.nodes)}
         else:
             heads: Any = writes.neurons  # z is Σ_j w_j z_j, a sum over the neuron's heads

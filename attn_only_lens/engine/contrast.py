@@ -20,7 +20,7 @@ only a copy of the pattern. If a model has another nonlinear step, the sum Σ M 
 block's input differs from the metric's change; every call of `contrast` checks that they are equal.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from attn_only_lens.axes import BIAS, SELF, Logits, Residual, Tokens
+from attn_only_lens.axes import SELF, Logits, Residual
 from attn_only_lens.engine.gradients import Tape, edit_input, start_graph
 from attn_only_lens.engine.input_warnings import warn
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, as_metric, bind
@@ -39,7 +39,6 @@ from attn_only_lens.engine.model_weights import HALF, float32_weights
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import (
     Hooks,
-    NeuronRun,
     Recording,
     input_stream,
     of_this_thread,
@@ -54,17 +53,18 @@ from attn_only_lens.engine.secants import (
     gate_derivative,
     mean,
     norm_change,
+    replaced,
     slope,
+    together,
 )
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import Gate
 from attn_only_lens.heads import host_of
-from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.heads.host import HEAD_KINDS, HeadKind
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 _EXACT = 1e-9  # the smallest tolerance: in float64, rounding errors grow from layer to layer
-_SMALL = 2**18  # the slopes of layers with fewer activations than this are computed together
 _PROBLEM = "the difference of two runs of this model cannot be attributed"
 
 
@@ -78,7 +78,8 @@ class BothRuns:
         stream: the stream that enters the first block.
         norms: the inputs and outputs of norms.
         functions: the inputs and outputs of nonlinear functions in attention, in calling order.
-        heads: the activations of heads, by hook name.
+        gates: the queries and values of neuron-heads.
+        recording: the recording of both runs, with every z.
     """
 
     pair: PromptPair
@@ -86,27 +87,13 @@ class BothRuns:
     stream: Float[Tensor, "both pos d_model"]
     norms: dict[nn.Module, Both]
     functions: list[Both]
-    heads: dict[str, Tensor]
+    gates: dict[Any, Both]
+    recording: Recording
 
-    def recordings(self, model: Any) -> tuple[Recording, Recording]:
-        """Split the activations into recordings of both runs, which contain no residual streams."""
-        host = host_of(model)
-        z_names = [host.hook_name(layer, "neuron", "z") for layer in range(host.n_layers)]
-
-        def side(i: int, tokens: Tokens) -> Recording:
-            heads = {name: x.chunk(2)[i] for name, x in self.heads.items()}
-            neurons = {
-                layer: NeuronRun(heads[name].squeeze(-1)) for layer, name in enumerate(z_names)
-            }
-            logits = self.logits.chunk(2)[i]
-            return Recording(tokens, self.pair.mask, (), (), logits, neurons, heads)
-
-        return side(0, self.pair.clean), side(1, self.pair.corrupted)
-
-    def change(self, name: str) -> Tensor:
-        """Return the clean run's activation at a hook point minus the corrupted run's."""
-        clean, corrupted = self.heads[name].chunk(2)
-        return clean - corrupted
+    def recordings(self) -> tuple[Recording, Recording]:
+        """Return recordings of every z in the clean and the corrupted run."""
+        n = len(self.pair.clean)
+        return self.recording[:n], self.recording[n:]
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +107,7 @@ class Contrast:
         final: the multipliers of the stream that the last norm, or the unembedding, reads.
         patterns: the multipliers of the softmax in each layer's attention.
         gradients: the multipliers at the nodes of the tape, by hook name.
-        softmax: the output of each softmax; differentiable if the graph was kept.
-        softmax_changes: the change of each softmax output between the runs.
+        functions: the rules of softmaxes; their outputs are differentiable if the graph was kept.
         total: Σ M Δ over the logits; it is the change of the metric if all its functions have
             rules.
         remainder: the change of the metric minus the total.
@@ -133,8 +119,7 @@ class Contrast:
     final: Residual
     patterns: list[Float[Tensor, "batch head_index query_pos key"]]
     gradients: dict[str, Tensor] = field(repr=False)
-    softmax: list[Tensor] = field(repr=False)
-    softmax_changes: list[Tensor] = field(repr=False)
+    functions: FunctionRules = field(repr=False)
     total: float
     remainder: float
 
@@ -143,12 +128,15 @@ class Contrast:
     ) -> Float[Tensor, "batch pos head_index"]:
         """Return the part of each head's attribution that is due to the change of its pattern."""
         if kind == "attention":
-            terms: Tensor = self.patterns[layer] * self.softmax_changes[layer]
+            clean, corrupted = self.functions.softmax_runs[layer].chunk(2)
+            terms: Tensor = self.patterns[layer] * (clean - corrupted)
             return terms.sum(-1).transpose(1, 2)
-        z, v, pattern = (host_of(model).hook_name(layer, kind, x) for x in ("z", "v", "pattern"))
-        moved = self.runs.change(pattern)[..., SELF].transpose(1, 2)
-        through: Tensor = self.gradients[z].squeeze(-1) * moved
-        return through * mean(self.runs.heads[v]).squeeze(-1)
+        host = host_of(model)
+        heads, z = host.neurons[layer], self.gradients[host.hook_name(layer, kind, "z")]
+        query, v = self.runs.gates[heads]
+        clean, corrupted = heads._gate_pattern(query)[..., SELF].chunk(2)
+        through: Tensor = z.squeeze(-1) * (clean - corrupted)
+        return through * mean(v)
 
 
 @torch.no_grad()
@@ -156,23 +144,17 @@ class Contrast:
 def run_both(model: Any, pair: PromptPair) -> BothRuns:
     """Run a model on clean and corrupted prompts; record inputs and outputs of nonlinear steps."""
     host = host_of(model)
-    points: dict[HeadKind, tuple[str, ...]] = {
-        "attention": ("z",),
-        "neuron": ("q", "v", "pattern", "z"),
-    }
-    names = [
-        host.hook_name(layer, kind, point)
-        for layer in range(host.n_layers)
-        for kind in points
-        for point in points[kind]
-    ]
-
+    layers = range(host.n_layers)
+    names = [host.hook_name(layer, kind, "z") for layer in layers for kind in HEAD_KINDS]
+    tokens = torch.cat([pair.clean, pair.corrupted])
     mask = None if pair.mask is None else pair.mask.repeat(2, 1)
     steps = _Steps(model)
     with steps.recorded():
-        both = record(model, torch.cat([pair.clean, pair.corrupted]), mask, names=names)
+        both = record(
+            model, tokens, mask, layers=layers, names=names, gates=False, keep_key_values=True
+        )
     seen = steps.functions.seen
-    return BothRuns(pair, both.logits, both.streams[0], steps.norms, seen, both.hooked)
+    return BothRuns(pair, both.logits, both.streams[0], steps.norms, seen, steps.gates, both)
 
 
 @torch.enable_grad()
@@ -213,8 +195,8 @@ def contrast(
         ends: list[Tensor] = []
         end = of_this_thread(lambda block, args, output: ends.append(output_stream(output)))
         stack.enter_context(model.blocks[-1].register_forward_hook(end))
-        hooks = [*_head_hooks(model, runs), *tape_hooks]
-        logits = run(model, runs.pair.clean, runs.pair.mask, hooks)
+        means = [(name, partial(_average, both)) for name, both in runs.recording.hooked.items()]
+        logits = run(model, runs.pair.clean, runs.pair.mask, [*means, *tape_hooks])
     clean, corrupted = runs.logits.chunk(2)
     multiplier = metric_multiplier(metric, clean, corrupted)
     value = (logits * multiplier).sum()
@@ -225,8 +207,7 @@ def contrast(
     total = float((multiplier * (clean - corrupted)).sum())
     result = Contrast(
         *(runs, multiplier, stream, final, patterns, gradients),
-        softmax=steps.functions.softmax,
-        softmax_changes=steps.functions.softmax_changes,
+        functions=steps.functions,
         total=total,
         remainder=_remainder(metric, multiplier, clean, corrupted),
     )
@@ -303,59 +284,24 @@ def _require_complete(result: Contrast) -> None:
         raise UnsupportedModelError([reason], _PROBLEM)
 
 
-def _head_hooks(model: Any, runs: BothRuns) -> Hooks:
-    """Return hooks that replace z, v and patterns with their means over the two runs."""
-    host, hooks = host_of(model), list[tuple[str, Callable[..., Tensor]]]()
-
-    def average(value: Tensor, hook: Any, name: str) -> Tensor:
-        return at_mean(value, runs.heads[name])
-
-    for layer, gate in _gate_slopes(host, runs):
-        names = [host.hook_name(layer, "neuron", point) for point in "vz"]
-        names.append(host.hook_name(layer, "attention", "z"))
-        hooks += [(name, partial(average, name=name)) for name in names]
-        hooks += _gate_hooks(host, layer, gate, runs)
-    return hooks
+def _average(both: Tensor, value: Tensor, hook: Any) -> Tensor:
+    return at_mean(value, both)
 
 
-def _gate_slopes(host: Any, runs: BothRuns) -> Iterator[tuple[int, Tensor]]:
-    """Yield each layer with the slopes of its gates; batch small layers that have equal gates."""
-    sides, groups = dict[int, Both](), dict[Any, list[int]]()
-    for layer, heads in enumerate(host.neurons):
-        q, pattern = (runs.heads[host.hook_name(layer, "neuron", x)] for x in ("q", "pattern"))
-        x, y = sides[layer] = q.squeeze(-1), pattern[..., SELF].transpose(1, 2)
-        gate = heads.gate if isinstance(heads.gate, Gate) and x.numel() < _SMALL else layer
-        groups.setdefault((gate, x.shape, x.dtype, x.device), []).append(layer)
-    for layers in groups.values():
-        x, y = (torch.stack(side, 1) for side in zip(*[sides[i] for i in layers], strict=True))
-        derivative = partial(gate_derivative, host.neurons[layers[0]])
-        (y_1, y_0), (x_1, x_0) = y.chunk(2), x.chunk(2)
-        yield from zip(layers, slope(y_1, y_0, x_1, x_0, derivative).unbind(1), strict=True)
-
-
-def _gate_hooks(host: Any, layer: int, gate: Tensor, runs: BothRuns) -> Hooks:
-    """Return hooks that replace derivatives of neuron-heads' patterns with slopes between runs."""
-    queries = list[Tensor]()
-    query_name, name = (host.hook_name(layer, "neuron", point) for point in ("q", "pattern"))
-
-    def keep_query(value: Tensor, hook: Any) -> None:
-        queries.append(value.squeeze(-1))
-
-    def pattern(value: Tensor, hook: Any) -> Tensor:
-        def back(gradient: Tensor) -> Tensor:
-            return gate * (gradient[..., SELF] - gradient[..., BIAS]).transpose(1, 2)
-
-        return at_mean(queries.pop(), runs.heads[name], back)
-
-    return [(query_name, keep_query), (name, pattern)]
+def _gate_slopes(alike: Sequence[Any], queries: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean self weights of neuron-heads with equal gates, and their slopes."""
+    weights = alike[0]._gate_pattern(queries)[..., SELF]
+    (y_1, y_0), (x_1, x_0) = weights.chunk(2), queries.chunk(2)
+    return mean(weights), slope(y_1, y_0, x_1, x_0, partial(gate_derivative, alike[0]))
 
 
 class _Steps:
-    """Record or replace the norms of a model and the nonlinear functions inside its attention."""
+    """Record or replace norms, gates, and the nonlinear functions inside a model's attention."""
 
     def __init__(self, model: Any, runs: BothRuns | None = None) -> None:
         self._host = host_of(model)
         self.norms: dict[nn.Module, Both] = {} if runs is None else runs.norms
+        self.gates: dict[Any, Both] = {} if runs is None else runs.gates
         self.functions = FunctionRules(None if runs is None else runs.functions, paused=True)
 
     @contextmanager
@@ -365,7 +311,11 @@ class _Steps:
         def look(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
             self.norms[module] = input_stream(args, kwargs).detach(), output.detach()
 
-        with self._attached({module: look for module in self._host.norm_modules()}):
+        def look_at_gate(heads: Any, q: Tensor, up: Tensor | None) -> None:
+            query, v = heads._query_and_value(q, up)
+            self.gates[heads] = query.detach(), v.detach()
+
+        with self._attached({module: look for module in self._host.norm_modules()}, look_at_gate):
             yield
 
     @contextmanager
@@ -388,19 +338,28 @@ class _Steps:
             module: self._norm(norms[module], *both, continues=module in inside.values())
             for module, both in self.norms.items()
         }
+        queries = {heads: (query,) for heads, (query, _) in self.gates.items()}
+        kinds = {x: x.gate if isinstance(x.gate, Gate) else x for x in queries}
+        slopes = dict(together(_gate_slopes, queries, kinds))
+
+        def attend(heads: Any, q: Tensor, up: Tensor | None) -> Tensor:
+            query, v = heads._query_and_value(q, up)
+            weight, along = slopes[heads]
+            weight = replaced(query, weight.clone, partial(torch.mul, along))
+            return (weight * at_mean(v, self.gates[heads][1])).to(q.dtype)
 
         def start(value: Tensor, hook: Any, then: Callable[..., Any]) -> Any:
             return then(value.detach(), hook=hook)
 
-        with self._attached(norm_hooks):
+        with self._attached(norm_hooks, attend):
             yield [
                 (name, hook if inside[name] is None else partial(start, then=hook))
                 for name, hook in hooks
             ]
 
     @contextmanager
-    def _attached(self, norm_hooks: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-        """Attach hooks to norms; intercept nonlinear functions in attention, not in its norms."""
+    def _attached(self, norm_hooks: dict[nn.Module, Any], gate_rule: Any) -> Iterator[None]:
+        """Attach hooks to norms; intercept gates, and functions in attention, except its norms."""
         paused = [True]
 
         def enter(pause: bool, *_: Any) -> None:
@@ -426,6 +385,8 @@ class _Steps:
             # Also intercept the nonlinear functions after a masked language model's last block.
             attach(self._host.model.blocks[-1], partial(enter, False))
             stack.enter_context(self.functions)
+            stack.callback(setattr, self._host.passing, "gate_rule", None)
+            self._host.passing.gate_rule = gate_rule
             yield
 
     def _norm(self, norm: Any, x: Tensor, y: Tensor, *, continues: bool) -> Callable[..., Tensor]:

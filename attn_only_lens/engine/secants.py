@@ -16,7 +16,7 @@ derivatives.
 The first two rules are from DeepLIFT, "summation to delta" (Shrikumar et al., 2017).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -32,6 +32,27 @@ Slopes: TypeAlias = Float[Tensor, "*any"]
 Both: TypeAlias = tuple[Tensor, Tensor]
 """The input and the output of a step, with the rows of both runs."""
 _Linear: TypeAlias = Callable[[Tensor], Tensor]
+_SMALL = 2**18  # the slopes of steps with fewer activations than this are computed together
+
+
+def together(
+    slopes: Callable[..., tuple[Tensor, ...]],
+    steps: Mapping[Any, tuple[Tensor, ...]],
+    kinds: Mapping[Any, Hashable],
+) -> Iterator[tuple[Any, tuple[Tensor, ...]]]:
+    """Yield each step and its slopes; small steps of equal kinds and shapes are computed at once.
+
+    `slopes` gets the steps of a group, and their tensors, stacked along axis 1.
+    """
+    groups = dict[Any, list[Any]]()
+    for step, (x, *_) in steps.items():
+        alone = None if x.numel() < _SMALL else step
+        groups.setdefault((alone, kinds[step], x.shape, x.dtype, x.device), []).append(step)
+    for group in groups.values():
+        sides = zip(*[steps[step] for step in group], strict=True)
+        stacks = [torch.stack(x, 1) if len(x) > 1 else x[0].unsqueeze(1) for x in sides]
+        by_step = [result.unbind(1) for result in slopes(group, *stacks)]
+        yield from zip(group, zip(*by_step, strict=True), strict=True)
 
 
 def slope(
@@ -76,7 +97,7 @@ def softmax_slopes(
 
 def softmax_change(L: Tensor, w: Tensor, change: Tensor) -> Tensor:
     """Return the change of the softmax's output, given the change of its scores."""
-    change = torch.where(L > 0, change, torch.zeros_like(change))  # masked scores are -∞
+    change = change.masked_fill(L == 0, 0.0)  # masked scores are -∞
     return L * (change - (w * change).sum(-1, keepdim=True))
 
 
@@ -127,10 +148,8 @@ def at_mean(x: Tensor, both: Tensor, back: _Linear = lambda gradient: gradient) 
     return replaced(x, partial(mean, both), back)
 
 
-def _softmax(seen: Both, x: Tensor, func: Callable[[Tensor], Tensor]) -> Tensor:
-    scores, weights = seen
-    L, w = softmax_slopes(*scores.log_softmax(-1).chunk(2))
-    return at_mean(x, weights, partial(softmax_change, L, w))
+def _softmax_slopes(calls: Sequence[int], scores: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    return softmax_slopes(*scores.log_softmax(-1).chunk(2))
 
 
 def _log_softmax(seen: Both, x: Tensor, func: Callable[[Tensor], Tensor]) -> Tensor:
@@ -148,8 +167,8 @@ def _elementwise(seen: Both, x: Tensor, func: Callable[[Tensor], Tensor]) -> Ten
     return at_mean(x, seen[1], partial(torch.mul, slope(y_1, y_0, x_1, x_0, derivative)))
 
 
+_SOFTMAX = torch.softmax, Tensor.softmax, functional.softmax
 _RULES: dict[Any, Callable[[Both, Tensor, Callable[[Tensor], Tensor]], Tensor]] = {
-    **dict.fromkeys((torch.softmax, Tensor.softmax, functional.softmax), _softmax),
     **dict.fromkeys((torch.log_softmax, Tensor.log_softmax, functional.log_softmax), _log_softmax),
     **{
         func: _elementwise
@@ -174,7 +193,7 @@ class FunctionRules(TorchFunctionMode):
 
     Attributes:
         softmax: the output of each softmax, with the gradient of its rule.
-        softmax_changes: the change of each softmax output between the runs.
+        softmax_runs: the output of each softmax in both runs.
     """
 
     def __init__(self, seen: list[Both] | None = None, *, paused: bool = False) -> None:
@@ -182,16 +201,18 @@ class FunctionRules(TorchFunctionMode):
         self.seen: list[Both] = [] if seen is None else seen
         self.paused = paused
         self.softmax: list[Tensor] = []
-        self.softmax_changes: list[Tensor] = []
+        self.softmax_runs: list[Tensor] = []
         self._replaces = seen is not None
         self._n_calls = 0
+        self._slopes: dict[int, tuple[Tensor, ...]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a torch function and record it, or run the rule that replaces the function."""
         kwargs = kwargs or {}
         if func in (Tensor.to, Tensor.float) and _narrows(func, args, kwargs):
             return args[0]
-        if func not in _RULES or not args[0].is_floating_point():
+        is_softmax = func in _SOFTMAX
+        if not (is_softmax or func in _RULES) or not args[0].is_floating_point():
             return func(*args, **kwargs)
         x = args[0]
         if x.dtype == torch.float64 and kwargs.get("dtype") == torch.float32:
@@ -201,7 +222,7 @@ class FunctionRules(TorchFunctionMode):
         if not self._replaces:
             y = func(*args, **kwargs)
             recorded = y.detach().clone()
-            if _RULES[func] is _softmax:  # at padding, all keys may be masked
+            if is_softmax:  # at padding, all keys may be masked
                 recorded = recorded.nan_to_num(0.0)
                 if x.requires_grad:
                     rule = partial(softmax_change, recorded, recorded)
@@ -209,13 +230,17 @@ class FunctionRules(TorchFunctionMode):
                     y = self.softmax[-1]
             self.seen.append((x.detach().clone(), recorded))
             return y
-        rest, seen = args[1:], self.seen[self._n_calls]
+        rest, call, seen = args[1:], self._n_calls, self.seen[self._n_calls]
         self._n_calls += 1
-        y = _RULES[func](seen, x, lambda x: func(x, *rest, **kwargs))
-        if _RULES[func] is _softmax:
-            self.softmax.append(y)
-            clean, corrupted = seen[1].chunk(2)
-            self.softmax_changes.append(clean - corrupted)
+        if not is_softmax:
+            return _RULES[func](seen, x, lambda x: func(x, *rest, **kwargs))
+        if call not in self._slopes:  # functions of the same shape are nearly all softmaxes
+            shape, n = seen[0].shape, len(self.seen) if seen[0].numel() < _SMALL else call + 1
+            alike = {i: self.seen[i] for i in range(call, n) if self.seen[i][0].shape == shape}
+            self._slopes |= together(_softmax_slopes, alike, dict.fromkeys(alike))
+        y = at_mean(x, seen[1], partial(softmax_change, *self._slopes.pop(call)))
+        self.softmax.append(y)
+        self.softmax_runs.append(seen[1])
         return y
 
 

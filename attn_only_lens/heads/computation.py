@@ -6,7 +6,7 @@ are in `gates/exact.py` (one head per neuron) and `heads/bilinear.py` (several h
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -49,6 +49,7 @@ class NeuronHeads(ABC):
     """
 
     W_out: Float[Tensor, "d_mlp d_model"]
+    passing: Any  # the model's `PassState`
 
     def _add_hook_points(self) -> None:
         self.hook_q = HookPoint()  # [batch, pos, head_index, d_head=1]
@@ -125,7 +126,9 @@ class NeuronHeads(ABC):
         plain_z: Callable[[], PreActivation],
     ) -> PreActivation:
         """Compute z; if the steps before z have no hooks, call `plain_z()`, which is faster."""
-        z = self._attend(q, up) if any(map(is_live, self._before_z)) else plain_z()
+        z = self.passing.gate_rule(self, q, up) if self.passing.gate_rule else None
+        if z is None:
+            z = self._attend(q, up) if any(map(is_live, self._before_z)) else plain_z()
         if is_live(self.hook_z):
             z = self.hook_z(z.unsqueeze(-1)).squeeze(-1)
         return z

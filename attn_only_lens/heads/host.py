@@ -6,7 +6,7 @@ in block 2l + 1. An exposed model has one block per layer, whose MLP computes ne
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
@@ -50,6 +50,7 @@ class PassState(threading.local):
     def __init__(self) -> None:
         self.values: dict[Any, Any] = {}
         self._errors: list[tuple[Tensor, str]] | None = None
+        self.gate_rule: Callable[[Any, Tensor, Tensor | None], Tensor | None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()

@@ -36,6 +36,7 @@ Afterwards, the sites whose estimates are likely to be wrong are patched exactly
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from math import nan
@@ -103,6 +104,8 @@ from attn_only_lens.tolerances import disagreement
 Method = Literal["gradient", "exact_gate", "integrated", "secant"]
 METHODS: tuple[str, ...] = get_args(Method)
 _TRACED = ("gradient", "exact_gate")  # methods that need an autograd graph of the target run
+kept_runs: ContextVar[list[RunPair]] = ContextVar("kept_runs")
+"""Receives the recorded runs of all prompts, if no site is patched exactly."""
 _STEPS = 5  # as many steps as in the experiments with EAP-IG
 
 
@@ -329,8 +332,11 @@ class _Estimator:
         self._tape = Tape({*nodes, *written}, self._readers)
         if self._method == "secant" and not self._budget:
             self._both = run_both(plan.model, pair)
-            sides = self._both.recordings(plan.model)
-            return run_pair(plan.model, pair, *sides, plan.metric, distinct=distinct)
+            sides = self._both.recordings()
+            runs = run_pair(plan.model, pair, *sides, plan.metric, distinct=distinct)
+            if pair.among is None:
+                kept_runs.get([])[:] = [runs]
+            return runs
         side: Side = "corrupted" if plan.direction == "denoise" else "clean"
         with start_graph(plan.model):
             return record_pair(

@@ -10,6 +10,7 @@ from models import build
 from attn_only_lens import Bilinear, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import SHARES, discover, evaluate, faithfulness
+from attn_only_lens.circuits import ablation as ablation_module
 from attn_only_lens.circuits._search import _Search, smallest_prefix
 from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.errors import InputError
@@ -258,6 +259,31 @@ def test_a_search_runs_no_circuits_far_larger_than_the_one_it_finds():
     ablated = Ablated()
     assert len(smallest_prefix(ablated, np.arange(ablated.n_sites), 0.9)) == 90
     assert max(ablated.sizes) < 2**10
+
+
+@pytest.mark.parametrize("ablation", ["resample", "positional_mean"])
+def test_a_search_does_not_record_the_runs_of_its_ranking_again(ablation, monkeypatch):
+    """Its circuits are as faithful as those of an ablated model that records its own runs."""
+
+    def refuse(*args, **options):
+        raise AssertionError("recorded again")
+
+    model, (clean, corrupted) = model_of("gelu", LAYOUTS[1]), prompts()
+    arguments = model, clean, corrupted, METRIC
+    how = {"order": "magnitude", "budget": 0, "ablation": ablation}
+    with monkeypatch.context() as patch:
+        patch.setattr(ablation_module, "record_pair", refuse)
+        with pytest.raises(AssertionError, match="recorded again"):
+            discover(*arguments, **how)  # control: the ranking is more precise in float64
+        model.to(torch.float32)
+        model.cfg.dtype = torch.float32
+        tried = discover(*arguments, **how).tried
+    how = {"method": "secant", "direction": "noise", "budget": 0}
+    ranking = p.attribution(*arguments, positions="each", **how)
+    ablated = AblatedModel(*arguments, ranking.frame, ablation=ablation, mask=None)
+    order = ablated.ranked(ranking, "magnitude")
+    expected = ablated.faithfulness([order[:size] for size in tried["n_sites"]])
+    np.testing.assert_allclose(tried["faithfulness"], expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("seed", "wanted"), [(5, 0.8), (10, 0.99)])

@@ -200,8 +200,7 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
         results = self.cfg.use_attn_result and is_live(self.hook_result)
         if not (results or any(map(is_live, (*self._before_z, self.hook_z)))):
             return self._write(self._sum_of_heads(q, value))
-        z = self._attend(q, value)
-        z = self.hook_z(z.unsqueeze(-1)).squeeze(-1)
+        z = self._through_hooks(q, value, lambda: self._attend(q, value))
         if results:
             result = self.hook_result(z.unsqueeze(-1) * self.W_O.squeeze(-2))
             return (result.sum(dim=-2) + self.b_O).to(q.dtype)
@@ -305,7 +304,7 @@ class NeuronBlock(_WithoutMLP):
         self.hook_mlp_out = NoMLP()  # [batch, pos, d_model]
         self.hook_resid_pre = HookPoint()  # [batch, pos, d_model]
         self.hook_resid_post = HookPoint()  # [batch, pos, d_model]
-        self.passing = passing
+        self.passing = self.attn.passing = passing
 
     def forward(
         self,
