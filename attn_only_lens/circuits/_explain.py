@@ -163,7 +163,7 @@ class Explanation:
 
     def text(self, k: int = 10) -> str:
         """Return the model's answers and the first k rows of `table` as text of 80 columns."""
-        table, n = self.table(), self.attribution.n_prompts
+        table, n, stability = self.table(), self.attribution.n_prompts, self.circuit.stability
         rows = table.head(k).round(2).drop(columns="does")
         rows[rows.select_dtypes("number").columns] += 0.0  # turn -0.00 into 0.00
         rows["token"] = rows["token"].map(repr)
@@ -182,6 +182,7 @@ class Explanation:
                 pd.DataFrame(answer_cells(self.answers)).T.to_string(),
                 *(fill(warning, 80) for warning in answer_warnings(self.answers)),
                 *("", head, *lines, "", fill(meanings, 80)),
+                *([] if stability is None else ["", f"Stability: {stability!r}"]),
             ]
         )
 

@@ -48,7 +48,7 @@ class CircuitGraph:
             the clean run, the mean over prompts of a neuron's output, or of the norm of a head's
             output or of the embedding); `gradient` (the derivative of the metric with respect to a
             neuron's output; missing for several prompts, or if several heads share a neuron);
-            `attribution`, the sum over prompts; by role also `error`, the standard error.
+            `attribution` to the mean over prompts; by role also `error`, the standard error.
         edges: one row per nonzero edge. Columns: `source`, `target` (ids), `kind` ("value", "q",
             "k", "gate"), `weight`; by role also `error`.
         tokens: the tokens of each clean prompt, as strings; by role, the roles.

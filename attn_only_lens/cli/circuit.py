@@ -90,8 +90,6 @@ def explain(
             resamples=resamples,
         )
     typer.echo(why.text(top))
-    if why.circuit.stability is not None:
-        typer.echo(f"Stability: {why.circuit.stability!r}")
     examples = None
     if texts is not None:
         examples = top_examples(loaded, why.neurons, texts, k=5, progress="examples")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from attn_only_lens.errors import AttnOnlyLensError, CheckpointError, InputWarning
 
@@ -62,6 +63,18 @@ def start(context: typer.Context) -> None:
         typer.echo(_START, nl=False)
 
 
+class _Command(TyperCommand):
+    """A command that refuses a repeated option, of which typer would keep only the last value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for parameter in self.get_params(ctx):
+            given = [arg for arg in args if arg.split("=")[0] in parameter.opts]
+            if len(given) > 1 and not getattr(parameter, "multiple", True):
+                reason = f"got {parameter.opts[0]} {len(given)} times; expected it once"
+                raise typer.BadParameter(reason, ctx=ctx)
+        return super().parse_args(ctx, args)
+
+
 def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that turns a function into a command of the application.
 
@@ -102,7 +115,7 @@ def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Cal
         shown = "\n \n".join(map(_in_80_columns, examples))
         text = re.sub(r"(?<!\n)\n(?!\n)", " ", str(getdoc(function)))
         help_text = f"{text}\n\n\b\nExamples:\n{shown}"
-        return app.command(rich_help_panel=panel, help=help_text)(run)
+        return app.command(rich_help_panel=panel, help=help_text, cls=_Command)(run)
 
     return add
 

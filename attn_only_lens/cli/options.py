@@ -81,10 +81,14 @@ class ModelOptions(SourceOptions):
 class MetricOptions:
     """Options for a metric, and for the correct and the wrong answer."""
 
-    answer: Annotated[str | None, option("the correct answer, one token", PROMPTS)] = None
-    wrong: Annotated[str | None, option("the wrong answer, one token, for logit_diff", PROMPTS)] = (
-        None
-    )
+    answer: Annotated[
+        list[str] | None,
+        option("the correct answer, one token; repeat the option for one per prompt", PROMPTS),
+    ] = None
+    wrong: Annotated[
+        list[str] | None,
+        option("the wrong answer, one token, for logit_diff; may be repeated", PROMPTS),
+    ] = None
     metric: Metric = "logit_diff"
 
     def build_metric(self, tokens: bool) -> "MetricOfLogits":
@@ -95,13 +99,14 @@ class MetricOptions:
         if name not in _METRICS:
             raise AttnOnlyLensError(f"got --metric {name}; expected one of {', '.join(_METRICS)}")
         n_answers = {"logit_diff": 2, "probability": 1, "log_probability": 1}.get(name, 0)
-        answers: list[Any] = [text for text in (self.answer, self.wrong) if text is not None]
-        if len(answers) != n_answers or (n_answers and self.answer is None):
+        answers: list[Any] = [texts for texts in (self.answer, self.wrong) if texts]
+        if len(answers) != n_answers or (n_answers and not self.answer):
             wanted = ("neither --answer nor --wrong", "--answer alone", "--answer and --wrong")
             raise AttnOnlyLensError(f"--metric {name} takes {wanted[n_answers]}")
         if tokens:
-            answers = [_one_token(text) for text in answers]
-        built: MetricOfLogits = getattr(patching, name)(*answers)
+            answers = [list(map(_one_token, texts)) for texts in answers]
+        by_role = [texts if len(texts) > 1 else texts[0] for texts in answers]
+        built: MetricOfLogits = getattr(patching, name)(*by_role)
         return built
 
 

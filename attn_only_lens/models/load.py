@@ -104,8 +104,9 @@ def load(
         return load_source(folder, device=to_device, dtype=to_dtype or torch.float32)
     if hooked:
         raise CheckpointError(
-            f"{folder} holds a transformers model, which is loaded as a TransformerBridge; "
-            "expected a TransformerLens name or the folder of a HookedTransformer"
+            f"{folder} contains a transformers model, which is loaded as a TransformerBridge; "
+            "expected a TransformerLens name or the folder of a HookedTransformer. `explain`, "
+            "`patch` and attn_only_lens.expose_neuron_heads take such a folder without conversion"
         )
     return read_hf_folder(folder, str(model), to_dtype or torch.float32, to_device)
 

@@ -178,7 +178,7 @@ def _notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
     if len(graph.tokens) > 1:
         notes.append(
             f"Prompts: tokens, attention and written tokens are from prompt {prompt}; attributions "
-            f"and edges are sums over {len(graph.tokens)} prompts, and values are means."
+            f"and edges add up to the mean over {len(graph.tokens)} prompts, and values are means."
         )
     if graph.corrupted:
         of_patterns = graph.edges[graph.edges["kind"] != "value"].groupby("target")["weight"].sum()

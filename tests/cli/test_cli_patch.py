@@ -174,3 +174,22 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         assert message in " ".join(result.output.split()), (message, result.output)
         assert "Traceback" not in result.output
     assert not out.exists()
+
+
+def test_every_prompt_may_have_its_own_answers(folder, tmp_path):
+    """An option that may not be repeated is refused, because typer would keep its last value."""
+    pairs = {"--clean": ["w1 w3 w5", "w2 w3 w7"], "--corrupted": ["w2 w3 w5", "w4 w3 w7"]}
+    pairs |= {"--answer": ["w13", "w11"], "--wrong": ["w17", "w19"]}
+    arguments = [word for name, texts in pairs.items() for text in texts for word in (name, text)]
+    out = tmp_path / "sweep.csv"
+    result = run(folder, *arguments, "--sites", "L0N3,L0H1", "--out", out)
+    assert result.exit_code == 0, result.output
+    metric = p.logit_diff(pairs["--answer"], pairs["--wrong"])
+    prompts = pairs["--clean"], pairs["--corrupted"]
+    reference = expected(folder, *prompts, metric=metric, sites=["L0N3", "L0H1"])
+    values = np.genfromtxt(out, delimiter=",", names=True, dtype=None, encoding="utf-8")["value"]
+    np.testing.assert_allclose(values, reference["value"], rtol=0, atol=1e-5)
+    arguments += ["--sites", "L0N3", "--sites", "L0H1", "--out", out]
+    result = run(folder, *arguments)
+    assert result.exit_code == 2
+    assert "got --sites 2 times; expected it once" in " ".join(result.stderr.split())

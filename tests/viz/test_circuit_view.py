@@ -63,7 +63,7 @@ def test_the_page_holds_the_graph(drawn):
     share = sizes.sum() / heads_of(every)["attribution"].abs().sum()
     note, prompts = data["notes"]
     assert prompts.startswith("Prompts: tokens, attention and written tokens are from prompt 1;")
-    assert "are sums over 2 prompts" in prompts
+    assert "add up to the mean over 2 prompts" in prompts
     assert note.startswith(f"Nodes: 61 of {n} heads and neurons, with {share:.0%} of")
     assert 0.3 < share < 0.99  # the control
 
