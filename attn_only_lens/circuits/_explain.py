@@ -142,6 +142,9 @@ class Explanation:
             *(f"The {run} run: {'; '.join(map(' '.join, row.items()))}." for run, row in answers),
             *answer_warnings(self.answers),
         ]
+        if (tokens := self.attribution.tokens) is not None:
+            texts = [text for text in tokens.corrupted[0] if text is not None]
+            notes.insert(0, f"Corrupted prompt: {''.join(texts)}")
         return viz.circuit_view(
             self.graph,
             self.model,

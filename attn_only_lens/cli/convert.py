@@ -127,6 +127,8 @@ def verify(
         if isinstance(source, AttentionOnlyTransformer):
             raise AttnOnlyLensError(f"{model.model} is converted; pass the original model")
     else:
+        if not open_folder(converted).is_dir():
+            raise AttnOnlyLensError(f"there is no folder {converted}")
         if not checkpoint.is_saved(converted):
             raise AttnOnlyLensError(
                 f"{converted} was written neither by `convert` nor by `save`. "

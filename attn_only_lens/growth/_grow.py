@@ -54,6 +54,10 @@ class Grown:
     # `shrink` restores the original if the digest shows that training has not changed the tensor.
     _originals: dict[str, tuple[Tensor, str]] = field(default_factory=dict, repr=False)
 
+    def __repr__(self) -> str:
+        name, n = type(self.model).__name__, sum(x.numel() for x in self.model.parameters())
+        return f"<Grown {name} with {n:,} parameters; see .model, .provenance and .notes>"
+
     def shrink(self, *, drop_new: bool = False) -> Any:
         """Return a model of the original size, without the parts that growth added.
 

@@ -182,6 +182,7 @@ def _not_found(name: str, error: Exception) -> CheckpointError:
     if "trust_remote_code" in str(error):
         reason = "the model needs its own code, which this package never runs"
     return CheckpointError(
-        f"could not load {name!r}: {reason.rstrip('.')}. Expected {_EXPECTED}. Without a "
+        f"there is no folder {name!r}, and no model of this name could be loaded: "
+        f"{reason.rstrip('.')}. Expected {_EXPECTED}. Without a "
         "network, only a folder or a model in the hub's cache can be loaded"
     )

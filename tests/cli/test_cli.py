@@ -101,9 +101,9 @@ def test_errors_are_one_message_and_exit_code_2(folder, tmp_path):
     (tmp_path / "text.safetensors").write_text("w3 w5")
     out = tmp_path / "out"
     for arguments, message in (
-        (("convert", "no-such-model", tmp_path / "new"), "could not load 'no-such-model'"),
+        (("convert", "no-such-model", tmp_path / "new"), "no folder 'no-such-model'"),
         (("convert", "/nonexistent", tmp_path / "new"), "there is no folder /nonexistent"),
-        (("convert", "gpt2", tmp_path / "new"), "could not load 'gpt2'"),
+        (("convert", "gpt2", tmp_path / "new"), "no folder 'gpt2'"),
         (("convert", tmp_path / "theirs", tmp_path / "new"), "config.json"),
         (("convert", folder, tmp_path / "theirs"), "holds more than a saved model"),
         (("convert", folder, tmp_path / "new", "--dtype", "int8"), "got dtype='int8'"),
