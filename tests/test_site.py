@@ -264,7 +264,7 @@ def test_the_names_to_begin_with_come_first():
     text = gathered.entries("attn_only_lens.viz", ["sweep_heatmap"])
     names = re.findall(r'id="attn_only_lens.viz.(\w+)"', text)
     assert names[0] == "sweep_heatmap"
-    assert "| [sweep_heatmap](#attn_only_lens.viz.sweep_heatmap) | Draw the effects of" in text
+    assert "| [sweep_heatmap](#attn_only_lens.viz.sweep_heatmap) | Draw a heatmap of" in text
     assert sorted(names[1:]) == names[1:]
     assert set(names) == set(gathered.public("attn_only_lens.viz"))
     with pytest.raises(PluginError, match="viz has no sweep, which"):

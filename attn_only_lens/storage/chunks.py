@@ -85,7 +85,7 @@ class ChunkStore:
         expected = {"settings": self._digest, "key": key}
         if wrong := [name for name, value in expected.items() if document[name] != value]:
             raise CheckpointError(
-                f"{path} is not a chunk of this job: {' and '.join(wrong)} differ; delete this file"
+                f"{path} is from another job: other {' and '.join(wrong)}; delete it"
             )
         return {name: tensor.numpy() for name, tensor in tensors.items()}
 

@@ -112,7 +112,7 @@ def test_errors_are_one_message_and_exit_code_2(folder, tmp_path):
         (("convert", "gpt2", tmp_path / "new", "--device", "abacus"), "got device='abacus'"),
         (("verify", folder, out, "--tokens", tmp_path / "big.safetensors"), "values from 0 to 41"),
         (("verify", folder, out, "--tokens", tmp_path / "long.safetensors"), "pos=18"),
-        (("verify", folder, tmp_path / "nowhere", "--text", "w3"), "was written neither by"),
+        (("verify", folder, tmp_path / "nowhere", "--text", "w3"), "there is no folder"),
         (("verify", folder, out), "either --text or --tokens"),
         (("verify", folder, out, "--tokens", tmp_path / "other.safetensors"), "has the tensors"),
         (("verify", folder, out, "--tokens", tmp_path / "floats.safetensors"), "shape [2, 11]"),

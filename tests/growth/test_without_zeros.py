@@ -189,7 +189,7 @@ def test_what_copies_write_goes_back_to_the_old_unit_after_training():
 
 def test_a_written_part_that_was_shared_out_is_no_old_activation():
     grown = grow(build("gelu"), ex.AddHeads(1), init=INITS["splits"])
-    with pytest.raises(KeyError, match="copies share outputs of old units"):
+    with pytest.raises(KeyError, match="copies share the outputs of old units"):
         ex.activation_map(grown.provenance, "blocks.1.attn.hook_result")
     assert ex.activation_map(grown.provenance, "blocks.1.attn.hook_z").scale == 1.0
 

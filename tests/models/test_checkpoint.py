@@ -285,7 +285,7 @@ def tokenizer_gone(folder):
 
 
 DAMAGE = {
-    "no tokenizer": (tokenizer_gone, "tokenizer is missing, and the model was saved with"),
+    "no tokenizer": (tokenizer_gone, "tokenizer is missing, but the model was saved with"),
     "no files": (lacking("files"), "files is missing"),
     "no weights listed": (lacking("files", "model.safetensors"), "safetensors is missing"),
     "no layers": (lacking("layers"), "layers is missing"),
@@ -294,7 +294,7 @@ DAMAGE = {
     "one bit": (flip_a_byte, "model.safetensors was changed after it was saved"),
     "truncated": (truncate, r"model.safetensors has \d+ bytes; expected \d+"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
-    "no manifest": (lambda f: (f / MANIFEST).unlink(), f"nor {MANIFEST} is there"),
+    "no manifest": (lambda f: (f / MANIFEST).unlink(), f"nor {MANIFEST}"),
     "not json": (lambda f: (f / MANIFEST).write_text("{"), "is not valid JSON"),
     "not ours": (lambda f: (f / MANIFEST).write_text("{}"), "has format None"),
     "a gate of other fields": (
@@ -356,7 +356,7 @@ DAMAGE = {
     "frozen nothing": (lambda f: edit_manifest(f, frozen=["x"]), "x is not a parameter"),
     "other sizes": (
         other_sizes,
-        "d_mlp=37.* expected 3 layers, and LayerSizes.*d_mlp=53.* in layer 0",
+        "d_mlp=37.* expected 3 layers, with LayerSizes.*d_mlp=53.* in layer 0",
     ),
     "unknown field": (unknown_field, "warp_drive"),
     "unknown activation": (unknown_activation, "solu"),
@@ -500,7 +500,7 @@ def test_sizes_are_held_against_the_weights_before_anything_is_built(fields, tmp
     ("fields", "said"),
     [
         ({"act_fn": "nonsense"}, "got 'nonsense'; expected one of gelu, "),
-        ({"load_in_4bit": True}, "4 bits"),
+        ({"load_in_4bit": True}, "4-bit"),
     ],
 )
 def test_a_configuration_that_cannot_be_built_is_told_plainly(fields, said, tmp_path):

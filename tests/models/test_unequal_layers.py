@@ -231,7 +231,7 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path):
         (size(1, "d_head", "8"), r"layers\[1\].d_head: got '8'; expected int"),
         (size(1, "attn_scale", None), r"layers\[1\].attn_scale: got None"),
         (size(1, "colour", 3), "colour"),
-        (size(0, "d_mlp", 37), "expected 3 layers, and"),
+        (size(0, "d_mlp", 37), "expected 3 layers, with"),
         (lambda manifest: manifest["layers"].pop(), "expected 3 layers"),
         (lambda manifest: manifest.update(layers=[]), "expected 3 layers"),
     ):
