@@ -141,7 +141,7 @@ class Explanation:
             f"{self.title}; everything else keeps {circuit.completeness:.0%}.",
             *(f"The {run} run: {'; '.join(map(' '.join, row.items()))}." for run, row in answers),
             *answer_warnings(self.answers),
-            "Labels: ← the token that a head attends to most, → the token that a node promotes most.",
+            "Labels: ← the token that a head attends to most, → the token promoted most.",
         ]
         if (tokens := self.attribution.tokens) is not None:
             texts = [text for text in tokens.corrupted[0] if text is not None]
