@@ -41,7 +41,7 @@ from attn_only_lens.storage.chunks import ChunkStore
 _PROBLEM = "this corpus cannot be used"
 _SECONDS = 30.0
 _KEY = "so-far"
-_IN_CACHE = 2**17  # this many activations fit into the CPU cache
+_IN_CACHE = 2**18  # this many activations fit into the CPU cache
 ENDS_OF_OPTION = {"both": ENDS, "largest": ENDS[:1], "smallest": ENDS[1:]}
 _NUMBERS: dict[HeadKind, tuple[str, ...]] = {"neuron": ("score",), "attention": ("score", "bos")}
 _WINDOWS: dict[HeadKind, tuple[str, ...]] = {"neuron": ("z", "gate"), "attention": ("pattern",)}
