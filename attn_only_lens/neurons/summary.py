@@ -1,6 +1,6 @@
 """Intermediate results of a pass over a corpus, which can be stored in a folder."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attn_only_lens.devices import float32_if_half
@@ -145,19 +145,14 @@ class Summary:
         for first in range(0, len(site.names), step):
             rows = slice(first, first + step)
             states = {end: _rows(state, rows) for end, state in self.examples[number].items()}
-            finite.append(add(of_layer, here, rows, states, _rows(self.counts[number], rows)))
+            counts = _rows(self.counts[number], rows)
+            finite.append(add(_rows(of_layer, rows), here, states, counts))
         return torch.stack(finite).all()
 
     def _add_neurons(
-        self,
-        of_layer: OfLayer,
-        batch: Batch,
-        rows: slice,
-        examples: dict[str, State],
-        counts: State,
+        self, values: OfLayer, batch: Batch, examples: dict[str, State], counts: State
     ) -> Bool[Tensor, ""]:
-        counted = {name: _counted(x[rows], batch) for name, x in of_layer.items()}
-        windows = {name: of_layer[name][rows] for name in _WINDOWS["neuron"]}
+        counted = {name: _counted(x, batch) for name, x in values.items()}
         if counts:
             add_counts(counts, *(counted[name] for name in QUANTITIES))
         scores = dict.fromkeys(examples, counted[self.options.by])
@@ -167,46 +162,52 @@ class Summary:
             none = size.new_full((len(size), len(QUADRANTS)), -torch.inf)
             largest = none.scatter_reduce(1, quadrant.long(), size, "amax")
             scores |= dict(zip(QUADRANTS, largest.split(1, dim=1), strict=True))
-        for end, state in examples.items():
-            chosen = rows_with_new(state, end, scores[end])
-            if not len(chosen):
-                continue
-            if end in QUADRANTS:
-                outside = quadrant[chosen] != QUADRANTS.index(end)
-                score = size[chosen].masked_fill(outside, -torch.inf)
-            else:
-                score = scores[end][chosen]
-            ranked = {"score": score}
-            add_examples(state, end, chosen, ranked, windows, batch, self._before("neuron"))
-        # z = gate × value is not finite if one of its factors is not finite.
-        return (
-            counted["z"].abs().amax().isfinite() & counted[self.options.by].abs().amax().isfinite()
-        )
+
+        def numbers(end: str, rows: Int[Tensor, "row"]) -> State:
+            if end not in QUADRANTS:
+                return {"score": scores[end][rows]}
+            outside = quadrant[rows] != QUADRANTS.index(end)
+            return {"score": size[rows].masked_fill(outside, -torch.inf)}
+
+        self._add_examples("neuron", examples, scores, numbers, values, batch)
+        return _all_finite(counted)
 
     def _add_heads(
-        self,
-        of_layer: OfLayer,
-        batch: Batch,
-        rows: slice,
-        examples: dict[str, State],
-        counts: State,
+        self, values: OfLayer, batch: Batch, examples: dict[str, State], counts: State
     ) -> Bool[Tensor, ""]:
-        pattern = of_layer["pattern"][rows]
-        by = "attribution" if self.options.by == "attribution" else "norm"
+        pattern = values["pattern"]
+        counted = {name: _counted(x, batch) for name, x in values.items() if name != "pattern"}
         add_looks(counts, pattern, batch)
         begins = torch.ones_like(batch.tokens, dtype=torch.bool).flatten()
         begins[batch.counted] = False
         bos = (pattern[..., 0] * begins.view(batch.tokens.shape)[:, :1]).flatten(1)
-        score = _counted(of_layer[by][rows], batch)
-        numbers = {"score": score, "bos": _counted(bos, batch)}
+        score = counted["attribution" if self.options.by == "attribution" else "norm"]
+        of_tokens = {"score": score, "bos": _counted(bos, batch)}
+
+        def numbers(end: str, rows: Int[Tensor, "row"]) -> State:
+            return _rows(of_tokens, rows)
+
+        scores = dict.fromkeys(examples, score)
         windows = {"pattern": pattern.flatten(1, 2)}
+        self._add_examples("attention", examples, scores, numbers, windows, batch)
+        return _all_finite(counted)
+
+    def _add_examples(
+        self,
+        kind: HeadKind,
+        examples: dict[str, State],
+        scores: dict[str, Tensor],
+        numbers: Callable[[str, Tensor], State],
+        values: OfLayer,
+        batch: Batch,
+    ) -> None:
+        """Add the largest entries of a batch at each end; `numbers` are those of some rows."""
+        windows = {name: values[name] for name in _WINDOWS[kind]}
         for end, state in examples.items():
-            chosen = rows_with_new(state, end, score)
-            if len(chosen):
-                ranked = {name: x[chosen] for name, x in numbers.items()}
-                add_examples(state, end, chosen, ranked, windows, batch, self._before("attention"))
-        norms = _counted(of_layer["norm"][rows], batch)
-        return norms.isfinite().all() & score.isfinite().all()
+            rows = rows_with_new(state, end, scores[end])
+            if len(rows):
+                new = numbers(end, rows)
+                add_examples(state, end, rows, new, windows, batch, self._before(kind))
 
     def tensors(self) -> State:
         """Return all results on the CPU; each tensor is concatenated over the layers."""
@@ -258,8 +259,12 @@ class Summary:
         return self.names(kind), *about, vocabulary, examples, counts
 
 
-def _rows(state: State, rows: slice) -> State:
-    """Return a state that contains only these rows of all tensors, as views."""
+def _all_finite(values: OfLayer) -> Bool[Tensor, ""]:
+    return torch.stack([x.abs().amax() for x in values.values()]).isfinite().all()
+
+
+def _rows(state: State, rows: slice | Tensor) -> State:
+    """Return some rows of each tensor; they are views if the rows are a slice."""
     return {name: x[rows] for name, x in state.items()}
 
 

@@ -404,3 +404,12 @@ def test_activations_that_are_not_finite_are_refused():
         model.W_E[7] = math.inf
     with pytest.raises(InputError, match="an activation in texts 0 to 1 is not finite"):
         neurons.top_examples(model, NAMES, [[1, 2], [3, 7]], **QUIET)
+
+
+def test_a_value_that_is_not_finite_is_refused_where_the_output_is():
+    """z = relu(-∞) is 0, and the value is -∞."""
+    model = bridge("neox_sequential")
+    with torch.no_grad():
+        model.blocks[1].mlp.get_submodule("in").original_component.bias[3] = -math.inf
+    with pytest.raises(InputError, match="an activation in texts 0 to 1 is not finite"):
+        neurons.neuron_statistics(model, ["L1N3"], [[1, 2], [3, 4]], **QUIET)
