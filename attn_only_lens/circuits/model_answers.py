@@ -3,6 +3,7 @@
 from typing import Any
 
 import pandas as pd
+import torch
 
 from attn_only_lens.axes import Logits
 from attn_only_lens.devices import float32_if_half
@@ -24,9 +25,10 @@ def model_answers(
     of_roles = answer_tokens(model, pair, named, None, several=True)
     rows = []
     for run, logits in zip(_RUNS, (clean, corrupted), strict=True):
-        for prompt, position in enumerate(pair.last.tolist()):
-            last = float32_if_half(logits[prompt, position]).cpu().double()
-            probabilities, top = last.softmax(dim=-1), int(last.argmax())
+        prompts = torch.arange(len(logits), device=logits.device)
+        chosen = logits[prompts, pair.last.to(logits.device)]
+        for prompt, last in enumerate(float32_if_half(chosen).cpu()):
+            probabilities, top = last.double().softmax(dim=-1), int(last.argmax())
             row = {"run": run, "prompt": prompt, "top": token_text(model, top)}
             row["top_probability"] = float(probabilities[top])
             for role, of_prompts in of_roles.items():

@@ -123,8 +123,8 @@ def run_batch(
         effects[site.layer, site.kind] = estimates * weight.to(estimates.device)
     clean, values = runs.clean, (runs.clean_value, runs.corrupted_value)
     recorded = replace(runs, clean=replace(clean, logits=clean.logits.detach())) if keep else None
-    found = clean.hooked, clean.neurons, pair.real, effects, values, runs.metric.name
-    return BatchRun(model, *found, recorded)
+    measured = clean.hooked, clean.neurons, pair.real, effects, values, runs.metric.name
+    return BatchRun(model, *measured, recorded)
 
 
 def on_device_of(model: Any, pair: PromptPair) -> PromptPair:

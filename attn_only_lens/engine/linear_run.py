@@ -31,6 +31,7 @@ A soft cap on attention scores is part of the pattern. A soft cap on the logits 
 linear model and counts as part of the metric. `linearize` checks that the heads are linear.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
@@ -61,7 +62,7 @@ Outputs: TypeAlias = Float[Tensor, "batch pos node d_head"]
 
 
 @dataclass(frozen=True, eq=False)
-class LinearSublayer:
+class LinearSublayer(ABC):
     """One source layer's attention heads or neurons, as a linear function of the stream they read.
 
     Attributes:
@@ -76,14 +77,15 @@ class LinearSublayer:
         """Return what each part of the stream adds to outputs: [part, batch, pos, node, d_head]."""
         return self.of_input(self.writes.reads.change(stream))
 
+    @abstractmethod
     def of_input(self, entering: Float[Tensor, "part batch pos d_model"]) -> Tensor:
         """Return what each part of the input, taken after the norm, adds to the outputs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def back(self, gradient: Outputs) -> Residual:
         """Return the gradient at the stream that nodes read, given gradients at their outputs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def covectors(
         self,
         gradient: Float[Tensor, "batch target d_head"],
@@ -92,7 +94,6 @@ class LinearSublayer:
         key: Place,
     ) -> Float[Tensor, "batch target d_model"]:
         """Return each target's gradient at stream position `key`, given the one at its output."""
-        raise NotImplementedError
 
     def written(self, z: Float[Tensor, "part batch pos node d_head"]) -> Tensor:
         """Return the sum of what all nodes write to the stream: [part, batch, pos, d_model]."""

@@ -98,9 +98,7 @@ def top_examples(
         >>> frame[["name", "rank", "text", "at"]].to_numpy().tolist()
         [['L0N7', 1, 0, 2], ['L0N7', 2, 2, 2]]
     """
-    options: dict[str, Any] = {"k": k, "by": by, "ends": ends, "before": before, "after": after}
-    options |= {"context": context, "batch_size": batch_size, "histograms": False}
-    statistics = _look_up(model, names, texts, metric, options, ("neuron",), resume, progress)
+    statistics = _look_up(("neuron",), **locals(), histograms=False)
     assert statistics.neurons is not None
     return statistics.neurons.frame()
 
@@ -137,9 +135,7 @@ def neuron_statistics(
         >>> int(counts.sum()), statistics.n_tokens
         (6, 6)
     """
-    options: dict[str, Any] = {"k": k, "by": by, "ends": ends, "before": before, "after": after}
-    options |= {"context": context, "batch_size": batch_size}
-    statistics = _look_up(model, names, texts, metric, options, ("neuron",), resume, progress)
+    statistics = _look_up(("neuron",), **locals())
     assert statistics.neurons is not None
     return statistics.neurons
 
@@ -180,10 +176,7 @@ def head_statistics(
         >>> statistics.tokens("L0H2").columns.tolist(), len(statistics.frame())
         (['token', 'share', 'mean'], 2)
     """
-    by = "z" if metric is None else "attribution"
-    options: dict[str, Any] = {"k": k, "by": by, "ends": ends, "before": before, "after": after}
-    options |= {"context": context, "batch_size": batch_size}
-    statistics = _look_up(model, names, texts, metric, options, ("attention",), resume, progress)
+    statistics = _look_up(("attention",), **locals(), by="z" if metric is None else "attribution")
     assert statistics.heads is not None
     return statistics.heads
 
@@ -218,27 +211,26 @@ def corpus_statistics(
         >>> both.neurons.names, both.heads.names
         (('L0N7',), ('L0H2',))
     """
-    options: dict[str, Any] = {"k": k, "by": by, "ends": ends, "before": before, "after": after}
-    options |= {"context": context, "batch_size": batch_size}
-    return _look_up(model, names, texts, metric, options, HEAD_KINDS, resume, progress)
+    return _look_up(HEAD_KINDS, **locals())
 
 
 @warned_once()
 @full_precision()
 def _look_up(
+    kinds: tuple[HeadKind, ...],
     model: Any,
     names: Sites | None,
     texts: Texts,
     metric: AnyMetric | None,
-    asked: dict[str, Any],
-    kinds: tuple[HeadKind, ...],
     resume: str | Path | None,
     progress: bool | str,
+    context: int | None,
+    **others: Any,
 ) -> CorpusStatistics:
     # Check
     sites = resolve_sites(model, Selection(kinds) if names is None else names)
-    context = min(128, model.cfg.n_ctx) if asked["context"] is None else asked["context"]
-    options = Options(**asked | {"context": context})
+    context = min(128, model.cfg.n_ctx) if context is None else context
+    options = Options(context=context, **others)
     reasons = _site_reasons(sites, kinds) + reasons_not_to_run(model)
     reasons += _option_reasons(options, metric)
     if not is_count(context, 2, model.cfg.n_ctx):

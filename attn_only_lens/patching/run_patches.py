@@ -182,18 +182,18 @@ class PatchRunner:
         self, groups: Sequence[SiteGroup], patches: Sequence[_Patch]
     ) -> list[Int[Tensor, "row"]]:
         """Return the first position that each patch changes; -1 if it cannot affect the metric."""
-        found, starts = list[Tensor](), []
+        unread, starts = list[Tensor](), []
         for group, (changed, block, _) in zip(groups, patches, strict=True):
             felt = self.replay.effective(changed, block)
             if group.columns is not None:
-                found.append(group.sums(felt).any(dim=1))
+                unread.append(group.sums(felt).any(dim=1))
                 continue
             firsts = []
             for position_set in group.everywhere.to(changed.device):
                 earliest = (changed & position_set).any(dim=1).int().argmax(dim=1)
                 firsts.append(earliest.where((felt & position_set).flatten(1).any(dim=1), -1))
-            found.append(torch.stack(firsts))
-        for group, x in zip(groups, on_cpu(found), strict=True):
+            unread.append(torch.stack(firsts))
+        for group, x in zip(groups, on_cpu(unread), strict=True):
             if group.columns is not None:
                 columns = torch.tensor([p.column for p in group.positions], device="cpu")
                 starts.append(columns[group.place].where(x, -1))

@@ -303,11 +303,11 @@ def _resolve_placed(
         )
     placed = dict[int | str, PositionSet]()
     for position in (position for position in asked if isinstance(position, int)):
-        found = list[str]()
-        with InputError.collected(found):
+        of_position = list[str]()
+        with InputError.collected(of_position):
             (placed[position],) = resolve_positions(pair, position)
         sites = ", ".join(f"{name}@{number}" for name, number in split if number == position)
-        reasons += [f"{sites}: {reason}" for reason in found]
+        reasons += [f"{sites}: {reason}" for reason in of_position]
     InputError.raise_if(reasons, _PROBLEM)
     return everywhere, placed
 
