@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
@@ -31,6 +33,28 @@ needs_transformer_lens_4 = pytest.mark.skipif(
     HAS_HOOKED_TRANSFORMER,
     reason="about what transformer-lens 4 has not: run with it, `make test`",
 )
+
+
+def model_fixture(models, hooked):
+    """A fixture of models by the functions that make them; those in `hooked` need 3.9."""
+    marks = {name: [needs_hooked_transformer] * (name in hooked) for name in models}
+
+    @pytest.fixture(
+        scope="module", params=[pytest.param(name, marks=marks[name]) for name in models]
+    )
+    def model(request):
+        return models[request.param]()
+
+    return model
+
+
+def run_script(main, arguments):
+    """The result of a script of `analyses` with these arguments, which must succeed."""
+    app = typer.Typer()
+    app.command()(main)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    return result
 
 
 def mlp_hook(point, layer=1):

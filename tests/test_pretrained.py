@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import needs_hooked_transformer, relative
+from common import needs_hooked_transformer, relative, run_script
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from analyses.tools import train_modular_addition as training
 from attn_only_lens import (
@@ -170,8 +169,5 @@ def test_an_interrupted_training_goes_on_where_it_stopped(tmp_path):
 
 @needs_hooked_transformer
 def test_smoke(tmp_path):
-    app = training.typer.Typer()
-    app.command()(training.main)
-    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
+    run_script(training.main, ["--smoke", "--out", str(tmp_path)])
     assert load_source(tmp_path).cfg.d_mlp == 11

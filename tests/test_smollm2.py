@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from common import relative
+from common import relative, run_script
 from transformer_lens.model_bridge import TransformerBridge
-from typer.testing import CliRunner
 
 from analyses.studies import grow_smollm2
 from attn_only_lens import expose_neuron_heads
@@ -122,10 +121,7 @@ def test_chat_template_bos_and_generation(alone, bridge):
 
 def test_growth_is_measured(folder, tmp_path):
     """By the script, here of a tiny model."""
-    app = grow_smollm2.typer.Typer()
-    app.command()(grow_smollm2.main)
-    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
+    run_script(grow_smollm2.main, ["--smoke", "--out", str(tmp_path)])
     row = (tmp_path / "grow_smollm2.md").read_text("utf-8").strip().splitlines()[-1]
     name, *_, bridge, alone, same = (cell.strip() for cell in row.strip("|").split("|"))
     assert (name, same) == ("all six", "True")

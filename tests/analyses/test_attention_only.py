@@ -6,11 +6,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from common import needs_hooked_transformer, relative
+from common import needs_hooked_transformer, relative, run_script
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
-from typer.testing import CliRunner
 
 from analyses.studies import attention_only_models as models
 from analyses.studies import attention_only_report as report
@@ -165,11 +164,8 @@ def test_a_cut_is_what_it_says():
 
 @needs_hooked_transformer
 def test_smoke(tmp_path):
-    app = study.typer.Typer()
-    app.command()(study.main)
     folders = ["--out", str(tmp_path), "--runs", str(tmp_path / "runs"), "--n-seeds", "1"]
-    result = CliRunner().invoke(app, ["--smoke", *folders])
-    assert result.exit_code == 0, result.output
+    result = run_script(study.main, ["--smoke", *folders])
     page = (tmp_path / f"{NAME}.md").read_text("utf-8")
     assert page.strip() in result.output
     curves = pd.read_csv(tmp_path / f"{NAME}.csv")

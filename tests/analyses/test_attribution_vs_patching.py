@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from common import needs_hooked_transformer
-from typer.testing import CliRunner
+from common import needs_hooked_transformer, run_script
 
 from analyses.studies import attribution_repairs
 from analyses.studies import attribution_vs_patching as study
@@ -15,10 +14,7 @@ KEPT = Path(__file__).parents[2] / "analyses" / "results"
 
 
 def test_smoke(tmp_path):
-    app = study.typer.Typer()
-    app.command()(study.main)
-    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
+    result = run_script(study.main, ["--smoke", "--out", str(tmp_path)])
     page = (tmp_path / "attribution_vs_patching.md").read_text("utf-8")
     assert page.strip() in result.output
     rows = pd.read_csv(tmp_path / "attribution_vs_patching.csv")
@@ -42,10 +38,7 @@ def test_the_default_is_the_method_that_agreed_best():
 
 @needs_hooked_transformer
 def test_smoke_of_repairs(tmp_path):
-    app = study.typer.Typer()
-    app.command()(attribution_repairs.main)
-    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
+    result = run_script(attribution_repairs.main, ["--smoke", "--out", str(tmp_path)])
     page = (tmp_path / "attribution_repairs.md").read_text("utf-8")
     assert page.strip() in result.output
     rows = pd.read_csv(tmp_path / "attribution_repairs.csv")

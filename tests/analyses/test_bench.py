@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import needs_hooked_transformer
+from common import needs_hooked_transformer, run_script
 from typer.testing import CliRunner
 
 from analyses.benchmarks import (
@@ -36,10 +36,7 @@ def in_this_process(monkeypatch):
         if command[0] != sys.executable:
             return start(command, **options)
         script = import_module(command[2])
-        app = script.typer.Typer()
-        app.command()(script.main)
-        result = CliRunner().invoke(app, command[3:])
-        assert result.exit_code == 0, result.output
+        result = run_script(script.main, command[3:])
         return subprocess.CompletedProcess(command, 0, result.stdout)
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -47,10 +44,7 @@ def in_this_process(monkeypatch):
 
 @pytest.mark.usefixtures("in_this_process")
 def test_smoke(tmp_path):
-    app = bench_convert.typer.Typer()
-    app.command()(bench_convert.main)
-    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
+    result = run_script(bench_convert.main, ["--smoke", "--out", str(tmp_path)])
     page = (tmp_path / "bench_convert.md").read_text()
     assert page.strip() in result.output
     for operation in bench_peak_memory.OPERATIONS:
@@ -86,10 +80,7 @@ def test_the_bound_counts_the_flops_of_the_model():
 
 
 def test_smoke_of_results(tmp_path):
-    app = bench_results.typer.Typer()
-    app.command()(bench_results.main)
-    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
+    run_script(bench_results.main, ["--smoke", "--out", str(tmp_path)])
     page = (tmp_path / "bench_results.md").read_text()
     rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")]
     # float32, of the largest effect: ours and AtP by plain hooks, which has no scale of ours.
@@ -97,10 +88,7 @@ def test_smoke_of_results(tmp_path):
 
 
 def test_smoke_of_paths(tmp_path):
-    app = bench_paths.typer.Typer()
-    app.command()(bench_paths.main)
-    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
+    run_script(bench_paths.main, ["--smoke", "--out", str(tmp_path)])
     page = (tmp_path / "bench_paths.md").read_text()
     rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")][2:]
     assert len(rows) == 5
@@ -108,10 +96,7 @@ def test_smoke_of_paths(tmp_path):
 
 
 def test_smoke_of_a_training_step(tmp_path):
-    app = bench_training_step.typer.Typer()
-    app.command()(bench_training_step.main)
-    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
+    result = run_script(bench_training_step.main, ["--smoke", "--out", str(tmp_path)])
     page = (tmp_path / "bench_training_step.md").read_text("utf-8")
     assert page.strip() in result.output
     rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")]
@@ -141,10 +126,7 @@ def test_smoke_of_growth(tmp_path, monkeypatch):
 def test_smoke_of_compare(tmp_path, monkeypatch):
     # In this process: the table of peaks starts two others, which build models of their own.
     monkeypatch.setattr(bench_compare, "peak_apart", lambda n, *_: float(n))
-    app = bench_compare.typer.Typer()
-    app.command()(bench_compare.main)
-    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
+    run_script(bench_compare.main, ["--smoke", "--out", str(tmp_path)])
     page = (tmp_path / "bench_compare.md").read_text()
     assert f"| {bench_compare.STREAMED} |" in page
     assert "| 4 | 4 |" in page
@@ -153,10 +135,7 @@ def test_smoke_of_compare(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("in_this_process")
 def test_smoke_of_composition(tmp_path):
-    app = bench_composition.typer.Typer()
-    app.command()(bench_composition.main)
-    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
+    result = run_script(bench_composition.main, ["--smoke", "--out", str(tmp_path)])
     page = (tmp_path / "bench_composition.md").read_text()
     assert page.strip() in result.output
     assert "| v | 7 |" in page

@@ -5,8 +5,7 @@ import json
 import pandas as pd
 import pytest
 import torch
-from common import needs_hooked_transformer
-from typer.testing import CliRunner
+from common import needs_hooked_transformer, run_script
 
 from analyses.benchmarks import bench_patching as bench
 from attn_only_lens import expose_neuron_heads
@@ -90,11 +89,8 @@ def test_a_way_with_other_values_is_an_error(monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_smoke(tmp_path, kind):
-    app = bench.typer.Typer()
-    app.command()(bench.main)
     args = ["--smoke", "--rounds", "1", "--model", kind, "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, args)
-    assert result.exit_code == 0, result.output
+    result = run_script(bench.main, args)
     page = (tmp_path / "bench_patching.md").read_text("utf-8")
     assert page.strip() in result.output
     table = pd.read_csv(tmp_path / "bench_patching.csv")

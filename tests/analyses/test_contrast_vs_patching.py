@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pandas as pd
-from typer.testing import CliRunner
+from common import run_script
 
 from analyses.studies import contrast_vs_patching as study
 
@@ -13,10 +13,7 @@ ROWS = Path(__file__).parents[2] / "analyses" / "results" / "contrast_vs_patchin
 def test_smoke(tmp_path, monkeypatch):
     for name, value in {"N_NODES": 11, "N_EDGES": 20, "N_STEPS": 1}.items():
         monkeypatch.setattr(study, name, value)
-    app = study.typer.Typer()
-    app.command()(study.main)
-    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
+    run_script(study.main, ["--smoke", "--out", str(tmp_path)])
     rows = pd.read_csv(tmp_path / "contrast_vs_patching.csv")
     assert set(rows["what"]) == {"attribution", "ranking", "discover", "edges"}
     attention = rows.query("what == 'attribution' and kind == 'attention' and against == 'mean'")

@@ -6,8 +6,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from common import needs_hooked_transformer
-from typer.testing import CliRunner
+from common import needs_hooked_transformer, run_script
 
 from analyses.studies import exactness_by_gate, exactness_measures
 
@@ -26,10 +25,7 @@ def measured(tiny):
 
 
 def test_smoke(tmp_path):
-    app = exactness_by_gate.typer.Typer()
-    app.command()(exactness_by_gate.main)
-    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
+    result = run_script(exactness_by_gate.main, ["--smoke", "--out", str(tmp_path)])
     page = (tmp_path / "exactness_by_gate.md").read_text("utf-8")
     assert page.strip() in result.output
     assert re.findall(r"^## (\w+)$", page, re.M) == list(NAMES)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from typer.testing import CliRunner
+from common import run_script
 
 from analyses.studies import framework_on_models as study
 
@@ -13,10 +13,7 @@ KEPT = Path(__file__).parents[2] / "analyses" / "results"
 
 @pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 def test_smoke(tmp_path):
-    app = study.typer.Typer()
-    app.command()(study.main)
-    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
+    run_script(study.main, ["--smoke", "--out", str(tmp_path)])
     hops = pd.read_csv(tmp_path / "framework_on_models_hops.csv")
     assert hops.groupby("prompt")["share"].sum().tolist() == pytest.approx([1.0, 1.0], abs=1e-2)
     assert (hops[hops["hops"] == "more"]["explained"] > 0.9999).all()

@@ -5,7 +5,7 @@ import json
 import pandas as pd
 import pytest
 import torch
-from typer.testing import CliRunner
+from common import run_script
 
 from analyses.benchmarks import growth_of_cost as bench
 from attn_only_lens import expose_neuron_heads
@@ -39,10 +39,7 @@ def in_this_process(monkeypatch):
 
 @pytest.mark.usefixtures("in_this_process")
 def test_smoke(tmp_path):
-    app = bench.typer.Typer()
-    app.command()(bench.main)
-    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
+    run_script(bench.main, ["--smoke", "--out", str(tmp_path)])
     page = (tmp_path / "growth_of_cost.md").read_text("utf-8")
     rows = pd.read_csv(tmp_path / "growth_of_cost.csv")
     assert set(rows["call"]) == set(bench.CALLS)

@@ -6,8 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from common import needs_transformer_lens_4
-from typer.testing import CliRunner
+from common import needs_transformer_lens_4, run_script
 
 from analyses.studies import growth_small_english as study
 from analyses.studies import growth_small_english_report as report
@@ -42,11 +41,8 @@ def check(ends, smallest):
 
 
 def test_smoke(tmp_path):
-    app = study.typer.Typer()
-    app.command()(study.main)
     folders = ["--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
-    result = CliRunner().invoke(app, ["--smoke", "--n-seeds", "1", *folders])
-    assert result.exit_code == 0, result.output
+    result = run_script(study.main, ["--smoke", "--n-seeds", "1", *folders])
     page = (tmp_path / f"{NAME}.md").read_text("utf-8")
     assert page.strip() in result.output
     ends = pd.read_csv(tmp_path / f"{NAME}_ends.csv")

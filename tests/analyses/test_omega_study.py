@@ -3,16 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from typer.testing import CliRunner
+from common import run_script
 
 from analyses.studies import omega_models, omega_study
 
 
 def test_smoke(tmp_path):
-    app = omega_study.typer.Typer()
-    app.command()(omega_study.main)
-    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
+    result = run_script(omega_study.main, ["--smoke", "--out", str(tmp_path)])
     page = (tmp_path / "omega_study.md").read_text()
     assert page.strip() in result.output
     assert "float32, shifted, depth 2" in (tmp_path / "omega_study.svg").read_text("utf-8")

@@ -6,8 +6,7 @@ import pandas as pd
 import pytest
 import torch
 import typer
-from common import needs_hooked_transformer
-from typer.testing import CliRunner
+from common import needs_hooked_transformer, run_script
 
 from analyses.studies import post_on_trained as study
 from analyses.tools import train_modular_addition as training
@@ -20,10 +19,7 @@ TINY = training.Recipe(modulus=7, d_model=10, n_heads=2, d_mlp=11)
 
 
 def test_smoke(tmp_path):
-    app = typer.Typer()
-    app.command()(study.main)
-    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
+    result = run_script(study.main, ["--smoke", "--out", str(tmp_path)])
     assert (tmp_path / "post_on_trained.md").read_text("utf-8").strip() in result.output
     frame = pd.read_csv(tmp_path / "post_on_trained.csv")
     errors = frame.set_index(["kind", "omega"])["logits"]

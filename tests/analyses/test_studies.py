@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 import torch
 import transformers
+from common import run_script
 from matplotlib.figure import Figure
 from torch.utils.flop_counter import FlopCounterMode
-from typer.testing import CliRunner
 
 from analyses.benchmarks import cost_at_scale
 from analyses.benchmarks.bench_patching import bridge_of
@@ -150,10 +150,7 @@ def test_what_the_index_says():
 
 def test_figures_on_smollm2(tmp_path):
     """The script runs, and the guides say what its stored table does."""
-    app = figures_on_smollm2.typer.Typer()
-    app.command()(figures_on_smollm2.main)
-    result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
+    run_script(figures_on_smollm2.main, ["--smoke", "--out", str(tmp_path)])
     name = "figures_on_smollm2"
     run = json.loads((RESULTS / f"{name}.run.json").read_text("utf-8"))
     assert f"{run['settings']['mass']:.0%}" == "15%"

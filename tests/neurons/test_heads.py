@@ -7,7 +7,7 @@ import models
 import pytest
 import torch
 from bridges import boot
-from common import D_VOCAB, needs_hooked_transformer
+from common import D_VOCAB, model_fixture
 from tiny_tokenizer import tiny_tokenizer
 
 from attn_only_lens import HeadName, convert, expose_neuron_heads, neurons
@@ -29,14 +29,7 @@ MODELS = {
 HOOKED = ("two blocks", "attends to padding")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=[needs_hooked_transformer] * (name in HOOKED)) for name in MODELS
-    ],
-)
-def model(request):
-    return MODELS[request.param]()
+model = model_fixture(MODELS, HOOKED)
 
 
 @pytest.fixture(scope="module")

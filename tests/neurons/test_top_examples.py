@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from bridges import boot
-from common import D_VOCAB, needs_hooked_transformer
+from common import D_VOCAB, model_fixture, needs_hooked_transformer
 from tiny_tokenizer import tiny_tokenizer
 
 from attn_only_lens import Bilinear, HeadName, convert, expose_neuron_heads, neuron_gate, neurons
@@ -37,14 +37,7 @@ MODELS = {
 HOOKED = ("two blocks", "several heads", "attends to padding")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=[needs_hooked_transformer] * (name in HOOKED)) for name in MODELS
-    ],
-)
-def model(request):
-    return MODELS[request.param]()
+model = model_fixture(MODELS, HOOKED)
 
 
 @pytest.fixture(scope="module")
