@@ -1,0 +1,176 @@
+"""The weights of a transcoder: a sparse MLP that imitates one MLP of a model.
+
+A transcoder reads the input x of an MLP (or the residual stream before the norm) and computes
+
+    q = x W_enc + b_enc                          pre-activations of features
+    z = q · w(q)                                 activations; w is the attention to the own token
+    y = z W_dec + b_dec + x W_skip               the imitated output of the MLP
+
+A feature is therefore a neuron-head: its pattern is (w, 1 - w), its value is q. The gates are
+
+    relu          w = 1[q > 0]
+    jumprelu      w = 1[q > θ], with a threshold θ ≥ 0 for each feature
+    topk          w = 1[q > 0 and q is one of the k largest of this token]
+
+Only the gates of topk depend on other features. BatchTopK transcoders use one threshold for all
+tokens at inference, so they are "jumprelu" here.
+
+Sources: Dunefsky et al., "Transcoders Find Interpretable LLM Feature Circuits" (2024); Rajamanoharan
+et al., "Jumping Ahead: Improving Reconstruction Fidelity with JumpReLU Sparse Autoencoders" (2024);
+Gao et al., "Scaling and evaluating sparse autoencoders" (2024); Paulo et al., "Transcoders Beat
+Sparse Autoencoders for Interpretability" (2025), for W_skip.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attn_only_lens.arguments import is_count, option_reasons
+from attn_only_lens.errors import InputError
+
+FeatureActivation = Literal["relu", "jumprelu", "topk"]
+FEATURE_ACTIVATIONS: tuple[str, ...] = get_args(FeatureActivation)
+Reads = Literal["stream", "normalized", "input"]
+READS: tuple[str, ...] = get_args(Reads)
+_PROBLEM = "this transcoder is not valid"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Transcoder:
+    """The weights of a transcoder of one layer.
+
+    Attributes:
+        W_enc: the encoder; column f reads the input of feature f.
+        W_dec: the decoder; row f is what feature f writes.
+        b_enc: the bias of the encoder.
+        b_dec: the bias of the decoder.
+        activation: "relu", "jumprelu" or "topk".
+        threshold: θ of each feature, for "jumprelu"; otherwise None.
+        k: the number of features that can be active at a token, for "topk"; otherwise None.
+        W_skip: the linear map from the input to the output, or None.
+        reads: what the encoder reads: "stream", the residual stream before the MLP's norm;
+            "normalized", the output of this norm before its gain and bias; or "input", the MLP's
+            input, after gain and bias.
+        after_norm: whether y imitates the output of the norm that follows the MLP (Gemma 2 and 3),
+            instead of the MLP's output.
+        name: where the transcoder comes from.
+
+    Raises:
+        InputError: with every reason: shapes that do not fit, different dtypes or devices, entries
+            that are not finite, or options that do not fit the activation.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens.heads.transcoder import Transcoder
+        >>> transcoder = Transcoder(torch.eye(2, 3), torch.ones(3, 2), torch.zeros(3),
+        ...     torch.zeros(2), "jumprelu", threshold=torch.full((3,), 0.5))
+        >>> transcoder.encode(torch.tensor([0.4, 2.0]))
+        tensor([0., 2., 0.])
+        >>> transcoder
+        <Transcoder of 3 features (jumprelu), reads input>
+    """
+
+    W_enc: Float[Tensor, "d_model d_features"]
+    W_dec: Float[Tensor, "d_features d_model"]
+    b_enc: Float[Tensor, "d_features"]
+    b_dec: Float[Tensor, "d_model"]
+    activation: FeatureActivation = "relu"
+    threshold: Float[Tensor, "d_features"] | None = None
+    k: int | None = None
+    W_skip: Float[Tensor, "d_model d_model"] | None = None
+    reads: Reads = "input"
+    after_norm: bool = False
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        reasons = option_reasons("activation", self.activation, FEATURE_ACTIVATIONS)
+        reasons += option_reasons("reads", self.reads, READS)
+        tensors = self.tensors()
+        d_model, d_features = self.W_enc.shape if self.W_enc.ndim == 2 else (0, 0)
+        shapes = {
+            "W_enc": (d_model, d_features),
+            "W_dec": (d_features, d_model),
+            "b_enc": (d_features,),
+            "b_dec": (d_model,),
+            "threshold": (d_features,),
+            "W_skip": (d_model, d_model),
+        }
+        for name, tensor in tensors.items():
+            if tuple(tensor.shape) != shapes[name] or not tensor.numel():
+                expected = ", ".join(map(str, shapes[name]))
+                reasons.append(f"got {name} of shape {list(tensor.shape)}; expected [{expected}]")
+            elif not tensor.isfinite().all():
+                reasons.append(f"got {name} with entries that are NaN or infinite")
+        kinds = {(tensor.dtype, str(tensor.device)) for tensor in tensors.values()}
+        if len(kinds) > 1 or not self.W_enc.is_floating_point():
+            got = ", ".join(f"{dtype} on {device}" for dtype, device in sorted(kinds, key=str))
+            reasons.append(f"got tensors in {got}; expected one floating-point dtype, one device")
+        if (self.threshold is not None) != (self.activation == "jumprelu"):
+            reasons.append("expected thresholds for 'jumprelu', and for no other activation")
+        elif self.threshold is not None and (self.threshold < 0).any():
+            reasons.append("got negative thresholds; expected numbers ≥ 0")
+        expects_k = self.activation == "topk"
+        if expects_k != (self.k is not None) or (expects_k and not is_count(self.k, 1, d_features)):
+            reasons.append(
+                f"got k={self.k}; expected a number from 1 to {d_features} for 'topk', and None "
+                "for other activations"
+            )
+        InputError.raise_if(reasons, f"{self.name}: {_PROBLEM}" if self.name else _PROBLEM)
+
+    def __repr__(self) -> str:
+        of = f" {self.name}:" if self.name else ""
+        skip = ", with W_skip" if self.W_skip is not None else ""
+        activation = f"topk, k={self.k}" if self.k else self.activation
+        return (
+            f"<Transcoder{of} of {self.d_features} features ({activation}), reads "
+            f"{self.reads}{skip}>"
+        )
+
+    @property
+    def d_model(self) -> int:
+        """The width of the residual stream."""
+        return int(self.W_enc.shape[0])
+
+    @property
+    def d_features(self) -> int:
+        """The number of features."""
+        return int(self.W_enc.shape[1])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that are not None, by name."""
+        names = ("W_enc", "W_dec", "b_enc", "b_dec", "threshold", "W_skip")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def encode(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_features"]:
+        """Return the activations z of all features."""
+        q = x @ self.W_enc + self.b_enc
+        return q * active(q, self.threshold, self.k)
+
+    def decode(
+        self, z: Float[Tensor, "*any d_features"], x: Float[Tensor, "*any d_model"] | None = None
+    ) -> Float[Tensor, "*any d_model"]:
+        """Return the output for activations z; transcoders with W_skip also need their input x."""
+        y = z @ self.W_dec + self.b_dec
+        if self.W_skip is None:
+            return y
+        if x is None:
+            raise InputError(["got no x; expected the input, because there is a W_skip"], _PROBLEM)
+        return y + x @ self.W_skip
+
+
+@torch.no_grad()
+def active(
+    q: Float[Tensor, "*any d_features"], threshold: Tensor | None = None, k: int | None = None
+) -> Float[Tensor, "*any d_features"]:
+    """Return w: 1 for active features and 0 for the others, in the dtype of q.
+
+    Of equal pre-activations in topk, those of the first features count as larger.
+    """
+    is_active = q > (0 if threshold is None else threshold)
+    if k is not None:
+        order = q.argsort(dim=-1, descending=True, stable=True)[..., :k]
+        is_active &= torch.zeros_like(is_active).scatter(-1, order, True)
+    return is_active.to(q.dtype)
