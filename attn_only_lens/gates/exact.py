@@ -46,6 +46,7 @@ class Gate:
         self_weight: p(q), elementwise, accurate in both tails.
         slope: the slope if log_odds(q) = slope · q, so that the score is bilinear; otherwise None.
         scale: the token's value divided by q; it is 1 except for generalized SiLUs.
+        is_step: whether p(q) is always 0 or 1.
 
     Example:
         >>> import torch
@@ -63,6 +64,7 @@ class Gate:
     self_weight: Callable[[Tensor], Tensor]
     slope: float | None = None
     scale: float = 1.0
+    is_step: bool = False
 
     @property
     def side(self) -> float:
@@ -84,8 +86,8 @@ class Gate:
     def pattern(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
         """Return the attention weights on the token itself and the bias token: (p(q), 1 - p(q)).
 
-        The weight 1 - p(q) is computed as p(-q), because a subtraction would lose digits. (For
-        relu, the subtraction is exact.)
+        The weight 1 - p(q) is computed as p(-q), because a subtraction would lose digits. (If p is
+        0 or 1, the subtraction is exact.)
         """
         working = float32_if_half(q)
         weights = self.self_weight(working), self.bias_weight(working)
@@ -93,8 +95,8 @@ class Gate:
 
     def bias_weight(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Return 1 - p(q), computed without cancellation."""
-        if self.name == "relu":
-            return 1.0 - self.self_weight(q)  # exact, because the weight is 0 or 1
+        if self.is_step:
+            return 1.0 - self.self_weight(q)
         return self.self_weight(-q)
 
     def activation(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -141,17 +143,19 @@ def _gelu_weight(q: Tensor) -> Tensor:
     return 0.5 * torch.special.erfc(-math.sqrt(0.5) * q)
 
 
-def _relu(q: Tensor) -> Tensor:
-    return _step(q, math.inf, -math.inf)
+def step_gate(name: str, active: Callable[[Tensor], Tensor]) -> Gate:
+    """Return the gate that attends to the own token where `active(q)` is true."""
+    return Gate(
+        name,
+        lambda q: _step(q, active(q), math.inf, -math.inf),
+        lambda q: _step(q, active(q), 1.0, 0.0),
+        is_step=True,
+    )
 
 
-def _relu_weight(q: Tensor) -> Tensor:
-    return _step(q, 1.0, 0.0)
-
-
-def _step(q: Tensor, above: float, below: float) -> Tensor:
-    """Return `above` where q > 0 and `below` elsewhere, with a gradient of zero for q."""
-    value = torch.where(q > 0, above, below).to(q.dtype)
+def _step(q: Tensor, active: Tensor, above: float, below: float) -> Tensor:
+    """Return `above` where `active` is true, otherwise `below`, with a gradient of zero for q."""
+    value = torch.where(active, above, below).to(q.dtype)
     return torch.where(torch.zeros_like(q, dtype=torch.bool), q, value)
 
 
@@ -164,6 +168,6 @@ GATES: dict[str, Gate] = {
         _logistic("gelu_fast", _gelu_fast),
         _logistic("gelu_pytorch_tanh", _gelu_tanh),
         Gate("gelu", _gelu, _gelu_weight),
-        Gate("relu", _relu, _relu_weight),
+        step_gate("relu", lambda q: q > 0),
     )
 }

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
@@ -64,6 +64,15 @@ class NeuronHeads(ABC):
     @abstractmethod
     def gate(self) -> AnyGate:
         """The gate that computes the patterns of these heads."""
+
+    def gate_of(self, index: Int[Tensor, "head"]) -> AnyGate:
+        """Return the gate of only some heads."""
+        return self.gate
+
+    @property
+    def joint_gates(self) -> bool:
+        """True if the gate of a head depends on other heads."""
+        return False
 
     @property
     @abstractmethod

@@ -15,21 +15,21 @@ A feature is therefore a neuron-head: its pattern is (w, 1 - w), its value is q.
 Only the gates of topk depend on other features. BatchTopK transcoders use one threshold for all
 tokens at inference, so they are "jumprelu" here.
 
-Sources: Dunefsky et al., "Transcoders Find Interpretable LLM Feature Circuits" (2024); Rajamanoharan
-et al., "Jumping Ahead: Improving Reconstruction Fidelity with JumpReLU Sparse Autoencoders" (2024);
-Gao et al., "Scaling and evaluating sparse autoencoders" (2024); Paulo et al., "Transcoders Beat
-Sparse Autoencoders for Interpretability" (2025), for W_skip.
+Sources: Dunefsky et al., "Transcoders Find Interpretable LLM Feature Circuits" (2024);
+Rajamanoharan et al., "Jumping Ahead: Improving Reconstruction Fidelity with JumpReLU Sparse
+Autoencoders" (2024); Gao et al., "Scaling and evaluating sparse autoencoders" (2024); Paulo et al.,
+"Transcoders Beat Sparse Autoencoders for Interpretability" (2025), for W_skip.
 """
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.arguments import is_count, option_reasons
 from attn_only_lens.errors import InputError
+from attn_only_lens.gates.features import active_features
 
 FeatureActivation = Literal["relu", "jumprelu", "topk"]
 FEATURE_ACTIVATIONS: tuple[str, ...] = get_args(FeatureActivation)
@@ -147,7 +147,7 @@ class Transcoder:
     def encode(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_features"]:
         """Return the activations z of all features."""
         q = x @ self.W_enc + self.b_enc
-        return q * active(q, self.threshold, self.k)
+        return q * active_features(q, self.threshold, self.k)
 
     def decode(
         self, z: Float[Tensor, "*any d_features"], x: Float[Tensor, "*any d_model"] | None = None
@@ -159,18 +159,3 @@ class Transcoder:
         if x is None:
             raise InputError(["got no x; expected the input, because there is a W_skip"], _PROBLEM)
         return y + x @ self.W_skip
-
-
-@torch.no_grad()
-def active(
-    q: Float[Tensor, "*any d_features"], threshold: Tensor | None = None, k: int | None = None
-) -> Float[Tensor, "*any d_features"]:
-    """Return w: 1 for active features and 0 for the others, in the dtype of q.
-
-    Of equal pre-activations in topk, those of the first features count as larger.
-    """
-    is_active = q > (0 if threshold is None else threshold)
-    if k is not None:
-        order = q.argsort(dim=-1, descending=True, stable=True)[..., :k]
-        is_active &= torch.zeros_like(is_active).scatter(-1, order, True)
-    return is_active.to(q.dtype)

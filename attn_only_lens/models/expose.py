@@ -11,6 +11,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from attn_only_lens.devices import normal_numbers
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.gates import Gating, GeneralizedSiLU
+from attn_only_lens.gates.gating import EXACT
 from attn_only_lens.heads import logit_tolerance
 from attn_only_lens.heads.host import PassState
 from attn_only_lens.models.gate_option import GateOption, gating_for
@@ -23,7 +24,8 @@ from attn_only_lens.models.in_place import (
     reasons_against_copying,
     show,
 )
-from attn_only_lens.models.in_place.heads import UnknownMLPError
+from attn_only_lens.models.in_place.feature_mlp import FeatureMLP
+from attn_only_lens.models.in_place.heads import FeatureHeads, UnknownMLPError
 from attn_only_lens.models.in_place.known_mlps import (
     KnownMLP,
     evaluation_without_hooks,
@@ -164,9 +166,13 @@ def expose_neuron_heads(
         if isinstance(model, HookedTransformer) and not copy_weights:
             share_weights(source, model)
     mlps = known_mlps(model, _PROBLEM, silu)
-    first, W_out = mlps[0], cast(Tensor, mlps[0].mlp.W_out)
-    gated = first.points.pre_linear is not None
-    gating, reasons = gating_for(gate, first.act_fn, gated, W_out.dtype, len(mlps))
+    gating, reasons = EXACT, []
+    if original := _original(mlps):
+        first, W_out = original[0], cast(Tensor, original[0].mlp.W_out)
+        gated = first.points.pre_linear is not None
+        gating, reasons = gating_for(gate, first.act_fn, gated, W_out.dtype, len(mlps))
+    if len(original) < len(mlps) and gate != "exact":
+        reasons.append(f"got gate={gate!r} for a model with transcoders; expected 'exact'")
     if not exposed_heads(model):
         reasons = [*non_finite_weights(model), *reasons]
     UnsupportedModelError.raise_if(reasons, _PROBLEM)
@@ -196,8 +202,8 @@ def _model_reasons(
 def expose_as(model: Any, mlps: list[KnownMLP], gating: Gating) -> ExposedNeurons:
     """Expose a model's neurons as heads; raise an error if the gates do not fit its MLPs."""
     try:
-        gated = mlps[0].points.pre_linear is not None
-        gating.require_fit(mlps[0].act_fn, gated, len(mlps))
+        for mlp in _original(mlps)[:1]:
+            gating.require_fit(mlp.act_fn, mlp.points.pre_linear is not None, len(mlps))
     except ValueError as error:
         raise UnsupportedModelError([str(error)], _PROBLEM) from error
     if heads := exposed_heads(model):
@@ -207,14 +213,26 @@ def expose_as(model: Any, mlps: list[KnownMLP], gating: Gating) -> ExposedNeuron
             )
         return ExposedNeurons(model, first=False)
     with evaluation_without_hooks(getattr(block, "mlp", None) for block in model.blocks):
-        kind = InPlace if gating.kind == "exact" else BilinearInPlace
         state = PassState()
         new_heads = [
-            kind(mlp.mlp, mlp.points, model.cfg, mlp.act_fn, layer, gating, state)
+            _heads_class(mlp, gating)(
+                mlp.mlp, mlp.points, model.cfg, mlp.act_fn, layer, gating, state
+            )
             for layer, mlp in enumerate(mlps)
         ]
         _show_checked(model, new_heads)
     return ExposedNeurons(model, first=True)
+
+
+def _heads_class(mlp: KnownMLP, gating: Gating) -> type[InPlace]:
+    if isinstance(mlp.mlp, FeatureMLP):
+        return FeatureHeads
+    return InPlace if gating.kind == "exact" else BilinearInPlace
+
+
+def _original(mlps: list[KnownMLP]) -> list[KnownMLP]:
+    """Return the MLPs that are not transcoders."""
+    return [mlp for mlp in mlps if not isinstance(mlp.mlp, FeatureMLP)]
 
 
 @full_precision()

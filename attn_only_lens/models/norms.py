@@ -332,7 +332,8 @@ def require_bridge_weights(model: Any) -> None:
     texts, applied = list[str](), list[Tensor]()
     for layer, block in enumerate(model.blocks):
         matrices = {f"attn.{letter}": f"W_{letter.upper()}" for letter in "qkvo"}
-        matrices |= {"mlp.in": "W_in", "mlp.out": "W_out"}
+        if not hasattr(block.mlp, "transcoder_activation"):  # `FeatureMLP` is our own module
+            matrices |= {"mlp.in": "W_in", "mlp.out": "W_out"}
         if getattr(block.mlp, "W_gate", None) is not None:
             matrices["mlp.gate"] = "W_gate"
         for path, name in matrices.items():

@@ -23,6 +23,7 @@ from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.heads.host import CHANGED, POINTS, WithNeuronHeads, stock_class
 from attn_only_lens.models.base import HookChecks
+from attn_only_lens.models.in_place.feature_mlp import FeatureMLP
 from attn_only_lens.models.in_place.heads import InPlace
 from attn_only_lens.models.in_place.hosts import BridgeHost, HookedHost, replaced_mlps
 from attn_only_lens.models.shared_weights import parted_reasons, sharing_reasons
@@ -94,7 +95,7 @@ class ExposedBridge(_Exposed, TransformerBridge):
     def _unlist_hook_points(self, heads: list[InPlace]) -> None:
         for layer in heads:
             for name in layer.points:
-                layer.mlp._hook_registry.pop(name, None)
+                vars(layer.mlp).get("_hook_registry", {}).pop(name, None)
                 self._hook_registry.pop(f"blocks.{layer.layer}.mlp.{name}", None)
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
@@ -123,7 +124,7 @@ class ExposedBridge(_Exposed, TransformerBridge):
 
 
 class _ExposedMLPBridge:
-    """An MLP with neuron-heads, in a bridge."""
+    """An MLP with neuron-heads whose W_out is followed by a hook point."""
 
     _neuron_heads: InPlace
 
@@ -177,8 +178,14 @@ class ExposedJointBridge(_ExposedMLPBridge, JointGateUpMLPBridge):
     _stock = JointGateUpMLPBridge
 
 
+class ExposedFeatureMLP(_ExposedMLPBridge, FeatureMLP):
+    """A transcoder whose features are neuron-heads."""
+
+    _stock = FeatureMLP
+
+
 _CLASSES: tuple[Any, ...] = (
-    *(ExposedTransformer, ExposedBridge, ExposedMLP, ExposedGatedMLP),
+    *(ExposedTransformer, ExposedBridge, ExposedMLP, ExposedGatedMLP, ExposedFeatureMLP),
     *(ExposedPlainBridge, ExposedGatedBridge, ExposedJointBridge),
 )
 _EXPOSED: dict[type, type] = {exposed._stock: exposed for exposed in _CLASSES}

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import (
@@ -36,10 +36,12 @@ from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.gates import Gate
+from attn_only_lens.gates.features import feature_gate
 from attn_only_lens.gates.gating import AnyGate, Gating
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.computation import NeuronHeads, is_live
 from attn_only_lens.heads.host import POINTS, PassState, stock_class
+from attn_only_lens.models.in_place.feature_mlp import FeatureMLP
 from attn_only_lens.tl import MLP, GatedMLP
 
 _ROUNDINGS = 16  # the error allowed in an activation, in units of the rounding error
@@ -58,7 +60,7 @@ class MLPHookPoints:
     out: HookPoint | None
     """Receives the output of W_out; None if the MLP's own class calls `InPlace.write` instead."""
     layer: nn.Module | None = None
-    """The layer of the source that runs the MLP, if the MLP is not a separate module."""
+    """The module that runs W_out, if it is not the MLP or if the MLP adds more to its output."""
 
     def __iter__(self) -> Iterator[HookPoint]:
         points = self.pre, self.pre_linear, self.post, self.out
@@ -118,6 +120,11 @@ class InPlace(NeuronHeads):
     def gate(self) -> AnyGate:
         """The gate of this layer. It is found by its name, so that pickled models hold no code."""
         return self.gating.gate(self.act_fn, self.layer)
+
+    @property
+    def activation(self) -> Gate:
+        """The exact gate of the MLP's activation function."""
+        return self.gating.activation(self.act_fn)
 
     @property
     def module(self) -> nn.Module:
@@ -223,8 +230,7 @@ class InPlace(NeuronHeads):
     def _require_known(
         self, q: PreActivation, up: PreActivation | None, post: PreActivation
     ) -> None:
-        gate = self.gating.activation(self.act_fn)
-        error = activation_error(gate, post, float32_if_half(q), up, self._b_in)
+        error = activation_error(self.activation, post, float32_if_half(q), up, self._b_in)
         why = "dropout in training mode" if self.mlp.training else "was it changed after exposing?"
         message = (
             f"layer {self.layer}: the MLP no longer computes {self.act_fn} of its "
@@ -320,6 +326,37 @@ class BilinearInPlace(BilinearHeads, InPlace):
         return self._through_hooks(q, value, lambda: self._attend(q, value))
 
 
+class FeatureHeads(InPlace):
+    """The features of a transcoder that takes the place of an MLP (`FeatureMLP`), as heads."""
+
+    @property
+    def gate(self) -> Gate:
+        """The gate of all features."""
+        return feature_gate(self.mlp.threshold, self.mlp.k)
+
+    activation = gate
+
+    def gate_of(self, index: Int[Tensor, "head"]) -> Gate:
+        """Return the gate of only some features."""
+        threshold = self.mlp.threshold
+        return feature_gate(None if threshold is None else threshold[index])
+
+    @property
+    def joint_gates(self) -> bool:
+        """True for topk, where the gate of a feature depends on the other features."""
+        return self.mlp.k is not None
+
+    @property
+    def b_O(self) -> Float[Tensor, "d_model"]:
+        """The bias of the decoder."""
+        bias: Tensor = self.mlp.b_out
+        return bias
+
+    def projections(self, x: Residual) -> tuple[PreActivation, None]:
+        """Return the pre-activations of all features for the input x."""
+        return self.mlp.encode(x), None
+
+
 class _Tap(HookPoint):
     """An MLP's hook point that neuron-heads intercept."""
 
@@ -372,6 +409,8 @@ def find_hook_points(mlp: Any) -> MLPHookPoints:
         )
     elif kind in _BRIDGES:
         points = _bridge_hook_points(mlp)
+    elif kind is FeatureMLP:
+        points = MLPHookPoints(mlp.hook_pre, None, mlp.hook_post, mlp.hook_written, layer=mlp)
     else:
         raise UnknownMLPError(
             f"its mlp is a {type(mlp).__qualname__}, whose forward pass is not known; expected one "

@@ -28,6 +28,7 @@ from attn_only_lens.gates import GATES, Gate, GeneralizedSiLU
 from attn_only_lens.heads import host_of
 from attn_only_lens.models.in_place.bridge_components import component_reasons
 from attn_only_lens.models.in_place.exposed import exposed_heads
+from attn_only_lens.models.in_place.feature_mlp import FeatureMLP
 from attn_only_lens.models.in_place.heads import (
     MLPHookPoints,
     UnknownMLPError,
@@ -45,7 +46,10 @@ _FAR = 1e4  # the largest |q|, small enough that q · u fits in float16
 
 @dataclass(frozen=True)
 class KnownMLP:
-    """An MLP that can be exposed; `act_fn` is a key of `GATES` or a generalized SiLU's name."""
+    """An MLP that can be exposed.
+
+    `act_fn` is a key of `GATES`, a generalized SiLU's name, or the activation of a transcoder.
+    """
 
     mlp: nn.Module
     points: MLPHookPoints
@@ -74,7 +78,8 @@ def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) ->
     else:
         reasons = reasons_against(model, silu=silu)  # attached hooks are allowed
         blocks = [] if reasons else list(model.blocks)
-    known: list[KnownMLP] = []
+    known: dict[int, KnownMLP] = {}
+    transcoders: dict[int, KnownMLP] = {}
     mlps: list[Any] = [getattr(block, "mlp", None) for block in blocks]
     ran: list[tuple[int, Any, MLPHookPoints, Tensor]] = []
     with evaluation_without_hooks(mlps):
@@ -83,22 +88,25 @@ def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) ->
                 if any(mlp is earlier for _, earlier, *_ in ran):
                     raise UnknownMLPError("it shares its MLP with an earlier layer")
                 points = find_hook_points(mlp)
-                ran.append((layer, mlp, points, _activations(mlp, points)))
+                if isinstance(mlp, FeatureMLP):
+                    transcoders[layer] = KnownMLP(mlp, points, mlp.transcoder_activation)
+                else:
+                    ran.append((layer, mlp, points, _activations(mlp, points)))
             except UnknownMLPError as error:
                 reasons.append(f"layer {layer}: {error}")
     gates = GATES if silu is None else {silu.gate.name: silu.gate}
     for (layer, mlp, points, _), post in zip(ran, on_cpu([x for *_, x in ran]), strict=True):
         try:
-            known.append(KnownMLP(mlp, points, _name(post, mlp, points, model.cfg, gates)))
+            known[layer] = KnownMLP(mlp, points, _name(post, mlp, points, model.cfg, gates))
         except UnknownMLPError as error:
             reasons.append(f"layer {layer}: {error}")
     if type(model) is TransformerBridge and not reasons:
         reasons = component_reasons(model)
-    names = {mlp.act_fn for mlp in known}
+    names = {mlp.act_fn for mlp in known.values()}
     if len(names) > 1:
         reasons.append(f"its layers have different activations: {', '.join(sorted(names))}")
     UnsupportedModelError.raise_if(reasons, problem)
-    return known
+    return [mlp for _, mlp in sorted((known | transcoders).items())]
 
 
 def non_finite_weights(model: Any) -> list[str]:

@@ -1,0 +1,40 @@
+"""Gates of transcoder features: JumpReLU and TopK, next to the ReLU of ordinary neurons.
+
+    jumprelu      p(q) = 1[q > θ], with a threshold θ for each feature
+    topk          p(q) = 1[q > 0 and q is one of the k largest pre-activations of its token]
+
+The gate of a feature in topk depends on the pre-activations of all features of the layer.
+"""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attn_only_lens.gates.exact import GATES, Gate, step_gate
+
+
+def feature_gate(
+    threshold: Float[Tensor, "d_features"] | None = None, k: int | None = None
+) -> Gate:
+    """Return the gate of features with thresholds, or with the k largest; without both, relu."""
+    if threshold is None and k is None:
+        return GATES["relu"]
+    name = "jumprelu" if k is None else "topk"
+    return step_gate(name, lambda q: active_features(q, threshold, k))
+
+
+@torch.no_grad()
+def active_features(
+    q: Float[Tensor, "*any d_features"],
+    threshold: Float[Tensor, "d_features"] | None = None,
+    k: int | None = None,
+) -> Bool[Tensor, "*any d_features"]:
+    """Return which features are active, given the pre-activations q of all features.
+
+    If several pre-activations in topk are equal, the features with smaller numbers come first.
+    """
+    active = q > (0.0 if threshold is None else threshold.to(q.dtype))
+    if k is None:
+        return active
+    order = q.argsort(dim=-1, descending=True, stable=True)[..., :k]
+    return active & torch.zeros_like(active).scatter(-1, order, True)

@@ -1,0 +1,90 @@
+"""A transcoder in the place of a model's MLP.
+
+The module computes, for the input x that the MLP gets,
+
+    y = hook_written(z W_dec + b_dec) + x W_skip + hook_error(e)
+
+The heads replace z at hook_post, as in any MLP with neuron-heads. The error e is what the features
+and W_skip miss of the original MLP's output at this x. So y is the output of the original MLP as
+long as no hook edits the features; if a hook changes z, y changes by Δz W_dec. With
+`error="zero"`, there is no e, and the original MLP does not run.
+
+If the transcoder reads the stream before the norm, or imitates the output of the norm after the
+MLP, these norms move into this module, and the model runs the identity in their place.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+
+from attn_only_lens.axes import PreActivation, Residual
+from attn_only_lens.gates.features import active_features
+from attn_only_lens.heads.computation import is_live
+from attn_only_lens.heads.transcoder import Transcoder
+
+
+class FeatureMLP(nn.Module):
+    """A transcoder that takes the place of an MLP.
+
+    Attributes:
+        transcoder_activation: "relu", "jumprelu" or "topk".
+        original: the steps that compute the original output: norm, MLP, norm.
+        name: in a bridge, the name of the MLP in the wrapped model's layer.
+    """
+
+    threshold: Tensor | None
+    W_skip: Tensor | None
+
+    def __init__(
+        self, transcoder: Transcoder, original: nn.Sequential, error: bool, name: str | None
+    ) -> None:
+        super().__init__()
+        self.W_in = nn.Parameter(transcoder.W_enc, requires_grad=False)
+        self.b_in = nn.Parameter(transcoder.b_enc, requires_grad=False)
+        self.W_out = nn.Parameter(transcoder.W_dec, requires_grad=False)
+        self.b_out = nn.Parameter(transcoder.b_dec, requires_grad=False)
+        self.register_buffer("threshold", transcoder.threshold)
+        self.register_buffer("W_skip", transcoder.W_skip)
+        self.transcoder_activation, self.k, self.name = transcoder.activation, transcoder.k, name
+        self.original, self.has_error = original, error
+        self.hook_in = HookPoint()  # [batch, pos, d_model]
+        self.hook_pre = HookPoint()  # [batch, pos, d_mlp]
+        self.hook_post = HookPoint()  # [batch, pos, d_mlp]
+        self.hook_written = HookPoint()  # [batch, pos, d_model]
+        if error:
+            self.hook_error = HookPoint()  # [batch, pos, head_index=1, d_model]
+        self.hook_out = HookPoint()  # [batch, pos, d_model]
+
+    def forward(self, x: Residual) -> Residual:
+        """Return the output of the features, plus W_skip, plus the error."""
+        x = self.hook_in(x)
+        q = self.encode(x)
+        hooked: Tensor = self.hook_pre(q.clone() if self.has_error else q)
+        post = self.act_fn(hooked)
+        features = self.hook_written(self.decode(self.hook_post(post)))
+        output = features if self.W_skip is None else features + x @ self.W_skip
+        if self.has_error:
+            imitated = self.decode(self.act_fn(q)) if self._features_are_hooked() else features
+            if self.W_skip is not None:
+                imitated = imitated + x @ self.W_skip
+            error = self.original(x) - imitated
+            output = output + self.hook_error(error.unsqueeze(-2)).squeeze(-2)
+        hooked_output: Tensor = self.hook_out(output)
+        return hooked_output
+
+    def _features_are_hooked(self) -> bool:
+        others = self.hook_in, self.hook_out, self.hook_error
+        points = (point for point in self.children() if isinstance(point, HookPoint))
+        return any(is_live(point) for point in points if point not in others)
+
+    def encode(self, x: Residual) -> PreActivation:
+        """Return the pre-activations of all features."""
+        return x @ self.W_in + self.b_in
+
+    def act_fn(self, q: PreActivation) -> PreActivation:
+        """Return the activations of all features."""
+        return torch.where(active_features(q, self.threshold, self.k), q, 0.0)
+
+    def decode(self, z: PreActivation) -> Residual:
+        """Return what features with these activations write, plus b_dec."""
+        return z @ self.W_out + self.b_out

@@ -1,0 +1,276 @@
+"""Put transcoders in the place of a model's MLPs, with their features as neuron-heads.
+
+In a layer with a transcoder, the model's MLP becomes a `FeatureMLP`, which runs the original MLP
+only to compute the error. The other layers keep their MLPs, with their neurons as neuron-heads.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+from torch import nn
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.generalized_components import LinearBridge
+
+from attn_only_lens.arguments import is_count, option_reasons
+from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.heads import has_neuron_heads
+from attn_only_lens.heads.transcoder import Transcoder
+from attn_only_lens.models.expose import ExposedNeurons, expose_neuron_heads
+from attn_only_lens.models.in_place.feature_mlp import FeatureMLP
+from attn_only_lens.models.in_place.heads import UnknownMLPError, find_hook_points
+from attn_only_lens.models.norms import LayerNorms, Norm, bridge_norms, hooked_norms
+from attn_only_lens.tl import HookedTransformer
+
+OnError = Literal["node", "zero"]
+_PROBLEM = "these transcoders cannot be attached"
+_NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
+
+
+class AttachedTranscoders(ExposedNeurons):
+    """A model with transcoders in the place of MLPs, until `undo` is called.
+
+    As a context manager, this object returns the model. When the `with` block ends, the model gets
+    its MLPs back.
+
+    Attributes:
+        model: the model, whose features and neurons are exposed as neuron-heads.
+        layers: the layers with transcoders.
+    """
+
+    def __init__(self, model: Any, swap: "_Swap", layers: tuple[int, ...]) -> None:
+        super().__init__(model, first=True)
+        self._swap, self.layers = swap, layers
+
+    def undo(self) -> None:
+        """Restore the model's MLPs, norms and hook points; a second call does nothing.
+
+        Hooks on features, neuron-heads and errors are removed; all other hooks stay.
+        """
+        super().undo()
+        self._swap.undo()
+
+
+def attach(
+    model: HookedTransformer | TransformerBridge,
+    transcoders: Mapping[int, Transcoder],
+    *,
+    error: OnError = "node",
+) -> AttachedTranscoders:
+    """Put transcoders in the place of MLPs, and expose features and neurons as neuron-heads.
+
+    The features of layer 3 are the heads `L3F0`, `L3F1`, …. They have the hook points of
+    neuron-heads (`expose_neuron_heads`), and every tool treats them as it treats neurons.
+
+    With `error="node"`, the model computes the same as before, up to rounding: what a transcoder
+    misses of the MLP's output is added at the hook point `blocks.{l}.mlp.hook_error` [batch, pos,
+    1, d_model]. This is the error node `L3E`, which is a head, too. Its value is computed in every
+    run from the input of the MLP at this run, so that heads and neurons in other layers have the
+    same effects as in the original model. If a feature is patched, the output of its layer changes
+    only by the feature's change times its row of W_dec.
+
+    With `error="zero"`, there are no error nodes: this is the replacement model, which computes
+    only what the transcoders imitate. `fidelity` measures how well it does.
+
+    Source: Dunefsky et al., "Transcoders Find Interpretable LLM Feature Circuits" (2024); error
+    nodes as in Marks et al., "Sparse Feature Circuits" (2024), and Ameisen et al., "Circuit
+    Tracing" (2025).
+
+    Args:
+        model: a `TransformerBridge` or a `HookedTransformer`, without exposed neuron-heads. It is
+            changed in place.
+        transcoders: the transcoder of each layer, for one or more layers; for example from `load`.
+            They are converted to the dtype and moved to the device of the model.
+        error: "node" or "zero".
+
+    Returns:
+        A context manager with `model` and `undo`.
+
+    Raises:
+        UnsupportedModelError: with every reason why the transcoders do not fit the model. The model
+            is unchanged.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import pretrained, transcoders
+        >>> model = pretrained.small_english()
+        >>> tokens = model.to_tokens("The keys near the cabinet")
+        >>> before = model(tokens)
+        >>> W_enc = torch.randn(128, 307) / 128**0.5
+        >>> transcoder = transcoders.Transcoder(
+        ...     W_enc, W_enc.T.clone(), torch.zeros(307), torch.zeros(128))
+        >>> with transcoders.attach(model, {2: transcoder}):
+        ...     bool(torch.allclose(model(tokens), before, atol=1e-4))
+        True
+    """
+    UnsupportedModelError.raise_if(_reasons(model, transcoders, error), _PROBLEM)
+    norms = _norms(model)
+    reasons, folded = list[str](), dict[int, Transcoder]()
+    for layer, transcoder in sorted(transcoders.items()):
+        try:
+            folded[layer] = _folded(transcoder, model.blocks[layer], norms[layer])
+        except UnknownMLPError as unknown:
+            reasons.append(f"layer {layer}: {unknown}")
+    UnsupportedModelError.raise_if(reasons, _PROBLEM)
+    swap = _Swap(model)
+    try:
+        for layer, transcoder in folded.items():
+            _replace_mlp(model.blocks[layer], transcoder, error == "node", swap)
+        swap.list_hook_points()
+        expose_neuron_heads(model)
+    except BaseException:  # even an interruption must leave the model as it was
+        swap.undo()
+        raise
+    return AttachedTranscoders(model, swap, tuple(folded))
+
+
+def _reasons(model: Any, transcoders: Any, error: object) -> list[str]:
+    """Return error messages for a model or transcoders of a wrong kind, width or layer."""
+    reasons = option_reasons("error", error, get_args(OnError))
+    if type(model) not in (TransformerBridge, HookedTransformer):
+        heads = " whose neuron-heads are exposed (call undo() first)" * has_neuron_heads(model)
+        return [
+            f"got a {type(model).__name__}{heads}; expected a TransformerBridge or a "
+            "HookedTransformer",
+            *reasons,
+        ]
+    if not isinstance(transcoders, Mapping) or not transcoders:
+        return [f"got {transcoders!r:.80}; expected a dict {{layer: Transcoder}}", *reasons]
+    n_layers, d_model = len(model.blocks), model.cfg.d_model
+    for layer, transcoder in transcoders.items():
+        if not is_count(layer, 0, n_layers - 1):
+            reasons.append(f"got layer {layer!r}; expected a layer from 0 to {n_layers - 1}")
+        if not isinstance(transcoder, Transcoder):
+            reasons.append(f"layer {layer}: got {transcoder!r:.80}; expected a Transcoder")
+        elif transcoder.d_model != d_model:
+            reasons.append(
+                f"layer {layer}: got a transcoder for d_model={transcoder.d_model}; the model has "
+                f"d_model={d_model}"
+            )
+    return reasons
+
+
+def _norms(model: Any) -> list[LayerNorms]:
+    if isinstance(model, TransformerBridge):
+        return bridge_norms(model)
+    blocks = model.blocks
+    modules = [[getattr(block, name, None) for name in _NORMS] for block in blocks]
+    return hooked_norms(model.cfg, [block.attn for block in blocks], modules)
+
+
+def _folded(transcoder: Transcoder, block: Any, norms: LayerNorms) -> Transcoder:
+    """Return the transcoder in the MLP's dtype, for its input ("input") or for the "stream"."""
+    points = find_hook_points(block.mlp)
+    if points.layer is not None:
+        raise UnknownMLPError("its MLP is not a separate module of the model")
+    before, after = norms.neuron
+    _require_separate(transcoder, block, before, after)
+    if transcoder.reads == "normalized":
+        transcoder = _without_gain(transcoder, before)
+    W_out = block.mlp.W_out
+    tensors = {name: x.to(W_out.device, W_out.dtype) for name, x in transcoder.tensors().items()}
+    return replace(transcoder, **tensors)
+
+
+def _require_separate(transcoder: Transcoder, block: Any, before: Norm, after: Norm) -> None:
+    """Raise an error if a norm that the transcoder needs is missing, or is also read by attention."""
+    ln2 = getattr(block, "ln2", None)
+    if transcoder.reads == "stream" and before.module not in (None, ln2):
+        raise UnknownMLPError(
+            "got a transcoder that reads the stream, but attention reads the same norm as the MLP; "
+            "expected a norm of the MLP alone"
+        )
+    if transcoder.after_norm and after.module is None:
+        raise UnknownMLPError(
+            "got a transcoder of the output of the norm after the MLP, but there is no such norm"
+        )
+    if transcoder.reads == "normalized" and before.module is None:
+        raise UnknownMLPError("got a transcoder of the normalised stream, but there is no norm")
+
+
+def _without_gain(transcoder: Transcoder, norm: Norm) -> Transcoder:
+    """Return a transcoder that reads a norm's output, given one that reads it before the gain."""
+    W_enc, W_skip = transcoder.W_enc, transcoder.W_skip
+    b_enc, b_dec = transcoder.b_enc, transcoder.b_dec
+    if norm.weight is not None:
+        gain = norm.weight.to(W_enc)
+        if not gain.all():
+            raise UnknownMLPError("the norm before its MLP has gains of 0")
+        W_enc = W_enc / gain[:, None]
+        W_skip = None if W_skip is None else W_skip / gain[:, None]
+    if norm.bias is not None:
+        bias = norm.bias.to(W_enc)
+        b_enc = b_enc - bias @ W_enc
+        b_dec = b_dec if W_skip is None else b_dec - bias @ W_skip
+    return replace(transcoder, W_enc=W_enc, W_skip=W_skip, b_enc=b_enc, b_dec=b_dec, reads="input")
+
+
+class _Swap:
+    """The modules of a model that were replaced, and its list of hook points before."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._registry = dict(getattr(model, "_hook_registry", {}))
+        self._old: list[tuple[Any, str, nn.Module]] = []
+
+    def put(self, block: Any, name: str, module: nn.Module) -> None:
+        """Replace a module of a block, also in the layer that a bridge wraps."""
+        self._old.append((block, name, getattr(block, name)))
+        _put(block, name, module)
+
+    def list_hook_points(self) -> None:
+        """Bring the model's list of hook points up to date."""
+        if not isinstance(self._model, TransformerBridge):
+            self._model.setup()
+            return
+        for block in self._model.blocks:
+            block._register_aliases()
+        self._model.clear_hook_registry()
+        self._model._initialize_hook_registry()
+
+    def undo(self) -> None:
+        """Put the old modules and the old list of hook points back."""
+        for block, name, module in reversed(self._old):
+            _put(block, name, module)
+        if self._old:
+            self.list_hook_points()
+        if self._registry:
+            self._model.clear_hook_registry()
+            self._model._hook_registry |= self._registry
+            self._model._hook_registry_initialized = True
+        self._old, self._registry = [], {}
+
+
+def _put(block: Any, name: str, module: nn.Module) -> None:
+    path = getattr(getattr(block, name), "name", None)
+    if path and "_original_component" in block._modules:
+        *owners, attribute = path.split(".")
+        owner = block._modules["_original_component"]
+        for step in owners:
+            owner = owner._modules[step]
+        owner._modules[attribute] = module
+        block.submodules[name] = module
+    block._modules[name] = module
+
+
+def _replace_mlp(block: Any, transcoder: Transcoder, error: bool, swap: _Swap) -> None:
+    """Replace a block's MLP, and by identities the norms that move into the transcoder."""
+    mlp, before, after = block.mlp, list[nn.Module](), list[nn.Module]()
+    if transcoder.reads == "stream" and (norm := getattr(block, "ln2", None)) is not None:
+        before.append(norm)
+        swap.put(block, "ln2", _identity(norm))
+    if transcoder.after_norm:
+        after.append(block.ln2_post)
+        swap.put(block, "ln2_post", _identity(block.ln2_post))
+    original = nn.Sequential(*before, mlp, *after)
+    new = FeatureMLP(transcoder, original, error, getattr(mlp, "name", None))
+    swap.put(block, "mlp", new.train(mlp.training))
+
+
+def _identity(norm: Any) -> nn.Module:
+    """Return a module that stands for a norm and returns its input."""
+    if not hasattr(norm, "original_component"):
+        return nn.Identity()
+    identity = LinearBridge(norm.name)
+    identity.set_original_component(nn.Identity())
+    return identity
