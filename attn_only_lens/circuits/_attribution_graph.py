@@ -225,9 +225,9 @@ def _count_edges(run: AttributedRun, chosen: Sequence[Sequence[Node]]) -> int:
     before, n_edges = np.zeros(n_pos, dtype=np.int64), 0
     for index, nodes in enumerate(chosen):
         here = np.bincount(np.array([pos for pos, _ in nodes], dtype=np.int64), minlength=n_pos)
-        is_neuron = run.linear.sublayers[index].writes.kind == "neuron"
+        is_attention = run.linear.sublayers[index].writes.kind == "attention"
         for kind in run.kinds(index):
-            reads_own = is_neuron or kind == "q"
+            reads_own = not is_attention or kind == "q"
             # Also count edges from the embedding (one per position), from "rest" and from "bias".
             sources = before + 3 if reads_own else before.sum() + n_pos + 2
             n_edges += int((here * sources).sum())

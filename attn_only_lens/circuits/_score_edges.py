@@ -62,7 +62,13 @@ from attn_only_lens.patching.run_patches import Batching
 from attn_only_lens.precision import full_precision
 
 _REFERENCES = ("zero", "mean")
-_KINDS: dict[HeadKind, tuple[str, ...]] = {"attention": ("q", "k", "value"), "neuron": ("in",)}
+_KINDS: dict[HeadKind, tuple[str, ...]] = {
+    "attention": ("q", "k", "value"),
+    "neuron": ("in",),
+    "feature": ("in",),
+    "skip": (),  # no readers: what W_skip reads is not cut, and errors are held fixed
+    "error": (),
+}
 _NUMBERS = 2**24  # the maximum number of values in memory at once: 128 MiB in float64
 _EDGE = ["writer", "reader", "kind"]
 _COLUMNS = [*_EDGE, "score", "local", "node", "exact"]

@@ -40,6 +40,7 @@ from attn_only_lens.engine.sites import Selection, resolve_sites
 from attn_only_lens.engine.writes import Decomposition, decompose
 from attn_only_lens.errors import InputError, UnknownHeadError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
+from attn_only_lens.heads.host import NEURON_KINDS
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
@@ -119,14 +120,14 @@ def score_sources(
         for label, position in wanted.items()
         if not is_count(position, -n_pos, n_pos - 1)
     ]
-    if head.kind == "neuron" and key is not None:
+    if head.kind in NEURON_KINDS and key is not None:
         reasons.append(
             f"got key={key!r} for {head}; leave key out: a neuron-head's keys do not depend on "
             "tokens"
         )
     InputError.raise_if(reasons, _PROBLEM)
     positions = [as_plain(position) % n_pos for position in wanted.values()]
-    if head.kind == "neuron":
+    if head.kind in NEURON_KINDS:
         return _of_neuron(model, pair.clean, head, positions[0], top)
     return _of_attention(model, pair.clean, head, positions[0], positions[1], top)
 

@@ -56,7 +56,7 @@ from attn_only_lens.engine.replay import Variants, make_replay
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
-from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.heads.host import NEURON_KINDS, HeadKind
 from attn_only_lens.patching.prompt_chunks import prompts_per_chunk
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.run_patches import Batching
@@ -491,7 +491,7 @@ def _ablated_points(
     for key, rows in sites.groupby(["layer", "kind"], observed=True):
         layer, kind = cast("tuple[int, HeadKind]", key)
         name, width = host_of(model).hook_name(layer, kind, "z"), 1
-        if kind == "attention":
+        if kind not in NEURON_KINDS:
             replacement = source.hooked[name]
         else:
             replacement = source.neurons[layer].z.unsqueeze(-1)

@@ -49,7 +49,7 @@ from attn_only_lens.engine.secants import FunctionRules
 from attn_only_lens.engine.writes import Decomposition, decompose
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import host_of
-from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.heads.host import WIDE_KINDS, HeadKind
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 
@@ -147,7 +147,8 @@ class AttributedRun:
 
     def kinds(self, index: int) -> list[str]:
         """Return the kinds of edges into the nodes of a sublayer."""
-        return ["value", *self.slopes[index]]
+        is_error = self.linear.sublayers[index].writes.kind == "error"
+        return [] if is_error else ["value", *self.slopes[index]]
 
 
 def attribute_run(
@@ -199,9 +200,11 @@ def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> Att
     gradients, slopes = list[Outputs](), list[Slopes]()
     for sublayer, writes in zip(sublayers, both.sublayers, strict=True):
         along = result.gradients[names[writes.layer, writes.kind, "z"]]
-        if writes.neurons is None:
+        if writes.kind in WIDE_KINDS:
+            here: Slopes = {}
+        elif writes.neurons is None:
             pattern = result.functions.softmax[writes.layer], result.patterns[writes.layer]
-            here: Slopes = {**_pattern_slopes(model, sublayer, *pattern, tape.nodes)}
+            here = {**_pattern_slopes(model, sublayer, *pattern, tape.nodes)}
         else:
             heads: Any = writes.neurons  # z is Σ_j w_j z_j, a sum over the neuron's heads
             flat = along.squeeze(-1)
@@ -233,12 +236,11 @@ def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> Att
 def _hook_names(model: Any) -> dict[tuple[int, HeadKind, str], str]:
     """Return a dict from (layer, kind, "q", "k" or "z") to the name of the hook point."""
     host = host_of(model)
-    of_kind: dict[HeadKind, str] = {"attention": "qkz", "neuron": "z"}
     return {
         (layer, kind, point): host.hook_name(layer, kind, point)
         for layer in range(host.n_layers)
-        for kind, points in of_kind.items()
-        for point in points
+        for kind in host.kinds(layer)
+        for point in ("qkz" if kind == "attention" else "z")
     }
 
 
@@ -250,6 +252,8 @@ def _run_slopes(
     nodes: dict[str, Tensor],
 ) -> Slopes:
     """Return the `Slopes` of a sublayer's patterns in one run."""
+    if sublayer.writes.kind in WIDE_KINDS:
+        return {}
     if not isinstance(sublayer, LinearAttention):
         gate = _neuron_slope(sublayer, along)
         return {} if gate is None else {"gate": gate}
@@ -322,6 +326,9 @@ def _require_flows(
     """Raise an error if the edges into a sublayer do not add up to the attribution of its nodes."""
     numbers = list[Tensor]()
     for i, (sublayer, along, here) in enumerate(zip(sublayers, gradients, slopes, strict=True)):
+        if sublayer.writes.kind == "error":  # depends on no other node
+            numbers += [torch.zeros((), device="cpu")] * 4
+            continue
         writes, (clean, corrupted) = sublayer.writes, both.sublayers[i].reads.stream.chunk(2)
         covector = sublayer.back(along)
         for kind, slope in here.items():

@@ -23,6 +23,7 @@ from attn_only_lens.engine.linear_run import LinearAttention, LinearRun
 from attn_only_lens.engine.positions import Roles, resolve_positions
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.heads import HeadName
+from attn_only_lens.heads.host import NEURON_KINDS
 
 Node = tuple[int, int]
 """A place (a position or a role), and an index in the sublayer."""
@@ -152,12 +153,12 @@ def node_frame(
     sizes = on_cpu([_sizes(run, index) for index in filled])
     for index, values in zip(filled, sizes, strict=True):
         gradients, writes = run.gradients[index], run.linear.sublayers[index].writes
-        nodes, z, is_attention = chosen[index], run.z[index], writes.kind == "attention"
+        nodes, z, has_slope = chosen[index], run.z[index], writes.kind in NEURON_KINDS
         some, heads = torch.tensor(nodes, dtype=torch.int64, device="cpu").T
         slopes: Iterable[float] = repeat(np.nan)
         # The column `gradient` is defined only for a single prompt and one head per neuron.
         single = len(z) == 1 and z.shape[2] == gradients.shape[2]
-        if not is_attention and single and places.chosen is None:
+        if has_slope and single and places.chosen is None:
             slopes = gradients[0, ..., 0].cpu()[some, heads].tolist()
         names = [str(HeadName(writes.layer, writes.kind, head)) for head in heads.tolist()]
         by_node = attributions[index][:, some, heads]
@@ -180,8 +181,8 @@ def node_frame(
 def _sizes(run: AttributedRun, index: int) -> Float[Tensor, "batch pos node"]:
     """Return the outputs of neurons in the clean run, or the norms of attention heads' outputs."""
     z = run.z[index].unflatten(2, (run.gradients[index].shape[2], -1))
-    is_attention = run.linear.sublayers[index].writes.kind == "attention"
-    return z.flatten(3).norm(dim=-1) if is_attention else z.sum((3, 4))
+    is_number = run.linear.sublayers[index].writes.kind in NEURON_KINDS
+    return z.sum((3, 4)) if is_number else z.flatten(3).norm(dim=-1)
 
 
 class LinearGraph:

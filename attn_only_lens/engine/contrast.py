@@ -60,7 +60,7 @@ from attn_only_lens.engine.secants import (
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import Gate
 from attn_only_lens.heads import host_of
-from attn_only_lens.heads.host import HEAD_KINDS, HeadKind
+from attn_only_lens.heads.host import WIDE_KINDS, HeadKind
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
@@ -127,6 +127,8 @@ class Contrast:
         self, model: Any, layer: int, kind: HeadKind
     ) -> Float[Tensor, "batch pos head_index"]:
         """Return the part of each head's attribution that is due to the change of its pattern."""
+        if kind in WIDE_KINDS:
+            return torch.zeros_like(self.stream[..., :1])
         if kind == "attention":
             clean, corrupted = self.functions.softmax_runs[layer].chunk(2)
             terms: Tensor = self.patterns[layer] * (clean - corrupted)
@@ -145,7 +147,8 @@ def run_both(model: Any, pair: PromptPair) -> BothRuns:
     """Run a model on clean and corrupted prompts; record inputs and outputs of nonlinear steps."""
     host = host_of(model)
     layers = range(host.n_layers)
-    names = [host.hook_name(layer, kind, "z") for layer in layers for kind in HEAD_KINDS]
+    _require_separate_gates(host)
+    names = [host.hook_name(layer, kind, "z") for layer in layers for kind in host.kinds(layer)]
     tokens = torch.cat([pair.clean, pair.corrupted])
     mask = None if pair.mask is None else pair.mask.repeat(2, 1)
     steps = _Steps(model)
@@ -195,14 +198,19 @@ def contrast(
         ends: list[Tensor] = []
         end = of_this_thread(lambda block, args, output: ends.append(output_stream(output)))
         stack.enter_context(model.blocks[-1].register_forward_hook(end))
-        means = [(name, partial(_average, both)) for name, both in runs.recording.hooked.items()]
+        errors = _error_names(model)
+        leaves: dict[str, Tensor] = {}
+        means = [
+            (name, partial(_leaf, leaves, both) if name in errors else partial(_average, both))
+            for name, both in runs.recording.hooked.items()
+        ]
         logits = run(model, runs.pair.clean, runs.pair.mask, [*means, *tape_hooks])
     clean, corrupted = runs.logits.chunk(2)
     multiplier = metric_multiplier(metric, clean, corrupted)
     value = (logits * multiplier).sum()
     softmax = {f"softmax {i}": x for i, x in enumerate(steps.functions.softmax)}
     nodes = {"stream": streams[0], "final": ends[0], **softmax}
-    gradients = tape.gradients(value, nodes, keep_graph=keep_graph)
+    gradients = tape.gradients(value, nodes | leaves, keep_graph=keep_graph)
     stream, final, *patterns = (gradients.pop(name) for name in nodes)
     total = float((multiplier * (clean - corrupted)).sum())
     result = Contrast(
@@ -211,7 +219,7 @@ def contrast(
         total=total,
         remainder=_remainder(metric, multiplier, clean, corrupted),
     )
-    _require_complete(result)
+    _require_complete(result, list(leaves))
     return result
 
 
@@ -267,10 +275,13 @@ def _change(model: Any, pair: PromptPair, metric: AnyMetric) -> float:
     return bound.of(logits[0]) - bound.of(logits[1])
 
 
-def _require_complete(result: Contrast) -> None:
-    """Raise an error if the tokens' contributions do not add up to the metric's change."""
-    clean, corrupted = result.runs.stream.chunk(2)
-    terms = result.stream * (clean - corrupted)
+def _require_complete(result: Contrast, errors: Sequence[str]) -> None:
+    """Raise an error if tokens and error nodes do not add up to the metric's change."""
+    ends = [(result.stream, result.runs.stream)]
+    ends += [(result.gradients[name], result.runs.recording.hooked[name]) for name in errors]
+    terms = torch.cat(
+        [(gradient * _difference(both)).flatten().to(result.stream) for gradient, both in ends]
+    )
     parts = result.logits * result.runs.logits[: len(result.logits)]
     total, size = terms.sum(), terms.abs().sum() + parts.abs().sum()
     tolerance = max(LOGIT_TOLERANCE[terms.dtype], _EXACT)
@@ -282,6 +293,36 @@ def _require_complete(result: Contrast) -> None:
             "first block; use method='gradient'"
         )
         raise UnsupportedModelError([reason], _PROBLEM)
+
+
+def _require_separate_gates(host: Any) -> None:
+    """Raise an error if the gate of a feature depends on other features."""
+    layers = [str(heads.layer) for heads in host.neurons if heads.joint_gates]
+    if layers:
+        reason = (
+            f"the gates of the features in layer {', '.join(layers)} (topk) depend on each other, "
+            "so their change has no exact linear parts; use method='gradient', a graph of one run, "
+            "or a transcoder with thresholds ('jumprelu')"
+        )
+        raise UnsupportedModelError([reason], _PROBLEM)
+
+
+def _error_names(model: Any) -> list[str]:
+    """Return the hook points of the error nodes."""
+    host = host_of(model)
+    layers = [x for x in range(host.n_layers) if "error" in host.kinds(x)]
+    return [host.hook_name(layer, "error", "z") for layer in layers]
+
+
+def _difference(both: Tensor) -> Tensor:
+    clean, corrupted = both.chunk(2)
+    return clean - corrupted
+
+
+def _leaf(leaves: dict[str, Tensor], both: Tensor, value: Tensor, hook: Any) -> Tensor:
+    """Replace an error by its mean over both runs, which depends on nothing before it."""
+    leaves[hook.name] = mean(both).to(value).requires_grad_()
+    return leaves[hook.name]
 
 
 def _average(both: Tensor, value: Tensor, hook: Any) -> Tensor:

@@ -34,7 +34,7 @@ from attn_only_lens.engine.replay.base import stacked
 from attn_only_lens.engine.sites import Part, hook_name
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import host_of
-from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.heads.host import NEURON_KINDS, HeadKind
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 _NOISE_LEVELS = (1.0, 2.0**5, 2.0**10)  # noise sizes, relative to the median absolute activation
@@ -57,15 +57,15 @@ def require_same_edit(
     for level in _NOISE_LEVELS:
         names = {layer: hook_name(model, layer, part, kind) for layer in untested}
         noise = _noise(2 if part == "pattern" else 1, first, level)
-        shown_part: Part = "pattern" if kind == "neuron" and part == "q" else part
+        shown_part: Part = "pattern" if kind in NEURON_KINDS and part == "q" else part
         shown_names = {layer: hook_name(model, layer, shown_part, kind) for layer in untested}
         edits = [(name, noise) for name in names.values()]
         whole, shown = _block_outputs(model, recording, edits, shown_names.values())
         unclear, ineffective = list[int](), []
-        edit = _neuron_edit if kind == "neuron" else _attention_edit
+        edit = _neuron_edit if kind in NEURON_KINDS else partial(_other_edit, kind)
         blocks = {layer: replay.host.block(layer, kind) for layer in untested}
         edited = {}
-        if kind == "neuron":
+        if kind in NEURON_KINDS:
             heads = replay.host.neurons
             replay.test_mlp_outputs({block: heads[x].output_module for x, block in blocks.items()})
         for layer, block in blocks.items():
@@ -238,9 +238,11 @@ def _neuron_edit(replay: Replay, layer: int, part: Part, first: int, shown: Tens
     return replay.block_output(variants)
 
 
-def _attention_edit(replay: Replay, layer: int, part: Part, first: int, shown: Tensor) -> Residual:
+def _other_edit(
+    kind: HeadKind, replay: Replay, layer: int, part: Part, first: int, shown: Tensor
+) -> Residual:
     """Compute a block's output as a sweep does, with its heads' activations set to `shown`."""
-    name, block = hook_name(replay.model, layer, part), replay.host.block(layer, "attention")
+    name, block = hook_name(replay.model, layer, part, kind), replay.host.block(layer, kind)
     n_heads = shown.shape[1 if part == "pattern" else 2]
     positions = torch.ones_like(replay.recording.tokens, dtype=torch.bool)[None]
     heads = torch.ones(1, n_heads, dtype=torch.bool, device=shown.device)

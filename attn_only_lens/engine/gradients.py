@@ -31,6 +31,7 @@ from attn_only_lens.engine.recording import Hooks, Recording, input_stream, requ
 from attn_only_lens.engine.sites import SHARED_PARTS, LayerSites, Part, hook_name
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import host_of
+from attn_only_lens.heads.host import NEURON_KINDS
 
 
 class Tape:
@@ -165,8 +166,9 @@ def start_graph(model: Any) -> Iterator[list[Residual]]:
 
 def gradient_node(model: Any, sites: LayerSites, part: Part, *, closed: bool) -> str:
     """Return the hook point at which the gradient for these sites is taken."""
-    if sites.kind == "attention":
-        return hook_name(model, sites.layer, "z" if part == "q" and closed else part)
+    if sites.kind not in NEURON_KINDS:
+        seen: Part = "z" if part == "q" and closed else part
+        return hook_name(model, sites.layer, seen, sites.kind)
     activation = "q" if part == "q" and not closed else "z"
     return host_of(model).hook_name(sites.layer, "neuron", activation)
 
@@ -198,7 +200,7 @@ def by_site(
     model: Any, sites: LayerSites, by_head: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
     """Select the values of the sites' attention heads, or sum values over each neuron's heads."""
-    if sites.kind == "neuron":
+    if sites.kind in NEURON_KINDS:
         return sum_by_site(host_of(model).neurons[sites.layer], sites, by_head)
     return by_head[:, :, sites.index.to(by_head.device)].permute(2, 0, 1)
 

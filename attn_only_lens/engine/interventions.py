@@ -35,7 +35,7 @@ from attn_only_lens.engine.sites import (
 )
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of
-from attn_only_lens.heads.host import HEAD_KINDS, HeadKind
+from attn_only_lens.heads.host import HEAD_KINDS, NEURON_KINDS, HeadKind
 
 DIRECTIONS = ("denoise", "noise")
 """Patch clean activations into the corrupted run, or corrupted activations into the clean run."""
@@ -149,7 +149,7 @@ def ablated(
     """
     places, reasons = _places(model, names, positions)
     reasons += option_reasons("to", to, get_args(AblateTo))
-    if to == "bias" and any(place.kind == "attention" for place in places):
+    if to == "bias" and any(place.kind not in NEURON_KINDS for place in places):
         reasons.append("attention heads have no bias token; ablate them to 'zero' or 'mean'")
     if (prompts is None) == (to == "mean"):
         got = "no prompts" if prompts is None else "prompts"
@@ -247,7 +247,7 @@ def _numbers(
     if len(numbers) == d_head and all(map(is_number, numbers)):
         return numbers
     got = f"{len(numbers)} numbers" if is_list else repr(value)
-    expected = "a finite number" if kind == "neuron" else f"a vector of {d_head} finite numbers"
+    expected = "a finite number" if kind in NEURON_KINDS else f"a vector of {d_head} finite numbers"
     return f"{name}: got {got}; expected {expected} to add to this head's z"
 
 
@@ -304,7 +304,7 @@ def _places(model: Any, names: Sites, positions: Any) -> tuple[list[_Place], lis
                 "positions: while it grows, a text has no roles and no last position"
             )
         for sites in resolve_sites(model, heads):
-            is_neuron = sites.kind == "neuron"
+            is_neuron = sites.kind in NEURON_KINDS
             width = host_of(model).neurons[sites.layer].heads_per_neuron if is_neuron else 1
             by_name = {f"{x}{suffix}": HeadName.parse(x).heads(width) for x in sites.names}
             places.append(_Place(sites.layer, sites.kind, by_name, edited))
@@ -312,7 +312,7 @@ def _places(model: Any, names: Sites, positions: Any) -> tuple[list[_Place], lis
 
 
 def _z(run: Recording, model: Any, place: _Place) -> Float[Tensor, "batch pos head_index d"]:
-    if place.kind == "neuron":
+    if place.kind in NEURON_KINDS:
         return run.neurons[place.layer].z.unsqueeze(-1)
     return run.hooked[host_of(model).hook_name(place.layer, place.kind, "z")]
 
@@ -389,9 +389,15 @@ def _recorded(
     device = next(model.parameters()).device
     tokens = torch.zeros((1, 2), dtype=torch.long, device=device) if pair is None else pair.clean
     mask = None if pair is None else pair.mask
-    names = [host.hook_name(layer, "attention", "z") for layer in layers["attention"]]
+    names = [
+        host.hook_name(layer, kind, "z")
+        for kind in layers
+        for layer in layers[kind]
+        if kind not in NEURON_KINDS
+    ]
+    neurons = [layer for kind in NEURON_KINDS for layer in layers[kind]]
     with keep_random_state(device):
-        run = record(model, tokens, mask, layers=layers["neuron"], names=names)
+        run = record(model, tokens, mask, layers=neurons, names=names)
         tested = passed_tests(model)
         for kind, of_kind in layers.items():
             if of_kind:

@@ -20,7 +20,9 @@ from torch import Tensor
 from attn_only_lens.axes import Residual
 from attn_only_lens.engine.linear_run import (
     LinearAttention,
+    LinearError,
     LinearNeurons,
+    LinearSkip,
     LinearSublayer,
     by_head,
 )
@@ -89,7 +91,11 @@ def linear_sublayers(model: Any, both: Decomposition) -> list[LinearSublayer]:
     for writes in both.sublayers:
         between = _between(writes)
         constant = torch.zeros_like(between.outputs)
-        if writes.neurons is None:
+        if writes.kind == "skip":
+            sublayers.append(LinearSkip(between, constant))
+        elif writes.kind == "error":
+            sublayers.append(LinearError(between, constant))
+        elif writes.neurons is None:
             name = host.hook_name(writes.layer, "attention", "pattern")
             W_V = by_head(host.attention(writes.layer).W_V, host.n_heads[writes.layer])
             pattern = mean(both.recording.hooked[name])

@@ -49,6 +49,7 @@ from attn_only_lens.engine.writes import Decomposition, Positions, SublayerWrite
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import Gate
 from attn_only_lens.heads import host_of
+from attn_only_lens.heads.host import WIDE_KINDS
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
@@ -164,6 +165,49 @@ class LinearNeurons(LinearSublayer):
         return self.writes.reads.back(sum(terms[1:], terms[0]), places(position))
 
 
+@dataclass(frozen=True, eq=False)
+class LinearSkip(LinearSublayer):
+    """The node of a transcoder's W_skip: its output is its input."""
+
+    def of_input(self, entering: Tensor) -> Tensor:
+        """Return the input, with an axis for the node."""
+        return entering.unsqueeze(-2)
+
+    def back(self, gradient: Outputs) -> Residual:
+        """Return the gradient at the stream that the node reads."""
+        return self.writes.reads.back(gradient.squeeze(-2))
+
+    def covectors(self, gradient: Tensor, nodes: Nodes, position: Place, key: Place) -> Tensor:
+        """Return the gradient at `position` of the stream."""
+        return self.writes.reads.back(gradient, places(position))
+
+
+@dataclass(frozen=True, eq=False)
+class LinearError(LinearSublayer):
+    """The error node of a transcoder, which is held fixed: it depends on no other node."""
+
+    def of_input(self, entering: Tensor) -> Tensor:
+        """Return zeros."""
+        return torch.zeros_like(entering).unsqueeze(-2)
+
+    def back(self, gradient: Outputs) -> Residual:
+        """Return zeros."""
+        return torch.zeros_like(gradient.squeeze(-2))
+
+    def covectors(self, gradient: Tensor, nodes: Nodes, position: Place, key: Place) -> Tensor:
+        """Return zeros."""
+        return torch.zeros_like(gradient)
+
+
+def wide_sublayer(writes: SublayerWrites) -> LinearSublayer:
+    """Return the linear function of a skip node or an error node."""
+    zero = torch.zeros_like(writes.z)
+    if writes.kind == "error":
+        return LinearError(writes, zero)
+    linear = LinearSkip(writes, zero)
+    return LinearSkip(writes, zero + _norm_bias(linear))
+
+
 def places(position: Place) -> Positions:
     """Return `position` as an index for a pos axis; the result broadcasts with [batch, target]."""
     return slice(position, position + 1) if isinstance(position, int) else position
@@ -271,13 +315,17 @@ def linearize(
     host = host_of(model)
     patterns = [host.hook_name(layer, "attention", "pattern") for layer in range(host.n_layers)]
     run = decompose(model, tokens, mask, names=(*patterns, *names))
-    sublayers = tuple(
-        _attention(host, sublayer, run.recording.hooked[patterns[sublayer.layer]])
-        if sublayer.neurons is None
-        else _neurons(sublayer, run.recording.neurons[sublayer.layer].weight, held)
-        for sublayer in run.sublayers
-    )
-    linear = LinearRun(model, run, sublayers, run.uncapped)
+    sublayers = list[LinearSublayer]()
+    for writes in run.sublayers:
+        if writes.kind in WIDE_KINDS:
+            sublayers.append(wide_sublayer(writes))
+        elif writes.neurons is None:
+            pattern = run.recording.hooked[patterns[writes.layer]]
+            sublayers.append(_attention(host, writes, pattern))
+        else:
+            weight = run.recording.neurons[writes.layer].weight
+            sublayers.append(_neurons(writes, weight, held))
+    linear = LinearRun(model, run, tuple(sublayers), run.uncapped)
     _require_linear(linear)
     return linear
 
@@ -332,14 +380,15 @@ def _require_linear(linear: LinearRun) -> None:
     """Raise an error if the linear maps do not reproduce the outputs recorded in the run."""
     reasons, largest = list[str](), list[Tensor]()
     mask = linear.run.recording.mask
-    for sublayer in linear.sublayers:
+    sublayers = [x for x in linear.sublayers if not isinstance(x, LinearError)]
+    for sublayer in sublayers:
         outputs = sublayer.writes.outputs
         again = sublayer.z(sublayer.writes.reads.stream[None])[0] + sublayer.constant
         both = torch.stack([again - outputs, outputs]).abs().amax((-2, -1))
         if mask is not None:
             both = both.masked_fill(mask.to(both) == 0, 0.0)
         largest.append(both.amax((1, 2)))
-    for sublayer, numbers in zip(linear.sublayers, on_cpu(largest), strict=True):
+    for sublayer, numbers in zip(sublayers, on_cpu(largest), strict=True):
         writes, (error, size) = sublayer.writes, numbers.tolist()
         amplification = max(writes.neurons.amplification, 1.0) if writes.neurons else 1.0
         if not error <= LOGIT_TOLERANCE[torch.float32] * amplification * size:

@@ -85,9 +85,14 @@ class Readers:
         assert q is not None
         W_q, *W_up = read_matrices(heads)
         new_up = None if up is None else up + entering @ W_up[0][:, index]
-        before = _neuron_run(heads, q, up)
-        after = _neuron_run(heads, q + entering @ W_q[:, index], new_up)
+        new_q = q + entering @ W_q[:, index]
         named: Part = "pattern" if part == "q" else part  # type: ignore[assignment]
+        if heads.joint_gates:  # the gates are held fixed, because they depend on other features
+            gates, _ = heads.weights_and_values(*self._projections(sites.layer))
+            weight = gates[:, positions][..., index]
+            return change_of_z(_run_with(weight, q), _run_with(weight, new_q), named)
+        before = _run_with(*heads.weights_and_values(q, up, index))
+        after = _run_with(*heads.weights_and_values(new_q, new_up, index))
         return change_of_z(before, after, named)
 
     def _projections(self, layer: int) -> tuple[Tensor, Tensor | None]:
@@ -243,6 +248,5 @@ def _noise(x: Tensor) -> Tensor:
     return normal_numbers(x.shape).to(x) * (x.std() if x.numel() > 1 else 1.0)
 
 
-def _neuron_run(heads: NeuronHeads, q: Tensor, up: Tensor | None) -> NeuronRun:
-    weight, v = heads.weights_and_values(q, up)
+def _run_with(weight: Tensor, v: Tensor) -> NeuronRun:
     return NeuronRun(weight * v, (v, weight))

@@ -18,6 +18,7 @@ from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.sites import SHARED_PARTS, LayerSites, Part, hook_name
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import host_of
+from attn_only_lens.heads.host import NEURON_KINDS
 
 Hooks = Sequence[tuple[str, Callable[..., Any]]]
 Side = Literal["clean", "corrupted"]
@@ -201,10 +202,10 @@ def record_pair(
     distinct: bool = True,
 ) -> RunPair:
     """Record the clean and the corrupted run at the sites, and compute the metric of both runs."""
-    layers = [site.layer for site in sites if site.kind == "neuron"]
-    attention = [site.layer for site in sites if site.kind == "attention"]
-    hook_names = {layer: hook_name(model, layer, part) for layer in attention}
-    z = [hook_name(model, layer, "z") for layer in attention if part in SHARED_PARTS]
+    layers = [site.layer for site in sites if site.kind in NEURON_KINDS]
+    others = [site for site in sites if site.kind not in NEURON_KINDS]
+    hook_names = {site: hook_name(model, site.layer, part, site.kind) for site in others}
+    z = [hook_name(model, site.layer, "z") for site in others if part in SHARED_PARTS]
 
     options: dict[str, Any] = {
         "layers": layers,
@@ -268,11 +269,11 @@ def run_pair(
     return runs
 
 
-def _require_heads(model: Any, names: dict[int, str], part: Part, run: Recording) -> None:
+def _require_heads(model: Any, names: dict[LayerSites, str], part: Part, run: Recording) -> None:
     """Raise an error if recorded activations have no axis for heads or for groups of heads."""
     reasons = []
-    for layer, name in names.items():
-        shape, n_heads = run.hooked[name].shape, host_of(model).n_heads[layer]
+    for site, name in names.items():
+        shape, n_heads = run.hooked[name].shape, host_of(model).count(site.layer, site.kind)
         n_shown = shape[1 if part == "pattern" else 2] if len(shape) == 4 else 0
         grouped = part in SHARED_PARTS and n_shown and n_heads % n_shown == 0
         if n_shown != n_heads and not grouped:

@@ -15,7 +15,7 @@ from torch import Tensor
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.errors import InputError, UnknownHeadError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
-from attn_only_lens.heads.host import HEAD_KINDS, HeadKind
+from attn_only_lens.heads.host import HEAD_KINDS, WIDE_KINDS, HeadKind
 from attn_only_lens.heads.names import head_counts
 
 ALL_MEMBERS = -1
@@ -34,7 +34,7 @@ class Selection:
     """A selection of all heads of the given kinds in the given layers, for any model.
 
     Attributes:
-        kinds: "attention", "neuron" or both.
+        kinds: one or more of "attention", "neuron", "feature", "skip" and "error".
         layers: the source layers; None for all layers.
     """
 
@@ -51,9 +51,9 @@ class LayerSites:
 
     Attributes:
         layer: the source layer.
-        kind: "attention" or "neuron".
+        kind: "attention", "neuron", "feature", "skip" or "error".
         names: `L5H3`, `L5N1234`, or `L5N1234.2` for one of several heads that share a neuron.
-        index: the index of the attention head or neuron.
+        index: the index of the attention head, neuron or feature; 0 for skip and error nodes.
         member: the number of one head of the neuron; `ALL_MEMBERS` (-1) for all its heads, and for
             attention heads.
     """
@@ -108,8 +108,42 @@ def heads(layers: int | Iterable[int] | None = None) -> Selection:
     return _selection(("attention",), layers)
 
 
+def features(layers: int | Iterable[int] | None = None) -> Selection:
+    """Select every feature of the transcoders in some source layers.
+
+    Args:
+        layers: source layers, counted from 0; None for all that have a transcoder.
+
+    Raises:
+        InputError: `layers` contains values that are not numbers, are negative, or are repeated.
+
+    Example:
+        >>> from attn_only_lens import patching as p
+        >>> p.features(layers=2)
+        Selection(kinds=('feature',), layers=(2,))
+    """
+    return _selection(("feature",), layers)
+
+
+def error_nodes(layers: int | Iterable[int] | None = None) -> Selection:
+    """Select the error nodes of the transcoders in some source layers.
+
+    Args:
+        layers: source layers, counted from 0; None for all that have an error node.
+
+    Raises:
+        InputError: `layers` contains values that are not numbers, are negative, or are repeated.
+
+    Example:
+        >>> from attn_only_lens import patching as p
+        >>> p.error_nodes()
+        Selection(kinds=('error',), layers=None)
+    """
+    return _selection(("error",), layers)
+
+
 def all_heads(layers: int | Iterable[int] | None = None) -> Selection:
-    """Select every attention head and every neuron of some source layers.
+    """Select every attention head and neuron, and all nodes of transcoders, in some source layers.
 
     Args:
         layers: source layers, counted from 0; None for all.
@@ -120,7 +154,7 @@ def all_heads(layers: int | Iterable[int] | None = None) -> Selection:
     Example:
         >>> from attn_only_lens import patching as p
         >>> p.all_heads(layers=3)
-        Selection(kinds=('attention', 'neuron'), layers=(3,))
+        Selection(kinds=('attention', 'neuron', 'feature', 'skip', 'error'), layers=(3,))
     """
     return _selection(HEAD_KINDS, layers)
 
@@ -148,17 +182,21 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
     """Find the sites in a model that a selection or a list of names refers to."""
     InputError.raise_if(reasons_without_heads(model) or host_of(model).reasons(), _PROBLEM)
     if isinstance(sites, Selection):
-        counts: list[dict[HeadKind, int]] = [
-            {"attention": n_heads, "neuron": n_neurons}
-            for n_heads, n_neurons, _ in head_counts(model)
-        ]
+        counts = [kinds for kinds, _ in head_counts(model)]
         layers = range(len(counts)) if sites.layers is None else sorted(sites.layers)
         expected = f"expected source layers from 0 to {len(counts) - 1}"
         unknown = [f"got layer {layer}; {expected}" for layer in layers if layer >= len(counts)]
         InputError.raise_if(unknown, _PROBLEM)
-        return tuple(
-            _all_heads(layer, kind, counts[layer][kind]) for layer in layers for kind in sites.kinds
+        selected = tuple(
+            _all_heads(layer, kind, counts[layer][kind])
+            for layer in layers
+            for kind in counts[layer]
+            if kind in sites.kinds
         )
+        if not selected:
+            kinds = " or ".join(sites.kinds)
+            raise InputError([f"got heads of kind {kinds}; these layers have none"], _PROBLEM)
+        return selected
     names, reasons = _names(model, sites)
     InputError.raise_if(reasons, _PROBLEM)
     groups = groupby(sorted(names, key=_order), lambda name: (name.layer, name.kind))
@@ -201,7 +239,10 @@ def _all_heads(layer: int, kind: HeadKind, count: int) -> LayerSites:
 
 @lru_cache(maxsize=1024)  # making names takes a noticeable part of an attribution's time
 def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
-    stem = str(HeadName(layer, kind, 0)).removesuffix("0")
+    first = str(HeadName(layer, kind, 0))
+    if kind in WIDE_KINDS:
+        return (first,)
+    stem = first.removesuffix("0")
     return tuple(f"{stem}{index}" for index in range(count))
 
 

@@ -31,6 +31,7 @@ the softmax belong to the reading head; they are computed by the model's own cod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
 from weakref import WeakKeyDictionary
 
@@ -47,7 +48,7 @@ from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.computation import NeuronHeads
-from attn_only_lens.heads.host import HEAD_KINDS, HeadKind
+from attn_only_lens.heads.host import WIDE_KINDS, HeadKind
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
@@ -107,14 +108,15 @@ class SublayerWrites:
 
     Attributes:
         layer: the source layer.
-        kind: "attention" or "neuron".
+        kind: "attention", "neuron", "feature", "skip" or "error".
         reads: the norm before the sublayer.
         entered: the sublayer's input, after the norm `reads`.
         writes: the norm after the sublayer.
-        z: the outputs of the sublayer's heads; neuron-heads have d_head 1.
-        matrix: W_O, or W_out with d_head 1.
+        z: the outputs of the sublayer's heads; neuron-heads have d_head 1, skip and error nodes
+            d_model.
+        matrix: W_O, W_out with d_head 1, or W_skip; the identity for error nodes.
         bias: the constant vector that the sublayer adds to the stream.
-        neurons: the neuron-heads; None for attention.
+        neurons: the neuron-heads; None for the other kinds.
     """
 
     layer: int
@@ -173,13 +175,25 @@ class Decomposition:
     uncapped: Float[Tensor, "batch pos d_vocab"]
 
     def of(self, layer: int, kind: HeadKind) -> SublayerWrites:
-        """Return the writes of a sublayer."""
-        return self.sublayers[2 * layer + HEAD_KINDS.index(kind)]
+        """Return the writes of a sublayer; "neuron" stands for features, too."""
+        return self.sublayers[self._index(layer, kind)]
+
+    def _index(self, layer: int, kind: HeadKind) -> int:
+        """Return the number of a sublayer in the order of computation."""
+        return self._numbers[layer, _shared_kind(kind)]
+
+    @cached_property
+    def _numbers(self) -> dict[tuple[int, HeadKind], int]:
+        return {(x.layer, _shared_kind(x.kind)): i for i, x in enumerate(self.sublayers)}
 
     def before(self, layer: int, kind: HeadKind) -> tuple[SublayerWrites, ...]:
         """Return the sublayers that write to the stream before the given sublayer reads it."""
-        n = 2 * layer + (kind == "neuron" and not self.parallel[layer])
-        return self.sublayers[:n]
+        reads_attention = kind != "attention" and not self.parallel[layer]
+        return self.sublayers[: self._index(layer, "attention") + reads_attention]
+
+
+def _shared_kind(kind: HeadKind) -> HeadKind:
+    return "neuron" if kind == "feature" else kind
 
 
 @torch.no_grad()
@@ -206,7 +220,13 @@ def decompose(
     host = host_of(model)
     norms, last = _norms(model)
     layers = range(host.n_layers)
-    z_names = *names, *(host.hook_name(layer, "attention", "z") for layer in layers)
+    z_names = [*names, *(host.hook_name(layer, "attention", "z") for layer in layers)]
+    z_names += [
+        host.hook_name(layer, kind, "z")
+        for layer in layers
+        for kind in host.kinds(layer)
+        if kind in WIDE_KINDS
+    ]
     every_norm = [last, *(norm for n in norms for norm in (*n.attention, *n.neuron))]
     modules = {norm.module for norm in every_norm if norm.module is not None}
     modules |= {host.attention(layer) for layer in layers}
@@ -217,7 +237,7 @@ def decompose(
     sublayers = tuple(
         _sublayer(host, recording, traffic, around, layer, kind)
         for layer, around in enumerate(norms)
-        for kind in HEAD_KINDS
+        for kind in host.kinds(layer)
     )
     run = Decomposition(
         recording,
@@ -295,6 +315,11 @@ def _sublayer(
     if kind == "attention":
         module, (before, after) = host.attention(layer), around.attention
         z, matrix, b = recording.hooked[host.hook_name(layer, kind, "z")], module.W_O, module.b_O
+    elif kind in WIDE_KINDS:
+        module, (before, after) = host.neurons[layer].module, around.neuron
+        z, b = recording.hooked[host.hook_name(layer, kind, "z")], None
+        identity = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
+        matrix = (module.W_skip if kind == "skip" else identity)[None]
     else:
         heads, (before, after) = host.neurons[layer], around.neuron
         module, matrix, b = heads.module, heads.W_out.unsqueeze(1), heads.b_O
@@ -303,7 +328,7 @@ def _sublayer(
     reads, writes = traffic.frozen(before, entered), traffic.frozen(after, traffic.returned[module])
     zero = torch.zeros_like(reads.stream)
     bias = writes.change(zero if b is None else zero + b)
-    bias = bias if after.bias is None else bias + after.bias
+    bias = bias if after.bias is None or kind in WIDE_KINDS else bias + after.bias
     matrix, bias = matrix.detach(), bias.detach()
     return SublayerWrites(layer, kind, reads, entered, writes, z, matrix, bias, heads)
 

@@ -82,7 +82,7 @@ class BilinearHeads(NeuronHeads):
         return torch.stack([torch.zeros_like(query), -query], dim=-1)
 
     def _gate_pattern(
-        self, query: Float[Tensor, "batch pos head_index"]
+        self, query: Float[Tensor, "batch pos head_index"], index: Tensor | None = None
     ) -> Float[Tensor, "batch pos head_index key=2"]:
         working = float32_if_half(query)
         return torch.stack([working.sigmoid(), (-working).sigmoid()], dim=-1).to(query.dtype)

@@ -16,6 +16,7 @@ from transformer_lens.hook_points import HookPoint
 from attn_only_lens.axes import BIAS, SELF, NeuronPattern, PreActivation, Residual
 from attn_only_lens.gates import Gate
 from attn_only_lens.gates.gating import AnyGate
+from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 
@@ -48,6 +49,7 @@ class NeuronHeads(ABC):
     MLP has a separate object of this class.
     """
 
+    kinds: tuple[HeadKind, ...] = ("neuron",)
     W_out: Float[Tensor, "d_mlp d_model"]
     passing: Any  # the model's `PassState`
 
@@ -64,10 +66,6 @@ class NeuronHeads(ABC):
     @abstractmethod
     def gate(self) -> AnyGate:
         """The gate that computes the patterns of these heads."""
-
-    def gate_of(self, index: Int[Tensor, "head"]) -> AnyGate:
-        """Return the gate of only some heads."""
-        return self.gate
 
     @property
     def joint_gates(self) -> bool:
@@ -89,11 +87,17 @@ class NeuronHeads(ABC):
         """Compute q and, in a gated MLP, u (otherwise None) from the MLP's normalised input."""
 
     def weights_and_values(
-        self, q: PreActivation, up: PreActivation | None
+        self,
+        q: PreActivation,
+        up: PreActivation | None,
+        index: Int[Tensor, "neuron"] | None = None,
     ) -> tuple[Float[Tensor, "*any pos head_index"], Float[Tensor, "*any pos head_index"]]:
-        """Compute each head's attention to its own token, and its value, without running hooks."""
+        """Compute each head's attention to its own token, and its value, without running hooks.
+
+        If q and `up` belong to only some neurons, `index` says to which.
+        """
         query, v = self._query_and_value(q, up)
-        return self._gate_pattern(query)[..., SELF], v
+        return self._gate_pattern(query, index)[..., SELF], v
 
     @property
     def output_module(self) -> nn.Module:
@@ -189,7 +193,10 @@ class NeuronHeads(ABC):
     def _gate_scores(self, query: PreActivation) -> Float[Tensor, "batch pos head_index key=2"]:
         return self.gate.scores(query)
 
-    def _gate_pattern(self, query: PreActivation) -> Float[Tensor, "batch pos head_index key=2"]:
+    def _gate_pattern(
+        self, query: PreActivation, index: Int[Tensor, "neuron"] | None = None
+    ) -> Float[Tensor, "batch pos head_index key=2"]:
+        """Return the patterns of all heads, or of only those of the neurons in `index`."""
         return self.gate.pattern(query)
 
 

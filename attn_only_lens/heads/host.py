@@ -16,8 +16,12 @@ from torch import Tensor
 from attn_only_lens.devices import read_all
 from attn_only_lens.errors import UnsupportedCallError
 
-HeadKind = Literal["attention", "neuron"]
+HeadKind = Literal["attention", "neuron", "feature", "skip", "error"]
 HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
+NEURON_KINDS: tuple[HeadKind, ...] = ("neuron", "feature")
+"""The kinds of neuron-heads: neurons of MLPs, and features of transcoders."""
+WIDE_KINDS: tuple[HeadKind, ...] = ("skip", "error")
+"""The kinds of nodes with d_head = d_model: what W_skip reads, and a transcoder's error."""
 
 # In an exposed model, users' filters for attention hook points must not match these names. Such
 # filters look for names that end in z, q, k, v, pattern, scores or result, or that contain z, attn,
@@ -107,14 +111,28 @@ class Host(ABC):
         """The number of source layers."""
         return len(self.neurons)
 
+    def kinds(self, layer: int) -> tuple[HeadKind, ...]:
+        """Return the kinds of heads in a source layer, in the order in which they write."""
+        return ("attention", *self.neurons[layer].kinds)
+
+    def count(self, layer: int, kind: HeadKind) -> int:
+        """Return the number of heads of this kind in a layer."""
+        if kind not in self.kinds(layer):
+            return 0
+        if kind in NEURON_KINDS:
+            return int(self.neurons[layer].n_neurons)
+        return self.n_heads[layer] if kind == "attention" else 1
+
     @abstractmethod
     def block(self, layer: int, kind: HeadKind) -> int:
-        """Return the index of the block that runs a source layer's attention heads or neurons."""
+        """Return the index of the block that runs a source layer's heads of this kind."""
 
     def hook_name(self, layer: int, kind: HeadKind, point: str) -> str:
         """Return the full name of a hook point (a key of `POINTS`) for a layer's heads."""
         block = self.block(layer, kind)
-        if kind == "neuron" and self.in_place:
+        if kind in WIDE_KINDS:
+            return f"blocks.{block}.mlp.hook_{kind}"
+        if kind in NEURON_KINDS and self.in_place:
             return f"blocks.{block}.mlp.{POINTS[point]}"
         return f"blocks.{block}.attn.hook_{point}"
 
@@ -141,7 +159,7 @@ class Host(ABC):
 
     def write_hook(self, layer: int, kind: HeadKind) -> str:
         """Return the hook name of the summed output of a source layer's heads."""
-        sublayer = "mlp" if kind == "neuron" and self.in_place else "attn"
+        sublayer = "mlp" if kind != "attention" and self.in_place else "attn"
         return f"blocks.{self.block(layer, kind)}.hook_{sublayer}_out"
 
     @abstractmethod

@@ -2,7 +2,9 @@
 
 `L5H3` is attention head 3 of source layer 5; `L5N1234` is the neuron-head of neuron 1234 in this
 layer. If several heads share a neuron (bilinear gates), these heads are `L5N1234.0`, `L5N1234.1`,
-…, and `L5N1234` is the neuron itself. Analyses refer to heads by name, never by block number.
+…, and `L5N1234` is the neuron itself. In a layer with a transcoder, `L5F1024` is feature 1024,
+`L5E` the error node, and `L5S` the node of W_skip. Analyses refer to heads by name, never by block
+number.
 """
 
 import re
@@ -13,14 +15,33 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
-from attn_only_lens.heads.host import POINTS, HeadKind, has_neuron_heads, host_of
+from attn_only_lens.heads.host import (
+    POINTS,
+    WIDE_KINDS,
+    HeadKind,
+    has_neuron_heads,
+    host_of,
+)
 
-_LETTER: dict[HeadKind, str] = {"attention": "H", "neuron": "N"}
+_LETTER: dict[HeadKind, str] = {
+    "attention": "H",
+    "neuron": "N",
+    "feature": "F",
+    "skip": "S",
+    "error": "E",
+}
 _KIND: dict[str, HeadKind] = {letter: kind for kind, letter in _LETTER.items()}
 _NUMBER = r"(0|[1-9]\d*)"
-HeadCounts: TypeAlias = tuple[int, int, int]
-"""The number of attention heads, of neurons, and of heads per neuron in a layer."""
-_NAME = re.compile(rf"L{_NUMBER}([HN]){_NUMBER}(?:\.{_NUMBER})?")
+HeadCounts: TypeAlias = tuple[dict[HeadKind, int], int]
+"""The number of heads of each kind, and of heads per neuron, in a layer."""
+_NAME = re.compile(rf"L{_NUMBER}(?:([SE])|([HNF]){_NUMBER}(?:\.{_NUMBER})?)")
+_PLURAL: dict[HeadKind, str] = {
+    "attention": "attention heads",
+    "neuron": "neurons",
+    "feature": "features",
+    "skip": "skip nodes",
+    "error": "error nodes",
+}
 
 
 @dataclass(frozen=True)
@@ -29,8 +50,10 @@ class HeadName:
 
     Attributes:
         layer: the source layer (not the block), counted from 0.
-        kind: "attention" for a head of the original model, "neuron" for a neuron-head.
-        index: the index of the head in its attention layer, or of the neuron in its MLP.
+        kind: "attention" for a head of the original model, "neuron" for a neuron-head, "feature"
+            for a feature of a transcoder, "skip" and "error" for its nodes of W_skip and error.
+        index: the index of the head in its attention layer, of the neuron in its MLP, or of the
+            feature in its transcoder; 0 for skip and error nodes.
         member: the index of a head among the heads that share the neuron; None for the whole
             neuron.
 
@@ -48,19 +71,21 @@ class HeadName:
 
     @classmethod
     def parse(cls, text: str) -> "HeadName":
-        """Parse `L5H3`, `L5N1234` or `L5N1234.2`; raise UnknownHeadError for other strings."""
+        """Parse `L5H3`, `L5N1234.2`, `L5F7` or `L5E`; raise UnknownHeadError for other strings."""
         match = _NAME.fullmatch(text) if isinstance(text, str) else None
-        if match is None or (match[2] == "H" and match[4] is not None):
+        if match is None or (match[3] != "N" and match[5] is not None):
             raise UnknownHeadError(
                 f"got {text!r}; expected 'L5H3' (attention head 3 of source layer 5) or "
-                "'L5N1234' (neuron 1234 of source layer 5)"
+                "'L5N1234' (neuron 1234 of source layer 5); with transcoders, also 'L5F1024' "
+                "(feature 1024), 'L5E' (the error node) or 'L5S' (the node of W_skip)"
             )
-        layer, letter, index, member = match.groups()
-        return cls(int(layer), _KIND[letter], int(index), None if member is None else int(member))
+        layer, wide, letter, index, member = match.groups()
+        numbers = int(index or 0), None if member is None else int(member)
+        return cls(int(layer), _KIND[wide or letter], *numbers)
 
     def head_index(self, heads_per_neuron: int) -> int:
         """Return this head's index in its block; raise UnknownHeadError if it does not exist."""
-        if self.kind == "attention" or (heads_per_neuron == 1 and self.member is None):
+        if self.kind != "neuron" or (heads_per_neuron == 1 and self.member is None):
             return self.index
         if self.member is None or not self.member < heads_per_neuron or heads_per_neuron == 1:
             neuron, last = f"L{self.layer}N{self.index}", heads_per_neuron - 1
@@ -125,7 +150,7 @@ class HeadName:
             self.require_among(head_counts(model))
             return
         _require_plain(model, self)
-        self.require_among([(model.cfg.n_heads, 0, 1)] * len(model.blocks))
+        self.require_among([({"attention": model.cfg.n_heads}, 1)] * len(model.blocks))
 
     def require_among(self, layers: Sequence[HeadCounts]) -> None:
         """Raise UnknownHeadError if a model with these head counts has no such head."""
@@ -133,19 +158,18 @@ class HeadName:
             raise UnknownHeadError(
                 f"got {str(self)!r}; the model has layers 0 to {len(layers) - 1}"
             )
-        n_heads, n_neurons, heads_per_neuron = layers[self.layer]
-        is_neuron = self.kind == "neuron"
-        count, plural = (n_neurons, "neurons") if is_neuron else (n_heads, "attention heads")
-        if not 0 <= self.index < count:
-            raise UnknownHeadError(
-                f"got {str(self)!r}; layer {self.layer} has {plural} 0 to {count - 1}"
-            )
-        if is_neuron:
+        counts, heads_per_neuron = layers[self.layer]
+        if not 0 <= self.index < counts.get(self.kind, 0):
+            kinds = [self.kind] if self.kind in counts else counts
+            has = " and ".join(f"{_PLURAL[kind]} 0 to {counts[kind] - 1}" for kind in kinds)
+            raise UnknownHeadError(f"got {str(self)!r}; layer {self.layer} has {has}")
+        if self.kind == "neuron":
             self.heads(heads_per_neuron)  # raises UnknownHeadError if the member is out of range
 
     def __str__(self) -> str:
+        index = "" if self.kind in WIDE_KINDS else self.index
         member = "" if self.member is None else f".{self.member}"
-        return f"L{self.layer}{_LETTER[self.kind]}{self.index}{member}"
+        return f"L{self.layer}{_LETTER[self.kind]}{index}{member}"
 
 
 def _require_plain(model: Any, name: HeadName) -> None:
@@ -155,7 +179,7 @@ def _require_plain(model: Any, name: HeadName) -> None:
             f"got a {type(model).__name__}; expected a model with blocks, from TransformerLens or "
             "this package"
         )
-    if name.kind == "neuron":
+    if name.kind != "attention":
         raise UnsupportedCallError(
             f"got {str(name)!r} and a {type(model).__name__} without neuron-heads; expected a "
             "model that convert or expose_neuron_heads returned"
@@ -169,15 +193,17 @@ def _require_plain(model: Any, name: HeadName) -> None:
 
 
 def head_counts(model: Any) -> list[HeadCounts]:
-    """Return the numbers of heads, neurons and heads per neuron in each source layer."""
+    """Return the numbers of heads of each kind, and of heads per neuron, in each source layer."""
     host = host_of(model)
-    layers = zip(host.n_heads, host.neurons, strict=True)
-    return [(n_heads, layer.n_neurons, layer.heads_per_neuron) for n_heads, layer in layers]
+    return [
+        ({kind: host.count(layer, kind) for kind in host.kinds(layer)}, neurons.heads_per_neuron)
+        for layer, neurons in enumerate(host.neurons)
+    ]
 
 
 def head_labels(layer: int, kind: HeadKind, n_heads: int, heads_per_neuron: int) -> list[str]:
     """Return the names of all heads of one kind in a layer, sorted by head_index."""
-    if kind == "attention" or heads_per_neuron == 1:
+    if kind != "neuron" or heads_per_neuron == 1:
         return [str(HeadName(layer, kind, index)) for index in range(n_heads)]
     pairs = (divmod(index, heads_per_neuron) for index in range(n_heads))
     return [str(HeadName(layer, kind, neuron, member)) for neuron, member in pairs]

@@ -9,7 +9,7 @@ from transformer_lens import ActivationCache
 
 from attn_only_lens.axes import BIAS, SELF
 from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
-from attn_only_lens.heads.host import HeadKind, has_neuron_heads, host_of
+from attn_only_lens.heads.host import NEURON_KINDS, HeadKind, has_neuron_heads, host_of
 from attn_only_lens.heads.names import HeadName
 
 
@@ -85,7 +85,7 @@ def _neuron(cache: ActivationCache, name: str) -> HeadName:
     """Parse the name of a neuron, and check that the model of the cache has this neuron."""
     head = HeadName.parse(name)
     model = getattr(cache, "model", None)
-    if head.kind != "neuron":
+    if head.kind not in NEURON_KINDS:
         exposed = has_neuron_heads(model)
         block = host_of(model).block(head.layer, head.kind) if exposed else head.layer
         raise UnknownHeadError(

@@ -23,7 +23,7 @@ from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_weights import fingerprint
 from attn_only_lens.engine.sites import ALL_MEMBERS, LayerSites, Selection, Sites, resolve_sites
 from attn_only_lens.errors import InputError
-from attn_only_lens.heads.host import HEAD_KINDS, HeadKind
+from attn_only_lens.heads.host import HEAD_KINDS, NEURON_KINDS, HeadKind
 from attn_only_lens.neurons.corpus import Texts, batches, corpus_rows, n_texts
 from attn_only_lens.neurons.statistics import CorpusStatistics, HeadStatistics, NeuronStatistics
 from attn_only_lens.neurons.summary import ENDS_OF_OPTION, Options, Resumed, Summary
@@ -288,7 +288,7 @@ def _site_reasons(sites: Sequence[LayerSites], kinds: tuple[HeadKind, ...]) -> l
     for site in sites:
         if site.kind not in kinds:
             got, wanted = "an attention head", "neurons: `head_statistics` takes attention heads"
-            if site.kind == "neuron":
+            if site.kind in NEURON_KINDS:
                 got, wanted = "a neuron", "attention heads: `neuron_statistics` takes neurons"
             reasons.append(f"got {site.names[0]}, {got}; expected {wanted}")
             continue

@@ -18,7 +18,7 @@ from attn_only_lens.engine.recording import require_seen, run, run_blocks
 from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
-from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.heads.host import NEURON_KINDS, HeadKind
 from attn_only_lens.neurons.corpus import Batch
 
 OfLayer: TypeAlias = dict[str, Tensor]
@@ -92,7 +92,7 @@ def shows_q(model: Any, site: LayerSites) -> bool:
     """Return True if neurons have q = x W_gate: in gated MLPs with one head per neuron."""
     host = host_of(model)
     return (
-        site.kind == "neuron"
+        site.kind in NEURON_KINDS
         and host.is_gated(site.layer)
         and host.neurons[site.layer].heads_per_neuron == 1
     )

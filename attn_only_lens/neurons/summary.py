@@ -17,7 +17,7 @@ from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
-from attn_only_lens.heads.host import HEAD_KINDS, HeadKind
+from attn_only_lens.heads.host import HEAD_KINDS, NEURON_KINDS, HeadKind
 from attn_only_lens.neurons.accumulate import (
     ENDS,
     IN_QUADRANT,
@@ -77,7 +77,7 @@ class Summary:
         for site in sites:
             host, n = host_of(model), len(site.names)
             ends: dict[str, int] = {end: options.k for end in ENDS_OF_OPTION[options.ends]}
-            if site.kind == "neuron":
+            if site.kind in NEURON_KINDS:
                 weight = host.neurons[site.layer].W_out
                 like = float32_if_half(weight.detach()[:0, 0])
                 counts = no_counts(n, like.device) if options.histograms else {}
@@ -136,10 +136,10 @@ class Summary:
     def _add_layer(self, number: int, of_layer: OfLayer, batch: Batch) -> Bool[Tensor, ""]:
         """Add the activations of a layer to the results; return True if all of them are finite."""
         site = self.sites[number]
-        add = self._add_neurons if site.kind == "neuron" else self._add_heads
+        add = self._add_neurons if site.kind in NEURON_KINDS else self._add_heads
         some = next(iter(of_layer.values()))
         here, step = _on(batch, some.device), len(site.names)
-        if some.device.type == "cpu" and site.kind == "neuron":
+        if some.device.type == "cpu" and site.kind in NEURON_KINDS:
             step = max(1, _IN_CACHE // batch.tokens.numel())  # a chunk stays in the cache
         finite = []
         for first in range(0, len(site.names), step):

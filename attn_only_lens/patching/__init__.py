@@ -31,6 +31,8 @@ __all__ = [
     "all_heads",
     "attribution",
     "custom",
+    "error_nodes",
+    "features",
     "gate_and_value",
     "heads",
     "kl",

@@ -65,7 +65,7 @@ from attn_only_lens.engine.sites import LayerSites, Selection, Sites, all_heads,
 from attn_only_lens.engine.writes import SCALES, Decomposition, Scale, decompose
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
-from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS, HeadKind
 from attn_only_lens.patching._activation_patch import count_reasons, prompt_settings
 from attn_only_lens.patching.job import Arrays, Job, require_folder
 from attn_only_lens.patching.prompt_chunks import PromptChunk, PromptChunks, prompts_per_chunk
@@ -394,7 +394,16 @@ def _resolve_receivers(model: Any, receivers: Any, part: str) -> list[LayerSites
         has_logits = len(names) < len(with_logits)
     only_logits = has_logits and not names
     resolved: list[LayerSites | None] = [] if only_logits else [*resolve_sites(model, names)]
-    neurons = [sites.names[0] for sites in resolved if sites and sites.kind == "neuron"]
+    wide = [sites.names[0] for sites in resolved if sites and sites.kind in WIDE_KINDS]
+    if wide and isinstance(names, Selection):
+        resolved = [sites for sites in resolved if sites and sites.kind not in WIDE_KINDS]
+    elif wide:
+        reason = (
+            f"got {wide[0]} as a receiver; expected attention heads, neurons or features: paths "
+            "end there or pass through W_skip without a choice"
+        )
+        raise InputError([reason], _PROBLEM)
+    neurons = [sites.names[0] for sites in resolved if sites and sites.kind in NEURON_KINDS]
     if part == "k" and neurons:
         reason = (
             f"got part='k' and receivers such as {neurons[0]}; expected attention heads: a "
@@ -578,7 +587,7 @@ class _PathRunner:
         device = self.target.of(last.layer, last.kind).z.device
         if block.receivers is None:
             self._run_to_logits(block, i.to(device), values)
-        elif block.receivers.kind == "neuron":
+        elif block.receivers.kind in NEURON_KINDS:
             self._run_neurons(block, block.receivers, i.to(device), j.to(device), values)
         else:
             self._run_attention(block, block.receivers, i.to(device), j.to(device), values)
@@ -721,7 +730,7 @@ class _PathRunner:
             values = mean(silent.values(block, senders, torch.zeros_like(senders)))
             return (values - mean(self.baseline))[:, None]
         gradient = gradients[receivers.layer, receivers.kind]
-        if receivers.kind == "neuron":
+        if receivers.kind in NEURON_KINDS:
             dz, columns = self._neuron_dz(block, receivers)
             heads = self.replay.host.neurons[receivers.layer]
             index = receivers.index.to(gradient.device)

@@ -19,6 +19,7 @@ from attn_only_lens.engine.recording import NeuronRun, Recording, RunPair, recor
 from attn_only_lens.engine.sites import LayerSites, Part, hook_name
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
+from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
 from attn_only_lens.patching.job import n_launched
 from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.storage.chunks import ChunkStore
@@ -137,9 +138,12 @@ class AblatedRuns:
     ) -> None:
         self._model, self._pair, self._to = model, pair, cast(Ablation, to)
         self._reference, self._at_once = reference, prompts_at_once
-        self._layers = [site.layer for site in sites if site.kind == "neuron"]
-        attention = [site.layer for site in sites if site.kind == "attention"]
-        self._names = [hook_name(model, layer, "z") for layer in attention]
+        self._layers = [site.layer for site in sites if site.kind in NEURON_KINDS]
+        self._names = [
+            hook_name(model, site.layer, "z", site.kind)
+            for site in sites
+            if site.kind not in NEURON_KINDS
+        ]
         self._means: Recording | None = None
         if to == "resample":
             reasons = resample_reasons(pair.clean, reference, pair.real)
@@ -252,7 +256,9 @@ def _numbers_per_prompt(
     if decomposed:  # both sublayers' and norms' inputs and outputs
         kept += 10 * host.n_layers * cfg.d_model
     for site in sites:
-        if site.kind == "attention":
+        if site.kind in WIDE_KINDS:
+            kept += cfg.d_model
+        elif site.kind == "attention":
             kept += host.n_heads[site.layer] * max(cfg.d_head, n_pos)  # z, or a row of the pattern
         else:
             heads = host.neurons[site.layer]

@@ -60,7 +60,7 @@ from attn_only_lens.engine.recording import Recording, run
 from attn_only_lens.engine.sites import SHARED_PARTS, LayerSites, Part, hook_name
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import host_of
-from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS, HeadKind
 from attn_only_lens.patching.run_patches import PatchRunner, check_edits
 from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
@@ -308,9 +308,13 @@ def hook_points(model: Any, sites: Sequence[LayerSites], part: Part) -> tuple[se
     """Return where repair keys need gradients, and where they need activations."""
     host = host_of(model)
     writes = {host.write_hook(site.layer, site.kind) for site in sites}
-    attention = {site.layer for site in sites if site.kind == "attention"}
     points = {*_READ.get(part, ()), "z"}
-    return writes, writes | {hook_name(model, layer, p) for layer in attention for p in points}
+    return writes, writes | {
+        hook_name(model, site.layer, point, site.kind)
+        for site in sites
+        if site.kind not in NEURON_KINDS
+        for point in points
+    }
 
 
 @torch.no_grad()
@@ -353,8 +357,10 @@ class _Keys:
 
     def of(self, sites: LayerSites) -> Float[Tensor, "head batch pos"]:
         """Return the repair keys of these heads at each token."""
-        if sites.kind == "neuron":
+        if sites.kind in NEURON_KINDS:
             return self._of_neurons(sites)
+        if sites.kind in WIDE_KINDS:
+            return self._of_wide(sites.layer, sites.kind)
         key = self._of_attention(sites.layer)
         return key[:, :, sites.index.to(key.device)].permute(2, 0, 1)
 
@@ -373,6 +379,14 @@ class _Keys:
         change = float32_if_half(neuron_changes(heads, sites, dz))
         rows = float32_if_half(heads.W_out).square().sum(dim=1)[sites.index.to(change.device)]
         return change.square() * rows[:, None, None] * self._slope(layer, "neuron")
+
+    def _of_wide(self, layer: int, kind: HeadKind) -> Float[Tensor, "head=1 batch pos"]:
+        name = self._host.hook_name(layer, kind, "z")
+        change = float32_if_half(self._source.hooked[name] - self._target.hooked[name])
+        if kind == "skip":
+            change = change @ float32_if_half(self._host.neurons[layer].module.W_skip)
+        key = change.square().sum(-1) * self._slope(layer, kind).unsqueeze(-1)
+        return key.permute(2, 0, 1)
 
     def _of_attention(self, layer: int) -> Float[Tensor, "batch pos head_index"]:
         slope, z = self._slope(layer, "attention"), self._activation(layer, "z")

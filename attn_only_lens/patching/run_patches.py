@@ -30,7 +30,7 @@ from attn_only_lens.engine.edits import (
 from attn_only_lens.engine.recording import Recording
 from attn_only_lens.engine.replay import Replay, Variants
 from attn_only_lens.engine.sites import SHARED_PARTS, Part, hook_name
-from attn_only_lens.heads.host import HEAD_KINDS
+from attn_only_lens.heads.host import HEAD_KINDS, NEURON_KINDS
 from attn_only_lens.patching.job import n_launched
 from attn_only_lens.patching.site_groups import ROWS, SiteGroup, position_sets
 from attn_only_lens.precision import full_precision
@@ -230,9 +230,9 @@ class PatchRunner:
             yield replay.start(int(blocks[rows[0]]), first), rows
 
     def _patch(self, group: SiteGroup, *, tested: bool) -> _Patch:
-        if group.sites.kind == "attention":
-            return self._patch_attention(group)
-        return self._patch_neurons(group, tested)
+        if group.sites.kind in NEURON_KINDS:
+            return self._patch_neurons(group, tested)
+        return self._patch_by_hook(group)
 
     def _patch_neurons(self, group: SiteGroup, tested: bool) -> _Patch:
         sites = group.sites
@@ -255,17 +255,20 @@ class PatchRunner:
 
         return change != 0, block, variants
 
-    def _patch_attention(self, group: SiteGroup) -> _Patch:
+    def _patch_by_hook(self, group: SiteGroup) -> _Patch:
+        """Patch attention heads, or a skip or error node."""
         sites, part, host = group.sites, self.part, self.replay.host
-        name, z_name = (hook_name(self.replay.model, sites.layer, point) for point in (part, "z"))
+        name, z_name = (
+            hook_name(self.replay.model, sites.layer, point, sites.kind) for point in (part, "z")
+        )
         recorded, source = self.replay.recording.hooked, self.source.hooked[name]
         target = recorded[name]
-        index, n_heads = sites.index.to(target.device), host.n_heads[sites.layer]
+        index, n_heads = sites.index.to(target.device), host.count(sites.layer, sites.kind)
         shared = bool(_layers_that_share(self.replay, [sites.layer], part))
         read = of_group(index, n_heads, target.shape[2]) if shared else index
         edited = group.everywhere.to(target.device)
         changed = differences(target, source, part)[..., read].permute(2, 0, 1)
-        block = host.block(sites.layer, "attention")
+        block = host.block(sites.layer, sites.kind)
 
         def variants(chosen: Tensor, first: int) -> Variants:
             head, place = (rows[chosen].to(target.device) for rows in (group.head, group.place))

@@ -33,6 +33,7 @@ from attn_only_lens.engine.sites import (
 )
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
+from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
 
 _PROBLEM = "these sites cannot be patched"
 ROWS = 2048  # the most rows in a group of neurons at several positions
@@ -205,18 +206,32 @@ def site_groups(
             everywhere = resolve_positions(pair, positions)
         else:
             placed = _resolve_placed(pair, split, positions)
+    if part != "z" and not reasons:
+        resolved, reasons = _with_parts(resolved, part, isinstance(sites, Selection))
     InputError.raise_if(reasons, _PROBLEM)
     if split is None:
         groups = _products(resolved, everywhere, most_rows)
     else:
         groups = _placed_groups(resolved, split, *placed)
-    neurons = [group.sites.names[0] for group in groups if group.sites.kind == "neuron"]
+    neurons = [group.sites.names[0] for group in groups if group.sites.kind in NEURON_KINDS]
     if part == "k" and neurons:
         raise InputError(
             [f"got part='k' and {neurons[0]}: a neuron-head's keys are constant; expected heads()"],
             _PROBLEM,
         )
     return groups
+
+
+def _with_parts(
+    resolved: tuple[LayerSites, ...], part: Part, is_selection: bool
+) -> tuple[tuple[LayerSites, ...], list[str]]:
+    """Return the sites that have queries, patterns and values; refuse others that were named."""
+    wide = [site.names[0] for site in resolved if site.kind in WIDE_KINDS]
+    with_parts = tuple(site for site in resolved if site.kind not in WIDE_KINDS)
+    if not wide or (is_selection and with_parts):
+        return with_parts, []
+    reason = f"got part={part!r} and {wide[0]}, which has only an output; expected part='z'"
+    return resolved, [reason]
 
 
 def _products(
@@ -227,7 +242,7 @@ def _products(
     products: dict[tuple[int, int, int], SiteGroup] = {}  # shared by layers of equal size
     for site in sites:
         at_once = len(positions)
-        if site.kind == "neuron" and most_rows is not None:
+        if site.kind in NEURON_KINDS and most_rows is not None:
             at_once = max(1, most_rows // len(site.names))
         for first in range(0, len(positions), at_once):
             size = len(site.names), first, at_once
@@ -395,7 +410,7 @@ def _costs(
     costs = []
     for group in groups:
         sites = group.sites
-        entered = host.block(sites.layer, sites.kind) + (sites.kind == "neuron")
+        entered = host.block(sites.layer, sites.kind) + (sites.kind in NEURON_KINDS)
         blocks_left = len(model.blocks) - entered + 1  # plus 1 for the logits
         patched = group.everywhere.any(dim=1)[:, first:].cpu()
         tokens = (n_pos - first - patched.int().argmax(dim=1)) * patched.any(dim=1)

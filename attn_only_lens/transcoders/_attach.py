@@ -173,7 +173,7 @@ def _folded(transcoder: Transcoder, block: Any, norms: LayerNorms) -> Transcoder
 
 
 def _require_separate(transcoder: Transcoder, block: Any, before: Norm, after: Norm) -> None:
-    """Raise an error if a norm that the transcoder needs is missing, or is also read by attention."""
+    """Raise an error if the transcoder needs a norm that is missing, or that attention reads."""
     ln2 = getattr(block, "ln2", None)
     if transcoder.reads == "stream" and before.module not in (None, ln2):
         raise UnknownMLPError(

@@ -23,6 +23,7 @@ from attn_only_lens.engine.sites import Selection, Sites, resolve_sites
 from attn_only_lens.engine.tokens import checked_tokens, token_texts
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import HeadName, host_of, neuron_gate, neuron_pattern
+from attn_only_lens.heads.host import NEURON_KINDS
 from attn_only_lens.heads.patterns import cached_activation, require_neuron_heads
 from attn_only_lens.viz.page import (
     Page,
@@ -107,7 +108,7 @@ def attention_view(
     patterns = {
         layer: _pattern(cache, layer, prompt) for layer in {head.layer for head in attention}
     }
-    neurons = [_neuron(cache, head, prompt) for head in heads if head.kind == "neuron"]
+    neurons = [_neuron(cache, head, prompt) for head in heads if head.kind in NEURON_KINDS]
     n_tokens = len(neurons[0]["z"]) if neurons else patterns[attention[0].layer].shape[-1]
     if len(texts) != n_tokens or not all(isinstance(text_, str) for text_ in texts):
         refuse(f"got {len(texts)} tokens; expected the texts of the cache's {n_tokens} tokens")

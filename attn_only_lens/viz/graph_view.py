@@ -24,6 +24,7 @@ from attn_only_lens.engine.recording import Recording, record
 from attn_only_lens.engine.tokens import token_text, token_texts
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
+from attn_only_lens.heads.host import NEURON_KINDS
 from attn_only_lens.neurons import examples_of
 from attn_only_lens.neurons.statistics import COLUMNS as EXAMPLE_COLUMNS
 from attn_only_lens.patching import Sweep
@@ -368,13 +369,13 @@ def _add_patterns(
     seen: dict[tuple[str, str], tuple[Tensor, ...]] = {}
     for key, name, position in strongest[["id", "name", "position"]].to_numpy():
         head = HeadName.parse(name)
-        if name in details or (head.kind == "neuron" and shared):
+        if name in details or (head.kind in NEURON_KINDS and shared):
             continue
         hooks = _hooks(model, head)
         if hooks not in seen:  # one transfer per layer
             seen[hooks] = tuple(run.hooked[hook][prompt].cpu().double() for hook in hooks)
         z, pattern = seen[hooks][0], seen[hooks][1][head.index].numpy().round(3)
-        if head.kind == "neuron":
+        if head.kind in NEURON_KINDS:
             z_of_neuron = short_numbers(z[:, head.index, 0].tolist(), 3)
             details[name] = NodeDetails(pattern[:, SELF].tolist(), z=z_of_neuron)
         else:

@@ -44,6 +44,7 @@ from attn_only_lens.engine.largest import LargestScores
 from attn_only_lens.engine.sites import LayerSites, Selection, Sites, all_heads, resolve_sites
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
+from attn_only_lens.heads.host import NEURON_KINDS
 
 _ROWS = 1024  # the number of rows of W_E that are converted to float64 at once
 _BLOCK = 1024  # the number of factor rows processed at once
@@ -109,7 +110,7 @@ def composition(
         for sites in reading:
             if source.stage > _read_stage(sites):
                 continue
-            if kind == "k" and sites.kind == "neuron":
+            if kind == "k" and sites.kind in NEURON_KINDS:
                 values, note = written.new_zeros(len(written), len(sites.names)), _NO_KEYS
             else:
                 values = scores(written, _head_readers(matrices, sites, kind).factors(slice(None)))
@@ -173,7 +174,7 @@ def top_compositions(
     writing, reading = _resolve_pairs(model, *chosen, kind)
     writing = [None, *writing] if writers is None else writing
     if kind == "k":
-        reading = [sites for sites in reading if sites.kind != "neuron"]
+        reading = [sites for sites in reading if sites.kind not in NEURON_KINDS]
         if not reading:
             raise InputError([f"K-composition into neuron-heads is {_NO_KEYS}"], _PROBLEM)
     matrices = HeadMatrices.of(model, fold_norms=fold_norms)
@@ -242,7 +243,7 @@ def virtual_weights(
     """
     (source,), (target,) = _resolve_pairs(model, [writer], [reader], kind)
     matrices = HeadMatrices.of(model, fold_norms=fold_norms)
-    if kind == "k" and target.kind == "neuron":
+    if kind == "k" and target.kind in NEURON_KINDS:
         raise InputError([f"{reader}: its K-composition is {_NO_KEYS}"], _PROBLEM)
     if _write_stage(matrices, source) > _read_stage(target):
         raise InputError([f"got writer {writer} and reader {reader}; {_NO_PAIR}"], _PROBLEM)
@@ -270,7 +271,7 @@ def _resolve_pairs(
 
 def _read_stage(sites: LayerSites) -> int:
     """Return the number of sublayers (attention, MLP, attention, …) before these heads."""
-    return 2 * sites.layer + (sites.kind == "neuron")
+    return 2 * sites.layer + (sites.kind in NEURON_KINDS)
 
 
 def _write_stage(matrices: HeadMatrices, sites: LayerSites | None) -> int:

@@ -52,6 +52,7 @@ from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.gates import Gate
 from attn_only_lens.heads import HeadName, host_of
+from attn_only_lens.heads.host import NEURON_KINDS
 from attn_only_lens.precision import full_precision
 
 _BIAS = -1  # the token id that stands for the bias token
@@ -176,7 +177,7 @@ def qk_circuit(
     matrices = InputVocabulary.of(model, tokens, fold_norms=fold_norms)
     read = matrices.heads.read_matrices(sites, "q")
     left = matrices.reads(read.A[0])
-    right = read.B[0] if sites.kind == "neuron" else matrices.reads(read.B[0].T).T
+    right = read.B[0] if sites.kind in NEURON_KINDS else matrices.reads(read.B[0].T).T
     both = FactoredMatrix(left, right.to(left))
     chosen = matrices.read_tokens
     return TokenCircuit(sites.names[0], "qk", both, chosen, chosen, model)
@@ -220,7 +221,7 @@ def ov_circuit(
     matrices = VocabularyMatrices.of(model, tokens, fold_norms=fold_norms)
     written = matrices.heads.write_matrices(sites)
     left = written.A[0]
-    if sites.kind == "neuron":
+    if sites.kind in NEURON_KINDS:
         left = matrices.heads.read_matrices(sites, "v").A[0] * left
     right = matrices.writes(written.B[0])
     both = FactoredMatrix(matrices.reads(left).to(right), right)

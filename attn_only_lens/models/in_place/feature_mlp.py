@@ -2,7 +2,7 @@
 
 The module computes, for the input x that the MLP gets,
 
-    y = hook_written(z W_dec + b_dec) + x W_skip + hook_error(e)
+    y = hook_written(z W_dec + b_dec) + hook_skip(x) W_skip + hook_error(e)
 
 The heads replace z at hook_post, as in any MLP with neuron-heads. The error e is what the features
 and W_skip miss of the original MLP's output at this x. So y is the output of the original MLP as
@@ -51,6 +51,8 @@ class FeatureMLP(nn.Module):
         self.hook_pre = HookPoint()  # [batch, pos, d_mlp]
         self.hook_post = HookPoint()  # [batch, pos, d_mlp]
         self.hook_written = HookPoint()  # [batch, pos, d_model]
+        if transcoder.W_skip is not None:
+            self.hook_skip = HookPoint()  # [batch, pos, head_index=1, d_model]
         if error:
             self.hook_error = HookPoint()  # [batch, pos, head_index=1, d_model]
         self.hook_out = HookPoint()  # [batch, pos, d_model]
@@ -61,21 +63,24 @@ class FeatureMLP(nn.Module):
         q = self.encode(x)
         hooked: Tensor = self.hook_pre(q.clone() if self.has_error else q)
         post = self.act_fn(hooked)
-        features = self.hook_written(self.decode(self.hook_post(post)))
-        output = features if self.W_skip is None else features + x @ self.W_skip
+        features = output = self.hook_written(self.decode(self.hook_post(post)))
+        if self.W_skip is not None:
+            output = features + self.hook_skip(x.unsqueeze(-2)).squeeze(-2) @ self.W_skip
         if self.has_error:
             imitated = self.decode(self.act_fn(q)) if self._features_are_hooked() else features
             if self.W_skip is not None:
                 imitated = imitated + x @ self.W_skip
             error = self.original(x) - imitated
             output = output + self.hook_error(error.unsqueeze(-2)).squeeze(-2)
-        hooked_output: Tensor = self.hook_out(output)
-        return hooked_output
+        result: Residual = self.hook_out(output)
+        return result
 
     def _features_are_hooked(self) -> bool:
-        others = self.hook_in, self.hook_out, self.hook_error
-        points = (point for point in self.children() if isinstance(point, HookPoint))
-        return any(is_live(point) for point in points if point not in others)
+        others = ("hook_in", "hook_skip", "hook_error", "hook_out")
+        return any(
+            isinstance(point, HookPoint) and is_live(point) and name not in others
+            for name, point in self.named_children()
+        )
 
     def encode(self, x: Residual) -> PreActivation:
         """Return the pre-activations of all features."""

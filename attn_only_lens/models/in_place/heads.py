@@ -40,7 +40,7 @@ from attn_only_lens.gates.features import feature_gate
 from attn_only_lens.gates.gating import AnyGate, Gating
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.computation import NeuronHeads, is_live
-from attn_only_lens.heads.host import POINTS, PassState, stock_class
+from attn_only_lens.heads.host import POINTS, WIDE_KINDS, HeadKind, PassState, stock_class
 from attn_only_lens.models.in_place.feature_mlp import FeatureMLP
 from attn_only_lens.tl import MLP, GatedMLP
 
@@ -330,16 +330,17 @@ class FeatureHeads(InPlace):
     """The features of a transcoder that takes the place of an MLP (`FeatureMLP`), as heads."""
 
     @property
+    def kinds(self) -> tuple[HeadKind, ...]:  # type: ignore[override]
+        """The kinds of nodes that write to the stream."""
+        wide = {"skip": self.mlp.W_skip is not None, "error": self.mlp.has_error}
+        return ("feature", *(kind for kind in WIDE_KINDS if wide[kind]))
+
+    @property
     def gate(self) -> Gate:
         """The gate of all features."""
         return feature_gate(self.mlp.threshold, self.mlp.k)
 
     activation = gate
-
-    def gate_of(self, index: Int[Tensor, "head"]) -> Gate:
-        """Return the gate of only some features."""
-        threshold = self.mlp.threshold
-        return feature_gate(None if threshold is None else threshold[index])
 
     @property
     def joint_gates(self) -> bool:
@@ -355,6 +356,13 @@ class FeatureHeads(InPlace):
     def projections(self, x: Residual) -> tuple[PreActivation, None]:
         """Return the pre-activations of all features for the input x."""
         return self.mlp.encode(x), None
+
+    def _gate_pattern(
+        self, query: PreActivation, index: Int[Tensor, "feature"] | None = None
+    ) -> Float[Tensor, "batch pos feature key=2"]:
+        if index is None or self.mlp.threshold is None:
+            return self.gate.pattern(query)
+        return feature_gate(self.mlp.threshold[index]).pattern(query)
 
 
 class _Tap(HookPoint):

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from attn_only_lens.engine.replay.base import Replay
 from attn_only_lens.engine.replay.bridge import BridgeReplay
 from attn_only_lens.engine.replay.hooked import HookedReplay
-from attn_only_lens.heads.host import HeadKind, PassState
+from attn_only_lens.heads.host import NEURON_KINDS, HeadKind, PassState
 from attn_only_lens.models.base import HookedTransformerHost, ModelHost
 from attn_only_lens.models.in_place.bridge_components import component_reasons, unseen_edit_reasons
 from attn_only_lens.models.in_place.heads import InPlace, UnknownMLPError, find_hook_points
@@ -124,7 +124,7 @@ class BridgeHost(_InPlaceHost):
 
     def unseen_edit_reasons(self, layer: int, kind: HeadKind) -> list[str]:
         """Return error messages for torch hooks that receive z before hooks at hook_z edit z."""
-        if kind == "neuron":
+        if kind in NEURON_KINDS:
             return unseen_edit_reasons(self.model, self.neurons[layer].mlp_points.post)
         z = self.model.hook_dict[self.hook_name(layer, kind, "z")]
         return unseen_edit_reasons(self.model, z)
