@@ -13,6 +13,7 @@ from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.gates import Gating, GeneralizedSiLU
 from attn_only_lens.gates.gating import EXACT
 from attn_only_lens.heads import logit_tolerance
+from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.heads.host import PassState
 from attn_only_lens.models.gate_option import GateOption, gating_for
 from attn_only_lens.models.in_place import (
@@ -24,7 +25,6 @@ from attn_only_lens.models.in_place import (
     reasons_against_copying,
     show,
 )
-from attn_only_lens.models.in_place.feature_mlp import FeatureMLP
 from attn_only_lens.models.in_place.heads import FeatureHeads, UnknownMLPError
 from attn_only_lens.models.in_place.known_mlps import (
     KnownMLP,

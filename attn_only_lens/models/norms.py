@@ -35,6 +35,7 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from attn_only_lens.devices import normal_numbers, on_cpu
 from attn_only_lens.engine.tokens import checked_tokens
 from attn_only_lens.errors import InputError
+from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.tl import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
 _PROBLEM = "this model has norms or sublayers of an unknown structure"
@@ -332,7 +333,7 @@ def require_bridge_weights(model: Any) -> None:
     texts, applied = list[str](), list[Tensor]()
     for layer, block in enumerate(model.blocks):
         matrices = {f"attn.{letter}": f"W_{letter.upper()}" for letter in "qkvo"}
-        if not hasattr(block.mlp, "transcoder_activation"):  # `FeatureMLP` is our own module
+        if not isinstance(block.mlp, FeatureMLP):
             matrices |= {"mlp.in": "W_in", "mlp.out": "W_out"}
         if getattr(block.mlp, "W_gate", None) is not None:
             matrices["mlp.gate"] = "W_gate"

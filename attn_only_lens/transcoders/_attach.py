@@ -15,9 +15,9 @@ from transformer_lens.model_bridge.generalized_components import LinearBridge
 from attn_only_lens.arguments import is_count, option_reasons
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import has_neuron_heads
+from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.heads.transcoder import Transcoder
 from attn_only_lens.models.expose import ExposedNeurons, expose_neuron_heads
-from attn_only_lens.models.in_place.feature_mlp import FeatureMLP
 from attn_only_lens.models.in_place.heads import UnknownMLPError, find_hook_points
 from attn_only_lens.models.norms import LayerNorms, Norm, bridge_norms, hooked_norms
 from attn_only_lens.tl import HookedTransformer

@@ -21,9 +21,9 @@ from transformer_lens.model_bridge.generalized_components import (
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
+from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.heads.host import CHANGED, POINTS, WithNeuronHeads, stock_class
 from attn_only_lens.models.base import HookChecks
-from attn_only_lens.models.in_place.feature_mlp import FeatureMLP
 from attn_only_lens.models.in_place.heads import InPlace
 from attn_only_lens.models.in_place.hosts import BridgeHost, HookedHost, replaced_mlps
 from attn_only_lens.models.shared_weights import parted_reasons, sharing_reasons

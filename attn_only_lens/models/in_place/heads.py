@@ -40,8 +40,8 @@ from attn_only_lens.gates.features import feature_gate
 from attn_only_lens.gates.gating import AnyGate, Gating
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.computation import NeuronHeads, is_live
+from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.heads.host import POINTS, WIDE_KINDS, HeadKind, PassState, stock_class
-from attn_only_lens.models.in_place.feature_mlp import FeatureMLP
 from attn_only_lens.tl import MLP, GatedMLP
 
 _ROUNDINGS = 16  # the error allowed in an activation, in units of the rounding error

@@ -26,9 +26,9 @@ from attn_only_lens.devices import keep_random_state, normal_numbers, on_cpu, re
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import GATES, Gate, GeneralizedSiLU
 from attn_only_lens.heads import host_of
+from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.models.in_place.bridge_components import component_reasons
 from attn_only_lens.models.in_place.exposed import exposed_heads
-from attn_only_lens.models.in_place.feature_mlp import FeatureMLP
 from attn_only_lens.models.in_place.heads import (
     MLPHookPoints,
     UnknownMLPError,

@@ -7,6 +7,7 @@ from torch import nn
 
 from attn_only_lens.gates import GATES, GeneralizedSiLU
 from attn_only_lens.heads import has_neuron_heads, host_of
+from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.heads.host import stock_class
 from attn_only_lens.models.norms import STOCK_NORMS
 from attn_only_lens.tl import (
@@ -63,6 +64,8 @@ def reasons_against(
     reasons = reasons or structure_reasons(model)
     if not reasons and not cfg.attn_only:
         for layer, block in enumerate(model.blocks):
+            if isinstance(block.mlp, FeatureMLP):
+                continue
             why = _activation_reasons(block.mlp.act_fn, cfg.act_fn, silu)
             reasons += [f"layer {layer}: {reason}" for reason in why]
     return reasons
@@ -107,7 +110,7 @@ def _block_reasons(block: Any, cfg: Any) -> list[str]:
         norm = getattr(block, name, None)
         if norm is not None and type(norm) not in (*STOCK_NORMS, nn.Identity):
             reasons.append(f"its {name} is a {type(norm).__qualname__}, an unknown class")
-    if cfg.attn_only:
+    if cfg.attn_only or isinstance(block.mlp, FeatureMLP):
         return reasons
     mlp, known = block.mlp, GatedMLP if cfg.gated_mlp else MLP
     if stock_class(mlp) is not known:
@@ -129,8 +132,14 @@ def _activation_reasons(act_fn: Any, name: str, silu: GeneralizedSiLU | None) ->
     """Return an error message if, in float64, `act_fn` differs from its gate's activation."""
     gate = GATES[name] if silu is None else silu.gate
     q = torch.linspace(-12.0, 12.0, 193, dtype=torch.float64, device="cpu")
-    with torch.no_grad():
-        computed, expected = act_fn(q), gate.activation(q)
+    try:
+        with torch.no_grad():
+            computed, expected = act_fn(q), gate.activation(q)
+    except Exception as error:  # custom code may raise any exception
+        return [
+            f"its act_fn, {act_fn!r:.80}, cannot be tried on {len(q)} numbers ({error}); expected "
+            f"{name}, elementwise"
+        ]
     same_shape = computed.shape == q.shape
     if same_shape and torch.allclose(computed, expected, rtol=1e-12, atol=1e-14):
         return []
