@@ -1,6 +1,17 @@
 """The public names and where they are defined; they are imported when they are first used."""
 
-from . import circuits, errors, expansion, gates, neurons, patching, pretrained, tasks, viz
+from . import (
+    circuits,
+    errors,
+    expansion,
+    gates,
+    neurons,
+    patching,
+    pretrained,
+    tasks,
+    transcoders,
+    viz,
+)
 from .comparison import compare
 from .engine.prompts import chat_tokens
 from .engine.tokens import token_texts
@@ -48,6 +59,7 @@ __all__ = [
     "tasks",
     "to_stock",
     "token_texts",
+    "transcoders",
     "verify",
     "viz",
 ]

@@ -166,7 +166,7 @@ def expose_neuron_heads(
         if isinstance(model, HookedTransformer) and not copy_weights:
             share_weights(source, model)
     mlps = known_mlps(model, _PROBLEM, silu)
-    gating, reasons = EXACT, []
+    gating, reasons = EXACT, list[str]()
     if original := _original(mlps):
         first, W_out = original[0], cast(Tensor, original[0].mlp.W_out)
         gated = first.points.pre_linear is not None

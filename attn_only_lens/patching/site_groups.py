@@ -25,6 +25,7 @@ from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.sites import (
     LayerSites,
     Part,
+    Selection,
     Sites,
     all_heads,
     heads,

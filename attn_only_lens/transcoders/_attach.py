@@ -167,8 +167,8 @@ def _folded(transcoder: Transcoder, block: Any, norms: LayerNorms) -> Transcoder
     _require_separate(transcoder, block, before, after)
     if transcoder.reads == "normalized":
         transcoder = _without_gain(transcoder, before)
-    W_out = block.mlp.W_out
-    tensors = {name: x.to(W_out.device, W_out.dtype) for name, x in transcoder.tensors().items()}
+    like = block.mlp.W_out
+    tensors: dict[str, Any] = {name: x.to(like) for name, x in transcoder.tensors().items()}
     return replace(transcoder, **tensors)
 
 

@@ -1,0 +1,203 @@
+"""Measure how well transcoders imitate the MLPs of a model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from attn_only_lens.arguments import positive_reasons
+from attn_only_lens.axes import Tokens
+from attn_only_lens.devices import to_float64_device
+from attn_only_lens.engine.model_checks import reasons_not_to_run
+from attn_only_lens.engine.prompts import Prompts, single_prompts
+from attn_only_lens.engine.recording import record, run
+from attn_only_lens.errors import InputError
+from attn_only_lens.heads import host_of
+from attn_only_lens.heads.transcoder import Transcoder
+from attn_only_lens.precision import full_precision
+from attn_only_lens.transcoders._attach import attach
+
+_PROBLEM = "the fidelity cannot be measured"
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """How well a replacement model, with transcoders in the place of MLPs, imitates the original.
+
+    All figures are means over real tokens.
+
+    Attributes:
+        kl: the KL divergence of the replacement's next-token distribution from the original's, in
+            nats.
+        top_token: the share of tokens at which both models predict the same token.
+        loss: the cross-entropy loss of the original, in nats per token.
+        replacement_loss: the loss of the replacement model.
+        loss_recovered: (loss without these MLPs - replacement_loss) / (loss without these MLPs -
+            loss); 1 is perfect, 0 is no better than MLPs that write 0.
+        layers: one row per transcoder. Columns: `layer`; `fvu`, the fraction of the variance of the
+            MLP's output that the transcoder does not explain; `l0`, the number of active features
+            per token; `dead`, the share of features that are never active in these texts. They are
+            measured in the original model, where every transcoder reads the true input.
+        n_tokens: the number of tokens.
+    """
+
+    kl: float
+    top_token: float
+    loss: float
+    replacement_loss: float
+    loss_recovered: float
+    layers: pd.DataFrame
+    n_tokens: int
+
+
+@torch.no_grad()
+@full_precision()
+def fidelity(
+    model: Any,
+    transcoders: Mapping[int, Transcoder],
+    texts: Prompts,
+    *,
+    mask: Tensor | None = None,
+    prompts_at_once: int = 16,
+    progress: bool = True,
+) -> Fidelity:
+    """Compare a replacement model, with transcoders in the place of MLPs, with the original.
+
+    Args:
+        model: a `TransformerBridge` or a `HookedTransformer`, without exposed neuron-heads and
+            without hooks; it is changed while the function runs, and restored.
+        transcoders: the transcoder of each layer, as for `attach`.
+        texts: held-out texts, or tokens [batch, pos].
+        mask: 1 for real tokens, 0 for padding, if `texts` are tokens.
+        prompts_at_once: how many texts to run together.
+        progress: whether to show a progress bar.
+
+    Raises:
+        InputError: the texts are invalid, or have fewer than two tokens.
+        UnsupportedModelError: the transcoders do not fit the model.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import pretrained, transcoders
+        >>> model, W = pretrained.small_english(), torch.eye(128)
+        >>> nothing = transcoders.Transcoder(W, 0 * W, torch.zeros(128), torch.zeros(128))
+        >>> result = transcoders.fidelity(model, {2: nothing}, pretrained.small_english_texts()[:3],
+        ...     progress=False)
+        >>> result.loss_recovered
+        0.0
+    """
+    reasons = reasons_not_to_run(model) + positive_reasons(prompts_at_once=prompts_at_once)
+    InputError.raise_if(reasons, _PROBLEM)
+    pair = single_prompts(model, texts, mask)
+    if not _next(pair.clean, pair.mask)[1].any():
+        raise InputError(["got no text with two tokens or more"], _PROBLEM)
+    chunks = [
+        pair.of_prompts(range(first, min(first + prompts_at_once, len(pair.clean))))
+        for first in range(0, len(pair.clean), prompts_at_once)
+    ]
+    totals = _Totals(sorted(transcoders))
+    with tqdm(total=3 * len(chunks), unit="pass", disable=not progress) as bar:
+        for chunk in chunks:
+            original = run(model, chunk.clean, chunk.mask)
+            bar.update()
+            with attach(model, transcoders) as exact:
+                totals.add_layers(exact, chunk.clean, chunk.mask)
+            with attach(model, transcoders, error="zero") as replacement:
+                names = [f"blocks.{layer}.mlp.hook_out" for layer in transcoders]
+                logits = [
+                    run(replacement, chunk.clean, chunk.mask, hooks)
+                    for hooks in ((), [(name, _zero) for name in names])
+                ]
+            totals.add_logits(chunk.clean, chunk.mask, original, *logits)
+            bar.update(2)
+    return totals.result()
+
+
+def _zero(value: Tensor, hook: Any) -> Tensor:
+    return torch.zeros_like(value)
+
+
+def _next(
+    tokens: Tokens, mask: Int[Tensor, "batch pos"] | None
+) -> tuple[Int[Tensor, "batch next"], Tensor]:
+    """Return the next token of each token but the last, and whether both are real."""
+    real = torch.ones_like(tokens).bool() if mask is None else mask.bool()
+    return tokens[:, 1:], real[:, :-1] & real[:, 1:]
+
+
+class _Totals:
+    """Sums over tokens, from which `Fidelity` is computed."""
+
+    def __init__(self, layers: list[int]) -> None:
+        self._layers = layers
+        self._logits = torch.zeros(5, dtype=torch.float64)
+        self._n_next = self._n_tokens = 0
+        self._sums: dict[tuple[int, str], Any] = {}
+
+    def add_layers(self, model: Any, tokens: Tokens, mask: Tensor | None) -> None:
+        """Add the errors and the active features in a run of the model with error nodes."""
+        host = host_of(model)
+        errors = {layer: host.hook_name(layer, "error", "z") for layer in self._layers}
+        outputs = {layer: f"blocks.{layer}.mlp.hook_out" for layer in self._layers}
+        names = [*errors.values(), *outputs.values()]
+        seen = record(model, tokens, mask, layers=self._layers, names=names, gates=False)
+        real = torch.ones_like(tokens).bool() if mask is None else mask.bool()
+        self._n_tokens += int(real.sum())
+        for layer in self._layers:
+            z, error, output = (
+                to_float64_device(x[real.to(x.device)]).double()
+                for x in (
+                    seen.neurons[layer].z,
+                    seen.hooked[errors[layer]].squeeze(-2),
+                    seen.hooked[outputs[layer]],
+                )
+            )
+            self._add(layer, "error", error.square().sum())
+            self._add(layer, "output", output.sum(0))
+            self._add(layer, "square", output.square().sum())
+            self._add(layer, "active", (z != 0).sum(0))
+
+    def _add(self, layer: int, name: str, value: Tensor) -> None:
+        value = value.cpu().double()
+        self._sums[layer, name] = self._sums.get((layer, name), 0.0) + value
+
+    def add_logits(
+        self,
+        tokens: Tokens,
+        mask: Tensor | None,
+        original: Float[Tensor, "batch pos d_vocab"],
+        replacement: Float[Tensor, "batch pos d_vocab"],
+        without: Float[Tensor, "batch pos d_vocab"],
+    ) -> None:
+        """Add what the logits of the original, the replacement and the ablated model predict."""
+        following, real = _next(tokens, mask)
+        log_p, log_q, log_0 = (
+            to_float64_device(x[:, :-1][real]).double().log_softmax(-1)
+            for x in (original, replacement, without)
+        )
+        labels = following[real].to(log_p.device)[:, None]
+        kl = (log_p.exp() * (log_p - log_q)).sum()
+        same = (log_p.argmax(-1) == log_q.argmax(-1)).double().sum()
+        losses = [-x.gather(-1, labels).sum() for x in (log_p, log_q, log_0)]
+        self._logits += torch.stack([kl, same, *losses]).cpu()
+        self._n_next += len(labels)
+
+    def result(self) -> Fidelity:
+        """Return the figures."""
+        kl, same, loss, replaced, without = (self._logits / self._n_next).tolist()
+        rows = []
+        for layer in self._layers:
+            error, output, square, active = (
+                self._sums[layer, name] for name in ("error", "output", "square", "active")
+            )
+            variance = square - output.square().sum() / self._n_tokens
+            l0, dead = active.sum() / self._n_tokens, (active == 0).double().mean()
+            rows.append((layer, float(error / variance), float(l0), float(dead)))
+        frame = pd.DataFrame(rows, columns=["layer", "fvu", "l0", "dead"])
+        recovered = (without - replaced) / (without - loss)
+        return Fidelity(kl, same, loss, replaced, recovered, frame, self._n_tokens)
