@@ -90,7 +90,9 @@ def attribution_graph(
         corrupted: the prompts to compare with, aligned with `clean` token by token.
         sites: the nodes: a circuit from `discover`, or names such as "L5N1234@7".
         top: how many heads and neurons become nodes; by default 60 for a difference, and 300 for
-            one run. Pass at most one of `sites`, `top` and `mass`.
+            one run. Features of transcoders become nodes only where they are active (for a
+            difference, where their activations differ). Pass at most one of `sites`, `top` and
+            `mass`.
         mass: the share of Σ |attribution| that the nodes must have; 1 for all of it.
         positions: the position of each role in each prompt: `task.roles`. Nodes are then heads at
             roles, with standard errors over prompts, and prompts may differ in length. Tokens
@@ -149,6 +151,7 @@ def attribution_graph(
         sizes, n_places = np.abs(attributions), len(places.names)
         if sites is None:
             index = select_largest(sizes, top=top, mass=mass)
+            index = index[~_inactive(run, sizes, n_places)[index]]
         else:
             index = _rows_of(run, sites, places.names)
         _require_affordable(run, sizes, index, max_edges, n_places)
@@ -180,6 +183,15 @@ def attribution_graph(
         mass=float(sizes[index].sum() / total) if total else 1.0,
         corrupted=() if corrupted is None else corrupted_tokens,
     )
+
+
+def _inactive(
+    run: AttributedRun, sizes: npt.NDArray[np.float64], n_places: int
+) -> npt.NDArray[np.bool_]:
+    """Return which possible nodes are features without an attribution, because z or Δz is 0."""
+    counts = [n_places * gradients.shape[2] for gradients in run.gradients]
+    kinds = [sublayer.writes.kind for sublayer in run.linear.sublayers]
+    return np.repeat(np.array(kinds) == "feature", counts) & (sizes == 0)
 
 
 def _rows_of(

@@ -283,12 +283,14 @@ def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "
         seen: list[Tensor] = []
         stack.callback(heads.hook_z.register_forward_hook(lambda *a: seen.append(a[-1])).remove)
         live = run_mlp(heads.mlp, heads.mlp_points, x)
-    # Sum the heads for one token only, because the sum has d_mlp · d_model terms per token.
-    token = heads.head_outputs(seen[-1][:1, :1].squeeze(-1))
-    with heads.passing.new_pass({(heads.layer, "written"): token}):
-        summed = heads.write(live[:1, :1])
     differences = torch.stack([silent - expected, live - silent, expected]).abs().flatten(1)
-    of_sum = (live[:1, :1] - summed).abs().max()
+    of_sum = differences.new_zeros(())
+    if not isinstance(heads, FeatureHeads):  # `FeatureMLP` computes just this sum
+        # Sum the heads for one token only, because the sum has d_mlp · d_model terms per token.
+        token = heads.head_outputs(seen[-1][:1, :1].squeeze(-1))
+        with heads.passing.new_pass({(heads.layer, "written"): token}):
+            summed = heads.write(live[:1, :1])
+        of_sum = (live[:1, :1] - summed).abs().max()
     return torch.cat([of_sum[None], differences.amax(dim=1)])
 
 
