@@ -15,10 +15,10 @@ A feature is therefore a neuron-head: its pattern is (w, 1 - w), its value is q.
 Only the gates of topk depend on other features. BatchTopK transcoders use one threshold for all
 tokens at inference, so they are "jumprelu" here.
 
-Sources: Dunefsky et al., "Transcoders Find Interpretable LLM Feature Circuits" (2024); Rajamanoharan
-et al., "Jumping Ahead: Improving Reconstruction Fidelity with JumpReLU Sparse Autoencoders" (2024);
-Gao et al., "Scaling and evaluating sparse autoencoders" (2024); Paulo et al., "Transcoders Beat
-Sparse Autoencoders for Interpretability" (2025), for W_skip.
+Sources: Dunefsky et al., "Transcoders Find Interpretable LLM Feature Circuits" (2024);
+Rajamanoharan et al., "Jumping Ahead: Improving Reconstruction Fidelity with JumpReLU Sparse
+Autoencoders" (2024); Gao et al., "Scaling and evaluating sparse autoencoders" (2024); Paulo et al.,
+"Transcoders Beat Sparse Autoencoders for Interpretability" (2025), for W_skip.
 """
 
 from dataclasses import dataclass
@@ -54,8 +54,9 @@ class Transcoder:
         reads: what the encoder reads: "stream", the residual stream before the MLP's norm;
             "normalized", the output of this norm before its gain and bias; or "input", the MLP's
             input, after gain and bias.
-        after_norm: whether y imitates the output of the norm that follows the MLP (Gemma 2 and 3),
-            instead of the MLP's output.
+        after_norm: whether y imitates the write of the layer to the stream (hook_mlp_out), instead
+            of the MLP's output (mlp.hook_out). These differ if a norm follows the MLP, as in Gemma
+            2 and 3.
         name: where the transcoder comes from.
 
     Raises:
