@@ -48,10 +48,14 @@ _AFTER_NORM = {
     "mlp.hook_out": False,
     "post_feedforward_layernorm.output": True,
 }
-_PICKLES = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
+_WEIGHTS = (".safetensors", ".npz")
 _NOT_WEIGHTS = ("sparsity.safetensors", "activations_store_state.safetensors")  # of SAELens
 _LAYER = re.compile(r"layers?[_.](\d+)")
-_EXPECTED = "expected safetensors or npz files; convert others with the package that wrote them"
+_HUB = re.compile(r"^hf://[^/]+/[^/]+/|\?.*")
+_EXPECTED = (
+    "expected safetensors or npz files: pickles (.pt, .bin, .pkl) can run code when they are read, "
+    "so convert them with the package that wrote them"
+)
 
 
 @dataclass(frozen=True)
@@ -62,14 +66,13 @@ class _File:
     name: str
     config: Config
     layer: int | None
-    is_ours: bool = False
 
 
 @torch.inference_mode(False)  # weights created in inference mode cannot be trained
 def load(
     path: str | os.PathLike[str],
     *,
-    layers: int | Iterable[int] | None = None,
+    layers: Iterable[int] | None = None,
     reads: Reads | None = None,
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype | None = torch.float32,
@@ -104,7 +107,7 @@ def load(
         CheckpointError: with every reason: no file, a pickle, a damaged file, unknown settings,
             keys, shapes or values, no known input or layer, two transcoders of one layer,
             different widths, or a cross-layer transcoder.
-        InputError: `reads` or `layers` is not valid.
+        InputError: `layers` is not valid.
 
     Example:
         >>> import tempfile, torch
@@ -117,7 +120,10 @@ def load(
         ...     t.load(folder, reads="stream")
         {5: <Transcoder layer_5.safetensors: of 3 features (relu), reads stream>}
     """
-    wanted = _layers(layers)
+    wanted = None if layers is None else as_plain(list(layers))
+    if wanted is not None and not (wanted and all(map(is_count, wanted))):
+        reason = f"got layers={layers!r}; expected numbers of layers, such as [3]"
+        raise InputError([reason], "these transcoders cannot be loaded")
     device, dtype = parse_device(device), None if dtype is None else parse_dtype(dtype)
     path = as_path(path)
     files = list(_files(path))
@@ -151,45 +157,30 @@ def load(
     return dict(sorted(loaded.items()))
 
 
-def _layers(layers: Any) -> list[int] | None:
-    if layers is None:
-        return None
-    plain = as_plain(layers)
-    wanted = list(as_plain(list(plain))) if isinstance(plain, Iterable) else [plain]
-    if not wanted or not all(map(is_count, wanted)):
-        reason = f"got layers={layers!r}; expected layers, such as [3]"
-        raise InputError([reason], "these transcoders cannot be loaded")
-    return wanted
-
-
 def _files(path: Path) -> Iterator[_File]:
     """Yield the files with transcoders, with their settings and layers."""
-    if path.is_dir():
-        inside = [file for file in sorted(path.rglob("*")) if file.is_file()]
-    else:
-        refuse([] if path.exists() else [_EXPECTED], f"{path} is missing")
-        inside = [path]
-    files = [x for x in inside if x.suffix in (".safetensors", ".npz")]
-    files = [file for file in files if file.name not in _NOT_WEIGHTS]
-    if not files:
-        pickles = [file.name for file in inside if file.suffix in _PICKLES][:3]
-        why = f" ({', '.join(pickles)} can run code when it is read)" if pickles else ""
-        raise CheckpointError(f"{path} holds no transcoders{why}: {_EXPECTED}")
-    above = _config(path) if path.is_dir() else {}
-    # The names on the hub are hf://owner/repository/folder/file?revision=…
-    uris = above.get("transcoders", [])
-    listed = {re.sub(r"^hf://[^/]+/[^/]+/|\?.*", "", uri): i for i, uri in enumerate(uris)}
-    names = {file.relative_to(path).as_posix() if path.is_dir() else file.name for file in files}
-    missing = [f"got no {name}" for name in listed if name not in names]
-    refuse(missing, f"{path} lacks files in the list of config.yaml: download them")
-    for file in files:
-        name = file.relative_to(path).as_posix() if path.is_dir() else file.name
-        if not listed or name in listed:
-            config = _config(file.parent) or above
-            yield _file(file, name, config, (path / name if path.is_dir() else path), listed)
+    root = path if path.is_dir() else path.parent
+    refuse([] if path.exists() else [_EXPECTED], f"{path} is missing")
+    inside = [x for x in sorted(path.rglob("*")) if x.is_file()] if path.is_dir() else [path]
+    weights = [x for x in inside if x.suffix in _WEIGHTS and x.name not in _NOT_WEIGHTS]
+    if not weights:
+        names = ", ".join(file.name for file in inside[:3]) or "no file"
+        raise CheckpointError(f"{path} holds no transcoders: got {names}; {_EXPECTED}")
+    files = {file.relative_to(root).as_posix(): file for file in weights}
+    above = _config(root)
+    listed = above.get("transcoders", [])
+    places = {name: place for place, name in enumerate(listed)}
+    order = [(places.get(name), name) for name in files]
+    if listed and path.is_dir():
+        missing = [f"got no {name}" for name in listed if name not in files]
+        refuse(missing, f"{path} lacks files in the list of config.yaml: download them")
+        order = list(enumerate(listed))
+    for place, name in order:
+        yield _file(files[name], name, _config(files[name].parent) or above, place)
 
 
-def _file(path: Path, name: str, config: Config, shown: Path, listed: dict[str, int]) -> _File:
+def _file(path: Path, name: str, config: Config, place: int | None) -> _File:
+    """Return a file with its layer: its place in a list, or from its settings or its path."""
     if path.suffix == ".safetensors":
         with (
             checkpoint_errors(f"{path} is not a readable safetensors file"),
@@ -198,14 +189,13 @@ def _file(path: Path, name: str, config: Config, shown: Path, listed: dict[str, 
             text = (opened.metadata() or {}).get("attn_only_lens")
         if text is not None:
             config = DOCUMENT.parse(text, path)
-            return _File(path, name, config, config["layer"], is_ours=True)
-    layers = {_hook(config, "in", _INPUTS)[0], _hook(config, "out", _AFTER_NORM)[0]}
-    layers.add(listed.get(name))
-    if name not in listed:
-        layers.update(int(layer) for layer in _LAYER.findall(shown.as_posix())[-1:])
-    layers -= {None}
+            return _File(path, name, config, config["layer"])
+    in_path = [int(layer) for layer in _LAYER.findall(path.as_posix())[-1:]]
+    in_config = (_hook(config, "in", _INPUTS)[0], _hook(config, "out", _AFTER_NORM)[0])
+    layers = {x for x in in_config if x is not None}
+    layers |= {place} if place is not None else set(in_path)
     if len(layers) > 1:
-        raise CheckpointError(f"{path} and its settings name different layers: {layers}")
+        raise CheckpointError(f"{path} and its settings name different layers: {sorted(layers)}")
     return _File(path, name, config, next(iter(layers), None))
 
 
@@ -215,17 +205,12 @@ def _config(folder: Path) -> Config:
     if not names:
         return {}
     path = folder / names[0]
-    if path.suffix == ".yaml":
-        with checkpoint_errors(f"{path} is not valid YAML"):
-            config = yaml.safe_load(path.read_text("utf-8"))
-    else:
-        config = read_json(path)
-    if not isinstance(config, dict) or not isinstance(config.get("metadata", {}), dict):
-        raise CheckpointError(f"{path} holds no settings; expected names and values")
-    uris = config.get("transcoders", [])
-    if not isinstance(uris, list) or not all(isinstance(uri, str) for uri in uris):
-        raise CheckpointError(f"{path}: got transcoders={uris!r:.80}; expected a list of files")
-    return config | config.get("metadata", {})
+    with checkpoint_errors(f"{path} cannot be used"):
+        is_yaml = path.suffix == ".yaml"
+        config = yaml.safe_load(path.read_text("utf-8")) if is_yaml else read_json(path)
+        # The names on the hub are hf://owner/repository/folder/file?revision=…
+        listed = [_HUB.sub("", uri) for uri in config.get("transcoders", [])]
+        return {**config, **config.get("metadata", {}), "transcoders": listed}
 
 
 def _hook(config: Config, end: str, known: Iterable[str]) -> tuple[int | None, str | None]:
@@ -245,7 +230,7 @@ def _hook(config: Config, end: str, known: Iterable[str]) -> tuple[int | None, s
 def _read(
     file: _File, reads: str | None, device: torch.device, dtype: torch.dtype | None
 ) -> Transcoder:
-    if file.is_ours:
+    if file.config.get("format") == DOCUMENT.format:
         tensors = rename(read_tensors(file.path, DOCUMENT)[0], OURS)
         names = ("activation", "k", "reads", "after_norm", "name")
         options = {name: file.config[name] for name in names}
@@ -265,8 +250,9 @@ def _read(
     if reads not in (None, options["reads"]):
         reason = f"got reads={reads!r}, but its settings say {options['reads']!r}"
         raise InputError([reason], PROBLEM)
-    moved = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items()}
-    return Transcoder(**moved, **options)
+    for name, tensor in tensors.items():
+        options[name] = tensor.to(device=device, dtype=dtype)
+    return Transcoder(**options)
 
 
 def _ends(config: Config, reads: str | None) -> dict[str, Any]:
@@ -290,13 +276,4 @@ def _ends(config: Config, reads: str | None) -> dict[str, Any]:
 def _read_npz(path: Path) -> Tensors:
     with checkpoint_errors(f"{path} is not a readable npz file"), path.open("rb") as file:
         arrays = np.load(file, allow_pickle=False)
-        whole = {key: np.ascontiguousarray(arrays[key]) for key in arrays.files}
-    InputError.raise_if(
-        [
-            f"got {key} in {array.dtype}; expected float16, float32 or float64"
-            for key, array in whole.items()
-            if array.dtype not in (np.float16, np.float32, np.float64)
-        ],
-        PROBLEM,
-    )
-    return {key: torch.from_numpy(array) for key, array in whole.items()}
+        return {key: torch.from_numpy(np.ascontiguousarray(arrays[key])) for key in arrays.files}

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from attn_only_lens.errors import InputError
+from attn_only_lens.models.source_folder import DTYPES
 
 Tensors = dict[str, Tensor]
 Config = Mapping[str, Any]
@@ -91,9 +92,9 @@ def rename(tensors: Tensors, layout: str) -> Tensors:
     reasons = [f"got no {key}, which {layout} has" for key in sorted(needed - tensors.keys())]
     reasons += [f"got {key}, which {layout} does not have" for key in sorted(tensors.keys() - keys)]
     reasons += [
-        f"got {key} in {tensor.dtype}; expected floating-point numbers"
+        f"got {key} in {tensor.dtype}; expected {', '.join(DTYPES)}"
         for key, tensor in tensors.items()
-        if not tensor.is_floating_point()
+        if tensor.dtype not in DTYPES.values()
     ]
     if not needed - tensors.keys():
         d_model, d_features = tensors["b_dec"].numel(), tensors["b_enc"].numel()
