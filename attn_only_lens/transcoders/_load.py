@@ -72,7 +72,7 @@ class _File:
 def load(
     path: str | os.PathLike[str],
     *,
-    layers: Iterable[int] | None = None,
+    layers: int | Iterable[int] | None = None,
     reads: Reads | None = None,
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype | None = torch.float32,
@@ -120,7 +120,8 @@ def load(
         ...     t.load(folder, reads="stream")
         {5: <Transcoder layer_5.safetensors: of 3 features (relu), reads stream>}
     """
-    wanted = None if layers is None else as_plain(list(layers))
+    plain = as_plain(layers)
+    wanted = None if layers is None else [*plain] if isinstance(plain, Iterable) else [plain]
     if wanted is not None and not (wanted and all(map(is_count, wanted))):
         reason = f"got layers={layers!r}; expected numbers of layers, such as [3]"
         raise InputError([reason], "these transcoders cannot be loaded")

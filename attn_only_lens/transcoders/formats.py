@@ -145,12 +145,13 @@ def fold_saelens(tensors: Tensors, config: Config) -> tuple[Tensors, dict[str, A
             verb = "lacks" if part in architecture else "has"
             reasons.append(f"it {verb} {name}, which does not fit architecture={architecture!r}")
     InputError.raise_if(reasons, PROBLEM)
+    if not is_sae:
+        return tensors, {"activation": activation}
     W_enc, W_dec, b_enc, b_dec = (tensors[name].double() for name in _REQUIRED)
-    if is_sae and config.get("apply_b_dec_to_input", True):  # SAELens' default
+    if config.get("apply_b_dec_to_input", True):  # SAELens' default
         b_enc = b_enc - b_dec @ W_enc
     if config.get("rescale_acts_by_decoder_norm"):
         norms = W_dec.norm(dim=-1).clamp(min=1e-8)  # SAELens' own bound when it folds
         W_enc, W_dec, b_enc = W_enc * norms, W_dec / norms[:, None], b_enc * norms
-    folded = {"W_enc": W_enc, "W_dec": W_dec, "b_enc": b_enc}
-    options = {"activation": activation, "k": config.get("k") if is_sae else None}
-    return tensors | folded | {"b_dec": b_dec}, options
+    folded = {"W_enc": W_enc, "W_dec": W_dec, "b_enc": b_enc, "b_dec": b_dec}
+    return folded, {"activation": activation, "k": config.get("k")}

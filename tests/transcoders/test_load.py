@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from sealed_files import flips
 
 from attn_only_lens import transcoders as t
 from attn_only_lens.errors import CheckpointError, InputError
@@ -347,6 +348,22 @@ def test_a_changed_file_of_save_is_refused(tmp_path):
     refused(tmp_path, "changed after it was written")
 
 
+def test_one_flipped_bit_never_changes_what_save_stored(tmp_path):
+    saved = t.Transcoder(random(D, F), random(F, D), random(F), random(D), "topk", k=3)
+    t.save(tmp_path, {3: saved})
+    refusals = 0
+    for flip in flips(tmp_path, 60):
+        try:
+            loaded = t.load(tmp_path, dtype=None)
+        except CheckpointError:
+            refusals += 1
+        else:
+            assert repr(loaded) == repr({3: saved}), flip
+            for name, tensor in loaded[3].tensors().items():
+                assert torch.equal(tensor, saved.tensors()[name]), flip
+    assert refusals > 50
+
+
 @pytest.mark.parametrize("name", ["layer_5.pt", "layer_5.pkl", "layer_5.bin"])
 def test_pickles_are_refused_by_name(tmp_path, name):
     (tmp_path / name).write_bytes(b"x")
@@ -494,14 +511,14 @@ def test_cross_layer_transcoders_are_refused_by_name(tmp_path):
 def test_layers_that_are_missing_given_twice_or_contradictory(tmp_path):
     path = write(tmp_path, circuit_tracer(), "a.safetensors", config_yaml=CONFIG)
     refused(path, "does not say its layer")
-    assert list(t.load(path, layers=[2])) == list(t.load(path, layers=np.arange(2, 3))) == [2]
+    assert list(t.load(path, layers=2)) == list(t.load(path, layers=np.arange(2, 3))) == [2]
     write(tmp_path, circuit_tracer(), "layer_5.safetensors")
     refused(tmp_path / "layer_5.safetensors", "no transcoder of layer 2", layers=[2])
     (tmp_path / "a.safetensors").rename(tmp_path / "layer_05.safetensors")
     refused(tmp_path, "got layer 5 twice", "layer_05", "layer_5")
     write(tmp_path / "s", saelens(), "layer_3/sae_weights.safetensors", cfg_json=SAELENS)
     refused(tmp_path / "s", "different layers")
-    for layers in ([], "5", [-1], [0.5], [True]):
+    for layers in ([], "5", [-1], 0.5, [True]):
         refused(path.parent, "expected numbers of layers", layers=layers, error=InputError)
 
 
