@@ -54,8 +54,9 @@ class Transcoder:
         reads: what the encoder reads: "stream", the residual stream before the MLP's norm;
             "normalized", the output of this norm before its gain and bias; or "input", the MLP's
             input, after gain and bias.
-        after_norm: whether y imitates the output of the norm that follows the MLP (Gemma 2 and 3),
-            instead of the MLP's output.
+        after_norm: whether y imitates the write of the layer to the stream (hook_mlp_out), instead
+            of the MLP's output (mlp.hook_out). These differ if a norm follows the MLP, as in Gemma
+            2 and 3.
         name: where the transcoder comes from.
 
     Raises:

@@ -3,5 +3,15 @@
 from attn_only_lens.heads.transcoder import Transcoder
 from attn_only_lens.transcoders._attach import AttachedTranscoders, attach
 from attn_only_lens.transcoders._fidelity import Fidelity, fidelity
+from attn_only_lens.transcoders._load import load
+from attn_only_lens.transcoders._save import save
 
-__all__ = ["AttachedTranscoders", "Fidelity", "Transcoder", "attach", "fidelity"]
+__all__ = [
+    "AttachedTranscoders",
+    "Fidelity",
+    "Transcoder",
+    "attach",
+    "fidelity",
+    "load",
+    "save",
+]

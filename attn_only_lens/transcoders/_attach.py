@@ -164,7 +164,7 @@ def _folded(transcoder: Transcoder, block: Any, norms: LayerNorms) -> Transcoder
     if points.layer is not None:
         raise UnknownMLPError("its MLP is not a separate module of the model")
     before, after = norms.neuron
-    _require_separate(transcoder, block, before, after)
+    _require_norms(transcoder, block, before, after)
     if transcoder.reads == "normalized":
         transcoder = _without_gain(transcoder, before)
     like = block.mlp.W_out
@@ -172,18 +172,16 @@ def _folded(transcoder: Transcoder, block: Any, norms: LayerNorms) -> Transcoder
     return replace(transcoder, **tensors)
 
 
-def _require_separate(transcoder: Transcoder, block: Any, before: Norm, after: Norm) -> None:
+def _require_norms(transcoder: Transcoder, block: Any, before: Norm, after: Norm) -> None:
     """Raise an error if the transcoder needs a norm that is missing, or that attention reads."""
-    ln2 = getattr(block, "ln2", None)
-    if transcoder.reads == "stream" and before.module not in (None, ln2):
+    before_mlp, after_mlp = (getattr(block, name, None) for name in ("ln2", "ln2_post"))
+    if transcoder.reads == "stream" and before.module not in (None, before_mlp):
         raise UnknownMLPError(
             "got a transcoder that reads the stream, but attention reads the same norm as the MLP; "
             "expected a norm of the MLP alone"
         )
-    if transcoder.after_norm and after.module is None:
-        raise UnknownMLPError(
-            "got a transcoder of the output of the norm after the MLP, but there is no such norm"
-        )
+    if transcoder.after_norm and after.module not in (None, after_mlp):
+        raise UnknownMLPError("the norm after its MLP is not a separate module, ln2_post")
     if transcoder.reads == "normalized" and before.module is None:
         raise UnknownMLPError("got a transcoder of the normalised stream, but there is no norm")
 
@@ -259,9 +257,9 @@ def _replace_mlp(block: Any, transcoder: Transcoder, error: bool, swap: _Swap) -
     if transcoder.reads == "stream" and (norm := getattr(block, "ln2", None)) is not None:
         before.append(norm)
         swap.put(block, "ln2", _identity(norm))
-    if transcoder.after_norm:
-        after.append(block.ln2_post)
-        swap.put(block, "ln2_post", _identity(block.ln2_post))
+    if transcoder.after_norm and (norm := getattr(block, "ln2_post", None)) is not None:
+        after.append(norm)
+        swap.put(block, "ln2_post", _identity(norm))
     original = nn.Sequential(*before, mlp, *after)
     new = FeatureMLP(transcoder, original, error, getattr(mlp, "name", None))
     swap.put(block, "mlp", new.train(mlp.training))

@@ -1,0 +1,280 @@
+"""Load transcoders from the files of other packages, and from those of `save`."""
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from safetensors import safe_open
+
+from attn_only_lens.arguments import as_plain, is_count, option_reasons
+from attn_only_lens.errors import AttnOnlyLensError, CheckpointError, InputError
+from attn_only_lens.heads.transcoder import Reads, Transcoder
+from attn_only_lens.models.source_folder import (
+    checkpoint_errors,
+    parse_device,
+    parse_dtype,
+    refuse,
+)
+from attn_only_lens.storage import read_json, read_tensors
+from attn_only_lens.storage.atomic import as_path
+from attn_only_lens.transcoders._save import DOCUMENT
+from attn_only_lens.transcoders.formats import (
+    OURS,
+    PROBLEM,
+    SAELENS,
+    Config,
+    Tensors,
+    fold_saelens,
+    identify,
+    rename,
+)
+
+# Names in TransformerLens, and (last) the names of Gemma 3's modules in transformers.
+_INPUTS = {
+    "hook_resid_mid": "stream",
+    "hook_mlp_in": "stream",
+    "ln2.hook_normalized": "normalized",
+    "mlp.hook_in": "input",
+    "pre_feedforward_layernorm.output": "input",
+}
+_AFTER_NORM = {
+    "hook_mlp_out": True,
+    "mlp.hook_out": False,
+    "post_feedforward_layernorm.output": True,
+}
+_WEIGHTS = (".safetensors", ".npz")
+_NOT_WEIGHTS = ("sparsity.safetensors", "activations_store_state.safetensors")  # of SAELens
+_LAYER = re.compile(r"layers?[_.](\d+)")
+_HUB = re.compile(r"^hf://[^/]+/[^/]+/|\?.*")
+_EXPECTED = (
+    "expected safetensors or npz files: pickles (.pt, .bin, .pkl) can run code when they are read, "
+    "so convert them with the package that wrote them"
+)
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file with a transcoder, and what is known before its tensors are read."""
+
+    path: Path
+    name: str
+    config: Config
+    layer: int | None
+
+
+@torch.inference_mode(False)  # weights created in inference mode cannot be trained
+def load(
+    path: str | os.PathLike[str],
+    *,
+    layers: int | Iterable[int] | None = None,
+    reads: Reads | None = None,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = torch.float32,
+) -> dict[int, Transcoder]:
+    """Load transcoders from one file, or from a folder with a file for each layer.
+
+    Keys, settings and shapes identify the format of a file. Pickles are never read.
+
+        circuit-tracer  layer_3.safetensors and config.yaml; if its list of transcoders names files
+                        on the hub, the folder must hold them under the same names
+        Gemma Scope     params.npz, with circuit-tracer's config.yaml or reads="normalized"
+        Gemma Scope 2   params.safetensors and config.json
+        SAELens         sae_weights.safetensors and cfg.json; for the architectures transcoder,
+                        skip_transcoder, jumprelu_transcoder, jumprelu_skip_transcoder and topk
+        attn-only-lens  what `save` wrote
+
+    The settings name the hook that a transcoder reads: hook_resid_mid and hook_mlp_in are the
+    stream before the norm, ln2.hook_normalized is the output of the norm before its gain, and
+    mlp.hook_in is the MLP's input. If they do not name the output, it is hook_mlp_out.
+
+    Args:
+        path: a file or a folder.
+        layers: the layers to load; by default all. Pass [3] if one file does not say its layer.
+        reads: "stream", "normalized" or "input", if the settings do not say what is read.
+        device: the device of the transcoders.
+        dtype: the floating-point type; None for the type in the file.
+
+    Returns:
+        The transcoder of each layer.
+
+    Raises:
+        CheckpointError: with every reason: no file, a pickle, a damaged file, unknown settings,
+            keys, shapes or values, no known input or layer, two transcoders of one layer,
+            different widths, or a cross-layer transcoder.
+        InputError: `layers` is not valid.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from safetensors.torch import save_file
+        >>> from attn_only_lens import transcoders as t
+        >>> weights = {"W_enc": torch.ones(3, 2), "W_dec": torch.ones(3, 2),
+        ...     "b_enc": torch.zeros(3), "b_dec": torch.zeros(2)}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_file(weights, f"{folder}/layer_5.safetensors")
+        ...     t.load(folder, reads="stream")
+        {5: <Transcoder layer_5.safetensors: of 3 features (relu), reads stream>}
+    """
+    plain = as_plain(layers)
+    wanted = None if layers is None else [*plain] if isinstance(plain, Iterable) else [plain]
+    if wanted is not None and not (wanted and all(map(is_count, wanted))):
+        reason = f"got layers={layers!r}; expected numbers of layers, such as [3]"
+        raise InputError([reason], "these transcoders cannot be loaded")
+    device, dtype = parse_device(device), None if dtype is None else parse_dtype(dtype)
+    path = as_path(path)
+    files = list(_files(path))
+    only = wanted[0] if wanted and len(wanted) == len(files) == 1 else None
+    loaded: dict[int, Transcoder] = {}
+    sources: dict[int, str] = {}
+    reasons = []
+    for file in files:
+        layer = only if file.layer is None else file.layer
+        if layer in sources:
+            reasons.append(f"got layer {layer} twice: {sources[layer]} and {file.name}")
+        if layer in sources or (wanted is not None and layer not in wanted):
+            continue
+        try:
+            transcoder = _read(file, reads, device, dtype)
+            if layer is None:
+                reason = "it does not say its layer; expected one file, and layers=[3]"
+                raise InputError([reason], PROBLEM)
+            loaded[layer] = transcoder
+        except InputError as error:
+            reasons += [f"{file.name}: {reason}" for reason in error.reasons]
+        except AttnOnlyLensError as error:
+            reasons.append(str(error))
+        if layer is not None:
+            sources[layer] = file.name
+    missing = sorted(set(wanted or ()) - sources.keys())
+    reasons += [f"got no transcoder of layer {layer}" for layer in missing]
+    widths = {transcoder.d_model for transcoder in loaded.values()}
+    reasons += [f"got transcoders of different widths: {sorted(widths)}"] * (len(widths) > 1)
+    refuse(reasons, f"{path} does not hold the transcoders of one model")
+    return dict(sorted(loaded.items()))
+
+
+def _files(path: Path) -> Iterator[_File]:
+    """Yield the files with transcoders, with their settings and layers."""
+    root = path if path.is_dir() else path.parent
+    refuse([] if path.exists() else [_EXPECTED], f"{path} is missing")
+    inside = [x for x in sorted(path.rglob("*")) if x.is_file()] if path.is_dir() else [path]
+    weights = [x for x in inside if x.suffix in _WEIGHTS and x.name not in _NOT_WEIGHTS]
+    if not weights:
+        names = ", ".join(file.name for file in inside[:3]) or "no file"
+        raise CheckpointError(f"{path} holds no transcoders: got {names}; {_EXPECTED}")
+    files = {file.relative_to(root).as_posix(): file for file in weights}
+    above = _config(root)
+    listed = above.get("transcoders", [])
+    places = {name: place for place, name in enumerate(listed)}
+    order = [(places.get(name), name) for name in files]
+    if listed and path.is_dir():
+        missing = [f"got no {name}" for name in listed if name not in files]
+        refuse(missing, f"{path} lacks files in the list of config.yaml: download them")
+        order = list(enumerate(listed))
+    for place, name in order:
+        yield _file(files[name], name, _config(files[name].parent) or above, place)
+
+
+def _file(path: Path, name: str, config: Config, place: int | None) -> _File:
+    """Return a file with its layer: its place in a list, or from its settings or its path."""
+    if path.suffix == ".safetensors":
+        with (
+            checkpoint_errors(f"{path} is not a readable safetensors file"),
+            safe_open(path, "pt") as opened,
+        ):
+            text = (opened.metadata() or {}).get("attn_only_lens")
+        if text is not None:
+            config = DOCUMENT.parse(text, path)
+            return _File(path, name, config, config["layer"])
+    in_path = [int(layer) for layer in _LAYER.findall(path.as_posix())[-1:]]
+    in_config = (_hook(config, "in", _INPUTS)[0], _hook(config, "out", _AFTER_NORM)[0])
+    layers = {x for x in in_config if x is not None}
+    layers |= {place} if place is not None else set(in_path)
+    if len(layers) > 1:
+        raise CheckpointError(f"{path} and its settings name different layers: {sorted(layers)}")
+    return _File(path, name, config, next(iter(layers), None))
+
+
+def _config(folder: Path) -> Config:
+    """Return the settings in a folder, {} if there are none."""
+    names = [x for x in ("cfg.json", "config.json", "config.yaml") if (folder / x).is_file()]
+    if not names:
+        return {}
+    path = folder / names[0]
+    with checkpoint_errors(f"{path} cannot be used"):
+        is_yaml = path.suffix == ".yaml"
+        config = yaml.safe_load(path.read_text("utf-8")) if is_yaml else read_json(path)
+        # The names on the hub are hf://owner/repository/folder/file?revision=…
+        listed = [_HUB.sub("", uri) for uri in config.get("transcoders", [])]
+        return {**config, **config.get("metadata", {}), "transcoders": listed}
+
+
+def _hook(config: Config, end: str, known: Iterable[str]) -> tuple[int | None, str | None]:
+    """Return the layer (if it is named) and the name of the hook that is read or written."""
+    # SAELens calls the input of Gemma Scope 2 hook_mlp_in, which in TransformerLens is the stream
+    # before the norm. The name in transformers is right, so it comes first.
+    suffix = "" if end == "in" else "_out"
+    keys = (f"feature_{end}put_hook", f"hf_hook_point_{end}", f"hf_hook_name{suffix}")
+    hooks = []
+    for key in (*keys, f"hook_name{suffix}"):
+        if config.get(key):
+            *layer, name = re.split(r"(?<=\.)(\d+)\.", str(config[key]), maxsplit=1)[-2:]
+            hooks.append((int(layer[0]) if layer else None, name))
+    return next((hook for hook in hooks if hook[1] in known), (hooks or [(None, None)])[0])
+
+
+def _read(
+    file: _File, reads: str | None, device: torch.device, dtype: torch.dtype | None
+) -> Transcoder:
+    if file.config.get("format") == DOCUMENT.format:
+        tensors = rename(read_tensors(file.path, DOCUMENT)[0], OURS)
+        names = ("activation", "k", "reads", "after_norm", "name")
+        options = {name: file.config[name] for name in names}
+    else:
+        is_npz = file.path.suffix == ".npz"
+        tensors = _read_npz(file.path) if is_npz else read_tensors(file.path)[0]
+        layout = identify(tensors, file.config, is_npz)
+        tensors = rename(tensors, layout)
+        options = _ends(file.config, reads)
+        options["activation"] = "jumprelu" if "threshold" in tensors else "relu"
+        scan = file.config.get("scan")
+        options["name"] = scan if isinstance(scan, str) else file.name
+        if layout == SAELENS:
+            dtype = dtype or tensors["W_enc"].dtype
+            tensors, folded = fold_saelens(tensors, file.config)
+            options |= folded
+    if reads not in (None, options["reads"]):
+        reason = f"got reads={reads!r}, but its settings say {options['reads']!r}"
+        raise InputError([reason], PROBLEM)
+    for name, tensor in tensors.items():
+        options[name] = tensor.to(device=device, dtype=dtype)
+    return Transcoder(**options)
+
+
+def _ends(config: Config, reads: str | None) -> dict[str, Any]:
+    """Return what a transcoder reads, and whether it writes after a norm."""
+    read = _hook(config, "in", _INPUTS)[1]
+    written = _hook(config, "out", _AFTER_NORM)[1] or "hook_mlp_out"
+    reasons = option_reasons("output hook", written, tuple(_AFTER_NORM))
+    if read is not None:
+        reasons += option_reasons("input hook", read, tuple(_INPUTS))
+    elif reads is None:
+        reasons.append(
+            "it does not say what it reads; expected reads='stream' (before the norm), "
+            "'normalized' (after the norm, before its gain) or 'input' (of the MLP). Gemma Scope's "
+            "transcoders read 'normalized'; its sparse autoencoders have the same keys, and are "
+            "not transcoders"
+        )
+    InputError.raise_if(reasons, PROBLEM)
+    return {"reads": reads if read is None else _INPUTS[read], "after_norm": _AFTER_NORM[written]}
+
+
+def _read_npz(path: Path) -> Tensors:
+    with checkpoint_errors(f"{path} is not a readable npz file"), path.open("rb") as file:
+        arrays = np.load(file, allow_pickle=False)
+        return {key: torch.from_numpy(np.ascontiguousarray(arrays[key])) for key in arrays.files}

@@ -1,0 +1,563 @@
+"""Files as circuit-tracer, Gemma Scope and SAELens write them, and how those packages compute.
+
+The oracles loop over features in float64, with the tensors in the layout of the file. They follow
+`SingleLayerTranscoder` (circuit_tracer 0.5.0) and `Transcoder`, `SkipTranscoder`,
+`JumpReLUTranscoder` and `TopKSAE` (sae_lens 6.54).
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from sealed_files import flips
+
+from attn_only_lens import transcoders as t
+from attn_only_lens.errors import CheckpointError, InputError
+
+D, F, N = 7, 13, 11
+EXACT = 1e-12  # of float64 sums of 13 terms of size 1
+CONFIG = {
+    "model_name": "google/gemma-2-2b",
+    "model_kind": "transcoder_set",
+    "feature_input_hook": "hook_resid_mid",
+    "feature_output_hook": "hook_mlp_out",
+    "scan": "a-scan",
+}
+SAELENS = {
+    "architecture": "transcoder",
+    "d_in": D,
+    "d_out": D,
+    "d_sae": F,
+    "dtype": "float32",
+    "apply_b_dec_to_input": False,
+    "normalize_activations": "none",
+    "reshape_activations": "none",
+    "metadata": {
+        "sae_lens_version": "6.54.12",
+        "hook_name": "blocks.5.ln2.hook_normalized",
+        "hook_name_out": "blocks.5.hook_mlp_out",
+    },
+}
+
+
+def random(*shape, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=dtype)
+
+
+def circuit_tracer(seed=0, skip=True, threshold=True, d=D, f=F):
+    stored = {
+        "W_enc": random(f, d, seed=seed),
+        "W_dec": random(f, d, seed=seed + 1),
+        "b_enc": random(f, seed=seed + 2),
+        "b_dec": random(d, seed=seed + 3),
+    }
+    if threshold:
+        stored["activation_function.threshold"] = random(f, seed=seed + 4).abs()
+    if skip:
+        stored["W_skip"] = random(d, d, seed=seed + 5)
+    return stored
+
+
+def saelens(seed=0, **more):
+    stored = circuit_tracer(seed, skip=False, threshold=False)
+    return stored | {"W_enc": stored["W_enc"].T.contiguous(), **more}
+
+
+def write(folder, stored, name="layer_5.safetensors", dtype=None, **configs):
+    """Write a file of tensors, and configs by the name of their file without its dot."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stored = {key: tensor.to(dtype or tensor.dtype) for key, tensor in stored.items()}
+    if name.endswith(".npz"):
+        np.savez(path, **{key: tensor.numpy() for key, tensor in stored.items()})
+    else:
+        save_file(stored, path)
+    for config, content in configs.items():
+        text = yaml.safe_dump(content) if config == "config_yaml" else json.dumps(content)
+        (path.parent / config.replace("_", ".")).write_text(text, "utf-8")
+    return path
+
+
+def slow(x, rows, b_enc, gate, W_dec, b_dec, skip=None):
+    """Activations and output; `rows` are the encoders of features, `skip` maps x to the output."""
+    z = torch.zeros(len(x), len(rows), dtype=torch.float64)
+    y = b_dec.repeat(len(x), 1)
+    for n in range(len(x)):
+        q = torch.stack([(x[n] * rows[f]).sum() + b_enc[f] for f in range(len(rows))])
+        for f in range(len(rows)):
+            if gate(q, f):
+                z[n, f] = q[f]
+                y[n] += q[f] * W_dec[f]
+        if skip is not None:
+            y[n] += skip(x[n])
+    return z, y
+
+
+def compare(transcoder, z, y, x, tolerance=EXACT):
+    assert (z != 0).float().mean() > 0.1  # the oracle is not trivial
+    torch.testing.assert_close(transcoder.encode(x), z, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(transcoder.decode(z, x), y, rtol=tolerance, atol=tolerance)
+
+
+def refused(path, *words, error=CheckpointError, **options):
+    with pytest.raises(error) as caught:
+        t.load(path, **options)
+    for word in words:
+        assert word in str(caught.value), caught.value
+
+
+X = random(N, D, seed=100)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("threshold", [True, False])
+def test_circuit_tracer_computes_the_same(tmp_path, skip, threshold):
+    stored = circuit_tracer(skip=skip, threshold=threshold)
+    write(tmp_path, stored, config_yaml=CONFIG)
+    [(layer, transcoder)] = t.load(tmp_path, dtype=torch.float64).items()
+    theta = stored.get("activation_function.threshold", torch.zeros(F))
+    z, y = slow(
+        X,
+        stored["W_enc"],
+        stored["b_enc"],
+        lambda q, f: q[f] > theta[f],
+        stored["W_dec"],
+        stored["b_dec"],
+        (lambda x: x @ stored["W_skip"].T) if skip else None,
+    )
+    compare(transcoder, z, y, X)
+    assert layer == 5
+    assert transcoder.reads == "stream"
+    assert transcoder.after_norm
+    assert transcoder.name == "a-scan"
+
+
+@pytest.mark.parametrize("kind", ["npz", "safetensors"])
+def test_gemma_scope_computes_the_same(tmp_path, kind):
+    """Both suites store W_enc by columns and compute relu(q) 1[q > θ]; the second has a skip."""
+    first = kind == "npz"
+    stored = saelens(threshold=random(F, seed=4).abs())
+    if first:
+        path = write(tmp_path, stored, "layer_3/width_16k/average_l0_76/params.npz")
+        options = {"reads": "normalized"}
+    else:
+        keys = {"W_enc": "w_enc", "W_dec": "w_dec"}
+        stored["affine_skip_connection"] = random(D, D, seed=9)
+        config = {
+            "hf_hook_point_in": "model.layers.3.pre_feedforward_layernorm.output",
+            "hf_hook_point_out": "model.layers.3.post_feedforward_layernorm.output",
+            "architecture": "jump_relu",
+            "affine_connection": True,
+            "type": "transcoder",
+        }
+        renamed = {keys.get(key, key): tensor for key, tensor in stored.items()}
+        path = write(tmp_path, renamed, "a/params.safetensors", config_json=config)
+        options = {}
+    [(layer, transcoder)] = t.load(path, dtype=torch.float64, **options).items()
+    z, y = slow(
+        X,
+        stored["W_enc"].T,
+        stored["b_enc"],
+        lambda q, f: q[f] > stored["threshold"][f] and q[f] > 0,
+        stored["W_dec"],
+        stored["b_dec"],
+        None if first else lambda x: x @ stored["affine_skip_connection"],
+    )
+    compare(transcoder, z, y, X)
+    assert (layer, transcoder.after_norm) == (3, True)
+    assert transcoder.reads == ("normalized" if first else "input")
+
+
+@pytest.mark.parametrize("skip", ["", "skip_"])
+@pytest.mark.parametrize("jump", ["", "jumprelu_"])
+def test_saelens_computes_the_same(tmp_path, skip, jump):
+    stored = saelens()
+    if jump:
+        stored["threshold"] = random(F, seed=4).abs()
+    if skip:
+        stored["W_skip"] = random(D, D, seed=9)
+    config = SAELENS | {"architecture": f"{jump}{skip}transcoder"}
+    write(tmp_path, stored, "sae_weights.safetensors", cfg_json=config)
+    [(layer, transcoder)] = t.load(tmp_path, dtype=torch.float64).items()
+    theta = stored.get("threshold", torch.zeros(F))
+    z, y = slow(
+        X,
+        stored["W_enc"].T,
+        stored["b_enc"],
+        lambda q, f: q[f] > 0 and q[f] > theta[f],
+        stored["W_dec"],
+        stored["b_dec"],
+        (lambda x: x @ stored["W_skip"].T) if skip else None,
+    )
+    compare(transcoder, z, y, X)
+    assert (layer, transcoder.reads) == (5, "normalized")
+
+
+@pytest.mark.parametrize("rescale", [True, False])
+@pytest.mark.parametrize("subtract", [True, False])
+def test_linear_settings_of_topk_are_folded(tmp_path, rescale, subtract):
+    """TopKSAE compares q |W_dec[f]|, and its encoder reads x - b_dec."""
+    stored, k = saelens(), 5
+    config = SAELENS | {
+        "architecture": "topk",
+        "k": k,
+        "rescale_acts_by_decoder_norm": rescale,
+        "apply_b_dec_to_input": subtract,
+    }
+    write(tmp_path, stored, "sae_weights.safetensors", cfg_json=config)
+    transcoder = t.load(tmp_path, dtype=torch.float64)[5]
+    norms = stored["W_dec"].norm(dim=1) if rescale else torch.ones(F, dtype=torch.float64)
+    z, y = slow(
+        X - stored["b_dec"] * subtract,
+        stored["W_enc"].T,
+        stored["b_enc"],
+        lambda q, f: q[f] > 0 and f in (q * norms).topk(k).indices,
+        stored["W_dec"],
+        stored["b_dec"],
+    )
+    assert transcoder.k == k
+    compare(transcoder, z * norms, y, X)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_half_precision_files(tmp_path, dtype):
+    stored = circuit_tracer()
+    write(tmp_path, stored, dtype=dtype, config_yaml=CONFIG)
+    for loaded, kept in ((torch.float32, False), (dtype, True)):
+        transcoder = t.load(tmp_path, dtype=None if kept else loaded)[5]
+        assert transcoder.W_enc.dtype == loaded
+        assert torch.equal(transcoder.W_enc, stored["W_enc"].T.to(dtype).to(loaded))
+
+
+@pytest.mark.parametrize(
+    ("hook", "reads"),
+    [
+        ("hook_resid_mid", "stream"),
+        ("hook_mlp_in", "stream"),
+        ("ln2.hook_normalized", "normalized"),
+        ("mlp.hook_in", "input"),
+    ],
+)
+def test_the_hook_in_the_settings_says_what_is_read(tmp_path, hook, reads):
+    written = {"mlp.hook_in": "mlp.hook_out"}.get(hook, "hook_mlp_out")
+    config = CONFIG | {"feature_input_hook": hook, "feature_output_hook": written}
+    write(tmp_path, circuit_tracer(), config_yaml=config)
+    names = {"hook_name": f"blocks.5.{hook}", "hook_name_out": f"blocks.5.{written}"}
+    write(tmp_path / "s", saelens(), "x.safetensors", cfg_json=SAELENS | {"metadata": names})
+    for folder in (tmp_path / "layer_5.safetensors", tmp_path / "s"):
+        transcoder = t.load(folder)[5]
+        assert transcoder.reads == reads
+        assert transcoder.after_norm is (written == "hook_mlp_out")
+    refused(tmp_path / "s", f"its settings say {reads!r}", reads="elsewhere")
+
+
+def test_saelens_name_of_the_input_of_gemma_scope_2_is_not_trusted(tmp_path):
+    """SAELens calls it hook_mlp_in, which in TransformerLens is before the norm."""
+    names = {
+        "hook_name": "blocks.5.hook_mlp_in",
+        "hf_hook_name": "model.layers.5.pre_feedforward_layernorm.output",
+        "hook_name_out": "blocks.5.hook_mlp_out",
+    }
+    write(tmp_path, saelens(), "sae_weights.safetensors", cfg_json=SAELENS | {"metadata": names})
+    assert t.load(tmp_path)[5].reads == "input"
+
+
+def test_layers_come_from_paths_settings_or_the_list(tmp_path):
+    for layer in (0, 1, 3):
+        folder = f"gemma/layer_{layer}/width_16k/average_l0_{layer + 70}"
+        write(tmp_path, saelens(layer, threshold=random(F).abs()), f"{folder}/params.npz")
+    loaded = t.load(tmp_path / "gemma", reads="normalized", layers=[3, 0])
+    assert list(loaded) == [0, 3]
+    refused(tmp_path / "gemma", "no transcoder of layer 2", layers=[2, 3], reads="normalized")
+    uris = [
+        f"hf://google/gemma-scope-2b-pt-transcoders/layer_{layer}/width_16k/average_l0_"
+        f"{layer + 70}/params.npz?revision=main"
+        for layer in (3, 1)
+    ]
+    listed = CONFIG | {"transcoders": uris, "feature_input_hook": "ln2.hook_normalized"}
+    (tmp_path / "gemma" / "config.yaml").write_text(yaml.safe_dump(listed))
+    loaded = t.load(tmp_path / "gemma")
+    assert list(loaded) == [0, 1]  # the place in the list
+    assert torch.equal(loaded[0].b_enc, saelens(3)["b_enc"].float())
+    listed["transcoders"].append("hf://a/b/layer_9/params.npz")
+    (tmp_path / "gemma" / "config.yaml").write_text(yaml.safe_dump(listed))
+    refused(tmp_path / "gemma", "layer_9/params.npz", "download")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ["relu", "jumprelu", "topk"])
+def test_save_and_load_return_the_same_bits(tmp_path, activation, dtype):
+    weights = {
+        "W_enc": random(D, F),
+        "W_dec": random(F, D),
+        "b_enc": random(F),
+        "b_dec": random(D),
+        "W_skip": random(D, D),
+    }
+    if activation == "jumprelu":
+        weights["threshold"] = random(F).abs()
+    weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    saved = {
+        layer: t.Transcoder(
+            **weights,
+            activation=activation,
+            k=3 if activation == "topk" else None,
+            reads=reads,
+            after_norm=reads == "stream",
+            name=f"über {layer}",
+        )
+        for layer, reads in ((11, "stream"), (2, "normalized"))
+    }
+    t.save(tmp_path / "x", {0: next(iter(saved.values()))})
+    t.save(tmp_path / "x", saved)  # replaces layer 0
+    loaded = t.load(tmp_path / "x", dtype=None)
+    assert list(loaded) == [2, 11]
+    for layer, transcoder in loaded.items():
+        assert repr(transcoder) == repr(saved[layer])
+        assert (transcoder.after_norm, transcoder.k) == (saved[layer].after_norm, saved[layer].k)
+        assert transcoder.tensors().keys() == saved[layer].tensors().keys()
+        for name, tensor in transcoder.tensors().items():
+            assert tensor.dtype == dtype
+            assert torch.equal(tensor, saved[layer].tensors()[name])
+    one = t.load(tmp_path / "x" / "layer_11.transcoder.safetensors", dtype=None)
+    assert torch.equal(one[11].W_enc, saved[11].W_enc)
+
+
+def test_save_refuses_what_it_cannot_store_and_other_files(tmp_path):
+    transcoder = t.Transcoder(random(D, F), random(F, D), random(F), random(D))
+    for wrong in ({}, {-1: transcoder}, {"3": transcoder}, {3: "x"}):
+        with pytest.raises(InputError, match="cannot be saved"):
+            t.save(tmp_path / "x", wrong)
+    write(tmp_path / "other", circuit_tracer())
+    with pytest.raises(CheckpointError, match="also holds"):
+        t.save(tmp_path / "other", {3: transcoder})
+    assert (tmp_path / "other" / "layer_5.safetensors").exists()
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_changed_file_of_save_is_refused(tmp_path):
+    transcoder = t.Transcoder(random(D, F), random(F, D), random(F), random(D))
+    path = t.save(tmp_path, {3: transcoder}) / "layer_3.transcoder.safetensors"
+    whole = bytearray(path.read_bytes())
+    whole[-3] ^= 1
+    path.write_bytes(whole)
+    refused(tmp_path, "changed after it was written")
+
+
+def test_one_flipped_bit_never_changes_what_save_stored(tmp_path):
+    saved = t.Transcoder(random(D, F), random(F, D), random(F), random(D), "topk", k=3)
+    t.save(tmp_path, {3: saved})
+    refusals = 0
+    for flip in flips(tmp_path, 60):
+        try:
+            loaded = t.load(tmp_path, dtype=None)
+        except CheckpointError:
+            refusals += 1
+        else:
+            assert repr(loaded) == repr({3: saved}), flip
+            for name, tensor in loaded[3].tensors().items():
+                assert torch.equal(tensor, saved.tensors()[name]), flip
+    assert refusals > 50
+
+
+@pytest.mark.parametrize("name", ["layer_5.pt", "layer_5.pkl", "layer_5.bin"])
+def test_pickles_are_refused_by_name(tmp_path, name):
+    (tmp_path / name).write_bytes(b"x")
+    for path in (tmp_path, tmp_path / name):
+        refused(path, name, "can run code", "expected safetensors or npz")
+
+
+def test_an_npz_with_objects_is_refused(tmp_path):
+    np.savez(tmp_path / "layer_5.npz", W_enc=np.array([{}], dtype=object))
+    refused(tmp_path, "allow_pickle=False", reads="input")
+
+
+@pytest.mark.parametrize("name", ["layer_5.npz", "layer_5.safetensors"])
+@pytest.mark.parametrize("content", [b"", b"PK\3\4 broken", b"\xff" * 99])
+def test_damaged_files_are_refused(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    refused(tmp_path, "not a readable")
+
+
+def test_missing_files_are_refused(tmp_path):
+    refused(tmp_path, "holds no transcoders")
+    refused(tmp_path / "x", "is missing")
+    (tmp_path / "a.txt").write_text("x")
+    refused(tmp_path / "a.txt", "expected safetensors or npz")
+
+
+def test_clear_reasons_for_keys_shapes_and_types_all_at_once(tmp_path):
+    stored = circuit_tracer()
+    del stored["b_enc"]
+    write(tmp_path, stored | {"log_thresholds": random(F)}, config_yaml=CONFIG)
+    refused(tmp_path, "got no b_enc", "got log_thresholds")
+    write(tmp_path, circuit_tracer() | {"W_dec": random(F, D + 4), "b_enc": torch.ones(F).int()})
+    refused(tmp_path, "W_dec of shape [13, 11]", "has [13, 7]", "b_enc in torch.int32")
+    write(tmp_path, circuit_tracer() | {"W_enc": random(D, F)})
+    refused(tmp_path, "W_enc of shape [7, 13]", "has [13, 7]")
+    np.savez(tmp_path / "layer_6.npz", W_enc=np.ones((D, F), dtype=np.int64))
+    refused(tmp_path / "layer_6.npz", "W_enc in torch.int64", reads="input")
+    np.savez(tmp_path / "layer_6.npz", W_enc=np.ones((D, F), dtype="V2"))
+    refused(tmp_path / "layer_6.npz", "not a readable npz file", reads="input")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_refused(tmp_path, value):
+    stored = circuit_tracer()
+    stored["W_dec"][3, 2] = value
+    write(tmp_path, stored, config_yaml=CONFIG)
+    refused(tmp_path, "W_dec with entries that are NaN or infinite")
+
+
+def test_values_too_large_for_the_dtype_are_refused(tmp_path):
+    stored = circuit_tracer()
+    stored["W_dec"][3, 2] = 1e39
+    write(tmp_path, stored, config_yaml=CONFIG)
+    assert t.load(tmp_path, dtype=torch.float64)
+    refused(tmp_path, "W_dec with entries that are NaN or infinite")
+
+
+def test_negative_thresholds_are_refused(tmp_path):
+    stored = circuit_tracer()
+    stored["activation_function.threshold"][2] = -1.0
+    write(tmp_path, stored, config_yaml=CONFIG)
+    refused(tmp_path, "negative thresholds")
+
+
+def test_an_unknown_input_needs_reads(tmp_path):
+    write(tmp_path, circuit_tracer())
+    refused(tmp_path, "does not say what it reads", "reads='stream'")
+    assert t.load(tmp_path, reads="stream")[5].reads == "stream"
+    refused(tmp_path, "got reads='x'", reads="x")
+    for end in ("input", "output"):
+        config = CONFIG | {f"feature_{end}_hook": "hook_resid_post"}
+        write(tmp_path, circuit_tracer(), config_yaml=config)
+        refused(tmp_path, f"{end} hook='hook_resid_post'")
+
+
+def test_square_encoders_are_decided_by_keys_or_settings_alone(tmp_path):
+    stored = circuit_tracer(skip=False, threshold=False, f=D)
+    write(tmp_path, stored)
+    refused(tmp_path, "either order", "config.yaml", "cfg.json", reads="input")
+    write(tmp_path, stored, config_yaml=CONFIG)
+    assert torch.equal(t.load(tmp_path, dtype=None)[5].W_enc, stored["W_enc"].T)
+    write(tmp_path, stored, cfg_json=SAELENS)
+    assert torch.equal(t.load(tmp_path, dtype=None)[5].W_enc, stored["W_enc"])
+    stored = circuit_tracer(skip=False, f=D)
+    write(tmp_path / "keys", stored)
+    loaded = t.load(tmp_path / "keys", dtype=None, reads="input")
+    assert torch.equal(loaded[5].W_enc, stored["W_enc"].T)
+
+
+def test_without_settings_the_shape_decides(tmp_path):
+    write(tmp_path, circuit_tracer(skip=False, threshold=False))
+    assert t.load(tmp_path, reads="input")[5].activation == "relu"
+    write(tmp_path, saelens())
+    refused(tmp_path, "architecture=None", reads="input")  # the activation is unknown
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"architecture": "gated"}, "architecture='gated'"),
+        ({"normalize_activations": "layer_norm"}, "normalize_activations='layer_norm'"),
+        (
+            {"normalize_activations": "expected_average_only_in"},
+            "normalize_activations='expected_average_only_in'",
+        ),
+        ({"reshape_activations": "hook_z"}, "reshape_activations='hook_z'"),
+        ({"finetuning_scaling_factor": True}, "finetuning_scaling_factor=True"),
+        ({"activation_fn": "tanh-relu"}, "activation_fn='tanh-relu'"),
+        ({"apply_b_dec_to_input": True}, "apply_b_dec_to_input=True"),
+        ({"architecture": "jumprelu_transcoder"}, "lacks threshold"),
+        ({"architecture": "skip_transcoder"}, "lacks W_skip"),
+        ({"architecture": "topk", "metadata": {}, "k": 3}, "a sparse autoencoder"),
+        ({"architecture": "topk"}, "got k=None"),
+        ({"architecture": "topk", "k": 99}, "got k=99"),
+        ({"metadata": {"hook_name": "blocks.5.hook_z"}}, "input hook='hook_z'"),
+    ],
+)
+def test_settings_of_saelens_that_are_not_supported(tmp_path, settings, words):
+    write(tmp_path, saelens(), cfg_json=SAELENS | settings)
+    refused(tmp_path, words, reads=None if settings.get("metadata") != {} else "input")
+
+
+def test_cross_layer_transcoders_are_refused_by_name(tmp_path):
+    words = ("cross-layer transcoder", "Support would take")
+    for layer in range(2):
+        encoder = {
+            f"W_enc_{layer}": random(F, D),
+            f"b_enc_{layer}": random(F),
+            f"b_dec_{layer}": random(D),
+        }
+        write(tmp_path / "a", encoder, f"W_enc_{layer}.safetensors")
+        decoder = {f"W_dec_{layer}": random(F, 2 - layer, D)}
+        write(tmp_path / "a", decoder, f"W_dec_{layer}.safetensors")
+    refused(tmp_path / "a", *words)
+    write(tmp_path / "b", circuit_tracer() | {"W_dec": random(F, 3, D)})
+    refused(tmp_path / "b", *words, reads="stream")
+    wide = {"w_enc": random(D, F), "w_dec": random(F, 3, D)}
+    write(tmp_path / "c", wide, "params_layer_0.safetensors")
+    refused(tmp_path / "c", *words)
+    config = CONFIG | {"model_kind": "cross_layer_transcoder"}
+    write(tmp_path / "d", circuit_tracer(), config_yaml=config)
+    refused(tmp_path / "d", *words)
+
+
+def test_layers_that_are_missing_given_twice_or_contradictory(tmp_path):
+    path = write(tmp_path, circuit_tracer(), "a.safetensors", config_yaml=CONFIG)
+    refused(path, "does not say its layer")
+    assert list(t.load(path, layers=2)) == list(t.load(path, layers=np.arange(2, 3))) == [2]
+    write(tmp_path, circuit_tracer(), "layer_5.safetensors")
+    refused(tmp_path / "layer_5.safetensors", "no transcoder of layer 2", layers=[2])
+    (tmp_path / "a.safetensors").rename(tmp_path / "layer_05.safetensors")
+    refused(tmp_path, "got layer 5 twice", "layer_05", "layer_5")
+    write(tmp_path / "s", saelens(), "layer_3/sae_weights.safetensors", cfg_json=SAELENS)
+    refused(tmp_path / "s", "different layers")
+    for layers in ([], "5", [-1], 0.5, [True]):
+        refused(path.parent, "expected numbers of layers", layers=layers, error=InputError)
+
+
+def test_transcoders_of_different_widths_are_refused(tmp_path):
+    write(tmp_path, circuit_tracer(), "layer_0.safetensors", config_yaml=CONFIG)
+    write(tmp_path, circuit_tracer(d=D + 4), "layer_1.safetensors")
+    refused(tmp_path, "different widths: [7, 11]")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.yaml", "a: [1"),
+        ("config.yaml", "[1, 2]"),
+        ("cfg.json", "{"),
+        ("cfg.json", '{"metadata": 3}'),
+        ("config.yaml", "transcoders: 3"),
+        ("config.yaml", "feature_input_hook: 3"),
+    ],
+)
+def test_broken_settings_are_refused(tmp_path, name, text):
+    write(tmp_path, circuit_tracer())
+    (tmp_path / name).write_text(text)
+    refused(tmp_path, "", reads="input")
+
+
+def test_devices_and_dtypes_are_checked(tmp_path):
+    write(tmp_path, circuit_tracer(), config_yaml=CONFIG)
+    refused(tmp_path, "dtype", dtype=torch.int32)
+    refused(tmp_path, "device", device="nowhere")
+
+
+def test_a_wrong_layout_fails_the_comparison(tmp_path):
+    """The comparisons above can fail: here, W_skip is stored transposed."""
+    stored = circuit_tracer()
+    write(tmp_path, stored | {"W_skip": stored["W_skip"].T.contiguous()}, config_yaml=CONFIG)
+    transcoder = t.load(tmp_path, dtype=torch.float64)[5]
+    expected = X @ stored["W_skip"].T
+    z = torch.zeros(N, F, dtype=torch.float64)
+    got = transcoder.decode(z, X) - stored["b_dec"]
+    assert (got - expected).abs().max() > 0.1
+    assert torch.equal(load_file(tmp_path / "layer_5.safetensors")["W_skip"], stored["W_skip"].T)
