@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_only_lens.arguments import as_plain, is_count
+from attn_only_lens.arguments import a_type, as_plain, is_count
 from attn_only_lens.circuits._search import smallest_prefix
 from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.comparison.alignment import Alignment, align
@@ -262,7 +262,7 @@ def _require_valid(compared: Sequence[Any], provenance: object, settings: dict[s
     models = [model.model if isinstance(model, Grown) else model for model in compared]
     for label, model in zip(MODELS, models, strict=False):
         if not hasattr(model, "cfg"):
-            reasons.append(f"{label}: got a {type(model).__name__}; expected a model")
+            reasons.append(f"{label}: got {a_type(model)}; expected a model")
     ComparisonError.raise_if(reasons, _PROBLEM)
     for size in ("d_vocab", "d_vocab_out"):
         expected, *sizes = (getattr(model.cfg, size, None) for model in models)

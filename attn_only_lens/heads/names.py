@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
 from attn_only_lens.heads.host import POINTS, HeadKind, has_neuron_heads, host_of
 
@@ -152,12 +153,12 @@ def _require_plain(model: Any, name: HeadName) -> None:
     """Raise UnsupportedCallError if a model without neuron-heads cannot have this head."""
     if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
         raise UnsupportedCallError(
-            f"got a {type(model).__name__}; expected a model with blocks, from TransformerLens or "
+            f"got {a_type(model)}; expected a model with blocks, from TransformerLens or "
             "this package"
         )
     if name.kind == "neuron":
         raise UnsupportedCallError(
-            f"got {str(name)!r} and a {type(model).__name__} without neuron-heads; expected a "
+            f"got {str(name)!r} and {a_type(model)} without neuron-heads; expected a "
             "model that convert or expose_neuron_heads returned"
         )
     # A model from to_stock has two layers per source layer.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pandas as pd
 
-from attn_only_lens.arguments import is_count
+from attn_only_lens.arguments import a_type, is_count
 from attn_only_lens.patching import Sweep
 from attn_only_lens.patching.over_prompts import SPREAD
 from attn_only_lens.patching.results import MEASURED
@@ -335,7 +335,7 @@ def _titled(
 
 def _matrix_reasons(matrix: object) -> list[str]:
     if not isinstance(matrix, pd.DataFrame):
-        return [f"got a {type(matrix).__name__}; expected a frame from circuits.transfer"]
+        return [f"got {a_type(matrix)}; expected a frame from circuits.transfer"]
     if not 0 < min(matrix.shape) <= max(matrix.shape) <= MOST_LABELS:
         size = f"{matrix.shape[0]} × {matrix.shape[1]}"
         return [f"got a {size} matrix; expected 1 to {MOST_LABELS} circuits and tasks"]

@@ -29,6 +29,7 @@ from transformer_lens.model_bridge.sources.native import NativeModel
 from transformers import PreTrainedModel
 from typing_extensions import TypedDict
 
+from attn_only_lens.arguments import with_article
 from attn_only_lens.devices import keep_random_state
 from attn_only_lens.engine.model_checks import find_hooks, hook_reasons
 from attn_only_lens.errors import CheckpointError
@@ -150,7 +151,7 @@ def _describe(model: TransformerBridge) -> dict[str, Any]:
     if model.cfg.architecture != _NATIVE:
         attention = getattr(config, "_attn_implementation", None)
         if getattr(transformers, kind, None) is not type(wrapped):
-            reasons.append(f"it wraps a {kind}, which is not a class of transformers")
+            reasons.append(f"it wraps {with_article(kind)}, which is not a class of transformers")
         if not isinstance(config, transformers.PretrainedConfig):
             reasons.append(f"the {kind} that it wraps has no transformers configuration")
         elif attention not in get_args(_Attention):

@@ -20,6 +20,7 @@ import torch
 from transformer_lens.model_bridge import TransformerBridge
 from typing_extensions import TypedDict
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.gates import Gating
 from attn_only_lens.heads import has_neuron_heads, host_of
@@ -119,7 +120,7 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
     folder = open_folder(folder)
     if not has_neuron_heads(model):
         raise CheckpointError(
-            f"got a {type(model).__name__}; expected a model from attn_only_lens.convert or load, "
+            f"got {a_type(model)}; expected a model from attn_only_lens.convert or load, "
             "or one exposed by attn_only_lens.expose_neuron_heads"
         )
     if reasons := host_of(model).reasons():
