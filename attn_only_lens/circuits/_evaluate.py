@@ -9,8 +9,8 @@ import pandas as pd
 from torch import Tensor
 
 from attn_only_lens.arguments import a_type, positive_reasons
-from attn_only_lens.circuits._search import SITE_KEY, Circuit
 from attn_only_lens.circuits.ablation import ablated_model
+from attn_only_lens.circuits.circuit import SITE_KEY, Circuit
 from attn_only_lens.circuits.stability import share_of_sums
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric

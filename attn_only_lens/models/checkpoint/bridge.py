@@ -75,7 +75,7 @@ class BridgeFields(TypedDict):
     vice versa.
     """
 
-    layout: Literal["in place"]
+    layout: Literal["in place", "plain"]
     weights: Literal["transformers", "bridge"]
     architecture: str
     attention: _Attention | None
@@ -263,7 +263,8 @@ def _restore(model: TransformerBridge, manifest: dict[str, Any]) -> None:
     for key, value in manifest["settings"].items():
         if current.get(key) != value:
             setattr(model.cfg, key, value)
-    expose_again(model, manifest)
+    if manifest["layout"] == "in place":
+        expose_again(model, manifest)
     for heads in exposed_heads(model):
         heads.results = manifest["results"]
     named, modules = _named(model), dict(_modules(model))
