@@ -20,7 +20,7 @@ from attn_only_lens.axes import SELF
 from attn_only_lens.circuits._attribution_graph import attribution_graph
 from attn_only_lens.circuits._group_nodes import peak_tokens
 from attn_only_lens.circuits._search import discover
-from attn_only_lens.circuits.circuit import Circuit
+from attn_only_lens.circuits.circuit import MISSING, Circuit
 from attn_only_lens.circuits.export import to_json
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.model_answers import answer_cells, answer_warnings, model_answers

@@ -1,6 +1,7 @@
 """`compare`: nothing differs right after growth; after training, what explicit loops find."""
 
 import math
+import warnings
 from copy import deepcopy
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ from attn_only_lens import (
 )
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
-from attn_only_lens.errors import ComparisonError
+from attn_only_lens.errors import ComparisonError, InputWarning
 from attn_only_lens.expansion.provenance import IndexMap
 from attn_only_lens.growth import identity
 from attn_only_lens.heads import HeadName
@@ -295,6 +296,19 @@ def test_a_null_is_between_the_grown_model_and_it(after_training):
     assert summary["components"].tolist() == [2, 37] * 3
     by_hand = comparison.neurons.query("layer == 1")["null_divergence"].mean()
     assert summary["null_divergence"].iloc[3] == pytest.approx(by_hand)
+
+
+def test_a_grown_model_that_lost_the_task_is_warned_about():
+    model = build("gelu", d_vocab_out=41)
+    lost = grown_from(model)
+    with torch.no_grad():
+        lost.model.unembed.W_U.mul_(0.01)
+    metric, few = p.logit_diff(7, 11), {**FAST, "corrupted": tokens(seed=5)}
+    with pytest.warns(InputWarning, match=r"no longer does this task.*\n.*grown model: .*; orig"):
+        compare(model, lost, tokens(), metric, **few)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InputWarning)
+        compare(model, grown_from(model), tokens(), metric, **few)
 
 
 def same(grown):

@@ -1,4 +1,4 @@
-"""Save models whose neurons are attention heads as safetensors and JSON files, and load them.
+"""Save models as safetensors and JSON files, with their neuron-heads, and load them.
 
     gate.json           the manifest: the kind of model, its gates, a digest of every file, …
     model.safetensors   the weights; `bridge.safetensors`, if only `load` can use them
