@@ -173,10 +173,10 @@ def compare(
                 for batch in stream:
                     statistics.add(batch, bar)
             comparison = result(n_patched)
-            _warn_if_lost(comparison.about["values"])
-            return comparison
         except Exception as error:  # the new error contains the results so far
             raise _stopped(error, result(0)) from error
+    _warn_if_lost(comparison.about["values"])
+    return comparison
 
 
 def _first_batch(
