@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 
 from attn_only_lens.arguments import as_plain
 from attn_only_lens.circuits.ablation import Ablation
-from attn_only_lens.circuits.stability import Stability
+from attn_only_lens.circuits.stability import MEASURES, Stability
 from attn_only_lens.engine.positions import Positions
 from attn_only_lens.engine.sites import Selection, Sites
 from attn_only_lens.errors import CheckpointError, InputError
@@ -27,7 +27,6 @@ from attn_only_lens.storage import Document
 
 SITE = ["layer", "kind", "index", "name", "position"]
 SITE_KEY = ["name", "position"]
-MEASURES = ["faithfulness", "completeness"]
 MISSING = (
     "A site that is missing here may carry the same effect as a site of the circuit. To find such "
     'sites, patch sites one by one with direction="denoise".'
