@@ -19,6 +19,24 @@ def as_plain(value: Any) -> Any:
     return value
 
 
+def a_type(value: object, *, with_module: bool = False) -> str:
+    """Return the name of a value's type, with an article: "an int", "a Tensor"."""
+    kind = type(value)
+    return with_article(f"{kind.__module__}." * with_module + kind.__name__)
+
+
+def with_article(name: str) -> str:
+    """Return a name with the article of its first sound.
+
+    Example:
+        >>> with_article("ExposedBridge"), with_article("Linear"), with_article("MLPBridge")
+        ('an ExposedBridge', 'a Linear', 'an MLPBridge')
+    """
+    if name[:2].isupper():  # the first letter is spoken as a letter: "an MLP", "a GPT2Model"
+        return f"{'an' if name[0] in 'AEFHILMNORSX' else 'a'} {name}"
+    return f"{'an' if name[:1].lower() in {*'aeiou'} else 'a'} {name}"
+
+
 def is_count(value: Any, least: int = 0, most: float = float("inf")) -> bool:
     """Return whether a value is an int (not a bool or a float) from `least` to `most`."""
     value = as_plain(value)

@@ -427,8 +427,8 @@ COMMANDS = {
         *("--wrong", "w11", "--out", kit.out("why.html")),
     ).exists(),
     "compare": lambda kit: kit.run(
-        *("compare", kit.files, kit.larger, "--tokens", kit.prompts, "--patched", 2),
-        *("--nodes", 5, "--out", kit.out("report")),
+        *("compare", kit.files, kit.larger, "--prompts", kit.prompts, "--metric", "loss"),
+        *("--patched", 2, "--nodes", 5, "--out", kit.out("report")),
     ).exists(),
     "convert": lambda kit: kit.run("convert", kit.files, kit.out("converted")).exists(),
     "grow": lambda kit: kit.larger.exists(),

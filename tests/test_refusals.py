@@ -79,7 +79,7 @@ REFUSED = {
     "attention-only": (lambda: stock(attn_only=True), "already attention-only"),
     "converted": (lambda: convert(stock()), "already attention-only"),
     "subclass": (lambda: Subclass(HookedTransformerConfig(**BASE)), "Subclass"),
-    "foreign mlp": (with_foreign_mlp, "layer 1: its mlp is a Identity"),
+    "foreign mlp": (with_foreign_mlp, "layer 1: its mlp is an Identity"),
     "swapped activation": (with_swapped_activation, "layer 2: its act_fn is not gelu"),
     "hooks": (with_hook, "blocks.0.hook_resid_pre"),
     "devices": (spread_over_devices, "2 devices"),

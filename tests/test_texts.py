@@ -317,7 +317,7 @@ def test_chats_on_the_command_line(tmp_path):
         result = CliRunner().invoke(app, [*command, "--chat"])
         assert result.exit_code == 0, result.output
     assert "ok: 4 tokens" in result.output
-    result = CliRunner().invoke(app, [*asked, "--tokens"])
+    result = CliRunner().invoke(app, [*asked, "--token-ids"])
     assert result.exit_code == 2
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from attn_only_lens.arguments import as_plain, is_count, positive_reasons
-from attn_only_lens.circuits._search import Circuit, circuit_of, rank_sites
+from attn_only_lens.circuits._search import circuit_of, rank_sites
 from attn_only_lens.circuits.ablation import (
     AblatedModel,
     Ablation,
@@ -36,6 +36,7 @@ from attn_only_lens.circuits.ablation import (
     ablated_model,
     reasons_against_draws,
 )
+from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, as_metric
 from attn_only_lens.engine.positions import Positions

@@ -7,8 +7,9 @@ from attn_only_lens.circuits._group_nodes import NodeGroups, group_nodes
 from attn_only_lens.circuits._path_expansion import PathExpansion, path_expansion
 from attn_only_lens.circuits._score_edges import score_edges
 from attn_only_lens.circuits._score_sources import score_sources
-from attn_only_lens.circuits._search import Circuit, discover
+from attn_only_lens.circuits._search import discover
 from attn_only_lens.circuits.ablation import SHARES, Faithfulness, faithfulness
+from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.circuits.export import from_json, to_json
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.stability import Stability

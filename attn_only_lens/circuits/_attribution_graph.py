@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from attn_only_lens.arguments import is_count
-from attn_only_lens.circuits._search import Circuit
 from attn_only_lens.circuits.attributed_run import (
     AttributedRun,
     attribute_difference,
     attribute_run,
 )
+from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, CircuitGraph, select_largest
 from attn_only_lens.circuits.linear_graph import LinearGraph, Node, Places, node_frame
 from attn_only_lens.devices import on_cpu

@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
-from attn_only_lens.arguments import positive_reasons
-from attn_only_lens.circuits._search import SITE_KEY, Circuit
+from attn_only_lens.arguments import a_type, positive_reasons
 from attn_only_lens.circuits.ablation import ablated_model
+from attn_only_lens.circuits.circuit import SITE_KEY, Circuit
 from attn_only_lens.circuits.stability import share_of_sums
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric
@@ -139,7 +139,7 @@ def evaluate(
 def _no_circuit_reasons(circuit: object) -> list[str]:
     if isinstance(circuit, Circuit):
         return []
-    return [f"got a {type(circuit).__name__}; expected a Circuit from `discover`"]
+    return [f"got {a_type(circuit)}; expected a Circuit from `discover`"]
 
 
 def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, Any]) -> pd.DataFrame:
@@ -170,7 +170,7 @@ def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, An
         True
     """
     reasons = [
-        f"{name}: got a {type(value).__name__}; expected a non-empty dict: {{'a name': …}}"
+        f"{name}: got {a_type(value)}; expected a non-empty dict: {{'a name': …}}"
         for name, value in (("circuits", circuits), ("tasks", tasks))
         if not isinstance(value, Mapping) or not value
     ]
@@ -180,7 +180,7 @@ def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, An
     for name, task in tasks.items():
         if not isinstance(task, PairedPrompts) and not (isinstance(task, tuple) and len(task) == 3):
             expected = "expected PairedPrompts, or a tuple (clean, corrupted, metric)"
-            reasons.append(f"task {name!r}: got a {type(task).__name__}; {expected}")
+            reasons.append(f"task {name!r}: got {a_type(task)}; {expected}")
     InputError.raise_if(reasons, _NO_TRANSFER)
     rows = {}
     for circuit_name, circuit in circuits.items():

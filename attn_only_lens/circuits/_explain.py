@@ -19,7 +19,8 @@ from attn_only_lens.arguments import positive_reasons
 from attn_only_lens.axes import SELF
 from attn_only_lens.circuits._attribution_graph import attribution_graph
 from attn_only_lens.circuits._group_nodes import peak_tokens
-from attn_only_lens.circuits._search import Circuit, discover
+from attn_only_lens.circuits._search import discover
+from attn_only_lens.circuits.circuit import MISSING, Circuit
 from attn_only_lens.circuits.export import to_json
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.model_answers import answer_cells, answer_warnings, model_answers
@@ -47,7 +48,7 @@ _MEANINGS = (
     "back to the corrupted run, or removes from the clean run."
 )
 _OF_SEVERAL = " Ranks are medians, probabilities means, over {} prompts; tokens are of the first."
-_FILES = ("explanation.csv", "graph.json", "attribution.parquet", "page.html")
+_FILES = ("explanation.csv", "circuit.json", "graph.json", "attribution.parquet", "page.html")
 _COLUMNS = ("id", "token", "does", "share", "by_pattern", "by_value", "denoise", "noise")
 
 
@@ -158,9 +159,15 @@ class Explanation:
         )
 
     def save(self, folder: str | Path) -> None:
-        """Write the table, the graph, the attribution and the page to a folder, atomically."""
+        """Write the explanation to a folder, atomically.
+
+        The folder has `page.html`; `explanation.csv`, which is `table()`; and files that
+        `Circuit.load`, `circuits.from_json` and `patching.Sweep.load` read: `circuit.json`,
+        `graph.json` and `attribution.parquet`.
+        """
         with atomic_folder(folder, _FILES, "graph.json") as new:
             write_text(new / "explanation.csv", self.table().to_csv(index=False))
+            self.circuit.save(new / "circuit.json")
             to_json(self.graph, new / "graph.json")
             self.attribution.save(new / "attribution.parquet")
             self.page(new / "page.html")
@@ -178,7 +185,7 @@ class Explanation:
         lines = [f"{x}\n    {does:.76}" for x, does in zip(lines, table["does"], strict=False)]
         if len(table) > k:
             lines.append(f"... {len(table) - k} more rows; see .table(), or --top in a shell")
-        meanings = _MEANINGS + _OF_SEVERAL.format(n) * (n > 1)
+        meanings = f"{_MEANINGS} {MISSING}" + _OF_SEVERAL.format(n) * (n > 1)
         return "\n".join(
             [
                 f"{self.title}; everything else keeps {self.circuit.completeness:.0%}",
@@ -215,9 +222,11 @@ def explain(
     n_patched: int = 20,
     resamples: int = 0,
     progress: bool = False,
-    positions: None = None,
 ) -> Explanation:
     """Explain why a metric differs between a clean and a corrupted prompt.
+
+    Every position is a site of its own. For chosen positions or roles, use `discover` and
+    `attribution_graph`.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -230,10 +239,9 @@ def explain(
         n_patched: how many of the strongest sites are patched exactly, in both directions.
         resamples: as in `discover`; the page then shows how stable each node is.
         progress: show a progress bar for the search.
-        positions: must be None; `discover` and `attribution_graph` take positions and roles.
 
     Raises:
-        InputError: with every reason: invalid numbers, positions, prompts or metric.
+        InputError: with every reason: invalid numbers, prompts or metric.
         UnsupportedModelError: the model has an operation without a secant rule
             (`engine/secants.py`).
 
@@ -247,11 +255,6 @@ def explain(
     """
     reasons = positive_reasons(most_nodes=most_nodes, n_patched=n_patched)
     reasons += resamples_reasons(resamples)
-    if positions is not None:
-        reasons.append(
-            "got positions; explain looks at every position: for positions or roles, use "
-            "circuits.discover and circuits.attribution_graph"
-        )
     InputError.raise_if(reasons, "nothing can be explained")
     prompts = model, clean, corrupted, metric
     with float32_slopes(model, prompt_pair(model, clean, corrupted), metric):

@@ -26,7 +26,7 @@ from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import squareform
 from torch import Tensor
 
-from attn_only_lens.arguments import is_number
+from attn_only_lens.arguments import a_type, is_number
 from attn_only_lens.circuits.ablation import AblatedModel, Rows
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
@@ -136,7 +136,7 @@ def group_nodes(
     """
     reasons = []
     if not isinstance(graph, CircuitGraph):
-        reasons.append(f"got a {type(graph).__name__}; expected a graph from attribution_graph")
+        reasons.append(f"got {a_type(graph)}; expected a graph from attribution_graph")
     elif not graph.corrupted:
         reasons.append("got a graph of one run; expected attribution_graph(…, corrupted=…)")
     elif graph.heads.empty:

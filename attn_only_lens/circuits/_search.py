@@ -22,14 +22,14 @@ sufficient. A smaller circuit may still exist.
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -43,9 +43,9 @@ from attn_only_lens.circuits.ablation import (
     ablated_model,
     reasons_against_draws,
 )
+from attn_only_lens.circuits.circuit import SITE, SITE_KEY, Circuit
 from attn_only_lens.circuits.stability import (
     INCLUSION,
-    Stability,
     inclusion_interval,
     random_halves,
     require_resamples,
@@ -70,93 +70,9 @@ _AT_ONCE = 16  # the number of prefix sizes that are evaluated as one batch, sma
 _IDLE_ROUNDS = 2
 _AROUND = 4  # assumption: circuits for two sets of prompts differ in size at most by this factor
 _LARGE = 1000  # larger circuits are pruned in chunks, not site by site
-_SITE = ["layer", "kind", "index", "name", "position"]
-SITE_KEY = ["name", "position"]
 _Step: TypeAlias = Literal["magnitude", "signed", "worth", "pruning", "prefix"]
 _Questions: TypeAlias = Generator[list[Rows], Float[np.ndarray, "circuit"], int | None]
 """A generator that yields circuits, receives their faithfulness, and returns a size."""
-
-
-@dataclass(frozen=True, eq=False)
-class Circuit:
-    """A set of sites that is nearly as faithful as the whole model. Made by `discover`.
-
-    Attributes:
-        frame: one row per site, the highest ranked first. Columns: `layer`, `kind`, `index`,
-            `name`, `position`, and the site's `effect` in the ranking. If prompts were resampled,
-            also `inclusion`, `inclusion_low`, `inclusion_high` and `class` (see `Stability`). A
-            site that is in no resampled circuit has an inclusion of 0.
-        n_sites: how many sites were ranked.
-        n_pos: the number of tokens in a prompt.
-        faithfulness: the faithfulness of the circuit.
-        completeness: the faithfulness of all other sites; it is near 0 if nothing was missed.
-        random: the faithfulness of random circuits of the same size.
-        wanted: the requested faithfulness; None if the number of sites was requested.
-        tried: one row per evaluated circuit, in order. Columns: the `step` of the search
-            ("magnitude", "signed", "worth", "pruning", "prefix"), `n_sites`, `faithfulness`.
-        ablation: how all other sites are ablated.
-        method: the method of the ranking.
-        metric: the metric's name.
-        candidates: the heads that were ranked.
-        positions: the positions at which they were ranked.
-        stability: how the circuit changes with the prompts, if `discover` resampled them.
-    """
-
-    frame: pd.DataFrame
-    n_sites: int
-    n_pos: int
-    faithfulness: float
-    completeness: float
-    random: tuple[float, ...]
-    wanted: float | None
-    tried: pd.DataFrame
-    ablation: Ablation
-    method: str
-    metric: str
-    candidates: Sites
-    positions: Positions
-    stability: Stability | None = None
-
-    def __len__(self) -> int:
-        return len(self.frame)
-
-    def __repr__(self) -> str:
-        title = (
-            f"{len(self):,} of {self.n_sites:,} sites keep {self.faithfulness:.0%} of the effect"
-        )
-        random = f", random sites {max(self.random):.0%}" if self.random else ""
-        return f"{title}, all others {self.completeness:.0%}{random}\n{self.frame}"
-
-    def to_frame(self) -> pd.DataFrame:
-        """Return the sites of the circuit or, if prompts were resampled, of all circuits found."""
-        if self.stability is None:
-            return self.frame.copy()
-        sites = self.stability.sites
-        return sites.assign(in_circuit=self.contains(sites))
-
-    def contains(self, sites: pd.DataFrame) -> Bool[np.ndarray, "row"]:
-        """Return which rows of a frame (with `name` and `position`) are sites of the circuit."""
-        inside = self.frame[SITE_KEY].drop_duplicates().assign(inside=True)
-        return sites[SITE_KEY].merge(inside, how="left")["inside"].notna().to_numpy()
-
-    def core(self) -> "Circuit":
-        """Return a circuit of all sites that are in at least 90 % of the resampled circuits.
-
-        Raises:
-            InputError: the prompts were not resampled.
-        """
-        if self.stability is None:
-            reason = "got a circuit without resamples; expected discover(…, resamples=20)"
-            raise InputError([reason], "this circuit has no core")
-        sites = self.stability.sites
-        faithful, complete = self.stability.core_faithfulness
-        return replace(
-            self,
-            frame=sites[sites["class"] == "core"].reset_index(drop=True),
-            faithfulness=faithful,
-            completeness=complete,
-            random=(),
-        )
 
 
 @warned_once()
@@ -252,7 +168,7 @@ def discover(
         context.run(kept_runs.set, kept)
         ranking = context.run(rank_sites, prompts, method, budget, settings)
         bar.set_description_str(f"{label}search")
-        frame, effects = ranking.frame[_SITE], ranking.effect.to_numpy()[:, None]
+        frame, effects = ranking.frame[SITE], ranking.effect.to_numpy()[:, None]
         if resamples:  # the frame has one row per site and prompt, sorted by site
             n_prompts = len(pair.clean)
             frame = frame.iloc[::n_prompts].reset_index(drop=True)
@@ -314,7 +230,7 @@ def circuit_of(
     the circuit.
     """
     measured, complete, random = ablated.curves([rows], *draws)
-    frame = ablated.sites[_SITE].assign(effect=effects).iloc[rows]
+    frame = ablated.sites[SITE].assign(effect=effects).iloc[rows]
     by_effect = frame["effect"].abs().sort_values(ascending=False, kind="stable").index
     return Circuit(
         frame.loc[by_effect].reset_index(drop=True),

@@ -41,7 +41,7 @@ from jaxtyping import Bool, Float, Int
 from scipy.integrate import trapezoid
 from torch import Tensor
 
-from attn_only_lens.arguments import as_plain, is_count, is_number, option_reasons
+from attn_only_lens.arguments import a_type, as_plain, is_count, is_number, option_reasons
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.edit_checks import require_edits_read
 from attn_only_lens.engine.gradients import Tape
@@ -163,7 +163,7 @@ def faithfulness(
         reasons.append(f"got shares {list(shares)}; expected 2 or more increasing values in [0, 1]")
     if not isinstance(ranking, Sweep):
         expected = "expected the result of `attribution` or `activation_patch`"
-        reasons.append(f"ranking: got a {type(ranking).__name__}; {expected}")
+        reasons.append(f"ranking: got {a_type(ranking)}; {expected}")
     InputError.raise_if(reasons, "no curve can be drawn")
     options: dict[str, Any] = {"ablation": ablation, "mask": mask, "positions": positions}
     ablated = AblatedModel(model, clean, corrupted, metric, ranking.frame, **options)

@@ -32,6 +32,7 @@ from attn_only_lens.errors import InputError
 
 _CORE, _NOISE = 0.9, 0.1
 INCLUSION = ("inclusion", "inclusion_low", "inclusion_high", "class")
+MEASURES = ["faithfulness", "completeness"]
 _DEPENDENCE = 8.0
 _Half: TypeAlias = npt.NDArray[np.int64]
 
@@ -140,13 +141,12 @@ def resampled(
     frame = _inclusion(sites.assign(effect=effects.mean(axis=1)), flags_of_all)
     core = frame.index[frame["class"] == "core"].to_numpy()
     faithful, complete, _ = whole.curves([core])
-    measures = ["faithfulness", "completeness"]
     by_prompt = pd.concat(held_out).groupby("prompt").mean()
     ratios = [share_of_sums(*by_prompt[[part, "span"]].to_numpy().T) for part in ("left", "rest")]
     return Stability(
         frame.reset_index(drop=True),
-        pd.DataFrame(rows, columns=["n_sites", *measures, *(f"held_out_{x}" for x in measures)]),
-        pd.DataFrame(ratios, columns=["mean", "standard_error"], index=measures),
+        pd.DataFrame(rows, columns=["n_sites", *MEASURES, *(f"held_out_{x}" for x in MEASURES)]),
+        pd.DataFrame(ratios, columns=["mean", "standard_error"], index=MEASURES),
         (float(faithful[0]), float(complete[0])),
         jaccard=float(1 - pdist(flags_of_all, "jaccard").mean()),
     )

@@ -127,6 +127,7 @@ def circuit(
     normalization layers are held fixed.
     """
     from attn_only_lens import circuits
+    from attn_only_lens.circuits.circuit import MISSING
     from attn_only_lens.viz import circuit_view, write_html
 
     require_writable(out, (".html", ".json"), top)
@@ -150,6 +151,7 @@ def circuit(
     if minimal is not None:
         columns = ["name", "position", "effect"]
         print_frame(repr(minimal).partition("\n")[0], minimal.frame[columns].head(top))
+        typer.echo(MISSING)
     if is_json:
         typer.echo(f"{out}: {graph!r}\nDraw it: attn-only-lens picture {out} --out circuit.html")
     else:

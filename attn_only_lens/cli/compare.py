@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +22,6 @@ from attn_only_lens.cli.options import (
     Chat,
     Dtype,
     Faithfulness,
-    Metric,
     MetricOptions,
     Model,
     as_chat,
@@ -39,27 +37,23 @@ _NUMBERS = re.compile(r"\d+(,\d+)*")
 _PROMPT_FILE = "a .safetensors file with `tokens`, or a text file: one prompt or 3,4,113 per line"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _LossOptions(MetricOptions):
-    metric: Metric = "loss"
-
-
 @command(
     "Make models, and compare",
-    "attn-only-lens compare gpt2 grown/ --tokens prompts.txt --out report/",
-    "attn-only-lens compare gpt2 trained/ --provenance grown/ --tokens prompts.txt --out report/",
-    "attn-only-lens compare gpt2 grown/ --null grown_seed_1/ --tokens clean.txt "
-    '--corrupted corrupted.txt --metric logit_diff --answer " are" --wrong " is" --out report/',
+    "attn-only-lens compare gpt2 grown/ --prompts prompts.txt --metric loss --out report/",
+    "attn-only-lens compare gpt2 trained/ --provenance grown/ --prompts prompts.txt "
+    "--metric loss --out report/",
+    "attn-only-lens compare gpt2 grown/ --null grown_seed_1/ --prompts clean.txt "
+    '--corrupted-prompts corrupted.txt --answer " are" --wrong " is" --out report/',
 )
 def compare(
     model: Model,
     grown: Annotated[
         Path, typer.Argument(help="a model that `grow` wrote, perhaps trained afterwards")
     ],
-    tokens: Annotated[Path, option(_PROMPT_FILE, PROMPTS)],
-    metric: _LossOptions,
+    prompts: Annotated[Path, option(_PROMPT_FILE, PROMPTS)],
+    metric: MetricOptions,
     out: Annotated[Path, option("output folder for tables and pages", OUTPUT)],
-    corrupted: Annotated[
+    corrupted_prompts: Annotated[
         Path | None,
         option("a file with a corrupted prompt for each prompt; default: the next prompt", PROMPTS),
     ] = None,
@@ -94,19 +88,20 @@ def compare(
     import_extra("plotly")
     require_folder(out)
     _require_other_folder(out, [model, grown, null, provenance])
-    prompts = _read_prompts(tokens, "--tokens")
-    others = None if corrupted is None else _read_prompts(corrupted, "--corrupted")
-    measure = metric.build_metric(isinstance(prompts, torch.Tensor))
+    tokens, others = _read_prompts(prompts, "--prompts"), None
+    if corrupted_prompts is not None:
+        others = _read_prompts(corrupted_prompts, "--corrupted-prompts")
+    measure = metric.build_metric(isinstance(tokens, torch.Tensor))
     became = read_provenance(provenance or grown)
     target_device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     folders = [model, str(grown)] + ([] if null is None else [str(null)])
     hooked = is_hooked(grown)
     models = [load_model(folder, dtype, target_device, hooked) for folder in folders]
-    prompts = as_chat(models[0], prompts, chat)
+    tokens = as_chat(models[0], tokens, chat)
     others = as_chat(models[0], others, chat)
     try:
         comparison = compare_models(
-            *(models[0], models[1], prompts, measure),
+            *(models[0], models[1], tokens, measure),
             provenance=became,
             corrupted=others,
             null=models[2] if null is not None else None,

@@ -34,7 +34,7 @@ def convert(
         float | None, option("largest error of the activation function, for bilinear gates", _GATES)
     ] = None,
     text: Annotated[str | None, option("a text that calibrates gated MLPs", _GATES)] = None,
-    tokens: Annotated[
+    tokens_file: Annotated[
         Path | None,
         option("tokens that calibrate gated MLPs: a safetensors file, as for `verify`", _GATES),
     ] = None,
@@ -50,18 +50,19 @@ def convert(
     from attn_only_lens.tl import require_hooked_transformer
 
     require_hooked_transformer()
-    given = [x is not None for x in (heads_per_neuron, tolerance, text, tokens)]
+    given = [x is not None for x in (heads_per_neuron, tolerance, text, tokens_file)]
     if gate not in ("exact", "bilinear"):
         raise AttnOnlyLensError(f"got --gate {gate}; expected exact or bilinear")
     if gate == "exact" and any(given):
         raise AttnOnlyLensError(
-            "--heads-per-neuron, --tolerance, --text and --tokens need --gate bilinear"
+            "--heads-per-neuron, --tolerance, --text and --tokens-file need --gate bilinear"
         )
     name = model.model
-    if checkpoint.is_saved(name):
-        manifest = checkpoint.read_manifest(open_folder(name))
-        if manifest["layout"] == "in place":
-            raise AttnOnlyLensError(f"{name} has exposed neuron-heads; pass the original model")
+    manifest = checkpoint.read_manifest(open_folder(name)) if checkpoint.is_saved(name) else {}
+    layout = manifest.get("layout", "plain")
+    if layout == "in place":
+        raise AttnOnlyLensError(f"{name} has exposed neuron-heads; pass the original model")
+    if layout == "two blocks a layer":
         converted = load_model(name, None, model.device)
         if gate != "exact":
             raise AttnOnlyLensError(f"{name} is already converted; pass the original model")
@@ -75,8 +76,8 @@ def convert(
     else:
         source = load_model(name, model.dtype, model.device, hooked=True)
         calibration = None
-        if text is not None or tokens is not None:
-            calibration = calibrate(source, _input_of(source, _read_input(text, tokens)))
+        if text is not None or tokens_file is not None:
+            calibration = calibrate(source, _input_of(source, _read_input(text, tokens_file)))
         bilinear = Bilinear(heads_per_neuron, tolerance, calibration)
         converted = convert_model(source, gate="exact" if gate == "exact" else bilinear)
     checkpoint.save(converted, out, source_name=name)
@@ -93,7 +94,7 @@ def convert(
     "Start here",
     'attn-only-lens verify small-english --text "The keys near the cabinet"',
     'attn-only-lens verify gpt2 attention-only/ --text "The keys near the cabinet"',
-    "attn-only-lens verify gpt2 --tokens tokens.safetensors --dtype float64",
+    "attn-only-lens verify gpt2 --tokens-file tokens.safetensors --dtype float64",
 )
 def verify(
     model: ModelOptions,
@@ -104,7 +105,7 @@ def verify(
         ),
     ] = None,
     text: Annotated[str | None, option("a text that both models run on", PROMPTS)] = None,
-    tokens: Annotated[
+    tokens_file: Annotated[
         Path | None, option("a safetensors file with `tokens`, integers [batch, pos]", PROMPTS)
     ] = None,
     chat: Chat = False,
@@ -121,7 +122,7 @@ def verify(
     from attn_only_lens.models.verify import verify as verify_models
     from attn_only_lens.storage import open_folder
 
-    inputs = _read_input(text, tokens, chat)
+    inputs = _read_input(text, tokens_file, chat)
     if converted is None:
         loaded = source = model.with_neuron_heads()
         if isinstance(source, AttentionOnlyTransformer):
@@ -154,11 +155,11 @@ _Input: TypeAlias = "str | Int[Tensor, 'batch pos']"
 
 def _read_input(text: str | None, tokens: Path | None, chat: bool = False) -> _Input:
     if (text is None) == (tokens is None):
-        raise AttnOnlyLensError("pass either --text or --tokens as the input for both models")
+        raise AttnOnlyLensError("pass either --text or --tokens-file as the input for both models")
     if text is not None:
         return text
     if chat:
-        raise AttnOnlyLensError("got --chat and --tokens; expected --text, which is a message")
+        raise AttnOnlyLensError("got --chat and --tokens-file; expected --text, which is a message")
     assert tokens is not None
     return read_tokens(tokens)
 
@@ -171,7 +172,7 @@ def _input_of(source: Any, inputs: _Input, chat: bool = False) -> _Input:
     from attn_only_lens.engine.prompts import chat_tokens
 
     if source.tokenizer is None:
-        raise AttnOnlyLensError("the model has no tokenizer: use --tokens instead of --text")
+        raise AttnOnlyLensError("the model has no tokenizer: use --tokens-file instead of --text")
     return torch.stack(chat_tokens(source, inputs)) if chat else inputs
 
 

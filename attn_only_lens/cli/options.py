@@ -40,8 +40,8 @@ Faithfulness = Annotated[float, option("share of the effect that the circuit mus
 Chat = Annotated[
     bool, option("prompts are messages: apply the tokenizer's chat template", PROMPTS, "--chat")
 ]
-Tokens = Annotated[
-    bool, option("prompts and answers are token numbers: 3,4,113", PROMPTS, "--tokens")
+TokenIds = Annotated[
+    bool, option("prompts and answers are token numbers: 3,4,113", PROMPTS, "--token-ids")
 ]
 
 
@@ -102,7 +102,10 @@ class MetricOptions:
         answers: list[Any] = [texts for texts in (self.answer, self.wrong) if texts]
         if len(answers) != n_answers or (n_answers and not self.answer):
             wanted = ("neither --answer nor --wrong", "--answer alone", "--answer and --wrong")
-            raise AttnOnlyLensError(f"--metric {name} takes {wanted[n_answers]}")
+            others = ", ".join(other for other in _METRICS if other != name)
+            raise AttnOnlyLensError(
+                f"--metric {name} takes {wanted[n_answers]}; other metrics: {others}"
+            )
         if tokens:
             answers = [list(map(_one_token, texts)) for texts in answers]
         by_role = [texts if len(texts) > 1 else texts[0] for texts in answers]
@@ -115,16 +118,16 @@ class PromptOptions(MetricOptions):
     """Options for clean prompts and a metric."""
 
     clean: Annotated[list[str], option("a prompt; repeat the option for more prompts", PROMPTS)]
-    tokens: Tokens = False
+    token_ids: TokenIds = False
     chat: Chat = False
 
     def parse(self, corrupted: list[str] | None = None) -> tuple["MetricOfLogits", Any, Any]:
         """Return the metric, the clean prompts and the corrupted prompts."""
-        metric, clean = self.build_metric(self.tokens), self.clean
+        metric, clean = self.build_metric(self.token_ids), self.clean
         return (
             metric,
-            parse_prompts(clean, "--clean", self.tokens),
-            parse_prompts(corrupted, "--corrupted", self.tokens) if corrupted else None,
+            parse_prompts(clean, "--clean", self.token_ids),
+            parse_prompts(corrupted, "--corrupted", self.token_ids) if corrupted else None,
         )
 
 
@@ -184,7 +187,7 @@ def as_chat(model: Any, prompts: Any, chat: bool) -> Any:
     from attn_only_lens.engine.prompts import chat_tokens
 
     if not isinstance(prompts, list):
-        raise AttnOnlyLensError("got --chat and tokens; expected texts, which are messages")
+        raise AttnOnlyLensError("got --chat and token numbers; expected texts, which are messages")
     return chat_tokens(model, prompts)
 
 

@@ -10,7 +10,7 @@ from attn_only_lens.cli.options import (
     Chat,
     ModelOptions,
     OutPage,
-    Tokens,
+    TokenIds,
     as_chat,
     parse_names,
     parse_prompts,
@@ -56,7 +56,7 @@ def picture(
     'attn-only-lens pattern small-english --prompt "The keys near the cabinet are" '
     "--names L0N259,L3H3 --out patterns.html",
     'attn-only-lens pattern gpt2 --prompt "The keys near the cabinet are" --layer 5 --out l5.html',
-    "attn-only-lens pattern small-english --prompt 0,7,9 --tokens --names L0N7 --out neuron.html",
+    "attn-only-lens pattern small-english --prompt 0,7,9 --token-ids --names L0N7 --out l0n7.html",
 )
 def pattern(
     prompt: Annotated[str, option("the text to draw", PROMPTS)],
@@ -66,7 +66,7 @@ def pattern(
     layer: Annotated[
         int | None, option("a source layer, instead of names: its attention heads")
     ] = None,
-    tokens: Tokens = False,
+    token_ids: TokenIds = False,
     chat: Chat = False,
 ) -> None:
     """Draw the attention patterns of heads, and the activations of neurons, on one text."""
@@ -78,7 +78,7 @@ def pattern(
     require_writable(out, _PAGE)
     if (names is None) == (layer is None):
         raise AttnOnlyLensError("pass either --names or --layer")
-    prompts = parse_prompts([prompt], "--prompt", tokens)
+    prompts = parse_prompts([prompt], "--prompt", token_ids)
     loaded = model.with_neuron_heads()
     ids = single_prompts(loaded, as_chat(loaded, prompts, chat)).clean
     sites: Sites = heads(layer) if names is None else parse_names(names)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_only_lens.arguments import as_plain, is_count
+from attn_only_lens.arguments import a_type, as_plain, is_count
 from attn_only_lens.circuits._search import smallest_prefix
 from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.comparison.alignment import Alignment, align
@@ -33,7 +33,7 @@ from attn_only_lens.comparison.batches import Batch, PromptSource, batches
 from attn_only_lens.comparison.circuits import Resampling, compare_circuits
 from attn_only_lens.comparison.results import Comparison
 from attn_only_lens.comparison.statistics import Statistics
-from attn_only_lens.engine.input_warnings import warned_once
+from attn_only_lens.engine.input_warnings import warn, warned_once
 from attn_only_lens.engine.metrics import AnyMetric, no_gradient_reasons, require_slope
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.prompts import Prompts
@@ -48,6 +48,7 @@ from attn_only_lens.patching.repairs import on_one_device
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 
 _PROBLEM = "these cannot be compared"
+_KEPT = 0.5  # `compare` warns if less than this share of the original's effect is left
 _N_RANDOM = 3  # for each circuit, the number of random circuits of the same size
 
 
@@ -73,10 +74,14 @@ def compare(
 ) -> Comparison:
     """Compare every component of a model with the same component of its grown model.
 
-    The effect of a component is the decrease of the metric when the component's output is replaced
+    The *drop* of a component is the decrease of the metric when the component's output is replaced
     by its output on the corrupted prompt. If no corrupted prompts are given, the next prompt (in a
     stream, the next prompt of the same batch) is used instead. Then the metric must depend on the
     prompt's tokens, as `loss` does.
+
+    A circuit is the shortest list of sites, from the largest |estimated drop| down, that reaches
+    `faithfulness`. This simple rule is the same for all models, so that sizes can be compared.
+    Circuits from `discover` are smaller, because it ranks sites by secants and prunes the circuit.
 
     Growth follows Gesmundo and Maile, "Composable Function-preserving Expansions for Transformer
     Architectures", 2023. `circuits.discover` and `patching.attribution` describe the other methods.
@@ -102,7 +107,7 @@ def compare(
         batch_size: the maximum number of prompts in a batch, if tokens are cut.
         faithfulness: the target for both circuits: each circuit's faithfulness differs from 1 by
             at most 1 - `faithfulness`.
-        n_patched: how many components to patch, by largest |attribution| in any model; None: all.
+        n_patched: how many components to patch, by the largest |estimated drop|; None: all.
         n_nodes: the number of circuit nodes with the largest effects between which edges are
             computed; 0 for models whose patterns cannot be frozen.
         edge_mass: the share of Σ |weight| that a circuit's edges of each kind must have.
@@ -113,6 +118,10 @@ def compare(
 
     Returns:
         A `Comparison`, with frames for the components and for both circuits.
+
+    Warns:
+        InputWarning: the metric of `grown` or `null` differs between clean and corrupted prompts
+            by less than half as much as the original's.
 
     Raises:
         ComparisonError: models or provenance do not match, prompts have an unknown type, or
@@ -163,9 +172,11 @@ def compare(
             with stage_bar("more batches", total, "step", progress and total != 0) as bar:
                 for batch in stream:
                     statistics.add(batch, bar)
-            return result(n_patched)
+            comparison = result(n_patched)
         except Exception as error:  # the new error contains the results so far
             raise _stopped(error, result(0)) from error
+    _warn_if_lost(comparison.about["values"])
+    return comparison
 
 
 def _first_batch(
@@ -223,6 +234,18 @@ def _first_batch(
     return result
 
 
+def _warn_if_lost(values: dict[str, dict[str, float]]) -> None:
+    """Warn if a model has less than half of the original's clean minus corrupted metric."""
+    spans = {label: value["clean"] - value["corrupted"] for label, value in values.items()}
+    whole = spans.pop("original")
+    cases = {
+        label: f"{label} model: {span:.3g}; original: {whole:.3g}"
+        for label, span in spans.items()
+        if span / whole < _KEPT
+    }
+    warn(cases, "the grown model no longer does this task: clean minus corrupted metric")
+
+
 def _stopped(error: Exception, so_far: Comparison) -> ComparisonError:
     reasons = [
         f"{type(error).__name__}: {error}",
@@ -262,7 +285,7 @@ def _require_valid(compared: Sequence[Any], provenance: object, settings: dict[s
     models = [model.model if isinstance(model, Grown) else model for model in compared]
     for label, model in zip(MODELS, models, strict=False):
         if not hasattr(model, "cfg"):
-            reasons.append(f"{label}: got a {type(model).__name__}; expected a model")
+            reasons.append(f"{label}: got {a_type(model)}; expected a model")
     ComparisonError.raise_if(reasons, _PROBLEM)
     for size in ("d_vocab", "d_vocab_out"):
         expected, *sizes = (getattr(model.cfg, size, None) for model in models)

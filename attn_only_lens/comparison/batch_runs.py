@@ -143,7 +143,7 @@ def add_patching(
     progress: bool = False,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Patch the components with the largest estimates; add the exact effects to `old` and `new`."""
-    estimates = ["attribution", "grown_attribution", "null_attribution"]
+    estimates = ["estimated_drop", "grown_estimated_drop", "null_estimated_drop"]
     sizes = pd.concat([old, new]).reindex(columns=estimates).abs().max(axis=1).to_numpy()
     chosen = np.zeros(len(sizes), dtype=bool)
     chosen[np.argsort(-sizes, kind="stable")[:n_patched]] = True
@@ -156,14 +156,14 @@ def add_patching(
             models, [patched["name"].tolist(), names, names], MODELS, strict=False
         )
     ]
-    old["patching"] = old["name"].map(effects[0])
-    columns = (("grown_patching", "patching"), ("null_patching", "null_patching"))
+    old["drop"] = old["name"].map(effects[0])
+    columns = (("grown_drop", "drop"), ("null_drop", "null_drop"))
     for (of_old, of_new), losses in zip(columns, effects[1:], strict=False):
         old[of_old] = old["grown_name"].map(losses)
         new[of_new] = new["grown_name"].map(losses)
-    old["patching_change"] = old["grown_patching"] - old["patching"]
+    old["drop_change"] = old["grown_drop"] - old["drop"]
     if len(models) > 2:
-        old["null_patching_change"] = old["null_patching"] - old["grown_patching"]
+        old["null_drop_change"] = old["null_drop"] - old["grown_drop"]
     return old, new
 
 

@@ -23,7 +23,7 @@ class _Manifest(TypedDict):
     files: dict[str, FileDigest]
 
 
-_DOCUMENT = Document("attn_only_lens.Comparison", 3, _Manifest)
+_DOCUMENT = Document("attn_only_lens.Comparison", 4, _Manifest)
 _FRAME_DOCUMENT = Document("attn_only_lens.ComparisonFrame", 1, TableFields)
 
 
@@ -36,10 +36,12 @@ class Comparison:
         name, grown_name, kind, layer, grown_layer
         divergence, divergence_se     Jensen–Shannon divergence of its patterns, in bits, 0 to 1
         cosine, norm_ratio            of its outputs (missing if an output is always zero)
-        attribution, grown_attribution, attribution_change, attribution_change_se
-                                      estimate of how much the metric decreases with another
-                                      prompt's activation, and the standard error of the mean
-        patching, grown_patching, patching_change
+        estimated_drop, grown_estimated_drop, estimated_drop_change, estimated_drop_change_se
+                                      estimate of how much the metric decreases if the component's
+                                      output is replaced by its output on the corrupted prompt, and
+                                      the standard error of the mean. It has the units of the
+                                      metric; `patching.attribution` estimates scores instead
+        drop, grown_drop, drop_change
                                       the exact decrease, on the first batch (missing if a
                                       component is not among the largest)
         null_…                        the same between the grown model and the null, if there is one
@@ -48,9 +50,9 @@ class Comparison:
         heads: the original's attention heads.
         neurons: the original's neurons, without silent neurons.
         new: a frame with one row per component that only the grown model has: `grown_name`,
-            `kind`, `grown_layer`, `attribution`, `attribution_se`, `share` (of the metric's range,
-            clean minus corrupted), `norm` (root mean square of its output at a token), `patching`;
-            and `null_share`, the share of the null's component with the same name.
+            `kind`, `grown_layer`, `estimated_drop`, `estimated_drop_se`, `share` (of the metric's
+            range, clean minus corrupted), `norm` (root mean square of its output at a token),
+            `drop`; and `null_share`, the share of the null's component with the same name.
         silent: neurons whose output never exceeds the rounding error of their layer's output in
             either model (`comparison/statistics.py`), so that their patterns are noise: `name`,
             `grown_name`, `kind`, `layer`, `grown_layer`. The other frames omit them.
@@ -82,14 +84,14 @@ class Comparison:
         Returns:
             A frame with one row for each kind of component in each layer: `layer`, `kind`, the
             number of `components`, the number of further `silent` components, and the means of
-            `divergence`, `cosine`, `norm_ratio` and |`attribution_change`|, without missing values.
-            If there is a null, `null_…` columns have the same means for it.
+            `divergence`, `cosine`, `norm_ratio` and |`estimated_drop_change`|, without missing
+            values. If there is a null, `null_…` columns have the same means for it.
         """
         frame = pd.concat([self.heads, self.neurons], ignore_index=True)
         prefixes = ("", "null_") if "null_divergence" in frame else ("",)
-        changes = [f"{prefix}attribution_change" for prefix in prefixes]
+        changes = [f"{prefix}estimated_drop_change" for prefix in prefixes]
         frame[changes] = frame[changes].abs()
-        measures = ("divergence", "cosine", "norm_ratio", "attribution_change")
+        measures = ("divergence", "cosine", "norm_ratio", "estimated_drop_change")
         columns = [f"{prefix}{measure}" for measure in measures for prefix in prefixes]
         groups, silent = (rows.groupby(["layer", "kind"]) for rows in (frame, self.silent))
         sizes = {"components": groups.size(), "silent": silent.size()}

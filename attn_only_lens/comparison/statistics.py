@@ -235,10 +235,10 @@ class _SharedStatistics:
             divergence_se=_standard_error(js, js_2, n),
             cosine=cosine,
             norm_ratio=np.where(np.isinf(ratio), np.nan, ratio),
-            attribution=first / n,
-            grown_attribution=second / n,
-            attribution_change=(second - first) / n,
-            attribution_change_se=_standard_error(second - first, change_2, n),
+            estimated_drop=first / n,
+            grown_estimated_drop=second / n,
+            estimated_drop_change=(second - first) / n,
+            estimated_drop_change_se=_standard_error(second - first, change_2, n),
             silent=silent,
         )
 
@@ -272,8 +272,8 @@ class _NewStatistics:
         effect, effect_2, written = self.sums
         names = [(name, sites.kind, sites.layer) for sites in self._new for name in sites.names]
         return pd.DataFrame(names, columns=["grown_name", "kind", "grown_layer"]).assign(
-            attribution=effect / n_prompts,
-            attribution_se=_standard_error(effect, effect_2, n_prompts),
+            estimated_drop=effect / n_prompts,
+            estimated_drop_se=_standard_error(effect, effect_2, n_prompts),
             share=effect / span,
             norm=np.sqrt(written.clip(min=0) / n_tokens),
         )
@@ -312,7 +312,7 @@ class Statistics:
         bar = tqdm(disable=True) if bar is None else bar
         runs = []
         for model, sites, label in zip(self._models, self._sites, MODELS, strict=False):
-            bar.set_description(f"{batch.label}: attribution in {label}")
+            bar.set_description(f"{batch.label}: estimates in {label}")
             runs.append(run_batch(model, batch, sites, keep=keep))
             bar.update()
         # Change the sums only after all steps that can fail, so that no batch is added in part.
@@ -342,10 +342,10 @@ class Statistics:
         for null, new_null in zip(nulls, new_nulls, strict=True):
             for name in _MEASURES:  # outputs of silent neurons are rounding errors
                 old[f"null_{name}"] = null[name].mask(null["silent"])
-            for name in ("attribution_change", "attribution_change_se"):
+            for name in ("estimated_drop_change", "estimated_drop_change_se"):
                 old[f"null_{name}"] = null[name]
-            old["null_attribution"] = null["grown_attribution"]
-            for name in ("attribution", "share"):
+            old["null_estimated_drop"] = null["grown_estimated_drop"]
+            for name in ("estimated_drop", "share"):
                 new[f"null_{name}"] = new_null[name]
         silent = old.pop("silent")
         audible = old[~silent].reset_index(drop=True)

@@ -26,6 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.axes import Logits
 from attn_only_lens.devices import float32_if_half, on_cpu, to_float64_device
 from attn_only_lens.engine.answers import (
@@ -448,7 +449,7 @@ def custom(
         'largest logit'
     """
     if not callable(fn):
-        reason = f"got a {type(fn).__name__}; expected a metric, or a function of the logits"
+        reason = f"got {a_type(fn)}; expected a metric, or a function of the logits"
         raise InputError([reason], _NO_NUMBER)
     label = str(name or getattr(fn, "__name__", type(fn).__name__))
     try:

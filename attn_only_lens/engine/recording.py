@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.axes import SELF, Residual, Tokens
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, bind, require_distinct
 from attn_only_lens.engine.prompts import PromptPair
@@ -374,7 +375,7 @@ def output_stream(output: Any) -> Residual:
     stream: Residual = output[0] if isinstance(output, tuple | list) else output
     if not isinstance(stream, Tensor):
         reason = (
-            f"a block returns a {type(stream).__name__}; expected the residual stream, or a tuple "
+            f"a block returns {a_type(stream)}; expected the residual stream, or a tuple "
             "or list that begins with it"
         )
         raise UnsupportedModelError([reason], "this model cannot be recorded")

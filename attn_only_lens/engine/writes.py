@@ -39,6 +39,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from attn_only_lens.arguments import a_type, with_article
 from attn_only_lens.axes import Residual, Tokens
 from attn_only_lens.devices import read_all
 from attn_only_lens.engine.edits import neuron_changes
@@ -301,8 +302,8 @@ class _Traffic:
             name for (name, _), is_norm in zip(self._norms, are_norms, strict=True) if not is_norm
         }
         reasons = [
-            f"got a {name}, which does not divide by a root mean square; expected an RMSNorm or a "
-            "LayerNorm"
+            f"got {with_article(name)}, which does not divide by a root mean square; "
+            "expected an RMSNorm or a LayerNorm"
             for name in sorted(others)
         ]
         UnsupportedModelError.raise_if(reasons, _PROBLEM)
@@ -387,7 +388,7 @@ def _record_modules(modules: set[nn.Module]) -> Iterator[_Traffic]:
         x = next(named, (*args, None)[0])
         if x.ndim != 3:
             reason = (
-                f"a {type(module).__name__} gets an input of shape {list(x.shape)}; expected "
+                f"{a_type(module)} gets an input of shape {list(x.shape)}; expected "
                 "[batch, pos, d_model]: turn off use_split_qkv_input and use_attn_in"
             )
             raise InputError([reason], _PROBLEM)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens import expansion as ex
-from attn_only_lens.arguments import as_plain, is_count
+from attn_only_lens.arguments import a_type, as_plain, is_count
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.engine.model_checks import hook_reasons
 from attn_only_lens.errors import GrowthError
@@ -263,9 +263,7 @@ def _checked_expansion(
     if init is not None and not callable(init):
         odd.append(f"got init={init!r}; expected an initialiser from attn_only_lens.expansion.init")
     if expansion is not None and not isinstance(expansion, Expansion):
-        odd.append(
-            f"got a {type(expansion).__name__}; expected an expansion from attn_only_lens.expansion"
-        )
+        odd.append(f"got {a_type(expansion)}; expected an expansion from attn_only_lens.expansion")
     if odd:
         raise GrowthError([*reasons, *odd])
     if expansion is None:
@@ -370,7 +368,7 @@ def identity(model: Any) -> Identity:
         ['embed.W_E']
     """
     if not isinstance(model, nn.Module):
-        raise GrowthError([f"got a {type(model).__name__}; expected a model"], "it has no weights")
+        raise GrowthError([f"got {a_type(model)}; expected a model"], "it has no weights")
     try:
         tensors = growable_of(model).read().tensors
     except GrowthError:  # even a model that cannot be grown has an identity
@@ -383,13 +381,12 @@ def growable_of(model: Any) -> Growable:
     for kind_of_model in _KINDS:
         if kind_of_model.is_kind(model):
             return kind_of_model(model)
-    kind = type(model)
-    got = f"{kind.__module__}.{kind.__qualname__}"
+    got = a_type(model, with_module=True)
     if isinstance(model, TransformerBridge):  # a bridge with exposed neuron-heads has another class
-        got = f"TransformerBridge of {model.cfg.architecture}"
+        got = f"a TransformerBridge of {model.cfg.architecture}"
     raise GrowthError(
         [
-            f"got a {got}; expected a HookedTransformer, a model that convert made from one, a "
+            f"got {got}; expected a HookedTransformer, a model that convert made from one, a "
             "TransformerBridge from boot_native, or a TransformerBridge around a transformers "
             f"model with one of these model types: {', '.join(FAMILIES)}"
         ]

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from attn_only_lens.arguments import with_article
 from attn_only_lens.expansion.weights import block_name
 from attn_only_lens.growth.growable import Growable, Parameter, shared_parameter_reasons
 from attn_only_lens.models.in_place import exposed_heads, reasons_against_copying
@@ -164,7 +165,7 @@ def differing_modules(model: Any, usual: Any) -> list[str]:
             continue  # bridges split joint matrices and name their block lists differently
         if type(module) is not type(twin):
             got, expected = type(module).__qualname__, type(twin).__qualname__
-            reasons.append(f"{label} is a {got}; the configuration says {expected}")
+            reasons.append(f"{label} is {with_article(got)}; the configuration says {expected}")
             continue
         has, says = _constants(module), _constants(twin)
         reasons += [

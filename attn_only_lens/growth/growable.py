@@ -10,6 +10,7 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor, nn
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Weights
 
@@ -100,7 +101,7 @@ class Growable(ABC):
                 sizes[axis.label].add(size)
         reasons = [
             f"layers would differ in {_FIELDS.get(label, label)} ({sorted(values)}), but the "
-            f"layers of a {type(self.model).__name__} must have equal sizes; grow all of them"
+            f"layers of {a_type(self.model)} must have equal sizes; grow all of them"
             f"{self._instead}"
             for label, values in sizes.items()
             if len(values) > 1
@@ -120,7 +121,7 @@ class Growable(ABC):
     def reasons_against_saving(self) -> list[str]:
         """Return every reason why `save_pretrained` cannot write the model."""
         return [
-            f"got a {type(self.model).__name__}; expected a HookedTransformer, or a bridge around "
+            f"got {a_type(self.model)}; expected a HookedTransformer, or a bridge around "
             "a transformers model; save other models with neuron-heads by attn_only_lens.save"
         ]
 

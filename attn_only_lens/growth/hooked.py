@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.expansion import Axis, Weights
 from attn_only_lens.expansion.weights import Constants, tail
 from attn_only_lens.gates import GATES
@@ -142,9 +143,7 @@ def configuration_reasons(model: Any, block_norms: Sequence[str]) -> list[str]:
     expected = {**dict.fromkeys(norms, constants.norm), "ln_final": constants.final_norm}
     for name, module in model.named_modules():
         if name in expected and type(module) is not _CLASSES[expected[name]]:
-            reasons.append(
-                f"{name} is a {type(module).__qualname__}; the configuration says {expected[name]}"
-            )
+            reasons.append(f"{name} is {a_type(module)}; the configuration says {expected[name]}")
         if getattr(module, "eps", cfg.eps) != cfg.eps:
             reasons.append(f"{name}.eps is {module.eps}; the configuration says {cfg.eps}")
         if (layer := getattr(module, "layer_id", None)) is not None:

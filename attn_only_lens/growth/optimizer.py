@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion.provenance import Provenance, TensorMap
 from attn_only_lens.expansion.weights import axes_of
@@ -99,7 +100,7 @@ def _reasons_against(optimizer: Optimizer, model: nn.Module) -> list[str]:
     if kind not in _SETTINGS:
         known = ", ".join(setting.__name__ for setting in _SETTINGS)
         return [
-            f"got a {kind.__module__}.{kind.__qualname__}; expected one of torch's {known}, whose "
+            f"got {a_type(optimizer, with_module=True)}; expected one of torch's {known}, whose "
             "moments can be scaled with their parameters"
         ]
     known_ids = set(model.parameters())

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.expansion import Axis, Weights
 from attn_only_lens.expansion.weights import block_name, in_layer, tail
 from attn_only_lens.growth.growable import Growable, Parameter
@@ -58,7 +59,7 @@ class ConvertedModel(Growable):
         """Return every reason why this model cannot be grown."""
         model = self.model
         if type(model) is not AttentionOnlyTransformer:
-            return [f"got a {type(model).__qualname__}, a subclass that growth does not support"]
+            return [f"got {a_type(model)}, a subclass that growth does not support"]
         reasons = [*module_reasons(model), *configuration_reasons(model, ("ln1", "ln1_post"))]
         sizes = model.cfg.layer_sizes
         if len({size.n_key_value_heads is None for size in sizes}) > 1:

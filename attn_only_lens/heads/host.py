@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.devices import read_all
 from attn_only_lens.errors import UnsupportedCallError
 
@@ -236,6 +237,6 @@ def reasons_without_heads(model: object) -> list[str]:
     if has_neuron_heads(model):
         return []
     return [
-        f"the model, a {type(model).__name__}, has no neuron-heads: call "
+        f"the model, {a_type(model)}, has no neuron-heads: call "
         "attn_only_lens.convert(model), or attn_only_lens.expose_neuron_heads(model), first"
     ]

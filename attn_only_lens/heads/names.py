@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
 from attn_only_lens.heads.host import (
     POINTS,
@@ -176,12 +177,12 @@ def _require_plain(model: Any, name: HeadName) -> None:
     """Raise UnsupportedCallError if a model without neuron-heads cannot have this head."""
     if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
         raise UnsupportedCallError(
-            f"got a {type(model).__name__}; expected a model with blocks, from TransformerLens or "
+            f"got {a_type(model)}; expected a model with blocks, from TransformerLens or "
             "this package"
         )
     if name.kind != "attention":
         raise UnsupportedCallError(
-            f"got {str(name)!r} and a {type(model).__name__} without neuron-heads; expected a "
+            f"got {str(name)!r} and {a_type(model)} without neuron-heads; expected a "
             "model that convert or expose_neuron_heads returned"
         )
     # A model from to_stock has two layers per source layer.

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import ActivationCache
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.axes import BIAS, SELF
 from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
 from attn_only_lens.heads.host import NEURON_KINDS, HeadKind, has_neuron_heads, host_of
@@ -116,9 +117,9 @@ def require_neuron_heads(cache: Any) -> None:
     """Raise UnsupportedCallError unless this is the cache of a model with neuron-heads."""
     model = getattr(cache, "model", None)
     if not has_neuron_heads(model):
-        kind = "" if model is None else f" of a {type(model).__name__} without neuron-heads"
+        kind = "" if model is None else f" of {a_type(model)} without neuron-heads"
         raise UnsupportedCallError(
-            f"got a {type(cache).__name__}{kind}; expected the cache of a converted or exposed "
+            f"got {a_type(cache)}{kind}; expected the cache of a converted or exposed "
             "model: call convert or expose_neuron_heads, then run_with_cache"
         )
 

@@ -26,6 +26,7 @@ from transformer_lens.model_bridge.sources.transformers import (
 from transformers import AutoConfig
 from transformers.utils import logging
 
+from attn_only_lens.arguments import with_article
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.source_folder import (
     CONFIG,
@@ -125,8 +126,9 @@ def _other_task(config: dict[str, Any]) -> list[str]:
     for name in config.get("architectures") or ():
         if str(name).endswith(_OTHER_TASKS):
             return [
-                f"it is a {name}, whose output head is not for language modelling and would be "
-                "left out; expected a language model, such as the one that it was fine-tuned from"
+                f"it is {with_article(name)}, whose output head is not for language "
+                "modelling and would be left out; expected a language model, such as the one that "
+                "it was fine-tuned from"
             ]
     return []
 

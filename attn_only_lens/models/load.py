@@ -45,7 +45,7 @@ def load(
         a Hugging Face folder                config.json and safetensors: a TransformerBridge
         a folder that grown.save_pretrained  or the command `grow` wrote: a TransformerBridge or a
                                              HookedTransformer, as it was saved
-        a folder that `save` wrote           the saved model with its neuron-heads
+        a folder that `save` wrote           the saved model, with its neuron-heads if it had them
         a folder of a HookedTransformer      config.json with the fields of its configuration, and
                                              model.safetensors (transformer-lens 3.9)
 

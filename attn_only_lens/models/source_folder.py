@@ -19,6 +19,7 @@ from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATION
 from transformers import AutoTokenizer
 from typing_extensions import TypedDict
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.devices import free_bytes
 from attn_only_lens.errors import AttnOnlyLensError, CheckpointError
 from attn_only_lens.models.two_blocks.build import stock_skeleton, tensor_misfits
@@ -150,8 +151,7 @@ def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
     settings = read_json(path) if path.exists() else {}
     if not isinstance(settings, dict):
         raise CheckpointError(
-            f"{path} holds a {type(settings).__name__}; expected a JSON object with a tokenizer's "
-            "settings"
+            f"{path} holds {a_type(settings)}; expected a JSON object with a tokenizer's settings"
         )
     files = [key for key in settings if str(key).endswith("_file") and settings[key] is not None]
     if any(os.path.exists(str(settings[key])) for key in files):

@@ -36,6 +36,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.engine.model_checks import hook_reasons
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import BilinearGate
@@ -304,7 +305,7 @@ def _reasons_against(model: object, max_bytes: int) -> list[str]:
     """Return error messages if `to_stock` cannot convert a model; no weights are allocated."""
     if not isinstance(model, AttentionOnlyTransformer):
         return [
-            f"got a {type(model).__module__}.{type(model).__qualname__}; expected a "
+            f"got {a_type(model, with_module=True)}; expected a "
             f"model from attn_only_lens.convert{USE_INSTEAD}"
         ]
     if reasons := host_of(model).reasons():

@@ -20,6 +20,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
+from attn_only_lens.arguments import a_type, with_article
+
 BY_LAYER = "d_mlp_by_layer"
 _WITHOUT_HEAD_DIM = ("gpt2", "gpt_neox", "bert", "roberta")
 
@@ -129,13 +131,13 @@ def weight_reasons(model: nn.Module) -> list[str]:
         return reasons
     for name, module in model.named_modules():
         if "quantized" in type(module).__module__.split("."):
-            return [f"its {_plain(name)} is a {type(module).__qualname__}: {DEQUANTISE}"]
+            return [f"its {_plain(name)} is {a_type(module)}: {DEQUANTISE}"]
     for name, parameter in model.named_parameters():
         # Check the class, too, because some quantised tensors report a floating-point dtype.
         library = type(parameter).__module__.partition(".")[0]
         if library in _QUANTISERS or not parameter.is_floating_point():
             kind = f"{type(parameter).__name__} of {str(parameter.dtype).removeprefix('torch.')}"
-            return [f"its {_plain(name)} is a {kind}: {DEQUANTISE}"]
+            return [f"its {_plain(name)} is {with_article(kind)}: {DEQUANTISE}"]
     return []
 
 

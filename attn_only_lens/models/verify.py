@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
+from attn_only_lens.arguments import with_article
 from attn_only_lens.axes import Tokens
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.tokens import checked_tokens
@@ -285,7 +286,7 @@ def _mismatches(source: Any, converted: Any) -> list[str]:
     expected = TransformerBridge if isinstance(converted, TransformerBridge) else HookedTransformer
     if not isinstance(source, expected) or has_neuron_heads(source):
         name = type(source).__name__
-        wanted = f"expected the model before conversion, a {expected.__name__}"
+        wanted = f"expected the model before conversion, {with_article(expected.__name__)}"
         reasons = [f"source: got {name}; {wanted}", *reasons]
     if reasons:
         return reasons

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.axes import Tokens
 from attn_only_lens.engine.input_warnings import shortened
 from attn_only_lens.engine.tokens import checked_tokens, tokens_of_text, warn_of_unknown_words
@@ -131,7 +132,7 @@ def _entries(texts: Texts) -> Iterator[Any]:
         wrong = not isinstance(texts, Iterable) or getattr(texts, "ndim", 1) == 0
         if wrong or isinstance(texts, Mapping | pd.DataFrame):
             expected = "expected a file or a list of texts, such as one column of a table"
-            raise InputError([f"got a {type(texts).__name__}; {expected}"], _PROBLEM)
+            raise InputError([f"got {a_type(texts)}; {expected}"], _PROBLEM)
         yield from texts
         return
     path, numbers = Path(texts), count()
@@ -163,7 +164,7 @@ def _tokens(model: Any, entry: Any, number: int) -> Int[Tensor, "pos"]:
         if isinstance(entry, list | tuple):
             entry = torch.tensor(entry, device="cpu", dtype=None if entry else torch.long)
         if not isinstance(entry, Tensor):
-            raise UnsupportedCallError(f"got a {type(entry).__name__}; {_EXPECTED}")
+            raise UnsupportedCallError(f"got {a_type(entry)}; {_EXPECTED}")
         if entry.ndim != 1:
             raise UnsupportedCallError(f"got tokens {list(entry.shape)}; {_EXPECTED}")
         for piece in entry.split(model.cfg.n_ctx) if len(entry) else ():

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import Self, TypedDict
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.errors import InputError
 from attn_only_lens.neurons.accumulate import BINS, ENDS, QUADRANTS, State
 from attn_only_lens.neurons.looks import SIDES
@@ -78,7 +79,7 @@ def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
     """
     problem = "no examples can be taken from this frame"
     if not isinstance(frame, pd.DataFrame):
-        raise InputError([f"got a {type(frame).__name__}; expected a frame of examples"], problem)
+        raise InputError([f"got {a_type(frame)}; expected a frame of examples"], problem)
     missing = sorted({"name", *COLUMNS} - set(frame.columns))
     if missing:
         raise InputError([f"the frame has no column {', '.join(missing)}"], problem)

@@ -22,7 +22,7 @@ import pandas as pd
 from jaxtyping import Bool, Float, Int
 from scipy.stats import pearsonr, spearmanr
 
-from attn_only_lens.arguments import as_plain, is_count, is_number
+from attn_only_lens.arguments import a_type, as_plain, is_count, is_number
 from attn_only_lens.engine.metrics import require_distinct
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.tokens import token_texts_of_prompts
@@ -252,7 +252,7 @@ class ScoredFrame:
 
     def _require_columns(self) -> None:
         if not isinstance(self.frame, pd.DataFrame):
-            reason = f"got a {type(self.frame).__name__}; expected a pandas DataFrame"
+            reason = f"got {a_type(self.frame)}; expected a pandas DataFrame"
             raise InputError([reason], _PROBLEM)
         names, columns = set(self.frame.columns), list(self._columns)
         end = columns.index("value") + 1

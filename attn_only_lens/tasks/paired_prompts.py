@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from attn_only_lens.arguments import is_count, positive_reasons
+from attn_only_lens.arguments import a_type, is_count, positive_reasons
 from attn_only_lens.engine.metrics import Metric, logit_diff, probability_diff
 from attn_only_lens.engine.tokens import token_ids
 from attn_only_lens.errors import InputError
@@ -166,8 +166,7 @@ def _tokenizer_reasons(tokenizer: Any) -> list[str]:
     """Return the reasons why prompts cannot be made with a tokenizer."""
     if not callable(tokenizer) or not hasattr(tokenizer, "convert_ids_to_tokens"):
         return [
-            f"got a {type(tokenizer).__name__}; expected a Hugging Face tokenizer, such as "
-            "model.tokenizer"
+            f"got {a_type(tokenizer)}; expected a Hugging Face tokenizer, such as model.tokenizer"
         ]
     plain, with_special = token_ids(tokenizer, "a"), tokenizer("a")["input_ids"]
     if not plain or list(with_special[-len(plain) :]) == plain:

@@ -12,7 +12,7 @@ from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import LinearBridge
 
-from attn_only_lens.arguments import is_count, option_reasons
+from attn_only_lens.arguments import a_type, is_count, option_reasons
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import has_neuron_heads
 from attn_only_lens.heads.feature_mlp import FeatureMLP
@@ -130,8 +130,7 @@ def _reasons(model: Any, transcoders: Any, error: object) -> list[str]:
     if type(model) not in (TransformerBridge, HookedTransformer):
         heads = " whose neuron-heads are exposed (call undo() first)" * has_neuron_heads(model)
         return [
-            f"got a {type(model).__name__}{heads}; expected a TransformerBridge or a "
-            "HookedTransformer",
+            f"got {a_type(model)}{heads}; expected a TransformerBridge or a HookedTransformer",
             *reasons,
         ]
     if not isinstance(transcoders, Mapping) or not transcoders:

@@ -14,6 +14,7 @@ import pandas as pd
 from jaxtyping import Float
 from pydantic import BaseModel, Field, FiniteFloat, PositiveInt, StrictBool, ValidationError
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, NODE_KINDS
 from attn_only_lens.neurons import Example
 from attn_only_lens.viz.page import short_numbers
@@ -89,7 +90,7 @@ def circuit_reasons(
     """Return all reasons why the circuit cannot be drawn."""
     items = (("nodes", nodes, pd.DataFrame), ("edges", edges, pd.DataFrame))
     reasons = [
-        f"got a {type(item).__name__} as {what}; expected a {kind.__name__}"
+        f"got {a_type(item)} as {what}; expected a {kind.__name__}"
         for what, item, kind in (*items, ("details", details, Mapping))
         if not isinstance(item, kind)
     ]
@@ -171,7 +172,7 @@ def _details_reasons(
         if key not in known:
             reasons.append(f"got details for {key!r}, which is not a node's id or name")
         if not isinstance(item, NodeDetails):
-            reasons.append(f"got a {type(item).__name__} for {key!r}; expected NodeDetails")
+            reasons.append(f"got {a_type(item)} for {key!r}; expected NodeDetails")
             continue
         for what, row in (("pattern", item.pattern), ("z", item.z)):
             numbers = np.asarray([0.0] * n_tokens if row is None else row, dtype=float)

@@ -58,7 +58,7 @@ def comparison_report(comparison: Comparison) -> Page:
     """
     about = comparison.about
     every = pd.concat([comparison.heads, comparison.neurons], ignore_index=True)
-    changed = _largest(every, ["attribution_change"], _ROWS)
+    changed = _largest(every, ["estimated_drop_change"], _ROWS)
     new = _largest(comparison.new, ["share"], _ROWS)
     title = f"{model_title(about['model'])}: {about['metric']}, original against grown"
     models = pd.DataFrame(about["values"]).T.rename_axis("model").reset_index()
@@ -76,8 +76,8 @@ def comparison_report(comparison: Comparison) -> Page:
         _overlap(comparison),
         _table("By layer: means over components", comparison.summary()),
         _divergences(every),
-        _attributions(every, comparison.new),
-        _table(f"The {len(changed)} components whose attribution changed most", changed),
+        _drops(every, comparison.new),
+        _table(f"The {len(changed)} components whose estimated drop changed most", changed),
         _table(f"The {len(new)} new components with the largest share", new),
     ]
     script = inline_script(import_extra("plotly.offline").get_plotlyjs())
@@ -148,16 +148,18 @@ def _largest(frame: pd.DataFrame, columns: list[str], n: int) -> pd.DataFrame:
     return frame.loc[frame[columns].abs().max(axis=1).nlargest(n).index]
 
 
-def _attributions(every: pd.DataFrame, new: pd.DataFrame) -> str:
-    """Plot the attribution of each component in the grown model against the original model."""
-    every = _largest(every, ["attribution", "grown_attribution"], _POINTS)
-    figure = _figure("Attribution of each component", "in the original", "in the grown model")
+def _drops(every: pd.DataFrame, new: pd.DataFrame) -> str:
+    """Plot the estimated drop of each component in the grown model against the original model."""
+    every = _largest(every, ["estimated_drop", "grown_estimated_drop"], _POINTS)
+    figure = _figure("Estimated drop of each component", "in the original", "in the grown model")
     for kind, part in every.groupby("kind", sort=False):
-        _points(figure, part, "attribution", part["name"] + " → " + part["grown_name"], str(kind))
-    new = _largest(new, ["attribution"], _POINTS).assign(none=0.0)
-    new = new.rename(columns={"attribution": "grown_attribution"})
+        _points(
+            figure, part, "estimated_drop", part["name"] + " → " + part["grown_name"], str(kind)
+        )
+    new = _largest(new, ["estimated_drop"], _POINTS).assign(none=0.0)
+    new = new.rename(columns={"estimated_drop": "grown_estimated_drop"})
     _points(figure, new, "none", new["grown_name"] + " (new)", "new")
-    sizes = every[["attribution", "grown_attribution"]].abs().to_numpy()
+    sizes = every[["estimated_drop", "grown_estimated_drop"]].abs().to_numpy()
     limit = float(np.nanmax(sizes)) if sizes.size else 1.0
     figure.add_shape(type="line", x0=-limit, y0=-limit, x1=limit, y1=limit, line_color="#bbb")
     return _html(figure)
@@ -168,7 +170,7 @@ def _points(
 ) -> None:
     figure.add_scatter(
         x=short_numbers(part[x]),
-        y=short_numbers(part["grown_attribution"]),
+        y=short_numbers(part["grown_estimated_drop"]),
         text=names.tolist(),
         mode="markers",
         name=plotly_text(kind),

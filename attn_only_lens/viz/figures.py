@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pandas as pd
 
-from attn_only_lens.arguments import is_count
+from attn_only_lens.arguments import a_type, is_count
 from attn_only_lens.patching import Sweep
 from attn_only_lens.patching.over_prompts import SPREAD
 from attn_only_lens.patching.results import MEASURED
@@ -26,12 +26,15 @@ MOST_ROWS = 100
 """The most rows of a heatmap, or bars, with readable names."""
 MOST_LABELS = 60
 """The most positions of a heatmap that all get a label; the most rows with readable values."""
+MOST_NAMED = 20
+"""The most positions of a heatmap whose cells have room for names."""
 HEAD_COLOURS = {
     "attention": "#0072B2",
     "neuron": "#E69F00",
 }  # distinguishable for colour-blind readers
 _DIVERGING = ("#b2182b", "#f4a582", "#ffffff", "#92c5de", "#2166ac")  # red (negative) to blue
 _OTHER = "#666666"
+_STRONG = 0.05  # cells with at least this share of the largest |effect| show the name of their site
 _LINE = 95  # the maximum number of characters per line of a title
 
 
@@ -39,8 +42,9 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
     """Draw a heatmap of patching effects by layer and position, or by head and position.
 
     The effects of single patches do not add up, so a layer's cell shows the effect of its strongest
-    site; point at the cell to see which. The labels of positions contain tokens: the clean token
-    and, where the prompts differ, the corrupted token.
+    site, and the site's name if the effect is large and there is room; point at the cell to see the
+    name. The labels of positions contain tokens: the clean token and, where the prompts differ, the
+    corrupted token.
 
     Args:
         sweep: the results; `sweep.query` and `sweep.top` select some of them. If the sweep has a
@@ -82,22 +86,26 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
     if frame["position"].dtype == "category":  # roles stay in the task's order
         positions = list(frame["position"].cat.categories)
     labels = _position_labels(sweep, positions)
-    frame["said"] = frame["name"].map(plotly_text) + _errors_as_text(frame)
+    frame["site"] = frame["name"].map(plotly_text)
+    frame["said"] = frame["site"] + _errors_as_text(frame)
     strongest = frame.drop_duplicates(["row", "position"])  # `_effects` sorts them
-    grid, named = (
+    grid, sites, named = (
         strongest.pivot(index="row", columns="position", values=column).reindex(order)[positions]
-        for column in ("effect", "said")
+        for column in ("effect", "site", "said")
     )
     limit = float(frame["effect"].abs().max()) or 1.0
     figure = _heatmap(
         grid,
         limit,
         "effect",
-        "%{x}<br>effect %{z:.4g}<br>%{customdata}",
+        "%{customdata}<br>at %{x}<br>effect %{z:.4g}",
         customdata=named.fillna("").to_numpy(),
         hoverongaps=False,
     )
     figure.update_traces(x=[plotly_text(labels[position]) for position in positions])
+    if rows == "layer" and len(positions) <= MOST_NAMED:
+        strong = grid.abs().ge(_STRONG * limit).to_numpy()
+        figure.update_traces(text=np.where(strong, sites, ""), texttemplate="%{text}")
     figure.update_xaxes(
         title={"text": _position_title(sweep, labels.values()), "standoff": 12},
         tickmode="linear"
@@ -335,7 +343,7 @@ def _titled(
 
 def _matrix_reasons(matrix: object) -> list[str]:
     if not isinstance(matrix, pd.DataFrame):
-        return [f"got a {type(matrix).__name__}; expected a frame from circuits.transfer"]
+        return [f"got {a_type(matrix)}; expected a frame from circuits.transfer"]
     if not 0 < min(matrix.shape) <= max(matrix.shape) <= MOST_LABELS:
         size = f"{matrix.shape[0]} × {matrix.shape[1]}"
         return [f"got a {size} matrix; expected 1 to {MOST_LABELS} circuits and tasks"]

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
-from attn_only_lens.arguments import is_count
+from attn_only_lens.arguments import a_type, is_count
 from attn_only_lens.axes import SELF
 from attn_only_lens.circuits._group_nodes import NodeGroups
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, CircuitGraph
@@ -111,7 +111,7 @@ def circuit_view(
         True
     """
     reasons = [
-        f"got a {type(value).__name__} as {name}; expected {expected}"
+        f"got {a_type(value)} as {name}; expected {expected}"
         for name, value, kind, expected in (
             ("graph", graph, CircuitGraph, "a graph from attribution_graph or from_json"),
             ("exact", exact, Sweep | None, "a sweep from activation_patch"),

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from attn_only_lens.arguments import as_plain
+from attn_only_lens.arguments import a_type, as_plain
 from attn_only_lens.errors import InputError
 from attn_only_lens.storage import write_text
 
@@ -112,7 +112,7 @@ def write_html(picture: "str | go.Figure", path: str | Path) -> Path:
         head = f'<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>'
         text = f'{head}\n<body style="margin: 0">\n{figure}\n</body>\n</html>\n'
     else:
-        raise TypeError(f"got a {type(picture).__name__}; expected a page or a plotly figure")
+        raise TypeError(f"got {a_type(picture)}; expected a page or a plotly figure")
     write_text(path, text)
     return Path(path)
 
@@ -132,7 +132,7 @@ def write_svg(page: Page, path: str | Path) -> Path:
     """
     picture = getattr(page, "picture", None)
     if picture is None:
-        raise TypeError(f"got a {type(page).__name__} without a picture; expected a circuit's page")
+        raise TypeError(f"got {a_type(page)} without a picture; expected a circuit's page")
     write_text(path, picture)
     return Path(path)
 

@@ -11,6 +11,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 
 CLEAN, CORRUPTED = "The keys near the cabinet", "The key near the cabinet"
+FILES = ("explanation.csv", "graph.json", "page.html")
 METRIC = p.logit_diff(" are", " is")
 
 
@@ -124,10 +125,12 @@ def test_the_token_that_differs_gets_all_of_it(why):
 def test_it_is_saved_with_all_its_files_and_its_page_names_nodes(why, tmp_path):
     why.save(tmp_path / "why")
     names = {path.name for path in (tmp_path / "why").iterdir()}
-    assert names == {"attribution.parquet", "explanation.csv", "graph.json", "page.html"}
+    assert names == {"attribution.parquet", "circuit.json", *FILES}
     again = circuits.from_json(tmp_path / "why" / "graph.json")
     assert again.corrupted == why.graph.corrupted
     assert again.edges.equals(why.graph.edges)
+    circuit = circuits.Circuit.load(tmp_path / "why" / "circuit.json")
+    assert circuit.contains(why.circuit.frame).all()
     attribution = p.Sweep.load(tmp_path / "why" / "attribution.parquet")
     pd.testing.assert_frame_equal(attribution.to_frame(), why.attribution.to_frame())
     assert ", by pattern" in (tmp_path / "why" / "page.html").read_text("utf-8")
@@ -150,7 +153,6 @@ def test_what_makes_no_sense_is_refused(model):
         ({"n_patched": 0}, "got n_patched=0"),
         ({"faithfulness": 2}, "got faithfulness=2"),
         ({"resamples": None}, "got resamples=None"),
-        ({"positions": [1]}, "got positions; .* use circuits.discover and"),
     ):
         with pytest.raises(InputError, match=reason):
             circuits.explain(model, CLEAN, CORRUPTED, METRIC, **settings)

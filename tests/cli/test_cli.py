@@ -63,7 +63,7 @@ def test_convert_and_verify(folder, tmp_path):
     assert result.stdout.startswith("ok: 5 tokens in float32")
     assert "HookedTransformer, 3 layers, float32, cpu, texts begin with <bos>" in result.stderr
     save_file({"tokens": tokens().int()}, tmp_path / "tokens.safetensors")
-    result = run("verify", folder, out, "--tokens", tmp_path / "tokens.safetensors")
+    result = run("verify", folder, out, "--tokens-file", tmp_path / "tokens.safetensors")
     assert result.exit_code == 0, result.output
     assert "22 tokens" in result.output
 
@@ -110,14 +110,23 @@ def test_errors_are_one_message_and_exit_code_2(folder, tmp_path):
         (("convert", folder, tmp_path / "new", "--device", "abacus"), "got device='abacus'"),
         (("convert", out, tmp_path / "new", "--device", "meta"), "got device='meta'"),
         (("convert", "gpt2", tmp_path / "new", "--device", "abacus"), "got device='abacus'"),
-        (("verify", folder, out, "--tokens", tmp_path / "big.safetensors"), "values from 0 to 41"),
-        (("verify", folder, out, "--tokens", tmp_path / "long.safetensors"), "pos=18"),
+        (
+            ("verify", folder, out, "--tokens-file", tmp_path / "big.safetensors"),
+            "values from 0 to 41",
+        ),
+        (("verify", folder, out, "--tokens-file", tmp_path / "long.safetensors"), "pos=18"),
         (("verify", folder, tmp_path / "nowhere", "--text", "w3"), "there is no folder"),
-        (("verify", folder, out), "either --text or --tokens"),
-        (("verify", folder, out, "--tokens", tmp_path / "other.safetensors"), "has the tensors"),
-        (("verify", folder, out, "--tokens", tmp_path / "floats.safetensors"), "shape [2, 11]"),
-        (("verify", folder, out, "--tokens", tmp_path / "text.safetensors"), "not a readable"),
-        (("verify", folder, out, "--tokens", tmp_path / "none.safetensors"), "not a readable"),
+        (("verify", folder, out), "either --text or --tokens-file"),
+        (
+            ("verify", folder, out, "--tokens-file", tmp_path / "other.safetensors"),
+            "has the tensors",
+        ),
+        (
+            ("verify", folder, out, "--tokens-file", tmp_path / "floats.safetensors"),
+            "shape [2, 11]",
+        ),
+        (("verify", folder, out, "--tokens-file", tmp_path / "text.safetensors"), "not a readable"),
+        (("verify", folder, out, "--tokens-file", tmp_path / "none.safetensors"), "not a readable"),
     ):
         result = run(*arguments)
         assert result.exit_code == 2, (arguments, result.output)
@@ -143,7 +152,7 @@ def test_text_without_a_tokenizer(folder, tmp_path):
     run("convert", folder, tmp_path / "out")
     result = run("verify", folder, tmp_path / "out", "--text", "w3")
     assert result.exit_code == 2
-    assert "use --tokens" in result.output
+    assert "use --tokens-file" in result.output
 
 
 def test_bilinear_gates(folder, tmp_path):
@@ -178,7 +187,7 @@ def test_bilinear_gates_of_a_gated_model(tmp_path):
     (folder / "config.json").write_text(json.dumps(config | FAMILIES["llama"]))
     save_file(dict(model.state_dict()), folder / "model.safetensors")
     save_file({"tokens": tokens()}, tmp_path / "tokens.safetensors")
-    options = ("--tokens", tmp_path / "tokens.safetensors")
+    options = ("--tokens-file", tmp_path / "tokens.safetensors")
     result = run("convert", folder, tmp_path / "out", "--gate", "bilinear", *options)
     assert result.exit_code == 0, result.output
     result = run("verify", folder, tmp_path / "out", *options)

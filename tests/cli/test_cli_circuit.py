@@ -121,7 +121,7 @@ def test_a_pair_finds_a_minimal_circuit(folder, expected, tmp_path):
 def test_tokens_and_a_saved_model(folder, tmp_path):
     saved = save(expose_neuron_heads(load(folder)).model, tmp_path / "saved")
     out = tmp_path / "circuit.json"
-    prompts = ("--tokens", "--clean", "0,7,9,11", "--clean", "0,5,6,7")
+    prompts = ("--token-ids", "--clean", "0,7,9,11", "--clean", "0,5,6,7")
     asked = ("--answer", 17, "--metric", "log_probability", "--out", out)
     result = run("circuit", saved, *prompts, *asked)
     assert result.exit_code == 0, result.output
@@ -149,7 +149,7 @@ def test_patterns(folder, expected, tmp_path):
     gates = neuron_pattern(cache, "L0N7")[0, :, 0].tolist()
     assert str([float(f"{gate:.4g}") for gate in gates]).replace(" ", "") in text
     assert '"L1H1"' in text
-    assert run("pattern", folder, "--prompt", "0,7,9", "--tokens", "--layer", 1, "--out", out
+    assert run("pattern", folder, "--prompt", "0,7,9", "--token-ids", "--layer", 1, "--out", out
                ).exit_code == 0  # fmt: skip
     assert "L1H0" in out.read_text("utf-8")
 
@@ -174,7 +174,7 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         (("picture", tmp_path / "no.json", "--out", page, "--bars", 3), "--bars for"),
         (("picture", tmp_path / "no.json", "--out", tmp_path / "p.png"), "ends in .html"),
         (
-            ("pattern", folder, "--prompt", "0,99", "--tokens", "--layer", 1, "--out", page),
+            ("pattern", folder, "--prompt", "0,99", "--token-ids", "--layer", 1, "--out", page),
             "error: the model cannot run on these prompts: - prompts: tokens: got values",
         ),
         (("pattern", folder, "--prompt", CLEAN, "--out", page), "either --names or --layer"),

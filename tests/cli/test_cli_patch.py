@@ -14,7 +14,7 @@ from attn_only_lens.cli import app
 
 CLEAN, CORRUPTED = "w3 w5 w7 w11", "w3 w6 w7 w11"
 TEXTS = ("--clean", CLEAN, "--corrupted", CORRUPTED, "--answer", "w13", "--wrong", "w17")
-TOKENS = ("--tokens", "--clean", "0,7,9,11", "--corrupted", "0,8,9,11")
+TOKENS = ("--token-ids", "--clean", "0,7,9,11", "--corrupted", "0,8,9,11")
 NUMBERS = (*TOKENS, "--answer", 17, "--wrong", 21)
 
 
@@ -82,7 +82,7 @@ def test_the_title_is_one_line(folder, tmp_path):
 def test_what_has_no_neurons_or_no_pair(folder, tmp_path, options, how):
     """Keys are of attention heads alone; an ablation needs no corrupted prompt."""
     out = tmp_path / "sweep.csv"
-    prompt = ("--tokens", "--clean", "0,7,9,11", "--answer", 17, "--wrong", 21)
+    prompt = ("--token-ids", "--clean", "0,7,9,11", "--answer", 17, "--wrong", 21)
     result = run(folder, *prompt, "--out", out, *options)
     assert result.exit_code == 0, result.output
     frame = p.Sweep.load(out).frame

@@ -24,19 +24,19 @@ def test_a_native_bridge(name):
     torch.testing.assert_close(grown(prompts), bridge(prompts), rtol=1e-11, atol=1e-12)
     comparison = compare(bridge, grown, prompts, p.loss(), provenance=provenance, **FEW)
     every = pd.concat([comparison.heads, comparison.neurons])
-    largest = every["attribution"].abs().max()
+    largest = every["estimated_drop"].abs().max()
     assert largest > 1e-3
     # Norms of bridges compute in float64 here; sums of some hundred terms.
     assert every["divergence"].max() < 1e-11
     for column in ("cosine", "norm_ratio"):
         assert (every[column] - 1).abs().max() < 1e-11
-    assert every["attribution_change"].abs().max() < 1e-11 * largest
+    assert every["estimated_drop_change"].abs().max() < 1e-11 * largest
     assert comparison.new["grown_name"].tolist() == [
         f"L{k}N{37 + i}" for k in (0, 1) for i in range(4)
     ]
-    assert (comparison.new[["attribution", "share", "norm"]] == 0).all(axis=None)
-    patched = every["patching"].abs().max()
-    assert (comparison.new["patching"].dropna().abs() < 1e-11 * patched).all()
+    assert (comparison.new[["estimated_drop", "share", "norm"]] == 0).all(axis=None)
+    patched = every["drop"].abs().max()
+    assert (comparison.new["drop"].dropna().abs() < 1e-11 * patched).all()
     assert (comparison.circuits["jaccard"] == 1).all()
     assert comparison.circuits["what"].tolist() == ["nodes"]
     assert mlp_hook("z", 0) not in bridge.hook_dict
@@ -57,4 +57,4 @@ def test_a_native_bridge(name):
     comparison = compare(bridge, grown, prompts, p.loss(), provenance=provenance, **FEW)
     every = pd.concat([comparison.heads, comparison.neurons])
     assert np.all(every["divergence"].groupby(every["kind"]).max() > 1e-5)
-    assert every["attribution_change"].abs().max() > 1e-3 * largest
+    assert every["estimated_drop_change"].abs().max() > 1e-3 * largest

@@ -1,6 +1,7 @@
 """`compare`: nothing differs right after growth; after training, what explicit loops find."""
 
 import math
+import warnings
 from copy import deepcopy
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ from attn_only_lens import (
 )
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
-from attn_only_lens.errors import ComparisonError
+from attn_only_lens.errors import ComparisonError, InputWarning
 from attn_only_lens.expansion.provenance import IndexMap
 from attn_only_lens.growth import identity
 from attn_only_lens.heads import HeadName
@@ -66,16 +67,16 @@ def test_right_after_growth_nothing_differs(name, groups):
     before = {key: value.clone() for key, value in model.state_dict().items()}
     comparison = compare(model, grown_from(model, groups=groups), tokens(batch=3), p.loss(), **FAST)
     every = components(comparison)
-    largest = every["attribution"].abs().max()
+    largest = every["estimated_drop"].abs().max()
     assert largest > 1e-2
     assert every["divergence"].max() < SAME
     assert (every["cosine"] - 1).abs().max() < SAME
     assert (every["norm_ratio"] - 1).abs().max() < SAME
-    assert every["attribution_change"].abs().max() < SAME * largest
-    assert every["patching_change"].abs().max() < SAME * every["patching"].abs().max()
-    assert every["patching"].notna().sum() == FAST["n_patched"]
+    assert every["estimated_drop_change"].abs().max() < SAME * largest
+    assert every["drop_change"].abs().max() < SAME * every["drop"].abs().max()
+    assert every["drop"].notna().sum() == FAST["n_patched"]
     assert len(every) == 3 * (model.cfg.n_heads + model.cfg.d_mlp)
-    for column in ("attribution", "share", "norm"):
+    for column in ("estimated_drop", "share", "norm"):
         assert (comparison.new[column] == 0).all()
     assert (
         len(comparison.new) == 3 * (5 + groups) + model.cfg.n_heads + groups + model.cfg.d_mlp + 5
@@ -195,15 +196,17 @@ def test_attribution_and_patching_after_training(after_training):
     every, new = components(comparison), comparison.new.set_index("grown_name")
     targets = prompts, prompts
     rolled = prompts.roll(-1, 0)
-    patched = every.index[every["patching"].notna()][0]
-    gained = new["attribution"].abs().sort_values().index[-3:]
-    assert (new.loc[gained, "attribution"].abs() > 1e-5).all()
-    checks = [(model, name, every.loc[name, "attribution"]) for name in ("L0H1", "L1N17", patched)]
+    patched = every.index[every["drop"].notna()][0]
+    gained = new["estimated_drop"].abs().sort_values().index[-3:]
+    assert (new.loc[gained, "estimated_drop"].abs() > 1e-5).all()
+    checks = [
+        (model, name, every.loc[name, "estimated_drop"]) for name in ("L0H1", "L1N17", patched)
+    ]
     checks += [
-        (grown.model, grown.provenance[name], every.loc[name, "grown_attribution"])
+        (grown.model, grown.provenance[name], every.loc[name, "grown_estimated_drop"])
         for name in ("L2H0", "L2N36", patched)
     ]
-    checks += [(grown.model, name, new.loc[name, "attribution"]) for name in gained]
+    checks += [(grown.model, name, new.loc[name, "estimated_drop"]) for name in gained]
     for source, name, said in checks:
         _, cache = source.run_with_cache(prompts)
         _, corrupted = source.run_with_cache(rolled)
@@ -212,15 +215,15 @@ def test_attribution_and_patching_after_training(after_training):
         up, down = (loss_of(source, targets, name, z + s * change) for s in (step, -step))
         assert said == pytest.approx(-(up - down) / (2 * step), rel=1e-5, abs=1e-9)
     span = loss_of(grown.model, targets) - loss_of(grown.model, (rolled, prompts))
-    np.testing.assert_allclose(new["share"], new["attribution"] / span, rtol=1e-9)
+    np.testing.assert_allclose(new["share"], new["estimated_drop"] / span, rtol=1e-9)
     for source, name, column in (
-        (model, patched, "patching"),
-        (grown.model, grown.provenance[patched], "grown_patching"),
+        (model, patched, "drop"),
+        (grown.model, grown.provenance[patched], "grown_drop"),
     ):
         _, corrupted = source.run_with_cache(rolled)
         lost = loss_of(source, targets) - loss_of(source, targets, name, z_of(corrupted, name))
         assert every.loc[patched, column] == pytest.approx(lost, rel=1e-10)
-    assert every.loc[patched, "patching_change"] != 0
+    assert every.loc[patched, "drop_change"] != 0
 
 
 def test_circuits_after_training(after_training):
@@ -283,7 +286,7 @@ def test_a_null_is_between_the_grown_model_and_it(after_training):
     apart = compare(grown.model, null.model, prompts, p.loss(), provenance=same(grown), **FAST)
     every, apart_rows = components(comparison), components(apart)
     apart_rows = apart_rows.loc[every["grown_name"]]
-    for column in ("divergence", "divergence_se", "cosine", "norm_ratio", "attribution_change"):
+    for column in ("divergence", "divergence_se", "cosine", "norm_ratio", "estimated_drop_change"):
         np.testing.assert_allclose(
             every[f"null_{column}"], apart_rows[column], rtol=1e-9, atol=1e-13
         )
@@ -293,6 +296,19 @@ def test_a_null_is_between_the_grown_model_and_it(after_training):
     assert summary["components"].tolist() == [2, 37] * 3
     by_hand = comparison.neurons.query("layer == 1")["null_divergence"].mean()
     assert summary["null_divergence"].iloc[3] == pytest.approx(by_hand)
+
+
+def test_a_grown_model_that_lost_the_task_is_warned_about():
+    model = build("gelu", d_vocab_out=41)
+    lost = grown_from(model)
+    with torch.no_grad():
+        lost.model.unembed.W_U.mul_(0.01)
+    metric, few = p.logit_diff(7, 11), {**FAST, "corrupted": tokens(seed=5)}
+    with pytest.warns(InputWarning, match=r"no longer does this task.*\n.*grown model: .*; orig"):
+        compare(model, lost, tokens(), metric, **few)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InputWarning)
+        compare(model, grown_from(model), tokens(), metric, **few)
 
 
 def same(grown):
@@ -321,7 +337,7 @@ def test_a_misaligned_provenance_shows():
     odd = every.index[(every["cosine"] - 1).abs() > 1e-3]
     assert list(odd) == ["L2N0", "L2N1"]
     assert list(every.index[every["divergence"] > 1e-3]) == ["L2N0", "L2N1"]
-    assert list(every.index[every["attribution_change"].abs() > 1e-6]) == ["L2N0", "L2N1"]
+    assert list(every.index[every["estimated_drop_change"].abs() > 1e-6]) == ["L2N0", "L2N1"]
     wrong = swapped(grown.provenance, ex.Axis("d_model"))
     comparison = compare(model, grown.model, tokens(), p.loss(), provenance=wrong, **FAST)
     assert components(comparison)["cosine"].median() < 0.99
@@ -349,10 +365,10 @@ def test_values_and_keys_of_a_converted_model_grown_apart():
     apart = ex.compose(ex.WidenValues(3), ex.WidenQueriesAndKeys(5, layers=[0]))
     comparison = compare(model, grow(model, apart), tokens(batch=3), p.loss(), **FAST)
     every = components(comparison)
-    assert every["attribution"].abs().max() > 1e-2
+    assert every["estimated_drop"].abs().max() > 1e-2
     assert every["divergence"].max() < SAME
     assert (every["cosine"] - 1).abs().max() < SAME
-    assert every["patching_change"].abs().max() < SAME * every["patching"].abs().max()
+    assert every["drop_change"].abs().max() < SAME * every["drop"].abs().max()
     assert not len(comparison.new)
     assert (comparison.nodes["status"] == "kept").all()
 

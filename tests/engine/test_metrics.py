@@ -259,7 +259,7 @@ def test_refused(case, model, pair):
 
 
 def test_refused_otherwise(model, pair):
-    with pytest.raises(InputError, match="got a int"):
+    with pytest.raises(InputError, match="got an int"):
         p.custom(7)
     with pytest.raises(InputError, match="no tokenizer"):
         bind(p.probability("w1"), build("gelu"), pair)

@@ -169,7 +169,7 @@ def test_modules_that_are_not_what_the_configuration_says_are_refused():
             grow(bridge, d_mlp=41)
     changed = native("ln")
     changed.original_model.layers[0].mlp._original_component = torch.nn.Identity()
-    with pytest.raises(GrowthError, match=r"layers.0.mlp is a Identity; .* says NativeMLP"):
+    with pytest.raises(GrowthError, match=r"layers.0.mlp is an Identity; .* says NativeMLP"):
         grow(changed, n_heads=3)
 
 

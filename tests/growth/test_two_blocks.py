@@ -311,7 +311,7 @@ def test_refused_with_all_reasons():
     assert "blocks.0.attn.attn_scale is 5.0" in text
     assert "blocks.3.attn.b_out share one parameter" in text
     assert "forward was replaced on blocks.5.attn" in text
-    assert "blocks.3.ln1 is a Identity; the configuration says LN" in text
+    assert "blocks.3.ln1 is an Identity; the configuration says LN" in text
     with pytest.raises(GrowthError, match=r"convert\(model\) first"):
         grow(build("gelu"), ex.AddNeurons(5, layers=[1]))
 

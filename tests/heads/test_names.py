@@ -105,7 +105,7 @@ def test_members_are_those_of_the_model():
         ("L1N5", lambda: boot("gpt2"), "without neuron-heads.*convert.*expose_neuron_heads"),
         ("L1H1", lambda: "in place", "got a str; expected a model"),
         ("L1N5", lambda: None, "got a NoneType; expected a model"),
-        ("L1N5", lambda: expose_neuron_heads(boot("gpt2")), "got a ExposedNeurons"),
+        ("L1N5", lambda: expose_neuron_heads(boot("gpt2")), "got an ExposedNeurons"),
         pytest.param(
             *("L0H1", lambda: to_stock(convert(models.build("silu"))), "to_stock"),
             marks=needs_hooked_transformer,

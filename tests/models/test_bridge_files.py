@@ -269,11 +269,25 @@ def test_whether_results_are_on(name, tmp_path):
         assert (mlp_hook("result") in loaded.run_with_cache(tokens())[1]) == on
 
 
-def test_only_models_with_neuron_heads_are_saved(tmp_path):
-    model = boot("llama")
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "native"])
+def test_a_bridge_without_neuron_heads_comes_back_without_them(name, state, tmp_path):
+    model = boot(name, torch.float32, state).train()
     assert type(model) is TransformerBridge
-    with pytest.raises(CheckpointError, match="expose_neuron_heads"):
-        save(model, tmp_path / "saved")
+    hooks = set(model.hook_dict)
+    loaded = load(save(model, tmp_path / "saved"))
+    for bridge in (model, loaded):
+        assert type(bridge) is TransformerBridge
+        assert bridge.training
+        assert set(bridge.hook_dict) == hooks
+        bridge.eval()  # without dropout
+    same(expose_neuron_heads(model).model, expose_neuron_heads(loaded).model)
+
+
+def test_what_is_no_model_is_not_saved(tmp_path):
+    for value, got in ((torch.nn.Linear(2, 3), "a Linear"), (7, "an int"), (None, "a NoneType")):
+        with pytest.raises(CheckpointError, match=f"got {got}; expected a TransformerBridge or"):
+            save(value, tmp_path / "saved")
     assert not list(tmp_path.iterdir())
 
 

@@ -210,7 +210,7 @@ SPOILS = {
     "fails": (lambda b, m: setattr(b, "forward", lambda x: {}["?"]), "cannot be run separately"),
     "W_out adapted": (
         lambda b, m: setattr(b.out, "_original_component", Adapted(b.out.original_component)),
-        "its W_out is a Adapted",
+        "its W_out is an Adapted",
     ),
     "W_out parametrized": (
         lambda b, m: parametrize.register_parametrization(

@@ -77,6 +77,27 @@ def test_bilinear_gates_frozen_parameters_ties_and_tokenizer(name, tmp_path):
     assert torch.equal(loaded(["w3 w5", "w7"]), source(["w3 w5", "w7"]))
 
 
+@torch.no_grad()
+def test_a_model_made_in_python_is_converted_and_explained_in_a_shell(tmp_path):
+    source = build("gelu", d_vocab_out=41)
+    source.set_tokenizer(tiny_tokenizer(41, tmp_path / "tokenizer"))
+    folder, converted = save(source, tmp_path / "saved"), tmp_path / "converted"
+    assert not exposed_heads(source)
+    loaded = load(folder)
+    assert type(loaded) is HookedTransformer
+    assert torch.equal(loaded(tokens()), source(tokens()))
+    save(source, folder)  # again, over it
+    for command in (
+        ("convert", folder, converted),
+        ("verify", folder, converted, "--text", "w3 w5"),
+        *[("explain", folder, "--clean", "w3 w5", "--corrupted", "w4 w5", "--answer", "w7")],
+    ):
+        more = ("--wrong", "w11", "--out", tmp_path / "why.html") * (command[0] == "explain")
+        result = CliRunner().invoke(app, [str(word) for word in (*command, *more)])
+        assert result.exit_code == 0, result.output
+    assert torch.equal(load(converted)(tokens()), convert(source)(tokens()))
+
+
 def test_what_could_not_be_built_again_is_refused_before_anything_is_written(tmp_path):
     for spoil, reason in (
         (lambda m: setattr(m.blocks[1].mlp, "act_fn", torch.tanh), "act_fn is not gelu"),

@@ -358,9 +358,9 @@ def test_a_folder_without_a_tokenizer_takes_tokens(tmp_path):
     assert load(folder).tokenizer is None
     result = CliRunner().invoke(app, ["verify", str(folder), "--text", "w3"])
     assert result.exit_code == 2
-    assert "no tokenizer: use --tokens" in result.output
+    assert "no tokenizer: use --tokens-file" in result.output
     save_file({"tokens": tokens()}, tmp_path / "tokens.safetensors")
-    options = ("--tokens", str(tmp_path / "tokens.safetensors"))
+    options = ("--tokens-file", str(tmp_path / "tokens.safetensors"))
     assert CliRunner().invoke(app, ["verify", str(folder), *options]).exit_code == 0
 
 

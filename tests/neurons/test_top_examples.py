@@ -372,7 +372,7 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
         (NAMES, [[1], [D_VOCAB]], {}, "text 1: tokens: got values from 41"),
         (NAMES, ["a text"], {}, "text 0: got a text, but the model has no tokenizer"),
         (NAMES, "no.txt", {}, "'no.txt' is not a file of texts.*put a single text into a list"),
-        (NAMES, 7, {}, "got a int; expected a file or a list of texts"),
+        (NAMES, 7, {}, "got an int; expected a file or a list of texts"),
         (NAMES, torch.tensor(7), {}, "got a Tensor; expected a file or a list of texts"),
         (NAMES, pd.DataFrame({"text": ["a"]}), {}, "got a DataFrame; .*one column of a table"),
         (NAMES, [["a", "text"]], {}, "text 0: "),

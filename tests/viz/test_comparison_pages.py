@@ -21,15 +21,15 @@ def comparison_of_two(null=True, evil="m"):
     every = pd.DataFrame(rows, columns=["name", "grown_name", "kind"]).assign(
         layer=0, grown_layer=1
     )
-    measures = ["divergence", "divergence_se", "cosine", "norm_ratio", "attribution"]
-    measures += ["grown_attribution", "attribution_change", "attribution_change_se"]
+    measures = ["divergence", "divergence_se", "cosine", "norm_ratio", "estimated_drop"]
+    measures += ["grown_estimated_drop", "estimated_drop_change", "estimated_drop_change_se"]
     if null:
         measures += [f"null_{m}" for m in ("divergence", "cosine", "norm_ratio")]
-        measures += ["null_attribution_change"]
+        measures += ["null_estimated_drop_change"]
     every[measures] = rng.uniform(0.1, 0.9, (len(every), len(measures)))
     new = pd.DataFrame({"grown_name": ["L0N0", "L1N7"], "kind": "neuron", "grown_layer": [0, 1]})
     new = new.assign(
-        attribution=[0.25, -0.5], attribution_se=0.01, share=[0.125, -0.0625], norm=1.0
+        estimated_drop=[0.25, -0.5], estimated_drop_se=0.01, share=[0.125, -0.0625], norm=1.0
     )
     overlap = {"original": 3, "grown": 3, "kept": 2, "lost": 1, "gained": 1, "jaccard": 0.5}
     overlap |= {"jaccard_low": 0.25, "jaccard_high": 0.75, "rank_correlation": 0.875}
@@ -103,7 +103,7 @@ def test_the_report(opened, null):
     assert scatter["new"] == [-0.5, 0.25]
     np.testing.assert_allclose(
         sorted(scatter["attention"]),
-        sorted(comparison.heads["grown_attribution"]),
+        sorted(comparison.heads["grown_estimated_drop"]),
         rtol=1e-4,
     )
 

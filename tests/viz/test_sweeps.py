@@ -39,8 +39,17 @@ def test_heatmap(rows, direction):
             effect, name = expected[row, position]
             assert drawn.z[i, position] == pytest.approx(effect, rel=1e-14)
             assert drawn.customdata[i, position] == name
+            if rows == "layer":  # the text in the cell
+                strong = abs(effect) >= 0.05 * result.effect.abs().max()
+                assert drawn.text[i, position] == (name if strong else "")
     assert drawn.zmid == 0
     assert drawn.zmax == -drawn.zmin == pytest.approx(result.effect.abs().max())
+
+
+def test_names_in_cells_need_room():
+    for n, named in ((20, True), (21, False)):
+        wide = viz.sweep_heatmap(sweep(frame=values(positions=range(n)))).data[0]
+        assert (wide.texttemplate is not None) == named
 
 
 def test_layers_go_up_and_names_go_down():

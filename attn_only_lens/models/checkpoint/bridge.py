@@ -29,6 +29,7 @@ from transformer_lens.model_bridge.sources.native import NativeModel
 from transformers import PreTrainedModel
 from typing_extensions import TypedDict
 
+from attn_only_lens.arguments import with_article
 from attn_only_lens.devices import keep_random_state
 from attn_only_lens.engine.model_checks import find_hooks, hook_reasons
 from attn_only_lens.errors import CheckpointError
@@ -74,7 +75,7 @@ class BridgeFields(TypedDict):
     vice versa.
     """
 
-    layout: Literal["in place"]
+    layout: Literal["in place", "plain"]
     weights: Literal["transformers", "bridge"]
     architecture: str
     attention: _Attention | None
@@ -150,7 +151,7 @@ def _describe(model: TransformerBridge) -> dict[str, Any]:
     if model.cfg.architecture != _NATIVE:
         attention = getattr(config, "_attn_implementation", None)
         if getattr(transformers, kind, None) is not type(wrapped):
-            reasons.append(f"it wraps a {kind}, which is not a class of transformers")
+            reasons.append(f"it wraps {with_article(kind)}, which is not a class of transformers")
         if not isinstance(config, transformers.PretrainedConfig):
             reasons.append(f"the {kind} that it wraps has no transformers configuration")
         elif attention not in get_args(_Attention):
@@ -262,7 +263,8 @@ def _restore(model: TransformerBridge, manifest: dict[str, Any]) -> None:
     for key, value in manifest["settings"].items():
         if current.get(key) != value:
             setattr(model.cfg, key, value)
-    expose_again(model, manifest)
+    if manifest["layout"] == "in place":
+        expose_again(model, manifest)
     for heads in exposed_heads(model):
         heads.results = manifest["results"]
     named, modules = _named(model), dict(_modules(model))

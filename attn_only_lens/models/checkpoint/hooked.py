@@ -47,7 +47,7 @@ MISFIT = "the weights do not fit their manifest"
 class HookedFields(TypedDict):
     """The entries of the manifest (`gate.json`) that are saved only for a HookedTransformer."""
 
-    layout: Literal["two blocks a layer", "in place"]
+    layout: Literal["two blocks a layer", "in place", "plain"]
     config: dict[str, Any]
     layers: list[LayerSizes]
     tied: dict[str, str]

@@ -1,4 +1,4 @@
-"""Save models whose neurons are attention heads as safetensors and JSON files, and load them.
+"""Save models as safetensors and JSON files, with their neuron-heads, and load them.
 
     gate.json           the manifest: the kind of model, its gates, a digest of every file, …
     model.safetensors   the weights; `bridge.safetensors`, if only `load` can use them
@@ -20,6 +20,7 @@ import torch
 from transformer_lens.model_bridge import TransformerBridge
 from typing_extensions import TypedDict
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.gates import Gating
 from attn_only_lens.heads import has_neuron_heads, host_of
@@ -30,6 +31,7 @@ from attn_only_lens.models.checkpoint.bridge import (
     write_bridge,
 )
 from attn_only_lens.models.checkpoint.hooked import HookedFields, read_hooked, write_hooked
+from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.models.hf_folder import FILES
 from attn_only_lens.models.source_folder import TOKENIZER, WEIGHTS, checkpoint_errors, refuse
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
@@ -83,7 +85,10 @@ _Model: TypeAlias = AttentionOnlyTransformer | HookedTransformer | TransformerBr
 
 @torch.inference_mode(False)  # as in `load`
 def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | None = None) -> Path:
-    """Save a model with neuron-heads to a folder; if an error occurs, the folder is not changed.
+    """Save a model to a folder; if an error occurs, the folder is not changed.
+
+    `load` and the command line open the folder. A model without neuron-heads, such as a
+    `HookedTransformer` that you made or trained, is loaded without neuron-heads.
 
     A `TransformerBridge` without processed weights is saved as a Hugging Face folder, which
     `from_pretrained` and `TransformerBridge.boot_transformers` can open; `gate.json` describes the
@@ -93,8 +98,8 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
     briefly needs memory for a second model.
 
     Args:
-        model: a model that `convert` or `load` returned, or a model with exposed neuron-heads, in
-            its current state. Hooks are not saved.
+        model: a `TransformerBridge` or `HookedTransformer`, with or without neuron-heads, or a
+            model that `convert` returned, in its current state. Hooks are not saved.
         folder: the destination. An earlier save there is replaced; other files are refused.
         source_name: the name of the source; by default `cfg.model_name`.
 
@@ -102,7 +107,8 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
         The folder.
 
     Raises:
-        CheckpointError: the model has no neuron-heads; or it could not be loaded again, because
+        UnsupportedModelError: `expose_neuron_heads` does not support the model.
+        CheckpointError: the model could not be loaded again, because
             its parameters, activation, code, hooks or processing options cannot be rebuilt from its
             configuration, or its tokenizer needs its own code; or the folder holds other files.
 
@@ -117,11 +123,18 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
         True
     """
     folder = open_folder(folder)
-    if not has_neuron_heads(model):
+    if not isinstance(model, HookedTransformer | TransformerBridge):
         raise CheckpointError(
-            f"got a {type(model).__name__}; expected a model from attn_only_lens.convert or load, "
-            "or one exposed by attn_only_lens.expose_neuron_heads"
+            f"got {a_type(model)}; expected a TransformerBridge or a HookedTransformer"
         )
+    if not has_neuron_heads(model):
+        # Save the model as if it were exposed, so that all checks are made.
+        with expose_neuron_heads(model):
+            return _save(model, folder, source_name, {"layout": "plain"})
+    return _save(model, folder, source_name, {})
+
+
+def _save(model: _Model, folder: Path, source_name: str | None, changed: dict[str, Any]) -> Path:
     if reasons := host_of(model).reasons():
         raise CheckpointError("; ".join(reasons))
     kind = "TransformerBridge" if isinstance(model, TransformerBridge) else "HookedTransformer"
@@ -135,7 +148,7 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
     with atomic_folder(folder, sorted(names), MANIFEST, listed_files) as new:
         with checkpoint_errors(f"it {_UNBUILDABLE}"):
             entries = _KINDS[kind].write(model, new, common)
-        write_manifest(new, entries)
+        write_manifest(new, entries | changed)
     return folder
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from transformer_lens.hook_points import HookPoint
 
+from attn_only_lens.arguments import with_article
 from attn_only_lens.engine.model_checks import has_user_forward_hooks
 
 _WRAPPED = "_original_component"
@@ -23,9 +24,9 @@ def component_reasons(model: Any) -> list[str]:
     """Return error messages for components of a bridge that the wrapped model does not run."""
     blocks = set(model._modules["blocks"])
     return [
-        f"{name}: got a {_kind(placed)} as {path} of the model that the bridge wraps; expected "
-        "this component of the bridge: put it back, or build the bridge again from a model "
-        "without adapters (peft's merge_and_unload() breaks a bridge: call it before building)"
+        f"{name}: got {with_article(_kind(placed))} as {path} of the model that the bridge wraps; "
+        "expected this component of the bridge: put it back, or build the bridge again from a "
+        "model without adapters (call merge_and_unload() of peft before you build a bridge)"
         for name, component, owner, path in _components(model)
         if (placed := _module_at(owner, path)) is not None
         and placed is not component

@@ -32,6 +32,7 @@ from transformer_lens.model_bridge.generalized_components import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from attn_only_lens.arguments import a_type, with_article
 from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.errors import UnsupportedCallError
@@ -421,7 +422,7 @@ def find_hook_points(mlp: Any) -> MLPHookPoints:
         points = MLPHookPoints(mlp.hook_pre, None, mlp.hook_post, mlp.hook_written, layer=mlp)
     else:
         raise UnknownMLPError(
-            f"its mlp is a {type(mlp).__qualname__}, whose forward pass is not known; expected one "
+            f"its mlp is {a_type(mlp)}, whose forward pass is not known; expected one "
             f"of {', '.join(known.__name__ for known in (MLP, GatedMLP, *_BRIDGES))}"
         )
     changed = [point.name for point in points if type(point) not in (HookPoint, *_TAPS)]
@@ -455,7 +456,9 @@ def _bridge_hook_points(mlp: Any) -> MLPHookPoints:
                 "component with an adapter `layer`, call layer.merge() and "
                 "component.set_original_component(layer.get_base_layer())"
             )
-        raise UnknownMLPError(f"its W_out is a {got}; expected a Linear or a Conv1D: {advice}")
+        raise UnknownMLPError(
+            f"its W_out is {with_article(got)}; expected a Linear or a Conv1D: {advice}"
+        )
     q = linears["gate" if "gate" in linears else "in"].hook_out
     u = linears["in"].hook_out if "gate" in linears else None
     layer = mlp.original_component if mlp.name is None else None

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from transformers.cache_utils import Cache
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.engine.replay.base import Replay
 from attn_only_lens.engine.replay.bridge import BridgeReplay
 from attn_only_lens.engine.replay.hooked import HookedReplay
@@ -35,7 +36,7 @@ def replaced_mlps(model: Any) -> list[str]:
     if len(heads) != len(blocks):
         return [f"it has {len(blocks)} blocks, but it was exposed with {len(heads)}; {_AGAIN}"]
     reasons = [
-        f"blocks.{neurons.layer}.mlp was replaced by a {type(mlp).__qualname__}; {_AGAIN}"
+        f"blocks.{neurons.layer}.mlp was replaced by {a_type(mlp)}; {_AGAIN}"
         for neurons, block in zip(heads, blocks, strict=True)
         for mlp in (block._modules.get("mlp"), _run_mlp(block, neurons.mlp))
         if getattr(mlp, "__dict__", None) is not vars(neurons.mlp)  # torch.export wraps modules

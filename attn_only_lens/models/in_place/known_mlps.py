@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.devices import keep_random_state, normal_numbers, on_cpu, read_all
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import GATES, Gate, GeneralizedSiLU
@@ -70,10 +71,9 @@ def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) ->
         blocks = list(getattr(model, "blocks", ()))
         reasons = [] if blocks else ["it has no blocks (an encoder-decoder?)"]
     elif isinstance(model, TransformerBridge) or not isinstance(model, HookedTransformer):
-        kind = type(model)
         reasons = [
-            f"got a {kind.__module__}.{kind.__qualname__}; expected a TransformerBridge or, "
-            "with transformer-lens 3.9, a HookedTransformer"
+            f"got {a_type(model, with_module=True)}; expected a TransformerBridge or, with "
+            "transformer-lens 3.9, a HookedTransformer"
         ]
     else:
         reasons = reasons_against(model, silu=silu)  # attached hooks are allowed
@@ -139,7 +139,7 @@ def run_mlp(mlp: Any, points: MLPHookPoints, x: Tensor) -> Tensor:
     if points.layer is None:
         output = _run(mlp, x)
         if not isinstance(output, Tensor):
-            raise UnknownMLPError(f"its MLP returns a {type(output).__name__}, not a tensor")
+            raise UnknownMLPError(f"its MLP returns {a_type(output)}, not a tensor")
         return output
     assert points.out is not None
     seen: list[Tensor] = []

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.engine.model_checks import find_hooks, hook_reasons, is_placeholder, modules_of
 from attn_only_lens.tl import HookedTransformer
 
@@ -26,7 +27,7 @@ def reasons_against_copying(model: Any) -> list[str]:
     """Return error messages if a model cannot be copied."""
     if type(model) not in (TransformerBridge, HookedTransformer):
         return [
-            f"it is a {type(model).__qualname__}; expected a TransformerBridge or a "
+            f"it is {a_type(model)}; expected a TransformerBridge or a "
             "HookedTransformer. If its neuron-heads are exposed in place, "
             "call undo() first"
         ]

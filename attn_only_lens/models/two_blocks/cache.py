@@ -18,6 +18,7 @@ from transformer_lens import ActivationCache
 from transformer_lens.utilities import Slice, get_act_name
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.heads.names import HeadName
@@ -117,7 +118,7 @@ class AttentionOnlyCache(ActivationCache):
     def __init__(self, cache_dict: dict[str, Tensor], model: Any, has_batch_dim: bool = True):
         if not has_neuron_heads(model) or host_of(model).in_place:
             raise UnsupportedCallError(
-                f"got a cache of a {type(model).__name__}; expected one of a converted model: for "
+                f"got a cache of {a_type(model)}; expected one of a converted model: for "
                 "other models, use transformer_lens' ActivationCache"
             )
         super().__init__(cache_dict, model, has_batch_dim)

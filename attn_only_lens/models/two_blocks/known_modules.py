@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.gates import GATES, GeneralizedSiLU
 from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.heads.feature_mlp import FeatureMLP
@@ -33,7 +34,7 @@ def reasons_against(
     """
     if not isinstance(model, HookedTransformer):
         return [
-            f"got a {type(model).__module__}.{type(model).__qualname__}; expected a "
+            f"got {a_type(model, with_module=True)}; expected a "
             f"transformer_lens.HookedTransformer{USE_INSTEAD}"
         ]
     if has_neuron_heads(model) and host_of(model).in_place:
@@ -42,7 +43,7 @@ def reasons_against(
     if cfg.attn_only and needs_mlp:
         return ["it is already attention-only: it has no MLP to convert"]
     obstacles = {
-        f"it is a {type(model).__qualname__}, a subclass whose forward pass may differ; load its "
+        f"it is {a_type(model)}, a subclass whose forward pass may differ; load its "
         "weights into a HookedTransformer": (type(model) is not HookedTransformer),
         f"its act_fn is {cfg.act_fn!r}, which is not q times a function of q with values in "
         f"[0, 1]; expected one of {', '.join(sorted(GATES))}": (
@@ -102,19 +103,19 @@ def module_reasons(model: HookedTransformer) -> list[str]:
 
 def _block_reasons(block: Any, cfg: Any) -> list[str]:
     if type(block) is not TransformerBlock:
-        return [f"its block is a {type(block).__qualname__}; expected a TransformerBlock"]
+        return [f"its block is {a_type(block)}; expected a TransformerBlock"]
     reasons = []
     if type(block.attn) not in (Attention, GroupedQueryAttention):
-        reasons.append(f"its attention is a {type(block.attn).__qualname__}, an unknown class")
+        reasons.append(f"its attention is {a_type(block.attn)}, an unknown class")
     for name in ("ln1", "ln2", "ln1_post", "ln2_post"):
         norm = getattr(block, name, None)
         if norm is not None and type(norm) not in (*STOCK_NORMS, nn.Identity):
-            reasons.append(f"its {name} is a {type(norm).__qualname__}, an unknown class")
+            reasons.append(f"its {name} is {a_type(norm)}, an unknown class")
     if cfg.attn_only or isinstance(block.mlp, FeatureMLP):
         return reasons
     mlp, known = block.mlp, GatedMLP if cfg.gated_mlp else MLP
     if stock_class(mlp) is not known:
-        return [*reasons, f"its mlp is a {type(mlp).__qualname__}; expected a {known.__name__}"]
+        return [*reasons, f"its mlp is {a_type(mlp)}; expected a {known.__name__}"]
     into, out = (cfg.d_model, cfg.d_mlp), (cfg.d_mlp, cfg.d_model)
     shapes = {"W_in": into, "b_in": out[:1], "W_out": out, "b_out": into[:1]}
     if cfg.gated_mlp:

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import ActivationCache
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.axes import Residual
 from attn_only_lens.engine.replay.base import Joined, Replay
 from attn_only_lens.engine.replay.hooked import HookedReplay
@@ -141,9 +142,7 @@ class TwoBlocksHost(HookedTransformerHost):
             ):
                 if type(module) not in known:
                     kinds = " or ".join(kind.__name__ for kind in known)
-                    reasons.append(
-                        f"{path} was replaced by a {type(module).__qualname__}; expected a {kinds}"
-                    )
+                    reasons.append(f"{path} was replaced by {a_type(module)}; expected a {kinds}")
         return reasons
 
     @property

@@ -1,0 +1,222 @@
+"""Circuits, and JSON files that hold them. A file stores each table as one list per column:
+
+{"format": "attn_only_lens.Circuit", "format_version": 1, "sha256": …,
+ "circuit": {"n_sites": …, …, "frame": {"name": ["L3H3", …], "position": [5, …], …}, …}}
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from textwrap import fill
+from typing import Any, TypeAlias
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Bool
+from typing_extensions import TypedDict
+
+from attn_only_lens.arguments import as_plain
+from attn_only_lens.circuits.ablation import Ablation
+from attn_only_lens.circuits.stability import MEASURES, Stability
+from attn_only_lens.engine.positions import Positions
+from attn_only_lens.engine.sites import Selection, Sites
+from attn_only_lens.errors import CheckpointError, InputError
+from attn_only_lens.heads import HeadName
+from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.storage import Document
+
+SITE = ["layer", "kind", "index", "name", "position"]
+SITE_KEY = ["name", "position"]
+MISSING = (
+    "A site that is missing here may carry the same effect as a site of the circuit. To find such "
+    'sites, patch sites one by one with direction="denoise".'
+)
+
+
+_Table: TypeAlias = dict[str, list[int | float | str | None]]
+
+
+class _Stability(TypedDict):
+    sites: _Table
+    resamples: _Table
+    held_out: _Table
+    core_faithfulness: tuple[float, float]
+    jaccard: float
+
+
+class _Selection(TypedDict):
+    kinds: list[HeadKind]
+    layers: list[int] | None
+
+
+class _Circuit(TypedDict):
+    frame: _Table
+    n_sites: int
+    n_pos: int
+    faithfulness: float
+    completeness: float
+    random: list[float]
+    wanted: float | None
+    tried: _Table
+    ablation: Ablation
+    method: str
+    metric: str
+    candidates: _Selection | str | list[str]
+    positions: str | int | list[int] | dict[str, int | list[int]]
+    stability: _Stability | None
+
+
+class _Body(TypedDict):
+    circuit: _Circuit
+
+
+_DOCUMENT = Document("attn_only_lens.Circuit", 1, _Body)
+
+
+@dataclass(frozen=True, eq=False)
+class Circuit:
+    """A set of sites that is nearly as faithful as the whole model. Made by `discover`.
+
+    A site outside the circuit can still matter. If two sites carry the same effect, one of them is
+    enough, and the circuit has only this one. `activation_patch(…, direction="denoise")` finds
+    both, because it patches each site alone into the corrupted run. A completeness far above 0 is
+    another sign of such sites.
+
+    Attributes:
+        frame: one row per site, the highest ranked first. Columns: `layer`, `kind`, `index`,
+            `name`, `position`, and the site's `effect` in the ranking. If prompts were resampled,
+            also `inclusion`, `inclusion_low`, `inclusion_high` and `class` (see `Stability`). A
+            site that is in no resampled circuit has an inclusion of 0.
+        n_sites: how many sites were ranked.
+        n_pos: the number of tokens in a prompt.
+        faithfulness: the faithfulness of the circuit.
+        completeness: the faithfulness of all other sites; it is near 0 if nothing was missed.
+        random: the faithfulness of random circuits of the same size.
+        wanted: the requested faithfulness; None if the number of sites was requested.
+        tried: one row per evaluated circuit, in order. Columns: the `step` of the search
+            ("magnitude", "signed", "worth", "pruning", "prefix"), `n_sites`, `faithfulness`.
+        ablation: how all other sites are ablated.
+        method: the method of the ranking.
+        metric: the metric's name.
+        candidates: the heads that were ranked.
+        positions: the positions at which they were ranked.
+        stability: how the circuit changes with the prompts, if `discover` resampled them.
+    """
+
+    frame: pd.DataFrame
+    n_sites: int
+    n_pos: int
+    faithfulness: float
+    completeness: float
+    random: tuple[float, ...]
+    wanted: float | None
+    tried: pd.DataFrame
+    ablation: Ablation
+    method: str
+    metric: str
+    candidates: Sites
+    positions: Positions
+    stability: Stability | None = None
+
+    def __len__(self) -> int:
+        return len(self.frame)
+
+    def __repr__(self) -> str:
+        title = (
+            f"{len(self):,} of {self.n_sites:,} sites keep {self.faithfulness:.0%} of the effect"
+        )
+        random = f", random sites {max(self.random):.0%}" if self.random else ""
+        title += f", all others {self.completeness:.0%}{random}"
+        return f"{title}\n{self.frame}\n{fill(MISSING, 80)}"
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return the sites of the circuit or, if prompts were resampled, of all circuits found."""
+        if self.stability is None:
+            return self.frame.copy()
+        sites = self.stability.sites
+        return sites.assign(in_circuit=self.contains(sites))
+
+    def contains(self, sites: pd.DataFrame) -> Bool[np.ndarray, "row"]:
+        """Return which rows of a frame (with `name` and `position`) are sites of the circuit."""
+        inside = self.frame[SITE_KEY].drop_duplicates().assign(inside=True)
+        return sites[SITE_KEY].merge(inside, how="left")["inside"].notna().to_numpy()
+
+    def core(self) -> "Circuit":
+        """Return a circuit of all sites that are in at least 90 % of the resampled circuits.
+
+        Raises:
+            InputError: the prompts were not resampled.
+        """
+        if self.stability is None:
+            reason = "got a circuit without resamples; expected discover(…, resamples=20)"
+            raise InputError([reason], "this circuit has no core")
+        sites = self.stability.sites
+        faithful, complete = self.stability.core_faithfulness
+        return replace(
+            self,
+            frame=sites[sites["class"] == "core"].reset_index(drop=True),
+            faithfulness=faithful,
+            completeness=complete,
+            random=(),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the circuit to a JSON file atomically.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from attn_only_lens import circuits, convert, patching as p, pretrained
+            >>> circuit = circuits.discover(
+            ...     convert(pretrained.modular_addition()), torch.tensor([3, 4, 113]),
+            ...     torch.tensor([3, 5, 113]), p.logit_diff(correct=7, wrong=8))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     circuit.save(f"{folder}/circuit.json")
+            ...     again = circuits.Circuit.load(f"{folder}/circuit.json")
+            >>> again.frame["effect"].equals(circuit.frame["effect"])
+            True
+        """
+        _DOCUMENT.write(path, circuit=_plain(vars(self)))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Circuit":
+        """Read a file that `save` wrote.
+
+        Raises:
+            CheckpointError: the file is missing, damaged, newer than this package, or not a
+                circuit.
+        """
+        body = _DOCUMENT.read(path)["circuit"]
+        try:
+            frames = {name: pd.DataFrame(body[name]) for name in ("frame", "tried")}
+            if missing := [name for name in (*SITE, "effect") if name not in frames["frame"]]:
+                raise ValueError(f"its frame has no {', '.join(missing)}")
+            changed: dict[str, Any] = {"random": tuple(body["random"])}
+            if isinstance(chosen := body["candidates"], dict):
+                layers = None if chosen["layers"] is None else tuple(chosen["layers"])
+                changed["candidates"] = Selection(tuple(chosen["kinds"]), layers)
+            if (stability := body["stability"]) is not None:
+                tables = {name: pd.DataFrame(stability[name]) for name in ("sites", "resamples")}
+                tables["held_out"] = pd.DataFrame(stability["held_out"]).set_axis(MEASURES)
+                core = tuple(stability["core_faithfulness"])
+                changed["stability"] = Stability(**stability | tables | {"core_faithfulness": core})
+            return cls(**body | frames | changed)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} holds no circuit: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a circuit as JSON values."""
+    if isinstance(value, pd.DataFrame):
+        plain = value.astype(object).where(value.notna(), None)
+        return {str(name): column.tolist() for name, column in plain.items()}
+    if isinstance(value, Stability | Selection):
+        return _plain(vars(value))
+    if isinstance(value, HeadName):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    value = as_plain(value)
+    return list(map(_plain, value)) if isinstance(value, list | tuple | range) else value

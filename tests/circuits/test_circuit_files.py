@@ -1,0 +1,138 @@
+"""Circuits in files: read back to the bit, refused when damaged or changed."""
+
+import json
+from dataclasses import fields, replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from sealed_files import rewrite
+
+from attn_only_lens import circuits, expose_neuron_heads, pretrained, tasks
+from attn_only_lens import patching as p
+from attn_only_lens.errors import CheckpointError
+from attn_only_lens.heads import HeadName
+
+
+@pytest.fixture(scope="module")
+def model():
+    return expose_neuron_heads(pretrained.small_english(), copy=True).model
+
+
+@pytest.fixture(scope="module")
+def task(model):
+    return tasks.agreement(model.tokenizer, 4, structure="relative")
+
+
+@pytest.fixture(scope="module")
+def circuit(model, task):
+    settings = {"positions": task.roles, "resamples": 2, "sites": p.heads()}
+    return circuits.discover(model, task.clean, task.corrupted, task.metric, **settings)
+
+
+def same(first, second):
+    """Equal to the bit; texts may be of another dtype, and sequences of another type."""
+    if isinstance(first, pd.DataFrame):
+        loose = {"check_dtype": False, "check_categorical": False}
+        pd.testing.assert_frame_equal(first, second, check_exact=True, **loose)
+        numbers = first.select_dtypes("number").dtypes
+        assert (numbers == second.select_dtypes("number").dtypes).all()
+    elif isinstance(first, circuits.Circuit | circuits.Stability):
+        assert type(first) is type(second)
+        for field in fields(first):
+            same(getattr(first, field.name), getattr(second, field.name))
+    else:
+        assert first == second
+
+
+def test_a_circuit_is_read_back_and_evaluated_alike(model, task, circuit, tmp_path):
+    path = tmp_path / "circuit.json"
+    prompts = task.clean, task.corrupted, task.metric
+    for original in (circuit, replace(circuit, stability=None), circuit.core()):
+        original.save(path)
+        again = circuits.Circuit.load(path)
+        expected = replace(original, positions={k: list(v) for k, v in task.roles.items()})
+        same(expected, again)
+        if len(original):
+            first, second = (
+                circuits.evaluate(model, one, *prompts, positions=task.roles)
+                for one in (original, again)
+            )
+            assert first == second
+    assert [file.name for file in tmp_path.iterdir()] == ["circuit.json"]
+    circuit.save(path)
+    same(circuit.core().frame, circuits.Circuit.load(path).core().frame)
+    assert circuits.Circuit.load(path).to_frame()["in_circuit"].sum() == len(circuit)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "read"),
+    [
+        (p.all_heads([0, 3]), p.all_heads([0, 3])),
+        ("L3H3", "L3H3"),
+        (["L3H3", HeadName.parse("L0N7")], ["L3H3", "L0N7"]),
+    ],
+)
+@pytest.mark.parametrize(
+    ("positions", "numbers"),
+    [
+        *[("all", "all"), (-1, -1), (range(2), [0, 1]), ((np.int64(3), 1), [3, 1])],
+        (torch.tensor([1, 5]), [1, 5]),
+        ({"end": torch.tensor([4, 5]), "start": 0}, {"end": [4, 5], "start": 0}),
+    ],
+)
+def test_all_sites_and_positions(circuit, candidates, read, positions, numbers, tmp_path):
+    replace(circuit, candidates=candidates, positions=positions).save(tmp_path / "a.json")
+    again = circuits.Circuit.load(tmp_path / "a.json")
+    assert (again.candidates, again.positions) == (read, numbers)
+
+
+def set_at(*path, to):
+    def change(whole):
+        for key in ("circuit", *path[:-1]):
+            whole = whole[key]
+        whole[path[-1]] = to
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda whole: whole["circuit"]["frame"].pop("effect"), "its frame has no effect"),
+        (lambda whole: whole["circuit"]["frame"]["name"].pop(), "holds no circuit: All arrays"),
+        (lambda whole: whole["circuit"].pop("n_pos"), "circuit.n_pos is missing"),
+        (set_at("ablation", to="melt"), "got 'melt'"),
+        (set_at("frame", "name", 0, to={}), "frame"),
+        (set_at("candidates", "kinds", 0, to="tail"), "candidates"),
+        (set_at("stability", "jaccard", to="x"), "jaccard: got 'x'; expected float"),
+        (set_at("stability", "held_out", to={"mean": [0.5]}), "holds no circuit"),
+    ],
+)
+def test_what_another_program_wrote_is_refused(circuit, change, match, tmp_path):
+    circuit.save(tmp_path / "a.json")
+    rewrite(tmp_path / "a.json", change)
+    with pytest.raises(CheckpointError, match=match):
+        circuits.Circuit.load(tmp_path / "a.json")
+
+
+def test_damage_and_other_files_are_refused(circuit, tmp_path):
+    path = tmp_path / "a.json"
+    circuit.save(path)
+    whole = json.loads(path.read_text("utf-8"))
+    whole["circuit"]["faithfulness"] += 1e-9
+    for text, match in (
+        (json.dumps(whole), "was changed after it was written"),
+        (json.dumps(whole | {"format": "attn_only_lens.Sweep"}), "expected 'attn_only_lens.Circ"),
+        (json.dumps(whole | {"format_version": 2}), "version 2, but this .* reads version 1"),
+        ("[", "is not valid JSON"),
+    ):
+        path.write_text(text, "utf-8")
+        with pytest.raises(CheckpointError, match=match):
+            circuits.Circuit.load(path)
+
+
+def test_a_printed_circuit_says_what_a_missing_site_means(circuit):
+    text = " ".join(repr(circuit).split())
+    assert text.endswith('patch sites one by one with direction="denoise".')
