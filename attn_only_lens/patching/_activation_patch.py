@@ -251,9 +251,12 @@ def plan_sweep(
     prompts_at_once: int | None,
     resume: str | Path | None,
     traced: bool = False,
-    most_rows: int | None = ROWS,
 ) -> SweepPlan:
-    """Resolve the prompts, the sites and the metric, and choose the number of prompts per chunk."""
+    """Resolve the prompts, the sites and the metric, and choose the number of prompts per chunk.
+
+    A `traced` run keeps its autograd graph, and all of its sites are estimated at once.
+    """
+    most_rows = None if traced else ROWS
     pair = (
         single_prompts(model, clean, mask)
         if corrupted is None
