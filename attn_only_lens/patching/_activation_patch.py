@@ -252,16 +252,13 @@ def plan_sweep(
     resume: str | Path | None,
     traced: bool = False,
 ) -> SweepPlan:
-    """Resolve the prompts, the sites and the metric, and choose the number of prompts per chunk.
-
-    A `traced` run keeps its autograd graph, and all of its sites are estimated at once.
-    """
-    most_rows = None if traced else ROWS
+    """Resolve the prompts, the sites and the metric, and choose the number of prompts per chunk."""
     pair = (
         single_prompts(model, clean, mask)
         if corrupted is None
         else prompt_pair(model, clean, corrupted, mask)
     )
+    most_rows = None if traced else ROWS  # traced runs are for estimates, which need all rows
     groups = site_groups(model, pair, sites, positions, part, most_rows=most_rows)
     tokens = None if reference is None else checked_tokens(model, reference)
     metric, layer_sites = as_metric(metric), tuple(dict.fromkeys(g.sites for g in groups))
