@@ -307,9 +307,11 @@ def rank_sites(
     shared = method == "secant" and not budget and len(plan.prompts) == 1
     # The runs are in float32 if the model has half precision, and more precise in float64.
     shared &= next(model.parameters()).dtype == torch.float32
-    both = run_both(model, plan.pair) if shared else None
-    runs = both and run_pair(model, plan.pair, *both.recordings(), plan.metric)
-    return attribute(plan, both, cast("Method", method), budget), runs
+    if not shared:
+        return attribute(plan, None, cast("Method", method), budget), None
+    both = run_both(model, plan.pair)
+    runs = run_pair(model, plan.pair, *both.recordings(), plan.metric)
+    return attribute(plan, both, "secant", budget), runs
 
 
 def circuit_of(
