@@ -124,7 +124,7 @@ def learn_mask(
     sites = all_heads() if sites is None else sites
     prompts = model, clean, corrupted, metric
     options: dict[str, Any] = {"positions": positions, "mask": mask}
-    ranking = rank_sites(prompts, method, 0, options | {"sites": sites})
+    ranking, _ = rank_sites(prompts, method, 0, options | {"sites": sites})
     frame, effects = ranking.frame, ranking.effect.to_numpy()
     most = len(frame) if n_candidates is None else min(n_candidates, len(frame))
     if n_sites > most:

@@ -21,7 +21,6 @@ sufficient. A smaller circuit may still exist.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, cast
@@ -52,16 +51,21 @@ from attn_only_lens.circuits.stability import (
     resampled,
     resamples_reasons,
 )
+from attn_only_lens.engine.contrast import run_both
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.metrics import AnyMetric, as_metric
+from attn_only_lens.engine.metrics import AnyMetric, as_metric, no_gradient_reasons
 from attn_only_lens.engine.positions import Positions
 from attn_only_lens.engine.prompts import Prompts, prompt_pair
-from attn_only_lens.engine.recording import RunPair
+from attn_only_lens.engine.recording import RunPair, run_pair
 from attn_only_lens.engine.sites import Sites, all_heads
 from attn_only_lens.errors import InputError
-from attn_only_lens.patching._activation_patch import activation_patch
-from attn_only_lens.patching._attribution import METHODS, Method, attribution, kept_runs
-from attn_only_lens.patching.repairs import Budget
+from attn_only_lens.patching._activation_patch import (
+    activation_patch,
+    plan_sweep,
+    sweep_reasons,
+)
+from attn_only_lens.patching._attribution import METHODS, Method, attribute
+from attn_only_lens.patching.repairs import Budget, budget_reasons
 from attn_only_lens.patching.results import MEASURED, Sweep
 
 _PER_DOUBLING = 4  # the number of sizes in the grid from k to 2k
@@ -164,9 +168,7 @@ def discover(
     label = f"{progress}: " if isinstance(progress, str) else ""
     with tqdm(unit="circuit", desc=f"{label}ranking", disable=not progress) as bar:
         settings = options | {"sites": sites, "per_prompt": bool(resamples)}
-        context, kept = copy_context(), list[RunPair]()
-        context.run(kept_runs.set, kept)
-        ranking = context.run(rank_sites, prompts, method, budget, settings)
+        ranking, runs = rank_sites(prompts, method, budget, settings)
         bar.set_description_str(f"{label}search")
         frame, effects = ranking.frame[SITE], ranking.effect.to_numpy()[:, None]
         if resamples:  # the frame has one row per site and prompt, sorted by site
@@ -176,9 +178,7 @@ def discover(
         options |= {"ablation": ablation, "on_done": bar.update}
         ablate = partial(ablated_model, *prompts, frame, **options)
         find = partial(_smallest, ranking, order, faithfulness, method != MEASURED)
-        # The runs are in float32 if the model has half precision, and more precise in float64.
-        shared = bool(kept) and next(model.parameters()).dtype == torch.float32
-        ablated = ablate(runs=kept.pop() if shared else None)
+        ablated = ablate(runs=runs)
         rows, tried = find(ablated, effects.mean(axis=1))
         circuit = circuit_of(
             *(ablated, ranking, effects.mean(axis=1), rows, tried),
@@ -206,12 +206,28 @@ def discover(
 
 def rank_sites(
     prompts: tuple[Any, ...], method: str, budget: Budget, options: Mapping[str, Any]
-) -> Sweep:
-    """Return the effect of replacing each site's clean output with its corrupted output."""
-    settings: dict[str, Any] = {**options, "direction": "noise", "progress": False}
+) -> tuple[Sweep, RunPair | None]:
+    """Return the effect of replacing each site's clean output with its corrupted output.
+
+    Also return the recorded runs, if they hold all prompts and an ablated model can use them.
+    """
+    settings: dict[str, Any] = {**options, "direction": "noise"}
     if method == MEASURED:
-        return activation_patch(*prompts, **settings)
-    return attribution(*prompts, **settings, method=cast("Method", method), budget=budget)
+        return activation_patch(*prompts, **settings, progress=False), None
+    model, _, corrupted, _ = prompts
+    reasons = sweep_reasons(model, corrupted, "z", "noise", None)
+    reasons += budget_reasons(budget) + no_gradient_reasons()
+    InputError.raise_if(reasons, "these sites cannot be ranked")
+    settings |= {"part": "z", "reference": None, "resume": None, "traced": True}
+    plan = plan_sweep(*prompts, **settings)
+    shared = method == "secant" and not budget and len(plan.prompts) == 1
+    # The runs are in float32 if the model has half precision, and more precise in float64.
+    shared &= next(model.parameters()).dtype == torch.float32
+    if not shared:
+        return attribute(plan, None, cast("Method", method), budget), None
+    both = run_both(model, plan.pair)
+    runs = run_pair(model, plan.pair, *both.recordings(), plan.metric)
+    return attribute(plan, both, "secant", budget), runs
 
 
 def circuit_of(

@@ -15,13 +15,13 @@ to a matrix through `.data` is not noticed. This does no harm, because the value
 change how a model combines its components.
 """
 
-import weakref
 from collections.abc import Hashable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdRef
 
 from attn_only_lens.engine.model_checks import modules_of, state_of_hooks
 from attn_only_lens.engine.recording import Recording
@@ -90,21 +90,11 @@ def _state(model: Any) -> Iterator[object]:
                 yield name, repr(option)
 
 
-class _Reference:
+class _Reference(WeakIdRef):
     """A weak reference that equals only references to the same living object."""
 
-    __slots__ = ("reference",)
-
-    def __init__(self, value: Any) -> None:
-        self.reference = weakref.ref(value)
-
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Reference):
-            return False
-        value = self.reference()
-        return value is not None and value is other.reference()
-
-    __hash__ = None  # type: ignore[assignment]  # states are never hashed
+        return isinstance(other, _Reference) and super().__eq__(other)
 
 
 def _reference(value: Any) -> Any:

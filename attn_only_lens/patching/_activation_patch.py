@@ -251,7 +251,6 @@ def plan_sweep(
     prompts_at_once: int | None,
     resume: str | Path | None,
     traced: bool = False,
-    most_rows: int | None = ROWS,
 ) -> SweepPlan:
     """Resolve the prompts, the sites and the metric, and choose the number of prompts per chunk."""
     pair = (
@@ -259,6 +258,7 @@ def plan_sweep(
         if corrupted is None
         else prompt_pair(model, clean, corrupted, mask)
     )
+    most_rows = None if traced else ROWS  # traced runs are for estimates, which need all rows
     groups = site_groups(model, pair, sites, positions, part, most_rows=most_rows)
     tokens = None if reference is None else checked_tokens(model, reference)
     metric, layer_sites = as_metric(metric), tuple(dict.fromkeys(g.sites for g in groups))

@@ -36,8 +36,7 @@ Afterwards, the sites whose estimates are likely to be wrong are patched exactly
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import nan
 from pathlib import Path
@@ -104,13 +103,10 @@ from attn_only_lens.tolerances import disagreement
 Method = Literal["gradient", "exact_gate", "integrated", "secant"]
 METHODS: tuple[str, ...] = get_args(Method)
 _TRACED = ("gradient", "exact_gate")  # methods that need an autograd graph of the target run
-kept_runs: ContextVar[list[RunPair]] = ContextVar("kept_runs")
-"""Receives the recorded runs of all prompts, if no site is patched exactly."""
 _STEPS = 5  # as many steps as in the experiments with EAP-IG
 
 
 @warned_once()
-@full_precision()
 def attribution(
     model: Any,
     clean: Prompts,
@@ -229,12 +225,33 @@ def attribution(
         prompts_at_once=prompts_at_once,
         resume=resume,
         traced=True,
-        most_rows=None,
     )
-    with float32_slopes(model, plan.pair, metric) if method == "secant" else nullcontext():
+    return attribute(
+        plan, None, method, budget, steps=steps, split=split, resume=resume, progress=progress
+    )
+
+
+@full_precision()
+def attribute(
+    plan: SweepPlan,
+    both: BothRuns | None,
+    method: Method,
+    budget: Budget,
+    *,
+    steps: int | None = None,
+    split: bool = False,
+    resume: str | Path | None = None,
+    progress: bool = False,
+) -> Sweep:
+    """Estimate the results of patching all sites of a plan; see `attribution`.
+
+    `both` holds the runs of all prompts, or is None. Only "secant" with budget=0 uses it.
+    """
+    model = plan.model
+    with float32_slopes(model, plan.pair, plan.metric) if method == "secant" else nullcontext():
         chunks = plan.chunks(by_cost=False)
         bars = progress and len(chunks) == 1
-        estimator = _Estimator(plan, method, steps or _STEPS, budget, bars, split)
+        estimator = _Estimator(plan, both, method, steps or _STEPS, budget, bars, split)
         prompts = plan.prompt_chunks(estimator.record)
         totals = prompts.totals(plan.prompts, plan.n_rows, plan.per_prompt)
 
@@ -255,7 +272,7 @@ def attribution(
 
         # Collect
         return Sweep.of_prompts(
-            *(model, plan.pair, plan.groups, totals, part, method),
+            *(model, plan.pair, plan.groups, totals, plan.part, method),
             exact=exact,
             by_pattern=sums.get("by_pattern"),
             expected_pearson=_expected_pearson(plan, totals, sums["errors"]) if budget else {},
@@ -293,20 +310,20 @@ def _expected_pearson(
     }
 
 
+@dataclass(eq=False)
 class _Estimator:
     """Estimates the effects of patching all sites, one chunk of prompts at a time."""
 
-    def __init__(
-        self,
-        plan: SweepPlan,
-        method: Method,
-        steps: int,
-        budget: Budget,
-        progress: bool,
-        split: bool,
-    ) -> None:
-        self._plan, self._method, self._steps = plan, method, steps
-        self._budget, self._progress, self._split = budget, progress, split
+    _plan: SweepPlan
+    _both: BothRuns | None
+    _method: Method
+    _steps: int
+    _budget: Budget
+    _progress: bool
+    _split: bool
+
+    def __post_init__(self) -> None:
+        plan, method = self._plan, self._method
         self._closed = plan.part == "q" and method == "exact_gate"
         self._nodes = {
             site: gradient_node(plan.model, site, plan.part, closed=self._closed)
@@ -321,7 +338,6 @@ class _Estimator:
         }
         self._tested: set[Any] = set()
         self._tape = Tape(())
-        self._both: BothRuns | None = None
 
     def record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
         """Record both runs on these prompts, and keep the autograd graph of the target run."""
@@ -331,12 +347,9 @@ class _Estimator:
             written, kept = hook_points(plan.model, plan.sites, plan.part)
         self._tape = Tape({*nodes, *written}, self._readers)
         if self._method == "secant" and not self._budget:
-            self._both = run_both(plan.model, pair)
+            self._both = self._run_both(pair)
             sides = self._both.recordings()
-            runs = run_pair(plan.model, pair, *sides, plan.metric, distinct=distinct)
-            if pair.among is None:
-                kept_runs.get([])[:] = [runs]
-            return runs
+            return run_pair(plan.model, pair, *sides, plan.metric, distinct=distinct)
         side: Side = "corrupted" if plan.direction == "denoise" else "clean"
         with start_graph(plan.model):
             return record_pair(
@@ -346,6 +359,12 @@ class _Estimator:
                 hooks=self._tape.hooks,
                 distinct=distinct,
             )
+
+    def _run_both(self, pair: PromptPair) -> BothRuns:
+        """Return both runs on these prompts; record them unless they are recorded already."""
+        if self._both is not None and self._both.pair is pair:
+            return self._both
+        return run_both(self._plan.model, pair)
 
     def estimate(self, prompts: PromptChunk) -> tuple[Repairs, Tensor | None]:
         """Estimate the effects of all sites, and replace some estimates with exact values.
@@ -390,9 +409,7 @@ class _Estimator:
     def _contrast(self, prompts: PromptChunk) -> Contrast:
         """Return secant multipliers between the two runs; warn if effects do not add up exactly."""
         require_differentiable(prompts.runs.metric, prompts.target.logits.detach())
-        runs = self._both
-        if runs is None or runs.pair is not prompts.pair:
-            runs = run_both(self._plan.model, prompts.pair)
+        runs = self._run_both(prompts.pair)
         result = contrast(self._plan.model, runs, prompts.runs.metric, self._tape)
         if result.remainder:
             reason = (

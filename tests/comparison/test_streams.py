@@ -11,6 +11,7 @@ import torch
 from common import mlp_hook, needs_hooked_transformer, tokens
 from models import build
 from tiny_tokenizer import tiny_tokenizer
+from torch._subclasses import FakeTensor
 
 from attn_only_lens import compare, grow
 from attn_only_lens import patching as p
@@ -92,7 +93,9 @@ def test_texts_without_pairs_go_by_length(pair):
 
 def live_bytes():
     gc.collect()
-    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    types = [(type(item), item) for item in gc.get_objects()]
+    # torch keeps the fake tensors of its last export, which have no memory, in a global variable.
+    tensors = [x for kind, x in types if issubclass(kind, torch.Tensor) and kind is not FakeTensor]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

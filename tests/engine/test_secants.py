@@ -79,9 +79,11 @@ def test_a_norm_changes_by_its_rule(seed, size, centres):
     r_1, r_0 = (1 / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) for x in (x_1, x_0))
     arrays = both((x_1 + x_0) / 2, r_1, r_0, x_1 - x_0)
     got = secants.norm_change(*arrays).numpy()
-    # The rule's two terms may be larger than their difference.
-    terms = (r_1 + r_0) / 2 * (x_1 - x_0)
-    assert abs(got - (x_1 * r_1 - x_0 * r_0)).max() <= ROUNDING * (1 + abs(terms).max())
+    # Rounding is relative to the rule's terms, which may be larger than their difference. No entry
+    # of the second term is larger than the norm of the first, r̄ |Δx|: in both runs |x| ≤ √7 / r, so
+    # |x̄| ≤ √7 r̄ / (r_1 r_0).
+    first = np.linalg.norm((r_1 + r_0) / 2 * (x_1 - x_0), axis=-1, keepdims=True)
+    assert (abs(got - (x_1 * r_1 - x_0 * r_0)) <= ROUNDING * (1 + first)).all()
 
 
 def test_equal_runs_give_derivatives():

@@ -11,6 +11,7 @@ from common import needs_hooked_transformer, relative, tokens
 
 from attn_only_lens import convert, expose_neuron_heads
 from attn_only_lens import patching as p
+from attn_only_lens.engine import writes
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.engine.writes import decompose
 from attn_only_lens.errors import InputError, UnsupportedModelError
@@ -113,3 +114,29 @@ def test_norms_are_found_once_until_the_model_changes(name, monkeypatch):
     del model, module, parts
     gc.collect()
     assert reference() is None
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@torch.no_grad()
+def test_sums_are_tested_once_until_the_model_changes(name, monkeypatch):
+    model, n_tested = bridges.exposed_copy(bridges.boot(name)), 0
+    require_sums = writes._require_sums
+
+    def counted(run):
+        nonlocal n_tested
+        n_tested += 1
+        require_sums(run)
+
+    monkeypatch.setattr(writes, "_require_sums", counted)
+    for seed in range(3):
+        decompose(model, tokens(seed), None)
+    assert n_tested == 1
+    decompose(model, tokens(pos=13), None)  # longer
+    assert n_tested == 2
+    next(model.parameters()).mul_(1.0)
+    decompose(model, tokens(), None)
+    assert n_tested == 3
+    model.blocks[1].hook_resid_pre.register_forward_hook(lambda module, args, output: 2 * output)
+    with pytest.raises(UnsupportedModelError, match="outputs are multiplied"):
+        decompose(model, tokens(), None)
+    assert n_tested == 4
