@@ -404,7 +404,7 @@ def test_examples_of_neurons(drawn, monkeypatch):
     data = read_back(viz.circuit_view(graph, examples=frame))
     assert set(data["details"]) == set(ranked.unique()[:2])
     assert data["notes"][-1:] == [
-        "Examples: only for the 2 neurons with the largest |attribution|."
+        "Examples: only for the 2 nodes with the largest |attribution|."
     ]
     with pytest.raises(InputError, match="expected those of top_examples"):
         viz.circuit_view(graph, examples=frame.drop(columns="gates"))
