@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -164,7 +164,7 @@ def page_of_statistics(
     ids = sorted(listed.union(vocabulary))
     texts = [vocabulary.get(token) or token_text(model, token) for token in ids]
     place = {token: i for i, token in enumerate(ids)}
-    data = {
+    data: dict[str, Any] = {
         "names": names,
         "count": count_names(statistics.names),
         "vocabulary": list(map(with_space, texts)),
@@ -261,8 +261,12 @@ def _by_weights(
         with note_error("Tokens read"):
             gated = [name for name in names if is_gated(model, HeadName.parse(name).layer)]
             plain = [name for name in names if name not in set(gated)]
-            lists = (("It reads", plain, "q"), ("The gate reads", gated, "q"))
-            for title, some, kind in (*lists, ("The value reads", gated, "v")):
+            lists: list[tuple[str, list[str], Literal["q", "v"]]] = [
+                ("It reads", plain, "q"),
+                ("The gate reads", gated, "q"),
+                ("The value reads", gated, "v"),
+            ]
+            for title, some, kind in lists:
                 if some:
                     tops = effects.read_tokens(some, _TOP_TOKENS, kind)
                     of_name = dict(zip(some, tops, strict=True))

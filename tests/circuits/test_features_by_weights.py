@@ -32,7 +32,8 @@ def test_composition_is_the_cosine_of_decoder_and_encoder(model):
     matrix = circuits.virtual_weights(model, "L1F58", "L3F11", "v").AB
     assert matrix.item() == pytest.approx(float(written @ read), rel=1e-4)
     best = circuits.top_compositions(model, 5, writers=p.features(1), readers=p.features(3))
-    assert set(best["writer"].str[:3]) == {"L1F"} and set(best["reader"].str[:3]) == {"L3F"}
+    assert set(best["writer"].str[:3]) == {"L1F"}
+    assert set(best["reader"].str[:3]) == {"L3F"}
     products = early.W_out / early.W_out.norm(dim=1, keepdim=True)
     reads = gain(model.blocks[3].ln2)[:, None] * late.W_in
     scores = (products @ (reads / reads.norm(dim=0))).abs()
@@ -75,7 +76,7 @@ def test_selections_leave_out_what_has_no_weights(model):
     ):
         with pytest.raises(InputError, match=WIDE):
             call()
-    with pytest.raises(InputError, match="got L3E; expected whole neurons.*or features"):
+    with pytest.raises(InputError, match=r"got L3E; expected whole neurons.*or features"):
         circuits.token_paths(model, ["L3E", "L3F7"], progress=False)
 
 
@@ -121,7 +122,8 @@ def test_explanation_and_groups(model):
             z = cache[f"blocks.{name[1]}.mlp.hook_post"][0, int(position), int(name[3:])]
             assert does.startswith(f"active, z {z:.2f}" if z else "inactive")
         assert ("gate" in does) == (kind == "neuron")
-    assert "features" not in why.title and "L3E@5" in why.text(60)
+    assert "features" not in why.title
+    assert "L3E@5" in why.text(60)
     groups = circuits.group_nodes(why.graph, model, *PAIR, METRIC, similarity=0.3)
     words = {"N": "neurons", "F": "features", "H": "heads", "E": "error nodes", "S": "skip nodes"}
     assert len(groups)

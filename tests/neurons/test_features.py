@@ -68,7 +68,8 @@ def test_histograms_count_tokens_at_which_a_feature_is_inactive(model, texts, ac
     assert zeros[1 - row] == len(z)
     counts, edges = statistics.histogram(f"L3F{index}", "z")
     above = edges[:-1] > 0
-    assert counts.sum() == len(z) and counts[edges[1:] <= 0].sum() == 0
+    assert counts.sum() == len(z)
+    assert counts[edges[1:] <= 0].sum() == 0
     assert counts[above].sum() == (z[:, index] > edges[1:][edges[:-1] == 0]).sum()
 
 
@@ -76,7 +77,8 @@ def test_features_and_neurons_of_gated_mlps_together(model, texts):
     """None means both; the results of each are those that it has alone."""
     both = neurons.neuron_statistics(model, None, texts[:3], k=2, **QUIET)
     kinds = [sum(letter in name for name in both.names) for letter in "NF"]
-    assert kinds == [2 * 344, 2 * 344] and len(both.names) == sum(kinds)
+    assert kinds == [2 * 344, 2 * 344]
+    assert len(both.names) == sum(kinds)
     for selection in (p.neuron_heads(), p.features()):
         alone = neurons.neuron_statistics(model, selection, texts[:3], k=2, **QUIET)
         same = both.of(list(alone.names))
@@ -115,16 +117,19 @@ def test_attributions_of_features(model, texts):
     frame = neurons.top_examples(
         model, ["L3F7", "L1F9"], texts[:4], k=3, by="attribution", metric=p.loss(), **QUIET
     )
-    assert len(frame) and all(values[at] for values, at in frame[["values", "position"]].to_numpy())
+    assert len(frame)
+    assert all(values[at] for values, at in frame[["values", "position"]].to_numpy())
 
 
 def test_error_and_skip_nodes_are_left_out_or_refused(model, texts):
     every = neurons.corpus_statistics(model, p.all_heads(), texts[:1], k=1, **QUIET)
-    assert len(every.neurons.names) == 4 * 344 and len(every.heads.names) == 16
+    assert len(every.neurons.names) == 4 * 344
+    assert len(every.heads.names) == 16
     with pytest.raises(InputError) as refused:
         neurons.top_examples(model, ["L3E", "L1S", "L3F7"], texts[:1], **QUIET)
     text = str(refused.value)
-    assert "L3E, one of the error nodes" in text and "L1S, one of the skip nodes" in text
+    assert "L3E, one of the error nodes" in text
+    assert "L1S, one of the skip nodes" in text
     with pytest.raises(InputError, match="L3E, one of the error nodes"):
         neurons.head_statistics(model, p.error_nodes(layers=[3]), texts[:1], **QUIET)
 

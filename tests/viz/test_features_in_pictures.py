@@ -1,4 +1,4 @@
-"""Features, skip nodes and error nodes in pictures: told apart, counted, and never called neurons."""
+"""Features, skip nodes and error nodes in pictures: told apart, and never called neurons."""
 
 import json
 import re
@@ -38,7 +38,8 @@ def test_the_page_says_what_it_counts(page):
     assert note.startswith("Nodes: 1 head, 1 neuron, 3 features, 1 skip node and 2 error nodes (8")
     assert [text.split(" (")[0] for text in others[:3]] == ["Features", "Skip nodes", "Error nodes"]
     rows = read_back(page)["rows"]
-    assert rows[:3] == ["tokens", "L1 features", "L1 skip"] and rows[-2:] == ["L3 error", "metric"]
+    assert rows[:3] == ["tokens", "L1 features", "L1 skip"]
+    assert rows[-2:] == ["L3 error", "metric"]
 
 
 @torch.no_grad()
@@ -51,7 +52,8 @@ def test_details_of_each_kind(page, model):
     assert details["L3F11"]["pattern"] == (z > 0).float().tolist()
     assert len(details["L3F11"]["reads"]) == 20
     for node in ("L3E@5", "L1E@2", "L1S@2"):
-        assert set(details[node]) == {"writes"} and node.partition("@")[0] not in details
+        assert set(details[node]) == {"writes"}
+        assert node.partition("@")[0] not in details
     # The last layer's error, by the final norm's gain and the unembedding.
     error = cache["blocks.3.mlp.hook_error"][0, 5, 0]
     gain = model.ln_final.weight.detach() if hasattr(model.ln_final, "weight") else model.ln_final.w
@@ -63,9 +65,8 @@ def test_details_of_each_kind(page, model):
         scores = (logits - logits.mean()) / logits.std(correction=0)
         texts = [text for text, _ in details[node]["writes"]]
         best = model.tokenizer.decode([int(scores.argmax())]).replace(" ", "·")
-        assert texts[0] == best and details[node]["writes"][0][1] == pytest.approx(
-            float(scores.max()), abs=0.011
-        )
+        assert texts[0] == best
+        assert details[node]["writes"][0][1] == pytest.approx(float(scores.max()), abs=0.011)
 
 
 def test_another_model_is_noticed_at_error_nodes(graph):
@@ -76,7 +77,7 @@ def test_another_model_is_noticed_at_error_nodes(graph):
     other = with_features()
     with torch.no_grad():
         other.blocks[3].mlp.W_out.mul_(0.5)
-    with pytest.raises(InputError, match="L3E@5 is .* from another model"):
+    with pytest.raises(InputError, match=r"L3E@5 is .* from another model"):
         viz.circuit_view(with_errors, other, PAIR[0])
 
 
@@ -91,8 +92,10 @@ def test_the_picture_tells_kinds_apart(page):
     picture = page.picture
     n_features = picture.count('class="node feature')
     assert n_features == 3 == picture.count("skewX")
-    assert picture.count('class="node error') == 2 and picture.count('class="node neuron') == 1
-    assert "slanted: feature" in picture and "italic E: error" in picture
+    assert picture.count('class="node error') == 2
+    assert picture.count('class="node neuron') == 1
+    assert "slanted: feature" in picture
+    assert "italic E: error" in picture
 
 
 def test_many_features_are_folded_by_layer_and_kind(model):
@@ -127,12 +130,14 @@ def test_the_legend_and_the_panel(opened, page):
     assert sorted(skewed) == ["L1F58@2", "L3F11@5", "L3F66@5"]
     click(shown, "L3F11@5")
     panel = " ".join(shown.texts("#panel"))
-    assert "feature of a transcoder" in panel and "the output of the feature" in panel
+    assert "feature of a transcoder" in panel
+    assert "the output of the feature" in panel
     assert "neuron" not in panel.replace("L2N19", "")
     click(shown, "L3E@5")
     panel = " ".join(shown.texts("#panel"))
     assert "error: what the transcoder misses of the MLP's output" in panel
-    assert "length" in panel and not shown.texts("#pattern")
+    assert "length" in panel
+    assert not shown.texts("#pattern")
 
 
 def test_attention_view_of_features(model):
@@ -142,9 +147,10 @@ def test_attention_view_of_features(model):
         viz.attention_view(source, ["L3F11", "L2N19"], text)
         for source, text in ((model, PAIR[0]), (cache, tokens))
     )
-    assert by_model == by_cache and '"name":"L3F11"' in by_model
+    assert by_model == by_cache
+    assert '"name":"L3F11"' in by_model
     for names in (["L3F11", "L3E"], "L1S", p.error_nodes(layers=[3])):
-        with pytest.raises(InputError, match="one of the (error|skip) nodes"):
+        with pytest.raises(InputError, match=r"one of the (error|skip) nodes"):
             viz.attention_view(model, names, PAIR[0])
 
 
@@ -184,10 +190,13 @@ def test_neuron_page(opened, model, statistics):
     assert not page.texts("#one .example")
     assert "dead" in page.texts("#rows a .number")
     text = show("L3F11")
-    assert "active at" in text and "feature" in text and "Gate input" not in text
+    assert "active at" in text
+    assert "feature" in text
+    assert "Gate input" not in text
     assert [title for title in page.texts("#one .lists h4")] == ["It reads", "It writes"]
     text = show("L2N19")
-    assert "positive at" in text and "Gate input" in text
+    assert "positive at" in text
+    assert "Gate input" in text
     assert page.texts("#one .lists h4") == ["The gate reads", "The value reads", "It writes"]
     search = "const s = document.getElementById('search'); s.value = 'l3f';"
     search += (
