@@ -188,6 +188,7 @@ def test_neuron_page(opened, model, statistics):
     text = show(f"L3F{DEAD}")
     assert "dead: this feature is never active in these texts" in text
     assert not page.texts("#one .example")
+    assert page.texts("#one .panels h4") == ["Pre-activation"]
     assert "dead" in page.texts("#rows a .number")
     text = show("L3F11")
     assert "active at" in text

@@ -183,9 +183,10 @@
       for (let g = g0; g <= g1; g++) for (let v = v0; v <= v1; v++) {
         const n = at(order[g], order[v]);
         if (!n) continue;
+        const off = isFeature(neuron) && order[g] === JOINT; // the bin of gate 0, where z is 0
         const z = (edge(g, "gate") + edge(g + 1, "gate")) * (edge(v, "value") + edge(v + 1, "value"));
         picture.append(svg("rect", { x: left + (v - v0) * wide, y: 4 + (g1 - g) * high, width: wide + 0.3, height: high + 0.3,
-          fill: `var(--${z < 0 ? "negative" : "positive"})`, opacity: 0.12 + 0.88 * (n / 255) }));
+          fill: `var(--${off ? "soft" : z < 0 ? "negative" : "positive"})`, opacity: 0.12 + 0.88 * (n / 255) }));
       }
       const x = (value) => left + ((value - edge(v0, "value")) / (edge(v1 + 1, "value") - edge(v0, "value"))) * (W - left - LEFT);
       picture.append(svg("line", { x1: left, x2: left, y1: 4, y2: H - BOTTOM, stroke: "var(--line)" }));
@@ -276,15 +277,16 @@
     $("one").replaceChildren(
       heading(isDead(neuron) ? "dead: this feature is never active in these texts"
         : `z from ${short(low)} to ${short(high)}, ${isFeature(neuron) ? "active" : "positive"} at ${short(100 * positive(neuron))}% of tokens`),
-      el("div", { class: "bar-of-tabs" }, ...tabs, el("label", {}, box, " gate and value under tokens")),
-      tokenLegend(limits, strips),
+      ...(isDead(neuron) ? [] : [el("div", { class: "bar-of-tabs" }, ...tabs, el("label", {}, box, " gate and value under tokens")),
+        tokenLegend(limits, strips)]),
       el("div", {}, ...examples.slice(0, whole ? undefined : FEW).map((entry) => el("div", { class: "example" },
         el("span", { class: "value" }, short(entry.score)), tokenLine(entry, limits, strips),
         el("span", { class: "from", title: entry.times > 1 ? `number of the ${end.found[neuron]} examples with these words` : "" }, entry.times > 1 ? `${entry.times} times` : `text ${entry.text}`)))),
       examples.length > FEW ? el("button", { type: "button", onclick: () => { whole = !whole; draw(); } },
         whole ? `Only the first ${FEW}` : `All ${examples.length} examples`) : "",
       el("h3", {}, "How often"),
-      el("div", { class: "panels" }, histogram("z", neuron, "z", sideColour), histogram("gate", neuron, "Gate", () => "var(--soft)"), together(neuron)),
+      el("div", { class: "panels" }, ...(isDead(neuron) ? [histogram("value", neuron, "Pre-activation", () => "var(--soft)")]
+        : [histogram("z", neuron, "z", sideColour), histogram("gate", neuron, "Gate", () => "var(--soft)"), together(neuron)])),
       el("p", { class: "note" }, "Heights and shades count tokens, on a logarithmic scale."),
       ...signs(neuron, limits),
       ...(Object.keys(data.tokens).length ? [el("h3", {}, "Tokens, by weights alone"), tokenLists(neuron),
