@@ -285,7 +285,7 @@
       examples.length > FEW ? el("button", { type: "button", onclick: () => { whole = !whole; draw(); } },
         whole ? `Only the first ${FEW}` : `All ${examples.length} examples`) : "",
       el("h3", {}, "How often"),
-      el("div", { class: "panels" }, ...(isDead(neuron) ? [histogram("value", neuron, "Pre-activation", () => "var(--soft)")]
+      el("div", { class: "panels" }, ...(isDead(neuron) ? [histogram("value", neuron, "Pre-activation", () => "var(--soft)"), el("div"), el("div")]
         : [histogram("z", neuron, "z", sideColour), histogram("gate", neuron, "Gate", () => "var(--soft)"), together(neuron)])),
       el("p", { class: "note" }, "Heights and shades count tokens, on a logarithmic scale."),
       ...signs(neuron, limits),
