@@ -37,7 +37,7 @@ OF_NO_VERSION := tests/comparison/test_overlap.py tests/conformance/test_their_o
 	$(filter-out %/test_stock_parts.py,$(wildcard tests/theorems/test_*.py))
 IN_WHEEL := env -u PYTHONPATH $(CURDIR)/out/wheel
 EXAMPLES := tests/examples.py README.md docs/how_do_i.md docs/circuits.md docs/growth.md docs/layouts.md \
-	docs/patching.md docs/tasks.md docs/theory.md
+	docs/patching.md docs/tasks.md docs/theory.md docs/transcoders.md
 HAS_BROWSER := command -v chromium >/dev/null && command -v chromedriver >/dev/null
 comma := ,
 export PIP_DISABLE_PIP_VERSION_CHECK = 1

@@ -34,6 +34,7 @@ from attn_only_lens.engine.recording import record
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
+from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching._attribution import attribution
 from attn_only_lens.patching.results import Sweep
@@ -49,6 +50,10 @@ _MEANINGS = (
 )
 _OF_SEVERAL = " Ranks are medians, probabilities means, over {} prompts; tokens are of the first."
 _FILES = ("explanation.csv", "circuit.json", "graph.json", "attribution.parquet", "page.html")
+_WIDE = {
+    "skip": "what W_skip reads",
+    "error": "what the transcoder misses of the MLP's output",
+}
 _COLUMNS = ("id", "token", "does", "share", "by_pattern", "by_value", "denoise", "noise")
 
 
@@ -89,9 +94,9 @@ class Explanation:
 
     @property
     def neurons(self) -> list[str]:
-        """The names of the neurons in the graph, to pass to `neurons.top_examples`."""
+        """The names of the graph's neurons and features, to pass to `neurons.top_examples`."""
         heads = self.graph.heads
-        return list(heads.loc[heads["kind"] == "neuron", "name"].unique())
+        return list(heads.loc[heads["kind"].isin(NEURON_KINDS), "name"].unique())
 
     def table(self) -> pd.DataFrame:
         """Return a frame with one row per site of the circuit, sorted by decreasing |share|.
@@ -292,18 +297,26 @@ def _what_nodes_do(
     texts = [token_text(model, token) for token in pair.clean[0].tolist()]
     does, labels = dict[str, str](), dict[str, str]()
     for head, (name, position), top in zip(heads, nodes, written, strict=True):
-        pattern = run.hooked[host.hook_name(head.layer, head.kind, "pattern")][0, head.index]
         tokens = [token_text(model, token) for token, _ in top[:2]]
         writes = f"writes {', '.join(map(repr, tokens))}" if tokens else ""
-        if head.kind == "attention":
-            weights = pattern[position, : len(texts)]
+        label = f"{name} → {tokens[0].strip()[:_LONGEST]}" if tokens else name
+        z, pattern = (
+            run.hooked[host.hook_name(head.layer, head.kind, point)][0]
+            for point in ("z", "pattern")
+        )
+        reads = ""
+        if head.kind in WIDE_KINDS:
+            reads = f"{_WIDE[head.kind]}, length {float(z[position].norm()):.2f}"
+        elif head.kind == "attention":
+            weights = pattern[head.index, position, : len(texts)]
             most = int(weights.argmax())
             reads = f"looks at {texts[most]!r} ({float(weights[most]):.0%})"
             label = f"{name} ← {texts[most].strip()[:_LONGEST]}"
-        else:
-            shared = host.neurons[head.layer].heads_per_neuron > 1
-            reads = "" if shared else f"gate {float(pattern[position, SELF]):.2f}"
-            label = f"{name} → {tokens[0].strip()[:_LONGEST]}" if tokens else name
+        elif head.kind == "feature":
+            here = float(z[position, head.index])
+            reads = f"active, z {here:.2f}" if here else "inactive"
+        elif host.neurons[head.layer].heads_per_neuron == 1:
+            reads = f"gate {float(pattern[head.index, position, SELF]):.2f}"
         key = f"{name}@{position}"
         does[key], labels[key] = "; ".join(filter(None, (reads, writes))), label
     return answers, does, labels

@@ -6,6 +6,7 @@ the mean of three values:
     cos(edges out), cos(edges in)    edges by neighbour and kind; a missing edge is 0
     max(cos(write), cos(read))       write: what the difference of z between the runs adds to the
                                      stream; read: the direction of the gate, only for neurons
+                                     and features
 
 Groups are found by average-linkage clustering. To test a group, the output z of each member is
 replaced by corrupted z + t · (clean z - corrupted z), where clean z and corrupted z are the
@@ -40,6 +41,7 @@ from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.engine.tokens import token_text, token_texts
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
+from attn_only_lens.heads.host import HEAD_PLURALS, NEURON_KINDS
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.precision import full_precision
 
@@ -57,9 +59,9 @@ class NodeGroups:
             `effect`, the decrease of the metric if all members are patched together from the
             corrupted run; `sum_of_effects`, the sum over members of the effects of patching each
             one alone; and `attribution`, the sum of the members' attributions.
-        nodes: one row per head and neuron of the graph. Columns: `id`; `group` (the group's row in
-            `frame`, or -1 for none); and `effect`, the decrease of the metric if the node is
-            patched alone.
+        nodes: one row per head, neuron, feature and error node of the graph. Columns: `id`;
+            `group` (the group's row in `frame`, or -1 for none); and `effect`, the decrease of the
+            metric if the node is patched alone.
         faithfulness: the faithfulness of the graph's nodes, with all other heads and neurons
             ablated.
         group_faithfulness: the faithfulness if each group is also replaced by one number for each
@@ -233,7 +235,7 @@ def _similar_weights(
     write = written.cpu().double()
     read = torch.zeros_like(write)
     matrices = HeadMatrices.of(model, fold_norms=True)
-    for _, some in heads[heads["kind"] == "neuron"].groupby("layer", observed=True):
+    for _, some in heads[heads["kind"].isin(NEURON_KINDS)].groupby("layer", observed=True):
         sites = LayerSites.of(map(HeadName.parse, some["name"]))
         directions = matrices.outputs(sites, sites.index.new_ones(len(some), 1).float()).cpu()
         # If a neuron's output is smaller in the clean run, `write` points against the neuron's
@@ -286,7 +288,7 @@ def _names(
     sums = torch.stack([written[group].sum(0) for group in members])
     names = []
     for group, top in zip(members, DirectEffects(model).tokens_of(sums, 2), strict=True):
-        kind = "heads" if heads["kind"][group[0]] == "attention" else "neurons"
+        kind = HEAD_PLURALS[heads["kind"][group[0]]]
         tokens = [_short(token_text(model, token)) for token, amount in top if amount > 0]
         name = f"{len(group)} {kind} → {', '.join(tokens)}" if tokens else f"{len(group)} {kind}"
         if at_peaks := [_short(peaks[x]) for x in set(heads["name"][group]) if x in peaks]:

@@ -40,7 +40,7 @@ from attn_only_lens.engine.sites import Selection, resolve_sites
 from attn_only_lens.engine.writes import Decomposition, decompose
 from attn_only_lens.errors import InputError, UnknownHeadError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
-from attn_only_lens.heads.host import NEURON_KINDS
+from attn_only_lens.heads.host import HEAD_PLURALS, NEURON_KINDS, WIDE_KINDS
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
@@ -69,7 +69,7 @@ def score_sources(
         model: a model from `convert`, or one with exposed neuron-heads. A half-precision
             model is run in float32.
         prompt: a text, or tokens [pos] or [1, pos].
-        name: `L5H3`, or a neuron, `L5N1234`.
+        name: `L5H3`; a neuron, `L5N1234`; or a feature of a transcoder, `L5F1234`.
         query: the query position, or the neuron's position. -1 is the last.
         key: the key position; None for a neuron.
         top: how many rows with the largest |share| to keep; the others are summed into a last row,
@@ -79,14 +79,15 @@ def score_sources(
         A frame sorted by decreasing |share|. For a neuron, it has one row per earlier writer, with
         columns `name`, `position` and `share`. For an attention head, it has one row per pair of
         writers, with columns `writer_q`, `position_q`, `writer_k`, `position_k` and `share`.
-        Writers are "embed" (token and position), heads by name, the biases of sublayers ("L0.b_O",
-        "L0.b_out"), and "own bias": the biases of the head itself and of the norm before it.
+        Writers are "embed" (token and position), heads by name, skip and error nodes, the
+        biases of sublayers ("L0.b_O", "L0.b_out"; of a transcoder, "L0.b_dec"), and "own bias": the
+        biases of the head itself and of the norm before it.
         `attrs["score"]` is the score in the run, before the softmax and any soft cap.
 
     Raises:
         InputError: with every reason: invalid positions, a key after its query, more than one
             prompt, too many pairs, unsupported norms or matrices.
-        UnknownHeadError: the model has no such head.
+        UnknownHeadError: the model has no such head, or it is a skip node or an error node.
         UnsupportedModelError: the shares do not add up, for instance because queries are clipped.
 
     Example:
@@ -108,6 +109,11 @@ def score_sources(
     InputError.raise_if(reasons, _PROBLEM)
     head = name if isinstance(name, HeadName) else HeadName.parse(name)
     head.require_in(model)
+    if head.kind in WIDE_KINDS:
+        raise UnknownHeadError(
+            f"got {head}, one of the {HEAD_PLURALS[head.kind]}, which have no score; expected an "
+            "attention head, a neuron or a feature"
+        )
     if head.member is not None:
         raise UnknownHeadError(f"got {head}, one head of a neuron; expected the whole neuron")
     pair = single_prompts(model, prompt)
@@ -149,7 +155,8 @@ def _reads(
         rows.append(read(writes.written(sites, here)[:, 0, 0]))
         bias = writes.bias[:, position]
         if bias.any():
-            names.append(f"L{writes.layer}.{'b_O' if writes.kind == 'attention' else 'b_out'}")
+            bias_name = {"attention": "b_O", "feature": "b_dec"}.get(writes.kind, "b_out")
+            names.append(f"L{writes.layer}.{bias_name}")
             rows.append(read(bias))
     norm_bias = W.new_zeros(len(W)) if reads.norm.bias is None else reads.norm.bias
     return [*names, "own bias"], torch.cat([*rows, (norm_bias @ W)[None]])

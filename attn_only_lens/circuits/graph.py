@@ -5,6 +5,9 @@ These are the kinds of nodes (`kind`), with an example `id` for each kind:
     embed      embed@3        what enters the first block at position 3
     attention  L5H3@7         an attention head, at the position where it writes
     neuron     L5N1234@7      a neuron-head (all heads of the neuron, if several share it)
+    feature    L5F1234@7      a feature of a transcoder
+    skip       L5S@7          the input of a transcoder, which its W_skip passes on
+    error      L5E@7          what a transcoder misses of the MLP's output; it has no edges into it
     bias       bias           all biases, wherever they are added
     rest       rest           heads and neurons that are not nodes of this graph
     offset     offset         the part of a metric that is not linear in the logits
@@ -29,6 +32,7 @@ import pandas as pd
 from attn_only_lens.arguments import as_plain, is_count, is_number
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import HEAD_KINDS
+from attn_only_lens.heads.names import count_kinds
 
 NODE_KINDS = ("embed", *HEAD_KINDS, "bias", "rest", "offset", "metric")
 EDGE_KINDS = ("value", "q", "k", "gate")
@@ -135,7 +139,7 @@ class CircuitGraph:
 
     @property
     def heads(self) -> pd.DataFrame:
-        """The rows of `nodes` for attention heads and neurons."""
+        """The rows of `nodes` for attention heads, neurons, and nodes of transcoders."""
         return self.nodes[self.nodes["kind"].isin(HEAD_KINDS)]
 
     def prune(self, *, top: int | None = None, mass: float | None = None) -> "CircuitGraph":
@@ -203,11 +207,11 @@ class CircuitGraph:
         return graph
 
     def __repr__(self) -> str:
-        n = len(self.heads)
+        counts = count_kinds(self.heads["kind"]) or "no heads"
         change = "change of " * bool(self.corrupted)
         return (
-            f"CircuitGraph of {self.model}: {change}{self.metric} = {self.value:.4g} by {n} of "
-            f"{self.n_heads} heads and neurons ({self.mass:.0%} of the mass), "
+            f"CircuitGraph of {self.model}: {change}{self.metric} = {self.value:.4g} by {counts} "
+            f"({len(self.heads)} of {self.n_heads} nodes, {self.mass:.0%} of the mass), "
             f"{len(self.edges)} edges"
         )
 

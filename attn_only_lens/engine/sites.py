@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, Literal, TypeAlias, get_args
@@ -15,7 +15,7 @@ from torch import Tensor
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.errors import InputError, UnknownHeadError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
-from attn_only_lens.heads.host import HEAD_KINDS, WIDE_KINDS, HeadKind
+from attn_only_lens.heads.host import HEAD_KINDS, HEAD_PLURALS, WIDE_KINDS, HeadKind
 from attn_only_lens.heads.names import head_counts
 
 ALL_MEMBERS = -1
@@ -201,6 +201,27 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
     InputError.raise_if(reasons, _PROBLEM)
     groups = groupby(sorted(names, key=_order), lambda name: (name.layer, name.kind))
     return tuple(LayerSites.of(heads) for _, heads in groups)
+
+
+def without_wide(sites: Sites) -> Sites:
+    """Return a selection without skip and error nodes, which have no weights and no gates to show.
+
+    Names stay, also names of these nodes: `wide_reasons` refuses them.
+    """
+    if not isinstance(sites, Selection):
+        return sites
+    kinds = tuple(kind for kind in sites.kinds if kind not in WIDE_KINDS)
+    return replace(sites, kinds=kinds or sites.kinds)
+
+
+def wide_reasons(sites: Iterable[LayerSites]) -> list[str]:
+    """Return an error message for each skip node and error node."""
+    return [
+        f"got {site.names[0]}, one of the {HEAD_PLURALS[site.kind]}, whose z is a vector of "
+        "d_model numbers; expected attention heads, neurons or features"
+        for site in sites
+        if site.kind in WIDE_KINDS
+    ]
 
 
 def split_positions(sites: Sites) -> list[tuple[str, int | str | None]] | None:

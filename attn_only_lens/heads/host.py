@@ -23,6 +23,16 @@ NEURON_KINDS: tuple[HeadKind, ...] = ("neuron", "feature")
 """The kinds of neuron-heads: neurons of MLPs, and features of transcoders."""
 WIDE_KINDS: tuple[HeadKind, ...] = ("skip", "error")
 """The kinds of nodes with d_head = d_model: what W_skip reads, and a transcoder's error."""
+HEAD_PLURALS: Mapping[str, str] = MappingProxyType(
+    {
+        "attention": "heads",
+        "neuron": "neurons",
+        "feature": "features",
+        "skip": "skip nodes",
+        "error": "error nodes",
+    }
+)
+"""The words with which texts and pictures count heads of each kind."""
 
 # In an exposed model, users' filters for attention hook points must not match these names. Such
 # filters look for names that end in z, q, k, v, pattern, scores or result, or that contain z, attn,

@@ -8,7 +8,8 @@ number.
 """
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,6 +18,7 @@ from torch import nn
 from attn_only_lens.arguments import a_type
 from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
 from attn_only_lens.heads.host import (
+    HEAD_PLURALS,
     POINTS,
     WIDE_KINDS,
     HeadKind,
@@ -36,13 +38,7 @@ _NUMBER = r"(0|[1-9]\d*)"
 HeadCounts: TypeAlias = tuple[dict[HeadKind, int], int]
 """The number of heads of each kind, and of heads per neuron, in a layer."""
 _NAME = re.compile(rf"L{_NUMBER}(?:([SE])|([HNF]){_NUMBER}(?:\.{_NUMBER})?)")
-_PLURAL: dict[HeadKind, str] = {
-    "attention": "attention heads",
-    "neuron": "neurons",
-    "feature": "features",
-    "skip": "skip nodes",
-    "error": "error nodes",
-}
+_PLURAL = {**HEAD_PLURALS, "attention": "attention heads"}
 
 
 @dataclass(frozen=True)
@@ -208,3 +204,14 @@ def head_labels(layer: int, kind: HeadKind, n_heads: int, heads_per_neuron: int)
         return [str(HeadName(layer, kind, index)) for index in range(n_heads)]
     pairs = (divmod(index, heads_per_neuron) for index in range(n_heads))
     return [str(HeadName(layer, kind, neuron, member)) for neuron, member in pairs]
+
+
+def count_kinds(kinds: Iterable[str]) -> str:
+    """Return a text that counts heads of each kind, such as "4 heads and 512 neurons"."""
+    counts = Counter(kinds)
+    words = [
+        f"{counts[kind]:,} {plural.removesuffix('s') if counts[kind] == 1 else plural}"
+        for kind, plural in HEAD_PLURALS.items()
+        if counts[kind]
+    ]
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

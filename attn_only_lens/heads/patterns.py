@@ -10,7 +10,14 @@ from transformer_lens import ActivationCache
 from attn_only_lens.arguments import a_type
 from attn_only_lens.axes import BIAS, SELF
 from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
-from attn_only_lens.heads.host import NEURON_KINDS, HeadKind, has_neuron_heads, host_of
+from attn_only_lens.heads.host import (
+    HEAD_PLURALS,
+    NEURON_KINDS,
+    WIDE_KINDS,
+    HeadKind,
+    has_neuron_heads,
+    host_of,
+)
 from attn_only_lens.heads.names import HeadName
 
 
@@ -86,6 +93,11 @@ def _neuron(cache: ActivationCache, name: str) -> HeadName:
     """Parse the name of a neuron, and check that the model of the cache has this neuron."""
     head = HeadName.parse(name)
     model = getattr(cache, "model", None)
+    if head.kind in WIDE_KINDS:
+        raise UnknownHeadError(
+            f"got {name!r}, one of the {HEAD_PLURALS[head.kind]}, which have no gate and no "
+            f"pattern; expected a neuron-head such as 'L{head.layer}N7' or 'L{head.layer}F7'"
+        )
     if head.kind not in NEURON_KINDS:
         exposed = has_neuron_heads(model)
         block = host_of(model).block(head.layer, head.kind) if exposed else head.layer

@@ -21,9 +21,17 @@ from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, as_metric, no_gradient_reasons, one_run_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_weights import fingerprint
-from attn_only_lens.engine.sites import ALL_MEMBERS, LayerSites, Selection, Sites, resolve_sites
+from attn_only_lens.engine.sites import (
+    ALL_MEMBERS,
+    LayerSites,
+    Selection,
+    Sites,
+    resolve_sites,
+    wide_reasons,
+    without_wide,
+)
 from attn_only_lens.errors import InputError
-from attn_only_lens.heads.host import HEAD_KINDS, NEURON_KINDS, HeadKind
+from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS, HeadKind
 from attn_only_lens.neurons.corpus import Texts, batches, corpus_rows, n_texts
 from attn_only_lens.neurons.statistics import CorpusStatistics, HeadStatistics, NeuronStatistics
 from attn_only_lens.neurons.summary import ENDS_OF_OPTION, Options, Resumed, Summary
@@ -53,15 +61,18 @@ def top_examples(
     """Return the tokens of a corpus at which neurons have their largest and smallest values.
 
     The corpus is read once, text by text. BOS tokens are never examples, because a neuron has the
-    same value at BOS in every text.
+    same value at BOS in every text. Nor are tokens at which a feature of a transcoder is inactive,
+    so a dead feature has no examples.
 
     Args:
         model: converted, or with exposed neuron-heads.
-        names: neurons, such as "L3N7", or `patching.neuron_heads(layers)`; None for all.
+        names: neurons and features of transcoders, such as "L3N7" and "L3F7", or
+            `patching.neuron_heads(layers)`; None for all.
         texts: a list or any iterable (also of `datasets`) of texts, of dictionaries with a "text",
             or of the tokens of one text [pos]; or the path of a UTF-8 file with one text per
             line or, if its name ends in .jsonl, one dictionary per line.
-        k: number of examples for each neuron and end; fewer if the corpus has fewer tokens.
+        k: number of examples for each neuron and end; fewer if the corpus has fewer tokens, or if a
+            feature is active at fewer.
         by: "z", gate × value, the output of a neuron; "gate", the token's attention to itself; or
             "attribution", z times the gradient of a metric on the text, which estimates how much
             the metric would decrease if z were 0 at the token.
@@ -98,7 +109,7 @@ def top_examples(
         >>> frame[["name", "rank", "text", "at"]].to_numpy().tolist()
         [['L0N7', 1, 0, 2], ['L0N7', 2, 2, 2]]
     """
-    statistics = _look_up(("neuron",), **locals(), histograms=False)
+    statistics = _look_up(NEURON_KINDS, **locals(), histograms=False)
     assert statistics.neurons is not None
     return statistics.neurons.frame()
 
@@ -135,7 +146,7 @@ def neuron_statistics(
         >>> int(counts.sum()), statistics.n_tokens
         (6, 6)
     """
-    statistics = _look_up(("neuron",), **locals())
+    statistics = _look_up(NEURON_KINDS, **locals())
     assert statistics.neurons is not None
     return statistics.neurons
 
@@ -200,8 +211,9 @@ def corpus_statistics(
     """Return the statistics of neurons and of attention heads, from one pass over the corpus.
 
     Arguments and errors are the same as for `neuron_statistics` and `head_statistics`; `names=None`
-    means all neurons and heads. `by` is the quantity that ranks the examples of neurons; the
-    examples of heads are ranked as in `head_statistics`.
+    means all neurons, features and heads. `by` is the quantity that ranks the examples of neurons;
+    the examples of heads are ranked as in `head_statistics`. Skip nodes and error nodes have no
+    statistics: a selection such as `patching.all_heads()` leaves them out.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained
@@ -211,7 +223,7 @@ def corpus_statistics(
         >>> both.neurons.names, both.heads.names
         (('L0N7',), ('L0H2',))
     """
-    return _look_up(HEAD_KINDS, **locals())
+    return _look_up(("attention", *NEURON_KINDS), **locals())
 
 
 @warned_once()
@@ -228,7 +240,7 @@ def _look_up(
     **others: Any,
 ) -> CorpusStatistics:
     # Check
-    sites = resolve_sites(model, Selection(kinds) if names is None else names)
+    sites = resolve_sites(model, Selection(kinds) if names is None else without_wide(names))
     context = min(128, model.cfg.n_ctx) if context is None else context
     options = Options(context=context, **others)
     reasons = _site_reasons(sites, kinds) + reasons_not_to_run(model)
@@ -241,7 +253,7 @@ def _look_up(
     summary = Summary(model, sites, options)
     rows, resumed = corpus_rows(model, texts, context), None
     if resume is not None:
-        of_summary = summary.names(*HEAD_KINDS)
+        of_summary = summary.names("attention", *NEURON_KINDS)
         settings = asdict(options) | {"n_names": len(of_summary)}
         del settings["batch_size"]
         settings["names"] = hashlib.sha256(" ".join(of_summary).encode()).hexdigest()
@@ -284,8 +296,10 @@ def _option_reasons(options: Options, metric: AnyMetric | None) -> list[str]:
 
 
 def _site_reasons(sites: Sequence[LayerSites], kinds: tuple[HeadKind, ...]) -> list[str]:
-    reasons = []
+    reasons = wide_reasons(sites)
     for site in sites:
+        if site.kind in WIDE_KINDS:
+            continue
         if site.kind not in kinds:
             got, wanted = "an attention head", "neurons: `head_statistics` takes attention heads"
             if site.kind in NEURON_KINDS:

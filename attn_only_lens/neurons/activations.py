@@ -18,7 +18,7 @@ from attn_only_lens.engine.recording import require_seen, run, run_blocks
 from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
-from attn_only_lens.heads.host import NEURON_KINDS, HeadKind
+from attn_only_lens.heads.host import NEURON_KINDS
 from attn_only_lens.neurons.corpus import Batch
 
 OfLayer: TypeAlias = dict[str, Tensor]
@@ -26,10 +26,8 @@ OfLayer: TypeAlias = dict[str, Tensor]
 `pattern` [head, batch, pos, pos] and `norm` [head, place] of its attention heads; and perhaps
 attributions of either."""
 TakeIn: TypeAlias = Callable[[int, OfLayer], None]
-_POINTS: dict[HeadKind, tuple[str, ...]] = {
-    "neuron": ("v", "pattern", "z"),
-    "attention": ("pattern", "z"),
-}
+_ATTENTION_POINTS = ("pattern", "z")
+_NEURON_POINTS = ("v", "pattern", "z")
 _PROBLEM = "these neurons cannot be attributed in a corpus"
 
 
@@ -119,7 +117,7 @@ def _attention_hooks(
         )
         for site, show in zip(sites, keep, strict=True)
         if site.kind == "attention"
-        for point in _POINTS["attention"]
+        for point in _ATTENTION_POINTS
     ]
 
 
@@ -133,7 +131,7 @@ def _looking(
             if item.kind == "attention":
                 continue
             heads = host_of(model).neurons[item.layer]
-            for point in ("q",) * shows_q(model, item) + _POINTS["neuron"]:
+            for point in ("q",) * shows_q(model, item) + _NEURON_POINTS:
 
                 def look(
                     module: Any, args: Any, value: Tensor, look: Any = of_layer, of: str = point

@@ -136,7 +136,7 @@ class _Statistics:
         real = (tokens >= 0) & found[..., None]  # short windows are padded with -1
         offsets = np.concatenate([[0], real.sum(axis=-1)[found].cumsum()])
         ids = sorted(self.vocabulary)
-        index_of_id = np.zeros(max(ids) + 1, dtype=np.int32)
+        index_of_id = np.zeros(max(ids, default=-1) + 1, dtype=np.int32)
         index_of_id[ids] = np.arange(len(ids))
         texts = [self.vocabulary[token] for token in ids]
         return pd.DataFrame(
@@ -208,10 +208,10 @@ class _Statistics:
 
 
 class NeuronStatistics(_Statistics):
-    """Top examples of neurons in a corpus, and histograms of their z, gate and value.
+    """Top examples of neurons and features in a corpus, and histograms of z, gate and value.
 
     Attributes:
-        names: the neurons.
+        names: the neurons and features.
         model: the name of the model.
         by: the quantity that ranks examples: "z", "gate" or "attribution".
         metric: the name of the metric of attributions; empty if there is none.
@@ -251,16 +251,17 @@ class NeuronStatistics(_Statistics):
         """Return the share of tokens for each pair of signs of x W_gate and x W_in in a gated MLP.
 
         The columns are `name`, "++", "+-", "-+" and "--"; the first sign is the sign of x W_gate,
-        and 0 counts as positive. Source: GLUScope, arXiv 2602.23826.
+        and 0 counts as positive. Features of transcoders, which have no W_gate, have no row.
+        Source: GLUScope, arXiv 2602.23826.
 
         Raises:
             InputError: the model has no gated MLPs, or has several heads per neuron.
         """
         self._require_quadrants()
         shares = (self.counts["signs"].double() / self.n_tokens).numpy()
-        return pd.DataFrame(shares, columns=list(QUADRANTS)).assign(name=list(self.names))[
-            ["name", *QUADRANTS]
-        ]
+        frame = pd.DataFrame(shares, columns=list(QUADRANTS)).assign(name=list(self.names))
+        gated = (self.counts["signs"].sum(1) > 0).numpy()
+        return frame.loc[gated, ["name", *QUADRANTS]].reset_index(drop=True)
 
     def quadrant_examples(self) -> pd.DataFrame:
         """Return the tokens with the largest |z| for each pair of signs (column `end`).
@@ -271,7 +272,7 @@ class NeuronStatistics(_Statistics):
         return self._frame(QUADRANTS)
 
     def _require_quadrants(self) -> None:
-        if "++.found" not in self.examples:
+        if "++.found" not in self.examples or not self.counts["signs"].any():
             reason = "the neurons have no quadrants; expected a gated MLP, with exact gates"
             raise InputError([reason], _NOT_THERE)
 
@@ -395,7 +396,7 @@ def _lists(entries: Any, offsets: Any, texts: Sequence[str] | None = None) -> An
 
     values = pa.array(entries)
     if texts is not None:
-        values = pa.DictionaryArray.from_arrays(values, pa.array(texts))
+        values = pa.DictionaryArray.from_arrays(values, pa.array(texts, pa.string()))
     lists = pa.LargeListArray.from_arrays(pa.array(offsets), values)
     return pd.arrays.ArrowExtensionArray(lists)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -17,7 +18,7 @@ from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
-from attn_only_lens.heads.host import HEAD_KINDS, NEURON_KINDS, HeadKind
+from attn_only_lens.heads.host import NEURON_KINDS, HeadKind
 from attn_only_lens.neurons.accumulate import (
     ENDS,
     IN_QUADRANT,
@@ -43,8 +44,10 @@ _SECONDS = 30.0
 _KEY = "so-far"
 _IN_CACHE = 2**18  # this many activations fit into the CPU cache
 ENDS_OF_OPTION = {"both": ENDS, "largest": ENDS[:1], "smallest": ENDS[1:]}
-_NUMBERS: dict[HeadKind, tuple[str, ...]] = {"neuron": ("score",), "attention": ("score", "bos")}
-_WINDOWS: dict[HeadKind, tuple[str, ...]] = {"neuron": ("z", "gate"), "attention": ("pattern",)}
+_KINDS: dict[str, tuple[HeadKind, ...]] = {"attention": ("attention",), "neuron": NEURON_KINDS}
+"""The kinds of heads that share tensors: features are looked up as neurons are."""
+_NUMBERS = {"neuron": ("score",), "attention": ("score", "bos")}
+_WINDOWS = {"neuron": ("z", "gate"), "attention": ("pattern",)}
 HEAD_WINDOW = 4
 """Attention heads look further back: windows have this many times `before` tokens."""
 _COUNTS = ("n_rows", "n_texts", "n_tokens")
@@ -74,6 +77,7 @@ class Summary:
         self.counts: list[State] = []
         d_vocab = model.cfg.d_vocab
         self.occurrences = torch.zeros(d_vocab, dtype=torch.long, device="cpu")
+        has_quadrants = options.histograms and any(shows_q(model, site) for site in sites)
         for site in sites:
             host, n = host_of(model), len(site.names)
             ends: dict[str, int] = {end: options.k for end in ENDS_OF_OPTION[options.ends]}
@@ -81,36 +85,37 @@ class Summary:
                 weight = host.neurons[site.layer].W_out
                 like = float32_if_half(weight.detach()[:0, 0])
                 counts = no_counts(n, like.device) if options.histograms else {}
-                if options.histograms and shows_q(model, site):
+                if has_quadrants:  # of features and plain MLPs, they stay empty
                     ends |= dict.fromkeys(QUADRANTS, min(options.k, IN_QUADRANT))
             else:
                 like = float32_if_half(host.attention(site.layer).W_O.detach()[:0, 0, 0])
                 counts = no_looks(n, options.context, d_vocab, like)
                 if options.by != "attribution":
                     ends = {"largest": options.k}
-            width = self._before(site.kind) + 1 + options.after
-            kinds = _NUMBERS[site.kind], _WINDOWS[site.kind]
+            group = "neuron" if site.kind in NEURON_KINDS else "attention"
+            width = self._before(group) + 1 + options.after
+            kinds = _NUMBERS[group], _WINDOWS[group]
             self.examples.append(
                 {end: no_examples(n, k, width, like, *kinds) for end, k in ends.items()}
             )
             self.counts.append(counts)
 
-    def _before(self, kind: HeadKind) -> int:
-        return self.options.before * (HEAD_WINDOW if kind == "attention" else 1)
+    def _before(self, group: str) -> int:
+        return self.options.before * (HEAD_WINDOW if group == "attention" else 1)
 
     def names(self, *kinds: HeadKind) -> tuple[str, ...]:
-        """Return the names of neurons, attention heads or both, in the order of the results."""
+        """Return the names of the heads of these kinds, in the order of the results."""
         return tuple(name for site in self.sites if site.kind in kinds for name in site.names)
 
     @property
     def states(self) -> Iterator[tuple[str, list[State]]]:
         """Yield each prefix of tensor names, with the states that contain these tensors."""
-        for kind in HEAD_KINDS:
-            numbers = [i for i, site in enumerate(self.sites) if site.kind == kind]
+        for group, kinds in _KINDS.items():
+            numbers = [i for i, site in enumerate(self.sites) if site.kind in kinds]
             for end in self.examples[numbers[0]] if numbers else ():
-                yield f"{kind}.{end}.", [self.examples[i][end] for i in numbers]
+                yield f"{group}.{end}.", [self.examples[i][end] for i in numbers]
             if numbers:
-                yield f"{kind}.", [self.counts[i] for i in numbers]
+                yield f"{group}.", [self.counts[i] for i in numbers]
 
     def add(self, batch: Batch, metric: Metric | None) -> None:
         """Run the model on a batch, and add the batch's activations to the results."""
@@ -136,7 +141,9 @@ class Summary:
     def _add_layer(self, number: int, of_layer: OfLayer, batch: Batch) -> Bool[Tensor, ""]:
         """Add the activations of a layer to the results; return True if all of them are finite."""
         site = self.sites[number]
-        add = self._add_neurons if site.kind in NEURON_KINDS else self._add_heads
+        add: Callable[..., Tensor] = self._add_heads
+        if site.kind in NEURON_KINDS:
+            add = partial(self._add_neurons, only_active=site.kind == "feature")
         some = next(iter(of_layer.values()))
         here, step = _on(batch, some.device), len(site.names)
         if some.device.type == "cpu" and site.kind in NEURON_KINDS:
@@ -150,12 +157,26 @@ class Summary:
         return torch.stack(finite).all()
 
     def _add_neurons(
-        self, values: OfLayer, batch: Batch, examples: dict[str, State], counts: State
+        self,
+        values: OfLayer,
+        batch: Batch,
+        examples: dict[str, State],
+        counts: State,
+        *,
+        only_active: bool,
     ) -> Bool[Tensor, ""]:
         counted = {name: _counted(x, batch) for name, x in values.items()}
         if counts:
             add_counts(counts, *(counted[name] for name in QUANTITIES))
+        if "q" not in counted:
+            examples = {end: state for end, state in examples.items() if end not in QUADRANTS}
         scores = dict.fromkeys(examples, counted[self.options.by])
+        if only_active:  # ±∞ is no entry
+            inactive = counted["gate"] == 0
+            for end, x in scores.items():
+                scores[end] = x.masked_fill(
+                    inactive, torch.inf if end == "smallest" else -torch.inf
+                )
         if set(QUADRANTS) & set(examples):
             quadrant, size = quadrants(counted["q"], counted["value"]), counted["z"].abs()
             add_histogram(counts["signs"], quadrant.int())
@@ -194,7 +215,7 @@ class Summary:
 
     def _add_examples(
         self,
-        kind: HeadKind,
+        group: str,
         examples: dict[str, State],
         scores: dict[str, Tensor],
         numbers: Callable[[str, Tensor], State],
@@ -202,12 +223,12 @@ class Summary:
         batch: Batch,
     ) -> None:
         """Add the largest entries of a batch at each end; `numbers` are those of some rows."""
-        windows = {name: values[name] for name in _WINDOWS[kind]}
+        windows = {name: values[name] for name in _WINDOWS[group]}
         for end, state in examples.items():
             rows = rows_with_new(state, end, scores[end])
             if len(rows):
                 new = numbers(end, rows)
-                add_examples(state, end, rows, new, windows, batch, self._before(kind))
+                add_examples(state, end, rows, new, windows, batch, self._before(group))
 
     def tensors(self) -> State:
         """Return all results on the CPU; each tensor is concatenated over the layers."""
@@ -233,7 +254,7 @@ class Summary:
         """Return the statistics of all batches so far, with the text of every token used."""
         tensors, by = self.tensors(), self.options.by
         neurons = heads = None
-        if self.names("neuron"):
+        if self.names(*NEURON_KINDS):
             neurons = NeuronStatistics(*self._about("neuron", by, metric, tensors))
         if self.names("attention"):
             by = "attribution" if by == "attribution" else "norm"
@@ -243,12 +264,12 @@ class Summary:
             heads = HeadStatistics(*self._about("attention", by, metric, tensors))
         return CorpusStatistics(neurons, heads)
 
-    def _about(self, kind: HeadKind, by: str, metric: str, tensors: State) -> tuple[Any, ...]:
+    def _about(self, group: str, by: str, metric: str, tensors: State) -> tuple[Any, ...]:
         """Return the arguments that make a `NeuronStatistics` or a `HeadStatistics`."""
         of_kind = {
-            name.removeprefix(f"{kind}."): x
+            name.removeprefix(f"{group}."): x
             for name, x in tensors.items()
-            if name.startswith(f"{kind}.")
+            if name.startswith(f"{group}.")
         }
         examples = {name: x for name, x in of_kind.items() if name.startswith((*ENDS, *QUADRANTS))}
         counts = {name: x for name, x in of_kind.items() if name not in examples}
@@ -256,7 +277,7 @@ class Summary:
         ids = torch.cat(used).unique().tolist()
         vocabulary = {token: token_text(self.model, token) for token in ids if token >= 0}
         about = str(self.model.cfg.model_name), by, metric, self.n_texts, self.n_tokens
-        return self.names(kind), *about, vocabulary, examples, counts
+        return self.names(*_KINDS[group]), *about, vocabulary, examples, counts
 
 
 def _all_finite(values: OfLayer) -> Bool[Tensor, ""]:

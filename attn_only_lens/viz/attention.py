@@ -19,7 +19,13 @@ from transformer_lens import ActivationCache
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.axes import SELF
 from attn_only_lens.engine.model_checks import dropout_reasons
-from attn_only_lens.engine.sites import Selection, Sites, resolve_sites
+from attn_only_lens.engine.sites import (
+    Selection,
+    Sites,
+    resolve_sites,
+    wide_reasons,
+    without_wide,
+)
 from attn_only_lens.engine.tokens import checked_tokens, token_texts
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import HeadName, host_of, neuron_gate, neuron_pattern
@@ -41,7 +47,7 @@ MOST_CELLS = 400_000
 MOST_HEADS = 24
 """The most heads on one page."""
 
-_POINTS = {"attention": ("pattern",), "neuron": ("pattern", "v", "z")}
+_NEURON_POINTS = ("pattern", "v", "z")
 
 
 def attention_view(
@@ -60,7 +66,8 @@ def attention_view(
         source: a converted model or a model with exposed neuron-heads, which is run; or a cache
             from such a model, with the patterns of the heads, and z and v of neurons.
         names: up to 24 names, such as "L2H3" or ["L3N7", "L2H3"], drawn in this order; or
-            `patching.heads(layers)`. `L3N7.0` is one of several heads that form a neuron.
+            `patching.heads(layers)`. `L3N7.0` is one of several heads that form a neuron. Features
+            of transcoders (`L3F7`) are drawn like neurons.
         text: with a model, a text or its tokens [pos]. With a cache, the text or tokens of the
             cached run, or the texts of these tokens.
         prompt: index of the prompt in the cache's batch.
@@ -99,7 +106,7 @@ def attention_view(
         hooks = {
             host_of(model).hook_name(head.layer, head.kind, point)
             for head in heads
-            for point in _POINTS[head.kind]
+            for point in (_NEURON_POINTS if head.kind in NEURON_KINDS else ("pattern",))
         }
         with torch.no_grad():
             _, cache = model.run_with_cache(tokens, names_filter=sorted(hooks))
@@ -158,7 +165,7 @@ def _pattern(
 
 def _heads(model: Any, names: Sites) -> list[HeadName]:
     """Return the named heads in the given order, without repetitions."""
-    chosen = as_plain(names)
+    chosen = without_wide(as_plain(names))
     if isinstance(chosen, Selection):
         chosen = [name for site in resolve_sites(model, chosen) for name in site.names]
     listed = chosen if isinstance(chosen, list | tuple) else [chosen]
@@ -168,7 +175,7 @@ def _heads(model: Any, names: Sites) -> list[HeadName]:
             f"got {len(head_names)} heads; expected 1 to {MOST_HEADS}: select some, for example by "
             'sweep.top(7)["name"]'
         )
-    resolve_sites(model, head_names)
+    refuse(*wide_reasons(resolve_sites(model, head_names)))
     return [HeadName.parse(name) for name in head_names]
 
 
@@ -191,7 +198,7 @@ def _neuron(cache: ActivationCache, head: HeadName, prompt: int) -> dict[str, An
     heads, name = host_of(cache.model).neurons[head.layer], str(head)
     first = head.heads(heads.heads_per_neuron).start
     of_heads = {
-        point: cached_activation(cache, head.layer, "neuron", point).squeeze(-1)
+        point: cached_activation(cache, head.layer, head.kind, point).squeeze(-1)
         for point in ("z", "v")
     }
     if head.member is None:

@@ -14,11 +14,11 @@ import numpy as np
 import pandas as pd
 
 from attn_only_lens.circuits.graph import EDGE_COLUMNS
+from attn_only_lens.heads.host import HEAD_PLURALS
 from attn_only_lens.viz.circuit_data import NODE_COLUMNS, OPTIONAL, NodeDetails, circuit_reasons
 from attn_only_lens.viz.circuit_picture import FEWEST, MOST, circuit_picture, first_view
 from attn_only_lens.viz.coordinates import rows_of
 from attn_only_lens.viz.page import (
-    HEAD_PLURALS,
     Page,
     asset,
     document,
@@ -50,10 +50,11 @@ def circuit_page(
 
     Args:
         nodes: columns `id` (a string, such as "L5N1234@7"), `kind` (a kind of `CircuitGraph`:
-            "embed", "attention", "neuron", "bias", "rest", "offset", "metric"), `layer` and
-            `position` (missing if a node has none), `name`, `value`, `attribution` (if this is
-            missing, the node is as strong as its strongest edge). Optional: `exact`, the node's
-            exact effect; `status` ("kept", "lost", "gained") if two circuits are compared;
+            "embed", "attention", "neuron", "feature", "skip", "error", "bias", "rest", "offset",
+            "metric"), `layer` and `position` (missing if a node has none), `name`, `value`,
+            `attribution` (if this is missing, the node is as strong as its strongest edge).
+            Optional: `exact`, the node's exact effect; `status` ("kept", "lost", "gained") if two
+            circuits are compared;
             `inclusion`, from 0 to 1, and `stability` ("core", "contingent", "noise") if prompts
             were resampled. A metric without a position is above the token that it reads.
         edges: columns `source` and `target` (ids), `kind` ("value", which is shown first, "q", "k"
@@ -67,7 +68,7 @@ def circuit_page(
         state: what the page shows at first, as its menu "Save" writes it to JSON: pinned nodes,
             names, groups (drawn as one node unless `folded` is False), numbers of nodes and edges.
             If there are more than 300 nodes and no groups, the heads of each layer form a group,
-            and so do the neurons; users can unfold or ungroup these groups.
+            and so do the neurons and the features; users can unfold or ungroup these groups.
 
     Returns:
         The page, with values to five significant figures, and its first view as `picture`.

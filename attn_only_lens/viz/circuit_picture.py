@@ -28,7 +28,9 @@ _HEIGHT = 600.0
 MOST, FEWEST = 40, 12
 _TITLE, _LEGEND = 28, 30
 _CHARACTER = 7.9  # width of a character in the title
-_CORNERS = {"attention": 10, "metric": 4, "embed": 4}
+_CORNERS = {"attention": 10, "metric": 4, "embed": 4, "skip": 4, "error": 4}
+_SLANTED = ' transform="skewX(-14)"'  # features are parallelograms
+_SHAPES = {"feature": "slanted: feature", "skip": "italic S: W_skip", "error": "italic E: error"}
 _Data = Mapping[str, Any]
 
 
@@ -147,7 +149,7 @@ def _node(data: _Data, i: int, placed: Layout, largest: float, colours: Mapping[
         f'<g class="node {kind} {status or ""} {stability or ""}" '
         f'transform="translate({placed.x[i]:.1f},{placed.y[i]:.1f})">'
         f'<rect x="{-width / 2:.1f}" y="{-BOX / 2:.0f}" width="{width:.1f}" height="{BOX}" '
-        f'rx="{_CORNERS.get(kind, 0)}"{fill}/>'
+        f'rx="{_CORNERS.get(kind, 0)}"{_SLANTED * (kind == "feature")}{fill}/>'
         f"{_text(0, 0, mark + nodes['label'][i], strong, '0.35em')}</g>"
     )
 
@@ -175,7 +177,10 @@ def _legend(data: _Data, y: float) -> str:
         marks += " · outline: solid core, dashed contingent"
     dashes = {"q": "long dashes", "k": "dots", "gate": "dashes and dots"}
     kinds = "".join(f", {kind} {dashes[kind]}" for kind in _kinds(data) if kind in dashes)
-    return _text(8, y, f"{marks} · edges: arrow positive, bar negative{kinds}", "row")
+    shapes = "".join(
+        f" · {words}" for kind, words in _SHAPES.items() if kind in data["nodes"]["kind"]
+    )
+    return _text(8, y, f"{marks}{shapes} · edges: arrow positive, bar negative{kinds}", "row")
 
 
 def _text(x: float, y: float, text: str, name: str, dy: str = "0") -> str:

@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 
 from attn_only_lens.circuits.graph import NODE_KINDS
-from attn_only_lens.viz.page import HEAD_PLURALS
+from attn_only_lens.heads.host import HEAD_PLURALS
 
 GUTTER, AXIS, TOP = 96, 40, 12  # margins for row names, for tokens, and at the top
 BOX = 20  # height of a node
@@ -88,7 +88,8 @@ def _rank(kind: str, layer: float | None) -> tuple[int, int]:
 def _row_name(kind: str, layer: float | None) -> str:
     if kind == "metric":
         return kind
-    return "tokens" if pd.isna(layer) else f"L{int(layer or 0)} {HEAD_PLURALS.get(kind, kind)}"
+    row = HEAD_PLURALS.get(kind, kind).removesuffix(" nodes")
+    return "tokens" if pd.isna(layer) else f"L{int(layer or 0)} {row}"
 
 
 def place(

@@ -14,10 +14,11 @@ import numpy as np
 import pandas as pd
 
 from attn_only_lens.arguments import a_type, is_count
+from attn_only_lens.heads.host import HEAD_KINDS, HEAD_PLURALS
 from attn_only_lens.patching import Sweep
 from attn_only_lens.patching.over_prompts import SPREAD
 from attn_only_lens.patching.results import MEASURED
-from attn_only_lens.viz.page import HEAD_PLURALS, import_extra, model_title, refuse, visible_token
+from attn_only_lens.viz.page import import_extra, model_title, refuse, visible_token
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -31,6 +32,9 @@ MOST_NAMED = 20
 HEAD_COLOURS = {
     "attention": "#0072B2",
     "neuron": "#E69F00",
+    "feature": "#009E73",
+    "skip": "#CC79A7",
+    "error": "#555555",
 }  # distinguishable for colour-blind readers
 _DIVERGING = ("#b2182b", "#f4a582", "#ffffff", "#92c5de", "#2166ac")  # red (negative) to blue
 _OTHER = "#666666"
@@ -49,8 +53,9 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
     Args:
         sweep: the results; `sweep.query` and `sweep.top` select some of them. If the sweep has a
             row for each prompt, the mean over prompts is drawn.
-        rows: "layer" for one row of heads and one row of neurons per layer; "name" for one row per
-            head or neuron, up to 100, with the strongest on top.
+        rows: "layer" for one row per layer and kind: heads, neurons or features, skip nodes, error
+            nodes; "name" for one row per head, neuron or feature, up to 100, with the strongest on
+            top.
 
     Returns:
         A plotly figure, which `viz.write_html` writes to a page that works offline.
@@ -81,7 +86,9 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
     else:
         kinds = frame["kind"].map(lambda kind: HEAD_PLURALS.get(kind, kind))
         frame["row"] = "L" + frame["layer"].astype(str) + " " + kinds
-        order = list(dict.fromkeys(frame.sort_values(["layer", "kind"])["row"]))
+        rank = frame["kind"].map({kind: i for i, kind in enumerate(HEAD_KINDS)})
+        in_order = frame.assign(rank=rank).sort_values(["layer", "rank", "kind"])
+        order = list(dict.fromkeys(in_order["row"]))
     positions = sorted(set(frame["position"]))
     if frame["position"].dtype == "category":  # roles stay in the task's order
         positions = list(frame["position"].cat.categories)

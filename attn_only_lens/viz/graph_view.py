@@ -24,7 +24,8 @@ from attn_only_lens.engine.recording import Recording, record
 from attn_only_lens.engine.tokens import token_text, token_texts
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
-from attn_only_lens.heads.host import NEURON_KINDS
+from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
+from attn_only_lens.heads.names import count_kinds
 from attn_only_lens.neurons import examples_of
 from attn_only_lens.neurons.statistics import COLUMNS as EXAMPLE_COLUMNS
 from attn_only_lens.patching import Sweep
@@ -39,6 +40,11 @@ _EDGES = 24_000
 _WEIGHTS = 100_000  # the maximum number of pattern weights on a page
 _FEWEST = 8  # the fewest edges into each node that a page keeps
 _EXAMPLES = 30_000  # the maximum number of example tokens on a page
+_ABOUT_KINDS = {
+    "feature": "Features (F) are the units of a transcoder, which imitates the MLP of its layer.",
+    "skip": "Skip nodes (S): the input of a transcoder, which its linear map W_skip passes on.",
+    "error": "Error nodes (E): what a transcoder misses of the MLP's output at this position.",
+}
 _WHAT_IS_EXACT = {
     direction: f"Exact effect, from running the model: how much the metric {what}."
     for direction, what in {
@@ -171,11 +177,14 @@ def circuit_view(
 
 def _notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
     """Return the page's notes about the nodes, prompts and edges of the graph."""
-    nodes = f"{len(graph.heads):,} of {graph.n_heads:,} heads and neurons"
+    kinds = set(graph.heads["kind"])
+    counts = count_kinds(graph.heads["kind"]) or "none"
+    nodes = f"{counts} ({len(graph.heads):,} of {graph.n_heads:,} at all positions)"
     notes = [
         f"Nodes: {nodes}, with {graph.mass:.0%} of Σ |attribution|; all others are summed into one "
         "node, 'rest'."
     ]
+    notes += [note for kind, note in _ABOUT_KINDS.items() if kind in kinds]
     if len(graph.tokens) > 1:
         notes.append(
             f"Prompts: tokens, attention and written tokens are from prompt {prompt}; attributions "
@@ -259,7 +268,7 @@ def _value(run: Recording, model: Any, name: str, pos: int) -> float:
     head = HeadName.parse(name)
     shared = host_of(model).neurons[head.layer].heads_per_neuron
     z = run.hooked[_hooks(model, head)[0]][:, pos, head.heads(shared)].flatten(1)
-    return float((z.norm(dim=-1) if head.kind == "attention" else z.sum(-1)).mean())
+    return float((z.sum(-1) if head.kind in NEURON_KINDS else z.norm(dim=-1)).mean())
 
 
 def _exact_reasons(graph: CircuitGraph, exact: Sweep | None) -> list[str]:
@@ -337,14 +346,14 @@ def _add(details: dict[str, NodeDetails], key: str, **fields: Any) -> None:
 def _add_examples(
     details: dict[str, NodeDetails], heads: pd.DataFrame, examples: pd.DataFrame, notes: list[str]
 ) -> None:
-    """Add top examples, first of neurons with the largest |attribution|, until the page is full."""
+    """Add top examples, first of nodes with the largest |attribution|, until the page is full."""
     known, left = set(examples["name"]), _EXAMPLES
     ranked = heads.sort_values("attribution", key=abs, ascending=False)["name"].unique()
     for index, name in enumerate(name for name in ranked if name in known):
         node_examples = examples_of(examples, name)
         left -= sum(len(example.tokens) for example in node_examples)
         if left < 0:
-            notes.append(f"Examples: only for the {index} neurons with the largest |attribution|.")
+            notes.append(f"Examples: only for the {index} nodes with the largest |attribution|.")
             break
         _add(details, name, examples=node_examples)
 
@@ -359,17 +368,20 @@ def _add_patterns(
 ) -> None:
     """Add the patterns and z of neurons (by name), and the patterns of attention heads (by id).
 
-    Neurons that consist of several heads are skipped, because they have no single pattern.
+    Neurons that consist of several heads are skipped, because they have no single pattern; so are
+    skip and error nodes, which have none.
     """
     most = _WEIGHTS // run.tokens.shape[1]
+    heads = heads[~heads["kind"].isin(WIDE_KINDS)]
     strongest = heads.loc[heads["attribution"].abs().nlargest(most).index]
     if len(strongest) < len(heads):
         notes.append(f"Patterns: only for the {most} nodes with the largest |attribution|.")
-    shared = host_of(model).neurons[0].heads_per_neuron > 1
+    layers = host_of(model).neurons
     seen: dict[tuple[str, str], tuple[Tensor, ...]] = {}
     for key, name, position in strongest[["id", "name", "position"]].to_numpy():
         head = HeadName.parse(name)
-        if name in details or (head.kind in NEURON_KINDS and shared):
+        shared = head.kind in NEURON_KINDS and layers[head.layer].heads_per_neuron > 1
+        if name in details or shared:
             continue
         hooks = _hooks(model, head)
         if hooks not in seen:  # one transfer per layer
@@ -394,7 +406,7 @@ def _add_tokens(
     try:
         effects = DirectEffects(model)
         raised = effects.promoted_tokens(run.hooked, _heads_and_positions(heads), k, prompt=prompt)
-        neurons = heads.loc[heads["kind"] == "neuron", "name"].unique().tolist()
+        neurons = heads.loc[heads["kind"].isin(NEURON_KINDS), "name"].unique().tolist()
         read = effects.read_tokens(neurons, k) if neurons else []
     except InputError as error:
         more = "pass top_tokens=0 to draw the graph without its nodes' tokens"

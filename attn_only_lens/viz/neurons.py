@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -23,10 +23,12 @@ from torch import Tensor
 from attn_only_lens.circuits.weights._composition import is_gated, strongest_partners
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects, TokenScores
 from attn_only_lens.engine.metrics import AnyMetric
-from attn_only_lens.engine.sites import Sites, neuron_heads, resolve_sites
+from attn_only_lens.engine.sites import Selection, Sites, resolve_sites, wide_reasons, without_wide
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
+from attn_only_lens.heads.host import NEURON_KINDS
+from attn_only_lens.heads.names import count_kinds
 from attn_only_lens.neurons import (
     CorpusStatistics,
     HeadStatistics,
@@ -74,7 +76,8 @@ def neuron_page(
     Args:
         model: converted, or with exposed neuron-heads.
         names: neurons and attention heads, such as ["L3N7", "L2H5"], or
-            `patching.all_heads(layers)`; None for all neurons, or all names of the statistics.
+            `patching.all_heads(layers)`; None for all neurons and features, or all names of the
+            statistics. Skip nodes and error nodes of transcoders have no pages.
         texts: a corpus, as `neurons.top_examples` takes it; or statistics from
             `neurons.neuron_statistics`, `head_statistics` or `corpus_statistics`, for which the
             options below are not used.
@@ -92,8 +95,9 @@ def neuron_page(
         gated MLP, how often each pair of signs occurs, with examples; the embedding tokens that
         activate the neuron most and the logits that the neuron changes most, in standard deviations
         over the vocabulary; and links to the heads with the largest `circuits.composition` scores.
-        For each attention head, it shows the attention by offset and by token, and the attention
-        pattern at the tokens where the head's output is largest.
+        A feature that is never active in the corpus is marked as dead. For each attention head, it
+        shows the attention by offset and by token, and the attention pattern at the tokens where
+        the head's output is largest.
 
     Raises:
         InputError: as in `neurons.top_examples`; or there are more than 3,000 names, or the
@@ -107,7 +111,7 @@ def neuron_page(
         >>> "L0N11" in page
         True
     """
-    by_default: Sites = neuron_heads()
+    by_default: Sites = Selection(NEURON_KINDS)
     known = _known(texts)
     if known is not None:
         about = known.about
@@ -115,7 +119,8 @@ def neuron_page(
         if of != model_name:
             refuse(f"got statistics of the model {of!r}; expected those of {model_name!r}")
         by_default = known.names
-    sites = resolve_sites(model, by_default if names is None else names)
+    sites = resolve_sites(model, by_default if names is None else without_wide(names))
+    refuse(*wide_reasons(sites))
     wanted = [name for site in sites for name in site.names]
     if len(wanted) > MOST_NEURONS:
         refuse(
@@ -144,9 +149,7 @@ def _known(texts: Texts | AnyStatistics) -> CorpusStatistics | None:
 
 def count_names(names: Sequence[str]) -> str:
     """Return a string such as "4 heads and 512 neurons"."""
-    n_heads = sum("H" in name for name in names)
-    counts = {"heads": n_heads, "neurons": len(names) - n_heads}
-    return " and ".join(f"{n:,} {kind}" for kind, n in counts.items() if n)
+    return count_kinds(HeadName.parse(name).kind for name in names)
 
 
 def page_of_statistics(
@@ -161,8 +164,9 @@ def page_of_statistics(
     ids = sorted(listed.union(vocabulary))
     texts = [vocabulary.get(token) or token_text(model, token) for token in ids]
     place = {token: i for i, token in enumerate(ids)}
-    data = {
+    data: dict[str, Any] = {
         "names": names,
+        "count": count_names(statistics.names),
         "vocabulary": list(map(with_space, texts)),
         "bins": [BINS, JOINT],
         "tokens": {
@@ -255,11 +259,18 @@ def _by_weights(
     with note_error("Tokens read and written"):
         effects = DirectEffects(model)
         with note_error("Tokens read"):
-            gated = is_gated(model, HeadName.parse(names[0]).layer)
-            title = "The gate reads" if gated else "It reads"
-            tokens[title] = effects.read_tokens(names, _TOP_TOKENS)
-            if gated:
-                tokens["The value reads"] = effects.read_tokens(names, _TOP_TOKENS, "v")
+            gated = [name for name in names if is_gated(model, HeadName.parse(name).layer)]
+            plain = [name for name in names if name not in set(gated)]
+            lists: list[tuple[str, list[str], Literal["q", "v"]]] = [
+                ("It reads", plain, "q"),
+                ("The gate reads", gated, "q"),
+                ("The value reads", gated, "v"),
+            ]
+            for title, some, kind in lists:
+                if some:
+                    tops = effects.read_tokens(some, _TOP_TOKENS, kind)
+                    of_name = dict(zip(some, tops, strict=True))
+                    tokens[title] = [of_name.get(name, []) for name in names]
         tokens["It writes"] = effects.written_tokens(names, _TOP_TOKENS)
     with note_error("Connections"):
         for name, rows in strongest_partners(model, names, _PARTNERS).items():

@@ -31,8 +31,6 @@ from attn_only_lens.storage import write_text
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-HEAD_PLURALS = {"attention": "heads", "neuron": "neurons"}
-
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 )

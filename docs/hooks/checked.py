@@ -30,6 +30,7 @@ MODULES = (
     ".expansion",
     ".growth",
     ".comparison",
+    ".transcoders",
     ".gates",
     ".heads",
     ".models",

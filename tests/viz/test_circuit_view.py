@@ -64,7 +64,9 @@ def test_the_page_holds_the_graph(drawn):
     note, prompts = data["notes"]
     assert prompts.startswith("Prompts: tokens, attention and written tokens are from prompt 1;")
     assert "add up to the mean over 2 prompts" in prompts
-    assert note.startswith(f"Nodes: 61 of {n} heads and neurons, with {share:.0%} of")
+    n_heads = int((heads_of(graph)["kind"] == "attention").sum())
+    counts = f"{n_heads} heads and {61 - n_heads} neurons (61 of {n} at all positions)"
+    assert note.startswith(f"Nodes: {counts}, with {share:.0%} of")
     assert 0.3 < share < 0.99  # the control
 
 
@@ -403,9 +405,7 @@ def test_examples_of_neurons(drawn, monkeypatch):
     monkeypatch.setattr("attn_only_lens.viz.graph_view._EXAMPLES", 12)
     data = read_back(viz.circuit_view(graph, examples=frame))
     assert set(data["details"]) == set(ranked.unique()[:2])
-    assert data["notes"][-1:] == [
-        "Examples: only for the 2 neurons with the largest |attribution|."
-    ]
+    assert data["notes"][-1:] == ["Examples: only for the 2 nodes with the largest |attribution|."]
     with pytest.raises(InputError, match="expected those of top_examples"):
         viz.circuit_view(graph, examples=frame.drop(columns="gates"))
 

@@ -41,7 +41,15 @@ from attn_only_lens.arguments import option_reasons, positive_reasons
 from attn_only_lens.circuits.weights.head_matrices import KINDS, HeadMatrices, Kind
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.largest import LargestScores
-from attn_only_lens.engine.sites import LayerSites, Selection, Sites, all_heads, resolve_sites
+from attn_only_lens.engine.sites import (
+    LayerSites,
+    Selection,
+    Sites,
+    all_heads,
+    resolve_sites,
+    wide_reasons,
+    without_wide,
+)
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import NEURON_KINDS
@@ -169,7 +177,7 @@ def top_compositions(
         (3, 2048, True)
     """
     InputError.raise_if(positive_reasons(k=k, block=block), _PROBLEM)
-    every = all_heads()
+    every = without_wide(all_heads())
     chosen = every if writers is None else writers, every if readers is None else readers
     writing, reading = _resolve_pairs(model, *chosen, kind)
     writing = [None, *writing] if writers is None else writing
@@ -260,13 +268,16 @@ def _resolve_pairs(
 ) -> tuple[list[LayerSites | None], list[LayerSites]]:
     """Return writers and readers by layer; None as the first writer stands for the embedding."""
     InputError.raise_if(option_reasons("kind", kind, KINDS), _PROBLEM)
-    reading = list(resolve_sites(model, readers))
+    reading = list(resolve_sites(model, without_wide(readers)))
+    InputError.raise_if(wide_reasons(reading), _PROBLEM)
     if isinstance(writers, Selection) or not isinstance(writers, str | Sequence):
-        return list(resolve_sites(model, writers)), reading
+        return list(resolve_sites(model, without_wide(writers))), reading
     names = [writers] if isinstance(writers, str) else list(writers)
     heads = [name for name in names if name != _EMBED]
     embedding = [None] * (_EMBED in names)
-    return [*embedding, *(resolve_sites(model, heads) if heads or not embedding else ())], reading
+    writing = resolve_sites(model, heads) if heads or not embedding else ()
+    InputError.raise_if(wide_reasons(writing), _PROBLEM)
+    return [*embedding, *writing], reading
 
 
 def _read_stage(sites: LayerSites) -> int:
@@ -394,7 +405,7 @@ class Partner(NamedTuple):
 def strongest_partners(model: Any, neurons: Sites, k: int) -> dict[str, list[Partner]]:
     """Return each neuron's k partners with the largest |score|, for each `side` and `kind`."""
     matrices = HeadMatrices.of(model, fold_norms=True)
-    layers = resolve_sites(model, all_heads())
+    layers = resolve_sites(model, without_wide(all_heads()))
     partners: dict[str, list[Partner]] = {}
     for sites in resolve_sites(model, neurons):
         partners |= {name: [] for name in sites.names}

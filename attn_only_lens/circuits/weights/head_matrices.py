@@ -6,6 +6,9 @@
                                                    k: none; keys do not depend on the token
     the embedding    writes  W_E
 
+Features of transcoders are neuron-heads, with W_dec as W_out and W_enc as W_in. Skip nodes and
+error nodes are refused: an error is not a matrix of the model.
+
 A neuron-head's W_V has rank one, so it cancels in every composition score and is left out. A gated
 MLP has no W_V. If several heads share a neuron, head j writes w_j W_out[i] and has the query b_j
 W_in[:, i], which is 0 if b_j = 0. For the activation a_1 SiLU(a_2 x), the query is multiplied by
@@ -24,7 +27,7 @@ from torch import Tensor
 from transformer_lens import FactoredMatrix
 
 from attn_only_lens.devices import float32_if_half
-from attn_only_lens.engine.sites import ALL_MEMBERS, LayerSites
+from attn_only_lens.engine.sites import ALL_MEMBERS, LayerSites, wide_reasons
 from attn_only_lens.errors import InputError
 from attn_only_lens.gates import Gate
 from attn_only_lens.heads import host_of
@@ -103,6 +106,7 @@ class HeadMatrices:
 
     def write_matrices(self, sites: LayerSites) -> FactoredMatrix:
         """Return write matrices, [site, d_model, d_model] or (for neurons) [site, 1, d_model]."""
+        _require_weights(sites)
         first, last = self._norms_around(sites)
         if sites.kind == "attention":
             W_V = first.before(self._head("W_V", sites))
@@ -114,18 +118,24 @@ class HeadMatrices:
     def outputs(
         self, sites: LayerSites, z: Float[Tensor, "site d_head"]
     ) -> Float[Tensor, "site d_model"]:
-        """Return what heads or neurons with output z add to the stream, without norm scales.
+        """Return what nodes with output z add to the stream, without norm scales.
 
         A site may occur more than once in `sites`.
         """
         _, last = self._norms_around(sites)
         z = float32_if_half(z.detach())
+        if sites.kind == "error":
+            return last.after(z)
+        if sites.kind == "skip":
+            W_skip: Any = host_of(self.model).neurons[sites.layer].module.W_skip
+            return last.after(z @ float32_if_half(W_skip.detach()))
         if sites.kind == "attention":
             return last.after((z[:, None] @ self._head("W_O", sites))[:, 0])
         return last.after(z * self._W_out(sites))
 
     def read_matrices(self, sites: LayerSites, kind: Kind) -> FactoredMatrix:
         """Return read matrices, [site, d_model, d_model] or (for neurons) [site, d_model, 1]."""
+        _require_weights(sites)
         first, _ = self._norms_around(sites)
         if sites.kind == "attention":
             if kind == "v":
@@ -158,3 +168,7 @@ class HeadMatrices:
             )
             raise InputError([reason], "this embedding cannot be composed with")
         return float32_if_half(W_E.detach())
+
+
+def _require_weights(sites: LayerSites) -> None:
+    InputError.raise_if(wide_reasons([sites]), "these nodes have no matrices of weights")

@@ -47,7 +47,15 @@ from attn_only_lens.circuits.weights._composition import is_gated
 from attn_only_lens.circuits.weights.vocabulary import InputVocabulary, VocabularyMatrices
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.largest import LargestScores
-from attn_only_lens.engine.sites import LayerSites, Sites, all_heads, neuron_heads, resolve_sites
+from attn_only_lens.engine.sites import (
+    LayerSites,
+    Selection,
+    Sites,
+    all_heads,
+    resolve_sites,
+    wide_reasons,
+    without_wide,
+)
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.gates import Gate
@@ -233,6 +241,7 @@ def _resolve_one(model: Any, name: str | HeadName) -> LayerSites:
     if not isinstance(name, str | HeadName):
         raise InputError([f"got {name!r}; expected one name, such as 'L5H3'"], _PROBLEM)
     (sites,) = resolve_sites(model, [name])
+    InputError.raise_if(wide_reasons([sites]), _PROBLEM)
     return sites
 
 
@@ -258,8 +267,8 @@ def copying_scores(
 
     Returns:
         A frame with one row per head, ordered by layer. Columns: `name`, `layer`, `kind`
-        ("attention" or "neuron"), `eigenvalue_sum` (for a neuron, its only eigenvalue), `copying`,
-        `cosine`. The last two are missing if a head reads or writes nothing.
+        ("attention", "neuron" or "feature"), `eigenvalue_sum` (for a neuron, its only eigenvalue),
+        `copying`, `cosine`. The last two are missing if a head reads or writes nothing.
 
     Raises:
         InputError: as in `qk_circuit`; vocabularies of different sizes, without `tokens` that are
@@ -274,7 +283,8 @@ def copying_scores(
         >>> bool(frame["copying"].between(-1, 1).all())
         True
     """
-    chosen = resolve_sites(model, all_heads() if sites is None else sites)
+    chosen = resolve_sites(model, without_wide(all_heads() if sites is None else sites))
+    InputError.raise_if(wide_reasons(chosen), _NO_SCORES)
     matrices = VocabularyMatrices.of(model, tokens, fold_norms=fold_norms)
     d_vocab, d_out = len(matrices.W_E), matrices.W_U.shape[1]
     if d_vocab != d_out:
@@ -361,7 +371,8 @@ def token_paths(
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.
-        neurons: `patching.neuron_heads()`, or names of whole neurons; None for all.
+        neurons: `patching.neuron_heads()`, `patching.features()`, or names of whole neurons and
+            features; None for all. Thresholds of features are left out, as biases are.
         k: the largest number of rows to return.
         tokens: as in `ov_circuit`.
         n_tokens: how many tokens are listed in `reads` and `writes`.
@@ -387,10 +398,15 @@ def token_paths(
         (True, 5)
     """
     reasons = positive_reasons(k=k, n_tokens=n_tokens, block=block)
-    chosen = resolve_sites(model, neuron_heads() if neurons is None else neurons)
-    names = [name for sites in chosen for name in sites.names]
-    wrong = [name for name in names if "N" not in name or "." in name]
-    reasons += [f"got {name}; expected whole neurons, such as L5N1234" for name in wrong[:3]]
+    chosen = resolve_sites(model, Selection(NEURON_KINDS) if neurons is None else neurons)
+    wrong = [
+        name
+        for sites in chosen
+        for name in sites.names
+        if sites.kind not in NEURON_KINDS or "." in name
+    ]
+    expected = "expected whole neurons, such as L5N1234, or features, such as L5F1234"
+    reasons += [f"got {name}; {expected}" for name in wrong[:3]]
     InputError.raise_if(reasons, "these neurons have no paths between tokens")
     matrices = VocabularyMatrices.of(model, tokens, fold_norms=fold_norms)
     frames = []

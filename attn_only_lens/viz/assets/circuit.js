@@ -177,7 +177,8 @@
           .text(`${items[entry.source].label} → ${items[entry.target].label}, ${entry.kind}${entry.status ? ", " + entry.status : ""}: ${+entry.weight.toPrecision(4)}`);
       });
   };
-  const corner = { attention: 10, group: 10, metric: 4, embed: 4, neuron: 0 };
+  const corner = { attention: 10, group: 10, metric: 4, embed: 4, neuron: 0, skip: 4, error: 4 };
+  const slanted = (kind) => (kind === "feature" ? "skewX(-14)" : null); // features are parallelograms
   const drawNodes = () => {
     const pinned = new Set(state.pinned);
     const groups = marks.selectAll("g").data(shown, (i) => items[i].key).join((enter) => {
@@ -207,7 +208,7 @@
     const box = (selection, more) => selection
       .attr("x", (i) => -items[i].width / 2 - more).attr("width", (i) => items[i].width + 2 * more)
       .attr("y", -layout.BOX / 2 - more).attr("height", layout.BOX + 2 * more)
-      .attr("rx", (i) => (corner[items[i].kind] ?? 0) + more);
+      .attr("rx", (i) => (corner[items[i].kind] ?? 0) + more).attr("transform", (i) => slanted(items[i].kind));
     box(groups.select(".outer"), 2.5).style("display", (i) => (items[i].group || groupOf[i] !== null ? "" : "none"));
     box(groups.select(".box"), 0)
       .style("fill", (i) => (items[i].status ? null : mix(items[i].attribution, scale.node).fill));
@@ -553,6 +554,8 @@
     part.append(both);
     return part;
   };
+  const KIND = { attention: "attention head", feature: "feature of a transcoder", skip: "skip node: what W_skip reads",
+                 error: "error: what the transcoder misses of the MLP's output" };
   const panelOf = (i) => {
     const item = items[i], box = document.createDocumentFragment(), name = make("div", "", "name");
     const field = make("input");
@@ -594,9 +597,9 @@
       return box;
     }
     const where = nodes.position[i], heading = make("h2", nodes.id[i]);
-    const facts = [["kind", nodes.kind[i]], ["layer", nodes.layer[i]],
+    const facts = [["kind", KIND[nodes.kind[i]] || nodes.kind[i]], ["layer", nodes.layer[i]],
                    ["token", where === null ? null : `${tokens[where]}  (${where})`],
-                   [{ attention: "length of z", neuron: "z" }[nodes.kind[i]] || "value", nodes.value[i]], ["attribution", nodes.attribution[i]]];
+                   [{ attention: "length of z", neuron: "z", feature: "z", skip: "length", error: "length" }[nodes.kind[i]] || "value", nodes.value[i]], ["attribution", nodes.attribution[i]]];
     if (nodes.exact) facts.push(["exact effect", nodes.exact[i]]);
     if (nodes.status) facts.push(["status", nodes.status[i] || "–"]);
     if (item.stability) facts.push(["inclusion", inclusion(i)]);
@@ -608,9 +611,9 @@
       const gate = "The attention of each token to itself, 0 to 1; the rest goes to the bias token.";
       // The gate alone would be misleading: SiLU's gate is ½ if the output is 0.
       const part = section("pattern", "Attention", more.z
-        ? "Coloured by z, the output of the neuron (gate × value): green is positive, purple negative. "
+        ? `Coloured by z, the output of the ${nodes.kind[i]} (gate × value): green is positive, purple negative. `
           + "Point at a token for its gate, the attention to itself."
-        : nodes.kind[i] === "neuron" ? gate : "The attention of the outlined token, 0 to 1.");
+        : ["neuron", "feature"].includes(nodes.kind[i]) ? gate : "The attention of the outlined token, 0 to 1.");
       part.append(more.z
         ? coloured(tokens, more.z, furthest(more.z), where, (t) => `z ${more.z[t]}, gate ${more.pattern[t]}`)
         // The values are squared, because mix takes the square root.
@@ -618,7 +621,7 @@
       box.append(part);
     }
     if (more.writes) box.append(bothEnds("writes-tokens", "Tokens it writes", SPREAD, ["raises", "lowers"], more.writes));
-    if (more.reads) box.append(bothEnds("reads-tokens", "Tokens it reads", "How strongly each token's embedding activates this neuron's gate (standard deviations above the mean of the vocabulary).",
+    if (more.reads) box.append(bothEnds("reads-tokens", "Tokens it reads", `How strongly each token's embedding activates this ${nodes.kind[i]}'s gate (standard deviations above the mean of the vocabulary).`,
                                         ["most", "least"], more.reads));
     if (more.examples) {
       const part = section("examples", "Top examples", "Each token is coloured by z: green is positive, purple negative. Point at a token for its values.");
@@ -675,7 +678,7 @@
   const chip = (kind, cls, fill, text) => (box) => {
     const made = box.append("g").attr("class", `node ${kind} ${cls}`).attr("transform", "translate(15,8)");
     made.append("rect").attr("x", -13).attr("y", -7).attr("width", 26).attr("height", 14)
-      .attr("rx", kind === "attention" ? 7 : corner[kind] ?? 0).style("fill", fill);
+      .attr("rx", kind === "attention" ? 7 : corner[kind] ?? 0).attr("transform", slanted(kind)).style("fill", fill);
     made.append("text").attr("dy", "0.35em").text(text);
   };
   const stroke = (cls, end) => (box) => box.append("path").attr("class", `edge ${cls}`).attr("stroke-width", 2)
@@ -689,7 +692,8 @@
                  sample("lowers it", chip("embed", "", mix(-0.5, 1).fill, "−")));
     }
     if (is("attention")) parts.push(sample("attention head", chip("attention", "", "none", "")));
-    if (is("neuron")) parts.push(sample("neuron", chip("neuron", "", "none", "")));
+    for (const [kind, text] of Object.entries({ neuron: "neuron", feature: "feature of a transcoder", skip: "W_skip", error: "error of a transcoder" }))
+      if (is(kind)) parts.push(sample(text, chip(kind, "", "none", "")));
     const STABILITY = { core: "core: in 90 % of resampled circuits or more", contingent: "contingent: in fewer", noise: "in 10 % or fewer" };
     for (const [word, text] of Object.entries(STABILITY))
       if (nodes.stability?.includes(word)) parts.push(sample(text, chip("neuron", word, "none", "")));
@@ -720,7 +724,9 @@
     const DASHES = { q: "long dashes", k: "dots", gate: "dashes and dots" };
     const signs = nodes.status ? Object.entries(STATUS).map(([word, mark]) => `${mark} ${word}`).join(" · ")
       : "+ raises the metric (blue) · − lowers it (red)";
+    const SHAPES = { feature: "slanted: feature", skip: "italic S: W_skip", error: "italic E: error" };
     return signs + (nodes.stability ? " · outline: solid core, dashed contingent" : "")
+      + Object.entries(SHAPES).map(([kind, words]) => (nodes.kind.includes(kind) ? ` · ${words}` : "")).join("")
       + " · edges: arrow positive, bar negative"
       + KINDS.filter((kind) => DASHES[kind] && state.kinds.includes(kind)).map((kind) => `, ${kind} ${DASHES[kind]}`).join("");
   };

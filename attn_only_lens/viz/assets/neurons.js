@@ -13,6 +13,7 @@
   const number = new Map(names.map((name, i) => [name, i]));
   const visible = (text) => text.replace(/^ +/, (spaces) => "·".repeat(spaces.length));
   const vocabulary = data.vocabulary.map((text) => ({ shown: text, name: visible(text) }));
+  const isFeature = (i) => /F/.test(names[i]), noun = (i) => (isFeature(i) ? "feature" : "neuron");
   const heads = data.heads ? headView(data.heads, vocabulary) : null;
   const isHead = (i) => i >= N, endsOf = (i) => (isHead(i) ? heads.ends : ends), rowOf = (i) => (isHead(i) ? i - N : i);
 
@@ -66,6 +67,7 @@
     }
     return all ? (above - data.zeros[neuron]) / all : 0; // 0 is in the first positive bin
   };
+  const isDead = (i) => !isHead(i) && isFeature(i) && positive(i) === 0; // never active in these texts
   const by = data.by ?? data.heads.by;
   const ofNeurons = (key) => (i) => (isHead(i) ? Infinity : key(i)); // heads come last
   const orders = [
@@ -92,15 +94,13 @@
   const ROW = 24;
   function list() {
     const wanted = $("search").value.trim(), low = wanted.toLowerCase();
-    const isName = /^l\d+([nh]\d*)?$/i.test(wanted);
+    const isName = /^l\d+([nhf]\d*)?$/i.test(wanted);
     listed = names.map((_, i) => i).filter((i) =>
       !low || (isName ? names[i].toLowerCase().startsWith(low) : wordsOf(i).some((word) => word.startsWith(low))));
     const order = orders[$("order").value][1];
     const keys = new Map(listed.map((i) => [i, order(i)]));
     listed.sort((a, b) => keys.get(a) - keys.get(b) || a - b);
-    const many = (n, kind) => (n ? `${n.toLocaleString("en")} ${kind}` : null);
-    $("count").textContent = listed.length === names.length
-      ? [many(names.length - N, "heads"), many(N, "neurons")].filter(Boolean).join(" and ")
+    $("count").textContent = listed.length === names.length ? data.count
       : `${listed.length.toLocaleString("en")} of ${names.length.toLocaleString("en")}`;
     $("rows").style.height = `${listed.length * ROW}px`;
     $("list").scrollTop = 0;
@@ -111,7 +111,7 @@
     const shownBy = orders[$("order").value][2];
     $("rows").replaceChildren(...listed.slice(first, first + Math.ceil($("list").clientHeight / ROW) + 10).map((i, at) => {
       const end = (shownBy && shownBy !== positive && named(i, shownBy)) || further(i);
-      const shown = shownBy === positive && !isHead(i) ? `${short(100 * positive(i))}%` : short(score(end)(i));
+      const shown = isDead(i) ? "dead" : shownBy === positive && !isHead(i) ? `${short(100 * positive(i))}%` : short(score(end)(i));
       const row = el("a", { href: `#${names[i]}`, class: i === chosen ? "chosen" : "" },
         el("span", {}, names[i]), el("span", { class: "peak" }, peak(i, end)?.name ?? ""),
         el("span", { class: "number" }, shown));
@@ -183,9 +183,10 @@
       for (let g = g0; g <= g1; g++) for (let v = v0; v <= v1; v++) {
         const n = at(order[g], order[v]);
         if (!n) continue;
+        const off = isFeature(neuron) && order[g] === JOINT; // the bin of gate 0, where z is 0
         const z = (edge(g, "gate") + edge(g + 1, "gate")) * (edge(v, "value") + edge(v + 1, "value"));
         picture.append(svg("rect", { x: left + (v - v0) * wide, y: 4 + (g1 - g) * high, width: wide + 0.3, height: high + 0.3,
-          fill: `var(--${z < 0 ? "negative" : "positive"})`, opacity: 0.12 + 0.88 * (n / 255) }));
+          fill: `var(--${off ? "soft" : z < 0 ? "negative" : "positive"})`, opacity: 0.12 + 0.88 * (n / 255) }));
       }
       const x = (value) => left + ((value - edge(v0, "value")) / (edge(v1 + 1, "value") - edge(v0, "value"))) * (W - left - LEFT);
       picture.append(svg("line", { x1: left, x2: left, y1: 4, y2: H - BOTTOM, stroke: "var(--line)" }));
@@ -209,7 +210,7 @@
   function connections(title, rows, reads) {
     const most = Math.max(...rows.map((row) => Math.abs(row[2])), 1e-9);
     const inputs = (name, kind) => (/H/.test(name) ? { q: "query", k: "key", v: "value" }[kind] : READS[kind]);
-    const gated = "The value reads" in data.tokens;
+    const gated = data.tokens["The value reads"]?.[chosen].length > 0;
     const body = rows.map(([name, kind, amount]) => {
       const isHead = /H/.test(name);
       const meter = el("span", { class: "meter" });
@@ -222,11 +223,11 @@
         el("td", { class: "number" }, isHead ? short(amount) : `${amount > 0 ? "+" : ""}${short(amount)}`, " ", meter), el("td", {}, token));
     });
     const head = el("tr", {}, ...["Head", reads ? "Its" : "Into", "Score", rows.some(([name]) => number.has(name)) ? "Peaks at" : ""].map((text, i) => el("th", { class: i === 2 ? "number" : "" }, text)));
-    return el("div", {}, el("h4", {}, title), rows.length ? el("table", {}, head, ...body) : el("p", { class: "note" }, reads ? "No later layer reads this neuron." : "This neuron reads no earlier layer."));
+    return el("div", {}, el("h4", {}, title), rows.length ? el("table", {}, head, ...body) : el("p", { class: "note" }, reads ? `No later layer reads this ${noun(chosen)}.` : `This ${noun(chosen)} reads no earlier layer.`));
   }
 
   function tokenLists(neuron) {
-    const panels = Object.entries(data.tokens).map(([title, all]) => {
+    const panels = Object.entries(data.tokens).filter(([, all]) => all[neuron].length).map(([title, all]) => {
       const limit = Math.max(...all[neuron].map(([, amount]) => Math.abs(amount)), 1e-9);
       const half = (keep, order) => el("div", {}, ...order(all[neuron].filter(([, amount]) => keep(amount))).map(([token, amount]) => {
         const entry = el("div", { class: "entry" }, el("span", { class: "token", title: vocabulary[token].name }, vocabulary[token].name), el("span", { class: "number" }, short(amount)));
@@ -240,7 +241,7 @@
 
   const signed = { "+": "positive", "-": "negative" };
   function signs(neuron, limits) {
-    if (!quadrants.length) return [];
+    if (!quadrants.length || !data.signs[neuron].some((share) => share > 0)) return []; // no W_gate
     const boxes = quadrants.map((end, i) => el("div", { class: "quadrant" },
       el("h4", {}, `Gate input ${signed[end.end[0]]}, linear input ${signed[end.end[1]]}: ${short(100 * data.signs[neuron][i])}% of tokens`),
       ...examplesOf(end, neuron).map((entry) => el("div", { class: "example" },
@@ -274,23 +275,25 @@
     const sideColour = (middle) => (middle < 0 ? "var(--negative)" : "var(--positive)");
     const [writers, readers] = data.partners[neuron].length ? data.partners[neuron] : [[], []];
     $("one").replaceChildren(
-      heading(`z from ${short(low)} to ${short(high)}, positive at ${short(100 * positive(neuron))}% of tokens`),
-      el("div", { class: "bar-of-tabs" }, ...tabs, el("label", {}, box, " gate and value under tokens")),
-      tokenLegend(limits, strips),
+      heading(isDead(neuron) ? "dead: this feature is never active in these texts"
+        : `z from ${short(low)} to ${short(high)}, ${isFeature(neuron) ? "active" : "positive"} at ${short(100 * positive(neuron))}% of tokens`),
+      ...(isDead(neuron) ? [] : [el("div", { class: "bar-of-tabs" }, ...tabs, el("label", {}, box, " gate and value under tokens")),
+        tokenLegend(limits, strips)]),
       el("div", {}, ...examples.slice(0, whole ? undefined : FEW).map((entry) => el("div", { class: "example" },
         el("span", { class: "value" }, short(entry.score)), tokenLine(entry, limits, strips),
         el("span", { class: "from", title: entry.times > 1 ? `number of the ${end.found[neuron]} examples with these words` : "" }, entry.times > 1 ? `${entry.times} times` : `text ${entry.text}`)))),
       examples.length > FEW ? el("button", { type: "button", onclick: () => { whole = !whole; draw(); } },
         whole ? `Only the first ${FEW}` : `All ${examples.length} examples`) : "",
       el("h3", {}, "How often"),
-      el("div", { class: "panels" }, histogram("z", neuron, "z", sideColour), histogram("gate", neuron, "Gate", () => "var(--soft)"), together(neuron)),
+      el("div", { class: "panels" }, ...(isDead(neuron) ? [histogram("value", neuron, "Pre-activation", () => "var(--soft)"), el("div"), el("div")]
+        : [histogram("z", neuron, "z", sideColour), histogram("gate", neuron, "Gate", () => "var(--soft)"), together(neuron)])),
       el("p", { class: "note" }, "Heights and shades count tokens, on a logarithmic scale."),
       ...signs(neuron, limits),
       ...(Object.keys(data.tokens).length ? [el("h3", {}, "Tokens, by weights alone"), tokenLists(neuron),
-        el("p", { class: "note" }, "Reads: tokens whose embeddings raise (blue) or lower (red) the neuron's input. Writes: logits that the neuron raises or lowers if z is positive. Units: standard deviations over the vocabulary.")] : []),
+        el("p", { class: "note" }, `Reads: tokens whose embeddings raise (blue) or lower (red) the ${noun(neuron)}'s input. Writes: logits that the ${noun(neuron)} raises or lowers if z is positive. Units: standard deviations over the vocabulary.`)] : []),
       ...(data.partners[neuron].length ? [el("h3", {}, "Connections, by weights alone"),
-        el("div", { class: "connections" }, connections("Writers: what the neuron reads from", writers, false), connections("Readers: what reads the neuron", readers, true)),
-        el("p", { class: "note" }, "Composition scores. Scores between neurons have the sign of the cosine: blue excites, red inhibits (if the writer's z is positive).")] : []),
+        el("div", { class: "connections" }, connections(`Writers: what the ${noun(neuron)} reads from`, writers, false), connections(`Readers: what reads the ${noun(neuron)}`, readers, true)),
+        el("p", { class: "note" }, "Composition scores. Scores between neurons or features have the sign of the cosine: blue excites, red inhibits (if the writer's z is positive).")] : []),
       ...data.notes.map((text) => el("p", { class: "note" }, text)));
   }
   function drawHead(heading, inside) {

@@ -80,7 +80,7 @@ const scale = (limit) =>
 // The legend.
 function tokenLegend(limits, strips) {
   const parts = [
-    el("span", {}, el("b", {}, "Colour: z"), " = gate × value, the neuron's output ", scale(limits.z)),
+    el("span", {}, el("b", {}, "Colour: z"), " = gate × value, the output ", scale(limits.z)),
   ];
   if (strips) {
     parts.push(

@@ -1,0 +1,132 @@
+"""Features in analyses of weights and in explanations; skip and error nodes refused or left out."""
+
+import pytest
+import torch
+from feature_model import PAIR, with_features
+
+from attn_only_lens import circuits
+from attn_only_lens import patching as p
+from attn_only_lens.errors import InputError, UnknownHeadError
+
+METRIC = p.logit_diff(" are", " is")
+WIDE = "one of the (error|skip) nodes"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return with_features()
+
+
+def gain(norm):
+    """The gain of a norm, of either transformer-lens."""
+    return (norm.weight if hasattr(norm, "weight") else norm.w).detach()
+
+
+@torch.no_grad()
+def test_composition_is_the_cosine_of_decoder_and_encoder(model):
+    early, late = model.blocks[1].mlp, model.blocks[3].mlp
+    written, read = early.W_out[58], gain(model.blocks[3].ln2) * late.W_in[:, 11]
+    cosine = torch.nn.functional.cosine_similarity(written, read, dim=0)
+    frame = circuits.composition(model, ["L1F58"], ["L3F11"], "q")
+    assert frame["score"].item() == pytest.approx(abs(float(cosine)), rel=1e-4)
+    matrix = circuits.virtual_weights(model, "L1F58", "L3F11", "v").AB
+    assert matrix.item() == pytest.approx(float(written @ read), rel=1e-4)
+    best = circuits.top_compositions(model, 5, writers=p.features(1), readers=p.features(3))
+    assert set(best["writer"].str[:3]) == {"L1F"}
+    assert set(best["reader"].str[:3]) == {"L3F"}
+    products = early.W_out / early.W_out.norm(dim=1, keepdim=True)
+    reads = gain(model.blocks[3].ln2)[:, None] * late.W_in
+    scores = (products @ (reads / reads.norm(dim=0))).abs()
+    assert best["score"][0] == pytest.approx(float(scores.max()), rel=1e-4)
+
+
+@torch.no_grad()
+def test_tokens_of_features(model):
+    mlp, W_E = model.blocks[1].mlp, model.W_E
+    reads = W_E @ (gain(model.blocks[1].ln2) * mlp.W_in[:, 58])
+    best = circuits.qk_circuit(model, "L1F58").top(1)
+    assert best["query_token"].item() == int(reads.argmax())
+    ov = circuits.ov_circuit(model, "L1F58").matrix
+    logits = (mlp.W_out[58] * gain(model.ln_final)) @ model.W_U
+    expected = torch.outer(reads, logits - logits.mean())
+    assert torch.allclose(ov.AB, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+    copying = circuits.copying_scores(model, ["L1F58"])
+    assert copying["kind"].item() == "feature"
+    assert copying["eigenvalue_sum"].item() == pytest.approx(float(ov.AB.trace()), rel=1e-3)
+    paths = circuits.token_paths(model, p.features(), k=4, progress=False)
+    assert set(paths["name"].str[2]) == {"F"}
+    every = circuits.token_paths(model, k=3000, n_tokens=1, progress=False)
+    assert {*every["name"].str[2]} == {"F", "N"}
+
+
+def test_selections_leave_out_what_has_no_weights(model):
+    kinds = set(circuits.copying_scores(model)["kind"])
+    assert kinds == {"attention", "neuron", "feature"}
+    pairs = circuits.top_compositions(model, 3, writers=p.all_heads(3), readers=p.all_heads(3))
+    assert pairs.attrs["pairs"] == 4 * 344 + 4 * 0  # heads of layer 3 write to its features
+    for call in (
+        lambda: circuits.composition(model, ["L1E"], ["L3F11"]),
+        lambda: circuits.composition(model, ["L1F58"], ["L3E"]),
+        lambda: circuits.virtual_weights(model, "L1S", "L3F11", "q"),
+        lambda: circuits.top_compositions(model, 3, writers=["embed", "L1E"]),
+        lambda: circuits.top_compositions(model, 3, readers=p.error_nodes()),
+        lambda: circuits.qk_circuit(model, "L3E"),
+        lambda: circuits.ov_circuit(model, "L1S"),
+        lambda: circuits.copying_scores(model, ["L3E"]),
+    ):
+        with pytest.raises(InputError, match=WIDE):
+            call()
+    with pytest.raises(InputError, match=r"got L3E; expected whole neurons.*or features"):
+        circuits.token_paths(model, ["L3E", "L3F7"], progress=False)
+
+
+@torch.no_grad()
+def test_sources_of_a_feature_include_errors(model):
+    """The share of an error is its product with the encoder's column, after the norm's scale."""
+    frame = circuits.score_sources(model, PAIR[0], "L3F11")
+    _, cache = model.run_with_cache(PAIR[0])
+    q = cache["blocks.3.mlp.hook_pre"][0, -1, 11]
+    assert frame.attrs["score"] == pytest.approx(float(q), rel=1e-4)
+    assert frame["share"].sum() == pytest.approx(float(q), abs=1e-4)
+    shares = frame.set_index("name")["share"]
+    stream = cache["blocks.3.hook_resid_mid"][0, -1]
+    scale = (stream.square().mean() + model.cfg.eps).sqrt()
+    read = gain(model.blocks[3].ln2) * model.blocks[3].mlp.W_in[:, 11] / scale
+    skip = cache["blocks.1.mlp.hook_skip"][0, -1, 0] @ model.blocks[1].mlp.W_skip
+    for name, written in (("L1E", cache["blocks.1.mlp.hook_error"][0, -1, 0]), ("L1S", skip)):
+        assert shares[name] == pytest.approx(float(written @ read), rel=1e-3, abs=1e-5)
+    for name in ("L3E", "L1S"):
+        with pytest.raises(UnknownHeadError, match=WIDE):
+            circuits.score_sources(model, PAIR[0], name)
+
+
+def test_explanation_and_groups(model):
+    why = circuits.explain(model, *PAIR, METRIC)
+    kinds = why.graph.heads.set_index("id")["kind"]
+    assert {"feature", "error", "attention"} <= set(kinds)
+    assert why.neurons == [
+        name
+        for name in dict.fromkeys(why.graph.heads["name"])
+        if name.lstrip("L0123456789")[0] in "NF"
+    ]
+    assert any("F" in name for name in why.neurons)
+    _, cache = model.run_with_cache(PAIR[0])
+    for node, kind in kinds.items():
+        name, _, position = node.partition("@")
+        does = why.does[node]
+        if kind == "error":
+            size = cache[f"blocks.{name[1]}.mlp.hook_error"][0, int(position), 0].norm()
+            expected = f"what the transcoder misses of the MLP's output, length {size:.2f}; writes"
+            assert does.startswith(expected)
+        if kind == "feature":
+            z = cache[f"blocks.{name[1]}.mlp.hook_post"][0, int(position), int(name[3:])]
+            assert does.startswith(f"active, z {z:.2f}" if z else "inactive")
+        assert ("gate" in does) == (kind == "neuron")
+    assert "features" not in why.title
+    assert "L3E@5" in why.text(60)
+    groups = circuits.group_nodes(why.graph, model, *PAIR, METRIC, similarity=0.3)
+    words = {"N": "neurons", "F": "features", "H": "heads", "E": "error nodes", "S": "skip nodes"}
+    assert len(groups)
+    for name, members in groups.frame[["name", "members"]].to_numpy():
+        (letter,) = {member.lstrip("L0123456789")[0] for member in members}
+        assert name.startswith(f"{len(members)} {words[letter]}"), name

@@ -1,0 +1,142 @@
+"""Features of transcoders in a corpus: sparse, perhaps dead, next to neurons of gated MLPs."""
+
+import pytest
+import torch
+from feature_model import DEAD, PAIR, with_features
+
+from attn_only_lens import neurons, pretrained
+from attn_only_lens import patching as p
+from attn_only_lens.errors import InputError, UnknownHeadError
+from attn_only_lens.heads import neuron_gate
+
+QUIET = {"progress": False, "context": 32}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return with_features()
+
+
+@pytest.fixture(scope="module")
+def texts(model):
+    every = pretrained.small_english_texts()[:60]
+    short = [text for text in every if len(model.to_tokens(text)[0]) <= QUIET["context"]]
+    return short[:12]
+
+
+@pytest.fixture(scope="module")
+def acts(model, texts):
+    """Features' z [token, feature] by layer, with the text and position of each token but BOS."""
+    rows, places = {1: [], 3: []}, []
+    for number, text in enumerate(texts):
+        _, cache = model.run_with_cache(text)
+        for layer, of_layer in rows.items():
+            of_layer.append(cache[f"blocks.{layer}.mlp.hook_post"][0, 1:].double())
+        places += [(number, at) for at in range(1, len(of_layer[-1]) + 1)]
+    return {layer: torch.cat(x) for layer, x in rows.items()}, places
+
+
+def test_examples_are_the_tokens_at_which_a_feature_is_active(model, texts, acts):
+    z, places = acts[0][3], acts[1]
+    active = (z > 0).sum(0)
+    rare = int(torch.where((active > 0) & (active < 6), active, 1000).argmin())
+    often = int(active.argmax())
+    assert 0 < active[rare] < 6 < 20 < active[often]  # the control
+    names = [f"L3F{index}" for index in (rare, often, DEAD)]
+    frame = neurons.top_examples(model, names, texts, k=6, **QUIET)
+    assert set(frame["name"]) == set(names[:2])  # a dead feature has no examples
+    for name, index in zip(names[:2], (rare, often), strict=True):
+        here = [i for i in range(len(z)) if z[i, index] > 0]
+        for end, sign in (("largest", -1), ("smallest", 1)):
+            rows = frame[(frame["name"] == name) & (frame["end"] == end)]
+            wanted = sorted(here, key=lambda i: sign * z[i, index])[:6]
+            assert rows["value"].tolist() == pytest.approx(z[wanted, index].tolist(), rel=1e-4)
+            got = list(zip(rows["text"], rows["at"], strict=True))
+            assert got == [places[i] for i in wanted]
+
+
+def test_histograms_count_tokens_at_which_a_feature_is_inactive(model, texts, acts):
+    z = acts[0][3]
+    index = int((z > 0).sum(0).argmax())
+    statistics = neurons.neuron_statistics(
+        model, [f"L3F{index}", f"L3F{DEAD}"], texts, k=3, **QUIET
+    )
+    assert statistics.n_tokens == len(z)
+    row = statistics.names.index(f"L3F{index}")
+    zeros = statistics.counts["zeros"]
+    assert zeros[row] == (z[:, index] == 0).sum()
+    assert zeros[1 - row] == len(z)
+    counts, edges = statistics.histogram(f"L3F{index}", "z")
+    above = edges[:-1] > 0
+    assert counts.sum() == len(z)
+    assert counts[edges[1:] <= 0].sum() == 0
+    assert counts[above].sum() == (z[:, index] > edges[1:][edges[:-1] == 0]).sum()
+
+
+def test_features_and_neurons_of_gated_mlps_together(model, texts):
+    """None means both; the results of each are those that it has alone."""
+    both = neurons.neuron_statistics(model, None, texts[:3], k=2, **QUIET)
+    kinds = [sum(letter in name for name in both.names) for letter in "NF"]
+    assert kinds == [2 * 344, 2 * 344]
+    assert len(both.names) == sum(kinds)
+    for selection in (p.neuron_heads(), p.features()):
+        alone = neurons.neuron_statistics(model, selection, texts[:3], k=2, **QUIET)
+        same = both.of(list(alone.names))
+        for part in ("examples", "counts"):
+            for name, expected in getattr(alone, part).items():
+                got = getattr(same, part)[name]  # looking at a layer changes its rounding
+                assert torch.allclose(got.double(), expected.double(), atol=1e-5), name
+    with pytest.raises(InputError, match="no quadrants"):
+        alone.quadrants()  # of features
+    shares = both.quadrants()  # of neurons alone
+    assert [("N" in name) for name in shares["name"]] == [True] * (2 * 344)
+    assert shares.drop(columns="name").sum(axis=1).to_numpy() == pytest.approx(1.0)
+    assert all("N" in name for name in both.quadrant_examples()["name"])
+
+
+def test_a_pass_resumes_with_both(model, texts, tmp_path):
+    names = ["L0N3", "L3F7", "L2N0", f"L1F{DEAD}"]
+    whole = neurons.neuron_statistics(model, names, texts[:4], k=2, **QUIET)
+    folder = tmp_path / "so far"
+    neurons.neuron_statistics(model, names, texts[:2], k=2, resume=folder, **QUIET)
+    again = neurons.neuron_statistics(model, names, texts[:4], k=2, resume=folder, **QUIET)
+    assert again.names == whole.names == ("L0N3", f"L1F{DEAD}", "L2N0", "L3F7")
+    for part in ("examples", "counts"):
+        for name, expected in getattr(whole, part).items():
+            assert getattr(again, part)[name].equal(expected), name
+
+
+def test_statistics_of_dead_features_alone_can_be_saved(model, texts, tmp_path):
+    dead = neurons.neuron_statistics(model, [f"L3F{DEAD}"], texts[:2], k=2, **QUIET)
+    assert dead.frame().empty
+    path = dead.save(tmp_path / "dead.safetensors")
+    assert neurons.NeuronStatistics.load(path).frame().empty
+
+
+def test_attributions_of_features(model, texts):
+    frame = neurons.top_examples(
+        model, ["L3F7", "L1F9"], texts[:4], k=3, by="attribution", metric=p.loss(), **QUIET
+    )
+    assert len(frame)
+    assert all(values[at] for values, at in frame[["values", "position"]].to_numpy())
+
+
+def test_error_and_skip_nodes_are_left_out_or_refused(model, texts):
+    every = neurons.corpus_statistics(model, p.all_heads(), texts[:1], k=1, **QUIET)
+    assert len(every.neurons.names) == 4 * 344
+    assert len(every.heads.names) == 16
+    with pytest.raises(InputError) as refused:
+        neurons.top_examples(model, ["L3E", "L1S", "L3F7"], texts[:1], **QUIET)
+    text = str(refused.value)
+    assert "L3E, one of the error nodes" in text
+    assert "L1S, one of the skip nodes" in text
+    with pytest.raises(InputError, match="L3E, one of the error nodes"):
+        neurons.head_statistics(model, p.error_nodes(layers=[3]), texts[:1], **QUIET)
+
+
+def test_gates_of_features(model):
+    _, cache = model.run_with_cache(PAIR[0])
+    z = cache["blocks.3.mlp.hook_post"][..., 7]
+    assert neuron_gate(cache, "L3F7").tolist() == (z > 0).float().tolist()
+    with pytest.raises(UnknownHeadError, match=r"L3E'?, one of the error nodes.*no gate"):
+        neuron_gate(cache, "L3E")

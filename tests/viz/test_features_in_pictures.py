@@ -1,0 +1,213 @@
+"""Features, skip nodes and error nodes in pictures: told apart, and never called neurons."""
+
+import json
+import re
+
+import pytest
+import torch
+from browser import needs_browser
+from feature_model import DEAD, PAIR, with_features
+from page_of_circuit import click, read_back, slide
+
+from attn_only_lens import neurons, viz
+from attn_only_lens import patching as p
+from attn_only_lens.circuits import attribution_graph, from_json, to_json
+from attn_only_lens.errors import InputError
+
+METRIC = p.logit_diff(" are", " is")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return with_features()
+
+
+@pytest.fixture(scope="module")
+def graph(model):
+    sites = ["L3E@5", "L1E@2", "L1S@2", "L3F11@5", "L3F66@5", "L1F58@2", "L2N19@2", "L3H3@5"]
+    return attribution_graph(model, PAIR[0], METRIC, corrupted=PAIR[1], sites=sites)
+
+
+@pytest.fixture(scope="module")
+def page(graph, model):
+    return viz.circuit_view(graph, model, PAIR[0])
+
+
+def test_the_page_says_what_it_counts(page):
+    note, *others = read_back(page)["notes"]
+    assert note.startswith("Nodes: 1 head, 1 neuron, 3 features, 1 skip node and 2 error nodes (8")
+    assert [text.split(" (")[0] for text in others[:3]] == ["Features", "Skip nodes", "Error nodes"]
+    rows = read_back(page)["rows"]
+    assert rows[:3] == ["tokens", "L1 features", "L1 skip"]
+    assert rows[-2:] == ["L3 error", "metric"]
+
+
+@torch.no_grad()
+def test_details_of_each_kind(page, model):
+    """Features have gates, z and tokens; error nodes write the tokens that their vectors raise."""
+    details = read_back(page)["details"]
+    _, cache = model.run_with_cache(PAIR[0])
+    z = cache["blocks.3.mlp.hook_post"][0, :, 11]
+    assert details["L3F11"]["z"] == pytest.approx(z.tolist(), rel=1e-2)
+    assert details["L3F11"]["pattern"] == (z > 0).float().tolist()
+    assert len(details["L3F11"]["reads"]) == 20
+    for node in ("L3E@5", "L1E@2", "L1S@2"):
+        assert set(details[node]) == {"writes"}
+        assert node.partition("@")[0] not in details
+    # The last layer's error, by the final norm's gain and the unembedding.
+    error = cache["blocks.3.mlp.hook_error"][0, 5, 0]
+    gain = model.ln_final.weight.detach() if hasattr(model.ln_final, "weight") else model.ln_final.w
+    for node, vector in (
+        ("L3E@5", error),
+        ("L1S@2", cache["blocks.1.mlp.hook_skip"][0, 2, 0] @ model.blocks[1].mlp.W_skip),
+    ):
+        logits = (vector * gain) @ model.W_U
+        scores = (logits - logits.mean()) / logits.std(correction=0)
+        texts = [text for text, _ in details[node]["writes"]]
+        best = model.tokenizer.decode([int(scores.argmax())]).replace(" ", "·")
+        assert texts[0] == best
+        assert details[node]["writes"][0][1] == pytest.approx(float(scores.max()), abs=0.011)
+
+
+def test_another_model_is_noticed_at_error_nodes(graph):
+    sites = ["L3E@5"]
+    with_errors = attribution_graph(
+        with_features(), PAIR[0], METRIC, corrupted=PAIR[1], sites=sites
+    )
+    other = with_features()
+    with torch.no_grad():
+        other.blocks[3].mlp.W_out.mul_(0.5)
+    with pytest.raises(InputError, match=r"L3E@5 is .* from another model"):
+        viz.circuit_view(with_errors, other, PAIR[0])
+
+
+def test_a_graph_with_every_kind_is_saved(graph, tmp_path):
+    to_json(graph, tmp_path / "graph.json")
+    again = from_json(tmp_path / "graph.json")
+    assert again.nodes.equals(graph.nodes)
+    viz.circuit_view(again)
+
+
+def test_the_picture_tells_kinds_apart(page):
+    picture = page.picture
+    n_features = picture.count('class="node feature')
+    assert n_features == 3 == picture.count("skewX")
+    assert picture.count('class="node error') == 2
+    assert picture.count('class="node neuron') == 1
+    assert "slanted: feature" in picture
+    assert "italic E: error" in picture
+
+
+def test_many_features_are_folded_by_layer_and_kind(model):
+    graph = attribution_graph(model, PAIR[0], METRIC, corrupted=PAIR[1], top=400)
+    data = viz.circuit_view(graph)
+    state = json.loads(re.search(r'id="state">(.*?)</script>', data, re.S)[1])
+    names = {group["name"] for group in state["groups"]}
+    assert {"L3 features", "L1 features", "L2 neurons", "L1 error nodes"} <= names
+    for group in state["groups"]:
+        kinds = {member[2] for member in group["members"]}
+        letter = {"heads": "H", "neurons": "N", "features": "F", "skip": "S", "error": "E"}
+        assert kinds == {letter[group["name"].split()[1]]}
+
+
+@needs_browser
+def test_the_legend_and_the_panel(opened, page):
+    shown = opened(page)
+    slide(shown, "node-slider", 1000)
+    legend = shown.texts("#legend span")
+    kinds = [
+        "attention head",
+        "neuron",
+        "feature of a transcoder",
+        "W_skip",
+        "error of a transcoder",
+    ]
+    assert [text for text in legend if text in kinds] == kinds
+    skewed = shown.js(
+        "return [...document.querySelectorAll('#stage .node .box')]"
+        ".filter(b => b.getAttribute('transform')).map(b => b.parentNode.dataset.id)"
+    )
+    assert sorted(skewed) == ["L1F58@2", "L3F11@5", "L3F66@5"]
+    click(shown, "L3F11@5")
+    panel = " ".join(shown.texts("#panel"))
+    assert "feature of a transcoder" in panel
+    assert "the output of the feature" in panel
+    assert "neuron" not in panel.replace("L2N19", "")
+    click(shown, "L3E@5")
+    panel = " ".join(shown.texts("#panel"))
+    assert "error: what the transcoder misses of the MLP's output" in panel
+    assert "length" in panel
+    assert not shown.texts("#pattern")
+
+
+def test_attention_view_of_features(model):
+    _, cache = model.run_with_cache(PAIR[0])
+    tokens = model.to_tokens(PAIR[0])[0]
+    by_model, by_cache = (
+        viz.attention_view(source, ["L3F11", "L2N19"], text)
+        for source, text in ((model, PAIR[0]), (cache, tokens))
+    )
+    assert by_model == by_cache
+    assert '"name":"L3F11"' in by_model
+    for names in (["L3F11", "L3E"], "L1S", p.error_nodes(layers=[3])):
+        with pytest.raises(InputError, match=r"one of the (error|skip) nodes"):
+            viz.attention_view(model, names, PAIR[0])
+
+
+def test_sweeps_have_a_row_for_each_kind(model):
+    sites = ["L3E", "L3F11", "L1S", "L1F58", "L2N19", "L3H3"]
+    sweep = p.activation_patch(model, *PAIR, METRIC, sites=sites, progress=False)
+    rows = viz.sweep_heatmap(sweep).data[0].y
+    assert rows == (
+        *("L1 features", "L1 skip nodes", "L2 neurons", "L3 heads", "L3 features"),
+        "L3 error nodes",
+    )
+    bars = {bar.name: bar.marker.color for bar in viz.sweep_bars(sweep, k=36).data}
+    assert {*bars} == {"features", "skip nodes", "neurons", "heads", "error nodes"}
+    assert len({*bars.values()}) == 5
+
+
+@pytest.fixture(scope="module")
+def statistics(model):
+    names = [f"L3F{DEAD}", "L3F11", "L2N19", "L3H3"]
+    texts = ["The keys near the cabinet are here", "The key near the cabinet is here"]
+    return neurons.corpus_statistics(model, names, texts, k=3, progress=False)
+
+
+@needs_browser
+def test_neuron_page(opened, model, statistics):
+    page = opened(viz.neuron_page(model, None, statistics))
+    page.wait("document.querySelectorAll('#rows a').length > 0")
+    assert page.texts("#count") == ["1 head, 1 neuron and 2 features"]
+
+    def show(name):
+        page.js(f"location.hash = '#{name}'")
+        page.wait(f"document.querySelector('#one h2').textContent === '{name}'")
+        return " ".join(page.texts("#one"))
+
+    text = show(f"L3F{DEAD}")
+    assert "dead: this feature is never active in these texts" in text
+    assert not page.texts("#one .example")
+    assert page.texts("#one .panels h4") == ["Pre-activation"]
+    assert "dead" in page.texts("#rows a .number")
+    text = show("L3F11")
+    assert "active at" in text
+    assert "feature" in text
+    assert "Gate input" not in text
+    assert [title for title in page.texts("#one .lists h4")] == ["It reads", "It writes"]
+    text = show("L2N19")
+    assert "positive at" in text
+    assert "Gate input" in text
+    assert page.texts("#one .lists h4") == ["The gate reads", "The value reads", "It writes"]
+    search = "const s = document.getElementById('search'); s.value = 'l3f';"
+    search += (
+        "s.dispatchEvent(new Event('input')); return document.querySelectorAll('#rows a').length"
+    )
+    assert page.js(search) == 2
+
+
+def test_neuron_page_refuses_error_nodes(model, statistics):
+    with pytest.raises(InputError, match="L3E, one of the error nodes"):
+        viz.neuron_page(model, ["L3E"], ["The keys"], progress=False)
+    with pytest.raises(InputError, match="L3E, one of the error nodes"):
+        viz.neuron_page(model, ["L3E", "L3F11"], statistics)
