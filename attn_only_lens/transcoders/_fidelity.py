@@ -135,7 +135,7 @@ class _Totals:
 
     def __init__(self, layers: list[int]) -> None:
         self._layers = layers
-        self._logits = torch.zeros(5, dtype=torch.float64)
+        self._logits = torch.zeros(5, dtype=torch.float64, device="cpu")
         self._n_next = self._n_tokens = 0
         self._sums: dict[tuple[int, str], Any] = {}
 
