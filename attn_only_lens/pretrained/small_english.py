@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from attn_only_lens.heads.transcoder import Transcoder
 from attn_only_lens.models.hf_folder import no_bars
 from attn_only_lens.models.load import load
 from attn_only_lens.models.source_folder import parse_device, parse_dtype, read_tokenizer
@@ -81,6 +83,40 @@ def small_english_texts() -> list[str]:
         ' David Barbara queens friend D'
     """
     return (_DATA / "texts.txt").read_text("utf-8").splitlines()
+
+
+@torch.inference_mode(False)
+def small_english_transcoders(
+    device: str | torch.device = "cpu", dtype: str | torch.dtype = torch.float32
+) -> dict[int, Transcoder]:
+    """Return a JumpReLU transcoder for the MLP of each layer of `small_english`, by layer.
+
+    The transcoders read the MLP's input, after the norm and its gain. The weights are stored in
+    float16. `analyses/tools/train_transcoders.py` trained them; the model card says how well they
+    imitate the MLPs.
+
+    Args:
+        device: the device of the weights.
+        dtype: the floating-point type of the weights.
+
+    Raises:
+        CheckpointError: the device or dtype is unknown.
+
+    Example:
+        >>> from attn_only_lens import pretrained
+        >>> pretrained.small_english_transcoders()[3]
+        <Transcoder small-english-4l, layer 3: of 617 features (jumprelu), reads input>
+    """
+    place = {"device": parse_device(device), "dtype": parse_dtype(dtype)}
+    with as_file(_DATA / "transcoders") as folder:
+        paths = sorted(folder.glob("layer_*.safetensors"))
+        return {int(path.stem.removeprefix("layer_")): _transcoder(path, place) for path in paths}
+
+
+def _transcoder(path: Path, place: dict[str, Any]) -> Transcoder:
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name).to(**place) for name in file.keys()}  # noqa: SIM118
+        return Transcoder(**tensors, **file.metadata())
 
 
 def _hooked(folder: Path, device: torch.device, dtype: torch.dtype) -> HookedTransformer:

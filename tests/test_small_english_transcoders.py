@@ -1,0 +1,173 @@
+"""The transcoders of Small English: their files, how well they imitate, and their training."""
+
+import json
+from dataclasses import replace
+from importlib.resources import files
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from common import run_script
+from safetensors.torch import load_file
+
+from analyses.tools import train_transcoders as training
+from attn_only_lens import pretrained
+from attn_only_lens.errors import CheckpointError
+
+DATA = Path(str(files("attn_only_lens.pretrained") / "data" / "small_english" / "transcoders"))
+METRICS = json.loads((DATA / "metrics.json").read_text("utf-8"))
+TEXTS = pretrained.small_english_texts()[:150]
+
+
+@pytest.fixture(scope="module")
+def transcoders():
+    return pretrained.small_english_transcoders()
+
+
+@pytest.fixture(scope="module")
+def measured(transcoders):
+    """The metrics on some of the held-out texts."""
+    return training.measure(training.read_model("cpu"), transcoders, TEXTS)
+
+
+def test_there_is_one_for_each_layer(transcoders):
+    assert sorted(transcoders) == [0, 1, 2, 3]
+    for layer, transcoder in transcoders.items():
+        assert transcoder.d_model == 128
+        assert 500 < transcoder.d_features <= METRICS["d_features"]
+        assert (transcoder.activation, transcoder.reads) == ("jumprelu", "input")
+        assert str(layer) in transcoder.name
+        assert transcoder.W_enc.dtype == torch.float32
+        torch.testing.assert_close(
+            transcoder.W_dec.norm(dim=1), torch.ones(transcoder.d_features), rtol=2e-3, atol=0
+        )
+
+
+def test_dtype_and_device():
+    halves = pretrained.small_english_transcoders(dtype="float16")
+    doubles = pretrained.small_english_transcoders("cpu", torch.float64)
+    for layer, half in halves.items():
+        for name, tensor in half.tensors().items():
+            assert tensor.dtype == torch.float16
+            assert torch.equal(tensor.double(), doubles[layer].tensors()[name])
+    with pytest.raises(CheckpointError, match="dtype"):
+        pretrained.small_english_transcoders(dtype="float7")
+
+
+def test_transcoders_made_in_inference_mode_can_be_trained():
+    with torch.inference_mode():
+        transcoder = pretrained.small_english_transcoders()[0]
+    transcoder.W_enc.requires_grad_()
+    transcoder.encode(torch.ones(128)).sum().backward()
+    assert transcoder.W_enc.grad.abs().max() > 0
+
+
+def test_size():
+    assert sum(path.stat().st_size for path in DATA.iterdir()) < 3_000_000
+
+
+def test_they_imitate_the_mlps_on_held_out_texts(measured):
+    """The bounds of FVU and L0 are the results of the trial of which the model card tells."""
+    for name, bounds in (("fvu", (0.066, 0.041, 0.022, 0.018)), ("l0", (46, 15, 21, 58))):
+        values = zip(measured[name], METRICS["together"][name], bounds, strict=True)
+        for value, reported, bound in values:
+            assert value < bound
+            assert value == pytest.approx(reported, rel=0.25)
+    assert measured["kl"] < 0.1
+    assert measured["top_token"] > 0.9
+    assert measured["loss_recovered"] > 0.98
+    assert max(METRICS["together"]["dead"]) < 0.05
+
+
+def test_the_replacement_in_the_model_of_the_package_has_the_same_metrics(transcoders, measured):
+    """The transcoders read and write where they were trained to."""
+    model = pretrained.small_english()
+    inputs = {}
+
+    def store(x, hook):
+        inputs[hook.name.removesuffix("hook_in")] = x
+
+    def imitate(y, hook):
+        name = hook.name.removesuffix("hook_out")
+        transcoder = transcoders[int(name.split(".")[1])]
+        return transcoder.decode(transcoder.encode(inputs[name]))
+
+    hooks = [(f"blocks.{i}.mlp.hook_in", store) for i in range(4)]
+    hooks += [(f"blocks.{i}.mlp.hook_out", imitate) for i in range(4)]
+    total, n_tokens = 0.0, 0
+    with torch.no_grad():
+        for text in TEXTS:
+            tokens = model.to_tokens(text)
+            original = model(tokens)[0].log_softmax(-1)
+            replaced = model.run_with_hooks(tokens, fwd_hooks=hooks)[0].log_softmax(-1)
+            total += float(training.kl(original, replaced)) * len(original)
+            n_tokens += len(original)
+    assert n_tokens == measured["tokens"]
+    # Rounding can decide whether a feature is active.
+    assert total / n_tokens == pytest.approx(measured["kl"], rel=0.02)
+
+
+def test_the_card_reports_the_metrics():
+    card = (DATA.parent / "README.md").read_text("utf-8")
+    for phase in ("separate", "together"):
+        metrics = METRICS[phase]
+        for row in (
+            " / ".join(f"{value:.4f}" for value in metrics["fvu"]),
+            " / ".join(f"{value:.0f}" for value in metrics["l0"]),
+            f"{metrics['kl']:.3f}",
+            f"{100 * metrics['top_token']:.1f} %",
+        ):
+            assert row in card, row
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dead_features_are_replaced():
+    run = training.Training(training.Recipe(d_features=67, steps=(3, 0), rows=5), "cpu")
+    run.run(0)
+    layer = run.layers[1]
+    with torch.no_grad():
+        layer.weights["b_enc"][7] = -100.0
+    layer.steps_silent[7] = training.DEAD
+    assert not (layer(layer.inputs)[1][:, 7] > 0).any()
+    assert layer.resample(run.optimizer) == 1
+    assert (layer(layer.inputs)[1][:, 7] > 0).any()
+    assert layer.resample(run.optimizer) == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_features_that_are_dead_at_the_end_are_removed(transcoders):
+    whole = transcoders[1]
+    threshold = whole.threshold.clone()
+    threshold[7] = 1e4  # never reached
+    model, recipe = training.read_model("cpu"), training.Recipe()
+    texts = list(islice(training.batches(recipe, "cpu"), training.DEAD))
+    dead = replace(whole, threshold=threshold)
+    some = training.without_dead(model, {1: dead}, iter(texts))[1]
+    assert some.d_features < whole.d_features
+    assert not (some.W_dec == whole.W_dec[7]).all(1).any()
+    x = training.record(model, texts)[0][1]
+    torch.testing.assert_close(some.decode(some.encode(x)), dead.decode(dead.encode(x)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_training_text_is_held_out():
+    batches = training.batches(training.Recipe(), "cpu")
+    rows = [row[row != training.EOS].tolist() for _ in range(40) for row in next(batches)]
+    tokenizer = training.language.tokenizer()
+    held_out = {tuple(tokenizer(text)["input_ids"]) for text in pretrained.small_english_texts()}
+    assert not held_out & set(map(tuple, rows))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_smoke(tmp_path):
+    """Two runs with one seed write the same weights."""
+    folders = tmp_path / "first", tmp_path / "second"
+    for folder in folders:
+        run_script(training.main, ["--smoke", "--out", str(folder)])
+    names = {path.name for path in folders[0].iterdir()}
+    assert names == {path.name for path in DATA.iterdir()}
+    for layer in range(4):
+        first, second = (load_file(folder / f"layer_{layer}.safetensors") for folder in folders)
+        assert first.keys() == second.keys() == {"W_enc", "W_dec", "b_enc", "b_dec", "threshold"}
+        assert all(torch.equal(first[name], second[name]) for name in first)
