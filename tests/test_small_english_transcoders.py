@@ -64,7 +64,7 @@ def test_transcoders_made_in_inference_mode_can_be_trained():
 
 
 def test_size():
-    assert sum(path.stat().st_size for path in DATA.iterdir()) < 3_000_000
+    assert sum(path.stat().st_size for path in DATA.rglob("*")) < 3_000_000
 
 
 def test_they_imitate_the_mlps_on_held_out_texts(measured):
@@ -168,6 +168,9 @@ def test_smoke(tmp_path):
     names = {path.name for path in folders[0].iterdir()}
     assert names == {path.name for path in DATA.iterdir()}
     for layer in range(4):
-        first, second = (load_file(folder / f"layer_{layer}.safetensors") for folder in folders)
+        first, second = (
+            load_file(folder / f"weights/layer_{layer}.transcoder.safetensors")
+            for folder in folders
+        )
         assert first.keys() == second.keys() == {"W_enc", "W_dec", "b_enc", "b_dec", "threshold"}
         assert all(torch.equal(first[name], second[name]) for name in first)

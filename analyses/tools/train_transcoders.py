@@ -34,7 +34,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import typer
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
@@ -45,6 +44,7 @@ from analyses.tools.options import Device, Out, Seed, Smoke
 from analyses.tools.small_english_grammar import Grammar
 from attn_only_lens import pretrained
 from attn_only_lens.heads.transcoder import Transcoder
+from attn_only_lens.transcoders import save
 
 DATA = Path(str(files("attn_only_lens.pretrained") / "data" / "small_english"))
 EOS = language.vocabulary()[language.EOS]
@@ -366,9 +366,7 @@ def main(
             transcoders = without_dead(training.model, transcoders, training.batches)
         metrics[name] = measure(training.model, to_float32(transcoders), texts)
     out.mkdir(parents=True, exist_ok=True)
-    for layer, transcoder in transcoders.items():
-        metadata = {key: getattr(transcoder, key) for key in ("activation", "reads", "name")}
-        save_file(transcoder.tensors(), out / f"layer_{layer}.safetensors", metadata)
+    save(out / "weights", transcoders)
     text = json.dumps(metrics, indent=2) + "\n"
     leave(__file__, out, {"metrics.json": text}, started=started, device=device, smoke=smoke)
     typer.echo(text)

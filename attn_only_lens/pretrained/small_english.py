@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from attn_only_lens.heads.transcoder import Transcoder
@@ -22,6 +21,7 @@ from attn_only_lens.tl import (
     quiet,
     require_hooked_transformer,
 )
+from attn_only_lens.transcoders import load as load_transcoders
 
 _DATA = files("attn_only_lens.pretrained") / "data" / "small_english"
 
@@ -107,16 +107,8 @@ def small_english_transcoders(
         >>> pretrained.small_english_transcoders()[3]
         <Transcoder small-english-4l, layer 3: of 617 features (jumprelu), reads input>
     """
-    place = {"device": parse_device(device), "dtype": parse_dtype(dtype)}
-    with as_file(_DATA / "transcoders") as folder:
-        paths = sorted(folder.glob("layer_*.safetensors"))
-        return {int(path.stem.removeprefix("layer_")): _transcoder(path, place) for path in paths}
-
-
-def _transcoder(path: Path, place: dict[str, Any]) -> Transcoder:
-    with safe_open(path, "pt") as file:
-        tensors = {name: file.get_tensor(name).to(**place) for name in file.keys()}  # noqa: SIM118
-        return Transcoder(**tensors, **file.metadata())
+    with as_file(_DATA / "transcoders" / "weights") as folder:
+        return load_transcoders(folder, device=device, dtype=dtype)
 
 
 def _hooked(folder: Path, device: torch.device, dtype: torch.dtype) -> HookedTransformer:
