@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from torch import nn
+from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import LinearBridge
 
@@ -226,6 +227,8 @@ class _Swap:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._registry = dict(getattr(model, "_hook_registry", {}))
+        points = (module for module in model.modules() if isinstance(module, HookPoint))
+        self._names = {point: point.name for point in points}
         self._old: list[tuple[Any, str, nn.Module]] = []
 
     def put(self, block: Any, name: str, module: nn.Module) -> None:
@@ -242,6 +245,13 @@ class _Swap:
             block._register_aliases()
         self._model.clear_hook_registry()
         self._model._initialize_hook_registry()
+        for point, name in self._names.items():  # some were just renamed after their aliases
+            point.name = name
+        for layer, block in enumerate(self._model.blocks):
+            if isinstance(block.mlp, FeatureMLP):
+                for path, module in block.mlp.named_modules(prefix=f"blocks.{layer}.mlp"):
+                    if isinstance(module, HookPoint):
+                        module.name = path
 
     def undo(self) -> None:
         """Put the old modules and the old list of hook points back."""
