@@ -5,7 +5,6 @@ Nothing of attn_only_lens but the class `Transcoder`, which holds the weights, e
 
 import bridges
 import torch
-from common import N_LAYERS
 
 from attn_only_lens.transcoders import Transcoder
 
@@ -81,6 +80,3 @@ def layers_of(model, layers=None, **options):
     """A transcoder for each layer, or for those chosen."""
     chosen = range(len(model.blocks)) if layers is None else layers
     return {layer: drawn(model.cfg.d_model, seed=layer + 1, **options) for layer in chosen}
-
-
-assert N_LAYERS == 3
