@@ -40,7 +40,7 @@ from attn_only_lens.engine.sites import Selection, resolve_sites
 from attn_only_lens.engine.writes import Decomposition, decompose
 from attn_only_lens.errors import InputError, UnknownHeadError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
-from attn_only_lens.heads.host import NEURON_KINDS
+from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
@@ -110,6 +110,8 @@ def score_sources(
     head.require_in(model)
     if head.member is not None:
         raise UnknownHeadError(f"got {head}, one head of a neuron; expected the whole neuron")
+    if head.kind in WIDE_KINDS:
+        raise UnknownHeadError(f"got {head}, which has no score; expected a head or a feature")
     pair = single_prompts(model, prompt)
     n_prompts, n_pos = pair.clean.shape
     if n_prompts > 1:

@@ -14,7 +14,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import LinearBridge
 
 from attn_only_lens.arguments import is_count, option_reasons
-from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import has_neuron_heads
 from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.heads.transcoder import Transcoder
@@ -110,8 +110,8 @@ def attach(
     for layer, transcoder in sorted(transcoders.items()):
         try:
             folded[layer] = _folded(transcoder, model.blocks[layer], norms[layer])
-        except UnknownMLPError as unknown:
-            reasons.append(f"layer {layer}: {unknown}")
+        except (UnknownMLPError, InputError) as wrong:  # numbers can overflow in the MLP's dtype
+            reasons.append(f"layer {layer}: {wrong}")
     UnsupportedModelError.raise_if(reasons, _PROBLEM)
     swap = _Swap(model)
     try:

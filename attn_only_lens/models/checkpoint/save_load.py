@@ -122,7 +122,10 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
             f"got a {type(model).__name__}; expected a model from attn_only_lens.convert or load, "
             "or one exposed by attn_only_lens.expose_neuron_heads"
         )
-    if reasons := host_of(model).reasons():
+    reasons = host_of(model).reasons()
+    if any("feature" in heads.kinds for heads in host_of(model).neurons):
+        reasons.append("got a model with transcoders; call undo() first: they are not saved")
+    if reasons:
         raise CheckpointError("; ".join(reasons))
     kind = "TransformerBridge" if isinstance(model, TransformerBridge) else "HookedTransformer"
     common = {
