@@ -74,9 +74,10 @@ def test_every_reason_is_given():
     ],
 )
 def test_wrong_models(make, reads, message):
+    model = make()
+    transcoder = drawn(26 if model is None else model.cfg.d_model, reads=reads)
     with pytest.raises(UnsupportedModelError, match=message):
-        model = make()
-        attach(model, {0: drawn(26 if model is None else model.cfg.d_model, reads=reads)})
+        attach(model, {0: transcoder})
 
 
 @needs_hooked_transformer
