@@ -90,10 +90,10 @@ def attribution_graph(
         corrupted: the prompts to compare with, aligned with `clean` token by token.
         sites: the nodes: a circuit from `discover`, or names such as "L5N1234@7".
         top: how many heads and neurons become nodes; by default 60 for a difference, and 300 for
-            one run. Features of transcoders become nodes only where they are active (for a
-            difference, where their activations differ). Pass at most one of `sites`, `top` and
-            `mass`.
-        mass: the share of Σ |attribution| that the nodes must have; 1 for all of it.
+            one run. Pass at most one of `sites`, `top` and `mass`.
+        mass: the share of Σ |attribution| that the nodes must have; 1 for all of it. Features of
+            transcoders that are inactive, or have no attribution, become nodes only if `sites`
+            names them.
         positions: the position of each role in each prompt: `task.roles`. Nodes are then heads at
             roles, with standard errors over prompts, and prompts may differ in length. Tokens
             without a role are summed into "rest".
@@ -150,8 +150,8 @@ def attribution_graph(
         attributions = torch.cat([x.flatten(1) for x in by_sublayer], dim=1).numpy().sum(0)
         sizes, n_places = np.abs(attributions), len(places.names)
         if sites is None:
-            index = select_largest(sizes, top=top, mass=mass)
-            index = index[~_inactive(run, sizes, n_places)[index]]
+            rows = _candidates(run, sizes, n_places)
+            index = rows[select_largest(sizes[rows], top=top, mass=mass)]
         else:
             index = _rows_of(run, sites, places.names)
         _require_affordable(run, sizes, index, max_edges, n_places)
@@ -185,13 +185,15 @@ def attribution_graph(
     )
 
 
-def _inactive(
+def _candidates(
     run: AttributedRun, sizes: npt.NDArray[np.float64], n_places: int
-) -> npt.NDArray[np.bool_]:
-    """Return which possible nodes are features without an attribution, because z or Δz is 0."""
-    counts = [n_places * gradients.shape[2] for gradients in run.gradients]
-    kinds = [sublayer.writes.kind for sublayer in run.linear.sublayers]
-    return np.repeat(np.array(kinds) == "feature", counts) & (sizes == 0)
+) -> npt.NDArray[np.int64]:
+    """Return the row numbers of all nodes, except features without attribution (most features)."""
+    ends = zip(run.linear.sublayers, run.gradients, strict=True)
+    is_feature = [
+        np.full(n_places * x.shape[2], sublayer.writes.kind == "feature") for sublayer, x in ends
+    ]
+    return np.flatnonzero(~np.concatenate(is_feature) | (sizes > 0))
 
 
 def _rows_of(

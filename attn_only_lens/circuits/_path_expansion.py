@@ -11,7 +11,8 @@ unembedding, the sum is the run's logits. The terms depend on the prompt, becaus
 
 A path begins at the embedding (of a token and its position) or at a bias. Each head on a path is
 one hop. A path from an output bias, b_O or b_out, begins with 0 hops. A path from b_V, b_in or a
-norm's bias begins with 1 hop, for the head that reads the bias. One pass through the layers
+norm's bias begins with 1 hop, for the head that reads the bias. With transcoders, a path can also
+begin at an error node, with 1 hop. One pass through the layers
 computes, for 0, 1, 2, … hops, what all paths with this number of hops add to the stream. Let z_s be
 the output of head s if it reads nothing from other heads, and let c be the metric's gradient at the
 final stream. Then the effect of the path embedding → s → t → logits is the dot product of z_s
@@ -32,7 +33,7 @@ from tqdm.auto import tqdm
 
 from attn_only_lens.arguments import is_count, option_reasons, positive_reasons
 from attn_only_lens.engine.largest import LargestScores
-from attn_only_lens.engine.linear_run import LinearRun, linearize
+from attn_only_lens.engine.linear_run import LinearAttention, LinearRun, linearize
 from attn_only_lens.engine.metrics import (
     AnyMetric,
     bind,
@@ -218,7 +219,8 @@ def _expand(
         z[0] += sublayer.constant
         first.append(z[0])
         new = torch.cat([sublayer.writes.bias[None], sublayer.written(z)])
-        history = [history[-1], history[-1].to(z.device) + new]
+        # A layer has up to 4 sublayers: heads, features, the node of W_skip, the error.
+        history = [*history[-3:], history[-1].to(z.device) + new]
     return history[-1], tuple(first)
 
 
@@ -245,8 +247,8 @@ class _RankedPaths:
             for start in range(0, self._counts[index], self._block):
                 nodes = slice(start, min(start + self._block, self._counts[index]))
                 n_pos = self._linear.run.embedding.shape[1]
-                is_neuron = last.writes.neurons is not None
-                for key in range(end, end + 1) if is_neuron else range(n_pos):
+                is_attention = isinstance(last, LinearAttention)
+                for key in range(n_pos) if is_attention else range(end, end + 1):
                     back = last.covectors(gradient[:, nodes], nodes, end, key)
                     if not back.any():  # `end` does not attend to `key`
                         continue

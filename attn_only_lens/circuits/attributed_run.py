@@ -175,7 +175,8 @@ def attribute_run(
     logit_bias = (gradient * linear.unembed(zero[None])[0]).sum((1, 2))
     biases = [logit_bias.sum()]
     for sublayer, along, behind in zip(linear.sublayers, outputs, streams[1:], strict=True):
-        biases.append((along * sublayer.constant).sum())
+        if sublayer.writes.kind != "error":  # an error is a node, and no part of the bias
+            biases.append((along * sublayer.constant).sum())
         biases.append((behind.to(sublayer.writes.bias) * sublayer.writes.bias).sum())
     ends = streams[0], streams[-1], logit_bias, sum(map(float, on_cpu(biases)))
     recorded = [sublayer.writes.z for sublayer in linear.sublayers]

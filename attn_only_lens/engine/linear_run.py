@@ -184,7 +184,7 @@ class LinearSkip(LinearSublayer):
 
 @dataclass(frozen=True, eq=False)
 class LinearError(LinearSublayer):
-    """The error node of a transcoder, which is held fixed: it depends on no other node."""
+    """The error node of a transcoder, which is held fixed: its output is a constant."""
 
     def of_input(self, entering: Tensor) -> Tensor:
         """Return zeros."""
@@ -201,9 +201,9 @@ class LinearError(LinearSublayer):
 
 def wide_sublayer(writes: SublayerWrites) -> LinearSublayer:
     """Return the linear function of a skip node or an error node."""
-    zero = torch.zeros_like(writes.z)
     if writes.kind == "error":
-        return LinearError(writes, zero)
+        return LinearError(writes, constant=writes.z)
+    zero = torch.zeros_like(writes.z)
     linear = LinearSkip(writes, zero)
     return LinearSkip(writes, zero + _norm_bias(linear))
 
@@ -380,15 +380,14 @@ def _require_linear(linear: LinearRun) -> None:
     """Raise an error if the linear maps do not reproduce the outputs recorded in the run."""
     reasons, largest = list[str](), list[Tensor]()
     mask = linear.run.recording.mask
-    sublayers = [x for x in linear.sublayers if not isinstance(x, LinearError)]
-    for sublayer in sublayers:
+    for sublayer in linear.sublayers:
         outputs = sublayer.writes.outputs
         again = sublayer.z(sublayer.writes.reads.stream[None])[0] + sublayer.constant
         both = torch.stack([again - outputs, outputs]).abs().amax((-2, -1))
         if mask is not None:
             both = both.masked_fill(mask.to(both) == 0, 0.0)
         largest.append(both.amax((1, 2)))
-    for sublayer, numbers in zip(sublayers, on_cpu(largest), strict=True):
+    for sublayer, numbers in zip(linear.sublayers, on_cpu(largest), strict=True):
         writes, (error, size) = sublayer.writes, numbers.tolist()
         amplification = max(writes.neurons.amplification, 1.0) if writes.neurons else 1.0
         if not error <= LOGIT_TOLERANCE[torch.float32] * amplification * size:

@@ -89,7 +89,7 @@ class Readers:
         named: Part = "pattern" if part == "q" else part  # type: ignore[assignment]
         if heads.joint_gates:  # the gates are held fixed, because they depend on other features
             gates, _ = heads.weights_and_values(*self._projections(sites.layer))
-            weight = gates[:, positions][..., index]
+            weight = gates[:, positions][..., index].expand_as(new_q)
             return change_of_z(_run_with(weight, q), _run_with(weight, new_q), named)
         before = _run_with(*heads.weights_and_values(q, up, index))
         after = _run_with(*heads.weights_and_values(new_q, new_up, index))

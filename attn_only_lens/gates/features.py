@@ -36,5 +36,8 @@ def active_features(
     active = q > (0.0 if threshold is None else threshold.to(q.dtype))
     if k is None:
         return active
-    order = q.argsort(dim=-1, descending=True, stable=True)[..., :k]
-    return active & torch.zeros_like(active).scatter(-1, order, True)
+    # This is several times faster than a stable sort of all features.
+    least = q.topk(k, dim=-1).values[..., -1:]
+    above, tied = q > least, q == least
+    n_tied = k - above.sum(dim=-1, keepdim=True)  # how many of the tied features are active
+    return active & (above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= n_tied)))

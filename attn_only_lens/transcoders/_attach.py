@@ -4,22 +4,23 @@ In a layer with a transcoder, the model's MLP becomes a `FeatureMLP`, which runs
 only to compute the error. The other layers keep their MLPs, with their neurons as neuron-heads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from torch import nn
+from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import LinearBridge
 
 from attn_only_lens.arguments import a_type, is_count, option_reasons
-from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import has_neuron_heads
 from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.heads.transcoder import Transcoder
 from attn_only_lens.models.expose import ExposedNeurons, expose_neuron_heads
 from attn_only_lens.models.in_place.heads import UnknownMLPError, find_hook_points
-from attn_only_lens.models.norms import LayerNorms, Norm, bridge_norms, hooked_norms
+from attn_only_lens.models.norms import NO_NORM, LayerNorms, Norm, bridge_norms, hooked_norms
 from attn_only_lens.tl import HookedTransformer
 
 OnError = Literal["node", "zero"]
@@ -104,18 +105,20 @@ def attach(
         True
     """
     UnsupportedModelError.raise_if(_reasons(model, transcoders, error), _PROBLEM)
-    norms = _norms(model)
+    norms = _norms(model, transcoders.values())
     reasons, folded = list[str](), dict[int, Transcoder]()
     for layer, transcoder in sorted(transcoders.items()):
         try:
             folded[layer] = _folded(transcoder, model.blocks[layer], norms[layer])
-        except UnknownMLPError as unknown:
-            reasons.append(f"layer {layer}: {unknown}")
+        except (UnknownMLPError, InputError) as wrong:  # numbers can overflow in the MLP's dtype
+            reasons.append(f"layer {layer}: {wrong}")
     UnsupportedModelError.raise_if(reasons, _PROBLEM)
     swap = _Swap(model)
     try:
         for layer, transcoder in folded.items():
-            _replace_mlp(model.blocks[layer], transcoder, error == "node", swap)
+            _replace_mlp(
+                *(model.blocks[layer], transcoder, norms[layer].neuron, error == "node", swap)
+            )
         swap.list_hook_points()
         expose_neuron_heads(model)
     except BaseException:  # even an interruption must leave the model as it was
@@ -146,24 +149,37 @@ def _reasons(model: Any, transcoders: Any, error: object) -> list[str]:
                 f"layer {layer}: got a transcoder for d_model={transcoder.d_model}; the model has "
                 f"d_model={d_model}"
             )
+    return reasons or _mlp_reasons(model, transcoders)
+
+
+def _mlp_reasons(model: Any, layers: Iterable[int]) -> list[str]:
+    """Return error messages for MLPs of an unknown kind."""
+    reasons = []
+    for layer in sorted(layers):
+        try:
+            if find_hook_points(getattr(model.blocks[layer], "mlp", None)).layer is not None:
+                raise UnknownMLPError("its MLP is not a separate module of the model")
+        except UnknownMLPError as unknown:
+            reasons.append(f"layer {layer}: {unknown}")
     return reasons
 
 
-def _norms(model: Any) -> list[LayerNorms]:
+def _norms(model: Any, transcoders: Iterable[Transcoder]) -> list[LayerNorms]:
+    """Return the norms of each layer, or no norms if no transcoder takes their place."""
+    blocks = model.blocks
+    if all(x.reads == "input" and not x.after_norm for x in transcoders):
+        no_norms = NO_NORM, NO_NORM
+        return [LayerNorms(no_norms, no_norms, *no_norms, parallel=False)] * len(blocks)
     if isinstance(model, TransformerBridge):
         return bridge_norms(model)
-    blocks = model.blocks
     modules = [[getattr(block, name, None) for name in _NORMS] for block in blocks]
     return hooked_norms(model.cfg, [block.attn for block in blocks], modules)
 
 
 def _folded(transcoder: Transcoder, block: Any, norms: LayerNorms) -> Transcoder:
     """Return the transcoder in the MLP's dtype, for its input ("input") or for the "stream"."""
-    points = find_hook_points(block.mlp)
-    if points.layer is not None:
-        raise UnknownMLPError("its MLP is not a separate module of the model")
-    before, after = norms.neuron
-    _require_norms(transcoder, block, before, after)
+    before = norms.neuron[0]
+    _require_separate(transcoder, norms)
     if transcoder.reads == "normalized":
         transcoder = _without_gain(transcoder, before)
     like = block.mlp.W_out
@@ -171,17 +187,15 @@ def _folded(transcoder: Transcoder, block: Any, norms: LayerNorms) -> Transcoder
     return replace(transcoder, **tensors)
 
 
-def _require_norms(transcoder: Transcoder, block: Any, before: Norm, after: Norm) -> None:
+def _require_separate(transcoder: Transcoder, norms: LayerNorms) -> None:
     """Raise an error if the transcoder needs a norm that is missing, or that attention reads."""
-    before_mlp, after_mlp = (getattr(block, name, None) for name in ("ln2", "ln2_post"))
-    if transcoder.reads == "stream" and before.module not in (None, before_mlp):
+    before = norms.neuron[0].module
+    if transcoder.reads == "stream" and before and before is norms.attention[0].module:
         raise UnknownMLPError(
             "got a transcoder that reads the stream, but attention reads the same norm as the MLP; "
             "expected a norm of the MLP alone"
         )
-    if transcoder.after_norm and after.module not in (None, after_mlp):
-        raise UnknownMLPError("the norm after its MLP is not a separate module, ln2_post")
-    if transcoder.reads == "normalized" and before.module is None:
+    if transcoder.reads == "normalized" and before is None:
         raise UnknownMLPError("got a transcoder of the normalised stream, but there is no norm")
 
 
@@ -208,6 +222,8 @@ class _Swap:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._registry = dict(getattr(model, "_hook_registry", {}))
+        points = (module for module in model.modules() if isinstance(module, HookPoint))
+        self._names = {point: point.name for point in points}
         self._old: list[tuple[Any, str, nn.Module]] = []
 
     def put(self, block: Any, name: str, module: nn.Module) -> None:
@@ -224,6 +240,13 @@ class _Swap:
             block._register_aliases()
         self._model.clear_hook_registry()
         self._model._initialize_hook_registry()
+        for point, name in self._names.items():  # some were just renamed after their aliases
+            point.name = name
+        for layer, block in enumerate(self._model.blocks):
+            if isinstance(block.mlp, FeatureMLP):
+                for path, module in block.mlp.named_modules(prefix=f"blocks.{layer}.mlp"):
+                    if isinstance(module, HookPoint):
+                        module.name = path
 
     def undo(self) -> None:
         """Put the old modules and the old list of hook points back."""
@@ -250,15 +273,18 @@ def _put(block: Any, name: str, module: nn.Module) -> None:
     block._modules[name] = module
 
 
-def _replace_mlp(block: Any, transcoder: Transcoder, error: bool, swap: _Swap) -> None:
+def _replace_mlp(
+    block: Any, transcoder: Transcoder, norms: tuple[Norm, Norm], error: bool, swap: _Swap
+) -> None:
     """Replace a block's MLP, and by identities the norms that move into the transcoder."""
-    mlp, before, after = block.mlp, list[nn.Module](), list[nn.Module]()
-    if transcoder.reads == "stream" and (norm := getattr(block, "ln2", None)) is not None:
-        before.append(norm)
-        swap.put(block, "ln2", _identity(norm))
-    if transcoder.after_norm and (norm := getattr(block, "ln2_post", None)) is not None:
-        after.append(norm)
-        swap.put(block, "ln2_post", _identity(norm))
+    moves = transcoder.reads == "stream", transcoder.after_norm
+    moved = [x.module if moving else None for x, moving in zip(norms, moves, strict=True)]
+    names = {module: name for name, module in block.named_children()}
+    for norm in moved:
+        if norm is not None:
+            swap.put(block, names[norm], _identity(norm))
+    before, after = ([] if norm is None else [norm] for norm in moved)
+    mlp = block.mlp
     original = nn.Sequential(*before, mlp, *after)
     new = FeatureMLP(transcoder, original, error, getattr(mlp, "name", None))
     swap.put(block, "mlp", new.train(mlp.training))

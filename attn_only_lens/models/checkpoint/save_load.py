@@ -135,7 +135,10 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
 
 
 def _save(model: _Model, folder: Path, source_name: str | None, changed: dict[str, Any]) -> Path:
-    if reasons := host_of(model).reasons():
+    reasons = host_of(model).reasons()
+    if any("feature" in heads.kinds for heads in host_of(model).neurons):
+        reasons.append("got a model with transcoders; call undo() first: they are not saved")
+    if reasons:
         raise CheckpointError("; ".join(reasons))
     kind = "TransformerBridge" if isinstance(model, TransformerBridge) else "HookedTransformer"
     common = {

@@ -1,0 +1,82 @@
+"""Random transcoders, and what they compute, by their definition and plain hooks.
+
+Nothing of attn_only_lens but the class `Transcoder`, which holds the weights, enters here.
+"""
+
+import bridges
+import torch
+
+from attn_only_lens.transcoders import Transcoder
+
+FEATURES = 53
+K = 7
+ACTIVATIONS = ("relu", "jumprelu", "topk")
+
+
+def drawn(d_model, seed=0, activation="jumprelu", n_features=FEATURES, skip=False, **options):
+    """A transcoder with random weights, of which about a third of the features is active."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    weights = {
+        "W_enc": normal(d_model, n_features) / d_model**0.5,
+        "W_dec": normal(n_features, d_model) / n_features**0.5,
+        "b_enc": normal(n_features) * 0.1,
+        "b_dec": normal(d_model) * 0.1,
+    }
+    if activation == "jumprelu":
+        weights["threshold"] = torch.rand(n_features, generator=generator, dtype=torch.float64)
+    if activation == "topk":
+        options["k"] = K
+    if skip:
+        weights["W_skip"] = normal(d_model, d_model) / d_model**0.5
+    dtype = options.pop("dtype", torch.float64)
+    weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    return Transcoder(**weights, activation=activation, **options)
+
+
+def active(q, transcoder):
+    """Which features are active, one number at a time."""
+    rows = q.reshape(-1, q.shape[-1])
+    result = torch.zeros_like(rows, dtype=torch.bool)
+    for i, row in enumerate(rows.tolist()):
+        if transcoder.activation == "topk":
+            order = sorted(range(len(row)), key=lambda j: (-row[j], j))[: transcoder.k]
+            chosen = [j for j in order if row[j] > 0]
+        elif transcoder.activation == "jumprelu":
+            theta = transcoder.threshold.tolist()
+            chosen = [j for j, number in enumerate(row) if number > theta[j]]
+        else:
+            chosen = [j for j, number in enumerate(row) if number > 0]
+        result[i, chosen] = True
+    return result.view(q.shape)
+
+
+def imitated(x, transcoder):
+    """The output of a transcoder by its definition, and its activations."""
+    q = x @ transcoder.W_enc.to(x) + transcoder.b_enc.to(x)
+    z = torch.where(active(q, transcoder), q, torch.zeros_like(q))
+    y = z @ transcoder.W_dec.to(x) + transcoder.b_dec.to(x)
+    if transcoder.W_skip is not None:
+        y = y + x @ transcoder.W_skip.to(x)
+    return y, z
+
+
+def bridge(name, dtype=torch.float64):
+    """A bridge of a family, with names and norms as TransformerLens' own, weights as they are."""
+    return bridges.boot(name, dtype)
+
+
+def hooked(name, dtype=torch.float64, **changes):
+    """A HookedTransformer of a family."""
+    from models import build
+
+    return build(name, dtype, **changes)
+
+
+def layers_of(model, layers=None, **options):
+    """A transcoder for each layer, or for those chosen."""
+    chosen = range(len(model.blocks)) if layers is None else layers
+    return {layer: drawn(model.cfg.d_model, seed=layer + 1, **options) for layer in chosen}

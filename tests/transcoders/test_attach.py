@@ -1,0 +1,222 @@
+"""Models with transcoders compute what they computed before, and are restored."""
+
+import pytest
+import torch
+from common import needs_hooked_transformer, relative, tokens
+from drawn_transcoders import ACTIVATIONS, FEATURES, bridge, drawn, hooked, layers_of
+
+from attn_only_lens import expose_neuron_heads
+from attn_only_lens.heads import has_neuron_heads
+from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
+from attn_only_lens.transcoders import attach
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+
+BRIDGES = ("gpt2", "neox", "llama", "gemma2", "olmo2", "phi3", "gptj", "native", "native_gated")
+if HAS_HOOKED_TRANSFORMER:
+    BRIDGES = ("gpt2", "llama", "gemma2", "olmo2")
+HOOKED = ("gelu", "llama", "parallel", "no_norm", "norms_before_and_after", "post_norm", "rms_pre")
+NO_NORM_BEFORE = ("olmo2", "post_norm", "no_norm")
+NORM_AFTER = ("gemma2", "olmo2", "norms_before_and_after", "post_norm")
+SHARED_NORM = ("gptj",)
+
+
+def cases():
+    """Every kind of transcoder that fits each model."""
+    kinds = [(bridge, name) for name in BRIDGES] + [(hooked, name) for name in HOOKED]
+    for make, name in kinds:
+        marks = [needs_hooked_transformer] * (make is hooked)
+        for reads in ("stream", "normalized", "input"):
+            without = {"normalized": NO_NORM_BEFORE, "stream": SHARED_NORM, "input": ()}[reads]
+            for after_norm in (False, True)[: 1 + (name in NORM_AFTER)]:
+                if name not in without:
+                    label = f"{make.__name__} {name} {reads}{' after' * after_norm}"
+                    yield pytest.param(make, name, reads, after_norm, id=label, marks=marks)
+
+
+def writes(model, prompt):
+    """The logits, and what each MLP adds to the stream: norms of some models round to float32."""
+    names = [f"blocks.{layer}.hook_mlp_out" for layer in range(len(model.blocks))]
+    logits, cache = model.run_with_cache(prompt, names_filter=lambda name: name in names)
+    return [logits, *(cache[name] for name in names)]
+
+
+def state(model):
+    """All modules with their classes and attributes, and the model's hook points, in order."""
+    modules = [
+        (
+            name,
+            type(module),
+            list(vars(module)),
+            getattr(module, "name", None),
+            *module._modules.items(),
+        )
+        for name, module in model.named_modules()
+    ]
+    registry = list(getattr(model, "_hook_registry", {}).items())
+    names = [(name, point.name) for name, point in model.hook_dict.items()]
+    hooks = [(name, list(point._forward_hooks)) for name, point in model.hook_dict.items()]
+    return modules, list(model.hook_dict.items()), registry, names, hooks
+
+
+@pytest.mark.parametrize(("make", "name", "reads", "after_norm"), cases())
+def test_errors_make_up_for_what_features_miss(make, name, reads, after_norm):
+    model, prompt = make(name), tokens()
+    before, untouched = writes(model, prompt), state(model)
+    transcoders = layers_of(model, reads=reads, after_norm=after_norm, skip=True)
+    with attach(model, transcoders) as attached:
+        assert attached is model
+        assert has_neuron_heads(model)
+        for got, expected in zip(writes(model, prompt), before, strict=True):
+            assert relative(got, expected) < 1e-12
+        error = model.run_with_cache(prompt)[1]["blocks.1.mlp.hook_error"]
+        assert error.abs().max() > 0.1  # control: there are errors
+    with attach(model, transcoders, error="zero"):
+        assert relative(writes(model, prompt)[1], before[1]) > 0.1
+    assert not has_neuron_heads(model)
+    assert state(model) == untouched
+    for got, expected in zip(writes(model, prompt), before, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("layers", [(0,), (1,), (0, 1)])
+def test_some_layers_and_every_activation(layers, activation):
+    model, prompt = bridge("gpt2"), tokens()
+    before = model(prompt)
+    attached = attach(model, layers_of(model, layers, activation=activation))
+    assert attached.layers == layers
+    assert relative(model(prompt), before) < 1e-12
+    for layer in range(2):
+        heads = {True: ("hook_neuron_act", FEATURES), False: ("hook_neuron_act", 37)}[
+            layer in layers
+        ]
+        shape = model.run_with_cache(prompt)[1][f"blocks.{layer}.mlp.{heads[0]}"].shape
+        assert shape == (2, 11, heads[1], 1)
+    assert repr(attached) == (
+        f"<ExposedNeurons of {model.cfg.model_name}: "
+        f"{FEATURES * len(layers) + 37 * (2 - len(layers))} neurons as heads (layers: 2)>"
+    )
+    attached.undo()
+    attached.undo()  # nothing happens
+    assert torch.equal(model(prompt), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reads", ["stream", "input"])
+def test_other_dtypes(dtype, reads):
+    model, prompt = bridge("gpt2", dtype), tokens()
+    before = model(prompt)
+    with attach(model, layers_of(model, reads=reads, skip=True, dtype=torch.float32)):
+        after = model(prompt)
+    assert after.dtype == dtype
+    assert relative(after.double(), before.double()) < 16 * torch.finfo(dtype).eps
+    assert torch.equal(model(prompt), before)
+
+
+def test_heads_change_nothing_while_hooks_look_on():
+    model, prompt = bridge("gpt2"), tokens()
+    before = model(prompt)
+    with attach(model, layers_of(model, skip=True)):
+        assert relative(model.run_with_cache(prompt)[0], before) < 1e-12
+        assert relative(model(prompt), before) < 1e-12
+
+
+def test_a_change_of_a_feature_moves_the_output_along_its_row():
+    model, prompt = bridge("gpt2"), tokens()
+    transcoders = layers_of(model)
+    with attach(model, transcoders):
+        before = model.run_with_cache(prompt)[1]["blocks.1.mlp.hook_out"]
+
+        def edit(z, hook):
+            z = z.clone()
+            z[:, 3, 5] += 2.0
+            return z
+
+        for name in ("hook_neuron_act", "hook_post"):
+            with model.hooks(fwd_hooks=[(f"blocks.1.mlp.{name}", edit)]):
+                after = model.run_with_cache(prompt)[1]["blocks.1.mlp.hook_out"]
+            expected = before.clone()
+            expected[:, 3] += 2.0 * transcoders[1].W_dec[5]
+            assert relative(after, expected) < 1e-12
+
+
+def test_errors_are_those_of_the_run():
+    """An edit before an MLP has the effect that it has in the original model."""
+    model, prompt = bridge("gpt2"), tokens()
+
+    def edit(value, hook):
+        return value * 1.5
+
+    edits = [("blocks.0.attn.hook_z", edit)]
+    expected = model.run_with_hooks(prompt, fwd_hooks=edits)
+    with attach(model, layers_of(model, skip=True)):
+        assert relative(model.run_with_hooks(prompt, fwd_hooks=edits), expected) < 1e-12
+        assert relative(model(prompt), expected) > 1e-3
+
+
+def test_hooks_of_users_stay():
+    model, prompt = bridge("gpt2"), tokens()
+    plain, fired = model(prompt), []
+    model.add_hook("blocks.1.attn.hook_z", lambda z, hook: fired.append(1) or 2 * z)
+    model.add_hook("blocks.1.mlp.hook_out", lambda out, hook: fired.append(2) or out / 2)
+    before, untouched = model(prompt), state(model)
+    assert relative(before, plain) > 1e-3
+    attached = attach(model, layers_of(model))
+    model.add_hook("blocks.1.mlp.hook_neuron_act", lambda z, hook: 0 * z)
+    model.add_hook("blocks.1.mlp.hook_error", lambda z, hook: 0 * z)
+    model.add_hook("blocks.0.attn.hook_z", lambda z, hook: 0 * z)
+    assert relative(model(prompt), before) > 1e-3
+    attached.undo()
+    model.blocks[0].attn.hook_z.remove_hooks()
+    fired.clear()
+    assert torch.equal(model(prompt), before)
+    assert fired == [1, 2]
+    assert state(model) == untouched
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_errors_leave_the_model_alone(error, monkeypatch):
+    model, prompt = bridge("gemma2"), tokens()
+    before, untouched = model(prompt), state(model)
+    transcoders = layers_of(model, reads="stream", after_norm=True)
+
+    def fail(model):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr("attn_only_lens.transcoders._attach.expose_neuron_heads", fail)
+        with pytest.raises(error):
+            attach(model, transcoders)
+    assert state(model) == untouched
+
+    def inside():
+        with attach(model, transcoders):
+            model.add_hook("blocks.1.mlp.hook_neuron_act", lambda z, hook: 0 * z)
+            raise error
+
+    with pytest.raises(error):
+        inside()
+    assert state(model) == untouched
+    assert torch.equal(model(prompt), before)
+
+
+def test_transcoders_are_attached_again_and_again():
+    model, prompt = bridge("llama"), tokens()
+    before, untouched = model(prompt), state(model)
+    for reads in ("stream", "input", "stream"):
+        with attach(model, layers_of(model, reads=reads)), expose_neuron_heads(model):
+            assert relative(model(prompt), before) < 1e-6  # its norms compute in float32
+    with expose_neuron_heads(model):
+        assert torch.equal(model(prompt), before)
+    assert state(model) == untouched
+
+
+def test_weights_are_not_trained_or_shared():
+    model = bridge("gpt2")
+    transcoders = layers_of(model)
+    with attach(model, transcoders):
+        assert not any(p.requires_grad for p in model.blocks[0].mlp.parameters(recurse=False))
+        assert model.blocks[0].mlp.W_in.dtype == torch.float64
+    assert all(p.requires_grad for p in model.blocks[0].mlp.parameters())
+    assert drawn(26, seed=1).W_enc.equal(transcoders[0].W_enc)

@@ -1,0 +1,59 @@
+"""No tensor of shape [position, feature, d_model] is ever made."""
+
+import pytest
+import torch
+from drawn_transcoders import bridge, layers_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from attn_only_lens import circuits
+from attn_only_lens import patching as p
+from attn_only_lens.transcoders import attach
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+
+N_FEATURES, METRIC = 4099, p.logit_diff(7, 11)
+CLEAN = torch.tensor([[3, 17, 5, 29, 13, 2, 8, 31, 19, 23, 37]])
+CORRUPTED = CLEAN.clone()
+CORRUPTED[0, 1] = 11
+NAMES = ["L1F3", "L1F29"]  # patches of layer 0 run batches of patched runs through layer 1
+CALLS = {
+    "run": lambda m: m.run_with_cache(CLEAN),
+    "patch": lambda m: p.activation_patch(m, CLEAN, CORRUPTED, METRIC, sites=NAMES, progress=False),
+    "gradient": lambda m: p.attribution(m, CLEAN, CORRUPTED, METRIC, budget=0, progress=False),
+    "secant": lambda m: p.attribution(
+        m, CLEAN, CORRUPTED, METRIC, method="secant", budget=0, progress=False
+    ),
+    "graph": lambda m: circuits.attribution_graph(m, CLEAN, METRIC, top=31),
+    "difference": lambda m: circuits.attribution_graph(
+        m, CLEAN, METRIC, corrupted=CORRUPTED, top=31
+    ),
+    "paths": lambda m: p.path_patch(
+        *(m, CLEAN, CORRUPTED, METRIC), senders=["L0F3", "L0E"], receivers=["L1F5"], progress=False
+    ),
+}
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers in any tensor that an operation returns."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.numbers = max(self.numbers, leaf.numel())
+        return out
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_weights_or_patterns_are_the_largest(call):
+    model = bridge("gpt2", torch.float32)
+    transcoders = layers_of(model, n_features=N_FEATURES, dtype=torch.float32)
+    with attach(model, transcoders), Largest() as largest:
+        CALLS[call](model)
+    # Two runs have patterns [both, pos, feature, key=2], which are larger only for this d_model.
+    patterns = 2 * CLEAN.numel() * N_FEATURES * 2
+    assert largest.numbers <= max(transcoders[0].W_enc.numel(), patterns)
+    assert CLEAN.numel() * transcoders[0].W_enc.numel() > 6 * largest.numbers  # control

@@ -1,0 +1,173 @@
+"""The replacement model, and its fidelity, against plain hooks on the original model."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from common import needs_hooked_transformer, relative, tokens
+from drawn_transcoders import bridge, hooked, imitated, layers_of
+
+from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
+from attn_only_lens.transcoders import Transcoder, attach, fidelity
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+
+
+def replaced(model, prompt, transcoders, points):
+    """The logits, and activations of features, if hooks replace what MLPs write.
+
+    Args:
+        points: for each layer, the hook points that show what the transcoder reads, and of what it
+            imitates.
+    """
+    entered, activations, hooks = {}, {}, []
+
+    def enter(x, hook, layer):
+        entered[layer] = x.detach().clone()
+
+    def leave(y, hook, layer):
+        x = entered[layer]
+        y, activations[layer] = imitated(x, transcoders[layer])
+        return y
+
+    def after(layer, act):
+        return lambda value, hook: act(value, hook, layer)
+
+    for layer in transcoders:
+        reads, writes = (f"blocks.{layer}.{point}" for point in points)
+        hooks += [(reads, after(layer, enter)), (writes, after(layer, leave))]
+    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+        return model(prompt), activations
+
+
+BRIDGE_POINTS = {
+    ("gpt2", "input", False): ("ln2.hook_out", "mlp.hook_out"),
+    ("gpt2", "stream", False): ("ln2.hook_in", "mlp.hook_out"),
+    ("gpt2", "normalized", False): ("ln2.hook_normalized", "mlp.hook_out"),
+    ("gemma2", "input", False): ("ln2.hook_out", "mlp.hook_out"),
+    ("gemma2", "input", True): ("ln2.hook_out", "ln2_post.hook_out"),
+    ("gemma2", "stream", True): ("ln2.hook_in", "ln2_post.hook_out"),
+}
+HOOKED_POINTS = {
+    ("gelu", "input", False): ("hook_mlp_in", "hook_mlp_out"),
+    ("gelu", "stream", False): ("hook_resid_mid", "hook_mlp_out"),
+    ("gelu", "normalized", False): ("ln2.hook_normalized", "hook_mlp_out"),
+    ("norms_before_and_after", "stream", True): ("hook_resid_mid", "hook_mlp_out"),
+    ("post_norm", "input", True): ("hook_resid_mid", "hook_mlp_out"),
+    ("llama", "normalized", False): ("ln2.hook_normalized", "hook_mlp_out"),
+}
+CASES = [
+    pytest.param(bridge, *key, points, id=f"bridge {key}") for key, points in BRIDGE_POINTS.items()
+]
+CASES += [
+    pytest.param(hooked, *key, points, id=f"hooked {key}", marks=needs_hooked_transformer)
+    for key, points in HOOKED_POINTS.items()
+]
+
+
+@pytest.mark.parametrize(("make", "name", "reads", "after_norm", "points"), CASES)
+def test_without_errors_it_computes_what_hooks_replace(make, name, reads, after_norm, points):
+    model, prompt = make(name), tokens()
+    activation = {"stream": "topk", "input": "jumprelu", "normalized": "relu"}[reads]
+    options = {"reads": reads, "after_norm": after_norm, "activation": activation}
+    transcoders = layers_of(model, skip=True, **options)
+    if points[0] == "hook_mlp_in":  # which is before the norm
+        points = ("ln2.hook_normalized", points[1])
+        transcoders_here = {
+            layer: folded(transcoder, model.blocks[layer].ln2)
+            for layer, transcoder in transcoders.items()
+        }
+    else:
+        transcoders_here = transcoders
+    expected, activations = replaced(model, prompt, transcoders_here, points)
+    original = model(prompt)
+    with attach(model, transcoders, error="zero"):
+        logits, cache = model.run_with_cache(prompt)
+        plain = model(prompt)
+    # The norms of some bridges compute in float32, so their inputs differ by its rounding.
+    rounding = 1e-5 if (make, name) == (bridge, "gemma2") else 1e-11
+    assert relative(logits, expected) < rounding
+    assert relative(plain, expected) < rounding
+    assert relative(original, expected) > 1e-2  # control
+    for layer, z in activations.items():
+        got = cache[f"blocks.{layer}.mlp.hook_neuron_act"].squeeze(-1)
+        assert relative(got, z) < rounding
+        assert 0.02 < (z != 0).double().mean() < 0.7
+        assert f"blocks.{layer}.mlp.hook_error" not in cache
+
+
+def folded(transcoder, norm):
+    """A transcoder of a LayerNorm's normalised stream that equals one of the norm's output."""
+    return replace(
+        transcoder,
+        W_enc=norm.w[:, None] * transcoder.W_enc,
+        b_enc=transcoder.b_enc + norm.b @ transcoder.W_enc,
+        W_skip=norm.w[:, None] * transcoder.W_skip,
+        b_dec=transcoder.b_dec + norm.b @ transcoder.W_skip,
+    )
+
+
+def test_fidelity_is_that_of_hooks():
+    model, prompt = bridge("gpt2"), tokens(batch=5)
+    transcoders = layers_of(model)
+    mask = torch.ones_like(prompt)
+    mask[1, 7:] = 0
+    mask[3, 3:] = 0
+    result = fidelity(model, transcoders, prompt, mask=mask, prompts_at_once=2, progress=False)
+
+    points = ("ln2.hook_out", "mlp.hook_out")
+    original = model(prompt, attention_mask=mask).detach()
+    _, cache = model.run_with_cache(prompt)
+    replacement, _ = replaced(model, prompt, transcoders, points)
+    without, _ = replaced(model, prompt, {k: zero(t) for k, t in transcoders.items()}, points)
+    kl = top = 0.0
+    losses, n = torch.zeros(3, dtype=torch.float64), 0
+    for row in range(5):
+        for pos in range(int(mask[row].sum()) - 1):
+            logs = [x[row, pos].log_softmax(-1) for x in (original, replacement, without)]
+            kl += (logs[0].exp() * (logs[0] - logs[1])).sum().item()
+            top += float(logs[0].argmax() == logs[1].argmax())
+            losses -= torch.stack([x[prompt[row, pos + 1]] for x in logs])
+            n += 1
+    loss, replaced_loss, without_loss = (losses / n).tolist()
+    assert result.kl == pytest.approx(kl / n, rel=1e-9)
+    assert result.top_token == pytest.approx(top / n, rel=1e-9)
+    assert result.loss == pytest.approx(loss, rel=1e-9)
+    assert result.replacement_loss == pytest.approx(replaced_loss, rel=1e-9)
+    recovered = (without_loss - replaced_loss) / (without_loss - loss)
+    assert result.loss_recovered == pytest.approx(recovered, rel=1e-9)
+    assert result.n_tokens == mask.sum()
+    real = mask.bool()
+    for row in result.layers.itertuples():
+        x, y = (cache[f"blocks.{row.layer}.{point}"][real] for point in points)
+        guess, z = imitated(x, transcoders[row.layer])
+        assert row.fvu == pytest.approx(
+            ((y - guess).square().sum() / (y - y.mean(0)).square().sum()).item(), rel=1e-9
+        )
+        assert row.l0 == pytest.approx((z != 0).sum(-1).double().mean().item())
+        assert row.dead == pytest.approx((z == 0).all(0).double().mean().item())
+
+
+def zero(transcoder):
+    W = torch.zeros_like(transcoder.W_dec)
+    return Transcoder(transcoder.W_enc, W, transcoder.b_enc, 0 * transcoder.b_dec)
+
+
+def test_a_perfect_transcoder_has_perfect_fidelity():
+    """An MLP with ReLU is a transcoder."""
+    if not HAS_HOOKED_TRANSFORMER:
+        model = bridge("neox_sequential")
+    else:
+        model = hooked("relu", d_vocab_out=41)
+    mlps = [block.mlp for block in model.blocks]
+    transcoders = {layer: as_transcoder(mlp) for layer, mlp in enumerate(mlps)}
+    result = fidelity(model, transcoders, tokens(), progress=False)
+    assert result.kl == pytest.approx(0, abs=1e-12)
+    assert result.top_token == 1
+    assert result.loss_recovered == pytest.approx(1)
+    assert (result.layers["fvu"] < 1e-20).all()
+
+
+def as_transcoder(mlp):
+    weights = (mlp.W_in, mlp.W_out, mlp.b_in, mlp.b_out)
+    return Transcoder(*(weight.detach().clone() for weight in weights))

@@ -1,0 +1,455 @@
+"""Tools on features, skip nodes and error nodes, against hooks on the model without transcoders.
+
+With error nodes, a change of a feature's z by Δz changes what the original model's MLP writes by
+Δz times the feature's row of W_dec. So an edit of a node is an edit of the original MLP's output.
+"""
+
+from functools import cache
+
+import bridges
+import pytest
+import torch
+import transformers
+from common import needs_hooked_transformer
+from drawn_transcoders import FEATURES, active, bridge, hooked, imitated, layers_of
+
+from attn_only_lens import circuits, dense_pattern, neuron_gate, neuron_pattern
+from attn_only_lens import patching as p
+from attn_only_lens.errors import InputError, UnsupportedModelError
+from attn_only_lens.transcoders import attach
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+
+CORRECT, WRONG = 7, 11
+METRIC = p.logit_diff(CORRECT, WRONG)
+CLEAN = torch.tensor([[3, 17, 5, 29, 13], [2, 19, 23, 31, 37]])
+CORRUPTED = torch.tensor([[3, 11, 5, 29, 8], [2, 7, 23, 31, 1]])  # other tokens at 1 and -1
+L = 1  # the layer whose nodes are tried
+
+
+def three_layers(name):
+    """A bridge with an MLP after the nodes that are tried: errors must pass gradients on."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(**bridges.GPT | {"n_layer": 3})
+    model = transformers.GPT2LMHeadModel._from_config(config, attn_implementation="eager")
+    return bridges.bridged(bridges.randomise(model.double().eval()))
+
+
+# name: maker, options of the transcoders, the point they read, the point they imitate, rounding
+CASES = {
+    "gpt2": (three_layers, "gpt2", {"skip": True}, "ln2.hook_out", "mlp.hook_out", 1e-9),
+    "gpt2 topk": (
+        *(bridge, "gpt2", {"activation": "topk", "reads": "stream"}),
+        *("ln2.hook_in", "mlp.hook_out", 1e-9),
+    ),
+    # its norms compute in float32, whatever the dtype of the model
+    "gemma2": (
+        *(bridge, "gemma2", {"skip": True, "reads": "stream", "after_norm": True}),
+        *("ln2.hook_in", "ln2_post.hook_out", 1e-5),
+    ),
+    "hooked": (
+        *(hooked, "gelu", {"skip": True, "reads": "normalized", "activation": "relu"}),
+        *("ln2.hook_normalized", "hook_mlp_out", 1e-9),
+    ),
+}
+
+
+@cache
+def oracle(name):
+    make, family, options, reads, writes, rounding = CASES[name]
+    model = make(family)
+    if make is hooked:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.6)
+    return Oracle(model, layers_of(model, **options), reads, writes, rounding)
+
+
+class Oracle:
+    """The original model, and its nodes in both runs by their definition."""
+
+    def __init__(self, model, transcoders, reads, writes, rounding):
+        self.model, self.transcoders, self.rounding = model, transcoders, rounding
+        self.reads, self.writes = reads, writes
+        self.runs = [self.nodes(prompt) for prompt in (CLEAN, CORRUPTED)]
+
+    @torch.no_grad()
+    def nodes(self, prompt, layer=L):
+        points = [f"blocks.{layer}.{point}" for point in (self.reads, self.writes)]
+        cache = self.model.run_with_cache(prompt)[1]
+        x, out = (cache[point] for point in points)
+        transcoder = self.transcoders[layer]
+        y, z = imitated(x, transcoder)
+        q = x @ transcoder.W_enc + transcoder.b_enc
+        return {"x": x, "q": q, "w": active(q, transcoder).to(q), "z": z, "error": out - y}
+
+    def written(self, name, part="z"):
+        """What the change of a node, from the corrupted to the clean run, adds to the stream."""
+        clean, corrupted = self.runs
+        transcoder = self.transcoders[L]
+        if name.endswith("E"):
+            return clean["error"] - corrupted["error"]
+        if name.endswith("S"):
+            return (clean["x"] - corrupted["x"]) @ transcoder.W_skip
+        feature = int(name.removeprefix(f"L{L}F"))
+        w, q = ([run[key][..., feature] for run in self.runs] for key in "wq")
+        dz = {
+            "z": w[0] * q[0] - w[1] * q[1],
+            "pattern": (w[0] - w[1]) * q[1],
+            "q": (w[0] - w[1]) * q[1],
+            "value": w[1] * (q[0] - q[1]),
+        }[part]
+        return dz.unsqueeze(-1) * transcoder.W_dec[feature]
+
+    @torch.no_grad()
+    def metric(self, prompt, change=None, positions=slice(None)):
+        """The metric of each prompt if something is added to what the original MLP writes."""
+
+        def add(out, hook):
+            out = out.clone()
+            if change is not None:
+                out[:, positions] += change[:, positions]
+            return out
+
+        with self.model.hooks(fwd_hooks=[(f"blocks.{L}.{self.writes}", add)]):
+            logits = self.model(prompt)[:, -1]
+        return logits[:, CORRECT] - logits[:, WRONG]
+
+    def gradient(self):
+        """The gradient of the mean metric of the corrupted run at what the MLP writes."""
+        kept = []
+
+        def keep(out, hook):
+            kept.append(out)
+            out.retain_grad()
+
+        with torch.enable_grad(), self.model.hooks(fwd_hooks=[(f"blocks.{L}.{self.writes}", keep)]):
+            logits = self.model(CORRUPTED)[:, -1]
+            (logits[:, CORRECT] - logits[:, WRONG]).mean().backward()
+        self.model.zero_grad()
+        return kept[0].grad
+
+    def names(self, n=17):
+        """Features whose activations differ between the runs most, and the skip and error nodes."""
+        clean, corrupted = self.runs
+        moved = (clean["z"] - corrupted["z"]).abs().sum((0, 1)).argsort(descending=True)
+        features = [f"L{L}F{index}" for index in moved[:n].tolist()]
+        skip = self.transcoders[L].W_skip is not None
+        return [*features, *[f"L{L}S"] * skip, f"L{L}E"]
+
+    def positions(self):
+        return range(1, CLEAN.shape[1])
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[needs_hooked_transformer] * (name == "hooked")) for name in CASES
+    ]
+)
+def case(request):
+    return oracle(request.param)
+
+
+@pytest.mark.parametrize("part", ["z", "pattern", "q", "value"])
+def test_activation_patch(case, part):
+    names = case.names() if part == "z" else [name for name in case.names() if "F" in name]
+    expected = {
+        (name, position): case.metric(CORRUPTED, case.written(name, part), [position]).mean()
+        for name in names
+        for position in case.positions()
+    }
+    with attach(case.model, case.transcoders) as model:
+        sweep = p.activation_patch(
+            model, CLEAN, CORRUPTED, METRIC, sites=names, part=part, progress=False
+        )
+        every = p.activation_patch(
+            *(model, CLEAN, CORRUPTED, METRIC),
+            sites=p.all_heads(layers=L) if part == "z" else p.features(layers=L),
+            part=part,
+            progress=False,
+        )
+    span = abs(sweep.clean_value - sweep.corrupted_value)
+    for frame in (sweep.frame, every.frame):
+        rows = frame.set_index(["name", "position"])["value"]
+        largest = 0.0
+        for key, value in expected.items():
+            assert abs(rows[key] - value.item()) < case.rounding * span
+            largest = max(largest, abs(value.item() - sweep.corrupted_value))
+    assert largest > 1e-2 * span or part in ("pattern", "q")
+    counts = every.frame.groupby("kind", observed=True)["name"].nunique()
+    assert counts["feature"] == FEATURES
+    if part == "z":
+        assert counts["error"] == 1
+        assert counts.get("skip", 0) == (case.transcoders[L].W_skip is not None)
+
+
+def test_all_nodes_together_are_the_mlp(case):
+    """All features, the skip node and the error, at all positions: the MLP's whole output."""
+    names = [f"L{L}F{index}" for index in range(FEATURES)]
+    names += [name for name in case.names() if "F" not in name]
+    change = sum(case.written(name) for name in names)
+    x = f"blocks.{L}.{case.writes}"
+    clean, corrupted = (case.model.run_with_cache(run)[1][x] for run in (CLEAN, CORRUPTED))
+    assert (change - (clean - corrupted)).abs().max() < 1e-10 * clean.abs().max()
+
+
+@pytest.mark.parametrize("method", ["gradient", "exact_gate"])
+def test_gradients_are_autograd(case, method):
+    gradient = case.gradient()
+    with attach(case.model, case.transcoders) as model:
+        sweep = p.attribution(
+            *(model, CLEAN, CORRUPTED, METRIC),
+            sites=case.names(),
+            method=method,
+            budget=0,
+            progress=False,
+        )
+    rows = sweep.frame.set_index(["name", "position"])["value"]
+    span = abs(sweep.clean_value - sweep.corrupted_value)
+    for name in case.names():
+        estimate = (gradient * case.written(name)).sum(-1).sum(0)
+        for position in case.positions():
+            expected = sweep.corrupted_value + estimate[position].item()
+            assert abs(rows[name, position] - expected) < case.rounding * span
+
+
+def test_repairs_are_exact(case):
+    with attach(case.model, case.transcoders) as model:
+        args = model, CLEAN, CORRUPTED, METRIC
+        sites = p.all_heads(layers=L)
+        exact = p.activation_patch(*args, sites=sites, progress=False)
+        repaired = p.attribution(*args, sites=sites, budget=3, progress=False)
+        plain = p.attribution(*args, sites=sites, budget=0, progress=False)
+    key = ["name", "position"]
+    values, got, estimates = (
+        sweep.frame.set_index(key)["value"].astype(float) for sweep in (exact, repaired, plain)
+    )
+    chosen = repaired.frame.set_index(key)["exact"].astype(bool)
+    assert chosen.sum() > 0
+    span = abs(exact.clean_value - exact.corrupted_value)
+    assert (got - values)[chosen].abs().max() < case.rounding * span
+    if not chosen.all():
+        assert (got - estimates)[~chosen].abs().max() < case.rounding * span
+    kinds = repaired.frame.set_index(key)["kind"][chosen]
+    assert {"feature", "error"} <= set(kinds)
+
+
+def test_secants_add_up(case):
+    """The sum over all nodes of a layer, and the attention before them, is the whole change."""
+    if case.transcoders[L].k is not None:
+        pytest.skip("the gates of topk have no secants")
+    with attach(case.model, case.transcoders) as model:
+        sweep = p.attribution(
+            model, CLEAN, CORRUPTED, METRIC, method="secant", budget=0, progress=False
+        )
+    frame = sweep.frame
+    assert set(frame["kind"]) == {"attention", "feature", "error", "skip"}
+    assert frame["value"].notna().all()
+
+
+def test_steered_and_ablated(case):
+    z, w = case.runs[0]["z"], case.transcoders[L].W_dec
+    feature = int(z[:, -1].sum(0).argmax())
+    name, row = f"L{L}F{feature}", w[feature]
+    ones = torch.ones_like(z[..., :1])
+    x = case.runs[0]["x"]
+    vector = torch.linspace(-0.3, 0.7, x.shape[-1], dtype=x.dtype).square()
+    changes = {
+        ("steered", name): 1.7 * ones * row,
+        ("zero", name): -z[..., feature, None] * row,
+        ("bias", name): -z[..., feature, None] * row,
+        ("mean", name): (z[..., feature].mean() - z[..., feature, None]) * row,
+        ("zero", f"L{L}E"): -case.runs[0]["error"],
+        ("mean", f"L{L}E"): case.runs[0]["error"].mean((0, 1)) - case.runs[0]["error"],
+        ("steered", f"L{L}E"): torch.zeros_like(x) + vector,
+    }
+    if case.transcoders[L].W_skip is not None:
+        W = case.transcoders[L].W_skip
+        if case.transcoders[L].reads == "normalized":  # the node reads the norm's output
+            norm = case.model.blocks[L].ln2
+            x, W = x * norm.w + norm.b, W / norm.w[:, None]
+        changes["zero", f"L{L}S"] = -x @ W
+        changes["steered", f"L{L}S"] = torch.zeros_like(x) + vector @ W
+    expected = {key: case.metric(CLEAN, change) for key, change in changes.items()}
+    plain = case.metric(CLEAN)
+    with attach(case.model, case.transcoders) as model:
+        for (how, node), value in expected.items():
+            if how == "steered":
+                number = 1.7 if "F" in node else vector.tolist()
+                context = p.steered(model, {node: number})
+            else:
+                prompts = {"prompts": CLEAN} if how == "mean" else {}
+                context = p.ablated(model, node, how, **prompts)
+            with context, torch.no_grad():
+                logits = model(CLEAN)[:, -1]
+            got = logits[:, CORRECT] - logits[:, WRONG]
+            scale = plain.abs().max()
+            assert (got - value).abs().max() < case.rounding * scale, (how, node)
+            assert (value - plain).abs().max() > 1e-5 * scale
+        with pytest.raises(InputError, match="no bias token"):
+            p.ablated(model, f"L{L}E", "bias").__enter__()
+        with pytest.raises(InputError, match="expected a vector of"):
+            p.steered(model, {f"L{L}E": 1.0}).__enter__()
+
+
+def test_patterns_are_gates(case):
+    with attach(case.model, case.transcoders) as model, torch.no_grad():
+        cache = model.run_with_cache(CLEAN)[1]
+        for feature in range(0, FEATURES, 11):
+            expected = case.runs[0]["w"][..., feature]
+            pattern = neuron_pattern(cache, f"L{L}F{feature}")
+            assert torch.equal(pattern, torch.stack([expected, 1 - expected], -1))
+            assert torch.equal(neuron_gate(cache, f"L{L}F{feature}"), expected)
+            assert dense_pattern(cache, f"L{L}F{feature}").shape == (2, 5, 6)
+        for name in (f"L{L}E", f"L{L}S", f"L{L}N3"):
+            with pytest.raises(Exception, match=name):
+                neuron_pattern(cache, name)
+
+
+@pytest.mark.parametrize("part", ["z", "pattern", "value"])
+def test_path_patch(case, part):
+    """From heads and nodes of layer 0 into features of layer 1, and to the logits."""
+    model, transcoder = case.model, case.transcoders[L]
+    nodes = [case.nodes(prompt, layer=0) for prompt in (CLEAN, CORRUPTED)]
+    first = case.transcoders[0]
+    sent = {"L0E": nodes[0]["error"] - nodes[1]["error"]}
+    if first.W_skip is not None:
+        sent["L0S"] = (nodes[0]["x"] - nodes[1]["x"]) @ first.W_skip
+    dz = nodes[0]["z"] - nodes[1]["z"]
+    for feature in dz.abs().sum((0, 1)).argsort(descending=True)[:3].tolist():
+        sent[f"L0F{feature}"] = dz[..., feature, None] * first.W_dec[feature]
+    caches = [model.run_with_cache(prompt)[1] for prompt in (CLEAN, CORRUPTED)]
+    q, w = (case.runs[1][key] for key in "qw")
+    names = [name for name in case.names() if "F" in name][:5]
+    expected = {}
+    position = CLEAN.shape[1] - 1
+    for sender, change in sent.items():
+        delta = torch.zeros_like(change)
+        delta[:, position] = change[:, position]
+        entering = entered(case, model, caches[1], delta)
+        for name in names:
+            feature = int(name.removeprefix(f"L{L}F"))
+            new_q = q + entering @ transcoder.W_enc
+            new_w = w if transcoder.k else active(new_q, transcoder).to(w)
+            new_q, new_w, old_q, old_w = (tensor[..., feature] for tensor in (new_q, new_w, q, w))
+            new_z = {"z": new_w * new_q, "pattern": new_w * old_q, "value": old_w * new_q}[part]
+            moved = (new_z - old_w * old_q).unsqueeze(-1) * transcoder.W_dec[feature]
+            expected[sender, name] = case.metric(CORRUPTED, moved).mean().item()
+    with attach(model, case.transcoders) as attached:
+        sweep = p.path_patch(
+            *(attached, CLEAN, CORRUPTED, METRIC),
+            senders=list(sent),
+            receivers=names,
+            part=part,
+            positions=position,
+            progress=False,
+        )
+        for wide in (f"L{L}E", f"L{L}S")[: 1 + (first.W_skip is not None)]:
+            with pytest.raises(InputError, match="as a receiver"):
+                p.path_patch(
+                    *(attached, CLEAN, CORRUPTED, METRIC),
+                    senders="L0E",
+                    receivers=[wide],
+                    progress=False,
+                )
+    rows = sweep.frame.set_index(["sender", "receiver"])["value"]
+    span = abs(sweep.clean_value - sweep.corrupted_value)
+    assert len(rows) == len(expected)
+    for key, value in expected.items():
+        assert abs(rows[key] - value) < case.rounding * span
+    if part != "pattern":
+        most = max(abs(value - sweep.corrupted_value) for value in expected.values())
+        assert most > 1e-4 * span
+
+
+def entered(case, model, cache, delta):
+    """The change of what layer 1's transcoder reads, with its norm's scale held fixed."""
+    norm = model.blocks[L].ln2
+    scale = cache[f"blocks.{L}.ln2.hook_scale"]
+    if case.reads == "ln2.hook_in" or case.reads == "hook_resid_mid":
+        return delta
+    centred = delta - delta.mean(-1, keepdim=True)
+    if case.reads == "ln2.hook_normalized":
+        return centred / scale
+    return centred / scale * norm.original_component.weight.detach()
+
+
+def test_discover_and_faithfulness(case):
+    topk = case.transcoders[L].k is not None
+    options = {"method": "exact_gate" if topk else "secant"}
+    with attach(case.model, case.transcoders) as model:
+        circuit = circuits.discover(
+            model, CLEAN, CORRUPTED, METRIC, faithfulness=0.8, n_random=1, **options
+        )
+        kept = {tuple(row) for row in circuit.frame[["name", "position"]].to_numpy()}
+        with torch.no_grad():
+            value, none = (ablated_by_hand(model, sites) for sites in (kept, set()))
+            logits = model(CLEAN)[:, -1]
+        whole = (logits[:, CORRECT] - logits[:, WRONG]).mean().item()
+    expected = (value - none) / (whole - none)
+    assert circuit.faithfulness == pytest.approx(expected, abs=max(1e-8, 10 * case.rounding))
+    assert circuit.faithfulness >= 0.8
+
+
+def ablated_by_hand(model, kept):
+    """The metric if all sites that are not kept have their values of the corrupted run."""
+    other, hooks = model.run_with_cache(CORRUPTED)[1], []
+    for layer in range(len(model.blocks)):
+        mlp = f"blocks.{layer}.mlp"
+        points = {"H": f"blocks.{layer}.attn.hook_z", "F": f"{mlp}.hook_neuron_act"}
+        points |= {"S": f"{mlp}.hook_skip", "E": f"{mlp}.hook_error"}
+        for letter, point in points.items():
+            if point not in other:
+                continue
+            keep = torch.zeros(other[point].shape[1:3], dtype=torch.bool)
+            for name, position in kept:
+                if name.startswith(f"L{layer}{letter}"):
+                    keep[position, int(name.removeprefix(f"L{layer}{letter}") or 0)] = True
+
+            def put(z, hook, keep=keep, point=point):
+                return torch.where(keep[None, :, :, None], z, other[point])
+
+            hooks.append((point, put))
+    logits = model.run_with_hooks(CLEAN, fwd_hooks=hooks)[:, -1]
+    return (logits[:, CORRECT] - logits[:, WRONG]).mean().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("difference", [False, True])
+def test_graphs_add_up(case, difference, dtype):
+    if difference and case.transcoders[L].k is not None:
+        with (
+            attach(case.model, case.transcoders) as model,
+            pytest.raises(UnsupportedModelError, match="topk"),
+        ):
+            circuits.attribution_graph(model, CLEAN, METRIC, corrupted=CORRUPTED)
+        return
+    model = case.model.to(dtype)
+    try:
+        with attach(model, case.transcoders):
+            graph = circuits.attribution_graph(
+                *(model, CLEAN[:1], METRIC),
+                corrupted=CORRUPTED[:1] if difference else None,
+                mass=1,
+            )
+    finally:
+        case.model.to(torch.float64)
+    nodes = graph.nodes.set_index("id")
+    into = graph.inflow()
+    kinds = nodes["kind"].loc[into.index]
+    assert {"feature", "attention"} <= set(kinds)
+    errors = nodes.index[nodes["kind"] == "error"]
+    assert len(errors)
+    assert not graph.edges["target"].isin(errors).any()
+    assert graph.edges["source"].isin(errors).any()
+    rounding = 1e-6 if dtype == torch.float32 else max(1e-9, case.rounding / 10)
+    scale = nodes["attribution"].abs().max()
+    if difference:  # of logits, whose own rounding errors are relative to their size
+        scale = max(scale, case.model(CLEAN).abs().max().item())
+    assert (into - nodes["attribution"].loc[into.index]).abs().max() < rounding * scale
+    assert into["metric"] == pytest.approx(graph.value, abs=rounding * scale)
+    if difference:
+        out = graph.edges.groupby("source")["weight"].sum()
+        shared = out.index.intersection(nodes.index)
+        attributions = nodes["attribution"].loc[shared]
+        assert (out[shared] - attributions).abs().max() < rounding * scale

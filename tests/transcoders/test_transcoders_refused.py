@@ -1,0 +1,201 @@
+"""Models and transcoders that do not fit, and tools that do not take features."""
+
+from dataclasses import replace
+
+import bridges
+import pytest
+import torch
+import transformers
+from common import needs_hooked_transformer, tokens
+from drawn_transcoders import bridge, drawn, hooked, layers_of
+
+from attn_only_lens import Bilinear, circuits, convert, expose_neuron_heads, grow, save, verify
+from attn_only_lens import patching as p
+from attn_only_lens.errors import (
+    CheckpointError,
+    GrowthError,
+    InputError,
+    UnknownHeadError,
+    UnsupportedModelError,
+)
+from attn_only_lens.transcoders import attach, fidelity
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+
+METRIC = p.logit_diff(7, 11)
+
+
+def mixtral():
+    config = transformers.MixtralConfig(**bridges.SIZES, **bridges.GROUPED, num_local_experts=3)
+    make = transformers.AutoModelForCausalLM.from_config
+    return bridges.bridged(make(config, attn_implementation="eager").double().eval())
+
+
+WRONG = {
+    "width": ({0: drawn(27)}, "layer 0: got a transcoder for d_model=27; the model has d_model=26"),
+    "layer": ({7: drawn(26)}, "got layer 7; expected a layer from 0 to 1"),
+    "text": ({"0": drawn(26)}, "got layer '0'"),
+    "negative": ({-1: drawn(26)}, "got layer -1"),
+    "number": ({0: 3}, "layer 0: got 3; expected a Transcoder"),
+    "list": ([drawn(26)], "expected a dict {layer: Transcoder}"),
+    "nothing": ({}, "got {}; expected a dict"),
+    "after": ({1: drawn(26, after_norm=True)}, "layer 1: .*there is no such norm"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_transcoders(what):
+    model = bridge("gpt2")
+    transcoders, message = WRONG[what]
+    with pytest.raises(UnsupportedModelError, match=message.replace("{", r"\{")):
+        attach(model, transcoders)
+    assert not hasattr(model.blocks[0].mlp, "hook_error")
+
+
+def test_every_reason_is_given():
+    with pytest.raises(UnsupportedModelError) as error:
+        attach(bridge("gpt2"), {0: drawn(27), 9: drawn(26)}, error="no")
+    for text in ("d_model=27", "got layer 9", "got error='no'; expected one of node, zero"):
+        assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "reads", "message"),
+    [
+        (lambda: bridge("phi"), "stream", "attention reads the same norm"),
+        (lambda: bridge("gptj"), "stream", "attention reads the same norm"),
+        (lambda: bridge("olmo2"), "normalized", "there is no norm"),
+        (lambda: bridge("bert"), "input", "layer 0: its MLP is not a separate module"),
+        (lambda: bridge("bert"), "stream", "layer 0: its MLP is not a separate module"),
+        (mixtral, "input", "layer 0: its mlp is a MoEBridge"),
+        (lambda: None, "input", "got a NoneType"),
+        (lambda: expose_neuron_heads(bridge("gpt2")).model, "input", r"call undo\(\) first"),
+        (lambda: attach(bridge("gpt2"), {1: drawn(26)}).model, "input", r"call undo\(\) first"),
+    ],
+)
+def test_wrong_models(make, reads, message):
+    model = make()
+    transcoder = drawn(26 if model is None else model.cfg.d_model, reads=reads)
+    with pytest.raises(UnsupportedModelError, match=message):
+        attach(model, {0: transcoder})
+
+
+@needs_hooked_transformer
+def test_converted_models():
+    with pytest.raises(UnsupportedModelError, match="got a AttentionOnlyTransformer"):
+        attach(convert(hooked("gelu")), {0: drawn(26)})
+
+
+def test_norms_with_gains_of_zero():
+    model = bridge("gpt2")
+    with torch.no_grad():
+        model.blocks[1].ln2.original_component.weight[3] = 0
+    attach(model, layers_of(model)).undo()
+    attach(model, layers_of(model, reads="stream")).undo()
+    with pytest.raises(UnsupportedModelError, match=r"layer 1: .* has gains of 0"):
+        attach(model, layers_of(model, reads="normalized"))
+
+
+def test_weights_that_overflow_in_the_dtype_of_the_model():
+    model, large = bridge("gpt2", torch.float16), drawn(26)
+    large = replace(large, W_dec=large.W_dec * 1e6)
+    with pytest.raises(UnsupportedModelError, match=r"layer 1: .*\n.*W_dec with entries"):
+        attach(model, {0: drawn(26), 1: large})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"W_dec": torch.ones(53, 25)}, r"got W_dec of shape \[53, 25\]; expected \[53, 26\]"),
+        ({"b_enc": torch.full((53,), torch.nan).double()}, "b_enc with entries that are NaN"),
+        ({"b_dec": torch.zeros(26)}, "expected one floating-point dtype"),
+        ({"threshold": None}, "expected thresholds for 'jumprelu'"),
+        ({"threshold": -torch.ones(53).double()}, "negative thresholds"),
+        ({"activation": "topk", "threshold": None, "k": 54}, "got k=54"),
+        ({"activation": "topk", "threshold": None}, "got k=None"),
+        ({"k": 3}, "got k=3"),
+        ({"reads": "mid"}, "got reads='mid'"),
+        ({"activation": "gelu"}, "got activation='gelu'"),
+    ],
+)
+def test_invalid_transcoders(changes, message):
+    with pytest.raises(InputError, match=message):
+        replace(drawn(26), **changes)
+    with pytest.raises(InputError, match="there is a W_skip"):
+        drawn(26, skip=True).decode(torch.zeros(53).double())
+
+
+def test_tools_that_do_not_take_transcoders(tmp_path):
+    model, prompt, other = bridge("gpt2"), tokens(), tokens(1)
+    with attach(model, {0: drawn(26)}):
+        refused = {
+            "convert": (UnsupportedModelError, "", lambda: convert(model)),
+            "grow": (GrowthError, "undo", lambda: grow(model, d_mlp=64)),
+            "save": (CheckpointError, "transcoders", lambda: save(model, tmp_path / "model")),
+            "copy": (
+                *(UnsupportedModelError, "undo"),
+                lambda: expose_neuron_heads(model, copy=True),
+            ),
+            "gates": (
+                *(UnsupportedModelError, "expected 'exact'"),
+                lambda: expose_neuron_heads(model, gate=Bilinear()),
+            ),
+            "fidelity": (
+                *(UnsupportedModelError, "undo"),
+                lambda: fidelity(model, {1: drawn(26)}, prompt, progress=False),
+            ),
+            "sources": (
+                *(UnknownHeadError, "L0E, which has no score"),
+                lambda: circuits.score_sources(model, prompt[:1], "L0E", query=3),
+            ),
+        }
+        for name, (error, message, call) in refused.items():
+            with pytest.raises(error, match=message):
+                call()
+            assert type(model.blocks[0].mlp).__name__ == "ExposedFeatureMLP", name
+        assert not (tmp_path / "model").exists()
+        for names, part, message in (
+            (["L0N5"], "z", "layer 0 has attention heads 0 to 1 and features 0 to 52"),
+            (["L1F5"], "z", "layer 1 has attention heads 0 to 1 and neurons 0 to 36"),
+            (["L0F53"], "z", "features 0 to 52"),
+            (["L0S"], "z", "L0S"),
+            (["L0E"], "q", "L0E, which has only an output"),
+            (["L0F1"], "k", "keys are constant"),
+            (p.features(layers=1), "z", "these layers have none"),
+        ):
+            with pytest.raises(InputError, match=message):
+                p.activation_patch(
+                    *(model, prompt, other, METRIC), sites=names, part=part, progress=False
+                )
+        assert verify(model, model, prompt)  # works
+
+
+def test_gates_of_topk_have_no_secants():
+    model, prompt, other = bridge("gpt2"), tokens(), tokens(1)
+    with attach(model, {1: drawn(26, activation="topk")}):
+        for call in (
+            lambda: p.attribution(model, prompt, other, METRIC, method="secant", progress=False),
+            lambda: circuits.attribution_graph(model, prompt, METRIC, corrupted=other),
+            lambda: circuits.discover(model, prompt, other, METRIC),
+        ):
+            with pytest.raises(UnsupportedModelError, match=r"layer 1 \(topk\) depend on each"):
+                call()
+
+
+def test_paths_begin_at_errors():
+    """The expansion into paths adds up, with error nodes as further beginnings."""
+    model, prompt = bridge("gpt2"), tokens(batch=1, pos=5)
+    logits = model(prompt)[0, -1]
+    value = (logits[7] - logits[11]).item()
+    with attach(model, layers_of(model, skip=True)):
+        expansion = circuits.path_expansion(model, prompt, hops=4)
+        effects = expansion.effects(METRIC)["effect"]
+        paths = expansion.paths(METRIC, k=100_000, progress=False)
+    assert effects.sum() == pytest.approx(value, rel=1e-9)
+    assert not paths.duplicated(["first", "second"]).any()
+    sums = paths.groupby("hops")["effect"].sum()
+    assert sums[1] == pytest.approx(effects[1], rel=1e-9)
+    assert sums[2] == pytest.approx(effects[2], rel=1e-9)
+    one = paths[paths["hops"] == 1]["first"].str.split("@").str[0]
+    assert {"L0E", "L1E", "L1S"} <= set(one)
+    assert not paths["second"].str.contains("E").any()
