@@ -39,7 +39,6 @@ WRONG = {
     "number": ({0: 3}, "layer 0: got 3; expected a Transcoder"),
     "list": ([drawn(26)], "expected a dict {layer: Transcoder}"),
     "nothing": ({}, "got {}; expected a dict"),
-    "after": ({1: drawn(26, after_norm=True)}, "layer 1: .*there is no such norm"),
 }
 
 
