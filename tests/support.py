@@ -225,6 +225,36 @@ def _transfer(kit):
     return circuits.transfer(kit.exposed, some, {"there": (tokens(3), tokens(5), METRIC)})
 
 
+def _transcoder(kit):
+    made = torch.Generator().manual_seed(0)
+    d_model = kit.model.cfg.d_model
+    W_enc, W_dec = (torch.randn(sizes, generator=made) for sizes in ((d_model, 41), (41, d_model)))
+    return lens.transcoders.Transcoder(W_enc, 0.1 * W_dec, torch.zeros(41), torch.zeros(d_model))
+
+
+def _kinds_with_transcoder(kit, sites):
+    with lens.transcoders.attach(kit.model, {1: _transcoder(kit)}) as model:
+        options = {"sites": sites, "positions": -1, "progress": False}
+        sweep = p.activation_patch(model, tokens(1), tokens(2), METRIC, **options)
+        return _changed(sweep) and set(sweep.frame["kind"])
+
+
+def _same_with_transcoder(kit):
+    with torch.no_grad():
+        before = kit.model(tokens())
+        with lens.transcoders.attach(kit.model, {1: _transcoder(kit)}) as model:
+            return torch.allclose(model(tokens()), before, rtol=0, atol=1e-3)
+
+
+def _fidelity(kit):
+    return lens.transcoders.fidelity(kit.model, {1: _transcoder(kit)}, tokens(), progress=False)
+
+
+def _saved_transcoder(kit):
+    folder = lens.transcoders.save(kit.out("features"), {1: _transcoder(kit)})
+    return torch.equal(lens.transcoders.load(folder)[1].W_enc, _transcoder(kit).W_enc)
+
+
 def _read_pairs(kit):
     path, keys = kit.out("pairs.jsonl"), ("clean", "corrupted", "answer", "wrong")
     row = ("The keys near", "The key near", " are", " is")
@@ -296,6 +326,8 @@ PATCHING = {
     "custom": lambda kit: _changed(
         kit.sweep(metric=p.custom(lambda logits: logits[:, -1, 7].mean()))
     ),
+    "error_nodes": lambda kit: _kinds_with_transcoder(kit, p.error_nodes()) == {"error"},
+    "features": lambda kit: _kinds_with_transcoder(kit, p.features()) == {"feature"},
     "gate_and_value": lambda kit: len(
         p.gate_and_value(kit.exposed, tokens(1), tokens(2), METRIC, sites=["L1N3"], progress=False)
     ),
@@ -400,6 +432,15 @@ EXPANSION = {
     "compose": lambda kit: kit.grown_by(ex.compose(ex.WidenValues(3), ex.WidenQueriesAndKeys(3))),
     "init": lambda kit: kit.grown_by(ex.AddNeurons(5), init=ex.init.copies()),
 }
+TRANSCODERS = {
+    "AttachedTranscoders": _same_with_transcoder,
+    "Fidelity": lambda kit: _fidelity(kit).n_tokens,
+    "Transcoder": lambda kit: _transcoder(kit).encode(torch.ones(kit.model.cfg.d_model)).any(),
+    "attach": _same_with_transcoder,
+    "fidelity": lambda kit: 0 <= _fidelity(kit).top_token <= 1,
+    "load": _saved_transcoder,
+    "save": _saved_transcoder,
+}
 GROWTH = {
     "Grown.save_pretrained": lambda kit: torch.allclose(
         lens.load(kit.grown.save_pretrained(kit.out("grown")))(tokens()),
@@ -486,6 +527,7 @@ TITLES = {
     "attn_only_lens.circuits": "attn_only_lens.circuits",
     "attn_only_lens.viz": "attn_only_lens.viz",
     "attn_only_lens.neurons": "attn_only_lens.neurons",
+    "attn_only_lens.transcoders": "attn_only_lens.transcoders",
     "attn_only_lens.growth": "attn_only_lens.growth",
     "attn_only_lens.expansion": "attn_only_lens.expansion, by `grow`",
     "attn_only_lens.gates": "attn_only_lens.gates",
@@ -514,6 +556,7 @@ ROWS = {
     "attn_only_lens.circuits": CIRCUITS,
     "attn_only_lens.viz": VIZ,
     "attn_only_lens.neurons": NEURONS,
+    "attn_only_lens.transcoders": TRANSCODERS,
     "attn_only_lens.growth": GROWTH,
     "attn_only_lens.expansion": EXPANSION,
     "attn_only_lens.gates": GATES,
