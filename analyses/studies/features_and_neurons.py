@@ -157,7 +157,7 @@ def predictions(wide: pd.DataFrame) -> str:
     def tasks_with(name: str, test: Callable[[pd.DataFrame], Any]) -> int:
         return int(test(by_measure[name]).sum())
 
-    n = len(TASKS)
+    n = len(wide.index.unique("task"))
     fewer = tasks_with("sites", lambda x: x["neurons"] < x["features, errors"])
     alike = tasks_with("held out", lambda x: (x["neurons"] - x["features, errors"]).abs() < 0.05)
     stable = tasks_with("jaccard", lambda x: x["neurons"] > x["features, errors"])
@@ -195,12 +195,13 @@ def main(
     """Measure, print, and write the page, the table and the figure (`study_files.py`)."""
     started = time.perf_counter()
     warnings.simplefilter("ignore")
-    n, n_seeds, rows = (8, 1, []) if smoke else (N_PROMPTS, SEEDS, [])
+    n, n_seeds, rows = (6, 1, []) if smoke else (N_PROMPTS, SEEDS, [])
+    chosen = list(TASKS)[3:] if smoke else list(TASKS)
     texts = pretrained.small_english_texts()[: 2 if smoke else None]
     for arm in ARMS:
         with model_of(arm, device) as model:
             lengths = label_lengths(model, texts)
-            for name in tqdm(TASKS, desc=arm):
+            for name in tqdm(chosen, desc=arm):
                 rows += [row_of(model, arm, name, seed, lengths, n) for seed in range(n_seeds)]
     frame = pd.DataFrame(rows)
     wide = means(frame)

@@ -15,7 +15,7 @@ from transformer_lens.model_bridge.generalized_components import LinearBridge
 
 from attn_only_lens.arguments import a_type, is_count, option_reasons
 from attn_only_lens.errors import InputError, UnsupportedModelError
-from attn_only_lens.heads import has_neuron_heads
+from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.heads.transcoder import Transcoder
 from attn_only_lens.models.expose import ExposedNeurons, expose_neuron_heads
@@ -131,7 +131,8 @@ def _reasons(model: Any, transcoders: Any, error: object) -> list[str]:
     """Return error messages for a model or transcoders of a wrong kind, width or layer."""
     reasons = option_reasons("error", error, get_args(OnError))
     if type(model) not in (TransformerBridge, HookedTransformer):
-        heads = " whose neuron-heads are exposed (call undo() first)" * has_neuron_heads(model)
+        exposed = has_neuron_heads(model) and host_of(model).in_place
+        heads = " whose neuron-heads are exposed (call undo() first)" * exposed
         return [
             f"got {a_type(model)}{heads}; expected a TransformerBridge or a HookedTransformer",
             *reasons,

@@ -81,7 +81,7 @@ def test_wrong_models(make, reads, message):
 
 @needs_hooked_transformer
 def test_converted_models():
-    with pytest.raises(UnsupportedModelError, match="got a AttentionOnlyTransformer"):
+    with pytest.raises(UnsupportedModelError, match="got an AttentionOnlyTransformer; expected"):
         attach(convert(hooked("gelu")), {0: drawn(26)})
 
 
@@ -144,7 +144,7 @@ def test_tools_that_do_not_take_transcoders(tmp_path):
                 lambda: fidelity(model, {1: drawn(26)}, prompt, progress=False),
             ),
             "sources": (
-                *(UnknownHeadError, "L0E, which has no score"),
+                *(UnknownHeadError, "L0E, one of the error nodes, which have no score"),
                 lambda: circuits.score_sources(model, prompt[:1], "L0E", query=3),
             ),
         }
