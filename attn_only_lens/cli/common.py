@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass
 from inspect import Parameter, Signature, getdoc, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import typer
 from typer.core import TyperCommand
@@ -84,14 +84,15 @@ def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Cal
     """
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
-        hints = get_type_hints(function, include_extras=True)
-        groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+        groups: dict[str, Any] = {}
         parameters: list[Parameter] = []
-        for name, parameter in signature(function).parameters.items():
-            if name in groups:
+        # Python 3.10's get_type_hints wraps Annotated[…] in Optional if the default is None.
+        for name, parameter in signature(function, eval_str=True).parameters.items():
+            if is_dataclass(parameter.annotation):
+                groups[name] = parameter.annotation
                 parameters += signature(groups[name]).parameters.values()
             else:
-                parameters.append(parameter.replace(annotation=hints[name]))
+                parameters.append(parameter)
 
         @clear_errors()
         def run(**options: Any) -> None:

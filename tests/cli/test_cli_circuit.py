@@ -1,6 +1,8 @@
 """`attn-only-lens circuit`, `picture` and `pattern`: what they write, what they print, errors."""
 
 import shlex
+from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 from attn_only_lens import circuits, expose_neuron_heads, load, neuron_pattern, save
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
+from attn_only_lens.cli.common import command, option
 
 CLEAN, CORRUPTED = "w3 w5 w7 w11", "w3 w6 w7 w11"
 ANSWERS = ("--answer", "w13", "--wrong", "w17")
@@ -37,6 +40,30 @@ def test_each_command_is_in_a_group_with_examples_that_can_be_copied(monkeypatch
             program, verb, *arguments = shlex.split(example)
             assert (program, verb) == ("attn-only-lens", name)
             subcommand.make_context(name, arguments)  # or it raises: no such option
+
+
+def test_every_option_has_its_help_text_and_its_group():
+    """Also options that may be None, whose types Python 3.10's `get_type_hints` wraps."""
+
+    @command("Look at a model")
+    def echo(
+        size: Annotated[int | None, option("a size", "Sizes")] = None,
+        out: Annotated["Path | None", option("a file", "Files")] = None,
+    ) -> None:
+        """Print nothing."""
+
+    added = app.registered_commands.pop()
+    commands = typer.main.get_command(app).commands.values()
+    alone = typer.Typer()
+    alone.registered_commands = [added]
+    shown = {x.name: (x.help, x.rich_help_panel) for x in typer.main.get_command(alone).params}
+    assert shown["size"] == ("a size", "Sizes")
+    assert shown["out"] == ("a file", "Files")
+    options = [
+        x for subcommand in commands for x in subcommand.params if x.opts[0].startswith("--")
+    ]
+    assert len(options) > 50
+    assert [x.opts[0] for x in options if not x.help] == []
 
 
 def test_without_a_command_it_says_what_to_do_first():
