@@ -5,7 +5,7 @@ Commands import torch and pandas only when they run, so that --help is quick.
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from inspect import Parameter, Signature, getdoc, signature
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import typer
 from typer.core import TyperCommand
+from typer.models import OptionInfo
 
 from attn_only_lens.errors import AttnOnlyLensError, CheckpointError, InputWarning
 
@@ -26,6 +27,11 @@ Panel = Literal["Start here", "Find what matters", "Look at a model", "Make mode
 PROMPTS, OUTPUT, MODEL = "Prompts and metric", "Output", "Model and device"
 """Names of option groups in the help texts."""
 _FILES = (".html", ".json", ".csv", ".parquet", ".safetensors", ".svg", ".txt")
+_OTHER_NAMES = {"correct": "answer", "n_nodes": "nodes", "n_patched": "patched"}
+"""Python's name of an argument -> the option's name, if they differ."""
+_QUOTES = "'\""
+_ASSIGNMENT = re.compile(r"\b(\w+)=('[\w.]*'|\"[\w.]*\"|-?[\w.]*\w)")
+_LABEL = re.compile(r"(^(?: *- )?)(\w+)(?=(?:, prompt \d+)?: )", re.MULTILINE)
 _LINE = 74  # characters per line of an example, without the help text's margin and " \\"
 
 _START = """\
@@ -94,7 +100,7 @@ def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Cal
             else:
                 parameters.append(parameter)
 
-        @clear_errors()
+        @clear_errors(parameters)
         def run(**options: Any) -> None:
             built = {}
             for name, group in groups.items():
@@ -154,9 +160,39 @@ def sort_commands() -> None:
     )
 
 
+def in_shell_words(message: str, parameters: Iterable[Parameter]) -> str:
+    """Replace the names of Python's arguments in a message by the options of a command.
+
+    `direction='zero'` becomes `--direction zero`; a line that begins with `correct:` begins with
+    `--answer:`. Names that are not options of the command stay.
+    """
+    hints = {parameter.name: get_args(parameter.annotation) for parameter in parameters}
+    options = {
+        name: f"--{name.replace('_', '-')}"
+        for name, (kind, *declarations) in hints.items()
+        if kind is not bool and isinstance(declarations[0], OptionInfo)
+    }
+    options |= {word: options[name] for word, name in _OTHER_NAMES.items() if name in options}
+
+    def assignment(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        return f"{options[name]} {value.strip(_QUOTES)}" if name in options else match[0]
+
+    def label(match: re.Match[str]) -> str:
+        return f"{match[1]}{options.get(match[2], match[2])}"
+
+    message = _LABEL.sub(label, _ASSIGNMENT.sub(assignment, message))
+    if "token_ids" in hints:
+        message = message.replace("give token numbers", "give token numbers and --token-ids")
+    return message
+
+
 @contextmanager
-def clear_errors() -> Iterator[None]:
-    """Print this package's errors and warnings without a traceback; exit with code 2 on errors."""
+def clear_errors(parameters: Iterable[Parameter] = ()) -> Iterator[None]:
+    """Print this package's errors and warnings without a traceback; exit with code 2 on errors.
+
+    The messages use the names of the options that a command with these parameters has.
+    """
     from attn_only_lens.engine.input_warnings import warned_once
     from attn_only_lens.tl import quiet
 
@@ -164,7 +200,7 @@ def clear_errors() -> Iterator[None]:
 
     def show_clearly(message: Warning | str, category: type[Warning], *place: Any) -> None:
         if issubclass(category, InputWarning):
-            typer.echo(f"warning: {message}", err=True)
+            typer.echo(f"warning: {in_shell_words(str(message), parameters)}", err=True)
         else:
             show(message, category, *place)
 
@@ -174,7 +210,7 @@ def clear_errors() -> Iterator[None]:
         try:
             yield
         except (AttnOnlyLensError, ImportError, OSError) as error:  # OSError: e.g. a full disk
-            typer.echo(f"error: {error}", err=True)
+            typer.echo(f"error: {in_shell_words(str(error), parameters)}", err=True)
             raise typer.Exit(2) from error
 
 

@@ -316,7 +316,7 @@ def sweep_reasons(
     if corrupted is None and direction not in ABLATIONS:
         reasons.append(
             f"got no corrupted prompt with direction={direction!r}; expected a corrupted prompt, "
-            f"or an ablation: direction={' or '.join(map(repr, ABLATIONS))}"
+            f"or an ablation: {' or '.join(f'direction={name!r}' for name in ABLATIONS)}"
         )
     if direction in ABLATIONS and part != "z":
         reasons.append(f"got part={part!r} with direction={direction!r}; expected part='z'")

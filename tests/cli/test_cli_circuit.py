@@ -195,7 +195,7 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         ((*circuit[:-4], "--out", out), "takes --answer and --wrong"),
         (("circuit", folder, "--clean", CLEAN, "--metric", "kl", "--out", out), "another run"),
         ((*circuit, "--corrupted", "w3 w5"), "the same number of tokens"),
-        ((*circuit, "--corrupted", CORRUPTED, "--faithfulness", 2), "faithfulness=2"),
+        ((*circuit, "--corrupted", CORRUPTED, "--faithfulness", 2), "got --faithfulness 2"),
         (("picture", tmp_path / "no.json", "--out", page), "has format None"),
         (("picture", tmp_path / "no.csv", "--out", page), "no.csv"),
         (("picture", tmp_path / "no.json", "--out", page, "--bars", 3), "--bars for"),
