@@ -127,7 +127,7 @@ class Circuit:
         title = (
             f"{len(self):,} of {self.n_sites:,} sites keep {self.faithfulness:.0%} of the effect"
         )
-        random = f", random sites {max(self.random):.0%}" if self.random else ""
+        random = f", random circuits of this size {max(self.random):.0%}" if self.random else ""
         title += f", all others {self.completeness:.0%}{random}"
         columns = [*SITE_KEY, "effect", *INCLUSION]
         rows = self.frame[[name for name in columns if name in self.frame]].head(_SHOWN)

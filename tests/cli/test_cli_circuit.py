@@ -181,6 +181,36 @@ def test_patterns(folder, expected, tmp_path):
     assert "L1H0" in out.read_text("utf-8")
 
 
+def test_a_saved_circuit_is_evaluated_on_other_prompts(folder, expected, tmp_path):
+    model, metric, _ = expected
+    pair = (*TEXTS, "--corrupted", CORRUPTED)
+    for name, more in (("circuit", ()), ("explain", ("--top", 2))):
+        saved = tmp_path / f"{name}.json"
+        out = ("--out", tmp_path / "page.html", "--save-circuit", saved)
+        assert run(name, folder, *pair, *out, *more).exit_code == 0
+        circuit = circuits.Circuit.load(saved)
+        pairs = ["w3 w7 w7 w11", "w4 w5 w9 w11"], ["w3 w8 w7 w11", "w4 w6 w9 w11"]
+        texts = [word for x in pairs[0] for word in ("--clean", x)]
+        texts += [word for x in pairs[1] for word in ("--corrupted", x)]
+        result = run("evaluate", folder, saved, *texts, *ANSWERS)
+        assert result.exit_code == 0, result.output
+        kept = circuits.evaluate(model, circuit, *pairs, metric)
+        shown = f"keep {kept.faithfulness:.2f} ± {kept.standard_error:.2f} of the difference"
+        assert shown in result.output
+    graph = tmp_path / "graph.json"
+    for options, message in (
+        ((*pair, "--save-circuit", tmp_path / "c.txt"), "ends in .json"),
+        ((*pair, "--save-circuit", graph), "another file name than --out"),
+        ((*TEXTS, "--save-circuit", tmp_path / "c.json"), "and --corrupted"),
+    ):
+        result = run("circuit", folder, *options, "--out", graph)
+        assert result.exit_code == 2
+        assert message in " ".join(result.output.split())
+    circuits.to_json(expected[2], graph)
+    result = run("evaluate", folder, graph, *pair)
+    assert "which circuits.from_json opens" in " ".join(result.output.split())
+
+
 @torch.no_grad()
 def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
     out, page = tmp_path / "circuit.json", tmp_path / "page.html"
