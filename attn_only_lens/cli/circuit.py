@@ -50,6 +50,7 @@ SaveCircuit = Annotated[
     'attn-only-lens explain small-english --clean "The keys near the cabinet" '
     '--corrupted "The key near the cabinet" --answer " are" --wrong " is" '
     "--texts corpus.txt --out with_examples.html",
+    renamed={"n_patched": "top"},
 )
 def explain(
     prompts: PromptOptions,
@@ -115,6 +116,7 @@ def explain(
     'attn-only-lens circuit small-english --clean "The keys near the cabinet" '
     '--corrupted "The key near the cabinet" --answer " are" --wrong " is" --out graph.json '
     "--save-circuit circuit.json",
+    renamed={"top": "nodes"},
 )
 def circuit(
     prompts: PromptOptions,

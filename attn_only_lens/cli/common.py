@@ -5,11 +5,12 @@ Commands import torch and pandas only when they run, so that --help is quick.
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from inspect import Parameter, Signature, getdoc, signature
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import typer
@@ -27,8 +28,7 @@ Panel = Literal["Start here", "Find what matters", "Look at a model", "Make mode
 PROMPTS, OUTPUT, MODEL = "Prompts and metric", "Output", "Model and device"
 """Names of option groups in the help texts."""
 _FILES = (".html", ".json", ".csv", ".parquet", ".safetensors", ".svg", ".txt")
-_OTHER_NAMES = {"correct": "answer", "n_nodes": "nodes", "n_patched": "patched"}
-"""Python's name of an argument -> the option's name, if they differ."""
+_NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _QUOTES = "'\""
 _ASSIGNMENT = re.compile(r"\b(\w+)=('[\w.]*'|\"[\w.]*\"|-?[\w.]*\w)")
 _LABEL = re.compile(r"(^(?: *- )?)(\w+)(?=(?:, prompt \d+)?: )", re.MULTILINE)
@@ -81,12 +81,14 @@ class _Command(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def command(
+    panel: Panel, *examples: str, renamed: Mapping[str, str] = _NO_NAMES
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that turns a function into a command of the application.
 
     List the command under the heading `panel`, and append `examples` to the command's help text. If
     the type of a parameter is a dataclass, each of its fields becomes an option. Errors are printed
-    by `clear_errors`.
+    by `clear_errors`, which uses `renamed`.
     """
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
@@ -100,7 +102,7 @@ def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Cal
             else:
                 parameters.append(parameter)
 
-        @clear_errors(parameters)
+        @clear_errors(parameters, renamed)
         def run(**options: Any) -> None:
             built = {}
             for name, group in groups.items():
@@ -160,11 +162,14 @@ def sort_commands() -> None:
     )
 
 
-def in_shell_words(message: str, parameters: Iterable[Parameter]) -> str:
+def in_shell_words(
+    message: str, parameters: Iterable[Parameter], renamed: Mapping[str, str] = _NO_NAMES
+) -> str:
     """Replace the names of Python's arguments in a message by the options of a command.
 
     `direction='zero'` becomes `--direction zero`; a line that begins with `correct:` begins with
-    `--answer:`. Names that are not options of the command stay.
+    `--answer:`. Names that are not options of the command stay. `renamed` maps names of arguments
+    to names of the command's parameters, if they differ.
     """
     hints = {parameter.name: get_args(parameter.annotation) for parameter in parameters}
     options = {
@@ -172,7 +177,8 @@ def in_shell_words(message: str, parameters: Iterable[Parameter]) -> str:
         for name, (kind, *declarations) in hints.items()
         if kind is not bool and isinstance(declarations[0], OptionInfo)
     }
-    options |= {word: options[name] for word, name in _OTHER_NAMES.items() if name in options}
+    others = {"correct": "answer", **renamed}
+    options |= {word: options[name] for word, name in others.items() if name in options}
 
     def assignment(match: re.Match[str]) -> str:
         name, value = match.groups()
@@ -188,10 +194,12 @@ def in_shell_words(message: str, parameters: Iterable[Parameter]) -> str:
 
 
 @contextmanager
-def clear_errors(parameters: Iterable[Parameter] = ()) -> Iterator[None]:
+def clear_errors(
+    parameters: Iterable[Parameter] = (), renamed: Mapping[str, str] = _NO_NAMES
+) -> Iterator[None]:
     """Print this package's errors and warnings without a traceback; exit with code 2 on errors.
 
-    The messages use the names of the options that a command with these parameters has.
+    The messages use the names of the command's options, as in `in_shell_words`.
     """
     from attn_only_lens.engine.input_warnings import warned_once
     from attn_only_lens.tl import quiet
@@ -200,7 +208,7 @@ def clear_errors(parameters: Iterable[Parameter] = ()) -> Iterator[None]:
 
     def show_clearly(message: Warning | str, category: type[Warning], *place: Any) -> None:
         if issubclass(category, InputWarning):
-            typer.echo(f"warning: {in_shell_words(str(message), parameters)}", err=True)
+            typer.echo(f"warning: {in_shell_words(str(message), parameters, renamed)}", err=True)
         else:
             show(message, category, *place)
 
@@ -210,7 +218,7 @@ def clear_errors(parameters: Iterable[Parameter] = ()) -> Iterator[None]:
         try:
             yield
         except (AttnOnlyLensError, ImportError, OSError) as error:  # OSError: e.g. a full disk
-            typer.echo(f"error: {in_shell_words(str(error), parameters)}", err=True)
+            typer.echo(f"error: {in_shell_words(str(error), parameters, renamed)}", err=True)
             raise typer.Exit(2) from error
 
 

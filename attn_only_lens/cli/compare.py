@@ -51,6 +51,7 @@ _PROMPT_FILE = "a .safetensors file with `tokens`, or a text file: one prompt or
     "--metric loss --out report/",
     "attn-only-lens compare gpt2 grown/ --null grown_seed_1/ --prompts clean.txt "
     '--corrupted-prompts corrupted.txt --answer " are" --wrong " is" --out report/',
+    renamed={"corrupted": "corrupted_prompts", "n_nodes": "nodes", "n_patched": "patched"},
 )
 def compare(
     model: Model,

@@ -220,7 +220,7 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         ((*circuit[:-1], tmp_path / "circuit.csv"), "ends in .html or .json"),
         ((*circuit[:-1], tmp_path / "no" / "circuit.json"), "does not exist"),
         ((*circuit, "--top", 0), "got --top 0"),
-        ((*circuit, "--nodes", 0), "1 or more"),
+        ((*circuit, "--nodes", 0), "got --nodes 0"),
         ((*circuit, "--metric", "accuracy"), "got --metric accuracy"),
         ((*circuit[:-4], "--out", out), "takes --answer and --wrong"),
         (("circuit", folder, "--clean", CLEAN, "--metric", "kl", "--out", out), "another run"),

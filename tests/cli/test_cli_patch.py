@@ -8,7 +8,7 @@ import torch
 from bridges import hf_folder
 from typer.testing import CliRunner
 
-from attn_only_lens import expose_neuron_heads, load, save
+from attn_only_lens import expose_neuron_heads, load, pretrained, save
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 
@@ -188,6 +188,14 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         assert message in " ".join(result.output.split()), (message, result.output)
         assert "Traceback" not in result.output
     assert not out.exists()
+
+
+def test_without_a_tokenizer_the_error_names_token_ids(tmp_path):
+    saved = save(pretrained.modular_addition(), tmp_path / "toy")
+    texts = ("--clean", "3 4", "--corrupted", "3 5", "--answer", "7", "--wrong", "8")
+    result = run(saved, *texts, "--out", tmp_path / "sweep.csv")
+    assert result.exit_code == 2
+    assert "has no tokenizer; give token numbers and --token-ids" in " ".join(result.output.split())
 
 
 def test_every_prompt_may_have_its_own_answers(folder, tmp_path):
