@@ -162,10 +162,9 @@ def _why_not_one(model: Any, text: str) -> str:
     if one_token(model.tokenizer, respelt) is not None:
         return f"{reason}: {respelt!r} is one token"
     if text.startswith(" "):
-        return f"{reason}: choose a word that is one token"
+        return f"{reason}: choose a word of one token"
     return (
-        f"{reason}: start the text with a space, as most words need, or choose a word that is one "
-        "token"
+        f"{reason}: start the text with a space, as most words need, or choose a word of one token"
     )
 
 
