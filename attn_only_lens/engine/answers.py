@@ -164,7 +164,8 @@ def _why_not_one(model: Any, text: str) -> str:
     if text.startswith(" "):
         return f"{reason}: choose a word of one token"
     return (
-        f"{reason}: start the text with a space, as most words need, or choose a word of one token"
+        f"{reason}: start the text with a space, as most words need, or give a token of the "
+        "vocabulary"
     )
 
 
