@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 
 from attn_only_lens.arguments import as_plain
 from attn_only_lens.circuits.ablation import Ablation
-from attn_only_lens.circuits.stability import MEASURES, Stability
+from attn_only_lens.circuits.stability import INCLUSION, MEASURES, Stability
 from attn_only_lens.engine.positions import Positions
 from attn_only_lens.engine.sites import Selection, Sites
 from attn_only_lens.errors import CheckpointError, InputError
@@ -29,8 +29,10 @@ SITE = ["layer", "kind", "index", "name", "position"]
 SITE_KEY = ["name", "position"]
 MISSING = (
     "A site that is missing here may carry the same effect as a site of the circuit. To find such "
-    'sites, patch sites one by one with direction="denoise".'
+    "sites, patch sites one by one from the clean into the corrupted run: with activation_patch, "
+    "or with `attn-only-lens patch` in a shell."
 )
+_SHOWN = 20
 
 
 _Table: TypeAlias = dict[str, list[int | float | str | None]]
@@ -125,9 +127,15 @@ class Circuit:
         title = (
             f"{len(self):,} of {self.n_sites:,} sites keep {self.faithfulness:.0%} of the effect"
         )
-        random = f", random sites {max(self.random):.0%}" if self.random else ""
+        random = f", random circuits of this size {max(self.random):.0%}" if self.random else ""
         title += f", all others {self.completeness:.0%}{random}"
-        return f"{title}\n{self.frame}\n{fill(MISSING, 80)}"
+        columns = [*SITE_KEY, "effect", *INCLUSION]
+        rows = self.frame[[name for name in columns if name in self.frame]].head(_SHOWN)
+        table = (
+            rows.to_string(index=False, float_format="{:.4g}".format) if len(rows) else "no sites"
+        )
+        more = f"\n… {len(self) - _SHOWN:,} more sites in `frame`" * (len(self) > _SHOWN)
+        return f"{title}\n{table}{more}\n{fill(MISSING, 80)}"
 
     def to_frame(self) -> pd.DataFrame:
         """Return the sites of the circuit or, if prompts were resampled, of all circuits found."""

@@ -1,6 +1,7 @@
-"""The commands `attn-only-lens explain` and `attn-only-lens circuit`."""
+"""The commands `attn-only-lens explain`, `attn-only-lens circuit` and `attn-only-lens evaluate`."""
 
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,9 +25,19 @@ from attn_only_lens.cli.options import (
     Top,
     as_chat,
 )
+from attn_only_lens.errors import AttnOnlyLensError
 
 if TYPE_CHECKING:
     from attn_only_lens.circuits import CircuitGraph
+
+Pairs = Annotated[
+    list[str],
+    option("the prompt to compare with; same number of tokens; repeat for more prompts", PROMPTS),
+]
+SaveCircuit = Annotated[
+    Path | None,
+    option("also save the circuit (.json), for `evaluate` and `circuits.Circuit.load`", OUTPUT),
+]
 
 
 @command(
@@ -39,17 +50,14 @@ if TYPE_CHECKING:
     'attn-only-lens explain small-english --clean "The keys near the cabinet" '
     '--corrupted "The key near the cabinet" --answer " are" --wrong " is" '
     "--texts corpus.txt --out with_examples.html",
+    renamed={"n_patched": "top"},
 )
 def explain(
     prompts: PromptOptions,
-    corrupted: Annotated[
-        list[str],
-        option(
-            "the prompt to compare with; same number of tokens; repeat for more prompts", PROMPTS
-        ),
-    ],
+    corrupted: Pairs,
     out: OutPage,
     model: ModelOptions,
+    save_circuit: SaveCircuit = None,
     faithfulness: Faithfulness = 0.9,
     resamples: Annotated[
         int,
@@ -79,17 +87,20 @@ def explain(
     from attn_only_lens.neurons import top_examples
 
     require_writable(out, (".html",), top)
+    _require_json(save_circuit)
     metric, clean, other = prompts.parse(corrupted)
     loaded = model.with_neuron_heads()
     clean, other = (as_chat(loaded, texts_, prompts.chat) for texts_ in (clean, other))
-    with working("explaining the difference"):
-        why = circuits.explain(
-            *(loaded, clean, other, metric),
-            faithfulness=faithfulness,
-            n_patched=top,
-            resamples=resamples,
-        )
+    why = circuits.explain(
+        *(loaded, clean, other, metric),
+        faithfulness=faithfulness,
+        n_patched=top,
+        resamples=resamples,
+        progress=True,
+    )
     typer.echo(why.text(top))
+    if save_circuit is not None:
+        why.circuit.save(save_circuit)
     examples = None
     if texts is not None:
         examples = top_examples(loaded, why.neurons, texts, k=5, progress="examples")
@@ -103,13 +114,16 @@ def explain(
     'attn-only-lens circuit gpt2 --clean "The keys near the cabinet" --answer " are" '
     "--metric log_probability --nodes 100 --out one_prompt.html",
     'attn-only-lens circuit small-english --clean "The keys near the cabinet" '
-    '--answer " are" --wrong " is" --out circuit.json',
+    '--corrupted "The key near the cabinet" --answer " are" --wrong " is" --out graph.json '
+    "--save-circuit circuit.json",
+    renamed={"top": "nodes"},
 )
 def circuit(
     prompts: PromptOptions,
     out: Annotated[Path, option("output file: .html for a page, .json for the graph", OUTPUT)],
     model: ModelOptions,
     corrupted: Corrupted = None,
+    save_circuit: SaveCircuit = None,
     nodes: Annotated[
         int | None,
         option("number of heads and neurons in the graph: by default 300, or the circuit's"),
@@ -122,21 +136,28 @@ def circuit(
     With --corrupted, search for a minimal circuit that explains why the metric differs between the
     clean and the corrupted prompts. This is the smallest set of sites found that preserves a
     fraction --faithfulness of the difference when all other sites are patched from the corrupted
-    prompts. Without --corrupted, the graph shows which heads and neurons contribute to the metric
-    on the clean prompts. Edge weights are exact as long as attention patterns and the scales of the
-    normalization layers are held fixed.
+    prompts. A site is a head or a neuron at one position. Without --corrupted, the graph shows
+    which heads and neurons contribute to the metric on the clean prompts. Edge weights are exact as
+    long as attention patterns and the scales of the normalization layers are held fixed.
     """
     from attn_only_lens import circuits
     from attn_only_lens.circuits.circuit import MISSING
     from attn_only_lens.viz import circuit_view, write_html
 
     require_writable(out, (".html", ".json"), top)
+    _require_json(save_circuit)
+    if save_circuit is not None and (not corrupted or save_circuit.absolute() == out.absolute()):
+        expected = "another file name than --out, and --corrupted, which starts the search"
+        raise AttnOnlyLensError(f"got --save-circuit {save_circuit}; expected {expected}")
     metric, clean, other = prompts.parse(corrupted)
     loaded, minimal = model.with_neuron_heads(), None
     clean, other = (as_chat(loaded, texts, prompts.chat) for texts in (clean, other))
     if other is not None:
-        with working("searching for a minimal circuit"):
-            minimal = circuits.discover(loaded, clean, other, metric, faithfulness=faithfulness)
+        minimal = circuits.discover(
+            *(loaded, clean, other, metric), faithfulness=faithfulness, progress=True
+        )
+        if save_circuit is not None:
+            minimal.save(save_circuit)
     with working("attributing the metric"):
         sites = minimal if nodes is None else None
         graph = circuits.attribution_graph(
@@ -151,11 +172,55 @@ def circuit(
     if minimal is not None:
         columns = ["name", "position", "effect"]
         print_frame(repr(minimal).partition("\n")[0], minimal.frame[columns].head(top))
-        typer.echo(MISSING)
+        typer.echo(fill(f"A site is a head or a neuron at one position. {MISSING}", 80))
     if is_json:
         typer.echo(f"{out}: {graph!r}\nDraw it: attn-only-lens picture {out} --out circuit.html")
     else:
         say_page(out, repr(graph))
+
+
+@command(
+    "Find what matters",
+    'attn-only-lens evaluate small-english circuit.json --clean "The dogs near the house" '
+    '--corrupted "The dog near the house" --answer " are" --wrong " is"',
+    'attn-only-lens evaluate gpt2 circuit.json --clean "The dogs near the house" '
+    '--clean "The boys near the garden" --corrupted "The dog near the house" '
+    '--corrupted "The boy near the garden" --answer " are" --wrong " is"',
+    "attn-only-lens evaluate small-english circuit.json --token-ids --clean 0,7,9,11 "
+    "--corrupted 0,8,9,11 --answer 17 --wrong 21",
+)
+def evaluate(
+    model: ModelOptions,
+    circuit: Annotated[Path, typer.Argument(help="a file that --save-circuit wrote")],
+    prompts: PromptOptions,
+    corrupted: Pairs,
+) -> None:
+    """Measure how much of the difference a saved circuit keeps on other prompts.
+
+    The prompts need the same number of tokens as those for which the circuit was found. All other
+    sites (heads and neurons, each at one position) are patched from the corrupted prompts.
+    """
+    from attn_only_lens import circuits
+
+    saved = circuits.Circuit.load(circuit)
+    metric, clean, other = prompts.parse(corrupted)
+    loaded = model.with_neuron_heads()
+    clean, other = (as_chat(loaded, texts, prompts.chat) for texts in (clean, other))
+    with working("evaluating the circuit"):
+        result = circuits.evaluate(loaded, saved, clean, other, metric)
+    error = f" ± {result.standard_error:.2f}" * (len(prompts.clean) > 1)
+    typer.echo(
+        f"{len(saved):,} of {saved.n_sites:,} sites keep {result.faithfulness:.2f}{error} of the "
+        f"difference, all others {result.completeness:.2f}\n{metric.name}: {result.whole:.4g} with "
+        f"the whole model, {result.nothing:.4g} with every site patched"
+    )
+
+
+def _require_json(path: Path | None) -> None:
+    if path is not None and (path.suffix != ".json" or not path.absolute().parent.is_dir()):
+        raise AttnOnlyLensError(
+            f"got --save-circuit {path}; expected a name that ends in .json, in an existing folder"
+        )
 
 
 def _print_attributions(graph: "CircuitGraph", top: int) -> None:

@@ -5,15 +5,17 @@ Commands import torch and pandas only when they run, so that --help is quick.
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from inspect import Parameter, Signature, getdoc, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import typer
 from typer.core import TyperCommand
+from typer.models import OptionInfo
 
 from attn_only_lens.errors import AttnOnlyLensError, CheckpointError, InputWarning
 
@@ -26,6 +28,10 @@ Panel = Literal["Start here", "Find what matters", "Look at a model", "Make mode
 PROMPTS, OUTPUT, MODEL = "Prompts and metric", "Output", "Model and device"
 """Names of option groups in the help texts."""
 _FILES = (".html", ".json", ".csv", ".parquet", ".safetensors", ".svg", ".txt")
+_NO_NAMES: Mapping[str, str] = MappingProxyType({})
+_QUOTES = "'\""
+_ASSIGNMENT = re.compile(r"\b(\w+)=('[\w.]*'|\"[\w.]*\"|-?[\w.]*\w)")
+_LABEL = re.compile(r"(^(?: *- )?)(\w+)(?=(?:, prompt \d+)?: )", re.MULTILINE)
 _LINE = 74  # characters per line of an example, without the help text's margin and " \\"
 
 _START = """\
@@ -75,25 +81,28 @@ class _Command(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-def command(panel: Panel, *examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def command(
+    panel: Panel, *examples: str, renamed: Mapping[str, str] = _NO_NAMES
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that turns a function into a command of the application.
 
     List the command under the heading `panel`, and append `examples` to the command's help text. If
     the type of a parameter is a dataclass, each of its fields becomes an option. Errors are printed
-    by `clear_errors`.
+    by `clear_errors`, which uses `renamed`.
     """
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
-        hints = get_type_hints(function, include_extras=True)
-        groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+        groups: dict[str, Any] = {}
         parameters: list[Parameter] = []
-        for name, parameter in signature(function).parameters.items():
-            if name in groups:
+        # Python 3.10's get_type_hints wraps Annotated[…] in Optional if the default is None.
+        for name, parameter in signature(function, eval_str=True).parameters.items():
+            if is_dataclass(parameter.annotation):
+                groups[name] = parameter.annotation
                 parameters += signature(groups[name]).parameters.values()
             else:
-                parameters.append(parameter.replace(annotation=hints[name]))
+                parameters.append(parameter)
 
-        @clear_errors()
+        @clear_errors(parameters, renamed)
         def run(**options: Any) -> None:
             built = {}
             for name, group in groups.items():
@@ -153,9 +162,45 @@ def sort_commands() -> None:
     )
 
 
+def in_shell_words(
+    message: str, parameters: Iterable[Parameter], renamed: Mapping[str, str] = _NO_NAMES
+) -> str:
+    """Replace the names of Python's arguments in a message by the options of a command.
+
+    `direction='zero'` becomes `--direction zero`; a line that begins with `correct:` begins with
+    `--answer:`. Names that are not options of the command stay. `renamed` maps names of arguments
+    to names of the command's parameters, if they differ.
+    """
+    hints = {parameter.name: get_args(parameter.annotation) for parameter in parameters}
+    options = {
+        name: f"--{name.replace('_', '-')}"
+        for name, (kind, *declarations) in hints.items()
+        if kind is not bool and isinstance(declarations[0], OptionInfo)
+    }
+    others = {"correct": "answer", **renamed}
+    options |= {word: options[name] for word, name in others.items() if name in options}
+
+    def assignment(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        return f"{options[name]} {value.strip(_QUOTES)}" if name in options else match[0]
+
+    def label(match: re.Match[str]) -> str:
+        return f"{match[1]}{options.get(match[2], match[2])}"
+
+    message = _LABEL.sub(label, _ASSIGNMENT.sub(assignment, message))
+    if "token_ids" in hints:
+        message = message.replace("give token numbers", "give token numbers and --token-ids")
+    return message
+
+
 @contextmanager
-def clear_errors() -> Iterator[None]:
-    """Print this package's errors and warnings without a traceback; exit with code 2 on errors."""
+def clear_errors(
+    parameters: Iterable[Parameter] = (), renamed: Mapping[str, str] = _NO_NAMES
+) -> Iterator[None]:
+    """Print this package's errors and warnings without a traceback; exit with code 2 on errors.
+
+    The messages use the names of the command's options, as in `in_shell_words`.
+    """
     from attn_only_lens.engine.input_warnings import warned_once
     from attn_only_lens.tl import quiet
 
@@ -163,7 +208,7 @@ def clear_errors() -> Iterator[None]:
 
     def show_clearly(message: Warning | str, category: type[Warning], *place: Any) -> None:
         if issubclass(category, InputWarning):
-            typer.echo(f"warning: {message}", err=True)
+            typer.echo(f"warning: {in_shell_words(str(message), parameters, renamed)}", err=True)
         else:
             show(message, category, *place)
 
@@ -173,7 +218,7 @@ def clear_errors() -> Iterator[None]:
         try:
             yield
         except (AttnOnlyLensError, ImportError, OSError) as error:  # OSError: e.g. a full disk
-            typer.echo(f"error: {error}", err=True)
+            typer.echo(f"error: {in_shell_words(str(error), parameters, renamed)}", err=True)
             raise typer.Exit(2) from error
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
     from attn_only_lens.comparison import Comparison
 
 _NUMBERS = re.compile(r"\d+(,\d+)*")
+_MEANINGS = (
+    "divergence: how much attention patterns changed, from 0 to 1 bit. norm_ratio: length of the "
+    "outputs in the grown model, divided by their length in the original. silent: neurons without "
+    "output in both models, which are left out. rank: rank correlation of scores. null: a model "
+    "that grew in the same way and was trained with another seed (--null)."
+)
 _PROMPT_FILE = "a .safetensors file with `tokens`, or a text file: one prompt or 3,4,113 per line"
 
 
@@ -44,6 +51,7 @@ _PROMPT_FILE = "a .safetensors file with `tokens`, or a text file: one prompt or
     "--metric loss --out report/",
     "attn-only-lens compare gpt2 grown/ --null grown_seed_1/ --prompts clean.txt "
     '--corrupted-prompts corrupted.txt --answer " are" --wrong " is" --out report/',
+    renamed={"corrupted": "corrupted_prompts", "n_nodes": "nodes", "n_patched": "patched"},
 )
 def compare(
     model: Model,
@@ -153,3 +161,4 @@ def _print_summary(comparison: "Comparison") -> None:
         print_frame(
             title, frame.rename(columns=lambda name: str(name).removesuffix("_correlation"))
         )
+    typer.echo(fill(_MEANINGS, 80))

@@ -1,5 +1,6 @@
 """`attn-only-lens patch`: activation patching of attention heads and neurons."""
 
+import re
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +30,7 @@ from attn_only_lens.errors import AttnOnlyLensError
 _MANY = 50_000  # for more patches than this, the command prints an estimate of the time
 _SAMPLES = 16, 16, 128  # how many sites each timed run patches; the first run also tests the model
 _WHAT = "What is patched"
+_NAME = re.compile(r"L\d+([HNF]\d+(\.\d+)?|[SE])(@.+)?")
 
 
 @command(
@@ -121,10 +123,11 @@ def _parse_sites(sites: str, layers: str | None) -> Any:
     if layers is not None:
         raise AttnOnlyLensError("got --layers and names in --sites; the names contain the layers")
     names = parse_names(sites)
-    if words := [name for name in names if not name.startswith("L")]:
+    bad = [name for name in names if not _NAME.fullmatch(name)]
+    if not all(name[:1] in ("L", "l") for name in bad):  # otherwise, the model reports each name
         raise AttnOnlyLensError(
-            f"--sites: got {', '.join(words)}; expected {', '.join(selections)}, or names: "
-            "L5H3,L5N1234@13"
+            f"--sites: got {', '.join(bad)}; expected {', '.join(selections)}, or names, which are "
+            "upper case: L5H3,L5N1234@13"
         )
     return names
 

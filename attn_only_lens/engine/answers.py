@@ -136,7 +136,7 @@ def _token(model: Any, answer: Any) -> int | str:
     size, tokenizer = d_vocab_out(model), getattr(model, "tokenizer", None)
     if isinstance(answer, str):
         if tokenizer is None:
-            return f"got {answer!r}, but the model has no tokenizer; give the answer's token"
+            return f"got {answer!r}, but the model has no tokenizer; give token numbers"
         token = one_token(tokenizer, answer)
         if token is None:
             return _why_not_one(model, answer)
@@ -161,6 +161,8 @@ def _why_not_one(model: Any, text: str) -> str:
     respelt = text[1:] if text.startswith(" ") else f" {text}"
     if one_token(model.tokenizer, respelt) is not None:
         return f"{reason}: {respelt!r} is one token"
+    if text.startswith(" "):
+        return f"{reason}: choose a word of one token"
     return (
         f"{reason}: start the text with a space, as most words need, or give a token of the "
         "vocabulary"

@@ -16,7 +16,7 @@ from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.errors import InputError, UnknownHeadError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.heads.host import HEAD_KINDS, HEAD_PLURALS, WIDE_KINDS, HeadKind
-from attn_only_lens.heads.names import head_counts
+from attn_only_lens.heads.names import head_counts, unreadable_name
 
 ALL_MEMBERS = -1
 """The value in `LayerSites.member` that stands for all heads of a neuron together."""
@@ -273,13 +273,18 @@ def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
     if not isinstance(chosen, list | tuple) or not chosen:
         got = "an empty list" if isinstance(chosen, list | tuple) else type(chosen).__name__
         return [], [
-            f"got {got}; expected neuron_heads(), heads(), all_heads(), or a list of names such as "
-            "'L5H3' and 'L5N1234'"
+            f"got {got}; expected neuron_heads(), heads(), all_heads(), with transcoders also "
+            "features() or error_nodes(), or a list of names such as 'L5H3' and 'L5N1234'"
         ]
     names, reasons, layers = list[HeadName](), list[str](), head_counts(model)
+    transcoders = any("feature" in kinds for kinds, _ in layers)
     for site in chosen:
         try:
             name = site if isinstance(site, HeadName) else HeadName.parse(site)
+        except UnknownHeadError:
+            reasons.append(unreadable_name(site, transcoders))
+            continue
+        try:
             name.require_among(layers)
         except UnknownHeadError as error:
             reasons.append(str(error))

@@ -71,11 +71,7 @@ class HeadName:
         """Parse `L5H3`, `L5N1234.2`, `L5F7` or `L5E`; raise UnknownHeadError for other strings."""
         match = _NAME.fullmatch(text) if isinstance(text, str) else None
         if match is None or (match[3] != "N" and match[5] is not None):
-            raise UnknownHeadError(
-                f"got {text!r}; expected 'L5H3' (attention head 3 of source layer 5) or "
-                "'L5N1234' (neuron 1234 of source layer 5); with transcoders, also 'L5F1024' "
-                "(feature 1024), 'L5E' (the error node) or 'L5S' (the node of W_skip)"
-            )
+            raise UnknownHeadError(unreadable_name(text))
         layer, wide, letter, index, member = match.groups()
         numbers = int(index or 0), None if member is None else int(member)
         return cls(int(layer), _KIND[wide or letter], *numbers)
@@ -167,6 +163,20 @@ class HeadName:
         index = "" if self.kind in WIDE_KINDS else self.index
         member = "" if self.member is None else f".{self.member}"
         return f"L{self.layer}{_LETTER[self.kind]}{index}{member}"
+
+
+def unreadable_name(text: object, transcoders: bool = False) -> str:
+    """Return an error message for a string that is not a name of a head."""
+    if isinstance(text, str) and _NAME.fullmatch(upper := text.strip().upper()):
+        return f"got {text!r}; names are upper case, without spaces: did you mean {upper!r}?"
+    others = (
+        ", 'L5F1024' (feature 1024 of its transcoder), 'L5E' (its error node) or 'L5S' (its node "
+        "of W_skip)"
+    )
+    return (
+        f"got {text!r}; expected 'L5H3' (attention head 3 of source layer 5) or 'L5N1234' (neuron "
+        f"1234 of source layer 5){others * transcoders}"
+    )
 
 
 def _require_plain(model: Any, name: HeadName) -> None:

@@ -1,5 +1,6 @@
 """Expose neurons as attention heads in place, by adding hook points to the existing MLPs."""
 
+from collections import Counter
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -14,7 +15,8 @@ from attn_only_lens.gates import Gating, GeneralizedSiLU
 from attn_only_lens.gates.gating import EXACT
 from attn_only_lens.heads import logit_tolerance
 from attn_only_lens.heads.feature_mlp import FeatureMLP
-from attn_only_lens.heads.host import PassState
+from attn_only_lens.heads.host import NEURON_KINDS, PassState
+from attn_only_lens.heads.names import count_kinds, head_counts
 from attn_only_lens.models.gate_option import GateOption, gating_for
 from attn_only_lens.models.in_place import (
     BilinearInPlace,
@@ -69,9 +71,11 @@ class ExposedNeurons:
         self._first = first
 
     def __repr__(self) -> str:
-        layers = exposed_heads(self.model)
-        n_neurons = sum(layer.n_neurons for layer in layers)
-        heads = f"{n_neurons:,} neurons as heads (layers: {len(layers)})" if layers else "hidden"
+        n_layers, heads = len(exposed_heads(self.model)), "hidden"
+        if n_layers:
+            in_layers = [counts for counts, _ in head_counts(self.model)]
+            totals = {kind: sum(n.get(kind, 0) for n in in_layers) for kind in NEURON_KINDS}
+            heads = f"{count_kinds(Counter(totals).elements())} as heads (layers: {n_layers})"
         return f"<ExposedNeurons of {self.model.cfg.model_name}: {heads}>"
 
     def undo(self) -> None:

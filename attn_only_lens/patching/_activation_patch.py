@@ -89,7 +89,9 @@ def activation_patch(
         part: the patched activation: "z", a head's output; "pattern", a head's attention pattern;
             "value"; "q"; or "k", for attention heads only. Heads that share a neuron are patched
             together unless a name selects a single head. If heads share values and keys
-            (grouped-query attention), only one head reads the patch.
+            (grouped-query attention), only one head reads the patch. Of attention heads, "value"
+            and "k" are patched at the token that is read (the key's position), and "z", "pattern"
+            and "q" at the token that reads (the query's position).
         positions: "each" in turn, "all" at once, a number (-1 is each prompt's last token), a list
             of numbers, or roles: `{"subject": [2, 4], "end": -1}`, with one number for all prompts
             or one number per prompt, counted without padding.
@@ -316,7 +318,7 @@ def sweep_reasons(
     if corrupted is None and direction not in ABLATIONS:
         reasons.append(
             f"got no corrupted prompt with direction={direction!r}; expected a corrupted prompt, "
-            f"or an ablation: direction={' or '.join(map(repr, ABLATIONS))}"
+            f"or an ablation: {' or '.join(f'direction={name!r}' for name in ABLATIONS)}"
         )
     if direction in ABLATIONS and part != "z":
         reasons.append(f"got part={part!r} with direction={direction!r}; expected part='z'")

@@ -85,8 +85,8 @@ def gate_and_value(
         progress: whether to show progress bars.
 
     Returns:
-        A frame with one row per site and position. Its columns are `layer`, `index`, `name`,
-        `position`, with `per_prompt` also `prompt` (counted from 0), and
+        A frame with one row per site and position. Its columns are `name`, `position`, with
+        `per_prompt` also `prompt` (counted from 0), `layer`, `index`, and
 
         write_pattern, write_value, write_interaction, write: the change of the neuron's activation
             (which multiplies the neuron's row of W_out), summed over the patched positions. The
@@ -143,7 +143,8 @@ def gate_and_value(
     # Collect
     effects = {f"effect_{part}": sweeps[part].effect for part in _PARTS[:2]}
     effects["effect_interaction"] = sweeps["z"].effect - sum(effects.values())
-    site = ["layer", "index", "name", "position", *(["prompt"] if per_prompt else [])]
+    # pandas prints only the first and the last columns of a wide frame.
+    site = ["name", "position", *(["prompt"] if per_prompt else []), "layer", "index"]
     frame = sweeps["z"].to_frame()[site].reset_index(drop=True)
     return frame.assign(**writes, **effects, effect=sweeps["z"].effect)
 

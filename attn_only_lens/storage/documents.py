@@ -23,6 +23,14 @@ from attn_only_lens.storage.atomic import AnyPath, as_path, write_text
 from attn_only_lens.storage.checks import type_mismatches
 
 _SHOWN = 5
+_READERS = {
+    "attn_only_lens": "load",
+    "attn_only_lens.Circuit": "circuits.Circuit.load",
+    "attn_only_lens.CircuitGraph": "circuits.from_json",
+    "attn_only_lens.Paths": "patching.Paths.load",
+    "attn_only_lens.Sweep": "patching.Sweep.load",
+}
+"""The functions that read the files that users open most, by format."""
 
 
 class FileDigest(TypedDict):
@@ -65,7 +73,8 @@ class Document:
     def _check(self, whole: Any, path: Path) -> dict[str, Any]:
         got = whole.get("format") if isinstance(whole, dict) else type(whole).__name__
         if got != self.format:
-            raise CheckpointError(f"{path} has format {got!r}; expected {self.format!r}")
+            hint = f", which {_READERS[got]} opens" if got in _READERS else ""
+            raise CheckpointError(f"{path} has format {got!r}{hint}; expected {self.format!r}")
         version = whole.get("format_version")
         if version != self.version or type(version) is not int:
             raise CheckpointError(

@@ -13,6 +13,7 @@ from attn_only_lens import circuits, expose_neuron_heads, pretrained, tasks
 from attn_only_lens import patching as p
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.heads import HeadName
+from attn_only_lens.storage import Document
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,10 @@ def test_damage_and_other_files_are_refused(circuit, tmp_path):
     whole["circuit"]["faithfulness"] += 1e-9
     for text, match in (
         (json.dumps(whole), "was changed after it was written"),
-        (json.dumps(whole | {"format": "attn_only_lens.Sweep"}), "expected 'attn_only_lens.Circ"),
+        (
+            json.dumps(whole | {"format": "attn_only_lens.Sweep"}),
+            r"which patching\.Sweep\.load opens; expected 'attn_only_lens\.Circuit'",
+        ),
         (json.dumps(whole | {"format_version": 2}), "version 2, but this .* reads version 1"),
         ("[", "is not valid JSON"),
     ):
@@ -133,6 +137,20 @@ def test_damage_and_other_files_are_refused(circuit, tmp_path):
             circuits.Circuit.load(path)
 
 
+def test_a_graph_is_refused_with_the_name_of_its_reader(tmp_path):
+    Document("attn_only_lens.CircuitGraph", 3, dict).write(tmp_path / "graph.json")
+    with pytest.raises(CheckpointError, match=r"which circuits\.from_json opens"):
+        circuits.Circuit.load(tmp_path / "graph.json")
+
+
+def test_a_printed_circuit_fits_into_80_columns(circuit):
+    """Also with the columns of stability."""
+    assert circuit.stability is not None
+    lines = repr(circuit).splitlines()
+    assert "inclusion_low" in lines[1]
+    assert max(map(len, lines[1:])) <= 80
+
+
 def test_a_printed_circuit_says_what_a_missing_site_means(circuit):
     text = " ".join(repr(circuit).split())
-    assert text.endswith('patch sites one by one with direction="denoise".')
+    assert text.endswith("with `attn-only-lens patch` in a shell.")

@@ -1,6 +1,8 @@
 """`attn-only-lens circuit`, `picture` and `pattern`: what they write, what they print, errors."""
 
 import shlex
+from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 from attn_only_lens import circuits, expose_neuron_heads, load, neuron_pattern, save
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
+from attn_only_lens.cli.common import command, option
 
 CLEAN, CORRUPTED = "w3 w5 w7 w11", "w3 w6 w7 w11"
 ANSWERS = ("--answer", "w13", "--wrong", "w17")
@@ -37,6 +40,30 @@ def test_each_command_is_in_a_group_with_examples_that_can_be_copied(monkeypatch
             program, verb, *arguments = shlex.split(example)
             assert (program, verb) == ("attn-only-lens", name)
             subcommand.make_context(name, arguments)  # or it raises: no such option
+
+
+def test_every_option_has_its_help_text_and_its_group():
+    """Also options that may be None, whose types Python 3.10's `get_type_hints` wraps."""
+
+    @command("Look at a model")
+    def echo(
+        size: Annotated[int | None, option("a size", "Sizes")] = None,
+        out: Annotated["Path | None", option("a file", "Files")] = None,
+    ) -> None:
+        """Print nothing."""
+
+    added = app.registered_commands.pop()
+    commands = typer.main.get_command(app).commands.values()
+    alone = typer.Typer()
+    alone.registered_commands = [added]
+    shown = {x.name: (x.help, x.rich_help_panel) for x in typer.main.get_command(alone).params}
+    assert shown["size"] == ("a size", "Sizes")
+    assert shown["out"] == ("a file", "Files")
+    options = [
+        x for subcommand in commands for x in subcommand.params if x.opts[0].startswith("--")
+    ]
+    assert len(options) > 50
+    assert [x.opts[0] for x in options if not x.help] == []
 
 
 def test_without_a_command_it_says_what_to_do_first():
@@ -154,6 +181,36 @@ def test_patterns(folder, expected, tmp_path):
     assert "L1H0" in out.read_text("utf-8")
 
 
+def test_a_saved_circuit_is_evaluated_on_other_prompts(folder, expected, tmp_path):
+    model, metric, _ = expected
+    pair = (*TEXTS, "--corrupted", CORRUPTED)
+    for name, more in (("circuit", ()), ("explain", ("--top", 2))):
+        saved = tmp_path / f"{name}.json"
+        out = ("--out", tmp_path / "page.html", "--save-circuit", saved)
+        assert run(name, folder, *pair, *out, *more).exit_code == 0
+        circuit = circuits.Circuit.load(saved)
+        pairs = ["w3 w7 w7 w11", "w4 w5 w9 w11"], ["w3 w8 w7 w11", "w4 w6 w9 w11"]
+        texts = [word for x in pairs[0] for word in ("--clean", x)]
+        texts += [word for x in pairs[1] for word in ("--corrupted", x)]
+        result = run("evaluate", folder, saved, *texts, *ANSWERS)
+        assert result.exit_code == 0, result.output
+        kept = circuits.evaluate(model, circuit, *pairs, metric)
+        shown = f"keep {kept.faithfulness:.2f} ± {kept.standard_error:.2f} of the difference"
+        assert shown in result.output
+    graph = tmp_path / "graph.json"
+    for options, message in (
+        ((*pair, "--save-circuit", tmp_path / "c.txt"), "ends in .json"),
+        ((*pair, "--save-circuit", graph), "another file name than --out"),
+        ((*TEXTS, "--save-circuit", tmp_path / "c.json"), "and --corrupted"),
+    ):
+        result = run("circuit", folder, *options, "--out", graph)
+        assert result.exit_code == 2
+        assert message in " ".join(result.output.split())
+    circuits.to_json(expected[2], graph)
+    result = run("evaluate", folder, graph, *pair)
+    assert "which circuits.from_json opens" in " ".join(result.output.split())
+
+
 @torch.no_grad()
 def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
     out, page = tmp_path / "circuit.json", tmp_path / "page.html"
@@ -163,12 +220,12 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         ((*circuit[:-1], tmp_path / "circuit.csv"), "ends in .html or .json"),
         ((*circuit[:-1], tmp_path / "no" / "circuit.json"), "does not exist"),
         ((*circuit, "--top", 0), "got --top 0"),
-        ((*circuit, "--nodes", 0), "1 or more"),
+        ((*circuit, "--nodes", 0), "got --nodes 0"),
         ((*circuit, "--metric", "accuracy"), "got --metric accuracy"),
         ((*circuit[:-4], "--out", out), "takes --answer and --wrong"),
         (("circuit", folder, "--clean", CLEAN, "--metric", "kl", "--out", out), "another run"),
         ((*circuit, "--corrupted", "w3 w5"), "the same number of tokens"),
-        ((*circuit, "--corrupted", CORRUPTED, "--faithfulness", 2), "faithfulness=2"),
+        ((*circuit, "--corrupted", CORRUPTED, "--faithfulness", 2), "got --faithfulness 2"),
         (("picture", tmp_path / "no.json", "--out", page), "has format None"),
         (("picture", tmp_path / "no.csv", "--out", page), "no.csv"),
         (("picture", tmp_path / "no.json", "--out", page, "--bars", 3), "--bars for"),

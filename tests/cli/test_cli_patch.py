@@ -8,7 +8,7 @@ import torch
 from bridges import hf_folder
 from typer.testing import CliRunner
 
-from attn_only_lens import expose_neuron_heads, load, save
+from attn_only_lens import expose_neuron_heads, load, pretrained, save
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 
@@ -160,11 +160,25 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         ((*TEXTS, "--out", out, "--positions", "1;2"), "got '1;2'"),
         ((*TEXTS, "--out", out, "--positions", "last"), "expected each, all, or numbers"),
         ((*TEXTS, "--out", out, "--sites", "L0N3,mlp"), "got mlp; expected neurons, heads, all"),
+        ((*TEXTS, "--out", out, "--sites", "mlp,l0n3"), "got mlp, l0n3; expected neurons, heads"),
+        (
+            (*TEXTS, "--out", out, "--sites", "L1Q2,l0h1,L0N3"),
+            "(neuron 1234 of source layer 5) - got 'l0h1'; names are upper case, without spaces: "
+            "did you mean 'L0H1'?",
+        ),
+        ((*TEXTS, "--out", out, "--sites", "L1Q2@3,l0h1"), "did you mean 'L0H1'?"),
         (
             (*TEXTS, "--out", out, "--sites", "L0H1@9,L0H7"),
             "got 'L0H7'; layer 0 has attention heads 0 to 1 - L0H1@9: got 9",
         ),
-        ((*TEXTS, "--out", out, "--part", "k", "--sites", "all"), "got part='k'"),
+        ((*TEXTS, "--out", out, "--part", "k", "--sites", "all"), "got --part k"),
+        ((*TEXTS, "--out", out, "--direction", "up"), "got --direction up; expected"),
+        (
+            ("--clean", CLEAN, *TEXTS[4:], "--out", out),
+            "got no corrupted prompt with --direction denoise; expected a corrupted prompt, or an "
+            "ablation: --direction zero or --direction mean",
+        ),
+        ((*TEXTS[:4], "--answer", "w13 w7", "--wrong", "w17", "--out", out), "- --answer: got"),
         ((*TEXTS, "--out", out, "--clean", CLEAN), "2 clean and 1 corrupted"),
         ((*NUMBERS, "--out", out, "--clean", "1,2"), "token prompts cannot be padded"),
         ((*TOKENS, "--answer", "17,3", "--wrong", "5", "--out", out), "one token number"),
@@ -174,6 +188,14 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         assert message in " ".join(result.output.split()), (message, result.output)
         assert "Traceback" not in result.output
     assert not out.exists()
+
+
+def test_without_a_tokenizer_the_error_names_token_ids(tmp_path):
+    saved = save(pretrained.modular_addition(), tmp_path / "toy")
+    texts = ("--clean", "3 4", "--corrupted", "3 5", "--answer", "7", "--wrong", "8")
+    result = run(saved, *texts, "--out", tmp_path / "sweep.csv")
+    assert result.exit_code == 2
+    assert "has no tokenizer; give token numbers and --token-ids" in " ".join(result.output.split())
 
 
 def test_every_prompt_may_have_its_own_answers(folder, tmp_path):

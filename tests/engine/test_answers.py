@@ -243,6 +243,8 @@ def test_an_unknown_answer_says_what_to_do():
         bind(p.logit_diff("are", " is"), model, pair_of(1))
     with pytest.raises(InputError, match=r"wrong: got 'xyz', .* or give a token"):
         bind(p.logit_diff(" are", "xyz"), model, pair_of(1))
+    with pytest.raises(InputError, match=r"got ' xyz', .*: choose a word of one token$"):
+        bind(p.logit_diff(" are", " xyz"), model, pair_of(1))
     bind(p.logit_diff(" are", "<unk>"), model, pair_of(1))  # that token itself
     bind(p.logit_diff(" are", 2), model, pair_of(1))
 

@@ -67,7 +67,7 @@ def test_errors(folder, tmp_path):
     (tmp_path / "theirs" / "thesis.tex").write_text("years of work")
     copied = Path(shutil.copytree(folder, tmp_path / "other"))
     for arguments, message in (
-        ((folder, tmp_path / "new", "--d-mlp", 31), "got d_mlp=31, but the model has 37"),
+        ((folder, tmp_path / "new", "--d-mlp", 31), "got --d-mlp 31, but the model has 37"),
         ((folder, tmp_path / "new"), "give either an expansion or sizes"),
         ((folder, tmp_path / "theirs", "--d-mlp", 41), "holds more than a saved model"),
         ((tmp_path / "theirs", tmp_path / "new", "--d-mlp", 41), "config.json"),

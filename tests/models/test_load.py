@@ -192,7 +192,7 @@ def test_commands_take_every_model_and_say_what_it_is(command, folder, tmp_path,
             assert result.exit_code == 0, result.output
             kind = "HookedTransformer" if model == source else "attention-only HookedTransformer"
             assert f"{model}: {kind}, 3 layers, float32, cpu, texts begin" in result.stderr
-    for more, words in ((("--dtype", "int8"), "dtype='int8'"), (("--device", "abacus"), "abacus")):
+    for more, words in ((("--dtype", "int8"), "--dtype int8"), (("--device", "abacus"), "abacus")):
         result = run(command, folder, *COMMANDS[command], *more)
         assert result.exit_code == 2
         assert words in result.output

@@ -93,9 +93,10 @@ def test_some_layers_and_every_activation(layers, activation):
         ]
         shape = model.run_with_cache(prompt)[1][f"blocks.{layer}.mlp.{heads[0]}"].shape
         assert shape == (2, 11, heads[1], 1)
+    counts = ["37 neurons"] * (len(layers) == 1) + [f"{FEATURES * len(layers)} features"]
+    name = model.cfg.model_name
     assert repr(attached) == (
-        f"<ExposedNeurons of {model.cfg.model_name}: "
-        f"{FEATURES * len(layers) + 37 * (2 - len(layers))} neurons as heads (layers: 2)>"
+        f"<ExposedNeurons of {name}: {' and '.join(counts)} as heads (layers: 2)>"
     )
     attached.undo()
     attached.undo()  # nothing happens
