@@ -120,7 +120,7 @@ def test_weights_that_overflow_in_the_dtype_of_the_model():
 def test_invalid_transcoders(changes, message):
     with pytest.raises(InputError, match=message):
         replace(drawn(26), **changes)
-    with pytest.raises(InputError, match="there is a W_skip"):
+    with pytest.raises(InputError, match="because W_skip reads it"):
         drawn(26, skip=True).decode(torch.zeros(53).double())
 
 
