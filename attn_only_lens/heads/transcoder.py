@@ -58,7 +58,7 @@ class Transcoder:
         after_norm: whether y imitates the vector that is added to the stream (hook_mlp_out) instead
             of the MLP's output (mlp.hook_out). These differ if a norm follows the MLP, as in Gemma
             2 and 3.
-        name: a name that says where the transcoder comes from; only for texts.
+        name: says where the transcoder comes from, in messages and its printed form.
 
     Raises:
         InputError: with every reason: shapes that do not fit together, different dtypes or devices,
