@@ -26,13 +26,13 @@ def a_type(value: object, *, with_module: bool = False) -> str:
 
 
 def with_article(name: str) -> str:
-    """Return a name with the article of its first sound.
+    """Return a name with its indefinite article, as it is spoken.
 
     Example:
         >>> with_article("ExposedBridge"), with_article("Linear"), with_article("MLPBridge")
         ('an ExposedBridge', 'a Linear', 'an MLPBridge')
     """
-    if name[:2].isupper():  # the first letter is spoken as a letter: "an MLP", "a GPT2Model"
+    if name[:2].isupper():  # an abbreviation, spoken letter by letter: "an MLP", "a GPT2Model"
         return f"{'an' if name[0] in 'AEFHILMNORSX' else 'a'} {name}"
     return f"{'an' if name[:1].lower() in {*'aeiou'} else 'a'} {name}"
 

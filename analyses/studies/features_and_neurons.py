@@ -1,15 +1,14 @@
-"""Compare circuits of transcoder features with circuits of neurons, at equal faithfulness.
+"""Compare circuits of transcoder features with circuits of neurons of equal faithfulness.
 
     python -m analyses.studies.features_and_neurons --out analyses/results
 
-Small English is analysed in three forms. On the same prompts of a task, `discover` searches for a
-circuit of heads and
+On the same prompts of a task, `discover` searches for three circuits in Small English. Their sites
+are attention heads and, in the three arms of the study,
 
-    neurons              the model itself
-    features, errors     with transcoders in the place of all MLPs, and error nodes, which may be
-                         part of a circuit
-    features             the same model, but error nodes are never ablated, so they belong to every
-                         circuit
+    neurons              neurons of the original model
+    features, errors     features and error nodes, with transcoders in place of all MLPs
+    features             features, in the same model; error nodes are never ablated, so they belong
+                         to every circuit
 
 `predictions` were written before the first run.
 """
@@ -39,7 +38,7 @@ from attn_only_lens.heads import HeadName
 N_PROMPTS, SEEDS, RESAMPLES = 20, 3, 20
 HELD_OUT_SEED = 700
 COVERED = 0.8
-"""The share of an activation that the tokens in a label have."""
+"""The tokens in a label have at least this share of Σ |z| over all tokens."""
 ARMS: dict[str, Selection] = {
     "neurons": Selection(("attention", "neuron")),
     "features, errors": Selection(("attention", "feature", "error")),
@@ -57,7 +56,7 @@ MEASURES = ["sites", "mlp sites", "held out", "jaccard", "error share", "label"]
 
 @contextmanager
 def model_of(arm: str, device: str) -> Iterator[Any]:
-    """Yield Small English in the form of an arm."""
+    """Yield Small English, with neurons or with transcoders, as an arm of the study needs it."""
     model = pretrained.small_english(device)
     if arm == "neurons":
         yield expose_neuron_heads(model).model
@@ -68,9 +67,10 @@ def model_of(arm: str, device: str) -> Iterator[Any]:
 
 @torch.no_grad()
 def label_lengths(model: Any, texts: list[str]) -> dict[tuple[int, int], int]:
-    """Return, for each neuron or feature, how many different tokens cover most of its |z|.
+    """Return, for each (layer, index), how many different tokens have most of Σ |z|.
 
-    The label of a site that is active on few kinds of tokens is short.
+    A neuron or feature could be labelled by these tokens. If it is active at few different tokens,
+    its label is short.
     """
     n_layers, d_vocab = len(model.blocks), model.cfg.d_vocab
     mass = [0.0] * n_layers
@@ -151,7 +151,7 @@ def means(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def predictions(wide: pd.DataFrame) -> str:
-    """Return what was predicted before the first run, and whether it held."""
+    """Return the predictions that were made before the first run, and whether they held."""
     by_measure = {name: wide.xs(name, level="measure") for name in MEASURES}
 
     def tasks_with(name: str, test: Callable[[pd.DataFrame], Any]) -> int:
@@ -174,7 +174,7 @@ def predictions(wide: pd.DataFrame) -> str:
 
 
 def figure(frame: pd.DataFrame) -> Figure:
-    """The number of sites and the held-out faithfulness by task: a dot for each circuit."""
+    """Draw the number of sites and the held-out faithfulness by task, with a dot per circuit."""
     picture = Figure(figsize=(9, 3.5), layout="constrained")
     panels = picture.subplots(1, 2)
     for panel, measure in zip(panels, ("sites", "held out"), strict=True):
@@ -192,7 +192,7 @@ def figure(frame: pd.DataFrame) -> Figure:
 def main(
     out: Out = Path("out/features_and_neurons"), device: Device = "cpu", smoke: Smoke = False
 ) -> None:
-    """Measure, print, and write the page, the table and the figure (`study_files.py`)."""
+    """Run the study, print its page, and write page, table and figure (`study_files.py`)."""
     started = time.perf_counter()
     warnings.simplefilter("ignore")
     n, n_seeds, rows = (6, 1, []) if smoke else (N_PROMPTS, SEEDS, [])
@@ -221,18 +221,32 @@ def main(
 PAGE = """# Circuits of features and circuits of neurons
 
 Small English has four layers with 344 neurons each, and transcoders for all four
-(`pretrained.small_english_transcoders`). On the same {n} pairs of prompts of a task, with positions
-by role, `discover` searches for a circuit that keeps .9 of the metric while all other sites are
-patched from the corrupted prompts: of heads and neurons; of heads, features and error nodes; and of
-heads and features, where error nodes are never patched. Means over {seeds} sets of prompts. Made by
-`python -m analyses.studies.features_and_neurons{flag}`; every circuit is in the CSV.
+(`pretrained.small_english_transcoders`). A transcoder is a sparse MLP that imitates one MLP of the
+model; its units are called features. The part of the MLP's output that it misses is a node of its
+own, the error node.
 
-- **sites**, **mlp sites**: the size of the circuit, with and without attention heads.
-- **held out**: the faithfulness of the circuit on {n} other prompts.
-- **jaccard**: the mean Jaccard index of circuits on {resamples} random halves of the prompts.
-- **error share**: the share of error nodes in Σ |attribution| over neurons or features and errors.
-- **label**: how many different tokens have 80 % of a site's activation on held-out texts; the
-  median over the circuit's neurons or features.
+For each task, `discover` searches for a circuit that keeps .9 of the metric's range (clean minus
+corrupted) while all other sites are patched from the corrupted prompts. It does so with three sets
+of sites, which are the last three columns of the table:
+
+- **neurons**: attention heads and neurons of the original model.
+- **features, errors**: attention heads, features and error nodes.
+- **features**: attention heads and features; error nodes are never patched.
+
+The three searches use the same {n} pairs of prompts, and sites are heads at positions with a role,
+such as the subject. The table shows means over {seeds} sets of prompts. It was made by
+`python -m analyses.studies.features_and_neurons{flag}`; the CSV has one row per circuit. The
+measures are:
+
+- **sites**, **mlp sites**: the number of sites in the circuit, with and without attention heads.
+- **held out**: the faithfulness of the circuit on {n} other pairs of prompts.
+- **jaccard**: {resamples} circuits are found on random halves of the prompts; this is the mean
+  Jaccard index (shared sites divided by all sites) over pairs of these circuits.
+- **error share**: the share of error nodes in Σ |attribution| over all sites except attention
+  heads.
+- **label**: the number of different tokens that have 80 % of a site's Σ |z| on held-out texts, as
+  the median over the circuit's neurons or features. A small number means that few tokens are
+  enough to describe when the site is active.
 
 ## Predictions, written before the first run
 

@@ -7,12 +7,13 @@ The transcoders learn from texts of `small_english_grammar.py`, in two phases:
 2. All transcoders replace the MLPs together. The loss is a multiple of KL(original ‖ replaced) plus
    the FVU in runs of the original model.
 
-Only features above a threshold are active. All features of a layer share this threshold, which
-follows a target for the mean number of active features per token (L0). Dead features are replaced
-by features that read tokens with large errors, and write these errors. At the end, dead features
-are removed.
+A feature is active if its pre-activation is above a threshold. All features of a layer share this
+threshold, which is adjusted so that the mean number of active features per token (L0) comes close
+to a target. In phase 1, features that are never active (dead features) get new weights: they are
+active at tokens with large errors, and their rows of W_dec have the directions of these errors.
+After training, dead features are removed.
 
-The metrics are computed with the stored weights, on `pretrained.small_english_texts()`.
+The metrics are computed with the stored float16 weights, on `pretrained.small_english_texts()`.
 
 Sources: Bussmann et al., "BatchTopK Sparse Autoencoders" (2024); Bricken et al., "Towards
 Monosemanticity" (2023), for dead features; Karvonen, "Revisiting End-To-End Sparse Autoencoder
@@ -50,31 +51,31 @@ DATA = Path(str(files("attn_only_lens.pretrained") / "data" / "small_english"))
 EOS = language.vocabulary()[language.EOS]
 N_CTX = language.Recipe.n_ctx
 FIRST_POOL = 5_000_000  # the seed of the first grammar; the model was trained with smaller seeds
-START = 1 / 16  # the share of features that are active at the beginning
-DEAD = 50  # a feature is dead if it is not active in so many batches, about 45,000 tokens
+START = 1 / 16  # the share of features that are active at a token when training starts
+DEAD = 50  # a feature is dead if it is inactive in this many batches (about 45,000 tokens)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What determines the result."""
+    """The settings that determine the weights."""
 
     d_features: int = 1_024
-    l0: tuple[float, ...] = (24, 12, 16, 20)  # the target of each layer
+    l0: tuple[float, ...] = (24, 12, 16, 20)  # the target for each layer
     seed: int = 0
-    steps: tuple[int, int] = (1_500, 400)  # of each phase
+    steps: tuple[int, int] = (1_500, 400)  # the number of steps in each phase
     rates: tuple[float, float] = (5e-3, 1e-3)  # the learning rates of each phase
     kl_weight: float = 4.0  # in phase 2; the weight of each layer's FVU is 1
     rows: int = 32  # texts in a batch
 
 
 def read_model(device: str) -> LlamaForCausalLM:
-    """Return the original model, by transformers alone."""
+    """Return Small English as a model of transformers, without TransformerLens."""
     model = LlamaForCausalLM.from_pretrained(DATA).to(device)
     return model.eval().requires_grad_(False)
 
 
 def batches(recipe: Recipe, device: str) -> Iterator[Tensor]:
-    """Yield batches of tokens [batch, pos]; none is a held-out text or has a prompt of a task."""
+    """Yield batches of tokens [batch, pos], without held-out texts and without tasks' prompts."""
     held_out = {tuple(row) for row in _rows(pretrained.small_english_texts())}
     never, pool = language.held_out(language.Recipe.prompts), FIRST_POOL * (1 + recipe.seed)
     while True:
@@ -95,12 +96,12 @@ def _padded(rows: list[list[int]], batch: int = 64) -> list[Tensor]:
 
 
 Watcher = Callable[[int, Tensor, Tensor], Tensor | None]
-"""Takes layer, input and output of an MLP, and returns another output, or None."""
+"""Takes an MLP's layer, input and output; returns a new output, or None to keep the output."""
 
 
 @contextmanager
 def at_mlps(model: LlamaForCausalLM, watch: Watcher) -> Iterator[None]:
-    """Call a function at each MLP; what it returns replaces the MLP's output."""
+    """Call a function after each MLP; if it returns a tensor, this replaces the MLP's output."""
 
     def hook(layer: int) -> Callable[[Any, tuple[Tensor, ...], Tensor], Tensor | None]:
         return lambda mlp, inputs, output: watch(layer, inputs[0], output)
@@ -118,7 +119,7 @@ def at_mlps(model: LlamaForCausalLM, watch: Watcher) -> Iterator[None]:
 def record(
     model: LlamaForCausalLM, parts: Sequence[Tensor]
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Return inputs and outputs [token, d_model] of every MLP by layer, without the padding."""
+    """Return the inputs and the outputs [token, d_model] of each layer's MLP, without padding."""
     inputs: dict[int, list[Tensor]] = {}
     outputs: dict[int, list[Tensor]] = {}
     for tokens in parts:
@@ -137,21 +138,21 @@ def record(
 
 
 def kl(original: Tensor, imitated: Tensor) -> Tensor:
-    """Return KL(original ‖ imitated) per token, from log-probabilities [token, d_vocab]."""
+    """Return the mean KL(original ‖ imitated), given log-probabilities [token, d_vocab]."""
     return (original.exp() * (original - imitated)).sum(1).mean()
 
 
 class Layer:
-    """The transcoder of one layer, in training.
+    """The transcoder of one layer during training.
 
-    Inputs and outputs are divided by scales, so the mean squared error is the FVU. W_enc and W_dec
-    have one row per feature; rows of W_dec have norm 1.
+    Inputs and outputs are divided by scales, so that the mean squared error is the FVU. W_enc and
+    W_dec have one row per feature; rows of W_dec have norm 1.
     """
 
     def __init__(
         self, x: Tensor, y: Tensor, recipe: Recipe, target: float, generator: torch.Generator
     ) -> None:
-        """Start with features that read and write what random tokens have more than the mean."""
+        """Initialise features from random tokens: their inputs and outputs minus the means."""
         self.target, self.generator = target, generator
         self.x_scale, self.y_scale = float(x.square().mean() ** 0.5), float(y.var(0).mean() ** 0.5)
         x_mean, y_mean = x.mean(0), y.mean(0)
@@ -161,7 +162,7 @@ class Layer:
         self.threshold = float(q.flatten()[::7].quantile(1 - START))
         imitated = F.threshold(q, self.threshold, 0.0) @ W_dec
         gain = float((imitated * (y[:1_000] - y_mean)).sum() / imitated.square().sum())
-        gain /= self.y_scale  # the best factor for all activations
+        gain /= self.y_scale  # the factor that minimises the squared error
         self.threshold *= gain
         self.weights = {
             "W_enc": W_enc * gain,
@@ -174,13 +175,13 @@ class Layer:
         self.steps_silent = torch.zeros_like(self.weights["b_enc"])
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scaled outputs and activations for scaled inputs."""
+        """Return the scaled outputs and the activations for scaled inputs."""
         weights = self.weights
         z = F.threshold(torch.addmm(weights["b_enc"], x, weights["W_enc"].T), self.threshold, 0.0)
         return torch.addmm(weights["b_dec"], z, weights["W_dec"]), z
 
     def fvu(self, x: Tensor, y: Tensor, tightness: float) -> Tensor:
-        """Return the FVU, and move the threshold so that L0 comes closer to its target."""
+        """Return the FVU, and change the threshold so that L0 comes closer to its target."""
         x = x / self.x_scale
         imitated, z = self(x)
         error = y / self.y_scale - imitated
@@ -194,12 +195,12 @@ class Layer:
         return error.square().mean()
 
     def imitate(self, x: Tensor) -> Tensor:
-        """Return the imitated outputs of an MLP [token, d_model] for its inputs."""
+        """Return the transcoder's outputs [token, d_model] for an MLP's inputs."""
         return self(x / self.x_scale)[0] * self.y_scale
 
     @torch.no_grad()
     def resample(self, optimizer: torch.optim.Optimizer) -> int:
-        """Replace dead features, and return their number."""
+        """Give dead features new weights, and return the number of dead features."""
         dead = (self.steps_silent >= DEAD).nonzero()[:, 0]
         if not len(dead):
             return 0
@@ -222,7 +223,7 @@ class Layer:
 
     @torch.no_grad()
     def transcoder(self, name: str) -> Transcoder:
-        """Return the transcoder in float16. Activations are norms of what features write."""
+        """Return the transcoder in float16; a feature's activation is the norm of its output."""
         weights, scale = self.weights, self.y_scale
         scaled = {
             "W_enc": weights["W_enc"].T * (scale / self.x_scale),
@@ -236,7 +237,7 @@ class Layer:
 
 
 class Training:
-    """The transcoders of all layers, in training."""
+    """The transcoders of all layers during training."""
 
     def __init__(self, recipe: Recipe, device: str) -> None:
         self.recipe, self.batches = recipe, batches(recipe, device)
@@ -251,7 +252,7 @@ class Training:
         self.optimizer = torch.optim.Adam(weights, betas=(0.9, 0.99))
 
     def run(self, phase: int) -> None:
-        """Train for one phase, 0 or 1."""
+        """Train for one phase; 0 is the first phase, 1 the second."""
         steps, highest = self.recipe.steps[phase], self.recipe.rates[phase]
         for step in tqdm(range(steps), desc=f"phase {phase + 1}", mininterval=5):
             done = step / steps
@@ -271,7 +272,7 @@ class Training:
         def imitate(layer: int, x: Tensor, y: Tensor) -> Tensor:
             return y.masked_scatter(keep[:, :, None], self.layers[layer].imitate(x[keep]).to(y))
 
-        # On processors with bfloat16, these products take less than half the time of float32.
+        # On processors with bfloat16, matrix products take less than half the time of float32.
         with torch.autocast(tokens.device.type, torch.bfloat16):
             with at_mlps(self.model, compare):
                 original = self.model(tokens).logits[keep]
@@ -299,10 +300,11 @@ class Training:
 def measure(
     model: LlamaForCausalLM, transcoders: dict[int, Transcoder], texts: Sequence[str]
 ) -> dict[str, Any]:
-    """Return FVU, L0 and share of dead features of each layer, and metrics of the replacement.
+    """Return FVU, L0 and dead features by layer, and the metrics of the replacement model.
 
-    The losses are those of the model, of the model with transcoders, and of a model whose MLPs
-    write the means of their outputs. The loss recovered is 1 for the first, and 0 for the last.
+    `losses` has three losses: of the original model, of the model with transcoders, and of a model
+    in which each MLP outputs its mean output. `loss_recovered` is 1 if the second loss equals the
+    first, and 0 if it equals the third.
     """
     parts = [tokens.to(model.device) for tokens in _padded(_rows(texts))]
     inputs, outputs = record(model, parts)
@@ -327,7 +329,7 @@ def measure(
     with at_mlps(model, mean):
         ablated = log_probs(model, parts)
     following = torch.cat([tokens.roll(-1, 1)[tokens != EOS] for tokens in parts])
-    # The last token of a row is followed by padding, or else by the first token of this row.
+    # After the last token of a row, `roll` gives padding, or the first token of the same row (BOS).
     known = (following != EOS) & (following != language.vocabulary()[language.BOS])
     losses = [float(F.nll_loss(x[known], following[known])) for x in (original, replaced, ablated)]
     return report | {
@@ -339,7 +341,7 @@ def measure(
 
 
 def log_probs(model: LlamaForCausalLM, parts: Sequence[Tensor]) -> Tensor:
-    """Return log-probabilities [token, d_vocab] after every token that is not padding."""
+    """Return the next-token log-probabilities [token, d_vocab] at all tokens except padding."""
     return torch.cat([model(tokens).logits[tokens != EOS].log_softmax(-1) for tokens in parts])
 
 
@@ -349,12 +351,12 @@ def main(
     seed: Seed = 0,
     smoke: Smoke = False,
 ) -> None:
-    """Train the shipped transcoders; write weights, metrics, and the record of the run."""
+    """Train the shipped transcoders, and write their weights, metrics and the run's record."""
     started, recipe = time.perf_counter(), Recipe(seed=seed)
     texts = pretrained.small_english_texts()
     if smoke:
         recipe, texts = replace(recipe, d_features=67, steps=(70, 2), rows=2), texts[:7]
-    torch.set_num_threads(1)  # sums in one order
+    torch.set_num_threads(1)  # so that sums are always computed in the same order
     training = Training(recipe, device)
     metrics: dict[str, Any] = asdict(recipe)
     for phase, name in enumerate(("separate", "together")):
@@ -375,7 +377,7 @@ def main(
 def without_dead(
     model: LlamaForCausalLM, transcoders: dict[int, Transcoder], texts: Iterator[Tensor]
 ) -> dict[int, Transcoder]:
-    """Return transcoders without the features that are dead on the next texts."""
+    """Return the transcoders without features that are dead in the next batches of `texts`."""
     inputs, _ = record(model, list(islice(texts, DEAD)))
     return {
         layer: _some(transcoders[layer], (transcoder.encode(inputs[layer]) > 0).any(0))

@@ -92,8 +92,8 @@ def attribution_graph(
         top: how many heads and neurons become nodes; by default 60 for a difference, and 300 for
             one run. Pass at most one of `sites`, `top` and `mass`.
         mass: the share of Σ |attribution| that the nodes must have; 1 for all of it. Features of
-            transcoders that are inactive, or have no attribution, become nodes only if `sites`
-            names them.
+            transcoders with an attribution of 0, such as inactive features, become nodes only if
+            `sites` names them.
         positions: the position of each role in each prompt: `task.roles`. Nodes are then heads at
             roles, with standard errors over prompts, and prompts may differ in length. Tokens
             without a role are summed into "rest".
@@ -188,7 +188,7 @@ def attribution_graph(
 def _candidates(
     run: AttributedRun, sizes: npt.NDArray[np.float64], n_places: int
 ) -> npt.NDArray[np.int64]:
-    """Return the row numbers of all nodes, except features without attribution (most features)."""
+    """Return the row numbers of all nodes, except features with an attribution of 0."""
     ends = zip(run.linear.sublayers, run.gradients, strict=True)
     is_feature = [
         np.full(n_places * x.shape[2], sublayer.writes.kind == "feature") for sublayer, x in ends

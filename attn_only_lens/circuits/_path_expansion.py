@@ -12,11 +12,10 @@ unembedding, the sum is the run's logits. The terms depend on the prompt, becaus
 A path begins at the embedding (of a token and its position) or at a bias. Each head on a path is
 one hop. A path from an output bias, b_O or b_out, begins with 0 hops. A path from b_V, b_in or a
 norm's bias begins with 1 hop, for the head that reads the bias. With transcoders, a path can also
-begin at an error node, with 1 hop. One pass through the layers
-computes, for 0, 1, 2, … hops, what all paths with this number of hops add to the stream. Let z_s be
-the output of head s if it reads nothing from other heads, and let c be the metric's gradient at the
-final stream. Then the effect of the path embedding → s → t → logits is the dot product of z_s
-W_O[s] and F_tᵀ c.
+begin at an error node, which counts as 1 hop. One pass through the layers computes, for 0, 1, 2, …
+hops, what all paths with this number of hops add to the stream. Let z_s be the output of head s if
+it reads nothing from other heads, and let c be the metric's gradient at the final stream. Then the
+effect of the path embedding → s → t → logits is the dot product of z_s W_O[s] and F_tᵀ c.
 """
 
 from bisect import bisect_right
@@ -219,7 +218,7 @@ def _expand(
         z[0] += sublayer.constant
         first.append(z[0])
         new = torch.cat([sublayer.writes.bias[None], sublayer.written(z)])
-        # A layer has up to 4 sublayers: heads, features, the node of W_skip, the error.
+        # A layer has up to 4 sublayers: attention heads, features, a skip node, an error node.
         history = [*history[-3:], history[-1].to(z.device) + new]
     return history[-1], tuple(first)
 

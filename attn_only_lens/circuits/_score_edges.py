@@ -66,7 +66,8 @@ _KINDS: dict[HeadKind, tuple[str, ...]] = {
     "attention": ("q", "k", "value"),
     "neuron": ("in",),
     "feature": ("in",),
-    "skip": (),  # no readers: what W_skip reads is not cut, and errors are held fixed
+    # Skip and error nodes are never readers: no edge into W_skip is cut, and errors are held fixed.
+    "skip": (),
     "error": (),
 }
 _NUMBERS = 2**24  # the maximum number of values in memory at once: 128 MiB in float64

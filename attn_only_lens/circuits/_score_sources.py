@@ -79,15 +79,15 @@ def score_sources(
         A frame sorted by decreasing |share|. For a neuron, it has one row per earlier writer, with
         columns `name`, `position` and `share`. For an attention head, it has one row per pair of
         writers, with columns `writer_q`, `position_q`, `writer_k`, `position_k` and `share`.
-        Writers are "embed" (token and position), heads by name, skip and error nodes, the
-        biases of sublayers ("L0.b_O", "L0.b_out"; of a transcoder, "L0.b_dec"), and "own bias": the
-        biases of the head itself and of the norm before it.
+        Writers are "embed" (token and position), heads, skip nodes and error nodes by name, the
+        biases of sublayers ("L0.b_O", "L0.b_out", or "L0.b_dec" for a transcoder), and "own bias":
+        the biases of the head itself and of the norm before it.
         `attrs["score"]` is the score in the run, before the softmax and any soft cap.
 
     Raises:
         InputError: with every reason: invalid positions, a key after its query, more than one
             prompt, too many pairs, unsupported norms or matrices.
-        UnknownHeadError: the model has no such head, or it is a skip node or an error node.
+        UnknownHeadError: the model has no such head, or `name` is a skip node or an error node.
         UnsupportedModelError: the shares do not add up, for instance because queries are clipped.
 
     Example:

@@ -209,7 +209,7 @@ def rank_sites(
 ) -> tuple[Sweep, RunPair | None]:
     """Return the effect of replacing each site's clean output with its corrupted output.
 
-    Also return the recorded runs, if they hold all prompts and an ablated model can use them.
+    Also return the recorded runs if they can be used again by an ablated model, otherwise None.
     """
     settings: dict[str, Any] = {**options, "direction": "noise"}
     if method == MEASURED:

@@ -175,7 +175,7 @@ def attribute_run(
     logit_bias = (gradient * linear.unembed(zero[None])[0]).sum((1, 2))
     biases = [logit_bias.sum()]
     for sublayer, along, behind in zip(linear.sublayers, outputs, streams[1:], strict=True):
-        if sublayer.writes.kind != "error":  # an error is a node, and no part of the bias
+        if sublayer.writes.kind != "error":  # an error is a node, not part of the bias
             biases.append((along * sublayer.constant).sum())
         biases.append((behind.to(sublayer.writes.bias) * sublayer.writes.bias).sum())
     ends = streams[0], streams[-1], logit_bias, sum(map(float, on_cpu(biases)))
@@ -327,7 +327,7 @@ def _require_flows(
     """Raise an error if the edges into a sublayer do not add up to the attribution of its nodes."""
     numbers = list[Tensor]()
     for i, (sublayer, along, here) in enumerate(zip(sublayers, gradients, slopes, strict=True)):
-        if sublayer.writes.kind == "error":  # depends on no other node
+        if sublayer.writes.kind == "error":  # an error node has no incoming edges
             numbers += [torch.zeros((), device="cpu")] * 4
             continue
         writes, (clean, corrupted) = sublayer.writes, both.sublayers[i].reads.stream.chunk(2)

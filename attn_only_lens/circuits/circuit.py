@@ -216,7 +216,7 @@ class Circuit:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a circuit as JSON values."""
+    """Convert an attribute of a circuit to lists, dicts and numbers that JSON can store."""
     if isinstance(value, pd.DataFrame):
         plain = value.astype(object).where(value.notna(), None)
         return {str(name): column.tolist() for name, column in plain.items()}

@@ -6,8 +6,8 @@ These are the kinds of nodes (`kind`), with an example `id` for each kind:
     attention  L5H3@7         an attention head, at the position where it writes
     neuron     L5N1234@7      a neuron-head (all heads of the neuron, if several share it)
     feature    L5F1234@7      a feature of a transcoder
-    skip       L5S@7          the input of a transcoder, which its W_skip passes on
-    error      L5E@7          what a transcoder misses of the MLP's output; it has no edges into it
+    skip       L5S@7          the input of a transcoder, which its W_skip maps to the output
+    error      L5E@7          what a transcoder misses of the MLP's output; it has no incoming edges
     bias       bias           all biases, wherever they are added
     rest       rest           heads and neurons that are not nodes of this graph
     offset     offset         the part of a metric that is not linear in the logits
@@ -139,7 +139,7 @@ class CircuitGraph:
 
     @property
     def heads(self) -> pd.DataFrame:
-        """The rows of `nodes` for attention heads, neurons, and nodes of transcoders."""
+        """The rows of `nodes` for attention heads, neurons, features, and skip and error nodes."""
         return self.nodes[self.nodes["kind"].isin(HEAD_KINDS)]
 
     def prune(self, *, top: int | None = None, mass: float | None = None) -> "CircuitGraph":

@@ -276,7 +276,7 @@ def _change(model: Any, pair: PromptPair, metric: AnyMetric) -> float:
 
 
 def _require_complete(result: Contrast, errors: Sequence[str]) -> None:
-    """Raise an error if tokens and error nodes do not add up to the metric's change."""
+    """Raise an error if the effects of embeddings and error nodes do not add up to the change."""
     ends = [(result.stream, result.runs.stream)]
     ends += [(result.gradients[name], result.runs.recording.hooked[name]) for name in errors]
     terms = torch.cat(
@@ -296,19 +296,19 @@ def _require_complete(result: Contrast, errors: Sequence[str]) -> None:
 
 
 def _require_separate_gates(host: Any) -> None:
-    """Raise an error if the gate of a feature depends on other features."""
+    """Raise an error if gates of features depend on other features, as in topk."""
     layers = [str(heads.layer) for heads in host.neurons if heads.joint_gates]
     if layers:
         reason = (
             f"the gates of the features in layer {', '.join(layers)} (topk) depend on each other, "
-            "so their change has no exact linear parts; use method='gradient', a graph of one run, "
-            "or a transcoder with thresholds ('jumprelu')"
+            "so their change cannot be split exactly into parts for single features; use "
+            "method='gradient', a graph of one run, or a transcoder with thresholds ('jumprelu')"
         )
         raise UnsupportedModelError([reason], _PROBLEM)
 
 
 def _error_names(model: Any) -> list[str]:
-    """Return the hook points of the error nodes."""
+    """Return the names of the error nodes' hook points."""
     host = host_of(model)
     layers = [x for x in range(host.n_layers) if "error" in host.kinds(x)]
     return [host.hook_name(layer, "error", "z") for layer in layers]
@@ -320,7 +320,7 @@ def _difference(both: Tensor) -> Tensor:
 
 
 def _leaf(leaves: dict[str, Tensor], both: Tensor, value: Tensor, hook: Any) -> Tensor:
-    """Replace an error by its mean over both runs, which depends on nothing before it."""
+    """Replace an error by its mean over both runs, as a constant with its own gradient."""
     leaves[hook.name] = mean(both).to(value).requires_grad_()
     return leaves[hook.name]
 

@@ -167,10 +167,10 @@ class LinearNeurons(LinearSublayer):
 
 @dataclass(frozen=True, eq=False)
 class LinearSkip(LinearSublayer):
-    """The node of a transcoder's W_skip: its output is its input."""
+    """A transcoder's skip node, whose output z is the transcoder's input; W_skip is its W_O."""
 
     def of_input(self, entering: Tensor) -> Tensor:
-        """Return the input, with an axis for the node."""
+        """Return the input, with an axis head_index=1."""
         return entering.unsqueeze(-2)
 
     def back(self, gradient: Outputs) -> Residual:
@@ -184,18 +184,18 @@ class LinearSkip(LinearSublayer):
 
 @dataclass(frozen=True, eq=False)
 class LinearError(LinearSublayer):
-    """The error node of a transcoder, which is held fixed: its output is a constant."""
+    """A transcoder's error node, whose output is held fixed at its value in the run."""
 
     def of_input(self, entering: Tensor) -> Tensor:
-        """Return zeros."""
+        """Return zeros, because the output is a constant."""
         return torch.zeros_like(entering).unsqueeze(-2)
 
     def back(self, gradient: Outputs) -> Residual:
-        """Return zeros."""
+        """Return zeros, because the output is a constant."""
         return torch.zeros_like(gradient.squeeze(-2))
 
     def covectors(self, gradient: Tensor, nodes: Nodes, position: Place, key: Place) -> Tensor:
-        """Return zeros."""
+        """Return zeros, because the output is a constant."""
         return torch.zeros_like(gradient)
 
 

@@ -204,9 +204,9 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
 
 
 def without_wide(sites: Sites) -> Sites:
-    """Return a selection without skip and error nodes, which have no weights and no gates to show.
+    """Return a selection without skip and error nodes, which have no gates and no head matrices.
 
-    Names stay, also names of these nodes: `wide_reasons` refuses them.
+    A list of names is returned unchanged; `wide_reasons` refuses names of these nodes.
     """
     if not isinstance(sites, Selection):
         return sites

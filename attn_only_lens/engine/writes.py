@@ -105,8 +105,8 @@ class SublayerWrites:
         reads: the norm before the sublayer.
         entered: the sublayer's input, after the norm `reads`.
         writes: the norm after the sublayer.
-        z: the outputs of the sublayer's heads; neuron-heads have d_head 1, skip and error nodes
-            d_model.
+        z: the outputs of the sublayer's heads; d_head is 1 for neuron-heads, and d_model for skip
+            and error nodes.
         matrix: W_O, W_out with d_head 1, or W_skip; the identity for error nodes.
         bias: the constant vector that the sublayer adds to the stream.
         neurons: the neuron-heads; None for the other kinds.
@@ -168,11 +168,11 @@ class Decomposition:
     uncapped: Float[Tensor, "batch pos d_vocab"]
 
     def of(self, layer: int, kind: HeadKind) -> SublayerWrites:
-        """Return the writes of a sublayer; "neuron" stands for features, too."""
+        """Return the writes of a sublayer; "neuron" and "feature" mean the same here."""
         return self.sublayers[self._index(layer, kind)]
 
     def _index(self, layer: int, kind: HeadKind) -> int:
-        """Return the number of a sublayer in the order of computation."""
+        """Return the index of a sublayer in `sublayers`."""
         return self._numbers[layer, _shared_kind(kind)]
 
     @cached_property

@@ -144,7 +144,7 @@ def _gelu_weight(q: Tensor) -> Tensor:
 
 
 def step_gate(name: str, active: Callable[[Tensor], Tensor]) -> Gate:
-    """Return the gate that attends to the own token where `active(q)` is true."""
+    """Return the gate whose pattern on the own token is 1 if `active(q)`, otherwise 0."""
     return Gate(
         name,
         lambda q: _step(q, active(q), math.inf, -math.inf),

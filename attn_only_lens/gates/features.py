@@ -1,9 +1,9 @@
-"""Gates of transcoder features: JumpReLU and TopK, next to the ReLU of ordinary neurons.
+"""The gates of transcoder features: JumpReLU and TopK; ReLU is in `exact.py`.
 
     jumprelu      p(q) = 1[q > θ], with a threshold θ for each feature
     topk          p(q) = 1[q > 0 and q is one of the k largest pre-activations of its token]
 
-The gate of a feature in topk depends on the pre-activations of all features of the layer.
+A topk gate depends on the pre-activations of all features in the layer, at the same token.
 """
 
 import torch
@@ -16,7 +16,7 @@ from attn_only_lens.gates.exact import GATES, Gate, step_gate
 def feature_gate(
     threshold: Float[Tensor, "d_features"] | None = None, k: int | None = None
 ) -> Gate:
-    """Return the gate of features with thresholds, or with the k largest; without both, relu."""
+    """Return the jumprelu gate if there is a threshold, topk if there is a k, otherwise relu."""
     if threshold is None and k is None:
         return GATES["relu"]
     name = "jumprelu" if k is None else "topk"
@@ -31,7 +31,7 @@ def active_features(
 ) -> Bool[Tensor, "*any d_features"]:
     """Return which features are active, given the pre-activations q of all features.
 
-    If several pre-activations in topk are equal, the features with smaller numbers come first.
+    If topk must choose between equal pre-activations, features with smaller indices come first.
     """
     active = q > (0.0 if threshold is None else threshold.to(q.dtype))
     if k is None:

@@ -94,7 +94,7 @@ class NeuronHeads(ABC):
     ) -> tuple[Float[Tensor, "*any pos head_index"], Float[Tensor, "*any pos head_index"]]:
         """Compute each head's attention to its own token, and its value, without running hooks.
 
-        If q and `up` belong to only some neurons, `index` says to which.
+        If q and `up` contain only some neurons, `index` has the indices of these neurons.
         """
         query, v = self._query_and_value(q, up)
         return self._gate_pattern(query, index)[..., SELF], v

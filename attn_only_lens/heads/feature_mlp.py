@@ -1,16 +1,17 @@
-"""A transcoder in the place of a model's MLP.
+"""A module that replaces a model's MLP by a transcoder.
 
-The module computes, for the input x that the MLP gets,
+For the MLP's input x, the module computes
 
     y = hook_written(z W_dec + b_dec) + hook_skip(x) W_skip + hook_error(e)
 
-The heads replace z at hook_post, as in any MLP with neuron-heads. The error e is what the features
-and W_skip miss of the original MLP's output at this x. So y is the output of the original MLP as
-long as no hook edits the features; if a hook changes z, y changes by Δz W_dec. With
-`error="zero"`, there is no e, and the original MLP does not run.
+As in every MLP with neuron-heads, the heads replace z at hook_post. The error e is the original
+MLP's output at x minus the transcoder's output at x, without edits by hooks. So y is the original
+MLP's output as long as no hook edits the features. If a hook changes z by Δz, y changes by
+Δz W_dec. With `error="zero"`, e is left out, and the original MLP does not run.
 
-If the transcoder reads the stream before the norm, or imitates the output of the norm after the
-MLP, these norms move into this module, and the model runs the identity in their place.
+If the transcoder reads the stream before the norm, this norm moves into `original`, and an identity
+takes its place in the model. The same happens to the norm after the MLP if the transcoder imitates
+the output of this norm.
 """
 
 import torch
@@ -24,11 +25,11 @@ from attn_only_lens.heads.transcoder import Transcoder
 
 
 class FeatureMLP(nn.Module):
-    """A transcoder that takes the place of an MLP.
+    """A transcoder as a module that replaces an MLP.
 
     Attributes:
         transcoder_activation: "relu", "jumprelu" or "topk".
-        original: the steps that compute the original output: norm, MLP, norm.
+        original: the original MLP, with the norms that moved into this module.
         name: in a bridge, the name of the MLP in the wrapped model's layer.
     """
 
@@ -58,7 +59,7 @@ class FeatureMLP(nn.Module):
         self.hook_out = HookPoint()  # [batch, pos, d_model]
 
     def forward(self, x: Residual) -> Residual:
-        """Return the output of the features, plus W_skip, plus the error."""
+        """Return the output of the features, plus x W_skip, plus the error."""
         x = self.hook_in(x)
         q = self.encode(x)
         hooked: Tensor = self.hook_pre(q.clone() if self.has_error else q)
@@ -91,5 +92,5 @@ class FeatureMLP(nn.Module):
         return torch.where(active_features(q, self.threshold, self.k), q, 0.0)
 
     def decode(self, z: PreActivation) -> Residual:
-        """Return what features with these activations write, plus b_dec."""
+        """Return the output of features with activations z, plus b_dec."""
         return z @ self.W_out + self.b_out

@@ -22,7 +22,7 @@ HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
 NEURON_KINDS: tuple[HeadKind, ...] = ("neuron", "feature")
 """The kinds of neuron-heads: neurons of MLPs, and features of transcoders."""
 WIDE_KINDS: tuple[HeadKind, ...] = ("skip", "error")
-"""The kinds of nodes with d_head = d_model: what W_skip reads, and a transcoder's error."""
+"""The kinds of nodes whose d_head is d_model: a transcoder's skip node and its error node."""
 HEAD_PLURALS: Mapping[str, str] = MappingProxyType(
     {
         "attention": "heads",
@@ -32,7 +32,7 @@ HEAD_PLURALS: Mapping[str, str] = MappingProxyType(
         "error": "error nodes",
     }
 )
-"""The words with which texts and pictures count heads of each kind."""
+"""The plural noun for each kind of head, in messages and pictures."""
 
 # In an exposed model, users' filters for attention hook points must not match these names. Such
 # filters look for names that end in z, q, k, v, pattern, scores or result, or that contain z, attn,

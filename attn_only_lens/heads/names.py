@@ -3,8 +3,9 @@
 `L5H3` is attention head 3 of source layer 5; `L5N1234` is the neuron-head of neuron 1234 in this
 layer. If several heads share a neuron (bilinear gates), these heads are `L5N1234.0`, `L5N1234.1`,
 …, and `L5N1234` is the neuron itself. In a layer with a transcoder, `L5F1024` is feature 1024,
-`L5E` the error node, and `L5S` the node of W_skip. Analyses refer to heads by name, never by block
-number.
+`L5E` is the error node (the part of the MLP's output that the transcoder misses), and `L5S` is the
+skip node (the input of the transcoder's linear map W_skip). Analyses refer to heads by name, never
+by block number.
 """
 
 import re
@@ -36,19 +37,19 @@ _LETTER: dict[HeadKind, str] = {
 _KIND: dict[str, HeadKind] = {letter: kind for kind, letter in _LETTER.items()}
 _NUMBER = r"(0|[1-9]\d*)"
 HeadCounts: TypeAlias = tuple[dict[HeadKind, int], int]
-"""The number of heads of each kind, and of heads per neuron, in a layer."""
+"""The number of heads of each kind in a layer, and the number of heads per neuron."""
 _NAME = re.compile(rf"L{_NUMBER}(?:([SE])|([HNF]){_NUMBER}(?:\.{_NUMBER})?)")
 _PLURAL = {**HEAD_PLURALS, "attention": "attention heads"}
 
 
 @dataclass(frozen=True)
 class HeadName:
-    """The name of an attention head, a neuron-head, or a neuron in a layer of the source model.
+    """The name of an attention head, neuron-head, neuron or transcoder node in a source layer.
 
     Attributes:
         layer: the source layer (not the block), counted from 0.
         kind: "attention" for a head of the original model, "neuron" for a neuron-head, "feature"
-            for a feature of a transcoder, "skip" and "error" for its nodes of W_skip and error.
+            for a feature of a transcoder, "skip" for its skip node, "error" for its error node.
         index: the index of the head in its attention layer, of the neuron in its MLP, or of the
             feature in its transcoder; 0 for skip and error nodes.
         member: the index of a head among the heads that share the neuron; None for the whole
@@ -200,7 +201,7 @@ def _require_plain(model: Any, name: HeadName) -> None:
 
 
 def head_counts(model: Any) -> list[HeadCounts]:
-    """Return the numbers of heads of each kind, and of heads per neuron, in each source layer."""
+    """Return the head counts of each source layer."""
     host = host_of(model)
     return [
         ({kind: host.count(layer, kind) for kind in host.kinds(layer)}, neurons.heads_per_neuron)

@@ -2,17 +2,18 @@
 
 A transcoder reads the input x of an MLP (or the residual stream before the norm) and computes
 
-    q = x W_enc + b_enc                          pre-activations of features
-    z = q · w(q)                                 activations; w is the attention to the own token
+    q = x W_enc + b_enc                          pre-activations of the features
+    z = q · w(q)                                 activations; the gate w is 0 or 1
     y = z W_dec + b_dec + x W_skip               the imitated output of the MLP
 
-A feature is therefore a neuron-head: its pattern is (w, 1 - w), its value is q. The gates are
+A feature is therefore a neuron-head: it attends to its own token, where its value is q, with
+weight w, and to a static bias token, where its value is 0, with weight 1 - w. The gates are
 
-    relu          w = 1[q > 0]
+    relu          w = 1[q > 0], which is 1 if q > 0, otherwise 0
     jumprelu      w = 1[q > θ], with a threshold θ ≥ 0 for each feature
-    topk          w = 1[q > 0 and q is one of the k largest of this token]
+    topk          w = 1[q > 0 and q is one of the k largest at this token]
 
-Only the gates of topk depend on other features. BatchTopK transcoders use one threshold for all
+Only topk gates depend on other features. BatchTopK transcoders use one threshold for all
 tokens at inference, so they are "jumprelu" here.
 
 Sources: Dunefsky et al., "Transcoders Find Interpretable LLM Feature Circuits" (2024);
@@ -40,28 +41,28 @@ _PROBLEM = "this transcoder is not valid"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Transcoder:
-    """The weights of a transcoder of one layer.
+    """The weights and options of a transcoder for one layer.
 
     Attributes:
-        W_enc: the encoder; column f reads the input of feature f.
-        W_dec: the decoder; row f is what feature f writes.
+        W_enc: the encoder; feature f has the pre-activation x W_enc[:, f] + b_enc[f].
+        W_dec: the decoder; feature f adds z[f] W_dec[f] to the output.
         b_enc: the bias of the encoder.
         b_dec: the bias of the decoder.
         activation: "relu", "jumprelu" or "topk".
-        threshold: θ of each feature, for "jumprelu"; otherwise None.
-        k: the number of features that can be active at a token, for "topk"; otherwise None.
-        W_skip: the linear map from the input to the output, or None.
+        threshold: the threshold θ of each feature, for "jumprelu"; otherwise None.
+        k: the largest number of features that are active at a token, for "topk"; otherwise None.
+        W_skip: the linear map whose output x W_skip is added to the output, or None.
         reads: what the encoder reads: "stream", the residual stream before the MLP's norm;
             "normalized", the output of this norm before its gain and bias; or "input", the MLP's
-            input, after gain and bias.
-        after_norm: whether y imitates the write of the layer to the stream (hook_mlp_out), instead
+            input, which is the norm's output after its gain and bias.
+        after_norm: whether y imitates the vector that is added to the stream (hook_mlp_out) instead
             of the MLP's output (mlp.hook_out). These differ if a norm follows the MLP, as in Gemma
             2 and 3.
-        name: where the transcoder comes from.
+        name: says where the transcoder comes from, in messages and its printed form.
 
     Raises:
-        InputError: with every reason: shapes that do not fit, different dtypes or devices, entries
-            that are not finite, or options that do not fit the activation.
+        InputError: with every reason: shapes that do not fit together, different dtypes or devices,
+            entries that are not finite, or options that do not fit the activation.
 
     Example:
         >>> import torch
@@ -110,7 +111,7 @@ class Transcoder:
             got = ", ".join(f"{dtype} on {device}" for dtype, device in sorted(kinds, key=str))
             reasons.append(f"got tensors in {got}; expected one floating-point dtype, one device")
         if (self.threshold is not None) != (self.activation == "jumprelu"):
-            reasons.append("expected thresholds for 'jumprelu', and for no other activation")
+            reasons.append("expected a threshold for 'jumprelu', and None for other activations")
         elif self.threshold is not None and (self.threshold < 0).any():
             reasons.append("got negative thresholds; expected numbers ≥ 0")
         expects_k = self.activation == "topk"
@@ -141,22 +142,22 @@ class Transcoder:
         return int(self.W_enc.shape[1])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that are not None, by name."""
+        """Return the tensors that are not None, as {name: tensor}."""
         names = ("W_enc", "W_dec", "b_enc", "b_dec", "threshold", "W_skip")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def encode(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_features"]:
-        """Return the activations z of all features."""
+        """Return the activations z of all features for the input x."""
         q = x @ self.W_enc + self.b_enc
         return q * active_features(q, self.threshold, self.k)
 
     def decode(
         self, z: Float[Tensor, "*any d_features"], x: Float[Tensor, "*any d_model"] | None = None
     ) -> Float[Tensor, "*any d_model"]:
-        """Return the output for activations z; transcoders with W_skip also need their input x."""
+        """Return the output y for activations z; transcoders with W_skip also need the input x."""
         y = z @ self.W_dec + self.b_dec
         if self.W_skip is None:
             return y
         if x is None:
-            raise InputError(["got no x; expected the input, because there is a W_skip"], _PROBLEM)
+            raise InputError(["got no x; expected the input, because W_skip reads it"], _PROBLEM)
         return y + x @ self.W_skip

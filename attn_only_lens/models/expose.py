@@ -289,7 +289,7 @@ def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "
         live = run_mlp(heads.mlp, heads.mlp_points, x)
     differences = torch.stack([silent - expected, live - silent, expected]).abs().flatten(1)
     of_sum = differences.new_zeros(())
-    if not isinstance(heads, FeatureHeads):  # `FeatureMLP` computes just this sum
+    if not isinstance(heads, FeatureHeads):  # `FeatureMLP` computes its output as this sum
         # Sum the heads for one token only, because the sum has d_mlp · d_model terms per token.
         token = heads.head_outputs(seen[-1][:1, :1].squeeze(-1))
         with heads.passing.new_pass({(heads.layer, "written"): token}):

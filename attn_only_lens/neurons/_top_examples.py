@@ -61,8 +61,8 @@ def top_examples(
     """Return the tokens of a corpus at which neurons have their largest and smallest values.
 
     The corpus is read once, text by text. BOS tokens are never examples, because a neuron has the
-    same value at BOS in every text. Nor are tokens at which a feature of a transcoder is inactive,
-    so a dead feature has no examples.
+    same value at BOS in every text. For a feature of a transcoder, tokens at which it is
+    inactive are not examples either, so a feature that is never active has no examples.
 
     Args:
         model: converted, or with exposed neuron-heads.
@@ -72,7 +72,7 @@ def top_examples(
             or of the tokens of one text [pos]; or the path of a UTF-8 file with one text per
             line or, if its name ends in .jsonl, one dictionary per line.
         k: number of examples for each neuron and end; fewer if the corpus has fewer tokens, or if a
-            feature is active at fewer.
+            feature is active at fewer tokens.
         by: "z", gate × value, the output of a neuron; "gate", the token's attention to itself; or
             "attribution", z times the gradient of a metric on the text, which estimates how much
             the metric would decrease if z were 0 at the token.

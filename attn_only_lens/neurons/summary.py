@@ -45,7 +45,7 @@ _KEY = "so-far"
 _IN_CACHE = 2**18  # this many activations fit into the CPU cache
 ENDS_OF_OPTION = {"both": ENDS, "largest": ENDS[:1], "smallest": ENDS[1:]}
 _KINDS: dict[str, tuple[HeadKind, ...]] = {"attention": ("attention",), "neuron": NEURON_KINDS}
-"""The kinds of heads that share tensors: features are looked up as neurons are."""
+"""For each group of heads that share tensors, the kinds of heads in it."""
 _NUMBERS = {"neuron": ("score",), "attention": ("score", "bos")}
 _WINDOWS = {"neuron": ("z", "gate"), "attention": ("pattern",)}
 HEAD_WINDOW = 4
@@ -85,7 +85,7 @@ class Summary:
                 weight = host.neurons[site.layer].W_out
                 like = float32_if_half(weight.detach()[:0, 0])
                 counts = no_counts(n, like.device) if options.histograms else {}
-                if has_quadrants:  # of features and plain MLPs, they stay empty
+                if has_quadrants:  # without W_gate, they stay empty
                     ends |= dict.fromkeys(QUADRANTS, min(options.k, IN_QUADRANT))
             else:
                 like = float32_if_half(host.attention(site.layer).W_O.detach()[:0, 0, 0])
@@ -171,7 +171,7 @@ class Summary:
         if "q" not in counted:
             examples = {end: state for end, state in examples.items() if end not in QUADRANTS}
         scores = dict.fromkeys(examples, counted[self.options.by])
-        if only_active:  # ±∞ is no entry
+        if only_active:  # a score of ±∞ is never an example
             inactive = counted["gate"] == 0
             for end, x in scores.items():
                 scores[end] = x.masked_fill(

@@ -260,7 +260,7 @@ def plan_sweep(
         if corrupted is None
         else prompt_pair(model, clean, corrupted, mask)
     )
-    most_rows = None if traced else ROWS  # traced runs are for estimates, which need all rows
+    most_rows = None if traced else ROWS  # estimates (`traced`) compute all rows at once
     groups = site_groups(model, pair, sites, positions, part, most_rows=most_rows)
     tokens = None if reference is None else checked_tokens(model, reference)
     metric, layer_sites = as_metric(metric), tuple(dict.fromkeys(g.sites for g in groups))

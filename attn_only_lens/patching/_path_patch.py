@@ -399,8 +399,8 @@ def _resolve_receivers(model: Any, receivers: Any, part: str) -> list[LayerSites
         resolved = [sites for sites in resolved if sites and sites.kind not in WIDE_KINDS]
     elif wide:
         reason = (
-            f"got {wide[0]} as a receiver; expected attention heads, neurons or features: paths "
-            "end there or pass through W_skip without a choice"
+            f"got {wide[0]} as a receiver; expected attention heads, neurons or features: "
+            "error nodes are held fixed on paths, and skip nodes pass on their input unchanged"
         )
         raise InputError([reason], _PROBLEM)
     neurons = [sites.names[0] for sites in resolved if sites and sites.kind in NEURON_KINDS]

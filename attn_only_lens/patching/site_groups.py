@@ -226,7 +226,7 @@ def site_groups(
 def _with_parts(
     resolved: tuple[LayerSites, ...], part: Part, is_selection: bool
 ) -> tuple[tuple[LayerSites, ...], list[str]]:
-    """Return the sites that have queries, patterns and values; refuse others that were named."""
+    """Return the sites that have queries, patterns and values; refuse names of other sites."""
     wide = [site.names[0] for site in resolved if site.kind in WIDE_KINDS]
     with_parts = tuple(site for site in resolved if site.kind not in WIDE_KINDS)
     if not wide or (is_selection and with_parts):

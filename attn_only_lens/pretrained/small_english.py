@@ -89,7 +89,7 @@ def small_english_texts() -> list[str]:
 def small_english_transcoders(
     device: str | torch.device = "cpu", dtype: str | torch.dtype = torch.float32
 ) -> dict[int, Transcoder]:
-    """Return a JumpReLU transcoder for the MLP of each layer of `small_english`, by layer.
+    """Return {layer: transcoder}, with a JumpReLU transcoder for each MLP of `small_english`.
 
     The transcoders read the MLP's input, after the norm and its gain. The weights are stored in
     float16. `analyses/tools/train_transcoders.py` trained them; the model card says how well they

@@ -1,4 +1,4 @@
-"""Transcoders: load them, and attach their features to a model as neuron-heads."""
+"""Transcoders: load and save them, and attach their features to a model as neuron-heads."""
 
 from attn_only_lens.heads.transcoder import Transcoder
 from attn_only_lens.transcoders._attach import AttachedTranscoders, attach

@@ -1,7 +1,8 @@
-"""Put transcoders in the place of a model's MLPs, with their features as neuron-heads.
+"""Replace MLPs of a model by transcoders, whose features become neuron-heads.
 
-In a layer with a transcoder, the model's MLP becomes a `FeatureMLP`, which runs the original MLP
-only to compute the error. The other layers keep their MLPs, with their neurons as neuron-heads.
+In a layer with a transcoder, a `FeatureMLP` takes the place of the MLP. It runs the original MLP
+only to compute the error, which is the part of the MLP's output that the transcoder misses. The
+other layers keep their MLPs, with their neurons as neuron-heads.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,14 +30,13 @@ _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
 
 class AttachedTranscoders(ExposedNeurons):
-    """A model with transcoders in the place of MLPs, until `undo` is called.
+    """A model in which transcoders replace MLPs, until `undo` is called.
 
-    As a context manager, this object returns the model. When the `with` block ends, the model gets
-    its MLPs back.
+    `with` returns the model. When the `with` block ends, the model has its MLPs again.
 
     Attributes:
-        model: the model, whose features and neurons are exposed as neuron-heads.
-        layers: the layers with transcoders.
+        model: the model, with features and neurons as neuron-heads.
+        layers: the layers that have a transcoder.
     """
 
     def __init__(self, model: Any, swap: "_Swap", layers: tuple[int, ...]) -> None:
@@ -46,7 +46,7 @@ class AttachedTranscoders(ExposedNeurons):
     def undo(self) -> None:
         """Restore the model's MLPs, norms and hook points; a second call does nothing.
 
-        Hooks on features, neuron-heads and errors are removed; all other hooks stay.
+        Hooks on features, neuron-heads and error nodes are removed; all other hooks stay.
         """
         super().undo()
         self._swap.undo()
@@ -58,20 +58,21 @@ def attach(
     *,
     error: OnError = "node",
 ) -> AttachedTranscoders:
-    """Put transcoders in the place of MLPs, and expose features and neurons as neuron-heads.
+    """Replace MLPs by transcoders, and expose features and neurons as neuron-heads.
 
     The features of layer 3 are the heads `L3F0`, `L3F1`, …. They have the hook points of
-    neuron-heads (`expose_neuron_heads`), and every tool treats them as it treats neurons.
+    neuron-heads (`expose_neuron_heads`), and every tool treats them in the same way as neurons.
 
-    With `error="node"`, the model computes the same as before, up to rounding: what a transcoder
-    misses of the MLP's output is added at the hook point `blocks.{l}.mlp.hook_error` [batch, pos,
-    1, d_model]. This is the error node `L3E`, which is a head, too. Its value is computed in every
-    run from the input of the MLP at this run, so that heads and neurons in other layers have the
-    same effects as in the original model. If a feature is patched, the output of its layer changes
-    only by the feature's change times its row of W_dec.
+    With `error="node"`, the model's output stays the same, up to rounding. The error is the MLP's
+    output minus the transcoder's output. It is added at the hook point `blocks.{l}.mlp.hook_error`
+    [batch, pos, 1, d_model]. The error of layer 3 is also a head: the error node `L3E`. Every
+    forward pass computes the error from the MLP's input in this pass, so patches in other layers
+    have the same effects as in the original model. If a feature is patched, the error stays the
+    same, and the layer's output changes only by the feature's change times its row of W_dec.
 
-    With `error="zero"`, there are no error nodes: this is the replacement model, which computes
-    only what the transcoders imitate. `fidelity` measures how well it does.
+    With `error="zero"`, there are no error nodes. This is the replacement model, in which each
+    transcoder's output replaces the MLP's output. `fidelity` measures how well it imitates the
+    original model.
 
     Source: Dunefsky et al., "Transcoders Find Interpretable LLM Feature Circuits" (2024); error
     nodes as in Marks et al., "Sparse Feature Circuits" (2024), and Ameisen et al., "Circuit
@@ -80,9 +81,9 @@ def attach(
     Args:
         model: a `TransformerBridge` or a `HookedTransformer`, without exposed neuron-heads. It is
             changed in place.
-        transcoders: the transcoder of each layer, for one or more layers; for example from `load`.
-            They are converted to the dtype and moved to the device of the model.
-        error: "node" or "zero".
+        transcoders: {layer: transcoder} for one or more layers, for example from `load`. Their
+            weights are converted to the dtype and moved to the device of the model.
+        error: "node" to add the errors, "zero" to leave them out.
 
     Returns:
         A context manager with `model` and `undo`.
@@ -110,7 +111,7 @@ def attach(
     for layer, transcoder in sorted(transcoders.items()):
         try:
             folded[layer] = _folded(transcoder, model.blocks[layer], norms[layer])
-        except (UnknownMLPError, InputError) as wrong:  # numbers can overflow in the MLP's dtype
+        except (UnknownMLPError, InputError) as wrong:  # weights can overflow in the MLP's dtype
             reasons.append(f"layer {layer}: {wrong}")
     UnsupportedModelError.raise_if(reasons, _PROBLEM)
     swap = _Swap(model)
@@ -128,7 +129,7 @@ def attach(
 
 
 def _reasons(model: Any, transcoders: Any, error: object) -> list[str]:
-    """Return error messages for a model or transcoders of a wrong kind, width or layer."""
+    """Return error messages for a wrong type of model, or for wrong types, widths or layers."""
     reasons = option_reasons("error", error, get_args(OnError))
     if type(model) not in (TransformerBridge, HookedTransformer):
         exposed = has_neuron_heads(model) and host_of(model).in_place
@@ -154,7 +155,7 @@ def _reasons(model: Any, transcoders: Any, error: object) -> list[str]:
 
 
 def _mlp_reasons(model: Any, layers: Iterable[int]) -> list[str]:
-    """Return error messages for MLPs of an unknown kind."""
+    """Return error messages for layers whose MLP is of an unknown kind."""
     reasons = []
     for layer in sorted(layers):
         try:
@@ -166,7 +167,7 @@ def _mlp_reasons(model: Any, layers: Iterable[int]) -> list[str]:
 
 
 def _norms(model: Any, transcoders: Iterable[Transcoder]) -> list[LayerNorms]:
-    """Return the norms of each layer, or no norms if no transcoder takes their place."""
+    """Return the norms of each layer, or `NO_NORM` if the transcoders imitate only the MLPs."""
     blocks = model.blocks
     if all(x.reads == "input" and not x.after_norm for x in transcoders):
         no_norms = NO_NORM, NO_NORM
@@ -178,7 +179,7 @@ def _norms(model: Any, transcoders: Iterable[Transcoder]) -> list[LayerNorms]:
 
 
 def _folded(transcoder: Transcoder, block: Any, norms: LayerNorms) -> Transcoder:
-    """Return the transcoder in the MLP's dtype, for its input ("input") or for the "stream"."""
+    """Return the transcoder in the MLP's dtype; "normalized" is converted to "input"."""
     before = norms.neuron[0]
     _require_separate(transcoder, norms)
     if transcoder.reads == "normalized":
@@ -189,19 +190,19 @@ def _folded(transcoder: Transcoder, block: Any, norms: LayerNorms) -> Transcoder
 
 
 def _require_separate(transcoder: Transcoder, norms: LayerNorms) -> None:
-    """Raise an error if the transcoder needs a norm that is missing, or that attention reads."""
+    """Raise an error if the norm that the transcoder needs is missing or shared with attention."""
     before = norms.neuron[0].module
     if transcoder.reads == "stream" and before and before is norms.attention[0].module:
         raise UnknownMLPError(
             "got a transcoder that reads the stream, but attention reads the same norm as the MLP; "
-            "expected a norm of the MLP alone"
+            "expected a model in which only the MLP reads this norm"
         )
     if transcoder.reads == "normalized" and before is None:
-        raise UnknownMLPError("got a transcoder of the normalised stream, but there is no norm")
+        raise UnknownMLPError("got reads='normalized', but there is no norm before the MLP")
 
 
 def _without_gain(transcoder: Transcoder, norm: Norm) -> Transcoder:
-    """Return a transcoder that reads a norm's output, given one that reads it before the gain."""
+    """Convert a transcoder that reads "normalized" to one that reads "input"."""
     W_enc, W_skip = transcoder.W_enc, transcoder.W_skip
     b_enc, b_dec = transcoder.b_enc, transcoder.b_dec
     if norm.weight is not None:
@@ -218,7 +219,7 @@ def _without_gain(transcoder: Transcoder, norm: Norm) -> Transcoder:
 
 
 class _Swap:
-    """The modules of a model that were replaced, and its list of hook points before."""
+    """The replaced modules of a model, and its hook points before the replacement."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -228,12 +229,12 @@ class _Swap:
         self._old: list[tuple[Any, str, nn.Module]] = []
 
     def put(self, block: Any, name: str, module: nn.Module) -> None:
-        """Replace a module of a block, also in the layer that a bridge wraps."""
+        """Replace a module of a block and, in a bridge, of the layer that the block wraps."""
         self._old.append((block, name, getattr(block, name)))
         _put(block, name, module)
 
     def list_hook_points(self) -> None:
-        """Bring the model's list of hook points up to date."""
+        """Update the model's list of hook points."""
         if not isinstance(self._model, TransformerBridge):
             self._model.setup()
             return
@@ -241,7 +242,7 @@ class _Swap:
             block._register_aliases()
         self._model.clear_hook_registry()
         self._model._initialize_hook_registry()
-        for point, name in self._names.items():  # some were just renamed after their aliases
+        for point, name in self._names.items():  # the new list renamed some to their aliases
             point.name = name
         for layer, block in enumerate(self._model.blocks):
             if isinstance(block.mlp, FeatureMLP):
@@ -250,7 +251,7 @@ class _Swap:
                         module.name = path
 
     def undo(self) -> None:
-        """Put the old modules and the old list of hook points back."""
+        """Restore the old modules and the old list of hook points."""
         for block, name, module in reversed(self._old):
             _put(block, name, module)
         if self._old:
@@ -277,7 +278,7 @@ def _put(block: Any, name: str, module: nn.Module) -> None:
 def _replace_mlp(
     block: Any, transcoder: Transcoder, norms: tuple[Norm, Norm], error: bool, swap: _Swap
 ) -> None:
-    """Replace a block's MLP, and by identities the norms that move into the transcoder."""
+    """Replace a block's MLP; identities replace the norms that move into the transcoder."""
     moves = transcoder.reads == "stream", transcoder.after_norm
     moved = [x.module if moving else None for x, moving in zip(norms, moves, strict=True)]
     names = {module: name for name, module in block.named_children()}
@@ -292,7 +293,7 @@ def _replace_mlp(
 
 
 def _identity(norm: Any) -> nn.Module:
-    """Return a module that stands for a norm and returns its input."""
+    """Return a module that takes the place of a norm and returns its input unchanged."""
     if not hasattr(norm, "original_component"):
         return nn.Identity()
     identity = LinearBridge(norm.name)

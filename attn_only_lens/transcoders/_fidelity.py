@@ -27,23 +27,24 @@ _PROBLEM = "the fidelity cannot be measured"
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How well a replacement model, with transcoders in the place of MLPs, imitates the original.
+    """How well a replacement model imitates the original model; padding is not counted.
 
-    All figures are means over real tokens.
+    In a replacement model, transcoders replace MLPs, and their errors are left out.
 
     Attributes:
-        kl: the KL divergence of the replacement's next-token distribution from the original's, in
-            nats.
-        top_token: the share of tokens at which both models predict the same token.
-        loss: the cross-entropy loss of the original, in nats per token.
-        replacement_loss: the loss of the replacement model.
-        loss_recovered: (loss without these MLPs - replacement_loss) / (loss without these MLPs -
-            loss); 1 is perfect, 0 is no better than MLPs that write 0.
+        kl: the mean of KL(original ‖ replacement) between next-token distributions, in nats.
+        top_token: the share of tokens at which both models predict the same next token.
+        loss: the mean cross-entropy loss of the original model, in nats per token.
+        replacement_loss: the same loss of the replacement model.
+        loss_recovered: (zero_loss - replacement_loss) / (zero_loss - loss), where zero_loss is the
+            loss if the outputs of these MLPs are set to 0. It is 1 if the replacement model has the
+            loss of the original, and 0 if it has zero_loss.
         layers: one row per transcoder. Columns: `layer`; `fvu`, the fraction of the variance of the
-            MLP's output that the transcoder does not explain; `l0`, the number of active features
-            per token; `dead`, the share of features that are never active in these texts. They are
-            measured in the original model, where every transcoder reads the true input.
-        n_tokens: the number of tokens.
+            MLP's output that the transcoder does not explain; `l0`, the mean number of active
+            features per token; `dead`, the share of features that are never active in these texts.
+            They are measured in the original model, so each transcoder reads the MLP's own input.
+        n_tokens: the number of tokens. `kl`, `top_token` and the losses leave out the last token of
+            each text, because no token follows it.
     """
 
     kl: float
@@ -66,20 +67,20 @@ def fidelity(
     prompts_at_once: int = 16,
     progress: bool = True,
 ) -> Fidelity:
-    """Compare a replacement model, with transcoders in the place of MLPs, with the original.
+    """Compare the replacement model, in which transcoders replace MLPs, with the original model.
 
     Args:
         model: a `TransformerBridge` or a `HookedTransformer`, without exposed neuron-heads and
-            without hooks; it is changed while the function runs, and restored.
-        transcoders: the transcoder of each layer, as for `attach`.
-        texts: held-out texts, or tokens [batch, pos].
-        mask: 1 for real tokens, 0 for padding, if `texts` are tokens.
-        prompts_at_once: how many texts to run together.
+            without hooks. It is changed while the function runs, and then restored.
+        transcoders: {layer: transcoder}, as in `attach`.
+        texts: texts, or tokens [batch, pos]; use texts that are not in the training data.
+        mask: for tokens with padding: 1 for real tokens, 0 for padding.
+        prompts_at_once: how many texts are run as one batch.
         progress: whether to show a progress bar.
 
     Raises:
-        InputError: the texts are invalid, or have fewer than two tokens.
-        UnsupportedModelError: the transcoders do not fit the model.
+        InputError: the texts are invalid, or all texts have fewer than two tokens.
+        UnsupportedModelError: the transcoders do not fit the model; see `attach`.
 
     Example:
         >>> import torch
@@ -95,7 +96,7 @@ def fidelity(
     InputError.raise_if(reasons, _PROBLEM)
     pair = single_prompts(model, texts, mask)
     if not _next(pair.clean, pair.mask)[1].any():
-        raise InputError(["got no text with two tokens or more"], _PROBLEM)
+        raise InputError(["got no text with two or more tokens"], _PROBLEM)
     chunks = [
         pair.of_prompts(range(first, min(first + prompts_at_once, len(pair.clean))))
         for first in range(0, len(pair.clean), prompts_at_once)
@@ -125,13 +126,13 @@ def _zero(value: Tensor, hook: Any) -> Tensor:
 def _next(
     tokens: Tokens, mask: Int[Tensor, "batch pos"] | None
 ) -> tuple[Int[Tensor, "batch next"], Tensor]:
-    """Return the next token of each token but the last, and whether both are real."""
+    """Return each position's next token, and whether both are real; leave out the last position."""
     real = torch.ones_like(tokens).bool() if mask is None else mask.bool()
     return tokens[:, 1:], real[:, :-1] & real[:, 1:]
 
 
 class _Totals:
-    """Sums over tokens, from which `Fidelity` is computed."""
+    """The sums over tokens from which a `Fidelity` is computed."""
 
     def __init__(self, layers: list[int]) -> None:
         self._layers = layers
@@ -140,7 +141,7 @@ class _Totals:
         self._sums: dict[tuple[int, str], Any] = {}
 
     def add_layers(self, model: Any, tokens: Tokens, mask: Tensor | None) -> None:
-        """Add the errors and the active features in a run of the model with error nodes."""
+        """Run the model with error nodes, and add its errors and its counts of active features."""
         host = host_of(model)
         errors = {layer: host.hook_name(layer, "error", "z") for layer in self._layers}
         outputs = {layer: f"blocks.{layer}.mlp.hook_out" for layer in self._layers}
@@ -174,7 +175,7 @@ class _Totals:
         replacement: Float[Tensor, "batch pos d_vocab"],
         without: Float[Tensor, "batch pos d_vocab"],
     ) -> None:
-        """Add what the logits of the original, the replacement and the ablated model predict."""
+        """Add the losses of the original, the replacement and the ablated model, and their KL."""
         following, real = _next(tokens, mask)
         log_p, log_q, log_0 = (
             to_float64_device(x[:, :-1][real]).double().log_softmax(-1)
@@ -188,7 +189,7 @@ class _Totals:
         self._n_next += len(labels)
 
     def result(self) -> Fidelity:
-        """Return the figures."""
+        """Return the fidelity over all texts that were added."""
         kl, same, loss, replaced, without = (self._logits / self._n_next).tolist()
         rows = []
         for layer in self._layers:

@@ -1,4 +1,4 @@
-"""Load transcoders from the files of other packages, and from those of `save`."""
+"""Load transcoders from files that other packages, or `save`, wrote."""
 
 import os
 import re
@@ -35,7 +35,7 @@ from attn_only_lens.transcoders.formats import (
     rename,
 )
 
-# Names in TransformerLens, and (last) the names of Gemma 3's modules in transformers.
+# Hook points in TransformerLens; the last name of each table is a module of Gemma 3.
 _INPUTS = {
     "hook_resid_mid": "stream",
     "hook_mlp_in": "stream",
@@ -49,18 +49,18 @@ _AFTER_NORM = {
     "post_feedforward_layernorm.output": True,
 }
 _WEIGHTS = (".safetensors", ".npz")
-_NOT_WEIGHTS = ("sparsity.safetensors", "activations_store_state.safetensors")  # of SAELens
+_NOT_WEIGHTS = ("sparsity.safetensors", "activations_store_state.safetensors")  # from SAELens
 _LAYER = re.compile(r"layers?[_.](\d+)")
 _HUB = re.compile(r"^hf://[^/]+/[^/]+/|\?.*")
 _EXPECTED = (
-    "expected safetensors or npz files: pickles (.pt, .bin, .pkl) can run code when they are read, "
-    "so convert them with the package that wrote them"
+    "expected safetensors or npz files; convert pickles (.pt, .bin, .pkl) with the package that "
+    "wrote them, because reading a pickle can execute arbitrary code"
 )
 
 
 @dataclass(frozen=True)
 class _File:
-    """A file with a transcoder, and what is known before its tensors are read."""
+    """A transcoder's file, with its settings and (if known) its layer; tensors are not read yet."""
 
     path: Path
     name: str
@@ -77,36 +77,39 @@ def load(
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype | None = torch.float32,
 ) -> dict[int, Transcoder]:
-    """Load transcoders from one file, or from a folder with a file for each layer.
+    """Load transcoders from one file, or from a folder with one file per layer.
 
-    Keys, settings and shapes identify the format of a file. Pickles are never read.
+    The keys, settings and shapes in a file identify its format. Pickles are never read. These
+    formats are supported:
 
-        circuit-tracer  layer_3.safetensors and config.yaml; if its list of transcoders names files
-                        on the hub, the folder must hold them under the same names
+        circuit-tracer  layer_3.safetensors and config.yaml; if config.yaml lists files on the
+                        Hugging Face hub, the folder must contain them under the same paths
         Gemma Scope     params.npz, with circuit-tracer's config.yaml or reads="normalized"
         Gemma Scope 2   params.safetensors and config.json
-        SAELens         sae_weights.safetensors and cfg.json; for the architectures transcoder,
+        SAELens         sae_weights.safetensors and cfg.json; the architectures are transcoder,
                         skip_transcoder, jumprelu_transcoder, jumprelu_skip_transcoder and topk
-        attn-only-lens  what `save` wrote
+        attn-only-lens  the files that `save` writes
 
-    The settings name the hook that a transcoder reads: hook_resid_mid and hook_mlp_in are the
-    stream before the norm, ln2.hook_normalized is the output of the norm before its gain, and
-    mlp.hook_in is the MLP's input. If they do not name the output, it is hook_mlp_out.
+    The settings name the hook point that a transcoder reads: hook_resid_mid and hook_mlp_in are the
+    residual stream before the norm ("stream"), ln2.hook_normalized is the norm's output before its
+    gain ("normalized"), and mlp.hook_in is the MLP's input ("input"). If the settings do not name
+    the hook point that the transcoder imitates, it is hook_mlp_out.
 
     Args:
         path: a file or a folder.
-        layers: the layers to load; by default all. Pass [3] if one file does not say its layer.
-        reads: "stream", "normalized" or "input", if the settings do not say what is read.
+        layers: the layers to load; None for all. If a single file does not name its layer, pass the
+            layer here, such as [3].
+        reads: "stream", "normalized" or "input", if the settings do not name the input.
         device: the device of the transcoders.
-        dtype: the floating-point type; None for the type in the file.
+        dtype: the dtype of the weights; None for the dtype in the file.
 
     Returns:
-        The transcoder of each layer.
+        {layer: transcoder}, sorted by layer.
 
     Raises:
         CheckpointError: with every reason: no file, a pickle, a damaged file, unknown settings,
-            keys, shapes or values, no known input or layer, two transcoders of one layer,
-            different widths, or a cross-layer transcoder.
+            keys, shapes or values, an unknown input or layer, two transcoders for one layer,
+            different values of d_model, or a cross-layer transcoder.
         InputError: `layers` is not valid.
 
     Example:
@@ -123,7 +126,7 @@ def load(
     plain = as_plain(layers)
     wanted = None if layers is None else [*plain] if isinstance(plain, Iterable) else [plain]
     if wanted is not None and not (wanted and all(map(is_count, wanted))):
-        reason = f"got layers={layers!r}; expected numbers of layers, such as [3]"
+        reason = f"got layers={layers!r}; expected layer numbers, such as [3]"
         raise InputError([reason], "these transcoders cannot be loaded")
     device, dtype = parse_device(device), None if dtype is None else parse_dtype(dtype)
     path = as_path(path)
@@ -135,13 +138,13 @@ def load(
     for file in files:
         layer = only if file.layer is None else file.layer
         if layer in sources:
-            reasons.append(f"got layer {layer} twice: {sources[layer]} and {file.name}")
+            reasons.append(f"got layer {layer} in two files: {sources[layer]} and {file.name}")
         if layer in sources or (wanted is not None and layer not in wanted):
             continue
         try:
             transcoder = _read(file, reads, device, dtype)
             if layer is None:
-                reason = "it does not say its layer; expected one file, and layers=[3]"
+                reason = "it does not say its layer; load it alone, with layers=[3] for layer 3"
                 raise InputError([reason], PROBLEM)
             loaded[layer] = transcoder
         except InputError as error:
@@ -151,15 +154,15 @@ def load(
         if layer is not None:
             sources[layer] = file.name
     missing = sorted(set(wanted or ()) - sources.keys())
-    reasons += [f"got no transcoder of layer {layer}" for layer in missing]
+    reasons += [f"got no transcoder for layer {layer}" for layer in missing]
     widths = {transcoder.d_model for transcoder in loaded.values()}
-    reasons += [f"got transcoders of different widths: {sorted(widths)}"] * (len(widths) > 1)
+    reasons += [f"got different values of d_model: {sorted(widths)}"] * (len(widths) > 1)
     refuse(reasons, f"{path} does not hold the transcoders of one model")
     return dict(sorted(loaded.items()))
 
 
 def _files(path: Path) -> Iterator[_File]:
-    """Yield the files with transcoders, with their settings and layers."""
+    """Yield the transcoders' files, with their settings and layers."""
     root = path if path.is_dir() else path.parent
     refuse([] if path.exists() else [_EXPECTED], f"{path} is missing")
     inside = [x for x in sorted(path.rglob("*")) if x.is_file()] if path.is_dir() else [path]
@@ -174,14 +177,14 @@ def _files(path: Path) -> Iterator[_File]:
     order = [(places.get(name), name) for name in files]
     if listed and path.is_dir():
         missing = [f"got no {name}" for name in listed if name not in files]
-        refuse(missing, f"{path} lacks files in the list of config.yaml: download them")
+        refuse(missing, f"{path} lacks files that config.yaml lists: download them")
         order = list(enumerate(listed))
     for place, name in order:
         yield _file(files[name], name, _config(files[name].parent) or above, place)
 
 
 def _file(path: Path, name: str, config: Config, place: int | None) -> _File:
-    """Return a file with its layer: its place in a list, or from its settings or its path."""
+    """Return a file with its layer, which is its place in a list, or is in its settings or path."""
     if path.suffix == ".safetensors":
         with (
             checkpoint_errors(f"{path} is not a readable safetensors file"),
@@ -201,7 +204,7 @@ def _file(path: Path, name: str, config: Config, place: int | None) -> _File:
 
 
 def _config(folder: Path) -> Config:
-    """Return the settings in a folder, {} if there are none."""
+    """Return the settings in a folder; {} if there are none."""
     names = [x for x in ("cfg.json", "config.json", "config.yaml") if (folder / x).is_file()]
     if not names:
         return {}
@@ -209,15 +212,15 @@ def _config(folder: Path) -> Config:
     with checkpoint_errors(f"{path} cannot be used"):
         is_yaml = path.suffix == ".yaml"
         config = yaml.safe_load(path.read_text("utf-8")) if is_yaml else read_json(path)
-        # The names on the hub are hf://owner/repository/folder/file?revision=…
+        # Names on the Hugging Face hub look like hf://owner/repository/folder/file?revision=…
         listed = [_HUB.sub("", uri) for uri in config.get("transcoders", [])]
         return {**config, **config.get("metadata", {}), "transcoders": listed}
 
 
 def _hook(config: Config, end: str, known: Iterable[str]) -> tuple[int | None, str | None]:
-    """Return the layer (if it is named) and the name of the hook that is read or written."""
-    # SAELens calls the input of Gemma Scope 2 hook_mlp_in, which in TransformerLens is the stream
-    # before the norm. The name in transformers is right, so it comes first.
+    """Return the layer (None if unknown) and the name of the input's or output's hook point."""
+    # For Gemma Scope 2, SAELens names hook_mlp_in, which in TransformerLens is the stream before
+    # the norm. This is wrong, but the name in transformers is right, so it is tried first.
     suffix = "" if end == "in" else "_out"
     keys = (f"feature_{end}put_hook", f"hf_hook_point_{end}", f"hf_hook_name{suffix}")
     hooks = []
@@ -257,7 +260,7 @@ def _read(
 
 
 def _ends(config: Config, reads: str | None) -> dict[str, Any]:
-    """Return what a transcoder reads, and whether it writes after a norm."""
+    """Return what a transcoder reads, and whether it imitates the output after a norm."""
     read = _hook(config, "in", _INPUTS)[1]
     written = _hook(config, "out", _AFTER_NORM)[1] or "hook_mlp_out"
     reasons = option_reasons("output hook", written, tuple(_AFTER_NORM))
@@ -266,9 +269,9 @@ def _ends(config: Config, reads: str | None) -> dict[str, Any]:
     elif reads is None:
         reasons.append(
             "it does not say what it reads; expected reads='stream' (before the norm), "
-            "'normalized' (after the norm, before its gain) or 'input' (of the MLP). Gemma Scope's "
-            "transcoders read 'normalized'; its sparse autoencoders have the same keys, and are "
-            "not transcoders"
+            "'normalized' (after the norm, before its gain) or 'input' (the MLP's input). Gemma "
+            "Scope's transcoders read 'normalized'; its sparse autoencoders have the same keys, "
+            "but are not transcoders"
         )
     InputError.raise_if(reasons, PROBLEM)
     return {"reads": reads if read is None else _INPUTS[read], "after_norm": _AFTER_NORM[written]}

@@ -1,4 +1,4 @@
-"""Save transcoders to a folder, one safetensors file for each layer."""
+"""Save transcoders to a folder, with one safetensors file per layer."""
 
 import os
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from attn_only_lens.storage import Document, atomic_folder, open_folder, write_t
 
 
 class TranscoderFields(TypedDict):
-    """The fields of the document in a file of a transcoder."""
+    """The metadata in a transcoder's file."""
 
     layer: int
     activation: str
@@ -28,21 +28,22 @@ DOCUMENT = Document("attn_only_lens.Transcoder", 1, TranscoderFields)
 
 
 def save(folder: str | os.PathLike[str], transcoders: Mapping[int, Transcoder]) -> Path:
-    """Save transcoders to a folder, completely or not at all.
+    """Save transcoders to a folder; if an error occurs, the folder is not changed.
 
-    `layer_3.transcoder.safetensors` holds the transcoder of layer 3, with a digest. Transcoders
-    that `save` wrote to this folder before are replaced.
+    `layer_3.transcoder.safetensors` contains the transcoder of layer 3, with a digest. All earlier
+    transcoders in this folder are replaced or removed.
 
     Args:
-        folder: the folder.
-        transcoders: the transcoder of each layer.
+        folder: the folder. It must be new or empty, or contain only files that `save` wrote.
+        transcoders: {layer: transcoder}.
 
     Returns:
         The folder.
 
     Raises:
-        InputError: there is no transcoder, or a layer is not a number ≥ 0.
-        CheckpointError: the folder holds other files, or cannot be written.
+        InputError: there is no transcoder, a layer is not an int ≥ 0, or a value is not a
+            `Transcoder`.
+        CheckpointError: the folder contains other files, or cannot be written.
 
     Example:
         >>> import tempfile, torch
@@ -54,7 +55,7 @@ def save(folder: str | os.PathLike[str], transcoders: Mapping[int, Transcoder]) 
         {5: <Transcoder of 3 features (topk, k=1), reads input>}
     """
     reasons = [
-        f"got {layer!r}: {transcoder!r:.80}; expected the number of a layer, and a Transcoder"
+        f"got {layer!r}: {transcoder!r:.80}; expected a layer number, and a Transcoder"
         for layer, transcoder in transcoders.items()
         if not is_count(layer) or not isinstance(transcoder, Transcoder)
     ]

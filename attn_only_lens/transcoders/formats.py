@@ -1,7 +1,8 @@
-"""The formats of other packages: keys, layouts and settings, without files.
+"""The formats of transcoders in other packages: their keys, layouts and settings.
 
-A name with .T is the transpose of the tensor in `Transcoder`: there, W_enc is [d_model, d_features]
-and W_skip maps x to x W_skip. All formats have W_dec [d_features, d_model].
+In `Transcoder`, W_enc is [d_model, d_features], W_dec is [d_features, d_model], and W_skip maps x
+to x W_skip. In the tables below, W_enc.T and W_skip.T are the transposes of these tensors. W_dec is
+[d_features, d_model] in all formats.
 
 Sources: circuit_tracer 0.5.0, `transcoder/single_layer_transcoder.py`; sae_lens 6.54,
 `saes/transcoder.py`, `saes/topk_sae.py` and `loading/pretrained_sae_loaders.py`; the README of
@@ -24,7 +25,7 @@ OURS, CIRCUIT_TRACER, SAELENS = "attn-only-lens", "circuit-tracer", "SAELens"
 GEMMA_SCOPE, GEMMA_SCOPE_2 = "Gemma Scope", "Gemma Scope 2"
 _BIASES = {"b_enc": "b_enc", "b_dec": "b_dec"}
 _PLAIN = {"W_enc": "W_enc", "W_dec": "W_dec", "threshold": "threshold", **_BIASES}
-# The names in `Transcoder` of each format's keys.
+# For each format, a table from its keys to the names in `Transcoder`.
 _KEYS = {
     OURS: _PLAIN | {"W_skip": "W_skip"},
     CIRCUIT_TRACER: {
@@ -45,7 +46,7 @@ _KEYS = {
     SAELENS: _PLAIN | {"W_skip": "W_skip.T"},
 }
 _REQUIRED = ("W_enc", "W_dec", "b_enc", "b_dec")
-_ACTIVATIONS = {  # of SAELens' architectures
+_ACTIVATIONS = {  # the activation of each of SAELens' architectures
     "transcoder": "relu",
     "skip_transcoder": "relu",
     "jumprelu_transcoder": "jumprelu",
@@ -54,13 +55,13 @@ _ACTIVATIONS = {  # of SAELens' architectures
 }
 CROSS_LAYER = (
     "it is a cross-layer transcoder, whose features write to many layers; expected transcoders "
-    "that write to one layer. Support would take features with one write for each later layer, in "
-    "patches, graphs and errors"
+    "that write to one layer. Support would take heads with one output per later layer, because "
+    "all heads in patches and graphs have one output"
 )
 
 
 def identify(tensors: Tensors, config: Config, is_npz: bool) -> str:
-    """Return the format of a file by its keys, its settings and, last, its shapes."""
+    """Return the format of a file, from its keys, then its settings, then its shapes."""
     shapes = {key: list(tensor.shape) for key, tensor in tensors.items()}
     is_numbered = any(re.fullmatch(r"(W_enc|W_decs?|w_dec)[._]\d+", key) for key in shapes)
     kinds = (config.get("model_kind"), config.get("type"))
@@ -86,7 +87,7 @@ def identify(tensors: Tensors, config: Config, is_npz: bool) -> str:
 
 
 def rename(tensors: Tensors, layout: str) -> Tensors:
-    """Return the tensors with the names and layout of `Transcoder`; refuse unknown keys."""
+    """Return the tensors with the names and shapes of `Transcoder`; refuse unknown keys."""
     keys = _KEYS[layout]
     needed = {key for key, name in keys.items() if name.removesuffix(".T") in _REQUIRED}
     reasons = [f"got no {key}, which {layout} has" for key in sorted(needed - tensors.keys())]
@@ -115,10 +116,10 @@ def rename(tensors: Tensors, layout: str) -> Tensors:
 
 
 def fold_saelens(tensors: Tensors, config: Config) -> tuple[Tensors, dict[str, Any]]:
-    """Fold SAELens' settings into the weights, in float64; return also activation and k.
+    """Fold SAELens' settings into the weights, in float64; also return the activation and k.
 
     With apply_b_dec_to_input, the encoder reads x - b_dec. With rescale_acts_by_decoder_norm, topk
-    compares q times the norm of the feature's row of W_dec.
+    ranks features by q times the norm of the feature's row of W_dec.
     """
     architecture = str(config.get("architecture"))
     activation = _ACTIVATIONS.get(architecture)
@@ -134,12 +135,15 @@ def fold_saelens(tensors: Tensors, config: Config) -> tuple[Tensors, dict[str, A
     }
     reasons = [
         f"got {key}={config.get(key)!r} in cfg.json, which is not supported; expected one of "
-        f"{', '.join(map(str, values))}. If SAELens can fold it into the weights, save it again"
+        f"{', '.join(map(str, values))}. If SAELens can fold this setting into the weights, fold "
+        "it, and save the transcoder again"
         for key, values in allowed.items()
         if config.get(key) not in values
     ]
     if is_sae and not config.get("hook_name_out"):
-        reasons.append("got no hook_name_out: it is a sparse autoencoder; expected a transcoder")
+        reasons.append(
+            "got no hook_name_out in cfg.json: it is a sparse autoencoder; expected a transcoder"
+        )
     for part, name in (("jumprelu", "threshold"), ("skip", "W_skip")):
         if activation and (part in architecture) != (name in tensors):
             verb = "lacks" if part in architecture else "has"
@@ -151,7 +155,7 @@ def fold_saelens(tensors: Tensors, config: Config) -> tuple[Tensors, dict[str, A
     if config.get("apply_b_dec_to_input", True):  # SAELens' default
         b_enc = b_enc - b_dec @ W_enc
     if config.get("rescale_acts_by_decoder_norm"):
-        norms = W_dec.norm(dim=-1).clamp(min=1e-8)  # SAELens' own bound when it folds
+        norms = W_dec.norm(dim=-1).clamp(min=1e-8)  # the same bound as in SAELens
         W_enc, W_dec, b_enc = W_enc * norms, W_dec / norms[:, None], b_enc * norms
     folded = {"W_enc": W_enc, "W_dec": W_dec, "b_enc": b_enc, "b_dec": b_dec}
     return folded, {"activation": activation, "k": config.get("k")}

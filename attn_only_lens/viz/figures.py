@@ -28,7 +28,7 @@ MOST_ROWS = 100
 MOST_LABELS = 60
 """The most positions of a heatmap that all get a label; the most rows with readable values."""
 MOST_NAMED = 20
-"""The most positions of a heatmap whose cells have room for names."""
+"""The largest number of positions for which the cells of a heatmap have room for names."""
 HEAD_COLOURS = {
     "attention": "#0072B2",
     "neuron": "#E69F00",
@@ -38,7 +38,7 @@ HEAD_COLOURS = {
 }  # distinguishable for colour-blind readers
 _DIVERGING = ("#b2182b", "#f4a582", "#ffffff", "#92c5de", "#2166ac")  # red (negative) to blue
 _OTHER = "#666666"
-_STRONG = 0.05  # cells with at least this share of the largest |effect| show the name of their site
+_STRONG = 0.05  # a cell shows its site's name if |effect| is at least this share of the largest
 _LINE = 95  # the maximum number of characters per line of a title
 
 
@@ -46,9 +46,9 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
     """Draw a heatmap of patching effects by layer and position, or by head and position.
 
     The effects of single patches do not add up, so a layer's cell shows the effect of its strongest
-    site, and the site's name if the effect is large and there is room; point at the cell to see the
-    name. The labels of positions contain tokens: the clean token and, where the prompts differ, the
-    corrupted token.
+    site. It shows the site's name if the effect is large and there is room; for the other names,
+    point at the cell. The labels of positions contain tokens: the clean token and, where the
+    prompts differ, the corrupted token.
 
     Args:
         sweep: the results; `sweep.query` and `sweep.top` select some of them. If the sweep has a

@@ -42,8 +42,8 @@ _FEWEST = 8  # the fewest edges into each node that a page keeps
 _EXAMPLES = 30_000  # the maximum number of example tokens on a page
 _ABOUT_KINDS = {
     "feature": "Features (F) are the units of a transcoder, which imitates the MLP of its layer.",
-    "skip": "Skip nodes (S): the input of a transcoder, which its linear map W_skip passes on.",
-    "error": "Error nodes (E): what a transcoder misses of the MLP's output at this position.",
+    "skip": "Skip nodes (S): the input of a transcoder, which W_skip maps linearly to the output.",
+    "error": "Error nodes (E): the part of the MLP's output that a transcoder misses.",
 }
 _WHAT_IS_EXACT = {
     direction: f"Exact effect, from running the model: how much the metric {what}."
@@ -346,7 +346,7 @@ def _add(details: dict[str, NodeDetails], key: str, **fields: Any) -> None:
 def _add_examples(
     details: dict[str, NodeDetails], heads: pd.DataFrame, examples: pd.DataFrame, notes: list[str]
 ) -> None:
-    """Add top examples, first of nodes with the largest |attribution|, until the page is full."""
+    """Add top examples, starting with the largest |attribution|, until the page is full."""
     known, left = set(examples["name"]), _EXAMPLES
     ranked = heads.sort_values("attribution", key=abs, ascending=False)["name"].unique()
     for index, name in enumerate(name for name in ranked if name in known):
@@ -368,8 +368,8 @@ def _add_patterns(
 ) -> None:
     """Add the patterns and z of neurons (by name), and the patterns of attention heads (by id).
 
-    Neurons that consist of several heads are skipped, because they have no single pattern; so are
-    skip and error nodes, which have none.
+    Neurons with several heads are skipped, because they have no single pattern. Skip and error
+    nodes are skipped, because they have no pattern.
     """
     most = _WEIGHTS // run.tokens.shape[1]
     heads = heads[~heads["kind"].isin(WIDE_KINDS)]

@@ -95,9 +95,9 @@ def neuron_page(
         gated MLP, how often each pair of signs occurs, with examples; the embedding tokens that
         activate the neuron most and the logits that the neuron changes most, in standard deviations
         over the vocabulary; and links to the heads with the largest `circuits.composition` scores.
-        A feature that is never active in the corpus is marked as dead. For each attention head, it
-        shows the attention by offset and by token, and the attention pattern at the tokens where
-        the head's output is largest.
+        A feature that is never active in the corpus is marked as dead. For each attention head, the
+        page shows the attention by offset and by token, and the attention pattern at the tokens
+        where the head's output is largest.
 
     Raises:
         InputError: as in `neurons.top_examples`; or there are more than 3,000 names, or the

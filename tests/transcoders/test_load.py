@@ -272,7 +272,7 @@ def test_layers_come_from_paths_settings_or_the_list(tmp_path):
         write(tmp_path, saelens(layer, threshold=random(F).abs()), f"{folder}/params.npz")
     loaded = t.load(tmp_path / "gemma", reads="normalized", layers=[3, 0])
     assert list(loaded) == [0, 3]
-    refused(tmp_path / "gemma", "no transcoder of layer 2", layers=[2, 3], reads="normalized")
+    refused(tmp_path / "gemma", "no transcoder for layer 2", layers=[2, 3], reads="normalized")
     uris = [
         f"hf://google/gemma-scope-2b-pt-transcoders/layer_{layer}/width_16k/average_l0_"
         f"{layer + 70}/params.npz?revision=main"
@@ -368,7 +368,7 @@ def test_one_flipped_bit_never_changes_what_save_stored(tmp_path):
 def test_pickles_are_refused_by_name(tmp_path, name):
     (tmp_path / name).write_bytes(b"x")
     for path in (tmp_path, tmp_path / name):
-        refused(path, name, "can run code", "expected safetensors or npz")
+        refused(path, name, "can execute arbitrary code", "expected safetensors or npz")
 
 
 def test_an_npz_with_objects_is_refused(tmp_path):
@@ -513,19 +513,19 @@ def test_layers_that_are_missing_given_twice_or_contradictory(tmp_path):
     refused(path, "does not say its layer")
     assert list(t.load(path, layers=2)) == list(t.load(path, layers=np.arange(2, 3))) == [2]
     write(tmp_path, circuit_tracer(), "layer_5.safetensors")
-    refused(tmp_path / "layer_5.safetensors", "no transcoder of layer 2", layers=[2])
+    refused(tmp_path / "layer_5.safetensors", "no transcoder for layer 2", layers=[2])
     (tmp_path / "a.safetensors").rename(tmp_path / "layer_05.safetensors")
-    refused(tmp_path, "got layer 5 twice", "layer_05", "layer_5")
+    refused(tmp_path, "got layer 5 in two files", "layer_05", "layer_5")
     write(tmp_path / "s", saelens(), "layer_3/sae_weights.safetensors", cfg_json=SAELENS)
     refused(tmp_path / "s", "different layers")
     for layers in ([], "5", [-1], 0.5, [True]):
-        refused(path.parent, "expected numbers of layers", layers=layers, error=InputError)
+        refused(path.parent, "expected layer numbers", layers=layers, error=InputError)
 
 
 def test_transcoders_of_different_widths_are_refused(tmp_path):
     write(tmp_path, circuit_tracer(), "layer_0.safetensors", config_yaml=CONFIG)
     write(tmp_path, circuit_tracer(d=D + 4), "layer_1.safetensors")
-    refused(tmp_path, "different widths: [7, 11]")
+    refused(tmp_path, "different values of d_model: [7, 11]")
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_weights_that_overflow_in_the_dtype_of_the_model():
         ({"W_dec": torch.ones(53, 25)}, r"got W_dec of shape \[53, 25\]; expected \[53, 26\]"),
         ({"b_enc": torch.full((53,), torch.nan).double()}, "b_enc with entries that are NaN"),
         ({"b_dec": torch.zeros(26)}, "expected one floating-point dtype"),
-        ({"threshold": None}, "expected thresholds for 'jumprelu'"),
+        ({"threshold": None}, "expected a threshold for 'jumprelu'"),
         ({"threshold": -torch.ones(53).double()}, "negative thresholds"),
         ({"activation": "topk", "threshold": None, "k": 54}, "got k=54"),
         ({"activation": "topk", "threshold": None}, "got k=None"),
@@ -120,7 +120,7 @@ def test_weights_that_overflow_in_the_dtype_of_the_model():
 def test_invalid_transcoders(changes, message):
     with pytest.raises(InputError, match=message):
         replace(drawn(26), **changes)
-    with pytest.raises(InputError, match="there is a W_skip"):
+    with pytest.raises(InputError, match="because W_skip reads it"):
         drawn(26, skip=True).decode(torch.zeros(53).double())
 
 

@@ -6,8 +6,8 @@
                                                    k: none; keys do not depend on the token
     the embedding    writes  W_E
 
-Features of transcoders are neuron-heads, with W_dec as W_out and W_enc as W_in. Skip nodes and
-error nodes are refused: an error is not a matrix of the model.
+Features of transcoders are neuron-heads, with W_enc as W_in and W_dec as W_out. Skip nodes and
+error nodes are refused, because an error is a value in one run and has no weights.
 
 A neuron-head's W_V has rank one, so it cancels in every composition score and is left out. A gated
 MLP has no W_V. If several heads share a neuron, head j writes w_j W_out[i] and has the query b_j

@@ -372,7 +372,7 @@ def token_paths(
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.
         neurons: `patching.neuron_heads()`, `patching.features()`, or names of whole neurons and
-            features; None for all. Thresholds of features are left out, as biases are.
+            features; None for all. Thresholds of features are left out, like biases.
         k: the largest number of rows to return.
         tokens: as in `ov_circuit`.
         n_tokens: how many tokens are listed in `reads` and `writes`.

@@ -108,8 +108,8 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
 
     Raises:
         UnsupportedModelError: `expose_neuron_heads` does not support the model.
-        CheckpointError: the model could not be loaded again, because
-            its parameters, activation, code, hooks or processing options cannot be rebuilt from its
+        CheckpointError: the model has transcoders; or it could not be loaded again, because its
+            parameters, activation, code, hooks or processing options cannot be rebuilt from its
             configuration, or its tokenizer needs its own code; or the folder holds other files.
 
     Example:
@@ -128,7 +128,7 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
             f"got {a_type(model)}; expected a TransformerBridge or a HookedTransformer"
         )
     if not has_neuron_heads(model):
-        # Save the model as if it were exposed, so that all checks are made.
+        # Expose the model during the save, so that it passes the same checks as an exposed model.
         with expose_neuron_heads(model):
             return _save(model, folder, source_name, {"layout": "plain"})
     return _save(model, folder, source_name, {})
@@ -137,7 +137,10 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
 def _save(model: _Model, folder: Path, source_name: str | None, changed: dict[str, Any]) -> Path:
     reasons = host_of(model).reasons()
     if any("feature" in heads.kinds for heads in host_of(model).neurons):
-        reasons.append("got a model with transcoders; call undo() first: they are not saved")
+        reasons.append(
+            "got a model with transcoders; call undo() first, and save the transcoders with "
+            "transcoders.save"
+        )
     if reasons:
         raise CheckpointError("; ".join(reasons))
     kind = "TransformerBridge" if isinstance(model, TransformerBridge) else "HookedTransformer"

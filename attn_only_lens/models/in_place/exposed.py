@@ -179,7 +179,7 @@ class ExposedJointBridge(_ExposedMLPBridge, JointGateUpMLPBridge):
 
 
 class ExposedFeatureMLP(_ExposedMLPBridge, FeatureMLP):
-    """A transcoder whose features are neuron-heads."""
+    """A transcoder (`FeatureMLP`) whose features are neuron-heads."""
 
     _stock = FeatureMLP
 

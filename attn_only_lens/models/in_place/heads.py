@@ -328,11 +328,11 @@ class BilinearInPlace(BilinearHeads, InPlace):
 
 
 class FeatureHeads(InPlace):
-    """The features of a transcoder that takes the place of an MLP (`FeatureMLP`), as heads."""
+    """The neuron-heads of a layer whose MLP was replaced by a transcoder (`FeatureMLP`)."""
 
     @property
     def kinds(self) -> tuple[HeadKind, ...]:  # type: ignore[override]
-        """The kinds of nodes that write to the stream."""
+        """The kinds of this layer's nodes: "feature" and, if they exist, "skip" and "error"."""
         wide = {"skip": self.mlp.W_skip is not None, "error": self.mlp.has_error}
         return ("feature", *(kind for kind in WIDE_KINDS if wide[kind]))
 

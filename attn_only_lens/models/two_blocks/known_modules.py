@@ -138,8 +138,8 @@ def _activation_reasons(act_fn: Any, name: str, silu: GeneralizedSiLU | None) ->
             computed, expected = act_fn(q), gate.activation(q)
     except Exception as error:  # custom code may raise any exception
         return [
-            f"its act_fn, {act_fn!r:.80}, cannot be tried on {len(q)} numbers ({error}); expected "
-            f"{name}, elementwise"
+            f"its act_fn, {act_fn!r:.80}, raised an error for an input of {len(q)} numbers "
+            f"({error}); expected {name}, elementwise"
         ]
     same_shape = computed.shape == q.shape
     if same_shape and torch.allclose(computed, expected, rtol=1e-12, atol=1e-14):
