@@ -60,7 +60,8 @@ def comparison_report(comparison: Comparison) -> Page:
     every = pd.concat([comparison.heads, comparison.neurons], ignore_index=True)
     changed = _largest(every, ["estimated_drop_change"], _ROWS)
     new = _largest(comparison.new, ["share"], _ROWS)
-    title = f"{model_title(about['model'])}: {about['metric']}, original against grown"
+    model = model_title(about["model"])
+    title = f"{model}: " * bool(model) + f"{about['metric']}, original against grown"
     models = pd.DataFrame(about["values"]).T.rename_axis("model").reset_index()
     models = models.assign(
         circuit_size=about["circuit_sizes"][: len(models)],
@@ -105,8 +106,10 @@ def comparison_circuit(comparison: Comparison) -> Page:
     refuse(*["neither circuit has a node"] * (not len(nodes)))
     nodes = _largest(nodes, ["effect", "grown_effect"], _NODES).sort_index()
     lost = nodes["status"] == "lost"
-    drawn = nodes[["id", "kind", "layer", "name", "position", "status"]].assign(
-        value=np.nan, attribution=np.where(lost, nodes["effect"], nodes["grown_effect"])
+    drawn = nodes[["id", "kind", "layer", "position", "status"]].assign(
+        name=nodes["id"],
+        value=np.nan,
+        attribution=np.where(lost, nodes["effect"], nodes["grown_effect"]),
     )
     embedded = [
         {"id": f"embed@{token}", "kind": "embed", "name": "embed", "position": token}
@@ -119,6 +122,7 @@ def comparison_circuit(comparison: Comparison) -> Page:
     weight = np.where(edges["status"] == "lost", edges["weight"], edges["grown_weight"])
     edges = edges[["source", "target", "kind", "status"]].assign(weight=weight)
     about = comparison.about
+    model = model_title(about["model"])
     every, counts = comparison.nodes["status"], drawn["status"].value_counts()
     notes = [
         "Of the model's heads and neurons, "
@@ -137,7 +141,7 @@ def comparison_circuit(comparison: Comparison) -> Page:
         "tokens": list(comparison.tokens),
         "metric": about["metric"],
         "value": about["values"]["grown"]["clean"],
-        "model": f"{model_title(about['model'])}, original against grown",
+        "model": f"{model}, " * bool(model) + "original against grown",
         "notes": notes,
     }
     return circuit_page(drawn, edges, meta)
