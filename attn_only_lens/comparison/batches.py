@@ -108,8 +108,8 @@ def _cut(
         n = -(-len(numbers) // size)
         masks = [None] * n if pair.mask is None else pair.mask.tensor_split(n)
         sides = pair.clean.tensor_split(n), pair.corrupted.tensor_split(n), masks
-        for rows, *batch in zip(numbers.tensor_split(n), *sides, strict=True):
-            yield PromptPair(*batch), _metric_of(metric, rows.tolist(), n_all)
+        metrics = [_metric_of(metric, rows.tolist(), n_all) for rows in numbers.tensor_split(n)]
+        yield from zip(map(PromptPair, *sides), metrics, strict=True)
 
 
 def _metric_of(metric: AnyMetric, prompts: Sequence[int], n_all: int) -> AnyMetric:

@@ -152,9 +152,9 @@ def circuit_view(
     refuse(*reasons, *_exact_reasons(graph, exact))
     notes = [*notes, *_notes_about(graph, prompt)]
     if graph.corrupted and prompts is not None:
-        runs = "attention of both runs, and tokens that the change of an output raises and lowers"
+        both = "attention of both runs, and tokens that the change of an output raises and lowers"
         clean = "attention and tokens of the clean run; corrupted= shows both runs"
-        notes.append(f"Details: {clean if corrupted is None else runs}.")
+        notes.append(f"Details: {clean if corrupted is None else both}.")
     measured, state = _groups(graph, groups, state)
     columns = pd.DataFrame(index=graph.heads["id"])
     if exact is not None:

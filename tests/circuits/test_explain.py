@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from attn_only_lens import circuits, expose_neuron_heads, neurons, pretrained, tasks
 from attn_only_lens import patching as p
@@ -213,6 +214,25 @@ def test_it_is_saved_with_all_its_files_and_its_page_names_nodes(why, tmp_path):
     pd.testing.assert_frame_equal(attribution.to_frame(), why.attribution.to_frame())
     assert ", by pattern" in (tmp_path / "why" / "page.html").read_text("utf-8")
     why.save(tmp_path / "why")  # again, over it
+
+
+def test_a_page_without_words_separates_numbers_and_says_what_carries_each_share():
+    model = expose_neuron_heads(pretrained.modular_addition(), copy=True).model
+    model.cfg.model_name = "custom"  # TransformerLens' name of a model that was built from a config
+    clean, corrupted = torch.tensor([[3, 4, 113]]), torch.tensor([[3, 5, 113]])
+    why = circuits.explain(model, clean, corrupted, p.logit_diff(7, 8), n_patched=1)
+    page = str(why.view())
+    assert "Corrupted prompt: 3 5 113" in page
+    assert f"<title>{why.attribution.clean_and_corrupted}</title>" in page
+    names = json.loads(page.split('id="state">')[1].split("</script>")[0])["names"]
+    carriers = set()
+    for row in why.table().to_dict("records"):
+        parts = {name: abs(row[f"by_{name}"]) for name in ("pattern", "value")}
+        smaller = min(parts.values()) / sum(parts.values())
+        carrier = "both" if smaller > 1 / 3 else max(parts, key=lambda name: parts[name])
+        assert names[row["id"]].endswith(f", by {carrier}")
+        carriers.add(carrier)
+    assert "both" in carriers
 
 
 def test_neurons_are_named_after_the_tokens_where_they_are_largest(model, why):
