@@ -103,6 +103,7 @@ def contrast():
     return graph, model, clean, corrupted, page
 
 
+@needs_hooked_transformer
 def test_a_page_of_a_difference_has_both_runs(contrast):
     """Against cached patterns, and the logits of the change of each output."""
     graph, model, clean, corrupted, page = contrast
@@ -134,6 +135,7 @@ def test_a_page_of_a_difference_has_both_runs(contrast):
     assert any("corrupted= shows both runs" in note for note in one_run["notes"])
 
 
+@needs_hooked_transformer
 @needs_browser
 def test_the_panel_shows_both_runs(contrast, opened):
     graph, page = contrast[0], contrast[-1]
@@ -152,6 +154,7 @@ def test_the_panel_shows_both_runs(contrast, opened):
         assert details[node]["writes"][0][0] in shown.texts("#writes-tokens td")
 
 
+@needs_hooked_transformer
 def test_corrupted_prompts_of_another_graph_are_refused(contrast, drawn):
     graph, model, clean, corrupted, _ = contrast
     of_one_run, _, prompts, _ = drawn
