@@ -96,9 +96,9 @@ def circuits_of(done: Run, null: HookedTransformer | None, study: Study) -> pd.D
         gained = nodes.loc[nodes["original_name"].isna(), "name"].str.contains("N").sum()
         heads = comparison.new.query("kind == 'attention'")["share"].sum()
         extra = {"when": when, "new_neurons_in_circuit": gained, "share_new_heads": heads}
-        frames.append(
-            comparison.circuits.replace({"pair": {"null model": "again"}}).assign(**extra)
-        )
+        names = {"original and grown": "grown", "grown and null": "again"}
+        overlap = comparison.circuits.rename(columns={"first": "original", "second": "grown"})
+        frames.append(overlap.replace({"pair": names}).assign(**extra))
     return pd.concat(frames)
 
 

@@ -5,15 +5,19 @@ difference. An attribution graph of the difference shows how the circuit's sites
 The strongest sites are also patched one by one, which gives their exact effects.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 import pandas as pd
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from attn_only_lens.arguments import positive_reasons
 from attn_only_lens.axes import SELF
@@ -25,7 +29,7 @@ from attn_only_lens.circuits.export import to_json
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.model_answers import answer_cells, answer_warnings, model_answers
 from attn_only_lens.circuits.stability import resamples_reasons
-from attn_only_lens.circuits.weights.vocabulary import DirectEffects
+from attn_only_lens.circuits.weights.vocabulary import DirectEffects, TokenScores
 from attn_only_lens.engine.contrast import float32_slopes
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric
@@ -42,13 +46,24 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.storage.atomic import atomic_folder, write_text
 
 _LONGEST = 9  # the maximum length of a token in a label, in characters
+_APART = 0.1  # weights that differ by less, and sizes that differ by a smaller share, are alike
+_BOTH = 1 / 3  # a site acts by pattern and by value if the smaller part is this share of their sum
+_HELD_OUT = 0.7  # warn if circuits keep less than this share of their faithfulness
+_CHANGE = (
+    "Descriptions are of the clean run; 'corrupted' follows if the corrupted run differs. 'raises' "
+    "and 'lowers' list the tokens whose logits the change of the site's output, clean minus "
+    "corrupted, raises and lowers most, by the direct path."
+)
 _MEANINGS = (
     "share: the part of the difference that passes through the site, by its pattern (by_pattern) "
     "and by its value (by_value). A path through several sites counts at each of them, so shares "
     "can add up to more than 1. denoise, noise: the part that a patch of this site alone brings "
-    "back to the corrupted run, or removes from the clean run."
+    f"back to the corrupted run, or removes from the clean run. {_CHANGE}"
 )
-_OF_SEVERAL = " Ranks are medians, probabilities means, over {} prompts; tokens are of the first."
+_OF_SEVERAL = (
+    " Ranks are medians, and probabilities, attention, gates and outputs are means, over {} "
+    "prompts; tokens are of the first."
+)
 _FILES = ("explanation.csv", "circuit.json", "graph.json", "attribution.parquet", "page.html")
 _WIDE = {
     "skip": "what W_skip reads",
@@ -69,11 +84,16 @@ class Explanation:
         answers: one row for each run ("clean", "corrupted") and prompt, with the most probable
             token and its probability, and each answer of the metric ("correct" and "wrong", or
             "answer") with its rank and its probability.
-        does: a short description of what each node reads and writes, by node id.
-        labels: the label of each node, by id: its name with the token that it attends to or
-            promotes most.
+        does: a short description of what each node reads and writes, by node id: what it does in
+            the clean run and, if this differs, in the corrupted run; and the tokens whose logits
+            the change of its output (clean minus corrupted) raises and lowers most. Numbers are
+            means over prompts; tokens are of the first prompt.
+        labels: the label of each node, by id: a head with the token to which it attends most (in
+            the clean run / in the corrupted run), another node with the token that the change of
+            its output raises (↑) or lowers (↓) most.
         model: the model that was explained.
         clean: the clean prompts.
+        corrupted: the corrupted prompts.
     """
 
     attribution: Sweep
@@ -85,12 +105,35 @@ class Explanation:
     labels: dict[str, str]
     model: Any
     clean: Prompts
+    corrupted: Prompts
 
     @property
     def title(self) -> str:
-        """A sentence that states the circuit's size and how much of the difference it keeps."""
-        kept, n = self.circuit.faithfulness, len(self.circuit)
-        return f"{n:,} of {self.circuit.n_sites:,} sites keep {kept:.0%} of the difference"
+        """A sentence that states the circuit's size and how much of the difference it keeps.
+
+        If prompts were resampled, it also states how much the resampled circuits keep on held-out
+        prompts.
+        """
+        kept, n, held_out = self.circuit.faithfulness, len(self.circuit), self._held_out
+        title = f"{n:,} of {self.circuit.n_sites:,} sites keep {_percent(kept)} of the difference"
+        return title + f" ({_percent(held_out or 0)} on held-out prompts)" * (held_out is not None)
+
+    @property
+    def _held_out(self) -> float | None:
+        stability = self.circuit.stability
+        return None if stability is None else float(stability.held_out["mean"]["faithfulness"])
+
+    @property
+    def _warnings(self) -> list[str]:
+        """Warnings about the prompts, and about a circuit that does not hold on other prompts."""
+        held_out, warnings = self._held_out, answer_warnings(self.answers)
+        if held_out is not None and held_out < _HELD_OUT * self.circuit.faithfulness:
+            warnings.append(
+                f"Warning: circuits for half of the prompts keep only {_percent(held_out)} of the "
+                "difference on the other half. This circuit may not hold on new prompts: choose "
+                "more prompts."
+            )
+        return warnings
 
     @property
     def neurons(self) -> list[str]:
@@ -99,15 +142,16 @@ class Explanation:
         return list(heads.loc[heads["kind"].isin(NEURON_KINDS), "name"].unique())
 
     def table(self) -> pd.DataFrame:
-        """Return a frame with one row per site of the circuit, sorted by decreasing |share|.
+        """Return a frame with one row per node of the graph, sorted by decreasing |share|.
 
-        The columns are `id`; `token`, the token at the site's position in the first clean prompt;
-        `does`, what the site reads and writes; `share`, the site's share of the difference, which
-        is the sum of `by_pattern` and `by_value`; and `denoise` and `noise`. `denoise` is the
-        effect of patching only this site in the corrupted run, and `noise` is the effect in the
-        clean run, both as shares of the difference. Both are missing for sites that were not
-        patched. A path through several sites is counted for each of these sites, so shares can add
-        up to more than 1.
+        The nodes are the sites of the circuit or, if it has more than `most_nodes` sites (see
+        `explain`), the sites with the largest |share|. The columns are `id`; `token`, the token at
+        the site's position in the first clean prompt; `does`, what the site reads and writes (see
+        the attribute `does`); `share`, the site's share of the difference, which is the sum of
+        `by_pattern` and `by_value`; and `denoise` and `noise`. `denoise` is the effect of patching
+        only this site in the corrupted run, and `noise` is the effect in the clean run, both as
+        shares of the difference. Both are missing for sites that were not patched. A path through
+        several sites is counted for each of these sites, so shares can add up to more than 1.
         """
         frame = self.attribution.to_frame().set_axis(_ids(self.attribution))
         rows = frame.loc[self.graph.heads["id"], ["by_pattern", "by_value"]].reset_index(names="id")
@@ -140,22 +184,26 @@ class Explanation:
             if name in peaks:
                 labels[node] = f"{name} at “{peaks[name].strip()[:_LONGEST]}”"
         for row in self.table().to_dict("records"):
-            kind = "pattern" if abs(row["by_pattern"]) > abs(row["by_value"]) else "value"
-            names[row["id"]] = f"{labels[row['id']]}, by {kind}"
+            names[row["id"]] = f"{labels[row['id']]}, by {_by(row['by_pattern'], row['by_value'])}"
         circuit, answers = self.circuit, answer_cells(self.answers).items()
         notes = [
-            f"{self.title}; everything else keeps {circuit.completeness:.0%}.",
+            f"{self.title}; everything else keeps {_percent(circuit.completeness)}.",
+            *self._omitted,
             *(f"The {run} run: {'; '.join(map(' '.join, row.items()))}." for run, row in answers),
-            *answer_warnings(self.answers),
-            "Labels: ← the token that a head attends to most, → the token promoted most.",
+            *self._warnings,
+            "Labels: ← the token to which a head attends most (clean / corrupted run); ↑ or ↓ the "
+            "token whose logit the change of the node's output, clean minus corrupted, raises or "
+            "lowers most; by pattern, value or both: what carries the node's share.",
         ]
         if (tokens := self.attribution.tokens) is not None:
             texts = [text for text in tokens.corrupted[0] if text is not None]
-            notes.insert(0, f"Corrupted prompt: {''.join(texts)}")
+            space = "" if getattr(self.model, "tokenizer", None) else " "
+            notes.insert(0, f"Corrupted prompt: {space.join(texts)}")
         return viz.circuit_view(
             self.graph,
             self.model,
             self.clean,
+            corrupted=self.corrupted,
             exact=self.patches["noise"],
             notes=notes,
             examples=examples,
@@ -187,20 +235,35 @@ class Explanation:
             rows[name] = rows[name].str.ljust(rows[name].str.len().max())
         text = rows.to_string(index=False, float_format="{:.2f}".format, na_rep="")
         head, *lines = text.splitlines()
-        lines = [f"{x}\n    {does:.76}" for x, does in zip(lines, table["does"], strict=False)]
+        descriptions = map(_indented, table["does"])
+        lines = list(chain(*zip(lines, filter(None, descriptions), strict=False)))
         if len(table) > k:
-            lines.append(f"... {len(table) - k} more rows; see .table(), or --top in a shell")
+            lines.append(f"... {len(table) - k} more rows: .table() in Python, --top in a shell")
+        lines += [fill(text, 80) for text in self._omitted]
         meanings = f"{_MEANINGS} {MISSING}" + _OF_SEVERAL.format(n) * (n > 1)
         return "\n".join(
             [
-                f"{self.title}; everything else keeps {self.circuit.completeness:.0%}",
+                fill(
+                    f"{self.title}; everything else keeps {_percent(self.circuit.completeness)}", 80
+                ),
                 self.attribution.clean_and_corrupted,
                 pd.DataFrame(answer_cells(self.answers)).T.to_string(),
-                *(fill(warning, 80) for warning in answer_warnings(self.answers)),
+                *(fill(warning, 80) for warning in self._warnings),
                 *("", head, *lines, "", fill(meanings, 80)),
-                *([] if stability is None else ["", f"Stability: {stability!r}"]),
+                *([] if stability is None else ["", fill(f"Stability: {stability!r}", 80)]),
             ]
         )
+
+    @property
+    def _omitted(self) -> list[str]:
+        """A sentence, in a list, if the graph and the table lack sites of the circuit."""
+        listed, n = len(self.graph.heads), len(self.circuit)
+        if listed == n:
+            return []
+        return [
+            f"Of the circuit's {n:,} sites, the graph and the table have the {listed:,} with the "
+            "largest |share|: for more, pass most_nodes= to explain."
+        ]
 
     def __repr__(self) -> str:
         return self.text()
@@ -208,6 +271,25 @@ class Explanation:
     def _repr_html_(self) -> str:
         html: str = self.view()._repr_html_()
         return html
+
+
+def _indented(text: str) -> str:
+    """Return a description as indented lines of 80 columns, without line breaks in tokens."""
+    kept = re.sub(r"""(['"]) """, "\\1\N{NO-BREAK SPACE}", text)
+    lines = fill(kept, 80, initial_indent=" " * 4, subsequent_indent=" " * 6)
+    return lines.replace("\N{NO-BREAK SPACE}", " ")
+
+
+def _percent(value: float) -> str:
+    return f"{round(value, 2) + 0.0:.0%}"  # adding 0.0 turns -0% into 0%
+
+
+def _by(by_pattern: float, by_value: float) -> str:
+    """Return what carries a node's share: "pattern", "value" or "both"."""
+    pattern, value = abs(by_pattern), abs(by_value)
+    if min(pattern, value) > _BOTH * (pattern + value):
+        return "both"
+    return "pattern" if pattern > value else "value"
 
 
 def _ids(sweep: Sweep) -> "pd.Series[str]":
@@ -231,7 +313,7 @@ def explain(
     """Explain why a metric differs between a clean and a corrupted prompt.
 
     Every position is a site of its own. For chosen positions or roles, use `discover` and
-    `attribution_graph`.
+    `attribution_graph`. The circuit is the circuit that `discover` finds with its default settings.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -265,7 +347,7 @@ def explain(
     with float32_slopes(model, prompt_pair(model, clean, corrupted), metric):
         whole = attribution(*prompts, method="secant", budget=0, split=True, progress=False)
         search: dict[str, Any] = {"faithfulness": faithfulness, "resamples": resamples}
-        circuit = discover(*prompts, **search, method="secant", budget=0, progress=progress)
+        circuit = discover(*prompts, **search, progress=progress)
         shares = whole.to_frame().set_index(["name", "position"])["score"]
         keys = list(zip(circuit.frame["name"], circuit.frame["position"], strict=True))
         keys = sorted(keys, key=lambda key: -abs(float(shares[key])))[:most_nodes]
@@ -278,7 +360,7 @@ def explain(
         patches = {way: activation_patch(*prompts, direction=way, **options) for way in ways}
         nodes = [(str(name), int(position)) for name, position in keys]
         what = _what_nodes_do(model, prompt_pair(model, clean, corrupted), metric, nodes)
-        return Explanation(whole, circuit, graph, patches, *what, model, clean)
+        return Explanation(whole, circuit, graph, patches, *what, model, clean, corrupted)
 
 
 @torch.no_grad()
@@ -288,35 +370,87 @@ def _what_nodes_do(
     """Return the model's answers, a description of each node, and a label for each node."""
     host, heads = host_of(model), [HeadName.parse(name) for name, _ in nodes]
     hooks = {
-        host.hook_name(head.layer, head.kind, point) for head in heads for point in ("z", "pattern")
+        point: [host.hook_name(head.layer, head.kind, point) for head in heads]
+        for point in ("z", "pattern")
     }
-    run = record(model, pair.clean, pair.mask, names=sorted(hooks))
-    corrupted = record(model, pair.corrupted, pair.mask)
-    answers = model_answers(model, pair, metric, run.logits, corrupted.logits)
-    written = DirectEffects(model).promoted_tokens(run.hooked, nodes, 2)
-    texts = [token_text(model, token) for token in pair.clean[0].tolist()]
+    names = sorted({*hooks["z"], *hooks["pattern"]})
+    runs = [record(model, side, pair.mask, names=names) for side in (pair.clean, pair.corrupted)]
+    answers = model_answers(model, pair, metric, *(run.logits for run in runs))
+    clean, corrupted = (run.hooked for run in runs)
+    changes = {hook: clean[hook][:1] - corrupted[hook][:1] for hook in hooks["z"]}
+    written = DirectEffects(model).promoted_tokens(changes, nodes, 2)
     does, labels = dict[str, str](), dict[str, str]()
-    for head, (name, position), top in zip(heads, nodes, written, strict=True):
-        tokens = [token_text(model, token) for token, _ in top[:2]]
-        writes = f"writes {', '.join(map(repr, tokens))}" if tokens else ""
-        label = f"{name} → {tokens[0].strip()[:_LONGEST]}" if tokens else name
-        z, pattern = (
-            run.hooked[host.hook_name(head.layer, head.kind, point)][0]
-            for point in ("z", "pattern")
-        )
-        reads = ""
+    rows = zip(heads, nodes, written, hooks["z"], hooks["pattern"], strict=True)
+    for head, (name, position), top, of_z, of_pattern in rows:
+        here = pair.real[:, position]  # prompts that have a token at this position
+
+        def means(hook: str, *index: Any, here: Tensor = here) -> list[Tensor]:
+            """Return a part of an activation in both runs, averaged over prompts."""
+            both = (run[hook][(slice(None), *index)] for run in (clean, corrupted))
+            return [x[here.to(x.device)].float().mean(0) for x in both]
+
+        writes, label = _writes(model, top)
         if head.kind in WIDE_KINDS:
-            reads = f"{_WIDE[head.kind]}, length {float(z[position].norm()):.2f}"
+            lengths = [float(z.norm()) for z in means(of_z, position)]
+            reads = f"{_WIDE[head.kind]}, {_in_both_runs('length', lengths)}"
         elif head.kind == "attention":
-            weights = pattern[head.index, position, : len(texts)]
-            most = int(weights.argmax())
-            reads = f"looks at {texts[most]!r} ({float(weights[most]):.0%})"
-            label = f"{name} ← {texts[most].strip()[:_LONGEST]}"
-        elif head.kind == "feature":
-            here = float(z[position, head.index])
-            reads = f"active, z {here:.2f}" if here else "inactive"
-        elif host.neurons[head.layer].heads_per_neuron == 1:
-            reads = f"gate {float(pattern[head.index, position, SELF]):.2f}"
+            reads, label = _looks(model, pair, means(of_pattern, head.index, position))
+        else:
+            neurons = host.neurons[head.layer]
+            outputs = [
+                float(neurons.neuron_outputs(z.squeeze(-1))[head.index])
+                for z in means(of_z, position)
+            ]
+            is_off = head.kind == "feature" and not any(outputs)
+            reads = "inactive" if is_off else _in_both_runs("z", outputs)
+            if head.kind == "neuron" and neurons.heads_per_neuron == 1:
+                gates = [float(x) for x in means(of_pattern, head.index, position, SELF)]
+                reads = f"{_in_both_runs('gate', gates, _APART)}; {reads}"
         key = f"{name}@{position}"
-        does[key], labels[key] = "; ".join(filter(None, (reads, writes))), label
+        does[key], labels[key] = "; ".join(filter(None, (reads, writes))), f"{name} {label}".strip()
     return answers, does, labels
+
+
+def _in_both_runs(what: str, values: Sequence[float], apart: float | None = None) -> str:
+    """Return a value in the clean run and, if it differs, in the corrupted run."""
+    clean, corrupted = values
+    apart = _APART * max(abs(clean), abs(corrupted)) if apart is None else apart
+    differs = abs(clean - corrupted) > apart
+    return f"{what} {clean:.2f}" + f", corrupted {corrupted:.2f}" * differs
+
+
+def _looks(
+    model: Any, pair: PromptPair, patterns: Sequence[Float[Tensor, "key_pos"]]
+) -> tuple[str, str]:
+    """Return the tokens to which a head attends most in each run, as a text and as a label."""
+    keys = [int(weights.argmax()) for weights in patterns]
+    shares = [float(weights[key]) for weights, key in zip(patterns, keys, strict=True)]
+    sides = (pair.clean[0], pair.corrupted[0])
+    texts = [token_text(model, int(side[key])) for side, key in zip(sides, keys, strict=True)]
+    short = [text.strip()[:_LONGEST] for text in texts]
+    names = [
+        repr(text) + f"@{key}" * (keys[0] != keys[1] and texts[0] == texts[1])
+        for text, key in zip(texts, keys, strict=True)
+    ]
+    other = keys[0] != keys[1] or texts[0] != texts[1]
+    reads = f"looks at {names[0]} ({shares[0]:.0%})"
+    if other or abs(shares[0] - shares[1]) > _APART:
+        reads += f", corrupted {names[1]} ({shares[1]:.0%})"
+    return reads, f"← {' / '.join(short if other else short[:1])}"
+
+
+def _writes(model: Any, top: TokenScores) -> tuple[str, str]:
+    """Return the tokens that a change raises and lowers, the stronger end first, and a label."""
+    ends = [("raises", "↑", [token for token, amount in top if amount > 0])]
+    ends += [("lowers", "↓", [token for token, amount in reversed(top) if amount < 0])]
+    if top and abs(top[-1][1]) > abs(top[0][1]):
+        ends.reverse()
+    texts = [
+        (verb, arrow, [token_text(model, token) for token in tokens[:2]])
+        for verb, arrow, tokens in ends
+        if tokens
+    ]
+    if not texts:
+        return "", ""
+    writes = "; ".join(f"{verb} {', '.join(map(repr, tokens))}" for verb, _, tokens in texts)
+    return writes, f"{texts[0][1]} {texts[0][2][0].strip()[:_LONGEST]}"

@@ -13,6 +13,7 @@ from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.tokens import token_text
 
 _RUNS = ("clean", "corrupted")
+_FAR = 1000  # the model does not give an answer with this rank, or a higher one
 _ROLES = {2: ("correct", "wrong"), 1: ("answer",), 0: ()}
 
 
@@ -57,18 +58,43 @@ def answer_cells(answers: pd.DataFrame) -> dict[str, dict[str, str]]:
 
 
 def answer_warnings(answers: pd.DataFrame) -> list[str]:
-    """Return warnings about pairs whose difference explains little about the model's answer."""
+    """Return warnings about prompts on which the metric says little about the model's answer."""
+    roles = [role for role in ("correct", "wrong", "answer") if role in answers]
+    warnings = _other_answers(answers[answers["run"] == "clean"], roles) if roles else []
     if "wrong" not in answers:
-        return []
+        return warnings
     prefers = answers["correct_probability"] > answers["wrong_probability"]
     clean, corrupted = (prefers[answers["run"] == run].to_numpy() for run in _RUNS)
     cases = (
         (clean == corrupted, "same answer on both prompts", "prompts with different answers"),
         (~clean, "wrong answer on the clean prompt", "prompts that it answers correctly"),
     )
-    return [
+    return warnings + [
         f"Warning: {f'for {pairs.sum()} of {len(pairs)} pairs, ' * (len(pairs) > 1)}the model "
         f"prefers the {what}, so the difference explains little about its answer: choose {advice}."
         for pairs, what, advice in cases
         if pairs.any()
     ]
+
+
+def _other_answers(clean: pd.DataFrame, roles: list[str]) -> list[str]:
+    """Return a warning, in a list, if the model's top token is not an answer of the metric."""
+    ranks = clean[[f"{role}_rank" for role in roles]]
+    other = (ranks > 1).all(axis=1)
+    if not other.any():
+        return []
+    row = clean[other].iloc[0]
+    answers = " or ".join(f"{row[role]!r} (rank {row[f'{role}_rank']:,})" for role in roles)
+    where = "on the clean prompt"
+    if len(clean) > 1:
+        where = f"on {other.sum()} of {len(clean)} clean prompts, such as prompt {row['prompt']}"
+    warning = (
+        f"Warning: {where}, the model answers {row['top']!r} ({row['top_probability']:.0%}), not "
+        f"{answers}."
+    )
+    if (ranks.loc[other].min(axis=1) >= _FAR).any():
+        warning += (
+            f" Answers with ranks of {_FAR:,} or more are nearly impossible: check their spelling, "
+            "with the leading space, and choose prompts that the model answers."
+        )
+    return [warning]

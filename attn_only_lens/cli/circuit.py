@@ -167,7 +167,7 @@ def circuit(
     if is_json:
         circuits.to_json(graph, out)
     else:
-        write_html(circuit_view(graph, loaded, clean), out)
+        write_html(circuit_view(graph, loaded, clean, corrupted=other), out)
     _print_attributions(graph, top)
     if minimal is not None:
         columns = ["name", "position", "effect"]

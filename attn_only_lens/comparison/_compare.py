@@ -96,8 +96,8 @@ def compare(
             [batch, pos], pairs, or tuples of one of these and a metric. Texts without corrupted
             texts are batched with texts of the same length.
         metric: a metric such as `patching.loss()`, or a differentiable function from a batch's
-            logits to a mean over its prompts. It is bound to each batch, so a metric with answers
-            for each prompt must come with each batch of a stream.
+            logits to a mean over its prompts. If texts or a tensor are cut into batches, answers
+            for each prompt are cut with them. A batch of a stream must come with its own answers.
         provenance: the provenance of `grown` if that is a model; otherwise it replaces the
             provenance in `grown`. It identifies the original model; other models are refused
             (`growth.identity`).

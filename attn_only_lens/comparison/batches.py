@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from attn_only_lens.axes import Tokens
-from attn_only_lens.engine.metrics import AnyMetric
+from attn_only_lens.axes import Logits, Tokens
+from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, as_metric
 from attn_only_lens.engine.prompts import (
     PromptPair,
     Prompts,
@@ -74,7 +74,8 @@ def batches(
     ComparisonError.raise_if(reasons, _PROBLEM)
     stream: Iterable[Any] = [tokens] if isinstance(tokens, PromptPair) else tokens
     if is_whole:
-        stream = list(_cut(model, tokens, corrupted, batch_size))
+        assert metric is not None
+        stream = list(_cut(model, tokens, metric, corrupted, batch_size))
     n = len(stream) if isinstance(stream, Sized) else None
     pairs = _paired(model, stream, metric)
     first = next(pairs, None)
@@ -87,29 +88,53 @@ def batches(
         yield replace(batch, number=number, of=n)
 
 
-def _cut(model: Any, tokens: Any, corrupted: Prompts | None, size: int) -> Iterator[PromptPair]:
-    """Split prompts into batches; without `corrupted`, a batch's prompts have the same length."""
+def _cut(
+    model: Any, tokens: Any, metric: AnyMetric, corrupted: Prompts | None, size: int
+) -> Iterator[tuple[PromptPair, AnyMetric]]:
+    """Split prompts, and the metric's answers to them, into batches.
+
+    Without `corrupted`, a batch's prompts have the same length.
+    """
     if corrupted is not None:
-        pairs = [prompt_pair(model, tokens, corrupted)]
+        pair = prompt_pair(model, tokens, corrupted)
+        groups = [(pair, torch.arange(len(pair.clean), device="cpu"))]
     else:
-        pairs = [PromptPair(rows, _next_others(rows)) for rows in _by_length(model, tokens)]
-    for pair in pairs:
-        n = -(-len(pair.clean) // size)
+        groups = [
+            (PromptPair(rows, _next_others(rows)), numbers)
+            for rows, numbers in _by_length(model, tokens)
+        ]
+    n_all = sum(len(numbers) for _, numbers in groups)
+    for pair, numbers in groups:
+        n = -(-len(numbers) // size)
         masks = [None] * n if pair.mask is None else pair.mask.tensor_split(n)
-        yield from map(
-            PromptPair, pair.clean.tensor_split(n), pair.corrupted.tensor_split(n), masks
-        )
+        sides = pair.clean.tensor_split(n), pair.corrupted.tensor_split(n), masks
+        metrics = [_metric_of(metric, rows.tolist(), n_all) for rows in numbers.tensor_split(n)]
+        yield from zip(map(PromptPair, *sides), metrics, strict=True)
 
 
-def _by_length(model: Any, tokens: Any) -> Sequence[Tokens]:
+def _metric_of(metric: AnyMetric, prompts: Sequence[int], n_all: int) -> AnyMetric:
+    """Return a metric with answers for `n_all` prompts, as a metric of some of these prompts."""
+    metric = as_metric(metric)
+    bind = metric.bound
+
+    def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
+        rows = range(len(pair.clean)) if pair.among is None else pair.among[0]
+        return bind(model, replace(pair, among=([prompts[row] for row in rows], n_all)), reference)
+
+    return replace(metric, bound=bound) if metric.answers else metric
+
+
+def _by_length(model: Any, tokens: Any) -> list[tuple[Tokens, Tensor]]:
+    """Return the prompts of each length, with their numbers."""
     pair = single_prompts(model, tokens)
     lengths = pair.real.sum(dim=1)
     groups = [(pair.clean[lengths == n], pair.real[lengths == n]) for n in lengths.unique()]
+    numbers = [(lengths == n).nonzero()[:, 0].cpu() for n in lengths.unique()]
     texts = [rows[real].view(len(rows), -1) for rows, real in groups]
     reasons = []
-    for rows in texts:
+    for rows, numbers_of_rows in zip(texts, numbers, strict=True):
         if _other(rows, rows[:1]) is None:
-            number = int((lengths == rows.shape[1]).nonzero()[0])
+            number = int(numbers_of_rows[0])
             prompt = tokens if isinstance(tokens, str) else tokens[number]
             text = f", {reprlib.repr(prompt)}" if isinstance(prompt, str) else ""
             reasons.append(
@@ -117,7 +142,7 @@ def _by_length(model: Any, tokens: Any) -> Sequence[Tokens]:
                 "with this length, or corrupted prompts"
             )
     ComparisonError.raise_if(reasons, _PROBLEM)
-    return texts
+    return list(zip(texts, numbers, strict=True))
 
 
 def _other(rows: Tokens, prompt: Tokens) -> Tokens | None:

@@ -13,8 +13,12 @@ indexed by [component of the grown model, position]; values are NaN where a mode
 
 Confidence intervals come from the bootstrap (Efron, 1979), which resamples prompts with
 replacement. In each resample, a circuit has the same number of nodes as without resampling: those
-with the largest |mean score|. An estimate may lie outside its interval, because a resample has
-fewer distinct prompts.
+with the largest |mean score|. A resample has fewer distinct prompts than the sample, so its scores
+are noisier, and circuits overlap less in resamples than in the sample. The quantiles are therefore
+shifted by the estimate minus the mean over resamples, and clipped to the range of the measure. In a
+simulation with 10 or 40 prompts, shifted 95 % intervals contained the expected value of the Jaccard
+index in 92 to 97 % of cases; quantiles without the shift contained it in 99 to 100 %, and up to 3 %
+of them did not contain the estimate.
 """
 
 from collections import defaultdict
@@ -44,6 +48,9 @@ from attn_only_lens.precision import full_precision
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Ints: TypeAlias = npt.NDArray[np.int64]
 _AT_ONCE = 2**22  # the maximum number of entries in an array of resamples
+_LEAST = {"jaccard": 0.0, "rank_correlation": -1.0}
+PAIRS = ("original and grown", "grown and null")
+"""The pairs of models whose circuits are compared."""
 
 
 def compare_circuits(
@@ -65,12 +72,14 @@ def compare_circuits(
     uniform = resampling.uniform[None]
     means = [uniform @ x.T for x in scores]
     chosen = [largest(mean, size) for mean, size in zip(means, sizes, strict=True)]
-    nodes = np.flatnonzero(np.concatenate(chosen).any(axis=0))
-    effects = np.nanmax(np.abs(np.concatenate(means)[:, nodes]), axis=0)
-    nodes = nodes[np.sort(np.argsort(-effects, kind="stable")[:n_nodes])]
+    labels = PAIRS[: len(models) - 1]
+    # Each pair has its own nodes, so that a null does not change the row of the other pair.
+    ends = [
+        _largest_nodes(means[i : i + 2], chosen[i : i + 2], n_nodes) for i in range(len(labels))
+    ]
+    nodes = np.flatnonzero(np.any(ends, axis=0))
     edges = _edges_between(models, batch, components, nodes, progress)
-    circuits = _Circuits(components, sizes, scores, *edges, edge_mass)
-    labels = ("grown", "null model")[: len(models) - 1]
+    circuits = _Circuits(components, sizes, scores, ends, *edges, edge_mass)
     with stage_bar("bootstrap", len(labels) * resampling.n_resamples, "resample", progress) as bar:
         rows = [
             {"pair": label, "what": what, **measures}
@@ -80,6 +89,19 @@ def compare_circuits(
             ).items()
         ]
     return {"circuits": pd.DataFrame(rows), **circuits.frames(uniform)}
+
+
+def _largest_nodes(
+    means: Sequence[Float[np.ndarray, "1 node"]],
+    chosen: Sequence[Bool[np.ndarray, "1 node"]],
+    n_nodes: int,
+) -> Bool[np.ndarray, "node"]:
+    """Return a mask of the nodes in either of two circuits that have the largest |mean score|."""
+    nodes = np.flatnonzero(np.concatenate(chosen).any(axis=0))
+    effects = np.nanmax(np.abs(np.concatenate(means)[:, nodes]), axis=0)
+    mask = np.zeros(means[0].shape[1], dtype=bool)
+    mask[nodes[np.argsort(-effects, kind="stable")[:n_nodes]]] = True
+    return mask
 
 
 @dataclass(frozen=True)
@@ -102,13 +124,18 @@ class Resampling:
         counts = generator.multinomial(self.n_prompts, self.uniform, size=self.n_resamples)
         return counts / self.n_prompts
 
-    def interval(self, values: _Floats) -> tuple[float, float]:
-        """Return the confidence interval of the values that are not NaN, or NaN if all are NaN."""
+    def interval(self, values: _Floats, estimate: float, least: float) -> tuple[float, float]:
+        """Return the confidence interval of an estimate between `least` and 1.
+
+        The values of the resamples are shifted so that their mean is the estimate. NaN is left out.
+        If there is no estimate or no value, the interval is NaN.
+        """
         values = values[~np.isnan(values)]
-        if not len(values):
+        if not len(values) or np.isnan(estimate):
             return float("nan"), float("nan")
         tail = (1 - self.confidence) / 2
-        low, high = np.quantile(values, [tail, 1 - tail])
+        shift = estimate - values.mean()
+        low, high = (np.quantile(values, [tail, 1 - tail]) + shift).clip(least, 1)
         return float(low), float(high)
 
 
@@ -152,11 +179,11 @@ def overlap_measures(
     for what, overlap in overlaps(resampling.uniform[None]).items():
         n_first, n_second = int(overlap.first.sum()), int(overlap.second.sum())
         kept = int((overlap.first & overlap.second).sum())
-        row: dict[str, float] = {"original": n_first, "grown": n_second, "kept": kept}
+        row: dict[str, float] = {"first": n_first, "second": n_second, "kept": kept}
         row |= {"lost": n_first - kept, "gained": n_second - kept}
         for name, value in overlap.similarity().items():
             samples = np.concatenate([np.empty(0), *resampled[what, name]])
-            low, high = resampling.interval(samples[number])
+            low, high = resampling.interval(samples[number], float(value[0]), _LEAST[name])
             row |= {name: float(value[0]), f"{name}_low": low, f"{name}_high": high}
         columns[what] = row
     return columns
@@ -341,6 +368,7 @@ class _Circuits:
     components: Sequence[_ComponentRows]
     sizes: Sequence[int]  # the number of nodes in each circuit
     scores: Sequence[Float[np.ndarray, "node batch"]]
+    nodes: Sequence[Bool[np.ndarray, "node"]]  # of each pair of models: the nodes with edges
     edges: pd.DataFrame  # `source`, `target`, `kind`
     ends: _Ints  # [edge, 2]: source and target nodes; -1 for an end that is not a component
     edge_weights: Sequence[Float[np.ndarray, "edge batch"]]  # NaN if a model lacks one of the nodes
@@ -355,22 +383,26 @@ class _Circuits:
         self, i: int, weights: Float[np.ndarray, "resample batch"]
     ) -> tuple[Overlap, Overlap]:
         """Return, for each resample, how circuits i and i + 1 overlap in nodes and in edges."""
-        kinds = self.edges["kind"].to_numpy(dtype=object)
+        kinds, of_pair = self.edges["kind"].to_numpy(dtype=object), self._edges_of(i)
         nodes, chosen, scores, edge_weights = [], [], [], []
         for model in (i, i + 1):
             scores.append(weights @ self.scores[model].T)
             nodes.append(largest(scores[-1], self.sizes[model]))
             # Edges in the circuit connect its nodes, the embedding and the metric.
-            inside = np.asarray((nodes[-1][:, self.ends] | (self.ends < 0)).all(axis=2))
+            inside = np.asarray((nodes[-1][:, self.ends] | (self.ends < 0)).all(axis=2)) & of_pair
             edge_weights.append(weights @ self.edge_weights[model].T)
             chosen.append(select_mass(edge_weights[-1], kinds, inside, self.edge_mass))
         return Overlap(*nodes, *scores), Overlap(*chosen, *edge_weights)
+
+    def _edges_of(self, i: int) -> Bool[np.ndarray, "edge"]:
+        """Return a mask of the edges between nodes of pair i, the embedding and the metric."""
+        return np.asarray((self.nodes[i][self.ends] | (self.ends < 0)).all(axis=1))
 
     def overlaps_by_kind(self, i: int, weights: _Floats) -> dict[str, Overlap]:
         """Return the overlap of nodes, and the overlap of each kind of edges."""
         nodes, edges = self.overlaps(i, weights)
         overlaps = {"nodes": nodes}
-        for kind in self.edges["kind"].unique():
+        for kind in self.edges["kind"][self._edges_of(i)].unique():
             of_kind = self.edges["kind"].to_numpy() == kind
             overlaps[f"{kind} edges"] = edges._replace(
                 first=edges.first & of_kind, second=edges.second & of_kind

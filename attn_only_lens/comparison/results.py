@@ -23,7 +23,7 @@ class _Manifest(TypedDict):
     files: dict[str, FileDigest]
 
 
-_DOCUMENT = Document("attn_only_lens.Comparison", 4, _Manifest)
+_DOCUMENT = Document("attn_only_lens.Comparison", 5, _Manifest)
 _FRAME_DOCUMENT = Document("attn_only_lens.ComparisonFrame", 1, TableFields)
 
 
@@ -56,10 +56,11 @@ class Comparison:
         silent: neurons whose output never exceeds the rounding error of their layer's output in
             either model (`comparison/statistics.py`), so that their patterns are noise: `name`,
             `grown_name`, `kind`, `layer`, `grown_layer`. The other frames omit them.
-        circuits: the overlap of circuits, with one row for "nodes" and for each kind of "edges",
-            for the pairs "grown" (original, grown model) and "null model" (grown model, null): the
-            two sizes `original` and `grown`, then `kept`, `lost`, `gained`, `jaccard` and
-            `rank_correlation`, each with `_low` and `_high`.
+        circuits: the overlap of the circuits of two models, the first and the second of `pair`:
+            "original and grown" or "grown and null". Each pair has one row for "nodes" and for each
+            kind of "edges": the sizes `first` and `second`, the counts `kept`, `lost`, `gained`,
+            and `jaccard` and `rank_correlation`, each with a confidence interval, `_low` and
+            `_high` (`comparison/circuits.py`).
         nodes: nodes in either circuit, with the grown model's names: `id`, `kind`, `layer`, `name`,
             `position`, `original_name` (missing if new), `status`, `effect`, `grown_effect`.
         edges: edges in either circuit: `source`, `target`, `kind`, `status`, `weight`,

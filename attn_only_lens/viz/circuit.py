@@ -61,7 +61,8 @@ def circuit_page(
             or "gate"), `weight`; optional: `status`.
         meta: `tokens` (texts of the prompt's tokens), `metric` and `model` (names), `value` (of the
             metric). Optional: `title`, shown after the model instead of the metric; `exact`, the
-            meaning of that column; `notes`, strings that the page shows; `additive`, the kinds of
+            meaning of that column; `notes`, strings that the page shows; `corrupted`, the tokens of
+            the corrupted prompt, if the details have its patterns; `additive`, the kinds of
             edges that sum to attributions (by default "value"); and `groups`, the `members`,
             `effect` and `sum_of_effects` of groups that were measured.
         details: by id, or by name for all positions of a node; fields of an id take precedence.
@@ -101,11 +102,13 @@ def circuit_page(
     data = _drawing(nodes.reset_index(drop=True), edges, meta) | {
         "details": {key: _plain(item) for key, item in details.items()},
         **{"state": state, "exact": meta.get("exact", "")},
+        "corrupted": [visible_token(token) for token in meta.get("corrupted", ())],
         "additive": list(meta.get("additive", ("value",))),
         **{key: list(meta.get(key, ())) for key in ("notes", "groups")},
     }
     of_metric = meta.get("title") or f"{meta['metric']} = {float(meta['value']):.5g}"
-    title = f"{model_title(meta['model'])}: {of_metric}"
+    model = model_title(meta["model"])
+    title = f"{model}: " * bool(model) + of_metric
     picture = circuit_picture(_named(data, state), title)
     body = [
         asset("assets/circuit.html").replace("TITLE", escape(title)),
@@ -218,9 +221,10 @@ def _columns(frame: pd.DataFrame, columns: Sequence[str], *more: str) -> dict[st
 
 def _plain(details: NodeDetails) -> dict[str, list[Any]]:
     """Return a node's details as plain lists, without empty fields."""
+    rows = {name: getattr(details, name) for name in ("pattern", "z")}
+    rows |= {f"corrupted_{name}": getattr(details, f"corrupted_{name}") for name in rows}
     page_data: dict[str, list[Any]] = {
-        name: short_numbers(() if numbers is None else numbers)
-        for name, numbers in (("pattern", details.pattern), ("z", details.z))
+        name: short_numbers(() if numbers is None else numbers) for name, numbers in rows.items()
     }
     for name, tokens in (("writes", details.writes), ("reads", details.reads)):
         page_data[name] = [[visible_token(token), round(amount, 2)] for token, amount in tokens]

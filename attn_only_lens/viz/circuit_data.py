@@ -34,6 +34,7 @@ class _Meta(BaseModel):
     model: str
     title: str = ""
     notes: list[str] = []
+    corrupted: list[str] = []
 
 
 class _Group(BaseModel):
@@ -62,10 +63,14 @@ class NodeDetails:
             of each token to itself; for an attention head, the attention from the node's position
             to each token.
         writes: tokens that the node raises (positive) or lowers (negative) most, with the amounts
-            in standard deviations over the vocabulary; the largest amount first.
+            in standard deviations over the vocabulary; the largest amount first. If the page has
+            corrupted tokens, these are the tokens that the change of the node's output (clean minus
+            corrupted) raises or lowers.
         reads: tokens that raise or lower a neuron's query most, with amounts as in `writes`.
         examples: top examples of a neuron in a corpus.
         z: gate × value of a neuron-head at each token of the prompt, which colours the tokens.
+        corrupted_pattern: `pattern` in the corrupted run.
+        corrupted_z: `z` in the corrupted run.
 
     Example:
         >>> from attn_only_lens.viz import NodeDetails
@@ -78,6 +83,8 @@ class NodeDetails:
     reads: Sequence[tuple[str, float]] = ()
     examples: Sequence[Example] = ()
     z: Sequence[float] | None = None
+    corrupted_pattern: Sequence[float] | None = None
+    corrupted_z: Sequence[float] | None = None
 
 
 def circuit_reasons(
@@ -103,7 +110,10 @@ def circuit_reasons(
     if reasons:
         return reasons
     n_tokens = len(meta["tokens"])
+    if (n_corrupted := len(meta.get("corrupted", ()))) not in (0, n_tokens):
+        reasons.append(f"got {n_corrupted} corrupted tokens; expected {n_tokens}, or none")
     return [
+        *reasons,
         *_node_reasons(nodes, n_tokens),
         *_edge_reasons(edges, nodes),
         *_details_reasons(details, nodes, n_tokens),
@@ -174,15 +184,16 @@ def _details_reasons(
         if not isinstance(item, NodeDetails):
             reasons.append(f"got {a_type(item)} for {key!r}; expected NodeDetails")
             continue
-        for what, row in (("pattern", item.pattern), ("z", item.z)):
+        for what in ("pattern", "z", "corrupted_pattern", "corrupted_z"):
+            row = getattr(item, what)
             numbers = np.asarray([0.0] * n_tokens if row is None else row, dtype=float)
             if numbers.shape != (n_tokens,) or not np.isfinite(numbers).all():
                 reasons.append(
                     f"{what} of {key!r} has {numbers.size} values; expected a finite value for "
                     f"each of {n_tokens} tokens"
                 )
-            elif what == "pattern" and not ((numbers >= 0) & (numbers <= 1)).all():
-                reasons.append(f"the pattern of {key!r} has values outside [0, 1]")
+            elif "pattern" in what and not ((numbers >= 0) & (numbers <= 1)).all():
+                reasons.append(f"the {what} of {key!r} has values outside [0, 1]")
         tokens = [*item.writes, *item.reads]
         if any(not isinstance(text, str) or not np.isfinite(amount) for text, amount in tokens):
             reasons.append(

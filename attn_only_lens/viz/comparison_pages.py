@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from attn_only_lens.comparison import Comparison
+from attn_only_lens.comparison.circuits import PAIRS
 from attn_only_lens.viz.circuit import circuit_page
 from attn_only_lens.viz.circuit_data import STATUSES
 from attn_only_lens.viz.figures import HEAD_COLOURS, empty_figure, plotly_text, style_figure
@@ -60,7 +61,8 @@ def comparison_report(comparison: Comparison) -> Page:
     every = pd.concat([comparison.heads, comparison.neurons], ignore_index=True)
     changed = _largest(every, ["estimated_drop_change"], _ROWS)
     new = _largest(comparison.new, ["share"], _ROWS)
-    title = f"{model_title(about['model'])}: {about['metric']}, original against grown"
+    model = model_title(about["model"])
+    title = f"{model}: " * bool(model) + f"{about['metric']}, original against grown"
     models = pd.DataFrame(about["values"]).T.rename_axis("model").reset_index()
     models = models.assign(
         circuit_size=about["circuit_sizes"][: len(models)],
@@ -73,6 +75,9 @@ def comparison_report(comparison: Comparison) -> Page:
         "are not shown because they are silent in both models.</p>",
         _table("The models", models),
         _table("Circuits at equal faithfulness", comparison.circuits),
+        "<p>first, second: the sizes of the circuits of the pair's two models. low, high: a "
+        "confidence interval from resampled prompts, shifted so that the mean over resamples is "
+        "the estimate.</p>",
         _overlap(comparison),
         _table("By layer: means over components", comparison.summary()),
         _divergences(every),
@@ -105,8 +110,10 @@ def comparison_circuit(comparison: Comparison) -> Page:
     refuse(*["neither circuit has a node"] * (not len(nodes)))
     nodes = _largest(nodes, ["effect", "grown_effect"], _NODES).sort_index()
     lost = nodes["status"] == "lost"
-    drawn = nodes[["id", "kind", "layer", "name", "position", "status"]].assign(
-        value=np.nan, attribution=np.where(lost, nodes["effect"], nodes["grown_effect"])
+    drawn = nodes[["id", "kind", "layer", "position", "status"]].assign(
+        name=nodes["id"],
+        value=np.nan,
+        attribution=np.where(lost, nodes["effect"], nodes["grown_effect"]),
     )
     embedded = [
         {"id": f"embed@{token}", "kind": "embed", "name": "embed", "position": token}
@@ -119,6 +126,7 @@ def comparison_circuit(comparison: Comparison) -> Page:
     weight = np.where(edges["status"] == "lost", edges["weight"], edges["grown_weight"])
     edges = edges[["source", "target", "kind", "status"]].assign(weight=weight)
     about = comparison.about
+    model = model_title(about["model"])
     every, counts = comparison.nodes["status"], drawn["status"].value_counts()
     notes = [
         "Of the model's heads and neurons, "
@@ -137,7 +145,7 @@ def comparison_circuit(comparison: Comparison) -> Page:
         "tokens": list(comparison.tokens),
         "metric": about["metric"],
         "value": about["values"]["grown"]["clean"],
-        "model": f"{model_title(about['model'])}, original against grown",
+        "model": f"{model}, " * bool(model) + "original against grown",
         "notes": notes,
     }
     return circuit_page(drawn, edges, meta)
@@ -195,26 +203,26 @@ def _divergences(every: pd.DataFrame) -> str:
 def _overlap(comparison: Comparison) -> str:
     """Plot how much the circuits' nodes and edges overlap (Jaccard index), with intervals."""
     figure = _figure("What the circuits have in common (Jaccard)", "", "share of the union")
-    names = {"grown": "original and grown", "null model": "grown and null"}
-    for label, part in comparison.circuits.groupby("pair", sort=False):
+    colours = dict(zip(PAIRS, _MODEL_COLOURS, strict=True))
+    for pair, part in comparison.circuits.groupby("pair", sort=False):
         low, middle, high = (part[f"jaccard{end}"] for end in ("_low", "", "_high"))
-        _bars(figure, str(label), names[str(label)], part["what"].tolist(), low, middle, high)
+        _bars(figure, colours[str(pair)], str(pair), part["what"].tolist(), low, middle, high)
     return _html(figure.update_yaxes(range=[0, 1.05]))
 
 
 def _bars(
     figure: "go.Figure",
-    pair: str,
+    model: str,
     name: str,
     x: list[str],
     low: "pd.Series[float]",
     middle: "pd.Series[float]",
     high: "pd.Series[float]",
 ) -> None:
-    """Add bars with confidence intervals, each extended to contain the bar's value."""
+    """Add bars with intervals, each extended to contain the bar's value."""
     above, below = (high - middle).clip(lower=0), (middle - low).clip(lower=0)
     interval = {"type": "data", "array": short_numbers(above), "arrayminus": short_numbers(below)}
-    colour = _MODEL_COLOURS[pair]
+    colour = _MODEL_COLOURS[model]
     figure.add_bar(x=x, y=short_numbers(middle), error_y=interval, name=name, marker_color=colour)
 
 

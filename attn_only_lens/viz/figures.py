@@ -330,7 +330,8 @@ def _titled(
     legend: int = 0,
 ) -> "go.Figure":
     method = "measured" if sweep.method == MEASURED else f"estimated by {sweep.method}"
-    title = f"{model_title(sweep.model)}: {sweep.clean_and_corrupted}"
+    model = model_title(sweep.model)
+    title = f"{model}: " * bool(model) + sweep.clean_and_corrupted
     patched = f"{sweep.part}, {sweep.direction}"
     below = " · ".join(note for note in (sweep.metric, patched, method, *notes) if note)
     lines = [plotly_text(line) for line in wrap(title, _LINE)]

@@ -63,6 +63,7 @@ def circuit_view(
     model: Any = None,
     prompts: Prompts | None = None,
     *,
+    corrupted: Prompts | None = None,
     prompt: int = 0,
     mask: Tensor | None = None,
     top_tokens: int = 10,
@@ -80,6 +81,9 @@ def circuit_view(
         model: the graph's model, for patterns and top tokens; without it, the page has only nodes
             and edges.
         prompts: the prompts that were passed to `attribution_graph`; needed with a model.
+        corrupted: the corrupted prompts of a graph of a difference. The page then shows patterns of
+            both runs, and the tokens that the change of a node's output (clean minus corrupted)
+            raises and lowers. Otherwise it shows patterns and tokens of the clean run.
         prompt: index of the prompt whose tokens and patterns are shown.
         mask: the mask that was passed to `attribution_graph`.
         top_tokens: number of tokens to list that a node raises most, and lowers most.
@@ -135,12 +139,22 @@ def circuit_view(
     if (model is None) != (prompts is None):
         inputs = "prompts" if model is None else "a model"
         reasons.append(f"got {inputs} alone; expected both a model and prompts, or neither")
+    if corrupted is not None and not graph.corrupted:
+        reasons.append("got corrupted prompts for a graph of one run; expected corrupted=None")
+    if corrupted is not None and prompts is None:
+        reasons.append(
+            "got corrupted prompts without a model and clean prompts; expected all three"
+        )
     if examples is not None and not {"name", *EXAMPLE_COLUMNS} <= set(examples):
         reasons.append(
             f"got examples with columns {list(examples)}; expected those of top_examples"
         )
     refuse(*reasons, *_exact_reasons(graph, exact))
     notes = [*notes, *_notes_about(graph, prompt)]
+    if graph.corrupted and prompts is not None:
+        both = "attention of both runs, and tokens that the change of an output raises and lowers"
+        clean = "attention and tokens of the clean run; corrupted= shows both runs"
+        notes.append(f"Details: {clean if corrupted is None else both}.")
     measured, state = _groups(graph, groups, state)
     columns = pd.DataFrame(index=graph.heads["id"])
     if exact is not None:
@@ -149,10 +163,12 @@ def circuit_view(
         columns = columns.join(_inclusion(graph, stability))
     details: dict[str, NodeDetails] = {}
     if prompts is not None:
-        run = _record_run(graph, model, prompts, mask)
-        _add_patterns(details, run, model, graph.heads, prompt, notes)
+        runs = [_record_run(graph, model, prompts, mask)]
+        if corrupted is not None:
+            runs.append(_record_prompts(graph, graph.corrupted, model, corrupted, mask))
+        _add_patterns(details, runs, model, graph.heads, prompt, notes)
         if top_tokens:
-            _add_tokens(details, run, model, graph.heads, prompt, top_tokens)
+            _add_tokens(details, runs, model, graph.heads, prompt, top_tokens)
     if examples is not None:
         _add_examples(details, graph.heads, examples, notes)
     drawn = _fewer_edges(graph, notes)
@@ -160,9 +176,10 @@ def circuit_view(
     notes += [f"Stability: {stability!r}."] * (stability is not None)
     meta = {
         "tokens": list(graph.tokens[prompt]),
+        "corrupted": [] if corrupted is None else list(graph.corrupted[prompt]),
         "metric": "change of " * bool(graph.corrupted) + graph.metric,
         "value": graph.value,
-        "model": graph.model or "model",
+        "model": graph.model,
         "title": exact.clean_and_corrupted if exact is not None and graph.corrupted else "",
         "exact": "" if exact is None else _what_is_exact(graph, exact),
         "notes": notes,
@@ -179,7 +196,8 @@ def _notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
     """Return the page's notes about the nodes, prompts and edges of the graph."""
     kinds = set(graph.heads["kind"])
     counts = count_kinds(graph.heads["kind"]) or "none"
-    nodes = f"{counts} ({len(graph.heads):,} of {graph.n_heads:,} at all positions)"
+    sites = f"{len(graph.heads):,} of {graph.n_heads:,} sites"
+    nodes = f"{counts} ({sites}; a site is a head or neuron at one position)"
     notes = [
         f"Nodes: {nodes}, with {graph.mass:.0%} of Σ |attribution|; all others are summed into one "
         "node, 'rest'."
@@ -228,19 +246,28 @@ def _fewer_edges(graph: CircuitGraph, notes: list[str]) -> CircuitGraph:
 
 
 @full_precision()
+def _record_prompts(
+    graph: CircuitGraph,
+    tokens: Sequence[Sequence[str]],
+    model: Any,
+    prompts: Prompts,
+    mask: Tensor | None,
+) -> Recording:
+    """Run the model on prompts with these tokens; record patterns and z for the graph's nodes."""
+    refuse(*reasons_not_to_run(model), *reasons_without_heads(model))
+    pair = single_prompts(model, prompts, mask)
+    if tuple(tuple(token_texts(model, row)) for row in pair.clean.tolist()) != tokens:
+        shown = ["|".join(row[:12]) + "|…" * (len(row) > 12) for row in tokens[:3]]
+        refuse(f"got prompts other than the graph's prompts, {'; '.join(shown)}")
+    hooks = [hook for head in _layers(graph.heads) for hook in _hooks(model, head)]
+    return record(model, pair.clean, pair.mask, names=hooks)
+
+
 def _record_run(
     graph: CircuitGraph, model: Any, prompts: Prompts, mask: Tensor | None
 ) -> Recording:
-    """Run the model on the graph's prompts, and record patterns and z for the graph's nodes."""
-    refuse(*reasons_not_to_run(model), *reasons_without_heads(model))
-    pair = single_prompts(model, prompts, mask)
-    if tuple(tuple(token_texts(model, row)) for row in pair.clean.tolist()) != graph.tokens:
-        shown = ["|".join(row[:12]) + "|…" * (len(row) > 12) for row in graph.tokens[:3]]
-        refuse(f"got prompts other than the graph's prompts, {'; '.join(shown)}")
-    heads = graph.heads
-    names = {(head.layer, head.kind): head for head in map(HeadName.parse, heads["name"])}
-    hooks = [hook for head in names.values() for hook in _hooks(model, head)]
-    run = record(model, pair.clean, pair.mask, names=hooks)
+    """Record the clean run, and check that the graph's nodes have the graph's values in it."""
+    run, heads = _record_prompts(graph, graph.tokens, model, prompts, mask), graph.heads
     expected = heads["value"].to_numpy()
     values = np.array([_value(run, model, name, pos) for name, pos in _heads_and_positions(heads)])
     # Bridges compute many norms in float32, so even a float64 model needs a tolerance of 1e-3.
@@ -251,6 +278,12 @@ def _record_run(
             f"it is {expected[row]:.4g}: the graph is from another model"
         )
     return run
+
+
+def _layers(heads: pd.DataFrame) -> list[HeadName]:
+    """Return one head of each layer and kind."""
+    names = map(HeadName.parse, heads["name"])
+    return list({(head.layer, head.kind): head for head in names}.values())
 
 
 def _hooks(model: Any, head: HeadName) -> tuple[str, str]:
@@ -360,7 +393,7 @@ def _add_examples(
 
 def _add_patterns(
     details: dict[str, NodeDetails],
-    run: Recording,
+    runs: Sequence[Recording],
     model: Any,
     heads: pd.DataFrame,
     prompt: int,
@@ -368,16 +401,16 @@ def _add_patterns(
 ) -> None:
     """Add the patterns and z of neurons (by name), and the patterns of attention heads (by id).
 
-    Neurons with several heads are skipped, because they have no single pattern. Skip and error
-    nodes are skipped, because they have no pattern.
+    `runs` holds the clean run and, if it is shown, the corrupted run. Neurons with several heads are
+    skipped, because they have no single pattern. Skip and error nodes have no pattern.
     """
-    most = _WEIGHTS // run.tokens.shape[1]
+    most = _WEIGHTS // (len(runs) * runs[0].tokens.shape[1])
     heads = heads[~heads["kind"].isin(WIDE_KINDS)]
     strongest = heads.loc[heads["attribution"].abs().nlargest(most).index]
     if len(strongest) < len(heads):
         notes.append(f"Patterns: only for the {most} nodes with the largest |attribution|.")
     layers = host_of(model).neurons
-    seen: dict[tuple[str, str], tuple[Tensor, ...]] = {}
+    seen: dict[tuple[str, str], list[list[Tensor]]] = {}
     for key, name, position in strongest[["id", "name", "position"]].to_numpy():
         head = HeadName.parse(name)
         shared = head.kind in NEURON_KINDS and layers[head.layer].heads_per_neuron > 1
@@ -385,27 +418,38 @@ def _add_patterns(
             continue
         hooks = _hooks(model, head)
         if hooks not in seen:  # one transfer per layer
-            seen[hooks] = tuple(run.hooked[hook][prompt].cpu().double() for hook in hooks)
-        z, pattern = seen[hooks][0], seen[hooks][1][head.index].numpy().round(3)
-        if head.kind in NEURON_KINDS:
-            z_of_neuron = short_numbers(z[:, head.index, 0].tolist(), 3)
-            details[name] = NodeDetails(pattern[:, SELF].tolist(), z=z_of_neuron)
-        else:
-            details[key] = NodeDetails(pattern[int(position)].tolist())
+            seen[hooks] = [[run.hooked[x][prompt].cpu().double() for x in hooks] for run in runs]
+        for side, (z, patterns) in zip(("", "corrupted_"), seen[hooks], strict=False):
+            pattern = patterns[head.index].numpy().round(3)
+            if head.kind in NEURON_KINDS:
+                z_of_neuron = short_numbers(z[:, head.index, 0].tolist(), 3)
+                fields = {f"{side}pattern": pattern[:, SELF].tolist(), f"{side}z": z_of_neuron}
+                _add(details, name, **fields)
+            else:
+                _add(details, key, **{f"{side}pattern": pattern[int(position)].tolist()})
 
 
 def _add_tokens(
     details: dict[str, NodeDetails],
-    run: Recording,
+    runs: Sequence[Recording],
     model: Any,
     heads: pd.DataFrame,
     prompt: int,
     k: int,
 ) -> None:
-    """Add the tokens that nodes write (by id) and the tokens that neurons read (by name)."""
+    """Add the tokens that nodes write (by id) and the tokens that neurons read (by name).
+
+    With a corrupted run, these are the tokens that the change of a node's output writes.
+    """
+    z, *corrupted = (
+        {hook: run.hooked[hook] for hook, _ in (_hooks(model, head) for head in _layers(heads))}
+        for run in runs
+    )
+    if corrupted:
+        z = {hook: output - corrupted[0][hook] for hook, output in z.items()}
     try:
         effects = DirectEffects(model)
-        raised = effects.promoted_tokens(run.hooked, _heads_and_positions(heads), k, prompt=prompt)
+        raised = effects.promoted_tokens(z, _heads_and_positions(heads), k, prompt=prompt)
         neurons = heads.loc[heads["kind"].isin(NEURON_KINDS), "name"].unique().tolist()
         read = effects.read_tokens(neurons, k) if neurons else []
     except InputError as error:

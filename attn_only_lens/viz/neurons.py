@@ -181,8 +181,8 @@ def page_of_statistics(
     data["heads"] = _data_of_heads(heads, ids, place) if heads else None
     few = len(statistics.names) <= 3
     many = ", ".join(statistics.names) if few else count_names(statistics.names)
-    about = statistics.about
-    title = f"{many} of {model_title(about.model)}" if about.model else many
+    model = model_title(statistics.about.model)
+    title = many + f" of {model}" * bool(model)
     main = asset("assets/neurons.html")
     scripts = [asset("assets/heads.js")]
     return page_of_tokens(title, _about(statistics), main, data, "neurons", scripts)
@@ -344,8 +344,8 @@ def index_of_layers(statistics: CorpusStatistics, pages: dict[int, str]) -> Page
     names = defaultdict(list)
     for name in statistics.names:
         names[HeadName.parse(name).layer].append(name)
-    model = statistics.about.model
-    title = f"{count_names(statistics.names)} of {model_title(model)}"
+    model = model_title(statistics.about.model)
+    title = count_names(statistics.names) + f" of {model}" * bool(model)
     rows = [
         f'<tr><td><a href="{escape(page)}">Layer {layer}</a></td>'
         f'<td class="number">{count_names(names[layer])}</td></tr>'

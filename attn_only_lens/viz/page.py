@@ -198,8 +198,12 @@ def asset(name: str) -> str:
 
 
 def model_title(name: str) -> str:
-    """Return a model's name or, if this is the path of a folder, the last part of the path."""
-    return (Path(name).name if Path(name).is_absolute() else name) or "model"
+    """Return a model's name or, for the path of a folder, the last part of the path.
+
+    A model that was built from a config has no name: TransformerLens calls it "custom".
+    """
+    name = Path(name).name if Path(name).is_absolute() else name
+    return "" if name == "custom" else name
 
 
 def visible_token(token: str) -> str:

@@ -1,10 +1,12 @@
 """Explanations of a difference: their sums, circuits, patches, pages and files; graphs by role."""
 
 import json
+import re
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from attn_only_lens import circuits, expose_neuron_heads, neurons, pretrained, tasks
 from attn_only_lens import patching as p
@@ -63,9 +65,8 @@ def test_the_text_has_80_columns_and_says_what_it_leaves_out(why):
         assert max(map(len, lines)) <= 80
         shown = [line.split()[0] for line in lines if "@" in line.split(" ")[0]]
         assert shown == table["id"][:k].tolist()
-        assert (f"... {len(table) - k} more rows; see .table(), or --top in a shell" in lines) == (
-            k < len(table)
-        )
+        more = f"... {len(table) - k} more rows: .table() in Python, --top in a shell"
+        assert (more in lines) == (k < len(table))
         assert all(f"{name}:" in why.text(k) for name in ("share", "denoise, noise"))
     assert "Warning" not in why.text()
 
@@ -102,6 +103,84 @@ def test_it_counts_the_pairs_of_prompts_with_one_answer(model):
     assert "' are' on 2 of 3" in text
 
 
+def test_descriptions_and_labels_are_of_both_runs(model, why):
+    """By hand: patterns, gates and outputs of both runs, and tokens of the change of the output."""
+    runs = [model.run_with_cache(text)[1] for text in (CLEAN, CORRUPTED)]
+    texts = [model.to_str_tokens(text) for text in (CLEAN, CORRUPTED)]
+    kinds = set()
+    for node, name, kind, position in why.graph.heads[["id", "name", "kind", "position"]].values:
+        layer, index = (int(number) for number in re.findall(r"\d+", name))
+        where, does, label = int(position), why.does[node], why.labels[node]
+        if kind == "attention":
+            z = [cache["z", layer][0, where, index] for cache in runs]
+            patterns = [cache["pattern", layer][0, index, where] for cache in runs]
+            keys = [int(pattern.argmax()) for pattern in patterns]
+            tokens = [text[key] for text, key in zip(texts, keys, strict=True)]
+            shares = [float(pattern.max()) for pattern in patterns]
+            assert does.startswith(f"looks at {tokens[0]!r} ({shares[0]:.0%})")
+            both = keys[0] != keys[1] or tokens[0] != tokens[1]
+            said = f"), corrupted {tokens[1]!r} ({shares[1]:.0%})" in does
+            assert said == (both or abs(shares[0] - shares[1]) > 0.1)
+            short = [token.strip()[:9] for token in tokens]
+            assert label == f"{name} ← {' / '.join(short if both else short[:1])}"
+            change = (z[0] - z[1]) @ model.blocks[layer].attn.W_O[index]
+        else:
+            mlp = model.blocks[layer].mlp
+            outputs = [cache[f"blocks.{layer}.mlp.hook_neuron_act"] for cache in runs]
+            z = [float(output[0, where, index, 0]) for output in outputs]
+            differs = abs(z[0] - z[1]) > 0.1 * max(map(abs, z))
+            said = f"z {z[0]:.2f}" + f", corrupted {z[1]:.2f}" * differs
+            assert said in does.split("; ")
+            change = (z[0] - z[1]) * mlp.W_out[index]
+        scores = (change * model.ln_final.w @ model.W_U).detach()
+        scores = (scores - scores.mean()) / scores.std()
+        high, low = float(scores.max()), float(scores.min())
+        first = "raises" if high > -low else "lowers"
+        best = int(scores.argmax() if high > -low else scores.argmin())
+        written = model.to_single_str_token(best)
+        of_change = [part for part in does.split("; ") if part.startswith(("raises", "lowers"))]
+        assert of_change[0].startswith(f"{first} {written!r}")
+        if kind == "neuron":
+            assert label == f"{name} {'↑' if high > -low else '↓'} {written.strip()[:9]}"
+        kinds.add((kind, ", corrupted" in does.split("; ")[0]))
+    assert kinds >= {("attention", True), ("neuron", True), ("neuron", False)}
+
+
+def test_attention_is_a_mean_over_prompts(model):
+    clean = [CLEAN, "The cars above the wall"]
+    corrupted = [CORRUPTED, "The car above the wall"]
+    why = circuits.explain(model, clean, corrupted, METRIC, n_patched=1)
+    pattern = model.run_with_cache(clean)[1]["pattern", 3][:, 3, 5].mean(0)
+    assert int(pattern.argmax()) == 2
+    assert f"looks at ' keys' ({float(pattern[2]):.0%})" in why.does["L3H3@5"]
+
+
+def test_its_circuit_is_the_circuit_of_discover(model, why):
+    circuit = circuits.discover(model, CLEAN, CORRUPTED, METRIC)
+    pd.testing.assert_frame_equal(circuit.frame, why.circuit.frame)
+    few = circuits.explain(model, CLEAN, CORRUPTED, METRIC, n_patched=1, most_nodes=4)
+    assert len(few.table()) == 4 < len(few.circuit)
+    said = f"Of the circuit's {len(few.circuit)} sites, the graph and the table have the 4"
+    assert said in " ".join(few.text().split())
+    assert said in str(few.view())
+    assert "Of the circuit's" not in why.text()
+
+
+def test_it_warns_if_the_model_gives_another_answer(model):
+    """The answers' ranks are computed by hand."""
+    order = model(CLEAN)[0, -1].argsort(descending=True).tolist()
+    last = [model.to_single_str_token(token) for token in order]
+    far = [text for text in last if text.islower() and text.startswith(" ")][-2:]
+    for answers in ((" keys", " cat"), far):
+        ranks = [1 + order.index(model.to_single_token(answer)) for answer in answers]
+        why = circuits.explain(model, CLEAN, CORRUPTED, p.logit_diff(*answers), n_patched=1)
+        text = " ".join(repr(why).split())
+        (first, second), (rank, other) = answers, ranks
+        said = f"not {first!r} (rank {rank:,}) or {second!r} (rank {other:,})."
+        assert f"on the clean prompt, the model answers ' are' (29%), {said}" in text
+        assert ("nearly impossible" in text) == (min(ranks) >= 1000)
+
+
 def test_patches_of_the_table_are_those_of_a_sweep(model, why):
     row = why.table().set_index("id").loc["L0H3@2"]
     for way, sign in (("denoise", 1), ("noise", -1)):
@@ -135,6 +214,25 @@ def test_it_is_saved_with_all_its_files_and_its_page_names_nodes(why, tmp_path):
     pd.testing.assert_frame_equal(attribution.to_frame(), why.attribution.to_frame())
     assert ", by pattern" in (tmp_path / "why" / "page.html").read_text("utf-8")
     why.save(tmp_path / "why")  # again, over it
+
+
+def test_a_page_without_words_separates_numbers_and_says_what_carries_each_share():
+    model = expose_neuron_heads(pretrained.modular_addition(), copy=True).model
+    model.cfg.model_name = "custom"  # TransformerLens' name of a model that was built from a config
+    clean, corrupted = torch.tensor([[3, 4, 113]]), torch.tensor([[3, 5, 113]])
+    why = circuits.explain(model, clean, corrupted, p.logit_diff(7, 8), n_patched=1)
+    page = str(why.view())
+    assert "Corrupted prompt: 3 5 113" in page
+    assert f"<title>{why.attribution.clean_and_corrupted}</title>" in page
+    names = json.loads(page.split('id="state">')[1].split("</script>")[0])["names"]
+    carriers = set()
+    for row in why.table().to_dict("records"):
+        parts = {name: abs(row[f"by_{name}"]) for name in ("pattern", "value")}
+        smaller = min(parts.values()) / sum(parts.values())
+        carrier = "both" if smaller > 1 / 3 else max(parts, key=lambda name: parts[name])
+        assert names[row["id"]].endswith(f", by {carrier}")
+        carriers.add(carrier)
+    assert "both" in carriers
 
 
 def test_neurons_are_named_after_the_tokens_where_they_are_largest(model, why):
@@ -237,6 +335,11 @@ def test_resampled_prompts_say_how_stable_each_site_is(model):
     why = circuits.explain(model, clean, corrupted, METRIC, n_patched=3, resamples=4)
     stability = why.circuit.stability
     page = str(why.view())
+    held_out = stability.held_out["mean"]["faithfulness"]
+    assert why.title.endswith(f"({held_out:.0%} on held-out prompts)")
+    assert why.title in page
+    warns = "keep only" in why.text()
+    assert warns == (held_out < 0.7 * why.circuit.faithfulness)
     assert f"a core of {stability.n_core} sites in a union of {stability.n_union}" in page
     inclusion = json.loads(page.split('id="circuit">')[1].split("</script>")[0])["nodes"]
     shares = dict(zip(inclusion["id"], inclusion["inclusion"], strict=True))

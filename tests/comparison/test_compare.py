@@ -24,7 +24,8 @@ from attn_only_lens import (
 )
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
-from attn_only_lens.errors import ComparisonError, InputWarning
+from attn_only_lens.comparison.circuits import PAIRS
+from attn_only_lens.errors import ComparisonError, InputError, InputWarning
 from attn_only_lens.expansion.provenance import IndexMap
 from attn_only_lens.growth import identity
 from attn_only_lens.heads import HeadName
@@ -246,15 +247,15 @@ def test_circuits_after_training(after_training):
         names.append({f"{went(str(name))}@{position}" for name, position in ids})
     first, second, third = names
     rows = comparison.circuits.set_index(["pair", "what"])
-    for label, before, after in (("grown", first, second), ("null model", second, third)):
+    for label, before, after in zip(PAIRS, (first, second), (second, third), strict=True):
         row = rows.loc[(label, "nodes")]
-        assert row["original"] == len(before)
+        assert row[["first", "second"]].tolist() == [len(before), len(after)]
         assert row["kept"] == len(before & after)
         assert row["lost"] == len(before - after)
         assert row["gained"] == len(after - before)
         assert row["jaccard"] == len(before & after) / len(before | after)
-        assert row["jaccard_low"] <= row["jaccard_high"]
-    assert rows.loc[("grown", "nodes"), "jaccard"] < 1
+        assert row["jaccard_low"] <= row["jaccard"] <= row["jaccard_high"]
+    assert rows.loc[(PAIRS[0], "nodes"), "jaccard"] < 1
     status = comparison.nodes.set_index("id")["status"]
     assert set(status.index[status == "kept"]) == first & second
     assert set(status.index[status == "gained"]) == second - first
@@ -277,6 +278,47 @@ def test_circuits_after_training(after_training):
         possible = tuple(all(end in circuit for end in ends) for circuit in (first, second))
         assert possible in inside
         assert all(is_in or row.status != inside[(True, True)] for is_in in possible)
+
+
+def test_a_null_does_not_change_the_other_pair(after_training):
+    model, grown, null, prompts, _ = after_training
+    few = FAST | {"n_nodes": 7}  # fewer nodes than the circuits have
+    both = compare(model, grown, prompts, p.loss(), null=null, **few)
+    alone = compare(model, grown, prompts, p.loss(), **few)
+    rows = both.circuits.query("pair == @PAIRS[0]").set_index("what")
+    expected = alone.circuits.set_index("what")
+    pd.testing.assert_frame_equal(rows, expected, check_like=True)
+    assert rows.loc["value edges", "first"] > 0
+    again = compare(grown.model, null.model, prompts, p.loss(), provenance=same(grown), **few)
+    of_null = both.circuits.query("pair == @PAIRS[1]").set_index("what").drop(columns="pair")
+    expected = again.circuits.set_index("what").drop(columns="pair")
+    pd.testing.assert_frame_equal(of_null, expected, check_like=True)
+
+
+def test_answers_are_cut_with_their_prompts():
+    """One batch of all prompts has the same effects, and prompts of several lengths keep theirs."""
+    model = build("gelu", d_vocab_out=41)
+    grown, prompts = trained(grown_from(model)), tokens(batch=5)
+    corrupted = prompts.roll(1, -1)
+    metric = p.logit_diff([1, 2, 3, 4, 5], [6, 7, 8, 9, 10])
+    frames = [
+        components(
+            compare(
+                *(model, grown, prompts, metric),
+                corrupted=other,
+                batch_size=size,
+                **FAST | {"n_patched": 0},
+            )
+        )
+        for other in (corrupted, None)
+        for size in (2, 5)
+    ]
+    for cut, whole in (frames[:2], frames[2:]):
+        assert cut["estimated_drop"].to_numpy() == pytest.approx(
+            whole["estimated_drop"].to_numpy(), rel=1e-6, abs=1e-9
+        )
+    with pytest.raises(InputError, match="one for each of the 5 prompts"):
+        compare(model, grown, prompts, p.logit_diff([1, 2], [3, 4]), batch_size=2, **FAST)
 
 
 def test_a_null_is_between_the_grown_model_and_it(after_training):

@@ -91,7 +91,10 @@ def test_intervals_are_of_resampled_prompts():
     assert np.mean(values) == pytest.approx(np.mean(every), abs=4 * np.sqrt(0.25 / n))
     assert 0 < np.mean(every) < 1
     nodes = overlap_measures(choose, Resampling(3, 200, 0.999, seed=0), 3)["nodes"]
-    assert (nodes["jaccard_low"], nodes["jaccard_high"]) == (0, 1)
+    shares = choose(Resampling(3, 200, 0.999, seed=0).weights())["nodes"].first[:, 2]
+    assert nodes["jaccard"] == 1  # 0 or 1 in resamples, shifted and clipped
+    assert nodes["jaccard_low"] == pytest.approx(1 - shares.mean())
+    assert nodes["jaccard_high"] == 1
     again = overlap_measures(choose, Resampling(3, 200, 0.999, seed=0), 10**9)["nodes"]
     assert nodes == pytest.approx(again, nan_ok=True)  # however many resamples at once
 
@@ -119,7 +122,7 @@ def test_all_resamples_at_once_are_each_by_itself():
         union = [row for row in first | second if np.isfinite(means[0][row] + means[1][row])]
         correlation.append(spearmanr(means[0][union], means[1][union]).statistic)
     for name, values in (("jaccard", jaccard), ("rank_correlation", correlation)):
-        expected = np.quantile(values, [0.05, 0.95])
+        expected = np.quantile(values, [0.05, 0.95]) - np.mean(values) + nodes[name]
         assert [nodes[f"{name}_{end}"] for end in ("low", "high")] == pytest.approx(expected)
         assert expected[0] < expected[1]
 

@@ -14,8 +14,9 @@ from attn_only_lens import Bilinear, convert, expose_neuron_heads, viz
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
 from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
+from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.errors import InputError
-from attn_only_lens.heads import HeadName
+from attn_only_lens.heads import HeadName, host_of
 
 POS, METRIC = 5, p.logit_diff(7, 11)
 LAYOUTS = {"two blocks": convert, "in place": lambda source: expose_neuron_heads(source).model}
@@ -65,8 +66,9 @@ def test_the_page_holds_the_graph(drawn):
     assert prompts.startswith("Prompts: tokens, attention and written tokens are from prompt 1;")
     assert "add up to the mean over 2 prompts" in prompts
     n_heads = int((heads_of(graph)["kind"] == "attention").sum())
-    counts = f"{n_heads} heads and {61 - n_heads} neurons (61 of {n} at all positions)"
-    assert note.startswith(f"Nodes: {counts}, with {share:.0%} of")
+    counts = f"{n_heads} heads and {61 - n_heads} neurons (61 of {n} sites; a site is"
+    assert note.startswith(f"Nodes: {counts}")
+    assert f", with {share:.0%} of" in note
     assert 0.3 < share < 0.99  # the control
 
 
@@ -89,6 +91,80 @@ def test_patterns_are_of_the_prompt_that_is_shown(drawn):
         assert got == pytest.approx(this_row.tolist(), abs=6e-4)  # three decimals
         seen.add((head.kind, bool((this_row - other_row).abs().max() > 0.01)))
     assert {("neuron", True), ("attention", True)} <= seen  # the control: prompts differ
+
+
+@pytest.fixture(scope="module")
+def contrast():
+    """A graph of a difference, its model and prompts, and its page with both runs."""
+    model, (first, second) = convert(models.build("gelu", scale=0.25)), tokens(0, 2, POS)
+    clean, corrupted = first[None], second[None]
+    graph = attribution_graph(model, clean, METRIC, corrupted=corrupted, top=20)
+    page = viz.circuit_view(graph, model, clean, corrupted=corrupted, top_tokens=3)
+    return graph, model, clean, corrupted, page
+
+
+@needs_hooked_transformer
+def test_a_page_of_a_difference_has_both_runs(contrast):
+    """Against cached patterns, and the logits of the change of each output."""
+    graph, model, clean, corrupted, page = contrast
+    data = read_back(page)
+    assert data["corrupted"] == list(graph.corrupted[0])
+    caches = [model.run_with_cache(side)[1] for side in (clean, corrupted)]
+    host, kinds = host_of(model), set()
+    for node in heads_of(graph).itertuples():
+        head, position = HeadName.parse(node.name), int(node.position)
+        of_node = data["details"].get(node.id, {}) | data["details"].get(node.name, {})
+        for side, cache in zip(("", "corrupted_"), caches, strict=True):
+            pattern = cache[head.hook("pattern", model)][0, head.index]
+            row = pattern[:, 0] if head.kind == "neuron" else pattern[position]
+            assert of_node[f"{side}pattern"] == pytest.approx(row.tolist(), abs=6e-4)
+        z = [cache[host.hook_name(head.layer, head.kind, "z")][0, position] for cache in caches]
+        change = HeadMatrices.of(model, fold_norms=True).outputs(
+            LayerSites.of([head]), (z[0] - z[1])[None, head.index]
+        )
+        centred = change - change.mean(-1, keepdim=True)
+        logits = (centred * model.ln_final.w @ model.W_U)[0]
+        order = logits.argsort(descending=True).tolist()
+        written = [text for text, _ in of_node["writes"]]
+        assert written == [str(token) for token in (*order[:3], *order[-3:])]
+        kinds.add(head.kind)
+    assert kinds == {"attention", "neuron"}
+    one_run = read_back(viz.circuit_view(graph, model, clean))
+    assert not one_run["corrupted"]
+    assert "corrupted_pattern" not in str(one_run["details"])
+    assert any("corrupted= shows both runs" in note for note in one_run["notes"])
+
+
+@needs_hooked_transformer
+@needs_browser
+def test_the_panel_shows_both_runs(contrast, opened):
+    graph, page = contrast[0], contrast[-1]
+    shown = opened(page)
+    show_all(shown)
+    details = read_back(page)["details"]
+    heads = heads_of(graph)
+    for kind, what in (("attention", "length of z"), ("neuron", "z")):
+        node = heads[heads["kind"] == kind]["id"].iloc[0]
+        click(shown, node)
+        n_tokens = 2 * len(graph.tokens[0])
+        assert shown.texts("#pattern .tokens span")[-1] == graph.corrupted[0][-1]
+        assert len(shown.texts("#pattern .tokens span")) == n_tokens
+        assert f"{what}, clean run" in shown.texts("#panel td")
+        assert shown.texts("#writes-tokens h3") == ["Tokens its change raises and lowers"]
+        assert details[node]["writes"][0][0] in shown.texts("#writes-tokens td")
+
+
+@needs_hooked_transformer
+def test_corrupted_prompts_of_another_graph_are_refused(contrast, drawn):
+    graph, model, clean, corrupted, _ = contrast
+    of_one_run, _, prompts, _ = drawn
+    for item, how, reason in (
+        (graph, (model, clean, clean), "other than the graph's prompts"),
+        (of_one_run, (model, prompts, prompts), "a graph of one run"),
+        (graph, (None, None, corrupted), "without a model and clean prompts"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            viz.circuit_view(item, *how[:2], corrupted=how[2])
 
 
 def direct_logits(source, prompts, name, position):

@@ -31,12 +31,12 @@ def comparison_of_two(null=True, evil="m"):
     new = new.assign(
         estimated_drop=[0.25, -0.5], estimated_drop_se=0.01, share=[0.125, -0.0625], norm=1.0
     )
-    overlap = {"original": 3, "grown": 3, "kept": 2, "lost": 1, "gained": 1, "jaccard": 0.5}
+    overlap = {"first": 3, "second": 3, "kept": 2, "lost": 1, "gained": 1, "jaccard": 0.5}
     overlap |= {"jaccard_low": 0.25, "jaccard_high": 0.75, "rank_correlation": 0.875}
     circuits = pd.DataFrame(
         [
             {"pair": pair, "what": what, **overlap}
-            for pair in ("grown", "null model")[: 1 + null]
+            for pair in ("original and grown", "grown and null")[: 1 + null]
             for what in ("nodes", "value edges")
         ]
     )

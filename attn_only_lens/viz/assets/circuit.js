@@ -597,9 +597,10 @@
       return box;
     }
     const where = nodes.position[i], heading = make("h2", nodes.id[i]);
+    const measure = { attention: "length of z", neuron: "z", feature: "z", skip: "length", error: "length" }[nodes.kind[i]] || "value";
     const facts = [["kind", KIND[nodes.kind[i]] || nodes.kind[i]], ["layer", nodes.layer[i]],
                    ["token", where === null ? null : `${tokens[where]}  (${where})`],
-                   [{ attention: "length of z", neuron: "z", feature: "z", skip: "length", error: "length" }[nodes.kind[i]] || "value", nodes.value[i]], ["attribution", nodes.attribution[i]]];
+                   [measure + (data.corrupted.length ? ", clean run" : ""), nodes.value[i]], ["attribution", nodes.attribution[i]]];
     if (nodes.exact) facts.push(["exact effect", nodes.exact[i]]);
     if (nodes.status) facts.push(["status", nodes.status[i] || "–"]);
     if (item.stability) facts.push(["inclusion", inclusion(i)]);
@@ -614,13 +615,20 @@
         ? `Coloured by z, the output of the ${nodes.kind[i]} (gate × value): green is positive, purple negative. `
           + "Point at a token for its gate, the attention to itself."
         : ["neuron", "feature"].includes(nodes.kind[i]) ? gate : "The attention of the outlined token, 0 to 1.");
-      part.append(more.z
-        ? coloured(tokens, more.z, furthest(more.z), where, (t) => `z ${more.z[t]}, gate ${more.pattern[t]}`)
+      const top = furthest([...(more.z || []), ...(more.corrupted_z || [])]); // both runs have one scale
+      const run = (texts, pattern, z) => (z
+        ? coloured(texts, z, top, where, (t) => `z ${z[t]}, gate ${pattern[t]}`)
         // The values are squared, because mix takes the square root.
-        : coloured(tokens, more.pattern.map((w) => w ** 2), 1, where, (t) => `${t}: ${more.pattern[t]}`));
+        : coloured(texts, pattern.map((w) => w ** 2), 1, where, (t) => `${t}: ${pattern[t]}`));
+      part.append(run(tokens, more.pattern, more.z));
+      if (more.corrupted_pattern) part.append(make("p", "The same in the corrupted run:", "note"),
+                                              run(data.corrupted, more.corrupted_pattern, more.corrupted_z));
       box.append(part);
     }
-    if (more.writes) box.append(bothEnds("writes-tokens", "Tokens it writes", SPREAD, ["raises", "lowers"], more.writes));
+    if (more.writes) box.append(data.corrupted.length
+      ? bothEnds("writes-tokens", "Tokens its change raises and lowers",
+                 "The change: the output in the clean run minus the output in the corrupted run. " + SPREAD, ["raises", "lowers"], more.writes)
+      : bothEnds("writes-tokens", "Tokens it writes", SPREAD, ["raises", "lowers"], more.writes));
     if (more.reads) box.append(bothEnds("reads-tokens", "Tokens it reads", `How strongly each token's embedding activates this ${nodes.kind[i]}'s gate (standard deviations above the mean of the vocabulary).`,
                                         ["most", "least"], more.reads));
     if (more.examples) {
