@@ -401,8 +401,8 @@ def _add_patterns(
 ) -> None:
     """Add the patterns and z of neurons (by name), and the patterns of attention heads (by id).
 
-    `runs` holds the clean run and, if it is shown, the corrupted run. Neurons with several heads are
-    skipped, because they have no single pattern. Skip and error nodes have no pattern.
+    `runs` holds the clean run and, if it is shown, the corrupted run. Neurons that consist of
+    several heads are skipped, because they have no single pattern. Skip and error nodes have none.
     """
     most = _WEIGHTS // (len(runs) * runs[0].tokens.shape[1])
     heads = heads[~heads["kind"].isin(WIDE_KINDS)]
