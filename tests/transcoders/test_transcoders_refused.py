@@ -108,6 +108,8 @@ def test_weights_that_overflow_in_the_dtype_of_the_model():
         ({"W_dec": torch.ones(53, 25)}, r"got W_dec of shape \[53, 25\]; expected \[53, 26\]"),
         ({"b_enc": torch.full((53,), torch.nan).double()}, "b_enc with entries that are NaN"),
         ({"b_dec": torch.zeros(26)}, "expected one floating-point dtype"),
+        ({"b_dec": [0.0] * 26}, r"got b_dec=\[0.0.*; expected a tensor"),
+        ({"W_enc": torch.ones(26, 53, device="meta").double()}, "got W_enc.*; expected a tensor"),
         ({"threshold": None}, "expected thresholds for 'jumprelu'"),
         ({"threshold": -torch.ones(53).double()}, "negative thresholds"),
         ({"activation": "topk", "threshold": None, "k": 54}, "got k=54"),
