@@ -88,8 +88,9 @@ def attach(
         A context manager with `model` and `undo`.
 
     Raises:
-        UnsupportedModelError: with every reason why the transcoders do not fit the model. The model
-            is unchanged.
+        UnsupportedModelError: with every reason why the transcoders do not fit the model; for
+            example, they read the MLP's input, and the gains of the norms were folded. The model is
+            unchanged.
 
     Example:
         >>> import torch
@@ -150,7 +151,25 @@ def _reasons(model: Any, transcoders: Any, error: object) -> list[str]:
                 f"layer {layer}: got a transcoder for d_model={transcoder.d_model}; the model has "
                 f"d_model={d_model}"
             )
-    return reasons or _mlp_reasons(model, transcoders)
+    return reasons or [*_gain_reasons(model, transcoders), *_mlp_reasons(model, transcoders)]
+
+
+def _gain_reasons(model: Any, transcoders: Mapping[int, Transcoder]) -> list[str]:
+    """Return [error message] if the MLPs read no gains, but transcoders were trained on them."""
+    if isinstance(model, TransformerBridge):
+        can_fold = getattr(model.adapter, "supports_fold_ln", True)
+        folded = model._weights_processed and model.adapter._fold_ln_requested and can_fold
+    else:
+        folded = model.cfg.normalization_type in ("LNPre", "RMSPre")
+    layers = sorted(layer for layer, x in transcoders.items() if x.reads == "input")
+    if not folded or not layers:
+        return []
+    return [
+        f"layers {layers}: got transcoders that read the MLP's input, but the gains of the norms "
+        "were folded into the MLPs, so this input is not the one in training; attach them to the "
+        "model with its own weights (a bridge before enable_compatibility_mode, or fold_ln=False). "
+        "If the model never had gains, use reads='normalized'"
+    ]
 
 
 def _mlp_reasons(model: Any, layers: Iterable[int]) -> list[str]:

@@ -1,5 +1,6 @@
 """Models and transcoders that do not fit, and tools that do not take features."""
 
+import re
 from dataclasses import replace
 
 import bridges
@@ -17,6 +18,11 @@ from attn_only_lens.errors import (
     InputError,
     UnknownHeadError,
     UnsupportedModelError,
+)
+from attn_only_lens.pretrained import (
+    small_english,
+    small_english_texts,
+    small_english_transcoders,
 )
 from attn_only_lens.transcoders import attach, fidelity
 
@@ -83,6 +89,40 @@ def test_wrong_models(make, reads, message):
 def test_converted_models():
     with pytest.raises(UnsupportedModelError, match="got an AttentionOnlyTransformer; expected"):
         attach(convert(hooked("gelu")), {0: drawn(26)})
+
+
+def test_inputs_without_the_gains_of_norms():
+    """Folding gains into an MLP changes its input, but not the stream or the normalised stream."""
+    kept = small_english_transcoders()
+    refused = "layers [0, 1, 2, 3]: got transcoders that read the MLP's input, but the gains"
+    for options in ({}, {"fold_ln": False}, {"no_processing": True}):
+        model = small_english()
+        model.enable_compatibility_mode(disable_warnings=True, **options)
+        if options:
+            attach(model, kept).undo()
+            continue
+        with pytest.raises(UnsupportedModelError, match=re.escape(refused)):
+            attach(model, kept)
+        gains = [block.ln2.weight for block in small_english().blocks]
+        same = {
+            layer: replace(kept[layer], W_enc=gains[layer].detach()[:, None] * kept[layer].W_enc)
+            for layer in kept
+        }
+        same = {layer: replace(x, reads="normalized") for layer, x in same.items()}
+        texts = small_english_texts()[:2]
+        fvu = [
+            fidelity(m, t, texts, progress=False).layers["fvu"]
+            for m, t in ((model, same), (small_english(), kept))
+        ]
+        assert (fvu[0] - fvu[1]).abs().max() < 1e-5
+
+
+@needs_hooked_transformer
+def test_inputs_of_hooked_transformers_without_gains():
+    model = hooked("rms_pre")
+    with pytest.raises(UnsupportedModelError, match="use reads='normalized'"):
+        attach(model, layers_of(model))
+    attach(model, layers_of(model, reads="normalized")).undo()
 
 
 def test_norms_with_gains_of_zero():
