@@ -117,6 +117,24 @@ def test_inputs_without_the_gains_of_norms():
         assert (fvu[0] - fvu[1]).abs().max() < 1e-5
 
 
+def test_streams_without_a_mean():
+    model, prompt = bridge("gpt2"), tokens()
+    transcoders = layers_of(model, reads="stream")
+    model.enable_compatibility_mode(disable_warnings=True)
+    with pytest.raises(UnsupportedModelError, match=r"layers \[0, 1\]: .* were centred"):
+        attach(model, transcoders)
+    centred = {
+        layer: replace(x, W_enc=x.W_enc - x.W_enc.mean(0)) for layer, x in transcoders.items()
+    }
+    names = [f"blocks.{layer}.mlp.hook_pre" for layer in transcoders]
+    seen = []
+    for form in (model, bridge("gpt2")):
+        with attach(form, centred):
+            seen.append(form.run_with_cache(prompt)[1])
+    for name in names:
+        assert (seen[0][name] - seen[1][name]).abs().max() < 1e-6
+
+
 @needs_hooked_transformer
 def test_inputs_of_hooked_transformers_without_gains():
     model = hooked("rms_pre")
