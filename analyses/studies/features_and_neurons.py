@@ -35,7 +35,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.engine.sites import Selection
 from attn_only_lens.heads import HeadName
 
-N_PROMPTS, SEEDS, RESAMPLES = 20, 3, 20
+N_PROMPTS, SEEDS, RESAMPLES = 20, 2, 10
 HELD_OUT_SEED = 700
 COVERED = 0.8
 """The tokens in a label have at least this share of Σ |z| over all tokens."""

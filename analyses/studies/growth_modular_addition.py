@@ -44,6 +44,7 @@ from analyses.tools.train_modular_addition import fast_logits, pairs
 from attn_only_lens import compare, grow
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
+from attn_only_lens.errors import InputWarning
 from attn_only_lens.tl import HookedTransformer
 
 
@@ -130,6 +131,7 @@ def main(
 ) -> None:
     """Train, measure, print; write the page, tables and figures (`study_files.py`)."""
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
+    warnings.simplefilter("ignore", InputWarning)  # an arm may have lost the task
     started = time.perf_counter()
     study = replace(SMOKE if smoke else Study(), n_seeds=n_seeds)
     frames = measured(study, runs_dir, device)

@@ -32,6 +32,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import typer
@@ -200,12 +201,17 @@ class Layer:
 
     @torch.no_grad()
     def resample(self, optimizer: torch.optim.Optimizer) -> int:
-        """Give dead features new weights, and return the number of dead features."""
+        """Give dead features new weights, each from another input, and return their number."""
         dead = (self.steps_silent >= DEAD).nonzero()[:, 0]
         if not len(dead):
             return 0
-        sizes = self.error.square().sum(1).cpu()
-        chosen = torch.multinomial(sizes, len(dead), True, generator=self.generator)
+        # Equal inputs would make copies of one feature, which stay copies during training.
+        _, first = np.unique(self.inputs.cpu().numpy(), axis=0, return_index=True)
+        candidates = torch.from_numpy(first)
+        sizes = self.error.square().sum(1).cpu()[candidates]
+        dead = dead[: int((sizes > 0).sum())]
+        picked = torch.multinomial(sizes, len(dead), generator=self.generator)
+        chosen = candidates[picked]
         x, error = self.inputs[chosen], self.error[chosen]
         length = self.weights["W_enc"].norm(dim=1).mean()
         W_enc = F.normalize(x - self.inputs.mean(0), dim=1) * length

@@ -91,6 +91,12 @@ class Transcoder:
         reasons = option_reasons("activation", self.activation, FEATURE_ACTIVATIONS)
         reasons += option_reasons("reads", self.reads, READS)
         tensors = self.tensors()
+        wrong = [
+            f"got {name}={tensor!r:.40}; expected a tensor"
+            for name, tensor in tensors.items()
+            if not isinstance(tensor, Tensor) or tensor.is_meta
+        ]
+        InputError.raise_if(wrong, f"{self.name}: {_PROBLEM}" if self.name else _PROBLEM)
         d_model, d_features = self.W_enc.shape if self.W_enc.ndim == 2 else (0, 0)
         shapes = {
             "W_enc": (d_model, d_features),
@@ -117,7 +123,7 @@ class Transcoder:
         expects_k = self.activation == "topk"
         if expects_k != (self.k is not None) or (expects_k and not is_count(self.k, 1, d_features)):
             reasons.append(
-                f"got k={self.k}; expected a number from 1 to {d_features} for 'topk', and None "
+                f"got k={self.k!r}; expected a number from 1 to {d_features} for 'topk', and None "
                 "for other activations"
             )
         InputError.raise_if(reasons, f"{self.name}: {_PROBLEM}" if self.name else _PROBLEM)

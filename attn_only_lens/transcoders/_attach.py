@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import LinearBridge
@@ -89,8 +90,9 @@ def attach(
         A context manager with `model` and `undo`.
 
     Raises:
-        UnsupportedModelError: with every reason why the transcoders do not fit the model. The model
-            is unchanged.
+        UnsupportedModelError: with every reason why the transcoders do not fit the model; for
+            example, they read the MLP's input, and the gains of the norms were folded. The model is
+            unchanged.
 
     Example:
         >>> import torch
@@ -151,7 +153,52 @@ def _reasons(model: Any, transcoders: Any, error: object) -> list[str]:
                 f"layer {layer}: got a transcoder for d_model={transcoder.d_model}; the model has "
                 f"d_model={d_model}"
             )
-    return reasons or _mlp_reasons(model, transcoders)
+    if reasons or (reasons := _mlp_reasons(model, transcoders)):
+        return reasons
+    return [*_gain_reasons(model, transcoders), *_mean_reasons(model, transcoders)]
+
+
+def _gain_reasons(model: Any, transcoders: Mapping[int, Transcoder]) -> list[str]:
+    """Return [error message] if the MLPs read no gains, but transcoders were trained on them."""
+    if isinstance(model, TransformerBridge):
+        can_fold = getattr(model.adapter, "supports_fold_ln", True)
+        folded = model._weights_processed and model.adapter._fold_ln_requested and can_fold
+    else:
+        folded = model.cfg.normalization_type in ("LNPre", "RMSPre")
+    layers = sorted(layer for layer, x in transcoders.items() if x.reads == "input")
+    if not folded or not layers:
+        return []
+    return [
+        f"layers {layers}: got transcoders that read the MLP's input, but the gains of the norms "
+        "were folded into the MLPs, so this input is not the one in training; attach them to the "
+        "model with its own weights (a bridge before enable_compatibility_mode, or fold_ln=False). "
+        "If the model never had gains, use reads='normalized'"
+    ]
+
+
+def _mean_reasons(model: Any, transcoders: Mapping[int, Transcoder]) -> list[str]:
+    """Return [error message] if the model's stream has no mean, but transcoders read the mean."""
+    layers = [
+        layer
+        for layer, transcoder in sorted(transcoders.items())
+        if transcoder.reads == "stream"
+        and _is_centred(model.blocks[layer].mlp.W_out)
+        and not _is_centred(transcoder.W_enc.T)
+    ]
+    if not layers:
+        return []
+    return [
+        f"layers {layers}: got transcoders that read the stream, but the weights that write to it "
+        "were centred (center_writing_weights), so this stream is not the one in training; attach "
+        "them to the model with its own weights. If the model always had them, subtract the mean "
+        "of each column from W_enc"
+    ]
+
+
+def _is_centred(rows: Tensor) -> bool:
+    error = rows.mean(dim=-1).abs().max() / rows.abs().max().clamp(min=1e-30)
+    # TransformerLens may centre in float32, also if the weights have more digits.
+    return bool(error < max(1e-6, torch.finfo(rows.dtype).eps / 4))
 
 
 def _mlp_reasons(model: Any, layers: Iterable[int]) -> list[str]:

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from attn_only_lens.arguments import positive_reasons
 from attn_only_lens.axes import Tokens
 from attn_only_lens.devices import to_float64_device
-from attn_only_lens.engine.model_checks import reasons_not_to_run
+from attn_only_lens.engine.model_checks import dropout_reasons, hook_reasons
 from attn_only_lens.engine.prompts import Prompts, single_prompts
 from attn_only_lens.engine.recording import record, run
 from attn_only_lens.errors import InputError
@@ -79,7 +79,8 @@ def fidelity(
         progress: whether to show a progress bar.
 
     Raises:
-        InputError: the texts are invalid, or all texts have fewer than two tokens.
+        InputError: the texts are invalid, or all texts have fewer than two tokens; or the model has
+            hooks or active dropout.
         UnsupportedModelError: the transcoders do not fit the model; see `attach`.
 
     Example:
@@ -92,8 +93,10 @@ def fidelity(
         >>> result.loss_recovered
         0.0
     """
-    reasons = reasons_not_to_run(model) + positive_reasons(prompts_at_once=prompts_at_once)
-    InputError.raise_if(reasons, _PROBLEM)
+    with attach(model, transcoders):  # refuses what does not fit, before any run
+        pass
+    reasons = hook_reasons(model, "would change some of the runs") + dropout_reasons(model)
+    InputError.raise_if(reasons + positive_reasons(prompts_at_once=prompts_at_once), _PROBLEM)
     pair = single_prompts(model, texts, mask)
     if not _next(pair.clean, pair.mask)[1].any():
         raise InputError(["got no text with two or more tokens"], _PROBLEM)

@@ -25,6 +25,7 @@ from attn_only_lens.storage import read_json, read_tensors
 from attn_only_lens.storage.atomic import as_path
 from attn_only_lens.transcoders._save import DOCUMENT
 from attn_only_lens.transcoders.formats import (
+    CIRCUIT_TRACER,
     OURS,
     PROBLEM,
     SAELENS,
@@ -33,6 +34,7 @@ from attn_only_lens.transcoders.formats import (
     fold_saelens,
     identify,
     rename,
+    require_gate,
 )
 
 # Hook points in TransformerLens; the last name of each table is a module of Gemma 3.
@@ -212,6 +214,8 @@ def _config(folder: Path) -> Config:
     with checkpoint_errors(f"{path} cannot be used"):
         is_yaml = path.suffix == ".yaml"
         config = yaml.safe_load(path.read_text("utf-8")) if is_yaml else read_json(path)
+        if not isinstance(config, dict):
+            raise ValueError(f"got {config!r:.40}; expected names of settings, with a value each")
         # Names on the Hugging Face hub look like hf://owner/repository/folder/file?revision=…
         listed = [_HUB.sub("", uri) for uri in config.get("transcoders", [])]
         return {**config, **config.get("metadata", {}), "transcoders": listed}
@@ -245,6 +249,8 @@ def _read(
         tensors = rename(tensors, layout)
         options = _ends(file.config, reads)
         options["activation"] = "jumprelu" if "threshold" in tensors else "relu"
+        if layout == CIRCUIT_TRACER:
+            require_gate(file.config, options["activation"])
         scan = file.config.get("scan")
         options["name"] = scan if isinstance(scan, str) else file.name
         if layout == SAELENS:

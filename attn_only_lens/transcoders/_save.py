@@ -24,6 +24,7 @@ class TranscoderFields(TypedDict):
     tensors: str
 
 
+_PROBLEM = "these transcoders cannot be saved"
 DOCUMENT = Document("attn_only_lens.Transcoder", 1, TranscoderFields)
 
 
@@ -54,13 +55,16 @@ def save(folder: str | os.PathLike[str], transcoders: Mapping[int, Transcoder]) 
         ...     t.load(t.save(f"{parent}/features", {5: transcoder}))
         {5: <Transcoder of 3 features (topk, k=1), reads input>}
     """
+    if not isinstance(transcoders, Mapping):
+        reason = f"got {transcoders!r:.80}; expected a dict {{layer: Transcoder}}"
+        raise InputError([reason], _PROBLEM)
     reasons = [
         f"got {layer!r}: {transcoder!r:.80}; expected a layer number, and a Transcoder"
         for layer, transcoder in transcoders.items()
         if not is_count(layer) or not isinstance(transcoder, Transcoder)
     ]
     reasons += ["got no transcoder"] * (not transcoders)
-    InputError.raise_if(reasons, "these transcoders cannot be saved")
+    InputError.raise_if(reasons, _PROBLEM)
     folder = open_folder(folder)
     saved = sorted(path.name for path in folder.glob("layer_*.transcoder.safetensors"))
     with atomic_folder(folder, saved, saved[0] if saved else "") as new:

@@ -78,12 +78,15 @@ def identify(tensors: Tensors, config: Config, is_npz: bool) -> str:
         return SAELENS
     if "feature_input_hook" in config:
         return CIRCUIT_TRACER
+    if "W_enc" not in shapes:
+        got = ", ".join(sorted(shapes)[:5]) or "no tensor"
+        raise InputError([f"got {got}; expected W_enc, W_dec, b_enc and b_dec"], PROBLEM)
     sizes = [*shapes.get("b_dec", [None]), *shapes.get("b_enc", [None])]
     if sizes == sizes[::-1]:
-        got = f"got W_enc of shape {shapes.get('W_enc')}, whose axes could be in either order"
+        got = f"got W_enc of shape {shapes['W_enc']}, whose axes could be in either order"
         files = "config.yaml (circuit-tracer) or cfg.json (SAELens)"
         raise InputError([f"{got}; expected {files} next to it"], PROBLEM)
-    return SAELENS if shapes.get("W_enc") == sizes else CIRCUIT_TRACER
+    return SAELENS if shapes["W_enc"] == sizes else CIRCUIT_TRACER
 
 
 def rename(tensors: Tensors, layout: str) -> Tensors:
@@ -115,6 +118,21 @@ def rename(tensors: Tensors, layout: str) -> Tensors:
     }
 
 
+def require_gate(config: Config, activation: str) -> None:
+    """Raise an error if circuit-tracer's settings name another activation than the tensors."""
+    # Versions after 0.5 write these settings. Their topk keeps negative pre-activations.
+    got = config.get("activation")
+    if got is None or str(got).lower().replace("_", "") == activation:
+        return
+    reason = (
+        f"got activation={got!r} in config.yaml, but its tensors are those of {activation}; "
+        "expected no activation, or the same"
+    )
+    if str(got).lower() == "topk":
+        reason += ". For topk, build a Transcoder(…, activation='topk', k=…) of the tensors"
+    raise InputError([reason], PROBLEM)
+
+
 def fold_saelens(tensors: Tensors, config: Config) -> tuple[Tensors, dict[str, Any]]:
     """Fold SAELens' settings into the weights, in float64; also return the activation and k.
 
@@ -129,7 +147,7 @@ def fold_saelens(tensors: Tensors, config: Config) -> tuple[Tensors, dict[str, A
         "normalize_activations": (None, False, "none"),
         "reshape_activations": (None, "none"),
         "finetuning_scaling_factor": (None, False),
-        "activation_fn": (None, activation, "relu"),
+        "activation_fn": tuple(dict.fromkeys((None, activation, "relu"))),
         "apply_b_dec_to_input": (None, False, True) if is_sae else (None, False),
         "rescale_acts_by_decoder_norm": (None, False, True) if is_sae else (None, False),
     }

@@ -19,6 +19,7 @@ HOOKED = ("gelu", "llama", "parallel", "no_norm", "norms_before_and_after", "pos
 NO_NORM_BEFORE = ("olmo2", "post_norm", "no_norm")
 NORM_AFTER = ("gemma2", "olmo2", "norms_before_and_after", "post_norm")
 SHARED_NORM = ("gptj",)
+NO_GAINS = ("rms_pre",)
 
 
 def cases():
@@ -27,7 +28,11 @@ def cases():
     for make, name in kinds:
         marks = [needs_hooked_transformer] * (make is hooked)
         for reads in ("stream", "normalized", "input"):
-            without = {"normalized": NO_NORM_BEFORE, "stream": SHARED_NORM, "input": ()}[reads]
+            without = {
+                "normalized": NO_NORM_BEFORE,
+                "stream": SHARED_NORM,
+                "input": NO_GAINS,
+            }[reads]
             for after_norm in (False, True)[: 1 + (name in NORM_AFTER)]:
                 if name not in without:
                     label = f"{make.__name__} {name} {reads}{' after' * after_norm}"

@@ -329,7 +329,7 @@ def test_save_and_load_return_the_same_bits(tmp_path, activation, dtype):
 
 def test_save_refuses_what_it_cannot_store_and_other_files(tmp_path):
     transcoder = t.Transcoder(random(D, F), random(F, D), random(F), random(D))
-    for wrong in ({}, {-1: transcoder}, {"3": transcoder}, {3: "x"}):
+    for wrong in ({}, {-1: transcoder}, {"3": transcoder}, {3: "x"}, [transcoder], None):
         with pytest.raises(InputError, match="cannot be saved"):
             t.save(tmp_path / "x", wrong)
     write(tmp_path / "other", circuit_tracer())
@@ -561,3 +561,31 @@ def test_a_wrong_layout_fails_the_comparison(tmp_path):
     got = transcoder.decode(z, X) - stored["b_dec"]
     assert (got - expected).abs().max() > 0.1
     assert torch.equal(load_file(tmp_path / "layer_5.safetensors")["W_skip"], stored["W_skip"].T)
+
+
+@pytest.mark.parametrize(
+    ("activation", "threshold", "refusal"),
+    [
+        ("topk", False, "got activation='topk' in config.yaml"),
+        ("gelu", False, "got activation='gelu' in config.yaml"),
+        ("relu", True, "its tensors are those of jumprelu"),
+        ("relu", False, None),
+        ("jump_relu", True, None),
+    ],
+)
+def test_the_activation_in_the_settings_of_circuit_tracer(tmp_path, activation, threshold, refusal):
+    stored = circuit_tracer(threshold=threshold)
+    config = CONFIG | {"activation": activation, "k": 3}
+    write(tmp_path, stored, config_yaml=config)
+    if refusal:
+        refused(tmp_path, refusal)
+    else:
+        assert t.load(tmp_path)[5].activation == activation.replace("_", "")
+
+
+def test_files_that_hold_something_else(tmp_path):
+    write(tmp_path / "a", {"model.weight": random(D, F)})
+    refused(tmp_path / "a", "got model.weight; expected W_enc", reads="input")
+    write(tmp_path / "b", circuit_tracer())
+    (tmp_path / "b" / "config.yaml").write_text("")
+    refused(tmp_path / "b", "got None; expected names of settings", reads="input")

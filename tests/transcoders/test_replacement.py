@@ -7,6 +7,7 @@ import torch
 from common import needs_hooked_transformer, relative, tokens
 from drawn_transcoders import bridge, hooked, imitated, layers_of
 
+from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 from attn_only_lens.transcoders import Transcoder, attach, fidelity
 
@@ -151,6 +152,27 @@ def test_fidelity_is_that_of_hooks():
 def zero(transcoder):
     W = torch.zeros_like(transcoder.W_dec)
     return Transcoder(transcoder.W_enc, W, transcoder.b_enc, 0 * transcoder.b_dec)
+
+
+def test_fidelity_refuses_hooks_dropout_and_what_does_not_fit():
+    model, prompt = bridge("gpt2"), tokens()
+    transcoders = layers_of(model)
+    model.add_hook("blocks.0.hook_mlp_out", lambda x, hook: 0 * x)
+    with pytest.raises(InputError, match=r"hooks are attached .*blocks.0.mlp.hook_out"):
+        fidelity(model, transcoders, prompt, progress=False)
+    model.reset_hooks()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    model.train()
+    with pytest.raises(InputError, match="dropout is active"):
+        fidelity(model, transcoders, prompt, progress=False)
+    model.eval()
+    for wrong in (None, [transcoders[0]], {9: transcoders[0]}):
+        with pytest.raises(UnsupportedModelError, match="cannot be attached"):
+            fidelity(model, wrong, prompt, progress=False)
+    with pytest.raises(UnsupportedModelError, match="got a NoneType"):
+        fidelity(None, transcoders, prompt, progress=False)
 
 
 def test_a_perfect_transcoder_has_perfect_fidelity():

@@ -1,5 +1,6 @@
 """Models and transcoders that do not fit, and tools that do not take features."""
 
+import re
 from dataclasses import replace
 
 import bridges
@@ -17,6 +18,11 @@ from attn_only_lens.errors import (
     InputError,
     UnknownHeadError,
     UnsupportedModelError,
+)
+from attn_only_lens.pretrained import (
+    small_english,
+    small_english_texts,
+    small_english_transcoders,
 )
 from attn_only_lens.transcoders import attach, fidelity
 
@@ -85,6 +91,58 @@ def test_converted_models():
         attach(convert(hooked("gelu")), {0: drawn(26)})
 
 
+def test_inputs_without_the_gains_of_norms():
+    """Folding gains into an MLP changes its input, but not the stream or the normalised stream."""
+    kept = small_english_transcoders()
+    refused = "layers [0, 1, 2, 3]: got transcoders that read the MLP's input, but the gains"
+    for options in ({}, {"fold_ln": False}, {"no_processing": True}):
+        model = small_english()
+        model.enable_compatibility_mode(disable_warnings=True, **options)
+        if options:
+            attach(model, kept).undo()
+            continue
+        with pytest.raises(UnsupportedModelError, match=re.escape(refused)):
+            attach(model, kept)
+        gains = [block.ln2.weight for block in small_english().blocks]
+        same = {
+            layer: replace(kept[layer], W_enc=gains[layer].detach()[:, None] * kept[layer].W_enc)
+            for layer in kept
+        }
+        same = {layer: replace(x, reads="normalized") for layer, x in same.items()}
+        texts = small_english_texts()[:2]
+        fvu = [
+            fidelity(m, t, texts, progress=False).layers["fvu"]
+            for m, t in ((model, same), (small_english(), kept))
+        ]
+        assert (fvu[0] - fvu[1]).abs().max() < 1e-5
+
+
+def test_streams_without_a_mean():
+    model, prompt = bridge("gpt2"), tokens()
+    transcoders = layers_of(model, reads="stream")
+    model.enable_compatibility_mode(disable_warnings=True)
+    with pytest.raises(UnsupportedModelError, match=r"layers \[0, 1\]: .* were centred"):
+        attach(model, transcoders)
+    centred = {
+        layer: replace(x, W_enc=x.W_enc - x.W_enc.mean(0)) for layer, x in transcoders.items()
+    }
+    names = [f"blocks.{layer}.mlp.hook_pre" for layer in transcoders]
+    seen = []
+    for form in (model, bridge("gpt2")):
+        with attach(form, centred):
+            seen.append(form.run_with_cache(prompt)[1])
+    for name in names:
+        assert (seen[0][name] - seen[1][name]).abs().max() < 1e-6
+
+
+@needs_hooked_transformer
+def test_inputs_of_hooked_transformers_without_gains():
+    model = hooked("rms_pre")
+    with pytest.raises(UnsupportedModelError, match="use reads='normalized'"):
+        attach(model, layers_of(model))
+    attach(model, layers_of(model, reads="normalized")).undo()
+
+
 def test_norms_with_gains_of_zero():
     model = bridge("gpt2")
     with torch.no_grad():
@@ -108,6 +166,8 @@ def test_weights_that_overflow_in_the_dtype_of_the_model():
         ({"W_dec": torch.ones(53, 25)}, r"got W_dec of shape \[53, 25\]; expected \[53, 26\]"),
         ({"b_enc": torch.full((53,), torch.nan).double()}, "b_enc with entries that are NaN"),
         ({"b_dec": torch.zeros(26)}, "expected one floating-point dtype"),
+        ({"b_dec": [0.0] * 26}, r"got b_dec=\[0.0.*; expected a tensor"),
+        ({"W_enc": torch.ones(26, 53, device="meta").double()}, "got W_enc.*; expected a tensor"),
         ({"threshold": None}, "expected a threshold for 'jumprelu'"),
         ({"threshold": -torch.ones(53).double()}, "negative thresholds"),
         ({"activation": "topk", "threshold": None, "k": 54}, "got k=54"),
