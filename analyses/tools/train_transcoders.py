@@ -54,6 +54,7 @@ N_CTX = language.Recipe.n_ctx
 FIRST_POOL = 5_000_000  # the seed of the first grammar; the model was trained with smaller seeds
 START = 1 / 16  # the share of features that are active at a token when training starts
 DEAD = 50  # a feature is dead if it is inactive in this many batches (about 45,000 tokens)
+ALIKE = 0.999  # copies have a larger cosine similarity, in W_enc and in W_dec
 
 
 @dataclass(frozen=True)
@@ -372,6 +373,7 @@ def main(
         transcoders = training.transcoders()
         if phase:
             transcoders = without_dead(training.model, transcoders, training.batches)
+            transcoders = {layer: without_copies(x) for layer, x in transcoders.items()}
         metrics[name] = measure(training.model, to_float32(transcoders), texts)
     out.mkdir(parents=True, exist_ok=True)
     save(out / "weights", transcoders)
@@ -395,6 +397,29 @@ def _some(transcoder: Transcoder, keep: Tensor) -> Transcoder:
     tensors = transcoder.tensors()
     tensors |= {name: tensors[name][keep] for name in ("W_dec", "b_enc", "threshold")}
     return replace(transcoder, **tensors | {"W_enc": tensors["W_enc"][:, keep].contiguous()})
+
+
+def without_copies(transcoder: Transcoder) -> Transcoder:
+    """Return a transcoder in which each group of nearly equal features is one feature.
+
+    The activation of this feature is the sum over the group, so equal features are merged exactly.
+    """
+    wide = to_float32({0: transcoder})[0]
+    encoders, decoders = F.normalize(wide.W_enc.T, dim=1), F.normalize(wide.W_dec, dim=1)
+    alike = (encoders @ encoders.T > ALIKE) & (decoders @ decoders.T > ALIKE)
+    first = (alike | torch.eye(len(alike), dtype=torch.bool)).int().argmax(dim=1)
+    _, group = first.unique(return_inverse=True)
+    sums = F.one_hot(group).T.float()  # [group, feature]
+    assert wide.threshold is not None
+    merged = replace(
+        transcoder,
+        W_enc=wide.W_enc @ sums.T,
+        W_dec=F.normalize(sums @ wide.W_dec, dim=1),
+        b_enc=sums @ wide.b_enc,
+        b_dec=wide.b_dec,
+        threshold=sums @ wide.threshold,
+    )
+    return replace(merged, **{name: x.half() for name, x in merged.tensors().items()})
 
 
 def to_float32(transcoders: dict[int, Transcoder]) -> dict[int, Transcoder]:

@@ -105,7 +105,7 @@ def small_english_transcoders(
     Example:
         >>> from attn_only_lens import pretrained
         >>> pretrained.small_english_transcoders()[3]
-        <Transcoder small-english-4l, layer 3: of 617 features (jumprelu), reads input>
+        <Transcoder small-english-4l, layer 3: of 600 features (jumprelu), reads input>
     """
     with as_file(_DATA / "transcoders" / "weights") as folder:
         return load_transcoders(folder, device=device, dtype=dtype)
