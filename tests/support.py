@@ -255,6 +255,14 @@ def _saved_transcoder(kit):
     return torch.equal(lens.transcoders.load(folder)[1].W_enc, _transcoder(kit).W_enc)
 
 
+def _evaluated(kit):
+    prompts = ("--clean", TEXT, "--corrupted", OTHER, "--answer", "w7", "--wrong", "w11")
+    circuit, out = kit.out("circuit.json"), kit.out("why.html")
+    kit.run("explain", kit.files, *prompts, "--save-circuit", circuit, "--out", out)
+    kit.run("evaluate", kit.files, circuit, *prompts)
+    return circuit.exists()
+
+
 def _read_pairs(kit):
     path, keys = kit.out("pairs.jsonl"), ("clean", "corrupted", "answer", "wrong")
     row = ("The keys near", "The key near", " are", " is")
@@ -463,6 +471,7 @@ COMMANDS = {
         *("circuit", kit.files, "--clean", TEXT, "--answer", "w7", "--wrong", "w11"),
         *("--nodes", 7, "--out", kit.out("x.html")),
     ).exists(),
+    "evaluate": _evaluated,
     "explain": lambda kit: kit.run(
         *("explain", kit.files, "--clean", TEXT, "--corrupted", OTHER, "--answer", "w7"),
         *("--wrong", "w11", "--out", kit.out("why.html")),

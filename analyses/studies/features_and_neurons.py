@@ -190,7 +190,9 @@ def figure(frame: pd.DataFrame) -> Figure:
 
 
 def main(
-    out: Out = Path("out/features_and_neurons"), device: Device = "cpu", smoke: Smoke = False
+    out: Out = Path("out/features_and_neurons"),
+    device: Device = "cpu",
+    smoke: Smoke = False,
 ) -> None:
     """Run the study, print its page, and write page, table and figure (`study_files.py`)."""
     started = time.perf_counter()

@@ -216,9 +216,11 @@ def rank_sites(
         return activation_patch(*prompts, **settings, progress=False), None
     model, _, corrupted, _ = prompts
     reasons = sweep_reasons(model, corrupted, "z", "noise", None)
+    reasons += option_reasons("method", method, METHODS)
     reasons += budget_reasons(budget) + no_gradient_reasons()
     InputError.raise_if(reasons, "these sites cannot be ranked")
     settings |= {"part": "z", "reference": None, "resume": None, "traced": True}
+    settings = {"per_prompt": False, "prompts_at_once": None, **settings}
     plan = plan_sweep(*prompts, **settings)
     shared = method == "secant" and not budget and len(plan.prompts) == 1
     # The runs are in float32 if the model has half precision, and more precise in float64.

@@ -45,12 +45,12 @@ def test_it_says_what_the_model_answers(model, why):
         last = model(text)[0, -1].detach().double()
         probabilities, order = last.softmax(-1), last.argsort(descending=True).tolist()
         assert row["top"] == {CLEAN: " are", CORRUPTED: " is"}[text]
-        assert row["top_probability"] == pytest.approx(float(probabilities.max()))
+        assert row["top_probability"] == pytest.approx(float(probabilities.max()), 1e-4)
         for role, answer in (("correct", " are"), ("wrong", " is")):
             token = model.to_single_token(answer)
             assert row[role] == answer
             assert row[f"{role}_rank"] == 1 + order.index(token)
-            assert row[f"{role}_probability"] == pytest.approx(float(probabilities[token]))
+            assert row[f"{role}_probability"] == pytest.approx(float(probabilities[token]), 1e-4)
     lines = repr(why).splitlines()
     clean, corrupted = why.attribution.clean_value, why.attribution.corrupted_value
     assert lines[1] == f"Logit difference {clean:.3g} (clean), {corrupted:.3g} (corrupted)"

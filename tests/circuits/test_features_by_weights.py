@@ -101,7 +101,7 @@ def test_sources_of_a_feature_include_errors(model):
 
 
 def test_explanation_and_groups(model):
-    why = circuits.explain(model, *PAIR, METRIC)
+    why = circuits.explain(model, *PAIR, METRIC, faithfulness=0.99)
     kinds = why.graph.heads.set_index("id")["kind"]
     assert {"feature", "error", "attention"} <= set(kinds)
     assert why.neurons == [
@@ -110,17 +110,18 @@ def test_explanation_and_groups(model):
         if name.lstrip("L0123456789")[0] in "NF"
     ]
     assert any("F" in name for name in why.neurons)
-    _, cache = model.run_with_cache(PAIR[0])
+    cache, corrupted = (model.run_with_cache(prompt)[1] for prompt in PAIR)
     for node, kind in kinds.items():
         name, _, position = node.partition("@")
         does = why.does[node]
         if kind == "error":
             size = cache[f"blocks.{name[1]}.mlp.hook_error"][0, int(position), 0].norm()
-            expected = f"what the transcoder misses of the MLP's output, length {size:.2f}; writes"
+            expected = f"what the transcoder misses of the MLP's output, length {size:.2f}"
             assert does.startswith(expected)
         if kind == "feature":
-            z = cache[f"blocks.{name[1]}.mlp.hook_post"][0, int(position), int(name[3:])]
-            assert does.startswith(f"active, z {z:.2f}" if z else "inactive")
+            place = f"blocks.{name[1]}.mlp.hook_post", int(position), int(name[3:])
+            z, other = (run[place[0]][0, place[1], place[2]] for run in (cache, corrupted))
+            assert does.startswith(f"z {z:.2f}" if z or other else "inactive")
         assert ("gate" in does) == (kind == "neuron")
     assert "features" not in why.title
     assert "L3E@5" in why.text(60)

@@ -390,18 +390,21 @@ OF_NO_SUCH_MODEL = {
         "comparison_circuit",
         "comparison_report",
         *support.EXPANSION,
-        *support.COMMANDS,
     ),
+    # Transcoders are attached to a model whose neurons are not exposed.
+    *("error_nodes", "features"),
     *("Grown.save_pretrained", "Grown.shrink", "read"),
     "read_provenance",
     # Of activations that its forward pass shows, which is the user's, or of names.
     *("AttentionOnlyCache", "HeadName", "dense_pattern", "neuron_gate", "neuron_pattern"),
     *("identity", "to_stock"),
 }
+NOT_TRIED = ("attn-only-lens", "attn_only_lens.transcoders")
 ROWS = [
     (package, name)
     for package, names in support.ROWS.items()
     for name in names
+    if package not in NOT_TRIED
     if name not in OF_NO_SUCH_MODEL or (package, name) == ("attn_only_lens.patching", "agreement")
 ]
 
