@@ -431,7 +431,7 @@ def test_mlp_input_is_refused_by_name(pair):
         ("L0N37", "layer 0 has neurons 0 to 36"),
         ("5.3", "expected 'L5H3'"),
         ("L01N3", "expected 'L5H3'"),
-        ("l0n3", "expected 'L5H3'"),
+        ("l0n3", "did you mean 'L0N3'"),
         (7, "expected 'L5H3'"),
     ],
 )
