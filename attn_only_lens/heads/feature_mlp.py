@@ -62,7 +62,8 @@ class FeatureMLP(nn.Module):
         """Return the output of the features, plus x W_skip, plus the error."""
         x = self.hook_in(x)
         q = self.encode(x)
-        hooked: Tensor = self.hook_pre(q.clone() if self.has_error else q)
+        # A hook may edit in place, but the error is of the unedited pre-activations.
+        hooked: Tensor = self.hook_pre(q.clone() if is_live(self.hook_pre) else q)
         post = self.act_fn(hooked)
         features = output = self.hook_written(self.decode(self.hook_post(post)))
         if self.W_skip is not None:

@@ -226,3 +226,22 @@ def test_weights_are_not_trained_or_shared():
         assert model.blocks[0].mlp.W_in.dtype == torch.float64
     assert all(p.requires_grad for p in model.blocks[0].mlp.parameters())
     assert drawn(26, seed=1).W_enc.equal(transcoders[0].W_enc)
+
+
+@torch.no_grad()
+def test_an_edit_in_place_before_the_gate_leaves_the_error_alone():
+    def in_place(q, hook):
+        q[..., :23] += 3.0
+        return q
+
+    def in_a_copy(q, hook):
+        return in_place(q.clone(), hook)
+
+    model, prompt = bridge("gpt2"), tokens()
+    with attach(model, {1: drawn(26)}):
+        name = "blocks.1.mlp.hook_pre"
+        edited = [
+            model.run_with_hooks(prompt, fwd_hooks=[(name, hook)]) for hook in (in_place, in_a_copy)
+        ]
+        assert torch.equal(*edited)
+        assert (edited[0] - model(prompt)).abs().max() > 1e-3
