@@ -17,7 +17,6 @@ from attn_only_lens.engine.model_checks import dropout_reasons, hook_reasons
 from attn_only_lens.engine.prompts import Prompts, single_prompts
 from attn_only_lens.engine.recording import record, run
 from attn_only_lens.errors import InputError
-from attn_only_lens.heads import host_of
 from attn_only_lens.heads.transcoder import Transcoder
 from attn_only_lens.precision import full_precision
 from attn_only_lens.transcoders._attach import attach
@@ -111,11 +110,9 @@ def fidelity(
             bar.update()
             with attach(model, transcoders) as exact:
                 totals.add_layers(exact, chunk.clean, chunk.mask)
-            with attach(model, transcoders, error="zero") as replacement:
-                names = [f"blocks.{layer}.mlp.hook_out" for layer in transcoders]
                 logits = [
-                    run(replacement, chunk.clean, chunk.mask, hooks)
-                    for hooks in ((), [(name, _zero) for name in names])
+                    run(exact, chunk.clean, chunk.mask, [(name, _zero) for name in names])
+                    for names in (totals.errors.values(), totals.outputs.values())
                 ]
             totals.add_logits(chunk.clean, chunk.mask, original, *logits)
             bar.update(2)
@@ -139,16 +136,18 @@ class _Totals:
 
     def __init__(self, layers: list[int]) -> None:
         self._layers = layers
+        # Without the errors, the model is the replacement model.
+        self.errors, self.outputs = (
+            {layer: f"blocks.{layer}.mlp.hook_{point}" for layer in layers}
+            for point in ("error", "out")
+        )
         self._logits = torch.zeros(5, dtype=torch.float64, device="cpu")
         self._n_next = self._n_tokens = 0
         self._sums: dict[tuple[int, str], Any] = {}
 
     def add_layers(self, model: Any, tokens: Tokens, mask: Tensor | None) -> None:
         """Run the model with error nodes, and add its errors and its counts of active features."""
-        host = host_of(model)
-        errors = {layer: host.hook_name(layer, "error", "z") for layer in self._layers}
-        outputs = {layer: f"blocks.{layer}.mlp.hook_out" for layer in self._layers}
-        names = [*errors.values(), *outputs.values()]
+        names = [*self.errors.values(), *self.outputs.values()]
         seen = record(model, tokens, mask, layers=self._layers, names=names, gates=False)
         real = torch.ones_like(tokens).bool() if mask is None else mask.bool()
         self._n_tokens += int(real.sum())
@@ -157,8 +156,8 @@ class _Totals:
                 to_float64_device(x[real.to(x.device)]).double()
                 for x in (
                     seen.neurons[layer].z,
-                    seen.hooked[errors[layer]].squeeze(-2),
-                    seen.hooked[outputs[layer]],
+                    seen.hooked[self.errors[layer]].squeeze(-2),
+                    seen.hooked[self.outputs[layer]],
                 )
             )
             self._add(layer, "error", error.square().sum())
