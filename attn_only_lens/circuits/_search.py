@@ -211,7 +211,8 @@ def rank_sites(
 
     Also return the recorded runs if they can be used again by an ablated model, otherwise None.
     """
-    settings: dict[str, Any] = {**options, "direction": "noise"}
+    settings: dict[str, Any] = {"per_prompt": False, "prompts_at_once": None}
+    settings |= {**options, "direction": "noise"}
     if method == MEASURED:
         return activation_patch(*prompts, **settings, progress=False), None
     model, _, corrupted, _ = prompts
@@ -220,7 +221,6 @@ def rank_sites(
     reasons += budget_reasons(budget) + no_gradient_reasons()
     InputError.raise_if(reasons, "these sites cannot be ranked")
     settings |= {"part": "z", "reference": None, "resume": None, "traced": True}
-    settings = {"per_prompt": False, "prompts_at_once": None, **settings}
     plan = plan_sweep(*prompts, **settings)
     shared = method == "secant" and not budget and len(plan.prompts) == 1
     # The runs are in float32 if the model has half precision, and more precise in float64.

@@ -106,6 +106,13 @@ def hooked_norms(
     return layers
 
 
+def hooked_block_norms(model: Any) -> list[LayerNorms]:
+    """Return the norms of each layer of a HookedTransformer whose blocks have an MLP."""
+    blocks = model.blocks
+    modules = [[getattr(block, name, None) for name in _NORMS] for block in blocks]
+    return hooked_norms(model.cfg, [block.attn for block in blocks], modules)
+
+
 def bridge_final_norm(model: Any) -> Norm:
     """Run a bridge on two tokens, and return the norm before the unembedding."""
     last = getattr(model, "ln_final", None)

@@ -22,12 +22,11 @@ from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.heads.transcoder import Transcoder
 from attn_only_lens.models.expose import ExposedNeurons, expose_neuron_heads
 from attn_only_lens.models.in_place.heads import UnknownMLPError, find_hook_points
-from attn_only_lens.models.norms import NO_NORM, LayerNorms, Norm, bridge_norms, hooked_norms
+from attn_only_lens.models.norms import NO_NORM, LayerNorms, Norm, bridge_norms, hooked_block_norms
 from attn_only_lens.tl import HookedTransformer
 
 OnError = Literal["node", "zero"]
 _PROBLEM = "these transcoders cannot be attached"
-_NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
 
 class AttachedTranscoders(ExposedNeurons):
@@ -215,14 +214,10 @@ def _mlp_reasons(model: Any, layers: Iterable[int]) -> list[str]:
 
 def _norms(model: Any, transcoders: Iterable[Transcoder]) -> list[LayerNorms]:
     """Return the norms of each layer, or `NO_NORM` if the transcoders imitate only the MLPs."""
-    blocks = model.blocks
     if all(x.reads == "input" and not x.after_norm for x in transcoders):
         no_norms = NO_NORM, NO_NORM
-        return [LayerNorms(no_norms, no_norms, *no_norms, parallel=False)] * len(blocks)
-    if isinstance(model, TransformerBridge):
-        return bridge_norms(model)
-    modules = [[getattr(block, name, None) for name in _NORMS] for block in blocks]
-    return hooked_norms(model.cfg, [block.attn for block in blocks], modules)
+        return [LayerNorms(no_norms, no_norms, *no_norms, parallel=False)] * len(model.blocks)
+    return (bridge_norms if isinstance(model, TransformerBridge) else hooked_block_norms)(model)
 
 
 def _folded(transcoder: Transcoder, block: Any, norms: LayerNorms) -> Transcoder:

@@ -20,7 +20,7 @@ from attn_only_lens.models.norms import (
     Norm,
     bridge_final_norm,
     bridge_norms,
-    hooked_norms,
+    hooked_block_norms,
     require_bridge_weights,
     stream_is_centred,
 )
@@ -106,10 +106,7 @@ class HookedHost(HookedTransformerHost, _InPlaceHost):
 
     def norms(self) -> list[LayerNorms]:
         """Return the norms of each layer."""
-        blocks = self.model.blocks
-        names = ("ln1", "ln2", "ln1_post", "ln2_post")
-        modules = [[getattr(block, name, None) for name in names] for block in blocks]
-        return hooked_norms(self.model.cfg, [block.attn for block in blocks], modules)
+        return hooked_block_norms(self.model)
 
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
         """Return a replay, which runs the last blocks of a recorded forward pass one by one."""
