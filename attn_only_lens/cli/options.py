@@ -105,7 +105,7 @@ class MetricOptions:
             )
         if tokens:
             answers = [list(map(_one_token, texts)) for texts in answers]
-        by_role = [texts if len(texts) > 1 else texts[0] for texts in answers]
+        by_role = [texts if len(set(texts)) > 1 else texts[0] for texts in answers]
         built: MetricOfLogits = getattr(patching, name)(*by_role)
         return built
 

@@ -1,5 +1,6 @@
 """`attn-only-lens circuit`, `picture` and `pattern`: what they write, what they print, errors."""
 
+import re
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -168,13 +169,13 @@ def test_sweeps_as_pictures(folder, tmp_path):
     pair = ("--corrupted", CORRUPTED, "--sites", "L0H1,L1N5")
     assert run("patch", folder, *TEXTS, *pair, "--out", sweep).exit_code == 0
     for more, drawn in (
-        ((), "L0 heads"),
-        (("--rows", "name"), '"L0H1","L1N5"'),
+        ((), r'"y":\["L0 heads"'),
+        (("--rows", "name"), r'"y":\["L[01][HN]\d"'),
         (("--bars", 2), '"type":"bar"'),
     ):
         result = run("picture", sweep, "--out", out, *more)
         assert result.exit_code == 0, result.output
-        assert drawn in out.read_text("utf-8")
+        assert re.search(drawn, out.read_text("utf-8"))
 
 
 def test_patterns(folder, expected, tmp_path):
