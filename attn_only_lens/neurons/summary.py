@@ -191,6 +191,7 @@ class Summary:
         def numbers(end: str, rows: Int[Tensor, "row"]) -> State:
             if end not in QUADRANTS:
                 return {"score": scores[end][rows]}
+            assert quadrant is not None
             outside = quadrant[rows] != QUADRANTS.index(end)
             return {"score": size[rows].masked_fill(outside, -torch.inf)}
 
