@@ -96,7 +96,7 @@ class Comparison:
         columns = [f"{prefix}{measure}" for measure in measures for prefix in prefixes]
         groups, silent = (rows.groupby(["layer", "kind"]) for rows in (frame, self.silent))
         sizes = {"components": groups.size(), "silent": silent.size()}
-        counts = pd.DataFrame(sizes).fillna(0).astype(int)  # all neurons of a layer may be silent
+        counts = pd.DataFrame(sizes).fillna(0).astype(int)  # NaN if all neurons are silent
         return counts.join(groups[columns].mean()).reset_index()
 
     def save(self, folder: str | Path) -> Path:

@@ -166,7 +166,7 @@ def head_statistics(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> HeadStatistics:
-    """Return which tokens attention heads attend to, and where they write the longest vectors.
+    """Return which tokens attention heads attend to, and where their outputs are largest.
 
     Arguments that are not listed here are the same as in `top_examples`.
 
@@ -212,8 +212,8 @@ def corpus_statistics(
 
     Arguments and errors are the same as for `neuron_statistics` and `head_statistics`; `names=None`
     means all neurons, features and heads. `by` is the quantity that ranks the examples of neurons;
-    the examples of heads are ranked as in `head_statistics`. Skip nodes and error nodes have no
-    statistics: a selection such as `patching.all_heads()` leaves them out.
+    the examples of heads are ranked as in `head_statistics`. A transcoder's skip and error nodes
+    have no statistics, so selections such as `patching.all_heads()` leave them out.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained

@@ -22,9 +22,9 @@ from attn_only_lens.heads.host import NEURON_KINDS
 from attn_only_lens.neurons.corpus import Batch
 
 OfLayer: TypeAlias = dict[str, Tensor]
-"""Of all tokens row after row: z, gate, value and perhaps q of a layer's neurons [neuron, place];
-`pattern` [head, batch, pos, pos] and `norm` [head, place] of its attention heads; and perhaps
-attributions of either."""
+"""One layer's activations at all tokens of a batch: z, gate, value and, if `shows_q`, q of neurons
+[neuron, place]; or `pattern` [head, batch, pos, pos] and `norm` [head, place] of attention heads.
+With a metric, also attributions."""
 TakeIn: TypeAlias = Callable[[int, OfLayer], None]
 _ATTENTION_POINTS = ("pattern", "z")
 _NEURON_POINTS = ("v", "pattern", "z")
@@ -79,7 +79,7 @@ def run_by_gradient(
                 ],
                 _PROBLEM,
             )
-        # A text's metric depends only on this text, so the gradient of the sum has all gradients.
+        # Each text's metric depends only on that text, so one backward pass of the sum is enough.
         gradients = tape.gradients(values.sum())
     for number, (item, node) in enumerate(zip(sites, nodes, strict=True)):
         attribution = (gradients[node].detach() * seen[number]["z"]).sum(-1)
@@ -87,7 +87,7 @@ def run_by_gradient(
 
 
 def shows_q(model: Any, site: LayerSites) -> bool:
-    """Return True if neurons have q = x W_gate: in gated MLPs with one head per neuron."""
+    """Return True in gated MLPs with one head per neuron, where q = x W_gate can be recorded."""
     host = host_of(model)
     return (
         site.kind in NEURON_KINDS
@@ -125,7 +125,7 @@ def _attention_hooks(
 def _looking(
     model: Any, sites: Sequence[LayerSites], keep: Sequence[Callable[[str, Tensor], None]]
 ) -> Iterator[None]:
-    """While open, call each layer's `keep` with the values, patterns and z of neuron-heads."""
+    """Within this context, call each layer's `keep` with the values, patterns and z of neurons."""
     with ExitStack() as stack:
         for item, of_layer in zip(sites, keep, strict=True):
             if item.kind == "attention":
@@ -183,7 +183,7 @@ def _of_neurons(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfLay
     for name, x in of_heads.items():
         if name in ("z", "gate"):
             x = heads.neuron_outputs(x)
-        elif per_neuron > 1:  # heads of a neuron have equal values, and attributions that add up
+        elif per_neuron > 1:  # a neuron's heads share its value; their attributions add up
             x = x.unflatten(-1, (-1, per_neuron))
             x = x[..., 0] if name == "value" else x.sum(-1)
         x = x.flatten(0, 1) if whole else x.flatten(0, 1)[:, index.to(x.device)]

@@ -110,16 +110,15 @@ class _Statistics:
     counts: State
 
     def frame(self) -> pd.DataFrame:
-        """Return the examples as a frame, sorted by name, end and rank.
+        """Return the examples as a frame, sorted by `name`, `end` (largest or smallest) and `rank`.
 
         The columns are those of `top_examples`. For attention heads, `weights` (the attention to
         each token of the window) and `bos` (the attention to BOS) replace `values` and `gates`.
 
-        If pyarrow is installed, the columns with windows contain arrow lists. Otherwise they
-        contain Python lists, which take about ten times the time and four times the memory. Lists
-        cannot be hashed, so group examples by the text of their windows,
-        `frame["tokens"].map("".join)`. To read a frame that was saved as parquet, call
-        `pd.read_parquet(path, dtype_backend="pyarrow")`.
+        If pyarrow is installed, list columns contain Arrow lists. Otherwise they contain Python
+        lists, which take about ten times the time and four times the memory. Lists cannot be
+        hashed, so group examples by the text of their windows, `frame["tokens"].map("".join)`. Read
+        a frame that was saved as parquet with `pd.read_parquet(path, dtype_backend="pyarrow")`.
         """
         return self._frame(ENDS)
 
@@ -127,7 +126,7 @@ class _Statistics:
         ends = [end for end in ends if f"{end}.found" in self.examples]
 
         def stacked(name: str) -> np.ndarray[Any, Any]:
-            """Stack the tensors of both ends: [neuron, end, rank, ...], as in the frame's rows."""
+            """Stack the tensors of all ends in the frame's order: [neuron, end, rank, ...]."""
             return np.stack([self.examples[f"{end}.{name}"].numpy() for end in ends], axis=1)
 
         found = stacked("found")

@@ -2,9 +2,9 @@
 
 A neuron-head is an attention head that computes one neuron. Its pattern is one number per token:
 the attention of the token to itself, called the gate. The rest of the token's attention goes to the
-bias token. Colours for the gate alone would mislead, because SiLU's gate is ½ if the pre-activation
-is 0. So the colour of a token shows z = gate × value, and the gate and the value are below the
-token. circuitsvis draws attention heads as query-by-key heatmaps.
+bias token. Colouring tokens by their gates would mislead, because SiLU's gate is ½ if the
+pre-activation is 0. So a token's colour shows z = gate × value, and its gate and value are below
+it. circuitsvis draws attention heads as query-by-key heatmaps.
 """
 
 from collections.abc import Sequence
@@ -42,10 +42,10 @@ from attn_only_lens.viz.page import (
 )
 
 MOST_CELLS = 400_000
-"""The most heatmap cells on one page, because browsers are slow with more."""
+"""The maximum number of heatmap cells on one page, because browsers are slow with more."""
 
 MOST_HEADS = 24
-"""The most heads on one page."""
+"""The maximum number of heads on one page."""
 
 _NEURON_POINTS = ("pattern", "v", "z")
 

@@ -44,7 +44,7 @@ class _Group(BaseModel):
 
 
 class _State(BaseModel):
-    """Those parts of a page's saved state that are checked in Python."""
+    """The fields of a page's saved state that Python checks."""
 
     pinned: list[str] = []
     names: dict[str, str] = {}
@@ -56,7 +56,7 @@ class _State(BaseModel):
 
 @dataclass(frozen=True)
 class NodeDetails:
-    """Details of a node, which the page shows after a click on the node.
+    """Details of a node, which the page shows when the node is clicked.
 
     Attributes:
         pattern: a weight in [0, 1] for each token of the prompt: for a neuron-head, the attention
@@ -233,7 +233,7 @@ def _numbers(
 def _word_reasons(
     frame: pd.DataFrame, column: str, expected: Iterable[str], what: str
 ) -> list[str]:
-    """Return an error message, in a list, if a column contains a word that is not expected."""
+    """Return a list with one error message if a column contains an unexpected word."""
     allowed = (*expected, None) if column in OPTIONAL else tuple(expected)
     words = short_numbers(frame[column].unique()) if column in frame else []
     odd = [word for word in words if word not in allowed]

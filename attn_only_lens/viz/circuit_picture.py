@@ -35,7 +35,7 @@ _Data = Mapping[str, Any]
 
 
 def first_view(data: _Data) -> dict[str, int]:
-    """Return how many nodes and edges the first view can show and still be readable."""
+    """Return the largest numbers of nodes and edges with which the first view is readable."""
     n = len(_shown(data, MOST))
     for k in range(n, FEWEST, -1):
         placed = _placed(data, _shown(data, k), _HEIGHT)
@@ -105,7 +105,7 @@ def _placed(data: _Data, shown: Sequence[int], height: float) -> Layout:
 
 
 def _shown_edges(data: _Data, shown: set[int], k: int) -> list[tuple[int, int, str, float, Any]]:
-    """Return the k strongest edges between shown nodes, of the kinds that are shown."""
+    """Return the k strongest edges of the shown kinds between shown nodes."""
     edges, kinds = data["edges"], _kinds(data)
     statuses = edges.get("status", [None] * len(edges["kind"]))
     columns = (edges["source"], edges["target"], edges["kind"], edges["weight"], statuses)

@@ -1,7 +1,7 @@
-"""Draw an attribution graph as a page, with the patterns, tokens and examples of each node.
+"""Render an attribution graph as a page, with the patterns, tokens and examples of each node.
 
-A page contains only the strongest edges into each node, and only the strongest nodes' patterns and
-examples: so a page with 1,000 nodes stays under 3 MB. Notes on the page say what is missing.
+A page contains only the strongest edges into each node, and patterns and examples of only the
+strongest nodes, so that a page with 1,000 nodes stays under 3 MB. Notes say what is missing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ from attn_only_lens.viz.page import Page, refuse, short_numbers
 
 _EDGES = 24_000
 _WEIGHTS = 100_000  # the maximum number of pattern weights on a page
-_FEWEST = 8  # the fewest edges into each node that a page keeps
+_FEWEST = 8  # for each kind of edge, the number of edges into a node that a page always keeps
 _EXAMPLES = 30_000  # the maximum number of example tokens on a page
 _ABOUT_KINDS = {
     "feature": "Features (F) are the units of a transcoder, which imitates the MLP of its layer.",
@@ -74,7 +74,7 @@ def circuit_view(
     notes: Sequence[str] = (),
     state: Mapping[str, Any] | None = None,
 ) -> Page:
-    """Draw an attribution graph as an interactive page.
+    """Render an attribution graph as an interactive page.
 
     Args:
         graph: a graph from `circuits.attribution_graph` or a file.
@@ -266,7 +266,7 @@ def _record_prompts(
 def _record_run(
     graph: CircuitGraph, model: Any, prompts: Prompts, mask: Tensor | None
 ) -> Recording:
-    """Record the clean run, and check that the graph's nodes have the graph's values in it."""
+    """Record the clean run, and check that its node values are those in the graph."""
     run, heads = _record_prompts(graph, graph.tokens, model, prompts, mask), graph.heads
     expected = heads["value"].to_numpy()
     values = np.array([_value(run, model, name, pos) for name, pos in _heads_and_positions(heads)])
@@ -348,11 +348,11 @@ def _inclusion(graph: CircuitGraph, stability: Stability) -> pd.DataFrame:
 def _groups(
     graph: CircuitGraph, groups: NodeGroups | None, state: Mapping[str, Any] | None
 ) -> tuple[list[dict[str, Any]], Mapping[str, Any] | None]:
-    """Return the exact effects of groups, and the page's state after adding these groups."""
+    """Return the exact effects of groups, and the page's state with these groups added."""
     if groups is None:
         return [], state
     if unknown := sorted(set(groups.nodes["id"]) ^ set(graph.heads["id"])):
-        refuse(f"got groups of another graph: only one of the two graphs has the node {unknown[0]}")
+        refuse(f"got groups of another graph: one of the two graphs lacks the node {unknown[0]}")
     state, frame = state or {}, groups.frame
     kept = list(state.get("groups", ()))
     taken = {node for group in kept for node in group.get("members", ())}
@@ -379,7 +379,7 @@ def _add(details: dict[str, NodeDetails], key: str, **fields: Any) -> None:
 def _add_examples(
     details: dict[str, NodeDetails], heads: pd.DataFrame, examples: pd.DataFrame, notes: list[str]
 ) -> None:
-    """Add top examples, starting with the largest |attribution|, until the page is full."""
+    """Add top examples until the page is full, nodes with the largest |attribution| first."""
     known, left = set(examples["name"]), _EXAMPLES
     ranked = heads.sort_values("attribution", key=abs, ascending=False)["name"].unique()
     for index, name in enumerate(name for name in ranked if name in known):
@@ -402,7 +402,8 @@ def _add_patterns(
     """Add the patterns and z of neurons (by name), and the patterns of attention heads (by id).
 
     `runs` holds the clean run and, if it is shown, the corrupted run. Neurons that consist of
-    several heads are skipped, because they have no single pattern. Skip and error nodes have none.
+    several heads are skipped, because they have no single pattern. Skip and error nodes have no
+    patterns.
     """
     most = _WEIGHTS // (len(runs) * runs[0].tokens.shape[1])
     heads = heads[~heads["kind"].isin(WIDE_KINDS)]
@@ -437,9 +438,9 @@ def _add_tokens(
     prompt: int,
     k: int,
 ) -> None:
-    """Add the tokens that nodes write (by id) and the tokens that neurons read (by name).
+    """Add the tokens whose logits nodes change (by id), and those that drive neurons (by name).
 
-    With a corrupted run, these are the tokens that the change of a node's output writes.
+    With a corrupted run, logits change by the clean minus the corrupted output of a node.
     """
     z, *corrupted = (
         {hook: run.hooked[hook] for hook, _ in (_hooks(model, head) for head in _layers(heads))}
