@@ -1,4 +1,4 @@
-"""Growth of a HookedTransformer, in which all layers have the same sizes and the same d_head."""
+"""Grow a HookedTransformer, whose layers all have the same sizes and one d_head."""
 
 import copy
 import json
@@ -30,8 +30,7 @@ from attn_only_lens.tl import (
     quiet,
 )
 
-# Architectures in which one norm covers the queries of all heads; the configuration does not say
-# so.
+# Architectures whose configuration does not say that one norm covers the queries of all heads.
 _ALL_HEADS_NORMED = (*POST_NORM_ARCHITECTURES, "OlmoeForCausalLM")
 _BLOCK_NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 _CLASSES = {
