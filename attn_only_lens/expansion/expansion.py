@@ -214,7 +214,7 @@ class _Drawing:
         return tensor_map.name, indices.combine(tensor, entries, dim)
 
     def of_new_layer(self, new_name: str, name: str, like: int) -> Tensor:
-        """Return a new layer's tensor `new_name`, with the shape of the old tensor `name`."""
+        """Return the tensor `new_name` of a new layer, shaped like the old tensor `name`."""
         plan, old = self._plan, self._weights.tensors[name]
         new = New(new_name, None, None, tuple(old.shape), old, self._constants)
         if self._without_zeros:
@@ -230,7 +230,7 @@ class _Drawing:
         return made.entries
 
     def _note(self, new: New, made: Made, *, writes: bool) -> None:
-        """Record which entries of new units must stay zero, tied or shared."""
+        """Record which entries of new heads or neurons must stay zero, tied or shared."""
         if new.units is None:
             return
         dim, shape = new.units.dim, new.whole
@@ -322,7 +322,7 @@ def layers_of(layers: Sequence[int] | None, weights: Weights) -> list[int]:
 
 
 def reasons_against_count(n: int, layers: Sequence[int] | None, weights: Weights) -> list[str]:
-    """Return every reason why `n` units cannot be added to these layers."""
+    """Return every reason why `n` units (such as heads) cannot be added to these layers."""
     reasons = []
     if not is_count(n, 1):
         reasons.append(f"got n={n!r}; expected 1 or more (growth cannot remove units)")
@@ -338,7 +338,7 @@ def reasons_against_count(n: int, layers: Sequence[int] | None, weights: Weights
 def reasons_against_heads(
     heads: Sequence[int] | None, layers: Sequence[int] | None, weights: Weights
 ) -> list[str]:
-    """Return every reason why these heads cannot be widened without the layer's other heads."""
+    """Return every reason why these heads cannot be widened alone."""
     if heads is None:
         return []
     reasons = []

@@ -65,7 +65,7 @@ __all__ = ["Initialiser", "New", "cancelling", "copies", "normal", "own", "split
 
 @dataclass(frozen=True)
 class Units:
-    """Indices of the old and the new units along one dimension of a grown tensor.
+    """Indices of old and new units (such as neurons) along one dimension of a grown tensor.
 
     The units form `runs` contiguous ranges of equal length (one range per group of heads if heads
     are added to existing groups). Every `block` consecutive units share a key and a value.

@@ -54,7 +54,7 @@ _FROM_PAIRS = BeforeValidator(lambda pairs: {Axis(*axis): value for axis, value 
 
 @dataclass(frozen=True)
 class IndexMap:
-    """A map from the old indices of an axis, or of layers, to the new indices."""
+    """A map from old to new indices, either of layers or along one axis."""
 
     new_of: Indices
     size: int
@@ -493,7 +493,7 @@ class Provenance:
         return [f"L{layer}{letter}{i}" for layer in layers for i in range(sizes[layer])]
 
     def _parsed(self, name: str) -> tuple[HeadName | None, int]:
-        """Return the head or neuron with this name (None for a layer's name) and the layer."""
+        """Return the head or neuron with this name (None if it names a layer), and its layer."""
         if isinstance(name, str) and (layer := _LAYER.fullmatch(name)):
             return None, int(layer[1])
         head = HeadName.parse(name)

@@ -156,7 +156,7 @@ def configuration_reasons(model: Any, block_norms: Sequence[str]) -> list[str]:
 
 
 def joint_norm_reasons(weights: Weights) -> list[str]:
-    """Return an error message if one norm covers all queries and its width would not be d_model."""
+    """Return an error message if a norm over all heads' queries would not have width d_model."""
     if weights.constants.qk_norm != "all heads":
         return []
     sizes, d_model = weights.sizes, weights.sizes[Axis("d_model")]

@@ -91,7 +91,7 @@ _FUSED = {
     "gate_up_proj": ("mlp.gate", "mlp.in"),
 }
 _POS = 5  # tokens per prompt in `trial`
-_DIFFERENCE = 1e-3  # relative to the largest logit; nonzero because rotary angles are in float32
+_DIFFERENCE = 1e-3  # tolerance relative to the largest logit (rotary angles are in float32)
 _ROUNDED = 5e-2  # tolerance if weights were rounded to half precision
 
 

@@ -41,7 +41,7 @@ from attn_only_lens.models.two_blocks.config import (
 from attn_only_lens.models.two_blocks.known_modules import module_reasons
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.([^.]+)(.*)")
-# For each part of a neuron block, the part of the source layer from which it was made.
+# For each module of a neuron-head block, the module of the source layer that it replaces.
 _PARTS_IN_SOURCE = {"attn": "mlp", "ln1": "ln2", "ln1_post": "ln2_post"}
 _PARTS = {source_name: ours for ours, source_name in _PARTS_IN_SOURCE.items()}
 _SHARED = ("attn.W_K", "attn.W_V", "attn.b_K", "attn.b_V")  # shared by grouped heads

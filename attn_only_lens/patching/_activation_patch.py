@@ -286,7 +286,7 @@ class SitePatches:
         self._tested: set[tuple[bool, int]] = set()
 
     def compute(self, chunk: Chunk) -> Arrays:
-        """Run the patches of a chunk, and return the statistics that a job stores."""
+        """Run a chunk's patches, and return the statistics that a job stores."""
         prompts = self._prompts.of(chunk.prompts)
         prompts.runner = prompts.runner or self._runner(prompts)
         groups = chunk.groups(self._plan.groups, prompts.pair)

@@ -20,7 +20,7 @@ For each prompt, a pair (s, r) costs one computation of Δz_r and one pass throu
 r. This pass costs 2 S P flops, where P is the number of parameters in later blocks, and S the
 number of positions from the first changed position to the end. For a neuron, Δz_r costs 2 d_model T
 flops, where T is the number of positions of δ (4 d_model T if the MLP is gated). For attention
-heads, Δz_r costs one pass per sender through the attention of their layer. If the receiver is
+heads, Δz_r costs one pass per sender through the receivers' attention layer. If the receiver is
 "logits", only the unembedding is computed.
 
 Paths are computed in groups, called path blocks. A path block has senders from one layer and kind,
@@ -295,7 +295,7 @@ class _PathPatches:
         return work, [range(ends[cut.start], ends[cut.stop]) for cut in cuts]
 
     def largest_paths(self, job: Job, top: int) -> tuple[pd.DataFrame, list[range]]:
-        """Return the paths with the largest |mean estimate|, and the range of rows per chunk."""
+        """Return the paths with the largest |mean estimate|, and each chunk's range of rows."""
         # The rows of these chunks are path blocks. Their ranges of prompts are not used.
         chunks = [Chunk(range(0), cut) for cut in _split_blocks(self.blocks, _ESTIMATES_AT_ONCE)]
         estimated = job.run(chunks, partial(self.estimate, top=top), unit="block")
@@ -322,7 +322,7 @@ class _PathPatches:
         return {str(name): picked[name].to_numpy(copy=True) for name in picked}
 
     def compute(self, chunk: Chunk, work: pd.DataFrame) -> Arrays:
-        """Run the patches of a chunk, and return the statistics that a job stores."""
+        """Run a chunk's patches, and return the statistics that a job stores."""
         prompts = self._prompts.of(chunk.prompts)
         runner = self._runner(prompts)
         values = [
@@ -668,7 +668,7 @@ class _PathRunner:
     def _attention_z(
         self, block: _PathBlock, receivers: LayerSites
     ) -> tuple[Float[Tensor, "sender batch pos head_index d_head"], int]:
-        """Return z of the receivers' whole layer after each sender's patch, and its first position."""
+        """Return z of the receivers' layer after each sender's patch, and the first position."""
         replay, layer = self.replay, receivers.layer
         number = replay.host.block(layer, "attention")
         begins = int(block.positions.chosen.any(dim=0).nonzero()[0])

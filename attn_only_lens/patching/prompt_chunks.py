@@ -63,7 +63,7 @@ class PromptChunk:
     def reduced(
         self, totals: OverPrompts, values: Float[Tensor, "row prompt"]
     ) -> Float[Tensor, "end_or_row number"]:
-        """Return the statistics of these prompts' values that a job stores."""
+        """Reduce these prompts' values to the statistics that a job stores."""
         runs = self.runs
         return totals.reduced(runs.clean_values, runs.corrupted_values, values, self.shares)
 

@@ -1,8 +1,8 @@
 """Repair gradient estimates: patch sites whose estimates are likely to be wrong.
 
-Of ten thousand sites or more, a few cause most of the squared error of gradient estimates. A number
-that we call a site's repair key (not an attention key) predicts which sites these are. Sites with
-large repair keys are patched, and the exact values replace the estimates.
+Of more than ten thousand sites, a few cause most of the squared error of gradient estimates. A
+number that we call a site's repair key (not an attention key) predicts which sites these are. Sites
+with large repair keys are patched, and the exact values replace the estimates.
 
 A first-order estimate has a large error if a patch adds a long vector to the residual stream,
 because this vector changes the next norm's scale. Let a_t be the length of the vector that a patch

@@ -160,7 +160,7 @@ class PatchRunner:
 
     @torch.no_grad()
     def starts(self, group: SiteGroup) -> tuple[int, Int[Tensor, "row"]]:
-        """Return the block that a group's patches change first, and each patch's first position.
+        """Return a group's first changed block, and each patch's first changed position.
 
         The position is -1 if a patch cannot affect the metric. Use the result only to estimate
         costs: it assumes that neurons add to the residual stream directly.
@@ -317,7 +317,7 @@ def check_edits(
 
 
 def _layers_that_share(replay: Replay, layers: Sequence[int], part: Part) -> list[int]:
-    """Return those layers in which several heads share this part, a key or a value."""
+    """Return the layers in which several heads share this part (a key or a value)."""
     if part not in SHARED_PARTS:
         return []
     recorded = replay.recording.hooked

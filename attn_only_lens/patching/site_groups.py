@@ -58,7 +58,7 @@ class _PositionSets(tuple[PositionSet, ...]):
 
     @cached_property
     def in_column(self) -> Bool[Tensor, "set 1 batch"]:
-        """For each set of positions in one column, which prompts have this position."""
+        """For each one-column set of positions, the prompts that have this position."""
         assert self.columns is not None
         sets = torch.arange(len(self), device=self.columns.device)
         return self.everywhere[sets, :, self.columns].unsqueeze(1)
@@ -93,7 +93,7 @@ class SiteGroup:
 
     @classmethod
     def joined(cls, groups: Sequence["SiteGroup"]) -> "SiteGroup":
-        """Join the rows of several groups that have the same heads into one group."""
+        """Join groups that have the same heads into one group."""
         positions = tuple(position for group in groups for position in group.positions)
         sizes = [len(group.positions) for group in groups]
         places = [group.place + sum(sizes[:i]) for i, group in enumerate(groups)]
@@ -102,7 +102,7 @@ class SiteGroup:
 
     @property
     def is_product(self) -> bool:
-        """Return True if the rows equal the rows that `product` builds, in the same order."""
+        """True if the rows equal those that `product` builds, in the same order."""
         n = len(self.sites.names)
         rows = torch.arange(n * len(self.positions), device="cpu")
         return len(self) == len(rows) and torch.equal(self.place * n + self.head, rows)
