@@ -5,12 +5,12 @@ nothing to the output (equations 11 and 12), whatever their attention patterns a
 
 If each group of r heads shares a key and a value, there are two ways to add heads. The new heads
 can form new groups of r heads, each group with its own key and value. Alternatively, every existing
-group gets the same number of new heads. Then the size r of a group becomes r̂, and head j of group
-g moves from index g·r + j to g·r̂ + j.
+group gets the same number of new heads. Then each group's size r becomes r̂, and head j of group g
+moves from index g·r + j to g·r̂ + j.
 
-In some models (OLMo 2), one norm covers the queries of all E heads of a layer, each of width k. The
-mean square by which this norm divides, 1/(E k) Σ q², then includes the new heads. So the queries of
-new heads must be zero, and also their keys, unless they use an old head's keys. New heads whose
+In some models (OLMo 2), one norm covers the queries of all E heads of a layer, each of width k.
+This norm divides by the root of the mean square 1/(E k) Σ q², which includes the new heads. So new
+heads must have zero queries, and zero keys unless they use an old head's keys. New heads whose
 queries and keys are both zero always attend uniformly, so only their values are trained. With
 `into_groups`, new heads use the nonzero keys of old heads, so the new queries are trained too. Old
 queries are multiplied by √(Ê/E), where Ê is the new number of heads. The norm's gain is divided by

@@ -2,7 +2,7 @@
 
 A block adds the outputs of its attention and its MLP to the residual stream. If W_O, b_O, W_out and
 b_out are zero, the block adds nothing (equation 40). A norm that follows a sublayer maps zero to
-zero if it has no bias and ε > 0. The slope of such a norm at zero is gain/√ε, so the first training
+zero if it has no bias and ε > 0. At zero, such a norm has the slope gain/√ε. So the first training
 steps change the logits about ten times as much as a step of the old model does (OLMo 2, Gemma 2).
 Use a warm-up. Post-norm models such as BERT compute norm(x + f(x)), which differs from x even if
 f(x) is 0, whatever the norm's gain and bias are. So post-norm models cannot get new layers.

@@ -1,10 +1,10 @@
 """Theorem 3.4: widen the queries and keys of attention heads.
 
-An attention score is q · k / √k̂, where k̂ is the new width. New coordinates of the key that are
-zero add nothing to the score (equation 20), whatever the query's coordinates are. The old model has
-width k and divides by √k, so growth multiplies old keys by √(k̂/k) (equation 19). If the model's
-configuration sets a divisor other than √k, neither this divisor nor the keys change. The bias b_K
-is scaled like W_K, because it is part of the key from which scores are computed.
+An attention score is q · k / √k̂, where k̂ is the new width of queries and keys. New coordinates of
+the key that are zero add nothing to the score (equation 20), whatever the query's coordinates are.
+The old model has width k and divides by √k, so growth multiplies old keys by √(k̂/k) (equation 19).
+If the model's configuration sets a divisor other than √k, neither this divisor nor the keys change.
+The bias b_K is scaled like W_K, because it is part of the key from which scores are computed.
 
 If rotary positions rotate only the first coordinates, new coordinates come last and are not
 rotated. If rotary positions rotate whole heads, each position rotates the coordinates i and i + k/2

@@ -1,4 +1,4 @@
-"""A transformer's weights in one common layout, and the constants that determine its function.
+"""A transformer's weights in one layout for all kinds of models, and constants such as ε.
 
 For every kind of model, tensors have the names and shapes of HookedTransformer's parameters. Labels
 of axes:
@@ -21,8 +21,8 @@ of an entry is a product of pseudorandom numbers r_a, one for each axis a:
 with φ the golden ratio.
 
 If the tensor changes by Δ, s changes by about ‖Δ‖ / 3, whichever entries change. So if s changes by
-no more than the rounding errors of ‖w‖, the tensor counts as the same, perhaps in another dtype or
-computed on another machine. A training step changes s by more than these rounding errors.
+no more than the rounding error of ‖w‖, which another dtype or machine can cause, the tensor counts
+as unchanged. A training step changes s by more than this rounding error.
 """
 
 import math
@@ -87,7 +87,7 @@ _AT_ONCE = 2**18  # this many float64 entries fit into a processor's cache
 
 
 class Axis(NamedTuple):
-    """An axis of weight tensors: its label and its layer (None if the layers have it in common)."""
+    """An axis of weight tensors: its label and its layer (None if all layers share the axis)."""
 
     label: str
     layer: int | None = None

@@ -347,8 +347,8 @@ def read(model: Any) -> Weights:
 def identity(model: Any) -> Identity:
     """Return numbers that identify a model, computed from its current weights.
 
-    The numbers do not depend on the model's device, dtype or format: they stay the same if you
-    cast, convert, expose (see neurons as heads), or save and load the model. Training changes them.
+    The numbers do not depend on the model's device, dtype or format. They stay the same if you cast
+    or convert the model, save and load it, or expose its neurons as heads. Training changes them.
 
     Args:
         model: any model that `grow` or `compare` accepts.

@@ -1,4 +1,4 @@
-"""Growth of a HookedTransformer, in which all layers have the same sizes and the same d_head."""
+"""Grow a HookedTransformer, whose layers all have the same sizes and one d_head."""
 
 import copy
 import json
@@ -30,8 +30,7 @@ from attn_only_lens.tl import (
     quiet,
 )
 
-# Architectures in which one norm covers the queries of all heads; the configuration does not say
-# so.
+# Architectures whose configuration does not say that one norm covers the queries of all heads.
 _ALL_HEADS_NORMED = (*POST_NORM_ARCHITECTURES, "OlmoeForCausalLM")
 _BLOCK_NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 _CLASSES = {
@@ -157,7 +156,7 @@ def configuration_reasons(model: Any, block_norms: Sequence[str]) -> list[str]:
 
 
 def joint_norm_reasons(weights: Weights) -> list[str]:
-    """Return an error message if one norm covers all queries and its width would not be d_model."""
+    """Return an error message if a norm over all heads' queries would not have width d_model."""
     if weights.constants.qk_norm != "all heads":
         return []
     sizes, d_model = weights.sizes, weights.sizes[Axis("d_model")]

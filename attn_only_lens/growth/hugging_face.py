@@ -1,8 +1,8 @@
-"""Growth of TransformerBridges around Hugging Face transformers models.
+"""Grow TransformerBridges around Hugging Face transformers models.
 
 A table lists what transformers' configurations do not say about a model family, such as the kinds
 and places of norms. The transformers package builds the grown model from a larger configuration of
-the same class; the parameters are the tensors of `Weights`. Then the grown model gets a new bridge.
+the same class. The tensors of `Weights` become its parameters, and it gets a new bridge.
 
 Transformers rejects the configurations of some grown models (`transformers_module.py`). Such a
 model computes the same function as the original, but cannot be saved in transformers' format.
@@ -80,10 +80,10 @@ FAMILIES = {
     "roberta": Family("LN", "layer_norm_eps", norm_place="stream", positions="standard"),
 }
 """The families that can grow, by `model_type`."""
-# Rotary types in which the frequency of a pair depends only on its wavelength or its index.
+# Rotary types whose frequencies depend only on a coordinate pair's wavelength or index.
 _ROTARY = ("default", "linear", "llama3", "yarn", "longrope")
 _RECOMPUTED = ("dynamic", "longrope")  # the model recomputes these for each input length
-# Joint matrices, and the parts of each joint matrix in order.
+# The parts of each joint matrix, in order.
 _FUSED = {
     "c_attn": ("attn.q", "attn.k", "attn.v"),
     "query_key_value": ("attn.q", "attn.k", "attn.v"),
@@ -91,7 +91,7 @@ _FUSED = {
     "gate_up_proj": ("mlp.gate", "mlp.in"),
 }
 _POS = 5  # tokens per prompt in `trial`
-_DIFFERENCE = 1e-3  # relative to the largest logit; nonzero because rotary angles are in float32
+_DIFFERENCE = 1e-3  # tolerance relative to the largest logit (rotary angles are in float32)
 _ROUNDED = 5e-2  # tolerance if weights were rounded to half precision
 
 
@@ -211,7 +211,7 @@ class HuggingFaceBridge(BridgeModel):
         model.cfg.n_devices = len(places)
         made, options = vars(model.cfg), vars(template.cfg).items()
         others = {k: x for k, x in options if type(x) in (bool, str) and made.get(k) != x}
-        if others:  # settings that differ from a new bridge's are the user's
+        if others:  # the user has changed settings that differ from a new bridge's
             usual = vars(self._bridge(self._module(_one_layer(self.config))).cfg)
             for key, value in others.items():
                 if key in usual and usual[key] != value:
@@ -371,7 +371,7 @@ class HuggingFaceBridge(BridgeModel):
         return made
 
     def _norm_pattern(self, name: str) -> str | None:
-        """Return the pattern for the gain of a query or key norm."""
+        """Return the einops pattern of a query or key norm's gain."""
         if self.family.qk_norm != "all heads":
             return None
         axis = "head" if name == "attn.q_norm" else "kv_head"
@@ -385,7 +385,7 @@ class HuggingFaceBridge(BridgeModel):
         return {name: parameter for name, parameter in parameters if name in clean}
 
     def _path(self, part: str) -> str:
-        """Return where the wrapped model has this component of the bridge."""
+        """Return the path of this bridge component in the wrapped model."""
         return str(self.model.adapter.component_mapping[part].name)
 
     def _with_layer(self, path: str, change: Callable[[int], str]) -> str:
@@ -399,10 +399,10 @@ class HuggingFaceBridge(BridgeModel):
 
     @cached_property
     def _rules(self) -> dict[str, tuple[str, ...]]:
-        """For each name from `_rule`, the tensors that it stores, without block prefix."""
+        """A dictionary from rules (see `_rule`) to names of tensors, without block prefix."""
         named, layouts = self.named_parameters(), self.parameters()
         tensors: dict[int, str] = {}
-        for name, layout in layouts.items():  # of tied weights, only the embedding is kept
+        for name, layout in layouts.items():  # if weights are tied, keep only the embedding
             tensors.setdefault(id(named[name]), layout.name)
         present = {layout.name for layout in layouts.values()}
         names: dict[str, tuple[str, ...]] = {}
@@ -461,7 +461,7 @@ class HuggingFaceBridge(BridgeModel):
 
 
 def _device_map(module: nn.Module, first: torch.device, name: str = "") -> dict[str, Any]:
-    """Return a short map from modules to devices; modules without parameters are on `first`."""
+    """Return a short device map; modules without parameters are put on the device `first`."""
     places = {parameter.device for parameter in module.parameters()} or {first}
     if len(places) == 1:
         return {name: str(places.pop())}
@@ -481,7 +481,7 @@ def _difference(one: Tensor, second: Tensor) -> float:
 
 def _fused(name: str, parts: list[Tensor], weights: Weights) -> Tensor:
     """Join matrices (or biases) along their first axis, the axis of outputs."""
-    if "query_key_value" in name:  # each head's query, key and value follow each other
+    if "query_key_value" in name:  # the order is query, key, value of head 0, then of head 1, …
         n_heads = weights.sizes[Axis("head", 0)]
         by_head = [rearrange(x, "(head width) ... -> head width ...", head=n_heads) for x in parts]
         return rearrange(

@@ -9,16 +9,16 @@ and its second moment v / s². To keep p' = s p, the new step must be s times th
 Weight decay becomes λ' = λ / s² if it adds λ p to the gradient (SGD, Adam), and λ' = λ / s if it
 subtracts lr λ p from the parameter (AdamW). So scaled parameters need separate parameter groups.
 
-New entries start with moments of zero and share the step count of the old entries in their tensor.
-Because the count does not restart, Adam's first updates of new entries can be as large as 3.2 lr
-(for β₂ = .999). The parameters of new layers start without optimizer state. If units were split
-(`expansion.init.splits`), the moments of these units are split in the same way.
+New parameter entries start with zero moments and share the step count of their tensor's old
+entries. Because Adam's step count does not restart, its first updates of new entries can be as
+large as 3.2 lr (for β₂ = .999). The parameters of new layers start without optimizer state. If
+units were split (`expansion.init.splits`), the moments of these units are split in the same way.
 
 The transfer is exact, with three exceptions. If gains are stored as gain - 1 (Gemma), weight decay
 moves the stored value towards 0 (a gain of 1), not -1 (a gain of 0). If growth unties embeddings,
 both matrices start with the moments of the tied matrix. If d_model grows in a model with LayerNorm,
-the gradients of old weights that write to the stream change by a constant (equal for all old
-coordinates), and so does SGD's step. Adam's step changed by up to 0.1 lr in tests, or 0.4 lr if
+the gradients of old weights that write to the residual stream change by a constant (equal for all
+old coordinates), and so does SGD's step. Adam's step changed by up to 0.1 lr in tests, or 0.4 lr if
 weight decay acted on uncentred weights.
 """
 
@@ -59,7 +59,7 @@ def grown_optimizer(
         names_of[parameter].append(name)
     new_names = {layout.name: name for name, layout in new_layouts.items()}  # by tensor
     old_names = {layout.name: name for name, layout in old_layouts.items()}
-    of_new_layers = defaultdict(list)  # by parameter, its copies in new layers
+    of_new_layers = defaultdict(list)  # each parameter's copies in new layers
     for tensor, name in new_names.items():
         if provenance.old_name(tensor) is None:
             of_new_layers[old_names[provenance.source_of(tensor)]].append(name)
@@ -67,7 +67,7 @@ def grown_optimizer(
     state: dict[nn.Parameter, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         by_scale: defaultdict[float, list[str]] = defaultdict(list)
-        # A tied embedding has two names and may become two parameters. Unused ones have none.
+        # A tied embedding has two names, and an unused parameter has none.
         for parameter, name in [(p, name) for p in group["params"] for name in names_of[p]]:
             tensor_map = provenance.tensor_map(old_layouts[name].name)
             new = new_names[tensor_map.name]

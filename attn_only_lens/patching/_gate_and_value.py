@@ -7,7 +7,7 @@ marks the second run, is
     w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)
        whole  =  pattern   +   value    +   interaction
 
-exactly. An ordinary MLP computes only z, so only the left side of this equation is known there. The
+exactly. For an ordinary MLP, only the left side is known, because the MLP computes only z. The
 metric is not linear in z, so the effects of the three parts need not add up. Therefore the effect
 of the interaction is defined as the effect of patching z minus the effects of patching only the
 pattern and only the value.
@@ -143,7 +143,7 @@ def gate_and_value(
     # Collect
     effects = {f"effect_{part}": sweeps[part].effect for part in _PARTS[:2]}
     effects["effect_interaction"] = sweeps["z"].effect - sum(effects.values())
-    # pandas prints only the first and the last columns of a wide frame.
+    # Names come first, because pandas prints only the first and last columns of wide frames.
     site = ["name", "position", *(["prompt"] if per_prompt else []), "layer", "index"]
     frame = sweeps["z"].to_frame()[site].reset_index(drop=True)
     return frame.assign(**writes, **effects, effect=sweeps["z"].effect)

@@ -34,7 +34,7 @@ SPREAD = ("value_standard_error", "score_standard_error")
 
 @dataclass(eq=False)
 class OverPrompts:
-    """A table of the metric: in the clean run, in the corrupted run and after each patch.
+    """A table of the metric in the clean run, in the corrupted run and after each patch.
 
     Attributes:
         name: the name of the metric.
@@ -157,10 +157,10 @@ class OverPrompts:
 def mean_over(
     values: Float[Tensor, "row prompt"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row"]:
-    """Return each row's weighted mean over prompts; other rows do not affect its rounding."""
+    """Return each row's weighted mean over prompts. Other rows do not affect its rounding."""
     if len(shares) == 1:
         return values[:, 0]
-    # Sum in the order of `BoundMetric.mean`, so that patches without effect change nothing.
+    # Sum in the order of `BoundMetric.mean`, so that a patch without effect gives the same mean.
     weighted = zip(shares, values.unbind(-1), strict=True)
     return sum((share * weight for share, weight in weighted), torch.zeros_like(values[:, 0]))
 
@@ -168,7 +168,7 @@ def mean_over(
 def moved_values(
     unpatched: Float[Tensor, "prompt"], moves: Float[Tensor, "row batch"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row prompt"]:
-    """Return each prompt's value after a patch, given how much the prompt moved the mean."""
+    """Return each prompt's value after a patch, given each prompt's change of the mean."""
     moves = moves.cpu().double()
     if len(shares) == 1:  # only one prompt, or one value for all prompts
         return unpatched + (moves if moves.shape[1] == 1 else moves.sum(dim=1, keepdim=True))

@@ -1,18 +1,19 @@
 """Repair gradient estimates: patch sites whose estimates are likely to be wrong.
 
-A few of more than ten thousand sites cause most of the squared error of gradient estimates. A
+Of more than ten thousand sites, a few cause most of the squared error of gradient estimates. A
 number that we call a site's repair key (not an attention key) predicts which sites these are. Sites
 with large repair keys are patched, and the exact values replace the estimates.
 
-A first-order estimate has a large error if a patch adds a long vector to the stream, because this
-vector changes the scale of the next norm. Let a_t be the length of the vector that a patch adds to
-a head's output at token t. Let x_t be the residual stream after the head's sublayer in the target
-run (the run that is patched into), and g_t the gradient of the metric with respect to x_t. The key
+A first-order estimate has a large error if a patch adds a long vector to the residual stream,
+because this vector changes the next norm's scale. Let a_t be the length of the vector that a patch
+adds to a head's output at token t. Let x_t be the residual stream after the head's sublayer in the
+target run (the run that is patched into), and g_t the gradient of the metric with respect to x_t.
+The repair key is
 
     key = Σ_t a_t² ‖g_t‖ / ‖x_t‖
 
-is a_t ‖g_t‖ (the largest possible effect in a linear model) times a_t / ‖x_t‖ (the relative size of
-the change), summed over tokens. The lengths a_t are
+In each term, a_t ‖g_t‖ is the largest possible effect in a linear model, and a_t / ‖x_t‖ is the
+relative size of the change. The lengths a_t are
 
     neuron-heads, any part    |Δz_i| ‖W_out[i]‖ (`engine/edits.py`)
     attention, z              ‖Δz W_O‖
@@ -22,12 +23,12 @@ the change), summed over tokens. The lengths a_t are
     k                         |P'[t, s] - P[t, s]| ‖(v_s - z_t) W_O‖, where P' comes from a pass in
                               which all keys are replaced
 
-Let e be the estimated scores. The next patch should be the one that raises the correlation of e
-with exact scores most, per flop. So we patch the site with the largest
+Let e be the estimated scores. The next patch should raise the correlation between e and the exact
+scores most per flop. So we patch the site with the largest value of
 
     √c · key / √(cost · Σ (e - mean e)²)         Σ: over the heads of the site's kind
 
-where c key² is the expected squared error of an estimate. Each layer and kind of head has its own
+Here, c key² is the expected squared error of an estimate. Each layer and kind of head has its own
 c: it is fitted to the sites patched so far, but is at least a quarter of the c that is fitted to
 all layers of the kind. The expected correlation for a kind of head is
 
@@ -38,8 +39,8 @@ layer's own coefficient c, and one with a c fitted to the patched sites with bel
 keys. The expected correlation is not a bound. It is None if fewer than 16 sites of a kind were
 patched, or if the budget is below 3 forward passes. The budget "auto" spends at least 3 forward
 passes or .2 Gflop. Patching then continues until this correlation is .99 for both kinds of heads,
-but costs at most 7 passes (10 with the estimates) or 4 Gflop. Of a limit in passes and one in
-Gflop, the limit that allows more work applies.
+but costs at most 7 passes (10 with the estimates) or 4 Gflop. If a limit is given in passes and in
+Gflop, the larger of the two applies.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -177,7 +178,7 @@ class Repairer:
         moving = all_starts[all_starts >= 0]
         first = int(moving.min()) if len(moving) else 0
         self._first = replay.start(min(blocks), first)
-        if self._first < first:  # this model cannot start at later positions
+        if self._first < first:  # this model's passes cannot start at later positions
             starts = tuple(start.clamp(max=0) for start in starts)
         shares = map(replay.share_of_forward, blocks, starts)
         costs: _Numbers = torch.cat(list(shares)).numpy() + _LEAST_COST
@@ -214,8 +215,8 @@ class Repairer:
     def _rows_to_patch(self, budget: float, kinds: Iterable[HeadKind]) -> _Rows:
         """Return the rows to patch within the remaining budget, in order of decreasing gain.
 
-        The gain of a row is the fraction that the module docstring maximizes to choose the next
-        site. Rows that cost more than the remaining budget are skipped in favour of cheaper rows.
+        A row's gain is the quantity that the module docstring maximizes to choose the next site.
+        Rows that cost more than the remaining budget are skipped.
         """
         scores, left = self._scores, budget - self._spent
         gain = np.zeros(len(scores))
@@ -286,7 +287,7 @@ class Repairer:
         return np.maximum(of_layers, _LUCK * of_kind)
 
     def _expected_error(self, kind: HeadKind) -> float | None:
-        """Return the root of the expected sum of squared errors; None if it is unknown."""
+        """Return the root of the expected sum of squared errors, or None if it is unknown."""
         unseen = self._key**2 * (self._of_kind[kind] & ~self._exact)
         if not unseen.any():
             return 0.0
@@ -305,7 +306,7 @@ class Repairer:
 
 
 def hook_points(model: Any, sites: Sequence[LayerSites], part: Part) -> tuple[set[str], set[str]]:
-    """Return where repair keys need gradients, and where they need activations."""
+    """Return the hook points whose gradients, and those whose activations, repair keys need."""
     host = host_of(model)
     writes = {host.write_hook(site.layer, site.kind) for site in sites}
     points = {*_READ.get(part, ()), "z"}
@@ -424,7 +425,7 @@ class _Keys:
 def run_with_part(
     model: Any, target: Recording, source: Recording, layers: Sequence[int], part: Part
 ) -> dict[str, Tensor]:
-    """Repeat the target run with one part from the source run; return z of each layer.
+    """Run the target prompts with one part from the source run; return each layer's z.
 
     If the part is "k", also return the patterns. One forward pass serves all heads, because the
     part of one head affects only the z of this head, and z is restored before later layers read it.

@@ -366,5 +366,5 @@ def test_no_budget(budget):
 
 
 def test_keys_of_neurons_are_refused():
-    with pytest.raises(InputError, match="a neuron-head's keys are constant"):
+    with pytest.raises(InputError, match="whose keys are constant"):
         p.activation_patch(bridge(), CLEAN, CORRUPTED, METRIC, part="k", sites=["L0N5"])
