@@ -1,10 +1,10 @@
 """Compute a digest of a model, and run half-precision models with float32 weights.
 
 The outputs of a model's components add up to the residual stream, up to rounding. In half
-precision, the rounding is as large as the output of a single head, so analyses that split the
-stream compute in float32. A bridge with hooks cannot be copied to float32. During the analysis, the
-model's own half-precision tensors therefore hold float32 data in place of their original data.
-Afterwards, they get the original data back, so views and tied weights stay intact.
+precision, the rounding error is as large as the output of a single head, so analyses that split the
+residual stream compute in float32. A bridge with hooks cannot be copied to float32. During the
+analysis, the model's own half-precision tensors therefore hold float32 data in place of their
+original data. Afterwards, they get the original data back, so views and tied weights stay intact.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ _INCIDENTAL = frozenset(
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _lock = Lock()
-_inside: dict[int, tuple[int, ExitStack]] = {}  # by id(model): the number of running analyses
+_inside: dict[int, tuple[int, ExitStack]] = {}  # id(model) -> (number of running analyses, undo)
 
 
 def fingerprint(model: Any) -> str:

@@ -24,8 +24,8 @@ from attn_only_lens.heads.host import NEURON_KINDS
 Hooks = Sequence[tuple[str, Callable[..., Any]]]
 Side = Literal["clean", "corrupted"]
 _POINTS = ("z", "v", "pattern")
-# With at most this many tokens, a pass over both prompts takes little longer than over one prompt,
-# because most of the time goes to reading the weights.
+# Up to this many tokens, a forward pass over both prompts takes little longer than over one,
+# because it mainly reads weights.
 _FEW_TOKENS = 512
 
 
@@ -46,7 +46,7 @@ class NeuronRun:
 
     @property
     def weight(self) -> Float[Tensor, "batch pos head_index"]:
-        """Each neuron-head's attention to its own token; the rest goes to the bias token."""
+        """Each neuron-head's attention to its own token; the bias token gets the remainder."""
         return self.gates[1]
 
 
@@ -55,7 +55,7 @@ class Recording:
     """The recorded activations of one forward pass.
 
     Attributes:
-        mask: 1 for real tokens and 0 for padding; None if there is no padding.
+        mask: 1 for tokens and 0 for padding; None if there is no padding.
         streams: the residual stream at each block's input, and at the last block's output.
         extra_outputs: how many values each block returned after the stream; None if the block did
             not return a tuple.

@@ -179,7 +179,7 @@ def hook_name(model: Any, layer: int, part: Part, kind: HeadKind = "attention") 
 
 
 def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
-    """Find the sites in a model that a selection or a list of names refers to."""
+    """Return the sites that a selection, or a list of names, refers to in a model."""
     InputError.raise_if(reasons_without_heads(model) or host_of(model).reasons(), _PROBLEM)
     if isinstance(sites, Selection):
         counts = [kinds for kinds, _ in head_counts(model)]
@@ -204,7 +204,7 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
 
 
 def without_wide(sites: Sites) -> Sites:
-    """Return a selection without skip and error nodes, which have no gates and no head matrices.
+    """Remove skip and error nodes, which have no gates and no head matrices, from a selection.
 
     A list of names is returned unchanged; `wide_reasons` refuses names of these nodes.
     """
@@ -258,7 +258,7 @@ def _all_heads(layer: int, kind: HeadKind, count: int) -> LayerSites:
     return LayerSites(layer, kind, names, index, torch.full_like(index, ALL_MEMBERS))
 
 
-@lru_cache(maxsize=1024)  # making names takes a noticeable part of an attribution's time
+@lru_cache(maxsize=1024)  # without a cache, names take a noticeable share of an attribution's time
 def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
     first = str(HeadName(layer, kind, 0))
     if kind in WIDE_KINDS:
