@@ -1,9 +1,8 @@
 """Convert the answers that a metric compares (strings or token numbers) to single tokens.
 
-A list of answers has one item per prompt, or a single item for all prompts. An item is one answer
-or, for a metric that sums over several answers, a list of answers. In most vocabularies, " are" and
-"are" are different tokens; if the other one is far more probable in the clean run, a warning says
-so.
+A list of answers has one item per prompt, or a single item for all prompts. An item is one answer,
+or a list of answers if the metric sums over several. In most vocabularies, " are" and "are" are
+different tokens. A warning is given if the other spelling is far more probable in the clean run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -196,7 +195,7 @@ def _warn_of_spaces(
 def _respelt(tokenizer: Any, token: int, size: int) -> int | None:
     """Return the token for the same word with its leading space added or removed, or None.
 
-    The vocabulary is searched, because SentencePiece tokenizers add a space before every text.
+    Tokenizing the word would not work, because SentencePiece adds a space before every text.
     """
     piece = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
     if not piece:
@@ -204,7 +203,7 @@ def _respelt(tokenizer: Any, token: int, size: int) -> int | None:
     others = [piece[1:]] if piece.startswith(_SPACES) else [f"{space}{piece}" for space in _SPACES]
     for other in filter(None, others):
         number = tokenizer.convert_tokens_to_ids(other)
-        # If the vocabulary lacks a piece, the tokenizer returns None or the unknown token.
+        # For pieces outside the vocabulary, tokenizers return None or the unknown token.
         if is_count(number, 0, size - 1) and tokenizer.convert_ids_to_tokens(number) == other:
             return int(number)
     return None

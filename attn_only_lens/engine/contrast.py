@@ -9,16 +9,16 @@ the metric's change:
 
     Σ M_y · Δy = Δmetric        Δy = y of the clean run minus y of the corrupted run
 
-This holds for every set of activations y that cuts all paths from the tokens to the metric.
+This holds for every set of activations y that together cut all paths from the tokens to the metric.
 Multipliers can be computed at every hook point, for example for queries, scores, patterns or z. If
 three factors of a product change, their shares depend on the order of multiplication in the model's
 code.
 
 The nonlinear steps are norms, attention softmaxes (with soft caps and clamps), neuron-heads
 (single-neuron attention heads) and the soft cap of the logits. Calls of torch's softmax are
-intercepted, because hooks on some bridges see only a copy of the pattern. `contrast` checks that
-the sum of M · Δ over the first block's input equals the metric's change, which is false if the
-model has another nonlinear step.
+intercepted, because hooks on some bridges see only a copy of the pattern. If the model has another
+nonlinear step, `contrast` raises an error, because the sum of M · Δ over the first block's input
+differs from the metric's change.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -321,7 +321,7 @@ def _difference(both: Tensor) -> Tensor:
 
 
 def _leaf(leaves: dict[str, Tensor], both: Tensor, value: Tensor, hook: Any) -> Tensor:
-    """Replace an error node's output by its mean over both runs, which is a leaf in autograd."""
+    """Replace an error node's output by its mean over both runs, a leaf of the autograd graph."""
     leaves[hook.name] = mean(both).to(value).requires_grad_()
     return leaves[hook.name]
 
@@ -338,7 +338,7 @@ def _gate_slopes(alike: Sequence[Any], queries: Tensor) -> tuple[Tensor, Tensor]
 
 
 class _Steps:
-    """Record or replace norms, gates, and the nonlinear functions inside a model's attention."""
+    """Record or replace a model's norms and gates, and the nonlinear functions in its attention."""
 
     def __init__(self, model: Any, runs: BothRuns | None = None) -> None:
         self._host = host_of(model)
@@ -439,7 +439,7 @@ class _Steps:
         linear, without_bias = norm.after(x), y if norm.bias is None else y - norm.bias
         square = linear.square().sum(-1, keepdim=True)
         scale = (linear * without_bias).sum(-1, keepdim=True) / square
-        r_1, r_0 = scale.nan_to_num(1.0, 1.0, 1.0).chunk(2)  # nan if the stream is zero
+        r_1, r_0 = scale.nan_to_num(1.0, 1.0, 1.0).chunk(2)  # nan for zero inputs
         middle = norm.centred(mean(x))
 
         def back(gradient: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ _PROBLEM = "these hook points cannot be patched"
 def require_same_edit(
     replay: Replay, kind: HeadKind, layers: Sequence[int], part: Part, first: int
 ) -> None:
-    """Raise an error if edits of a replay do not have the same effect as hooks in a full run."""
+    """Raise an error if edits in a replay do not have the same effect as hooks in a full run."""
     model, recording, reasons = replay.model, replay.recording, list[str]()
     tests = {layer: ("edit", kind, part, layer, first) for layer in layers}
     untested = [x for x in layers if not replay.tested.covers(tests[x], recording)]
@@ -120,7 +120,7 @@ def require_edits_read(
         return
     names = {layer: hook_name(model, layer, part, kind) for layer in layers}
     other_kind = "neuron_heads()" if kind == "attention" else "heads()"
-    # With a single key, the pattern is 1 for every finite key. Only nan in the key changes it.
+    # With a single key, every finite key gives the pattern 1. Only nan in the key changes it.
     later: tuple[Part, ...] = ("pattern", "z") if part in ("q", "k") else ()
     looks = {layer: [hook_name(model, layer, point, kind) for point in later] for layer in names}
     looked_at = list(chain(*looks.values()))

@@ -2,7 +2,7 @@
 
 A neuron-head (a single-neuron attention head) outputs z = w v, where w is its attention to its own
 token and v its value. A prime (') marks values in the source run, from which patches are taken.
-Later blocks depend only on the new z. For each patched part, the new z is:
+For each patched part, the new z, on which later blocks depend, is:
 
     part          new z
     "z"           z' = w' v'
@@ -64,7 +64,7 @@ def neuron_changes(
 def sum_by_site(
     heads: NeuronHeads, sites: LayerSites, of_heads: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
-    """Sum a quantity over the heads of each site: all heads of a neuron, or only one head."""
+    """Sum a quantity over the heads of each site, which is one head or all heads of a neuron."""
     by_member = of_heads.unflatten(-1, (-1, heads.heads_per_neuron))  # [batch, pos, neuron, member]
     index, member = sites.index.to(of_heads.device), sites.member.to(of_heads.device)
     every = torch.equal(sites.index, torch.arange(by_member.shape[2], device=sites.index.device))
@@ -77,7 +77,7 @@ def sum_by_site(
 
 
 def neuron_variants(replay: Replay, layer: int, first: int, added: Residual) -> Variants:
-    """Return variants of a run that add `added` to the output of a layer's neurons."""
+    """Return patched copies of a run that add `added` to the output of a layer's neurons."""
     heads, block = replay.host.neurons[layer], replay.host.block(layer, "neuron")
     n = len(added) // replay.batch
     if replay.adds_mlp_output(block, heads.output_module):
@@ -129,7 +129,7 @@ def attention_edit(
     positions: Bool[Tensor, "variant batch pos"],
     first: int,
 ) -> Callable[[Tensor, Any], Tensor]:
-    """Return a hook that patches each variant's heads at that variant's positions."""
+    """Return a hook that patches, in each variant of a run, the variant's heads and positions."""
     n_variants = len(heads)
     # Activations other than patterns have the axes [batch, pos, head_index, …].
     position_axis = 2 if part == "pattern" else 1

@@ -1,8 +1,9 @@
 """Compute the gradients of a metric with respect to all heads in one backward pass.
 
-Gradients are taken at nodes: activations that hooks keep during the forward pass. The autograd
-graph starts at the residual stream before the first block, so parameters need no gradients. The
-table shows, for each patched part, the node and its change Δ from the patched run to the other run:
+Gradients are taken with respect to nodes: activations that hooks keep in the forward pass. The
+autograd graph starts at the residual stream before the first block, so parameters need no
+gradients. The table shows, for each patched part, the node and its change Δ from the patched run to
+the other run:
 
     heads      part                   method      node        Δ
     neuron     "z" "pattern" "value"  any         z           change of z from this part
@@ -116,7 +117,7 @@ def gradient_by_head(
     z: Float[Tensor, "batch pos head_index d_head"],
     z_gradient: Float[Tensor, "batch pos head_index d_head"],
 ) -> Float[Tensor, "batch pos head_index d"]:
-    """Return the gradient at shared keys or values, split by the head through whose z it flows.
+    """Return the gradient at shared keys or values, split by the head whose z it passes through.
 
     One backward pass handles one head of every group that shares keys and values, or a single head
     if a norm mixes the keys of all groups.

@@ -52,7 +52,7 @@ _ABLATED, _STEERED = "these heads cannot be ablated", "these heads cannot be ste
 def ablate(
     recording: Recording, reference: Recording, to: Ablation, real: Bool[Tensor, "batch pos"]
 ) -> Recording:
-    """Return a recording with each head's z ablated; "mean" takes the mean over `reference`."""
+    """Return a recording with ablated outputs z; the mean for "mean" is taken over `reference`."""
     if to == "bias" and recording.hooked:
         reason = (
             "got 'bias' for attention heads, which have no bias token; patch neuron_heads(), or "
@@ -183,7 +183,7 @@ def ablated(
 def steered(
     model: Any, steering: Steering, *, positions: int | Sequence[int] | None = None
 ) -> Iterator[None]:
-    """Add a value to the z of each steered head, in every run of a model inside a `with`.
+    """Add a given value to each head's output z, in every run of a model inside a `with`.
 
     Args:
         model: a model that `convert` returned, or a model with exposed neuron-heads. This model
@@ -334,7 +334,7 @@ def _tokens_before(model: Any) -> Iterator[Callable[[], int]]:
         yield lambda: host.passing.values.get(key, 0)
     finally:
         handle.remove()
-        values.pop(key, None)  # a block that ran without the model leaves a value
+        values.pop(key, None)  # set if a block ran outside the model
 
 
 @contextmanager

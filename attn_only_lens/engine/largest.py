@@ -65,8 +65,8 @@ class LargestScores:
     ) -> None:
         """Add the score a · b of every row a of `left` and every row b of `right`.
 
-        Skip chunks whose bound ‖a‖ ‖b‖ does not exceed the smallest kept score. Chunks of `block`
-        rows need 2 block d + 2 block² + 16 block min(k, block) numbers in memory.
+        Skip chunks whose upper bound ‖a‖ ‖b‖ does not exceed the smallest kept score. Chunks of
+        `block` rows need 2 block d + 2 block² + 16 block min(k, block) numbers in memory.
         """
         seen = self.seen + len(left) * len(right)
         (left_norms, left_rows), (right_norms, right_rows) = (

@@ -12,9 +12,9 @@ So the gradient c_t of a metric at z_t splits c_t · z_t into contributions of h
     c_t · z_t = Σ_s c_t · W_ts z_s + c_t · W_te x_0 + c_t · b_t
 
 This is relevance propagation with frozen attention patterns and norm scales: Achtibat et al.,
-"AttnLRP" (2024); Rezaei Jafari et al., "RelP" (2025). Each term is a dot product of two vectors:
-the output of s to the residual stream (`writes.py`), and the gradient of c_t · z_t at the stream.
-The matrix W_ts is never computed.
+"AttnLRP" (2024); Rezaei Jafari et al., "RelP" (2025). Each term is the dot product of the vector
+that s adds to the residual stream (`writes.py`) and the gradient of c_t · z_t at the stream. The
+matrix W_ts is never computed.
 
 An attention head with pattern A outputs A V with V = x N / s W_V + b_V: the norm multiplies the
 residual stream x by N and divides it by the constant scale s. A neuron-head (a single-neuron
@@ -65,7 +65,7 @@ Outputs: TypeAlias = Float[Tensor, "batch pos node d_head"]
 
 @dataclass(frozen=True, eq=False)
 class LinearSublayer(ABC):
-    """One source layer's attention heads or neurons, as a linear function of the residual stream.
+    """One layer's attention heads or neurons, as a linear function of the residual stream.
 
     Attributes:
         writes: the sublayer's writes in the run.
@@ -210,7 +210,7 @@ def wide_sublayer(writes: SublayerWrites) -> LinearSublayer:
 
 
 def places(position: Place) -> Positions:
-    """Return an index that keeps the pos axis, given one position or one position per node."""
+    """Return an index of the pos axis that keeps this axis, for one position or one per node."""
     return slice(position, position + 1) if isinstance(position, int) else position
 
 
@@ -251,7 +251,7 @@ class LinearRun:
         return gradient, float(value.detach())
 
     def stream_gradient(self, gradient: Float[Tensor, "batch pos d_vocab"]) -> Residual:
-        """Return the gradient at the final stream, given the gradient at the logits."""
+        """Backpropagate the gradient at the logits to the final residual stream."""
         with torch.enable_grad():
             change = torch.zeros_like(self.run.final.stream).requires_grad_()
             logits = self.model.unembed(self.run.final.change(change))
@@ -260,7 +260,7 @@ class LinearRun:
 
     @torch.no_grad()
     def unembed(self, streams: Float[Tensor, "part batch pos d_model"]) -> Tensor:
-        """Return the logits of each part of the final stream; the first part gets all biases."""
+        """Return the logits of each part of the final stream, with all biases in the first part."""
         final = self.run.final
         zero = torch.zeros_like(final.stream[:1, :1])
         base = self.model.unembed(zero)
@@ -271,7 +271,7 @@ class LinearRun:
 
     @torch.no_grad()
     def gradients(self, final: Residual) -> tuple[list[Outputs], list[Residual]]:
-        """Return the gradients at all outputs, and at the stream before and after each sublayer.
+        """Return the gradients at all outputs and at the residual stream around each sublayer.
 
         Args:
             final: the gradient at the final stream.

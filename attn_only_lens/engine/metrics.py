@@ -47,9 +47,9 @@ _Columns: TypeAlias = Int[Tensor, "column"] | None
 
 _NO_NUMBER = "this metric does not return one number, or one number per prompt"
 _NO_GRADIENT = "this metric cannot be attributed"
-_ROUNDINGS = 8  # tolerance in units of eps, for the rounding of inputs, differences and means
+_ROUNDINGS = 8  # a tolerance, in units of eps, for rounding of inputs, differences and means
 _NO_SLOPE = 64  # in units of eps; smaller sums of gradients are rounding errors
-_VERSION = "1"  # for all metrics in this file; change the version whenever a metric changes
+_VERSION = "1"  # of all metrics in this file; change it whenever a metric changes
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +104,7 @@ class BoundMetric:
     def select(
         self, logits: Float[Tensor, "*site batch pos d_vocab"]
     ) -> Float[Tensor, "*site batch position column"]:
-        """From the logits of full runs, select the logits that this metric reads."""
+        """Select, from the logits of full runs, those that this metric reads."""
         if logits.shape[-3:] != self.shape:
             self._refuse(
                 f"got logits of shape {list(logits.shape)}; expected [..., batch, pos, d_vocab] "

@@ -47,7 +47,7 @@ class AttachedHooks:
 
 
 def find_hooks(model: Any) -> AttachedHooks:
-    """Find the hooks on a HookedTransformer, or on a bridge and the model that it wraps."""
+    """Find the hooks on a HookedTransformer, or on a TransformerBridge and its wrapped model."""
     captures = _captures(model)
     users, placeholders, on_model, on_weights = (dict[str, None]() for _ in range(4))
     added: set[str] = set()  # how users added hooks

@@ -92,7 +92,7 @@ def in_float32(analysis: Callable[_P, _R]) -> Callable[_P, _R]:
 def float32_weights(model: Any) -> Iterator[None]:
     """Give a half-precision model float32 weights; restore its own weights bit for bit at the end.
 
-    Several threads may analyse one model at once. The last analysis to end restores the weights.
+    Several threads may analyse one model at once. The analysis that ends last restores the weights.
     """
     if not isinstance(model, nn.Module):
         yield
@@ -128,7 +128,7 @@ def _widen(model: nn.Module) -> ExitStack:
                     seen.add(id(tensor))
                     gradient = tensor.grad if tensor.is_leaf else None
                     undo.callback(restore, tensor, tensor.data, gradient)
-                    tensor.grad = None  # a gradient must have its tensor's dtype, so remove it
+                    tensor.grad = None  # its dtype would differ from the tensor's
                     tensor.data = tensor.data.float()
         # TransformerLens' norms and rotary embeddings compute in cfg.dtype.
         for _, module in modules_of(model):

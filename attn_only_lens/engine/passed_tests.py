@@ -90,7 +90,7 @@ def _state(model: Any) -> Iterator[object]:
 
 
 class _Reference(WeakIdRef):
-    """A weak reference that equals only references to the same living object."""
+    """A weak reference that equals only other references to the same live object."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Reference) and super().__eq__(other)
@@ -99,12 +99,12 @@ class _Reference(WeakIdRef):
 def _reference(value: Any) -> Any:
     try:
         return _Reference(value)
-    except TypeError:  # an object that allows no weak reference counts as changed
+    except TypeError:  # objects that allow no weak reference count as changed
         return object()
 
 
 def _tensor_state(tensor: Tensor) -> object:
-    # Inference-mode tensors do not count writes, so such a tensor always counts as changed.
+    # Inference-mode tensors do not count changes, so they are always treated as changed.
     version = object() if tensor.is_inference() else tensor._version
     return _reference(tensor), version, tensor.dtype, str(tensor.device)
 

@@ -1,8 +1,8 @@
-"""Sets of positions to patch; all positions in a set are patched together.
+"""Find the sets of positions to patch; all positions in a set are patched together.
 
 Numbers from 0 up are columns of the token tensor, so they count padding, too. Negative numbers
 count from the end: -1 is the last non-padding token of each prompt. `"each"` and `"all"` leave out
-padding. Roles, such as `{"subject": [2, 4], "end": -1}`, name a position in each prompt. A role's
+padding. A role names one position in each prompt, as in `{"subject": [2, 4], "end": -1}`. A role's
 position does not count padding; it counts from the start or, if negative, from the end.
 """
 

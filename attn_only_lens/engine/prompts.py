@@ -70,7 +70,7 @@ class PromptPair:
         return len(self.clean) if self.among is None else self.among[1]
 
     def own(self, of_all: Sequence[_T]) -> Sequence[_T]:
-        """From a sequence with one item per prompt of the analysis, select this pair's items."""
+        """Select this pair's items from a sequence with one item per prompt of the analysis."""
         return of_all if self.among is None else [of_all[i] for i in self.among[0]]
 
     def of_prompts(self, prompts: Sequence[int], *, cut: bool = True) -> "PromptPair":
@@ -148,7 +148,7 @@ def single_prompts(model: Any, prompts: Prompts, mask: Tensor | None = None) -> 
 def _tokenize(
     model: Any, sides: Mapping[str, Prompts], mask: Tensor | None, problem: str
 ) -> tuple[list[Tokens], Tensor | None]:
-    """Return the tokens of each side, and their common mask, which is 0 at padding."""
+    """Return the clean and corrupted tokens, and their common mask, which is 0 at padding."""
     reasons, texts = list[str](), dict[str, str]()
     rows = [_rows(model, prompts, side, reasons, texts) for side, prompts in sides.items()]
     padded = not any(map(_is_tensor, sides.values()))
@@ -208,7 +208,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
-    """Pad the rows and stack them into a tensor; return it and its mask (None without padding)."""
+    """Return the padded rows as one tensor, and their mask (None without padding)."""
     if len({*map(len, rows)}) == 1:
         return torch.stack(rows), None
     side = getattr(model.tokenizer, "padding_side", "right")

@@ -1,4 +1,4 @@
-"""Compute the outputs of heads when only their normalised input changes, by δ.
+"""Compute the outputs z of heads if only their normalised input changes, by δ.
 
 `part` selects what changes; neuron-heads are single-neuron attention heads with pre-activation q:
 
@@ -87,7 +87,7 @@ class Readers:
         new_up = None if up is None else up + entering @ W_up[0][:, index]
         new_q = q + entering @ W_q[:, index]
         named: Part = "pattern" if part == "q" else part  # type: ignore[assignment]
-        if heads.joint_gates:  # the gates are held fixed, because they depend on other features
+        if heads.joint_gates:  # hold gates fixed, because they depend on other features
             gates, _ = heads.weights_and_values(*self._projections(sites.layer))
             weight = gates[:, positions][..., index].expand_as(new_q)
             return change_of_z(_run_with(weight, q), _run_with(weight, new_q), named)
@@ -211,8 +211,8 @@ class Readers:
         allowed = LOGIT_TOLERANCE[z.dtype] * size
         if not depends <= allowed:
             reason = (
-                f"layer {layer}: attention's output depends on its input even with fixed queries, keys "
-                "and values, so it does not use the queries, keys and values at the hook points"
+                f"layer {layer}: attention's output depends on its input even with fixed queries, "
+                "keys and values, so it does not use those at the hook points"
             )
             raise UnsupportedModelError([reason], _PROBLEM)
         # Zero weights, as in compiled programs, stop noise in the input, but let nan through.
@@ -226,7 +226,7 @@ class Readers:
 def _require_products(
     heads: NeuronHeads, x: Tensor, projected: tuple[Tensor, Tensor | None], layer: int
 ) -> None:
-    """Raise an error if an MLP does not multiply its input by W_in (and W_gate, if it is gated)."""
+    """Raise an error if an MLP does not compute its input times W_in (and W_gate, if gated)."""
     noise = _noise(x)
     befores, afters = (
         [y for y in pair if y is not None] for pair in (projected, heads.projections(x + noise))

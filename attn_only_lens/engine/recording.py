@@ -179,7 +179,7 @@ def keys_and_values(cache: Cache, tokens: Tokens) -> tuple[tuple[Tensor, Tensor]
 
 
 def record_again(model: Any, recording: Recording) -> Recording:
-    """Repeat a run, and record the same activations."""
+    """Run a model again on a recording's prompts, and record the same activations."""
     return record(
         *(model, recording.tokens, recording.mask),
         layers=recording.neurons,
@@ -271,7 +271,7 @@ def run_pair(
 
 
 def _require_heads(model: Any, names: dict[LayerSites, str], part: Part, run: Recording) -> None:
-    """Raise an error if recorded activations have no axis for heads or for groups of heads."""
+    """Raise an error if recorded activations have no axis for heads or groups of heads."""
     reasons = []
     for site, name in names.items():
         shape, n_heads = run.hooked[name].shape, host_of(model).count(site.layer, site.kind)

@@ -144,7 +144,7 @@ def replaced(x: Tensor, value: Callable[[], Tensor], back: _Linear) -> Tensor:
 
 
 def at_mean(x: Tensor, both: Tensor, back: _Linear = lambda gradient: gradient) -> Tensor:
-    """Return the mean of a function's outputs in both runs; `back` computes the gradient."""
+    """Return the mean of a function's outputs in both runs, with `back` as backward pass."""
     return replaced(x, partial(mean, both), back)
 
 
@@ -234,7 +234,7 @@ class FunctionRules(TorchFunctionMode):
         self._n_calls += 1
         if not is_softmax:
             return _RULES[func](seen, x, lambda x: func(x, *rest, **kwargs))
-        if call not in self._slopes:  # compute it with later calls of the same shape
+        if call not in self._slopes:  # batch calls of the same shape
             shape, n = seen[0].shape, len(self.seen) if seen[0].numel() < _SMALL else call + 1
             alike = {i: self.seen[i] for i in range(call, n) if self.seen[i][0].shape == shape}
             self._slopes |= together(_softmax_slopes, alike, dict.fromkeys(alike))

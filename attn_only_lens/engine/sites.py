@@ -143,7 +143,7 @@ def error_nodes(layers: int | Iterable[int] | None = None) -> Selection:
 
 
 def all_heads(layers: int | Iterable[int] | None = None) -> Selection:
-    """Select every attention head and neuron, and all nodes of transcoders, in some source layers.
+    """Select all attention heads, neurons and transcoder nodes in some source layers.
 
     Args:
         layers: source layers, counted from 0; None for all.
@@ -204,7 +204,7 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
 
 
 def without_wide(sites: Sites) -> Sites:
-    """Remove skip and error nodes, which have no gates and no head matrices, from a selection.
+    """Return a selection without skip and error nodes, which have no gates or head matrices.
 
     A list of names is returned unchanged; `wide_reasons` refuses names of these nodes.
     """

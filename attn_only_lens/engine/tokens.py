@@ -96,7 +96,7 @@ def d_vocab_out(model: Any) -> int:
 def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
     """Return the text of each token of a prompt, with the spaces before words.
 
-    Joined, the texts equal the original text if the tokenizer can restore it.
+    The joined texts equal the original text if the tokenizer can restore it.
 
     Args:
         model: a model; if it has no tokenizer, tokens are shown as numbers.
@@ -193,7 +193,7 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
-# Words, symbols and whitespace unknown to a tokenizer, for which the model reads <unk> or nothing
+# Words, symbols and whitespace that a tokenizer replaces by <unk> or drops
 
 
 def token_ids(tokenizer: Any, texts: str | list[str]) -> Any:

@@ -16,9 +16,9 @@ If the stream x changes by δ, the change of a head's input x N / s + b depends 
     scale="anew"    (x + δ) N / s' - x N / s         s' of x + δ, as the model would compute it
 
 The head's projections are applied to this change. The scale s is computed from the norm's input and
-output; s'² - s² is the change of the mean square. Norms of queries and keys (Qwen 3), rotations and
-the softmax are part of the head that reads the stream; the model's own code computes them
-(`readers.py`).
+output; s'² - s² is the change of the input's mean square. Norms of queries and keys (Qwen 3),
+rotations and the softmax are part of the head that reads the stream; the model's own code computes
+them (`readers.py`).
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ Positions: TypeAlias = slice | Int[Tensor, "pos"]
 Scale = Literal["held", "anew"]
 SCALES: tuple[str, ...] = get_args(Scale)
 _LARGEST_EPS = 1e-2
-# Use float32's tolerance, because many bridged norms compute in float32 in any model.
+# Use float32's tolerance, because many bridged norms always compute in float32.
 _ROUNDING = LOGIT_TOLERANCE[torch.float32]
 _PROBLEM = "the writes of this model cannot be separated"
 
@@ -98,7 +98,7 @@ class FrozenNorm:
 
 @dataclass(frozen=True, eq=False)
 class SublayerWrites:
-    """The vectors that one source layer's attention heads, or neurons, added to the stream.
+    """The vectors that one layer's attention heads, or neurons, added to the residual stream.
 
     Attributes:
         layer: the source layer.
@@ -144,7 +144,7 @@ class SublayerWrites:
         return writes.change(by_head)
 
     def total(self) -> Residual:
-        """Return the sum of all vectors that the sublayer added to the stream."""
+        """Return the sum of all vectors that the sublayer added to the residual stream."""
         return self.writes.change(self.outputs.flatten(2) @ self.matrix.flatten(0, 1)) + self.bias
 
 
@@ -264,7 +264,7 @@ def _norms(model: Any, tested: PassedTests) -> tuple[list[Any], Any]:
 
 
 class _Traffic:
-    """The inputs and outputs of modules in a forward pass, with tests whether they are norms."""
+    """The inputs and outputs of modules in a forward pass, and a check of which are norms."""
 
     def __init__(self) -> None:
         self.entered: dict[nn.Module, Tensor] = {}
@@ -389,7 +389,7 @@ def _record_modules(modules: set[nn.Module]) -> Iterator[_Traffic]:
             )
             raise InputError([reason], _PROBLEM)
         traffic.returned[module] = output_stream(output).detach()
-        # A model on several devices moves the input to the device of the module's weights.
+        # Models on several devices move a module's input to the device of its weights.
         traffic.entered[module] = x.detach().to(traffic.returned[module].device)
 
     with ExitStack() as stack:

@@ -8,8 +8,8 @@ i]). Then
              pattern σ(b_j q + c_j), 1 - σ(b_j q + c_j)
              output  w_j · σ(b_j q + c_j) · value · W_out[i]
 
-The outputs of the m heads sum to value · p(q) · W_out[i], where p(q) = Σ_j w_j σ(b_j q + c_j) is
-called the mixture.
+With the mixture p(q) = Σ_j w_j σ(b_j q + c_j), the outputs of the m heads sum to value · p(q) ·
+W_out[i].
 
 In a plain MLP, the value is q, and q · p(q) approximates the activation α(q) within `bound` for
 every real q. This requires Σ_j w_j = 1. One head computes silu (b = 1) and quick_gelu (b = 1.702)

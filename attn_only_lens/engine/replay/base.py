@@ -43,7 +43,7 @@ _CALL_FLOPS = 3e10  # an estimate for GPUs: 90 kernels of 10 µs per block, at 3
 
 @dataclass(frozen=True)
 class Variants:
-    """Patched copies of a recorded run, which run in one batch.
+    """Patched copies of a recorded run, which are computed in one batch.
 
     Attributes:
         block: the first block that these passes run.
@@ -118,7 +118,7 @@ class Joined:
 
 @contextmanager
 def suppress_refusals() -> Iterator[None]:
-    """Ignore errors from a model that cannot run this way, except memory and package errors."""
+    """Suppress errors from a model that cannot run this way; raise memory and package errors."""
     try:
         yield
     except _UNFIT as error:
