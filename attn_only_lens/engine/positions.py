@@ -1,9 +1,9 @@
-"""Sets of positions to patch; all positions in a set are patched together.
+"""Find the sets of positions to patch; all positions in a set are patched together.
 
-A number from 0 up is a column of the token tensor, so padding tokens count too. Negative numbers
-count from the end: -1 is the last real token of each prompt. `"each"` and `"all"` leave out
-padding. Roles, such as `{"subject": [2, 4], "end": -1}`, name a position in each prompt. A role's
-position counts only the prompt's real tokens, from the start or, if it is negative, from the end.
+Numbers from 0 up are columns of the token tensor, so they count padding, too. Negative numbers
+count from the end: -1 is the last non-padding token of each prompt. `"each"` and `"all"` leave out
+padding. A role names one position in each prompt, as in `{"subject": [2, 4], "end": -1}`. A role's
+position does not count padding; it counts from the start or, if negative, from the end.
 """
 
 from collections.abc import Mapping, Sequence

@@ -24,8 +24,8 @@ from attn_only_lens.heads.host import NEURON_KINDS
 Hooks = Sequence[tuple[str, Callable[..., Any]]]
 Side = Literal["clean", "corrupted"]
 _POINTS = ("z", "v", "pattern")
-# With at most this many tokens, a pass over both prompts takes little longer than over one prompt,
-# because most of the time goes to reading the weights.
+# Up to this many tokens, a forward pass over both prompts takes little longer than over one,
+# because it mainly reads weights.
 _FEW_TOKENS = 512
 
 
@@ -46,7 +46,7 @@ class NeuronRun:
 
     @property
     def weight(self) -> Float[Tensor, "batch pos head_index"]:
-        """Each neuron-head's attention to its own token; the rest goes to the bias token."""
+        """Each neuron-head's attention to its own token; the bias token gets the remainder."""
         return self.gates[1]
 
 
@@ -55,7 +55,7 @@ class Recording:
     """The recorded activations of one forward pass.
 
     Attributes:
-        mask: 1 for real tokens and 0 for padding; None if there is no padding.
+        mask: 1 for tokens and 0 for padding; None if there is no padding.
         streams: the residual stream at each block's input, and at the last block's output.
         extra_outputs: how many values each block returned after the stream; None if the block did
             not return a tuple.
@@ -179,7 +179,7 @@ def keys_and_values(cache: Cache, tokens: Tokens) -> tuple[tuple[Tensor, Tensor]
 
 
 def record_again(model: Any, recording: Recording) -> Recording:
-    """Repeat a run, and record the same activations."""
+    """Run a model again on a recording's prompts, and record the same activations."""
     return record(
         *(model, recording.tokens, recording.mask),
         layers=recording.neurons,
@@ -271,7 +271,7 @@ def run_pair(
 
 
 def _require_heads(model: Any, names: dict[LayerSites, str], part: Part, run: Recording) -> None:
-    """Raise an error if recorded activations have no axis for heads or for groups of heads."""
+    """Raise an error if recorded activations have no axis for heads or groups of heads."""
     reasons = []
     for site, name in names.items():
         shape, n_heads = run.hooked[name].shape, host_of(model).count(site.layer, site.kind)

@@ -1,4 +1,4 @@
-"""Compute differences between two runs exactly, with slopes between the runs, not derivatives.
+"""Compute differences between two runs exactly, with secant slopes in place of derivatives.
 
 Let y_1 and y_0 be the values of y in two runs, Δy = y_1 - y_0, and ȳ their mean. Every rule is
 exact, however large the changes are:
@@ -32,7 +32,7 @@ Slopes: TypeAlias = Float[Tensor, "*any"]
 Both: TypeAlias = tuple[Tensor, Tensor]
 """The input and the output of a step, with the rows of both runs."""
 _Linear: TypeAlias = Callable[[Tensor], Tensor]
-_SMALL = 2**18  # the slopes of steps with fewer activations than this are computed together
+_SMALL = 2**18  # slopes of steps with fewer activations than this are computed together
 
 
 def together(
@@ -42,7 +42,7 @@ def together(
 ) -> Iterator[tuple[Any, tuple[Tensor, ...]]]:
     """Yield each step and its slopes; small steps of equal kinds and shapes are computed at once.
 
-    `slopes` gets the steps of a group, and their tensors, stacked along axis 1.
+    `slopes` is called per group, with the group's steps and their tensors stacked along axis 1.
     """
     groups = dict[Any, list[Any]]()
     for step, (x, *_) in steps.items():
@@ -75,7 +75,7 @@ def slope(
 
 
 def log_mean(log_1: Tensor, log_0: Tensor) -> Slopes:
-    """Return the slope of exp between two logarithms, or 0 if a logarithm is -∞."""
+    """Return the secant slope of exp between two logarithms, or 0 if one of them is -∞."""
     finite = log_1.isfinite() & log_0.isfinite()
     a, b = (torch.where(finite, x, torch.zeros_like(x)) for x in (log_1, log_0))
     d = a - b
@@ -89,7 +89,7 @@ def log_mean(log_1: Tensor, log_0: Tensor) -> Slopes:
 def softmax_slopes(
     log_1: Float[Tensor, "*any key"], log_0: Float[Tensor, "*any key"]
 ) -> tuple[Float[Tensor, "*any key"], Float[Tensor, "*any key"]]:
-    """Return L and w of the softmax rule, given the logarithms of the softmax in both runs."""
+    """Return L and w of the softmax rule, given both runs' log-probabilities."""
     L = log_mean(log_1, log_0)
     total = L.sum(-1, keepdim=True)
     return L, L / torch.where(total == 0, torch.ones_like(total), total)
@@ -135,7 +135,7 @@ class _Replaced(torch.autograd.Function):
 
 
 def replaced(x: Tensor, value: Callable[[], Tensor], back: _Linear) -> Tensor:
-    """Return `value()` with a new derivative: `back` maps the gradient at the result to that at x.
+    """Return `value()`; in the backward pass, `back` maps the gradient at the result to that at x.
 
     All rules except `log_softmax` are symmetric linear maps, so `back` can be the rule itself.
     """
@@ -144,7 +144,7 @@ def replaced(x: Tensor, value: Callable[[], Tensor], back: _Linear) -> Tensor:
 
 
 def at_mean(x: Tensor, both: Tensor, back: _Linear = lambda gradient: gradient) -> Tensor:
-    """Return the mean of a function's outputs in both runs; `back` computes the gradient."""
+    """Return the mean of a function's outputs in both runs, with `back` as backward pass."""
     return replaced(x, partial(mean, both), back)
 
 
@@ -234,7 +234,7 @@ class FunctionRules(TorchFunctionMode):
         self._n_calls += 1
         if not is_softmax:
             return _RULES[func](seen, x, lambda x: func(x, *rest, **kwargs))
-        if call not in self._slopes:  # functions of the same shape are nearly all softmaxes
+        if call not in self._slopes:  # batch calls of the same shape
             shape, n = seen[0].shape, len(self.seen) if seen[0].numel() < _SMALL else call + 1
             alike = {i: self.seen[i] for i in range(call, n) if self.seen[i][0].shape == shape}
             self._slopes |= together(_softmax_slopes, alike, dict.fromkeys(alike))

@@ -143,7 +143,7 @@ def error_nodes(layers: int | Iterable[int] | None = None) -> Selection:
 
 
 def all_heads(layers: int | Iterable[int] | None = None) -> Selection:
-    """Select every attention head and neuron, and all nodes of transcoders, in some source layers.
+    """Select all attention heads, neurons and transcoder nodes in some source layers.
 
     Args:
         layers: source layers, counted from 0; None for all.
@@ -179,7 +179,7 @@ def hook_name(model: Any, layer: int, part: Part, kind: HeadKind = "attention") 
 
 
 def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
-    """Find the sites in a model that a selection or a list of names refers to."""
+    """Return the sites that a selection, or a list of names, refers to in a model."""
     InputError.raise_if(reasons_without_heads(model) or host_of(model).reasons(), _PROBLEM)
     if isinstance(sites, Selection):
         counts = [kinds for kinds, _ in head_counts(model)]
@@ -204,7 +204,7 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
 
 
 def without_wide(sites: Sites) -> Sites:
-    """Return a selection without skip and error nodes, which have no gates and no head matrices.
+    """Return a selection without skip and error nodes, which have no gates or head matrices.
 
     A list of names is returned unchanged; `wide_reasons` refuses names of these nodes.
     """
@@ -258,7 +258,7 @@ def _all_heads(layer: int, kind: HeadKind, count: int) -> LayerSites:
     return LayerSites(layer, kind, names, index, torch.full_like(index, ALL_MEMBERS))
 
 
-@lru_cache(maxsize=1024)  # making names takes a noticeable part of an attribution's time
+@lru_cache(maxsize=1024)  # without a cache, names take a noticeable share of an attribution's time
 def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
     first = str(HeadName(layer, kind, 0))
     if kind in WIDE_KINDS:

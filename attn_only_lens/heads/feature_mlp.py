@@ -4,14 +4,14 @@ For the MLP's input x, the module computes
 
     y = hook_written(z W_dec + b_dec) + hook_skip(x) W_skip + hook_error(e)
 
-As in every MLP with neuron-heads, the heads replace z at hook_post. The error e is the original
-MLP's output at x minus the transcoder's output at x, without edits by hooks. So y is the original
-MLP's output as long as no hook edits the features. If a hook changes z by Δz, y changes by
+Neuron-heads (single-neuron attention heads) replace z at hook_post. The error e is the original
+MLP's output at x minus the transcoder's output at x, both without edits by hooks. So y is the
+original MLP's output as long as no hook edits the features. If a hook changes z by Δz, y changes by
 Δz W_dec. With `error="zero"`, e is left out, and the original MLP does not run.
 
-If the transcoder reads the stream before the norm, this norm moves into `original`, and an identity
-takes its place in the model. The same happens to the norm after the MLP if the transcoder imitates
-the output of this norm.
+If the transcoder reads the residual stream before the norm, this norm moves into `original`, and an
+identity replaces it in the model. The same happens to the norm after the MLP if the transcoder
+imitates its output.
 """
 
 import torch
@@ -62,7 +62,7 @@ class FeatureMLP(nn.Module):
         """Return the output of the features, plus x W_skip, plus the error."""
         x = self.hook_in(x)
         q = self.encode(x)
-        # A hook may edit in place, but the error is of the unedited pre-activations.
+        # Hooks may edit in place, but the error needs the unedited pre-activations.
         hooked: Tensor = self.hook_pre(q.clone() if is_live(self.hook_pre) else q)
         post = self.act_fn(hooked)
         features = output = self.hook_written(self.decode(self.hook_post(post)))

@@ -1,4 +1,4 @@
-"""The interface to models whose MLP neurons are attention heads; each kind of model has a `Host`.
+"""The interface to models whose MLP neurons are attention heads ("neuron-heads").
 
 A converted model has two blocks for each source layer l: attention heads in block 2l, neuron-heads
 in block 2l + 1. An exposed model has one block per layer, whose MLP computes neuron-heads.
@@ -72,7 +72,7 @@ class PassState(threading.local):
 
     @contextmanager
     def new_pass(self, values: Mapping[Any, Any] = _NO_VALUES) -> Iterator[None]:
-        """Use these values inside a `with`, and restore the previous values at its end."""
+        """Inside a `with`, use these values; restore the previous values at its end."""
         outer, self.values = self.values, dict(values)
         is_outermost, self._errors = self._errors is None, self._errors or []
         try:
@@ -123,7 +123,7 @@ class Host(ABC):
         return len(self.neurons)
 
     def kinds(self, layer: int) -> tuple[HeadKind, ...]:
-        """Return the kinds of heads in a source layer, in the order in which they write."""
+        """Return the kinds of heads in a source layer, in their order of computation."""
         return ("attention", *self.neurons[layer].kinds)
 
     def count(self, layer: int, kind: HeadKind) -> int:
@@ -162,7 +162,7 @@ class Host(ABC):
 
     @abstractmethod
     def gates(self) -> list[dict[str, Any]]:
-        """Describe the gates of each source layer as data that can be written as JSON."""
+        """Return a JSON-compatible description of each source layer's gates."""
 
     @abstractmethod
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
@@ -175,10 +175,10 @@ class Host(ABC):
 
     @abstractmethod
     def reasons(self) -> list[str]:
-        """Return the reasons, if any, why the model no longer runs the modules of its heads."""
+        """Return error messages if the model no longer runs the modules of its heads."""
 
     def unseen_edit_reasons(self, layer: int, kind: HeadKind) -> list[str]:
-        """Return an error message for each torch hook that would receive z before it is edited."""
+        """Return an error message for each torch hook that would see z before edits."""
         return []
 
     @abstractmethod
@@ -200,7 +200,7 @@ class Host(ABC):
 
     @abstractmethod
     def norms_of(self, seen: Any) -> Any:
-        """Identify each module's kind of norm from the module's input and output.
+        """Return each module's kind of norm, found from the module's input and output.
 
         `seen` is {module: (x, y)}.
         """

@@ -1,4 +1,4 @@
-"""Names of heads, and the blocks, indices and hook points that they refer to.
+"""Parse names of heads, and find their blocks, indices and hook points.
 
 `L5H3` is attention head 3 of source layer 5; `L5N1234` is the neuron-head of neuron 1234 in this
 layer. If several heads share a neuron (bilinear gates), these heads are `L5N1234.0`, `L5N1234.1`,
@@ -88,7 +88,7 @@ class HeadName:
         return self.index * heads_per_neuron + self.member
 
     def heads(self, heads_per_neuron: int) -> slice:
-        """Return a slice of `head_index` with this head, or with all heads of this neuron."""
+        """Return the slice of head_index that selects this head, or all heads of this neuron."""
         if self.kind == "neuron" and self.member is None:
             return slice(self.index * heads_per_neuron, (self.index + 1) * heads_per_neuron)
         index = self.head_index(heads_per_neuron)
@@ -102,7 +102,7 @@ class HeadName:
         return self.layer
 
     def hook(self, point: str, model: Any) -> str:
-        """Return the full name of a hook point, which all heads of this head's layer share.
+        """Return the full name of a hook point; all heads of this kind in the layer share it.
 
         Args:
             point: "q", "k", "v", "attn_scores", "pattern", "z" or "result".
@@ -147,7 +147,7 @@ class HeadName:
         self.require_among([({"attention": model.cfg.n_heads}, 1)] * len(model.blocks))
 
     def require_among(self, layers: Sequence[HeadCounts]) -> None:
-        """Raise UnknownHeadError if a model with these head counts has no such head."""
+        """Raise UnknownHeadError if this head is not among the given head counts."""
         if not 0 <= self.layer < len(layers):
             raise UnknownHeadError(
                 f"got {str(self)!r}; the model has layers 0 to {len(layers) - 1}"
@@ -167,7 +167,7 @@ class HeadName:
 
 
 def unreadable_name(text: object, transcoders: bool = False) -> str:
-    """Return an error message for a string that is not a name of a head."""
+    """Return an error message for a string that is not a head's name."""
     if isinstance(text, str) and _NAME.fullmatch(upper := text.strip().upper()):
         return f"got {text!r}; names are upper case, without spaces: did you mean {upper!r}?"
     others = (
@@ -181,7 +181,7 @@ def unreadable_name(text: object, transcoders: bool = False) -> str:
 
 
 def _require_plain(model: Any, name: HeadName) -> None:
-    """Raise UnsupportedCallError if a model without neuron-heads cannot have this head."""
+    """Raise UnsupportedCallError for a head that models without neuron-heads cannot have."""
     if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
         raise UnsupportedCallError(
             f"got {a_type(model)}; expected a model with blocks, from TransformerLens or "

@@ -1,4 +1,4 @@
-"""Read the patterns of neuron-heads from the activation cache of a run."""
+"""Read attention patterns of neuron-heads (single-neuron heads) from an activation cache."""
 
 from typing import Any
 
@@ -56,11 +56,11 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
 
 
 def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
-    """Return the factor by which a neuron's gate multiplies its value, Σ_j w_j pattern_j(self).
+    """Return the factor Σ_j w_j pattern_j(self) by which a neuron's gate multiplies its value.
 
-    With exact gates, this factor is the attention of the neuron's only head to the token itself.
-    With bilinear gates, the sum is over the neuron's heads j with weights w_j. In a plain MLP, the
-    factor may be slightly outside [0, 1]; in a gated MLP, it approximates the activation α(q).
+    The sum runs over the neuron's heads j with weights w_j. With exact gates, the factor is the
+    only head's attention to its own token. In a plain MLP, the factor may be slightly outside [0,
+    1]; in a gated MLP, it approximates the activation α(q).
 
     Args:
         cache: see `neuron_pattern`.
@@ -90,7 +90,7 @@ def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]
 
 
 def _neuron(cache: ActivationCache, name: str) -> HeadName:
-    """Parse the name of a neuron, and check that the model of the cache has this neuron."""
+    """Parse a neuron's name, and check that the cache's model has this neuron."""
     head = HeadName.parse(name)
     model = getattr(cache, "model", None)
     if head.kind in WIDE_KINDS:
@@ -152,9 +152,9 @@ def dense_pattern(
 ) -> Float[Tensor, "batch query_pos key_pos_and_bias"]:
     """Return `neuron_pattern` as a square matrix over tokens, plus a column for the bias token.
 
-    Plotting tools such as circuitsvis expect such a matrix. The attention of each token to itself
-    is on the diagonal, and all other weights between tokens are zero. The arguments and errors are
-    the same as for `neuron_pattern`.
+    Plotting tools such as circuitsvis expect such a matrix. Each token's attention to itself is on
+    the diagonal; other weights between tokens are zero. The arguments and errors are the same as
+    for `neuron_pattern`.
 
     Example:
         >>> from attn_only_lens import dense_pattern, expose_neuron_heads, pretrained

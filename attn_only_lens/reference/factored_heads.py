@@ -1,4 +1,4 @@
-"""Heads for neurons that are stored as two vectors, or use a persistent vector as bias token.
+"""Heads of Theorem 3 that store two vectors per neuron, or use a persistent vector as bias token.
 
 The heads of Theorem 3, one for each neuron, have internal dimension 1. With columns W_Q, W_K, W_V,
 W_O ∈ M_{D+1,1},
@@ -12,7 +12,7 @@ The paper writes W_OV = W_V W_O, but W_O ∈ M_{D+1,1} must be transposed.)
 
 **The factor √(D+1).** Vaswani et al. divide scores by √d_k, where d_k = 1 here, so a standard
 implementation divides by 1 and needs W_K = [0 | -1]ᵀ. Both conventions give the same W_QK; this
-file follows the paper. To mix the two conventions would scale the scores, and thus the slope a₂, by
+file follows the paper. Mixing the two conventions would scale the scores, and thus the slope a₂, by
 √(D+1) or 1/√(D+1).
 
 **Persistent vectors** (Sukhbaatar et al., 2019). The bias token need not be a row of the stream.
@@ -54,7 +54,7 @@ def persistent_vector(d: int) -> Float[Tensor, "1 d+1"]:
 
 @dataclass(frozen=True, eq=False)
 class FactoredHead:
-    """A head that computes one neuron, stored as four columns; their products are W_QK and W_OV.
+    """A head that computes one neuron, stored as four columns whose products are W_QK and W_OV.
 
     Attributes:
         W_Q: a_2 [V_1^i | 0]ᵀ.
@@ -94,7 +94,7 @@ class FactoredHead:
         return Head(W_QK, self.W_V @ self.W_O.T, neuron_mask(n_tokens))
 
     def persistent_pattern(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens keys"]:
-        """Return the pattern [N, N+1] of X's N tokens, which can attend to themselves and to p.
+        """Return the N tokens' attention pattern [N, N+1]: each attends to itself and to p.
 
         Raises:
             ValueError: X has the wrong width, or is not float64.

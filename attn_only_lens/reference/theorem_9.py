@@ -138,7 +138,7 @@ def sufficient_omega(head: Head, *, radius: float, error: float) -> float:
     _check_positive("radius", radius)
     _check_positive("error", error)
     W_QK, W_OV = (torch.linalg.matrix_norm(W, 2).item() for W in (head.W_QK, head.W_OV))
-    largest = 2 * head.n_tokens * radius * W_OV / error  # 0 if W_OV = 0, when any Ω suffices
+    largest = 2 * head.n_tokens * radius * W_OV / error  # 0 if W_OV = 0: then every Ω suffices
     return max(2 * radius**2 * W_QK + math.log(max(largest, 1.0)), 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Run only the last blocks of a forward pass, for many variants of the run at once."""
+"""Run only a model's last blocks, for many patched copies of a run (variants) at once."""
 
 from typing import Any
 

@@ -1,10 +1,10 @@
-"""Run only the last blocks of a forward pass, for many variants of the run at once.
+"""Run only a model's last blocks, for many patched copies of a run (variants) at once.
 
-A forward pass has one row for each prompt of each variant. With n prompts, row r holds prompt r mod
-n of variant r // n. Variants that start at different blocks can run together (`Joined`). A replay
-computes only the activations that its variants can change and that the metric needs. Replays skip
-earlier blocks, logits that the metric does not read and, in causal models, positions before
-`first`; later positions attend to recorded keys and values. Before its first use, a replay must
+Each row of the batch is one prompt of one variant. With n prompts, row r holds prompt r mod n of
+variant r // n. Variants that start at different blocks can run together (`Joined`). A replay
+computes only the activations that its variants can change and that the metric needs. So it skips
+earlier blocks and logits that the metric does not read. In causal models, it also skips positions
+before `first` and uses their recorded keys and values. Before its first use, a replay must
 reproduce the recorded logits, and its edits must have the same effects as hooks (`edit_checks.py`).
 """
 
@@ -43,7 +43,7 @@ _CALL_FLOPS = 3e10  # an estimate for GPUs: 90 kernels of 10 µs per block, at 3
 
 @dataclass(frozen=True)
 class Variants:
-    """Forward passes that differ from the recorded pass.
+    """Patched copies of a recorded run, which are computed in one batch.
 
     Attributes:
         block: the first block that these passes run.
@@ -118,7 +118,7 @@ class Joined:
 
 @contextmanager
 def suppress_refusals() -> Iterator[None]:
-    """Suppress errors of a model that cannot run this way; re-raise memory and package errors."""
+    """Suppress errors from a model that cannot run this way; raise memory and package errors."""
     try:
         yield
     except _UNFIT as error:
@@ -128,7 +128,7 @@ def suppress_refusals() -> Iterator[None]:
 
 
 def stacked(numbers: Sequence[Tensor]) -> Tensor:
-    """Stack numbers from any devices into one tensor, so that one transfer reads all numbers."""
+    """Stack scalars from any devices into one tensor, so that one transfer reads all scalars."""
     return torch.stack([number.to(numbers[0].device) for number in numbers])
 
 
@@ -219,7 +219,7 @@ class Replay(ABC):
 
     @abstractmethod
     def last_stream(self, joined: Joined) -> Float[Tensor, "row pos d_model"]:
-        """Return the last block's output, correct only at positions that the metric reads."""
+        """Return the last block's output, which is correct only where the metric reads it."""
 
     @abstractmethod
     def block_output(self, variants: Variants) -> Float[Tensor, "row pos d_model"]:
@@ -227,7 +227,7 @@ class Replay(ABC):
 
     @property
     def precise(self) -> "Replay":
-        """The replay that is used for tests: `other` if it is not None, otherwise this replay."""
+        """The replay that tests run: `other` if it is not None, otherwise this replay."""
         return self.other or self  # a reference to itself would delay garbage collection
 
     @abstractmethod
@@ -259,7 +259,7 @@ class Replay(ABC):
         return self.recording.streams[block][:, first:].repeat(n, 1, 1)
 
     def start(self, block: int, position: int) -> int:
-        """Return where to start variants that differ from the recorded run from `position` on."""
+        """Return the first position to run for variants whose patches begin at `position`."""
         positions = self.metric.positions
         latest = self.n_pos - 1 if positions is None else int(positions.min())
         first = min(position, latest)
@@ -282,7 +282,7 @@ class Replay(ABC):
         return flops / self.flops_of_forward
 
     def flops_per_run(self, block: int, position: int) -> float:
-        """Return the fixed cost of calling each block from `block` on, as a number of flops."""
+        """Return the fixed cost, in flops, of calling each block from `block` on."""
         on_cpu = self.recording.tokens.device.type == "cpu"
         return (self.n_blocks - block) * (self.call_flops_on_cpu if on_cpu else _CALL_FLOPS)
 
@@ -341,8 +341,8 @@ class Replay(ABC):
             scale = torch.finfo(out.dtype).eps * (after.abs().max() + added.abs().max())
             largest.append((out - after - added).abs().max() / scale)
         for block, error in zip(untested, read_all(largest), strict=True):
-            # The tolerance is small, because no later layer has amplified the rounding of this sum.
-            # If the test fails, patches run the whole block, which is always right.
+            # The tolerance is small, because no later layer amplifies this sum's rounding errors.
+            # If the test fails, patches run the whole block, which is always correct.
             self._adds[block] = error <= _ROUNDINGS
             if self._adds[block]:
                 self.tested.add(tests[block], self.recording)

@@ -1,12 +1,12 @@
-"""The replay for TransformerBridges: the bridged model's forward pass without some of its blocks.
+"""A replay for TransformerBridges, which runs the bridged model without some of its blocks.
 
 If a transformers model accepts a cache, only the first patched token and later tokens run; recorded
 keys and values replace earlier tokens (`key_values.py`). Each start position is tested before its
-first use. Noise is added to the stream from this position on; then a run on all positions and a run
-from this position on must agree, in every block and in the logits. All positions run if this test
-fails, if the model is not causal or has no cache, or in half precision, where rounding could hide a
-difference. Another test shows whether the model can compute the logits of only some tokens of the
-vocabulary.
+first use. The test adds noise to the residual stream from this position on. A run on all positions
+and a run from this position on must then agree, in every block and in the logits. All positions run
+if this test fails, if the model is not causal or has no cache, or in half precision, where rounding
+could hide a difference. Another test shows whether the model can compute the logits of only some
+tokens of the vocabulary.
 """
 
 from collections.abc import Iterator
@@ -120,7 +120,7 @@ class BridgeReplay(Replay):
             expected = expected[:, first - earlier :]
             # Use one scale per token: a token with large activations would hide errors in others.
             scale = expected.abs().amax(-1, keepdim=True)
-            if mask is not None:  # no patch changes padding, and no real token attends to it
+            if mask is not None:  # patches do not change padding, and no token attends to it
                 padding = ~mask[:, first:, None].bool().to(scale.device)
                 scale = scale.masked_fill(padding, torch.inf)
             agree.append(self._agree(got, expected, scale))
@@ -175,7 +175,7 @@ class BridgeReplay(Replay):
         linear = self.model.unembed.original_component
         if type(linear) is not nn.Linear:  # the unembedding is quantised
             return False
-        placed = getattr(linear, "_hf_hook", None)  # set by accelerate, which moves weights
+        placed = getattr(linear, "_hf_hook", None)  # accelerate, which moves weights, sets it
         if "forward" in vars(linear) and getattr(placed, "offload", True):
             return False
         test = "columns", *self.metric.columns.tolist()
@@ -191,7 +191,7 @@ class BridgeReplay(Replay):
         return False
 
     def last_stream(self, joined: Joined) -> Residual:
-        """Return the last block's output, correct only at positions that the metric reads."""
+        """Return the last block's output, which is correct only where the metric reads it."""
         last = self.n_blocks - 1
         x = self._output(joined, last) if joined.block <= last else None
         return joined.stream(self.n_blocks, x)
@@ -228,8 +228,8 @@ class BridgeReplay(Replay):
     def _enter_blocks(self, joined: Joined) -> Iterator[None]:
         """Skip blocks until a variant starts; run later blocks on the variants that have started.
 
-        The model computes masks and rotary embeddings for all rows; each block gets only the part
-        for its own rows.
+        The model computes masks and rotary embeddings for all rows; each block gets those of its
+        rows.
         """
         n_rows, n_blocks = joined.n_rows, self.n_blocks
 

@@ -1,4 +1,4 @@
-"""The replay for HookedTransformers that were converted or have exposed neuron-heads."""
+"""A replay for HookedTransformers whose MLP neurons are attention heads (neuron-heads)."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ class HookedReplay(Replay):
         return self._read_logits(self.last_stream(joined), joined.first)
 
     def last_stream(self, joined: Joined) -> Residual:
-        """Return the last block's output, correct only at positions that the metric reads."""
+        """Return the last block's output, which is correct only where the metric reads it."""
         return self._run(joined, self.n_blocks)
 
     def _read_logits(self, x: Residual, first: int) -> Float[Tensor, "row position column"]:
