@@ -2,12 +2,12 @@
 
 The heads and neurons with the largest attributions become the nodes of the graph; `linear_graph.py`
 computes the edges between them. For each target node, the edges from all other heads are merged
-into one edge from the node "rest". So the edge weights into a target node have the same sum,
-whichever heads become nodes.
+into one edge from the node "rest". So the sum of the edge weights into a target node does not
+depend on which heads become nodes.
 
-Neurons and queries read the residual stream only at their own position. Keys and values read it at
-every position. So a node of an earlier sublayer has at most one edge of each kind to a target, and
-only if the target reads the node's position. If there could be more than `max_edges` edges,
+Neurons and queries read the residual stream only at their own position. Keys and values read the
+residual stream at every position. So a source node has at most one edge of each kind to a target,
+and only if the target reads the source's position. If there could be more than `max_edges` edges,
 `attribution_graph` raises an error before it computes any edge.
 """
 
@@ -256,7 +256,7 @@ def _require_affordable(
     max_edges: int,
     n_pos: int,
 ) -> None:
-    """Raise an error if the edges could exceed `max_edges`; suggest the largest `top` that fits."""
+    """Raise an error with advice if the nodes could have more than `max_edges` edges."""
     n_edges = _count_edges(run, _by_sublayer(run, index, n_pos))
     if n_edges <= max_edges:
         return

@@ -59,7 +59,7 @@ def evaluate(
     mask: Tensor | None = None,
     prompts_at_once: int | None = None,
 ) -> Evaluation:
-    """Evaluate a circuit on new prompts, with the same ablation that was used to find the circuit.
+    """Evaluate a circuit on new prompts, with the ablation that was used to find the circuit.
 
     Args:
         model: the circuit's model.
@@ -117,8 +117,8 @@ def evaluate(
     rows = np.flatnonzero(circuit.contains(sites))
     if missing := len(circuit) - len(rows):
         reason = (
-            f"{missing} sites of the circuit are not heads of this model at positions of these "
-            "prompts"
+            f"{missing} sites of the circuit do not exist: the model lacks the head, or the "
+            "prompts lack the position"
         )
         raise InputError([reason], _PROBLEM)
     ablated = ablated_model(

@@ -46,7 +46,7 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.storage.atomic import atomic_folder, write_text
 
 _LONGEST = 9  # the maximum length of a token in a label, in characters
-_APART = 0.1  # differences between the runs below this (relative for sizes) are not described
+_APART = 0.1  # describe a difference between the runs if it exceeds this (relative for sizes)
 _BOTH = 1 / 3  # a site acts by "both" if its smaller part exceeds this share of |pattern| + |value|
 _HELD_OUT = 0.7  # warn if held-out faithfulness is below this share of the circuit's faithfulness
 _CHANGE = (
@@ -145,13 +145,13 @@ class Explanation:
         """Return a frame with one row per node of the graph, sorted by decreasing |share|.
 
         The nodes are the sites of the circuit or, if it has more than `most_nodes` sites (see
-        `explain`), the sites with the largest |share|. `token` is the token at the site's position
-        in the first clean prompt. `does` describes what the site reads and writes (see the
-        attribute `does`). `share` is the site's share of the difference, the sum of `by_pattern`
-        and `by_value`. A path through several sites is counted for each of these sites, so shares
-        can add up to more than 1. `denoise` is the effect of patching only this site in the
-        corrupted run, and `noise` is the effect in the clean run, both as shares of the difference.
-        The columns `denoise` and `noise` are missing for sites that were not patched.
+        `explain`), the sites with the largest |share|. Column `token` is the token at the site's
+        position in the first clean prompt. Column `does` describes what the site reads and writes
+        (see the attribute `does`). Column `share` is the site's share of the difference, the sum of
+        `by_pattern` and `by_value`. A path through several sites is counted for each of these
+        sites, so shares can add up to more than 1. Columns `denoise` and `noise` are the effects of
+        patching only this site in the corrupted and in the clean run, as shares of the difference.
+        These two columns are missing for sites that were not patched.
         """
         frame = self.attribution.to_frame().set_axis(_ids(self.attribution))
         rows = frame.loc[self.graph.heads["id"], ["by_pattern", "by_value"]].reset_index(names="id")
@@ -171,7 +171,7 @@ class Explanation:
         return result
 
     def view(self, examples: pd.DataFrame | None = None) -> Any:
-        """Return the graph as an interactive page (`viz.circuit_view`).
+        """Render the graph as an interactive page (`viz.circuit_view`), and return the page.
 
         Args:
             examples: top examples of the explanation's `neurons`, from `neurons.top_examples`. The
@@ -256,7 +256,7 @@ class Explanation:
 
     @property
     def _omitted(self) -> list[str]:
-        """A list with one sentence if the graph and the table omit sites of the circuit."""
+        """A sentence in a list if the graph and the table omit sites, otherwise an empty list."""
         listed, n = len(self.graph.heads), len(self.circuit)
         if listed == n:
             return []
@@ -285,7 +285,7 @@ def _percent(value: float) -> str:
 
 
 def _by(by_pattern: float, by_value: float) -> str:
-    """Return whether most of a node's share comes from its "pattern", its "value" or "both"."""
+    """Return what contributes most of a node's share: "pattern", "value" or "both"."""
     pattern, value = abs(by_pattern), abs(by_value)
     if min(pattern, value) > _BOTH * (pattern + value):
         return "both"
@@ -385,7 +385,7 @@ def _what_nodes_do(
         here = pair.real[:, position]  # prompts that have a token at this position
 
         def means(hook: str, *index: Any, here: Tensor = here) -> list[Tensor]:
-            """Return the clean and the corrupted mean over prompts of an activation at `index`."""
+            """Return the [clean, corrupted] means over prompts of an activation at `index`."""
             both = (run[hook][(slice(None), *index)] for run in (clean, corrupted))
             return [x[here.to(x.device)].float().mean(0) for x in both]
 

@@ -10,9 +10,9 @@ the mean of three values:
 
 Groups are found by average-linkage clustering. To test a group, the output z of each member is
 replaced by corrupted z + t · (clean z - corrupted z), where clean z and corrupted z are the
-member's outputs in the two runs. All members of a group share one value of t per prompt. This value
-is a least-squares fit to the members' outputs to the residual stream when all sites outside the
-graph are ablated.
+member's outputs in the two runs. All members of a group share one value of t per prompt. A
+least-squares fit finds the t that best reproduces the members' outputs to the residual stream when
+all sites outside the graph are ablated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -231,7 +231,7 @@ def _cosines(vectors: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n n"]:
 def _similar_weights(
     model: Any, heads: pd.DataFrame, written: Float[Tensor, "node d_model"]
 ) -> Float[np.ndarray, "node node"]:
-    """Return max(cos(write), cos(read)) for each pair of nodes; see the module docstring."""
+    """Return each pair's larger cosine similarity: of outputs, or of gates' input directions."""
     write = written.cpu().double()
     read = torch.zeros_like(write)
     matrices = HeadMatrices.of(model, fold_norms=True)
@@ -352,7 +352,7 @@ class _GroupedModel(AblatedModel):
         return torch.stack([self._writes(row, self._whole).mean(0) for row in rows.tolist()])
 
     def as_one(self, circuit: Rows, groups: Sequence[Rows]) -> float:
-        """Return a circuit's faithfulness if one number t per prompt sets each group's outputs."""
+        """Return a circuit's faithfulness if one number per prompt scales each group's outputs."""
         whole, here = self._whole, self._changes(circuit)
         new = {point.name: point.replacement.clone() for point in self._points}
         for group in groups:

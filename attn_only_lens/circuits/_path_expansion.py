@@ -11,11 +11,11 @@ maps this sum to the run's logits. The terms depend on the prompt, because atten
 
 A path begins at the embedding (of a token and its position) or at a bias. Each head on a path is
 one hop. An output bias, b_O or b_out, enters the residual stream directly (0 hops). The biases b_V
-and b_in and a norm's bias enter through the head that reads them (1 hop). With transcoders, a path
-can also begin at an error node, which counts as 1 hop. One pass through the layers splits the
-residual stream into the sums of all paths with 0, 1, 2, … hops. Let z_s be the output of head s
-when no other head writes to the residual stream. Let c be the metric's gradient at the final
-residual stream. Then the path embedding → s → t → logits has the effect z_s W_O[s] · F_tᵀ c.
+and b_in and a norm's bias enter through a head (1 hop). With transcoders, a path can also begin at
+an error node, which counts as 1 hop. One pass through the layers splits the residual stream into
+the sums of all paths with 0, 1, 2, … hops. Let z_s be the output of head s when no other head
+writes to the residual stream. Let c be the metric's gradient at the final residual stream. Then the
+path embedding → s → t → logits has the effect z_s W_O[s] · F_tᵀ c.
 """
 
 from bisect import bisect_right
@@ -149,7 +149,7 @@ def path_expansion(
     """Expand the logits of a run into paths through heads and neuron-heads.
 
     The expansion is exact if patterns and norm scales are held at their values in the run. The gate
-    of a neuron-head is held fixed too, so that its output is linear in its value.
+    of a neuron-head is held fixed too, so that the neuron's output is linear in its value.
 
     The method is from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
@@ -207,7 +207,7 @@ def path_expansion(
 def _expand(
     linear: LinearRun, hops: int
 ) -> tuple[Float[Tensor, "hops batch pos d_model"], tuple[Tensor, ...]]:
-    """Return the final residual stream for each number of hops, and z of heads in one-hop paths."""
+    """Return the final residual stream for each number of hops, and the heads' z after one hop."""
     embedding = linear.run.embedding
     streams = torch.stack([embedding, *[torch.zeros_like(embedding)] * (hops + 1)])
     history, first = [streams], []
@@ -224,7 +224,7 @@ def _expand(
 
 
 class _RankedPaths:
-    """The k paths with the largest effects; `first` contains the heads' z in one-hop paths."""
+    """The k paths with the largest effects, from `first`, the heads' z in one-hop paths."""
 
     def __init__(self, linear: LinearRun, first: tuple[Tensor, ...], k: int, block: int) -> None:
         self._linear, self._first, self._block = linear, first, block
@@ -233,7 +233,7 @@ class _RankedPaths:
         self._largest = LargestScores(k, by_size=True)
 
     def _number(self, index: int, position: int) -> int:
-        """Return the number of a sublayer's first head at a position; numbers start at 1."""
+        """Return the index, from 1, of a sublayer's first head at a position among all nodes."""
         return 1 + position * self._starts[-1] + self._starts[index]
 
     def add(self, stream: Float[Tensor, "batch pos=1 d_model"], end: int) -> None:

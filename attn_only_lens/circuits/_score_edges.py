@@ -2,7 +2,7 @@ r"""Score edges by a product of two factors, with one forward pass per node inst
 
 Cutting the edge from a writer w to a reader R changes R's output to the residual stream. This
 change affects all layers after R. The change of R's output is computed in closed form for all
-writers at once. Its effect on the logits is estimated with one forward pass per node:
+writers at once. Its effect on the logits is estimated from one forward pass per node:
 
     L(w → R)  = Σ_ref mean ‖change of R's output, if R reads ref instead of w's output‖
     N(R)      = Σ_ref mean max |change of the logits, if R's z is replaced by ref|
@@ -13,13 +13,12 @@ The value "ref" that replaces a writer's z is 0 (`to="zero"`) or the mean of thi
 (`to="mean"`). Σ_ref is the sum over the values in `to`. Each "mean" and "max ‖…‖" is over all
 tokens of all prompts, and each "max |…|" is over the logits at a token. A writer is replaced in
 only one input of the reader: the queries, keys or values of an attention head ("q", "k", "value"),
-or the whole input of a neuron-head (an MLP neuron viewed as an attention head) or of the
-unembedding ("in"). Norm scales are held fixed. For edges into the logits, L, score and exact are
-equal.
+or the whole input of a neuron-head (a neuron viewed as an attention head) or of the unembedding
+("in"). Norm scales are held fixed. For edges into the logits, L, score and exact are equal.
 
 One forward pass records the outputs of all nodes. Each node, and each exact cut, needs one more
 forward pass per reference. In addition, for each kind and reference, every attention block that
-contains readers runs once on a batch with one entry per writer. Prompts of one length are a batch.
+contains readers runs once on a batch with one entry per writer. Prompts are batched by length.
 """
 
 from collections import defaultdict
@@ -280,7 +279,7 @@ class _Scoring:
 
     @torch.no_grad()
     def local(self) -> Iterator[tuple[_Edge, float]]:
-        """Yield (edge, term) pairs whose sum for each edge is L (see the module docstring)."""
+        """Yield (edge, term) pairs; the terms of an edge add up to the factor L of its score."""
         for batch, reference, sites in self._cases():
             writes = batch.writes(sites)
             for kind in _KINDS[sites.kind]:
@@ -293,7 +292,7 @@ class _Scoring:
 
     @torch.no_grad()
     def node(self) -> Iterator[tuple[str, float]]:
-        """Yield (node, term) pairs whose sum for each node is N (see the module docstring)."""
+        """Yield (node, term) pairs; the terms of a node add up to the factor N of edge scores."""
         for batch, reference, sites in self._cases():
             z = _z_of_nodes(self._replaced(batch.writes(sites), reference), sites)
             nodes = torch.arange(len(sites.names), device=z.device)
@@ -303,7 +302,7 @@ class _Scoring:
 
     @torch.no_grad()
     def exact(self, edges: Sequence[_Edge]) -> Iterator[tuple[_Edge, float]]:
-        """Cut edges exactly; yield (edge, term) pairs whose sum for each edge is `exact`."""
+        """Cut edges exactly; yield (edge, term) pairs. The terms of an edge add up to `exact`."""
         into: dict[tuple[str, str], set[str]] = defaultdict(set)
         for writer, reader, kind in edges:
             into[reader, kind].add(writer)
@@ -319,7 +318,7 @@ class _Scoring:
         yield from self._into_logits(into["output", "in"])
 
     def _replaced(self, sublayer: SublayerWrites, reference: str) -> SublayerWrites:
-        """Return a sublayer in which every z is replaced by the reference value."""
+        """Return a sublayer in which every z is replaced by zero or by the mean z."""
         z = torch.zeros_like(sublayer.z)
         if reference == "mean":
             z = z + self._means[sublayer.layer, sublayer.kind]
@@ -438,7 +437,7 @@ def _sizes(
     sites: LayerSites,
     dz: Float[Tensor, "writer batch pos node head d_head"],
 ) -> Float[Tensor, "writer node"]:
-    """Return the mean norm of the change of each node's output that `dz`, a change of z, causes."""
+    """Return the mean norm of each node's output change, given the change `dz` of its z."""
     index = sites.index.to(dz.device)
     if writes.neurons is None:
         written = torch.einsum("nbphd,hdm->nhbpm", dz.squeeze(4), writes.matrix[index])

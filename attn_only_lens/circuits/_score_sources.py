@@ -1,7 +1,7 @@
 """Split an attention score, or a neuron's pre-activation, into parts from earlier components.
 
-A head reads the residual stream, which is the sum of the outputs of earlier components. With norm
-scales held fixed, a score is linear in the residual stream at the query and in that at the key:
+A head reads the residual stream, the sum of the outputs of earlier components. With norm scales
+held fixed, a score is linear in each of the residual streams at the query and the key position:
 
     score = Σ_u Σ_w q_u B k_w        u, w: outputs added at the query and at the key position
     q_u = u N W_Q / s,  k_w = w N W_K / s'      N: the norm's gain; s, s': its scales
@@ -141,7 +141,7 @@ def score_sources(
 def _reads(
     parts: Decomposition, head: HeadName, position: int, model: Any, W: Float[Tensor, "d_model n"]
 ) -> tuple[list[str], Float[Tensor, "writer n"]]:
-    """Return writer names, and their outputs after the norm and W; "own bias" is last."""
+    """Return writer names, and each output times norm gain and W; the last is "own bias"."""
     here = slice(position, position + 1)
     reads = parts.of(head.layer, head.kind).reads.at(here)
 

@@ -68,11 +68,11 @@ from attn_only_lens.patching._attribution import METHODS, Method, attribute
 from attn_only_lens.patching.repairs import Budget, budget_reasons
 from attn_only_lens.patching.results import MEASURED, Sweep
 
-_PER_DOUBLING = 4  # the number of sizes in the grid from k to 2k
-_BETWEEN = 16  # the number of sizes in the finer grid, between two sizes of the first grid
+_PER_DOUBLING = 4  # the number of grid sizes from k to 2k
+_BETWEEN = 16  # the number of sizes that a refined grid has between two neighbouring sizes
 _AT_ONCE = 16  # the number of prefix sizes that are evaluated as one batch, small sizes first
 _IDLE_ROUNDS = 2
-_AROUND = 4  # assumption: circuits for two sets of prompts differ in size at most by this factor
+_AROUND = 4  # sizes within this factor of the circuit for other prompts are tried first
 _LARGE = 1000  # larger circuits are pruned in chunks, not site by site
 _Step: TypeAlias = Literal["magnitude", "signed", "worth", "pruning", "prefix"]
 _Questions: TypeAlias = Generator[list[Rows], Float[np.ndarray, "circuit"], int | None]
@@ -134,7 +134,7 @@ def discover(
         progress: show a progress bar over the circuits that are run; a string is its label.
 
     Returns:
-        The circuit. Its frame `tried` lists all circuits that the search evaluated.
+        The circuit. The frame `Circuit.tried` lists all circuits that the search evaluated.
 
     Raises:
         InputError: with every reason: invalid settings, prompts, metric, sites or positions;
@@ -244,8 +244,8 @@ def circuit_of(
 ) -> Circuit:
     """Evaluate a set of sites, and return a `Circuit` of them, sorted by decreasing |effect|.
 
-    `draws` is the number of random circuits and their seed; `settings` are the remaining fields of
-    the circuit.
+    `draws` is the number of random circuits and their seed; `settings` are further attributes of
+    the `Circuit`.
     """
     measured, complete, random = ablated.curves([rows], *draws)
     frame = ablated.sites[SITE].assign(effect=effects).iloc[rows]
@@ -329,7 +329,7 @@ class _Search:
         """Yield prefixes to evaluate, and return the size of the shortest sufficient prefix."""
         longest = len(order) if longest is None else min(longest, len(order))
         # Grid sizes do not depend on the number of sites. Sites without an effect are ranked last,
-        # so the search finds the same prefix after the model grows by such sites.
+        # so the search finds the same prefix after model growth adds such sites.
         grid = 2.0 ** (np.arange(_PER_DOUBLING * np.log2(longest)) / _PER_DOUBLING)
         sizes = np.unique([*grid.round().astype(int), longest])
         if self._near is not None:
@@ -340,10 +340,9 @@ class _Search:
         return (yield from self._first(order, 0, 0.0, sizes))
 
     def _first(self, order: Rows, short: int, f: float, sizes: Rows) -> _Questions:
-        """Search a grid of sizes, which is refined if needed, for the shortest sufficient prefix.
+        """Search a grid, refined if needed; return the size of a sufficient prefix, or None.
 
-        `short` is the size of a prefix below the grid that is insufficient, with faithfulness `f`.
-        Return None if no size suffices.
+        `short` is the size of an insufficient prefix below the grid, and `f` is its faithfulness.
         """
         for start in range(0, len(sizes), _AT_ONCE):
             some = sizes[start : start + _AT_ONCE]

@@ -18,10 +18,10 @@ Both definitions are from Marks et al., "Sparse Feature Circuits", 2024. Let g b
 at a site's z when all sites outside C are ablated. Then the site adds, to first order, g · (z -
 ablated z) / (m(M) - m(∅)) to f(C).
 
-`faithfulness` evaluates circuits C_k: the fraction k of all sites that is ranked highest. MIB, the
-Mechanistic Interpretability Benchmark (Mueller et al., 2025), measures circuit size in edges
-instead of sites, and ranks edges by |score| only for CMD. Two scores from MIB are areas, computed
-by the trapezoidal rule:
+`faithfulness` evaluates circuits C_k, which contain the highest-ranked fraction k of all sites.
+MIB, the Mechanistic Interpretability Benchmark (Mueller et al., 2025), measures circuit size in
+edges instead of sites, and ranks edges by |score| only for CMD. Two scores from MIB are areas under
+curves, computed by the trapezoidal rule:
 
     CPR = ∫ f(C_k) dk         circuit performance ratio: higher is better
     CMD = ∫ |1 - f(C_k)| dk   circuit-model distance: lower is better
@@ -345,7 +345,7 @@ class AblatedModel:
         return float(value.detach()), by_site
 
     def _mean(self, by_prompt: Float[np.ndarray, "*circuit prompt"]) -> _Floats:
-        """Return the mean over prompts, weighted as in the metric."""
+        """Return the mean over prompts, with the metric's weights for the prompts."""
         return self._replay.metric.mean(torch.from_numpy(by_prompt)).numpy()
 
     @torch.no_grad()
@@ -450,7 +450,7 @@ class _AblatedPoint:
         """Return a hook that ablates the sites outside each circuit.
 
         The hook receives activations from position `first` onward. If `computed` is a dict, the
-        hook stores them there.
+        hook also stores these activations in it.
         """
         replacement = self.replacement[:, first:]
 
@@ -470,7 +470,7 @@ class _AblatedPoint:
         return by_node.repeat_interleave(self.width, dim=3).unsqueeze(-1)
 
     def by_site(self, by_head: Float[np.ndarray, "row pos head_index"], first: int) -> _Floats:
-        """Return sums of `by_head`, whose first position is `first`, over each site's tokens."""
+        """Sum `by_head`, which starts at position `first`, over each site's heads and tokens."""
         by_node = by_head.reshape(*by_head.shape[:2], -1, self.width).sum(-1)
         by_place = np.zeros(self._shape)
         np.add.at(by_place, self.place_of[:, first:], by_node)
@@ -521,7 +521,7 @@ def ablated_model(
     """Return an `AblatedModel` that runs all prompts at once, or in chunks to save memory.
 
     Mean ablation and custom metrics need all prompts at once, so they never use chunks. Recorded
-    `runs` are used only without chunks.
+    `runs` are used only if all prompts are run at once.
     """
     model, clean, corrupted, metric, sites = prompts_and_sites
     make = partial(AblatedModel, *prompts_and_sites, **options)

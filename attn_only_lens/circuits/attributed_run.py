@@ -11,15 +11,15 @@ and the bias term c_t · b_t add up to A_t:
                                                    is the gradient at the pattern, P' its derivative
 
 For the difference between two runs (`linear_pair.py`), z_t is replaced by its change Δz_t, and c_t
-by a gradient that is computed with secants in place of derivatives. Then the edges of all kinds
-into t sum to A_t. Biases cancel:
+by a gradient that is computed with secants in place of derivatives. Then the weights of the edges
+of all kinds into t add up to A_t. Biases cancel:
 
     all kinds   Σ_s w(s → t) = A_t, over value, q and k of an attention head, value and gate of a
                 neuron; Σ_t w(s → t) = A_s, over all targets t and the metric
 
-The keys of a neuron-head are constant, so it has no edges of kind "k". A neuron-head whose gate is
-a step function (ReLU) has no edges of kind "gate" in a graph of one run. In a graph of a
-difference, it has such edges only if the two runs are on different sides of the step.
+A neuron-head (an MLP neuron viewed as an attention head) has constant keys, so it has no edges of
+kind "k". If its gate is a step function (ReLU), a neuron-head has edges of kind "gate" only in a
+graph of a difference, and only if the two runs are on different sides of the step.
 """
 
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ class NeuronSlope:
 
 @dataclass(frozen=True, eq=False)
 class AttentionSlope:
-    """The metric's gradient at attention patterns, and the patterns as a function of `inputs`.
+    """Attention patterns, the metric's gradient at them, and the queries or keys they depend on.
 
     `inputs` are the queries or keys. `W` is W_Q or W_K, with one entry for each group of heads that
     share keys. `constant` is the part of `inputs` that does not depend on the residual stream.
@@ -189,7 +189,7 @@ def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> Att
     patterns = [host.hook_name(layer, "attention", "pattern") for layer in range(host.n_layers)]
     tokens = torch.cat([pair.clean, pair.corrupted])
     mask = None if pair.mask is None else pair.mask.repeat(2, 1)
-    with FunctionRules(paused=True):  # compute in float64, as in `run_both`
+    with FunctionRules(paused=True):  # keep float64 models in float64, as in `run_both`
         both = decompose(model, tokens, mask, names=tuple(patterns))
     runs = run_both(model, pair)
     clean, corrupted = runs.logits.chunk(2)

@@ -101,7 +101,7 @@ class Circuit:
         method: the method of the ranking.
         metric: the metric's name.
         candidates: the heads that were ranked.
-        positions: the positions at which these heads were ranked.
+        positions: the positions at which the candidates were ranked.
         stability: how the circuit changes with the prompts, if `discover` resampled them.
     """
 
@@ -138,7 +138,7 @@ class Circuit:
         return f"{title}\n{table}{more}\n{fill(MISSING, 80)}"
 
     def to_frame(self) -> pd.DataFrame:
-        """Return the circuit's sites or, if prompts were resampled, the sites of all circuits."""
+        """Return the circuit's sites; if prompts were resampled, the sites of all circuits."""
         if self.stability is None:
             return self.frame.copy()
         sites = self.stability.sites

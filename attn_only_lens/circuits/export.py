@@ -6,8 +6,7 @@
                "nodes": {"id": […], "kind": […], …},
                "edges": {"source": [0, …], "target": [3, …], "kind": […], "weight": […]}}}
 
-Each table is stored as one list per column. The source and target of an edge are row indices in the
-table of nodes.
+Tables are stored as one list per column. Edge sources and targets are row indices of `nodes`.
 """
 
 from pathlib import Path

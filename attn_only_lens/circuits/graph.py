@@ -4,7 +4,7 @@ These are the kinds of nodes (`kind`), with an example `id` for each kind:
 
     embed      embed@3        what enters the first block at position 3
     attention  L5H3@7         an attention head, at the position where it writes
-    neuron     L5N1234@7      a neuron-head (all heads of the neuron, if several share it)
+    neuron     L5N1234@7      an MLP neuron, viewed as one or more attention heads
     feature    L5F1234@7      a feature of a transcoder
     skip       L5S@7          the input of a transcoder, which its W_skip maps to the output
     error      L5E@7          what a transcoder misses of the MLP's output; it has no incoming edges
@@ -13,12 +13,11 @@ These are the kinds of nodes (`kind`), with an example `id` for each kind:
     offset     offset         the part of a metric that is not linear in the logits
     metric     metric         the metric
 
-The weights of the edges into a node add up to its attribution, and those of the edges into "metric"
-add up to the metric or its change (`attributed_run.py`). In a graph of one run, these sums include
-only edges of kind "value". Edges of kinds "q", "k" and "gate" estimate, to first order, how a
-source affects the metric through the target's pattern. In a graph of a difference between runs, the
-sums include edges of all kinds. Pruning preserves the sums: edges from dropped nodes become edges
-from "rest".
+The weights of the edges into a node add up to the node's attribution. The weights of the edges into
+"metric" add up to the metric or its change (`attributed_run.py`). In a graph of one run, only edges
+of kind "value" count, and edges of kinds "q", "k" and "gate" estimate, to first order, how a source
+affects the metric through the target's pattern or gate. In a graph of a difference, all edges
+count. Pruning preserves these sums: edges from dropped nodes become edges from "rest".
 """
 
 from collections.abc import Iterable
@@ -146,7 +145,7 @@ class CircuitGraph:
     def prune(self, *, top: int | None = None, mass: float | None = None) -> "CircuitGraph":
         """Keep the heads and neurons with the largest |attribution|; merge the others into "rest".
 
-        For each kept node, the sum of the weights of incoming edges does not change.
+        For each kept node, the sum of incoming edge weights does not change.
 
         Args:
             top: how many heads and neurons to keep.
@@ -169,8 +168,8 @@ class CircuitGraph:
     def prune_edges(self, mass: float | None = None, *, top: int | None = None) -> "CircuitGraph":
         """Keep the edges with the largest |weight| into each node; merge the others into "rest".
 
-        For each node, the sum of the weights of incoming edges does not change. Edges from "bias"
-        and "offset" are always kept.
+        For each node, the sum of incoming edge weights does not change. Edges from "bias" and
+        "offset" are always kept.
 
         Args:
             mass: the share of Σ |weight| to keep, for every node and kind.
@@ -221,7 +220,7 @@ class CircuitGraph:
 def select_largest(
     sizes: npt.NDArray[np.float64], *, top: int | None = None, mass: float | None = None
 ) -> npt.NDArray[np.int64]:
-    """Return the indices of the `top` largest entries, or of the fewest with `mass` of the sum.
+    """Return the indices of the `top` largest, or of the fewest with a share `mass` of the sum.
 
     Indices are sorted. Among equal entries, the first ones are chosen.
     """

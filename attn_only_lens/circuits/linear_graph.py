@@ -65,7 +65,7 @@ class Places:
     def sums(
         self, by_position: Float[Tensor, "batch pos node"]
     ) -> Float[Tensor, "batch place node"]:
-        """Return values by place, given values by position; a role's tokens are summed."""
+        """Convert values by position to values by place; a role's values are summed over tokens."""
         numbers = by_position.cpu().double()
         if self.chosen is None:
             return numbers
@@ -105,7 +105,7 @@ class Places:
 
 
 def _errors(by_prompt: Float[np.ndarray, "row batch"]) -> Float[np.ndarray, "row"]:
-    """Return the standard error of each row's sum over prompts."""
+    """Return the standard error of each row's sum over prompts (NaN for one prompt)."""
     n = by_prompt.shape[1]
     if n < 2:
         return np.full(len(by_prompt), np.nan)
@@ -179,7 +179,7 @@ def node_frame(
 
 
 def _sizes(run: AttributedRun, index: int) -> Float[Tensor, "batch pos node"]:
-    """Return the outputs of neurons in the clean run, or the norms of attention heads' outputs."""
+    """Return neurons' outputs, or the norms of attention heads' outputs, in the clean run."""
     z = run.z[index].unflatten(2, (run.gradients[index].shape[2], -1))
     is_number = run.linear.sublayers[index].writes.kind in NEURON_KINDS
     return z.sum((3, 4)) if is_number else z.flatten(3).norm(dim=-1)
@@ -218,7 +218,7 @@ class LinearGraph:
                 for some, by_prompt in self._into(index, kind, nodes):
                     waiting.append((self._ids(index, some), kind, by_prompt))
                     on_done(len(some) * (kind == "value"))
-                    # Transfer many weights at once, because each transfer synchronises the device.
+                    # Transfer many weights at once, since each transfer synchronises the device.
                     if sum(x.numel() for *_, x in waiting) > _BLOCK:
                         edges += _edges_of(sources, waiting)
                         waiting = []
@@ -330,7 +330,7 @@ class _Sources:
         covectors: Float[Tensor, "batch target *pos d_model"],
         target_positions: Tensor | None = None,
     ) -> Float[Tensor, "batch target column"]:
-        """Return the dot products of `covectors` and the sources before sublayer `n_before`.
+        """Return the dot products of `covectors` and sources' outputs before sublayer `n_before`.
 
         Each target reads at its position in `target_positions`; if `target_positions` is None, all
         targets read at every position. The last two columns are "rest" and "bias".

@@ -2,7 +2,7 @@
 
 The prompts are repeatedly split into random halves, and `discover` searches for a circuit on each
 half. This is stability selection (Meinshausen and Bühlmann 2010) with complementary pairs (Shah and
-Samworth 2013). Each circuit is also evaluated on the other half of its split.
+Samworth 2013). Each circuit is also evaluated on the other half of the prompts.
 
     inclusion    the share of these circuits that include a site: an estimate of the probability
                  that the site is in the circuit of a new sample with half as many prompts
@@ -123,7 +123,7 @@ def resampled(
     models: dict[tuple[int, ...], AblatedModel] = {}
     for half, other_half in halves:
         keys = [tuple(some.tolist()) for some in (half, other_half)]
-        # The halves of a split come in pairs, so the second half reuses both models.
+        # The two halves of a split are adjacent in `halves`, so the second one reuses both models.
         models = {key: models.get(key) or ablate(some=list(key)) for key in keys}
         ablated, others = (models[key] for key in keys)
         circuit, _ = search(ablated, effects[:, half].mean(axis=1))

@@ -1,4 +1,4 @@
-"""Compute composition scores: how strongly a head or neuron reads an earlier one's output.
+"""Compute composition scores: how strongly a head or neuron reads the output of an earlier one.
 
 A writer W and a reader R are matrices (`head_matrices.py`) that multiply the residual stream, a row
 vector, from the right. Their score is
@@ -225,7 +225,7 @@ def virtual_weights(
     activation (1 row) for a neuron, the token (d_vocab rows) for "embed". Columns stand for the
     reader's output. If the reader is an attention head, they stand for the residual stream at the
     key for kind "q", the residual stream at the query for "k", and the vector that the head adds to
-    the residual stream for "v". The output of a neuron is its query or value.
+    the residual stream for "v". If the reader is a neuron, they stand for its query or value.
 
     The method is from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
@@ -266,7 +266,7 @@ def virtual_weights(
 def _resolve_pairs(
     model: Any, writers: Any, readers: Any, kind: str
 ) -> tuple[list[LayerSites | None], list[LayerSites]]:
-    """Return writers and readers by layer; if the first writer is None, it is the embedding."""
+    """Return writers and readers by layer; a writer that is None stands for the embedding."""
     InputError.raise_if(option_reasons("kind", kind, KINDS), _PROBLEM)
     reading = list(resolve_sites(model, without_wide(readers)))
     InputError.raise_if(wide_reasons(reading), _PROBLEM)
@@ -377,7 +377,7 @@ def scores(
     *,
     signed: bool = False,
 ) -> Float[Tensor, "writer reader"]:
-    """Return the composition score of every pair; `signed` keeps the sign between two neurons."""
+    """Return the composition score of every pair; if `signed`, scores of two neurons have signs."""
     product = writers.flatten(0, 1) @ readers.to(writers.device).flatten(0, 1).T
     if writers.shape[1] == readers.shape[1] == 1:
         return product if signed else product.abs_()
@@ -393,7 +393,7 @@ def _frame(model: Any, pairs: Any, values: Tensor, kind: str, note: str) -> pd.D
 
 
 class Partner(NamedTuple):
-    """A head that writes to or reads from a neuron; scores between two neurons are signed."""
+    """A head with a high composition score with a neuron; scores of two neurons are signed."""
 
     side: Literal["writes", "reads"]
     kind: Kind  # the reader's input; a plain MLP has only "v", because "q" is equal to "v"

@@ -46,7 +46,7 @@ class HeadMatrices:
 
     @classmethod
     def of(cls, model: Any, *, fold_norms: bool) -> "HeadMatrices":
-        """Return the matrices of all heads; raise an error if a bridge has unsupported modules."""
+        """Return the matrices of all heads; raise an error for a bridge's unsupported modules."""
         host = host_of(model)
         host.require_weights()
         return cls(model, tuple(host.norms()) if fold_norms else None)
@@ -58,7 +58,7 @@ class HeadMatrices:
         return bool(self.model.cfg.parallel_attn_mlp)
 
     def _norms_around(self, sites: LayerSites) -> tuple[Norm, Norm]:
-        """Return the norms before and after a sublayer."""
+        """Return the norm before and the norm after a sublayer."""
         if self.norms is None:
             return NO_NORM, NO_NORM
         norms = self.norms[sites.layer]
@@ -159,7 +159,7 @@ class HeadMatrices:
         return FactoredMatrix(columns[:, :, None], slope.expand(len(columns))[:, None, None])
 
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
-        """Return W_E; raise an error if a norm or projection follows it before the first block."""
+        """Return W_E; raise an error if a norm or projection acts on embeddings before block 0."""
         W_E, cfg = self.model.W_E, self.model.cfg
         if W_E.shape[-1] != cfg.d_model or getattr(cfg, "post_embedding_ln", False):
             reason = (

@@ -18,13 +18,11 @@ A head copies if its OV circuit M raises the logit of the token that it reads:
     cosine  = Σ λ / ‖M‖_F               the cosine between M and the identity, times √d_vocab
 
 A neuron-head's M has rank one, so its only nonzero eigenvalue is (W_out W_U C) · (W_E W_in), and
-copying is 1 or -1. M itself is never computed: the d_head × d_head matrix W_O W_U C W_E W_V of an
-attention head has the nonzero eigenvalues of M, and ‖M‖² = tr((W_Vᵀ W_Eᵀ W_E W_V)(W_O W_U C W_Uᵀ
-W_Oᵀ)).
+copying is 1 or -1. M is not computed: for an attention head, the d_head × d_head matrix W_O W_U C
+W_E W_V has the nonzero eigenvalues of M, and ‖M‖² = tr((W_Vᵀ W_Eᵀ W_E W_V)(W_O W_U C W_Uᵀ W_Oᵀ)).
 
-For paths between tokens through one neuron, ReLU replaces the model's activation function. All
-supported activation functions are close to ReLU for large inputs, and ReLU commutes with norm
-scales.
+Token paths through one neuron use ReLU instead of the model's activation function. All supported
+activation functions are close to ReLU for large inputs, and ReLU commutes with norm scales.
 
     drive(s)   (W_E N W_in)[s, i]⁺                   plain MLP; x⁺ is max(0, x)
                (W_E N W_gate)[s, i]⁺ (W_E N W_in)[s, i]     gated MLP: one row for each sign of
@@ -95,7 +93,7 @@ class TokenCircuit:
 
     @property
     def columns(self) -> tuple[str, str]:
-        """The roles of the row tokens and the column tokens, such as ("query", "key")."""
+        """What rows and columns stand for: ("query", "key") or ("read", "written") tokens."""
         return ("query", "key") if self.kind == "qk" else ("read", "written")
 
     @torch.no_grad()
@@ -369,7 +367,7 @@ def token_paths(
     fold_norms: bool = True,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Return the neurons with the strongest direct token-to-token paths.
+    """Return the neurons with the strongest paths from an input token to an output token.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.
@@ -437,7 +435,7 @@ _Top = tuple[Float[Tensor, "neuron kept"], Int[Tensor, "neuron kept"]]
 
 
 def _drives(matrices: VocabularyMatrices, sites: LayerSites, n: int, block: int) -> dict[str, _Top]:
-    """Return the tokens with the largest drive of each neuron, for each sign of the value."""
+    """Return the tokens with the largest drive of each neuron, for each sign of its value."""
     gate, value = (matrices.heads.read_matrices(sites, kind).A[:, :, 0].T for kind in ("q", "v"))
     gated = is_gated(matrices.heads.model, sites.layer)
     neuron_gate: Any = host_of(matrices.heads.model).neurons[sites.layer].gate
@@ -462,7 +460,7 @@ def _drives(matrices: VocabularyMatrices, sites: LayerSites, n: int, block: int)
 
 
 def _writes(matrices: VocabularyMatrices, sites: LayerSites, n: int) -> dict[str, _Top]:
-    """Return the tokens whose logits each neuron raises most, for each sign of the value."""
+    """Return the tokens whose logits each neuron raises most, for each sign of its value."""
     rows, tops = matrices.heads.write_matrices(sites).B[:, 0], list[tuple[Tensor, ...]]()
     for some in rows.split(_NEURONS):
         written = matrices.writes(some)

@@ -100,7 +100,7 @@ class VocabularyMatrices(InputVocabulary):
         return cls(both.heads, W_E, read, W_U, written, final, W_U.mean(dim=1))
 
     def writes(self, rows: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_vocab_out"]:
-        """Return what each row adds to each logit directly, minus the mean over logits."""
+        """Return what each row of the residual stream adds to each logit, minus the mean."""
         normed = self.final.after(rows).to(self.W_U)
         return (normed @ self.W_U).sub_((normed @ self.mean)[:, None])
 
@@ -203,7 +203,7 @@ class DirectEffects:
 def _by_layer(
     names: Iterable[str], tops: Callable[[LayerSites, list[int]], list[TokenScores]]
 ) -> list[TokenScores]:
-    """Call `tops` once per sublayer, and return the tokens of each head in the order of `names`."""
+    """Call `tops` once per sublayer; return each head's tokens in the order of `names`."""
     heads = [HeadName.parse(name) for name in names]
     groups: dict[tuple[int, Any], list[int]] = {}
     for row, head in enumerate(heads):
