@@ -46,7 +46,7 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.storage.atomic import atomic_folder, write_text
 
 _LONGEST = 9  # the maximum length of a token in a label, in characters
-_APART = 0.1  # describe a difference between the runs if it exceeds this (relative for sizes)
+_APART = 0.1  # the smallest difference between two runs to describe (relative for outputs)
 _BOTH = 1 / 3  # a site acts by "both" if its smaller part exceeds this share of |pattern| + |value|
 _HELD_OUT = 0.7  # warn if held-out faithfulness is below this share of the circuit's faithfulness
 _CHANGE = (

@@ -340,7 +340,7 @@ class _Search:
         return (yield from self._first(order, 0, 0.0, sizes))
 
     def _first(self, order: Rows, short: int, f: float, sizes: Rows) -> _Questions:
-        """Search a grid, refined if needed; return the size of a sufficient prefix, or None.
+        """Search and refine a grid for the shortest sufficient prefix; return its size, or None.
 
         `short` is the size of an insufficient prefix below the grid, and `f` is its faithfulness.
         """

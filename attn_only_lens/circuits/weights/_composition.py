@@ -225,7 +225,7 @@ def virtual_weights(
     activation (1 row) for a neuron, the token (d_vocab rows) for "embed". Columns stand for the
     reader's output. If the reader is an attention head, they stand for the residual stream at the
     key for kind "q", the residual stream at the query for "k", and the vector that the head adds to
-    the residual stream for "v". If the reader is a neuron, they stand for its query or value.
+    the residual stream for "v". If the reader is a neuron, columns stand for its query or value.
 
     The method is from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
