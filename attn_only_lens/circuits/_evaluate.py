@@ -59,7 +59,7 @@ def evaluate(
     mask: Tensor | None = None,
     prompts_at_once: int | None = None,
 ) -> Evaluation:
-    """Evaluate a circuit on other prompts, with the same ablation as when the circuit was found.
+    """Evaluate a circuit on new prompts, with the ablation that was used to find the circuit.
 
     Args:
         model: the circuit's model.
@@ -69,7 +69,7 @@ def evaluate(
         corrupted: the corrupted prompts, aligned with `clean` token by token.
         metric: the metric of these prompts, which may have other answers.
         positions: for a circuit by role, the position of each role in each prompt: `task.roles`.
-        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
+        mask: the attention mask (0 for padding), if prompts are given as tokens.
         prompts_at_once: how many pairs of prompts are in memory at once; see `discover`.
 
     Raises:
@@ -117,8 +117,8 @@ def evaluate(
     rows = np.flatnonzero(circuit.contains(sites))
     if missing := len(circuit) - len(rows):
         reason = (
-            f"{missing} sites of the circuit are not heads of this model at positions of these "
-            "prompts"
+            f"{missing} sites of the circuit do not exist: the model lacks the head, or the "
+            "prompts lack the position"
         )
         raise InputError([reason], _PROBLEM)
     ablated = ablated_model(
@@ -157,7 +157,7 @@ def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, An
         `viz.transfer_heatmap` draws it.
 
     Raises:
-        InputError: a task lacks one of a circuit's roles, or `evaluate` refuses an argument.
+        InputError: a task lacks one of a circuit's roles, or an argument of `evaluate` is invalid.
 
     Example:
         >>> import torch

@@ -5,14 +5,14 @@ the mean of three values:
 
     cos(edges out), cos(edges in)    edges by neighbour and kind; a missing edge is 0
     max(cos(write), cos(read))       write: what the difference of z between the runs adds to the
-                                     stream; read: the direction of the gate, only for neurons
-                                     and features
+                                     residual stream; read: the input direction of the gate, only
+                                     for neurons and features
 
 Groups are found by average-linkage clustering. To test a group, the output z of each member is
 replaced by corrupted z + t · (clean z - corrupted z), where clean z and corrupted z are the
-member's outputs in the two runs. All members of a group share one t for each prompt. The number t
-is fitted by least squares to what the members write to the residual stream when all sites outside
-the graph are ablated.
+member's outputs in the two runs. All members of a group share one value of t per prompt. A
+least-squares fit finds the t that best reproduces the members' outputs to the residual stream when
+all sites outside the graph are ablated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -120,7 +120,7 @@ def group_nodes(
         positions: for a graph by role, the position of each role in each prompt: `task.roles`.
         examples: top examples of neurons, from `neurons.top_examples`; groups are then also named
             after the token at which most of their neurons have their largest output.
-        mask: the mask that `attribution_graph` received.
+        mask: the attention mask that was passed to `attribution_graph`.
 
     Raises:
         InputError: with every reason: a graph of one run; a similarity outside [0, 1]; a model,
@@ -203,7 +203,7 @@ def group_nodes(
 def _require_same_prompts(
     graph: CircuitGraph, model: Any, pair: Any, metric: AnyMetric, positions: Roles | None
 ) -> None:
-    """Raise an error unless the graph was computed with these prompts, roles and this metric."""
+    """Raise an error unless the graph was computed with the given prompts, roles and metric."""
     reasons = []
     by_role = not graph.heads["id"].iloc[0].rpartition("@")[2].isdecimal()
     if by_role != isinstance(positions, Mapping):
@@ -231,7 +231,7 @@ def _cosines(vectors: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n n"]:
 def _similar_weights(
     model: Any, heads: pd.DataFrame, written: Float[Tensor, "node d_model"]
 ) -> Float[np.ndarray, "node node"]:
-    """Return max(cos(write), cos(read)) for each pair of nodes; see the module docstring."""
+    """Return each pair's larger cosine similarity: of outputs, or of gates' input directions."""
     write = written.cpu().double()
     read = torch.zeros_like(write)
     matrices = HeadMatrices.of(model, fold_norms=True)
@@ -249,7 +249,7 @@ def _similar_weights(
 def _distances(
     graph: CircuitGraph, heads: pd.DataFrame, weights: Float[np.ndarray, "node node"]
 ) -> Float[np.ndarray, "node node"]:
-    """Return the distance of each pair of nodes: 1 minus the mean of three similarities."""
+    """Return 1 minus the similarity of each pair of nodes; see the module docstring."""
     similar = [weights]
     for end, opposite in (("source", "target"), ("target", "source")):
         edges = graph.edges[graph.edges[end].isin(heads["id"])]
@@ -313,7 +313,7 @@ def _short(token: str) -> str:
 
 
 class _GroupedModel(AblatedModel):
-    """A model in which sites outside a graph are ablated, to test the graph's nodes and groups."""
+    """An ablated model that tests the nodes and groups of a graph."""
 
     def __init__(self, model: Any, *prompts: Any, **options: Any) -> None:
         super().__init__(model, *prompts, **options)
@@ -326,7 +326,7 @@ class _GroupedModel(AblatedModel):
         return self._replay.values(Variants(0, self._first, stream, hooks))
 
     def _changes(self, kept: Rows) -> dict[str, Tensor]:
-        """Ablate all sites except `kept`; return, by hook point, z minus the corrupted run's z."""
+        """Return each hook point's z minus its corrupted z, with all sites but `kept` ablated."""
         z = dict[str, Tensor]()
         self._run(self._hooks(self._kept([kept]), z))
         first = self._first
@@ -340,7 +340,7 @@ class _GroupedModel(AblatedModel):
         return point.name, heads, torch.from_numpy(point.place_of[:, self._first :] == place)
 
     def _writes(self, row: int, changes: Mapping[str, Tensor]) -> Float[Tensor, "prompt d_model"]:
-        """Return how much a site's write changes in each prompt, given the changes of z."""
+        """Return what the changes of a site's z add to the residual stream in each prompt."""
         name, heads, here = self._place(row)
         change = changes[name][:, :, heads]
         z = (change * here.to(change)[..., None, None]).sum(dim=(1, 2))
@@ -348,11 +348,11 @@ class _GroupedModel(AblatedModel):
         return self._matrices.outputs(LayerSites.of([head] * len(z)), z).double()
 
     def written(self, rows: Rows) -> Float[Tensor, "node d_model"]:
-        """Return each site's write, clean run minus corrupted run, averaged over prompts."""
+        """Return each site's mean output to the residual stream, clean minus corrupted run."""
         return torch.stack([self._writes(row, self._whole).mean(0) for row in rows.tolist()])
 
     def as_one(self, circuit: Rows, groups: Sequence[Rows]) -> float:
-        """Return a circuit's faithfulness if one t per prompt determines each group's outputs."""
+        """Return a circuit's faithfulness if one number per prompt scales each group's outputs."""
         whole, here = self._whole, self._changes(circuit)
         new = {point.name: point.replacement.clone() for point in self._points}
         for group in groups:
