@@ -56,7 +56,7 @@ class Norm:
     module: nn.Module | None = None  # the norm module; None if there is no norm
 
     def before(self, weights: Float[Tensor, "*head d_model n"]) -> Float[Tensor, "*head d_model n"]:
-        """Return N W, which folds this norm into the weights W that read the norm's output."""
+        """Return N W: the weights W that read the norm's output, with this norm folded in."""
         if self.weight is not None:
             weights = self.weight.to(weights)[:, None] * weights
         return weights - weights.mean(dim=-2, keepdim=True) if self.centres else weights
@@ -160,7 +160,7 @@ def norms_of(seen: Mapping[nn.Module, tuple[Tensor, Tensor]]) -> dict[nn.Module,
 
 
 def bridge_norms(model: Any) -> list[LayerNorms]:
-    """Run a bridge on two tokens, and return each layer's norms; refuse unknown kinds of norms."""
+    """Return each layer's norms, found by running a bridge on two tokens."""
     blocks = [_BlockTraffic.of(block) for block in model.blocks]
     _record_two_tokens(model, blocks)
     layers, reasons = [], []

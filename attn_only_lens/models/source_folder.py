@@ -130,7 +130,7 @@ def reasons_against_config(config: dict[str, Any], name: str) -> list[str]:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer from a folder's `tokenizer/`; refuse paths that lead out of the folder."""
+    """Load the tokenizer from `tokenizer/` in a folder; raise an error for links that leave it."""
     tokenizer_folder = folder / TOKENIZER
     if not tokenizer_folder.is_dir():
         raise CheckpointError(
@@ -193,7 +193,7 @@ def first_words(error: BaseException) -> str:
 
 
 def tokenizer_reasons(tokenizer: Any, d_vocab: int) -> list[str]:
-    """Return an error message if a tokenizer has too many tokens, not counting added tokens."""
+    """Return an error message if a tokenizer has more than d_vocab tokens (without added ones)."""
     if tokenizer is None or tokenizer.vocab_size <= d_vocab:
         return []
     return [
@@ -235,7 +235,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def plain_config(cfg: Any) -> dict[str, Any]:
-    """Return a configuration as JSON values, except the device, which `load` chooses again."""
+    """Return a configuration as JSON data, without the device, which `load` chooses again."""
     return {key: _plain(value) for key, value in vars(cfg).items() if key != "device"}
 
 
