@@ -38,13 +38,13 @@ def with_article(name: str) -> str:
 
 
 def is_count(value: Any, least: int = 0, most: float = float("inf")) -> bool:
-    """Return whether a value is an int (not a bool or a float) from `least` to `most`."""
+    """Return whether a value is an int (not a bool or a float) in [`least`, `most`]."""
     value = as_plain(value)
     return type(value) is int and least <= value <= most
 
 
 def is_number(value: Any, least: float = -float("inf"), most: float = float("inf")) -> bool:
-    """Return whether a value is a finite int or float (not a bool) from `least` to `most`."""
+    """Return whether a value is a finite int or float (not a bool) in [`least`, `most`]."""
     return type(value) in (int, float) and least <= value <= most and abs(value) < float("inf")
 
 

@@ -8,7 +8,7 @@
     d_head      a coordinate inside a head; a neuron-head has only one coordinate
     d_vocab     a token of the vocabulary
 
-A neuron-head is an attention head that computes an MLP neuron (or, with other heads, part of it).
+A neuron-head is an attention head that computes an MLP neuron (or one term of its approximation).
 It attends to two keys: the token itself (index `SELF`) and a constant bias token (index `BIAS`).
 """
 

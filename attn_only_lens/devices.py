@@ -52,9 +52,10 @@ def read_all(numbers: Sequence[Tensor]) -> list[Any]:
 def free_bytes(device: torch.device) -> int:
     """Return how many bytes can still be allocated on a device.
 
-    On an accelerator, this is the free memory plus the unused memory that torch has reserved. Free
-    gaps in partly used memory segments are not counted, because a large tensor does not fit into
-    them. On a device that shares the machine's memory (MPS), this is the machine's free memory.
+    On an accelerator, this is the free memory plus the memory that torch reserves but does not use.
+    Free gaps in partly used memory segments are not counted, because a large tensor does not fit
+    into them. On a device that shares the machine's memory (MPS), this is the machine's free
+    memory.
 
     Example:
         >>> free_bytes(torch.device("cpu")) > 0

@@ -69,7 +69,7 @@ class InputError(AttnOnlyLensError, ValueError):
 
 
 class InputWarning(UserWarning):
-    """Prompts or answers are valid, but are probably not what the user meant.
+    """Prompts or answers are valid, but probably not what the user intended.
 
     For example, the tokenizer does not know a word of a prompt, or the model expects an answer with
     (or without) a space before it. To get errors instead, call
@@ -88,7 +88,7 @@ class InputWarning(UserWarning):
 
 
 class ComparisonError(InputError):
-    """Models cannot be compared part by part on these prompts, or with this mapping of parts.
+    """Two models cannot be compared part by part on these prompts or with this mapping of parts.
 
     Attributes:
         so_far: a `Comparison` of the batches before the error, without patching results, or None.

@@ -1,4 +1,4 @@
-"""Names that exist in only one of transformer-lens 3.9 and 4, made importable under both versions.
+"""Make names that only transformer-lens 3.9 or only version 4 has importable under both versions.
 
 Under version 4, placeholders replace the classes that only 3.9 has: `isinstance` returns False, and
 creating an instance raises an error that says what to use instead. Other modules import these names

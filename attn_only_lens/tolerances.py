@@ -46,7 +46,7 @@ def disagreement(
     size: Tensor | float | None = None,
     mask: Tensor | None = None,
 ) -> str:
-    """Return a message that two results differ, or "" if they differ only by rounding.
+    """Return an error message if two results differ by more than rounding, otherwise "".
 
     Args:
         computed: one result.

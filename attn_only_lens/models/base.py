@@ -41,7 +41,7 @@ class HookedTransformerHost(ModelHost):
         return known_norm(getattr(self.model, "ln_final", None))
 
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the number of tokens in the key-value cache entry given to the first block."""
+        """Return how many earlier tokens the key-value cache passed to the first block holds."""
         entry = kwargs.get("past_kv_cache_entry")
         return 0 if entry is None else int(entry.past_keys.shape[1])
 
@@ -54,7 +54,7 @@ class HookChecks(HookedTransformer):
         return super().get_caching_hooks(self._firing(names_filter), *args, **kwargs)
 
     def add_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Add TransformerLens' caching hooks, but only to hook points that can fire."""
+        """Add TransformerLens' caching hooks, except to hook points that can never fire."""
         return super().add_caching_hooks(self._firing(names_filter), *args, **kwargs)
 
     @contextmanager

@@ -31,8 +31,8 @@ def convert(
     rounding. Name filters such as `name.endswith("hook_z")` select the hook points of both
     attention heads and neuron-heads.
 
-    With `gate=Bilinear(...)`, several heads per neuron approximate the activation function, and the
-    converted model uses the approximation even without hooks.
+    With `gate=Bilinear(...)`, one or more heads per neuron approximate the activation function, and
+    the converted model uses this approximation even without hooks.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorems 2 and
     4, with p(q) in place of the paper's sigmoid for activations other than SiLU. The paper does not

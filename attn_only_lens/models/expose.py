@@ -115,14 +115,14 @@ def expose_neuron_heads(
 
     The model's hook points keep their names, its weights and methods stay the same, and existing
     hooks fire as before. With exact gates, the logits stay bitwise the same, because only the
-    model's own code runs. If the new hook points have hooks, the logits stay the same up to
-    rounding.
+    model's own code runs. While the new hook points have hooks, the logits may change by rounding
+    errors.
 
     An edit at a hook point affects all later ones. The order is hook_pre; the heads' q, k, v,
     attn_scores, pattern and z; hook_post; the heads' result. As with attention heads, the hook
     point `result` fires only after `model.set_use_attn_result(True)`.
 
-    To check that its output does not change, each MLP is run on a random batch before and after.
+    Each MLP is run on a random batch before and after exposing, and its output must not change.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorems 2
     and 4; see `convert`.
@@ -298,7 +298,7 @@ def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "
 
 
 def _reasons(heads: InPlace, dtype: torch.dtype, differences: list[float]) -> list[str]:
-    """Return an error message for each difference from `_differences` that is too large."""
+    """Return an error message for each of the `differences` in MLP outputs that is too large."""
     of_sum, changed, with_hooks, largest = differences
     reasons = []
     if heads.gating.kind == "exact" and changed != 0:

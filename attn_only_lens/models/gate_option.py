@@ -52,7 +52,7 @@ def calibrate(
         margin: the factor by which the largest |x · W_gate| seen is multiplied.
 
     Returns:
-        The ranges, for use in `convert(model, gate=Bilinear(calibration=…))`.
+        The ranges, to pass to `convert(model, gate=Bilinear(calibration=…))`.
 
     Raises:
         UnsupportedModelError: the model has no gated MLPs (other gates need no calibration), cannot
@@ -155,7 +155,7 @@ GateOption = Literal["exact"] | GeneralizedSiLU | Bilinear
 def gating_for(
     gate: GateOption, act_fn: str, gated: bool, dtype: torch.dtype, n_layers: int
 ) -> tuple[Gating, list[str]]:
-    """Return the gates that a `gate` option selects, and error messages for a bad option."""
+    """Return the gates that a `gate` option selects, and error messages if it does not fit."""
     if isinstance(gate, str) and gate == "exact":
         return EXACT, []
     if isinstance(gate, GeneralizedSiLU):

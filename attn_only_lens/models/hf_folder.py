@@ -1,8 +1,8 @@
 """Load a Hugging Face folder as a TransformerBridge, from safetensors and JSON files only.
 
-The bridge is the same as the one that `TransformerBridge.boot_transformers` builds. Missing
-weights, which transformers fills with random numbers, and unexpected weights, which transformers
-ignores, are errors here.
+The result is the same bridge as `TransformerBridge.boot_transformers` builds. Missing weights,
+which transformers fills with random numbers, and unexpected weights, which transformers ignores,
+are errors here.
 """
 
 from collections.abc import Iterable, Iterator
@@ -79,7 +79,7 @@ def read_hf_folder(
         reason = str(error)
         if not isinstance(error, CheckpointError):
             code = " The model needs its own code, which is never run." * ("remote_code" in reason)
-            kind = "KeyError: " * isinstance(error, KeyError)  # its str is only the key
+            kind = "KeyError: " * isinstance(error, KeyError)  # the message is only the key
             reason = f"{kind}{first_words(error)}{code}"
         raise CheckpointError(f"{folder} cannot be loaded: {reason}") from error
 
@@ -225,9 +225,9 @@ def _misfits(model: nn.Module, info: dict[str, Any]) -> list[str]:
 
 
 def _belongs(model: nn.Module, key: str) -> bool:
-    """Return whether a weight's name leads to a module of the model, or into its list of layers.
+    """Return whether a weight's name belongs to a module of the model or to its list of layers.
 
-    Other unexpected weights belong to parts that the model class lacks, such as BERT's pooler.
+    Other unexpected weights are for parts that the model class lacks, such as BERT's pooler.
     """
     module: Any = model
     *path, _ = key.split(".")

@@ -140,7 +140,7 @@ def is_hooked(folder: str | os.PathLike[str]) -> bool:
 
 
 def _is_path(model: str) -> bool:
-    """Return whether a string exists as a path, or cannot be the name of a hub model."""
+    """Return whether a string is an existing path, or cannot be the name of a hub model."""
     if not model or "\0" in model or Path(model).is_absolute() or model.startswith((".", "~")):
         return True
     return os.path.lexists(model)

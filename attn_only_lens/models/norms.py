@@ -9,9 +9,9 @@ W' = N W and
 
 If a norm with matrix N follows a head with output o, the head adds o N to the residual stream
 (apart from the norm's bias and scale). If queries and keys are normalised (Qwen 3, Gemma 3, OLMo
-2), their folded weights are W_Q N and W_K N. Positive factors such as the norms' scales do not
-change composition scores, so folded weights give exact scores for any fixed scales. OLMo 2 has
-norms only after heads, and Gemma 2 before and after heads.
+2), their folded weights are W_Q N and W_K N. Composition scores do not depend on positive factors
+such as the norms' scales, so folded weights give exact scores. OLMo 2 has norms only after heads,
+and Gemma 2 before and after heads.
 
 In a `HookedTransformer`, the configuration says where the norms are. A bridge's norms have
 different names in different TransformerLens versions, so they are found by running the bridge once
@@ -52,7 +52,7 @@ class Norm:
 
     weight: Float[Tensor, "d_model"] | None  # the gain w; None if all ones
     centres: bool  # True if the norm subtracts the mean
-    bias: Float[Tensor, "d_model"] | None = None  # added after scaling; None if zero
+    bias: Float[Tensor, "d_model"] | None = None  # the bias, added after scaling; None if zero
     module: nn.Module | None = None  # the norm module; None if there is no norm
 
     def before(self, weights: Float[Tensor, "*head d_model n"]) -> Float[Tensor, "*head d_model n"]:
@@ -202,7 +202,7 @@ class _UnknownError(Exception):
 
 
 class _Traffic:
-    """The recorded inputs and outputs of modules, and the gains and biases of norms."""
+    """A recording of modules' inputs and outputs, with the gains and biases of norms."""
 
     def __init__(self, modules: dict[str, Any]) -> None:
         self.modules = modules
@@ -245,7 +245,7 @@ def _record_two_tokens(model: Any, blocks: Sequence[_Traffic]) -> None:
 
 
 def _read(blocks: Sequence[_Traffic]) -> None:
-    """Copy all recorded tensors to the CPU at once, because each copy synchronises."""
+    """Copy all recorded tensors to the CPU at once, because each copy synchronises the device."""
     sides: list[dict[Any, Tensor]] = []
     for traffic in blocks:
         sides += [traffic.inputs, traffic.outputs, traffic.vectors]
@@ -255,7 +255,7 @@ def _read(blocks: Sequence[_Traffic]) -> None:
 
 
 class _BlockTraffic(_Traffic):
-    """The recorded inputs and outputs of the sublayers and norms in one block of a bridge."""
+    """A recording of the sublayers and norms in one block of a bridge."""
 
     @classmethod
     def of(cls, block: Any) -> "_BlockTraffic":
@@ -331,7 +331,7 @@ def _fitted(
 
 
 def _parallel(a: Tensor, b: Tensor) -> bool:
-    """Return whether each row of `a` is nearly a positive multiple of the same row of `b`."""
+    """Return whether the rows of `a` are nearly positive multiples of the rows of `b`."""
     cosine = torch.cosine_similarity(a.double(), b.double(), dim=-1)
     return bool((cosine > 1 - 1e-3).all())
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_SAMPLED = 64  # the approximate number of entries sampled from each parameter
+_SAMPLED = 64  # sampled entries per parameter (approximately)
 _CLOSE = 1e-2  # a relative tolerance, which allows a cast to half precision and back
 _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
@@ -32,7 +32,7 @@ _groups = weakref.WeakKeyDictionary[nn.Module, tuple[_Group, list[Tensor]]]()
 
 
 def share_weights(source: nn.Module, model: nn.Module) -> None:
-    """Record that two models share weights; store their norms and sampled weight entries."""
+    """Record that two models share weights, with their norm modules and a few weight entries."""
     group = _groups[source][0] if source in _groups else _Group()
     for member in (source, model):
         if member not in group:

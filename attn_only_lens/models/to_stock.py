@@ -54,7 +54,7 @@ from attn_only_lens.tl import (
 )
 
 _PROBLEM = "this model cannot be built from TransformerLens' own modules"
-_ALIBI = 2  # the number of extra coordinates, the first of each head, that replace ALiBi
+_ALIBI = 2  # extra coordinates at the start of each head, which replace ALiBi
 _GIB = 2**30
 _BOTH = "would act on the neurons too: a stock model has one setting for all layers"
 
@@ -72,8 +72,8 @@ def to_stock(
         stock.load_state_dict(state_dict)
 
     Layer 2l + 1 holds the neurons of source layer l. If each neuron has m heads, head i · m + j of
-    the layer is head j of neuron i. On the diagonal of its pattern [batch, head_index, query_pos,
-    key_pos] are each token's attention weights to itself; all other entries are 0.
+    the layer is head j of neuron i. Its pattern [batch, head_index, query_pos, key_pos] is
+    diagonal: each token attends only to itself (and to the sink).
 
     `max_bytes` limits only the weights. In each layer, a forward pass also stores heads · pos · pos
     numbers per prompt for the pattern. A key-value cache stores 2 · heads · d_head numbers per
@@ -225,7 +225,7 @@ def _fill(source: Any, target: TransformerBlock) -> None:
 
 
 def _inverse_angle(n_ctx: int) -> float:
-    """Return 1 / θ, where θ is the rotation angle per position that replaces ALiBi."""
+    """Return 1 / θ, where θ is the rotary angle per position that replaces ALiBi."""
     return 2.0 ** (28 + math.ceil(math.log2(n_ctx)))
 
 
@@ -315,7 +315,7 @@ def _reasons_against(model: object, max_bytes: int) -> list[str]:
 
 
 def _attention_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
-    """Return {error message: whether it applies to the model} for attention settings."""
+    """Return {error message: True if it applies to the model} for attention settings."""
     cfg: Any = model.cfg.layer_cfg(0)  # the settings below are the same in all layers
     kinds = (cfg.attn_types or [])[: cfg.n_layers] if cfg.use_local_attn else []
     half = cfg.dtype in (torch.float16, torch.bfloat16)
@@ -350,7 +350,7 @@ def _attention_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
 
 
 def _neuron_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
-    """Return {error message: whether it applies to the model} for neurons."""
+    """Return {error message: True if it applies to the model} for the neurons."""
     cfg, exact = model.cfg.layer_cfg(0), model.cfg.gating.kind == "exact"
     half = cfg.dtype in (torch.float16, torch.bfloat16)
     return {
@@ -373,7 +373,7 @@ def _neuron_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
 
 
 def _size(model: AttentionOnlyTransformer, max_bytes: int) -> dict[str, bool]:
-    """Return {error message: whether it applies} for the stock model's size."""
+    """Return {error message: True if the stock model is too large}."""
     stock_cfg = _stock_config(model.cfg, _heads_per_neuron(model))
     size = stock_bytes(stock_cfg)
     now = sum(tensor.nbytes for tensor in model.state_dict().values())

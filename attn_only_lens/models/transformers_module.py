@@ -43,7 +43,7 @@ def intermediate_size(config: PretrainedConfig) -> str:
 
 
 def config_from(kind: type[PretrainedConfig], fields: dict[str, Any]) -> PretrainedConfig:
-    """Return a configuration with these fields; skip the class's check of the number of heads."""
+    """Return a configuration with these fields, without checking the number of heads."""
     heads = fields.get("num_attention_heads")
     if heads is None or fields.get("head_dim") is None:
         return kind.from_dict(fields)
@@ -117,7 +117,7 @@ def config_reasons(config: dict[str, Any], name: str) -> list[str]:
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):
         if entry := section.get("quantization_config"):
             method = entry.get("quant_method", "?") if isinstance(entry, dict) else entry
-            kind = getattr(method, "value", method)  # it may be an enum
+            kind = getattr(method, "value", method)  # some methods are enums
             return [f"{name} has a quantization_config ({kind}): {DEQUANTISE}"]
     return []
 

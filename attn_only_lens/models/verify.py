@@ -27,7 +27,7 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.tl import GatedMLP, HookedTransformer
 
 _PROBLEM = "these models cannot be compared"
-_ROUNDING = 1e-14  # rounding error allowed on top of an activation's certified bound
+_ROUNDING = 1e-14  # allowed in addition to an activation's certified error bound
 
 
 @dataclass(frozen=True)
@@ -192,8 +192,8 @@ def verify(
     For bilinear gates, the largest error of each layer's activations is also measured, and compared
     with the certified bound.
 
-    If a model's neurons are exposed in place, the model is its own source: pass it twice. Its
-    neuron-heads are removed while it runs as the source.
+    A model with neurons exposed in place is its own source, so pass it twice. Its neuron-heads are
+    removed while it runs as the source.
 
     Args:
         source: the model before conversion; for a model exposed in place, also the model itself.
@@ -263,7 +263,7 @@ def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
     for layer in range(source.cfg.n_layers):
         for point in ("pre", "mid"):
             hook = f"blocks.{layer}.hook_resid_{point}"
-            if hook in source.hook_dict:  # parallel models have no hook_resid_mid
+            if hook in source.hook_dict:  # missing if attention and MLP run in parallel
                 points.append((f"{layer}_{point}", hook, host.stream_hook(layer, point)))
     last = source.cfg.n_layers - 1
     end = f"blocks.{last}.hook_resid_post", host.stream_hook(last, "post")

@@ -35,11 +35,11 @@ def small_english(
 ) -> Any:
     """Return a four-layer language model that is small enough to run on any machine.
 
-    The model is a LLaMA (gated MLPs, RMSNorm, rotary positions) with a vocabulary of 450 words. It
-    was trained on text from a grammar (`analyses/tools/train_small_english.py`), in which verbs
-    agree with subjects, pronouns agree with names, brackets are closed, and lists repeat words.
-    `tasks.agreement`, `tasks.brackets`, `tasks.induction` and `tasks.ioi` make prompts that test
-    what the model has learnt.
+    The model is a LLaMA (gated MLPs, RMSNorm, rotary positions) with a vocabulary of 450 words. The
+    model was trained on text from a grammar (`analyses/tools/train_small_english.py`), in which
+    verbs agree with subjects, pronouns agree with names, brackets are closed, and lists repeat
+    words. `tasks.agreement`, `tasks.brackets`, `tasks.induction` and `tasks.ioi` make prompts that
+    test what the model has learnt.
 
     Args:
         device: the device of the model.
@@ -91,9 +91,9 @@ def small_english_transcoders(
 ) -> dict[int, Transcoder]:
     """Return {layer: transcoder}: a JumpReLU transcoder for each MLP of `small_english`.
 
-    The transcoders read the MLP's input, after the norm and its gain. Their weights are stored in
-    float16. `analyses/tools/train_transcoders.py` trained the transcoders; the model card says how
-    well they imitate the MLPs.
+    The transcoders read the MLP's input (the output of the norm, including its gain). Their weights
+    are stored in float16. `analyses/tools/train_transcoders.py` trained the transcoders; the model
+    card says how well they imitate the MLPs.
 
     Args:
         device: the device of the weights.

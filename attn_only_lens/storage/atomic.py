@@ -36,7 +36,7 @@ AnyPath: TypeAlias = str | os.PathLike[str]
 
 
 def as_path(path: AnyPath) -> Path:
-    """Convert to a `Path`; raise an error for "", which would mean the current folder."""
+    """Convert a path to a `Path`; raise an error for "", which would mean the current folder."""
     if isinstance(path, str | os.PathLike) and path != "" and "\0" not in str(path):
         return Path(path)
     here = ", '.' for the current folder" if path == "" else ""
@@ -51,7 +51,7 @@ def write_text(path: AnyPath, text: str) -> None:
 
 @contextmanager
 def atomic_write(path: AnyPath) -> Iterator[Path]:
-    """Yield a temporary path, whose file or folder replaces `path` when the `with` block ends.
+    """Yield a path for a new file or folder, which replaces `path` when the `with` block ends.
 
     If an error occurs, `path` is unchanged. If `path` is a link, the link itself is replaced.
     """
@@ -72,7 +72,7 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
                         with entry.open("rb") as file:
                             os.fsync(file.fileno())
                 if new.is_dir() and path.is_dir():  # os.replace fails for a non-empty folder
-                    os.replace(path, scratch / "old")  # `_discard` undoes this after an error
+                    os.replace(path, scratch / "old")  # `_discard` moves it back after an error
                 os.replace(new, path)
             finally:
                 _discard(scratch, path)
@@ -114,7 +114,7 @@ def atomic_folder(
 
 
 def open_folder(folder: AnyPath) -> Path:
-    """Return a folder's real path; restore the folder if a killed process left it moved away."""
+    """Return a folder's resolved path, after restoring a folder that a killed process had moved."""
     path = as_path(folder)
     try:
         target = path.resolve()
@@ -161,7 +161,7 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _make_scratch(path: Path) -> tuple[Path, IO[str]]:
-    """Make a hidden folder for this destination, and lock it."""
+    """Make and lock a hidden folder next to `path`."""
     while True:
         scratch = path.with_name(f"{_hidden_prefix(path)}{secrets.token_hex(8)}")
         scratch.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""Store the results of a long computation (a job) in chunks, so that it can resume.
+"""Store the results of a long job in chunks, so that an interrupted job can resume.
 
     folder/settings.json              what the results depend on: model, prompts, metric, sites
     folder/KEY.safetensors            the arrays of one chunk, with a digest of the settings

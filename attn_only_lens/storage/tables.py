@@ -33,7 +33,7 @@ class TableFields(TypedDict):
 
 
 def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: Any) -> None:
-    """Write a data frame with a document; `path` ends in .parquet or .csv, the format."""
+    """Write a data frame and its document; the format is parquet or CSV, depending on `path`."""
     path = as_path(path)
     body["numbers"] = {name: str(kind) for name, kind in frame.dtypes.items() if kind in _NUMBERS}
     if _is_parquet(path):
@@ -85,7 +85,7 @@ def read_table(path: AnyPath, document: Document) -> tuple[pd.DataFrame, dict[st
 
 
 def read_table_document(path: Path, document: Document) -> dict[str, Any]:
-    """Read only the document of a table, not the table's rows."""
+    """Read the JSON document of a table, without reading the table's rows."""
     if not _is_parquet(path):
         return document.read(_sidecar(path))
     _, pq = _pyarrow()

@@ -37,7 +37,7 @@ def write_tensors(
     if document is not None:
         metadata = {_KEY: document.text(**body, tensors=tensor_digest(sorted(whole.items())))}
     path.touch()
-    mode = path.stat().st_mode  # set by the umask; safetensors would let only the owner read it
+    mode = path.stat().st_mode  # keep the mode: safetensors lets only the owner read its files
     save_file(whole, path, metadata)
     path.chmod(mode)
 

@@ -42,7 +42,7 @@ def agreement(
     feature: Feature = "number",
     structure: Structure | None = None,
 ) -> PairedPrompts:
-    """Return clean and corrupted prompts whose next word must agree with the subject.
+    """Return clean and corrupted prompts whose next word agrees with the subject.
 
     The roles (named positions) are "subject", the noun or name that decides the answer;
     "attractor", the noun after the subject, if there is one; and "end", the last token.

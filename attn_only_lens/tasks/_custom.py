@@ -36,7 +36,7 @@ def from_templates(
     words: Sequence[Mapping[str, str]],
     seed: int = 0,
 ) -> PairedPrompts:
-    """Return pairs of prompts. A pair is one template, filled with two rows of words.
+    """Return pairs of prompts. Each pair is a template filled with two rows of words.
 
     The row that fills the clean prompt has the right answer, and the other row has the wrong
     answer. The roles (named positions) are the template's fields, and "end", the last token.

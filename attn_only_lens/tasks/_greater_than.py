@@ -61,7 +61,7 @@ def greater_than(tokenizer: Any, n: int, seed: int = 0) -> PairedPrompts:
 
 
 def _tokens_of_years(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens for 00 to 99 as the last two digits of a year."""
+    """Return the tokens of "00" to "99" when they are the last two digits of a year."""
     year_tokens = dict[str, int]()
     starts = token_ids(tokenizer, [f"year {century}" for century in _ENDINGS[10:]])
     for century, start in zip(_ENDINGS[10:], starts, strict=True):

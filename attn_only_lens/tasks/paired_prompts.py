@@ -105,7 +105,7 @@ class Pair:
 
 
 def fill(template: str, roles: Mapping[str, str], **words: str) -> Filled:
-    """Fill a template's fields with words, and record where each role's words end."""
+    """Fill a template's fields with words, and record at which character each role's words end."""
     text, ends = "", dict[str, int]()
     for literal, role, _, _ in Formatter().parse(template):
         text += literal
@@ -218,7 +218,7 @@ def _roles(tokenizer: Any, prompt: Filled, tokens: list[int]) -> dict[str, int]:
 def _answer_tokens(
     tokenizer: Any, prompt: str, tokens: list[int], answers: Sequence[str] | _Tokens
 ) -> _Tokens:
-    """Return the token of each answer when it follows the prompt."""
+    """Return the token that each answer has when it follows the prompt."""
     rows = [
         token_ids(tokenizer, prompt + answer) if isinstance(answer, str) else [*tokens, answer]
         for answer in answers

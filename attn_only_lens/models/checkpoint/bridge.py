@@ -3,10 +3,10 @@
 A bridge is saved as a Hugging Face folder where possible. The folder holds the wrapped model's
 weights under transformers' names, so `from_pretrained` and `boot_transformers` can open it. A
 Hugging Face folder cannot hold weights that TransformerLens has processed, models from
-`boot_native`, or layer sizes that transformers does not support (`transformers_module.py`). All
-other bridges are saved in `bridge.safetensors`, under the bridge's tensor names. Only `load` reads
-this file: it builds the model from its configuration, repeats the weight processing, and then
-copies the saved tensors into the model.
+`boot_native`, or layer sizes that transformers does not support (`transformers_module.py`). Bridges
+that such a folder cannot hold are saved in `bridge.safetensors`, under the bridge's tensor names.
+Only `load` reads this file: it builds the model from its configuration, repeats the weight
+processing, and then copies the saved tensors into the model.
 
 `save` loads the saved files again, and compares the modules, hook points, tensors and settings of
 the loaded model with the original's. The two models' logits on a few tokens must be bitwise equal.
@@ -93,7 +93,7 @@ def write_bridge(model: TransformerBridge, folder: Path, common: dict[str, Any])
     if not (entries["processed"] or entries["architecture"] == _NATIVE):
         try:
             return _write_and_compare(model, folder, entries | {"weights": "transformers"})
-        except CheckpointError:  # a Hugging Face folder cannot hold this model
+        except CheckpointError:  # a Hugging Face folder cannot represent this model
             shutil.rmtree(folder)
             folder.mkdir()
     return _write_and_compare(model, folder, entries | {"weights": "bridge"})
@@ -246,7 +246,7 @@ def _from_config(
 
 @torch.no_grad()
 def _fill(named: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    """Copy values into tensors; tensors that share memory still do, if their values are equal."""
+    """Copy values into tensors, without separating tensors that share memory."""
     refuse(tensor_misfits(named, values), MISFIT)
     for name, tensor in named.items():
         if tensor.dtype == values[name].dtype:
@@ -278,7 +278,7 @@ def _restore(model: TransformerBridge, manifest: dict[str, Any]) -> None:
 
 
 def _settings(model: TransformerBridge) -> dict[str, Any]:
-    """Return the entries of a bridge's configuration that can be stored as JSON."""
+    """Return the entries of a bridge's configuration that can be written as JSON."""
     settings = {}
     for key, value in plain_config(model.cfg).items():
         try:
@@ -289,10 +289,10 @@ def _settings(model: TransformerBridge) -> dict[str, Any]:
 
 
 def _named(model: Any) -> dict[str, Tensor]:
-    """Return the parameters, buffers and processed weights of all modules, without duplicates."""
+    """Return all modules' parameters, buffers and processed weights by name, without duplicates."""
     tensors: dict[int, tuple[str, Tensor]] = {}
     for path, module in _modules(model):
-        # transformer-lens 3.9 keeps some processed weights as plain attributes.
+        # transformer-lens 3.9 stores some processed weights as plain attributes.
         processed = {k: x for k, x in vars(module).items() if k.startswith("_processed_")}
         for name, tensor in (module._parameters | module._buffers | processed).items():
             if isinstance(tensor, Tensor):

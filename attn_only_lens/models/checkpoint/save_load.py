@@ -5,9 +5,8 @@
     tokenizer/          the tokenizer's files; a bridge's are in the folder itself
     config.json         the configuration, only for a bridge
 
-A bridge is saved as a Hugging Face folder where possible (`bridge.py`). `save` first writes a
-temporary folder next to the destination. The complete temporary folder then replaces the
-destination.
+A bridge is saved as a Hugging Face folder where possible (`bridge.py`). `save` writes a temporary
+folder, which replaces the destination only when it is complete.
 """
 
 import os
@@ -182,7 +181,7 @@ def is_saved(folder: str | os.PathLike[str]) -> bool:
 
 
 def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
-    """Write the manifest into a folder that already holds the model's other files."""
+    """Add the manifest to a folder that already holds the model's other files."""
     names = ("attn_only_lens", "transformer_lens")
     versions = {name: version(name.replace("_", "-")) for name in names}
     _DOCUMENT.write(folder / MANIFEST, **versions, **entries, files=file_digests(folder))

@@ -35,7 +35,7 @@ def component_reasons(model: Any) -> list[str]:
 
 
 def unseen_edit_reasons(model: Any, point: HookPoint) -> list[str]:
-    """Return error messages for torch hooks that receive inputs before edits at `point`."""
+    """Return error messages for torch hooks that would miss edits at the hook point `point`."""
     return [
         f"{name} has a hook, attached by torch's register_forward_hook or "
         "register_forward_pre_hook, which receives the component's input before the "

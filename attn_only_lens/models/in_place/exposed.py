@@ -57,14 +57,14 @@ class ExposedTransformer(_Exposed, HookChecks):
         return super().forward(*args, **how)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle, unless another model changed the shared weights."""
+        """Return the state to copy or pickle, after checking that shared weights are unchanged."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return self.__dict__
 
     def load_and_process_state_dict(
         self, state_dict: Any, fold_ln: bool = True, *args: Any, **how: Any
     ) -> None:
-        """Load weights as TransformerLens does; never fold norms into shared weights."""
+        """Load weights; raise an error instead of folding norms into shared weights."""
         if fold_ln:
             UnsupportedModelError.raise_if(sharing_reasons(self), "its norms cannot be folded")
         super().load_and_process_state_dict(state_dict, fold_ln, *args, **how)
@@ -128,7 +128,7 @@ class _ExposedMLPBridge:
     _neuron_heads: InPlace
 
     def forward(self, *args: Any, **how: Any) -> Any:
-        """Run the MLP as TransformerLens does, then discard the values that its heads stored."""
+        """Run TransformerLens' MLP, then discard the values that the neuron-heads stored."""
         with self._neuron_heads.run_alone():
             return super().forward(*args, **how)  # type: ignore[misc]
 

@@ -1,8 +1,8 @@
 """Heads in place: an MLP keeps running, and its neurons get the hook points of attention heads.
 
 A TransformerLens MLP passes its pre-activation q through these steps: hook_pre → act → hook_post →
-W_out. A gated MLP also passes a second projection u through hook_pre_linear. The MLP's own code
-still runs. The heads of its neurons (neuron-heads) intercept its hook points:
+W_out. A gated MLP also passes a second projection u of its input through hook_pre_linear. The MLP's
+own code still runs. The heads of its neurons (neuron-heads) intercept its hook points:
 
     hook_pre, hook_pre_linear    their outputs, with users' edits, are q (and u)
     hook_post                    its input is replaced by the output of the heads
@@ -45,7 +45,7 @@ from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.heads.host import POINTS, WIDE_KINDS, HeadKind, PassState, stock_class
 from attn_only_lens.tl import MLP, GatedMLP
 
-_ROUNDINGS = 16  # the largest error of an activation, in machine epsilons
+_ROUNDINGS = 16  # allowed relative error of an activation, in machine epsilons
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ def activation_error(
 
 
 def _every_example(value: Tensor) -> Tensor:
-    """Return the values of all examples in a batch: inside `torch.func.vmap`, unwrap the tensor."""
+    """Unwrap a tensor inside `torch.func.vmap`, to get the values of all batch examples."""
     while torch._C._functorch.is_functorch_wrapped_tensor(value):
         value = torch._C._functorch.get_unwrapped(value)
     return value
 
 
 class InPlace(NeuronHeads):
-    """The exact neuron-heads of one MLP, added in place as hook points of the MLP."""
+    """The exact neuron-heads (one per neuron) of one MLP, added in place as hook points."""
 
     def __init__(
         self,
@@ -193,13 +193,13 @@ class InPlace(NeuronHeads):
         return seen[pre], None if pre_linear is None else seen[pre_linear]
 
     def run_alone(self) -> AbstractContextManager[None]:
-        """Return a context that protects the stored values, in case a hook runs the MLP again."""
+        """Return a context that isolates stored values, because a hook may run the MLP again."""
         return self.passing.new_pass(self.passing.values)
 
     # The MLP's hook points call the following methods, in this order.
 
     def record(self, name: str, x: PreActivation) -> None:
-        """Store q (`name` "pre") or u (`name` "pre_linear"), the output of an MLP hook point."""
+        """Store the output of hook_pre or hook_pre_linear: q (`name` "pre") or u ("pre_linear")."""
         self.passing.values[self.layer, name] = x
 
     def replace_activations(
@@ -214,7 +214,7 @@ class InPlace(NeuronHeads):
                 "MLP, or a copy of the projection ran (peft's modules_to_save); call undo() and "
                 "expose_neuron_heads again"
             )
-        values.pop((self.layer, "written"), None)  # remains if the MLP's last run raised an error
+        values.pop((self.layer, "written"), None)  # left over if the MLP's last run failed
         if self._recomputes:
             self._require_known(q, up, post)
         if not (self._results or any(map(is_live, (*self._before_z, self.hook_z)))):
@@ -309,7 +309,7 @@ class InPlace(NeuronHeads):
 
 
 class BilinearInPlace(BilinearHeads, InPlace):
-    """The bilinear neuron-heads of one MLP: several heads per neuron, added in place."""
+    """The bilinear neuron-heads of one MLP (one or more per neuron), added in place."""
 
     @property
     def _recomputes(self) -> bool:

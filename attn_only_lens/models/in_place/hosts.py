@@ -71,7 +71,7 @@ class _InPlaceHost(ModelHost):
         return [self.model.cfg.n_heads] * len(self.model.blocks)
 
     def block(self, layer: int, kind: HeadKind) -> int:
-        """Return the block's index, which is the layer's index."""
+        """Return the index of a layer's block, which is `layer` itself."""
         return layer
 
     def _mlp_reasons(self) -> list[str]:
@@ -92,7 +92,7 @@ class _InPlaceHost(ModelHost):
         return [{**heads.gating.to_json(), "act_fn": heads.act_fn} for heads in self.neurons]
 
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
-        """Return the hook name of the residual stream before, within or after this layer."""
+        """Return the name of the residual stream's hook point before, within or after a layer."""
         return f"blocks.{layer}.hook_resid_{point}"
 
 
@@ -140,7 +140,7 @@ class BridgeHost(_InPlaceHost):
         return bridge_final_norm(self.model)
 
     def require_weights(self) -> None:
-        """Raise an error for replaced modules, torch hooks, or weights that are not applied."""
+        """Raise an error for replaced modules, torch hooks, or weights that no module applies."""
         super().require_weights()
         require_bridge_weights(self.model)
 

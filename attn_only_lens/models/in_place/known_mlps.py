@@ -3,11 +3,11 @@
 An MLP with pre-activations q and u is recognised if the input of hook_post is act(q), act(q) · u or
 act(q) · u + b_in, where act is an activation function that a gate represents exactly (`GATES`). The
 check runs the MLP with random u, with q from -12 to 12, and with a few q of up to ±10^4, which
-would reveal a clipped activation. It cannot detect dropout or later changes, so the heads
-(`InPlace`) repeat it whenever they replace activations.
+would reveal a clipped activation. Dropout and later changes are not detected, so the heads
+(`InPlace`) repeat the check whenever they replace activations.
 
-In BERT, no module runs the whole MLP: the bridge's `mlp` only refers to modules of the layer, whose
-hook points fire when the layer runs.
+In BERT, no module runs the whole MLP: the bridge's `mlp` only refers to modules of the layer, so
+the layer must run for the MLP's hook points to fire.
 """
 
 import math
@@ -110,7 +110,7 @@ def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) ->
 
 
 def non_finite_weights(model: Any) -> list[str]:
-    """Return error messages for parameters with NaN or infinite entries, a few at most."""
+    """Return error messages for parameters with NaN or infinite entries (five at most)."""
     named = {
         name.replace("._original_component", ""): parameter.detach()
         for name, parameter in model.named_parameters()
@@ -135,7 +135,7 @@ def non_finite_weights(model: Any) -> list[str]:
 
 @torch.no_grad()
 def run_mlp(mlp: Any, points: MLPHookPoints, x: Tensor) -> Tensor:
-    """Return an MLP's output; run its layer if the MLP is not a separate module."""
+    """Run an MLP, or its layer if the MLP is no separate module, and return the MLP's output."""
     if points.layer is None:
         output = _run(mlp, x)
         if not isinstance(output, Tensor):

@@ -65,7 +65,7 @@ class QKAndOV:
 
 
 class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
-    """The d_mlp neuron-heads of one source MLP, whose parameters keep their names.
+    """The d_mlp neuron-heads of one source MLP, with the MLP's parameters.
 
     `W_Q`, `W_K`, `W_V` and `W_O` are computed from the MLP's parameters.
     """
@@ -270,7 +270,7 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
         past_kv_cache_entry: TransformerLensKeyValueCacheEntry | None = None,
         attention_mask: Tensor | None = None,
     ) -> Residual:
-        """Resize the key-value cache entry, if it is empty, to fit this block; run the block."""
+        """Run the stock block, after fitting an empty key-value cache entry to the heads."""
         entry = past_kv_cache_entry
         # TransformerLens creates equally large cache entries for all blocks.
         if isinstance(entry, TransformerLensKeyValueCacheEntry) and not entry.past_keys.shape[1]:
@@ -346,7 +346,7 @@ class NoMLP(HookPoint):
     """The hook point `hook_mlp_out` of a block without an MLP; its value is zero.
 
     TransformerLens' `attribution_patch` needs this hook point, and a gradient at it, in every
-    block. Only `model.hooks` can add hooks. They may read the value, but not edit it, because an
+    block. Only `model.hooks` can add hooks. Hooks may read the zero, but not edit it, because an
     edit would silently have no effect.
     """
 
@@ -368,7 +368,7 @@ class NoMLP(HookPoint):
         """Return a scalar zero or, if this hook point has hooks, zeros with the shape of `like`."""
         if not is_live(self):
             return like.new_zeros(())
-        with torch.inference_mode(False):  # inference tensors have no version
+        with torch.inference_mode(False):  # inference tensors have no `_version`
             zero = torch.zeros_like(like)
         zero = require_grad_like(zero, like)
         version = zero._version

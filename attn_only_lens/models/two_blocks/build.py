@@ -145,8 +145,8 @@ def rebuild(
 ) -> AttentionOnlyTransformer:
     """Build a converted model like `model`, with other weights, layer sizes or number of layers.
 
-    `tensors` holds all parameters and buffers by name. Of tied parameters, it has only the first
-    name; `tied` maps the other names to the first. `frozen` lists parameters that do not require
+    `tensors` holds all parameters and buffers by name. Tied parameters appear only under the first
+    name; `tied` maps the other names to it. `frozen` lists parameters that do not require
     gradients. `changes` are new values for configuration fields of the source, such as `d_model`.
     """
     fields = vars(model.cfg.layer_cfg(0)) | sizes[0].stock_fields | {"n_layers": len(sizes)}

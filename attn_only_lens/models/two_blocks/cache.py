@@ -62,7 +62,7 @@ class HeadRows(Tensor):
 
     @classmethod
     def of(cls, stack: Tensor, n_blocks: int) -> "HeadRows":
-        """Make a stack of head outputs a `HeadRows`, for a model with `n_blocks` blocks."""
+        """Convert a stack of head outputs to `HeadRows`, for a model with `n_blocks` blocks."""
         rows = stack.as_subclass(cls)
         rows.n_blocks = n_blocks
         return rows
@@ -237,7 +237,7 @@ class AttentionOnlyCache(ActivationCache):
         pos_slice: Any = None,
         project_output_onto: Tensor | None = None,
     ) -> Tensor:
-        """Return the output z · W_out of each neuron in a block, normalised by any output norm."""
+        """Return the output z · W_out of each neuron in a block, after the output norm (if any)."""
         if not 0 <= layer < self.model.cfg.n_layers or block_kind(layer) != "neuron":
             raise UnsupportedCallError(
                 f"got layer={layer}; expected a neuron block, 2 * l + 1 for source layer l "
@@ -475,5 +475,5 @@ class _Stack:
 
 
 def _slice(wanted: Any) -> Slice:
-    """Make `wanted` a TransformerLens `Slice`; an integer removes the sliced axis."""
+    """Convert `wanted` to a TransformerLens `Slice`; an integer removes the sliced axis."""
     return wanted if isinstance(wanted, Slice) else Slice(wanted)

@@ -39,7 +39,7 @@ def block_kind(block: int) -> HeadKind:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The sizes of one source layer, with TransformerLens' names and d_value."""
+    """The sizes of one source layer, named as in TransformerLens (except d_value)."""
 
     n_heads: int
     n_key_value_heads: int | None  # None without grouped-query attention
@@ -162,7 +162,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
 
     @property
     def has_stock_sizes(self) -> bool:
-        """True if all layers have the same sizes and d_value = d_head, as in stock models."""
+        """True if all layers have the same sizes, with d_value = d_head, as in stock models."""
         first = self.layer_sizes[0]
         return set(self.layer_sizes) == {first} and first.d_value == first.d_head
 

@@ -164,7 +164,7 @@ class TwoBlocksHost(HookedTransformerHost):
         return [dict(self.model.cfg.gating.to_json()) for _ in self.neurons]
 
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
-        """Return the hook name of the residual stream before, within or after this layer."""
+        """Return the name of the residual stream's hook point before, within or after a layer."""
         block = heads_block(layer) if point == "pre" else neurons_block(layer)
         return f"blocks.{block}.hook_resid_{'post' if point == 'post' else 'pre'}"
 
@@ -189,7 +189,7 @@ class _TwoBlocksReplay(HookedReplay):
             return super()._run(joined, end)
 
     def enter(self, joined: Joined, block: int) -> None:
-        """If a neuron block reads the attention block's input, provide the recorded input."""
+        """If neuron blocks read the input of the attention block, restore it from the recording."""
         n = sum(len(variant.stream) for variant in joined.entering(block)) // self.batch
         if not (self.model.cfg.parallel_attn_mlp and block % 2 and n):
             return
@@ -317,7 +317,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
             return super().forward(input, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle, unless another model changed the shared weights."""
+        """Return the state to copy or pickle, after checking that shared weights are unchanged."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return self.__dict__
 

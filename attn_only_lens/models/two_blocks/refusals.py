@@ -81,7 +81,7 @@ _MLP_OUT = "hook_mlp_out"
 
 
 class Refusals:
-    """A mixin that overrides members of `HookedTransformer` with members that raise an error."""
+    """A mixin that makes some members of `HookedTransformer` raise an error."""
 
 
 def _refuse_all() -> None:
@@ -153,7 +153,7 @@ class ConvertedHookChecks(HookChecks):
         return None
 
     def _wanted(self, wanted: Any) -> Any:
-        """Return a hook name unchanged; make a name filter skip all `hook_mlp_out` names."""
+        """Return a hook name unchanged, or a name filter without the `hook_mlp_out` names."""
         if isinstance(wanted, str):
             return wanted
         return lambda name: wanted(name) and not name.endswith(_MLP_OUT)
