@@ -1,13 +1,12 @@
-"""Save models as safetensors and JSON files, with their neuron-heads, and load them.
+"""Save models, with their neuron-heads, as safetensors and JSON files, and load them.
 
     gate.json           the manifest: the kind of model, its gates, a digest of every file, …
     model.safetensors   the weights; `bridge.safetensors`, if only `load` can use them
     tokenizer/          the tokenizer's files; a bridge's are in the folder itself
     config.json         the configuration, only for a bridge
 
-A bridge is saved as a Hugging Face folder where possible (`bridge.py`). `save` first writes a
-temporary folder next to the destination. Once this folder is complete, it takes the place of the
-destination.
+A bridge is saved as a Hugging Face folder where possible (`bridge.py`). `save` writes a temporary
+folder, which replaces the destination only when it is complete.
 """
 
 import os
@@ -64,9 +63,9 @@ class _Manifest(TypedDict):
 
 
 class _Kind(NamedTuple):
-    """One kind of model: its entries in the manifest, and functions to write and read its files.
+    """A kind of model: its manifest entries, and the functions that save and load its files.
 
-    `closed` lists file patterns; the manifest must list every file that matches one of them.
+    `closed` holds file patterns; every file that matches one must be listed in the manifest.
     """
 
     fields: Any
@@ -85,17 +84,17 @@ _Model: TypeAlias = AttentionOnlyTransformer | HookedTransformer | TransformerBr
 
 @torch.inference_mode(False)  # as in `load`
 def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | None = None) -> Path:
-    """Save a model to a folder; if an error occurs, the folder is not changed.
+    """Save a model to a folder, or leave the folder unchanged if an error occurs.
 
-    `load` and the command line open the folder. A model without neuron-heads, such as a
-    `HookedTransformer` that you made or trained, is loaded without neuron-heads.
+    `load` and the command line can open the folder. A model saved without neuron-heads, such as a
+    `HookedTransformer` that you trained, is loaded without neuron-heads.
 
     A `TransformerBridge` without processed weights is saved as a Hugging Face folder, which
     `from_pretrained` and `TransformerBridge.boot_transformers` can open; `gate.json` describes the
     neuron-heads. Only `load` can open other bridges: those with weights processed by
     `enable_compatibility_mode`, those from `boot_native`, and grown bridges with sizes that
-    transformers does not support. A saved bridge is loaded again and compared with the model, which
-    briefly needs memory for a second model.
+    transformers does not support. `save` loads each saved bridge again to compare it with the
+    model, which briefly needs memory for a second model.
 
     Args:
         model: a `TransformerBridge` or `HookedTransformer`, with or without neuron-heads, or a
@@ -128,7 +127,7 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
             f"got {a_type(model)}; expected a TransformerBridge or a HookedTransformer"
         )
     if not has_neuron_heads(model):
-        # Expose the model during the save, so that it passes the same checks as an exposed model.
+        # Expose the neurons while saving, so that `save` checks this model like an exposed model.
         with expose_neuron_heads(model):
             return _save(model, folder, source_name, {"layout": "plain"})
     return _save(model, folder, source_name, {})
@@ -159,7 +158,7 @@ def _save(model: _Model, folder: Path, source_name: str | None, changed: dict[st
 
 
 def load_saved(folder: Path, *, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Load a saved model from its folder, without pickles, network access or custom code."""
+    """Load a saved model from its folder, without using pickles, the network or custom code."""
     manifest = read_manifest(folder)
     kind = _KINDS[manifest["model"]]
     check_files(folder, manifest["files"], kind.closed, seal=MANIFEST)
@@ -169,12 +168,12 @@ def load_saved(folder: Path, *, device: torch.device, dtype: torch.dtype | None)
         model.tokenizer.padding_side = manifest["padding_side"]
     if dtype is not None:
         model.to(dtype, print_details=False)
-    # Pass a string, since a HookedTransformer ignores the index of a torch.device.
+    # Pass a string, since HookedTransformer.to ignores the index in a torch.device.
     return model.to(str(device), print_details=False)
 
 
 def is_saved(folder: str | os.PathLike[str]) -> bool:
-    """Return whether `save` wrote a folder."""
+    """Return whether a folder was written by `save`."""
     try:
         return (open_folder(folder) / MANIFEST).is_file()
     except (CheckpointError, OSError):
@@ -182,14 +181,14 @@ def is_saved(folder: str | os.PathLike[str]) -> bool:
 
 
 def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
-    """Write the manifest into a folder that already holds the model's other files."""
+    """Add the manifest to a folder that already holds the model's other files."""
     names = ("attn_only_lens", "transformer_lens")
     versions = {name: version(name.replace("_", "-")) for name in names}
     _DOCUMENT.write(folder / MANIFEST, **versions, **entries, files=file_digests(folder))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read a manifest and check its entries, but not the files that it lists (`check_files`)."""
+    """Read a folder's manifest and check its entries, but not the files that it lists."""
     path = folder / MANIFEST
     if not path.exists():
         raise CheckpointError(

@@ -1,10 +1,9 @@
-"""The classes of models and MLPs whose neurons are exposed as attention heads in place.
+"""Subclasses for models and MLPs whose neurons are exposed as attention heads in place.
 
-Exposing changes the `__class__` of a model to a subclass, and `undo` changes `__class__` back, so
-all references to the model stay valid. The model subclasses refuse hooks on `mlp.hook_neuron_write`
-while this hook point is switched off; without this check, TransformerLens would silently ignore
-such hooks. In a HookedTransformer, the MLP subclasses pass their output through
-`mlp.hook_neuron_write`.
+`expose_neuron_heads` sets the `__class__` of a model to a subclass, and `undo` sets it back, so all
+references to the model stay valid. The model subclasses raise an error for hooks on
+`mlp.hook_neuron_write` while this hook point is switched off; TransformerLens would silently ignore
+them. In a HookedTransformer, the MLP subclasses pass their output through `mlp.hook_neuron_write`.
 """
 
 import warnings
@@ -40,7 +39,7 @@ class _Exposed(WithNeuronHeads):
     _stock: type
 
     def forward(self, *args: Any, **how: Any) -> Any:
-        """Run the model; raise an error if an MLP was replaced, since its heads would not run."""
+        """Run the model; raise an error if an MLP was replaced, because its heads would not run."""
         UnsupportedModelError.raise_if(replaced_mlps(self), CHANGED)
         with exposed_heads(self)[0].passing.new_pass():  # a hook may run the model again
             return super().forward(*args, **how)  # type: ignore[misc]
@@ -58,14 +57,14 @@ class ExposedTransformer(_Exposed, HookChecks):
         return super().forward(*args, **how)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle; refuse weights into which other norms were folded."""
+        """Return the state to copy or pickle, after checking that shared weights are unchanged."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return self.__dict__
 
     def load_and_process_state_dict(
         self, state_dict: Any, fold_ln: bool = True, *args: Any, **how: Any
     ) -> None:
-        """Load weights as TransformerLens does, but refuse to fold norms into shared weights."""
+        """Load weights; raise an error instead of folding norms into shared weights."""
         if fold_ln:
             UnsupportedModelError.raise_if(sharing_reasons(self), "its norms cannot be folded")
         super().load_and_process_state_dict(state_dict, fold_ln, *args, **how)
@@ -99,7 +98,7 @@ class ExposedBridge(_Exposed, TransformerBridge):
                 self._hook_registry.pop(f"blocks.{layer.layer}.mlp.{name}", None)
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
-        """Turn hook_result on or off in attention, if the bridge supports this, and in all MLPs."""
+        """Turn head results on or off in all MLPs and, if the bridge supports it, in attention."""
         try:
             super().set_use_attn_result(use_attn_result)
         except NotImplementedError as error:
@@ -108,7 +107,7 @@ class ExposedBridge(_Exposed, TransformerBridge):
             heads.results = use_attn_result
 
     def run_with_cache(self, *args: Any, **how: Any) -> Any:
-        """Run the model as TransformerLens does, but refuse names of hook points that are off."""
+        """Run the model and return a cache; raise an error if a named hook point is off."""
         wanted = how.get("names_filter", args[3] if len(args) > 3 else None)
         names = [wanted] if isinstance(wanted, str) else wanted
         for name in names if isinstance(names, list) else []:
@@ -124,23 +123,23 @@ class ExposedBridge(_Exposed, TransformerBridge):
 
 
 class _ExposedMLPBridge:
-    """An MLP with neuron-heads whose W_out is followed by a hook point."""
+    """A bridge's MLP with neuron-heads; a hook point follows its W_out."""
 
     _neuron_heads: InPlace
 
     def forward(self, *args: Any, **how: Any) -> Any:
-        """Run the MLP as TransformerLens does; afterwards, discard values that its heads stored."""
+        """Run TransformerLens' MLP, then discard the values that the neuron-heads stored."""
         with self._neuron_heads.run_alone():
             return super().forward(*args, **how)  # type: ignore[misc]
 
 
 class _ExposedMLP:
-    """An MLP with neuron-heads in a HookedTransformer, where no hook point follows W_out."""
+    """A HookedTransformer's MLP with neuron-heads; no hook point follows its W_out."""
 
     _neuron_heads: InPlace
 
     def forward(self, x: Residual) -> Residual:
-        """Return the MLP's output, after running the hooks, if any, at hook_neuron_write."""
+        """Return the MLP's output, after any hooks at hook_neuron_write."""
         heads = vars(self).get("_neuron_heads")
         if heads is None:  # true after undo() if torch.nn.utils.parametrize changed the class
             return super().forward(x)  # type: ignore[misc]
@@ -173,7 +172,7 @@ class ExposedGatedBridge(_ExposedMLPBridge, GatedMLPBridge):
 
 
 class ExposedJointBridge(_ExposedMLPBridge, JointGateUpMLPBridge):
-    """A gated MLP with neuron-heads, in a bridge, where one weight matrix computes q and u."""
+    """A gated MLP with neuron-heads, in a bridge, where one matrix computes both projections."""
 
     _stock = JointGateUpMLPBridge
 
@@ -192,7 +191,7 @@ _EXPOSED: dict[type, type] = {exposed._stock: exposed for exposed in _CLASSES}
 
 
 def show(model: Any, heads: list[InPlace]) -> None:
-    """Attach neuron-heads to all MLPs of a model, and make it an instance of an exposed class."""
+    """Attach neuron-heads to all MLPs of a model, and switch the model to its exposed class."""
     for layer in heads:
         layer.attach()
         layer.mlp.__class__ = _EXPOSED.get(type(layer.mlp), type(layer.mlp))
@@ -215,7 +214,7 @@ def hide(model: Any) -> None:
 
 @contextmanager
 def hidden(model: Any) -> Iterator[Any]:
-    """Hide the exposed neuron-heads of a model, if it has any, until the context ends."""
+    """Remove a model's exposed neuron-heads, if there are any, until the `with` block ends."""
     heads = exposed_heads(model)
     hide(model)
     try:

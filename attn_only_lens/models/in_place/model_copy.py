@@ -1,12 +1,12 @@
 """Copy a TransformerBridge or HookedTransformer before its neurons are exposed as heads.
 
-So that tied tensors stay tied and views stay views, `deepcopy` gets a memo that maps every tensor
-to its counterpart in the copy. The counterpart is an alias of the tensor or, if weights are copied,
-a view of the copied storage; each storage is copied only once. (In joint attention, q, k and v are
-views of one weight.) `deepcopy` cannot copy closures. So the hooks with which TransformerLens
-captures the inputs of norms and MLPs are removed from the copy, and the blocks of the copy attach
-new hooks when they run. In transformer-lens 4, placeholder hooks stand for the missing modules of
-BERT's MLPs; these hooks are created again for the copy. Bridges with other closures are refused.
+The `memo` argument of `deepcopy` maps every tensor to its counterpart in the copy, so that tied
+tensors stay tied and views stay views. The counterpart is an alias of the tensor or, if weights are
+copied, a view of the copied storage. (In joint attention, q, k and v are views of one weight.)
+`deepcopy` cannot copy closures. The hooks with which TransformerLens captures the inputs of norms
+and MLPs are therefore removed from the copy, whose blocks attach new hooks when they run. In
+transformer-lens 4, placeholder hooks stand for the missing modules of BERT's MLPs; the copy gets
+new placeholder hooks. Bridges with other closures cannot be copied.
 """
 
 import copy
@@ -43,7 +43,7 @@ def reasons_against_copying(model: Any) -> list[str]:
 
 
 def copy_model(model: Any, *, copy_weights: bool) -> Any:
-    """Copy a model; the caller has checked that `reasons_against_copying` returns no reasons."""
+    """Copy a model for which `reasons_against_copying` returns no reasons."""
     shared = [getattr(model, name, None) for name in ("tokenizer", "processor", "dataset")]
     memo: dict[int, Any] = {id(attribute): attribute for attribute in shared}
     storages: dict[int, torch.UntypedStorage] = {}
@@ -72,7 +72,7 @@ def copy_model(model: Any, *, copy_weights: bool) -> Any:
 
 
 def _bind_placeholders(point: HookPoint, memo: dict[int, Any]) -> None:
-    """On a copied hook point, replace placeholder hooks with hooks that act on copied modules."""
+    """Make the placeholder hooks of a copied hook point act on the copied modules."""
     for handle in list(filter(is_placeholder, point.fwd_hooks)):
         handle.hook.remove()
         point.fwd_hooks.remove(handle)

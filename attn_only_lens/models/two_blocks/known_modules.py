@@ -1,4 +1,4 @@
-"""Check that the settings and modules of a HookedTransformer are known and convertible."""
+"""Check that a HookedTransformer has only settings and modules that can be converted exactly."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ _NORM_TYPES = ("LN", "LNPre", "RMS", "RMSPre", None)
 def reasons_against(
     model: object, *, needs_mlp: bool = True, silu: GeneralizedSiLU | None = None
 ) -> list[str]:
-    """Return error messages if a model cannot be converted exactly; hooks are not checked.
+    """Return error messages if a model cannot be converted exactly, without checking hooks.
 
     `needs_mlp=False` allows models without MLPs. If `silu` is given, it must be the activation of
     every MLP.
@@ -73,7 +73,7 @@ def reasons_against(
 
 
 def structure_reasons(model: HookedTransformer) -> list[str]:
-    """Return error messages for modules of unknown classes; the activation is not checked."""
+    """Return error messages for modules of unknown classes, without checking the activation."""
     reasons = module_reasons(model)
     for layer, block in enumerate([] if reasons else model.blocks):
         reasons += [f"layer {layer}: {reason}" for reason in _block_reasons(block, model.cfg)]
@@ -81,7 +81,7 @@ def structure_reasons(model: HookedTransformer) -> list[str]:
 
 
 def module_reasons(model: HookedTransformer) -> list[str]:
-    """Return error messages for replaced forward methods, inference tensors or a bad n_layers."""
+    """Return error messages for replaced forward methods, inference tensors or a wrong n_layers."""
     reasons = []
     if len(model.blocks) != model.cfg.n_layers:
         reasons.append(
@@ -130,7 +130,7 @@ def _block_reasons(block: Any, cfg: Any) -> list[str]:
 
 
 def _activation_reasons(act_fn: Any, name: str, silu: GeneralizedSiLU | None) -> list[str]:
-    """Return an error message if, in float64, `act_fn` differs from its gate's activation."""
+    """Return an error message if `act_fn` differs from the expected activation in float64."""
     gate = GATES[name] if silu is None else silu.gate
     q = torch.linspace(-12.0, 12.0, 193, dtype=torch.float64, device="cpu")
     try:
