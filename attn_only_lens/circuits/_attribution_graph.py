@@ -39,7 +39,7 @@ from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_weights import float32_weights
 from attn_only_lens.engine.positions import Roles
 from attn_only_lens.engine.prompts import Prompts, prompt_pair, single_prompts
-from attn_only_lens.engine.tokens import token_texts
+from attn_only_lens.engine.tokens import all_token_texts
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.precision import full_precision
@@ -160,10 +160,7 @@ def attribution_graph(
         edges, by_prompt = LinearGraph(run, pair, at_positions).edges()
         rest = float(np.delete(attributions, index).sum())
         nodes = node_frame(run, places, by_sublayer, chosen, rest)
-    tokens, corrupted_tokens = (
-        tuple(tuple(token_texts(model, row)) for row in side.tolist())
-        for side in (pair.clean, pair.corrupted)
-    )
+    tokens, corrupted_tokens = (all_token_texts(model, x) for x in (pair.clean, pair.corrupted))
     if positions is not None:
         edges = places.by_role(edges, by_prompt, set(nodes["id"]))
         tokens = corrupted_tokens = (tuple(places.names),)

@@ -38,7 +38,7 @@ from attn_only_lens.engine.positions import Roles
 from attn_only_lens.engine.prompts import Prompts, prompt_pair
 from attn_only_lens.engine.replay import Variants
 from attn_only_lens.engine.sites import LayerSites
-from attn_only_lens.engine.tokens import token_text, token_texts
+from attn_only_lens.engine.tokens import all_token_texts, token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
 from attn_only_lens.heads.host import HEAD_PLURALS, NEURON_KINDS
@@ -136,22 +136,7 @@ def group_nodes(
         >>> len(groups) > 2, abs(groups.faithfulness - groups.group_faithfulness) < 0.05
         (True, True)
     """
-    reasons = []
-    if not isinstance(graph, CircuitGraph):
-        reasons.append(f"got {a_type(graph)}; expected a graph from attribution_graph")
-    elif not graph.corrupted:
-        reasons.append("got a graph of one run; expected attribution_graph(…, corrupted=…)")
-    elif graph.heads.empty:
-        reasons.append("got a graph without heads and neurons")
-    reasons += [
-        f"got {name}={share!r}; expected a number from 0 to 1"
-        for name, share in (("similarity", similarity), ("tolerance", tolerance))
-        if not is_number(share, 0, 1)
-    ]
-    columns = {"name", "rank", "value", "tokens", "position"}
-    if examples is not None and not columns <= set(getattr(examples, "columns", ())):
-        reasons.append("got invalid examples; expected the result of neurons.top_examples")
-    InputError.raise_if(reasons, _PROBLEM)
+    InputError.raise_if(_reasons(graph, similarity, tolerance, examples), _PROBLEM)
     pair = prompt_pair(model, clean, corrupted, mask)
     _require_same_prompts(graph, model, pair, metric, positions)
     sites = site_rows(site_groups(model, pair, None, positions or "each", "z"))
@@ -200,6 +185,26 @@ def group_nodes(
     )
 
 
+def _reasons(graph: object, similarity: object, tolerance: object, examples: Any) -> list[str]:
+    """Return error messages for invalid arguments of `group_nodes`."""
+    reasons = []
+    if not isinstance(graph, CircuitGraph):
+        reasons.append(f"got {a_type(graph)}; expected a graph from attribution_graph")
+    elif not graph.corrupted:
+        reasons.append("got a graph of one run; expected attribution_graph(…, corrupted=…)")
+    elif graph.heads.empty:
+        reasons.append("got a graph without heads and neurons")
+    reasons += [
+        f"got {name}={share!r}; expected a number from 0 to 1"
+        for name, share in (("similarity", similarity), ("tolerance", tolerance))
+        if not is_number(share, 0, 1)
+    ]
+    columns = {"name", "rank", "value", "tokens", "position"}
+    if examples is not None and not columns <= set(getattr(examples, "columns", ())):
+        reasons.append("got invalid examples; expected the result of neurons.top_examples")
+    return reasons
+
+
 def _require_same_prompts(
     graph: CircuitGraph, model: Any, pair: Any, metric: AnyMetric, positions: Roles | None
 ) -> None:
@@ -210,10 +215,7 @@ def _require_same_prompts(
         expected = "the task's roles" if by_role else "None: the graph's nodes are at positions"
         reasons.append(f"got positions={positions!r}; expected {expected}")
     if not by_role:
-        here = [
-            tuple(tuple(token_texts(model, row)) for row in tokens.tolist())
-            for tokens in (pair.clean, pair.corrupted)
-        ]
+        here = [all_token_texts(model, tokens) for tokens in (pair.clean, pair.corrupted)]
         if here != [graph.tokens, graph.corrupted]:
             reasons.append("got prompts other than the graph's")
     if (name := getattr(metric, "name", graph.metric)) != graph.metric:

@@ -124,6 +124,11 @@ def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
     return _texts(model, ids, {token: token_text(model, token) for token in {*ids}})
 
 
+def all_token_texts(model: Any, tokens: Tokens) -> tuple[tuple[str, ...], ...]:
+    """Return the texts of every prompt's tokens, including padding, as graphs show them."""
+    return tuple(tuple(token_texts(model, row)) for row in tokens.tolist())
+
+
 def token_texts_of_prompts(
     model: Any, tokens: Tokens, real: Bool[Tensor, "batch pos"]
 ) -> list[list[str | None]]:

@@ -21,7 +21,7 @@ from attn_only_lens.circuits.weights.vocabulary import DirectEffects
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.prompts import Prompts, single_prompts
 from attn_only_lens.engine.recording import Recording, record
-from attn_only_lens.engine.tokens import token_text, token_texts
+from attn_only_lens.engine.tokens import all_token_texts, token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
@@ -132,23 +132,11 @@ def circuit_view(
         if not isinstance(value, kind)
     ]
     refuse(*reasons)
+    reasons = _reasons(graph, model, prompts, corrupted, examples)
     if not is_count(prompt, 0, len(graph.tokens) - 1):
         reasons.append(f"got prompt={prompt!r}; the graph has {len(graph.tokens)} prompts")
     if not is_count(top_tokens):
         reasons.append(f"got top_tokens={top_tokens!r}; expected 0 or more")
-    if (model is None) != (prompts is None):
-        inputs = "prompts" if model is None else "a model"
-        reasons.append(f"got {inputs} alone; expected both a model and prompts, or neither")
-    if corrupted is not None and not graph.corrupted:
-        reasons.append("got corrupted prompts for a graph of one run; expected corrupted=None")
-    if corrupted is not None and prompts is None:
-        reasons.append(
-            "got corrupted prompts without a model and clean prompts; expected all three"
-        )
-    if examples is not None and not {"name", *EXAMPLE_COLUMNS} <= set(examples):
-        reasons.append(
-            f"got examples with columns {list(examples)}; expected those of top_examples"
-        )
     refuse(*reasons, *_exact_reasons(graph, exact))
     notes = [*notes, *_notes_about(graph, prompt)]
     if graph.corrupted and prompts is not None:
@@ -190,6 +178,31 @@ def circuit_view(
         state = {"kinds": list(EDGE_KINDS), **(state or {})}
     nodes = drawn.nodes.drop(columns="error", errors="ignore").join(columns, on="id")
     return circuit_page(nodes, drawn.edges[list(EDGE_COLUMNS)], meta, details, state=state)
+
+
+def _reasons(
+    graph: CircuitGraph,
+    model: Any,
+    prompts: Prompts | None,
+    corrupted: Prompts | None,
+    examples: pd.DataFrame | None,
+) -> list[str]:
+    """Return error messages for inputs that do not belong together or to the graph."""
+    reasons = []
+    if (model is None) != (prompts is None):
+        inputs = "prompts" if model is None else "a model"
+        reasons.append(f"got {inputs} alone; expected both a model and prompts, or neither")
+    if corrupted is not None and not graph.corrupted:
+        reasons.append("got corrupted prompts for a graph of one run; expected corrupted=None")
+    if corrupted is not None and prompts is None:
+        reasons.append(
+            "got corrupted prompts without a model and clean prompts; expected all three"
+        )
+    if examples is not None and not {"name", *EXAMPLE_COLUMNS} <= set(examples):
+        reasons.append(
+            f"got examples with columns {list(examples)}; expected those of top_examples"
+        )
+    return reasons
 
 
 def _notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
@@ -256,7 +269,7 @@ def _record_prompts(
     """Run the model on prompts with these tokens; record patterns and z for the graph's nodes."""
     refuse(*reasons_not_to_run(model), *reasons_without_heads(model))
     pair = single_prompts(model, prompts, mask)
-    if tuple(tuple(token_texts(model, row)) for row in pair.clean.tolist()) != tokens:
+    if all_token_texts(model, pair.clean) != tokens:
         shown = ["|".join(row[:12]) + "|…" * (len(row) > 12) for row in tokens[:3]]
         refuse(f"got prompts other than the graph's prompts, {'; '.join(shown)}")
     hooks = [hook for head in _layers(graph.heads) for hook in _hooks(model, head)]
