@@ -1,4 +1,4 @@
-"""Features in analyses of weights and in explanations; skip and error nodes refused or left out."""
+"""Tests of features in weight analyses and explanations; skip and error nodes are left out."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def model():
 
 
 def gain(norm):
-    """The gain of a norm, of either transformer-lens."""
+    """Return the gain of a norm, under TransformerLens 3.9 or 4."""
     return (norm.weight if hasattr(norm, "weight") else norm.w).detach()
 
 
@@ -63,7 +63,7 @@ def test_selections_leave_out_what_has_no_weights(model):
     kinds = set(circuits.copying_scores(model)["kind"])
     assert kinds == {"attention", "neuron", "feature"}
     pairs = circuits.top_compositions(model, 3, writers=p.all_heads(3), readers=p.all_heads(3))
-    assert pairs.attrs["pairs"] == 4 * 344 + 4 * 0  # heads of layer 3 write to its features
+    assert pairs.attrs["pairs"] == 4 * 344 + 4 * 0  # the heads of layer 3 write to its features
     for call in (
         lambda: circuits.composition(model, ["L1E"], ["L3F11"]),
         lambda: circuits.composition(model, ["L1F58"], ["L3E"]),
@@ -82,7 +82,7 @@ def test_selections_leave_out_what_has_no_weights(model):
 
 @torch.no_grad()
 def test_sources_of_a_feature_include_errors(model):
-    """The share of an error is its product with the encoder's column, after the norm's scale."""
+    """An error node's share is its output times the encoder column, divided by the norm's scale."""
     frame = circuits.score_sources(model, PAIR[0], "L3F11")
     _, cache = model.run_with_cache(PAIR[0])
     q = cache["blocks.3.mlp.hook_pre"][0, -1, 11]

@@ -1,4 +1,4 @@
-"""Features of transcoders in a corpus: sparse, perhaps dead, next to neurons of gated MLPs."""
+"""Tests of transcoder features in a corpus: sparse or dead, next to neurons of gated MLPs."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def texts(model):
 
 @pytest.fixture(scope="module")
 def acts(model, texts):
-    """Features' z [token, feature] by layer, with the text and position of each token but BOS."""
+    """Return z [token, feature] by layer, and each token's text and position, without BOS."""
     rows, places = {1: [], 3: []}, []
     for number, text in enumerate(texts):
         _, cache = model.run_with_cache(text)
@@ -41,7 +41,7 @@ def test_examples_are_the_tokens_at_which_a_feature_is_active(model, texts, acts
     active = (z > 0).sum(0)
     rare = int(torch.where((active > 0) & (active < 6), active, 1000).argmin())
     often = int(active.argmax())
-    assert 0 < active[rare] < 6 < 20 < active[often]  # the control
+    assert 0 < active[rare] < 6 < 20 < active[often]  # control
     names = [f"L3F{index}" for index in (rare, often, DEAD)]
     frame = neurons.top_examples(model, names, texts, k=6, **QUIET)
     assert set(frame["name"]) == set(names[:2])  # a dead feature has no examples
@@ -74,7 +74,7 @@ def test_histograms_count_tokens_at_which_a_feature_is_inactive(model, texts, ac
 
 
 def test_features_and_neurons_of_gated_mlps_together(model, texts):
-    """None means both; the results of each are those that it has alone."""
+    """None selects features and neurons, with the same results as each selection alone."""
     both = neurons.neuron_statistics(model, None, texts[:3], k=2, **QUIET)
     kinds = [sum(letter in name for name in both.names) for letter in "NF"]
     assert kinds == [2 * 344, 2 * 344]
@@ -84,11 +84,11 @@ def test_features_and_neurons_of_gated_mlps_together(model, texts):
         same = both.of(list(alone.names))
         for part in ("examples", "counts"):
             for name, expected in getattr(alone, part).items():
-                got = getattr(same, part)[name]  # looking at a layer changes its rounding
+                got = getattr(same, part)[name]  # hooks in a layer change its rounding
                 assert torch.allclose(got.double(), expected.double(), atol=1e-5), name
     with pytest.raises(InputError, match="no quadrants"):
-        alone.quadrants()  # of features
-    shares = both.quadrants()  # of neurons alone
+        alone.quadrants()  # features
+    shares = both.quadrants()  # neurons only
     assert [("N" in name) for name in shares["name"]] == [True] * (2 * 344)
     assert shares.drop(columns="name").sum(axis=1).to_numpy() == pytest.approx(1.0)
     assert all("N" in name for name in both.quadrant_examples()["name"])

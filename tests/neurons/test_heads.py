@@ -1,4 +1,4 @@
-"""Attention heads over a corpus, against a slow oracle: a text at a time, and a cache."""
+"""Tests of attention heads over a corpus, against a slow loop over texts with a cache."""
 
 from collections import defaultdict
 from functools import partial
@@ -38,7 +38,7 @@ def plain():
 
 
 def corpus(bos=1):
-    """Texts of different lengths, of few tokens; one is empty, one is cut in three."""
+    """Return short texts with few different tokens; one is empty and one is cut in three."""
     generator = torch.Generator().manual_seed(7)
     return [
         [bos] * (n > 0) + torch.randint(5, 15, (n,), generator=generator).tolist()
@@ -48,7 +48,7 @@ def corpus(bos=1):
 
 @torch.no_grad()
 def looked_up(model, texts, name, has_bos):
-    """Attention of a head at every token, and the norm of what it writes."""
+    """Return one row per token: a head's attention and the norm of its output."""
     head, rows = HeadName.parse(name), []
     W_O = host_of(model).attention(head.layer).W_O[head.index].detach()
     for number, text in enumerate(texts):
@@ -116,7 +116,7 @@ def test_they_are_those_of_a_loop_over_texts(model, has_bos, monkeypatch, tmp_pa
             frame[frame["name"] == name].to_dict("records"), expected, strict=True
         ):
             assert row["value"] == pytest.approx(wanted["norm"], rel=1e-9)
-            # Equal values may have another order after rounding.
+            # Rounding may change the order of equal values.
             place = row["text"], row["at"]
             wanted = next(other for other in every if other["place"] == place)
             assert row["value"] == pytest.approx(wanted["norm"], rel=1e-9)

@@ -1,4 +1,4 @@
-"""Features, skip nodes and error nodes in pictures: told apart, and never called neurons."""
+"""Tests that pictures show features, skip nodes and error nodes as kinds of their own."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def test_the_page_says_what_it_counts(page):
 
 @torch.no_grad()
 def test_details_of_each_kind(page, model):
-    """Features have gates, z and tokens; error nodes write the tokens that their vectors raise."""
+    """Features have gates, z and tokens; error and skip nodes have the tokens that they raise."""
     details = read_back(page)["details"]
     _, cache = model.run_with_cache(PAIR[0])
     z = cache["blocks.3.mlp.hook_post"][0, :, 11]
@@ -54,7 +54,7 @@ def test_details_of_each_kind(page, model):
     for node in ("L3E@5", "L1E@2", "L1S@2"):
         assert set(details[node]) == {"writes"}
         assert node.partition("@")[0] not in details
-    # The last layer's error, by the final norm's gain and the unembedding.
+    # The tokens follow from the vector, the final norm's gain and the unembedding.
     error = cache["blocks.3.mlp.hook_error"][0, 5, 0]
     gain = model.ln_final.weight.detach() if hasattr(model.ln_final, "weight") else model.ln_final.w
     for node, vector in (
