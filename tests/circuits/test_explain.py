@@ -175,8 +175,8 @@ def test_it_warns_if_the_model_gives_another_answer(model):
         ranks = [1 + order.index(model.to_single_token(answer)) for answer in answers]
         why = circuits.explain(model, CLEAN, CORRUPTED, p.logit_diff(*answers), n_patched=1)
         text = " ".join(repr(why).split())
-        (first, second), (rank, other) = answers, ranks
-        said = f"not {first!r} (rank {rank:,}) or {second!r} (rank {other:,})."
+        (first, second), (rank, second_rank) = answers, ranks
+        said = f"not {first!r} (rank {rank:,}) or {second!r} (rank {second_rank:,})."
         assert f"on the clean prompt, the model answers ' are' (29%), {said}" in text
         assert ("nearly impossible" in text) == (min(ranks) >= 1000)
 

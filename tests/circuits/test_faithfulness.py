@@ -199,7 +199,7 @@ def test_the_circuit_found_suffices_and_each_of_its_sites_is_needed(method, layo
     assert result.completeness == pytest.approx(share(rest), abs=1e-8)
 
 
-def sufficient_prefixes(model, clean, corrupted, wanted):
+def sufficient_prefixes(model, clean, corrupted, threshold):
     """Return the shortest sufficient prefix of each order, by trying all, and the curves."""
     ranking = p.attribution(model, clean, corrupted, METRIC, direction="noise")
     arguments = model, clean, corrupted, METRIC, ranking.frame
@@ -208,7 +208,7 @@ def sufficient_prefixes(model, clean, corrupted, wanted):
     for order in ("magnitude", "signed"):
         sites = ablated.ranked(ranking, order)
         curve = ablated.faithfulness([sites[:k] for k in range(1, len(sites) + 1)])
-        shortest[order] = 1 + int((abs(1 - curve) <= 1 - wanted).argmax())
+        shortest[order] = 1 + int((abs(1 - curve) <= 1 - threshold).argmax())
         curves[order] = curve
     return shortest, curves
 
@@ -230,15 +230,15 @@ def test_what_helps_faithfulness_is_first_in_the_signed_order():
     assert signs == {-1.0, 1.0}
 
 
-@pytest.mark.parametrize("wanted", [0.8, 0.95])
-def test_the_last_look_finds_the_shortest_prefix(wanted):
+@pytest.mark.parametrize("threshold", [0.8, 0.95])
+def test_the_last_look_finds_the_shortest_prefix(threshold):
     """The search tries all prefixes shorter than the circuit, whatever order the circuit has."""
     model, (clean, corrupted) = model_of("gelu"), prompts(batch=1)
-    shortest, _ = sufficient_prefixes(model, clean, corrupted, wanted)
+    shortest, _ = sufficient_prefixes(model, clean, corrupted, threshold)
     ranking = p.attribution(model, clean, corrupted, METRIC, direction="noise")
     arguments = model, clean, corrupted, METRIC, ranking.frame
     ablated = AblatedModel(*arguments, ablation="resample", mask=None)
-    search = _Search(ablated, wanted)
+    search = _Search(ablated, threshold)
     orders = [ablated.ranked(ranking, order) for order in ("magnitude", "signed")]
     size = min(shortest.values())
     longer = orders[0][: size + 5]
@@ -286,21 +286,21 @@ def test_a_search_does_not_record_the_runs_of_its_ranking_again(ablation, monkey
     np.testing.assert_allclose(tried["faithfulness"], expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("seed", "wanted"), [(5, 0.8), (10, 0.99)])
-def test_no_prefix_of_either_order_is_shorter(seed, wanted):
+@pytest.mark.parametrize(("seed", "threshold"), [(5, 0.8), (10, 0.99)])
+def test_no_prefix_of_either_order_is_shorter(seed, threshold):
     model, (clean, corrupted) = model_of("gelu"), prompts(batch=1)
     clean, corrupted = (clean + seed) % 41, (corrupted + 5 * seed) % 41
-    shortest, curves = sufficient_prefixes(model, clean, corrupted, wanted)
-    how = {"faithfulness": wanted, "n_random": 0}
+    shortest, curves = sufficient_prefixes(model, clean, corrupted, threshold)
+    how = {"faithfulness": threshold, "n_random": 0}
     circuit = discover(model, clean, corrupted, METRIC, **how)
-    assert abs(1 - circuit.faithfulness) <= 1 - wanted
+    assert abs(1 - circuit.faithfulness) <= 1 - threshold
     assert len(circuit) <= min(shortest.values()) < 0.3 * circuit.n_sites
     for order, size in shortest.items():
         prefix = discover(model, clean, corrupted, METRIC, order=order, **how)
         k = len(prefix)  # a grid may miss shorter sufficient prefixes
         assert k >= size
-        assert abs(1 - curves[order][k - 1]) <= 1 - wanted or k == circuit.n_sites
-        assert abs(1 - curves[order][k - 2]) > 1 - wanted
+        assert abs(1 - curves[order][k - 1]) <= 1 - threshold or k == circuit.n_sites
+        assert abs(1 - curves[order][k - 2]) > 1 - threshold
     # Control: no curve is monotone, so a bisection would have failed.
     assert all((np.diff(curve) < -0.01).any() for curve in curves.values())
 
@@ -450,11 +450,9 @@ def test_what_makes_no_sense_is_refused():
     circuit = discover(*arguments, sites=["L0N3", "L1H0"], n_random=0)
     with pytest.raises(InputError, match=f"prompts of {POS + 2} tokens; expected {POS}"):
         evaluate(model, circuit, *longer, METRIC)
-    for wanted in (2, "x"):
-        with pytest.raises(
-            InputError, match=rf"(?s)faithfulness={wanted!r}.*n_random=-1.*seed=1.5"
-        ):
-            discover(*arguments, faithfulness=wanted, n_random=-1, seed=1.5)
+    for value in (2, "x"):
+        with pytest.raises(InputError, match=rf"(?s)faithfulness={value!r}.*n_random=-1.*seed=1.5"):
+            discover(*arguments, faithfulness=value, n_random=-1, seed=1.5)
     handle = model.hook_embed.register_forward_hook(lambda *args: None)
     with pytest.raises(InputError, match="hooks are attached"):
         faithfulness(*arguments, ranking)

@@ -120,8 +120,8 @@ def test_explanation_and_groups(model):
             assert does.startswith(expected)
         if kind == "feature":
             place = f"blocks.{name[1]}.mlp.hook_post", int(position), int(name[3:])
-            z, other = (run[place[0]][0, place[1], place[2]] for run in (cache, corrupted))
-            assert does.startswith(f"z {z:.2f}" if z or other else "inactive")
+            z, corrupted_z = (run[place[0]][0, place[1], place[2]] for run in (cache, corrupted))
+            assert does.startswith(f"z {z:.2f}" if z or corrupted_z else "inactive")
         assert ("gate" in does) == (kind == "neuron")
     assert "features" not in why.title
     assert "L3E@5" in why.text(60)

@@ -35,8 +35,8 @@ def by_frequency(power):
     shares = []
     for k in range(1, P // 2 + 1):
         entries = torch.tensor([0, k, P - k]) if axes == 2 else torch.tensor([k, P - k])
-        of = power[..., entries]
-        shares.append(of[..., entries, :].sum((-1, -2)) if axes == 2 else of.sum(-1))
+        selected = power[..., entries]
+        shares.append(selected[..., entries, :].sum((-1, -2)) if axes == 2 else selected.sum(-1))
     return torch.stack(shares, -1)
 
 

@@ -175,13 +175,13 @@ def test_names_say_their_role(model):
     names = ["L0N3@subject", "L1H0@end", "L0H1"]
     some = p.activation_patch(*arguments, sites=names, **how).frame
     key = ["name", "position"]
-    asked = {("L0N3", "subject"), ("L1H0", "end")} | {("L0H1", role) for role in ROLES}
-    assert set(some[key].itertuples(index=False, name=None)) == asked
+    expected = {("L0N3", "subject"), ("L1H0", "end")} | {("L0H1", role) for role in ROLES}
+    assert set(some[key].itertuples(index=False, name=None)) == expected
     both = some.merge(every, on=key, how="left")
     assert abs(both["score_x"] - both["score_y"]).max() < EXACT
     circuit = discover(*arguments, sites=names, faithfulness=0.5, **places)
-    assert circuit.n_sites == len(asked)
-    assert set(circuit.frame[key].itertuples(index=False, name=None)) <= asked
+    assert circuit.n_sites == len(expected)
+    assert set(circuit.frame[key].itertuples(index=False, name=None)) <= expected
     for bad, match in {
         "L0N3@object": "L0N3@object; expected one of the roles in positions: subject, verb, end",
         "L0N3@2": "got L0N3@2; expected one of the roles",

@@ -97,21 +97,21 @@ def test_hooks_everywhere_are_refused_unless_they_count():
 def test_hooks_of_libraries_are_not_refused(name):
     plain = exposed(name)
     expected = sweep(plain).to_frame()
-    asked = exposed(name)
-    asked.original_model(pair()[0], output_hidden_states=True, output_attentions=True)
-    left = [m for m in asked.original_model.modules() if m._forward_hooks]
+    recorded = exposed(name)
+    recorded.original_model(pair()[0], output_hidden_states=True, output_attentions=True)
+    left = [m for m in recorded.original_model.modules() if m._forward_hooks]
     assert len(left) > 3 or name == "bert"
     placed = bridges.original(name)
     for module in placed.modules():
         add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
     assert "forward" in vars(placed)
-    for model in (asked, expose_neuron_heads(bridges.bridged(placed)).model):
+    for model in (recorded, expose_neuron_heads(bridges.bridged(placed)).model):
         assert not find_hooks(model).users
         pd.testing.assert_frame_equal(sweep(model).to_frame(), expected, **SAME)
         assert len(p.attribution(model, *pair(), METRIC, **GIVEN).frame) == len(expected)
     # Control: a user's hook next to the libraries' hooks is found.
-    asked.original_model.register_forward_hook(look)
-    assert find_hooks(asked).users == ("original_model",)
+    recorded.original_model.register_forward_hook(look)
+    assert find_hooks(recorded).users == ("original_model",)
 
 
 @needs_transformer_lens_4

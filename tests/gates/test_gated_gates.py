@@ -211,11 +211,11 @@ def test_the_smallest_range_that_covers_the_request():
 
 
 @pytest.mark.parametrize(
-    "asked", [1e-3, 0.7, 1.0, 3.0, 4096.0, 5000.0, math.nextafter(2.0**40, math.inf)]
+    "limit", [1e-3, 0.7, 1.0, 3.0, 4096.0, 5000.0, math.nextafter(2.0**40, math.inf)]
 )
-def test_relu_has_every_range(asked):
-    gate = bilinear_gate("relu", 6, limit=asked)
-    assert asked <= gate.limit < 2 * asked
+def test_relu_has_every_range(limit):
+    gate = bilinear_gate("relu", 6, limit=limit)
+    assert limit <= gate.limit < 2 * limit
     g = off_grid(gate)
     assert (gate.activation(g) - F.relu(g)).abs().max() <= gate.bound
     assert gate.bound == gate.limit * bilinear_gate("relu", 6, limit=1.0).bound

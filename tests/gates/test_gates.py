@@ -67,12 +67,12 @@ def test_finite_at_every_finite_input(name, dtype):
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "quick_gelu"])
 def test_activation_and_its_gradient_are_those_of_transformer_lens(name):
     q = torch.linspace(-9, 9, 211, dtype=torch.float64)
-    ours, reference = q.clone().requires_grad_(), q.clone().requires_grad_()
-    a, b = GATES[name].activation(ours), SUPPORTED_ACTIVATIONS[name](reference)
+    got, expected = q.clone().requires_grad_(), q.clone().requires_grad_()
+    a, b = GATES[name].activation(got), SUPPORTED_ACTIVATIONS[name](expected)
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-15)
     a.sum().backward()
     b.sum().backward()
-    torch.testing.assert_close(ours.grad, reference.grad, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(got.grad, expected.grad, rtol=1e-11, atol=1e-13)
 
 
 def test_the_control_fails():

@@ -32,7 +32,7 @@ def acts(model, texts):
         _, cache = model.run_with_cache(text)
         for layer, of_layer in rows.items():
             of_layer.append(cache[f"blocks.{layer}.mlp.hook_post"][0, 1:].double())
-        places += [(number, at) for at in range(1, len(of_layer[-1]) + 1)]
+        places += [(number, position) for position in range(1, len(of_layer[-1]) + 1)]
     return {layer: torch.cat(x) for layer, x in rows.items()}, places
 
 
@@ -49,10 +49,10 @@ def test_examples_are_the_tokens_at_which_a_feature_is_active(model, texts, acts
         here = [i for i in range(len(z)) if z[i, index] > 0]
         for end, sign in (("largest", -1), ("smallest", 1)):
             rows = frame[(frame["name"] == name) & (frame["end"] == end)]
-            wanted = sorted(here, key=lambda i: sign * z[i, index])[:6]
-            assert rows["value"].tolist() == pytest.approx(z[wanted, index].tolist(), rel=1e-4)
+            expected = sorted(here, key=lambda i: sign * z[i, index])[:6]
+            assert rows["value"].tolist() == pytest.approx(z[expected, index].tolist(), rel=1e-4)
             got = list(zip(rows["text"], rows["at"], strict=True))
-            assert got == [places[i] for i in wanted]
+            assert got == [places[i] for i in expected]
 
 
 def test_histograms_count_tokens_at_which_a_feature_is_inactive(model, texts, acts):
@@ -118,7 +118,7 @@ def test_attributions_of_features(model, texts):
         model, ["L3F7", "L1F9"], texts[:4], k=3, by="attribution", metric=p.loss(), **QUIET
     )
     assert len(frame)
-    assert all(values[at] for values, at in frame[["values", "position"]].to_numpy())
+    assert all(values[position] for values, position in frame[["values", "position"]].to_numpy())
 
 
 def test_error_and_skip_nodes_are_left_out_or_refused(model, texts):

@@ -108,13 +108,13 @@ def test_they_are_those_of_a_sort(model, by):
                 f[(f["name"] == name) & (f["end"] == end)].to_dict("records") for f in (one, many)
             )
             assert [row["rank"] for row in rows] == [1, 2, 3, 4]
-            for row, wanted in zip(rows, expected, strict=True):
-                assert (row["text"], row["at"]) == (wanted["text"], wanted["at"])
-                assert row["tokens"] == wanted["tokens"]
-                assert row["position"] == wanted["position"]
-                assert row["values"] == pytest.approx(wanted["values"], rel=1e-9, abs=1e-12)
-                assert row["gates"] == pytest.approx(wanted["gates"], rel=1e-9)
-                assert row["value"] == pytest.approx(wanted[by], rel=1e-9, abs=1e-12)
+            for row, expected_row in zip(rows, expected, strict=True):
+                assert (row["text"], row["at"]) == (expected_row["text"], expected_row["at"])
+                assert row["tokens"] == expected_row["tokens"]
+                assert row["position"] == expected_row["position"]
+                assert row["values"] == pytest.approx(expected_row["values"], rel=1e-9, abs=1e-12)
+                assert row["gates"] == pytest.approx(expected_row["gates"], rel=1e-9)
+                assert row["value"] == pytest.approx(expected_row[by], rel=1e-9, abs=1e-12)
             # Another batch size only changes rounding.
             assert [row["value"] for row in others] == pytest.approx(
                 [row["value"] for row in rows], rel=1e-9, abs=1e-12
@@ -127,9 +127,9 @@ def test_all_neurons_and_a_selection(plain):
     every = neurons.top_examples(plain, None, texts, k=2, **QUIET)
     assert len(every) == 2 * 2 * 2 * 37
     layer = neurons.top_examples(plain, p.neuron_heads(1), texts, k=2, ends="smallest", **QUIET)
-    wanted = every[every["name"].str.startswith("L1") & (every["end"] == "smallest")]
+    expected = every[every["name"].str.startswith("L1") & (every["end"] == "smallest")]
     # Hooks in layer 0 change the rounding.
-    for first, second in zip(layer.to_dict("records"), wanted.to_dict("records"), strict=True):
+    for first, second in zip(layer.to_dict("records"), expected.to_dict("records"), strict=True):
         assert first["value"] == pytest.approx(second["value"], rel=1e-9, abs=1e-12)
         assert (first["name"], first["rank"]) == (second["name"], second["rank"])
 
@@ -182,7 +182,7 @@ def with_inputs(model, texts, name):
             model(torch.tensor([piece]))
     hook.remove()
     x = torch.cat([x[0] for x in inputs])
-    both = [x @ of.weight[head.index] for of in (mlp.gate_proj, mlp.up_proj)]
+    both = [x @ linear.weight[head.index] for linear in (mlp.gate_proj, mlp.up_proj)]
     return [row | {"inputs": [x[i].item() for x in both]} for i, row in enumerate(rows)]
 
 
@@ -229,10 +229,10 @@ def test_statistics_are_kept(plain, tmp_path):
 
 
 def test_a_frame_without_pyarrow_holds_the_same_lists(plain, monkeypatch):
-    found = neurons.neuron_statistics(plain, NAMES, corpus(), k=3, **QUIET)
-    arrow = found.frame()
+    result = neurons.neuron_statistics(plain, NAMES, corpus(), k=3, **QUIET)
+    arrow = result.frame()
     monkeypatch.setattr(statistics, "find_spec", lambda name: None)
-    plain_lists = found.frame()
+    plain_lists = result.frame()
     assert plain_lists["tokens"].dtype == object != arrow["tokens"].dtype
     assert plain_lists.to_dict("records") == arrow.to_dict("records")
 
@@ -273,10 +273,10 @@ def test_attributions_are_derivatives(family):
     )
     shifted = shifted[shifted["text"] > 1]
     places = ["name", "text", "at"]
-    values, wanted = (
+    values, expected = (
         examples.sort_values(places)["value"].tolist() for examples in (shifted, frame)
     )
-    assert values == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+    assert values == pytest.approx(expected, rel=1e-6, abs=1e-9)
     whole = p.custom(lambda logits: logits.mean())
     with pytest.raises(InputError, match="one number for 2 texts; expected a tensor"):
         neurons.top_examples(model, "L0N3", texts, metric=whole, **options)

@@ -281,8 +281,8 @@ def by_hand(name, clean_logits):
 
     def kl(logits, mask):
         rows = torch.arange(BATCH)
-        ours, log_probs = (x[rows, last_of(mask)].log_softmax(-1) for x in (logits, clean_logits))
-        return F.kl_div(ours, log_probs, log_target=True, reduction="batchmean").item()
+        logs, log_probs = (x[rows, last_of(mask)].log_softmax(-1) for x in (logits, clean_logits))
+        return F.kl_div(logs, log_probs, log_target=True, reduction="batchmean").item()
 
     def loss(logits, mask):
         clean, total = pair()[0], []

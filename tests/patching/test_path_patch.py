@@ -149,7 +149,7 @@ def test_bridges_equal_hooks(name):
 def test_equals_transformerlens():
     """Direct paths between heads agree; 3.9 holds the norms' scales, and 4 recomputes them."""
     source, (clean, corrupted) = bridges.boot("gpt2", state="processed"), prompts()
-    theirs_is, other_scale = ("held", "anew") if HAS_HOOKED_TRANSFORMER else ("anew", "held")
+    reference_scale, other_scale = ("held", "anew") if HAS_HOOKED_TRANSFORMER else ("anew", "held")
     with torch.no_grad():
         caches = [source.run_with_cache(prompts)[1] for prompts in (clean, corrupted)]
     with expose_neuron_heads(source, copy=True) as model:
@@ -160,7 +160,7 @@ def test_equals_transformerlens():
                     *(0, 1, component),
                     verbose=False,
                 )
-            ours, off = (
+            same, off = (
                 p.path_patch(
                     *(model, clean, corrupted, METRIC),
                     senders="L0H1",
@@ -170,11 +170,11 @@ def test_equals_transformerlens():
                     scale=scale,
                     progress=False,
                 ).frame
-                for scale in (theirs_is, other_scale)
+                for scale in (reference_scale, other_scale)
             )
-            assert ours["receiver"].tolist() == ["L1H0", "L1H1"]
+            assert same["receiver"].tolist() == ["L1H0", "L1H1"]
             got, control = (
-                torch.tensor(frame["value"].to_numpy()).float() for frame in (ours, off)
+                torch.tensor(frame["value"].to_numpy()).float() for frame in (same, off)
             )
             assert torch.allclose(got, reference[1], rtol=1e-6)  # the reference is in float32
             assert not torch.allclose(control, reference[1], rtol=1e-6)

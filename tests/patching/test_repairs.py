@@ -178,8 +178,8 @@ def by_hand(model, layer, part):
         model(CLEAN)
         clean = {key: value.detach() for key, value in kept.items()}
         logits = model(CORRUPTED)
-        wanted = [kept["x"], kept["out"]]
-        g_post, g_mid = torch.autograd.grad(logits[0, -1, 7] - logits[0, -1, 11], wanted)
+        streams = [kept["x"], kept["out"]]
+        g_post, g_mid = torch.autograd.grad(logits[0, -1, 7] - logits[0, -1, 11], streams)
     dirty = {key: value.detach() for key, value in kept.items()}
     other_keys = (points["k"], lambda value, hook: clean["k"])
     with model.hooks(fwd_hooks=[other_keys, (points["pattern"], keep)]):

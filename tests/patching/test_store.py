@@ -66,15 +66,15 @@ def test_other_settings_are_named(tmp_path):
 
 def test_a_chunk_of_another_job_is_refused(tmp_path):
     foreign = ChunkStore(tmp_path / "theirs", SETTINGS | {"metric": "loss"})
-    ours = ChunkStore(tmp_path / "ours", SETTINGS)
+    store = ChunkStore(tmp_path / "ours", SETTINGS)
     foreign.put("a", arrays())
-    ours.put("b", arrays())
-    ours.path("a").write_bytes(foreign.path("a").read_bytes())
+    store.put("b", arrays())
+    store.path("a").write_bytes(foreign.path("a").read_bytes())
     with pytest.raises(CheckpointError, match="other settings"):
-        ours.get("a")
-    ours.path("b").rename(ours.path("a"))
+        store.get("a")
+    store.path("b").rename(store.path("a"))
     with pytest.raises(CheckpointError, match="other key"):
-        ours.get("a")
+        store.get("a")
 
 
 def test_a_damaged_chunk_is_refused(tmp_path):

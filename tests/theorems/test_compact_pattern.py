@@ -3,6 +3,7 @@
 The reference is built from the weights of a random HookedTransformer with GPT-2's pre-norm form,
 biases everywhere and several layers. It shares no code with the package: both sides have only the
 model and Theorem 6 in common.
+"""
 
 import pytest
 import torch

@@ -129,7 +129,7 @@ def case(seed):
     return rng.normal(size=(N, D)), layers, omega, slope, seed >= 12, width
 
 
-def ours(x, layers, omega, slope, causal, width, gauge="post"):
+def run_transformer(x, layers, omega, slope, causal, width, gauge="post"):
     tensors = [{name: torch.from_numpy(value) for name, value in w.items()} for w in layers]
     plain = PlainTransformer(tuple(PlainLayer(**w) for w in tensors), causal)
     options = {"omega": omega, "slope": slope, "d_head": width, "gauge": gauge}
@@ -152,7 +152,7 @@ def test_every_number_of_every_sublayer(seed):
     x, layers, omega, slope, causal, width = case(seed)
     expected = reference(x, layers, omega, slope, causal)
     for gauge in ("post", "shifted"):
-        streams, output = ours(x, layers, omega, slope, causal, width, gauge)
+        streams, output = run_transformer(x, layers, omega, slope, causal, width, gauge)
         assert error(streams, expected) < 1e-10
         assert error(output, expected[-1][:-1, : x.shape[1]]) < 1e-10
 
@@ -177,11 +177,11 @@ def test_both_are_the_original_model(seed):
     x, layers, omega, slope, causal, width = case(seed)
     assert omega == 300.0
     expected = direct(x, layers, causal, lambda h: h / (1 + np.exp(-slope * h)))
-    assert error(ours(x, layers, omega, slope, causal, width)[1], expected) < 1e-10
+    assert error(run_transformer(x, layers, omega, slope, causal, width)[1], expected) < 1e-10
     if slope == 61.0:
         only = layers[0]
         relu = direct(x, [only], causal, lambda h: np.maximum(h, 0.0))
-        got = ours(x, [only], omega, slope, causal, width)[1]
+        got = run_transformer(x, [only], omega, slope, causal, width)[1]
         assert np.abs(got - relu).max() <= 0.2785 / slope * np.abs(only["W_2"]).sum(axis=0).max()
 
 
@@ -203,6 +203,6 @@ WRONG = {
 def test_control_a_wrong_clause_is_seen(wrong):
     x, layers, omega, slope, causal, width = case(4)
     assert omega == 3.0
-    streams, _ = ours(x, layers, omega, slope, causal, width)
+    streams, _ = run_transformer(x, layers, omega, slope, causal, width)
     assert error(streams, reference(x, layers, omega, slope, causal)) < 1e-10
     assert error(streams, reference(x, layers, omega, slope, causal, WRONG[wrong])) > 1e-5

@@ -42,8 +42,8 @@ def test_many_nodes_are_folded_at_first(opened):
     shown.drawn()
     assert sum("N" in name for name in ids(shown)) == 320
     # Groups made by readers stay, and small circuits are not folded.
-    own = {"name": "mine", "members": ["L1N1@1", "L2N2@2"], "folded": True}
-    shown = opened(page(**many, state={"groups": [own]}))
+    group = {"name": "mine", "members": ["L1N1@1", "L2N2@2"], "folded": True}
+    shown = opened(page(**many, state={"groups": [group]}))
     assert sum(name.startswith("group") for name in ids(shown)) == 1
     shown = opened(page())
     assert not any(name.startswith("group") for name in ids(shown))

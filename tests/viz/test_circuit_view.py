@@ -227,10 +227,10 @@ def test_top_tokens_are_what_the_model_makes_of_them(family, layout):
     plain = 0
     for node in heads_of(graph).itertuples():
         expected = standard(direct_logits(source, prompts, node.name, node.position))
-        _told(details[node.id]["writes"], expected, 3)
+        _check_tokens(details[node.id]["writes"], expected, 3)
         if node.kind == "neuron":
             queries = standard(embedding_queries(source, node.name))
-            _told(details[node.name]["reads"], queries, 3)
+            _check_tokens(details[node.name]["reads"], queries, 3)
         # Control: without the final norm, some top tokens differ.
         W_O = source.blocks[node.layer].mlp.W_out if node.kind == "neuron" else None
         if W_O is not None:
@@ -239,7 +239,7 @@ def test_top_tokens_are_what_the_model_makes_of_them(family, layout):
     assert (plain > 0) == (family != "no_norm")
 
 
-def _told(got, expected, k):
+def _check_tokens(got, expected, k):
     """Check the texts: the k largest, then the k smallest in falling order."""
     order = expected.argsort(descending=True)
     ends = torch.cat([order[:k], order[-k:]])
@@ -256,7 +256,7 @@ def test_top_tokens_are_of_the_prompt_that_is_shown(drawn):
         first, second = (
             standard(direct_logits(source, row[None], node.name, node.position)) for row in prompts
         )
-        _told(details[node.id]["writes"], second, 10)
+        _check_tokens(details[node.id]["writes"], second, 10)
         moved += int(first.argmax()) != int(second.argmax())
     assert moved  # control: prompts differ
 
@@ -319,15 +319,15 @@ def test_bridges_say_what_their_originals_do(family):
         index = HeadName.parse(node.name).index
         size = given_to.shape[1] // 2 if node.kind == "attention" else 1
         alone = torch.zeros_like(given_to[0])
-        of = slice(index * size, (index + 1) * size)
-        alone[of] = given_to[node.position, of]
+        columns = slice(index * size, (index + 1) * size)
+        alone[columns] = given_to[node.position, columns]
         row = module(alone[None])[0] - module(torch.zeros_like(alone)[None])[0]
         if family == "gemma2":
             block = trunk.layers[node.layer]
             after = "attention" if node.kind == "attention" else "feedforward"
             row = through(getattr(block, f"post_{after}_layernorm"), row)
         expected = standard(plain.lm_head.weight @ through(getattr(trunk, last), row))
-        _told(details[node.id]["writes"], expected, 3)
+        _check_tokens(details[node.id]["writes"], expected, 3)
 
 
 @needs_hooked_transformer

@@ -74,11 +74,11 @@ def test_another_model_is_noticed_at_error_nodes(graph):
     with_errors = attribution_graph(
         with_features(), PAIR[0], METRIC, corrupted=PAIR[1], sites=sites
     )
-    other = with_features()
+    changed = with_features()
     with torch.no_grad():
-        other.blocks[3].mlp.W_out.mul_(0.5)
+        changed.blocks[3].mlp.W_out.mul_(0.5)
     with pytest.raises(InputError, match=r"L3E@5 is .* from another model"):
-        viz.circuit_view(with_errors, other, PAIR[0])
+        viz.circuit_view(with_errors, changed, PAIR[0])
 
 
 def test_a_graph_with_every_kind_is_saved(graph, tmp_path):

@@ -42,9 +42,9 @@ def test_partners_are_those_of_composition(model):
                 except InputError:  # no such pairs
                     scores = circuits.composition(model, "L0N3", "L1N0").iloc[:0]
                 partner = "writer" if side == "writes" else "reader"
-                wanted = scores.nlargest(3, "score").set_index(partner)["score"]
+                expected = scores.nlargest(3, "score").set_index(partner)["score"]
                 got = {x.name: x.score for x in top[name] if (x.side, x.kind) == (side, kind)}
-                assert {n: abs(x) for n, x in got.items()} == pytest.approx(wanted.to_dict())
+                assert {n: abs(x) for n, x in got.items()} == pytest.approx(expected.to_dict())
     # The sign is that of the writer's output times the reader's input weights.
     second = model.original_model.model.layers[1]
     gate = second.mlp.gate_proj.weight * second.post_attention_layernorm.weight
@@ -157,8 +157,8 @@ def test_heads(opened, model):
     assert attention == pytest.approx(100 * rows[4]["weights"][0], abs=0.06)
     looks = both.heads.looks().set_index("name").loc["L1H0"]
     split = [float(text.split()[-1].rstrip("%")) for text in page.texts(".split + .legend span")]
-    wanted = [100 * looks[part] for part in ("bos", "itself", "previous", "other")]
-    assert split == pytest.approx(wanted, abs=0.06)
+    expected = [100 * looks[part] for part in ("bos", "itself", "previous", "other")]
+    assert split == pytest.approx(expected, abs=0.06)
     attended = both.heads.tokens("L1H0")["token"].tolist()[:12]
     assert page.texts(".looks .token")[:12] == attended
     # Follow a link from a neuron to a head; then open a page of one head alone.

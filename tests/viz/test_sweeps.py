@@ -134,10 +134,10 @@ def test_bars():
     result = sweep(direction="noise")
     figure = viz.sweep_bars(result, k=7)
     top = result.top(7)
-    wanted = [f"{name} at {position}" for name, position in top[["name", "position"]].to_numpy()]
-    assert figure.layout.yaxis.categoryarray == tuple(wanted[::-1])
+    labels = [f"{name} at {position}" for name, position in top[["name", "position"]].to_numpy()]
+    assert figure.layout.yaxis.categoryarray == tuple(labels[::-1])
     bars = {y: x for part in figure.data for y, x in zip(part.y, part.x, strict=True)}
-    assert [bars[label] for label in wanted] == pytest.approx((top["score"] - 1.0).tolist())
+    assert [bars[label] for label in labels] == pytest.approx((top["score"] - 1.0).tolist())
     assert {part.name for part in figure.data} <= {"heads", "neurons"}
 
 
