@@ -263,7 +263,7 @@ def test_a_search_runs_no_circuits_far_larger_than_the_one_it_finds():
 
 @pytest.mark.parametrize("ablation", ["resample", "positional_mean"])
 def test_a_search_does_not_record_the_runs_of_its_ranking_again(ablation, monkeypatch):
-    """Its circuits are as faithful as those of an ablated model that records its own runs."""
+    """The search's circuits are as faithful as for an ablated model that records its own runs."""
 
     def refuse(*args, **options):
         raise AssertionError("recorded again")
