@@ -1,4 +1,4 @@
-"""Graphs in files: read back to the bit, refused when damaged or newer."""
+"""Tests of graph files: they are read back bit for bit, and refused if damaged or newer."""
 
 import json
 from dataclasses import fields, replace
@@ -78,7 +78,7 @@ def test_damage_newer_versions_and_other_files_are_refused(graph, tmp_path):
 def test_what_another_program_wrote_is_read_as_it_stands_or_refused(
     graph, tmp_path, path_to, value, match
 ):
-    """Files whose digest is right and whose contents are no graph's."""
+    """Refuse files with a correct digest whose contents are not a valid graph."""
     path = tmp_path / "graph.json"
     to_json(graph, path)
     *within, last = path_to
