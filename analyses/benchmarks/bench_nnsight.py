@@ -64,26 +64,26 @@ def answer(logits: Tensor) -> Tensor:
 
 def invokes(model: Any, clean: Tensor, corrupted: Tensor, sites: pd.DataFrame) -> Tensor:
     """Patch the sites in one trace, with an invoke for each site."""
-    wanted = activations(model, clean)
+    clean_values = activations(model, clean)
     rows = list(sites.itertuples(index=False))
     with torch.no_grad(), model.trace() as tracer:
         values = nnsight.save([])
         for layer, pos, neuron in rows:
             with tracer.invoke(corrupted):
                 post = model.transformer.h[layer].mlp.act.output
-                post[:, pos, neuron] = wanted[layer][:, pos, neuron]
+                post[:, pos, neuron] = clean_values[layer][:, pos, neuron]
                 values.append(answer(model.lm_head.output))
     return torch.cat(list(values)).cpu()
 
 
 def batch(model: Any, clean: Tensor, corrupted: Tensor, sites: pd.DataFrame) -> Tensor:
     """Patch the sites in one trace, with a row for each site, edited layer by layer."""
-    wanted = activations(model, clean)
+    clean_values = activations(model, clean)
     edits = []
     for layer, some in sites.groupby("layer"):
         columns = (some.index, some["pos"], some["neuron"])
         rows, pos, neurons = (torch.tensor(list(x), device=clean.device) for x in columns)
-        edits.append((layer, rows, pos, neurons, wanted[layer][0, pos, neurons]))
+        edits.append((layer, rows, pos, neurons, clean_values[layer][0, pos, neurons]))
     with torch.no_grad(), model.trace(corrupted.repeat(len(sites), 1)):
         for layer, rows, pos, neurons, new in edits:
             model.transformer.h[layer].mlp.act.output[rows, pos, neurons] = new

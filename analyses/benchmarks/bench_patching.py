@@ -71,11 +71,11 @@ AT_ONCE = 48  # patched runs in one forward pass
 CORRECT, WRONG = 11, 12
 METRIC = p.logit_diff(correct=CORRECT, wrong=WRONG)
 TOLERANCE = 32 * torch.finfo(torch.float32).eps
-"""Of the largest logit: an unembedding sums hundreds of products, after layers that round too."""
+"""Relative to the largest logit; the unembedding and earlier layers round many sums."""
 SHARED = ("attention_mask", "position_embeddings", "position_ids", "cache_position")
-"""Arguments of a block that do not depend on its input."""
+"""A block's arguments that do not depend on its input."""
 Patch: TypeAlias = Callable[[Any, Tensor, Tensor, pd.DataFrame], Tensor]
-"""The metric after a patch of each site, in their order: of a model, two prompts and sites."""
+"""Takes a model, two prompts and sites; returns the metric after a patch of each site."""
 
 
 @dataclass(frozen=True)
@@ -207,10 +207,10 @@ def skilled(model: Any, clean: Tensor, corrupted: Tensor, sites: pd.DataFrame) -
     bias = model.b_U[CORRECT] - model.b_U[WRONG]
     names = ("mlp.hook_post", "hook_resid_post")
     with torch.no_grad(), later_blocks(model) as run_later_blocks:
-        _, wanted = model.run_with_cache(clean, names_filter=lambda name: name.endswith(names))
+        _, clean_cache = model.run_with_cache(clean, names_filter=lambda name: name.endswith(names))
         _, cache = model.run_with_cache(corrupted, names_filter=lambda name: name.endswith(names))
         for layer, rows, here, neurons in batches(sites, corrupted):
-            change = (wanted["post", layer] - cache["post", layer])[0].T[neurons] * here
+            change = (clean_cache["post", layer] - cache["post", layer])[0].T[neurons] * here
             written = change[:, :, None] * model.blocks[layer].mlp.W_out[neurons][:, None]
             stream = run_later_blocks(layer + 1, cache["resid_post", layer] + written)
             values[rows.cpu()] = (model.ln_final(stream[:, -1:])[:, 0] @ answer + bias).cpu()

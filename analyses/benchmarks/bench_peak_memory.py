@@ -52,7 +52,7 @@ OPERATIONS: dict[str, dict[str, dict[str, Any]] | None] = {
         "converted": {"names_filter": is_pattern},
     },
 }
-"""Keyword arguments of `run_with_cache`, for each model."""
+"""The keyword arguments of `run_with_cache`, for each model."""
 
 
 def model_of(device: str, *, smoke: bool = False, **changes: Any) -> HookedTransformer:

@@ -43,7 +43,7 @@ LAYERS: dict[str, tuple[models.Kind, float, bool]] = {
     "theorem's heads, dense": ("theorem", 1, True),
     "bias token, half as many, dense": ("bias token", 1 / 2, True),
 }
-"""Kind, heads for a neuron of the MLP, and whether in the dense form."""
+"""The kind, the number of heads per neuron of the MLP, and whether the form is dense."""
 
 
 def whole(model: Any, tokens: Tensor, *, reading: bool = False) -> Callable[[], None]:

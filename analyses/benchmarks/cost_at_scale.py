@@ -134,7 +134,7 @@ MODELS = {
     "LLaMA 3 8B, float32": (Shape(), NUMBER),
     "LLaMA 3 8B, bfloat16": (Shape(), 2),
 }
-"""Shapes and bytes of a number."""
+"""The shape of each model, and the bytes of a number."""
 MEMORIES = {"24 GiB": 24 * 2**30, "80 GB": 80 * 10**9}
 
 

@@ -61,7 +61,7 @@ AXES = {
 }
 SMOKE = {"layers": (2, 3), "sites": (8, 16)}
 FAR = 10**7
-"""Sites whose cost is arithmetic."""
+"""The number of sites whose costs are extrapolated."""
 REPEATED = 10.0
 """A call that takes fewer seconds is repeated."""
 PRELOADED = [
@@ -71,7 +71,7 @@ PRELOADED = [
     "attn_only_lens.neurons._top_examples",
     "attn_only_lens.patching._path_patch",
 ]
-"""Modules that the processes of measurements share, so that they are imported once."""
+"""Modules that all measuring processes share, so that they are imported only once."""
 QUIET: dict[str, Any] = {"progress": False}
 
 
@@ -173,9 +173,9 @@ CALLS: dict[str, Callable[[Any, Point, Tensor, Tensor], int] | None] = {
     "discover": search,
     "neuron_statistics": statistics,
 }
-"""Each returns its number of sites."""
+"""Each call returns its number of sites."""
 COUNTED = {"activation_patch": 100, "path_patch": 100, "attribution_graph": 100}
-"""Sites on the other axes, of calls that do not take all of them."""
+"""The number of sites on the other axes, for calls that do not use all sites."""
 
 
 def run(model: Any, point: Point, device: str) -> int:

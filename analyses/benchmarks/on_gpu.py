@@ -73,7 +73,7 @@ STEPS = (
     Step("omega_study", 60),
     Step("attribution_vs_patching", 120),
 )
-"""By what a page without the last ones would miss least."""
+"""The most important steps come first, because time may run out."""
 if not HAS_HOOKED_TRANSFORMER:
     STEPS = tuple(step for step in STEPS if "hooked" not in step.options)
 
@@ -162,9 +162,9 @@ def main(
         folder = out / step.name
         flags = ["--device", device, *step.options, *["--smoke"] * smoke]
         record = {"script": step.script, "flags": flags, "machine": machine(device)}
-        kept, said = folder / "done.json", None
-        if kept.exists() and (said := json.loads(kept.read_text("utf-8"))) | record == said:
-            states[step.name] = f"done in {said['seconds']:.0f} s"
+        kept, done = folder / "done.json", None
+        if kept.exists() and (done := json.loads(kept.read_text("utf-8"))) | record == done:
+            states[step.name] = f"done in {done['seconds']:.0f} s"
             continue
         left = end - time.monotonic()
         if left < 1:

@@ -38,7 +38,7 @@ N_TRAINING, N_HELD_OUT, HELD_OUT_NOUNS, LENGTH = 100, 40, 6, 5
 SIZES, LEARNED = (25, 50, 100, 200, 400), (100, 200)
 STEPS, PASSES = 300, 3  # for `learn_mask`; a backward pass costs two forward passes
 COST = {"gradient": 5, "RelP": 5, "secant": 5, "integrated": 17}
-"""Passes of all prompts, backward passes counted twice."""
+"""The number of passes over all prompts; a backward pass counts twice."""
 
 
 def noun(text: str) -> str:

@@ -71,8 +71,8 @@ def _fell(curves: pd.DataFrame) -> str:
     best = curves[curves["task"] == "addition"].groupby(["arm", "seed"], sort=False)["accuracy"]
     runs = pd.DataFrame({"most": best.max(), "last": best.last()})
     fell = runs[(runs["most"] >= SOLVED) & (runs["last"] < LOST)]
-    said = [f"{arm}, seed {seed} ({last:.0%})" for (arm, seed), last in fell["last"].items()]
-    return "; ".join(said) or "none"
+    runs_lost = [f"{arm}, seed {seed} ({last:.0%})" for (arm, seed), last in fell["last"].items()]
+    return "; ".join(runs_lost) or "none"
 
 
 def summary(frames: Mapping[str, pd.DataFrame]) -> str:
@@ -243,8 +243,8 @@ def shown(frame: pd.DataFrame) -> str:
 def page(frames: Mapping[str, pd.DataFrame], about: Mapping[str, Any], flag: str) -> str:
     """Return the whole page in Markdown."""
     lines = [
-        f"{number}. {'As predicted' if holds else 'Not as predicted'}: {said}."
-        for number, (holds, said) in enumerate(verdicts(frames), start=2)
+        f"{number}. {'As predicted' if holds else 'Not as predicted'}: {evidence}."
+        for number, (holds, evidence) in enumerate(verdicts(frames), start=2)
     ]
     tables = {
         f"{name}_{task}": shown(made)

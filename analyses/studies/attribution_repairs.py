@@ -117,7 +117,7 @@ def by_budget(frame: pd.DataFrame) -> str:
     """Return means and minima by budget, and how often the expected correlation was too high."""
     rows = []
     for (budget, kind), of in frame.groupby(["budget", "kind"], observed=True):
-        said = of[of["expected"].notna()]
+        known = of[of["expected"].notna()]
         rows.append(
             [
                 budget,
@@ -126,9 +126,9 @@ def by_budget(frame: pd.DataFrame) -> str:
                 f"{of['pearson'].mean():.4f}",
                 f"{of['pearson'].min():.3f}",
                 f"{(of['pearson'] < AIM).sum()}",
-                len(said),
-                f"{overstated(said).sum()}" if len(said) else "–",
-                f"{(said['pearson'] - said['expected']).median():.4f}" if len(said) else "–",
+                len(known),
+                f"{overstated(known).sum()}" if len(known) else "–",
+                f"{(known['pearson'] - known['expected']).median():.4f}" if len(known) else "–",
             ]
         )
     header = ["budget", "heads", "runs", "mean Pearson", "least", f"< {AIM:g}"]
@@ -208,10 +208,10 @@ def main(
     frame = pd.DataFrame(rows).astype({"expected": float})
     frame["kind"] = pd.Categorical(frame["kind"], list(KINDS))
     frame["budget"] = pd.Categorical(frame["budget"], (0, *BUDGETS))
-    said = frame[frame["expected"].notna()]
+    known = frame[frame["expected"].notna()]
     lines = [
         f"- budget {budget}: {overstated(of).sum()} of {len(of)} ({overstated(of).mean():.1%})"
-        for budget, of in said.groupby("budget", observed=True)
+        for budget, of in known.groupby("budget", observed=True)
     ]
     missing = [] if smoke else [name for name in REAL if name not in seen and "relu" not in name]
     page = PAGE.format(

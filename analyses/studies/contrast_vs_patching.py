@@ -211,7 +211,7 @@ def _by_head(run: Any, pair: Any, chosen: list[Any], graph: circuits.CircuitGrap
     return frame.groupby([frame["source"], into])["weight"].sum()
 
 
-def _paths(model: Any, prompts: tuple[Any, ...], wanted: list[tuple[str, str]]) -> pd.DataFrame:
+def _paths(model: Any, prompts: tuple[Any, ...], chosen: list[tuple[str, str]]) -> pd.DataFrame:
     """Return the exact direct effects of edges, with all receiver inputs and recomputed scales."""
     columns = {}
     for way, sign in (("denoise", 1), ("noise", -1)):
@@ -219,14 +219,14 @@ def _paths(model: Any, prompts: tuple[Any, ...], wanted: list[tuple[str, str]]) 
             p.path_patch(
                 *(model, *prompts),
                 senders=[source.partition("@")[0]],
-                receivers=[target for one, target in wanted if one == source],
+                receivers=[target for one, target in chosen if one == source],
                 positions=[int(source.partition("@")[2])],
                 part="z",
                 direction=way,
                 scale="anew",
                 progress=False,
             )
-            for source in dict.fromkeys(source for source, _ in wanted)
+            for source in dict.fromkeys(source for source, _ in chosen)
         ]
         frames = [one.to_frame().assign(effect=sign * one.effect) for one in paths]
         frame = pd.concat(frames, ignore_index=True)

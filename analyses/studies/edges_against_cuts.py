@@ -101,11 +101,11 @@ def where_eap_wins(frame: pd.DataFrame) -> str:
     rows = frame[frame["reference"] == "zero"]
     wide = rows.pivot(index=["model", "kind"], columns="method", values="spearman")
     wins = wide[wide["EAP"] > wide["two factors"]]
-    said = [
+    lines = [
         f"{model}, {kind} ({row['EAP']:.3f} against {row['two factors']:.3f})"
         for (model, kind), row in wins.iterrows()
     ]
-    return f"{len(wins)} of {len(wide)}: {'; '.join(said)}." if said else f"0 of {len(wide)}."
+    return f"{len(wins)} of {len(wide)}: {'; '.join(lines)}." if lines else f"0 of {len(wide)}."
 
 
 PAGE = """# Edge scores against exact cuts, on trained models

@@ -44,8 +44,8 @@ def step_flops(model: HookedTransformer, tokens: Tensor, answers: Tensor) -> int
 def by_offset(logits: Tensor, answers: Tensor) -> Tensor:
     """Return the mean logit of answer + d, [d]."""
     p = logits.shape[1]
-    wanted = (answers[:, None] + torch.arange(p, device=answers.device)) % p
-    return logits.gather(1, wanted).double().mean(0)
+    tokens = (answers[:, None] + torch.arange(p, device=answers.device)) % p
+    return logits.gather(1, tokens).double().mean(0)
 
 
 def frequency_shares(profile: Tensor) -> pd.Series:

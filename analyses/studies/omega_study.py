@@ -122,10 +122,8 @@ def demonstration(depth: int, device: str) -> str:
 
 def by_omega(frame: pd.DataFrame, kind: str, depths: list[int]) -> str:
     """Return a table of errors at even Ω, one column per depth."""
-    wanted = frame[
-        (frame["kind"] == kind) & frame["depth"].isin(depths) & (frame["omega"] % 2 == 0)
-    ]
-    wide = wanted.pivot(index="omega", columns="depth", values="value")
+    rows = frame[(frame["kind"] == kind) & frame["depth"].isin(depths) & (frame["omega"] % 2 == 0)]
+    wide = rows.pivot(index="omega", columns="depth", values="value")
     return table(wide.add_prefix("depth ").reset_index().rename(columns={"omega": "Ω"}))
 
 

@@ -240,8 +240,8 @@ def stored(post: PostTransformer) -> int:
 
 def best(frame: pd.DataFrame, kind: str, slope: float) -> pd.Series:
     """Return the logit errors by Ω."""
-    wanted = frame[(frame["kind"] == kind) & (frame["slope"] == slope)]
-    return wanted.set_index("omega")["logits"]
+    rows = frame[(frame["kind"] == kind) & (frame["slope"] == slope)]
+    return rows.set_index("omega")["logits"]
 
 
 def answers(of: Case, frame: pd.DataFrame) -> str:

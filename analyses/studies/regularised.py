@@ -262,10 +262,10 @@ def shrinking(study: Study, model: HookedTransformer, data: Data) -> pd.DataFram
 
 def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]:
     """Do all runs and decay without gradients; runs that are in the folder are read from it."""
-    said, settings = folder / "study.json", str(asdict(study) | {"n_seeds": None}) + "\n"
-    if said.exists() and said.read_text("utf-8") != settings:
-        raise ValueError(f"{said} is of another study: choose another --runs")
-    write_text(said, settings)
+    path, settings = folder / "study.json", str(asdict(study) | {"n_seeds": None}) + "\n"
+    if path.exists() and path.read_text("utf-8") != settings:
+        raise ValueError(f"{path} is of another study: choose another --runs")
+    write_text(path, settings)
     curves, shrunk = [], []
     with tqdm(total=study.n_seeds * len(study.arms), unit="run") as bar:
         for seed in range(study.n_seeds):

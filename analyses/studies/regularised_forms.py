@@ -157,10 +157,10 @@ class Post(nn.Module):
         x = self.coordinates.augment(self.W_E[tokens] + self.W_pos)
         leaks = {}
         for name in SUBLAYERS:
-            scores, wanted = self._scores(name, x), self.allowed(name)
-            pattern = (scores.masked_fill(~wanted, -math.inf) if masked else scores).softmax(-1)
+            scores, allowed = self._scores(name, x), self.allowed(name)
+            pattern = (scores.masked_fill(~allowed, -math.inf) if masked else scores).softmax(-1)
             if look:
-                leaks[name] = pattern.masked_fill(wanted, 0.0).sum(-1).max().item()
+                leaks[name] = pattern.masked_fill(allowed, 0.0).sum(-1).max().item()
             if site == "patterns":
                 pattern = F.dropout(pattern, rate)
             out = self._write(name, x, pattern)
@@ -196,12 +196,12 @@ class Post(nn.Module):
     def allowed(self, name: str) -> Tensor:
         """Return where a sublayer's heads may attend, [query, key], as the masks in our form."""
         n, device = self.coordinates.n_tokens, self.W_E.device
-        wanted = torch.eye(n + 1, dtype=torch.bool, device=device)
+        allowed = torch.eye(n + 1, dtype=torch.bool, device=device)
         if name == "attention":
-            wanted[:n, :n] = torch.ones_like(wanted[:n, :n]).tril()
+            allowed[:n, :n] = torch.ones_like(allowed[:n, :n]).tril()
         elif name == "silu":
-            wanted[:, n] = True
-        return wanted
+            allowed[:, n] = True
+        return allowed
 
     def omega_left(self) -> float:
         """Return half of the mean score gap between own and other positions, in linear heads."""

@@ -109,13 +109,13 @@ def decays(shrinking: pd.DataFrame) -> str:
     """Return a table of the s at which each form and part is lost, with the predictions."""
     rows = []
     for (form, part), some in shrinking.groupby(["form", "part"], sort=False):
-        said = "–"
+        span = "–"
         if part == "omega":
             factored = "factored" in form
             ends_of = [when(omega_of(form), x, factored=factored) for x in (LEAKS, 0.5)]
-            said = f"{ends_of[0]:.2f} to {ends_of[1]:.2f}"
+            span = f"{ends_of[0]:.2f} to {ends_of[1]:.2f}"
         figures = [numbers(by_seed(some, kl, LOST, "s")) for kl in ("kl", "kl_masked")]
-        rows.append([form, part, *figures, said])
+        rows.append([form, part, *figures, span])
     header = ["form", "part", f"s where KL passes {LOST}, all seeds", "masks back", "predicted"]
     return markdown(header, rows)
 

@@ -89,7 +89,7 @@ ARMS: dict[str, tuple[models.Kind, float]] = {
     "set free": ("set free", 1 / 2),
     "persistent": ("persistent", 1 / 2),
 }
-"""Each arm's kind, and how many heads it has for a neuron of the MLP."""
+"""The kind of each arm, and its number of heads per neuron of the MLP."""
 KEPT_HEADS = ("keyless", "bias token", "set free", "persistent")
 
 
@@ -459,11 +459,11 @@ def runs(
     Raises:
         ValueError: the folder holds runs of another study.
     """
-    said = folder / "study.json"
+    path = folder / "study.json"
     settings = json.dumps(asdict(replace(study, n_seeds=0)), indent=2) + "\n"
-    if said.exists() and said.read_text("utf-8") != settings:
-        raise ValueError(f"{said} is of another study: choose another --runs")
-    write_text(said, settings)
+    if path.exists() and path.read_text("utf-8") != settings:
+        raise ValueError(f"{path} is of another study: choose another --runs")
+    write_text(path, settings)
     tasks: dict[str, Any] = {"text": study.text, "addition": study.addition}
     both = [(name, arm) for name, task in tasks.items() for arm in task.arms]
     total = sum(len(tasks[name].lrs) + study.n_seeds for name, _ in both)

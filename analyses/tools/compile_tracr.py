@@ -152,10 +152,10 @@ def compiled(program: Program) -> tuple[dict[str, Any], dict[str, Array]]:
         raise ValueError(f"{program.source}: its inputs all give one output; add some to `rare`")
     tokens = [np.array([[vocab.index(t) for t in [BOS, *x]]]) for x in inputs]
     tracrs = [_tracr_logits(model, x, weights["unembed.W_U"]) for x in tokens]
-    for x, output, wanted in zip(inputs, tracrs, expected, strict=True):
-        if not _agree(output[0, 1:], wanted, outputs):
+    for x, output, values in zip(inputs, tracrs, expected, strict=True):
+        if not _agree(output[0, 1:], values, outputs):
             raise ValueError(
-                f"{program.source} on {x}: got {output}; the interpreter says {wanted}"
+                f"{program.source} on {x}: got {output}; the interpreter says {values}"
             )
     heads, _, d_head = weights["blocks.0.attn.W_Q"].shape
     card = {

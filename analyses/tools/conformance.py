@@ -35,7 +35,7 @@ from attn_only_lens.storage import write_text
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("unit", "integration", "acceptance", "benchmarks")
 Outcome = dict[str, Any]
-"""A line of the plugin: how one test ended."""
+"""A line from the plugin: how one test ended."""
 
 
 class Broken(Exception):
@@ -63,8 +63,8 @@ class Verdict:
 
 
 REACHES = ("ran", "fired", "fired_in_body", "replaced")
-"""A model of ours ran; a hook of a neuron-head fired; in the test's body, without its fixtures; a
-method was called that the plugin replaces."""
+"""One of our models ran; a neuron-head hook fired; a hook fired in the test itself, outside its
+fixtures; a method was called that the plugin replaces."""
 
 
 def judge(outcome: Outcome, layout: str, inherent: Iterable[Inherent] = INHERENT) -> Verdict:
@@ -89,8 +89,8 @@ def judge(outcome: Outcome, layout: str, inherent: Iterable[Inherent] = INHERENT
     for reason in inherent:
         if reason.covers(test, layout):
             return Verdict(test, "inherent", reach, reason.why)
-    said = f"{outcome.get('error', outcome['outcome'])}: {outcome.get('message', '')}"
-    return Verdict(test, "failed", reach, said)
+    message = f"{outcome.get('error', outcome['outcome'])}: {outcome.get('message', '')}"
+    return Verdict(test, "failed", reach, message)
 
 
 def unneeded(
@@ -159,12 +159,12 @@ def run(python: Path, work: Path, *, reuse: bool) -> Run:
         return finished(path) or []
 
     stock = outcomes("stock")
-    wanted = [
+    passing = [
         record["test"] for record in stock if record["outcome"] == "passed" and record["models"]
     ]
     layouts = ["exposed", "converted"] if version.startswith("3.") else ["exposed"]
     verdicts = {
-        layout: [judge(outcome, layout) for outcome in outcomes(layout, wanted)]
+        layout: [judge(outcome, layout) for outcome in outcomes(layout, passing)]
         for layout in layouts
     }
     ended = (work / f"{version}-{layouts[-1]}.jsonl").stat().st_mtime
@@ -207,9 +207,9 @@ def one_pass(
     command += ["--models", models, "--outcomes", outcomes.resolve()]
     paths = [f"tests/{name}" for name in FOLDERS]
     if only is not None:
-        wanted = outcomes.with_suffix(".txt")
-        wanted.write_text("\n".join(only), "utf-8")
-        command += ["--only", wanted.resolve()]
+        test_list = outcomes.with_suffix(".txt")
+        test_list.write_text("\n".join(only), "utf-8")
+        command += ["--only", test_list.resolve()]
         paths = sorted({test.split("::")[0] for test in only})
     environment = os.environ | {
         "HF_HOME": str(folder.resolve() / "empty"),

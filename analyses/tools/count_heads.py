@@ -128,7 +128,7 @@ MODELS = {
     "SmolLM2-135M": (HeadCounts(576, 9, 64, 1536, 3, gated=True), 8192),
     "LLaMA 3 8B": (HeadCounts(4096, 32, 128, 14336, 8, gated=True), 8192),
 }
-"""One layer of each model, and the length of its context."""
+"""The sizes of one layer of each model, and the model's context length."""
 
 
 def layers() -> str:

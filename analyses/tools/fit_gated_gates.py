@@ -184,13 +184,13 @@ def main(
 ) -> None:
     """Fit, certify, and write the table, the report and its record."""
     started = time.perf_counter()
-    asked, heads = [(name, r) for name in NAMES for r in ranges_of(name)], HEADS
+    cases, heads = [(name, r) for name in NAMES for r in ranges_of(name)], HEADS
     if smoke:
-        asked, heads, starts, table = [("silu", 8.0)], (4,), 2, out / TABLE.name
+        cases, heads, starts, table = [("silu", 8.0)], (4,), 2, out / TABLE.name
         table.unlink(missing_ok=True)
     pinned = {(g.name, g.limit, g.heads_per_neuron): theta_of(g) for g in read(table)}
-    fits = sweep([Problem.of(name, r) for name, r in asked], heads, pinned, starts, seed)
-    gates = [gate_of(name, r, fits[name, r, n_heads]) for name, r in asked for n_heads in heads]
+    fits = sweep([Problem.of(name, r) for name, r in cases], heads, pinned, starts, seed)
+    gates = [gate_of(name, r, fits[name, r, n_heads]) for name, r in cases for n_heads in heads]
     entries = ",\n".join(json.dumps(asdict(gate)) for gate in gates)
     write_text(table, f"[\n{entries}\n]\n")
     settings = {"smoke": smoke, "starts": starts, "seed": seed}

@@ -21,15 +21,15 @@ from analyses.tools.growth_training import Training
 from attn_only_lens.storage import atomic_write, write_text
 
 
-def claim(said: Path, settings: str) -> None:
+def claim(path: Path, settings: str) -> None:
     """Write the settings of a folder's runs when it is first used.
 
     Raises:
         ValueError: the folder holds runs of another study.
     """
-    if said.exists() and said.read_text("utf-8") != settings:
-        raise ValueError(f"{said} is of another study: choose another --runs")
-    write_text(said, settings)
+    if path.exists() and path.read_text("utf-8") != settings:
+        raise ValueError(f"{path} is of another study: choose another --runs")
+    write_text(path, settings)
 
 
 def train(

@@ -23,7 +23,7 @@ from typing import Any
 from attn_only_lens.tasks import _agreement, _brackets, _ioi, words
 
 TOKEN = r""" ?[A-Za-z]+(?:'[a-z]+)?| ?["(\[]|[^\sA-Za-z]"""
-"""A word with the space before it, or a mark; marks that open have the space before them too."""
+"""A word or a mark. Words and opening marks include the space before them."""
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ PRONOUNS = (
     ("He", "he", "his", "him", "himself"),
     ("They", "they", "their", "them", "themselves"),
 )
-"""Of women, men and several: at the start, subject, possessive, object, reflexive."""
+"""For women, men and groups: sentence start, subject, possessive, object, reflexive."""
 
 
 class Grammar:
@@ -322,7 +322,7 @@ def _first_words() -> set[str]:
 
 
 LISTED = sorted(word for word in _inner_words() if word.isalpha())
-"""What lists are made of."""
+"""The words in lists."""
 
 
 def tokens() -> list[str]:

@@ -36,7 +36,7 @@ FIXTURE = Path(__file__).parents[2] / "tests" / "fixtures" / "brackets"
 NORM = {"w": "weight", "b": "bias"}
 START, PAD, END, OPEN, CLOSE = range(5)
 BALANCED = p.custom(lambda logits: logits[:, 0, 1] - logits[:, 0, 0], name="balanced")
-"""The metric: the logit of "balanced" less that of "not", at the first token."""
+"""The metric: the logit of "balanced" minus that of "not balanced", at the first token."""
 
 IN_BRIDGE = {
     **{"embed.W_E": "tok_embed.weight", "pos_embed.W_pos": "pos.weight"},
@@ -48,7 +48,7 @@ IN_BRIDGE = {
     **{f"mlp.b_{part}": f"mlp.fc_{part}.bias" for part in ("in", "out")},
     "unembed.W_U": "head.weight",
 }
-"""The names of weights in a native model, by those in a HookedTransformer; of one layer."""
+"""Names of weights in a native model, by names in a HookedTransformer, for one layer."""
 
 
 @dataclass(frozen=True)

@@ -179,9 +179,9 @@ def losses_of(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
     again = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(-1)
     again = again[:, 1:] & again[:, :-1]
     listed = torch.isin(tokens[:, 1:2], torch.tensor(sorted(LISTED), device=tokens.device))
-    asked = (read != vocabulary()[EOS]) & (again | ~listed)
+    scored = (read != vocabulary()[EOS]) & (again | ~listed)
     logits = model(tokens[:, :-1]).logits
-    return F.cross_entropy(logits[asked], tokens[:, 1:][asked], reduction="none")
+    return F.cross_entropy(logits[scored], tokens[:, 1:][scored], reduction="none")
 
 
 def optimizers_of(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
