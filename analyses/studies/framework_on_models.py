@@ -5,7 +5,7 @@ without MLPs, work for MLPs if neurons are heads. In this package they do: OV ei
 neuron → token tables and path expansion are exact for heads and neuron-heads. This study asks
 whether the results are useful, for Small English, and for SmolLM2-135M if its folder is given.
 
-Expected, before anything was run:
+Our expectations, written before anything was run:
 
 1. Heads that attend to what followed a word before (induction) have positive copying scores, the
    larger the more they do it.
@@ -14,22 +14,22 @@ Expected, before anything was run:
 3. The tokens that drive a neuron by the direct path are of one kind of word more often than random
    tokens, in the first layer most.
 
-A first look at one prompt of either model, while the tools were written, spoke against 2 before
-this script was; it stays as it was expected.
+While the tools were written, before this script, a first look at one prompt for each model spoke
+against 2. The expectation is kept as it was.
 
-Measured:
+Measures:
 
 copying     Σ λ / Σ |λ| of every attention head's OV circuit, over the tokens that occur in texts
-            (of SmolLM2: whole words), and the cosine of every neuron-head; beside them, the
-            attention from the last word to what followed it before, in prompts of `tasks.induction`
-hops        with L_h the logits of paths through h heads, centred over the vocabulary, and L their
-            sum: the share ⟨L_h, L⟩ / ⟨L, L⟩ (shares add up to 1), and how much of L is explained up
-            to h, 1 - ‖L - Σ_{i ≤ h} L_i‖² / ‖L‖², over all tokens of a prompt but the first
-words       the share of the five tokens at either end of a neuron's path that are of one class of
-            the grammar's words; of neurons whose weights have random directions, for words of a
-            class have similar embeddings, and any direction prefers similar words; and of five
-            random tokens (the only null of the first run, which is too easy to beat)
-cost        seconds, and the peak of the process' memory over what it held before
+            (for SmolLM2: whole words), and the cosine of every neuron-head; also the attention
+            from the last word to what followed it before, in prompts from `tasks.induction`
+hops        Let L_h be the logits of paths through h heads, centred over the vocabulary, and L their
+            sum: the share ⟨L_h, L⟩ / ⟨L, L⟩ (shares add up to 1), and the explained part up to h,
+            1 - ‖L - Σ_{i ≤ h} L_i‖² / ‖L‖², over all tokens of a prompt except the first
+words       the share of the five tokens at either end of a neuron's path that are in one word class
+            of the grammar. Two nulls: neurons with random directions, because words in a class have
+            similar embeddings and any direction prefers similar words; and five random tokens (the
+            only null in the first run, which is too easy to beat)
+cost        seconds, and the peak memory of the process above its memory before the call
 
 python -m analyses.studies.framework_on_models --smollm2 out/smollm2 --out analyses/results
 """

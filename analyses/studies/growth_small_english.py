@@ -31,17 +31,17 @@ the top, or above each old layer; the last also with copies (LLaMA Pro), and fou
 
 Our predictions, written before the runs:
 
-1.  At the end, no live start (all but "zeros") beats "own" by more than seeds differ. AdamW moves
-    an entry with fresh moments by about its learning rate (`fresh_steps`), however small its
-    gradient is, so zeros are gone after some ten steps. Right after growth, pairs and GradMax lead.
-    "unequal" is the slowest, because Adam treats parallel gradients as equal and keeps the copies
-    together. "zeros" stays equal to the small model, and ends far behind.
-2.  At equal flops, "own" ends better than "full" by less than 0.1, because it has read more text.
-    "small" ends better than both, according to the short runs below: these models are not yet
-    limited by their size.
-3.  The family from one checkpoint is better at both grown sizes, with a larger gap at the smaller
+1.  Of the live starts none beats "own" at the end by more than seeds differ. AdamW moves an entry
+    whose moments are fresh by about its learning rate (`fresh_steps`), however small its gradient:
+    so zeros are gone after some ten steps. Right after growth, pairs and GradMax lead. "unequal" is
+    the slowest, since Adam takes parallel gradients for equal ones and keeps its copies together.
+    "zeros" stays the small model, and ends far behind.
+2.  At equal flops "own" ends better than "full", by less than 0.1: it has read more text. "small"
+    ends better than both, if the short runs below are a guide: these models are not yet limited by
+    their size.
+3.  The family from one checkpoint is better at both sizes that grew, and by more at the smaller
     budget.
-4.  The place of new layers matters less than the seed; the bottom is worst.
+4.  Where layers go matters less than seeds do; at the bottom is worst.
 
 (Before this was written, learning rates had been tried for models of width 32 and 64 from scratch,
 and neurons alone, 16 against 128, which made no difference after 300 steps; no model had grown.)

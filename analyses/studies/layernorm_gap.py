@@ -22,16 +22,16 @@ to the new one; and the loss.
 
 Predictions, written before the first run.
 
-1. Theorem 3.5 is exact (to float32 rounding) at every width. bert2BERT is never exact, not even at
-   2h, because some random coordinates have three copies and some have one. "Evenly" and Deep Fusion
-   are exact at whole multiples, under LayerNorm and RMSNorm with the same ε, because [x x] has the
-   same mean and mean square as x. At other widths, they are not exact.
-2. "3.5 as printed" has a small gap under RMSNorm, because of ε, and a large gap under LayerNorm,
-   because of the stream's mean.
-3. The trained GPT-2 has larger gaps in KL than the random one, because a few coordinates of a
-   trained stream are large, and the number of their copies decides.
-4. The gap of "evenly" is largest near 1.5h, where half of the coordinates have one more copy, and
-   is smaller than bert2BERT's everywhere.
+1. Theorem 3.5 is exact (float32's roundings) at every width. bert2BERT never is, not at 2h either:
+   of coordinates drawn at random some have three copies and some one. Evenly, and Deep Fusion, are
+   exact at whole multiples, under LayerNorm and RMSNorm with the same ε: mean and mean square
+   of [x x] are those of x. At other widths neither is.
+2. "3.5 as printed" misses by ε under RMSNorm, a small gap, and by the mean of the stream under
+   LayerNorm, a large one.
+3. The trained GPT-2 has larger gaps than the random one, in KL, because a few coordinates of a
+   trained stream are large, and how often these are copied decides.
+4. Evenly has a gap that is largest about 1.5h, where half of the coordinates have one more copy,
+   and is smaller than bert2BERT's everywhere.
 
     python -m analyses.studies.layernorm_gap --out analyses/results
 """

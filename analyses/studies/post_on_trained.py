@@ -17,16 +17,16 @@ Predictions, written before the first run
 1. float64: the error falls as e^(-2Ω) to rounding (1e-15 of the largest logit) at Ω = 18, grows
    with Ω from there, and is below 1e-12 at the author's Ω = 1000.
 2. float32: as accurate as direct evaluation from Ω = ½ ln(2²⁴ N) = 8.9 to 32; 10 to 50 times worse
-   at Ω = 1000. This is still far too small to change an answer: accuracy equals the original's from
-   Ω = 4 to 10,000.
-3. "Ω > x for each x that appears in an attention entry" is sufficient, but not necessary. The bias
-   vector's -2Ω competes with a token's *largest* score, so what counts is how far this score lies
-   below 0; trained heads have large scores, but attend to something.
-4. ReLU: the error is 0.2785 / k times a factor from the weights, so it falls as 1/k. A steep slope
-   needs no larger Ω, and even helps: the rounding error 2Ω·2⁻²⁴ of a score is divided by k. So with
-   k = 1000, Ω = 1000 is as good as Ω = 9 in float32. k is too large if 2Ω is below the spacing of
-   floats at k |h|, so that a neuron cannot tell its token from others: k ≈ 2Ω·2²⁴/|h|, 10⁷ to 10⁸.
-5. Cost: the post needs 50 to 200 times the original's flops; our form is within 10 % of them.
+   at Ω = 1000, which is still far too little to change an answer: accuracy is that of the original
+   from Ω = 4 to 10,000.
+3. "Ω > x for each x that appears in an attention entry" is sufficient, not necessary: what counts
+   is how far a token's *largest* score lies below 0, since that is what the bias vector's -2Ω
+   competes with; trained heads have large scores, but attend to something.
+4. ReLU: the error is 0.2785 / k times what weights make of it, so it falls as 1/k. Steepness costs
+   no Ω; it even pays for it: a score's rounding of 2Ω·2⁻²⁴ is divided by k, so with k = 1000,
+   Ω = 1000 is as good as Ω = 9 in float32. Too steep is when 2Ω is below the spacing of floats at
+   k |h|, so that a neuron cannot tell itself from other tokens: near k = 2Ω·2²⁴ / |h|, 10⁷ to 10⁸.
+5. Cost: flops by a factor of 50 to 200 over the original; our one head a neuron, within 10 % of it.
 
     python -m analyses.studies.post_on_trained --out analyses/results
 """

@@ -50,8 +50,8 @@ Predictions, written before the run, after trials of 60 to 100 steps with every 
    of zeros by η at once, all where the gradient points. The trials showed it; the prediction is
    that a rate 20 times lower does not save Ω = 1000.
 
-The formulas in 2 and 4 were evaluated wrongly at first (1.37 for 1.15, and what follows from it);
-that was corrected while it ran.
+The formulas in 2 and 4 were evaluated wrongly at first (1.37 instead of 1.15, and numbers that
+depend on it); this was corrected during the run.
 
     python -m analyses.studies.regularised --out analyses/results
 """

@@ -24,24 +24,24 @@ Compute is the flops of matrix products, forward and backward. The dense form, w
 that it has computed, needs more flops; these are counted too, but not run or drawn. Times are in
 `bench_training_step.py`.
 
-Predictions, written before the run. After it, "mlp, an eighth" was added, and addition was trained
-longer, with one more rate to try: 700 epochs were too few for three arms of five, and the highest
-rate had been taken by four. A longer run (2400 steps of text, a higher rate of addition) was begun
-after that and broken off for time.
+Predictions, written before the run. Afterwards, "mlp, an eighth" was added, and addition was
+trained longer, with one more learning rate: 700 epochs were too few for three of five arms, and
+four had chosen the highest rate. Then a longer run (2400 steps of text, a higher rate for addition)
+was started, and stopped for lack of time.
 
-1. The theorem's form is the MLP: trained alike, their weights stay equal, up to rounding.
-2. At equal parameters, the loss of "bias token" on text is within 2 % of the MLP's: half as many
-   heads hold gated linear units ("keyless"), which do as well as MLPs.
+1. The theorem's form is the MLP: trained alike, they stay the same numbers, to rounding.
+2. At equal parameters, the loss of heads to the letter on text is within 2 % of the MLP's: half as
+   many of them hold gated linear units ("keyless"), which do as well as MLPs.
 3. With as many heads as neurons they beat the MLP in every seed, but not the MLP of twice the
    neurons in every seed.
-4. Nothing pulls W_Q and W_V together: the median |cos| stays within 0.1 of its initial value. In
-   "set free", it falls to 0.9 or less.
-5. The self key matters: replacing it by its mean costs more than removing the bias token's value.
-   "keyless" is still within 2 % of "bias token": training without a key differs from cutting it.
+4. Nothing pulls W_Q and W_V together: the median |cos| stays within 0.1 of what it was when drawn.
+   Set free from the theorem, they part to 0.9 or less.
+5. The self key matters: to put it at its mean costs more than to leave out the bias token's value.
+   "keyless" is within 2 % of "bias token" nevertheless: to train without it is not to cut it.
 6. "persistent" and "bias token" end within 2 % of each other on text: they are two parametrisations
    of one family, as the bias token's key and value are two free numbers of each head as well.
-7. On addition, "bias token" solves the task no later than the MLP (median over seeds): the task
-   needs products of waves, and q k is a product.
+7. On addition, heads to the letter solve the task no later than the MLP (median of seeds): it takes
+   products of waves, and q k is one.
 
     python -m analyses.studies.train_attention_only --out analyses/results
 """

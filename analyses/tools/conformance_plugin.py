@@ -90,7 +90,7 @@ def pytest_configure(config: Any) -> None:
 
 
 class Conformance:
-    """Changes models and counts events while the tests run."""
+    """The pytest hooks that change models and count events while the tests run."""
 
     def __init__(self, config: Any) -> None:
         self.models: str = config.getoption("--models")

@@ -175,6 +175,6 @@ def grad_max(
         products: M by layer of the grown model, from `gradient_products`.
             Neurons of other layers, neurons beyond d_model, and all other entries are drawn by
             `own`. Directions that a neuron already has are left out: equal neurons stay equal.
-        std: of the entries of each w_i; by default that of `own`.
+        std: the standard deviation of each w_i's entries; by default that of `own`.
     """
     return _GradMax(dict(products), std)
