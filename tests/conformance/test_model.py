@@ -1,4 +1,4 @@
-"""HookedTransformer's own methods on a converted model, against the same calls on its source."""
+"""Tests that HookedTransformer's methods on a converted model give what they give on its source."""
 
 import copy
 
@@ -17,7 +17,7 @@ TEXTS = ["w3 w5 w8", "w7", "w11 w2 w2 w13 w1"]
 
 @pytest.fixture(params=["right", "left"])
 def speaking(request, tmp_path):
-    """A source with a tokenizer, and its conversion."""
+    """Return a source with a tokenizer, and its conversion."""
     source = build("llama", d_vocab_out=41)
     tokenizer = tiny_tokenizer(41, tmp_path / "tokenizer")
     source.set_tokenizer(tokenizer, default_padding_side=request.param)
@@ -140,7 +140,7 @@ def test_run_with_cache_options(name):
     for wanted in (hook, [hook], (hook,), lambda name: name == hook):
         _, cache = converted.run_with_cache(tokens(), names_filter=wanted)
         assert list(cache) == [hook]
-        # Alone, the pattern is the gate itself; with live scores it is their softmax.
+        # Without other hooks, the pattern is the gate itself; with live scores it is their softmax.
         torch.testing.assert_close(cache[hook], everything[hook], rtol=1e-11, atol=1e-99)
     _, one = converted.run_with_cache(tokens()[:1], remove_batch_dim=True)
     assert one[hook].shape == (37, 11, 2)
@@ -194,7 +194,7 @@ def test_a_hook_that_would_not_fire_is_refused(hook):
         lambda: converted.add_perma_hook(hook, nothing),
         lambda: converted.run_with_cache(tokens(), names_filter=hook),
         lambda: converted.run_with_cache(tokens(), names_filter=["hook_embed", hook]),
-        # A function that matches what fires besides.
+        # The function also matches a hook that fires.
         lambda: converted.add_hook(lambda n: n in (hook, "blocks.0.hook_resid_pre"), nothing),
     ):
         with pytest.raises(UnsupportedCallError, match=f"set_{flag}\\(True\\)"):
@@ -301,7 +301,7 @@ def test_ungrouping_after_conversion():
 
 @pytest.mark.parametrize("name", CORE)
 def test_inference_mode(name):
-    """Converted in it and run in it: what both give outside, bitwise."""
+    """A model converted and run in inference mode gives bitwise the same values outside."""
     source = build(name, d_vocab_out=41)
     outside = convert(source)
     generate = {"max_new_tokens": 3, "verbose": False, "stop_at_eos": False, "do_sample": False}
@@ -352,7 +352,7 @@ def test_weights(name):
 @pytest.mark.parametrize("name", ["gelu", "llama"])
 @torch.no_grad()
 def test_weights_of_neuron_heads(name):
-    """They give a neuron-head's query, value and result from the normed stream."""
+    """The weights give a neuron-head's query, value and result from the normed stream."""
     converted = convert(build(name))
     converted.set_use_attn_result(True)
     _, cache = converted.run_with_cache(tokens())
@@ -443,7 +443,7 @@ def test_processing_the_source_first_works():
     converted = convert(source)
     assert converted.cfg.normalization_type == "LNPre"
     assert torch.equal(converted(tokens()), source(tokens()))
-    # TransformerLens' own folding is good to this, in float64 too.
+    # TransformerLens' own folding has this error, in float64 too.
     assert relative(converted(tokens()).log_softmax(-1), expected) <= 1e-5
 
 

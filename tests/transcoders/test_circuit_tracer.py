@@ -1,4 +1,4 @@
-"""Graphs of one run have the edges of circuit-tracer, with heads and skip nodes as further nodes.
+"""Tests that graphs of one run have circuit-tracer's edges, with heads and skip nodes added.
 
 circuit-tracer (Hanna et al., 2025; Ameisen et al., "Circuit Tracing", 2025) runs a model in which
 attention patterns and the denominators of norms are detached, the errors are constants, and the
@@ -41,7 +41,7 @@ from attn_only_lens.circuits import attribution_graph
 from attn_only_lens.engine.linear_run import linearize
 from attn_only_lens.transcoders import attach
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
 
 CORRECT, WRONG = 7, 11
 PROMPT = torch.tensor([[3, 17, 5, 29, 13]])
@@ -94,10 +94,10 @@ class Norm:
 
 
 class Tracer:
-    """circuit-tracer's graph of a model without transcoders, and of their weights."""
+    """circuit-tracer's graph of a model without transcoders, computed with given transcoders."""
 
     def __init__(self, model, transcoders, direct):
-        """With `direct`, the outputs of heads and of W_skip are constants, too."""
+        """Record one run. With `direct`, the outputs of heads and of W_skip are constants, too."""
         self.transcoders, self.direct = transcoders, direct
         with torch.no_grad():
             cache = model.run_with_cache(PROMPT)[1]
@@ -149,7 +149,7 @@ class Tracer:
         return self.held(out if b_O is None else out + b_O.detach())
 
     def transcoder(self, layer, entered, out):
-        """The MLP's output, and the nodes that write it."""
+        """Return the MLP's output, and add the nodes that write it."""
         transcoder = self.transcoders[layer]
         x = entered.detach()
         y, z = imitated(x, transcoder)
@@ -166,7 +166,7 @@ class Tracer:
         return leaf + self.held(entered @ transcoder.W_skip)
 
     def row(self, target):
-        """The edges into a feature, or into the logit difference."""
+        """Return the edges into a feature, or into the logit difference."""
         if target == "metric":
             value = self.logit
         else:
@@ -215,13 +215,13 @@ def traced(request):
 
 
 def scales(graph):
-    """c_t of each feature that affects the metric, and 1 for the metric."""
+    """Return c_t of each feature that affects the metric, and 1 for the metric."""
     gradients = graph.nodes.set_index("id")["gradient"]
     return gradients[gradients.notna()].to_dict() | {"metric": 1.0}
 
 
 def effect(rows, c, source):
-    """Σ_t c_t A[t, source], with the metric among the targets, and Σ_t |c_t A[t, source]|."""
+    """Return Σ_t c_t A[t, source] over targets and the metric, and Σ_t |c_t A[t, source]|."""
     terms = [scale * rows[target][source] for target, scale in c.items()]
     return sum(terms), sum(map(abs, terms))
 
@@ -238,7 +238,7 @@ def test_nodes_are_the_active_features_that_affect_the_metric(traced):
 
 
 def test_edges_that_pass_no_head(traced):
-    """Point 1: our edges, one by one."""
+    """Point 1: each of our edges is circuit-tracer's without paths through heads."""
     graph, _, rows, rounding = traced
     edges = graph.edges[graph.edges["kind"] == "value"].set_index(["target", "source"])["weight"]
     c, n = scales(graph), 0
@@ -255,7 +255,7 @@ def test_edges_that_pass_no_head(traced):
 
 
 def test_edges_through_heads(traced):
-    """Point 2: circuit-tracer's edges, one by one."""
+    """Point 2: each of circuit-tracer's edges follows from the linear run."""
     _, linear, rows, rounding = traced
     changed = 0
     for target, row in rows[False].items():
@@ -268,7 +268,7 @@ def test_edges_through_heads(traced):
 
 
 def eliminated(linear, target):
-    """The edges into a target, summed over all paths through heads and skip nodes."""
+    """Return the edges into a target, summed over all paths through heads and skip nodes."""
     n_sublayers = len(linear.sublayers)
     readers = {n: torch.zeros_like(linear.run.embedding) for n in range(n_sublayers + 1)}
     if target == "metric":
@@ -308,7 +308,7 @@ def eliminated(linear, target):
 
 
 def test_attributions(traced):
-    """Point 3: sums over targets."""
+    """Point 3: attributions are sums over targets."""
     graph, _, rows, rounding = traced
     attributions = graph.nodes.set_index("id")["attribution"]
     for source in rows[False]["metric"]:

@@ -1,4 +1,4 @@
-"""Models and transcoders that do not fit, and tools that do not take features."""
+"""Tests of models and transcoders that do not match, and of tools that do not take features."""
 
 import re
 from dataclasses import replace
@@ -26,7 +26,7 @@ from attn_only_lens.pretrained import (
 )
 from attn_only_lens.transcoders import attach, fidelity
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
 
 METRIC = p.logit_diff(7, 11)
 
@@ -242,7 +242,7 @@ def test_gates_of_topk_have_no_secants():
 
 
 def test_paths_begin_at_errors():
-    """The expansion into paths adds up, with error nodes as further beginnings."""
+    """The path expansion adds up, and paths may also begin at error nodes."""
     model, prompt = bridge("gpt2"), tokens(batch=1, pos=5)
     logits = model(prompt)[0, -1]
     value = (logits[7] - logits[11]).item()
