@@ -92,7 +92,7 @@ def test_smoke_of_paths(tmp_path):
     page = (tmp_path / "bench_paths.md").read_text()
     rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")][2:]
     assert len(rows) == 5
-    assert all(float(row[-1]) < 2e-5 for row in rows)  # float32, relative to the sum of both metrics
+    assert all(float(row[-1]) < 2e-5 for row in rows)  # float32, relative to both metrics' sum
 
 
 def test_smoke_of_a_training_step(tmp_path):
@@ -153,7 +153,7 @@ def test_the_bound_counts_the_products_of_pairs_in_order(kind):
 
 
 def test_on_gpu_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    """Finished steps are skipped; failed, interrupted and missing ones are reported and run again."""
+    """Finished steps are skipped; failed, interrupted or missing ones are named and run again."""
     seen, fails = [], {"bench_paths": "cut off after 60 s", "bench_growth": "failed: no device"}
 
     def run(command, log, seconds):

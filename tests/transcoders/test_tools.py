@@ -84,7 +84,7 @@ class Oracle:
         return {"x": x, "q": q, "w": active(q, transcoder).to(q), "z": z, "error": out - y}
 
     def written(self, name, part="z"):
-        """Return a node's change, from the corrupted to the clean run, of the stream."""
+        """Return what a node's change from the corrupted to the clean run adds to the stream."""
         clean, corrupted = self.runs
         transcoder = self.transcoders[L]
         if name.endswith("E"):
