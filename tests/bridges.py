@@ -113,7 +113,7 @@ FAMILIES = {
 
 EVERY = tuple(FAMILIES)
 CHOSEN = ("gpt2", "neox", "llama", "gemma2", "phi3", "native", "native_gated")
-"""Families for tests that run each in every state."""
+"""The families for tests that run every family in every state."""
 GATED_CHOSEN = ("llama", "gemma2", "phi3", "native_gated")
 if HAS_HOOKED_TRANSFORMER:  # bridges hardly differ between versions: all of them are tested with 4
     EVERY = (*CHOSEN, "bert", "vit")

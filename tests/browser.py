@@ -27,7 +27,7 @@ FLAGS = (
     "window-size=1400,1000",
 )
 HERE = ("file:", "data:", "blob:", "about:", "chrome:")
-"""What a request may be for without leaving the machine."""
+"""Prefixes of addresses that need no network."""
 
 
 @contextmanager
@@ -85,7 +85,7 @@ class Opened:
     def left_for(self) -> list[str]:
         """Return addresses outside this machine that the page requested."""
         events = [json.loads(e["message"])["message"] for e in self.driver.get_log("performance")]
-        asked = {
+        requests = {
             event["params"]["requestId"]: event["params"]["request"]["url"]
             for event in events
             if event["method"] == "Network.requestWillBeSent"
@@ -96,8 +96,8 @@ class Opened:
             if event["method"] == "Network.loadingFailed"
             and event["params"].get("blockedReason") == "csp"
         }
-        here = [url for url in asked.values() if url.startswith("file:")]
+        here = [url for url in requests.values() if url.startswith("file:")]
         assert here, "the log does not see the page itself"
         return [
-            url for key, url in asked.items() if key not in stopped and not url.startswith(HERE)
+            url for key, url in requests.items() if key not in stopped and not url.startswith(HERE)
         ]

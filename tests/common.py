@@ -22,7 +22,7 @@ IN_PLACE = {
     "z": "hook_neuron_act",
     "result": "hook_neuron_write",
 }
-"""Hook points of neuron-heads in place, spelled out."""
+"""The hook points of neuron-heads in place, by part."""
 BATCH, POS, D_MLP, D_VOCAB, N_LAYERS = 2, 11, 37, 41, 3
 
 needs_hooked_transformer = pytest.mark.skipif(

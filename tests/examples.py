@@ -15,7 +15,7 @@ EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 
 
 HOOKED = "An attention-only model"
-"""The section, of whatever page, that needs HookedTransformer."""
+"""The title of sections that need HookedTransformer, on any page."""
 
 
 def run(text, name):

@@ -97,10 +97,10 @@ FAMILIES: dict[str, dict] = {
 }
 
 CORE = ("gelu", "llama", "parallel", "no_norm", "norms_before_and_after", "post_norm")
-"""One of each structure, for tests that would be slow over all of FAMILIES."""
+"""A family of each structure, for tests that would be slow over all FAMILIES."""
 
 STRUCTURES = ("gelu", "silu_gated", *list(FAMILIES)[list(FAMILIES).index("ln_pre") :])
-"""FAMILIES without those that differ from another by their activation alone."""
+"""The FAMILIES without those that differ from another only in their activation."""
 
 
 def build(name, dtype=torch.float64, scale=0.4, **changes):

@@ -1,13 +1,13 @@
-"""A device that is not the CPU, in Python: for tests of how the package treats devices.
+"""A simulated device in Python, for tests of how the package treats devices.
 
-`simulated:0`, `:1` and `:2` are devices to torch (its PrivateUse1 backend). Their tensors wrap
-CPU tensors, so results are the CPU's, bit for bit; but an operation that mixes devices raises, as
-on a GPU, with the file and line that asked for it. What CUDA allows is allowed: scalars on the CPU,
-and indices. With `forbid_float64`, as on MPS, a float64 tensor on the device raises, too.
+`simulated:0`, `:1` and `:2` are devices in torch (the PrivateUse1 backend). Their tensors wrap CPU
+tensors, so results are bitwise the CPU's. An operation that mixes devices raises, as on a GPU, and
+names the file and line of the call. As with CUDA, scalars and indices may be on the CPU. With
+`forbid_float64`, a float64 tensor on the device raises too, as on MPS.
 
-Counted, by file and line: kernels (all operations but views and allocations); transfers from
-("D2H"), to ("H2D") and between devices ("D2D"); and "sync", where the host waits for a value or for
-a shape that depends on values. Every D2H is such a wait too: `synchronisations` counts both.
+The mode counts by file and line: kernels (all operations except views and allocations); transfers
+from ("D2H"), to ("H2D") and between devices ("D2D"); and "sync", where the host waits for a value
+or for a shape that depends on values. A D2H is also such a wait: `synchronisations` counts both.
 
     set_up()
     with SimulatedDevice() as device:
@@ -15,12 +15,11 @@ a shape that depends on values. Every D2H is such a wait too: `synchronisations`
         print(device.total("kernel"), device.synchronisations)
         print(device.report())
 
-The limits: no streams, no limit of memory, no speed; a kernel of a GPU may be another one than the
-CPU's. In-place changes of shape (`t_`) are not followed. Autograd runs on the caller's thread while
-the device is entered.
+Not simulated are streams, memory limits, speed, a GPU's own kernels, and in-place changes of shape
+(`t_`). Within the mode, autograd runs on the caller's thread.
 
-PrivateUse1 can be taken once in a process and not given back, so `test_devices.py` runs what needs
-it in processes of their own.
+PrivateUse1 can be registered only once per process, so `test_devices.py` runs the tests that need
+it in separate processes.
 """
 
 import sys
@@ -122,11 +121,11 @@ class SimulatedDevice(TorchDispatchMode):
     """A mode in which `simulated:0`, `simulated:1` and `simulated:2` exist.
 
     Args:
-        watch: of which files the file:line is given; the innermost caller whose path has it.
+        watch: a part of the paths to report; file:line is the innermost caller with it.
         forbid_float64: whether the device has no float64.
 
     Attributes:
-        counts: by kind and file:line.
+        counts: the number of events, by kind and file:line.
     """
 
     _entered: ClassVar[list["SimulatedDevice"]] = []
@@ -195,12 +194,12 @@ class SimulatedDevice(TorchDispatchMode):
         """Run an operation on the wrapped tensors, and wrap its result."""
         name = func._schema.name.split("::")[1]
         tensors = [x for x in _leaves((args, kwargs)) if isinstance(x, Tensor)]
-        asked = _indexed(kwargs.get("device"))
-        ours = [x for x in tensors if isinstance(x, _Simulated)]
-        if not ours and (asked is None or asked.type != NAME):
+        requested = _indexed(kwargs.get("device"))
+        simulated = [x for x in tensors if isinstance(x, _Simulated)]
+        if not simulated and (requested is None or requested.type != NAME):
             return func(*args, **kwargs)
-        device = ours[0].device if ours else asked
-        home = asked or device
+        device = simulated[0].device if simulated else requested
+        home = requested or device
         if name == "_to_copy":  # like `copy_`, it may mix two devices: `.to`, `.cpu`
             self._moved(args[0].device, home)
             if kwargs.get("dtype") == torch.float64 and device.type == NAME:
@@ -219,13 +218,13 @@ class SimulatedDevice(TorchDispatchMode):
         if name in _SYNC or any(x.dtype == torch.bool for x in indices):
             self.count("sync")
         inner_args, inner = _mapped(_inner, (args, kwargs))
-        if asked is not None:
-            inner["device"] = torch.device("cpu") if asked.type == NAME else asked
+        if requested is not None:
+            inner["device"] = torch.device("cpu") if requested.type == NAME else requested
         inner.pop("pin_memory", None)
         draws = torch.Tag.nondeterministic_seeded in func.tags and device.type == NAME
         with _MODULE.drawing(device) if draws else nullcontext():
             result = func(*inner_args, **inner)
-        owners = {id(x.inner): x for x in ours}  # in-place results keep their wrapper
+        owners = {id(x.inner): x for x in simulated}  # in-place results keep their wrapper
 
         def wrapped(x: Any) -> Any:
             return owners[id(x)] if id(x) in owners else self._wrapped(name, x, home)

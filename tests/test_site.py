@@ -65,7 +65,7 @@ ANSWERS = {
     "which heads matter": "see-which-heads-matter-most",
     "save a sweep": "save-a-sweep-and-load-it-again",
 }
-"""Searches that people type, and the section of the page of questions that answers them."""
+"""Typical searches, and the section of the page of questions that answers each."""
 
 
 def first_result(opened, address, question):

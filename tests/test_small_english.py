@@ -76,12 +76,12 @@ def test_it_is_as_right_as_its_card_says(llama):
     card = (DATA / "README.md").read_text("utf-8")
     for task, pairs in training.questions(RECIPE.prompts).items():
         differences = training.differences(llama, pairs)
-        right, asked = METRICS["right"][task]
+        right, total = METRICS["right"][task]
         near = int((differences.abs() < 1e-3).sum())  # rounding may decide
-        assert (len(differences), near < 3) == (asked, True)
+        assert (len(differences), near < 3) == (total, True)
         assert abs(int((differences > 0).sum()) - right) <= near
-        assert right >= 0.95 * asked
-        assert re.search(rf"\| {task} .*\| {right} of {asked} \|", card), task
+        assert right >= 0.95 * total
+        assert re.search(rf"\| {task} .*\| {right} of {total} \|", card), task
 
 
 def test_no_text_begins_a_sentence_with_a_prompt_that_is_held_out():

@@ -252,13 +252,13 @@ def test_a_chat_is_what_its_template_says(adds, tmp_path):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         [got] = chat_tokens(bridge, "w1")
         assert got.tolist() == begins + chat
-        asked = [{"role": "user", "content": "w1"}]
+        turns = [{"role": "user", "content": "w1"}]
         assert got.tolist() == tokenizer.apply_chat_template(
-            asked, add_generation_prompt=True, return_dict=False
+            turns, add_generation_prompt=True, return_dict=False
         )
-        for prompts in (asked, [asked], ["w1"]):
+        for prompts in (turns, [turns], ["w1"]):
             assert [row.tolist() for row in chat_tokens(bridge, prompts)] == [begins + chat]
-        several = [{"role": "system", "content": "w2"}, *asked]
+        several = [{"role": "system", "content": "w2"}, *turns]
         rows = chat_tokens(bridge, ["w1", several])
         assert rows[1].tolist() == [*begins, 6, W2, EOS, *chat]
         # Padding is on the tokenizer's side, as for texts.
@@ -288,8 +288,8 @@ def test_prompts_that_are_no_chat(tmp_path):
 def test_chats_on_the_command_line(tmp_path):
     folder, out = chat_folder(tmp_path / "model"), tmp_path / "sweep.csv"
     pair = ("--clean", "w1 w2", "--corrupted", "w1 w3", "--answer", "w4", "--wrong", "w5")
-    asked = ["patch", str(folder), *pair, "--sites", "L0H1", "--out", str(out), "--chat"]
-    result = CliRunner().invoke(app, asked)
+    patch = ["patch", str(folder), *pair, "--sites", "L0H1", "--out", str(out), "--chat"]
+    result = CliRunner().invoke(app, patch)
     assert result.exit_code == 0, result.output
     bridge = expose_neuron_heads(load(folder)).model
     prompts = (chat_tokens(bridge, text) for text in ("w1 w2", "w1 w3"))
@@ -317,7 +317,7 @@ def test_chats_on_the_command_line(tmp_path):
         result = CliRunner().invoke(app, [*command, "--chat"])
         assert result.exit_code == 0, result.output
     assert "ok: 4 tokens" in result.output
-    result = CliRunner().invoke(app, [*asked, "--token-ids"])
+    result = CliRunner().invoke(app, [*patch, "--token-ids"])
     assert result.exit_code == 2
 
 

@@ -163,7 +163,7 @@ TOOLS |= {
     "decompose_head": svd,
     "reinitialized": lambda model: analysis.reinitialized(model, 0) and None,
 }
-"""Each tool that takes a model, or a cache."""
+"""All tools that take a model or a cache, by name."""
 
 # These are in one version only; decompose_head is not in the package's __all__.
 OF_ONE_VERSION = {

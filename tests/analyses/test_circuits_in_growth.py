@@ -28,8 +28,8 @@ def frames_in(folder):
 def test_smoke(tmp_path):
     app = study.typer.Typer()
     app.command()(study.main)
-    asked = ["--smoke", "--n-seeds", "1", "--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
-    result = CliRunner().invoke(app, asked)
+    args = ["--smoke", "--n-seeds", "1", "--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
+    result = CliRunner().invoke(app, args)
     assert result.exit_code == 0, result.output
     page = (tmp_path / f"{NAME}.md").read_text("utf-8")
     assert page.strip() in result.output
@@ -44,7 +44,7 @@ def test_smoke(tmp_path):
     assert (last["new_share"] > 1e-4).all()
     assert (last["kept"] <= 1).all()
     check_recomputed(frames, first=3, tolerance=1e-3)
-    again = CliRunner().invoke(app, [*asked[:2], "2", *asked[3:]])
+    again = CliRunner().invoke(app, [*args[:2], "2", *args[3:]])
     assert "choose another --runs" in str(again.exception)
 
 
@@ -167,12 +167,12 @@ def test_what_the_guide_says():
 def test_patches_are_those_of_the_wrapped_model():
     """Patches equal those by torch hooks on the transformers model, in independent code."""
     model = study.plan_of(study.SMOKE, 3).model().double()
-    asked = study.Asked.of(study.SMOKE, "cpu").questions["gender"]
+    question = study.Asked.of(study.SMOKE, "cpu").questions["gender"]
     names = ["L0H1", "L0N2", "L0N5"]
     with measures.expose_neuron_heads(model) as exposed:
-        got = measures.patched(exposed, asked, names)
+        got = measures.patched(exposed, question, names)
         everything = [f"L0H{i}" for i in range(2)] + [f"L0N{i}" for i in range(7)]
-        alone = {name: measures.patched(exposed, asked, [name]) for name in everything}
+        alone = {name: measures.patched(exposed, question, [name]) for name in everything}
     wrapped = study.plan_of(study.SMOKE, 3).model().double().original_model
     layer, kept = wrapped.model.layers[0], {}
     columns = {"attention": [4, 5, 6, 7], "mlp": [2, 5]}  # head 1 of two with 4 coordinates
@@ -186,8 +186,8 @@ def test_patches_are_those_of_the_wrapped_model():
             logits = wrapped(tokens).logits
         for hook in hooks:
             hook.remove()
-        last = [logits[row, n - 1] for row, n in enumerate(asked.mask.sum(1))]
-        pairs = zip(last, asked.right, asked.wrong, strict=True)
+        last = [logits[row, n - 1] for row, n in enumerate(question.mask.sum(1))]
+        pairs = zip(last, question.right, question.wrong, strict=True)
         return np.array([(row[right] - row[wrong]).item() for row, right, wrong in pairs])
 
     def keeps(kind):
@@ -202,14 +202,14 @@ def test_patches_are_those_of_the_wrapped_model():
 
         return hook
 
-    runs(asked.corrupted, keeps)
+    runs(question.corrupted, keeps)
     # float64 throughout; control: another set of neurons gives another value
-    np.testing.assert_allclose(got, runs(asked.clean, replaces), atol=1e-10)
+    np.testing.assert_allclose(got, runs(question.clean, replaces), atol=1e-10)
     columns["mlp"] = [2, 6]
-    assert abs(got - runs(asked.clean, replaces)).max() > 1e-8
+    assert abs(got - runs(question.clean, replaces)).max() > 1e-8
     # Single patches give the effects.
     with measures.expose_neuron_heads(model) as exposed:
-        exact = measures.sweep(measures.p.activation_patch, exposed, asked).to_frame()
+        exact = measures.sweep(measures.p.activation_patch, exposed, question).to_frame()
     for name, value in zip(exact["name"], exact["value"], strict=True):
         assert alone[name].mean() == pytest.approx(value, abs=1e-10)
 

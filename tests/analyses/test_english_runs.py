@@ -30,9 +30,9 @@ def parameters(model):
 
 
 def same(first, second):
-    ours, reference = parameters(first), parameters(second)
-    assert ours.keys() == reference.keys()
-    return all(torch.equal(ours[name], reference[name]) for name in ours)
+    actual, reference = parameters(first), parameters(second)
+    assert actual.keys() == reference.keys()
+    return all(torch.equal(actual[name], reference[name]) for name in actual)
 
 
 def test_a_run_that_is_broken_off_goes_on(tmp_path):

@@ -27,7 +27,7 @@ def test_purity_counts_the_most_common_class():
 
 
 def test_neurons_of_random_directions_by_hand():
-    """The tokens that drive and follow a neuron equal those from products of the drawn weights."""
+    """The tokens that drive a neuron, and those it raises, follow from products of weights."""
     plain = study.with_random_directions(study.pretrained.small_english(), 3)
     wrapped, neuron = plain.original_model, 5
     layer = wrapped.model.layers[1]

@@ -1,4 +1,4 @@
-"""Tests of learned masks: they beat rankings on other prompts, without label leaks."""
+"""Tests of learned masks: they beat rankings on other prompts, and no group is in both halves."""
 
 import pytest
 import torch

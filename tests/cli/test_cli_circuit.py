@@ -149,8 +149,8 @@ def test_tokens_and_a_saved_model(folder, tmp_path):
     saved = save(expose_neuron_heads(load(folder)).model, tmp_path / "saved")
     out = tmp_path / "circuit.json"
     prompts = ("--token-ids", "--clean", "0,7,9,11", "--clean", "0,5,6,7")
-    asked = ("--answer", 17, "--metric", "log_probability", "--out", out)
-    result = run("circuit", saved, *prompts, *asked)
+    options = ("--answer", 17, "--metric", "log_probability", "--out", out)
+    result = run("circuit", saved, *prompts, *options)
     assert result.exit_code == 0, result.output
     graph = circuits.from_json(out)
     assert len(graph.tokens) == 2

@@ -94,10 +94,10 @@ def test_tokens_a_null_and_a_metric(folders, tmp_path):
 def test_hooked_transformers(tmp_path, monkeypatch):
     """A name is loaded as the kind of model in the grown folder."""
     source, grown = grown_from(source_folder(tmp_path / "source"))
-    asked = []
+    names = []
 
     def from_pretrained(name, **options):
-        asked.append(name)
+        names.append(name)
         return load(source)
 
     monkeypatch.setattr("attn_only_lens.tl.HookedTransformer.from_pretrained", from_pretrained)
@@ -107,7 +107,7 @@ def test_hooked_transformers(tmp_path, monkeypatch):
     result = run("compare", "gpt2", grown, *options)
     assert result.exit_code == 0, result.output
     assert "gpt2: HookedTransformer, 3 layers" in result.stderr
-    assert asked == ["gpt2"]
+    assert names == ["gpt2"]
 
 
 def test_a_model_that_was_trained_and_saved_by_transformers(folders, tmp_path):

@@ -92,10 +92,10 @@ def test_what_has_no_neurons_or_no_pair(folder, tmp_path, options, how):
     else:
         resample, how = None, how | {"sites": ["L0N5@1", "L1H1@-1"]}
         assert frame["position"].tolist() == [1, -1]
-    wanted = expected(
+    reference = expected(
         folder, torch.tensor([0, 7, 9, 11]), resample, metric=p.logit_diff(17, 21), **how
     )
-    np.testing.assert_allclose(frame["value"], wanted["value"], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(frame["value"], reference["value"], rtol=0, atol=1e-4)
 
 
 def test_a_saved_model_tokens_and_every_option(folder, tmp_path):

@@ -305,12 +305,12 @@ def test_answers_are_cut_with_their_prompts():
         components(
             compare(
                 *(model, grown, prompts, metric),
-                corrupted=other,
+                corrupted=pair_prompts,
                 batch_size=size,
                 **FAST | {"n_patched": 0},
             )
         )
-        for other in (corrupted, None)
+        for pair_prompts in (corrupted, None)
         for size in (2, 5)
     ]
     for cut, whole in (frames[:2], frames[2:]):

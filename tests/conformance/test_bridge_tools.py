@@ -40,7 +40,7 @@ RAISE = {
     (GROUPED, "BackwardLens"), (GROUPED, "attribution_patch edges"), (GROUPED, "faithfulness"),
     *((kind, "reinitialized") for kind in (RAW, PROCESSED, GROUPED)),
 }  # fmt: skip
-"""Which tools raise on which bridge, exposed or not."""
+"""The tools that raise on a kind of bridge, whether it is exposed or not."""
 if HAS_HOOKED_TRANSFORMER:
     RAISE |= {(kind, "attribution_patch edges") for kind in (RAW, PROCESSED, GROUPED)}
 

@@ -48,10 +48,10 @@ def normed(request):
     return caches(request.param)
 
 
-def agree(ours, reference, labels=None):
-    (a, labels_of_ours), (b, names) = ours, reference
-    assert labels_of_ours == (names if labels is None else labels)
-    assert len(a) == len(labels_of_ours)
+def agree(actual, reference, labels=None):
+    (a, actual_labels), (b, names) = actual, reference
+    assert actual_labels == (names if labels is None else labels)
+    assert len(a) == len(actual_labels)
     torch.testing.assert_close(a, b, rtol=EXACT, atol=EXACT * b.abs().max().item())
 
 
@@ -63,8 +63,8 @@ def sum_is_stream(stack, cache, block):
 def test_accumulated_resid(pair):
     name, source, cache = pair
     if name != "parallel":
-        ours = cache.accumulated_resid(incl_mid=True, return_labels=True)
-        agree(ours, source.accumulated_resid(incl_mid=True, return_labels=True))
+        actual = cache.accumulated_resid(incl_mid=True, return_labels=True)
+        agree(actual, source.accumulated_resid(incl_mid=True, return_labels=True))
     agree(cache.accumulated_resid(return_labels=True), source.accumulated_resid(return_labels=True))
     labels = cache.accumulated_resid(layer=3, return_labels=True)[1]
     assert labels == ["0_pre", "1_pre", "1_mid"]
@@ -74,8 +74,8 @@ def test_accumulated_resid_with_norm(pair):
     name, source, cache = pair
     if name == "no_norm":
         return
-    ours = cache.accumulated_resid(apply_ln=True, return_labels=True, pos_slice=-1)
-    agree(ours, source.accumulated_resid(apply_ln=True, return_labels=True, pos_slice=-1))
+    actual = cache.accumulated_resid(apply_ln=True, return_labels=True, pos_slice=-1)
+    agree(actual, source.accumulated_resid(apply_ln=True, return_labels=True, pos_slice=-1))
 
 
 @pytest.mark.parametrize("mode", ["all", "attn", "mlp"])
@@ -93,10 +93,10 @@ def test_decompose_resid(pair, mode):
 
 def test_decompose_resid_before_neurons(pair):
     name, source, cache = pair
-    ours = cache.decompose_resid(layer=3, return_labels=True)
+    actual = cache.decompose_resid(layer=3, return_labels=True)
     if name != "parallel":
-        agree(ours, source.decompose_resid(layer=1, mlp_input=True, return_labels=True))
-    sum_is_stream(ours[0], cache, 3)
+        agree(actual, source.decompose_resid(layer=1, mlp_input=True, return_labels=True))
+    sum_is_stream(actual[0], cache, 3)
 
 
 @pytest.mark.parametrize("name", READS_STREAM)
@@ -195,8 +195,8 @@ def test_stack_neuron_results(plain, options):
     if name == "no_norm" and options.get("apply_ln") and "project_output_onto" in options:
         # TransformerLens reads the scale of a norm that does not exist.
         options = options | {"apply_ln": False}
-    ours = cache.stack_neuron_results(layer=-1, return_labels=True, **options)
-    agree(ours, neurons_of_source(source, **options))
+    actual = cache.stack_neuron_results(layer=-1, return_labels=True, **options)
+    agree(actual, neurons_of_source(source, **options))
 
 
 BY_LAYER = "(layer head) ... -> layer head ..."
@@ -285,7 +285,7 @@ def test_get_full_resid_decomposition(plain, expand, options):
     name, source, cache = plain
     if name == "no_norm":
         options = {k: v for k, v in options.items() if k != "apply_ln"}
-    ours, our_labels = cache.get_full_resid_decomposition(
+    got, actual_labels = cache.get_full_resid_decomposition(
         expand_neurons=expand, return_labels=True, **options
     )
     torch.set_default_dtype(torch.float64)  # TransformerLens sums biases in the default dtype
@@ -297,12 +297,12 @@ def test_get_full_resid_decomposition(plain, expand, options):
         torch.set_default_dtype(torch.float32)
     if source.model.cfg.gated_mlp and expand:
         # We count a gated MLP's b_in @ W_out as bias; TransformerLens adds it to the neurons.
-        assert our_labels == labels
+        assert actual_labels == labels
         rest = [i for i, label in enumerate(labels) if "N" not in label and label != "bias"]
-        agree((ours[rest], [labels[i] for i in rest]), (reference[rest], [labels[i] for i in rest]))
-        torch.testing.assert_close(ours.sum(0), reference.sum(0), rtol=EXACT, atol=1e-9)
+        agree((got[rest], [labels[i] for i in rest]), (reference[rest], [labels[i] for i in rest]))
+        torch.testing.assert_close(got.sum(0), reference.sum(0), rtol=EXACT, atol=1e-9)
     else:
-        agree((ours, our_labels), (reference, labels))
+        agree((got, actual_labels), (reference, labels))
 
 
 @pytest.mark.parametrize("expand", [True, False])
@@ -336,18 +336,18 @@ def test_what_is_normed_on_its_way(normed):
     torch.testing.assert_close(stack[labels.index("L1N29")], expected, rtol=EXACT, atol=EXACT)
 
     for options in OPTIONS:
-        ours, labels = cache.stack_neuron_results(layer=-1, return_labels=True, **options)
+        actual, labels = cache.stack_neuron_results(layer=-1, return_labels=True, **options)
         plain = {k: v for k, v in options.items() if k != "project_output_onto"}
         onto = options.get("project_output_onto")
         if onto is not None:
             again = cache.stack_neuron_results(layer=-1, return_labels=True, **plain)[0] @ onto
-            torch.testing.assert_close(ours, again, rtol=EXACT, atol=1e-9)
+            torch.testing.assert_close(actual, again, rtol=EXACT, atol=1e-9)
         if "incl_remainder" not in options:
             row = labels.index("L1N29") if "L1N29" in labels else None
             plain |= {"neuron_slice": None, "return_labels": True}
             whole, _ = cache.stack_neuron_results(layer=-1, **plain)
             if row is not None and onto is None:
-                assert torch.equal(ours[row], whole[37 + 29])
+                assert torch.equal(actual[row], whole[37 + 29])
 
 
 @torch.no_grad()
@@ -362,9 +362,9 @@ def test_logit_attrs(pair):
     name, source, cache = pair
     if name == "no_norm":
         return
-    ours = cache.logit_attrs(cache.decompose_resid(), tokens=7, incorrect_tokens=11)
+    actual = cache.logit_attrs(cache.decompose_resid(), tokens=7, incorrect_tokens=11)
     reference = source.logit_attrs(source.decompose_resid(), tokens=7, incorrect_tokens=11)
-    torch.testing.assert_close(ours, reference, rtol=EXACT, atol=1e-9)
+    torch.testing.assert_close(actual, reference, rtol=EXACT, atol=1e-9)
 
 
 def test_stack_activation(pair):

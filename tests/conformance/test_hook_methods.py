@@ -176,19 +176,19 @@ def test_an_edit_where_no_mlp_is_is_refused(converted, edit, block, mode):
 @pytest.mark.parametrize("block", [0, 1])
 @torch.no_grad()
 def test_the_output_of_no_mlp_is_not_read_as_zeros(converted, block):
-    """Missing MLP outputs raise an error; a function that also matches a real hook reads it."""
+    """Hooks on a missing MLP output raise, unless a filter also matches the real output."""
     hook, instead = f"blocks.{block}.hook_mlp_out", f"blocks.{block}.hook_attn_out"
     seen = {}
 
     def keep(x, hook):
         seen[hook.name] = x
 
-    for wanted in (hook, lambda name: name in (hook, "blocks.0.hook_resid_pre")):
+    for choice in (hook, lambda name: name in (hook, "blocks.0.hook_resid_pre")):
         for attempt in (
-            lambda wanted=wanted: converted.run_with_hooks(tokens(), fwd_hooks=[(wanted, keep)]),
-            lambda wanted=wanted: converted.run_with_hooks(tokens(), bwd_hooks=[(wanted, keep)]),
-            lambda wanted=wanted: converted.add_hook(wanted, keep),
-            lambda wanted=wanted: converted.add_perma_hook(wanted, keep),
+            lambda choice=choice: converted.run_with_hooks(tokens(), fwd_hooks=[(choice, keep)]),
+            lambda choice=choice: converted.run_with_hooks(tokens(), bwd_hooks=[(choice, keep)]),
+            lambda choice=choice: converted.add_hook(choice, keep),
+            lambda choice=choice: converted.add_perma_hook(choice, keep),
             lambda: converted.run_with_cache(tokens(), names_filter=["hook_embed", hook]),
             lambda: converted.run_with_cache(tokens(), names_filter=lambda name: name == hook),
             lambda: converted.add_caching_hooks(hook),

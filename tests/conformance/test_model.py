@@ -137,8 +137,8 @@ def test_run_with_cache_options(name):
     converted = convert(build(name))
     _, everything = converted.run_with_cache(tokens())
     hook = "blocks.3.attn.hook_pattern"
-    for wanted in (hook, [hook], (hook,), lambda name: name == hook):
-        _, cache = converted.run_with_cache(tokens(), names_filter=wanted)
+    for hook_filter in (hook, [hook], (hook,), lambda name: name == hook):
+        _, cache = converted.run_with_cache(tokens(), names_filter=hook_filter)
         assert list(cache) == [hook]
         # Without other hooks, the pattern is the gate itself; with live scores it is their softmax.
         torch.testing.assert_close(cache[hook], everything[hook], rtol=1e-11, atol=1e-99)
@@ -162,11 +162,11 @@ def test_cached_gradients(name):
     _, expected = source.run_with_cache(tokens(), return_type="loss", incl_bwd=True)
     _, got = converted.run_with_cache(tokens(), return_type="loss", incl_bwd=True)
     for layer in range(3):
-        ours = got[f"blocks.{2 * layer + 1}.attn.hook_z_grad"].squeeze(-1)
+        gradient = got[f"blocks.{2 * layer + 1}.attn.hook_z_grad"].squeeze(-1)
         reference = expected[f"blocks.{layer}.mlp.hook_post_grad"]
-        assert relative(ours, reference) <= 1e-11
-        ours = got[f"blocks.{2 * layer + 1}.hook_attn_out_grad"]
-        assert relative(ours, expected[f"blocks.{layer}.hook_mlp_out_grad"]) <= 1e-11
+        assert relative(gradient, reference) <= 1e-11
+        gradient = got[f"blocks.{2 * layer + 1}.hook_attn_out_grad"]
+        assert relative(gradient, expected[f"blocks.{layer}.hook_mlp_out_grad"]) <= 1e-11
         assert got[f"blocks.{2 * layer + 1}.attn.hook_pattern_grad"].abs().max() > 0
 
 
@@ -337,8 +337,8 @@ def test_weights(name):
     source = build(name)
     converted = convert(source)
     for weight in (*NEURON_WEIGHTS, "W_E", "W_U", "b_U"):
-        ours, reference = getattr(converted, weight), getattr(source, weight)
-        assert ours is reference is None or torch.equal(ours, reference)
+        tensor, reference = getattr(converted, weight), getattr(source, weight)
+        assert tensor is reference is None or torch.equal(tensor, reference)
     for weight in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V"):
         heads = getattr(converted.attention_heads, weight)
         assert torch.equal(heads, getattr(source, weight))

@@ -48,13 +48,13 @@ def test_no_word_of_another_hook_selects_a_neuron_head(family):
     """A filter made from any word in a bridge's hook names selects no neuron-head."""
     bridge = boot(family, state="names")
     hook_names = list(bridge.hook_dict)
-    ours = set(expose_neuron_heads(bridge).model.hook_dict) - set(hook_names)
-    assert ours == {mlp_hook(point, layer) for point in IN_PLACE for layer in range(2)}
+    new_names = set(expose_neuron_heads(bridge).model.hook_dict) - set(hook_names)
+    assert new_names == {mlp_hook(point, layer) for point in IN_PLACE for layer in range(2)}
     for word in words(hook_names) - {"blocks", "mlp", "hook"}:
-        assert not any(name.endswith(word) for name in ours), word
+        assert not any(name.endswith(word) for name in new_names), word
         if len(word) > 1 or word == "z":
-            assert not any(word in name for name in ours), word
-    assert any("act" in name for name in ours), "the control"
+            assert not any(word in name for name in new_names), word
+    assert any("act" in name for name in new_names), "the control"
 
 
 def selected(model, how, chosen):

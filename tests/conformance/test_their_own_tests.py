@@ -111,8 +111,8 @@ def outcomes(tmp_path_factory):
     path.write_text(TESTS.replace("SEEN", repr(seen)))
     names = [line[4:].split("(")[0] for line in TESTS.splitlines() if line.startswith("def test_")]
     cases = [f"{name}[{case}]" for name in names for case in (0, 1) if name == "test_class"]
-    wanted = [f"tests/unit/test_made_up.py::{name}" for name in [*names, *cases]]
-    one_pass(sys.executable, folder, folder / "exposed.jsonl", "exposed", wanted)
+    test_ids = [f"tests/unit/test_made_up.py::{name}" for name in [*names, *cases]]
+    one_pass(sys.executable, folder, folder / "exposed.jsonl", "exposed", test_ids)
     return {
         outcome["test"].split("::")[1]: outcome for outcome in finished(folder / "exposed.jsonl")
     }

@@ -153,8 +153,8 @@ def test_rotary_tables_come_along_as_they_are():
     grown = grow(bridge, **SIZES)
     assert (grown.model(prompts) - logits).abs().max() < EXACT * logits.abs().max()
     assert torch.equal(grown.shrink()(prompts), logits)
-    ours, before = (model.original_model.rotary.cos_cached for model in (bridge, grown.model))
-    assert ours.data_ptr() != before.data_ptr()
+    old, new = (model.original_model.rotary.cos_cached for model in (bridge, grown.model))
+    assert old.data_ptr() != new.data_ptr()
 
 
 def test_modules_that_are_not_what_the_configuration_says_are_refused():

@@ -165,8 +165,8 @@ def test_gradients(name):
         net(tokens()).square().mean().backward()
     for block, mlp in zip(model.blocks[1::2], [b.mlp for b in oracle.blocks], strict=True):
         for weight in ("W_in", "b_in", "W_out", "b_out"):
-            ours, expected = getattr(block.attn, weight).grad, getattr(mlp, weight).grad
-            assert (ours - expected).abs().max() <= 1e-11 * expected.abs().max()
+            gradient, expected = getattr(block.attn, weight).grad, getattr(mlp, weight).grad
+            assert (gradient - expected).abs().max() <= 1e-11 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", ["gelu", "llama", "silu"])
@@ -357,8 +357,8 @@ def test_each_layer_has_its_own_range():
     calibration = calibrate(source, tokens())
     model = convert(source, gate=Bilinear(calibration=calibration))
     served = [model.blocks[block].attn.gate.limit for block in (1, 3, 5)]
-    for limit, asked in zip(served, calibration.ranges, strict=True):
-        assert asked <= limit < 2 * asked
+    for limit, requested in zip(served, calibration.ranges, strict=True):
+        assert requested <= limit < 2 * requested
     assert served[2] > served[0]
     assert verify(source, model, tokens()).ok
 

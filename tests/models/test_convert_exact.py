@@ -82,17 +82,17 @@ def test_gradients(name):
     for net, tolerance in ((plain, silent), (hooked, 1e-11)):
         grads = [p.grad for p in net.parameters()]
         assert len(grads) == len(expected)
-        for ours, (key, reference) in _matched(net, expected):
+        for gradient, (key, reference) in _matched(net, expected):
             if reference is None:
-                assert ours is None
+                assert gradient is None
                 continue
-            assert ours.shape == reference.shape, key
+            assert gradient.shape == reference.shape, key
             if tolerance == 0.0:
-                assert torch.equal(ours, reference), key
+                assert torch.equal(gradient, reference), key
             else:
                 # A key bias's gradient is only rounding noise: use the other gradients' scale.
                 scale = max(reference.abs().max(), 1e-4 * largest)
-                assert (ours - reference).abs().max() <= tolerance * scale, key
+                assert (gradient - reference).abs().max() <= tolerance * scale, key
 
 
 def _matched(net, expected):

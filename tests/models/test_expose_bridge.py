@@ -36,7 +36,7 @@ WEIGHT = {
     "gelu": lambda q: torch.erfc(-q / math.sqrt(2)) / 2,
     "tanh": lambda q: torch.sigmoid(2 * math.sqrt(2 / math.pi) * (q + 0.044715 * q**3)),
 }
-"""p of each activation q · p(q), written down again."""
+"""The factor p of each activation q · p(q), defined independently of the package."""
 
 
 def out_in(layer=1):

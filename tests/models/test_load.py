@@ -123,15 +123,15 @@ def test_the_shipped_model_has_a_name_and_the_hub_is_not_asked(monkeypatch, tmp_
 
 @needs_hooked_transformer
 def test_names_of_hooked_transformers_are_asked_for(monkeypatch):
-    asked = []
+    calls = []
 
     def from_pretrained(name, **options):
-        asked.append((name, options["dtype"], options["trust_remote_code"]))
+        calls.append((name, options["dtype"], options["trust_remote_code"]))
         return pretrained.modular_addition()
 
     monkeypatch.setattr(tl.HookedTransformer, "from_pretrained", from_pretrained)
     assert load("gpt2", hooked=True, dtype="bfloat16").cfg.d_mlp == 512
-    assert asked == [("gpt2", "bfloat16", False)]
+    assert calls == [("gpt2", "bfloat16", False)]
 
 
 @needs_hooked_transformer
@@ -410,14 +410,14 @@ def test_install_hints_name_what_a_registry_has():
     }
     paths = [*(ROOT / "attn_only_lens").rglob("*.py"), *(ROOT / "docs").glob("*.md")]
     hints = [
-        asked
+        hint
         for path in paths
         for command in re.findall(r"pip install (?!-e)([^{`,:;\"]*)", path.read_text("utf-8"))
-        for asked in map(Requirement, re.findall(r"[\w.\[\]<>=-]{2,}", command.split(" for ")[0]))
+        for hint in map(Requirement, re.findall(r"[\w.\[\]<>=-]{2,}", command.split(" for ")[0]))
     ]
     assert {hint.name for hint in hints} >= {"transformer-lens", "pyarrow", "plotly", "circuitsvis"}
-    for asked in hints:
-        assert asked.name in known
-        if asked.name == "transformer-lens":
-            assert asked.specifier.contains("3.9.0")
-            assert not asked.specifier.contains("4.0.0")
+    for hint in hints:
+        assert hint.name in known
+        if hint.name == "transformer-lens":
+            assert hint.specifier.contains("3.9.0")
+            assert not hint.specifier.contains("4.0.0")

@@ -75,11 +75,11 @@ def test_float64(name):
     logits, dense = stock.run_with_cache(tokens())
     assert relative(logits, expected) <= 1e-12
     for block in range(2 * N_LAYERS):
-        ours, pattern = dense["pattern", block], compact["pattern", block]
+        dense_pattern, pattern = dense["pattern", block], compact["pattern", block]
         n_heads = pattern.shape[1]
         if block % 2:
             pattern = torch.diag_embed(pattern[..., 0])
-        assert (ours[:, :n_heads] - pattern).abs().max() <= 1e-12
+        assert (dense_pattern[:, :n_heads] - pattern).abs().max() <= 1e-12
         assert dense["z", block][:, :, n_heads:].abs().sum() == 0
         for point in ("attn_out", "resid_post"):
             assert relative(dense[point, block], compact[point, block]) <= 1e-12

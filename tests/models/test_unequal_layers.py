@@ -293,16 +293,16 @@ def test_every_other_way_to_patch_and_score():
         lambda host: circuits.score_edges(host, clean, ["L0H1", "L1N3"], exact=3, progress=False),
         lambda host: circuits.score_sources(host, tokens(0, 1, 5), "L1H1", query=-1, key=0),
     ):
-        ours, reference = frame(model), frame(uniform)
-        by = [column for column in ours if ours[column].dtype.kind != "f"]
-        both = ours.merge(reference, on=by, suffixes=("", " there"), validate="one_to_one")
-        assert len(both) == len(ours)
-        for column in ours.select_dtypes("float"):
+        actual, reference = frame(model), frame(uniform)
+        by = [column for column in actual if actual[column].dtype.kind != "f"]
+        both = actual.merge(reference, on=by, suffixes=("", " there"), validate="one_to_one")
+        assert len(both) == len(actual)
+        for column in actual.select_dtypes("float"):
             assert (both[column] - both[f"{column} there"]).abs().max() <= 1e-11, column
     with torch.no_grad(), p.steered(model, {"L0H1": [1.0] * VALUES[0]}):
-        ours = model(clean)
+        logits = model(clean)
     with torch.no_grad(), p.steered(uniform, {"L0H1": [1.0] * max(VALUES)}):
-        assert relative(ours, uniform(clean)) <= EXACT
+        assert relative(logits, uniform(clean)) <= EXACT
     with pytest.raises(InputError, match="a vector of 7"), p.steered(model, {"L0H1": [1.0] * 11}):
         pass
 

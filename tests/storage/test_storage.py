@@ -493,8 +493,8 @@ def test_a_tokenizer_runs_no_code_and_asks_nothing(tmp_path, monkeypatch):
     model = exposed_copy(boot("llama", torch.float32))
     model.tokenizer = tiny_tokenizer(41, tmp_path / "tokenizer")
     folder = save(model, tmp_path / "saved")
-    asked = []
-    monkeypatch.setattr(builtins, "input", lambda *prompt: asked.append(prompt) or "y")
+    questions = []
+    monkeypatch.setattr(builtins, "input", lambda *prompt: questions.append(prompt) or "y")
     settings = folder / "tokenizer_config.json"
     text = settings.read_text()
     ran = tmp_path / "ran"
@@ -517,7 +517,7 @@ def test_a_tokenizer_runs_no_code_and_asks_nothing(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         save(model, tmp_path / "again")
     assert not (tmp_path / "again").exists()
-    assert not asked
+    assert not questions
     assert not ran.exists()
 
 

@@ -2,27 +2,27 @@
 
 circuit-tracer (Hanna et al., 2025; Ameisen et al., "Circuit Tracing", 2025) runs a model in which
 attention patterns and the denominators of norms are detached, the errors are constants, and the
-features' activations are leaves. Its edge from s to t is what s writes, times the gradient of the
-pre-activation of t (or of a logit) at what s writes:
+features' activations are leaves. Its edge from s to t is the output of s, times the gradient of
+the pre-activation of t (or of a logit) at this output:
 
     A[t, s] = (∂ q_t / ∂ stream) · (∂ stream / ∂ out_s) · written_s
 
 A feature writes z_s W_dec[s], an error its vector, a token its embedding. `Tracer` below is this
-method in a few lines, from the weights and a cache of TransformerLens; none of attn_only_lens
-enters. (circuit-tracer 0.5.0: `attribution/context_transformerlens.py`, `_compute_score_hook` is
+method in a few lines, from the weights and a TransformerLens cache, without attn_only_lens.
+(circuit-tracer 0.5.0: `attribution/context_transformerlens.py`, `_compute_score_hook` is
 the product with the gradient, `compute_batch` injects the encoder's vector, not scaled by the
 activation of t; `_configure_gradient_flow` detaches; W_skip passes gradients on.)
 
-How its edges follow from ours: let c_t be the gradient of the metric at z_t, which is the column
+To derive its edges from ours, let c_t be the gradient of the metric at z_t, which is the column
 `gradient` of our nodes. The gate of an active feature is 1, so the gradient at q_t is c_t, too.
 
-1. With us, attention heads and skip nodes are nodes. So our edge from s to t is c_t · D[t, s], with
+1. In our graphs, heads and skip nodes are nodes. So our edge from s to t is c_t · D[t, s], with
    D the part of A that passes through no head and no W_skip: A with their outputs held fixed, too.
 2. The paths through heads and skip nodes: a head's output is a vector, and an edge into it holds
    only the product with the metric's gradient at this vector, so A does not follow from the edges
    of one graph alone. It follows from the linear maps of the graph (`LinearRun`): the gradient of
    q_t goes backward through heads and skip nodes, but through no feature.
-3. From the graph alone follow the sums over targets: the attribution of every node s is
+3. The graph alone gives the sums over targets: the attribution of every node s is
    Σ_t c_t A[t, s] + A[metric, s].
 """
 
@@ -244,12 +244,12 @@ def test_edges_that_pass_no_head(traced):
     c, n = scales(graph), 0
     for target in c:
         row = rows[True][target]
-        ours = edges.loc[target].to_dict()
+        actual = edges.loc[target].to_dict()
         largest = max(abs(c[target] * value) for value in row.values())
         for source, value in row.items():
-            assert abs(ours.get(source, 0.0) - c[target] * value) <= rounding * largest
+            assert abs(actual.get(source, 0.0) - c[target] * value) <= rounding * largest
             n += value != 0
-        others = {name for name in ours if name not in row}
+        others = {name for name in actual if name not in row}
         assert all("H" in x or "S" in x or x in ("bias", "rest") for x in others)
     assert n > 400
 
@@ -259,10 +259,10 @@ def test_edges_through_heads(traced):
     _, linear, rows, rounding = traced
     changed = 0
     for target, row in rows[False].items():
-        ours = eliminated(linear, target)
+        actual = eliminated(linear, target)
         largest = max(map(abs, row.values()))
         for source, value in row.items():
-            assert abs(ours[source] - value) <= rounding * largest
+            assert abs(actual[source] - value) <= rounding * largest
         changed += any(abs(row[x] - rows[True][target][x]) > 1e-3 * largest for x in row)
     assert changed > 0.5 * len(rows[False])  # control: paths through heads count
 

@@ -393,21 +393,21 @@ def test_discover_and_faithfulness(case):
 
 def ablated_by_hand(model, kept):
     """Return the metric if all sites that are not kept have the values of the corrupted run."""
-    other, hooks = model.run_with_cache(CORRUPTED)[1], []
+    cache, hooks = model.run_with_cache(CORRUPTED)[1], []
     for layer in range(len(model.blocks)):
         mlp = f"blocks.{layer}.mlp"
         points = {"H": f"blocks.{layer}.attn.hook_z", "F": f"{mlp}.hook_neuron_act"}
         points |= {"S": f"{mlp}.hook_skip", "E": f"{mlp}.hook_error"}
         for letter, point in points.items():
-            if point not in other:
+            if point not in cache:
                 continue
-            keep = torch.zeros(other[point].shape[1:3], dtype=torch.bool)
+            keep = torch.zeros(cache[point].shape[1:3], dtype=torch.bool)
             for name, position in kept:
                 if name.startswith(f"L{layer}{letter}"):
                     keep[position, int(name.removeprefix(f"L{layer}{letter}") or 0)] = True
 
             def put(z, hook, keep=keep, point=point):
-                return torch.where(keep[None, :, :, None], z, other[point])
+                return torch.where(keep[None, :, :, None], z, cache[point])
 
             hooks.append((point, put))
     logits = model.run_with_hooks(CLEAN, fwd_hooks=hooks)[:, -1]

@@ -185,7 +185,7 @@ def test_invalid_transcoders(changes, message):
 
 
 def test_tools_that_do_not_take_transcoders(tmp_path):
-    model, prompt, other = bridge("gpt2"), tokens(), tokens(1)
+    model, prompt, second = bridge("gpt2"), tokens(), tokens(1)
     with attach(model, {0: drawn(26)}):
         refused = {
             "convert": (UnsupportedModelError, "", lambda: convert(model)),
@@ -224,18 +224,18 @@ def test_tools_that_do_not_take_transcoders(tmp_path):
         ):
             with pytest.raises(InputError, match=message):
                 p.activation_patch(
-                    *(model, prompt, other, METRIC), sites=names, part=part, progress=False
+                    *(model, prompt, second, METRIC), sites=names, part=part, progress=False
                 )
         assert verify(model, model, prompt)  # works
 
 
 def test_gates_of_topk_have_no_secants():
-    model, prompt, other = bridge("gpt2"), tokens(), tokens(1)
+    model, prompt, second = bridge("gpt2"), tokens(), tokens(1)
     with attach(model, {1: drawn(26, activation="topk")}):
         for call in (
-            lambda: p.attribution(model, prompt, other, METRIC, method="secant", progress=False),
-            lambda: circuits.attribution_graph(model, prompt, METRIC, corrupted=other),
-            lambda: circuits.discover(model, prompt, other, METRIC),
+            lambda: p.attribution(model, prompt, second, METRIC, method="secant", progress=False),
+            lambda: circuits.attribution_graph(model, prompt, METRIC, corrupted=second),
+            lambda: circuits.discover(model, prompt, second, METRIC),
         ):
             with pytest.raises(UnsupportedModelError, match=r"layer 1 \(topk\) depend on each"):
                 call()
