@@ -37,11 +37,11 @@ class Family:
     """A kind of model, and the paths of its MLP modules in the transformers model.
 
     Attributes:
-        config: builds its configuration.
-        layers: the path of the list of its layers.
+        config: a function that returns the configuration.
+        layers: the path of the list of layers.
         parts: the paths, within a layer, of the modules that compute q (and u) and W_out.
-        act: its activation.
-        auto: the class of transformers that builds it.
+        act: the name of the activation.
+        auto: the transformers class that builds the model.
     """
 
     config: Callable[[], object]

@@ -45,14 +45,14 @@ def patched_logits(model, tokens, source, name, part, places, mask=None, per_neu
     """Return the logits of a whole run with one head patched.
 
     Args:
-        model: with neuron-heads.
-        tokens: of the run to patch.
+        model: a model with neuron-heads.
+        tokens: the tokens of the run to patch.
         source: the patched-in activations, by hook point.
         name: the head.
         part: the part of the head.
         places: the [batch, pos] positions to patch; for a pattern, the queries.
         mask: 1 for real tokens.
-        per_neuron: heads that share a neuron.
+        per_neuron: the number of heads per neuron.
     """
     point = hook_point(model, name, part)
 
