@@ -1,4 +1,4 @@
-"""`attn-only-lens circuit`, `picture` and `pattern`: what they write, what they print, errors."""
+"""Tests of `attn-only-lens circuit`, `picture` and `pattern`: written files, output, errors."""
 
 import shlex
 from pathlib import Path
@@ -27,7 +27,7 @@ def run(*arguments):
 
 
 def test_each_command_is_in_a_group_with_examples_that_can_be_copied(monkeypatch):
-    """From a terminal with 80 columns."""
+    """The examples fit a terminal with 80 columns, so they can be copied."""
     monkeypatch.setenv("COLUMNS", "80")
     command = typer.main.get_command(app)
     listed = run("--help").output
@@ -39,11 +39,11 @@ def test_each_command_is_in_a_group_with_examples_that_can_be_copied(monkeypatch
         for example in examples:
             program, verb, *arguments = shlex.split(example)
             assert (program, verb) == ("attn-only-lens", name)
-            subcommand.make_context(name, arguments)  # or it raises: no such option
+            subcommand.make_context(name, arguments)  # raises if an option does not exist
 
 
 def test_every_option_has_its_help_text_and_its_group():
-    """Also options that may be None, whose types Python 3.10's `get_type_hints` wraps."""
+    """Options that may be None are included; Python 3.10's `get_type_hints` wraps their types."""
 
     @command("Look at a model")
     def echo(
@@ -67,7 +67,7 @@ def test_every_option_has_its_help_text_and_its_group():
 
 
 def test_without_a_command_it_says_what_to_do_first():
-    """The command that it shows is one that `explain` takes."""
+    """The suggested command is one that `explain` accepts."""
     result = run()
     assert result.exit_code == 0
     shown = result.output.split("attn-only-lens ")[1].split("\n\n")[0].replace("\\\n", " ")
@@ -100,7 +100,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """The model, and the graph that the command should find."""
+    """Return the model, the metric, and the graph that the command should find."""
     model = expose_neuron_heads(load(folder)).model
     metric = p.logit_diff("w13", "w17")
     return model, metric, circuits.attribution_graph(model, CLEAN, metric, top=19)
@@ -123,10 +123,10 @@ def test_a_graph_and_a_page_of_it(folder, expected, tmp_path):
     tops = [detail["writes"] for detail in data["details"].values() if "writes" in detail]
     assert len(tops) == 19
     assert all(text.startswith(("·w", "·<", "<")) for top in tops for text, _ in top)
-    # A page of the file is that of the graph alone.
+    # A page written from the file shows the same graph.
     result = run("picture", tmp_path / "circuit.json", "--out", tmp_path / "again.html")
     assert result.exit_code == 0, result.output
-    assert (tmp_path / "again.html").as_uri() in result.output  # how to open it
+    assert (tmp_path / "again.html").as_uri() in result.output  # how to open the page
     again = read_back((tmp_path / "again.html").read_text("utf-8"))
     assert again["nodes"]["id"] == data["nodes"]["id"]
     assert again["details"] == {}
@@ -149,8 +149,8 @@ def test_tokens_and_a_saved_model(folder, tmp_path):
     saved = save(expose_neuron_heads(load(folder)).model, tmp_path / "saved")
     out = tmp_path / "circuit.json"
     prompts = ("--token-ids", "--clean", "0,7,9,11", "--clean", "0,5,6,7")
-    asked = ("--answer", 17, "--metric", "log_probability", "--out", out)
-    result = run("circuit", saved, *prompts, *asked)
+    options = ("--answer", 17, "--metric", "log_probability", "--out", out)
+    result = run("circuit", saved, *prompts, *options)
     assert result.exit_code == 0, result.output
     graph = circuits.from_json(out)
     assert len(graph.tokens) == 2

@@ -1,4 +1,4 @@
-"""Models with transcoders compute what they computed before, and are restored."""
+"""Tests that models with transcoders attached compute the same function, and can be restored."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from attn_only_lens.heads import has_neuron_heads
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 from attn_only_lens.transcoders import attach
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
 
 BRIDGES = ("gpt2", "neox", "llama", "gemma2", "olmo2", "phi3", "gptj", "native", "native_gated")
 if HAS_HOOKED_TRANSFORMER:
@@ -23,7 +23,7 @@ NO_GAINS = ("rms_pre",)
 
 
 def cases():
-    """Every kind of transcoder that fits each model."""
+    """Return every kind of transcoder that fits each model."""
     kinds = [(bridge, name) for name in BRIDGES] + [(hooked, name) for name in HOOKED]
     for make, name in kinds:
         marks = [needs_hooked_transformer] * (make is hooked)
@@ -40,14 +40,14 @@ def cases():
 
 
 def writes(model, prompt):
-    """The logits, and what each MLP adds to the stream: norms of some models round to float32."""
+    """Return the logits and each MLP's output, because some norms round the stream to float32."""
     names = [f"blocks.{layer}.hook_mlp_out" for layer in range(len(model.blocks))]
     logits, cache = model.run_with_cache(prompt, names_filter=lambda name: name in names)
     return [logits, *(cache[name] for name in names)]
 
 
 def state(model):
-    """All modules with their classes and attributes, and the model's hook points, in order."""
+    """Return all modules with their classes and attributes, and all hook points, in order."""
     modules = [
         (
             name,
@@ -104,7 +104,7 @@ def test_some_layers_and_every_activation(layers, activation):
         f"<ExposedNeurons of {name}: {' and '.join(counts)} as heads (layers: 2)>"
     )
     attached.undo()
-    attached.undo()  # nothing happens
+    attached.undo()  # a second call does nothing
     assert torch.equal(model(prompt), before)
 
 
@@ -148,7 +148,7 @@ def test_a_change_of_a_feature_moves_the_output_along_its_row():
 
 
 def test_errors_are_those_of_the_run():
-    """An edit before an MLP has the effect that it has in the original model."""
+    """An edit before an MLP has the same effect as in the original model."""
     model, prompt = bridge("gpt2"), tokens()
 
     def edit(value, hook):

@@ -1,4 +1,4 @@
-"""Models and transcoders that do not fit, and tools that do not take features."""
+"""Tests of models and transcoders that do not match, and of tools that do not take features."""
 
 import re
 from dataclasses import replace
@@ -26,7 +26,7 @@ from attn_only_lens.pretrained import (
 )
 from attn_only_lens.transcoders import attach, fidelity
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
 
 METRIC = p.logit_diff(7, 11)
 
@@ -185,7 +185,7 @@ def test_invalid_transcoders(changes, message):
 
 
 def test_tools_that_do_not_take_transcoders(tmp_path):
-    model, prompt, other = bridge("gpt2"), tokens(), tokens(1)
+    model, prompt, second = bridge("gpt2"), tokens(), tokens(1)
     with attach(model, {0: drawn(26)}):
         refused = {
             "convert": (UnsupportedModelError, "", lambda: convert(model)),
@@ -224,25 +224,25 @@ def test_tools_that_do_not_take_transcoders(tmp_path):
         ):
             with pytest.raises(InputError, match=message):
                 p.activation_patch(
-                    *(model, prompt, other, METRIC), sites=names, part=part, progress=False
+                    *(model, prompt, second, METRIC), sites=names, part=part, progress=False
                 )
         assert verify(model, model, prompt)  # works
 
 
 def test_gates_of_topk_have_no_secants():
-    model, prompt, other = bridge("gpt2"), tokens(), tokens(1)
+    model, prompt, second = bridge("gpt2"), tokens(), tokens(1)
     with attach(model, {1: drawn(26, activation="topk")}):
         for call in (
-            lambda: p.attribution(model, prompt, other, METRIC, method="secant", progress=False),
-            lambda: circuits.attribution_graph(model, prompt, METRIC, corrupted=other),
-            lambda: circuits.discover(model, prompt, other, METRIC),
+            lambda: p.attribution(model, prompt, second, METRIC, method="secant", progress=False),
+            lambda: circuits.attribution_graph(model, prompt, METRIC, corrupted=second),
+            lambda: circuits.discover(model, prompt, second, METRIC),
         ):
             with pytest.raises(UnsupportedModelError, match=r"layer 1 \(topk\) depend on each"):
                 call()
 
 
 def test_paths_begin_at_errors():
-    """The expansion into paths adds up, with error nodes as further beginnings."""
+    """The path expansion adds up, and paths may also begin at error nodes."""
     model, prompt = bridge("gpt2"), tokens(batch=1, pos=5)
     logits = model(prompt)[0, -1]
     value = (logits[7] - logits[11]).item()
