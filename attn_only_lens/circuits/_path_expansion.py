@@ -213,7 +213,7 @@ def _expand(
     history, first = [streams], []
     for index, sublayer in enumerate(linear.sublayers):
         read = history[linear.n_before(index) - index - 1].to(sublayer.constant.device)
-        # Each head adds one hop. The last entry is for all paths with more than `hops` hops.
+        # Each head adds one hop. The last entry collects all paths with more than `hops` hops.
         z = sublayer.z(torch.cat([read[:hops], read[hops:].sum(0, keepdim=True)]))
         z[0] += sublayer.constant
         first.append(z[0])
@@ -224,7 +224,7 @@ def _expand(
 
 
 class _RankedPaths:
-    """The k paths with the largest effects, from `first`, the heads' z in one-hop paths."""
+    """The k paths with the largest effects; `first` holds the heads' z in one-hop paths."""
 
     def __init__(self, linear: LinearRun, first: tuple[Tensor, ...], k: int, block: int) -> None:
         self._linear, self._first, self._block = linear, first, block
@@ -249,7 +249,7 @@ class _RankedPaths:
                 is_attention = isinstance(last, LinearAttention)
                 for key in range(n_pos) if is_attention else range(end, end + 1):
                     back = last.covectors(gradient[:, nodes], nodes, end, key)
-                    if not back.any():  # no attention from position `end` to position `key`
+                    if not back.any():  # position `end` does not attend to position `key`
                         continue
                     back = back.transpose(0, 1).flatten(1)
                     for before, written in self._writers(index, key):

@@ -57,7 +57,7 @@ class _Stop(Exception):
 
 @dataclass(eq=False)
 class Readers:
-    """The heads of a model in one recorded run, as functions of their normalised input.
+    """The outputs of a model's heads in one cached run, as functions of their normalised input.
 
     `decomposition` must record the `input_hooks` of layers whose attention heads are readers.
     """

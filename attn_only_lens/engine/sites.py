@@ -112,7 +112,7 @@ def features(layers: int | Iterable[int] | None = None) -> Selection:
     """Select every feature of the transcoders in some source layers.
 
     Args:
-        layers: source layers, counted from 0; None for all that have a transcoder.
+        layers: layers of the original model, from 0; None for all layers with a transcoder.
 
     Raises:
         InputError: `layers` contains values that are not numbers, are negative, or are repeated.
@@ -129,7 +129,7 @@ def error_nodes(layers: int | Iterable[int] | None = None) -> Selection:
     """Select the error nodes of the transcoders in some source layers.
 
     Args:
-        layers: source layers, counted from 0; None for all that have an error node.
+        layers: layers of the original model, from 0; None for all layers with an error node.
 
     Raises:
         InputError: `layers` contains values that are not numbers, are negative, or are repeated.

@@ -30,7 +30,7 @@ from attn_only_lens.tl import (
     quiet,
 )
 
-# Architectures whose configuration does not say that one norm covers the queries of all heads.
+# In these architectures, a query norm covers all heads, but the configuration does not say so.
 _ALL_HEADS_NORMED = (*POST_NORM_ARCHITECTURES, "OlmoeForCausalLM")
 _BLOCK_NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 _CLASSES = {

@@ -433,7 +433,7 @@ class HuggingFaceBridge(BridgeModel):
     def _module(
         self, config: PretrainedConfig, state: Mapping[str, Tensor] | None = None
     ) -> PreTrainedModel:
-        """Build a transformers model with this state dict, or with arbitrary weights."""
+        """Build a transformers model from a state dict, or with uninitialised weights."""
         template = self.model.original_model
         cpu = torch.device("cpu")
         with keep_random_state(cpu), cpu:

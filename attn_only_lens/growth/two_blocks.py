@@ -3,8 +3,8 @@
 A converted model has the parameters of its source model under other names: layer l of the source
 becomes blocks 2l and 2l + 1, and the MLP's matrices become single-neuron attention heads
 (neuron-heads). So `AddNeurons` appends neuron-heads (m per neuron, if m heads compute a neuron),
-and `InsertLayer` inserts two blocks. Converting a grown model and growing the converted model give
-bitwise equal weights. Layers of a converted model may differ in size, and the width of values may
+and `InsertLayer` inserts two blocks. Growing then converting gives bitwise the same weights as
+converting then growing. Layers of a converted model may differ in size, and the width of values may
 differ from that of keys. So converted models, unlike others, can grow in some layers only, or by
 `WidenValues` or `WidenQueriesAndKeys` alone.
 

@@ -80,7 +80,7 @@ NO_NORM = Norm(None, centres=False)
 
 @dataclass(frozen=True, eq=False)
 class LayerNorms:
-    """The norms of one source layer."""
+    """The normalisation modules of one layer of the original model."""
 
     attention: tuple[Norm, Norm]  # the norms before and after attention
     neuron: tuple[Norm, Norm]  # the norms before and after the MLP

@@ -169,7 +169,7 @@ def neuron_heads(
 
 
 def write_heads(attn: Attention, heads: dict[str, Tensor], coordinate: int) -> None:
-    """Copy weights into the first heads of `attn`, starting at a coordinate of each head.
+    """Copy weights into the first heads of `attn`, at an offset along d_head.
 
     All other entries of the parameters are set to zero.
     """

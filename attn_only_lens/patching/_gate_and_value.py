@@ -67,7 +67,7 @@ def gate_and_value(
     resume: str | Path | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Split the effect of patching neuron-heads into parts: pattern, value and interaction.
+    """Split effects of patching neuron-heads (neurons as attention heads) into three parts.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.

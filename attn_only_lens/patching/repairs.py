@@ -300,7 +300,7 @@ class Repairer:
         return float(np.sqrt(_SAFETY * max(of_layers, c_half * unseen.sum())))
 
     def _errors(self, rows: _Rows) -> _Numbers:
-        """Return the exact values minus the estimates, for rows that were patched."""
+        """Return exact minus estimated effects for the given rows, whose sites were patched."""
         exact: _Numbers = self._mean(self._values[torch.from_numpy(rows)]).numpy()
         return exact - self._estimates[rows]
 

@@ -206,7 +206,7 @@ def _file(path: Path, name: str, config: Config, place: int | None) -> _File:
 
 
 def _config(folder: Path) -> Config:
-    """Return the settings in a folder; {} if there are none."""
+    """Read the config file in a folder; return {} if there is none."""
     names = [x for x in ("cfg.json", "config.json", "config.yaml") if (folder / x).is_file()]
     if not names:
         return {}

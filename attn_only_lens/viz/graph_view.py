@@ -451,7 +451,7 @@ def _add_tokens(
     prompt: int,
     k: int,
 ) -> None:
-    """Add the tokens whose logits nodes change (by id), and those that drive neurons (by name).
+    """Add the tokens that each node promotes, and the tokens that activate each neuron most.
 
     With a corrupted run, logits change by the clean minus the corrupted output of a node.
     """

@@ -255,7 +255,7 @@ class Replay(ABC):
         )
 
     def recorded_stream(self, block: int, first: int, n: int) -> Float[Tensor, "row pos d_model"]:
-        """Repeat the recorded stream at a block's input, from position `first` on, n times."""
+        """Return n copies, as rows, of a block's recorded input at positions from `first` on."""
         return self.recording.streams[block][:, first:].repeat(n, 1, 1)
 
     def start(self, block: int, position: int) -> int:

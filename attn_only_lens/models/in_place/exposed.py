@@ -214,7 +214,7 @@ def hide(model: Any) -> None:
 
 @contextmanager
 def hidden(model: Any) -> Iterator[Any]:
-    """Remove a model's exposed neuron-heads, if there are any, until the `with` block ends."""
+    """Hide the heads that `expose_neuron_heads` added, if any, inside a `with` block."""
     heads = exposed_heads(model)
     hide(model)
     try:

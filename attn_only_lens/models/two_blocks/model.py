@@ -129,7 +129,7 @@ class TwoBlocksHost(HookedTransformerHost):
 
     @property
     def neurons(self) -> list[Any]:
-        """The neuron-heads of all source layers: one module per layer."""
+        """The modules with the neuron-heads, one for each layer of the original model."""
         return [block.attn for block in self.model.blocks[1::2]]
 
     def reasons(self) -> list[str]:
@@ -205,8 +205,8 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
     Block 2l holds the attention heads of source layer l, and block 2l + 1 holds the layer's neurons
     as heads of width 1. In TransformerLens' methods, the argument `layer` is the index of a block.
     Names of heads refer to source layers (`L5H3`, `L5N1234`). TransformerLens methods that would
-    give a wrong result raise an `UnsupportedCallError` that says what to use instead. In a grown
-    model, layers may differ in size; `cfg.layer_sizes` holds the sizes.
+    give a wrong result raise an `UnsupportedCallError` that says what to use instead. After growth,
+    layers may differ in their numbers of heads and neurons (`cfg.layer_sizes`).
 
     Example:
         >>> from attn_only_lens import convert, pretrained
