@@ -86,7 +86,7 @@ class Explanation:
             "answer") with its rank and its probability.
         does: a short description of what each node reads and writes, by node id: what it does in
             the clean run and, if this differs, in the corrupted run; and the tokens whose logits
-            the change of its output (clean minus corrupted) raises and lowers most. Numbers are
+            the change in its output (clean minus corrupted) raises and lowers most. Numbers are
             means over prompts; tokens are of the first prompt.
         labels: the label of each node, by id: a head with the token to which it attends most (in
             the clean run / in the corrupted run), another node with the token that the change of

@@ -237,7 +237,7 @@ class _RankedPaths:
         return 1 + position * self._starts[-1] + self._starts[index]
 
     def add(self, stream: Float[Tensor, "batch pos=1 d_model"], end: int) -> None:
-        """Add the paths whose last head is at position `end`, given the metric's gradient there."""
+        """Add the paths whose last head is at position `end`; use the gradient at this position."""
         for index, last in enumerate(self._linear.sublayers):
             gradient = last.output_gradients(stream, slice(end, end + 1))[:, 0]
             alone = (gradient * self._first[index][:, end]).sum((0, 2))

@@ -6,11 +6,11 @@ gradients. The table shows, for each patched part, the node and its change Δ fr
 the other run:
 
     heads      part                   method      node        Δ
-    neuron     "z" "pattern" "value"  any         z           change of z from this part
+    neuron     "z" "pattern" "value"  any         z           change in z from this part
     neuron     "q"                    exact_gate  z           (w(q') - w(q)) v
     neuron     "q"                    other       q           q' - q
     attention  "q"                    exact_gate  z           softmax(q' · K) V - z
-    attention  otherwise                          hook point  change of the activation
+    attention  otherwise                          hook point  change in the activation
 
 If several heads share keys and values, `gradient_by_head` computes one gradient for each head.
 """

@@ -1,6 +1,6 @@
 """Compute linear maps between heads that reproduce the change between two runs exactly.
 
-The change of a head's output is a linear function of the changes of all earlier outputs:
+The change in a head's output is a linear function of the changes in all earlier outputs:
 
     Δz_t = Σ_s W_ts Δz_s + W_te Δx_0
 
@@ -67,7 +67,7 @@ class SecantNorm(FrozenNorm):
     def change(
         self, change: Float[Tensor, "*any batch pos d_model"], scale: Scale = "held"
     ) -> Float[Tensor, "*any batch pos d_model"]:
-        """Return the change of the norm's output that is due to a part of its input's change."""
+        """Return the change in the norm's output that is due to a part of its input's change."""
         change = self.norm.centred(change.to(self.stream.device))
         result: Tensor = self.norm.gain(self._secant(change))
         return result

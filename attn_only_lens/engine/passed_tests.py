@@ -10,7 +10,7 @@ model is tested again after any of these changes:
     a configuration option, a plain module attribute, the dtype, device, mode or autocast changed
 
 torch does not count changes through `.data`, so the entries of vectors are compared, too. Such a
-change of a matrix is not detected, which is harmless: a matrix's entries do not affect how a model
+change in a matrix is not detected, which is harmless: a matrix's entries do not affect how a model
 combines its components.
 """
 

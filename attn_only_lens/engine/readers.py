@@ -75,7 +75,7 @@ class Readers:
         part: str,
         positions: Positions = slice(None),
     ) -> Float[Tensor, "variant batch pos head_index"]:
-        """Return the change of neuron-heads' z, given the change of their MLP's input."""
+        """Return the change in neuron-heads' z, given the change in their MLP's input."""
         heads: NeuronHeads = self.replay.host.neurons[sites.layer]
         index = sites.index.to(entering.device)
         q, up = (

@@ -59,7 +59,7 @@ class Recording:
         streams: the residual stream at each block's input, and at the last block's output.
         extra_outputs: how many values each block returned after the stream; None if the block did
             not return a tuple.
-        neurons: the outputs of neuron-heads in the requested source layers, by layer.
+        neurons: the outputs of neuron-heads in the requested layers, by the original layer.
         hooked: the activations at the requested hook points, by hook name.
         key_values: the keys and values of each block, if they were requested and the model is a
             bridge that keeps them.

@@ -132,7 +132,7 @@ class Gating:
             self.gate(act_fn, layer)
 
     def gate(self, act_fn: str, layer: int) -> AnyGate:
-        """Return the gate for the neurons of a source layer; raise ValueError if none exists."""
+        """Return the gate for the neurons of an original layer; raise ValueError if none exists."""
         if self.kind == "exact":
             return self.activation(act_fn)
         limit = None if self.ranges is None else self.ranges[layer]

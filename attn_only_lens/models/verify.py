@@ -1,4 +1,4 @@
-"""Compare the logits and residual stream of a converted or exposed model with its source's."""
+"""Compare a converted or exposed model's logits and residual stream with the original's."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -55,7 +55,7 @@ class Verification:
         tolerance: the bound on `rounding` for that dtype (`attn_only_lens.tolerances`); for
             bilinear gates of gated MLPs, it is multiplied by the gates' amplification of rounding
             errors.
-        activations: for bilinear gates, a frame with one row for each source layer: `bound`, the
+        activations: for bilinear gates, a frame with one row for each original layer: `bound`, the
             certified largest error of the activation; `measured`, its largest error on this input;
             `largest`, the largest |pre-activation|; `range`, the largest |pre-activation| for which
             the bound holds (∞ for plain MLPs). For exact gates, the frame is empty.

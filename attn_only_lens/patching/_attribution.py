@@ -17,7 +17,7 @@ is the clean run with z ablated. The methods differ in g:
                   Faithfulness"), by the midpoint rule.
     "secant"      g is a multiplier between the two runs (`engine/contrast.py`), made of secant
                   slopes. Σ g · Δ over a layer's heads, plus the part of the residual stream that
-                  bypasses them, is exactly the change of the metric. The direction changes only its
+                  bypasses them, is exactly the change in the metric. The direction changes only its
                   sign, so compare it with the mean of denoising and noising.
 
 Every method treats z as linear in the keys of attention heads (part "k"); "gradient" and

@@ -88,10 +88,10 @@ def gate_and_value(
         A frame with one row per site and position. Its columns are `name`, `position`, with
         `per_prompt` also `prompt` (counted from 0), `layer`, `index`, and
 
-        write_pattern, write_value, write_interaction, write: the change of the neuron's activation
+        write_pattern, write_value, write_interaction, write: the change in the neuron's activation
             (which multiplies the neuron's row of W_out), summed over the patched positions. The
             first three add up to the last.
-        effect_pattern, effect_value, effect_interaction, effect: the change of the score (0 is the
+        effect_pattern, effect_value, effect_interaction, effect: the change in the score (0 is the
             corrupted run, 1 the clean one). The first three add up to the last.
 
     Raises:

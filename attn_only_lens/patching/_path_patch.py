@@ -141,7 +141,7 @@ def path_patch(
         scale: "held" keeps the scale of the norms before receivers as it was in the target run;
             "anew" computes it from the changed stream.
         top: how many paths to patch: the paths with the largest |estimated effect|. The estimate is
-            the exact change of the receiver's output times the mean gradient of the metric there.
+            the exact change in the receiver's output times the mean gradient of the metric there.
             None patches all paths.
         mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
         per_prompt: whether to return one row per path and prompt; by default there is one row per

@@ -168,7 +168,7 @@ def mean_over(
 def moved_values(
     unpatched: Float[Tensor, "prompt"], moves: Float[Tensor, "row batch"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row prompt"]:
-    """Return each prompt's value after a patch, given each prompt's change of the mean."""
+    """Return each prompt's value after a patch, given each prompt's change in the mean."""
     moves = moves.cpu().double()
     if len(shares) == 1:  # only one prompt, or one value for all prompts
         return unpatched + (moves if moves.shape[1] == 1 else moves.sum(dim=1, keepdim=True))

@@ -82,7 +82,7 @@ def circuit_view(
             and edges.
         prompts: the prompts that were passed to `attribution_graph`; needed with a model.
         corrupted: the corrupted prompts of a graph of a difference. The page then shows patterns of
-            both runs, and the tokens that the change of a node's output (clean minus corrupted)
+            both runs, and the tokens that the change in a node's output (clean minus corrupted)
             raises and lowers. Otherwise it shows patterns and tokens of the clean run.
         prompt: index of the prompt whose tokens and patterns are shown.
         mask: the mask that was passed to `attribution_graph`.

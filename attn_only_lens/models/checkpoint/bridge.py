@@ -8,9 +8,9 @@ that such a folder cannot hold are saved in `bridge.safetensors`, under the brid
 Only `load` reads this file: it builds the model from its configuration, repeats the weight
 processing, and then copies the saved tensors into the model.
 
-`save` loads the saved files again, and compares the modules, hook points, tensors and settings of
-the loaded model with the original's. The two models' logits on a few tokens must be bitwise equal.
-If anything differs, `save` raises an error.
+`save` loads the saved files again, and compares the modules, hook points, tensors and configuration
+of the loaded model with the original's. The two models' logits on a few tokens must be bitwise
+equal. If anything differs, `save` raises an error.
 """
 
 import copy

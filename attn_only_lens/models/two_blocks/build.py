@@ -1,6 +1,6 @@
-"""Build converted models from a source model, or from a configuration and tensors.
+"""Build converted models from an original model, or from a configuration and tensors.
 
-Without a source model, a model without weights (a skeleton) is built on the meta device, which
+Without an original model, a model without weights (a skeleton) is built on the meta device, which
 computes nothing and draws no random numbers. Layers that differ in size from layer 0 are built from
 separate configurations.
 """

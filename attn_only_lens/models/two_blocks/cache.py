@@ -1,7 +1,7 @@
 """The activation cache of a converted model.
 
 As in TransformerLens, the argument `layer` is the index of a block. Labels contain the index of the
-source layer (`5_mlp_out` for block 11, `L5N0`). TransformerLens' methods that stack heads and
+original layer (`5_mlp_out` for block 11, `L5N0`). TransformerLens' methods that stack heads and
 neurons are replaced: they assume that all layers have equally many heads, they stop only after
 whole layers, and they ignore norms that follow blocks (OLMo 2, Gemma 2, Gemma 3), so that the
 components would not sum to the residual stream.
@@ -103,7 +103,7 @@ class HeadRows(Tensor):
 
 
 class AttentionOnlyCache(ActivationCache):
-    """An `ActivationCache` for converted models, which have two blocks per source layer.
+    """An `ActivationCache` for converted models, which have two blocks per original layer.
 
     Example:
         >>> from attn_only_lens import convert, pretrained
@@ -151,7 +151,7 @@ class AttentionOnlyCache(ActivationCache):
         mlp_input: bool = False,
         return_labels: bool = False,
     ) -> Any:
-        """Return the residual stream before each source layer until block `layer` (included).
+        """Return the residual stream before each original layer, up to block `layer` (included).
 
         With `incl_mid`, also return the residual stream before each layer's neurons (`3_mid`).
         """
