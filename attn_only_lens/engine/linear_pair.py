@@ -53,7 +53,7 @@ class SecantNorm(FrozenNorm):
 
     @classmethod
     def between(cls, both: FrozenNorm) -> "SecantNorm":
-        """Return the linear map for a norm, given the norm's run on one batch with both runs."""
+        """Return the linear map for a norm, given its record on one batch with both runs."""
         clean, corrupted = (1 / both.scale).chunk(2)
         middle = both.norm.centred(mean(both.stream))
         return cls(both.norm, middle, 2 / (clean + corrupted), (clean, corrupted))
@@ -108,7 +108,7 @@ def linear_sublayers(model: Any, both: Decomposition) -> list[LinearSublayer]:
 
 
 def _between(writes: SublayerWrites) -> SublayerWrites:
-    """Return a sublayer's writes to the residual stream in the clean minus the corrupted run."""
+    """Return a sublayer's writes to the residual stream, clean minus corrupted run."""
     clean, corrupted = writes.z.chunk(2)
     reads, after = (SecantNorm.between(norm) for norm in (writes.reads, writes.writes))
     z, entered = clean - corrupted, mean(writes.entered)

@@ -30,7 +30,7 @@ _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 
 
 class PassedTests:
-    """The tests that a model has passed since it last changed, with their prompts' lengths."""
+    """Tests that a model has passed since it last changed, with the tested prompts' lengths."""
 
     def __init__(self) -> None:
         self._lengths: dict[Hashable, int] = {}  # the length of the longest tested prompts, by test

@@ -32,7 +32,7 @@ Slopes: TypeAlias = Float[Tensor, "*any"]
 Both: TypeAlias = tuple[Tensor, Tensor]
 """The input and the output of a step, with the rows of both runs."""
 _Linear: TypeAlias = Callable[[Tensor], Tensor]
-_SMALL = 2**18  # slopes of steps with fewer activations than this are computed together
+_SMALL = 2**18  # steps with fewer activations than this share one computation of their slopes
 
 
 def together(

@@ -10,7 +10,7 @@ output is the vector o adds o N / s to the stream. N is the norm's linear part (
 The scale s, by which the norm divides in this run, depends on the sublayer's whole output; the
 writes still add up to the stream. The norm's bias is part of the sublayer's bias.
 
-If the stream x changes by δ, the change in a head's input x N / s + b depends on `scale`:
+If the residual stream x changes by δ, the change in a head's input x N / s + b depends on `scale`:
 
     scale="held"    δ N / s                          linear in δ: effects of several δ add up
     scale="anew"    (x + δ) N / s' - x N / s         s' of x + δ, as the model would compute it
@@ -76,7 +76,7 @@ class FrozenNorm:
     def change(
         self, change: Float[Tensor, "*any batch pos d_model"], scale: Scale = "held"
     ) -> Float[Tensor, "*any batch pos d_model"]:
-        """Return the change in the norm's output for a change in its input."""
+        """Return how the norm's output changes if its input changes."""
         change = change.to(self.scale.device)  # a layer may be on another device
         moved: Tensor = self.norm.after(change)
         if scale == "held" or self.norm.module is None:
@@ -153,7 +153,7 @@ class Decomposition:
     """One forward pass of a model, as a sum of writes to the residual stream.
 
     Attributes:
-        recording: the recorded run, with every neuron-head and the z of every attention head.
+        recording: the run's recording, with every neuron-head and the z of every attention head.
         embedding: the stream that enters the first block: token and position embeddings.
         sublayers: the writes of each sublayer, in the order of computation.
         final: the norm before the unembedding.
@@ -264,7 +264,7 @@ def _norms(model: Any, tested: PassedTests) -> tuple[list[Any], Any]:
 
 
 class _Traffic:
-    """The inputs and outputs of modules in a forward pass, and a check of which are norms."""
+    """The inputs and outputs of modules in a forward pass, and a test of which are norms."""
 
     def __init__(self) -> None:
         self.entered: dict[nn.Module, Tensor] = {}

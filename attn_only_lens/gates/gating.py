@@ -105,7 +105,7 @@ class Gating:
         heads_per_neuron: the number of heads that represent one neuron; 1 for exact gates.
         slope: for plain MLPs with one bilinear head, the slope that the user chose.
         ranges: for gated MLPs with bilinear gates, the largest |gate pre-activation| to cover in
-            each source layer.
+            each original layer.
         silu: for exact gates, the activation if it is a generalized SiLU; otherwise None.
     """
 

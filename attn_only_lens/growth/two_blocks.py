@@ -56,7 +56,7 @@ class ConvertedModel(Growable):
         return isinstance(model, AttentionOnlyTransformer)
 
     def reasons_against(self) -> list[str]:
-        """Return every reason why this model cannot be grown."""
+        """Return every reason why the model cannot be grown."""
         model = self.model
         if type(model) is not AttentionOnlyTransformer:
             return [f"got {a_type(model)}, a subclass that growth does not support"]
@@ -94,7 +94,7 @@ class ConvertedModel(Growable):
         return tensors
 
     def reasons_against_weights(self, weights: Weights) -> list[str]:
-        """Return every reason why a converted model cannot have these weights."""
+        """Return every reason why a converted model cannot have the given weights."""
         return joint_norm_reasons(weights)
 
     def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:

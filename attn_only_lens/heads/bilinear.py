@@ -29,7 +29,7 @@ class BilinearHeads(NeuronHeads):
 
     @property
     def bilinear_gate(self) -> BilinearGate:
-        """The `BilinearGate` of these heads."""
+        """The `BilinearGate` of the heads."""
         gate = self.gate
         assert isinstance(gate, BilinearGate)
         return gate

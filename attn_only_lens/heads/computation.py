@@ -33,7 +33,7 @@ def is_live(point: HookPoint) -> bool:
 def require_grad_like(constant: Tensor, like: Tensor) -> Tensor:
     """Connect a constant tensor to the autograd graph of `like`, so that backward hooks run.
 
-    The result is not a leaf: hooks cannot edit leaves, and `torch.func` cannot create leaves.
+    The result is no leaf: hooks cannot edit leaves, and `torch.func` cannot create leaves.
     """
     if constant.requires_grad or not (like.requires_grad and torch.is_grad_enabled()):
         return constant
@@ -64,7 +64,7 @@ class NeuronHeads(ABC):
     @property
     @abstractmethod
     def gate(self) -> AnyGate:
-        """The gate that computes the patterns of these heads."""
+        """The gate that computes the patterns of the heads."""
 
     @property
     def joint_gates(self) -> bool:
@@ -74,7 +74,7 @@ class NeuronHeads(ABC):
     @property
     @abstractmethod
     def module(self) -> nn.Module:
-        """The module that holds the weights of these heads."""
+        """The module that holds the weights of the heads."""
 
     @property
     @abstractmethod
@@ -100,7 +100,7 @@ class NeuronHeads(ABC):
 
     @property
     def output_module(self) -> nn.Module:
-        """The module whose output is the sum of these heads' outputs."""
+        """The module whose output is the sum of the heads' outputs."""
         return self.module
 
     @property

@@ -1,8 +1,8 @@
 """The interface to models whose MLP neurons are attention heads ("neuron-heads").
 
-A converted model has two blocks for each layer l of the original ("source layer"): attention heads
-in block 2l, neuron-heads in block 2l + 1. An exposed model has one block per layer, whose MLP
-computes neuron-heads.
+A converted model has two blocks for each layer l of the original: attention heads in block 2l,
+neuron-heads in block 2l + 1. An exposed model has one block per layer, whose MLP computes
+neuron-heads.
 """
 
 import threading
@@ -128,7 +128,7 @@ class Host(ABC):
         return ("attention", *self.neurons[layer].kinds)
 
     def count(self, layer: int, kind: HeadKind) -> int:
-        """Return the number of heads of this kind in a layer."""
+        """Return the number of heads of one kind in a layer."""
         if kind not in self.kinds(layer):
             return 0
         if kind in NEURON_KINDS:

@@ -30,8 +30,7 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
 
     Args:
         cache: the cache of a converted or exposed model, with the patterns of the neuron's layer.
-        name: a neuron-head in an original layer, `L5N1234`; `L5N1234.2` if several heads share a
-            neuron.
+        name: a neuron-head by layer, `L5N1234`; `L5N1234.2` if several heads share a neuron.
 
     Returns:
         The attention weights, which sum to 1 over the last axis (no batch axis if the cache has

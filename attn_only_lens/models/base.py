@@ -108,7 +108,7 @@ class HookChecks(HookedTransformer):
         return wanted
 
     def _require_all(self, wanted: list[Any]) -> None:
-        """Raise an error if a hook on any of these names would never fire."""
+        """Raise an error if a hook on any of the given names would never fire."""
         for name in wanted:
             if isinstance(name, str):
                 self._require_firing(name)

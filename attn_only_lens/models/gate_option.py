@@ -47,7 +47,7 @@ def calibrate(
     on other input, use `verify`, which reports the largest pre-activation and error.
 
     Args:
-        model: a source model with gated MLPs, or a bridge with exposed neuron-heads.
+        model: an original model with gated MLPs, or a bridge with exposed neuron-heads.
         tokens: representative input [batch, pos], or a string if the model has a tokenizer.
         margin: the factor by which the largest |x · W_gate| seen is multiplied.
 

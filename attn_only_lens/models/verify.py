@@ -49,7 +49,7 @@ class Verification:
         top1_agreement: the fraction of tokens at which both models predict the same next token.
         by_layer: a frame with one row for each point of the stream (`0_mid`: before the neurons of
             layer 0, `1_pre`: after them, …). `max_abs` is the largest |Δ|; `relative` is `max_abs`
-            divided by the largest |entry| of the source's stream at that point.
+            divided by the largest |entry| of the original's stream at that point.
         n_tokens: the number of tokens compared.
         dtype: the dtype of both models.
         tolerance: the bound on `rounding` for that dtype (`attn_only_lens.tolerances`); for
@@ -87,11 +87,11 @@ class Verification:
     def ok(self) -> bool:
         """True if all tested differences are within their bounds.
 
-        With exact gates, the logits must equal the source's logits: bitwise without hooks, and
-        within the tolerance with hooks on all neuron-heads. With bilinear gates, the logits must
-        equal, up to rounding, those of the source with approximated activations, and the error of
-        each activation must be within the certified bound. The effect of the approximation on the
-        logits is reported, but has no bound.
+        With exact gates, the logits must equal the original's: bitwise without hooks, and within
+        the tolerance with hooks on all neuron-heads. With bilinear gates, the logits must equal, up
+        to rounding, those of the source with approximated activations, and the error of each
+        activation must be within the certified bound. The effect of the approximation on the logits
+        is reported, but has no bound.
         """
         if self.activations.empty:
             return self.bitwise and self.relative <= self.tolerance
@@ -124,7 +124,7 @@ def _text(table: pd.DataFrame) -> str:
 
 
 def _approximated_logits(source: Any, gates: list[AnyGate], tokens: Tensor) -> Tensor:
-    """Return the source's logits with its activation functions replaced by the bilinear gates."""
+    """Return the original's logits if bilinear gates replace its activation functions."""
     with ExitStack() as stack:
         for block, gate in zip(source.blocks, gates, strict=True):
             points, read = find_hook_points(block.mlp), dict[str, Tensor]()
@@ -271,7 +271,7 @@ def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
 
 
 def _mismatches(source: Any, converted: Any) -> list[str]:
-    """Return error messages if `verify` cannot compare these two models."""
+    """Return error messages if `verify` cannot compare the two models."""
     in_place = has_neuron_heads(converted) and host_of(converted).in_place
     if not has_neuron_heads(converted):
         reasons = [

@@ -1,15 +1,15 @@
 """Split the effect of patching a neuron-head into effects of pattern, value and interaction.
 
 A neuron-head is an MLP neuron that is computed as an attention head. Its output is z = w v, where w
-is the attention pattern and v the value. So the difference of z between two runs, where a prime
-marks the second run, is
+is the attention pattern and v the value. Let a prime mark the second of two runs. The difference
+between the z of both runs is
 
     w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)
        whole  =  pattern   +   value    +   interaction
 
 exactly. For an ordinary MLP, only the left side is known, because the MLP computes only z. The
-metric is not linear in z, so the effects of the three parts need not add up. Therefore the effect
-of the interaction is defined as the effect of patching z minus the effects of patching only the
+metric is not linear in z, so the effects of the three parts need not add up. The effect of the
+interaction is therefore defined as the effect of patching z minus the effects of patching only the
 pattern and only the value.
 """
 

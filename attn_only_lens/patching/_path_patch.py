@@ -280,7 +280,7 @@ class _PathPatches:
         self._tested = set[bool]()
 
     def _record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
-        """Record both runs on these prompts, including the output of each sublayer."""
+        """Record both runs on the given prompts, including the output of each sublayer."""
         model, names = self._plan.model, self._names
         self._runs["clean"] = decompose(model, pair.clean, pair.mask, names=names)
         self._runs["corrupted"] = decompose(model, pair.corrupted, pair.mask, names=names)
@@ -462,7 +462,7 @@ class _PathBlock:
         return pd.DataFrame({"block": number, "i": i, "j": j})
 
     def of_prompts(self, pair: PromptPair) -> "_PathBlock":
-        """Return the same paths, with positions only in these prompts."""
+        """Return the same paths, with positions only in the given prompts."""
         if pair.among is None:
             return self
         positions = self.positions.of_prompts(pair.among[0], pair.clean.shape[1])

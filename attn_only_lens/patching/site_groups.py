@@ -111,13 +111,13 @@ class SiteGroup:
         return len(self.head)
 
     def __getitem__(self, rows: Int[Tensor, "some"]) -> "SiteGroup":
-        """Return a group with only these rows, and only the sets of positions that they use."""
+        """Return a group with only the given rows, and only the sets of positions that they use."""
         kept, used = self.place[rows].unique(return_inverse=True)
         positions = tuple(self.positions[i] for i in kept.tolist())
         return SiteGroup(self.sites, positions, self.head[rows], used)
 
     def of_prompts(self, pair: PromptPair) -> "SiteGroup":
-        """Return the same sites, with positions only in these prompts."""
+        """Return the same sites, with positions only in the given prompts."""
         if pair.among is None:
             return self
         n_pos = pair.clean.shape[1]
@@ -173,7 +173,7 @@ def site_rows(groups: Sequence[SiteGroup]) -> pd.DataFrame:
 
 
 def position_sets(groups: Iterable[SiteGroup]) -> list[PositionSet]:
-    """Return the distinct sets of positions in these groups."""
+    """Return the distinct sets of positions in the given groups."""
     return list(dict.fromkeys(position for group in groups for position in group.positions))
 
 

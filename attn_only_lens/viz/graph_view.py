@@ -361,7 +361,7 @@ def _inclusion(graph: CircuitGraph, stability: Stability) -> pd.DataFrame:
 def _groups(
     graph: CircuitGraph, groups: NodeGroups | None, state: Mapping[str, Any] | None
 ) -> tuple[list[dict[str, Any]], Mapping[str, Any] | None]:
-    """Return the exact effects of groups, and the page's state with these groups added."""
+    """Return the exact effects of groups, and the page's state with the given groups added."""
     if groups is None:
         return [], state
     if unknown := sorted(set(groups.nodes["id"]) ^ set(graph.heads["id"])):

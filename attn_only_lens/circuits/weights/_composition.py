@@ -281,7 +281,7 @@ def _resolve_pairs(
 
 
 def _read_stage(sites: LayerSites) -> int:
-    """Return the number of sublayers (attention, MLP, attention, …) before these heads."""
+    """Return the number of sublayers (attention, MLP, attention, …) before the given heads."""
     return 2 * sites.layer + (sites.kind in NEURON_KINDS)
 
 

@@ -40,7 +40,7 @@ def refuse_mlp_input(mlp_input: bool) -> None:
 
 
 class HeadRows(Tensor):
-    """A tensor with one row per head of a converted model, ordered as in the source model.
+    """A tensor with one row per head of a converted model, ordered as in the original model.
 
     Code for stock models splits head rows into `cfg.n_layers` layers. In a converted model, which
     has two blocks per layer, each part would hold only half the heads of a layer. Splitting the
@@ -206,8 +206,8 @@ class AttentionOnlyCache(ActivationCache):
     ) -> Any:
         """Stack the outputs of the attention heads before block `layer`.
 
-        Rows and labels are the same as for the source model: `L0H0`, `L0H1`, … Split by layer with
-        `einops.rearrange(stack, "(layer head) ... -> ...", layer=model.cfg.n_layers // 2)`.
+        Rows and labels are the same as for the original model: `L0H0`, `L0H1`, … Split by layer
+        with `einops.rearrange(stack, "(layer head) ... -> ...", layer=model.cfg.n_layers // 2)`.
 
         Args:
             layer: the index of a block; -1 stacks the heads of all blocks.

@@ -1,9 +1,8 @@
 """The configuration of a converted model, with a view for each block and the sizes of each layer.
 
-Block 2l holds the attention heads of layer l of the original ("source layer l"), and block 2l + 1
-holds the layer's neurons. Because a block's output is a sum over heads, layers may have different
-numbers of heads and neurons (`rebuild`), and values may have another width than queries and keys.
-All layers share d_model.
+Block 2l holds the attention heads of the original layer l, and block 2l + 1 holds its neurons.
+Because a block's output is a sum over heads, layers may have different numbers of heads and neurons
+(`rebuild`), and values may have another width than queries and keys. All layers share d_model.
 """
 
 import copy
@@ -40,7 +39,7 @@ def block_kind(block: int) -> HeadKind:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The sizes of one source layer, named as in TransformerLens (except d_value)."""
+    """The sizes of one original layer, named as in TransformerLens (except d_value)."""
 
     n_heads: int
     n_key_value_heads: int | None  # None without grouped-query attention
@@ -168,7 +167,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         return set(self.layer_sizes) == {first} and first.d_value == first.d_head
 
     def source_cfg(self) -> HookedTransformerConfig:
-        """Return the source's configuration; raise an error if no stock model has these sizes."""
+        """Return the original's configuration; raise an error if no stock model has these sizes."""
         if not self.has_stock_sizes:
             raise UnsupportedCallError(
                 "this model has no source_cfg, because its layers differ in size, or values and "

@@ -189,7 +189,7 @@ class _TwoBlocksReplay(HookedReplay):
             return super()._run(joined, end)
 
     def enter(self, joined: Joined, block: int) -> None:
-        """If neuron blocks read the input of the attention block, restore it from the recording."""
+        """If neuron blocks read attention's input, restore this input from the recording."""
         n = sum(len(variant.stream) for variant in joined.entering(block)) // self.batch
         if not (self.model.cfg.parallel_attn_mlp and block % 2 and n):
             return
@@ -238,7 +238,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
 
     @property
     def source_cfg(self) -> HookedTransformerConfig:
-        """The source model's configuration, with this model's current dtype and device.
+        """The original model's configuration, with this model's current dtype and device.
 
         Raises:
             UnsupportedCallError: layers differ in size, or values and queries differ in width.
