@@ -404,7 +404,7 @@ def _reasons_against_sites(
     if any(isinstance(number, str) for number in numbers):
         labels = [role.label for role in roles]
         reasons += [
-            f"got sites at the role {label!r}, but not the position of this role in each prompt: "
+            f"sites have the token role {label!r}, but its position in each prompt is unknown: "
             f"pass positions={{{label!r}: …}}"
             for label in sorted(str(number) for number in numbers if number not in labels)
         ]
@@ -478,7 +478,7 @@ class _AblatedPoint:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """The number of places (one of them for tokens without a place) and the number of nodes."""
+        """The number of places (including one for tokens without a place), and of nodes."""
         n_places = max(self.place.max(), self.place_of.max()) + 2
         return int(n_places), self.replacement.shape[2] // self.width
 

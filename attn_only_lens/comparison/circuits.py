@@ -236,7 +236,7 @@ def select_mass(
         order = np.argsort(-sizes[:, rows], axis=1, kind="stable")
         ordered = np.take_along_axis(sizes[:, rows], order, axis=1)
         reached = np.cumsum(np.pad(ordered, ((0, 0), (1, 0))), axis=1)
-        # A row is needed if the rows before it do not reach the share.
+        # The selection needs a row if the rows before it do not reach the share.
         needed = ((reached[:, :-1] < mass * reached[:, -1:]) | (mass == 1)) & (ordered > 0)
         chosen = np.zeros_like(needed)
         np.put_along_axis(chosen, order, needed, axis=1)

@@ -10,7 +10,7 @@ from typing import Any
 
 from attn_only_lens.errors import InputWarning
 
-_SHOWN = 3  # a warning lists at most this many cases
+_SHOWN = 3  # the maximum number of cases in a warning
 _INTERNAL = ("attn_only_lens", "contextlib", "torch")
 _warned: ContextVar[set[Hashable] | None] = ContextVar("warned", default=None)
 _REPR = Repr()

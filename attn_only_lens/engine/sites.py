@@ -258,7 +258,7 @@ def _all_heads(layer: int, kind: HeadKind, count: int) -> LayerSites:
     return LayerSites(layer, kind, names, index, torch.full_like(index, ALL_MEMBERS))
 
 
-@lru_cache(maxsize=1024)  # without a cache, names take a noticeable share of an attribution's time
+@lru_cache(maxsize=1024)  # without a cache, names would slow attribution noticeably
 def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
     first = str(HeadName(layer, kind, 0))
     if kind in WIDE_KINDS:

@@ -166,7 +166,7 @@ def apply_plan(
 
 
 class _Drawing:
-    """Makes the grown model's tensors, and records which entries must be zero or ±1 times others.
+    """Makes the grown model's tensors; records entries that must be 0 or ±1 times other entries.
 
     Attributes:
         zeros, ties: the conditions, as in `Provenance`.

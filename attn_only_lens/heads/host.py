@@ -1,6 +1,6 @@
 """The interface to models whose MLP neurons are attention heads ("neuron-heads").
 
-A converted model has two blocks for each layer l of the original: attention heads in block 2l,
+A converted model has two blocks for each original layer l: attention heads in block 2l,
 neuron-heads in block 2l + 1. An exposed model has one block per layer, whose MLP computes
 neuron-heads.
 """

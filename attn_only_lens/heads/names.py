@@ -139,7 +139,7 @@ class HeadName:
         return name
 
     def require_in(self, model: Any) -> None:
-        """Check that a model has this head; raise the same errors as `hook` if it does not."""
+        """Raise the same errors as `hook` if a model does not have this head."""
         if has_neuron_heads(model):
             self.require_among(head_counts(model))
             return

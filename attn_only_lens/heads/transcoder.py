@@ -7,8 +7,7 @@ A transcoder reads the input x of an MLP (or the residual stream before the norm
     y = z W_dec + b_dec + x W_skip               the imitated output of the MLP
 
 A feature is thus an attention head (a neuron-head) that attends with weight w to its own token,
-which has the value q, and with weight 1 - w to a static bias token, which has the value 0. The
-gates are
+whose value is q, and with weight 1 - w to a static bias token, whose value is 0. The gates are
 
     relu          w = 1[q > 0], which is 1 if q > 0, otherwise 0
     jumprelu      w = 1[q > θ], with a threshold θ ≥ 0 for each feature

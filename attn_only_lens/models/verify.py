@@ -27,7 +27,7 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.tl import GatedMLP, HookedTransformer
 
 _PROBLEM = "these models cannot be compared"
-_ROUNDING = 1e-14  # allowed in addition to an activation's certified error bound
+_ROUNDING = 1e-14  # a tolerance on top of an activation's certified error bound
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
     for layer in range(source.cfg.n_layers):
         for point in ("pre", "mid"):
             hook = f"blocks.{layer}.hook_resid_{point}"
-            if hook in source.hook_dict:  # missing if attention and MLP run in parallel
+            if hook in source.hook_dict:  # "mid" is missing if attention and MLP run in parallel
                 points.append((f"{layer}_{point}", hook, host.stream_hook(layer, point)))
     last = source.cfg.n_layers - 1
     end = f"blocks.{last}.hook_resid_post", host.stream_hook(last, "post")

@@ -350,7 +350,7 @@ class HeadStatistics(_Statistics):
 
 
 class CorpusStatistics(NamedTuple):
-    """Statistics of neurons and of attention heads; either field is None if it would be empty."""
+    """Statistics of neurons and of attention heads; a field that would be empty is None."""
 
     neurons: NeuronStatistics | None
     heads: HeadStatistics | None

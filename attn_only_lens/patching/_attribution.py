@@ -135,10 +135,9 @@ def attribution(
 
     Gradient estimates can miss the site with the largest effect, which is usually an early-layer
     neuron at the first token that differs between the prompts. Sites with the largest expected
-    errors are therefore patched exactly (`repairs.py`), and their rows are marked in column
-    `exact`. In a small model, most or all sites are patched; with `budget=0`, none are.
-    `expected_pearson` is the expected correlation with exact scores, for attention heads and for
-    neuron-heads.
+    errors are thus patched exactly (`repairs.py`), and column `exact` marks their rows. In a small
+    model, most or all sites are patched; with `budget=0`, none are. `expected_pearson` is the
+    expected correlation with exact scores, for attention heads and for neuron-heads.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.

@@ -259,7 +259,7 @@ def _numbers_per_prompt(
         if site.kind in WIDE_KINDS:
             kept += cfg.d_model
         elif site.kind == "attention":
-            kept += host.n_heads[site.layer] * max(cfg.d_head, n_pos)  # keep z or one pattern row
+            kept += host.n_heads[site.layer] * max(cfg.d_head, n_pos)  # keep z or a pattern row
         else:
             heads = host.neurons[site.layer]
             gates = 1 if part == "z" else 3

@@ -287,7 +287,7 @@ class Repairer:
         return np.maximum(of_layers, _LUCK * of_kind)
 
     def _expected_error(self, kind: HeadKind) -> float | None:
-        """Return the root of the expected sum of squared errors, or None if it is unknown."""
+        """Return the root of the expected sum of squared errors, or None if this sum is unknown."""
         unseen = self._key**2 * (self._of_kind[kind] & ~self._exact)
         if not unseen.any():
             return 0.0

@@ -240,7 +240,7 @@ def _products(
 ) -> tuple[SiteGroup, ...]:
     """Return groups of all heads at all positions. A group of few neurons has many positions."""
     groups: list[SiteGroup] = []
-    products: dict[tuple[int, int, int], SiteGroup] = {}  # shared by layers of equal size
+    products: dict[tuple[int, int, int], SiteGroup] = {}  # layers of equal size share a group
     for site in sites:
         at_once = len(positions)
         if site.kind in NEURON_KINDS and most_rows is not None:
@@ -412,7 +412,7 @@ def _costs(
     for group in groups:
         sites = group.sites
         entered = host.block(sites.layer, sites.kind) + (sites.kind in NEURON_KINDS)
-        blocks_left = len(model.blocks) - entered + 1  # plus 1 for the logits
+        blocks_left = len(model.blocks) - entered + 1  # the unembedding counts as 1 block
         patched = group.everywhere.any(dim=1)[:, first:].cpu()
         tokens = (n_pos - first - patched.int().argmax(dim=1)) * patched.any(dim=1)
         costs.append((tokens * blocks_left)[group.place])

@@ -361,7 +361,7 @@ def _inclusion(graph: CircuitGraph, stability: Stability) -> pd.DataFrame:
 def _groups(
     graph: CircuitGraph, groups: NodeGroups | None, state: Mapping[str, Any] | None
 ) -> tuple[list[dict[str, Any]], Mapping[str, Any] | None]:
-    """Return the exact effects of groups, and the page's state with the given groups added."""
+    """Return the exact effects of groups, and the page's state with these groups added."""
     if groups is None:
         return [], state
     if unknown := sorted(set(groups.nodes["id"]) ^ set(graph.heads["id"])):
@@ -453,7 +453,7 @@ def _add_tokens(
 ) -> None:
     """Add the tokens that each node promotes, and the tokens that activate each neuron most.
 
-    With a corrupted run, logits change by the clean minus the corrupted output of a node.
+    With a corrupted run, a node's output is its clean minus its corrupted output.
     """
     z, *corrupted = (
         {hook: run.hooked[hook] for hook, _ in (_hooks(model, head) for head in _layers(heads))}

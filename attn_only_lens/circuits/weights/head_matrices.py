@@ -7,7 +7,7 @@
     the embedding    writes  W_E
 
 Neuron-heads are MLP neurons viewed as attention heads. Transcoder features are neuron-heads, with
-W_enc as W_in and W_dec as W_out. A transcoder's skip nodes and error nodes are not supported.
+W_enc as W_in and W_dec as W_out. Transcoders' skip nodes and error nodes are not supported.
 
 A neuron-head's W_V has rank one, so it cancels in every composition score and is left out. A gated
 MLP has no W_V. If several heads share a neuron, head j writes w_j W_out[i] and has the query b_j

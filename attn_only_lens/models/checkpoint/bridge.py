@@ -253,7 +253,7 @@ def _fill(named: dict[str, Tensor], values: dict[str, Tensor]) -> None:
             tensor.copy_(values[name])
     for name, tensor in named.items():
         if tensor.dtype != values[name].dtype or not torch.equal(tensor, values[name]):
-            tensor.data = values[name]  # also updates the other modules that share this tensor
+            tensor.data = values[name]  # this also updates the other modules that share the tensor
 
 
 def _restore(model: TransformerBridge, manifest: dict[str, Any]) -> None:
@@ -350,7 +350,7 @@ def _different_logits(model: Any, twin: Any) -> list[str]:
     tokens = (torch.arange(2 * pos, device=device) % model.cfg.d_vocab).reshape(2, pos)
     logits = []
     for bridge in (model, twin.to(device, print_details=False)):
-        with keep_random_state(device):  # dropout in training mode draws random numbers
+        with keep_random_state(device):  # in training mode, dropout draws random numbers
             logits.append(bridge(tokens))
     if torch.equal(*logits):
         return []

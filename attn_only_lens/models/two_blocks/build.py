@@ -105,7 +105,7 @@ _VALUE_AXES = {"W_V": 2, "b_V": 1, "W_O": 1}  # for each parameter, the axis wit
 def converted_skeleton(
     source: HookedTransformer, gating: Gating, sizes: Sequence[LayerSizes]
 ) -> AttentionOnlyTransformer:
-    """Build a converted model without weights from a stock skeleton, which is changed."""
+    """Build a converted model without weights from a stock skeleton, which it modifies."""
     for layer, layer_sizes in enumerate(sizes):
         if layer_sizes == sizes_of(source.cfg):
             continue

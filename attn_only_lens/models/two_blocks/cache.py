@@ -123,7 +123,7 @@ class AttentionOnlyCache(ActivationCache):
             )
         super().__init__(cache_dict, model, has_batch_dim)
         if model.cfg.positional_embedding_type == "shortformer":
-            self.has_pos_embed = False  # added to queries and keys, not to the residual stream
+            self.has_pos_embed = False  # position embeddings are added to queries and keys instead
 
     def __getitem__(self, key: Any) -> Tensor:
         """Return an activation, as in `cache["pattern", 11]`; raise an error for names in MLPs."""
