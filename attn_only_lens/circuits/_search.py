@@ -391,8 +391,8 @@ class _Search:
         without = [np.setdiff1d(circuit, chunk, assume_unique=True) for chunk in chunks]
         *values, whole = self._measure(["pruning"] * (len(chunks) + 1), [*without, circuit])
         can_go = [i for i, rest in enumerate(without) if self._suffices(values[i], len(rest))]
-        # Try two orders: chunks whose removal changes f least come first, or chunks whose removal
-        # leaves the largest f.
+        # Remove chunks in two orders: first those whose removal changes f least, or first those
+        # whose removal leaves the largest f.
         orders = [
             sorted(can_go, key=lambda i: abs(values[i] - whole)),
             sorted(can_go, key=lambda i: -values[i]),

@@ -376,7 +376,7 @@ class _Circuits:
 
     @property
     def n_rows(self) -> int:
-        """The total number of nodes and edges in both circuits."""
+        """The total number of nodes and edges in the models."""
         return len(self.scores[0]) + len(self.edges)
 
     def overlaps(

@@ -88,7 +88,7 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
 
 
 def _by_role(pair: PromptPair, roles: Roles) -> tuple[PositionSet, ...]:
-    """Return one set of positions for each role, with the arguments of `resolve_positions`."""
+    """Return one set of positions for each role in the prompts."""
     lengths = pair.real.sum(dim=1)
     batch, reasons, sets = len(lengths), list[str](), list[PositionSet]()
     if not roles:

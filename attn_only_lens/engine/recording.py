@@ -307,7 +307,7 @@ def run(
 ) -> Float[Tensor, "batch pos d_vocab"]:
     """Run a model with hooks, and return its logits."""
     named = [(name, of_this_thread(hook)) for name, hook in hooks]
-    # Skip `model.hooks` without hooks: on a bridge, it takes as long as a short forward pass.
+    # Without hooks, skip `model.hooks`: on a bridge, it takes as long as a short forward pass.
     with model.hooks(fwd_hooks=named) if named else nullcontext():
         logits: Tensor = model(tokens, attention_mask=mask, return_type="logits", **kwargs)
     return logits

@@ -5,7 +5,7 @@ b_out are zero, the block adds nothing (equation 40). A norm that follows a subl
 zero if it has no bias and ε > 0. At zero, such a norm has the slope gain/√ε. The first training
 steps thus change the logits about ten times as much as a step of the old model (OLMo 2, Gemma 2).
 Use a warm-up. Post-norm models such as BERT compute norm(x + f(x)), which differs from x even if
-f(x) is 0, whatever the norm's gain and bias are. So they cannot get new layers.
+f(x) is 0, whatever the norm's gain and bias are. They cannot get new layers.
 
 The indices of all layers after the new layer increase by one. If the model divides the attention
 scores of layer l by l + 1 (`scale_attn_by_inverse_layer_idx`), the keys of a layer whose index

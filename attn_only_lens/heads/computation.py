@@ -33,7 +33,7 @@ def is_live(point: HookPoint) -> bool:
 def require_grad_like(constant: Tensor, like: Tensor) -> Tensor:
     """Connect a constant tensor to the autograd graph of `like`, so that backward hooks run.
 
-    The result is no leaf: hooks cannot edit leaves, and `torch.func` cannot create leaves.
+    The result is not a leaf: hooks cannot edit leaves, and `torch.func` cannot create leaves.
     """
     if constant.requires_grad or not (like.requires_grad and torch.is_grad_enabled()):
         return constant

@@ -1,8 +1,7 @@
 """The interface to models whose MLP neurons are attention heads ("neuron-heads").
 
-A converted model has two blocks for each original layer l: attention heads in block 2l,
-neuron-heads in block 2l + 1. An exposed model has one block per layer, whose MLP computes
-neuron-heads.
+A converted model has two blocks per original layer l: attention heads in block 2l, neuron-heads in
+block 2l + 1. An exposed model has one block per layer, whose MLP computes neuron-heads.
 """
 
 import threading

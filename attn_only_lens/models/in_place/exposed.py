@@ -141,7 +141,7 @@ class _ExposedMLP:
     def forward(self, x: Residual) -> Residual:
         """Return the MLP's output, after any hooks at hook_neuron_write."""
         heads = vars(self).get("_neuron_heads")
-        if heads is None:  # happens after undo() if torch.nn.utils.parametrize changed the class
+        if heads is None:  # after undo(), if torch.nn.utils.parametrize changed the class
             return super().forward(x)  # type: ignore[misc]
         with heads.run_alone():
             return heads.write(super().forward(x))  # type: ignore[misc]
