@@ -1,4 +1,4 @@
-"""Make names that only transformer-lens 3.9 or only version 4 has importable under both versions.
+"""Provide, under both versions, the names that only transformer-lens 3.9 or only version 4 has.
 
 Under version 4, placeholders replace the classes that only 3.9 has: `isinstance` returns False, and
 creating an instance raises an error that says what to use instead. Other modules import these names

@@ -1,7 +1,7 @@
 """Bounds, for each dtype, on how much rounding may change the result of a computation.
 
 If hooks are attached, a converted model computes an activation as attention pattern times value,
-p(q) · q; its source model computes act(q). The results differ only by rounding errors, which later
+p(q) · q; the original computes act(q). The results differ only by rounding errors, which later
 layers amplify. Compared with the same model in float64, both models have errors of similar size:
 over the model families in the tests, the ratio of the two errors is at most 2.7, and its median is
 1.0 in every dtype. The bounds below therefore hold for both kinds of model. In half precision, the

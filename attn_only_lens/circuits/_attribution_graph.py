@@ -2,13 +2,13 @@
 
 The heads and neurons with the largest attributions become the nodes of the graph; `linear_graph.py`
 computes the edges between them. For each target node, the edges from all other heads are merged
-into one edge from the node "rest". So the sum of the edge weights into a target node does not
+into one edge from the node "rest". The sum of edge weights into a target node therefore does not
 depend on which heads become nodes.
 
 Neurons and queries read the residual stream only at their own position. Keys and values read the
-residual stream at every position. So a source node has at most one edge of each kind to a target,
-and only if the target reads the source's position. If there could be more than `max_edges` edges,
-`attribution_graph` raises an error before it computes any edge.
+residual stream at every position. A source node therefore has at most one edge of each kind to a
+target, and none if the target does not read the source's position. If there could be more than
+`max_edges` edges, `attribution_graph` raises an error before it computes any edge.
 """
 
 from bisect import bisect_left
@@ -69,10 +69,10 @@ def attribution_graph(
 
     With `corrupted`, the graph explains exactly how the metric differs between the two runs. The
     weights of the edges into a node add up to the node's attribution, and the weights of the edges
-    into the metric add up to the change of the metric. Each nonlinear function is replaced by its
-    secant, a linear function with the same change between the two runs (`engine/secants.py`). By
-    convention, the change of a product a · b is split into Δa · mean(b) and mean(a) · Δb, where the
-    means are over the two runs. A node's attribution can differ from the effect of patching it.
+    into the metric add up to the difference in the metric. Each nonlinear function is replaced by
+    its secant, a linear function with the same change between the two runs (`engine/secants.py`).
+    By convention, the change in a product a · b is split into Δa · mean(b) and mean(a) · Δb, where
+    the means are over the two runs. A node's attribution can differ from the effect of patching it.
 
     Without `corrupted`, the graph explains the value of the metric in one run, with patterns and
     norm scales held fixed. The weights of the edges of kind "value" into a node add up to the
@@ -239,7 +239,7 @@ def _count_edges(run: AttributedRun, chosen: Sequence[Sequence[Node]]) -> int:
         is_attention = run.linear.sublayers[index].writes.kind == "attention"
         for kind in run.kinds(index):
             reads_own = not is_attention or kind == "q"
-            # Also count edges from the embedding (one per position), from "rest" and from "bias".
+            # Also count edges from the embedding (one per position), "rest" and "bias".
             sources = before + 3 if reads_own else before.sum() + n_pos + 2
             n_edges += int((here * sources).sum())
         before += here

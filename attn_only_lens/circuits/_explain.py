@@ -47,7 +47,7 @@ from attn_only_lens.storage.atomic import atomic_folder, write_text
 
 _LONGEST = 9  # the maximum length of a token in a label, in characters
 _APART = 0.1  # the smallest difference between two runs to describe (relative for outputs)
-_BOTH = 1 / 3  # a site acts by "both" if its smaller part exceeds this share of |pattern| + |value|
+_BOTH = 1 / 3  # a label is "both" if the smaller part exceeds this share of |pattern| + |value|
 _HELD_OUT = 0.7  # warn if held-out faithfulness is below this share of the circuit's faithfulness
 _CHANGE = (
     "Descriptions are of the clean run; 'corrupted' follows if the corrupted run differs. 'raises' "
@@ -86,7 +86,7 @@ class Explanation:
             "answer") with its rank and its probability.
         does: a short description of what each node reads and writes, by node id: what it does in
             the clean run and, if this differs, in the corrupted run; and the tokens whose logits
-            the change of its output (clean minus corrupted) raises and lowers most. Numbers are
+            the change in its output (clean minus corrupted) raises and lowers most. Numbers are
             means over prompts; tokens are of the first prompt.
         labels: the label of each node, by id: a head with the token to which it attends most (in
             the clean run / in the corrupted run), another node with the token that the change of
@@ -256,7 +256,7 @@ class Explanation:
 
     @property
     def _omitted(self) -> list[str]:
-        """A sentence in a list if the graph and the table omit sites, otherwise an empty list."""
+        """A list with one sentence if the graph and table omit sites, otherwise an empty list."""
         listed, n = len(self.graph.heads), len(self.circuit)
         if listed == n:
             return []
@@ -285,7 +285,7 @@ def _percent(value: float) -> str:
 
 
 def _by(by_pattern: float, by_value: float) -> str:
-    """Return what contributes most of a node's share: "pattern", "value" or "both"."""
+    """Return through which part a node mainly acts: "pattern", "value" or "both"."""
     pattern, value = abs(by_pattern), abs(by_value)
     if min(pattern, value) > _BOTH * (pattern + value):
         return "both"
@@ -382,7 +382,7 @@ def _what_nodes_do(
     does, labels = dict[str, str](), dict[str, str]()
     rows = zip(heads, nodes, written, hooks["z"], hooks["pattern"], strict=True)
     for head, (name, position), top, of_z, of_pattern in rows:
-        here = pair.real[:, position]  # prompts that have a token at this position
+        here = pair.real[:, position]  # use only prompts that have a token at this position
 
         def means(hook: str, *index: Any, here: Tensor = here) -> list[Tensor]:
             """Return the [clean, corrupted] means over prompts of an activation at `index`."""
@@ -422,7 +422,7 @@ def _in_both_runs(what: str, values: Sequence[float], apart: float | None = None
 def _looks(
     model: Any, pair: PromptPair, patterns: Sequence[Float[Tensor, "key_pos"]]
 ) -> tuple[str, str]:
-    """Return a description and a label with the token that a head attends to most in each run."""
+    """Describe and label a head by the token that it attends to most in each run."""
     keys = [int(weights.argmax()) for weights in patterns]
     shares = [float(weights[key]) for weights, key in zip(patterns, keys, strict=True)]
     sides = (pair.clean[0], pair.corrupted[0])
@@ -440,7 +440,7 @@ def _looks(
 
 
 def _writes(model: Any, top: TokenScores) -> tuple[str, str]:
-    """Return a description and a label with the tokens whose logits an output raises or lowers."""
+    """Describe and label a node by the tokens whose logits its output raises or lowers."""
     ends = [("raises", "↑", [token for token, amount in top if amount > 0])]
     ends += [("lowers", "↓", [token for token, amount in reversed(top) if amount < 0])]
     if top and abs(top[-1][1]) > abs(top[0][1]):

@@ -1,4 +1,4 @@
-"""Group the nodes of an attribution graph into "supernodes", by similar weights and edges.
+"""Group attribution-graph nodes that have similar weights and edges into "supernodes".
 
 Only nodes of the same kind at the same position can form a group. The similarity of two nodes is
 the mean of three values:
@@ -114,7 +114,7 @@ def group_nodes(
         corrupted: the graph's corrupted prompts.
         metric: the graph's metric.
         similarity: from 0 to 1: the smallest average similarity within a group. It is raised in
-            steps of 0.05, which makes groups smaller, until the change of faithfulness is within
+            steps of 0.05, which makes groups smaller, until the change in faithfulness is within
             `tolerance`.
         tolerance: how much the faithfulness may change if each group is replaced by one number.
         positions: for a graph by role, the position of each role in each prompt: `task.roles`.
@@ -328,7 +328,7 @@ class _GroupedModel(AblatedModel):
         return self._replay.values(Variants(0, self._first, stream, hooks))
 
     def _changes(self, kept: Rows) -> dict[str, Tensor]:
-        """Return each hook point's z minus its corrupted z, with all sites but `kept` ablated."""
+        """Return z minus corrupted z at each hook point, with all sites except `kept` ablated."""
         z = dict[str, Tensor]()
         self._run(self._hooks(self._kept([kept]), z))
         first = self._first
@@ -342,7 +342,7 @@ class _GroupedModel(AblatedModel):
         return point.name, heads, torch.from_numpy(point.place_of[:, self._first :] == place)
 
     def _writes(self, row: int, changes: Mapping[str, Tensor]) -> Float[Tensor, "prompt d_model"]:
-        """Return what the changes of a site's z add to the residual stream in each prompt."""
+        """Return what the changes in a site's z add to the residual stream in each prompt."""
         name, heads, here = self._place(row)
         change = changes[name][:, :, heads]
         z = (change * here.to(change)[..., None, None]).sum(dim=(1, 2))
@@ -354,7 +354,7 @@ class _GroupedModel(AblatedModel):
         return torch.stack([self._writes(row, self._whole).mean(0) for row in rows.tolist()])
 
     def as_one(self, circuit: Rows, groups: Sequence[Rows]) -> float:
-        """Return a circuit's faithfulness if one number per prompt scales each group's outputs."""
+        """Return the faithfulness of a circuit in which one number per prompt scales each group."""
         whole, here = self._whole, self._changes(circuit)
         new = {point.name: point.replacement.clone() for point in self._points}
         for group in groups:

@@ -213,7 +213,7 @@ def _expand(
     history, first = [streams], []
     for index, sublayer in enumerate(linear.sublayers):
         read = history[linear.n_before(index) - index - 1].to(sublayer.constant.device)
-        # Each head adds one hop. The last entry is for all paths with more than `hops` hops.
+        # Each head adds one hop. The last entry collects all paths with more than `hops` hops.
         z = sublayer.z(torch.cat([read[:hops], read[hops:].sum(0, keepdim=True)]))
         z[0] += sublayer.constant
         first.append(z[0])
@@ -224,7 +224,7 @@ def _expand(
 
 
 class _RankedPaths:
-    """The k paths with the largest effects, from `first`, the heads' z in one-hop paths."""
+    """The k paths with the largest effects; `first` holds the heads' z in one-hop paths."""
 
     def __init__(self, linear: LinearRun, first: tuple[Tensor, ...], k: int, block: int) -> None:
         self._linear, self._first, self._block = linear, first, block
@@ -237,7 +237,7 @@ class _RankedPaths:
         return 1 + position * self._starts[-1] + self._starts[index]
 
     def add(self, stream: Float[Tensor, "batch pos=1 d_model"], end: int) -> None:
-        """Add the paths whose last head is at position `end`, given the metric's gradient there."""
+        """Add the paths whose last head is at position `end`; use the gradient at this position."""
         for index, last in enumerate(self._linear.sublayers):
             gradient = last.output_gradients(stream, slice(end, end + 1))[:, 0]
             alone = (gradient * self._first[index][:, end]).sum((0, 2))
@@ -249,7 +249,7 @@ class _RankedPaths:
                 is_attention = isinstance(last, LinearAttention)
                 for key in range(n_pos) if is_attention else range(end, end + 1):
                     back = last.covectors(gradient[:, nodes], nodes, end, key)
-                    if not back.any():  # no attention from position `end` to position `key`
+                    if not back.any():  # position `end` does not attend to position `key`
                         continue
                     back = back.transpose(0, 1).flatten(1)
                     for before, written in self._writers(index, key):

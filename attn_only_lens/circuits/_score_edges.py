@@ -1,13 +1,13 @@
 r"""Score edges by a product of two factors, with one forward pass per node instead of per edge.
 
 Cutting the edge from a writer w to a reader R changes R's output to the residual stream. This
-change affects all layers after R. The change of R's output is computed in closed form for all
+change affects all layers after R. The change in R's output is computed in closed form for all
 writers at once. Its effect on the logits is estimated from one forward pass per node:
 
-    L(w → R)  = Σ_ref mean ‖change of R's output, if R reads ref instead of w's output‖
-    N(R)      = Σ_ref mean max |change of the logits, if R's z is replaced by ref|
+    L(w → R)  = Σ_ref mean ‖change in R's output, if R reads ref instead of w's output‖
+    N(R)      = Σ_ref mean max |change in the logits, if R's z is replaced by ref|
     score     = L(w → R) · N(R) / max ‖R's output‖
-    exact     = Σ_ref mean max |change of the logits, if R reads ref instead of w's output|
+    exact     = Σ_ref mean max |change in the logits, if R reads ref instead of w's output|
 
 The value "ref" that replaces a writer's z is 0 (`to="zero"`) or the mean of this z over all tokens
 (`to="mean"`). Σ_ref is the sum over the values in `to`. Each "mean" and "max ‖…‖" is over all
@@ -17,8 +17,8 @@ or the whole input of a neuron-head (a neuron viewed as an attention head) or of
 ("in"). Norm scales are held fixed. For edges into the logits, L, score and exact are equal.
 
 One forward pass records the outputs of all nodes. Each node, and each exact cut, needs one more
-forward pass per reference. In addition, for each kind and reference, every attention block that
-contains readers runs once on a batch with one entry per writer. Prompts are batched by length.
+forward pass per reference. For each kind and reference, every attention block that contains readers
+also runs once, on a batch with one entry per writer. Prompts are batched by length.
 """
 
 from collections import defaultdict
@@ -66,7 +66,7 @@ _KINDS: dict[HeadKind, tuple[str, ...]] = {
     "attention": ("q", "k", "value"),
     "neuron": ("in",),
     "feature": ("in",),
-    # Skip and error nodes are never readers: no edge into W_skip is cut, and errors are held fixed.
+    # Skip and error nodes are never readers: edges into W_skip are not cut, and errors stay fixed.
     "skip": (),
     "error": (),
 }
@@ -292,7 +292,7 @@ class _Scoring:
 
     @torch.no_grad()
     def node(self) -> Iterator[tuple[str, float]]:
-        """Yield (node, term) pairs; the terms of a node add up to the factor N of edge scores."""
+        """Yield (node, term) pairs; a node's terms add up to the factor N of its edges' scores."""
         for batch, reference, sites in self._cases():
             z = _z_of_nodes(self._replaced(batch.writes(sites), reference), sites)
             nodes = torch.arange(len(sites.names), device=z.device)
@@ -331,7 +331,7 @@ class _Scoring:
         before: Sequence[SublayerWrites],
         only: set[str] | None,
     ) -> tuple[list[str], Float[Tensor, "writer batch pos d_model"]]:
-        """Return the writers' names, and the change of the residual stream if each is replaced."""
+        """Return the writers' names, and the change in the residual stream if each is replaced."""
         x = batch.run.embedding
         names = ["embed"]
         changes = [((0 if reference == "zero" else self._embedding) - x)[None]]
@@ -389,7 +389,7 @@ class _Scoring:
         node: Int[Tensor, "variant"],
         z: Float[Tensor, "variant batch pos head d_head"],
     ) -> Float[Tensor, "variant"]:
-        """Return how much the logits change in each patched run, which replaces one node's z."""
+        """Return how much the logits change in each run, in which one node's z is replaced."""
         replay = batch.readers.replay
         block = self._host.block(sites.layer, sites.kind)
         name = self._host.hook_name(sites.layer, sites.kind, "z")
@@ -415,7 +415,7 @@ class _Scoring:
 
 
 def _largest_change(decomposed: Decomposition) -> BoundMetric:
-    """Return a metric: the largest |change of a logit| at each token, averaged over tokens."""
+    """Return a metric: the largest |change in a logit| at each token, averaged over tokens."""
     recorded = decomposed.recording.logits
 
     def compute(logits: Float[Tensor, "site batch pos d_vocab"]) -> Float[Tensor, "site batch"]:

@@ -141,7 +141,7 @@ def score_sources(
 def _reads(
     parts: Decomposition, head: HeadName, position: int, model: Any, W: Float[Tensor, "d_model n"]
 ) -> tuple[list[str], Float[Tensor, "writer n"]]:
-    """Return writer names, and each output times norm gain and W; the last is "own bias"."""
+    """Return the writers' names, and each output times norm gain and W; "own bias" is last."""
     here = slice(position, position + 1)
     reads = parts.of(head.layer, head.kind).reads.at(here)
 
@@ -213,7 +213,7 @@ def _of_attention(
     score = left.sum(0) @ k.sum(0)
     size = (left.abs().sum(0) * k.abs().sum(0)).sum()
     totals, keys = [score], [key]
-    if hidden:  # the unknown constant cancels if two keys' scores are subtracted
+    if hidden:  # the unknown constant cancels in a difference of two keys' scores
         keys.append(
             int(pattern.index_fill(0, torch.tensor(key, device=pattern.device), 0).argmax())
         )
@@ -312,7 +312,7 @@ def _taylor(
 def _require_score(
     model: Any, total: Float[Tensor, "key"], expected: Float[Tensor, "key"], size: Tensor
 ) -> None:
-    """Raise an error unless `total` is the run's score (for two keys, their score difference)."""
+    """Raise an error unless `total` equals the score in the run (for two keys, the difference)."""
     cap = float(getattr(model.cfg, "attn_scores_soft_cap", None) or 0.0)
     capped = cap * torch.tanh(total / cap) if cap > 0 else total
     if len(total) == 2:

@@ -3,8 +3,8 @@ r"""Search for a small circuit that is nearly as faithful as the whole model.
 Let f(C) be the faithfulness of a circuit C (`ablation.py`). The circuit is sufficient if |1 - f(C)|
 ≤ 1 - wanted, where `wanted` is the requested faithfulness. A prefix of a ranking is its k
 highest-ranked sites. Faithfulness does not always rise with circuit size, because the effects of
-sites can cancel. So bisection over k may miss the shortest sufficient prefix. The search has three
-steps. Each step starts from the best circuit so far:
+sites can cancel. Bisection over k may therefore miss the shortest sufficient prefix. The search has
+three steps. Each step starts from the best circuit so far:
 
     prefixes   Prefixes of two rankings, by |effect| and by signed effect, are tried for k on a grid
                with ratio √√2. The grid is refined where f becomes sufficient or crosses 1.
@@ -15,8 +15,8 @@ steps. Each step starts from the best circuit so far:
                are removed together. If none can be, chunks are halved, down to single sites.
 
 At the end, the search evaluates every prefix of both rankings (by |effect| and by signed effect)
-that is shorter than the circuit. So a circuit of at most 1,000 sites is minimal in two ways: it
-becomes insufficient if any single site is removed, and no shorter prefix of the two rankings is
+that is shorter than the circuit. A circuit of at most 1,000 sites is therefore minimal in two ways:
+it becomes insufficient if any single site is removed, and no shorter prefix of the two rankings is
 sufficient. A smaller circuit may still exist.
 """
 
@@ -68,7 +68,7 @@ from attn_only_lens.patching._attribution import METHODS, Method, attribute
 from attn_only_lens.patching.repairs import Budget, budget_reasons
 from attn_only_lens.patching.results import MEASURED, Sweep
 
-_PER_DOUBLING = 4  # the number of grid sizes from k to 2k
+_PER_DOUBLING = 4  # the number of prefix sizes to try from k to 2k
 _BETWEEN = 16  # the number of sizes that a refined grid has between two neighbouring sizes
 _AT_ONCE = 16  # the number of prefix sizes that are evaluated as one batch, small sizes first
 _IDLE_ROUNDS = 2
@@ -209,7 +209,7 @@ def rank_sites(
 ) -> tuple[Sweep, RunPair | None]:
     """Return the effect of replacing each site's clean output with its corrupted output.
 
-    Also return the recorded runs if an `AblatedModel` can reuse them, otherwise None.
+    Also return both runs' recordings if an `AblatedModel` can reuse them, otherwise None.
     """
     settings: dict[str, Any] = {"per_prompt": False, "prompts_at_once": None}
     settings |= {**options, "direction": "noise"}
@@ -289,7 +289,7 @@ class _Search:
     """A search for circuits in one ablated model; `tried` lists the evaluated circuits.
 
     `near` is the size of a circuit that was found for other prompts. With `near`, the search tries
-    similar sizes first, and does not try all shorter prefixes at the end.
+    similar sizes first, and skips the final test of all shorter prefixes.
     """
 
     def __init__(self, ablated: AblatedModel, wanted: float, near: int | None = None) -> None:
@@ -328,8 +328,8 @@ class _Search:
     def _search(self, order: Rows, longest: int | None) -> _Questions:
         """Yield prefixes to evaluate, and return the size of the shortest sufficient prefix."""
         longest = len(order) if longest is None else min(longest, len(order))
-        # Grid sizes do not depend on the number of sites. Sites without an effect are ranked last,
-        # so the search finds the same prefix after model growth adds such sites.
+        # The prefix sizes to try do not depend on the number of sites. So the search finds the same
+        # prefix after growth adds sites without an effect, which are ranked last.
         grid = 2.0 ** (np.arange(_PER_DOUBLING * np.log2(longest)) / _PER_DOUBLING)
         sizes = np.unique([*grid.round().astype(int), longest])
         if self._near is not None:
@@ -340,7 +340,7 @@ class _Search:
         return (yield from self._first(order, 0, 0.0, sizes))
 
     def _first(self, order: Rows, short: int, f: float, sizes: Rows) -> _Questions:
-        """Search and refine a grid for the shortest sufficient prefix; return its size, or None.
+        """Search a grid of sizes, then refine it; return the shortest sufficient size or None.
 
         `short` is the size of an insufficient prefix below the grid, and `f` is its faithfulness.
         """
@@ -361,7 +361,7 @@ class _Search:
         return None
 
     def rank_again(self, circuit: Rows) -> Rows:
-        """Rank sites repeatedly by what they add to a circuit; return the smallest circuit."""
+        """Repeatedly rank sites by what they add to the circuit; return the smallest circuit."""
         best, idle, worth = circuit, 0, self._ablated.worth(circuit)
         while idle < _IDLE_ROUNDS:
             order = np.argsort(-worth, kind="stable")
@@ -391,8 +391,8 @@ class _Search:
         without = [np.setdiff1d(circuit, chunk, assume_unique=True) for chunk in chunks]
         *values, whole = self._measure(["pruning"] * (len(chunks) + 1), [*without, circuit])
         can_go = [i for i, rest in enumerate(without) if self._suffices(values[i], len(rest))]
-        # Try two orders: first the chunks whose removal changes f least, or first the chunks whose
-        # removal leaves the largest f.
+        # Remove chunks in two orders: first those whose removal changes f least, or first those
+        # whose removal leaves the largest f.
         orders = [
             sorted(can_go, key=lambda i: abs(values[i] - whole)),
             sorted(can_go, key=lambda i: -values[i]),

@@ -70,7 +70,7 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 """Row indices in the frame of all sites."""
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Flags: TypeAlias = npt.NDArray[np.bool_]
-# the ablations of a prompt that do not depend on the other prompts
+# ablations whose values for a prompt do not depend on other prompts
 _BY_PROMPT = ("zero", "resample")
 _NOTHING: Rows = np.empty(0, dtype=np.int64)  # the circuit without sites
 _PROBLEM = "these sites cannot be ablated"
@@ -220,7 +220,7 @@ class AblatedModel:
         """Record the clean and the corrupted run, and run the clean prompts with all sites ablated.
 
         `sites` are rows of `Sweep.frame`. `positions` maps roles to positions. `some` lists the
-        indices of the prompts to use. `runs` are the runs of these prompts, if already recorded.
+        indices of the prompts to use. `runs` are the recordings of these prompts, if they exist.
         `on_done` is called with the number of newly finished circuits.
         """
         InputError.raise_if(option_reasons("ablation", ablation, get_args(Ablation)), _PROBLEM)
@@ -292,7 +292,7 @@ class AblatedModel:
         """Return the faithfulness of each circuit, given as row indices of its sites."""
         new = [] if "nothing_by_prompt" in vars(self) else [_NOTHING]
         by_prompt = self.by_prompt([*new, *circuits])
-        if new:  # save a separate pass for the empty circuit
+        if new:  # evaluating the empty circuit here saves a separate pass
             self.nothing_by_prompt, by_prompt = by_prompt[0], by_prompt[1:]
         return (self._mean(by_prompt) - self.nothing) / self.span
 
@@ -404,7 +404,7 @@ def _reasons_against_sites(
     if any(isinstance(number, str) for number in numbers):
         labels = [role.label for role in roles]
         reasons += [
-            f"got sites at the role {label!r}, but not the position of this role in each prompt: "
+            f"sites have the token role {label!r}, but its position in each prompt is unknown: "
             f"pass positions={{{label!r}: …}}"
             for label in sorted(str(number) for number in numbers if number not in labels)
         ]
@@ -429,7 +429,7 @@ def _reasons_against_sites(
 
 @dataclass(frozen=True, eq=False)
 class _AblatedPoint:
-    """The sites at one hook point, and the values that replace z there for ablated sites.
+    """The sites at one hook point, and the values that replace the z of ablated sites.
 
     A place is the index of a position or role, or 0 for sites at all positions together. `place_of`
     maps tokens to places, and is -1 for tokens without a role. If places are not roles, `place_of`
@@ -478,7 +478,7 @@ class _AblatedPoint:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """The number of places (including one for tokens without a place) and of nodes."""
+        """The number of places (including one for tokens without a place), and of nodes."""
         n_places = max(self.place.max(), self.place_of.max()) + 2
         return int(n_places), self.replacement.shape[2] // self.width
 
@@ -520,8 +520,8 @@ def ablated_model(
 ) -> AblatedModel:
     """Return an `AblatedModel` that runs all prompts at once, or in chunks to save memory.
 
-    Mean ablation and custom metrics need all prompts at once, so they never use chunks. Recorded
-    `runs` are used only if all prompts are run at once.
+    Mean ablation and custom metrics need all prompts at once, so they never use chunks. The
+    recordings `runs` are used only if all prompts are run at once.
     """
     model, clean, corrupted, metric, sites = prompts_and_sites
     make = partial(AblatedModel, *prompts_and_sites, **options)

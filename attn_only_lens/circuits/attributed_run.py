@@ -1,4 +1,4 @@
-"""Attribute a metric of one run, or its change between two runs, to the model's heads.
+"""Attribute a metric of one run, or its difference between two runs, to the model's heads.
 
 A target head t reads the residual stream, a sum of the outputs of all earlier sources s. Let c_t be
 the metric's gradient at the head's output z_t. The attribution of t is A_t = c_t · z_t.
@@ -55,9 +55,9 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 @dataclass(frozen=True, eq=False)
 class NeuronSlope:
-    """The part of the metric's gradient at neurons' pre-activations that flows through their gates.
+    """The metric's gradient at neurons' pre-activations, counting only paths through their gates.
 
-    `constant` is what biases contribute to the metric through these gates, to first order.
+    `constant` is the first-order contribution of biases to the metric through these gates.
     """
 
     sublayer: LinearSublayer
@@ -68,7 +68,7 @@ class NeuronSlope:
     def covectors(
         self, positions: Tensor, nodes: Tensor
     ) -> tuple[Float[Tensor, "batch target d_model"], Float[Tensor, "batch target"]]:
-        """Return the vector with which each target reads the residual stream, and a bias term."""
+        """Return each target's vector that is dotted with the residual stream, and a bias term."""
         read = self.gradient[:, positions, nodes].unsqueeze(-1) * self.W.T[nodes]
         covectors = self.sublayer.writes.reads.back(read, positions)
         return covectors, self.constant[:, positions, nodes]
@@ -175,7 +175,7 @@ def attribute_run(
     logit_bias = (gradient * linear.unembed(zero[None])[0]).sum((1, 2))
     biases = [logit_bias.sum()]
     for sublayer, along, behind in zip(linear.sublayers, outputs, streams[1:], strict=True):
-        if sublayer.writes.kind != "error":  # an error is a node, not part of the bias
+        if sublayer.writes.kind != "error":  # a transcoder's error is a node, not part of the bias
             biases.append((along * sublayer.constant).sum())
         biases.append((behind.to(sublayer.writes.bias) * sublayer.writes.bias).sum())
     ends = streams[0], streams[-1], logit_bias, sum(map(float, on_cpu(biases)))
@@ -184,7 +184,7 @@ def attribute_run(
 
 
 def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> AttributedRun:
-    """Attribute the change of a metric from the corrupted run to the clean run."""
+    """Attribute a metric's difference, clean minus corrupted run, to the model's heads."""
     names, host = _hook_names(model), host_of(model)
     patterns = [host.hook_name(layer, "attention", "pattern") for layer in range(host.n_layers)]
     tokens = torch.cat([pair.clean, pair.corrupted])
@@ -324,7 +324,7 @@ def _require_flows(
     result: Contrast,
     names: dict[tuple[int, HeadKind, str], str],
 ) -> None:
-    """Raise an error if the edges into a sublayer do not add up to the attribution of its nodes."""
+    """Raise an error if edges into a sublayer do not add up to its nodes' attributions."""
     numbers = list[Tensor]()
     for i, (sublayer, along, here) in enumerate(zip(sublayers, gradients, slopes, strict=True)):
         if sublayer.writes.kind == "error":  # error nodes have no incoming edges
@@ -345,7 +345,7 @@ def _require_flows(
     rows = [values[i : i + 4] for i in range(0, len(values), 4)]
     sums, sizes = [row[:2] for row in rows], [max(row[2:]) for row in rows]
     allowed = LOGIT_TOLERANCE[torch.float32]
-    # Smaller sums may be rounding errors only, so the tolerance is never below that for `smallest`.
+    # Small sums may be only rounding errors, so the tolerance is at least that for `smallest`.
     smallest = allowed * max([abs(result.total), *sizes])
     reasons = [
         f"layer {sublayer.writes.layer}: edges into its {sublayer.writes.kind} heads add up to "

@@ -145,7 +145,7 @@ class Circuit:
         return sites.assign(in_circuit=self.contains(sites))
 
     def contains(self, sites: pd.DataFrame) -> Bool[np.ndarray, "row"]:
-        """Return for each row of `sites` whether its `name` and `position` are in the circuit."""
+        """Return, for each row of `sites`, whether the circuit has its `name` and `position`."""
         inside = self.frame[SITE_KEY].drop_duplicates().assign(inside=True)
         return sites[SITE_KEY].merge(inside, how="left")["inside"].notna().to_numpy()
 

@@ -1,6 +1,6 @@
-"""An attribution graph: what each node contributes to a metric, directly and through other nodes.
+"""Attribution graphs: what each node contributes to a metric, directly and through other nodes.
 
-These are the kinds of nodes (`kind`), with an example `id` for each kind:
+The table lists the kinds of nodes (`kind`), with an example `id` for each kind:
 
     embed      embed@3        what enters the first block at position 3
     attention  L5H3@7         an attention head, at the position where it writes
@@ -47,10 +47,10 @@ class CircuitGraph:
     """An attribution graph. Made by `attribution_graph`.
 
     Attributes:
-        nodes: one row per node. Columns: `id`; `kind`; `layer` (the source layer; only for heads
-            and neurons); `name`; `position` (missing for bias, rest, offset, metric); `value` (in
-            the clean run, the mean over prompts of a neuron's output, or of the norm of a head's
-            output or of the embedding); `gradient` (the derivative of the metric with respect to a
+        nodes: one row per node. Columns: `id`; `kind`; `layer` (of the original; only for heads and
+            neurons); `name`; `position` (missing for bias, rest, offset, metric); `value` (in the
+            clean run, the mean over prompts of a neuron's output, or of the norm of a head's output
+            or of the embedding); `gradient` (the derivative of the metric with respect to a
             neuron's output; missing for several prompts, or if several heads share a neuron);
             `attribution` to the mean over prompts; by role also `error`, the standard error.
         edges: one row per nonzero edge. Columns: `source`, `target` (ids), `kind` ("value", "q",
@@ -59,7 +59,7 @@ class CircuitGraph:
         metric: the metric's name.
         value: the metric, or its change from the corrupted to the clean run.
         model: the model's name.
-        n_layers: the number of source layers in the model.
+        n_layers: the number of layers in the original model.
         n_heads: the number of possible nodes: heads and neurons at all positions.
         mass: the share of Σ |attribution| over all possible nodes that this graph's nodes have.
         corrupted: the tokens of each corrupted prompt; empty for a graph of one run.

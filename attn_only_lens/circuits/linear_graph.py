@@ -2,7 +2,7 @@
 
 The weight of an edge is the dot product of the vector that the source adds to the residual stream
 and the vector with which the target reads it. All heads that are not nodes are summed into one
-source, "rest". So a graph with K nodes needs K² dot products, regardless of the size of the model.
+source, "rest". A graph with K nodes therefore needs K² dot products, whatever the model's size.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -168,7 +168,7 @@ def node_frame(
         rest += float(along.cpu().double().sum() - by_place.sum())
     ends = {"bias": (0.0, run.bias), "rest": (0.0, rest)}
     if run.is_difference:
-        del ends["bias"]  # biases cancel in a difference
+        del ends["bias"]  # biases cancel in a difference of two runs
     if run.offset or not run.is_difference:
         ends["offset"] = (0.0, run.offset)
     for name, (size, attribution) in (ends | {"metric": (run.value,) * 2}).items():
@@ -260,7 +260,7 @@ class LinearGraph:
             return self._sources.products(n_before, bias, covectors, positions)
         of_targets = gradient[:, positions, nodes]
         bias = (of_targets * sublayer.constant[:, positions, nodes]).sum(-1)
-        if isinstance(sublayer, LinearAttention):  # heads read values at every position
+        if isinstance(sublayer, LinearAttention):  # attention heads read values at every position
             keys = torch.arange(n_pos, device=nodes.device).repeat(len(nodes))
             node, node_positions = (x.repeat_interleave(n_pos) for x in (nodes, positions))
             gradients = of_targets.repeat_interleave(n_pos, dim=1)

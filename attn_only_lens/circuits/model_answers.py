@@ -13,7 +13,7 @@ from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.tokens import token_text
 
 _RUNS = ("clean", "corrupted")
-_FAR = 1000  # warn that an answer with at least this rank is nearly impossible
+_FAR = 1000  # `answer_warnings` calls an answer with at least this rank nearly impossible
 _ROLES = {2: ("correct", "wrong"), 1: ("answer",), 0: ()}
 
 

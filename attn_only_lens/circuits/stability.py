@@ -11,8 +11,8 @@ Samworth 2013). Each circuit is also evaluated on the other half of the prompts.
 
 Inclusion intervals are Wilson intervals for an effective number of independent circuits. Circuits
 from the two halves of one split are independent, but circuits from different splits share prompts.
-So the effective number, 2 + (resamples - 2) / `_DEPENDENCE`, is smaller than the number of circuits
-(`analyses/results/stability_of_circuits.md`).
+The effective number, 2 + (resamples - 2) / `_DEPENDENCE`, is therefore smaller than the number of
+circuits (`analyses/results/stability_of_circuits.md`).
 """
 
 from collections.abc import Callable, Iterator
@@ -123,7 +123,7 @@ def resampled(
     models: dict[tuple[int, ...], AblatedModel] = {}
     for half, other_half in halves:
         keys = [tuple(some.tolist()) for some in (half, other_half)]
-        # The two halves of a split are adjacent in `halves`, so the second one reuses both models.
+        # A split's halves are adjacent in `halves`, so the second one reuses both ablated models.
         models = {key: models.get(key) or ablate(some=list(key)) for key in keys}
         ablated, others = (models[key] for key in keys)
         circuit, _ = search(ablated, effects[:, half].mean(axis=1))

@@ -124,7 +124,7 @@ def _parse_sites(sites: str, layers: str | None) -> Any:
         raise AttnOnlyLensError("got --layers and names in --sites; the names contain the layers")
     names = parse_names(sites)
     bad = [name for name in names if not _NAME.fullmatch(name)]
-    if not all(name[:1] in ("L", "l") for name in bad):  # otherwise, the model reports each name
+    if not all(name[:1] in ("L", "l") for name in bad):  # else the model reports each name
         raise AttnOnlyLensError(
             f"--sites: got {', '.join(bad)}; expected {', '.join(selections)}, or names, which are "
             "upper case: L5H3,L5N1234@13"

@@ -83,7 +83,7 @@ def compare(
     drop|, as few as reach `faithfulness`. All models use this rule, so circuit sizes can be
     compared. Circuits from `discover` are smaller, because it ranks by secants and prunes.
 
-    Growth follows Gesmundo and Maile, "Composable Function-preserving Expansions for Transformer
+    Growth is from Gesmundo and Maile, "Composable Function-preserving Expansions for Transformer
     Architectures", 2023. `circuits.discover` and `patching.attribution` describe the other methods.
 
     Args:
@@ -235,7 +235,7 @@ def _first_batch(
 
 
 def _warn_if_lost(values: dict[str, dict[str, float]]) -> None:
-    """Warn if a model's metric range (clean minus corrupted) is below half of the original's."""
+    """Warn if a model's metric range (clean minus corrupted) is below half the original's range."""
     spans = {label: value["clean"] - value["corrupted"] for label, value in values.items()}
     whole = spans.pop("original")
     cases = {
@@ -351,7 +351,7 @@ class _Circuit(NamedTuple):
 def _circuit(
     run: BatchRun, batch: Batch, settings: dict[str, Any], label: str, progress: bool
 ) -> _Circuit:
-    """Rank sites by |effect|, and find the fewest top-ranked sites that reach the faithfulness."""
+    """Find the fewest sites, ranked by |effect|, that reach the requested faithfulness."""
     runs = run.recorded
     assert runs is not None
     logits = runs.clean.logits
@@ -366,6 +366,6 @@ def _circuit(
         ablated = AblatedModel(*prompts, site_rows(groups), ablation="resample", **options)
         rows = smallest_prefix(ablated, order, settings["faithfulness"])
         measured, complete, random = ablated.curves([rows], _N_RANDOM, settings["seed"])
-        bar.total = bar.n  # the total is known only after the search
+        bar.total = bar.n  # the total number of steps is known only after the search
         bar.refresh()
     return _Circuit(len(rows), float(measured[0]), float(complete[0]), random[:, 0].tolist())

@@ -1,9 +1,9 @@
 """Match the components of a model and its grown model, using the grown model's provenance.
 
-Components are heads and neurons, numbered by the layers that a model had before its conversion, so
-that all kinds of models can be compared. The provenance maps each component of the original to its
-index in the grown model. All other components of the grown model are new. `align` raises an error
-if the provenance does not fit both models, to prevent wrong pairs.
+Components are heads and neurons. They are numbered by the layers of the unconverted model, so that
+all kinds of models can be compared. The provenance maps each component of the original to its index
+in the grown model. All other components of the grown model are new. `align` raises an error if the
+provenance does not fit both models, to prevent wrong pairs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

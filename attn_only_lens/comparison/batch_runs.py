@@ -10,8 +10,8 @@ To first order, this is the decrease of the metric when z* replaces z. The effec
 component that increases the metric. Each prompt has its own effect. The metric is a mean over
 prompts, so its gradient is multiplied by the number of prompts.
 
-For the components with the largest estimates, `add_patching` computes the exact decrease on one
-batch with `patching.activation_patch`, which replaces z at all positions.
+For the components with the largest estimated effects, `add_patching` computes the exact decrease on
+one batch with `patching.activation_patch`, which replaces z at all positions.
 """
 
 from collections.abc import Sequence
@@ -110,7 +110,7 @@ def run_batch(
             gates=True,
             traced="clean",
             hooks=tape.hooks,
-            distinct=keep,  # clean and corrupted runs may be equal if no circuit is searched
+            distinct=keep,  # both runs may be equal if no circuit is searched
         )
     require_differentiable(runs.metric, runs.clean.logits.detach())
     gradients = tape.gradients(runs.metric.of_logits(runs.clean.logits))

@@ -106,7 +106,7 @@ def _largest_nodes(
 
 @dataclass(frozen=True)
 class Resampling:
-    """Settings of the bootstrap."""
+    """Options of the bootstrap."""
 
     n_prompts: int
     n_resamples: int
@@ -140,7 +140,7 @@ class Resampling:
 
 
 class Overlap(NamedTuple):
-    """Masks of the rows (nodes or edges) in each of two circuits, and the rows' scores."""
+    """For two circuits, a mask of the rows (nodes or edges) in each, and the rows' scores."""
 
     first: Bool[np.ndarray, "resample row"]
     second: Bool[np.ndarray, "resample row"]
@@ -236,7 +236,7 @@ def select_mass(
         order = np.argsort(-sizes[:, rows], axis=1, kind="stable")
         ordered = np.take_along_axis(sizes[:, rows], order, axis=1)
         reached = np.cumsum(np.pad(ordered, ((0, 0), (1, 0))), axis=1)
-        # A row is needed if the rows before it do not reach the share.
+        # The selection needs a row if the rows before it do not reach the share.
         needed = ((reached[:, :-1] < mass * reached[:, -1:]) | (mass == 1)) & (ordered > 0)
         chosen = np.zeros_like(needed)
         np.put_along_axis(chosen, order, needed, axis=1)
@@ -308,7 +308,7 @@ def _edges_between(
     nodes: _Ints,
     progress: bool,
 ) -> tuple[pd.DataFrame, _Ints, list[Float[np.ndarray, "edge batch"]]]:
-    """Return a frame of all models' edges, the edges' end nodes, and the weights in each model."""
+    """Return a frame of all models' edges, their end nodes, and their weights in each model."""
     if not len(nodes):
         frame = pd.DataFrame(columns=["source", "target", "kind"], dtype=object)
         empty = np.empty((0, len(batch.pair.clean)))
@@ -368,7 +368,7 @@ class _Circuits:
     components: Sequence[_ComponentRows]
     sizes: Sequence[int]  # the number of nodes in each circuit
     scores: Sequence[Float[np.ndarray, "node batch"]]
-    nodes: Sequence[Bool[np.ndarray, "node"]]  # for each pair of models: the nodes with edges
+    nodes: Sequence[Bool[np.ndarray, "node"]]  # for each pair of models, the nodes that have edges
     edges: pd.DataFrame  # `source`, `target`, `kind`
     ends: _Ints  # [edge, 2]: source and target nodes; -1 for an end that is not a component
     edge_weights: Sequence[Float[np.ndarray, "edge batch"]]  # NaN if a model lacks one of the nodes
@@ -376,7 +376,7 @@ class _Circuits:
 
     @property
     def n_rows(self) -> int:
-        """The total number of nodes and edges."""
+        """The total number of nodes and edges in the models."""
         return len(self.scores[0]) + len(self.edges)
 
     def overlaps(

@@ -14,8 +14,8 @@ mean if LayerNorms read the residual stream, and otherwise the identity. Then
 
     ⟨z W C J, z' W' C⟩ = z (W C J C W'ᵀ) z'ᵀ        ‖z W C‖² = z (W C Wᵀ) zᵀ
 
-So three d_head × d_head matrices per head, or three values per neuron, are enough for these sums
-over tokens:
+Three d_head × d_head matrices per head, or three values per neuron, therefore suffice for these
+sums over tokens:
 
     cosine = Σ ⟨o, o'⟩ / √(Σ ‖o‖² Σ ‖o'‖²)         norm ratio = √(Σ ‖o'‖² / Σ ‖o‖²)
 
@@ -54,7 +54,7 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.tolerances import rounding
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
-_ROUNDINGS = 16  # how far below 1 the sum of a row without a sink may be, in units of eps
+_ROUNDINGS = 16  # gaps of row sums below 1 up to this many eps are rounding, not a sink
 
 
 def pattern_divergence(
@@ -139,7 +139,7 @@ def _dot(
 
 
 def _read(rows: Sequence[Sequence[Tensor]]) -> _Floats:
-    """Move measures to the CPU; `rows` has one list of measures [site] for each layer and kind.
+    """Copy measures to the CPU; `rows` has one list of measures [site] for each layer and kind.
 
     The result is an array [measure, site]. Tensors are concatenated first, because each transfer
     synchronizes the device.
@@ -223,7 +223,7 @@ class _SharedStatistics:
         """Return a frame with one row per component: names, differences and a flag `silent`."""
         js, js_2, first, second, change_2, dot, norm_1, norm_2, *squares = self.sums
         n = n_prompts
-        with np.errstate(divide="ignore", invalid="ignore"):  # norms of outputs may be zero
+        with np.errstate(divide="ignore", invalid="ignore"):  # a norm of outputs may be zero
             cosine = dot / np.sqrt(norm_1 * norm_2)
             ratio = np.sqrt(norm_2 / norm_1)
         silent = self._names["kind"] == "neuron"

@@ -40,7 +40,7 @@ _FAR_MORE_PROBABLE = 10.0
 
 For SmolLM2-135M and 2,011 next tokens in English texts, 0.2 % of these warnings are wrong.
 """
-_SHOWN = 4  # a metric's name lists at most this many answers
+_SHOWN = 4  # the maximum number of answers in a metric's name
 _SPACES = (" ", "Ġ", "▁")  # leading spaces in word-level, byte-level and SentencePiece vocabularies
 
 

@@ -3,9 +3,9 @@
 The model runs on the clean and the corrupted prompts. In a third forward pass, with gradients, each
 nonlinear step outputs the mean of its outputs in the two runs. In the backward pass, the step's
 derivative is replaced by its slope between the two runs (`secants.py`). A product of two
-activations, such as pattern times value, needs no rule: its gradient at the mean is exact. So the
-backward pass returns multipliers M, whose products with the changes of the activations add up to
-the metric's change:
+activations, such as pattern times value, needs no rule: its gradient at the mean is exact. The
+backward pass therefore returns multipliers M, whose products with the changes in the activations
+add up to the metric's change:
 
     Σ M_y · Δy = Δmetric        Δy = y of the clean run minus y of the corrupted run
 
@@ -99,7 +99,7 @@ class BothRuns:
 
 @dataclass(frozen=True, eq=False)
 class Contrast:
-    """The multipliers that turn changes of activations between two runs into a metric's change.
+    """The multipliers that turn changes in activations between two runs into a metric's change.
 
     Attributes:
         runs: both runs.
@@ -109,9 +109,9 @@ class Contrast:
         patterns: the multipliers of the softmax in each layer's attention.
         gradients: the multipliers at the nodes of the tape, by hook name.
         functions: the rules of softmaxes; softmax outputs are differentiable if the graph was kept.
-        total: Σ M Δ over the logits; it is the change of the metric if all its functions have
+        total: Σ M Δ over the logits; it is the change in the metric if all its functions have
             rules.
-        remainder: the change of the metric minus the total.
+        remainder: the change in the metric minus the total.
     """
 
     runs: BothRuns
@@ -127,7 +127,7 @@ class Contrast:
     def through_patterns(
         self, model: Any, layer: int, kind: HeadKind
     ) -> Float[Tensor, "batch pos head_index"]:
-        """Return the part of each head's attribution that is due to the change of its pattern."""
+        """Return the part of each head's attribution that is due to the change in its pattern."""
         if kind in WIDE_KINDS:
             return torch.zeros_like(self.stream[..., :1])
         if kind == "attention":
@@ -183,7 +183,7 @@ def contrast(
     With `keep_graph=True`, softmax outputs can be differentiated with respect to these activations.
 
     Raises:
-        UnsupportedModelError: the sum over the first block's input is not the change of the metric,
+        UnsupportedModelError: the sum over the first block's input is not the change in the metric,
             because the model has a nonlinear step without a rule.
     """
     steps = _Steps(model, runs)
@@ -270,14 +270,14 @@ def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[
 
 @torch.no_grad()
 def _change(model: Any, pair: PromptPair, metric: AnyMetric) -> float:
-    """Return the change of a metric from the corrupted run to the clean run."""
+    """Return a metric's value in the clean run minus its value in the corrupted run."""
     logits = [run(model, tokens, pair.mask) for tokens in (pair.clean, pair.corrupted)]
     bound = bind(metric, model, pair, logits[0])
     return bound.of(logits[0]) - bound.of(logits[1])
 
 
 def _require_complete(result: Contrast, errors: Sequence[str]) -> None:
-    """Check that the effects of embeddings and error nodes add up to the metric's change."""
+    """Check that the effects of embeddings and error nodes add up to the change in the metric."""
     ends = [(result.stream, result.runs.stream)]
     ends += [(result.gradients[name], result.runs.recording.hooked[name]) for name in errors]
     terms = torch.cat(
@@ -331,7 +331,7 @@ def _average(both: Tensor, value: Tensor, hook: Any) -> Tensor:
 
 
 def _gate_slopes(alike: Sequence[Any], queries: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean attention to the own token, and its slope, for heads with equal gates."""
+    """Return the mean attention of tokens to themselves, and its slope, for equal gates."""
     weights = alike[0]._gate_pattern(queries)[..., SELF]
     (y_1, y_0), (x_1, x_0) = weights.chunk(2), queries.chunk(2)
     return mean(weights), slope(y_1, y_0, x_1, x_0, partial(gate_derivative, alike[0]))
@@ -374,7 +374,7 @@ class _Steps:
             if isinstance(point, HookPoint)
         }
         inside = {name: points.get(self._host.model.hook_dict.get(name)) for name, _ in hooks}
-        # One prompt is enough to recognise a norm, so only one prompt is moved to the CPU.
+        # One prompt is enough to recognise a norm, so only this prompt is moved to the CPU.
         norms = self._host.norms_of({m: (x[:1], y[:1]) for m, (x, y) in self.norms.items()})
         norm_hooks = {
             module: self._norm(norms[module], *both, continues=module in inside.values())

@@ -1,9 +1,9 @@
 """Before a patching sweep, test that its edits have the same effect as hooks in a full run.
 
 A sweep patches many sites, each in its own copy of the run (a variant). It runs only the blocks and
-positions that a patch can change, and adds the change of a neuron's output directly to the residual
+positions that a patch can change, and adds the change in a neuron's output directly to the residual
 stream. A hook in a full forward pass might have a different effect: a layer may not run the edited
-module, or a hook point may show only a copy of an activation. So before the first patch, noise is
+module, or a hook point may show only a copy of an activation. Before the first patch, noise is thus
 added to all heads of the sweep in two ways: by hooks in a full forward pass in which each block
 gets its recorded input, and by the sweep's own computation. Both must give the same block outputs.
 """

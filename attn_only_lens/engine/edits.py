@@ -1,4 +1,4 @@
-"""Turn patches of heads into changes of the residual stream, or into hooks on the model.
+"""Turn patches of heads into changes in the residual stream, or into hooks on the model.
 
 A neuron-head (a single-neuron attention head) outputs z = w v, where w is its attention to its own
 token and v its value. A prime (') marks values in the source run, from which patches are taken.
@@ -11,7 +11,7 @@ For each patched part, the new z, on which later blocks depend, is:
     "q"           w' v, because a query changes only the pattern
 
 The head's contribution to the residual stream changes by Δz times its neuron's row of W_out. If
-both pattern and value change, the change of z is the sum of three terms:
+both pattern and value change, the change in z is the sum of three terms:
 
     w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)     pattern, value, interaction
 
@@ -41,7 +41,7 @@ from attn_only_lens.heads.computation import NeuronHeads
 def change_of_z(
     target: NeuronRun, source: NeuronRun, part: Part
 ) -> Float[Tensor, "batch pos head_index"]:
-    """Return the change of z when one part of the heads is patched from `source` into `target`."""
+    """Return the change in z when one part of the heads is patched from `source` into `target`."""
     if part == "z":
         return source.z - target.z
     if part == "value":
@@ -57,7 +57,7 @@ def interaction(target: NeuronRun, source: NeuronRun) -> Float[Tensor, "batch po
 def neuron_changes(
     heads: NeuronHeads, sites: LayerSites, dz: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
-    """Return the change of each site's neuron activation, given the changes of its heads' z."""
+    """Return the change in each site's neuron activation, given the changes in its heads' z."""
     return sum_by_site(heads, sites, heads.head_outputs(dz))
 
 

@@ -1,16 +1,16 @@
 """Compute the gradients of a metric with respect to all heads in one backward pass.
 
 Gradients are taken with respect to nodes: activations that hooks keep in the forward pass. The
-autograd graph starts at the residual stream before the first block, so parameters need no
-gradients. The table shows, for each patched part, the node and its change Δ from the patched run to
-the other run:
+autograd graph starts at the first block's input, so parameters need no gradients. For each patched
+part, the table shows the node, and its value in the other run minus its value in the patched run
+(Δ):
 
     heads      part                   method      node        Δ
-    neuron     "z" "pattern" "value"  any         z           change of z from this part
+    neuron     "z" "pattern" "value"  any         z           change in z from this part
     neuron     "q"                    exact_gate  z           (w(q') - w(q)) v
     neuron     "q"                    other       q           q' - q
     attention  "q"                    exact_gate  z           softmax(q' · K) V - z
-    attention  otherwise                          hook point  change of the activation
+    attention  otherwise                          hook point  change in the activation
 
 If several heads share keys and values, `gradient_by_head` computes one gradient for each head.
 """
@@ -165,7 +165,7 @@ def start_graph(model: Any) -> Iterator[list[Residual]]:
 
 
 def gradient_node(model: Any, sites: LayerSites, part: Part, *, closed: bool) -> str:
-    """Return the name of the hook point at which the gradient for these sites is taken."""
+    """Return the name of the hook point at which the gradient for the given sites is taken."""
     if sites.kind not in NEURON_KINDS:
         seen: Part = "z" if part == "q" and closed else part
         return hook_name(model, sites.layer, seen, sites.kind)

@@ -334,7 +334,7 @@ def _tokens_before(model: Any) -> Iterator[Callable[[], int]]:
         yield lambda: host.passing.values.get(key, 0)
     finally:
         handle.remove()
-        values.pop(key, None)  # set if a block ran outside the model
+        values.pop(key, None)  # the counter is set only if a block ran outside the model
 
 
 @contextmanager

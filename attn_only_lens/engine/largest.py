@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 _Numbers: TypeAlias = int | Int[Tensor, "number"]
-_ROUNDED = 1.001  # multiplied by this factor, a bound holds despite rounding, in any dtype
+_ROUNDED = 1.001  # a bound times this factor holds despite rounding, in any dtype
 
 
 class LargestScores:

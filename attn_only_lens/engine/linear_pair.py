@@ -1,6 +1,6 @@
 """Compute linear maps between heads that reproduce the change between two runs exactly.
 
-The change of a head's output is a linear function of the changes of all earlier outputs:
+The change in a head's output is a linear function of the changes in all earlier outputs:
 
     Δz_t = Σ_s W_ts Δz_s + W_te Δx_0
 
@@ -53,7 +53,7 @@ class SecantNorm(FrozenNorm):
 
     @classmethod
     def between(cls, both: FrozenNorm) -> "SecantNorm":
-        """Return the linear map for a norm, given the norm's run on one batch with both runs."""
+        """Return a norm's linear map, given its scales and inputs in a batch of both runs."""
         clean, corrupted = (1 / both.scale).chunk(2)
         middle = both.norm.centred(mean(both.stream))
         return cls(both.norm, middle, 2 / (clean + corrupted), (clean, corrupted))
@@ -67,7 +67,7 @@ class SecantNorm(FrozenNorm):
     def change(
         self, change: Float[Tensor, "*any batch pos d_model"], scale: Scale = "held"
     ) -> Float[Tensor, "*any batch pos d_model"]:
-        """Return the change of the norm's output that is due to a part of its input's change."""
+        """Return the change in the norm's output that is due to a part of its input's change."""
         change = self.norm.centred(change.to(self.stream.device))
         result: Tensor = self.norm.gain(self._secant(change))
         return result
@@ -108,7 +108,7 @@ def linear_sublayers(model: Any, both: Decomposition) -> list[LinearSublayer]:
 
 
 def _between(writes: SublayerWrites) -> SublayerWrites:
-    """Return a sublayer's writes to the residual stream in the clean minus the corrupted run."""
+    """Return a sublayer's writes to the residual stream, clean minus corrupted run."""
     clean, corrupted = writes.z.chunk(2)
     reads, after = (SecantNorm.between(norm) for norm in (writes.reads, writes.writes))
     z, entered = clean - corrupted, mean(writes.entered)

@@ -7,7 +7,7 @@ and the logits. The output of a head t is then an affine function of all earlier
 
 The sum is over all earlier attention heads and neuron-heads s; x_0 is the embedding, and b_t the
 contribution of biases. Each term passes through norms and projections, but through no other head.
-So the gradient c_t of a metric at z_t splits c_t · z_t into contributions of heads and biases:
+The gradient c_t of a metric at z_t thus splits c_t · z_t into contributions of heads and biases:
 
     c_t · z_t = Σ_s c_t · W_ts z_s + c_t · W_te x_0 + c_t · b_t
 
@@ -210,7 +210,7 @@ def wide_sublayer(writes: SublayerWrites) -> LinearSublayer:
 
 
 def places(position: Place) -> Positions:
-    """Return an index of the pos axis that keeps this axis, for one position or one per node."""
+    """Return an index that keeps the pos axis, for one position, or for one position per node."""
     return slice(position, position + 1) if isinstance(position, int) else position
 
 
@@ -220,7 +220,7 @@ class LinearRun:
 
     Attributes:
         model: the model.
-        run: the run's writes, with the recorded patterns of attention heads.
+        run: the run's writes, and the patterns of attention heads.
         sublayers: the sublayers in the order of computation.
         logits: the logits before any soft cap.
     """
@@ -277,7 +277,7 @@ class LinearRun:
             final: the gradient at the final stream.
         """
         n = len(self.sublayers)
-        readers: list[list[Residual]] = [[] for _ in range(n)]  # by number of earlier sublayers
+        readers: list[list[Residual]] = [[] for _ in range(n)]  # index: number of earlier sublayers
         outputs: list[Outputs] = []
         streams = [final]
         for index in reversed(range(n)):

@@ -48,8 +48,8 @@ _Columns: TypeAlias = Int[Tensor, "column"] | None
 _NO_NUMBER = "this metric does not return one number, or one number per prompt"
 _NO_GRADIENT = "this metric cannot be attributed"
 _ROUNDINGS = 8  # a tolerance, in units of eps, for rounding of inputs, differences and means
-_NO_SLOPE = 64  # in units of eps; smaller sums of gradients are rounding errors
-_VERSION = "1"  # of all metrics in this file; change it whenever a metric changes
+_NO_SLOPE = 64  # sums of gradients below this many eps are rounding errors
+_VERSION = "1"  # the version of all metrics in this file; change it whenever a metric changes
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,11 +93,11 @@ class BoundMetric:
             )
 
     def shares(self, n: int) -> tuple[float, ...]:
-        """Return the n weights of the mean over prompts (n is 1 or the number of prompts)."""
+        """Return n weights for the mean over prompts (n is 1 or the number of prompts)."""
         return self.weights if self.weights and n > 1 else (1 / n,) * n
 
     def mean(self, values: Float[Tensor, "*site prompt"]) -> Float[Tensor, "*site"]:
-        """Return the weighted mean over prompts; all sites are summed in the same order."""
+        """Return the weighted mean over prompts, summed in the same order for all sites."""
         weighted = zip(self.shares(values.shape[-1]), values.unbind(-1), strict=True)
         return sum((share * term for share, term in weighted), torch.zeros_like(values[..., 0]))
 

@@ -73,7 +73,7 @@ def find_hooks(model: Any) -> AttachedHooks:
                 if not internal and _WITH_WEIGHTS.match(name):
                     on_weights[shown] = None
     if any(
-        _library(hook) not in (*_LIBRARIES, "torch")  # torch adds hooks, e.g. to count flops
+        _library(hook) not in (*_LIBRARIES, "torch")  # torch itself adds hooks, e.g. to count flops
         for kind in _KINDS
         for hook in getattr(torch_module, f"_global{kind}").values()
     ):

@@ -72,7 +72,7 @@ def _description(model: Any) -> dict[str, Any]:
             if isinstance(value, float) and not name.startswith("_")
         },
     }
-    if not getattr(model.cfg, "has_stock_sizes", True):  # cfg lacks the layers' sizes
+    if not getattr(model.cfg, "has_stock_sizes", True):  # cfg does not hold the layers' sizes
         described["layers"] = [asdict(layer_size) for layer_size in model.cfg.layer_sizes]
     return described
 

@@ -10,7 +10,7 @@ model is tested again after any of these changes:
     a configuration option, a plain module attribute, the dtype, device, mode or autocast changed
 
 torch does not count changes through `.data`, so the entries of vectors are compared, too. Such a
-change of a matrix is not detected, which is harmless: a matrix's entries do not affect how a model
+change in a matrix is not detected, which is harmless: a matrix's entries do not affect how a model
 combines its components.
 """
 
@@ -30,7 +30,7 @@ _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 
 
 class PassedTests:
-    """The tests that a model has passed since it last changed, with their prompts' lengths."""
+    """Tests that a model has passed since it last changed, with the tested prompts' lengths."""
 
     def __init__(self) -> None:
         self._lengths: dict[Hashable, int] = {}  # the length of the longest tested prompts, by test

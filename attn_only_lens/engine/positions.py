@@ -3,7 +3,7 @@
 Numbers from 0 up are columns of the token tensor, so they count padding, too. Negative numbers
 count from the end: -1 is the last non-padding token of each prompt. `"each"` and `"all"` leave out
 padding. A role names one position in each prompt, as in `{"subject": [2, 4], "end": -1}`. A role's
-position does not count padding; it counts from the start or, if negative, from the end.
+position is counted without padding, from the start or, if negative, from the end.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class PositionSet:
 
 
 def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionSet, ...]:
-    """Return the sets of positions to patch in these prompts."""
+    """Return the sets of positions to patch in the given prompts."""
     if isinstance(positions, Mapping):
         return _by_role(pair, positions)
     real = pair.real
@@ -88,7 +88,7 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
 
 
 def _by_role(pair: PromptPair, roles: Roles) -> tuple[PositionSet, ...]:
-    """Return one set of positions for each role; see `resolve_positions`."""
+    """Return one set of positions for each role in the prompts."""
     lengths = pair.real.sum(dim=1)
     batch, reasons, sets = len(lengths), list[str](), list[PositionSet]()
     if not roles:

@@ -57,7 +57,7 @@ class _Stop(Exception):
 
 @dataclass(eq=False)
 class Readers:
-    """The heads of a model in one recorded run, as functions of their normalised input.
+    """The outputs of a model's heads in one cached run, as functions of their normalised input.
 
     `decomposition` must record the `input_hooks` of layers whose attention heads are readers.
     """
@@ -75,7 +75,7 @@ class Readers:
         part: str,
         positions: Positions = slice(None),
     ) -> Float[Tensor, "variant batch pos head_index"]:
-        """Return the change of neuron-heads' z, given the change of their MLP's input."""
+        """Return the change in neuron-heads' z, given the change in their MLP's input."""
         heads: NeuronHeads = self.replay.host.neurons[sites.layer]
         index = sites.index.to(entering.device)
         q, up = (

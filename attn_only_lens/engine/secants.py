@@ -32,7 +32,7 @@ Slopes: TypeAlias = Float[Tensor, "*any"]
 Both: TypeAlias = tuple[Tensor, Tensor]
 """The input and the output of a step, with the rows of both runs."""
 _Linear: TypeAlias = Callable[[Tensor], Tensor]
-_SMALL = 2**18  # slopes of steps with fewer activations than this are computed together
+_SMALL = 2**18  # steps with fewer activations than this share one computation of their slopes
 
 
 def together(
@@ -96,7 +96,7 @@ def softmax_slopes(
 
 
 def softmax_change(L: Tensor, w: Tensor, change: Tensor) -> Tensor:
-    """Return the change of the softmax's output, given the change of its scores."""
+    """Return the change in the softmax's output, given the change in its scores."""
     change = change.masked_fill(L == 0, 0.0)  # masked scores are -∞
     return L * (change - (w * change).sum(-1, keepdim=True))
 
@@ -112,7 +112,7 @@ def gate_derivative(heads: Any, query: Tensor) -> Tensor:
 
 
 def norm_change(x: Tensor, r_1: Tensor, r_0: Tensor, change: Tensor) -> Tensor:
-    """Return the change of a norm's output, given its input's change and mean over both runs."""
+    """Return the change in a norm's output, given its input's change and mean over both runs."""
     r = (r_1 + r_0) / 2
     along = (x * change).mean(-1, keepdim=True)
     return r * change - (r_1 * r_0).square() / r * along * x

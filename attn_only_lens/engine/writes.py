@@ -10,13 +10,13 @@ output is the vector o adds o N / s to the stream. N is the norm's linear part (
 The scale s, by which the norm divides in this run, depends on the sublayer's whole output; the
 writes still add up to the stream. The norm's bias is part of the sublayer's bias.
 
-If the stream x changes by δ, the change of a head's input x N / s + b depends on `scale`:
+If the residual stream x changes by δ, the change in a head's input x N / s + b depends on `scale`:
 
     scale="held"    δ N / s                          linear in δ: effects of several δ add up
     scale="anew"    (x + δ) N / s' - x N / s         s' of x + δ, as the model would compute it
 
 The head's projections are applied to this change. The scale s is computed from the norm's input and
-output; s'² - s² is the change of the input's mean square. Norms of queries and keys (Qwen 3),
+output; s'² - s² is the change in the input's mean square. Norms of queries and keys (Qwen 3),
 rotations and the softmax are part of the head that reads the stream; the model's own code computes
 them (`readers.py`).
 """
@@ -76,7 +76,7 @@ class FrozenNorm:
     def change(
         self, change: Float[Tensor, "*any batch pos d_model"], scale: Scale = "held"
     ) -> Float[Tensor, "*any batch pos d_model"]:
-        """Return the change of the norm's output for a change of its input."""
+        """Return how the norm's output changes if its input changes."""
         change = change.to(self.scale.device)  # a layer may be on another device
         moved: Tensor = self.norm.after(change)
         if scale == "held" or self.norm.module is None:
@@ -101,7 +101,7 @@ class SublayerWrites:
     """The vectors that one layer's attention heads, or neurons, added to the residual stream.
 
     Attributes:
-        layer: the source layer.
+        layer: the layer in the original model.
         kind: "attention", "neuron", "feature", "skip" or "error".
         reads: the norm before the sublayer.
         entered: the sublayer's input, after the norm `reads`.
@@ -153,11 +153,11 @@ class Decomposition:
     """One forward pass of a model, as a sum of writes to the residual stream.
 
     Attributes:
-        recording: the recorded run, with every neuron-head and the z of every attention head.
+        recording: the run's recording, with every neuron-head and the z of every attention head.
         embedding: the stream that enters the first block: token and position embeddings.
         sublayers: the writes of each sublayer, in the order of computation.
         final: the norm before the unembedding.
-        parallel: for each source layer, whether its MLP reads the same stream as its attention.
+        parallel: for each original layer, whether its MLP and its attention read the same stream.
         uncapped: the unembedding's output, which is the logits before any soft cap.
     """
 
@@ -264,7 +264,7 @@ def _norms(model: Any, tested: PassedTests) -> tuple[list[Any], Any]:
 
 
 class _Traffic:
-    """The inputs and outputs of modules in a forward pass, and a check of which are norms."""
+    """The inputs and outputs of modules in a forward pass, and a test of which are norms."""
 
     def __init__(self) -> None:
         self.entered: dict[nn.Module, Tensor] = {}

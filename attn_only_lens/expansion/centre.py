@@ -2,8 +2,8 @@
 
 LayerNorm subtracts the mean of its input over d_model. If every sublayer reads the residual stream
 through a LayerNorm, the stream's component along the vector (1, …, 1) has no effect on the output.
-So subtracting the mean over d_model from every weight that writes to the stream does not change the
-output. LayerNorm then subtracts zero, so it equals RMSNorm with a bias. TransformerLens'
+Subtracting the mean over d_model from every weight that writes to the stream therefore does not
+change the output. LayerNorm then subtracts zero, so it equals RMSNorm with a bias. TransformerLens'
 `center_writing_weights` subtracts the same mean.
 
 The embedding is centred, because it writes to the residual stream. The unembedding is not. If
@@ -57,7 +57,7 @@ class CentreStream(Expansion):
     """
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return every reason why these weights cannot be centred."""
+        """Return every reason why the given weights cannot be centred."""
         constants, reasons = weights.constants, []
         if not is_layer_norm(weights):
             return [

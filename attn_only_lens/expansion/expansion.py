@@ -85,7 +85,7 @@ class Expansion(ABC):
 
     @abstractmethod
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return every reason why these weights cannot be expanded."""
+        """Return every reason why the given weights cannot be expanded."""
 
     def plan(self, weights: Weights) -> Plan:
         """Return the plan for weights against which `reasons_against` has no reasons."""
@@ -166,7 +166,7 @@ def apply_plan(
 
 
 class _Drawing:
-    """Makes the grown model's tensors, and records which entries must be zero or ±1 times others.
+    """Makes the grown model's tensors; records entries that must be 0 or ±1 times other entries.
 
     Attributes:
         zeros, ties: the conditions, as in `Provenance`.
@@ -322,7 +322,7 @@ def layers_of(layers: Sequence[int] | None, weights: Weights) -> list[int]:
 
 
 def reasons_against_count(n: int, layers: Sequence[int] | None, weights: Weights) -> list[str]:
-    """Return every reason why `n` units (such as heads) cannot be added to these layers."""
+    """Return every reason why `n` units (such as heads) cannot be added to the given layers."""
     reasons = []
     if not is_count(n, 1):
         reasons.append(f"got n={n!r}; expected 1 or more (growth cannot remove units)")
@@ -338,7 +338,7 @@ def reasons_against_count(n: int, layers: Sequence[int] | None, weights: Weights
 def reasons_against_heads(
     heads: Sequence[int] | None, layers: Sequence[int] | None, weights: Weights
 ) -> list[str]:
-    """Return every reason why these heads cannot be widened alone."""
+    """Return every reason why the given heads cannot be widened alone."""
     if heads is None:
         return []
     reasons = []
@@ -361,7 +361,7 @@ def reasons_against_heads(
 def only_for(
     heads: Sequence[int] | None, layers: Sequence[int], tails: Sequence[str], weights: Weights
 ) -> dict[str, frozenset[int]]:
-    """Return `Plan.only` for these heads: their indices on the first axis of each tensor."""
+    """Return `Plan.only` for the given heads: their indices on the first axis of each tensor."""
     if heads is None:
         return {}
     only = {}

@@ -2,8 +2,8 @@
 
 The parts are heads, neurons, layers, coordinates and tensors. An expansion gives new indices to the
 old layers and to the old entries along each axis. In the grown tensor, old entries are at their new
-indices, and are multiplied by the tensor's scale. So a head's new name consists of its layer's new
-index and its own new index. `Provenance.then` combines the maps of two growth steps.
+indices, and are multiplied by the tensor's scale. A head's new name therefore consists of its
+layer's new index and its own new index. `Provenance.then` combines the maps of two growth steps.
 """
 
 import re

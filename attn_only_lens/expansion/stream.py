@@ -6,7 +6,7 @@ all coordinates: the mean square over ĥ entries is h/ĥ times the old mean squa
 
     x / √(Σx²/ĥ + ε̂) = (1/s) x / √(Σx²/h + ε)      for ε̂ = s² ε.
 
-So growth multiplies gains by s (equation 24) and ε by s² (the paper has no ε). Extensions:
+Growth therefore multiplies gains by s (equation 24) and ε by s² (the paper has no ε). Extensions:
 
 LayerNorm           equals RMSNorm on a stream of mean zero; `centre.py` centres the stream first.
 folded gains        (LNPre, RMSPre): the old rows of the weights that read the stream are multiplied
@@ -56,7 +56,7 @@ class WidenStream(Expansion):
     n: int
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return every reason why these weights cannot be expanded."""
+        """Return every reason why the given weights cannot be expanded."""
         constants = weights.constants
         reasons = reasons_against_count(self.n, None, weights)
         if is_layer_norm(weights):

@@ -72,7 +72,7 @@ _AXES: dict[str, tuple[str, ...]] = {
         for part in ("w", "b")
     },
 }
-_ALL_HEADS = {  # one norm covers the queries of all heads, a second norm their keys
+_ALL_HEADS = {  # one norm acts on the queries of all heads, a second norm on their keys
     "attn.q_norm.w": ("head", "d_query"),
     "attn.k_norm.w": ("kv_head", "d_query"),
 }
@@ -218,7 +218,7 @@ class Weights:
         return sizes
 
     def in_layers(self, of: str) -> list[int]:
-        """Return the layers that have a tensor of this kind, for example `attn.W_Q`."""
+        """Return the layers that have a tensor of the given kind, for example `attn.W_Q`."""
         layers = range(self.constants.n_layers)
         return [layer for layer in layers if block_name(layer, of) in self.tensors]
 
@@ -260,7 +260,7 @@ class Identity:
 
 
 def identity_of(tensors: Mapping[str, Tensor]) -> Identity:
-    """Return the numbers that identify a model with these tensors."""
+    """Return the numbers that identify a model with the given tensors."""
     dtypes = {tensor.dtype for tensor in tensors.values()}
     numbers = on_cpu([_sums(tensor.detach()) for tensor in tensors.values()])
     marks = {

@@ -105,7 +105,7 @@ class Gating:
         heads_per_neuron: the number of heads that represent one neuron; 1 for exact gates.
         slope: for plain MLPs with one bilinear head, the slope that the user chose.
         ranges: for gated MLPs with bilinear gates, the largest |gate pre-activation| to cover in
-            each source layer.
+            each original layer.
         silu: for exact gates, the activation if it is a generalized SiLU; otherwise None.
     """
 
@@ -132,7 +132,7 @@ class Gating:
             self.gate(act_fn, layer)
 
     def gate(self, act_fn: str, layer: int) -> AnyGate:
-        """Return the gate for the neurons of a source layer; raise ValueError if none exists."""
+        """Return the gate for the neurons of an original layer; raise ValueError if none exists."""
         if self.kind == "exact":
             return self.activation(act_fn)
         limit = None if self.ranges is None else self.ranges[layer]

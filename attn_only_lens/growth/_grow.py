@@ -301,7 +301,7 @@ _BY_LAYER = (
 
 
 def _expansion_to(weights: Weights, asked: dict[str, int]) -> tuple[Expansion, list[str]]:
-    """Return the expansion to these sizes, and every reason why the sizes are impossible."""
+    """Return the expansion to the given sizes, and every reason why the sizes are impossible."""
     steps: list[Expansion] = []
     reasons: list[str] = []
     sizes, n_layers = weights.sizes, weights.constants.n_layers

@@ -3,8 +3,8 @@
 A bridge uses the same names for the parts of any model, for example `blocks.0.attn.q`. A table
 lists, for each parameter of these parts, the `Weights` tensor that it stores and the order of its
 axes. If the wrapped model has a joint matrix for queries, keys and values, the bridge computes with
-copies of the matrix's three parts. Training changes only these copies. So growth reads the copies
-and builds the joint matrix from them.
+copies of the matrix's three parts. Training changes only these copies. Growth therefore reads the
+copies and builds the joint matrix from them.
 """
 
 import re
@@ -25,7 +25,7 @@ _Table: TypeAlias = dict[str, tuple[str, str | None]]
 
 
 def _norms(*names: str) -> _Table:
-    """Return the table entries for the gains and biases of these norms."""
+    """Return the table entries for the gains and biases of the given norms."""
     parts = {"weight": "w", "bias": "b"}
     return {f"{x}.{part}": (f"{x}.{ours}", None) for x in names for part, ours in parts.items()}
 
@@ -67,7 +67,7 @@ class BridgeModel(Growable):
     """A TransformerBridge."""
 
     def reasons_against(self) -> list[str]:
-        """Return every reason why this model cannot be grown."""
+        """Return every reason why the model cannot be grown."""
         model = self.model
         if exposed_heads(model):
             return ["neurons are exposed as heads in place; first call `exposed.undo()`"]

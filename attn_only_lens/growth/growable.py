@@ -59,7 +59,7 @@ class Growable(ABC):
 
     @abstractmethod
     def reasons_against(self) -> list[str]:
-        """Return every reason why this model cannot be grown."""
+        """Return every reason why the model cannot be grown."""
 
     @abstractmethod
     def read(self) -> Weights:
@@ -116,7 +116,7 @@ class Growable(ABC):
 
     @abstractmethod
     def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
-        """Return a new model with these weights. All else is copied from `self.model`."""
+        """Return a new model with the given weights. The rest is copied from `self.model`."""
 
     def reasons_against_saving(self) -> list[str]:
         """Return every reason why `save_pretrained` cannot write the model."""

@@ -30,7 +30,7 @@ from attn_only_lens.tl import (
     quiet,
 )
 
-# Architectures whose configuration does not say that one norm covers the queries of all heads.
+# In these architectures, one query norm acts on all heads, but the configuration does not say so.
 _ALL_HEADS_NORMED = (*POST_NORM_ARCHITECTURES, "OlmoeForCausalLM")
 _BLOCK_NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 _CLASSES = {
@@ -54,7 +54,7 @@ class HookedModel(Growable):
         return isinstance(model, HookedTransformer) and not converted
 
     def reasons_against(self) -> list[str]:
-        """Return every reason why this model cannot be grown."""
+        """Return every reason why the model cannot be grown."""
         model = self.model
         if exposed_heads(model):
             return ["neurons are exposed as heads in place; first call `exposed.undo()`"]
@@ -73,7 +73,7 @@ class HookedModel(Growable):
         }
 
     def reasons_against_weights(self, weights: Weights) -> list[str]:
-        """Return every reason why a HookedTransformer cannot have these weights."""
+        """Return every reason why a HookedTransformer cannot have the given weights."""
         return super().reasons_against_weights(weights) or joint_norm_reasons(weights)
 
     def reasons_against_saving(self) -> list[str]:
@@ -121,7 +121,7 @@ class HookedModel(Growable):
 
 
 def parameter_of(name: str, cfg: Any) -> Parameter:
-    """Return the layout of the TransformerLens parameter that stores this tensor of `Weights`."""
+    """Return the layout of the TransformerLens parameter that stores a tensor of `Weights`."""
     axis = {"attn.q_norm.w": "head", "attn.k_norm.w": "kv_head"}.get(tail(name))
     if axis is None or constants_of(cfg).qk_norm != "all heads":
         return Parameter(name)
@@ -198,7 +198,7 @@ def constants_of(cfg: Any) -> Constants:
 
 
 def config_fields(cfg: Any, weights: Weights) -> dict[str, Any]:
-    """Return those fields of TransformerLens' configuration that describe these weights."""
+    """Return those fields of TransformerLens' configuration that describe the given weights."""
     constants, sizes = weights.constants, weights.sizes
     fields: dict[str, Any] = {
         "n_layers": constants.n_layers,

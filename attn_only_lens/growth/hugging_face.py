@@ -90,9 +90,9 @@ _FUSED = {
     "qkv_proj": ("attn.q", "attn.k", "attn.v"),
     "gate_up_proj": ("mlp.gate", "mlp.in"),
 }
-_POS = 5  # tokens per prompt in `trial`
-_DIFFERENCE = 1e-3  # tolerance relative to the largest logit (rotary angles are in float32)
-_ROUNDED = 5e-2  # tolerance if weights were rounded to half precision
+_POS = 5  # the number of tokens per prompt in `trial`
+_DIFFERENCE = 1e-3  # the tolerance relative to the largest logit (rotary angles are in float32)
+_ROUNDED = 5e-2  # the tolerance if weights were rounded to half precision
 
 
 class HuggingFaceBridge(BridgeModel):
@@ -123,7 +123,7 @@ class HuggingFaceBridge(BridgeModel):
         return FAMILIES[self.config.model_type]
 
     def reasons_against(self) -> list[str]:
-        """Return every reason why this model cannot be grown."""
+        """Return every reason why the model cannot be grown."""
         quantised = weight_reasons(self.model.original_model)
         if reasons := quantised or super().reasons_against():
             return reasons
@@ -178,7 +178,7 @@ class HuggingFaceBridge(BridgeModel):
         return Weights(self.tensors(), constants)
 
     def reasons_against_weights(self, weights: Weights) -> list[str]:
-        """Return every reason why a bridge of this family cannot have these weights."""
+        """Return every reason why a bridge of this family cannot have the given weights."""
         reasons = super().reasons_against_weights(weights)
         kinds = {str(rope.get("rope_type", "default")) for rope in _ropes(self.config)}
         kinds -= set(_ROTARY)
@@ -211,7 +211,7 @@ class HuggingFaceBridge(BridgeModel):
         model.cfg.n_devices = len(places)
         made, options = vars(model.cfg), vars(template.cfg).items()
         others = {k: x for k, x in options if type(x) in (bool, str) and made.get(k) != x}
-        if others:  # the user has changed settings that differ from a new bridge's
+        if others:  # the user has changed options, which differ from a new bridge's
             usual = vars(self._bridge(self._module(_one_layer(self.config))).cfg)
             for key, value in others.items():
                 if key in usual and usual[key] != value:
@@ -234,7 +234,7 @@ class HuggingFaceBridge(BridgeModel):
         return model
 
     def reasons_against_saving(self) -> list[str]:
-        """Return every reason why this model cannot be saved in transformers' format."""
+        """Return every reason why the model cannot be saved in transformers' format."""
         config, cfg = self.config, self.model.cfg
         trained = [name for name in self._beside() if self.tensors()[name].any()]
         if trained:
@@ -275,11 +275,11 @@ class HuggingFaceBridge(BridgeModel):
             raise GrowthError([reason], PROBLEM)
         try:
             module.save_pretrained(folder)
-        except ValueError as error:  # e.g. if the generation config is invalid
+        except ValueError as error:  # saving fails, e.g., if the generation config is invalid
             raise GrowthError([f"transformers cannot save the model: {error}"], PROBLEM) from error
         umask = os.umask(0)
         os.umask(umask)
-        for path in folder.glob("*.safetensors"):  # make files readable for other users
+        for path in folder.glob("*.safetensors"):  # make the files readable for other users
             path.chmod(0o666 & ~umask)
         if self.model.tokenizer is not None:
             original_tokenizer(self.model.tokenizer).save_pretrained(folder)
@@ -316,7 +316,7 @@ class HuggingFaceBridge(BridgeModel):
         return to_float64_device(getattr(logits, "logits", logits)).double()
 
     def grown_config(self, weights: Weights) -> PretrainedConfig:
-        """Return the configuration of a model with these weights."""
+        """Return the configuration of a model with the given weights."""
         config, constants, sizes = copy.deepcopy(self.config), weights.constants, weights.sizes
         width, was = sizes[Axis("d_query", 0)], self.model.cfg.d_head
         n_heads, d_model = sizes[Axis("head", 0)], sizes[Axis("d_model")]
@@ -356,7 +356,7 @@ class HuggingFaceBridge(BridgeModel):
         return config
 
     def state(self, weights: Weights) -> dict[str, Tensor]:
-        """Return the state dict of a transformers model with these weights."""
+        """Return the state dict of a transformers model with the given weights."""
         layouts = {layout.name: layout for layout in self.parameters().values()}
         made: dict[str, Tensor] = {}
         for rule, tails in self._rules.items():
@@ -427,13 +427,13 @@ class HuggingFaceBridge(BridgeModel):
 
     @cached_property
     def _usual(self) -> PreTrainedModel:
-        """A transformers model without a bridge, with this configuration and arbitrary weights."""
+        """An uninitialised transformers model with this configuration, without a bridge."""
         return self._module(self.config)
 
     def _module(
         self, config: PretrainedConfig, state: Mapping[str, Tensor] | None = None
     ) -> PreTrainedModel:
-        """Build a transformers model with this state dict, or with arbitrary weights."""
+        """Build a transformers model from a state dict, or with uninitialised weights."""
         template = self.model.original_model
         cpu = torch.device("cpu")
         with keep_random_state(cpu), cpu:
@@ -506,7 +506,7 @@ def _one_layer(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
-    """Return all settings for rotary positions: one dictionary, or one per kind of layer."""
+    """Return all options of rotary positions: one dictionary, or one per kind of layer."""
     ropes = getattr(config, "rope_parameters", None) or {}
     nested = [rope for rope in ropes.values() if isinstance(rope, dict)]
     return nested or ([ropes] if ropes else [])

@@ -1,7 +1,7 @@
 """Grow a TransformerBridge around TransformerLens' own model (`boot_native`).
 
 Such a bridge computes RMSNorm, and LayerNorm without gains, in float32, even if its dtype is
-float64. So growth of models with these norms is exact only to float32 precision.
+float64. Growth of models with these norms is therefore exact only to float32 precision.
 """
 
 import copy
@@ -35,7 +35,7 @@ class NativeBridge(BridgeModel):
         return isinstance(model, TransformerBridge) and architecture == "TransformerLensNative"
 
     def reasons_against(self) -> list[str]:
-        """Return every reason why this model cannot be grown."""
+        """Return every reason why the model cannot be grown."""
         if reasons := super().reasons_against():
             return reasons
         model = self.model

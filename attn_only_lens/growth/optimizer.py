@@ -7,7 +7,7 @@ and its second moment v / s². To keep p' = s p, the new step must be s times th
     Adam, AdamW    s lr m / (√v + ε) = lr' m' / (√v' + ε')    lr' = s lr,  ε' = ε / s
 
 Weight decay becomes λ' = λ / s² if it adds λ p to the gradient (SGD, Adam), and λ' = λ / s if it
-subtracts lr λ p from the parameter (AdamW). So scaled parameters need separate parameter groups.
+subtracts lr λ p from the parameter (AdamW). Scaled parameters thus need separate groups.
 
 New parameter entries start with zero moments and share the step count of their tensor's old
 entries. Because Adam's step count does not restart, its first updates of new entries can be as
@@ -38,7 +38,7 @@ from attn_only_lens.growth.growable import Growable, Parameter
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 _PROBLEM = "this optimizer cannot be grown"
-# Exponents: moments and group settings are multiplied by these powers of 1 / s.
+# Moments and group options are multiplied by 1 / s to the power of these exponents.
 _MOMENTS = {"momentum_buffer": 1, "exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
 _SETTINGS: dict[type[Optimizer], dict[str, int]] = {
     SGD: {"lr": -2, "initial_lr": -2, "weight_decay": 2},
@@ -59,7 +59,7 @@ def grown_optimizer(
         names_of[parameter].append(name)
     new_names = {layout.name: name for name, layout in new_layouts.items()}  # by tensor
     old_names = {layout.name: name for name, layout in old_layouts.items()}
-    of_new_layers = defaultdict(list)  # each parameter's copies in new layers
+    of_new_layers = defaultdict(list)  # for each parameter, its copies in new layers
     for tensor, name in new_names.items():
         if provenance.old_name(tensor) is None:
             of_new_layers[old_names[provenance.source_of(tensor)]].append(name)
@@ -119,9 +119,9 @@ def _reasons_against(optimizer: Optimizer, model: nn.Module) -> list[str]:
 
 
 def _settings(optimizer: Optimizer, group: Mapping[str, Any], scale: float) -> dict[str, Any]:
-    """Return a group's settings, adapted to parameters that growth multiplied by `scale`."""
+    """Return a group's options, adapted to parameters that growth multiplied by `scale`."""
     powers = dict(_SETTINGS[type(optimizer)])
-    if group.get("decoupled_weight_decay"):  # Adam with this flag is the same as AdamW
+    if group.get("decoupled_weight_decay"):  # Adam with this flag is identical to AdamW
         powers["weight_decay"] = 1
     return {
         key: value * scale ** -powers[key] if key in powers and scale != 1.0 else value

@@ -29,7 +29,7 @@ class BilinearHeads(NeuronHeads):
 
     @property
     def bilinear_gate(self) -> BilinearGate:
-        """The `BilinearGate` of these heads."""
+        """The `BilinearGate` of the heads."""
         gate = self.gate
         assert isinstance(gate, BilinearGate)
         return gate
@@ -62,7 +62,7 @@ class BilinearHeads(NeuronHeads):
     def _sum_of_heads(self, q: PreActivation, value: PreActivation) -> PreActivation:
         """Return the neurons' outputs without computing each head."""
         mixture = self.bilinear_gate.mixture(q)
-        if q.dtype == torch.float16:  # the value may have overflowed to ±∞
+        if q.dtype == torch.float16:  # a value may have overflowed to ±∞
             value = torch.where(torch.isinf(value) & (mixture == 0), 0.0, value)
         return (mixture * value).to(q.dtype)
 

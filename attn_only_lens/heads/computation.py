@@ -64,7 +64,7 @@ class NeuronHeads(ABC):
     @property
     @abstractmethod
     def gate(self) -> AnyGate:
-        """The gate that computes the patterns of these heads."""
+        """The gate that computes the patterns of the heads."""
 
     @property
     def joint_gates(self) -> bool:
@@ -74,7 +74,7 @@ class NeuronHeads(ABC):
     @property
     @abstractmethod
     def module(self) -> nn.Module:
-        """The module that holds the weights of these heads."""
+        """The module that holds the weights of the heads."""
 
     @property
     @abstractmethod
@@ -100,7 +100,7 @@ class NeuronHeads(ABC):
 
     @property
     def output_module(self) -> nn.Module:
-        """The module whose output is the sum of these heads' outputs."""
+        """The module whose output is the sum of the heads' outputs."""
         return self.module
 
     @property

@@ -5,9 +5,9 @@ For the MLP's input x, the module computes
     y = hook_written(z W_dec + b_dec) + hook_skip(x) W_skip + hook_error(e)
 
 Neuron-heads (single-neuron attention heads) replace z at hook_post. The error e is the original
-MLP's output at x minus the transcoder's output at x, both without edits by hooks. So y is the
-original MLP's output as long as no hook edits the features. If a hook changes z by Δz, y changes by
-Δz W_dec. With `error="zero"`, e is left out, and the original MLP does not run.
+MLP's output at x minus the transcoder's output at x, both without edits by hooks. As long as no
+hook edits the features, y is therefore the original MLP's output. If a hook changes z by Δz, y
+changes by Δz W_dec. With `error="zero"`, e is left out, and the original MLP does not run.
 
 If the transcoder reads the residual stream before the norm, this norm moves into `original`, and an
 identity replaces it in the model. The same happens to the norm after the MLP if the transcoder

@@ -30,7 +30,7 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
 
     Args:
         cache: the cache of a converted or exposed model, with the patterns of the neuron's layer.
-        name: a neuron-head by source layer, `L5N1234`; `L5N1234.2` if several heads share a neuron.
+        name: a neuron-head by layer, `L5N1234`; `L5N1234.2` if several heads share a neuron.
 
     Returns:
         The attention weights, which sum to 1 over the last axis (no batch axis if the cache has
@@ -64,7 +64,7 @@ def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]
 
     Args:
         cache: see `neuron_pattern`.
-        name: a neuron by source layer, `L5N1234`.
+        name: a neuron in a layer of the original model, `L5N1234`.
 
     Returns:
         One number per token; there is no batch axis if the cache has none.
@@ -137,7 +137,7 @@ def require_neuron_heads(cache: Any) -> None:
 
 
 def cached_activation(cache: ActivationCache, layer: int, kind: HeadKind, point: str) -> Tensor:
-    """Return the cached activation at a hook point of a source layer's heads."""
+    """Return the cached activation at a hook point of the heads in an original layer."""
     hook = host_of(cache.model).hook_name(layer, kind, point)
     if hook not in cache.cache_dict:
         raise UnsupportedCallError(

@@ -6,8 +6,8 @@ A transcoder reads the input x of an MLP (or the residual stream before the norm
     z = q · w(q)                                 activations; the gate w is 0 or 1
     y = z W_dec + b_dec + x W_skip               the imitated output of the MLP
 
-So a feature is an attention head (a neuron-head) that attends with weight w to its own token, which
-has the value q, and with weight 1 - w to a static bias token, which has the value 0. The gates are
+A feature is thus an attention head (a neuron-head) that attends with weight w to its own token,
+whose value is q, and with weight 1 - w to a static bias token, whose value is 0. The gates are
 
     relu          w = 1[q > 0], which is 1 if q > 0, otherwise 0
     jumprelu      w = 1[q > θ], with a threshold θ ≥ 0 for each feature

@@ -95,12 +95,12 @@ class HookChecks(HookedTransformer):
     def check_hooks_to_add(
         self, hook_point: HookPoint, hook_point_name: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Raise an error if a hook point does not fire with the model's current settings."""
+        """Raise an error if a hook point does not fire with the model's current options."""
         self._require_firing(hook_point_name)
         super().check_hooks_to_add(hook_point, hook_point_name, *args, **kwargs)
 
     def _silence(self, hook_name: str) -> str | None:
-        """Return an error message if a hook point does not fire with the current settings."""
+        """Return an error message if a hook point does not fire with the current options."""
         return None
 
     def _wanted(self, wanted: Any) -> Any:
@@ -108,7 +108,7 @@ class HookChecks(HookedTransformer):
         return wanted
 
     def _require_all(self, wanted: list[Any]) -> None:
-        """Raise an error if a hook on any of these names would never fire."""
+        """Raise an error if a hook on any of the given names would never fire."""
         for name in wanted:
             if isinstance(name, str):
                 self._require_firing(name)

@@ -23,11 +23,11 @@ def convert(
 ) -> AttentionOnlyTransformer:
     """Return an attention-only model with the same logits as `model`.
 
-    The returned model has two blocks per source layer. Block 2l holds the attention heads of source
+    The returned model has two blocks per layer of `model`. Block 2l holds the attention heads of
     layer l. Block 2l + 1 holds the layer's d_mlp neurons, as heads of width 1 in the block's
     `attn`. In a neuron-head, each token attends to itself with weight p(q) and to a constant bias
-    token with weight 1 - p(q), where q is the neuron's pre-activation and act(q) = q · p(q).
-    The logits are bitwise equal to those of `model` or, with hooks on neuron blocks, equal up to
+    token with weight 1 - p(q), where q is the neuron's pre-activation and act(q) = q · p(q). The
+    logits are bitwise equal to those of `model` or, with hooks on neuron blocks, equal up to
     rounding. Name filters such as `name.endswith("hook_z")` select the hook points of both
     attention heads and neuron-heads.
 

@@ -25,7 +25,7 @@ class Calibration:
     """The ranges of pre-activations over which bilinear gates must approximate gated MLPs.
 
     Attributes:
-        ranges: for each source layer, `margin` times the largest |g| seen, where g = x · W_gate.
+        ranges: for each layer, `margin` times the largest |g| on the tokens, for g = x · W_gate.
         margin: the factor by which `ranges` exceed the largest |g| seen, to leave room for other
             data.
         n_tokens: the number of tokens that the model was run on.
@@ -47,7 +47,7 @@ def calibrate(
     on other input, use `verify`, which reports the largest pre-activation and error.
 
     Args:
-        model: a source model with gated MLPs, or a bridge with exposed neuron-heads.
+        model: an original model with gated MLPs, or a bridge with exposed neuron-heads.
         tokens: representative input [batch, pos], or a string if the model has a tokenizer.
         margin: the factor by which the largest |x · W_gate| seen is multiplied.
 

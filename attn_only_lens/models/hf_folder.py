@@ -79,7 +79,7 @@ def read_hf_folder(
         reason = str(error)
         if not isinstance(error, CheckpointError):
             code = " The model needs its own code, which is never run." * ("remote_code" in reason)
-            kind = "KeyError: " * isinstance(error, KeyError)  # the message is only the key
+            kind = "KeyError: " * isinstance(error, KeyError)  # the error's text is only the key
             reason = f"{kind}{first_words(error)}{code}"
         raise CheckpointError(f"{folder} cannot be loaded: {reason}") from error
 

@@ -50,7 +50,7 @@ _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 class Norm:
     """A norm's centring, gain and bias, without the scale that divides the norm's input."""
 
-    weight: Float[Tensor, "d_model"] | None  # the gain w; None if all ones
+    weight: Float[Tensor, "d_model"] | None  # the gain w; None if all entries are 1
     centres: bool  # True if the norm subtracts the mean
     bias: Float[Tensor, "d_model"] | None = None  # the bias, added after scaling; None if zero
     module: nn.Module | None = None  # the norm module; None if there is no norm
@@ -80,7 +80,7 @@ NO_NORM = Norm(None, centres=False)
 
 @dataclass(frozen=True, eq=False)
 class LayerNorms:
-    """The norms of one source layer."""
+    """The normalisation modules of one layer of the original model."""
 
     attention: tuple[Norm, Norm]  # the norms before and after attention
     neuron: tuple[Norm, Norm]  # the norms before and after the MLP
@@ -92,7 +92,7 @@ class LayerNorms:
 def hooked_norms(
     cfg: Any, attention: Sequence[Any], modules: Sequence[Sequence[Any]]
 ) -> list[LayerNorms]:
-    """Return the norms of each source layer of a HookedTransformer, given the norm modules.
+    """Return the norms of each original layer of a HookedTransformer, given the norm modules.
 
     For each layer, `modules` holds the norm modules before attention, before the MLP, after
     attention and after the MLP; None means no norm.

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_SAMPLED = 64  # sampled entries per parameter (approximately)
+_SAMPLED = 64  # the approximate number of sampled entries per parameter
 _CLOSE = 1e-2  # a relative tolerance, which allows a cast to half precision and back
 _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
 
 # Models that share weights, each mapped to the norm modules it had when sharing began.
 _Group = weakref.WeakKeyDictionary[nn.Module, list[nn.Module | None]]
-# For each model, its group, and weight entries that were sampled when sharing began.
+# For each model: its group, and the weight entries that were sampled when sharing began.
 _groups = weakref.WeakKeyDictionary[nn.Module, tuple[_Group, list[Tensor]]]()
 
 

@@ -1,9 +1,9 @@
 """Build a stock `HookedTransformer`, which needs no code from this package, from a converted model.
 
-Layer 2l of the stock model holds the attention heads of source layer l. Layer 2l + 1 holds the
-neurons, as heads with local attention (window 1) and attention sinks. The stock model is large: all
-layers have equally many heads of equal width, with zeros as padding, and every attention pattern
-has shape pos x pos.
+Layer 2l of the stock model holds the attention heads of the original layer l. Layer 2l + 1 holds
+the neurons, as heads with local attention (window 1) and attention sinks. The stock model is large:
+all layers have equally many heads of equal width, with zeros as padding, and every attention
+pattern has shape pos x pos.
 
 **Neurons.** A stock head with an attention sink of logit s attends with softmax([scores, s]),
 without the sink's weight. For neuron i with gate p(q) = Σ_j w_j σ(b_j q + c_j), head (i, j) has
@@ -71,8 +71,8 @@ def to_stock(
         stock = HookedTransformer(HookedTransformerConfig.from_dict(cfg))
         stock.load_state_dict(state_dict)
 
-    Layer 2l + 1 holds the neurons of source layer l. If each neuron has m heads, head i · m + j of
-    the layer is head j of neuron i. Its pattern [batch, head_index, query_pos, key_pos] is
+    Layer 2l + 1 holds the neurons of the original layer l. If each neuron has m heads, head i · m +
+    j of the layer is head j of neuron i. Its pattern [batch, head_index, query_pos, key_pos] is
     diagonal: each token attends only to itself (and to the sink).
 
     `max_bytes` limits only the weights. In each layer, a forward pass also stores heads · pos · pos
@@ -169,7 +169,7 @@ def neuron_heads(
 
 
 def write_heads(attn: Attention, heads: dict[str, Tensor], coordinate: int) -> None:
-    """Copy weights into the first heads of `attn`, starting at a coordinate of each head.
+    """Copy weights into the first heads of `attn`, at an offset along d_head.
 
     All other entries of the parameters are set to zero.
     """
@@ -248,7 +248,7 @@ def _heads_per_neuron(model: AttentionOnlyTransformer) -> int:
 
 
 def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> HookedTransformerConfig:
-    """Return the stock model's configuration, with two layers per source layer.
+    """Return the stock model's configuration, with two layers per layer of the original model.
 
     Neurons use only the last coordinate of each head. Rotary embeddings rotate the first
     `rotary_dim` coordinates. If these are all coordinates, each head gets one more, so that
@@ -287,7 +287,7 @@ def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hook
             for layer in range(source.n_layers)
             for kind in (kinds[layer] if kinds else "global", "local")
         ],
-        # Turn off settings that only add hook points.
+        # Turn off flags that only add hook points.
         "use_attn_result": False,
         "use_attn_in": False,
         "use_split_qkv_input": False,
@@ -316,7 +316,7 @@ def _reasons_against(model: object, max_bytes: int) -> list[str]:
 
 def _attention_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
     """Return {error message: True if it applies to the model} for attention settings."""
-    cfg: Any = model.cfg.layer_cfg(0)  # the settings below are the same in all layers
+    cfg: Any = model.cfg.layer_cfg(0)  # the fields below are the same in all layers
     kinds = (cfg.attn_types or [])[: cfg.n_layers] if cfg.use_local_attn else []
     half = cfg.dtype in (torch.float16, torch.bfloat16)
     return {

@@ -43,7 +43,7 @@ def intermediate_size(config: PretrainedConfig) -> str:
 
 
 def config_from(kind: type[PretrainedConfig], fields: dict[str, Any]) -> PretrainedConfig:
-    """Return a configuration with these fields, without checking the number of heads."""
+    """Return a configuration with the given fields, without checking the number of heads."""
     heads = fields.get("num_attention_heads")
     if heads is None or fields.get("head_dim") is None:
         return kind.from_dict(fields)

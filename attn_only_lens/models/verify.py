@@ -1,4 +1,4 @@
-"""Compare the logits and residual stream of a converted or exposed model with its source's."""
+"""Compare a converted or exposed model's logits and residual stream with the original's."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.tl import GatedMLP, HookedTransformer
 
 _PROBLEM = "these models cannot be compared"
-_ROUNDING = 1e-14  # allowed in addition to an activation's certified error bound
+_ROUNDING = 1e-14  # a tolerance on top of an activation's certified error bound
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Verification:
         top1_agreement: the fraction of tokens at which both models predict the same next token.
         by_layer: a frame with one row for each point of the stream (`0_mid`: before the neurons of
             layer 0, `1_pre`: after them, …). `max_abs` is the largest |Δ|; `relative` is `max_abs`
-            divided by the largest |entry| of the source's stream at that point.
+            divided by the largest |entry| of the original's stream at that point.
         n_tokens: the number of tokens compared.
         dtype: the dtype of both models.
         tolerance: the bound on `rounding` for that dtype (`attn_only_lens.tolerances`); for
             bilinear gates of gated MLPs, it is multiplied by the gates' amplification of rounding
             errors.
-        activations: for bilinear gates, a frame with one row for each source layer: `bound`, the
+        activations: for bilinear gates, a frame with one row for each original layer: `bound`, the
             certified largest error of the activation; `measured`, its largest error on this input;
             `largest`, the largest |pre-activation|; `range`, the largest |pre-activation| for which
             the bound holds (∞ for plain MLPs). For exact gates, the frame is empty.
@@ -87,11 +87,11 @@ class Verification:
     def ok(self) -> bool:
         """True if all tested differences are within their bounds.
 
-        With exact gates, the logits must equal the source's logits: bitwise without hooks, and
-        within the tolerance with hooks on all neuron-heads. With bilinear gates, the logits must
-        equal, up to rounding, those of the source with approximated activations, and the error of
-        each activation must be within the certified bound. The effect of the approximation on the
-        logits is reported, but has no bound.
+        With exact gates, the logits must equal the original's: bitwise without hooks, and within
+        the tolerance with hooks on all neuron-heads. With bilinear gates, the logits must equal, up
+        to rounding, those of the source with approximated activations, and the error of each
+        activation must be within the certified bound. The effect of the approximation on the logits
+        is reported, but has no bound.
         """
         if self.activations.empty:
             return self.bitwise and self.relative <= self.tolerance
@@ -124,7 +124,7 @@ def _text(table: pd.DataFrame) -> str:
 
 
 def _approximated_logits(source: Any, gates: list[AnyGate], tokens: Tensor) -> Tensor:
-    """Return the source's logits with its activation functions replaced by the bilinear gates."""
+    """Return the original's logits if bilinear gates replace its activation functions."""
     with ExitStack() as stack:
         for block, gate in zip(source.blocks, gates, strict=True):
             points, read = find_hook_points(block.mlp), dict[str, Tensor]()
@@ -263,7 +263,7 @@ def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
     for layer in range(source.cfg.n_layers):
         for point in ("pre", "mid"):
             hook = f"blocks.{layer}.hook_resid_{point}"
-            if hook in source.hook_dict:  # missing if attention and MLP run in parallel
+            if hook in source.hook_dict:  # "mid" is missing if attention and MLP run in parallel
                 points.append((f"{layer}_{point}", hook, host.stream_hook(layer, point)))
     last = source.cfg.n_layers - 1
     end = f"blocks.{last}.hook_resid_post", host.stream_hook(last, "post")
@@ -271,7 +271,7 @@ def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
 
 
 def _mismatches(source: Any, converted: Any) -> list[str]:
-    """Return error messages if `verify` cannot compare these two models."""
+    """Return error messages if `verify` cannot compare the two models."""
     in_place = has_neuron_heads(converted) and host_of(converted).in_place
     if not has_neuron_heads(converted):
         reasons = [

@@ -61,12 +61,12 @@ def top_examples(
     """Return the tokens of a corpus at which neurons have their largest and smallest values.
 
     The corpus is read once, text by text. BOS tokens are never examples, because a neuron has the
-    same value at BOS in every text. For a feature of a transcoder, tokens at which it is
-    inactive are not examples either, so a feature that is never active has no examples.
+    same value at BOS in every text. For a transcoder feature, tokens at which it is inactive are
+    not examples either, so a feature that is never active has no examples.
 
     Args:
         model: converted, or with exposed neuron-heads.
-        names: neurons and features of transcoders, such as "L3N7" and "L3F7", or
+        names: neurons and transcoder features, such as "L3N7" and "L3F7", or
             `patching.neuron_heads(layers)`; None for all.
         texts: a list or any iterable (also of `datasets`) of texts, of dictionaries with a "text",
             or of the tokens of one text [pos]; or the path of a UTF-8 file with one text per

@@ -250,7 +250,7 @@ class NeuronStatistics(_Statistics):
         """Return the share of tokens for each pair of signs of x W_gate and x W_in in a gated MLP.
 
         The columns are `name`, "++", "+-", "-+" and "--"; the first sign is the sign of x W_gate,
-        and 0 counts as positive. Features of transcoders have no W_gate, so they have no row.
+        and 0 counts as positive. The table omits transcoder features, which have no W_gate.
         Source: GLUScope, arXiv 2602.23826.
 
         Raises:
@@ -350,7 +350,7 @@ class HeadStatistics(_Statistics):
 
 
 class CorpusStatistics(NamedTuple):
-    """Statistics of neurons and of attention heads; either field is None if it would be empty."""
+    """Statistics of neurons and of attention heads; a field that would be empty is None."""
 
     neurons: NeuronStatistics | None
     heads: HeadStatistics | None

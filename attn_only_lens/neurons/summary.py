@@ -285,7 +285,7 @@ def _all_finite(values: OfLayer) -> Bool[Tensor, ""]:
 
 
 def _rows(state: State, rows: slice | Tensor) -> State:
-    """Return these rows of each tensor; for a slice, the results are views."""
+    """Return the given rows of each tensor; for a slice, the results are views."""
     return {name: x[rows] for name, x in state.items()}
 
 
@@ -331,7 +331,7 @@ class Resumed:
         return rows
 
     def saw(self, rows: Sequence[Row]) -> None:
-        """Record that these rows were processed; write the results every 30 seconds."""
+        """Record that the given rows were processed; write the results every 30 seconds."""
         for row in rows:
             self._digest = chained_digest(self._digest, row)
         self._rows += len(rows)

@@ -207,7 +207,7 @@ class SweepPlan:
         return [Chunk(prompts, range(self.n_rows)) for prompts in self.prompts]
 
     def record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
-        """Record the clean and the corrupted run on these prompts."""
+        """Record the clean and the corrupted run on the given prompts."""
         return record_pair(self.model, pair, self.metric, self.sites, self.part, distinct=distinct)
 
     def prompt_chunks(self, record: Callable[..., RunPair]) -> PromptChunks:
@@ -310,7 +310,7 @@ class SitePatches:
 def sweep_reasons(
     model: Any, corrupted: object, part: object, direction: object, reference: object
 ) -> list[str]:
-    """Return every reason why these options for patching or attribution are invalid."""
+    """Return every reason why the given options for patching or attribution are invalid."""
     reasons = [*reasons_not_to_run(model)]
     reasons += option_reasons("part", part, PARTS)
     reasons += option_reasons("direction", direction, (*DIRECTIONS, *ABLATIONS))
@@ -338,7 +338,7 @@ def count_reasons(**counts: object) -> list[str]:
 def prompt_settings(
     model: Any, pair: PromptPair, metric: Metric, groups: Sequence[SiteGroup]
 ) -> dict[str, Any]:
-    """Return the settings that all patching methods share."""
+    """Return the options that all patching methods share."""
     return {
         "model": fingerprint(model),
         "clean": pair.clean.tolist(),

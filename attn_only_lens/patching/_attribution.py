@@ -17,7 +17,7 @@ is the clean run with z ablated. The methods differ in g:
                   Faithfulness"), by the midpoint rule.
     "secant"      g is a multiplier between the two runs (`engine/contrast.py`), made of secant
                   slopes. Σ g · Δ over a layer's heads, plus the part of the residual stream that
-                  bypasses them, is exactly the change of the metric. The direction changes only its
+                  bypasses them, is exactly the change in the metric. The direction changes only its
                   sign, so compare it with the mean of denoising and noising.
 
 Every method treats z as linear in the keys of attention heads (part "k"); "gradient" and
@@ -134,10 +134,10 @@ def attribution(
     `agreement` compares estimates with exact results.
 
     Gradient estimates can miss the site with the largest effect, which is usually an early-layer
-    neuron at the first token that differs between the prompts. So the sites with the largest
-    expected errors are patched exactly (`repairs.py`), and their rows are marked in column `exact`.
-    In a small model, most or all sites are patched; with `budget=0`, none are. `expected_pearson`
-    is the expected correlation with exact scores, for attention heads and for neuron-heads.
+    neuron at the first token that differs between the prompts. Sites with the largest expected
+    errors are thus patched exactly (`repairs.py`), and column `exact` marks their rows. In a small
+    model, most or all sites are patched; with `budget=0`, none are. `expected_pearson` is the
+    expected correlation with exact scores, for attention heads and for neuron-heads.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -340,7 +340,7 @@ class _Estimator:
         self._tape = Tape(())
 
     def record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
-        """Record both runs on these prompts, and keep the autograd graph of the target run."""
+        """Record both runs on the given prompts, and keep the autograd graph of the target run."""
         plan, nodes = self._plan, self._nodes.values()
         written, kept = set[str](), set[str]()
         if self._budget:
@@ -361,7 +361,7 @@ class _Estimator:
             )
 
     def _run_both(self, pair: PromptPair) -> BothRuns:
-        """Return both runs on these prompts; record them unless they are recorded already."""
+        """Return both runs on the given prompts; record them unless they are recorded already."""
         if self._both is not None and self._both.pair is pair:
             return self._both
         return run_both(self._plan.model, pair)
@@ -447,7 +447,7 @@ class _Estimator:
 
 
 def _method_reasons(part: str, direction: str, method: str, steps: object) -> list[str]:
-    """Return every reason why this method cannot be used with these options."""
+    """Return every reason why this method cannot be used with the given options."""
     reasons = option_reasons("method", method, METHODS)
     if direction in ABLATIONS and method == "integrated":
         reasons.append(

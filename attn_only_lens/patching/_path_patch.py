@@ -141,7 +141,7 @@ def path_patch(
         scale: "held" keeps the scale of the norms before receivers as it was in the target run;
             "anew" computes it from the changed stream.
         top: how many paths to patch: the paths with the largest |estimated effect|. The estimate is
-            the exact change of the receiver's output times the mean gradient of the metric there.
+            the exact change in the receiver's output times the mean gradient of the metric there.
             None patches all paths.
         mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
         per_prompt: whether to return one row per path and prompt; by default there is one row per
@@ -280,7 +280,7 @@ class _PathPatches:
         self._tested = set[bool]()
 
     def _record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
-        """Record both runs on these prompts, including the output of each sublayer."""
+        """Record both runs on the given prompts, including the output of each sublayer."""
         model, names = self._plan.model, self._names
         self._runs["clean"] = decompose(model, pair.clean, pair.mask, names=names)
         self._runs["corrupted"] = decompose(model, pair.corrupted, pair.mask, names=names)
@@ -462,7 +462,7 @@ class _PathBlock:
         return pd.DataFrame({"block": number, "i": i, "j": j})
 
     def of_prompts(self, pair: PromptPair) -> "_PathBlock":
-        """Return the same paths, with positions only in these prompts."""
+        """Return the same paths, with positions only in the given prompts."""
         if pair.among is None:
             return self
         positions = self.positions.of_prompts(pair.among[0], pair.clean.shape[1])

@@ -115,7 +115,7 @@ class OverPrompts:
         return torch.stack([mean, first, second], dim=-1).flatten(1)
 
     def weight(self, prompts: range) -> float:
-        """Return the total weight of these prompts."""
+        """Return the total weight of the given prompts."""
         return sum(self.weights[prompts.start : prompts.stop])
 
     @property
@@ -157,7 +157,7 @@ class OverPrompts:
 def mean_over(
     values: Float[Tensor, "row prompt"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row"]:
-    """Return each row's weighted mean over prompts. Other rows do not affect its rounding."""
+    """Return each row's weighted mean over prompts, with rounding that ignores the other rows."""
     if len(shares) == 1:
         return values[:, 0]
     # Sum in the order of `BoundMetric.mean`, so that a patch without effect gives the same mean.
@@ -168,7 +168,7 @@ def mean_over(
 def moved_values(
     unpatched: Float[Tensor, "prompt"], moves: Float[Tensor, "row batch"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row prompt"]:
-    """Return each prompt's value after a patch, given each prompt's change of the mean."""
+    """Return each prompt's value after a patch, given its contribution to the mean's change."""
     moves = moves.cpu().double()
     if len(shares) == 1:  # only one prompt, or one value for all prompts
         return unpatched + (moves if moves.shape[1] == 1 else moves.sum(dim=1, keepdim=True))

@@ -29,7 +29,7 @@ _SHARE = 0.2  # fraction of all memory that a chunk's activations may take
 
 @dataclass(eq=False)
 class PromptChunk:
-    """The recorded runs on some prompts. Patches copy from `source` into `target`.
+    """The recordings of both runs on some prompts. Patches copy from `source` into `target`.
 
     Attributes:
         unpatched: the metric of each prompt in the target run, before any patch.
@@ -63,13 +63,13 @@ class PromptChunk:
     def reduced(
         self, totals: OverPrompts, values: Float[Tensor, "row prompt"]
     ) -> Float[Tensor, "end_or_row number"]:
-        """Reduce these prompts' values to the statistics that a job stores."""
+        """Reduce the given prompts' values to the statistics that a job stores."""
         runs = self.runs
         return totals.reduced(runs.clean_values, runs.corrupted_values, values, self.shares)
 
 
 class PromptChunks:
-    """The recorded runs on all prompts. Only one chunk is in memory at a time."""
+    """The recordings of both runs on all prompts. Only one chunk is in memory at a time."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class PromptChunks:
         self._first = int(differ.int().argmax())
 
     def of(self, prompts: range) -> PromptChunk:
-        """Return the runs on these prompts; record them unless they are in memory."""
+        """Return the runs on the given prompts; record them unless they are in memory."""
         if self._held is None or self._held.prompts != prompts:
             self._held = None
             # Keep padding in bidirectional HookedTransformers, because they attend to padding.
@@ -150,7 +150,7 @@ class AblatedRuns:
             InputError.raise_if(reasons, "these heads cannot be ablated in this way")
 
     def of(self, clean: Recording, prompts: range) -> Recording:
-        """Return the clean run on these prompts, with z ablated."""
+        """Return the clean run on the given prompts, with z ablated."""
         z = replace(clean, hooked={name: clean.hooked[name] for name in self._names})
         rows, n_pos = slice(prompts.start, prompts.stop), clean.tokens.shape[1]
         whole = len(prompts) == len(self._pair.clean) and self._reference is None
@@ -253,13 +253,13 @@ def _numbers_per_prompt(
     """
     host, cfg, n_pos = host_of(model), model.cfg, pair.clean.shape[1]
     kept = (len(model.blocks) + 1) * cfg.d_model
-    if decomposed:  # inputs and outputs of sublayers and norms
+    if decomposed:  # count the inputs and outputs of sublayers and norms
         kept += 10 * host.n_layers * cfg.d_model
     for site in sites:
         if site.kind in WIDE_KINDS:
             kept += cfg.d_model
         elif site.kind == "attention":
-            kept += host.n_heads[site.layer] * max(cfg.d_head, n_pos)  # z, or a row of the pattern
+            kept += host.n_heads[site.layer] * max(cfg.d_head, n_pos)  # keep z or a pattern row
         else:
             heads = host.neurons[site.layer]
             gates = 1 if part == "z" else 3

@@ -24,7 +24,7 @@ relative size of the change. The lengths a_t are
                               which all keys are replaced
 
 Let e be the estimated scores. The next patch should raise the correlation between e and the exact
-scores most per flop. So we patch the site with the largest value of
+scores most per flop. We therefore patch the site with the largest value of
 
     √c · key / √(cost · Σ (e - mean e)²)         Σ: over the heads of the site's kind
 
@@ -67,7 +67,7 @@ from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 Budget: TypeAlias = float | Literal["auto"]
-_AT_LEAST, _AT_MOST = (3.0, 2e8), (7.0, 4e9)  # limits for "auto": forward passes and flops
+_AT_LEAST, _AT_MOST = (3.0, 2e8), (7.0, 4e9)  # limits of budget="auto": passes and flops
 _TARGET, _STEP = 0.99, 2.5  # for "auto": correlation to reach, and growth factor of the budget
 _SAFETY, _LUCK, _FEWEST = 4.0, 0.25, 16
 _TINY = 1e-100  # prevents divisions by 0 if all errors or effects are 0
@@ -166,7 +166,7 @@ class Repairer:
 
     @property
     def _scores(self) -> _Numbers:
-        """The mean metric after each row's patch: exact for patched rows, else estimated."""
+        """The mean metric after each row's patch: exact if the patch was run, else estimated."""
         scores: _Numbers = self._mean(self._values).numpy()
         return scores
 
@@ -242,7 +242,7 @@ class Repairer:
         return np.concatenate(chosen) if chosen else rows
 
     def _patch(self, rows: _Rows) -> None:
-        """Patch these rows. Rows of one layer and kind are patched together."""
+        """Patch the given rows. Rows of one layer and kind are patched together."""
         self._bar.total = self._bar.n + len(rows)
         self._bar.refresh()
         firsts = np.cumsum([0, *map(len, self._groups)])
@@ -287,7 +287,7 @@ class Repairer:
         return np.maximum(of_layers, _LUCK * of_kind)
 
     def _expected_error(self, kind: HeadKind) -> float | None:
-        """Return the root of the expected sum of squared errors, or None if it is unknown."""
+        """Return the root of the expected sum of squared errors, or None if this sum is unknown."""
         unseen = self._key**2 * (self._of_kind[kind] & ~self._exact)
         if not unseen.any():
             return 0.0
@@ -300,7 +300,7 @@ class Repairer:
         return float(np.sqrt(_SAFETY * max(of_layers, c_half * unseen.sum())))
 
     def _errors(self, rows: _Rows) -> _Numbers:
-        """Return the exact values minus the estimates, for rows that were patched."""
+        """Return exact minus estimated effects for the given rows, whose sites were patched."""
         exact: _Numbers = self._mean(self._values[torch.from_numpy(rows)]).numpy()
         return exact - self._estimates[rows]
 
@@ -357,7 +357,7 @@ class _Keys:
         self.replaced: dict[str, Tensor] = {}  # by hook point, from `run_with_part`
 
     def of(self, sites: LayerSites) -> Float[Tensor, "head batch pos"]:
-        """Return the repair keys of these heads at each token."""
+        """Return the repair keys of the given heads at each token."""
         if sites.kind in NEURON_KINDS:
             return self._of_neurons(sites)
         if sites.kind in WIDE_KINDS:

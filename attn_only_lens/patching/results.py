@@ -51,7 +51,7 @@ _DETAILS: tuple[tuple[str, ...], ...] = (
     PARTS,
     ("value",),
 )
-_SAME_RUN = 0.01  # relative to |clean - corrupted|; exceeds rounding errors in any dtype
+_SAME_RUN = 0.01  # a tolerance relative to |clean - corrupted|, above rounding errors in any dtype
 _PROBLEM = "these are not results of patching"
 _METRIC_NAMES = {
     "logit_diff": "Logit difference",

@@ -1,8 +1,8 @@
 """Run the patches of several groups of sites together, in batches that fit in memory.
 
 One pass through the blocks starts at one position, and can run patches in all layers
-(`engine/replay`). So a few sites in many layers and at many positions cost at most one pass per
-position. Patches at later positions join an earlier pass if a separate pass would cost more.
+(`engine/replay`). A few sites in many layers and at many positions therefore cost at most one pass
+per position. Patches at later positions join an earlier pass if a separate pass would cost more.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -111,13 +111,13 @@ class SiteGroup:
         return len(self.head)
 
     def __getitem__(self, rows: Int[Tensor, "some"]) -> "SiteGroup":
-        """Return a group with only these rows, and only the sets of positions that they use."""
+        """Return a group with only the given rows, and only the sets of positions that they use."""
         kept, used = self.place[rows].unique(return_inverse=True)
         positions = tuple(self.positions[i] for i in kept.tolist())
         return SiteGroup(self.sites, positions, self.head[rows], used)
 
     def of_prompts(self, pair: PromptPair) -> "SiteGroup":
-        """Return the same sites, with positions only in these prompts."""
+        """Return the same sites, with positions only in the given prompts."""
         if pair.among is None:
             return self
         n_pos = pair.clean.shape[1]
@@ -173,7 +173,7 @@ def site_rows(groups: Sequence[SiteGroup]) -> pd.DataFrame:
 
 
 def position_sets(groups: Iterable[SiteGroup]) -> list[PositionSet]:
-    """Return the distinct sets of positions in these groups."""
+    """Return the distinct sets of positions in the given groups."""
     return list(dict.fromkeys(position for group in groups for position in group.positions))
 
 
@@ -240,7 +240,7 @@ def _products(
 ) -> tuple[SiteGroup, ...]:
     """Return groups of all heads at all positions. A group of few neurons has many positions."""
     groups: list[SiteGroup] = []
-    products: dict[tuple[int, int, int], SiteGroup] = {}  # shared by layers of equal size
+    products: dict[tuple[int, int, int], SiteGroup] = {}  # layers of equal size share a group
     for site in sites:
         at_once = len(positions)
         if site.kind in NEURON_KINDS and most_rows is not None:
@@ -412,7 +412,7 @@ def _costs(
     for group in groups:
         sites = group.sites
         entered = host.block(sites.layer, sites.kind) + (sites.kind in NEURON_KINDS)
-        blocks_left = len(model.blocks) - entered + 1  # plus 1 for the logits
+        blocks_left = len(model.blocks) - entered + 1  # the unembedding counts as 1 block
         patched = group.everywhere.any(dim=1)[:, first:].cpu()
         tokens = (n_pos - first - patched.int().argmax(dim=1)) * patched.any(dim=1)
         costs.append((tokens * blocks_left)[group.place])

@@ -1,4 +1,4 @@
-"""The paper's constructions as dense float64 matrices, without the package's other code.
+"""The paper's constructions as dense float64 matrices, independent of the rest of the package.
 
 The paper is "Attention-Only Transformers and Implementing MLPs with Attention Heads". There is one
 file per theorem. The code is slow and only meant for tests, which compare the rest of the package

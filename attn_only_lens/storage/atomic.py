@@ -121,7 +121,7 @@ def open_folder(folder: AnyPath) -> Path:
         if not os.path.lexists(target):
             _remove_leftovers(target)
         is_folder = target.is_dir() or not os.path.lexists(target)
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links that form a cycle
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a symlink loop
         raise CheckpointError(f"got {folder!r}, which is not a usable path: {error}") from error
     if not is_folder:
         raise CheckpointError(f"{folder} is a file; expected a folder")

@@ -53,7 +53,7 @@ class ChunkStore:
         path = self.folder / _SETTINGS
         if not path.exists():
             files = sorted(p.name for p in self.folder.glob("*") if not p.name.startswith("."))
-            if files and _SETTINGS not in files:  # else another process has just begun this job
+            if files and _SETTINGS not in files:  # otherwise, another process just began this job
                 reason = (
                     f"{self.folder} holds {files[:5]}, but no {_SETTINGS}; expected a new folder"
                 )

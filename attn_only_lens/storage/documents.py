@@ -49,7 +49,7 @@ class Document:
     fields: Any
 
     def text(self, *, indent: int | None = None, **body: Any) -> str:
-        """Return a document's JSON text, with these fields and their digest."""
+        """Return a document's JSON text, with the given fields and their digest."""
         whole = {"format": self.format, "format_version": self.version, **body}
         try:
             whole = json.loads(json.dumps(whole, allow_nan=False))

@@ -26,7 +26,7 @@ ANSWER = "answer"
 KEYS = ("clean_prefix", "patch_prefix", "clean_answer", "patch_answer")
 """The keys in the files of Marks et al., "Sparse Feature Circuits" (2024)."""
 _RESERVED = {END, "each", "all"}  # role names with another meaning in `positions=`
-_SHOWN = 5  # an error lists at most this many invalid lines
+_SHOWN = 5  # the maximum number of invalid lines in an error
 
 
 def from_templates(

@@ -83,7 +83,7 @@ def _pairs(tokenizer: Any, seed: int, corruption: str) -> Iterator[Pair]:
 
 
 def _known(tokenizer: Any) -> tuple[str, ...]:
-    """Return the names that a tokenizer knows, because pairs with unknown names are dropped."""
+    """Return the names that a tokenizer knows; pairs with other names would be dropped."""
     ids = token_ids(tokenizer, [f"{name} {name}" for name in NAMES])
     known = tuple(
         name

@@ -284,7 +284,7 @@ class _Swap:
             block._register_aliases()
         self._model.clear_hook_registry()
         self._model._initialize_hook_registry()
-        for point, name in self._names.items():  # the new list renamed some to their aliases
+        for point, name in self._names.items():  # the new list has aliases for some names
             point.name = name
         for layer, block in enumerate(self._model.blocks):
             if isinstance(block.mlp, FeatureMLP):

@@ -62,7 +62,7 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class _File:
-    """A transcoder's file, with its settings and (if known) its layer; tensors are not read yet."""
+    """A transcoder's file, with its config and (if known) its layer; tensors are not read yet."""
 
     path: Path
     name: str
@@ -81,7 +81,7 @@ def load(
 ) -> dict[int, Transcoder]:
     """Load transcoders from one file, or from a folder with one file per layer.
 
-    The keys, settings and shapes in a file identify its format. Pickles are never read. These
+    The keys, the config and the shapes in a file identify its format. Pickles are never read. These
     formats are supported:
 
         circuit-tracer  layer_3.safetensors and config.yaml; if config.yaml lists files on the
@@ -92,9 +92,9 @@ def load(
                         skip_transcoder, jumprelu_transcoder, jumprelu_skip_transcoder and topk
         attn-only-lens  the files that `save` writes
 
-    The settings name the hook point that a transcoder reads: hook_resid_mid and hook_mlp_in are the
+    The config names the hook point that a transcoder reads: hook_resid_mid and hook_mlp_in are the
     residual stream before the norm ("stream"), ln2.hook_normalized is the norm's output before its
-    gain ("normalized"), and mlp.hook_in is the MLP's input ("input"). If the settings do not name
+    gain ("normalized"), and mlp.hook_in is the MLP's input ("input"). If the config does not name
     the hook point that the transcoder imitates, it is hook_mlp_out.
 
     Args:
@@ -164,7 +164,7 @@ def load(
 
 
 def _files(path: Path) -> Iterator[_File]:
-    """Yield the transcoders' files, with their settings and layers."""
+    """Yield the transcoders' files, with their configs and layers."""
     root = path if path.is_dir() else path.parent
     refuse([] if path.exists() else [_EXPECTED], f"{path} is missing")
     inside = [x for x in sorted(path.rglob("*")) if x.is_file()] if path.is_dir() else [path]
@@ -186,7 +186,7 @@ def _files(path: Path) -> Iterator[_File]:
 
 
 def _file(path: Path, name: str, config: Config, place: int | None) -> _File:
-    """Return a file with its layer, which is its place in a list, or is in its settings or path."""
+    """Return a file with its layer, which is its place in a list, or is in its config or path."""
     if path.suffix == ".safetensors":
         with (
             checkpoint_errors(f"{path} is not a readable safetensors file"),
@@ -206,7 +206,7 @@ def _file(path: Path, name: str, config: Config, place: int | None) -> _File:
 
 
 def _config(folder: Path) -> Config:
-    """Return the settings in a folder; {} if there are none."""
+    """Read the config file in a folder; return {} if there is none."""
     names = [x for x in ("cfg.json", "config.json", "config.yaml") if (folder / x).is_file()]
     if not names:
         return {}

@@ -3,8 +3,8 @@
 A neuron-head is an attention head that computes one neuron. Its pattern is one number per token:
 the attention of the token to itself, called the gate. The rest of the token's attention goes to the
 bias token. Colouring tokens by their gates would mislead, because SiLU's gate is ½ if the
-pre-activation is 0. So a token's colour shows z = gate × value, and its gate and value are below
-it. circuitsvis draws attention heads as query-by-key heatmaps.
+pre-activation is 0. A token's colour therefore shows z = gate × value, and its gate and value are
+below it. circuitsvis draws attention heads as query-by-key heatmaps.
 """
 
 from collections.abc import Sequence

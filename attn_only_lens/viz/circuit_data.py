@@ -64,7 +64,7 @@ class NodeDetails:
             to each token.
         writes: tokens that the node raises (positive) or lowers (negative) most, with the amounts
             in standard deviations over the vocabulary; the largest amount first. If the page has
-            corrupted tokens, these are the tokens that the change of the node's output (clean minus
+            corrupted tokens, these are the tokens that the change in the node's output (clean minus
             corrupted) raises or lowers.
         reads: tokens that raise or lower a neuron's query most, with amounts as in `writes`.
         examples: top examples of a neuron in a corpus.

@@ -120,7 +120,7 @@ def _edge(path: Sequence[Point], kind: str, weight: float, heaviest: float, stat
     width = 0.8 + 4.2 * size
     x, y = path[-1]
     half = width / 2
-    if weight < 0:  # a bar instead of an arrowhead shows the sign without colours
+    if weight < 0:  # a T-bar instead of an arrowhead shows the sign without colours
         head = f"M{x - 4 - half:.1f} {y:.1f}H{x + 4 + half:.1f}"
     else:
         head = (
@@ -180,7 +180,7 @@ def _legend(data: _Data, y: float) -> str:
     shapes = "".join(
         f" · {words}" for kind, words in _SHAPES.items() if kind in data["nodes"]["kind"]
     )
-    return _text(8, y, f"{marks}{shapes} · edges: arrow positive, bar negative{kinds}", "row")
+    return _text(8, y, f"{marks}{shapes} · edges: arrow positive, T-bar negative{kinds}", "row")
 
 
 def _text(x: float, y: float, text: str, name: str, dy: str = "0") -> str:

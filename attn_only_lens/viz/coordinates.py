@@ -44,7 +44,7 @@ Line: TypeAlias = tuple[float, list[Interval]]
 
 @dataclass(frozen=True)
 class Boxes:
-    """Boxes of nodes: row from the bottom, column or -1, width, and if it may leave its column."""
+    """Boxes of nodes: row from below, column or -1, width, and if they may leave the column."""
 
     row: Sequence[int]
     column: Sequence[int]

@@ -47,8 +47,8 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
 
     The effects of single patches do not add up, so a layer's cell shows the effect of its strongest
     site. A cell with a large effect also shows the site's name, if there is room; hover over other
-    cells to see theirs. The labels of positions contain tokens: the clean token and, where the
-    prompts differ, the corrupted token.
+    cells to see their sites' names. The labels of positions contain tokens: the clean token and,
+    where the prompts differ, the corrupted token.
 
     Args:
         sweep: the results; `sweep.query` and `sweep.top` select some of them. If the sweep has a

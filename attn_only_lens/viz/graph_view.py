@@ -82,7 +82,7 @@ def circuit_view(
             and edges.
         prompts: the prompts that were passed to `attribution_graph`; needed with a model.
         corrupted: the corrupted prompts of a graph of a difference. The page then shows patterns of
-            both runs, and the tokens that the change of a node's output (clean minus corrupted)
+            both runs, and the tokens that the change in a node's output (clean minus corrupted)
             raises and lowers. Otherwise it shows patterns and tokens of the clean run.
         prompt: index of the prompt whose tokens and patterns are shown.
         mask: the mask that was passed to `attribution_graph`.
@@ -451,9 +451,9 @@ def _add_tokens(
     prompt: int,
     k: int,
 ) -> None:
-    """Add the tokens whose logits nodes change (by id), and those that drive neurons (by name).
+    """Add the tokens that each node promotes, and the tokens that activate each neuron most.
 
-    With a corrupted run, logits change by the clean minus the corrupted output of a node.
+    With a corrupted run, a node's output is its clean minus its corrupted output.
     """
     z, *corrupted = (
         {hook: run.hooked[hook] for hook, _ in (_hooks(model, head) for head in _layers(heads))}

@@ -77,7 +77,7 @@ def neuron_page(
         model: converted, or with exposed neuron-heads.
         names: neurons and attention heads, such as ["L3N7", "L2H5"], or
             `patching.all_heads(layers)`; None for all neurons and features, or all names of the
-            statistics. Skip nodes and error nodes of transcoders have no pages.
+            statistics. Transcoders' skip nodes and error nodes have no pages.
         texts: a corpus, as `neurons.top_examples` takes it; or statistics from
             `neurons.neuron_statistics`, `head_statistics` or `corpus_statistics`, for which the
             options below are not used.

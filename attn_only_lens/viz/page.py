@@ -151,7 +151,7 @@ def refuse(*reasons: str) -> None:
 
 
 def document(title: str, body: str, style: str = "", picture: str | None = None) -> Page:
-    """Return a page with this title, HTML body, style and picture."""
+    """Return a page with the given title, HTML body, style and picture."""
     return Page(
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
@@ -186,7 +186,7 @@ def script_data(data: Any) -> str:
 
 
 def inline_script(source: str) -> str:
-    """Return a script element with this JavaScript source."""
+    """Return a script element with the given JavaScript."""
     kept = [line for line in source.split("\n") if not line.startswith("//# sourceMappingURL=")]
     # With a source map, a browser with open developer tools would send a request.
     return "<script>\n" + "\n".join(kept).replace("</script", "<\\/script") + "\n</script>"

@@ -9,8 +9,8 @@ This score is from Elhage et al. 2021, "A Mathematical Framework for Transformer
 reader's query (q), key (k) or value (v) matrix. Between two neurons, the score is |cos| of the
 writer's output direction and the reader's input direction.
 
-For a random rotation U, the mean of ‖W U R‖² is ‖W‖² ‖R‖² / d_model. So the root mean square score
-of unrelated heads is 1/√d_model, and `ratio_to_baseline` is the score divided by 1/√d_model.
+For a random rotation U, the mean of ‖W U R‖² is ‖W‖² ‖R‖² / d_model. The root mean square score of
+unrelated heads is therefore 1/√d_model, and `ratio_to_baseline` is the score divided by 1/√d_model.
 
 A pair gets a score if the writer's sublayer comes before the reader's sublayer. In one layer, an
 attention head comes before a neuron, unless attention and MLP run in parallel. TransformerLens
@@ -22,8 +22,8 @@ Norms are folded into the weights by default (`models/norms.py`). As in Transfor
 excludes rotary embeddings, and "embed" excludes positional embeddings.
 
 Each writer or reader is represented by a *factor*, a matrix [rank, d_model] with norm 1. For a QR
-decomposition A = Q T, ‖A B‖ = ‖T B‖ for every matrix B. So one matrix product of factors gives the
-scores of many pairs.
+decomposition A = Q T, ‖A B‖ = ‖T B‖ for every matrix B. One product of stacked factors therefore
+gives the scores of many (writer, reader) pairs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -281,12 +281,12 @@ def _resolve_pairs(
 
 
 def _read_stage(sites: LayerSites) -> int:
-    """Return the number of sublayers (attention, MLP, attention, …) before these heads."""
+    """Return the number of sublayers (attention, MLP, attention, …) before the given heads."""
     return 2 * sites.layer + (sites.kind in NEURON_KINDS)
 
 
 def _write_stage(matrices: HeadMatrices, sites: LayerSites | None) -> int:
-    """Return the number of sublayers after which the residual stream has these heads' outputs."""
+    """Return the number of sublayers after which the residual stream holds these heads' outputs."""
     if sites is None:
         return 0
     first = sites.kind == "attention" and not matrices.is_parallel(sites.layer)
@@ -323,7 +323,7 @@ def _head_readers(matrices: HeadMatrices, sites: LayerSites, kind: Kind) -> _Hea
 def _head_factors(
     sites: LayerSites, stage: int, matrix: Callable[[LayerSites], FactoredMatrix]
 ) -> _HeadFactors:
-    """Return the factors of heads; those of neurons are recomputed when needed, to save memory."""
+    """Return the factors of heads; to save memory, neurons' factors are computed when needed."""
     if sites.kind == "attention":
         return _kept(sites.names, stage, writer_factors(matrix(sites), sites.names))
 
@@ -393,7 +393,7 @@ def _frame(model: Any, pairs: Any, values: Tensor, kind: str, note: str) -> pd.D
 
 
 class Partner(NamedTuple):
-    """A head with a high composition score with a neuron; scores of two neurons are signed."""
+    """A head whose composition score with a neuron is high; scores of two neurons are signed."""
 
     side: Literal["writes", "reads"]
     kind: Kind  # the reader's input; a plain MLP has only "v", because "q" is equal to "v"
@@ -434,7 +434,7 @@ def _kinds(model: Any, reader: LayerSites) -> tuple[Kind, ...]:
 
 
 def is_gated(model: Any, layer: int) -> bool:
-    """Return whether the MLP of a source layer has a W_gate."""
+    """Return whether the MLP of an original layer has a W_gate."""
     return host_of(model).is_gated(layer)
 
 

@@ -6,8 +6,8 @@
                                                    k: none; keys do not depend on the token
     the embedding    writes  W_E
 
-Neuron-heads are MLP neurons viewed as attention heads. Features of transcoders are neuron-heads,
-with W_enc as W_in and W_dec as W_out. Skip nodes and error nodes of transcoders are not supported.
+Neuron-heads are MLP neurons viewed as attention heads. Transcoder features are neuron-heads, with
+W_enc as W_in and W_dec as W_out. Transcoders' skip nodes and error nodes are not supported.
 
 A neuron-head's W_V has rank one, so it cancels in every composition score and is left out. A gated
 MLP has no W_V. If several heads share a neuron, head j writes w_j W_out[i] and has the query b_j
@@ -118,7 +118,7 @@ class HeadMatrices:
     def outputs(
         self, sites: LayerSites, z: Float[Tensor, "site d_head"]
     ) -> Float[Tensor, "site d_model"]:
-        """Return what nodes with output z add to the residual stream, without norm scales.
+        """Return what nodes with outputs z add to the residual stream, without norm scales.
 
         A site may occur more than once in `sites`.
         """

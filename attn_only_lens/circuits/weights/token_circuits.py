@@ -126,7 +126,7 @@ class TokenCircuit:
 
     @property
     def eigenvalues(self) -> Complex[Tensor, "d_head"]:
-        """The d_head eigenvalues of B A, where `matrix` = A B; all other eigenvalues of A B are 0.
+        """The d_head eigenvalues of B A, where A B is `matrix`, whose other eigenvalues are 0.
 
         Raises:
             InputError: the matrix is not square.
@@ -372,7 +372,7 @@ def token_paths(
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.
         neurons: `patching.neuron_heads()`, `patching.features()`, or names of whole neurons and
-            features; None for all. Thresholds of features are left out, like biases.
+            features; None for all. Feature thresholds are left out, like biases.
         k: the largest number of rows to return.
         tokens: as in `ov_circuit`.
         n_tokens: how many tokens are listed in `reads` and `writes`.

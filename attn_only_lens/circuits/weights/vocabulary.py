@@ -137,7 +137,7 @@ def _unembedding(model: Any) -> Float[Tensor, "d_model d_vocab_out"]:
 
 
 class DirectEffects:
-    """The tokens that nodes promote or read most, by their direct paths to or from tokens."""
+    """For each node, the tokens that it promotes or responds to most, through direct paths only."""
 
     def __init__(self, model: Any) -> None:
         self._unembed, self._host = model.unembed, host_of(model)

@@ -2,7 +2,7 @@
 
 Each row of the batch is one prompt of one variant. With n prompts, row r holds prompt r mod n of
 variant r // n. Variants that start at different blocks can run together (`Joined`). A replay
-computes only the activations that its variants can change and that the metric needs. So it skips
+computes only the activations that its variants can change and that the metric needs. It skips
 earlier blocks and logits that the metric does not read. In causal models, it also skips positions
 before `first` and uses their recorded keys and values. Before its first use, a replay must
 reproduce the recorded logits, and its edits must have the same effects as hooks (`edit_checks.py`).
@@ -43,7 +43,7 @@ _CALL_FLOPS = 3e10  # an estimate for GPUs: 90 kernels of 10 µs per block, at 3
 
 @dataclass(frozen=True)
 class Variants:
-    """Patched copies of a recorded run, which are computed in one batch.
+    """Patched copies of a run that was recorded, computed in one batch.
 
     Attributes:
         block: the first block that these passes run.
@@ -66,7 +66,7 @@ class Joined:
     """Variants that run together, sorted by their first block; all start at the same position.
 
     Attributes:
-        first: the first position at which the variants differ from the recorded run.
+        first: the first position at which the variants differ from the unpatched run.
         block: the first block that any variant runs.
         n_rows: the number of rows of all variants.
     """
@@ -150,7 +150,7 @@ def _add_to_rows(variants: Variants, rows: slice, module: nn.Module, args: Any, 
 
 @dataclass(eq=False)
 class Replay(ABC):
-    """A replay of a recorded forward pass, which computes only the logits that a metric reads.
+    """A partial rerun of a recorded forward pass, for only the logits that a metric reads.
 
     Attributes:
         other: if float32 products are rounded to TF32, the precise replay that is tested instead of
@@ -202,7 +202,7 @@ class Replay(ABC):
             return run(joined)
 
     def _edits_trimmed(self, variants: Variants) -> bool:
-        """Return whether an edit needs all tokens of a module that would run on only one token."""
+        """Return whether an edit needs all tokens at a module that would run on only one token."""
         last, layer = f"blocks.{self.n_blocks - 1}.", self.host.n_layers - 1
         before = {self.host.hook_name(layer, "attention", point) for point in _BEFORE_OUTPUT}
         names = {name for name, _ in variants.hooks if name.startswith(last)}
@@ -227,7 +227,7 @@ class Replay(ABC):
 
     @property
     def precise(self) -> "Replay":
-        """The replay that tests run: `other` if it is not None, otherwise this replay."""
+        """The replay for tests: `other` if it is not None, otherwise this replay."""
         return self.other or self  # a reference to itself would delay garbage collection
 
     @abstractmethod
@@ -255,7 +255,7 @@ class Replay(ABC):
         )
 
     def recorded_stream(self, block: int, first: int, n: int) -> Float[Tensor, "row pos d_model"]:
-        """Repeat the recorded stream at a block's input, from position `first` on, n times."""
+        """Return n copies, as rows, of a block's recorded input at positions from `first` on."""
         return self.recording.streams[block][:, first:].repeat(n, 1, 1)
 
     def start(self, block: int, position: int) -> int:
@@ -311,7 +311,7 @@ class Replay(ABC):
         block: int,
         positions: slice | Int[Tensor, "pos"] = slice(None),
     ) -> Bool[Tensor, "*any batch pos"]:
-        """Return which changed tokens in a block's input stream can affect the metric."""
+        """Return which changed tokens of a block's input can affect the metric."""
         if self.metric.positions is None or block < self.n_blocks:
             return changed
         # After the last block, tokens do not affect each other.
@@ -352,7 +352,7 @@ class Replay(ABC):
         """Raise an error if replays without edits do not reproduce the recorded logits."""
         tests, run = self.tested, self.recording
         could_trim = self.trims = self.trims and not tests.covers("whole last block", run)
-        blocks = [self.n_blocks]  # always test the unembedding of the logits that the metric reads
+        blocks = [self.n_blocks]  # always test the unembedding of logits that the metric reads
         if not tests.covers(("replay", self.trims), run):
             blocks = sorted({0, self.n_blocks // 2, self.n_blocks})
         for first in self.starts_to_check():

@@ -104,7 +104,7 @@ class BridgeReplay(Replay):
 
     @torch.no_grad()
     def _test_start(self, block: int, first: int, earlier: int) -> bool:
-        """Return whether runs that start at `first` and at `earlier` agree from `first` on."""
+        """Return whether runs from positions `first` and `earlier` on agree from `first` on."""
         recorded, mask = self.recording.streams[block], self.recording.mask
         noise = normal_numbers(recorded.shape)
         noise[:, :first] = 0
@@ -183,7 +183,7 @@ class BridgeReplay(Replay):
             return True
         unedited = Variants(self.n_blocks, 0, self.recorded_stream(self.n_blocks, 0, 1))
         logits = self.recording.logits
-        with suppress_refusals(), self._unembed_columns():  # the model may need all logits
+        with suppress_refusals(), self._unembed_columns():  # the model may fail without all logits
             got = self._run(Joined(unedited))
             if self._agree(got, logits[..., self.metric.columns], logits.abs().max()):
                 self.tested.add(test, self.recording)

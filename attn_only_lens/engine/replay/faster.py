@@ -1,10 +1,10 @@
 """Speed up replays: use one kernel per activation function, and skip parts of the last block.
 
 Libraries compute some activation functions with eight kernels where torch has one. Most metrics
-read the last block's output at one token per prompt. Then this block's output projections and MLP
-run only on that token. Their output [row, 1, d_model] is added to the residual stream [row, pos,
-d_model], which is then correct only at that token. An activation function is compared with torch's
-before it is replaced. `Replay.check` tests the resulting logits.
+read the last block's output at one token per prompt. For these metrics, this block's output
+projections and MLP run only on that token. Their output [row, 1, d_model] is added to the residual
+stream [row, pos, d_model], which is then correct only at that token. An activation function is
+compared with torch's before it is replaced. `Replay.check` tests the resulting logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ _FINE = torch.float32, torch.float64
 class FusedActivations:
     """A model's activation functions that torch can compute in one kernel, up to rounding.
 
-    Several threads may run one model at once; the last to end restores the model's functions.
+    If several threads run one model at once, the last to end restores the model's functions.
     """
 
     def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> None:

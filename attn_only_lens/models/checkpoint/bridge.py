@@ -8,9 +8,9 @@ that such a folder cannot hold are saved in `bridge.safetensors`, under the brid
 Only `load` reads this file: it builds the model from its configuration, repeats the weight
 processing, and then copies the saved tensors into the model.
 
-`save` loads the saved files again, and compares the modules, hook points, tensors and settings of
-the loaded model with the original's. The two models' logits on a few tokens must be bitwise equal.
-If anything differs, `save` raises an error.
+`save` loads the saved files again, and compares the modules, hook points, tensors and configuration
+of the loaded model with the original's. The two models' logits on a few tokens must be bitwise
+equal. If anything differs, `save` raises an error.
 """
 
 import copy
@@ -63,7 +63,7 @@ _CPU = torch.device("cpu")
 _NATIVE = "TransformerLensNative"
 _WRAPPED = "._original_component"
 _DERIVED = ("device", "n_devices", "dtype", "_bridge_ref", "trust_remote_code")
-_POS = 7  # tokens in each of the two prompts used to compare logits
+_POS = 7  # the number of tokens in each of the two prompts whose logits are compared
 # Allow only attention that transformers implements: other names could load code from the hub.
 _Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 
@@ -182,7 +182,7 @@ def _write_transformers(model: TransformerBridge, folder: Path) -> None:
     """Save the wrapped transformers model so that its class can load it with `from_pretrained`."""
     wrapped: Any = model.original_model
     config = copy.deepcopy(wrapped.config)
-    config.output_attentions = False  # TransformerLens sets it to True
+    config.output_attentions = False  # TransformerLens sets this flag to True
     with torch.device("meta"):
         module = build_module(type(wrapped), config)
     named = {name.replace(_WRAPPED, ""): tensor for name, tensor in wrapped.state_dict().items()}
@@ -253,11 +253,11 @@ def _fill(named: dict[str, Tensor], values: dict[str, Tensor]) -> None:
             tensor.copy_(values[name])
     for name, tensor in named.items():
         if tensor.dtype != values[name].dtype or not torch.equal(tensor, values[name]):
-            tensor.data = values[name]  # also updates the other modules that share this tensor
+            tensor.data = values[name]  # this also updates the other modules that share the tensor
 
 
 def _restore(model: TransformerBridge, manifest: dict[str, Any]) -> None:
-    """Restore a saved bridge's settings, neuron-heads, frozen parameters and training modes."""
+    """Restore a saved bridge's options, neuron-heads, frozen parameters and training modes."""
     current = _settings(model)
     for key, value in manifest["settings"].items():
         if current.get(key) != value:
@@ -310,7 +310,7 @@ def _modules(model: Any) -> list[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def _differences(model: Any, twin: Any) -> list[str]:
-    """List the differences between a model and `twin`, the copy loaded from the saved files."""
+    """List the differences between a model and `twin`, its copy loaded from the saved files."""
     wrong = []
     for what, read in (
         ("modules", lambda bridge: {name: type(module) for name, module in _modules(bridge)}),
@@ -350,7 +350,7 @@ def _different_logits(model: Any, twin: Any) -> list[str]:
     tokens = (torch.arange(2 * pos, device=device) % model.cfg.d_vocab).reshape(2, pos)
     logits = []
     for bridge in (model, twin.to(device, print_details=False)):
-        with keep_random_state(device):  # dropout in training mode draws random numbers
+        with keep_random_state(device):  # in training mode, dropout draws random numbers
             logits.append(bridge(tokens))
     if torch.equal(*logits):
         return []

@@ -1,6 +1,6 @@
 """Save and load HookedTransformers whose MLP neurons act as attention heads (neuron-heads).
 
-`load` builds a model from the source model's configuration, and then fills in the saved tensors.
+`load` builds a model from the original model's configuration, and then fills in the saved tensors.
 `save` and `load` raise an error if the tensors do not fit this configuration. The layers of a
 converted model may differ in size: the configuration holds the sizes of layer 0, and the manifest
 entry `layers` holds the sizes of every layer.

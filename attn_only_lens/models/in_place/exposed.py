@@ -141,7 +141,7 @@ class _ExposedMLP:
     def forward(self, x: Residual) -> Residual:
         """Return the MLP's output, after any hooks at hook_neuron_write."""
         heads = vars(self).get("_neuron_heads")
-        if heads is None:  # true after undo() if torch.nn.utils.parametrize changed the class
+        if heads is None:  # after undo(), if torch.nn.utils.parametrize changed the class
             return super().forward(x)  # type: ignore[misc]
         with heads.run_alone():
             return heads.write(super().forward(x))  # type: ignore[misc]
@@ -214,7 +214,7 @@ def hide(model: Any) -> None:
 
 @contextmanager
 def hidden(model: Any) -> Iterator[Any]:
-    """Remove a model's exposed neuron-heads, if there are any, until the `with` block ends."""
+    """Hide the heads that `expose_neuron_heads` added, if any, inside a `with` block."""
     heads = exposed_heads(model)
     hide(model)
     try:

@@ -214,7 +214,7 @@ class InPlace(NeuronHeads):
                 "MLP, or a copy of the projection ran (peft's modules_to_save); call undo() and "
                 "expose_neuron_heads again"
             )
-        values.pop((self.layer, "written"), None)  # left over if the MLP's last run failed
+        values.pop((self.layer, "written"), None)  # remains if the MLP's last run failed
         if self._recomputes:
             self._require_known(q, up, post)
         if not (self._results or any(map(is_live, (*self._before_z, self.hook_z)))):

@@ -189,7 +189,7 @@ def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
     finally:
         for root, training in roots:
             for module in root.modules():
-                if isinstance(module, HookPoint):  # includes hook points added in this context
+                if isinstance(module, HookPoint):  # even if added in this context
                     module.training = training
         for module, training in modes:
             module.training = training

@@ -1,4 +1,4 @@
-"""The two blocks that replace a source layer: its attention heads, and its neurons as heads.
+"""The two blocks that replace an original layer: its attention heads, and its neurons as heads.
 
 For a token with normalised residual x, the head of neuron i of a plain MLP computes
 
@@ -15,8 +15,8 @@ includes b_in @ W_out.
 
 Tokens have key 0 and the bias token has a constant key, so `hook_k` receives zeros; if a hook sets
 a token's key to k, q · k is added to the token's score for itself. Unless a hook point before z has
-hooks, act(q) is computed with the source's own code, so that outputs are bitwise equal to the
-source's, at the same cost. For bilinear gates, see `heads/bilinear.py`.
+hooks, act(q) is computed with the original model's code, so that outputs are bitwise equal to the
+original's, at the same cost. For bilinear gates, see `heads/bilinear.py`.
 """
 
 from collections.abc import Callable
@@ -65,7 +65,7 @@ class QKAndOV:
 
 
 class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
-    """The d_mlp neuron-heads of one source MLP, with the MLP's parameters.
+    """The d_mlp neuron-heads of one MLP of the original model, with the MLP's parameters.
 
     `W_Q`, `W_K`, `W_V` and `W_O` are computed from the MLP's parameters.
     """
@@ -105,7 +105,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
         return self.W_gate is not None
 
     def forward(self, x: Residual) -> Residual:
-        """Return the output of the source MLP for the normalised residual stream `x`."""
+        """Return the original MLP's output for the normalised residual stream `x`."""
         q, up = self.projections(x)
         z = self._through_hooks(
             q, up, lambda: self.act_fn(q) if up is None else self.act_fn(q) * up
@@ -191,10 +191,10 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
 
 
 class BilinearAttention(BilinearHeads, NeuronAttention):
-    """The bilinear neuron-heads of a source MLP: m heads for each of its d_mlp neurons."""
+    """The bilinear neuron-heads of one MLP: m heads for each of its d_mlp neurons."""
 
     def forward(self, x: Residual) -> Residual:
-        """Approximate the source MLP's output for the normalised residual stream `x`."""
+        """Approximate the original MLP's output for the normalised residual stream `x`."""
         q, up = self.projections(x)
         value = q if up is None else up
         results = self.cfg.use_attn_result and is_live(self.hook_result)
@@ -233,7 +233,7 @@ class _WithoutMLP(nn.Module):
 
 
 class AttentionBlock(_WithoutMLP, TransformerBlock):
-    """Block 2l: the attention heads of source layer l, in a stock block without its MLP.
+    """Block 2l: the attention heads of the original layer l, in a stock block without its MLP.
 
     The block's `cfg` always has parallel_attn_mlp=True, so that TransformerLens calls `apply_mlp`
     with the block's input (after hooks on resid_pre). The neurons read this input if attention and
@@ -287,7 +287,7 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
 
 
 class NeuronBlock(_WithoutMLP):
-    """Block 2l + 1: the neurons of source layer l as heads. Its ln1 is the source layer's ln2."""
+    """Block 2l + 1: the neurons of the original layer l as heads. Its ln1 is the layer's ln2."""
 
     def __init__(self, source: TransformerBlock, cfg: BlockConfig, passing: PassState) -> None:
         """Build the block from the MLP half of `source`, a copy of a stock block."""
@@ -343,7 +343,7 @@ class NeuronBlock(_WithoutMLP):
 
 
 class NoMLP(HookPoint):
-    """The hook point `hook_mlp_out` of a block without an MLP; its value is zero.
+    """The hook point `hook_mlp_out` of a block without an MLP, at which the value is zero.
 
     TransformerLens' `attribution_patch` needs this hook point, and a gradient at it, in every
     block. Only `model.hooks` can add hooks. Hooks may read the zero, but not edit it, because an

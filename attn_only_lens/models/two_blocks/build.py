@@ -1,6 +1,6 @@
-"""Build converted models from a source model, or from a configuration and tensors.
+"""Build converted models from an original model, or from a configuration and tensors.
 
-Without a source model, a model without weights (a skeleton) is built on the meta device, which
+Without an original model, a model without weights (a skeleton) is built on the meta device, which
 computes nothing and draws no random numbers. Layers that differ in size from layer 0 are built from
 separate configurations.
 """
@@ -105,7 +105,7 @@ _VALUE_AXES = {"W_V": 2, "b_V": 1, "W_O": 1}  # for each parameter, the axis wit
 def converted_skeleton(
     source: HookedTransformer, gating: Gating, sizes: Sequence[LayerSizes]
 ) -> AttentionOnlyTransformer:
-    """Build a converted model without weights from a stock skeleton, which is changed."""
+    """Build a converted model without weights from a stock skeleton, which it modifies."""
     for layer, layer_sizes in enumerate(sizes):
         if layer_sizes == sizes_of(source.cfg):
             continue

@@ -1,7 +1,7 @@
 """The activation cache of a converted model.
 
 As in TransformerLens, the argument `layer` is the index of a block. Labels contain the index of the
-source layer (`5_mlp_out` for block 11, `L5N0`). TransformerLens' methods that stack heads and
+original layer (`5_mlp_out` for block 11, `L5N0`). TransformerLens' methods that stack heads and
 neurons are replaced: they assume that all layers have equally many heads, they stop only after
 whole layers, and they ignore norms that follow blocks (OLMo 2, Gemma 2, Gemma 3), so that the
 components would not sum to the residual stream.
@@ -40,7 +40,7 @@ def refuse_mlp_input(mlp_input: bool) -> None:
 
 
 class HeadRows(Tensor):
-    """A tensor with one row per head of a converted model, ordered as in the source model.
+    """A tensor with one row per head of a converted model, ordered as in the original model.
 
     Code for stock models splits head rows into `cfg.n_layers` layers. In a converted model, which
     has two blocks per layer, each part would hold only half the heads of a layer. Splitting the
@@ -103,7 +103,7 @@ class HeadRows(Tensor):
 
 
 class AttentionOnlyCache(ActivationCache):
-    """An `ActivationCache` for converted models, which have two blocks per source layer.
+    """An `ActivationCache` for converted models, which have two blocks per original layer.
 
     Example:
         >>> from attn_only_lens import convert, pretrained
@@ -123,7 +123,7 @@ class AttentionOnlyCache(ActivationCache):
             )
         super().__init__(cache_dict, model, has_batch_dim)
         if model.cfg.positional_embedding_type == "shortformer":
-            self.has_pos_embed = False  # added to queries and keys, not to the residual stream
+            self.has_pos_embed = False  # position embeddings are added to queries and keys instead
 
     def __getitem__(self, key: Any) -> Tensor:
         """Return an activation, as in `cache["pattern", 11]`; raise an error for names in MLPs."""
@@ -151,7 +151,7 @@ class AttentionOnlyCache(ActivationCache):
         mlp_input: bool = False,
         return_labels: bool = False,
     ) -> Any:
-        """Return the residual stream before each source layer until block `layer` (included).
+        """Return the residual stream before each original layer, up to block `layer` (included).
 
         With `incl_mid`, also return the residual stream before each layer's neurons (`3_mid`).
         """
@@ -206,8 +206,8 @@ class AttentionOnlyCache(ActivationCache):
     ) -> Any:
         """Stack the outputs of the attention heads before block `layer`.
 
-        Rows and labels are the same as for the source model: `L0H0`, `L0H1`, … Split by layer with
-        `einops.rearrange(stack, "(layer head) ... -> ...", layer=model.cfg.n_layers // 2)`.
+        Rows and labels are the same as for the original model: `L0H0`, `L0H1`, … Split by layer
+        with `einops.rearrange(stack, "(layer head) ... -> ...", layer=model.cfg.n_layers // 2)`.
 
         Args:
             layer: the index of a block; -1 stacks the heads of all blocks.

@@ -1,6 +1,6 @@
-"""The configuration of a converted model, which has a view for each block and sizes per layer.
+"""The configuration of a converted model, with a view for each block and the sizes of each layer.
 
-Block 2l holds the attention heads of source layer l, and block 2l + 1 holds the layer's neurons.
+Block 2l holds the attention heads of the original layer l, and block 2l + 1 holds its neurons.
 Because a block's output is a sum over heads, layers may have different numbers of heads and neurons
 (`rebuild`), and values may have another width than queries and keys. All layers share d_model.
 """
@@ -18,17 +18,17 @@ from attn_only_lens.tl import HookedTransformerConfig
 
 
 def heads_block(layer: int) -> int:
-    """Return the index of the block with the attention heads of a source layer."""
+    """Return the index of the block with the attention heads of an original layer."""
     return 2 * layer
 
 
 def neurons_block(layer: int) -> int:
-    """Return the index of the block with the neuron-heads of a source layer."""
+    """Return the index of the block with the neuron-heads of an original layer."""
     return 2 * layer + 1
 
 
 def block_layer(block: int) -> int:
-    """Return the source layer of a block."""
+    """Return the layer of the original model to which a block belongs."""
     return block // 2
 
 
@@ -39,7 +39,7 @@ def block_kind(block: int) -> HeadKind:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The sizes of one source layer, named as in TransformerLens (except d_value)."""
+    """The sizes of one original layer, named as in TransformerLens (except d_value)."""
 
     n_heads: int
     n_key_value_heads: int | None  # None without grouped-query attention
@@ -92,18 +92,18 @@ _READ_ONLY |= {"gating", "layer_sizes", "n_layers"}
 
 
 class AttentionOnlyConfig(HookedTransformerConfig):
-    """A `HookedTransformerConfig` with two blocks per source layer.
+    """A `HookedTransformerConfig` with two blocks per layer of the original model.
 
     `n_layers` is the number of blocks. Reading `n_heads` raises an error, because a loop over
     `n_layers` × `n_heads` heads would silently skip most neuron-heads. `n_key_value_heads`,
-    `d_head` (of queries and keys) and `attn_scale` are those of source layer 0. Reading `d_mlp`
-    raises an error if layers have different numbers of neurons.
+    `d_head` (of queries and keys) and `attn_scale` are those of layer 0 of the original. Reading
+    `d_mlp` raises an error if layers have different numbers of neurons.
     """
 
     gating: Gating
     """The gates of the neuron-heads."""
     layer_sizes: tuple[LayerSizes, ...]
-    """The numbers of heads and neurons of each source layer, and the widths of its heads."""
+    """For each original layer, the numbers of heads and neurons, and the widths of heads."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedCallError(
@@ -151,7 +151,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
 
     @property
     def d_mlp(self) -> int:  # type: ignore[override]
-        """The number of neurons per source layer; raise an error if layers differ."""
+        """The number of neurons per original layer; raise an error if layers differ."""
         counts = [sizes.d_mlp for sizes in self.layer_sizes]
         if len(set(counts)) > 1:
             raise UnsupportedCallError(
@@ -167,7 +167,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         return set(self.layer_sizes) == {first} and first.d_value == first.d_head
 
     def source_cfg(self) -> HookedTransformerConfig:
-        """Return the source's configuration; raise an error if no stock model has these sizes."""
+        """Return the original's configuration; raise an error if no stock model has these sizes."""
         if not self.has_stock_sizes:
             raise UnsupportedCallError(
                 "this model has no source_cfg, because its layers differ in size, or values and "
@@ -179,7 +179,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         return self.layer_cfg(0)
 
     def layer_cfg(self, layer: int) -> HookedTransformerConfig:
-        """Return a stock configuration that gives all layers the sizes of one source layer."""
+        """Return a stock configuration in which all layers have the sizes of one original layer."""
         fields = {k: v for k, v in self.__dict__.items() if k not in ("gating", "layer_sizes")}
         sizes = self.layer_sizes[layer]
         fields |= {"n_layers": len(self.layer_sizes), "attn_only": False, **sizes.stock_fields}

@@ -1,4 +1,4 @@
-"""Check that a HookedTransformer has only settings and modules that can be converted exactly."""
+"""Check that all modules and options of a HookedTransformer can be converted exactly."""
 
 from typing import Any
 

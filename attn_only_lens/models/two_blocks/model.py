@@ -48,7 +48,7 @@ _ATTENTION = ((Attention, GroupedQueryAttention), (NeuronAttention, BilinearAtte
 
 
 class StackedWeight:
-    """A descriptor that stacks one weight over the source layers; None for a missing weight."""
+    """A descriptor that stacks one weight over the original layers; None for a missing weight."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -75,13 +75,13 @@ class StackedWeight:
 class HeadStack(QKAndOV):
     """The stacked weights of all attention heads or all neuron-heads of a converted model.
 
-    The first axis of each weight is the source layer. Grouped keys and values are repeated for each
-    query head. d_value equals d_head unless the model was grown. If source layers differ in size,
-    reading a weight raises UnsupportedCallError.
+    The first axis of each weight is the original model's layer. Grouped keys and values are
+    repeated for each query head. d_value equals d_head unless the model was grown. If layers differ
+    in size, reading a weight raises UnsupportedCallError.
 
     Attributes:
         kind: "attention" or "neuron".
-        attns: the attention module of each source layer.
+        attns: the attention module of each layer.
 
     Example:
         >>> from attn_only_lens import convert, pretrained
@@ -123,13 +123,13 @@ class HeadStack(QKAndOV):
 
 
 class TwoBlocksHost(HookedTransformerHost):
-    """The host of a converted model, which has two blocks per source layer."""
+    """The host of a converted model, which has two blocks per layer of the original model."""
 
     in_place = False
 
     @property
     def neurons(self) -> list[Any]:
-        """The neuron-heads of all source layers: one module per layer."""
+        """The modules with the neuron-heads, one for each layer of the original model."""
         return [block.attn for block in self.model.blocks[1::2]]
 
     def reasons(self) -> list[str]:
@@ -152,7 +152,7 @@ class TwoBlocksHost(HookedTransformerHost):
 
     @property
     def n_heads(self) -> list[int]:
-        """The number of attention heads in each source layer."""
+        """The number of attention heads in each layer of the original model."""
         return [block.cfg.n_heads for block in self.model.blocks[::2]]
 
     def block(self, layer: int, kind: HeadKind) -> int:
@@ -169,7 +169,7 @@ class TwoBlocksHost(HookedTransformerHost):
         return f"blocks.{block}.hook_resid_{'post' if point == 'post' else 'pre'}"
 
     def norms(self) -> list[LayerNorms]:
-        """Return the norms of each source layer, which are in the layer's two blocks."""
+        """Return each original layer's norms, which are in the layer's two blocks."""
         blocks = self.model.blocks
         names = ("ln1", "ln1_post")
         modules = [
@@ -189,7 +189,7 @@ class _TwoBlocksReplay(HookedReplay):
             return super()._run(joined, end)
 
     def enter(self, joined: Joined, block: int) -> None:
-        """If neuron blocks read the input of the attention block, restore it from the recording."""
+        """If neuron blocks read attention's input, restore this input from the recording."""
         n = sum(len(variant.stream) for variant in joined.entering(block)) // self.batch
         if not (self.model.cfg.parallel_attn_mlp and block % 2 and n):
             return
@@ -202,11 +202,11 @@ class _TwoBlocksReplay(HookedReplay):
 class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
     """An attention-only `HookedTransformer`, returned by `convert`.
 
-    Block 2l holds the attention heads of source layer l, and block 2l + 1 holds the layer's neurons
-    as heads of width 1. In TransformerLens' methods, the argument `layer` is the index of a block.
-    Names of heads refer to source layers (`L5H3`, `L5N1234`). TransformerLens methods that would
-    give a wrong result raise an `UnsupportedCallError` that says what to use instead. In a grown
-    model, layers may differ in size; `cfg.layer_sizes` holds the sizes.
+    Block 2l holds the attention heads of the original layer l, and block 2l + 1 holds the layer's
+    neurons as heads of width 1. In TransformerLens' methods, the argument `layer` is the index of a
+    block. Names of heads refer to original layers (`L5H3`, `L5N1234`). TransformerLens methods that
+    would give a wrong result raise an `UnsupportedCallError` that says what to use instead. After
+    growth, layers may differ in their numbers of heads and neurons (`cfg.layer_sizes`).
 
     Example:
         >>> from attn_only_lens import convert, pretrained
@@ -238,7 +238,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
 
     @property
     def source_cfg(self) -> HookedTransformerConfig:
-        """The source model's configuration, with this model's current dtype and device.
+        """The original model's configuration, with this model's current dtype and device.
 
         Raises:
             UnsupportedCallError: layers differ in size, or values and queries differ in width.
@@ -247,12 +247,12 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
 
     @property
     def attention_heads(self) -> HeadStack:
-        """The attention heads of all source layers."""
+        """The attention heads of all layers of the original model."""
         return HeadStack("attention", tuple(block.attn for block in self.blocks[::2]))
 
     @property
     def neuron_heads(self) -> HeadStack:
-        """The neuron-heads of all source layers."""
+        """The neuron-heads of all layers of the original model."""
         return HeadStack("neuron", tuple(block.attn for block in self.blocks[1::2]))
 
     def head_labels(self, block: int) -> list[str]:
@@ -284,13 +284,13 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         return neuron_gate(cache, name)
 
     W_in: Any = StackedWeight()
-    """Input weights [layer, d_model, d_mlp] of the neurons of every source layer."""
+    """Input weights [layer, d_model, d_mlp] of the neurons in every layer of the original."""
     b_in: Any = StackedWeight()
-    """Input biases [layer, d_mlp] of the neurons of every source layer."""
+    """Input biases [layer, d_mlp] of the neurons in every layer of the original model."""
     W_out: Any = StackedWeight()
-    """Output weights [layer, d_mlp, d_model] of the neurons of every source layer."""
+    """Output weights [layer, d_mlp, d_model] of the neurons in every layer of the original."""
     b_out: Any = StackedWeight()
-    """Output biases [layer, d_model] of the neurons of every source layer."""
+    """Output biases [layer, d_model] of the neurons in every layer of the original model."""
     W_gate: Any = StackedWeight()
     """Gate weights [layer, d_model, d_mlp] of the neurons; None for plain MLPs."""
 
