@@ -143,8 +143,8 @@ def attention_edit(
     def hook(value: Tensor, hook: Any) -> Tensor:
         if value.shape != rows.shape:  # `torch.where` would broadcast a single position
             reason = (
-                f"{hook.name} has shape {list(value.shape)} in a run of {n_variants} variants from "
-                f"position {first} on; expected {list(rows.shape)}"
+                f"{hook.name} has shape {list(value.shape)} in a run of {n_variants} variants that "
+                f"start at position {first}; expected {list(rows.shape)}"
             )
             raise UnsupportedModelError([reason], "these hook points cannot be patched")
         return torch.where(chosen.unsqueeze(-1), rows, value)

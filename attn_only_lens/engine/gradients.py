@@ -139,7 +139,7 @@ def gradient_by_head(
 
 @contextmanager
 def edit_input(model: Any, change: Callable[[Residual], Residual]) -> Iterator[None]:
-    """Inside a `with`, apply `change` to the residual stream that enters the first block."""
+    """Context manager that applies `change` to the residual stream entering the first block."""
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         stream = change(input_stream(args, kwargs))

@@ -210,7 +210,7 @@ def wide_sublayer(writes: SublayerWrites) -> LinearSublayer:
 
 
 def places(position: Place) -> Positions:
-    """Return an index that keeps the pos axis, for one position, or for one position per node."""
+    """Return an index for one position, or for one position per node; it keeps the pos axis."""
     return slice(position, position + 1) if isinstance(position, int) else position
 
 

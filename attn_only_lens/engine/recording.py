@@ -113,7 +113,7 @@ class RunPair:
         return self.metric.mean(self.corrupted_values).item()
 
     def target(self, direction: str) -> tuple[Recording, Recording, Float[Tensor, "prompt"]]:
-        """Return the run to patch, the run that patches come from, and the first run's metric."""
+        """Return the run to patch, the run that patches come from, and the patched run's metric."""
         if direction == "denoise":
             return self.corrupted, self.clean, self.corrupted_values
         return self.clean, self.corrupted, self.clean_values

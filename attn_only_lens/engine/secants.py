@@ -40,7 +40,7 @@ def together(
     steps: Mapping[Any, tuple[Tensor, ...]],
     kinds: Mapping[Any, Hashable],
 ) -> Iterator[tuple[Any, tuple[Tensor, ...]]]:
-    """Yield each step and its slopes; small steps of equal kinds and shapes are computed at once.
+    """Yield each step and its slopes; small steps of the same kind and shape are computed at once.
 
     `slopes` is called per group, with the group's steps and their tensors stacked along axis 1.
     """

@@ -81,7 +81,7 @@ class CentreStream(Expansion):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """Return a plan with separate matrices for the embedding and the unembedding."""
+        """Return the plan for giving embedding and unembedding separate matrices."""
         return Plan(constants={"tied": False})
 
     def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:

@@ -52,7 +52,7 @@ class AddHeads(Expansion):
     into_groups: bool = False
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return every reason why the given weights cannot be expanded."""
+        """Return every reason why the layers cannot get new heads."""
         reasons = reasons_against_count(self.n, self.layers, weights)
         if weights.constants.positions == "alibi":
             reasons.append("ALiBi slopes depend on the number of heads, so old heads would change")
@@ -73,7 +73,7 @@ class AddHeads(Expansion):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """Return the plan for the given weights."""
+        """Return the plan for adding attention heads."""
         sizes, axes = weights.sizes, {}
         layers = layers_of(self.layers, weights)
         zero = {block_name(layer, "attn.W_O") for layer in layers}

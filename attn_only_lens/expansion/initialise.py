@@ -122,7 +122,7 @@ class New:
 
     @property
     def is_matrix(self) -> bool:
-        """True for weight matrices; False for biases, gains and sinks."""
+        """True for weight matrices; True unless the tensor is a bias, a gain or a sink."""
         return ".W_" in self.name
 
 

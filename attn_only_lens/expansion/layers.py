@@ -50,7 +50,7 @@ class InsertLayer(Expansion):
     copy: bool = False
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return every reason why the given weights cannot be expanded."""
+        """Return every reason why the layer cannot be inserted."""
         constants, reasons = weights.constants, []
         n_layers = constants.n_layers
         if not is_index(self.at, n_layers + 1):
@@ -76,7 +76,7 @@ class InsertLayer(Expansion):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """Return the plan for the given weights."""
+        """Return the plan for inserting the layer."""
         constants, layer_index = weights.constants, self.at
         n_layers = constants.n_layers
         like = max(layer_index - 1, 0) if self.like is None else self.like

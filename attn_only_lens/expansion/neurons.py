@@ -34,7 +34,7 @@ class AddNeurons(Expansion):
     layers: Sequence[int] | None = None
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return every reason why the given weights cannot be expanded."""
+        """Return every reason why the MLPs cannot get new neurons."""
         reasons = reasons_against_count(self.n, self.layers, weights)
         known = set(weights.in_layers("mlp.W_out"))
         without = [layer for layer in layers_of(self.layers, weights) if layer not in known]
@@ -48,7 +48,7 @@ class AddNeurons(Expansion):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """Return the plan for the given weights."""
+        """Return the plan for adding neurons to the MLPs."""
         layers = layers_of(self.layers, weights)
         sizes = weights.sizes
         written = frozenset(block_name(layer, "mlp.W_out") for layer in layers)

@@ -466,7 +466,7 @@ class Provenance:
         return tensor_map.old_part(self._given_back(tensor_map.name, grown[tensor_map.name]))
 
     def broken(self, grown: Mapping[str, Tensor]) -> dict[str, str]:
-        """Return a dictionary from tensors that violate `zeros` or `ties` to the condition."""
+        """Return {tensor: violated condition} for all tensors that violate `zeros` or `ties`."""
         names: dict[str, str] = {}
         for entries in (*self.zeros, *self.ties):
             now = grown[entries.name]

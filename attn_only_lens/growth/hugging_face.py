@@ -2,7 +2,7 @@
 
 A table lists what transformers' configurations do not say about a model family, such as the kinds
 and places of norms. The transformers package builds the grown model from a larger configuration of
-the same class. The tensors of `Weights` become its parameters, and it gets a new bridge.
+the same class. The tensors of `Weights` become this model's parameters, and a new bridge wraps it.
 
 Transformers rejects the configurations of some grown models (`transformers_module.py`). Such a
 model computes the same function as the original, but cannot be saved in transformers' format.

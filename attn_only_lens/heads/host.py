@@ -72,7 +72,7 @@ class PassState(threading.local):
 
     @contextmanager
     def new_pass(self, values: Mapping[Any, Any] = _NO_VALUES) -> Iterator[None]:
-        """Inside a `with`, use these values; restore the previous values at its end."""
+        """Context manager that uses these values, and restores the previous values at its end."""
         outer, self.values = self.values, dict(values)
         is_outermost, self._errors = self._errors is None, self._errors or []
         try:
@@ -231,7 +231,7 @@ def stock_class(module: object) -> type:
 
 
 def has_neuron_heads(model: object) -> bool:
-    """Return whether a model has neuron-heads."""
+    """Return whether a model's MLP neurons are implemented as attention heads (neuron-heads)."""
     return isinstance(model, WithNeuronHeads)
 
 

@@ -22,7 +22,7 @@ from attn_only_lens.heads.names import HeadName
 
 
 def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
-    """Return the attention of one neuron-head, from each token to itself and to the bias token.
+    """Return a neuron's attention (as an attention head) to the token itself and the bias token.
 
     The last axis has two entries, one for the token itself and one for the bias token, instead of
     one entry for each token. Plotting tools such as circuitsvis expect a square pattern over tokens

@@ -104,7 +104,7 @@ def refuse(reasons: Sequence[str], problem: str) -> None:
 
 @contextmanager
 def checkpoint_errors(problem: str) -> Iterator[None]:
-    """Raise a CheckpointError in place of any other exception in the `with` block."""
+    """Context manager that turns other packages' exceptions into CheckpointErrors."""
     try:
         yield
     except AttnOnlyLensError:
@@ -130,7 +130,7 @@ def reasons_against_config(config: dict[str, Any], name: str) -> list[str]:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer from `tokenizer/` in a folder; raise an error for links that leave it."""
+    """Load the tokenizer from `tokenizer/` in a folder; refuse links out of it."""
     tokenizer_folder = folder / TOKENIZER
     if not tokenizer_folder.is_dir():
         raise CheckpointError(
