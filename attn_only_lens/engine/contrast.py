@@ -9,10 +9,10 @@ add up to the metric's change:
 
     Σ M_y · Δy = Δmetric        Δy = y of the clean run minus y of the corrupted run
 
-This holds for every set of activations y that together cut all paths from the tokens to the metric.
-Multipliers can be computed at every hook point, for example for queries, scores, patterns or z. If
-three factors of a product change, their shares depend on the order of multiplication in the model's
-code.
+The equation holds for every set of activations y that together cut all paths from the tokens to the
+metric. Multipliers can be computed at every hook point, for example for queries, scores, patterns
+or z. If three factors of a product change, their shares depend on the order of multiplication in
+the model's code.
 
 The nonlinear steps are norms, attention softmaxes (with soft caps and clamps), neuron-heads
 (single-neuron attention heads) and the soft cap of the logits. Calls of torch's softmax are
@@ -432,7 +432,7 @@ class _Steps:
             yield
 
     def _norm(self, norm: Any, x: Tensor, y: Tensor, *, continues: bool) -> Callable[..., Tensor]:
-        """Return a hook that makes a norm output the mean of both runs, with its rule as gradient.
+        """Return a hook that replaces a norm's output by both runs' mean, with the rule's gradient.
 
         If `continues` is true, hook points inside the norm receive the output's gradient too.
         """

@@ -84,8 +84,8 @@ def require_same_edit(
             if not error <= 1.0:
                 reasons.append(
                     f"layer {layer}: noise at {names[layer]}, starting at position {first}, "
-                    f"changes the output of block {block} by {_largest(expected, before):.2g} in a full "
-                    "run; the output in a sweep would differ from this by "
+                    f"changes the output of block {block} by {_largest(expected, before):.2g} in a "
+                    "full run; the output in a sweep would differ from this by "
                     f"{_largest(edited[layer], expected):.2g}. "
                     "Something else, such as a replaced forward pass, changes the heads' output "
                     "before it is added to the stream"

@@ -59,7 +59,7 @@ class SecantNorm(FrozenNorm):
         return cls(both.norm, middle, 2 / (clean + corrupted), (clean, corrupted))
 
     def at(self, positions: Positions) -> "SecantNorm":
-        """Return this norm for the given positions only."""
+        """Return the same norm, restricted to the given positions."""
         clean, corrupted = (scale[:, positions] for scale in self.scales)
         stream, scale = self.stream[:, positions], self.scale[:, positions]
         return SecantNorm(self.norm, stream, scale, (clean, corrupted))

@@ -37,7 +37,7 @@ class PositionSet:
 
     @property
     def column(self) -> int | None:
-        """The column of the position if it is the same in all prompts; otherwise None."""
+        """The column of the position if all prompts have the same one; otherwise None."""
         inside = isinstance(self.label, int) and 0 <= self.label < self.chosen.shape[1]
         return int(self.label) if inside else None
 

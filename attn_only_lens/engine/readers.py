@@ -11,8 +11,8 @@
 
 For neuron-heads, z is computed from Δq = δ W_in or, in a gated MLP, from Δq = δ W_gate and Δu = δ
 W_in for the up projection u. For attention heads, the block runs with δ added to its attention's
-input; recorded queries, keys or values replace those that should not change. Both computations are
-tested before they are first used.
+input; recorded queries, keys or values replace those that should not change. Both methods are
+tested before their first use.
 """
 
 from collections.abc import Callable
@@ -226,7 +226,7 @@ class Readers:
 def _require_products(
     heads: NeuronHeads, x: Tensor, projected: tuple[Tensor, Tensor | None], layer: int
 ) -> None:
-    """Raise an error if an MLP does not compute its input times W_in (and W_gate, if gated)."""
+    """Raise an error if an MLP does not multiply its input by W_in (and W_gate, if gated)."""
     noise = _noise(x)
     befores, afters = (
         [y for y in pair if y is not None] for pair in (projected, heads.projections(x + noise))

@@ -25,7 +25,7 @@ Hooks = Sequence[tuple[str, Callable[..., Any]]]
 Side = Literal["clean", "corrupted"]
 _POINTS = ("z", "v", "pattern")
 # Up to this many tokens, a forward pass over both prompts takes little longer than over one prompt,
-# because most of its time goes into reading weights.
+# because reading the weights takes most of the time.
 _FEW_TOKENS = 512
 
 
@@ -46,7 +46,7 @@ class NeuronRun:
 
     @property
     def weight(self) -> Float[Tensor, "batch pos head_index"]:
-        """Each neuron-head's attention to its own token; the bias token gets the remainder."""
+        """Each neuron-head's attention to its own token (the rest is on the bias token)."""
         return self.gates[1]
 
 

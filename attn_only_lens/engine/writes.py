@@ -70,7 +70,7 @@ class FrozenNorm:
     scale: Float[Tensor, "batch pos 1"]
 
     def at(self, positions: Positions) -> "FrozenNorm":
-        """Return this norm for the given positions only."""
+        """Return the same norm, restricted to the given positions."""
         return replace(self, stream=self.stream[:, positions], scale=self.scale[:, positions])
 
     def change(

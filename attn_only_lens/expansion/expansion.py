@@ -104,7 +104,7 @@ class Expansion(ABC):
 
 
 def reasons_against_bytes(needed: int) -> list[str]:
-    """Return a list with an error message if no device has this many bytes of free memory."""
+    """Return a list with an error message if no device has `needed` bytes of free memory."""
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     free = [free_bytes(device) for device in (torch.device("cpu"), *gpus)]
     if needed <= max(free):

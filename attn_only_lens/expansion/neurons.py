@@ -2,8 +2,8 @@
 
 The MLP output Σ_i act(x · W_in[:, i] + b_in[i]) W_out[i] + b_out is a sum over neurons. Neurons
 whose rows of W_out are zero therefore add nothing to the output (equations 6 to 10), whatever their
-activations are. This requires an activation function that acts on each neuron separately; SoLU does
-not.
+activations are. The theorem requires an activation function that acts on each neuron separately;
+SoLU does not.
 """
 
 from collections.abc import Sequence

@@ -218,7 +218,7 @@ class HuggingFaceBridge(BridgeModel):
                     setattr(model.cfg, key, value)
         old_modules = dict(template.original_model.named_modules())
         for name, part in model.original_model.named_modules():
-            if isinstance(part, nn.Dropout):  # the user may have changed the probability p
+            if isinstance(part, nn.Dropout):  # the user may have changed the dropout probability p
                 like = self._with_layer(
                     name, lambda layer: str(in_layer(source_of(block_name(layer, "attn"))))
                 )

@@ -58,8 +58,8 @@ _NO_VALUES: Mapping[Any, Any] = MappingProxyType({})
 class PassState(threading.local):
     """Values that one module passes to a later module in the same forward pass.
 
-    The values are not module attributes, because other threads, or hooks, may run the same model
-    during a forward pass. Each thread has its own values, and a copy of this object is empty.
+    The values are not module attributes, because other threads, or hooks, may run the model during
+    a forward pass. Each thread has its own values, and a copy of this object is empty.
     """
 
     def __init__(self) -> None:
@@ -225,7 +225,7 @@ class WithNeuronHeads:
 
 
 def stock_class(module: object) -> type:
-    """Return the class that a module had before it got neuron-heads."""
+    """Return the class that a module had before neuron-heads were added to it."""
     kind = type(module)
     return vars(kind).get("_stock", kind)  # `vars` ignores base classes
 
@@ -236,7 +236,7 @@ def has_neuron_heads(model: object) -> bool:
 
 
 def host_of(model: Any) -> Host:
-    """Return a model's `Host`; raise UnsupportedCallError if the model has no neuron-heads."""
+    """Return a model's `Host`; raise UnsupportedCallError if no MLP neurons are attention heads."""
     if not isinstance(model, WithNeuronHeads):
         raise UnsupportedCallError("; ".join(reasons_without_heads(model)))
     return model._host(model)

@@ -126,7 +126,7 @@ def _block_pattern(
 
 
 def require_neuron_heads(cache: Any) -> None:
-    """Raise UnsupportedCallError unless this is the cache of a model with neuron-heads."""
+    """Raise UnsupportedCallError unless the cache comes from a model with neuron-heads."""
     model = getattr(cache, "model", None)
     if not has_neuron_heads(model):
         kind = "" if model is None else f" of {a_type(model)} without neuron-heads"
@@ -152,8 +152,8 @@ def dense_pattern(
 ) -> Float[Tensor, "batch query_pos key_pos_and_bias"]:
     """Return `neuron_pattern` as a square matrix over tokens, plus a column for the bias token.
 
-    Plotting tools such as circuitsvis expect such a matrix. Each token's attention to itself is on
-    the diagonal; other weights between tokens are zero. The arguments and errors are the same as
+    Plotting tools such as circuitsvis expect a square matrix. Each token's attention to itself is
+    on the diagonal; other weights between tokens are zero. The arguments and errors are the same as
     for `neuron_pattern`.
 
     Example:

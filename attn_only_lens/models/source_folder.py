@@ -176,8 +176,8 @@ def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
 def original_tokenizer(tokenizer: Any) -> Any:
     """Reload a tokenizer from its original files, unless this fails or changes the vocabulary.
 
-    This undoes the changes that TransformerLens makes: it prepends a BOS token, and uses EOS in
-    place of missing special tokens.
+    Reloading undoes TransformerLens' changes, which prepend a BOS token and replace missing special
+    tokens by EOS.
     """
     try:
         original = read_tokenizer(Path(tokenizer.name_or_path))

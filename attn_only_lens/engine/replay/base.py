@@ -2,10 +2,10 @@
 
 Each row of the batch is one prompt of one variant. With n prompts, row r holds prompt r mod n of
 variant r // n. Variants that start at different blocks can run together (`Joined`). A replay
-computes only the activations that its variants can change and that the metric needs. It skips
-earlier blocks and logits that the metric does not read. In causal models, it also skips positions
-before `first` and uses their recorded keys and values. Before its first use, a replay must
-reproduce the recorded logits, and its edits must have the same effects as hooks (`edit_checks.py`).
+computes only the activations that its variants can change and that the metric needs. Earlier
+blocks, and logits that the metric does not read, are skipped. Causal models also skip positions
+before `first`, and use the recorded keys and values. Before its first use, a replay must reproduce
+the recorded logits, and its edits must have the same effects as hooks (`edit_checks.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -341,7 +341,7 @@ class Replay(ABC):
             scale = torch.finfo(out.dtype).eps * (after.abs().max() + added.abs().max())
             largest.append((out - after - added).abs().max() / scale)
         for block, error in zip(untested, read_all(largest), strict=True):
-            # The tolerance is small, because no later layer amplifies this sum's rounding errors.
+            # Use a small tolerance: no later layer amplifies the rounding errors of this sum.
             # If the test fails, patches run the whole block, which is always correct.
             self._adds[block] = error <= _ROUNDINGS
             if self._adds[block]:

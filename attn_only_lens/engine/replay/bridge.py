@@ -99,7 +99,7 @@ class BridgeReplay(Replay):
         return 3 * flops + tokens * self.flops_per_token(block)
 
     def starts_to_check(self) -> set[int]:
-        """Return only position 0, because other positions are tested before their first use."""
+        """Return only position 0, because later positions are tested before their first use."""
         return {0}
 
     @torch.no_grad()
@@ -175,7 +175,7 @@ class BridgeReplay(Replay):
         linear = self.model.unembed.original_component
         if type(linear) is not nn.Linear:  # the unembedding is quantised
             return False
-        placed = getattr(linear, "_hf_hook", None)  # accelerate, which moves weights, sets it
+        placed = getattr(linear, "_hf_hook", None)  # set by accelerate, which moves weights
         if "forward" in vars(linear) and getattr(placed, "offload", True):
             return False
         test = "columns", *self.metric.columns.tolist()

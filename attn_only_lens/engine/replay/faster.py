@@ -2,9 +2,9 @@
 
 Libraries compute some activation functions with eight kernels where torch has one. Most metrics
 read the last block's output at one token per prompt. For these metrics, this block's output
-projections and MLP run only on that token. Their output [row, 1, d_model] is added to the residual
-stream [row, pos, d_model], which is then correct only at that token. An activation function is
-compared with torch's before it is replaced. `Replay.check` tests the resulting logits.
+projections and MLP run only on that token. The resulting output [row, 1, d_model] is added to the
+residual stream [row, pos, d_model], which is then correct only at that token. An activation
+function is compared with torch's before it is replaced. `Replay.check` tests the resulting logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
