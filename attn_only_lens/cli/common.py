@@ -189,7 +189,7 @@ def in_shell_words(
 
     message = _LABEL.sub(label, _ASSIGNMENT.sub(assignment, message))
     if "token_ids" in hints:
-        message = message.replace("give token numbers", "give token numbers and --token-ids")
+        message = message.replace("give token IDs", "give token IDs and --token-ids")
     return message
 
 

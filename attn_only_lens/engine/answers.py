@@ -1,8 +1,8 @@
-"""Convert the answers that a metric compares (strings or token numbers) to single tokens.
+"""Convert the answers that a metric compares (strings or token IDs) to single tokens.
 
 A list of answers has one item per prompt, or a single item for all prompts. An item is one answer,
 or a list of answers if the metric sums over several. In most vocabularies, " are" and "are" are
-different tokens. A warning is given if the other spelling is far more probable in the clean run.
+different tokens. A warning says if adding or removing the space makes an answer far more probable.
 """
 
 from collections.abc import Mapping, Sequence
@@ -108,7 +108,7 @@ def answer_tokens(
 def _tokens_of_prompts(
     model: Any, pair: PromptPair, rows: AnswerRows, role: str, reasons: list[str], several: bool
 ) -> _Tokens:
-    """Return each prompt's answer tokens; add an error message to `reasons` per invalid answer."""
+    """Return each prompt's answer tokens; for each invalid answer, add a message to `reasons`."""
     shared = len(rows) == 1
     if not shared and len(rows) != pair.n_all:
         expected = "1" if pair.n_all == 1 else f"1, or one for each of the {pair.n_all} prompts"
@@ -132,22 +132,22 @@ def _tokens_of_prompts(
 
 
 def _token(model: Any, answer: Any) -> int | str:
-    """Return the token number of an answer, or an error message if it is not a single token."""
+    """Return the token ID of an answer, or an error message if it is not a single token."""
     size, tokenizer = d_vocab_out(model), getattr(model, "tokenizer", None)
     if isinstance(answer, str):
         if tokenizer is None:
-            return f"got {answer!r}, but the model has no tokenizer; give token numbers"
+            return f"got {answer!r}, but the model has no tokenizer; give token IDs"
         token = one_token(tokenizer, answer)
         if token is None:
             return _why_not_one(model, answer)
         answer = token
     if is_count(answer, 0, size - 1):
         return int(answer)
-    return f"got {answer!r}; expected a text, or a token number from 0 to {size - 1}"
+    return f"got {answer!r}; expected a text, or a token ID from 0 to {size - 1}"
 
 
 def _why_not_one(model: Any, text: str) -> str:
-    """Return an error message for a string that is not a single token, with a suggestion."""
+    """Return an error message, with a suggestion, for a string that is not a single token."""
     if unknown := unknown_words(model.tokenizer, text):
         reason = (
             f"got {text!r}, and the tokenizer does not know {quoted(unknown)}: "
@@ -210,7 +210,7 @@ def _respelt(tokenizer: Any, token: int, size: int) -> int | None:
 
 
 def _case(model: Any, role: str, token: int, respelt: int, times: float) -> str:
-    """Return the warning's line for one answer: how much more probable its other spelling is."""
+    """Return the warning's line for one answer, with the probability ratio of both spellings."""
     got, expected = token_text(model, token), token_text(model, respelt)
     texts = (expected, expected.strip())
     spelt = [text for text in texts if token_ids(model.tokenizer, text) == [respelt]]

@@ -1,4 +1,4 @@
-"""Attribute a metric's difference between two runs of a model exactly to its activations.
+"""Attribute the change of a metric between two runs exactly to the model's activations.
 
 The model runs on the clean and the corrupted prompts. In a third forward pass, with gradients, each
 nonlinear step outputs the mean of its outputs in the two runs. In the backward pass, the step's
@@ -9,10 +9,10 @@ add up to the metric's change:
 
     Σ M_y · Δy = Δmetric        Δy = y of the clean run minus y of the corrupted run
 
-This holds for every set of activations y that together cut all paths from the tokens to the metric.
-Multipliers can be computed at every hook point, for example for queries, scores, patterns or z. If
-three factors of a product change, their shares depend on the order of multiplication in the model's
-code.
+The equation holds for every set of activations y that together cut all paths from the tokens to the
+metric. Multipliers can be computed at every hook point, for example for queries, scores, patterns
+or z. If three factors of a product change, their shares depend on the order of multiplication in
+the model's code.
 
 The nonlinear steps are norms, attention softmaxes (with soft caps and clamps), neuron-heads
 (single-neuron attention heads) and the soft cap of the logits. Calls of torch's softmax are
@@ -92,7 +92,7 @@ class BothRuns:
     recording: Recording
 
     def recordings(self) -> tuple[Recording, Recording]:
-        """Split the recording into those of the clean run and of the corrupted run."""
+        """Return the recording of the clean run and the recording of the corrupted run."""
         n = len(self.pair.clean)
         return self.recording[:n], self.recording[n:]
 
@@ -225,7 +225,7 @@ def contrast(
 
 
 def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> Logits:
-    """Return the logits' multipliers, which are exact if all functions in the metric have rules."""
+    """Return the logits' multipliers, exact if `FunctionRules` covers the metric's functions."""
     seen = []
     for logits in (clean, corrupted):
         with torch.no_grad(), FunctionRules() as functions:
@@ -253,7 +253,7 @@ def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted
 
 @contextmanager
 def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[None]:
-    """Run a half-precision model in float32; warn of the metric's change in both precisions."""
+    """Context manager that runs half-precision models in float32, with a warning."""
     if next(model.parameters()).dtype not in HALF:
         yield
         return
@@ -331,7 +331,7 @@ def _average(both: Tensor, value: Tensor, hook: Any) -> Tensor:
 
 
 def _gate_slopes(alike: Sequence[Any], queries: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean attention of tokens to themselves, and its slope, for equal gates."""
+    """Return tokens' mean attention to themselves, and its slope, for layers with equal gates."""
     weights = alike[0]._gate_pattern(queries)[..., SELF]
     (y_1, y_0), (x_1, x_0) = weights.chunk(2), queries.chunk(2)
     return mean(weights), slope(y_1, y_0, x_1, x_0, partial(gate_derivative, alike[0]))
@@ -348,7 +348,7 @@ class _Steps:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Inside a `with`, record the inputs and outputs of norms and of nonlinear functions."""
+        """Context manager that records the inputs and outputs of norms and nonlinear functions."""
 
         def look(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
             self.norms[module] = input_stream(args, kwargs).detach(), output.detach()
@@ -362,7 +362,7 @@ class _Steps:
 
     @contextmanager
     def replaced(self, hooks: Hooks) -> Iterator[Hooks]:
-        """Inside a `with`, replace norms and nonlinear functions with their rules; adapt `hooks`.
+        """Context manager that puts rules in place of norms and nonlinearities; adapts `hooks`.
 
         Some bridges have hook points inside norms, such as Gemma 2's `hook_attn_out`. A hook there
         gets a detached activation, which receives the gradient of the norm's new output.
@@ -432,7 +432,7 @@ class _Steps:
             yield
 
     def _norm(self, norm: Any, x: Tensor, y: Tensor, *, continues: bool) -> Callable[..., Tensor]:
-        """Return a hook that makes a norm output the mean of both runs, with its rule as gradient.
+        """Return a hook that replaces a norm's output by both runs' mean, with the rule's gradient.
 
         If `continues` is true, hook points inside the norm receive the output's gradient too.
         """

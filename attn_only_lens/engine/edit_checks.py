@@ -83,9 +83,9 @@ def require_same_edit(
             expected, before = whole[block], recording.streams[block + 1]
             if not error <= 1.0:
                 reasons.append(
-                    f"layer {layer}: noise at {names[layer]}, from position {first} on, changes "
-                    f"the output of block {block} by {_largest(expected, before):.2g} in a full "
-                    "run; the output in a sweep would differ from this by "
+                    f"layer {layer}: noise at {names[layer]}, starting at position {first}, "
+                    f"changes the output of block {block} by {_largest(expected, before):.2g} in a "
+                    "full run; the output in a sweep would differ from this by "
                     f"{_largest(edited[layer], expected):.2g}. "
                     "Something else, such as a replaced forward pass, changes the heads' output "
                     "before it is added to the stream"
@@ -165,7 +165,7 @@ def require_groups(replay: Replay, layers: Sequence[int]) -> None:
         expected = list(range(n_heads - n_heads // n_shared, n_heads))
         if reading != expected:
             reasons.append(
-                f"layer {layer}: heads {reading} use the last of the values that heads share; "
+                f"layer {layer}: heads {reading} use the last shared value; "
                 f"expected heads {expected}; patch z instead"
             )
     UnsupportedModelError.raise_if(reasons, "the shared keys and values cannot be patched")
@@ -174,12 +174,12 @@ def require_groups(replay: Replay, layers: Sequence[int]) -> None:
 
 
 def _noise(axis: int, first: int, level: float) -> Callable[[Tensor, Any], Tensor]:
-    """Return a hook that adds noise from position `first` on; `axis` is the axis of positions."""
+    """Return a hook that adds noise starting at position `first`; `axis` is the position axis."""
 
     def add(value: Tensor, hook: Any) -> Tensor:
         noise = normal_numbers(value.shape).to(value)
         noise.narrow(axis, 0, first).zero_()
-        # A mean could overflow if huge queries make tokens attend only to themselves.
+        # Use the median: a mean could overflow if queries are huge.
         size = value.abs().where(value.isfinite(), torch.nan).nanmedian()
         return value + noise * (level * size.where(size > 0.0, 1.0))
 

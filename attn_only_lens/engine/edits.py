@@ -18,8 +18,8 @@ both pattern and value change, the change in z is the sum of three terms:
 For attention heads, the block runs again for a batch of variants (patched copies of the run); a
 hook patches different heads at different positions in each variant. In models with grouped-query
 attention, heads share keys and values. To patch a key or value for one head only, the shared key or
-value is patched, and the z of all other heads is restored. This equals a patch in a model where
-each head has its own copy of keys and values.
+value is patched, and then the z of all other heads is restored. The result equals a patch in a
+model where each head has its own keys and values.
 """
 
 from collections.abc import Callable
@@ -143,8 +143,8 @@ def attention_edit(
     def hook(value: Tensor, hook: Any) -> Tensor:
         if value.shape != rows.shape:  # `torch.where` would broadcast a single position
             reason = (
-                f"{hook.name} has shape {list(value.shape)} in a run of {n_variants} variants from "
-                f"position {first} on; expected {list(rows.shape)}"
+                f"{hook.name} has shape {list(value.shape)} in a run of {n_variants} variants that "
+                f"start at position {first}; expected {list(rows.shape)}"
             )
             raise UnsupportedModelError([reason], "these hook points cannot be patched")
         return torch.where(chosen.unsqueeze(-1), rows, value)

@@ -117,7 +117,7 @@ def gradient_by_head(
     z: Float[Tensor, "batch pos head_index d_head"],
     z_gradient: Float[Tensor, "batch pos head_index d_head"],
 ) -> Float[Tensor, "batch pos head_index d"]:
-    """Return the gradient at shared keys or values, split by the head whose z it passes through.
+    """Return the gradient at shared keys or values, split by the head that it passes through.
 
     One backward pass handles one head of every group that shares keys and values, or a single head
     if a norm mixes the keys of all groups.
@@ -139,7 +139,7 @@ def gradient_by_head(
 
 @contextmanager
 def edit_input(model: Any, change: Callable[[Residual], Residual]) -> Iterator[None]:
-    """Inside a `with`, apply `change` to the residual stream that enters the first block."""
+    """Context manager that applies `change` to the residual stream entering the first block."""
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         stream = change(input_stream(args, kwargs))
@@ -219,7 +219,7 @@ def uncapped_logits(model: Any) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def silent_scale_edits() -> Iterator[None]:
-    """Silence the bridges' warning about edits of norm scales, because the edits are intended."""
+    """Context manager that silences the bridges' warning about (intended) edits of norm scales."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="A forward hook edited hook_scale")
         yield

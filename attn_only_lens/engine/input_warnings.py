@@ -19,7 +19,7 @@ _REPR.maxstring = 60
 
 @contextmanager
 def warned_once() -> Iterator[None]:
-    """Warn about each case only once inside a `with`; nested contexts count as one.
+    """Context manager in which each case is warned about once; nested contexts count as one.
 
     Example:
         >>> import warnings
@@ -41,7 +41,7 @@ def warned_once() -> Iterator[None]:
 
 
 def warn(cases: Mapping[Any, str], problem: str) -> None:
-    """Issue one `InputWarning` for all cases without an earlier warning, if there are any."""
+    """Issue one `InputWarning` that lists the cases not yet warned about, if any."""
     before = _warned.get()
     if before is not None:
         cases = {case: text for case, text in cases.items() if case not in before}

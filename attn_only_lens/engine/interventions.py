@@ -339,7 +339,7 @@ def _tokens_before(model: Any) -> Iterator[Callable[[], int]]:
 
 @contextmanager
 def _edited(model: Any, edits: Sequence[_Edit]) -> Iterator[None]:
-    """Inside the `with`, edit z [batch, pos, head, d] or patterns [batch, head, pos, 2]."""
+    """Context manager that edits z [batch, pos, head, d] or patterns [batch, head, pos, 2]."""
 
     def hook(edit: _Edit, before: Callable[[], int]) -> Callable[[Tensor, Any], Tensor]:
         positions, slices = edit.place.positions, edit.place.heads.values()

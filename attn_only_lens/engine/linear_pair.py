@@ -59,7 +59,7 @@ class SecantNorm(FrozenNorm):
         return cls(both.norm, middle, 2 / (clean + corrupted), (clean, corrupted))
 
     def at(self, positions: Positions) -> "SecantNorm":
-        """Return this norm for the given positions only."""
+        """Return the same norm, restricted to the given positions."""
         clean, corrupted = (scale[:, positions] for scale in self.scales)
         stream, scale = self.stream[:, positions], self.scale[:, positions]
         return SecantNorm(self.norm, stream, scale, (clean, corrupted))
@@ -127,7 +127,7 @@ def _leaves(writes: SublayerWrites) -> tuple[Any, Tensor, Tensor | None]:
 def _value_terms(
     writes: SublayerWrites, weight: Float[Tensor, "batch pos head_index"]
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return the weight matrices of q and u, and the neurons' derivatives at constant gates."""
+    """Return the weight matrices of q and u, each with the outputs' derivative at fixed gates."""
     heads, q, up = _leaves(writes)
     with torch.enable_grad():
         _, v = heads._query_and_value(q, up)

@@ -6,12 +6,12 @@ and the logits. The output of a head t is then an affine function of all earlier
     z_t = Σ_s W_ts z_s + W_te x_0 + b_t
 
 The sum is over all earlier attention heads and neuron-heads s; x_0 is the embedding, and b_t the
-contribution of biases. Each term passes through norms and projections, but through no other head.
+contribution of biases. Each path passes through norms and projections, but through no other head.
 The gradient c_t of a metric at z_t thus splits c_t · z_t into contributions of heads and biases:
 
     c_t · z_t = Σ_s c_t · W_ts z_s + c_t · W_te x_0 + c_t · b_t
 
-This is relevance propagation with frozen attention patterns and norm scales: Achtibat et al.,
+The split is relevance propagation with frozen attention patterns and norm scales: Achtibat et al.,
 "AttnLRP" (2024); Rezaei Jafari et al., "RelP" (2025). Each term is the dot product of the vector
 that s adds to the residual stream (`writes.py`) and the gradient of c_t · z_t at the stream. The
 matrix W_ts is never computed.
@@ -19,8 +19,8 @@ matrix W_ts is never computed.
 An attention head with pattern A outputs A V with V = x N / s W_V + b_V: the norm multiplies the
 residual stream x by N and divides it by the constant scale s. A neuron-head (a single-neuron
 attention head) outputs p v, where p is its attention to its own token. In a gated MLP, the value v
-= g u is a product of two projections. One of them is held constant, or each is held constant in one
-half of the product:
+= g u is a product of two projections. One factor is held constant, or each factor is held constant
+in one half of the product:
 
     held="gate"    p g is constant: linear in the up projection u
     held="up"      p u is constant: linear in g, the gate's pre-activation
@@ -210,7 +210,7 @@ def wide_sublayer(writes: SublayerWrites) -> LinearSublayer:
 
 
 def places(position: Place) -> Positions:
-    """Return an index that keeps the pos axis, for one position, or for one position per node."""
+    """Return an index for one position, or for one position per node; it keeps the pos axis."""
     return slice(position, position + 1) if isinstance(position, int) else position
 
 

@@ -104,7 +104,7 @@ class BoundMetric:
     def select(
         self, logits: Float[Tensor, "*site batch pos d_vocab"]
     ) -> Float[Tensor, "*site batch position column"]:
-        """Select, from the logits of full runs, those that this metric reads."""
+        """Select the logits that this metric reads from the logits of full runs."""
         if logits.shape[-3:] != self.shape:
             self._refuse(
                 f"got logits of shape {list(logits.shape)}; expected [..., batch, pos, d_vocab] "
@@ -145,7 +145,7 @@ class BoundMetric:
 
     @torch.enable_grad()
     def gradient(self, logits: Logits) -> Float[Tensor, "batch position column"] | None:
-        """Return the metric's gradient at the logits that it reads; None if it has no gradient."""
+        """Return the metric's gradient at the logits that it reads, or None if there is none."""
         leaf = self.select(logits.detach()).clone().requires_grad_()
         value = self.value(leaf[None])[0]
         return torch.autograd.grad(value, leaf)[0] if value.requires_grad else None

@@ -134,7 +134,7 @@ def _hook_reasons(names: tuple[str, ...], so: str, removal: str) -> list[str]:
 
 
 def reasons_not_to_run(model: Any) -> list[str]:
-    """Return the reasons why two runs of this model cannot be compared; [] if they can be."""
+    """Return the reasons why two runs of this model cannot be compared ([] if there are none)."""
     if not has_neuron_heads(model):
         return []
     reasons = hook_reasons(model, "would run on batches of patched variants, or not run at all")

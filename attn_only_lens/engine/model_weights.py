@@ -78,7 +78,7 @@ def _description(model: Any) -> dict[str, Any]:
 
 
 def in_float32(analysis: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make an analysis run in float32 if its first argument, `model`, is in half precision."""
+    """Decorate an analysis so that it runs half-precision models in float32."""
 
     @wraps(analysis)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -90,7 +90,7 @@ def in_float32(analysis: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @contextmanager
 def float32_weights(model: Any) -> Iterator[None]:
-    """Give a half-precision model float32 weights; restore its own weights bit for bit at the end.
+    """Context manager that gives a half-precision model float32 weights, then restores its own.
 
     Several threads may analyse one model at once. The analysis that ends last restores the weights.
     """

@@ -9,9 +9,9 @@ model is tested again after any of these changes:
     a forward pass was replaced
     a configuration option, a plain module attribute, the dtype, device, mode or autocast changed
 
-torch does not count changes through `.data`, so the entries of vectors are compared, too. Such a
-change in a matrix is not detected, which is harmless: a matrix's entries do not affect how a model
-combines its components.
+torch does not count changes through `.data`, so the entries of vectors are compared, too. A change
+through `.data` in a matrix is not detected, which is harmless: a matrix's entries do not affect how
+a model combines its components.
 """
 
 from collections.abc import Hashable, Iterator
@@ -52,7 +52,7 @@ _PASSED: "WeakKeyDictionary[nn.Module, tuple[_State, PassedTests]]" = WeakKeyDic
 
 
 def passed_tests(model: Any) -> PassedTests:
-    """Return the tests that a model has passed since it last changed."""
+    """Return the tests that a model has passed since the model's last change."""
     state = tuple(_state(model))
     known = _PASSED.get(model)
     if known is None or known[0] != state:

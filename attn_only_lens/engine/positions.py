@@ -1,6 +1,6 @@
 """Find the sets of positions to patch; all positions in a set are patched together.
 
-Numbers from 0 up are columns of the token tensor, so they count padding, too. Negative numbers
+The numbers 0, 1, … are columns of the token tensor, so they count padding, too. Negative numbers
 count from the end: -1 is the last non-padding token of each prompt. `"each"` and `"all"` leave out
 padding. A role names one position in each prompt, as in `{"subject": [2, 4], "end": -1}`. A role's
 position is counted without padding, from the start or, if negative, from the end.
@@ -37,12 +37,12 @@ class PositionSet:
 
     @property
     def column(self) -> int | None:
-        """The column of the position if it is the same in all prompts; otherwise None."""
+        """The column of the position if all prompts have the same one; otherwise None."""
         inside = isinstance(self.label, int) and 0 <= self.label < self.chosen.shape[1]
         return int(self.label) if inside else None
 
     def of_prompts(self, prompts: Sequence[int], n_pos: int) -> "PositionSet":
-        """Return this set for only some of the prompts and only the first n_pos positions."""
+        """Restrict this set to the given prompts and to the first n_pos positions."""
         return PositionSet(self.label, self.chosen[list(prompts), :n_pos])
 
 

@@ -66,7 +66,7 @@ class PromptPair:
 
     @property
     def n_all(self) -> int:
-        """The number of prompts in the whole analysis, of which this pair may hold only some."""
+        """The number of prompts in the whole analysis; this pair may hold only some of them."""
         return len(self.clean) if self.among is None else self.among[1]
 
     def own(self, of_all: Sequence[_T]) -> Sequence[_T]:

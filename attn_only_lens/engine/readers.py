@@ -1,4 +1,4 @@
-"""Compute the outputs z of heads if only their normalised input changes, by δ.
+"""Compute heads' outputs z if their normalised input changes by δ, and nothing else changes.
 
 `part` selects what changes; neuron-heads are single-neuron attention heads with pre-activation q:
 
@@ -11,8 +11,8 @@
 
 For neuron-heads, z is computed from Δq = δ W_in or, in a gated MLP, from Δq = δ W_gate and Δu = δ
 W_in for the up projection u. For attention heads, the block runs with δ added to its attention's
-input; recorded queries, keys or values replace those that should not change. Both computations are
-tested before they are first used.
+input; recorded queries, keys or values replace those that should not change. Both methods are
+tested before their first use.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,7 @@ class _Stop(Exception):
 class Readers:
     """The outputs of a model's heads in one cached run, as functions of their normalised input.
 
-    `decomposition` must record the `input_hooks` of layers whose attention heads are readers.
+    `decomposition` must record the `input_hooks` of each layer whose attention z is computed.
     """
 
     replay: Replay
@@ -115,7 +115,7 @@ class Readers:
         part: str,
         first: int = 0,
     ) -> Float[Tensor, "variant batch pos head_index d_head"]:
-        """Return the attention heads' z if attention's input changes from position `first` on."""
+        """Return attention heads' z if attention's input changes, starting at position `first`."""
         if not self._is_joint(layer):
             return self._z(layer, entering, _MOVED[part], first)
         heads = range(self.replay.host.n_heads[layer])
@@ -163,7 +163,7 @@ class Readers:
     def values_at_end(
         self, change: Float[Tensor, "variant batch pos d_model"], first: int, scale: Scale
     ) -> Float[Tensor, "variant prompt"]:
-        """Return each prompt's metric when the final stream changes from position `first` on."""
+        """Return each prompt's metric if the final stream changes, starting at position `first`."""
         replay, final, n = self.replay, self.decomposition.final, len(change)
         stream = replay.recorded_stream(replay.n_blocks, first, n)
         if scale == "anew" or final.norm.module is None:
@@ -226,7 +226,7 @@ class Readers:
 def _require_products(
     heads: NeuronHeads, x: Tensor, projected: tuple[Tensor, Tensor | None], layer: int
 ) -> None:
-    """Raise an error if an MLP does not compute its input times W_in (and W_gate, if gated)."""
+    """Raise an error if an MLP does not multiply its input by W_in (and W_gate, if gated)."""
     noise = _noise(x)
     befores, afters = (
         [y for y in pair if y is not None] for pair in (projected, heads.projections(x + noise))

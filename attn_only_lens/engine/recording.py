@@ -25,7 +25,7 @@ Hooks = Sequence[tuple[str, Callable[..., Any]]]
 Side = Literal["clean", "corrupted"]
 _POINTS = ("z", "v", "pattern")
 # Up to this many tokens, a forward pass over both prompts takes little longer than over one prompt,
-# because most of its time goes into reading weights.
+# because reading the weights takes most of the time.
 _FEW_TOKENS = 512
 
 
@@ -46,7 +46,7 @@ class NeuronRun:
 
     @property
     def weight(self) -> Float[Tensor, "batch pos head_index"]:
-        """Each neuron-head's attention to its own token; the bias token gets the remainder."""
+        """Each neuron-head's attention to its own token (the rest is on the bias token)."""
         return self.gates[1]
 
 
@@ -113,7 +113,7 @@ class RunPair:
         return self.metric.mean(self.corrupted_values).item()
 
     def target(self, direction: str) -> tuple[Recording, Recording, Float[Tensor, "prompt"]]:
-        """Return the run to patch, the run that patches come from, and the first run's metric."""
+        """Return the run to patch, the run that patches come from, and the patched run's metric."""
         if direction == "denoise":
             return self.corrupted, self.clean, self.corrupted_values
         return self.clean, self.corrupted, self.clean_values

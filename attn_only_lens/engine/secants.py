@@ -9,9 +9,8 @@ exact, however large the changes are:
     log p                      Δlog p = Δs - Σ_j w_j Δs_j
     y = x r, r = 1 / √m(x)     Δy = r̄ Δx - x̄ (2 x̄ · Δx / d) (r_1 r_0)² / (r_1 + r_0)
 
-L is the logarithmic mean of p_1 and p_0. The last rule is for norms, with m(x) = mean(x²) + ε, and
-x is centred if the norm subtracts the mean. If the two runs are equal, the slopes become
-derivatives.
+L is the logarithmic mean of p_1 and p_0. The last rule is for norms, with m(x) = mean(x²) + ε; x is
+centred if the norm subtracts the mean. If the two runs are equal, the slopes become derivatives.
 
 The first two rules are from DeepLIFT, "summation to delta" (Shrikumar et al., 2017).
 """
@@ -40,7 +39,7 @@ def together(
     steps: Mapping[Any, tuple[Tensor, ...]],
     kinds: Mapping[Any, Hashable],
 ) -> Iterator[tuple[Any, tuple[Tensor, ...]]]:
-    """Yield each step and its slopes; small steps of equal kinds and shapes are computed at once.
+    """Yield each step and its slopes; small steps of the same kind and shape are computed at once.
 
     `slopes` is called per group, with the group's steps and their tensors stacked along axis 1.
     """

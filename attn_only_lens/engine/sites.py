@@ -179,7 +179,7 @@ def hook_name(model: Any, layer: int, part: Part, kind: HeadKind = "attention") 
 
 
 def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
-    """Return the sites that a selection, or a list of names, refers to in a model."""
+    """Return the sites of a model that a selection, or a list of names, refers to."""
     InputError.raise_if(reasons_without_heads(model) or host_of(model).reasons(), _PROBLEM)
     if isinstance(sites, Selection):
         counts = [kinds for kinds, _ in head_counts(model)]

@@ -77,7 +77,7 @@ def array_as_tensor(value: Any) -> Any:
 def tokens_of_text(model: Any, text: str) -> Tensor:
     """Tokenize a string like `model.to_tokens`, but never add a second BOS token."""
     if model.tokenizer is None:
-        raise UnsupportedCallError("got a text, but the model has no tokenizer; give token numbers")
+        raise UnsupportedCallError("got a text, but the model has no tokenizer; give token IDs")
     bos = model.tokenizer.bos_token
     has_bos = bool(bos) and text.startswith(bos)
     tokens: Tensor = model.to_tokens(text, truncate=False, prepend_bos=False if has_bos else None)

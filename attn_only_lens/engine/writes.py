@@ -70,7 +70,7 @@ class FrozenNorm:
     scale: Float[Tensor, "batch pos 1"]
 
     def at(self, positions: Positions) -> "FrozenNorm":
-        """Return this norm for the given positions only."""
+        """Return the same norm, restricted to the given positions."""
         return replace(self, stream=self.stream[:, positions], scale=self.scale[:, positions])
 
     def change(
@@ -264,7 +264,7 @@ def _norms(model: Any, tested: PassedTests) -> tuple[list[Any], Any]:
 
 
 class _Traffic:
-    """The inputs and outputs of modules in a forward pass, and a test of which are norms."""
+    """The inputs and outputs of modules in a forward pass, and a test for norms."""
 
     def __init__(self) -> None:
         self.entered: dict[nn.Module, Tensor] = {}
@@ -272,7 +272,7 @@ class _Traffic:
         self._norms: list[tuple[str, Tensor]] = []  # (class name, is a norm)
 
     def frozen(self, norm: Any, outside: Tensor) -> FrozenNorm:
-        """Return a norm with its scale in this run; if there is no norm, its input is `outside`.
+        """Return a norm with its scale in this run; without a norm module, the input is `outside`.
 
         The scale is computed from the norm's input and output.
         """

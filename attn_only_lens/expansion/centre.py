@@ -15,8 +15,8 @@ sublayers), or is the residual stream itself (BERT). A LayerNorm's output is g �
 the gain, b the bias and u the normalized input. Its mean over d_model depends on u, so it differs
 from token to token. To subtract this mean, the gain would have to be the matrix (1 - 11ᵀ/d_model)
 diag(g), which is not diagonal. Without centring, new coordinates of zero would change the residual
-stream's mean from m to m h/ĥ, where h is the old width and ĥ the new width. They would also change
-the standard deviation. (If ĥ is a multiple of h, copies of all coordinates would preserve both, see
+stream's mean from m to m h/ĥ, where h is the old width and ĥ the new width. The standard deviation
+would change, too. (If ĥ is a multiple of h, copies of all coordinates would preserve both, see
 `analyses/studies/layernorm_gap.py`. None of the six expansions copies coordinates in this way.)
 """
 
@@ -81,7 +81,7 @@ class CentreStream(Expansion):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """Return a plan with separate matrices for the embedding and the unembedding."""
+        """Return the plan for giving embedding and unembedding separate matrices."""
         return Plan(constants={"tied": False})
 
     def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:

@@ -88,7 +88,7 @@ class Expansion(ABC):
         """Return every reason why the given weights cannot be expanded."""
 
     def plan(self, weights: Weights) -> Plan:
-        """Return the plan for weights against which `reasons_against` has no reasons."""
+        """Return the plan for expanding the given weights, once `reasons_against` returns []."""
         return Plan()
 
     def __call__(
@@ -99,12 +99,12 @@ class Expansion(ABC):
         return self.expand(weights, init or own(), seed)
 
     def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
-        """Expand weights against which `reasons_against` has no reasons."""
+        """Expand the given weights, once `reasons_against` returns []."""
         return apply_plan(weights, self.plan(weights), init, seed)
 
 
 def reasons_against_bytes(needed: int) -> list[str]:
-    """Return a list with an error message if no device has this many bytes of free memory."""
+    """Return a list with an error message if no device has `needed` bytes of free memory."""
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     free = [free_bytes(device) for device in (torch.device("cpu"), *gpus)]
     if needed <= max(free):
@@ -166,7 +166,7 @@ def apply_plan(
 
 
 class _Drawing:
-    """Makes the grown model's tensors; records entries that must be 0 or ±1 times other entries.
+    """A builder of the grown model's tensors; it records which entries must stay zero or tied.
 
     Attributes:
         zeros, ties: the conditions, as in `Provenance`.
@@ -262,7 +262,7 @@ def _units_of_layer(new: New, weights: Weights, like: int) -> Units | None:
 def _grid(
     shape: tuple[int, ...], dim: int | None = None, indices: tuple[int, ...] = ()
 ) -> tuple[tuple[int, ...], ...]:
-    """Return indices per dimension, as for np.ix_: `indices` for dimension `dim`, else all."""
+    """Return one index per dimension, as np.ix_ takes: `indices` for `dim`, otherwise all."""
     return tuple(indices if axis == dim else tuple(range(size)) for axis, size in enumerate(shape))
 
 
@@ -273,7 +273,7 @@ class ExpansionSequence(Expansion):
     steps: tuple[Expansion, ...]
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return every reason against a step. The steps are tried on meta tensors."""
+        """Return every reason why a step is impossible. The steps are tried on meta tensors."""
         sketch, reasons = weights.sketch(), []
         for step in self.steps:
             against = step.reasons_against(sketch)
@@ -338,7 +338,7 @@ def reasons_against_count(n: int, layers: Sequence[int] | None, weights: Weights
 def reasons_against_heads(
     heads: Sequence[int] | None, layers: Sequence[int] | None, weights: Weights
 ) -> list[str]:
-    """Return every reason why the given heads cannot be widened alone."""
+    """Return every reason why the given heads cannot be widened without the other heads."""
     if heads is None:
         return []
     reasons = []

@@ -122,7 +122,7 @@ class New:
 
     @property
     def is_matrix(self) -> bool:
-        """True for weight matrices; False for biases, gains and sinks."""
+        """True for weight matrices; True unless the tensor is a bias, a gain or a sink."""
         return ".W_" in self.name
 
 
@@ -377,8 +377,8 @@ def normal(std: float) -> Initialiser:
 def zeros() -> Initialiser:
     """Set new entries to zero, as a control experiment: new units never get a gradient.
 
-    New coordinates of a residual stream with LayerNorm are an exception: they get gradients,
-    because LayerNorm's mean includes them.
+    Exception: new coordinates of a residual stream with LayerNorm get gradients, because
+    LayerNorm's mean includes these coordinates.
     """
     return _Zeros()
 
@@ -399,7 +399,7 @@ def copies(noise: float = 0.1) -> Initialiser:
 def cancelling(std: float | None = None) -> Initialiser:
     """Draw new units in pairs with equal input weights and opposite output weights.
 
-    So all new entries have nonzero gradients from the first training step. If the number of new
+    All new entries then have nonzero gradients from the first training step. If the number of new
     units is odd, the last one has zero output weights. Units that cannot form such pairs have zero
     output weights too: for example, coordinates of normalized queries and keys, or of the residual
     stream if the model has norms (`expansion/initialise.py` lists all cases).

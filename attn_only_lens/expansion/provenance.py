@@ -445,7 +445,7 @@ class Provenance:
         return replace(entries, name=self.name(entries.name), **changes)
 
     def _later(self, entries: tuple[_EntriesT, ...]) -> tuple[_EntriesT, ...]:
-        """Return a later step's entries; add the number of this step's shares to each `since`."""
+        """Return a later step's entries, with each `since` counted from this step's first share."""
         return tuple(replace(one, since=one.since + len(self.shares)) for one in entries)
 
     def _moved_shares(self, shares: Shares) -> Shares:
@@ -466,7 +466,7 @@ class Provenance:
         return tensor_map.old_part(self._given_back(tensor_map.name, grown[tensor_map.name]))
 
     def broken(self, grown: Mapping[str, Tensor]) -> dict[str, str]:
-        """Return a dictionary from tensors that violate `zeros` or `ties` to the condition."""
+        """Return {tensor: violated condition} for all tensors that violate `zeros` or `ties`."""
         names: dict[str, str] = {}
         for entries in (*self.zeros, *self.ties):
             now = grown[entries.name]

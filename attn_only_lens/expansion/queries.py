@@ -67,7 +67,7 @@ class WidenQueriesAndKeys(Expansion):
     heads: Sequence[int] | None = None
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return every reason why the given weights cannot be expanded."""
+        """Return every reason why the queries and keys cannot be widened."""
         constants = weights.constants
         reasons = reasons_against_count(self.n, self.layers, weights)
         reasons = reasons or reasons_against_heads(self.heads, self.layers, weights)
@@ -86,7 +86,7 @@ class WidenQueriesAndKeys(Expansion):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """Return the plan for the given weights."""
+        """Return the plan for widening the queries and keys."""
         layers, sizes, constants = layers_of(self.layers, weights), weights.sizes, weights.constants
         is_normed = constants.qk_norm is not None
         axes: dict[Axis, IndexMap] = {}

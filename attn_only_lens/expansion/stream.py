@@ -56,7 +56,7 @@ class WidenStream(Expansion):
     n: int
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return every reason why the given weights cannot be expanded."""
+        """Return every reason why the residual stream cannot be widened."""
         constants = weights.constants
         reasons = reasons_against_count(self.n, None, weights)
         if is_layer_norm(weights):
@@ -68,7 +68,7 @@ class WidenStream(Expansion):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """Return the plan for these weights, which must be centred if the model has LayerNorm."""
+        """Return the plan for widening the stream; LayerNorm models must be centred already."""
         constants = weights.constants
         axis = Axis("d_model")
         size = weights.sizes[axis]

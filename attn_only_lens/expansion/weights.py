@@ -20,9 +20,9 @@ of an entry is a product of pseudorandom numbers r_a, one for each axis a:
 
 with φ the golden ratio.
 
-If the tensor changes by Δ, s changes by about ‖Δ‖ / 3, whichever entries change. So if s changes by
-no more than the rounding error of ‖w‖, which another dtype or machine can cause, the tensor counts
-as unchanged. A training step changes s by more than this rounding error.
+If the tensor changes by Δ, s changes by about ‖Δ‖ / 3, whichever entries change. If s changes by no
+more than the rounding error of ‖w‖, which another dtype or machine can cause, the tensor therefore
+counts as unchanged. A training step changes s by more than this rounding error.
 """
 
 import math

@@ -12,12 +12,12 @@ With the mixture p(q) = Σ_j w_j σ(b_j q + c_j), the outputs of the m heads sum
 W_out[i].
 
 In a plain MLP, the value is q, and q · p(q) approximates the activation α(q) within `bound` for
-every real q. This requires Σ_j w_j = 1. One head computes silu (b = 1) and quick_gelu (b = 1.702)
-exactly, by Theorem 3 of "Attention-Only Transformers and Implementing MLPs with Attention Heads".
-For gelu and its tanh approximations, there are gates with 1, 2, 4, 6 and 8 heads. For gelu, the
-largest error is .0203 with one head of slope 1.702 (the paper's choice), .0139 with one head of the
-best slope, and 2.4e-5 with four heads. One head of slope k approximates relu, with scores up to k
-|q| and an error of at most W(1/e)/k = .27846…/k, where W is the Lambert function.
+every real q. The approximation requires Σ_j w_j = 1. One head computes silu (b = 1) and quick_gelu
+(b = 1.702) exactly, by Theorem 3 of "Attention-Only Transformers and Implementing MLPs with
+Attention Heads". For gelu and its tanh approximations, there are gates with 1, 2, 4, 6 and 8 heads.
+For gelu, the largest error is .0203 with one head of slope 1.702 (the paper's choice), .0139 with
+one head of the best slope, and 2.4e-5 with four heads. One head of slope k approximates relu, with
+scores up to k |q| and an error of at most W(1/e)/k = .27846…/k, where W is the Lambert function.
 
 In a gated MLP, a neuron computes α(q) · u, where α is the activation function, q = x · W_gate[:, i]
 and u = x · W_in[:, i]. The value of its heads is u, and the mixture p(q) approximates α(q) within

@@ -74,8 +74,8 @@ class Gate:
     def scores(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
         """Return the attention scores for the token itself and the bias token: (0, -logit p(q)).
 
-        Scores are clamped to the dtype's finite range (relu's are ±∞). This does not change the
-        softmax, and it prevents ∞ - ∞ in computations with cached scores.
+        Scores are clamped to the dtype's finite range (relu's are ±∞). Clamping does not change the
+        softmax, and prevents ∞ - ∞ in computations with cached scores.
         """
         bias = -self.log_odds(float32_if_half(q))
         limit = torch.finfo(q.dtype).max

@@ -1,9 +1,9 @@
 """The choice of gates for a model's MLP neurons (`Gating`), and generalized SiLU activations.
 
-A generalized SiLU is α(q) = a_1 SiLU(a_2 q) = a_1 a_2 q · σ(a_2 q). One head computes it exactly,
-by Theorem 3 of the paper cited in `GeneralizedSiLU`, because the bias token's score, -a_2 q, is
-linear in q. In this package, the token's own value is a_1 a_2 q. The paper instead multiplies W_Q
-and W_V by a_2, and W_O by a_1.
+A generalized SiLU is α(q) = a_1 SiLU(a_2 q) = a_1 a_2 q · σ(a_2 q). One head computes α(q) exactly
+(Theorem 3 of the paper cited in `GeneralizedSiLU`), because the bias token's score, -a_2 q, is
+linear in the neuron's pre-activation q. In this package, the token's own value is a_1 a_2 q. The
+paper instead multiplies W_Q and W_V by a_2, and W_O by a_1.
 """
 
 from dataclasses import asdict, dataclass

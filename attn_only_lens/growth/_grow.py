@@ -104,9 +104,9 @@ class Grown:
     def optimizer(self, optimizer: OptimizerT, model: Any) -> OptimizerT:
         """Return an optimizer for the grown model that continues from the old optimizer's state.
 
-        Its first step changes the old parameters exactly as the old optimizer's next step would.
-        The steps differ if d_model grew in a model with LayerNorm (`growth/optimizer.py` says by
-        how much). Create learning-rate schedulers again for the new optimizer, and pass
+        The new optimizer's first step changes old parameters exactly as the old one's next step
+        would. The steps differ if d_model grew in a model with LayerNorm (`growth/optimizer.py`
+        says by how much). Create learning-rate schedulers again for the new optimizer, and pass
         `last_epoch`.
 
         Args:

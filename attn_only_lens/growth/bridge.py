@@ -3,8 +3,8 @@
 A bridge uses the same names for the parts of any model, for example `blocks.0.attn.q`. A table
 lists, for each parameter of these parts, the `Weights` tensor that it stores and the order of its
 axes. If the wrapped model has a joint matrix for queries, keys and values, the bridge computes with
-copies of the matrix's three parts. Training changes only these copies. Growth therefore reads the
-copies and builds the joint matrix from them.
+copies of the matrix's three parts. Training changes only the copies. Growth therefore builds the
+joint matrix from the copies.
 """
 
 import re

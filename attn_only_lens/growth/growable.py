@@ -22,8 +22,8 @@ _FIELDS = {"head": "n_heads", "d_query": "d_head", "d_mlp": "d_mlp", "kv_head": 
 class Parameter:
     """The layout of a parameter: the tensor of `Weights` that it stores, and the order of its axes.
 
-    The einops pattern turns the parameter into the tensor. It is None if their shapes are equal.
-    `sizes` gives the sizes of axes that the pattern splits.
+    The einops pattern turns the parameter into the tensor. The pattern is None if their shapes are
+    equal. `sizes` gives the sizes of axes that the pattern splits.
     """
 
     name: str
@@ -116,7 +116,7 @@ class Growable(ABC):
 
     @abstractmethod
     def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
-        """Return a new model with the given weights. The rest is copied from `self.model`."""
+        """Return a new model with the given weights. All else is copied from `self.model`."""
 
     def reasons_against_saving(self) -> list[str]:
         """Return every reason why `save_pretrained` cannot write the model."""

@@ -2,7 +2,7 @@
 
 A table lists what transformers' configurations do not say about a model family, such as the kinds
 and places of norms. The transformers package builds the grown model from a larger configuration of
-the same class. The tensors of `Weights` become its parameters, and it gets a new bridge.
+the same class. The tensors of `Weights` become this model's parameters, and a new bridge wraps it.
 
 Transformers rejects the configurations of some grown models (`transformers_module.py`). Such a
 model computes the same function as the original, but cannot be saved in transformers' format.
@@ -218,7 +218,7 @@ class HuggingFaceBridge(BridgeModel):
                     setattr(model.cfg, key, value)
         old_modules = dict(template.original_model.named_modules())
         for name, part in model.original_model.named_modules():
-            if isinstance(part, nn.Dropout):  # the user may have changed the probability p
+            if isinstance(part, nn.Dropout):  # the user may have changed the dropout probability p
                 like = self._with_layer(
                     name, lambda layer: str(in_layer(source_of(block_name(layer, "attn"))))
                 )

@@ -1,6 +1,6 @@
 """Grow a TransformerBridge around TransformerLens' own model (`boot_native`).
 
-Such a bridge computes RMSNorm, and LayerNorm without gains, in float32, even if its dtype is
+A native bridge computes RMSNorm, and LayerNorm without gains, in float32, even if its dtype is
 float64. Growth of models with these norms is therefore exact only to float32 precision.
 """
 

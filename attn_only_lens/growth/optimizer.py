@@ -50,7 +50,7 @@ _SETTINGS: dict[type[Optimizer], dict[str, int]] = {
 def grown_optimizer(
     optimizer: OptimizerT, source: Growable, grown: Growable, provenance: Provenance
 ) -> OptimizerT:
-    """Return an optimizer for the grown model that continues `optimizer` without changing it."""
+    """Return an optimizer for the grown model that continues `optimizer`, which stays unchanged."""
     old_parameters, new_parameters = source.named_parameters(), grown.named_parameters()
     old_layouts, new_layouts = source.parameters(), grown.parameters()
     GrowthError.raise_if(_reasons_against(optimizer, source.model), _PROBLEM)

@@ -12,7 +12,7 @@ If a gated MLP was converted with bilinear gates, its gates equal the activation
 range of inputs, which was calibrated for each layer. A new layer gets the range of the old layer
 with the same shapes, and new neurons get the range of their layer. Outside this range, new neurons
 do not compute the activation function, but have no effect before training, because their output
-weights are zero. To avoid this, grow the original model, then convert and calibrate it.
+weights are zero. To avoid such neurons, grow the original model, then convert and calibrate it.
 """
 
 import math

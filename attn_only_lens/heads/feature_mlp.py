@@ -10,8 +10,8 @@ hook edits the features, y is therefore the original MLP's output. If a hook cha
 changes by Δz W_dec. With `error="zero"`, e is left out, and the original MLP does not run.
 
 If the transcoder reads the residual stream before the norm, this norm moves into `original`, and an
-identity replaces it in the model. The same happens to the norm after the MLP if the transcoder
-imitates its output.
+identity replaces it in the model. The norm after the MLP moves, too, if the transcoder imitates
+this norm's output.
 """
 
 import torch

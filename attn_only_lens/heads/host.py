@@ -58,8 +58,8 @@ _NO_VALUES: Mapping[Any, Any] = MappingProxyType({})
 class PassState(threading.local):
     """Values that one module passes to a later module in the same forward pass.
 
-    The values are not module attributes, because other threads, or hooks, may run the same model
-    during a forward pass. Each thread has its own values, and a copy of this object is empty.
+    The values are not module attributes, because other threads, or hooks, may run the model during
+    a forward pass. Each thread has its own values, and a copy of this object is empty.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class PassState(threading.local):
 
     @contextmanager
     def new_pass(self, values: Mapping[Any, Any] = _NO_VALUES) -> Iterator[None]:
-        """Inside a `with`, use these values; restore the previous values at its end."""
+        """Context manager that uses these values, and restores the previous values at its end."""
         outer, self.values = self.values, dict(values)
         is_outermost, self._errors = self._errors is None, self._errors or []
         try:
@@ -225,18 +225,18 @@ class WithNeuronHeads:
 
 
 def stock_class(module: object) -> type:
-    """Return the class that a module had before it got neuron-heads."""
+    """Return the class that a module had before neuron-heads were added to it."""
     kind = type(module)
     return vars(kind).get("_stock", kind)  # `vars` ignores base classes
 
 
 def has_neuron_heads(model: object) -> bool:
-    """Return whether a model has neuron-heads."""
+    """Return whether a model's MLP neurons are implemented as attention heads (neuron-heads)."""
     return isinstance(model, WithNeuronHeads)
 
 
 def host_of(model: Any) -> Host:
-    """Return a model's `Host`; raise UnsupportedCallError if the model has no neuron-heads."""
+    """Return a model's `Host`; raise UnsupportedCallError if no MLP neurons are attention heads."""
     if not isinstance(model, WithNeuronHeads):
         raise UnsupportedCallError("; ".join(reasons_without_heads(model)))
     return model._host(model)

@@ -22,7 +22,7 @@ from attn_only_lens.heads.names import HeadName
 
 
 def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
-    """Return the attention of one neuron-head, from each token to itself and to the bias token.
+    """Return a neuron's attention (as an attention head) to the token itself and the bias token.
 
     The last axis has two entries, one for the token itself and one for the bias token, instead of
     one entry for each token. Plotting tools such as circuitsvis expect a square pattern over tokens
@@ -126,7 +126,7 @@ def _block_pattern(
 
 
 def require_neuron_heads(cache: Any) -> None:
-    """Raise UnsupportedCallError unless this is the cache of a model with neuron-heads."""
+    """Raise UnsupportedCallError unless the cache comes from a model with neuron-heads."""
     model = getattr(cache, "model", None)
     if not has_neuron_heads(model):
         kind = "" if model is None else f" of {a_type(model)} without neuron-heads"
@@ -152,8 +152,8 @@ def dense_pattern(
 ) -> Float[Tensor, "batch query_pos key_pos_and_bias"]:
     """Return `neuron_pattern` as a square matrix over tokens, plus a column for the bias token.
 
-    Plotting tools such as circuitsvis expect such a matrix. Each token's attention to itself is on
-    the diagonal; other weights between tokens are zero. The arguments and errors are the same as
+    Plotting tools such as circuitsvis expect a square matrix. Each token's attention to itself is
+    on the diagonal; other weights between tokens are zero. The arguments and errors are the same as
     for `neuron_pattern`.
 
     Example:

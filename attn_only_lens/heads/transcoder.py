@@ -13,8 +13,8 @@ whose value is q, and with weight 1 - w to a static bias token, whose value is 0
     jumprelu      w = 1[q > θ], with a threshold θ ≥ 0 for each feature
     topk          w = 1[q > 0 and q is one of the k largest at this token]
 
-Only topk gates depend on other features. BatchTopK transcoders use one threshold for all
-tokens at inference, so they are "jumprelu" here.
+Only topk gates depend on other features. BatchTopK transcoders use one threshold for all tokens at
+inference, so they are "jumprelu" here.
 
 Sources: Dunefsky et al., "Transcoders Find Interpretable LLM Feature Circuits" (2024);
 Rajamanoharan et al., "Jumping Ahead: Improving Reconstruction Fidelity with JumpReLU Sparse

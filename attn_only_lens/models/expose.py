@@ -122,7 +122,7 @@ def expose_neuron_heads(
     attn_scores, pattern and z; hook_post; the heads' result. As with attention heads, the hook
     point `result` fires only after `model.set_use_attn_result(True)`.
 
-    Each MLP is run on a random batch before and after exposing, and its output must not change.
+    Each MLP is run on a random batch before and after exposing; the output must not change.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorems 2
     and 4; see `convert`.

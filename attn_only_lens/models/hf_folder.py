@@ -51,7 +51,7 @@ _SHOWN = 5
 
 @contextmanager
 def no_bars() -> Iterator[None]:
-    """Hide transformers' progress bars."""
+    """Context manager that hides transformers' progress bars."""
     drawn = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -338,7 +338,7 @@ def _parallel(a: Tensor, b: Tensor) -> bool:
 
 @torch.no_grad()
 def require_bridge_weights(model: Any) -> None:
-    """Raise InputError unless a bridge's modules apply the matrices in its W_Q, W_in etc."""
+    """Raise InputError unless a bridge's modules apply the bridge's matrices W_Q, W_in etc."""
     texts, applied = list[str](), list[Tensor]()
     for layer, block in enumerate(model.blocks):
         matrices = {f"attn.{letter}": f"W_{letter.upper()}" for letter in "qkvo"}

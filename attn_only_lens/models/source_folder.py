@@ -104,7 +104,7 @@ def refuse(reasons: Sequence[str], problem: str) -> None:
 
 @contextmanager
 def checkpoint_errors(problem: str) -> Iterator[None]:
-    """Raise a CheckpointError in place of any other exception in the `with` block."""
+    """Context manager that turns other packages' exceptions into CheckpointErrors."""
     try:
         yield
     except AttnOnlyLensError:
@@ -130,7 +130,7 @@ def reasons_against_config(config: dict[str, Any], name: str) -> list[str]:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer from `tokenizer/` in a folder; raise an error for links that leave it."""
+    """Load the tokenizer from `tokenizer/` in a folder; refuse links out of it."""
     tokenizer_folder = folder / TOKENIZER
     if not tokenizer_folder.is_dir():
         raise CheckpointError(
@@ -176,8 +176,8 @@ def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
 def original_tokenizer(tokenizer: Any) -> Any:
     """Reload a tokenizer from its original files, unless this fails or changes the vocabulary.
 
-    This undoes the changes that TransformerLens makes: it prepends a BOS token, and uses EOS in
-    place of missing special tokens.
+    Reloading undoes TransformerLens' changes, which prepend a BOS token and replace missing special
+    tokens by EOS.
     """
     try:
         original = read_tokenizer(Path(tokenizer.name_or_path))

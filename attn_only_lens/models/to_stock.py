@@ -13,10 +13,10 @@ without the sink's weight. For neuron i with gate p(q) = Σ_j w_j σ(b_j q + c_j
     sink = -c_j               pattern over (self, sink) = softmax([b_j q + c_j, 0]), shifted by c_j
     W_O = w_j W_out[i]        output w_j σ(b_j q + c_j) q W_out[i]
 
-The outputs of the heads of neuron i sum to q p(q) W_out[i]. This is Theorem 3 of "Attention-Only
-Transformers and Implementing MLPs with Attention Heads", with a sink instead of the bias token. In
-a gated MLP, W_Q = W_gate[:, i]. Attention heads of models without sinks get the dtype's lowest
-value as sink logit, so that the sink's weight is exactly 0.
+The outputs of the heads of neuron i sum to q p(q) W_out[i]. The construction is Theorem 3 of
+"Attention-Only Transformers and Implementing MLPs with Attention Heads", with a sink instead of the
+bias token. In a gated MLP, W_Q = W_gate[:, i]. Attention heads of models without sinks get the
+dtype's lowest value as sink logit, so that the sink's weight is exactly 0.
 
 **ALiBi** is replaced by rotary embeddings of two extra coordinates. The stock model cannot use
 TransformerLens' ALiBi: the slopes depend on the number of heads, and each row of scores is shifted
@@ -65,15 +65,15 @@ def to_stock(
 ) -> HookedTransformer:
     """Return a stock `HookedTransformer` with the same logits as a converted model.
 
-    The stock model has only TransformerLens' modules, with `attn_only=True`. Its `cfg` and state
-    dict suffice to build it again:
+    The stock model has only TransformerLens' modules, with `attn_only=True`. The model can be built
+    again from its `cfg` and state dict:
 
         stock = HookedTransformer(HookedTransformerConfig.from_dict(cfg))
         stock.load_state_dict(state_dict)
 
     Layer 2l + 1 holds the neurons of the original layer l. If each neuron has m heads, head i · m +
-    j of the layer is head j of neuron i. Its pattern [batch, head_index, query_pos, key_pos] is
-    diagonal: each token attends only to itself (and to the sink).
+    j of the layer is head j of neuron i. The layer's pattern [batch, head_index, query_pos,
+    key_pos] is diagonal: each token attends only to itself (and to the sink).
 
     `max_bytes` limits only the weights. In each layer, a forward pass also stores heads · pos · pos
     numbers per prompt for the pattern. A key-value cache stores 2 · heads · d_head numbers per

@@ -3,12 +3,12 @@
 *Sizes.* In transformers, all layers of a model have the same size, some classes require hidden_size
 to be a multiple of the number of heads, and GPT-2, GPT-NeoX and BERT have no `head_dim`. Their
 forward passes do not need these restrictions, because they read sizes from matrices or module
-attributes. Here, every class may have `head_dim` and, for layers of different sizes,
+attributes. In this package, every class may have `head_dim` and, for layers of different sizes,
 `d_mlp_by_layer`. Only this package can load a folder with `d_mlp_by_layer`.
 
-*Quantised weights* are rejected, because analyses slice, scale and compare heads' matrices. This is
-not possible with packed or scaled integers, which each library unpacks in its own way. Dequantised
-weights are accepted.
+*Quantised weights* are rejected, because analyses slice, scale and compare heads' matrices. Packed
+or scaled integers, which each library unpacks in its own way, do not allow these operations.
+Dequantised weights are accepted.
 """
 
 import copy

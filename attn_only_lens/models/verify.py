@@ -124,7 +124,7 @@ def _text(table: pd.DataFrame) -> str:
 
 
 def _approximated_logits(source: Any, gates: list[AnyGate], tokens: Tensor) -> Tensor:
-    """Return the original's logits if bilinear gates replace its activation functions."""
+    """Return the original's logits, computed with bilinear gates as activation functions."""
     with ExitStack() as stack:
         for block, gate in zip(source.blocks, gates, strict=True):
             points, read = find_hook_points(block.mlp), dict[str, Tensor]()
@@ -192,8 +192,8 @@ def verify(
     For bilinear gates, the largest error of each layer's activations is also measured, and compared
     with the certified bound.
 
-    A model with neurons exposed in place is its own source, so pass it twice. Its neuron-heads are
-    removed while it runs as the source.
+    A model with neurons exposed in place is its own source, so pass it twice. The neuron-heads are
+    removed while the model runs as the source.
 
     Args:
         source: the model before conversion; for a model exposed in place, also the model itself.

@@ -7,8 +7,8 @@ W_O ∈ M_{D+1,1},
     W_OV = W_V W_Oᵀ                 W_K = √(D+1) [0 | -1]ᵀ,  the same for every neuron
                                     W_O = a₁ [V₂ⁱ | 0]ᵀ
 
-So only two vectors must be stored for each neuron: W_Q = W_V and W_O. (In [V₁ⁱ | 0], V₁ⁱ is a row.
-The paper writes W_OV = W_V W_O, but W_O ∈ M_{D+1,1} must be transposed.)
+Therefore only two vectors must be stored for each neuron: W_Q = W_V and W_O. (In [V₁ⁱ | 0], V₁ⁱ is
+a row. The paper writes W_OV = W_V W_O, but W_O ∈ M_{D+1,1} must be transposed.)
 
 **The factor √(D+1).** Vaswani et al. divide scores by √d_k, where d_k = 1 here, so a standard
 implementation divides by 1 and needs W_K = [0 | -1]ᵀ. Both conventions give the same W_QK; this
@@ -24,8 +24,8 @@ additional key and value, but not a query. If Z is Y stacked on p,
 Proof: the queries come from the first N rows of X ⊕ [1], and the keys and values from all rows, so
 the equation is Theorem 3 without the bias token's output. All heads share p, with the same key W_Kᵀ
 p = -√(D+1) and the same value W_Vᵀ p = 0. Sukhbaatar et al. learn a persistent key and value for
-each head directly; here, they are -√(D+1) and 0 in every head. Their softmax is over the whole
-context; the softmax here is over the token itself and p.
+each head directly; here, they are -√(D+1) and 0 in every head. In their paper, the softmax is over
+the whole context; here, it is over the token itself and p.
 """
 
 import math

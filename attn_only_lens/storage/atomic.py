@@ -153,7 +153,7 @@ def _remove_leftovers(path: Path) -> None:
             lock = (scratch / "lock").open("r+")
         except OSError:
             with suppress(OSError):
-                scratch.rmdir()  # fails if not empty; a process that needs it makes a new one
+                scratch.rmdir()  # fails if not empty; a process that needs the folder makes it
             continue
         with lock, suppress(OSError):
             if _lock(lock):

@@ -49,7 +49,7 @@ class Document:
     fields: Any
 
     def text(self, *, indent: int | None = None, **body: Any) -> str:
-        """Return a document's JSON text, with the given fields and their digest."""
+        """Return the document's JSON text, with the given fields and a digest."""
         whole = {"format": self.format, "format_version": self.version, **body}
         try:
             whole = json.loads(json.dumps(whole, allow_nan=False))
@@ -117,7 +117,7 @@ def _parse(text: str, path: Path) -> Any:
 
 
 def path_inside(folder: Path, name: str) -> Path:
-    """Return the path of a file in a folder; raise an error if it is outside the folder."""
+    """Return the path of a file in a folder; raise an error for paths outside the folder."""
     try:
         path = (folder / name).resolve()
         stays = path.is_relative_to(folder.resolve())
@@ -137,7 +137,7 @@ def file_digests(folder: Path, names: Iterable[str] | None = None) -> dict[str, 
 
 
 def listed_files(path: Path) -> set[str]:
-    """Return the file names listed in a manifest, or an empty set if it is unreadable."""
+    """Return the file names listed in a manifest, or an empty set for unreadable manifests."""
     try:
         return set(read_json(path)["files"])
     except (CheckpointError, LookupError, TypeError):

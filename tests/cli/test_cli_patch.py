@@ -195,7 +195,7 @@ def test_without_a_tokenizer_the_error_names_token_ids(tmp_path):
     texts = ("--clean", "3 4", "--corrupted", "3 5", "--answer", "7", "--wrong", "8")
     result = run(saved, *texts, "--out", tmp_path / "sweep.csv")
     assert result.exit_code == 2
-    assert "has no tokenizer; give token numbers and --token-ids" in " ".join(result.output.split())
+    assert "has no tokenizer; give token IDs and --token-ids" in " ".join(result.output.split())
 
 
 def test_every_prompt_may_have_its_own_answers(folder, tmp_path):

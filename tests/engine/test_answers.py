@@ -194,7 +194,7 @@ def test_what_is_ambiguous_is_refused(model, n_prompts):
     assert len(caught.value.reasons) == 2
     assert caught.match(re.escape("[[33, 34]]"))
     for bad in ({5}, {"a": 5}, None, 5.0, True, [[[5]]], torch.tensor([5.0]), b"w1"):
-        with pytest.raises(InputError, match="expected a text, or a token number from 0 to 30"):
+        with pytest.raises(InputError, match="expected a text, or a token ID from 0 to 30"):
             bind(p.probability_diff(bad, 7), model, pair_of(n_prompts))
     with pytest.raises(InputError, match="got 0 answers"):
         bind(p.probability_diff([[]], 7), model, pair_of(n_prompts))

@@ -77,7 +77,7 @@ def test_bert_in_attribution_and_circuits():
 def test_an_edit_of_a_module_that_does_not_run_is_refused(monkeypatch):
     """BERT's neurons do not write where TransformerLens' names suggest; such an edit is refused."""
     monkeypatch.setattr(InPlace, "output_module", property(lambda self: self.mlp))
-    with pytest.raises(UnsupportedModelError, match="neuron_act, from position 0") as caught:
+    with pytest.raises(UnsupportedModelError, match="neuron_act, starting at position 0") as caught:
         sweep(exposed("bert"), ["L0N3", "L1N5", "L1H0"])
     assert [reason.split(":")[0] for reason in caught.value.reasons] == ["layer 0", "layer 1"]
     sweep(exposed("gpt2"), ["L0N3", "L1N5"])  # GPT-2's layers do run this module

@@ -2,10 +2,10 @@
 
 Each row of the batch is one prompt of one variant. With n prompts, row r holds prompt r mod n of
 variant r // n. Variants that start at different blocks can run together (`Joined`). A replay
-computes only the activations that its variants can change and that the metric needs. It skips
-earlier blocks and logits that the metric does not read. In causal models, it also skips positions
-before `first` and uses their recorded keys and values. Before its first use, a replay must
-reproduce the recorded logits, and its edits must have the same effects as hooks (`edit_checks.py`).
+computes only the activations that its variants can change and that the metric needs. Earlier
+blocks, and logits that the metric does not read, are skipped. Causal models also skip positions
+before `first`, and use the recorded keys and values. Before its first use, a replay must reproduce
+the recorded logits, and its edits must have the same effects as hooks (`edit_checks.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -107,7 +107,7 @@ class Joined:
 
     @contextmanager
     def added(self) -> Iterator[None]:
-        """Inside a `with`, add each variant's tensor `added` to the output of its MLP."""
+        """Context manager that adds each variant's tensor `added` to the output of its MLP."""
         with ExitStack() as stack:
             for variants, rows in self._slices():
                 if variants.mlp is not None:
@@ -118,7 +118,7 @@ class Joined:
 
 @contextmanager
 def suppress_refusals() -> Iterator[None]:
-    """Suppress errors from a model that cannot run this way; raise memory and package errors."""
+    """Context manager that suppresses a model's errors, but not memory or package errors."""
     try:
         yield
     except _UNFIT as error:
@@ -128,7 +128,7 @@ def suppress_refusals() -> Iterator[None]:
 
 
 def stacked(numbers: Sequence[Tensor]) -> Tensor:
-    """Stack scalars from any devices into one tensor, so that one transfer reads all scalars."""
+    """Stack scalars on any devices into one tensor, so that one transfer reads all scalars."""
     return torch.stack([number.to(numbers[0].device) for number in numbers])
 
 
@@ -223,7 +223,7 @@ class Replay(ABC):
 
     @abstractmethod
     def block_output(self, variants: Variants) -> Float[Tensor, "row pos d_model"]:
-        """Return the output of the first block that the variants run, from position `first` on."""
+        """Return the output of the variants' first block, starting at position `first`."""
 
     @property
     def precise(self) -> "Replay":
@@ -232,7 +232,7 @@ class Replay(ABC):
 
     @abstractmethod
     def can_start_at(self, block: int, position: int) -> bool:
-        """Return whether blocks from `block` on can run without positions before `position`."""
+        """Return whether `block` and later blocks can run without positions before `position`."""
 
     @property
     @abstractmethod
@@ -255,7 +255,7 @@ class Replay(ABC):
         )
 
     def recorded_stream(self, block: int, first: int, n: int) -> Float[Tensor, "row pos d_model"]:
-        """Return n copies, as rows, of a block's recorded input at positions from `first` on."""
+        """Return n copies, as rows, of a block's recorded input, starting at position `first`."""
         return self.recording.streams[block][:, first:].repeat(n, 1, 1)
 
     def start(self, block: int, position: int) -> int:
@@ -266,7 +266,7 @@ class Replay(ABC):
         return first if self.can_start_at(block, first) else 0
 
     def flops_per_token(self, block: int) -> int:
-        """Return the flops per token of the matrix products in all blocks from `block` on."""
+        """Return the flops per token of the matrix products in `block` and all later blocks."""
         return 2 * sum(self._parameters[block:])
 
     @property
@@ -277,12 +277,12 @@ class Replay(ABC):
         return int(self.batch * self.n_pos * per_token)
 
     def share_of_forward(self, block: int, first: Int[Tensor, "row"]) -> Float[Tensor, "row"]:
-        """Return the cost of variants that start at `block` and `first`, relative to a full run."""
+        """Return the cost of variants as a fraction of a full run's, given their start."""
         flops = self.batch * (self.n_pos - first).double() * self.flops_per_token(block)
         return flops / self.flops_of_forward
 
     def flops_per_run(self, block: int, position: int) -> float:
-        """Return the fixed cost, in flops, of calling each block from `block` on."""
+        """Return the fixed cost, in flops, of calling `block` and each later block."""
         on_cpu = self.recording.tokens.device.type == "cpu"
         return (self.n_blocks - block) * (self.call_flops_on_cpu if on_cpu else _CALL_FLOPS)
 
@@ -341,7 +341,7 @@ class Replay(ABC):
             scale = torch.finfo(out.dtype).eps * (after.abs().max() + added.abs().max())
             largest.append((out - after - added).abs().max() / scale)
         for block, error in zip(untested, read_all(largest), strict=True):
-            # The tolerance is small, because no later layer amplifies this sum's rounding errors.
+            # Use a small tolerance: no later layer amplifies the rounding errors of this sum.
             # If the test fails, patches run the whole block, which is always correct.
             self._adds[block] = error <= _ROUNDINGS
             if self._adds[block]:
@@ -379,7 +379,7 @@ class Replay(ABC):
         difference, allowed, size = self._difference(first, [block])
         if not difference <= allowed:
             reason = (
-                f"in a run from block {block} and position {first} on, the logits differ by "
+                f"in a run that starts at block {block}, position {first}, the logits differ by "
                 f"{difference:.2g} from the logits of a full run (largest logit: {size:.2g})"
             )
             raise UnsupportedModelError([reason], PROBLEM)

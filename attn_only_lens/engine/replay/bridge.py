@@ -2,11 +2,11 @@
 
 If a transformers model accepts a cache, only the first patched token and later tokens run; recorded
 keys and values replace earlier tokens (`key_values.py`). Each start position is tested before its
-first use. The test adds noise to the residual stream from this position on. A run on all positions
-and a run from this position on must then agree, in every block and in the logits. All positions run
-if this test fails, if the model is not causal or has no cache, or in half precision, where rounding
-could hide a difference. Another test shows whether the model can compute the logits of only some
-tokens of the vocabulary.
+first use. The test adds noise to the residual stream, starting at this position. A run on all
+positions and a run that starts here must then agree, in every block and in the logits. All
+positions run if this test fails, if the model is not causal or has no cache, or in half precision,
+where rounding could hide a difference. Another test shows whether the model can compute the logits
+of only some tokens of the vocabulary.
 """
 
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ class BridgeReplay(Replay):
         )
 
     def can_start_at(self, block: int, position: int) -> bool:
-        """Test whether blocks from `block` on can run without positions before `position`.
+        """Test whether `block` and later blocks can run without positions before `position`.
 
         After one failed test, all variants start at position 0.
         """
@@ -99,12 +99,12 @@ class BridgeReplay(Replay):
         return 3 * flops + tokens * self.flops_per_token(block)
 
     def starts_to_check(self) -> set[int]:
-        """Return only position 0, because other positions are tested before their first use."""
+        """Return only position 0, because later positions are tested before their first use."""
         return {0}
 
     @torch.no_grad()
     def _test_start(self, block: int, first: int, earlier: int) -> bool:
-        """Return whether runs from positions `first` and `earlier` on agree from `first` on."""
+        """Return whether runs that start at `first` and at `earlier` agree from `first` onwards."""
         recorded, mask = self.recording.streams[block], self.recording.mask
         noise = normal_numbers(recorded.shape)
         noise[:, :first] = 0
@@ -175,7 +175,7 @@ class BridgeReplay(Replay):
         linear = self.model.unembed.original_component
         if type(linear) is not nn.Linear:  # the unembedding is quantised
             return False
-        placed = getattr(linear, "_hf_hook", None)  # accelerate, which moves weights, sets it
+        placed = getattr(linear, "_hf_hook", None)  # set by accelerate, which moves weights
         if "forward" in vars(linear) and getattr(placed, "offload", True):
             return False
         test = "columns", *self.metric.columns.tolist()
@@ -197,7 +197,7 @@ class BridgeReplay(Replay):
         return joined.stream(self.n_blocks, x)
 
     def block_output(self, variants: Variants) -> Residual:
-        """Return the output of the first block that the variants run, from position `first` on."""
+        """Return the output of the variants' first block, starting at position `first`."""
         return self._output(Joined(variants), variants.block)
 
     def _output(self, joined: Joined, index: int) -> Residual:
@@ -228,8 +228,8 @@ class BridgeReplay(Replay):
     def _enter_blocks(self, joined: Joined) -> Iterator[None]:
         """Skip blocks until a variant starts; run later blocks on the variants that have started.
 
-        The model computes masks and rotary embeddings for all rows; each block gets those of its
-        rows.
+        The model computes masks and rotary embeddings for all rows; each block gets the entries of
+        its own rows.
         """
         n_rows, n_blocks = joined.n_rows, self.n_blocks
 
@@ -263,7 +263,7 @@ class BridgeReplay(Replay):
 
     @contextmanager
     def _unembed_columns(self) -> Iterator[None]:
-        """Inside a `with`, compute logits only for the tokens that the metric reads."""
+        """Context manager that computes logits only for the tokens that the metric reads."""
         linear, columns = self.model.unembed.original_component, self.metric.columns
         assert columns is not None
         columns = columns.to(linear.weight.device)
@@ -308,7 +308,7 @@ class _Replacement(partial[Any]):
 
 @contextmanager
 def _replace_forward(module: nn.Module, forward: Any) -> Iterator[None]:
-    """Inside a `with`, replace the forward pass of a module with `forward`."""
+    """Context manager that replaces the forward pass of a module with `forward`."""
     instance_forward = vars(module).get("forward")  # accelerate sets `forward` on the instance
     if isinstance(instance_forward, _Replacement):
         raise UnsupportedCallError(

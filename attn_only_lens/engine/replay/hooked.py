@@ -58,11 +58,11 @@ class HookedReplay(Replay):
         return (6 if rotary else 3) * max(self.host.n_heads) * width  # repeated for each head
 
     def can_start_at(self, block: int, position: int) -> bool:
-        """Return whether the model is causal, so that blocks can run from any position on."""
+        """Return whether the model is causal, so that blocks can run starting at any position."""
         return self._causal
 
     def block_output(self, variants: Variants) -> Residual:
-        """Return the output of the first block that the variants run, from position `first` on."""
+        """Return the output of the variants' first block, starting at position `first`."""
         return self._run(Joined(variants), variants.block + 1)
 
     def _run(self, joined: Joined, end: int) -> Residual:

@@ -1,8 +1,8 @@
 """Save TransformerBridges whose MLP neurons are exposed as attention heads (neuron-heads).
 
-A bridge is saved as a Hugging Face folder where possible. The folder holds the wrapped model's
-weights under transformers' names, so `from_pretrained` and `boot_transformers` can open it. A
-Hugging Face folder cannot hold weights that TransformerLens has processed, models from
+A bridge is saved as a Hugging Face folder where possible. A Hugging Face folder holds the wrapped
+model's weights under transformers' names, so `from_pretrained` and `boot_transformers` can open it.
+A Hugging Face folder cannot hold weights that TransformerLens has processed, models from
 `boot_native`, or layer sizes that transformers does not support (`transformers_module.py`). Bridges
 that such a folder cannot hold are saved in `bridge.safetensors`, under the bridge's tensor names.
 Only `load` reads this file: it builds the model from its configuration, repeats the weight
@@ -253,7 +253,7 @@ def _fill(named: dict[str, Tensor], values: dict[str, Tensor]) -> None:
             tensor.copy_(values[name])
     for name, tensor in named.items():
         if tensor.dtype != values[name].dtype or not torch.equal(tensor, values[name]):
-            tensor.data = values[name]  # this also updates the other modules that share the tensor
+            tensor.data = values[name]  # also updates the other modules that share the tensor
 
 
 def _restore(model: TransformerBridge, manifest: dict[str, Any]) -> None:

@@ -214,7 +214,7 @@ def hide(model: Any) -> None:
 
 @contextmanager
 def hidden(model: Any) -> Iterator[Any]:
-    """Hide the heads that `expose_neuron_heads` added, if any, inside a `with` block."""
+    """Context manager that hides the heads that `expose_neuron_heads` added, if any."""
     heads = exposed_heads(model)
     hide(model)
     try:

@@ -170,7 +170,7 @@ _REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_back
 
 @contextmanager
 def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
-    """Put MLPs in evaluation mode, with their hooks off, until the `with` block ends."""
+    """Context manager that puts MLPs in evaluation mode and turns their hooks off."""
     roots = [(mlp, mlp.training) for mlp in mlps if isinstance(mlp, nn.Module)]
     modes = [(module, module.training) for root, _ in roots for module in root.modules()]
     # Restore the original dictionaries later, because hook handles refer to them.
@@ -189,7 +189,7 @@ def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
     finally:
         for root, training in roots:
             for module in root.modules():
-                if isinstance(module, HookPoint):  # even if added in this context
+                if isinstance(module, HookPoint):  # including hooks that were added in this context
                     module.training = training
         for module, training in modes:
             module.training = training

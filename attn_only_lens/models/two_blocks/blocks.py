@@ -280,7 +280,7 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
         return super().forward(resid_pre, shortformer_pos_embed, entry, attention_mask)
 
     def apply_mlp(self, normalized_resid: Tensor) -> Tensor:
-        """Return zero; if the neurons read this block's input, store it for the neuron block."""
+        """Return zero; if the neurons read this block's input, store the input for their block."""
         if self.cfg.neurons_read_along:
             self.passing.values[self.cfg.layer] = normalized_resid
         return self.hook_mlp_out.zero(normalized_resid)

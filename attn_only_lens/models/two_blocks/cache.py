@@ -366,8 +366,8 @@ class AttentionOnlyCache(ActivationCache):
 class _OutputNorm:
     """The norm that a block applies to its own output, with its scales in one forward pass.
 
-    For fixed scales, a norm is a linear map. If it is applied to the output of each head, the
-    results therefore sum to the output of the block (OLMo 2, Gemma 2, Gemma 3).
+    For fixed scales, a norm is a linear map. If the norm is applied to each head's output, the
+    results therefore sum to the block's output (OLMo 2, Gemma 2, Gemma 3).
     """
 
     def __init__(self, cache: AttentionOnlyCache, block: int, positions: Slice) -> None:

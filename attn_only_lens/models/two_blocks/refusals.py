@@ -1,6 +1,6 @@
 """Raise an error for method calls that would return a wrong result for a converted model.
 
-The error says what to use instead. Adding a hook that could never fire is an error, too.
+Every error says what to use instead. Adding a hook that could never fire is an error, too.
 """
 
 from collections.abc import Callable
