@@ -228,7 +228,7 @@ def select_mass(
     among: Bool[np.ndarray, "resample row"],
     mass: float,
 ) -> Bool[np.ndarray, "resample row"]:
-    """Return a mask of the largest |weights| of each kind that add up to a share of Σ |weight|."""
+    """Return a mask of each kind's largest |weights|, until their share of Σ |weight| is `mass`."""
     ranks = np.zeros_like(among)
     sizes = np.where(among, np.abs(weights), 0.0)
     for kind in pd.unique(kinds):

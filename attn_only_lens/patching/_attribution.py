@@ -158,8 +158,8 @@ def attribution(
         steps: for "integrated", how many gradients to average; by default 5.
         budget: the cost of exact patches, in forward passes (counted in flops), or "auto". "auto"
             spends at least 3 forward passes or 0.2 GFLOP. "auto" then continues until the expected
-            correlations are .99, but spends at most 7 forward passes (10 with the estimates) or 4
-            GFLOP. Of the two limits, the larger one applies. Tests of a new model cost about ten
+            correlations are .99, or until it has spent 7 forward passes (10 with the estimates) or
+            4 GFLOP. Of the two limits, the larger one applies. Tests of a new model cost about ten
             passes.
         split: with method "secant" and budget=0, also return each head's effect through its pattern
             and through its values: columns `by_pattern` and `by_value`, which add up to the effect
