@@ -9,7 +9,7 @@
     d_vocab     a token of the vocabulary
 
 A neuron-head is an attention head that computes an MLP neuron (or one term of its approximation).
-It attends to two keys: the token itself (index `SELF`) and a constant bias token (index `BIAS`).
+Neuron-heads attend to two keys: the token itself (`SELF`) and a constant bias token (`BIAS`).
 """
 
 from typing import TypeAlias

@@ -94,7 +94,7 @@ def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 @contextmanager
 def keep_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the random generator states of the CPU and a device when the `with` block ends.
+    """Context manager that restores the random generator states of the CPU and a device.
 
     Example:
         >>> with keep_random_state(torch.device("cpu")):

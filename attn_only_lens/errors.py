@@ -57,7 +57,7 @@ class InputError(AttnOnlyLensError, ValueError):
     @classmethod
     @contextmanager
     def collected(cls, reasons: list[str]) -> Iterator[None]:
-        """If the `with` block raises this error, add the error's reasons to a list instead."""
+        """Context manager that catches this error and adds its reasons to a list."""
         try:
             yield
         except cls as error:

@@ -22,7 +22,7 @@ _restore: Callable[[], None] | None = None
 
 @contextmanager
 def full_precision() -> Iterator[bool]:
-    """Compute float32 matrix products in full precision; restore the user's setting afterwards.
+    """Context manager that computes float32 products in full precision, then restores the setting.
 
     The setting applies to the whole process, so other threads also compute in full precision.
 

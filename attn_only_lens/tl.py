@@ -50,7 +50,7 @@ USE_INSTEAD = "" if HAS_HOOKED_TRANSFORMER else f"; this {_NEEDED}"
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence TransformerLens' warning that HookedTransformer is deprecated."""
+    """Context manager that silences the warning that HookedTransformer is deprecated."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
         yield
@@ -64,7 +64,7 @@ def require_hooked_transformer(what: str = "this") -> None:
 
 @contextmanager
 def no_remote_code() -> Iterator[None]:
-    """Stop TransformerLens 3.9 from running some models' code from the Hugging Face Hub."""
+    """Context manager in which TransformerLens 3.9 runs no code from the Hugging Face Hub."""
     if not HAS_HOOKED_TRANSFORMER:
         yield
         return

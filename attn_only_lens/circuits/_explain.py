@@ -412,7 +412,7 @@ def _what_nodes_do(
 
 
 def _in_both_runs(what: str, values: Sequence[float], apart: float | None = None) -> str:
-    """Return a text with the clean value and, if it differs enough, the corrupted value."""
+    """Format a clean value and, if the corrupted value differs enough, also the corrupted value."""
     clean, corrupted = values
     apart = _APART * max(abs(clean), abs(corrupted)) if apart is None else apart
     differs = abs(clean - corrupted) > apart

@@ -224,7 +224,7 @@ def _require_same_prompts(
 
 
 def _cosines(vectors: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n n"]:
-    """Return the cosine similarity of each pair of rows; it is 0 if one row is zero."""
+    """Return the cosine similarity of each pair of rows (0 if either row is zero)."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     units = np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0)
     return np.asarray(units @ units.T)
@@ -233,7 +233,7 @@ def _cosines(vectors: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n n"]:
 def _similar_weights(
     model: Any, heads: pd.DataFrame, written: Float[Tensor, "node d_model"]
 ) -> Float[np.ndarray, "node node"]:
-    """Return each pair's larger cosine similarity: of outputs, or of gates' input directions."""
+    """Return, for each pair, the larger cosine similarity: of outputs or of gate directions."""
     write = written.cpu().double()
     read = torch.zeros_like(write)
     matrices = HeadMatrices.of(model, fold_norms=True)

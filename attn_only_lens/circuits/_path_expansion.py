@@ -55,7 +55,7 @@ _PROBLEM = "the logits of this model cannot be expanded into paths"
 
 @dataclass(frozen=True, eq=False)
 class PathExpansion:
-    """The logits of a run, split by the number of heads and neuron-heads on each path.
+    """The logits of a run, split by the number of attention heads and MLP neurons on each path.
 
     Attributes:
         logits: the logits of paths through 0, 1, 2, … heads; the last entry has all longer paths.
@@ -146,7 +146,7 @@ def path_expansion(
     held: Literal["gate", "up"] = "gate",
     mask: Tensor | None = None,
 ) -> PathExpansion:
-    """Expand the logits of a run into paths through heads and neuron-heads.
+    """Expand the logits of a run into paths through attention heads and MLP neurons (as heads).
 
     The expansion is exact if patterns and norm scales are held at their values in the run. The gate
     of a neuron-head is held fixed too, so that the neuron's output is linear in its value.
@@ -224,7 +224,7 @@ def _expand(
 
 
 class _RankedPaths:
-    """The k paths with the largest effects; `first` holds the heads' z in one-hop paths."""
+    """Selects the k paths with the largest effects; `first` holds z of heads in one-hop paths."""
 
     def __init__(self, linear: LinearRun, first: tuple[Tensor, ...], k: int, block: int) -> None:
         self._linear, self._first, self._block = linear, first, block
@@ -233,7 +233,7 @@ class _RankedPaths:
         self._largest = LargestScores(k, by_size=True)
 
     def _number(self, index: int, position: int) -> int:
-        """Return the index, from 1, of a sublayer's first head at a position among all nodes."""
+        """Return the number of a sublayer's first head at a position; nodes are numbered from 1."""
         return 1 + position * self._starts[-1] + self._starts[index]
 
     def add(self, stream: Float[Tensor, "batch pos=1 d_model"], end: int) -> None:

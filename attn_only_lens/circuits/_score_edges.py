@@ -1,15 +1,15 @@
 r"""Score edges by a product of two factors, with one forward pass per node instead of per edge.
 
-Cutting the edge from a writer w to a reader R changes R's output to the residual stream. This
-change affects all layers after R. The change in R's output is computed in closed form for all
-writers at once. Its effect on the logits is estimated from one forward pass per node:
+Cutting the edge from a writer w (the source node) to a reader R (the target node) changes R's
+output, which later layers read. The change in R's output is computed in closed form for all writers
+at once. Its effect on the logits is estimated from one forward pass per node:
 
     L(w → R)  = Σ_ref mean ‖change in R's output, if R reads ref instead of w's output‖
     N(R)      = Σ_ref mean max |change in the logits, if R's z is replaced by ref|
     score     = L(w → R) · N(R) / max ‖R's output‖
     exact     = Σ_ref mean max |change in the logits, if R reads ref instead of w's output|
 
-The value "ref" that replaces a writer's z is 0 (`to="zero"`) or the mean of this z over all tokens
+A writer's z is replaced by ref, which is 0 (`to="zero"`) or the mean of this z over all tokens
 (`to="mean"`). Σ_ref is the sum over the values in `to`. Each "mean" and "max ‖…‖" is over all
 tokens of all prompts, and each "max |…|" is over the logits at a token. A writer is replaced in
 only one input of the reader: the queries, keys or values of an attention head ("q", "k", "value"),
@@ -17,8 +17,8 @@ or the whole input of a neuron-head (a neuron viewed as an attention head) or of
 ("in"). Norm scales are held fixed. For edges into the logits, L, score and exact are equal.
 
 One forward pass records the outputs of all nodes. Each node, and each exact cut, needs one more
-forward pass per reference. For each kind and reference, every attention block that contains readers
-also runs once, on a batch with one entry per writer. Prompts are batched by length.
+forward pass per value of ref. Per kind of edge and value of ref, every attention block with target
+nodes also runs once, on a batch with one entry per source node. Prompts are batched by length.
 """
 
 from collections import defaultdict
@@ -94,7 +94,7 @@ def score_edges(
 ) -> pd.DataFrame:
     """Score every edge between the given nodes, the embedding and the logits.
 
-    An edge goes from a writer to one input of a later reader, and covers all positions.
+    An edge from a writer (source) to one input of a later reader (target) covers all positions.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks. A
@@ -331,7 +331,7 @@ class _Scoring:
         before: Sequence[SublayerWrites],
         only: set[str] | None,
     ) -> tuple[list[str], Float[Tensor, "writer batch pos d_model"]]:
-        """Return the writers' names, and the change in the residual stream if each is replaced."""
+        """Return source nodes, and the change in the residual stream if each one is replaced."""
         x = batch.run.embedding
         names = ["embed"]
         changes = [((0 if reference == "zero" else self._embedding) - x)[None]]
@@ -354,7 +354,7 @@ class _Scoring:
         kind: str,
         only: set[str] | None = None,
     ) -> Iterator[tuple[list[str], Float[Tensor, "writer batch pos node head d_head"]]]:
-        """Yield chunks of writers, and the z of a layer's readers after each is replaced."""
+        """Yield chunks of source nodes, and the z of target nodes after each source is replaced."""
         writes = batch.writes(sites)
         before = batch.run.before(sites.layer, sites.kind)
         names, change = self._removed(batch, reference, before, only)
@@ -389,7 +389,7 @@ class _Scoring:
         node: Int[Tensor, "variant"],
         z: Float[Tensor, "variant batch pos head d_head"],
     ) -> Float[Tensor, "variant"]:
-        """Return how much the logits change in each run, in which one node's z is replaced."""
+        """Return how much the logits change in each run; each run replaces the z of one node."""
         replay = batch.readers.replay
         block = self._host.block(sites.layer, sites.kind)
         name = self._host.hook_name(sites.layer, sites.kind, "z")

@@ -9,9 +9,9 @@ held fixed, a score is linear in each of the residual streams at the query and t
 B is the matrix of a bilinear form: for a query q and a key k at these two positions, the head's
 score is q B k. B includes 1/√d_head, rotary embeddings, and query and key norms with scales held
 fixed. B is computed with the model's own code, as the mixed second derivative of the score at q = k
-= 0. If the hook point for scores receives the pattern, the logarithm of the pattern is used. Other
-terms of a score (ALiBi, the bias of a query norm) are counted as the head's own biases. The score
-is taken before the softmax and any soft cap. For a neuron with index i,
+= 0. In models whose hook point for scores receives the pattern, B is computed from the pattern's
+logarithm. Other terms of a score (ALiBi, the bias of a query norm) are counted as the head's own
+biases. The score is taken before the softmax and any soft cap. For neuron i, the pre-activation is
 
     q = Σ_w w N W_in[:, i] / s + b                    W_gate in a gated MLP
 
@@ -141,7 +141,7 @@ def score_sources(
 def _reads(
     parts: Decomposition, head: HeadName, position: int, model: Any, W: Float[Tensor, "d_model n"]
 ) -> tuple[list[str], Float[Tensor, "writer n"]]:
-    """Return the writers' names, and each output times norm gain and W; "own bias" is last."""
+    """Return the sources, and each source's output times norm gain and W; "own bias" is last."""
     here = slice(position, position + 1)
     reads = parts.of(head.layer, head.kind).reads.at(here)
 
@@ -231,7 +231,7 @@ def _of_attention(
 def _side(
     model: Any, parts: Decomposition, head: HeadName, side: str, position: int, recorded: Tensor
 ) -> tuple[list[str], Float[Tensor, "writer d_head+1"]]:
-    """Return each writer's part of the query or key, and append 1 for "own bias", 0 for others."""
+    """Return each source's part of the query or key; append 1 for "own bias", 0 for others."""
     attn, n_heads = host_of(model).attention(head.layer), host_of(model).n_heads[head.layer]
     weights, biases = getattr(attn, f"W_{side}"), getattr(attn, f"b_{side}", None)
     names, vectors = _reads(

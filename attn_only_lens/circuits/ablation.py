@@ -188,7 +188,7 @@ def faithfulness(
 
 
 def reasons_against_draws(n_random: object, seed: object) -> list[str]:
-    """Return the reasons why `n_random` or `seed` is invalid."""
+    """Return an error message for each of `n_random` and `seed` that is invalid."""
     return [
         f"got {name}={number!r}; expected a whole number, 0 or more"
         for name, number in (("n_random", n_random), ("seed", seed))
@@ -292,7 +292,7 @@ class AblatedModel:
         """Return the faithfulness of each circuit, given as row indices of its sites."""
         new = [] if "nothing_by_prompt" in vars(self) else [_NOTHING]
         by_prompt = self.by_prompt([*new, *circuits])
-        if new:  # evaluating the empty circuit here saves a separate pass
+        if new:  # the empty circuit is in the same batch, which saves a pass
             self.nothing_by_prompt, by_prompt = by_prompt[0], by_prompt[1:]
         return (self._mean(by_prompt) - self.nothing) / self.span
 
@@ -449,7 +449,7 @@ class _AblatedPoint:
     ) -> tuple[str, Callable[[Tensor, Any], Tensor]]:
         """Return a hook that ablates the sites outside each circuit.
 
-        The hook receives activations from position `first` onward. If `computed` is a dict, the
+        The hook receives activations starting at position `first`. If `computed` is a dict, the
         hook also stores these activations in it.
         """
         replacement = self.replacement[:, first:]
@@ -478,7 +478,7 @@ class _AblatedPoint:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """The number of places (including one for tokens without a place), and of nodes."""
+        """The number of places (and one for tokens without a place), and the number of nodes."""
         n_places = max(self.place.max(), self.place_of.max()) + 2
         return int(n_places), self.replacement.shape[2] // self.width
 

@@ -68,7 +68,7 @@ class NeuronSlope:
     def covectors(
         self, positions: Tensor, nodes: Tensor
     ) -> tuple[Float[Tensor, "batch target d_model"], Float[Tensor, "batch target"]]:
-        """Return each target's vector that is dotted with the residual stream, and a bias term."""
+        """Return the vector with which each target reads the residual stream, and a bias term."""
         read = self.gradient[:, positions, nodes].unsqueeze(-1) * self.W.T[nodes]
         covectors = self.sublayer.writes.reads.back(read, positions)
         return covectors, self.constant[:, positions, nodes]
@@ -324,7 +324,7 @@ def _require_flows(
     result: Contrast,
     names: dict[tuple[int, HeadKind, str], str],
 ) -> None:
-    """Raise an error if edges into a sublayer do not add up to its nodes' attributions."""
+    """Raise an error if edges into a sublayer's nodes do not add up to the nodes' attributions."""
     numbers = list[Tensor]()
     for i, (sublayer, along, here) in enumerate(zip(sublayers, gradients, slopes, strict=True)):
         if sublayer.writes.kind == "error":  # error nodes have no incoming edges
@@ -349,8 +349,8 @@ def _require_flows(
     smallest = allowed * max([abs(result.total), *sizes])
     reasons = [
         f"layer {sublayer.writes.layer}: edges into its {sublayer.writes.kind} heads add up to "
-        f"{got:.6g}; expected {expected:.6g}: the heads are not linear in the stream, for "
-        "instance because values are clipped"
+        f"{got:.6g}; expected {expected:.6g}: the heads are not linear in the residual "
+        "stream, for instance because values are clipped"
         for sublayer, (got, expected), size in zip(sublayers, sums, sizes, strict=True)
         if not abs(got - expected) <= allowed * max(size, smallest)
     ]

@@ -14,10 +14,10 @@ The table lists the kinds of nodes (`kind`), with an example `id` for each kind:
     metric     metric         the metric
 
 The weights of the edges into a node add up to the node's attribution. The weights of the edges into
-"metric" add up to the metric or its change (`attributed_run.py`). In a graph of one run, only edges
-of kind "value" count, and edges of kinds "q", "k" and "gate" estimate, to first order, how a source
-affects the metric through the target's pattern or gate. In a graph of a difference, all edges
-count. Pruning preserves these sums: edges from dropped nodes become edges from "rest".
+"metric" add up to the metric or its change (`attributed_run.py`). In a graph of one run, these sums
+include only edges of kind "value"; edges of kinds "q", "k" and "gate" estimate, to first order, how
+a source affects the metric through the target's pattern or gate. In a graph of a difference, they
+include all edges. Pruning preserves these sums: edges from dropped nodes become edges from "rest".
 """
 
 from collections.abc import Iterable
@@ -101,7 +101,7 @@ class CircuitGraph:
         reasons += [f"got node {name} twice" for name in ids[ids.duplicated()].unique()[:5]]
         for end in ("source", "target"):
             unknown = sorted(set(self.edges[end]) - set(ids))
-            reasons += [f"edge {end} {name!r} is not a node of this graph" for name in unknown[:5]]
+            reasons += [f"the {end} {name!r} of an edge is not a node" for name in unknown[:5]]
         reasons += _unknown("node", self.nodes["kind"], NODE_KINDS)
         reasons += _unknown("edge", self.edges["kind"], EDGE_KINDS)
         if self.edges.duplicated(["source", "target", "kind"]).any():
@@ -220,7 +220,7 @@ class CircuitGraph:
 def select_largest(
     sizes: npt.NDArray[np.float64], *, top: int | None = None, mass: float | None = None
 ) -> npt.NDArray[np.int64]:
-    """Return the indices of the `top` largest, or of the fewest with a share `mass` of the sum.
+    """Return indices of the largest entries: `top`, or the smallest number with the share `mass`.
 
     Indices are sorted. Among equal entries, the first ones are chosen.
     """

@@ -294,7 +294,7 @@ def _edges_of(
 
 
 class _Sources:
-    """The vectors that the embedding, each chosen node and the rest add to the residual stream."""
+    """The vectors that the embedding, each chosen node and "rest" add to the residual stream."""
 
     def __init__(
         self, linear: LinearRun, real: Sequence[int], chosen: Sequence[Sequence[Node]]
@@ -330,7 +330,7 @@ class _Sources:
         covectors: Float[Tensor, "batch target *pos d_model"],
         target_positions: Tensor | None = None,
     ) -> Float[Tensor, "batch target column"]:
-        """Return the dot products of `covectors` and sources' outputs before sublayer `n_before`.
+        """Return the dot products of `covectors` with the outputs of sources before a sublayer.
 
         Each target reads at its position in `target_positions`; if `target_positions` is None, all
         targets read at every position. The last two columns are "rest" and "bias".

@@ -13,7 +13,7 @@ from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.tokens import token_text
 
 _RUNS = ("clean", "corrupted")
-_FAR = 1000  # `answer_warnings` calls an answer with at least this rank nearly impossible
+_FAR = 1000  # `answer_warnings` calls answers of this rank or worse very improbable
 _ROLES = {2: ("correct", "wrong"), 1: ("answer",), 0: ()}
 
 
@@ -94,7 +94,7 @@ def _other_answers(clean: pd.DataFrame, roles: list[str]) -> list[str]:
     )
     if (ranks.loc[other].min(axis=1) >= _FAR).any():
         warning += (
-            f" Answers with ranks of {_FAR:,} or more are nearly impossible: check their spelling, "
-            "with the leading space, and choose prompts that the model answers."
+            f" Answers with ranks of {_FAR:,} or more are very improbable: check their spelling, "
+            "including the leading space, and choose prompts that the model can answer."
         )
     return [warning]

@@ -9,10 +9,10 @@ Samworth 2013). Each circuit is also evaluated on the other half of the prompts.
     class        "core" if the inclusion is at least 90 %, "noise" if it is at most 10 %, otherwise
                  "contingent"
 
-Inclusion intervals are Wilson intervals for an effective number of independent circuits. Circuits
-from the two halves of one split are independent, but circuits from different splits share prompts.
-The effective number, 2 + (resamples - 2) / `_DEPENDENCE`, is therefore smaller than the number of
-circuits (`analyses/results/stability_of_circuits.md`).
+The interval of a site's inclusion is a Wilson interval for an effective number of independent
+circuits. Circuits from the two halves of one split are independent, but circuits from different
+splits share prompts. The effective number, 2 + (resamples - 2) / `_DEPENDENCE`, is therefore
+smaller than the number of circuits (`analyses/results/stability_of_circuits.md`).
 """
 
 from collections.abc import Callable, Iterator
@@ -83,7 +83,7 @@ class Stability:
 
 
 def resamples_reasons(resamples: object) -> list[str]:
-    """Return the reasons why `resamples` is invalid, or an empty list."""
+    """Return an error message if `resamples` is invalid, otherwise an empty list."""
     if is_count(resamples) and as_plain(resamples) != 1:
         return []
     return [f"got resamples={resamples!r}; expected 2 or more, or 0 for none"]
@@ -100,7 +100,7 @@ def require_resamples(n_prompts: int, metric: Metric) -> None:
 
 
 def random_halves(n_prompts: int, n: int, seed: int) -> Iterator[tuple[_Half, _Half]]:
-    """Yield n random halves of the prompt indices, each together with the other half."""
+    """Yield n random halves of the prompt indices, each paired with the other half."""
     generator, size = np.random.default_rng(seed), n_prompts // 2
     for number in range(n):
         if number % 2 == 0:

@@ -8,9 +8,9 @@
     results.py       holds, saves and loads the result
 
 On each batch, each model runs two forward passes and one backward pass. Patching and circuit search
-run a batch many times, so they use only the first one.
+run a batch many times, so they use only the first batch.
 
-Memory does not grow with the number of batches. Next to the models, memory holds tensors of one
+Memory does not grow with the number of batches. Besides the models, memory holds tensors of one
 batch: for each model and token, 3 values per neuron, d_head + pos values per head in both runs, the
 logits, and the tensors for the backward pass. For the first batch, memory also holds both runs
 until the circuits are found, and one value per component and token. The sums over the dataset take
@@ -79,9 +79,9 @@ def compare(
     stream, the next prompt of the same batch) is used instead. In that case, the metric must depend
     on the prompt's tokens, as `loss` does.
 
-    A circuit consists of the sites (heads and neurons at positions) with the largest |estimated
-    drop|, as few as reach `faithfulness`. All models use this rule, so circuit sizes can be
-    compared. Circuits from `discover` are smaller, because it ranks by secants and prunes.
+    A circuit has the smallest number of sites (heads and neurons at positions), by |estimated
+    drop|, that reaches `faithfulness`. All models use this rule, so circuit sizes can be compared.
+    Circuits from `discover` are smaller, because it ranks by secants and prunes.
 
     Growth is from Gesmundo and Maile, "Composable Function-preserving Expansions for Transformer
     Architectures", 2023. `circuits.discover` and `patching.attribution` describe the other methods.
@@ -103,7 +103,7 @@ def compare(
             (`growth.identity`).
         corrupted: corrupted prompts for `tokens`, if these are texts or a tensor.
         null: like `grown`, but trained with another seed after the same growth. `grown` is
-            compared with it too, which shows how much two training runs differ.
+            compared with this null model too, which shows how much two training runs differ.
         batch_size: the maximum number of prompts in a batch, if tokens are cut.
         faithfulness: the target for both circuits: each circuit's faithfulness differs from 1 by
             at most 1 - `faithfulness`.
@@ -189,8 +189,8 @@ def _first_batch(
 ) -> Callable[[int | None], Comparison]:
     """Compare the circuits on the first batch.
 
-    Return a function that patches a given number of components, and returns the comparison on all
-    batches so far.
+    Return a function that patches a given number of components and returns the comparison on all
+    batches that were run.
     """
     with stage_bar(first.label, statistics.n_steps, "step", progress) as bar:
         runs = statistics.add(first, bar, keep=True)
@@ -277,10 +277,10 @@ def _require_valid(compared: Sequence[Any], provenance: object, settings: dict[s
     if len(compared) == 3 and null is not None and isinstance(provenance, Provenance):
         if (null.layers, null.axes) != (provenance.layers, provenance.axes):
             reasons.append(
-                "the null grew differently; expected the same growth, trained separately"
+                "the null model grew differently; expected the same growth, trained separately"
             )
         elif null.source and provenance.source and null.source.differences(provenance.source):
-            reasons.append("the null grew from another model; expected the same growth")
+            reasons.append("the null model grew from another model; expected the same growth")
     reasons += no_gradient_reasons()
     models = [model.model if isinstance(model, Grown) else model for model in compared]
     for label, model in zip(MODELS, models, strict=False):
@@ -315,8 +315,8 @@ def _expose(models: Sequence[Any], stack: ExitStack) -> None:
     )
     if null and null[0] != grown:
         reasons.append(
-            f"the null's layers have (kind, count) {null[0]}, but the grown model's have {grown}; "
-            "expected the same shape"
+            f"the null model's layers have (kind, count) {null[0]}, but the grown model's have "
+            f"{grown}; expected the same shape"
         )
     ComparisonError.raise_if(reasons, _PROBLEM)
 
@@ -351,7 +351,7 @@ class _Circuit(NamedTuple):
 def _circuit(
     run: BatchRun, batch: Batch, settings: dict[str, Any], label: str, progress: bool
 ) -> _Circuit:
-    """Find the fewest sites, ranked by |effect|, that reach the requested faithfulness."""
+    """Find the smallest number of sites, ranked by |effect|, with the requested faithfulness."""
     runs = run.recorded
     assert runs is not None
     logits = runs.clean.logits

@@ -1,8 +1,8 @@
 """Match the components of a model and its grown model, using the grown model's provenance.
 
-Components are heads and neurons. They are numbered by the layers of the unconverted model, so that
-all kinds of models can be compared. The provenance maps each component of the original to its index
-in the grown model. All other components of the grown model are new. `align` raises an error if the
+Components are heads and neurons. Their layers are numbered as in the unconverted model, so that all
+kinds of models can be compared. The provenance maps each component of the original to its index in
+the grown model. All other components of the grown model are new. `align` raises an error if the
 provenance does not fit both models, to prevent wrong pairs.
 """
 
@@ -50,7 +50,7 @@ class Alignment:
     coordinates: Int[Tensor, "d_model"]
 
     def with_null(self, d_model: int) -> "Alignment":
-        """Return the alignment of the second model with a null model of the same shape."""
+        """Return the alignment of the second model with a null model (see `compare`)."""
         shared = tuple(replace(pair, first=pair.second) for pair in self.shared)
         return Alignment(shared, self.new, torch.arange(d_model, device="cpu"))
 

@@ -7,8 +7,8 @@ let z* be the head's output in the corrupted run. The head's effect is
     effect = g · (z - z*)
 
 To first order, this is the decrease of the metric when z* replaces z. The effect is positive for a
-component that increases the metric. Each prompt has its own effect. The metric is a mean over
-prompts, so its gradient is multiplied by the number of prompts.
+component that increases the metric. A component has one effect per prompt. The metric is a mean
+over prompts, so its gradient is multiplied by the number of prompts.
 
 For the components with the largest estimated effects, `add_patching` computes the exact decrease on
 one batch with `patching.activation_patch`, which replaces z at all positions.
@@ -35,7 +35,7 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching._activation_patch import activation_patch
 
-MODELS = ("the original", "the grown model", "the null")
+MODELS = ("the original", "the grown model", "the null model")
 """The names of the compared models, in order."""
 
 
@@ -168,7 +168,7 @@ def add_patching(
 
 
 def _losses(model: Any, batch: Batch, names: list[str], progress: bool | str) -> "pd.Series[float]":
-    """Return, for each component, how much the metric falls when all its positions are patched."""
+    """Return how much the metric falls when each component is patched at all positions."""
     if not names:
         return pd.Series(dtype=float)
     pair = on_device_of(model, batch.pair)

@@ -5,10 +5,10 @@ activation in a second run. Without corrupted prompts, the second run is on the 
 first prompt follows the last). This is resample ablation. Unlike zeros and means, these activations
 come from a run on a real prompt. Attribution, patching and circuit search all use this ablation.
 
-The next prompt is the next one that differs and has the same length. In texts and tensors, it can
-be in any batch, so that batch boundaries do not matter. In a stream, it is in the same batch. A
-prompt that is alone in its batch is paired with a prompt of the same length from an earlier batch.
-No prompt is paired with itself: all its effects would be zero and would bias the mean.
+The next prompt is the next one that differs and has the same length. In texts and tensors, the next
+prompt can be in any batch, so that batch boundaries do not matter. In a stream, the next prompt is
+in the same batch. A prompt that is alone in its batch is paired with a prompt of the same length
+from an earlier batch. No prompt is paired with itself, because zero effects would bias the mean.
 """
 
 import reprlib

@@ -4,8 +4,8 @@ Each model's circuit consists of the nodes with the largest |estimated effect|. 
 finds the smallest number of nodes that reaches the target faithfulness, on the same prompts for all
 models (`method="exact_gate"`, `budget=0`, no pruning). A circuit's edges connect its nodes, the
 embedding and the metric in the model's attribution graph. For each kind of edge, the circuit has
-the fewest edges that reach a given share of Σ |weight|. An edge's weight does not depend on which
-other nodes are chosen, so edges are computed once, between the nodes of all circuits. Nodes are
+the smallest number of edges that reaches a given share of Σ |weight|. An edge's weight does not
+depend on the other nodes, so edges are computed once, between the nodes of all circuits. Nodes are
 indexed by [component of the grown model, position]; values are NaN where a model lacks the node.
 
     Jaccard            |A ∩ B| / |A ∪ B|; 1 if both are empty
@@ -73,7 +73,7 @@ def compare_circuits(
     means = [uniform @ x.T for x in scores]
     chosen = [largest(mean, size) for mean, size in zip(means, sizes, strict=True)]
     labels = PAIRS[: len(models) - 1]
-    # Choose nodes per pair of models, so that a null does not change the other pair's row.
+    # Choose nodes per pair of models, so that a null model does not change the first pair's row.
     ends = [
         _largest_nodes(means[i : i + 2], chosen[i : i + 2], n_nodes) for i in range(len(labels))
     ]
@@ -128,7 +128,7 @@ class Resampling:
         """Return the confidence interval of an estimate, clipped to [least, 1].
 
         The resamples' values are shifted so that their mean is the estimate; NaN values are left
-        out. Without an estimate or a value, the interval is NaN.
+        out. If the estimate or every value is NaN, so is the interval.
         """
         values = values[~np.isnan(values)]
         if not len(values) or np.isnan(estimate):
@@ -228,7 +228,7 @@ def select_mass(
     among: Bool[np.ndarray, "resample row"],
     mass: float,
 ) -> Bool[np.ndarray, "resample row"]:
-    """Return a mask of the fewest rows of each kind that reach the share `mass` of Σ |weight|."""
+    """Return a mask of each kind's largest |weights|, until their share of Σ |weight| is `mass`."""
     ranks = np.zeros_like(among)
     sizes = np.where(among, np.abs(weights), 0.0)
     for kind in pd.unique(kinds):

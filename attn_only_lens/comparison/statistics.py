@@ -54,7 +54,7 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.tolerances import rounding
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
-_ROUNDINGS = 16  # gaps of row sums below 1 up to this many eps are rounding, not a sink
+_ROUNDINGS = 16  # a row sum up to this many eps below 1 is a rounding error, not a sink
 
 
 def pattern_divergence(
@@ -139,7 +139,7 @@ def _dot(
 
 
 def _read(rows: Sequence[Sequence[Tensor]]) -> _Floats:
-    """Copy measures to the CPU; `rows` has one list of measures [site] for each layer and kind.
+    """Copy measures to the CPU; `rows` has a list of measures [site] per layer and kind.
 
     The result is an array [measure, site]. Tensors are concatenated first, because each transfer
     synchronizes the device.
@@ -283,7 +283,7 @@ _MEASURES = ("divergence", "divergence_se", "cosine", "norm_ratio")
 
 
 class Statistics:
-    """Statistics of an original model, its grown model and perhaps a null model (see `compare`)."""
+    """Statistics of an original, its grown model and, optionally, a null model (see `compare`)."""
 
     def __init__(self, models: Sequence[Any], alignment: Alignment) -> None:
         self._models = models

@@ -4,7 +4,7 @@ Results are exact: they do not depend on how a corpus is split into batches.
 
 Largest entries. If several entries are equal, those that come first in the corpus are kept. Torch's
 `topk` may return any of several equal entries, so those that equal the k-th largest are selected
-again, in corpus order. A batch updates only the neurons whose k largest entries it changes: in most
+again, in corpus order. A batch updates only the neurons whose k largest entries change: in most
 batches, few neurons.
 
 Histograms. The bins of a neuron cover the range from -2^e to 2^e, where 2^e is the smallest power
@@ -35,7 +35,7 @@ State: TypeAlias = dict[str, Tensor]
 BINS = 64
 JOINT = 16
 QUANTITIES = ("z", "gate", "value")
-_LEAST = -40  # a histogram covers at least -2^e to 2^e for this e
+_LEAST = -40  # the smallest exponent e of a histogram's range, -2^e to 2^e
 
 
 # The largest entries

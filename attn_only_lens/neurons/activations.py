@@ -125,7 +125,7 @@ def _attention_hooks(
 def _looking(
     model: Any, sites: Sequence[LayerSites], keep: Sequence[Callable[[str, Tensor], None]]
 ) -> Iterator[None]:
-    """Within this context, call each layer's `keep` with the values, patterns and z of neurons."""
+    """Context manager that calls each layer's `keep` with the values, patterns and z of neurons."""
     with ExitStack() as stack:
         for item, of_layer in zip(sites, keep, strict=True):
             if item.kind == "attention":

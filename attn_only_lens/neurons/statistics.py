@@ -229,7 +229,7 @@ class NeuronStatistics(_Statistics):
     ) -> tuple[Int[Tensor, "bin"], Float[Tensor, "edge"]]:
         """Return a histogram of one quantity of a neuron: counts in 128 bins, and bin edges.
 
-        A value on the edge of two bins is in the bin nearer to 0; 0 is in the first positive bin.
+        A value on a boundary of two bins is in the bin closer to 0; 0 is in the first positive bin.
 
         Args:
             name: the neuron.

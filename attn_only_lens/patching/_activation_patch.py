@@ -338,7 +338,7 @@ def count_reasons(**counts: object) -> list[str]:
 def prompt_settings(
     model: Any, pair: PromptPair, metric: Metric, groups: Sequence[SiteGroup]
 ) -> dict[str, Any]:
-    """Return the options that all patching methods share."""
+    """Return the model, the prompts and the metric, which all jobs store as settings."""
     return {
         "model": fingerprint(model),
         "clean": pair.clean.tolist(),

@@ -157,9 +157,9 @@ def attribution(
         method: "gradient", "exact_gate", "integrated" or "secant"; see the module docstring.
         steps: for "integrated", how many gradients to average; by default 5.
         budget: the cost of exact patches, in forward passes (counted in flops), or "auto". "auto"
-            spends at least 3 forward passes or 0.2 Gflop. "auto" then continues until the expected
-            correlations are .99, but spends at most 7 forward passes (10 with the estimates) or 4
-            Gflop. Of the two limits, the larger one applies. Tests of a new model cost about ten
+            spends at least 3 forward passes or 0.2 GFLOP. "auto" then continues until the expected
+            correlations are .99, or until it has spent 7 forward passes (10 with the estimates) or
+            4 GFLOP. Of the two limits, the larger one applies. Tests of a new model cost about ten
             passes.
         split: with method "secant" and budget=0, also return each head's effect through its pattern
             and through its values: columns `by_pattern` and `by_value`, which add up to the effect
@@ -245,7 +245,7 @@ def attribute(
 ) -> Sweep:
     """Estimate the results of patching all sites of a plan; see `attribution`.
 
-    `both` holds the runs of all prompts, or is None. Only "secant" with budget=0 uses it.
+    `both` holds the runs of all prompts, or is None. Only "secant" with budget=0 uses `both`.
     """
     model = plan.model
     with float32_slopes(model, plan.pair, plan.metric) if method == "secant" else nullcontext():
@@ -438,7 +438,7 @@ class _Estimator:
         if self._method == "integrated":  # mean over interpolated runs
             tape, steps = self._tape, self._steps
             return integrated_gradients(model, target, source, metric, tape, steps, self._progress)
-        if prompts.first:  # in other chunks, the gradient may be zero
+        if prompts.first:  # a zero gradient is an error only in this chunk
             ablation = self._plan.direction in ABLATIONS
             source_logits = torch.zeros_like(target.logits) if ablation else source.logits
             span = prompts.runs.clean_value - prompts.runs.corrupted_value

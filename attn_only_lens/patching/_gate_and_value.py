@@ -1,8 +1,8 @@
-"""Split the effect of patching a neuron-head into effects of pattern, value and interaction.
+"""Split the effect of patching a neuron-head into effects of its pattern, value and interaction.
 
-A neuron-head is an MLP neuron that is computed as an attention head. Its output is z = w v, where w
-is the attention pattern and v the value. Let a prime mark the second of two runs. The difference
-between the z of both runs is
+A neuron-head is an MLP neuron that is computed as an attention head. The output of a neuron-head is
+z = w v, where w is the attention pattern and v the value. Let a prime mark the second of two runs.
+The difference between the z of both runs is
 
     w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)
        whole  =  pattern   +   value    +   interaction

@@ -288,7 +288,7 @@ class _PathPatches:
         return run_pair(model, pair, *recordings, self._plan.metric, distinct=distinct)
 
     def all_paths(self) -> tuple[pd.DataFrame, list[range]]:
-        """Return all paths, and each chunk's rows. Chunks never split a path block."""
+        """Return all paths, and each chunk's range of rows. Chunks never split a path block."""
         work = pd.concat([block.paths(number) for number, block in enumerate(self.blocks)])
         ends = np.cumsum([0, *(block.n_paths for block in self.blocks)]).tolist()
         cuts = _split_blocks(self.blocks, _AT_ONCE)
@@ -636,7 +636,7 @@ class _PathRunner:
     def _neuron_dz(
         self, block: _PathBlock, receivers: LayerSites
     ) -> tuple[Float[Tensor, "row pos head_index"], Int[Tensor, "pos"]]:
-        """Return how each sender changes the receivers' z in each prompt, and the positions."""
+        """Return how each sender changes the receivers' z, and the positions of the changes."""
         neuron_run = self.target.of(receivers.layer, "neuron")
         columns = block.positions.chosen.any(dim=0).nonzero()[:, 0].to(neuron_run.z.device)
         reads = neuron_run.reads.at(columns)

@@ -9,9 +9,9 @@ minus mean corrupted metric) is treated as a constant. Then
     score_standard_error   √(n/(n-1) Σ w_b² (d_b - Σ w_c d_c)²) / |span|,    d_b = v_b - u_b
 
 For n prompts with equal weights, the standard error is s/√n, where s is the sample standard
-deviation. For unequal weights, it is the linearised standard error of a ratio of sums. The standard
-error of the score uses paired differences d_b, because a patch usually changes the metric less than
-the prompt does.
+deviation. For unequal weights, it is the delta-method standard error of a ratio of sums. The
+standard error of the score uses paired differences d_b, because the metric usually varies less with
+the patch than with the prompt.
 
 For each chunk of prompts and each site, a job stores the mean m of v, Σ w_b² (v_b - m) and Σ w_b²
 (v_b - m)², and the same three statistics of d. When two chunks are joined, the sums are recomputed
@@ -103,7 +103,7 @@ class OverPrompts:
         if prompts.start == 0:
             return new.flatten(1)
         old = so_far.unflatten(1, (2, 3))
-        total = (before.sum() + here.sum()) or 1.0  # if all weights are 0, so are all sums
+        total = (before.sum() + here.sum()) or 1.0  # if all weights are 0, all sums are 0
         mean = old[..., 0] + (new[..., 0] - old[..., 0]) * (here.sum() / total)
         first = second = torch.zeros_like(mean)
         for moments, w in ((old, before), (new, here)):
@@ -157,7 +157,7 @@ class OverPrompts:
 def mean_over(
     values: Float[Tensor, "row prompt"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row"]:
-    """Return each row's weighted mean over prompts, with rounding that ignores the other rows."""
+    """Return each row's weighted mean over prompts; other rows do not affect its rounding."""
     if len(shares) == 1:
         return values[:, 0]
     # Sum in the order of `BoundMetric.mean`, so that a patch without effect gives the same mean.

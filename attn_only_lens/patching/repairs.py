@@ -29,18 +29,18 @@ scores most per flop. We therefore patch the site with the largest value of
     √c · key / √(cost · Σ (e - mean e)²)         Σ: over the heads of the site's kind
 
 Here, c key² is the expected squared error of an estimate. Each layer and kind of head has its own
-c: it is fitted to the sites patched so far, but is at least a quarter of the c that is fitted to
+c, which is fitted to the sites patched so far, but is at least a quarter of the c that is fitted to
 all layers of the kind. The expected correlation for a kind of head is
 
     √(1 - 4 Σ_unpatched c key² / Σ (e - mean e)²)
 
 The factor 4 is a safety margin. The larger of two sums over unpatched sites is used: one with each
 layer's own coefficient c, and one with a c fitted to the patched sites with below-median repair
-keys. The expected correlation is not a bound. It is None if fewer than 16 sites of a kind were
-patched, or if the budget is below 3 forward passes. The budget "auto" spends at least 3 forward
-passes or .2 Gflop. Patching then continues until this correlation is .99 for both kinds of heads,
-but costs at most 7 passes (10 with the estimates) or 4 Gflop. If a limit is given in passes and in
-Gflop, the larger of the two applies.
+keys. The expected correlation is not a bound. The correlation for a kind is None if fewer than 16
+of its sites (and not all) were patched, or if the budget is below 3 forward passes. The budget
+"auto" spends at least 3 forward passes or 0.2 GFLOP, whichever is larger. Patching then continues
+until this correlation is 0.99 for each kind of head, or until the cost reaches 7 passes (10 with
+the estimates) or 4 GFLOP, whichever is larger.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -264,7 +264,7 @@ class Repairer:
             self._exact[chosen_rows] = True
 
     def _check_edits(self, groups: Sequence[SiteGroup]) -> None:
-        """Test the edits for those groups that no earlier chunk of prompts has tested."""
+        """Test the edits of the groups that were not tested on an earlier chunk of prompts."""
         replay = self._runner.replay.precise
         padded = not (replay.recording.mask is None or bool(replay.recording.mask.all()))
         edits = {(group.sites, self._first, padded): group for group in groups}

@@ -378,7 +378,7 @@ class ScoredFrame:
 
     @abstractmethod
     def _kind_and_rows(self) -> tuple[str, str]:
-        """Return two strings: the kind of these results, and the number of their rows."""
+        """Return two strings: what kind of results these are, and how many rows they have."""
 
     def _headline(self) -> str:
         """Return a one-line description of these results."""

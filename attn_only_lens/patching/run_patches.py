@@ -162,15 +162,15 @@ class PatchRunner:
     def starts(self, group: SiteGroup) -> tuple[int, Int[Tensor, "row"]]:
         """Return a group's first changed block, and each patch's first changed position.
 
-        The position is -1 if a patch cannot affect the metric. Use the result only to estimate
-        costs: it assumes that neurons add to the residual stream directly.
+        The position is -1 if a patch cannot affect the metric. Use these positions only to estimate
+        costs: they assume that neurons add to the residual stream directly.
         """
         patch = self._patch(group, tested=False)
         (starts,) = self._starts([group], [patch])
         return patch[1], starts
 
     def earliest(self, groups: Sequence[SiteGroup]) -> int:
-        """Return the first position that any patch could change, judging only by the tokens."""
+        """Return the first position that any patch could change, computed from the tokens alone."""
         differ = (self.replay.recording.tokens != self.source.tokens).any(dim=0)
         patched = torch.cat([group.everywhere.flatten(0, 1) for group in groups]).any(dim=0)
         first = max(int(positions.int().argmax()) for positions in (differ, patched))

@@ -238,7 +238,7 @@ def _with_parts(
 def _products(
     sites: Sequence[LayerSites], positions: Sequence[PositionSet], most_rows: int | None
 ) -> tuple[SiteGroup, ...]:
-    """Return groups of all heads at all positions. A group of few neurons has many positions."""
+    """Return groups of all heads at all positions. Groups of few neurons have many positions."""
     groups: list[SiteGroup] = []
     products: dict[tuple[int, int, int], SiteGroup] = {}  # layers of equal size share a group
     for site in sites:

@@ -65,8 +65,8 @@ def _tokens_of_years(tokenizer: Any) -> tuple[int, ...]:
     year_tokens = dict[str, int]()
     starts = token_ids(tokenizer, [f"year {century}" for century in _ENDINGS[10:]])
     for century, start in zip(_ENDINGS[10:], starts, strict=True):
-        # Some tokenizers have single tokens for well-known years, such as 1776. If this happens
-        # with one century, the two digits are tried with the next.
+        # Some tokenizers have single tokens for well-known years, such as 1776. If two digits
+        # have no token of their own in one century, they are tried with the next century.
         left = [year for year in _ENDINGS if year not in year_tokens]
         whole = token_ids(tokenizer, [f"year {century}{year}" for year in left]) if left else []
         for year, tokens in zip(left, whole, strict=True):

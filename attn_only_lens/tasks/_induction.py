@@ -90,7 +90,7 @@ def _text(tokenizer: Any, tokens: list[int]) -> str:
 def _words(tokenizer: Any, random: Random, least: int) -> list[int]:
     """Return the word tokens that stay single tokens when a text repeats them.
 
-    If more than `least` of them begin with a space, the others are left out.
+    If more than `least` words begin with a space, the other words are left out.
     """
     special = set(tokenizer.all_special_ids)
     known = [token for token in sorted(set(tokenizer.get_vocab().values())) if token not in special]

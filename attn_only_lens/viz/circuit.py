@@ -2,7 +2,7 @@
 
 `assets/circuit.js` draws the page with d3.js (`vendor/`); the page contains both scripts, and the
 data as JSON. At first, the page shows only the strongest nodes, and edges of the kind "value"
-between them. The picture shows the same first view; Python draws it, without a browser.
+between them. The static picture shows this initial view; Python draws it, without a browser.
 """
 
 from collections.abc import Mapping, Sequence
@@ -72,7 +72,7 @@ def circuit_page(
             and so do the neurons and the features; users can unfold or ungroup these groups.
 
     Returns:
-        The page, with values to five significant figures, and its first view as `picture`.
+        The page, with values to five significant figures, and its initial view as `picture`.
         `write_html` writes the page to a file, and `write_svg` writes the picture.
 
     Raises:
@@ -194,7 +194,7 @@ def _strength(nodes: pd.DataFrame, ends: pd.DataFrame) -> "pd.Series[float]":
 
 
 def _where_read(into: pd.DataFrame, position: "pd.Series[float]") -> int:
-    """Return the position from which value edges of the largest Σ |weight| go into the metric."""
+    """Return the position whose value edges into the metric have the largest Σ |weight|."""
     value = into[into["kind"] == "value"]
     columns = position.to_numpy()[value["source"]]
     here = ~np.isnan(columns)

@@ -153,7 +153,7 @@ def _node_reasons(nodes: pd.DataFrame, n_tokens: int) -> list[str]:
             outside = (numbers < 0) | (numbers > most[column])
             outside |= (numbers % 1 > 0) & (column in ("layer", "position"))
             reasons += [
-                f"nodes have a {column} such as {number:g}; expected 0 to {most[column]}, or none"
+                f"got a node with {column} {number:g}; expected 0 to {most[column]}, or none"
                 for number in numbers[outside & ~np.isinf(numbers)][:1]
             ]
     return reasons
@@ -197,7 +197,7 @@ def _details_reasons(
         tokens = [*item.writes, *item.reads]
         if any(not isinstance(text, str) or not np.isfinite(amount) for text, amount in tokens):
             reasons.append(
-                f"tokens that {key!r} writes or reads must be pairs (text, finite number)"
+                f"got tokens that {key!r} writes or reads; expected pairs (text, finite number)"
             )
         for example in item.examples:
             sizes = {len(example.tokens), len(example.values), len(example.gates)}

@@ -1,4 +1,4 @@
-"""Draw the first view of a circuit's page as SVG, for viewers that do not run JavaScript.
+"""Draw the initial view of a circuit's page as SVG, for viewers that do not run JavaScript.
 
 `assets/circuit.js` draws the same view in the page.
 """
@@ -35,7 +35,7 @@ _Data = Mapping[str, Any]
 
 
 def first_view(data: _Data) -> dict[str, int]:
-    """Return the largest numbers of nodes and edges with which the first view is readable."""
+    """Return the largest numbers of nodes and edges with which the initial view is readable."""
     n = len(_shown(data, MOST))
     for k in range(n, FEWEST, -1):
         placed = _placed(data, _shown(data, k), _HEIGHT)
@@ -47,7 +47,7 @@ def first_view(data: _Data) -> dict[str, int]:
 
 
 def circuit_picture(data: _Data, title: str) -> str:
-    """Return the first view of a circuit's page as SVG."""
+    """Return the initial view of a circuit's page as SVG."""
     shown = _shown(data, data["first"]["nodes"])
     placed = _placed(data, shown, _HEIGHT)
     colours = _light_colours()
@@ -89,7 +89,7 @@ def _shown(data: _Data, k: int) -> list[int]:
 
 
 def _kinds(data: _Data) -> list[str]:
-    """Return the kinds of edges that the first view shows; by default, only value edges."""
+    """Return the kinds of edges that the initial view shows; by default, only value edges."""
     kinds: list[str] = data["state"].get("kinds", ["value"])
     return kinds
 

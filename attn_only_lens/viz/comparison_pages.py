@@ -188,7 +188,7 @@ def _points(
 
 
 def _divergences(every: pd.DataFrame) -> str:
-    """Plot the divergence of patterns by layer and kind, in the grown and in the null model."""
+    """Plot the divergence of patterns by layer and kind, for the grown and the null model."""
     name = "Jensen–Shannon divergence of patterns: median and quartiles"
     figure = _figure(name, "layer of the original", "bits")
     prefixes = {"grown": "", "null model": "null_"} if "null_divergence" in every else {"grown": ""}

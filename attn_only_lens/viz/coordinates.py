@@ -44,7 +44,7 @@ Line: TypeAlias = tuple[float, list[Interval]]
 
 @dataclass(frozen=True)
 class Boxes:
-    """Boxes of nodes: row from below, column or -1, width, and if they may leave the column."""
+    """Boxes of nodes: rows (from below), columns (or -1), widths, and whether they may overhang."""
 
     row: Sequence[int]
     column: Sequence[int]
@@ -78,7 +78,7 @@ def rows_of(nodes: pd.DataFrame) -> tuple[list[int], list[str]]:
 
 
 def _rank(kind: str, layer: float | None) -> tuple[int, int]:
-    """Return a row's place in the order of computation; rows without a layer come first."""
+    """Return a row's rank in the order of computation; rows without a layer come first."""
     kind_index = NODE_KINDS.index(kind)
     if kind == "metric":
         return np.iinfo(int).max, kind_index
@@ -172,7 +172,7 @@ class _Columns:
         return sum(_FOLDED if a < b else self._width(a) for a, b in self._runs)
 
     def _narrow(self, fewest: int) -> None:
-        """Until all columns fit, narrow the one that then needs the fewest lines."""
+        """Until all columns fit, narrow the column that needs the fewest lines when narrowed."""
         abreast, full = self.abreast, self._full
         while self._total() > self._free and max(abreast.values(), default=0) > fewest:
             wide = [c for c in self.used if abreast[c] > fewest]
@@ -291,7 +291,7 @@ def _crossing(p: Point, q: Point, y: float) -> float:
 
 
 def _nearest_gap(covered: Sequence[Interval], x: float, lane: int, width: float) -> float:
-    """Return the x coordinate at which an edge passes a line of boxes in the gap nearest to `x`."""
+    """Return the x coordinate of an edge in the gap, in a line of boxes, that is nearest to `x`."""
     free = []
     for (_, left), (right, _) in pairwise([(0, GUTTER - 8), *covered, (width, width)]):
         if right - left >= 2 * _MARGIN:

@@ -279,7 +279,7 @@ def _record_prompts(
 def _record_run(
     graph: CircuitGraph, model: Any, prompts: Prompts, mask: Tensor | None
 ) -> Recording:
-    """Record the clean run, and check that its node values are those in the graph."""
+    """Record the clean run, and check that it gives the node values of the graph."""
     run, heads = _record_prompts(graph, graph.tokens, model, prompts, mask), graph.heads
     expected = heads["value"].to_numpy()
     values = np.array([_value(run, model, name, pos) for name, pos in _heads_and_positions(heads)])
@@ -294,7 +294,7 @@ def _record_run(
 
 
 def _layers(heads: pd.DataFrame) -> list[HeadName]:
-    """Return one head of each layer and kind."""
+    """Return one head for each pair (layer, kind of head) in the graph."""
     names = map(HeadName.parse, heads["name"])
     return list({(head.layer, head.kind): head for head in names}.values())
 

@@ -244,7 +244,7 @@ def _about(statistics: CorpusStatistics) -> str:
 def _by_weights(
     model: Any, names: list[str]
 ) -> tuple[dict[str, list[TokenScores]], dict[str, Any], list[str]]:
-    """Return each neuron's top tokens and connected heads by weights, and notes on errors."""
+    """Return each neuron's top tokens and strongest heads, from the weights, and error notes."""
     tokens: dict[str, list[TokenScores]] = {}
     partners: dict[str, Any] = {}
     notes: list[str] = []
@@ -295,7 +295,7 @@ def _examples(
 ) -> dict[str, dict[str, Any]]:
     """Pack the examples of each end, as arrays [neuron, k] and [neuron, k, window].
 
-    `windows` maps each quantity to one divisor per neuron, or to None.
+    `windows` maps each quantity to one divisor per neuron, or to None (not divided).
     """
     tokens = torch.tensor(ids, device="cpu")
     kind = "<u2" if len(ids) < 2**16 else "<u4"

@@ -41,7 +41,7 @@ class Page(str):
     """The HTML text of a page, which notebooks show in a frame.
 
     Attributes:
-        picture: an SVG of the page's first view, or None; notebook viewers without frames show the
+        picture: an SVG of the initial view, or None; notebook viewers without frames show the
             picture.
         height: height of the frame in a notebook, in pixels.
 

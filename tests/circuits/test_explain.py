@@ -178,7 +178,7 @@ def test_it_warns_if_the_model_gives_another_answer(model):
         (first, second), (rank, second_rank) = answers, ranks
         said = f"not {first!r} (rank {rank:,}) or {second!r} (rank {second_rank:,})."
         assert f"on the clean prompt, the model answers ' are' (29%), {said}" in text
-        assert ("nearly impossible" in text) == (min(ranks) >= 1000)
+        assert ("very improbable" in text) == (min(ranks) >= 1000)
 
 
 def test_patches_of_the_table_are_those_of_a_sweep(model, why):

@@ -97,7 +97,7 @@ def test_what_another_program_wrote_is_read_as_it_stands_or_refused(
 def test_what_does_not_hang_together_is_no_graph(graph):
     edges = graph.edges.copy()
     edges.loc[3, "source"] = "L9N9@9"
-    with pytest.raises(InputError, match="source 'L9N9@9' is not a node of this graph"):
+    with pytest.raises(InputError, match="source 'L9N9@9' of an edge is not a node"):
         replace(graph, edges=edges)
     with pytest.raises(InputError, match="node bias twice"):
         replace(graph, nodes=graph.nodes.replace("rest", "bias"))

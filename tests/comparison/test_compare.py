@@ -488,7 +488,7 @@ def test_a_provenance_of_no_model_is_refused(grown_and_not):
         compare(model, grown.model, tokens(), p.loss(), provenance=nobody, **QUICK)
     negated = moved(model, "embed.W_E", lambda W: W.neg_())
     null = grow(negated, ex.compose(ex.WidenStream(6), ex.AddNeurons(5)), seed=0)
-    with pytest.raises(ComparisonError, match="the null grew from another model"):
+    with pytest.raises(ComparisonError, match="the null model grew from another model"):
         compare(model, grown, tokens(), p.loss(), null=null, **QUICK)
 
 

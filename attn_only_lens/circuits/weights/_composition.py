@@ -14,9 +14,9 @@ unrelated heads is therefore 1/√d_model, and `ratio_to_baseline` is the score 
 
 A pair gets a score if the writer's sublayer comes before the reader's sublayer. In one layer, an
 attention head comes before a neuron, unless attention and MLP run in parallel. TransformerLens
-omits pairs within a layer. A neuron-head (a neuron viewed as an attention head) has a constant key,
-so K-composition into it is zero: `composition` returns 0, `virtual_weights` raises an error, and
-`top_compositions` omits the pair.
+omits pairs within one layer. A neuron-head (a neuron viewed as an attention head) has a constant
+key, so K-composition into it is zero: `composition` returns 0, `virtual_weights` raises an error,
+and `top_compositions` omits the pair.
 
 Norms are folded into the weights by default (`models/norms.py`). As in TransformerLens, W_Q W_Kᵀ
 excludes rotary embeddings, and "embed" excludes positional embeddings.
@@ -62,8 +62,8 @@ _PROBLEM = "these heads do not compose"
 _NOT_FINITE = "no composition scores can be computed"
 _NO_KEYS = "zero by construction: a neuron-head's keys do not depend on the token"
 _NO_PAIR = (
-    "expected a reader after the writer: in a later layer, or an attention head that writes to a "
-    "neuron of the same layer (unless attention and MLP run in parallel)"
+    "expected a reader after the writer: a reader in a later layer, or an attention head as writer "
+    "and a neuron of the same layer as reader (unless attention and MLP run in parallel)"
 )
 
 
@@ -76,7 +76,7 @@ def composition(
     *,
     fold_norms: bool = True,
 ) -> pd.DataFrame:
-    """Return the composition score of every pair of a writer and a later reader.
+    """Return the composition scores of writers (source heads) and later readers (target heads).
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.
@@ -143,7 +143,7 @@ def top_compositions(
     block: int = _BLOCK,
     fold_norms: bool = True,
 ) -> pd.DataFrame:
-    """Return the pairs of a writer and a later reader with the largest composition scores.
+    """Return the pairs of a writer (source head) and a later reader with the largest scores.
 
     Scores are computed in blocks of writers and readers, and only the k largest are kept. Let b be
     the larger of `block` and the largest rank of a head. In float32, the additional memory is at
@@ -266,7 +266,7 @@ def virtual_weights(
 def _resolve_pairs(
     model: Any, writers: Any, readers: Any, kind: str
 ) -> tuple[list[LayerSites | None], list[LayerSites]]:
-    """Return writers and readers by layer; a writer that is None stands for the embedding."""
+    """Return writers and readers by layer; None among the writers stands for the embedding."""
     InputError.raise_if(option_reasons("kind", kind, KINDS), _PROBLEM)
     reading = list(resolve_sites(model, without_wide(readers)))
     InputError.raise_if(wide_reasons(reading), _PROBLEM)
@@ -310,7 +310,7 @@ class _HeadFactors:
 
 
 def _head_writers(matrices: HeadMatrices, sites: LayerSites | None) -> _HeadFactors:
-    """Return the factors of heads as writers; None is the embedding."""
+    """Return the factors of a layer's heads as writers; None stands for the embedding."""
     if sites is None:
         return _kept((_EMBED,), 0, _embedding_factor(matrices.embedding()))
     return _head_factors(sites, _write_stage(matrices, sites), matrices.write_matrices)
@@ -403,7 +403,7 @@ class Partner(NamedTuple):
 
 @torch.no_grad()
 def strongest_partners(model: Any, neurons: Sites, k: int) -> dict[str, list[Partner]]:
-    """Return each neuron's k partners with the largest |score|, for each `side` and `kind`."""
+    """Return, for each neuron, the k heads with the largest |score| on each side, by `kind`."""
     matrices = HeadMatrices.of(model, fold_norms=True)
     layers = resolve_sites(model, without_wide(all_heads()))
     partners: dict[str, list[Partner]] = {}
@@ -434,14 +434,14 @@ def _kinds(model: Any, reader: LayerSites) -> tuple[Kind, ...]:
 
 
 def is_gated(model: Any, layer: int) -> bool:
-    """Return whether the MLP of an original layer has a W_gate."""
+    """Return whether the original MLP of a layer has a gate matrix, W_gate."""
     return host_of(model).is_gated(layer)
 
 
 def _strongest(
     neurons: _HeadFactors, others: list[_HeadFactors], k: int
 ) -> Iterator[tuple[str, list[tuple[str, float]]]]:
-    """Yield each neuron's name, and the k heads in `others` with the largest |score|."""
+    """Yield each neuron's name, and the names and scores of its k strongest heads in `others`."""
     for some in neurons.slices(_BLOCK):
         factors = neurons.factors(some)
         tops: list[list[tuple[str, float]]] = [[] for _ in factors]

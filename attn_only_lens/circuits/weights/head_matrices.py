@@ -163,8 +163,8 @@ class HeadMatrices:
         W_E, cfg = self.model.W_E, self.model.cfg
         if W_E.shape[-1] != cfg.d_model or getattr(cfg, "post_embedding_ln", False):
             reason = (
-                f"the embedding {list(W_E.shape)} is normed or projected before it enters the "
-                f"stream of width {cfg.d_model}; leave 'embed' out of the writers"
+                f"the embedding {list(W_E.shape)} is normalized or projected before it enters the "
+                f"residual stream of width {cfg.d_model}; leave 'embed' out of the writers"
             )
             raise InputError([reason], "this embedding cannot be composed with")
         return float32_if_half(W_E.detach())

@@ -1,4 +1,4 @@
-"""Token-to-token circuits of heads and neuron-heads, computed from weights without a prompt.
+"""Token-to-token circuits of attention heads and MLP neurons, computed from weights alone.
 
     attention head   QK  W_E W_Q W_Kᵀ W_Eᵀ      query token, key token
                      OV  W_E W_V W_O W_U C      token attended to, token whose logit is raised
@@ -63,7 +63,7 @@ from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import NEURON_KINDS
 from attn_only_lens.precision import full_precision
 
-_BIAS = -1  # the token id that stands for the bias token
+_BIAS = -1  # the token ID that stands for the bias token
 _ROWS = 1024  # the number of tokens processed at once
 _NEURONS = 64  # the number of neurons processed at once, each with d_vocab values
 _PROBLEM = "this part of a circuit cannot be shown"
@@ -108,7 +108,7 @@ class TokenCircuit:
 
         Returns:
             A frame sorted by decreasing score (increasing for `lowest`). Columns: the texts `query`
-            and `key`, or `read` and `written`; their token ids, `query_token` etc. (-1 for the bias
+            and `key`, or `read` and `written`; their token IDs, `query_token` etc. (-1 for the bias
             token); and `score`.
 
         Raises:
@@ -126,7 +126,7 @@ class TokenCircuit:
 
     @property
     def eigenvalues(self) -> Complex[Tensor, "d_head"]:
-        """The d_head eigenvalues of B A, where A B is `matrix`, whose other eigenvalues are 0.
+        """The d_head eigenvalues of B A, where A B is `matrix`; the others of A B are 0.
 
         Raises:
             InputError: the matrix is not square.
@@ -254,7 +254,7 @@ def copying_scores(
     tokens: Sequence[int] | None = None,
     fold_norms: bool = True,
 ) -> pd.DataFrame:
-    """Return the copying score of each head and neuron-head, from its OV circuit's eigenvalues.
+    """Return copying scores of attention heads and MLP neurons, from eigenvalues of OV circuits.
 
     The score is from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
@@ -435,7 +435,7 @@ _Top = tuple[Float[Tensor, "neuron kept"], Int[Tensor, "neuron kept"]]
 
 
 def _drives(matrices: VocabularyMatrices, sites: LayerSites, n: int, block: int) -> dict[str, _Top]:
-    """Return the tokens with the largest drive of each neuron, for each sign of its value."""
+    """Return the tokens with the largest ReLU(gate) · value of each neuron, for each sign."""
     gate, value = (matrices.heads.read_matrices(sites, kind).A[:, :, 0].T for kind in ("q", "v"))
     gated = is_gated(matrices.heads.model, sites.layer)
     neuron_gate: Any = host_of(matrices.heads.model).neurons[sites.layer].gate

@@ -44,7 +44,7 @@ TokenScores: TypeAlias = list[tuple[int, float]]
 
 @dataclass(frozen=True, eq=False)
 class InputVocabulary:
-    """The matrices of a model's heads, and the embeddings of `read_tokens` (None for all)."""
+    """The matrices of a model's heads, and the embeddings of `read_tokens` (None: all tokens)."""
 
     heads: HeadMatrices
     W_E: Float[Tensor, "d_vocab d_model"]
@@ -65,9 +65,9 @@ class InputVocabulary:
 
 @dataclass(frozen=True, eq=False)
 class VocabularyMatrices(InputVocabulary):
-    """An `InputVocabulary` that also has the final norm and the unembedding of `written_tokens`.
+    """An `InputVocabulary` with the final norm and with unembedding columns of output tokens.
 
-    If `written_tokens` is None, all tokens are included.
+    `written_tokens` lists these output tokens; None means all tokens.
     """
 
     W_U: Float[Tensor, "d_model d_vocab_out"]
@@ -100,7 +100,7 @@ class VocabularyMatrices(InputVocabulary):
         return cls(both.heads, W_E, read, W_U, written, final, W_U.mean(dim=1))
 
     def writes(self, rows: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_vocab_out"]:
-        """Return what each row of the residual stream adds to each logit, minus the mean."""
+        """Return what each row of the residual stream adds to each logit, minus their mean."""
         normed = self.final.after(rows).to(self.W_U)
         return (normed @ self.W_U).sub_((normed @ self.mean)[:, None])
 
@@ -137,7 +137,7 @@ def _unembedding(model: Any) -> Float[Tensor, "d_model d_vocab_out"]:
 
 
 class DirectEffects:
-    """For each node, the tokens that it promotes or responds to most, through direct paths only."""
+    """Finds the tokens that each node promotes or responds to most, through direct paths only."""
 
     def __init__(self, model: Any) -> None:
         self._unembed, self._host = model.unembed, host_of(model)
@@ -203,7 +203,7 @@ class DirectEffects:
 def _by_layer(
     names: Iterable[str], tops: Callable[[LayerSites, list[int]], list[TokenScores]]
 ) -> list[TokenScores]:
-    """Call `tops` once per sublayer; return each head's tokens in the order of `names`."""
+    """Call `tops` once per sublayer, and return each head's tokens in the order of `names`."""
     heads = [HeadName.parse(name) for name in names]
     groups: dict[tuple[int, Any], list[int]] = {}
     for row, head in enumerate(heads):
