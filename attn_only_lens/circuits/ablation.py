@@ -345,7 +345,7 @@ class AblatedModel:
         return float(value.detach()), by_site
 
     def _mean(self, by_prompt: Float[np.ndarray, "*circuit prompt"]) -> _Floats:
-        """Return the mean over prompts, with the metric's weights for the prompts."""
+        """Return the mean over prompts, weighted by the metric's prompt weights."""
         return self._replay.metric.mean(torch.from_numpy(by_prompt)).numpy()
 
     @torch.no_grad()
@@ -439,7 +439,7 @@ class _AblatedPoint:
     name: str
     replacement: Float[Tensor, "batch pos head_index d_head"]
     width: int  # the number of heads per site
-    rows: Rows  # the row indices of the sites in the frame of all sites
+    rows: Rows  # each site's row in the frame of all sites
     index: Rows
     place: Rows
     place_of: Int[np.ndarray, "row pos"]

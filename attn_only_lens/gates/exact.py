@@ -153,7 +153,7 @@ def step_gate(name: str, active: Callable[[Tensor], Tensor]) -> Gate:
 
 
 def _step(q: Tensor, active: Tensor, above: float, below: float) -> Tensor:
-    """Return `above` where `active` is true, otherwise `below`; the gradient for q is zero."""
+    """Return `above` where `active` is true, otherwise `below`; the gradient at q is zero."""
     value = torch.where(active, above, below).to(q.dtype)
     return torch.where(torch.zeros_like(q, dtype=torch.bool), q, value)
 

@@ -158,7 +158,7 @@ def _converted_name(name: str, *, grouped: bool) -> str:
 
 
 def _layer_sizes(weights: Weights, attn_scale: float) -> list[LayerSizes]:
-    """Return each layer's sizes and score divisor: √d_head, or `attn_scale` in all layers."""
+    """Return each layer's sizes and score scale: √d_head, or `attn_scale` if it is constant."""
     constants, sizes, layers = weights.constants, weights.sizes, []
     for layer in range(constants.n_layers):
         n_heads, n_shared, width, d_value, neurons = (

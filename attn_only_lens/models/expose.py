@@ -265,7 +265,7 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
                 f"layer {layer.layer}: {reason}" for reason in _reasons(layer, x.dtype, row)
             ]
         UnsupportedModelError.raise_if(reasons, _PROBLEM)
-    except BaseException as error:  # even after Ctrl-C, do not leave a model half exposed
+    except BaseException as error:  # even after Ctrl-C, do not leave a model partly changed
         hide(model)
         if isinstance(error, UnsupportedCallError):
             raise UnsupportedModelError([str(error)], _PROBLEM) from error

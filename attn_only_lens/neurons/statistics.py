@@ -126,7 +126,7 @@ class _Statistics:
         ends = [end for end in ends if f"{end}.found" in self.examples]
 
         def stacked(name: str) -> np.ndarray[Any, Any]:
-            """Stack the tensors of all ends in the frame's order: [neuron, end, rank, ...]."""
+            """Stack highest and lowest examples as in the frame: [neuron, end, rank, ...]."""
             return np.stack([self.examples[f"{end}.{name}"].numpy() for end in ends], axis=1)
 
         found = stacked("found")
@@ -186,7 +186,7 @@ class _Statistics:
         """Return the statistics of only the neurons or heads with these names.
 
         Raises:
-            InputError: the statistics do not contain one of the names.
+            InputError: a name is missing from the statistics.
         """
         rows = torch.tensor([self._row(name) for name in names], device="cpu", dtype=torch.long)
         examples, counts = (
@@ -371,7 +371,7 @@ class CorpusStatistics(NamedTuple):
         """Return the statistics of only these neurons and heads.
 
         Raises:
-            InputError: the statistics do not contain one of the names.
+            InputError: a name is missing from the statistics.
         """
         known = set(self.names)
         missing = [name for name in names if name not in known]

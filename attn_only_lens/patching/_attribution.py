@@ -245,7 +245,8 @@ def attribute(
 ) -> Sweep:
     """Estimate the results of patching all sites of a plan; see `attribution`.
 
-    `both` holds the runs of all prompts, or is None. Only "secant" with budget=0 uses `both`.
+    `both` holds the clean and corrupted runs of all prompts, or None. Only "secant" with budget=0
+    uses `both`.
     """
     model = plan.model
     with float32_slopes(model, plan.pair, plan.metric) if method == "secant" else nullcontext():

@@ -23,9 +23,9 @@ flops, where T is the number of positions of δ (4 d_model T if the MLP is gated
 heads, Δz_r costs one pass per sender through the receivers' attention layer. If the receiver is
 "logits", only the unembedding is computed.
 
-Paths are computed in groups, called path blocks. A path block has senders from one layer and kind,
-at one set of positions, and receivers from one layer and kind. The size of a path block is chosen
-so that its tensors have at most about `_NUMBERS` entries.
+Paths are computed in groups, called path blocks. In a path block, all senders are of one kind, in
+one layer and at the same positions; all receivers are of one kind, in one layer. The size of a path
+block is chosen so that its tensors have at most about `_NUMBERS` entries.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -44,7 +44,7 @@ Line: TypeAlias = tuple[float, list[Interval]]
 
 @dataclass(frozen=True)
 class Boxes:
-    """Boxes of nodes: rows (from below), columns (or -1), widths, and whether they may overhang."""
+    """Node boxes: row (from the bottom), column (-1: none), width, may exceed the column or not."""
 
     row: Sequence[int]
     column: Sequence[int]

@@ -282,7 +282,7 @@ def _by_weights(
 
 
 def _limits(statistics: AnyOneKind, window: str) -> Float[Tensor, "neuron"]:
-    """Return each neuron's largest |value| of a quantity in the windows of its examples."""
+    """Return, for each neuron, a quantity's largest |value| in the text of its examples."""
     windows = [x for key, x in statistics.examples.items() if key.endswith(f".{window}")]
     return torch.stack([x.abs().flatten(1).amax(1) for x in windows]).amax(0)
 

@@ -91,7 +91,7 @@ class BridgeReplay(Replay):
         )
 
     def flops_per_run(self, block: int, position: int) -> float:
-        """Return the fixed cost of a run, including a test if the start has not been tested yet."""
+        """Return the fixed cost of a run, and of the test of its start if that has not run yet."""
         flops = super().flops_per_run(block, position)
         if not position or not self._is_untested(block, position):
             return flops
