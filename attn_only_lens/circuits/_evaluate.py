@@ -1,5 +1,6 @@
 """Evaluate circuits on prompts that were not used to find them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from attn_only_lens.circuits.ablation import ablated_model
 from attn_only_lens.circuits.circuit import SITE_KEY, Circuit
 from attn_only_lens.circuits.stability import share_of_sums
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.metrics import AnyMetric
+from attn_only_lens.engine.metrics import AnyMetric, as_metric
 from attn_only_lens.engine.positions import Roles
 from attn_only_lens.engine.prompts import Prompts, prompt_pair
 from attn_only_lens.errors import InputError
@@ -37,6 +38,10 @@ class Evaluation:
             for a metric with one value for all prompts.
         error: the mean over prompts of |m(C) - m(M)| / |m(M) - m(∅)|. A faithfulness near 1 can
             hide prompts that overshoot and prompts that fall short.
+        accuracy: with only the circuit left, the share of prompts on which the correct answer beats
+            the wrong one; NaN if the metric does not compare two answers.
+        whole_accuracy: the accuracy of the whole model.
+        nothing_accuracy: the accuracy with every site ablated.
     """
 
     faithfulness: float
@@ -45,6 +50,9 @@ class Evaluation:
     nothing: float
     standard_error: float
     error: float
+    accuracy: float
+    whole_accuracy: float
+    nothing_accuracy: float
 
 
 @warned_once()
@@ -133,7 +141,11 @@ def evaluate(
     whole, nothing = ablated.whole_by_prompt, ablated.nothing_by_prompt
     _, error = share_of_sums(left - nothing, whole - nothing)
     numbers = float(measured[0]), float(complete[0]), ablated.whole, ablated.nothing, error
-    return Evaluation(*numbers, error=float((abs(left - whole) / abs(whole - nothing)).mean()))
+    accuracies = [math.nan] * 3
+    if len(as_metric(metric).answers) == 2:  # such metrics are differences
+        accuracies = [float((values > 0).mean()) for values in (left, whole, nothing)]
+    mean_error = float((abs(left - whole) / abs(whole - nothing)).mean())
+    return Evaluation(*numbers, mean_error, *accuracies)
 
 
 def _no_circuit_reasons(circuit: object) -> list[str]:

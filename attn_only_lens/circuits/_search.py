@@ -53,19 +53,15 @@ from attn_only_lens.circuits.stability import (
 )
 from attn_only_lens.engine.contrast import run_both
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.metrics import AnyMetric, as_metric, no_gradient_reasons
+from attn_only_lens.engine.metrics import AnyMetric, as_metric
 from attn_only_lens.engine.positions import Positions
 from attn_only_lens.engine.prompts import Prompts, prompt_pair
 from attn_only_lens.engine.recording import RunPair, run_pair
 from attn_only_lens.engine.sites import Sites, all_heads
 from attn_only_lens.errors import InputError
-from attn_only_lens.patching._activation_patch import (
-    activation_patch,
-    plan_sweep,
-    sweep_reasons,
-)
-from attn_only_lens.patching._attribution import METHODS, Method, attribute
-from attn_only_lens.patching.repairs import Budget, budget_reasons
+from attn_only_lens.patching._activation_patch import activation_patch
+from attn_only_lens.patching._attribution import METHODS, Method, attribute, plan_attribution
+from attn_only_lens.patching.repairs import Budget
 from attn_only_lens.patching.results import MEASURED, Sweep
 
 _PER_DOUBLING = 4  # the number of prefix sizes to try from k to 2k
@@ -215,20 +211,15 @@ def rank_sites(
     settings |= {**options, "direction": "noise"}
     if method == MEASURED:
         return activation_patch(*prompts, **settings, progress=False), None
-    model, _, corrupted, _ = prompts
-    reasons = sweep_reasons(model, corrupted, "z", "noise", None)
-    reasons += option_reasons("method", method, METHODS)
-    reasons += budget_reasons(budget) + no_gradient_reasons()
-    InputError.raise_if(reasons, "these sites cannot be ranked")
-    settings |= {"part": "z", "reference": None, "resume": None, "traced": True}
-    plan = plan_sweep(*prompts, **settings)
+    settings |= {"part": "z", "reference": None, "resume": None}
+    plan = plan_attribution(prompts, method, budget, **settings)
     shared = method == "secant" and not budget and len(plan.prompts) == 1
     # `run_both` runs half precision in float32, and skips conversions to float32 in float64 models.
-    shared &= next(model.parameters()).dtype == torch.float32
+    shared &= next(plan.model.parameters()).dtype == torch.float32
     if not shared:
         return attribute(plan, None, cast("Method", method), budget), None
-    both = run_both(model, plan.pair)
-    runs = run_pair(model, plan.pair, *both.recordings(), plan.metric)
+    both = run_both(plan.model, plan.pair)
+    runs = run_pair(plan.model, plan.pair, *both.recordings(), plan.metric)
     return attribute(plan, both, "secant", budget), runs
 
 

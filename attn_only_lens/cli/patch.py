@@ -1,6 +1,5 @@
 """`attn-only-lens patch`: activation patching of attention heads and neurons."""
 
-import re
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +16,6 @@ from attn_only_lens.cli.common import (
     working,
 )
 from attn_only_lens.cli.options import (
-    Corrupted,
     ModelOptions,
     PromptOptions,
     Top,
@@ -30,7 +28,6 @@ from attn_only_lens.errors import AttnOnlyLensError
 _MANY = 50_000  # for more patches than this, the command prints an estimate of the time
 _SAMPLES = 16, 16, 128  # how many sites each timed run patches; the first run also tests the model
 _WHAT = "What is patched"
-_NAME = re.compile(r"L\d+([HNF]\d+(\.\d+)?|[SE])(@.+)?")
 
 
 @command(
@@ -47,7 +44,6 @@ def patch(
     *,
     prompts: PromptOptions,
     out: Annotated[Path, option("output file (.parquet or .csv)", OUTPUT)],
-    corrupted: Corrupted = None,
     sites: Annotated[
         str | None,
         option(
@@ -92,7 +88,7 @@ def patch(
 
     require_writable(out, (".parquet", ".csv"), top)
     selection = _parse_sites(sites or ("heads" if part == "k" else "all"), layers)
-    metric, clean, other = prompts.parse(corrupted)
+    metric, clean, other = prompts.parse()
     numbers: Any = positions
     if positions not in ("each", "all"):
         numbers = parse_numbers(positions, "--positions", "each, all, or numbers, such as 3,-1")
@@ -114,6 +110,7 @@ def patch(
 
 def _parse_sites(sites: str, layers: str | None) -> Any:
     from attn_only_lens import patching
+    from attn_only_lens.heads.names import NAME
 
     selections = {
         "neurons": patching.neuron_heads, "heads": patching.heads, "all": patching.all_heads
@@ -123,7 +120,7 @@ def _parse_sites(sites: str, layers: str | None) -> Any:
     if layers is not None:
         raise AttnOnlyLensError("got --layers and names in --sites; the names contain the layers")
     names = parse_names(sites)
-    bad = [name for name in names if not _NAME.fullmatch(name)]
+    bad = [name for name in names if not NAME.fullmatch(name.partition("@")[0])]
     if not all(name[:1] in ("L", "l") for name in bad):  # else the model reports each name
         raise AttnOnlyLensError(
             f"--sites: got {', '.join(bad)}; expected {', '.join(selections)}, or names, which are "

@@ -82,7 +82,12 @@ class BilinearHeads(NeuronHeads):
         return torch.stack([torch.zeros_like(query), -query], dim=-1)
 
     def _gate_pattern(
-        self, query: Float[Tensor, "batch pos head_index"], index: Tensor | None = None
+        self, query: Float[Tensor, "batch pos head_index"]
     ) -> Float[Tensor, "batch pos head_index key=2"]:
-        working = float32_if_half(query)
-        return torch.stack([working.sigmoid(), (-working).sigmoid()], dim=-1).to(query.dtype)
+        weights = self._self_weight(query), self._self_weight(-query)
+        return torch.stack(weights, dim=-1)
+
+    def _self_weight(
+        self, query: Float[Tensor, "*any pos head_index"], index: Tensor | None = None
+    ) -> Float[Tensor, "*any pos head_index"]:
+        return float32_if_half(query).sigmoid().to(query.dtype)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.axes import BIAS, SELF, NeuronPattern, PreActivation, Residual
+from attn_only_lens.devices import float32_if_half
 from attn_only_lens.gates import Gate
 from attn_only_lens.gates.gating import AnyGate
 from attn_only_lens.heads.host import HeadKind
@@ -96,7 +97,7 @@ class NeuronHeads(ABC):
         If q and `up` hold only some neurons, `index` holds the indices of these neurons.
         """
         query, v = self._query_and_value(q, up)
-        return self._gate_pattern(query, index)[..., SELF], v
+        return self._self_weight(query, index), v
 
     @property
     def output_module(self) -> nn.Module:
@@ -192,11 +193,14 @@ class NeuronHeads(ABC):
     def _gate_scores(self, query: PreActivation) -> Float[Tensor, "batch pos head_index key=2"]:
         return self.gate.scores(query)
 
-    def _gate_pattern(
-        self, query: PreActivation, index: Int[Tensor, "neuron"] | None = None
-    ) -> Float[Tensor, "batch pos head_index key=2"]:
-        """Return the patterns of all heads, or of the heads of the neurons in `index`."""
+    def _gate_pattern(self, query: PreActivation) -> Float[Tensor, "batch pos head_index key=2"]:
         return self.gate.pattern(query)
+
+    def _self_weight(
+        self, query: PreActivation, index: Int[Tensor, "neuron"] | None = None
+    ) -> Float[Tensor, "*any pos head_index"]:
+        """Return the patterns' weight of the token itself, of all heads or of those in `index`."""
+        return cast(Gate, self.gate).self_weight(float32_if_half(query)).to(query.dtype)
 
 
 def logit_tolerance(heads: Iterable[NeuronHeads], dtype: torch.dtype) -> float:

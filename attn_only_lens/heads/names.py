@@ -38,7 +38,7 @@ _KIND: dict[str, HeadKind] = {letter: kind for kind, letter in _LETTER.items()}
 _NUMBER = r"(0|[1-9]\d*)"
 HeadCounts: TypeAlias = tuple[dict[HeadKind, int], int]
 """The number of heads of each kind in a layer, and the number of heads per neuron."""
-_NAME = re.compile(rf"L{_NUMBER}(?:([SE])|([HNF]){_NUMBER}(?:\.{_NUMBER})?)")
+NAME = re.compile(rf"L{_NUMBER}(?:([SE])|([HNF]){_NUMBER}(?:\.{_NUMBER})?)")
 _PLURAL = {**HEAD_PLURALS, "attention": "attention heads"}
 
 
@@ -70,7 +70,7 @@ class HeadName:
     @classmethod
     def parse(cls, text: str) -> "HeadName":
         """Parse `L5H3`, `L5N1234.2`, `L5F7` or `L5E`; raise UnknownHeadError for other strings."""
-        match = _NAME.fullmatch(text) if isinstance(text, str) else None
+        match = NAME.fullmatch(text) if isinstance(text, str) else None
         if match is None or (match[3] != "N" and match[5] is not None):
             raise UnknownHeadError(unreadable_name(text))
         layer, wide, letter, index, member = match.groups()
@@ -168,7 +168,7 @@ class HeadName:
 
 def unreadable_name(text: object, transcoders: bool = False) -> str:
     """Return an error message for a string that is not a head's name."""
-    if isinstance(text, str) and _NAME.fullmatch(upper := text.strip().upper()):
+    if isinstance(text, str) and NAME.fullmatch(upper := text.strip().upper()):
         return f"got {text!r}; names are upper case, without spaces: did you mean {upper!r}?"
     others = (
         ", 'L5F1024' (feature 1024 of its transcoder), 'L5E' (its error node) or 'L5S' (its node "

@@ -83,7 +83,7 @@ def add_examples(
         rows: the neurons to which entries are added.
         numbers: values of each counted token; entries are ranked by "score", and a score of -∞ is
             no entry.
-        windows: values of the tokens in a window, padding included: [neuron, batch * pos], or, if
+        windows: values of the tokens in a window, padding included: [batch * pos, neuron], or, if
             they depend on the entry, [neuron, batch * pos, pos].
         batch: the tokens.
         before: the number of tokens in a window before the entry.
@@ -148,7 +148,7 @@ def _windows(
         if x.ndim == 3:
             numbers = x[rows[:, None], places].gather(2, within.clamp(max=n_pos - 1))
         else:
-            numbers = x[rows].gather(1, flat.flatten(1)).view_as(flat)
+            numbers = x[flat, rows[:, None, None]]
         of_tokens[name] = torch.where(here, numbers, 0.0)
     return {
         "text": batch.text[row],

@@ -199,22 +199,8 @@ def attribution(
         >>> bool(p.agreement(exact, estimate)["pearson"].item() > 0.99)
         True
     """
-    # Check
-    reasons = sweep_reasons(model, corrupted, part, direction, reference)
-    reasons += count_reasons(prompts_at_once=prompts_at_once)
-    reasons += _method_reasons(part, direction, method, steps)
-    reasons += budget_reasons(budget) + no_gradient_reasons()
-    if split and (method != "secant" or budget != 0 or per_prompt):
-        reasons.append(
-            f"got split=True with method={method!r}, budget={budget!r}, per_prompt={per_prompt}; "
-            "expected method='secant', budget=0 (an exact patch cannot be split) and "
-            "per_prompt=False"
-        )
-    InputError.raise_if(reasons, "this cannot be attributed")
-
-    # Plan
-    plan = plan_sweep(
-        *(model, clean, corrupted, metric),
+    plan = plan_attribution(
+        *((model, clean, corrupted, metric), method, budget, steps, split),
         sites=sites,
         part=part,
         positions=positions,
@@ -224,11 +210,35 @@ def attribution(
         per_prompt=per_prompt,
         prompts_at_once=prompts_at_once,
         resume=resume,
-        traced=True,
     )
     return attribute(
         plan, None, method, budget, steps=steps, split=split, resume=resume, progress=progress
     )
+
+
+def plan_attribution(
+    prompts: tuple[Any, ...],
+    method: str,
+    budget: Budget,
+    steps: int | None = None,
+    split: bool = False,
+    **options: Any,
+) -> SweepPlan:
+    """Check all arguments of `attribution`, and plan the rows of its result."""
+    model, _, corrupted, _ = prompts
+    part, direction, per_prompt = options["part"], options["direction"], options["per_prompt"]
+    reasons = sweep_reasons(model, corrupted, part, direction, options["reference"])
+    reasons += count_reasons(prompts_at_once=options["prompts_at_once"])
+    reasons += _method_reasons(part, direction, method, steps)
+    reasons += budget_reasons(budget) + no_gradient_reasons()
+    if split and (method != "secant" or budget != 0 or per_prompt):
+        reasons.append(
+            f"got split=True with method={method!r}, budget={budget!r}, per_prompt={per_prompt}; "
+            "expected method='secant', budget=0 (an exact patch cannot be split) and "
+            "per_prompt=False"
+        )
+    InputError.raise_if(reasons, "this cannot be attributed")
+    return plan_sweep(*prompts, **options, traced=True)
 
 
 @full_precision()

@@ -1,10 +1,12 @@
 """Tests of `attn-only-lens circuit`, `picture` and `pattern`: written files, output, errors."""
 
+import re
 import shlex
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import typer
@@ -88,6 +90,11 @@ def test_an_explanation_and_its_page_with_examples(folder, tmp_path):
         assert result.exit_code == 0, result.output
         assert why.text(5) in result.output
         assert (" at \\u201c" in page.read_text("utf-8")) == named
+    in_json = ("--corrupted", CORRUPTED, "--out", tmp_path / "why.json")
+    assert run("explain", folder, *TEXTS, *in_json).exit_code == 0
+    read = circuits.from_json(tmp_path / "why.json")
+    assert read.heads["id"].tolist() == why.graph.heads["id"].tolist()
+    assert "only a page" in run("explain", folder, *TEXTS, *in_json, "--texts", texts).output
     result = run("explain", folder, *TEXTS, *options, "--texts", tmp_path / "none.txt")
     assert result.exit_code != 0
     assert "none.txt" in result.output
@@ -161,10 +168,14 @@ def test_sweeps_as_pictures(folder, tmp_path):
     sweep, out = tmp_path / "sweep.csv", tmp_path / "sweep.html"
     pair = ("--corrupted", CORRUPTED, "--sites", "L0H1,L1N5")
     assert run("patch", folder, *TEXTS, *pair, "--out", sweep).exit_code == 0
-    for more, drawn in (((), "heatmap"), (("--bars", 2), "bar")):
+    for more, drawn in (
+        ((), r'"y":\["L0 heads"'),
+        (("--rows", "name"), r'"y":\["L[01][HN]\d"'),
+        (("--bars", 2), '"type":"bar"'),
+    ):
         result = run("picture", sweep, "--out", out, *more)
         assert result.exit_code == 0, result.output
-        assert f'"type":"{drawn}"' in out.read_text("utf-8")
+        assert re.search(drawn, out.read_text("utf-8"))
 
 
 def test_patterns(folder, expected, tmp_path):
@@ -197,11 +208,28 @@ def test_a_saved_circuit_is_evaluated_on_other_prompts(folder, expected, tmp_pat
         kept = circuits.evaluate(model, circuit, *pairs, metric)
         shown = f"keep {kept.faithfulness:.2f} ± {kept.standard_error:.2f} of the difference"
         assert shown in result.output
+        assert f"beats --wrong on {kept.accuracy:.0%} of the prompts" in result.output
+        frame = pd.DataFrame(dict(zip(("clean", "corrupted"), pairs, strict=True)))
+        frame = frame.assign(answer=ANSWERS[1], wrong=ANSWERS[3], note=7)
+        frame.to_csv(tmp_path / "pairs.csv", index=False)
+        frame.to_json(tmp_path / "pairs.jsonl", orient="records", lines=True)
+        for file in (tmp_path / "pairs.csv", tmp_path / "pairs.jsonl"):
+            assert run("evaluate", folder, saved, "--pairs", file).stdout == result.stdout
+    frame.assign(clean=None).to_csv(tmp_path / "none.csv")
+    for options, message in (
+        (("--pairs", file, *ANSWERS), "got --pairs and --answer"),
+        (("--pairs", tmp_path / "none.csv"), "expected a text in each row for clean"),
+        (("--pairs", tmp_path / "no.csv"), "no.csv cannot be read"),
+        (ANSWERS, "expected --clean and --corrupted"),
+    ):
+        result = run("evaluate", folder, saved, *options)
+        assert result.exit_code == 2
+        assert message in " ".join(result.output.split())
     graph = tmp_path / "graph.json"
     for options, message in (
         ((*pair, "--save-circuit", tmp_path / "c.txt"), "ends in .json"),
         ((*pair, "--save-circuit", graph), "another file name than --out"),
-        ((*TEXTS, "--save-circuit", tmp_path / "c.json"), "and --corrupted"),
+        ((*TEXTS, "--save-circuit", tmp_path / "c.json"), "expected --corrupted"),
     ):
         result = run("circuit", folder, *options, "--out", graph)
         assert result.exit_code == 2

@@ -358,12 +358,13 @@ class FeatureHeads(InPlace):
         """Return the pre-activations of all features for the input x."""
         return self.mlp.encode(x), None
 
-    def _gate_pattern(
+    def _self_weight(
         self, query: PreActivation, index: Int[Tensor, "feature"] | None = None
-    ) -> Float[Tensor, "batch pos feature key=2"]:
+    ) -> Float[Tensor, "*any pos feature"]:
         if index is None or self.mlp.threshold is None:
-            return self.gate.pattern(query)
-        return feature_gate(self.mlp.threshold[index]).pattern(query)
+            return super()._self_weight(query)
+        gate = feature_gate(self.mlp.threshold[index])
+        return gate.self_weight(float32_if_half(query)).to(query.dtype)
 
 
 class _Tap(HookPoint):
