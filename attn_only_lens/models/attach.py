@@ -18,8 +18,8 @@ from transformer_lens.model_bridge.generalized_components import LinearBridge
 
 from attn_only_lens.arguments import a_type, is_count, option_reasons
 from attn_only_lens.errors import InputError, UnsupportedModelError
-from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.heads.feature_mlp import FeatureMLP
+from attn_only_lens.heads.host import exposed_reasons
 from attn_only_lens.heads.transcoder import Transcoder
 from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.models.in_place import hidden, hide
@@ -184,14 +184,9 @@ def attach(
 def _reasons(model: Any, transcoders: Any, error: object) -> list[str]:
     """Return error messages for a wrong type of model, or for wrong types, widths or layers."""
     reasons = option_reasons("error", error, get_args(OnError))
-    if type(model) not in (TransformerBridge, HookedTransformer) or _swap_of(model):
-        state = ""
-        if has_neuron_heads(model) and host_of(model).in_place:
-            state = " whose neuron-heads are exposed (call undo() first)"
-        if _swap_of(model):
-            state = " with transcoders (call undo() first, or transcoders.detach(model))"
+    if type(model) not in (TransformerBridge, HookedTransformer):
         expected = "expected a TransformerBridge or a HookedTransformer"
-        return [f"got {a_type(model)}{state}; {expected}", *reasons]
+        return [*(exposed_reasons(model) or [f"got {a_type(model)}; {expected}"]), *reasons]
     if not isinstance(transcoders, Mapping) or not transcoders:
         return [f"got {transcoders!r:.80}; expected a dict {{layer: Transcoder}}", *reasons]
     n_layers, d_model = len(model.blocks), model.cfg.d_model

@@ -25,6 +25,7 @@ from attn_only_lens.models.in_place import (
     exposed_heads,
     hide,
     reasons_against_copying,
+    require_no_transcoders,
     show,
 )
 from attn_only_lens.models.in_place.heads import FeatureHeads, UnknownMLPError
@@ -82,7 +83,11 @@ class ExposedNeurons:
         """Restore the model's class, hook points and hook registries.
 
         Hooks on neuron-heads are removed; all other hooks stay. A second call does nothing.
+
+        Raises:
+            UnsupportedCallError: the model has transcoders; `transcoders.detach` restores it.
         """
+        require_no_transcoders(self.model, "its neuron-heads cannot be hidden")
         hide(self.model)
 
     def __enter__(self) -> Any:

@@ -10,7 +10,6 @@ from attn_only_lens.heads.transcoder import Transcoder
 from attn_only_lens.models.checkpoint.transcoders import FILES, write_transcoders
 from attn_only_lens.storage import atomic_folder, open_folder
 
-
 _PROBLEM = "these transcoders cannot be saved"
 
 

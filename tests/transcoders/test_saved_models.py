@@ -144,7 +144,7 @@ def test_damage_is_detected(tmp_path):
             load(folder)
         assert where
     (folder / FILE).write_bytes((other / "layer_1.transcoder.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match="layer_1.* was changed after it was saved"):
+    with pytest.raises(CheckpointError, match=r"layer_1.* was changed after it was saved"):
         load(folder)
     digest_again(folder / MANIFEST, FILE)
     # Control: with another file, the errors keep the logits, but the features are others.
@@ -153,13 +153,13 @@ def test_damage_is_detected(tmp_path):
     act = "blocks.1.mlp.hook_neuron_act"
     assert relative(changed.run_with_cache(tokens())[1][act], features[act]) > 0.1
     (folder / FILE).unlink()
-    with pytest.raises(CheckpointError, match="layer_1.* is missing"):
+    with pytest.raises(CheckpointError, match=r"layer_1.* is missing"):
         load(folder)
     (folder / FILE).write_bytes(kept)
     digest_again(folder / MANIFEST, FILE)
     assert torch.equal(load(folder)(tokens()), expected)
     (folder / "transcoders" / "layer_7.transcoder.safetensors").write_bytes(kept)
-    with pytest.raises(CheckpointError, match="layer_7.* was added"):
+    with pytest.raises(CheckpointError, match=r"layer_7.* was added"):
         load(folder)
 
 
@@ -209,7 +209,7 @@ def test_hooks_are_refused_and_stay(tmp_path):
     attach(model, layers_of(model))
     save(model, tmp_path / "saved")
     model.add_hook("blocks.1.mlp.hook_neuron_act", lambda z, hook: fired.append(1))
-    with pytest.raises(CheckpointError, match="hooks are attached .* would not be saved"):
+    with pytest.raises(CheckpointError, match=r"hooks are attached .* would not be saved"):
         save(model, tmp_path / "hooked")
     assert not (tmp_path / "hooked").exists()
     model(tokens())
