@@ -19,7 +19,7 @@ from attn_only_lens.cli.common import (
 from attn_only_lens.cli.options import (
     Corrupted,
     Faithfulness,
-    ModelOptions,
+    HeadOptions,
     OutPage,
     PromptOptions,
     Top,
@@ -56,7 +56,7 @@ def explain(
     prompts: PromptOptions,
     corrupted: Pairs,
     out: OutPage,
-    model: ModelOptions,
+    model: HeadOptions,
     save_circuit: SaveCircuit = None,
     faithfulness: Faithfulness = 0.9,
     resamples: Annotated[
@@ -121,7 +121,7 @@ def explain(
 def circuit(
     prompts: PromptOptions,
     out: Annotated[Path, option("output file: .html for a page, .json for the graph", OUTPUT)],
-    model: ModelOptions,
+    model: HeadOptions,
     corrupted: Corrupted = None,
     save_circuit: SaveCircuit = None,
     nodes: Annotated[
@@ -190,7 +190,7 @@ def circuit(
     "--corrupted 0,8,9,11 --answer 17 --wrong 21",
 )
 def evaluate(
-    model: ModelOptions,
+    model: HeadOptions,
     circuit: Annotated[Path, typer.Argument(help="a file that --save-circuit wrote")],
     prompts: PromptOptions,
     corrupted: Pairs,
