@@ -17,7 +17,7 @@ from attn_only_lens.cli.common import (
 )
 from attn_only_lens.cli.options import (
     Faithfulness,
-    ModelOptions,
+    HeadOptions,
     PromptOptions,
     Top,
     as_chat,
@@ -51,7 +51,7 @@ SaveCircuit = Annotated[
 def explain(
     prompts: PromptOptions,
     out: OutGraph,
-    model: ModelOptions,
+    model: HeadOptions,
     save_circuit: SaveCircuit = None,
     faithfulness: Faithfulness = 0.9,
     resamples: Annotated[
@@ -124,7 +124,7 @@ def explain(
 def circuit(
     prompts: PromptOptions,
     out: OutGraph,
-    model: ModelOptions,
+    model: HeadOptions,
     save_circuit: SaveCircuit = None,
     nodes: Annotated[
         int | None,
@@ -189,7 +189,7 @@ def circuit(
     "--corrupted 0,8,9,11 --answer 17 --wrong 21",
 )
 def evaluate(
-    model: ModelOptions,
+    model: HeadOptions,
     circuit: Annotated[Path, typer.Argument(help="a file that --save-circuit wrote")],
     prompts: PromptOptions,
 ) -> None:

@@ -75,6 +75,39 @@ class ModelOptions(SourceOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadOptions(ModelOptions):
+    """Options for a model, including --transcoders, which attaches transcoders to it."""
+
+    transcoders: Annotated[
+        str | None,
+        option(
+            "a file or folder with transcoders, which replace MLPs: their features become heads; "
+            "small-english has transcoders of this name",
+            MODEL,
+        ),
+    ] = None
+
+    def with_neuron_heads(self) -> Any:
+        """Load the model, attach its transcoders, and make its neurons visible as heads."""
+        if self.transcoders is None:
+            return super().with_neuron_heads()
+        from attn_only_lens import transcoders
+        from attn_only_lens.heads.host import transcoder_reasons
+        from attn_only_lens.pretrained import small_english_transcoders
+
+        shipped = self.transcoders == "small-english"
+        weights = small_english_transcoders() if shipped else transcoders.load(self.transcoders)
+        loaded = self.load()
+        if transcoder_reasons(loaded):
+            raise AttnOnlyLensError(
+                f"got --transcoders {self.transcoders}, but {self.model} was saved with "
+                "transcoders; expected no --transcoders"
+            )
+        transcoders.attach(loaded, weights)
+        return loaded
+
+
+@dataclass(frozen=True, kw_only=True)
 class MetricOptions:
     """Options for a metric, and for the correct and the wrong answer."""
 

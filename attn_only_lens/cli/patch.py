@@ -16,7 +16,7 @@ from attn_only_lens.cli.common import (
     working,
 )
 from attn_only_lens.cli.options import (
-    ModelOptions,
+    HeadOptions,
     PromptOptions,
     Top,
     as_chat,
@@ -47,7 +47,8 @@ def patch(
     sites: Annotated[
         str | None,
         option(
-            "neurons, heads, all, or names: L5H3,L5N1234@13; default: all sites with this part",
+            "neurons, heads, features, all, or names: L5H3,L5N1234@13; default: all sites with "
+            "this part",
             _WHAT,
         ),
     ] = None,
@@ -76,7 +77,7 @@ def patch(
     batch_size: Annotated[
         int | None, option("patches in one forward pass; default: as many as fit in memory", MODEL)
     ] = None,
-    model: ModelOptions,
+    model: HeadOptions,
 ) -> None:
     """Patch heads and neurons, one at a time, from one prompt into another; rank them by effect.
 
@@ -113,7 +114,8 @@ def _parse_sites(sites: str, layers: str | None) -> Any:
     from attn_only_lens.heads.names import NAME
 
     selections = {
-        "neurons": patching.neuron_heads, "heads": patching.heads, "all": patching.all_heads
+        "neurons": patching.neuron_heads, "heads": patching.heads,
+        "features": patching.features, "all": patching.all_heads
     }  # fmt: skip
     if sites in selections:
         return selections[sites](None if layers is None else parse_numbers(layers, "--layers"))

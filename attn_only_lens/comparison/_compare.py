@@ -43,6 +43,7 @@ from attn_only_lens.errors import ComparisonError
 from attn_only_lens.expansion import Provenance
 from attn_only_lens.growth import Grown, identity
 from attn_only_lens.heads import has_neuron_heads, host_of
+from attn_only_lens.heads.host import transcoder_reasons
 from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.patching.repairs import on_one_device
 from attn_only_lens.patching.site_groups import site_groups, site_rows
@@ -300,8 +301,11 @@ def _expose(models: Sequence[Any], stack: ExitStack) -> None:
     for model in models:
         if not has_neuron_heads(model):
             stack.enter_context(expose_neuron_heads(model))
-    labelled = zip(MODELS, models, strict=False)
-    reasons = [f"{label}: {why}" for label, model in labelled for why in reasons_not_to_run(model)]
+    reasons = [
+        f"{label}: {reason}"
+        for label, model in zip(MODELS, models, strict=False)
+        for reason in transcoder_reasons(model) + reasons_not_to_run(model)
+    ]
     heads = {neuron.heads_per_neuron for model in models for neuron in host_of(model).neurons}
     if len(heads) > 1:
         reasons.append(

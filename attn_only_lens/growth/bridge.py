@@ -18,7 +18,8 @@ from transformers.pytorch_utils import Conv1D
 from attn_only_lens.arguments import with_article
 from attn_only_lens.expansion.weights import block_name
 from attn_only_lens.growth.growable import Growable, Parameter, shared_parameter_reasons
-from attn_only_lens.models.in_place import exposed_heads, reasons_against_copying
+from attn_only_lens.heads.host import exposed_reasons
+from attn_only_lens.models.in_place import reasons_against_copying
 
 WRAPPED = "_original_component."  # prefix of a wrapped module's parameter names
 _Table: TypeAlias = dict[str, tuple[str, str | None]]
@@ -69,8 +70,8 @@ class BridgeModel(Growable):
     def reasons_against(self) -> list[str]:
         """Return every reason why the model cannot be grown."""
         model = self.model
-        if exposed_heads(model):
-            return ["neurons are exposed as heads in place; first call `exposed.undo()`"]
+        if reasons := exposed_reasons(model):
+            return reasons
         if any(parameter.is_meta for parameter in model.parameters()):
             return ["the weights are on the meta device and have no values; load them first"]
         reasons = reasons_against_copying(model)

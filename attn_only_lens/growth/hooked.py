@@ -15,7 +15,7 @@ from attn_only_lens.expansion import Axis, Weights
 from attn_only_lens.expansion.weights import Constants, tail
 from attn_only_lens.gates import GATES
 from attn_only_lens.growth.growable import Growable, Parameter, shared_parameter_reasons
-from attn_only_lens.models.in_place import exposed_heads
+from attn_only_lens.heads.host import exposed_reasons
 from attn_only_lens.models.source_folder import COMPUTED, CONFIG, TOKENIZER, WEIGHTS, plain_config
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.models.two_blocks.known_modules import reasons_against
@@ -56,8 +56,8 @@ class HookedModel(Growable):
     def reasons_against(self) -> list[str]:
         """Return every reason why the model cannot be grown."""
         model = self.model
-        if exposed_heads(model):
-            return ["neurons are exposed as heads in place; first call `exposed.undo()`"]
+        if reasons := exposed_reasons(model):
+            return reasons
         return reasons_against(model, needs_mlp=False) or configuration_reasons(model, _BLOCK_NORMS)
 
     def read(self) -> Weights:

@@ -242,6 +242,22 @@ def host_of(model: Any) -> Host:
     return model._host(model)
 
 
+def exposed_reasons(model: object) -> list[str]:
+    """Return [error message] if neuron-heads are exposed in place in a model, otherwise []."""
+    if not has_neuron_heads(model) or not host_of(model).in_place:
+        return []
+    exposed = "its neuron-heads are exposed; first call expose_neuron_heads(model).undo()"
+    return transcoder_reasons(model) or [exposed]
+
+
+def transcoder_reasons(model: object) -> list[str]:
+    """Return [error message] if transcoders replace MLPs of a model, otherwise []."""
+    layers = host_of(model).neurons if has_neuron_heads(model) else []
+    if not any("feature" in heads.kinds for heads in layers):
+        return []
+    return ["transcoders replace its MLPs; first call transcoders.detach(model)"]
+
+
 def reasons_without_heads(model: object) -> list[str]:
     """Return [error message] if a model has no neuron-heads, otherwise []."""
     if has_neuron_heads(model):

@@ -25,6 +25,7 @@ from attn_only_lens.models.in_place import (
     exposed_heads,
     hide,
     reasons_against_copying,
+    require_no_transcoders,
     show,
 )
 from attn_only_lens.models.in_place.heads import FeatureHeads, UnknownMLPError
@@ -82,7 +83,11 @@ class ExposedNeurons:
         """Remove the neuron-heads, and restore the model's class and hook points.
 
         Hooks on neuron-heads are removed; all other hooks stay. Calling `undo` again does nothing.
+
+        Raises:
+            UnsupportedCallError: the model has transcoders; `transcoders.detach` restores it.
         """
+        require_no_transcoders(self.model, "its neuron-heads cannot be hidden")
         hide(self.model)
 
     def __enter__(self) -> Any:

@@ -23,7 +23,7 @@ from attn_only_lens.neurons.corpus import Batch
 
 OfLayer: TypeAlias = dict[str, Tensor]
 """One layer's activations at all tokens of a batch, in order: z, gate, value and, with quadrants,
-quadrant of neurons [place, neuron]; or `pattern` [head, batch, pos, pos] and `norm` [place, head] of
+quadrant of neurons [place, neuron]; or pattern [head, batch, pos, pos] and norm [place, head] of
 attention heads. With a metric, also attributions."""
 TakeIn: TypeAlias = Callable[[int, OfLayer], None]
 _ATTENTION_POINTS = ("pattern", "z")

@@ -18,8 +18,8 @@ from attn_only_lens.engine.prompts import Prompts, single_prompts
 from attn_only_lens.engine.recording import record, run
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.transcoder import Transcoder
+from attn_only_lens.models.attach import attach
 from attn_only_lens.precision import full_precision
-from attn_only_lens.transcoders._attach import attach
 
 _PROBLEM = "the fidelity cannot be measured"
 

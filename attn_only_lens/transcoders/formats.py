@@ -21,13 +21,12 @@ from attn_only_lens.models.source_folder import DTYPES
 Tensors = dict[str, Tensor]
 Config = Mapping[str, Any]
 PROBLEM = "this transcoder cannot be loaded"
-OURS, CIRCUIT_TRACER, SAELENS = "attn-only-lens", "circuit-tracer", "SAELens"
+CIRCUIT_TRACER, SAELENS = "circuit-tracer", "SAELens"
 GEMMA_SCOPE, GEMMA_SCOPE_2 = "Gemma Scope", "Gemma Scope 2"
 _BIASES = {"b_enc": "b_enc", "b_dec": "b_dec"}
 _PLAIN = {"W_enc": "W_enc", "W_dec": "W_dec", "threshold": "threshold", **_BIASES}
 # For each format, a table from its keys to the names in `Transcoder`.
 _KEYS = {
-    OURS: _PLAIN | {"W_skip": "W_skip"},
     CIRCUIT_TRACER: {
         "W_enc": "W_enc.T",
         "W_dec": "W_dec",

@@ -98,13 +98,14 @@ def test_some_layers_and_every_activation(layers, activation):
         ]
         shape = model.run_with_cache(prompt)[1][f"blocks.{layer}.mlp.{heads[0]}"].shape
         assert shape == (2, 11, heads[1], 1)
-    counts = ["37 neurons"] * (len(layers) == 1) + [f"{FEATURES * len(layers)} features"]
-    name = model.cfg.model_name
-    assert repr(attached) == (
-        f"<ExposedNeurons of {name}: {' and '.join(counts)} as heads (layers: 2)>"
-    )
+    text = f"<AttachedTranscoders of {model.cfg.model_name}, layers {', '.join(map(str, layers))}: "
+    assert repr(attached) == f"{text}error='node'>"
     attached.undo()
-    attached.undo()  # a second call does nothing
+    again = attach(model, layers_of(model, layers, activation=activation))
+    attached.undo()  # nothing happens
+    assert repr(attached) == f"{text}undone>"
+    assert has_neuron_heads(model)
+    again.undo()
     assert torch.equal(model(prompt), before)
 
 
@@ -191,7 +192,7 @@ def test_errors_leave_the_model_alone(error, monkeypatch):
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr("attn_only_lens.transcoders._attach.expose_neuron_heads", fail)
+        patched.setattr("attn_only_lens.models.attach.expose_neuron_heads", fail)
         with pytest.raises(error):
             attach(model, transcoders)
     assert state(model) == untouched

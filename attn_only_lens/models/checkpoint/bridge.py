@@ -31,7 +31,7 @@ from typing_extensions import TypedDict
 
 from attn_only_lens.arguments import with_article
 from attn_only_lens.devices import keep_random_state
-from attn_only_lens.engine.model_checks import find_hooks, hook_reasons
+from attn_only_lens.engine.model_checks import find_hooks
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.checkpoint.hooked import MISFIT, expose_again
 from attn_only_lens.models.hf_folder import no_bars, read_hf_folder
@@ -143,7 +143,7 @@ def process_as_saved(bridge: TransformerBridge, manifest: dict[str, Any]) -> Non
 
 def _describe(model: TransformerBridge) -> dict[str, Any]:
     """Return a bridge's manifest entries except `weights`; raise an error if it cannot be saved."""
-    reasons, wrapped = hook_reasons(model, "would not be saved"), model.original_model
+    reasons, wrapped = list[str](), model.original_model
     if model.cfg.d_vocab < 1:
         reasons.append("it has no vocabulary (is its input an image?), but is tested on tokens")
     config, kind, attention = getattr(wrapped, "config", None), type(wrapped).__name__, None

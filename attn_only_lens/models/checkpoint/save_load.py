@@ -4,6 +4,7 @@
     model.safetensors   the weights; `bridge.safetensors`, if only `load` can use them
     tokenizer/          the tokenizer's files; a bridge's are in the folder itself
     config.json         the configuration, only for a bridge
+    transcoders/        the transcoders, if some are attached, with one file per layer
 
 A bridge is saved as a Hugging Face folder where possible (`bridge.py`). `save` writes a temporary
 folder, which replaces the destination only when it is complete.
@@ -11,6 +12,7 @@ folder, which replaces the destination only when it is complete.
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -20,9 +22,12 @@ from transformer_lens.model_bridge import TransformerBridge
 from typing_extensions import TypedDict
 
 from attn_only_lens.arguments import a_type
-from attn_only_lens.errors import CheckpointError
+from attn_only_lens.engine.model_checks import hook_reasons
+from attn_only_lens.errors import CheckpointError, InputError, UnsupportedModelError
 from attn_only_lens.gates import Gating
 from attn_only_lens.heads import has_neuron_heads, host_of
+from attn_only_lens.heads.transcoder import Transcoder
+from attn_only_lens.models.attach import OnError, attach, without_transcoders
 from attn_only_lens.models.checkpoint.bridge import (
     BRIDGE_WEIGHTS,
     BridgeFields,
@@ -30,8 +35,10 @@ from attn_only_lens.models.checkpoint.bridge import (
     write_bridge,
 )
 from attn_only_lens.models.checkpoint.hooked import HookedFields, read_hooked, write_hooked
+from attn_only_lens.models.checkpoint.transcoders import read_transcoder, write_transcoders
 from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.models.hf_folder import FILES
+from attn_only_lens.models.in_place import exposed_heads
 from attn_only_lens.models.source_folder import TOKENIZER, WEIGHTS, checkpoint_errors, refuse
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.storage import (
@@ -46,7 +53,7 @@ from attn_only_lens.storage import (
 )
 from attn_only_lens.tl import HookedTransformer
 
-MANIFEST = "gate.json"
+MANIFEST, TRANSCODERS = "gate.json", "transcoders"
 _UNBUILDABLE = "cannot be built with the installed versions of transformers and TransformerLens"
 
 
@@ -58,6 +65,7 @@ class _Manifest(TypedDict):
     gate: Gating
     training: bool
     padding_side: Literal["left", "right"] | None
+    transcoders: OnError | None
     frozen: list[str]
     files: dict[str, FileDigest]
 
@@ -74,7 +82,7 @@ class _Kind(NamedTuple):
     closed: tuple[str, ...]
 
 
-_DOCUMENT = Document("attn_only_lens", 8, _Manifest)
+_DOCUMENT = Document("attn_only_lens", 9, _Manifest)
 _KINDS = {
     "HookedTransformer": _Kind(HookedFields, write_hooked, read_hooked, (f"{TOKENIZER}/**/*",)),
     "TransformerBridge": _Kind(BridgeFields, write_bridge, read_bridge, FILES),
@@ -87,7 +95,8 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
     """Save a model to a folder, or leave the folder unchanged if an error occurs.
 
     `load` and the command line can open the folder. A model saved without neuron-heads, such as a
-    `HookedTransformer` that you trained, is loaded without neuron-heads.
+    `HookedTransformer` that you trained, is loaded without neuron-heads. A model with transcoders
+    is loaded with the same transcoders, attached with the same option `error`.
 
     A `TransformerBridge` without processed weights is saved as a Hugging Face folder, which
     `from_pretrained` and `TransformerBridge.boot_transformers` can open; `gate.json` describes the
@@ -107,9 +116,9 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
 
     Raises:
         UnsupportedModelError: `expose_neuron_heads` does not support the model.
-        CheckpointError: the model has transcoders; or it could not be loaded again, because its
-            parameters, activation, code, hooks or processing options cannot be rebuilt from its
-            configuration, or its tokenizer needs its own code; or the folder holds other files.
+        CheckpointError: the model could not be loaded again, because its parameters, activation,
+            code, hooks or processing options cannot be rebuilt from its configuration, or its
+            tokenizer needs its own code; or the folder holds other files.
 
     Example:
         >>> import tempfile, torch
@@ -126,22 +135,30 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
         raise CheckpointError(
             f"got {a_type(model)}; expected a TransformerBridge or a HookedTransformer"
         )
-    if not has_neuron_heads(model):
-        # Expose the neurons while saving, so that `save` checks this model like an exposed model.
-        with expose_neuron_heads(model):
-            return _save(model, folder, source_name, {"layout": "plain"})
-    return _save(model, folder, source_name, {})
+    reasons = host_of(model).reasons() if has_neuron_heads(model) else []
+    if isinstance(model, TransformerBridge):
+        reasons = reasons + hook_reasons(model, "would not be saved")
+    refuse(reasons, "this model cannot be saved")
+    with ExitStack() as stack:
+        results = any(heads.results for heads in exposed_heads(model))
+        transcoders, error = stack.enter_context(without_transcoders(model))
+        changed: dict[str, Any] = {"transcoders": error}
+        if not has_neuron_heads(model):
+            # Expose the model during the save, so that it passes the checks of exposed models.
+            stack.enter_context(expose_neuron_heads(model))
+            for heads in exposed_heads(model):
+                heads.results = results
+            changed["layout"] = "plain"
+        return _save(model, transcoders, folder, source_name, changed)
 
 
-def _save(model: _Model, folder: Path, source_name: str | None, changed: dict[str, Any]) -> Path:
-    reasons = host_of(model).reasons()
-    if any("feature" in heads.kinds for heads in host_of(model).neurons):
-        reasons.append(
-            "got a model with transcoders; call undo() first, and save the transcoders with "
-            "transcoders.save"
-        )
-    if reasons:
-        raise CheckpointError("; ".join(reasons))
+def _save(
+    model: _Model,
+    transcoders: dict[int, Transcoder],
+    folder: Path,
+    source_name: str | None,
+    changed: dict[str, Any],
+) -> Path:
     kind = "TransformerBridge" if isinstance(model, TransformerBridge) else "HookedTransformer"
     common = {
         "model": kind,
@@ -153,6 +170,9 @@ def _save(model: _Model, folder: Path, source_name: str | None, changed: dict[st
     with atomic_folder(folder, sorted(names), MANIFEST, listed_files) as new:
         with checkpoint_errors(f"it {_UNBUILDABLE}"):
             entries = _KINDS[kind].write(model, new, common)
+        if transcoders:
+            (new / TRANSCODERS).mkdir()
+            write_transcoders(new / TRANSCODERS, transcoders)
         write_manifest(new, entries | changed)
     return folder
 
@@ -161,15 +181,25 @@ def load_saved(folder: Path, *, device: torch.device, dtype: torch.dtype | None)
     """Load a saved model from its folder, without using pickles, the network or custom code."""
     manifest = read_manifest(folder)
     kind = _KINDS[manifest["model"]]
-    check_files(folder, manifest["files"], kind.closed, seal=MANIFEST)
+    closed = (*kind.closed, f"{TRANSCODERS}/*")
+    check_files(folder, manifest["files"], closed, seal=MANIFEST)
     with checkpoint_errors(f"{folder} {_UNBUILDABLE}"):
         model = kind.read(folder, manifest)
     if manifest["padding_side"] is not None:
         model.tokenizer.padding_side = manifest["padding_side"]
     if dtype is not None:
         model.to(dtype, print_details=False)
-    # Pass a string, since HookedTransformer.to ignores the index in a torch.device.
-    return model.to(str(device), print_details=False)
+    # Pass a string, since a HookedTransformer ignores the index of a torch.device.
+    model.to(str(device), print_details=False)
+    if manifest["transcoders"] is not None:
+        try:
+            files = (folder / TRANSCODERS).glob("*")
+            attach(model, dict(map(read_transcoder, files)), error=manifest["transcoders"])
+        except (InputError, UnsupportedModelError) as error:
+            raise CheckpointError(f"{folder} {_UNBUILDABLE}: {error}") from error
+        for heads in exposed_heads(model):
+            heads.results = manifest.get("results", False)
+    return model
 
 
 def is_saved(folder: str | os.PathLike[str]) -> bool:

@@ -21,7 +21,13 @@ from transformer_lens.model_bridge.generalized_components import (
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.heads.feature_mlp import FeatureMLP
-from attn_only_lens.heads.host import CHANGED, POINTS, WithNeuronHeads, stock_class
+from attn_only_lens.heads.host import (
+    CHANGED,
+    POINTS,
+    WithNeuronHeads,
+    stock_class,
+    transcoder_reasons,
+)
 from attn_only_lens.models.base import HookChecks
 from attn_only_lens.models.in_place.heads import InPlace
 from attn_only_lens.models.in_place.hosts import BridgeHost, HookedHost, replaced_mlps
@@ -29,6 +35,7 @@ from attn_only_lens.models.shared_weights import parted_reasons, sharing_reasons
 from attn_only_lens.tl import MLP, GatedMLP, HookedTransformer
 
 _RESULT = f"mlp.{POINTS['result']}"
+_WEIGHTS = "its weights cannot be processed"
 _OFF = "{name} does not fire while it is off: call model.set_use_attn_result(True) first"
 
 
@@ -65,9 +72,15 @@ class ExposedTransformer(_Exposed, HookChecks):
         self, state_dict: Any, fold_ln: bool = True, *args: Any, **how: Any
     ) -> None:
         """Load weights; raise an error instead of folding norms into shared weights."""
+        require_no_transcoders(self, _WEIGHTS)
         if fold_ln:
             UnsupportedModelError.raise_if(sharing_reasons(self), "its norms cannot be folded")
         super().load_and_process_state_dict(state_dict, fold_ln, *args, **how)
+
+    def process_weights_(self, *args: Any, **how: Any) -> None:
+        """Process weights as TransformerLens does, but refuse a model with transcoders."""
+        require_no_transcoders(self, _WEIGHTS)
+        super().process_weights_(*args, **how)
 
     def _list_hook_points(self, heads: list[InPlace]) -> None:
         self.setup()
@@ -96,6 +109,16 @@ class ExposedBridge(_Exposed, TransformerBridge):
             for name in layer.points:
                 vars(layer.mlp).get("_hook_registry", {}).pop(name, None)
                 self._hook_registry.pop(f"blocks.{layer.layer}.mlp.{name}", None)
+
+    def enable_compatibility_mode(self, *args: Any, **how: Any) -> None:
+        """Process weights as TransformerLens does, but refuse a model with transcoders."""
+        require_no_transcoders(self, _WEIGHTS)
+        super().enable_compatibility_mode(*args, **how)
+
+    def process_weights(self, *args: Any, **how: Any) -> None:
+        """Process weights as TransformerLens does, but refuse a model with transcoders."""
+        require_no_transcoders(self, _WEIGHTS)
+        super().process_weights(*args, **how)
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
         """Turn head results on or off in all MLPs and, if the bridge supports it, in attention."""
@@ -210,6 +233,12 @@ def hide(model: Any) -> None:
         model._unlist_hook_points(heads)
         model.__class__ = stock_class(model)
         del vars(model)["_neuron_heads"]
+
+
+def require_no_transcoders(model: Any, problem: str) -> None:
+    """Raise UnsupportedCallError if transcoders replace MLPs of a model."""
+    for reason in transcoder_reasons(model):
+        raise UnsupportedCallError(f"{problem}: {reason}")
 
 
 @contextmanager

@@ -20,17 +20,15 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.arguments import a_type
 from attn_only_lens.engine.model_checks import find_hooks, hook_reasons, is_placeholder, modules_of
+from attn_only_lens.heads.host import exposed_reasons
 from attn_only_lens.tl import HookedTransformer
 
 
 def reasons_against_copying(model: Any) -> list[str]:
     """Return error messages if a model cannot be copied."""
     if type(model) not in (TransformerBridge, HookedTransformer):
-        return [
-            f"it is {a_type(model)}; expected a TransformerBridge or a "
-            "HookedTransformer. If its neuron-heads are exposed in place, "
-            "call undo() first"
-        ]
+        expected = "expected a TransformerBridge or a HookedTransformer"
+        return exposed_reasons(model) or [f"it is {a_type(model)}; {expected}"]
     reasons = hook_reasons(model)
     if internal := find_hooks(model).own:
         reasons.append(

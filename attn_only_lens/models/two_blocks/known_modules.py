@@ -7,9 +7,8 @@ from torch import nn
 
 from attn_only_lens.arguments import a_type
 from attn_only_lens.gates import GATES, GeneralizedSiLU
-from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.heads.feature_mlp import FeatureMLP
-from attn_only_lens.heads.host import stock_class
+from attn_only_lens.heads.host import exposed_reasons, stock_class
 from attn_only_lens.models.norms import STOCK_NORMS
 from attn_only_lens.tl import (
     MLP,
@@ -37,8 +36,8 @@ def reasons_against(
             f"got {a_type(model, with_module=True)}; expected a "
             f"transformer_lens.HookedTransformer{USE_INSTEAD}"
         ]
-    if has_neuron_heads(model) and host_of(model).in_place:
-        return ["its neuron-heads are exposed; first call expose_neuron_heads(model).undo()"]
+    if reasons := exposed_reasons(model):
+        return reasons
     cfg: Any = model.cfg
     if cfg.attn_only and needs_mlp:
         return ["it is already attention-only: it has no MLP to convert"]
