@@ -20,7 +20,6 @@ from attn_only_lens.cli.options import (
     HeadOptions,
     PromptOptions,
     Top,
-    as_chat,
 )
 from attn_only_lens.errors import AttnOnlyLensError
 
@@ -87,11 +86,9 @@ def explain(
         raise AttnOnlyLensError(
             f"got --texts for {out}; expected .html: only a page shows examples"
         )
-    metric, clean, other = prompts.parse(with_corrupted=True)
-    loaded = model.with_neuron_heads()
-    clean, other = (as_chat(loaded, texts_, prompts.chat) for texts_ in (clean, other))
+    run = prompts.run(model, with_corrupted=True)
     why = circuits.explain(
-        *(loaded, clean, other, metric),
+        *run,
         faithfulness=faithfulness,
         n_patched=top,
         resamples=resamples,
@@ -102,7 +99,7 @@ def explain(
         why.circuit.save(save_circuit)
     examples = None
     if texts is not None:
-        examples = top_examples(loaded, why.neurons, texts, k=5, progress="examples")
+        examples = top_examples(run[0], why.neurons, texts, k=5, progress="examples")
     if out.suffix == ".json":
         circuits.to_json(why.graph, out)
     else:
@@ -148,17 +145,11 @@ def circuit(
 
     require_writable(out, (".html", ".json"), top)
     _require_json(save_circuit, out)
-    metric, clean, other = prompts.parse()
-    if save_circuit is not None and other is None:
-        raise AttnOnlyLensError(
-            f"got --save-circuit {save_circuit}; expected --corrupted, which starts the search"
-        )
-    loaded, minimal = model.with_neuron_heads(), None
-    clean, other = (as_chat(loaded, texts, prompts.chat) for texts in (clean, other))
+    needs_both = save_circuit is not None
+    run = loaded, clean, other, metric = prompts.run(model, with_corrupted=needs_both)
+    minimal = None
     if other is not None:
-        minimal = circuits.discover(
-            *(loaded, clean, other, metric), faithfulness=faithfulness, progress=True
-        )
+        minimal = circuits.discover(*run, faithfulness=faithfulness, progress=True)
         if save_circuit is not None:
             minimal.save(save_circuit)
     with working("attributing the metric"):
@@ -182,9 +173,7 @@ def circuit(
     "Find what matters",
     'attn-only-lens evaluate small-english circuit.json --clean "The dogs near the house" '
     '--corrupted "The dog near the house" --answer " are" --wrong " is"',
-    'attn-only-lens evaluate gpt2 circuit.json --clean "The dogs near the house" '
-    '--clean "The boys near the garden" --corrupted "The dog near the house" '
-    '--corrupted "The boy near the garden" --answer " are" --wrong " is"',
+    "attn-only-lens evaluate gpt2 circuit.json --pairs pairs.csv",
     "attn-only-lens evaluate small-english circuit.json --token-ids --clean 0,7,9,11 "
     "--corrupted 0,8,9,11 --answer 17 --wrong 21",
 )
@@ -201,9 +190,7 @@ def evaluate(
     from attn_only_lens import circuits
 
     saved = circuits.Circuit.load(circuit)
-    metric, clean, other = prompts.parse(with_corrupted=True)
-    loaded = model.with_neuron_heads()
-    clean, other = (as_chat(loaded, texts, prompts.chat) for texts in (clean, other))
+    loaded, clean, other, metric = prompts.run(model, with_corrupted=True)
     with working("evaluating the circuit"):
         result = circuits.evaluate(loaded, saved, clean, other, metric)
     error = f" ± {result.standard_error:.2f}" * (result.standard_error >= 0)  # it may be NaN

@@ -165,8 +165,10 @@ class PromptOptions(MetricOptions):
     token_ids: TokenIds = False
     chat: Chat = False
 
-    def parse(self, *, with_corrupted: bool = False) -> tuple["MetricOfLogits", Any, Any]:
-        """Return the metric, the clean prompts and the corrupted prompts, which may be required."""
+    def run(
+        self, options: ModelOptions, *, with_corrupted: bool = False
+    ) -> tuple[Any, Any, Any, "MetricOfLogits"]:
+        """Load the model; return it with the clean and the corrupted prompts, and the metric."""
         texts = {name: getattr(self, name) for name in _COLUMNS if getattr(self, name)}
         if self.pairs is not None:
             if texts:
@@ -175,11 +177,13 @@ class PromptOptions(MetricOptions):
         if missing := [name for name in _COLUMNS[: 1 + with_corrupted] if name not in texts]:
             raise AttnOnlyLensError(f"expected --{' and --'.join(missing)}, or a file for --pairs")
         metric = replace(self, **texts).build_metric(self.token_ids)
-        clean, corrupted = (
+        both = [
             parse_prompts(texts[name], f"--{name}", self.token_ids) if name in texts else None
             for name in _COLUMNS[:2]
-        )
-        return metric, clean, corrupted
+        ]
+        model = options.with_neuron_heads()
+        clean, corrupted = (as_chat(model, prompts, self.chat) for prompts in both)
+        return model, clean, corrupted, metric
 
 
 def _read_pairs(path: Path) -> dict[str, list[str]]:
@@ -190,13 +194,13 @@ def _read_pairs(path: Path) -> dict[str, list[str]]:
         if path.suffix == ".csv":
             frame = pd.read_csv(path, dtype=str, na_values=[""], keep_default_na=False)
         else:
-            frame = pd.read_json(path, lines=True, dtype=False, convert_dates=False)
+            frame = pd.read_json(path, lines=True, dtype=False)
     except (OSError, ValueError) as error:
         raise AttnOnlyLensError(f"--pairs: {path} cannot be read: {error}") from error
     frame = frame[[name for name in _COLUMNS if name in frame]]
     if "clean" not in frame or frame.isna().any(axis=None):
         raise AttnOnlyLensError(
-            f"--pairs: {path} has columns {', '.join(frame) or 'with other names'}; expected a "
+            f"--pairs: {path} has columns {', '.join(map(str, frame)) or 'with other names'}; expected a "
             f"text in each row for clean, and for some of {', '.join(_COLUMNS[1:])}"
         )
     return {str(name): frame[name].astype(str).tolist() for name in frame}

@@ -19,7 +19,6 @@ from attn_only_lens.cli.options import (
     HeadOptions,
     PromptOptions,
     Top,
-    as_chat,
     parse_names,
     parse_numbers,
 )
@@ -89,13 +88,10 @@ def patch(
 
     require_writable(out, (".parquet", ".csv"), top)
     selection = _parse_sites(sites or ("heads" if part == "k" else "all"), layers)
-    metric, clean, other = prompts.parse()
     numbers: Any = positions
     if positions not in ("each", "all"):
         numbers = parse_numbers(positions, "--positions", "each, all, or numbers, such as 3,-1")
-    loaded = model.with_neuron_heads()
-    clean, other = (as_chat(loaded, texts, prompts.chat) for texts in (clean, other))
-    run = (loaded, clean, other, metric)
+    run = prompts.run(model)
     options = {"part": part, "positions": numbers, "direction": direction, "batch_size": batch_size}
     if is_first():
         _print_estimate(run, selection, options)

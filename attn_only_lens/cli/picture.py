@@ -50,8 +50,8 @@ def picture(
         write_html(circuit_view(from_json(source)), out)
     else:
         sweep = Sweep.load(source)
-        figure: Any = sweep_heatmap(sweep, rows) if bars is None else sweep_bars(sweep, k=bars)
-        write_html(figure, out)
+        kind: Any = rows
+        write_html(sweep_heatmap(sweep, kind) if bars is None else sweep_bars(sweep, k=bars), out)
     say_page(out)
 
 

@@ -114,7 +114,9 @@ def _logistic(name: str, log_odds: Callable[[Tensor], Tensor]) -> Gate:
 
 def linear_gate(name: str, slope: float, scale: float = 1.0) -> Gate:
     """Return the gate of the activation scale · q · σ(slope · q)."""
-    return replace(_logistic(name, lambda q: slope * q), slope=slope, scale=scale)
+    return replace(
+        _logistic(name, lambda q: q if slope == 1.0 else slope * q), slope=slope, scale=scale
+    )
 
 
 def _clamp(q: Tensor) -> Tensor:

@@ -196,14 +196,13 @@ def add_counts(
         now = torch.maximum(held, exponent - (mantissa == 0.5).long())
         now = torch.where(mantissa == 0, held, now)
         counts = state[f"{name}.counts"]
-        counts.copy_(_halved(counts, now - held))
-        if name != "z":
-            wide = state["joint"].unflatten(1, (2, JOINT)).unflatten(3, (2, JOINT))
-            wide = wide.movedim(2, -1) if name == "gate" else wide
-            wide = _halved(wide, now - held)
-            wide = wide.movedim(-1, 2) if name == "gate" else wide
-            state["joint"].copy_(wide.flatten(3).flatten(1, 2))
-        held.copy_(now)
+        # Most batches widen no range. (On a GPU, to find out would wait for the device.)
+        if x.device.type != "cpu" or not torch.equal(now, held):
+            counts.copy_(_halved(counts, now - held))
+            if name != "z":
+                joint = state["joint"].mT if name == "gate" else state["joint"]
+                joint.copy_(_halved(joint.unflatten(2, (2, JOINT)), now - held).flatten(2))
+            held.copy_(now)
         scale = BINS * torch.exp2(-now.to(size.dtype))[:, None]
         # This step takes much of the time of a pass, so it works in place, with 8-bit bin numbers.
         bins[name] = size.mul_(scale).ceil_().sub_(1).clamp_(min=0, max=BINS - 1).to(torch.uint8)

@@ -147,7 +147,7 @@ def _looking(
             keep_of_layer("value", value)
 
     def look(module: Any, args: Any, z: Tensor, of_layer: Any) -> None:
-        of_layer("z", z.detach().clone())
+        of_layer("z", z.detach())
 
     with ExitStack() as stack:
         for heads, (keep_of_layer, _) in layers.items():

@@ -146,7 +146,8 @@ class Summary:
         some = next(iter(of_layer.values()))
         here, step = _on(batch, some.device), len(site.names)
         if some.device.type == "cpu" and site.kind in NEURON_KINDS:
-            step = max(1, _IN_CACHE // batch.tokens.numel())  # a chunk fits into the CPU cache
+            in_caches = _IN_CACHE * torch.get_num_threads()  # each core has a cache
+            step = max(1, in_caches // batch.tokens.numel())  # a chunk stays in them
         finite = []
         for first in range(0, len(site.names), step):
             rows = slice(first, first + step)
@@ -190,6 +191,7 @@ class Summary:
         def numbers(end: str, rows: Int[Tensor, "row"]) -> State:
             if end not in QUADRANTS:
                 return {"score": scores[end][rows]}
+            assert quadrant is not None
             outside = quadrant[rows] != QUADRANTS.index(end)
             return {"score": size[rows].masked_fill(outside, -torch.inf)}
 

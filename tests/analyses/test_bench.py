@@ -11,6 +11,7 @@ from common import needs_hooked_transformer, run_script
 from typer.testing import CliRunner
 
 from analyses.benchmarks import (
+    bench_atlas,
     bench_compare,
     bench_composition,
     bench_convert,
@@ -21,7 +22,7 @@ from analyses.benchmarks import (
     bench_training_step,
     on_gpu,
 )
-from attn_only_lens import circuits, expose_neuron_heads
+from attn_only_lens import circuits, expose_neuron_heads, pretrained
 
 pytestmark = needs_hooked_transformer
 
@@ -85,6 +86,23 @@ def test_smoke_of_results(tmp_path):
     rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")]
     # float32 error relative to the largest effect: our values and AtP by plain hooks
     assert float(rows[4][-1]) < 2e-5
+
+
+def test_smoke_of_an_atlas(tmp_path):
+    result = run_script(bench_atlas.main, ["--smoke", "--out", str(tmp_path)])
+    page = (tmp_path / "bench_atlas.md").read_text("utf-8")
+    assert page.strip() in result.output
+    forward, _, together = (
+        [float(cell) for cell in line.split("|")[2:-1]]
+        for line in page.splitlines()
+        if line.startswith(("| forward", "| gates", "| together"))
+    )
+    # 2 flops for each weight of a matrix in the blocks, and 4 for each key, or padding, and unit
+    model = pretrained.small_english()
+    weights = sum(x.numel() for x in model.blocks.parameters() if x.ndim == 2)
+    assert weights < 5e5 * forward[0] < 1.5 * weights
+    assert together[0] > forward[0]
+    assert together[1] > forward[1]
 
 
 def test_smoke_of_paths(tmp_path):
