@@ -188,7 +188,7 @@ def attribute_run(
 def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> AttributedRun:
     """Attribute the change of a metric from the corrupted run to the clean run."""
     names, host = _hook_names(model), host_of(model)
-    patterns = [host.hook_name(layer, "attention", "pattern") for layer in range(host.n_layers)]
+    patterns = host.hook_names("pattern", ("attention",))
     tokens = torch.cat([pair.clean, pair.corrupted])
     mask = None if pair.mask is None else pair.mask.repeat(2, 1)
     with FunctionRules(paused=True):  # compute in float64, as in `run_both`
