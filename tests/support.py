@@ -246,6 +246,14 @@ def _same_with_transcoder(kit):
             return torch.allclose(model(tokens()), before, rtol=0, atol=1e-3)
 
 
+def _detached(kit):
+    lens.transcoders.attach(kit.model, {1: _transcoder(kit)})
+    lens.transcoders.detach(kit.model)
+    return torch.equal(kit.model(tokens()), kit.model(tokens())) and not hasattr(
+        kit.model.blocks[1].mlp, "hook_error"
+    )
+
+
 def _fidelity(kit):
     return lens.transcoders.fidelity(kit.model, {1: _transcoder(kit)}, tokens(), progress=False)
 
@@ -445,6 +453,7 @@ TRANSCODERS = {
     "Fidelity": lambda kit: _fidelity(kit).n_tokens,
     "Transcoder": lambda kit: _transcoder(kit).encode(torch.ones(kit.model.cfg.d_model)).any(),
     "attach": _same_with_transcoder,
+    "detach": _detached,
     "fidelity": lambda kit: 0 <= _fidelity(kit).top_token <= 1,
     "load": _saved_transcoder,
     "save": _saved_transcoder,

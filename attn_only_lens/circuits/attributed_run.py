@@ -31,7 +31,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.axes import SELF, Residual
-from attn_only_lens.devices import on_cpu
+from attn_only_lens.devices import on_cpu, to_float64_device
 from attn_only_lens.engine.contrast import Contrast, contrast, run_both, run_softmax
 from attn_only_lens.engine.gradients import Tape
 from attn_only_lens.engine.linear_pair import SecantNorm, gate_term, linear_sublayers
@@ -160,7 +160,6 @@ def attribute_run(
     bound = bind(metric, model, pair, logits)
     require_differentiable(bound, logits)
     gradient, _ = linear.metric_gradient(bound)
-    value = bound.of(logits)
     outputs, streams = linear.gradients(linear.stream_gradient(gradient))
     slopes: list[Slopes] = [{} for _ in linear.sublayers]
     if patterns:
@@ -170,9 +169,12 @@ def attribute_run(
             _run_slopes(model, sublayer, along, softmax, tape.nodes)
             for sublayer, along in zip(linear.sublayers, outputs, strict=True)
         ]
-    offset = value - float((gradient * linear.logits).sum())
-    zero = torch.zeros_like(linear.run.final.stream)
-    logit_bias = (gradient * linear.unembed(zero[None])[0]).sum((1, 2))
+    offset = bound.of(logits) - float((gradient * linear.logits).sum())
+    stream = linear.run.final.stream
+    logit_bias = (gradient * linear.unembed(torch.zeros_like(stream)[None])[0]).sum((1, 2))
+    # The logits are rounded: a difference of two large logits has few correct digits in float32.
+    last, final = (to_float64_device(x).double() for x in (streams[-1], stream))
+    value = offset + float((last * final).sum()) + float(logit_bias.sum())
     biases = [logit_bias.sum()]
     for sublayer, along, behind in zip(linear.sublayers, outputs, streams[1:], strict=True):
         if sublayer.writes.kind != "error":  # a transcoder's error is a node, not part of the bias
@@ -186,7 +188,7 @@ def attribute_run(
 def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> AttributedRun:
     """Attribute a metric's difference, clean minus corrupted run, to the model's heads."""
     names, host = _hook_names(model), host_of(model)
-    patterns = [host.hook_name(layer, "attention", "pattern") for layer in range(host.n_layers)]
+    patterns = host.hook_names("pattern", ("attention",))
     tokens = torch.cat([pair.clean, pair.corrupted])
     mask = None if pair.mask is None else pair.mask.repeat(2, 1)
     with FunctionRules(paused=True):  # keep float64 models in float64, as in `run_both`

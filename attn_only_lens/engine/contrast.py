@@ -149,7 +149,7 @@ def run_both(model: Any, pair: PromptPair) -> BothRuns:
     host = host_of(model)
     layers = range(host.n_layers)
     _require_separate_gates(host)
-    names = [host.hook_name(layer, kind, "z") for layer in layers for kind in host.kinds(layer)]
+    names = host.hook_names("z")
     tokens = torch.cat([pair.clean, pair.corrupted])
     mask = None if pair.mask is None else pair.mask.repeat(2, 1)
     steps = _Steps(model)
@@ -199,7 +199,7 @@ def contrast(
         ends: list[Tensor] = []
         end = of_this_thread(lambda block, args, output: ends.append(output_stream(output)))
         stack.enter_context(model.blocks[-1].register_forward_hook(end))
-        errors = _error_names(model)
+        errors = host_of(model).hook_names("z", ("error",))
         leaves: dict[str, Tensor] = {}
         means = [
             (name, partial(_leaf, leaves, both) if name in errors else partial(_average, both))
@@ -306,13 +306,6 @@ def _require_separate_gates(host: Any) -> None:
             "method='gradient', a graph of one run, or a transcoder with thresholds ('jumprelu')"
         )
         raise UnsupportedModelError([reason], _PROBLEM)
-
-
-def _error_names(model: Any) -> list[str]:
-    """Return the names of the error nodes' hook points."""
-    host = host_of(model)
-    layers = [x for x in range(host.n_layers) if "error" in host.kinds(x)]
-    return [host.hook_name(layer, "error", "z") for layer in layers]
 
 
 def _difference(both: Tensor) -> Tensor:

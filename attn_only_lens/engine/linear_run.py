@@ -314,7 +314,7 @@ def linearize(
             input.
     """
     host = host_of(model)
-    patterns = [host.hook_name(layer, "attention", "pattern") for layer in range(host.n_layers)]
+    patterns = host.hook_names("pattern", ("attention",))
     run = decompose(model, tokens, mask, names=(*patterns, *names))
     sublayers = list[LinearSublayer]()
     for writes in run.sublayers:

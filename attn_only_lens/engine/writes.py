@@ -214,13 +214,7 @@ def decompose(
     host, tested = host_of(model), passed_tests(model)
     norms, last = _norms(model, tested)
     layers = range(host.n_layers)
-    z_names = [*names, *(host.hook_name(layer, "attention", "z") for layer in layers)]
-    z_names += [
-        host.hook_name(layer, kind, "z")
-        for layer in layers
-        for kind in host.kinds(layer)
-        if kind in WIDE_KINDS
-    ]
+    z_names = [*names, *host.hook_names("z", ("attention", *WIDE_KINDS))]
     every_norm = [last, *(norm for n in norms for norm in (*n.attention, *n.neuron))]
     modules = {norm.module for norm in every_norm if norm.module is not None}
     modules |= {host.attention(layer) for layer in layers}

@@ -48,7 +48,7 @@ class FeatureMLP(nn.Module):
         self.register_buffer("W_skip", transcoder.W_skip)
         self.transcoder_activation, self.k, self.name = transcoder.activation, transcoder.k, name
         self.original, self.has_error = original, error
-        self._options = {x: getattr(transcoder, x) for x in ("reads", "after_norm", "name")}
+        self._options = transcoder.options()
         self.hook_in = HookPoint()  # [batch, pos, d_model]
         self.hook_pre = HookPoint()  # [batch, pos, d_mlp]
         self.hook_post = HookPoint()  # [batch, pos, d_mlp]
@@ -80,9 +80,15 @@ class FeatureMLP(nn.Module):
 
     def transcoder(self) -> Transcoder:
         """Return the transcoder with its current weights."""
-        weights = (x.detach() for x in (self.W_in, self.W_out, self.b_in, self.b_out))
-        gates = self.transcoder_activation, self.threshold, self.k
-        return Transcoder(*weights, *gates, self.W_skip, **self._options)
+        return Transcoder(
+            W_enc=self.W_in.detach(),
+            W_dec=self.W_out.detach(),
+            b_enc=self.b_in.detach(),
+            b_dec=self.b_out.detach(),
+            threshold=self.threshold,
+            W_skip=self.W_skip,
+            **self._options,
+        )
 
     def _features_are_hooked(self) -> bool:
         others = ("hook_in", "hook_skip", "hook_error", "hook_out")

@@ -147,6 +147,15 @@ class Host(ABC):
             return f"blocks.{block}.mlp.{POINTS[point]}"
         return f"blocks.{block}.attn.hook_{point}"
 
+    def hook_names(self, point: str, kinds: Sequence[HeadKind] = HEAD_KINDS) -> list[str]:
+        """Return the names of a hook point for all layers' heads of these kinds."""
+        return [
+            self.hook_name(layer, kind, point)
+            for layer in range(self.n_layers)
+            for kind in self.kinds(layer)
+            if kind in kinds
+        ]
+
     @property
     @abstractmethod
     def passing(self) -> PassState:

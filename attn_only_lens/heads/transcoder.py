@@ -23,7 +23,7 @@ Autoencoders" (2024); Gao et al., "Scaling and evaluating sparse autoencoders" (
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from jaxtyping import Float
 from torch import Tensor
@@ -36,6 +36,8 @@ FeatureActivation = Literal["relu", "jumprelu", "topk"]
 FEATURE_ACTIVATIONS: tuple[str, ...] = get_args(FeatureActivation)
 Reads = Literal["stream", "normalized", "input"]
 READS: tuple[str, ...] = get_args(Reads)
+OPTIONS = ("activation", "k", "reads", "after_norm", "name")
+"""The fields of a `Transcoder` that are not tensors."""
 _PROBLEM = "this transcoder is not valid"
 
 
@@ -151,6 +153,10 @@ class Transcoder:
         """Return the tensors that are not None, as {name: tensor}."""
         names = ("W_enc", "W_dec", "b_enc", "b_dec", "threshold", "W_skip")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def options(self) -> dict[str, Any]:
+        """Return the fields that are not tensors, as {name: value}."""
+        return {name: getattr(self, name) for name in OPTIONS}
 
     def encode(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_features"]:
         """Return the activations z of all features for the input x."""

@@ -135,7 +135,8 @@ def attach(
         model: a `TransformerBridge` or a `HookedTransformer`, without exposed neuron-heads. It is
             changed in place.
         transcoders: {layer: transcoder} for one or more layers, for example from `load`. Their
-            weights are converted to the dtype and moved to the device of the model.
+            weights are converted to the dtype and moved to the device of the model; without such a
+            change, the model shares their memory.
         error: "node" to add the errors, "zero" to leave them out.
 
     Returns:

@@ -266,7 +266,8 @@ def _foreign(file: _File, reads: str | None, dtype: torch.dtype | None) -> Trans
         dtype = dtype or tensors["W_enc"].dtype
         tensors, folded = fold_saelens(tensors, file.config)
         options |= folded
-    return Transcoder(**{name: tensor.to(dtype) for name, tensor in tensors.items()}, **options)
+    options |= {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    return Transcoder(**options)
 
 
 def _ends(config: Config, reads: str | None) -> dict[str, Any]:

@@ -131,7 +131,10 @@ def test_a_norm_of_zeros_needs_its_epsilon():
 
 def test_models_that_are_not_plain():
     model = build("gelu")
-    with expose_neuron_heads(model), pytest.raises(GrowthError, match="exposed as heads in place"):
+    with (
+        expose_neuron_heads(model),
+        pytest.raises(GrowthError, match=r"neuron-heads are exposed; first call"),
+    ):
         grow(model, d_mlp=41)
     grow(model, d_mlp=41)
     with pytest.raises(GrowthError, match="expected a HookedTransformer"):

@@ -338,8 +338,8 @@ DAMAGE = {
         "got heads=3",
     ),
     "newer": (
-        lambda f: edit_manifest(f, format_version=9),
-        "format version 9, but this attn-only-lens reads version 8",
+        lambda f: edit_manifest(f, format_version=10),
+        "format version 10, but this attn-only-lens reads version 9",
     ),
     "edited": (edit_by_hand, "was changed after it was written"),
     "other gate": (lambda f: edit_manifest(f, gate="other"), "gate: got 'other'"),

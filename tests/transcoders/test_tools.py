@@ -453,3 +453,20 @@ def test_graphs_add_up(case, difference, dtype):
         shared = out.index.intersection(nodes.index)
         attributions = nodes["attribution"].loc[shared]
         assert (out[shared] - attributions).abs().max() < rounding * scale
+
+
+def test_sums_of_graphs_do_not_depend_on_the_rounding_of_logits():
+    """In float32, a difference of two logits near 4,096 has an error of about 1e-4."""
+    model, prompt = bridge("gpt2", torch.float32), CLEAN[:1]
+    values = []
+    for bias in (0.0, 4096.0):
+        with torch.no_grad():
+            model.unembed.original_component.bias.fill_(bias)
+        logits = model(prompt)[0, -1]
+        values.append((logits[CORRECT] - logits[WRONG]).item())
+        with attach(model, layers_of(model, dtype=torch.float32)):
+            graph = circuits.attribution_graph(model, prompt, METRIC, mass=1)
+        scale = graph.nodes["attribution"].abs().max()
+        assert abs(graph.inflow()["metric"] - graph.value) < 1e-6 * scale
+        assert abs(graph.value - values[0]) < 1e-3 * scale
+    assert abs(values[1] - values[0]) > 1e-5  # control

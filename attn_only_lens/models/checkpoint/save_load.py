@@ -119,6 +119,7 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
         CheckpointError: the model could not be loaded again, because its parameters, activation,
             code, hooks or processing options cannot be rebuilt from its configuration, or its
             tokenizer needs its own code; or the folder holds other files.
+        InputError: a transcoder has weights that are NaN or infinite.
 
     Example:
         >>> import tempfile, torch

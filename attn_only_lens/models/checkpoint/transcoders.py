@@ -6,7 +6,7 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from attn_only_lens.heads.transcoder import Transcoder
+from attn_only_lens.heads.transcoder import OPTIONS, Transcoder
 from attn_only_lens.models.source_folder import checkpoint_errors
 from attn_only_lens.storage import Document, read_tensors, write_tensors
 
@@ -26,13 +26,12 @@ class TranscoderFields(TypedDict):
 
 
 DOCUMENT = Document("attn_only_lens.Transcoder", 1, TranscoderFields)
-_OPTIONS = ("activation", "k", "reads", "after_norm", "name")
 
 
 def write_transcoders(folder: Path, transcoders: Mapping[int, Transcoder]) -> None:
     """Write one file per layer to a folder that no other process reads yet."""
     for layer, transcoder in transcoders.items():
-        options: dict[str, Any] = {name: getattr(transcoder, name) for name in _OPTIONS}
+        options = transcoder.options()
         if options["k"] is not None:
             options["k"] = int(options["k"])  # k may be an integer of NumPy
         write_tensors(
@@ -47,6 +46,6 @@ def write_transcoders(folder: Path, transcoders: Mapping[int, Transcoder]) -> No
 def read_transcoder(path: Path) -> tuple[int, Transcoder]:
     """Read the layer and the transcoder from a file."""
     tensors, fields = read_tensors(path, DOCUMENT)
+    values: dict[str, Any] = {**tensors, **{name: fields[name] for name in OPTIONS}}
     with checkpoint_errors(f"{path} is not a transcoder"):
-        options = {name: fields[name] for name in _OPTIONS}
-        return fields["layer"], Transcoder(**tensors, **options)
+        return fields["layer"], Transcoder(**values)
