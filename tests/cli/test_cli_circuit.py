@@ -1,5 +1,6 @@
 """Tests of `attn-only-lens circuit`, `picture` and `pattern`: written files, output, errors."""
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -68,9 +69,11 @@ def test_every_option_has_its_help_text_and_its_group():
     assert [x.opts[0] for x in options if not x.help] == []
 
 
-def test_without_a_command_it_says_what_to_do_first():
-    """The suggested command is one that `explain` accepts."""
+def test_without_a_command_it_says_what_to_do_first(monkeypatch):
+    """The suggested command is one that `explain` accepts; torch's threads will not spin."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     result = run()
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
     assert result.exit_code == 0
     shown = result.output.split("attn-only-lens ")[1].split("\n\n")[0].replace("\\\n", " ")
     verb, *arguments = shlex.split(shown)

@@ -181,7 +181,7 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         ((*TEXTS[:4], "--answer", "w13 w7", "--wrong", "w17", "--out", out), "- --answer: got"),
         ((*TEXTS, "--out", out, "--clean", CLEAN), "2 clean and 1 corrupted"),
         ((*NUMBERS, "--out", out, "--clean", "1,2"), "token prompts cannot be padded"),
-        ((*TOKENS, "--answer", "17,3", "--wrong", "5", "--out", out), "one token number"),
+        ((*TOKENS, "--answer", "17,3", "--wrong", "5", "--out", out), "one token ID"),
     ):
         result = run(folder, *arguments)
         assert result.exit_code == 2, (arguments, result.output)
