@@ -30,6 +30,7 @@ from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.model_answers import answer_cells, answer_warnings, model_answers
 from attn_only_lens.circuits.stability import resamples_reasons
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects, TokenScores
+from attn_only_lens.engine.answers import WRONG
 from attn_only_lens.engine.contrast import float32_slopes
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric
@@ -296,7 +297,7 @@ def _ids(sweep: Sweep) -> "pd.Series[str]":
     return sweep.frame["name"].astype(str) + "@" + sweep.frame["position"].astype(str)
 
 
-@warned_once()
+@warned_once(WRONG)
 @full_precision()
 def explain(
     model: Any,
@@ -308,7 +309,7 @@ def explain(
     most_nodes: int = 60,
     n_patched: int = 20,
     resamples: int = 0,
-    progress: bool = False,
+    progress: bool = True,
 ) -> Explanation:
     """Explain why a metric differs between a clean and a corrupted prompt.
 
@@ -325,7 +326,7 @@ def explain(
             kept.
         n_patched: how many of the strongest sites are patched exactly, in both directions.
         resamples: as in `discover`; the page then shows how stable each node is.
-        progress: show a progress bar for the search.
+        progress: whether to show a progress bar for the search.
 
     Raises:
         InputError: with every reason: invalid numbers, prompts or metric.

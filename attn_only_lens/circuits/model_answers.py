@@ -7,7 +7,7 @@ import torch
 
 from attn_only_lens.axes import Logits
 from attn_only_lens.devices import float32_if_half
-from attn_only_lens.engine.answers import answer_tokens
+from attn_only_lens.engine.answers import SAME, WRONG, answer_tokens, preference
 from attn_only_lens.engine.metrics import AnyMetric, as_metric
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.tokens import token_text
@@ -65,14 +65,10 @@ def answer_warnings(answers: pd.DataFrame) -> list[str]:
         return warnings
     prefers = answers["correct_probability"] > answers["wrong_probability"]
     clean, corrupted = (prefers[answers["run"] == run].to_numpy() for run in _RUNS)
-    cases = (
-        (clean == corrupted, "same answer on both prompts", "prompts with different answers"),
-        (~clean, "wrong answer on the clean prompt", "prompts that it answers correctly"),
-    )
+    n = len(clean)
     return warnings + [
-        f"Warning: {f'for {pairs.sum()} of {len(pairs)} pairs, ' * (len(pairs) > 1)}the model "
-        f"prefers the {what}, so the difference explains little about its answer: choose {advice}."
-        for pairs, what, advice in cases
+        f"Warning: {preference(what, f'for {pairs.sum()} of {n} pairs, ' * (n > 1))}."
+        for what, pairs in ((SAME, clean == corrupted), (WRONG, ~clean))
         if pairs.any()
     ]
 
