@@ -42,18 +42,21 @@ def model_answers(
 
 
 def answer_cells(answers: pd.DataFrame) -> dict[str, dict[str, str]]:
-    """Return, for each run, table cells with the top token and each answer's median rank."""
+    """Return, for each run, table cells with the top token, and each answer's rank."""
     cells: dict[str, dict[str, str]] = {}
     for run, rows in answers.groupby("run"):
         counts, n = rows["top"].value_counts(), len(rows)
         top = f"on {counts.iloc[0]} of {n}" if n > 1 else f"{rows['top_probability'].iloc[0]:.1%}"
-        cells[str(run)] = {"top token": f"{counts.index[0]!r} {top}"}
+        first, of_roles = f"{counts.index[0]!r} {top}", dict[str, str]()
+        tops = []
         for role in [name for name in ("correct", "wrong", "answer") if name in rows]:
-            texts, rank = rows[role].unique(), rows[f"{role}_rank"].median()
+            texts, ranks = rows[role].unique(), rows[f"{role}_rank"]
             probability = rows[f"{role}_probability"].mean()
             share = f"{probability:.1%}" if probability >= 0.001 else "< 0.1%"
             name = repr(texts[0]) if len(texts) == 1 else role
-            cells[str(run)][name] = f"rank {rank:.0f}, {share}"
+            tops.append(f"{name} on {(ranks == 1).sum()} of {n}")
+            of_roles[name] = f"{'median ' * (n > 1)}rank {ranks.median():.0f}, {share}"
+        cells[str(run)] = {"top token": ", ".join(tops) if n > 1 and tops else first, **of_roles}
     return cells
 
 

@@ -209,9 +209,12 @@ def test_a_saved_circuit_is_evaluated_on_other_prompts(folder, expected, tmp_pat
         result = run("evaluate", folder, saved, *texts, *ANSWERS)
         assert result.exit_code == 0, result.output
         kept = circuits.evaluate(model, circuit, *pairs, metric)
-        shown = f"keep {kept.faithfulness:.2f} ± {kept.standard_error:.2f} of the difference"
-        assert shown in result.output
-        assert f"beats --wrong on {kept.accuracy:.0%} of the prompts" in result.output
+        assert f"{len(circuit)} of {circuit.n_sites} sites" in result.output
+        assert repr(kept) in result.output
+        assert f"{kept.faithfulness:.0%} ± {kept.standard_error:.0%} of the" in repr(kept)
+        sites, best = circuit.sites, result.output.splitlines()[-len(circuit) :][0].split()[0]
+        alone = p.activation_patch(model, *pairs, metric, sites=sites, progress=False)
+        assert best == alone.top(1)["name"].item()
         frame = pd.DataFrame(dict(zip(("clean", "corrupted"), pairs, strict=True)))
         frame = frame.assign(answer=ANSWERS[1], wrong=ANSWERS[3], note=7)
         frame.to_csv(tmp_path / "pairs.csv", index=False)
@@ -239,7 +242,9 @@ def test_a_saved_circuit_is_evaluated_on_other_prompts(folder, expected, tmp_pat
         assert message in " ".join(result.output.split())
     circuits.to_json(expected[2], graph)
     result = run("evaluate", folder, graph, *pair)
-    assert "which circuits.from_json opens" in " ".join(result.output.split())
+    said = " ".join(result.output.split())
+    assert "which circuits.from_json opens" in said
+    assert "--save-circuit of explain and circuit" in said
 
 
 @torch.no_grad()
