@@ -190,7 +190,7 @@ def _read_pairs(path: Path) -> dict[str, list[str]]:
         if path.suffix == ".csv":
             frame = pd.read_csv(path, dtype=str, na_values=[""], keep_default_na=False)
         else:
-            frame = pd.read_json(path, lines=True, dtype=False, convert_dates=False)
+            frame = pd.read_json(path, lines=True, dtype=False)
     except (OSError, ValueError) as error:
         raise AttnOnlyLensError(f"--pairs: {path} cannot be read: {error}") from error
     frame = frame[[name for name in _COLUMNS if name in frame]]

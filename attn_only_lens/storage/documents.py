@@ -112,7 +112,9 @@ def read_json(path: Path) -> Any:
     try:
         text = path.read_bytes().decode("utf-8") if path.is_file() else None
     except UnicodeDecodeError:
-        table = "; it is a table, which `attn-only-lens picture` draws" * (path.suffix == ".parquet")
+        table = "; it is a table, which `attn-only-lens picture` draws" * (
+            path.suffix == ".parquet"
+        )
         raise CheckpointError(f"{path} is not a JSON file{table}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

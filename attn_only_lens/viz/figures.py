@@ -179,7 +179,9 @@ def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
             "metric %{customdata[0]:.4g}<extra></extra>",
         )
     figure.update_xaxes(
-        title_text="effect = score of the patched run - score without the patch", zeroline=True, zerolinecolor="#444"
+        title_text="effect = score of the patched run - score without the patch",
+        zeroline=True,
+        zerolinecolor="#444",
     )
     figure.update_yaxes(
         type="category",

@@ -150,7 +150,7 @@ def test_descriptions_and_labels_are_of_both_runs(model, why):
         best = int(scores.argmax() if high > -low else scores.argmin())
         written = model.to_single_str_token(best)
         of_change = [part for part in does.split("; ") if part.startswith(("raises", "lowers"))]
-        has_tokens = abs(direct.get(node, 0.0)) >= 0.1 * abs(whole[node])
+        has_tokens = bool(abs(direct.get(node, 0.0)) >= 0.1 * abs(whole[node]))
         assert bool(of_change) == has_tokens
         if has_tokens:
             assert of_change[0].startswith(f"{first} {written!r}")
@@ -184,7 +184,7 @@ def test_its_circuit_is_the_circuit_of_discover(model, why):
 def test_it_names_strong_sites_outside_the_circuit(model, why):
     """A circuit that has to keep little leaves strong sites out."""
     assert "Not in the circuit" not in why.text()
-    little = circuits.explain(model, CLEAN, CORRUPTED, METRIC, faithfulness=0.3, n_patched=1)
+    little = circuits.explain(model, CLEAN, CORRUPTED, METRIC, faithfulness=0.05, n_patched=1)
     shares = little.attribution.frame.assign(share=little.attribution.frame["score"].abs())
     outside = shares[~little.circuit.contains(shares)].nlargest(3, "share")
     assert outside["share"].min() > 0.1

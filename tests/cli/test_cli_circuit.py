@@ -1,5 +1,6 @@
 """Tests of `attn-only-lens circuit`, `picture` and `pattern`: written files, output, errors."""
 
+import errno
 import os
 import re
 import shlex
@@ -79,6 +80,19 @@ def test_without_a_command_it_says_what_to_do_first(monkeypatch):
     verb, *arguments = shlex.split(shown)
     typer.main.get_command(app).commands[verb].make_context(verb, arguments)
     assert verb == "explain"
+
+
+def test_a_closed_pipe_is_no_error():
+    """`attn-only-lens explain … | head` ends without a message."""
+
+    @command("Look at a model")
+    def echo() -> None:
+        """Print to a pipe that its reader has closed."""
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    alone = typer.Typer()
+    alone.registered_commands = [app.registered_commands.pop()]
+    assert CliRunner().invoke(alone, []).output == ""
 
 
 def test_an_explanation_and_its_page_with_examples(folder, tmp_path):
@@ -220,7 +234,8 @@ def test_a_saved_circuit_is_evaluated_on_other_prompts(folder, expected, tmp_pat
         frame.to_csv(tmp_path / "pairs.csv", index=False)
         frame.to_json(tmp_path / "pairs.jsonl", orient="records", lines=True)
         for file in (tmp_path / "pairs.csv", tmp_path / "pairs.jsonl"):
-            assert run("evaluate", folder, saved, "--pairs", file).stdout == result.stdout
+            again = run("evaluate", folder, saved, "--pairs", file)
+            assert again.stdout == result.stdout, (again.output, again.exception)
     frame.assign(clean=None).to_csv(tmp_path / "none.csv")
     for options, message in (
         (("--pairs", file, *ANSWERS), "got --pairs and --answer"),
@@ -251,6 +266,7 @@ def test_a_saved_circuit_is_evaluated_on_other_prompts(folder, expected, tmp_pat
 def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
     out, page = tmp_path / "circuit.json", tmp_path / "page.html"
     (tmp_path / "no.json").write_text("{}")
+    (tmp_path / "no.parquet").write_bytes(b"PAR1\x80")
     circuit = ("circuit", folder, *TEXTS, "--out", out)
     for arguments, message in (
         ((*circuit[:-1], tmp_path / "circuit.csv"), "ends in .html or .json"),
@@ -264,6 +280,7 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         ((*circuit, "--corrupted", CORRUPTED, "--faithfulness", 2), "got --faithfulness 2"),
         (("picture", tmp_path / "no.json", "--out", page), "has format None"),
         (("picture", tmp_path / "no.csv", "--out", page), "no.csv"),
+        (("evaluate", folder, tmp_path / "no.parquet", *TEXTS), "picture` draws"),
         (("picture", tmp_path / "no.json", "--out", page, "--bars", 3), "--bars for"),
         (("picture", tmp_path / "no.json", "--out", tmp_path / "p.png"), "ends in .html"),
         (
@@ -281,4 +298,4 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         assert result.exit_code == 2, (arguments, result.output)
         assert message in " ".join(result.output.split()), (message, result.output)
         assert "Traceback" not in result.output
-        assert {path.name for path in tmp_path.iterdir()} == {"no.json"}
+        assert {path.name for path in tmp_path.iterdir()} == {"no.json", "no.parquet"}
