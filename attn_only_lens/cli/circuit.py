@@ -210,9 +210,11 @@ def evaluate(
     clean, other = (as_chat(loaded, texts, prompts.chat) for texts in (clean, other))
     with working("evaluating the circuit"):
         result = circuits.evaluate(loaded, saved, clean, other, metric)
-        sites, positions = saved.sites[:top], "all" if saved.positions == "all" else "each"
         alone = activation_patch(
-            *(loaded, clean, other, metric), sites=sites, positions=positions, progress=False
+            *(loaded, clean, other, metric),
+            sites=saved.sites[:top],
+            positions="all" if saved.positions == "all" else "each",
+            progress=False,
         )
     typer.echo(f"{len(saved):,} of {saved.n_sites:,} sites, {metric.name}\n{result!r}")
     print_frame("Score of each site alone: 0 corrupted, 1 clean", alone.top(top))
