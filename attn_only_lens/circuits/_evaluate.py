@@ -25,7 +25,7 @@ _PROBLEM = "this circuit cannot be evaluated on these prompts"
 _NO_TRANSFER = "these circuits cannot be evaluated on these tasks"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """The faithfulness of a circuit on a set of prompts. Made by `evaluate`.
 
@@ -54,6 +54,21 @@ class Evaluation:
     whole_accuracy: float
     nothing_accuracy: float
 
+    def __repr__(self) -> str:
+        error = f" ± {self.standard_error:.0%}" * (self.standard_error >= 0)  # it may be NaN
+        text = (
+            f"The circuit keeps {self.faithfulness:.0%}{error} of the difference, all other sites "
+            f"{self.completeness:.0%}.\nThe metric is {self.whole:.4g} with the whole model, "
+            f"{self.nothing:.4g} with every site ablated."
+        )
+        if self.accuracy >= 0:
+            text += (
+                f"\nThe correct answer beats the wrong one on {self.accuracy:.0%} of the prompts "
+                f"with the circuit, {self.whole_accuracy:.0%} with the whole model, "
+                f"{self.nothing_accuracy:.0%} with every site ablated."
+            )
+        return text
+
 
 @warned_once()
 def evaluate(
@@ -68,6 +83,9 @@ def evaluate(
     prompts_at_once: int | None = None,
 ) -> Evaluation:
     """Evaluate a circuit on new prompts, with the ablation that was used to find the circuit.
+
+    A circuit with a low faithfulness may still have sites that matter on the new prompts:
+    `activation_patch(…, sites=circuit.sites)` patches each of them alone.
 
     Args:
         model: the circuit's model.

@@ -30,12 +30,13 @@ from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.model_answers import answer_cells, answer_warnings, model_answers
 from attn_only_lens.circuits.stability import resamples_reasons
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects, TokenScores
+from attn_only_lens.engine.answers import WRONG
 from attn_only_lens.engine.contrast import float32_slopes
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric
 from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
 from attn_only_lens.engine.recording import record
-from attn_only_lens.engine.tokens import token_text
+from attn_only_lens.engine.tokens import joined, token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
@@ -45,20 +46,24 @@ from attn_only_lens.patching.results import Sweep
 from attn_only_lens.precision import full_precision
 from attn_only_lens.storage.atomic import atomic_folder, write_text
 
-_LONGEST = 9  # the maximum length of a token in a label, in characters
+_LONGEST = 12  # the maximum length of a token in a label, in characters
+_STRONG, _MOST = 0.1, 3  # which sites outside the circuit are named: their |share| and number
+_DIRECT = 0.1  # name tokens if the direct path carries at least this part of a site's share
 _APART = 0.1  # the smallest difference between two runs to describe (relative for outputs)
 _BOTH = 1 / 3  # a label is "both" if the smaller part exceeds this share of |pattern| + |value|
 _HELD_OUT = 0.7  # warn if held-out faithfulness is below this share of the circuit's faithfulness
 _CHANGE = (
     "Descriptions are of the clean run; 'corrupted' follows if the corrupted run differs. 'raises' "
     "and 'lowers' list the tokens whose logits the change of the site's output, clean minus "
-    "corrupted, raises and lowers most, by the direct path."
+    "corrupted, raises and lowers most by the direct path, if at least a tenth of the site's share "
+    "takes this path."
 )
 _MEANINGS = (
     "share: the part of the difference that passes through the site, by its pattern (by_pattern) "
     "and by its value (by_value). A path through several sites counts at each of them, so shares "
     "can add up to more than 1. denoise, noise: the part that a patch of this site alone brings "
-    f"back to the corrupted run, or removes from the clean run. {_CHANGE}"
+    "back to the corrupted run, or removes from the clean run; report these two, which are exact. "
+    f"If the circuit missed nothing, everything else keeps about 0%. {_CHANGE}"
 )
 _OF_SEVERAL = (
     " Ranks are medians, and probabilities, attention, gates and outputs are means, over {} "
@@ -86,11 +91,12 @@ class Explanation:
             "answer") with its rank and its probability.
         does: a short description of what each node reads and writes, by node id: what it does in
             the clean run and, if this differs, in the corrupted run; and the tokens whose logits
-            the change in its output (clean minus corrupted) raises and lowers most. Numbers are
-            means over prompts; tokens are of the first prompt.
+            the change in its output (clean minus corrupted) raises and lowers most, if the direct
+            path carries a tenth of its share. Numbers are means over prompts; tokens are of the
+            first prompt.
         labels: the label of each node, by id: a head with the token to which it attends most (in
-            the clean run / in the corrupted run), another node with the token that the change of
-            its output raises (↑) or lowers (↓) most.
+            the clean run / in the corrupted run), another node with the first token that `does`
+            says the change raises (↑) or lowers (↓).
         model: the model that was explained.
         clean: the clean prompts.
         corrupted: the corrupted prompts.
@@ -182,23 +188,23 @@ class Explanation:
         labels, names, peaks = dict(self.labels), {}, peak_tokens(examples)
         for node, name in zip(self.graph.heads["id"], self.graph.heads["name"], strict=True):
             if name in peaks:
-                labels[node] = f"{name} at “{peaks[name].strip()[:_LONGEST]}”"
+                labels[node] = f"{name} at “{_short(peaks[name])}”"
         for row in self.table().to_dict("records"):
-            names[row["id"]] = f"{labels[row['id']]}, by {_by(row['by_pattern'], row['by_value'])}"
+            names[row["id"]] = labels[row["id"]] + _by(row["by_pattern"], row["by_value"])
         circuit, answers = self.circuit, answer_cells(self.answers).items()
         notes = [
-            f"{self.title}; everything else keeps {_percent(circuit.completeness)}.",
+            f"{self.title}; everything else keeps {_percent(circuit.completeness)} (about 0% if "
+            "the circuit missed nothing).",
             *self._omitted,
             *(f"The {run} run: {'; '.join(map(' '.join, row.items()))}." for run, row in answers),
             *self._warnings,
             "Labels: ← the token to which a head attends most (clean / corrupted run); ↑ or ↓ the "
             "token whose logit the change of the node's output, clean minus corrupted, raises or "
-            "lowers most; by pattern, value or both: what carries the node's share.",
+            "lowers most by the direct path; by pattern, or by both pattern and value: what "
+            "carries the node's share, if not mainly its value.",
         ]
         if (tokens := self.attribution.tokens) is not None:
-            texts = [text for text in tokens.corrupted[0] if text is not None]
-            space = "" if getattr(self.model, "tokenizer", None) else " "
-            notes.insert(0, f"Corrupted prompt: {space.join(texts)}")
+            notes.insert(0, f"Corrupted prompt: {joined(tokens.corrupted[0])}")
         return viz.circuit_view(
             self.graph,
             self.model,
@@ -247,7 +253,7 @@ class Explanation:
                     f"{self.title}; everything else keeps {_percent(self.circuit.completeness)}", 80
                 ),
                 self.attribution.clean_and_corrupted,
-                pd.DataFrame(answer_cells(self.answers)).T.to_string(),
+                pd.DataFrame(answer_cells(self.answers)).to_string(),
                 *(fill(warning, 80) for warning in self._warnings),
                 *("", head, *lines, "", fill(meanings, 80)),
                 *([] if stability is None else ["", fill(f"Stability: {stability!r}", 80)]),
@@ -256,14 +262,17 @@ class Explanation:
 
     @property
     def _omitted(self) -> list[str]:
-        """A list with one sentence if the graph and table omit sites, otherwise an empty list."""
-        listed, n = len(self.graph.heads), len(self.circuit)
-        if listed == n:
-            return []
+        """Sentences about strong sites outside the circuit, and about sites that have no node."""
+        frame, listed, n = self.attribution.frame, len(self.graph.heads), len(self.circuit)
+        outside = frame["score"].where(~self.circuit.contains(frame), 0.0).abs().nlargest(_MOST)
+        rows = frame.loc[outside[outside >= _STRONG].index, ["name", "position", "score"]]
+        strong = ", ".join("{}@{} {:.2f}".format(*row) for row in rows.to_numpy())
         return [
+            f"Not in the circuit, which does not need them, but with a large share: {strong}."
+        ] * bool(strong) + [
             f"Of the circuit's {n:,} sites, the graph and the table have the {listed:,} with the "
             "largest |share|: for more, pass most_nodes= to explain."
-        ]
+        ] * (listed < n)
 
     def __repr__(self) -> str:
         return self.text()
@@ -285,18 +294,23 @@ def _percent(value: float) -> str:
 
 
 def _by(by_pattern: float, by_value: float) -> str:
-    """Return through which part a node mainly acts: "pattern", "value" or "both"."""
+    """Return ", by pattern" or ", by both" if a node does not act mainly through its value."""
     pattern, value = abs(by_pattern), abs(by_value)
     if min(pattern, value) > _BOTH * (pattern + value):
-        return "both"
-    return "pattern" if pattern > value else "value"
+        return ", by both"
+    return ", by pattern" * (pattern > value)
+
+
+def _short(token: str) -> str:
+    text = token.strip()
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def _ids(sweep: Sweep) -> "pd.Series[str]":
     return sweep.frame["name"].astype(str) + "@" + sweep.frame["position"].astype(str)
 
 
-@warned_once()
+@warned_once(WRONG)
 @full_precision()
 def explain(
     model: Any,
@@ -308,7 +322,7 @@ def explain(
     most_nodes: int = 60,
     n_patched: int = 20,
     resamples: int = 0,
-    progress: bool = False,
+    progress: bool = True,
 ) -> Explanation:
     """Explain why a metric differs between a clean and a corrupted prompt.
 
@@ -325,7 +339,7 @@ def explain(
             kept.
         n_patched: how many of the strongest sites are patched exactly, in both directions.
         resamples: as in `discover`; the page then shows how stable each node is.
-        progress: show a progress bar for the search.
+        progress: whether to show a progress bar for the search.
 
     Raises:
         InputError: with every reason: invalid numbers, prompts or metric.
@@ -358,17 +372,20 @@ def explain(
         options |= {"sites": list(dict.fromkeys(str(name) for name, _ in some)), "progress": False}
         ways = ("denoise", "noise")
         patches = {way: activation_patch(*prompts, direction=way, **options) for way in ways}
-        nodes = [(str(name), int(position)) for name, position in keys]
-        what = _what_nodes_do(model, prompt_pair(model, clean, corrupted), metric, nodes)
+        what = _what_nodes_do(model, prompt_pair(model, clean, corrupted), metric, graph)
         return Explanation(whole, circuit, graph, patches, *what, model, clean, corrupted)
 
 
 @torch.no_grad()
 def _what_nodes_do(
-    model: Any, pair: PromptPair, metric: AnyMetric, nodes: Sequence[tuple[str, int]]
+    model: Any, pair: PromptPair, metric: AnyMetric, graph: CircuitGraph
 ) -> tuple[pd.DataFrame, dict[str, str], dict[str, str]]:
     """Return the model's answers, a description of each node, and a label for each node."""
+    nodes = list(zip(graph.heads["name"], graph.heads["position"].astype(int), strict=True))
     host, heads = host_of(model), [HeadName.parse(name) for name, _ in nodes]
+    into_metric = graph.edges[graph.edges["target"] == "metric"].set_index("source")["weight"]
+    direct = into_metric.reindex(graph.heads["id"], fill_value=0.0).abs().to_numpy()
+    is_direct = direct >= _DIRECT * graph.heads["attribution"].abs().to_numpy()
     hooks = {
         point: [host.hook_name(head.layer, head.kind, point) for head in heads]
         for point in ("z", "pattern")
@@ -380,8 +397,8 @@ def _what_nodes_do(
     changes = {hook: clean[hook][:1] - corrupted[hook][:1] for hook in hooks["z"]}
     written = DirectEffects(model).promoted_tokens(changes, nodes, 2)
     does, labels = dict[str, str](), dict[str, str]()
-    rows = zip(heads, nodes, written, hooks["z"], hooks["pattern"], strict=True)
-    for head, (name, position), top, of_z, of_pattern in rows:
+    rows = zip(heads, nodes, written, is_direct, hooks["z"], hooks["pattern"], strict=True)
+    for head, (name, position), top, has_tokens, of_z, of_pattern in rows:
         here = pair.real[:, position]  # use only prompts that have a token at this position
 
         def means(hook: str, *index: Any, here: Tensor = here) -> list[Tensor]:
@@ -389,7 +406,7 @@ def _what_nodes_do(
             both = (run[hook][(slice(None), *index)] for run in (clean, corrupted))
             return [x[here.to(x.device)].float().mean(0) for x in both]
 
-        writes, label = _writes(model, top)
+        writes, label = _writes(model, top if has_tokens else [])
         if head.kind in WIDE_KINDS:
             lengths = [float(z.norm()) for z in means(of_z, position)]
             reads = f"{_WIDE[head.kind]}, {_in_both_runs('length', lengths)}"
@@ -427,13 +444,14 @@ def _looks(
     shares = [float(weights[key]) for weights, key in zip(patterns, keys, strict=True)]
     sides = (pair.clean[0], pair.corrupted[0])
     texts = [token_text(model, int(side[key])) for side, key in zip(sides, keys, strict=True)]
-    short = [text.strip()[:_LONGEST] for text in texts]
+    short = list(map(_short, texts))
     names = [
         repr(text) + f"@{key}" * (keys[0] != keys[1] and texts[0] == texts[1])
         for text, key in zip(texts, keys, strict=True)
     ]
     other = keys[0] != keys[1] or texts[0] != texts[1]
-    reads = f"looks at {names[0]} ({shares[0]:.0%})"
+    of_one = " in prompt 0" * bool((pair.clean[:, keys[0]] != pair.clean[0, keys[0]]).any())
+    reads = f"looks at {names[0]}{of_one} ({shares[0]:.0%})"
     if other or abs(shares[0] - shares[1]) > _APART:
         reads += f", corrupted {names[1]} ({shares[1]:.0%})"
     return reads, f"← {' / '.join(short if other else short[:1])}"
@@ -453,4 +471,4 @@ def _writes(model: Any, top: TokenScores) -> tuple[str, str]:
     if not texts:
         return "", ""
     writes = "; ".join(f"{verb} {', '.join(map(repr, tokens))}" for verb, _, tokens in texts)
-    return writes, f"{texts[0][1]} {texts[0][2][0].strip()[:_LONGEST]}"
+    return writes, f"{texts[0][1]} {_short(texts[0][2][0])}"

@@ -94,7 +94,7 @@ def discover(
     seed: int = 0,
     mask: Tensor | None = None,
     prompts_at_once: int | None = None,
-    progress: bool | str = False,
+    progress: bool | str = True,
 ) -> Circuit:
     """Find a small circuit whose faithfulness differs from 1 by at most 1 - `faithfulness`.
 
@@ -127,7 +127,8 @@ def discover(
         prompts_at_once: how many prompt pairs are in memory at once; by default as many as fit in
             a fifth of the memory. With fewer than all, each evaluation records the runs again. Mean
             ablation and custom metrics need all prompts at once.
-        progress: show a progress bar over the circuits that are run; a string is its label.
+        progress: whether to show a progress bar that counts the circuits that are run; how many
+            there will be is unknown. A string is its label.
 
     Returns:
         The circuit. The frame `Circuit.tried` lists all circuits that the search evaluated.
@@ -162,7 +163,7 @@ def discover(
     options: dict[str, Any] = {"positions": positions, "mask": mask}
     options |= {"prompts_at_once": prompts_at_once}
     label = f"{progress}: " if isinstance(progress, str) else ""
-    with tqdm(unit="circuit", desc=f"{label}ranking", disable=not progress) as bar:
+    with tqdm(unit=" circuits", desc=f"{label}ranking", disable=not progress) as bar:
         settings = options | {"sites": sites, "per_prompt": bool(resamples)}
         ranking, runs = rank_sites(prompts, method, budget, settings)
         bar.set_description_str(f"{label}search")

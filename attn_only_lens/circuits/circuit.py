@@ -131,11 +131,18 @@ class Circuit:
         title += f", all others {self.completeness:.0%}{random}"
         columns = [*SITE_KEY, "effect", *INCLUSION]
         rows = self.frame[[name for name in columns if name in self.frame]].head(_SHOWN)
-        table = (
-            rows.to_string(index=False, float_format="{:.4g}".format) if len(rows) else "no sites"
-        )
+        with pd.option_context("display.precision", 4):
+            table = rows.to_string(index=False) if len(rows) else "no sites"
         more = f"\n… {len(self) - _SHOWN:,} more sites in `frame`" * (len(self) > _SHOWN)
         return f"{title}\n{table}{more}\n{fill(MISSING, 80)}"
+
+    @property
+    def sites(self) -> list[str]:
+        """The names of the circuit's sites, such as "L3H3@5", for the argument `sites=`."""
+        frame = self.frame
+        if (frame["position"] == "all").any():
+            return frame["name"].astype(str).tolist()
+        return [f"{name}@{position}" for name, position in frame[SITE_KEY].to_numpy()]
 
     def to_frame(self) -> pd.DataFrame:
         """Return the circuit's sites; if prompts were resampled, the sites of all circuits."""

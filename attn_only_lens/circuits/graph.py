@@ -212,8 +212,8 @@ class CircuitGraph:
         change = "change of " * bool(self.corrupted)
         return (
             f"CircuitGraph of {self.model}: {change}{self.metric} = {self.value:.4g} by {counts} "
-            f"({len(self.heads)} of {self.n_heads} nodes, with {self.mass:.0%} of "
-            f"Σ |attribution|), {len(self.edges)} edges"
+            f"({len(self.heads):,} of {self.n_heads:,} sites, with {self.mass:.0%} of the sum of "
+            f"|attribution|), {len(self.edges):,} edges"
         )
 
 

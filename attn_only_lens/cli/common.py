@@ -3,6 +3,7 @@
 Commands import torch and pandas only when they run, so that --help is quick.
 """
 
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -65,6 +66,9 @@ def option(help_text: str, panel: str | None = None, *names: str) -> Any:
 )
 def start(context: typer.Context) -> None:
     """Print a short introduction if no command is given."""
+    # Otherwise, torch's idle threads spin, which makes small matrix products up to 20 times as slow
+    # if other programs use the same cores. OpenMP reads this when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if context.invoked_subcommand is None:
         typer.echo(_START, nl=False)
 
@@ -217,6 +221,8 @@ def clear_errors(
         warnings.showwarning = show_clearly  # type: ignore[assignment]  # `quiet` restores it
         try:
             yield
+        except BrokenPipeError:  # for example after `| head`; typer then exits without a message
+            raise
         except (AttnOnlyLensError, ImportError, OSError) as error:  # e.g., if the disk is full
             typer.echo(f"error: {in_shell_words(str(error), parameters, renamed)}", err=True)
             raise typer.Exit(2) from error
@@ -260,5 +266,8 @@ def say_page(page: Path, what: str = "") -> None:
 
 def print_frame(title: str, frame: "pd.DataFrame") -> None:
     """Print a title line, then a frame whose lines have at most 80 columns."""
-    rows = frame.to_string(index=False, line_width=80, float_format="{:.4g}".format)
+    import pandas as pd
+
+    with pd.option_context("display.precision", 4):
+        rows = frame.to_string(index=False, line_width=80)
     typer.echo(f"{title}\n{rows}")

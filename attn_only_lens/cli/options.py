@@ -38,7 +38,7 @@ Chat = Annotated[
     bool, option("prompts are messages: apply the tokenizer's chat template", PROMPTS, "--chat")
 ]
 TokenIds = Annotated[
-    bool, option("prompts and answers are token numbers: 3,4,113", PROMPTS, "--token-ids")
+    bool, option("prompts and answers are token IDs: 3,4,113", PROMPTS, "--token-ids")
 ]
 
 
@@ -122,7 +122,7 @@ class MetricOptions:
     metric: Metric = "logit_diff"
 
     def build_metric(self, tokens: bool) -> "MetricOfLogits":
-        """Build the metric; if `tokens` is True, the answers are token numbers, not strings."""
+        """Build the metric; if `tokens` is True, the answers are token IDs, not strings."""
         from attn_only_lens import patching
 
         name = self.metric
@@ -262,7 +262,7 @@ def as_chat(model: Any, prompts: Any, chat: bool) -> Any:
     from attn_only_lens.engine.prompts import chat_tokens
 
     if not isinstance(prompts, list):
-        raise AttnOnlyLensError("got --chat and token numbers; expected texts, which are messages")
+        raise AttnOnlyLensError("got --chat and token IDs; expected texts, which are messages")
     return chat_tokens(model, prompts)
 
 
@@ -284,5 +284,5 @@ def parse_numbers(
 def _one_token(text: str) -> int:
     numbers = parse_numbers(text, "an answer")
     if len(numbers) != 1:
-        raise AttnOnlyLensError(f"got {text!r} for an answer; expected one token number")
+        raise AttnOnlyLensError(f"got {text!r} for an answer; expected one token ID")
     return numbers[0]

@@ -100,8 +100,10 @@ def patch(
         sweep.save(out)
         subtitle = f"{sweep.metric}: effects of patching {part} ({direction})"
         print_frame(f"{sweep.clean_and_corrupted}\n{subtitle}", sweep.top(top))
+        by_name = " --rows name" * (sweep.frame["name"].nunique() <= 100)
         typer.echo(
-            f"{out}: {len(sweep)} rows\nDraw it: attn-only-lens picture {out} --out sweep.html"
+            f"{out}: {len(sweep)} rows\n"
+            f"Draw it: attn-only-lens picture {out}{by_name} --out sweep.html"
         )
 
 

@@ -40,6 +40,8 @@ _FAR_MORE_PROBABLE = 10.0
 
 For SmolLM2-135M and 2,011 next tokens in English texts, 0.2 % of these warnings are wrong.
 """
+SAME, WRONG = "same answer on both prompts", "wrong answer on the clean prompt"
+_CHOOSE = {SAME: "prompts with different answers", WRONG: "prompts that it answers correctly"}
 _SHOWN = 4  # the maximum number of answers in a metric's name
 _SPACES = (" ", "Ġ", "▁")  # leading spaces in word-level, byte-level and SentencePiece vocabularies
 
@@ -103,6 +105,14 @@ def answer_tokens(
     if getattr(model, "tokenizer", None) is not None and reference is not None:
         _warn_of_spaces(model, pair, tokens, reference)
     return tokens
+
+
+def preference(what: str, pairs: str = "") -> str:
+    """Say that the model prefers the `SAME` or the `WRONG` answer for some pairs of prompts."""
+    return (
+        f"{pairs}the model prefers the {what}, so the difference explains little about its answer: "
+        f"choose {_CHOOSE[what]}"
+    )
 
 
 def _tokens_of_prompts(

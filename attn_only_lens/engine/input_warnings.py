@@ -18,8 +18,10 @@ _REPR.maxstring = 60
 
 
 @contextmanager
-def warned_once() -> Iterator[None]:
+def warned_once(*known: Hashable) -> Iterator[None]:
     """Context manager in which each case is warned about once; nested contexts count as one.
+
+    There is no warning about the cases `known`, for example because the result states them.
 
     Example:
         >>> import warnings
@@ -30,10 +32,12 @@ def warned_once() -> Iterator[None]:
         >>> len(caught)
         1
     """
-    if _warned.get() is not None:
+    before = _warned.get()
+    if before is not None:
+        before.update(known)
         yield
         return
-    reset = _warned.set(set())
+    reset = _warned.set(set(known))
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ from attn_only_lens.engine.input_warnings import shortened
 from attn_only_lens.engine.tokens import (
     array_as_tensor,
     checked_tokens,
+    require_model,
     token_texts,
     warn_of_unknown_words,
 )
@@ -149,6 +150,7 @@ def _tokenize(
     model: Any, sides: Mapping[str, Prompts], mask: Tensor | None, problem: str
 ) -> tuple[list[Tokens], Tensor | None]:
     """Return the clean and corrupted tokens, and the mask of both, which is 0 at padding."""
+    require_model(model)
     reasons, texts = list[str](), dict[str, str]()
     rows = [_rows(model, prompts, side, reasons, texts) for side, prompts in sides.items()]
     padded = not any(map(_is_tensor, sides.values()))

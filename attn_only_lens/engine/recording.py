@@ -14,7 +14,15 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from attn_only_lens.arguments import a_type
 from attn_only_lens.axes import SELF, Residual, Tokens
-from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, bind, require_distinct
+from attn_only_lens.engine.answers import WRONG, preference
+from attn_only_lens.engine.input_warnings import warn
+from attn_only_lens.engine.metrics import (
+    AnyMetric,
+    BoundMetric,
+    as_metric,
+    bind,
+    require_distinct,
+)
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.sites import SHARED_PARTS, LayerSites, Part, hook_name
 from attn_only_lens.errors import InputError, UnsupportedModelError
@@ -262,6 +270,9 @@ def run_pair(
     """Return both runs' recordings (cached activations), with the metric of each run."""
     bound = bind(metric, model, pair, reference=clean.logits.detach())
     values = bound.of_run(clean.logits)
+    if len(as_metric(metric).answers) == 2 and 2 * int((values < 0).sum()) > len(values):
+        reason = preference(WRONG, "for most pairs, " * (len(values) > 1))
+        warn({WRONG: f"{reason}, or swap the answers"}, bound.name)
     zeros = torch.zeros_like(values)
     corrupted_values = zeros if corrupted is clean else bound.of_run(corrupted.logits)
     runs = RunPair(pair, clean, corrupted, bound, values, corrupted_values)

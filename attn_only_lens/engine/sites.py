@@ -26,6 +26,13 @@ SHARED_PARTS: tuple[Part, ...] = ("value", "k")
 """The parts that several attention heads share in models with grouped queries."""
 _HEAD_AND_POSITION = re.compile(r"([^@]*)(?:@(?:(0|-?[1-9]\d*)|([^\W\d][^@]*)))?")
 _POINTS: dict[Part, str] = {"z": "z", "pattern": "pattern", "value": "v", "q": "q", "k": "k"}
+_SELECTIONS = {
+    "heads": "heads()",
+    "neurons": "neuron_heads()",
+    "features": "features()",
+    "all": "all_heads()",
+}
+"""The functions that select what the command line selects by these words."""
 _PROBLEM = "these heads cannot be selected"
 
 
@@ -269,6 +276,8 @@ def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
 
 def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
     """Return the parsed names, and an error message for each name that is not in the model."""
+    if isinstance(sites, str) and sites in _SELECTIONS:
+        return [], [f"got {sites!r}; expected the selection patching.{_SELECTIONS[sites]}"]
     chosen = [sites] if isinstance(sites, str | HeadName) else as_plain(sites)
     if not isinstance(chosen, list | tuple) or not chosen:
         got = "an empty list" if isinstance(chosen, list | tuple) else type(chosen).__name__

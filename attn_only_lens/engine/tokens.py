@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from attn_only_lens.arguments import as_plain, is_count
+from attn_only_lens.arguments import a_type, as_plain, is_count
 from attn_only_lens.axes import Tokens
 from attn_only_lens.engine.input_warnings import quoted, shortened, warn
 from attn_only_lens.errors import UnsupportedCallError
@@ -40,6 +40,7 @@ _APOSTROPHES = "'’"  # apostrophes count as parts of a word, as in "don't"
 
 def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> Tokens:
     """Convert a string or tokens to a tensor on the model's device, and check the tokens."""
+    require_model(model)
     cfg = model.cfg
     if cfg.d_vocab < 1:
         raise UnsupportedCallError(
@@ -65,6 +66,15 @@ def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> 
         f"tokens: got {got}; expected a text, or a tensor or array [batch, pos] of integers from 0 "
         f"to {cfg.d_vocab - 1}, with pos up to {cfg.n_ctx}"
     )
+
+
+def require_model(model: object) -> None:
+    """Raise an error for objects, such as a model's name, that are not TransformerLens' models."""
+    if not hasattr(model, "cfg"):
+        raise UnsupportedCallError(
+            f"got {a_type(model)} as the model; expected a TransformerBridge or a "
+            "HookedTransformer: attn_only_lens.load returns one for a name or a folder"
+        )
 
 
 def array_as_tensor(value: Any) -> Any:
@@ -122,6 +132,12 @@ def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
             f"tokens: got {reprlib.repr(tokens)}; expected a text, or one prompt's tokens [pos]"
         )
     return _texts(model, ids, {token: token_text(model, token) for token in {*ids}})
+
+
+def joined(texts: Iterable[str | None]) -> str:
+    """Join the token texts of one prompt; tokens without spaces, such as numbers, get spaces."""
+    real = [text for text in texts if text is not None]
+    return ("" if any(" " in text for text in real) else " ").join(real)
 
 
 def all_token_texts(model: Any, tokens: Tokens) -> tuple[tuple[str, ...], ...]:

@@ -151,7 +151,7 @@ def _bridge_by_name(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     try:
         folder = snapshot_download(official, allow_patterns=list(FILES))
     except (OSError, ValueError) as error:  # all huggingface_hub errors are subclasses
-        raise _not_found(name, error) from error
+        raise _not_found(name, error) from None
     return read_hf_folder(Path(folder), official, dtype, device)
 
 
@@ -166,7 +166,7 @@ def _hooked_by_name(name: str, device: torch.device, dtype: torch.dtype) -> Hook
                 trust_remote_code=False,
             )
     except (OSError, ValueError) as error:
-        raise _not_found(name, error) from error
+        raise _not_found(name, error) from None
     except Exception as error:  # TransformerLens raises many types of errors
         raise CheckpointError(
             f"{name!r} cannot be loaded as a HookedTransformer: {type(error).__name__}: "

@@ -262,8 +262,12 @@ def parse_device(device: str | torch.device) -> torch.device:
         torch.zeros(1, device=parsed).item()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0]
+        devices = ["cpu"]
+        if torch.accelerator.is_available():
+            kind = str(torch.accelerator.current_accelerator())
+            devices += [f"{kind}:{i}" for i in range(torch.accelerator.device_count())]
         raise CheckpointError(
-            f"got device={str(device)!r}, which is not available ({reason}); expected 'cpu' or "
-            "a device of this machine, such as 'cuda', 'cuda:1' or 'mps'"
+            f"got device={str(device)!r}, which is not available ({reason}); this machine has "
+            f"{', '.join(devices)}"
         ) from error
     return parsed

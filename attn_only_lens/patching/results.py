@@ -23,9 +23,10 @@ from jaxtyping import Bool, Float, Int
 from scipy.stats import pearsonr, spearmanr
 
 from attn_only_lens.arguments import a_type, as_plain, is_count, is_number
+from attn_only_lens.engine.input_warnings import shortened
 from attn_only_lens.engine.metrics import require_distinct
 from attn_only_lens.engine.prompts import PromptPair
-from attn_only_lens.engine.tokens import token_texts_of_prompts
+from attn_only_lens.engine.tokens import joined, token_texts_of_prompts
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching.over_prompts import SPREAD, OverPrompts
@@ -43,7 +44,9 @@ PARTS = ("by_pattern", "by_value")
 _BY_PROMPT = ("prompt", "unpatched")
 _SHOWN_ROWS, _SHOWN_TOKENS, _LONGEST_TOKEN = 10, 2, 16
 # `top` returns these columns, and the first tuple of `_DETAILS` whose columns all exist.
-_ALWAYS_ON_TOP = ("name", "sender", "receiver", "position", "token", "part", "score", "exact")
+_ALWAYS_ON_TOP = (
+    *("name", "sender", "receiver", "position", "token", "part", "score", "effect", "exact"),
+)
 _DETAILS: tuple[tuple[str, ...], ...] = (
     ("score_standard_error",),
     ("value", "prompt"),
@@ -337,6 +340,8 @@ class ScoredFrame:
     def top(self, k: int = 20) -> pd.DataFrame:
         """Return the k rows with the largest |effect|, largest first; ties keep their order.
 
+        If the score without a patch is 1 (all directions but "denoise"), the column `effect` has
+        the score minus 1: a site with a score near 0 matters most.
         With `per_prompt`, a site can appear once for each prompt. The result has only columns
         that fit into 80 characters; `frame` has all columns. The column `token` has the clean
         prompt's token at the position, or an empty text if prompts have different tokens.
@@ -344,6 +349,8 @@ class ScoredFrame:
         if not is_count(k, 1):
             raise InputError([f"got k={k!r}; expected 1 or more"], "no rows can be picked")
         rows = self.frame.iloc[self.effect.abs().nlargest(k).index]
+        if self.baseline:
+            rows = rows.assign(effect=rows["score"] - self.baseline)
         if self.tokens is not None:
             token = self.tokens.clean_text
             texts = [token(position, prompts) for position, prompts in self._positions_of(rows)]
@@ -400,11 +407,20 @@ class ScoredFrame:
             top.insert(list(top.columns).index("position") + 1, "token", texts)
         return as_text(top, index=False) if len(top) else "no rows"
 
+    def _prompts(self) -> list[str]:
+        """Return the text of each prompt that has rows of its own in `_shown`."""
+        if self.tokens is None or "prompt" not in self.frame:
+            return []
+        shown = sorted({*self.top(_SHOWN_ROWS)["prompt"]})
+        return [f"prompt {i}: {shortened(joined(self.tokens.clean[i]))}" for i in shown]
+
     def __repr__(self) -> str:
-        return f"{self._headline()}\n{self._shown(pd.DataFrame.to_string)}"
+        return "\n".join([self._headline(), self._shown(pd.DataFrame.to_string), *self._prompts()])
 
     def _repr_html_(self) -> str:
-        return f"<p>{escape(self._headline())}</p>\n{self._shown(pd.DataFrame.to_html)}"
+        prompts = "<br>".join(map(escape, self._prompts()))
+        shown = self._shown(pd.DataFrame.to_html)
+        return f"<p>{escape(self._headline())}</p>\n{shown}{prompts}"
 
 
 class _Fields(TableFields):

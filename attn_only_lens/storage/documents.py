@@ -31,6 +31,13 @@ _READERS = {
     "attn_only_lens.Sweep": "patching.Sweep.load",
 }
 """The functions that read the files that users open most, by format."""
+_MADE_BY = {
+    "attn_only_lens.Circuit": "Circuit.save writes it, or --save-circuit of explain and circuit",
+    "attn_only_lens.CircuitGraph": "circuits.to_json writes it, or --out graph.json of explain and "
+    "circuit",
+    "attn_only_lens.Sweep": "Sweep.save writes it, or --out sweep.parquet of patch",
+}
+"""What writes the files that a command reads, by format."""
 
 
 class FileDigest(TypedDict):
@@ -74,7 +81,9 @@ class Document:
         got = whole.get("format") if isinstance(whole, dict) else type(whole).__name__
         if got != self.format:
             hint = f", which {_READERS[got]} opens" if got in _READERS else ""
-            raise CheckpointError(f"{path} has format {got!r}{hint}; expected {self.format!r}")
+            made = f": {_MADE_BY[self.format]}" if self.format in _MADE_BY else ""
+            expected = f"expected {self.format!r}{made}"
+            raise CheckpointError(f"{path} has format {got!r}{hint}; {expected}")
         version = whole.get("format_version")
         if version != self.version or type(version) is not int:
             raise CheckpointError(
@@ -102,6 +111,11 @@ def read_json(path: Path) -> Any:
     """Read a plain JSON file."""
     try:
         text = path.read_bytes().decode("utf-8") if path.is_file() else None
+    except UnicodeDecodeError:
+        table = "; it is a table, which `attn-only-lens picture` draws" * (
+            path.suffix == ".parquet"
+        )
+        raise CheckpointError(f"{path} is not a JSON file{table}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if text is None:

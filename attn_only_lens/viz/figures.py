@@ -105,7 +105,9 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
         grid,
         limit,
         "effect",
-        "%{customdata}<br>at %{x}<br>effect %{z:.4g}",
+        "%{customdata}"
+        + ", the strongest of the cell" * (rows == "layer")
+        + "<br>at %{x}<br>effect %{z:.4g}",
         customdata=named.fillna("").to_numpy(),
         hoverongaps=False,
     )
@@ -121,7 +123,8 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
         tickfont_size=12 if len(positions) <= 30 else 10,
     )
     figure.update_layout(plot_bgcolor="#e4e4e4")  # colour of cells without a patch
-    notes = ["strongest site of each cell"] * (rows == "layer") + [_mean_note(sweep)]
+    notes = ["a cell shows its strongest site; rows='name' shows all"] * (rows == "layer")
+    notes.append(_mean_note(sweep))
     return _titled(figure, sweep, len(order) * max(14, min(32, 600 // len(order))), *notes)
 
 
@@ -176,7 +179,9 @@ def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
             "metric %{customdata[0]:.4g}<extra></extra>",
         )
     figure.update_xaxes(
-        title_text="effect on the score (0 corrupted, 1 clean)", zeroline=True, zerolinecolor="#444"
+        title_text="effect = score of the patched run - score without the patch",
+        zeroline=True,
+        zerolinecolor="#444",
     )
     figure.update_yaxes(
         type="category",

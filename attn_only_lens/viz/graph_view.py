@@ -18,10 +18,11 @@ from attn_only_lens.circuits._group_nodes import NodeGroups
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, CircuitGraph
 from attn_only_lens.circuits.stability import Stability
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects
+from attn_only_lens.engine.input_warnings import shortened
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.prompts import Prompts, single_prompts
 from attn_only_lens.engine.recording import Recording, record
-from attn_only_lens.engine.tokens import all_token_texts, token_text
+from attn_only_lens.engine.tokens import all_token_texts, joined, token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
@@ -168,7 +169,7 @@ def circuit_view(
         "metric": "change of " * bool(graph.corrupted) + graph.metric,
         "value": graph.value,
         "model": graph.model,
-        "title": exact.clean_and_corrupted if exact is not None and graph.corrupted else "",
+        "title": "" if exact is None or not graph.corrupted else _title(graph, exact, prompt),
         "exact": "" if exact is None else _what_is_exact(graph, exact),
         "notes": notes,
         "groups": measured,
@@ -209,11 +210,12 @@ def _notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
     """Return the page's notes about the nodes, prompts and edges of the graph."""
     kinds = set(graph.heads["kind"])
     counts = count_kinds(graph.heads["kind"]) or "none"
-    sites = f"{len(graph.heads):,} of {graph.n_heads:,} sites"
-    nodes = f"{counts} ({sites}; a site is a head or neuron at one position)"
+    sites, others = f"{len(graph.heads):,} of {graph.n_heads:,}", len(graph.nodes)
     notes = [
-        f"Nodes: {nodes}, with {graph.mass:.0%} of Σ |attribution|; all others are summed into one "
-        "node, 'rest'."
+        f"Nodes: {counts} ({sites} sites; a site is a head or neuron at one position), and "
+        f"{others - len(graph.heads):,} others for tokens, sums and the metric. The sites have "
+        f"{graph.mass:.0%} of the sum of |attribution| over all sites; the other sites are summed "
+        "into one node, 'rest'."
     ]
     notes += [note for kind, note in _ABOUT_KINDS.items() if kind in kinds]
     if len(graph.tokens) > 1:
@@ -233,6 +235,14 @@ def _notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
             f"{1 - through:.0%} through values."
         )
     return notes
+
+
+def _title(graph: CircuitGraph, exact: Sweep, prompt: int) -> str:
+    """Return the question that a graph of a difference answers, with the metric of both runs."""
+    sides = graph.tokens[prompt], graph.corrupted[prompt]
+    texts = " and ".join(shortened(joined(tokens)) for tokens in sides)
+    more = f", and {len(graph.tokens) - 1} more pairs" * (len(graph.tokens) > 1)
+    return f"{exact.clean_and_corrupted}: {graph.metric} after {texts}{more}"
 
 
 def _what_is_exact(graph: CircuitGraph, exact: Sweep) -> str:

@@ -159,7 +159,10 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         ((*TEXTS, "--out", out, "--layers", "zero"), "got 'zero'"),
         ((*TEXTS, "--out", out, "--positions", "1;2"), "got '1;2'"),
         ((*TEXTS, "--out", out, "--positions", "last"), "expected each, all, or numbers"),
-        ((*TEXTS, "--out", out, "--sites", "L0N3,mlp"), "got mlp; expected neurons, heads, all"),
+        (
+            (*TEXTS, "--out", out, "--sites", "L0N3,mlp"),
+            "got mlp; expected neurons, heads, features, all",
+        ),
         ((*TEXTS, "--out", out, "--sites", "mlp,l0n3"), "got mlp, l0n3; expected neurons, heads"),
         (
             (*TEXTS, "--out", out, "--sites", "L1Q2,l0h1,L0N3"),
@@ -181,7 +184,7 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         ((*TEXTS[:4], "--answer", "w13 w7", "--wrong", "w17", "--out", out), "- --answer: got"),
         ((*TEXTS, "--out", out, "--clean", CLEAN), "2 clean and 1 corrupted"),
         ((*NUMBERS, "--out", out, "--clean", "1,2"), "token prompts cannot be padded"),
-        ((*TOKENS, "--answer", "17,3", "--wrong", "5", "--out", out), "one token number"),
+        ((*TOKENS, "--answer", "17,3", "--wrong", "5", "--out", out), "one token ID"),
     ):
         result = run(folder, *arguments)
         assert result.exit_code == 2, (arguments, result.output)

@@ -44,6 +44,8 @@ def test_top_is_a_sort():
     result = sweep(direction="noise")
     expected = sorted(range(SITES * POSITIONS), key=lambda i: -abs(result.frame["score"][i] - 1.0))
     assert result.top(11).index.tolist() == expected[:11]
+    assert result.top(11)["effect"].tolist() == result.effect[expected[:11]].tolist()
+    assert "effect" not in sweep().top(11)
     assert len(result.top(1000)) == SITES * POSITIONS
     for k in (0, -1, True, 2.0):
         with pytest.raises(InputError, match="expected 1 or more"):
