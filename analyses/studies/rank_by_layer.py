@@ -166,21 +166,24 @@ def redraw(model: nn.Module, seed: int) -> None:
             weights.copy_(new * weights.std())
 
 
-def rows_of(
+@torch.no_grad()
+def frame_of(
     streams: Callable[..., list[Tensor]], model: Any, texts: list[Tensor], forms: list[str]
-) -> Iterator[dict[str, Any]]:
-    """Yield the mean distances over texts, for each form and sublayer.
+) -> pd.DataFrame:
+    """Return the mean distances over texts, a row for each form and sublayer.
 
     The first token is left out: in trained models, its norm can be many times the others' norm.
     """
+    rows = []
     for form in forms:
         by_text = [
             [distances(stream[0, 1:]) for stream in streams(model, text, *FORMS[form])]
             for text in texts
         ]
         for sublayer in range(len(by_text[0])):
-            means = pd.DataFrame([rows[sublayer] for rows in by_text]).mean()
-            yield {"form": form, "sublayer": sublayer, **means}
+            means = pd.DataFrame([of_text[sublayer] for of_text in by_text]).mean()
+            rows.append({"form": form, "sublayer": sublayer, **means})
+    return pd.DataFrame(rows)
 
 
 def lens_models(
@@ -223,22 +226,24 @@ def measured(
             if seed >= 0:
                 redraw(model, seed)
             with expose_neuron_heads(model) as exposed:
-                frame = pd.DataFrame(rows_of(lens_streams, exposed, texts, list(FORMS)))
+                frame = frame_of(lens_streams, exposed, texts, list(FORMS))
             weights = "trained" if seed < 0 else "random"
             frames.append(frame.assign(model=name, weights=weights, seed=max(seed, 0)))
     study = training.SMOKE if smoke else training.Study()
     rates = pd.read_csv(SEARCH).query("task == 'text' and chosen").set_index("arm")["lr"]
     forms = [form for form, (_, mlps) in FORMS.items() if mlps != "half"]
+    held_out = study.text._pool(0, training.english.SEED_OF_HELD_OUT)
+    longest = max(held_out, key=lambda batch: batch.shape[1])
+    texts = list(longest[:N_TEXTS, :LENGTH].split(1))
     for arm in TRAINED_FORMS:
         for seed in tqdm(range(n_seeds), desc=arm):
             lr = float(rates[arm])
             folder = runs / training.slug("text", arm, seed, lr)
             model, _ = training.train(study.text, arm, seed, lr, study.text.steps, folder, device)
-            batch = study.text.batch(training.english.POOL - 1, 0)[:N_TEXTS, :LENGTH]
             for weights in ("trained", "random"):
                 if weights == "random":
                     redraw(model, seed)
-                frame = pd.DataFrame(rows_of(gpt2_streams, model, list(batch.split(1)), forms))
+                frame = frame_of(gpt2_streams, model, texts, forms)
                 name = f"trained as {arm}"
                 frames.append(frame.assign(model=name, weights=weights, seed=seed))
     return pd.concat(frames, ignore_index=True)
@@ -371,8 +376,7 @@ def main(
     warnings.simplefilter("ignore")
     started = time.perf_counter()
     n_seeds = 1 if smoke else n_seeds
-    with torch.no_grad(), torch.enable_grad():
-        frame = measured(models_dir, smollm2, runs, device, n_seeds, smoke=smoke)
+    frame = measured(models_dir, smollm2, runs, device, n_seeds, smoke=smoke)
     page = PAGE.format(
         predictions=predictions(frame),
         tables="\n\n".join(
@@ -410,19 +414,19 @@ The forms of a model are:
   without neuron-heads, the streams of Small English differ by {difference:.0e} of their norm. So
   original and converted models have the same rank.
 - **skips, no MLPs**: MLPs write nothing.
-- **no skips, MLPs**: each sublayer's output replaces the stream. Neuron-heads keep their bias token,
-  because in this package it is not a row of the stream.
+- **no skips, MLPs**: each sublayer's output replaces the stream. Neuron-heads keep their bias
+  token, because in this package it is not a row of the stream.
 - **no skips, gates 1/2**: the paper's form without skips. The bias token in the stream is 0 after
   the first sublayer, so all scores of neuron-heads are 0, and all their gates are 1/2.
 - **no skips, no MLPs**: attention alone, as in Dong et al.
 
 In *random* models, each matrix in a layer is drawn anew from a normal distribution with the trained
 matrix's standard deviation ({n_seeds} draws); embeddings, gains and biases stay. "trained as" are
-two-layer models from `train_attention_only.py`, trained on Small English with MLPs, with neuron-heads
-that share a bias token, or with persistent vectors ({n_seeds} seeds). Intervals are from the lowest
-to the highest. The first token of a text is left out, because in trained models its norm can be many
-times the norm of the others. Made by `python -m analyses.studies.rank_by_layer{flag}`; the CSV has a row
-for each sublayer.
+two-layer models from `train_attention_only.py`, trained on Small English with MLPs, with
+neuron-heads that share a bias token, or with persistent vectors ({n_seeds} seeds). Intervals are
+from the lowest to the highest. The first token of a text is left out, because in trained models its
+norm can be many times the norm of the others. Made by
+`python -m analyses.studies.rank_by_layer{flag}`; the CSV has a row for each sublayer.
 
 ## Predictions, written before the first run
 
