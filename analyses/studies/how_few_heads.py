@@ -54,6 +54,8 @@ from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 ARMS = ("merged", "random", "distilled", "neurons")
 LEVELS = (0.1, 0.03, 0.01)
 """Shares of the null's KL, for the table of fewest heads."""
+EXACT = 1e-9
+"""The ridge for what is exactly linear, such as q in x; only rounding needs it."""
 Map = Callable[[Tensor], Tensor]
 
 
@@ -227,11 +229,11 @@ class Heads(nn.Module):
         return torch.einsum("...h,...he,hed->...d", pattern, value, self.W_O) + self.b_O
 
 
-def fitted(features: Tensor, y: Tensor) -> Tensor:
+def fitted(features: Tensor, y: Tensor, ridge: float = 1e-4) -> Tensor:
     """Return the ridge regression weights [feature, output] of y."""
     features, y = features.double(), y.double()
     gram = features.T @ features
-    gram.diagonal().add_(1e-4 * gram.diagonal().mean())
+    gram.diagonal().add_(ridge * gram.diagonal().mean())
     return torch.linalg.solve(gram, features.T @ y)
 
 
@@ -242,12 +244,12 @@ def with_one(x: Tensor) -> Tensor:
 
 def heads_by_least_squares(layer: Layer, neurons: list[int], slope: float, d_head: int) -> Heads:
     """Return one head for each of these neurons, with its pattern, fitted to the MLP's output."""
-    gate = fitted(with_one(layer.x), slope * layer.q[:, neurons])
+    gate = fitted(with_one(layer.x), slope * layer.q[:, neurons], EXACT)
     pattern = (with_one(layer.x).double() @ gate).sigmoid()
     x, m = with_one(layer.x).double(), len(neurons)
-    mean = layer.y.double().mean(0)
-    features = (pattern[:, :, None] * x[:, None, :]).flatten(1)
-    maps = fitted(features, layer.y - mean).unflatten(0, (m, -1))  # [head, d_model + 1, d_model]
+    features = with_one((pattern[:, :, None] * x[:, None, :]).flatten(1))
+    *weights, b_O = fitted(features, layer.y)
+    maps = torch.stack(weights).unflatten(0, (m, -1))  # [head, d_model + 1, d_model]
     values, outputs = [], []
     for head in range(m):
         written = pattern[:, head, None] * (x @ maps[head])
@@ -256,7 +258,7 @@ def heads_by_least_squares(layer: Layer, neurons: list[int], slope: float, d_hea
         outputs.append(directions.T)
     W_V, W_O = torch.stack(values).float(), torch.stack(outputs).float()
     gate = gate.float()
-    return Heads(gate[:-1], gate[-1], W_V[:, :-1], W_V[:, -1], W_O, mean.float())
+    return Heads(gate[:-1], gate[-1], W_V[:, :-1], W_V[:, -1], W_O, b_O.float())
 
 
 def clustered(pattern: Tensor, m: int, seed: int) -> list[int]:
@@ -288,10 +290,10 @@ def trained(module: nn.Module, layer: Layer, recipe: Recipe, seed: int) -> nn.Mo
 
 def strongest(layer: Layer, n: int) -> Map:
     """Return a map from z to what the n neurons that write most write, with refitted W_out."""
-    W_out = fitted(with_one(layer.z), layer.y)[:-1]
+    W_out = fitted(with_one(layer.z), layer.y, EXACT)[:-1]
     strength = layer.z.double().std(0) * W_out.norm(dim=1)
     chosen = strength.topk(min(n, len(strength))).indices.tolist()
-    refitted = fitted(with_one(layer.z[:, chosen]), layer.y).float()
+    refitted = fitted(with_one(layer.z[:, chosen]), layer.y, EXACT).float()
     return lambda z: with_one(z[..., chosen]) @ refitted
 
 
