@@ -31,6 +31,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +65,17 @@ class Recipe:
     """How many heads are tried, and how they are trained."""
 
     heads: tuple[int, ...] = (1, 2, 4, 8, 16)
-    steps: int = 250
+    steps: int = 200
     rows: int = 256
     lr: float = 3e-3
-    tokens: int = 6000
+    tokens: int = 4000
     held_out: int = 1500
 
 
 SMOKE = Recipe(heads=(1, 2), steps=3, rows=32, tokens=600, held_out=100)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Subject:
     """A model, its prompts to train on and held out, and which tokens are read.
 
@@ -87,6 +88,12 @@ class Subject:
     trained: list[Tensor]
     held_out: list[Tensor]
     read: Callable[[Tensor], Tensor]
+
+    @lru_cache(None)  # noqa: B019
+    def exact(self, number: int) -> Tensor:
+        """Return the log probabilities at the tokens of a held-out batch that are read."""
+        tokens = self.held_out[number]
+        return self.model(tokens)[self.read(tokens)].double().log_softmax(-1)
 
 
 def subjects(recipe: Recipe, device: str, *, smoke: bool) -> Iterator[Subject]:
@@ -195,9 +202,9 @@ def kl(
     z: list[Tensor] = []
     keep_z = (f"blocks.{layer}.mlp.hook_neuron_act", lambda x, hook: z.append(x[..., 0]))
     total, n = 0.0, 0
-    for tokens in subject.held_out:
+    for number, tokens in enumerate(subject.held_out):
         seen = subject.read(tokens)
-        exact = subject.model(tokens)[seen].double().log_softmax(-1)
+        exact = subject.exact(number)
         with reading(subject.model, layer, part) as read:
             edit = _writing(replacement, z if of_neurons else read)
             write = (f"blocks.{layer}.hook_{part}_out", edit)
@@ -231,10 +238,11 @@ class Heads(nn.Module):
 
 def fitted(features: Tensor, y: Tensor, ridge: float = 1e-4) -> Tensor:
     """Return the ridge regression weights [feature, output] of y."""
-    features, y = features.double(), y.double()
-    gram = features.T @ features
+    if ridge == EXACT:
+        features = features.double()
+    gram = (features.T @ features).double()
     gram.diagonal().add_(ridge * gram.diagonal().mean())
-    return torch.linalg.solve(gram, features.T @ y)
+    return torch.linalg.solve(gram, (features.T @ y.to(features.dtype)).double())
 
 
 def with_one(x: Tensor) -> Tensor:
@@ -245,14 +253,14 @@ def with_one(x: Tensor) -> Tensor:
 def heads_by_least_squares(layer: Layer, neurons: list[int], slope: float, d_head: int) -> Heads:
     """Return one head for each of these neurons, with its pattern, fitted to the MLP's output."""
     gate = fitted(with_one(layer.x), slope * layer.q[:, neurons], EXACT)
-    pattern = (with_one(layer.x).double() @ gate).sigmoid()
-    x, m = with_one(layer.x).double(), len(neurons)
+    x, m = with_one(layer.x), len(neurons)
+    pattern = (x @ gate.float()).sigmoid()
     features = with_one((pattern[:, :, None] * x[:, None, :]).flatten(1))
     *weights, b_O = fitted(features, layer.y)
     maps = torch.stack(weights).unflatten(0, (m, -1))  # [head, d_model + 1, d_model]
     values, outputs = [], []
     for head in range(m):
-        written = pattern[:, head, None] * (x @ maps[head])
+        written = pattern[:, head, None].double() * (x.double() @ maps[head])
         directions = torch.linalg.eigh(written.T @ written).eigenvectors[:, -d_head:]
         values.append(maps[head] @ directions)
         outputs.append(directions.T)
