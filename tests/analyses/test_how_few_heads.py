@@ -76,8 +76,7 @@ def test_kl_is_of_the_replaced_sublayer(part):
     """It is 0 for what the sublayer writes itself, as an independent forward pass has it."""
     with expose_neuron_heads(pretrained.small_english()) as model:
         tokens = model.to_tokens("The keys near the cabinet")
-        subject = study.Subject("Small English", model, [tokens], [tokens], torch.ones_like)
-        subject = study.Subject(*("x", model, [tokens], [tokens], lambda t: t >= 0))
+        subject = study.Subject("any", model, [tokens], [tokens], lambda tokens: tokens >= 0)
         recorded = study.layer_of(subject, 1, part, 100)
         assert study.kl(subject, 1, part, lambda x: recorded.y[None]) < 1e-6
         hook = (f"blocks.1.hook_{part}_out", lambda y, hook: torch.zeros_like(y))
