@@ -38,6 +38,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+import torch.nn.functional as F
 import typer
 from matplotlib.figure import Figure
 from scipy.cluster.vq import kmeans2
@@ -96,6 +97,11 @@ class Subject:
         return self.model(tokens)[self.read(tokens)].double().log_softmax(-1)
 
 
+def last_token(tokens: Tensor) -> Tensor:
+    """Return a mask of the last token of each prompt."""
+    return F.pad(torch.zeros_like(tokens[:, 1:]), (0, 1), value=1).bool()
+
+
 def subjects(recipe: Recipe, device: str, *, smoke: bool) -> Iterator[Subject]:
     """Yield Small English, and addition modulo 113, whose MLP acts at one token."""
     never = frozenset[str]()
@@ -118,7 +124,7 @@ def subjects(recipe: Recipe, device: str, *, smoke: bool) -> Iterator[Subject]:
         yield Subject(
             *("addition", pretrained.modular_addition().to(device)),
             *([tokens[:cut]], [tokens[cut:last]]),
-            lambda tokens: torch.arange(tokens.shape[1]).expand_as(tokens) == tokens.shape[1] - 1,
+            last_token,
         )
 
 
@@ -349,7 +355,7 @@ def rows_of_attention(subject: Subject, index: int, recipe: Recipe, seeds: int) 
         mlp = nn.Sequential(
             nn.Linear(cfg.d_model, cfg.d_mlp), nn.SiLU(), nn.Linear(cfg.d_mlp, cfg.d_model)
         )
-        value = kl(subject, index, "attn", trained(mlp, layer, recipe, seed))
+        value = kl(subject, index, "attn", trained(mlp.to(layer.x.device), layer, recipe, seed))
         yield row | {"seed": seed, "mean": null, "kl": value, "recovered": 1 - value / null}
 
 

@@ -84,9 +84,9 @@ def drawn(n: int) -> tuple[Tensor, Tensor]:
 
 def tokens_of(images: Tensor) -> Tensor:
     """Return images as tokens [image, pos]: the patches, row by row, and "?"."""
-    grey = torch.bucketize(images, torch.tensor(LEVELS, dtype=images.dtype), right=True)
+    grey = torch.bucketize(images, images.new_tensor(LEVELS), right=True)
     patches = grey.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH).flatten(3).flatten(1, 2)
-    kinds = (patches * 3 ** torch.arange(PATCH**2)).sum(-1)
+    kinds = (patches * 3 ** torch.arange(PATCH**2, device=images.device)).sum(-1)
     return F.pad(kinds, (0, 1), value=ASK)
 
 
@@ -105,12 +105,12 @@ def train(recipe: Recipe, images: Tensor, labels: Tensor, seed: int) -> GPT2LMHe
         eos_token_id=ASK,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1),
     )
-    model = GPT2LMHeadModel(config).train()
+    model = GPT2LMHeadModel(config).to(images.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=0.1)
     for step in range(recipe.steps):
         optimizer.param_groups[0]["lr"] = recipe.lr * min(step / 50, 1 - step / recipe.steps)
         chosen = torch.randint(len(images), (recipe.rows,))
-        noisy = images[chosen] + torch.randn(recipe.rows, SIDE, SIDE)
+        noisy = images[chosen] + torch.randn(recipe.rows, SIDE, SIDE).to(images.device)
         logits = model(tokens_of(noisy)).logits[:, -1]
         loss = F.cross_entropy(logits, ASK + 1 + labels[chosen])
         optimizer.zero_grad()
@@ -142,7 +142,7 @@ class Split:
         """Return how far the mean grey of the two digits differs, for each patch."""
         first, second = (self.images[self.labels == digit].mean(0) for digit in DIGITS)
         patches = (first - second).abs().unfold(0, PATCH, PATCH).unfold(1, PATCH, PATCH)
-        return patches.mean((-1, -2)).flatten()
+        return patches.mean((-1, -2)).flatten().cpu()
 
 
 @torch.no_grad()
@@ -298,7 +298,7 @@ def figure(split: Split, effects: pd.DataFrame) -> Figure:
     picture = Figure(figsize=(11, 2.8), layout="constrained")
     panels = picture.subplots(1, 5)
     for panel, digit in zip(panels, DIGITS, strict=False):
-        panel.imshow(split.images[split.labels == digit].mean(0), cmap="Greys")
+        panel.imshow(split.images[split.labels == digit].mean(0).cpu(), cmap="Greys")
         panel.set_title(f"mean {digit}")
     early = effects[(effects["layer"] == 0) & (effects["place"] != "?")]
     n_seeds = effects["seed"].nunique()
@@ -316,6 +316,32 @@ def figure(split: Split, effects: pd.DataFrame) -> Figure:
     return picture
 
 
+def strongest_patch(effects: pd.DataFrame) -> tuple[str, float]:
+    """Return the patch with the largest Σ |effect| in layer 0, and its share of all patches."""
+    early = effects[(effects["layer"] == 0) & (effects["place"] != "?")]
+    sums = early.groupby("place", observed=True)["share"].sum()
+    return str(sums.idxmax()), float(sums.max() / sums.sum())
+
+
+def page_of(rows: pd.DataFrame, effects: pd.DataFrame, n_unseen: int, pairs: int, flag: str) -> str:
+    """Return the page of a run, from its tables."""
+    patch, share = strongest_patch(effects)
+    return PAGE.format(
+        predictions=predictions(rows),
+        rows=table(rows.drop(columns="exposed")),
+        layers=table(by_layer(effects)),
+        patch=patch,
+        share=share,
+        n_unseen=n_unseen,
+        pairs=pairs,
+        n_seeds=len(rows),
+        first=DIGITS[0],
+        second=DIGITS[1],
+        others=" and ".join(map(str, OTHERS)),
+        flag=flag,
+    )
+
+
 def main(
     out: Out = Path("out/images"),
     device: Device = "cpu",
@@ -330,21 +356,11 @@ def main(
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     trained = torch.zeros(len(images), dtype=torch.bool)
     trained[order[: int(0.7 * len(images))]] = True
-    split = Split(images, labels, trained)
+    split = Split(images.to(device), labels.to(device), trained.to(device))
     rows, tables, drawings = zip(*measured(recipe, split, n_seeds), strict=True)
     frame, effects_frame = pd.DataFrame(rows), pd.concat(tables, ignore_index=True)
-    page = PAGE.format(
-        predictions=predictions(frame),
-        rows=table(frame.drop(columns="exposed")),
-        layers=table(by_layer(effects_frame)),
-        n_unseen=int((~trained).sum()),
-        pairs=recipe.pairs,
-        n_seeds=n_seeds,
-        first=DIGITS[0],
-        second=DIGITS[1],
-        others=" and ".join(map(str, OTHERS)),
-        flag=" --smoke" if smoke else "",
-    )
+    flag = " --smoke" if smoke else ""
+    page = page_of(frame, effects_frame, int((~trained).sum()), recipe.pairs, flag)
     typer.echo(page)
     pictures = {"": figure(split, effects_frame), "circuit": drawings[0]}
     frames = {"": frame, "effects": effects_frame}
@@ -372,7 +388,11 @@ which is not a dependency of the package.
 ![effects by patch](image_circuits.svg)
 
 The mean images of the two digits, the mean difference of their pixels by patch, and Σ |effect| of
-patching the heads or neurons of layer 0 at each patch (means over seeds).
+patching the heads or neurons of layer 0 at each patch (means over seeds). One patch, {patch}, has
+{share:.0%} of the effect of all patches in layer 0 ("r2c1" is the second patch in the third row).
+There, an 8 has a stroke that a 3 does not have, and the pixels of the two digits differ most. The
+effects of the other patches do not follow the pixels closely, so the correlation over all patches
+is low.
 
 ## The circuit of the first model
 

@@ -49,7 +49,7 @@ def masks(n: int, generator: torch.Generator) -> dict[str, Tensor]:
     return {"causal": ones.tril(), "neuron": neuron, "random": (random + eye).clamp(max=1)}
 
 
-def output(head: Head, Z: Tensor, dtype: torch.dtype, shift: float) -> Tensor:
+def output(head: Head, Z: Tensor, dtype: torch.dtype, shift: float, device: str = "cpu") -> Tensor:
     """Return the output of a head without a mask, computed in a dtype.
 
     Args:
@@ -57,20 +57,22 @@ def output(head: Head, Z: Tensor, dtype: torch.dtype, shift: float) -> Tensor:
         Z: its input.
         dtype: of the weights, the input and the products.
         shift: a number that is added to all scores, in the position coordinates of W_QK.
+        device: where it is computed.
     """
     W_QK, n = head.W_QK.clone(), head.n_tokens
     W_QK[-n:, -n:] += shift
-    W_QK, W_OV, Z = (matrix.to(dtype) for matrix in (W_QK, head.W_OV, Z))
-    return (Z @ W_QK @ Z.T).softmax(-1) @ Z @ W_OV
+    W_QK, W_OV, Z = (matrix.to(device, dtype) for matrix in (W_QK, head.W_OV, Z))
+    return ((Z @ W_QK @ Z.T).softmax(-1) @ Z @ W_OV).double().cpu()
 
 
-def rows_of(n: int, scale: float, seed: int) -> list[dict[str, Any]]:
+def rows_of(n: int, scale: float, seed: int, device: str) -> list[dict[str, Any]]:
     """Return the errors of one random head, for each mask, form, dtype and Ω.
 
     Args:
         n: the number of tokens.
         scale: the standard deviation of the scores.
         seed: of the weights and the tokens.
+        device: where the heads without masks are computed.
     """
     generator = torch.Generator().manual_seed(seed)
     X, W_QK, W_OV = (
@@ -81,13 +83,13 @@ def rows_of(n: int, scale: float, seed: int) -> list[dict[str, Any]]:
         head = Head(W_QK, W_OV, mask)
         exact, radius = head(X), X.norm(dim=1).max().item()
         size = exact.norm(dim=1).max()
-        row = {"tokens": n, "scale": scale, "seed": seed, "mask": name}
+        row: dict[str, Any] = {"tokens": n, "scale": scale, "seed": seed, "mask": name}
         for omega in OMEGAS:
             unmasked = unmasked_head(head, omega)
             bound = (masking_error(head, X, omega).max() / size).item()
             for form, times in FORMS.items():
                 for dtype_name, dtype in DTYPES.items():
-                    got = output(unmasked, with_positions(X), dtype, times * omega)[:, :D].double()
+                    got = output(unmasked, with_positions(X), dtype, times * omega, device)[:, :D]
                     error = ((got - exact).norm(dim=1).max() / size).item()
                     row |= {"omega": omega, "form": form, "dtype": dtype_name, "error": error}
                     rows.append(row | {"bound": bound})
@@ -182,7 +184,11 @@ def figure(frame: pd.DataFrame) -> Figure:
     return picture
 
 
-def main(out: Out = Path("out/masks"), device: Device = "cpu", smoke: Smoke = False) -> None:
+def main(
+    out: Out = Path("out/masks"),
+    device: Device = "cpu",
+    smoke: Smoke = False,
+) -> None:
     """Measure, print, and write the page, table and figure (`study_files.py`)."""
     started = time.perf_counter()
     lengths, scales, seeds = ([5], [1.0], 1) if smoke else ([8, 32, 128], [1.0, 4.0], 5)
@@ -191,7 +197,7 @@ def main(out: Out = Path("out/masks"), device: Device = "cpu", smoke: Smoke = Fa
         for n in lengths
         for scale in scales
         for seed in range(seeds)
-        for row in rows_of(n, scale, seed)
+        for row in rows_of(n, scale, seed, device)
     )
     page = PAGE.format(
         predictions=predictions(frame),
