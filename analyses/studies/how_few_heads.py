@@ -386,7 +386,7 @@ def interval(values: pd.Series) -> str:
     if n < 2:
         return f"{mean:.2g}"
     half = t.ppf(0.975, n - 1) * values.std() / math.sqrt(n)
-    return f"{mean:.2g} ±{half:.1g}"
+    return f"{mean:.2g} ±{half:.1g}" if half > 1e-6 * abs(mean) else f"{mean:.2g} ±0"
 
 
 def fewest(frame: pd.DataFrame) -> pd.DataFrame:
@@ -493,6 +493,19 @@ def figure(frame: pd.DataFrame) -> Figure:
     return picture
 
 
+def page_of(frame: pd.DataFrame, attention: pd.DataFrame, tokens: int, flag: str) -> str:
+    """Return the page of a run, from its tables."""
+    return PAGE.format(
+        predictions=verdicts(frame, attention),
+        fewest=table(fewest(frame)),
+        curves=table(curves(frame)),
+        backwards=table(backwards(attention)),
+        n_seeds=attention["seed"].nunique(),
+        tokens=tokens,
+        flag=flag,
+    )
+
+
 def main(
     out: Out = Path("out/few-heads"),
     device: Device = "cpu",
@@ -510,15 +523,7 @@ def main(
                 rows += rows_of_mlp(subject, layer, recipe, n_seeds)
                 attention += rows_of_attention(subject, layer, recipe, n_seeds)
     frame, back = pd.DataFrame(rows), pd.DataFrame(attention)
-    page = PAGE.format(
-        predictions=verdicts(frame, back),
-        fewest=table(fewest(frame)),
-        curves=table(curves(frame)),
-        backwards=table(backwards(back)),
-        n_seeds=n_seeds,
-        tokens=recipe.tokens,
-        flag=" --smoke" if smoke else "",
-    )
+    page = page_of(frame, back, recipe.tokens, " --smoke" if smoke else "")
     typer.echo(page)
     frames = {"": frame, "attention": back}
     settings = {"n_seeds": n_seeds, "device": device, "smoke": smoke}
@@ -544,6 +549,24 @@ intervals of the mean over {n_seeds} seeds (of the clusters, the random neurons 
 {predictions}
 
 ![KL by number of heads](how_few_heads.svg)
+
+## What this means
+
+After training, 4 to 8 heads are enough for 10 % of the null's KL in three of Small English's four
+MLPs and in addition; the last MLP of Small English needs more than 16. The paper's construction has
+344 or 512 heads of width 1. But fewer heads do not make a smaller model: with as many parameters,
+the strongest neurons have a lower KL in 16 of 20 comparisons, and in all with 8 heads. Only with
+few parameters are wide heads better, in the first layer of Small English (1 to 4 heads) and in
+addition (2 heads).
+
+Training is what helps. Clusters of neurons with similar patterns give no better heads than random
+neurons do. Without training, heads fitted by least squares stay far from the MLP in Small English,
+and more heads do not always help, because {tokens} tokens are few for so many weights. In addition,
+8 heads fitted in this way are enough.
+
+An MLP in place of attention recovers at most a third of the KL. How much it recovers does not rise
+with the attention to the own token and the first, in these five layers: what an MLP can imitate
+depends on what is moved, and not only on from where.
 
 ## The fewest heads
 
