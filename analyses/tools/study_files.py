@@ -26,7 +26,7 @@ def keep(
     out: Path,
     page: str,
     frame: pd.DataFrame | Mapping[str, pd.DataFrame],
-    picture: Figure | Mapping[str, Figure],
+    picture: Figure | Mapping[str, Figure | str],
     *,
     started: float,
     digits: str = "%.6g",
@@ -39,7 +39,7 @@ def keep(
         out: the folder.
         page: the page in Markdown.
         frame: one table, or several by part (the part "" is NAME.csv).
-        picture: one figure, or several by part.
+        picture: one figure, or several by part; a figure can also be the text of an SVG.
         started: `time.perf_counter()` at the beginning.
         digits: the number format of the table.
         settings: the settings of the run.
@@ -50,7 +50,8 @@ def keep(
     made = {f"{name}.md": page}
     for part, table in frames.items():
         made[f"{_part(name, part)}.csv"] = table.to_csv(index=False, float_format=digits)
-    made |= {f"{_part(name, part)}.svg": svg(picture) for part, picture in pictures.items()}
+    for part, figure in pictures.items():
+        made[f"{_part(name, part)}.svg"] = figure if isinstance(figure, str) else svg(figure)
     leave(script, out, made, started=started, **settings)
 
 
