@@ -101,16 +101,16 @@ class Study:
         }
     )
     other_texts: dict[str, tuple[int, ...]] = field(
-        default_factory=lambda: {"neurons": (3, 48), "layers": (1,), "heads": (1,)}
+        default_factory=lambda: {"neurons": (3,), "layers": (1,), "heads": (1,)}
     )
     tasks: tuple[str, ...] = ("number, prepositional", "number, relative", "brackets, simple")
     before: int = 800
-    after: int = 500
-    decay: int = 125  # steps at the end over which the rate falls
-    checks: tuple[int, ...] = (200, 300, 375, 400, 425, 450, 475)  # steps after growth
+    after: int = 350
+    decay: int = 100  # steps at the end over which the rate falls
+    checks: tuple[int, ...] = (100, 200, 250, 275, 300, 325)  # steps after growth
     lr: float = 6e-3
     rows: int = 32
-    save_every: int = 100
+    save_every: int = 350
     n_seeds: int = 5
     prompts: int = 32
     texts: tuple[int, int] = (128, 1024)  # held-out texts: for ablations, for losses
