@@ -15,3 +15,8 @@ def english_page(frames: Mapping[str, pd.DataFrame], about: Mapping[str, Any], f
 def figure(frames: Mapping[str, pd.DataFrame]) -> Figure:
     """Draw the share of new parts against pressure."""
     raise NotImplementedError
+
+
+def addition_page(frames: Mapping[str, pd.DataFrame], about: Mapping[str, Any], flag: str) -> str:
+    """Return the page of the study on addition."""
+    raise NotImplementedError
