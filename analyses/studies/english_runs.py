@@ -225,6 +225,9 @@ def adamw(plan: Plan, model: TransformerBridge, start: Done | None) -> torch.opt
     ]
     optimizer = torch.optim.AdamW(groups, **settings)
     optimizer.load_state_dict(optimizer_state.state_dict())
+    if plan.weight_decay != start.plan.weight_decay:
+        for group in optimizer.param_groups:
+            group["weight_decay"] *= plan.weight_decay / start.plan.weight_decay
     return optimizer
 
 

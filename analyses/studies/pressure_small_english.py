@@ -19,6 +19,9 @@ get a larger fraction of new parts, so that even random labels "new" would hold 
                          the loss of "not grown" at the end
     grown, other texts   grown with the same new entries, and trained on texts that no other arm of
                          the seed reads
+    grown, strong decay  grown, in `strongly_decayed`; from then on, each step of AdamW shrinks
+                         weights by 0.2 %, the same as in `pressure_modular_addition.py`, and not by
+                         0.06 %
     not grown            the small model, trained for as many steps
     full                 the larger size from the start, for as many steps in all
 
@@ -44,6 +47,8 @@ mean over seeds says so.
 9.  Patching new neurons or heads together costs less than patching as many random directions, in
     every growth.
 10. New neurons act through values: `by_pattern` < 1/3, and within .1 of that of old neurons.
+11. Weight decay, and not only pressure, moves effects into new neurons: with strong decay, their
+    share is larger by .1 or more. (Added before any model had grown.)
 
 What we knew: five models with seed 100 had been trained for up to 1,000 steps to measure the cost
 of a step and to choose sizes and steps. After 1,000 steps at the rate of this study, models with 6,
@@ -103,6 +108,10 @@ class Study:
     other_texts: dict[str, tuple[int, ...]] = field(
         default_factory=lambda: {"neurons": (3,), "layers": (1,), "heads": (1,)}
     )
+    strongly_decayed: dict[str, tuple[int, ...]] = field(  # by one rung
+        default_factory=lambda: {"neurons": (12, 48)}
+    )
+    strong_decay: float = 1 / 3
     tasks: tuple[str, ...] = ("number, prepositional", "number, relative", "brackets, simple")
     before: int = 800
     after: int = 350
@@ -120,6 +129,7 @@ class Study:
 SMOKE = Study(
     base=Sizes(1, 8, 2, 6, 6),
     ladders={"neurons": (3, 6, 12), "layers": (1, 2), "heads": (1, 2)},
+    strongly_decayed={"neurons": (6,)},
     other_texts={"neurons": (3,), "layers": (1,), "heads": (1,)},
     tasks=("gender",),
     before=2,
@@ -231,13 +241,15 @@ class SeedRuns:
         """Return the model of this size that does not grow, at the end."""
         return self.after(self.trunk(sizes), "alone")
 
-    def grown(self, case: Case, *, other_texts: bool = False) -> Done:
+    def grown(self, case: Case, *, other_texts: bool = False, strong_decay: bool = False) -> Done:
         """Return a grown model at the end."""
         study, trunk = self.study, self.trunk(case.sizes(self.study)[0])
         settings: dict[str, Any] = {"schedule": {study.before: case.expansion(study)}}
         name = f"{case.ladder}-{case.full}"
         if other_texts:
             name, settings["data_seed"] = f"{name}-texts", trunk.plan.data_seed + OTHER_TEXTS
+        elif strong_decay:
+            name, settings["weight_decay"] = f"{name}-decay", study.strong_decay
         elif case.full == study.ladders[case.ladder][-1]:
             settings["kept"] = tuple(study.before + check for check in study.checks)
         return self.after(trunk, name, **settings)
@@ -329,7 +341,12 @@ def measured_case(
     labels = pressure_measures.random_costs(full, asked.first, labelled, new, study.draws)
     about = {"arm": "full", "step": study.after, "loss": loss_of(study, full)}
     rows += [about | {"task": task, "labels": labels[task]["labels"]} for task in study.tasks]
-    if case.full == study.ladders[case.ladder][-1]:
+    sizes = study.ladders[case.ladder]
+    by_one_rung = case.full == sizes[sizes.index(case.small) + 1]
+    if by_one_rung and case.small in study.strongly_decayed.get(case.ladder, ()):
+        decayed = runs.grown(case, strong_decay=True)
+        add("grown, strong decay", decayed.model, study.after)
+    if case.full == sizes[-1]:
         check, model = runs.at_equal_loss(case, grown, loss)
         add("grown, equal loss", model, check)
         if case.small in study.other_texts[case.ladder]:
