@@ -422,12 +422,12 @@ def of_seed(study: Study, seed: int, folder: Path, device: str) -> dict[str, pd.
         same = {name: name for name in found.look.names}
         models = {"ceiling": (trunk.model, others), "not grown": (alone, prompts)}
         for arm, (model, asked) in models.items():
-            row = {"seed": seed, "size": size, "arm": arm}
+            row = {"ladder": "neurons", "seed": seed, "size": size, "arm": arm}
             row |= agreements(found.look, effects_of(model, asked).look, same)
             row |= {f"{name}_before": value for name, value in before[size].items()}
             sizes.append(row | {f"{name}_after": value for name, value in after[size].items()})
     for small, full in cases(study):
-        label = {"seed": seed, "small": small, "full": full}
+        label = {"ladder": "neurons", "seed": seed, "small": small, "full": full}
         for name, loss in (("pressure", "train_loss"), ("pressure_test", "test_loss")):
             label[name] = before[small][loss] - before[full][loss]
         rows = measured_case(runs, prompts, looks[small], full, after[small]["train_loss"])
