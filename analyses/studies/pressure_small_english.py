@@ -19,9 +19,9 @@ get a larger fraction of new parts, so that even random labels "new" would hold 
                          the loss of "not grown" at the end
     grown, other texts   grown with the same new entries, and trained on texts that no other arm of
                          the seed reads
-    grown, strong decay  grown, in `strongly_decayed`; from then on, each step of AdamW shrinks
-                         weights by 0.2 %, the same as in `pressure_modular_addition.py`, and not by
-                         0.06 %
+    grown, strong decay  grown by one rung, if the size is in `strongly_decayed`; from then on, each
+                         step of AdamW shrinks weights by 0.2 %, the same as in
+                         `pressure_modular_addition.py`, and not by 0.04 %
     not grown            the small model, trained for as many steps
     full                 the larger size from the start, for as many steps in all
 
@@ -51,9 +51,9 @@ mean over seeds says so.
     share is larger by .1 or more. (Added before any model had grown.)
 
 What we knew: five models with seed 100 had been trained for up to 1,000 steps to measure the cost
-of a step and to choose sizes and steps. After 1,000 steps at the rate of this study, models with 6,
-24 and 192 neurons had losses of 2.155, 2.105 and 2.185; after 600 steps at half that rate, models
-with 1 and 2 layers had losses of 2.190 and 2.211. So pressure is small or negative at these
+of a step and to choose sizes and steps (all with batches of 32 texts). After 1,000 steps at a rate
+of 0.006, models with 6, 24 and 192 neurons had losses of 2.155, 2.105 and 2.185; after 600 steps at
+a rate of 0.003, models with 1 and 2 layers had losses of 2.190 and 2.211. So pressure is small or negative at these
 lengths: more parts first slow training down. No model had grown. We therefore chose ladders that
 begin with few parts. The sizes that we planned first were 6, 12, 24, 48 and 96 neurons.
 
@@ -111,14 +111,14 @@ class Study:
     strongly_decayed: dict[str, tuple[int, ...]] = field(  # by one rung
         default_factory=lambda: {"neurons": (12, 48)}
     )
-    strong_decay: float = 1 / 3
+    strong_decay: float = 0.5
     tasks: tuple[str, ...] = ("number, prepositional", "number, relative", "brackets, simple")
-    before: int = 800
+    before: int = 600
     after: int = 350
     decay: int = 100  # steps at the end over which the rate falls
     checks: tuple[int, ...] = (100, 200, 250, 275, 300, 325)  # steps after growth
-    lr: float = 6e-3
-    rows: int = 32
+    lr: float = 4e-3
+    rows: int = 16
     save_every: int = 350
     n_seeds: int = 5
     prompts: int = 32
