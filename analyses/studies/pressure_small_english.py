@@ -48,14 +48,16 @@ mean over seeds says so.
     every growth.
 10. New neurons act through values: `by_pattern` < 1/3, and within .1 of that of old neurons.
 11. Weight decay, and not only pressure, moves effects into new neurons: with strong decay, their
-    share is larger by .1 or more. (Added before any model had grown.)
+    share is larger by .1 or more. (Added later, before any model
+    on Small English had grown.)
 
 What we knew: five models with seed 100 had been trained for up to 1,000 steps to measure the cost
 of a step and to choose sizes and steps (all with batches of 32 texts). After 1,000 steps at a rate
 of 0.006, models with 6, 24 and 192 neurons had losses of 2.155, 2.105 and 2.185; after 600 steps at
-a rate of 0.003, models with 1 and 2 layers had losses of 2.190 and 2.211. So pressure is small or negative at these
-lengths: more parts first slow training down. No model had grown. We therefore chose ladders that
-begin with few parts. The sizes that we planned first were 6, 12, 24, 48 and 96 neurons.
+a rate of 0.003, models with 1 and 2 layers had losses of 2.190 and 2.211. So pressure is small or
+negative at these lengths: more parts first slow training down. We therefore chose ladders that
+begin with few parts. The sizes that we planned first were 6, 12, 24, 48 and 96 neurons. No model on
+Small English had grown.
 
     python -m analyses.studies.pressure_small_english --out analyses/results
 """
