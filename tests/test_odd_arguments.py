@@ -1,4 +1,4 @@
-"""Arguments of another kind: arrays of NumPy are taken, and what is none is refused in words."""
+"""Tests of arguments of other types: NumPy arrays are accepted, others raise clear errors."""
 
 import re
 
@@ -156,7 +156,7 @@ def test_paths_of_the_command_line(arguments, reason, tmp_path, monkeypatch):
 
 
 def test_the_class_of_an_exposed_model():
-    """What the page on layouts says."""
+    """The class is the one named on the page about layouts."""
     source = pretrained.modular_addition()
     before = type(source)
     model = expose_neuron_heads(source).model

@@ -52,7 +52,7 @@ LEAKED = 1e-9
 
 
 def auroc(scores: Iterable[float], labels: Iterable[bool]) -> float:
-    """The probability that a positive has a higher score than a negative; ties count half."""
+    """Return the probability that a positive outranks a negative; ties count half."""
     ranks = pd.Series(list(scores)).rank()
     positive = np.asarray(list(labels), dtype=bool)
     n, m = positive.sum(), (~positive).sum()
@@ -60,7 +60,7 @@ def auroc(scores: Iterable[float], labels: Iterable[bool]) -> float:
 
 
 def metric_of(program: TracrProgram, expected: list[Any]) -> Metric:
-    """What the model says for one input, as one number."""
+    """Return the metric of one input: logits of the expected outputs against other logits."""
     positions = [pos for pos, value in enumerate(expected, start=1) if value is not None]
 
     def said(logits: Tensor) -> Tensor:
@@ -104,16 +104,16 @@ def graph_scores(
 
 
 def side_of(kind: str) -> str:
-    """The name that `tracr_edges.py` has for a kind of edge."""
+    """Return the name in `tracr_edges.py` for a kind of edge."""
     return "v" if kind == "value" else kind
 
 
 def scores(program: TracrProgram, per_length: int | None) -> dict[str, dict[Edge, float]]:
-    """Scores of the candidates by every method.
+    """Return the scores of all candidates, by method.
 
     Args:
         program: the program.
-        per_length: inputs of each length; None for all.
+        per_length: the number of inputs of each length; None for all.
     """
     converted = convert(program.model, copy_weights=True)
     inputs = [(tokens[:per_length], wanted[:per_length]) for tokens, wanted, _ in program.batches()]
@@ -151,7 +151,7 @@ def scores(program: TracrProgram, per_length: int | None) -> dict[str, dict[Edge
 def rows_of(
     name: str, per_length: int | None, seed: int, device: str = "cpu"
 ) -> list[dict[str, Any]]:
-    """AUROC of each method on a program, for both sets of labels."""
+    """Return the AUROC of each method on a program, for both sets of labels."""
     program = load_program(name, device=device)
     candidates = program.candidates()
     changing = program.edges[program.edges["changes_logits"]]
@@ -175,7 +175,7 @@ def rows_of(
 
 
 def page(frame: pd.DataFrame, inputs: str, flag: str) -> str:
-    """The tables as Markdown."""
+    """Return the tables as Markdown."""
     text = [PAGE.format(inputs=inputs, flag=flag)]
     for label, title in LABELS.items():
         rows = frame[frame["edges"] == label]
@@ -189,7 +189,7 @@ def page(frame: pd.DataFrame, inputs: str, flag: str) -> str:
 
 
 def figure(frame: pd.DataFrame) -> Figure:
-    """AUROC by program: a panel for each set of labels, a colour for each method."""
+    """Draw AUROC by program: one panel per set of labels, one colour per method."""
     picture = Figure(figsize=(11, 7), layout="constrained")
     panels = picture.subplots(len(LABELS), 1, sharex=True)
     for panel, (label, title) in zip(panels, LABELS.items(), strict=True):

@@ -33,7 +33,7 @@ from safetensors.numpy import save
 
 from analyses.studies.tracr_edges import Array, Weights, logits, n_layers, true_edges
 
-# Or all weights are rounded to float32, thresholds such as (1/3 + 1/4) / 2 among them.
+# Without this, all weights are rounded to float32, also thresholds such as (1/3 + 1/4) / 2.
 jax.config.update("jax_enable_x64", True)
 
 from tracr.compiler import compiling, lib, validating  # noqa: E402
@@ -48,7 +48,7 @@ LEAK, TAKEN = 1e-5, 1e-2
 
 @dataclass(frozen=True)
 class Program:
-    """A program of Tracr's library, and what it is compiled for."""
+    """A program from Tracr's library, and the inputs that it is compiled for."""
 
     source: str
     make: Callable[[], rasp.SOp]
@@ -59,7 +59,7 @@ class Program:
     max_length: int = 5
 
     def inputs(self) -> list[list[Any]]:
-        """Inputs of every length: all there are, or a sample, with those that it would miss."""
+        """Return inputs of every length: all inputs or a sample, and the rare ones."""
         inputs = []
         for length in range(1, self.max_length + 1):
             candidates: Iterator[tuple[Any, ...]] = (
@@ -113,7 +113,7 @@ def main(
         "tests/fixtures/tracr"
     ),
 ) -> None:
-    """Compile every program, hold it against the interpreter, and write it."""
+    """Compile every program, compare it with the interpreter, and write it."""
     out.mkdir(parents=True, exist_ok=True)
     for name, program in PROGRAMS.items():
         card, tensors = compiled(program)
@@ -124,11 +124,11 @@ def main(
 
 
 def compiled(program: Program) -> tuple[dict[str, Any], dict[str, Array]]:
-    """What the JSON file says, and what the safetensors file holds.
+    """Return the contents of the JSON file and of the safetensors file.
 
     Raises:
-        ValueError: Tracr cannot compile the program for one of its inputs, or what it compiles
-            does not agree with the interpreter, or has biases, or the inputs all give one output.
+        ValueError: Tracr cannot compile the program for one of its inputs; or the compiled model
+            has biases or disagrees with the interpreter; or all inputs have the same output.
     """
     sop, inputs = program.make(), program.inputs()
     evaluate = causal_eval.evaluate if program.causal else rasp.DefaultRASPEvaluator().evaluate
@@ -152,10 +152,10 @@ def compiled(program: Program) -> tuple[dict[str, Any], dict[str, Array]]:
         raise ValueError(f"{program.source}: its inputs all give one output; add some to `rare`")
     tokens = [np.array([[vocab.index(t) for t in [BOS, *x]]]) for x in inputs]
     tracrs = [_tracr_logits(model, x, weights["unembed.W_U"]) for x in tokens]
-    for x, output, wanted in zip(inputs, tracrs, expected, strict=True):
-        if not _agree(output[0, 1:], wanted, outputs):
+    for x, output, values in zip(inputs, tracrs, expected, strict=True):
+        if not _agree(output[0, 1:], values, outputs):
             raise ValueError(
-                f"{program.source} on {x}: got {output}; the interpreter says {wanted}"
+                f"{program.source} on {x}: got {output}; the interpreter says {values}"
             )
     heads, _, d_head = weights["blocks.0.attn.W_Q"].shape
     card = {
@@ -185,7 +185,7 @@ def compiled(program: Program) -> tuple[dict[str, Any], dict[str, Array]]:
 
 
 def _weights(model: Any, output_axes: Sequence[int]) -> dict[str, Array]:
-    """Tracr's parameters under TransformerLens' names and in its shapes."""
+    """Return Tracr's parameters with TransformerLens' names and shapes."""
     params = {
         name: {k: np.array(v) for k, v in part.items()} for name, part in model.params.items()
     }
@@ -214,12 +214,12 @@ def _weights(model: Any, output_axes: Sequence[int]) -> dict[str, Array]:
 
 
 def _tracr_logits(model: Any, tokens: Any, W_U: Array) -> Array:
-    """What Tracr's own model gives before its argmax: [1, pos, d_vocab_out]."""
+    """Return the logits of Tracr's model, before its argmax: [1, pos, d_vocab_out]."""
     return np.asarray(model.forward(model.params, tokens).transformer_output.output) @ W_U
 
 
 def _agree(output: Array, expected: list[Any], outputs: list[Any] | None) -> bool:
-    """Whether logits [pos, d_vocab_out] say what the interpreter says, where it says anything."""
+    """Return whether logits [pos, d_vocab_out] agree with the interpreter where it is defined."""
     pairs = [(x, y) for x, y in zip(output, expected, strict=True) if y is not None]
     if outputs is None:
         return all(abs(x.item() - y) <= NUMERICAL_TOLERANCE for x, y in pairs)
@@ -233,10 +233,10 @@ def _edges(
     expected: list[list[Any]],
     labels: list[str],
 ) -> list[dict[str, Any]]:
-    """The true edges, with the axes they run along and whether cutting one changes anything."""
+    """Return the true edges, with their axes and whether cutting one of them changes anything."""
     lengths = sorted({x.shape[1] for x in tokens})
     batches = [np.concatenate([x for x in tokens if x.shape[1] == n]) for n in lengths]
-    # Nothing is decoded at BOS, nor where the program gives None.
+    # Nothing is decoded at BOS, or where the program returns None.
     read = [
         np.array([[False, *(y is not None for y in ys)] for ys in expected if len(ys) + 1 == n])
         for n in lengths
@@ -269,7 +269,7 @@ def _edges(
 
 
 def _dump(card: dict[str, Any]) -> str:
-    """JSON with a line for each key, and for each row of the long lists."""
+    """Return JSON with one line per key, and one line per row of the long lists."""
     parts = []
     for key, value in card.items():
         long = key in ("edges", "inputs", "expected")
@@ -279,7 +279,7 @@ def _dump(card: dict[str, Any]) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write under a temporary name, then move."""
+    """Write a file under a temporary name, then rename it."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(content)
     os.replace(partial, path)

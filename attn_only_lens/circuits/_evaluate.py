@@ -1,5 +1,6 @@
 """Evaluate circuits on prompts that were not used to find them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from attn_only_lens.circuits.ablation import ablated_model
 from attn_only_lens.circuits.circuit import SITE_KEY, Circuit
 from attn_only_lens.circuits.stability import share_of_sums
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.metrics import AnyMetric
+from attn_only_lens.engine.metrics import AnyMetric, as_metric
 from attn_only_lens.engine.positions import Roles
 from attn_only_lens.engine.prompts import Prompts, prompt_pair
 from attn_only_lens.errors import InputError
@@ -37,6 +38,10 @@ class Evaluation:
             for a metric with one value for all prompts.
         error: the mean over prompts of |m(C) - m(M)| / |m(M) - m(∅)|. A faithfulness near 1 can
             hide prompts that overshoot and prompts that fall short.
+        accuracy: with only the circuit left, the share of prompts on which the correct answer beats
+            the wrong one; NaN if the metric does not compare two answers.
+        whole_accuracy: the accuracy of the whole model.
+        nothing_accuracy: the accuracy with every site ablated.
     """
 
     faithfulness: float
@@ -45,6 +50,9 @@ class Evaluation:
     nothing: float
     standard_error: float
     error: float
+    accuracy: float
+    whole_accuracy: float
+    nothing_accuracy: float
 
 
 @warned_once()
@@ -59,7 +67,7 @@ def evaluate(
     mask: Tensor | None = None,
     prompts_at_once: int | None = None,
 ) -> Evaluation:
-    """Evaluate a circuit on other prompts, with the same ablation as when the circuit was found.
+    """Evaluate a circuit on new prompts, with the ablation that was used to find the circuit.
 
     Args:
         model: the circuit's model.
@@ -69,7 +77,7 @@ def evaluate(
         corrupted: the corrupted prompts, aligned with `clean` token by token.
         metric: the metric of these prompts, which may have other answers.
         positions: for a circuit by role, the position of each role in each prompt: `task.roles`.
-        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
+        mask: the attention mask (0 for padding), if prompts are given as tokens.
         prompts_at_once: how many pairs of prompts are in memory at once; see `discover`.
 
     Raises:
@@ -117,8 +125,8 @@ def evaluate(
     rows = np.flatnonzero(circuit.contains(sites))
     if missing := len(circuit) - len(rows):
         reason = (
-            f"{missing} sites of the circuit are not heads of this model at positions of these "
-            "prompts"
+            f"{missing} sites of the circuit do not exist: the model lacks the head, or the "
+            "prompts lack the position"
         )
         raise InputError([reason], _PROBLEM)
     ablated = ablated_model(
@@ -133,7 +141,11 @@ def evaluate(
     whole, nothing = ablated.whole_by_prompt, ablated.nothing_by_prompt
     _, error = share_of_sums(left - nothing, whole - nothing)
     numbers = float(measured[0]), float(complete[0]), ablated.whole, ablated.nothing, error
-    return Evaluation(*numbers, error=float((abs(left - whole) / abs(whole - nothing)).mean()))
+    accuracies = [math.nan] * 3
+    if len(as_metric(metric).answers) == 2:  # such metrics are differences
+        accuracies = [float((values > 0).mean()) for values in (left, whole, nothing)]
+    mean_error = float((abs(left - whole) / abs(whole - nothing)).mean())
+    return Evaluation(*numbers, mean_error, *accuracies)
 
 
 def _no_circuit_reasons(circuit: object) -> list[str]:
@@ -157,7 +169,7 @@ def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, An
         `viz.transfer_heatmap` draws it.
 
     Raises:
-        InputError: a task lacks one of a circuit's roles, or `evaluate` refuses an argument.
+        InputError: a task lacks one of a circuit's roles, or an argument of `evaluate` is invalid.
 
     Example:
         >>> import torch

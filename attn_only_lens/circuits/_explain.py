@@ -46,9 +46,9 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.storage.atomic import atomic_folder, write_text
 
 _LONGEST = 9  # the maximum length of a token in a label, in characters
-_APART = 0.1  # weights that differ by less, and sizes that differ by a smaller share, are alike
-_BOTH = 1 / 3  # a site acts by pattern and by value if the smaller part is this share of their sum
-_HELD_OUT = 0.7  # warn if circuits keep less than this share of their faithfulness
+_APART = 0.1  # the smallest difference between two runs to describe (relative for outputs)
+_BOTH = 1 / 3  # a label is "both" if the smaller part exceeds this share of |pattern| + |value|
+_HELD_OUT = 0.7  # warn if held-out faithfulness is below this share of the circuit's faithfulness
 _CHANGE = (
     "Descriptions are of the clean run; 'corrupted' follows if the corrupted run differs. 'raises' "
     "and 'lowers' list the tokens whose logits the change of the site's output, clean minus "
@@ -86,7 +86,7 @@ class Explanation:
             "answer") with its rank and its probability.
         does: a short description of what each node reads and writes, by node id: what it does in
             the clean run and, if this differs, in the corrupted run; and the tokens whose logits
-            the change of its output (clean minus corrupted) raises and lowers most. Numbers are
+            the change in its output (clean minus corrupted) raises and lowers most. Numbers are
             means over prompts; tokens are of the first prompt.
         labels: the label of each node, by id: a head with the token to which it attends most (in
             the clean run / in the corrupted run), another node with the token that the change of
@@ -125,7 +125,7 @@ class Explanation:
 
     @property
     def _warnings(self) -> list[str]:
-        """Warnings about the prompts, and about a circuit that does not hold on other prompts."""
+        """Warnings about the prompts, and about circuits that fail on held-out prompts."""
         held_out, warnings = self._held_out, answer_warnings(self.answers)
         if held_out is not None and held_out < _HELD_OUT * self.circuit.faithfulness:
             warnings.append(
@@ -145,13 +145,13 @@ class Explanation:
         """Return a frame with one row per node of the graph, sorted by decreasing |share|.
 
         The nodes are the sites of the circuit or, if it has more than `most_nodes` sites (see
-        `explain`), the sites with the largest |share|. The columns are `id`; `token`, the token at
-        the site's position in the first clean prompt; `does`, what the site reads and writes (see
-        the attribute `does`); `share`, the site's share of the difference, which is the sum of
-        `by_pattern` and `by_value`; and `denoise` and `noise`. `denoise` is the effect of patching
-        only this site in the corrupted run, and `noise` is the effect in the clean run, both as
-        shares of the difference. Both are missing for sites that were not patched. A path through
-        several sites is counted for each of these sites, so shares can add up to more than 1.
+        `explain`), the sites with the largest |share|. Column `token` is the token at the site's
+        position in the first clean prompt. Column `does` describes what the site reads and writes
+        (see the attribute `does`). Column `share` is the site's share of the difference, the sum of
+        `by_pattern` and `by_value`. A path through several sites is counted for each of these
+        sites, so shares can add up to more than 1. Columns `denoise` and `noise` are the effects of
+        patching only this site in the corrupted and in the clean run, as shares of the difference.
+        These two columns are missing for sites that were not patched.
         """
         frame = self.attribution.to_frame().set_axis(_ids(self.attribution))
         rows = frame.loc[self.graph.heads["id"], ["by_pattern", "by_value"]].reset_index(names="id")
@@ -171,7 +171,7 @@ class Explanation:
         return result
 
     def view(self, examples: pd.DataFrame | None = None) -> Any:
-        """Return the graph as an interactive page (`viz.circuit_view`).
+        """Render the graph as an interactive page (`viz.circuit_view`), and return the page.
 
         Args:
             examples: top examples of the explanation's `neurons`, from `neurons.top_examples`. The
@@ -214,9 +214,9 @@ class Explanation:
     def save(self, folder: str | Path) -> None:
         """Write the explanation to a folder, atomically.
 
-        The folder has `page.html`; `explanation.csv`, which is `table()`; and files that
-        `Circuit.load`, `circuits.from_json` and `patching.Sweep.load` read: `circuit.json`,
-        `graph.json` and `attribution.parquet`.
+        The folder contains `page.html`, `explanation.csv` (the frame from `table`), `circuit.json`
+        (for `Circuit.load`), `graph.json` (for `circuits.from_json`) and `attribution.parquet` (for
+        `patching.Sweep.load`).
         """
         with atomic_folder(folder, _FILES, "graph.json") as new:
             write_text(new / "explanation.csv", self.table().to_csv(index=False))
@@ -226,7 +226,7 @@ class Explanation:
             self.page(new / "page.html")
 
     def text(self, k: int = 10) -> str:
-        """Return the model's answers and the first k rows of `table` as text of 80 columns."""
+        """Return a text with the model's answers and the first k rows of `table`."""
         table, n, stability = self.table(), self.attribution.n_prompts, self.circuit.stability
         rows = table.head(k).round(2).drop(columns="does")
         rows[rows.select_dtypes("number").columns] += 0.0  # turn -0.00 into 0.00
@@ -256,7 +256,7 @@ class Explanation:
 
     @property
     def _omitted(self) -> list[str]:
-        """A sentence, in a list, if the graph and the table lack sites of the circuit."""
+        """A list with one sentence if the graph and table omit sites, otherwise an empty list."""
         listed, n = len(self.graph.heads), len(self.circuit)
         if listed == n:
             return []
@@ -274,7 +274,7 @@ class Explanation:
 
 
 def _indented(text: str) -> str:
-    """Return a description as indented lines of 80 columns, without line breaks in tokens."""
+    """Wrap a description into indented lines of 80 columns, without line breaks in tokens."""
     kept = re.sub(r"""(['"]) """, "\\1\N{NO-BREAK SPACE}", text)
     lines = fill(kept, 80, initial_indent=" " * 4, subsequent_indent=" " * 6)
     return lines.replace("\N{NO-BREAK SPACE}", " ")
@@ -285,7 +285,7 @@ def _percent(value: float) -> str:
 
 
 def _by(by_pattern: float, by_value: float) -> str:
-    """Return what carries a node's share: "pattern", "value" or "both"."""
+    """Return through which part a node mainly acts: "pattern", "value" or "both"."""
     pattern, value = abs(by_pattern), abs(by_value)
     if min(pattern, value) > _BOTH * (pattern + value):
         return "both"
@@ -312,8 +312,8 @@ def explain(
 ) -> Explanation:
     """Explain why a metric differs between a clean and a corrupted prompt.
 
-    Every position is a site of its own. For chosen positions or roles, use `discover` and
-    `attribution_graph`. The circuit is the circuit that `discover` finds with its default settings.
+    A site is a head or neuron at one position. To choose positions or roles, use `discover` and
+    `attribution_graph` instead. The circuit is found by `discover`, with its default search method.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -382,10 +382,10 @@ def _what_nodes_do(
     does, labels = dict[str, str](), dict[str, str]()
     rows = zip(heads, nodes, written, hooks["z"], hooks["pattern"], strict=True)
     for head, (name, position), top, of_z, of_pattern in rows:
-        here = pair.real[:, position]  # prompts that have a token at this position
+        here = pair.real[:, position]  # use only prompts that have a token at this position
 
         def means(hook: str, *index: Any, here: Tensor = here) -> list[Tensor]:
-            """Return a part of an activation in both runs, averaged over prompts."""
+            """Return the [clean, corrupted] means over prompts of an activation at `index`."""
             both = (run[hook][(slice(None), *index)] for run in (clean, corrupted))
             return [x[here.to(x.device)].float().mean(0) for x in both]
 
@@ -412,7 +412,7 @@ def _what_nodes_do(
 
 
 def _in_both_runs(what: str, values: Sequence[float], apart: float | None = None) -> str:
-    """Return a value in the clean run and, if it differs, in the corrupted run."""
+    """Format a clean value and, if the corrupted value differs enough, also the corrupted value."""
     clean, corrupted = values
     apart = _APART * max(abs(clean), abs(corrupted)) if apart is None else apart
     differs = abs(clean - corrupted) > apart
@@ -422,7 +422,7 @@ def _in_both_runs(what: str, values: Sequence[float], apart: float | None = None
 def _looks(
     model: Any, pair: PromptPair, patterns: Sequence[Float[Tensor, "key_pos"]]
 ) -> tuple[str, str]:
-    """Return the tokens to which a head attends most in each run, as a text and as a label."""
+    """Describe and label a head by the token that it attends to most in each run."""
     keys = [int(weights.argmax()) for weights in patterns]
     shares = [float(weights[key]) for weights, key in zip(patterns, keys, strict=True)]
     sides = (pair.clean[0], pair.corrupted[0])
@@ -440,7 +440,7 @@ def _looks(
 
 
 def _writes(model: Any, top: TokenScores) -> tuple[str, str]:
-    """Return the tokens that a change raises and lowers, the stronger end first, and a label."""
+    """Describe and label a node by the tokens whose logits its output raises or lowers."""
     ends = [("raises", "↑", [token for token, amount in top if amount > 0])]
     ends += [("lowers", "↓", [token for token, amount in reversed(top) if amount < 0])]
     if top and abs(top[-1][1]) > abs(top[0][1]):

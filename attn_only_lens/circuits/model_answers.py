@@ -1,4 +1,4 @@
-"""Tabulate a model's top tokens and the metric's answers, on clean and corrupted prompts."""
+"""Tabulate a model's top tokens and the ranks of a metric's answers, on pairs of prompts."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.tokens import token_text
 
 _RUNS = ("clean", "corrupted")
-_FAR = 1000  # the model does not give an answer with this rank, or a higher one
+_FAR = 1000  # `answer_warnings` calls answers of this rank or worse very improbable
 _ROLES = {2: ("correct", "wrong"), 1: ("answer",), 0: ()}
 
 
@@ -42,7 +42,7 @@ def model_answers(
 
 
 def answer_cells(answers: pd.DataFrame) -> dict[str, dict[str, str]]:
-    """Return the cells of a table for each run: the top token, and each answer's median rank."""
+    """Return, for each run, table cells with the top token and each answer's median rank."""
     cells: dict[str, dict[str, str]] = {}
     for run, rows in answers.groupby("run"):
         counts, n = rows["top"].value_counts(), len(rows)
@@ -58,7 +58,7 @@ def answer_cells(answers: pd.DataFrame) -> dict[str, dict[str, str]]:
 
 
 def answer_warnings(answers: pd.DataFrame) -> list[str]:
-    """Return warnings about prompts on which the metric says little about the model's answer."""
+    """Return warnings about prompts for which the metric does not reflect the model's answer."""
     roles = [role for role in ("correct", "wrong", "answer") if role in answers]
     warnings = _other_answers(answers[answers["run"] == "clean"], roles) if roles else []
     if "wrong" not in answers:
@@ -78,7 +78,7 @@ def answer_warnings(answers: pd.DataFrame) -> list[str]:
 
 
 def _other_answers(clean: pd.DataFrame, roles: list[str]) -> list[str]:
-    """Return a warning, in a list, if the model's top token is not an answer of the metric."""
+    """Return a list with one warning if the model's top token is not an answer of the metric."""
     ranks = clean[[f"{role}_rank" for role in roles]]
     other = (ranks > 1).all(axis=1)
     if not other.any():
@@ -94,7 +94,7 @@ def _other_answers(clean: pd.DataFrame, roles: list[str]) -> list[str]:
     )
     if (ranks.loc[other].min(axis=1) >= _FAR).any():
         warning += (
-            f" Answers with ranks of {_FAR:,} or more are nearly impossible: check their spelling, "
-            "with the leading space, and choose prompts that the model answers."
+            f" Answers with ranks of {_FAR:,} or more are very improbable: check their spelling, "
+            "including the leading space, and choose prompts that the model can answer."
         )
     return [warning]

@@ -8,7 +8,6 @@ import typer
 
 from attn_only_lens.cli.common import (
     OUTPUT,
-    PROMPTS,
     command,
     option,
     print_frame,
@@ -17,10 +16,8 @@ from attn_only_lens.cli.common import (
     working,
 )
 from attn_only_lens.cli.options import (
-    Corrupted,
     Faithfulness,
-    ModelOptions,
-    OutPage,
+    HeadOptions,
     PromptOptions,
     Top,
     as_chat,
@@ -30,9 +27,8 @@ from attn_only_lens.errors import AttnOnlyLensError
 if TYPE_CHECKING:
     from attn_only_lens.circuits import CircuitGraph
 
-Pairs = Annotated[
-    list[str],
-    option("the prompt to compare with; same number of tokens; repeat for more prompts", PROMPTS),
+OutGraph = Annotated[
+    Path, option("output file: .html for a page that works offline, .json for the graph", OUTPUT)
 ]
 SaveCircuit = Annotated[
     Path | None,
@@ -54,9 +50,8 @@ SaveCircuit = Annotated[
 )
 def explain(
     prompts: PromptOptions,
-    corrupted: Pairs,
-    out: OutPage,
-    model: ModelOptions,
+    out: OutGraph,
+    model: HeadOptions,
     save_circuit: SaveCircuit = None,
     faithfulness: Faithfulness = 0.9,
     resamples: Annotated[
@@ -86,9 +81,13 @@ def explain(
     from attn_only_lens import circuits
     from attn_only_lens.neurons import top_examples
 
-    require_writable(out, (".html",), top)
-    _require_json(save_circuit)
-    metric, clean, other = prompts.parse(corrupted)
+    require_writable(out, (".html", ".json"), top)
+    _require_json(save_circuit, out)
+    if texts is not None and out.suffix == ".json":
+        raise AttnOnlyLensError(
+            f"got --texts for {out}; expected .html: only a page shows examples"
+        )
+    metric, clean, other = prompts.parse(with_corrupted=True)
     loaded = model.with_neuron_heads()
     clean, other = (as_chat(loaded, texts_, prompts.chat) for texts_ in (clean, other))
     why = circuits.explain(
@@ -104,7 +103,11 @@ def explain(
     examples = None
     if texts is not None:
         examples = top_examples(loaded, why.neurons, texts, k=5, progress="examples")
-    say_page(why.page(out, examples=examples))
+    if out.suffix == ".json":
+        circuits.to_json(why.graph, out)
+    else:
+        why.page(out, examples=examples)
+    _say_graph(out, why.graph)
 
 
 @command(
@@ -120,9 +123,8 @@ def explain(
 )
 def circuit(
     prompts: PromptOptions,
-    out: Annotated[Path, option("output file: .html for a page, .json for the graph", OUTPUT)],
-    model: ModelOptions,
-    corrupted: Corrupted = None,
+    out: OutGraph,
+    model: HeadOptions,
     save_circuit: SaveCircuit = None,
     nodes: Annotated[
         int | None,
@@ -145,11 +147,12 @@ def circuit(
     from attn_only_lens.viz import circuit_view, write_html
 
     require_writable(out, (".html", ".json"), top)
-    _require_json(save_circuit)
-    if save_circuit is not None and (not corrupted or save_circuit.absolute() == out.absolute()):
-        expected = "another file name than --out, and --corrupted, which starts the search"
-        raise AttnOnlyLensError(f"got --save-circuit {save_circuit}; expected {expected}")
-    metric, clean, other = prompts.parse(corrupted)
+    _require_json(save_circuit, out)
+    metric, clean, other = prompts.parse()
+    if save_circuit is not None and other is None:
+        raise AttnOnlyLensError(
+            f"got --save-circuit {save_circuit}; expected --corrupted, which starts the search"
+        )
     loaded, minimal = model.with_neuron_heads(), None
     clean, other = (as_chat(loaded, texts, prompts.chat) for texts in (clean, other))
     if other is not None:
@@ -163,8 +166,7 @@ def circuit(
         graph = circuits.attribution_graph(
             loaded, clean, metric, corrupted=other, sites=sites, top=nodes
         )
-    is_json = out.suffix == ".json"
-    if is_json:
+    if out.suffix == ".json":
         circuits.to_json(graph, out)
     else:
         write_html(circuit_view(graph, loaded, clean, corrupted=other), out)
@@ -173,10 +175,7 @@ def circuit(
         columns = ["name", "position", "effect"]
         print_frame(repr(minimal).partition("\n")[0], minimal.frame[columns].head(top))
         typer.echo(fill(f"A site is a head or a neuron at one position. {MISSING}", 80))
-    if is_json:
-        typer.echo(f"{out}: {graph!r}\nDraw it: attn-only-lens picture {out} --out circuit.html")
-    else:
-        say_page(out, repr(graph))
+    _say_graph(out, graph)
 
 
 @command(
@@ -190,10 +189,9 @@ def circuit(
     "--corrupted 0,8,9,11 --answer 17 --wrong 21",
 )
 def evaluate(
-    model: ModelOptions,
+    model: HeadOptions,
     circuit: Annotated[Path, typer.Argument(help="a file that --save-circuit wrote")],
     prompts: PromptOptions,
-    corrupted: Pairs,
 ) -> None:
     """Measure how much of the difference a saved circuit keeps on other prompts.
 
@@ -203,24 +201,44 @@ def evaluate(
     from attn_only_lens import circuits
 
     saved = circuits.Circuit.load(circuit)
-    metric, clean, other = prompts.parse(corrupted)
+    metric, clean, other = prompts.parse(with_corrupted=True)
     loaded = model.with_neuron_heads()
     clean, other = (as_chat(loaded, texts, prompts.chat) for texts in (clean, other))
     with working("evaluating the circuit"):
         result = circuits.evaluate(loaded, saved, clean, other, metric)
-    error = f" ± {result.standard_error:.2f}" * (len(prompts.clean) > 1)
+    error = f" ± {result.standard_error:.2f}" * (result.standard_error >= 0)  # it may be NaN
     typer.echo(
         f"{len(saved):,} of {saved.n_sites:,} sites keep {result.faithfulness:.2f}{error} of the "
         f"difference, all others {result.completeness:.2f}\n{metric.name}: {result.whole:.4g} with "
         f"the whole model, {result.nothing:.4g} with every site patched"
     )
-
-
-def _require_json(path: Path | None) -> None:
-    if path is not None and (path.suffix != ".json" or not path.absolute().parent.is_dir()):
-        raise AttnOnlyLensError(
-            f"got --save-circuit {path}; expected a name that ends in .json, in an existing folder"
+    if result.accuracy >= 0:
+        typer.echo(
+            f"--answer beats --wrong on {result.accuracy:.0%} of the prompts with the circuit, "
+            f"{result.whole_accuracy:.0%} with the whole model, {result.nothing_accuracy:.0%} with "
+            "every site patched"
         )
+
+
+def _require_json(path: Path | None, out: Path) -> None:
+    if path is None or (
+        path.suffix == ".json"
+        and path.absolute().parent.is_dir()
+        and path.absolute() != out.absolute()
+    ):
+        return
+    raise AttnOnlyLensError(
+        f"got --save-circuit {path}; expected another file name than --out, which ends in .json, "
+        "in an existing folder"
+    )
+
+
+def _say_graph(out: Path, graph: "CircuitGraph") -> None:
+    """Print the path of a graph or of its page, and how to open it."""
+    if out.suffix == ".json":
+        typer.echo(f"{out}: {graph!r}\nDraw it: attn-only-lens picture {out} --out circuit.html")
+    else:
+        say_page(out, repr(graph))
 
 
 def _print_attributions(graph: "CircuitGraph", top: int) -> None:

@@ -70,7 +70,7 @@ def start(context: typer.Context) -> None:
 
 
 class _Command(TyperCommand):
-    """A command that refuses a repeated option, of which typer would keep only the last value."""
+    """A command that rejects repeated options; typer alone would keep only the last value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for parameter in self.get_params(ctx):
@@ -168,8 +168,8 @@ def in_shell_words(
     """Replace the names of Python's arguments in a message by the options of a command.
 
     `direction='zero'` becomes `--direction zero`; a line that begins with `correct:` begins with
-    `--answer:`. Names that are not options of the command stay. `renamed` maps names of arguments
-    to names of the command's parameters, if they differ.
+    `--answer:`. Other names do not change. `renamed` maps names of arguments to names of the
+    command's parameters, if they differ.
     """
     hints = {parameter.name: get_args(parameter.annotation) for parameter in parameters}
     options = {
@@ -189,7 +189,7 @@ def in_shell_words(
 
     message = _LABEL.sub(label, _ASSIGNMENT.sub(assignment, message))
     if "token_ids" in hints:
-        message = message.replace("give token numbers", "give token numbers and --token-ids")
+        message = message.replace("give token IDs", "give token IDs and --token-ids")
     return message
 
 
@@ -217,7 +217,7 @@ def clear_errors(
         warnings.showwarning = show_clearly  # type: ignore[assignment]  # `quiet` restores it
         try:
             yield
-        except (AttnOnlyLensError, ImportError, OSError) as error:  # OSError: e.g. a full disk
+        except (AttnOnlyLensError, ImportError, OSError) as error:  # e.g., if the disk is full
             typer.echo(f"error: {in_shell_words(str(error), parameters, renamed)}", err=True)
             raise typer.Exit(2) from error
 

@@ -2,7 +2,7 @@
 
 import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from attn_only_lens.engine.metrics import Metric as MetricOfLogits
     from attn_only_lens.engine.prompts import Prompts
 
+_COLUMNS = ("clean", "corrupted", "answer", "wrong")
 _METRICS = ("logit_diff", "probability", "log_probability", "kl", "loss")
 _DTYPES = "float32, float64, bfloat16 or float16; default: the dtype of a saved model, else float32"
 
@@ -32,10 +33,6 @@ OutFolder = Annotated[
 OutPage = Annotated[Path, option("output file (.html); it works offline", OUTPUT)]
 Top = Annotated[int, option("number of rows to print", OUTPUT)]
 Metric = Annotated[str, option(f"one of {', '.join(_METRICS)}", PROMPTS)]
-Corrupted = Annotated[
-    list[str] | None,
-    option("a corrupted prompt for each clean prompt, with the same number of tokens", PROMPTS),
-]
 Faithfulness = Annotated[float, option("share of the effect that the circuit must keep")]
 Chat = Annotated[
     bool, option("prompts are messages: apply the tokenizer's chat template", PROMPTS, "--chat")
@@ -78,6 +75,39 @@ class ModelOptions(SourceOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadOptions(ModelOptions):
+    """Options for a model, including --transcoders, which attaches transcoders to it."""
+
+    transcoders: Annotated[
+        str | None,
+        option(
+            "a file or folder with transcoders, which replace MLPs: their features become heads; "
+            "small-english has transcoders of this name",
+            MODEL,
+        ),
+    ] = None
+
+    def with_neuron_heads(self) -> Any:
+        """Load the model, attach its transcoders, and make its neurons visible as heads."""
+        if self.transcoders is None:
+            return super().with_neuron_heads()
+        from attn_only_lens import transcoders
+        from attn_only_lens.heads.host import transcoder_reasons
+        from attn_only_lens.pretrained import small_english_transcoders
+
+        shipped = self.transcoders == "small-english"
+        weights = small_english_transcoders() if shipped else transcoders.load(self.transcoders)
+        loaded = self.load()
+        if transcoder_reasons(loaded):
+            raise AttnOnlyLensError(
+                f"got --transcoders {self.transcoders}, but {self.model} was saved with "
+                "transcoders; expected no --transcoders"
+            )
+        transcoders.attach(loaded, weights)
+        return loaded
+
+
+@dataclass(frozen=True, kw_only=True)
 class MetricOptions:
     """Options for a metric, and for the correct and the wrong answer."""
 
@@ -108,27 +138,68 @@ class MetricOptions:
             )
         if tokens:
             answers = [list(map(_one_token, texts)) for texts in answers]
-        by_role = [texts if len(texts) > 1 else texts[0] for texts in answers]
+        by_role = [texts if len(set(texts)) > 1 else texts[0] for texts in answers]
         built: MetricOfLogits = getattr(patching, name)(*by_role)
         return built
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions(MetricOptions):
-    """Options for clean prompts and a metric."""
+    """Options for pairs of prompts, from the command line or from a file, and for a metric."""
 
-    clean: Annotated[list[str], option("a prompt; repeat the option for more prompts", PROMPTS)]
+    clean: Annotated[
+        list[str] | None, option("a prompt; repeat the option for more prompts", PROMPTS)
+    ] = None
+    corrupted: Annotated[
+        list[str] | None,
+        option("a prompt to compare with, for each --clean; same number of tokens", PROMPTS),
+    ] = None
+    pairs: Annotated[
+        Path | None,
+        option(
+            "instead of --clean, --corrupted, --answer and --wrong: a file with these columns, "
+            ".csv or .jsonl",
+            PROMPTS,
+        ),
+    ] = None
     token_ids: TokenIds = False
     chat: Chat = False
 
-    def parse(self, corrupted: list[str] | None = None) -> tuple["MetricOfLogits", Any, Any]:
-        """Return the metric, the clean prompts and the corrupted prompts."""
-        metric, clean = self.build_metric(self.token_ids), self.clean
-        return (
-            metric,
-            parse_prompts(clean, "--clean", self.token_ids),
-            parse_prompts(corrupted, "--corrupted", self.token_ids) if corrupted else None,
+    def parse(self, *, with_corrupted: bool = False) -> tuple["MetricOfLogits", Any, Any]:
+        """Return the metric, the clean prompts and the corrupted prompts, which may be required."""
+        texts = {name: getattr(self, name) for name in _COLUMNS if getattr(self, name)}
+        if self.pairs is not None:
+            if texts:
+                raise AttnOnlyLensError(f"got --pairs and --{next(iter(texts))}; expected only one")
+            texts = _read_pairs(self.pairs)
+        if missing := [name for name in _COLUMNS[: 1 + with_corrupted] if name not in texts]:
+            raise AttnOnlyLensError(f"expected --{' and --'.join(missing)}, or a file for --pairs")
+        metric = replace(self, **texts).build_metric(self.token_ids)
+        clean, corrupted = (
+            parse_prompts(texts[name], f"--{name}", self.token_ids) if name in texts else None
+            for name in _COLUMNS[:2]
         )
+        return metric, clean, corrupted
+
+
+def _read_pairs(path: Path) -> dict[str, list[str]]:
+    """Return the columns of a file with a pair of prompts in each row."""
+    import pandas as pd
+
+    try:
+        if path.suffix == ".csv":
+            frame = pd.read_csv(path, dtype=str, na_values=[""], keep_default_na=False)
+        else:
+            frame = pd.read_json(path, lines=True, dtype=False, convert_dates=False)
+    except (OSError, ValueError) as error:
+        raise AttnOnlyLensError(f"--pairs: {path} cannot be read: {error}") from error
+    frame = frame[[name for name in _COLUMNS if name in frame]]
+    if "clean" not in frame or frame.isna().any(axis=None):
+        raise AttnOnlyLensError(
+            f"--pairs: {path} has columns {', '.join(frame) or 'with other names'}; expected a "
+            f"text in each row for clean, and for some of {', '.join(_COLUMNS[1:])}"
+        )
+    return {str(name): frame[name].astype(str).tolist() for name in frame}
 
 
 def load_model(model: str, dtype: str | None, device: str, hooked: bool = False) -> Any:

@@ -1,6 +1,5 @@
 """`attn-only-lens patch`: activation patching of attention heads and neurons."""
 
-import re
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,8 +16,7 @@ from attn_only_lens.cli.common import (
     working,
 )
 from attn_only_lens.cli.options import (
-    Corrupted,
-    ModelOptions,
+    HeadOptions,
     PromptOptions,
     Top,
     as_chat,
@@ -30,7 +28,6 @@ from attn_only_lens.errors import AttnOnlyLensError
 _MANY = 50_000  # for more patches than this, the command prints an estimate of the time
 _SAMPLES = 16, 16, 128  # how many sites each timed run patches; the first run also tests the model
 _WHAT = "What is patched"
-_NAME = re.compile(r"L\d+([HNF]\d+(\.\d+)?|[SE])(@.+)?")
 
 
 @command(
@@ -47,11 +44,11 @@ def patch(
     *,
     prompts: PromptOptions,
     out: Annotated[Path, option("output file (.parquet or .csv)", OUTPUT)],
-    corrupted: Corrupted = None,
     sites: Annotated[
         str | None,
         option(
-            "neurons, heads, all, or names: L5H3,L5N1234@13; default: all sites with this part",
+            "neurons, heads, features, all, or names: L5H3,L5N1234@13; default: all sites with "
+            "this part",
             _WHAT,
         ),
     ] = None,
@@ -80,7 +77,7 @@ def patch(
     batch_size: Annotated[
         int | None, option("patches in one forward pass; default: as many as fit in memory", MODEL)
     ] = None,
-    model: ModelOptions,
+    model: HeadOptions,
 ) -> None:
     """Patch heads and neurons, one at a time, from one prompt into another; rank them by effect.
 
@@ -92,7 +89,7 @@ def patch(
 
     require_writable(out, (".parquet", ".csv"), top)
     selection = _parse_sites(sites or ("heads" if part == "k" else "all"), layers)
-    metric, clean, other = prompts.parse(corrupted)
+    metric, clean, other = prompts.parse()
     numbers: Any = positions
     if positions not in ("each", "all"):
         numbers = parse_numbers(positions, "--positions", "each, all, or numbers, such as 3,-1")
@@ -114,17 +111,19 @@ def patch(
 
 def _parse_sites(sites: str, layers: str | None) -> Any:
     from attn_only_lens import patching
+    from attn_only_lens.heads.names import NAME
 
     selections = {
-        "neurons": patching.neuron_heads, "heads": patching.heads, "all": patching.all_heads
+        "neurons": patching.neuron_heads, "heads": patching.heads,
+        "features": patching.features, "all": patching.all_heads
     }  # fmt: skip
     if sites in selections:
         return selections[sites](None if layers is None else parse_numbers(layers, "--layers"))
     if layers is not None:
         raise AttnOnlyLensError("got --layers and names in --sites; the names contain the layers")
     names = parse_names(sites)
-    bad = [name for name in names if not _NAME.fullmatch(name)]
-    if not all(name[:1] in ("L", "l") for name in bad):  # otherwise, the model reports each name
+    bad = [name for name in names if not NAME.fullmatch(name.partition("@")[0])]
+    if not all(name[:1] in ("L", "l") for name in bad):  # else the model reports each name
         raise AttnOnlyLensError(
             f"--sites: got {', '.join(bad)}; expected {', '.join(selections)}, or names, which are "
             "upper case: L5H3,L5N1234@13"

@@ -1,14 +1,14 @@
 """The commands `attn-only-lens picture` and `attn-only-lens pattern`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from attn_only_lens.cli.common import PROMPTS, command, option, require_writable, say_page
 from attn_only_lens.cli.options import (
     Chat,
-    ModelOptions,
+    HeadOptions,
     OutPage,
     TokenIds,
     as_chat,
@@ -22,7 +22,7 @@ _PAGE = (".html",)
 
 @command(
     "Find what matters",
-    "attn-only-lens picture sweep.parquet --out sweep.html",
+    "attn-only-lens picture sweep.parquet --rows name --out sweep.html",
     "attn-only-lens picture sweep.parquet --bars 20 --out bars.html",
     "attn-only-lens picture circuit.json --out circuit.html",
 )
@@ -34,6 +34,9 @@ def picture(
     bars: Annotated[
         int | None, option("for a sweep: draw this many ranked bars instead of a heatmap")
     ] = None,
+    rows: Annotated[
+        str, option("of a heatmap: layer, or name for one row per head or neuron (up to 100)")
+    ] = "layer",
 ) -> None:
     """Draw a file from `patch` as a heatmap or a bar chart, or a file from `circuit` as a graph."""
     from attn_only_lens.circuits import from_json
@@ -47,7 +50,8 @@ def picture(
         write_html(circuit_view(from_json(source)), out)
     else:
         sweep = Sweep.load(source)
-        write_html(sweep_heatmap(sweep) if bars is None else sweep_bars(sweep, k=bars), out)
+        figure: Any = sweep_heatmap(sweep, rows) if bars is None else sweep_bars(sweep, k=bars)
+        write_html(figure, out)
     say_page(out)
 
 
@@ -61,7 +65,7 @@ def picture(
 def pattern(
     prompt: Annotated[str, option("the text to draw", PROMPTS)],
     out: OutPage,
-    model: ModelOptions,
+    model: HeadOptions,
     names: Annotated[str | None, option("up to 24 heads and neurons: L5N1234,L2H3")] = None,
     layer: Annotated[
         int | None, option("a source layer, instead of names: its attention heads")

@@ -6,15 +6,15 @@ A transcoder reads the input x of an MLP (or the residual stream before the norm
     z = q · w(q)                                 activations; the gate w is 0 or 1
     y = z W_dec + b_dec + x W_skip               the imitated output of the MLP
 
-A feature is therefore a neuron-head: it attends to its own token, where its value is q, with
-weight w, and to a static bias token, where its value is 0, with weight 1 - w. The gates are
+A feature is thus an attention head (a neuron-head) that attends with weight w to its own token,
+whose value is q, and with weight 1 - w to a static bias token, whose value is 0. The gates are
 
     relu          w = 1[q > 0], which is 1 if q > 0, otherwise 0
     jumprelu      w = 1[q > θ], with a threshold θ ≥ 0 for each feature
     topk          w = 1[q > 0 and q is one of the k largest at this token]
 
-Only topk gates depend on other features. BatchTopK transcoders use one threshold for all
-tokens at inference, so they are "jumprelu" here.
+Only topk gates depend on other features. BatchTopK transcoders use one threshold for all tokens at
+inference, so they are "jumprelu" here.
 
 Sources: Dunefsky et al., "Transcoders Find Interpretable LLM Feature Circuits" (2024);
 Rajamanoharan et al., "Jumping Ahead: Improving Reconstruction Fidelity with JumpReLU Sparse

@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.axes import SELF
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.engine.gradients import Tape, start_graph
 from attn_only_lens.engine.metrics import Metric, bind
@@ -19,15 +18,15 @@ from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import NEURON_KINDS
+from attn_only_lens.neurons.accumulate import quadrants
 from attn_only_lens.neurons.corpus import Batch
 
 OfLayer: TypeAlias = dict[str, Tensor]
-"""Of all tokens row after row: z, gate, value and perhaps q of a layer's neurons [neuron, place];
-`pattern` [head, batch, pos, pos] and `norm` [head, place] of its attention heads; and perhaps
-attributions of either."""
+"""One layer's activations at all tokens of a batch, in order: z, gate, value and, with quadrants,
+quadrant of neurons [place, neuron]; or pattern [head, batch, pos, pos] and norm [place, head] of
+attention heads. With a metric, also attributions."""
 TakeIn: TypeAlias = Callable[[int, OfLayer], None]
 _ATTENTION_POINTS = ("pattern", "z")
-_NEURON_POINTS = ("v", "pattern", "z")
 _PROBLEM = "these neurons cannot be attributed in a corpus"
 
 
@@ -79,7 +78,7 @@ def run_by_gradient(
                 ],
                 _PROBLEM,
             )
-        # A text's metric depends only on this text, so the gradient of the sum has all gradients.
+        # Each text's metric depends only on that text, so one backward pass of the sum is enough.
         gradients = tape.gradients(values.sum())
     for number, (item, node) in enumerate(zip(sites, nodes, strict=True)):
         attribution = (gradients[node].detach() * seen[number]["z"]).sum(-1)
@@ -87,7 +86,7 @@ def run_by_gradient(
 
 
 def shows_q(model: Any, site: LayerSites) -> bool:
-    """Return True if neurons have q = x W_gate: in gated MLPs with one head per neuron."""
+    """Return True in gated MLPs with one head per neuron, where q = x W_gate can be recorded."""
     host = host_of(model)
     return (
         site.kind in NEURON_KINDS
@@ -125,21 +124,37 @@ def _attention_hooks(
 def _looking(
     model: Any, sites: Sequence[LayerSites], keep: Sequence[Callable[[str, Tensor], None]]
 ) -> Iterator[None]:
-    """While open, call each layer's `keep` with the values, patterns and z of neuron-heads."""
+    """Context manager that calls each layer's `keep` with gates, values and z of neuron-heads.
+
+    A hook before hook_z would make the model compute z from patterns. This takes several times as
+    long, and changes logits by rounding errors. So gates are computed from pre-activations here.
+    """
+    host = host_of(model)
+    layers = {
+        host.neurons[item.layer]: (keep_of_layer, shows_q(model, item))
+        for item, keep_of_layer in zip(sites, keep, strict=True)
+        if item.kind != "attention"
+    }
+
+    @torch.no_grad()
+    def look_before(heads: Any, q: Tensor, up: Tensor | None) -> None:
+        if heads in layers:
+            keep_of_layer, has_quadrants = layers[heads]
+            gate, value = heads.weights_and_values(q.detach(), None if up is None else up.detach())
+            if has_quadrants:
+                keep_of_layer("quadrant", quadrants(q, value))
+            keep_of_layer("gate", gate)
+            keep_of_layer("value", value)
+
+    def look(module: Any, args: Any, z: Tensor, of_layer: Any) -> None:
+        of_layer("z", z.detach().clone())
+
     with ExitStack() as stack:
-        for item, of_layer in zip(sites, keep, strict=True):
-            if item.kind == "attention":
-                continue
-            heads = host_of(model).neurons[item.layer]
-            for point in ("q",) * shows_q(model, item) + _NEURON_POINTS:
-
-                def look(
-                    module: Any, args: Any, value: Tensor, look: Any = of_layer, of: str = point
-                ) -> None:
-                    look(of, value.detach().clone())
-
-                hook = getattr(heads, f"hook_{point}").register_forward_hook(look)
-                stack.callback(hook.remove)
+        for heads, (keep_of_layer, _) in layers.items():
+            hook = partial(look, of_layer=keep_of_layer)
+            stack.callback(heads.hook_z.register_forward_hook(hook).remove)
+        stack.callback(setattr, host.passing, "gate_rule", None)
+        host.passing.gate_rule = look_before
         yield
 
 
@@ -157,35 +172,27 @@ def _of_heads(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfLayer
         raise InputError([reason], "these heads cannot be looked up in a corpus")
     index = sites.index.to(z.device)
     R = write_factors(model, sites)
-    written = torch.einsum("bphd,hed->hbpe", z[:, :, index], R.to(z))
-    values = {"pattern": pattern[:, index].transpose(0, 1), "norm": written.norm(dim=-1).flatten(1)}
+    written = torch.einsum("bphd,hed->bphe", z[:, :, index], R.to(z))
+    norm = written.norm(dim=-1).flatten(0, 1)
+    values = {"pattern": pattern[:, index].transpose(0, 1), "norm": norm}
     if "attribution" in seen:
         attribution = float32_if_half(seen["attribution"])
-        values["attribution"] = attribution[:, :, index].movedim(2, 0).flatten(1)
+        values["attribution"] = attribution[:, :, index].flatten(0, 1)
     return values
 
 
 def _of_neurons(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfLayer:
-    """Return z, gate, value and attribution of neurons for all tokens of a batch."""
+    """Return z, gate, value, quadrant and attribution of neurons for all tokens of a batch."""
     heads = host_of(model).neurons[sites.layer]
-    of_heads = {
-        "z": seen["z"].squeeze(-1),
-        "gate": seen["pattern"][..., SELF].transpose(1, 2),
-        "value": seen["v"].squeeze(-1),
-    }
-    if "q" in seen:
-        of_heads["q"] = seen["q"].squeeze(-1)
-    if "attribution" in seen:
-        of_heads["attribution"] = seen["attribution"]
     index, per_neuron = sites.index, heads.heads_per_neuron
     whole = torch.equal(index, torch.arange(heads.n_neurons, device=index.device))
     values = {}
-    for name, x in of_heads.items():
+    for name, x in seen.items():
         if name in ("z", "gate"):
-            x = heads.neuron_outputs(x)
-        elif per_neuron > 1:  # heads of a neuron have equal values, and attributions that add up
+            x = heads.neuron_outputs(x.squeeze(-1) if name == "z" else x)
+        elif per_neuron > 1:  # a neuron's heads share its value; their attributions add up
             x = x.unflatten(-1, (-1, per_neuron))
             x = x[..., 0] if name == "value" else x.sum(-1)
         x = x.flatten(0, 1) if whole else x.flatten(0, 1)[:, index.to(x.device)]
-        values[name] = float32_if_half(x.T.contiguous())
+        values[name] = float32_if_half(x)
     return values

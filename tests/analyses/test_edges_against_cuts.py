@@ -1,4 +1,4 @@
-"""The study of edge scores on trained models runs, and what is stored says what its rows do."""
+"""Tests that the study of edge scores on trained models runs, and that its text is right."""
 
 from pathlib import Path
 

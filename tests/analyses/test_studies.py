@@ -1,4 +1,4 @@
-"""What every study leaves: a page, a table, a figure, and a record that they belong together."""
+"""Tests that every study has a page, a table, a figure, and a record that they belong together."""
 
 import hashlib
 import json
@@ -110,13 +110,13 @@ def test_every_page_has_its_record_or_says_that_it_has_none(path):
 
 
 def row_of(page):
-    """What the index of the studies says of a page."""
+    """Return the row of a page in the index of the studies."""
     index = (RESULTS.parents[1] / "docs" / "studies.md").read_text("utf-8")
     return next(line for line in index.splitlines() if f"/{page}.md)" in line)
 
 
 def test_what_the_index_says():
-    """Figures of the index are those of the tables, and hold for the models that it names."""
+    """The index's figures are those of the tables, for the models that it names."""
 
     def stored(name):
         return pd.read_csv(RESULTS / f"{name}.csv")
@@ -149,7 +149,7 @@ def test_what_the_index_says():
 
 
 def test_figures_on_smollm2(tmp_path):
-    """The script runs, and the guides say what its stored table does."""
+    """The script runs, and the guides match its stored table."""
     run_script(figures_on_smollm2.main, ["--smoke", "--out", str(tmp_path)])
     name = "figures_on_smollm2"
     run = json.loads((RESULTS / f"{name}.run.json").read_text("utf-8"))
@@ -157,9 +157,9 @@ def test_figures_on_smollm2(tmp_path):
 
 
 def test_what_a_large_model_costs():
-    """Its parameters, as transformers counts them; the flops of a run, as torch does of a tiny one.
+    """Parameters match transformers' count, and flops match torch's count on a tiny model.
 
-    The page has the table that the script makes.
+    The page contains the table that the script makes.
     """
     names = {
         "n_layers": "num_hidden_layers",

@@ -1,4 +1,4 @@
-"""The study of edge scores: AUROC by hand, scores against a cut, and the whole script, small."""
+"""Tests of the study of edge scores: AUROC by hand, scores against a cut, and a small full run."""
 
 import math
 from pathlib import Path
@@ -27,13 +27,13 @@ def test_auroc_is_the_share_of_pairs_in_order():
     assert auroc([3, 2, 1], [True, False, False]) == 1
     assert auroc([1, 2, 3], [True, False, False]) == 0
     assert auroc([5, 5, 5, 5], [True, False, True, False]) == 0.5
-    # of (4, 3), (4, 2), (2, 3), (2, 2): right, right, wrong, a tie
+    # (4, 3), (4, 2), (2, 3), (2, 2): right, right, wrong, a tie
     assert auroc([4, 3, 2, 2], [True, False, True, False]) == pytest.approx(2.5 / 4)
     assert math.isnan(auroc([1, 2], [True, True]))
 
 
 def test_edges_into_the_output_are_what_parts_write_to_the_metric():
-    """Written anew: what each part puts into the stream, through the unembedding."""
+    """The edges into the output equal each part's output times the unembedding."""
     program = load_program("pair_balance")
     tokens, expected, _ = next(program.batches())
     metric, model = metric_of(program, expected[3]), program.model
@@ -57,7 +57,7 @@ def test_edges_into_the_output_are_what_parts_write_to_the_metric():
 
 @pytest.fixture(scope="module")
 def scored():
-    """All edges of a program with two layers, by an input of each length."""
+    """Return all edges of a program with two layers, with one input of each length."""
     program = load_program("pair_balance")
     return program, scores(program, per_length=1)
 
@@ -70,12 +70,12 @@ def test_scores_name_candidates_alone_and_false_edges_have_none(scored):
         scored = {edge for edge, score in scores[method].items() if score > 1e-6}
         assert scored
         assert scored <= candidates
-        assert scored <= true  # in these programs what is no edge writes exact zeros
+        assert scored <= true  # parts without a true edge write exact zeros in these programs
         assert method == "secants" or "k" in {edge.side for edge in scored}
 
 
 def test_exact_cuts_are_those_of_hooks(scored):
-    """Against `tracr_cuts.py`, which knows of no neuron-heads: with a reference of zero alone."""
+    """Exact cuts equal those of `tracr_cuts.py`, which uses no neuron-heads, at reference zero."""
     program, _ = scored
     rows = [tokens[0] for tokens, _, _ in program.batches()][1::2]
     model = convert(program.model, copy_weights=True)
@@ -98,7 +98,7 @@ def test_exact_cuts_are_those_of_hooks(scored):
 
 
 def test_edge_attribution_patching_into_the_output_is_what_is_written():
-    """There the logits are linear: of one logit, the size of what each part puts into it."""
+    """Logits are linear in the stream: scores are the size of each part's output in a logit."""
     program = load_program("pair_balance")
     tokens, _, _ = next(program.batches())
     model = convert(program.model, copy_weights=True)
@@ -127,5 +127,5 @@ def test_what_is_stored_finds_the_edges_of_every_program():
     wide = frame.pivot(index="program", columns="method", values="auroc")
     assert len(wide) == 7
     assert wide["two factors"].mean() >= 0.97
-    # Its cap: four of its edges are dead.
+    # The maximum: four of its edges have no effect.
     assert wide["two factors"].drop("pair_balance").min() >= 0.97

@@ -1,4 +1,4 @@
-"""The study of growing graphs: counts by hand, conversion, and the stored table is whole."""
+"""Tests of the study of growing graphs: counts by hand, conversion, and a complete stored table."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def test_the_script_counts_what_the_architecture_has(tmp_path):
 
 
 def test_a_wrong_conversion_is_seen(monkeypatch):
-    """The control: an output weight that is off by a thousandth."""
+    """The control: an output weight changed by a thousandth is detected."""
     program, exact = load_program("frac_prevs"), tracr_growth.convert
 
     def off(model, copy_weights):

@@ -1,4 +1,4 @@
-"""Explanations of a difference: their sums, circuits, patches, pages and files; graphs by role."""
+"""Tests of explanations: sums, circuits, patches, pages and files; and graphs by role."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def test_the_explanation_says_what_patching_says(why):
 
 
 def test_it_says_what_the_model_answers(model, why):
-    """By hand: the most probable token, and the rank and the probability of each answer."""
+    """Compute the most probable token, and each answer's rank and probability, from the logits."""
     for row, text in zip(why.answers.to_dict("records"), (CLEAN, CORRUPTED), strict=True):
         last = model(text)[0, -1].detach().double()
         probabilities, order = last.softmax(-1), last.argsort(descending=True).tolist()
@@ -104,7 +104,7 @@ def test_it_counts_the_pairs_of_prompts_with_one_answer(model):
 
 
 def test_descriptions_and_labels_are_of_both_runs(model, why):
-    """By hand: patterns, gates and outputs of both runs, and tokens of the change of the output."""
+    """Compute patterns, gates and outputs of both runs, and the tokens that their change raises."""
     runs = [model.run_with_cache(text)[1] for text in (CLEAN, CORRUPTED)]
     texts = [model.to_str_tokens(text) for text in (CLEAN, CORRUPTED)]
     kinds = set()
@@ -167,7 +167,7 @@ def test_its_circuit_is_the_circuit_of_discover(model, why):
 
 
 def test_it_warns_if_the_model_gives_another_answer(model):
-    """The answers' ranks are computed by hand."""
+    """The answers' ranks are computed from the logits."""
     order = model(CLEAN)[0, -1].argsort(descending=True).tolist()
     last = [model.to_single_str_token(token) for token in order]
     far = [text for text in last if text.islower() and text.startswith(" ")][-2:]
@@ -175,10 +175,10 @@ def test_it_warns_if_the_model_gives_another_answer(model):
         ranks = [1 + order.index(model.to_single_token(answer)) for answer in answers]
         why = circuits.explain(model, CLEAN, CORRUPTED, p.logit_diff(*answers), n_patched=1)
         text = " ".join(repr(why).split())
-        (first, second), (rank, other) = answers, ranks
-        said = f"not {first!r} (rank {rank:,}) or {second!r} (rank {other:,})."
+        (first, second), (rank, second_rank) = answers, ranks
+        said = f"not {first!r} (rank {rank:,}) or {second!r} (rank {second_rank:,})."
         assert f"on the clean prompt, the model answers ' are' (29%), {said}" in text
-        assert ("nearly impossible" in text) == (min(ranks) >= 1000)
+        assert ("very improbable" in text) == (min(ranks) >= 1000)
 
 
 def test_patches_of_the_table_are_those_of_a_sweep(model, why):
@@ -213,12 +213,12 @@ def test_it_is_saved_with_all_its_files_and_its_page_names_nodes(why, tmp_path):
     attribution = p.Sweep.load(tmp_path / "why" / "attribution.parquet")
     pd.testing.assert_frame_equal(attribution.to_frame(), why.attribution.to_frame())
     assert ", by pattern" in (tmp_path / "why" / "page.html").read_text("utf-8")
-    why.save(tmp_path / "why")  # again, over it
+    why.save(tmp_path / "why")  # a second call replaces the saved files
 
 
 def test_a_page_without_words_separates_numbers_and_says_what_carries_each_share():
     model = expose_neuron_heads(pretrained.modular_addition(), copy=True).model
-    model.cfg.model_name = "custom"  # TransformerLens' name of a model that was built from a config
+    model.cfg.model_name = "custom"  # TransformerLens' name for a model built from a config
     clean, corrupted = torch.tensor([[3, 4, 113]]), torch.tensor([[3, 5, 113]])
     why = circuits.explain(model, clean, corrupted, p.logit_diff(7, 8), n_patched=1)
     page = str(why.view())

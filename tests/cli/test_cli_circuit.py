@@ -1,10 +1,12 @@
-"""`attn-only-lens circuit`, `picture` and `pattern`: what they write, what they print, errors."""
+"""Tests of `attn-only-lens circuit`, `picture` and `pattern`: written files, output, errors."""
 
+import re
 import shlex
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import typer
@@ -27,7 +29,7 @@ def run(*arguments):
 
 
 def test_each_command_is_in_a_group_with_examples_that_can_be_copied(monkeypatch):
-    """From a terminal with 80 columns."""
+    """The examples fit a terminal with 80 columns, so they can be copied."""
     monkeypatch.setenv("COLUMNS", "80")
     command = typer.main.get_command(app)
     listed = run("--help").output
@@ -39,11 +41,11 @@ def test_each_command_is_in_a_group_with_examples_that_can_be_copied(monkeypatch
         for example in examples:
             program, verb, *arguments = shlex.split(example)
             assert (program, verb) == ("attn-only-lens", name)
-            subcommand.make_context(name, arguments)  # or it raises: no such option
+            subcommand.make_context(name, arguments)  # raises if an option does not exist
 
 
 def test_every_option_has_its_help_text_and_its_group():
-    """Also options that may be None, whose types Python 3.10's `get_type_hints` wraps."""
+    """Options that may be None are included; Python 3.10's `get_type_hints` wraps their types."""
 
     @command("Look at a model")
     def echo(
@@ -67,7 +69,7 @@ def test_every_option_has_its_help_text_and_its_group():
 
 
 def test_without_a_command_it_says_what_to_do_first():
-    """The command that it shows is one that `explain` takes."""
+    """The suggested command is one that `explain` accepts."""
     result = run()
     assert result.exit_code == 0
     shown = result.output.split("attn-only-lens ")[1].split("\n\n")[0].replace("\\\n", " ")
@@ -88,6 +90,11 @@ def test_an_explanation_and_its_page_with_examples(folder, tmp_path):
         assert result.exit_code == 0, result.output
         assert why.text(5) in result.output
         assert (" at \\u201c" in page.read_text("utf-8")) == named
+    in_json = ("--corrupted", CORRUPTED, "--out", tmp_path / "why.json")
+    assert run("explain", folder, *TEXTS, *in_json).exit_code == 0
+    read = circuits.from_json(tmp_path / "why.json")
+    assert read.heads["id"].tolist() == why.graph.heads["id"].tolist()
+    assert "only a page" in run("explain", folder, *TEXTS, *in_json, "--texts", texts).output
     result = run("explain", folder, *TEXTS, *options, "--texts", tmp_path / "none.txt")
     assert result.exit_code != 0
     assert "none.txt" in result.output
@@ -100,7 +107,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """The model, and the graph that the command should find."""
+    """Return the model, the metric, and the graph that the command should find."""
     model = expose_neuron_heads(load(folder)).model
     metric = p.logit_diff("w13", "w17")
     return model, metric, circuits.attribution_graph(model, CLEAN, metric, top=19)
@@ -123,10 +130,10 @@ def test_a_graph_and_a_page_of_it(folder, expected, tmp_path):
     tops = [detail["writes"] for detail in data["details"].values() if "writes" in detail]
     assert len(tops) == 19
     assert all(text.startswith(("·w", "·<", "<")) for top in tops for text, _ in top)
-    # A page of the file is that of the graph alone.
+    # A page written from the file shows the same graph.
     result = run("picture", tmp_path / "circuit.json", "--out", tmp_path / "again.html")
     assert result.exit_code == 0, result.output
-    assert (tmp_path / "again.html").as_uri() in result.output  # how to open it
+    assert (tmp_path / "again.html").as_uri() in result.output  # how to open the page
     again = read_back((tmp_path / "again.html").read_text("utf-8"))
     assert again["nodes"]["id"] == data["nodes"]["id"]
     assert again["details"] == {}
@@ -149,8 +156,8 @@ def test_tokens_and_a_saved_model(folder, tmp_path):
     saved = save(expose_neuron_heads(load(folder)).model, tmp_path / "saved")
     out = tmp_path / "circuit.json"
     prompts = ("--token-ids", "--clean", "0,7,9,11", "--clean", "0,5,6,7")
-    asked = ("--answer", 17, "--metric", "log_probability", "--out", out)
-    result = run("circuit", saved, *prompts, *asked)
+    options = ("--answer", 17, "--metric", "log_probability", "--out", out)
+    result = run("circuit", saved, *prompts, *options)
     assert result.exit_code == 0, result.output
     graph = circuits.from_json(out)
     assert len(graph.tokens) == 2
@@ -161,10 +168,14 @@ def test_sweeps_as_pictures(folder, tmp_path):
     sweep, out = tmp_path / "sweep.csv", tmp_path / "sweep.html"
     pair = ("--corrupted", CORRUPTED, "--sites", "L0H1,L1N5")
     assert run("patch", folder, *TEXTS, *pair, "--out", sweep).exit_code == 0
-    for more, drawn in (((), "heatmap"), (("--bars", 2), "bar")):
+    for more, drawn in (
+        ((), r'"y":\["L0 heads"'),
+        (("--rows", "name"), r'"y":\["L[01][HN]\d"'),
+        (("--bars", 2), '"type":"bar"'),
+    ):
         result = run("picture", sweep, "--out", out, *more)
         assert result.exit_code == 0, result.output
-        assert f'"type":"{drawn}"' in out.read_text("utf-8")
+        assert re.search(drawn, out.read_text("utf-8"))
 
 
 def test_patterns(folder, expected, tmp_path):
@@ -197,11 +208,28 @@ def test_a_saved_circuit_is_evaluated_on_other_prompts(folder, expected, tmp_pat
         kept = circuits.evaluate(model, circuit, *pairs, metric)
         shown = f"keep {kept.faithfulness:.2f} ± {kept.standard_error:.2f} of the difference"
         assert shown in result.output
+        assert f"beats --wrong on {kept.accuracy:.0%} of the prompts" in result.output
+        frame = pd.DataFrame(dict(zip(("clean", "corrupted"), pairs, strict=True)))
+        frame = frame.assign(answer=ANSWERS[1], wrong=ANSWERS[3], note=7)
+        frame.to_csv(tmp_path / "pairs.csv", index=False)
+        frame.to_json(tmp_path / "pairs.jsonl", orient="records", lines=True)
+        for file in (tmp_path / "pairs.csv", tmp_path / "pairs.jsonl"):
+            assert run("evaluate", folder, saved, "--pairs", file).stdout == result.stdout
+    frame.assign(clean=None).to_csv(tmp_path / "none.csv")
+    for options, message in (
+        (("--pairs", file, *ANSWERS), "got --pairs and --answer"),
+        (("--pairs", tmp_path / "none.csv"), "expected a text in each row for clean"),
+        (("--pairs", tmp_path / "no.csv"), "no.csv cannot be read"),
+        (ANSWERS, "expected --clean and --corrupted"),
+    ):
+        result = run("evaluate", folder, saved, *options)
+        assert result.exit_code == 2
+        assert message in " ".join(result.output.split())
     graph = tmp_path / "graph.json"
     for options, message in (
         ((*pair, "--save-circuit", tmp_path / "c.txt"), "ends in .json"),
         ((*pair, "--save-circuit", graph), "another file name than --out"),
-        ((*TEXTS, "--save-circuit", tmp_path / "c.json"), "and --corrupted"),
+        ((*TEXTS, "--save-circuit", tmp_path / "c.json"), "expected --corrupted"),
     ):
         result = run("circuit", folder, *options, "--out", graph)
         assert result.exit_code == 2
