@@ -32,7 +32,7 @@ def tables(folder, name):
 def check_smoke(study, tmp_path):
     name = Path(study.__file__).stem
     folders = ["--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
-    result = run_script(study.main, ["--smoke", "--n-seeds", "2", *folders])
+    result = run_script(study.main, ["--smoke", "--n-seeds", "1", *folders])
     page = (tmp_path / f"{name}.md").read_text("utf-8")
     assert page.strip() in result.output
     frames = tables(tmp_path, name)
