@@ -249,7 +249,11 @@ def english_verdicts(frames: Frames, ladders: Ladders) -> Iterator[tuple[str, bo
     change = decayed - only(share, list(decayed.index))
     if len(change):
         text = "; ".join(f"{name_of(case)} {said(change.loc[case])}" for case in change.index)
-        yield "strong decay raises the share by .1 or more.", bool(change.mean(axis=1).min() > CLOSE), text
+        yield (
+            "strong decay raises the share by .1 or more.",
+            bool(change.mean(axis=1).min() > CLOSE),
+            text,
+        )
 
 
 def addition_verdicts(frames: Frames, ladders: Ladders) -> Iterator[tuple[str, bool, str]]:
@@ -377,20 +381,19 @@ def english_in_short(frames: Frames, ladders: Ladders) -> str:
     """Return question, answer and caution, about the ladder of neurons."""
     growths, cases = frames[""], rungs({"neurons": ladders["neurons"]})
     growths = growths.assign(of_all=growths["text_new"] / growths["text_all"])
-    pressure, share, parity, of_all, cost = (
-        by_seed(growths, column)
-        for column in ("pressure", "new_share", "parity", "of_all", "text_new")
+    pressure, share, parity, cost = (
+        by_seed(growths, column) for column in ("pressure", "new_share", "parity", "text_new")
     )
     decayed = by_seed(growths, "new_share", "grown, strong decay")
     return wrapped(
         ENGLISH_IN_SHORT.format(
             rank=said(ranks(growths, cases, "new_share")),
+            rank_cost=said(ranks(growths, cases, "of_all")),
             n=growths["seed"].nunique(),
             shares=listed(share, cases),
             pressures=listed(pressure, [*cases, *to_full({"neurons": ladders["neurons"]})[:-1]], 3),
             parity=parity.loc[cases[0]].mean(),
             cost=listed(cost, cases, 3),
-            of_all=listed(of_all, cases),
             usual=listed(share, list(decayed.index)),
             decayed=listed(decayed, list(decayed.index)),
             change=said((decayed - only(share, list(decayed.index))).mean()),
@@ -456,16 +459,18 @@ larger one, after the same number of steps, before growth. Two earlier studies d
 neurons held up to 82 % of the margin in addition (parity: 75 %), but 5 % of all effects in Small
 English (parity: 23 %).
 
-**Answer.** Pressure does not decide it in these data. On Small English, small models do not lack
-neurons at this length of training: pressures are {pressures} nats. After growth by one rung, new
-neurons are {parity:.0%} of all neurons, and hold {shares} of the effects of neurons. The rank
-correlation of pressure with this share is {rank} over three growths (the mean of {n} seeds, with
-its 95 % interval); we predicted above .8. Without all new neurons, the loss on texts rises by
-{cost} nats. Weight decay makes new neurons hold more: with the decay per step of the study on
-addition, their share changes from {usual} to {decayed}: by {change} in the mean. [The study on
-addition](pressure_modular_addition.md) finds the same in the other direction: there, without weight
-decay, new neurons hold far less. Its models with the least pressure had the largest shares. So
-weight decay explains a part of the disagreement, and pressure does not.
+**Answer.** In Small English, new neurons never take over, and pressure does not predict their share
+of effects. Small models do not lack neurons at this length of training: pressures are {pressures}
+nats. After growth by one rung, new neurons are {parity:.0%} of all neurons, and hold {shares} of
+the effects of neurons. The rank correlation of pressure with this share is {rank} over three
+growths (the mean of {n} seeds, with its 95 % interval); we predicted above .8. Pressure does rank
+the part of new neurons in the cost of ablating all neurons on texts ({rank_cost}), but new neurons
+cost little there: {cost} nats. Weight decay
+makes new neurons hold more: with the decay per step of the study on addition, their share changes
+from {usual} to {decayed}, by {change} in the mean. [The study on
+addition](pressure_modular_addition.md) finds the same in the other direction: there, new neurons
+hold far less without weight decay, and shares were largest where pressure was near zero. So weight
+decay explains a part of the disagreement; that pressure does is not shown.
 
 **Caution.** Pressure is negative or near zero here, so this study cannot say what new parts of a
 language model do under strong pressure. A rank correlation over three growths takes few values.
