@@ -460,8 +460,8 @@ neurons held up to 82 % of the margin in addition (parity: 75 %), but 5 % of all
 English (parity: 23 %).
 
 **Answer.** In Small English, new neurons never take over, and pressure predicts their share of
-effects less well than we expected. Small models do not lack neurons at this length of training: pressures are {pressures}
-nats. After growth by one rung, new neurons are {parity:.0%} of all neurons, and hold {shares} of
+effects less well than we expected. Small models do not lack neurons at this length of training: pressures are
+{pressures} nats. After growth by one rung, new neurons are {parity:.0%} of all neurons, and hold {shares} of
 the effects of neurons. The rank correlation of pressure with this share is {rank} over three
 growths (the mean of {n} seeds, with its 95 % interval); we predicted above .8. Pressure does rank
 the part of new neurons in the cost of ablating all neurons on texts ({rank_cost}), but new neurons
@@ -489,7 +489,8 @@ on {prompts} prompts of each of three tasks. At the end, the share of right answ
 is {right}.
 Figures are means over tasks, then over seeds, with Student's 95 % interval over seeds.
 
-Made by `python -m analyses.studies.pressure_small_english --ladder neurons{flag}` on {machine}. Training took
+Made by `python -m analyses.studies.pressure_small_english --ladder neurons{flag}` on {machine}. \
+Training took
 {seconds} s of processor time. Every figure can be computed again from `pressure_small_english.csv`
 (growths) and `pressure_small_english_sizes.csv` (models before growth, and models that do not
 grow).

@@ -126,9 +126,9 @@ def test_the_held_out_loss_is_the_mean_over_the_words_of_texts_of_all_lengths():
 
 
 def test_sizes_may_set_the_width_of_heads_and_a_plan_another_weight_decay(tmp_path):
-    narrow = replace(TRUNK, sizes=replace(SMALL, n_heads=3, d_head=4), schedule={})
+    narrow = replace(TRUNK, sizes=replace(SMALL, d_head=6), schedule={})
     start = runs.run(narrow, tmp_path / "start", "cpu")
-    assert start.model.cfg.d_head == 4
+    assert start.model.cfg.d_head == 6
     plans = {"same": replace(narrow, steps=6), "more": replace(narrow, steps=6, weight_decay=0.3)}
     after = {name: runs.run(p, tmp_path / name, "cpu", start=start) for name, p in plans.items()}
     decays = {
