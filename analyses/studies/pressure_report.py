@@ -460,17 +460,17 @@ neurons held up to 82 % of the margin in addition (parity: 75 %), but 5 % of all
 English (parity: 23 %).
 
 **Answer.** In Small English, new neurons never take over, and pressure predicts their share of
-effects less well than we expected. Small models do not lack neurons at this length of training: pressures are
-{pressures} nats. After growth by one rung, new neurons are {parity:.0%} of all neurons, and hold {shares} of
-the effects of neurons. The rank correlation of pressure with this share is {rank} over three
-growths (the mean of {n} seeds, with its 95 % interval); we predicted above .8. Pressure does rank
-the part of new neurons in the cost of ablating all neurons on texts ({rank_cost}), but new neurons
-cost little there: {cost} nats. Weight decay
-makes new neurons hold more: with the decay per step of the study on addition, their share changes
-from {usual} to {decayed}, by {change} in the mean. [The study on
-addition](pressure_modular_addition.md) finds the same in the other direction: there, new neurons
-hold far less without weight decay, and shares were largest where pressure was near zero. So weight
-decay explains a part of the disagreement; that pressure does is not shown.
+effects less well than we expected. Small models do not lack neurons at this length of training:
+pressures are {pressures} nats. After growth by one rung, new neurons are {parity:.0%} of all
+neurons, and hold {shares} of the effects of neurons. The rank correlation of pressure with this
+share is {rank} over three growths (the mean of {n} seeds, with its 95 % interval); we predicted
+above .8. Pressure does rank the part of new neurons in the cost of ablating all neurons on texts
+({rank_cost}), but new neurons cost little there: {cost} nats. Weight decay makes new neurons hold
+more: with the decay per step of the study on addition, their share changes from {usual} to
+{decayed}, by {change} in the mean. [The study on addition](pressure_modular_addition.md) finds
+the same in the other direction: there, new neurons hold far less without weight decay, and shares
+were largest where pressure was near zero. So weight decay explains a part of the disagreement;
+that pressure does is not shown.
 
 **Caution.** Pressure is negative or near zero here, so this study cannot say what new parts of a
 language model do under strong pressure. A rank correlation over three growths takes few values.
