@@ -55,12 +55,13 @@ HELD_OUT = 200  # prompts per task that begin no sentence in the texts
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a model. Each head has d_model / n_heads coordinates."""
+    """The sizes of a model. Each head has `d_head` coordinates; 0 means d_model / n_heads."""
 
     n_layers: int
     d_model: int
     n_heads: int
     d_mlp: int
+    d_head: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,8 @@ class Plan:
         settings = {name: getattr(sizes, name) for name in ("n_layers", "d_model", "n_heads")}
         plain = Recipe(seed=self.seed, d_mlp=sizes.d_mlp, **settings).config()
         plain.tie_word_embeddings = False
+        if sizes.d_head:
+            plain.head_dim = sizes.d_head
         torch.manual_seed(self.seed)
         if self.family == "llama":
             return bridged(LlamaForCausalLM(plain))
@@ -169,7 +172,8 @@ def _pool(data_seed: int, rows: int, number: int) -> list[Tensor]:
 
 
 @lru_cache(4)
-def _held_out_texts(n: int) -> list[Tensor]:
+def texts_once(n: int) -> list[Tensor]:
+    """Return n held-out texts as batches [batch, pos], always the same."""
     return held_out_texts(n, never())
 
 
@@ -205,7 +209,7 @@ def figures(model: TransformerBridge, n_read: int, asked: int) -> dict[str, floa
         task: (differences(wrapped, pairs) > 0).double().mean().item()
         for task, pairs in questions_once(asked).items()
     }
-    return {"loss": held_out_loss(wrapped, _held_out_texts(n_read)), **right}
+    return {"loss": held_out_loss(wrapped, texts_once(n_read)), **right}
 
 
 def adamw(plan: Plan, model: TransformerBridge, start: Done | None) -> torch.optim.AdamW:
@@ -221,6 +225,9 @@ def adamw(plan: Plan, model: TransformerBridge, start: Done | None) -> torch.opt
     ]
     optimizer = torch.optim.AdamW(groups, **settings)
     optimizer.load_state_dict(optimizer_state.state_dict())
+    if plan.weight_decay != start.plan.weight_decay:
+        for group in optimizer.param_groups:
+            group["weight_decay"] *= plan.weight_decay / start.plan.weight_decay
     return optimizer
 
 
