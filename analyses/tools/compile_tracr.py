@@ -231,12 +231,6 @@ BENCHMARK = {
         causal=False,
         max_length=4,
     ),
-    "length_is_even": Program(
-        "Map(lambda n: n % 2 == 0, length)",
-        lambda: rasp.Map(lambda n: n % 2 == 0, lib.make_length()),
-        "ab",
-        causal=False,
-    ),
     "occurs_once": Program(
         "Map(lambda n: n == 1, make_hist())",
         lambda: rasp.Map(lambda n: n == 1, lib.make_hist()),
