@@ -122,9 +122,7 @@ def _with_decoys(
     return grown.model, {grown.provenance[name]: source for name, source in origin.items()}
 
 
-def _with_noise(
-    model: HookedTransformer, n_axes: int, draw: torch.Generator
-) -> HookedTransformer:
+def _with_noise(model: HookedTransformer, n_axes: int, draw: torch.Generator) -> HookedTransformer:
     """Return a model with new axes of the stream, to which all parts write random vectors."""
     old = model.cfg.d_model
     model = grow(model, ex.WidenStream(n_axes), init=ex.init.zeros()).model

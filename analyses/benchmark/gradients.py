@@ -112,9 +112,7 @@ def _replace(stream: Tensor, x: Tensor, hook: Any) -> Tensor:
     return stream
 
 
-def _along(
-    model: HookedTransformer, pairs: Pairs, runs: Sequence[_Numbers], name: str
-) -> _Numbers:
+def _along(model: HookedTransformer, pairs: Pairs, runs: Sequence[_Numbers], name: str) -> _Numbers:
     """Return mean gradients over runs in which one stream is interpolated."""
     total: _Numbers = {}
     start, end = (run[name] for run in runs)
@@ -218,9 +216,7 @@ def edge_scores(task: Task, way: Way, *, exact_patterns: bool = False) -> list[f
     return list(total.values())
 
 
-def add_scores(
-    total: dict[Edge, float], writers: Sequence[str], blocks: Any
-) -> None:
+def add_scores(total: dict[Edge, float], writers: Sequence[str], blocks: Any) -> None:
     """Add scores [reader, writer] of blocks (readers, side, scores) to the edges among them."""
     for readers, side, numbers in blocks:
         for reader, row in zip(readers, numbers.tolist(), strict=True):
@@ -254,7 +250,9 @@ def read_covectors(model: HookedTransformer, gradients: Gradients) -> list[_Cove
         for side in "qkv":
             g, W = gradients.by_hook[f"{prefix}attn.hook_{side}"], _matrix(block, side)
             entering = torch.einsum("bphe,hde->hbpd", g, W)
-            blocks.append((heads, side, _before_norm(block.ln1, f"{prefix}ln1", gradients, entering)))
+            blocks.append(
+                (heads, side, _before_norm(block.ln1, f"{prefix}ln1", gradients, entering))
+            )
         neurons = [f"L{layer}N{i}" for i in range(model.cfg.d_mlp)]
         g, W = gradients.by_hook[f"{prefix}mlp.hook_pre"], block.mlp.W_in.detach()
         entering = torch.einsum("bpn,dn->nbpd", g, W)
@@ -283,14 +281,17 @@ def _after_norm(norm: Any, name: str, run: _Numbers, change: Tensor) -> Tensor:
 
 
 def _through_patterns(
-    model: HookedTransformer, gradients: Gradients, written: Float[Tensor, "writer batch pos d_model"]
+    model: HookedTransformer,
+    gradients: Gradients,
+    written: Float[Tensor, "writer batch pos d_model"],
 ) -> Iterator[tuple[list[str], str, Float[Tensor, "reader writer"]]]:
     """Yield scores of edges into queries and keys: the exact change of z times its gradient."""
     run = gradients.run
     for layer, block in enumerate(model.blocks):
         attn, prefix = block.attn, f"blocks.{layer}.attn."
         q, k, v, z, scores = (
-            run[prefix + end] for end in ("hook_q", "hook_k", "hook_v", "hook_z", "hook_attn_scores")
+            run[prefix + end]
+            for end in ("hook_q", "hook_k", "hook_v", "hook_z", "hook_attn_scores")
         )
         entering = _after_norm(block.ln1, f"blocks.{layer}.ln1", run, written)
         g = gradients.by_hook[f"{prefix}hook_z"]

@@ -150,8 +150,7 @@ def _secants(model: Any, pairs: Any) -> list[g.Gradients]:
     for layer in range(host.n_layers):
         for side in "qkv":
             points[f"blocks.{layer}.attn.hook_{side}"] = host.hook_name(layer, "attention", side)
-        for end, point in (("pre", "q"), ("post", "z")):
-            points[f"blocks.{layer}.mlp.hook_{end}"] = host.hook_name(layer, "neuron", point)
+        points[f"blocks.{layer}.mlp.hook_post"] = host.hook_name(layer, "neuron", "z")
     pair = prompt_pair(converted, pairs.clean, pairs.corrupted)
     runs = run_both(converted, pair)
     bound = bind(pairs.metric, converted, pair, runs.logits.chunk(2)[0])
@@ -195,5 +194,6 @@ EDGES: Mapping[str, Method] = {
     "two factors": _two_factor_edges,
     "exact cuts": _cut_edges,
 }
-OURS = ("secants", "exact repairs", "exact patches", "two factors", "exact cuts")
-"""Methods of this package."""
+# The package computes exact patches and cuts too, but they are everybody's slow reference.
+OURS = ("secants", "exact repairs", "two factors")
+EXACT = ("exact patches", "exact cuts")

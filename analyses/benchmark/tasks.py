@@ -150,18 +150,19 @@ def problem(program: TracrProgram, form: str) -> Problem:
     true = program.true_edges()
     if form == "compiled":
         model = cut_model = program.model
-        edges = _candidates(model)
+        edges = candidate_edges(model)
         is_true = [edge in true for edge in edges]
     else:
         disguised = disguise(program.model, seed=zlib.crc32(program.name.encode()))
         model, cut_model = disguised.model, disguised.without_norm
-        edges = _candidates(model)
+        edges = candidate_edges(model)
         is_true = [disguised.edge(edge) in true for edge in edges]
     task = Task(program.name, form, model, tuple(pairs_of(program)), tuple(parts(model)), edges)
     return Problem(task, truth_of(program, cut_model, edges, is_true))
 
 
-def _candidates(model: HookedTransformer) -> tuple[Edge, ...]:
+def candidate_edges(model: HookedTransformer) -> tuple[Edge, ...]:
+    """Return all edges that the architecture allows."""
     return tuple(candidates({name: x.numpy(force=True) for name, x in model.named_parameters()}))
 
 
@@ -170,6 +171,7 @@ def truth_of(
     model: HookedTransformer,
     edges: Sequence[Edge],
     is_true: Sequence[bool],
+    least: float = LEAK,
 ) -> Truth:
     """Return which parts and edges are true, and which of these change a logit.
 
@@ -178,14 +180,15 @@ def truth_of(
         model: a model without norms that computes the program.
         edges: all candidates.
         is_true: whether each of them is true.
+        least: the least change of a logit that counts.
     """
     true = [edge for edge, is_edge in zip(edges, is_true, strict=True) if is_edge]
     nodes = parts(model)
     true_nodes = {edge.writer for edge in true} & set(nodes)
     batches = list(_defined(program, model))
-    edge_changes = {edge: _changes(model, batches, [edge]) for edge in true}
+    edge_changes = {edge: _change(model, batches, [edge]) > least for edge in true}
     node_changes = {
-        name: _changes(model, batches, [edge for edge in true if edge.writer == name])
+        name: _change(model, batches, [edge for edge in true if edge.writer == name]) > least
         for name in true_nodes
     }
     return Truth(
@@ -215,9 +218,9 @@ def _defined(program: TracrProgram, model: HookedTransformer) -> Iterator[_Batch
 
 
 @torch.no_grad()
-def _changes(model: HookedTransformer, batches: Sequence[_Batch], cut: Sequence[Edge]) -> bool:
-    return any(
-        bool((logits_without(model, tokens, cut) - whole)[defined].abs().max() > LEAK)
+def _change(model: HookedTransformer, batches: Sequence[_Batch], cut: Sequence[Edge]) -> float:
+    return max(
+        float((logits_without(model, tokens, cut) - whole)[defined].abs().max())
         for tokens, defined, whole in batches
     )
 
