@@ -78,7 +78,7 @@ def _scales(task: Task, pairs: g.Pairs, frame: pd.DataFrame) -> np.ndarray:
             change = (clean[hook] - corrupted[hook])[:, :, head.index, None] * W
         lengths = change.detach().norm(dim=-1)
         scale = span[:, None] * lengths / size[:, None]
-        by_name[name] = torch.where(lengths > ROUNDING, scale, torch.nan).numpy()
+        by_name[name] = torch.where(lengths > ROUNDING, scale, torch.nan).cpu().numpy()
     rows = frame[["name", "prompt", "position"]].itertuples(index=False)
     return np.array([by_name[name][int(prompt), int(pos)] for name, prompt, pos in rows])
 

@@ -12,7 +12,7 @@ edge, the reader gets everything except the writer's output; for a part, all its
 
 import zlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,15 @@ class Problem:
 
     task: Task
     truth: Truth
+
+    def to(self, device: str) -> "Problem":
+        """Return the problem with its model and prompts on a device."""
+        pairs = tuple(
+            Pairs(some.clean.to(device), some.corrupted.to(device), some.weights.to(device))
+            for some in self.task.pairs
+        )
+        model = self.task.model.to(device, print_details=False)
+        return replace(self, task=replace(self.task, model=model, pairs=pairs))
 
 
 def problems(

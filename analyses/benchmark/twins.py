@@ -48,7 +48,7 @@ def faithfulness(name: str) -> dict[str, float]:
 
 def load_twin(program: TracrProgram) -> HookedTransformer:
     """Return the twin of a program, in float64."""
-    twin = untrained(program, seed=0).to(torch.float64)
+    twin = untrained(program, seed=0).to(torch.float64, print_details=False)
     weights = load_file(FOLDER / f"{program.name}.safetensors")
     with torch.no_grad():
         for name, parameter in twin.named_parameters():

@@ -235,7 +235,7 @@ def test_every_benchmark_and_study_takes_a_device():
 
 
 def test_readmes_list_every_script():
-    for folder in ("studies", "benchmarks", "tools"):
+    for folder in ("benchmark", "benchmarks", "studies", "tools"):
         scripts = sorted(path.name for path in (RESULTS.parent / folder).glob("*.py"))
         lines = (RESULTS.parent / folder / "README.md").read_text("utf-8").splitlines()
         assert [line.split("`")[1] for line in lines if line.startswith("| `")] == scripts
