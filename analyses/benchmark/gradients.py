@@ -163,13 +163,31 @@ def node_scores(task: Task, way: Way) -> list[float]:
     for pairs in task.pairs:
         change = _changes(task.model, pairs, _outputs)
         for gradients in way(task.model, pairs):
-            sizes = [
-                (gradients.by_hook[name] * x).flatten(3).sum(-1) if x.ndim == 4
-                else gradients.by_hook[name] * x
-                for name, x in change.items()
-            ]  # fmt: skip
-            total += torch.cat([x.abs().sum((0, 1)) for x in sizes])
+            total += _sizes(gradients.by_hook, change)
     return total.tolist()
+
+
+def node_scores_from_zero(task: Task, seed: int = 0) -> list[float]:
+    """Return Σ |g_z · z| for each part: its output against 0, as `edge_attribution_patching.py`.
+
+    The gradient is of the sum of all logits with random signs, in the runs on all prompts.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.zeros(len(task.nodes), dtype=torch.float64)
+    for row in task.prompts():
+        shape = 1, len(row), task.model.cfg.d_vocab_out
+        signs = torch.randn(shape, generator=generator, dtype=torch.float64).sign()
+        by_hook = _gradients(task.model, row[None], signs.to(row.device))
+        z = _outputs(task.model, activations(task.model, row[None]))
+        total += _sizes(by_hook, z)
+    return total.tolist()
+
+
+def _sizes(by_hook: _Numbers, change: _Numbers) -> Tensor:
+    """Return Σ |g · change| over positions and prompts, for all parts in order."""
+    products = [by_hook[name] * x for name, x in change.items()]
+    by_part = [x.sum(-1) if x.ndim == 4 else x for x in products]
+    return torch.cat([x.abs().sum((0, 1)) for x in by_part]).cpu()
 
 
 def _outputs(model: HookedTransformer, run: _Numbers) -> _Numbers:

@@ -14,7 +14,8 @@ the package, with both kinds of references that its functions have:
     exact cuts      its column `exact` of every edge; for parts, its column `node`: the change of
                     the logits if the part's output is replaced
 
-`random` draws scores from a uniform distribution.
+`random` draws scores from a uniform distribution. "gradient, zero" and "EAP, zero" compare outputs
+with 0 instead of another prompt, and take the gradient of all logits with random signs.
 """
 
 import zlib
@@ -55,6 +56,10 @@ def edge_frame(task: Task, scores: Any) -> pd.DataFrame:
 
 def _gradient_nodes(way: g.Way, task: Task) -> pd.DataFrame:
     return node_frame(task, g.node_scores(task, way))
+
+
+def _zero_nodes(task: Task) -> pd.DataFrame:
+    return node_frame(task, g.node_scores_from_zero(task))
 
 
 def _gradient_edges(way: g.Way, task: Task, *, exact_patterns: bool = False) -> pd.DataFrame:
@@ -123,7 +128,7 @@ def _repaired_edges(task: Task) -> pd.DataFrame:
     return frame.assign(score=score)[["writer", "reader", "side", "score"]]
 
 
-def _zero_reference(task: Task) -> pd.DataFrame:
+def _zero_edges(task: Task) -> pd.DataFrame:
     """Return EAP with a zero reference, of the sum of all logits with random signs."""
     prompts: dict[int, list[torch.Tensor]] = {}
     for row in task.prompts():
@@ -171,6 +176,7 @@ def _secants(model: Any, pairs: Any) -> list[g.Gradients]:
 NODES: Mapping[str, Method] = {
     "random": _random_nodes,
     "gradient": partial(_gradient_nodes, g.plain),
+    "gradient, zero": _zero_nodes,
     "AtP*": partial(_gradient_nodes, g.dropped),
     "EAP-IG": partial(_gradient_nodes, g.interpolated_embeddings),
     "RelP": partial(_gradient_nodes, g.held_patterns),
@@ -184,7 +190,7 @@ NODES: Mapping[str, Method] = {
 EDGES: Mapping[str, Method] = {
     "random": _random_edges,
     "EAP": partial(_gradient_edges, g.plain),
-    "EAP, zero": _zero_reference,
+    "EAP, zero": _zero_edges,
     "AtP*": partial(_gradient_edges, g.dropped, exact_patterns=True),
     "EAP-IG": partial(_gradient_edges, g.interpolated_embeddings),
     "RelP": partial(_gradient_edges, g.held_patterns),
