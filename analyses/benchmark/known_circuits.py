@@ -345,6 +345,43 @@ def verdicts(frame: pd.DataFrame, table: pd.DataFrame, covered: pd.DataFrame) ->
     return "\n".join(lines)
 
 
+def aims(frame: pd.DataFrame, table: pd.DataFrame, covered: pd.DataFrame) -> str:
+    """Return what the benchmark should show, and whether it does."""
+    lines = []
+    for what in METHODS:
+        for form in ("disguised", "trained"):
+            row = _row(table, what, form)
+            difference = f"{row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]"
+            lines.append(
+                verdict(
+                    f"A method of the package ranks before the literature on {what}, {form}, all "
+                    "true, and the interval of the difference excludes 0.",
+                    row["low"] > 0,
+                    f"{row['ours']} minus {row['other']} {difference}",
+                )
+            )
+    for form, least in (("disguised", 0.95), ("trained", 0.85)):
+        best = {
+            (what, label): _row(table, what, form, label)["ours_mean"]
+            for what in METHODS
+            for label in LABELS
+        }
+        said = ", ".join(f"{what}, {LABELS[label]} {x:.3f}" for (what, label), x in best.items())
+        lines.append(
+            verdict(
+                f"The best method of the package has a mean AUROC of {least} or more, {form}.",
+                min(best.values()) >= least,
+                said,
+            )
+        )
+    for arm in bounds.ARMS:
+        by_form = covered[covered["arm"] == arm].groupby("form", sort=False)["covered"].mean()
+        said = ", ".join(f"{form} {x:.1%}" for form, x in by_form.items())
+        claim = f"The interval {arm!r} covers the exact effect at 95 % of sites or more."
+        lines.append(verdict(claim, by_form.min() >= 0.95, said))
+    return "\n".join(lines)
+
+
 def _bounds_table(covered: pd.DataFrame) -> str:
     header = ["form", "interval", "covered", "95 % interval", "covered, sites with an effect"]
     header.append("median width, as a multiple of the effect")
@@ -407,6 +444,10 @@ Methods of the package are in bold in the tables below: secants, exact repairs, 
 cuts and exact patches (in italics) are the slow references which the package computes too.
 
 {losses}
+
+## Aims
+
+{aims}
 
 ## Predictions
 
@@ -505,6 +546,7 @@ def page(
         compiled=counts["compiled"],
         trained=counts["trained"],
         losses=losses(frame, table),
+        aims=aims(frame, table, covered),
         verdicts=verdicts(frame, table, covered),
         differences=_difference_table(table),
         means="\n\n".join(sections),

@@ -204,6 +204,14 @@ def test_gradient_methods_are_right_where_the_model_is_linear():
         assert scores[last].to_numpy() == pytest.approx(nodes["exact patches"][last], abs=1e-6)
 
 
+def test_two_factors_give_no_score_to_an_edge_into_a_part_that_writes_rounding_errors():
+    """A dead neuron of this program has pre-activations of about 1e-16, above or below 0."""
+    problem = tasks.problem(tasks.load("equals_mirror"), "disguised")
+    edges = problem.truth.edges.merge(EDGES["two factors"](problem.task))
+    assert edges["score"][~edges["true"]].max() < 1e-9
+    assert edges["score"][edges["changes"]].median() > 1e-3
+
+
 def test_the_ten_lines_of_the_rules_run(capsys):
     text = (FOLDER / "README.md").read_text("utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
@@ -226,6 +234,6 @@ def test_the_page_says_what_its_table_says():
     page = (RESULTS / "known_circuits.md").read_text("utf-8")
     assert frame.groupby("form")["program"].nunique()["disguised"] == len(tasks.PROGRAMS)
     for what in ("nodes", "edges"):
-        rows = frame.query("what == @what and form == 'disguised' and labels == 'true'")
+        rows = frame[frame["what"] == what].query("form == 'disguised' and labels == 'true'")
         means = rows.groupby("method")["auroc"].mean()
         assert f"| **two factors** | {means['two factors']:.3f} [" in page
