@@ -160,7 +160,8 @@ def _secants(model: Any, pairs: Any) -> list[g.Gradients]:
     runs = run_both(converted, pair)
     bound = bind(pairs.metric, converted, pair, runs.logits.chunk(2)[0])
     result = contrast(converted, runs, bound, Tape(points.values()))
-    by_hook = {name: result.gradients[point] for name, point in points.items()}
+    n = len(pairs.clean)  # the metric is the mean over prompts
+    by_hook = {name: n * result.gradients[point] for name, point in points.items()}
     one, other = (g.activations(model, tokens) for tokens in (pairs.clean, pairs.corrupted))
     for layer in range(host.n_layers):
         name = f"blocks.{layer}.mlp.hook_"
@@ -169,7 +170,7 @@ def _secants(model: Any, pairs: Any) -> list[g.Gradients]:
         slope = (one[f"{name}post"] - other[f"{name}post"]) / change.where(change != 0, 1.0)
         slope = slope.where(change.abs() > 1e-9, (one[f"{name}pre"] > 0).to(slope))
         by_hook[f"{name}pre"] = slope * by_hook[f"{name}post"].squeeze(-1)
-    by_hook[f"blocks.{host.n_layers - 1}.hook_resid_post"] = result.final
+    by_hook[f"blocks.{host.n_layers - 1}.hook_resid_post"] = n * result.final
     return [g.Gradients(by_hook, other)]
 
 
