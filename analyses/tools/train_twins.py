@@ -223,12 +223,11 @@ def main(
     out: Annotated[Path, typer.Option(help="folder of the twins")] = Path("out/twins"),
     steps: Annotated[int, typer.Option(help="training steps of each twin")] = 1500,
     seed: Seed = 0,
-    only: Annotated[str, typer.Option(help="names, separated by commas")] = "",
     smoke: Smoke = False,
 ) -> None:
     """Train the twins, measure them, and write them."""
     out.mkdir(parents=True, exist_ok=True)
-    for name in only.split(",") if only else PROGRAMS[:1] if smoke else PROGRAMS:
+    for name in PROGRAMS[:1] if smoke else PROGRAMS:
         started, program = time.process_time(), load(name)
         twin = train(program, 20 if smoke else steps, seed)
         measured = faithfulness(program, twin)
