@@ -493,6 +493,9 @@ The best ones are chosen on the same programs, for each row separately: this fav
 
 {differences}
 
+In the figure, methods from the literature are blue, those of the package are orange, and exact ones
+are green; lines are means.
+
 ![AUROC by method, a dot for each program](known_circuits.svg)
 
 ## Mean AUROC
