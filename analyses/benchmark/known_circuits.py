@@ -28,6 +28,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +43,7 @@ from tqdm import tqdm
 from analyses.benchmark import bounds, tasks, twins
 from analyses.benchmark.methods import EDGES, EXACT, NODES, OURS, Method
 from analyses.benchmark.scoring import LABELS, compare, interval
-from analyses.benchmark.tasks import KINDS, PROGRAMS, Problem
+from analyses.benchmark.tasks import KINDS, Problem
 from analyses.tools.benching import markdown
 from analyses.tools.options import Device, Out, Smoke
 from analyses.tools.study_files import keep, verdict
@@ -56,9 +57,11 @@ _KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
 
 
 def all_problems(*, smoke: bool) -> list[Problem]:
-    """Return all problems; for a trial, those of two programs and one twin."""
-    some = ("frac_prevs", "previous") if smoke else PROGRAMS
-    return [*tasks.problems(some), *twins.problems(twins.names()[:1] if smoke else None)]
+    """Return all problems; for a trial, those of one program, with prompts of one length."""
+    if not smoke:
+        return [*tasks.problems(), *twins.problems()]
+    some = [*tasks.problems(("frac_prevs",)), *twins.problems(("frac_prevs",))]
+    return [replace(x, task=replace(x.task, pairs=x.task.pairs[-1:])) for x in some]
 
 
 def scores(problems: Sequence[Problem]) -> Iterator[dict[str, Any]]:
