@@ -47,8 +47,9 @@ class Step:
     @property
     def module(self) -> str:
         """The name of the module to run."""
-        folder = "studies" if find_spec(f"analyses.studies.{self.script}") else "benchmarks"
-        return f"analyses.{folder}.{self.script}"
+        folders = ("studies", "benchmark", "benchmarks")
+        modules = [f"analyses.{folder}.{self.script}" for folder in folders]
+        return next(module for module in modules if find_spec(module))
 
     @property
     def name(self) -> str:
@@ -68,7 +69,7 @@ STEPS = (
     Step("bench_convert", 60),
     Step("edges_against_cuts", 60),
     Step("exactness_by_gate", 60),
-    Step("tracr_edges_auroc", 60),
+    Step("known_circuits", 300),
     Step("tracr_growth", 60),
     Step("omega_study", 60),
     Step("attribution_vs_patching", 120),

@@ -16,6 +16,7 @@ act on a pattern through another pattern, or carry values that these inputs neve
 """
 
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,16 +24,48 @@ import pandas as pd
 import torch
 import typer
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from analyses.studies.tracr_edges import Edge
-from analyses.studies.tracr_edges_auroc import graph_scores, metric_of
 from analyses.studies.tracr_models import PROGRAMS, TracrProgram, load_program
 from analyses.tools.benching import table
 from analyses.tools.options import Device, Out, Smoke
 from analyses.tools.study_files import keep
-from attn_only_lens import convert
+from attn_only_lens import circuits, convert
+from attn_only_lens import patching as p
+from attn_only_lens.engine.metrics import Metric
 
 LEAST = 1e-6  # above the leak of a compiled head, and below the values that programs take
+
+
+def metric_of(program: TracrProgram, expected: list[Any]) -> Metric:
+    """What the model says for one input, as one number."""
+    positions = [pos for pos, value in enumerate(expected, start=1) if value is not None]
+
+    def said(logits: Tensor) -> Tensor:
+        rows = logits[0, positions]
+        if program.outputs is None:
+            return rows.sum()
+        right = torch.tensor([program.outputs.index(expected[pos - 1]) for pos in positions]).to(
+            rows.device
+        )
+        chosen = rows.gather(1, right[:, None])[:, 0]
+        return (chosen - (rows.sum(1) - chosen) / (rows.shape[1] - 1)).sum()
+
+    return p.custom(said, name="what is expected")
+
+
+def graph_scores(model: Any, tokens: Tensor, metric: Metric) -> dict[Edge, float]:
+    """Return |weights| of the graph of one input, summed over positions."""
+    graph = circuits.attribution_graph(model, tokens[None], metric, mass=1)
+    names = graph.nodes.set_index("id")["name"]
+    weights_of: dict[Edge, float] = defaultdict(float)
+    for row in graph.edges.itertuples():
+        writer, reader = names[row.source], names[row.target]
+        reader = "output" if reader == "metric" else reader
+        side = {"value": "v"}.get(row.kind, row.kind) if "H" in reader else "in"
+        weights_of[Edge(writer, reader, side)] += abs(row.weight)
+    return weights_of
 
 
 def with_whole_mlps(edges: set[Edge]) -> set[Edge]:
@@ -69,7 +102,7 @@ def found_in(program: TracrProgram, n_inputs: int) -> set[Edge]:
     edges_found: set[Edge] = set()
     for row, wanted in zip(tokens[:n_inputs], expected[:n_inputs], strict=True):
         metric = metric_of(program, wanted)
-        of_edges = graph_scores(converted, row, metric, patterns=True)
+        of_edges = graph_scores(converted, row, metric)
         edges_found |= {edge for edge, score in of_edges.items() if score > LEAST}
     # The nodes "bias", "rest" and "offset" are not parts of the program.
     return {e for e in edges_found if e.writer not in ("bias", "rest", "offset")}
@@ -138,7 +171,7 @@ PAGE = """# Compiled programs, before and after neurons are heads
 Each program as compiled, with MLPs as nodes, and converted, with neurons as heads; float64. What
 the columns are, `analyses/studies/tracr_growth.py` says. Attribution graphs are of {n_inputs}
 inputs of the
-greatest length. How well scores tell true edges from others, `tracr_edges_auroc.md` says.
+greatest length. How well scores find true edges, `known_circuits.md` says.
 
 {table}
 

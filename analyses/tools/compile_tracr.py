@@ -1,9 +1,10 @@
-"""Compile RASP programs to transformers whose edges are known: tests/fixtures/tracr.
+"""Compile RASP programs to transformers whose edges are known.
 
 Tracr turns a program into weights that compute the program (`tracr_edges.py` explains how, and
-defines true edges). Seven small programs from Tracr's library cover what Tracr can emit: heads and
-MLPs in every order, two heads in a layer, empty layers, causal and bidirectional attention,
-categorical and numerical outputs. Each program becomes two files. NAME.safetensors has the float64
+defines true edges). There are two sets of programs. `library`, seven small programs from Tracr's
+library, covers what Tracr can emit: heads and MLPs in every order, two heads in a layer, empty
+layers, causal and bidirectional attention, categorical and numerical outputs. `benchmark` has more
+programs, for `analyses/benchmark`. Each program becomes two files. NAME.safetensors has the float64
 weights under TransformerLens' names, and Tracr's own logits on the stored inputs. NAME.json has the
 rest, with the RASP interpreter's outputs on these inputs. `tracr_models.py` reads the files without
 jax.
@@ -12,7 +13,8 @@ The script needs a separate environment, and is run only once:
 
     python -m venv .venv-tracr
     .venv-tracr/bin/pip install tracr-pypi jax dm-haiku safetensors typer
-    .venv-tracr/bin/python -m analyses.tools.compile_tracr --out tests/fixtures/tracr
+    .venv-tracr/bin/python -m analyses.tools.compile_tracr library tests/fixtures/tracr
+    .venv-tracr/bin/python -m analyses.tools.compile_tracr benchmark analyses/benchmark/programs
 """
 
 import itertools
@@ -73,7 +75,7 @@ class Program:
         return [list(x) for x in inputs]
 
 
-PROGRAMS = {
+LIBRARY = {
     "frac_prevs": Program(
         'make_frac_prevs(tokens == "x")',
         lambda: lib.make_frac_prevs(rasp.tokens == "x"),
@@ -108,14 +110,187 @@ PROGRAMS = {
 }
 
 
-def main(
-    out: Annotated[Path, typer.Option(help="Folder for the fixtures.")] = Path(
-        "tests/fixtures/tracr"
+def _previous(by: int = 1) -> rasp.SOp:
+    return lib.shift_by(by, rasp.tokens)
+
+
+def _sum_modulo(sop: rasp.SOp, other_sop: rasp.SOp, modulus: int) -> rasp.SOp:
+    return rasp.SequenceMap(lambda x, y: (x + y) % modulus, sop, other_sop)
+
+
+def _moved(predicate: Callable[[int, int], bool]) -> rasp.SOp:
+    """The token at the key position that the predicate selects for each query position."""
+    return rasp.Aggregate(rasp.Select(rasp.indices, rasp.indices, predicate), rasp.tokens)
+
+
+def _fraction(token: str) -> rasp.SOp:
+    return rasp.numerical(lib.make_frac_prevs(rasp.tokens == token))
+
+
+def _rank() -> rasp.SOp:
+    return rasp.SelectorWidth(rasp.Select(rasp.tokens, rasp.tokens, rasp.Comparison.LT))
+
+
+def _follows_a() -> rasp.SOp:
+    after = rasp.Select(_previous(), rasp.tokens, lambda key, query: key == "a")
+    return rasp.Aggregate(after, rasp.tokens)
+
+
+BENCHMARK = {
+    # Maps of tokens and positions: neurons alone.
+    "is_vowel": Program(
+        'Map(lambda x: x in "ae", tokens)',
+        lambda: rasp.Map(lambda x: x in "ae", rasp.tokens),
+        "abce",
+        causal=False,
+        max_length=4,
     ),
+    "token_plus_place": Program(
+        "SequenceMap(lambda x, i: (x + i) % 3, tokens, indices)",
+        lambda: _sum_modulo(rasp.tokens, rasp.indices, 3),
+        (0, 1, 2),
+        causal=False,
+    ),
+    "vowel_at_even_place": Program(
+        'SequenceMap(and, tokens in "ae", indices % 2 == 0)',
+        lambda: (
+            rasp.Map(lambda x: x in "ae", rasp.tokens)
+            & rasp.Map(lambda i: i % 2 == 0, rasp.indices)
+        ),
+        "abe",
+        causal=False,
+    ),
+    # Moves: heads that copy a token from another position.
+    "previous": Program("shift_by(1, tokens)", _previous, "abcd", causal=True),
+    "first_token": Program(
+        "Aggregate(Select(indices, indices, lambda k, q: k == 0), tokens)",
+        lambda: _moved(lambda key, query: key == 0),
+        "abcd",
+        causal=True,
+    ),
+    "last_token": Program(
+        "Aggregate(Select(indices, length - 1, ==), tokens)",
+        lambda: rasp.Aggregate(
+            rasp.Select(rasp.indices, lib.make_length() - 1, rasp.Comparison.EQ), rasp.tokens
+        ),
+        "abc",
+        causal=False,
+        max_length=4,
+    ),
+    "follows_a": Program(
+        'Aggregate(Select(shift_by(1, tokens), tokens, lambda k, q: k == "a"), tokens)',
+        _follows_a,
+        "abcde",
+        causal=False,
+        distinct=True,
+        max_length=4,
+    ),
+    # Comparisons of tokens at several positions: a head, then neurons.
+    "repeats_previous": Program(
+        "SequenceMap(==, shift_by(1, tokens), tokens)",
+        lambda: rasp.SequenceMap(lambda x, y: x == y, _previous(), rasp.tokens),
+        "abc",
+        causal=True,
+    ),
+    "sum_with_previous": Program(
+        "SequenceMap(lambda x, y: (x + y) % 3, shift_by(1, tokens), tokens)",
+        lambda: _sum_modulo(_previous(), rasp.tokens, 3),
+        (0, 1, 2),
+        causal=True,
+    ),
+    "parity_of_three": Program(
+        "(shift_by(2, tokens) + shift_by(1, tokens) + tokens) % 2",
+        lambda: _sum_modulo(_sum_modulo(_previous(2), _previous(1), 2), rasp.tokens, 2),
+        (0, 1),
+        causal=True,
+    ),
+    "detect_ab": Program(
+        'detect_pattern(tokens, "ab")',
+        lambda: lib.detect_pattern(rasp.tokens, "ab"),
+        "abc",
+        causal=True,
+    ),
+    "equals_mirror": Program(
+        "SequenceMap(==, make_reverse(tokens), tokens)",
+        lambda: rasp.SequenceMap(lambda x, y: x == y, lib.make_reverse(rasp.tokens), rasp.tokens),
+        "ab",
+        causal=False,
+        max_length=4,
+    ),
+    # Counts: heads that measure how much they select.
+    "count_x": Program(
+        'make_count(tokens, "x")',
+        lambda: lib.make_count(rasp.tokens, "x"),
+        "xyz",
+        causal=False,
+    ),
+    "rank": Program(
+        "SelectorWidth(Select(tokens, tokens, <))",
+        _rank,
+        (1, 2, 3, 4),
+        causal=False,
+        max_length=4,
+    ),
+    "occurs_once": Program(
+        "Map(lambda n: n == 1, make_hist())",
+        lambda: rasp.Map(lambda n: n == 1, lib.make_hist()),
+        "abc",
+        causal=False,
+        max_length=4,
+    ),
+    "first_time": Program(
+        "Map(lambda n: n == 1, make_hist()), causal",
+        lambda: rasp.Map(lambda n: n == 1, lib.make_hist()),
+        "abcd",
+        causal=True,
+    ),
+    "count_rare": Program(
+        "make_count_less_freq(1)",
+        lambda: lib.make_count_less_freq(1),
+        "abc",
+        causal=False,
+        max_length=4,
+    ),
+    # Fractions: heads that average a neuron.
+    "weighted_fractions": Program(
+        'LinearSequenceMap(make_frac_prevs(tokens == "x"), make_frac_prevs(tokens == "y"), 2, -3)',
+        lambda: rasp.numerical(rasp.LinearSequenceMap(_fraction("x"), _fraction("y"), 2, -3)),
+        "xyz",
+        causal=True,
+    ),
+    "fraction_repeated": Program(
+        "make_frac_prevs(make_hist() > 1)",
+        lambda: lib.make_frac_prevs(rasp.Map(lambda n: n > 1, lib.make_hist())),
+        "abc",
+        causal=False,
+        max_length=4,
+    ),
+    # Sorting: a count decides what a later head selects.
+    "sort": Program(
+        "make_sort(tokens, tokens, max_seq_len=3, min_key=1)",
+        lambda: lib.make_sort(rasp.tokens, rasp.tokens, max_seq_len=3, min_key=1),
+        (1, 2, 3),
+        causal=False,
+        max_length=3,
+    ),
+    "sort_by_frequency": Program(
+        "make_sort_freq(3)",
+        lambda: lib.make_sort_freq(3),
+        "abc",
+        causal=False,
+        max_length=3,
+    ),
+}
+SETS = {"library": LIBRARY, "benchmark": BENCHMARK}
+
+
+def main(
+    programs: Annotated[str, typer.Argument(help="library or benchmark")],
+    out: Annotated[Path, typer.Argument(help="Folder for the files.")],
 ) -> None:
-    """Compile every program, compare it with the interpreter, and write it."""
+    """Compile every program of a set, compare it with the interpreter, and write it."""
     out.mkdir(parents=True, exist_ok=True)
-    for name, program in PROGRAMS.items():
+    for name, program in SETS[programs].items():
         card, tensors = compiled(program)
         _write(out / f"{name}.safetensors", save(tensors))
         _write(out / f"{name}.json", _dump(card).encode())

@@ -71,6 +71,7 @@ _KINDS: dict[HeadKind, tuple[str, ...]] = {
     "error": (),
 }
 _NUMBERS = 2**24  # the maximum number of values in memory at once: 128 MiB in float64
+_ROUNDINGS = 32  # rounding errors, in units of the largest write
 _EDGE = ["writer", "reader", "kind"]
 _COLUMNS = [*_EDGE, "score", "local", "node", "exact"]
 _PROBLEM = "these edges cannot be scored"
@@ -158,9 +159,13 @@ def score_edges(
         scoring = _Scoring(model, batches, chosen, listed, bar.update)
         local = _sum_by_key(scoring.local())
         edges = pd.DataFrame(list(local), columns=_EDGE).assign(local=list(local.values()))
-        size = edges["reader"].map(scoring.sizes()).fillna(1.0)
+        sizes = scoring.sizes()
+        size = edges["reader"].map(sizes).fillna(1.0)
+        # A node that writes only rounding errors has no ratio of N to its size.
+        rounding = _ROUNDINGS * torch.finfo(next(model.parameters()).dtype).eps
+        least = rounding * max(sizes.values(), default=0.0)
         edges["node"] = edges["reader"].map(_sum_by_key(scoring.node()))
-        edges["score"] = edges["local"] * edges["node"].fillna(1.0) / size.where(size > 0, 1.0)
+        edges["score"] = edges["local"] * edges["node"].fillna(1.0) / size.where(size > least, 1.0)
         edges = edges.sort_values("score", ascending=False, kind="stable", ignore_index=True)
         wanted = [tuple(row) for row in edges[_EDGE].head(exact).to_numpy()]
         # Cuts of edges into the logits need no forward pass.
