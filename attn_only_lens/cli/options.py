@@ -200,8 +200,8 @@ def _read_pairs(path: Path) -> dict[str, list[str]]:
     frame = frame[[name for name in _COLUMNS if name in frame]]
     if "clean" not in frame or frame.isna().any(axis=None):
         raise AttnOnlyLensError(
-            f"--pairs: {path} has columns {', '.join(map(str, frame)) or 'with other names'}; expected a "
-            f"text in each row for clean, and for some of {', '.join(_COLUMNS[1:])}"
+            f"--pairs: {path} has columns {', '.join(map(str, frame)) or 'with other names'}; "
+            f"expected a text in each row for clean, and for some of {', '.join(_COLUMNS[1:])}"
         )
     return {str(name): frame[name].astype(str).tolist() for name in frame}
 
