@@ -312,7 +312,10 @@ def _fitted(
     """Return the norm that maps `inputs` to `outputs`, or NO_NORM if both are equal."""
     if torch.equal(inputs, outputs):
         return NO_NORM
-    x, y = inputs.double(), outputs.double()
+    known = inputs.any(-1)  # every norm maps a row of zeros, such as a padding token, to its bias
+    if not known.any():
+        raise _UnknownError(f"the input of its {name} is zero")
+    x, y = inputs[known].double(), outputs[known].double()
     y = y if bias is None else y - bias.double()
     fits = []
     for centres, offset in product((True, False), (0.0, 1.0)):

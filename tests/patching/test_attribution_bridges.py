@@ -13,6 +13,7 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.pretrained import small_english
 
 estimate = partial(p.attribution, budget=0)  # `test_repairs.py` tests exact repairs
 
@@ -119,3 +120,27 @@ def test_hook_points_that_only_look_on_are_refused():
             estimate(model, clean, corrupted, METRIC, **settings)
     estimate(model, clean, corrupted, METRIC, method="secant")  # it computes the softmax itself
     estimate(model, clean, corrupted, METRIC, method="gradient")
+
+
+def test_a_padding_token_with_a_zero_embedding():
+    """Transformers sets the embedding of `padding_idx` to zero, so a norm's input can be zero."""
+    model = small_english()
+    pad = model.tokenizer.pad_token_id
+    sides = []
+    for texts in (
+        ("The dogs", "The keys near the cabinet"),
+        ("The dog", "The key near the cabinet"),
+    ):
+        short, long = (model.to_tokens(text)[0] for text in texts)
+        padding = torch.full((len(long) - len(short),), pad)
+        sides.append(torch.stack([torch.cat([short, padding]), long]))
+    mask = torch.ones_like(sides[0])
+    mask[0, len(short) :] = 0
+    expose_neuron_heads(model)
+    arguments = (model, *sides, p.logit_diff(" are", " is"))
+    before = estimate(*arguments, mask=mask, method="secant").to_frame()
+    with torch.no_grad():
+        model.original_model.get_input_embeddings().weight[pad] = 0
+    assert not model.embed(torch.tensor([pad])).any()
+    after = estimate(*arguments, mask=mask, method="secant").to_frame()
+    assert before["value"].equals(after["value"])  # no token attends to padding
