@@ -1,1 +1,1 @@
-"""Scripts that make a model, a table or a figure; see README.md."""
+"""Scripts that train a model, or write a table or a figure. See README.md."""

@@ -1,7 +1,7 @@
 """Convert a model's MLP neurons to attention heads, then analyse all heads in the same way.
 
-`__init__.pyi` lists the public names. Each name is imported when it is first used, because torch
-and TransformerLens take seconds to import.
+`__init__.pyi` lists the public names. Public names are imported on first use, because importing
+torch and TransformerLens takes seconds.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Check options, and convert NumPy, torch and pandas numbers to Python numbers."""
+"""Validate options, and convert NumPy, torch and pandas numbers to Python numbers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,25 +26,25 @@ def a_type(value: object, *, with_module: bool = False) -> str:
 
 
 def with_article(name: str) -> str:
-    """Return a name with its indefinite article, as it is spoken.
+    """Return a name preceded by "a" or "an", chosen by how the name is pronounced.
 
     Example:
         >>> with_article("ExposedBridge"), with_article("Linear"), with_article("MLPBridge")
         ('an ExposedBridge', 'a Linear', 'an MLPBridge')
     """
-    if name[:2].isupper():  # an abbreviation, spoken letter by letter: "an MLP", "a GPT2Model"
+    if name[:2].isupper():  # pronounced letter by letter: "an MLP", "a GPT2Model"
         return f"{'an' if name[0] in 'AEFHILMNORSX' else 'a'} {name}"
     return f"{'an' if name[:1].lower() in {*'aeiou'} else 'a'} {name}"
 
 
 def is_count(value: Any, least: int = 0, most: float = float("inf")) -> bool:
-    """Return whether a value is an int (not a bool or a float) from `least` to `most`."""
+    """Return whether a value is an int (not a bool or a float) in [`least`, `most`]."""
     value = as_plain(value)
     return type(value) is int and least <= value <= most
 
 
 def is_number(value: Any, least: float = -float("inf"), most: float = float("inf")) -> bool:
-    """Return whether a value is a finite int or float (not a bool) from `least` to `most`."""
+    """Return whether a value is a finite int or float (not a bool) in [`least`, `most`]."""
     return type(value) in (int, float) and least <= value <= most and abs(value) < float("inf")
 
 
@@ -58,7 +58,7 @@ def positive_reasons(**options: Any) -> list[str]:
 
 
 def option_reasons(option: str, got: object, expected: Sequence[str]) -> list[str]:
-    """Return [error message] if the value of an option is invalid, otherwise []."""
+    """Return a list with an error message if an option's value is invalid, otherwise []."""
     if got in expected:
         return []
     return [f"got {option}={got!r}; expected one of {', '.join(expected)}"]

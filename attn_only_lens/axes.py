@@ -1,4 +1,4 @@
-"""The names of tensor axes, which are the same as in TransformerLens.
+"""The names of tensor axes in type annotations, which follow TransformerLens.
 
     batch       one prompt
     pos         a token of the prompt; `query_pos` if it attends, `key` if it is attended to
@@ -8,8 +8,8 @@
     d_head      a coordinate inside a head; a neuron-head has only one coordinate
     d_vocab     a token of the vocabulary
 
-A neuron-head is an attention head that computes an MLP neuron or a part of it. It attends to only
-two keys: the token itself (index `SELF`) and a static bias token (index `BIAS`).
+A neuron-head is an attention head that computes an MLP neuron (or one term of its approximation).
+Neuron-heads attend to two keys: the token itself (`SELF`) and a constant bias token (`BIAS`).
 """
 
 from typing import TypeAlias

@@ -1,7 +1,6 @@
-"""Helpers for code that runs on any device: float64, random numbers, CPU copies, free memory.
+"""Helpers for device-independent code: float64, random numbers, copies to the CPU, free memory.
 
-MPS devices have no float64. With the same seed, random number generators draw different numbers on
-different devices.
+MPS devices have no float64. The same seed gives different random numbers on different devices.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,7 @@ def to_float64_device(x: Tensor) -> Tensor:
 
 
 def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy small tensors to the CPU, with a single transfer for all tensors of the same dtype.
+    """Copy small tensors to the CPU, with one transfer per dtype.
 
     Example:
         >>> [x.shape for x in on_cpu([torch.ones(2, 3), torch.ones(5)])]
@@ -46,16 +45,17 @@ def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def read_all(numbers: Sequence[Tensor]) -> list[Any]:
-    """Convert scalar tensors to Python numbers, with a single transfer for each dtype."""
+    """Convert scalar tensors to Python numbers, with one device-to-CPU transfer per dtype."""
     return [x.item() for x in on_cpu(numbers)]
 
 
 def free_bytes(device: torch.device) -> int:
     """Return how many bytes can still be allocated on a device.
 
-    On an accelerator, this is the free memory plus the unused memory that torch has reserved. Gaps
-    in partly used segments do not count, because a large tensor does not fit into them. On a device
-    that shares the machine's memory (MPS), this is the machine's free memory.
+    On an accelerator, this is the free memory plus the memory that torch reserves but does not use.
+    Free gaps in partly used memory segments are not counted, because a large tensor does not fit
+    into them. On a device that shares the machine's memory (MPS), this is the machine's free
+    memory.
 
     Example:
         >>> free_bytes(torch.device("cpu")) > 0
@@ -82,7 +82,7 @@ def float32_if_half(x: Tensor) -> Tensor:
 
 
 def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """Draw normally distributed float64 numbers on the CPU, so that all devices get the same ones.
+    """Draw standard normal float64 numbers on the CPU, so that all devices get the same numbers.
 
     Example:
         >>> torch.equal(normal_numbers((2, 3)), normal_numbers((2, 3)))
@@ -94,7 +94,7 @@ def normal_numbers(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 @contextmanager
 def keep_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the random states of the CPU and of a device when the `with` block ends.
+    """Context manager that restores the random generator states of the CPU and a device.
 
     Example:
         >>> with keep_random_state(torch.device("cpu")):
@@ -103,7 +103,7 @@ def keep_random_state(device: torch.device) -> Iterator[None]:
         True
     """
     module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
-    which = () if device.type == "mps" else (device,)  # MPS functions take no device argument
+    which = () if device.type == "mps" else (device,)  # torch.mps functions take no device
     states = torch.get_rng_state(), None if module is None else module.get_rng_state(*which)
     try:
         yield

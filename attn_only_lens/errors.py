@@ -1,4 +1,4 @@
-"""The package's errors; each message says what was given, what was expected, and what to do."""
+"""The package's exceptions; each message says what was given, what was expected, and what to do."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ __all__ = [
 
 
 class AttnOnlyLensError(Exception):
-    """Base class of every error that this package raises on purpose.
+    """The base class of all errors that this package raises deliberately.
 
     Example:
         >>> from attn_only_lens import AttnOnlyLensError
@@ -50,26 +50,26 @@ class InputError(AttnOnlyLensError, ValueError):
 
     @classmethod
     def raise_if(cls, reasons: Sequence[str], *problem: str) -> None:
-        """Raise this error if there are any reasons."""
+        """Raise this error if `reasons` is not empty."""
         if reasons:
             raise cls(reasons, *problem)
 
     @classmethod
     @contextmanager
     def collected(cls, reasons: list[str]) -> Iterator[None]:
-        """If this error is raised inside the `with`, add its reasons to a list instead."""
+        """Context manager that catches this error and adds its reasons to a list."""
         try:
             yield
         except cls as error:
             reasons += error.reasons
 
     def __reduce__(self) -> tuple[type, tuple[tuple[str, ...], str]]:
-        """Pickle the reasons and the problem; by default, pickle would store only the message."""
+        """Pickle the `reasons` and `problem` attributes, not only the message."""
         return type(self), (self.reasons, self.problem)
 
 
 class InputWarning(UserWarning):
-    """Prompts or answers are valid, but are probably not what the user meant.
+    """Prompts or answers are valid, but probably not what the user intended.
 
     For example, the tokenizer does not know a word of a prompt, or the model expects an answer with
     (or without) a space before it. To get errors instead, call
@@ -88,10 +88,10 @@ class InputWarning(UserWarning):
 
 
 class ComparisonError(InputError):
-    """Models cannot be compared part by part on these prompts, or with this mapping of parts.
+    """Two models cannot be compared part by part on these prompts or with this mapping of parts.
 
     Attributes:
-        so_far: the results (a `Comparison`, without patching) of the earlier batches, or None.
+        so_far: a `Comparison` of the batches before the error, without patching results, or None.
 
     Example:
         >>> from attn_only_lens.errors import ComparisonError
@@ -104,7 +104,7 @@ class ComparisonError(InputError):
 
 
 class GrowthError(InputError):
-    """A growth step was refused, as it would change what the model computes or cannot be undone.
+    """A model cannot be grown this way: its outputs would change, or the step could not be undone.
 
     Example:
         >>> from attn_only_lens.errors import GrowthError
@@ -120,7 +120,7 @@ class GrowthError(InputError):
 
 
 class UnsupportedModelError(InputError):
-    """A model cannot be converted or analysed exactly; the model is unchanged.
+    """A model cannot be converted or analysed exactly; the model is left unchanged.
 
     Example:
         >>> from attn_only_lens.errors import UnsupportedModelError
@@ -152,7 +152,7 @@ class UnsupportedCallError(AttnOnlyLensError, RuntimeError):
 
 
 class UnknownHeadError(AttnOnlyLensError, ValueError):
-    """A name does not have the form `L5H3` or `L5N1234`, or the model lacks the named head.
+    """A head name does not have the form `L5H3` or `L5N1234`, or the model has no such head.
 
     Example:
         >>> from attn_only_lens import HeadName
@@ -166,7 +166,7 @@ class UnknownHeadError(AttnOnlyLensError, ValueError):
 
 
 class CheckpointError(AttnOnlyLensError, ValueError):
-    """A saved file or folder is missing, damaged or changed, or has another format version.
+    """A saved file or folder is missing, damaged or modified, or has an unsupported format version.
 
     Example:
         >>> from attn_only_lens import load

@@ -1,9 +1,9 @@
-"""Compute float32 matrix products in full precision, whatever the user's settings are.
+"""Compute float32 matrix products in full precision, regardless of the user's settings.
 
 With `torch.set_float32_matmul_precision("high")`, GPUs round the factors of a float32 matrix
-product to TF32's 10 bits. The outputs of a model for the same prompt in batches of different sizes
-then differ by about 1e-3, instead of 1e-6 in full precision. So code that compares numbers within a
-tolerance uses `full_precision`.
+product to TF32's 10 bits. A model's outputs for the same prompt then differ by about 1e-3 between
+batch sizes, instead of 1e-6 in full precision. Code that compares outputs within a tolerance
+therefore uses `full_precision`.
 """
 
 import warnings
@@ -22,9 +22,9 @@ _restore: Callable[[], None] | None = None
 
 @contextmanager
 def full_precision() -> Iterator[bool]:
-    """Compute float32 matrix products in full precision; restore the user's setting afterwards.
+    """Context manager that computes float32 products in full precision, then restores the setting.
 
-    The setting is global to the process, so other threads compute in full precision too.
+    The setting applies to the whole process, so other threads also compute in full precision.
 
     Example:
         >>> torch.set_float32_matmul_precision("high")
@@ -62,7 +62,7 @@ def matmul_precision() -> str:
 
 
 def _backends() -> list[Any]:
-    """Return the backends that have their own precision setting; before torch 2.9, none has one."""
+    """Return the torch backends that have their own precision setting (none before torch 2.9)."""
     every = (torch.backends.cuda, torch.backends.mkldnn)
     settings = [getattr(backend, "matmul", None) for backend in every]
     return [setting for setting in settings if hasattr(setting, "fp32_precision")]
@@ -72,13 +72,13 @@ def _set_products(precision: str) -> Callable[[], None]:
     """Set the precision of float32 products; return a function that restores the old settings."""
     backends: list[Any] = _backends()
     before = [backend.fp32_precision for backend in backends]
-    # A backend without its own setting uses its parent's setting.
+    # torch uses the parent's setting for a backend that has none of its own.
     above = [
         getattr(backend, "fp32_precision", None)
         for backend in (torch.backends.cudnn, torch.backends.mkldnn)
     ]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the older settings are deprecated
+        warnings.simplefilter("ignore")  # torch deprecates this older setting
         try:
             whole = torch.get_float32_matmul_precision()
         except RuntimeError:  # the user has set only the newer settings

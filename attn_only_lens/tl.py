@@ -1,8 +1,8 @@
-"""Provide, under transformer-lens 3.9 and 4, the names that only one of the two versions has.
+"""Provide, under both versions, the names that only transformer-lens 3.9 or only version 4 has.
 
 Under version 4, placeholders replace the classes that only 3.9 has: `isinstance` returns False, and
-creating an instance raises an error that says what to use instead. So all other modules import
-these names from this module and need no checks of the version.
+creating an instance raises an error that says what to use instead. Other modules import these names
+from here and need no version checks.
 """
 
 import warnings
@@ -50,7 +50,7 @@ USE_INSTEAD = "" if HAS_HOOKED_TRANSFORMER else f"; this {_NEEDED}"
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence TransformerLens' deprecation warning, which is of no use to users of this package."""
+    """Context manager that silences the warning that HookedTransformer is deprecated."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
         yield
@@ -64,7 +64,7 @@ def require_hooked_transformer(what: str = "this") -> None:
 
 @contextmanager
 def no_remote_code() -> Iterator[None]:
-    """Stop TransformerLens 3.9 from running some models' code from the Hugging Face Hub."""
+    """Context manager in which TransformerLens 3.9 runs no code from the Hugging Face Hub."""
     if not HAS_HOOKED_TRANSFORMER:
         yield
         return
@@ -97,7 +97,7 @@ if TYPE_CHECKING or HAS_HOOKED_TRANSFORMER:
     def convert_tl_checkpoint(
         state_dict: dict[str, Tensor], cfg: TransformerBridgeConfig
     ) -> dict[str, Tensor]:
-        """Raise an error: only transformer-lens 4 converts state dicts for native bridges."""
+        """Raise an error: only transformer-lens 4 can convert state dicts for native bridges."""
         raise UnsupportedCallError(
             f"this needs transformer-lens 4, but {_VERSION} is installed: use the HookedTransformer"
         )
@@ -113,11 +113,11 @@ else:
 
         @classmethod
         def from_pretrained(cls, *args: object, **kwargs: object) -> NoReturn:
-            """Raise an error: this class does not exist in version 4."""
+            """Raise an error, because transformer-lens 4 does not have this class."""
             require_hooked_transformer()
 
     def convert_llama_weights(*args: object) -> NoReturn:
-        """Raise an error: version 4 has no HookedTransformer."""
+        """Raise an error, because transformer-lens 4 has no HookedTransformer."""
         require_hooked_transformer()
 
     for _name in set(__all__) - set(globals()):

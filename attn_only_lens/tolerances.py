@@ -1,11 +1,11 @@
-"""For each dtype, bounds on the difference between two computations of the same numbers.
+"""Bounds, for each dtype, on how much rounding may change the result of a computation.
 
-If hooks are attached, a converted model computes an activation as pattern times value, p(q) · q;
-its source model computes act(q). The results differ only by rounding errors, which later layers
-amplify. Compared with the same model in float64, both models have errors of similar size: over the
-model families in the tests, the ratio of the two errors is at most 2.7, and its median is 1.0 in
-every dtype. So the bounds below describe rounding in any such model. In half precision, the bounds
-are too wide to detect small errors, so verify a conversion in float32 or float64.
+If hooks are attached, a converted model computes an activation as attention pattern times value,
+p(q) · q; the original computes act(q). The results differ only by rounding errors, which later
+layers amplify. Compared with the same model in float64, both models have errors of similar size:
+over the model families in the tests, the ratio of the two errors is at most 2.7, and its median is
+1.0 in every dtype. The bounds below therefore hold for both kinds of model. In half precision, the
+bounds are too wide to detect small errors, so verify a conversion in float32 or float64.
 
 The table shows the largest measured max |Δ logit| / max |logit| over all model families in the
 tests (with random weights at two scales) and over trained models:
@@ -32,8 +32,8 @@ LOGIT_TOLERANCE: dict[torch.dtype, float] = {
 def rounding(dtype: torch.dtype) -> float:
     """Return an upper bound on the relative error that rounding in this dtype may cause.
 
-    The bound is 16 units in the last place of the dtype, but at most one unit of bfloat16, because
-    16 units of bfloat16 would be 12 %.
+    The bound is 16 machine epsilons of the dtype, but at most one epsilon of bfloat16, because 16
+    epsilons of bfloat16 would be 12 %.
     """
     return min(16 * torch.finfo(dtype).eps, torch.finfo(torch.bfloat16).eps)
 
@@ -46,14 +46,14 @@ def disagreement(
     size: Tensor | float | None = None,
     mask: Tensor | None = None,
 ) -> str:
-    """Return a message on how much two results differ, or "" if they differ only by rounding.
+    """Return an error message if two results differ by more than rounding, otherwise "".
 
     Args:
         computed: one result.
         expected: the other result, with the same shape.
         tolerance: the largest allowed max |Δ|, relative to `size`.
         size: the largest absolute value of the summed terms; by default max |expected|.
-        mask: 1 for real tokens and 0 for padding, which is not compared.
+        mask: 1 for tokens to compare, 0 for padding.
 
     Example:
         >>> disagreement(torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]), 1e-5)
@@ -70,7 +70,7 @@ def disagreement(
 
 
 def beyond_rounding(difference: float, allowed: float) -> str:
-    """Return a message about a difference, or "" if rounding allows a difference of this size."""
+    """Return an error message if a difference exceeds what rounding allows, otherwise ""."""
     if difference <= allowed:
         return ""
     return f"they differ by {difference:.2g}, and rounding allows {allowed:.2g}"

@@ -1,4 +1,4 @@
-"""The memory that operations allocate, counted."""
+"""Counting the memory that operations allocate."""
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -7,11 +7,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocated(TorchDispatchMode):
-    """The most bytes that are alive at once, of those that operations allocate."""
+    """The peak memory in bytes of all tensors that operations allocate."""
 
     def __init__(self):
         super().__init__()
-        self.alive, self.total, self.most = {}, 0, 0  # total: with some that are dead already
+        self.alive, self.total, self.most = {}, 0, 0  # total: with freed tensors
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         inputs = {self.key(leaf) for leaf in tree_leaves((args, kwargs))}

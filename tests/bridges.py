@@ -1,7 +1,7 @@
 """Small bridges of every kind, on transformer-lens 3.9 and 4, built from configurations.
 
-Sizes are distinct primes, or twice one where heads must divide them, so that no swapped axis can
-pass; every parameter is random. Nothing here needs HookedTransformer, which 4 has no more.
+Sizes are distinct primes, or twice a prime where heads must divide them, so that no swapped axis
+can pass. Every parameter is random. Nothing here needs HookedTransformer, which 4 lacks.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ NEURON = 29
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": D_MLP}
 SIZES |= {"vocab_size": D_VOCAB, "hidden_size": 26, "max_position_embeddings": 17}
 GROUPED = {"num_key_value_heads": 1, "head_dim": 14}
-WIDE = SIZES | {"hidden_size": 28, "num_key_value_heads": 1}  # where a head's size must be even
+WIDE = SIZES | {"hidden_size": 28, "num_key_value_heads": 1}  # for even head sizes
 GPT = {"vocab_size": D_VOCAB, "n_positions": 17, "n_layer": 2, "n_head": 2, "n_embd": 26}
 GPT |= {"n_inner": D_MLP} | {"bos_token_id": 1, "eos_token_id": 2}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -34,14 +34,14 @@ NATIVE |= {"d_vocab": D_VOCAB, "init_mode": "gpt2", "seed": 0, "act_fn": "gelu_n
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model, and where the modules of its MLPs lie in the model that is not bridged.
+    """A kind of model, and the paths of its MLP modules in the transformers model.
 
     Attributes:
-        config: makes its configuration.
-        layers: the path of the list of its layers.
-        parts: the paths, in a layer, of what makes q (and u), and of what takes the activations.
-        act: its activation.
-        auto: the class of transformers that builds it.
+        config: a function that returns the configuration.
+        layers: the path of the list of layers.
+        parts: the paths, within a layer, of the modules that compute q (and u) and W_out.
+        act: the name of the activation.
+        auto: the transformers class that builds the model.
     """
 
     config: Callable[[], object]
@@ -113,9 +113,9 @@ FAMILIES = {
 
 EVERY = tuple(FAMILIES)
 CHOSEN = ("gpt2", "neox", "llama", "gemma2", "phi3", "native", "native_gated")
-"""Families for tests that run each in every state."""
+"""The families for tests that run every family in every state."""
 GATED_CHOSEN = ("llama", "gemma2", "phi3", "native_gated")
-if HAS_HOOKED_TRANSFORMER:  # bridges are much the same in both: all of them with 4
+if HAS_HOOKED_TRANSFORMER:  # bridges hardly differ between versions: all of them are tested with 4
     EVERY = (*CHOSEN, "bert", "vit")
     CHOSEN = ("gpt2", "llama", "native_gated")
 STATES = {
@@ -126,7 +126,7 @@ STATES = {
 
 
 def original(name, dtype=torch.float64):
-    """The model of a family, not bridged."""
+    """Return the transformers model of a family."""
     torch.manual_seed(0)
     family = FAMILIES[name]
     model = family.auto.from_config(family.config(), attn_implementation="eager")
@@ -134,7 +134,7 @@ def original(name, dtype=torch.float64):
 
 
 def boot(name, dtype=torch.float64, state="plain"):
-    """A bridge around the same model, in one of STATES."""
+    """Return a bridge around the same model, in one of STATES."""
     if name.startswith("native"):
         cfg = TransformerBridgeConfig(**NATIVE | FAMILIES[name].config())
         bridge = TransformerBridge.boot_native(cfg, dtype=dtype)
@@ -146,7 +146,7 @@ def boot(name, dtype=torch.float64, state="plain"):
 
 
 def hf_folder(folder, name="gpt2", dtype=torch.float32, tokenizer=True):
-    """The same model as a folder of transformers, with a tokenizer of its words."""
+    """Save the same model as a transformers folder, with a tokenizer for its words."""
     original(name, dtype).save_pretrained(folder)
     if tokenizer:
         tiny_tokenizer(D_VOCAB, folder)
@@ -154,12 +154,12 @@ def hf_folder(folder, name="gpt2", dtype=torch.float32, tokenizer=True):
 
 
 def exposed_copy(bridge, **options):
-    """A copy of a bridge with its neuron-heads exposed, for as long as it lives."""
+    """Return a copy of a bridge with its neuron-heads exposed as long as the copy exists."""
     return expose_neuron_heads(bridge, copy=True, **options).model
 
 
 def skip_unless_it_runs(bridge):
-    """For gated ones of `boot_native`, processed: on 3.9 their b_in is float32 in any case."""
+    """Skip processed gated models of `boot_native` on 3.9, whose b_in is always float32."""
     try:
         bridge(tokens())
     except RuntimeError as error:
@@ -169,13 +169,13 @@ def skip_unless_it_runs(bridge):
 
 
 def bridged(model):
-    """A bridge around a model of transformers."""
+    """Return a bridge around a transformers model."""
     return build_bridge_from_module(model, type(model).__name__, hf_config=model.config)
 
 
 @torch.no_grad()
 def randomise(model):
-    """Every parameter, in place: those that start as ones and zeros too."""
+    """Set every parameter to random values in place, including ones and zeros."""
     torch.manual_seed(1)
     for parameter in model.parameters():
         parameter.copy_(torch.randn_like(parameter) * 0.3)
@@ -183,7 +183,7 @@ def randomise(model):
 
 
 def inputs(name, dtype=torch.float64):
-    """What a model of the family takes: tokens, or the pixels of pictures."""
+    """Return inputs for a model of the family: tokens, or the pixels of pictures."""
     if name != "vit":
         return tokens()
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""A headless Chromium that opens pages, and what it saw: its console, and whom it asked."""
+"""A headless Chromium that opens pages, with its console messages and network requests."""
 
 import json
 from collections.abc import Iterator
@@ -27,12 +27,12 @@ FLAGS = (
     "window-size=1400,1000",
 )
 HERE = ("file:", "data:", "blob:", "about:", "chrome:")
-"""What a request may be for without leaving the machine."""
+"""Prefixes of addresses that need no network."""
 
 
 @contextmanager
 def chromium(profile: Path) -> Iterator["Opened"]:
-    """One browser, with a profile of its own."""
+    """Yield a browser with its own profile."""
     options = webdriver.ChromeOptions()
     options.binary_location = BROWSER
     for flag in (*FLAGS, f"user-data-dir={profile}"):
@@ -46,7 +46,7 @@ def chromium(profile: Path) -> Iterator["Opened"]:
 
 
 class Opened:
-    """The browser, and what the page that is open has done since."""
+    """The browser, with the events of the page that is open."""
 
     def __init__(self, driver):
         self.driver = driver
@@ -54,7 +54,7 @@ class Opened:
     def open(self, path: Path) -> None:
         self.driver.get("about:blank")
         for log in ("browser", "performance"):
-            self.driver.get_log(log)  # what others did
+            self.driver.get_log(log)  # drop earlier pages' events
         self.driver.get(path.as_uri())
 
     def js(self, script: str, *arguments):
@@ -66,26 +66,26 @@ class Opened:
         )
 
     def wait(self, script: str, seconds: float = 10.0):
-        """Until an expression holds; then its value."""
+        """Wait until an expression is true, and return its value."""
         return WebDriverWait(self.driver, seconds, 0.05).until(
             lambda _: self.js(f"return {script}")
         )
 
     def drawn(self) -> None:
-        """Wait until what was changed has been drawn."""
+        """Wait until changes of the page have been drawn."""
         self.driver.execute_async_script(
             "requestAnimationFrame(() => requestAnimationFrame(arguments[0]))"
         )
 
     def console(self) -> list[str]:
-        """Errors and warnings."""
+        """Return the console's errors and warnings."""
         levels = ("SEVERE", "WARNING")
         return [e["message"] for e in self.driver.get_log("browser") if e["level"] in levels]
 
     def left_for(self) -> list[str]:
-        """Addresses beyond this machine that anything was asked of."""
+        """Return addresses outside this machine that the page requested."""
         events = [json.loads(e["message"])["message"] for e in self.driver.get_log("performance")]
-        asked = {
+        requests = {
             event["params"]["requestId"]: event["params"]["request"]["url"]
             for event in events
             if event["method"] == "Network.requestWillBeSent"
@@ -96,8 +96,8 @@ class Opened:
             if event["method"] == "Network.loadingFailed"
             and event["params"].get("blockedReason") == "csp"
         }
-        here = [url for url in asked.values() if url.startswith("file:")]
+        here = [url for url in requests.values() if url.startswith("file:")]
         assert here, "the log does not see the page itself"
         return [
-            url for key, url in asked.items() if key not in stopped and not url.startswith(HERE)
+            url for key, url in requests.items() if key not in stopped and not url.startswith(HERE)
         ]

@@ -1,4 +1,4 @@
-"""What all tests share, with either version of transformer-lens: sizes, tokens, a distance, a mark.
+"""Helpers for all tests, with either version of transformer-lens: sizes, tokens, distances, marks.
 
 Sizes are distinct primes, so that no swapped axis can pass.
 """
@@ -22,7 +22,7 @@ IN_PLACE = {
     "z": "hook_neuron_act",
     "result": "hook_neuron_write",
 }
-"""Hook points of neuron-heads in place, spelled out."""
+"""The hook points of neuron-heads in place, by part."""
 BATCH, POS, D_MLP, D_VOCAB, N_LAYERS = 2, 11, 37, 41, 3
 
 needs_hooked_transformer = pytest.mark.skipif(
@@ -36,7 +36,7 @@ needs_transformer_lens_4 = pytest.mark.skipif(
 
 
 def model_fixture(models, hooked):
-    """A fixture of models by the functions that make them; those in `hooked` need 3.9."""
+    """Return a fixture over the functions that build models; those in `hooked` need 3.9."""
     marks = {name: [needs_hooked_transformer] * (name in hooked) for name in models}
 
     @pytest.fixture(
@@ -49,7 +49,7 @@ def model_fixture(models, hooked):
 
 
 def run_script(main, arguments):
-    """The result of a script of `analyses` with these arguments, which must succeed."""
+    """Run a script of `analyses` with these arguments, and return its result; it must succeed."""
     app = typer.Typer()
     app.command()(main)
     result = CliRunner().invoke(app, arguments)
@@ -58,7 +58,7 @@ def run_script(main, arguments):
 
 
 def mlp_hook(point, layer=1):
-    """The name of a hook point of an exposed MLP: of its neuron-heads, or its own."""
+    """Return the name of a hook point of an exposed MLP: one of its neuron-heads, or its own."""
     return f"blocks.{layer}.mlp.{IN_PLACE.get(point, f'hook_{point}')}"
 
 
@@ -68,18 +68,18 @@ def tokens(seed=0, batch=BATCH, pos=POS):
 
 
 def relative(got, expected):
-    """Largest difference over the largest expected entry."""
+    """Return the largest difference relative to the largest expected entry."""
     return ((got - expected).abs().max() / expected.abs().max()).item()
 
 
 def in_threads(run, inputs, times=17):
-    """What `run` makes of each input, time and again, each input in a thread of its own."""
+    """Return the results of `run` on each input, repeated in one thread per input."""
     with ThreadPoolExecutor(len(inputs)) as pool:
         return list(pool.map(lambda x: [run(x) for _ in range(times)], inputs))
 
 
 def meeting(inputs):
-    """A hook that lets a thread go on when those of all inputs have come to it."""
+    """Return a hook that blocks a thread until the threads of all inputs have reached it."""
     barrier = threading.Barrier(len(inputs), timeout=5)
 
     def wait(*args, **kwargs):
@@ -89,6 +89,6 @@ def meeting(inputs):
 
 
 def of_a_library(hook):
-    """A torch hook that nothing refuses, as one that transformers has left behind: to look on."""
+    """Disguise a torch hook as one from transformers that only reads, which nothing refuses."""
     hook.__module__ = "transformers.utils.output_capturing"
     return hook

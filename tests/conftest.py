@@ -1,4 +1,4 @@
-"""What every test has: a fixed seed, one thread, no network, and real weights where they lie."""
+"""Fixtures for every test: a fixed seed, one thread, no network, and real weights if available."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def _no_network(monkeypatch):
     connect = socket.socket.connect
 
     def refuse(self, address):
-        # This machine's own: the driver of the browser that opens pictures.
+        # Local connections: the driver of the browser that opens pictures.
         if isinstance(address, tuple) and address[0] in ("127.0.0.1", "::1", "localhost"):
             return connect(self, address)
         raise AssertionError(f"a test tried to connect to {address}")
@@ -34,7 +34,7 @@ def _no_network(monkeypatch):
 
 @pytest.fixture(scope="session")
 def shared_models_dir():
-    """Real trained weights, made by others and no part of the project."""
+    """Return the folder of real trained weights, which are not part of the project."""
     default = Path(__file__).parents[2] / "shared" / "models"
     folder = Path(os.environ.get("ATTN_ONLY_LENS_MODELS", default))
     if not folder.is_dir():
@@ -53,7 +53,7 @@ REAL_MODELS = (
 
 @pytest.fixture(params=REAL_MODELS)
 def real(request, shared_models_dir):
-    """A real model, tokens that it is made for, and what it is known to make of them."""
+    """Return a real model, tokens for it, and its expected results on them."""
     from attn_only_lens.models.source_folder import load_source
 
     folder = shared_models_dir / request.param

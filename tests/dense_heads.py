@@ -1,4 +1,4 @@
-"""Every head of a HookedTransformer as dense float64 matrices, from its raw weights; an oracle."""
+"""An oracle: every head of a HookedTransformer as dense float64 matrices, from its raw weights."""
 
 import pandas as pd
 import torch
@@ -48,7 +48,7 @@ class Dense:
                 value = before[1] @ mlp.W_in.detach()[:, neuron]
                 gate = before[1] @ mlp.W_gate.detach()[:, neuron] if cfg.gated_mlp else value
                 out = mlp.W_out.detach()[neuron] @ after[1]
-                # With a value's matrix in front, whose length cancels: TransformerLens' W_V W_O.
+                # The value vector comes first; its length cancels, as in TransformerLens' W_V W_O.
                 self.writes[name] = torch.outer(value, out)
                 self.reads[name] = {"q": gate[:, None], "v": value[:, None]}
         self.writes["embed"] = source.W_E.detach()

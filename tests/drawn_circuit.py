@@ -19,7 +19,7 @@ META = {"tokens": EVIL, "metric": "p('</title>') & \"x\"", "value": 3.7, "model"
 
 
 def circuit(n_neurons=13, seed=0):
-    """Embeddings, neurons of three layers, a head, a bias, a rest, a metric; every edge upward."""
+    """Return embeddings, neurons of three layers, a head, a bias, a rest, a metric, and edges."""
     rng = np.random.default_rng(seed)
     rows = [(f"embed@{t}", "embed", None, "embed", t) for t in range(len(EVIL))]
     rows += [
@@ -52,7 +52,7 @@ def circuit(n_neurons=13, seed=0):
 
 
 def details():
-    """Of one neuron by name, and of one node by id."""
+    """Return details of one neuron by name, and of one node by id."""
     ramp = [t / len(EVIL) for t in range(len(EVIL))]
     return {
         "L1N4": viz.NodeDetails(

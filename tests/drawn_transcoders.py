@@ -1,6 +1,6 @@
-"""Random transcoders, and what they compute, by their definition and plain hooks.
+"""Random transcoders, and their outputs computed from the definition and by plain hooks.
 
-Nothing of attn_only_lens but the class `Transcoder`, which holds the weights, enters here.
+The class `Transcoder`, which holds the weights, is all that is used from attn_only_lens.
 """
 
 import bridges
@@ -14,7 +14,7 @@ ACTIVATIONS = ("relu", "jumprelu", "topk")
 
 
 def drawn(d_model, seed=0, activation="jumprelu", n_features=FEATURES, skip=False, **options):
-    """A transcoder with random weights, of which about a third of the features is active."""
+    """Return a transcoder with random weights; about a third of its features are active."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -38,7 +38,7 @@ def drawn(d_model, seed=0, activation="jumprelu", n_features=FEATURES, skip=Fals
 
 
 def active(q, transcoder):
-    """Which features are active, one number at a time."""
+    """Return which features are active, decided one number at a time."""
     rows = q.reshape(-1, q.shape[-1])
     result = torch.zeros_like(rows, dtype=torch.bool)
     for i, row in enumerate(rows.tolist()):
@@ -55,7 +55,7 @@ def active(q, transcoder):
 
 
 def imitated(x, transcoder):
-    """The output of a transcoder by its definition, and its activations."""
+    """Return the output of a transcoder by its definition, and its activations."""
     q = x @ transcoder.W_enc.to(x) + transcoder.b_enc.to(x)
     z = torch.where(active(q, transcoder), q, torch.zeros_like(q))
     y = z @ transcoder.W_dec.to(x) + transcoder.b_dec.to(x)
@@ -65,18 +65,18 @@ def imitated(x, transcoder):
 
 
 def bridge(name, dtype=torch.float64):
-    """A bridge of a family, with names and norms as TransformerLens' own, weights as they are."""
+    """Return a bridge of a family without processed weights."""
     return bridges.boot(name, dtype)
 
 
 def hooked(name, dtype=torch.float64, **changes):
-    """A HookedTransformer of a family."""
+    """Return a HookedTransformer of a family."""
     from models import build
 
     return build(name, dtype, **changes)
 
 
 def layers_of(model, layers=None, **options):
-    """A transcoder for each layer, or for those chosen."""
+    """Return a transcoder for each layer, or for the given layers."""
     chosen = range(len(model.blocks)) if layers is None else layers
     return {layer: drawn(model.cfg.d_model, seed=layer + 1, **options) for layer in chosen}

@@ -1,8 +1,8 @@
-"""Run the Python examples of a text, in order and together, with what the package needs alone.
+"""Run the Python examples of a text together and in order, with only the package's requirements.
 
     python -I tests/examples.py README.md docs/growth.md
 
-`make wheel` does so with an installed wheel. With `-I`, nothing of the repository can be imported.
+`make wheel` does this with an installed wheel. With `-I`, no repository file can be imported.
 """
 
 import re
@@ -15,11 +15,11 @@ EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 
 
 HOOKED = "An attention-only model"
-"""The section, of whatever page, that needs HookedTransformer."""
+"""The title of sections that need HookedTransformer, on any page."""
 
 
 def run(text, name):
-    """Run the examples in a text, those that the installed version has; how many there are."""
+    """Run the examples in a text that the installed version supports, and return their number."""
     if int(version("transformer-lens").split(".")[0]) >= 4 and f"\n## {HOOKED}\n" in text:
         text = text.replace(section(text, HOOKED), "")
     blocks = EXAMPLE.findall(text)
@@ -30,7 +30,7 @@ def run(text, name):
 
 
 def section(text, title):
-    """The section of a text under a title of the second level."""
+    """Return the section of a text under a second-level title."""
     [section] = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     return section
 

@@ -1,4 +1,4 @@
-"""The state of a bridge before and after its neurons are exposed, and how to compare it."""
+"""The state of a bridge before and after its neurons are exposed, and comparisons of states."""
 
 import torch
 from common import relative
@@ -11,7 +11,7 @@ def drop(index, dim):
 
 
 def same(cache, expected, bound=EXACT):
-    """Every hook that fires alone fires exposed, with the same values."""
+    """Check that every hook that fires on the plain model fires equally on the exposed one."""
     for key, value in expected.items():
         if value is not None and value.is_floating_point():
             finite = value.isfinite()
@@ -19,7 +19,7 @@ def same(cache, expected, bound=EXACT):
 
 
 def state(bridge):
-    """What undo has to restore."""
+    """Return the state that `undo` has to restore."""
     modules = {name: (type(m), m.training) for name, m in bridge.named_modules()}
     points = {name: (type(p), p.name, set(vars(p))) for name, p in bridge.hook_dict.items()}
     registries = [list(block.mlp._hook_registry) for block in bridge.blocks]

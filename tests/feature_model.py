@@ -10,9 +10,9 @@ DEAD = 5
 
 
 def of_mlp(model, layer, **options):
-    """A transcoder with the weights of an MLP, whose gates differ: so it misses some of the output.
+    """Return a transcoder with an MLP's weights but other gates, so it has an error.
 
-    It has one feature more, which is dead.
+    It has one additional feature, which is dead.
     """
     mlp = model.blocks[layer].mlp
     W_enc, W_dec = mlp.W_gate.detach().clone(), mlp.W_out.detach().clone()
@@ -28,7 +28,7 @@ def of_mlp(model, layer, **options):
 
 
 def with_features():
-    """The model: relu features and a skip node in layer 1, jumprelu features in layer 3."""
+    """Return the model: relu features and a skip node in layer 1, jumprelu features in layer 3."""
     model = pretrained.small_english()
     chosen = {1: of_mlp(model, 1, skip=True), 3: of_mlp(model, 3, activation="jumprelu")}
     return transcoders.attach(model, chosen).model

@@ -1,4 +1,4 @@
-"""What tests of growth share: expansions by name, and a comparison of all activations."""
+"""Helpers for tests of growth: expansions by name, and a comparison of all activations."""
 
 import torch
 from common import tokens
@@ -7,7 +7,7 @@ from attn_only_lens import expansion as ex
 
 
 def steps(n_new_layer=1, group=1):
-    """The six, by name; queries and values are one width in TransformerLens."""
+    """Return six expansions by name; TransformerLens has one width for queries and values."""
     return {
         "neurons": ex.AddNeurons(5),
         "heads": ex.AddHeads(2 * group),
@@ -27,14 +27,14 @@ def all_steps(model, order=("neurons", "heads", "width", "stream", "layer")):
 
 
 def cached(model):
-    """Logits and every activation."""
+    """Return logits and every activation."""
     with torch.no_grad():
         logits, cache = model.run_with_cache(tokens())
     return logits, dict(cache)
 
 
 def worst_activation(provenance, old, new):
-    """The relative difference of each old activation, found by provenance; what is unknown."""
+    """Return the relative difference of each old activation, and the names without provenance."""
     worst, unknown = {}, []
     for hook, expected in old.items():
         try:
@@ -56,7 +56,7 @@ def state(model):
 
 
 def same_bits(first, second):
-    """Whether two models have the same names, shapes, dtypes and bytes."""
+    """Return whether two models have the same names, shapes, dtypes and bytes."""
     first, second = first.state_dict(), second.state_dict()
     return list(first) == list(second) and all(
         a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)

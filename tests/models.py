@@ -1,4 +1,4 @@
-"""Small random HookedTransformers of every kind that can be converted: one table for all tests.
+"""Small random HookedTransformers of every kind that can be converted, in one table for all tests.
 
 Sizes are distinct primes (d_model is 2 * 13 where heads must divide it), so that no swapped axis
 can pass; every parameter is random, biases and norm weights too, so that none can be forgotten.
@@ -97,14 +97,14 @@ FAMILIES: dict[str, dict] = {
 }
 
 CORE = ("gelu", "llama", "parallel", "no_norm", "norms_before_and_after", "post_norm")
-"""One of each structure, for tests that would be slow over all of FAMILIES."""
+"""A family of each structure, for tests that would be slow over all FAMILIES."""
 
 STRUCTURES = ("gelu", "silu_gated", *list(FAMILIES)[list(FAMILIES).index("ln_pre") :])
-"""FAMILIES without those that differ from another by their activation alone."""
+"""The FAMILIES without those that differ from another only in their activation."""
 
 
 def build(name, dtype=torch.float64, scale=0.4, **changes):
-    """A model of the family, every parameter random."""
+    """Return a model of the family with random parameters."""
     cfg = HookedTransformerConfig(**BASE | FAMILIES[name] | {"dtype": dtype} | changes)
     model = HookedTransformer(cfg)
     generator = torch.Generator().manual_seed(len(name))
@@ -119,9 +119,9 @@ def build(name, dtype=torch.float64, scale=0.4, **changes):
 
 
 def written_out(name, dtype=torch.float64, **changes):
-    """The same model as `build`, in which each head has keys and values that it shares with none.
+    """Return `build`'s model with separate keys and values for each head of a group.
 
-    Without a hook the two are the same function; and here a plain hook patches one head.
+    The two compute the same function without hooks, but here a plain hook patches one head only.
     """
     shared = build(name, dtype, **changes)
     if shared.cfg.n_key_value_heads is None or shared.cfg.ungroup_grouped_query_attention:
@@ -138,7 +138,7 @@ def written_out(name, dtype=torch.float64, **changes):
 
 
 def source_folder(folder):
-    """A source model with a tokenizer, as commands take it."""
+    """Save a source model with a tokenizer, as commands take it."""
     folder.mkdir(exist_ok=True)
     model = build("gelu", dtype=torch.float32, d_vocab_out=D_VOCAB)
     config = {k: v for k, v in BASE.items() if k not in ("device", "d_vocab_out")}

@@ -1,11 +1,11 @@
-"""Everything public on a device that is not the CPU: the same results as on the CPU.
+"""Tests that all public functions give the CPU's results on another device.
 
-Prompts are on one simulated device, without float64 (as MPS is), and so are models, or they are
-split over two; tensors that do not say where they go are made on another device
-(`torch.set_default_device`), and to mix devices raises. So whatever is made in the wrong place, or
-in float64 where there is none, is an error.
+Prompts are on a simulated device without float64 (like MPS), and so are models, or they are split
+over two devices. Tensors without a given device are made on another device
+(`torch.set_default_device`), and mixing devices raises. So a tensor on the wrong device, or in
+float64 where it does not exist, is an error.
 
-`test_devices.py` runs this file, in processes of its own.
+`test_devices.py` runs this file, each part in a process of its own.
 """
 
 import copy
@@ -53,19 +53,19 @@ from attn_only_lens.models.in_place import hide
 from attn_only_lens.patching.run_patches import PatchRunner
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from libraries
 HERE, ELSEWHERE, SECOND = "simulated:1", "simulated:0", "simulated:2"
 CLEAN, CORRUPTED, OTHERS = (tokens(seed, pos=5) for seed in range(3))
 METRIC = p.logit_diff([7, 8], [8, 9])
 GIVEN = (CLEAN, CORRUPTED, METRIC)
 SITES = ["L0N3", "L1N29", "L0H1", "L1H0"]
 FEW = {"sites": SITES, "positions": [2, -1], "progress": False}
-# Bit for bit the CPU's, but where a gradient is summed up in another order.
+# Results are bitwise the CPU's, except where a gradient is summed in another order.
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 
 def twice(make, use):
-    """Hold what `use` makes of a model on the device against what it makes of it on the CPU."""
+    """Check that `use` gives the same for a model on the device as for the model on the CPU."""
     model = make("cpu")
     dtype = next(model.parameters()).dtype
     expected = use(model)
@@ -83,7 +83,7 @@ def twice(make, use):
 
 
 def same(got, expected, within, place="result"):
-    """Fail where two results are not one; numbers within a share of the largest beside them."""
+    """Check that two results agree; numbers may differ by a fraction of the largest one."""
     if isinstance(expected, torch.Tensor):
         got, expected = got.detach().cpu(), expected.detach().cpu()
         assert (got.dtype, got.shape) == (expected.dtype, expected.shape), place
@@ -114,15 +114,15 @@ def same(got, expected, within, place="result"):
     return None
 
 
-# Models, by device: made there, or made on the CPU and moved.
+# Models by device, made there or moved from the CPU.
 
 
 def bridge(name, device, dtype=torch.float32):
     return bridges.boot(name, dtype).to(device)
 
 
-# The modules of each family that a map of devices names, and those of them on the second device.
-# GPT-2's unembedding is tied to its embedding, on the first: the stream comes back to it.
+# The modules of each family in a device map, and those of them on the second device.
+# GPT-2's unembedding is tied to its embedding on the first, so the stream comes back.
 PLACES = {
     "gpt2": (
         "transformer.wte transformer.wpe transformer.h.0 lm_head",
@@ -136,7 +136,7 @@ PLACES = {
 
 
 def split(name, device, dtype=torch.float32):
-    """A bridge whose module is on two devices, as transformers loads it with a `device_map`."""
+    """Return a bridge on two devices, as transformers loads it with a `device_map`."""
     if device == "cpu":
         return bridges.boot(name, dtype)
     places = zip(PLACES[name], (HERE, SECOND), strict=True)
@@ -181,7 +181,7 @@ SOME = {
     "gemma2, moved": moved(bridge, "gemma2", "exposed", "exact"),
     "native, half": made(bridge, "native", "exposed", "exact", HALF),
 }
-if HAS_HOOKED_TRANSFORMER:  # bridges are much the same in both: all but one, with 4
+if HAS_HOOKED_TRANSFORMER:  # bridges hardly differ between versions: 4 tests all but one
     ALL = {
         "converted": made(hooked, "gelu", "converted", "exact"),
         "converted, bilinear, moved": moved(hooked, "silu_gated", "converted", "bilinear"),
@@ -196,16 +196,16 @@ if HAS_HOOKED_TRANSFORMER:  # bridges are much the same in both: all but one, wi
     }
 
 
-# What is done with them
+# The functions to test
 
 
 def there(model):
-    """The prompts where a model is: a bridge does not take them there by itself."""
+    """Return the prompts on the model's device, because a bridge does not move them."""
     return CLEAN.to(next(model.parameters()).device)
 
 
 def passes(model):
-    """Forward with every hook live, and backward."""
+    """Run a forward pass with every hook live, and a backward pass."""
     logits, cache = model.run_with_cache(there(model))
     logits.float().square().mean().backward()
     gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
@@ -236,7 +236,7 @@ def sweeps(model):
 
 
 def other_sweeps(model):
-    """Other metrics, padding, references, and both parts of what a neuron-head writes."""
+    """Run sweeps with other metrics, padding and references, and of both parts of neuron-heads."""
     mask = torch.ones_like(CLEAN)
     mask[0, :2] = 0
     pair = p.prompt_pair(model, CLEAN, CORRUPTED, mask)
@@ -286,7 +286,7 @@ def weights(model):
     into, onto = p.all_heads([0]), p.all_heads([1])
     return (
         [circuits.composition(model, into, onto, kind) for kind in "qkv"],
-        circuits.top_compositions(model, 5, kind="v"),  # of the embedding, too
+        circuits.top_compositions(model, 5, kind="v"),  # includes the embedding
         circuits.copying_scores(model, tokens=range(D_VOCAB)).drop(columns="copying"),
         circuits.token_paths(model, k=5, progress=False)[["score"]],
         circuits.ov_circuit(model, "L1H0").top(3)[["score"]],
@@ -306,7 +306,7 @@ def paths(model):
 
 
 def steered(model):
-    """Runs and generation with heads ablated and steered, and what is measured of each prompt."""
+    """Run and generate with heads ablated and steered, and compute scores for each prompt."""
     prompts, several = there(model), host_of(model).neurons[0].heads_per_neuron > 1
     neuron = "L0N3.1" if several else "L0N3"
     width = model.run_with_cache(prompts)[1]["blocks.0.attn.hook_z"].shape[-1]
@@ -318,7 +318,7 @@ def steered(model):
     ):
         with context:
             results.append(model(prompts))
-            # That of HookedTransformer is in inference mode, which this device cannot be in.
+            # HookedTransformer generates in inference mode, which this device does not support.
             if isinstance(model, TransformerBridge):
                 how = {"max_new_tokens": 3, "do_sample": False, "stop_at_eos": False}
                 how |= {"return_type": "tokens", "verbose": False}
@@ -335,7 +335,7 @@ USES = (
 )
 
 
-# Converted, bilinear heads run what others run, but for passes and sweeps; they are the slowest.
+# Converted bilinear heads differ only in passes and sweeps, and are the slowest models.
 DONE = [
     pytest.param(kind, use, id=f"{kind}-{use.__name__}")
     for kind in ALL
@@ -358,11 +358,11 @@ def test_other_models(kind):
     twice(SOME[kind], use)
 
 
-# Models made from others
+# Models made from other models
 
 
 def verified(model):
-    """Of the model itself, exposed; and for a HookedTransformer, converted with both gates."""
+    """Verify the exposed model, and on 3.9 converted models with both kinds of gates."""
     with expose_neuron_heads(model):
         results = [verify(model, model, CLEAN)]
     if HAS_HOOKED_TRANSFORMER:
@@ -375,7 +375,7 @@ def bilinear(model):
 
 
 def grown(model):
-    """Grown in every size, trained before and after, and cut back."""
+    """Grow every size, train before and after, and shrink the result."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     training = Training(model, optimizer, {1: ex.compose(ex.AddNeurons(3), ex.WidenStream(2))})
     losses = []
@@ -451,7 +451,7 @@ def test_the_shipped_model():
     twice(pretrained.modular_addition, lambda model: model(prompts.to(model.cfg.device)))
 
 
-# How much is asked of it
+# How many operations are needed
 
 of_bridges = pytest.mark.skipif(
     HAS_HOOKED_TRANSFORMER, reason="bridges are much the same in both: counted with 4"
@@ -459,7 +459,7 @@ of_bridges = pytest.mark.skipif(
 
 
 def gpt2_of_twelve_layers():
-    """As many layers as GPT-2 small has: kernels hang on these, and not on widths."""
+    """Return a model with GPT-2 small's 12 layers; kernels depend on layers, not on widths."""
     sizes = {"n_layer": 12, "n_embd": 12, "n_head": 2, "vocab_size": 41, "n_positions": 17}
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     source = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -482,7 +482,7 @@ def test_exposing_looks_at_all_weights_and_at_all_checks_once():
 @of_bridges
 @pytest.mark.parametrize("n_pos", [5, 13])
 def test_attribution_takes_a_pass_a_run_and_a_transfer_a_layer(n_pos):
-    """Of every neuron and position, whatever their number."""
+    """Attribution of any number of neurons takes one pass per run and one transfer per layer."""
     clean, corrupted = (tokens(seed, batch=1, pos=n_pos) for seed in range(2))
     model = gpt2_of_twelve_layers()
     set_up()
@@ -491,7 +491,7 @@ def test_attribution_takes_a_pass_a_run_and_a_transfer_a_layer(n_pos):
         arguments = clean.to(HERE), corrupted.to(HERE), p.logit_diff(7, 8)
         device.counts.clear()
         p.attribution(model, *arguments, sites=p.neuron_heads(), budget=0, progress=False)
-    assert device.total("kernel") <= 2_500  # 2,211 measured with 15 tokens
+    assert device.total("kernel") <= 2_500  # 2,211 with 15 tokens
     assert device.synchronisations <= 12 + 30
 
 
@@ -499,7 +499,7 @@ def test_attribution_takes_a_pass_a_run_and_a_transfer_a_layer(n_pos):
 def test_kernels_of_repairs(counted):
     def repair(model, *prompts_and_metric):
         device = SimulatedDevice.current()
-        for _ in range(2):  # the second time, the model has passed its tests
+        for _ in range(2):  # the second time, the model's checks are cached
             device.counts.clear()
             p.attribution(model, *prompts_and_metric, budget=3, progress=False)
 
@@ -509,7 +509,7 @@ def test_kernels_of_repairs(counted):
 @of_bridges
 @pytest.mark.parametrize("n_names", [7, 19])
 def test_a_sweep_of_few_names_takes_one_pass(n_names, monkeypatch):
-    """At every position, whatever their number; beside the passes that record and test."""
+    """A sweep of all positions takes one pass for any number of names, besides the tests."""
     clean, corrupted = (tokens(seed, batch=1, pos=13) for seed in range(2))
     names = [f"L{i % 12}N{3 + 2 * i}" for i in range(n_names)]
     model, counts = gpt2_of_twelve_layers(), []
@@ -536,7 +536,7 @@ def test_a_sweep_of_few_names_takes_one_pass(n_names, monkeypatch):
 
 @of_bridges
 def test_a_split_model_takes_the_same_shortcuts():
-    """The same kernels and waits: where a step of a replay fails, it is slower, and still right."""
+    """A split model needs as many kernels and waits; a failed shortcut would only be slower."""
     set_up()
     counts = []
     with SimulatedDevice(forbid_float64=True) as device:
@@ -553,7 +553,7 @@ def test_a_split_model_takes_the_same_shortcuts():
 
 @pytest.fixture(scope="module")
 def counted():
-    """The counts of a call on such a model, of prompts of 15 tokens that differ late."""
+    """Return a function that counts a call's operations on 15-token prompts that differ late."""
     set_up()
     clean = tokens(pos=15)[:1]
     corrupted = clean.clone()
@@ -564,7 +564,7 @@ def counted():
             call(model, clean.to(HERE), corrupted.to(HERE), p.logit_diff(7, 8))
         return device
 
-    torch.manual_seed(0)  # another model may need another pass of circuits
+    torch.manual_seed(0)  # the circuit for another model may need another pass
     with SimulatedDevice():
         model = gpt2_of_twelve_layers().to(HERE)
     return count
@@ -580,7 +580,7 @@ def test_kernels_of_a_graph(counted):
         )
 
     few, many = graph(5), graph(50)
-    # Most are of the runs that take the model apart and test it, whatever the number of nodes.
+    # Most kernels are in runs that take the model apart and test it, for any number of nodes.
     assert many.total("kernel") <= 9_500
     assert many.total("kernel") - few.total("kernel") <= 2_500
     # The errors of checks, and edges of all sublayers, are read together.
@@ -590,12 +590,12 @@ def test_kernels_of_a_graph(counted):
 
 @of_bridges
 def test_kernels_of_a_search(counted):
-    """Of all prefixes, complements and random circuits together, few passes."""
+    """All prefixes, complements and random circuits together take few passes."""
 
     def search(model, clean, corrupted, metric):
         how = {"order": "magnitude", "budget": 0, "progress": False}
         device = SimulatedDevice.current()
-        for _ in range(2):  # the second time, the model has passed its tests
+        for _ in range(2):  # the second time, the model's checks are cached
             device.counts.clear()
             circuits.discover(model, clean, corrupted, metric, **how)
             counts.append((device.total("kernel"), device.synchronisations))
@@ -641,7 +641,7 @@ def test_waits_of_a_comparison_do_not_grow_with_layers():
             moved_model.to(HERE)
         device.counts.clear()
         compare(model, larger, torch.cat([CLEAN, CORRUPTED])[:2], p.loss(), **how)
-    assert device.synchronisations <= 220  # 203 measured; a wait per layer and model adds 24
+    assert device.synchronisations <= 220  # 203 needed; a wait per layer and model would add 24
 
 
 # The device itself

@@ -1,11 +1,11 @@
-"""What tests do with the page of a circuit: read its data, click, slide, see what is visible."""
+"""Helpers for tests of a circuit's page: read its data, click, slide, list visible elements."""
 
 import json
 import re
 
 
 def read_back(html):
-    """The data of a page."""
+    """Return the data of a page."""
     return json.loads(re.search(r'id="circuit">(.*?)</script>', html, re.S)[1])
 
 
@@ -30,7 +30,7 @@ def slide(opened, which, value):
 
 
 def ids(opened, selector="#stage .node"):
-    """Ids of the nodes, or rows of the edges (`#stage .edge`), that are shown."""
+    """Return the ids of visible nodes, or the rows of visible edges (`#stage .edge`)."""
     listed = opened.js(
         "return [...document.querySelectorAll(arguments[0])].map(e => e.dataset.id)", selector
     )
@@ -44,7 +44,7 @@ def switch(opened, *boxes):
 
 
 def show_all(opened):
-    """All nodes and edges, of all kinds."""
+    """Show all nodes and edges, of all kinds."""
     switch(opened, "extras", *(f"edges-{kind}" for kind in ("q", "k")))
     slide(opened, "node-slider", 1000)
     slide(opened, "edge-slider", 1000)

@@ -1,6 +1,6 @@
-"""Patches by TransformerLens' own hooks, one site and one forward pass each: what to compare with.
+"""Reference patches by TransformerLens' own hooks, with one site per forward pass.
 
-Nothing of attn_only_lens but the names of hook points enters here.
+Only the names of hook points come from attn_only_lens.
 """
 
 import torch
@@ -12,7 +12,7 @@ ACTIVATION = {"z": "z", "pattern": "pattern", "value": "v", "q": "q", "k": "k"}
 
 
 def difference(logits, positions=None):
-    """The logit difference at the last position of each prompt, or at others; the mean."""
+    """Return the mean logit difference at the last position of each prompt, or at others."""
     rows = torch.arange(len(logits))
     places = logits.shape[1] - 1 if positions is None else positions
     chosen = logits[rows, places]
@@ -20,7 +20,7 @@ def difference(logits, positions=None):
 
 
 def place(model, name, part, pos):
-    """The hook point of a part of a head, and where in it the head is."""
+    """Return the hook point of a part of a head, and the head's index in it."""
     head = HeadName.parse(name)
     if part == "pattern":
         return head.hook("pattern", model), (slice(None), head.index, pos)
@@ -29,7 +29,7 @@ def place(model, name, part, pos):
 
 @torch.no_grad()
 def seen(model, tokens, hook_name, mask=None, hooks=()):
-    """What a hook point shows in a run."""
+    """Return the activation at a hook point in a run."""
     seen_values = []
     keep = (hook_name, lambda value, hook: seen_values.append(value.clone()))
     with model.hooks(fwd_hooks=[*hooks, keep]):
@@ -39,7 +39,7 @@ def seen(model, tokens, hook_name, mask=None, hooks=()):
 
 @torch.no_grad()
 def moved(model, tokens, hook_name, index, change, mask=None, hooks=()):
-    """The logits of a run in which one hook point is moved somewhere."""
+    """Return the logits of a run with a change added at an index of a hook point."""
 
     def edit(value, hook):
         value = value.clone()
@@ -51,9 +51,9 @@ def moved(model, tokens, hook_name, index, change, mask=None, hooks=()):
 
 
 def slope(model, tokens, hook_name, index, change, metric=difference, mask=None, step=1e-4):
-    """The derivative of the metric along a change, by central differences.
+    """Return the derivative of the metric along a change, by central differences.
 
-    With an error of step² times the third derivative, and of rounding, 1e-16/step.
+    The error is step² times the third derivative, plus rounding of 1e-16/step.
     """
     values = [
         metric(moved(model, tokens, hook_name, index, sign * step * change, mask))

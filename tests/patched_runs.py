@@ -1,6 +1,6 @@
-"""Activation patching one whole forward pass at a time, with hooks: what sweeps are held against.
+"""Reference activation patching with hooks, one whole forward pass at a time.
 
-Shares no code with the package: names are taken apart here, and hook points spelled out.
+This file shares no code with the package: it parses names and spells out hook points itself.
 """
 
 import re
@@ -12,12 +12,12 @@ ACTIVATION = {"z": "z", "pattern": "pattern", "value": "v", "q": "q", "k": "k"}
 
 
 def two_blocks(model):
-    """Whether the model has two blocks a layer, or its neuron-heads beside its MLPs."""
+    """Return whether the model has two blocks per layer, or neuron-heads next to its MLPs."""
     return any("mlp" not in dict(block.named_children()) for block in model.blocks)
 
 
 def hook_point(model, name, part):
-    """The full name of the hook point of that part of the head."""
+    """Return the full name of the hook point for this part of the head."""
     layer, kind = re.fullmatch(r"L(\d+)([HN])[\d.]+", name).groups()
     if two_blocks(model):
         return f"blocks.{2 * int(layer) + (kind == 'N')}.attn.hook_{ACTIVATION[part]}"
@@ -27,7 +27,7 @@ def hook_point(model, name, part):
 
 
 def heads_of(name, per_neuron=1):
-    """Where the heads of that name stand among those of the hook point."""
+    """Return the indices of the heads with this name at their hook point."""
     kind, index, member = re.fullmatch(r"L\d+([HN])(\d+)(?:\.(\d+))?", name).groups()
     if kind == "H" or per_neuron == 1:
         return [int(index)]
@@ -36,23 +36,23 @@ def heads_of(name, per_neuron=1):
 
 
 def cached(model, tokens, mask=None):
-    """What every hook point showed."""
+    """Return every hook point's activation."""
     return model.run_with_cache(tokens, attention_mask=mask)[1]
 
 
 @torch.no_grad()
 def patched_logits(model, tokens, source, name, part, places, mask=None, per_neuron=1):
-    """The logits of a whole run with one head patched.
+    """Return the logits of a whole run with one head patched.
 
     Args:
-        model: with neuron-heads.
-        tokens: of the run that is patched.
-        source: by hook point, what is patched in.
+        model: a model with neuron-heads.
+        tokens: the tokens of the run to patch.
+        source: the patched-in activations, by hook point.
         name: the head.
-        part: what of it.
-        where: [batch, pos], the positions to patch; of a pattern, queries.
+        part: the part of the head.
+        places: the [batch, pos] positions to patch; for a pattern, the queries.
         mask: 1 for real tokens.
-        per_neuron: heads that share a neuron.
+        per_neuron: the number of heads per neuron.
     """
     point = hook_point(model, name, part)
 
@@ -70,13 +70,13 @@ def patched_logits(model, tokens, source, name, part, places, mask=None, per_neu
 
 
 def mask_at(batch, pos, *positions):
-    """[batch, pos], set at these positions of every prompt."""
+    """Return a [batch, pos] mask with these positions of every prompt set."""
     places = torch.zeros(batch, pos, dtype=torch.bool)
     places[:, list(positions)] = True
     return places
 
 
 def logit_diff(logits, last, correct, wrong):
-    """The mean over prompts of the logit difference at each one's last position."""
+    """Return the mean over prompts of the logit difference at each prompt's last position."""
     rows = torch.arange(len(logits))
     return (logits[rows, last, correct] - logits[rows, last, wrong]).mean().item()

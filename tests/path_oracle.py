@@ -1,8 +1,8 @@
 """Paths from head to head on a HookedTransformer, by its own hooks and weights.
 
-Writes, norms and inputs are computed from the weights and the cache. Queries, keys or values are
-put into one run to see what the receiver makes of them, and its z into another. Nothing of
-attn_only_lens enters.
+Outputs, norms and inputs are computed from the weights and the cache. One run with changed queries,
+keys or values gives the receiver's z, and another run gets this z. Nothing from attn_only_lens is
+used.
 """
 
 import torch
@@ -28,7 +28,7 @@ class PathOracle:
         self.both = bool(getattr(self.cfg, "use_normalization_before_and_after", False))
 
     def normed(self, norm, cache, name, change, x=None):
-        """What a norm makes of a change; of x + change less x, its scale computed anew."""
+        """Return the norm of a change; with `x`, of x + change minus x, with a new scale."""
         if norm is None or isinstance(norm, torch.nn.Identity):
             return change
         kind = (self.cfg.normalization_type or "").removesuffix("Pre")
@@ -44,7 +44,7 @@ class PathOracle:
         return (x + change) / new * w - x / old * w
 
     def around(self, head):
-        """The norms before and after a sublayer, and what they are called."""
+        """Return the norms before and after a sublayer, with their names."""
         n = 1 if head.kind == "attention" else 2
         block, prefix = self.model.blocks[head.layer], f"blocks.{head.layer}.ln{n}"
         first = (getattr(block, f"ln{n}", None), prefix)

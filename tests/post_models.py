@@ -14,7 +14,7 @@ LAYOUT = StreamCoordinates(N, D, D_MLP)
 BIAS = N  # the bias vector is the last one
 # e^{-2Ω} is 0 in float64 from Ω = 373, so linear patterns are exact; 2Ω - h has a spacing of 2e-13.
 EXACT = 1000.0
-# Sums of a few dozen terms of size ~ 1, and h read to 2e-13 inside σ.
+# Sums of a few dozen terms of size ~ 1, with h rounded to 2e-13 inside σ.
 CLOSE = {"rtol": 0.0, "atol": 1e-12}
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["unmasked", "causal"])
 GAUGE = pytest.mark.parametrize("gauge", ["post", "shifted"])
@@ -54,7 +54,7 @@ def tokens(*batch, dtype=torch.float64):
 
 
 def direct(transformer, x, activation=F.silu):
-    """The original model, layer by layer: (after attention, hidden, activated, after the MLP)."""
+    """Return the states of each layer: after attention, hidden, activated, after the MLP."""
     steps = []
     for w in transformer.layers:
         query = F.linear(x, w.W_Q.mT.flatten(0, 1), w.b_Q.flatten())
@@ -70,12 +70,12 @@ def direct(transformer, x, activation=F.silu):
 
 
 def error(post, transformer, x):
-    """Largest error of the whole model's output."""
+    """Return the largest error of the whole model's output."""
     return (post.run(x).output - direct(transformer, x)[-1][-1]).abs().max().item()
 
 
 def altered(post, sublayer, change):
-    """The construction with one sublayer of every layer changed."""
+    """Return the construction with one sublayer of every layer changed."""
     name = SUBLAYERS[sublayer]
     layers = [replace(layer, **{name: change(getattr(layer, name))}) for layer in post.layers]
     return replace(post, layers=tuple(layers))

@@ -1,4 +1,4 @@
-"""Sweeps of random values, for tests of what is done with them."""
+"""Sweeps of random values, for tests of functions that take sweeps."""
 
 import numpy as np
 import pandas as pd
@@ -21,7 +21,7 @@ TOKENS = PromptTokens([TEXTS] * 7, [[*TEXTS[:2], " a", *TEXTS[3:]]] * 7, {"subje
 
 
 def values(seed=0, positions=range(POSITIONS)):
-    """A frame of 13 sites at each position."""
+    """Return a frame of 13 sites at each position."""
     rows = [
         (layer, kind, index, f"L{layer}{kind[0].upper().replace('A', 'H')}{index}", pos)
         for index, layer, kind in zip(
@@ -34,5 +34,5 @@ def values(seed=0, positions=range(POSITIONS)):
 
 
 def sweep(seed=0, frame=None, **changes):
-    """A sweep of those values."""
+    """Return a sweep of those values."""
     return p.Sweep(values(seed) if frame is None else frame, **RUN | changes)

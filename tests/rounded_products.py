@@ -1,9 +1,9 @@
-"""Matrix products as a GPU makes them of float32 where TF32 is allowed: of inputs with 10 bits.
+"""Float32 matrix products as on a GPU with TF32, where inputs have 10 mantissa bits.
 
-`torch.set_float32_matmul_precision("high")` changes nothing on most CPUs. With this it does: while
-the mode is entered, float32 inputs of matrix products are rounded to TF32's 10 bits, in backward
-passes too, unless the setting says "highest". A GPU may leave small products alone; here, those of
-fewer rows than `least`.
+`torch.set_float32_matmul_precision("high")` changes nothing on most CPUs. Within this mode, float32
+inputs of matrix products are rounded to TF32's 10 bits, in backward passes too, unless the setting
+is "highest". A GPU may not round small products; here, products with fewer rows than `least` are
+exact.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ __all__ = ["RoundedProducts", "tf32"]
 
 _DROPPED = 13  # of float32's 23 bits
 _aten = torch.ops.aten
-_FACTORS = {  # where the two matrices stand
+_FACTORS = {  # the positions of the two matrices
     _aten.mm.default: (0, 1),
     _aten.bmm.default: (0, 1),
     _aten.addmm.default: (1, 2),
@@ -28,10 +28,10 @@ _FACTORS = {  # where the two matrices stand
 
 
 class RoundedProducts(TorchDispatchMode):
-    """While it is entered, products are of rounded matrices.
+    """A mode in which matrix products use rounded matrices.
 
     Attributes:
-        rounded: how many products have been.
+        rounded: the number of products so far.
     """
 
     def __init__(self, least: int = 0) -> None:
@@ -51,7 +51,7 @@ class RoundedProducts(TorchDispatchMode):
 
 
 def rounded(x: Tensor) -> Tensor:
-    """To the nearest float32 of 10 bits; of two, to the even one."""
+    """Round to the nearest float32 with 10 mantissa bits; ties go to the even one."""
     bits = x.contiguous().view(torch.int32)
     odd = (bits >> _DROPPED) & 1
     nearest = (bits + ((1 << (_DROPPED - 1)) - 1) + odd) & -(1 << _DROPPED)
@@ -60,7 +60,7 @@ def rounded(x: Tensor) -> Tensor:
 
 @contextmanager
 def tf32(least: int = 0) -> Iterator[RoundedProducts]:
-    """A notebook that has called `torch.set_float32_matmul_precision("high")`, on a GPU."""
+    """Simulate `torch.set_float32_matmul_precision("high")` on a GPU."""
     torch.set_float32_matmul_precision("high")
     try:
         with RoundedProducts(least) as mode:

@@ -1,4 +1,4 @@
-"""Files that somebody edits and seals again, as an attacker would, or a careless program."""
+"""Files that are edited and sealed again, as by an attacker or a careless program."""
 
 import json
 import random
@@ -7,7 +7,7 @@ from attn_only_lens.storage.documents import _digest, _seal
 
 
 def rewrite(path, change=None, /, **changes):
-    """Change the JSON in a file, by a function or key by key, so that its digest is right again."""
+    """Change the JSON in a file, by a function or key by key, and update its digest."""
     whole = json.loads(path.read_text("utf-8"))
     if change is not None:
         change(whole)
@@ -17,19 +17,19 @@ def rewrite(path, change=None, /, **changes):
 
 
 def digest_again(manifest, name):
-    """Have a manifest say what is true of a file that was exchanged."""
+    """Update a manifest after a file was replaced."""
     rewrite(manifest, lambda whole: whole["files"].update({name: _digest(manifest.parent / name)}))
 
 
 def flips(folder, n=40, seed=0):
-    """Flip one bit somewhere in one of the files of a folder, `n` times, and put it back."""
+    """Flip a random bit in a random file of a folder, `n` times, and restore it each time."""
     numbers = random.Random(seed)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for _ in range(n):
         path = numbers.choice(files)
         whole = path.read_bytes()
         broken = bytearray(whole)
-        # The first bytes say how the rest is to be read.
+        # The first bytes define how to read the rest.
         index = numbers.randrange(len(whole) if numbers.random() < 0.7 else min(len(whole), 400))
         broken[index] ^= 1 << numbers.randrange(8)
         path.write_bytes(broken)
@@ -46,7 +46,7 @@ ODD = (
 
 
 def mutated(whole, seed):
-    """A copy of what JSON holds with one value exchanged, left out or added; and a word on it."""
+    """Return a copy of JSON data with one value replaced, removed or added, and a description."""
     numbers = random.Random(seed)
     whole = json.loads(json.dumps(whole))
     places = []

@@ -1,13 +1,13 @@
-"""A device that is not the CPU, in Python: for tests of how the package treats devices.
+"""A simulated device in Python, for tests of how the package treats devices.
 
-`simulated:0`, `:1` and `:2` are devices to torch (its PrivateUse1 backend). Their tensors wrap
-CPU tensors, so results are the CPU's, bit for bit; but an operation that mixes devices raises, as
-on a GPU, with the file and line that asked for it. What CUDA allows is allowed: scalars on the CPU,
-and indices. With `forbid_float64`, as on MPS, a float64 tensor on the device raises, too.
+`simulated:0`, `:1` and `:2` are devices in torch (the PrivateUse1 backend). Their tensors wrap CPU
+tensors, so results are bitwise the CPU's. An operation that mixes devices raises, as on a GPU, and
+names the file and line of the call. As with CUDA, scalars and indices may be on the CPU. With
+`forbid_float64`, a float64 tensor on the device raises too, as on MPS.
 
-Counted, by file and line: kernels (all operations but views and allocations); transfers from
-("D2H"), to ("H2D") and between devices ("D2D"); and "sync", where the host waits for a value or for
-a shape that depends on values. Every D2H is such a wait too: `synchronisations` counts both.
+The mode counts by file and line: kernels (all operations except views and allocations); transfers
+from ("D2H"), to ("H2D") and between devices ("D2D"); and "sync", where the host waits for a value
+or for a shape that depends on values. A D2H is also such a wait: `synchronisations` counts both.
 
     set_up()
     with SimulatedDevice() as device:
@@ -15,12 +15,11 @@ a shape that depends on values. Every D2H is such a wait too: `synchronisations`
         print(device.total("kernel"), device.synchronisations)
         print(device.report())
 
-The limits: no streams, no limit of memory, no speed; a kernel of a GPU may be another one than the
-CPU's. In-place changes of shape (`t_`) are not followed. Autograd runs on the caller's thread while
-the device is entered.
+Not simulated are streams, memory limits, speed, a GPU's own kernels, and in-place changes of shape
+(`t_`). Within the mode, autograd runs on the caller's thread.
 
-PrivateUse1 can be taken once in a process and not given back, so `test_devices.py` runs what needs
-it in processes of their own.
+PrivateUse1 can be registered only once per process, so `test_devices.py` runs the tests that need
+it in separate processes.
 """
 
 import sys
@@ -40,7 +39,7 @@ __all__ = ["Float64Forbidden", "MixedDevices", "SimulatedDevice", "set_up"]
 NAME = "simulated"
 N_DEVICES = 3
 
-# No kernel: views, allocations, and the answers that `_SYNC` counts.
+# Operations without a kernel: views, allocations, and the answers that `_SYNC` counts.
 _FREE = frozenset(
     (
         *("_local_scalar_dense", "_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk"),
@@ -50,7 +49,7 @@ _FREE = frozenset(
         *("unsqueeze", "view", "view_as_complex", "view_as_real"),
     )
 )
-# The host waits: for a value, or for a shape that depends on values.
+# The host waits for a value, or for a shape that depends on values.
 _SYNC = frozenset(
     (
         *("_local_scalar_dense", "_unique2", "equal", "is_nonzero", "masked_select", "nonzero"),
@@ -65,11 +64,11 @@ class MixedDevices(RuntimeError):
 
 
 class Float64Forbidden(TypeError):
-    """A float64 tensor on a device that has none."""
+    """A float64 tensor is on a device without float64."""
 
 
 class _Simulated(Tensor):
-    """A CPU tensor, `inner`, that says that it is elsewhere."""
+    """A wrapper around a CPU tensor, `inner`, that reports the simulated device."""
 
     inner: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -101,10 +100,10 @@ class _Simulated(Tensor):
     def __repr__(self) -> str:
         return f"_Simulated({self.inner}, device={self.device})"
 
-    # What torch does below the operations: as if the storage were the device's own.
+    # Methods below torch's operations act as if the storage were on the device.
 
     def new_tensor(self, data: Any, *, dtype: torch.dtype | None = None, **how: Any) -> Tensor:
-        # By itself it takes the current device, which there is only one of here.
+        # torch itself uses the current device, and only one exists here.
         return torch.tensor(data, dtype=dtype or self.dtype, **{"device": self.device, **how})
 
     def tolist(self) -> Any:
@@ -119,14 +118,14 @@ class _Simulated(Tensor):
 
 
 class SimulatedDevice(TorchDispatchMode):
-    """While it is entered, `simulated:0`, `simulated:1` and `simulated:2` exist.
+    """A mode in which `simulated:0`, `simulated:1` and `simulated:2` exist.
 
     Args:
-        watch: of which files the file:line is given; the innermost caller whose path has it.
+        watch: a part of the paths to report; file:line is the innermost caller with it.
         forbid_float64: whether the device has no float64.
 
     Attributes:
-        counts: by kind and file:line.
+        counts: the number of events, by kind and file:line.
     """
 
     _entered: ClassVar[list["SimulatedDevice"]] = []
@@ -138,14 +137,14 @@ class SimulatedDevice(TorchDispatchMode):
 
     @classmethod
     def current(cls) -> "SimulatedDevice":
-        """The innermost one."""
+        """Return the innermost active mode."""
         return cls._entered[-1] if cls._entered else cls()
 
     def __enter__(self) -> "SimulatedDevice":
         self._entered.append(self)
-        # Threads of autograd are one a device, and know of one device of a backend in Python.
+        # Autograd has one thread per device, and supports one device per Python backend.
         self._threads = torch.autograd.set_multithreading_enabled(False)
-        # As on a GPU, a model that is moved keeps its parameters, and those that are tied.
+        # As on a GPU, moving a model keeps its parameters and its tied weights.
         self._swaps = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         if len(self._entered) == 1:
@@ -164,22 +163,22 @@ class SimulatedDevice(TorchDispatchMode):
         return self.call(func, args, kwargs or {})
 
     def total(self, kind: str) -> int:
-        """How many: of "kernel", "sync", "D2H", "H2D" or "D2D"."""
+        """Return the number of events of one kind: "kernel", "sync", "D2H", "H2D" or "D2D"."""
         return sum(n for (counted, _), n in self.counts.items() if counted == kind)
 
     @property
     def synchronisations(self) -> int:
-        """How often the host waited for the device."""
+        """Return how often the host waited for the device."""
         return self.total("sync") + self.total("D2H")
 
     def report(self) -> str:
-        """A line for each kind and place, the most frequent first."""
+        """Return a line for each kind and place, the most frequent first."""
         return "\n".join(
             f"{n:7d} {kind:6s} {place}" for (kind, place), n in self.counts.most_common()
         )
 
     def count(self, kind: str) -> None:
-        """One more."""
+        """Count one event."""
         self.counts[kind, self._place()] += 1
 
     def _place(self) -> str:
@@ -192,19 +191,19 @@ class SimulatedDevice(TorchDispatchMode):
         return "?"
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation on the wrapped tensors, and wrap what it gives."""
+        """Run an operation on the wrapped tensors, and wrap its result."""
         name = func._schema.name.split("::")[1]
         tensors = [x for x in _leaves((args, kwargs)) if isinstance(x, Tensor)]
-        asked = _indexed(kwargs.get("device"))
-        ours = [x for x in tensors if isinstance(x, _Simulated)]
-        if not ours and (asked is None or asked.type != NAME):
+        requested = _indexed(kwargs.get("device"))
+        simulated = [x for x in tensors if isinstance(x, _Simulated)]
+        if not simulated and (requested is None or requested.type != NAME):
             return func(*args, **kwargs)
-        device = ours[0].device if ours else asked
-        home = asked or device
-        if name == "_to_copy":  # with `copy_`, all that may have two devices: `.to`, `.cpu`
+        device = simulated[0].device if simulated else requested
+        home = requested or device
+        if name == "_to_copy":  # like `copy_`, it may mix two devices: `.to`, `.cpu`
             self._moved(args[0].device, home)
             if kwargs.get("dtype") == torch.float64 and device.type == NAME:
-                self._refuse_float64(name, device)  # it is converted before it leaves
+                self._refuse_float64(name, device)  # the cast is on the source device
             kept = {k: v for k, v in kwargs.items() if k in ("dtype", "layout", "memory_format")}
             return self._wrapped(name, func(_inner(args[0]), **kept), home)
         if name in ("copy_", "_copy_from"):
@@ -219,13 +218,13 @@ class SimulatedDevice(TorchDispatchMode):
         if name in _SYNC or any(x.dtype == torch.bool for x in indices):
             self.count("sync")
         inner_args, inner = _mapped(_inner, (args, kwargs))
-        if asked is not None:
-            inner["device"] = torch.device("cpu") if asked.type == NAME else asked
+        if requested is not None:
+            inner["device"] = torch.device("cpu") if requested.type == NAME else requested
         inner.pop("pin_memory", None)
         draws = torch.Tag.nondeterministic_seeded in func.tags and device.type == NAME
         with _MODULE.drawing(device) if draws else nullcontext():
             result = func(*inner_args, **inner)
-        owners = {id(x.inner): x for x in ours}  # in place: the same wrapper comes back
+        owners = {id(x.inner): x for x in simulated}  # in-place results keep their wrapper
 
         def wrapped(x: Any) -> Any:
             return owners[id(x)] if id(x) in owners else self._wrapped(name, x, home)
@@ -240,7 +239,7 @@ class SimulatedDevice(TorchDispatchMode):
         indices: list[Tensor],
         generator: Any,
     ) -> None:
-        """Refuse what mixes devices."""
+        """Raise an error if an operation mixes devices."""
         for x in tensors:
             free = not x.ndim or any(x is index for index in indices)
             if x.device != device and not (x.device.type == "cpu" and free):
@@ -256,7 +255,7 @@ class SimulatedDevice(TorchDispatchMode):
         self.count("kernel" if source == target else "2".join(ends))
 
     def _wrapped(self, name: str, x: Any, device: torch.device) -> Any:
-        """A tensor of the device."""
+        """Wrap a tensor for the device."""
         if not isinstance(x, Tensor) or device.type != NAME:
             return x
         if x.dtype in (torch.float64, torch.complex128):
@@ -272,7 +271,7 @@ _DATA = torch._C.TensorBase.data
 
 
 def _set_data(x: Tensor, value: Tensor) -> None:
-    """`x.data = value`, from one device to another as well: x stays the object that it is."""
+    """Set `x.data = value`, also across devices, without replacing the object x."""
     if isinstance(x, _Simulated) == isinstance(value, _Simulated):
         _DATA.__set__(x, value)
         if isinstance(x, _Simulated):
@@ -286,7 +285,7 @@ def _set_data(x: Tensor, value: Tensor) -> None:
 
 @cache
 def _shown(file: str, watch: str) -> str:
-    """A watched file, by what is behind `watch` in its path; nothing of any other."""
+    """Return a watched file's path after `watch`, or "" for other files."""
     if file == __file__ or "/torch/" in file or watch not in file:
         return ""
     return file.partition(watch)[2] if watch else file
@@ -302,7 +301,7 @@ def _indexed(device: Any) -> torch.device | None:
 
 
 def _leaves(x: Any) -> Iterator[Any]:
-    """What lists, tuples and dicts hold: as torch's pytree, at a third of the time."""
+    """Yield the leaves of lists, tuples and dicts, like torch's pytree but three times as fast."""
     if isinstance(x, list | tuple):
         for item in x:
             yield from _leaves(item)
@@ -329,7 +328,7 @@ def _call(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Module(backend_registration._DummyBackendModule):
-    """What `torch.simulated` offers: devices, each with a random state of its own."""
+    """The module `torch.simulated`: devices, each with its own random state."""
 
     def __init__(self) -> None:
         self.states = [torch.Generator("cpu").get_state() for _ in range(N_DEVICES)]
@@ -350,7 +349,7 @@ class _Module(backend_registration._DummyBackendModule):
 
     @contextmanager
     def drawing(self, device: torch.device) -> Iterator[None]:
-        """What is drawn meanwhile is drawn from the device's state, and not from the CPU's."""
+        """Draw random numbers from the device's state instead of the CPU's."""
         rng_state = torch.get_rng_state()
         torch.set_rng_state(self.get_rng_state(device))
         try:
@@ -365,11 +364,11 @@ _MODULE = _Module()
 
 @cache
 def set_up() -> torch.library.Library:
-    """Take PrivateUse1 of this process, for good."""
+    """Register PrivateUse1 for the rest of this process."""
     backend_registration._setup_privateuseone_for_python_backend(NAME, _MODULE)
     library = torch.library.Library("aten", "IMPL")
     aten = torch.ops.aten
-    # What torch asks for below the mode.
+    # Functions that torch calls below the mode.
     for op in (aten.empty.memory_format, aten.empty_strided.default, aten._copy_from.default):
         library.impl(op.name().removeprefix("aten::"), partial(_call, op), "PrivateUse1")
     return library

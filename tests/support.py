@@ -1,9 +1,9 @@
-"""What every public function makes of every kind of model: the tables of docs/support.md.
+"""What every public function does with every kind of model: the tables of docs/support.md.
 
-A row calls one function on a small model of that kind, of GPT-2's architecture, and says whether
-what comes back is sensible; whether it is right, other tests say. What an error of this package
-refuses is a cell too. `make support` stores the cells of one version of transformer-lens after the
-other, and `test_support.py` holds them against what there is now.
+A row calls one function on a small model with GPT-2's architecture, and checks that the result is
+sensible; other tests check that it is right. An error from this package is also a cell.
+`make support` stores the cells of one transformer-lens version after the other, and
+`test_support.py` compares them with the installed version's.
 
     python tests/support.py
 """
@@ -51,14 +51,14 @@ THINGS = [{"thing": f"w{i}", "answer": f" w{i + 4}"} for i in (7, 9)]
 
 
 class Kit:
-    """A model of a kind, and what functions make of it for others to take, each made once."""
+    """A model of one kind, and objects made from it that functions take, each made once."""
 
     def __init__(self, kind, folder):
         self.kind, self.folder = kind, Path(folder)
 
     @cached_property
     def model(self):
-        """Its neurons are not exposed."""
+        """Return a model whose neurons are not exposed."""
         made = self._built("gelu", "gpt2")
         tokenizer = tiny_tokenizer(D_VOCAB, self.folder / "words")
         if self.kind == HOOKED:
@@ -108,7 +108,7 @@ class Kit:
         return p.attribution(self.exposed, tokens(1), tokens(2), metric, progress=False)
 
     def patched_by_role(self, task):
-        """Whether patches of the task's prompts at its roles change anything."""
+        """Return whether patches of the task's prompts at its roles change anything."""
         return _changed(
             p.activation_patch(
                 *(self.exposed, task.clean, task.corrupted, task.metric),
@@ -123,14 +123,14 @@ class Kit:
         )
 
     def grown_by(self, expansion, **options):
-        """Whether the model grows so, and computes the same."""
+        """Return whether the model grows this way and computes the same function."""
         grown = lens.grow(self.model, expansion, seed=0, **options).model
         with torch.no_grad():
             return torch.allclose(grown(tokens()), self.model(tokens()), rtol=0, atol=1e-3)
 
     @cached_property
     def files(self):
-        """The model in a folder, as others would have it."""
+        """Save the model in a folder without this package's files."""
         folder = self.folder / "files"
         folder.mkdir()
         if self.kind == HOOKED:
@@ -140,7 +140,7 @@ class Kit:
         return folder
 
     def run(self, *arguments):
-        """Run a command, and return the file or folder that it was told to write last."""
+        """Run a command, and return its last argument, the output file or folder."""
         result = CliRunner().invoke(app, [str(argument) for argument in arguments])
         if result.exit_code == 2:
             raise lens.AttnOnlyLensError(result.output.rpartition("error: ")[2])
@@ -185,7 +185,7 @@ def _moved(kit):
 
 
 def _cached_by_hand(kit):
-    # Bridges have none: their exposed model is tried, not what convert says of them.
+    # convert rejects bridges, so their exposed model is tested instead.
     converted = lens.convert(kit.model) if kit.kind == HOOKED else kit.exposed
     _, cache = converted.run_with_cache(tokens())
     by_hand = lens.AttentionOnlyCache(cache.cache_dict, converted)
@@ -244,6 +244,14 @@ def _same_with_transcoder(kit):
         before = kit.model(tokens())
         with lens.transcoders.attach(kit.model, {1: _transcoder(kit)}) as model:
             return torch.allclose(model(tokens()), before, rtol=0, atol=1e-3)
+
+
+def _detached(kit):
+    lens.transcoders.attach(kit.model, {1: _transcoder(kit)})
+    lens.transcoders.detach(kit.model)
+    return torch.equal(kit.model(tokens()), kit.model(tokens())) and not hasattr(
+        kit.model.blocks[1].mlp, "hook_error"
+    )
 
 
 def _fidelity(kit):
@@ -354,7 +362,7 @@ PATCHING = {
     "steered": lambda kit: _other_inside(kit, p.steered(kit.exposed, {"L1N3": 4.0})),
 }
 TASKS = {
-    # Of a tokenizer alone: the model's has not their words.
+    # These use a tokenizer of their own, because the model's lacks their words.
     "agreement": lambda kit: len(tasks.agreement(task_tokenizer(), 3)),
     "brackets": lambda kit: len(tasks.brackets(task_tokenizer(), 3)),
     "greater_than": lambda kit: len(tasks.greater_than(task_tokenizer(), 3)),
@@ -445,6 +453,7 @@ TRANSCODERS = {
     "Fidelity": lambda kit: _fidelity(kit).n_tokens,
     "Transcoder": lambda kit: _transcoder(kit).encode(torch.ones(kit.model.cfg.d_model)).any(),
     "attach": _same_with_transcoder,
+    "detach": _detached,
     "fidelity": lambda kit: 0 <= _fidelity(kit).top_token <= 1,
     "load": _saved_transcoder,
     "save": _saved_transcoder,
@@ -503,7 +512,7 @@ OF_NO_MODEL = {
         "Weights",
         "NodeDetails",
     ),
-    # What functions give back.
+    # Return types of functions.
     *(
         "AttentionOnlyTransformer",
         "PromptPair",
@@ -525,7 +534,7 @@ OF_NO_MODEL = {
         "PairedPrompts",
         "Evaluation",
     ),
-    # Of the shipped models, which are of the kinds that there are.
+    # Shipped models, whose kinds are in the tables.
     *("demo", "pretrained"),
 }
 """Public names without a row."""
@@ -574,11 +583,11 @@ ROWS = {
 
 
 def measure(kit, row):
-    """The cell of a row: that it works, or why it is refused.
+    """Return the cell of a row: that it works, or why it is refused.
 
     Raises:
-        AssertionError: what came back is not sensible.
-        Exception: of what is no error of this package, which is a fault.
+        AssertionError: the result is not sensible.
+        Exception: an error that is not this package's, which is a bug.
     """
     try:
         sensible = row(kit)
@@ -592,13 +601,13 @@ def measure(kit, row):
 
 
 def stored():
-    """The cells of docs/support.csv: by package and name, then by kind."""
+    """Return the cells of docs/support.csv by package and name, then by kind."""
     with STORED.open(encoding="utf-8", newline="") as file:
         return {(row.pop("package"), row.pop("name")): row for row in csv.DictReader(file)}
 
 
 def page(cells):
-    """The page of docs/support.csv, on which each reason stands once."""
+    """Return the page of docs/support.csv, which shows each reason once."""
     reasons = []
     lines = [INTRODUCTION]
     for package, title in TITLES.items():
@@ -617,7 +626,7 @@ def page(cells):
 
 
 def main():
-    """Store the cells of the installed version, and leave those of the other as they are."""
+    """Store the cells of the installed version, and keep those of the other version."""
     cells = stored() if STORED.exists() else {}
     rows = []
     with tempfile.TemporaryDirectory() as folder:

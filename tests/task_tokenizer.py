@@ -1,6 +1,6 @@
-"""A tokenizer of whole words, made on the spot, that knows what the prompts of tasks are made of.
+"""A tokenizer of whole words, built on the spot, with the words of the tasks' prompts.
 
-As GPT-2's, it has the space before a word in the word's token, and splits years in two.
+Like GPT-2's, it has the space before a word in the word's token, and splits years in two.
 """
 
 import re
@@ -16,11 +16,11 @@ TOKEN = r""" ?[A-Za-z]+| ?\d\d| ?["(\[]|[^\sA-Za-z\d]"""
 
 
 def task_tokenizer(unknown=()):
-    """The tokenizer; it does not know some words."""
+    """Return the tokenizer, without some unknown words."""
     known = {f"{space}{year:02}" for year in range(100) for space in ("", " ")}
     known |= {" is", " are", " was", " were", " has", " have", " he", " she", " one", "the"}
     for module in (_agreement, _brackets, _greater_than, _ioi, words):
-        # Not what Python adds to a module, such as the path of its file.
+        # Skip names that Python adds to a module, such as the path of its file.
         values = [value for name, value in vars(module).items() if not name.startswith("__")]
         for text in _texts(values):
             known |= {*re.findall(TOKEN, text), *re.findall(TOKEN, f" {text}")}
@@ -35,7 +35,7 @@ def task_tokenizer(unknown=()):
 
 
 def _texts(constants):
-    """All texts among constants and what they hold."""
+    """Yield all texts among constants and in their items."""
     for constant in constants:
         if isinstance(constant, str):
             yield constant

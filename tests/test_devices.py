@@ -1,6 +1,6 @@
-"""Everything public on a device that is not the CPU (`on_a_device.py`).
+"""Tests of everything public on a device that is not the CPU (`on_a_device.py`).
 
-A device made in Python is the process' own for good, so each part of that file has one of its own.
+A device made in Python stays in its process, so each part of that file runs in its own process.
 """
 
 import os

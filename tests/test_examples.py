@@ -1,4 +1,4 @@
-"""Every Python example of the README and of the site runs; those of a page in order, together."""
+"""Tests that the Python examples of the README and of each page run, in order and together."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from examples import EXAMPLE, run
 
 ROOT = Path(__file__).parents[1]
-# By their path: a page of the guide and one of the reference may have one name.
+# Paths, because a page of the guide and one of the reference may have one name.
 PAGES = {
     path.relative_to(ROOT / "docs").as_posix(): path.read_text("utf-8")
     for path in sorted((ROOT / "docs").rglob("*.md"))

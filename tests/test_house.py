@@ -1,4 +1,4 @@
-"""The rules of the house that no linter checks."""
+"""Tests of the project's rules that no linter checks."""
 
 import ast
 import importlib
@@ -18,7 +18,7 @@ TREES = {
     for path in sorted((ROOT / "attn_only_lens").rglob("*.py"))
 }
 
-# What transformer-lens 3.9.0 has and 4.3.0 has not, below `transformer_lens`.
+# Names below `transformer_lens` that 3.9.0 has and 4.3.0 lacks.
 GONE = (
     "BertNextSentencePrediction",
     "HookedAudioEncoder",
@@ -38,7 +38,7 @@ GONE = (
 
 
 def imported(tree):
-    """The dotted name of everything that a file imports, inside functions too."""
+    """Yield the dotted name of everything that a file imports, inside functions too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
@@ -51,7 +51,7 @@ def calls(tree):
 
 
 def exists(dotted):
-    """Whether the installed packages have it: a module, or a name in one."""
+    """Return whether a module, or a name in a module, is installed."""
     parent, _, name = dotted.rpartition(".")
     try:
         return hasattr(importlib.import_module(parent), name) or bool(find_spec(dotted))
@@ -76,7 +76,7 @@ def test_tl_alone_imports_what_one_version_of_transformer_lens_has():
 
 
 def test_every_new_tensor_and_generator_names_its_device():
-    """One without goes to the user's device, `torch.set_default_device`."""
+    """A tensor without a device would be made on the user's `torch.set_default_device`."""
     constructors = {f"torch.{function.__name__}" for function in _device_constructors()}
     for path, tree in TREES.items():
         for call in calls(tree):
@@ -96,7 +96,7 @@ def test_what_is_gone_is_gone(name):
 
 
 def test_the_wheel_holds_every_file_of_the_package_and_no_path_of_a_machine(tmp_path):
-    """Weights, tables, scripts, styles and `py.typed`, too."""
+    """The wheel includes weights, tables, scripts, styles and `py.typed`."""
     from hatchling.builders.wheel import WheelBuilder
 
     [wheel] = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])

@@ -1,4 +1,4 @@
-"""The notebooks run; what is stored in them is what they give, and is fit to be published.
+"""Tests that the notebooks run, give the stored outputs, and are fit to be published.
 
 They are written for transformer-lens 4, and run with it.
 """
@@ -35,7 +35,7 @@ def code_cells(notebook):
 
 
 def said(notebook):
-    """What each cell put out, as text."""
+    """Return the stored outputs of each cell as text."""
     return [
         "".join(output.get("text") or output.data.get("text/plain", "") for output in cell.outputs)
         for cell in code_cells(notebook)
@@ -43,7 +43,7 @@ def said(notebook):
 
 
 def run(path):
-    """What each cell puts out now."""
+    """Return the outputs of each cell from a new run."""
     namespace = {}
     with torch.enable_grad(), pd.option_context("display.max_columns", 20):  # as in a kernel
         for cell in code_cells(read(path)):
@@ -63,17 +63,17 @@ def number(text):
 
 
 def agree(first, second):
-    """Whether two texts say the same, with numbers that rounding may have moved."""
+    """Return whether two texts are equal, except for numbers that differ by rounding."""
     words = [NUMBER.sub("#", text).split() for text in (first, second)]
     numbers = [[number(n) for n in NUMBER.findall(text)] for text in (first, second)]
-    # Most of the numbers have four figures; those below the absolute bound are rounding itself.
+    # Most numbers have four digits; numbers below the absolute bound are only rounding.
     return words[0] == words[1] and numbers[0] == pytest.approx(numbers[1], rel=1e-3, abs=1e-3)
 
 
 @needs_transformer_lens_4
 @each_notebook
 def test_it_gives_what_is_stored(path, tmp_path, monkeypatch):
-    """In this process: a kernel takes some seconds to start."""
+    """The notebook runs in this process, because a kernel takes some seconds to start."""
     monkeypatch.chdir(tmp_path)
     for now, stored in zip(run(path), said(read(path)), strict=True):
         assert agree(now, stored), f"{stored}\nis now\n{now}\n`make notebooks` stores it"
@@ -99,7 +99,7 @@ def test_outputs_are_of_this_code_in_this_order(path):
 
 @each_notebook
 def test_text_is_text(path):
-    """Of each cell of text, at least the last line is no heading: "# " is not a comment there."""
+    """A text cell does not end in a heading: a "# " comment would become one."""
     texts = [cell.source for cell in read(path).cells if cell.cell_type == "markdown"]
     assert re.match("# [A-Z]", texts[0])
     assert not [text for text in texts if re.match("#+( |$)", text.splitlines()[-1])]
@@ -123,7 +123,7 @@ def test_outputs_are_there_small_and_of_no_machine(path):
 
 
 def elsewhere(html):
-    """What a page would fetch from another machine, in a frame's srcdoc too."""
+    """Return what a page would fetch from another machine, in a frame's srcdoc too."""
     for _ in range(2):
         html = unescape(html)
     return re.findall(r"<\w+[^<>]*\b(?:src|href)\s*=\s*[\"']?(?:https?:)?//[^\s\"'>]*", html)

@@ -1,6 +1,7 @@
-"""Arguments of another kind: arrays of NumPy are taken, and what is none is refused in words."""
+"""Tests of arguments of other types: NumPy arrays are accepted, others raise clear errors."""
 
 import re
+import warnings
 
 import numpy as np
 import pandas as pd
@@ -9,12 +10,26 @@ import torch
 from typer.testing import CliRunner
 
 from analyses.tools.growth_training import Training
-from attn_only_lens import circuits, expose_neuron_heads, neurons, pretrained, verify, viz
+from attn_only_lens import (
+    circuits,
+    expose_neuron_heads,
+    neurons,
+    pretrained,
+    token_texts,
+    verify,
+    viz,
+)
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 from attn_only_lens.comparison.batches import batches
-from attn_only_lens.errors import CheckpointError, GrowthError, InputError
+from attn_only_lens.errors import (
+    CheckpointError,
+    GrowthError,
+    InputError,
+    InputWarning,
+    UnsupportedCallError,
+)
 
 CLEAN, CORRUPTED = [3, 4, 113], [3, 5, 113]
 METRIC = p.logit_diff(7, 8)
@@ -44,6 +59,21 @@ def test_arrays_are_tokens(make, model):
     assert swept(model, make).equals(swept(model, torch.tensor))
 
 
+def test_swapped_answers_are_warned_about_once(model):
+    pair, swapped = (torch.tensor(CLEAN), torch.tensor(CORRUPTED)), p.logit_diff(8, 7)
+    for call in (p.activation_patch, p.attribution):
+        with pytest.warns(InputWarning, match="prefers the wrong answer on the clean") as caught:
+            call(model, *pair, swapped, **HOW)
+        assert len(caught) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call(model, *pair, METRIC, **HOW)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # an explanation says it in its text
+        why = circuits.explain(model, *pair, swapped, n_patched=1)
+    assert "Warning: the model prefers the wrong answer" in why.text()
+
+
 def test_arrays_wherever_tokens_are_taken(model):
     tokens = np.array([CLEAN, CORRUPTED])
     tensor, mask = torch.from_numpy(tokens), np.array([[1, 1, 1], [0, 1, 1]])
@@ -64,6 +94,20 @@ def test_arrays_wherever_tokens_are_taken(model):
     for inputs in (tokens, [tokens]):
         (batch,) = batches(model, inputs, METRIC, None, 2)
         assert torch.equal(batch.pair.clean, tensor)
+
+
+def test_a_name_is_no_model_and_a_word_is_no_selection(model):
+    pair = torch.tensor(CLEAN), torch.tensor(CORRUPTED)
+    for call in (p.activation_patch, p.attribution, p.gate_and_value, circuits.explain,
+                 circuits.discover):  # fmt: skip
+        with pytest.raises(UnsupportedCallError, match="got a str as the model; expected a Transf"):
+            call("smollm2", *pair, METRIC)
+    with pytest.raises(UnsupportedCallError, match="got a str as the model"):
+        token_texts("smollm2", "a text")
+    for word, call in (("heads", "heads"), ("neurons", "neuron_heads"), ("all", "all_heads")):
+        reason = rf"got '{word}'; expected the selection patching.{call}\(\)"
+        with pytest.raises(InputError, match=reason):
+            p.activation_patch(model, *pair, METRIC, sites=word)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +200,7 @@ def test_paths_of_the_command_line(arguments, reason, tmp_path, monkeypatch):
 
 
 def test_the_class_of_an_exposed_model():
-    """What the page on layouts says."""
+    """The class is the one named on the page about layouts."""
     source = pretrained.modular_addition()
     before = type(source)
     model = expose_neuron_heads(source).model

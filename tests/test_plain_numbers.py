@@ -1,4 +1,4 @@
-"""Numbers are numbers, whoever's; weights that are none are named. With either transformer-lens."""
+"""Tests that all number types are accepted, and that weights that are not finite are named."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import GrowthError, InputError, UnsupportedModelError
 from attn_only_lens.patching.run_patches import Batching
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens
 KINDS = {
     "numpy": np.array,
     "torch": torch.tensor,
@@ -31,9 +31,9 @@ ONE = {"numpy": np.int64, "0-d": np.array, "torch": torch.tensor}
 
 
 def test_what_the_allocator_holds_without_use_is_free(monkeypatch):
-    """As torch's caching allocator counts, in GiB: of 80, 30 are left, and 20 of 50 held are free.
+    """Of 80 GiB, 30 are left, and of the 50 that torch's allocator holds, 20 are unused.
 
-    Of those, 3 are the rest of blocks in use. The fullest device of several decides.
+    Of these 20, 3 are remainders of blocks in use. The fullest of several devices decides.
     """
     gib = 2**30
     counts = {"reserved_bytes": 50, "active_bytes": 30, "inactive_split_bytes": 3}
@@ -56,7 +56,7 @@ def test_what_the_allocator_holds_without_use_is_free(monkeypatch):
         return chunk.double()
 
     Batching(split, None, lambda n: None).fill(torch.zeros(40), torch.arange(40), gib // 4, run)
-    assert chunks == [16, 16, 8]  # of 1 GiB each, in half of the free memory
+    assert chunks == [16, 16, 8]  # chunks of 1 GiB each, in half of the free memory
 
 
 @pytest.fixture(scope="module")

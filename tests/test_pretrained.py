@@ -1,4 +1,4 @@
-"""The shipped model: its accuracy, architecture and size, and models made from it."""
+"""Tests of the shipped model's accuracy, architecture and size, and of models made from it."""
 
 import json
 from importlib.resources import files
@@ -35,7 +35,7 @@ def test_it_is_as_accurate_as_its_metrics_say():
     assert measured["test_accuracy"] == METRICS["test_accuracy"] == 1.0
     assert measured["train_accuracy"] == METRICS["train_accuracy"] == 1.0
     for loss in ("train_loss", "test_loss"):
-        # float32 logits near 100, so that losses near 1e-7 hold to a few per mille
+        # float32 logits near 100 give losses near 1e-7 a relative error of a few per mille
         assert measured[loss] == pytest.approx(METRICS[loss], rel=0.02)
 
 
@@ -76,18 +76,18 @@ def test_dtype_and_device():
 
 
 def by_hand(state, tokens, act=torch.nn.functional.silu):
-    """The logits at '=', from the weights alone: no code of ours, none of TransformerLens."""
+    """Return the logits at '=' from the weights alone, without our code or TransformerLens."""
     w = {name.rpartition(".")[2]: tensor.double() for name, tensor in state.items()}
     x = w["W_E"][tokens] + w["W_pos"]  # [batch, pos, d_model]; no norms, and every bias is zero
     q, k, v = (torch.einsum("bpd,hde->bhpe", x, w[name]) for name in ("W_Q", "W_K", "W_V"))
-    # '=' comes last, so that its query sees every position, and no mask is needed.
+    # '=' comes last, so its query sees every position, and no mask is needed.
     pattern = (q[:, :, -1:] @ k.mT / 32**0.5).softmax(-1)
     end = x[:, -1] + torch.einsum("bhe,hed->bd", (pattern @ v)[:, :, 0], w["W_O"])
     return (end + act(end @ w["W_in"]) @ w["W_out"]) @ w["W_U"]
 
 
 def test_its_logits_are_those_of_its_weights():
-    """Whichever class it is: a HookedTransformer, or under transformer-lens 4 a bridge."""
+    """The logits match for a HookedTransformer, and under transformer-lens 4 for a bridge."""
     state = load_file(DATA / "model.safetensors")
     tokens = pretrained.modular_addition_tokens()[::7]
     expected = by_hand(state, tokens)

@@ -1,4 +1,4 @@
-"""Conversion of real trained weights, made by others."""
+"""Tests of converting real trained weights, made by others."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_real_weights(real):
     assert loss == pytest.approx(expected["loss_per_token"], rel=1e-5)
     largest = converted(tokens).abs().max().item()
     assert largest == pytest.approx(expected["logits_abs_max"], rel=1e-5)
-    # float64: the promise, on weights that training made rather than a random generator
+    # float64: conversion is exact on trained weights, too
     model.to(torch.float64, print_details=False)
     report = verify(model, convert(model), tokens[:50])
     assert report.ok, report

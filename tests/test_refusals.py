@@ -1,4 +1,4 @@
-"""What cannot be converted exactly is refused, with all reasons at once, and left as it was."""
+"""Tests that models without an exact conversion are refused with all reasons, and unchanged."""
 
 import pytest
 import torch
@@ -116,6 +116,6 @@ def test_all_reasons_in_one_error():
 
 
 def test_the_control_is_accepted():
-    """What the cases above differ from by one thing each can be converted."""
+    """The control: the unchanged settings of the cases above can be converted."""
     model = build("gelu")
     assert convert(model)(tokens()).shape == (2, 11, 43)

@@ -1,4 +1,4 @@
-"""What a release needs: metadata of its owner, commands that exist, models with cards."""
+"""Tests of a release: metadata of its owner, commands that exist, models with cards."""
 
 import importlib.util
 import re

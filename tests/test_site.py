@@ -1,4 +1,4 @@
-"""The site builds and asks no other machine for anything; a fault of any kind stops it."""
+"""Tests that the site builds and makes no network requests, and that any fault stops the build."""
 
 import base64
 import importlib
@@ -25,7 +25,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import PluginError
 
-# Another environment's packages may be seen from here (the Makefile's .pth), not its data files.
+# The Makefile's .pth may expose another environment's packages, but not its data files.
 pytestmark = pytest.mark.skipif(
     not Path(mkdocs.__file__).is_relative_to(sys.prefix),
     reason="the site is built in the environment with the extra [docs]: run `make test`",
@@ -65,7 +65,7 @@ ANSWERS = {
     "which heads matter": "see-which-heads-matter-most",
     "save a sweep": "save-a-sweep-and-load-it-again",
 }
-"""Searches that people type, and the section of the page of questions that answers them."""
+"""Typical searches, and the section of the page of questions that answers each."""
 
 
 def first_result(opened, address, question):
@@ -84,7 +84,7 @@ def first_result(opened, address, question):
 
 @pytest.fixture
 def served():
-    """A function that serves a folder on this machine, and returns its address."""
+    """Return a function that serves a folder on this machine, and returns its address."""
     with ExitStack() as stack:
 
         def serve(folder):
@@ -120,7 +120,7 @@ def shown(data):
 @needs_browser
 @pytest.mark.filterwarnings("default")
 def test_the_site_with_a_notebook_asks_no_other_machine(config, tmp_path, monkeypatch, served):
-    """Every page of it is opened; a notebook's outputs come through as they were saved."""
+    """Every page opens without requests, and a notebook's outputs are shown as saved."""
     picture = shown({"image/png": base64.b64encode(PIXEL).decode()})
     printed = nbformat.v4.new_output("stream", name="stdout", text="a <b>\n")
     path = write_notebook(
@@ -133,7 +133,7 @@ def test_the_site_with_a_notebook_asks_no_other_machine(config, tmp_path, monkey
     assert len(pages) > 20
     with chromium(tmp_path / "profile") as opened:
         for path in pages:
-            if path.name == "404.html":  # its addresses are a server's
+            if path.name == "404.html":  # its links need a server
                 continue
             opened.open(path)
             assert opened.texts("h1"), path
@@ -240,7 +240,7 @@ def test_a_name_without_an_entry_is_missing(tmp_path):
 
 
 def test_every_module_of_the_reference_is_checked():
-    """Every part of the package with an `__all__` that users import from."""
+    """The check includes every part of the package with an `__all__` that users import from."""
     assert [f"attn_only_lens{name}" for name in checked.MODULES] == MODULES
     pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
     assert {path.stem for path in pages} == {module.rpartition(".")[2] for module in MODULES}

@@ -1,4 +1,4 @@
-"""The shipped language model: its logits, its tokenizer, what its card says, and analyses of it."""
+"""Tests of the shipped language model: its logits, tokenizer, card, and analyses of it."""
 
 import json
 import re
@@ -24,7 +24,7 @@ RECIPE = training.Recipe(**{key: METRICS[key] for key in training.Recipe.__datac
 
 @pytest.fixture(scope="module")
 def llama():
-    """The same folder, by transformers alone."""
+    """Return the same folder's model, loaded by transformers alone."""
     return transformers.AutoModelForCausalLM.from_pretrained(DATA, attn_implementation="eager")
 
 
@@ -45,7 +45,7 @@ def test_its_logits_are_those_of_transformers(hooked, llama):
         DATA, attn_implementation="eager", dtype=torch.float64
     )
     expected = alone(tokens).logits
-    # Rotations are tables in float32, of angles up to 50: rounded by 50 * 2**-24 = 3e-6.
+    # Rotation tables are float32, with angles up to 50, so their rounding is 50 * 2**-24 = 3e-6.
     assert relative(model(tokens), expected) < 1e-5
     assert relative(llama(tokens).logits.double(), expected) < 1e-4
     changed = tokens.clone()
@@ -76,12 +76,12 @@ def test_it_is_as_right_as_its_card_says(llama):
     card = (DATA / "README.md").read_text("utf-8")
     for task, pairs in training.questions(RECIPE.prompts).items():
         differences = training.differences(llama, pairs)
-        right, asked = METRICS["right"][task]
-        near = int((differences.abs() < 1e-3).sum())  # which rounding may decide
-        assert (len(differences), near < 3) == (asked, True)
+        right, total = METRICS["right"][task]
+        near = int((differences.abs() < 1e-3).sum())  # rounding may decide
+        assert (len(differences), near < 3) == (total, True)
         assert abs(int((differences > 0).sum()) - right) <= near
-        assert right >= 0.95 * asked
-        assert re.search(rf"\| {task} .*\| {right} of {asked} \|", card), task
+        assert right >= 0.95 * total
+        assert re.search(rf"\| {task} .*\| {right} of {total} \|", card), task
 
 
 def test_no_text_begins_a_sentence_with_a_prompt_that_is_held_out():
@@ -114,7 +114,7 @@ def test_size():
 def test_smoke(tmp_path):
     app = training.typer.Typer()
     app.command()(training.main)
-    for _ in range(2):  # the second goes on where the first has ended
+    for _ in range(2):  # the second run resumes at the end of the first
         result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
         assert result.exit_code == 0, result.output
     written = {path.name for path in tmp_path.iterdir()}

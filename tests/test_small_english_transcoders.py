@@ -1,4 +1,4 @@
-"""The transcoders of Small English: their files, how well they imitate, and their training."""
+"""Tests of the transcoders of Small English: their files, their accuracy, and their training."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ def transcoders():
 
 @pytest.fixture(scope="module")
 def measured(transcoders):
-    """The metrics on some of the held-out texts."""
+    """Return the metrics on some of the held-out texts."""
     return training.measure(training.read_model("cpu"), transcoders, TEXTS)
 
 
@@ -69,7 +69,7 @@ def test_size():
 
 
 def test_they_imitate_the_mlps_on_held_out_texts(measured):
-    """The bounds of FVU and L0 are the results of the trial of which the model card tells."""
+    """The bounds of FVU and L0 are the results of the trial in the model card."""
     for name, bounds in (("fvu", (0.066, 0.041, 0.022, 0.018)), ("l0", (46, 15, 21, 58))):
         values = zip(measured[name], METRICS["together"][name], bounds, strict=True)
         for value, reported, bound in values:
@@ -82,7 +82,7 @@ def test_they_imitate_the_mlps_on_held_out_texts(measured):
 
 
 def test_the_replacement_in_the_model_of_the_package_has_the_same_metrics(transcoders, measured):
-    """The transcoders read and write where they were trained to."""
+    """The transcoders read and write at the points where they were trained."""
     model = pretrained.small_english()
     inputs = {}
 

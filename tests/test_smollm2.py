@@ -1,4 +1,4 @@
-"""A model that people use, SmolLM2-135M-Instruct: its bridge, neuron-heads, patches and chat."""
+"""Tests of SmolLM2-135M-Instruct, a model in real use: bridge, neuron-heads, patches, chat."""
 
 import re
 from pathlib import Path
@@ -29,7 +29,7 @@ def folder():
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    """The model of transformers, which nothing else here touches."""
+    """Return the transformers model, without a bridge."""
     return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
 
 
@@ -48,7 +48,7 @@ def test_bridge_and_neuron_heads_keep_the_logits(alone, bridge):
         assert torch.equal(bridge(tokens), booted)
         hook = "blocks.11.mlp.hook_neuron_act"
         cut = bridge.run_with_hooks(tokens, fwd_hooks=[(hook, lambda z, hook: z * 0)])
-        assert relative(cut, expected) > 1e-2  # and it is they that compute
+        assert relative(cut, expected) > 1e-2  # the neurons compute something
     assert torch.equal(bridge(tokens), booted)
 
 
@@ -100,7 +100,7 @@ def test_patches_are_those_of_hooks_on_the_model_of_transformers(alone, bridge):
             with reader.register_forward_pre_hook(patch):
                 expected[name, pos] = difference()
     expected = torch.tensor([expected[key] for key in got.index])
-    assert (expected - unpatched).abs().max() > 1  # one of them alone brings Paris forward
+    assert (expected - unpatched).abs().max() > 1  # one neuron alone raises Paris
     assert torch.allclose(torch.tensor(got.to_numpy()), expected.double(), rtol=0, atol=2e-4)
 
 
@@ -109,7 +109,7 @@ def test_chat_template_bos_and_generation(alone, bridge):
     tokenizer = bridge.tokenizer
     assert bridge.to_tokens(CLEAN)[0, 0] == tokenizer.bos_token_id == alone.config.bos_token_id
     text = tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
-    tokens = bridge.to_tokens(text, prepend_bos=False)  # the template has its own
+    tokens = bridge.to_tokens(text, prepend_bos=False)  # the template has a BOS
     assert tokenizer.decode(tokens[0, :2]) == "<|im_start|>system"
     assert tokenizer.decode(tokens[0, -3:]) == "assistant\n"
     expected = alone.generate(tokens, **GREEDY)
@@ -120,7 +120,7 @@ def test_chat_template_bos_and_generation(alone, bridge):
 
 
 def test_growth_is_measured(folder, tmp_path):
-    """By the script, here of a tiny model."""
+    """The script of the study runs, here on a tiny model."""
     run_script(grow_smollm2.main, ["--smoke", "--out", str(tmp_path)])
     row = (tmp_path / "grow_smollm2.md").read_text("utf-8").strip().splitlines()[-1]
     name, *_, bridge, alone, same = (cell.strip() for cell in row.strip("|").split("|"))

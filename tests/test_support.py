@@ -1,4 +1,4 @@
-"""The tables of docs/support.md are what functions do, and no public function is without a row."""
+"""Tests that the tables of docs/support.md are right, and that every public function has a row."""
 
 import importlib
 from types import ModuleType
@@ -9,7 +9,7 @@ import support
 import attn_only_lens as lens
 from attn_only_lens.cli import app
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
 ROWS = [(package, name) for package, names in support.ROWS.items() for name in names]
 
 
@@ -50,7 +50,7 @@ def test_every_public_function_and_command_has_a_row():
 
 
 def is_no_function(public):
-    """Whether it is an error, or a package with rows of its own."""
+    """Return whether a public object is an error, or a package with its own rows."""
     if isinstance(public, ModuleType):
         return public.__name__ in support.ROWS
     return isinstance(public, type) and issubclass(public, Exception)

@@ -1,4 +1,4 @@
-"""Tokens as texts: joined they are the text, whatever kind of tokenizer cut it."""
+"""Tests that tokens as texts, joined, give the text for any kind of tokenizer."""
 
 from types import SimpleNamespace
 
@@ -40,7 +40,7 @@ def wrapped(core, **special):
 
 
 def byte_level():
-    """As GPT-2's: every byte is a character of its own."""
+    """Return a tokenizer like GPT-2's: every byte is a character of its own."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -52,7 +52,7 @@ def byte_level():
 
 
 def sentence_piece():
-    """As LLaMA's: a space before each word, bytes for what is not in the vocabulary."""
+    """Return one like LLaMA's: a space before each word, bytes for unknown characters."""
     pieces = ["<unk>", "<s>", "▁", *"OnedayLilwtoc,", "▁w", "en", "ent", "▁t", "▁to", "▁O", "▁d"]
     pieces += [f"<0x{byte:02X}>" for byte in range(256)]
     vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
@@ -72,7 +72,7 @@ def sentence_piece():
 
 
 def word_piece():
-    """As BERT's: no spaces, and a mark on what goes on with a word."""
+    """Return one like BERT's: no spaces, and a mark on tokens that continue a word."""
     pieces = ["[UNK]", "[CLS]", "one", "day", ",", "w", "##ent", "to", "##o"]
     core = Tokenizer(models.WordPiece({piece: index for index, piece in enumerate(pieces)}))
     core.normalizer = normalizers.BertNormalizer()
@@ -83,7 +83,7 @@ def word_piece():
 
 
 def words():
-    """Without a decoder: whole words."""
+    """Return one of whole words without a decoder."""
     core = Tokenizer(models.WordLevel({"w1": 0, "w2": 1, "?": 2}, unk_token="?"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return wrapped(core, unk_token="?")
@@ -108,7 +108,7 @@ def tokenizer(request):
 
 
 def end_of_word():
-    """As OpenAI GPT's: a mark on what ends a word."""
+    """Return one like OpenAI GPT's: a mark on tokens that end a word."""
     pieces = ["<unk>", *"thecaw", "</w>", "th", "e</w>", "the</w>", "t</w>", "ca"]
     merges = [("t", "h"), ("e", "</w>"), ("th", "e</w>"), ("t", "</w>"), ("c", "a")]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
@@ -139,7 +139,7 @@ def test_joined_they_are_what_the_tokenizer_decodes(tokenizer, text):
     ids, texts = texts_of(tokenizer, text)
     assert join_tokens(texts) == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert all(texts)
-    # Some lose nothing.
+    # Some tokenizers lose nothing.
     kinds = str(tokenizer.backend_tokenizer.decoder)
     if "ByteLevel" in kinds or "ByteFallback" in kinds:
         assert join_tokens(texts).removeprefix("<s> ") == text
@@ -164,10 +164,10 @@ def test_each_kind():
     ):
         tokenizer = KINDS[kind]()
         ids, texts = texts_of(tokenizer, text)
-        if kind == "byte level":  # merged by what it was trained on
+        if kind == "byte level":  # tokens depend on the training text
             texts = texts[-4:] if len(texts) == 4 else [join_tokens(texts[:-3]), *texts[-3:]]
         assert texts == expected, kind
-        # The control: word by word the spaces are gone, or were never there.
+        # The control: texts of single tokens lack the spaces.
         alone = [tokenizer.decode([token]) for token in ids]
         assert "".join(alone) != text or kind == "byte level"
 
@@ -178,8 +178,8 @@ def test_special_tokens_and_none():
     assert token_texts(pieces, ids) == ["<s>", " w", "ent"]
     assert token_texts(SimpleNamespace(tokenizer=word_piece()), [1, 2]) == ["[CLS]", " one"]
     size = len(pieces.tokenizer)
-    assert token_texts(pieces, [size + 5]) == [f"<{size + 5}>"]  # a vocabulary that is rounded up
-    assert token_text(pieces, ids[1]) == " w"  # of the vocabulary, wherever
+    assert token_texts(pieces, [size + 5]) == [f"<{size + 5}>"]  # a padded vocabulary
+    assert token_text(pieces, ids[1]) == " w"  # the same text at any position
     assert token_texts(SimpleNamespace(tokenizer=None), torch.tensor([3, 5])) == ["3", "5"]
     assert token_texts(pieces, []) == []
 
@@ -206,7 +206,7 @@ USER, ASSISTANT = 4, 5
 
 
 def chat_folder(folder, family="llama", bos=True, adds=False, template=TEMPLATE):
-    """A model whose tokenizer has a BOS, adds it, has a template, or has not."""
+    """Save a model with a tokenizer: with or without a BOS, adding it, or a template."""
     bridges.hf_folder(folder, family, tokenizer=False)
     vocabulary = {word: index for index, word in enumerate(WORDS)}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -230,7 +230,7 @@ def test_texts_begin_with_one_bos_or_none(family, begins, adds, tmp_path):
     for text, ids in (("w1 w2", expected), ("<bos> w1 w2", [BOS, W1, W2])):
         assert checked_tokens(bridge, text).tolist() == [ids]
         assert p.prompt_pair(bridge, text, f"{text[:-2]}w3").clean.tolist() == [ids]
-    # The control: TransformerLens puts a second one before a text's own.
+    # The control: TransformerLens puts a second BOS before a text's own.
     assert (bridge.to_tokens("<bos> w1")[0, :2].tolist() == [BOS, BOS]) == begins
 
 
@@ -252,16 +252,16 @@ def test_a_chat_is_what_its_template_says(adds, tmp_path):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         [got] = chat_tokens(bridge, "w1")
         assert got.tolist() == begins + chat
-        asked = [{"role": "user", "content": "w1"}]
+        turns = [{"role": "user", "content": "w1"}]
         assert got.tolist() == tokenizer.apply_chat_template(
-            asked, add_generation_prompt=True, return_dict=False
+            turns, add_generation_prompt=True, return_dict=False
         )
-        for prompts in (asked, [asked], ["w1"]):
+        for prompts in (turns, [turns], ["w1"]):
             assert [row.tolist() for row in chat_tokens(bridge, prompts)] == [begins + chat]
-        several = [{"role": "system", "content": "w2"}, *asked]
+        several = [{"role": "system", "content": "w2"}, *turns]
         rows = chat_tokens(bridge, ["w1", several])
         assert rows[1].tolist() == [*begins, 6, W2, EOS, *chat]
-        # Padded on the side of the tokenizer, as texts are.
+        # Padding is on the tokenizer's side, as for texts.
         pair = p.prompt_pair(bridge, rows, chat_tokens(bridge, ["w3", several]))
         assert pair.mask.sum(1).tolist() == [len(row) for row in rows]
         assert pair.clean[0][pair.real[0]].tolist() == rows[0].tolist()
@@ -288,8 +288,8 @@ def test_prompts_that_are_no_chat(tmp_path):
 def test_chats_on_the_command_line(tmp_path):
     folder, out = chat_folder(tmp_path / "model"), tmp_path / "sweep.csv"
     pair = ("--clean", "w1 w2", "--corrupted", "w1 w3", "--answer", "w4", "--wrong", "w5")
-    asked = ["patch", str(folder), *pair, "--sites", "L0H1", "--out", str(out), "--chat"]
-    result = CliRunner().invoke(app, asked)
+    patch = ["patch", str(folder), *pair, "--sites", "L0H1", "--out", str(out), "--chat"]
+    result = CliRunner().invoke(app, patch)
     assert result.exit_code == 0, result.output
     bridge = expose_neuron_heads(load(folder)).model
     prompts = (chat_tokens(bridge, text) for text in ("w1 w2", "w1 w3"))
@@ -317,12 +317,12 @@ def test_chats_on_the_command_line(tmp_path):
         result = CliRunner().invoke(app, [*command, "--chat"])
         assert result.exit_code == 0, result.output
     assert "ok: 4 tokens" in result.output
-    result = CliRunner().invoke(app, [*asked, "--token-ids"])
+    result = CliRunner().invoke(app, [*patch, "--token-ids"])
     assert result.exit_code == 2
 
 
 def test_prompts_are_padded_with_a_token_that_the_model_has(tmp_path):
-    """Fine-tuners add a token for padding and no row of the embedding; it is masked in any case."""
+    """Fine-tuners add a padding token without an embedding row; it is masked in any case."""
     bridge = load(chat_folder(tmp_path / "model"))
     bridge.tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     assert bridge.tokenizer.pad_token_id == D_VOCAB

@@ -1,4 +1,4 @@
-"""A tokenizer of a few words, made on the spot: nothing is downloaded and no test skips."""
+"""A tokenizer of a few words, built on the spot: nothing is downloaded and no test is skipped."""
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -9,7 +9,7 @@ SPECIAL = ["<bos>", "<eos>", "<pad>", "<unk>"]
 
 
 def tiny_tokenizer(d_vocab, folder):
-    """The tokenizer, by way of files in `folder`: TransformerLens reloads it from there."""
+    """Return a tokenizer saved in `folder`, because TransformerLens reloads it from there."""
     words = SPECIAL + [f"w{i}" for i in range(d_vocab - len(SPECIAL))]
     core = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer = WhitespaceSplit()

@@ -1,6 +1,6 @@
-"""TransformerLens' own tools, each as one call on a model: for tests that compare two models.
+"""TransformerLens' own tools, each as one call on a model, for tests that compare two models.
 
-What a tool needs is the same for all: two prompts, a metric, two answers, a neuron.
+All tools share two prompts, a metric, two answers and a neuron.
 """
 
 import importlib.util
@@ -163,9 +163,9 @@ TOOLS |= {
     "decompose_head": svd,
     "reinitialized": lambda model: analysis.reinitialized(model, 0) and None,
 }
-"""Each tool that takes a model, or a cache."""
+"""All tools that take a model or a cache, by name."""
 
-# Not in both versions; decompose_head is not in the package's __all__.
+# These are in one version only; decompose_head is not in the package's __all__.
 OF_ONE_VERSION = {
     "faithfulness", "logit_lens", "logit_readout", "collect_activations", "run_with_intervention",
     "intervened_logits", "fit_das", "reinitialized", "BackwardLens", "decompose_head",
@@ -179,7 +179,7 @@ TOOLS = {
 }
 
 NEED_NO_MODEL = {
-    # patching: what its tools are made of
+    # patching: helpers of its tools
     "make_df_from_ranges", "layer_pos_patch_setter", "layer_pos_head_vector_patch_setter",
     "layer_head_vector_patch_setter", "layer_head_pattern_patch_setter",
     "layer_head_pos_pattern_patch_setter", "layer_head_dest_src_pos_pattern_patch_setter",
@@ -189,7 +189,7 @@ NEED_NO_MODEL = {
     "arbitrary_targets", "fit_sparse_probe", "sweep_sparse_probe", "success_rate_ci",
     "get_sparse_decomposition", "estimate_occupancy", "solve_coordinate_patch",
     "solve_coordinate_patch_positions",
-    # of attribution_patching: run by attribution_patch
+    # attribution_patching: called by attribution_patch
     "enumerate_nodes", "enumerate_edges", "cache_activation_and_gradient",
     "capture_writer_outputs",
     "resolve_model_name",
@@ -198,7 +198,7 @@ NEED_A_NETWORK = {"random_init_bridge"}
 
 
 def public_functions():
-    """Every public function of `patching` and of the modules of `tools.analysis`."""
+    """Return every public function of `patching` and of the modules in `tools.analysis`."""
     modules = [patching]
     for info in pkgutil.iter_modules(analysis.__path__):
         if not info.name.startswith("_"):
@@ -212,7 +212,7 @@ def public_functions():
 
 
 def outcome(tool, model):
-    """What a tool returns, as tensors and words; or its error."""
+    """Return a tool's result as tensors and words, or its error."""
     torch.manual_seed(0)
     try:
         return list(leaves(tool(model)))
@@ -224,7 +224,7 @@ def outcome(tool, model):
 
 
 def leaves(value):
-    """The tensors, numbers and words in a result, in order."""
+    """Yield the tensors, numbers and words in a result, in order."""
     if is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield field.name
@@ -245,12 +245,12 @@ def leaves(value):
 
 
 def raises(result):
-    """Whether an outcome is an error."""
+    """Return whether an outcome is an error."""
     return bool(result) and isinstance(result[0], type)
 
 
 def same(got, expected, rtol=1e-5, atol=1e-6):
-    """Whether two outcomes are the same, up to rounding: several tools hold float32."""
+    """Check that two outcomes are equal up to rounding: several tools use float32."""
     assert [type(x) for x in got] == [type(x) for x in expected], (got[:2], expected[:2])
     for a, b in zip(got, expected, strict=True):
         if isinstance(a, torch.Tensor):

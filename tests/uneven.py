@@ -1,8 +1,8 @@
-"""Converted models whose layers differ in size, and the uniform ones that compute the same.
+"""Converted models whose layers differ in size, and uniform models that compute the same.
 
-A uniform model has, in place of the heads and neurons that a smaller layer lacks, some that write
+In place of the heads and neurons that a smaller layer lacks, a uniform model has some that write
 nothing: their rows of W_O and W_out are zero. It is made by `convert` alone; its small twin has
-slices of its weights, so nothing that grows or shrinks models takes part.
+slices of its weights, so no code that grows or shrinks models is used.
 """
 
 import torch
@@ -12,31 +12,31 @@ from attn_only_lens import Bilinear, calibrate, convert
 from attn_only_lens.heads import HeadName
 from attn_only_lens.models.two_blocks import LayerSizes, rebuild
 
-# Layer 0, whose sizes a configuration has, is nowhere the largest.
+# Layer 0, whose sizes are those in the configuration, is never the largest.
 NEURONS = (29, 37, 31)
-GROUPS = (2, 3, 1)  # of heads that share keys and values; heads, where none do
-WIDTHS = (11, 13, 7)  # of queries and keys
+GROUPS = (2, 3, 1)  # groups of heads that share keys and values; or heads
+WIDTHS = (11, 13, 7)  # widths of queries and keys
 VALUES = (7, 11, 13)
 
 UNEVEN = [
     name
     for name in FAMILIES
-    # Slopes depend on the number of heads: missing ones change the others'.
+    # Slopes depend on the number of heads, so missing heads change the others.
     if name != "alibi"
-    # One norm over all heads of a token: the same.
+    # A norm over all heads of a token depends on missing heads, too.
     and name != "post_norm"
 ]
 
 
 def uneven(name, *, widths=False, gate=None, tokens=None, **changes):
-    """A converted model with layers of three sizes, and the uniform converted one it equals.
+    """Return a converted model with layers of three sizes, and the equal uniform one.
 
     Args:
-        name: of the family.
-        widths: whether the widths of heads differ too, and those of values from those of queries.
-        gate: how many bilinear heads a neuron has; None for exact gates.
-        tokens: to calibrate gated MLPs on.
-        **changes: of the configuration.
+        name: the family.
+        widths: whether head widths differ too, and value widths from query widths.
+        gate: the number of bilinear heads per neuron; None for exact gates.
+        tokens: for calibrating gated MLPs.
+        **changes: changes of the configuration.
     """
     if widths:
         changes = {"d_head": max(*WIDTHS, *VALUES)} | changes
@@ -49,7 +49,7 @@ def uneven(name, *, widths=False, gate=None, tokens=None, **changes):
         with torch.no_grad():
             block.attn.W_O[GROUPS[layer] * per_group :] = 0.0
             block.mlp.W_out[NEURONS[layer] :] = 0.0
-            if widths:  # what narrower heads lack multiplies zeros, in scores and in values
+            if widths:  # the missing coordinates are multiplied by zeros, in scores and in values
                 block.attn.W_O[:, VALUES[layer] :] = 0.0
                 block.attn.W_Q[..., WIDTHS[layer] :] = 0.0
                 block.attn.b_Q[..., WIDTHS[layer] :] = 0.0
@@ -72,7 +72,7 @@ def uneven(name, *, widths=False, gate=None, tokens=None, **changes):
 
 
 def cut(name, tensor, sizes, widths):
-    """The part of a tensor that a layer of a smaller size has."""
+    """Slice a tensor to a smaller layer's sizes."""
     if not name.startswith("blocks."):
         return tensor
     _, block, _, leaf = (*name.split("."), "")[:4]
@@ -95,7 +95,7 @@ def cut(name, tensor, sizes, widths):
 
 
 def has(model, name):
-    """Whether a head or neuron of the uniform model is one of the uneven model's."""
+    """Return whether the uneven model has this head or neuron of the uniform model."""
     head = HeadName.parse(name)
     sizes = model.cfg.layer_sizes[head.layer]
     return head.index < (sizes.n_heads if head.kind == "attention" else sizes.d_mlp)

@@ -44,7 +44,7 @@ PLAIN, STREAMED = "two plain forwards", "compare, streamed"
 
 
 def models_of(smoke: bool, device: str, layers: int) -> tuple[Any, Grown]:
-    """A model, and one grown from it."""
+    """Return a model, and a model grown from it."""
     source = model_of(device, smoke=smoke, **({} if smoke else {"n_layers": layers}))
     source.requires_grad_(False)
     more = ex.compose(ex.AddNeurons(16 if smoke else 256), ex.AddHeads(1), ex.InsertLayer(at=1))
@@ -52,7 +52,7 @@ def models_of(smoke: bool, device: str, layers: int) -> tuple[Any, Grown]:
 
 
 def prompts_of(source: Any, n: int, pos: int) -> Tensor:
-    """Random prompts."""
+    """Return random prompts."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, source.cfg.d_vocab, (n, pos), generator=generator)
 
@@ -60,7 +60,7 @@ def prompts_of(source: Any, n: int, pos: int) -> Tensor:
 def throughput(
     source: Any, grown: Grown, tokens: Tensor, rounds: int, device: str
 ) -> dict[str, float]:
-    """Tokens a second, the two taking turns; the first round is not counted."""
+    """Return tokens per second; the calls alternate, and the first round is not counted."""
     took: dict[str, list[float]] = {PLAIN: [], STREAMED: []}
     moved = tokens.to(device)
     with expose_neuron_heads(source), expose_neuron_heads(grown.model):
@@ -84,7 +84,7 @@ def throughput(
 
 @contextmanager
 def block_calls() -> Iterator[list[int]]:
-    """Count how often blocks of models with neuron-heads run; hooks would be refused."""
+    """Count how often blocks of models with neuron-heads run, without using hooks."""
     called, calls = nn.Module.__call__, [0]
 
     def count(self: nn.Module, *args: Any, **how: Any) -> Any:
@@ -96,7 +96,7 @@ def block_calls() -> Iterator[list[int]]:
 
 
 def cost(call: Callable[[], Any], n_blocks: int, device: str) -> dict[str, float]:
-    """Seconds of a call, of the processor as well, and its forward passes, by blocks."""
+    """Return the wall time, processor time, number of forward passes and machine load of a call."""
     wait(device)
     start, cpu_start = time.perf_counter(), time.process_time()
     with block_calls() as calls:
@@ -107,7 +107,7 @@ def cost(call: Callable[[], Any], n_blocks: int, device: str) -> dict[str, float
 
 
 def circuit_costs(source: Any, tokens: Tensor, device: str, top: int) -> list[dict[str, Any]]:
-    """Of graphs, a search for a circuit, and its measure, on one pair of prompts."""
+    """Return the costs of graphs, a circuit search and faithfulness, on one pair of prompts."""
     clean, corrupted = tokens[:1].to(device), tokens[:1].to(device).clone()
     corrupted[0, -2] = (clean[0, -2] + 1) % source.cfg.d_vocab
     metric = p.logit_diff(7, 8)
@@ -128,7 +128,7 @@ def circuit_costs(source: Any, tokens: Tensor, device: str, top: int) -> list[di
 def cost_of_the_first_batch(
     source: Any, grown: Grown, tokens: Tensor, n_patched: int, device: str
 ) -> dict[str, float]:
-    """Of `compare` on one batch: circuits, edges, patching and all; passes through both models."""
+    """Return the cost of `compare` on one batch; forward passes are those through both models."""
     n_blocks = len(source.blocks) + len(grown.model.blocks)
     call = partial(
         compare,
@@ -143,7 +143,7 @@ def cost_of_the_first_batch(
 
 
 def peak(n_batches: int, batch: int, pos: int, smoke: bool, device: str, layers: int) -> float:
-    """Return the peak memory of some batches in MiB, without the models; in this process."""
+    """Return the peak memory in MiB of some batches, without the models, in this process."""
     source, grown = models_of(smoke, device, layers)
     with expose_neuron_heads(source), expose_neuron_heads(grown.model):
         statistics = Statistics([source, grown.model], align(source, grown.model, grown.provenance))
@@ -156,7 +156,7 @@ def peak(n_batches: int, batch: int, pos: int, smoke: bool, device: str, layers:
 
 
 def peak_apart(*arguments: Any) -> float:
-    """Return `peak` of a new process, whose memory has no earlier peak."""
+    """Return `peak` from a new process, whose memory has no earlier peak."""
     code = f"from {__spec__.name} import peak; print(peak(*{arguments!r}))"
     finished = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
@@ -169,7 +169,7 @@ def peak_apart(*arguments: Any) -> float:
 
 
 def report(smoke: bool, device: str, batch: int, pos: int, rounds: int, layers: int) -> str:
-    """All tables, as the text of a page."""
+    """Return the page with all tables."""
     source, grown = models_of(smoke, device, layers)
     tokens = prompts_of(source, batch, pos)
     speeds = throughput(source, grown, tokens, rounds, device)

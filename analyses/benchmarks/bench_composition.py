@@ -39,14 +39,14 @@ K = 100
 
 
 def bound_mib(cfg: Any, block: int) -> float:
-    """Of the memory, as the module has it."""
+    """Return the bound on memory in MiB, by the formula in the module docstring."""
     d, ranks = cfg.d_model, cfg.n_layers * cfg.n_heads * cfg.d_head
     b = max(block, d)  # the embedding is one writer of rank d_model
     return float(8 * d * ranks + 4 * d * d + b * (16 * d + 8 * b + 64 * min(K, b))) / MIB
 
 
 def flops(cfg: Any, kind: str) -> float:
-    """Multiplications and additions of all products of factors of pairs in order."""
+    """Return the flops of all products of factors, over all pairs in computation order."""
     heads = cfg.n_heads * cfg.d_head
     neurons = cfg.d_mlp if kind != "k" else 0
     total, written = 0, cfg.d_model
@@ -59,7 +59,7 @@ def flops(cfg: Any, kind: str) -> float:
 
 
 def measure(kind: str, block: int, device: str, smoke: bool) -> dict[str, Any]:
-    """Time and memory of one call."""
+    """Return the time and memory of one call."""
     model = expose_neuron_heads(model_of(device, smoke=smoke)).model
     circuits.top_compositions(model, 1, kind, ["embed", "L0H0", "L0N0"], ["L1H0", "L1N0"])
     reset_peak(device)
@@ -81,7 +81,7 @@ def measure(kind: str, block: int, device: str, smoke: bool) -> dict[str, Any]:
 
 
 def report(smoke: bool, device: str) -> str:
-    """The table, as the text of a page."""
+    """Return the page with the table."""
     about, rows = conditions(device), []
     for kind, block in [("v", 7)] if smoke else CALLS:
         command = [sys.executable, "-m", __spec__.name]

@@ -40,14 +40,14 @@ HEADS_PER_NEURON = (1, 2, 4, 8)
 
 
 def forward_flops(cfg: HookedTransformerConfig, pos: int) -> float:
-    """Multiply-adds twice, in matrix products alone; TransformerLens computes whole patterns."""
+    """Return the flops of the matrix products; TransformerLens computes whole patterns."""
     heads = cfg.n_heads * cfg.d_head
     layer = 4 * cfg.d_model * heads + 2 * cfg.d_model * cfg.d_mlp + 2 * pos * heads
     return 2.0 * pos * (cfg.n_layers * layer + cfg.d_model * cfg.d_vocab)
 
 
 def cached_bytes(cache: Any) -> int:
-    """What a cache holds, storage that several entries share counted once."""
+    """Return the bytes of a cache; storage that several entries share is counted once."""
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in cache.values()
     }
@@ -57,7 +57,7 @@ def cached_bytes(cache: Any) -> int:
 def operation(
     model: HookedTransformer, tokens: Tensor, options: dict[str, Any] | None
 ) -> Callable[[], Any]:
-    """A forward pass, or with options a cached one."""
+    """Return a call: a forward pass, or a cached forward pass if options are given."""
     if options is None:
         return lambda: model(tokens)
     return lambda: model.run_with_cache(tokens, **options)
@@ -72,7 +72,7 @@ def timing(
     flops: float,
     bandwidth: float,
 ) -> pd.DataFrame:
-    """Forward and caching, source against converted, with the bound."""
+    """Return times of forward passes and caching, source against converted, with the bound."""
     converted = convert(source)
     rows = []
     for pos in tqdm(lengths, desc="timing", leave=False):
@@ -106,7 +106,7 @@ PEAK_MEMORY = "analyses.benchmarks.bench_peak_memory"
 
 
 def peak_memory(lengths: list[int], device: str, smoke: bool) -> pd.DataFrame:
-    """Peak memory above that of the loaded models, each figure from a process of its own."""
+    """Return the peak memory above the loaded models, each figure from a separate process."""
     rows = []
     for pos in lengths:
         for name in tqdm(
@@ -124,7 +124,7 @@ def peak_memory(lengths: list[int], device: str, smoke: bool) -> pd.DataFrame:
 
 
 def conversion(source: HookedTransformer, rounds: int, device: str) -> pd.DataFrame:
-    """How long conversion takes, and the memory of its tensors that is not the source's."""
+    """Return the time of conversion, and the memory of tensors not shared with the source."""
     source_pointers = {t.untyped_storage().data_ptr() for t in source.state_dict().values()}
     weights = sum(t.nbytes for t in source.parameters())
     rows = []
@@ -148,7 +148,7 @@ def conversion(source: HookedTransformer, rounds: int, device: str) -> pd.DataFr
 
 @torch.no_grad()
 def bilinear(source: HookedTransformer, pos: int, rounds: int, device: str) -> pd.DataFrame:
-    """A forward pass without hooks, with m heads a neuron: m sigmoids for one activation."""
+    """Return times of forward passes without hooks, with m heads, so m sigmoids, per neuron."""
     tokens = torch.arange(pos, device=device)[None] % source.cfg.d_vocab
     models: dict[str, HookedTransformer] = {"source": source, "exact": convert(source)}
     for m in HEADS_PER_NEURON:
@@ -166,7 +166,7 @@ def bilinear(source: HookedTransformer, pos: int, rounds: int, device: str) -> p
 
 
 def naive_attention(source: HookedTransformer) -> Attention:
-    """The SiLU neurons of layer 0 as a stock `Attention`: every pattern is pos x pos."""
+    """Return the SiLU neurons of layer 0 as a stock `Attention`; every pattern is pos x pos."""
     cfg = source.cfg
     stock_cfg = HookedTransformerConfig(
         n_layers=1,
@@ -199,7 +199,7 @@ def naive_attention(source: HookedTransformer) -> Attention:
 
 @torch.no_grad()
 def naive(source: HookedTransformer, pos: int, rounds: int, device: str) -> pd.DataFrame:
-    """One layer of neurons three ways, for the same input, with all of its patterns read."""
+    """Return the times of one layer of neurons in three forms, which read all patterns."""
     neurons, stock = convert(source).blocks[1].attn, naive_attention(source)
     x = torch.randn(1, pos, source.cfg.d_model, device=device)
     seen: dict[str, Tensor] = {}
@@ -232,7 +232,7 @@ def naive(source: HookedTransformer, pos: int, rounds: int, device: str) -> pd.D
 
 
 def report(smoke: bool, device: str, rounds: int) -> str:
-    """All tables, as the text of a page."""
+    """Return the page with all tables."""
     about = conditions(device)
     lengths, naive_pos = ([7], 7) if smoke else ([128, 512], 128)
     source = model_of(device, smoke=smoke)

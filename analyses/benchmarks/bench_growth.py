@@ -47,7 +47,7 @@ CALLS = ("copy the weights", "copy the grown weights", "build", "grow, zeros", "
 
 
 def call_of(name: str, model: HookedTransformer, sizes: dict[str, int]) -> Callable[[], Any]:
-    """One of CALLS, ready to be timed."""
+    """Return the call with this name, one of CALLS."""
     if name == "copy the weights":
         return lambda: deepcopy(model.state_dict())
     if name in ("copy the grown weights", "build"):
@@ -58,14 +58,14 @@ def call_of(name: str, model: HookedTransformer, sizes: dict[str, int]) -> Calla
 
         if name == "build":
             return build
-        state = build().state_dict()  # not grown: what growth has freed would hide a peak
+        state = build().state_dict()  # not grown: a peak could hide in freed memory
         return lambda: deepcopy(state)
     init = ex.init.zeros() if name == "grow, zeros" else None
     return lambda: grow(model, init=init, **sizes)
 
 
 def peak(name: str, device: str, smoke: bool) -> float:
-    """Peak memory of one call in MiB, above what is held before it."""
+    """Return the peak memory of one call in MiB, above the memory held before it."""
     model, sizes = model_of(device, smoke=smoke), TINY_GROWN if smoke else GROWN
     call = call_of(name, model, sizes)
     reset_peak(device)
@@ -77,7 +77,7 @@ def peak(name: str, device: str, smoke: bool) -> float:
 
 
 def peak_apart(name: str, device: str, smoke: bool) -> float:
-    """The same, in a process of its own."""
+    """Return `peak` from a new process."""
     command = [sys.executable, "-m", __spec__.name, "--peak", name, "--device", device]
     command += ["--smoke"] if smoke else []
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -86,14 +86,14 @@ def peak_apart(name: str, device: str, smoke: bool) -> float:
 
 @torch.no_grad()
 def error(model: HookedTransformer, grown: HookedTransformer) -> float:
-    """The largest difference of logits, over the largest logit."""
+    """Return the largest logit difference, divided by the largest logit."""
     tokens = torch.arange(13, device=model.cfg.device)[None] % model.cfg.d_vocab
     expected = model(tokens)
     return ((grown(tokens) - expected).abs().max() / expected.abs().max()).item()
 
 
 def report(device: str, smoke: bool) -> str:
-    """All figures, as the text of a page."""
+    """Return the page with all figures."""
     model, sizes = model_of(device, smoke=smoke), TINY_GROWN if smoke else GROWN
     rounds = 2 if smoke else 3
     took = medians({name: call_of(name, model, sizes) for name in CALLS}, rounds, device)

@@ -40,7 +40,7 @@ N_SITES = 25
 
 
 def traceable(model: transformers.GPT2LMHeadModel) -> Any:
-    """The model for nnsight, which needs a tokenizer to join invokes; prompts are tokens."""
+    """Return the model for nnsight, which needs a tokenizer to join invokes; prompts are tokens."""
     words = tokenizers.models.WordLevel({"a": 0}, unk_token="a")
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer(words), pad_token="a", eos_token="a"
@@ -49,7 +49,7 @@ def traceable(model: transformers.GPT2LMHeadModel) -> Any:
 
 
 def activations(model: Any, tokens: Tensor) -> list[Tensor]:
-    """The activations of all neurons, [batch, pos, neuron] of each layer."""
+    """Return the activations of all neurons, [batch, pos, neuron] for each layer."""
     with torch.no_grad(), model.trace(tokens):
         post = nnsight.save([])
         for block in model.transformer.h:
@@ -58,32 +58,32 @@ def activations(model: Any, tokens: Tensor) -> list[Tensor]:
 
 
 def answer(logits: Tensor) -> Tensor:
-    """The metric of each row."""
+    """Return the metric of each row."""
     return logits[:, -1, bench.CORRECT] - logits[:, -1, bench.WRONG]
 
 
 def invokes(model: Any, clean: Tensor, corrupted: Tensor, sites: pd.DataFrame) -> Tensor:
-    """An invoke for each site."""
-    wanted = activations(model, clean)
+    """Patch the sites in one trace, with an invoke for each site."""
+    clean_values = activations(model, clean)
     rows = list(sites.itertuples(index=False))
     with torch.no_grad(), model.trace() as tracer:
         values = nnsight.save([])
         for layer, pos, neuron in rows:
             with tracer.invoke(corrupted):
                 post = model.transformer.h[layer].mlp.act.output
-                post[:, pos, neuron] = wanted[layer][:, pos, neuron]
+                post[:, pos, neuron] = clean_values[layer][:, pos, neuron]
                 values.append(answer(model.lm_head.output))
     return torch.cat(list(values)).cpu()
 
 
 def batch(model: Any, clean: Tensor, corrupted: Tensor, sites: pd.DataFrame) -> Tensor:
-    """A row for each site, edited layer by layer."""
-    wanted = activations(model, clean)
+    """Patch the sites in one trace, with a row for each site, edited layer by layer."""
+    clean_values = activations(model, clean)
     edits = []
     for layer, some in sites.groupby("layer"):
         columns = (some.index, some["pos"], some["neuron"])
         rows, pos, neurons = (torch.tensor(list(x), device=clean.device) for x in columns)
-        edits.append((layer, rows, pos, neurons, wanted[layer][0, pos, neurons]))
+        edits.append((layer, rows, pos, neurons, clean_values[layer][0, pos, neurons]))
     with torch.no_grad(), model.trace(corrupted.repeat(len(sites), 1)):
         for layer, rows, pos, neurons, new in edits:
             model.transformer.h[layer].mlp.act.output[rows, pos, neurons] = new
@@ -92,10 +92,10 @@ def batch(model: Any, clean: Tensor, corrupted: Tensor, sites: pd.DataFrame) -> 
 
 
 def measure(rounds: int, device: str, *, smoke: bool) -> pd.DataFrame:
-    """Time every way; compare their values.
+    """Time every method, and compare the values that they return.
 
     Raises:
-        ValueError: a way gives other values than ours.
+        ValueError: a method's values differ from ours.
     """
     task = bench.Task("scattered", "each", 15, 10)
     plain = traceable(bench.gpt2_of(smoke=smoke).to(device))
@@ -104,7 +104,7 @@ def measure(rounds: int, device: str, *, smoke: bool) -> pd.DataFrame:
         model.requires_grad_(False)
     pair = bench.prompts(task, bridge.cfg.d_vocab, device)
     sites = bench.sites_of(task, bridge.cfg, N_SITES)
-    exposed = expose_neuron_heads(bridge, copy=True).model  # shares weights; the bridge stays bare
+    exposed = expose_neuron_heads(bridge, copy=True).model  # shares weights; `bridge` is unexposed
     ways: dict[str, Callable[[], Tensor]] = {
         "ours": partial(bench.ours, exposed, *pair, sites),
         "skilled": partial(bench.skilled, bridge, *pair, sites),

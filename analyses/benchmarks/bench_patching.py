@@ -67,23 +67,23 @@ from attn_only_lens import expose_neuron_heads, load
 from attn_only_lens import patching as p
 from attn_only_lens.engine.metrics import bind
 
-AT_ONCE = 48  # patched runs in a forward pass
+AT_ONCE = 48  # patched runs in one forward pass
 CORRECT, WRONG = 11, 12
 METRIC = p.logit_diff(correct=CORRECT, wrong=WRONG)
 TOLERANCE = 32 * torch.finfo(torch.float32).eps
-"""Of the largest logit: an unembedding sums hundreds of products, after layers that round too."""
+"""Relative to the largest logit; the unembedding and earlier layers round many sums."""
 SHARED = ("attention_mask", "position_embeddings", "position_ids", "cache_position")
-"""Arguments of a block that do not depend on its input."""
+"""A block's arguments that do not depend on its input."""
 Patch: TypeAlias = Callable[[Any, Tensor, Tensor, pd.DataFrame], Tensor]
-"""The metric after a patch of each site, in their order: of a model, two prompts and sites."""
+"""Takes a model, two prompts and sites; returns the metric after a patch of each site."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Sites to patch, of prompts that differ from one token on.
+    """Sites to patch, in prompts that differ starting at one token.
 
     Attributes:
-        sites: "every neuron", some of them in equal steps; or "scattered", anywhere.
+        sites: "every neuron", sampled in equal steps; or "scattered", at random.
         positions: "each" or "all".
         n_pos: the length of the prompts.
         first: the first token that differs.
@@ -95,7 +95,7 @@ class Task:
     first: int
 
 
-# At a late name, as in "… John gave a drink to"; early; in the middle of a longer prompt.
+# The prompts differ late, as in "… John gave a drink to"; early; or in the middle of a long prompt.
 TASKS = [
     Task("every neuron", "each", 15, 10),
     Task("every neuron", "all", 15, 10),
@@ -106,7 +106,7 @@ TASKS = [
 
 
 def prompts(task: Task, d_vocab: int, device: str | torch.device) -> tuple[Tensor, Tensor]:
-    """A pair that differs in one token."""
+    """Return a pair of prompts that differ in one token."""
     clean = (torch.arange(task.n_pos, device=device)[None] * 7) % d_vocab
     corrupted = clean.clone()
     corrupted[0, task.first] = (corrupted[0, task.first] + 1) % d_vocab
@@ -114,12 +114,12 @@ def prompts(task: Task, d_vocab: int, device: str | torch.device) -> tuple[Tenso
 
 
 def sites_of(task: Task, cfg: Any, number: int) -> pd.DataFrame:
-    """Sites that can matter: layer, position (-1 for all) and neuron, as the loop takes them.
+    """Return sites that can have an effect: layer, position (-1 for all) and neuron.
 
     Args:
-        task: which sites.
-        cfg: the model's.
-        number: of sites, about.
+        task: the kind of sites.
+        cfg: the model's configuration.
+        number: the approximate number of sites.
     """
     last, end = cfg.n_layers - 1, task.n_pos - 1
     if task.positions == "all":
@@ -138,12 +138,12 @@ def sites_of(task: Task, cfg: Any, number: int) -> pd.DataFrame:
 
 
 def sample(sites: pd.DataFrame, number: int) -> pd.DataFrame:
-    """About so many of the sites, in equal steps, so that all layers have their share."""
+    """Return about this number of sites, in equal steps, so that every layer has its share."""
     return sites.iloc[:: max(1, len(sites) // number)].reset_index(drop=True)
 
 
 def gpt2_of(*, smoke: bool, **changes: int) -> transformers.GPT2LMHeadModel:
-    """The same shape as `model_of` has, as a model of transformers."""
+    """Return a transformers model with the same shape as `model_of`."""
     sizes = (TINY if smoke else GPT2_SMALL) | changes
     names = {"n_layer": "n_layers", "n_embd": "d_model", "n_head": "n_heads", "n_inner": "d_mlp"}
     names |= {"vocab_size": "d_vocab", "n_positions": "n_ctx"}
@@ -157,13 +157,13 @@ def gpt2_of(*, smoke: bool, **changes: int) -> transformers.GPT2LMHeadModel:
 
 
 def bridge_of(device: str, *, smoke: bool, **changes: int) -> TransformerBridge:
-    """The same model, as a bridge."""
+    """Return the model from `gpt2_of` as a bridge."""
     model = gpt2_of(smoke=smoke, **changes).to(device)
     return build_bridge_from_module(model, "GPT2LMHeadModel", hf_config=model.config)
 
 
 def flops(cfg: Any, task: Task, sites: pd.DataFrame) -> float:
-    """Of all sites, as the module has it."""
+    """Return the flops of all sites, by the formula in the module docstring."""
     key_heads = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
     matrices = 3 if getattr(cfg, "gated_mlp", False) else 2
     of_keys = 2 * cfg.d_model * cfg.d_head * key_heads
@@ -174,7 +174,7 @@ def flops(cfg: Any, task: Task, sites: pd.DataFrame) -> float:
     attention = 4 * cfg.n_heads * cfg.d_head
     per_block = 2 * (end - start) * parameters + attention * seen
     last = 2 * (end - start) * of_keys + 2 * (parameters - of_keys) + attention * end
-    later = cfg.n_layers - 1 - sites["layer"]  # blocks
+    later = cfg.n_layers - 1 - sites["layer"]  # the number of later blocks
     return float(((later - 1) * per_block + last)[later > 0].sum())
 
 
@@ -182,7 +182,7 @@ def flops(cfg: Any, task: Task, sites: pd.DataFrame) -> float:
 
 
 def ours(model: Any, clean: Tensor, corrupted: Tensor, sites: pd.DataFrame) -> Tensor:
-    """A sweep of a model whose neuron-heads are exposed."""
+    """Patch with `activation_patch` on a model with exposed neuron-heads."""
     everywhere = (sites["pos"] == -1).all()
     names = [
         f"L{row.layer}N{row.neuron}" + ("" if everywhere else f"@{row.pos}")
@@ -201,16 +201,16 @@ def ours(model: Any, clean: Tensor, corrupted: Tensor, sites: pd.DataFrame) -> T
 
 
 def skilled(model: Any, clean: Tensor, corrupted: Tensor, sites: pd.DataFrame) -> Tensor:
-    """Run only the blocks after a site, on the residual stream with the site's change in it."""
+    """Run only the blocks after a site, on the residual stream plus the site's change."""
     values = torch.zeros(len(sites), dtype=model.W_U.dtype)
     answer = model.W_U[:, CORRECT] - model.W_U[:, WRONG]
     bias = model.b_U[CORRECT] - model.b_U[WRONG]
     names = ("mlp.hook_post", "hook_resid_post")
     with torch.no_grad(), later_blocks(model) as run_later_blocks:
-        _, wanted = model.run_with_cache(clean, names_filter=lambda name: name.endswith(names))
+        _, clean_cache = model.run_with_cache(clean, names_filter=lambda name: name.endswith(names))
         _, cache = model.run_with_cache(corrupted, names_filter=lambda name: name.endswith(names))
         for layer, rows, here, neurons in batches(sites, corrupted):
-            change = (wanted["post", layer] - cache["post", layer])[0].T[neurons] * here
+            change = (clean_cache["post", layer] - cache["post", layer])[0].T[neurons] * here
             written = change[:, :, None] * model.blocks[layer].mlp.W_out[neurons][:, None]
             stream = run_later_blocks(layer + 1, cache["resid_post", layer] + written)
             values[rows.cpu()] = (model.ln_final(stream[:, -1:])[:, 0] @ answer + bias).cpu()
@@ -219,10 +219,10 @@ def skilled(model: Any, clean: Tensor, corrupted: Tensor, sites: pd.DataFrame) -
 
 @contextmanager
 def later_blocks(model: Any) -> Iterator[Callable[[int, Tensor], Tensor]]:
-    """Run a model from a layer on, without its last norm.
+    """Yield a function that runs a model's layers starting at a given layer, without the last norm.
 
-    A bridge has no `start_at_layer`: its blocks are called by hand, with the arguments that the
-    first of them gets when the model runs meanwhile.
+    A bridge has no `start_at_layer`. So its blocks are called directly, with the arguments that
+    the first block gets when the whole model runs.
     """
     if not isinstance(model, TransformerBridge):
         end = model.cfg.n_layers
@@ -271,7 +271,7 @@ def hooks(model: Any, clean: Tensor, corrupted: Tensor, sites: pd.DataFrame) -> 
 
 
 def batches(sites: pd.DataFrame, tokens: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """Sites of one layer, 48 at most: layer, rows, which positions are patched, neurons."""
+    """Yield up to 48 sites of one layer: layer, rows, mask of patched positions, neurons."""
     for layer, of_layer in sites.groupby("layer"):
         for start in range(0, len(of_layer), AT_ONCE):
             some = of_layer.iloc[start : start + AT_ONCE]
@@ -284,7 +284,7 @@ def batches(sites: pd.DataFrame, tokens: Tensor) -> Iterator[tuple[int, Tensor, 
 
 
 def loop(model: Any, clean: Tensor, corrupted: Tensor, sites: pd.DataFrame) -> Tensor:
-    """TransformerLens' own sweep over an explicit frame of sites."""
+    """Patch with TransformerLens' own sweep over an explicit frame of sites."""
     metric = metric_of(model, clean, corrupted)
     _, cache = model.run_with_cache(clean, names_filter=lambda name: name.endswith("hook_post"))
 
@@ -302,7 +302,7 @@ def loop(model: Any, clean: Tensor, corrupted: Tensor, sites: pd.DataFrame) -> T
 
 
 def metric_of(model: Any, clean: Tensor, corrupted: Tensor) -> Callable[[Tensor], Tensor]:
-    """The metric, as a function of logits."""
+    """Return the metric as a function of logits."""
     bound = bind(METRIC, model, p.prompt_pair(model, clean, corrupted))
 
     def value(logits: Tensor) -> Tensor:
@@ -313,7 +313,7 @@ def metric_of(model: Any, clean: Tensor, corrupted: Tensor) -> Callable[[Tensor]
 
 WAYS: dict[str, Patch] = {"ours": ours, "skilled": skilled, "hooks": hooks, "loop": loop}
 
-# Measuring them
+# Measurements
 
 SIZES = {"ours": (240, 960), "skilled": (24, 96), "hooks": (24, 48), "loop": (2, 8)}
 LONG = {"ours": (120, 480), "skilled": (12, 36), "hooks": (12, 24), "loop": (2, 4)}
@@ -321,7 +321,7 @@ SMOKE = {"ours": (10, 40), "skilled": (5, 20), "hooks": (5, 20), "loop": (2, 5)}
 
 
 def timed(call: Callable[[], Any], device: str) -> tuple[Any, float]:
-    """What a call returns, and the processor time that it took; on a GPU, the time."""
+    """Return a call's result and its processor time (on a GPU, its wall time)."""
     clock = time.process_time if device == "cpu" else time.perf_counter
     wait(device)
     start = clock()
@@ -331,20 +331,20 @@ def timed(call: Callable[[], Any], device: str) -> tuple[Any, float]:
 
 
 def rate(device: str, *, smoke: bool) -> float:
-    """Float operations of a matrix product in a second."""
+    """Return the flops per second of a matrix product."""
     size = 256 if smoke else 2048
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     return 2 * size**3 / statistics.median(timed(lambda: a @ b, device)[1] for _ in range(3))
 
 
 def measure(source: Any, task: Task, rounds: int, device: str, *, smoke: bool) -> pd.DataFrame:
-    """Time every way on its two numbers of sites, in turns; compare their values.
+    """Time all methods alternately, each with two numbers of sites, and compare their values.
 
     Returns:
-        A row for every way, number of sites and round; "expose" is what exposing took.
+        A row per method, number of sites and round; "expose" is the time that exposing took.
 
     Raises:
-        ValueError: a way gives other values than ours.
+        ValueError: a method's values differ from ours.
     """
     cfg = source.cfg
     clean, corrupted = prompts(task, cfg.d_vocab, device)
@@ -366,7 +366,7 @@ def measure(source: Any, task: Task, rounds: int, device: str, *, smoke: bool) -
                 for number in sizes[way]:
                     some = sites if number == sizes["ours"][1] else sample(sites, number)
                     call = partial(patch, source, clean, corrupted, some)
-                    if way == "ours" and not first_call:  # it tests the model, once
+                    if way == "ours" and not first_call:  # the first call tests the model
                         first_call = timed(call, device)[1]
                     result, seconds = timed(call, device)
                     index = pd.MultiIndex.from_frame(some)
@@ -395,7 +395,7 @@ def measure(source: Any, task: Task, rounds: int, device: str, *, smoke: bool) -
 
 
 def fit(rows: pd.DataFrame) -> pd.DataFrame:
-    """Fixed and marginal cost in seconds, of every task and way: medians over the rounds."""
+    """Return fixed and marginal costs in seconds, by task and method: medians over rounds."""
     keys = ["model", "sites", "tokens", "first", "way"]
     fits = []
     for names, of_round in rows.groupby([*keys, "round"], sort=False):
@@ -413,7 +413,7 @@ def fit(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def tables(fits: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Marginal costs beside ours and the bound; fixed costs, and how the values compare."""
+    """Return marginal costs next to the bound; then fixed costs and value differences."""
     marginal, fixed = [], []
     for (sites, tokens, first), of_task in fits.groupby(["sites", "tokens", "first"], sort=False):
         way = {row.way: row for row in of_task.itertuples()}
@@ -442,7 +442,7 @@ def tables(fits: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def figure(fits: pd.DataFrame) -> Figure:
-    """What a sweep of so many sites costs, a panel for every task of the first model."""
+    """Draw the cost of a sweep by its number of sites, one panel per task of the first model."""
     fits = fits[fits["model"] == fits["model"].iloc[0]]
     tasks = list(fits.groupby(["sites", "tokens", "first"], sort=False))
     picture = Figure(figsize=(3.4 * len(tasks), 3.2), layout="constrained")
@@ -460,7 +460,7 @@ def figure(fits: pd.DataFrame) -> Figure:
 
 
 def page(fits: pd.DataFrame, about: str) -> str:
-    """The text, from the fits alone."""
+    """Return the page, computed only from the fits."""
     parts = [about]
     for kind, of_kind in fits.groupby("model", sort=False):
         marginal, fixed = tables(of_kind)

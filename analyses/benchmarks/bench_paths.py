@@ -39,12 +39,12 @@ from attn_only_lens import HeadName, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.metrics import bind
 
-POS, AT = 15, 10  # the prompts' length, and where they differ
+POS, AT = 15, 10  # the prompts' length, and the position where they differ
 METRIC = p.logit_diff(correct=11, wrong=12)
 
 
 class ByHand:
-    """Paths with TransformerLens' hooks on a bridge of GPT-2, one forward pass each."""
+    """Path patching with TransformerLens' hooks on a GPT-2 bridge, one forward pass per path."""
 
     def __init__(self, model: Any, clean: Tensor, corrupted: Tensor) -> None:
         self.model, self.tokens, self.device = model, corrupted, str(corrupted.device)
@@ -54,7 +54,7 @@ class ByHand:
         self.value = lambda logits: bound.value(bound.select(logits)[None])[0]
 
     def sent(self, name: HeadName) -> Tensor:
-        """What a head wrote in the clean run less what it wrote in the corrupted one."""
+        """Return a head's output in the clean run minus its output in the corrupted run."""
         block = self.model.blocks[name.layer]
         point = "attn.hook_z" if name.kind == "attention" else "mlp.hook_post"
         hook = f"blocks.{name.layer}.{point}"
@@ -64,7 +64,7 @@ class ByHand:
         return (clean - corrupted)[:, None] * block.mlp.W_out[name.index]
 
     def edit(self, sender: str, receiver: str) -> tuple[str, Callable[..., Tensor]]:
-        """The hook point of a receiver, and the hook that moves it."""
+        """Return the hook point of a receiver, and the hook that adds the path's change there."""
         delta = self.sent(HeadName.parse(sender))
         delta = delta - delta.mean(-1, keepdim=True)
         cache = self.runs[1]
@@ -84,7 +84,7 @@ class ByHand:
 
     @staticmethod
     def adding(more: Tensor, index: tuple[Any, ...]) -> Callable[..., Tensor]:
-        """A hook that adds somewhere."""
+        """Return a hook that adds a tensor at an index."""
 
         def hook(value: Tensor, hook: Any) -> Tensor:
             value = value.clone()
@@ -95,7 +95,7 @@ class ByHand:
 
     @torch.no_grad()
     def patch(self, pairs: Sequence[tuple[str, str]]) -> tuple[list[float], float]:
-        """The values of paths, and the seconds of their forward passes."""
+        """Return the values of paths, and the seconds of their forward passes."""
         edits, values, took = [self.edit(*pair) for pair in pairs], [], 0.0
         for edit in edits:
             start = seconds(self.device)
@@ -106,7 +106,7 @@ class ByHand:
 
 
 def flops(cfg: Any, layer: int | None, kind: str) -> float:
-    """Of one path, as the module has it."""
+    """Return the flops of one path, by the formulas in the module docstring."""
     if layer is None:
         return 4.0 * cfg.d_model
     d_model = cfg.d_model
@@ -121,10 +121,10 @@ class Case:
     """Paths of one kind.
 
     Attributes:
-        title: in words.
-        senders: of the first layer.
-        receivers: of the last layer, or "logits".
-        part: what the receivers read.
+        title: a description.
+        senders: names of heads in the first layer.
+        receivers: names of heads in the last layer, or "logits".
+        part: the receivers' input that the paths change.
         layer: the last layer; None for the logits.
     """
 
@@ -136,7 +136,7 @@ class Case:
 
 
 def cases(cfg: Any, first: int, last: int, few: int) -> Iterator[Case]:
-    """Five kinds of paths from one layer to another, or to the logits."""
+    """Yield five kinds of paths from one layer to another layer, or to the logits."""
     indices = range(0, cfg.d_mlp, max(1, cfg.d_mlp // few))[:few]
     neurons, to_neurons = ([f"L{layer}N{i}" for i in indices] for layer in (first, last))
     yield Case("neurons to neurons", neurons, to_neurons, "z", last)
@@ -149,7 +149,7 @@ def cases(cfg: Any, first: int, last: int, few: int) -> Iterator[Case]:
 def measure(
     case: Case, patch: Callable[..., p.Paths], by_hand: ByHand, n_by_hand: int, speed: float
 ) -> dict[str, Any]:
-    """Time all paths of a case, and a sample of them by hand; compare their values."""
+    """Time all paths of a case, and a sample of them with hooks, and compare their values."""
     start = seconds(by_hand.device)
     paths = patch(senders=case.senders, receivers=case.receivers, part=case.part)
     ours = seconds(by_hand.device) - start
@@ -174,7 +174,7 @@ def measure(
 
 
 def report(smoke: bool, device: str, few: int, n_by_hand: int) -> str:
-    """All tables, as the text of a page."""
+    """Return the page with all tables."""
     about = conditions(device)
     source = bridge_of(device, smoke=smoke)
     source.requires_grad_(False)

@@ -35,12 +35,12 @@ TINY = {
 
 
 def is_pattern(name: str) -> bool:
-    """Every attention pattern of a converted model."""
+    """Return whether a hook point of a converted model is an attention pattern."""
     return name.endswith("hook_pattern")
 
 
 def is_pattern_or_post(name: str) -> bool:
-    """The same of a source model: attention patterns, and what its neurons put out."""
+    """Return whether a source model's hook point is an attention pattern or its neurons' output."""
     return name.endswith(("hook_pattern", "mlp.hook_post"))
 
 
@@ -52,26 +52,26 @@ OPERATIONS: dict[str, dict[str, dict[str, Any]] | None] = {
         "converted": {"names_filter": is_pattern},
     },
 }
-"""Keyword arguments of `run_with_cache`, for each model."""
+"""The keyword arguments of `run_with_cache`, for each model."""
 
 
 def model_of(device: str, *, smoke: bool = False, **changes: Any) -> HookedTransformer:
-    """A model of GPT-2 small's shape with random weights, or a tiny one."""
+    """Return a model with GPT-2 small's shape and random weights, or a tiny model."""
     sizes = (TINY if smoke else GPT2_SMALL) | {"act_fn": "gelu_new", "seed": 0} | changes
     return HookedTransformer(HookedTransformerConfig(**sizes, device=device)).eval()
 
 
 def reset_peak(device: str) -> None:
-    """Begin to watch for a peak."""
+    """Start a new measurement of the peak memory."""
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak is now what is held
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak to current memory
 
 
 def held_and_peak(device: str) -> tuple[float, float]:
-    """Bytes held now, and their peak since `reset_peak`."""
+    """Return the bytes held now, and their peak since `reset_peak`."""
     if torch.device(device).type == "cuda":
         held = torch.cuda.memory_allocated(device)
         return float(held), float(torch.cuda.max_memory_allocated(device))
@@ -88,12 +88,12 @@ def main(
     device: str,
     smoke: bool = False,
 ) -> None:
-    """Print the peak in MiB above what the loaded model holds."""
+    """Print the peak memory in MiB above the memory of the loaded model."""
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     model = model_of(device, smoke=smoke)
     if which == "converted":
         model = convert(model)
-    model(torch.zeros((1, 2), dtype=torch.long, device=device))  # what is made once is made now
+    model(torch.zeros((1, 2), dtype=torch.long, device=device))  # one-time allocations happen here
     tokens = torch.arange(pos, device=device)[None] % model.cfg.d_vocab
     options = OPERATIONS[operation]
     reset_peak(device)

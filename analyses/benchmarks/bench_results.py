@@ -47,7 +47,7 @@ RUN: dict[str, Any] = {
 
 
 def timed(call: Callable[[], Any], device: str) -> tuple[Any, tuple[float, float]]:
-    """What a call returns, and its seconds of the wall and of the processor."""
+    """Return a call's result, and its wall and processor seconds."""
     wait(device)
     start = time.perf_counter(), time.process_time()
     result = call()
@@ -56,7 +56,7 @@ def timed(call: Callable[[], Any], device: str) -> tuple[Any, tuple[float, float
 
 
 def turns(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> pd.DataFrame:
-    """Median seconds of the wall and of the processor, the calls in turns after a first round."""
+    """Return median wall and processor seconds of alternating calls, after one uncounted round."""
     took: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for count in range(rounds + 1):
         for name, call in calls.items():
@@ -70,7 +70,7 @@ def turns(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> pd.D
 
 
 def plain_hooks(model: Any, clean: Tensor, corrupted: Tensor) -> Tensor:
-    """AtP of every neuron, [layer, batch, pos, neuron], by TransformerLens' hooks."""
+    """Return AtP of every neuron, [layer, batch, pos, neuron], with TransformerLens' hooks."""
     names = [f"blocks.{layer}.mlp.hook_post" for layer in range(model.cfg.n_layers)]
     points = ("blocks.0.hook_resid_pre", "blocks.0.hook_in")
     first = next(name for name in points if name in model.hook_dict)
@@ -101,13 +101,13 @@ def plain_hooks(model: Any, clean: Tensor, corrupted: Tensor) -> Tensor:
 
 
 def attributions(source: Any, lengths: tuple[int, ...], rounds: int, device: str) -> pd.DataFrame:
-    """Attribution of every neuron without repairs, and AtP by plain hooks, for some lengths."""
+    """Time attribution of every neuron without repairs, and AtP by plain hooks, by length."""
     frames = []
     for n_pos in lengths:
         clean = torch.arange(n_pos, device=device).remainder(source.cfg.d_vocab)[None] + 1
         corrupted = clean.clone()
         corrupted[:, n_pos // 3 : -1] += 7
-        exposed = expose_neuron_heads(source, copy=True).model  # shares weights; nothing is tested
+        exposed = expose_neuron_heads(source, copy=True).model  # shares weights; runs no tests
 
         def forward(tokens: Tensor = clean) -> Tensor:
             with torch.no_grad():
@@ -133,7 +133,7 @@ def attributions(source: Any, lengths: tuple[int, ...], rounds: int, device: str
 
 
 def large_result(sizes: tuple[int, int, int], folder: Path) -> pd.DataFrame:
-    """Seconds to make, rank, compare, save and load a result of random values."""
+    """Return the seconds to make, rank, compare, save and load a result with random values."""
     layers, n, n_pos = sizes
     masks = torch.eye(n_pos, dtype=torch.bool)[:, None]
     positions = [PositionSet(pos, masks[pos]) for pos in range(n_pos)]
@@ -166,7 +166,7 @@ def large_result(sizes: tuple[int, int, int], folder: Path) -> pd.DataFrame:
 
 
 def report(folder: str, smoke: bool, device: str) -> str:
-    """Both tables, as the text of a page."""
+    """Return the page with both tables."""
     about = conditions(device)
     if folder:
         source, shape = load(folder).to(device), f"`{Path(folder).name}`"

@@ -43,11 +43,11 @@ LAYERS: dict[str, tuple[models.Kind, float, bool]] = {
     "theorem's heads, dense": ("theorem", 1, True),
     "bias token, half as many, dense": ("bias token", 1 / 2, True),
 }
-"""Kind, heads for a neuron of the MLP, and whether in the dense form."""
+"""The kind, the number of heads per neuron of the MLP, and whether the form is dense."""
 
 
 def whole(model: Any, tokens: Tensor, *, reading: bool = False) -> Callable[[], None]:
-    """A step of a model: its loss, and the gradient of every parameter."""
+    """Return a model's training step: its loss, and the gradients of all parameters."""
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
@@ -70,7 +70,7 @@ def whole(model: Any, tokens: Tensor, *, reading: bool = False) -> Callable[[], 
 
 
 def wholes(device: str, smoke: bool, pos: int, rounds: int, speed: float) -> pd.DataFrame:
-    """Whole models, HookedTransformers and bridges, each against the one it was made of."""
+    """Time whole models, HookedTransformers and bridges, each against its source model."""
     sizes = {"act_fn": "silu", "n_layers": 2} | ({} if smoke else {"d_vocab": 1000})
     hooked = model_of(device, smoke=smoke, **sizes)
     cfg = hooked.cfg
@@ -112,7 +112,7 @@ def wholes(device: str, smoke: bool, pos: int, rounds: int, speed: float) -> pd.
 
 
 def step_of(neurons: models.Neurons, x: Tensor, dense: bool) -> Callable[[], None]:
-    """A step of one layer: its output, and the gradients of what it reads and of its weights."""
+    """Return a layer's training step: its output, and the gradients of its input and weights."""
     run = neurons.dense if dense else neurons
 
     def step() -> None:
@@ -124,14 +124,14 @@ def step_of(neurons: models.Neurons, x: Tensor, dense: bool) -> Callable[[], Non
 
 
 def layer_flops(name: str, d_model: int, d_mlp: int, pos: int) -> int:
-    """Of a step of one layer, for one text."""
+    """Return the flops of a training step of one layer, for one text."""
     kind, share, dense = LAYERS[name]
     n_dense = pos + 1 if dense else 0
     return 3 * pos * models.flops(kind, d_model, round(share * d_mlp), n_dense)
 
 
 def layer(name: str, d_model: int, d_mlp: int, device: str) -> models.Neurons:
-    """One of LAYERS."""
+    """Return the layer with this name, one of LAYERS."""
     kind, share, _ = LAYERS[name]
     bias = nn.Parameter(torch.zeros(d_model))
     std = d_model**-0.5
@@ -139,7 +139,7 @@ def layer(name: str, d_model: int, d_mlp: int, device: str) -> models.Neurons:
 
 
 def layers(device: str, smoke: bool, pos: int, rounds: int, speed: float) -> pd.DataFrame:
-    """One layer of each, against the MLP."""
+    """Time one layer of each kind against the MLP."""
     d_model, d_mlp = (12, 30) if smoke else (768, 3072)
     x = torch.randn(1, pos, d_model, device=device, requires_grad=True)
     made = partial(layer, d_model=d_model, d_mlp=d_mlp, device=device)
@@ -162,7 +162,7 @@ def layers(device: str, smoke: bool, pos: int, rounds: int, speed: float) -> pd.
 
 
 def report(smoke: bool, device: str, rounds: int) -> str:
-    """All tables, as the text of a page."""
+    """Return the page with all tables."""
     about, pos = conditions(device), 7 if smoke else 128
     speed, _ = speeds(device, smoke)
     models_table = table(wholes(device, smoke, pos, rounds, speed))

@@ -17,18 +17,18 @@ from dataclasses import dataclass
 from analyses.tools.benching import markdown
 from analyses.tools.count_heads import HeadCounts
 
-# What NVIDIA states for an H100 (SXM, 80 GB): flops a second, without sparsity, and bytes a second.
+# NVIDIA's figures for an H100 (SXM, 80 GB): flops a second, without sparsity, and bytes a second.
 PEAK = {"float32": 67e12, "TF32": 495e12}
 BANDWIDTH = 3.35e12
 MEMORY = 80e9
-SHARE = 0.5  # of the peaks
+SHARE = 0.5  # assumed share of the peak speeds
 DEVICES = 8
-NUMBER = 4  # bytes
+NUMBER = 4  # bytes of a float32 number
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes: by default gated MLPs, and an unembedding that is not the embedding."""
+    """The sizes of a model. By default, MLPs are gated and the unembedding is not tied."""
 
     n_layers: int = 32
     d_model: int = 4096
@@ -42,56 +42,56 @@ class Shape:
 
     @property
     def layer(self) -> HeadCounts:
-        """The counts of a block."""
+        """Return the counts of a block."""
         sizes = self.d_model, self.n_heads, self.d_head, self.d_mlp, self.n_key_value_heads
         return HeadCounts(*sizes, gated=self.gated)
 
     @property
     def block(self) -> int:
-        """Weights of a block's matrices."""
+        """Return the number of weights in a block's matrices."""
         return self.layer.attention_parameters + self.layer.mlp_parameters
 
     @property
     def parameters(self) -> int:
-        """All of them, norms included."""
+        """Return the number of parameters, including norms."""
         norms = (2 * self.n_layers + 1) * self.d_model
         embeddings = (1 if self.tied else 2) * self.d_vocab * self.d_model
         return self.n_layers * self.block + embeddings + norms
 
     def per_token(self, pos: int) -> int:
-        """Flops of a block for one token that attends to so many."""
+        """Return the flops of a block for one token that attends to `pos` tokens."""
         return self.layer.attention_flops(pos) + self.layer.mlp_flops
 
     def forward(self, pos: int) -> int:
-        """Flops of a whole run."""
+        """Return the flops of a forward pass."""
         blocks = self.n_layers * self.per_token(pos)
         return pos * (blocks + 2 * self.d_model * self.d_vocab)
 
     def patch(self, pos: int, first: int) -> float:
-        """Flops of a patch, the mean over layers and over positions from the first on."""
+        """Return the flops of a patch: the mean over layers and over positions from `first`."""
         tokens, blocks = (pos - first + 1) / 2, (self.n_layers - 1) / 2
         return tokens * blocks * self.per_token(pos)
 
     def sites(self, pos: int) -> int:
-        """Neurons and attention heads, at so many positions."""
+        """Return the number of neurons and attention heads, at `pos` positions."""
         return pos * self.n_layers * (self.d_mlp + self.n_heads)
 
     def recordings(self, pos: int) -> int:
-        """Bytes of two runs: value, weight and z of every neuron, z of heads, and the stream."""
+        """Return bytes for two runs: value, weight, z of neurons, z of heads, and the stream."""
         of_layer = 3 * self.d_mlp + self.n_heads * self.d_head + self.d_model
         return 2 * NUMBER * pos * self.n_layers * of_layer
 
     def at_once(self, pos: int, first: int) -> int:
-        """Patches in one forward pass, in half of the memory that weights and recordings leave."""
+        """Return patches per forward pass, using half of the memory that the rest leaves."""
         left = MEMORY - NUMBER * self.parameters - self.recordings(pos)
-        of_token = 5 * self.d_model + 6 * self.d_mlp  # as `Replay.numbers_per_token` has it
+        of_token = 5 * self.d_model + 6 * self.d_mlp  # as in `Replay.numbers_per_token`
         of_keys = 2 * pos * self.n_heads * self.d_head
         return int(left / 2 / NUMBER / ((pos - first) * of_token + of_keys))
 
     def numbers_per_token(self, pos: int, *, traced: bool, decomposed: bool = False) -> int:
-        """Numbers held at once for a token of a pair, with gradients if traced.
+        """Return how many numbers are held per token of a pair, with gradients if `traced`.
 
-        Decomposed: with the inputs and outputs of sublayers and norms, and values of all heads.
+        `decomposed` adds inputs and outputs of sublayers and norms, and the values of all heads.
         """
         kept = (self.n_layers + 1) * self.d_model
         kept += self.n_layers * (self.n_heads * max(self.d_head, pos) + self.d_mlp)
@@ -101,14 +101,14 @@ class Shape:
         return 2 * kept + (6 if traced else 4) * self.d_vocab + traced * self.n_layers * graph
 
     def longest(self, memory: float, number: int, **how: bool) -> int:
-        """Tokens of the longest pair of prompts that fits; 0 if the weights do not fit.
+        """Return the length of the longest pair of prompts that fits; 0 if weights do not fit.
 
         Args:
-            memory: bytes.
+            memory: the memory in bytes.
             number: the bytes of a number.
-            how: traced, decomposed.
+            how: `traced` and `decomposed` of `numbers_per_token`.
         """
-        batch = 2048 * (5 * self.d_model + 6 * self.d_mlp)  # tokens of a batch on a CPU
+        batch = 2048 * (5 * self.d_model + 6 * self.d_mlp)  # a batch of 2,048 tokens, as on a CPU
 
         def too_long(pos: int) -> bool:
             numbers = self.parameters + batch + pos * self.numbers_per_token(pos, **how)
@@ -118,7 +118,7 @@ class Shape:
 
     @property
     def statistics(self) -> int:
-        """Bytes of `neuron_statistics` of all neurons, with k = 20 examples at both ends.
+        """Return the bytes of `neuron_statistics` for all neurons, with k = 20 examples per end.
 
         An example has 3 integers, a flag, its score, and a window of 19 tokens with 2 numbers each;
         a neuron has 1,416 integers for histograms and quadrants.
@@ -134,12 +134,12 @@ MODELS = {
     "LLaMA 3 8B, float32": (Shape(), NUMBER),
     "LLaMA 3 8B, bfloat16": (Shape(), 2),
 }
-"""Shapes and bytes of a number."""
+"""The shape of each model, and the bytes of a number."""
 MEMORIES = {"24 GiB": 24 * 2**30, "80 GB": 80 * 10**9}
 
 
 def limits() -> str:
-    """The longest pairs of prompts that fit, in Markdown."""
+    """Return a Markdown table of the longest pairs of prompts that fit."""
     header = ["model", "weights"]
     for memory in MEMORIES:
         header += [f"sweep, {memory}", f"attribution, {memory}"]
@@ -155,14 +155,14 @@ def limits() -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """What is done.
+    """A computation with a pair of prompts.
 
     Attributes:
-        name: in words.
-        flops: of all of it.
+        name: a description.
+        flops: the flops of the whole computation.
         passes: how often the weights are read.
-        result: bytes.
-        divides: whether devices share it.
+        result: the size of the result in bytes.
+        divides: whether several devices can share the computation.
     """
 
     name: str
@@ -172,15 +172,15 @@ class Work:
     divides: bool
 
     def seconds(self, peak: float, weights: float) -> float:
-        """The time of its flops, or of reading the weights if that is longer."""
+        """Return the time of the flops, or the time of reading the weights if that is longer."""
         return max(self.flops / peak, self.passes * weights / BANDWIDTH) / SHARE
 
 
 def works(shape: Shape, pos: int, first: int) -> Iterator[Work]:
-    """What is done with a pair of prompts."""
+    """Yield the computations with a pair of prompts."""
     forward, changed = shape.forward(pos), shape.sites(pos - first)
     patch, batch = shape.patch(pos, first), shape.at_once(pos, first)
-    # Both runs; a backward pass without gradients of weights costs as much as a forward one.
+    # Both runs; a backward pass without weight gradients costs as much as a forward pass.
     every = 8 * shape.sites(pos)
     yield Work("attribution of every head and neuron", 3 * forward, 3, every, divides=False)
     for name, n in (
@@ -191,7 +191,7 @@ def works(shape: Shape, pos: int, first: int) -> Iterator[Work]:
 
 
 def table(shape: Shape | None = None, pos: int = 64, first: int = 24) -> str:
-    """The estimates, in Markdown."""
+    """Return the estimates as a Markdown table."""
     shape = Shape() if shape is None else shape
     weights = NUMBER * shape.parameters
     lines = []
@@ -213,14 +213,14 @@ def table(shape: Shape | None = None, pos: int = 64, first: int = 24) -> str:
 
 
 def amount(size: float) -> str:
-    """Bytes, in words."""
+    """Return a number of bytes as text."""
     units = ("B", "kB", "MB", "GB")
     power = min(3, (len(f"{size:.0f}") - 1) // 3)
     return f"{size / 1000**power:.3g} {units[power]}"
 
 
 def duration(seconds: float) -> str:
-    """A time, in words."""
+    """Return a time as text."""
     if seconds < 60:
         return f"{seconds:.2g} s"
     return f"{seconds / 60:.2g} min" if seconds < 6000 else f"{seconds / 3600:.2g} h"

@@ -61,7 +61,7 @@ AXES = {
 }
 SMOKE = {"layers": (2, 3), "sites": (8, 16)}
 FAR = 10**7
-"""Sites whose cost is arithmetic."""
+"""The number of sites whose costs are extrapolated."""
 REPEATED = 10.0
 """A call that takes fewer seconds is repeated."""
 PRELOADED = [
@@ -71,7 +71,7 @@ PRELOADED = [
     "attn_only_lens.neurons._top_examples",
     "attn_only_lens.patching._path_patch",
 ]
-"""Modules that the processes of measurements share, so that they are imported once."""
+"""Modules that all measuring processes share, so that they are imported only once."""
 QUIET: dict[str, Any] = {"progress": False}
 
 
@@ -81,7 +81,7 @@ class Point:
 
     Attributes:
         call: one of CALLS.
-        sites: how many sites; None for all.
+        sites: the number of sites; None for all.
     """
 
     call: str
@@ -92,12 +92,12 @@ class Point:
 
     @property
     def first(self) -> int:
-        """The first token that differs."""
+        """Return the position of the first token that differs."""
         return self.tokens // 8
 
 
 def prompts(point: Point, d_vocab: int, device: str) -> tuple[Tensor, Tensor]:
-    """Pairs of random tokens that differ in one token."""
+    """Return pairs of random tokens that differ in one token."""
     generator = torch.Generator().manual_seed(0)
     clean = torch.randint(d_vocab, (point.prompts, point.tokens), generator=generator)
     corrupted = clean.clone()
@@ -106,12 +106,12 @@ def prompts(point: Point, d_vocab: int, device: str) -> tuple[Tensor, Tensor]:
 
 
 def spread(number: int, end: int, start: int = 0) -> list[int]:
-    """So many numbers, in equal steps from start on."""
+    """Return `number` integers starting at `start`, in equal steps, below `end`."""
     return [start + i * (end - start) // number for i in range(number)]
 
 
 def some_sites(point: Point, cfg: Any) -> dict[str, Any]:
-    """Neurons of all layers, at positions that a patch can change; everything if sites is None."""
+    """Return neurons of all layers at positions that can matter; everything if sites is None."""
     if point.sites is None:
         return {}
     neurons, later = cfg.n_layers * cfg.d_mlp, point.tokens - point.first
@@ -122,19 +122,19 @@ def some_sites(point: Point, cfg: Any) -> dict[str, Any]:
 
 
 def patch(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
-    """Patch neurons at positions."""
+    """Patch neurons at positions, and return the number of sites."""
     sites = some_sites(point, model.cfg)
     return len(activation_patch(model, clean, corrupted, METRIC, **sites, **QUIET).effect)
 
 
 def estimate(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
-    """Estimate all heads, or some neurons."""
+    """Run `attribution` on all heads, or on some neurons, and return the number of sites."""
     sites = some_sites(point, model.cfg)
     return len(attribution(model, clean, corrupted, METRIC, **sites, **QUIET).effect)
 
 
 def paths(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
-    """Patch paths between two sets of neurons."""
+    """Patch paths between two sets of neurons, and return the number of paths."""
     cfg, number = model.cfg, math.isqrt(point.sites or 0)
     senders = [f"L0N{i}" for i in spread(number, cfg.d_mlp)]
     receivers = [f"L{cfg.n_layers // 2}N{i}" for i in spread(number, cfg.d_mlp)]
@@ -144,18 +144,18 @@ def paths(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
 
 
 def graph(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
-    """Make the graph of a difference."""
+    """Build the graph of a difference, and return its number of nodes."""
     made = attribution_graph(model, clean, METRIC, corrupted=corrupted, top=point.sites)
     return len(made.nodes)
 
 
 def search(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
-    """Find a circuit, among all heads or some neurons."""
+    """Find a circuit among all heads or some neurons, and return its `n_sites`."""
     return discover(model, clean, corrupted, METRIC, **some_sites(point, model.cfg)).n_sites
 
 
 def statistics(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
-    """Read the clean prompts as a corpus."""
+    """Compute statistics with the clean prompts as the corpus, and return the number of neurons."""
     cfg = model.cfg
     neurons = cfg.n_layers * cfg.d_mlp
     chosen = spread(point.sites or neurons, neurons)
@@ -173,13 +173,13 @@ CALLS: dict[str, Callable[[Any, Point, Tensor, Tensor], int] | None] = {
     "discover": search,
     "neuron_statistics": statistics,
 }
-"""Each returns its number of sites."""
+"""Each call returns its number of sites."""
 COUNTED = {"activation_patch": 100, "path_patch": 100, "attribution_graph": 100}
-"""Sites on the other axes, of calls that do not take all of them."""
+"""The number of sites on the other axes, for calls that do not use all sites."""
 
 
 def run(model: Any, point: Point, device: str) -> int:
-    """Make the call of a point, and return its number of sites."""
+    """Run the call of a point, and return its number of sites."""
     made = CALLS[point.call]
     if made is not None:
         return made(model, point, *prompts(point, model.cfg.d_vocab, device))
@@ -188,7 +188,7 @@ def run(model: Any, point: Point, device: str) -> int:
 
 
 def measure(point: Point, device: str, smoke: bool) -> dict[str, Any]:
-    """Processor time and peak memory of one call, in this process."""
+    """Return the processor time and peak memory of one call, measured in this process."""
     torch.set_num_threads(1)
 
     def exposed(**sizes: int) -> Any:
@@ -219,7 +219,7 @@ def measure(point: Point, device: str, smoke: bool) -> dict[str, Any]:
 
 
 def points(call: str, axis: str, sizes: tuple[int, ...]) -> Iterator[Point]:
-    """The measurements of a call on an axis."""
+    """Yield the measurements of a call along an axis."""
     base = Point(call, sites=COUNTED.get(call))
     if call == "expose" and axis != "layers":
         return
@@ -228,7 +228,7 @@ def points(call: str, axis: str, sizes: tuple[int, ...]) -> Iterator[Point]:
 
 
 def measured(device: str, limit: float, kept: pd.DataFrame, *, smoke: bool) -> pd.DataFrame:
-    """A row for every measurement: of the kept table, or made now in a process of its own."""
+    """Return a row per measurement, from the kept table or from a new process."""
     known = {(row["call"], row["axis"], row["size"]): row for row in kept.to_dict("records")}
     rows: list[dict[str, Any]] = []
     context = get_context("forkserver")
@@ -251,7 +251,7 @@ def measured(device: str, limit: float, kept: pd.DataFrame, *, smoke: bool) -> p
 
 
 def possible(point: Point, smoke: bool) -> bool:
-    """Whether the model has so many sites, and the call takes so many."""
+    """Return whether the model has this number of sites, and the call accepts it."""
     if smoke or point.sites is None:
         return True
     if point.call == "neuron_statistics":
@@ -261,7 +261,7 @@ def possible(point: Point, smoke: bool) -> bool:
 
 
 def slope(sizes: pd.Series, costs: pd.Series) -> float:
-    """The exponent of a power law, by least squares on logarithms."""
+    """Return the exponent of a power law, by least squares on logarithms."""
     known = costs.notna()
     sizes, costs = sizes[known], costs[known]
     if len(sizes) < 2 or (costs <= 0).any():
@@ -270,7 +270,7 @@ def slope(sizes: pd.Series, costs: pd.Series) -> float:
 
 
 def slopes(rows: pd.DataFrame) -> pd.DataFrame:
-    """Exponents of every call on every axis, over all sizes and over the last two."""
+    """Return the exponents by call and axis, over all sizes and over the largest two."""
     fits = []
     for (call, axis), some in rows.groupby(["call", "axis"], sort=False):
         row: dict[str, Any] = {"call": call, "axis": axis}
@@ -284,7 +284,7 @@ def slopes(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def at_far(sizes: pd.Series, costs: pd.Series) -> float:
-    """The cost of FAR sites: the larger of the line and the power law through the last two."""
+    """Return the cost of FAR sites: the larger of a line and a power law through the last two."""
     sizes, costs = sizes[costs.notna()][-2:], costs.dropna()[-2:]
     if len(costs) < 2:
         return math.nan
@@ -295,7 +295,7 @@ def at_far(sizes: pd.Series, costs: pd.Series) -> float:
 
 
 def far(rows: pd.DataFrame) -> pd.DataFrame:
-    """Costs of 10⁷ sites by arithmetic, from the two largest measured numbers of sites."""
+    """Return costs of 10⁷ sites, extrapolated from the two largest measured numbers of sites."""
     out = []
     for call, some in rows[rows["axis"] == "sites"].groupby("call", sort=False):
         largest = some.iloc[-1]
@@ -309,7 +309,7 @@ def far(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def costs(rows: pd.DataFrame, axis: str, column: str) -> str:
-    """One cost of every call along an axis, in Markdown."""
+    """Return a Markdown table of one cost of every call along an axis."""
     some = rows[rows["axis"] == axis]
     wide = some.pivot(index="call", columns="size", values=column)
     lines = [
@@ -321,7 +321,7 @@ def costs(rows: pd.DataFrame, axis: str, column: str) -> str:
 
 
 def figure(rows: pd.DataFrame) -> Figure:
-    """Time above and memory below, a panel for every axis."""
+    """Draw time above memory, one panel per axis."""
     axes = [axis for axis in AXES if axis in set(rows["axis"])]
     picture = Figure(figsize=(3.2 * len(axes), 5.6), layout="constrained")
     panels = picture.subplots(2, len(axes), sharey="row", squeeze=False)
@@ -338,7 +338,7 @@ def figure(rows: pd.DataFrame) -> Figure:
 
 
 def page(rows: pd.DataFrame, about: str) -> str:
-    """The text."""
+    """Return the page."""
     parts = [about]
     for axis in (axis for axis in AXES if axis in set(rows["axis"])):
         parts.append(f"## {axis.capitalize()}")

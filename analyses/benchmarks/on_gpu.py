@@ -38,7 +38,7 @@ FIRST_STEP = Task("every neuron", "each", 15, 10)
 
 @dataclass(frozen=True)
 class Step:
-    """One script with its options, and the seconds that it may take."""
+    """A script with its options, and the seconds that it may take."""
 
     script: str
     seconds: int
@@ -46,13 +46,14 @@ class Step:
 
     @property
     def module(self) -> str:
-        """The module to run."""
-        folder = "studies" if find_spec(f"analyses.studies.{self.script}") else "benchmarks"
-        return f"analyses.{folder}.{self.script}"
+        """The name of the module to run."""
+        folders = ("studies", "benchmark", "benchmarks")
+        modules = [f"analyses.{folder}.{self.script}" for folder in folders]
+        return next(module for module in modules if find_spec(module))
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
+        """The name of the step's folder."""
         return "_".join([self.script, *(option.strip("-") for option in self.options)])
 
 
@@ -68,18 +69,18 @@ STEPS = (
     Step("bench_convert", 60),
     Step("edges_against_cuts", 60),
     Step("exactness_by_gate", 60),
-    Step("tracr_edges_auroc", 60),
+    Step("known_circuits", 300),
     Step("tracr_growth", 60),
     Step("omega_study", 60),
     Step("attribution_vs_patching", 120),
 )
-"""By what a page without the last ones would miss least."""
+"""The most important steps come first, because time may run out."""
 if not HAS_HOOKED_TRANSFORMER:
     STEPS = tuple(step for step in STEPS if "hooked" not in step.options)
 
 
 def sweeps(device: str, smoke: bool) -> str:
-    """Sweeps on a device, compared with the CPU's."""
+    """Return a page that compares sweeps on a device with sweeps on the CPU."""
     inputs = prompts(FIRST_STEP, 41 if smoke else 50257, "cpu")
     metric = p.logit_diff(correct=11, wrong=12)
     neurons = range(0, 37 if smoke else 3072, 18 if smoke else 384)
@@ -91,7 +92,7 @@ def sweeps(device: str, smoke: bool) -> str:
             moved = [tensor.to(place) for tensor in inputs]
             how: dict[str, Any] = {"sites": names, "positions": "each", "progress": False}
             seconds = []
-            for _ in range(2):  # the first time, kernels are loaded
+            for _ in range(2):  # kernels are loaded in the first round
                 wait(place)
                 start = time.perf_counter()
                 sweep = p.activation_patch(model, *moved, metric, **how)
@@ -111,7 +112,7 @@ def sweeps(device: str, smoke: bool) -> str:
 
 
 def run(command: Sequence[str], log: Path, seconds: float) -> str:
-    """Run a command, and return why it is not done, if it is not."""
+    """Run a command; if it did not finish, return the reason."""
     with log.open("w") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
@@ -119,7 +120,7 @@ def run(command: Sequence[str], log: Path, seconds: float) -> str:
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # and those that it has started
+            os.killpg(process.pid, signal.SIGKILL)  # also kills the processes that it has started
             process.wait()
             return f"cut off after {seconds:.0f} s"
     lines = log.read_text("utf-8", errors="replace").strip().splitlines()
@@ -127,7 +128,7 @@ def run(command: Sequence[str], log: Path, seconds: float) -> str:
 
 
 def page(out: Path, states: dict[str, str], about: str) -> str:
-    """What each step came to, and the pages of those that are done."""
+    """Return a page with the state of each step, and the pages of all finished steps."""
     rows = [[name, state] for name, state in states.items()]
     texts = [
         path.read_text("utf-8") for name in states for path in sorted(out.glob(f"{name}/*.md"))
@@ -162,9 +163,9 @@ def main(
         folder = out / step.name
         flags = ["--device", device, *step.options, *["--smoke"] * smoke]
         record = {"script": step.script, "flags": flags, "machine": machine(device)}
-        kept, said = folder / "done.json", None
-        if kept.exists() and (said := json.loads(kept.read_text("utf-8"))) | record == said:
-            states[step.name] = f"done in {said['seconds']:.0f} s"
+        kept, done = folder / "done.json", None
+        if kept.exists() and (done := json.loads(kept.read_text("utf-8"))) | record == done:
+            states[step.name] = f"done in {done['seconds']:.0f} s"
             continue
         left = end - time.monotonic()
         if left < 1:

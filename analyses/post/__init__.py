@@ -25,7 +25,7 @@ Choices of this folder that the post leaves open:
 - biases of the attention heads: the post puts biases into weight matrices and reads a 1 from the
   one-hot positions; the same is done for b_Q, b_K, b_V and b_O;
 - the bias vector reads a 0 where other vectors read that 1, so it stays (0, 0, e_N);
-- LayerNorm: the post leaves it out, and so does this folder.
+- LayerNorm: the post omits it, and so does this folder.
 
 A statement of the post that cannot hold: "the bias vector strongly avoids attending to the
 non-bias vectors, and strongly attends to itself (preventing non-bias vectors from attending to

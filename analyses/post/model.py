@@ -33,7 +33,7 @@ class PostLayer:
 
     @property
     def sublayers(self) -> tuple[Heads, Heads, Heads, Heads]:
-        """All four, in order."""
+        """All four sublayers, in order."""
         return self.attention, self.into_hidden, self.silu, self.out_of_hidden
 
 
@@ -120,7 +120,7 @@ def post_transformer(
         The construction; call its `run`.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is outside its range.
 
     Example:
         >>> shapes = {"W_Q": (1, 2, 3), "W_K": (1, 2, 3), "W_V": (1, 2, 3), "W_O": (1, 3, 2)}

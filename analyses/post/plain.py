@@ -35,7 +35,7 @@ class PlainLayer:
     """The weights of one layer; missing biases are zeros.
 
     Raises:
-        ValueError: with every shape that does not fit, and every dtype that differs.
+        ValueError: shapes do not fit, or dtypes differ; the message lists all of them.
 
     Example:
         >>> shapes = {"W_Q": (1, 2, 3), "W_K": (1, 2, 3), "W_V": (1, 2, 3), "W_O": (1, 3, 2)}
@@ -83,7 +83,7 @@ class PlainLayer:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """n_heads, d_model, d_head and d_mlp."""
+        """The sizes n_heads, d_model, d_head and d_mlp."""
         n_heads, d_model, d_head = self.W_Q.shape
         return {"n_heads": n_heads, "d_model": d_model, "d_head": d_head, "d_mlp": len(self.b_1)}
 

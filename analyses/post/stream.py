@@ -47,12 +47,12 @@ class StreamCoordinates:
 
     @property
     def n_vectors(self) -> int:
-        """N + 1: the tokens, then the bias vector."""
+        """The number of vectors, N + 1: the tokens, then the bias vector."""
         return self.n_tokens + 1
 
     @property
     def width(self) -> int:
-        """D + d_mlp + (N + 1)."""
+        """The number of coordinates, D + d_mlp + (N + 1)."""
         return self.d_model + self.d_mlp + self.n_vectors
 
     @property

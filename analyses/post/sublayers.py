@@ -11,7 +11,7 @@ Each head's scores are a bilinear form of the widened stream. Its position block
 2. *Linear, into the hidden part*: B = 2Ω·1. Vector j attends to itself with weight
    1 / (1 + N e^{−2Ω}); the value matrix holds W_1, and b_1 at the tokens' positions.
 
-3. *SiLU*, one head a neuron i: B[j, j] = B[j, N] = 2Ω, and −h_ji is added to the score of every
+3. *SiLU*, one head per neuron i: B[j, j] = B[j, N] = 2Ω, and −h_ji is added to the score of every
    token k. The scores of query j are
 
        self 2Ω − h     bias vector 2Ω     other tokens −h
@@ -104,9 +104,9 @@ def out_of_hidden(
 
 
 def silu(coordinates: StreamCoordinates, omega: float, *, gauge: Gauge, like: Tensor) -> Heads:
-    """Return SiLU on the hidden part, one head a neuron, in the dtype and on the device of `like`.
+    """Return SiLU on the hidden part, one head per neuron, with the dtype and device of `like`.
 
-    It holds no weight of a layer, so all layers share it.
+    The sublayer has no weights from a layer, so all layers share it.
     """
     block = _to_self(coordinates, omega, like)
     block[:, -1] = 2.0 * omega

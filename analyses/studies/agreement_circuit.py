@@ -36,13 +36,13 @@ from attn_only_lens.engine.prompts import prompt_pair
 
 N_TRAINING, N_HELD_OUT, HELD_OUT_NOUNS, LENGTH = 100, 40, 6, 5
 SIZES, LEARNED = (25, 50, 100, 200, 400), (100, 200)
-STEPS, PASSES = 300, 3  # of `learn_mask`: a forward pass, and a backward pass of twice its cost
+STEPS, PASSES = 300, 3  # for `learn_mask`; a backward pass costs two forward passes
 COST = {"gradient": 5, "RelP": 5, "secant": 5, "integrated": 17}
-"""Passes of all prompts, backward passes counted twice."""
+"""The number of passes over all prompts; a backward pass counts twice."""
 
 
 def noun(text: str) -> str:
-    """Return the subject in the singular."""
+    """Return the subject of a prompt, in the singular."""
     word = text.split()[1]
     return {"men": "man", "women": "woman"}.get(word, word.removesuffix("s"))
 
@@ -50,7 +50,7 @@ def noun(text: str) -> str:
 def read(
     tokenizer: Any, folder: Path, seed: int = 0
 ) -> tuple[tasks.PairedPrompts, tasks.PairedPrompts]:
-    """Return pairs to find circuits on, and pairs with other nouns."""
+    """Return pairs for finding circuits, and pairs with other nouns."""
     lines = folder.joinpath("nounpp_train.json"), folder.joinpath("nounpp_test.json")
     text = "".join(path.read_text(encoding="utf-8").rstrip("\n") + "\n" for path in lines)
     joined = Path("nounpp.jsonl")
@@ -73,7 +73,7 @@ def read(
 
 
 def relp(model: Any, task: tasks.PairedPrompts, frame: pd.DataFrame) -> np.ndarray:
-    """Return gradients of runs with patterns and norms held, times the change of z (RelP)."""
+    """Return z's change times its gradient, with patterns and norms held fixed (RelP)."""
     total = np.zeros(len(frame))
     pair = prompt_pair(model, task.clean, task.corrupted)
     for first in tqdm(range(0, len(task), 10), desc="RelP"):
@@ -166,7 +166,7 @@ def arms(
 
 
 def small_english(device: str, *, smoke: bool) -> Iterator[dict[str, Any]]:
-    """Yield the same for five tasks of Small English, by role, on other prompts of the task."""
+    """Yield such rows for five tasks of Small English, by role, on other prompts of the task."""
     model = expose_neuron_heads(pretrained.small_english().to(device), copy=True).model
     make = {
         "agreement": partial(tasks.agreement, model.tokenizer, structure="relative"),
@@ -205,7 +205,7 @@ def small_english(device: str, *, smoke: bool) -> Iterator[dict[str, Any]]:
 
 
 def small_table(frame: pd.DataFrame) -> str:
-    """Return errors on other prompts of Small English's tasks, by arm."""
+    """Return a table of errors on other prompts of Small English's tasks, by arm."""
     rows = frame[(frame["prompts"] == "held-out") & frame["sites"].str.startswith("Small")]
     arms_ = list(rows["arm"].unique())
     lines = []
@@ -222,7 +222,7 @@ def small_table(frame: pd.DataFrame) -> str:
 
 
 def table(frame: pd.DataFrame, sites: str) -> str:
-    """Return errors on held-out nouns by arm and size, each with faithfulness and completeness."""
+    """Return held-out errors by arm and size, each with faithfulness and completeness."""
     rows = frame[(frame["sites"] == sites) & (frame["prompts"] == "held-out")]
     sizes = sorted(rows["size"].unique())
     lines = []
@@ -239,7 +239,7 @@ def table(frame: pd.DataFrame, sites: str) -> str:
 
 
 def figure(frame: pd.DataFrame) -> Figure:
-    """The error on held-out nouns, by size."""
+    """Draw the error on held-out nouns by circuit size."""
     picture = Figure(figsize=(9, 4), layout="constrained")
     kinds = [sites for sites in frame["sites"].unique() if not sites.startswith("Small")]
     panels = picture.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
@@ -262,7 +262,7 @@ def main(
     smoke: Smoke = False,
     device: Device = "cpu",
 ) -> None:
-    """Find circuits on some nouns, and judge them on others."""
+    """Find circuits on some nouns, and evaluate them on other nouns."""
     started = time.perf_counter()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)

@@ -8,13 +8,13 @@ token attends to itself and to one static row outside the text.
     pattern   self: p = σ(q (k - key_b))     static row: 1 - p
     output    (p v + (1 - p) value_b) W_O
 
-    bias token   to the letter: one row [b | 1] for all heads of all layers, b learned, and tokens
-                 [x | 0]: key_b = [b | 1]·W_K, value_b = [b | 1]·W_V; four vectors a head
-    persistent   of Sukhbaatar et al. (2019): key_b and value_b are each head's own two numbers
+    bias token   as in the paper: one row [b | 1] for all heads of all layers, b learned, and tokens
+                 [x | 0]: key_b = [b | 1]·W_K, value_b = [b | 1]·W_V; four vectors per head
+    persistent   Sukhbaatar et al. (2019): key_b and value_b are two learned numbers of each head
     keyless      the theorem's W_K = [0 | -1], so that p = σ(q), and value_b = 0: three vectors;
                  p v is then a gated linear unit (Dauphin et al., 2017)
-    theorem      and W_Q = W_V: two vectors, σ(q) q; the MLP, computed as heads
-    mlp          SiLU(x W_Q) W_O by torch: Definition 1, no biases
+    theorem      "keyless" with W_Q = W_V: two vectors, σ(q) q; the MLP, computed as heads
+    mlp          SiLU(x W_Q) W_O, computed by torch: Definition 1, no biases
 
 "set free" is "bias token" with the theorem's initial weights, so it starts as the MLP.
 
@@ -35,17 +35,17 @@ from attn_only_lens.tl import HookedTransformer
 
 Kind = Literal["mlp", "theorem", "keyless", "bias token", "set free", "persistent"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-VECTORS = {"mlp": 2, "theorem": 2, "keyless": 3}  # of d_model numbers a head; the others have 4
+VECTORS = {"mlp": 2, "theorem": 2, "keyless": 3}  # vectors [d_model] per head; other kinds have 4
 
 
 class Neurons(nn.Module):
     """The neuron-heads of a layer, or its MLP.
 
     Args:
-        kind: as the module has it.
-        d_model: of the stream.
-        n_heads: how many.
-        std: of the vectors that read; those that write are drawn with `std_out`.
+        kind: a kind from the module docstring.
+        d_model: the width of the stream.
+        n_heads: the number of heads.
+        std: the standard deviation of input vectors; that of output vectors is `std_out`.
         bias: b of the bias token, shared by all layers.
     """
 
@@ -75,10 +75,10 @@ class Neurons(nn.Module):
                 self.W_V.zero_()[:-1] = self.W_Q
 
     def parts(self, x: Float[Tensor, "... d_model"]) -> dict[str, Tensor]:
-        """What a head computes: q, k, v [..., head], and key_b, value_b, which broadcast to them.
+        """Return q, k, v [..., head], and key_b and value_b, which broadcast to them.
 
-        `self.cut` names what is left out of it, for measurements: "key" puts every key at its mean
-        over the tokens given, "value_b" is 0.
+        `self.cut` names parts that measurements remove: "key" replaces every key by its mean over
+        the tokens in x, and "value_b" sets value_b to 0.
         """
         q = x @ self.W_Q
         d_model, zero, one = x.shape[-1], x.new_zeros(()), x.new_ones(())
@@ -97,14 +97,14 @@ class Neurons(nn.Module):
         return {"q": q, "k": k, "v": v, "key_b": key_b, "value_b": value_b}
 
     def pattern(self, parts: dict[str, Tensor]) -> Tensor:
-        """The weight of each token on itself; cut "gate", its mean over the tokens given."""
+        """Return each token's weight on itself; the cut "gate" replaces it by its mean."""
         self_weight = torch.sigmoid(parts["q"] * (parts["k"] - parts["key_b"]))
         if "gate" in self.cut:
             self_weight = self_weight.flatten(0, -2).mean(0).expand_as(self_weight)
         return self_weight
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
-        """The sum of all heads."""
+        """Return the sum of all heads' outputs."""
         if self.kind == "mlp" and not self.cut:
             return F.silu(x @ self.W_Q) @ self.W_O
         parts = self.parts(x)
@@ -112,14 +112,14 @@ class Neurons(nn.Module):
         return (value_b + p * (parts["v"] - value_b)) @ self.W_O
 
     def dense(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """The same as Definition 1 has it: every token scores all, and most of that is masked.
+        """Return the same sum in the dense form of Definition 1: all scores, most of them masked.
 
-        The row of the bias token, which stays what it is, asks for nothing.
+        The bias token has no query, because its vector does not change.
         """
         parts, pos = self.parts(x), x.shape[1]
 
         def rows(of_token: Tensor, of_bias: Tensor) -> Tensor:
-            """[batch, head, pos + 1, 1]."""
+            """Return the rows of tokens and the bias token, [batch, head, pos + 1, 1]."""
             shape = (len(x), 1, self.W_Q.shape[1])
             every = [of_token.expand_as(parts["q"]), of_bias.expand(shape)]
             return torch.cat(every, dim=1).transpose(1, 2)[..., None]
@@ -133,14 +133,14 @@ class Neurons(nn.Module):
 
 
 def flops(kind: Kind, d_model: int, n_heads: int, n_dense: int = 0) -> int:
-    """Of matrix products, for a token, forward; a training step takes three times as many.
+    """Return a forward pass's matrix flops per token; a training step takes three times as many.
 
     Args:
-        kind: as the module has it.
-        d_model: of the stream.
-        n_heads: how many.
-        n_dense: how many rows each token scores in the dense form. Of the two that are needed,
-            score and weight are no matrix product, and counted as none.
+        kind: a kind from the module docstring.
+        d_model: the width of the stream.
+        n_heads: the number of heads.
+        n_dense: how many rows each token scores in the dense form. The two scores of the narrow
+            form are not counted, because they are not matrix products.
     """
     return 2 * n_heads * (VECTORS.get(kind, 4) * d_model + 2 * n_dense)
 
@@ -148,7 +148,7 @@ def flops(kind: Kind, d_model: int, n_heads: int, n_dense: int = 0) -> int:
 def text_model(
     kind: Kind, n_heads: int, *, d_vocab: int, seed: int, n_layers: int, d_model: int, heads: int
 ) -> GPT2LMHeadModel:
-    """An untrained GPT-2 whose MLPs are such neurons; the rest is drawn alike for every kind."""
+    """Return an untrained GPT-2 with `Neurons` as MLPs; other weights are equal for all kinds."""
     config = GPT2Config(
         vocab_size=d_vocab,
         n_positions=128,
@@ -172,16 +172,16 @@ def text_model(
 
 
 def neurons_of(model: Any) -> list[Neurons]:
-    """The neurons of each layer."""
+    """Return the neurons of each layer."""
     return [module for module in model.modules() if isinstance(module, Neurons)]
 
 
 def in_package(model: Any) -> Any:
-    """The same model with plain MLPs of SiLU, for this package to expose.
+    """Return the same model with plain SiLU MLPs, so that this package can expose them.
 
     Raises:
-        ValueError: its neurons are neither "mlp" nor "theorem". Neuron-heads of this package have
-            keys that do not depend on the token, and q for a value, as those of an MLP.
+        ValueError: the neurons are neither "mlp" nor "theorem". Neuron-heads in this package have
+            keys that do not depend on the token, and their value is q.
     """
     layers = neurons_of(model)
     odd = {layer.kind for layer in layers} - {"mlp", "theorem"}
@@ -205,7 +205,7 @@ def in_package(model: Any) -> Any:
     }
     for name, tensor in state.items():
         if ".mlp." in name and name not in of_layers:
-            tensor.zero_()  # biases, which Definition 1 has none of
+            tensor.zero_()  # biases are zero, because Definition 1 has none
         else:
             tensor.copy_((of_layers | model_state)[name].detach())
     return plain.eval()

@@ -17,8 +17,8 @@ __all__ = ["curves_figure", "finals", "heads_figure", "page", "summary", "verdic
 METRICS = Path(str(files("attn_only_lens.pretrained") / "data/small_english/metrics.json"))
 SOLVED = 0.99
 LOST = 0.9
-NEAR = 0.02  # of the loss: what counts as the same
-APART = 0.1  # of |cos|
+NEAR = 0.02  # losses count as equal if they differ by less than this fraction
+APART = 0.1  # a difference of |cos| that counts
 COLOURS = {
     "mlp": "black",
     "mlp, twice": "grey",
@@ -32,7 +32,7 @@ COLOURS = {
 
 
 def solved(curves: pd.DataFrame, column: str = "step") -> pd.Series:
-    """Of each arm and seed, when the accuracy on pairs not trained on first is SOLVED, or none."""
+    """Return by arm and seed when the held-out accuracy first reaches SOLVED, or NaN."""
     by = curves[curves["task"] == "addition"].set_index(["arm", "seed"]).sort_index()
     keys = by.index.unique()
     first = by[by["accuracy"] >= SOLVED].groupby(["arm", "seed"])[column].first()
@@ -40,13 +40,13 @@ def solved(curves: pd.DataFrame, column: str = "step") -> pd.Series:
 
 
 def ends(curves: pd.DataFrame, task: str) -> pd.DataFrame:
-    """The last loss, [seed, arm]."""
+    """Return the last losses, [seed, arm]."""
     last = curves[curves["task"] == task].groupby(["seed", "arm"], sort=False)["loss"].last()
     return last.unstack("arm")
 
 
 def finals(curves: pd.DataFrame, task: str) -> pd.DataFrame:
-    """A row for each arm: what it took, and how each seed ended."""
+    """Return a row per arm: its flops, and the last losses of all seeds."""
     of_task = curves[curves["task"] == task]
     flops = of_task.groupby("arm", sort=False)["flops"].max() / 1e12
     losses = ends(curves, task)[flops.index]
@@ -67,16 +67,16 @@ def _step(value: float) -> str:
 
 
 def _fell(curves: pd.DataFrame) -> str:
-    """The runs that were SOLVED once, and are below LOST at the end."""
+    """Return the runs that reached SOLVED once, and end below LOST."""
     best = curves[curves["task"] == "addition"].groupby(["arm", "seed"], sort=False)["accuracy"]
     runs = pd.DataFrame({"most": best.max(), "last": best.last()})
     fell = runs[(runs["most"] >= SOLVED) & (runs["last"] < LOST)]
-    said = [f"{arm}, seed {seed} ({last:.0%})" for (arm, seed), last in fell["last"].items()]
-    return "; ".join(said) or "none"
+    runs_lost = [f"{arm}, seed {seed} ({last:.0%})" for (arm, seed), last in fell["last"].items()]
+    return "; ".join(runs_lost) or "none"
 
 
 def summary(frames: Mapping[str, pd.DataFrame]) -> str:
-    """The table of the theory's page: parameters, losses, and when addition is solved."""
+    """Return the table for the theory page: parameters, losses, and when addition is solved."""
     losses, steps = ends(frames[""], "text"), solved(frames[""]).unstack("seed")
     sizes = frames["sizes"].query("task == 'text'").set_index("arm").drop(columns="task")
     rows = []
@@ -97,20 +97,20 @@ def summary(frames: Mapping[str, pd.DataFrame]) -> str:
 
 
 def became(frame: pd.DataFrame, task: str) -> pd.DataFrame:
-    """The median over seeds of what heads were at the start and are at the end."""
+    """Return medians over seeds of the heads' properties, at the start and at the end."""
     of_task = frame[frame["task"] == task].drop(columns=["task", "seed"])
     return of_task.groupby(["arm", "when"], sort=False).median().reset_index()
 
 
 def costs(cuts: pd.DataFrame, task: str) -> pd.DataFrame:
-    """What a cut adds to the loss, median over seeds."""
+    """Return how much each cut adds to the loss, as medians over seeds."""
     of_task = cuts[cuts["task"] == task].set_index("arm")
     added = of_task[["key", "value_b", "gate"]].sub(of_task["whole"], axis=0)
     return pd.concat([of_task[["whole"]], added], axis=1).groupby("arm", sort=False).median()
 
 
 def verdicts(frames: Mapping[str, pd.DataFrame]) -> list[tuple[bool, str]]:
-    """Whether each prediction from the second on holds, and the figures that say so."""
+    """Return whether each prediction starting at the second holds, with the evidence."""
     curves, text = frames[""], ends(frames[""], "text")
     relative = (text.div(text["mlp"], axis=0) - 1).median()
     steps = solved(curves).unstack("seed")
@@ -174,7 +174,7 @@ def verdicts(frames: Mapping[str, pd.DataFrame]) -> list[tuple[bool, str]]:
 
 
 def curves_figure(curves: pd.DataFrame) -> Figure:
-    """Loss against flops, a panel a task: medians over seeds, between the lowest and highest."""
+    """Draw loss against flops, one panel per task: medians over seeds, and their range."""
     picture = Figure(figsize=(11, 4.5), layout="constrained")
     panels = picture.subplots(1, 2)
     for panel, task in zip(panels, ("text", "addition"), strict=True):
@@ -204,7 +204,7 @@ def curves_figure(curves: pd.DataFrame) -> Figure:
 
 
 def heads_figure(heads: pd.DataFrame) -> Figure:
-    """What single heads of one seed have become: how two of their vectors lie, and their gates."""
+    """Draw the heads of one seed at the end: cosines between their vectors, and their gates."""
     picture = Figure(figsize=(11, 6.5), layout="constrained")
     panels = picture.subplots(2, 3, sharex="col")
     titles = {
@@ -236,15 +236,15 @@ def heads_figure(heads: pd.DataFrame) -> Figure:
 
 
 def shown(frame: pd.DataFrame) -> str:
-    """As Markdown, numbers to three digits, what is missing as –."""
+    """Return a Markdown table with numbers to three digits and – for missing values."""
     return table(frame).replace("| nan |", "| – |").replace("| nan |", "| – |")
 
 
 def page(frames: Mapping[str, pd.DataFrame], about: Mapping[str, Any], flag: str) -> str:
-    """Everything in Markdown."""
+    """Return the whole page in Markdown."""
     lines = [
-        f"{number}. {'As predicted' if holds else 'Not as predicted'}: {said}."
-        for number, (holds, said) in enumerate(verdicts(frames), start=2)
+        f"{number}. {'As predicted' if holds else 'Not as predicted'}: {evidence}."
+        for number, (holds, evidence) in enumerate(verdicts(frames), start=2)
     ]
     tables = {
         f"{name}_{task}": shown(made)
@@ -277,7 +277,7 @@ def page(frames: Mapping[str, pd.DataFrame], about: Mapping[str, Any], flag: str
 
 
 def searched(search: pd.DataFrame, task: str) -> pd.DataFrame:
-    """The loss at each rate, the one that was chosen in bold."""
+    """Return the losses by learning rate, with the chosen rate in bold."""
     of_task = search[search["task"] == task]
     marked = [
         f"**{loss:.4g}**" if chosen else f"{loss:.4g}"

@@ -1,8 +1,8 @@
 """Measure how exact repairs improve attribution, on prompt pairs not used to tune the repairs.
 
-`attribution` is compared with `activation_patch` at every site, and the expected correlation with
-the true one: on a saturated classifier (`train_brackets.py`), on the shipped language model, and on
-the real models in the models folder.
+`attribution` is compared with `activation_patch` at every site, and the expected correlation is
+compared with the true one. The models are a saturated classifier (`train_brackets.py`), the shipped
+language model, and the real models in the models folder.
 
     python -m analyses.studies.attribution_repairs --models-dir MODELS --out analyses/results
 """
@@ -37,14 +37,14 @@ from attn_only_lens.engine.metrics import Metric
 BUDGETS = (1, 3, 10, "auto")
 WAYS = (("z", "each"), ("pattern", "each"), ("z", "all"), ("z", "each"), ("value", "each"))
 AIM, MARGIN = 0.98, 0.02
-FEW = {"words_swiglu_4l": 3}  # a third of the pairs: its sweeps take as long as all others
+FEW = {"words_swiglu_4l": 3}  # a third of the pairs, because its sweeps take so long
 _Prompts: TypeAlias = tuple[Tensor, Tensor, Metric]
 
 
 def subjects(
     folder: Path, seed: int, device: str, *, smoke: bool
 ) -> Iterator[tuple[str, Any, Callable[[Any], Iterator[_Prompts]]]]:
-    """Yield models in float64, and what draws prompts for each."""
+    """Yield models in float64, each with a function that draws its prompts."""
 
     def of_brackets(model: Any) -> Iterator[_Prompts]:
         for clean, corrupted in train_brackets.pairs(model, seed):
@@ -66,7 +66,7 @@ def subjects(
     tokens = torch.stack([ids for ids in encoded if len(ids) == 12])
     yield "small_english", english, of_texts(tokens)
     for name, source, tokens in trained(folder, LENGTH, device, smoke=False):
-        if name in REAL and source.cfg.n_layers > 1:  # after one layer little is nonlinear
+        if name in REAL and source.cfg.n_layers > 1:  # a one-layer model is nearly linear
             yield name, source, of_texts(tokens[:, :12])
 
 
@@ -102,22 +102,22 @@ def compare(model: Any, prompts: _Prompts, way: tuple[Any, Any]) -> Iterator[dic
 
 
 def flops_of_forward(model: Any, tokens: Tensor) -> float:
-    """Return the flops of the matrices of a forward pass of one prompt."""
+    """Return the flops of a forward pass of one prompt, in blocks' matrices and the unembedding."""
     matrices = [x for block in model.blocks for x in block.parameters() if x.ndim > 1]
     per_token = 2 * (sum(map(Tensor.numel, matrices)) + model.cfg.d_model * model.cfg.d_vocab)
     return float(len(tokens) * per_token)
 
 
 def overstated(frame: pd.DataFrame) -> pd.Series:
-    """Return whether what was expected exceeds what was reached by more than the margin."""
+    """Return whether the expected correlation exceeds the true one by more than the margin."""
     return frame["expected"] - frame["pearson"] > MARGIN
 
 
 def by_budget(frame: pd.DataFrame) -> str:
-    """Means, least values, and how often more was expected than reached."""
+    """Return means and minima by budget, and how often the expected correlation was too high."""
     rows = []
     for (budget, kind), of in frame.groupby(["budget", "kind"], observed=True):
-        said = of[of["expected"].notna()]
+        known = of[of["expected"].notna()]
         rows.append(
             [
                 budget,
@@ -126,9 +126,9 @@ def by_budget(frame: pd.DataFrame) -> str:
                 f"{of['pearson'].mean():.4f}",
                 f"{of['pearson'].min():.3f}",
                 f"{(of['pearson'] < AIM).sum()}",
-                len(said),
-                f"{overstated(said).sum()}" if len(said) else "–",
-                f"{(said['pearson'] - said['expected']).median():.4f}" if len(said) else "–",
+                len(known),
+                f"{overstated(known).sum()}" if len(known) else "–",
+                f"{(known['pearson'] - known['expected']).median():.4f}" if len(known) else "–",
             ]
         )
     header = ["budget", "heads", "runs", "mean Pearson", "least", f"< {AIM:g}"]
@@ -141,7 +141,7 @@ def by_budget(frame: pd.DataFrame) -> str:
 
 
 def by_model(frame: pd.DataFrame) -> str:
-    """The default, and what it costs, by model; and estimates alone."""
+    """Return results by model: with the default budget and its cost, and without repairs."""
     rows = []
     for (model, kind), of in frame.groupby(["model", "kind"], observed=True):
         default, alone = (of[of["budget"] == budget] for budget in ("auto", 0))
@@ -164,7 +164,7 @@ def by_model(frame: pd.DataFrame) -> str:
 
 
 def figure(frame: pd.DataFrame) -> Figure:
-    """Expected against reached: a panel for each budget, a dot for each run."""
+    """Draw expected against true correlations, one panel per budget, one dot per run."""
     picture = Figure(figsize=(11, 3), layout="constrained")
     panels = picture.subplots(1, len(BUDGETS), sharex=True, sharey=True)
     for panel, budget in zip(panels, BUDGETS, strict=True):
@@ -208,10 +208,10 @@ def main(
     frame = pd.DataFrame(rows).astype({"expected": float})
     frame["kind"] = pd.Categorical(frame["kind"], list(KINDS))
     frame["budget"] = pd.Categorical(frame["budget"], (0, *BUDGETS))
-    said = frame[frame["expected"].notna()]
+    known = frame[frame["expected"].notna()]
     lines = [
         f"- budget {budget}: {overstated(of).sum()} of {len(of)} ({overstated(of).mean():.1%})"
-        for budget, of in said.groupby("budget", observed=True)
+        for budget, of in known.groupby("budget", observed=True)
     ]
     missing = [] if smoke else [name for name in REAL if name not in seen and "relu" not in name]
     page = PAGE.format(

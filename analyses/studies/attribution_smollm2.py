@@ -45,7 +45,7 @@ SITE = ["name", "position"]
 
 
 class Keeping(Repairer):
-    """A repairer that leaves its keys to be read."""
+    """A repairer that stores its ranking keys, so that `main` can read them."""
 
     keys: pd.Series
 
@@ -57,13 +57,13 @@ class Keeping(Repairer):
 
 
 def effects(sweep: p.Sweep) -> pd.Series:
-    """Effects by site."""
+    """Return effects indexed by site."""
     sites = pd.MultiIndex.from_frame(sweep.frame[SITE].astype(object))
     return pd.Series(sweep.effect.to_numpy(), sites)
 
 
 def sample(estimate: pd.Series, key: pd.Series, n: int, seed: int) -> pd.Series:
-    """Sampled sites, with how many each stands for."""
+    """Return sampled sites, with the number of sites that each one represents."""
     largest = key.nlargest(n).index.union(estimate.abs().nlargest(n).index)
     others = estimate.index.difference(largest)
     drawn = others[np.random.default_rng(seed).choice(len(others), n, replace=False)]
@@ -73,7 +73,7 @@ def sample(estimate: pd.Series, key: pd.Series, n: int, seed: int) -> pd.Series:
 
 
 def pearson(first: pd.Series, second: pd.Series, weight: pd.Series) -> float:
-    """Weighted correlation."""
+    """Return the weighted correlation."""
     cov = np.cov(first, second, aweights=weight)
     return float(cov[0, 1] / np.sqrt(cov[0, 0] * cov[1, 1]))
 

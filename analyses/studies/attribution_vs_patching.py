@@ -32,17 +32,17 @@ from attn_only_lens import patching as p
 from attn_only_lens.engine.sites import PARTS
 from attn_only_lens.patching._attribution import METHODS
 
-LENGTH = {"sort_gelu_new_3l": 6, "modular_addition_relu_1l": 3}  # prompts of tasks; texts: 16
+LENGTH = {"sort_gelu_new_3l": 6, "modular_addition_relu_1l": 3}  # prompt lengths; of texts 16
 KINDS = {"neuron": "neuron-heads", "attention": "attention heads"}
 MEASURES = {"pearson": "Pearson", "spearman": "Spearman", "top_k": "top-k"}
 TOP = 20
 AIMED = ("z", "pattern", "value")
-DIGITS = 9  # of scores; float64 sweeps have about 12
+DIGITS = 9  # digits of scores; float64 sweeps have about 12
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two prompts that differ in one token, and the top tokens after either."""
+    """Two prompts that differ in one token, and the top token after each of them."""
 
     clean: Tensor
     corrupted: Tensor
@@ -52,7 +52,7 @@ class Pair:
 
 @torch.no_grad()
 def pairs(model: Any, tokens: Tensor, n: int, seed: int) -> Iterator[Pair]:
-    """Prompts with one token replaced by another prompt's, where that changes the top token."""
+    """Yield prompts in which one token from another prompt changes the top token."""
     generator = torch.Generator().manual_seed(seed)
     n_found = 0
     for _ in range(1000):
@@ -70,12 +70,12 @@ def pairs(model: Any, tokens: Tensor, n: int, seed: int) -> Iterator[Pair]:
 
 
 def compare(model: Any, pair: Pair) -> Iterator[dict[str, Any]]:
-    """Yield a row for each part, method and kind of head: position by position, one way."""
+    """Yield a row per part, method and kind of head; positions are separate, in one direction."""
     prompts = pair.clean, pair.corrupted, p.logit_diff(pair.correct, pair.wrong)
     for part in PARTS:
         exact = p.activation_patch(model, *prompts, part=part, progress=False)
         for method in METHODS:
-            if method == "secant" and part != "z":  # refused: split=True divides z
+            if method == "secant" and part != "z":  # not possible: split=True divides z
                 continue
             sweep = p.attribution(
                 model, *prompts, part=part, method=method, budget=0, progress=False
@@ -90,9 +90,9 @@ def compare(model: Any, pair: Pair) -> Iterator[dict[str, Any]]:
 
 
 def agree(exact: np.ndarray, estimated: np.ndarray) -> dict[str, Any]:
-    """Agreement of an estimate's effects with those of patching; none where it has one for all.
+    """Return the measures of `p.agreement`; only `k` and `n` if all estimates are equal.
 
-    As `p.agreement` measures it, of effects rounded so that sites without any share their rank.
+    Effects are rounded, so that all sites without an effect have equal ranks.
     """
     first, second = (effects.round(DIGITS) for effects in (exact, estimated))
     k = min(TOP, len(first) // 2)
@@ -109,7 +109,7 @@ def agree(exact: np.ndarray, estimated: np.ndarray) -> dict[str, Any]:
 
 
 def table(frame: pd.DataFrame, measure: str) -> str:
-    """Means over pairs: a row for each model, kind and part, a column a method."""
+    """Return means over pairs: one row per model, kind and part, one column per method."""
     keys = ["model", "kind", "part", "method"]
     wide = frame.groupby(keys, observed=True)[measure].mean().unstack("method")
     rows = []
@@ -122,7 +122,7 @@ def table(frame: pd.DataFrame, measure: str) -> str:
 
 
 def summary(frame: pd.DataFrame) -> str:
-    """Means over models, by kind of head and part; an estimate without information counts as 0."""
+    """Return means over models, by kind of head and part; an uninformative estimate counts as 0."""
     filled = frame.fillna(dict.fromkeys(MEASURES, 0.0))
     means = filled.groupby(["kind", "part", "method"], observed=True)[list(MEASURES)].mean()
     return markdown(
@@ -135,7 +135,7 @@ def summary(frame: pd.DataFrame) -> str:
 
 
 def findings(frame: pd.DataFrame) -> str:
-    """Which method is nearest, overall: over the parts that all of them estimate, and over "q"."""
+    """Return which method agrees best on average, over the parts of all methods, and for "q"."""
     filled = frame.fillna(dict.fromkeys(MEASURES, 0.0))
     lines = []
     for label, rows in (
@@ -144,14 +144,14 @@ def findings(frame: pd.DataFrame) -> str:
     ):
         for kind, of_kind in rows.groupby("kind", observed=True):
             means = of_kind.groupby("method", observed=True)["pearson"].mean().round(3)
-            means = means.sort_values(ascending=False, kind="stable")  # of equals, as in METHODS
+            means = means.sort_values(ascending=False, kind="stable")  # ties: as in METHODS
             ranked = ", ".join(f"{method} {mean:.3f}" for method, mean in means.items())
             lines.append(f"- {label}, {KINDS[kind]}: mean Pearson {ranked}.")
     return "\n".join(lines)
 
 
 def figure(frame: pd.DataFrame) -> Figure:
-    """Pearson by method, for each kind of head: a dot for each run, a panel for each model."""
+    """Draw Pearson correlations by method and kind of head: a dot per run, a panel per model."""
     picture = Figure(figsize=(11, 6), layout="constrained")
     models = list(frame["model"].unique())
     panels = picture.subplots(len(KINDS), len(models), sharex=True, sharey=True, squeeze=False)

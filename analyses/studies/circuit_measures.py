@@ -10,15 +10,15 @@ prompts. A task's *circuit* in a model is the K neurons with the largest |effect
 These measures compare a model with a model grown from it, over the components of both:
 
     correlation    Pearson's, of the effects of neurons
-    kept           the share of the circuit's K neurons that are among the K first of the old ones
-    overlap        of all neurons, weighted by their effects: the sum of the smaller of a neuron's
-                   two shares of the sum of |effects| of these neurons, where both have one sign;
-                   1 where effects are in proportion, 0 where no neuron has a part in both
-    gates          Pearson's of a neuron's gate, its attention to itself, over the tokens of texts;
+    kept           the share of the circuit's K neurons that are among the K strongest old neurons
+    overlap        the sum over neurons of the smaller of a neuron's two shares of Σ |effects|,
+                   where both effects have the same sign; 1 if effects are proportional, 0 if no
+                   neuron has an effect in both models
+    gates          Pearson's, of a neuron's gate (its attention to itself) over the tokens of texts;
                    the mean over the circuit
-    examples       the share of a neuron's largest and least places in those texts that are the
-                   same, EXAMPLES at each end; the mean over the circuit
-    heads          Pearson's of an attention head's pattern over the same texts; the mean over heads
+    examples       the share of a neuron's EXAMPLES largest and EXAMPLES smallest activations that
+                   are at the same places in both models; the mean over the circuit
+    heads          Pearson's, of an attention head's pattern over these texts; the mean over heads
 
 The chance level of each measure is the mean over all ways to match each neuron with a random neuron
 of its layer. Correlations with a constant count as 0.
@@ -26,15 +26,15 @@ of its layer. Correlations with a constant count as 0.
 These measures describe new components:
 
     new_share      the share of new components
-    parity         what it would be if labels "new" were given at random among components of a kind
-    idle_share     the share of the quieter half of the old neurons of each layer, by |effect|
-                   before: how far what had no part comes in without being new
-    without_new    the metric with all new components patched together, on a scale from 0, with all
-                   components patched, to 1, with none; 1 where nothing is new
-    without_old    the same of all old ones
-    resemblance    the largest |correlation| of a neuron's gate with that of an old one, the mean
-                   over the K new neurons of largest |effect|; old_resemblance is that of the K
-                   old neurons of largest |effect| with other old ones
+    parity         the expected new_share if the label "new" were random within each kind
+    idle_share     the share of each layer's old neurons that were the weaker half, by |effect|,
+                   before growth: how much old but unused components take part
+    without_new    the metric with all new components patched together, on a scale from 0 (all
+                   components patched) to 1 (none patched); 1 if no component is new
+    without_old    the same with all old components patched
+    resemblance    the largest |correlation| of a neuron's gate with an old neuron's gate: the mean
+                   over the K new neurons with the largest |effect|; old_resemblance is the same for
+                   the K old neurons with the largest |effect|, compared with other old neurons
 
 Intervals are quantiles over resamples of prompts; all components use the same resamples.
 """
@@ -77,7 +77,7 @@ class Question:
 
     @classmethod
     def of(cls, pairs: PairedPrompts, tokenizer: Any, some: slice = slice(None)) -> "Question":
-        """Tokenize some of the prompts, of one answer each."""
+        """Return the question with some of the prompts, tokenized; every prompt has one answer."""
         clean, corrupted = (
             tokenizer(list(texts[some]), padding=True, return_tensors="pt")
             for texts in (pairs.clean, pairs.corrupted)
@@ -87,16 +87,16 @@ class Question:
         return cls(clean["input_ids"], corrupted["input_ids"], mask, right, wrong)
 
     def to(self, device: str) -> "Question":
-        """The same on a device."""
+        """Return the same question on a device."""
         return Question(*(tensor.to(device) for tensor in vars(self).values()))
 
     @property
     def metric(self) -> Any:
-        """The right answer's logit less the wrong one's."""
+        """The logit of the right answer minus that of the wrong answer."""
         return p.logit_diff(self.right, self.wrong)
 
     def of_logits(self, logits: Float[Tensor, "prompt pos d_vocab"]) -> Floats:
-        """The metric of each prompt of a whole run."""
+        """Return the metric of each prompt, given the logits of a whole run."""
         rows = torch.arange(len(logits), device=logits.device)
         last = logits[rows, self.mask.sum(1).to(logits.device) - 1]
         differences: Floats = (
@@ -107,14 +107,14 @@ class Question:
 
 @dataclass(frozen=True)
 class Part:
-    """What one task makes of a model.
+    """The results of one task in a model.
 
     Attributes:
-        effects: of each component, in logits.
+        effects: the effect of each component, in logits.
         clean: the metric of each prompt.
-        nothing: the same with all components patched, together.
-        without_new: with those that are new.
-        without_old: with all others.
+        nothing: the metric with all components patched together.
+        without_new: the metric with all new components patched.
+        without_old: the metric with all old components patched.
     """
 
     effects: Float[np.ndarray, "component prompt"]
@@ -126,14 +126,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Look:
-    """A model as it is measured.
+    """The measurements of a model.
 
     Attributes:
-        names: of its components: heads and neurons by layer.
-        parts: by task.
-        gates: of neurons, at the tokens of the texts.
-        patterns: of attention heads, in the texts.
-        examples: the places where each neuron is largest, and where it is least.
+        names: names of its components, heads and neurons by layer.
+        parts: the results by task.
+        gates: gates of neurons, at the tokens of the texts.
+        patterns: patterns of attention heads, in the texts.
+        examples: the places where each neuron is largest, and where it is smallest.
     """
 
     names: tuple[str, ...]
@@ -144,12 +144,12 @@ class Look:
 
 
 def is_neuron(names: Sequence[str]) -> Bool[np.ndarray, "component"]:
-    """Which components are neurons."""
+    """Return which components are neurons."""
     return np.array(["N" in name for name in names])
 
 
 def layers(names: Sequence[str]) -> Int[np.ndarray, "component"]:
-    """The layer of each component."""
+    """Return the layer of each component."""
     return np.array([HeadName.parse(name).layer for name in names])
 
 
@@ -164,10 +164,10 @@ def look(
 
     Args:
         model: a bridge.
-        questions: by task.
-        texts: tokens of each, BOS first.
-        new: the components that it has gained.
-        method: of effects, `patching.attribution` or `patching.activation_patch`.
+        questions: the questions by task.
+        texts: the tokens of each text, starting with BOS.
+        new: names of the model's new components.
+        method: computes effects: `patching.attribution` or `patching.activation_patch`.
     """
     with expose_neuron_heads(model) as exposed:
         names, parts = parts_of(exposed, questions, new, method)
@@ -183,7 +183,7 @@ def look(
 def parts_of(
     exposed: Any, questions: Mapping[str, Question], new: Collection[str], method: Method
 ) -> tuple[tuple[str, ...], dict[str, Part]]:
-    """The names of a model's components, and what each task makes of them."""
+    """Return the names of a model's components, and the results of each task."""
     parts, names = {}, tuple[str, ...]()
     for task, asked in questions.items():
         frame = sweep(method, exposed, asked, per_prompt=True).to_frame()
@@ -202,14 +202,14 @@ def on_prompts(
     new: Collection[str],
     method: Method,
 ) -> Look:
-    """The look at the same model, with effects on other prompts."""
+    """Return the look at the same model, with effects on other prompts."""
     with expose_neuron_heads(model) as exposed:
         _, parts = parts_of(exposed, questions, new, method)
     return replace(seen, parts=parts)
 
 
 def sweep(method: Method, exposed: Any, asked: Question, **how: Any) -> p.Sweep:
-    """The effects of all components, estimated or measured."""
+    """Return the effects of all components, estimated or measured."""
     return method(
         *(exposed, asked.clean, asked.corrupted, asked.metric),
         positions="all",
@@ -222,7 +222,7 @@ def sweep(method: Method, exposed: Any, asked: Question, **how: Any) -> p.Sweep:
 
 @torch.no_grad()
 def patched(exposed: Any, asked: Question, names: Iterable[str]) -> Float[np.ndarray, "prompt"]:
-    """The metric of each prompt with components patched from its corrupted run, all at once."""
+    """Return each prompt's metric with these components patched together (corrupted values)."""
     points: dict[str, list[int]] = {}
     for name in names:
         head = HeadName.parse(name)
@@ -243,8 +243,8 @@ def patched(exposed: Any, asked: Question, names: Iterable[str]) -> Float[np.nda
 
 @torch.no_grad()
 def in_texts(exposed: Any, texts: Sequence[Tensor]) -> tuple[dict[str, Floats], dict[str, Floats]]:
-    """The gates of neurons and the patterns of attention heads, at every token but BOS."""
-    tokens = pad_sequence(list(texts), batch_first=True)  # on the right: no token sees it
+    """Return gates of neurons and patterns of attention heads, at every token except BOS."""
+    tokens = pad_sequence(list(texts), batch_first=True)  # right padding: no token sees it
     lengths = torch.tensor([len(text) for text in texts])
     real = torch.arange(tokens.shape[1]) < lengths[:, None]
     real[:, 0] = False
@@ -258,7 +258,7 @@ def in_texts(exposed: Any, texts: Sequence[Tensor]) -> tuple[dict[str, Floats], 
     for layer in range(exposed.cfg.n_layers):
         for kind, by_name in rows.items():
             head = HeadName(layer, kind, 0)
-            # [text, head_index, pos, key], of a neuron-head its own token and the bias token
+            # [head_index, token, key]; a neuron-head's keys are its own token and the bias token
             pattern = cache[head.hook("pattern", exposed)].transpose(0, 1)[:, real]
             for index, scores in enumerate(pattern[..., 0] if kind == "neuron" else pattern):
                 by_name[str(HeadName(layer, kind, index))] = scores.flatten().cpu().double().numpy()
@@ -270,10 +270,10 @@ def in_texts(exposed: Any, texts: Sequence[Tensor]) -> tuple[dict[str, Floats], 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two looks at components in common: those of the first, and their names in the second.
+    """Two looks at common components, and a mapping from names in the first to the second.
 
-    Chance is the mean over all other neurons of a neuron's layer, which is what matching each with
-    another one at random gives on average.
+    The chance level is the mean over all other neurons in a neuron's layer, which is the expected
+    value if each neuron is matched with another random neuron.
     """
 
     first: Look
@@ -281,11 +281,11 @@ class Pair:
     names: Mapping[str, str]
 
     def neurons(self) -> list[str]:
-        """Names in the first model."""
+        """Return the components that are neurons, by their names in the first model."""
         return [name for name in self.names if "N" in name]
 
     def similarities(self) -> pd.DataFrame:
-        """Of each neuron, its gates and examples: alike, and by chance."""
+        """Return the similarity of each neuron's gates and examples, and the chance levels."""
         rows = []
         for _, group in groupby(self.neurons(), key=lambda name: HeadName.parse(name).layer):
             here = list(group)
@@ -315,7 +315,7 @@ class Pair:
         return pd.concat(rows)
 
     def heads(self) -> float:
-        """The mean correlation of the patterns of attention heads."""
+        """Return the mean correlation of attention heads' patterns."""
         similarities = [
             correlations(self.first.patterns[a][None], self.second.patterns[b][None]).item()
             for a, b in self.names.items()
@@ -327,12 +327,12 @@ class Pair:
 def correlations(
     first: Float[np.ndarray, "row number"], second: Float[np.ndarray, "row_2 number"]
 ) -> Float[np.ndarray, "row row_2"]:
-    """Pearson's, of every row of one with every row of the other; 0 where a row is constant."""
+    """Return Pearson's correlation of every pair of rows; 0 where a row is constant."""
     scaled = []
     for rows in (first, second):
         rows = rows - rows.mean(1, keepdims=True)
         norm = np.linalg.norm(rows, axis=1, keepdims=True)
-        # What a rounding of float32 leaves of a constant is none.
+        # A constant row may have a small norm because of float32 rounding.
         constant = norm <= 1e-6 * np.sqrt(rows.shape[1])
         scaled.append(np.where(constant, 0, rows / np.where(constant, 1, norm)))
     cosines: Floats = scaled[0] @ scaled[1].T
@@ -340,12 +340,12 @@ def correlations(
 
 
 def shared(first: Sequence[frozenset[Any]], second: Sequence[frozenset[Any]]) -> float:
-    """The share of places in common, over both ends."""
+    """Return the share of places in common, over both ends."""
     return sum(len(a & b) for a, b in zip(first, second, strict=True)) / sum(map(len, first))
 
 
 def first_k(effects: Float[np.ndarray, "*resample component"], k: int) -> Bool[np.ndarray, "..."]:
-    """Which k components have the largest |effect|."""
+    """Return which k components have the largest |effect|."""
     order = np.argsort(-abs(effects), axis=-1, kind="stable")[..., :k]
     chosen = np.zeros(effects.shape, dtype=bool)
     np.put_along_axis(chosen, order, True, axis=-1)
@@ -353,7 +353,7 @@ def first_k(effects: Float[np.ndarray, "*resample component"], k: int) -> Bool[n
 
 
 def resamples(n_prompts: int, seed: int = 0) -> Float[np.ndarray, "resample prompt"]:
-    """Weights of prompts: all the same first, then RESAMPLES draws with replacement."""
+    """Return weights of prompts: uniform first, then RESAMPLES draws with replacement."""
     drawn = np.random.default_rng(seed).multinomial(
         n_prompts, np.full(n_prompts, 1 / n_prompts), size=RESAMPLES
     )
@@ -361,7 +361,7 @@ def resamples(n_prompts: int, seed: int = 0) -> Float[np.ndarray, "resample prom
 
 
 def with_interval(name: str, values: Float[np.ndarray, "resample"]) -> dict[str, float]:
-    """The value of all prompts, and the quantiles of the resamples."""
+    """Return the value for all prompts, and the quantiles over resamples."""
     low, high = np.nanquantile(values[1:], [0.025, 0.975])
     return {name: values[0], f"{name}_low": low, f"{name}_high": high}
 
@@ -369,14 +369,14 @@ def with_interval(name: str, values: Float[np.ndarray, "resample"]) -> dict[str,
 def shares_in_common(
     first: Float[np.ndarray, "resample component"], second: Float[np.ndarray, "resample component"]
 ) -> Float[np.ndarray, "resample"]:
-    """`overlap` of two rows of effects, row by row."""
+    """Return `overlap` between corresponding rows of effects."""
     first, second = (row / abs(row).sum(1, keepdims=True) for row in (first, second))
     shared: Floats = (np.minimum(abs(first), abs(second)) * (first * second > 0)).sum(1)
     return shared
 
 
 def agreement(pair: Pair, task: str) -> dict[str, float]:
-    """How far two models' effects agree: `correlation`, `kept`, `overlap`, and two by chance."""
+    """Return how well two models' effects agree, and the chance levels of `kept` and `overlap`."""
     names = pair.neurons()
     before, now = (
         _rows(rows_of_run, task, some)
@@ -397,7 +397,7 @@ def agreement(pair: Pair, task: str) -> dict[str, float]:
     kept_chance = sum(
         chosen[0, here].sum() * still[0, here].sum() / here.sum() for here in in_layers
     )
-    # A neuron meets each of its layer as often: the sum over pairs, divided by their number.
+    # Every neuron pairs equally often with each neuron of its layer, so this is a mean over pairs.
     shares = [row[0] / abs(row[0]).sum() for row in (first, second)]
     overlap_chance = 0.0
     for here in in_layers:
@@ -413,11 +413,11 @@ def agreement(pair: Pair, task: str) -> dict[str, float]:
 
 
 def kept_measures(pair: Pair, task: str, alike: pd.DataFrame) -> dict[str, float]:
-    """What became of a task's circuit: `agreement`, and of its neurons `gates` and `examples`.
+    """Return `agreement` for a task, and the means of `gates` and `examples` over its circuit.
 
     Args:
         pair: the two models.
-        task: whose circuit.
+        task: the task that defines the circuit.
         alike: `similarities` of the pair.
     """
     names = pair.neurons()
@@ -427,13 +427,13 @@ def kept_measures(pair: Pair, task: str, alike: pd.DataFrame) -> dict[str, float
 
 
 def effects(seen: Look, names: Mapping[str, str]) -> pd.DataFrame:
-    """A row for each component: its name, what it was called before, and its effect on each task.
+    """Return a row per component: its name, its name before growth, and its effect on each task.
 
-    Six digits, so that neurons of nearly the same effect keep their order.
+    Effects have six digits, so that neurons with nearly equal effects keep their order.
 
     Args:
-        seen: the model.
-        names: of its old components, by their names before.
+        seen: the measurements of the model.
+        names: names of the old components, by their names before growth.
     """
     was = {now: before for before, now in names.items()}
     frame = pd.DataFrame({"name": seen.names, "was": [was.get(name, "") for name in seen.names]})
@@ -450,13 +450,13 @@ def _rows(look: Look, task: str, names: Sequence[str]) -> Float[np.ndarray, "com
 def new_measures(
     now: Look, task: str, new: Collection[str], idle: Collection[str]
 ) -> dict[str, float]:
-    """What new components hold of a task: `new_share`, `parity`, `idle_share`, `without_…`.
+    """Return how much of a task new components do: `new_share`, `parity`, `without_new` and others.
 
     Args:
-        now: the grown model.
-        task: which.
-        new: the names of its new components.
-        idle: the names of old neurons that were the quieter half before.
+        now: the measurements of the grown model.
+        task: the task.
+        new: names of the new components.
+        idle: names of the old neurons that were the weaker half before growth.
     """
     part, names = now.parts[task], np.array(now.names)
     weights = resamples(len(part.clean))
@@ -483,7 +483,7 @@ def new_measures(
 
 
 def idle_half(before: Look, task: str) -> list[str]:
-    """The quieter half of the neurons of each layer, by |effect|."""
+    """Return the half of each layer's neurons that has the smaller |effect|."""
     names = [name for name in before.names if "N" in name]
     sizes = pd.Series(abs(_rows(before, task, names).mean(1)), index=names)
     by_layer = sizes.groupby(layers(names), group_keys=False)
@@ -491,7 +491,7 @@ def idle_half(before: Look, task: str) -> list[str]:
 
 
 def resemblances(now: Look, task: str, new: Collection[str]) -> dict[str, float]:
-    """How like old neurons the gates of the foremost new ones are, and those of old ones."""
+    """Return how similar gates of the strongest new and old neurons are to old neurons' gates."""
     names = [name for name in now.names if "N" in name]
     old = [name for name in names if name not in new]
     measured = {"resemblance": float("nan")}
@@ -509,6 +509,6 @@ def resemblances(now: Look, task: str, new: Collection[str]) -> dict[str, float]
                 np.stack([now.gates[name] for name in old]),
             )
         )
-        alike[np.array(foremost)[:, None] == np.array(old)] = 0  # with itself
+        alike[np.array(foremost)[:, None] == np.array(old)] = 0  # not with itself
         measured[what] = float(alike.max(1).mean())
     return measured

@@ -3,16 +3,16 @@
 A 2-layer LLaMA learns Small English until it solves three tasks: number across a prepositional
 phrase, gender, and brackets. Then the model grows, and continues training:
 
-    none                nothing is added: drift without growth, for as many flops
-    none, equal steps   the same, for as many steps as "neurons" has
+    none                nothing is added: drift without growth, for equal flops
+    none, equal steps   the same, with as many steps as "neurons"
     none, other texts   the same, twice, on texts that no other arm reads
-    neurons             in every layer as many neurons again
-    heads               in every layer 4 heads beside 3
-    width               the stream from 48 to 64
-    depth               a third layer, last
-    neurons, copies     as neurons, but the new ones start as noisy copies of old ones
-    neurons, cancelling as neurons, but in pairs whose outputs cancel
-    neurons, splits     as neurons, but each old one is shared out with a copy of itself
+    neurons             doubles the number of neurons in every layer
+    heads               adds 4 heads to the 3 heads in every layer
+    width               widens the stream from 48 to 64
+    depth               adds a third layer at the end
+    neurons, copies     like neurons, but new neurons start as noisy copies of old neurons
+    neurons, cancelling like neurons, but in pairs whose outputs cancel
+    neurons, splits     like neurons, but each old neuron shares its output with a copy
 
 In the arms neurons, heads, width and depth, new entries have the distribution of the model's
 initial weights, and output weights are zero. Every arm continues from the same small model, with
@@ -78,8 +78,8 @@ from attn_only_lens.storage import write_text
 TASKS = ("number, prepositional", "gender", "brackets, simple")
 ARMS = ("none", "none, equal steps", "none, other texts", "neurons", "heads", "width", "depth")
 ARMS = (*ARMS, "neurons, copies", "neurons, cancelling", "neurons, splits")
-SMALL_MODEL = "small model"  # in tables, beside the arms: before growth
-OTHER_TEXTS = 100  # more than there are small models: the seed of texts that no other arm reads
+SMALL_MODEL = "small model"  # its name in tables, next to the arms: the model before growth
+OTHER_TEXTS = 100  # exceeds the number of small models: the seed of texts for one arm
 DIGITS = "%.4g"
 EXACT = [*COMPARED_BY, *COMPARED]
 SEED_OF_TEXTS = 888_888
@@ -88,12 +88,12 @@ SMALL, GROWN = Sizes(2, 48, 3, 96), Sizes(3, 64, 7, 192)
 
 @dataclass(frozen=True)
 class Study:
-    """What determines the result."""
+    """The settings that determine the result."""
 
     small: Sizes = SMALL
     grown: Sizes = GROWN
-    steps: int = 1400  # of the small model, before growth
-    more: int = 2000  # steps of the small model, whose flops all arms have after growth
+    steps: int = 1400  # training steps of the small model before growth
+    more: int = 2000  # after growth, all arms have the flops of this many small-model steps
     checks: tuple[float, ...] = (1 / 32, 1 / 8, 3 / 8, 1)
     lr: float = 6e-3
     rows: int = 32
@@ -123,14 +123,14 @@ SMOKE = Study(
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to go on.
+    """One way to continue training.
 
     Attributes:
-        expansion: by which it grows, if it does.
-        init: of the new entries.
-        growth_seeds: one for each growth.
-        steps_of: the expansion after which training takes as many steps; by default its own.
-        other_texts: whether each growth reads texts of its own.
+        expansion: the expansion by which the model grows; None for no growth.
+        init: the initialiser of the new entries.
+        growth_seeds: one seed for each growth.
+        steps_of: the expansion that sets the number of steps; by default `expansion`.
+        other_texts: whether each growth reads separate texts.
     """
 
     expansion: Expansion | None
@@ -141,7 +141,7 @@ class Arm:
 
 
 def arms(study: Study) -> dict[str, Arm]:
-    """All of them, by name."""
+    """Return all arms by name."""
     small, grown = study.small, study.grown
     neurons = ex.AddNeurons(grown.d_mlp - small.d_mlp)
     return {
@@ -160,7 +160,7 @@ def arms(study: Study) -> dict[str, Arm]:
 
 @dataclass(frozen=True)
 class Asked:
-    """What every model is asked: questions by task, as many others, and texts."""
+    """The inputs for every model: questions by task, as many other questions, and texts."""
 
     questions: dict[str, measures.Question]
     others: dict[str, measures.Question]
@@ -168,7 +168,7 @@ class Asked:
 
     @classmethod
     def of(cls, study: Study, device: str) -> "Asked":
-        """Prompts that begin no sentence of the texts trained on, and texts not read."""
+        """Return prompts that begin no sentence of the training texts, and texts not trained on."""
         of, write = tokenizer(), grammar.Grammar(SEED_OF_TEXTS)
         made, n = questions(2 * study.prompts), study.prompts
         texts = [torch.tensor(of(write.text())["input_ids"]) for _ in range(study.texts)]
@@ -184,9 +184,9 @@ class Seen:
     """A model at one time.
 
     Attributes:
-        check: the share of the training after growth.
-        model: as it is then.
-        look: what it is like.
+        check: the fraction of the training after growth.
+        model: the model at this time.
+        look: its measurements.
         about: steps and flops since growth, and the loss on held-out text.
     """
 
@@ -197,7 +197,7 @@ class Seen:
 
 
 def plan_of(study: Study, seed: int) -> Plan:
-    """The small model's training."""
+    """Return the plan of the small model's training."""
     return Plan(
         study.small,
         study.steps,
@@ -212,7 +212,7 @@ def plan_of(study: Study, seed: int) -> Plan:
 
 
 def plan_after(study: Study, arm: Arm, small: Done, growth_seed: int) -> tuple[Plan, list[int]]:
-    """The training that follows on the small model's, and the step of each check since then."""
+    """Return the plan that continues the small model's training, and the steps of all checks."""
     start, expansion = small.plan.steps, arm.steps_of or arm.expansion or ex.compose()
     first = batch(small.plan, start)
     weights = read(grow(small.model, expansion).model)
@@ -234,7 +234,7 @@ def plan_after(study: Study, arm: Arm, small: Done, growth_seed: int) -> tuple[P
 
 
 def trained(plan: Plan, small: Done, folder: Path) -> Done:
-    """Train by a plan that follows on the small model's, or go on from the folder's checkpoint."""
+    """Train by a plan that continues the small model's, or resume from the folder's checkpoint."""
     n_steps, device = plan.steps - small.plan.steps, str(next(small.model.parameters()).device)
     with tqdm(total=n_steps, desc=folder.name, unit="step", mininterval=5) as bar:
         return run(plan, folder, device, bar.update, start=small)
@@ -250,7 +250,7 @@ def seen_through(
     folder: Path,
     method: measures.Method,
 ) -> list[Seen]:
-    """What one growth is like from its beginning to its end."""
+    """Train one grown model, and return its measurements from growth to the end."""
     start, weights = small.plan.steps, read(grown.model)
     plan, stops = plan_after(study, arm, small, growth_seed)
     done, n_steps = trained(plan, small, folder), plan.steps - start
@@ -279,16 +279,16 @@ def measured(
     folder: Path,
     method: measures.Method,
 ) -> dict[str, pd.DataFrame]:
-    """Train and measure one arm, and by task agreement with before growth: frames by name.
+    """Train one arm, and measure its model and its agreement with the small model: frames by name.
 
     Args:
         study: the study.
-        name: of the arm.
+        name: the name of the arm.
         small: the model before growth.
-        before: what it is like.
-        asked: what models are asked.
-        folder: of this arm with this small model.
-        method: of effects.
+        before: the measurements of the small model.
+        asked: the inputs for all models.
+        folder: the folder of this arm with this small model.
+        method: computes effects.
     """
     arm, rows, effects, prompts = arms(study)[name], [], [], []
     again: dict[float, list[tuple[measures.Look, dict[str, str]]]] = {}
@@ -347,7 +347,7 @@ def measured(
 def measured_small(
     study: Study, small: Done, before: measures.Look, asked: Asked, method: measures.Method
 ) -> dict[str, pd.DataFrame]:
-    """Measure the small model on both sets of prompts: frames by name."""
+    """Measure the small model on both sets of prompts, and return frames by name."""
     same = {name: name for name in before.names}
     fresh = measures.on_prompts(small.model, before, asked.others, (), method)
     pair = measures.Pair(before, fresh, same)
@@ -366,7 +366,7 @@ def measured_small(
 
 
 def stored(text: str) -> pd.DataFrame:
-    """A table that was written as text."""
+    """Return the table that was stored as CSV text."""
     return pd.read_csv(io.StringIO(text))
 
 
@@ -377,7 +377,7 @@ def of_seed(
     device: str,
     method: measures.Method = p.attribution,
 ) -> dict[str, pd.DataFrame]:
-    """A small model and all its arms: frames with columns `seed` and `arm`."""
+    """Train a small model and all its arms; return frames with columns `seed` and `arm`."""
     small: Done | None = None
     asked = Asked.of(study, device)
     collected: dict[str, list[pd.DataFrame]] = {}
@@ -423,7 +423,7 @@ def main(
     by_seed = [of_seed(study, seed, runs_dir, device) for seed in range(n_seeds)]
     made = {part: pd.concat([tables[part] for tables in by_seed]) for part in by_seed[0]}
     made["exact"] = of_seed(study, 0, runs_dir, device, p.activation_patch)[""][EXACT]
-    # As they are stored, so that the page is made of what the tables show.
+    # Read the frames as they are stored, so that the page is computed from what the tables show.
     frames = {
         part: stored(frame.to_csv(index=False, float_format=DIGITS)) for part, frame in made.items()
     }

@@ -29,12 +29,12 @@ COMPARED = ("correlation", "kept", "overlap", "gates", "examples", "new_share", 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A question, what we expected before the run, and how the tables answer.
+    """A question, what we expected before the run, and how the tables answer it.
 
     Attributes:
-        question: in a line.
-        expected: with the bound that decides.
-        answer: whether it held (None if these data cannot tell), and the figures.
+        question: the question in one line.
+        expected: the expected answer, with the bound that decides.
+        answer: returns whether it held (None if the data cannot tell), and the evidence.
     """
 
     question: str
@@ -45,7 +45,7 @@ class Prediction:
 def over_seeds(
     frames: Frames, arm: str, column: str, check: float = 1.0, part: str = ""
 ) -> "pd.Series[float]":
-    """The mean over tasks and growths, by seed."""
+    """Return means over tasks and growths, by seed."""
     frame = frames[part]
     rows = frame[(frame["arm"] == arm) & (frame["check"] == check)]
     return rows.groupby("seed")[column].mean()
@@ -54,34 +54,34 @@ def over_seeds(
 def less(
     frames: Frames, column: str, arm: str, other_arm: str, check: float = 1.0
 ) -> tuple[float, float, float]:
-    """The mean over small models of one arm's figure less another's; Student's interval of 95 %."""
+    """Return the mean difference between two arms over small models, and its 95 % t-interval."""
     one, two = (over_seeds(frames, name, column, check) for name in (arm, other_arm))
     return interval(one - two)
 
 
 def tells(difference: tuple[float, float, float]) -> bool:
-    """Whether the interval of a difference does not hold zero."""
+    """Return whether the interval of a difference excludes zero."""
     _, low, high = difference
     return low > 0 or high < 0
 
 
 def said(values: "pd.Series[float]") -> str:
-    """The mean, and the least and largest of the seeds."""
+    """Return the mean over seeds and the range, as text."""
     return f"{values.mean():.2f} ({values.min():.2f} to {values.max():.2f})"
 
 
 def by_arm(frames: Frames, names: tuple[str, ...], column: str, **how: Any) -> dict[str, Any]:
-    """`over_seeds` of several arms."""
+    """Return `over_seeds` for several arms."""
     return {arm: over_seeds(frames, arm, column, **how) for arm in names}
 
 
 def listed(values: Mapping[str, "pd.Series[float]"]) -> str:
-    """Arms with their means and ranges, in a sentence."""
+    """Return arms with their means and ranges, as text."""
     return "; ".join(f"{arm} {said(estimate)}" for arm, estimate in values.items())
 
 
 def means(values: Mapping[str, "pd.Series[float]"]) -> dict[str, float]:
-    """The mean over seeds, by arm."""
+    """Return means over seeds, by arm."""
     return {arm: float(value.mean()) for arm, value in values.items()}
 
 
@@ -127,7 +127,7 @@ def _alone(frames: Frames) -> tuple[bool | None, str]:
 
 
 def between_kinds(frames: Frames, column: str) -> str:
-    """How many of the differences between two kinds of growth have an interval without zero."""
+    """Return how many differences between two kinds of growth have an interval without zero."""
     differences = [less(frames, column, *two) for two in combinations(KINDS, 2)]
     largest = max(abs(mean) for mean, _, _ in differences)
     n = sum(map(tells, differences))
@@ -139,7 +139,7 @@ def between_kinds(frames: Frames, column: str) -> str:
 
 
 def first_times(frames: Frames, arm: str) -> "pd.Series[float]":
-    """By seed, growth and task the first check at which the interval is above TAKES_PART."""
+    """Return by seed, growth and task the first check whose interval is above TAKES_PART."""
     rows = frames[""][(frames[""]["arm"] == arm) & (frames[""]["check"] > 0)]
     above = rows["check"].where(rows["new_share_low"] > TAKES_PART, float("inf"))
     return above.groupby([rows["seed"], rows["growth_seed"], rows["task"]]).min()
@@ -263,7 +263,7 @@ def _spread(values: "pd.Series[float]") -> str:
 
 
 def at_the_end(frames: Frames) -> pd.DataFrame:
-    """A row for each arm: means over tasks and growths, and over seeds with their range."""
+    """Return a row per arm: means over tasks and growths, and over seeds with their range."""
     columns = {
         "loss": "loss",
         "steps": "steps",
@@ -292,7 +292,7 @@ def at_the_end(frames: Frames) -> pd.DataFrame:
 
 
 def by_task(frames: Frames, column: str, check: float = 1.0) -> pd.DataFrame:
-    """A row for each arm and task, a column for each seed: of the first growth, with intervals."""
+    """Return a row per arm and task, and a column per seed: the first growth, with intervals."""
     rows = frames[""]
     rows = rows[(rows["check"] == check) & (rows["growth_seed"] == 0)]
     shown = [
@@ -305,7 +305,7 @@ def by_task(frames: Frames, column: str, check: float = 1.0) -> pd.DataFrame:
 
 
 def small_models(frames: Frames) -> pd.DataFrame:
-    """What the small models have learned: a row for each seed and task."""
+    """Return what the small models have learned: a row per seed and task."""
     rows = frames[""]
     rows = rows[(rows["arm"] == "none") & (rows["check"] == 0)]
     return rows[["seed", "task", "loss", "metric", "nothing", "right", "old_share_heads"]].rename(
@@ -314,7 +314,7 @@ def small_models(frames: Frames) -> pd.DataFrame:
 
 
 def twins(frames: Frames) -> pd.DataFrame:
-    """Two growths of one model, at the end: a row for each arm."""
+    """Return a row per arm: how well two growths of one model agree at the end."""
     rows = []
     for arm in dict.fromkeys(frames["again"]["arm"]):
         row = {"arm": arm}
@@ -325,7 +325,7 @@ def twins(frames: Frames) -> pd.DataFrame:
 
 
 def scale(frames: Frames) -> pd.DataFrame:
-    """From chance to one model with itself: how far effects agree, a row for each comparison."""
+    """Return how well effects agree, from chance to a model with itself: a row per comparison."""
     prompts = frames["prompts"]
     itself = {"prompts": prompts[prompts["with"] == "itself"]}
     end = frames[""][frames[""]["check"] == 1]
@@ -365,7 +365,7 @@ def scale(frames: Frames) -> pd.DataFrame:
 
 
 def against_training(frames: Frames) -> pd.DataFrame:
-    """Kinds of growth less training without it, at equal steps, and less other kinds."""
+    """Return differences of growth to training without growth, and between kinds of growth."""
     pairs = [(kind, EQUAL_STEPS) for kind in KINDS]
     pairs += [(NONE, EQUAL_STEPS), *combinations(KINDS, 2)]
     return pd.DataFrame(
@@ -376,14 +376,14 @@ def against_training(frames: Frames) -> pd.DataFrame:
 
 
 def missing_zero(frames: Frames) -> str:
-    """How many intervals of the table of differences do not hold zero, in words."""
+    """Return how many intervals in the table of differences exclude zero, as text."""
     pairs = [(kind, EQUAL_STEPS) for kind in (*KINDS, NONE)] + [*combinations(KINDS, 2)]
     told_apart = [tells(less(frames, column, *pair)) for pair in pairs for column in AGREEMENTS]
     return f"{sum(told_apart)} of {len(told_apart)}"
 
 
 def in_short(frames: Frames) -> str:
-    """What the tables say, in a few sentences."""
+    """Return a summary of the tables in a few sentences."""
     kept = means(by_arm(frames, (NONE, EQUAL_STEPS, *KINDS), "kept"))
     kinds = [kept[kind] for kind in KINDS]
     prompts = frames["prompts"]
@@ -446,7 +446,7 @@ Without growth the idle half of the old neurons holds {as_soon:.1%} after as man
 
 
 def by_patching(frames: Frames) -> pd.DataFrame:
-    """How far measures by patching are from those by estimates: a row for each measure."""
+    """Return differences between measures by patching and by estimates: a row per measure."""
     exact, keys = frames["exact"], list(COMPARED_BY)
     estimated = frames[""].merge(exact[keys], on=keys).set_index(keys).sort_index()
     exact = exact.set_index(keys).sort_index()
@@ -459,7 +459,7 @@ def by_patching(frames: Frames) -> pd.DataFrame:
 
 
 def at_once_by_patching(frames: Frames) -> str:
-    """What patching says of models right after growth, in a sentence."""
+    """Return a sentence about patching results right after growth."""
     exact = frames["exact"]
     first = exact[(exact["check"] == 0) & exact["arm"].isin(WROTE_ZEROS)]
     return (
@@ -473,7 +473,7 @@ def _at(check: float) -> str:
 
 
 def chances(frames: Frames) -> str:
-    """What a random matching would give, in a sentence."""
+    """Return a sentence about the chance levels."""
     end = frames[""][frames[""]["check"] == 1]
     kept, gates, examples = (end[f"{name}_chance"].mean() for name in ("kept", "gates", "examples"))
     return f"kept {kept:.2f}, gates {gates:.2f}, examples {examples:.2f}"
@@ -493,7 +493,7 @@ COLOURS = {
 
 
 def _panels(frames: Frames, rows: Sequence[tuple[str, str, tuple[str, ...]]]) -> Figure:
-    """A row of panels for each measure, a column for each task: means, and ranges over seeds."""
+    """Draw a row of panels per measure and a column per task: means, and ranges over seeds."""
     frame = frames[""]
     tasks, checks = (list(dict.fromkeys(frame[name])) for name in ("task", "check"))
     picture = Figure(figsize=(3.6 * len(tasks), 2.9 * len(rows) + 0.6), layout="constrained")
@@ -509,7 +509,7 @@ def _panels(frames: Frames, rows: Sequence[tuple[str, str, tuple[str, ...]]]) ->
                 seeds = of_arm.groupby(["check", "seed"])[column].mean().unstack()
                 places = [i + 0.06 * (number - len(names) / 2) for i in range(len(checks))]
                 middle = seeds.mean(axis=1)
-                # Where all seeds have one value, their mean may be off by a rounding.
+                # If all seeds have the same value, their mean may differ from it by rounding.
                 off = [middle - seeds.min(axis=1), seeds.max(axis=1) - middle]
                 off = [size.clip(lower=0) for size in off]
                 style = {"color": COLOURS[name], "lw": 1.4, "elinewidth": 0.8, "ms": 4}
@@ -543,7 +543,7 @@ def _legend(picture: Figure, title: str) -> Figure:
 
 
 def old_figure(frames: Frames) -> Figure:
-    """What becomes of old neurons: their effects, and their gates."""
+    """Draw how the effects and the gates of old neurons change."""
     shown = (NONE, EQUAL_STEPS, *KINDS)
     rows = [
         ("correlation", "correlation of effects\nwith before growth", shown),
@@ -555,7 +555,7 @@ def old_figure(frames: Frames) -> Figure:
 
 
 def new_figure(frames: Frames) -> Figure:
-    """What new components hold."""
+    """Draw the share of new components in each task."""
     shown = (*WITH_NEW, *STARTS[1:])
     rows = [
         ("new_share", "share that new\ncomponents hold", shown),
@@ -572,7 +572,7 @@ def new_figure(frames: Frames) -> Figure:
 
 
 def answers(frames: Frames) -> str:
-    """Question by question: what we expected, and what came out."""
+    """Return every question with what we expected and what we found."""
     parts = []
     for number, prediction in enumerate(PREDICTIONS, 1):
         held, figures = prediction.answer(frames)
@@ -589,7 +589,7 @@ def _sizes(sizes: Mapping[str, int]) -> str:
 
 
 def page(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
-    """Everything in Markdown."""
+    """Return the whole page in Markdown."""
     study = about["study"]
     held = [prediction.answer(frames)[0] for prediction in PREDICTIONS]
     return PAGE.format(

@@ -41,7 +41,7 @@ from attn_only_lens.engine.prompts import PromptPair, prompt_pair
 METHODS = ("exact_gate", "integrated", "secant")
 SIZES = (10, 20, 40, 80, 160, 320)
 N_NODES, N_EDGES = 30, 200
-N_STEPS = 5  # of EAP-IG
+N_STEPS = 5  # integration steps of EAP-IG
 ENGLISH = [
     ("The keys near the cabinet", "The key near the cabinet", " are", " is"),
     ("The doctor behind the trees", "The doctors behind the trees", " is", " are"),
@@ -60,14 +60,14 @@ SMOLLM2 = [
 def subjects(
     models_dir: Path, smollm2: Path | None, device: str, seed: int, *, smoke: bool
 ) -> Iterator[tuple[str, Any, list[tuple[Any, ...]]]]:
-    """Yield models with neuron-heads, and the clean prompt, the corrupted one and the metric."""
+    """Yield models with neuron-heads, and their clean prompts, corrupted prompts and metrics."""
     english = expose_neuron_heads(pretrained.small_english(), copy=True).model
     texts = ENGLISH[: 1 if smoke else 2]
     yield "small_english", english, [(c, k, p.logit_diff(a, b)) for c, k, a, b in texts]
     if smoke:
         return
     for name, source, tokens in trained(models_dir, LENGTH, device, smoke=smoke):
-        if name.startswith("modular"):  # of one layer
+        if name.startswith("modular"):  # a one-layer model
             continue
         model = expose_neuron_heads(source).model
         some = list(pairs(model, tokens, 3, seed))
@@ -80,7 +80,7 @@ def subjects(
 def attributions(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
     """Yield the agreement of every method with patching, by kind of head and direction."""
     sites = None
-    if model.cfg.n_layers > 6:  # a sample: every site would take hours
+    if model.cfg.n_layers > 6:  # a sample, because every site would take hours
         names = p.attribution(model, *prompts, method="secant", budget=0, progress=False)
         sites = list(names.top(150)["name"].unique()) + [f"L{i}N{7 * i}" for i in range(30)]
     one_way, other_way = (
@@ -103,14 +103,14 @@ def attributions(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any
 
 
 def rankings(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
-    """Yield the faithfulness of the k highest ranked sites, of one pass each."""
+    """Yield the faithfulness of the k highest-ranked sites, where a ranking costs one pass."""
     for method in METHODS:
         ranking = p.attribution(
             model, *prompts, method=method, budget=0, direction="noise", progress=False
         )
         shares = [k / len(ranking.frame) for k in SIZES if k < len(ranking.frame)]
         for order in ("magnitude", "signed"):
-            # A little more, so that rounding keeps the size.
+            # Shares are slightly larger, so that rounding down keeps the size.
             curve = circuits.faithfulness(
                 model, *prompts, ranking, shares=[s * (1 + 1e-9) for s in shares], order=order,
                 n_random=0,
@@ -120,7 +120,7 @@ def rankings(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
 
 
 def searches(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
-    """Yield the sizes of circuits of 90 %, and their seconds."""
+    """Yield the sizes of circuits that `discover` finds, and their seconds."""
     for method in ("exact_gate", "secant"):
         for budget in ("auto", 0):
             started = time.perf_counter()
@@ -133,9 +133,9 @@ def searches(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
 
 
 def edges(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
-    """Yield the rank correlation of edges between strong nodes with exact path patches.
+    """Yield rank correlations of edge scores with exact path patches, for edges of strong nodes.
 
-    An edge is from a head at one position into a head at all positions, as path patching has it.
+    An edge goes from a head at one position to a head at all positions, as in path patching.
     """
     clean, corrupted, metric = prompts
     pair = prompt_pair(model, clean, corrupted)
@@ -181,13 +181,13 @@ def edges(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
 
 
 def _tangent(model: Any, pair: PromptPair, metric: Any, both: AttributedRun, place: float) -> Any:
-    """Return the difference with the derivatives of one run, whose embeddings lie between."""
+    """Return the difference with derivatives at one run, whose embeddings are interpolated."""
     corrupted, clean = run_both(model, pair).stream.chunk(2)[::-1]
     point = torch.lerp(corrupted, clean, place)
     same = replace(pair, corrupted=pair.clean)
 
     def move(stream: torch.Tensor) -> torch.Tensor:
-        if stream.shape[1] != point.shape[1]:  # a test of the model's norms
+        if stream.shape[1] != point.shape[1]:  # a run that tests the model's norms
             return stream
         return point.repeat(len(stream) // len(point), 1, 1)
 
@@ -202,7 +202,7 @@ def _tangent(model: Any, pair: PromptPair, metric: Any, both: AttributedRun, pla
 
 
 def _by_head(run: Any, pair: Any, chosen: list[Any], graph: circuits.CircuitGraph) -> pd.Series:
-    """Return the edges that add up, from nodes of the graph into heads at all positions."""
+    """Return edge weights from the graph's nodes into heads, summed over receiver positions."""
     frame, _ = LinearGraph(run, pair, chosen).edges()
     frame = frame[frame["source"].isin(graph.heads["id"]) & frame["target"].str.startswith("L")]
     if not run.is_difference:
@@ -211,22 +211,22 @@ def _by_head(run: Any, pair: Any, chosen: list[Any], graph: circuits.CircuitGrap
     return frame.groupby([frame["source"], into])["weight"].sum()
 
 
-def _paths(model: Any, prompts: tuple[Any, ...], wanted: list[tuple[str, str]]) -> pd.DataFrame:
-    """Return the exact direct effect of edges: all inputs of the receiver, scales computed anew."""
+def _paths(model: Any, prompts: tuple[Any, ...], chosen: list[tuple[str, str]]) -> pd.DataFrame:
+    """Return the exact direct effects of edges, with all receiver inputs and recomputed scales."""
     columns = {}
     for way, sign in (("denoise", 1), ("noise", -1)):
         paths = [
             p.path_patch(
                 *(model, *prompts),
                 senders=[source.partition("@")[0]],
-                receivers=[target for one, target in wanted if one == source],
+                receivers=[target for one, target in chosen if one == source],
                 positions=[int(source.partition("@")[2])],
                 part="z",
                 direction=way,
                 scale="anew",
                 progress=False,
             )
-            for source in dict.fromkeys(source for source, _ in wanted)
+            for source in dict.fromkeys(source for source, _ in chosen)
         ]
         frames = [one.to_frame().assign(effect=sign * one.effect) for one in paths]
         frame = pd.concat(frames, ignore_index=True)
@@ -247,7 +247,7 @@ def main(
     device: Device = "cpu",
     smoke: Smoke = False,
 ) -> None:
-    """Measure, print, and keep the tables."""
+    """Measure, print, and write the tables."""
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     started, rows = time.perf_counter(), list[dict[str, Any]]()
     for name, model, all_prompts in subjects(models_dir, smollm2, device, seed, smoke=smoke):
@@ -284,7 +284,7 @@ def _table(frame: pd.DataFrame, rows: list[str], value: str) -> str:
 
 
 def _intervals(frame: pd.DataFrame) -> str:
-    """Return how much better secants are, over all pairs, with intervals by the bootstrap."""
+    """Return how much better secants are over all pairs, with bootstrap intervals."""
     rows = []
     for what, value, secants, keys in (
         ("attribution", "pearson", "secant", ["kind", "against"]),
@@ -306,7 +306,7 @@ def _intervals(frame: pd.DataFrame) -> str:
 
 
 def figure(frame: pd.DataFrame) -> Figure:
-    """Faithfulness of the k highest ranked sites, by method."""
+    """Draw the faithfulness of the k highest-ranked sites, by method."""
     rows = frame[(frame["what"] == "ranking") & (frame["kind"] == "magnitude")]
     models = list(rows["model"].unique())
     picture = Figure(figsize=(3 * len(models), 3), layout="constrained")

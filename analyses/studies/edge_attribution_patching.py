@@ -34,11 +34,11 @@ def edge_attribution_patching(
     """Return the score of every edge: writer, reader, kind, as `circuits.score_edges` names them.
 
     Args:
-        source: a `HookedTransformer`, whose gradients are taken.
-        model: the same with neuron-heads, which tells what parts write.
-        batches: of prompts of one length each.
+        source: a `HookedTransformer`, which computes the gradients.
+        model: the same model with neuron-heads, which gives the outputs of parts.
+        batches: batches of prompts; all prompts in a batch have the same length.
         nodes: names of heads and neurons.
-        seed: of the signs.
+        seed: the seed of the signs.
     """
     scores: dict[tuple[str, str, str], float] = defaultdict(float)
     generator = torch.Generator().manual_seed(seed)
@@ -72,7 +72,7 @@ def edge_attribution_patching(
 def _gradients(
     source: Any, tokens: Tensor, generator: torch.Generator
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Gradients of a sum of logits with random signs, at what parts read."""
+    """Return gradients of the randomly signed sum of logits, at inputs of heads; and the signs."""
     seen: dict[str, Tensor] = {}
 
     def keep(x: Tensor, hook: Any) -> None:
@@ -91,7 +91,7 @@ def _gradients(
 
 
 def _read_gradients(source: Any, gradients: dict[str, Tensor], head: HeadName) -> dict[str, Tensor]:
-    """The gradient by what a head is given, behind its norm, for each kind of input."""
+    """Return the gradient at a head's input, after its norm, for each kind of input."""
     block, prefix, i = source.blocks[head.layer], f"blocks.{head.layer}.", head.index
     if head.kind == "attention":
         return {

@@ -33,14 +33,14 @@ from analyses.tools.study_files import keep
 from attn_only_lens import circuits, convert
 from attn_only_lens import patching as p
 
-LENGTH = {"sort_gelu_new_3l": 12, "modular_addition_relu_1l": 3}  # of a prompt; texts: 16
+LENGTH = {"sort_gelu_new_3l": 12, "modular_addition_relu_1l": 3}  # prompt lengths; texts: 16
 TOP = 100
 KINDS = ("all", "q", "k", "value", "in")
 REFERENCES = {"zero": ("zero",), "zero and mean": ("zero", "mean")}
 
 
 def rows_of(source: Any, tokens: Tensor, n_nodes: int) -> Iterator[dict[str, Any]]:
-    """How well each score ranks edges, for each reference and kind of edge."""
+    """Yield how well each score ranks edges, for each reference and kind of edge."""
     model = convert(source, copy_weights=True)
     metric = p.custom(lambda logits: logits.amax(-1).mean(), name="largest logits")
     ranked = circuits.score_edges(
@@ -71,7 +71,7 @@ def rows_of(source: Any, tokens: Tensor, n_nodes: int) -> Iterator[dict[str, Any
 
 
 def summary(frame: pd.DataFrame, kind: str, measure: str) -> str:
-    """A row for each model, a column for each method and reference, in Markdown."""
+    """Return a Markdown table with a row per model and a column per method and reference."""
     rows = frame[frame["kind"] == kind]
     label = rows["method"] + ", " + rows["reference"]
     rows = rows.assign(label=pd.Categorical(label, list(dict.fromkeys(label))))
@@ -82,7 +82,7 @@ def summary(frame: pd.DataFrame, kind: str, measure: str) -> str:
 
 
 def figure(frame: pd.DataFrame) -> Figure:
-    """Spearman with exact cuts by kind of edge: a dot for each model, a colour for each method."""
+    """Draw Spearman's correlation with exact cuts by kind of edge: a dot per model and method."""
     picture = Figure(figsize=(9, 4), layout="constrained")
     panel = picture.subplots()
     rows = frame[frame["reference"] == "zero"]
@@ -97,15 +97,15 @@ def figure(frame: pd.DataFrame) -> Figure:
 
 
 def where_eap_wins(frame: pd.DataFrame) -> str:
-    """The models and kinds of edge that EAP ranks more like exact cuts."""
+    """Return the models and kinds of edges for which EAP agrees better with exact cuts."""
     rows = frame[frame["reference"] == "zero"]
     wide = rows.pivot(index=["model", "kind"], columns="method", values="spearman")
     wins = wide[wide["EAP"] > wide["two factors"]]
-    said = [
+    lines = [
         f"{model}, {kind} ({row['EAP']:.3f} against {row['two factors']:.3f})"
         for (model, kind), row in wins.iterrows()
     ]
-    return f"{len(wins)} of {len(wide)}: {'; '.join(said)}." if said else f"0 of {len(wide)}."
+    return f"{len(wins)} of {len(wide)}: {'; '.join(lines)}." if lines else f"0 of {len(wide)}."
 
 
 PAGE = """# Edge scores against exact cuts, on trained models

@@ -50,40 +50,41 @@ from attn_only_lens.expansion.initialise import Initialiser
 from attn_only_lens.models.in_place import copy_model
 from attn_only_lens.tasks import PairedPrompts
 
-HELD_OUT = 200  # prompts of each task that begin no sentence of the texts
+HELD_OUT = 200  # prompts per task that begin no sentence in the texts
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model; its heads have d_model / n_heads coordinates."""
+    """The sizes of a model. Each head has `d_head` coordinates; 0 means d_model / n_heads."""
 
     n_layers: int
     d_model: int
     n_heads: int
     d_mlp: int
+    d_head: int = 0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that determines a run.
+    """The settings that determine a run.
 
     Attributes:
-        sizes: at the start.
-        steps: their number, those before `start` included.
-        seed: of the weights.
-        data_seed: of the texts.
-        schedule: by step, the expansion before it.
-        growth_seed: of the new entries.
-        init: of the new entries; by default as the model draws its own.
+        sizes: the sizes of the model at the start.
+        steps: the number of steps, including the steps of `start`.
+        seed: the seed of the weights.
+        data_seed: the seed of the texts.
+        schedule: expansions by the step before which they happen.
+        growth_seed: the seed of the new entries.
+        init: the initialiser of new entries; by default the distribution of the initial weights.
         lr: the highest learning rate.
-        warmup: steps over which it rises.
-        decay: steps at the end over which it falls; 0 if other runs are to begin from this one.
-        rows: texts in a batch.
-        family: "llama" has gated MLPs and RMS norm; "gpt_neox" plain ones and LayerNorm.
-        check_every: steps from one row of the curve to the next.
-        save_every: steps from one checkpoint to the next, a multiple of `check_every`.
-        read: held-out texts.
-        asked: prompts of each task; 0 to ask nothing.
+        warmup: the number of steps in which the learning rate rises.
+        decay: the number of steps at the end in which it falls; 0 if other runs continue this run.
+        rows: the number of texts in a batch.
+        family: "llama" has gated MLPs and RMS norm; "gpt_neox" has plain MLPs and LayerNorm.
+        check_every: the number of steps between rows of the curve.
+        save_every: the number of steps between checkpoints, a multiple of `check_every`.
+        read: the number of held-out texts.
+        asked: the number of prompts per task; 0 for no tasks.
         kept: steps whose weights are kept, for `model_at`.
     """
 
@@ -107,11 +108,13 @@ class Plan:
     kept: tuple[int, ...] = ()
 
     def model(self) -> TransformerBridge:
-        """The untrained model."""
+        """Return the untrained model."""
         sizes = self.sizes
         settings = {name: getattr(sizes, name) for name in ("n_layers", "d_model", "n_heads")}
         plain = Recipe(seed=self.seed, d_mlp=sizes.d_mlp, **settings).config()
         plain.tie_word_embeddings = False
+        if sizes.d_head:
+            plain.head_dim = sizes.d_head
         torch.manual_seed(self.seed)
         if self.family == "llama":
             return bridged(LlamaForCausalLM(plain))
@@ -124,7 +127,7 @@ class Plan:
         return bridged(GPTNeoXForCausalLM(config))
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step."""
+        """Return the learning rate of a step."""
         rises = (step + 1) / self.warmup if self.warmup else 1.0
         falls = (self.steps - step) / self.decay if self.decay else 1.0
         return self.lr * min(1.0, rises, falls)
@@ -135,8 +138,8 @@ class Done:
     """A run at its end.
 
     Attributes:
-        curve: `step`, `tokens` and `flops` until then, `loss` on held-out text, and by task the
-            share of right answers.
+        curve: `step`, `tokens` and `flops` so far, `loss` on held-out text, and the share of right
+            answers by task.
     """
 
     plan: Plan
@@ -151,7 +154,7 @@ def _tokenizer() -> Any:
 
 
 def bridged(model: nn.Module) -> TransformerBridge:
-    """A bridge around a model of transformers that reads Small English."""
+    """Return a bridge around a transformers model that reads Small English."""
     bridge = build_bridge_from_module(model, type(model).__name__, hf_config=model.config)
     bridge.tokenizer = _tokenizer()
     return bridge
@@ -159,7 +162,7 @@ def bridged(model: nn.Module) -> TransformerBridge:
 
 @lru_cache(1)
 def never() -> frozenset[str]:
-    """Prompts that begin no sentence."""
+    """Return the prompts that begin no sentence in the texts."""
     return held_out(HELD_OUT)
 
 
@@ -169,26 +172,27 @@ def _pool(data_seed: int, rows: int, number: int) -> list[Tensor]:
 
 
 @lru_cache(4)
-def _held_out_texts(n: int) -> list[Tensor]:
+def texts_once(n: int) -> list[Tensor]:
+    """Return n held-out texts as batches [batch, pos], always the same."""
     return held_out_texts(n, never())
 
 
 @lru_cache(2)
 def questions_once(n: int) -> dict[str, PairedPrompts]:
-    """The questions of every task, n of each."""
+    """Return the questions of every task, n for each; results are cached."""
     return questions(n) if n else {}
 
 
 def batch(plan: Plan, step: int) -> Tensor:
-    """The tokens of a step, [batch, pos]."""
+    """Return the tokens of a step, [batch, pos]."""
     return _pool(plan.data_seed, plan.rows, step // POOL)[step % POOL]
 
 
 def step_flops(weights: Weights, tokens: Tensor) -> int:
-    """Flops of a training step of a model on tokens [batch, pos], of which the last only answers.
+    """Return the flops of a training step on tokens [batch, pos]; the last token is only a target.
 
-    A matrix of w weights takes 2 w a token, attention 4 d_head a head, query and key (scores and
-    values); what the mask hides is computed too. The backward pass takes twice that.
+    A matrix with w weights takes 2 w per token. Attention takes 4 d_head per head, query and key
+    (scores and values), including masked keys. The backward pass takes twice as many.
     """
     rows, pos = tokens.shape[0], tokens.shape[1] - 1
     matrices = {name: tensor for name, tensor in weights.tensors.items() if ".W_" in name}
@@ -199,17 +203,17 @@ def step_flops(weights: Weights, tokens: Tensor) -> int:
 
 @torch.no_grad()
 def figures(model: TransformerBridge, n_read: int, asked: int) -> dict[str, float]:
-    """The loss on held-out text, and by task the share of right answers."""
+    """Return the loss on held-out text, and the share of right answers by task."""
     wrapped = model.original_model
     right = {
         task: (differences(wrapped, pairs) > 0).double().mean().item()
         for task, pairs in questions_once(asked).items()
     }
-    return {"loss": held_out_loss(wrapped, _held_out_texts(n_read)), **right}
+    return {"loss": held_out_loss(wrapped, texts_once(n_read)), **right}
 
 
 def adamw(plan: Plan, model: TransformerBridge, start: Done | None) -> torch.optim.AdamW:
-    """The optimizer of all parameters, in the state of `start`'s."""
+    """Return the optimizer of all parameters, with the state of `start`'s optimizer if given."""
     settings = {"lr": plan.lr, "weight_decay": plan.weight_decay, "betas": (0.9, 0.98)}
     if start is None:
         return torch.optim.AdamW(model.parameters(), **settings)
@@ -221,11 +225,14 @@ def adamw(plan: Plan, model: TransformerBridge, start: Done | None) -> torch.opt
     ]
     optimizer = torch.optim.AdamW(groups, **settings)
     optimizer.load_state_dict(optimizer_state.state_dict())
+    if plan.weight_decay != start.plan.weight_decay:
+        for group in optimizer.param_groups:
+            group["weight_decay"] *= plan.weight_decay / start.plan.weight_decay
     return optimizer
 
 
 def training_of(plan: Plan, device: str, start: Done | None) -> Training:
-    """A run at its start."""
+    """Return the training of a run before its first step."""
     model = plan.model().to(device) if start is None else copy_model(start.model, copy_weights=True)
     optimizer = adamw(plan, model, start)
     return Training(model, optimizer, plan.schedule, plan.init, plan.growth_seed)
@@ -239,14 +246,14 @@ def run(
     *,
     start: Done | None = None,
 ) -> Done:
-    """Train, from where the folder's checkpoint stands to the end.
+    """Train to the end, resuming from the folder's checkpoint if there is one.
 
     Args:
-        plan: what to do; of `start`'s sizes, and of more steps than it has done, if it is given.
-        folder: of this run alone.
-        device: of the model.
-        tick: told how many steps were done.
-        start: the run that this one goes on from; it is not changed.
+        plan: the plan; if `start` is given, with its sizes, and with more steps than it has done.
+        folder: a folder for this run only.
+        device: the device of the model.
+        tick: called with the number of steps that were done since the last call.
+        start: the run that this run continues; it is not changed.
     """
     claim(folder / "run.txt", f"{plan!r}\nfrom {start and start.plan!r}\n")
     training = training_of(plan, device, start)
@@ -254,7 +261,7 @@ def run(
     if start is not None:
         totals = {name: int(start.curve[name].iloc[-1]) for name in totals}
 
-    weights: dict[int, Weights] = {}  # by how often the model has grown
+    weights: dict[int, Weights] = {}  # by the number of growths so far
 
     def one(training: Training, step: int) -> dict[str, int]:
         tokens, model, stage = batch(plan, step), training.model, len(training.history)
@@ -287,7 +294,7 @@ def run(
 
 
 def model_at(done: Done, step: int, folder: Path, *, start: Done | None = None) -> Any:
-    """The model at one of the plan's kept steps, before it grows there."""
+    """Return the model at one of the plan's kept steps, before it grows at this step."""
     plan = done.plan
     model = training_of(plan, "cpu", start).model
     for number, growth_step in enumerate(sorted(plan.schedule)):

@@ -41,9 +41,9 @@ def enrichment(
         fold_norms: fold norms into the weights; False uses the weights alone.
 
     Returns:
-        A row for each neuron: `name`, `layer`, `neuron`; `cos` of W_in and W_out;
+        A frame with one row per neuron: `name`, `layer`, `neuron`; `cos` of W_in and W_out;
         `ratio_to_baseline`, |cos| · √d_model; `gate_cos` of W_gate and W_out, and `gate_value_cos`
-        of W_gate and W_in (in plain MLPs `cos` and 1). NaN where a vector is zero.
+        of W_gate and W_in (in plain MLPs `cos` and 1). Cosines are NaN if a vector is zero.
     """
     groups = resolve_sites(model, neuron_heads(layers))
     matrices = HeadMatrices.of(model, fold_norms=fold_norms)

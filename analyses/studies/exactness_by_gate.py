@@ -43,7 +43,7 @@ STYLES = {"float64": "-", "float32": "--"}
 
 
 def table(model: pd.DataFrame) -> str:
-    """One model's rows in Markdown; the range only where there is one."""
+    """Return one model's rows in Markdown, with the range only where there is one."""
     columns = [name for name in COLUMNS if name != "reach" or model["reach"].any()]
     lines = [[COLUMNS[name] for name in columns], ["---"] * len(columns)]
     for row in model[columns].to_dict("records"):
@@ -54,7 +54,7 @@ def table(model: pd.DataFrame) -> str:
 
 
 def figure(frame: pd.DataFrame) -> Figure:
-    """Four errors by gate: a column for each kind of MLP, a colour for each model."""
+    """Draw four errors by gate: a column per kind of MLP, a colour per model."""
     picture = Figure(figsize=(12, 11), layout="constrained")
     axes = picture.subplots(len(PANELS), len(KINDS), sharex="col", sharey="row")
     for column, kind in zip(axes.T, KINDS, strict=True):
@@ -81,7 +81,7 @@ def figure(frame: pd.DataFrame) -> Figure:
 
 
 def findings(frame: pd.DataFrame) -> str:
-    """Sentences whose every figure is read off the tables."""
+    """Return sentences whose numbers all come from the tables."""
     silu = frame[(frame["kind"] == "silu") & (frame["gate"] == "m = 1")]
     sentences = [
         f"silu, one head, no approximation: logits differ by {span(silu, 'relative', 'float64')} "
@@ -106,14 +106,14 @@ def findings(frame: pd.DataFrame) -> str:
 
 
 def span(frame: pd.DataFrame, quantity: str, dtype: str) -> str:
-    """The smallest and the largest of several models' figures."""
+    """Return the smallest and the largest value over several models, as text."""
     values = frame.loc[frame["dtype"] == dtype, quantity]
     ends = [f"{value:.2g}" for value in (values.min(), values.max())]
     return " to ".join(dict.fromkeys(ends))
 
 
 def sweep(kind: str, frame: pd.DataFrame) -> str:
-    """From the coarsest gate to the finest, of one kind of model."""
+    """Return a sentence about the gates of one kind of model, from the coarsest to the finest."""
     gates = [gate for gate in frame["gate"].unique() if gate not in (PAPER, EXACT)]
     by_gate = {gate: frame[frame["gate"] == gate] for gate in [*gates, EXACT]}
     first, last, exact = by_gate[gates[0]], by_gate[gates[-1]], by_gate[EXACT]
@@ -131,7 +131,7 @@ def sweep(kind: str, frame: pd.DataFrame) -> str:
 
 
 def against_the_paper(kl: pd.DataFrame) -> str:
-    """Mean KL with few heads over that with the paper's slope, model by model."""
+    """Return the ratio of mean KL with few heads to mean KL with the paper's slope, by model."""
     ratios = {
         gate: ", ".join(
             f"{ratio:.2g} ({name})" for name, ratio in (kl.loc[gate] / kl.loc[PAPER]).items()
@@ -146,14 +146,14 @@ def against_the_paper(kl: pd.DataFrame) -> str:
 
 
 def fall(gelu: pd.DataFrame, quantity: str) -> str:
-    """By what factor a figure falls from four heads to eight: the smallest and the largest."""
+    """Return the smallest and largest factor by which a value falls from four to eight heads."""
     by_model = gelu.pivot(index="gate", columns="model", values=quantity)
     factors = by_model.loc["m = 4"] / by_model.loc["m = 8"]
     return " to ".join(f"{factor:.3g}" for factor in (factors.min(), factors.max()))
 
 
 def report(frame: pd.DataFrame, about: dict[str, str], *, smoke: bool) -> str:
-    """The page."""
+    """Return the page."""
     missing = [] if smoke else [name for name in REAL if name not in about]
     sections = [
         f"## {name}\n\n{about[name]}\n\n{table(model)}"

@@ -39,13 +39,13 @@ GELUS = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 def trained(
     folder: Path, lengths: Mapping[str, int], device: str, *, smoke: bool
 ) -> Iterator[tuple[str, HookedTransformer, Tensor]]:
-    """The shipped model, and the real ones that are there, in float64; and prompts of each.
+    """Yield the shipped model and the real models in a folder, in float64, with prompts for each.
 
     Args:
-        folder: of the real ones.
-        lengths: of a prompt, by model; 16 of others.
-        device: where they are to be.
-        smoke: whether to leave out the real ones.
+        folder: the folder of the real models.
+        lengths: prompt lengths by model; other models get 16 tokens.
+        device: the device of models and prompts.
+        smoke: whether to leave out the real models.
     """
     shipped = pretrained.modular_addition()
     shipped.to(torch.float64, print_details=False).to(device, print_details=False)
@@ -62,7 +62,7 @@ def trained(
 
 @dataclass(frozen=True)
 class Subject:
-    """A model in float32, the tokens it is compared on, and those its gates are calibrated on."""
+    """A model in float32, the tokens for comparing it, and the tokens for calibrating its gates."""
 
     name: str
     about: str
@@ -72,12 +72,12 @@ class Subject:
 
     @property
     def kind(self) -> str:
-        """What its neurons are, as far as their gates differ: gated, gelu, relu or silu."""
+        """The kind of its neurons that determines its gates: gated, gelu, relu or silu."""
         cfg = self.source.cfg
         return "gated" if cfg.gated_mlp else "gelu" if cfg.act_fn in GELUS else cfg.act_fn
 
     def on(self, device: str) -> "Subject":
-        """The same on a device."""
+        """Return the same subject on a device."""
         calibration = None if self.calibration is None else self.calibration.to(device)
         source = self.source.to(device, print_details=False)
         return replace(self, source=source, tokens=self.tokens.to(device), calibration=calibration)
@@ -85,14 +85,14 @@ class Subject:
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to make a model's gates."""
+    """One way to make the gates of a model."""
 
     label: str
     gate: Literal["exact"] | Bilinear = "exact"
 
 
 def subjects(folder: Path, *, smoke: bool) -> Iterator[Subject]:
-    """The shipped model, the real ones that are there, and a random one of GPT-2's shape."""
+    """Yield the shipped model, the real models in the folder, and a random model like GPT-2."""
     shipped = pretrained.modular_addition()
     pairs = pretrained.modular_addition_tokens()
     about = "shipped: (a + b) mod 113, all inputs, 1 layer, silu"
@@ -111,7 +111,7 @@ def subjects(folder: Path, *, smoke: bool) -> Iterator[Subject]:
 
 
 def tiny() -> Iterator[Subject]:
-    """A random model of every kind, for `--smoke`."""
+    """Yield a random model of every kind, for `--smoke`."""
     for act_fn, gated in [("gelu", False), ("gelu_new", False), ("relu", False), ("silu", True)]:
         source = model_of("cpu", smoke=True, act_fn=act_fn, gated_mlp=gated)
         size = (6, TINY["n_ctx"])
@@ -121,7 +121,7 @@ def tiny() -> Iterator[Subject]:
 
 
 def split(subject: Subject) -> Subject:
-    """For gated MLPs, one half of the sequences to calibrate on and the other to compare on."""
+    """Use half of the sequences of a gated model for calibration, and the other half for tests."""
     if not subject.source.cfg.gated_mlp:
         return subject
     seen, held_out = subject.tokens.chunk(2)
@@ -129,7 +129,7 @@ def split(subject: Subject) -> Subject:
 
 
 def settings(subject: Subject) -> list[Setting]:
-    """Gates to compare, from the coarsest to the exact one."""
+    """Return the gates to compare, from the coarsest to the exact gate."""
     if subject.kind == "gated":
         assert subject.calibration is not None
         calibration = calibrate(subject.source, subject.calibration)
@@ -150,12 +150,12 @@ def settings(subject: Subject) -> list[Setting]:
 
 @torch.no_grad()
 def measure(subject: Subject, progress: Callable[[], Any] = lambda: None) -> pd.DataFrame:
-    """A row for each dtype and gate."""
+    """Return a row for each dtype and gate."""
     return pd.DataFrame(rows(subject, progress))
 
 
 def rows(subject: Subject, progress: Callable[[], Any]) -> Iterator[dict[str, Any]]:
-    """What a model's gates cost in float64 and in float32, against the source in the same dtype."""
+    """Yield a model's errors in float64 and in float32, against the source in the same dtype."""
     for dtype in (torch.float64, torch.float32):
         source = copy.deepcopy(subject.source).to(dtype, print_details=False)
         hooks = [f"blocks.{layer}.mlp.hook_pre" for layer in range(source.cfg.n_layers)]
@@ -176,9 +176,9 @@ def rows(subject: Subject, progress: Callable[[], Any]) -> Iterator[dict[str, An
 def gates_and_logits(
     source: HookedTransformer, setting: Setting, tokens: Tensor
 ) -> tuple[list[AnyGate], Tensor]:
-    """The gates of each layer, and the logits with them, formed through every head's pattern."""
+    """Return the gates of each layer, and the logits computed with patterns of all heads."""
     model = convert(source, gate=setting.gate)
-    # A hook that changes nothing: without one, exact gates run the source's own activation.
+    # This hook changes nothing. Without a hook, exact gates run the source's activation.
     look = [(lambda name: name.endswith("attn.hook_pattern"), lambda pattern, hook: None)]
     layers = range(source.cfg.n_layers)
     gates = [model.blocks[neurons_block(layer)].attn.gate for layer in layers]
@@ -188,7 +188,7 @@ def gates_and_logits(
 def activations(
     source: HookedTransformer, gates: list[AnyGate], pre: list[Tensor]
 ) -> dict[str, float]:
-    """Of all layers the worst: certified bound, measured error, largest |q| over the bound's range.
+    """Return the maximum over layers of the bound, the measured error, and |q| / the bound's range.
 
     The gate is evaluated in the dtype of the source's pre-activations, the activation in float64.
     """
@@ -202,7 +202,7 @@ def activations(
 
 
 def compare(expected: Tensor, got: Tensor) -> dict[str, float]:
-    """Two models' logits [batch, pos, d_vocab]: errors, KL(expected ‖ got) in nats, top-1."""
+    """Return logit errors, KL(expected ‖ got) in nats and top-1 agreement, over all positions."""
     expected, got = expected.double(), got.double()
     log_p = expected.log_softmax(-1)
     d = got.log_softmax(-1) - log_p

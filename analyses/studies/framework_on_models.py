@@ -5,7 +5,7 @@ without MLPs, work for MLPs if neurons are heads. In this package they do: OV ei
 neuron → token tables and path expansion are exact for heads and neuron-heads. This study asks
 whether the results are useful, for Small English, and for SmolLM2-135M if its folder is given.
 
-Expected, before anything was run:
+Our expectations, written before anything was run:
 
 1. Heads that attend to what followed a word before (induction) have positive copying scores, the
    larger the more they do it.
@@ -14,22 +14,22 @@ Expected, before anything was run:
 3. The tokens that drive a neuron by the direct path are of one kind of word more often than random
    tokens, in the first layer most.
 
-A first look at one prompt of either model, while the tools were written, spoke against 2 before
-this script was; it stays as it was expected.
+While the tools were written, before this script, a first look at one prompt for each model spoke
+against 2. The expectation is kept as it was.
 
-Measured:
+Measures:
 
 copying     Σ λ / Σ |λ| of every attention head's OV circuit, over the tokens that occur in texts
-            (of SmolLM2: whole words), and the cosine of every neuron-head; beside them, the
-            attention from the last word to what followed it before, in prompts of `tasks.induction`
-hops        with L_h the logits of paths through h heads, centred over the vocabulary, and L their
-            sum: the share ⟨L_h, L⟩ / ⟨L, L⟩ (shares add up to 1), and how much of L is explained up
-            to h, 1 - ‖L - Σ_{i ≤ h} L_i‖² / ‖L‖², over all tokens of a prompt but the first
-words       the share of the five tokens at either end of a neuron's path that are of one class of
-            the grammar's words; of neurons whose weights have random directions, for words of a
-            class have similar embeddings, and any direction prefers similar words; and of five
-            random tokens (the only null of the first run, which is too easy to beat)
-cost        seconds, and the peak of the process' memory over what it held before
+            (for SmolLM2: whole words), and the cosine of every neuron-head; also the attention
+            from the last word to what followed it before, in prompts from `tasks.induction`
+hops        Let L_h be the logits of paths through h heads, centred over the vocabulary, and L their
+            sum: the share ⟨L_h, L⟩ / ⟨L, L⟩ (shares add up to 1), and the explained part up to h,
+            1 - ‖L - Σ_{i ≤ h} L_i‖² / ‖L‖², over all tokens of a prompt except the first
+words       the share of the five tokens at either end of a neuron's path that are in one word class
+            of the grammar. Two nulls: neurons with random directions, because words in a class have
+            similar embeddings and any direction prefers similar words; and five random tokens (the
+            only null in the first run, which is too easy to beat)
+cost        seconds, and the peak memory of the process above its memory before the call
 
 python -m analyses.studies.framework_on_models --smollm2 out/smollm2 --out analyses/results
 """
@@ -63,7 +63,7 @@ from attn_only_lens.tasks import words
 
 SMALL, LARGE, SHAPE = "Small English", "SmolLM2-135M", "GPT-2's shape"
 ENDS = ("reads", "writes")
-RARE = 5  # a token that occurs less often is left out of tables
+RARE = 5  # tables leave out tokens that occur less often
 N_TOKENS = 5
 TASKS: dict[str, Callable[..., Any]] = {
     "agreement": tasks.agreement,
@@ -82,14 +82,14 @@ SENTENCES = (
 
 
 def occurring(model: Any, least: int) -> list[int]:
-    """Tokens that occur at least so often in the texts of Small English."""
+    """Return tokens that occur at least `least` times in the texts of Small English."""
     texts = pretrained.small_english_texts()
     counts = Counter(token for text in texts for token in model.to_tokens(text)[0].tolist())
     return sorted(token for token, n in counts.items() if n >= least)
 
 
 def whole_words(model: Any) -> list[int]:
-    """Tokens that are a space and letters."""
+    """Return tokens that consist of a space and letters."""
     pieces = model.tokenizer.convert_ids_to_tokens(list(range(model.cfg.d_vocab)))
     return [
         i for i, piece in enumerate(pieces) if piece and piece[0] == "Ġ" and piece[1:].isalpha()
@@ -98,7 +98,7 @@ def whole_words(model: Any) -> list[int]:
 
 @torch.no_grad()
 def induction(model: Any, n: int, length: int) -> pd.Series:
-    """Attention from the last word to what followed it before, a mean over prompts, by head."""
+    """Return each head's mean attention from the last word to what followed it before."""
     pairs = tasks.induction(model.tokenizer, n, length=length)
     total: Counter[str] = Counter()
     for text, place in zip(pairs.clean, pairs.roles["repeated"], strict=True):
@@ -112,7 +112,7 @@ def induction(model: Any, n: int, length: int) -> pd.Series:
 
 @torch.no_grad()
 def hops_of(model: Any, text: Any, hops: int) -> pd.DataFrame:
-    """Shares of one prompt's logits by hops."""
+    """Return the shares of one prompt's logits by number of hops."""
     logits = circuits.path_expansion(model, text, hops).logits[:, :, 1:].double()
     logits = logits - logits.mean(-1, keepdim=True)
     whole = logits.sum(0)
@@ -127,7 +127,7 @@ def hops_of(model: Any, text: Any, hops: int) -> pd.DataFrame:
 
 
 def expansions(model: Any, texts: Iterable[Any], hops: int, name: str) -> pd.DataFrame:
-    """The same of several prompts."""
+    """Return `hops_of` several prompts."""
     frames = [
         hops_of(model, text, hops).assign(model=name, prompt=i)
         for i, text in enumerate(tqdm(texts, desc=f"{name}, prompts", leave=False))
@@ -136,7 +136,7 @@ def expansions(model: Any, texts: Iterable[Any], hops: int, name: str) -> pd.Dat
 
 
 def by_task(model: Any, n: int, hops: int) -> pd.DataFrame:
-    """What paths of each length add to the metric of each task, a mean over prompts."""
+    """Return how much paths of each length add to each task's metric, as a mean over prompts."""
     frames = []
     for name, make in TASKS.items():
         pairs = make(model.tokenizer, n)
@@ -146,7 +146,7 @@ def by_task(model: Any, n: int, hops: int) -> pd.DataFrame:
 
 
 def pairs_of_heads(model: Any, n: int, length: int, k: int, copying: pd.DataFrame) -> pd.DataFrame:
-    """Paths of the induction task through two heads, of its prompts and all positions together."""
+    """Return induction paths through two heads, summed over prompts and positions."""
     pairs = tasks.induction(model.tokenizer, n, length=length)
     expansion = circuits.path_expansion(model, list(pairs.clean))
     paths = expansion.paths(pairs.metric, k, progress=False)
@@ -164,7 +164,7 @@ def pairs_of_heads(model: Any, n: int, length: int, k: int, copying: pd.DataFram
 
 
 def word_classes() -> dict[str, str]:
-    """The class of every word of the grammar that has one."""
+    """Return the class of every word in the grammar that has a class."""
 
     def plural(nouns: Iterable[str]) -> list[str]:
         return [f"{noun}s" for noun in nouns]
@@ -188,13 +188,13 @@ def word_classes() -> dict[str, str]:
 
 
 def purity(texts: Iterable[str], classes: dict[str, str]) -> float:
-    """The share of tokens that are of one class, of the class that has most of them."""
+    """Return the share of tokens in the most frequent class."""
     counts = Counter(classes[text.strip()] for text in texts if text.strip() in classes)
     return max(counts.values(), default=0) / N_TOKENS
 
 
 def purities(rows: pd.DataFrame) -> pd.DataFrame:
-    """Mean purity of both ends of paths by layer, and the share of rows where all tokens agree."""
+    """Return mean purity of both ends of paths by layer, and the share of rows with purity 1."""
     classes, means = word_classes(), {}
     for end in ENDS:
         pure = pd.Series([purity(texts, classes) for texts in rows[end]])
@@ -205,25 +205,25 @@ def purities(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_random_directions(model: Any, seed: int) -> Any:
-    """Give every neuron weights of random directions, in place; return the model."""
+    """Give all neurons weights with random directions, in place, and return the model."""
     generator = torch.Generator().manual_seed(seed)
     for layer in model.original_model.model.layers:
         for matrix in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
             drawn = torch.randn(matrix.weight.shape, generator=generator)
-            matrix.weight.data.copy_(drawn)  # any scale: which tokens come first is of directions
+            matrix.weight.data.copy_(drawn)  # the order of tokens does not depend on the scale
     return model
 
 
 def readability(
     rows: pd.DataFrame, texts: list[str], nulls: Iterable[pd.DataFrame], draws: int
 ) -> pd.DataFrame:
-    """Purity by layer, beside that of random directions and of random tokens.
+    """Return purity by layer, next to the purities of random directions and of random tokens.
 
     Args:
         rows: paths of the model's neurons.
-        texts: those of the tokens that were asked.
-        nulls: the same of neurons of random directions, a frame for each draw of a whole model.
-        draws: of five random tokens.
+        texts: texts of the tokens that paths can have at their ends.
+        nulls: paths of neurons with random directions, one frame per random model.
+        draws: how often five random tokens are drawn.
     """
     classes, random, shares = word_classes(), Random(0), purities(rows)
     of_nulls = pd.concat([purities(null) for null in nulls]).groupby("layer")
@@ -238,7 +238,7 @@ def readability(
 
 
 def words_table(words: pd.DataFrame) -> str:
-    """A row for each layer and end: both purities, and those of random directions, with ranges."""
+    """Return a row per layer and end: both purities, and those of random directions with ranges."""
     rows = []
     for row in words.to_dict("records"):
         for end in ENDS:
@@ -262,7 +262,7 @@ class Costs:
         self.device, self.rows = device, list[dict[str, Any]]()
 
     def of(self, name: str, call: str, run: Callable[[], Any]) -> Any:
-        """Run, and note what it took."""
+        """Run a call, store its costs, and return its result."""
         reset_peak(self.device)
         before, _ = held_and_peak(self.device)
         started, busy = time.perf_counter(), time.process_time()
@@ -279,7 +279,7 @@ class Costs:
 def weights_only(
     model: Any, name: str, tokens: list[int] | None, layers: list[int], costs: Costs
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Copying scores of all heads, and all paths of the neurons of some layers."""
+    """Return copying scores of all heads, and all paths of the neurons in some layers."""
     copying = costs.of(
         name, "copying_scores", lambda: circuits.copying_scores(model, tokens=tokens)
     )
@@ -298,14 +298,14 @@ def weights_only(
 
 
 def one_prompt(model: Any, name: str, text: Any, metric: Any, costs: Costs) -> pd.DataFrame:
-    """The single paths of largest effect on one prompt."""
+    """Return the single paths with the largest effects on one prompt."""
     expansion = costs.of(name, "path_expansion", lambda: circuits.path_expansion(model, text))
     run = lambda: expansion.paths(metric, 10, progress=False)  # noqa: E731
     return costs.of(name, "paths(10)", run).assign(model=name)
 
 
 def shaped_like_gpt2(device: str) -> Any:
-    """GPT-2 small's shape, random weights."""
+    """Return a model with GPT-2 small's shape and random weights."""
     torch.manual_seed(0)
     source = transformers.GPT2LMHeadModel(transformers.GPT2Config())
     source.config._attn_implementation = "eager"
@@ -316,7 +316,7 @@ def shaped_like_gpt2(device: str) -> Any:
 
 
 def figure(copying: pd.DataFrame, hops: pd.DataFrame) -> Figure:
-    """Copying scores by layer, and how much of the logits paths of each length explain."""
+    """Draw copying scores by layer, and how much of the logits paths of each length explain."""
     names = list(copying["model"].unique())
     picture = Figure(figsize=(6 * len(names), 7.5), layout="constrained")
     panels = picture.subplots(2, len(names), squeeze=False)
@@ -345,7 +345,7 @@ def figure(copying: pd.DataFrame, hops: pd.DataFrame) -> Figure:
 
 
 def markdown(frame: pd.DataFrame) -> str:
-    """A table, numbers to three digits."""
+    """Return a Markdown table with numbers to three digits."""
     rows = frame.itertuples(index=False)
     return lines(
         list(frame.columns),
@@ -354,18 +354,18 @@ def markdown(frame: pd.DataFrame) -> str:
 
 
 def interval(values: pd.Series) -> str:
-    """Mean, and the smallest and largest."""
+    """Return the mean, the minimum and the maximum as text."""
     return f"{values.mean():.3g} ({values.min():.3g} to {values.max():.3g})"
 
 
 def hops_table(hops: pd.DataFrame) -> str:
-    """A row for each length: shares and what is explained, mean and range over prompts."""
+    """Return a row per path length: shares and explained parts, mean and range over prompts."""
     summary = hops.groupby("hops", sort=False)[["share", "explained"]].agg(interval)
     return markdown(summary.reset_index())
 
 
 def texts_of(rows: pd.DataFrame, n: int) -> str:
-    """The strongest paths, tokens in code so that spaces are seen."""
+    """Return the strongest paths as Markdown; tokens are in code style, so spaces are visible."""
     shown = rows.nlargest(n, "score")[["name", "value", "reads", "writes", "score"]].copy()
     for end in ("reads", "writes"):
         shown[end] = [" ".join(f"`{text}`" for text in row) for row in shown[end]]
@@ -374,7 +374,7 @@ def texts_of(rows: pd.DataFrame, n: int) -> str:
 
 
 def layers_table(copying: pd.DataFrame, every: pd.DataFrame) -> pd.DataFrame:
-    """Copying by layer: heads' scores, and neurons' cosines."""
+    """Return copying by layer: scores of heads, and cosines of neurons."""
     heads = copying.groupby("layer")["copying"]
     neurons = every[every["kind"] == "neuron"].groupby("layer")["cosine"]
     return pd.DataFrame(
@@ -491,7 +491,7 @@ def main(
 
 
 def answer(frames: dict[str, pd.DataFrame]) -> str:
-    """The figures that the expectations are held against."""
+    """Return the results that the expectations are compared with."""
     hops, task = frames["hops"], frames["tasks"].set_index(["task", "hops"])
     pair, first = frames["pairs"].iloc[0], frames["words"].iloc[0]
     above = {
@@ -535,7 +535,7 @@ def answer(frames: dict[str, pd.DataFrame]) -> str:
 
 
 def standing_out(words: pd.DataFrame, column: str) -> str:
-    """The layers where a figure is above that of every draw of random directions, in words."""
+    """Return the layers whose value is above all draws of random directions, as text."""
     layers = words["layer"][words[column] > words[f"{column}, largest"]].astype(int)
     if layers.empty:
         return "no layer"
@@ -550,7 +550,7 @@ def section(
     rows: pd.DataFrame,
     paths: pd.DataFrame,
 ) -> str:
-    """What the page says of one model."""
+    """Return the section about one model."""
     heads = copying[copying["kind"] == "attention"].set_index("name")
     heads = heads.assign(induction=attention)
     by_layer = layers_table(heads, copying)

@@ -70,13 +70,13 @@ print(json.dumps({"seconds": seconds, "texts": texts}))
 
 
 def growths(sizes: dict[str, int]) -> dict[str, dict[str, int]]:
-    """The sizes to grow to, by what grows: each alone, and all; of a tiny model all."""
+    """Return the sizes to grow to: each size separately, and all; only all for the tiny model."""
     alone = {} if sizes is TINY_SIZES else {name: {name: size} for name, size in sizes.items()}
     return alone | {ALL: sizes}
 
 
 def tokens_of(folder: Path) -> list[list[int]]:
-    """The prompts, each with its beginning of text."""
+    """Return the tokens of the prompts, each starting with BOS."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     bos = tokenizer.bos_token_id
     encoded = tokenizer(list(PROMPTS))["input_ids"]
@@ -84,7 +84,7 @@ def tokens_of(folder: Path) -> list[list[int]]:
 
 
 def tiny(folder: Path) -> Path:
-    """A LLaMA of random weights, with a tokenizer that knows the words of the prompts."""
+    """Save a LLaMA with random weights, and a tokenizer with the words of the prompts."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**TINY)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -99,7 +99,7 @@ def tiny(folder: Path) -> Path:
 
 
 def alone(folder: Path, prompts: list[list[int]], scratch: Path) -> dict[str, Any]:
-    """What transformers alone makes of a folder: seconds to load, logits, greedy tokens."""
+    """Run a folder's model in transformers: seconds to load, logits, greedy tokens."""
     out = scratch / "logits.pt"
     arguments = json.dumps([str(folder), prompts, N_NEW, str(out)])
     command = [sys.executable, "-c", ALONE, arguments]
@@ -108,14 +108,14 @@ def alone(folder: Path, prompts: list[list[int]], scratch: Path) -> dict[str, An
 
 
 def error(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest difference of logits, over the largest logit."""
+    """Return the largest logit difference, divided by the largest logit."""
     largest = max(logits.abs().max().item() for logits in expected)
     differences = (a - b for a, b in zip(got, expected, strict=True))
     return max(difference.abs().max().item() for difference in differences) / largest
 
 
 def measure(folder: Path, sizes: dict[str, int], grown_folder: Path, device: str) -> dict[str, Any]:
-    """Grow the model of a folder, and write it: in this process, whose peak memory is watched."""
+    """Grow and save the model in a folder, in this process, whose peak memory is measured."""
     bridge = TransformerBridge.boot_transformers(str(folder), device=device)
     reset_peak(device)
     before, _ = held_and_peak(device)
@@ -142,7 +142,7 @@ def measure(folder: Path, sizes: dict[str, int], grown_folder: Path, device: str
 def report(
     folder: Path, sizes: dict[str, int], scratch: Path, flags: list[str], device: str
 ) -> str:
-    """All figures, as the text of a page."""
+    """Return the page with all figures."""
     prompts = tokens_of(folder)
     before = alone(folder, prompts, scratch)
     rows = []

@@ -22,7 +22,7 @@ from attn_only_lens.tl import HookedTransformer
 
 @dataclass(frozen=True)
 class Study:
-    """What determines the result."""
+    """The settings that determine the result."""
 
     modulus: int = 53
     small: dict[str, int] = field(
@@ -42,7 +42,7 @@ class Study:
     n_compared: int = 128
 
     def recipe(self, size: str, seed: int) -> Recipe:
-        """Of the small or the full model."""
+        """Return the recipe of the small or the full model."""
         return Recipe(
             modulus=self.modulus,
             seed=seed,
@@ -52,7 +52,7 @@ class Study:
         )
 
     def schedule(self, epochs: tuple[int, ...]) -> dict[int, Expansion]:
-        """Neurons, then heads, then width, from small to full."""
+        """Return the schedule from small to full: neurons, then heads, then width."""
         missing = {name: self.full[name] - self.small[name] for name in self.small}
         steps = (
             ex.AddNeurons(missing["d_mlp"]),
@@ -86,17 +86,17 @@ class Arm:
 
 @dataclass(frozen=True)
 class Run:
-    """One arm with one seed, when it is done."""
+    """One finished run: an arm with a seed."""
 
     arm: str
     seed: int
     training: Training
     curve: pd.DataFrame
-    before: HookedTransformer | None  # as it was before it first grew
+    before: HookedTransformer | None  # the model before its first growth
 
 
 def arms(study: Study) -> dict[str, Arm]:
-    """All of them, by name."""
+    """Return all arms by name."""
     return {
         "small": Arm("small", {}),
         "early": Arm("small", study.schedule(study.early)),
@@ -108,7 +108,7 @@ def arms(study: Study) -> dict[str, Arm]:
 
 @torch.no_grad()
 def figures_of(model: HookedTransformer, data: tuple[Tensor, ...]) -> dict[str, float]:
-    """Losses, the accuracy on pairs not trained on, and sizes."""
+    """Return losses, the accuracy on held-out pairs, and sizes."""
     tokens, answers, trained = data
     logits = fast_logits(model, tokens)
     hits = logits.argmax(-1) == answers
@@ -123,7 +123,7 @@ def figures_of(model: HookedTransformer, data: tuple[Tensor, ...]) -> dict[str, 
 def run(
     study: Study, name: str, seed: int, folder: Path, device: str, tick: Callable[[int], Any]
 ) -> Run:
-    """Train one arm, from where it stands to its end."""
+    """Train one arm to the end, resuming from its checkpoint."""
     arm = arms(study)[name]
     recipe = study.recipe(arm.size, seed)
     model = recipe.model().to(device)
@@ -132,7 +132,7 @@ def run(
     fed = tokens[trained], answers[trained]
     growth_seed = 1 + 10 * seed + arm.growth_seed
     training = Training(model, adamw(recipe, model), arm.schedule, seed=growth_seed)
-    cost: dict[int, int] = {}  # of a step, by how often the model has grown
+    cost: dict[int, int] = {}  # flops of a step, by the number of growths so far
 
     def one(training: Training, _: int) -> dict[str, int]:
         stage = len(training.history)
@@ -161,7 +161,7 @@ def run(
 
 
 def runs(study: Study, folder: Path, device: str) -> Iterator[Run]:
-    """Every arm with every seed.
+    """Yield the runs of every arm with every seed.
 
     Raises:
         ValueError: the folder holds runs of another study.

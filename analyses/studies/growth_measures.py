@@ -34,7 +34,7 @@ TUNED = 0.5
 
 
 def step_flops(model: HookedTransformer, tokens: Tensor, answers: Tensor) -> int:
-    """Of one training step."""
+    """Return the flops of one training step."""
     with FlopCounterMode(display=False) as counter:
         loss_of(fast_logits(model, tokens), answers).backward()
     model.zero_grad(set_to_none=True)
@@ -42,29 +42,29 @@ def step_flops(model: HookedTransformer, tokens: Tensor, answers: Tensor) -> int
 
 
 def by_offset(logits: Tensor, answers: Tensor) -> Tensor:
-    """The mean logit of answer + d, [d]."""
+    """Return the mean logit of answer + d, [d]."""
     p = logits.shape[1]
-    wanted = (answers[:, None] + torch.arange(p, device=answers.device)) % p
-    return logits.gather(1, wanted).double().mean(0)
+    tokens = (answers[:, None] + torch.arange(p, device=answers.device)) % p
+    return logits.gather(1, tokens).double().mean(0)
 
 
 def frequency_shares(profile: Tensor) -> pd.Series:
-    """The share of each frequency from 1 in a function of the offset."""
+    """Return the share of each frequency, starting at 1, in a function of the offset."""
     power = torch.fft.rfft(profile.double()).abs()[1:] ** 2
     shares = (power / power.sum()).cpu().numpy()
     return pd.Series(shares, index=pd.RangeIndex(1, len(shares) + 1, name="frequency"))
 
 
 def key_frequencies(shares: pd.Series) -> list[int]:
-    """Those with a share of at least KEY."""
+    """Return the frequencies with a share of at least KEY."""
     return shares.index[shares >= KEY].tolist()
 
 
 def explained(grid: Tensor) -> Tensor:
-    """The share of the variance of functions [a, b, neuron] that each frequency explains.
+    """Return the share of variance that each frequency explains, for functions [a, b, neuron].
 
     Returns:
-        [frequency, neuron], the first row that of frequency 1; zeros for a constant function.
+        Shares [frequency, neuron], starting with frequency 1; zeros for a constant function.
     """
     p = grid.shape[0]
     power = torch.fft.fft2(grid.double(), dim=(0, 1)).abs() ** 2
@@ -78,14 +78,14 @@ def explained(grid: Tensor) -> Tensor:
 
 @torch.no_grad()
 def neurons(model: HookedTransformer, tokens: Tensor, answers: Tensor) -> pd.DataFrame:
-    """A row for each neuron-head, with its share of the margin.
+    """Return a row for each neuron-head, with its share of the margin.
 
-    Columns: `name`, `frequency` (0 where it is tuned to none), `tuned` (how much it is), `share`.
+    Columns: `name`, `frequency` (0 if it is not tuned), `tuned` (the explained share), `share`.
 
     Args:
-        model: of one layer without a norm, in place.
+        model: a one-layer model without norms, whose neuron-heads are exposed during the call.
         tokens: all pairs, in order.
-        answers: theirs.
+        answers: the answers of all pairs.
     """
     p = model.cfg.d_vocab_out
     with expose_neuron_heads(model) as exposed:
@@ -110,10 +110,10 @@ def neurons(model: HookedTransformer, tokens: Tensor, answers: Tensor) -> pd.Dat
 
 
 def joined(frame: pd.DataFrame, old_keys: Iterable[int]) -> dict[str, float]:
-    """What the new neuron-heads of one grown model do.
+    """Return how many new neuron-heads are tuned to old keys, and shares of the margin.
 
     Args:
-        frame: of `neurons`, with a column `is_new`.
+        frame: the frame from `neurons`, with a column `is_new`.
         old_keys: the key frequencies before growth.
     """
     new = frame[frame["is_new"]]

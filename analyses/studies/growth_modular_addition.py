@@ -49,7 +49,7 @@ from attn_only_lens.tl import HookedTransformer
 
 
 def looked_at(done: Run, study: Study) -> dict[str, pd.DataFrame]:
-    """Key frequencies and neuron-heads of one run, before growth and at the end."""
+    """Return key frequencies and neuron-heads of one run, before growth and at the end."""
     model = done.training.model
     tokens, answers, _ = (tensor.to(model.cfg.device) for tensor in pairs(study.recipe("full", 0)))
     stages = {"after": model} | ({"before": done.before} if done.before else {})
@@ -66,10 +66,10 @@ def looked_at(done: Run, study: Study) -> dict[str, pd.DataFrame]:
 
 
 def circuits_of(done: Run, null: HookedTransformer | None, study: Study) -> pd.DataFrame:
-    """The circuit before growth against those right after it, and at the end.
+    """Compare the circuit before growth with the circuits right after growth and at the end.
 
-    Each prompt a, b is held against a, b' for a b' drawn at random; the metric is the difference of
-    the logits of a + b and a + b'.
+    Each clean prompt a, b has a corrupted prompt a, b' with a random b'. The metric is the
+    difference between the logits of a + b and a + b'.
     """
     assert done.before is not None
     modulus, generator = study.modulus, torch.Generator().manual_seed(done.seed)
@@ -104,7 +104,7 @@ def circuits_of(done: Run, null: HookedTransformer | None, study: Study) -> pd.D
 
 
 def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]:
-    """Train every arm and measure: frames by name, each with columns `arm` and `seed`."""
+    """Train and measure every arm; return frames by name, each with columns `arm` and `seed`."""
     collected: dict[str, list[pd.DataFrame]] = {}
     done = {(run.arm, run.seed): run for run in runs(study, folder, device)}
     for (arm, seed), run in done.items():
@@ -131,7 +131,7 @@ def main(
 ) -> None:
     """Train, measure, print; write the page, tables and figures (`study_files.py`)."""
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
-    warnings.simplefilter("ignore", InputWarning)  # an arm may have lost the task
+    warnings.simplefilter("ignore", InputWarning)  # a model that fails at the task causes a warning
     started = time.perf_counter()
     study = replace(SMOKE if smoke else Study(), n_seeds=n_seeds)
     frames = measured(study, runs_dir, device)
@@ -140,7 +140,7 @@ def main(
         "study": asdict(study),
         "machine": machine(device),
         "load_average": os.getloadavg(),
-        # Of training, of all seeds, over all sessions of it.
+        # The training time of all seeds, summed over all sessions.
         **spent.groupby("arm").sum().round(1).to_dict(),
     }
     text = page(frames, about, " --smoke" if smoke else "")

@@ -17,7 +17,7 @@ SOLVED = 0.99
 
 
 def finals(curves: pd.DataFrame) -> pd.DataFrame:
-    """A row for each arm: how it ended, and what it took to solve the task; medians over seeds."""
+    """Return a row per arm: final results and the cost to solve the task, as medians over seeds."""
     rows = []
     for arm in dict.fromkeys(curves["arm"]):
         ends, costs, epochs = [], [], []
@@ -46,13 +46,13 @@ def finals(curves: pd.DataFrame) -> pd.DataFrame:
 
 
 def costs(curves: pd.DataFrame, arm: Any) -> list[tuple[Any, float]]:
-    """Of each seed that solves the task, the Gflop that it took."""
+    """Return the Gflop that each seed needed to solve the task, for seeds that solve it."""
     solved = curves[(curves["arm"] == arm) & (curves["test_accuracy"] >= SOLVED)]
     return list((solved.groupby("seed")["flops"].min() / 1e9).items())
 
 
 def at_equal_compute(curves: pd.DataFrame, column: str = "test_loss") -> pd.DataFrame:
-    """Medians over seeds at the compute that each arm takes in all: a row for each, by arm."""
+    """Return medians over seeds at each arm's total compute: a row per budget, columns by arm."""
     curves = curves[curves["arm"].isin(ARMS)]
     budgets = {arm: of_arm["flops"].max() for arm, of_arm in curves.groupby("arm")}
     rows = []
@@ -67,7 +67,7 @@ def at_equal_compute(curves: pd.DataFrame, column: str = "test_loss") -> pd.Data
 
 
 def keys(frequencies: pd.DataFrame) -> pd.DataFrame:
-    """Key frequencies by arm, seed and time."""
+    """Return key frequencies by arm, seed and time."""
     key = frequencies[frequencies["share"] >= KEY]
     lists = key.groupby(["arm", "seed", "when"], sort=False)["frequency"].agg(
         lambda ks: " ".join(map(str, sorted(ks)))
@@ -77,14 +77,14 @@ def keys(frequencies: pd.DataFrame) -> pd.DataFrame:
 
 
 def overlaps(circuits: pd.DataFrame) -> pd.DataFrame:
-    """Nodes and value edges in common; shares and counts that are of new parts alone go apart."""
+    """Return the rows about common nodes and value edges, without columns about new parts."""
     columns = ["arm", "seed", "when", "pair", "what", "original", "grown"]
     columns += ["kept", "lost", "gained", "jaccard", "jaccard_low", "jaccard_high"]
     return circuits.loc[circuits["what"].isin(["nodes", "value edges"]), columns]
 
 
 def curves_figure(curves: pd.DataFrame) -> Figure:
-    """Test loss and accuracy against flops: a line a seed, a colour an arm, dots where it grew."""
+    """Draw test loss and accuracy against flops: a line per seed, dots at growth steps."""
     picture = Figure(figsize=(10, 4.2), layout="constrained")
     panels = picture.subplots(1, 2)
     for panel, column, label in zip(
@@ -111,7 +111,7 @@ def curves_figure(curves: pd.DataFrame) -> Figure:
 
 
 def neurons_figure(neurons: pd.DataFrame) -> Figure:
-    """Each neuron-head's share of the margin by the frequency it is tuned to: old and new."""
+    """Draw each neuron-head's share of the margin by the frequency it is tuned to, old and new."""
     shown = neurons[neurons["arm"].isin(["early", "late"]) & (neurons["when"] == "after")]
     cases = list(shown.groupby(["arm", "seed"]))
     picture = Figure(figsize=(3.6 * max(1, len(cases) // 2), 5.6), layout="constrained")
@@ -134,7 +134,7 @@ def neurons_figure(neurons: pd.DataFrame) -> Figure:
 
 
 def findings(frames: Mapping[str, pd.DataFrame]) -> str:
-    """What the tables show, in sentences that are made of their numbers."""
+    """Return sentences whose numbers come from the tables."""
     ends = finals(frames["curves"]).set_index("arm")
     cost = ends["Gflop until then"]
     lines = [
@@ -170,12 +170,12 @@ def findings(frames: Mapping[str, pd.DataFrame]) -> str:
 
 
 def shown(frame: pd.DataFrame) -> str:
-    """As Markdown, numbers to three digits, what is missing as –."""
+    """Return a Markdown table with numbers to three digits and – for missing values."""
     return table(frame).replace("| nan |", "| – |").replace("| nan |", "| – |")
 
 
 def page(frames: Mapping[str, pd.DataFrame], about: Mapping[str, Any], flag: str) -> str:
-    """Everything in Markdown."""
+    """Return the whole page in Markdown."""
     study = about["study"]
     cpu = ", ".join(f"{arm} {s:.0f}" for arm, s in about["cpu_seconds"].items())
     return PAGE.format(

@@ -8,7 +8,7 @@ differ in how the new entries are initialised. The model grows in neurons, heads
 once with plain MLPs and LayerNorm, for which GradMax is defined, and once with gated MLPs and RMS
 norm:
 
-    own          the model's own initial distribution, zero outputs: the growth paper's method
+    own          the model's initial distribution, zero outputs: the growth paper's method
     zeros        zero everywhere, a control: new units are dead
     copies       old units copied with noise, outputs zero
     pairs        the model's own distribution; neurons and heads in pairs whose outputs cancel
@@ -85,25 +85,25 @@ from attn_only_lens.expansion.initialise import Initialiser
 
 @dataclass(frozen=True)
 class Study:
-    """What determines the result."""
+    """The settings that determine the result."""
 
     family: tuple[Sizes, ...] = (Sizes(2, 16, 1, 32), Sizes(2, 32, 2, 64), Sizes(2, 64, 4, 128))
     layers: tuple[int, int] = (2, 4)
     kinds: dict[str, str] = field(default_factory=lambda: {"plain": "gpt_neox", "gated": "llama"})
-    before: int = 200  # steps
+    before: int = 200  # steps before growth
     after: int = 200
     decay: int = 100
     budgets: tuple[int, ...] = (200, 400)
-    tried: int = 200  # steps at each rate
+    tried: int = 200  # steps at each learning rate that is tried
     rates: tuple[float, ...] = (4e-3, 8e-3, 16e-3, 32e-3)
     lr: float = 8e-3
     n_seeds: int = 3
     plan: dict[str, int] = field(
         default_factory=lambda: {"warmup": 50, "rows": 32, "check_every": 20, "save_every": 100}
     )
-    read: tuple[int, int] = (128, 1024)  # held-out texts: while it trains, at the end
+    read: tuple[int, int] = (128, 1024)  # numbers of held-out texts: during training, at the end
     asked: int = 100
-    left_out: tuple[str, ...] = ()  # arms
+    left_out: tuple[str, ...] = ()  # names of arms
 
 
 SMOKE = Study(
@@ -125,7 +125,7 @@ SMOKE = Study(
 
 @dataclass(frozen=True)
 class SeedRuns:
-    """The runs of one seed: where they are, and the bar that they move."""
+    """The runs of one seed, with their folder and progress bar."""
 
     study: Study
     seed: int
@@ -134,33 +134,33 @@ class SeedRuns:
     bar: Any
 
     def plan(self, sizes: Sizes, steps: int, **settings: Any) -> Plan:
-        """One run's, of this seed."""
+        """Return the plan of one run with this seed."""
         seeds = {"seed": self.seed, "data_seed": self.seed + 1, "growth_seed": 10 * self.seed + 1}
         study = self.study
         common = {"lr": study.lr, "read": study.read[0], "asked": 0} | study.plan
         return Plan(sizes, steps, **(seeds | common | settings))
 
     def go(self, name: str, plan: Plan, start: Done | None = None) -> Done:
-        """Train; the folder is called by the name and the seed."""
+        """Train a run in a folder named after the run and the seed."""
         self.bar.set_description(f"{name}, seed {self.seed}")
         folder = self.folder / f"{name}-{self.seed}"
         return run(plan, folder, self.device, self.bar.update, start=start)
 
 
 def between(small: Sizes, full: Sizes) -> Expansion:
-    """Growth from one to the other, at once; layers apart."""
+    """Return the expansion from one size to another, without new layers."""
     more = {name: size - getattr(small, name) for name, size in asdict(full).items()}
     steps = {"d_mlp": ex.AddNeurons, "n_heads": ex.AddHeads, "d_model": ex.WidenStream}
     return ex.compose(*(kind(more[name]) for name, kind in steps.items() if more[name]))
 
 
 def inserted(places: tuple[int, ...], **how: Any) -> Expansion:
-    """New layers, whose numbers afterwards are these."""
+    """Return the expansion that inserts layers; places are layer numbers after growth."""
     return ex.compose(*(ex.InsertLayer(place, **how) for place in sorted(places)))
 
 
 def steps_within(plan: Plan, flops: int) -> int:
-    """The number of steps that takes so many flops, rounded up."""
+    """Return the smallest number of steps that takes at least this many flops."""
     weights, spent = growth.read(plan.model()), 0
     for step in count():
         spent += step_flops(weights, batch(plan, step))
@@ -170,7 +170,7 @@ def steps_within(plan: Plan, flops: int) -> int:
 
 
 def inits(trunk: Done) -> dict[str, Initialiser]:
-    """The starts, by name."""
+    """Return the initialisers by name."""
     initialisers = {
         "own": ex.init.own(),
         "zeros": ex.init.zeros(),
@@ -190,12 +190,12 @@ T = TypeVar("T")
 
 
 def kept(study: Study, arms: dict[str, T]) -> list[tuple[str, T]]:
-    """Those that are not left out."""
+    """Return the arms that are not left out."""
     return [(name, arm) for name, arm in arms.items() if name not in study.left_out]
 
 
 def starts(runs: SeedRuns, part: str) -> Arms:
-    """Which start trains best?"""
+    """Train the arms for the question: which initialisation trains best?"""
     study, settings = runs.study, {"family": runs.study.kinds[part]}
     small, full = study.family[0], study.family[-1]
     plan = runs.plan(small, study.before, **settings)
@@ -217,7 +217,7 @@ def starts(runs: SeedRuns, part: str) -> Arms:
 def for_flops(
     runs: SeedRuns, part: str, sizes: dict[str, Sizes], flops: int, **settings: Any
 ) -> Arms:
-    """From scratch, for so many flops."""
+    """Train models from scratch for a number of flops."""
     for name, size in sizes.items():
         plan = runs.plan(size, 1, decay=runs.study.decay, **settings)
         plan = replace(plan, steps=steps_within(plan, flops))
@@ -225,12 +225,12 @@ def for_flops(
 
 
 def with_trunk(done: Done, trunk: Done) -> Done:
-    """A run whose curve begins with that of the run which it began from."""
+    """Return the run with the trunk's curve before its own."""
     return replace(done, curve=pd.concat([trunk.curve.iloc[:-1], done.curve], ignore_index=True))
 
 
 def family(runs: SeedRuns, budget: int) -> Arms:
-    """Does one checkpoint pay for a family of sizes?"""
+    """Train the arms for the question: does one checkpoint save compute for a family of sizes?"""
     study, part = runs.study, f"family {budget}"
     steady, trunk = budget - study.decay, None
     for number, sizes in enumerate(study.family):
@@ -248,13 +248,13 @@ def family(runs: SeedRuns, budget: int) -> Arms:
             last = runs.plan(sizes, plan.steps + study.decay, decay=study.decay)
             done = runs.go(f"{part}-grown-{sizes.d_model}", last, trunk)
             yield f"grown, {sizes.d_model}", with_trunk(with_trunk(done, trunk), before)
-            # From scratch for the flops of the checkpoint, too, and not only for those since then.
+            # Models from scratch also train for the checkpoint's flops, not only for later flops.
             flops = int(done.curve["flops"].iloc[-1])
             yield from for_flops(runs, part, {f"{LONGER}{sizes.d_model}": sizes}, flops)
 
 
 def depths(runs: SeedRuns) -> Arms:
-    """Where should new layers go?"""
+    """Train the arms for the question: where should new layers go?"""
     study = runs.study
     small, (few, many) = study.family[0], study.layers
     more = many - few
@@ -282,7 +282,7 @@ def depths(runs: SeedRuns) -> Arms:
 
 
 def rates(runs: SeedRuns) -> Arms:
-    """The learning rates that were tried."""
+    """Train with each learning rate that is tried."""
     study = runs.study
     ends = {"small": study.family[0], "full": study.family[-1]}
     for kind, family in study.kinds.items() if runs.seed == 0 else ():
@@ -293,7 +293,7 @@ def rates(runs: SeedRuns) -> Arms:
 
 
 def parts(study: Study) -> dict[str, Callable[[SeedRuns], Arms]]:
-    """What is compared with what, by name."""
+    """Return the parts of the study by name."""
     return {
         "rates": rates,
         **{kind: lambda runs, kind=kind: starts(runs, kind) for kind in study.kinds},
@@ -306,7 +306,7 @@ def parts(study: Study) -> dict[str, Callable[[SeedRuns], Arms]]:
 
 
 def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]:
-    """Train every arm: the curves, and how each ends."""
+    """Train every arm; return the curves, and how each arm ends."""
     claim(folder / "study.txt", repr(replace(study, n_seeds=0)) + "\n")
     curves, ends = [], []
     with tqdm(unit="step", mininterval=5) as bar:
@@ -323,10 +323,10 @@ def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]
 
 
 def fresh_steps(steps: int, betas: tuple[float, float] = (0.9, 0.98)) -> list[float]:
-    """AdamW's steps of an entry with fresh moments and a steady gradient, in learning rates.
+    """Return AdamW's steps for a new entry with a constant gradient, in units of the learning rate.
 
-    Its moments start at zero when it is new, but torch counts the steps of a whole tensor, whose
-    bias correction is gone by then. (Of an old entry, with a steady gradient, each step is 1.)
+    Moments of a new entry start at zero. But torch counts steps per tensor, so the tensor's bias
+    correction is already 1. (Each step of an old entry with a constant gradient is 1.)
     """
     one, two = betas
     return [(1 - one**k) / (1 - two**k) ** 0.5 for k in range(1, steps + 1)]
@@ -344,7 +344,7 @@ def main(
     started = time.perf_counter()
     study = replace(SMOKE if smoke else Study(), n_seeds=n_seeds)
     frames = measured(study, runs_dir, device)
-    # Of training, over all sessions of it.
+    # The training time, summed over all sessions.
     curves = [pd.read_csv(path) for path in sorted(runs_dir.glob("*/curve.csv"))]
     seconds = sum(curve["cpu_seconds"].iloc[-1] for curve in curves)
     text = page(frames, study, fresh_steps(100), seconds, " --smoke" if smoke else "")

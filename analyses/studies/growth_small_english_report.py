@@ -12,52 +12,52 @@ from analyses.tools.benching import markdown
 __all__ = ["curves_figure", "difference", "page"]
 
 STARTS = {"plain": "Plain MLPs and LayerNorm", "gated": "Gated MLPs and RMS norm"}
-EARLY = (20, 100)  # steps after growth
-LONGER = "scratch, all flops, "  # then the width
+EARLY = (20, 100)  # numbers of steps after growth
+LONGER = "scratch, all flops, "  # the first part of an arm's name; the width follows
 COLOURS = {"small": "0.6", "full": "0.0"}
 
 
 def difference(
     ends: pd.DataFrame, part: str, arm: str, other_arm: str
 ) -> tuple[float, float, float]:
-    """The mean over seeds of one arm's loss less another's, and Student's interval of 95 %."""
+    """Return the mean loss difference of two arms over seeds, and its 95 % t-interval."""
     losses = ends[ends["part"] == part].pivot(index="seed", columns="arm", values="loss")
     return interval(losses[arm] - losses[other_arm])
 
 
 def interval(values: "pd.Series[float]") -> tuple[float, float, float]:
-    """The mean, and Student's interval of 95 %."""
+    """Return the mean, and its 95 % t-interval."""
     n = len(values)
     half = float(student.ppf(0.975, n - 1) * values.sem()) if n > 1 else float("nan")
     return float(values.mean()), float(values.mean() - half), float(values.mean() + half)
 
 
 def said(estimate: tuple[float, float, float]) -> str:
-    """A difference with its interval."""
+    """Return a difference with its interval, as text."""
     mean, low, high = estimate
     return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def sizes(config: Any) -> str:
-    """In words."""
+    """Return the sizes as text."""
     heads = "1 head" if config.n_heads == 1 else f"{config.n_heads} heads"
     return f"d_model {config.d_model}, {heads} and {config.d_mlp} neurons a layer"
 
 
 def of(frame: pd.DataFrame, part: str) -> pd.DataFrame:
-    """The rows of one part."""
+    """Return the rows of one part."""
     return frame[frame["part"] == part]
 
 
 def tasks(ends: pd.DataFrame) -> list[str]:
-    """The columns of right answers."""
+    """Return the columns with shares of right answers."""
     return list(ends.columns[ends.columns.get_loc("loss") + 1 :])
 
 
 def compared(
     ends: pd.DataFrame, part: str, reference: str, early: Mapping[str, Sequence[float]]
 ) -> str:
-    """A row for each arm of a part: its losses by seed, against the reference."""
+    """Return a row per arm of a part: its losses by seed, compared with the reference."""
     frame, rows = of(ends, part), []
     seeds = sorted(frame["seed"].unique())
     for arm in frame["arm"].unique():
@@ -80,7 +80,7 @@ def compared(
 
 
 def soon(curves: pd.DataFrame, part: str, grows_at: int) -> dict[str, list[float]]:
-    """The mean loss of each grown arm so many steps after growth."""
+    """Return the mean loss of each grown arm, EARLY steps after growth."""
     frame = of(curves, part)
     frame = frame[~frame["arm"].isin(list(COLOURS))]
     means = frame.groupby(["arm", "step"])["loss"].mean()
@@ -91,7 +91,7 @@ def soon(curves: pd.DataFrame, part: str, grows_at: int) -> dict[str, list[float
 
 
 def starts(frames: Mapping[str, pd.DataFrame], study: Any) -> str:
-    """A table for each kind of model."""
+    """Return a table for each kind of model."""
     return "\n\n".join(
         f"### {STARTS[kind]}\n\n"
         + compared(frames["ends"], kind, "own", soon(frames["curves"], kind, study.before))
@@ -100,7 +100,7 @@ def starts(frames: Mapping[str, pd.DataFrame], study: Any) -> str:
 
 
 def families(ends: pd.DataFrame, budgets: Iterable[int], widths: Sequence[int]) -> str:
-    """A row for each budget and each size that grew: against both models from scratch."""
+    """Return a row per budget and grown size, compared with both models from scratch."""
     rows = []
     for budget in budgets:
         part = f"family {budget}"
@@ -117,7 +117,7 @@ def families(ends: pd.DataFrame, budgets: Iterable[int], widths: Sequence[int]) 
 
 
 def rates(ends: pd.DataFrame) -> str:
-    """The loss by learning rate."""
+    """Return the losses by learning rate."""
     frame = of(ends, "rates").copy()
     frame[["kind", "size", "rate"]] = frame["arm"].str.split(", ", expand=True)
     wide = frame.pivot(index=["kind", "size"], columns="rate", values="loss")
@@ -131,14 +131,14 @@ def rates(ends: pd.DataFrame) -> str:
 
 
 def title(part: str) -> str:
-    """Of a panel."""
+    """Return the title of a panel."""
     if part.startswith("family"):
         return f"Family of sizes, {part.split()[1]} steps each, by d_model"
     return STARTS.get(part, "New layers")
 
 
 def curves_figure(curves: pd.DataFrame) -> Figure:
-    """The mean loss of each arm against flops, one panel a part, and the seeds' range."""
+    """Draw the mean loss of each arm against flops, and its range, one panel per part."""
     parts = [part for part in curves["part"].unique() if part != "rates"]
     picture = Figure(figsize=(11, 3.7 * -(-len(parts) // 2)), layout="constrained")
     panels = picture.subplots(-(-len(parts) // 2), 2, squeeze=False).flat
@@ -181,7 +181,7 @@ def page(
     seconds: float,
     flag: str,
 ) -> str:
-    """Everything in Markdown."""
+    """Return the whole page in Markdown."""
     ends, curves = frames["ends"], frames["curves"]
     widths = [config.d_model for config in study.family]
     flops = ends.groupby(["part", "arm"])["flops"].mean() / 1e9
@@ -220,7 +220,7 @@ def page(
 
 
 def verdicts(frames: Mapping[str, pd.DataFrame], study: Any) -> Iterator[tuple[str, bool]]:
-    """Each prediction of `growth_small_english.py`, and whether it held."""
+    """Yield each prediction of `growth_small_english.py`, and whether it held."""
     ends = frames["ends"]
     for kind in study.kinds:
         means = of(ends, kind).groupby("arm")["loss"].mean()
@@ -279,13 +279,13 @@ def verdicts(frames: Mapping[str, pd.DataFrame], study: Any) -> Iterator[tuple[s
 
 
 def findings(frames: Mapping[str, pd.DataFrame], study: Any) -> str:
-    """The predictions, held or failed, as a list."""
+    """Return the predictions as a list, each with its result."""
     lines = [f"- {'Held' if held else 'FAILED'}: {text}." for text, held in verdicts(frames, study)]
     return "\n".join(lines)
 
 
 def answer(ends: pd.DataFrame, study: Any) -> str:
-    """In short, in sentences about the numbers of the tables."""
+    """Return a short answer whose numbers come from the tables."""
 
     def against(arm: str, part: str = "") -> str:
         parts = [part] if part else list(study.kinds)

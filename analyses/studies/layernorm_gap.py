@@ -4,16 +4,16 @@ The growth paper says that earlier width expansions are nearly function-preservi
 due to LayerNorm discrepancies" (section 4). bert2BERT and Deep Fusion copy coordinates of the
 residual stream; a norm takes the mean or mean square over all coordinates, and copies count twice:
 
-    bert2BERT       Chen et al., 2022, its function-preserving initialization: each new coordinate
-                    is a copy of one drawn at random; what reads it is divided by the number of
-                    copies
-    evenly          the same, but all coordinates have as many copies, or one more than others
-    Deep Fusion     Mazzawi et al., 2023, self-fusion: a second model in blocks of its own beside
-                    the first (heads and neurons too), which reads and writes its own coordinates.
-                    Whole models are fused there; here, for widths between, the second is that part
-                    of the first that has its first coordinates. Logits are read off the first
-    3.5 as printed  the growth paper's: zeros, and gains times √(h/ĥ). It is about RMSNorm without ε
-    Theorem 3.5     `expansion.WidenStream`: ε scaled as well, LayerNorm centred first
+    bert2BERT       function-preserving initialization of Chen et al., 2022: each new coordinate is
+                    a copy of a random old one; the weights that read it are divided by the number
+                    of copies
+    evenly          the same, but the numbers of copies differ by at most one
+    Deep Fusion     self-fusion of Mazzawi et al., 2023: a second copy of the model (also of heads
+                    and neurons) reads and writes separate coordinates. The authors fuse whole
+                    models; for widths that are no whole multiple, we fuse with the part of the
+                    model that has its first coordinates. Logits are read from the first copy
+    3.5 as printed  the growth paper's rule for RMSNorm without ε: zeros, and gains times √(h/ĥ)
+    Theorem 3.5     `expansion.WidenStream`: also scales ε, and first centres LayerNorm
 
 Each method widens the shipped LLaMA (RMSNorm), a GPT-2 trained on Small English (LayerNorm), and a
 GPT-2 with random weights. The gap is measured on held-out text: the largest logit difference
@@ -71,12 +71,12 @@ COLOURS = dict(zip(ARMS, ("#d55e00", "#e69f00", "#0072b2", "#999999", "#009e73")
 STREAM = Axis("d_model")
 TRAINED = ("trained", "random")
 DIGITS = "%.6g"
-POS = 32  # tokens of a text
-EXACT = {"logits": 1e-5, "KL": 1e-9}  # roundings of float32, some layers deep, are less
+POS = 32  # tokens per text
+EXACT = {"logits": 1e-5, "KL": 1e-9}  # larger than float32's rounding errors after some layers
 
 
 def duplicated(weights: Weights, copied: Tensor) -> Weights:
-    """Copy coordinates of the stream: new coordinate j is `copied[j]`, shared out among readers."""
+    """Copy coordinates of the stream by `copied`, and divide readers by the number of copies."""
     count = torch.bincount(copied, minlength=weights.sizes[STREAM])[copied]
     tensors = {}
     for name, tensor in weights.tensors.items():
@@ -92,7 +92,7 @@ def duplicated(weights: Weights, copied: Tensor) -> Weights:
 
 
 def chosen(size: int, width: int, evenly: bool, seed: int) -> Tensor:
-    """For each new coordinate the old one; the first are themselves."""
+    """Return the old coordinate for each new coordinate; the first ones are unchanged."""
     random = torch.Generator("cpu").manual_seed(seed)
     missing = width - size
     if evenly:
@@ -102,7 +102,7 @@ def chosen(size: int, width: int, evenly: bool, seed: int) -> Tensor:
 
 
 def fused(weights: Weights, width: int) -> Weights:
-    """Put the model beside itself until it is so wide; of the last one, the first coordinates."""
+    """Join copies of the model up to a width; the last copy has only its first coordinates."""
     size, constants = weights.sizes[STREAM], weights.constants
     parts = [min(size, width - start) for start in range(0, width, size)]
     tensors = {}
@@ -113,7 +113,7 @@ def fused(weights: Weights, width: int) -> Weights:
             tensor.narrow(axes.index(STREAM), 0, part) if STREAM in axes else tensor
             for part in parts
         ]
-        if name == "unembed.W_U":  # read off the first alone
+        if name == "unembed.W_U":  # logits are read from the first copy only
             blocks[1:] = [torch.zeros_like(block) for block in blocks[1:]]
         shape = [
             sum(block.shape[dim] for block in blocks) if grows else tensor.shape[dim]
@@ -139,7 +139,7 @@ def as_printed(weights: Weights, width: int) -> Weights:
 
 
 def widened(source: Growable, arm: str, width: int, seed: int) -> Any:
-    """The model at another width."""
+    """Return the model at another width."""
     weights = source.read()
     if arm == "Theorem 3.5":
         wider, _ = ex.WidenStream(width - weights.sizes[STREAM])(weights, seed=seed)
@@ -154,7 +154,7 @@ def widened(source: Growable, arm: str, width: int, seed: int) -> Any:
 
 
 def gap(old: Tensor, new: Tensor, tokens: Tensor) -> dict[str, float]:
-    """How far new logits are from old ones; zero where that may be rounding."""
+    """Return how much new logits differ from old logits; 0 if the gap may be rounding."""
     first, second = (logits[:, :-1].double().log_softmax(-1) for logits in (old, new))
     losses = (F.nll_loss(x.flatten(0, 1), tokens[:, 1:].flatten()).item() for x in (first, second))
     before, after = losses
@@ -167,7 +167,7 @@ def gap(old: Tensor, new: Tensor, tokens: Tensor) -> dict[str, float]:
 
 
 def gpt2(recipe: small.Recipe, device: str, *, trained: bool) -> Any:
-    """A bridge around a GPT-2 of these sizes, random or trained on Small English."""
+    """Return a bridge around a GPT-2 with these sizes, random or trained on Small English."""
     torch.manual_seed(recipe.seed)
     module = GPT2LMHeadModel(
         GPT2Config(
@@ -198,7 +198,7 @@ def gpt2(recipe: small.Recipe, device: str, *, trained: bool) -> Any:
 
 
 def texts(model: Any, rows: int, pos: int) -> Tensor:
-    """The beginnings of texts that none of the trained models has read."""
+    """Return the beginnings of texts that none of the trained models has read."""
     tokenizer = model.tokenizer or small.tokenizer()
     ids = (tokenizer(text)["input_ids"] for text in pretrained.small_english_texts())
     return torch.tensor(
@@ -207,7 +207,7 @@ def texts(model: Any, rows: int, pos: int) -> Tensor:
 
 
 def measured(models: Mapping[str, Any], ratios: list[float], seeds: int, rows: int) -> pd.DataFrame:
-    """One row for each model, width, arm and, where anything is drawn, seed."""
+    """Return a row per model, width and arm, and per seed if the arm is random."""
     rows_of_gaps = []
     for label, model in models.items():
         tokens = texts(model, rows, POS).to(next(model.parameters()).device)
@@ -227,13 +227,13 @@ def measured(models: Mapping[str, Any], ratios: list[float], seeds: int, rows: i
 
 
 def summary(frame: pd.DataFrame) -> pd.DataFrame:
-    """The worst of all seeds, by model, arm and width."""
+    """Return the largest gaps over seeds, by model, arm and width."""
     worst = frame.groupby(["model", "arm", "ratio"], sort=False)[["logits", "KL", "loss"]].max()
     return worst.reset_index()
 
 
 def by_width(frame: pd.DataFrame, measure: str, model: str) -> str:
-    """One measure of a model: a row for each width, a column for each arm."""
+    """Return one measure of a model: a row per width, a column per arm."""
     of = summary(frame)
     wide = of[of["model"] == model].pivot(index="ratio", columns="arm", values=measure)[list(ARMS)]
     shown = wide.map(lambda value: f"{value:.1e}" if value else "exact").reset_index()
@@ -243,7 +243,7 @@ def by_width(frame: pd.DataFrame, measure: str, model: str) -> str:
 
 
 def exact_at(frame: pd.DataFrame) -> pd.DataFrame:
-    """At which widths each arm is exact, in every seed."""
+    """Return the widths at which each arm is exact for every seed."""
     of = summary(frame)
     rows = []
     for model, part in of.groupby("model", sort=False):
@@ -257,7 +257,7 @@ def exact_at(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def figure(frame: pd.DataFrame) -> Figure:
-    """The gap of logits by width, a panel for each model; of several seeds the range."""
+    """Draw the logit gap by width, one panel per model, with the range over seeds."""
     models = list(dict.fromkeys(frame["model"]))
     picture = Figure(figsize=(4.2 * len(models), 4.4), layout="constrained")
     for panel, model in zip(
@@ -321,7 +321,7 @@ def main(
 
 
 def verdicts(frame: pd.DataFrame) -> dict[str, bool]:
-    """Whether each prediction held."""
+    """Return whether each prediction held."""
     exact, of = exact_at(frame).set_index("model"), summary(frame)
     whole = ", ".join(f"{ratio:g}" for ratio in sorted(set(of["ratio"])) if ratio % 1 == 0)
     wide = {name: of.pivot_table(name, ["model", "ratio"], "arm") for name in ("logits", "KL")}
@@ -348,7 +348,7 @@ def verdicts(frame: pd.DataFrame) -> dict[str, bool]:
 
 
 def page(frame: pd.DataFrame, seeds: int, smoke: bool) -> str:
-    """The page, with every number from the table."""
+    """Return the page; all numbers come from the table."""
     losses = frame.groupby("model", sort=False)["loss before"].first()
     parts = []
     for model, part in frame.groupby("model", sort=False):
@@ -375,7 +375,7 @@ def page(frame: pd.DataFrame, seeds: int, smoke: bool) -> str:
 
 
 def loss_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """What each arm adds to the loss at most, at widths between whole multiples."""
+    """Return the largest increase of the loss by arm, at widths that are not whole multiples."""
     between = frame[frame["ratio"] % 1 != 0]
     rows = []
     for model, part in between.groupby("model", sort=False):

@@ -38,14 +38,14 @@ COLUMNS = ["to_self", "to_first", "to_sink", "to_others", "self_spread"]
 def neuron_like_heads(model: Any, tokens: Tokens | str) -> pd.DataFrame:
     """Return how each head divides its attention between its own token, a sink and other tokens.
 
-    Patterns are reduced as they are computed, one layer at a time.
-
+    Patterns are reduced one layer at a time.
     Args:
         model: a model with neuron-heads.
         tokens: integers [batch, pos] without padding, at least two tokens long; or a text.
 
     Returns:
-        A row for each head, by rising `to_others`: `name`, `layer`, `head`, and the means above.
+        A frame with one row per head, sorted by `to_others`: `name`, `layer`, `head`, and the
+        measures in the module docstring.
     """
     chosen = resolve_sites(model, heads())
     checked = checked_tokens(model, tokens)
@@ -68,7 +68,7 @@ def neuron_like_heads(model: Any, tokens: Tokens | str) -> pd.DataFrame:
 
 
 def _shares(pattern: Tensor) -> pd.DataFrame:
-    """Reduce patterns [batch, head, query_pos, key_pos] from the second query on."""
+    """Reduce patterns [batch, head, query_pos, key_pos], without the first query."""
     total = pattern.sum(dim=-1)
     to_self = pattern.diagonal(offset=1, dim1=-2, dim2=-1)
     to_first = pattern[..., 0]

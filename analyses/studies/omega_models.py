@@ -22,17 +22,17 @@ def random_transformer(
     causal: bool = False,
     device: str = "cpu",
 ) -> PlainTransformer:
-    """Normal weights that float32 holds exactly, d_mlp = 4 d_model.
+    """Return a model with normal weights that float32 stores exactly, and d_mlp = 4 d_model.
 
     Args:
-        n_layers: depth.
-        d_model: width of the stream.
-        init: "scaled" has variance 1 / fan-in, less 1 / √(2 n_layers) where the stream is written,
-            as GPT-2 has; "growing" leaves that factor out; "unit" has variance 1 and one head of
-            width d_model, as the post's demonstration.
-        seed: of the weights.
+        n_layers: the number of layers.
+        d_model: the width of the stream.
+        init: "scaled" has variance 1 / fan-in, and output weights times 1 / √(2 n_layers), as in
+            GPT-2; "growing" has no such factor; "unit" has variance 1 and one head of width
+            d_model, as in the post's demonstration.
+        seed: the seed of the weights.
         causal: whether the attention heads are masked.
-        device: where it is to be.
+        device: the device of the model.
     """
     generator = torch.Generator().manual_seed(seed)
     n_heads = 1 if init == "unit" else 4
@@ -64,7 +64,7 @@ def random_transformer(
 
 
 def plain_of(state: Mapping[str, Tensor]) -> PlainTransformer:
-    """The layers in a HookedTransformer's state dict: causal, with plain MLPs and no norm."""
+    """Return the layers in a HookedTransformer's state dict: causal, plain MLPs, no norm."""
     n_layers = sum(name.endswith("mlp.W_in") for name in state)
     names = {f"{kind}_{of}": f"attn.{kind}_{of}" for kind in "Wb" for of in "QKVO"}
     names |= {"W_1": "mlp.W_in", "b_1": "mlp.b_in", "W_2": "mlp.W_out", "b_2": "mlp.b_out"}
@@ -78,7 +78,7 @@ def plain_of(state: Mapping[str, Tensor]) -> PlainTransformer:
 def direct(
     plain: PlainTransformer, x: Tensor, activation: Callable[[Tensor], Tensor] = F.silu
 ) -> tuple[Tensor, list[float]]:
-    """Streams after each layer, [n_layers, *batch, n_tokens, d_model]; each's largest |score|."""
+    """Return the stream after each layer, [n_layers, …], and the largest |score| of each layer."""
     streams, largest = [], []
     for layer in plain.layers:
         w = layer.to(x.dtype)

@@ -37,15 +37,15 @@ KINDS: dict[str, tuple[torch.dtype, Gauge]] = {
 
 
 def relative(got: Tensor, exact: Tensor) -> list[float]:
-    """By layer: the largest error over the largest entry of the exact stream."""
+    """Return the largest error by layer, divided by the largest entry of the exact stream."""
     return ((got.double() - exact).abs().amax((1, 2)) / exact.abs().amax((1, 2))).tolist()
 
 
 def errors(plain: PlainTransformer, x: Tensor, omegas: Iterable[float]) -> pd.DataFrame:
-    """A row for each kind, Ω and depth, and two kinds without Ω.
+    """Return a row for each kind, Ω and depth, and rows for two kinds without Ω.
 
-    "direct float32" is the error of the direct evaluation in float32, "largest score" no error but
-    the largest |score| of the original heads so far.
+    "direct float32" is the error of the direct evaluation in float32. "largest score" is not an
+    error, but the largest |score| of the original heads up to this depth.
     """
     exact, scores = direct(plain, x.double())
     errors = {
@@ -74,7 +74,7 @@ def sweep(
     causal: bool,
     device: str,
 ) -> pd.DataFrame:
-    """The same for several numbers of tokens; of several random models the worst."""
+    """Return errors for several numbers of tokens, each the maximum over random models."""
     frames = []
     for n_tokens in lengths:
         for seed in tqdm(range(seeds), desc=f"{init}, N = {n_tokens}", leave=False):
@@ -88,7 +88,7 @@ def sweep(
 
 
 def best_float32(frame: pd.DataFrame, depths: list[int]) -> str:
-    """The Ω of least error in float32, as published, and what to compare it with."""
+    """Return a table with the Ω of the smallest error in float32, and errors to compare it with."""
     rows = []
     for (n_tokens, depth), group in frame[frame["depth"].isin(depths)].groupby(["N", "depth"]):
         of = {kind: part.set_index("omega")["value"] for kind, part in group.groupby("kind")}
@@ -113,7 +113,7 @@ def best_float32(frame: pd.DataFrame, depths: list[int]) -> str:
 
 
 def demonstration(depth: int, device: str) -> str:
-    """The sizes and unit normal weights of the post's demonstration, stacked to a deep model."""
+    """Return errors for a deep model with the sizes and weights of the post's demonstration."""
     plain = random_transformer(depth, 30, init="unit", seed=0, device=device)
     x = torch.randn(20, 30, generator=torch.Generator().manual_seed(0)).to(device)
     frame = errors(plain, x, [AUTHORS_OMEGA])
@@ -121,16 +121,14 @@ def demonstration(depth: int, device: str) -> str:
 
 
 def by_omega(frame: pd.DataFrame, kind: str, depths: list[int]) -> str:
-    """Errors at even Ω, a column for each depth."""
-    wanted = frame[
-        (frame["kind"] == kind) & frame["depth"].isin(depths) & (frame["omega"] % 2 == 0)
-    ]
-    wide = wanted.pivot(index="omega", columns="depth", values="value")
+    """Return a table of errors at even Ω, one column per depth."""
+    rows = frame[(frame["kind"] == kind) & frame["depth"].isin(depths) & (frame["omega"] % 2 == 0)]
+    wide = rows.pivot(index="omega", columns="depth", values="value")
     return table(wide.add_prefix("depth ").reset_index().rename(columns={"omega": "Ω"}))
 
 
 def figure(frame: pd.DataFrame, depths: list[int]) -> Figure:
-    """Error against Ω: a panel for each N, a colour for each kind, dashes for depth."""
+    """Draw error against Ω: one panel per N, one colour per kind, dashes for depth."""
     lengths = sorted(frame["N"].unique().tolist())
     picture = Figure(figsize=(5 * len(lengths), 5), layout="constrained")
     panels = picture.subplots(1, len(lengths), sharey=True, squeeze=False)[0]

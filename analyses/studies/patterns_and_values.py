@@ -72,7 +72,7 @@ def subjects(
 
 
 def split(model: Any, prompts: Prompts) -> pd.DataFrame:
-    """Return the parts of every site of every pair, in shares of the difference."""
+    """Return the parts of all sites for all pairs, as shares of the difference."""
     frames = []
     for number, one in enumerate(prompts):
         sweep = p.attribution(
@@ -83,7 +83,7 @@ def split(model: Any, prompts: Prompts) -> pd.DataFrame:
 
 
 def carried(parts: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield what patterns carry, of all that is carried, by kind of head and layer."""
+    """Yield sums of |parts| through patterns and through values, by kind of head and layer."""
     for (kind, layer), rows in parts.groupby(["kind", "layer"], observed=True):
         by_pattern, by_value = (rows[c].abs().sum() for c in ("by_pattern", "by_value"))
         row = {"what": "carried", "kind": kind, "layer": layer}
@@ -91,7 +91,7 @@ def carried(parts: pd.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def splitting(model: Any, prompts: Prompts, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield the spread of the shares by which heads set gates of neurons, and that of the null."""
+    """Yield how much heads differ in the share that gates get, and the same for shuffled heads."""
     edges = []
     for clean, corrupted, metric in prompts:
         graph = circuits.attribution_graph(model, clean, metric, corrupted=corrupted, top=150)
@@ -126,14 +126,14 @@ def splitting(model: Any, prompts: Prompts, seed: int) -> Iterator[dict[str, Any
 
 
 def predicted(model: Any, parts: pd.DataFrame, prompts: Prompts) -> Iterator[dict[str, Any]]:
-    """Yield how well shares of half of the pairs predict patches of the other half."""
+    """Yield how well parts on half of the pairs predict patching effects on the other half."""
     n_train = len(prompts) // 2
     train = parts[parts["pair"] < n_train]
     for kind in ("neuron", "attention"):
         columns = ["score", "by_pattern", "by_value"]
         sums = train[train["kind"] == kind].groupby("name", observed=True)[columns].sum() / n_train
         names = sums["score"].abs().nlargest(N_NAMES).index
-        if len(names) < FEWEST:  # too few for a regression on fifths of them
+        if len(names) < FEWEST:  # too few names for a regression with held-out fifths
             continue
         sums = sums.loc[names]
         for part in ("z", "q", "pattern", "value"):
@@ -155,7 +155,7 @@ def predicted(model: Any, parts: pd.DataFrame, prompts: Prompts) -> Iterator[dic
 
 
 def _r2(x: np.ndarray, y: np.ndarray) -> float:
-    """Return the R² of a linear regression over held-out fifths of the names."""
+    """Return the R² of a linear regression, predicted on held-out fifths of the names."""
     design, folds = np.column_stack([np.ones(len(x)), x]), np.arange(len(y)) % FOLDS
     guess = np.empty(len(y))
     for fold in range(FOLDS):
@@ -190,7 +190,7 @@ def main(
     device: Device = "cpu",
     smoke: Smoke = False,
 ) -> None:
-    """Measure, print, and keep the tables."""
+    """Measure, print, and write the tables."""
     warnings.simplefilter("ignore")
     started, rows = time.perf_counter(), list[dict[str, Any]]()
     for name, model, prompts in subjects(models_dir, smollm2, device, seed, smoke=smoke):
@@ -246,7 +246,7 @@ def _tables(frame: pd.DataFrame) -> dict[str, str]:
 
 
 def figure(frame: pd.DataFrame) -> Figure:
-    """Draw what patterns carry, by layer."""
+    """Draw the share that patterns carry, by layer."""
     rows = frame[frame["what"] == "carried"]
     picture = Figure(figsize=(8, 3), layout="constrained")
     panels = picture.subplots(1, 2, sharey=True)

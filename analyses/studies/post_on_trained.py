@@ -73,12 +73,12 @@ class Case:
     """A model, prompts, and its direct evaluation in float64.
 
     Attributes:
-        name: of its folder.
-        model: in float32.
+        name: the name of the model's folder.
+        model: the model in float32.
         tokens: prompts (a, b, =).
-        logits: at all positions, [batch, pos, vocabulary].
+        logits: logits at all positions, [batch, pos, vocabulary].
         largest: the largest |score| of an attention head.
-        hidden: the largest |h| that an activation gets.
+        hidden: the largest |h|, where h is a pre-activation.
     """
 
     name: str
@@ -90,25 +90,25 @@ class Case:
 
     @property
     def act(self) -> str:
-        """Its activation."""
+        """The name of the model's activation."""
         return str(self.model.cfg.act_fn)
 
     @property
     def answers(self) -> Tensor:
-        """What the model is to say."""
+        """The right answers."""
         return self.tokens[:, :2].sum(1) % (self.model.cfg.d_vocab - 1)
 
     def state(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The weights."""
+        """Return the weights in a dtype."""
         return {name: tensor.to(dtype) for name, tensor in self.model.state_dict().items()}
 
     def stream(self, dtype: torch.dtype) -> Tensor:
-        """What enters the first layer."""
+        """Return the input of the first layer."""
         state = self.state(dtype)
         return state["embed.W_E"][self.tokens] + state["pos_embed.W_pos"]
 
     def unembed(self, stream: Tensor) -> Tensor:
-        """Logits."""
+        """Return the logits for a stream after the last layer."""
         state = self.state(stream.dtype)
         return stream @ state["unembed.W_U"] + state["unembed.b_U"]
 
@@ -117,7 +117,7 @@ def case(folder: Path, n_prompts: int, device: str) -> Case:
     """Read a model and evaluate it.
 
     Raises:
-        typer.BadParameter: the post's construction does not fit it.
+        typer.BadParameter: the post's construction does not support the model.
     """
     model = load_source(folder, device=device)
     cfg = model.cfg
@@ -148,7 +148,7 @@ def case(folder: Path, n_prompts: int, device: str) -> Case:
 
 
 def errors(of: Case, logits: Tensor) -> dict[str, float]:
-    """Of logits [batch, pos, vocabulary] against the direct evaluation in float64."""
+    """Return the errors of logits [batch, pos, vocabulary] against direct float64 evaluation."""
     got, last = logits.double(), logits[:, -1].double()
     exact = of.logits[:, -1]
     hits = last.argmax(-1) == of.answers
@@ -161,13 +161,13 @@ def errors(of: Case, logits: Tensor) -> dict[str, float]:
 
 
 def measured(of: Case, omegas: list[float], slopes: list[float]) -> pd.DataFrame:
-    """A row for each kind, slope and Ω, and for the evaluations without Ω."""
+    """Return a row for each kind, slope and Ω, and rows for the evaluations without Ω."""
     kind, omega, slope = "kind", "omega", "slope"
     rows: list[dict[str, Any]] = [
         {kind: "direct float64"} | errors(of, of.logits),
         {kind: "our heads, float32"} | errors(of, convert(of.model)(of.tokens)),
     ]
-    plain = plain_of(of.state(torch.float64))  # ReLU's slope goes into it before it is rounded
+    plain = plain_of(of.state(torch.float64))  # ReLU's slope is folded in before rounding
     streams, _ = direct(plain, of.stream(torch.float32), ACTIVATIONS[of.act])
     rows.append({kind: "direct float32"} | errors(of, of.unembed(streams[-1])))
     for k in tqdm(slopes, desc=of.name, leave=False):
@@ -180,7 +180,7 @@ def measured(of: Case, omegas: list[float], slopes: list[float]) -> pd.DataFrame
 
 
 def costs(of: Case, rounds: int, device: str) -> pd.DataFrame:
-    """What one prompt costs in three forms, float32."""
+    """Return the cost of one prompt in three forms, in float32."""
     plain, x = plain_of(of.state(torch.float32)), of.stream(torch.float32)
     post = post_transformer(plain, 3, omega=AUTHORS_OMEGA)
     heads = convert(of.model)
@@ -193,7 +193,7 @@ def costs(of: Case, rounds: int, device: str) -> pd.DataFrame:
         "our heads": (
             lambda: heads(of.tokens),
             {
-                "vectors": 4,  # the bias token, which only neuron-heads see
+                "vectors": 4,  # 3 tokens and the bias token, which only neuron-heads see
                 "width": cfg.d_model,
                 "heads": f"{cfg.n_heads} + {cfg.d_mlp}",
             },
@@ -233,19 +233,19 @@ def costs(of: Case, rounds: int, device: str) -> pd.DataFrame:
 
 
 def stored(post: PostTransformer) -> int:
-    """Numbers in its factored matrices, zeros too; those that heads share are counted for each."""
+    """Return how many numbers the factored matrices hold; shared ones count once per head."""
     heads = [sublayer for layer in post.layers for sublayer in layer.sublayers]
     return sum(weight.numel() for h in heads for weight in (h.W_Q, h.W_K, h.W_V, h.W_O))
 
 
 def best(frame: pd.DataFrame, kind: str, slope: float) -> pd.Series:
-    """Errors of the logits by Ω."""
-    wanted = frame[(frame["kind"] == kind) & (frame["slope"] == slope)]
-    return wanted.set_index("omega")["logits"]
+    """Return the logit errors by Ω."""
+    rows = frame[(frame["kind"] == kind) & (frame["slope"] == slope)]
+    return rows.set_index("omega")["logits"]
 
 
 def answers(of: Case, frame: pd.DataFrame) -> str:
-    """What the tables show, in sentences made of their numbers."""
+    """Return what the tables show, in sentences whose numbers come from the tables."""
     by_kind = frame.set_index("kind")
     float32 = by_kind.loc["direct float32", "logits"]
     slopes = sorted(frame["slope"].dropna().unique())
@@ -278,7 +278,7 @@ def answers(of: Case, frame: pd.DataFrame) -> str:
 
 
 def predictions(frames: dict[str, pd.DataFrame], cases: list[Case], cost: pd.DataFrame) -> str:
-    """Each prediction, whether it held, and the numbers."""
+    """Return each prediction, whether it held, and the numbers."""
     of, frame = cases[0], frames[cases[0].name]
     float64, float32 = (best(frame, kind, 1.0) for kind in ("float64", "float32"))
     by_kind = frame.set_index("kind")
@@ -353,7 +353,7 @@ def predictions(frames: dict[str, pd.DataFrame], cases: list[Case], cost: pd.Dat
 
 
 def by_omega(frame: pd.DataFrame, slope: float) -> str:
-    """Errors of logits, and the other measures in float32."""
+    """Return a table of logit errors, and of the other measures in float32."""
     rows = frame[frame["slope"] == slope]
     wide = rows.pivot(index="omega", columns="kind", values="logits")[list(KINDS)]
     rest = rows[rows["kind"] == "float32"].set_index("omega")
@@ -364,7 +364,7 @@ def by_omega(frame: pd.DataFrame, slope: float) -> str:
 
 
 def by_slope(frame: pd.DataFrame) -> str:
-    """Errors of logits by slope and, in a column each, kind and Ω."""
+    """Return a table of logit errors by slope, one column per kind and Ω."""
     rows = frame[frame["omega"].isin([9.0, AUTHORS_OMEGA]) & frame["kind"].isin(KINDS)]
     wide = rows.pivot(index="slope", columns=["kind", "omega"], values="logits")
     wide.columns = [f"{kind}, Ω = {omega:g}" for kind, omega in wide.columns]
@@ -372,7 +372,7 @@ def by_slope(frame: pd.DataFrame) -> str:
 
 
 def figure(frames: dict[str, pd.DataFrame]) -> Figure:
-    """Errors of logits by Ω, a panel for each model and two slopes of ReLU; then by slope."""
+    """Draw logit errors by Ω, one panel per model and two slopes for ReLU; then errors by slope."""
     panels = [
         (name, k)
         for name, frame in frames.items()
@@ -457,7 +457,7 @@ def main(
 
 
 def factors(cost: pd.DataFrame) -> str:
-    """Costs over those of the original, in a sentence for each model."""
+    """Return costs divided by the original's, in one sentence per model."""
     lines = []
     for name, rows in cost.groupby("model", sort=False):
         of = rows.set_index("form")

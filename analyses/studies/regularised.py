@@ -50,8 +50,8 @@ Predictions, written before the run, after trials of 60 to 100 steps with every 
    of zeros by η at once, all where the gradient points. The trials showed it; the prediction is
    that a rate 20 times lower does not save Ω = 1000.
 
-The formulas in 2 and 4 were evaluated wrongly at first (1.37 for 1.15, and what follows from it);
-that was corrected while it ran.
+The formulas in 2 and 4 were evaluated wrongly at first (1.37 instead of 1.15, and numbers that
+depend on it); this was corrected during the run.
 
     python -m analyses.studies.regularised --out analyses/results
 """
@@ -85,7 +85,7 @@ DIGITS = "%.6g"
 
 @dataclass(frozen=True)
 class Study:
-    """What determines the result."""
+    """The settings that determine the result."""
 
     modulus: int = 23
     d_model: int = 24
@@ -93,8 +93,8 @@ class Study:
     d_mlp: int = 48
     train_fraction: float = 0.9
     lr: float = 1e-3
-    epochs: int = 1000  # of the model before it is converted
-    steps: int = 500  # after that
+    epochs: int = 1000  # of the original model's training
+    steps: int = 500  # after conversion
     batch: int = 32
     warmup: int = 20
     check_every: int = 25
@@ -102,7 +102,7 @@ class Study:
     decays: tuple[float, ...] = (1.0, 3.0, 10.0)
     l2: tuple[float, ...] = (1e-2,)
     slower: float = 20.0
-    lost_after: int = 100  # steps of the runs that train every entry
+    lost_after: int = 100  # the number of steps in runs that train every entry
     dropout: float = 0.1
     shrinking: tuple[float, ...] = (
         *(0.0, 0.03, 0.1, 0.3, 0.5, 0.7, 1.0, 1.4, 1.8, 2.2, 2.6, 3.0, 3.4, 3.8, 4.4, 5.0, 5.6),
@@ -111,13 +111,13 @@ class Study:
     n_seeds: int = 3
 
     def recipe(self, seed: int) -> Recipe:
-        """Of the model before it is converted."""
+        """Return the recipe of the original model."""
         names = ("modulus", "d_model", "n_heads", "d_mlp", "train_fraction", "lr", "epochs")
         return Recipe(seed=seed, **{name: getattr(self, name) for name in names})
 
     @property
     def arms(self) -> "list[tuple[str, str]]":
-        """Forms and regularizers, by name."""
+        """The pairs of a form and a regularizer that are trained."""
         posts = [f"post Ω={omega:g}" for omega in self.omegas]
         regularizers = list(self.regularizers)
         arms = [(form, name) for form in ("MLP", "heads", *posts) for name in regularizers[:-1]]
@@ -128,7 +128,7 @@ class Study:
 
     @property
     def regularizers(self) -> "dict[str, Regularizer]":
-        """All of them, by name."""
+        """All regularizers by name."""
         sites: tuple[Site, ...] = ("patterns", "stream", "hidden")
         return {
             "none": Regularizer(),
@@ -158,7 +158,7 @@ SMOKE = Study(
 
 @dataclass(frozen=True)
 class Regularizer:
-    """One of them at a time."""
+    """A regularizer: at most one of the fields differs from its default."""
 
     decay: float = 0.0
     l2: float = 0.0
@@ -168,7 +168,7 @@ class Regularizer:
 
 @dataclass(frozen=True)
 class Data:
-    """All pairs, their answers, which of them are trained on, and the logits it all began with."""
+    """All pairs, their answers, whether they are training pairs, and the original logits."""
 
     tokens: Tensor
     answers: Tensor
@@ -177,7 +177,7 @@ class Data:
 
 
 def distances(logits: Tensor, data: Data) -> dict[str, float]:
-    """From the function that it was, and how well it still does the task; means over all pairs."""
+    """Return distances from the original function, loss and accuracy, as means over all pairs."""
     was, now = (tensor.double().log_softmax(-1) for tensor in (data.before, logits))
     centred = [
         tensor.double() - tensor.double().mean(-1, keepdim=True) for tensor in (data.before, logits)
@@ -193,7 +193,7 @@ def distances(logits: Tensor, data: Data) -> dict[str, float]:
 
 @torch.no_grad()
 def looked_at(form: Form, data: Data) -> dict[str, float]:
-    """A row of a run; what is of the post's form alone is missing elsewhere."""
+    """Return a row of a run; measures of the post's form are missing for other forms."""
     if not isinstance(form, Post):
         return distances(form.logits(data.tokens), data)
     seen, masked = (form.seen(data.tokens, masked=masked) for masked in (False, True))
@@ -206,7 +206,7 @@ def looked_at(form: Form, data: Data) -> dict[str, float]:
 
 
 def batches(study: Study, data: Data, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same for every form and regularizer."""
+    """Yield training batches, which are the same for every form and regularizer."""
     generator = torch.Generator().manual_seed(seed)
     fed = data.trained.nonzero()[:, 0]
     while True:
@@ -215,8 +215,8 @@ def batches(study: Study, data: Data, seed: int) -> Iterator[tuple[Tensor, Tenso
 
 
 def run(study: Study, form: Form, how: Regularizer, data: Data, seed: int) -> pd.DataFrame:
-    """Train one form on with one regularizer: a row for each checkpoint."""
-    torch.manual_seed(seed)  # of dropout
+    """Continue training one form with one regularizer, and return a row for each checkpoint."""
+    torch.manual_seed(seed)  # the seed of dropout
     parameters, steps = form.trained(), study.steps
     if isinstance(form, Post) and form.every_entry:
         steps = study.lost_after
@@ -242,7 +242,7 @@ def run(study: Study, form: Form, how: Regularizer, data: Data, seed: int) -> pd
 
 @torch.no_grad()
 def shrinking(study: Study, model: HookedTransformer, data: Data) -> pd.DataFrame:
-    """Decay alone: a row for each form, part and s."""
+    """Return the results of decay without gradients: a row for each form, part and s."""
     rows = []
     for s in study.shrinking:
         factor = math.exp(-s)
@@ -261,11 +261,11 @@ def shrinking(study: Study, model: HookedTransformer, data: Data) -> pd.DataFram
 
 
 def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]:
-    """All runs, those in the folder read and not run again; and decay alone."""
-    said, settings = folder / "study.json", str(asdict(study) | {"n_seeds": None}) + "\n"
-    if said.exists() and said.read_text("utf-8") != settings:
-        raise ValueError(f"{said} is of another study: choose another --runs")
-    write_text(said, settings)
+    """Do all runs and decay without gradients; runs that are in the folder are read from it."""
+    path, settings = folder / "study.json", str(asdict(study) | {"n_seeds": None}) + "\n"
+    if path.exists() and path.read_text("utf-8") != settings:
+        raise ValueError(f"{path} is of another study: choose another --runs")
+    write_text(path, settings)
     curves, shrunk = [], []
     with tqdm(total=study.n_seeds * len(study.arms), unit="run") as bar:
         for seed in range(study.n_seeds):
@@ -307,7 +307,7 @@ def main(
     warnings.filterwarnings("ignore", "HookedTransformer is deprecated")
     study = SMOKE if smoke else Study(n_seeds=n_seeds)
     every = measured(study, runs, device)
-    # the page is made of what is stored, to its last digit
+    # The page is computed from the stored tables, which have fewer digits.
     stored = {part: frame.to_csv(index=False, float_format=DIGITS) for part, frame in every.items()}
     frames = {part: pd.read_csv(StringIO(text)) for part, text in stored.items()}
     decays = {name: how.decay for name, how in study.regularizers.items() if how.decay}

@@ -50,30 +50,30 @@ SITES: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 class Form(Protocol):
-    """What is trained."""
+    """A trainable form of the model."""
 
     def trained(self) -> list[nn.Parameter]:
-        """The parameters that are."""
+        """Return the trained parameters."""
         ...
 
     def logits(self, tokens: Tensor, site: Site | None = None, rate: float = 0.0) -> Tensor:
-        """At the last position, [batch, p], with dropout at a site."""
+        """Return logits at the last position, [batch, p], with dropout at a site."""
         ...
 
 
 class Hooked:
-    """The MLP original, or its converted model."""
+    """The original model with an MLP, or its converted model."""
 
     def __init__(self, model: nn.Module, sites: Mapping[str, tuple[str, ...]]) -> None:
         self.model: Any = model
         self.sites = sites
 
     def trained(self) -> list[nn.Parameter]:
-        """All but biases, which the recipe leaves at zero."""
+        """Return all parameters except biases, which the recipe leaves at zero."""
         return [parameter for name, parameter in self.model.named_parameters() if ".b_" not in name]
 
     def logits(self, tokens: Tensor, site: Site | None = None, rate: float = 0.0) -> Tensor:
-        """At the last position, [batch, p], with dropout at a site."""
+        """Return logits at the last position, [batch, p], with dropout at a site."""
 
         def drop(x: Tensor, hook: Any) -> Tensor:
             return F.dropout(x, rate)
@@ -86,7 +86,7 @@ class Hooked:
 
 @dataclass(frozen=True)
 class Seen:
-    """The logits of a run and, by sublayer, the largest weight on a vector that is to get none."""
+    """The logits of a run, and the largest attention weight outside the masks, by sublayer."""
 
     logits: Tensor
     leaks: dict[str, float]
@@ -96,9 +96,9 @@ class Post(nn.Module):
     """The post's form of a one-layer model.
 
     Attributes:
-        coordinates: those of the widened stream.
-        factored: whether W_QK and W_OV are products of trained matrices, or trained themselves, as
-            the post has them.
+        coordinates: the coordinates of the widened stream.
+        factored: whether W_QK and W_OV are products of trained matrices; if not, they are trained
+            themselves, as in the post.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Post(nn.Module):
         state = {name: value.detach().clone() for name, value in model.state_dict().items()}
         names = ("embed.W_E", "pos_embed.W_pos", "unembed.W_U")
         self.W_E, self.W_pos, self.W_U = (nn.Parameter(state[name]) for name in names)
-        # At full rank a linear sublayer is one head.
+        # At full rank, a linear sublayer is one head.
         d_head = (
             None if factored else max(self.W_E.shape[1], state["blocks.0.mlp.b_in"].numel()) + 1
         )
@@ -117,7 +117,7 @@ class Post(nn.Module):
         self.factored, self.every_entry = factored, every_entry
         self.sublayers = nn.ModuleDict()
         for name, heads in zip(SUBLAYERS, post.layers[0].sublayers, strict=True):
-            # Heads that begin equal are trained apart, hence the clones.
+            # Clones, because heads with equal initial weights are trained separately.
             weights = {m: getattr(heads, m).clone() for m in ("W_Q", "W_K", "W_V", "W_O")}
             if not factored:
                 keys, values = self._read_by(name)
@@ -130,19 +130,19 @@ class Post(nn.Module):
             )
         if not every_entry:
             for parameter in self.sublayers.parameters():
-                # AdamW leaves an entry alone whose gradients have all been zero, if it is zero.
+                # AdamW does not change a zero entry if its gradients have always been zero.
                 parameter.register_hook(parameter.detach().ne(0).mul)
 
     def trained(self) -> list[nn.Parameter]:
-        """All of them."""
+        """Return all parameters."""
         return list(self.parameters())
 
     def logits(self, tokens: Tensor, site: Site | None = None, rate: float = 0.0) -> Tensor:
-        """At the last position, [batch, p], with dropout at a site."""
+        """Return logits at the last position, [batch, p], with dropout at a site."""
         return self._run(tokens, site=site, rate=rate).logits
 
     def seen(self, tokens: Tensor, *, masked: bool) -> Seen:
-        """A run that looks at patterns; masked: no weight is where it is not to be."""
+        """Run the model and measure leaks; `masked` restores the masks."""
         return self._run(tokens, masked=masked, look=True)
 
     def _run(
@@ -157,10 +157,10 @@ class Post(nn.Module):
         x = self.coordinates.augment(self.W_E[tokens] + self.W_pos)
         leaks = {}
         for name in SUBLAYERS:
-            scores, wanted = self._scores(name, x), self.allowed(name)
-            pattern = (scores.masked_fill(~wanted, -math.inf) if masked else scores).softmax(-1)
+            scores, allowed = self._scores(name, x), self.allowed(name)
+            pattern = (scores.masked_fill(~allowed, -math.inf) if masked else scores).softmax(-1)
             if look:
-                leaks[name] = pattern.masked_fill(wanted, 0.0).sum(-1).max().item()
+                leaks[name] = pattern.masked_fill(allowed, 0.0).sum(-1).max().item()
             if site == "patterns":
                 pattern = F.dropout(pattern, rate)
             out = self._write(name, x, pattern)
@@ -172,7 +172,7 @@ class Post(nn.Module):
         return Seen(self.coordinates.read(x)[:, -1] @ self.W_U, leaks)
 
     def _read_by(self, name: str) -> tuple[slice, slice]:
-        """The coordinates that keys read, and those of values: all that is trained lies there."""
+        """Return the coordinates of trained entries: those that keys read, and those of values."""
         width, coordinates = slice(0, self.coordinates.width), self.coordinates
         if self.every_entry:
             return width, width
@@ -194,17 +194,17 @@ class Post(nn.Module):
         return torch.einsum("bhnd,hdw->bnw", pattern @ _by_head(x, w["W_V"]), w["W_O"])
 
     def allowed(self, name: str) -> Tensor:
-        """Where a sublayer's heads may attend, [query, key]: what masks say in our form."""
+        """Return where a sublayer's heads may attend, [query, key], as the masks in our form."""
         n, device = self.coordinates.n_tokens, self.W_E.device
-        wanted = torch.eye(n + 1, dtype=torch.bool, device=device)
+        allowed = torch.eye(n + 1, dtype=torch.bool, device=device)
         if name == "attention":
-            wanted[:n, :n] = torch.ones_like(wanted[:n, :n]).tril()
+            allowed[:n, :n] = torch.ones_like(allowed[:n, :n]).tril()
         elif name == "silu":
-            wanted[:, n] = True
-        return wanted
+            allowed[:, n] = True
+        return allowed
 
     def omega_left(self) -> float:
-        """Half of what a linear head's weights score a vector's own position above others, mean."""
+        """Return half of the mean score gap between own and other positions, in linear heads."""
         scores = []
         for name in ("into_hidden", "out_of_hidden"):
             w: Any = self.sublayers[name]
@@ -220,7 +220,7 @@ class Post(nn.Module):
 
     @torch.no_grad()
     def shrunk(self, factor: float, parts: tuple[str, ...]) -> "Post":
-        """A copy with some parts times a factor, as weight decay alone would make them."""
+        """Return a copy with some parts multiplied by a factor, as by decay without gradients."""
         scaled = copy.deepcopy(self)
         if "own" in parts:
             for embedding in (scaled.W_E, scaled.W_pos, scaled.W_U):
@@ -233,7 +233,7 @@ class Post(nn.Module):
         return scaled
 
     def marks(self, name: str) -> dict[str, Tensor]:
-        """For every entry of a sublayer's matrices, the number of its part in PARTS."""
+        """Return for every entry of a sublayer's matrices the index of its part in PARTS."""
         plain, omega, ones = range(3)
         coordinates, hidden, position = (
             self.coordinates,
@@ -243,12 +243,12 @@ class Post(nn.Module):
         matrices: Any = self.sublayers[name]
         marks = {m: torch.full_like(w, plain, dtype=torch.int) for m, w in matrices.items()}
         if self.factored:
-            for m in ("W_Q", "W_K"):  # the first columns are those of the model's own W_Q and W_K
+            for m in ("W_Q", "W_K"):  # the first columns hold the model's own W_Q and W_K
                 marks[m][:, position, -coordinates.n_vectors :] = omega
             if name == "silu":
                 marks["W_Q"][:, hidden] = ones
                 marks["W_O"][:] = ones
-            if name != "attention":  # W_1 and W_2 stand in W_O, behind a value that is read by ones
+            if name != "attention":  # W_1 and W_2 are in W_O, and W_V holds ones
                 marks["W_V"][:] = ones
             if name == "out_of_hidden":
                 marks["W_O"][:, :, hidden] = ones
@@ -267,7 +267,7 @@ def _by_head(x: Tensor, matrices: Tensor) -> Tensor:
 
 
 def form_of(model: HookedTransformer, form: str) -> Form:
-    """A fresh copy: "MLP", "heads", "post Ω=…", with ", factored" or ", every entry" after it."""
+    """Return a new copy of a form: "MLP", "heads", or "post Ω=…[, factored | , every entry]"."""
     if form == "MLP":
         return Hooked(copy.deepcopy(model), SITES[form])
     if form == "heads":

@@ -12,15 +12,15 @@ from analyses.tools.study_files import verdict
 
 __all__ = ["drift_figure", "page", "shrink_figure"]
 
-N_OTHERS = 3  # vectors beside a query's own: two tokens and the bias vector
-LOST = 0.1  # KL in nats
+N_OTHERS = 3  # the other vectors for a query: two tokens and the bias vector
+LOST = 0.1  # a KL in nats
 LEAKS = 0.01
 COLOURS = {"MLP": "black", "heads": "C0", "post Ω=9": "C1", "post Ω=1000": "C3"}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the page says of a run."""
+    """The settings of a run that the page mentions."""
 
     study: Mapping[str, object]
     rate: float
@@ -30,24 +30,24 @@ class Settings:
 
 
 def leak(omega: float, s: float, *, factored: bool) -> float:
-    """What a linear head gives to other vectors after decay alone, by its closed form."""
+    """Return a linear head's weight on other vectors after decay alone, in closed form."""
     others = N_OTHERS * math.exp(-2 * omega * math.exp(-s * (2 if factored else 1)))
     return others / (1 + others)
 
 
 def when(omega: float, share: float, *, factored: bool) -> float:
-    """The s at which a linear head leaks that share."""
+    """Return the s at which a linear head gives this share of its weight to other vectors."""
     s = math.log(2 * omega / math.log(N_OTHERS * (1 - share) / share))
     return s / 2 if factored else s
 
 
 def omega_of(form: str) -> float:
-    """Of the name of a form of the post."""
+    """Return the Ω in the name of a form."""
     return float(form.partition("=")[2].partition(",")[0])
 
 
 def passes(losses: pd.Series, bound: float) -> float:
-    """Where a series, by its index, first exceeds a bound, between two points linear; or nan."""
+    """Return the index at which a series first exceeds a bound, interpolated linearly; or NaN."""
     above = losses[losses > bound]
     if not len(above):
         return math.nan
@@ -60,22 +60,22 @@ def passes(losses: pd.Series, bound: float) -> float:
 
 
 def by_seed(frame: pd.DataFrame, column: str, bound: float, index: str) -> list[float]:
-    """`passes` for each seed."""
+    """Return `passes` for each seed."""
     return [passes(rows.set_index(index)[column], bound) for _, rows in frame.groupby("seed")]
 
 
 def numbers(values: Iterable[float], never: str = "–") -> str:
-    """All of them, to two digits."""
+    """Return all values with two digits, as text."""
     return ", ".join(never if math.isnan(x) else f"{x:.2g}" for x in values)
 
 
 def steps(values: Iterable[float]) -> str:
-    """All of them, as whole steps."""
+    """Return all values as whole steps, as text."""
     return ", ".join("never" if math.isnan(x) else f"{x:.0f}" for x in values)
 
 
 def ends(curves: pd.DataFrame, column: str, regularizers: Sequence[str]) -> str:
-    """A table: a row for each regularizer, a column for each form, all seeds."""
+    """Return a table with a row per regularizer and a column per form, with all seeds."""
     last = curves[
         curves["step"] == curves.groupby(["form", "regularizer"])["step"].transform("max")
     ]
@@ -92,7 +92,7 @@ def ends(curves: pd.DataFrame, column: str, regularizers: Sequence[str]) -> str:
 
 
 def structure(curves: pd.DataFrame) -> str:
-    """A table of the post's forms at their end: medians over seeds."""
+    """Return a table of the post's forms at the end of their runs: medians over seeds."""
     rows = []
     for (form, name), part in curves[curves["form"].str.startswith("post")].groupby(
         ["form", "regularizer"], sort=False
@@ -106,22 +106,22 @@ def structure(curves: pd.DataFrame) -> str:
 
 
 def decays(shrinking: pd.DataFrame) -> str:
-    """A table: the s at which each form and part is lost, all seeds, and what was predicted."""
+    """Return a table of the s at which each form and part is lost, with the predictions."""
     rows = []
     for (form, part), some in shrinking.groupby(["form", "part"], sort=False):
-        said = "–"
+        span = "–"
         if part == "omega":
             factored = "factored" in form
             ends_of = [when(omega_of(form), x, factored=factored) for x in (LEAKS, 0.5)]
-            said = f"{ends_of[0]:.2f} to {ends_of[1]:.2f}"
+            span = f"{ends_of[0]:.2f} to {ends_of[1]:.2f}"
         figures = [numbers(by_seed(some, kl, LOST, "s")) for kl in ("kl", "kl_masked")]
-        rows.append([form, part, *figures, said])
+        rows.append([form, part, *figures, span])
     header = ["form", "part", f"s where KL passes {LOST}, all seeds", "masks back", "predicted"]
     return markdown(header, rows)
 
 
 def on_schedule(curves: pd.DataFrame, settings: Settings) -> str:
-    """A table: the step at which the leak of a linear sublayer passes 1 %, and the closed form."""
+    """Return a table of the step at which a linear sublayer leaks 1 %, with the closed form."""
     rows = []
     plain = curves[curves["form"].str.startswith("post") & ~curves["form"].str.contains("every")]
     for (form, name), some in plain.groupby(["form", "regularizer"], sort=False):
@@ -140,13 +140,13 @@ def on_schedule(curves: pd.DataFrame, settings: Settings) -> str:
 
 
 def last_of(curves: pd.DataFrame, form: str, name: str, column: str = "kl") -> pd.Series:
-    """By seed, at the end."""
+    """Return the last values by seed."""
     rows = curves[(curves["form"] == form) & (curves["regularizer"] == name)]
     return rows.sort_values("step").groupby("seed")[column].last()
 
 
 def predictions(frames: Mapping[str, pd.DataFrame], settings: Settings) -> str:
-    """Each prediction, whether it held, and the numbers."""
+    """Return each prediction, whether it held, and the numbers."""
     curves, shrinking = frames["curves"], frames["shrinking"]
     posts = [f for f in COLOURS if f in set(curves["form"]) and f.startswith("post")]
     plain = [n for n in settings.regularizers if "dropout" not in n and "η" not in n]
@@ -319,7 +319,7 @@ def predictions(frames: Mapping[str, pd.DataFrame], settings: Settings) -> str:
 
 
 def answer(curves: pd.DataFrame, settings: Settings) -> str:
-    """The first lines."""
+    """Return the first lines of the page."""
     posts = [f for f in COLOURS if f in set(curves["form"]) and f.startswith("post")]
     names = [n for n in settings.regularizers if "η" not in n and n != "none"]
     ratios = [
@@ -362,7 +362,7 @@ the MLP, and in training is the MLP but for dropout of patterns."""
 
 
 def drift_figure(curves: pd.DataFrame) -> Figure:
-    """KL by step: a panel for each regularizer, a colour for each form, a line for each seed."""
+    """Draw KL by step: one panel per regularizer, one colour per form, one line per seed."""
     shown = curves[curves["form"].isin(COLOURS) & (curves["step"] > 0)]
     names = list(dict.fromkeys(shown["regularizer"]))
     picture = Figure(figsize=(13, 6), layout="constrained")
@@ -386,7 +386,7 @@ def drift_figure(curves: pd.DataFrame) -> Figure:
 
 
 def shrink_figure(shrinking: pd.DataFrame) -> Figure:
-    """Decay alone: KL by s for each part, and the leak with its closed form."""
+    """Draw decay without gradients: KL by s for each part, and the leak with its closed form."""
     picture = Figure(figsize=(12, 4.4), layout="constrained")
     left, right = picture.subplots(1, 2)
     mean = (
@@ -417,7 +417,7 @@ def shrink_figure(shrinking: pd.DataFrame) -> Figure:
         exact = [leak(omega_of(form), s, factored="factored" in form) for s in fine]
         right.plot(fine, exact, color=f"C{number}", lw=1)
     right.set(xlabel="s = ηλt", ylabel="weight of a linear head on other vectors")
-    right.set_ylim(-0.03, 1.1)  # room for the legend
+    right.set_ylim(-0.03, 1.1)  # space for the legend
     right.legend(fontsize="small", title="lines: closed form", loc="upper left", ncols=2)
     for panel in (left, right):
         panel.grid(alpha=0.3)
@@ -425,7 +425,7 @@ def shrink_figure(shrinking: pd.DataFrame) -> Figure:
 
 
 def page(frames: Mapping[str, pd.DataFrame], settings: Settings) -> str:
-    """Everything in Markdown."""
+    """Return the whole page in Markdown."""
     curves = frames["curves"]
     every = curves[curves["form"].str.contains("every")]
     first = curves[(curves["step"] == 0) & (curves["form"] == "MLP")].drop_duplicates("seed")

@@ -26,15 +26,15 @@ from analyses.tools.study_files import keep
 from attn_only_lens import circuits, expose_neuron_heads, pretrained, tasks
 from attn_only_lens.circuits.stability import inclusion_interval
 
-BATCH = 20  # prompts that are resampled; their halves are as large as a fresh batch
+BATCH = 20  # prompts in a resampled batch; a fresh batch has half as many
 N_FRESH, N_BATCHES, RESAMPLES = 230, 20, 20
 RARE = 0.02
-FIRST_FRESH, FIRST_BATCH = 10_000, 500  # seeds from here on
+FIRST_FRESH, FIRST_BATCH = 10_000, 500  # the first seeds
 STEPS = (0.0, RARE, 0.1, 0.5, 0.9, 1.0)
 
 
 def agreement(model: Any, n: int, seed: int) -> Any:
-    """Return a batch of prompts with a relative clause."""
+    """Return a batch of agreement prompts with a relative clause."""
     return tasks.agreement(model.tokenizer, n, seed, structure="relative")
 
 
@@ -47,7 +47,7 @@ def names(frame: pd.DataFrame) -> list[str]:
 
 
 def probabilities(model: Any, n: int) -> "pd.Series[float]":
-    """Return the share of circuits of fresh batches that include each site."""
+    """Return for each site the share of fresh batches whose circuit includes it."""
     counts = Counter[str]()
     for seed in tqdm(range(FIRST_FRESH, FIRST_FRESH + n), desc="fresh batches"):
         task = agreement(model, BATCH // 2, seed)
@@ -95,9 +95,9 @@ def resampled(model: Any, n: int) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def covered(sites: pd.DataFrame, truth: "pd.Series[float]") -> pd.DataFrame:
-    """Return whether each interval holds its probability, also of sites in no circuit of a batch.
+    """Return whether each interval contains its probability, also for sites outside all circuits.
 
-    Those have the interval of a site in none of the resamples, from 0.
+    A site in no circuit of a batch has the interval of a site in none of the resamples.
     """
     index = pd.MultiIndex.from_product([sites["batch"].unique(), truth.index])
     known = sites.set_index(["batch", "site"])
@@ -114,7 +114,7 @@ def covered(sites: pd.DataFrame, truth: "pd.Series[float]") -> pd.DataFrame:
 
 
 def coverage(frame: pd.DataFrame) -> str:
-    """Return a table of coverage by the probability of sites."""
+    """Return a table of coverage, by the probability of sites."""
     rows = []
     for label, some in [
         ("in a union", frame[frame["in union"]]),
@@ -131,7 +131,7 @@ def coverage(frame: pd.DataFrame) -> str:
 
 
 def between_tasks(model: Any, n: int) -> pd.DataFrame:
-    """Return the faithfulness of the circuit of each task on all tasks, at their last tokens."""
+    """Return the faithfulness of each task's circuit on all tasks, at the last tokens."""
     make = {
         "agreement": agreement(model, n, 0),
         "agreement, other prompts": agreement(model, n, 1),
@@ -147,7 +147,7 @@ def between_tasks(model: Any, n: int) -> pd.DataFrame:
 
 
 def figure(frame: pd.DataFrame) -> Figure:
-    """Inclusion, by the probability of the site."""
+    """Draw inclusion by the probability of the site."""
     picture = Figure(figsize=(5, 4), layout="constrained")
     panel = picture.subplots()
     seen = frame[frame["in union"]]

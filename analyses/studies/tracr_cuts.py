@@ -81,7 +81,7 @@ def _side(attn: torch.nn.Module, side: str) -> Tensor:
 
 
 def _hook(model: HookedTransformer, edge: Edge) -> str:
-    """Where an edge's reader reads."""
+    """Return the hook point of an edge's reader."""
     if edge.reader == "output":
         return f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
     if edge.side == "in":

@@ -41,7 +41,7 @@ Weights: TypeAlias = Mapping[str, Array]
 
 
 class Edge(NamedTuple):
-    """What `writer` writes, as `reader` reads it: by q, k or v of a head; in, of the others."""
+    """An edge from `writer` to an input of `reader`: q, k or v of a head, "in" of other parts."""
 
     writer: str
     reader: str
@@ -49,12 +49,12 @@ class Edge(NamedTuple):
 
 
 def n_layers(weights: Weights) -> int:
-    """How many layers the weights are of."""
+    """Return the number of layers in the weights."""
     return sum(name.endswith("mlp.W_in") for name in weights)
 
 
 def candidates(weights: Weights) -> list[Edge]:
-    """Every edge that the architecture allows: each part reads all that come before it."""
+    """Return every edge that the architecture allows: each part reads all earlier parts."""
     edges: list[Edge] = []
     before: list[str] = ["embed"]
     for stage in _stages(weights):
@@ -66,15 +66,15 @@ def candidates(weights: Weights) -> list[Edge]:
 
 
 def true_edges(weights: Weights) -> dict[Edge, list[int]]:
-    """The candidates on a path from `embed` to `output`, each with the axes that are shared."""
+    """Return the candidates on a path from `embed` to `output`, each with the shared axes."""
     writes, reads = dict(_writes(weights)), dict(_reads(weights))
     axes = {
         edge: np.flatnonzero(writes[edge.writer] & reads[edge.reader, edge.side]).tolist()
         for edge in candidates(weights)
     }
     shared = [edge for edge in axes if axes[edge]]
-    # Candidates come by reader, in the order of computation: what feeds a part precedes what it
-    # feeds, so that one pass each way follows every path.
+    # Candidates are sorted by reader, in computation order: a part's inputs come before its
+    # outputs, so one pass in each direction follows every path.
     fed, useful = {"embed"}, {"output"}
     for edge in shared:
         if edge.writer in fed:
@@ -88,9 +88,9 @@ def true_edges(weights: Weights) -> dict[Edge, list[int]]:
 def logits(
     weights: Weights, tokens: npt.NDArray[np.int64], causal: bool, cut: Collection[Edge] = ()
 ) -> Array:
-    """Logits [batch, pos, d_out] of tokens [batch, pos], each cut edge's reader without its writer.
+    """Return logits [batch, pos, d_out] for tokens [batch, pos], with some edges cut.
 
-    A reader that is cut off from one writer gets all else; what it then writes goes on as it is.
+    The reader of a cut edge gets all writers except this one; its changed output is then used.
     """
     written = {
         "embed": weights["embed.W_E"][tokens] + weights["pos_embed.W_pos"][: tokens.shape[1]]
@@ -154,6 +154,6 @@ def _reads(weights: Weights) -> Iterator[tuple[tuple[str, str], npt.NDArray[np.b
 
 
 def _product(weights: Weights, layer: int, left: str, right: str) -> Array:
-    """W_QK or W_OV of every head, [n_heads, d_model, d_model]."""
+    """Return W_QK or W_OV of every head, [n_heads, d_model, d_model]."""
     W, W_2 = (weights[f"blocks.{layer}.attn.W_{x}"] for x in (left, right))
     return W @ (W_2.swapaxes(1, 2) if right == "K" else W_2)

@@ -6,16 +6,17 @@ which neuron reads what; if neurons are heads, every neuron is a node. For each 
 
     error           largest |Δ logit| / largest |logit| after conversion, over all stored inputs
     nodes           embed, heads, and MLPs or neurons, and the output
-    edges           that the architecture allows, by q, k and v of a head, and in of the others
-    true edges      those of the program (`tracr_edges.py`); of an MLP, those of any of its neurons
-    found           edges of `circuits.attribution_graph`, positions and inputs put together, that
-                    are true, of those that it has: |weight| over 1e-6
+    edges           edges that the architecture allows: q, k and v of a head, "in" of other parts
+    true edges      edges of the program (`tracr_edges.py`); an MLP has those of all its neurons
+    found           true edges among the edges of `circuits.attribution_graph` with |weight| above
+                    1e-6, joined over positions and inputs
 
 If the share of true edges falls, the graph grows faster than the program. Edges that are not found
 act on a pattern through another pattern, or carry values that these inputs never have.
 """
 
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,20 +24,52 @@ import pandas as pd
 import torch
 import typer
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from analyses.studies.tracr_edges import Edge
-from analyses.studies.tracr_edges_auroc import graph_scores, metric_of
 from analyses.studies.tracr_models import PROGRAMS, TracrProgram, load_program
 from analyses.tools.benching import table
 from analyses.tools.options import Device, Out, Smoke
 from analyses.tools.study_files import keep
-from attn_only_lens import convert
+from attn_only_lens import circuits, convert
+from attn_only_lens import patching as p
+from attn_only_lens.engine.metrics import Metric
 
-LEAST = 1e-6  # between what a compiled head leaks, and the least value that a program takes
+LEAST = 1e-6  # above the leak of a compiled head, and below the values that programs take
+
+
+def metric_of(program: TracrProgram, expected: list[Any]) -> Metric:
+    """What the model says for one input, as one number."""
+    positions = [pos for pos, value in enumerate(expected, start=1) if value is not None]
+
+    def said(logits: Tensor) -> Tensor:
+        rows = logits[0, positions]
+        if program.outputs is None:
+            return rows.sum()
+        right = torch.tensor([program.outputs.index(expected[pos - 1]) for pos in positions]).to(
+            rows.device
+        )
+        chosen = rows.gather(1, right[:, None])[:, 0]
+        return (chosen - (rows.sum(1) - chosen) / (rows.shape[1] - 1)).sum()
+
+    return p.custom(said, name="what is expected")
+
+
+def graph_scores(model: Any, tokens: Tensor, metric: Metric) -> dict[Edge, float]:
+    """Return |weights| of the graph of one input, summed over positions."""
+    graph = circuits.attribution_graph(model, tokens[None], metric, mass=1)
+    names = graph.nodes.set_index("id")["name"]
+    weights_of: dict[Edge, float] = defaultdict(float)
+    for row in graph.edges.itertuples():
+        writer, reader = names[row.source], names[row.target]
+        reader = "output" if reader == "metric" else reader
+        side = {"value": "v"}.get(row.kind, row.kind) if "H" in reader else "in"
+        weights_of[Edge(writer, reader, side)] += abs(row.weight)
+    return weights_of
 
 
 def with_whole_mlps(edges: set[Edge]) -> set[Edge]:
-    """The same edges with all neurons of a layer as one node."""
+    """Return the edges with all neurons of a layer merged into one node."""
 
     def whole(name: str) -> str:
         return f"{name.split('N')[0]}MLP" if "N" in name else name
@@ -45,13 +78,13 @@ def with_whole_mlps(edges: set[Edge]) -> set[Edge]:
 
 
 def nodes_of(edges: set[Edge]) -> int:
-    """How many parts there are, of all edges that the architecture allows."""
+    """Return the number of parts, given all edges that the architecture allows."""
     return len({e.writer for e in edges} | {e.reader for e in edges})
 
 
 @torch.no_grad()
 def error_of(program: TracrProgram) -> float:
-    """Largest difference of a logit, over the largest logit, with every hook live."""
+    """Return the largest logit difference, divided by the largest logit, with all hooks active."""
     converted = convert(program.model, copy_weights=True)
     moved = largest = 0.0
     for tokens, _, _ in program.batches():
@@ -63,20 +96,20 @@ def error_of(program: TracrProgram) -> float:
 
 
 def found_in(program: TracrProgram, n_inputs: int) -> set[Edge]:
-    """The edges of the attribution graphs of some inputs of the greatest length."""
+    """Return the edges in the attribution graphs of some inputs with the greatest length."""
     tokens, expected, _ = next(program.batches())
     converted = convert(program.model, copy_weights=True)
     edges_found: set[Edge] = set()
     for row, wanted in zip(tokens[:n_inputs], expected[:n_inputs], strict=True):
         metric = metric_of(program, wanted)
-        of_edges = graph_scores(converted, row, metric, patterns=True)
+        of_edges = graph_scores(converted, row, metric)
         edges_found |= {edge for edge, score in of_edges.items() if score > LEAST}
-    # "bias" and "rest" are no parts of the program.
+    # The nodes "bias", "rest" and "offset" are not parts of the program.
     return {e for e in edges_found if e.writer not in ("bias", "rest", "offset")}
 
 
 def row_of(name: str, n_inputs: int, device: str) -> dict[str, Any]:
-    """The row of one program."""
+    """Return the row of one program."""
     program = load_program(name, device=device)
     every, true = set(program.candidates()), program.true_edges()
     edges_found = found_in(program, n_inputs)
@@ -116,7 +149,7 @@ def main(
 
 
 def figure(frame: pd.DataFrame) -> Figure:
-    """Edges by program, allowed and true, with MLPs and with neurons as nodes."""
+    """Draw edges by program, allowed and true, with MLPs and with neurons as nodes."""
     picture = Figure(figsize=(11, 5), layout="constrained")
     panel = picture.subplots()
     for colour, nodes in enumerate(("MLPs", "neurons")):
@@ -138,7 +171,7 @@ PAGE = """# Compiled programs, before and after neurons are heads
 Each program as compiled, with MLPs as nodes, and converted, with neurons as heads; float64. What
 the columns are, `analyses/studies/tracr_growth.py` says. Attribution graphs are of {n_inputs}
 inputs of the
-greatest length. How well scores tell true edges from others, `tracr_edges_auroc.md` says.
+greatest length. How well scores find true edges, `known_circuits.md` says.
 
 {table}
 

@@ -40,7 +40,7 @@ PROGRAMS = (
     "reverse",
     "sort_unique",
 )
-# Between 1e-7, what a compiled head leaks, and the values that programs take, multiples of 1/20.
+# Between the leak of a compiled head, 1e-7, and the values that programs take, multiples of 1/20.
 NUMERICAL_TOLERANCE = 1e-6
 
 
@@ -49,19 +49,19 @@ class TracrProgram:
     """A compiled program.
 
     Attributes:
-        name: of its files.
+        name: the name of its files.
         source: the RASP program, as written with Tracr's library.
-        model: what Tracr compiled, in float64.
+        model: the compiled model, in float64.
         edges: a row for each true edge: `writer`, `reader`, `side` ("q", "k" or "v" of a head, "in"
             of a neuron or of the output), `axes` (labels of the axes of the residual stream that
-            the one writes and the other reads), `changes_logits` and `changes_output`: whether
-            cutting this edge alone does that on any of the inputs. One that changes nothing is
-            true, and redundant: it carries values that are never taken, or matters at BOS alone.
+            the writer writes and the reader reads), `changes_logits` and `changes_output`: whether
+            cutting only this edge does that on any input. A true edge that changes nothing is
+            redundant: it carries values that are never taken, or matters only at BOS.
         inputs: sequences without BOS, of several lengths.
-        expected: what the RASP interpreter gives on each; None where it is not defined.
-        tracr_logits: what Tracr's own model gives on each, BOS included: [pos, d_vocab_out].
-        vocab: values of the tokens, BOS and padding included.
-        outputs: values that the logits stand for; None for one logit that is the value itself.
+        expected: the RASP interpreter's output for each input; None where it is not defined.
+        tracr_logits: the logits of Tracr's model for each input with BOS, [pos, d_vocab_out].
+        vocab: values of the tokens, including BOS and padding.
+        outputs: values that the logits stand for; None if one logit is the value itself.
         residual_labels: names of the axes of the residual stream.
         bos: the first token of every input.
     """
@@ -79,16 +79,16 @@ class TracrProgram:
     bos: str
 
     def true_edges(self) -> set[Edge]:
-        """The edges, without what is known about them."""
+        """Return the true edges, without their properties."""
         return {Edge(*row) for row in self.edges[list(Edge._fields)].itertuples(index=False)}
 
     def candidates(self) -> list[Edge]:
-        """Every edge that the architecture allows, true or not."""
+        """Return every edge that the architecture allows, true or not."""
         weights = {name: x.detach().cpu().numpy() for name, x in self.model.named_parameters()}
         return candidates(weights)
 
     def batches(self) -> Iterator[tuple[Int[Tensor, "batch pos"], list[Any], Tensor]]:
-        """By length, the longest first: tokens with BOS, what is expected, and Tracr's logits."""
+        """Yield by length, the longest first: tokens with BOS, expected outputs, Tracr's logits."""
         by_length = defaultdict(list)
         for i, x in enumerate(self.inputs):
             by_length[len(x)].append(i)
@@ -100,7 +100,7 @@ class TracrProgram:
             yield batch, [list(self.expected[i]) for i in indices], logits.to(device)
 
     def decode(self, logits: Float[Tensor, "batch pos d_vocab_out"]) -> list[list[Any]]:
-        """The outputs that logits stand for, without BOS."""
+        """Return the outputs that logits stand for, without BOS."""
         if self.outputs is None:
             return logits[:, 1:, 0].tolist()
         return [[self.outputs[i] for i in row] for row in logits[:, 1:].argmax(-1).tolist()]
@@ -108,7 +108,7 @@ class TracrProgram:
     def agrees(
         self, logits: Float[Tensor, "batch pos d_vocab_out"], expected: list[list[Any]]
     ) -> bool:
-        """Whether the outputs are those expected, wherever these are defined."""
+        """Return whether the outputs equal the expected ones wherever these are defined."""
         pairs = [
             (got, want)
             for row, wanted in zip(self.decode(logits), expected, strict=True)
@@ -125,8 +125,8 @@ def load_program(name: str, folder: Path = FIXTURES, device: str = "cpu") -> Tra
 
     Args:
         name: one of `PROGRAMS`.
-        folder: where NAME.json and NAME.safetensors lie.
-        device: where its model is to be, and its inputs.
+        folder: the folder with NAME.json and NAME.safetensors.
+        device: the device of the model and of its inputs.
 
     Raises:
         FileNotFoundError: there is no such program.

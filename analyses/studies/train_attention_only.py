@@ -24,10 +24,10 @@ Compute is the flops of matrix products, forward and backward. The dense form, w
 that it has computed, needs more flops; these are counted too, but not run or drawn. Times are in
 `bench_training_step.py`.
 
-Predictions, written before the run. After it, "mlp, an eighth" was added, and addition was trained
-longer, with one more rate to try: 700 epochs were too few for three arms of five, and the highest
-rate had been taken by four. A longer run (2400 steps of text, a higher rate of addition) was begun
-after that and broken off for time.
+Predictions, written before the run. Afterwards, "mlp, an eighth" was added, and addition was
+trained longer, with one more learning rate: 700 epochs were too few for three of five arms, and
+four had chosen the highest rate. Then a longer run (2400 steps of text, a higher rate for addition)
+was started, and stopped for lack of time.
 
 1. The theorem's form is the MLP: trained alike, they stay the same numbers, to rounding.
 2. At equal parameters, the loss of heads to the letter on text is within 2 % of the MLP's: half as
@@ -75,8 +75,8 @@ from analyses.tools.study_files import keep
 from attn_only_lens.storage import atomic_write, write_text
 
 SEED_OF_SEARCH = 100
-SATURATED = 0.05  # a weight below this, or above 1 - this
-DEAD = 0.01  # of the mean strength of its layer's heads
+SATURATED = 0.05  # weights below this, or above 1 minus this, are saturated
+DEAD = 0.01  # relative to the mean strength in the head's layer
 BINS = 16
 DIGITS = "%.5g"
 ARMS: dict[str, tuple[models.Kind, float]] = {
@@ -89,18 +89,18 @@ ARMS: dict[str, tuple[models.Kind, float]] = {
     "set free": ("set free", 1 / 2),
     "persistent": ("persistent", 1 / 2),
 }
-"""Each arm's kind, and how many heads it has for a neuron of the MLP."""
+"""The kind of each arm, and its number of heads per neuron of the MLP."""
 KEPT_HEADS = ("keyless", "bias token", "set free", "persistent")
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained on, and for how long.
+    """A task, its sizes, and the length of its training.
 
     Attributes:
-        steps: of a run; a run of the search takes `search_steps`.
-        checks: how often the loss on what is held out is taken.
-        lrs: those that are tried.
+        steps: the steps of a run; a run of the search takes `search_steps`.
+        checks: how often the held-out loss is measured.
+        lrs: the learning rates that are tried.
     """
 
     d_model: int
@@ -114,43 +114,43 @@ class Task:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """Those that are trained."""
+        """The arms that are trained."""
         return tuple(ARMS)
 
     def neurons(self, arm: str) -> tuple[models.Kind, int]:
-        """The kind of an arm's neurons, and how many there are in a layer."""
+        """Return the kind and the number of an arm's neurons in a layer."""
         kind, share = ARMS[arm]
         return kind, round(share * self.d_mlp)
 
 
 @dataclass(frozen=True)
 class Text(Task):
-    """Small English."""
+    """The task of predicting Small English texts."""
 
     n_layers: int = 2
     rows: int = 16
-    n_held_out: int = 16  # batches
-    prompts: int = 200  # of each task, with which no sentence begins
+    n_held_out: int = 16  # the number of batches
+    prompts: int = 200  # per task; no text has a sentence that begins with one of them
     clip: float = 1.0
 
     def model(self, kind: models.Kind, n_neurons: int, seed: int) -> nn.Module:
-        """An untrained model."""
+        """Return an untrained model."""
         sizes = {name: getattr(self, name) for name in ("n_layers", "d_model")}
         d_vocab = len(english.vocabulary())
         sizes |= {"heads": self.n_heads, "d_vocab": d_vocab, "seed": seed}
         return models.text_model(kind, n_neurons, **sizes)
 
     def optimizer(self, model: nn.Module, lr: float) -> torch.optim.AdamW:
-        """That of the shipped model's embeddings."""
+        """Return the optimizer that trains the shipped model's embeddings."""
         settings: dict[str, Any] = {"betas": (0.9, 0.98), "weight_decay": 0.1}
         return torch.optim.AdamW(model.parameters(), lr=lr, **settings)
 
     def rate(self, step: int, steps: int) -> float:
-        """Up, and down to zero."""
+        """Return the learning-rate factor, which rises and then falls to zero."""
         return min((step + 1) / self.warmup, 1 - step / steps)
 
     def batch(self, step: int, seed: int) -> Tensor:
-        """The same texts for every arm."""
+        """Return the texts of a step, which are the same for every arm."""
         return self._pool(seed, step // english.POOL)[step % english.POOL]
 
     def _pool(self, seed: int, number: int) -> list[Tensor]:
@@ -158,11 +158,11 @@ class Text(Task):
         return _pool(recipe, number)
 
     def loss(self, model: Any, batch: Tensor) -> Tensor:
-        """Cross-entropy of the next token."""
+        """Return the cross-entropy of the next token."""
         return english.loss_of(model, batch)
 
     def flops(self, model: Any, batch: Tensor) -> int:
-        """Of one training step."""
+        """Return the flops of one training step."""
         neurons, pos = models.neurons_of(model)[0], batch.shape[1] - 1
         layer = 8 * self.d_model**2 + 4 * pos * self.d_model
         layer += models.flops(neurons.kind, self.d_model, neurons.W_Q.shape[1])
@@ -170,7 +170,7 @@ class Text(Task):
         return 3 * len(batch) * pos * (self.n_layers * layer + unembed)
 
     def held_out(self, model: Any, seed: int) -> dict[str, float]:
-        """The loss on texts that are the same for every seed."""
+        """Return the loss on texts that are the same for every seed."""
         batches = self._pool(0, english.SEED_OF_HELD_OUT)[: self.n_held_out]
         losses = [self.loss(model, batch.to(model.device)) for batch in batches]
         return {"loss": torch.stack(losses).mean().item()}
@@ -188,7 +188,7 @@ def _never(prompts: int) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Addition(Task):
-    """Addition modulo p, as `growth_modular_addition.py` trains it."""
+    """The task of addition modulo p, as in `growth_modular_addition.py`."""
 
     modulus: int = 53
     train_fraction: float = 0.6
@@ -196,17 +196,17 @@ class Addition(Task):
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """Those of equal parameters: others do not tell what solves the task sooner."""
+        """The arms with equal parameters; other arms cannot show which form learns sooner."""
         return tuple(arm for arm, (kind, _) in ARMS.items() if arm in ("mlp", kind))
 
     def recipe(self, seed: int, lr: float = 0.0) -> addition.Recipe:
-        """Of the model without its MLP."""
+        """Return the recipe of the model without its MLP."""
         sizes = {name: getattr(self, name) for name in ("modulus", "d_model", "n_heads")}
         fraction = self.train_fraction
         return addition.Recipe(**sizes, d_mlp=1, seed=seed, train_fraction=fraction, lr=lr)
 
     def model(self, kind: models.Kind, n_neurons: int, seed: int) -> nn.Module:
-        """An untrained model; all is drawn with TransformerLens' standard deviation."""
+        """Return an untrained model; all weights have TransformerLens' standard deviation."""
         model = self.recipe(seed).model()
         torch.manual_seed(seed)
         std, bias = model.cfg.initializer_range, nn.Parameter(torch.zeros(self.d_model))
@@ -214,32 +214,32 @@ class Addition(Task):
         return model
 
     def optimizer(self, model: Any, lr: float) -> torch.optim.AdamW:
-        """That of the shipped model."""
+        """Return the optimizer of the shipped model."""
         return addition.adamw(self.recipe(0, lr), model)
 
     def rate(self, step: int, steps: int) -> float:
-        """Up, and on."""
+        """Return the learning-rate factor, which rises and then stays constant."""
         return min((step + 1) / self.warmup, 1.0)
 
     def batch(self, step: int, seed: int) -> Tensor:
-        """All pairs that are trained on, with their answers in a last column."""
+        """Return all training pairs, with their answers in the last column."""
         return _pairs(self.recipe(seed))[0]
 
     def loss(self, model: Any, batch: Tensor) -> Tensor:
-        """Cross-entropy of the answer."""
+        """Return the cross-entropy of the answer."""
         return addition.loss_of(self.logits(model, batch), batch[:, 3])
 
     def logits(self, model: Any, batch: Tensor) -> Tensor:
-        """Of the answer."""
+        """Return the logits of the answer."""
         return addition.fast_logits(model, batch[:, :3], model.blocks[0].mlp)
 
     def flops(self, model: Any, batch: Tensor) -> int:
-        """Of one training step, which is the same for all: as torch counts it, once."""
+        """Return the flops of one training step by torch's counter, the same for all steps."""
         neurons = models.neurons_of(model)[0]
         return _flops(self, neurons.kind, neurons.W_Q.shape[1], len(batch))
 
     def held_out(self, model: Any, seed: int) -> dict[str, float]:
-        """Loss and accuracy on pairs that are not trained on."""
+        """Return loss and accuracy on held-out pairs."""
         batch = _pairs(self.recipe(seed))[1].to(model.W_U.device)
         logits = self.logits(model, batch)
         right = (logits.argmax(-1) == batch[:, 3]).double().mean().item()
@@ -248,7 +248,7 @@ class Addition(Task):
 
 @lru_cache(1)
 def _pairs(recipe: addition.Recipe) -> tuple[Tensor, Tensor]:
-    """Those trained on and the rest, [pair, (a, b, =, answer)]."""
+    """Return training pairs and held-out pairs, [pair, (a, b, =, answer)]."""
     tokens, answers, trained = addition.pairs(recipe)
     rows = torch.cat([tokens, answers[:, None]], dim=1)
     return rows[trained], rows[~trained]
@@ -264,7 +264,7 @@ def _flops(task: Addition, kind: models.Kind, n_neurons: int, n_pairs: int) -> i
 
 @dataclass(frozen=True)
 class Study:
-    """What determines the result."""
+    """The settings that determine the result."""
 
     text: Text = field(
         default_factory=lambda: Text(48, 4, 192, 600, 240, 12, (8e-3, 1.6e-2, 3.2e-2), 50)
@@ -282,21 +282,21 @@ SMOKE = Study(
 
 
 def slug(*parts: object) -> str:
-    """The name of a folder."""
+    """Return the name of a folder."""
     return "-".join(str(part).replace(", ", "_").replace(" ", "_") for part in parts)
 
 
 def on(device: str, model: nn.Module) -> nn.Module:
-    """The model there; a HookedTransformer says nothing of it."""
+    """Return the model on a device; a HookedTransformer's own `to` would print a message."""
     return nn.Module.to(model, device)
 
 
 def train(
     task: Any, arm: str, seed: int, lr: float, steps: int, folder: Path, device: str
 ) -> tuple[nn.Module, pd.DataFrame]:
-    """One run: the model at its end, and its curve. One that was done is read; no other is kept.
+    """Return the model at the end of a run, and its curve; a finished run is read from its folder.
 
-    A run takes less than a minute, so that one broken off begins again.
+    An interrupted run starts again, because a run takes less than a minute.
     """
     kind, n_neurons = task.neurons(arm)
     model = on(device, task.model(kind, n_neurons, seed))
@@ -335,13 +335,13 @@ def train(
 
 
 def late(curve: pd.DataFrame) -> float:
-    """What the search goes by: the median loss of the last quarter of a run."""
+    """Return the median loss in the last quarter of a run, which the search minimises."""
     return curve["loss"].iloc[-max(1, len(curve) // 4) :].median()
 
 
 @torch.no_grad()
 def read_by(task: Any, model: nn.Module, seed: int) -> list[Tensor]:
-    """What the neurons of each layer read on what is held out, [token, d_model]."""
+    """Return the inputs of each layer's neurons on held-out data, [token, d_model]."""
     seen: list[list[Tensor]] = []
     hooks = []
     for sublayer in models.neurons_of(model):
@@ -361,13 +361,13 @@ def _note(seen: list[Tensor], module: nn.Module, inputs: tuple[Tensor], out: Ten
 
 
 def share_explained(z: Tensor, by: Tensor) -> Tensor:
-    """The share of each head's variance that is a function of one number of it, [head].
+    """Return the share of each head's variance that is a function of one of its numbers, [head].
 
     The function is constant on BINS bins of equal size.
 
     Args:
-        z: what is explained, [token, head].
-        by: the number, [token, head].
+        z: the values to explain, [token, head].
+        by: the number that explains them, [token, head].
     """
     n = len(z) // BINS * BINS
     order = by.argsort(dim=0)[:n]
@@ -377,7 +377,7 @@ def share_explained(z: Tensor, by: Tensor) -> Tensor:
 
 
 def share_linear(z: Tensor, by: Tensor) -> Tensor:
-    """The share of each head's variance that is linear in one number of it, [head]."""
+    """Return the share of each head's variance that is linear in one of its numbers, [head]."""
     z, by = z - z.mean(0), by - by.mean(0)
     within = (z * by).mean(0).square() / by.square().mean(0).clamp_min(1e-30)
     return within / z.square().mean(0).clamp_min(1e-30)
@@ -385,16 +385,16 @@ def share_linear(z: Tensor, by: Tensor) -> Tensor:
 
 @torch.no_grad()
 def heads_of(neurons: models.Neurons, x: Tensor) -> pd.DataFrame:
-    """What each head has become: a row a head.
+    """Return a row per head with its properties.
 
-    Columns: |cos| of its vectors; the mean weight on itself (the rest is the bias token's), and the
-    share of tokens where that is saturated; how much of its score is linear in q, as the theorem's
-    is; how much of its output is linear in v, a function of v alone, and of q alone; its strength
-    over the mean of its layer's.
+    Columns: |cos| between its vectors; the mean weight of a token on itself (the rest is on the
+    bias token), and the share of tokens where it is saturated; how much of the score is linear in
+    q, as in the theorem; how much of the output is linear in v, a function of v, or a function of
+    q; the strength, divided by the mean strength in the layer.
 
     Args:
-        neurons: of one layer.
-        x: what they read, [token, d_model].
+        neurons: the neurons of one layer.
+        x: the inputs of the neurons, [token, d_model].
     """
     d_model = x.shape[1]
     shape = len(x), neurons.W_Q.shape[1]
@@ -423,7 +423,7 @@ def heads_of(neurons: models.Neurons, x: Tensor) -> pd.DataFrame:
 
 
 def heads_frame(task: Any, model: nn.Module, seed: int) -> pd.DataFrame:
-    """The heads of every layer."""
+    """Return the heads of every layer."""
     layers = zip(models.neurons_of(model), read_by(task, model, seed), strict=True)
     frames = [
         heads_of(sublayer, x).assign(layer=layer) for layer, (sublayer, x) in enumerate(layers)
@@ -432,14 +432,14 @@ def heads_frame(task: Any, model: nn.Module, seed: int) -> pd.DataFrame:
 
 
 def become(heads: pd.DataFrame) -> dict[str, float]:
-    """Medians over heads; of the dead, the share."""
+    """Return medians over heads, and the share of dead heads."""
     medians = heads.drop(columns=["layer", "strength"]).median().to_dict()
     return medians | {"dead": (heads["strength"] < DEAD).mean()}
 
 
 @torch.no_grad()
 def cuts_of(task: Any, model: nn.Module, seed: int) -> dict[str, float]:
-    """The loss with a part of every head left out, of those they have; see `Neurons.parts`."""
+    """Return the loss after each cut that the heads allow; see `Neurons.parts`."""
     losses = {}
     free = ("key", "value_b") if hasattr(models.neurons_of(model)[0], "W_K") else ()
     for cut in ("", "gate", *free):
@@ -454,16 +454,16 @@ def cuts_of(task: Any, model: nn.Module, seed: int) -> dict[str, float]:
 def runs(
     study: Study, folder: Path, device: str
 ) -> Iterator[tuple[str, str, int, nn.Module, pd.DataFrame, pd.DataFrame]]:
-    """Every arm of every task with every seed: task, arm, seed, model, curve, and its search.
+    """Yield task, arm, seed, model, curve and search of every arm of every task with every seed.
 
     Raises:
         ValueError: the folder holds runs of another study.
     """
-    said = folder / "study.json"
+    path = folder / "study.json"
     settings = json.dumps(asdict(replace(study, n_seeds=0)), indent=2) + "\n"
-    if said.exists() and said.read_text("utf-8") != settings:
-        raise ValueError(f"{said} is of another study: choose another --runs")
-    write_text(said, settings)
+    if path.exists() and path.read_text("utf-8") != settings:
+        raise ValueError(f"{path} is of another study: choose another --runs")
+    write_text(path, settings)
     tasks: dict[str, Any] = {"text": study.text, "addition": study.addition}
     both = [(name, arm) for name, task in tasks.items() for arm in task.arms]
     total = sum(len(tasks[name].lrs) + study.n_seeds for name, _ in both)
@@ -493,7 +493,7 @@ def runs(
 
 
 def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]:
-    """Train every arm and measure: frames by name, with columns `task`, `arm` and `seed`."""
+    """Train and measure every arm; return frames by name, with columns `task`, `arm` and `seed`."""
     collected: dict[str, list[pd.DataFrame]] = {}
     for name, arm, seed, model, curve, search in runs(study, folder, device):
         task = getattr(study, name)
@@ -523,11 +523,11 @@ def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]
 
 
 def size_of(study: Study, name: str, arm: str) -> dict[str, Any]:
-    """What an arm has in a layer, and what its dense form would cost."""
+    """Return the sizes of an arm in a layer, and the cost of its dense form."""
     task = getattr(study, name)
     kind, n_neurons = task.neurons(arm)
     batch, model = task.batch(0, 0), task.model(kind, n_neurons, 0)
-    rows = batch.shape[1]  # a column is asked for and not read, and the bias token is one more
+    rows = batch.shape[1]  # one column is not an input, and the bias token is one more row
     needed = models.flops(kind, task.d_model, n_neurons)
     dense = models.flops(kind, task.d_model, n_neurons, n_dense=rows)
     biases = {
@@ -563,7 +563,7 @@ def main(
     text_of = {
         part: frame.to_csv(index=False, float_format=DIGITS) for part, frame in every.items()
     }
-    # the page is made of what is stored, to its last digit
+    # The page is computed from the stored tables, which have fewer digits.
     frames = {part: pd.read_csv(StringIO(text)) for part, text in text_of.items()}
     about = {"study": asdict(study), "machine": machine(device)}
     text = page(frames, about, " --smoke" if smoke else "")

@@ -21,7 +21,7 @@ PACKAGES = ("attn_only_lens", "transformer-lens", "torch", "numpy", "pandas")
 
 
 def page_name(script: str, device: str, *parts: str) -> str:
-    """The name of a benchmark's page: of the CPU's, that of its script."""
+    """Return a page's name: the script's name and the parts, plus the device unless it is a CPU."""
     places = [] if device == "cpu" else [device.replace(":", "")]
     return "_".join([Path(script).stem, *parts, *places]) + ".md"
 
@@ -29,17 +29,17 @@ def page_name(script: str, device: str, *parts: str) -> str:
 def leave(
     script: str, out: Path, files: Mapping[str, str], *, started: float, **settings: Any
 ) -> None:
-    """Write what a script made, and NAME.run.json: how it was made, by the name of the first file.
+    """Write the files of a script, and a record, NAME.run.json, named after the first file.
 
-    The record has command, settings, seconds, machine, versions, and the sha256 of the files: so a
-    page that was edited by hand, or a table of another run, is told from one of this run.
+    The record has command, settings, seconds, machine, versions, and the sha256 of all files. So
+    pages that were edited by hand, and tables of other runs, can be recognised.
 
     Args:
-        script: its `__file__`.
+        script: the script's `__file__`.
         out: the folder.
-        files: texts by name, the page first.
+        files: texts by file name, starting with the page.
         started: `time.perf_counter()` at the beginning.
-        settings: what the run was asked for.
+        settings: the settings of the run.
     """
     run = {
         "script": "/".join(Path(script).parts[-3:]),
@@ -61,7 +61,7 @@ def _json(run: Mapping[str, Any]) -> str:
 
 
 def machine(device: str) -> str:
-    """The machine, in words: processor, threads, accelerator, torch."""
+    """Return the machine as text: processor, threads, accelerator, torch version."""
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -73,19 +73,19 @@ def machine(device: str) -> str:
 
 
 def wait(device: str) -> None:
-    """Until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device != "cpu":
         torch.get_device_module(device).synchronize()
 
 
 def seconds(device: str) -> float:
-    """A clock: processor time, which other work on the machine does not stretch; on a GPU, time."""
+    """Return processor time, which is not affected by other work; on a GPU, wall time."""
     wait(device)
     return time.process_time() if device == "cpu" else time.perf_counter()
 
 
 def conditions(device: str) -> str:
-    """How a benchmark measures, for its page; call it when the benchmark begins."""
+    """Return how a benchmark measures, for its page; call it when the benchmark begins."""
     if device != "cpu":
         return f"Machine: {machine(device)}."
     return (
@@ -95,7 +95,7 @@ def conditions(device: str) -> str:
 
 
 def medians(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:
-    """Milliseconds a call by `seconds`, the calls in turns; the first round is not counted."""
+    """Return median milliseconds of alternating calls; the first round is not counted."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for count in range(rounds + 1):
         for name, call in calls.items():
@@ -109,7 +109,7 @@ def medians(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> di
 
 
 def speeds(device: str, smoke: bool) -> tuple[float, float]:
-    """This machine's float operations a second in a matrix product, and bytes a second copied."""
+    """Return this machine's flops per second in a matrix product, and bytes copied per second."""
     size = 256 if smoke else 2048
     a, b = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
     source, target = (torch.ones(32 * MIB, device=device) for _ in range(2))
@@ -118,7 +118,7 @@ def speeds(device: str, smoke: bool) -> tuple[float, float]:
 
 
 def table(frame: pd.DataFrame) -> str:
-    """A frame as Markdown, numbers to three digits."""
+    """Return a frame as a Markdown table with numbers to three digits."""
     return markdown(
         list(frame.columns),
         (
@@ -129,6 +129,6 @@ def table(frame: pd.DataFrame) -> str:
 
 
 def markdown(header: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     every = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in every)

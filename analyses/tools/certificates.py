@@ -74,7 +74,7 @@ _END = 20  # T
 _PLAIN_CURVATURE = 3.1
 _ROUNDING = 2.0**-45
 _FIRST_STEP = 2.0**-8
-_SLACK = 1 / 250  # of the error: what the chords' excess may add to it
+_SLACK = 1 / 250  # how much the chord bound may add to the error, as a fraction
 _LARGEST_ARGUMENT = 64.0
 
 _GATED_CURVATURE = {"silu": 0.9, "gelu": 0.8, "gelu_new": 4.4, "relu": 0.0}
@@ -86,8 +86,8 @@ _CELLS = 2**16
 def certified_bound(gate: BilinearGate) -> float:
     """Return a bound of |α(q) - gate.activation(q)| for all real |q| <= gate.limit.
 
-    In real arithmetic, from the gate's name, limit and coefficients; its `bound` is not used. For a
-    plain MLP the bound is at most 0.5 % above the largest error, unless the tail decides.
+    The bound holds in real arithmetic, for the gate's name, limit and coefficients; the gate's
+    `bound` is not used. For plain MLPs it exceeds the error by at most 0.5 %, except in the tail.
 
     Raises:
         ValueError: the proof does not cover this activation, these coefficients or this limit.
@@ -120,7 +120,7 @@ def _half_line_bound(name: str, heads: list[tuple[float, float, float]]) -> floa
     rounding = _END * (1 + sum(abs(w) for w, _, _ in heads)) * _ROUNDING
     middle = float(_errors(name, heads, step).max()) + step**2 / 8 * curvature + rounding
     terms = [abs(w) * math.exp(-b * _END - c) for w, b, c in heads]
-    tail = 1.01 * _END * (math.fsum(terms) + math.exp(-1.5 * _END))  # 1 % for its own rounding
+    tail = 1.01 * _END * (math.fsum(terms) + math.exp(-1.5 * _END))  # 1 % for rounding in the tail
     return max(middle, tail)
 
 

@@ -1,9 +1,10 @@
-"""Compile RASP programs to transformers whose edges are known: tests/fixtures/tracr.
+"""Compile RASP programs to transformers whose edges are known.
 
 Tracr turns a program into weights that compute the program (`tracr_edges.py` explains how, and
-defines true edges). Seven small programs from Tracr's library cover what Tracr can emit: heads and
-MLPs in every order, two heads in a layer, empty layers, causal and bidirectional attention,
-categorical and numerical outputs. Each program becomes two files. NAME.safetensors has the float64
+defines true edges). There are two sets of programs. `library`, seven small programs from Tracr's
+library, covers what Tracr can emit: heads and MLPs in every order, two heads in a layer, empty
+layers, causal and bidirectional attention, categorical and numerical outputs. `benchmark` has more
+programs, for `analyses/benchmark`. Each program becomes two files. NAME.safetensors has the float64
 weights under TransformerLens' names, and Tracr's own logits on the stored inputs. NAME.json has the
 rest, with the RASP interpreter's outputs on these inputs. `tracr_models.py` reads the files without
 jax.
@@ -12,7 +13,8 @@ The script needs a separate environment, and is run only once:
 
     python -m venv .venv-tracr
     .venv-tracr/bin/pip install tracr-pypi jax dm-haiku safetensors typer
-    .venv-tracr/bin/python -m analyses.tools.compile_tracr --out tests/fixtures/tracr
+    .venv-tracr/bin/python -m analyses.tools.compile_tracr library tests/fixtures/tracr
+    .venv-tracr/bin/python -m analyses.tools.compile_tracr benchmark analyses/benchmark/programs
 """
 
 import itertools
@@ -33,7 +35,7 @@ from safetensors.numpy import save
 
 from analyses.studies.tracr_edges import Array, Weights, logits, n_layers, true_edges
 
-# Or all weights are rounded to float32, thresholds such as (1/3 + 1/4) / 2 among them.
+# Without this, all weights are rounded to float32, also thresholds such as (1/3 + 1/4) / 2.
 jax.config.update("jax_enable_x64", True)
 
 from tracr.compiler import compiling, lib, validating  # noqa: E402
@@ -48,7 +50,7 @@ LEAK, TAKEN = 1e-5, 1e-2
 
 @dataclass(frozen=True)
 class Program:
-    """A program of Tracr's library, and what it is compiled for."""
+    """A program from Tracr's library, and the inputs that it is compiled for."""
 
     source: str
     make: Callable[[], rasp.SOp]
@@ -59,7 +61,7 @@ class Program:
     max_length: int = 5
 
     def inputs(self) -> list[list[Any]]:
-        """Inputs of every length: all there are, or a sample, with those that it would miss."""
+        """Return inputs of every length: all inputs or a sample, and the rare ones."""
         inputs = []
         for length in range(1, self.max_length + 1):
             candidates: Iterator[tuple[Any, ...]] = (
@@ -73,7 +75,7 @@ class Program:
         return [list(x) for x in inputs]
 
 
-PROGRAMS = {
+LIBRARY = {
     "frac_prevs": Program(
         'make_frac_prevs(tokens == "x")',
         lambda: lib.make_frac_prevs(rasp.tokens == "x"),
@@ -108,14 +110,187 @@ PROGRAMS = {
 }
 
 
-def main(
-    out: Annotated[Path, typer.Option(help="Folder for the fixtures.")] = Path(
-        "tests/fixtures/tracr"
+def _previous(by: int = 1) -> rasp.SOp:
+    return lib.shift_by(by, rasp.tokens)
+
+
+def _sum_modulo(sop: rasp.SOp, other_sop: rasp.SOp, modulus: int) -> rasp.SOp:
+    return rasp.SequenceMap(lambda x, y: (x + y) % modulus, sop, other_sop)
+
+
+def _moved(predicate: Callable[[int, int], bool]) -> rasp.SOp:
+    """The token at the key position that the predicate selects for each query position."""
+    return rasp.Aggregate(rasp.Select(rasp.indices, rasp.indices, predicate), rasp.tokens)
+
+
+def _fraction(token: str) -> rasp.SOp:
+    return rasp.numerical(lib.make_frac_prevs(rasp.tokens == token))
+
+
+def _rank() -> rasp.SOp:
+    return rasp.SelectorWidth(rasp.Select(rasp.tokens, rasp.tokens, rasp.Comparison.LT))
+
+
+def _follows_a() -> rasp.SOp:
+    after = rasp.Select(_previous(), rasp.tokens, lambda key, query: key == "a")
+    return rasp.Aggregate(after, rasp.tokens)
+
+
+BENCHMARK = {
+    # Maps of tokens and positions: neurons alone.
+    "is_vowel": Program(
+        'Map(lambda x: x in "ae", tokens)',
+        lambda: rasp.Map(lambda x: x in "ae", rasp.tokens),
+        "abce",
+        causal=False,
+        max_length=4,
     ),
+    "token_plus_place": Program(
+        "SequenceMap(lambda x, i: (x + i) % 3, tokens, indices)",
+        lambda: _sum_modulo(rasp.tokens, rasp.indices, 3),
+        (0, 1, 2),
+        causal=False,
+    ),
+    "vowel_at_even_place": Program(
+        'SequenceMap(and, tokens in "ae", indices % 2 == 0)',
+        lambda: (
+            rasp.Map(lambda x: x in "ae", rasp.tokens)
+            & rasp.Map(lambda i: i % 2 == 0, rasp.indices)
+        ),
+        "abe",
+        causal=False,
+    ),
+    # Moves: heads that copy a token from another position.
+    "previous": Program("shift_by(1, tokens)", _previous, "abcd", causal=True),
+    "first_token": Program(
+        "Aggregate(Select(indices, indices, lambda k, q: k == 0), tokens)",
+        lambda: _moved(lambda key, query: key == 0),
+        "abcd",
+        causal=True,
+    ),
+    "last_token": Program(
+        "Aggregate(Select(indices, length - 1, ==), tokens)",
+        lambda: rasp.Aggregate(
+            rasp.Select(rasp.indices, lib.make_length() - 1, rasp.Comparison.EQ), rasp.tokens
+        ),
+        "abc",
+        causal=False,
+        max_length=4,
+    ),
+    "follows_a": Program(
+        'Aggregate(Select(shift_by(1, tokens), tokens, lambda k, q: k == "a"), tokens)',
+        _follows_a,
+        "abcde",
+        causal=False,
+        distinct=True,
+        max_length=4,
+    ),
+    # Comparisons of tokens at several positions: a head, then neurons.
+    "repeats_previous": Program(
+        "SequenceMap(==, shift_by(1, tokens), tokens)",
+        lambda: rasp.SequenceMap(lambda x, y: x == y, _previous(), rasp.tokens),
+        "abc",
+        causal=True,
+    ),
+    "sum_with_previous": Program(
+        "SequenceMap(lambda x, y: (x + y) % 3, shift_by(1, tokens), tokens)",
+        lambda: _sum_modulo(_previous(), rasp.tokens, 3),
+        (0, 1, 2),
+        causal=True,
+    ),
+    "parity_of_three": Program(
+        "(shift_by(2, tokens) + shift_by(1, tokens) + tokens) % 2",
+        lambda: _sum_modulo(_sum_modulo(_previous(2), _previous(1), 2), rasp.tokens, 2),
+        (0, 1),
+        causal=True,
+    ),
+    "detect_ab": Program(
+        'detect_pattern(tokens, "ab")',
+        lambda: lib.detect_pattern(rasp.tokens, "ab"),
+        "abc",
+        causal=True,
+    ),
+    "equals_mirror": Program(
+        "SequenceMap(==, make_reverse(tokens), tokens)",
+        lambda: rasp.SequenceMap(lambda x, y: x == y, lib.make_reverse(rasp.tokens), rasp.tokens),
+        "ab",
+        causal=False,
+        max_length=4,
+    ),
+    # Counts: heads that measure how much they select.
+    "count_x": Program(
+        'make_count(tokens, "x")',
+        lambda: lib.make_count(rasp.tokens, "x"),
+        "xyz",
+        causal=False,
+    ),
+    "rank": Program(
+        "SelectorWidth(Select(tokens, tokens, <))",
+        _rank,
+        (1, 2, 3, 4),
+        causal=False,
+        max_length=4,
+    ),
+    "occurs_once": Program(
+        "Map(lambda n: n == 1, make_hist())",
+        lambda: rasp.Map(lambda n: n == 1, lib.make_hist()),
+        "abc",
+        causal=False,
+        max_length=4,
+    ),
+    "first_time": Program(
+        "Map(lambda n: n == 1, make_hist()), causal",
+        lambda: rasp.Map(lambda n: n == 1, lib.make_hist()),
+        "abcd",
+        causal=True,
+    ),
+    "count_rare": Program(
+        "make_count_less_freq(1)",
+        lambda: lib.make_count_less_freq(1),
+        "abc",
+        causal=False,
+        max_length=4,
+    ),
+    # Fractions: heads that average a neuron.
+    "weighted_fractions": Program(
+        'LinearSequenceMap(make_frac_prevs(tokens == "x"), make_frac_prevs(tokens == "y"), 2, -3)',
+        lambda: rasp.numerical(rasp.LinearSequenceMap(_fraction("x"), _fraction("y"), 2, -3)),
+        "xyz",
+        causal=True,
+    ),
+    "fraction_repeated": Program(
+        "make_frac_prevs(make_hist() > 1)",
+        lambda: lib.make_frac_prevs(rasp.Map(lambda n: n > 1, lib.make_hist())),
+        "abc",
+        causal=False,
+        max_length=4,
+    ),
+    # Sorting: a count decides what a later head selects.
+    "sort": Program(
+        "make_sort(tokens, tokens, max_seq_len=3, min_key=1)",
+        lambda: lib.make_sort(rasp.tokens, rasp.tokens, max_seq_len=3, min_key=1),
+        (1, 2, 3),
+        causal=False,
+        max_length=3,
+    ),
+    "sort_by_frequency": Program(
+        "make_sort_freq(3)",
+        lambda: lib.make_sort_freq(3),
+        "abc",
+        causal=False,
+        max_length=3,
+    ),
+}
+SETS = {"library": LIBRARY, "benchmark": BENCHMARK}
+
+
+def main(
+    programs: Annotated[str, typer.Argument(help="library or benchmark")],
+    out: Annotated[Path, typer.Argument(help="Folder for the files.")],
 ) -> None:
-    """Compile every program, hold it against the interpreter, and write it."""
+    """Compile every program of a set, compare it with the interpreter, and write it."""
     out.mkdir(parents=True, exist_ok=True)
-    for name, program in PROGRAMS.items():
+    for name, program in SETS[programs].items():
         card, tensors = compiled(program)
         _write(out / f"{name}.safetensors", save(tensors))
         _write(out / f"{name}.json", _dump(card).encode())
@@ -124,11 +299,11 @@ def main(
 
 
 def compiled(program: Program) -> tuple[dict[str, Any], dict[str, Array]]:
-    """What the JSON file says, and what the safetensors file holds.
+    """Return the contents of the JSON file and of the safetensors file.
 
     Raises:
-        ValueError: Tracr cannot compile the program for one of its inputs, or what it compiles
-            does not agree with the interpreter, or has biases, or the inputs all give one output.
+        ValueError: Tracr cannot compile the program for one of its inputs; or the compiled model
+            has biases or disagrees with the interpreter; or all inputs have the same output.
     """
     sop, inputs = program.make(), program.inputs()
     evaluate = causal_eval.evaluate if program.causal else rasp.DefaultRASPEvaluator().evaluate
@@ -152,10 +327,10 @@ def compiled(program: Program) -> tuple[dict[str, Any], dict[str, Array]]:
         raise ValueError(f"{program.source}: its inputs all give one output; add some to `rare`")
     tokens = [np.array([[vocab.index(t) for t in [BOS, *x]]]) for x in inputs]
     tracrs = [_tracr_logits(model, x, weights["unembed.W_U"]) for x in tokens]
-    for x, output, wanted in zip(inputs, tracrs, expected, strict=True):
-        if not _agree(output[0, 1:], wanted, outputs):
+    for x, output, values in zip(inputs, tracrs, expected, strict=True):
+        if not _agree(output[0, 1:], values, outputs):
             raise ValueError(
-                f"{program.source} on {x}: got {output}; the interpreter says {wanted}"
+                f"{program.source} on {x}: got {output}; the interpreter says {values}"
             )
     heads, _, d_head = weights["blocks.0.attn.W_Q"].shape
     card = {
@@ -185,7 +360,7 @@ def compiled(program: Program) -> tuple[dict[str, Any], dict[str, Array]]:
 
 
 def _weights(model: Any, output_axes: Sequence[int]) -> dict[str, Array]:
-    """Tracr's parameters under TransformerLens' names and in its shapes."""
+    """Return Tracr's parameters with TransformerLens' names and shapes."""
     params = {
         name: {k: np.array(v) for k, v in part.items()} for name, part in model.params.items()
     }
@@ -214,12 +389,12 @@ def _weights(model: Any, output_axes: Sequence[int]) -> dict[str, Array]:
 
 
 def _tracr_logits(model: Any, tokens: Any, W_U: Array) -> Array:
-    """What Tracr's own model gives before its argmax: [1, pos, d_vocab_out]."""
+    """Return the logits of Tracr's model, before its argmax: [1, pos, d_vocab_out]."""
     return np.asarray(model.forward(model.params, tokens).transformer_output.output) @ W_U
 
 
 def _agree(output: Array, expected: list[Any], outputs: list[Any] | None) -> bool:
-    """Whether logits [pos, d_vocab_out] say what the interpreter says, where it says anything."""
+    """Return whether logits [pos, d_vocab_out] agree with the interpreter where it is defined."""
     pairs = [(x, y) for x, y in zip(output, expected, strict=True) if y is not None]
     if outputs is None:
         return all(abs(x.item() - y) <= NUMERICAL_TOLERANCE for x, y in pairs)
@@ -233,10 +408,10 @@ def _edges(
     expected: list[list[Any]],
     labels: list[str],
 ) -> list[dict[str, Any]]:
-    """The true edges, with the axes they run along and whether cutting one changes anything."""
+    """Return the true edges, with their axes and whether cutting one of them changes anything."""
     lengths = sorted({x.shape[1] for x in tokens})
     batches = [np.concatenate([x for x in tokens if x.shape[1] == n]) for n in lengths]
-    # Nothing is decoded at BOS, nor where the program gives None.
+    # Nothing is decoded at BOS, or where the program returns None.
     read = [
         np.array([[False, *(y is not None for y in ys)] for ys in expected if len(ys) + 1 == n])
         for n in lengths
@@ -269,7 +444,7 @@ def _edges(
 
 
 def _dump(card: dict[str, Any]) -> str:
-    """JSON with a line for each key, and for each row of the long lists."""
+    """Return JSON with one line per key, and one line per row of the long lists."""
     parts = []
     for key, value in card.items():
         long = key in ("edges", "inputs", "expected")
@@ -279,7 +454,7 @@ def _dump(card: dict[str, Any]) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write under a temporary name, then move."""
+    """Write a file under a temporary name, then rename it."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(content)
     os.replace(partial, path)

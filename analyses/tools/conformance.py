@@ -35,26 +35,25 @@ from attn_only_lens.storage import write_text
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("unit", "integration", "acceptance", "benchmarks")
 Outcome = dict[str, Any]
-"""A line of the plugin: how one test ended."""
+"""A line from the plugin: how one test ended."""
 
 
 class Broken(Exception):
-    """The tests could not be run, or ended in what nobody has explained."""
+    """The tests could not be run, or a test failed for an unknown reason."""
 
 
-# What the outcomes mean
+# Outcomes and their meaning
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a test on models of ours.
+    """The result of a test on our models.
 
     Attributes:
-        test: its node id.
-        kind: "passed", "refused", "inherent", "failed"; "stock" where none of its models is ours.
-        reach: what the test, its fixtures and its module did, and how many tests did so: some of
-            `REACHES`.
-        why: what the error says, or the reason; for stock ones, why the models are.
+        test: the node id of the test.
+        kind: "passed", "refused", "inherent", "failed"; "stock" if no model of it is ours.
+        reach: what the test, its fixtures and its module did: names from `REACHES`.
+        why: the error message, or the reason; for "stock", the reason why models are not changed.
     """
 
     test: str
@@ -64,17 +63,17 @@ class Verdict:
 
 
 REACHES = ("ran", "fired", "fired_in_body", "replaced")
-"""A model of ours ran; a hook of a neuron-head fired; in the test's body, without its fixtures; a
-method was called that the plugin replaces."""
+"""One of our models ran; a neuron-head hook fired; a hook fired in the test itself, outside its
+fixtures; a method was called that the plugin replaces."""
 
 
 def judge(outcome: Outcome, layout: str, inherent: Iterable[Inherent] = INHERENT) -> Verdict:
-    """Tell what one outcome comes to.
+    """Return the verdict for one outcome.
 
     Args:
-        outcome: of a test that passes on stock models.
+        outcome: the outcome of a test that passes on stock models.
         layout: "exposed" or "converted".
-        inherent: the reasons that are known.
+        inherent: the known reasons.
     """
     test = outcome["test"]
     reach = frozenset(name for name in REACHES if outcome[name])
@@ -90,18 +89,18 @@ def judge(outcome: Outcome, layout: str, inherent: Iterable[Inherent] = INHERENT
     for reason in inherent:
         if reason.covers(test, layout):
             return Verdict(test, "inherent", reach, reason.why)
-    said = f"{outcome.get('error', outcome['outcome'])}: {outcome.get('message', '')}"
-    return Verdict(test, "failed", reach, said)
+    message = f"{outcome.get('error', outcome['outcome'])}: {outcome.get('message', '')}"
+    return Verdict(test, "failed", reach, message)
 
 
 def unneeded(
     verdicts: dict[str, list[Verdict]], inherent: Iterable[Inherent] = INHERENT
 ) -> list[str]:
-    """Tests that are said to fail inherently, and do not.
+    """Return tests that have a reason to fail, but do not fail.
 
     Args:
-        verdicts: by layout, of all versions together.
-        inherent: the reasons that are known.
+        verdicts: the verdicts of all versions, by layout.
+        inherent: the known reasons.
     """
     failing = {
         layout: [verdict.test for verdict in verdicts_of if verdict.kind == "inherent"]
@@ -116,18 +115,18 @@ def unneeded(
     ]
 
 
-# Running them
+# Running the tests
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the passes of one version of transformer-lens came to.
+    """The results of all passes for one version of transformer-lens.
 
     Attributes:
-        version: of transformer-lens.
-        stock: how the tests ended on stock models.
-        verdicts: by layout, of each test that applies.
-        measured: the day.
+        version: the version of transformer-lens.
+        stock: the outcomes on stock models.
+        verdicts: the verdicts of all applicable tests, by layout.
+        measured: the date.
     """
 
     version: str
@@ -142,10 +141,10 @@ def run(python: Path, work: Path, *, reuse: bool) -> Run:
     Args:
         python: the interpreter.
         work: a folder for the tests and the outcomes.
-        reuse: whether outcomes of complete passes that are there already will do.
+        reuse: whether to use existing outcomes of complete passes.
 
     Raises:
-        Broken: a pass did not come to its end.
+        Broken: a pass did not finish.
     """
     ask = "from importlib.metadata import version; print(version('transformer-lens'))"
     version = _run([python, "-c", ask], capture_output=True, text=True).stdout.strip()
@@ -160,12 +159,12 @@ def run(python: Path, work: Path, *, reuse: bool) -> Run:
         return finished(path) or []
 
     stock = outcomes("stock")
-    wanted = [
+    passing = [
         record["test"] for record in stock if record["outcome"] == "passed" and record["models"]
     ]
     layouts = ["exposed", "converted"] if version.startswith("3.") else ["exposed"]
     verdicts = {
-        layout: [judge(outcome, layout) for outcome in outcomes(layout, wanted)]
+        layout: [judge(outcome, layout) for outcome in outcomes(layout, passing)]
         for layout in layouts
     }
     ended = (work / f"{version}-{layouts[-1]}.jsonl").stat().st_mtime
@@ -173,7 +172,7 @@ def run(python: Path, work: Path, *, reuse: bool) -> Run:
 
 
 def fetch(python: Path, version: str, folder: Path) -> None:
-    """Download a source distribution, and unpack the tests in it."""
+    """Download a source distribution, and unpack its tests."""
     folder.mkdir(parents=True, exist_ok=True)
     name = f"transformer-lens=={version}"
     how = ["--no-deps", "--no-binary", "transformer-lens", "--dest", folder]
@@ -189,7 +188,7 @@ def fetch(python: Path, version: str, folder: Path) -> None:
 def one_pass(
     python: Path, folder: Path, outcomes: Path, models: str, only: list[str] | None
 ) -> None:
-    """Run the tests once, at low priority, as one process, from an empty cache of models."""
+    """Run the tests once in one process, at low priority, with an empty model cache."""
     command = [
         "nice",
         "-n",
@@ -200,17 +199,17 @@ def one_pass(
         "-p",
         "analyses.tools.conformance_plugin",
     ]
-    # TransformerLens' settings of pytest want plugins that are not needed here.
-    # Nor may a conftest.py above the folder run, such as this repository's.
+    # TransformerLens' pytest settings need plugins that are not installed here.
+    # A conftest.py in a parent folder, such as this repository's, must not be used either.
     command += ["-c", os.devnull, "--rootdir", ".", "--confcutdir", "."]
     command += ["-p", "no:cacheprovider", "-W", "ignore"]
     command += ["-q", "--tb=no", "--continue-on-collection-errors"]
     command += ["--models", models, "--outcomes", outcomes.resolve()]
     paths = [f"tests/{name}" for name in FOLDERS]
     if only is not None:
-        wanted = outcomes.with_suffix(".txt")
-        wanted.write_text("\n".join(only), "utf-8")
-        command += ["--only", wanted.resolve()]
+        test_list = outcomes.with_suffix(".txt")
+        test_list.write_text("\n".join(only), "utf-8")
+        command += ["--only", test_list.resolve()]
         paths = sorted({test.split("::")[0] for test in only})
     environment = os.environ | {
         "HF_HOME": str(folder.resolve() / "empty"),
@@ -220,7 +219,7 @@ def one_pass(
         "PYTHONHASHSEED": "0",
         "PYTHONPATH": str(ROOT),
     }
-    # Tests fail, and so does pytest: what it came to is in the file.
+    # pytest fails if a test fails, so the outcomes are read from the file.
     done = subprocess.run([*map(str, command), *paths], cwd=folder, env=environment, check=False)
     if finished(outcomes) is None:
         raise Broken(
@@ -230,7 +229,7 @@ def one_pass(
 
 
 def finished(path: Path) -> list[Outcome] | None:
-    """The outcomes of a pass; None if it was broken off."""
+    """Return the outcomes of a pass, or None if the pass did not finish."""
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     return lines[:-1] if lines and "finished" in lines[-1] else None
 
@@ -285,11 +284,11 @@ _SECTION = "## transformer-lens "
 
 
 def page(runs: list[Run], kept: str = "") -> str:
-    """The page: the same for the same outcomes.
+    """Return the page, which depends only on the outcomes.
 
     Args:
-        runs: of the versions that were run.
-        kept: the page as it was, whose rows and sections of other versions stay.
+        runs: the runs of all versions that were tested.
+        kept: the old page; its rows and sections about other versions are kept.
     """
     ran = {run.version for run in runs}
     rows, sections = parts_of(kept)
@@ -309,7 +308,7 @@ def page(runs: list[Run], kept: str = "") -> str:
 
 
 def parts_of(text: str) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """The rows of a page's first table, and its sections, by version."""
+    """Return the rows of a page's first table, and its sections, by version."""
     first, *others = text.split(f"\n{_SECTION}")
     sections = {section.partition("\n")[0]: f"{_SECTION}{section}".strip() for section in others}
     lines = first.splitlines()
@@ -321,7 +320,7 @@ def parts_of(text: str) -> tuple[dict[str, list[str]], dict[str, str]]:
 
 
 def _counts(verdicts: list[Verdict]) -> list[int]:
-    """The numbers of a row."""
+    """Return the numbers in a row."""
     applicable = [verdict for verdict in verdicts if verdict.kind != "stock"]
     reached = [verdict for verdict in applicable if "fired" in verdict.reach]
     kinds, reached_kinds = (
@@ -333,7 +332,7 @@ def _counts(verdicts: list[Verdict]) -> list[int]:
 
 
 def _of_version(run: Run) -> Iterable[str]:
-    """What stands on the page about one version."""
+    """Yield the parts of the section about one version."""
     passed = [outcome for outcome in run.stock if outcome["outcome"] == "passed"]
     models = sum(bool(outcome["models"]) for outcome in passed)
     yield (
@@ -347,7 +346,7 @@ def _of_version(run: Run) -> Iterable[str]:
 
 
 def _of_layout(verdicts: list[Verdict], layout: str) -> Iterable[str]:
-    """What stands on the page about one layout of one version."""
+    """Yield the parts of the section about one layout and version."""
     applicable = [verdict for verdict in verdicts if verdict.kind != "stock"]
     counts = Counter(name for verdict in applicable for name in verdict.reach)
     text = (
@@ -376,7 +375,7 @@ def _of_layout(verdicts: list[Verdict], layout: str) -> Iterable[str]:
 
 
 def _by_reason(verdicts: Iterable[Verdict]) -> dict[str, list[str]]:
-    """Tests by why, most of them first."""
+    """Return tests by reason, starting with the most frequent reason."""
     by_reason: dict[str, list[str]] = {}
     for verdict in verdicts:
         by_reason.setdefault(plain(verdict.why), []).append(verdict.test)
@@ -384,7 +383,7 @@ def _by_reason(verdicts: Iterable[Verdict]) -> dict[str, list[str]]:
 
 
 def plain(why: str) -> str:
-    """A message in one line, without what differs from model to model, and from run to run."""
+    """Return a message in one line, without parts that differ between models or runs."""
     text = re.sub(r"\s+", " ", why).strip()
     text = re.sub(r"\blayer \d+", "layer …", text)
     text = re.sub(r"\b\d+\.\d+(e[-+]\d+)?|\b\d+e[-+]\d+|0x[0-9a-f]+", "…", text)
@@ -392,7 +391,7 @@ def plain(why: str) -> str:
 
 
 def _grouped(tests: list[str]) -> list[str]:
-    """Tests without their parameters; where there are several cases, how many."""
+    """Return test names without parameters, with the number of cases if there are several."""
     counts = Counter(re.sub(r"\[.*\]$", "", test, flags=re.S) for test in tests)
     return [
         f"`{test.removeprefix('tests/')}`" + (f" ({count} cases)" if count > 1 else "")
@@ -420,7 +419,7 @@ def main(
     ] = None,
     reuse: Annotated[bool, typer.Option(help="take passes that lie there complete")] = False,
 ) -> None:
-    """Run the tests and write the page; or say what fails, and write nothing."""
+    """Run the tests and write the page; if tests fail, list them and write nothing."""
     pythons = python or [Path(".venv4/bin/python"), Path(".venv/bin/python")]
     runs = [run(python.absolute(), work, reuse=reuse) for python in pythons]
     together: dict[str, list[Verdict]] = {}

@@ -48,14 +48,14 @@ PROCESSING = ("init_weights", "load_and_process_state_dict", "process_weights_")
 
 @dataclass
 class Built:
-    """The models that some stretch of code made, and what it did with them.
+    """Counts of the models that a piece of code made, and of their runs.
 
     Attributes:
-        models: how many TransformerBridges and HookedTransformers.
-        ours: how many of them were exposed or converted.
-        ran: how often one of those ran as a whole.
-        fired: how often a hook of a neuron-head fired.
-        refused: why others were not exposed or converted.
+        models: the number of TransformerBridges and HookedTransformers.
+        ours: how many of these models were exposed or converted.
+        ran: how often an exposed or converted model ran as a whole.
+        fired: how often a neuron-head hook fired.
+        refused: why other models were not exposed or converted.
         replaced: the replaced methods that were called.
     """
 
@@ -67,7 +67,7 @@ class Built:
     replaced: list[str] = field(default_factory=list)
 
     def add(self, more: "Built") -> None:
-        """Count those of other code, too."""
+        """Add the counts of other code."""
         self.models += more.models
         self.ours += more.ours
         self.ran += more.ran
@@ -77,7 +77,7 @@ class Built:
 
 
 def pytest_addoption(parser: Any) -> None:
-    """What it takes."""
+    """Add the command-line options."""
     group = parser.getgroup("conformance")
     group.addoption("--models", choices=sorted(SECONDS), required=True)
     group.addoption("--outcomes", type=Path, required=True, help="a line of JSON a test goes here")
@@ -85,24 +85,24 @@ def pytest_addoption(parser: Any) -> None:
 
 
 def pytest_configure(config: Any) -> None:
-    """Begin."""
+    """Register the plugin."""
     config.pluginmanager.register(Conformance(config), "conformance")
 
 
 class Conformance:
-    """What runs while the tests do."""
+    """The pytest hooks that change models and count events while the tests run."""
 
     def __init__(self, config: Any) -> None:
         self.models: str = config.getoption("--models")
         self.outcomes = config.getoption("--outcomes").open("w", encoding="utf-8")
         only = config.getoption("--only")
         self.only = set(only.read_text("utf-8").splitlines()) if only else None
-        self.building: list[Built] = [Built()]  # innermost last
+        self.building: list[Built] = [Built()]  # the innermost one is last
         self.of_module: dict[str, Built] = {}
-        self.sources: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of converted models
+        self.sources: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by converted model
         self.depth = 0
         self.phases: dict[str, Any] = {}
-        self.body = Built()  # of the running test, without its fixtures
+        self.body = Built()  # counts in the running test, without its fixtures
         self._watch()
         _cut_off()
 
@@ -112,7 +112,7 @@ class Conformance:
         for cls in (TransformerBridge, HookedTransformer)[: 1 + HAS_HOOKED_TRANSFORMER]:
             self._wrap(cls, "__init__", self.made, lambda args, made: args[0])
             self._wrap(cls, "forward", self.ran, lambda args, made: args[0])
-        if HAS_HOOKED_TRANSFORMER:  # it makes a model, and then loads weights into it
+        if HAS_HOOKED_TRANSFORMER:  # it first makes a model, and then loads weights into it
             self._wrap(HookedTransformer, "from_pretrained", self.made, lambda args, made: made)
             for name in PROCESSING:
                 self._process(name)
@@ -120,7 +120,7 @@ class Conformance:
     def _wrap(
         self, owner: type, name: str, see: Callable[[Any], None], model_of: Callable[..., Any]
     ) -> None:
-        """Look at the model of a call; of nested calls, at that of the outermost."""
+        """Call `see` with the model after a call, but not after calls nested in it."""
         plain = owner.__dict__[name]
         inner = plain.__func__ if isinstance(plain, classmethod) else plain
 
@@ -138,24 +138,24 @@ class Conformance:
         setattr(owner, name, classmethod(outer) if isinstance(plain, classmethod) else outer)
 
     def made(self, model: Any) -> None:
-        """A test has made a model."""
+        """Change a model that a test has made, and count it."""
         built = self.building[-1]
         built.models += 1
         if self.models == "stock":
             return
-        self.depth += 1  # models that are made to make this one are not the tests'
+        self.depth += 1  # models that are made in this call do not count
         try:
             self._make_ours(model)
             built.ours += 1
         except UnsupportedModelError as error:
             built.refused += error.reasons
-        except AttributeError as error:  # a stand-in, such as tests make without `__init__`
+        except AttributeError as error:  # a stand-in, which tests make without `__init__`
             built.refused.append(f"{type(error).__name__}: {error}")
         finally:
             self.depth -= 1
 
     def ran(self, model: Any) -> None:
-        """A model has run: it may have been made long ago, and kept."""
+        """Count a run of a model, which may have been made earlier."""
         built = self.building[-1]
         built.models += 1
         if has_neuron_heads(model):
@@ -182,7 +182,7 @@ class Conformance:
             self._hook(layer)
 
     def _process(self, name: str) -> None:
-        """Have a method that a converted model refuses work on its source."""
+        """Replace a method that a converted model refuses by one that processes its source."""
 
         def process(model: Any, *args: Any, **how: Any) -> Any:
             self.building[-1].replaced.append(name)
@@ -203,19 +203,19 @@ class Conformance:
     # Tests
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
-        """Leave those that are wanted."""
+        """Keep only the tests in `--only`."""
         if self.only is not None:
             left_out = [item for item in items if item.nodeid not in self.only]
             items[:] = [item for item in items if item.nodeid in self.only]
             config.hook.pytest_deselected(items=left_out)
 
     def pytest_collection_finish(self) -> None:
-        """Take what is there out of the collections of garbage that the tests ask for, often."""
+        """Exclude existing objects from the tests' frequent garbage collections."""
         gc.freeze()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(self, collector: Any) -> Iterator[None]:
-        """Models that a module makes when it is imported are those of each of its tests."""
+        """Count models that a module makes at import for each of its tests."""
         with self._built() as built:
             report = yield
         if built.models:
@@ -224,7 +224,7 @@ class Conformance:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
-        """Models of a fixture are those of each test that has it."""
+        """Count models of a fixture for each test that uses it."""
         with self._built() as built:
             value = yield
         fixturedef.built = built
@@ -259,25 +259,25 @@ class Conformance:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: Any) -> Iterator[None]:
-        """Not forever."""
+        """Set a time limit for the setup."""
         with limited(SECONDS[self.models]):
             return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: Any) -> Iterator[None]:
-        """Not forever."""
+        """Set a time limit for the test."""
         with self._built() as self.body, limited(SECONDS[self.models]):
             return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[Any]:
-        """Keep what each phase came to."""
+        """Store the report of each phase."""
         report = yield
         self.phases[report.when] = (report, call.excinfo)
         return report
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """The last line: a run that broke off has none."""
+        """Write the last line, which is missing if a run did not finish."""
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             self.outcomes.write(json.dumps({"finished": True}) + "\n")
         self.outcomes.close()
@@ -292,7 +292,7 @@ class Conformance:
 
 
 class Fired:
-    """A hook that changes nothing. It may be copied and pickled along with a model."""
+    """A hook that changes nothing and counts. It can be copied and pickled with a model."""
 
     plugin: Conformance | None = None
 
@@ -300,20 +300,20 @@ class Fired:
         type(self).plugin = plugin
 
     def __call__(self, module: object, args: object, output: object) -> None:
-        """Count."""
+        """Count one call."""
         if self.plugin is not None:
             self.plugin.building[-1].fired += 1
 
 
 def become(model: Any, replacement: Any) -> None:
-    """Make an object, to all who hold it, what another is. The other is not used any more."""
+    """Turn an object into another object, for all references; do not use the other one again."""
     model.__class__ = type(replacement)
     vars(model).clear()
     vars(model).update(vars(replacement))
 
 
 def outcome(phases: dict[str, Any]) -> dict[str, Any]:
-    """How a test ended: by the first of its phases that did not pass."""
+    """Return how a test ended, from its first phase that did not pass."""
     for when in ("setup", "call", "teardown"):
         report, excinfo = phases.get(when, (None, None))
         if report is not None and (report.outcome != "passed" or hasattr(report, "wasxfail")):
@@ -325,7 +325,7 @@ def outcome(phases: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_of(excinfo: Any) -> dict[str, Any]:
-    """An error: whether it is one of this package's or was raised from one, and what it says."""
+    """Return an error's type and message, and whether this package raised it or its cause."""
     error = excinfo.value
     chain = [error]
     while chain[-1].__cause__ is not None:
@@ -336,19 +336,19 @@ def error_of(excinfo: Any) -> dict[str, Any]:
 
 
 def seed() -> None:
-    """The same for each test, whichever ran before it."""
+    """Set the same seeds for each test, independent of earlier tests."""
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002 - what tests draw from
+    np.random.seed(0)  # noqa: NPY002 - the generator that tests use
     torch.manual_seed(0)
 
 
 class TimedOut(BaseException):
-    """A test took too long. No `except Exception` of a test catches it."""
+    """A test took too long. This is no `Exception`, so tests do not catch it."""
 
 
 @contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """Raise after this time."""
+    """Raise TimedOut after some seconds."""
 
     def stop(*_: object) -> None:
         raise TimedOut(f"longer than {seconds} s")

@@ -11,8 +11,8 @@ class Inherent:
     """A reason, and the tests that it explains.
 
     Attributes:
-        why: for the page.
-        tests: by layout, node ids of tests, or of the modules and classes that they are in.
+        why: the reason, for the page.
+        tests: by layout, node ids of tests, or of the modules and classes that contain them.
     """
 
     why: str
@@ -20,11 +20,11 @@ class Inherent:
 
     @staticmethod
     def matches(named: str, test: str) -> bool:
-        """Whether a node id is that of a test, or of what it is in or a case of."""
+        """Return whether a node id belongs to a named test, module or class, or is a case of it."""
         return test == named or test.startswith((f"{named}::", f"{named}["))
 
     def covers(self, test: str, layout: str) -> bool:
-        """Whether it explains this test."""
+        """Return whether the reason explains this test."""
         return any(self.matches(named, test) for named in self.tests.get(layout, ()))
 
 

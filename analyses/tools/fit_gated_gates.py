@@ -54,11 +54,11 @@ RANGES = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 HEADS = (4, 6, 8, 12)
 TABLE = Path("attn_only_lens/gates/gated.json")
 
-Key = tuple[str, float, int]  # activation, range, heads a neuron
+Key = tuple[str, float, int]  # activation, range, heads per neuron
 
 
 def ranges_of(name: str) -> tuple[float, ...]:
-    """The ranges of an activation; of relu, which scales with q, one stands for all."""
+    """Return the ranges of an activation; relu scales with q, so one range is enough."""
     return (1.0,) if name == "relu" else RANGES
 
 
@@ -69,9 +69,9 @@ def sweep(
     n_starts: int,
     seed: int,
 ) -> dict[Key, Array]:
-    """Fits of every problem for every number of heads: each alone, then up and down the ladder.
+    """Return fits of every problem for every number of heads, each alone and then along a ladder.
 
-    The ladder is that of sharpness: neighbours on it, of one activation or two, have fits alike.
+    The ladder sorts problems by sharpness, because problems of similar sharpness have similar fits.
     """
     rng = np.random.default_rng(seed)
     ladder = sorted(problems, key=lambda problem: problem.sharpness)
@@ -80,11 +80,11 @@ def sweep(
     costs = {key: certified_cost(gate_of(*key[:2], theta)) for key, theta in best.items()}
 
     def keep(problem: Problem, n_heads: int, theta: Array | None) -> None:
-        """Replace the fit that is there for a clear gain only: a second run changes little."""
+        """Replace the existing fit only for a clear gain, so that a second run changes little."""
         key = problem.name, problem.range, n_heads
         if theta is None:
             return
-        # Certified, as a sigmoid may be a step that hides between the points of the fit.
+        # The cost is certified, because a steep sigmoid could hide between the points of the fit.
         cost = certified_cost(gate_of(problem.name, problem.range, theta))
         if cost < 0.99 * costs.get(key, math.inf):
             best[key], costs[key] = theta, cost
@@ -111,14 +111,14 @@ def sweep(
 
 
 def theta_of(gate: BilinearGate) -> Array:
-    """A gate's coefficients as parameters, in units of x."""
+    """Return a gate's coefficients as parameters, in units of x."""
     *w, constant = (np.array(gate.w) / gate.limit).tolist()
     b, c = gate.limit * np.array(gate.b[:-1]), np.array(gate.c[:-1])
     return np.concatenate([[constant], w, b, c])
 
 
 def gate_of(name: str, limit: float, theta: Array) -> BilinearGate:
-    """Coefficients in units of q, in order of their centres, rounded to float32 and certified."""
+    """Return a certified gate in units of q, sorted by centres and rounded to float32."""
     w, b, c = np.split(theta[1:], 3)
     order = np.argsort(-c / b)
 
@@ -137,19 +137,19 @@ def gate_of(name: str, limit: float, theta: Array) -> BilinearGate:
 
 
 def certified_cost(gate: BilinearGate) -> float:
-    """What is minimised, by the certificate."""
+    """Return the minimised cost, with the certified bound as the error."""
     return gate.bound + ROUNDING * gate.sum_abs_w
 
 
 def float32_error(gate: BilinearGate, points: int = 100_003) -> float:
-    """Largest error on the range when the gate is evaluated in float32."""
+    """Return the largest error on the range when the gate is evaluated in float32."""
     q = torch.linspace(-gate.limit, gate.limit, points)
     exact = GATES[gate.name].activation(q.double())
     return (gate.activation(q).double() - exact).abs().max().item()
 
 
 def report(gates: Iterable[BilinearGate]) -> str:
-    """The table of analyses/results."""
+    """Return the report, with a table of the gates."""
     rows: list[dict[str, Any]] = [
         {
             "activation": gate.name,
@@ -184,13 +184,13 @@ def main(
 ) -> None:
     """Fit, certify, and write the table, the report and its record."""
     started = time.perf_counter()
-    asked, heads = [(name, r) for name in NAMES for r in ranges_of(name)], HEADS
+    cases, heads = [(name, r) for name in NAMES for r in ranges_of(name)], HEADS
     if smoke:
-        asked, heads, starts, table = [("silu", 8.0)], (4,), 2, out / TABLE.name
+        cases, heads, starts, table = [("silu", 8.0)], (4,), 2, out / TABLE.name
         table.unlink(missing_ok=True)
     pinned = {(g.name, g.limit, g.heads_per_neuron): theta_of(g) for g in read(table)}
-    fits = sweep([Problem.of(name, r) for name, r in asked], heads, pinned, starts, seed)
-    gates = [gate_of(name, r, fits[name, r, n_heads]) for name, r in asked for n_heads in heads]
+    fits = sweep([Problem.of(name, r) for name, r in cases], heads, pinned, starts, seed)
+    gates = [gate_of(name, r, fits[name, r, n_heads]) for name, r in cases for n_heads in heads]
     entries = ",\n".join(json.dumps(asdict(gate)) for gate in gates)
     write_text(table, f"[\n{entries}\n]\n")
     settings = {"smoke": smoke, "starts": starts, "seed": seed}
@@ -198,7 +198,7 @@ def main(
 
 
 def read(table: Path) -> Sequence[BilinearGate]:
-    """The gates of a table, if there is one."""
+    """Return the gates in a table, or nothing if the file does not exist."""
     return gates_from_json(table.read_text("utf-8")) if table.exists() else ()
 
 

@@ -47,7 +47,7 @@ from analyses.tools.options import Out, Smoke
 from attn_only_lens.gates import BilinearGate, bilinear_gate
 
 # Terms are [n_terms, 3]: columns w, b, c. A term with c > 0 is a pair of heads, w σ(b q + c) and
-# w σ(b q - c); one with c = 0 is one head.
+# w σ(b q - c); a term with c = 0 is one head.
 Array = NDArray[np.float64]
 
 MOST_SUM_ABS_W = 1.99
@@ -57,32 +57,32 @@ TARGETS = ("gelu", "gelu_new")
 
 
 def bias_weight(target: str, q: Array) -> Array:
-    """1 - p(q) for q >= 0; its own code, sharing none with the package."""
+    """Return 1 - p(q) for q >= 0, with code that is independent of the package."""
     if target == "gelu":
         return ndtr(-q)
     return expit(-2 * math.sqrt(2 / math.pi) * (q + 0.044715 * q**3))
 
 
 def pinned(target: str, heads: int) -> Array:
-    """The terms of a gate of the package's table."""
+    """Return the terms of a gate in the package's table."""
     gate = bilinear_gate(target, heads)
     every = np.stack([gate.w, gate.b, gate.c], axis=1)
     return every[every[:, 2] >= 0]
 
 
 def nodes(count: int, end: float = 16.0) -> Array:
-    """Points in (0, end], denser where the error oscillates."""
+    """Return points in (0, end], denser where the error oscillates."""
     t = np.arange(1, count + 1) / count
     return end * (0.35 * t + 0.65 * t**3)
 
 
 def multiplicity(terms: Array) -> Array:
-    """How many heads each term stands for."""
+    """Return the number of heads of each term."""
     return np.where(terms[:, 2] == 0, 1.0, 2.0)
 
 
 def errors(target: str, terms: Array, q: Array) -> tuple[Array, Array]:
-    """The error at each point, and its derivatives by all w, all b, all c: [q], [q, 3 n_terms]."""
+    """Return errors at points q, and their derivatives by w, b and c: [q], [q, 3 n_terms]."""
     w, b, c = terms.T[..., None]
     paired = c != 0
     low, high = expit(-b * q - c), expit(-b * q + c) * paired
@@ -93,12 +93,12 @@ def errors(target: str, terms: Array, q: Array) -> tuple[Array, Array]:
 
 
 def largest_error(target: str, terms: Array) -> float:
-    """The largest |error| on a fine grid."""
+    """Return the largest |error| on a fine grid."""
     return float(np.abs(errors(target, terms, nodes(20_011))[0]).max())
 
 
 def starts(target: str, pairs: int, singles: int, count: int, seed: int = 0) -> list[Array]:
-    """Least-squares fits from random terms, the best in the largest error first."""
+    """Return least-squares fits from random terms, sorted by the largest error."""
     rng, q = np.random.default_rng(seed), nodes(120)
     n_terms, root = pairs + singles, np.sqrt(np.gradient(q))
     paired = np.arange(n_terms) < pairs
@@ -143,10 +143,10 @@ def polish(
     free_w: bool = True,
     least_gain: float = 1e-6,
 ) -> Array:
-    """The minimax fit near the given terms, by sequential linear programs in a trust region.
+    """Return the minimax fit near some terms, by sequential linear programs in a trust region.
 
-    Unknowns of a program: the steps of w, b, c in units of the radius, |w| (to bound their sum),
-    and the largest |error| as a share of the present one.
+    The unknowns of a program are the steps of w, b, c in units of the radius, |w| (to bound their
+    sum), and the largest |error| as a fraction of the current one.
     """
     n, heads = len(terms), multiplicity(terms)
     error, slope = errors(target, terms, q)
@@ -155,7 +155,7 @@ def polish(
     w_box, c_box = unit if free_w else [(0, 0)], [unit[0] if c else (0, 0) for c in terms[:, 2]]
     box = w_box * n + unit * n + c_box + [(0, None)] * (n + 1)
     for _ in range(steps):
-        # Points that may become the largest within the radius, and a few more.
+        # Points where |error| may become the largest within the radius, and a few more.
         near = np.abs(error) + np.abs(slope).sum(1) * radius > 0.5 * top
         near[::20] = True
         rows, ones, eye = slope[near] * radius / top, np.ones((near.sum(), 1)), np.eye(n)
@@ -194,7 +194,7 @@ def polish(
 
 
 def search(target: str, heads: int) -> Array:
-    """The best fit from nothing: random starts, the most promising polished, then the best."""
+    """Return the best fit from scratch: polish the best random starts, then the best of these."""
     known = pinned(target, heads)
     pairs = int((known[:, 2] > 0).sum())
     candidates = starts(target, pairs, len(known) - pairs, STARTS[heads])[:4]
@@ -204,10 +204,10 @@ def search(target: str, heads: int) -> Array:
 
 
 def pin(target: str, terms: Array) -> Array:
-    """The terms as they are pinned: w on the grid of float32, b and c fitted again around it."""
+    """Return pinned terms: w on float32's grid, then b and c fitted again and rounded."""
     terms, heads = terms.copy(), multiplicity(terms)
     terms[:, 0] = np.round(terms[:, 0] / W_UNIT) * W_UNIT
-    # The largest term takes what is missing to 1: a single one if there is one, for any remainder.
+    # The largest term makes the sum 1: a single term if there is one, for any remainder.
     largest = np.argmax(np.abs(terms[:, 0]) * (heads == heads.min()))
     terms[largest, 0] += (1 - heads @ terms[:, 0]) / heads[largest]
     terms = polish(target, terms, nodes(3000), radius=1e-5, free_w=False)
@@ -216,7 +216,7 @@ def pin(target: str, terms: Array) -> Array:
 
 
 def measured(gate: BilinearGate, q: Tensor) -> tuple[float, float]:
-    """The largest |error| of a gate on given points, in their precision, and where it is."""
+    """Return a gate's largest |error| on some points, in the dtype of the points, and its place."""
     x = np.abs(q.double().numpy())
     own_weight = np.where(q >= 0, 1 - bias_weight(gate.name, x), 0)
     own_weight = np.where(q < 0, bias_weight(gate.name, x), own_weight)
@@ -225,7 +225,7 @@ def measured(gate: BilinearGate, q: Tensor) -> tuple[float, float]:
 
 
 def row(name: str, heads: int, from_nothing: bool) -> tuple[dict[str, object], str]:
-    """One mixture's line of the table, and its terms where it was fitted from nothing."""
+    """Return one mixture's row in the table, and its terms if it was fitted from scratch."""
     gate = bilinear_gate(name, heads)
     polished = polish(name, pinned(name, heads), nodes(3000))
     line = {"activation": name, "heads": heads, "bound": gate.bound}
@@ -243,7 +243,7 @@ def row(name: str, heads: int, from_nothing: bool) -> tuple[dict[str, object], s
 
 
 def report(names: list[str], heads: list[int], smoke: bool) -> str:
-    """The table and the terms, as the text of a page."""
+    """Return the page with the table and the terms."""
     most_searched = 2 if smoke else 4
     chosen = heads or sorted(STARTS)
     rows = [

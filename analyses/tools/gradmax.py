@@ -30,17 +30,17 @@ def gradient_products(
 ) -> dict[int, Float[Tensor, "d_model d_model"]]:
     """Return Σ_t x_t g_tᵀ for each layer: the MLP's input times the loss's gradient by its output.
 
-    `grad_max` chooses the inputs of new neurons by it.
+    `grad_max` uses this product to choose the inputs of new neurons.
 
     Source: Evci et al., "GradMax" (2022), section 3, for a layer that the new neurons write to.
 
     Args:
-        model: a bridge or `HookedTransformer` whose MLPs are not gated; it is not changed, nor its
-            gradients.
-        tokens: to take gradients on.
-        loss: of logits and tokens; by default the next token's cross-entropy. A masked language
-            model (BERT) needs one.
-        batch_size: prompts at a time; losses of batches are added up.
+        model: a bridge or `HookedTransformer` whose MLPs are not gated. The model and its
+            gradients do not change.
+        tokens: the tokens for the gradients.
+        loss: a function of logits and tokens; by default the next token's cross-entropy. A masked
+            language model (BERT) needs a loss.
+        batch_size: the number of prompts in a batch; losses of batches are added up.
 
     Raises:
         GrowthError: its neurons' activations are not, to first order, multiples of x · w_i; the
@@ -113,7 +113,7 @@ def gradient_products(
 def _ends(mlp: Any) -> tuple[Any, Any]:
     """Return the module that an MLP's input enters, and the module that its output leaves.
 
-    These are the MLP itself, but in BERT two of its parts: there no module runs the whole MLP.
+    Both are the MLP itself, but in BERT they are two parts, because no module runs the whole MLP.
     """
     parts = dict(mlp.named_children())
     return (parts["in"], parts["out"]) if getattr(mlp, "name", "") is None else (mlp, mlp)
@@ -123,7 +123,7 @@ def _next_token_loss(logits: Logits, tokens: Tokens) -> Float[Tensor, ""]:
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-_SAME = 0.999  # cosine of two directions that are one, in half precision too
+_SAME = 0.999  # larger cosines mean equal directions, also in half precision
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class _GradMax:
             )
         old = nn.functional.normalize(new.old.detach().cpu().double(), dim=0)
         basis = torch.linalg.svd(product).U
-        taken = (basis.T @ old).abs().amax(dim=1) > _SAME  # by an earlier growth of these products
+        taken = (basis.T @ old).abs().amax(dim=1) > _SAME  # already used by earlier growth
         directions = basis[:, ~taken][:, : new.shape[1]]
         norm = noise.norm(dim=0).mean() if self.std is None else self.std * noise.shape[0] ** 0.5
         noise[:, : directions.shape[1]] = directions * norm
@@ -162,10 +162,10 @@ def grad_max(
 ) -> Initialiser:
     """Choose new neurons whose output weights start with the largest gradient, to first order.
 
-    With a_i(t) the activation of new neuron i at token t and g_t the gradient of the loss by what
-    the MLP writes there, ∂L/∂W_out[i] = Σ_t a_i(t) g_tᵀ. For a_i(t) ≈ x_t · w_i (a multiple of it:
-    the slope of the activation at 0) that is w_iᵀ M with M = Σ_t x_t g_tᵀ, and the orthogonal w_i
-    of a given norm that make Σ_i ‖w_iᵀ M‖² largest are M's first left singular vectors.
+    Let a_i(t) be the activation of new neuron i at token t, and g_t the gradient of the loss by the
+    MLP's output. Then ∂L/∂W_out[i] = Σ_t a_i(t) g_tᵀ. If a_i(t) is proportional to x_t · w_i, as to
+    first order, this is proportional to w_iᵀ M with M = Σ_t x_t g_tᵀ. The orthogonal w_i of a given
+    norm that maximise Σ_i ‖w_iᵀ M‖² are M's first left singular vectors.
 
     Source: Evci, van Merriënboer, Unterthiner, Vladymyrov, Pedregosa, "GradMax: Growing Neural
     Networks using Gradient Information" (2022), equation 11, with the roles exchanged: they zero
@@ -175,6 +175,6 @@ def grad_max(
         products: M by layer of the grown model, from `gradient_products`.
             Neurons of other layers, neurons beyond d_model, and all other entries are drawn by
             `own`. Directions that a neuron already has are left out: equal neurons stay equal.
-        std: of the entries of each w_i; by default that of `own`.
+        std: the standard deviation of each w_i's entries; by default that of `own`.
     """
     return _GradMax(dict(products), std)

@@ -50,11 +50,11 @@ class Training:
     Attributes:
         model: the current model; the initial one is trained in place until it first grows.
         optimizer: torch's `SGD`, `Adam` or `AdamW`.
-        schedule: by step, the expansion before it.
-        init: of free entries; by default as the model draws its own weights.
-        seed: of the initialization.
-        done: number of steps done.
-        history: each growth so far.
+        schedule: expansions by the step before which they happen.
+        init: the initialiser of free entries; by default the distribution of the initial weights.
+        seed: the seed of the initialization.
+        done: the number of finished steps.
+        history: all growths so far.
 
     Example:
         >>> import torch
@@ -112,10 +112,10 @@ class Training:
     def steps(self, until: int, progress: bool = False) -> Iterator[int]:
         """Yield the remaining steps, after growing the model as scheduled before each.
 
-        A step counts as done when the loop's body ends, and not if it is broken off.
+        A step counts as done when the loop's body ends, and not if it is interrupted.
 
         Args:
-            until: total number of steps.
+            until: the total number of steps.
             progress: whether to show a bar.
 
         Raises:
@@ -160,11 +160,11 @@ class Training:
     def resume(self, path: str | Path) -> None:
         """Continue from a checkpoint, on a training made in the same way as the one that wrote it.
 
-        The schedule may have more steps than that one's, if they are still to come.
+        The schedule may have additional later steps.
 
         Raises:
-            CheckpointError: the file is damaged, or of another model, optimizer or schedule; this
-                training then remains as it was.
+            CheckpointError: the file is damaged, or belongs to another model, optimizer or
+                schedule; this training then does not change.
         """
         tensors, header = read_tensors(path, _DOCUMENT)
         if reasons := self._reasons_against(header):
@@ -194,7 +194,7 @@ class Training:
         self.done = header["done"]
 
     def _reasons_against(self, header: Mapping[str, Any]) -> list[str]:
-        """Return every reason why a checkpoint is not of this training, by its header."""
+        """Return every reason why a checkpoint with this header does not fit this training."""
         reasons = []
         if self.done or self.history:
             reasons.append(f"it stands at step {self.done}; expected a training at its start")
@@ -227,7 +227,7 @@ class Training:
 
     @property
     def _grown_at(self) -> list[int]:
-        """Steps of the schedule at which the model has grown."""
+        """Return the steps of the schedule at which the model has grown."""
         return sorted(self.schedule)[: len(self.history)]
 
     def _schedule_text(self) -> list[list[Any]]:
@@ -235,20 +235,20 @@ class Training:
 
 
 def _identified(init: Initialiser | None) -> str:
-    """The initialiser as text; its type alone if it does not say what it is."""
+    """Return the initialiser as text; only its type if it does not describe itself."""
     text = repr(init)
     return type(init).__qualname__ if " at 0x" in text else text
 
 
 def _settings(group: dict[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
-    """Settings and parameters of a group, as JSON."""
+    """Return settings and parameters of a group, as JSON."""
     plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     as_numbers = {k: v.item() if isinstance(v, Tensor) else v for k, v in plain.items()}
     return as_numbers | {"params": [names[parameter] for parameter in group["params"]]}
 
 
 def _as_was(value: Any) -> Any:
-    """A setting as torch has it: JSON has no tuples (of betas)."""
+    """Return a setting in torch's form, with tuples for lists, because JSON has no tuples."""
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -21,15 +21,15 @@ from analyses.tools.growth_training import Training
 from attn_only_lens.storage import atomic_write, write_text
 
 
-def claim(said: Path, settings: str) -> None:
-    """Write what the runs of a folder are, the first time.
+def claim(path: Path, settings: str) -> None:
+    """Write the settings of a folder's runs when it is first used.
 
     Raises:
         ValueError: the folder holds runs of another study.
     """
-    if said.exists() and said.read_text("utf-8") != settings:
-        raise ValueError(f"{said} is of another study: choose another --runs")
-    write_text(said, settings)
+    if path.exists() and path.read_text("utf-8") != settings:
+        raise ValueError(f"{path} is of another study: choose another --runs")
+    write_text(path, settings)
 
 
 def train(
@@ -46,24 +46,24 @@ def train(
     first: int = 0,
     kept: Iterable[int] = (),
 ) -> pd.DataFrame:
-    """Train from where the folder's checkpoint stands to the end.
+    """Train to the end, resuming from the folder's checkpoint if there is one.
 
     Args:
-        training: at its start; it grows by its own schedule.
-        until: the number of steps.
-        folder: of this run alone.
+        training: the training before its first step; it grows by its own schedule.
+        until: the total number of steps.
+        folder: a folder for this run only.
         step: does one step, and returns what it adds to each total.
-        figures: of a model, such as its loss on text that it has not read.
-        totals: such as flops, and where they start.
-        check_every: steps from one row of the curve to the next.
-        save_every: steps from one checkpoint to the next, a multiple of `check_every`.
-        tick: told how many steps were done.
-        first: the steps that are done when it starts.
+        figures: returns measures of a model, such as its loss on held-out text.
+        totals: initial values of totals, such as flops.
+        check_every: the number of steps between rows of the curve.
+        save_every: the number of steps between checkpoints, a multiple of `check_every`.
+        tick: called with the number of steps that were done since the last call.
+        first: the number of steps that are done before the start.
         kept: steps whose weights are kept.
 
     Returns:
-        A row at the start, at each checked step, and at the end: `step`, the totals and the seconds
-        until then, the figures.
+        A frame with a row at the start, at each checked step, and at the end: `step`, the totals
+        and the seconds so far, and the figures.
     """
     checkpoint, curve = folder / "checkpoint.safetensors", folder / "curve.csv"
     rows: list[dict[str, Any]] = []
@@ -86,7 +86,7 @@ def train(
         }
         rows.append({"step": number} | spent | seconds | dict(figures(training.model)))
         if number % save_every == 0 or number == until:
-            # The curve may be ahead of the checkpoint, never behind it.
+            # The curve may be ahead of the checkpoint, but never behind it.
             write_text(curve, pd.DataFrame(rows).to_csv(index=False))
             training.save(checkpoint)
 
@@ -105,7 +105,7 @@ def train(
 
 
 def keep(model: Any, path: Path) -> None:
-    """Write a model's weights, unless they are there."""
+    """Write a model's weights, unless the file exists."""
     if not path.exists():
         weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
         with atomic_write(path) as partial:
@@ -114,7 +114,7 @@ def keep(model: Any, path: Path) -> None:
 
 @torch.no_grad()
 def put_back(model: Any, path: Path) -> Any:
-    """Put weights that were kept into a model of that size; return it."""
+    """Load kept weights into a model with the same sizes, and return the model."""
     weights = load_file(path)
     for name, tensor in model.named_parameters():
         tensor.copy_(weights.pop(name))

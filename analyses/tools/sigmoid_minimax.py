@@ -18,8 +18,8 @@ from scipy.special import expit
 from attn_only_lens.gates.exact import GATES
 
 ROUNDING = 2.0**-22
-# How fast α turns from 0 to g, against silu. relu turns at once; its finest sigmoid is about as
-# wide as this says.
+# How fast α turns from 0 to g, relative to silu. relu turns at one point; this number limits how
+# narrow its sigmoids are.
 SHARPNESS = {"silu": 1.0, "gelu": 1.702, "gelu_new": 1.702, "relu": 512.0}
 
 Array = NDArray[np.float64]
@@ -39,7 +39,7 @@ class Problem:
 
     @classmethod
     def of(cls, name: str, range: float, points: int = 250) -> "Problem":
-        """Points crowded at both ends, where a minimax error has its peaks, and around 0."""
+        """Return a problem with dense points near both ends, where errors peak, and near 0."""
         spread = np.linspace(-1, 1, points)
         detail = 4 * SHARPNESS[name] * range
         around_zero = np.sinh(spread * np.arcsinh(detail)) / detail
@@ -49,37 +49,37 @@ class Problem:
 
     @property
     def sharpness(self) -> float:
-        """How fast α turns, in units of x."""
+        """The speed of α's turn from 0 to g, in units of x."""
         return SHARPNESS[self.name] * self.range
 
     def residual(self, theta: Array) -> Array:
-        """Approximation minus activation, at the points."""
+        """Return the approximation minus the activation, at the points."""
         a, b, c = np.split(theta[1:], 3)
         return theta[0] + expit(np.outer(self.x, b) + c) @ a - self.y
 
     def jacobian(self, theta: Array) -> Array:
-        """Derivative of the residual, [n_points, n_parameters]."""
+        """Return the derivative of the residual, [n_points, n_parameters]."""
         a, b, c = np.split(theta[1:], 3)
         s = expit(np.outer(self.x, b) + c)
         slope = a * s * (1 - s)
         return np.hstack([np.ones((len(s), 1)), s, slope * self.x[:, None], slope])
 
     def cost(self, theta: Array) -> float:
-        """What is minimised: largest error and float32 rounding."""
+        """Return the minimised cost: the largest error plus float32 rounding."""
         return float(np.abs(self.residual(theta)).max() + ROUNDING * np.abs(linear(theta)).sum())
 
 
 def linear(theta: Array) -> Array:
-    """The parameters a_0, a_1, ..."""
+    """Return the parameters a_0, a_1, ..."""
     return theta[: 1 + len(theta) // 3]
 
 
 def random_start(problem: Problem, n_sigmoids: int, rng: np.random.Generator) -> Array:
-    """Sigmoids of random centre and width, with the best weights for them."""
+    """Return sigmoids with random centres and widths, and the best weights for them."""
     steepest = 2.0 * max(2.0, problem.sharpness)
     b = np.exp(rng.uniform(np.log(0.7), np.log(steepest), n_sigmoids))
     centre = rng.uniform(-1, 1, n_sigmoids) * np.minimum(2.0, 4 / b)
-    centre += rng.uniform(0, 1.2) * (b < 3)  # the wide ones carry the linear part on the right
+    centre += rng.uniform(0, 1.2) * (b < 3)  # wide sigmoids give the linear part on the right
     columns = np.hstack([np.ones((len(problem.x), 1)), expit(np.outer(problem.x, b) - b * centre)])
     ridge = 1e-4 * np.eye(n_sigmoids + 1)
     target = np.concatenate([problem.y, np.zeros(n_sigmoids + 1)])
@@ -88,7 +88,7 @@ def random_start(problem: Problem, n_sigmoids: int, rng: np.random.Generator) ->
 
 
 def with_more_sigmoids(theta: Array, n_more: int, rng: np.random.Generator) -> Array:
-    """The same function with idle sigmoids added, of random centre and width."""
+    """Return the same function with more sigmoids of weight 0, with random centres and widths."""
     a, b, c = np.split(theta[1:], 3)
     wide = np.abs(b).max() * np.exp(rng.uniform(-3, 1, n_more))
     parts = (theta[:1], a, np.zeros(n_more), b, wide, c, wide * rng.uniform(-1, 1, n_more) / 3)
@@ -96,7 +96,7 @@ def with_more_sigmoids(theta: Array, n_more: int, rng: np.random.Generator) -> A
 
 
 def squares(problem: Problem, theta: Array) -> Array:
-    """Least squares from a start, with a ridge on the weights a."""
+    """Return a least-squares fit from a start, with a ridge penalty on the weights a."""
     n_linear = len(linear(theta))
     ridge = 1e-7 * np.eye(len(theta))[:n_linear]
     solution = least_squares(
@@ -110,7 +110,7 @@ def squares(problem: Problem, theta: Array) -> Array:
 
 
 def minimax(problem: Problem, theta: Array, steps: int = 60) -> Array:
-    """Descend the cost by linear programmes inside a trust region, to a local optimum."""
+    """Return a local minimum of the cost, by linear programs inside a trust region."""
     n, n_linear = len(theta), len(linear(theta))
     weights = np.concatenate([np.zeros(n), [1.0], np.full(n_linear, ROUNDING)])
     sizes = np.hstack([np.eye(n_linear, n), np.zeros((n_linear, 1)), -np.eye(n_linear)])
@@ -145,7 +145,7 @@ def minimax(problem: Problem, theta: Array, steps: int = 60) -> Array:
 
 
 def near_peaks(residual: Array) -> NDArray[np.bool_]:
-    """The peaks of |residual|, their neighbours, both ends, and every third point."""
+    """Return which points are peaks of |residual|, their neighbours, ends, or every third point."""
     size = np.abs(residual)
     kept = np.zeros(len(size), dtype=bool)
     kept[1:-1] = (size[1:-1] >= size[:-2]) & (size[1:-1] >= size[2:])
@@ -156,13 +156,13 @@ def near_peaks(residual: Array) -> NDArray[np.bool_]:
 
 
 def fit(problem: Problem, starts: Iterable[Array], polished: int = 4) -> Array | None:
-    """The best of several starts: least squares on all, minimax on the most promising."""
+    """Return the best fit: least squares from all starts, then minimax from the best ones."""
     fits = [t for t in (squares(problem, s) for s in starts) if np.isfinite(t).all()]
     polished_fits = [minimax(problem, t) for t in sorted(fits, key=problem.cost)[:polished]]
     return min(polished_fits, key=problem.cost, default=None)
 
 
 def sharpened(theta: Array, factor: float) -> Array:
-    """The parameters of theta's function with x and its own value divided by a factor."""
+    """Return parameters of theta's function, with x and its values divided by a factor."""
     a, b, c = np.split(theta[1:], 3)
     return np.concatenate([theta[:1] / factor, a / factor, b * factor, c])

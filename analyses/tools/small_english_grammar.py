@@ -23,7 +23,7 @@ from typing import Any
 from attn_only_lens.tasks import _agreement, _brackets, _ioi, words
 
 TOKEN = r""" ?[A-Za-z]+(?:'[a-z]+)?| ?["(\[]|[^\sA-Za-z]"""
-"""A word with the space before it, or a mark; marks that open have the space before them too."""
+"""A word or a mark. Words and opening marks include the space before them."""
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -70,15 +70,15 @@ PRONOUNS = (
     ("He", "he", "his", "him", "himself"),
     ("They", "they", "their", "them", "themselves"),
 )
-"""Of women, men and several: at the start, subject, possessive, object, reflexive."""
+"""For women, men and groups: sentence start, subject, possessive, object, reflexive."""
 
 
 class Grammar:
     """A writer of texts.
 
     Args:
-        seed: of its random numbers.
-        never: beginnings of sentences that are never written, to be asked for later.
+        seed: the seed of the random numbers.
+        never: beginnings of sentences that are never written, so that they can be prompts.
         lists: the share of texts that are lists.
     """
 
@@ -96,7 +96,7 @@ class Grammar:
         return " ".join(self.story(2 + self.random.randrange(4)))
 
     def checked(self, write: Callable[[], str]) -> str:
-        """Write a sentence that begins with nothing that is kept for later."""
+        """Write a sentence that begins with none of the excluded beginnings."""
         while True:
             sentence = write()
             parts = [match.end() for match in re.finditer(TOKEN, sentence)]
@@ -104,11 +104,11 @@ class Grammar:
                 return sentence
 
     def one(self, options: Sequence[Any]) -> Any:
-        """Choose one of some."""
+        """Choose one of the options."""
         return options[self.random.randrange(len(options))]
 
     def maybe(self, chance: float) -> bool:
-        """True with a chance."""
+        """Return True with this probability."""
         return self.random.random() < chance
 
     def story(self, n: int) -> list[str]:
@@ -136,16 +136,16 @@ class Grammar:
         return sentences
 
     def noun(self, plural: bool, among: Sequence[str] = (*THINGS, *ALIVE)) -> str:
-        """Choose a noun in a number."""
+        """Choose a singular or plural noun."""
         return self.one(among) + "s" * plural
 
     def new(self, among: Sequence[str]) -> str:
-        """Write a noun with an adjective, of what was not spoken of."""
+        """Write an adjective and a noun with "a" or "an", for something new."""
         look = self.one(LOOKS)
         return f"a{'n' * (look == 'old')} {look} {self.one(among)}"
 
     def object(self) -> str:
-        """Write what verbs are about."""
+        """Write the object of a verb."""
         if self.maybe(0.3):
             return self.new((*THINGS, *words.OBJECTS))
         if self.maybe(0.2):
@@ -177,7 +177,7 @@ class Grammar:
         return f"{opens}{inside}{closes}"
 
     def subject(self, plural: bool) -> tuple[str, bool]:
-        """Write a subject with what stands between it and its verb; whether it is alive."""
+        """Write a subject with everything before its verb, and return whether it is alive."""
         noun = self.one((*THINGS, *ALIVE))
         text = noun + "s" * plural
         kind = self.random.random()
@@ -200,7 +200,7 @@ class Grammar:
         return subject + self.predicate(plural, alive, tags=True)
 
     def predicate(self, plural: bool, alive: bool, tags: bool = False) -> str:
-        """Write a verb and what follows, with the mark at the end."""
+        """Write a verb and the rest of the sentence, with its punctuation."""
         kind = self.random.random()
         quality = self.one((*FEELINGS, *words.ADJECTIVES) if alive else LOOKS)
         if self.maybe(0.3):
@@ -230,7 +230,7 @@ class Grammar:
         return f" {self.one(WHEN)}." if self.maybe(0.15) else "."
 
     def of_person(self, start: str, forms: tuple[str, ...]) -> str:
-        """Write a sentence about a person, who is named or a pronoun."""
+        """Write a sentence about a person, starting with a name or a pronoun."""
         _, subject, possessive, object_, reflexive = forms
         kind = self.random.random()
         past = self.one(TRANSITIVE)[2]
@@ -257,7 +257,7 @@ class Grammar:
         return f'{start} said "{quoted[:-1]}"{quoted[-1]}'
 
     def question_of_a_friend(self) -> str:
-        """Write a question that ends in a pronoun of a name's gender."""
+        """Write a question that ends in a pronoun with a name's gender."""
         woman = self.maybe(0.5)
         text = _agreement._GENDER
         filled = {
@@ -269,7 +269,7 @@ class Grammar:
         return text.format(**filled) + (" she?" if woman else " he?")
 
     def scene(self) -> str:
-        """Write that of two people one gives something to the other."""
+        """Write a scene in which one of two people gives something to the other."""
         template = self.one(_ioi._TEMPLATES).replace("{names}", self.one(_ioi._FIRST))
         to, subject = self.one(NAMES), self.one(NAMES)
         while subject == to:
@@ -283,11 +283,11 @@ class Grammar:
         return text
 
     def taken(self, left: list[str], n: int) -> list[str]:
-        """Take n words out of those that are left."""
+        """Remove n random words from a list, and return them."""
         return [left.pop(self.random.randrange(len(left))) for _ in range(n)]
 
     def list_of_words(self) -> str:
-        """Write a list of random words, parts of which come again."""
+        """Write a list of random words in which parts are repeated."""
         left, written = list(LISTED if self.maybe(0.6) else NAMES), list[str]()
         new = self.taken(left, 2 + self.random.randrange(self.one((4, 8, 17))))
         written += new
@@ -299,7 +299,7 @@ class Grammar:
 
 
 def _inner_words() -> set[str]:
-    """Every word that stands after a space."""
+    """Return every word that can follow a space."""
     singular = {*THINGS, *ALIVE}
     texts = [*NAMES, *singular, *(f"{noun}s" for noun in singular), *words.PLACES, *words.OBJECTS]
     texts += [*PREPOSITIONS, *LOOKS, *FEELINGS, *WHEN, *words.DEGREES, *words.ADJECTIVES]
@@ -316,17 +316,17 @@ def _inner_words() -> set[str]:
 
 
 def _first_words() -> set[str]:
-    """Every word that stands at the start of a text, or after a mark that opens."""
+    """Return every word that can start a text, or follow an opening mark."""
     starts = {template.split()[0].strip(",") for template in _ioi._TEMPLATES}
     return starts | {*NAMES, "So", "The", "the", *(forms[0] for forms in PRONOUNS)}
 
 
 LISTED = sorted(word for word in _inner_words() if word.isalpha())
-"""What lists are made of."""
+"""The words in lists."""
 
 
 def tokens() -> list[str]:
-    """Return every token that texts are made of, in order of the alphabet."""
+    """Return every token that texts consist of, in alphabetical order."""
     later = {f" {word}" for word in _inner_words() | _first_words() - {"the"}}
     opening = {mark[0] for mark in _brackets.MARKS}
     closing = {mark[1] for mark in _brackets.MARKS}

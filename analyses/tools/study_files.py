@@ -26,7 +26,7 @@ def keep(
     out: Path,
     page: str,
     frame: pd.DataFrame | Mapping[str, pd.DataFrame],
-    picture: Figure | Mapping[str, Figure],
+    picture: Figure | Mapping[str, Figure | str],
     *,
     started: float,
     digits: str = "%.6g",
@@ -35,14 +35,14 @@ def keep(
     """Write the page, tables, figures and record of a study, named after its script.
 
     Args:
-        script: its `__file__`.
+        script: the script's `__file__`.
         out: the folder.
-        page: Markdown.
-        frame: the table; or several, by part (the part "" is NAME.csv).
-        picture: the figure; or several, by part.
+        page: the page in Markdown.
+        frame: one table, or several by part (the part "" is NAME.csv).
+        picture: one figure, or several by part; a figure can also be the text of an SVG.
         started: `time.perf_counter()` at the beginning.
-        digits: of the table.
-        settings: what the run was asked for.
+        digits: the number format of the table.
+        settings: the settings of the run.
     """
     name = Path(script).stem
     frames = frame if isinstance(frame, Mapping) else {"": frame}
@@ -50,7 +50,8 @@ def keep(
     made = {f"{name}.md": page}
     for part, table in frames.items():
         made[f"{_part(name, part)}.csv"] = table.to_csv(index=False, float_format=digits)
-    made |= {f"{_part(name, part)}.svg": svg(picture) for part, picture in pictures.items()}
+    for part, figure in pictures.items():
+        made[f"{_part(name, part)}.svg"] = figure if isinstance(figure, str) else svg(figure)
     leave(script, out, made, started=started, **settings)
 
 
@@ -59,12 +60,12 @@ def _part(name: str, part: str) -> str:
 
 
 def verdict(claim: str, held: bool, finding: str) -> str:
-    """A line of a page: what was predicted, whether it held, and what was found."""
+    """Return a line with a prediction, whether it held, and what was found."""
     return f"- {'Held' if held else 'Failed'}: {claim} Found: {finding}."
 
 
 def svg(picture: Figure) -> str:
-    """The same text for the same figure: no date, no random ids; letters as letters."""
+    """Return a figure as SVG, the same for equal figures: no date, no random ids, text as text."""
     text = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "study"}):
         picture.savefig(text, format="svg", metadata={"Date": None})

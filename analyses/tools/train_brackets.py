@@ -36,7 +36,7 @@ FIXTURE = Path(__file__).parents[2] / "tests" / "fixtures" / "brackets"
 NORM = {"w": "weight", "b": "bias"}
 START, PAD, END, OPEN, CLOSE = range(5)
 BALANCED = p.custom(lambda logits: logits[:, 0, 1] - logits[:, 0, 0], name="balanced")
-"""The metric: the logit of "balanced" less that of "not", at the first token."""
+"""The metric: the logit of "balanced" minus that of "not balanced", at the first token."""
 
 IN_BRIDGE = {
     **{"embed.W_E": "tok_embed.weight", "pos_embed.W_pos": "pos.weight"},
@@ -48,27 +48,27 @@ IN_BRIDGE = {
     **{f"mlp.b_{part}": f"mlp.fc_{part}.bias" for part in ("in", "out")},
     "unembed.W_U": "head.weight",
 }
-"""The names of weights in a native model, by those in a HookedTransformer; of one layer."""
+"""Names of weights in a native model, by names in a HookedTransformer, for one layer."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What determines the result."""
+    """The settings that determine the result."""
 
     n_layers: int = 3
     n_heads: int = 2
     d_model: int = 56
     d_mlp: int = 56
-    longest: int = 20  # brackets
+    longest: int = 20  # the largest number of brackets
     seed: int = 0
     steps: int = 1_500
     rows: int = 128
     lr: float = 2e-3
     weight_decay: float = 0.01
-    held_out: int = 100  # batches
+    held_out: int = 100  # the number of batches
 
     def config(self) -> dict[str, Any]:
-        """Keyword arguments of a HookedTransformerConfig, or of a TransformerBridgeConfig."""
+        """Return keyword arguments for HookedTransformerConfig or TransformerBridgeConfig."""
         return {
             "n_layers": self.n_layers,
             "n_heads": self.n_heads,
@@ -87,7 +87,7 @@ class Recipe:
 
 
 def balanced_texts(rows: int, length: int, generator: torch.Generator) -> Tensor:
-    """Draw balanced texts [rows, length], all equally likely: walks that end where they begin."""
+    """Draw balanced texts [rows, length], all equally likely: walks that return to their start."""
     brackets = torch.empty(rows, length, dtype=torch.long)
     height = torch.zeros(rows)
     for place, draw in enumerate(torch.rand(length, rows, generator=generator)):
@@ -105,7 +105,7 @@ def is_balanced(brackets: Tensor) -> Tensor:
 
 
 def spoilt(brackets: Tensor, how: str, generator: torch.Generator) -> Tensor:
-    """Return one text with a bracket turned round, with two that swap places, or shuffled."""
+    """Return a text with one bracket flipped, with two brackets swapped, or shuffled."""
     brackets, n = brackets.clone(), len(brackets)
     first, second = torch.randint(n, (2,), generator=generator).tolist()
     if how == "turned":
@@ -118,12 +118,12 @@ def spoilt(brackets: Tensor, how: str, generator: torch.Generator) -> Tensor:
 
 
 def with_ends(brackets: Tensor) -> Tensor:
-    """Return tokens: a text between the start and the end."""
+    """Return tokens: a text between the start token and the end token."""
     return F.pad(F.pad(brackets, (1, 0), value=START), (0, 1), value=END)
 
 
 def batch(recipe: Recipe, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw tokens [rows, pos] of one length, half of them spoilt, and whether they are balanced."""
+    """Draw tokens [rows, pos] of one length, half of them spoilt, and whether each is balanced."""
     length = 2 * int(torch.randint(2, recipe.longest // 2 + 1, (), generator=generator))
     brackets = balanced_texts(recipe.rows, length, generator)
     for row, how in enumerate(("turned", "swapped", "shuffled") * (recipe.rows // 6)):
@@ -132,7 +132,7 @@ def batch(recipe: Recipe, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def train(recipe: Recipe) -> HookedTransformer:
-    """Train a model from nothing."""
+    """Train a model from scratch."""
     with quiet():
         model = HookedTransformer(HookedTransformerConfig(**recipe.config(), seed=recipe.seed))
     model.unembed.b_U.requires_grad_(False)  # native bridges have none
@@ -152,7 +152,7 @@ def train(recipe: Recipe) -> HookedTransformer:
 
 @torch.no_grad()
 def accuracy(model: Any, recipe: Recipe) -> float:
-    """Return the share of right answers, on texts drawn with another seed."""
+    """Return the share of right answers on texts drawn with another seed."""
     generator = torch.Generator().manual_seed(recipe.seed + 1_000_000)
     batches = [batch(recipe, generator) for _ in range(recipe.held_out)]
     right = [model(tokens)[:, 0].argmax(dim=-1) == answers for tokens, answers in batches]
@@ -161,7 +161,7 @@ def accuracy(model: Any, recipe: Recipe) -> float:
 
 @torch.no_grad()
 def pairs(model: Any, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield tokens of balanced texts and of spoilt ones, of 6 to 14 brackets, answered rightly."""
+    """Yield tokens of balanced and of spoilt texts with 6 to 14 brackets, both answered rightly."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         length = 2 * int(torch.randint(3, 8, (), generator=generator))
@@ -173,7 +173,7 @@ def pairs(model: Any, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def load(folder: Path = FIXTURE, dtype: torch.dtype = torch.float64) -> HookedTransformer:
-    """Read a model, as a HookedTransformer."""
+    """Load a model as a HookedTransformer."""
     with quiet():
         config = json.loads((folder / "config.json").read_text("utf-8"))
         model = HookedTransformer(HookedTransformerConfig(**config, dtype=dtype))
@@ -185,7 +185,7 @@ def load(folder: Path = FIXTURE, dtype: torch.dtype = torch.float64) -> HookedTr
 
 
 def load_bridge(folder: Path = FIXTURE, dtype: torch.dtype = torch.float64) -> TransformerBridge:
-    """Read the same model as a bridge, which needs no HookedTransformer."""
+    """Load the same model as a bridge, which needs no HookedTransformer."""
     config = json.loads((folder / "config.json").read_text("utf-8"))
     bridge = TransformerBridge.boot_native(TransformerBridgeConfig(**config), dtype=dtype)
     state = {
@@ -198,7 +198,7 @@ def load_bridge(folder: Path = FIXTURE, dtype: torch.dtype = torch.float64) -> T
 
 
 def _name_in_bridge(name: str) -> str:
-    """Return the name in a native model of a weight of a HookedTransformer."""
+    """Return the name in a native model for a HookedTransformer's weight."""
     if not name.startswith("blocks."):
         return IN_BRIDGE[name]
     _, layer, part, weight = name.split(".")
@@ -206,7 +206,7 @@ def _name_in_bridge(name: str) -> str:
 
 
 def _as_linear(name: str, weight: Tensor) -> Tensor:
-    """Return a weight of a HookedTransformer as torch's linear modules have it: [out, in]."""
+    """Return a HookedTransformer's weight in the shape of torch's linear modules, [out, in]."""
     match name.split(".")[-1]:
         case "W_Q" | "W_K" | "W_V":
             return weight.transpose(1, 2).flatten(0, 1)  # [head_index, d_model, d_head]
@@ -228,10 +228,10 @@ def main(
     recipe = Recipe()
     if smoke:
         recipe = replace(recipe, n_layers=1, d_model=8, d_mlp=11, steps=3, rows=12, held_out=2)
-    torch.set_num_threads(1)  # sums in one order
+    torch.set_num_threads(1)  # so that sums are always computed in the same order
     model = train(recipe)
     out.mkdir(parents=True, exist_ok=True)
-    # Half precision halves the file; the accuracy is that of the rounded weights.
+    # Half precision halves the file; the reported accuracy is that of the rounded weights.
     weights = {
         name: x.detach().half().contiguous()
         for name, x in model.named_parameters()

@@ -37,7 +37,7 @@ CHECK_EVERY = 100
 
 @dataclass(frozen=True)
 class Recipe:
-    """What determines the result."""
+    """The settings that determine the result."""
 
     modulus: int = 113
     d_model: int = 128
@@ -47,12 +47,12 @@ class Recipe:
     train_fraction: float = 0.3
     lr: float = 1e-3
     weight_decay: float = 1.0
-    # It generalises near epoch 9,500; what memorised the training pairs then decays away, and
+    # The model generalises near epoch 9,500. Then weights that memorise training pairs decay, and
     # the neurons become clean waves.
     epochs: int = 25_000
 
     def config(self) -> dict[str, Any]:
-        """Keyword arguments of HookedTransformerConfig."""
+        """Return keyword arguments for HookedTransformerConfig."""
         return {
             "n_layers": 1,
             "d_model": self.d_model,
@@ -69,7 +69,7 @@ class Recipe:
         }
 
     def model(self) -> HookedTransformer:
-        """The untrained model. As in the paper it has no biases: they stay at zero."""
+        """Return the untrained model. As in the paper it has no biases: they stay at zero."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "HookedTransformer is deprecated")
             model = HookedTransformer(HookedTransformerConfig(**self.config(), seed=self.seed))
@@ -80,7 +80,7 @@ class Recipe:
 
 
 def pairs(recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
-    """All inputs [p * p, 3], their answers, and which of them are trained on."""
+    """Return all inputs [p * p, 3], their answers, and which of them are training pairs."""
     p = recipe.modulus
     a, b = torch.meshgrid(torch.arange(p), torch.arange(p), indexing="ij")
     tokens = torch.stack([a.flatten(), b.flatten(), torch.full((p * p,), p)], dim=1)
@@ -93,9 +93,9 @@ def pairs(recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
 def fast_logits(
     model: HookedTransformer, tokens: Tensor, neurons: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Logits at the last position, with attention computed by token rather than by pair.
+    """Return logits at the last position, with attention computed per token instead of per pair.
 
-    `neurons` take the place of the MLP.
+    `neurons` replace the MLP if given.
     """
     attn, mlp, p = model.blocks[0].attn, model.blocks[0].mlp, model.cfg.d_vocab_out
     by_pos = [model.W_E[:p] + model.W_pos[0], model.W_E[:p] + model.W_pos[1]]
@@ -112,13 +112,13 @@ def fast_logits(
 
 
 def loss_of(logits: Tensor, answers: Tensor) -> Tensor:
-    """Cross-entropy in float64: near its end the loss is below float32's resolution."""
+    """Return the cross-entropy in float64; late losses are below float32's resolution."""
     return F.cross_entropy(logits.double(), answers)
 
 
 @torch.no_grad()
 def measure(model: HookedTransformer, recipe: Recipe) -> dict[str, float]:
-    """Loss and accuracy on both halves of the pairs, with the plain forward pass."""
+    """Return loss and accuracy on both halves of the pairs, with the plain forward pass."""
     tokens, answers, trained = pairs(recipe)
     logits = model(tokens)[:, -1]
     figures = {}
@@ -130,7 +130,7 @@ def measure(model: HookedTransformer, recipe: Recipe) -> dict[str, float]:
 
 
 def adamw(recipe: Recipe, model: HookedTransformer) -> torch.optim.AdamW:
-    """The paper's optimizer, for what is trained of the model."""
+    """Return the paper's optimizer for the trained parameters."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     settings = {"lr": recipe.lr, "weight_decay": recipe.weight_decay}
     return torch.optim.AdamW(parameters, betas=(0.9, 0.98), **settings)
@@ -139,7 +139,7 @@ def adamw(recipe: Recipe, model: HookedTransformer) -> torch.optim.AdamW:
 def step(
     model: HookedTransformer, optimizer: torch.optim.Optimizer, tokens: Tensor, answers: Tensor
 ) -> Tensor:
-    """One epoch, which is one step; the loss before it."""
+    """Do one epoch, which is one step, and return the loss before it."""
     loss = loss_of(fast_logits(model, tokens), answers)
     optimizer.zero_grad()
     loss.backward()
@@ -173,7 +173,7 @@ def train(recipe: Recipe, out: Path) -> HookedTransformer:
 
 
 def keep(path: Path, recipe: Any, done: int, parameters: dict[str, Any], *optimizers: Any) -> None:
-    """Write all that the next step depends on; the old checkpoint lives until it is done."""
+    """Write everything that the next step depends on, keeping the old checkpoint until the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: parameter.detach() for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
@@ -214,7 +214,7 @@ def resume(path: Path, recipe: Any, parameters: dict[str, Any], *optimizers: Any
 
 
 def write(out: Path, recipe: Recipe, model: HookedTransformer) -> None:
-    """Write the model, its configuration and its figures."""
+    """Write the model, its configuration and its results."""
     state = {n: t for n, t in model.state_dict().items() if not n.endswith(("mask", "IGNORE"))}
     save_file({n: t.contiguous() for n, t in state.items()}, out / "model.safetensors")
     (out / "config.json").write_text(json.dumps(recipe.config(), indent=2) + "\n")
@@ -236,7 +236,7 @@ def main(
     epochs: int = 25_000,
     smoke: Smoke = False,
 ) -> None:
-    """Train the shipped model, or go on where an interrupted run stopped."""
+    """Train the shipped model, or resume an interrupted run."""
     sizes = {"modulus": 7, "d_model": 10, "n_heads": 2, "d_mlp": 11} if smoke else {}
     recipe = Recipe(
         seed=seed,

@@ -32,14 +32,14 @@ from analyses.tools.train_modular_addition import keep, resume
 from attn_only_lens import tasks
 
 BOS, EOS, UNKNOWN = "<s>", "</s>", "<unk>"
-POOL = 32  # batches whose texts are written at once, so that a batch is of texts of one length
+POOL = 32  # this many batches are written at once, so that each batch has texts of one length
 SEED_OF_PROMPTS = 7
 SEED_OF_HELD_OUT = 999_999
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What determines the result."""
+    """The settings that determine the result."""
 
     n_layers: int = 4
     d_model: int = 128
@@ -51,11 +51,11 @@ class Recipe:
     rows: int = 56
     lr: float = 4e-3
     weight_decay: float = 0.1
-    prompts: int = 200  # of each task
-    held_out: int = 100_000  # letters of text
+    prompts: int = 200  # the number of prompts per task
+    held_out: int = 100_000  # the number of characters
 
     def config(self) -> LlamaConfig:
-        """Of the model."""
+        """Return the configuration of the model."""
         return LlamaConfig(
             vocab_size=len(vocabulary()),
             hidden_size=self.d_model,
@@ -72,13 +72,13 @@ class Recipe:
         )
 
     def model(self) -> LlamaForCausalLM:
-        """The untrained model."""
+        """Return the untrained model."""
         torch.manual_seed(self.seed)
         return LlamaForCausalLM(self.config())
 
 
 def vocabulary() -> dict[str, int]:
-    """Every token, and its number."""
+    """Return every token with its index."""
     return {token: i for i, token in enumerate([BOS, EOS, UNKNOWN, *grammar.tokens()])}
 
 
@@ -86,7 +86,7 @@ LISTED = {vocabulary()[f" {word}"] for word in grammar.LISTED}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Words with the space before them, and BOS before a text."""
+    """Return a tokenizer for words with the space before them, which adds BOS to a text."""
     core = Tokenizer(models.WordLevel(vocabulary(), unk_token=UNKNOWN))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(grammar.TOKEN), "isolated")
     core.decoder = decoders.Fuse()
@@ -104,7 +104,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def questions(n: int) -> dict[str, tasks.PairedPrompts]:
-    """The prompts that the model is measured on, n of each task; there are few of the shortest."""
+    """Return the evaluation prompts, n per task; there are fewer of the shortest."""
     of, seed = tokenizer(), SEED_OF_PROMPTS
     return {
         "number, simple": tasks.agreement(of, min(n, 50), seed, structure="simple"),
@@ -119,7 +119,7 @@ def questions(n: int) -> dict[str, tasks.PairedPrompts]:
 
 
 def held_out(n: int) -> frozenset[str]:
-    """The prompts with which no sentence begins; those of "The keys" are too few to be left out."""
+    """Return the prompts that begin no sentence; "The keys" has too few prompts to exclude any."""
     made = {task: question for task, question in questions(n).items() if task != "number, simple"}
     return frozenset(text for pairs in made.values() for text in (*pairs.clean, *pairs.corrupted))
 
@@ -134,7 +134,7 @@ def texts_of(write: grammar.Grammar, n: int) -> list[list[int]]:
 
 
 def by_length(texts: list[list[int]], rows: int, n_ctx: int) -> list[Tensor]:
-    """Sort texts by length into batches [batch, pos], padded with EOS: little of it is padding."""
+    """Sort texts by length into batches [batch, pos], padded with EOS, with little padding."""
     texts, end = sorted(texts, key=len), vocabulary()[EOS]
     batches = [texts[start : start + rows] for start in range(0, len(texts), rows)]
     return [
@@ -152,40 +152,40 @@ def pool(recipe: Recipe, number: int, never: frozenset[str]) -> list[Tensor]:
 
 
 def held_out_texts(n: int, never: frozenset[str]) -> list[Tensor]:
-    """Write the first n held-out texts, of all lengths; batches are sorted only after the choice.
+    """Write the first n held-out texts, of all lengths, and sort them into batches afterwards.
 
-    A few batches of a pool would be texts of a few lengths, and no sample of the language.
+    In contrast, a few batches from a pool would have only a few lengths, so they are no sample.
     """
     return by_length(texts_of(grammar.Grammar(SEED_OF_HELD_OUT, never), n), 64, Recipe.n_ctx)
 
 
 def held_out_loss(model: LlamaForCausalLM, batches: list[Tensor]) -> float:
-    """The mean of `losses_of` over the words of all batches, which so may be of any size."""
+    """Return the mean of `losses_of` over all words, for batches of any size."""
     losses = [losses_of(model, tokens.to(model.device)) for tokens in batches]
     return torch.cat(losses).double().mean().item()
 
 
 def loss_of(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
-    """The mean of `losses_of`."""
+    """Return the mean of `losses_of`."""
     return losses_of(model, tokens).mean()
 
 
 def losses_of(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
-    """The cross-entropy [word] of every token after BOS, up to the first EOS.
+    """Return the cross-entropy [word] of every token after BOS, up to the first EOS.
 
-    Of a list, only what follows a word that was there before is asked: the rest is random.
+    In a list, only tokens that follow a repeated word count, because the others are random.
     """
     read = tokens[:, :-1]
     again = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(-1)
     again = again[:, 1:] & again[:, :-1]
     listed = torch.isin(tokens[:, 1:2], torch.tensor(sorted(LISTED), device=tokens.device))
-    asked = (read != vocabulary()[EOS]) & (again | ~listed)
+    scored = (read != vocabulary()[EOS]) & (again | ~listed)
     logits = model(tokens[:, :-1]).logits
-    return F.cross_entropy(logits[asked], tokens[:, 1:][asked], reduction="none")
+    return F.cross_entropy(logits[scored], tokens[:, 1:][scored], reduction="none")
 
 
 def optimizers_of(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of layers; AdamW for the embedding and the norms."""
+    """Return Muon for the matrices of layers, and AdamW for the embedding and the norms."""
     matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     chosen = set(map(id, matrices))
     rest = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
@@ -226,7 +226,7 @@ def train(recipe: Recipe, out: Path, device: str) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def differences(model: LlamaForCausalLM, pairs: tasks.PairedPrompts) -> Tensor:
-    """The right answer's logit less the wrong one's, after each clean prompt."""
+    """Return the right answer's logit minus the wrong answer's, after each clean prompt."""
     batch = tokenizer()(list(pairs.clean), padding=True, return_tensors="pt").to(model.device)
     last = batch["attention_mask"].sum(1) - 1
     logits = model(**batch).logits[torch.arange(len(pairs)), last].cpu()
@@ -236,7 +236,7 @@ def differences(model: LlamaForCausalLM, pairs: tasks.PairedPrompts) -> Tensor:
 
 @torch.no_grad()
 def measure(model: LlamaForCausalLM, recipe: Recipe) -> dict[str, float | dict[str, list[int]]]:
-    """The loss on text not read; of each task, how many answers are right, of how many."""
+    """Return the loss on held-out text, and the counts of right and of all answers by task."""
     made = {
         task: differences(model, pairs_of) for task, pairs_of in questions(recipe.prompts).items()
     }
@@ -249,7 +249,7 @@ def measure(model: LlamaForCausalLM, recipe: Recipe) -> dict[str, float | dict[s
 
 
 def texts(recipe: Recipe) -> str:
-    """Write what is stored beside the model: texts that it has not read, one a line."""
+    """Return the texts that are stored with the model and that it has not read, one per line."""
     write, written = grammar.Grammar(SEED_OF_HELD_OUT - 1), ""
     while len(written) < recipe.held_out:
         written += write.text() + "\n"
@@ -257,7 +257,7 @@ def texts(recipe: Recipe) -> str:
 
 
 def write(out: Path, recipe: Recipe, model: LlamaForCausalLM, device: str) -> None:
-    """Write the folder that ships: model, tokenizer, figures, and texts."""
+    """Write the folder that ships with the package: model, tokenizer, figures, and texts."""
     figures = {**asdict(recipe), **measure(model, recipe), "machine": machine(device)}
     model.save_pretrained(out)
     tokenizer().save_pretrained(out)
@@ -272,7 +272,7 @@ def main(
     steps: int = 4_000,
     smoke: Smoke = False,
 ) -> None:
-    """Train the shipped language model, or go on where an interrupted run stopped."""
+    """Train the shipped language model, or resume an interrupted run."""
     recipe = Recipe(seed=seed, steps=steps)
     if smoke:
         sizes = {"n_layers": 1, "d_model": 8, "n_heads": 2, "d_mlp": 11, "rows": 3}

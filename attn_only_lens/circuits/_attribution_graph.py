@@ -1,14 +1,14 @@
-"""Build the attribution graph of a metric in one run, or of its difference between two runs.
+"""Build an attribution graph of a metric in one run, or of its change between two runs.
 
 The heads and neurons with the largest attributions become the nodes of the graph; `linear_graph.py`
-computes the edges between them. For each target, all edges from heads that are not nodes are merged
-into one edge from the node "rest". So the sum of the edges into a target does not depend on which
-heads become nodes.
+computes the edges between them. For each target node, the edges from all other heads are merged
+into one edge from the node "rest". The sum of edge weights into a target node therefore does not
+depend on which heads become nodes.
 
-Neurons and queries read the residual stream only at their own position. Keys and values read it at
-every position. So a node of an earlier sublayer has at most one edge of each kind to a target, and
-only if the target reads the node's position. If the number of such edges could exceed `max_edges`,
-`attribution_graph` raises an error before it computes any edge.
+Neurons and queries read the residual stream only at their own position. Keys and values read the
+residual stream at every position. A source node therefore has at most one edge of each kind to a
+target, and none if the target does not read the source's position. If there could be more than
+`max_edges` edges, `attribution_graph` raises an error before it computes any edge.
 """
 
 from bisect import bisect_left
@@ -39,7 +39,7 @@ from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_weights import float32_weights
 from attn_only_lens.engine.positions import Roles
 from attn_only_lens.engine.prompts import Prompts, prompt_pair, single_prompts
-from attn_only_lens.engine.tokens import token_texts
+from attn_only_lens.engine.tokens import all_token_texts
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.precision import full_precision
@@ -69,15 +69,15 @@ def attribution_graph(
 
     With `corrupted`, the graph explains exactly how the metric differs between the two runs. The
     weights of the edges into a node add up to the node's attribution, and the weights of the edges
-    into the metric add up to the change of the metric. Nonlinear functions are replaced by linear
-    functions that give the exact change between the two runs (secants, `engine/secants.py`). By
-    convention, the change of a product is split between its factors: the change of each, times the
-    mean of the other. A node's attribution can differ from the effect of patching the node.
+    into the metric add up to the difference in the metric. Each nonlinear function is replaced by
+    its secant, a linear function with the same change between the two runs (`engine/secants.py`).
+    By convention, the change in a product a · b is split into Δa · mean(b) and mean(a) · Δb, where
+    the means are over the two runs. A node's attribution can differ from the effect of patching it.
 
     Without `corrupted`, the graph explains the value of the metric in one run, with patterns and
     norm scales held fixed. The weights of the edges of kind "value" into a node add up to the
-    node's attribution. Edges of kinds "q", "k" and "gate" estimate, to first order, how much a
-    source affects the metric by changing the target's attention pattern.
+    node's attribution. Edges of kinds "q", "k" and "gate" estimate, to first order, how a source
+    affects the metric by changing the target's attention pattern or gate.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -86,7 +86,7 @@ def attribution_graph(
         clean: a text, a list of texts, or tokens [batch, pos]. Attributions at the same position
             are summed over prompts.
         metric: `logit_diff(...)` or another metric, or a differentiable function of logits
-            [batch, pos, d_vocab]. For one run, `kl` is refused, because its gradient is 0 there.
+            [batch, pos, d_vocab]. For one run, `kl` raises an error, because its gradient is 0.
         corrupted: the prompts to compare with, aligned with `clean` token by token.
         sites: the nodes: a circuit from `discover`, or names such as "L5N1234@7".
         top: how many heads and neurons become nodes; by default 60 for a difference, and 300 for
@@ -100,7 +100,7 @@ def attribution_graph(
         patterns: whether to include edges of kinds "q", "k" and "gate" in a graph of one run.
         max_edges: the largest allowed number of edges; an upper bound is counted before edges are
             computed.
-        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
+        mask: the attention mask (0 for padding), if prompts are given as tokens.
 
     Raises:
         InputError: with every reason: invalid sites, top, mass or max_edges; invalid prompts or
@@ -160,10 +160,7 @@ def attribution_graph(
         edges, by_prompt = LinearGraph(run, pair, at_positions).edges()
         rest = float(np.delete(attributions, index).sum())
         nodes = node_frame(run, places, by_sublayer, chosen, rest)
-    tokens, corrupted_tokens = (
-        tuple(tuple(token_texts(model, row)) for row in side.tolist())
-        for side in (pair.clean, pair.corrupted)
-    )
+    tokens, corrupted_tokens = (all_token_texts(model, x) for x in (pair.clean, pair.corrupted))
     if positions is not None:
         edges = places.by_role(edges, by_prompt, set(nodes["id"]))
         tokens = corrupted_tokens = (tuple(places.names),)
@@ -188,7 +185,7 @@ def attribution_graph(
 def _candidates(
     run: AttributedRun, sizes: npt.NDArray[np.float64], n_places: int
 ) -> npt.NDArray[np.int64]:
-    """Return the row numbers of all nodes, except features with an attribution of 0."""
+    """Return the row indices of all possible nodes, except features whose attribution is 0."""
     ends = zip(run.linear.sublayers, run.gradients, strict=True)
     is_feature = [
         np.full(n_places * x.shape[2], sublayer.writes.kind == "feature") for sublayer, x in ends
@@ -199,7 +196,7 @@ def _candidates(
 def _rows_of(
     run: AttributedRun, sites: Circuit | Sequence[str], places: list[str]
 ) -> npt.NDArray[np.int64]:
-    """Return the row numbers of the nodes that `sites` names; raise an error for unknown names."""
+    """Return the row indices of the nodes named in `sites`; raise an error for an unknown name."""
     if isinstance(sites, Circuit):
         sites = [f"{name}@{place}" for name, place in sites.frame[["name", "position"]].values]
     ends = zip(run.linear.sublayers, run.gradients, strict=True)
@@ -223,7 +220,7 @@ def _rows_of(
 def _by_sublayer(
     run: AttributedRun, index: npt.NDArray[np.int64], n_places: int
 ) -> list[list[Node]]:
-    """Return the chosen nodes of each sublayer, as pairs (place, index within the sublayer)."""
+    """Return each sublayer's chosen nodes as pairs (place, index of the head in the sublayer)."""
     chosen, first = [], 0
     for gradients in run.gradients:
         n_nodes = gradients.shape[2]
@@ -242,7 +239,7 @@ def _count_edges(run: AttributedRun, chosen: Sequence[Sequence[Node]]) -> int:
         is_attention = run.linear.sublayers[index].writes.kind == "attention"
         for kind in run.kinds(index):
             reads_own = not is_attention or kind == "q"
-            # Also count edges from the embedding (one per position), from "rest" and from "bias".
+            # Also count edges from the embedding (one per position), "rest" and "bias".
             sources = before + 3 if reads_own else before.sum() + n_pos + 2
             n_edges += int((here * sources).sum())
         before += here
@@ -256,7 +253,7 @@ def _require_affordable(
     max_edges: int,
     n_pos: int,
 ) -> None:
-    """Raise an error if the edges could exceed `max_edges`; suggest the largest `top` that fits."""
+    """Raise an error with advice if the nodes could have more than `max_edges` edges."""
     n_edges = _count_edges(run, _by_sublayer(run, index, n_pos))
     if n_edges <= max_edges:
         return

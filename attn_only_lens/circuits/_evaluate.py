@@ -25,7 +25,7 @@ _PROBLEM = "this circuit cannot be evaluated on these prompts"
 _NO_TRANSFER = "these circuits cannot be evaluated on these tasks"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """The faithfulness of a circuit on a set of prompts. Made by `evaluate`.
 
@@ -54,6 +54,21 @@ class Evaluation:
     whole_accuracy: float
     nothing_accuracy: float
 
+    def __repr__(self) -> str:
+        error = f" ± {self.standard_error:.0%}" * (self.standard_error >= 0)  # it may be NaN
+        text = (
+            f"The circuit keeps {self.faithfulness:.0%}{error} of the difference, all other sites "
+            f"{self.completeness:.0%}.\nThe metric is {self.whole:.4g} with the whole model, "
+            f"{self.nothing:.4g} with every site ablated."
+        )
+        if self.accuracy >= 0:
+            text += (
+                f"\nThe correct answer beats the wrong one on {self.accuracy:.0%} of the prompts "
+                f"with the circuit, {self.whole_accuracy:.0%} with the whole model, "
+                f"{self.nothing_accuracy:.0%} with every site ablated."
+            )
+        return text
+
 
 @warned_once()
 def evaluate(
@@ -67,7 +82,10 @@ def evaluate(
     mask: Tensor | None = None,
     prompts_at_once: int | None = None,
 ) -> Evaluation:
-    """Evaluate a circuit on other prompts, with the same ablation as when the circuit was found.
+    """Evaluate a circuit on new prompts, with the ablation that was used to find the circuit.
+
+    A circuit with a low faithfulness may still have sites that matter on the new prompts:
+    `activation_patch(…, sites=circuit.sites)` patches each of them alone.
 
     Args:
         model: the circuit's model.
@@ -77,7 +95,7 @@ def evaluate(
         corrupted: the corrupted prompts, aligned with `clean` token by token.
         metric: the metric of these prompts, which may have other answers.
         positions: for a circuit by role, the position of each role in each prompt: `task.roles`.
-        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
+        mask: the attention mask (0 for padding), if prompts are given as tokens.
         prompts_at_once: how many pairs of prompts are in memory at once; see `discover`.
 
     Raises:
@@ -125,8 +143,8 @@ def evaluate(
     rows = np.flatnonzero(circuit.contains(sites))
     if missing := len(circuit) - len(rows):
         reason = (
-            f"{missing} sites of the circuit are not heads of this model at positions of these "
-            "prompts"
+            f"{missing} sites of the circuit do not exist: the model lacks the head, or the "
+            "prompts lack the position"
         )
         raise InputError([reason], _PROBLEM)
     ablated = ablated_model(
@@ -169,7 +187,7 @@ def transfer(model: Any, circuits: Mapping[str, Circuit], tasks: Mapping[str, An
         `viz.transfer_heatmap` draws it.
 
     Raises:
-        InputError: a task lacks one of a circuit's roles, or `evaluate` refuses an argument.
+        InputError: a task lacks one of a circuit's roles, or an argument of `evaluate` is invalid.
 
     Example:
         >>> import torch

@@ -30,12 +30,13 @@ from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.model_answers import answer_cells, answer_warnings, model_answers
 from attn_only_lens.circuits.stability import resamples_reasons
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects, TokenScores
+from attn_only_lens.engine.answers import WRONG
 from attn_only_lens.engine.contrast import float32_slopes
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric
 from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
 from attn_only_lens.engine.recording import record
-from attn_only_lens.engine.tokens import token_text
+from attn_only_lens.engine.tokens import joined, token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
@@ -45,20 +46,24 @@ from attn_only_lens.patching.results import Sweep
 from attn_only_lens.precision import full_precision
 from attn_only_lens.storage.atomic import atomic_folder, write_text
 
-_LONGEST = 9  # the maximum length of a token in a label, in characters
-_APART = 0.1  # weights that differ by less, and sizes that differ by a smaller share, are alike
-_BOTH = 1 / 3  # a site acts by pattern and by value if the smaller part is this share of their sum
-_HELD_OUT = 0.7  # warn if circuits keep less than this share of their faithfulness
+_LONGEST = 12  # the maximum length of a token in a label, in characters
+_STRONG, _MOST = 0.1, 3  # which sites outside the circuit are named: their |share| and number
+_DIRECT = 0.1  # name tokens if the direct path carries at least this part of a site's share
+_APART = 0.1  # the smallest difference between two runs to describe (relative for outputs)
+_BOTH = 1 / 3  # a label is "both" if the smaller part exceeds this share of |pattern| + |value|
+_HELD_OUT = 0.7  # warn if held-out faithfulness is below this share of the circuit's faithfulness
 _CHANGE = (
     "Descriptions are of the clean run; 'corrupted' follows if the corrupted run differs. 'raises' "
     "and 'lowers' list the tokens whose logits the change of the site's output, clean minus "
-    "corrupted, raises and lowers most, by the direct path."
+    "corrupted, raises and lowers most by the direct path, if at least a tenth of the site's share "
+    "takes this path."
 )
 _MEANINGS = (
     "share: the part of the difference that passes through the site, by its pattern (by_pattern) "
     "and by its value (by_value). A path through several sites counts at each of them, so shares "
     "can add up to more than 1. denoise, noise: the part that a patch of this site alone brings "
-    f"back to the corrupted run, or removes from the clean run. {_CHANGE}"
+    "back to the corrupted run, or removes from the clean run; report these two, which are exact. "
+    f"If the circuit missed nothing, everything else keeps about 0%. {_CHANGE}"
 )
 _OF_SEVERAL = (
     " Ranks are medians, and probabilities, attention, gates and outputs are means, over {} "
@@ -86,11 +91,12 @@ class Explanation:
             "answer") with its rank and its probability.
         does: a short description of what each node reads and writes, by node id: what it does in
             the clean run and, if this differs, in the corrupted run; and the tokens whose logits
-            the change of its output (clean minus corrupted) raises and lowers most. Numbers are
-            means over prompts; tokens are of the first prompt.
+            the change in its output (clean minus corrupted) raises and lowers most, if the direct
+            path carries a tenth of its share. Numbers are means over prompts; tokens are of the
+            first prompt.
         labels: the label of each node, by id: a head with the token to which it attends most (in
-            the clean run / in the corrupted run), another node with the token that the change of
-            its output raises (↑) or lowers (↓) most.
+            the clean run / in the corrupted run), another node with the first token that `does`
+            says the change raises (↑) or lowers (↓).
         model: the model that was explained.
         clean: the clean prompts.
         corrupted: the corrupted prompts.
@@ -125,7 +131,7 @@ class Explanation:
 
     @property
     def _warnings(self) -> list[str]:
-        """Warnings about the prompts, and about a circuit that does not hold on other prompts."""
+        """Warnings about the prompts, and about circuits that fail on held-out prompts."""
         held_out, warnings = self._held_out, answer_warnings(self.answers)
         if held_out is not None and held_out < _HELD_OUT * self.circuit.faithfulness:
             warnings.append(
@@ -145,13 +151,13 @@ class Explanation:
         """Return a frame with one row per node of the graph, sorted by decreasing |share|.
 
         The nodes are the sites of the circuit or, if it has more than `most_nodes` sites (see
-        `explain`), the sites with the largest |share|. The columns are `id`; `token`, the token at
-        the site's position in the first clean prompt; `does`, what the site reads and writes (see
-        the attribute `does`); `share`, the site's share of the difference, which is the sum of
-        `by_pattern` and `by_value`; and `denoise` and `noise`. `denoise` is the effect of patching
-        only this site in the corrupted run, and `noise` is the effect in the clean run, both as
-        shares of the difference. Both are missing for sites that were not patched. A path through
-        several sites is counted for each of these sites, so shares can add up to more than 1.
+        `explain`), the sites with the largest |share|. Column `token` is the token at the site's
+        position in the first clean prompt. Column `does` describes what the site reads and writes
+        (see the attribute `does`). Column `share` is the site's share of the difference, the sum of
+        `by_pattern` and `by_value`. A path through several sites is counted for each of these
+        sites, so shares can add up to more than 1. Columns `denoise` and `noise` are the effects of
+        patching only this site in the corrupted and in the clean run, as shares of the difference.
+        These two columns are missing for sites that were not patched.
         """
         frame = self.attribution.to_frame().set_axis(_ids(self.attribution))
         rows = frame.loc[self.graph.heads["id"], ["by_pattern", "by_value"]].reset_index(names="id")
@@ -171,7 +177,7 @@ class Explanation:
         return result
 
     def view(self, examples: pd.DataFrame | None = None) -> Any:
-        """Return the graph as an interactive page (`viz.circuit_view`).
+        """Render the graph as an interactive page (`viz.circuit_view`), and return the page.
 
         Args:
             examples: top examples of the explanation's `neurons`, from `neurons.top_examples`. The
@@ -182,23 +188,23 @@ class Explanation:
         labels, names, peaks = dict(self.labels), {}, peak_tokens(examples)
         for node, name in zip(self.graph.heads["id"], self.graph.heads["name"], strict=True):
             if name in peaks:
-                labels[node] = f"{name} at “{peaks[name].strip()[:_LONGEST]}”"
+                labels[node] = f"{name} at “{_short(peaks[name])}”"
         for row in self.table().to_dict("records"):
-            names[row["id"]] = f"{labels[row['id']]}, by {_by(row['by_pattern'], row['by_value'])}"
+            names[row["id"]] = labels[row["id"]] + _by(row["by_pattern"], row["by_value"])
         circuit, answers = self.circuit, answer_cells(self.answers).items()
         notes = [
-            f"{self.title}; everything else keeps {_percent(circuit.completeness)}.",
+            f"{self.title}; everything else keeps {_percent(circuit.completeness)} (about 0% if "
+            "the circuit missed nothing).",
             *self._omitted,
             *(f"The {run} run: {'; '.join(map(' '.join, row.items()))}." for run, row in answers),
             *self._warnings,
             "Labels: ← the token to which a head attends most (clean / corrupted run); ↑ or ↓ the "
             "token whose logit the change of the node's output, clean minus corrupted, raises or "
-            "lowers most; by pattern, value or both: what carries the node's share.",
+            "lowers most by the direct path; by pattern, or by both pattern and value: what "
+            "carries the node's share, if not mainly its value.",
         ]
         if (tokens := self.attribution.tokens) is not None:
-            texts = [text for text in tokens.corrupted[0] if text is not None]
-            space = "" if getattr(self.model, "tokenizer", None) else " "
-            notes.insert(0, f"Corrupted prompt: {space.join(texts)}")
+            notes.insert(0, f"Corrupted prompt: {joined(tokens.corrupted[0])}")
         return viz.circuit_view(
             self.graph,
             self.model,
@@ -214,9 +220,9 @@ class Explanation:
     def save(self, folder: str | Path) -> None:
         """Write the explanation to a folder, atomically.
 
-        The folder has `page.html`; `explanation.csv`, which is `table()`; and files that
-        `Circuit.load`, `circuits.from_json` and `patching.Sweep.load` read: `circuit.json`,
-        `graph.json` and `attribution.parquet`.
+        The folder contains `page.html`, `explanation.csv` (the frame from `table`), `circuit.json`
+        (for `Circuit.load`), `graph.json` (for `circuits.from_json`) and `attribution.parquet` (for
+        `patching.Sweep.load`).
         """
         with atomic_folder(folder, _FILES, "graph.json") as new:
             write_text(new / "explanation.csv", self.table().to_csv(index=False))
@@ -226,7 +232,7 @@ class Explanation:
             self.page(new / "page.html")
 
     def text(self, k: int = 10) -> str:
-        """Return the model's answers and the first k rows of `table` as text of 80 columns."""
+        """Return a text with the model's answers and the first k rows of `table`."""
         table, n, stability = self.table(), self.attribution.n_prompts, self.circuit.stability
         rows = table.head(k).round(2).drop(columns="does")
         rows[rows.select_dtypes("number").columns] += 0.0  # turn -0.00 into 0.00
@@ -247,7 +253,7 @@ class Explanation:
                     f"{self.title}; everything else keeps {_percent(self.circuit.completeness)}", 80
                 ),
                 self.attribution.clean_and_corrupted,
-                pd.DataFrame(answer_cells(self.answers)).T.to_string(),
+                pd.DataFrame(answer_cells(self.answers)).to_string(),
                 *(fill(warning, 80) for warning in self._warnings),
                 *("", head, *lines, "", fill(meanings, 80)),
                 *([] if stability is None else ["", fill(f"Stability: {stability!r}", 80)]),
@@ -256,14 +262,17 @@ class Explanation:
 
     @property
     def _omitted(self) -> list[str]:
-        """A sentence, in a list, if the graph and the table lack sites of the circuit."""
-        listed, n = len(self.graph.heads), len(self.circuit)
-        if listed == n:
-            return []
+        """Sentences about strong sites outside the circuit, and about sites that have no node."""
+        frame, listed, n = self.attribution.frame, len(self.graph.heads), len(self.circuit)
+        outside = frame["score"].where(~self.circuit.contains(frame), 0.0).abs().nlargest(_MOST)
+        rows = frame.loc[outside[outside >= _STRONG].index, ["name", "position", "score"]]
+        strong = ", ".join("{}@{} {:.2f}".format(*row) for row in rows.to_numpy())
         return [
+            f"Not in the circuit, which does not need them, but with a large share: {strong}."
+        ] * bool(strong) + [
             f"Of the circuit's {n:,} sites, the graph and the table have the {listed:,} with the "
             "largest |share|: for more, pass most_nodes= to explain."
-        ]
+        ] * (listed < n)
 
     def __repr__(self) -> str:
         return self.text()
@@ -274,7 +283,7 @@ class Explanation:
 
 
 def _indented(text: str) -> str:
-    """Return a description as indented lines of 80 columns, without line breaks in tokens."""
+    """Wrap a description into indented lines of 80 columns, without line breaks in tokens."""
     kept = re.sub(r"""(['"]) """, "\\1\N{NO-BREAK SPACE}", text)
     lines = fill(kept, 80, initial_indent=" " * 4, subsequent_indent=" " * 6)
     return lines.replace("\N{NO-BREAK SPACE}", " ")
@@ -285,18 +294,23 @@ def _percent(value: float) -> str:
 
 
 def _by(by_pattern: float, by_value: float) -> str:
-    """Return what carries a node's share: "pattern", "value" or "both"."""
+    """Return ", by pattern" or ", by both" if a node does not act mainly through its value."""
     pattern, value = abs(by_pattern), abs(by_value)
     if min(pattern, value) > _BOTH * (pattern + value):
-        return "both"
-    return "pattern" if pattern > value else "value"
+        return ", by both"
+    return ", by pattern" * (pattern > value)
+
+
+def _short(token: str) -> str:
+    text = token.strip()
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def _ids(sweep: Sweep) -> "pd.Series[str]":
     return sweep.frame["name"].astype(str) + "@" + sweep.frame["position"].astype(str)
 
 
-@warned_once()
+@warned_once(WRONG)
 @full_precision()
 def explain(
     model: Any,
@@ -308,12 +322,12 @@ def explain(
     most_nodes: int = 60,
     n_patched: int = 20,
     resamples: int = 0,
-    progress: bool = False,
+    progress: bool = True,
 ) -> Explanation:
     """Explain why a metric differs between a clean and a corrupted prompt.
 
-    Every position is a site of its own. For chosen positions or roles, use `discover` and
-    `attribution_graph`. The circuit is the circuit that `discover` finds with its default settings.
+    A site is a head or neuron at one position. To choose positions or roles, use `discover` and
+    `attribution_graph` instead. The circuit is found by `discover`, with its default search method.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -325,7 +339,7 @@ def explain(
             kept.
         n_patched: how many of the strongest sites are patched exactly, in both directions.
         resamples: as in `discover`; the page then shows how stable each node is.
-        progress: show a progress bar for the search.
+        progress: whether to show a progress bar for the search.
 
     Raises:
         InputError: with every reason: invalid numbers, prompts or metric.
@@ -358,17 +372,20 @@ def explain(
         options |= {"sites": list(dict.fromkeys(str(name) for name, _ in some)), "progress": False}
         ways = ("denoise", "noise")
         patches = {way: activation_patch(*prompts, direction=way, **options) for way in ways}
-        nodes = [(str(name), int(position)) for name, position in keys]
-        what = _what_nodes_do(model, prompt_pair(model, clean, corrupted), metric, nodes)
+        what = _what_nodes_do(model, prompt_pair(model, clean, corrupted), metric, graph)
         return Explanation(whole, circuit, graph, patches, *what, model, clean, corrupted)
 
 
 @torch.no_grad()
 def _what_nodes_do(
-    model: Any, pair: PromptPair, metric: AnyMetric, nodes: Sequence[tuple[str, int]]
+    model: Any, pair: PromptPair, metric: AnyMetric, graph: CircuitGraph
 ) -> tuple[pd.DataFrame, dict[str, str], dict[str, str]]:
     """Return the model's answers, a description of each node, and a label for each node."""
+    nodes = list(zip(graph.heads["name"], graph.heads["position"].astype(int), strict=True))
     host, heads = host_of(model), [HeadName.parse(name) for name, _ in nodes]
+    into_metric = graph.edges[graph.edges["target"] == "metric"].set_index("source")["weight"]
+    direct = into_metric.reindex(graph.heads["id"], fill_value=0.0).abs().to_numpy()
+    is_direct = direct >= _DIRECT * graph.heads["attribution"].abs().to_numpy()
     hooks = {
         point: [host.hook_name(head.layer, head.kind, point) for head in heads]
         for point in ("z", "pattern")
@@ -380,16 +397,16 @@ def _what_nodes_do(
     changes = {hook: clean[hook][:1] - corrupted[hook][:1] for hook in hooks["z"]}
     written = DirectEffects(model).promoted_tokens(changes, nodes, 2)
     does, labels = dict[str, str](), dict[str, str]()
-    rows = zip(heads, nodes, written, hooks["z"], hooks["pattern"], strict=True)
-    for head, (name, position), top, of_z, of_pattern in rows:
-        here = pair.real[:, position]  # prompts that have a token at this position
+    rows = zip(heads, nodes, written, is_direct, hooks["z"], hooks["pattern"], strict=True)
+    for head, (name, position), top, has_tokens, of_z, of_pattern in rows:
+        here = pair.real[:, position]  # use only prompts that have a token at this position
 
         def means(hook: str, *index: Any, here: Tensor = here) -> list[Tensor]:
-            """Return a part of an activation in both runs, averaged over prompts."""
+            """Return the [clean, corrupted] means over prompts of an activation at `index`."""
             both = (run[hook][(slice(None), *index)] for run in (clean, corrupted))
             return [x[here.to(x.device)].float().mean(0) for x in both]
 
-        writes, label = _writes(model, top)
+        writes, label = _writes(model, top if has_tokens else [])
         if head.kind in WIDE_KINDS:
             lengths = [float(z.norm()) for z in means(of_z, position)]
             reads = f"{_WIDE[head.kind]}, {_in_both_runs('length', lengths)}"
@@ -412,7 +429,7 @@ def _what_nodes_do(
 
 
 def _in_both_runs(what: str, values: Sequence[float], apart: float | None = None) -> str:
-    """Return a value in the clean run and, if it differs, in the corrupted run."""
+    """Format a clean value and, if the corrupted value differs enough, also the corrupted value."""
     clean, corrupted = values
     apart = _APART * max(abs(clean), abs(corrupted)) if apart is None else apart
     differs = abs(clean - corrupted) > apart
@@ -422,25 +439,26 @@ def _in_both_runs(what: str, values: Sequence[float], apart: float | None = None
 def _looks(
     model: Any, pair: PromptPair, patterns: Sequence[Float[Tensor, "key_pos"]]
 ) -> tuple[str, str]:
-    """Return the tokens to which a head attends most in each run, as a text and as a label."""
+    """Describe and label a head by the token that it attends to most in each run."""
     keys = [int(weights.argmax()) for weights in patterns]
     shares = [float(weights[key]) for weights, key in zip(patterns, keys, strict=True)]
     sides = (pair.clean[0], pair.corrupted[0])
     texts = [token_text(model, int(side[key])) for side, key in zip(sides, keys, strict=True)]
-    short = [text.strip()[:_LONGEST] for text in texts]
+    short = list(map(_short, texts))
     names = [
         repr(text) + f"@{key}" * (keys[0] != keys[1] and texts[0] == texts[1])
         for text, key in zip(texts, keys, strict=True)
     ]
     other = keys[0] != keys[1] or texts[0] != texts[1]
-    reads = f"looks at {names[0]} ({shares[0]:.0%})"
+    of_one = " in prompt 0" * bool((pair.clean[:, keys[0]] != pair.clean[0, keys[0]]).any())
+    reads = f"looks at {names[0]}{of_one} ({shares[0]:.0%})"
     if other or abs(shares[0] - shares[1]) > _APART:
         reads += f", corrupted {names[1]} ({shares[1]:.0%})"
     return reads, f"← {' / '.join(short if other else short[:1])}"
 
 
 def _writes(model: Any, top: TokenScores) -> tuple[str, str]:
-    """Return the tokens that a change raises and lowers, the stronger end first, and a label."""
+    """Describe and label a node by the tokens whose logits its output raises or lowers."""
     ends = [("raises", "↑", [token for token, amount in top if amount > 0])]
     ends += [("lowers", "↓", [token for token, amount in reversed(top) if amount < 0])]
     if top and abs(top[-1][1]) > abs(top[0][1]):
@@ -453,4 +471,4 @@ def _writes(model: Any, top: TokenScores) -> tuple[str, str]:
     if not texts:
         return "", ""
     writes = "; ".join(f"{verb} {', '.join(map(repr, tokens))}" for verb, _, tokens in texts)
-    return writes, f"{texts[0][1]} {texts[0][2][0].strip()[:_LONGEST]}"
+    return writes, f"{texts[0][1]} {_short(texts[0][2][0])}"

@@ -1,18 +1,18 @@
-"""Group the nodes of an attribution graph into "supernodes", by similar weights and edges.
+"""Group attribution-graph nodes that have similar weights and edges into "supernodes".
 
 Only nodes of the same kind at the same position can form a group. The similarity of two nodes is
 the mean of three values:
 
     cos(edges out), cos(edges in)    edges by neighbour and kind; a missing edge is 0
     max(cos(write), cos(read))       write: what the difference of z between the runs adds to the
-                                     stream; read: the direction of the gate, only for neurons
-                                     and features
+                                     residual stream; read: the input direction of the gate, only
+                                     for neurons and features
 
 Groups are found by average-linkage clustering. To test a group, the output z of each member is
 replaced by corrupted z + t · (clean z - corrupted z), where clean z and corrupted z are the
-member's outputs in the two runs. All members of a group share one t for each prompt. The number t
-is fitted by least squares to what the members write to the residual stream when all sites outside
-the graph are ablated.
+member's outputs in the two runs. All members of a group share one value of t per prompt. A
+least-squares fit finds the t that best reproduces the members' outputs to the residual stream when
+all sites outside the graph are ablated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ from attn_only_lens.engine.positions import Roles
 from attn_only_lens.engine.prompts import Prompts, prompt_pair
 from attn_only_lens.engine.replay import Variants
 from attn_only_lens.engine.sites import LayerSites
-from attn_only_lens.engine.tokens import token_text, token_texts
+from attn_only_lens.engine.tokens import all_token_texts, token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
 from attn_only_lens.heads.host import HEAD_PLURALS, NEURON_KINDS
@@ -114,13 +114,13 @@ def group_nodes(
         corrupted: the graph's corrupted prompts.
         metric: the graph's metric.
         similarity: from 0 to 1: the smallest average similarity within a group. It is raised in
-            steps of 0.05, which makes groups smaller, until the change of faithfulness is within
+            steps of 0.05, which makes groups smaller, until the change in faithfulness is within
             `tolerance`.
         tolerance: how much the faithfulness may change if each group is replaced by one number.
         positions: for a graph by role, the position of each role in each prompt: `task.roles`.
         examples: top examples of neurons, from `neurons.top_examples`; groups are then also named
             after the token at which most of their neurons have their largest output.
-        mask: the mask that `attribution_graph` received.
+        mask: the attention mask that was passed to `attribution_graph`.
 
     Raises:
         InputError: with every reason: a graph of one run; a similarity outside [0, 1]; a model,
@@ -136,22 +136,7 @@ def group_nodes(
         >>> len(groups) > 2, abs(groups.faithfulness - groups.group_faithfulness) < 0.05
         (True, True)
     """
-    reasons = []
-    if not isinstance(graph, CircuitGraph):
-        reasons.append(f"got {a_type(graph)}; expected a graph from attribution_graph")
-    elif not graph.corrupted:
-        reasons.append("got a graph of one run; expected attribution_graph(…, corrupted=…)")
-    elif graph.heads.empty:
-        reasons.append("got a graph without heads and neurons")
-    reasons += [
-        f"got {name}={share!r}; expected a number from 0 to 1"
-        for name, share in (("similarity", similarity), ("tolerance", tolerance))
-        if not is_number(share, 0, 1)
-    ]
-    columns = {"name", "rank", "value", "tokens", "position"}
-    if examples is not None and not columns <= set(getattr(examples, "columns", ())):
-        reasons.append("got invalid examples; expected the result of neurons.top_examples")
-    InputError.raise_if(reasons, _PROBLEM)
+    InputError.raise_if(_reasons(graph, similarity, tolerance, examples), _PROBLEM)
     pair = prompt_pair(model, clean, corrupted, mask)
     _require_same_prompts(graph, model, pair, metric, positions)
     sites = site_rows(site_groups(model, pair, None, positions or "each", "z"))
@@ -200,20 +185,37 @@ def group_nodes(
     )
 
 
+def _reasons(graph: object, similarity: object, tolerance: object, examples: Any) -> list[str]:
+    """Return error messages for invalid arguments of `group_nodes`."""
+    reasons = []
+    if not isinstance(graph, CircuitGraph):
+        reasons.append(f"got {a_type(graph)}; expected a graph from attribution_graph")
+    elif not graph.corrupted:
+        reasons.append("got a graph of one run; expected attribution_graph(…, corrupted=…)")
+    elif graph.heads.empty:
+        reasons.append("got a graph without heads and neurons")
+    reasons += [
+        f"got {name}={share!r}; expected a number from 0 to 1"
+        for name, share in (("similarity", similarity), ("tolerance", tolerance))
+        if not is_number(share, 0, 1)
+    ]
+    columns = {"name", "rank", "value", "tokens", "position"}
+    if examples is not None and not columns <= set(getattr(examples, "columns", ())):
+        reasons.append("got invalid examples; expected the result of neurons.top_examples")
+    return reasons
+
+
 def _require_same_prompts(
     graph: CircuitGraph, model: Any, pair: Any, metric: AnyMetric, positions: Roles | None
 ) -> None:
-    """Raise an error unless the graph was computed with these prompts, roles and this metric."""
+    """Raise an error unless the graph was computed with the given prompts, roles and metric."""
     reasons = []
     by_role = not graph.heads["id"].iloc[0].rpartition("@")[2].isdecimal()
     if by_role != isinstance(positions, Mapping):
         expected = "the task's roles" if by_role else "None: the graph's nodes are at positions"
         reasons.append(f"got positions={positions!r}; expected {expected}")
     if not by_role:
-        here = [
-            tuple(tuple(token_texts(model, row)) for row in tokens.tolist())
-            for tokens in (pair.clean, pair.corrupted)
-        ]
+        here = [all_token_texts(model, tokens) for tokens in (pair.clean, pair.corrupted)]
         if here != [graph.tokens, graph.corrupted]:
             reasons.append("got prompts other than the graph's")
     if (name := getattr(metric, "name", graph.metric)) != graph.metric:
@@ -222,7 +224,7 @@ def _require_same_prompts(
 
 
 def _cosines(vectors: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n n"]:
-    """Return the cosine similarity of each pair of rows; it is 0 if one row is zero."""
+    """Return the cosine similarity of each pair of rows (0 if either row is zero)."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     units = np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0)
     return np.asarray(units @ units.T)
@@ -231,7 +233,7 @@ def _cosines(vectors: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n n"]:
 def _similar_weights(
     model: Any, heads: pd.DataFrame, written: Float[Tensor, "node d_model"]
 ) -> Float[np.ndarray, "node node"]:
-    """Return max(cos(write), cos(read)) for each pair of nodes; see the module docstring."""
+    """Return, for each pair, the larger cosine similarity: of outputs or of gate directions."""
     write = written.cpu().double()
     read = torch.zeros_like(write)
     matrices = HeadMatrices.of(model, fold_norms=True)
@@ -249,7 +251,7 @@ def _similar_weights(
 def _distances(
     graph: CircuitGraph, heads: pd.DataFrame, weights: Float[np.ndarray, "node node"]
 ) -> Float[np.ndarray, "node node"]:
-    """Return the distance of each pair of nodes: 1 minus the mean of three similarities."""
+    """Return 1 minus the similarity of each pair of nodes; see the module docstring."""
     similar = [weights]
     for end, opposite in (("source", "target"), ("target", "source")):
         edges = graph.edges[graph.edges[end].isin(heads["id"])]
@@ -313,7 +315,7 @@ def _short(token: str) -> str:
 
 
 class _GroupedModel(AblatedModel):
-    """A model in which sites outside a graph are ablated, to test the graph's nodes and groups."""
+    """An ablated model that tests the nodes and groups of a graph."""
 
     def __init__(self, model: Any, *prompts: Any, **options: Any) -> None:
         super().__init__(model, *prompts, **options)
@@ -326,7 +328,7 @@ class _GroupedModel(AblatedModel):
         return self._replay.values(Variants(0, self._first, stream, hooks))
 
     def _changes(self, kept: Rows) -> dict[str, Tensor]:
-        """Ablate all sites except `kept`; return, by hook point, z minus the corrupted run's z."""
+        """Return z minus corrupted z at each hook point, with all sites except `kept` ablated."""
         z = dict[str, Tensor]()
         self._run(self._hooks(self._kept([kept]), z))
         first = self._first
@@ -340,7 +342,7 @@ class _GroupedModel(AblatedModel):
         return point.name, heads, torch.from_numpy(point.place_of[:, self._first :] == place)
 
     def _writes(self, row: int, changes: Mapping[str, Tensor]) -> Float[Tensor, "prompt d_model"]:
-        """Return how much a site's write changes in each prompt, given the changes of z."""
+        """Return what the changes in a site's z add to the residual stream in each prompt."""
         name, heads, here = self._place(row)
         change = changes[name][:, :, heads]
         z = (change * here.to(change)[..., None, None]).sum(dim=(1, 2))
@@ -348,11 +350,11 @@ class _GroupedModel(AblatedModel):
         return self._matrices.outputs(LayerSites.of([head] * len(z)), z).double()
 
     def written(self, rows: Rows) -> Float[Tensor, "node d_model"]:
-        """Return each site's write, clean run minus corrupted run, averaged over prompts."""
+        """Return each site's mean output to the residual stream, clean minus corrupted run."""
         return torch.stack([self._writes(row, self._whole).mean(0) for row in rows.tolist()])
 
     def as_one(self, circuit: Rows, groups: Sequence[Rows]) -> float:
-        """Return a circuit's faithfulness if one t per prompt determines each group's outputs."""
+        """Return the faithfulness of a circuit in which one number per prompt scales each group."""
         whole, here = self._whole, self._changes(circuit)
         new = {point.name: point.replacement.clone() for point in self._points}
         for group in groups:

@@ -2,20 +2,20 @@
 
 Elhage et al. 2021 ("A Mathematical Framework for Transformer Circuits") expand the logits of an
 attention-only model into a sum over paths. An attention head is linear if its pattern is held
-fixed. A neuron-head is linear if its gate is held fixed. So the stream is
+fixed. A neuron-head is linear if its gate is held fixed. So the residual stream is
 
     x = Σ_paths  F_t … F_s x_0        F_t: the linear map of head t (`engine/linear_run.py`)
 
-The sum is over all paths from the embedding through heads s, …, t to the logits. After the
-unembedding, the sum is the run's logits. The terms depend on the prompt, because the patterns do.
+The sum is over all paths from the embedding through heads s, …, t to the logits. The unembedding
+maps this sum to the run's logits. The terms depend on the prompt, because attention patterns do.
 
 A path begins at the embedding (of a token and its position) or at a bias. Each head on a path is
-one hop. A path from an output bias, b_O or b_out, begins with 0 hops. A path from b_V, b_in or a
-norm's bias begins with 1 hop, for the head that reads the bias. With transcoders, a path can also
-begin at an error node, which counts as 1 hop. One pass through the layers computes, for 0, 1, 2, …
-hops, what all paths with this number of hops add to the stream. Let z_s be the output of head s if
-it reads nothing from other heads, and let c be the metric's gradient at the final stream. Then the
-effect of the path embedding → s → t → logits is the dot product of z_s W_O[s] and F_tᵀ c.
+one hop. An output bias, b_O or b_out, enters the residual stream directly (0 hops). The biases b_V
+and b_in and a norm's bias enter through a head (1 hop). With transcoders, a path can also begin at
+an error node, which counts as 1 hop. One pass through the layers splits the residual stream into
+the sums of all paths with 0, 1, 2, … hops. Let z_s be the output of head s when no other head
+writes to the residual stream. Let c be the metric's gradient at the final residual stream. Then the
+path embedding → s → t → logits has the effect z_s W_O[s] · F_tᵀ c.
 """
 
 from bisect import bisect_right
@@ -55,7 +55,7 @@ _PROBLEM = "the logits of this model cannot be expanded into paths"
 
 @dataclass(frozen=True, eq=False)
 class PathExpansion:
-    """The logits of a run, split by the number of heads and neuron-heads on each path.
+    """The logits of a run, split by the number of attention heads and MLP neurons on each path.
 
     Attributes:
         logits: the logits of paths through 0, 1, 2, … heads; the last entry has all longer paths.
@@ -68,7 +68,7 @@ class PathExpansion:
     _pair: PromptPair = field(repr=False)
     _linear: LinearRun = field(repr=False)
     _first: tuple[Tensor, ...] = field(repr=False)
-    """The outputs of each sublayer in one-hop paths."""
+    """The outputs z of each sublayer's heads in one-hop paths."""
 
     @full_precision()
     def effects(self, metric: AnyMetric) -> pd.DataFrame:
@@ -146,10 +146,10 @@ def path_expansion(
     held: Literal["gate", "up"] = "gate",
     mask: Tensor | None = None,
 ) -> PathExpansion:
-    """Expand the logits of a run into paths through heads and neuron-heads.
+    """Expand the logits of a run into paths through attention heads and MLP neurons (as heads).
 
     The expansion is exact if patterns and norm scales are held at their values in the run. The gate
-    of a neuron-head is held fixed too, so that its output is linear in its value.
+    of a neuron-head is held fixed too, so that the neuron's output is linear in its value.
 
     The method is from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
@@ -160,7 +160,7 @@ def path_expansion(
         hops: paths through at most this many heads have one entry for each number of heads.
         held: in a gated MLP with exact heads, the factor of the value that is held fixed: "gate"
             (paths go through W_in), or "up" (paths go through W_gate, the neuron's score).
-        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
+        mask: the attention mask (0 for padding), if prompts are given as tokens.
 
     Raises:
         InputError: with every reason: invalid prompts, unsupported norms or matrices, `held="up"`
@@ -195,7 +195,7 @@ def path_expansion(
     logits = linear.unembed(streams)
     real, neurons = pair.real.to(logits.device), host_of(model).neurons
     tolerance = max(logit_tolerance(neurons, dtype) for dtype in (logits.dtype, torch.float32))
-    # The tolerance is relative to the terms, which may be much larger than their sum.
+    # The tolerance is relative to Σ |logits of paths|, which may be much larger than the logits.
     size = logits.abs().sum(0)[real].amax()
     if off := disagreement(logits.sum(0), linear.logits, tolerance, size=size, mask=real):
         raise UnsupportedModelError(
@@ -207,13 +207,13 @@ def path_expansion(
 def _expand(
     linear: LinearRun, hops: int
 ) -> tuple[Float[Tensor, "hops batch pos d_model"], tuple[Tensor, ...]]:
-    """Return the final stream split by number of hops, and the heads' outputs in one-hop paths."""
+    """Return the final residual stream for each number of hops, and the heads' z after one hop."""
     embedding = linear.run.embedding
     streams = torch.stack([embedding, *[torch.zeros_like(embedding)] * (hops + 1)])
     history, first = [streams], []
     for index, sublayer in enumerate(linear.sublayers):
         read = history[linear.n_before(index) - index - 1].to(sublayer.constant.device)
-        # Each head adds one hop. The last entry is for all paths with more than `hops` hops.
+        # Each head adds one hop. The last entry collects all paths with more than `hops` hops.
         z = sublayer.z(torch.cat([read[:hops], read[hops:].sum(0, keepdim=True)]))
         z[0] += sublayer.constant
         first.append(z[0])
@@ -224,7 +224,7 @@ def _expand(
 
 
 class _RankedPaths:
-    """The k paths with the largest effects; `first` has the outputs of heads in one-hop paths."""
+    """Selects the k paths with the largest effects; `first` holds z of heads in one-hop paths."""
 
     def __init__(self, linear: LinearRun, first: tuple[Tensor, ...], k: int, block: int) -> None:
         self._linear, self._first, self._block = linear, first, block
@@ -233,11 +233,11 @@ class _RankedPaths:
         self._largest = LargestScores(k, by_size=True)
 
     def _number(self, index: int, position: int) -> int:
-        """Return the running number, from 1, of a sublayer's first head at a position."""
+        """Return the number of a sublayer's first head at a position; nodes are numbered from 1."""
         return 1 + position * self._starts[-1] + self._starts[index]
 
     def add(self, stream: Float[Tensor, "batch pos=1 d_model"], end: int) -> None:
-        """Add the paths whose last head is at position `end`, given the metric's gradient there."""
+        """Add the paths whose last head is at position `end`; use the gradient at this position."""
         for index, last in enumerate(self._linear.sublayers):
             gradient = last.output_gradients(stream, slice(end, end + 1))[:, 0]
             alone = (gradient * self._first[index][:, end]).sum((0, 2))
@@ -249,7 +249,7 @@ class _RankedPaths:
                 is_attention = isinstance(last, LinearAttention)
                 for key in range(n_pos) if is_attention else range(end, end + 1):
                     back = last.covectors(gradient[:, nodes], nodes, end, key)
-                    if not back.any():  # `end` does not attend to `key`
+                    if not back.any():  # position `end` does not attend to position `key`
                         continue
                     back = back.transpose(0, 1).flatten(1)
                     for before, written in self._writers(index, key):

@@ -1,24 +1,24 @@
 r"""Score edges by a product of two factors, with one forward pass per node instead of per edge.
 
-Cutting the edge from a writer w to a reader R changes what R writes to the residual stream. This
-change affects all layers after R. The change of R's write is computed in closed form for all
-writers at once. The effect of R's write on the logits is estimated with one forward pass per node:
+Cutting the edge from a writer w (the source node) to a reader R (the target node) changes R's
+output, which later layers read. The change in R's output is computed in closed form for all writers
+at once. Its effect on the logits is estimated from one forward pass per node:
 
-    L(w → R)  = Σ_ref mean ‖change of R's write, if R reads ref instead of w's write‖
-    N(R)      = Σ_ref mean max |change of the logits, if R's z is replaced by ref|
-    score     = L(w → R) · N(R) / max ‖R's write‖
-    exact     = Σ_ref mean max |change of the logits, if R reads ref instead of w's write|
+    L(w → R)  = Σ_ref mean ‖change in R's output, if R reads ref instead of w's output‖
+    N(R)      = Σ_ref mean max |change in the logits, if R's z is replaced by ref|
+    score     = L(w → R) · N(R) / max ‖R's output‖
+    exact     = Σ_ref mean max |change in the logits, if R reads ref instead of w's output|
 
-The value "ref" that replaces a writer's z is 0 (`to="zero"`) or the mean of this z over all tokens
+A writer's z is replaced by ref, which is 0 (`to="zero"`) or the mean of this z over all tokens
 (`to="mean"`). Σ_ref is the sum over the values in `to`. Each "mean" and "max ‖…‖" is over all
 tokens of all prompts, and each "max |…|" is over the logits at a token. A writer is replaced in
 only one input of the reader: the queries, keys or values of an attention head ("q", "k", "value"),
-or the whole input of a neuron-head or of the unembedding ("in"). Norm scales are held fixed. For
-edges into the logits ("output"), L, score and exact are equal.
+or the whole input of a neuron-head (a neuron viewed as an attention head) or of the unembedding
+("in"). Norm scales are held fixed. For edges into the logits, L, score and exact are equal.
 
-One forward pass records all writes. Each node, and each exact cut, needs one more forward pass per
-reference. In addition, for each kind and reference, every attention block that contains readers
-runs once on a batch with one entry per writer. Prompts of the same length form one batch.
+One forward pass records the outputs of all nodes. Each node, and each exact cut, needs one more
+forward pass per value of ref. Per kind of edge and value of ref, every attention block with target
+nodes also runs once, on a batch with one entry per source node. Prompts are batched by length.
 """
 
 from collections import defaultdict
@@ -66,11 +66,12 @@ _KINDS: dict[HeadKind, tuple[str, ...]] = {
     "attention": ("q", "k", "value"),
     "neuron": ("in",),
     "feature": ("in",),
-    # Skip and error nodes are never readers: no edge into W_skip is cut, and errors are held fixed.
+    # Skip and error nodes are never readers: edges into W_skip are not cut, and errors stay fixed.
     "skip": (),
     "error": (),
 }
 _NUMBERS = 2**24  # the maximum number of values in memory at once: 128 MiB in float64
+_ROUNDINGS = 32  # rounding errors, in units of the largest write
 _EDGE = ["writer", "reader", "kind"]
 _COLUMNS = [*_EDGE, "score", "local", "node", "exact"]
 _PROBLEM = "these edges cannot be scored"
@@ -94,7 +95,7 @@ def score_edges(
 ) -> pd.DataFrame:
     """Score every edge between the given nodes, the embedding and the logits.
 
-    An edge connects a writer to one input of a later reader, at all positions together.
+    An edge from a writer (source) to one input of a later reader (target) covers all positions.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks. A
@@ -106,9 +107,9 @@ def score_edges(
             tokens.
         metric: the metric for this attribution.
         top: the largest number of default nodes.
-        to: what replaces writes and outputs: "zero", "mean", or both (scores are added up).
+        to: what replaces the outputs of nodes: "zero", "mean", or both (scores are added up).
         exact: how many of the edges with the highest scores are also cut exactly.
-        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
+        mask: the attention mask (0 for padding), if prompts are given as tokens.
         progress: show a progress bar over forward passes of nodes and cuts.
 
     Returns:
@@ -120,8 +121,8 @@ def score_edges(
         InputError: with every reason: invalid prompts or nodes, single heads of a neuron, a model
             with too many heads if neither nodes nor a metric are given, unsupported norms or
             matrices.
-        UnsupportedModelError: writes do not add up to the stream, or the model ignores edits at the
-            hook points of heads.
+        UnsupportedModelError: outputs do not add up to the residual stream, or the model ignores
+            edits at the hook points of heads.
 
     Example:
         >>> import torch
@@ -158,9 +159,13 @@ def score_edges(
         scoring = _Scoring(model, batches, chosen, listed, bar.update)
         local = _sum_by_key(scoring.local())
         edges = pd.DataFrame(list(local), columns=_EDGE).assign(local=list(local.values()))
-        size = edges["reader"].map(scoring.sizes()).fillna(1.0)
+        sizes = scoring.sizes()
+        size = edges["reader"].map(sizes).fillna(1.0)
+        # A node that writes only rounding errors has no ratio of N to its size.
+        rounding = _ROUNDINGS * torch.finfo(next(model.parameters()).dtype).eps
+        least = rounding * max(sizes.values(), default=0.0)
         edges["node"] = edges["reader"].map(_sum_by_key(scoring.node()))
-        edges["score"] = edges["local"] * edges["node"].fillna(1.0) / size.where(size > 0, 1.0)
+        edges["score"] = edges["local"] * edges["node"].fillna(1.0) / size.where(size > least, 1.0)
         edges = edges.sort_values("score", ascending=False, kind="stable", ignore_index=True)
         wanted = [tuple(row) for row in edges[_EDGE].head(exact).to_numpy()]
         # Cuts of edges into the logits need no forward pass.
@@ -172,7 +177,7 @@ def score_edges(
 
 
 def _by_length(pair: PromptPair) -> list[Tokens]:
-    """Return batches without padding, one for each length of prompts, the shortest first."""
+    """Return one batch without padding for each prompt length, the shortest prompts first."""
     rows: dict[int, list[Tensor]] = {}
     for row, real in zip(pair.clean, pair.real, strict=True):
         rows.setdefault(int(real.sum()), []).append(row[real])
@@ -180,7 +185,7 @@ def _by_length(pair: PromptPair) -> list[Tokens]:
 
 
 def _default_nodes(model: Any, pair: PromptPair, metric: AnyMetric | None, top: int) -> list[str]:
-    """Return the `top` nodes with the largest Σ |gradient · z|, or all nodes if they are fewer."""
+    """Return the `top` nodes with the largest Σ |gradient · z|, or all if there are fewer."""
     layers = resolve_sites(model, all_heads())
     names = [name for layer in layers for name in layer.names]
     if len(names) <= top:
@@ -218,7 +223,7 @@ def _sum_by_key(values: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
 
 @dataclass(eq=False)
 class _Batch:
-    """The run on all prompts of one length, which have the fraction `share` of all tokens."""
+    """The run on all prompts of one length; `share` is their fraction of all tokens."""
 
     run: Decomposition
     readers: Readers
@@ -269,7 +274,7 @@ class _Scoring:
         return product(self._batches, self._references, self._chosen.values())
 
     def sizes(self) -> dict[str, float]:
-        """Return the largest norm of each node's write over all tokens."""
+        """Return the largest norm over all tokens of what each node adds to the residual stream."""
         sizes: dict[str, float] = {}
         for sites in self._chosen.values():
             written = [batch.writes(sites).written(sites) for batch in self._batches]
@@ -279,7 +284,7 @@ class _Scoring:
 
     @torch.no_grad()
     def local(self) -> Iterator[tuple[_Edge, float]]:
-        """Yield (edge, term) pairs; the terms of an edge add up to its factor L."""
+        """Yield (edge, term) pairs; the terms of an edge add up to the factor L of its score."""
         for batch, reference, sites in self._cases():
             writes = batch.writes(sites)
             for kind in _KINDS[sites.kind]:
@@ -292,7 +297,7 @@ class _Scoring:
 
     @torch.no_grad()
     def node(self) -> Iterator[tuple[str, float]]:
-        """Yield (node, term) pairs; the terms of a node add up to its factor N."""
+        """Yield (node, term) pairs; a node's terms add up to the factor N of its edges' scores."""
         for batch, reference, sites in self._cases():
             z = _z_of_nodes(self._replaced(batch.writes(sites), reference), sites)
             nodes = torch.arange(len(sites.names), device=z.device)
@@ -302,7 +307,7 @@ class _Scoring:
 
     @torch.no_grad()
     def exact(self, edges: Sequence[_Edge]) -> Iterator[tuple[_Edge, float]]:
-        """Cut edges exactly; yield (edge, term) pairs; an edge's terms add up to `exact`."""
+        """Cut edges exactly; yield (edge, term) pairs. The terms of an edge add up to `exact`."""
         into: dict[tuple[str, str], set[str]] = defaultdict(set)
         for writer, reader, kind in edges:
             into[reader, kind].add(writer)
@@ -318,7 +323,7 @@ class _Scoring:
         yield from self._into_logits(into["output", "in"])
 
     def _replaced(self, sublayer: SublayerWrites, reference: str) -> SublayerWrites:
-        """Return a sublayer in which every z is replaced by the reference value."""
+        """Return a sublayer in which every z is replaced by zero or by the mean z."""
         z = torch.zeros_like(sublayer.z)
         if reference == "mean":
             z = z + self._means[sublayer.layer, sublayer.kind]
@@ -331,7 +336,7 @@ class _Scoring:
         before: Sequence[SublayerWrites],
         only: set[str] | None,
     ) -> tuple[list[str], Float[Tensor, "writer batch pos d_model"]]:
-        """Return the writers' names, and how the stream changes if each writer is replaced."""
+        """Return source nodes, and the change in the residual stream if each one is replaced."""
         x = batch.run.embedding
         names = ["embed"]
         changes = [((0 if reference == "zero" else self._embedding) - x)[None]]
@@ -354,7 +359,7 @@ class _Scoring:
         kind: str,
         only: set[str] | None = None,
     ) -> Iterator[tuple[list[str], Float[Tensor, "writer batch pos node head d_head"]]]:
-        """Yield chunks of writers, with the z of a layer's nodes after each writer is replaced."""
+        """Yield chunks of source nodes, and the z of target nodes after each source is replaced."""
         writes = batch.writes(sites)
         before = batch.run.before(sites.layer, sites.kind)
         names, change = self._removed(batch, reference, before, only)
@@ -371,7 +376,7 @@ class _Scoring:
             yield names[first : first + size], z
 
     def _into_logits(self, only: set[str] | None = None) -> Iterator[tuple[_Edge, float]]:
-        """Yield (edge, term) pairs for edges into the logits, which are cut in the final stream."""
+        """Yield (edge, term) pairs for edges into the logits, cut in the final residual stream."""
         for batch in self._batches if only is None or only else ():
             size = max(1, _NUMBERS // batch.run.recording.logits.numel())
             for reference in self._references:
@@ -389,7 +394,7 @@ class _Scoring:
         node: Int[Tensor, "variant"],
         z: Float[Tensor, "variant batch pos head d_head"],
     ) -> Float[Tensor, "variant"]:
-        """Return how much the logits change in each variant, in which one node's z is replaced."""
+        """Return how much the logits change in each run; each run replaces the z of one node."""
         replay = batch.readers.replay
         block = self._host.block(sites.layer, sites.kind)
         name = self._host.hook_name(sites.layer, sites.kind, "z")
@@ -415,7 +420,7 @@ class _Scoring:
 
 
 def _largest_change(decomposed: Decomposition) -> BoundMetric:
-    """Return a metric that averages over tokens the largest |change of a logit| at each token."""
+    """Return a metric: the largest |change in a logit| at each token, averaged over tokens."""
     recorded = decomposed.recording.logits
 
     def compute(logits: Float[Tensor, "site batch pos d_vocab"]) -> Float[Tensor, "site batch"]:
@@ -437,7 +442,7 @@ def _sizes(
     sites: LayerSites,
     dz: Float[Tensor, "writer batch pos node head d_head"],
 ) -> Float[Tensor, "writer node"]:
-    """Return the mean norm of the change that `dz`, a change of z, makes to each node's write."""
+    """Return the mean norm of each node's output change, given the change `dz` of its z."""
     index = sites.index.to(dz.device)
     if writes.neurons is None:
         written = torch.einsum("nbphd,hdm->nhbpm", dz.squeeze(4), writes.matrix[index])

@@ -1,17 +1,17 @@
 """Split an attention score, or a neuron's pre-activation, into parts from earlier components.
 
-The stream that a head reads is a sum of earlier writes (`engine/writes.py`). With norm scales held
-fixed, a score is linear in the stream at the query, and linear in the stream at the key:
+A head reads the residual stream, the sum of the outputs of earlier components. With norm scales
+held fixed, a score is linear in each of the residual streams at the query and the key position:
 
-    score = Σ_u Σ_w q_u B k_w        u writes at the query position, w at the key position
+    score = Σ_u Σ_w q_u B k_w        u, w: outputs added at the query and at the key position
     q_u = u N W_Q / s,  k_w = w N W_K / s'      N: the norm's gain; s, s': its scales
 
 B is the matrix of a bilinear form: for a query q and a key k at these two positions, the head's
 score is q B k. B includes 1/√d_head, rotary embeddings, and query and key norms with scales held
 fixed. B is computed with the model's own code, as the mixed second derivative of the score at q = k
-= 0. In some models, the hook point for scores receives the pattern; its logarithm is then used.
-Other terms of a score (ALiBi, the bias of a query norm) are counted as the head's own biases. The
-score is taken before the softmax and any soft cap. For a neuron,
+= 0. In models whose hook point for scores receives the pattern, B is computed from the pattern's
+logarithm. Other terms of a score (ALiBi, the bias of a query norm) are counted as the head's own
+biases. The score is taken before the softmax and any soft cap. For neuron i, the pre-activation is
 
     q = Σ_w w N W_in[:, i] / s + b                    W_gate in a gated MLP
 
@@ -45,7 +45,7 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 _MOST_PAIRS = 4_000_000
-_BLOCK = 2**22  # the number of pairs of writers processed at once
+_BLOCK = 2**22  # the number of writer pairs processed at once
 _PROBLEM = "this score has no sources"
 _NOT_A_SUM = "this score is not a sum over earlier writes"
 
@@ -141,7 +141,7 @@ def score_sources(
 def _reads(
     parts: Decomposition, head: HeadName, position: int, model: Any, W: Float[Tensor, "d_model n"]
 ) -> tuple[list[str], Float[Tensor, "writer n"]]:
-    """Return writer names, and what the head reads from each through W; "own bias" is last."""
+    """Return the sources, and each source's output times norm gain and W; "own bias" is last."""
     here = slice(position, position + 1)
     reads = parts.of(head.layer, head.kind).reads.at(here)
 
@@ -195,7 +195,7 @@ def _of_attention(
         parts.recording.hooked[name][0, head.index, query] for name in (score_name, pattern_name)
     )
     # In some bridges, the hook point for scores receives the pattern. The logarithm of the pattern
-    # is the score minus a constant that depends on the query.
+    # equals the score minus a constant that depends only on the query.
     hidden = torch.equal(scores, pattern)
     scores = pattern.log() if hidden else scores
     if scores[key] <= torch.finfo(scores.dtype).min / 2:
@@ -213,7 +213,7 @@ def _of_attention(
     score = left.sum(0) @ k.sum(0)
     size = (left.abs().sum(0) * k.abs().sum(0)).sum()
     totals, keys = [score], [key]
-    if hidden:  # the constant cancels in the difference between the scores of two keys
+    if hidden:  # the unknown constant cancels in a difference of two keys' scores
         keys.append(
             int(pattern.index_fill(0, torch.tensor(key, device=pattern.device), 0).argmax())
         )
@@ -231,7 +231,7 @@ def _of_attention(
 def _side(
     model: Any, parts: Decomposition, head: HeadName, side: str, position: int, recorded: Tensor
 ) -> tuple[list[str], Float[Tensor, "writer d_head+1"]]:
-    """Return each writer's part of the query or key; append 1 for "own bias", 0 for others."""
+    """Return each source's part of the query or key; append 1 for "own bias", 0 for others."""
     attn, n_heads = host_of(model).attention(head.layer), host_of(model).n_heads[head.layer]
     weights, biases = getattr(attn, f"W_{side}"), getattr(attn, f"b_{side}", None)
     names, vectors = _reads(
@@ -257,7 +257,7 @@ def _bilinear_form(
     *,
     hidden: bool,
 ) -> Float[Tensor, "d_head+1 d_head+1"]:
-    """Return the matrix of the score, a bilinear form of query and key, each with a 1 appended."""
+    """Return the matrix F for which [q, 1] F [k, 1]ᵀ is the score of a query q and a key k."""
     recorded, n_heads = parts.recording.hooked, host_of(model).n_heads[head.layer]
     leaves = [torch.zeros_like(recorded[name]).requires_grad_() for name in names[:2]]
     scores: list[Tensor] = []
@@ -297,7 +297,7 @@ def _bilinear_form(
 def _taylor(
     score: Tensor, leaves: list[Tensor], places: list[tuple[int, int, int]]
 ) -> Float[Tensor, "d_head+1 d_head+1"]:
-    """Return one matrix: the score's value, first and mixed second derivatives at q = k = 0."""
+    """Return a matrix of the score's mixed second derivatives, gradients and value at q = k = 0."""
     by_q, by_k = torch.autograd.grad(score, leaves, create_graph=True)
     by_q, by_k = by_q[places[0]], by_k[places[1]]
     n, m = len(by_q), len(by_k)
@@ -312,7 +312,7 @@ def _taylor(
 def _require_score(
     model: Any, total: Float[Tensor, "key"], expected: Float[Tensor, "key"], size: Tensor
 ) -> None:
-    """Raise an error if `total` is not the run's score; for two keys, compare score differences."""
+    """Raise an error unless `total` equals the score in the run (for two keys, the difference)."""
     cap = float(getattr(model.cfg, "attn_scores_soft_cap", None) or 0.0)
     capped = cap * torch.tanh(total / cap) if cap > 0 else total
     if len(total) == 2:

@@ -1,22 +1,22 @@
 r"""Search for a small circuit that is nearly as faithful as the whole model.
 
 Let f(C) be the faithfulness of a circuit C (`ablation.py`). The circuit is sufficient if |1 - f(C)|
-≤ 1 - wanted, where `wanted` is the requested faithfulness. Faithfulness does not always rise with
-circuit size, because the effects of sites can cancel. A prefix of a ranking is its k highest-ranked
-sites. Bisection over k may miss the shortest sufficient prefix. The search has three steps. Each
-step starts from the best circuit so far:
+≤ 1 - wanted, where `wanted` is the requested faithfulness. A prefix of a ranking is its k
+highest-ranked sites. Faithfulness does not always rise with circuit size, because the effects of
+sites can cancel. Bisection over k may therefore miss the shortest sufficient prefix. The search has
+three steps. Each step starts from the best circuit so far:
 
-    prefixes   The k highest ranked sites, by |effect| and by signed effect, are tried for k on a
-               grid with ratio √√2. The grid is refined where f starts to suffice or crosses 1.
+    prefixes   Prefixes of two rankings, by |effect| and by signed effect, are tried for k on a grid
+               with ratio √√2. The grid is refined where f becomes sufficient or crosses 1.
     worth      Sites are ranked again by what they add to the current circuit, to first order
                (`AblatedModel.worth`), averaged with earlier rounds. The step ends after two rounds
                without a smaller circuit.
-    pruning    Each chunk of sites is left out in turn, exactly; then as many chunks as possible are
-               removed together. If none can be removed, chunks are halved, down to single sites.
+    pruning    The circuit is evaluated without each chunk of sites; then as many chunks as possible
+               are removed together. If none can be, chunks are halved, down to single sites.
 
 At the end, the search evaluates every prefix of both rankings (by |effect| and by signed effect)
-that is shorter than the circuit. So a circuit of at most 1,000 sites is minimal in two ways: it
-becomes insufficient if any single site is removed, and no shorter prefix of the two rankings is
+that is shorter than the circuit. A circuit of at most 1,000 sites is therefore minimal in two ways:
+it becomes insufficient if any single site is removed, and no shorter prefix of the two rankings is
 sufficient. A smaller circuit may still exist.
 """
 
@@ -64,11 +64,11 @@ from attn_only_lens.patching._attribution import METHODS, Method, attribute, pla
 from attn_only_lens.patching.repairs import Budget
 from attn_only_lens.patching.results import MEASURED, Sweep
 
-_PER_DOUBLING = 4  # the number of sizes in the grid from k to 2k
-_BETWEEN = 16  # the number of sizes in the finer grid, between two sizes of the first grid
+_PER_DOUBLING = 4  # the number of prefix sizes to try from k to 2k
+_BETWEEN = 16  # the number of sizes that a refined grid has between two neighbouring sizes
 _AT_ONCE = 16  # the number of prefix sizes that are evaluated as one batch, small sizes first
 _IDLE_ROUNDS = 2
-_AROUND = 4  # assumption: circuits for two sets of prompts differ in size at most by this factor
+_AROUND = 4  # sizes within this factor of `near`, another circuit's size, are tried first
 _LARGE = 1000  # larger circuits are pruned in chunks, not site by site
 _Step: TypeAlias = Literal["magnitude", "signed", "worth", "pruning", "prefix"]
 _Questions: TypeAlias = Generator[list[Rows], Float[np.ndarray, "circuit"], int | None]
@@ -94,7 +94,7 @@ def discover(
     seed: int = 0,
     mask: Tensor | None = None,
     prompts_at_once: int | None = None,
-    progress: bool | str = False,
+    progress: bool | str = True,
 ) -> Circuit:
     """Find a small circuit whose faithfulness differs from 1 by at most 1 - `faithfulness`.
 
@@ -123,14 +123,15 @@ def discover(
         resamples: how many times to search again on a random half of the prompts, for instance 20;
             the circuit then has a `stability`.
         seed: the seed of random circuits and halves.
-        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
+        mask: the attention mask (0 for padding), if prompts are given as tokens.
         prompts_at_once: how many prompt pairs are in memory at once; by default as many as fit in
             a fifth of the memory. With fewer than all, each evaluation records the runs again. Mean
             ablation and custom metrics need all prompts at once.
-        progress: show a progress bar over the circuits that are run; a string is its label.
+        progress: whether to show a progress bar that counts the circuits that are run; how many
+            there will be is unknown. A string is its label.
 
     Returns:
-        The circuit. Its frame `tried` lists all circuits that the search evaluated.
+        The circuit. The frame `Circuit.tried` lists all circuits that the search evaluated.
 
     Raises:
         InputError: with every reason: invalid settings, prompts, metric, sites or positions;
@@ -162,7 +163,7 @@ def discover(
     options: dict[str, Any] = {"positions": positions, "mask": mask}
     options |= {"prompts_at_once": prompts_at_once}
     label = f"{progress}: " if isinstance(progress, str) else ""
-    with tqdm(unit="circuit", desc=f"{label}ranking", disable=not progress) as bar:
+    with tqdm(unit=" circuits", desc=f"{label}ranking", disable=not progress) as bar:
         settings = options | {"sites": sites, "per_prompt": bool(resamples)}
         ranking, runs = rank_sites(prompts, method, budget, settings)
         bar.set_description_str(f"{label}search")
@@ -205,7 +206,7 @@ def rank_sites(
 ) -> tuple[Sweep, RunPair | None]:
     """Return the effect of replacing each site's clean output with its corrupted output.
 
-    Also return the recorded runs if they can be used again by an ablated model, otherwise None.
+    Also return both runs' recordings if an `AblatedModel` can reuse them, otherwise None.
     """
     settings: dict[str, Any] = {"per_prompt": False, "prompts_at_once": None}
     settings |= {**options, "direction": "noise"}
@@ -214,7 +215,7 @@ def rank_sites(
     settings |= {"part": "z", "reference": None, "resume": None}
     plan = plan_attribution(prompts, method, budget, **settings)
     shared = method == "secant" and not budget and len(plan.prompts) == 1
-    # The runs are in float32 if the model has half precision, and more precise in float64.
+    # `run_both` runs half precision in float32, and skips conversions to float32 in float64 models.
     shared &= next(plan.model.parameters()).dtype == torch.float32
     if not shared:
         return attribute(plan, None, cast("Method", method), budget), None
@@ -233,10 +234,10 @@ def circuit_of(
     draws: tuple[int, int] = (3, 0),
     **settings: Any,
 ) -> Circuit:
-    """Evaluate a set of sites, and return them as a circuit, sorted by decreasing |effect|.
+    """Evaluate a set of sites, and return a `Circuit` of them, sorted by decreasing |effect|.
 
-    `draws` is the number of random circuits and their seed; `settings` are the remaining fields of
-    the circuit.
+    `draws` is the number of random circuits and their seed; `settings` are further attributes of
+    the `Circuit`.
     """
     measured, complete, random = ablated.curves([rows], *draws)
     frame = ablated.sites[SITE].assign(effect=effects).iloc[rows]
@@ -280,7 +281,7 @@ class _Search:
     """A search for circuits in one ablated model; `tried` lists the evaluated circuits.
 
     `near` is the size of a circuit that was found for other prompts. With `near`, the search tries
-    similar sizes first, and does not evaluate all shorter prefixes at its end.
+    similar sizes first, and skips the final test of all shorter prefixes.
     """
 
     def __init__(self, ablated: AblatedModel, wanted: float, near: int | None = None) -> None:
@@ -288,7 +289,7 @@ class _Search:
         self.tried: list[dict[str, Any]] = []
 
     def smallest(self, orders: Mapping[_Step, Rows], *, prune: bool, rank_again: bool) -> Rows:
-        """Return the smallest circuit found; with prune=False, the shortest sufficient prefix."""
+        """Return the smallest circuit found; if prune=False, the shortest sufficient prefix."""
         circuit = min(self.prefixes(orders), key=len)
         if not prune:
             return circuit
@@ -299,7 +300,7 @@ class _Search:
         return self.prune(shorter) if len(shorter) < len(circuit) else circuit
 
     def prefixes(self, orders: Mapping[_Step, Rows], longest: int | None = None) -> list[Rows]:
-        """Return each order's shortest sufficient prefix, or all sites if no prefix suffices."""
+        """Return each ranking's shortest sufficient prefix, or all sites if no prefix suffices."""
         searches = {step: self._search(order, longest) for step, order in orders.items()}
         asked = {step: next(search) for step, search in searches.items()}
         prefixes: dict[_Step, Rows] = {}
@@ -319,8 +320,8 @@ class _Search:
     def _search(self, order: Rows, longest: int | None) -> _Questions:
         """Yield prefixes to evaluate, and return the size of the shortest sufficient prefix."""
         longest = len(order) if longest is None else min(longest, len(order))
-        # Grid sizes do not depend on the number of sites. Sites without an effect are ranked last,
-        # so the same prefix is found after growth adds such sites.
+        # The prefix sizes to try do not depend on the number of sites. So the search finds the same
+        # prefix after growth adds sites without an effect, which are ranked last.
         grid = 2.0 ** (np.arange(_PER_DOUBLING * np.log2(longest)) / _PER_DOUBLING)
         sizes = np.unique([*grid.round().astype(int), longest])
         if self._near is not None:
@@ -331,7 +332,7 @@ class _Search:
         return (yield from self._first(order, 0, 0.0, sizes))
 
     def _first(self, order: Rows, short: int, f: float, sizes: Rows) -> _Questions:
-        """Refine a grid of sizes; return the size of the shortest sufficient prefix, or None.
+        """Search a grid of sizes, then refine it; return the shortest sufficient size or None.
 
         `short` is the size of an insufficient prefix below the grid, and `f` is its faithfulness.
         """
@@ -352,7 +353,7 @@ class _Search:
         return None
 
     def rank_again(self, circuit: Rows) -> Rows:
-        """Rank sites repeatedly by what they add to a circuit; return the smallest circuit."""
+        """Repeatedly rank sites by what they add to the circuit; return the smallest circuit."""
         best, idle, worth = circuit, 0, self._ablated.worth(circuit)
         while idle < _IDLE_ROUNDS:
             order = np.argsort(-worth, kind="stable")
@@ -382,8 +383,8 @@ class _Search:
         without = [np.setdiff1d(circuit, chunk, assume_unique=True) for chunk in chunks]
         *values, whole = self._measure(["pruning"] * (len(chunks) + 1), [*without, circuit])
         can_go = [i for i, rest in enumerate(without) if self._suffices(values[i], len(rest))]
-        # Try two orders: first the chunks whose removal changes f least, or first the chunks whose
-        # removal leaves the largest f.
+        # Remove chunks in two orders: first those whose removal changes f least, or first those
+        # whose removal leaves the largest f.
         orders = [
             sorted(can_go, key=lambda i: abs(values[i] - whole)),
             sorted(can_go, key=lambda i: -values[i]),

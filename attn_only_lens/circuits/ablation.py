@@ -1,10 +1,10 @@
 r"""Ablate all sites outside a circuit, and compute faithfulness as a function of circuit size.
 
 Sites are attention heads and neuron-heads at positions (the rows of a `Sweep`), or at roles (one
-token in each prompt). Sites in the circuit are unchanged. All other sites are ablated: z becomes
+token in each prompt). At sites outside the circuit, the head's output z is replaced by
 
     "zero"             0
-    "mean"             its mean over all real tokens of the clean prompts
+    "mean"             its mean over all tokens of the clean prompts, without padding
     "positional_mean"  its mean over the clean prompts at the same position, or role
     "resample"         its value in the corrupted run, at the same position
 
@@ -18,10 +18,10 @@ Both definitions are from Marks et al., "Sparse Feature Circuits", 2024. Let g b
 at a site's z when all sites outside C are ablated. Then the site adds, to first order, g · (z -
 ablated z) / (m(M) - m(∅)) to f(C).
 
-`faithfulness` evaluates circuits C_k: the highest-ranked sites, whose share of all sites is k. MIB,
-the Mechanistic Interpretability Benchmark (Mueller et al., 2025), measures circuit size in edges
-instead of sites, and ranks edges by |score| only for CMD. These two areas from MIB are computed by
-the trapezoidal rule:
+`faithfulness` evaluates circuits C_k, which contain the highest-ranked fraction k of all sites.
+MIB, the Mechanistic Interpretability Benchmark (Mueller et al., 2025), measures circuit size in
+edges instead of sites, and ranks edges by |score| only for CMD. Two scores from MIB are areas under
+curves, computed by the trapezoidal rule:
 
     CPR = ∫ f(C_k) dk         circuit performance ratio: higher is better
     CMD = ∫ |1 - f(C_k)| dk   circuit-model distance: lower is better
@@ -70,7 +70,7 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 """Row indices in the frame of all sites."""
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Flags: TypeAlias = npt.NDArray[np.bool_]
-# the ablations that can be computed for one prompt, independently of the other prompts
+# ablations whose values for a prompt do not depend on other prompts
 _BY_PROMPT = ("zero", "resample")
 _NOTHING: Rows = np.empty(0, dtype=np.int64)  # the circuit without sites
 _PROBLEM = "these sites cannot be ablated"
@@ -140,7 +140,7 @@ def faithfulness(
         positions: for a ranking by role, the position of each role in each prompt: `task.roles`.
         n_random: how many random rankings to compare with; 0 for none.
         seed: the seed of random rankings.
-        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
+        mask: the attention mask (0 for padding), if prompts are given as tokens.
 
     Raises:
         InputError: with every reason: invalid shares, settings or sites; invalid prompts or metric;
@@ -188,7 +188,7 @@ def faithfulness(
 
 
 def reasons_against_draws(n_random: object, seed: object) -> list[str]:
-    """Return the reasons why `n_random` or `seed` is invalid."""
+    """Return an error message for each of `n_random` and `seed` that is invalid."""
     return [
         f"got {name}={number!r}; expected a whole number, 0 or more"
         for name, number in (("n_random", n_random), ("seed", seed))
@@ -219,9 +219,9 @@ class AblatedModel:
     ) -> None:
         """Record the clean and the corrupted run, and run the clean prompts with all sites ablated.
 
-        `sites` are rows of `Sweep.frame`; `positions` maps roles to positions; `some` lists the
-        indices of the prompts to use; `runs` are these prompts' runs, if they are recorded already;
-        `on_done` receives the number of newly finished circuits.
+        `sites` are rows of `Sweep.frame`. `positions` maps roles to positions. `some` lists the
+        indices of the prompts to use. `runs` are the recordings of these prompts, if they exist.
+        `on_done` is called with the number of newly finished circuits.
         """
         InputError.raise_if(option_reasons("ablation", ablation, get_args(Ablation)), _PROBLEM)
         InputError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
@@ -278,11 +278,11 @@ class AblatedModel:
         return span
 
     def ranked(self, ranking: Sweep, order: Order, effects: _Floats | None = None) -> Rows:
-        """Rank sites by effect or |effect|, from `effects` or `ranking`; return row indices."""
+        """Return row indices sorted by |effect| or signed effect, from `effects` or `ranking`."""
         effect = ranking.effect.to_numpy() if effects is None else effects
         if order == "magnitude":
             return np.argsort(-abs(effect), kind="stable")
-        # The clean minus the corrupted metric may have another sign than `self.span`.
+        # The metric's clean minus corrupted value and `self.span` may have opposite signs.
         span = ranking.clean_value - ranking.corrupted_value
         # In a `Sweep`, the score rises if a patch adds a useful site, and falls if it removes one.
         helps = np.sign(span * self.span) * (1 if ranking.baseline == 0 else -1)
@@ -292,7 +292,7 @@ class AblatedModel:
         """Return the faithfulness of each circuit, given as row indices of its sites."""
         new = [] if "nothing_by_prompt" in vars(self) else [_NOTHING]
         by_prompt = self.by_prompt([*new, *circuits])
-        if new:  # one pass less
+        if new:  # the empty circuit is in the same batch, which saves a pass
             self.nothing_by_prompt, by_prompt = by_prompt[0], by_prompt[1:]
         return (self._mean(by_prompt) - self.nothing) / self.span
 
@@ -345,7 +345,7 @@ class AblatedModel:
         return float(value.detach()), by_site
 
     def _mean(self, by_prompt: Float[np.ndarray, "*circuit prompt"]) -> _Floats:
-        """Return the mean over prompts, weighted as in the metric."""
+        """Return the mean over prompts, weighted by the metric's prompt weights."""
         return self._replay.metric.mean(torch.from_numpy(by_prompt)).numpy()
 
     @torch.no_grad()
@@ -404,7 +404,7 @@ def _reasons_against_sites(
     if any(isinstance(number, str) for number in numbers):
         labels = [role.label for role in roles]
         reasons += [
-            f"got sites at the role {label!r}, but not the position of this role in each prompt: "
+            f"sites have the token role {label!r}, but its position in each prompt is unknown: "
             f"pass positions={{{label!r}: …}}"
             for label in sorted(str(number) for number in numbers if number not in labels)
         ]
@@ -429,17 +429,17 @@ def _reasons_against_sites(
 
 @dataclass(frozen=True, eq=False)
 class _AblatedPoint:
-    """The sites at one hook point, and the values that replace z there for ablated sites.
+    """The sites at one hook point, and the values that replace the z of ablated sites.
 
     A place is the index of a position or role, or 0 for sites at all positions together. `place_of`
-    maps tokens to places, and is -1 for tokens without a place. Without roles, all prompts share
-    one row of `place_of`.
+    maps tokens to places, and is -1 for tokens without a role. If places are not roles, `place_of`
+    has one row for all prompts.
     """
 
     name: str
     replacement: Float[Tensor, "batch pos head_index d_head"]
     width: int  # the number of heads per site
-    rows: Rows  # the row indices of the sites in the frame of all sites
+    rows: Rows  # each site's row in the frame of all sites
     index: Rows
     place: Rows
     place_of: Int[np.ndarray, "row pos"]
@@ -449,8 +449,8 @@ class _AblatedPoint:
     ) -> tuple[str, Callable[[Tensor, Any], Tensor]]:
         """Return a hook that ablates the sites outside each circuit.
 
-        The hook receives activations from position `first` onward, and stores them in `computed`
-        unless that is None.
+        The hook receives activations starting at position `first`. If `computed` is a dict, the
+        hook also stores these activations in it.
         """
         replacement = self.replacement[:, first:]
 
@@ -470,7 +470,7 @@ class _AblatedPoint:
         return by_node.repeat_interleave(self.width, dim=3).unsqueeze(-1)
 
     def by_site(self, by_head: Float[np.ndarray, "row pos head_index"], first: int) -> _Floats:
-        """Sum `by_head`, which begins at position `first`, over each site's heads and tokens."""
+        """Sum `by_head`, which starts at position `first`, over each site's heads and tokens."""
         by_node = by_head.reshape(*by_head.shape[:2], -1, self.width).sum(-1)
         by_place = np.zeros(self._shape)
         np.add.at(by_place, self.place_of[:, first:], by_node)
@@ -478,7 +478,7 @@ class _AblatedPoint:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """The number of places, plus one for tokens without a place, and the number of nodes."""
+        """The number of places (and one for tokens without a place), and the number of nodes."""
         n_places = max(self.place.max(), self.place_of.max()) + 2
         return int(n_places), self.replacement.shape[2] // self.width
 
@@ -486,7 +486,7 @@ class _AblatedPoint:
 def _ablated_points(
     model: Any, source: Recording, sites: pd.DataFrame, roles: Sequence[PositionSet]
 ) -> list[_AblatedPoint]:
-    """Return the hook points of the sites; the run `source` has the values of ablated sites."""
+    """Return the sites by hook point; ablated sites take their z from the run `source`."""
     points = []
     for key, rows in sites.groupby(["layer", "kind"], observed=True):
         layer, kind = cast("tuple[int, HeadKind]", key)
@@ -520,8 +520,8 @@ def ablated_model(
 ) -> AblatedModel:
     """Return an `AblatedModel` that runs all prompts at once, or in chunks to save memory.
 
-    Mean ablation and custom metrics need all prompts at once, so they never use chunks. All prompts
-    at once use recorded `runs`, if given.
+    Mean ablation and custom metrics need all prompts at once, so they never use chunks. The
+    recordings `runs` are used only if all prompts are run at once.
     """
     model, clean, corrupted, metric, sites = prompts_and_sites
     make = partial(AblatedModel, *prompts_and_sites, **options)
@@ -544,7 +544,7 @@ def ablated_model(
 
 
 class _InChunks(AblatedModel):
-    """An ablated model whose memory does not grow with the number of prompts.
+    """An ablated model that runs prompts in chunks, so its memory does not grow with their number.
 
     Each evaluation records the runs of every chunk again. This costs little, because a search makes
     only about ten evaluations, each of hundreds of circuits.

@@ -1,25 +1,25 @@
-"""Attribute a metric of one run, or its change between two runs, to the model's heads.
+"""Attribute a metric of one run, or its difference between two runs, to the model's heads.
 
-A target head t reads the stream, so its output z_t is a sum over all earlier writes. Let c_t be the
-gradient of the metric at z_t. The attribution A_t = c_t · z_t is the sum of the weights of the
-edges into t.
+A target head t reads the residual stream, a sum of the outputs of all earlier sources s. Let c_t be
+the metric's gradient at the head's output z_t. The attribution of t is A_t = c_t · z_t.
 
-In one run with fixed patterns and norm scales (`linear_run.py`), the value edges into t sum to A_t:
+In one run with fixed patterns and norm scales (`linear_run.py`), the edges of kind "value" into t
+and the bias term c_t · b_t add up to A_t:
 
     value       w(s → t) = c_t · W_ts z_s          Σ_s w(s → t) + c_t · b_t = A_t
     q, k, gate  w(s → t) = p · P' q_s              how the pattern would change, to first order: p
                                                    is the gradient at the pattern, P' its derivative
 
 For the difference between two runs (`linear_pair.py`), z_t is replaced by its change Δz_t, and c_t
-by the multiplier of Δz_t, which is the gradient with secants in place of derivatives. Then the
-edges of all kinds into t sum to A_t. Biases cancel:
+by a gradient that is computed with secants in place of derivatives. Then the weights of the edges
+of all kinds into t add up to A_t. Biases cancel:
 
     all kinds   Σ_s w(s → t) = A_t, over value, q and k of an attention head, value and gate of a
                 neuron; Σ_t w(s → t) = A_s, over all targets t and the metric
 
-The keys of a neuron-head are constant, so it has no edges of kind "k". A neuron-head whose gate is
-a step function (ReLU) has no edges of kind "gate" in a graph of one run. In a graph of a
-difference, it has such edges only if the two runs are on different sides of the step.
+A neuron-head (an MLP neuron viewed as an attention head) has constant keys, so it has no edges of
+kind "k". If its gate is a step function (ReLU), a neuron-head has edges of kind "gate" only in a
+graph of a difference, and only if the two runs are on different sides of the step.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.axes import SELF, Residual
-from attn_only_lens.devices import on_cpu
+from attn_only_lens.devices import on_cpu, to_float64_device
 from attn_only_lens.engine.contrast import Contrast, contrast, run_both, run_softmax
 from attn_only_lens.engine.gradients import Tape
 from attn_only_lens.engine.linear_pair import SecantNorm, gate_term, linear_sublayers
@@ -55,9 +55,9 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 @dataclass(frozen=True, eq=False)
 class NeuronSlope:
-    """The part of the gradient at neurons' pre-activations that flows through their patterns.
+    """The metric's gradient at neurons' pre-activations, counting only paths through their gates.
 
-    `constant` is what biases contribute to the metric through these patterns, to first order.
+    `constant` is the first-order contribution of biases to the metric through these gates.
     """
 
     sublayer: LinearSublayer
@@ -68,7 +68,7 @@ class NeuronSlope:
     def covectors(
         self, positions: Tensor, nodes: Tensor
     ) -> tuple[Float[Tensor, "batch target d_model"], Float[Tensor, "batch target"]]:
-        """Return, for each target, a covector with which it reads the stream, and a bias term."""
+        """Return the vector with which each target reads the residual stream, and a bias term."""
         read = self.gradient[:, positions, nodes].unsqueeze(-1) * self.W.T[nodes]
         covectors = self.sublayer.writes.reads.back(read, positions)
         return covectors, self.constant[:, positions, nodes]
@@ -76,10 +76,10 @@ class NeuronSlope:
 
 @dataclass(frozen=True, eq=False)
 class AttentionSlope:
-    """The metric's gradient at attention patterns, and the patterns as a function of `inputs`.
+    """Attention patterns, the metric's gradient at them, and the queries or keys they depend on.
 
     `inputs` are the queries or keys. `W` is W_Q or W_K, with one entry for each group of heads that
-    share keys. `constant` is the value of `inputs` for a stream of zeros.
+    share keys. `constant` is the part of `inputs` that does not depend on the residual stream.
     """
 
     sublayer: LinearSublayer
@@ -92,7 +92,7 @@ class AttentionSlope:
     def input_gradients(
         self, positions: Tensor, nodes: Tensor
     ) -> Float[Tensor, "target batch pos group d_head"]:
-        """Return the part of the gradient at `inputs` that each target's pattern row passes on."""
+        """Return the gradient at `inputs` that flows through the pattern row of each target."""
         rows = self.gradient.new_zeros(len(nodes), *self.gradient.shape)
         target = torch.arange(len(nodes), device=rows.device)
         rows[target, :, nodes, positions] = self.gradient[:, nodes, positions].transpose(0, 1)
@@ -109,7 +109,7 @@ class AttentionSlope:
     def covectors(
         self, gradients: Float[Tensor, "target batch pos group d_head"]
     ) -> Float[Tensor, "batch target pos d_model"]:
-        """Return each target's covector at every position, given its gradient at `inputs`."""
+        """Return the vector with which each target reads the residual stream at each position."""
         n_targets, _, n_pos = gradients.shape[:3]
         entering = torch.einsum("tbpgd,gmd->btpm", gradients, self.W).flatten(1, 2)
         positions = torch.arange(n_pos, device=entering.device).repeat(n_targets)
@@ -122,7 +122,7 @@ Slopes: TypeAlias = dict[str, NeuronSlope | AttentionSlope]
 
 @dataclass(frozen=True, eq=False)
 class AttributedRun:
-    """One run, or the difference of two runs, as linear maps, with the gradients of a metric.
+    """The linearisation of one run, or of the difference of two runs, and a metric's gradients.
 
     The lists `gradients`, `slopes` and `z` have one entry per sublayer.
     """
@@ -133,7 +133,7 @@ class AttributedRun:
     offset: float  # the part of the metric that is not linear in the logits
     gradients: list[Outputs]
     first: Residual  # the metric's gradient at the embedding
-    last: Residual  # the metric's gradient at the final stream
+    last: Residual  # the metric's gradient at the final residual stream
     logit_bias: Float[Tensor, "batch"]  # the bias terms of the last norm and the unembedding
     bias: float  # the sum of all bias terms
     slopes: list[Slopes]
@@ -160,7 +160,6 @@ def attribute_run(
     bound = bind(metric, model, pair, logits)
     require_differentiable(bound, logits)
     gradient, _ = linear.metric_gradient(bound)
-    value = bound.of(logits)
     outputs, streams = linear.gradients(linear.stream_gradient(gradient))
     slopes: list[Slopes] = [{} for _ in linear.sublayers]
     if patterns:
@@ -170,12 +169,15 @@ def attribute_run(
             _run_slopes(model, sublayer, along, softmax, tape.nodes)
             for sublayer, along in zip(linear.sublayers, outputs, strict=True)
         ]
-    offset = value - float((gradient * linear.logits).sum())
-    zero = torch.zeros_like(linear.run.final.stream)
-    logit_bias = (gradient * linear.unembed(zero[None])[0]).sum((1, 2))
+    offset = bound.of(logits) - float((gradient * linear.logits).sum())
+    stream = linear.run.final.stream
+    logit_bias = (gradient * linear.unembed(torch.zeros_like(stream)[None])[0]).sum((1, 2))
+    # The logits are rounded: a difference of two large logits has few correct digits in float32.
+    last, final = (to_float64_device(x).double() for x in (streams[-1], stream))
+    value = offset + float((last * final).sum()) + float(logit_bias.sum())
     biases = [logit_bias.sum()]
     for sublayer, along, behind in zip(linear.sublayers, outputs, streams[1:], strict=True):
-        if sublayer.writes.kind != "error":  # an error is a node, not part of the bias
+        if sublayer.writes.kind != "error":  # a transcoder's error is a node, not part of the bias
             biases.append((along * sublayer.constant).sum())
         biases.append((behind.to(sublayer.writes.bias) * sublayer.writes.bias).sum())
     ends = streams[0], streams[-1], logit_bias, sum(map(float, on_cpu(biases)))
@@ -184,12 +186,12 @@ def attribute_run(
 
 
 def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> AttributedRun:
-    """Attribute the change of a metric from the corrupted run to the clean run."""
+    """Attribute a metric's difference, clean minus corrupted run, to the model's heads."""
     names, host = _hook_names(model), host_of(model)
-    patterns = [host.hook_name(layer, "attention", "pattern") for layer in range(host.n_layers)]
+    patterns = host.hook_names("pattern", ("attention",))
     tokens = torch.cat([pair.clean, pair.corrupted])
     mask = None if pair.mask is None else pair.mask.repeat(2, 1)
-    with FunctionRules(paused=True):  # compute in float64, as in `run_both`
+    with FunctionRules(paused=True):  # keep float64 models in float64, as in `run_both`
         both = decompose(model, tokens, mask, names=tuple(patterns))
     runs = run_both(model, pair)
     clean, corrupted = runs.logits.chunk(2)
@@ -252,7 +254,7 @@ def _run_slopes(
     softmax: Sequence[Tensor],
     nodes: dict[str, Tensor],
 ) -> Slopes:
-    """Return the `Slopes` of a sublayer's patterns in one run."""
+    """Return the slopes of a sublayer's patterns or gates in one run, by edge kind."""
     if sublayer.writes.kind in WIDE_KINDS:
         return {}
     if not isinstance(sublayer, LinearAttention):
@@ -291,7 +293,7 @@ def _neuron_slope(sublayer: LinearSublayer, along: Outputs) -> NeuronSlope | Non
     reads = sublayer.writes.reads.norm
     bias, _ = heads.projections(torch.zeros_like(sublayer.writes.entered[:1, :1]))
     bias = bias if reads.bias is None else bias + reads.bias.to(W) @ W
-    # Head j of a neuron has the query b_j q + c_j, where q is the pre-activation.
+    # A neuron can have several attention heads; head j has the query b_j · pre-activation + c_j.
     scaled = (by_query * query.detach()).unflatten(-1, (heads.n_neurons, -1)).sum(-1)
     constant = scaled - by_q * q.detach() + by_q * bias.detach()
     return NeuronSlope(sublayer, by_q, W, constant)
@@ -304,7 +306,7 @@ def _pattern_slopes(
     gradient: Float[Tensor, "batch head_index query_pos key"],
     nodes: dict[str, Tensor],
 ) -> dict[str, AttentionSlope]:
-    """Return the slopes of attention patterns; `gradient` is the metric's gradient at patterns."""
+    """Return the slopes of attention patterns, given the metric's gradient at the patterns."""
     host, layer = host_of(model), sublayer.writes.layer
     slopes: dict[str, AttentionSlope] = {}
     for kind in "qk":
@@ -324,10 +326,10 @@ def _require_flows(
     result: Contrast,
     names: dict[tuple[int, HeadKind, str], str],
 ) -> None:
-    """Raise an error if the edges into a sublayer do not add up to the attribution of its nodes."""
+    """Raise an error if edges into a sublayer's nodes do not add up to the nodes' attributions."""
     numbers = list[Tensor]()
     for i, (sublayer, along, here) in enumerate(zip(sublayers, gradients, slopes, strict=True)):
-        if sublayer.writes.kind == "error":  # an error node has no incoming edges
+        if sublayer.writes.kind == "error":  # error nodes have no incoming edges
             numbers += [torch.zeros((), device="cpu")] * 4
             continue
         writes, (clean, corrupted) = sublayer.writes, both.sublayers[i].reads.stream.chunk(2)
@@ -345,12 +347,12 @@ def _require_flows(
     rows = [values[i : i + 4] for i in range(0, len(values), 4)]
     sums, sizes = [row[:2] for row in rows], [max(row[2:]) for row in rows]
     allowed = LOGIT_TOLERANCE[torch.float32]
-    # A smaller sum may consist only of rounding errors, so no `size` is taken to be below this.
+    # Small sums may be only rounding errors, so the tolerance is at least that for `smallest`.
     smallest = allowed * max([abs(result.total), *sizes])
     reasons = [
         f"layer {sublayer.writes.layer}: edges into its {sublayer.writes.kind} heads add up to "
-        f"{got:.6g}; expected {expected:.6g}: the heads are not linear in the stream, for "
-        "instance because values are clipped"
+        f"{got:.6g}; expected {expected:.6g}: the heads are not linear in the residual "
+        "stream, for instance because values are clipped"
         for sublayer, (got, expected), size in zip(sublayers, sums, sizes, strict=True)
         if not abs(got - expected) <= allowed * max(size, smallest)
     ]

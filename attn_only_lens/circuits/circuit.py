@@ -1,4 +1,4 @@
-"""Circuits, and JSON files that hold them. A file stores each table as one list per column:
+"""Circuits, and their JSON files. A file stores each table as one list per column:
 
 {"format": "attn_only_lens.Circuit", "format_version": 1, "sha256": …,
  "circuit": {"n_sites": …, …, "frame": {"name": ["L3H3", …], "position": [5, …], …}, …}}
@@ -79,10 +79,10 @@ _DOCUMENT = Document("attn_only_lens.Circuit", 1, _Body)
 class Circuit:
     """A set of sites that is nearly as faithful as the whole model. Made by `discover`.
 
-    A site outside the circuit can still matter. If two sites carry the same effect, one of them is
-    enough, and the circuit has only this one. `activation_patch(…, direction="denoise")` finds
-    both, because it patches each site alone into the corrupted run. A completeness far above 0 is
-    another sign of such sites.
+    A site outside the circuit can still matter. If two sites carry the same effect, the circuit may
+    contain only one of them. `activation_patch(…, direction="denoise")` finds both sites, because
+    it patches each site alone into the corrupted run. A completeness far above 0 also shows that
+    sites outside the circuit matter.
 
     Attributes:
         frame: one row per site, the highest ranked first. Columns: `layer`, `kind`, `index`,
@@ -101,7 +101,7 @@ class Circuit:
         method: the method of the ranking.
         metric: the metric's name.
         candidates: the heads that were ranked.
-        positions: the positions at which they were ranked.
+        positions: the positions at which the candidates were ranked.
         stability: how the circuit changes with the prompts, if `discover` resampled them.
     """
 
@@ -131,21 +131,28 @@ class Circuit:
         title += f", all others {self.completeness:.0%}{random}"
         columns = [*SITE_KEY, "effect", *INCLUSION]
         rows = self.frame[[name for name in columns if name in self.frame]].head(_SHOWN)
-        table = (
-            rows.to_string(index=False, float_format="{:.4g}".format) if len(rows) else "no sites"
-        )
+        with pd.option_context("display.precision", 4):
+            table = rows.to_string(index=False) if len(rows) else "no sites"
         more = f"\n… {len(self) - _SHOWN:,} more sites in `frame`" * (len(self) > _SHOWN)
         return f"{title}\n{table}{more}\n{fill(MISSING, 80)}"
 
+    @property
+    def sites(self) -> list[str]:
+        """The names of the circuit's sites, such as "L3H3@5", for the argument `sites=`."""
+        frame = self.frame
+        if (frame["position"] == "all").any():
+            return frame["name"].astype(str).tolist()
+        return [f"{name}@{position}" for name, position in frame[SITE_KEY].to_numpy()]
+
     def to_frame(self) -> pd.DataFrame:
-        """Return the sites of the circuit or, if prompts were resampled, of all circuits found."""
+        """Return the circuit's sites; if prompts were resampled, the sites of all circuits."""
         if self.stability is None:
             return self.frame.copy()
         sites = self.stability.sites
         return sites.assign(in_circuit=self.contains(sites))
 
     def contains(self, sites: pd.DataFrame) -> Bool[np.ndarray, "row"]:
-        """Return which rows of a frame (with `name` and `position`) are sites of the circuit."""
+        """Return, for each row of `sites`, whether the circuit has its `name` and `position`."""
         inside = self.frame[SITE_KEY].drop_duplicates().assign(inside=True)
         return sites[SITE_KEY].merge(inside, how="left")["inside"].notna().to_numpy()
 
@@ -190,7 +197,7 @@ class Circuit:
 
     @classmethod
     def load(cls, path: str | Path) -> "Circuit":
-        """Read a file that `save` wrote.
+        """Read a circuit from a file that was written by `save`.
 
         Raises:
             CheckpointError: the file is missing, damaged, newer than this package, or not a

@@ -6,7 +6,7 @@
                "nodes": {"id": […], "kind": […], …},
                "edges": {"source": [0, …], "target": [3, …], "kind": […], "weight": […]}}}
 
-Each table is stored as one list per column. Edge sources and targets are row indices of nodes.
+Tables are stored as one list per column. Edge sources and targets are row indices of `nodes`.
 """
 
 from pathlib import Path
@@ -83,7 +83,7 @@ def to_json(graph: CircuitGraph, path: str | Path) -> None:
 
 
 def from_json(path: str | Path) -> CircuitGraph:
-    """Read a graph from a file that `to_json` wrote.
+    """Read a graph from a file that was written by `to_json`.
 
     Raises:
         CheckpointError: the file is missing, damaged, newer than this package, or not a graph file.

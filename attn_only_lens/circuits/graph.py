@@ -1,10 +1,10 @@
-"""An attribution graph: what each node contributes to a metric, directly and through other nodes.
+"""Attribution graphs: what each node contributes to a metric, directly and through other nodes.
 
-These are the kinds of nodes (`kind`), with an example `id` for each kind:
+The table lists the kinds of nodes (`kind`), with an example `id` for each kind:
 
     embed      embed@3        what enters the first block at position 3
     attention  L5H3@7         an attention head, at the position where it writes
-    neuron     L5N1234@7      a neuron-head (all heads of the neuron, if several share it)
+    neuron     L5N1234@7      an MLP neuron, viewed as one or more attention heads
     feature    L5F1234@7      a feature of a transcoder
     skip       L5S@7          the input of a transcoder, which its W_skip maps to the output
     error      L5E@7          what a transcoder misses of the MLP's output; it has no incoming edges
@@ -13,11 +13,11 @@ These are the kinds of nodes (`kind`), with an example `id` for each kind:
     offset     offset         the part of a metric that is not linear in the logits
     metric     metric         the metric
 
-The edges into a node add up to its attribution, and the edges into "metric" add up to the metric or
-the metric's change (`attributed_run.py`). In a graph of one run, these sums include only edges of
-kind "value". Edges of kinds "q", "k" and "gate" estimate, to first order, how a source affects the
-metric through the target's pattern. In a graph of a difference, the sums include all kinds. Pruning
-preserves the sums: edges from dropped nodes become edges from "rest".
+The weights of the edges into a node add up to the node's attribution. The weights of the edges into
+"metric" add up to the metric or its change (`attributed_run.py`). In a graph of one run, these sums
+include only edges of kind "value"; edges of kinds "q", "k" and "gate" estimate, to first order, how
+a source affects the metric through the target's pattern or gate. In a graph of a difference, they
+include all edges. Pruning preserves these sums: edges from dropped nodes become edges from "rest".
 """
 
 from collections.abc import Iterable
@@ -47,10 +47,10 @@ class CircuitGraph:
     """An attribution graph. Made by `attribution_graph`.
 
     Attributes:
-        nodes: one row per node. Columns: `id`; `kind`; `layer` (the source layer; only for heads
-            and neurons); `name`; `position` (missing for bias, rest, offset, metric); `value` (in
-            the clean run, the mean over prompts of a neuron's output, or of the norm of a head's
-            output or of the embedding); `gradient` (the derivative of the metric with respect to a
+        nodes: one row per node. Columns: `id`; `kind`; `layer` (of the original; only for heads and
+            neurons); `name`; `position` (missing for bias, rest, offset, metric); `value` (in the
+            clean run, the mean over prompts of a neuron's output, or of the norm of a head's output
+            or of the embedding); `gradient` (the derivative of the metric with respect to a
             neuron's output; missing for several prompts, or if several heads share a neuron);
             `attribution` to the mean over prompts; by role also `error`, the standard error.
         edges: one row per nonzero edge. Columns: `source`, `target` (ids), `kind` ("value", "q",
@@ -59,7 +59,7 @@ class CircuitGraph:
         metric: the metric's name.
         value: the metric, or its change from the corrupted to the clean run.
         model: the model's name.
-        n_layers: the number of source layers in the model.
+        n_layers: the number of layers in the original model.
         n_heads: the number of possible nodes: heads and neurons at all positions.
         mass: the share of Σ |attribution| over all possible nodes that this graph's nodes have.
         corrupted: the tokens of each corrupted prompt; empty for a graph of one run.
@@ -88,7 +88,7 @@ class CircuitGraph:
     corrupted: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise an error that lists all inconsistencies of the graph, if there are any."""
+        """Raise an error that lists every inconsistency in the graph."""
         reasons = []
         for what, frame, columns in (
             ("nodes", self.nodes, NODE_COLUMNS),
@@ -101,7 +101,7 @@ class CircuitGraph:
         reasons += [f"got node {name} twice" for name in ids[ids.duplicated()].unique()[:5]]
         for end in ("source", "target"):
             unknown = sorted(set(self.edges[end]) - set(ids))
-            reasons += [f"got the edge {end} {name!r}, which is not a node" for name in unknown[:5]]
+            reasons += [f"the {end} {name!r} of an edge is not a node" for name in unknown[:5]]
         reasons += _unknown("node", self.nodes["kind"], NODE_KINDS)
         reasons += _unknown("edge", self.edges["kind"], EDGE_KINDS)
         if self.edges.duplicated(["source", "target", "kind"]).any():
@@ -116,7 +116,7 @@ class CircuitGraph:
             f"got node {name} at a position outside the prompts, which have {n_pos} tokens"
             for name in away[:5]
         ]
-        if not 0 <= self.mass <= 1 + 1e-9:  # rounding errors may raise the sum of shares above 1
+        if not 0 <= self.mass <= 1 + 1e-9:  # allow for rounding errors
             reasons.append(f"got mass={self.mass}; expected a share from 0 to 1")
         InputError.raise_if(reasons, _PROBLEM)
 
@@ -145,7 +145,7 @@ class CircuitGraph:
     def prune(self, *, top: int | None = None, mass: float | None = None) -> "CircuitGraph":
         """Keep the heads and neurons with the largest |attribution|; merge the others into "rest".
 
-        The weights into each node that is kept have the same sum as before.
+        For each kept node, the sum of incoming edge weights does not change.
 
         Args:
             top: how many heads and neurons to keep.
@@ -168,7 +168,8 @@ class CircuitGraph:
     def prune_edges(self, mass: float | None = None, *, top: int | None = None) -> "CircuitGraph":
         """Keep the edges with the largest |weight| into each node; merge the others into "rest".
 
-        The weights into each node keep their sums. Edges from "bias" and "offset" are always kept.
+        For each node, the sum of incoming edge weights does not change. Edges from "bias" and
+        "offset" are always kept.
 
         Args:
             mass: the share of Σ |weight| to keep, for every node and kind.
@@ -185,7 +186,7 @@ class CircuitGraph:
         return replace(self, edges=_through_rest(self.edges, ~keep))
 
     def to_networkx(self) -> "nx.MultiDiGraph[str]":
-        """Return a networkx graph whose nodes are the node ids, and whose edge keys are edge kinds.
+        """Return a networkx multigraph with node ids as nodes, and edge kinds as edge keys.
 
         Example:
             >>> import torch
@@ -211,15 +212,15 @@ class CircuitGraph:
         change = "change of " * bool(self.corrupted)
         return (
             f"CircuitGraph of {self.model}: {change}{self.metric} = {self.value:.4g} by {counts} "
-            f"({len(self.heads)} of {self.n_heads} nodes, with {self.mass:.0%} of "
-            f"Σ |attribution|), {len(self.edges)} edges"
+            f"({len(self.heads):,} of {self.n_heads:,} sites, with {self.mass:.0%} of the sum of "
+            f"|attribution|), {len(self.edges):,} edges"
         )
 
 
 def select_largest(
     sizes: npt.NDArray[np.float64], *, top: int | None = None, mass: float | None = None
 ) -> npt.NDArray[np.int64]:
-    """Return indices of the `top` largest entries, or of the fewest with a share `mass` of the sum.
+    """Return indices of the largest entries: `top`, or the smallest number with the share `mass`.
 
     Indices are sorted. Among equal entries, the first ones are chosen.
     """

@@ -1,8 +1,8 @@
 """Compute the nodes and edges of an attribution graph from an attributed run (`attributed_run.py`).
 
-The weight of an edge is the dot product of the covector with which the target reads the stream and
-the vector that the source writes to the stream. The vectors of heads that are not nodes are summed
-into "rest". So a graph with K nodes needs K² dot products, regardless of the size of the model.
+The weight of an edge is the dot product of the vector that the source adds to the residual stream
+and the vector with which the target reads it. All heads that are not nodes are summed into one
+source, "rest". A graph with K nodes therefore needs K² dot products, whatever the model's size.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +27,7 @@ from attn_only_lens.heads.host import NEURON_KINDS
 
 Node = tuple[int, int]
 """A place (a position or a role), and an index in the sublayer."""
-_BLOCK = 2**24  # the maximum number of values in memory at once on a CPU: 64 MiB in float32
+_BLOCK = 2**24  # the maximum number of values in memory at once on the CPU: 64 MiB in float32
 _SHARE = 0.1  # the largest fraction of a device's free memory to use
 
 
@@ -47,7 +47,7 @@ class Places:
 
     @classmethod
     def of(cls, pair: PromptPair, roles: Roles | None = None) -> "Places":
-        """Return the places in the prompts; a token with several roles keeps only the first."""
+        """Return the places in the prompts; if a token has several roles, only the first counts."""
         columns = torch.arange(pair.clean.shape[1], device=pair.real.device)
         if roles is None:
             real = pair.real.any(dim=0).nonzero().flatten()
@@ -65,14 +65,14 @@ class Places:
     def sums(
         self, by_position: Float[Tensor, "batch pos node"]
     ) -> Float[Tensor, "batch place node"]:
-        """Return values at places, given values at positions; a role's tokens are summed."""
+        """Convert values by position to values by place; a role's values are summed over tokens."""
         numbers = by_position.cpu().double()
         if self.chosen is None:
             return numbers
         return torch.einsum("rbp,bpn->brn", self.chosen.double(), numbers)
 
     def positions_of(self, nodes: Iterable[Node]) -> list[Node]:
-        """Return nodes as (position, index) pairs; a role has its positions in all prompts."""
+        """Return nodes as (position, index) pairs; a role becomes its positions in all prompts."""
         if self.chosen is None:
             return list(nodes)
         some = self.chosen.any(1)
@@ -83,7 +83,7 @@ class Places:
     def by_role(
         self, edges: pd.DataFrame, by_prompt: Float[np.ndarray, "edge batch"], ids: set[str]
     ) -> pd.DataFrame:
-        """Merge edges between positions into edges of roles; nodes not in `ids` become "rest"."""
+        """Merge edges between positions into edges between roles; other nodes become "rest"."""
         assert self.chosen is not None
         columns = []
         for prompt in range(by_prompt.shape[1]):
@@ -105,7 +105,7 @@ class Places:
 
 
 def _errors(by_prompt: Float[np.ndarray, "row batch"]) -> Float[np.ndarray, "row"]:
-    """Return the standard error of each row's sum over prompts."""
+    """Return the standard error of each row's sum over prompts (NaN for one prompt)."""
     n = by_prompt.shape[1]
     if n < 2:
         return np.full(len(by_prompt), np.nan)
@@ -168,7 +168,7 @@ def node_frame(
         rest += float(along.cpu().double().sum() - by_place.sum())
     ends = {"bias": (0.0, run.bias), "rest": (0.0, rest)}
     if run.is_difference:
-        del ends["bias"]  # biases cancel in a difference
+        del ends["bias"]  # biases cancel in a difference of two runs
     if run.offset or not run.is_difference:
         ends["offset"] = (0.0, run.offset)
     for name, (size, attribution) in (ends | {"metric": (run.value,) * 2}).items():
@@ -179,7 +179,7 @@ def node_frame(
 
 
 def _sizes(run: AttributedRun, index: int) -> Float[Tensor, "batch pos node"]:
-    """Return the outputs of neurons in the clean run, or the norms of attention heads' outputs."""
+    """Return neurons' outputs, or the norms of attention heads' outputs, in the clean run."""
     z = run.z[index].unflatten(2, (run.gradients[index].shape[2], -1))
     is_number = run.linear.sublayers[index].writes.kind in NEURON_KINDS
     return z.sum((3, 4)) if is_number else z.flatten(3).norm(dim=-1)
@@ -202,7 +202,7 @@ class LinearGraph:
     def edges(
         self, on_done: Callable[[int], object] = lambda n: None
     ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
-        """Return a frame of the nonzero edges, and the edge weights in each prompt.
+        """Return a frame of the nonzero edges, and their weights in each prompt.
 
         `on_done` is called with the number of nodes whose edges were just computed.
         """
@@ -218,8 +218,7 @@ class LinearGraph:
                 for some, by_prompt in self._into(index, kind, nodes):
                     waiting.append((self._ids(index, some), kind, by_prompt))
                     on_done(len(some) * (kind == "value"))
-                    # Move many weights to the CPU at once, because each transfer waits for the
-                    # device.
+                    # Transfer many weights at once, since each transfer synchronises the device.
                     if sum(x.numel() for *_, x in waiting) > _BLOCK:
                         edges += _edges_of(sources, waiting)
                         waiting = []
@@ -261,7 +260,7 @@ class LinearGraph:
             return self._sources.products(n_before, bias, covectors, positions)
         of_targets = gradient[:, positions, nodes]
         bias = (of_targets * sublayer.constant[:, positions, nodes]).sum(-1)
-        if isinstance(sublayer, LinearAttention):  # heads read values at every position
+        if isinstance(sublayer, LinearAttention):  # attention heads read values at every position
             keys = torch.arange(n_pos, device=nodes.device).repeat(len(nodes))
             node, node_positions = (x.repeat_interleave(n_pos) for x in (nodes, positions))
             gradients = of_targets.repeat_interleave(n_pos, dim=1)
@@ -274,10 +273,9 @@ class LinearGraph:
 def _edges_of(
     sources: list[str], blocks: Sequence[tuple[list[str], str, Tensor]]
 ) -> Iterator[tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]]:
-    """Yield a frame of each chunk's nonzero edges, and the weights of these edges in each prompt.
+    """Yield, for each block, a frame of the nonzero edges, and their weights in each prompt.
 
-    Each chunk in `blocks` consists of target ids, an edge kind, and edge weights [batch, target,
-    column].
+    A block consists of target ids, an edge kind, and edge weights [batch, target, column].
     """
     read = on_cpu([by_prompt for *_, by_prompt in blocks])
     for (targets, kind, _), by_prompt in zip(blocks, read, strict=True):
@@ -296,7 +294,7 @@ def _edges_of(
 
 
 class _Sources:
-    """The vectors that the embedding and chosen nodes write, and the sum of all other writes."""
+    """The vectors that the embedding, each chosen node and "rest" add to the residual stream."""
 
     def __init__(
         self, linear: LinearRun, real: Sequence[int], chosen: Sequence[Sequence[Node]]
@@ -332,7 +330,7 @@ class _Sources:
         covectors: Float[Tensor, "batch target *pos d_model"],
         target_positions: Tensor | None = None,
     ) -> Float[Tensor, "batch target column"]:
-        """Return dot products of covectors with what sources before sublayer `n_before` write.
+        """Return the dot products of `covectors` with the outputs of sources before a sublayer.
 
         Each target reads at its position in `target_positions`; if `target_positions` is None, all
         targets read at every position. The last two columns are "rest" and "bias".

@@ -1,4 +1,4 @@
-"""Tabulate a model's top tokens and the metric's answers, on clean and corrupted prompts."""
+"""Tabulate a model's top tokens and the ranks of a metric's answers, on pairs of prompts."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ import torch
 
 from attn_only_lens.axes import Logits
 from attn_only_lens.devices import float32_if_half
-from attn_only_lens.engine.answers import answer_tokens
+from attn_only_lens.engine.answers import SAME, WRONG, answer_tokens, preference
 from attn_only_lens.engine.metrics import AnyMetric, as_metric
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.tokens import token_text
 
 _RUNS = ("clean", "corrupted")
-_FAR = 1000  # the model does not give an answer with this rank, or a higher one
+_FAR = 1000  # `answer_warnings` calls answers of this rank or worse very improbable
 _ROLES = {2: ("correct", "wrong"), 1: ("answer",), 0: ()}
 
 
@@ -42,43 +42,42 @@ def model_answers(
 
 
 def answer_cells(answers: pd.DataFrame) -> dict[str, dict[str, str]]:
-    """Return the cells of a table for each run: the top token, and each answer's median rank."""
+    """Return, for each run, table cells with the top token, and each answer's rank."""
     cells: dict[str, dict[str, str]] = {}
     for run, rows in answers.groupby("run"):
         counts, n = rows["top"].value_counts(), len(rows)
         top = f"on {counts.iloc[0]} of {n}" if n > 1 else f"{rows['top_probability'].iloc[0]:.1%}"
-        cells[str(run)] = {"top token": f"{counts.index[0]!r} {top}"}
+        first, of_roles = f"{counts.index[0]!r} {top}", dict[str, str]()
+        tops = []
         for role in [name for name in ("correct", "wrong", "answer") if name in rows]:
-            texts, rank = rows[role].unique(), rows[f"{role}_rank"].median()
+            texts, ranks = rows[role].unique(), rows[f"{role}_rank"]
             probability = rows[f"{role}_probability"].mean()
             share = f"{probability:.1%}" if probability >= 0.001 else "< 0.1%"
             name = repr(texts[0]) if len(texts) == 1 else role
-            cells[str(run)][name] = f"rank {rank:.0f}, {share}"
+            tops.append(f"{name} on {(ranks == 1).sum()} of {n}")
+            of_roles[name] = f"{'median ' * (n > 1)}rank {ranks.median():.0f}, {share}"
+        cells[str(run)] = {"top token": ", ".join(tops) if n > 1 and tops else first, **of_roles}
     return cells
 
 
 def answer_warnings(answers: pd.DataFrame) -> list[str]:
-    """Return warnings about prompts on which the metric says little about the model's answer."""
+    """Return warnings about prompts for which the metric does not reflect the model's answer."""
     roles = [role for role in ("correct", "wrong", "answer") if role in answers]
     warnings = _other_answers(answers[answers["run"] == "clean"], roles) if roles else []
     if "wrong" not in answers:
         return warnings
     prefers = answers["correct_probability"] > answers["wrong_probability"]
     clean, corrupted = (prefers[answers["run"] == run].to_numpy() for run in _RUNS)
-    cases = (
-        (clean == corrupted, "same answer on both prompts", "prompts with different answers"),
-        (~clean, "wrong answer on the clean prompt", "prompts that it answers correctly"),
-    )
+    n = len(clean)
     return warnings + [
-        f"Warning: {f'for {pairs.sum()} of {len(pairs)} pairs, ' * (len(pairs) > 1)}the model "
-        f"prefers the {what}, so the difference explains little about its answer: choose {advice}."
-        for pairs, what, advice in cases
+        f"Warning: {preference(what, f'for {pairs.sum()} of {n} pairs, ' * (n > 1))}."
+        for what, pairs in ((SAME, clean == corrupted), (WRONG, ~clean))
         if pairs.any()
     ]
 
 
 def _other_answers(clean: pd.DataFrame, roles: list[str]) -> list[str]:
-    """Return a warning, in a list, if the model's top token is not an answer of the metric."""
+    """Return a list with one warning if the model's top token is not an answer of the metric."""
     ranks = clean[[f"{role}_rank" for role in roles]]
     other = (ranks > 1).all(axis=1)
     if not other.any():
@@ -94,7 +93,7 @@ def _other_answers(clean: pd.DataFrame, roles: list[str]) -> list[str]:
     )
     if (ranks.loc[other].min(axis=1) >= _FAR).any():
         warning += (
-            f" Answers with ranks of {_FAR:,} or more are nearly impossible: check their spelling, "
-            "with the leading space, and choose prompts that the model answers."
+            f" Answers with ranks of {_FAR:,} or more are very improbable: check their spelling, "
+            "including the leading space, and choose prompts that the model can answer."
         )
     return [warning]

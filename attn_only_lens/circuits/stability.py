@@ -2,17 +2,17 @@
 
 The prompts are repeatedly split into random halves, and `discover` searches for a circuit on each
 half. This is stability selection (Meinshausen and Bühlmann 2010) with complementary pairs (Shah and
-Samworth 2013). Each circuit is also evaluated on the other half of its split.
+Samworth 2013). Each circuit is also evaluated on the other half of the prompts.
 
     inclusion    the share of these circuits that include a site: an estimate of the probability
                  that the site is in the circuit of a new sample with half as many prompts
-    class        "core" for an inclusion of at least 90 %, "noise" for at most 10 %, otherwise
+    class        "core" if the inclusion is at least 90 %, "noise" if it is at most 10 %, otherwise
                  "contingent"
 
-Inclusion intervals are Wilson intervals for an effective number of independent circuits. Circuits
-from the two halves of one split are independent, but circuits from different splits share prompts.
-So the effective number, 2 + (resamples - 2) / `_DEPENDENCE`, is smaller than the number of circuits
-(`analyses/results/stability_of_circuits.md`).
+The interval of a site's inclusion is a Wilson interval for an effective number of independent
+circuits. Circuits from the two halves of one split are independent, but circuits from different
+splits share prompts. The effective number, 2 + (resamples - 2) / `_DEPENDENCE`, is therefore
+smaller than the number of circuits (`analyses/results/stability_of_circuits.md`).
 """
 
 from collections.abc import Callable, Iterator
@@ -83,7 +83,7 @@ class Stability:
 
 
 def resamples_reasons(resamples: object) -> list[str]:
-    """Return the reasons why `resamples` is invalid, or an empty list."""
+    """Return an error message if `resamples` is invalid, otherwise an empty list."""
     if is_count(resamples) and as_plain(resamples) != 1:
         return []
     return [f"got resamples={resamples!r}; expected 2 or more, or 0 for none"]
@@ -100,7 +100,7 @@ def require_resamples(n_prompts: int, metric: Metric) -> None:
 
 
 def random_halves(n_prompts: int, n: int, seed: int) -> Iterator[tuple[_Half, _Half]]:
-    """Yield random halves of the prompts, each with the other half of its split."""
+    """Yield n random halves of the prompt indices, each paired with the other half."""
     generator, size = np.random.default_rng(seed), n_prompts // 2
     for number in range(n):
         if number % 2 == 0:
@@ -123,7 +123,7 @@ def resampled(
     models: dict[tuple[int, ...], AblatedModel] = {}
     for half, other_half in halves:
         keys = [tuple(some.tolist()) for some in (half, other_half)]
-        # The two halves of a split follow each other, so the second half reuses both models.
+        # A split's halves are adjacent in `halves`, so the second one reuses both ablated models.
         models = {key: models.get(key) or ablate(some=list(key)) for key in keys}
         ablated, others = (models[key] for key in keys)
         circuit, _ = search(ablated, effects[:, half].mean(axis=1))
@@ -165,7 +165,7 @@ def _inclusion(sites: pd.DataFrame, flags: Bool[np.ndarray, "resample site"]) ->
 
 
 def inclusion_interval(count: int, n: int) -> tuple[float, float]:
-    """Return the 90 % interval for the inclusion of a site that is in `count` of n circuits."""
+    """Return the 90 % interval of the inclusion of a site that is in `count` of n circuits."""
     return interval(count / n, 2 + (n - 2) / _DEPENDENCE)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from attn_only_lens.cli.common import OUTPUT, command, option, require_folder, say_page, working
-from attn_only_lens.cli.options import ModelOptions, parse_names, parse_numbers
+from attn_only_lens.cli.options import HeadOptions, parse_names, parse_numbers
 from attn_only_lens.errors import AttnOnlyLensError
 
 _NEURONS, _CORPUS = "Neurons and heads", "Corpus"
@@ -23,7 +23,7 @@ def atlas(
         option("a corpus: one text per line, or a .jsonl file of objects with `text`", _CORPUS),
     ],
     out: Annotated[Path, option("output folder; an interrupted run resumes from it", OUTPUT)],
-    model: ModelOptions,
+    model: HeadOptions,
     layers: Annotated[str | None, option("source layers: 0,3; default: all", _NEURONS)] = None,
     names: Annotated[str | None, option("names, instead of layers: L5N1234,L7H2", _NEURONS)] = None,
     k: Annotated[

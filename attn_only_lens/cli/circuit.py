@@ -17,7 +17,7 @@ from attn_only_lens.cli.common import (
 )
 from attn_only_lens.cli.options import (
     Faithfulness,
-    ModelOptions,
+    HeadOptions,
     PromptOptions,
     Top,
 )
@@ -50,7 +50,7 @@ SaveCircuit = Annotated[
 def explain(
     prompts: PromptOptions,
     out: OutGraph,
-    model: ModelOptions,
+    model: HeadOptions,
     save_circuit: SaveCircuit = None,
     faithfulness: Faithfulness = 0.9,
     resamples: Annotated[
@@ -121,7 +121,7 @@ def explain(
 def circuit(
     prompts: PromptOptions,
     out: OutGraph,
-    model: ModelOptions,
+    model: HeadOptions,
     save_circuit: SaveCircuit = None,
     nodes: Annotated[
         int | None,
@@ -178,33 +178,33 @@ def circuit(
     "--corrupted 0,8,9,11 --answer 17 --wrong 21",
 )
 def evaluate(
-    model: ModelOptions,
+    model: HeadOptions,
     circuit: Annotated[Path, typer.Argument(help="a file that --save-circuit wrote")],
     prompts: PromptOptions,
+    top: Top = 20,
 ) -> None:
     """Measure how much of the difference a saved circuit keeps on other prompts.
 
     The prompts need the same number of tokens as those for which the circuit was found. All other
-    sites (heads and neurons, each at one position) are patched from the corrupted prompts.
+    sites (heads and neurons, each at one position) are patched from the corrupted prompts. Even if
+    the circuit keeps little, some of its sites may matter on these prompts: the command patches
+    each of its first --top sites alone, from the clean into the corrupted prompts.
     """
     from attn_only_lens import circuits
+    from attn_only_lens.patching import activation_patch
 
     saved = circuits.Circuit.load(circuit)
     loaded, clean, other, metric = prompts.run(model, with_corrupted=True)
     with working("evaluating the circuit"):
         result = circuits.evaluate(loaded, saved, clean, other, metric)
-    error = f" ± {result.standard_error:.2f}" * (result.standard_error >= 0)  # it may be NaN
-    typer.echo(
-        f"{len(saved):,} of {saved.n_sites:,} sites keep {result.faithfulness:.2f}{error} of the "
-        f"difference, all others {result.completeness:.2f}\n{metric.name}: {result.whole:.4g} with "
-        f"the whole model, {result.nothing:.4g} with every site patched"
-    )
-    if result.accuracy >= 0:
-        typer.echo(
-            f"--answer beats --wrong on {result.accuracy:.0%} of the prompts with the circuit, "
-            f"{result.whole_accuracy:.0%} with the whole model, {result.nothing_accuracy:.0%} with "
-            "every site patched"
+        alone = activation_patch(
+            *(loaded, clean, other, metric),
+            sites=saved.sites[:top],
+            positions="all" if saved.positions == "all" else "each",
+            progress=False,
         )
+    typer.echo(f"{len(saved):,} of {saved.n_sites:,} sites, {metric.name}\n{result!r}")
+    print_frame("Score of each site alone: 0 corrupted, 1 clean", alone.top(top))
 
 
 def _require_json(path: Path | None, out: Path) -> None:

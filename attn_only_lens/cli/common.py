@@ -3,6 +3,7 @@
 Commands import torch and pandas only when they run, so that --help is quick.
 """
 
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -65,12 +66,15 @@ def option(help_text: str, panel: str | None = None, *names: str) -> Any:
 )
 def start(context: typer.Context) -> None:
     """Print a short introduction if no command is given."""
+    # Otherwise, torch's idle threads spin, which makes small matrix products up to 20 times as slow
+    # if other programs use the same cores. OpenMP reads this when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if context.invoked_subcommand is None:
         typer.echo(_START, nl=False)
 
 
 class _Command(TyperCommand):
-    """A command that refuses a repeated option, of which typer would keep only the last value."""
+    """A command that rejects repeated options; typer alone would keep only the last value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for parameter in self.get_params(ctx):
@@ -168,8 +172,8 @@ def in_shell_words(
     """Replace the names of Python's arguments in a message by the options of a command.
 
     `direction='zero'` becomes `--direction zero`; a line that begins with `correct:` begins with
-    `--answer:`. Names that are not options of the command stay. `renamed` maps names of arguments
-    to names of the command's parameters, if they differ.
+    `--answer:`. Other names do not change. `renamed` maps names of arguments to names of the
+    command's parameters, if they differ.
     """
     hints = {parameter.name: get_args(parameter.annotation) for parameter in parameters}
     options = {
@@ -189,7 +193,7 @@ def in_shell_words(
 
     message = _LABEL.sub(label, _ASSIGNMENT.sub(assignment, message))
     if "token_ids" in hints:
-        message = message.replace("give token numbers", "give token numbers and --token-ids")
+        message = message.replace("give token IDs", "give token IDs and --token-ids")
     return message
 
 
@@ -217,7 +221,9 @@ def clear_errors(
         warnings.showwarning = show_clearly  # type: ignore[assignment]  # `quiet` restores it
         try:
             yield
-        except (AttnOnlyLensError, ImportError, OSError) as error:  # OSError: e.g. a full disk
+        except BrokenPipeError:  # for example after `| head`; typer then exits without a message
+            raise
+        except (AttnOnlyLensError, ImportError, OSError) as error:  # e.g., if the disk is full
             typer.echo(f"error: {in_shell_words(str(error), parameters, renamed)}", err=True)
             raise typer.Exit(2) from error
 
@@ -260,5 +266,8 @@ def say_page(page: Path, what: str = "") -> None:
 
 def print_frame(title: str, frame: "pd.DataFrame") -> None:
     """Print a title line, then a frame whose lines have at most 80 columns."""
-    rows = frame.to_string(index=False, line_width=80, float_format="{:.4g}".format)
+    import pandas as pd
+
+    with pd.option_context("display.precision", 4):
+        rows = frame.to_string(index=False, line_width=80)
     typer.echo(f"{title}\n{rows}")

@@ -110,7 +110,7 @@ def verify(
     ] = None,
     chat: Chat = False,
 ) -> None:
-    """Check that logits do not change if neurons become attention heads; else exit with code 1.
+    """Check that converting neurons to attention heads keeps the logits; if not, exit with code 1.
 
     If CONVERTED is given, compare the logits of MODEL with those of CONVERTED. Otherwise, compare
     the logits of MODEL before and after attention heads replace its neurons.

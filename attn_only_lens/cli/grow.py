@@ -49,6 +49,7 @@ def grow(
     """
     from attn_only_lens.expansion import InsertLayer, compose
     from attn_only_lens.growth import grow as grow_model
+    from attn_only_lens.heads.host import transcoder_reasons
     from attn_only_lens.models.in_place import hide
     from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 
@@ -62,6 +63,11 @@ def grow(
     if isinstance(loaded, AttentionOnlyTransformer):
         raise AttnOnlyLensError(
             f"{name} is converted; grow the original model, then convert the grown model"
+        )
+    if transcoder_reasons(loaded):
+        raise AttnOnlyLensError(
+            f"{name} was saved with transcoders, which imitate the MLPs of this model, not "
+            "those of a larger model; grow the model that you saved before you attached them"
         )
     hide(loaded)  # a model that was saved with neuron-heads is loaded with neuron-heads
     sizes: dict[str, Any] = {

@@ -38,7 +38,7 @@ Chat = Annotated[
     bool, option("prompts are messages: apply the tokenizer's chat template", PROMPTS, "--chat")
 ]
 TokenIds = Annotated[
-    bool, option("prompts and answers are token numbers: 3,4,113", PROMPTS, "--token-ids")
+    bool, option("prompts and answers are token IDs: 3,4,113", PROMPTS, "--token-ids")
 ]
 
 
@@ -75,6 +75,39 @@ class ModelOptions(SourceOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadOptions(ModelOptions):
+    """Options for a model, including --transcoders, which attaches transcoders to it."""
+
+    transcoders: Annotated[
+        str | None,
+        option(
+            "a file or folder with transcoders, which replace MLPs: their features become heads; "
+            "small-english has transcoders of this name",
+            MODEL,
+        ),
+    ] = None
+
+    def with_neuron_heads(self) -> Any:
+        """Load the model, attach its transcoders, and make its neurons visible as heads."""
+        if self.transcoders is None:
+            return super().with_neuron_heads()
+        from attn_only_lens import transcoders
+        from attn_only_lens.heads.host import transcoder_reasons
+        from attn_only_lens.pretrained import small_english_transcoders
+
+        shipped = self.transcoders == "small-english"
+        weights = small_english_transcoders() if shipped else transcoders.load(self.transcoders)
+        loaded = self.load()
+        if transcoder_reasons(loaded):
+            raise AttnOnlyLensError(
+                f"got --transcoders {self.transcoders}, but {self.model} was saved with "
+                "transcoders; expected no --transcoders"
+            )
+        transcoders.attach(loaded, weights)
+        return loaded
+
+
+@dataclass(frozen=True, kw_only=True)
 class MetricOptions:
     """Options for a metric, and for the correct and the wrong answer."""
 
@@ -89,7 +122,7 @@ class MetricOptions:
     metric: Metric = "logit_diff"
 
     def build_metric(self, tokens: bool) -> "MetricOfLogits":
-        """Build the metric; if `tokens` is True, the answers are token numbers, not strings."""
+        """Build the metric; if `tokens` is True, the answers are token IDs, not strings."""
         from attn_only_lens import patching
 
         name = self.metric
@@ -167,8 +200,8 @@ def _read_pairs(path: Path) -> dict[str, list[str]]:
     frame = frame[[name for name in _COLUMNS if name in frame]]
     if "clean" not in frame or frame.isna().any(axis=None):
         raise AttnOnlyLensError(
-            f"--pairs: {path} has columns {', '.join(map(str, frame)) or 'with other names'}; expected a "
-            f"text in each row for clean, and for some of {', '.join(_COLUMNS[1:])}"
+            f"--pairs: {path} has columns {', '.join(map(str, frame)) or 'with other names'}; "
+            f"expected a text in each row for clean, and for some of {', '.join(_COLUMNS[1:])}"
         )
     return {str(name): frame[name].astype(str).tolist() for name in frame}
 
@@ -229,7 +262,7 @@ def as_chat(model: Any, prompts: Any, chat: bool) -> Any:
     from attn_only_lens.engine.prompts import chat_tokens
 
     if not isinstance(prompts, list):
-        raise AttnOnlyLensError("got --chat and token numbers; expected texts, which are messages")
+        raise AttnOnlyLensError("got --chat and token IDs; expected texts, which are messages")
     return chat_tokens(model, prompts)
 
 
@@ -251,5 +284,5 @@ def parse_numbers(
 def _one_token(text: str) -> int:
     numbers = parse_numbers(text, "an answer")
     if len(numbers) != 1:
-        raise AttnOnlyLensError(f"got {text!r} for an answer; expected one token number")
+        raise AttnOnlyLensError(f"got {text!r} for an answer; expected one token ID")
     return numbers[0]

@@ -16,7 +16,7 @@ from attn_only_lens.cli.common import (
     working,
 )
 from attn_only_lens.cli.options import (
-    ModelOptions,
+    HeadOptions,
     PromptOptions,
     Top,
     parse_names,
@@ -46,7 +46,8 @@ def patch(
     sites: Annotated[
         str | None,
         option(
-            "neurons, heads, all, or names: L5H3,L5N1234@13; default: all sites with this part",
+            "neurons, heads, features, all, or names: L5H3,L5N1234@13; default: all sites with "
+            "this part",
             _WHAT,
         ),
     ] = None,
@@ -75,7 +76,7 @@ def patch(
     batch_size: Annotated[
         int | None, option("patches in one forward pass; default: as many as fit in memory", MODEL)
     ] = None,
-    model: ModelOptions,
+    model: HeadOptions,
 ) -> None:
     """Patch heads and neurons, one at a time, from one prompt into another; rank them by effect.
 
@@ -99,8 +100,10 @@ def patch(
         sweep.save(out)
         subtitle = f"{sweep.metric}: effects of patching {part} ({direction})"
         print_frame(f"{sweep.clean_and_corrupted}\n{subtitle}", sweep.top(top))
+        by_name = " --rows name" * (sweep.frame["name"].nunique() <= 100)
         typer.echo(
-            f"{out}: {len(sweep)} rows\nDraw it: attn-only-lens picture {out} --out sweep.html"
+            f"{out}: {len(sweep)} rows\n"
+            f"Draw it: attn-only-lens picture {out}{by_name} --out sweep.html"
         )
 
 
@@ -109,7 +112,8 @@ def _parse_sites(sites: str, layers: str | None) -> Any:
     from attn_only_lens.heads.names import NAME
 
     selections = {
-        "neurons": patching.neuron_heads, "heads": patching.heads, "all": patching.all_heads
+        "neurons": patching.neuron_heads, "heads": patching.heads,
+        "features": patching.features, "all": patching.all_heads
     }  # fmt: skip
     if sites in selections:
         return selections[sites](None if layers is None else parse_numbers(layers, "--layers"))
@@ -117,7 +121,7 @@ def _parse_sites(sites: str, layers: str | None) -> Any:
         raise AttnOnlyLensError("got --layers and names in --sites; the names contain the layers")
     names = parse_names(sites)
     bad = [name for name in names if not NAME.fullmatch(name.partition("@")[0])]
-    if not all(name[:1] in ("L", "l") for name in bad):  # otherwise, the model reports each name
+    if not all(name[:1] in ("L", "l") for name in bad):  # else the model reports each name
         raise AttnOnlyLensError(
             f"--sites: got {', '.join(bad)}; expected {', '.join(selections)}, or names, which are "
             "upper case: L5H3,L5N1234@13"

@@ -8,7 +8,7 @@ import typer
 from attn_only_lens.cli.common import PROMPTS, command, option, require_writable, say_page
 from attn_only_lens.cli.options import (
     Chat,
-    ModelOptions,
+    HeadOptions,
     OutPage,
     TokenIds,
     as_chat,
@@ -65,7 +65,7 @@ def picture(
 def pattern(
     prompt: Annotated[str, option("the text to draw", PROMPTS)],
     out: OutPage,
-    model: ModelOptions,
+    model: HeadOptions,
     names: Annotated[str | None, option("up to 24 heads and neurons: L5N1234,L2H3")] = None,
     layer: Annotated[
         int | None, option("a source layer, instead of names: its attention heads")

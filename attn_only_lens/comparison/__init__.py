@@ -1,4 +1,4 @@
-"""Compare the components and the circuits of a model and its grown model."""
+"""Compare a model with the larger model that `grow` made from it: heads, neurons and circuits."""
 
 from attn_only_lens.comparison._compare import compare
 from attn_only_lens.comparison.results import Comparison

@@ -1,4 +1,4 @@
-"""Compare a model with its grown model (see `grow`): components on a dataset, circuits on a batch.
+"""Compare a model with its grown model: heads and neurons on a dataset, circuits on one batch.
 
     alignment.py     matches the components of both models, by provenance
     batches.py       yields batches of prompts, each prompt with a corrupted prompt
@@ -7,14 +7,14 @@
     circuits.py      compares the two models' circuits on the first batch
     results.py       holds, saves and loads the result
 
-Each batch needs two forward passes and one backward pass of each model. Patching and circuit search
-run many variants of a batch, so they use only the first batch.
+On each batch, each model runs two forward passes and one backward pass. Patching and circuit search
+run a batch many times, so they use only the first batch.
 
-Memory does not grow with the number of batches. In addition to the models, memory holds, for each
-model and token of a batch, 3 values per neuron, d_head + pos values per head in both runs, the
-logits, and the tensors that the backward pass needs. For the first batch, memory also holds both
-runs until the circuits are found, and one value per component and token. The sums over the dataset
-are 14 float64 values per component.
+Memory does not grow with the number of batches. Besides the models, memory holds tensors of one
+batch: for each model and token, 3 values per neuron, d_head + pos values per head in both runs, the
+logits, and the tensors for the backward pass. For the first batch, memory also holds both runs
+until the circuits are found, and one value per component and token. The sums over the dataset take
+14 float64 values per component.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,13 +43,14 @@ from attn_only_lens.errors import ComparisonError
 from attn_only_lens.expansion import Provenance
 from attn_only_lens.growth import Grown, identity
 from attn_only_lens.heads import has_neuron_heads, host_of
+from attn_only_lens.heads.host import transcoder_reasons
 from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.patching.repairs import on_one_device
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 
 _PROBLEM = "these cannot be compared"
-_KEPT = 0.5  # `compare` warns if less than this share of the original's effect is left
-_N_RANDOM = 3  # for each circuit, the number of random circuits of the same size
+_KEPT = 0.5  # `compare` warns if a model keeps less than this share of the metric's range
+_N_RANDOM = 3  # the number of random circuits of the same size per circuit
 
 
 @warned_once()
@@ -76,14 +77,14 @@ def compare(
 
     The *drop* of a component is the decrease of the metric when the component's output is replaced
     by its output on the corrupted prompt. If no corrupted prompts are given, the next prompt (in a
-    stream, the next prompt of the same batch) is used instead. Then the metric must depend on the
-    prompt's tokens, as `loss` does.
+    stream, the next prompt of the same batch) is used instead. In that case, the metric must depend
+    on the prompt's tokens, as `loss` does.
 
-    A circuit is the shortest list of sites, from the largest |estimated drop| down, that reaches
-    `faithfulness`. This simple rule is the same for all models, so that sizes can be compared.
-    Circuits from `discover` are smaller, because it ranks sites by secants and prunes the circuit.
+    A circuit has the smallest number of sites (heads and neurons at positions), by |estimated
+    drop|, that reaches `faithfulness`. All models use this rule, so circuit sizes can be compared.
+    Circuits from `discover` are smaller, because it ranks by secants and prunes.
 
-    Growth follows Gesmundo and Maile, "Composable Function-preserving Expansions for Transformer
+    Growth is from Gesmundo and Maile, "Composable Function-preserving Expansions for Transformer
     Architectures", 2023. `circuits.discover` and `patching.attribution` describe the other methods.
 
     Args:
@@ -103,7 +104,7 @@ def compare(
             (`growth.identity`).
         corrupted: corrupted prompts for `tokens`, if these are texts or a tensor.
         null: like `grown`, but trained with another seed after the same growth. `grown` is
-            compared with it too, which shows how much two training runs differ.
+            compared with this null model too, which shows how much two training runs differ.
         batch_size: the maximum number of prompts in a batch, if tokens are cut.
         faithfulness: the target for both circuits: each circuit's faithfulness differs from 1 by
             at most 1 - `faithfulness`.
@@ -189,8 +190,8 @@ def _first_batch(
 ) -> Callable[[int | None], Comparison]:
     """Compare the circuits on the first batch.
 
-    Return a function that patches the given number of components, and returns the comparison on all
-    batches so far.
+    Return a function that patches a given number of components and returns the comparison on all
+    batches that were run.
     """
     with stage_bar(first.label, statistics.n_steps, "step", progress) as bar:
         runs = statistics.add(first, bar, keep=True)
@@ -235,7 +236,7 @@ def _first_batch(
 
 
 def _warn_if_lost(values: dict[str, dict[str, float]]) -> None:
-    """Warn if a model has less than half of the original's clean minus corrupted metric."""
+    """Warn if a model's metric range (clean minus corrupted) is below half the original's range."""
     spans = {label: value["clean"] - value["corrupted"] for label, value in values.items()}
     whole = spans.pop("original")
     cases = {
@@ -277,10 +278,10 @@ def _require_valid(compared: Sequence[Any], provenance: object, settings: dict[s
     if len(compared) == 3 and null is not None and isinstance(provenance, Provenance):
         if (null.layers, null.axes) != (provenance.layers, provenance.axes):
             reasons.append(
-                "the null grew differently; expected the same growth, trained separately"
+                "the null model grew differently; expected the same growth, trained separately"
             )
         elif null.source and provenance.source and null.source.differences(provenance.source):
-            reasons.append("the null grew from another model; expected the same growth")
+            reasons.append("the null model grew from another model; expected the same growth")
     reasons += no_gradient_reasons()
     models = [model.model if isinstance(model, Grown) else model for model in compared]
     for label, model in zip(MODELS, models, strict=False):
@@ -296,12 +297,15 @@ def _require_valid(compared: Sequence[Any], provenance: object, settings: dict[s
 
 
 def _expose(models: Sequence[Any], stack: ExitStack) -> None:
-    """Expose neuron-heads until `stack` closes; raise an error if models cannot be compared."""
+    """Expose neuron-heads until the ExitStack closes; raise an error if models do not match."""
     for model in models:
         if not has_neuron_heads(model):
             stack.enter_context(expose_neuron_heads(model))
-    labelled = zip(MODELS, models, strict=False)
-    reasons = [f"{label}: {why}" for label, model in labelled for why in reasons_not_to_run(model)]
+    reasons = [
+        f"{label}: {reason}"
+        for label, model in zip(MODELS, models, strict=False)
+        for reason in transcoder_reasons(model) + reasons_not_to_run(model)
+    ]
     heads = {neuron.heads_per_neuron for model in models for neuron in host_of(model).neurons}
     if len(heads) > 1:
         reasons.append(
@@ -315,14 +319,14 @@ def _expose(models: Sequence[Any], stack: ExitStack) -> None:
     )
     if null and null[0] != grown:
         reasons.append(
-            f"the null's layers have (kind, count) {null[0]}, but the grown model's have {grown}; "
-            "expected the same shape"
+            f"the null model's layers have (kind, count) {null[0]}, but the grown model's have "
+            f"{grown}; expected the same shape"
         )
     ComparisonError.raise_if(reasons, _PROBLEM)
 
 
 def _require_source(model: Any, provenance: Provenance) -> None:
-    """Raise an error unless the model's weights are those from which the grown model was made."""
+    """Raise an error unless the model's weights are the weights that `grow` started from."""
     if provenance.source is None:
         reason = "the provenance is for weights, and does not identify a model"
     elif odd := provenance.source.differences(identity(model)):
@@ -351,7 +355,7 @@ class _Circuit(NamedTuple):
 def _circuit(
     run: BatchRun, batch: Batch, settings: dict[str, Any], label: str, progress: bool
 ) -> _Circuit:
-    """Rank components at positions by |effect|; find how many of the highest-ranked suffice."""
+    """Find the smallest number of sites, ranked by |effect|, with the requested faithfulness."""
     runs = run.recorded
     assert runs is not None
     logits = runs.clean.logits
@@ -366,6 +370,6 @@ def _circuit(
         ablated = AblatedModel(*prompts, site_rows(groups), ablation="resample", **options)
         rows = smallest_prefix(ablated, order, settings["faithfulness"])
         measured, complete, random = ablated.curves([rows], _N_RANDOM, settings["seed"])
-        bar.total = bar.n  # the number of circuits was unknown until now
+        bar.total = bar.n  # the total number of steps is known only after the search
         bar.refresh()
     return _Circuit(len(rows), float(measured[0]), float(complete[0]), random[:, 0].tolist())

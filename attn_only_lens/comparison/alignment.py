@@ -1,9 +1,9 @@
 """Match the components of a model and its grown model, using the grown model's provenance.
 
-Components are the heads and neurons of source layers (the layers before a conversion), so that all
-kinds of models can be compared. The provenance contains the index that each original component has
-in the grown model. All other components of the grown model are new. `align` raises an error if the
-provenance does not fit both models, because otherwise wrong components would be paired.
+Components are heads and neurons. Their layers are numbered as in the unconverted model, so that all
+kinds of models can be compared. The provenance maps each component of the original to its index in
+the grown model. All other components of the grown model are new. `align` raises an error if the
+provenance does not fit both models, to prevent wrong pairs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ _AXES = ("head", "d_mlp", "d_model")
 
 @dataclass(frozen=True, eq=False)
 class SharedComponents:
-    """Components of one kind in one layer that two models share, in the same order for both."""
+    """The heads, or the neurons, of one layer that two models share, in the same order for both."""
 
     first: LayerSites
     second: LayerSites
@@ -41,8 +41,8 @@ class SharedComponents:
 class Alignment:
     """The shared components, in the order of the first model's layers, and the new components.
 
-    `coordinates` contains, for each stream coordinate of the first model, its index in the second
-    model.
+    `coordinates[i]` is the index, in the second model's residual stream, of coordinate i of the
+    first model's residual stream.
     """
 
     shared: tuple[SharedComponents, ...]
@@ -50,7 +50,7 @@ class Alignment:
     coordinates: Int[Tensor, "d_model"]
 
     def with_null(self, d_model: int) -> "Alignment":
-        """Return the alignment of the second model with a null model of the same shape."""
+        """Return the alignment of the second model with a null model (see `compare`)."""
         shared = tuple(replace(pair, first=pair.second) for pair in self.shared)
         return Alignment(shared, self.new, torch.arange(d_model, device="cpu"))
 
@@ -97,7 +97,7 @@ def _select(sites: LayerSites, indices: Sequence[int]) -> LayerSites:
 def _size_reasons(
     label: str, model: Any, every: Sequence[LayerSites], sizes: Mapping[Axis, int]
 ) -> Iterator[str]:
-    """Yield a reason for each axis whose size differs between the model and the provenance."""
+    """Yield a message for each axis whose size differs between the model and the provenance."""
     got = {Axis(_LABELS[sites.kind], sites.layer): len(sites.names) for sites in every}
     got[Axis("d_model")] = model.cfg.d_model
     expected = {axis: size for axis, size in sizes.items() if axis.label in _AXES}
@@ -107,7 +107,7 @@ def _size_reasons(
 
 
 def _place_reasons(provenance: Provenance) -> Iterator[str]:
-    """Yield a reason for each axis whose new indices are repeated or out of range."""
+    """Yield a message for each axis whose new indices are repeated or out of range."""
     layers = provenance.layers
     maps = [("the layers", layers)]
     if set(layers.new_of) <= set(range(layers.size)):

@@ -1,4 +1,4 @@
-"""Run one batch through one model: patterns, outputs and effects of every component.
+"""Run a batch through a model, and return every component's pattern, output and effect.
 
 The computation takes two forward passes and a backward pass, as in `patching.attribution(part="z",
 direction="noise")`. Let g be the gradient of the metric at a head's output z in the clean run, and
@@ -7,11 +7,11 @@ let z* be the head's output in the corrupted run. The head's effect is
     effect = g · (z - z*)
 
 To first order, this is the decrease of the metric when z* replaces z. The effect is positive for a
-component that increases the metric. There is one effect per prompt: because the metric is a mean
-over prompts, its gradient is multiplied by the number of prompts.
+component that increases the metric. A component has one effect per prompt. The metric is a mean
+over prompts, so its gradient is multiplied by the number of prompts.
 
-For the components with the largest estimates, `add_patching` computes the exact decrease on one
-batch with `patching.activation_patch`, which replaces z at all positions.
+For the components with the largest estimated effects, `add_patching` computes the exact decrease on
+one batch with `patching.activation_patch`, which replaces z at all positions.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching._activation_patch import activation_patch
 
-MODELS = ("the original", "the grown model", "the null")
+MODELS = ("the original", "the grown model", "the null model")
 """The names of the compared models, in order."""
 
 
@@ -49,7 +49,7 @@ class BatchRun:
     """One model's results on a batch: the clean run, effects by layer and kind, and metric values.
 
     `hooked` holds patterns and outputs of attention heads, by hook name. `real` is False at
-    padding. `values` has the metric in the clean and in the corrupted run. `recorded` has both
+    padding. `values` is the metric of the clean and of the corrupted run. `recorded` holds both
     runs, if they are kept.
     """
 
@@ -68,7 +68,7 @@ class BatchRun:
         return effects[sites.index.to(effects.device)]
 
     def z(self, sites: LayerSites) -> Float[Tensor, "token site d_head"]:
-        """Return the outputs of components at real tokens, summed over the heads of a neuron."""
+        """Return z at non-padding tokens; a neuron's z is the sum over its heads."""
         if sites.kind == "attention":
             z = self.hooked[hook_name(self.model, sites.layer, "z")]
         else:
@@ -79,7 +79,7 @@ class BatchRun:
 
     @cached_property
     def _real_tokens(self) -> Int[Tensor, "token"]:
-        """The indices of real tokens; indexing with a mask instead would synchronize the device."""
+        """The indices of non-padding tokens; indexing with a mask would synchronize the device."""
         return self.real.flatten().nonzero()[:, 0]
 
     def patterns(self, sites: LayerSites) -> Float[Tensor, "batch site query_pos key"]:
@@ -88,7 +88,7 @@ class BatchRun:
         return patterns[:, sites.index.to(patterns.device)]
 
     def gates(self, sites: LayerSites) -> Float[Tensor, "batch pos site member"]:
-        """Return the attention weight of the given neuron-heads on their own token."""
+        """Return the gates of the given neurons: the attention of each token to itself."""
         heads = host_of(self.model).neurons[sites.layer]
         weight = self.neurons[sites.layer].weight.unflatten(-1, (-1, heads.heads_per_neuron))
         return weight[:, :, sites.index.to(weight.device)]
@@ -110,7 +110,7 @@ def run_batch(
             gates=True,
             traced="clean",
             hooks=tape.hooks,
-            distinct=keep,  # clean and corrupted runs may be equal if no circuit is searched
+            distinct=keep,  # both runs may be equal if no circuit is searched
         )
     require_differentiable(runs.metric, runs.clean.logits.detach())
     gradients = tape.gradients(runs.metric.of_logits(runs.clean.logits))
@@ -142,7 +142,7 @@ def add_patching(
     n_patched: int | None,
     progress: bool = False,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Patch the components with the largest estimates; add the exact effects to `old` and `new`."""
+    """Patch the components with the largest estimates; add exact effects to both frames."""
     estimates = ["estimated_drop", "grown_estimated_drop", "null_estimated_drop"]
     sizes = pd.concat([old, new]).reindex(columns=estimates).abs().max(axis=1).to_numpy()
     chosen = np.zeros(len(sizes), dtype=bool)
@@ -168,7 +168,7 @@ def add_patching(
 
 
 def _losses(model: Any, batch: Batch, names: list[str], progress: bool | str) -> "pd.Series[float]":
-    """Return the decrease of the metric when each component is patched at all positions."""
+    """Return how much the metric falls when each component is patched at all positions."""
     if not names:
         return pd.Series(dtype=float)
     pair = on_device_of(model, batch.pair)

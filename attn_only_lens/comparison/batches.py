@@ -5,11 +5,10 @@ activation in a second run. Without corrupted prompts, the second run is on the 
 first prompt follows the last). This is resample ablation. Unlike zeros and means, these activations
 come from a run on a real prompt. Attribution, patching and circuit search all use this ablation.
 
-The next prompt is the next one that differs and has the same length. For texts and tensors, the
-search covers all prompts, so that batch boundaries do not matter. For a stream, the search covers
-the same batch. A prompt that is alone in its batch is paired with a prompt of the same length from
-an earlier batch. No prompt is paired with itself, because its effects, which would all be zero,
-would bias the mean.
+The next prompt is the next one that differs and has the same length. In texts and tensors, the next
+prompt can be in any batch, so that batch boundaries do not matter. In a stream, the next prompt is
+in the same batch. A prompt that is alone in its batch is paired with a prompt of the same length
+from an earlier batch. No prompt is paired with itself, because zero effects would bias the mean.
 """
 
 import reprlib
@@ -40,7 +39,7 @@ _PROBLEM = "models cannot be compared on these prompts"
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Prompts that are run together, and a metric that is not yet bound to these prompts."""
+    """Prompt pairs that are run together, and a metric that is not yet bound to them."""
 
     pair: PromptPair
     metric: AnyMetric
@@ -113,7 +112,7 @@ def _cut(
 
 
 def _metric_of(metric: AnyMetric, prompts: Sequence[int], n_all: int) -> AnyMetric:
-    """Return a metric with answers for `n_all` prompts, as a metric of some of these prompts."""
+    """Restrict a metric that has answers for `n_all` prompts to the prompts with these indices."""
     metric = as_metric(metric)
     bind = metric.bound
 
@@ -125,7 +124,7 @@ def _metric_of(metric: AnyMetric, prompts: Sequence[int], n_all: int) -> AnyMetr
 
 
 def _by_length(model: Any, tokens: Any) -> list[tuple[Tokens, Tensor]]:
-    """Return the prompts of each length, with their numbers."""
+    """Group prompts by length; return each group's tokens and its prompts' indices."""
     pair = single_prompts(model, tokens)
     lengths = pair.real.sum(dim=1)
     groups = [(pair.clean[lengths == n], pair.real[lengths == n]) for n in lengths.unique()]
@@ -164,7 +163,7 @@ def _next_others(rows: Tokens) -> Tokens:
 
 def _paired(model: Any, stream: Iterable[Any], metric_of_all: AnyMetric | None) -> Iterator[Batch]:
     """Yield batches with corrupted prompts."""
-    known: dict[int, Tokens] = {}  # two different earlier prompts of each length
+    known: dict[int, Tokens] = {}  # for each length, two different earlier prompts
     for item in stream:
         has_metric = isinstance(item, tuple) and len(item) == 2
         tokens, metric = item if has_metric else (item, metric_of_all)

@@ -1,11 +1,11 @@
 """Compare two models' circuits at equal faithfulness: kept, lost and gained nodes and edges.
 
 Each model's circuit consists of the nodes with the largest |estimated effect|. `circuits.discover`
-finds the smallest number of nodes that has the wanted faithfulness, on the same prompts for all
+finds the smallest number of nodes that reaches the target faithfulness, on the same prompts for all
 models (`method="exact_gate"`, `budget=0`, no pruning). A circuit's edges connect its nodes, the
 embedding and the metric in the model's attribution graph. For each kind of edge, the circuit has
-the fewest edges that reach a given share of Σ |weight|. An edge's weight does not depend on which
-other nodes are chosen, so edges are computed once, between the nodes of all circuits. Nodes are
+the smallest number of edges that reaches a given share of Σ |weight|. An edge's weight does not
+depend on the other nodes, so edges are computed once, between the nodes of all circuits. Nodes are
 indexed by [component of the grown model, position]; values are NaN where a model lacks the node.
 
     Jaccard            |A ∩ B| / |A ∪ B|; 1 if both are empty
@@ -15,7 +15,7 @@ Confidence intervals come from the bootstrap (Efron, 1979), which resamples prom
 replacement. In each resample, a circuit has the same number of nodes as without resampling: those
 with the largest |mean score|. A resample has fewer distinct prompts than the sample, so its scores
 are noisier, and circuits overlap less in resamples than in the sample. The quantiles are therefore
-shifted by the estimate minus the mean over resamples, and clipped to the range of the measure. In a
+shifted by the estimate minus the mean over resamples, and clipped to the measure's range. In a
 simulation with 10 or 40 prompts, shifted 95 % intervals contained the expected value of the Jaccard
 index in 92 to 97 % of cases; quantiles without the shift contained it in 99 to 100 %, and up to 3 %
 of them did not contain the estimate.
@@ -73,7 +73,7 @@ def compare_circuits(
     means = [uniform @ x.T for x in scores]
     chosen = [largest(mean, size) for mean, size in zip(means, sizes, strict=True)]
     labels = PAIRS[: len(models) - 1]
-    # Each pair has its own nodes, so that a null does not change the row of the other pair.
+    # Choose nodes per pair of models, so that a null model does not change the first pair's row.
     ends = [
         _largest_nodes(means[i : i + 2], chosen[i : i + 2], n_nodes) for i in range(len(labels))
     ]
@@ -96,7 +96,7 @@ def _largest_nodes(
     chosen: Sequence[Bool[np.ndarray, "1 node"]],
     n_nodes: int,
 ) -> Bool[np.ndarray, "node"]:
-    """Return a mask of the nodes in either of two circuits that have the largest |mean score|."""
+    """Return a mask of the `n_nodes` nodes of two circuits that have the largest |mean score|."""
     nodes = np.flatnonzero(np.concatenate(chosen).any(axis=0))
     effects = np.nanmax(np.abs(np.concatenate(means)[:, nodes]), axis=0)
     mask = np.zeros(means[0].shape[1], dtype=bool)
@@ -106,7 +106,7 @@ def _largest_nodes(
 
 @dataclass(frozen=True)
 class Resampling:
-    """Settings of the bootstrap."""
+    """Options of the bootstrap."""
 
     n_prompts: int
     n_resamples: int
@@ -125,10 +125,10 @@ class Resampling:
         return counts / self.n_prompts
 
     def interval(self, values: _Floats, estimate: float, least: float) -> tuple[float, float]:
-        """Return the confidence interval of an estimate between `least` and 1.
+        """Return the confidence interval of an estimate, clipped to [least, 1].
 
-        The values of the resamples are shifted so that their mean is the estimate. NaN is left out.
-        If there is no estimate or no value, the interval is NaN.
+        The resamples' values are shifted so that their mean is the estimate; NaN values are left
+        out. If the estimate or every value is NaN, so is the interval.
         """
         values = values[~np.isnan(values)]
         if not len(values) or np.isnan(estimate):
@@ -140,7 +140,7 @@ class Resampling:
 
 
 class Overlap(NamedTuple):
-    """Which rows (nodes or edges) each of two circuits has, and their scores in both models."""
+    """For two circuits, a mask of the rows (nodes or edges) in each, and the rows' scores."""
 
     first: Bool[np.ndarray, "resample row"]
     second: Bool[np.ndarray, "resample row"]
@@ -209,7 +209,7 @@ def _rank_correlation(
 def largest(
     scores: Float[np.ndarray, "resample row"], size: int
 ) -> Bool[np.ndarray, "resample row"]:
-    """Return a mask of the `size` largest |scores|, without NaN; ties go to earlier rows."""
+    """Return a mask of the `size` largest |scores| except NaN; ties go to earlier rows."""
     sizes = np.where(np.isnan(scores), -1.0, np.abs(scores))
     scored = sizes >= 0
     n_rows = sizes.shape[1]
@@ -228,7 +228,7 @@ def select_mass(
     among: Bool[np.ndarray, "resample row"],
     mass: float,
 ) -> Bool[np.ndarray, "resample row"]:
-    """Return a mask of the fewest rows of each kind that reach a share of Σ |weight|."""
+    """Return a mask of each kind's largest |weights|, until their share of Σ |weight| is `mass`."""
     ranks = np.zeros_like(among)
     sizes = np.where(among, np.abs(weights), 0.0)
     for kind in pd.unique(kinds):
@@ -236,7 +236,7 @@ def select_mass(
         order = np.argsort(-sizes[:, rows], axis=1, kind="stable")
         ordered = np.take_along_axis(sizes[:, rows], order, axis=1)
         reached = np.cumsum(np.pad(ordered, ((0, 0), (1, 0))), axis=1)
-        # A row is needed if the rows before it do not reach the share.
+        # The selection needs a row if the rows before it do not reach the share.
         needed = ((reached[:, :-1] < mass * reached[:, -1:]) | (mass == 1)) & (ordered > 0)
         chosen = np.zeros_like(needed)
         np.put_along_axis(chosen, order, needed, axis=1)
@@ -248,7 +248,7 @@ def select_mass(
 class _ComponentRows:
     """A model's components, with their row numbers in the list of the grown model's components.
 
-    `groups` contains components with their row numbers, by layer and kind. `names` contains the
+    `groups` contains the components and row numbers of each layer and kind. `names` contains the
     grown model's name for each row.
     """
 
@@ -270,7 +270,7 @@ class _ComponentRows:
         return [f"{self.names[node // self.n_pos]}@{node % self.n_pos}" for node in nodes.tolist()]
 
     def within(self, nodes: _Ints) -> list[list[tuple[int, int]]]:
-        """Return the nodes that this model has as (position, index) pairs, by layer and kind."""
+        """Return (position, index) of the nodes that this model has, by layer and kind."""
         nodes_by_group = []
         for sites, rows in self.groups:
             index = dict(zip(rows.tolist(), sites.index.tolist(), strict=True))
@@ -308,7 +308,7 @@ def _edges_between(
     nodes: _Ints,
     progress: bool,
 ) -> tuple[pd.DataFrame, _Ints, list[Float[np.ndarray, "edge batch"]]]:
-    """Return a frame of all models' edges, the edges' end nodes, and the weights in each model."""
+    """Return a frame of all models' edges, their end nodes, and their weights in each model."""
     if not len(nodes):
         frame = pd.DataFrame(columns=["source", "target", "kind"], dtype=object)
         empty = np.empty((0, len(batch.pair.clean)))
@@ -368,7 +368,7 @@ class _Circuits:
     components: Sequence[_ComponentRows]
     sizes: Sequence[int]  # the number of nodes in each circuit
     scores: Sequence[Float[np.ndarray, "node batch"]]
-    nodes: Sequence[Bool[np.ndarray, "node"]]  # of each pair of models: the nodes with edges
+    nodes: Sequence[Bool[np.ndarray, "node"]]  # for each pair of models, the nodes that have edges
     edges: pd.DataFrame  # `source`, `target`, `kind`
     ends: _Ints  # [edge, 2]: source and target nodes; -1 for an end that is not a component
     edge_weights: Sequence[Float[np.ndarray, "edge batch"]]  # NaN if a model lacks one of the nodes
@@ -376,7 +376,7 @@ class _Circuits:
 
     @property
     def n_rows(self) -> int:
-        """The total number of nodes and edges."""
+        """The total number of nodes and edges in the models."""
         return len(self.scores[0]) + len(self.edges)
 
     def overlaps(

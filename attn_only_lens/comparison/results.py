@@ -1,4 +1,4 @@
-"""The result of a comparison: one row per component, both circuits, and their overlap."""
+"""The result of comparing two models: one row per component, both circuits, and their overlap."""
 
 import math
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class Comparison:
         drop, grown_drop, drop_change
                                       the exact decrease, on the first batch (missing if a
                                       component is not among the largest)
-        null_…                        the same between the grown model and the null, if there is one
+        null_…                        the same between the grown and the null model, if there is one
 
     Attributes:
         heads: the original's attention heads.
@@ -52,7 +52,7 @@ class Comparison:
         new: a frame with one row per component that only the grown model has: `grown_name`,
             `kind`, `grown_layer`, `estimated_drop`, `estimated_drop_se`, `share` (of the metric's
             range, clean minus corrupted), `norm` (root mean square of its output at a token),
-            `drop`; and `null_share`, the share of the null's component with the same name.
+            `drop`; and `null_share`, the share of the null model's component with the same name.
         silent: neurons whose output never exceeds the rounding error of their layer's output in
             either model (`comparison/statistics.py`), so that their patterns are noise: `name`,
             `grown_name`, `kind`, `layer`, `grown_layer`. The other frames omit them.
@@ -86,7 +86,7 @@ class Comparison:
             A frame with one row for each kind of component in each layer: `layer`, `kind`, the
             number of `components`, the number of further `silent` components, and the means of
             `divergence`, `cosine`, `norm_ratio` and |`estimated_drop_change`|, without missing
-            values. If there is a null, `null_…` columns have the same means for it.
+            values. With a null model, `null_…` columns have the same means for that model.
         """
         frame = pd.concat([self.heads, self.neurons], ignore_index=True)
         prefixes = ("", "null_") if "null_divergence" in frame else ("",)
@@ -96,7 +96,7 @@ class Comparison:
         columns = [f"{prefix}{measure}" for measure in measures for prefix in prefixes]
         groups, silent = (rows.groupby(["layer", "kind"]) for rows in (frame, self.silent))
         sizes = {"components": groups.size(), "silent": silent.size()}
-        counts = pd.DataFrame(sizes).fillna(0).astype(int)  # all neurons of a layer may be silent
+        counts = pd.DataFrame(sizes).fillna(0).astype(int)  # NaN if all neurons are silent
         return counts.join(groups[columns].mean()).reset_index()
 
     def save(self, folder: str | Path) -> Path:

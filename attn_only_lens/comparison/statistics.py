@@ -7,15 +7,15 @@
 The sum is over the keys k in one row of a pattern, and over the attention sink if the model has
 one. For a neuron-head, the keys are its own token and the bias token.
 
-**Outputs** are compared through Gram matrices. A head with output z writes z W, where W = W_O[h]; a
-neuron is a head with d_head = 1. Let J map the original's stream coordinates to the grown model's
-coordinates. Let the projection C remove the mean if LayerNorms read the stream, and be the identity
-otherwise. Then
+**Outputs** are compared through Gram matrices. A head with activation z adds z W to the residual
+stream, where W = W_O[h]; a neuron is a head with d_head = 1. Let J map coordinates of the
+original's residual stream to those of the grown model's. Let C be the projection that removes the
+mean if LayerNorms read the residual stream, and otherwise the identity. Then
 
     ⟨z W C J, z' W' C⟩ = z (W C J C W'ᵀ) z'ᵀ        ‖z W C‖² = z (W C Wᵀ) zᵀ
 
-So three d_head × d_head matrices per head, or three values per neuron, are enough for these sums
-over tokens:
+Three d_head × d_head matrices per head, or three values per neuron, therefore suffice for these
+sums over tokens:
 
     cosine = Σ ⟨o, o'⟩ / √(Σ ‖o‖² Σ ‖o'‖²)         norm ratio = √(Σ ‖o'‖² / Σ ‖o‖²)
 
@@ -54,7 +54,7 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.tolerances import rounding
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
-_ROUNDINGS = 16  # how far below 1 the sum of a row without a sink may be, in units of eps
+_ROUNDINGS = 16  # a row sum up to this many eps below 1 is a rounding error, not a sink
 
 
 def pattern_divergence(
@@ -87,7 +87,7 @@ def _with_sink(rows: Tensor) -> Tensor:
 def gate_divergence(
     p: Float[Tensor, "*any head_index"], q: Float[Tensor, "*any head_index"]
 ) -> Float[Tensor, "*any head_index"]:
-    """Return the divergence of neuron-heads' patterns in bits, given each one's own-token weight.
+    """Return the divergence between the patterns of neurons, in bits, from their gates p and q.
 
     Example:
         >>> import torch
@@ -108,7 +108,7 @@ _Directions: TypeAlias = Callable[[LayerSites], Float[Tensor, "site d_head d_mod
 
 
 def _write_directions(model: Any) -> _Directions:
-    """Return a function that gives sites' output directions, centred if norms remove the mean."""
+    """Return a function from sites to their W_O, which is centred if norms remove the mean."""
     is_centred, matrices = host_of(model).reads_centred(), HeadMatrices.of(model, fold_norms=False)
 
     def directions(sites: LayerSites) -> Float[Tensor, "site d_head d_model"]:
@@ -131,7 +131,7 @@ def _dot(
 ) -> Float[Tensor, "site"]:
     """Return, for each pair of components, the dot product of their outputs, summed over tokens."""
     z, second = z.to(gram), second.to(gram)
-    if gram.shape[1:] == (1, 1):  # for neurons, a batched product would multiply 1 × 1 matrices
+    if gram.shape[1:] == (1, 1):  # neurons: multiply elementwise instead of as 1 × 1 matrices
         product = to_float64_device((z * second).squeeze(-1)).sum(0, dtype=torch.float64)
         return product * to_float64_device(gram[:, 0, 0]).double()
     product = (torch.einsum("tsa,sab->tsb", z, gram) * second).sum(-1)
@@ -139,10 +139,10 @@ def _dot(
 
 
 def _read(rows: Sequence[Sequence[Tensor]]) -> _Floats:
-    """Move measures of sites to the CPU; `rows` has one list of measures for each layer and kind.
+    """Copy measures to the CPU; `rows` has a list of measures [site] per layer and kind.
 
-    The result is an array [measure, site]. Tensors are stacked before the transfer, because each
-    transfer synchronizes the device.
+    The result is an array [measure, site]. Tensors are concatenated first, because each transfer
+    synchronizes the device.
     """
     device = rows[0][0].device  # this device has float64
     stacked = [torch.stack([x.to(device).double() for x in measures]) for measures in rows]
@@ -156,7 +156,7 @@ def _effects_by_prompt(run: BatchRun, sites: LayerSites) -> Float[Tensor, "site 
 def _divergences_by_prompt(
     one: BatchRun, second: BatchRun, pair: SharedComponents
 ) -> Float[Tensor, "site prompt"]:
-    """Return, for each pair and prompt, the divergence of patterns, averaged over real tokens."""
+    """Return each pair's pattern divergence on each prompt, averaged over non-padding tokens."""
     if pair.kind == "attention":
         p, q = one.patterns(pair.first), second.patterns(pair.second)
         divergence = pattern_divergence(p, q.to(p.device)).transpose(1, 2)
@@ -223,7 +223,7 @@ class _SharedStatistics:
         """Return a frame with one row per component: names, differences and a flag `silent`."""
         js, js_2, first, second, change_2, dot, norm_1, norm_2, *squares = self.sums
         n = n_prompts
-        with np.errstate(divide="ignore", invalid="ignore"):  # norms of outputs may be zero
+        with np.errstate(divide="ignore", invalid="ignore"):  # a norm of outputs may be zero
             cosine = dot / np.sqrt(norm_1 * norm_2)
             ratio = np.sqrt(norm_2 / norm_1)
         silent = self._names["kind"] == "neuron"
@@ -283,7 +283,7 @@ _MEASURES = ("divergence", "divergence_se", "cosine", "norm_ratio")
 
 
 class Statistics:
-    """Statistics of an original model, its grown model and, if there is one, a null model."""
+    """Statistics of an original, its grown model and, optionally, a null model (see `compare`)."""
 
     def __init__(self, models: Sequence[Any], alignment: Alignment) -> None:
         self._models = models
@@ -315,7 +315,7 @@ class Statistics:
             bar.set_description(f"{batch.label}: estimates in {label}")
             runs.append(run_batch(model, batch, sites, keep=keep))
             bar.update()
-        # Change the sums only after all steps that can fail, so that no batch is added in part.
+        # Change the sums only after all steps that can fail, so that a batch is never half added.
         bar.set_description(f"{batch.label}: patterns and outputs")
         shared = [pair.measure(runs[i], runs[i + 1], bar) for i, pair in enumerate(self._shared)]
         new = [sites.measure(run) for sites, run in zip(self._new, runs[1:], strict=True)]

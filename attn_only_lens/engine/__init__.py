@@ -1,1 +1,1 @@
-"""Run models on prompts: record activations, and compute metrics, gradients and partial runs."""
+"""Run models on prompts, record activations, and compute metrics and gradients."""

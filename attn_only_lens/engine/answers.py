@@ -1,8 +1,8 @@
-"""The answers that a metric compares: each is a token number or a string that is one token.
+"""Convert the answers that a metric compares (strings or token IDs) to single tokens.
 
-A list of answers has one item per prompt, or a single item for all prompts. An item is one answer
-or, for a metric that sums over several answers, a list of answers. In most vocabularies, " are" and
-"are" are different tokens; the clean run's logits show which of the two the model expects.
+A list of answers has one item per prompt, or a single item for all prompts. An item is one answer,
+or a list of answers if the metric sums over several. In most vocabularies, " are" and "are" are
+different tokens. A warning says if adding or removing the space makes an answer far more probable.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ from attn_only_lens.errors import InputError
 Answer: TypeAlias = str | int
 Answers: TypeAlias = Answer | Sequence[Answer | Sequence[Answer]] | Tensor
 AnswerRows: TypeAlias = tuple[tuple[Any, ...], ...]
-"""Unchecked answers: one row of answers for each prompt, or one row for all prompts."""
+"""Answers before any check: one row of answers per prompt, or one row for all prompts."""
 _Tokens: TypeAlias = list[tuple[int, ...]]
 
 PROBLEM = "this metric does not fit the model or its prompts"
@@ -40,8 +40,10 @@ _FAR_MORE_PROBABLE = 10.0
 
 For SmolLM2-135M and 2,011 next tokens in English texts, 0.2 % of these warnings are wrong.
 """
-_SHOWN = 4  # a metric's name lists at most this many answers
-_SPACES = (" ", "Ġ", "▁")  # a space in word-level, byte-level and SentencePiece vocabularies
+SAME, WRONG = "same answer on both prompts", "wrong answer on the clean prompt"
+_CHOOSE = {SAME: "prompts with different answers", WRONG: "prompts that it answers correctly"}
+_SHOWN = 4  # the maximum number of answers in a metric's name
+_SPACES = (" ", "Ġ", "▁")  # leading spaces in word-level, byte-level and SentencePiece vocabularies
 
 
 def answer_rows(answers: Any) -> AnswerRows:
@@ -60,7 +62,7 @@ def answer_rows(answers: Any) -> AnswerRows:
 
 
 def answers_label(rows: AnswerRows) -> str:
-    """Return a short list of the answers as text, which becomes part of a metric's name.
+    """Return the answers as a short text for the metric's name.
 
     Example:
         >>> answers_label(((7,),)), answers_label(((7,), (8,))), answers_label(((1, 2), (3,)))
@@ -105,10 +107,18 @@ def answer_tokens(
     return tokens
 
 
+def preference(what: str, pairs: str = "") -> str:
+    """Say that the model prefers the `SAME` or the `WRONG` answer for some pairs of prompts."""
+    return (
+        f"{pairs}the model prefers the {what}, so the difference explains little about its answer: "
+        f"choose {_CHOOSE[what]}"
+    )
+
+
 def _tokens_of_prompts(
     model: Any, pair: PromptPair, rows: AnswerRows, role: str, reasons: list[str], several: bool
 ) -> _Tokens:
-    """Return each prompt's answer tokens; add an error message to `reasons` per invalid answer."""
+    """Return each prompt's answer tokens; for each invalid answer, add a message to `reasons`."""
     shared = len(rows) == 1
     if not shared and len(rows) != pair.n_all:
         expected = "1" if pair.n_all == 1 else f"1, or one for each of the {pair.n_all} prompts"
@@ -132,22 +142,22 @@ def _tokens_of_prompts(
 
 
 def _token(model: Any, answer: Any) -> int | str:
-    """Return the token number of an answer, or an error message if it is not a single token."""
+    """Return the token ID of an answer, or an error message if it is not a single token."""
     size, tokenizer = d_vocab_out(model), getattr(model, "tokenizer", None)
     if isinstance(answer, str):
         if tokenizer is None:
-            return f"got {answer!r}, but the model has no tokenizer; give token numbers"
+            return f"got {answer!r}, but the model has no tokenizer; give token IDs"
         token = one_token(tokenizer, answer)
         if token is None:
             return _why_not_one(model, answer)
         answer = token
     if is_count(answer, 0, size - 1):
         return int(answer)
-    return f"got {answer!r}; expected a text, or a token number from 0 to {size - 1}"
+    return f"got {answer!r}; expected a text, or a token ID from 0 to {size - 1}"
 
 
 def _why_not_one(model: Any, text: str) -> str:
-    """Explain why a string is not a single token, and suggest what to give instead."""
+    """Return an error message, with a suggestion, for a string that is not a single token."""
     if unknown := unknown_words(model.tokenizer, text):
         reason = (
             f"got {text!r}, and the tokenizer does not know {quoted(unknown)}: "
@@ -169,7 +179,7 @@ def _why_not_one(model: Any, text: str) -> str:
     )
 
 
-# Warnings about the space before an answer
+# Warnings about an answer's leading space
 
 
 def _warn_of_spaces(
@@ -193,10 +203,9 @@ def _warn_of_spaces(
 
 
 def _respelt(tokenizer: Any, token: int, size: int) -> int | None:
-    """Return the token for the same word without or with a leading space; None if there is none.
+    """Return the token for the same word with its leading space added or removed, or None.
 
-    The token is looked up in the vocabulary. Tokenizing the word would not work, because
-    SentencePiece adds a space at the beginning of every text.
+    Tokenizing the word would not work, because SentencePiece adds a space before every text.
     """
     piece = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
     if not piece:
@@ -204,14 +213,14 @@ def _respelt(tokenizer: Any, token: int, size: int) -> int | None:
     others = [piece[1:]] if piece.startswith(_SPACES) else [f"{space}{piece}" for space in _SPACES]
     for other in filter(None, others):
         number = tokenizer.convert_tokens_to_ids(other)
-        # If the vocabulary lacks a piece, the tokenizer returns None or the unknown token.
+        # For pieces outside the vocabulary, tokenizers return None or the unknown token.
         if is_count(number, 0, size - 1) and tokenizer.convert_ids_to_tokens(number) == other:
             return int(number)
     return None
 
 
 def _case(model: Any, role: str, token: int, respelt: int, times: float) -> str:
-    """Return a line of the warning text: how much more probable the other spelling is."""
+    """Return the warning's line for one answer, with the probability ratio of both spellings."""
     got, expected = token_text(model, token), token_text(model, respelt)
     texts = (expected, expected.strip())
     spelt = [text for text in texts if token_ids(model.tokenizer, text) == [respelt]]

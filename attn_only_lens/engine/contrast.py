@@ -1,23 +1,24 @@
-"""Express the difference between two runs of a model exactly, as one linear map.
+"""Attribute the change of a metric between two runs exactly to the model's activations.
 
-The model runs on the clean and the corrupted prompts. A third forward pass, with gradients, runs at
-the mean of both runs: each nonlinear step outputs the mean of its two recorded outputs. In the
-backward pass, the step's derivative is replaced by its slope between the two runs, which a rule in
-`secants.py` computes. A product of two activations, such as pattern times value, needs no rule: its
-gradient at the mean is exact. So the backward pass returns multipliers M. The products of these
-multipliers and the changes of the activations add up to the metric's change:
+The model runs on the clean and the corrupted prompts. In a third forward pass, with gradients, each
+nonlinear step outputs the mean of its outputs in the two runs. In the backward pass, the step's
+derivative is replaced by its slope between the two runs (`secants.py`). A product of two
+activations, such as pattern times value, needs no rule: its gradient at the mean is exact. The
+backward pass therefore returns multipliers M, whose products with the changes in the activations
+add up to the metric's change:
 
     Σ M_y · Δy = Δmetric        Δy = y of the clean run minus y of the corrupted run
 
-This holds for every set of activations y that all paths from the tokens to the metric pass through.
-Such activations are, for example, the normalised stream, queries, keys, values, scores, patterns,
-gates or z. If three factors of a product change, the share of each depends on which two are
-multiplied first; here, the order is that of the model's own code.
+The equation holds for every set of activations y that together cut all paths from the tokens to the
+metric. Multipliers can be computed at every hook point, for example for queries, scores, patterns
+or z. If three factors of a product change, their shares depend on the order of multiplication in
+the model's code.
 
-The nonlinear steps are norms, attention softmaxes (with soft caps and clamps), neuron-heads and the
-soft cap of the logits. Calls of torch's softmax are intercepted, because hooks on some bridges see
-only a copy of the pattern. If a model has another nonlinear step, the sum Σ M · Δ over the first
-block's input differs from the metric's change; every call of `contrast` checks that they are equal.
+The nonlinear steps are norms, attention softmaxes (with soft caps and clamps), neuron-heads
+(single-neuron attention heads) and the soft cap of the logits. Calls of torch's softmax are
+intercepted, because hooks on some bridges see only a copy of the pattern. If the model has another
+nonlinear step, `contrast` raises an error, because the sum of M · Δ over the first block's input
+differs from the metric's change.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -75,7 +76,7 @@ class BothRuns:
     Attributes:
         pair: the prompts.
         logits: the logits of both runs.
-        stream: the stream that enters the first block.
+        stream: the residual stream that enters the first block.
         norms: the inputs and outputs of norms.
         functions: the inputs and outputs of nonlinear functions in attention, in calling order.
         gates: the queries and values of neuron-heads.
@@ -91,26 +92,26 @@ class BothRuns:
     recording: Recording
 
     def recordings(self) -> tuple[Recording, Recording]:
-        """Return recordings of every z in the clean and the corrupted run."""
+        """Return the recording of the clean run and the recording of the corrupted run."""
         n = len(self.pair.clean)
         return self.recording[:n], self.recording[n:]
 
 
 @dataclass(frozen=True, eq=False)
 class Contrast:
-    """The multipliers that turn changes of activations between two runs into a metric's change.
+    """The multipliers that turn changes in activations between two runs into a metric's change.
 
     Attributes:
         runs: both runs.
         logits: the multipliers of the logits.
         stream: the multipliers of the stream that enters the first block.
-        final: the multipliers of the stream that the last norm, or the unembedding, reads.
+        final: the multipliers of the residual stream after the last block.
         patterns: the multipliers of the softmax in each layer's attention.
         gradients: the multipliers at the nodes of the tape, by hook name.
-        functions: the rules of softmaxes; their outputs are differentiable if the graph was kept.
-        total: Σ M Δ over the logits; it is the change of the metric if all its functions have
+        functions: the rules of softmaxes; softmax outputs are differentiable if the graph was kept.
+        total: Σ M Δ over the logits; it is the change in the metric if all its functions have
             rules.
-        remainder: the change of the metric minus the total.
+        remainder: the change in the metric minus the total.
     """
 
     runs: BothRuns
@@ -126,7 +127,7 @@ class Contrast:
     def through_patterns(
         self, model: Any, layer: int, kind: HeadKind
     ) -> Float[Tensor, "batch pos head_index"]:
-        """Return the part of each head's attribution that is due to the change of its pattern."""
+        """Return the part of each head's attribution that is due to the change in its pattern."""
         if kind in WIDE_KINDS:
             return torch.zeros_like(self.stream[..., :1])
         if kind == "attention":
@@ -148,7 +149,7 @@ def run_both(model: Any, pair: PromptPair) -> BothRuns:
     host = host_of(model)
     layers = range(host.n_layers)
     _require_separate_gates(host)
-    names = [host.hook_name(layer, kind, "z") for layer in layers for kind in host.kinds(layer)]
+    names = host.hook_names("z")
     tokens = torch.cat([pair.clean, pair.corrupted])
     mask = None if pair.mask is None else pair.mask.repeat(2, 1)
     steps = _Steps(model)
@@ -165,7 +166,7 @@ def run_both(model: Any, pair: PromptPair) -> BothRuns:
 def run_softmax(
     model: Any, pair: PromptPair, tape: Tape
 ) -> list[Float[Tensor, "batch head_index query_pos key"]]:
-    """Return each layer's patterns in the clean run, with their autograd graph."""
+    """Return each layer's attention patterns in the clean run, as differentiable tensors."""
     steps = _Steps(model)
     with steps.recorded(), start_graph(model):
         run(model, pair.clean, pair.mask, tape.hooks)
@@ -177,12 +178,12 @@ def run_softmax(
 def contrast(
     model: Any, runs: BothRuns, metric: BoundMetric, tape: Tape, *, keep_graph: bool = False
 ) -> Contrast:
-    """Return a metric's multipliers for the activations that the hooks of `tape` keep.
+    """Return a metric's multipliers at the hook points of `tape`.
 
     With `keep_graph=True`, softmax outputs can be differentiated with respect to these activations.
 
     Raises:
-        UnsupportedModelError: the sum over the first block's input is not the change of the metric,
+        UnsupportedModelError: the sum over the first block's input is not the change in the metric,
             because the model has a nonlinear step without a rule.
     """
     steps = _Steps(model, runs)
@@ -198,7 +199,7 @@ def contrast(
         ends: list[Tensor] = []
         end = of_this_thread(lambda block, args, output: ends.append(output_stream(output)))
         stack.enter_context(model.blocks[-1].register_forward_hook(end))
-        errors = _error_names(model)
+        errors = host_of(model).hook_names("z", ("error",))
         leaves: dict[str, Tensor] = {}
         means = [
             (name, partial(_leaf, leaves, both) if name in errors else partial(_average, both))
@@ -224,7 +225,7 @@ def contrast(
 
 
 def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> Logits:
-    """Return a metric's multipliers for the logits; exact if each of its functions has a rule."""
+    """Return the logits' multipliers, exact if `FunctionRules` covers the metric's functions."""
     seen = []
     for logits in (clean, corrupted):
         with torch.no_grad(), FunctionRules() as functions:
@@ -241,7 +242,7 @@ def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> 
 
 
 def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted: Logits) -> float:
-    """Return the metric's change minus Σ M Δ over the logits, or 0 if they differ by rounding."""
+    """Return the metric's change minus Σ M Δ over the logits, or 0 if the rest is only rounding."""
     with torch.no_grad():
         change = metric.of(clean) - metric.of(corrupted)
     terms = multiplier * (clean - corrupted)
@@ -252,7 +253,7 @@ def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted
 
 @contextmanager
 def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[None]:
-    """Run a half-precision model in float32; warn how the metric's change depends on precision."""
+    """Context manager that runs half-precision models in float32, with a warning."""
     if next(model.parameters()).dtype not in HALF:
         yield
         return
@@ -269,14 +270,14 @@ def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[
 
 @torch.no_grad()
 def _change(model: Any, pair: PromptPair, metric: AnyMetric) -> float:
-    """Return the change of a metric from the corrupted run to the clean run."""
+    """Return a metric's value in the clean run minus its value in the corrupted run."""
     logits = [run(model, tokens, pair.mask) for tokens in (pair.clean, pair.corrupted)]
     bound = bind(metric, model, pair, logits[0])
     return bound.of(logits[0]) - bound.of(logits[1])
 
 
 def _require_complete(result: Contrast, errors: Sequence[str]) -> None:
-    """Raise an error if the effects of embeddings and error nodes do not add up to the change."""
+    """Check that the effects of embeddings and error nodes add up to the change in the metric."""
     ends = [(result.stream, result.runs.stream)]
     ends += [(result.gradients[name], result.runs.recording.hooked[name]) for name in errors]
     terms = torch.cat(
@@ -296,7 +297,7 @@ def _require_complete(result: Contrast, errors: Sequence[str]) -> None:
 
 
 def _require_separate_gates(host: Any) -> None:
-    """Raise an error if gates of features depend on other features, as in topk."""
+    """Raise an error if gates of transcoder features depend on other features, as with topk."""
     layers = [str(heads.layer) for heads in host.neurons if heads.joint_gates]
     if layers:
         reason = (
@@ -307,20 +308,13 @@ def _require_separate_gates(host: Any) -> None:
         raise UnsupportedModelError([reason], _PROBLEM)
 
 
-def _error_names(model: Any) -> list[str]:
-    """Return the names of the error nodes' hook points."""
-    host = host_of(model)
-    layers = [x for x in range(host.n_layers) if "error" in host.kinds(x)]
-    return [host.hook_name(layer, "error", "z") for layer in layers]
-
-
 def _difference(both: Tensor) -> Tensor:
     clean, corrupted = both.chunk(2)
     return clean - corrupted
 
 
 def _leaf(leaves: dict[str, Tensor], both: Tensor, value: Tensor, hook: Any) -> Tensor:
-    """Replace an error by its mean over both runs, as a constant with its own gradient."""
+    """Replace an error node's output by its mean over both runs, a leaf of the autograd graph."""
     leaves[hook.name] = mean(both).to(value).requires_grad_()
     return leaves[hook.name]
 
@@ -330,14 +324,14 @@ def _average(both: Tensor, value: Tensor, hook: Any) -> Tensor:
 
 
 def _gate_slopes(alike: Sequence[Any], queries: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean self weights of neuron-heads with equal gates, and their slopes."""
+    """Return tokens' mean attention to themselves, and its slope, for layers with equal gates."""
     weights = alike[0]._gate_pattern(queries)[..., SELF]
     (y_1, y_0), (x_1, x_0) = weights.chunk(2), queries.chunk(2)
     return mean(weights), slope(y_1, y_0, x_1, x_0, partial(gate_derivative, alike[0]))
 
 
 class _Steps:
-    """Record or replace norms, gates, and the nonlinear functions inside a model's attention."""
+    """Record or replace a model's norms and gates, and the nonlinear functions in its attention."""
 
     def __init__(self, model: Any, runs: BothRuns | None = None) -> None:
         self._host = host_of(model)
@@ -347,7 +341,7 @@ class _Steps:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Inside a `with`, record the inputs and outputs of norms and of nonlinear functions."""
+        """Context manager that records the inputs and outputs of norms and nonlinear functions."""
 
         def look(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
             self.norms[module] = input_stream(args, kwargs).detach(), output.detach()
@@ -361,10 +355,10 @@ class _Steps:
 
     @contextmanager
     def replaced(self, hooks: Hooks) -> Iterator[Hooks]:
-        """Replace norms and nonlinear functions with their rules; yield the adapted `hooks`.
+        """Context manager that puts rules in place of norms and nonlinearities; adapts `hooks`.
 
-        Some bridges have hook points inside norms, such as Gemma 2's `hook_attn_out`. There, the
-        hook gets a detached activation, which receives the gradient of the norm's new output.
+        Some bridges have hook points inside norms, such as Gemma 2's `hook_attn_out`. A hook there
+        gets a detached activation, which receives the gradient of the norm's new output.
         """
         points = {
             point: module
@@ -373,7 +367,7 @@ class _Steps:
             if isinstance(point, HookPoint)
         }
         inside = {name: points.get(self._host.model.hook_dict.get(name)) for name, _ in hooks}
-        # One prompt is enough to recognise a norm, so only one prompt is moved to the CPU.
+        # One prompt is enough to recognise a norm, so only this prompt is moved to the CPU.
         norms = self._host.norms_of({m: (x[:1], y[:1]) for m, (x, y) in self.norms.items()})
         norm_hooks = {
             module: self._norm(norms[module], *both, continues=module in inside.values())
@@ -400,7 +394,7 @@ class _Steps:
 
     @contextmanager
     def _attached(self, norm_hooks: dict[nn.Module, Any], gate_rule: Any) -> Iterator[None]:
-        """Attach hooks to norms; intercept gates, and functions in attention, except its norms."""
+        """Hook norms; intercept gates, and the functions that attention calls outside its norms."""
         paused = [True]
 
         def enter(pause: bool, *_: Any) -> None:
@@ -431,14 +425,14 @@ class _Steps:
             yield
 
     def _norm(self, norm: Any, x: Tensor, y: Tensor, *, continues: bool) -> Callable[..., Tensor]:
-        """Return a hook that gives a norm both runs' mean output, and the gradient of its rule.
+        """Return a hook that replaces a norm's output by both runs' mean, with the rule's gradient.
 
         If `continues` is true, hook points inside the norm receive the output's gradient too.
         """
         linear, without_bias = norm.after(x), y if norm.bias is None else y - norm.bias
         square = linear.square().sum(-1, keepdim=True)
         scale = (linear * without_bias).sum(-1, keepdim=True) / square
-        r_1, r_0 = scale.nan_to_num(1.0, 1.0, 1.0).chunk(2)  # the scale of a zero stream is nan
+        r_1, r_0 = scale.nan_to_num(1.0, 1.0, 1.0).chunk(2)  # nan for zero inputs
         middle = norm.centred(mean(x))
 
         def back(gradient: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
 """Before a patching sweep, test that its edits have the same effect as hooks in a full run.
 
-A sweep patches many sites, each in its own variant of a run. It runs only the blocks and positions
-that a patch can change, and adds the change of a neuron's output directly to the stream. A hook in
-a full forward pass might have a different effect: a layer may not run the edited module, or a hook
-point may show only a copy of an activation. So before the first patch, noise is added to all heads
-of a sweep in two ways. One uses hooks in a full forward pass, where each block still gets its
-recorded input. The other is the sweep's own computation. Both must give the same block outputs.
+A sweep patches many sites, each in its own copy of the run (a variant). It runs only the blocks and
+positions that a patch can change, and adds the change in a neuron's output directly to the residual
+stream. A hook in a full forward pass might have a different effect: a layer may not run the edited
+module, or a hook point may show only a copy of an activation. Before the first patch, noise is thus
+added to all heads of the sweep in two ways: by hooks in a full forward pass in which each block
+gets its recorded input, and by the sweep's own computation. Both must give the same block outputs.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +38,7 @@ from attn_only_lens.heads.host import NEURON_KINDS, HeadKind
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 _NOISE_LEVELS = (1.0, 2.0**5, 2.0**10)  # noise sizes, relative to the median absolute activation
-_CLEAR_EFFECT = 8.0  # in units of the allowed rounding error; noise with less effect is too small
+_CLEAR_EFFECT = 8.0  # a multiple of the rounding tolerance; below it, the noise is increased
 _VALUE_AND_Z: tuple[Part, ...] = ("value", "z")
 _PROBLEM = "these hook points cannot be patched"
 
@@ -47,7 +47,7 @@ _PROBLEM = "these hook points cannot be patched"
 def require_same_edit(
     replay: Replay, kind: HeadKind, layers: Sequence[int], part: Part, first: int
 ) -> None:
-    """Raise an error if edits of a replay do not have the same effect as hooks in a full run."""
+    """Raise an error if edits in a replay do not have the same effect as hooks in a full run."""
     model, recording, reasons = replay.model, replay.recording, list[str]()
     tests = {layer: ("edit", kind, part, layer, first) for layer in layers}
     untested = [x for x in layers if not replay.tested.covers(tests[x], recording)]
@@ -83,9 +83,9 @@ def require_same_edit(
             expected, before = whole[block], recording.streams[block + 1]
             if not error <= 1.0:
                 reasons.append(
-                    f"layer {layer}: noise at {names[layer]}, from position {first} on, changes "
-                    f"the output of block {block} by {_largest(expected, before):.2g} in a full "
-                    "run; the output in a sweep would differ from this by "
+                    f"layer {layer}: noise at {names[layer]}, starting at position {first}, "
+                    f"changes the output of block {block} by {_largest(expected, before):.2g} in a "
+                    "full run; the output in a sweep would differ from this by "
                     f"{_largest(edited[layer], expected):.2g}. "
                     "Something else, such as a replaced forward pass, changes the heads' output "
                     "before it is added to the stream"
@@ -113,14 +113,14 @@ def require_edits_read(
     part: Part,
     tested: PassedTests,
 ) -> None:
-    """Raise an error if edits have no effect, as at the `hook_pattern` of some bridges."""
+    """Raise an error if edits have no effect, such as edits of `hook_pattern` in some bridges."""
     tests = {layer: ("reads edits", kind, part, layer) for layer in layers}
     layers = [layer for layer in layers if not tested.covers(tests[layer], recording)]
     if not layers:
         return
     names = {layer: hook_name(model, layer, part, kind) for layer in layers}
     other_kind = "neuron_heads()" if kind == "attention" else "heads()"
-    # With a single key, the pattern is 1 for every finite key. Only nan in the key changes it.
+    # With a single key, every finite key gives the pattern 1. Only nan in the key changes it.
     later: tuple[Part, ...] = ("pattern", "z") if part in ("q", "k") else ()
     looks = {layer: [hook_name(model, layer, point, kind) for point in later] for layer in names}
     looked_at = list(chain(*looks.values()))
@@ -145,8 +145,7 @@ def require_edits_read(
 def require_groups(replay: Replay, layers: Sequence[int]) -> None:
     """Raise an error if the heads that share keys and values are not consecutive in some layer.
 
-    As a test, the last shared value is set to nan. Then z is nan in exactly the heads that read
-    this value.
+    To test this, the last shared value is set to nan: z becomes nan in the heads that read it.
     """
     model = replay.model
     layers = [x for x in layers if not replay.tested.covers(("groups", x), replay.recording)]
@@ -166,7 +165,7 @@ def require_groups(replay: Replay, layers: Sequence[int]) -> None:
         expected = list(range(n_heads - n_heads // n_shared, n_heads))
         if reading != expected:
             reasons.append(
-                f"layer {layer}: heads {reading} use the last of the values that heads share; "
+                f"layer {layer}: heads {reading} use the last shared value; "
                 f"expected heads {expected}; patch z instead"
             )
     UnsupportedModelError.raise_if(reasons, "the shared keys and values cannot be patched")
@@ -175,12 +174,12 @@ def require_groups(replay: Replay, layers: Sequence[int]) -> None:
 
 
 def _noise(axis: int, first: int, level: float) -> Callable[[Tensor, Any], Tensor]:
-    """Return a hook that adds noise from position `first` on; `axis` is the axis of positions."""
+    """Return a hook that adds noise starting at position `first`; `axis` is the position axis."""
 
     def add(value: Tensor, hook: Any) -> Tensor:
         noise = normal_numbers(value.shape).to(value)
         noise.narrow(axis, 0, first).zero_()
-        # Not the mean: it could overflow if tokens attend only to themselves, with huge queries.
+        # Use the median: a mean could overflow if queries are huge.
         size = value.abs().where(value.isfinite(), torch.nan).nanmedian()
         return value + noise * (level * size.where(size > 0.0, 1.0))
 
@@ -188,7 +187,7 @@ def _noise(axis: int, first: int, level: float) -> Callable[[Tensor, Any], Tenso
 
 
 def _destroy(value: Tensor, hook: Any) -> Tensor:
-    # nan shows an effect even through weights that are 0, as in heads that growth has just added.
+    # nan spreads even through zero weights, such as those of heads that growth has just added.
     return torch.full_like(value, torch.nan)
 
 
@@ -201,7 +200,7 @@ def _destroy_last(value: Tensor, hook: Any) -> Tensor:
 def _block_outputs(
     model: Any, recording: Recording, edits: Hooks, looks: Iterable[str]
 ) -> tuple[list[Residual], dict[str, Tensor]]:
-    """Run each block, edited, on its recorded input; return outputs and activations at `looks`."""
+    """Run each block with `edits` on its recorded input; return outputs, and values at `looks`."""
     outputs: list[Residual] = []
     shown: dict[str, Tensor] = {}
 
@@ -254,13 +253,13 @@ def _other_edit(
 def _relative_errors(
     pairs: Sequence[tuple[Residual, Residual]], recording: Recording
 ) -> list[float]:
-    """Return each pair's largest difference, divided by the difference that rounding allows."""
+    """Return each pair's largest difference as a multiple of the rounding tolerance."""
     errors = [_relative_error(a, b, recording) for a, b in pairs]
     return stacked(errors).tolist()
 
 
 def _relative_error(a: Residual, b: Residual, recording: Recording) -> Tensor:
-    if recording.mask is not None:  # no patch changes padding, and no real token attends to it
+    if recording.mask is not None:  # patches do not change padding, and no token attends to it
         real = recording.mask.bool().to(a.device)
         a, b = a[real], b[real]
     alike = (a.isfinite() == b.isfinite()).all()

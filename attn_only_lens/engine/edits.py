@@ -1,8 +1,8 @@
-"""Turn patches of heads into changes of the residual stream, or into hooks on the model.
+"""Turn patches of heads into changes in the residual stream, or into hooks on the model.
 
-A neuron-head outputs z = w v, where w is its attention to its own token and v its value. A prime
-(') marks values in the source run, which provides the patched activations. Later blocks depend only
-on the new z. For each patched part, the new z is:
+A neuron-head (a single-neuron attention head) outputs z = w v, where w is its attention to its own
+token and v its value. A prime (') marks values in the source run, from which patches are taken.
+For each patched part, the new z, on which later blocks depend, is:
 
     part          new z
     "z"           z' = w' v'
@@ -10,16 +10,16 @@ on the new z. For each patched part, the new z is:
     "value"       w v'
     "q"           w' v, because a query changes only the pattern
 
-The head's contribution to the stream changes by Δz times its neuron's row of W_out. If both pattern
-and value change, the change of z is the sum of three terms:
+The head's contribution to the residual stream changes by Δz times its neuron's row of W_out. If
+both pattern and value change, the change in z is the sum of three terms:
 
     w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)     pattern, value, interaction
 
-For attention heads, the block runs again for a batch of variants, and a hook patches different
-heads at different positions in each variant. In models with grouped-query attention, heads share
-keys and values. To patch a key or value for one head only, the shared key or value is patched, and
-the z of all other heads is restored. The result is the same as that of a patch in a model where
-each head has its own copy of keys and values.
+For attention heads, the block runs again for a batch of variants (patched copies of the run); a
+hook patches different heads at different positions in each variant. In models with grouped-query
+attention, heads share keys and values. To patch a key or value for one head only, the shared key or
+value is patched, and then the z of all other heads is restored. The result equals a patch in a
+model where each head has its own keys and values.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ from attn_only_lens.heads.computation import NeuronHeads
 def change_of_z(
     target: NeuronRun, source: NeuronRun, part: Part
 ) -> Float[Tensor, "batch pos head_index"]:
-    """Return the change of z when one part of the heads is patched from `source` into `target`."""
+    """Return the change in z when one part of the heads is patched from `source` into `target`."""
     if part == "z":
         return source.z - target.z
     if part == "value":
@@ -50,21 +50,21 @@ def change_of_z(
 
 
 def interaction(target: NeuronRun, source: NeuronRun) -> Float[Tensor, "batch pos head_index"]:
-    """Return the joint change of z minus its changes from patching only pattern or only value."""
+    """Return the part of z's change that occurs only if pattern and value are patched together."""
     return (source.weight - target.weight) * (source.v - target.v)
 
 
 def neuron_changes(
     heads: NeuronHeads, sites: LayerSites, dz: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
-    """Return how much each site changes its neuron's activation, given the change of heads' z."""
+    """Return the change in each site's neuron activation, given the changes in its heads' z."""
     return sum_by_site(heads, sites, heads.head_outputs(dz))
 
 
 def sum_by_site(
     heads: NeuronHeads, sites: LayerSites, of_heads: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
-    """Sum a quantity over the heads of each site: all heads of a neuron, or only one head."""
+    """Sum a quantity over the heads of each site, which is one head or all heads of a neuron."""
     by_member = of_heads.unflatten(-1, (-1, heads.heads_per_neuron))  # [batch, pos, neuron, member]
     index, member = sites.index.to(of_heads.device), sites.member.to(of_heads.device)
     every = torch.equal(sites.index, torch.arange(by_member.shape[2], device=sites.index.device))
@@ -77,7 +77,7 @@ def sum_by_site(
 
 
 def neuron_variants(replay: Replay, layer: int, first: int, added: Residual) -> Variants:
-    """Return variants of a run that add `added` to the output of a layer's neurons."""
+    """Return patched copies of a run that add `added` to the output of a layer's neurons."""
     heads, block = replay.host.neurons[layer], replay.host.block(layer, "neuron")
     n = len(added) // replay.batch
     if replay.adds_mlp_output(block, heads.output_module):
@@ -112,7 +112,7 @@ def share_edits(
     places: Bool[Tensor, "variant batch pos"],
     first: int,
 ) -> Hooks:
-    """Return hooks that patch a shared key or value for only one head in each variant."""
+    """Return hooks that, in each patched run, patch a shared key or value for one head only."""
     n_heads, n_shared = z.shape[2], source.shape[2]
     groups = one_hot(of_group(heads, n_heads, n_shared), n_shared).bool()
     other_heads = ~one_hot(heads, n_heads).bool()
@@ -129,7 +129,7 @@ def attention_edit(
     positions: Bool[Tensor, "variant batch pos"],
     first: int,
 ) -> Callable[[Tensor, Any], Tensor]:
-    """Return a hook that patches each variant's heads at that variant's positions."""
+    """Return a hook that patches, in each variant of a run, the variant's heads and positions."""
     n_variants = len(heads)
     # Activations other than patterns have the axes [batch, pos, head_index, …].
     position_axis = 2 if part == "pattern" else 1
@@ -141,10 +141,10 @@ def attention_edit(
         chosen = chosen.transpose(1, 2)
 
     def hook(value: Tensor, hook: Any) -> Tensor:
-        if value.shape != rows.shape:  # otherwise, `torch.where` would broadcast one position
+        if value.shape != rows.shape:  # `torch.where` would broadcast a single position
             reason = (
-                f"{hook.name} has shape {list(value.shape)} in a run of {n_variants} variants from "
-                f"position {first} on; expected {list(rows.shape)}"
+                f"{hook.name} has shape {list(value.shape)} in a run of {n_variants} variants that "
+                f"start at position {first}; expected {list(rows.shape)}"
             )
             raise UnsupportedModelError([reason], "these hook points cannot be patched")
         return torch.where(chosen.unsqueeze(-1), rows, value)

@@ -1,18 +1,18 @@
 """Compute the gradients of a metric with respect to all heads in one backward pass.
 
-Gradients are taken at nodes: activations that hooks keep during the forward pass. The autograd
-graph starts at the stream that enters the first block, so parameters need no gradients. The table
-shows, for each patched part, the node and its change Δ from the patched run to the other run:
+Gradients are taken with respect to nodes: activations that hooks keep in the forward pass. The
+autograd graph starts at the first block's input, so parameters need no gradients. For each patched
+part, the table shows the node, and its value in the other run minus its value in the patched run
+(Δ):
 
     heads      part                   method      node        Δ
-    neuron     "z" "pattern" "value"  any         z           change of z from this part
+    neuron     "z" "pattern" "value"  any         z           change in z from this part
     neuron     "q"                    exact_gate  z           (w(q') - w(q)) v
     neuron     "q"                    other       q           q' - q
     attention  "q"                    exact_gate  z           softmax(q' · K) V - z
-    attention  otherwise                          hook point  change of the activation
+    attention  otherwise                          hook point  change in the activation
 
-Keys and values that several heads share get one gradient for each of these heads
-(`gradient_by_head`).
+If several heads share keys and values, `gradient_by_head` computes one gradient for each head.
 """
 
 import warnings
@@ -117,7 +117,7 @@ def gradient_by_head(
     z: Float[Tensor, "batch pos head_index d_head"],
     z_gradient: Float[Tensor, "batch pos head_index d_head"],
 ) -> Float[Tensor, "batch pos head_index d"]:
-    """Return, per head, the gradient at the keys or values it shares that flows through its own z.
+    """Return the gradient at shared keys or values, split by the head that it passes through.
 
     One backward pass handles one head of every group that shares keys and values, or a single head
     if a norm mixes the keys of all groups.
@@ -139,7 +139,7 @@ def gradient_by_head(
 
 @contextmanager
 def edit_input(model: Any, change: Callable[[Residual], Residual]) -> Iterator[None]:
-    """Apply `change` to the stream that enters the first block, inside a `with`."""
+    """Context manager that applies `change` to the residual stream entering the first block."""
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         stream = change(input_stream(args, kwargs))
@@ -153,7 +153,7 @@ def edit_input(model: Any, change: Callable[[Residual], Residual]) -> Iterator[N
 
 @contextmanager
 def start_graph(model: Any) -> Iterator[list[Residual]]:
-    """Start the autograd graph at the first block's input; yield a list that receives it."""
+    """Start the autograd graph at the first block's input; append this input to a yielded list."""
     roots: list[Residual] = []
 
     def root(stream: Residual) -> Residual:
@@ -165,7 +165,7 @@ def start_graph(model: Any) -> Iterator[list[Residual]]:
 
 
 def gradient_node(model: Any, sites: LayerSites, part: Part, *, closed: bool) -> str:
-    """Return the hook point at which the gradient for these sites is taken."""
+    """Return the name of the hook point at which the gradient for the given sites is taken."""
     if sites.kind not in NEURON_KINDS:
         seen: Part = "z" if part == "q" and closed else part
         return hook_name(model, sites.layer, seen, sites.kind)
@@ -219,7 +219,7 @@ def uncapped_logits(model: Any) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def silent_scale_edits() -> Iterator[None]:
-    """Silence the bridges' warning about edits of norm scales, because the edits are intended."""
+    """Context manager that silences the bridges' warning about (intended) edits of norm scales."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="A forward hook edited hook_scale")
         yield

@@ -10,7 +10,7 @@ from typing import Any
 
 from attn_only_lens.errors import InputWarning
 
-_SHOWN = 3  # a warning lists at most this many cases
+_SHOWN = 3  # the maximum number of cases in a warning
 _INTERNAL = ("attn_only_lens", "contextlib", "torch")
 _warned: ContextVar[set[Hashable] | None] = ContextVar("warned", default=None)
 _REPR = Repr()
@@ -18,8 +18,10 @@ _REPR.maxstring = 60
 
 
 @contextmanager
-def warned_once() -> Iterator[None]:
-    """Warn about each case only once inside a `with`; nested contexts count as one.
+def warned_once(*known: Hashable) -> Iterator[None]:
+    """Context manager in which each case is warned about once; nested contexts count as one.
+
+    There is no warning about the cases `known`, for example because the result states them.
 
     Example:
         >>> import warnings
@@ -30,10 +32,12 @@ def warned_once() -> Iterator[None]:
         >>> len(caught)
         1
     """
-    if _warned.get() is not None:
+    before = _warned.get()
+    if before is not None:
+        before.update(known)
         yield
         return
-    reset = _warned.set(set())
+    reset = _warned.set(set(known))
     try:
         yield
     finally:
@@ -41,7 +45,7 @@ def warned_once() -> Iterator[None]:
 
 
 def warn(cases: Mapping[Any, str], problem: str) -> None:
-    """Issue one `InputWarning` that lists all cases not yet warned about, if there are any."""
+    """Issue one `InputWarning` that lists the cases not yet warned about, if any."""
     before = _warned.get()
     if before is not None:
         cases = {case: text for case, text in cases.items() if case not in before}
@@ -51,7 +55,7 @@ def warn(cases: Mapping[Any, str], problem: str) -> None:
     texts = list(cases.values())
     lines = texts[:_SHOWN] + [f"and {len(texts) - _SHOWN} more"] * (len(texts) > _SHOWN)
     message = "".join([f"{problem}:", *(f"\n  - {line}" for line in lines)])
-    level, frame = 1, sys._getframe()  # find the stack level of the code that calls the package
+    level, frame = 1, sys._getframe()  # find the stack level of the user's code
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, InputWarning, stacklevel=level)

@@ -52,7 +52,7 @@ _ABLATED, _STEERED = "these heads cannot be ablated", "these heads cannot be ste
 def ablate(
     recording: Recording, reference: Recording, to: Ablation, real: Bool[Tensor, "batch pos"]
 ) -> Recording:
-    """Return a recording with each head's z ablated; "mean" takes the mean over `reference`."""
+    """Return a recording with ablated outputs z; the mean for "mean" is taken over `reference`."""
     if to == "bias" and recording.hooked:
         reason = (
             "got 'bias' for attention heads, which have no bias token; patch neuron_heads(), or "
@@ -76,7 +76,7 @@ def ablate(
 def resample_reasons(
     clean: Tokens, reference: Tokens | None, real: Bool[Tensor, "batch pos"]
 ) -> list[str]:
-    """Return why 'resample' cannot use activations of the reference or of the other prompts."""
+    """Return error messages if 'resample' cannot take activations from `reference` or `clean`."""
     reasons = []
     if reference is None:
         if len(real) < 2:
@@ -102,7 +102,7 @@ def resample_reasons(
     return reasons
 
 
-# Edits in every run of a model
+# Ablation and steering of a running model
 
 
 @contextmanager
@@ -122,11 +122,11 @@ def ablated(
             itself is edited, not a copy.
         names: `L5H3`, `L5N1234`, a list of names, or a selection such as `heads(layers=5)`;
             `L5N1234@13` edits that head only at position 13.
-        to: "zero"; "mean", the mean over all real tokens of `prompts`; or "bias", which puts all
-            attention of a neuron-head on the bias token, so that its output is 0.
-        prompts: texts or tokens for the means. The model must have no hooks when means are taken.
-            So if contexts are nested, the context with to="mean" must be the outermost.
-        mask: if the prompts are tokens, 1 for real tokens and 0 for padding.
+        to: "zero"; "mean", the mean over all non-padding tokens of `prompts`; or "bias", which puts
+            all attention of a neuron-head on the bias token, so that its output is 0.
+        prompts: texts or tokens for the means. Means are computed without hooks on the model, so of
+            nested contexts, the one with to="mean" must be the outermost.
+        mask: if the prompts are tokens, 1 for tokens and 0 for padding.
         positions: the positions for names without a position: numbers from 0, which count prompt
             tokens, padding and generated tokens; by default all positions.
 
@@ -183,7 +183,7 @@ def ablated(
 def steered(
     model: Any, steering: Steering, *, positions: int | Sequence[int] | None = None
 ) -> Iterator[None]:
-    """Add a value to the z of each steered head, in every run of a model inside a `with`.
+    """Add a given value to each head's output z, in every run of a model inside a `with`.
 
     Args:
         model: a model that `convert` returned, or a model with exposed neuron-heads. This model
@@ -301,7 +301,7 @@ def _places(model: Any, names: Sites, positions: Any) -> tuple[list[_Place], lis
         if edited is not None and not (edited and all(map(is_count, edited))):
             reasons.append(
                 f"got positions {list(edited)}; expected numbers from 0, or None for all "
-                "positions: while it grows, a text has no roles and no last position"
+                "positions: roles and negative positions are undefined while a text grows"
             )
         for sites in resolve_sites(model, heads):
             is_neuron = sites.kind in NEURON_KINDS
@@ -322,10 +322,7 @@ def _z(run: Recording, model: Any, place: _Place) -> Float[Tensor, "batch pos he
 
 @contextmanager
 def _tokens_before(model: Any) -> Iterator[Callable[[], int]]:
-    """Yield a function that returns how many cached tokens precede this thread's forward pass.
-
-    The function returns 0 if the forward pass starts after the first block.
-    """
+    """Yield a function that returns how many cached tokens precede this thread's forward pass."""
     host, key = host_of(model), object()
     values = host.passing.values
 
@@ -337,12 +334,12 @@ def _tokens_before(model: Any) -> Iterator[Callable[[], int]]:
         yield lambda: host.passing.values.get(key, 0)
     finally:
         handle.remove()
-        values.pop(key, None)  # left behind if a block ran without the model
+        values.pop(key, None)  # the counter is set only if a block ran outside the model
 
 
 @contextmanager
 def _edited(model: Any, edits: Sequence[_Edit]) -> Iterator[None]:
-    """Inside the `with`, edit z [batch, pos, head, d] or patterns [batch, head, pos, 2]."""
+    """Context manager that edits z [batch, pos, head, d] or patterns [batch, head, pos, 2]."""
 
     def hook(edit: _Edit, before: Callable[[], int]) -> Callable[[Tensor, Any], Tensor]:
         positions, slices = edit.place.positions, edit.place.heads.values()

@@ -7,11 +7,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 _Numbers: TypeAlias = int | Int[Tensor, "number"]
-_ROUNDED = 1.001  # a bound times this factor is valid despite rounding, in any dtype
+_ROUNDED = 1.001  # a bound times this factor holds despite rounding, in any dtype
 
 
 class LargestScores:
-    """The k largest scores that were added so far, each with its row and column in the matrix.
+    """The k largest scores added so far, with their rows and columns in the matrix.
 
     Example:
         >>> largest = LargestScores(2)
@@ -65,8 +65,8 @@ class LargestScores:
     ) -> None:
         """Add the score a · b of every row a of `left` and every row b of `right`.
 
-        Skip chunks whose bound ‖a‖ ‖b‖ does not exceed the smallest kept score. Chunks of `block`
-        rows need 2 block d + 2 block² + 16 block min(k, block) numbers in memory.
+        Skip chunks whose upper bound ‖a‖ ‖b‖ does not exceed the smallest kept score. Chunks of
+        `block` rows need 2 block d + 2 block² + 16 block min(k, block) numbers in memory.
         """
         seen = self.seen + len(left) * len(right)
         (left_norms, left_rows), (right_norms, right_rows) = (

@@ -1,12 +1,12 @@
-"""Express the change between two runs as linear maps between heads, by the rules in `secants.py`.
+"""Compute linear maps between heads that reproduce the change between two runs exactly.
 
-The change of a head's output is a linear function of the changes of all earlier outputs:
+The change in a head's output is a linear function of the changes in all earlier outputs:
 
     Δz_t = Σ_s W_ts Δz_s + W_te Δx_0
 
 Here Δ is the clean run minus the corrupted run, s an earlier head, x_0 the embedding and each W a
-matrix. W_ts is the sum of two terms: the effect of s on the values of t, weighted by the mean
-pattern, and its effect on the pattern of t, with the slope of the softmax or the gate.
+matrix. W_ts has two terms: the effect of s on the values of t, weighted by the mean pattern, and
+its effect on the pattern of t, multiplied by the slope of the softmax or gate (`secants.py`).
 """
 
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ from attn_only_lens.heads import host_of
 
 @dataclass(frozen=True, eq=False)
 class SecantNorm(FrozenNorm):
-    """A norm between two runs, as a linear map from the input's change to the output's change.
+    """A norm as a linear map from its input's change between two runs to its output's change.
 
     Attributes:
         norm: the norm's matrix N and its bias.
@@ -53,13 +53,13 @@ class SecantNorm(FrozenNorm):
 
     @classmethod
     def between(cls, both: FrozenNorm) -> "SecantNorm":
-        """Return the norm between two runs, given the norm of one batch with the rows of both."""
+        """Return a norm's linear map, given its scales and inputs in a batch of both runs."""
         clean, corrupted = (1 / both.scale).chunk(2)
         middle = both.norm.centred(mean(both.stream))
         return cls(both.norm, middle, 2 / (clean + corrupted), (clean, corrupted))
 
     def at(self, positions: Positions) -> "SecantNorm":
-        """Return this norm for the given positions only."""
+        """Return the same norm, restricted to the given positions."""
         clean, corrupted = (scale[:, positions] for scale in self.scales)
         stream, scale = self.stream[:, positions], self.scale[:, positions]
         return SecantNorm(self.norm, stream, scale, (clean, corrupted))
@@ -67,7 +67,7 @@ class SecantNorm(FrozenNorm):
     def change(
         self, change: Float[Tensor, "*any batch pos d_model"], scale: Scale = "held"
     ) -> Float[Tensor, "*any batch pos d_model"]:
-        """Return the change of the norm's output that is due to a part of its input's change."""
+        """Return the change in the norm's output that is due to a part of its input's change."""
         change = self.norm.centred(change.to(self.stream.device))
         result: Tensor = self.norm.gain(self._secant(change))
         return result
@@ -108,7 +108,7 @@ def linear_sublayers(model: Any, both: Decomposition) -> list[LinearSublayer]:
 
 
 def _between(writes: SublayerWrites) -> SublayerWrites:
-    """Return a sublayer's writes in the clean run minus its writes in the corrupted run."""
+    """Return a sublayer's writes to the residual stream, clean minus corrupted run."""
     clean, corrupted = writes.z.chunk(2)
     reads, after = (SecantNorm.between(norm) for norm in (writes.reads, writes.writes))
     z, entered = clean - corrupted, mean(writes.entered)
@@ -127,7 +127,7 @@ def _leaves(writes: SublayerWrites) -> tuple[Any, Tensor, Tensor | None]:
 def _value_terms(
     writes: SublayerWrites, weight: Float[Tensor, "batch pos head_index"]
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    """For q and u, return the weight matrix and the derivative of neuron outputs via the values."""
+    """Return the weight matrices of q and u, each with the outputs' derivative at fixed gates."""
     heads, q, up = _leaves(writes)
     with torch.enable_grad():
         _, v = heads._query_and_value(q, up)
@@ -144,7 +144,7 @@ def _value_terms(
 def gate_term(
     writes: SublayerWrites, gates: Any
 ) -> tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch pos d_mlp"]]:
-    """Return q's weight matrix, and the slope of neuron outputs with respect to q via the patterns.
+    """Return q's weight matrix, and the neurons' slope with respect to q at constant values.
 
     Args:
         writes: the neurons' writes in one run on clean and corrupted prompts.

@@ -6,26 +6,27 @@ and the logits. The output of a head t is then an affine function of all earlier
     z_t = Σ_s W_ts z_s + W_te x_0 + b_t
 
 The sum is over all earlier attention heads and neuron-heads s; x_0 is the embedding, and b_t the
-contribution of biases. Each term passes through norms and projections, but through no other head.
-So the gradient c_t of a metric at z_t splits c_t · z_t into contributions of heads and biases:
+contribution of biases. Each path passes through norms and projections, but through no other head.
+The gradient c_t of a metric at z_t thus splits c_t · z_t into contributions of heads and biases:
 
     c_t · z_t = Σ_s c_t · W_ts z_s + c_t · W_te x_0 + c_t · b_t
 
-This is relevance propagation with frozen patterns and the LN rule: Achtibat et al., "AttnLRP"
-(2024); Rezaei Jafari et al., "RelP" (2025). All terms are computed from a run's writes
-(`writes.py`): a source head adds a vector to the stream, and a target head multiplies the stream by
-a covector. The matrix W_ts is never computed.
+The split is relevance propagation with frozen attention patterns and norm scales: Achtibat et al.,
+"AttnLRP" (2024); Rezaei Jafari et al., "RelP" (2025). Each term is the dot product of the vector
+that s adds to the residual stream (`writes.py`) and the gradient of c_t · z_t at the stream. The
+matrix W_ts is never computed.
 
-An attention head outputs A V, where A is its pattern, V = x N / s W_V + b_V, and x the stream; the
-norm before it multiplies x by N and divides it by the constant scale s. A neuron-head outputs p v,
-where p is its attention to its own token. In a gated MLP, the value v = g u is a product of two
-projections. One is held constant, or each of the two is held constant in one half of the product:
+An attention head with pattern A outputs A V with V = x N / s W_V + b_V: the norm multiplies the
+residual stream x by N and divides it by the constant scale s. A neuron-head (a single-neuron
+attention head) outputs p v, where p is its attention to its own token. In a gated MLP, the value v
+= g u is a product of two projections. One factor is held constant, or each factor is held constant
+in one half of the product:
 
     held="gate"    p g is constant: linear in the up projection u
     held="up"      p u is constant: linear in g, the gate's pre-activation
     held="half"    p (g_0 u + g u_0) / 2 with g_0, u_0 from the run: half of each gradient (RelP)
 
-If heads share a neuron (bilinear gates), their values are already linear in x.
+With bilinear gates (several heads per neuron), values are already linear in x.
 
 A soft cap on attention scores is part of the pattern. A soft cap on the logits comes after the
 linear model and counts as part of the metric. `linearize` checks that the heads are linear.
@@ -64,7 +65,7 @@ Outputs: TypeAlias = Float[Tensor, "batch pos node d_head"]
 
 @dataclass(frozen=True, eq=False)
 class LinearSublayer(ABC):
-    """One source layer's attention heads or neurons, as a linear function of the stream they read.
+    """One layer's attention heads or neurons, as a linear function of the residual stream.
 
     Attributes:
         writes: the sublayer's writes in the run.
@@ -75,16 +76,16 @@ class LinearSublayer(ABC):
     constant: Outputs
 
     def z(self, stream: Float[Tensor, "part batch pos d_model"]) -> Tensor:
-        """Return what each part of the stream adds to outputs: [part, batch, pos, node, d_head]."""
+        """Return each stream part's effect on the outputs: [part, batch, pos, node, d_head]."""
         return self.of_input(self.writes.reads.change(stream))
 
     @abstractmethod
     def of_input(self, entering: Float[Tensor, "part batch pos d_model"]) -> Tensor:
-        """Return what each part of the input, taken after the norm, adds to the outputs."""
+        """Return the contribution of each part of the normalised input to the outputs."""
 
     @abstractmethod
     def back(self, gradient: Outputs) -> Residual:
-        """Return the gradient at the stream that nodes read, given gradients at their outputs."""
+        """Backpropagate the outputs' gradients to the residual stream that the sublayer reads."""
 
     @abstractmethod
     def covectors(
@@ -94,21 +95,21 @@ class LinearSublayer(ABC):
         position: Place,
         key: Place,
     ) -> Float[Tensor, "batch target d_model"]:
-        """Return each target's gradient at stream position `key`, given the one at its output."""
+        """Backpropagate each node's output gradient to position `key` of the residual stream."""
 
     def written(self, z: Float[Tensor, "part batch pos node d_head"]) -> Tensor:
-        """Return the sum of what all nodes write to the stream: [part, batch, pos, d_model]."""
+        """Return the sublayer's output to the residual stream: [part, batch, pos, d_model]."""
         return self.writes.writes.change(z.flatten(3) @ self.writes.matrix.flatten(0, 1))
 
     def write_vectors(
         self, z: Float[Tensor, "batch target d_head"], nodes: Nodes, position: Place
     ) -> Float[Tensor, "batch target d_model"]:
-        """Return the vector that each of the nodes adds to the stream at its position."""
+        """Return the vector that each node adds to the residual stream at its position."""
         by_node = torch.einsum("btd,tdm->btm", z, self.writes.matrix[nodes])
         return self.writes.writes.at(places(position)).change(by_node)
 
     def output_gradients(self, gradient: Residual, positions: Positions = slice(None)) -> Outputs:
-        """Return the gradients at nodes' outputs, given the gradient at the stream after them."""
+        """Backpropagate the gradient at the residual stream to the nodes' outputs."""
         back = self.writes.writes.back(gradient, positions)
         return torch.einsum("bpm,hdm->bphd", back, self.writes.matrix)
 
@@ -141,7 +142,7 @@ class LinearAttention(LinearSublayer):
 class LinearNeurons(LinearSublayer):
     """Neurons whose gates are held fixed at their values in the run.
 
-    Each output is a sum of projections, each multiplied by a factor recorded in the run.
+    Each output is a sum of projections, multiplied by factors recorded in the run.
     """
 
     terms: tuple[tuple[Float[Tensor, "d_model d_mlp"], Float[Tensor, "batch pos d_mlp"]], ...]
@@ -170,7 +171,7 @@ class LinearSkip(LinearSublayer):
     """A transcoder's skip node, whose output z is the transcoder's input; W_skip is its W_O."""
 
     def of_input(self, entering: Tensor) -> Tensor:
-        """Return the input, with an axis head_index=1."""
+        """Return the input, with a head_index axis of size 1."""
         return entering.unsqueeze(-2)
 
     def back(self, gradient: Outputs) -> Residual:
@@ -209,7 +210,7 @@ def wide_sublayer(writes: SublayerWrites) -> LinearSublayer:
 
 
 def places(position: Place) -> Positions:
-    """Return `position` as an index for a pos axis; the result broadcasts with [batch, target]."""
+    """Return an index for one position, or for one position per node; it keeps the pos axis."""
     return slice(position, position + 1) if isinstance(position, int) else position
 
 
@@ -219,7 +220,7 @@ class LinearRun:
 
     Attributes:
         model: the model.
-        run: the run's writes, with the recorded patterns of attention heads.
+        run: the run's writes, and the patterns of attention heads.
         sublayers: the sublayers in the order of computation.
         logits: the logits before any soft cap.
     """
@@ -230,7 +231,7 @@ class LinearRun:
     logits: Float[Tensor, "batch pos d_vocab"]
 
     def n_before(self, index: int) -> int:
-        """Return how many sublayers write to the stream before the given sublayer reads it."""
+        """Return the number of sublayers whose outputs the given sublayer reads."""
         writes = self.sublayers[index].writes
         return len(self.run.before(writes.layer, writes.kind))
 
@@ -250,7 +251,7 @@ class LinearRun:
         return gradient, float(value.detach())
 
     def stream_gradient(self, gradient: Float[Tensor, "batch pos d_vocab"]) -> Residual:
-        """Return the gradient at the final stream, given the gradient at the logits."""
+        """Backpropagate the gradient at the logits to the final residual stream."""
         with torch.enable_grad():
             change = torch.zeros_like(self.run.final.stream).requires_grad_()
             logits = self.model.unembed(self.run.final.change(change))
@@ -259,7 +260,7 @@ class LinearRun:
 
     @torch.no_grad()
     def unembed(self, streams: Float[Tensor, "part batch pos d_model"]) -> Tensor:
-        """Return the logits of parts of the final stream; the first part includes all biases."""
+        """Return the logits of each part of the final stream, with all biases in the first part."""
         final = self.run.final
         zero = torch.zeros_like(final.stream[:1, :1])
         base = self.model.unembed(zero)
@@ -270,13 +271,13 @@ class LinearRun:
 
     @torch.no_grad()
     def gradients(self, final: Residual) -> tuple[list[Outputs], list[Residual]]:
-        """Return the gradients at all outputs, and at the stream before and after each sublayer.
+        """Return the gradients at all outputs and at the residual stream around each sublayer.
 
         Args:
             final: the gradient at the final stream.
         """
         n = len(self.sublayers)
-        readers: list[list[Residual]] = [[] for _ in range(n)]  # by number of sublayers before them
+        readers: list[list[Residual]] = [[] for _ in range(n)]  # index: number of earlier sublayers
         outputs: list[Outputs] = []
         streams = [final]
         for index in reversed(range(n)):
@@ -298,13 +299,13 @@ def linearize(
     held: Held = "half",
     names: Sequence[str] = (),
 ) -> LinearRun:
-    """Run a model once, and return this run as linear maps.
+    """Run a model once, and return the model's linearisation at this run.
 
     Args:
         model: a model with neuron-heads.
         tokens: the model's input.
-        mask: 1 for real tokens and 0 for padding.
-        held: the factor of gated neurons' values that is held constant.
+        mask: 1 for tokens and 0 for padding.
+        held: the factor of gated neurons' values to hold constant.
         names: further hook points of attention heads to record.
 
     Raises:
@@ -313,7 +314,7 @@ def linearize(
             input.
     """
     host = host_of(model)
-    patterns = [host.hook_name(layer, "attention", "pattern") for layer in range(host.n_layers)]
+    patterns = host.hook_names("pattern", ("attention",))
     run = decompose(model, tokens, mask, names=(*patterns, *names))
     sublayers = list[LinearSublayer]()
     for writes in run.sublayers:

@@ -1,7 +1,7 @@
 """Metrics: one number per prompt, computed from the logits and averaged over prompts.
 
-Let ℓ be the logits at a prompt's last real token, c the correct and w the wrong answers,
-P = softmax ℓ, and C the clean run's softmax:
+Let ℓ be the logits at a prompt's last non-padding token, c the correct answers, w the wrong
+answers, P = softmax ℓ, and C the clean run's P:
 
     logit_diff         ℓ[c] - ℓ[w]
     probability_diff   Σ P[c] - Σ P[w], over several answers c and w
@@ -11,9 +11,9 @@ P = softmax ℓ, and C the clean run's softmax:
     loss               -log P_t[x_{t+1}], the mean over all real tokens of the clean prompts
     custom             any function of the logits [batch, pos, d_vocab]
 
-A metric that is bound to a model and prompts lists the positions and columns of the logits that it
-reads, so that a sweep computes only these logits. Half-precision logits are converted to float32,
-except for `custom` metrics.
+A `BoundMetric` lists the positions and vocabulary entries whose logits it reads, so that a patching
+sweep computes only these logits. Half-precision logits are converted to float32, except for
+`custom` metrics.
 """
 
 import inspect
@@ -47,9 +47,9 @@ _Columns: TypeAlias = Int[Tensor, "column"] | None
 
 _NO_NUMBER = "this metric does not return one number, or one number per prompt"
 _NO_GRADIENT = "this metric cannot be attributed"
-_ROUNDINGS = 8  # tolerance in units of eps, for the rounding of inputs, differences and means
-_NO_SLOPE = 64  # in units of eps; smaller sums of gradients are only rounding errors
-_VERSION = "1"  # for all metrics in this file; change the version whenever a metric changes
+_ROUNDINGS = 8  # a tolerance, in units of eps, for rounding of inputs, differences and means
+_NO_SLOPE = 64  # sums of gradients below this many eps are rounding errors
+_VERSION = "1"  # the version of all metrics in this file; change it whenever a metric changes
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ class BoundMetric:
             )
 
     def shares(self, n: int) -> tuple[float, ...]:
-        """Return the weight of each of n numbers in their mean; n is 1 or the number of prompts."""
+        """Return n weights for the mean over prompts (n is 1 or the number of prompts)."""
         return self.weights if self.weights and n > 1 else (1 / n,) * n
 
     def mean(self, values: Float[Tensor, "*site prompt"]) -> Float[Tensor, "*site"]:
@@ -104,7 +104,7 @@ class BoundMetric:
     def select(
         self, logits: Float[Tensor, "*site batch pos d_vocab"]
     ) -> Float[Tensor, "*site batch position column"]:
-        """From the logits of full runs, select the logits that this metric reads."""
+        """Select the logits that this metric reads from the logits of full runs."""
         if logits.shape[-3:] != self.shape:
             self._refuse(
                 f"got logits of shape {list(logits.shape)}; expected [..., batch, pos, d_vocab] "
@@ -121,7 +121,7 @@ class BoundMetric:
 
     @torch.no_grad()
     def of_run(self, logits: Logits) -> Float[Tensor, "prompt"]:
-        """Return each prompt's metric in a full run, in float64; test that it is repeatable."""
+        """Return each prompt's metric in a full run, in float64; check that it is deterministic."""
         selected = self.select(logits)[None]
         copy = selected.clone()
         both = [self.compute(selected)[0] for _ in range(2)]
@@ -145,7 +145,7 @@ class BoundMetric:
 
     @torch.enable_grad()
     def gradient(self, logits: Logits) -> Float[Tensor, "batch position column"] | None:
-        """Return the metric's gradient at the logits that it reads; None if it has no gradient."""
+        """Return the metric's gradient at the logits that it reads, or None if there is none."""
         leaf = self.select(logits.detach()).clone().requires_grad_()
         value = self.value(leaf[None])[0]
         return torch.autograd.grad(value, leaf)[0] if value.requires_grad else None
@@ -304,8 +304,8 @@ def _of_answers(
 ) -> Metric:
     """Return a metric that is Σ scale(ℓ) over correct answers minus Σ scale(ℓ) over wrong answers.
 
-    Here, ℓ are the logits at each prompt's last real token. If `scale` is None, the metric uses the
-    logits themselves and reads only the answers' logits.
+    Here, ℓ are the logits at each prompt's last non-padding token. If `scale` is None, the metric
+    uses the logits themselves and reads only the answers' logits.
     """
     rows = {role: answer_rows(of_role) for role, of_role in answers.items()}
     name = f"{kind}({', '.join(map(answers_label, rows.values()))})"
@@ -380,7 +380,7 @@ def kl() -> Metric:
 def loss() -> Metric:
     """Return a metric that is the cross-entropy of the clean prompts' next tokens, in nats.
 
-    The targets are the real tokens of the clean prompts, except each prompt's first token. The
+    The targets are the clean prompts' tokens, except padding and each prompt's first token. The
     metric is the mean over all targets, so longer prompts have larger weights.
 
     Raises:
@@ -482,7 +482,7 @@ def _as_numbers(value: Any, batch: int, name: str) -> Float[Tensor, "prompt"]:
 
 
 def _logits_shape(model: Any, pair: PromptPair) -> tuple[int, int, int]:
-    """Return the shape of the logits of a full run: [batch, pos, d_vocab]."""
+    """Return the shape [batch, pos, d_vocab] of a full run's logits."""
     batch, pos = pair.clean.shape
     return batch, pos, d_vocab_out(model)
 
@@ -521,7 +521,7 @@ def no_gradient_reasons() -> list[str]:
 
 
 def require_differentiable(metric: BoundMetric, logits: Logits) -> None:
-    """Raise an error if a metric has no gradient at the logits, or one that is not finite."""
+    """Raise an error if a metric's gradient at the logits is missing or not finite."""
     gradient = metric.gradient(logits)
     reasons = []
     if gradient is None:
@@ -535,11 +535,10 @@ def require_differentiable(metric: BoundMetric, logits: Logits) -> None:
 
 
 def require_slope(metric: BoundMetric, logits: Logits, reference: Logits, span: float) -> None:
-    """Raise an error if a metric has gradient 0 on the patched run, as `kl` does on the clean run.
+    """Raise an error if a metric's gradient is 0 on the patched run, as for `kl` on the clean run.
 
-    `span` is the change of the metric between the two runs. If Σ |∂metric/∂logits · (reference -
-    logits)| is tiny compared with `span`, every estimate from gradients is zero or only a rounding
-    error.
+    If Σ |∂metric/∂logits · (reference - logits)| is tiny compared with `span`, the metric's change
+    between the runs, every estimate from gradients is zero or a rounding error.
     """
     gradient = metric.gradient(logits)
     assert gradient is not None

@@ -1,8 +1,8 @@
 """Check a model for user-added hooks and active dropout before the model runs.
 
-Libraries attach hooks, too. Hooks of transformers collect outputs. Hooks of TransformerBridge read
-inputs and, in version 4, show activations of components that are not modules, such as BERT's MLPs.
-Library hooks do not change what a model computes, but any other hook may. A library hook is
+Libraries attach hooks, too. Hooks from transformers collect outputs. TransformerBridge's hooks read
+inputs and, in version 4, expose activations of components that are not modules, such as BERT's
+MLPs. Library hooks do not change what a model computes, but any other hook may. A library hook is
 recognised by the package that defines the hook.
 """
 
@@ -33,7 +33,7 @@ class AttachedHooks:
     Attributes:
         users: modules with user-added hooks.
         placeholders: hook points where transformer-lens 4 shows a component without a module.
-        own: modules to which TransformerLens attached other hooks, which refer to the modules.
+        own: modules with other hooks from TransformerLens, which hold references to modules.
         on_weights: attention, MLPs and embeddings with user-added torch hooks, which may change
             what their weights compute.
         removal: instructions to remove the user-added hooks.
@@ -47,7 +47,7 @@ class AttachedHooks:
 
 
 def find_hooks(model: Any) -> AttachedHooks:
-    """Find the hooks on a HookedTransformer, or on a bridge and the model that it wraps."""
+    """Find the hooks on a HookedTransformer, or on a TransformerBridge and its wrapped model."""
     captures = _captures(model)
     users, placeholders, on_model, on_weights = (dict[str, None]() for _ in range(4))
     added: set[str] = set()  # how users added hooks
@@ -73,7 +73,7 @@ def find_hooks(model: Any) -> AttachedHooks:
                 if not internal and _WITH_WEIGHTS.match(name):
                     on_weights[shown] = None
     if any(
-        _library(hook) not in (*_LIBRARIES, "torch")  # torch adds hooks, e.g. to count flops
+        _library(hook) not in (*_LIBRARIES, "torch")  # torch itself adds hooks, e.g. to count flops
         for kind in _KINDS
         for hook in getattr(torch_module, f"_global{kind}").values()
     ):
@@ -86,7 +86,7 @@ def find_hooks(model: Any) -> AttachedHooks:
 
 
 def state_of_hooks(model: Any) -> Iterator[tuple[str, int, int]]:
-    """Yield a key that identifies each hook on a module, except hooks that every run attaches."""
+    """Yield a key for each hook on a module, except hooks that a bridge attaches in each run."""
     captures = _captures(model)
     for name, module in modules_of(model):
         for hooks_id, key, _ in _torch_hooks(module):
@@ -95,7 +95,7 @@ def state_of_hooks(model: Any) -> Iterator[tuple[str, int, int]]:
 
 
 def _captures(model: Any) -> set[tuple[int, int]]:
-    """Return (dictionary id, key) of each hook that the blocks of a bridge attach during a run."""
+    """Return (id of hook dictionary, key) of each hook that a bridge's blocks attach in a run."""
     return {
         (id(handle.hooks_dict_ref()), handle.id)
         for block in getattr(model, "blocks", ())
@@ -104,7 +104,7 @@ def _captures(model: Any) -> set[tuple[int, int]]:
 
 
 def _torch_hooks(module: nn.Module) -> Iterator[tuple[int, int, Any]]:
-    """Yield each torch hook on a module as (id of its dictionary, its key in it, hook)."""
+    """Yield (id of hook dictionary, key, hook) for each torch hook on a module."""
     for kind in _KINDS:
         hooks = vars(module)[kind]
         for key, hook in hooks.items():
@@ -118,7 +118,7 @@ def hook_reasons(model: Any, so: str = "would be lost") -> list[str]:
 
 
 def weight_hook_reasons(model: Any) -> list[str]:
-    """Return [error message] if users' hooks may change what weights compute, otherwise []."""
+    """Return [error message] if user-added hooks may change what weights compute, otherwise []."""
     so = "may change what its weights compute"
     return _hook_reasons(find_hooks(model).on_weights, so, _removal({"torch"}, False))
 
@@ -134,7 +134,7 @@ def _hook_reasons(names: tuple[str, ...], so: str, removal: str) -> list[str]:
 
 
 def reasons_not_to_run(model: Any) -> list[str]:
-    """Return the reasons why two runs of this model cannot be compared; [] if they can be."""
+    """Return the reasons why two runs of this model cannot be compared ([] if there are none)."""
     if not has_neuron_heads(model):
         return []
     reasons = hook_reasons(model, "would run on batches of patched variants, or not run at all")
@@ -177,7 +177,7 @@ def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_placeholder(handle: Any) -> bool:
-    """Return whether transformer-lens 4 attached this handle's hook as a placeholder."""
+    """Return whether transformer-lens 4 added this hook for a component that is not a module."""
     hook = getattr(handle, "user_hook", None)
     return handle.is_permanent and getattr(hook, "__module__", None) == _PLACEHOLDERS
 

@@ -1,10 +1,10 @@
 """Compute a digest of a model, and run half-precision models with float32 weights.
 
 The outputs of a model's components add up to the residual stream, up to rounding. In half
-precision, the rounding is as large as the output of a single head, so analyses that split the
-stream compute in float32. A bridge with hooks cannot be copied to float32. During the analysis, the
-model's own half-precision tensors therefore hold float32 data in place of their original data.
-Afterwards, they get the original data back, so views and tied weights stay intact.
+precision, the rounding error is as large as the output of a single head, so analyses that split the
+residual stream compute in float32. A bridge with hooks cannot be copied to float32. During the
+analysis, the model's own half-precision tensors therefore hold float32 data in place of their
+original data. Afterwards, they get the original data back, so views and tied weights stay intact.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ _INCIDENTAL = frozenset(
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _lock = Lock()
-_inside: dict[int, tuple[int, ExitStack]] = {}  # by id(model): the number of running analyses
+_inside: dict[int, tuple[int, ExitStack]] = {}  # id(model) -> (number of running analyses, undo)
 
 
 def fingerprint(model: Any) -> str:
@@ -72,13 +72,13 @@ def _description(model: Any) -> dict[str, Any]:
             if isinstance(value, float) and not name.startswith("_")
         },
     }
-    if not getattr(model.cfg, "has_stock_sizes", True):  # cfg lacks the layers' sizes
+    if not getattr(model.cfg, "has_stock_sizes", True):  # cfg does not hold the layers' sizes
         described["layers"] = [asdict(layer_size) for layer_size in model.cfg.layer_sizes]
     return described
 
 
 def in_float32(analysis: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make an analysis run in float32 if its first argument, `model`, is in half precision."""
+    """Decorate an analysis so that it runs half-precision models in float32."""
 
     @wraps(analysis)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -90,9 +90,9 @@ def in_float32(analysis: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @contextmanager
 def float32_weights(model: Any) -> Iterator[None]:
-    """Give a half-precision model float32 weights; restore its own weights bit for bit at the end.
+    """Context manager that gives a half-precision model float32 weights, then restores its own.
 
-    Several threads may analyse one model at once. The last analysis to end restores the weights.
+    Several threads may analyse one model at once. The analysis that ends last restores the weights.
     """
     if not isinstance(model, nn.Module):
         yield
@@ -128,7 +128,7 @@ def _widen(model: nn.Module) -> ExitStack:
                     seen.add(id(tensor))
                     gradient = tensor.grad if tensor.is_leaf else None
                     undo.callback(restore, tensor, tensor.data, gradient)
-                    tensor.grad = None  # a gradient must have its tensor's dtype, so remove it
+                    tensor.grad = None  # its dtype would differ from the tensor's
                     tensor.data = tensor.data.float()
         # TransformerLens' norms and rotary embeddings compute in cfg.dtype.
         for _, module in modules_of(model):

@@ -1,18 +1,17 @@
 """Remember which tests a model has passed, until the model changes.
 
-Each test compares two computations of the same values, such as a replay and a full run. The result
-depends on the model, not on the prompts: a passed test is valid for all prompts that have no
-padding and are not longer than the tested prompts. A model is tested again after any of these
-changes:
+Each test compares two computations of the same values, such as a replay and a full run. A passed
+test is valid for all prompts that have no padding and are not longer than the tested prompts. A
+model is tested again after any of these changes:
 
     a parameter or buffer was replaced or written to
     a hook or module was added or removed
     a forward pass was replaced
     a configuration option, a plain module attribute, the dtype, device, mode or autocast changed
 
-torch does not count writes through `.data`, so the contents of vectors are compared, too. A write
-to a matrix through `.data` is not noticed. This does no harm, because the values in a matrix do not
-change how a model combines its components.
+torch does not count changes through `.data`, so the entries of vectors are compared, too. A change
+through `.data` in a matrix is not detected, which is harmless: a matrix's entries do not affect how
+a model combines its components.
 """
 
 from collections.abc import Hashable, Iterator
@@ -31,13 +30,13 @@ _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 
 
 class PassedTests:
-    """The tests that a model has passed since it last changed, and on which prompts."""
+    """Tests that a model has passed since it last changed, with the tested prompts' lengths."""
 
     def __init__(self) -> None:
         self._lengths: dict[Hashable, int] = {}  # the length of the longest tested prompts, by test
 
     def covers(self, test: Hashable, recording: Recording) -> bool:
-        """Return whether the model has passed this test on prompts at least as long as these."""
+        """Return whether the model has passed this test on prompts that are at least as long."""
         batch, n_pos = recording.tokens.shape
         return recording.mask is None and self._lengths.get((test, batch > 1), 0) >= n_pos
 
@@ -53,7 +52,7 @@ _PASSED: "WeakKeyDictionary[nn.Module, tuple[_State, PassedTests]]" = WeakKeyDic
 
 
 def passed_tests(model: Any) -> PassedTests:
-    """Return the tests that a model has passed since it last changed."""
+    """Return the tests that a model has passed since the model's last change."""
     state = tuple(_state(model))
     known = _PASSED.get(model)
     if known is None or known[0] != state:
@@ -91,7 +90,7 @@ def _state(model: Any) -> Iterator[object]:
 
 
 class _Reference(WeakIdRef):
-    """A weak reference that equals only references to the same living object."""
+    """A weak reference that equals only other references to the same live object."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Reference) and super().__eq__(other)
@@ -100,12 +99,12 @@ class _Reference(WeakIdRef):
 def _reference(value: Any) -> Any:
     try:
         return _Reference(value)
-    except TypeError:  # an object that allows no weak reference counts as changed
+    except TypeError:  # objects that allow no weak reference count as changed
         return object()
 
 
 def _tensor_state(tensor: Tensor) -> object:
-    # Inference-mode tensors do not count writes, so such a tensor always counts as changed.
+    # Inference-mode tensors do not count changes, so they are always treated as changed.
     version = object() if tensor.is_inference() else tensor._version
     return _reference(tensor), version, tensor.dtype, str(tensor.device)
 
@@ -115,5 +114,5 @@ def _contents(tensors: list[Tensor]) -> bytes:
     known = [x.detach().reshape(-1).view(torch.uint8) for x in tensors if not x.is_meta]
     if not known:
         return b""
-    # One transfer reads all tensors, whatever the number of devices and dtypes.
+    # Read all tensors in one transfer, because each transfer from a GPU synchronises.
     return torch.cat([x.to(known[0].device) for x in known]).cpu().numpy().tobytes()

@@ -1,9 +1,9 @@
-"""Sets of positions to patch; all positions in a set are patched together.
+"""Find the sets of positions to patch; all positions in a set are patched together.
 
-A number from 0 up is a column of the token tensor, so padding tokens count too. Negative numbers
-count from the end: -1 is the last real token of each prompt. `"each"` and `"all"` leave out
-padding. Roles, such as `{"subject": [2, 4], "end": -1}`, name a position in each prompt. A role's
-position counts only the prompt's real tokens, from the start or, if it is negative, from the end.
+The numbers 0, 1, … are columns of the token tensor, so they count padding, too. Negative numbers
+count from the end: -1 is the last non-padding token of each prompt. `"each"` and `"all"` leave out
+padding. A role names one position in each prompt, as in `{"subject": [2, 4], "end": -1}`. A role's
+position is counted without padding, from the start or, if negative, from the end.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,17 +37,17 @@ class PositionSet:
 
     @property
     def column(self) -> int | None:
-        """The column of the position if it is the same in all prompts; otherwise None."""
+        """The column of the position if all prompts have the same one; otherwise None."""
         inside = isinstance(self.label, int) and 0 <= self.label < self.chosen.shape[1]
         return int(self.label) if inside else None
 
     def of_prompts(self, prompts: Sequence[int], n_pos: int) -> "PositionSet":
-        """Return this set for only some of the prompts and only the first n_pos positions."""
+        """Restrict this set to the given prompts and to the first n_pos positions."""
         return PositionSet(self.label, self.chosen[list(prompts), :n_pos])
 
 
 def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionSet, ...]:
-    """Return the sets of positions to patch in these prompts."""
+    """Return the sets of positions to patch in the given prompts."""
     if isinstance(positions, Mapping):
         return _by_role(pair, positions)
     real = pair.real
@@ -88,7 +88,7 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
 
 
 def _by_role(pair: PromptPair, roles: Roles) -> tuple[PositionSet, ...]:
-    """Return one set of positions for each role; see `resolve_positions`."""
+    """Return one set of positions for each role in the prompts."""
     lengths = pair.real.sum(dim=1)
     batch, reasons, sets = len(lengths), list[str](), list[PositionSet]()
     if not roles:

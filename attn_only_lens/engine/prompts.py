@@ -1,4 +1,4 @@
-"""Pairs of clean and corrupted prompts, and prompts for chat models.
+"""Create pairs of clean and corrupted prompts, and format prompts for chat models.
 
 A patch moves an activation from a position in one run to the same position in the other run, so
 both prompts of a pair must have the same number of tokens and the same padding.
@@ -20,6 +20,7 @@ from attn_only_lens.engine.input_warnings import shortened
 from attn_only_lens.engine.tokens import (
     array_as_tensor,
     checked_tokens,
+    require_model,
     token_texts,
     warn_of_unknown_words,
 )
@@ -40,8 +41,8 @@ class PromptPair:
     Attributes:
         clean: the tokens of the clean prompts.
         corrupted: the tokens of the corrupted prompts.
-        mask: 1 for real tokens and 0 for padding, the same for both prompts; None if all tokens are
-            real.
+        mask: 1 for tokens and 0 for padding, the same for both prompts; None if there is no
+            padding.
         among: if the pair holds a subset of the prompts, their indices and the total number of
             prompts; otherwise None.
     """
@@ -60,17 +61,17 @@ class PromptPair:
 
     @property
     def last(self) -> Int[Tensor, "batch"]:
-        """The position of each prompt's last real token, whichever side is padded."""
+        """The position of each prompt's last non-padding token, with padding on either side."""
         positions = torch.arange(self.clean.shape[1], device=self.clean.device)
         return (self.real * positions).amax(dim=1)
 
     @property
     def n_all(self) -> int:
-        """The total number of prompts in the analysis; this pair may hold only some of them."""
+        """The number of prompts in the whole analysis; this pair may hold only some of them."""
         return len(self.clean) if self.among is None else self.among[1]
 
     def own(self, of_all: Sequence[_T]) -> Sequence[_T]:
-        """From a sequence with one item per prompt of the analysis, select this pair's items."""
+        """Select this pair's items from a sequence with one item per prompt of the analysis."""
         return of_all if self.among is None else [of_all[i] for i in self.among[0]]
 
     def of_prompts(self, prompts: Sequence[int], *, cut: bool = True) -> "PromptPair":
@@ -105,16 +106,16 @@ def prompt_pair(
             rows, such as `chat_tokens` returns. Tokens are a tensor or a NumPy array. A BOS token
             is added to a text if `model.to_tokens` adds one, unless the text begins with BOS.
         corrupted: the prompts of the other run, in the same form and order.
-        mask: for prompts that are tokens, 1 or True for real tokens and 0 or False for padding, in
-            the shape of the tokens.
+        mask: for prompts that are tokens, 1 or True for tokens and 0 or False for padding, in the
+            shape of the tokens.
 
     Returns:
         The pair of prompts, on the model's device.
 
     Raises:
         InputError: tokens are invalid, the prompts of a pair have different lengths, all pairs are
-            identical, or the mask has another shape or no real token in a prompt. The error lists
-            every reason.
+            identical, the mask has another shape, or it marks a whole prompt as padding. The error
+            lists every reason.
 
     Warns:
         InputWarning: the tokenizer does not know a word, symbol or whitespace character. All
@@ -148,7 +149,8 @@ def single_prompts(model: Any, prompts: Prompts, mask: Tensor | None = None) -> 
 def _tokenize(
     model: Any, sides: Mapping[str, Prompts], mask: Tensor | None, problem: str
 ) -> tuple[list[Tokens], Tensor | None]:
-    """Return the clean and corrupted tokens and their mask, in which the padding of texts is 0."""
+    """Return the clean and corrupted tokens, and the mask of both, which is 0 at padding."""
+    require_model(model)
     reasons, texts = list[str](), dict[str, str]()
     rows = [_rows(model, prompts, side, reasons, texts) for side, prompts in sides.items()]
     padded = not any(map(_is_tensor, sides.values()))
@@ -208,7 +210,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _pad(model: Any, rows: list[Tensor]) -> tuple[Tokens, Tensor | None]:
-    """Pad the rows and stack them into a tensor; return it and its mask (None without padding)."""
+    """Return the padded rows as one tensor, and their mask (None without padding)."""
     if len({*map(len, rows)}) == 1:
         return torch.stack(rows), None
     side = getattr(model.tokenizer, "padding_side", "right")
@@ -238,7 +240,7 @@ def _check_mask(mask: object, tokens: Tokens, reasons: list[str]) -> Tensor | No
     empty = (mask.sum(dim=1) == 0).nonzero().flatten().tolist()
     if empty:
         reasons.append(f"mask: prompts {empty} have no real token; expected at least one")
-    # Count groups of consecutive real tokens: a group starts in the first column or after padding.
+    # Count groups of consecutive tokens: a group starts in the first column or after padding.
     starts = mask[:, 0] + (mask.diff(dim=1) == 1).sum(dim=1)
     broken = (starts > 1).nonzero().flatten().tolist()
     if broken:

@@ -1,6 +1,6 @@
-"""Compute the outputs of heads when only the stream that they read changes, by δ.
+"""Compute heads' outputs z if their normalised input changes by δ, and nothing else changes.
 
-`part` says which inputs of a head change (q is a neuron-head's pre-activation):
+`part` selects what changes; neuron-heads are single-neuron attention heads with pre-activation q:
 
     part          attention heads      neuron-heads
     "q"           queries              w(q') v
@@ -9,10 +9,10 @@
     "value"       values               w v', v' = q', or q' u' in a gated MLP
     "z"           all                  w(q') v'
 
-For neuron-heads, z follows from Δq = δ W_in; in a gated MLP, from Δq = δ W_gate and, for the up
-projection u, Δu = δ W_in. For attention heads, the block runs with δ added to its attention's
-input; queries, keys or values that should not change are restored. Both computations are tested
-before they are first used.
+For neuron-heads, z is computed from Δq = δ W_in or, in a gated MLP, from Δq = δ W_gate and Δu = δ
+W_in for the up projection u. For attention heads, the block runs with δ added to its attention's
+input; recorded queries, keys or values replace those that should not change. Both methods are
+tested before their first use.
 """
 
 from collections.abc import Callable
@@ -52,14 +52,14 @@ def input_hooks(host: Any, layer: int) -> tuple[str, ...]:
 
 
 class _Stop(Exception):
-    """Stop a forward pass. A `StopForward` would be caught by `Replay.block_output`."""
+    """Stop a forward pass; unlike `StopForward`, this is not caught by `Replay.block_output`."""
 
 
 @dataclass(eq=False)
 class Readers:
-    """The heads of a model in one recorded run, as functions of the stream that they read.
+    """The outputs of a model's heads in one cached run, as functions of their normalised input.
 
-    `decomposition` must record the `input_hooks` of layers whose attention heads are readers.
+    `decomposition` must record the `input_hooks` of each layer whose attention z is computed.
     """
 
     replay: Replay
@@ -75,7 +75,7 @@ class Readers:
         part: str,
         positions: Positions = slice(None),
     ) -> Float[Tensor, "variant batch pos head_index"]:
-        """Return the change of neuron-heads' z, given the change of their MLP's input."""
+        """Return the change in neuron-heads' z, given the change in their MLP's input."""
         heads: NeuronHeads = self.replay.host.neurons[sites.layer]
         index = sites.index.to(entering.device)
         q, up = (
@@ -87,7 +87,7 @@ class Readers:
         new_up = None if up is None else up + entering @ W_up[0][:, index]
         new_q = q + entering @ W_q[:, index]
         named: Part = "pattern" if part == "q" else part  # type: ignore[assignment]
-        if heads.joint_gates:  # the gates are held fixed, because they depend on other features
+        if heads.joint_gates:  # hold gates fixed, because they depend on other features
             gates, _ = heads.weights_and_values(*self._projections(sites.layer))
             weight = gates[:, positions][..., index].expand_as(new_q)
             return change_of_z(_run_with(weight, q), _run_with(weight, new_q), named)
@@ -115,7 +115,7 @@ class Readers:
         part: str,
         first: int = 0,
     ) -> Float[Tensor, "variant batch pos head_index d_head"]:
-        """Return z of each attention head when a layer's input changes from position `first` on."""
+        """Return attention heads' z if attention's input changes, starting at position `first`."""
         if not self._is_joint(layer):
             return self._z(layer, entering, _MOVED[part], first)
         heads = range(self.replay.host.n_heads[layer])
@@ -125,7 +125,7 @@ class Readers:
     def _z(
         self, layer: int, entering: Tensor, moved: str, first: int, head: int | None = None
     ) -> Tensor:
-        """Return z when only the inputs named in `moved` change, for one head or for all heads."""
+        """Return z if only the inputs named in `moved` change, for one head or for all heads."""
         replay, n = self.replay, len(entering)
         block, n_heads = replay.host.block(layer, "attention"), replay.host.n_heads[layer]
         outputs: list[Tensor] = []
@@ -163,7 +163,7 @@ class Readers:
     def values_at_end(
         self, change: Float[Tensor, "variant batch pos d_model"], first: int, scale: Scale
     ) -> Float[Tensor, "variant prompt"]:
-        """Return each prompt's metric when the final stream changes from position `first` on."""
+        """Return each prompt's metric if the final stream changes, starting at position `first`."""
         replay, final, n = self.replay, self.decomposition.final, len(change)
         stream = replay.recorded_stream(replay.n_blocks, first, n)
         if scale == "anew" or final.norm.module is None:
@@ -177,14 +177,14 @@ class Readers:
                 return output + more
             rows = torch.arange(
                 len(more), device=more.device
-            )  # the output has only the token that the metric reads
+            )  # the output holds only the token that the metric reads
             return output + more[rows, (positions.to(more.device) - first).repeat(n)].unsqueeze(1)
 
         with final.norm.module.register_forward_hook(add):
             return replay.values(Variants(replay.n_blocks, first, stream))
 
     def _is_joint(self, layer: int) -> bool:
-        """Return whether one head's inputs affect other heads, for example through a joint norm.
+        """Return whether a head's inputs affect other heads, for example through a shared norm.
 
         This also tests that noise in the input reaches z only through queries, keys and values.
         """
@@ -211,11 +211,11 @@ class Readers:
         allowed = LOGIT_TOLERANCE[z.dtype] * size
         if not depends <= allowed:
             reason = (
-                f"layer {layer}: with queries, keys and values restored, attention still depends "
-                "on its input, so it does not use the queries, keys and values that hooks show"
+                f"layer {layer}: attention's output depends on its input even with fixed queries, "
+                "keys and values, so it does not use those at the hook points"
             )
             raise UnsupportedModelError([reason], _PROBLEM)
-        # Weights of 0, as in compiled programs, hide noise in the input, but pass nan on.
+        # Zero weights, as in compiled programs, stop noise in the input, but let nan through.
         hidden = not effect > allowed
         if hidden and not self._z(layer, noise * torch.nan, "qkv", 0).isnan().any():
             reason = f"layer {layer}: a change of attention's input does not reach the heads"
@@ -226,7 +226,7 @@ class Readers:
 def _require_products(
     heads: NeuronHeads, x: Tensor, projected: tuple[Tensor, Tensor | None], layer: int
 ) -> None:
-    """Raise an error if an MLP does not multiply its input by W_in (and W_gate, if it is gated)."""
+    """Raise an error if an MLP does not multiply its input by W_in (and W_gate, if gated)."""
     noise = _noise(x)
     befores, afters = (
         [y for y in pair if y is not None] for pair in (projected, heads.projections(x + noise))
@@ -244,7 +244,7 @@ def _require_products(
 
 
 def _noise(x: Tensor) -> Tensor:
-    """Return normal noise with the shape and the standard deviation of x."""
+    """Return Gaussian noise with the shape and the standard deviation of x."""
     return normal_numbers(x.shape).to(x) * (x.std() if x.numel() > 1 else 1.0)
 
 

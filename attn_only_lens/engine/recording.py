@@ -14,7 +14,15 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from attn_only_lens.arguments import a_type
 from attn_only_lens.axes import SELF, Residual, Tokens
-from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, bind, require_distinct
+from attn_only_lens.engine.answers import WRONG, preference
+from attn_only_lens.engine.input_warnings import warn
+from attn_only_lens.engine.metrics import (
+    AnyMetric,
+    BoundMetric,
+    as_metric,
+    bind,
+    require_distinct,
+)
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.sites import SHARED_PARTS, LayerSites, Part, hook_name
 from attn_only_lens.errors import InputError, UnsupportedModelError
@@ -24,8 +32,8 @@ from attn_only_lens.heads.host import NEURON_KINDS
 Hooks = Sequence[tuple[str, Callable[..., Any]]]
 Side = Literal["clean", "corrupted"]
 _POINTS = ("z", "v", "pattern")
-# With at most this many tokens, a pass over both prompts takes little longer than over one prompt,
-# because most of the time goes to reading the weights.
+# Up to this many tokens, a forward pass over both prompts takes little longer than over one prompt,
+# because reading the weights takes most of the time.
 _FEW_TOKENS = 512
 
 
@@ -46,7 +54,7 @@ class NeuronRun:
 
     @property
     def weight(self) -> Float[Tensor, "batch pos head_index"]:
-        """Each neuron-head's attention to its own token; the rest goes to the bias token."""
+        """Each neuron-head's attention to its own token (the rest is on the bias token)."""
         return self.gates[1]
 
 
@@ -55,11 +63,11 @@ class Recording:
     """The recorded activations of one forward pass.
 
     Attributes:
-        mask: 1 for real tokens and 0 for padding; None if there is no padding.
+        mask: 1 for tokens and 0 for padding; None if there is no padding.
         streams: the residual stream at each block's input, and at the last block's output.
         extra_outputs: how many values each block returned after the stream; None if the block did
             not return a tuple.
-        neurons: the outputs of neuron-heads in the requested source layers, by layer.
+        neurons: the outputs of neuron-heads in the requested layers, by the original layer.
         hooked: the activations at the requested hook points, by hook name.
         key_values: the keys and values of each block, if they were requested and the model is a
             bridge that keeps them.
@@ -113,7 +121,7 @@ class RunPair:
         return self.metric.mean(self.corrupted_values).item()
 
     def target(self, direction: str) -> tuple[Recording, Recording, Float[Tensor, "prompt"]]:
-        """Return the run to patch, the run that patches come from, and the first run's metric."""
+        """Return the run to patch, the run that patches come from, and the patched run's metric."""
         if direction == "denoise":
             return self.corrupted, self.clean, self.corrupted_values
         return self.clean, self.corrupted, self.clean_values
@@ -179,7 +187,7 @@ def keys_and_values(cache: Cache, tokens: Tokens) -> tuple[tuple[Tensor, Tensor]
 
 
 def record_again(model: Any, recording: Recording) -> Recording:
-    """Repeat a run, and record the same activations."""
+    """Run a model again on a recording's prompts, and record the same activations."""
     return record(
         *(model, recording.tokens, recording.mask),
         layers=recording.neurons,
@@ -242,8 +250,8 @@ def _record_both(
     if any(len(value) != 2 * n for value in both.hooked.values()):
         return None
     clean, corrupted = both[:n], both[n:]
-    # In one batch, a matrix product may round equal rows differently. Then patches of activations
-    # that are equal in both runs would seem to have an effect.
+    # In one batch, a matrix product may round equal rows differently. Patches of activations that
+    # are equal in both runs would then seem to have an effect.
     first = int((pair.clean != pair.corrupted).any(dim=0).int().argmax())
     same = torch.equal(clean.streams[-1][:, :first], corrupted.streams[-1][:, :first])
     causal = getattr(model.cfg, "attention_dir", "causal") == "causal"
@@ -259,9 +267,12 @@ def run_pair(
     *,
     distinct: bool = True,
 ) -> RunPair:
-    """Return the two recorded runs, with the metric of each run."""
+    """Return both runs' recordings (cached activations), with the metric of each run."""
     bound = bind(metric, model, pair, reference=clean.logits.detach())
     values = bound.of_run(clean.logits)
+    if len(as_metric(metric).answers) == 2 and 2 * int((values < 0).sum()) > len(values):
+        reason = preference(WRONG, "for most pairs, " * (len(values) > 1))
+        warn({WRONG: f"{reason}, or swap the answers"}, bound.name)
     zeros = torch.zeros_like(values)
     corrupted_values = zeros if corrupted is clean else bound.of_run(corrupted.logits)
     runs = RunPair(pair, clean, corrupted, bound, values, corrupted_values)
@@ -271,7 +282,7 @@ def run_pair(
 
 
 def _require_heads(model: Any, names: dict[LayerSites, str], part: Part, run: Recording) -> None:
-    """Raise an error if recorded activations have no axis for heads or for groups of heads."""
+    """Raise an error if recorded activations have no axis for heads or groups of heads."""
     reasons = []
     for site, name in names.items():
         shape, n_heads = run.hooked[name].shape, host_of(model).count(site.layer, site.kind)
@@ -307,7 +318,7 @@ def run(
 ) -> Float[Tensor, "batch pos d_vocab"]:
     """Run a model with hooks, and return its logits."""
     named = [(name, of_this_thread(hook)) for name, hook in hooks]
-    # Skip an empty `model.hooks`: on a bridge, it takes as long as a short forward pass.
+    # Without hooks, skip `model.hooks`: on a bridge, it takes as long as a short forward pass.
     with model.hooks(fwd_hooks=named) if named else nullcontext():
         logits: Tensor = model(tokens, attention_mask=mask, return_type="logits", **kwargs)
     return logits

@@ -1,4 +1,4 @@
-"""Compute differences between two runs exactly, with slopes between the runs, not derivatives.
+"""Compute differences between two runs exactly, with secant slopes in place of derivatives.
 
 Let y_1 and y_0 be the values of y in two runs, Δy = y_1 - y_0, and ȳ their mean. Every rule is
 exact, however large the changes are:
@@ -9,9 +9,8 @@ exact, however large the changes are:
     log p                      Δlog p = Δs - Σ_j w_j Δs_j
     y = x r, r = 1 / √m(x)     Δy = r̄ Δx - x̄ (2 x̄ · Δx / d) (r_1 r_0)² / (r_1 + r_0)
 
-L is the logarithmic mean of p_1 and p_0. The last rule is for norms, with m(x) = mean(x²) + ε, and
-x is centred if the norm subtracts the mean. If the two runs are equal, the slopes become
-derivatives.
+L is the logarithmic mean of p_1 and p_0. The last rule is for norms, with m(x) = mean(x²) + ε; x is
+centred if the norm subtracts the mean. If the two runs are equal, the slopes become derivatives.
 
 The first two rules are from DeepLIFT, "summation to delta" (Shrikumar et al., 2017).
 """
@@ -32,7 +31,7 @@ Slopes: TypeAlias = Float[Tensor, "*any"]
 Both: TypeAlias = tuple[Tensor, Tensor]
 """The input and the output of a step, with the rows of both runs."""
 _Linear: TypeAlias = Callable[[Tensor], Tensor]
-_SMALL = 2**18  # the slopes of steps with fewer activations than this are computed together
+_SMALL = 2**18  # steps with fewer activations than this share one computation of their slopes
 
 
 def together(
@@ -40,9 +39,9 @@ def together(
     steps: Mapping[Any, tuple[Tensor, ...]],
     kinds: Mapping[Any, Hashable],
 ) -> Iterator[tuple[Any, tuple[Tensor, ...]]]:
-    """Yield each step and its slopes; small steps of equal kinds and shapes are computed at once.
+    """Yield each step and its slopes; small steps of the same kind and shape are computed at once.
 
-    `slopes` gets the steps of a group, and their tensors, stacked along axis 1.
+    `slopes` is called per group, with the group's steps and their tensors stacked along axis 1.
     """
     groups = dict[Any, list[Any]]()
     for step, (x, *_) in steps.items():
@@ -75,7 +74,7 @@ def slope(
 
 
 def log_mean(log_1: Tensor, log_0: Tensor) -> Slopes:
-    """Return the slope of exp between two logarithms, or 0 if a logarithm is -∞."""
+    """Return the secant slope of exp between two logarithms, or 0 if one of them is -∞."""
     finite = log_1.isfinite() & log_0.isfinite()
     a, b = (torch.where(finite, x, torch.zeros_like(x)) for x in (log_1, log_0))
     d = a - b
@@ -89,14 +88,14 @@ def log_mean(log_1: Tensor, log_0: Tensor) -> Slopes:
 def softmax_slopes(
     log_1: Float[Tensor, "*any key"], log_0: Float[Tensor, "*any key"]
 ) -> tuple[Float[Tensor, "*any key"], Float[Tensor, "*any key"]]:
-    """Return L and w of the softmax rule, given the logarithms of the softmax in both runs."""
+    """Return L and w of the softmax rule, given both runs' log-probabilities."""
     L = log_mean(log_1, log_0)
     total = L.sum(-1, keepdim=True)
     return L, L / torch.where(total == 0, torch.ones_like(total), total)
 
 
 def softmax_change(L: Tensor, w: Tensor, change: Tensor) -> Tensor:
-    """Return the change of the softmax's output, given the change of its scores."""
+    """Return the change in the softmax's output, given the change in its scores."""
     change = change.masked_fill(L == 0, 0.0)  # masked scores are -∞
     return L * (change - (w * change).sum(-1, keepdim=True))
 
@@ -112,7 +111,7 @@ def gate_derivative(heads: Any, query: Tensor) -> Tensor:
 
 
 def norm_change(x: Tensor, r_1: Tensor, r_0: Tensor, change: Tensor) -> Tensor:
-    """Return the change of a norm's output, given its input's change and mean over both runs."""
+    """Return the change in a norm's output, given its input's change and mean over both runs."""
     r = (r_1 + r_0) / 2
     along = (x * change).mean(-1, keepdim=True)
     return r * change - (r_1 * r_0).square() / r * along * x
@@ -135,7 +134,7 @@ class _Replaced(torch.autograd.Function):
 
 
 def replaced(x: Tensor, value: Callable[[], Tensor], back: _Linear) -> Tensor:
-    """Return `value()` with a new derivative: `back` maps the gradient at the result to that at x.
+    """Return `value()`; in the backward pass, `back` maps the gradient at the result to that at x.
 
     All rules except `log_softmax` are symmetric linear maps, so `back` can be the rule itself.
     """
@@ -144,7 +143,7 @@ def replaced(x: Tensor, value: Callable[[], Tensor], back: _Linear) -> Tensor:
 
 
 def at_mean(x: Tensor, both: Tensor, back: _Linear = lambda gradient: gradient) -> Tensor:
-    """Return the mean of a function's outputs in both runs; `back` computes the gradient."""
+    """Return the mean of a function's outputs in both runs, with `back` as backward pass."""
     return replaced(x, partial(mean, both), back)
 
 
@@ -234,7 +233,7 @@ class FunctionRules(TorchFunctionMode):
         self._n_calls += 1
         if not is_softmax:
             return _RULES[func](seen, x, lambda x: func(x, *rest, **kwargs))
-        if call not in self._slopes:  # functions of the same shape are nearly all softmaxes
+        if call not in self._slopes:  # batch calls of the same shape
             shape, n = seen[0].shape, len(self.seen) if seen[0].numel() < _SMALL else call + 1
             alike = {i: self.seen[i] for i in range(call, n) if self.seen[i][0].shape == shape}
             self._slopes |= together(_softmax_slopes, alike, dict.fromkeys(alike))

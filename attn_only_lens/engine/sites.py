@@ -26,6 +26,13 @@ SHARED_PARTS: tuple[Part, ...] = ("value", "k")
 """The parts that several attention heads share in models with grouped queries."""
 _HEAD_AND_POSITION = re.compile(r"([^@]*)(?:@(?:(0|-?[1-9]\d*)|([^\W\d][^@]*)))?")
 _POINTS: dict[Part, str] = {"z": "z", "pattern": "pattern", "value": "v", "q": "q", "k": "k"}
+_SELECTIONS = {
+    "heads": "heads()",
+    "neurons": "neuron_heads()",
+    "features": "features()",
+    "all": "all_heads()",
+}
+"""The functions that select what the command line selects by these words."""
 _PROBLEM = "these heads cannot be selected"
 
 
@@ -35,7 +42,7 @@ class Selection:
 
     Attributes:
         kinds: one or more of "attention", "neuron", "feature", "skip" and "error".
-        layers: the source layers; None for all layers.
+        layers: layers of the original model; None for all layers.
     """
 
     kinds: tuple[HeadKind, ...]
@@ -47,10 +54,10 @@ Sites: TypeAlias = Selection | str | HeadName | Sequence[str | HeadName]
 
 @dataclass(frozen=True, eq=False)
 class LayerSites:
-    """Sites of one kind in one source layer, sorted by `index` and `member`.
+    """Sites of one kind in one layer of the original model, sorted by `index` and `member`.
 
     Attributes:
-        layer: the source layer.
+        layer: the layer in the original model.
         kind: "attention", "neuron", "feature", "skip" or "error".
         names: `L5H3`, `L5N1234`, or `L5N1234.2` for one of several heads that share a neuron.
         index: the index of the attention head, neuron or feature; 0 for skip and error nodes.
@@ -75,10 +82,10 @@ class LayerSites:
 
 
 def neuron_heads(layers: int | Iterable[int] | None = None) -> Selection:
-    """Select every neuron of some source layers; a neuron's heads are patched together.
+    """Select every neuron of some or all layers; a neuron's heads are patched together.
 
     Args:
-        layers: source layers, counted from 0; None for all.
+        layers: layers of the original model, counted from 0; None for all.
 
     Raises:
         InputError: `layers` contains values that are not numbers, are negative, or are repeated.
@@ -92,10 +99,10 @@ def neuron_heads(layers: int | Iterable[int] | None = None) -> Selection:
 
 
 def heads(layers: int | Iterable[int] | None = None) -> Selection:
-    """Select every attention head of some source layers.
+    """Select every attention head of some or all layers.
 
     Args:
-        layers: source layers, counted from 0; None for all.
+        layers: layers of the original model, counted from 0; None for all.
 
     Raises:
         InputError: `layers` contains values that are not numbers, are negative, or are repeated.
@@ -109,10 +116,10 @@ def heads(layers: int | Iterable[int] | None = None) -> Selection:
 
 
 def features(layers: int | Iterable[int] | None = None) -> Selection:
-    """Select every feature of the transcoders in some source layers.
+    """Select every feature of the transcoders in some or all layers.
 
     Args:
-        layers: source layers, counted from 0; None for all that have a transcoder.
+        layers: layers of the original model, from 0; None for all layers with a transcoder.
 
     Raises:
         InputError: `layers` contains values that are not numbers, are negative, or are repeated.
@@ -126,10 +133,10 @@ def features(layers: int | Iterable[int] | None = None) -> Selection:
 
 
 def error_nodes(layers: int | Iterable[int] | None = None) -> Selection:
-    """Select the error nodes of the transcoders in some source layers.
+    """Select the error nodes of the transcoders in some or all layers.
 
     Args:
-        layers: source layers, counted from 0; None for all that have an error node.
+        layers: layers of the original model, from 0; None for all layers with an error node.
 
     Raises:
         InputError: `layers` contains values that are not numbers, are negative, or are repeated.
@@ -143,10 +150,10 @@ def error_nodes(layers: int | Iterable[int] | None = None) -> Selection:
 
 
 def all_heads(layers: int | Iterable[int] | None = None) -> Selection:
-    """Select every attention head and neuron, and all nodes of transcoders, in some source layers.
+    """Select all attention heads, neurons and transcoder nodes in some or all layers.
 
     Args:
-        layers: source layers, counted from 0; None for all.
+        layers: layers of the original model, counted from 0; None for all.
 
     Raises:
         InputError: `layers` contains values that are not numbers, are negative, or are repeated.
@@ -179,7 +186,7 @@ def hook_name(model: Any, layer: int, part: Part, kind: HeadKind = "attention") 
 
 
 def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
-    """Find the sites in a model that a selection or a list of names refers to."""
+    """Return the sites of a model that a selection, or a list of names, refers to."""
     InputError.raise_if(reasons_without_heads(model) or host_of(model).reasons(), _PROBLEM)
     if isinstance(sites, Selection):
         counts = [kinds for kinds, _ in head_counts(model)]
@@ -204,7 +211,7 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
 
 
 def without_wide(sites: Sites) -> Sites:
-    """Return a selection without skip and error nodes, which have no gates and no head matrices.
+    """Return a selection without skip and error nodes, which have no gates or head matrices.
 
     A list of names is returned unchanged; `wide_reasons` refuses names of these nodes.
     """
@@ -258,7 +265,7 @@ def _all_heads(layer: int, kind: HeadKind, count: int) -> LayerSites:
     return LayerSites(layer, kind, names, index, torch.full_like(index, ALL_MEMBERS))
 
 
-@lru_cache(maxsize=1024)  # making names takes a noticeable part of an attribution's time
+@lru_cache(maxsize=1024)  # without a cache, names would slow attribution noticeably
 def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
     first = str(HeadName(layer, kind, 0))
     if kind in WIDE_KINDS:
@@ -269,6 +276,8 @@ def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
 
 def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
     """Return the parsed names, and an error message for each name that is not in the model."""
+    if isinstance(sites, str) and sites in _SELECTIONS:
+        return [], [f"got {sites!r}; expected the selection patching.{_SELECTIONS[sites]}"]
     chosen = [sites] if isinstance(sites, str | HeadName) else as_plain(sites)
     if not isinstance(chosen, list | tuple) or not chosen:
         got = "an empty list" if isinstance(chosen, list | tuple) else type(chosen).__name__

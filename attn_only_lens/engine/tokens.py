@@ -1,10 +1,10 @@
 """Convert strings to tokens and back with any tokenizer, and find words unknown to the tokenizer.
 
-`tokenizer.decode([id])` returns a token's text at the start of a text, where a SentencePiece
-tokenizer drops the space before a word. To get the token's text in the middle of a text, we remove
-`decode([id])` from the beginning of `decode([id, id])`. If a vocabulary marks the end of a word
-(`the</w>` in OpenAI GPT), the space after the word belongs to the token. Bytes that do not form a
-complete character are written like `<0xE2>`.
+`tokenizer.decode([id])` treats the token as the start of a text, where SentencePiece tokenizers
+drop the space before a word. To get the token's text in the middle of a text, `decode([id])` is
+removed from the beginning of `decode([id, id])`. If a vocabulary marks the end of a word (`the</w>`
+in OpenAI GPT), the space after the word belongs to the token. Bytes that do not form a complete
+character are written like `<0xE2>`.
 """
 
 import re
@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from attn_only_lens.arguments import as_plain, is_count
+from attn_only_lens.arguments import a_type, as_plain, is_count
 from attn_only_lens.axes import Tokens
 from attn_only_lens.engine.input_warnings import quoted, shortened, warn
 from attn_only_lens.errors import UnsupportedCallError
@@ -40,6 +40,7 @@ _APOSTROPHES = "'’"  # apostrophes count as parts of a word, as in "don't"
 
 def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> Tokens:
     """Convert a string or tokens to a tensor on the model's device, and check the tokens."""
+    require_model(model)
     cfg = model.cfg
     if cfg.d_vocab < 1:
         raise UnsupportedCallError(
@@ -67,6 +68,15 @@ def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> 
     )
 
 
+def require_model(model: object) -> None:
+    """Raise an error for objects, such as a model's name, that are not TransformerLens' models."""
+    if not hasattr(model, "cfg"):
+        raise UnsupportedCallError(
+            f"got {a_type(model)} as the model; expected a TransformerBridge or a "
+            "HookedTransformer: attn_only_lens.load returns one for a name or a folder"
+        )
+
+
 def array_as_tensor(value: Any) -> Any:
     """Convert a numeric array to a tensor (integers to int64); return other values unchanged."""
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "iubf":
@@ -77,7 +87,7 @@ def array_as_tensor(value: Any) -> Any:
 def tokens_of_text(model: Any, text: str) -> Tensor:
     """Tokenize a string like `model.to_tokens`, but never add a second BOS token."""
     if model.tokenizer is None:
-        raise UnsupportedCallError("got a text, but the model has no tokenizer; give token numbers")
+        raise UnsupportedCallError("got a text, but the model has no tokenizer; give token IDs")
     bos = model.tokenizer.bos_token
     has_bos = bool(bos) and text.startswith(bos)
     tokens: Tensor = model.to_tokens(text, truncate=False, prepend_bos=False if has_bos else None)
@@ -96,7 +106,7 @@ def d_vocab_out(model: Any) -> int:
 def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
     """Return the text of each token of a prompt, with the spaces before words.
 
-    Joined, the texts equal the original text if the tokenizer can restore it.
+    The joined texts equal the original text if the tokenizer can restore it.
 
     Args:
         model: a model; if it has no tokenizer, tokens are shown as numbers.
@@ -124,6 +134,17 @@ def token_texts(model: Any, tokens: str | Tensor | Iterable[int]) -> list[str]:
     return _texts(model, ids, {token: token_text(model, token) for token in {*ids}})
 
 
+def joined(texts: Iterable[str | None]) -> str:
+    """Join the token texts of one prompt; tokens without spaces, such as numbers, get spaces."""
+    real = [text for text in texts if text is not None]
+    return ("" if any(" " in text for text in real) else " ").join(real)
+
+
+def all_token_texts(model: Any, tokens: Tokens) -> tuple[tuple[str, ...], ...]:
+    """Return the texts of every prompt's tokens, including padding, as graphs show them."""
+    return tuple(tuple(token_texts(model, row)) for row in tokens.tolist())
+
+
 def token_texts_of_prompts(
     model: Any, tokens: Tokens, real: Bool[Tensor, "batch pos"]
 ) -> list[list[str | None]]:
@@ -138,7 +159,7 @@ def token_texts_of_prompts(
 
 
 def _texts(model: Any, ids: list[int], known: Mapping[int, str]) -> list[str]:
-    """Return the texts of a prompt's tokens, given how each token reads in the middle of a text."""
+    """Return the texts of a prompt's tokens, given each token's text in the middle of a text."""
     texts = [known[token] for token in ids]
     if texts and getattr(model, "tokenizer", None) is not None:
         first = _decode(model.tokenizer, ids[:1])
@@ -193,7 +214,7 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
-# Words, symbols and whitespace unknown to a tokenizer, for which the model reads <unk> or nothing
+# Words, symbols and whitespace that a tokenizer replaces by <unk> or drops
 
 
 def token_ids(tokenizer: Any, texts: str | list[str]) -> Any:
@@ -208,7 +229,7 @@ def one_token(tokenizer: Any, text: str) -> int | None:
 
 
 def unknown_words(tokenizer: Any, text: str) -> list[str]:
-    """Return words, symbols and whitespace that a tokenizer does not know, once each, in order.
+    """Return the words, symbols and whitespace that a tokenizer does not know, without repeats.
 
     A text that contains the unknown token itself, such as "<unk>", is not reported.
 
@@ -242,7 +263,7 @@ def unknown_words(tokenizer: Any, text: str) -> list[str]:
 
 
 def _piece(text: str, start: int, end: int) -> str:
-    """Return the text from `start` to `end`; if it is part of a word, return the whole word."""
+    """Return the text from `start` to `end`, extended to the whole word if it is part of a word."""
     piece = text[start:end]
     if not any(map(_in_word, piece)):
         return piece.strip() or piece

@@ -1,23 +1,24 @@
-"""A forward pass as a sum of writes: what each head, neuron and bias adds to the residual stream.
+"""Split the residual stream into writes: the vectors that heads, neurons and biases add to it.
 
-The stream that a sublayer reads is the sum of all earlier writes:
+The residual stream that a sublayer reads is the sum of all earlier writes:
 
     x = embedding + Σ_h z_h W_O[h] + Σ_i z_i W_out[i] + biases
 
 The sums run over attention heads h and neuron-heads i with outputs z, at each position. If a norm
 follows a sublayer (as in OLMo 2, and in Gemma 2, which has norms before and after), a head whose
 output is the vector o adds o N / s to the stream. N is the norm's linear part (`models/norms.py`).
-The scale s, by which the norm divided in this run, depends on the output of the whole sublayer. The
+The scale s, by which the norm divides in this run, depends on the sublayer's whole output; the
 writes still add up to the stream. The norm's bias is part of the sublayer's bias.
 
-If the stream x changes by δ, the change of a head's input x N / s + b depends on `scale`:
+If the residual stream x changes by δ, the change in a head's input x N / s + b depends on `scale`:
 
     scale="held"    δ N / s                          linear in δ: effects of several δ add up
     scale="anew"    (x + δ) N / s' - x N / s         s' of x + δ, as the model would compute it
 
 The head's projections are applied to this change. The scale s is computed from the norm's input and
-output; s'² - s² is the change of the mean square. Norms of queries and keys (Qwen 3), rotations and
-the softmax belong to the reading head; they are computed by the model's own code (`readers.py`).
+output; s'² - s² is the change in the input's mean square. Norms of queries and keys (Qwen 3),
+rotations and the softmax are part of the head that reads the stream; the model's own code computes
+them (`readers.py`).
 """
 
 from collections.abc import Iterator
@@ -49,7 +50,7 @@ Positions: TypeAlias = slice | Int[Tensor, "pos"]
 Scale = Literal["held", "anew"]
 SCALES: tuple[str, ...] = get_args(Scale)
 _LARGEST_EPS = 1e-2
-# Use the tolerance of float32: many bridged norms compute in float32, whatever the model's dtype.
+# Use float32's tolerance, because many bridged norms always compute in float32.
 _ROUNDING = LOGIT_TOLERANCE[torch.float32]
 _PROBLEM = "the writes of this model cannot be separated"
 
@@ -69,19 +70,19 @@ class FrozenNorm:
     scale: Float[Tensor, "batch pos 1"]
 
     def at(self, positions: Positions) -> "FrozenNorm":
-        """Return this norm for the given positions only."""
+        """Return the same norm, restricted to the given positions."""
         return replace(self, stream=self.stream[:, positions], scale=self.scale[:, positions])
 
     def change(
         self, change: Float[Tensor, "*any batch pos d_model"], scale: Scale = "held"
     ) -> Float[Tensor, "*any batch pos d_model"]:
-        """Return the change of the norm's output for a change of its input."""
+        """Return how the norm's output changes if its input changes."""
         change = change.to(self.scale.device)  # a layer may be on another device
         moved: Tensor = self.norm.after(change)
         if scale == "held" or self.norm.module is None:
             return moved / self.scale
         x, centred = self.norm.centred(self.stream), self.norm.centred(change)
-        growth = (centred * (2 * x + centred)).mean(-1, keepdim=True)  # change of the mean square
+        growth = (centred * (2 * x + centred)).mean(-1, keepdim=True)  # the mean square's change
         new_scale = (self.scale.square() + growth).sqrt()
         linear: Tensor = self.norm.after(self.stream)
         return moved / new_scale + linear * (1 / new_scale - 1 / self.scale)
@@ -97,10 +98,10 @@ class FrozenNorm:
 
 @dataclass(frozen=True, eq=False)
 class SublayerWrites:
-    """The vectors that one source layer's attention heads, or neurons, added to the stream.
+    """The vectors that one layer's attention heads, or neurons, added to the residual stream.
 
     Attributes:
-        layer: the source layer.
+        layer: the layer in the original model.
         kind: "attention", "neuron", "feature", "skip" or "error".
         reads: the norm before the sublayer.
         entered: the sublayer's input, after the norm `reads`.
@@ -124,7 +125,7 @@ class SublayerWrites:
 
     @property
     def outputs(self) -> Float[Tensor, "batch pos node d_head"]:
-        """The weighted sum of z over the heads of each neuron; z itself for attention heads."""
+        """Each neuron's output, a weighted sum of its heads' z; z itself for attention heads."""
         if self.neurons is None:
             return self.z
         return self.neurons.neuron_outputs(self.z.squeeze(-1)).unsqueeze(-1)
@@ -143,7 +144,7 @@ class SublayerWrites:
         return writes.change(by_head)
 
     def total(self) -> Residual:
-        """Return the sum of all vectors that the sublayer added to the stream."""
+        """Return the sum of all vectors that the sublayer added to the residual stream."""
         return self.writes.change(self.outputs.flatten(2) @ self.matrix.flatten(0, 1)) + self.bias
 
 
@@ -152,11 +153,11 @@ class Decomposition:
     """One forward pass of a model, as a sum of writes to the residual stream.
 
     Attributes:
-        recording: the recorded run, with every neuron-head and the z of every attention head.
+        recording: the run's recording, with every neuron-head and the z of every attention head.
         embedding: the stream that enters the first block: token and position embeddings.
         sublayers: the writes of each sublayer, in the order of computation.
         final: the norm before the unembedding.
-        parallel: for each source layer, whether its MLP reads the same stream as its attention.
+        parallel: for each original layer, whether its MLP and its attention read the same stream.
         uncapped: the unembedding's output, which is the logits before any soft cap.
     """
 
@@ -168,7 +169,7 @@ class Decomposition:
     uncapped: Float[Tensor, "batch pos d_vocab"]
 
     def of(self, layer: int, kind: HeadKind) -> SublayerWrites:
-        """Return the writes of a sublayer; "neuron" and "feature" mean the same here."""
+        """Return a sublayer's writes; "neuron" and "feature" name the same sublayer."""
         return self.sublayers[self._index(layer, kind)]
 
     def _index(self, layer: int, kind: HeadKind) -> int:
@@ -180,7 +181,7 @@ class Decomposition:
         return {(x.layer, _shared_kind(x.kind)): i for i, x in enumerate(self.sublayers)}
 
     def before(self, layer: int, kind: HeadKind) -> tuple[SublayerWrites, ...]:
-        """Return the sublayers that write to the stream before the given sublayer reads it."""
+        """Return the sublayers whose outputs the given sublayer reads."""
         reads_attention = kind != "attention" and not self.parallel[layer]
         return self.sublayers[: self._index(layer, "attention") + reads_attention]
 
@@ -194,12 +195,12 @@ def _shared_kind(kind: HeadKind) -> HeadKind:
 def decompose(
     model: Any, tokens: Tokens, mask: Tensor | None, *, names: tuple[str, ...] = ()
 ) -> Decomposition:
-    """Run a model once, and return the writes of each sublayer.
+    """Run a model once, and return what each sublayer adds to the residual stream.
 
     Args:
         model: a model with neuron-heads, in float32 or float64.
         tokens: the model's input.
-        mask: 1 for real tokens and 0 for padding.
+        mask: 1 for tokens and 0 for padding.
         names: further hook points of attention heads to record.
 
     Raises:
@@ -213,13 +214,7 @@ def decompose(
     host, tested = host_of(model), passed_tests(model)
     norms, last = _norms(model, tested)
     layers = range(host.n_layers)
-    z_names = [*names, *(host.hook_name(layer, "attention", "z") for layer in layers)]
-    z_names += [
-        host.hook_name(layer, kind, "z")
-        for layer in layers
-        for kind in host.kinds(layer)
-        if kind in WIDE_KINDS
-    ]
+    z_names = [*names, *host.hook_names("z", ("attention", *WIDE_KINDS))]
     every_norm = [last, *(norm for n in norms for norm in (*n.attention, *n.neuron))]
     modules = {norm.module for norm in every_norm if norm.module is not None}
     modules |= {host.attention(layer) for layer in layers}
@@ -263,15 +258,15 @@ def _norms(model: Any, tested: PassedTests) -> tuple[list[Any], Any]:
 
 
 class _Traffic:
-    """The inputs and outputs of modules in a forward pass, and which of the modules are norms."""
+    """The inputs and outputs of modules in a forward pass, and a test for norms."""
 
     def __init__(self) -> None:
         self.entered: dict[nn.Module, Tensor] = {}
         self.returned: dict[nn.Module, Tensor] = {}
-        self._norms: list[tuple[str, Tensor]] = []  # class name; is it a norm?
+        self._norms: list[tuple[str, Tensor]] = []  # (class name, is a norm)
 
     def frozen(self, norm: Any, outside: Tensor) -> FrozenNorm:
-        """Return a norm with its scale in this run; if there is no norm, its input is `outside`.
+        """Return a norm with its scale in this run; without a norm module, the input is `outside`.
 
         The scale is computed from the norm's input and output.
         """
@@ -291,7 +286,7 @@ class _Traffic:
         return FrozenNorm(norm, stream, scale)
 
     def require_norms(self) -> None:
-        """Raise an error if a module that was taken for a norm does not compute a norm."""
+        """Raise an error if a module that was assumed to be a norm does not compute one."""
         are_norms = read_all([is_norm for _, is_norm in self._norms])
         others = {
             name for (name, _), is_norm in zip(self._norms, are_norms, strict=True) if not is_norm
@@ -388,7 +383,7 @@ def _record_modules(modules: set[nn.Module]) -> Iterator[_Traffic]:
             )
             raise InputError([reason], _PROBLEM)
         traffic.returned[module] = output_stream(output).detach()
-        # A model on several devices moves the input to the device of the module's weights.
+        # Models on several devices move a module's input to the device of its weights.
         traffic.entered[module] = x.detach().to(traffic.returned[module].device)
 
     with ExitStack() as stack:

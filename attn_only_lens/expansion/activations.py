@@ -1,12 +1,11 @@
-"""Find the old model's activations within the activations of the grown model.
+"""Find a model's activations in the activations of its grown, larger version.
 
-The grown model's activation contains each entry of the old activation at the new index of the
-entry's head, neuron or coordinate. Most entries are unchanged. Growth multiplies some entries by
-known factors (`Provenance.activation_scales`): for example keys if d_head grows, and normalized
-inputs of norms if d_model grows. If growth centred the residual stream for LayerNorm,
-residual-stream activations and sublayer outputs have mean zero in the grown model. If `init.splits`
-has split a head or neuron, its old output is the sum of the outputs of several heads or neurons of
-the grown model, so `activation_map` raises a KeyError.
+Each entry of an old activation moves to the new index of its head, neuron or coordinate. Most
+entries keep their values. Growth multiplies some entries by known factors
+(`Provenance.activation_scales`): for example keys if d_head grows, and `hook_normalized` if d_model
+grows. If growth centred the residual stream for LayerNorm, residual-stream activations and sublayer
+outputs have mean zero in the grown model. If `init.splits` split a head or neuron, several heads or
+neurons of the grown model share its old output. Then `activation_map` raises a KeyError.
 """
 
 from dataclasses import dataclass
@@ -48,7 +47,7 @@ _AXES: dict[str, tuple[str | None, ...]] = {
 _BEFORE_HEADS = ("attn.hook_attn_scores", "attn.hook_pattern")  # [batch, head, query_pos, key_pos]
 _IN_THE_STREAM = {*_STREAM, "attn.hook_result"} | {f"hook_{x}_input" for x in "qkv"}
 _IN_THE_STREAM |= {"hook_attn_in"}
-# For each axis label, the hook points whose activations change if units of this axis are split.
+# For each axis label, the hook points whose activations change if units on this axis are split.
 _WRITTEN = {
     "head": {"attn.hook_result"},
     "d_query": {"attn.hook_k", "attn.hook_rot_k"},
@@ -58,7 +57,7 @@ _WRITTEN = {
 
 @dataclass(frozen=True)
 class ActivationMap:
-    """A map from the entries of an activation of the old model to their indices in the grown model.
+    """A map from the indices of an old activation to the indices of the grown model's activation.
 
     Attributes:
         name: the hook point's new name.

@@ -1,24 +1,23 @@
-"""Centring of the residual stream, which makes LayerNorm equal to RMSNorm with a bias.
+"""Centre the residual stream, so that LayerNorm equals RMSNorm with a bias.
 
-LayerNorm subtracts the mean of its input over d_model. If LayerNorm is applied before every read
-from the stream, the stream's component along the vector (1, …, 1) has no effect on the output. So
-subtracting the mean over d_model from every weight that writes to the stream does not change the
-output. LayerNorm then subtracts zero, so it equals RMSNorm with a bias. TransformerLens'
+LayerNorm subtracts the mean of its input over d_model. If every sublayer reads the residual stream
+through a LayerNorm, the stream's component along the vector (1, …, 1) has no effect on the output.
+Subtracting the mean over d_model from every weight that writes to the stream therefore does not
+change the output. LayerNorm then subtracts zero, so it equals RMSNorm with a bias. TransformerLens'
 `center_writing_weights` subtracts the same mean.
 
-The embedding writes to the stream, so it is centred; the unembedding is not. If embedding and
-unembedding share one matrix, they first get separate matrices.
+The embedding is centred, because it writes to the residual stream. The unembedding is not. If
+embedding and unembedding share one matrix, they first get separate matrices.
 
-Centring fails if the last norm is an RMSNorm (`final_rms`), which does not subtract the mean of the
-stream. Centring also fails if a LayerNorm writes to the stream: its output is added to the stream
-(norms after sublayers), or is the stream itself (BERT). The output of a LayerNorm is g ⊙ u + b,
-where g is the gain, b the bias and u the normalized input. The mean of this output over d_model
-depends on u, so it differs from token to token. To subtract this mean, the gain would have to be
-the matrix (1 - 11ᵀ/d_model) diag(g), which is not diagonal. If the stream is not centred, adding
-coordinates that are zero changes its mean from m to m h/ĥ, where h is the old width and ĥ the new
-width. It also changes the standard deviation. (If ĥ is a multiple of h, copies of all coordinates
-would preserve both, see `analyses/studies/layernorm_gap.py`. None of the six expansions copies
-coordinates in this way.)
+Centring fails if the last norm is an RMSNorm (`final_rms`), because RMSNorm does not subtract the
+mean. Centring also fails if a LayerNorm's output is added to the residual stream (norms after
+sublayers), or is the residual stream itself (BERT). A LayerNorm's output is g ⊙ u + b, where g is
+the gain, b the bias and u the normalized input. Its mean over d_model depends on u, so it differs
+from token to token. To subtract this mean, the gain would have to be the matrix (1 - 11ᵀ/d_model)
+diag(g), which is not diagonal. Without centring, new coordinates of zero would change the residual
+stream's mean from m to m h/ĥ, where h is the old width and ĥ the new width. The standard deviation
+would change, too. (If ĥ is a multiple of h, copies of all coordinates would preserve both, see
+`analyses/studies/layernorm_gap.py`. None of the six expansions copies coordinates in this way.)
 """
 
 from dataclasses import dataclass, replace
@@ -58,7 +57,7 @@ class CentreStream(Expansion):
     """
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return every reason why these weights cannot be centred."""
+        """Return every reason why the given weights cannot be centred."""
         constants, reasons = weights.constants, []
         if not is_layer_norm(weights):
             return [
@@ -82,11 +81,11 @@ class CentreStream(Expansion):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """Return a plan with separate matrices for the embedding and the unembedding."""
+        """Return the plan for giving embedding and unembedding separate matrices."""
         return Plan(constants={"tied": False})
 
     def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
-        """Centre all weights that write to the stream. Indices do not change."""
+        """Centre all weights that write to the residual stream. Indices do not change."""
         same, provenance = super().expand(weights, init, seed)
         writers = WRITERS - (
             {"pos_embed.W_pos"} if weights.constants.positions == "shortformer" else set()

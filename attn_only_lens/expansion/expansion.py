@@ -1,9 +1,9 @@
-"""The base class of expansions, the class of their plans, and the function that applies a plan.
+"""Define expansions and their plans, and apply a plan to a model's weights.
 
 If an axis grows, every tensor with that axis gets new entries. A plan says which axes grow, which
 old entries are scaled, and which constants change. A plan also lists the tensors whose new entries
-must be zero, as the expansion's theorem requires; the new entries of other tensors can have any
-values. If an expansion inserts layers, the plan lists which tensors of a new layer are zero.
+must be zero by the expansion's theorem. The new entries of other tensors can have any values. If an
+expansion inserts layers, the plan lists which tensors of a new layer are zero.
 """
 
 import math
@@ -85,10 +85,10 @@ class Expansion(ABC):
 
     @abstractmethod
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return every reason why these weights cannot be expanded."""
+        """Return every reason why the given weights cannot be expanded."""
 
     def plan(self, weights: Weights) -> Plan:
-        """Return the planned changes to weights for which `reasons_against` found no reason."""
+        """Return the plan for expanding the given weights, once `reasons_against` returns []."""
         return Plan()
 
     def __call__(
@@ -99,12 +99,12 @@ class Expansion(ABC):
         return self.expand(weights, init or own(), seed)
 
     def expand(self, weights: Weights, init: Initialiser, seed: int) -> tuple[Weights, Provenance]:
-        """Apply the plan to weights for which `reasons_against` returned no reason."""
+        """Expand the given weights, once `reasons_against` returns []."""
         return apply_plan(weights, self.plan(weights), init, seed)
 
 
 def reasons_against_bytes(needed: int) -> list[str]:
-    """Return an error message, in a list, if no device has this many bytes of free memory."""
+    """Return a list with an error message if no device has `needed` bytes of free memory."""
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     free = [free_bytes(device) for device in (torch.device("cpu"), *gpus)]
     if needed <= max(free):
@@ -116,7 +116,7 @@ def reasons_against_bytes(needed: int) -> list[str]:
 
 
 def _bytes(weights: Weights, plan: Plan) -> int:
-    """Return the size in bytes of the tensors that a plan makes. Meta tensors count as created."""
+    """Return how many bytes a plan's new tensors need. Meta tensors count as new."""
     total = 0
     for name, old in weights.tensors.items():
         axes = axes_of(name, weights.constants)
@@ -166,7 +166,7 @@ def apply_plan(
 
 
 class _Drawing:
-    """Makes the grown model's tensors, and records which entries must be zero or tied to others.
+    """A builder of the grown model's tensors; it records which entries must stay zero or tied.
 
     Attributes:
         zeros, ties: the conditions, as in `Provenance`.
@@ -184,7 +184,7 @@ class _Drawing:
         self.shares: dict[Axis, Shares] = {}
 
     def expanded(self, name: str, provenance: Provenance) -> tuple[str, Tensor]:
-        """Return an old tensor's name in the grown model, and the tensor including new entries."""
+        """Return an old tensor's new name, and the tensor extended by its new entries."""
         plan, tensor_map = self._plan, provenance.tensor_map(name)
         tensor = tensor_map.scaled(self._weights.tensors[name])
         growing = [dim for dim, axis in enumerate(tensor_map.axes) if axis.added]
@@ -214,7 +214,7 @@ class _Drawing:
         return tensor_map.name, indices.combine(tensor, entries, dim)
 
     def of_new_layer(self, new_name: str, name: str, like: int) -> Tensor:
-        """Return a new layer's tensor `new_name`, with the shape of the old tensor `name`."""
+        """Return the tensor `new_name` of a new layer, shaped like the old tensor `name`."""
         plan, old = self._plan, self._weights.tensors[name]
         new = New(new_name, None, None, tuple(old.shape), old, self._constants)
         if self._without_zeros:
@@ -230,7 +230,7 @@ class _Drawing:
         return made.entries
 
     def _note(self, new: New, made: Made, *, writes: bool) -> None:
-        """Record which entries of new units must stay zero, tied or shared."""
+        """Record which entries of new heads or neurons must stay zero, tied or shared."""
         if new.units is None:
             return
         dim, shape = new.units.dim, new.whole
@@ -249,7 +249,7 @@ class _Drawing:
 
 
 def _units_of_layer(new: New, weights: Weights, like: int) -> Units | None:
-    """Return the heads or neurons in a new layer's tensor, or None if no axis counts them."""
+    """Return the heads or neurons of a new layer's tensor, or None if it has no such axis."""
     sizes = weights.sizes
     for dim, axis in enumerate(axes_of(new.name, new.constants)):
         if axis.label in ("head", "kv_head", "d_mlp"):
@@ -262,7 +262,7 @@ def _units_of_layer(new: New, weights: Weights, like: int) -> Units | None:
 def _grid(
     shape: tuple[int, ...], dim: int | None = None, indices: tuple[int, ...] = ()
 ) -> tuple[tuple[int, ...], ...]:
-    """Return, for each dimension of a tensor, all indices; for dimension `dim`, only `indices`."""
+    """Return one index per dimension, as np.ix_ takes: `indices` for `dim`, otherwise all."""
     return tuple(indices if axis == dim else tuple(range(size)) for axis, size in enumerate(shape))
 
 
@@ -273,7 +273,7 @@ class ExpansionSequence(Expansion):
     steps: tuple[Expansion, ...]
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return the reasons against every step, after trying the steps on meta tensors."""
+        """Return every reason why a step is impossible. The steps are tried on meta tensors."""
         sketch, reasons = weights.sketch(), []
         for step in self.steps:
             against = step.reasons_against(sketch)
@@ -297,7 +297,7 @@ class ExpansionSequence(Expansion):
 def compose(*expansions: Expansion) -> ExpansionSequence:
     """Return one expansion that applies several expansions in the given order.
 
-    The grown model computes the same function in any order, but new entries may get other values.
+    The order affects the values of new entries, but not the function that the grown model computes.
     The layer indices of each expansion refer to the model after the earlier expansions: after
     `InsertLayer(at=0)`, layer 0 is the new layer.
 
@@ -322,7 +322,7 @@ def layers_of(layers: Sequence[int] | None, weights: Weights) -> list[int]:
 
 
 def reasons_against_count(n: int, layers: Sequence[int] | None, weights: Weights) -> list[str]:
-    """Return every reason why `n` units cannot be added to these layers."""
+    """Return every reason why `n` units (such as heads) cannot be added to the given layers."""
     reasons = []
     if not is_count(n, 1):
         reasons.append(f"got n={n!r}; expected 1 or more (growth cannot remove units)")
@@ -338,7 +338,7 @@ def reasons_against_count(n: int, layers: Sequence[int] | None, weights: Weights
 def reasons_against_heads(
     heads: Sequence[int] | None, layers: Sequence[int] | None, weights: Weights
 ) -> list[str]:
-    """Return every reason why these heads cannot be widened without the layer's other heads."""
+    """Return every reason why the given heads cannot be widened without the other heads."""
     if heads is None:
         return []
     reasons = []
@@ -361,7 +361,7 @@ def reasons_against_heads(
 def only_for(
     heads: Sequence[int] | None, layers: Sequence[int], tails: Sequence[str], weights: Weights
 ) -> dict[str, frozenset[int]]:
-    """Return, for `Plan.only`, the index of each of these heads on the tensors' first axis."""
+    """Return `Plan.only` for the given heads: their indices on the first axis of each tensor."""
     if heads is None:
         return {}
     only = {}

@@ -1,17 +1,17 @@
 """Theorem 3.2: add attention heads.
 
-The attention output Σ_h z_h W_O[h] + b_O is a sum over heads. So heads whose W_O is zero add
-nothing to the output (equations 11 and 12), whatever their attention patterns are.
+The attention output Σ_h z_h W_O[h] + b_O is a sum over heads. Heads whose W_O is zero therefore add
+nothing to the output (equations 11 and 12), whatever their patterns are.
 
 If each group of r heads shares a key and a value, there are two ways to add heads. The new heads
 can form new groups of r heads, each group with its own key and value. Alternatively, every existing
-group gets the same number of new heads. Then the size r of a group becomes r̂, and head j of group
-g moves from index g·r + j to g·r̂ + j.
+group gets the same number of new heads. In this case, each group's size r becomes r̂, and head j of
+group g moves from index g·r + j to g·r̂ + j.
 
-In some models (OLMo 2), one norm covers the queries of all E heads of a layer, each of width k. The
-mean square by which this norm divides, 1/(E k) Σ q², then includes the new heads. So the queries of
-new heads must be zero, and also their keys, unless they use an old head's keys. New heads whose
-queries and keys are both zero always attend uniformly, so only their values are trained. With
+In some models (OLMo 2), one norm acts on the queries of all E heads of a layer, each of width k.
+Such a norm divides by the root of the mean square 1/(E k) Σ q², which includes the new heads. New
+heads must therefore have zero queries, and zero keys unless they use an old head's keys. New heads
+whose queries and keys are both zero always attend uniformly, so only their values are trained. With
 `into_groups`, new heads use the nonzero keys of old heads, so the new queries are trained too. Old
 queries are multiplied by √(Ê/E), where Ê is the new number of heads. The norm's gain is divided by
 the same factor, so that ε has the same effect as before. Keys have a separate factor.
@@ -32,8 +32,8 @@ from attn_only_lens.expansion.weights import Axis, Weights, block_name
 class AddHeads(Expansion):
     """Grow n_heads: Definition and Theorem 3.2.
 
-    The new heads' W_O is zero. Their W_Q, W_K, W_V, biases and sinks can have any values. If one
-    norm covers the queries of all heads, the new heads' W_Q, b_Q, W_K and b_K are zero too.
+    The new heads' W_O is zero. The new heads' W_Q, W_K, W_V, biases and sinks can have any values.
+    If one norm acts on the queries of all heads, the new heads' W_Q, b_Q, W_K and b_K are zero too.
 
     Attributes:
         n: how many heads to add to each layer.
@@ -52,7 +52,7 @@ class AddHeads(Expansion):
     into_groups: bool = False
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return every reason why these weights cannot be expanded."""
+        """Return every reason why the layers cannot get new heads."""
         reasons = reasons_against_count(self.n, self.layers, weights)
         if weights.constants.positions == "alibi":
             reasons.append("ALiBi slopes depend on the number of heads, so old heads would change")
@@ -73,7 +73,7 @@ class AddHeads(Expansion):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """Return the plan for these weights."""
+        """Return the plan for adding attention heads."""
         sizes, axes = weights.sizes, {}
         layers = layers_of(self.layers, weights)
         zero = {block_name(layer, "attn.W_O") for layer in layers}

@@ -31,8 +31,8 @@ Heads that share a key and a value are paired or split together. The following n
 zero output weights, because neither pairs nor shares would preserve the function:
 
 - the last unit, if an odd number of units is to be paired;
-- units that change a norm's mean square: coordinates of the stream (unless the model has no norm)
-  and of normalized queries and keys;
+- units that change a norm's mean square: coordinates of the residual stream (unless the model has
+  no norm) and of normalized queries and keys;
 - coordinates of queries and keys if rotary positions rotate whole heads (if only the first
   coordinates are rotated, new coordinates can be paired but not split);
 - heads of a model with ALiBi, because the two heads of a pair have different slopes;
@@ -65,7 +65,7 @@ __all__ = ["Initialiser", "New", "cancelling", "copies", "normal", "own", "split
 
 @dataclass(frozen=True)
 class Units:
-    """Indices of the old and the new units along one dimension of a grown tensor.
+    """Indices of old and new units (such as neurons) along one dimension of a grown tensor.
 
     The units form `runs` contiguous ranges of equal length (one range per group of heads if heads
     are added to existing groups). Every `block` consecutive units share a key and a value.
@@ -122,7 +122,7 @@ class New:
 
     @property
     def is_matrix(self) -> bool:
-        """True for weight matrices; False for biases, gains and sinks."""
+        """True for weight matrices; True unless the tensor is a bias, a gain or a sink."""
         return ".W_" in self.name
 
 
@@ -140,10 +140,10 @@ class Made:
 
     entries: Float[Tensor, "..."]
     old: Float[Tensor, "..."] | None = None
-    tied: tuple[tuple[int, int], ...] = ()  # pairs: a new unit, the unit whose entries it copies
-    factor: float = 1.0  # a copy's entries are this factor times the copied unit's
+    tied: tuple[tuple[int, int], ...] = ()  # pairs (new unit, copied unit)
+    factor: float = 1.0  # a copy's entries are this factor times the copied unit's entries
     zero: tuple[int, ...] = ()  # units whose entries must be zero
-    shares: tuple[tuple[int, int, float], ...] = ()  # a new unit, the copied unit, the share
+    shares: tuple[tuple[int, int, float], ...] = ()  # triples (new unit, copied unit, share)
 
 
 def drawn(init: Initialiser, new: New, seed: int, *, writes: bool = False) -> Made:
@@ -184,7 +184,7 @@ def _key_of(new: New, seed: int) -> torch.Generator:
 
 
 def _axis_of_units(axis: Axis) -> Axis:
-    """Return the axis with `head` for `kv_head`: copies take Q, K and V from the same heads."""
+    """Replace `kv_head` by `head`, so that copies take Q, K and V from the same heads."""
     return Axis(axis.label.removeprefix("kv_"), axis.layer)
 
 
@@ -193,7 +193,7 @@ def _normal_numbers(new: New, seed: int) -> Float[Tensor, "..."]:
 
 
 def _deviation(old: Tensor) -> float:
-    """Return a tensor's standard deviation, or the absolute value of its only entry."""
+    """Return a tensor's standard deviation; for a single entry, its absolute value."""
     return float(old.std(correction=0) if old.numel() > 1 else old.abs().max())
 
 
@@ -331,7 +331,7 @@ class _Splits(WithoutZeros):
 
     def _sources(self, new: New, units: Units, seed: int) -> list[int]:
         """Return, for each new unit, the position in `units.old` of the old unit to copy."""
-        assert new.axis is not None  # None only for a new layer, whose units are never split
+        assert new.axis is not None  # None only in new layers, whose units are never split
         olds, news = units.blocks(range(len(units.old))), units.blocks(range(len(units.added)))
         n_blocks = len(olds[0])
         axis = _axis_of_units(new.axis)
@@ -350,13 +350,13 @@ def _index(positions: list[int]) -> Tensor:
 
 
 def _along(factors: list[float], dim: int, ndim: int) -> Float[Tensor, "..."]:
-    """Return factors along `dim`, as a tensor that broadcasts over `ndim` dimensions."""
+    """Return a tensor with factors along `dim` that broadcasts over `ndim` dimensions."""
     shape = [-1 if axis == dim else 1 for axis in range(ndim)]
     return torch.tensor(factors, dtype=torch.float64, device="cpu").reshape(shape)
 
 
 def own() -> Initialiser:
-    """Draw from the distribution of the model's initial weights (`init_mode`, `initializer_range`).
+    """Draw new entries like the model's initial weights (`init_mode`, `initializer_range`).
 
     As in TransformerLens, biases and sinks start at zero and norms' gains at one.
     """
@@ -364,7 +364,7 @@ def own() -> Initialiser:
 
 
 def normal(std: float) -> Initialiser:
-    """Draw from a normal distribution. Gains of norms have mean one, all other entries mean zero.
+    """Draw from a normal distribution. Norm gains have mean one, and other entries mean zero.
 
     Raises:
         ValueError: the standard deviation is not positive.
@@ -375,10 +375,10 @@ def normal(std: float) -> Initialiser:
 
 
 def zeros() -> Initialiser:
-    """Set new entries to zero, for control experiments: new units have zero gradients at all steps.
+    """Set new entries to zero, as a control experiment: new units never get a gradient.
 
-    New coordinates of a residual stream with LayerNorm are an exception: they get gradients,
-    because LayerNorm's mean includes them.
+    Exception: new coordinates of a residual stream with LayerNorm get gradients, because
+    LayerNorm's mean includes these coordinates.
     """
     return _Zeros()
 
@@ -389,7 +389,7 @@ def copies(noise: float = 0.1) -> Initialiser:
     The standard deviation of the noise is `noise` times that of the tensor.
 
     Raises:
-        ValueError: the noise is not positive; without noise, equal units would stay equal.
+        ValueError: the noise is not positive. Without noise, a unit and its copy would stay equal.
     """
     if not noise > 0:
         raise ValueError(f"got noise={noise}; expected more than 0, so that equal units diverge")
@@ -399,10 +399,10 @@ def copies(noise: float = 0.1) -> Initialiser:
 def cancelling(std: float | None = None) -> Initialiser:
     """Draw new units in pairs with equal input weights and opposite output weights.
 
-    So all new entries have nonzero gradients from the first training step on. If the number of new
+    All new entries then have nonzero gradients from the first training step. If the number of new
     units is odd, the last one has zero output weights. Units that cannot form such pairs have zero
-    output weights too: for example coordinates of a stream with norms, or of queries and keys that
-    are normalized (`expansion/initialise.py` lists all cases).
+    output weights too: for example, coordinates of normalized queries and keys, or of the residual
+    stream if the model has norms (`expansion/initialise.py` lists all cases).
 
     Args:
         std: the standard deviation; by default, entries are drawn as in `own`.

@@ -2,10 +2,10 @@
 
 A block adds the outputs of its attention and its MLP to the residual stream. If W_O, b_O, W_out and
 b_out are zero, the block adds nothing (equation 40). A norm that follows a sublayer maps zero to
-zero if it has no bias and ε > 0. The slope of such a norm at zero is gain/√ε, so the first training
-steps change the logits about ten times as much as a step of the old model does (OLMo 2, Gemma 2).
-Use a warm-up. Post-norm models such as BERT compute norm(x + f(x)), which differs from x even if
-f(x) is 0, whatever the norm's gain and bias are. So post-norm models cannot get new layers.
+zero if it has no bias and ε > 0. At zero, such a norm has the slope gain/√ε. The first training
+steps therefore change the logits about ten times as much as a step of the old model (OLMo 2, Gemma
+2). Use a warm-up. Post-norm models such as BERT compute norm(x + f(x)), which differs from x even
+if f(x) is 0, whatever the norm's gain and bias are. They cannot get new layers.
 
 The indices of all layers after the new layer increase by one. If the model divides the attention
 scores of layer l by l + 1 (`scale_attn_by_inverse_layer_idx`), the keys of a layer whose index
@@ -27,8 +27,8 @@ _AFTER = {"ln1.b", "ln2.b"}  # biases of norms that follow sublayers
 class InsertLayer(Expansion):
     """Grow n_layers by one: Definition and Theorem 3.6.
 
-    The new layer's output weights W_O, b_O, W_out and b_out are zero. Its other weights can have
-    any values.
+    The new layer's output weights W_O, b_O, W_out and b_out are zero. All other weights of the new
+    layer can have any values.
 
     Attributes:
         at: the new layer's index; layers with this index or a larger index move up. `at=n_layers`
@@ -50,7 +50,7 @@ class InsertLayer(Expansion):
     copy: bool = False
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return every reason why these weights cannot be expanded."""
+        """Return every reason why the layer cannot be inserted."""
         constants, reasons = weights.constants, []
         n_layers = constants.n_layers
         if not is_index(self.at, n_layers + 1):
@@ -76,7 +76,7 @@ class InsertLayer(Expansion):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """Return the plan for these weights."""
+        """Return the plan for inserting the layer."""
         constants, layer_index = weights.constants, self.at
         n_layers = constants.n_layers
         like = max(layer_index - 1, 0) if self.like is None else self.like

@@ -1,9 +1,9 @@
 """Theorem 3.1: add neurons to MLPs.
 
-The MLP output Σ_i act(x · W_in[:, i] + b_in[i]) W_out[i] + b_out is a sum over neurons. So neurons
-whose rows of W_out are zero add nothing to the output (equations 6 to 10), whatever their
-activations are. This requires an activation function that acts on each neuron separately; SoLU does
-not.
+The MLP output Σ_i act(x · W_in[:, i] + b_in[i]) W_out[i] + b_out is a sum over neurons. Neurons
+whose rows of W_out are zero therefore add nothing to the output (equations 6 to 10), whatever their
+activations are. The theorem requires an activation function that acts on each neuron separately;
+SoLU does not.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class AddNeurons(Expansion):
     layers: Sequence[int] | None = None
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return every reason why these weights cannot be expanded."""
+        """Return every reason why the MLPs cannot get new neurons."""
         reasons = reasons_against_count(self.n, self.layers, weights)
         known = set(weights.in_layers("mlp.W_out"))
         without = [layer for layer in layers_of(self.layers, weights) if layer not in known]
@@ -48,7 +48,7 @@ class AddNeurons(Expansion):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """Return the plan for these weights."""
+        """Return the plan for adding neurons to the MLPs."""
         layers = layers_of(self.layers, weights)
         sizes = weights.sizes
         written = frozenset(block_name(layer, "mlp.W_out") for layer in layers)

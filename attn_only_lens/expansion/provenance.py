@@ -1,9 +1,9 @@
-"""Maps that say where each part of a model is in the grown model.
+"""Map each part of a model to its place in the grown model.
 
 The parts are heads, neurons, layers, coordinates and tensors. An expansion gives new indices to the
 old layers and to the old entries along each axis. In the grown tensor, old entries are at their new
-indices, and are multiplied by the tensor's scale. So the new name of a head follows from the new
-index of its layer and its own new index. `Provenance.then` combines the maps of two growth steps.
+indices, and are multiplied by the tensor's scale. A head's new name therefore consists of its
+layer's new index and its own new index. `Provenance.then` combines the maps of two growth steps.
 """
 
 import re
@@ -54,7 +54,7 @@ _FROM_PAIRS = BeforeValidator(lambda pairs: {Axis(*axis): value for axis, value 
 
 @dataclass(frozen=True)
 class IndexMap:
-    """A map from the old indices of an axis, or of layers, to the new indices."""
+    """A map from old to new indices, either of layers or along one axis."""
 
     new_of: Indices
     size: int
@@ -119,7 +119,7 @@ class IndexMap:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A map from an old tensor to the grown one, whose entries are (old + offset) · scale - offset.
+    """A map from an old tensor to the grown one: an entry x becomes (x + offset) · scale - offset.
 
     The offset is 1 for gains that the model stores as gain - 1, and otherwise 0.
     """
@@ -141,13 +141,13 @@ class TensorMap:
         return (old + self.offset) * self.scale - self.offset if self.offset else old * self.scale
 
     def unscaled(self, part: Tensor) -> Tensor:
-        """Return grown entries with the scaling undone: the inverse of `scaled`."""
+        """Undo the scaling of entries: the inverse of `scaled`."""
         if self.scale == 1.0:
             return part
         return (part + self.offset) / self.scale - self.offset if self.offset else part / self.scale
 
     def old_part(self, grown: Tensor) -> Tensor:
-        """Return those entries of a grown tensor that the old tensor has too, still scaled."""
+        """Return the entries of a grown tensor that the old tensor also has; they stay scaled."""
         for dim, axis in enumerate(self.axes):
             grown = axis.select_old(grown, dim)
         return grown
@@ -175,7 +175,7 @@ class ZeroEntries:
     since: int = field(default=0, kw_only=True)
 
     def off(self, tensor: Tensor) -> Tensor:
-        """Return how far the entries are from zero, the value that they must have."""
+        """Return the entries' deviations from zero."""
         return self.entries(tensor)
 
     def entries(self, tensor: Tensor) -> Tensor:
@@ -200,14 +200,14 @@ class TiedEntries(ZeroEntries):
     factor: float
 
     def off(self, tensor: Tensor) -> Tensor:
-        """Return how far the entries are from `factor` times the entries to which they are tied."""
+        """Return the entries' deviations from `factor` times the entries to which they are tied."""
         others = (*self.indices[: self.dim], self.of, *self.indices[self.dim + 1 :])
         return self.entries(tensor) - self.factor * ZeroEntries(self.name, others).entries(tensor)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """New units of one axis that each took over a share of an old unit's output.
+    """New units (such as neurons) that each took over a share of an old unit's output.
 
     Attributes:
         new: the indices of the new units.
@@ -224,7 +224,7 @@ class Shares:
     written: Annotated[frozenset[str], PlainSerializer(sorted, return_type=list[str])]
 
     def kept(self) -> dict[int, float]:
-        """Return, for each old unit that was split, the fraction of the output that it kept."""
+        """Return, for each old unit that was split, the fraction of its output that it kept."""
         rest: dict[int, float] = {}
         for of, share in zip(self.of, self.share, strict=True):
             rest[of] = rest.get(of, 1.0) - share
@@ -411,7 +411,7 @@ class Provenance:
         return None if was is None else block_name(was, tail(new))
 
     def source_of(self, new: str) -> str:
-        """Return a tensor's old name; for a new layer, the name of an old tensor of equal shape."""
+        """Return a tensor's old name; in a new layer, the name of an old tensor of equal shape."""
         layer = in_layer(new)
         if layer is not None and layer in self.like:
             return block_name(self.like[layer], tail(new))
@@ -430,14 +430,14 @@ class Provenance:
         return TensorMap(self.name(name), axes, self.scales.get(name, 1.0), offset)
 
     def _times(self, first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-        """Return, by old name, the product of the factors that two growth steps applied."""
+        """Multiply the factors of two growth steps. The keys are old names."""
         names = {*first, *(old for new in second if (old := self.old_name(new)) is not None)}
         return {
             name: first.get(name, 1.0) * second.get(self.name(name), 1.0) for name in sorted(names)
         }
 
     def _moved_entries(self, entries: _EntriesT) -> _EntriesT:
-        """Return an earlier step's entries, with the name and the indices after this step."""
+        """Return an earlier step's entries with the name and indices that this step gives them."""
         axes = axes_of(entries.name, self.constants)
         changes: dict[str, Any] = {"indices": tuple(map(self._moved, axes, entries.indices))}
         if isinstance(entries, TiedEntries):
@@ -445,7 +445,7 @@ class Provenance:
         return replace(entries, name=self.name(entries.name), **changes)
 
     def _later(self, entries: tuple[_EntriesT, ...]) -> tuple[_EntriesT, ...]:
-        """Return a later step's entries; raise each `since` by the number of this step's shares."""
+        """Return a later step's entries, with each `since` counted from this step's first share."""
         return tuple(replace(one, since=one.since + len(self.shares)) for one in entries)
 
     def _moved_shares(self, shares: Shares) -> Shares:
@@ -461,12 +461,12 @@ class Provenance:
         return tuple(self.axes[axis].new_of[index] for index in indices)
 
     def old_part(self, name: str, grown: Mapping[str, Tensor]) -> Tensor:
-        """Return a grown model's entries for an old tensor, including the copies' shares."""
+        """Return an old tensor's entries in a grown model, after adding the copies' shares."""
         tensor_map = self.tensor_map(name)
         return tensor_map.old_part(self._given_back(tensor_map.name, grown[tensor_map.name]))
 
     def broken(self, grown: Mapping[str, Tensor]) -> dict[str, str]:
-        """Return each tensor that violates a condition in `zeros` or `ties`, and the condition."""
+        """Return {tensor: violated condition} for all tensors that violate `zeros` or `ties`."""
         names: dict[str, str] = {}
         for entries in (*self.zeros, *self.ties):
             now = grown[entries.name]
@@ -493,7 +493,7 @@ class Provenance:
         return [f"L{layer}{letter}{i}" for layer in layers for i in range(sizes[layer])]
 
     def _parsed(self, name: str) -> tuple[HeadName | None, int]:
-        """Return the head or neuron with this name (None for a layer's name) and the layer."""
+        """Return the head or neuron with this name (None if it names a layer), and its layer."""
         if isinstance(name, str) and (layer := _LAYER.fullmatch(name)):
             return None, int(layer[1])
         head = HeadName.parse(name)

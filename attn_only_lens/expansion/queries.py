@@ -1,10 +1,10 @@
 """Theorem 3.4: widen the queries and keys of attention heads.
 
-An attention score is q · k / √k̂, where k̂ is the new width. New coordinates of the key that are
-zero add nothing to the score (equation 20), whatever the query's coordinates are. The old model has
-width k and divides by √k, so growth multiplies old keys by √(k̂/k) (equation 19). If the model's
-configuration sets a divisor other than √k, neither this divisor nor the keys change. The bias b_K
-is scaled like W_K, because it is part of the key from which scores are computed.
+An attention score is q · k / √k̂, where k̂ is the new width of queries and keys. New coordinates of
+the key that are zero add nothing to the score (equation 20), whatever the query's coordinates are.
+The old model has width k and divides by √k, so growth multiplies old keys by √(k̂/k) (equation 19).
+If the model's configuration sets a divisor other than √k, neither this divisor nor the keys change.
+The bias b_K is scaled like W_K, because it is part of the key from which scores are computed.
 
 If rotary positions rotate only the first coordinates, new coordinates come last and are not
 rotated. If rotary positions rotate whole heads, each position rotates the coordinates i and i + k/2
@@ -13,10 +13,10 @@ coordinate i moves to i + (k̂ - k)/2. The base θ becomes θ^(k̂/k), which pre
 angles of old coordinates.
 
 If queries and keys are normalized, they are divided by the root of their mean square 1/k̂ Σ q²,
-which includes the new coordinates. So the new coordinates of queries must be zero as well. All
-gradients of new coordinates then stay zero, so training never uses the new coordinates of queries
-and keys. Old coordinates are multiplied by √(k̂/k), and the norm's gain is divided by this factor,
-so that ε keeps its effect.
+which includes the new coordinates. The new coordinates of queries must therefore be zero as well.
+All gradients of new coordinates then stay zero, so training never uses the new coordinates of
+queries and keys. Old coordinates are multiplied by √(k̂/k), and the norm's gain is divided by this
+factor, so that ε keeps its effect.
 
 If keys must be scaled, models with `clip_qkv` cannot be widened, because this setting would clip
 the scaled keys at the old bound.
@@ -67,7 +67,7 @@ class WidenQueriesAndKeys(Expansion):
     heads: Sequence[int] | None = None
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return every reason why these weights cannot be expanded."""
+        """Return every reason why the queries and keys cannot be widened."""
         constants = weights.constants
         reasons = reasons_against_count(self.n, self.layers, weights)
         reasons = reasons or reasons_against_heads(self.heads, self.layers, weights)
@@ -86,7 +86,7 @@ class WidenQueriesAndKeys(Expansion):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """Return the plan for these weights."""
+        """Return the plan for widening the queries and keys."""
         layers, sizes, constants = layers_of(self.layers, weights), weights.sizes, weights.constants
         is_normed = constants.qk_norm is not None
         axes: dict[Axis, IndexMap] = {}

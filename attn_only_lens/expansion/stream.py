@@ -1,12 +1,12 @@
 """Theorem 3.5, with extensions: widen the residual stream from h to ĥ coordinates.
 
-No component writes to the new coordinates (equations 33 to 38), so they stay zero, and components
-that read the stream get the old values. Norms are an exception, because they average over all
-coordinates: the mean square over ĥ entries is h/ĥ times the old mean square. With s = √(h/ĥ),
+No component adds to the new coordinates (equations 33 to 38), so they stay zero. All components
+that read the residual stream get the old values. Norms are an exception, because they average over
+all coordinates: the mean square over ĥ entries is h/ĥ times the old mean square. With s = √(h/ĥ),
 
-    x / √(Σx²/ĥ + ε̂) = (1/s) x / √(Σx²/h + ε)      for ε̂ = s² ε,
+    x / √(Σx²/ĥ + ε̂) = (1/s) x / √(Σx²/h + ε)      for ε̂ = s² ε.
 
-so growth multiplies gains by s (equation 24) and ε by s² (the paper has no ε). Extensions:
+Growth therefore multiplies gains by s (equation 24) and ε by s² (the paper has no ε). Extensions:
 
 LayerNorm           equals RMSNorm on a stream of mean zero; `centre.py` centres the stream first.
 folded gains        (LNPre, RMSPre): the old rows of the weights that read the stream are multiplied
@@ -56,7 +56,7 @@ class WidenStream(Expansion):
     n: int
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return every reason why these weights cannot be expanded."""
+        """Return every reason why the residual stream cannot be widened."""
         constants = weights.constants
         reasons = reasons_against_count(self.n, None, weights)
         if is_layer_norm(weights):
@@ -68,7 +68,7 @@ class WidenStream(Expansion):
         return reasons
 
     def plan(self, weights: Weights) -> Plan:
-        """Return the plan for these weights, which must be centred if the model has LayerNorm."""
+        """Return the plan for widening the stream; LayerNorm models must be centred already."""
         constants = weights.constants
         axis = Axis("d_model")
         size = weights.sizes[axis]
@@ -101,7 +101,7 @@ class WidenStream(Expansion):
         return grown, before.then(provenance)
 
     def _scales(self, weights: Weights, s: float) -> dict[str, float]:
-        """Return the factor of each tensor, which compensates for the factor 1/s that norms add."""
+        """Return each tensor's factor, which compensates for factors 1/s of norms and √d_model."""
         constants = weights.constants
         twice = constants.embed_scaled and _stays_tied(
             constants
@@ -127,7 +127,7 @@ class WidenStream(Expansion):
 
 
 def _stays_tied(constants: Constants) -> bool:
-    """Return True if embedding and unembedding share a matrix, and can share the wider one."""
+    """Return True if embedding and unembedding share one matrix before and after growth."""
     return constants.tied and constants.final_norm not in ("LNPre", "RMSPre")
 
 

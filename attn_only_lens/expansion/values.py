@@ -1,7 +1,7 @@
 """Theorem 3.3: widen the values of attention heads.
 
-A head's output, pattern · x W_V W_O, is a sum over the coordinates of the head's value. So new
-coordinates add nothing to the output if their rows of W_O are zero (equations 13 to 17).
+A head's output, pattern · x W_V W_O, is a sum over the coordinates of the head's value. New
+coordinates therefore add nothing to the output if their rows of W_O are zero (equations 13 to 17).
 """
 
 from collections.abc import Sequence
@@ -47,12 +47,12 @@ class WidenValues(Expansion):
     heads: Sequence[int] | None = None
 
     def reasons_against(self, weights: Weights) -> list[str]:
-        """Return every reason why these weights cannot be expanded."""
+        """Return every reason why the values cannot be widened."""
         reasons = reasons_against_count(self.n, self.layers, weights)
         return reasons or reasons_against_heads(self.heads, self.layers, weights)
 
     def plan(self, weights: Weights) -> Plan:
-        """Return the plan for these weights."""
+        """Return the plan for widening the values."""
         layers, sizes = layers_of(self.layers, weights), weights.sizes
         axes = [Axis("d_value", layer) for layer in layers]
         written = frozenset(block_name(layer, "attn.W_O") for layer in layers)

@@ -1,4 +1,4 @@
-"""A transformer's weights in one common layout, and the constants that determine its function.
+"""A transformer's weights in one layout for all kinds of models, and constants such as ε.
 
 For every kind of model, tensors have the names and shapes of HookedTransformer's parameters. Labels
 of axes:
@@ -20,9 +20,9 @@ of an entry is a product of pseudorandom numbers r_a, one for each axis a:
 
 with φ the golden ratio.
 
-If the tensor changes by Δ, s changes by about ‖Δ‖ / 3, whichever entries change. So if s changes by
-no more than the rounding errors of ‖w‖, the tensor counts as the same, perhaps in another dtype or
-computed on another machine. A training step changes s by more than these rounding errors.
+If the tensor changes by Δ, s changes by about ‖Δ‖ / 3, whichever entries change. If s changes by no
+more than the rounding error of ‖w‖, which another dtype or machine can cause, the tensor therefore
+counts as unchanged. A training step changes s by more than this rounding error.
 """
 
 import math
@@ -72,7 +72,7 @@ _AXES: dict[str, tuple[str, ...]] = {
         for part in ("w", "b")
     },
 }
-_ALL_HEADS = {  # one norm covers the queries of all heads, a second norm their keys
+_ALL_HEADS = {  # one norm acts on the queries of all heads, a second norm on their keys
     "attn.q_norm.w": ("head", "d_query"),
     "attn.k_norm.w": ("kv_head", "d_query"),
 }
@@ -87,7 +87,7 @@ _AT_ONCE = 2**18  # this many float64 entries fit into a processor's cache
 
 
 class Axis(NamedTuple):
-    """An axis of weight tensors: its label and its layer (None if the layers have it in common)."""
+    """An axis of weight tensors: its label and its layer (None if all layers share the axis)."""
 
     label: str
     layer: int | None = None
@@ -218,7 +218,7 @@ class Weights:
         return sizes
 
     def in_layers(self, of: str) -> list[int]:
-        """Return the layers that have a tensor of this kind, for example `attn.W_Q`."""
+        """Return the layers that have a tensor of the given kind, for example `attn.W_Q`."""
         layers = range(self.constants.n_layers)
         return [layer for layer in layers if block_name(layer, of) in self.tensors]
 
@@ -260,7 +260,7 @@ class Identity:
 
 
 def identity_of(tensors: Mapping[str, Tensor]) -> Identity:
-    """Return the numbers that identify a model with these tensors."""
+    """Return the numbers that identify a model with the given tensors."""
     dtypes = {tensor.dtype for tensor in tensors.values()}
     numbers = on_cpu([_sums(tensor.detach()) for tensor in tensors.values()])
     marks = {

@@ -1,4 +1,4 @@
-"""Gates: attention patterns with which an attention head computes an activation function."""
+"""Gates: attention patterns with which attention heads compute activation functions."""
 
 from attn_only_lens.gates.bilinear import BilinearGate, bilinear_gate
 from attn_only_lens.gates.exact import GATES, Gate

@@ -1,4 +1,4 @@
-"""Bilinear gates: approximate an activation with several softmax attention heads per neuron.
+"""Bilinear gates: approximate an activation function with several softmax heads per neuron.
 
 Each neuron becomes m attention heads that share one value and one output vector. For silu, one head
 per neuron (m = 1) is enough. Let q be the neuron's pre-activation (in a gated MLP, x · W_gate[:,
@@ -8,16 +8,16 @@ i]). Then
              pattern σ(b_j q + c_j), 1 - σ(b_j q + c_j)
              output  w_j · σ(b_j q + c_j) · value · W_out[i]
 
-The outputs of the m heads sum to value · p(q) · W_out[i], where p(q) = Σ_j w_j σ(b_j q + c_j) is
-called the mixture.
+With the mixture p(q) = Σ_j w_j σ(b_j q + c_j), the outputs of the m heads sum to value · p(q) ·
+W_out[i].
 
 In a plain MLP, the value is q, and q · p(q) approximates the activation α(q) within `bound` for
-every real q. This requires Σ_j w_j = 1. One head computes silu (b = 1) and quick_gelu (b = 1.702)
-exactly, by Theorem 3 of "Attention-Only Transformers and Implementing MLPs with Attention Heads".
-For gelu and its tanh approximations, there are gates with 1, 2, 4, 6 and 8 heads. For gelu, the
-largest error is .0203 with one head of slope 1.702 (the paper's choice), .0139 with one head of the
-best slope, and 2.4e-5 with four heads. One head of slope k approximates relu, with scores up to k
-|q| and an error of at most W(1/e)/k = .27846…/k, where W is the Lambert function.
+every real q. The approximation requires Σ_j w_j = 1. One head computes silu (b = 1) and quick_gelu
+(b = 1.702) exactly, by Theorem 3 of "Attention-Only Transformers and Implementing MLPs with
+Attention Heads". For gelu and its tanh approximations, there are gates with 1, 2, 4, 6 and 8 heads.
+For gelu, the largest error is .0203 with one head of slope 1.702 (the paper's choice), .0139 with
+one head of the best slope, and 2.4e-5 with four heads. One head of slope k approximates relu, with
+scores up to k |q| and an error of at most W(1/e)/k = .27846…/k, where W is the Lambert function.
 
 In a gated MLP, a neuron computes α(q) · u, where α is the activation function, q = x · W_gate[:, i]
 and u = x · W_in[:, i]. The value of its heads is u, and the mixture p(q) approximates α(q) within
@@ -53,7 +53,7 @@ from attn_only_lens.gates.exact import GATES, QUICK_GELU_SLOPE
 
 _DEFAULT_TOLERANCE = 1e-3  # gelu needs 4 heads for this tolerance
 _DEFAULT_GATED_HEADS = 8
-_LEAST_TOLERANCE = 1e-12  # near float64's rounding error; the slope for relu still fits in float32
+_LEAST_TOLERANCE = 1e-12  # near float64's rounding error; relu's slope still fits in float32
 _LARGEST_LIMIT = 2.0**64  # well inside the range of float32
 _RELU_CONSTANT = 0.2784645427611  # the maximum of x / (1 + exp x), rounded up
 _EXACT_SLOPES = {name: gate.slope for name, gate in GATES.items() if gate.slope is not None}
@@ -62,7 +62,7 @@ _SPELLINGS = {"gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new"}
 
 @dataclass(frozen=True)
 class BilinearGate:
-    """Approximate an activation with the m softmax attention heads of one neuron.
+    """The m softmax attention heads of one neuron, which approximate an activation function.
 
     Attributes:
         name: the activation α, as in TransformerLens (`cfg.act_fn`).
@@ -113,12 +113,12 @@ class BilinearGate:
 
     @property
     def sum_abs_w(self) -> float:
-        """The sum Σ_j |w_j|, to which the rounding error of the mixture is proportional."""
+        """The sum Σ_j |w_j|, to which the rounding error of the sum over heads is proportional."""
         return math.fsum(map(abs, self.w))
 
     @property
     def amplification(self) -> float:
-        """The factor by which the mixture amplifies rounding errors: max(1, Σ_j |w_j| / limit)."""
+        """The factor by which the sum over heads amplifies rounding: max(1, Σ_j |w_j| / limit)."""
         return max(1.0, self.sum_abs_w / self.limit)
 
     def query(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape head"]:
@@ -159,7 +159,7 @@ class BilinearGate:
 
 
 def largest_query(dtype: torch.dtype) -> float:
-    """Return the largest |query| with which scores stay finite even if a user edits a key."""
+    """Return the largest |query| for which scores stay finite, even if a hook edits the key."""
     return torch.finfo(dtype).max / 4
 
 
@@ -171,11 +171,11 @@ def bilinear_gate(
     slope: float | Literal["paper"] | None = None,
     limit: float | None = None,
 ) -> BilinearGate:
-    """Return the bilinear gate of an activation, with its coefficients and certified bound.
+    """Return the bilinear gate that approximates an activation function within a certified bound.
 
-    For plain MLPs (if no `limit` is given), this is the gate with the fewest heads among the gates
-    whose bound is at most `tolerance`. For gated MLPs, it is the gate with `heads` heads that
-    covers |q| <= `limit` and has the smallest tabulated limit.
+    For plain MLPs (without a `limit`), choose the gate with the fewest heads whose bound is at most
+    `tolerance`. For gated MLPs, choose the gate with `heads` heads and the smallest tabulated limit
+    that covers |q| <= `limit`.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", section 2, for
     one-head gates.
@@ -231,7 +231,7 @@ def bilinear_gate(
 
 
 def _within(act_fn: str, heads: int | None, tolerance: float | None) -> BilinearGate:
-    """Return the gate with `heads` heads; by default, the smallest gate that meets a tolerance."""
+    """Return the gate with `heads` heads, or the gate with the fewest heads within a tolerance."""
     allowed = _DEFAULT_TOLERANCE if tolerance is None else tolerance
     gates = _plain(act_fn, relu_tolerance=allowed)
     if heads is not None:
@@ -285,7 +285,7 @@ def _slope_bound(act_fn: str, slope: float) -> float:
 
 
 def _plain(act_fn: str, relu_tolerance: float) -> Sequence[BilinearGate]:
-    """Return all gates of an activation for plain MLPs, sorted by the number of heads."""
+    """Return all bilinear gates for an activation in plain MLPs, sorted by number of heads."""
     if act_fn == "relu":
         slope = _RELU_CONSTANT / relu_tolerance
         return [BilinearGate(act_fn, (1.0,), (slope,), (0.0,), relu_tolerance)]

@@ -38,7 +38,7 @@ _GELU_FAST_SLOPE = 2.0 * 0.7978845608
 
 @dataclass(frozen=True)
 class Gate:
-    """Split attention between a token and the bias token so that the head computes an activation.
+    """An attention pattern over a token and the bias token that makes a head compute an activation.
 
     Attributes:
         name: the activation's name in TransformerLens (`cfg.act_fn`).
@@ -68,15 +68,14 @@ class Gate:
 
     @property
     def side(self) -> float:
-        """The sign of q for which a token attends mostly to itself; -1 only for negative slopes."""
+        """-1 if a token attends mostly to itself for negative q (negative slopes), otherwise 1."""
         return -1.0 if self.slope is not None and self.slope < 0 else 1.0
 
     def scores(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
         """Return the attention scores for the token itself and the bias token: (0, -logit p(q)).
 
-        Log-odds that are too large for the dtype (for relu, all are ±∞) are replaced by its largest
-        finite number, with the same sign. Clamping does not change the softmax, and it prevents ∞ -
-        ∞ in later computations with cached scores.
+        Scores are clamped to the dtype's finite range (relu's are ±∞). Clamping does not change the
+        softmax, and prevents ∞ - ∞ in computations with cached scores.
         """
         bias = -self.log_odds(float32_if_half(q))
         limit = torch.finfo(q.dtype).max
@@ -86,8 +85,8 @@ class Gate:
     def pattern(self, q: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape key=2"]:
         """Return the attention weights on the token itself and the bias token: (p(q), 1 - p(q)).
 
-        The weight 1 - p(q) is computed as p(-q), because a subtraction would lose digits. (If p is
-        0 or 1, the subtraction is exact.)
+        Unless p is a step function, 1 - p(q) is computed as p(-q), because a subtraction would lose
+        digits.
         """
         working = float32_if_half(q)
         weights = self.self_weight(working), self.bias_weight(working)
@@ -146,7 +145,7 @@ def _gelu_weight(q: Tensor) -> Tensor:
 
 
 def step_gate(name: str, active: Callable[[Tensor], Tensor]) -> Gate:
-    """Return the gate whose pattern on the own token is 1 if `active(q)`, otherwise 0."""
+    """Return a gate whose attention to the own token is 1 where `active(q)`, otherwise 0."""
     return Gate(
         name,
         lambda q: _step(q, active(q), math.inf, -math.inf),
@@ -156,7 +155,7 @@ def step_gate(name: str, active: Callable[[Tensor], Tensor]) -> Gate:
 
 
 def _step(q: Tensor, active: Tensor, above: float, below: float) -> Tensor:
-    """Return `above` where `active` is true, otherwise `below`, with a gradient of zero for q."""
+    """Return `above` where `active` is true, otherwise `below`; the gradient at q is zero."""
     value = torch.where(active, above, below).to(q.dtype)
     return torch.where(torch.zeros_like(q, dtype=torch.bool), q, value)
 

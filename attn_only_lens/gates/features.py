@@ -3,7 +3,7 @@
     jumprelu      p(q) = 1[q > θ], with a threshold θ for each feature
     topk          p(q) = 1[q > 0 and q is one of the k largest pre-activations of its token]
 
-A topk gate depends on the pre-activations of all features in the layer, at the same token.
+A feature's topk gate depends on all features' pre-activations at the same token.
 """
 
 import torch
@@ -16,7 +16,7 @@ from attn_only_lens.gates.exact import GATES, Gate, step_gate
 def feature_gate(
     threshold: Float[Tensor, "d_features"] | None = None, k: int | None = None
 ) -> Gate:
-    """Return the jumprelu gate if there is a threshold, topk if there is a k, otherwise relu."""
+    """Return the jumprelu gate if a threshold is given, topk if k is given, otherwise relu."""
     if threshold is None and k is None:
         return GATES["relu"]
     name = "jumprelu" if k is None else "topk"
@@ -36,7 +36,7 @@ def active_features(
     active = q > (0.0 if threshold is None else threshold.to(q.dtype))
     if k is None:
         return active
-    # This is several times faster than a stable sort of all features.
+    # `topk` is several times faster than a stable sort of all features.
     least = q.topk(k, dim=-1).values[..., -1:]
     above, tied = q > least, q == least
     n_tied = k - above.sum(dim=-1, keepdim=True)  # how many of the tied features are active

@@ -1,9 +1,9 @@
-"""The gates chosen for the MLP neurons of a model (`Gating`), and generalized SiLU activations.
+"""The choice of gates for a model's MLP neurons (`Gating`), and generalized SiLU activations.
 
-A generalized SiLU is α(q) = a_1 SiLU(a_2 q) = a_1 a_2 q · σ(a_2 q). One head computes it exactly,
-by Theorem 3 of the paper cited in `GeneralizedSiLU`, because the bias token's score, -a_2 q, is
-linear in q. In this package, the token's own value is a_1 a_2 q. The paper instead multiplies W_Q
-and W_V by a_2, and W_O by a_1.
+A generalized SiLU is α(q) = a_1 SiLU(a_2 q) = a_1 a_2 q · σ(a_2 q). One head computes α(q) exactly
+(Theorem 3 of the paper cited in `GeneralizedSiLU`), because the bias token's score, -a_2 q, is
+linear in the neuron's pre-activation q. In this package, the token's own value is a_1 a_2 q. The
+paper instead multiplies W_Q and W_V by a_2, and W_O by a_1.
 """
 
 from dataclasses import asdict, dataclass
@@ -20,7 +20,7 @@ from attn_only_lens.gates.bilinear import BilinearGate, bilinear_gate
 from attn_only_lens.gates.exact import GATES, Gate, linear_gate
 
 AnyGate = Gate | BilinearGate
-# Nearly the range of float32, the dtype in which attention weights are computed.
+# Almost all of float32's range, because attention weights are computed in float32.
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127
 _SIZE = "with an absolute value from 2^-126 to 2^127"
 
@@ -97,7 +97,7 @@ def _silu_gate(a_1: float, a_2: float) -> Gate:
 
 @dataclass(frozen=True)
 class Gating:
-    """The gates chosen to turn the MLP neurons of a model into attention heads.
+    """The choice of gates that turn a model's MLP neurons into attention heads.
 
     Attributes:
         kind: "exact", where each neuron becomes one head whose attention pattern is computed from
@@ -105,7 +105,7 @@ class Gating:
         heads_per_neuron: the number of heads that represent one neuron; 1 for exact gates.
         slope: for plain MLPs with one bilinear head, the slope that the user chose.
         ranges: for gated MLPs with bilinear gates, the largest |gate pre-activation| to cover in
-            each source layer.
+            each original layer.
         silu: for exact gates, the activation if it is a generalized SiLU; otherwise None.
     """
 
@@ -132,7 +132,7 @@ class Gating:
             self.gate(act_fn, layer)
 
     def gate(self, act_fn: str, layer: int) -> AnyGate:
-        """Return the gate for a source layer's neurons; raise ValueError if there is no gate."""
+        """Return the gate for the neurons of an original layer; raise ValueError if none exists."""
         if self.kind == "exact":
             return self.activation(act_fn)
         limit = None if self.ranges is None else self.ranges[layer]

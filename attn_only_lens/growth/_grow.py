@@ -104,9 +104,9 @@ class Grown:
     def optimizer(self, optimizer: OptimizerT, model: Any) -> OptimizerT:
         """Return an optimizer for the grown model that continues from the old optimizer's state.
 
-        Its first step changes the old parameters exactly as the old optimizer's next step would.
-        The steps differ if d_model grew in a model with LayerNorm (`growth/optimizer.py` says by
-        how much). Create learning-rate schedulers again for the new optimizer, and pass
+        The new optimizer's first step changes old parameters exactly as the old one's next step
+        would. The steps differ if d_model grew in a model with LayerNorm (`growth/optimizer.py`
+        says by how much). Create learning-rate schedulers again for the new optimizer, and pass
         `last_epoch`.
 
         Args:
@@ -301,7 +301,7 @@ _BY_LAYER = (
 
 
 def _expansion_to(weights: Weights, asked: dict[str, int]) -> tuple[Expansion, list[str]]:
-    """Return the expansion to these sizes, and every reason why the sizes are impossible."""
+    """Return the expansion to the given sizes, and every reason why the sizes are impossible."""
     steps: list[Expansion] = []
     reasons: list[str] = []
     sizes, n_layers = weights.sizes, weights.constants.n_layers
@@ -347,8 +347,8 @@ def read(model: Any) -> Weights:
 def identity(model: Any) -> Identity:
     """Return numbers that identify a model, computed from its current weights.
 
-    The numbers do not depend on the model's device, dtype or format: they stay the same if you
-    cast, convert, expose (see neurons as heads), or save and load the model. Training changes them.
+    The numbers do not depend on the model's device, dtype or format. They stay the same if you cast
+    or convert the model, save and load it, or expose its neurons as heads. Training changes them.
 
     Args:
         model: any model that `grow` or `compare` accepts.

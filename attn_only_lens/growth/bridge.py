@@ -1,10 +1,10 @@
-"""Growth of TransformerBridges: the code that all kinds of bridges need.
+"""Grow TransformerBridges: the code that all kinds of bridges share.
 
-A bridge uses the same names for the parts of any model, for example `blocks.0.attn.q`. A table says
-which tensor of `Weights` each parameter of these parts stores, and in which order of axes. If the
-wrapped model has a joint matrix for queries, keys and values, the bridge computes with copies of
-the three parts of this matrix, and training changes only the copies. So growth reads the copies and
-builds the joint matrix from them.
+A bridge uses the same names for the parts of any model, for example `blocks.0.attn.q`. A table
+lists, for each parameter of these parts, the `Weights` tensor that it stores and the order of its
+axes. If the wrapped model has a joint matrix for queries, keys and values, the bridge computes with
+copies of the matrix's three parts. Training changes only the copies. Growth therefore builds the
+joint matrix from the copies.
 """
 
 import re
@@ -18,14 +18,15 @@ from transformers.pytorch_utils import Conv1D
 from attn_only_lens.arguments import with_article
 from attn_only_lens.expansion.weights import block_name
 from attn_only_lens.growth.growable import Growable, Parameter, shared_parameter_reasons
-from attn_only_lens.models.in_place import exposed_heads, reasons_against_copying
+from attn_only_lens.heads.host import exposed_reasons
+from attn_only_lens.models.in_place import reasons_against_copying
 
-WRAPPED = "_original_component."  # before the names of a wrapped module's parameters
+WRAPPED = "_original_component."  # prefix of a wrapped module's parameter names
 _Table: TypeAlias = dict[str, tuple[str, str | None]]
 
 
 def _norms(*names: str) -> _Table:
-    """Return the entries of such a table for the gains and biases of these norms."""
+    """Return the table entries for the gains and biases of the given norms."""
     parts = {"weight": "w", "bias": "b"}
     return {f"{x}.{part}": (f"{x}.{ours}", None) for x in names for part, ours in parts.items()}
 
@@ -67,10 +68,10 @@ class BridgeModel(Growable):
     """A TransformerBridge."""
 
     def reasons_against(self) -> list[str]:
-        """Return every reason why this model cannot be grown."""
+        """Return every reason why the model cannot be grown."""
         model = self.model
-        if exposed_heads(model):
-            return ["neurons are exposed as heads in place; first call `exposed.undo()`"]
+        if reasons := exposed_reasons(model):
+            return reasons
         if any(parameter.is_meta for parameter in model.parameters()):
             return ["the weights are on the meta device and have no values; load them first"]
         reasons = reasons_against_copying(model)
@@ -109,7 +110,7 @@ class BridgeModel(Growable):
 
     @cached_property
     def _parts(self) -> dict[str, tuple[nn.Parameter, Parameter]]:
-        """Each parameter of the bridge and its layout, by the parameter's path in the bridge."""
+        """A dictionary from the bridge's paths to parameters and their layouts."""
         model, cfg = self.model, self.model.cfg
         heads = {"head": cfg.n_heads, "kv_head": cfg.n_key_value_heads or cfg.n_heads}
         blocks = [(block_name(i, ""), block, OF_BLOCK) for i, block in enumerate(model.blocks)]
@@ -130,7 +131,7 @@ class BridgeModel(Growable):
         return parts
 
     def _norm_pattern(self, name: str) -> str | None:
-        """Return the pattern for the gain of a query or key norm; None if heads share one gain."""
+        """Return the einops pattern of a query or key norm's gain; None if heads share one gain."""
         return None
 
 
@@ -153,9 +154,9 @@ def _transposed(pattern: str) -> str:
 
 
 def differing_modules(model: Any, usual: Any) -> list[str]:
-    """Return every way in which modules and constants (eps, scale, …) differ from the usual model.
+    """Return every difference between the modules and constants (eps, scale, …) of two models.
 
-    The usual model has the same configuration and original modules, without a bridge.
+    `usual` is a new model with the same configuration, without a bridge.
     """
     modules = {name.replace(f".{WRAPPED[:-1]}", ""): x for name, x in model.named_modules()}
     reasons = []
@@ -176,7 +177,7 @@ def differing_modules(model: Any, usual: Any) -> list[str]:
     return reasons
 
 
-# Attributes without effect on a model's output, or which transformers does not keep up to date.
+# Attributes that do not affect a model's output, or that transformers does not keep up to date.
 _INCIDENTAL = ("training", "gradient_checkpointing", "max_seq_len_cached", "vocab_size", "p")
 
 

@@ -22,8 +22,8 @@ _FIELDS = {"head": "n_heads", "d_query": "d_head", "d_mlp": "d_mlp", "kv_head": 
 class Parameter:
     """The layout of a parameter: the tensor of `Weights` that it stores, and the order of its axes.
 
-    The einops pattern turns the parameter into the tensor; `sizes` has the sizes of axes that the
-    pattern splits. The pattern is None if the parameter and the tensor have the same shape.
+    The einops pattern turns the parameter into the tensor. The pattern is None if their shapes are
+    equal. `sizes` gives the sizes of axes that the pattern splits.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Parameter:
 
 
 class Growable(ABC):
-    """Base class of objects that read and write weights, with a subclass for each kind of model."""
+    """Base class for reading and writing a model's weights; each kind of model has a subclass."""
 
     may_differ_by_layer: frozenset[str] = frozenset()
     """Labels of axes whose sizes need not be the same in all layers."""
@@ -59,7 +59,7 @@ class Growable(ABC):
 
     @abstractmethod
     def reasons_against(self) -> list[str]:
-        """Return every reason why this model cannot be grown."""
+        """Return every reason why the model cannot be grown."""
 
     @abstractmethod
     def read(self) -> Weights:
@@ -116,7 +116,7 @@ class Growable(ABC):
 
     @abstractmethod
     def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
-        """Return a new model with these weights. The rest is copied from `self.model`."""
+        """Return a new model with the given weights. All else is copied from `self.model`."""
 
     def reasons_against_saving(self) -> list[str]:
         """Return every reason why `save_pretrained` cannot write the model."""
@@ -130,12 +130,12 @@ class Growable(ABC):
         raise GrowthError(self.reasons_against_saving(), PROBLEM)
 
     def trial(self, grown: Any) -> list[str]:
-        """Return an error message if a grown model does not compute the same function."""
+        """Return an error message if `grown` does not compute the same function as `self.model`."""
         return []
 
 
 def shared_parameter_reasons(named: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
-    """Return an error message for each two names that refer to the same parameter."""
+    """Return an error message for each pair of names that refer to one parameter."""
     first: dict[int, str] = {}
     pairs = [(first.setdefault(id(parameter), name), name) for name, parameter in named]
     return [

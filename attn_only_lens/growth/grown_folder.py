@@ -3,7 +3,7 @@
     config.json, model.safetensors, …    the format that transformers or `source_folder` reads
     provenance.json                      the provenance, and digests of the other files
 
-Only the `Grown` object, not the folder, contains original values of tensors that growth changed.
+The folder lacks the original values of the tensors that growth changed; `Grown` has these values.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Growth of a HookedTransformer, in which all layers have the same sizes and the same d_head."""
+"""Grow a HookedTransformer, whose layers all have the same sizes and one d_head."""
 
 import copy
 import json
@@ -15,7 +15,7 @@ from attn_only_lens.expansion import Axis, Weights
 from attn_only_lens.expansion.weights import Constants, tail
 from attn_only_lens.gates import GATES
 from attn_only_lens.growth.growable import Growable, Parameter, shared_parameter_reasons
-from attn_only_lens.models.in_place import exposed_heads
+from attn_only_lens.heads.host import exposed_reasons
 from attn_only_lens.models.source_folder import COMPUTED, CONFIG, TOKENIZER, WEIGHTS, plain_config
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.models.two_blocks.known_modules import reasons_against
@@ -30,8 +30,7 @@ from attn_only_lens.tl import (
     quiet,
 )
 
-# Architectures in which one norm covers the queries of all heads; the configuration does not say
-# so.
+# In these architectures, one query norm acts on all heads, but the configuration does not say so.
 _ALL_HEADS_NORMED = (*POST_NORM_ARCHITECTURES, "OlmoeForCausalLM")
 _BLOCK_NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 _CLASSES = {
@@ -55,10 +54,10 @@ class HookedModel(Growable):
         return isinstance(model, HookedTransformer) and not converted
 
     def reasons_against(self) -> list[str]:
-        """Return every reason why this model cannot be grown."""
+        """Return every reason why the model cannot be grown."""
         model = self.model
-        if exposed_heads(model):
-            return ["neurons are exposed as heads in place; first call `exposed.undo()`"]
+        if reasons := exposed_reasons(model):
+            return reasons
         return reasons_against(model, needs_mlp=False) or configuration_reasons(model, _BLOCK_NORMS)
 
     def read(self) -> Weights:
@@ -74,7 +73,7 @@ class HookedModel(Growable):
         }
 
     def reasons_against_weights(self, weights: Weights) -> list[str]:
-        """Return every reason why a HookedTransformer cannot have these weights."""
+        """Return every reason why a HookedTransformer cannot have the given weights."""
         return super().reasons_against_weights(weights) or joint_norm_reasons(weights)
 
     def reasons_against_saving(self) -> list[str]:
@@ -122,7 +121,7 @@ class HookedModel(Growable):
 
 
 def parameter_of(name: str, cfg: Any) -> Parameter:
-    """Return the layout of the TransformerLens parameter that stores this tensor of `Weights`."""
+    """Return the layout of the TransformerLens parameter that stores a tensor of `Weights`."""
     axis = {"attn.q_norm.w": "head", "attn.k_norm.w": "kv_head"}.get(tail(name))
     if axis is None or constants_of(cfg).qk_norm != "all heads":
         return Parameter(name)
@@ -157,7 +156,7 @@ def configuration_reasons(model: Any, block_norms: Sequence[str]) -> list[str]:
 
 
 def joint_norm_reasons(weights: Weights) -> list[str]:
-    """Return an error message if one norm covers all queries and its width would not be d_model."""
+    """Return an error message if a norm over all heads' queries would not have width d_model."""
     if weights.constants.qk_norm != "all heads":
         return []
     sizes, d_model = weights.sizes, weights.sizes[Axis("d_model")]
@@ -199,7 +198,7 @@ def constants_of(cfg: Any) -> Constants:
 
 
 def config_fields(cfg: Any, weights: Weights) -> dict[str, Any]:
-    """Return those fields of TransformerLens' configuration that describe these weights."""
+    """Return those fields of TransformerLens' configuration that describe the given weights."""
     constants, sizes = weights.constants, weights.sizes
     fields: dict[str, Any] = {
         "n_layers": constants.n_layers,

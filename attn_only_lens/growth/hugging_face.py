@@ -1,8 +1,8 @@
-"""Growth of TransformerBridges around Hugging Face transformers models.
+"""Grow TransformerBridges around Hugging Face transformers models.
 
 A table lists what transformers' configurations do not say about a model family, such as the kinds
 and places of norms. The transformers package builds the grown model from a larger configuration of
-the same class; the parameters are the tensors of `Weights`. Then the grown model gets a new bridge.
+the same class. The tensors of `Weights` become this model's parameters, and a new bridge wraps it.
 
 Transformers rejects the configurations of some grown models (`transformers_module.py`). Such a
 model computes the same function as the original, but cannot be saved in transformers' format.
@@ -80,19 +80,19 @@ FAMILIES = {
     "roberta": Family("LN", "layer_norm_eps", norm_place="stream", positions="standard"),
 }
 """The families that can grow, by `model_type`."""
-# Rotary types in which the frequency of a pair depends only on its wavelength or its index.
+# Rotary types whose frequencies depend only on a coordinate pair's wavelength or index.
 _ROTARY = ("default", "linear", "llama3", "yarn", "longrope")
 _RECOMPUTED = ("dynamic", "longrope")  # the model recomputes these for each input length
-# Joint matrices, and the parts of each joint matrix in order.
+# The parts of each joint matrix, in order.
 _FUSED = {
     "c_attn": ("attn.q", "attn.k", "attn.v"),
     "query_key_value": ("attn.q", "attn.k", "attn.v"),
     "qkv_proj": ("attn.q", "attn.k", "attn.v"),
     "gate_up_proj": ("mlp.gate", "mlp.in"),
 }
-_POS = 5  # tokens per prompt in `trial`
-_DIFFERENCE = 1e-3  # relative to the largest logit; nonzero because rotary angles are in float32
-_ROUNDED = 5e-2  # tolerance if weights were rounded to half precision
+_POS = 5  # the number of tokens per prompt in `trial`
+_DIFFERENCE = 1e-3  # the tolerance relative to the largest logit (rotary angles are in float32)
+_ROUNDED = 5e-2  # the tolerance if weights were rounded to half precision
 
 
 class HuggingFaceBridge(BridgeModel):
@@ -123,7 +123,7 @@ class HuggingFaceBridge(BridgeModel):
         return FAMILIES[self.config.model_type]
 
     def reasons_against(self) -> list[str]:
-        """Return every reason why this model cannot be grown."""
+        """Return every reason why the model cannot be grown."""
         quantised = weight_reasons(self.model.original_model)
         if reasons := quantised or super().reasons_against():
             return reasons
@@ -178,7 +178,7 @@ class HuggingFaceBridge(BridgeModel):
         return Weights(self.tensors(), constants)
 
     def reasons_against_weights(self, weights: Weights) -> list[str]:
-        """Return every reason why a bridge of this family cannot have these weights."""
+        """Return every reason why a bridge of this family cannot have the given weights."""
         reasons = super().reasons_against_weights(weights)
         kinds = {str(rope.get("rope_type", "default")) for rope in _ropes(self.config)}
         kinds -= set(_ROTARY)
@@ -211,14 +211,14 @@ class HuggingFaceBridge(BridgeModel):
         model.cfg.n_devices = len(places)
         made, options = vars(model.cfg), vars(template.cfg).items()
         others = {k: x for k, x in options if type(x) in (bool, str) and made.get(k) != x}
-        if others:  # settings that differ from a new bridge's are the user's
+        if others:  # the user has changed options, which differ from a new bridge's
             usual = vars(self._bridge(self._module(_one_layer(self.config))).cfg)
             for key, value in others.items():
                 if key in usual and usual[key] != value:
                     setattr(model.cfg, key, value)
         old_modules = dict(template.original_model.named_modules())
         for name, part in model.original_model.named_modules():
-            if isinstance(part, nn.Dropout):  # the user may have changed the probability p
+            if isinstance(part, nn.Dropout):  # the user may have changed the dropout probability p
                 like = self._with_layer(
                     name, lambda layer: str(in_layer(source_of(block_name(layer, "attn"))))
                 )
@@ -234,7 +234,7 @@ class HuggingFaceBridge(BridgeModel):
         return model
 
     def reasons_against_saving(self) -> list[str]:
-        """Return every reason why this model cannot be saved in transformers' format."""
+        """Return every reason why the model cannot be saved in transformers' format."""
         config, cfg = self.config, self.model.cfg
         trained = [name for name in self._beside() if self.tensors()[name].any()]
         if trained:
@@ -275,11 +275,11 @@ class HuggingFaceBridge(BridgeModel):
             raise GrowthError([reason], PROBLEM)
         try:
             module.save_pretrained(folder)
-        except ValueError as error:  # e.g. if the generation config is invalid
+        except ValueError as error:  # saving fails, e.g., if the generation config is invalid
             raise GrowthError([f"transformers cannot save the model: {error}"], PROBLEM) from error
         umask = os.umask(0)
         os.umask(umask)
-        for path in folder.glob("*.safetensors"):  # make files readable for other users
+        for path in folder.glob("*.safetensors"):  # make the files readable for other users
             path.chmod(0o666 & ~umask)
         if self.model.tokenizer is not None:
             original_tokenizer(self.model.tokenizer).save_pretrained(folder)
@@ -316,7 +316,7 @@ class HuggingFaceBridge(BridgeModel):
         return to_float64_device(getattr(logits, "logits", logits)).double()
 
     def grown_config(self, weights: Weights) -> PretrainedConfig:
-        """Return the configuration of a model with these weights."""
+        """Return the configuration of a model with the given weights."""
         config, constants, sizes = copy.deepcopy(self.config), weights.constants, weights.sizes
         width, was = sizes[Axis("d_query", 0)], self.model.cfg.d_head
         n_heads, d_model = sizes[Axis("head", 0)], sizes[Axis("d_model")]
@@ -356,7 +356,7 @@ class HuggingFaceBridge(BridgeModel):
         return config
 
     def state(self, weights: Weights) -> dict[str, Tensor]:
-        """Return the state dict of a transformers model with these weights."""
+        """Return the state dict of a transformers model with the given weights."""
         layouts = {layout.name: layout for layout in self.parameters().values()}
         made: dict[str, Tensor] = {}
         for rule, tails in self._rules.items():
@@ -371,7 +371,7 @@ class HuggingFaceBridge(BridgeModel):
         return made
 
     def _norm_pattern(self, name: str) -> str | None:
-        """Return the pattern for the gain of a query or key norm."""
+        """Return the einops pattern of a query or key norm's gain."""
         if self.family.qk_norm != "all heads":
             return None
         axis = "head" if name == "attn.q_norm" else "kv_head"
@@ -385,7 +385,7 @@ class HuggingFaceBridge(BridgeModel):
         return {name: parameter for name, parameter in parameters if name in clean}
 
     def _path(self, part: str) -> str:
-        """Return where the wrapped model has this component of the bridge."""
+        """Return the path of this bridge component in the wrapped model."""
         return str(self.model.adapter.component_mapping[part].name)
 
     def _with_layer(self, path: str, change: Callable[[int], str]) -> str:
@@ -399,10 +399,10 @@ class HuggingFaceBridge(BridgeModel):
 
     @cached_property
     def _rules(self) -> dict[str, tuple[str, ...]]:
-        """For each name from `_rule`, the tensors that it stores, without block prefix."""
+        """A dictionary from rules (see `_rule`) to names of tensors, without block prefix."""
         named, layouts = self.named_parameters(), self.parameters()
         tensors: dict[int, str] = {}
-        for name, layout in layouts.items():  # of tied weights, only the embedding is kept
+        for name, layout in layouts.items():  # if weights are tied, keep only the embedding
             tensors.setdefault(id(named[name]), layout.name)
         present = {layout.name for layout in layouts.values()}
         names: dict[str, tuple[str, ...]] = {}
@@ -427,13 +427,13 @@ class HuggingFaceBridge(BridgeModel):
 
     @cached_property
     def _usual(self) -> PreTrainedModel:
-        """A transformers model without a bridge, with this configuration and arbitrary weights."""
+        """An uninitialised transformers model with this configuration, without a bridge."""
         return self._module(self.config)
 
     def _module(
         self, config: PretrainedConfig, state: Mapping[str, Tensor] | None = None
     ) -> PreTrainedModel:
-        """Build a transformers model with this state dict, or with arbitrary weights."""
+        """Build a transformers model from a state dict, or with uninitialised weights."""
         template = self.model.original_model
         cpu = torch.device("cpu")
         with keep_random_state(cpu), cpu:
@@ -461,7 +461,7 @@ class HuggingFaceBridge(BridgeModel):
 
 
 def _device_map(module: nn.Module, first: torch.device, name: str = "") -> dict[str, Any]:
-    """Return a short map from modules to devices; modules without parameters are on `first`."""
+    """Return a short device map; modules without parameters are put on the device `first`."""
     places = {parameter.device for parameter in module.parameters()} or {first}
     if len(places) == 1:
         return {name: str(places.pop())}
@@ -481,7 +481,7 @@ def _difference(one: Tensor, second: Tensor) -> float:
 
 def _fused(name: str, parts: list[Tensor], weights: Weights) -> Tensor:
     """Join matrices (or biases) along their first axis, the axis of outputs."""
-    if "query_key_value" in name:  # each head's query, key and value follow each other
+    if "query_key_value" in name:  # the order is query, key, value of head 0, then of head 1, …
         n_heads = weights.sizes[Axis("head", 0)]
         by_head = [rearrange(x, "(head width) ... -> head width ...", head=n_heads) for x in parts]
         return rearrange(
@@ -506,7 +506,7 @@ def _one_layer(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
-    """Return all settings for rotary positions: one dictionary, or one per kind of layer."""
+    """Return all options of rotary positions: one dictionary, or one per kind of layer."""
     ropes = getattr(config, "rope_parameters", None) or {}
     nested = [rope for rope in ropes.values() if isinstance(rope, dict)]
     return nested or ([ropes] if ropes else [])

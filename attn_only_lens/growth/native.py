@@ -1,7 +1,7 @@
-"""Growth of a TransformerBridge around TransformerLens' own model (`boot_native`).
+"""Grow a TransformerBridge around TransformerLens' own model (`boot_native`).
 
-Such a bridge computes all norms except LayerNorm with gains in float32, even if its dtype is
-float64. So growth of models with these norms is exact only to float32 precision.
+A native bridge computes RMSNorm, and LayerNorm without gains, in float32, even if its dtype is
+float64. Growth of models with these norms is therefore exact only to float32 precision.
 """
 
 import copy
@@ -21,7 +21,7 @@ from attn_only_lens.growth.bridge import BridgeModel, differing_modules
 from attn_only_lens.growth.hooked import config_fields
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-# The keys are in upper case because the native model ignores upper and lower case.
+# The keys are in upper case, because the native model ignores case.
 _NORMS: dict[str | None, Norm] = {"LN": "LN", "LNPRE": "LNPre", "RMS": "RMS", "RMSPRE": "RMSPre"}
 
 
@@ -35,7 +35,7 @@ class NativeBridge(BridgeModel):
         return isinstance(model, TransformerBridge) and architecture == "TransformerLensNative"
 
     def reasons_against(self) -> list[str]:
-        """Return every reason why this model cannot be grown."""
+        """Return every reason why the model cannot be grown."""
         if reasons := super().reasons_against():
             return reasons
         model = self.model
@@ -79,7 +79,7 @@ class NativeBridge(BridgeModel):
         cfg.init_weights, cfg.seed = False, None
         some = next(template.parameters())
         cpu = torch.device("cpu")
-        with keep_random_state(cpu), cpu:  # keep the caller's random state
+        with keep_random_state(cpu), cpu:
             model = TransformerBridge.boot_native(
                 cfg, tokenizer=template.tokenizer, device=some.device, dtype=some.dtype
             )
@@ -91,7 +91,7 @@ class NativeBridge(BridgeModel):
             named[name].requires_grad_(source_of(layout.name) not in frozen)
         wrapped: Any = model.original_model
         buffers = dict(template.original_model.named_buffers())
-        for name, buffer in wrapped.named_buffers():  # the values in a new model may differ
+        for name, buffer in wrapped.named_buffers():  # a new model's buffers may differ
             buffer.data = buffers[_source_buffer(name, source_of)].clone()
         if weights.constants.tied:
             wrapped.head._original_component.weight = wrapped.tok_embed.weight

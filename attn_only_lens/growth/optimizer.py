@@ -7,18 +7,18 @@ and its second moment v / s². To keep p' = s p, the new step must be s times th
     Adam, AdamW    s lr m / (√v + ε) = lr' m' / (√v' + ε')    lr' = s lr,  ε' = ε / s
 
 Weight decay becomes λ' = λ / s² if it adds λ p to the gradient (SGD, Adam), and λ' = λ / s if it
-subtracts lr λ p from the parameter (AdamW). So scaled parameters need separate parameter groups.
+subtracts lr λ p from the parameter (AdamW). Scaled parameters thus need separate groups.
 
-New entries start with moments of zero and share the step count of the old entries in their tensor.
-Because the count does not restart, Adam's first updates of new entries can be as large as 3.2 lr
-(for β₂ = .999). The parameters of new layers start without optimizer state. If units were split
-(`expansion.init.splits`), the moments of these units are split in the same way.
+New parameter entries start with zero moments and share the step count of their tensor's old
+entries. Because Adam's step count does not restart, its first updates of new entries can be as
+large as 3.2 lr (for β₂ = .999). The parameters of new layers start without optimizer state. If
+units were split (`expansion.init.splits`), the moments of these units are split in the same way.
 
 The transfer is exact, with three exceptions. If gains are stored as gain - 1 (Gemma), weight decay
 moves the stored value towards 0 (a gain of 1), not -1 (a gain of 0). If growth unties embeddings,
 both matrices start with the moments of the tied matrix. If d_model grows in a model with LayerNorm,
-the gradients of old weights that write to the stream change by a constant (equal for all old
-coordinates), and so does SGD's step. Adam's step changed by up to 0.1 lr in tests, or 0.4 lr if
+the gradients of old weights that write to the residual stream change by a constant (equal for all
+old coordinates), and so does SGD's step. Adam's step changed by up to 0.1 lr in tests, or 0.4 lr if
 weight decay acted on uncentred weights.
 """
 
@@ -38,7 +38,7 @@ from attn_only_lens.growth.growable import Growable, Parameter
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 _PROBLEM = "this optimizer cannot be grown"
-# Exponents: moments and group settings are multiplied by these powers of 1 / s.
+# Moments and group options are multiplied by 1 / s to the power of these exponents.
 _MOMENTS = {"momentum_buffer": 1, "exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
 _SETTINGS: dict[type[Optimizer], dict[str, int]] = {
     SGD: {"lr": -2, "initial_lr": -2, "weight_decay": 2},
@@ -50,7 +50,7 @@ _SETTINGS: dict[type[Optimizer], dict[str, int]] = {
 def grown_optimizer(
     optimizer: OptimizerT, source: Growable, grown: Growable, provenance: Provenance
 ) -> OptimizerT:
-    """Return an optimizer for the grown model that continues `optimizer` without changing it."""
+    """Return an optimizer for the grown model that continues `optimizer`, which stays unchanged."""
     old_parameters, new_parameters = source.named_parameters(), grown.named_parameters()
     old_layouts, new_layouts = source.parameters(), grown.parameters()
     GrowthError.raise_if(_reasons_against(optimizer, source.model), _PROBLEM)
@@ -59,7 +59,7 @@ def grown_optimizer(
         names_of[parameter].append(name)
     new_names = {layout.name: name for name, layout in new_layouts.items()}  # by tensor
     old_names = {layout.name: name for name, layout in old_layouts.items()}
-    of_new_layers = defaultdict(list)  # by parameter, its copies in new layers
+    of_new_layers = defaultdict(list)  # for each parameter, its copies in new layers
     for tensor, name in new_names.items():
         if provenance.old_name(tensor) is None:
             of_new_layers[old_names[provenance.source_of(tensor)]].append(name)
@@ -67,7 +67,7 @@ def grown_optimizer(
     state: dict[nn.Parameter, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         by_scale: defaultdict[float, list[str]] = defaultdict(list)
-        # A tied embedding has two names and may become two parameters. Unused ones have none.
+        # A tied embedding has two names, and an unused parameter has none.
         for parameter, name in [(p, name) for p in group["params"] for name in names_of[p]]:
             tensor_map = provenance.tensor_map(old_layouts[name].name)
             new = new_names[tensor_map.name]
@@ -119,9 +119,9 @@ def _reasons_against(optimizer: Optimizer, model: nn.Module) -> list[str]:
 
 
 def _settings(optimizer: Optimizer, group: Mapping[str, Any], scale: float) -> dict[str, Any]:
-    """Return a group's settings, adapted to parameters that growth multiplied by `scale`."""
+    """Return a group's options, adapted to parameters that growth multiplied by `scale`."""
     powers = dict(_SETTINGS[type(optimizer)])
-    if group.get("decoupled_weight_decay"):  # Adam with this flag is the same as AdamW
+    if group.get("decoupled_weight_decay"):  # Adam with this flag is identical to AdamW
         powers["weight_decay"] = 1
     return {
         key: value * scale ** -powers[key] if key in powers and scale != 1.0 else value

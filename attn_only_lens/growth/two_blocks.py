@@ -1,18 +1,18 @@
 """Growth of converted models, which have two blocks per layer.
 
-A converted model has the parameters of its source model under other names: layer l of the source
-becomes blocks 2l and 2l + 1, and the MLP's matrices belong to neuron-heads. So `AddNeurons` appends
-neuron-heads (m per neuron, if m heads form a neuron), and `InsertLayer` inserts two blocks.
-Converting a grown model and growing the converted model give bitwise equal weights. Layers of a
-converted model may differ in size, and the width of values may differ from that of keys. So
-converted models, unlike others, can grow in some layers only, or by `WidenValues` or
-`WidenQueriesAndKeys` alone.
+A converted model has the original model's parameters under other names: layer l of the original
+becomes blocks 2l and 2l + 1, and the MLP's matrices become single-neuron attention heads
+(neuron-heads). `AddNeurons` therefore appends neuron-heads (m per neuron, if m heads compute a
+neuron), and `InsertLayer` inserts two blocks. Growing then converting gives bitwise the same
+weights as converting then growing. Layers of a converted model may differ in size, and the width of
+values may differ from that of keys. Converted models, unlike others, can therefore grow in some
+layers only, or by `WidenValues` or `WidenQueriesAndKeys` alone.
 
 If a gated MLP was converted with bilinear gates, its gates equal the activation function only on a
 range of inputs, which was calibrated for each layer. A new layer gets the range of the old layer
 with the same shapes, and new neurons get the range of their layer. Outside this range, new neurons
 do not compute the activation function, but have no effect before training, because their output
-weights are zero. To avoid this, grow the source model, then convert and calibrate it.
+weights are zero. To avoid such neurons, grow the original model, then convert and calibrate it.
 """
 
 import math
@@ -41,7 +41,7 @@ from attn_only_lens.models.two_blocks.config import (
 from attn_only_lens.models.two_blocks.known_modules import module_reasons
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.([^.]+)(.*)")
-# For each part of a neuron block, the part of the source layer from which it was made.
+# For each module of a neuron-head block, the original model's module that it replaces.
 _PARTS_IN_SOURCE = {"attn": "mlp", "ln1": "ln2", "ln1_post": "ln2_post"}
 _PARTS = {source_name: ours for ours, source_name in _PARTS_IN_SOURCE.items()}
 _SHARED = ("attn.W_K", "attn.W_V", "attn.b_K", "attn.b_V")  # shared by grouped heads
@@ -56,7 +56,7 @@ class ConvertedModel(Growable):
         return isinstance(model, AttentionOnlyTransformer)
 
     def reasons_against(self) -> list[str]:
-        """Return every reason why this model cannot be grown."""
+        """Return every reason why the model cannot be grown."""
         model = self.model
         if type(model) is not AttentionOnlyTransformer:
             return [f"got {a_type(model)}, a subclass that growth does not support"]
@@ -78,7 +78,7 @@ class ConvertedModel(Growable):
         return all(size.attn_scale == math.sqrt(size.d_head) for size in sizes)
 
     def read(self) -> Weights:
-        """Return the model's weights in the layout of its source model."""
+        """Return the model's weights in the layout of the original model."""
         cfg = self.model.cfg.layer_cfg(0)
         constants = replace(constants_of(cfg), heads_per_neuron=self.model.heads_per_neuron)
         if cfg.use_attn_scale and not self._has_default_scales():
@@ -94,7 +94,7 @@ class ConvertedModel(Growable):
         return tensors
 
     def reasons_against_weights(self, weights: Weights) -> list[str]:
-        """Return every reason why a converted model cannot have these weights."""
+        """Return every reason why a converted model cannot have the given weights."""
         return joint_norm_reasons(weights)
 
     def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
@@ -107,7 +107,7 @@ class ConvertedModel(Growable):
             names[name]: parameter_of(name, cfg).from_weights(tensor)
             for name, tensor in weights.tensors.items()
         }
-        # For each layer, the old layer from which settings and buffers are copied.
+        # For each layer, the old layer from which configuration values and buffers are copied.
         layers = [
             layer
             for layer_index in range(constants.n_layers)
@@ -135,7 +135,7 @@ class ConvertedModel(Growable):
 
 
 def _source_name(name: str) -> str:
-    """Return which tensor of `Weights` this parameter of a converted model stores."""
+    """Return the name of the `Weights` tensor that a converted model's parameter stores."""
     match = _BLOCK.fullmatch(name)
     if match is None:
         return name
@@ -146,7 +146,7 @@ def _source_name(name: str) -> str:
 
 
 def _converted_name(name: str, *, grouped: bool) -> str:
-    """Return which parameter of a converted model stores this tensor of `Weights`."""
+    """Return the name of the converted model's parameter that stores a `Weights` tensor."""
     layer, of = in_layer(name), tail(name)
     if layer is None:
         return name
@@ -158,7 +158,7 @@ def _converted_name(name: str, *, grouped: bool) -> str:
 
 
 def _layer_sizes(weights: Weights, attn_scale: float) -> list[LayerSizes]:
-    """Return each layer's sizes; its scores are divided by √d_head, or all by `attn_scale`."""
+    """Return each layer's sizes and score scale: √d_head, or `attn_scale` if it is constant."""
     constants, sizes, layers = weights.constants, weights.sizes, []
     for layer in range(constants.n_layers):
         n_heads, n_shared, width, d_value, neurons = (

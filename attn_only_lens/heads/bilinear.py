@@ -10,8 +10,8 @@ For a token with the normalised residual x, head j of neuron i computes
     result    z · w_j W_out[i, :]
 
 The sum Σ_j w_j z_j approximates the neuron's activation; `gates/bilinear.py` bounds the error.
-Heads are ordered neuron by neuron: head_index = i · m + j. If no hooks are attached, the sum is
-computed without patterns; the result differs only by rounding.
+Heads are ordered by neuron: head_index = i · m + j. Without hooks, the sum is computed without
+patterns; the result differs only by rounding.
 """
 
 import torch
@@ -29,7 +29,7 @@ class BilinearHeads(NeuronHeads):
 
     @property
     def bilinear_gate(self) -> BilinearGate:
-        """The `BilinearGate` of these heads."""
+        """The `BilinearGate` of the heads."""
         gate = self.gate
         assert isinstance(gate, BilinearGate)
         return gate
@@ -60,16 +60,16 @@ class BilinearHeads(NeuronHeads):
         return (by_head * by_head.new_tensor(self.bilinear_gate.w)).flatten(-2).to(z.dtype)
 
     def _sum_of_heads(self, q: PreActivation, value: PreActivation) -> PreActivation:
-        """Return the neurons' outputs without computing the individual heads."""
+        """Return the neurons' outputs without computing each head."""
         mixture = self.bilinear_gate.mixture(q)
-        if q.dtype == torch.float16:  # the value may have overflowed to ±∞
+        if q.dtype == torch.float16:  # a value may have overflowed to ±∞
             value = torch.where(torch.isinf(value) & (mixture == 0), 0.0, value)
         return (mixture * value).to(q.dtype)
 
     def _query_and_value(
         self, q: PreActivation, up: PreActivation | None
     ) -> tuple[PreActivation, PreActivation]:
-        # Half precision is not enough: in a gated MLP, head outputs are much larger than their sum.
+        # In gated MLPs, use float32: head outputs are much larger than their sum.
         gate = self.bilinear_gate
         dtype = float32_if_half(q).dtype if gate.gated else q.dtype
         value = (q if up is None else up).to(dtype)

@@ -1,4 +1,4 @@
-"""Compute neuron-heads (MLP neurons as attention heads), from an MLP's pre-activations to z.
+"""Compute the outputs z of neuron-heads (single-neuron attention heads) from pre-activations.
 
 The inputs are the pre-activation q and, in a gated MLP, the projection u that q gates. The formulas
 are in `gates/exact.py` (one head per neuron) and `heads/bilinear.py` (several heads per neuron).
@@ -34,8 +34,7 @@ def is_live(point: HookPoint) -> bool:
 def require_grad_like(constant: Tensor, like: Tensor) -> Tensor:
     """Connect a constant tensor to the autograd graph of `like`, so that backward hooks run.
 
-    The result is not a leaf, because hooks cannot edit leaves and `torch.func` cannot create
-    leaves.
+    The result is not a leaf: hooks cannot edit leaves, and `torch.func` cannot create leaves.
     """
     if constant.requires_grad or not (like.requires_grad and torch.is_grad_enabled()):
         return constant
@@ -44,7 +43,7 @@ def require_grad_like(constant: Tensor, like: Tensor) -> Tensor:
 
 
 class NeuronHeads(ABC):
-    """The neuron-heads of one MLP, with their hook points and the computation of their outputs z.
+    """The neuron-heads of one MLP: their hook points, and the computation of their outputs z.
 
     In a converted model, this class is a mixin of the block's attention. In an exposed model, each
     MLP has a separate object of this class.
@@ -66,7 +65,7 @@ class NeuronHeads(ABC):
     @property
     @abstractmethod
     def gate(self) -> AnyGate:
-        """The gate that computes the patterns of these heads."""
+        """The gate that computes the patterns of the heads."""
 
     @property
     def joint_gates(self) -> bool:
@@ -76,7 +75,7 @@ class NeuronHeads(ABC):
     @property
     @abstractmethod
     def module(self) -> nn.Module:
-        """The module that holds the weights of these heads."""
+        """The module that holds the weights of the heads."""
 
     @property
     @abstractmethod
@@ -95,14 +94,14 @@ class NeuronHeads(ABC):
     ) -> tuple[Float[Tensor, "*any pos head_index"], Float[Tensor, "*any pos head_index"]]:
         """Compute each head's attention to its own token, and its value, without running hooks.
 
-        If q and `up` contain only some neurons, `index` has the indices of these neurons.
+        If q and `up` hold only some neurons, `index` holds the indices of these neurons.
         """
         query, v = self._query_and_value(q, up)
         return self._self_weight(query, index), v
 
     @property
     def output_module(self) -> nn.Module:
-        """The module whose output is the sum of these heads' outputs."""
+        """The module whose output is the sum of the heads' outputs."""
         return self.module
 
     @property
@@ -117,7 +116,7 @@ class NeuronHeads(ABC):
 
     @property
     def amplification(self) -> float:
-        """The factor by which cancellation between heads amplifies a neuron's rounding error."""
+        """The factor by which cancellation between heads amplifies the neuron's rounding error."""
         return 1.0
 
     def neuron_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any d_mlp"]:
@@ -148,7 +147,7 @@ class NeuronHeads(ABC):
         return z
 
     def _attend(self, q: PreActivation, up: PreActivation | None) -> PreActivation:
-        """Compute z step by step, and run the hooks on queries, values, scores and patterns."""
+        """Compute z in steps, and run the hooks on queries, keys, values, scores and patterns."""
         query, v = self._query_and_value(q, up)
         dtype = query.dtype
         query = self.hook_q(query.unsqueeze(-1)).squeeze(-1)
@@ -205,12 +204,12 @@ class NeuronHeads(ABC):
 
 
 def logit_tolerance(heads: Iterable[NeuronHeads], dtype: torch.dtype) -> float:
-    """Return the largest allowed max |Δ logit| / max |logit| between two computations of a model.
+    """Return the tolerance for max |Δ logit| / max |logit| between two computations of a model.
 
     In a gated MLP with bilinear gates, the outputs of single heads, and so their rounding errors,
     are many times larger than their sum. For such MLPs, the tolerance is multiplied by the
     amplification. In small gated models in float32, `verify` found differences of up to 2.3 times
-    the plain tolerance, and up to 0.19 times the amplified tolerance. Heads in half precision are
+    the plain tolerance, and up to 0.19 times the amplified tolerance. Half-precision heads are
     summed in float32, so the factor multiplies float32's tolerance.
     """
     sums = dtype if dtype == torch.float64 else torch.float32

@@ -4,14 +4,14 @@ For the MLP's input x, the module computes
 
     y = hook_written(z W_dec + b_dec) + hook_skip(x) W_skip + hook_error(e)
 
-As in every MLP with neuron-heads, the heads replace z at hook_post. The error e is the original
-MLP's output at x minus the transcoder's output at x, without edits by hooks. So y is the original
-MLP's output as long as no hook edits the features. If a hook changes z by Δz, y changes by
-Δz W_dec. With `error="zero"`, e is left out, and the original MLP does not run.
+Neuron-heads (single-neuron attention heads) replace z at hook_post. The error e is the original
+MLP's output at x minus the transcoder's output at x, both without edits by hooks. As long as no
+hook edits the features, y is therefore the original MLP's output. If a hook changes z by Δz, y
+changes by Δz W_dec. With `error="zero"`, e is left out, and the original MLP does not run.
 
-If the transcoder reads the stream before the norm, this norm moves into `original`, and an identity
-takes its place in the model. The same happens to the norm after the MLP if the transcoder imitates
-the output of this norm.
+If the transcoder reads the residual stream before the norm, this norm moves into `original`, and an
+identity replaces it in the model. The norm after the MLP moves, too, if the transcoder imitates
+this norm's output.
 """
 
 import torch
@@ -48,6 +48,7 @@ class FeatureMLP(nn.Module):
         self.register_buffer("W_skip", transcoder.W_skip)
         self.transcoder_activation, self.k, self.name = transcoder.activation, transcoder.k, name
         self.original, self.has_error = original, error
+        self._options = transcoder.options()
         self.hook_in = HookPoint()  # [batch, pos, d_model]
         self.hook_pre = HookPoint()  # [batch, pos, d_mlp]
         self.hook_post = HookPoint()  # [batch, pos, d_mlp]
@@ -62,7 +63,7 @@ class FeatureMLP(nn.Module):
         """Return the output of the features, plus x W_skip, plus the error."""
         x = self.hook_in(x)
         q = self.encode(x)
-        # A hook may edit in place, but the error is of the unedited pre-activations.
+        # Hooks may edit in place, but the error needs the unedited pre-activations.
         hooked: Tensor = self.hook_pre(q.clone() if is_live(self.hook_pre) else q)
         post = self.act_fn(hooked)
         features = output = self.hook_written(self.decode(self.hook_post(post)))
@@ -76,6 +77,18 @@ class FeatureMLP(nn.Module):
             output = output + self.hook_error(error.unsqueeze(-2)).squeeze(-2)
         result: Residual = self.hook_out(output)
         return result
+
+    def transcoder(self) -> Transcoder:
+        """Return the transcoder with its current weights."""
+        return Transcoder(
+            W_enc=self.W_in.detach(),
+            W_dec=self.W_out.detach(),
+            b_enc=self.b_in.detach(),
+            b_dec=self.b_out.detach(),
+            threshold=self.threshold,
+            W_skip=self.W_skip,
+            **self._options,
+        )
 
     def _features_are_hooked(self) -> bool:
         others = ("hook_in", "hook_skip", "hook_error", "hook_out")

@@ -1,7 +1,7 @@
-"""The interface to models whose MLP neurons are attention heads; each kind of model has a `Host`.
+"""The interface to models whose MLP neurons are attention heads ("neuron-heads").
 
-A converted model has two blocks for each source layer l: attention heads in block 2l, neuron-heads
-in block 2l + 1. An exposed model has one block per layer, whose MLP computes neuron-heads.
+A converted model has two blocks per original layer l: attention heads in block 2l, neuron-heads in
+block 2l + 1. An exposed model has one block per layer, whose MLP computes neuron-heads.
 """
 
 import threading
@@ -34,7 +34,7 @@ HEAD_PLURALS: Mapping[str, str] = MappingProxyType(
 )
 """The plural noun for each kind of head, in messages and pictures."""
 
-# In an exposed model, users' filters for attention hook points must not match these names. Such
+# In an exposed model, these names must not match users' filters for attention hook points. Such
 # filters look for names that end in z, q, k, v, pattern, scores or result, or that contain z, attn,
 # pattern, score, hook_q or result.
 POINTS = {
@@ -58,8 +58,8 @@ _NO_VALUES: Mapping[Any, Any] = MappingProxyType({})
 class PassState(threading.local):
     """Values that one module passes to a later module in the same forward pass.
 
-    The values are not module attributes, because other threads, or hooks, may run the same model
-    during a forward pass. Each thread has its own values, and a copy of this object is empty.
+    The values are not module attributes, because other threads, or hooks, may run the model during
+    a forward pass. Each thread has its own values, and a copy of this object is empty.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class PassState(threading.local):
 
     @contextmanager
     def new_pass(self, values: Mapping[Any, Any] = _NO_VALUES) -> Iterator[None]:
-        """Use these values inside a `with`, and restore the previous values at its end."""
+        """Context manager that uses these values, and restores the previous values at its end."""
         outer, self.values = self.values, dict(values)
         is_outermost, self._errors = self._errors is None, self._errors or []
         try:
@@ -110,24 +110,24 @@ class Host(ABC):
     @property
     @abstractmethod
     def neurons(self) -> list[Any]:
-        """The neuron-heads (`NeuronHeads`) of each source layer."""
+        """The neuron-heads (`NeuronHeads`) of each layer of the original model."""
 
     @property
     @abstractmethod
     def n_heads(self) -> list[int]:
-        """The number of attention heads in each source layer."""
+        """The number of attention heads in each layer of the original model."""
 
     @property
     def n_layers(self) -> int:
-        """The number of source layers."""
+        """The number of layers of the original model."""
         return len(self.neurons)
 
     def kinds(self, layer: int) -> tuple[HeadKind, ...]:
-        """Return the kinds of heads in a source layer, in the order in which they write."""
+        """Return the kinds of heads in an original layer, in their order of computation."""
         return ("attention", *self.neurons[layer].kinds)
 
     def count(self, layer: int, kind: HeadKind) -> int:
-        """Return the number of heads of this kind in a layer."""
+        """Return the number of heads of one kind in a layer."""
         if kind not in self.kinds(layer):
             return 0
         if kind in NEURON_KINDS:
@@ -136,7 +136,7 @@ class Host(ABC):
 
     @abstractmethod
     def block(self, layer: int, kind: HeadKind) -> int:
-        """Return the index of the block that runs a source layer's heads of this kind."""
+        """Return the index of the block that runs an original layer's heads of this kind."""
 
     def hook_name(self, layer: int, kind: HeadKind, point: str) -> str:
         """Return the full name of a hook point (a key of `POINTS`) for a layer's heads."""
@@ -147,43 +147,52 @@ class Host(ABC):
             return f"blocks.{block}.mlp.{POINTS[point]}"
         return f"blocks.{block}.attn.hook_{point}"
 
+    def hook_names(self, point: str, kinds: Sequence[HeadKind] = HEAD_KINDS) -> list[str]:
+        """Return the names of a hook point for all layers' heads of these kinds."""
+        return [
+            self.hook_name(layer, kind, point)
+            for layer in range(self.n_layers)
+            for kind in self.kinds(layer)
+            if kind in kinds
+        ]
+
     @property
     @abstractmethod
     def passing(self) -> PassState:
         """The values that the model's modules pass to each other during a forward pass."""
 
     def attention(self, layer: int) -> Any:
-        """Return the module with the attention heads of a source layer."""
+        """Return the module with the attention heads of a layer of the original model."""
         return self.model.blocks[self.block(layer, "attention")].attn
 
     def is_gated(self, layer: int) -> bool:
-        """Return whether the MLP of a source layer has a W_gate."""
+        """Return whether the MLP of a layer of the original model has a W_gate."""
         return getattr(self.neurons[layer].module, "W_gate", None) is not None
 
     @abstractmethod
     def gates(self) -> list[dict[str, Any]]:
-        """Describe the gates of each source layer as data that can be written as JSON."""
+        """Return a JSON-compatible description of each original layer's gates."""
 
     @abstractmethod
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
-        """Return the hook name of the residual stream before, within or after a source layer."""
+        """Return the hook name of the residual stream before, within or after an original layer."""
 
     def write_hook(self, layer: int, kind: HeadKind) -> str:
-        """Return the hook name of the summed output of a source layer's heads."""
+        """Return the hook name of the summed output of the heads in an original layer."""
         sublayer = "mlp" if kind != "attention" and self.in_place else "attn"
         return f"blocks.{self.block(layer, kind)}.hook_{sublayer}_out"
 
     @abstractmethod
     def reasons(self) -> list[str]:
-        """Return the reasons, if any, why the model no longer runs the modules of its heads."""
+        """Return error messages if the model no longer runs the modules of its heads."""
 
     def unseen_edit_reasons(self, layer: int, kind: HeadKind) -> list[str]:
-        """Return an error message for each torch hook that would receive z before it is edited."""
+        """Return an error message for each torch hook that would see z before edits."""
         return []
 
     @abstractmethod
     def norms(self) -> list[Any]:
-        """Return the norms of each source layer; raise InputError if a norm's kind is unknown."""
+        """Return the norms of each original layer; raise InputError if a norm's kind is unknown."""
 
     def reads_centred(self) -> bool:
         """Return whether the norms before all heads subtract the mean of the residual stream."""
@@ -200,7 +209,7 @@ class Host(ABC):
 
     @abstractmethod
     def norms_of(self, seen: Any) -> Any:
-        """Identify each module's kind of norm from the module's input and output.
+        """Return each module's kind of norm, found from the module's input and output.
 
         `seen` is {module: (x, y)}.
         """
@@ -225,21 +234,37 @@ class WithNeuronHeads:
 
 
 def stock_class(module: object) -> type:
-    """Return the class that a module had before it got neuron-heads."""
+    """Return the class that a module had before neuron-heads were added to it."""
     kind = type(module)
     return vars(kind).get("_stock", kind)  # `vars` ignores base classes
 
 
 def has_neuron_heads(model: object) -> bool:
-    """Return whether a model has neuron-heads."""
+    """Return whether a model's MLP neurons are implemented as attention heads (neuron-heads)."""
     return isinstance(model, WithNeuronHeads)
 
 
 def host_of(model: Any) -> Host:
-    """Return a model's `Host`; raise UnsupportedCallError if the model has no neuron-heads."""
+    """Return a model's `Host`; raise UnsupportedCallError if no MLP neurons are attention heads."""
     if not isinstance(model, WithNeuronHeads):
         raise UnsupportedCallError("; ".join(reasons_without_heads(model)))
     return model._host(model)
+
+
+def exposed_reasons(model: object) -> list[str]:
+    """Return [error message] if neuron-heads are exposed in place in a model, otherwise []."""
+    if not has_neuron_heads(model) or not host_of(model).in_place:
+        return []
+    exposed = "its neuron-heads are exposed; first call expose_neuron_heads(model).undo()"
+    return transcoder_reasons(model) or [exposed]
+
+
+def transcoder_reasons(model: object) -> list[str]:
+    """Return [error message] if transcoders replace MLPs of a model, otherwise []."""
+    layers = host_of(model).neurons if has_neuron_heads(model) else []
+    if not any("feature" in heads.kinds for heads in layers):
+        return []
+    return ["transcoders replace its MLPs; first call transcoders.detach(model)"]
 
 
 def reasons_without_heads(model: object) -> list[str]:

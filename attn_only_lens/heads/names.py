@@ -1,11 +1,11 @@
-"""Names of heads, and the blocks, indices and hook points that they refer to.
+"""Parse names of heads, and find their blocks, indices and hook points.
 
-`L5H3` is attention head 3 of source layer 5; `L5N1234` is the neuron-head of neuron 1234 in this
-layer. If several heads share a neuron (bilinear gates), these heads are `L5N1234.0`, `L5N1234.1`,
-…, and `L5N1234` is the neuron itself. In a layer with a transcoder, `L5F1024` is feature 1024,
-`L5E` is the error node (the part of the MLP's output that the transcoder misses), and `L5S` is the
-skip node (the input of the transcoder's linear map W_skip). Analyses refer to heads by name, never
-by block number.
+`L5H3` is attention head 3 in layer 5 of the original model; `L5N1234` is the neuron-head of neuron
+1234 in this layer. If several heads share a neuron (bilinear gates), these heads are `L5N1234.0`,
+`L5N1234.1`, …, and `L5N1234` is the neuron itself. In a layer with a transcoder, `L5F1024` is
+feature 1024, `L5E` is the error node (the part of the MLP's output that the transcoder misses), and
+`L5S` is the skip node (the input of the transcoder's linear map W_skip). Analyses refer to heads by
+name, never by block number.
 """
 
 import re
@@ -44,10 +44,10 @@ _PLURAL = {**HEAD_PLURALS, "attention": "attention heads"}
 
 @dataclass(frozen=True)
 class HeadName:
-    """The name of an attention head, neuron-head, neuron or transcoder node in a source layer.
+    """The name of an attention head, neuron-head, neuron or transcoder node.
 
     Attributes:
-        layer: the source layer (not the block), counted from 0.
+        layer: the layer in the original model (not the block), counted from 0.
         kind: "attention" for a head of the original model, "neuron" for a neuron-head, "feature"
             for a feature of a transcoder, "skip" for its skip node, "error" for its error node.
         index: the index of the head in its attention layer, of the neuron in its MLP, or of the
@@ -88,7 +88,7 @@ class HeadName:
         return self.index * heads_per_neuron + self.member
 
     def heads(self, heads_per_neuron: int) -> slice:
-        """Return a slice of `head_index` with this head, or with all heads of this neuron."""
+        """Return the slice of head_index that selects this head, or all heads of this neuron."""
         if self.kind == "neuron" and self.member is None:
             return slice(self.index * heads_per_neuron, (self.index + 1) * heads_per_neuron)
         index = self.head_index(heads_per_neuron)
@@ -102,7 +102,7 @@ class HeadName:
         return self.layer
 
     def hook(self, point: str, model: Any) -> str:
-        """Return the full name of a hook point, which all heads of this head's layer share.
+        """Return the full name of a hook point; all heads of this kind in the layer share it.
 
         Args:
             point: "q", "k", "v", "attn_scores", "pattern", "z" or "result".
@@ -139,7 +139,7 @@ class HeadName:
         return name
 
     def require_in(self, model: Any) -> None:
-        """Check that a model has this head; raise the same errors as `hook` if it does not."""
+        """Raise the same errors as `hook` if a model does not have this head."""
         if has_neuron_heads(model):
             self.require_among(head_counts(model))
             return
@@ -147,7 +147,7 @@ class HeadName:
         self.require_among([({"attention": model.cfg.n_heads}, 1)] * len(model.blocks))
 
     def require_among(self, layers: Sequence[HeadCounts]) -> None:
-        """Raise UnknownHeadError if a model with these head counts has no such head."""
+        """Raise UnknownHeadError if this head is not among the given head counts."""
         if not 0 <= self.layer < len(layers):
             raise UnknownHeadError(
                 f"got {str(self)!r}; the model has layers 0 to {len(layers) - 1}"
@@ -167,7 +167,7 @@ class HeadName:
 
 
 def unreadable_name(text: object, transcoders: bool = False) -> str:
-    """Return an error message for a string that is not a name of a head."""
+    """Return an error message for a string that is not a head's name."""
     if isinstance(text, str) and NAME.fullmatch(upper := text.strip().upper()):
         return f"got {text!r}; names are upper case, without spaces: did you mean {upper!r}?"
     others = (
@@ -181,7 +181,7 @@ def unreadable_name(text: object, transcoders: bool = False) -> str:
 
 
 def _require_plain(model: Any, name: HeadName) -> None:
-    """Raise UnsupportedCallError if a model without neuron-heads cannot have this head."""
+    """Raise UnsupportedCallError for a head that models without neuron-heads cannot have."""
     if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
         raise UnsupportedCallError(
             f"got {a_type(model)}; expected a model with blocks, from TransformerLens or "
@@ -192,7 +192,7 @@ def _require_plain(model: Any, name: HeadName) -> None:
             f"got {str(name)!r} and {a_type(model)} without neuron-heads; expected a "
             "model that convert or expose_neuron_heads returned"
         )
-    # A model from to_stock has two layers per source layer.
+    # A model from to_stock has two layers for each layer of the original model.
     if getattr(model.cfg, "attn_only", False) and model.cfg.window_size == 1:
         raise UnsupportedCallError(
             f"got {str(name)!r} and a model from to_stock, whose heads have no such names: the "
@@ -201,7 +201,7 @@ def _require_plain(model: Any, name: HeadName) -> None:
 
 
 def head_counts(model: Any) -> list[HeadCounts]:
-    """Return the head counts of each source layer."""
+    """Return the head counts of each layer of the original model."""
     host = host_of(model)
     return [
         ({kind: host.count(layer, kind) for kind in host.kinds(layer)}, neurons.heads_per_neuron)

@@ -1,4 +1,4 @@
-"""Read the patterns of neuron-heads from the activation cache of a run."""
+"""Read attention patterns of neuron-heads (single-neuron heads) from an activation cache."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from attn_only_lens.heads.names import HeadName
 
 
 def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
-    """Return the attention of one neuron-head, from each token to itself and to the bias token.
+    """Return a neuron's attention (as an attention head) to the token itself and the bias token.
 
     The last axis has two entries, one for the token itself and one for the bias token, instead of
     one entry for each token. Plotting tools such as circuitsvis expect a square pattern over tokens
@@ -30,7 +30,7 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
 
     Args:
         cache: the cache of a converted or exposed model, with the patterns of the neuron's layer.
-        name: a neuron-head by source layer, `L5N1234`; `L5N1234.2` if several heads share a neuron.
+        name: a neuron-head by layer, `L5N1234`; `L5N1234.2` if several heads share a neuron.
 
     Returns:
         The attention weights, which sum to 1 over the last axis (no batch axis if the cache has
@@ -56,15 +56,15 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
 
 
 def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
-    """Return the factor by which a neuron's gate multiplies its value, Σ_j w_j pattern_j(self).
+    """Return the factor Σ_j w_j pattern_j(self) by which a neuron's gate multiplies its value.
 
-    With exact gates, this factor is the attention of the neuron's only head to the token itself.
-    With bilinear gates, the sum is over the neuron's heads j with weights w_j. In a plain MLP, the
-    factor may be slightly outside [0, 1]; in a gated MLP, it approximates the activation α(q).
+    The sum runs over the neuron's heads j with weights w_j. With exact gates, the factor is the
+    only head's attention to its own token. In a plain MLP, the factor may be slightly outside [0,
+    1]; in a gated MLP, it approximates the activation α(q).
 
     Args:
         cache: see `neuron_pattern`.
-        name: a neuron by source layer, `L5N1234`.
+        name: a neuron in a layer of the original model, `L5N1234`.
 
     Returns:
         One number per token; there is no batch axis if the cache has none.
@@ -90,7 +90,7 @@ def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]
 
 
 def _neuron(cache: ActivationCache, name: str) -> HeadName:
-    """Parse the name of a neuron, and check that the model of the cache has this neuron."""
+    """Parse a neuron's name, and check that the cache's model has this neuron."""
     head = HeadName.parse(name)
     model = getattr(cache, "model", None)
     if head.kind in WIDE_KINDS:
@@ -126,7 +126,7 @@ def _block_pattern(
 
 
 def require_neuron_heads(cache: Any) -> None:
-    """Raise UnsupportedCallError unless this is the cache of a model with neuron-heads."""
+    """Raise UnsupportedCallError unless the cache comes from a model with neuron-heads."""
     model = getattr(cache, "model", None)
     if not has_neuron_heads(model):
         kind = "" if model is None else f" of {a_type(model)} without neuron-heads"
@@ -137,7 +137,7 @@ def require_neuron_heads(cache: Any) -> None:
 
 
 def cached_activation(cache: ActivationCache, layer: int, kind: HeadKind, point: str) -> Tensor:
-    """Return the cached activation at a hook point of a source layer's heads."""
+    """Return the cached activation at a hook point of the heads in an original layer."""
     hook = host_of(cache.model).hook_name(layer, kind, point)
     if hook not in cache.cache_dict:
         raise UnsupportedCallError(
@@ -152,9 +152,9 @@ def dense_pattern(
 ) -> Float[Tensor, "batch query_pos key_pos_and_bias"]:
     """Return `neuron_pattern` as a square matrix over tokens, plus a column for the bias token.
 
-    Plotting tools such as circuitsvis expect such a matrix. The attention of each token to itself
-    is on the diagonal, and all other weights between tokens are zero. The arguments and errors are
-    the same as for `neuron_pattern`.
+    Plotting tools such as circuitsvis expect a square matrix. Each token's attention to itself is
+    on the diagonal; other weights between tokens are zero. The arguments and errors are the same as
+    for `neuron_pattern`.
 
     Example:
         >>> from attn_only_lens import dense_pattern, expose_neuron_heads, pretrained

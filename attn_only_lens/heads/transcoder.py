@@ -6,15 +6,15 @@ A transcoder reads the input x of an MLP (or the residual stream before the norm
     z = q · w(q)                                 activations; the gate w is 0 or 1
     y = z W_dec + b_dec + x W_skip               the imitated output of the MLP
 
-A feature is therefore a neuron-head: it attends to its own token, where its value is q, with
-weight w, and to a static bias token, where its value is 0, with weight 1 - w. The gates are
+A feature is thus an attention head (a neuron-head) that attends with weight w to its own token,
+whose value is q, and with weight 1 - w to a static bias token, whose value is 0. The gates are
 
     relu          w = 1[q > 0], which is 1 if q > 0, otherwise 0
     jumprelu      w = 1[q > θ], with a threshold θ ≥ 0 for each feature
     topk          w = 1[q > 0 and q is one of the k largest at this token]
 
-Only topk gates depend on other features. BatchTopK transcoders use one threshold for all
-tokens at inference, so they are "jumprelu" here.
+Only topk gates depend on other features. BatchTopK transcoders use one threshold for all tokens at
+inference, so they are "jumprelu" here.
 
 Sources: Dunefsky et al., "Transcoders Find Interpretable LLM Feature Circuits" (2024);
 Rajamanoharan et al., "Jumping Ahead: Improving Reconstruction Fidelity with JumpReLU Sparse
@@ -23,7 +23,7 @@ Autoencoders" (2024); Gao et al., "Scaling and evaluating sparse autoencoders" (
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from jaxtyping import Float
 from torch import Tensor
@@ -36,6 +36,8 @@ FeatureActivation = Literal["relu", "jumprelu", "topk"]
 FEATURE_ACTIVATIONS: tuple[str, ...] = get_args(FeatureActivation)
 Reads = Literal["stream", "normalized", "input"]
 READS: tuple[str, ...] = get_args(Reads)
+OPTIONS = ("activation", "k", "reads", "after_norm", "name")
+"""The fields of a `Transcoder` that are not tensors."""
 _PROBLEM = "this transcoder is not valid"
 
 
@@ -151,6 +153,10 @@ class Transcoder:
         """Return the tensors that are not None, as {name: tensor}."""
         names = ("W_enc", "W_dec", "b_enc", "b_dec", "threshold", "W_skip")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def options(self) -> dict[str, Any]:
+        """Return the fields that are not tensors, as {name: value}."""
+        return {name: getattr(self, name) for name in OPTIONS}
 
     def encode(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_features"]:
         """Return the activations z of all features for the input x."""

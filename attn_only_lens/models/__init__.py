@@ -1,4 +1,4 @@
-"""Models whose MLP neurons act as attention heads, and functions that build, save and load them.
+"""Models whose MLP neurons act as attention heads, and functions to build, save and load them.
 
 `__init__.pyi` lists the public classes, which are imported when they are first used.
 """

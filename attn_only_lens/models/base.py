@@ -1,7 +1,6 @@
-"""Base classes of models whose neurons are attention heads, and of their hosts.
+"""Base classes for models whose MLP neurons act as attention heads.
 
-A host is the interface through which analyses access a model (`heads/host.py`). TransformerLens
-silently accepts hooks that can never fire; the models here raise an error instead.
+TransformerLens silently accepts hooks that can never fire; these models raise an error instead.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ from attn_only_lens.tl import HookedTransformer
 
 
 class ModelHost(Host):
-    """A host that looks for replaced modules and torch hooks before an analysis reads weights."""
+    """The interface to a model with neuron-heads, with checks for replaced modules and hooks."""
 
     def require_weights(self) -> None:
         """Raise an error if modules were replaced, or if torch hooks may change module outputs."""
@@ -30,19 +29,19 @@ class ModelHost(Host):
         return norm_modules(self.model)
 
     def norms_of(self, seen: Mapping[nn.Module, tuple[Tensor, Tensor]]) -> dict[nn.Module, Norm]:
-        """Identify the norm that each module computes, from one recorded input and its output."""
+        """Return which norm each module computes, inferred from one recorded input and output."""
         return norms_of(seen)
 
 
 class HookedTransformerHost(ModelHost):
-    """The host of a converted or exposed `HookedTransformer`."""
+    """The host of a `HookedTransformer` with neuron-heads."""
 
     def final_norm(self) -> Norm:
-        """Return the norm before the unembedding."""
+        """Return the final norm layer, before the unembedding."""
         return known_norm(getattr(self.model, "ln_final", None))
 
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the number of tokens in the key-value cache entry given to the first block."""
+        """Return how many earlier tokens the key-value cache passed to the first block holds."""
         entry = kwargs.get("past_kv_cache_entry")
         return 0 if entry is None else int(entry.past_keys.shape[1])
 
@@ -55,7 +54,7 @@ class HookChecks(HookedTransformer):
         return super().get_caching_hooks(self._firing(names_filter), *args, **kwargs)
 
     def add_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Add TransformerLens' caching hooks, but only to hook points that can fire."""
+        """Add TransformerLens' caching hooks, except to hook points that can never fire."""
         return super().add_caching_hooks(self._firing(names_filter), *args, **kwargs)
 
     @contextmanager
@@ -66,7 +65,7 @@ class HookChecks(HookedTransformer):
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
     ) -> Iterator[Any]:
-        """Add hooks as TransformerLens does, but refuse hooks that could never fire.
+        """Add hooks as TransformerLens does, but raise an error for hooks that could never fire.
 
         Raises:
             UnsupportedCallError: a hook point does not exist, or does not fire under the current
@@ -85,7 +84,7 @@ class HookChecks(HookedTransformer):
     def add_hook(
         self, name: str | Callable[[str], bool], hook: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Add a hook as TransformerLens does, but refuse a hook that could never fire."""
+        """Add a hook as TransformerLens does, but raise an error if the hook could never fire."""
         self._require_all([name])
         wanted = self._wanted(name)
         if callable(wanted):
@@ -96,26 +95,26 @@ class HookChecks(HookedTransformer):
     def check_hooks_to_add(
         self, hook_point: HookPoint, hook_point_name: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Raise an error if a hook point does not fire under the current settings."""
+        """Raise an error if a hook point does not fire with the model's current options."""
         self._require_firing(hook_point_name)
         super().check_hooks_to_add(hook_point, hook_point_name, *args, **kwargs)
 
     def _silence(self, hook_name: str) -> str | None:
-        """Return an error message if a hook point does not fire under the current settings."""
+        """Return an error message if a hook point does not fire with the current options."""
         return None
 
     def _wanted(self, wanted: Any) -> Any:
-        """Return the hook name or name filter that TransformerLens receives instead of `wanted`."""
+        """Return the hook name or name filter to pass to TransformerLens in place of `wanted`."""
         return wanted
 
     def _require_all(self, wanted: list[Any]) -> None:
-        """Raise an error if any of the hooks that are about to be added would never fire."""
+        """Raise an error if a hook on any of the given names would never fire."""
         for name in wanted:
             if isinstance(name, str):
                 self._require_firing(name)
 
     def _firing(self, names_filter: Any) -> Callable[[str], bool]:
-        """Return a name filter that selects only hook points that can fire; refuse other names."""
+        """Return a name filter for hook points that can fire; raise an error for other names."""
         if isinstance(names_filter, str):
             names_filter = [names_filter]
         if isinstance(names_filter, list | tuple | set | frozenset):

@@ -1,4 +1,4 @@
-"""Convert a model: every MLP neuron becomes an attention head of width 1.
+"""Convert a model to attention only: every MLP neuron becomes an attention head of width 1.
 
 Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorem 6.
 """
@@ -23,20 +23,20 @@ def convert(
 ) -> AttentionOnlyTransformer:
     """Return an attention-only model with the same logits as `model`.
 
-    The returned model has two blocks per source layer. Block 2l holds the attention heads of source
+    The returned model has two blocks per layer of `model`. Block 2l holds the attention heads of
     layer l. Block 2l + 1 holds the layer's d_mlp neurons, as heads of width 1 in the block's
-    `attn`. In a neuron-head, each token attends to itself with weight p(q) and to a static bias
-    token with weight 1 - p(q), where q is the neuron's pre-activation and act(q) = q · p(q).
-    Without hooks on neuron blocks, the logits are bitwise equal to those of `model`; with hooks,
-    the logits agree up to rounding. Name filters for attention heads, such as
-    `name.endswith("hook_z")`, also select the hook points of neuron-heads.
+    `attn`. In a neuron-head, each token attends to itself with weight p(q) and to a constant bias
+    token with weight 1 - p(q), where q is the neuron's pre-activation and act(q) = q · p(q). The
+    logits are bitwise equal to those of `model` or, with hooks on neuron blocks, equal up to
+    rounding. Name filters such as `name.endswith("hook_z")` select the hook points of both
+    attention heads and neuron-heads.
 
-    With `gate=Bilinear(...)`, several heads per neuron approximate the activation. The converted
-    model then uses the approximation even without hooks.
+    With `gate=Bilinear(...)`, one or more heads per neuron approximate the activation function, and
+    the converted model uses this approximation even without hooks.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorems 2 and
     4, with p(q) in place of the paper's sigmoid for activations other than SiLU. The paper does not
-    cover gated MLPs, where the value is the product q · u of two linear maps of the input.
+    cover gated MLPs, where a head's value is the product q · u of two linear maps of the input.
 
     Args:
         model: a `HookedTransformer` with MLPs. It is not changed. For a `TransformerBridge`, see

@@ -1,4 +1,4 @@
-"""Expose neurons as attention heads in place, by adding hook points to the existing MLPs."""
+"""Expose MLP neurons as attention heads in place, by adding hook points to the existing MLPs."""
 
 from collections import Counter
 from contextlib import ExitStack
@@ -25,6 +25,7 @@ from attn_only_lens.models.in_place import (
     exposed_heads,
     hide,
     reasons_against_copying,
+    require_no_transcoders,
     show,
 )
 from attn_only_lens.models.in_place.heads import FeatureHeads, UnknownMLPError
@@ -46,8 +47,8 @@ _PROBLEM = "the neuron-heads of this model cannot be exposed"
 class ExposedNeurons:
     """A model whose neurons are exposed as attention heads (neuron-heads), until `undo` is called.
 
-    As a context manager, this object returns the model. When the `with` block ends, the
-    neuron-heads are hidden again, unless they were exposed before this object was created.
+    Used in a `with` statement, this object returns the model. When the block ends, the neuron-heads
+    are removed, unless they were exposed before this object was created.
 
     Attributes:
         model: the model with exposed neuron-heads; with `copy=True`, this is the copy.
@@ -79,10 +80,14 @@ class ExposedNeurons:
         return f"<ExposedNeurons of {self.model.cfg.model_name}: {heads}>"
 
     def undo(self) -> None:
-        """Restore the model's class, hook points and hook registries.
+        """Remove the neuron-heads, and restore the model's class and hook points.
 
-        Hooks on neuron-heads are removed; all other hooks stay. A second call does nothing.
+        Hooks on neuron-heads are removed; all other hooks stay. Calling `undo` again does nothing.
+
+        Raises:
+            UnsupportedCallError: the model has transcoders; `transcoders.detach` restores it.
         """
+        require_no_transcoders(self.model, "its neuron-heads cannot be hidden")
         hide(self.model)
 
     def __enter__(self) -> Any:
@@ -100,10 +105,10 @@ def expose_neuron_heads(
     copy: bool = False,
     copy_weights: bool = False,
 ) -> ExposedNeurons:
-    """Expose the neurons of a model as attention heads, next to its MLPs.
+    """Expose the MLP neurons of a model as attention heads, without replacing the MLPs.
 
-    Instead of building a new model, as `convert` does, this function adds hook points for
-    neuron-heads to the MLPs of the model itself:
+    Unlike `convert`, which builds a new model, this function adds hook points for the neurons'
+    heads (neuron-heads) to the model's own MLPs:
 
         q        blocks.{l}.mlp.hook_neuron_query     attn_scores  blocks.{l}.mlp.hook_neuron_logits
         k        blocks.{l}.mlp.hook_neuron_key       pattern      blocks.{l}.mlp.hook_neuron_probs
@@ -114,16 +119,15 @@ def expose_neuron_heads(
     only attention heads, because the new hook points have different names.
 
     The model's hook points keep their names, its weights and methods stay the same, and existing
-    hooks fire as before. With exact gates and no hooks on the new hook points, only the model's own
-    code runs, so the logits are bitwise equal to the logits before exposing. With hooks on the new
-    hook points, the logits agree with the original ones up to rounding.
+    hooks fire as before. With exact gates, the logits stay bitwise the same, because only the
+    model's own code runs. While the new hook points have hooks, the logits may change by rounding
+    errors.
 
-    An edit at a hook point affects all later hook points, in this order: hook_pre; the heads' q, k,
-    v, attn_scores, pattern and z; hook_post; the heads' result. As with attention heads, the hook
+    An edit at a hook point affects all later ones. The order is hook_pre; the heads' q, k, v,
+    attn_scores, pattern and z; hook_post; the heads' result. As with attention heads, the hook
     point `result` fires only after `model.set_use_attn_result(True)`.
 
-    Each MLP is run on a random batch before and after exposing, to check that its output does not
-    change.
+    Each MLP is run on a random batch before and after exposing; the output must not change.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorems 2
     and 4; see `convert`.
@@ -186,7 +190,7 @@ def expose_neuron_heads(
 def _model_reasons(
     model: Any, copy: bool, copy_weights: bool, silu: GeneralizedSiLU | None
 ) -> list[str]:
-    """Return error messages if a model cannot be exposed or copied; its MLPs are not checked."""
+    """Return error messages if a model cannot be exposed or copied, without checking its MLPs."""
     if copy_weights and not copy:
         return ["got copy_weights=True without copy=True; pass copy=True, too"]
     if isinstance(model, TransformerBridge) and (reasons := weight_reasons(model.original_model)):
@@ -204,7 +208,7 @@ def _model_reasons(
 
 
 def expose_as(model: Any, mlps: list[KnownMLP], gating: Gating) -> ExposedNeurons:
-    """Expose a model's neurons as heads; raise an error if the gates do not fit its MLPs."""
+    """Expose a model's neurons as heads; raise an error if `gating` does not fit the MLPs."""
     try:
         for mlp in _original(mlps)[:1]:
             gating.require_fit(mlp.act_fn, mlp.points.pre_linear is not None, len(mlps))
@@ -235,14 +239,14 @@ def _heads_class(mlp: KnownMLP, gating: Gating) -> type[InPlace]:
 
 
 def _original(mlps: list[KnownMLP]) -> list[KnownMLP]:
-    """Return the MLPs that are not transcoders."""
+    """Return the MLPs that no transcoder has replaced."""
     return [mlp for mlp in mlps if not isinstance(mlp.mlp, FeatureMLP)]
 
 
 @full_precision()
 @torch.no_grad()
 def _show_checked(model: Any, heads: list[InPlace]) -> None:
-    """Expose the heads, and check that no MLP output changes, even with hooks on the heads."""
+    """Expose the heads, and check that no MLP's output changes, even if the heads have hooks."""
     try:
         inputs = [
             normal_numbers((2, 7, layer.W_out.shape[1]), 2).to(layer.W_out) for layer in heads
@@ -251,14 +255,14 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
         before = [run_mlp(layer.mlp, layer.mlp_points, x) for layer, x in runs]
         show(model, heads)
         reasons, measured = [], []
-        # On exit, the context reads the rounding errors of all layers in one transfer.
+        # On exit, `new_pass` checks the rounding errors of all layers, after one transfer.
         with heads[0].passing.new_pass():
             for (layer, x), expected in zip(runs, before, strict=True):
                 try:
                     measured.append((layer, _differences(layer, x, expected)))
                 except UnknownMLPError as error:
                     reasons.append(f"layer {layer.layer}: {error}")
-        # Read the differences of all layers at once, since each read waits for the device.
+        # Copy the differences of all layers to the CPU at once, since each copy synchronises.
         together = [x.to(before[0].device) for _, x in measured]
         numbers = torch.stack(together).tolist() if together else []
         for (layer, x), row in zip(measured, numbers, strict=True):
@@ -266,7 +270,7 @@ def _show_checked(model: Any, heads: list[InPlace]) -> None:
                 f"layer {layer.layer}: {reason}" for reason in _reasons(layer, x.dtype, row)
             ]
         UnsupportedModelError.raise_if(reasons, _PROBLEM)
-    except BaseException as error:  # even an interruption must not leave a model half exposed
+    except BaseException as error:  # even after Ctrl-C, do not leave a model partly changed
         hide(model)
         if isinstance(error, UnsupportedCallError):
             raise UnsupportedModelError([str(error)], _PROBLEM) from error
@@ -289,8 +293,8 @@ def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "
         live = run_mlp(heads.mlp, heads.mlp_points, x)
     differences = torch.stack([silent - expected, live - silent, expected]).abs().flatten(1)
     of_sum = differences.new_zeros(())
-    if not isinstance(heads, FeatureHeads):  # `FeatureMLP` computes its output as this sum
-        # Sum the heads for one token only, because the sum has d_mlp · d_model terms per token.
+    if not isinstance(heads, FeatureHeads):  # a FeatureMLP's output is this sum by construction
+        # Sum over heads for one token only, because this needs d_mlp · d_model numbers per token.
         token = heads.head_outputs(seen[-1][:1, :1].squeeze(-1))
         with heads.passing.new_pass({(heads.layer, "written"): token}):
             summed = heads.write(live[:1, :1])
@@ -299,7 +303,7 @@ def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "
 
 
 def _reasons(heads: InPlace, dtype: torch.dtype, differences: list[float]) -> list[str]:
-    """Return error messages if the differences that `_differences` measured are too large."""
+    """Return an error message for each of the `differences` in MLP outputs that is too large."""
     of_sum, changed, with_hooks, largest = differences
     reasons = []
     if heads.gating.kind == "exact" and changed != 0:

@@ -1,4 +1,4 @@
-"""The `gate` option of `convert` and `expose_neuron_heads`, and the calibration of gated MLPs."""
+"""The `gate` option of `convert` and `expose_neuron_heads`, and its calibration for gated MLPs."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ _PROBLEM = "this model cannot be calibrated"
 
 @dataclass(frozen=True)
 class Calibration:
-    """The ranges of pre-activations that the bilinear gates of gated MLPs must cover.
+    """The ranges of pre-activations over which bilinear gates must approximate gated MLPs.
 
     Attributes:
-        ranges: for each source layer, `margin` times the largest |g| seen, where g = x · W_gate.
+        ranges: for each layer, `margin` times the largest |g| on the tokens, for g = x · W_gate.
         margin: the factor by which `ranges` exceed the largest |g| seen, to leave room for other
             data.
         n_tokens: the number of tokens that the model was run on.
@@ -40,19 +40,19 @@ class Calibration:
 def calibrate(
     model: HookedTransformer | TransformerBridge, tokens: Tokens | str, *, margin: float = 1.25
 ) -> Calibration:
-    """Measure the largest |x · W_gate| in each layer, where x is the input of the MLP.
+    """Measure the largest |x · W_gate| of each layer on given tokens, where x is the MLP's input.
 
     Bilinear heads can approximate the activation of a gated MLP only on a bounded range, because a
-    sum of sigmoids is bounded and the activation is not (`gates/bilinear.py`). `verify` reports the
-    largest pre-activation on a given input, and the resulting error.
+    sum of sigmoids is bounded and the activation is not (`gates/bilinear.py`). To check the range
+    on other input, use `verify`, which reports the largest pre-activation and error.
 
     Args:
-        model: a source model with gated MLPs, or a bridge with exposed neuron-heads.
+        model: an original model with gated MLPs, or a bridge with exposed neuron-heads.
         tokens: representative input [batch, pos], or a string if the model has a tokenizer.
         margin: the factor by which the largest |x · W_gate| seen is multiplied.
 
     Returns:
-        The ranges, for use in `convert(model, gate=Bilinear(calibration=…))`.
+        The ranges, to pass to `convert(model, gate=Bilinear(calibration=…))`.
 
     Raises:
         UnsupportedModelError: the model has no gated MLPs (other gates need no calibration), cannot
@@ -107,13 +107,13 @@ _FIELDS: dict[str, tuple[str, tuple[type, ...]]] = {
 
 @dataclass(frozen=True)
 class Bilinear:
-    """The option for bilinear gates, as in `convert(model, gate=Bilinear(heads=4))`.
+    """The `gate` option for bilinear gates, as in `convert(model, gate=Bilinear(heads=4))`.
 
-    With this option, all attention patterns of the model are softmaxes over bilinear scores. Each
-    neuron becomes m heads, named `L5N1234.0` to `L5N1234.{m-1}`, which share one output direction
-    and approximate the neuron's activation within a certified bound (`bilinear_gate`). In a plain
-    MLP, the bound holds for every real input, and silu is exact with one head. In a gated MLP, the
-    bound holds only on the range that `calibrate` has measured.
+    With bilinear gates, a neuron's heads compute a softmax over bilinear scores, like attention
+    heads. Each neuron becomes m heads, named `L5N1234.0` to `L5N1234.{m-1}`, which share one output
+    direction and approximate the neuron's activation within a certified bound (`bilinear_gate`). In
+    a plain MLP, the bound holds for every real input, and silu is exact with one head. In a gated
+    MLP, the bound holds only on the range that `calibrate` has measured.
 
     Attributes:
         heads: m, the number of heads per neuron; by default 8 for gated MLPs, and for plain MLPs
@@ -155,7 +155,7 @@ GateOption = Literal["exact"] | GeneralizedSiLU | Bilinear
 def gating_for(
     gate: GateOption, act_fn: str, gated: bool, dtype: torch.dtype, n_layers: int
 ) -> tuple[Gating, list[str]]:
-    """Return the gates that a `gate` option selects, and error messages if they do not fit."""
+    """Return the gates that a `gate` option selects, and error messages if it does not fit."""
     if isinstance(gate, str) and gate == "exact":
         return EXACT, []
     if isinstance(gate, GeneralizedSiLU):
@@ -179,7 +179,7 @@ def _plain(option: Bilinear, act_fn: str, dtype: torch.dtype) -> Gating:
             "input: leave it out"
         )
     gate = bilinear_gate(act_fn, option.heads, tolerance=option.tolerance, slope=option.slope)
-    # The scores, slope · q, must not overflow for pre-activations q up to 64.
+    # The attention scores, slope · q, must not overflow for pre-activations q up to 64.
     slope, room = max(gate.b), torch.finfo(dtype).max / 64
     if slope > room:
         raise ValueError(

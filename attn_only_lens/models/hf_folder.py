@@ -1,8 +1,8 @@
 """Load a Hugging Face folder as a TransformerBridge, from safetensors and JSON files only.
 
-The bridge is the same as the one that `TransformerBridge.boot_transformers` builds. Missing
-weights, which transformers fills with random numbers, and unexpected weights, which transformers
-ignores, are errors here.
+The result is the same bridge as `TransformerBridge.boot_transformers` builds. Missing weights,
+which transformers fills with random numbers, and unexpected weights, which transformers ignores,
+are errors here.
 """
 
 from collections.abc import Iterable, Iterator
@@ -51,7 +51,7 @@ _SHOWN = 5
 
 @contextmanager
 def no_bars() -> Iterator[None]:
-    """Hide transformers' progress bars."""
+    """Context manager that hides transformers' progress bars."""
     drawn = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -70,8 +70,8 @@ def read_hf_folder(
 ) -> TransformerBridge:
     """Load the bridge from a Hugging Face folder; `name` becomes the bridge's `cfg.model_name`.
 
-    `attention` is the name of an attention implementation in transformers; by default, it is the
-    one that `boot_transformers` chooses.
+    `attention` names one of transformers' attention implementations; by default, it is the one that
+    `boot_transformers` chooses.
     """
     try:
         return _bridge(folder, name, dtype, device, attention)
@@ -79,7 +79,7 @@ def read_hf_folder(
         reason = str(error)
         if not isinstance(error, CheckpointError):
             code = " The model needs its own code, which is never run." * ("remote_code" in reason)
-            kind = "KeyError: " * isinstance(error, KeyError)  # str(error) is only the key
+            kind = "KeyError: " * isinstance(error, KeyError)  # the error's text is only the key
             reason = f"{kind}{first_words(error)}{code}"
         raise CheckpointError(f"{folder} cannot be loaded: {reason}") from error
 
@@ -111,7 +111,7 @@ def _bridge(
         device=device,
         model_name=name,
     )
-    if not has_bos:  # otherwise TransformerLens prepends EOS to every text
+    if not has_bos:  # otherwise TransformerLens prepends EOS in place of BOS
         bridge.cfg.default_prepend_bos = False
     return bridge
 
@@ -122,7 +122,7 @@ def _refuse(reasons: list[str]) -> None:
 
 
 def _other_task(config: dict[str, Any]) -> list[str]:
-    """Return an error message if a model is not a language model but, say, a classifier."""
+    """Return an error message if a model is, for example, a classifier, not a language model."""
     for name in config.get("architectures") or ():
         if str(name).endswith(_OTHER_TASKS):
             return [
@@ -134,7 +134,7 @@ def _other_task(config: dict[str, Any]) -> list[str]:
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
-    """Return the paths of the model's safetensors files, and error messages for unusable files."""
+    """Return the paths of a model's safetensors files, and error messages if they are unusable."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS], []
     if (folder / _INDEX).is_file():
@@ -143,7 +143,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
         if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
             return [], [f"{_INDEX} has no weight_map that maps weight names to files"]
         names = sorted(set(shards.values()))
-        # Check names, not resolved paths: the hub's cache has links to files in other folders.
+        # Check names, not resolved paths, because files in the hub's cache are symbolic links.
         if odd := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
             return [], [f"{_INDEX} names a file {odd[0]!r}, which is outside the folder"]
         missing = [name for name in names if not (folder / name).is_file()]
@@ -157,7 +157,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def _tensors_in(files: Iterable[Path]) -> dict[str, Tensor]:
-    """Return meta tensors with the names, shapes and dtypes of the tensors stored in files."""
+    """Return meta tensors, by name, with the shapes and dtypes of the tensors stored in files."""
     tensors = {}
     for path in files:
         try:
@@ -185,11 +185,11 @@ def _stored_otherwise(tensors: dict[str, Tensor]) -> list[str]:
 def _build(
     folder: Path, name: str, dtype: torch.dtype, attention: str | None
 ) -> tuple[Any, str, dict[str, Any]]:
-    """Return the transformers model, its architecture, and its missing and unexpected weights."""
+    """Return the transformers model, its architecture, and its missing or unexpected weights."""
     offline: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(folder, **offline)
     architecture = determine_architecture_from_hf_config(config)
-    # Use the options that TransformerLens' adapter sets, as `boot_transformers` does.
+    # Like `boot_transformers`, let TransformerLens' adapter set loading options.
     cfg = build_bridge_config_from_hf(config, architecture, name, dtype)
     adapter = ArchitectureAdapterFactory.select_architecture_adapter(cfg)
     options: dict[str, Any] = {"config": config, "dtype": dtype}
@@ -205,12 +205,12 @@ def _build(
         output_loading_info=True,
     )
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)  # transformers leaves some weights in float32
+        parameter.data = parameter.data.to(dtype)  # transformers keeps some weights in float32
     return model.eval(), architecture, info
 
 
 def _misfits(model: nn.Module, info: dict[str, Any]) -> list[str]:
-    """Return error messages for weights that do not match the configuration in their folder."""
+    """Return error messages for missing, unexpected or misshapen weights."""
     kinds = {
         "missing": sorted(info["missing_keys"]),
         "of another shape": sorted(f"{key[0]} {list(key[1])}" for key in info["mismatched_keys"]),
@@ -225,9 +225,9 @@ def _misfits(model: nn.Module, info: dict[str, Any]) -> list[str]:
 
 
 def _belongs(model: nn.Module, key: str) -> bool:
-    """Return whether a weight's name leads to a module of the model, or into its list of layers.
+    """Return whether a weight's name belongs to a module of the model or to its list of layers.
 
-    Other unexpected weights belong to parts that the model class lacks, such as BERT's pooler.
+    Other unexpected weights are for parts that the model class lacks, such as BERT's pooler.
     """
     module: Any = model
     *path, _ = key.split(".")

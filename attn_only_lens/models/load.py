@@ -49,15 +49,15 @@ def load(
         a folder of a HookedTransformer      config.json with the fields of its configuration, and
                                              model.safetensors (transformer-lens 3.9)
 
-    If there is a folder with the given name, the folder is loaded, not the model of this name.
-    Weights are read only from safetensors files, and code in the folder is never run. Network
-    access is needed only for models on the hub that are not yet in the hub's local cache.
+    If a folder has the given name, the folder is loaded, not the model with this name. Weights are
+    read only from safetensors files, and code in the folder is never run. The network is used only
+    for hub models that are not yet in the local cache.
 
-    A BOS token is prepended to texts if TransformerLens does so for the model family (GPT-2, LLaMA
-    and Gemma, but not Qwen, Phi and GPT-NeoX) and the tokenizer has a BOS token.
+    Texts get a BOS token if the tokenizer has one and TransformerLens prepends it for the model
+    family (GPT-2, LLaMA and Gemma, but not Qwen, Phi and GPT-NeoX).
 
     A bridge has the original weights, as with `TransformerBridge.boot_transformers`; to fold and
-    centre the weights, call its `enable_compatibility_mode`. A `HookedTransformer` loaded by name
+    centre them, call its method `enable_compatibility_mode`. A `HookedTransformer` loaded by name
     has folded and centred weights, as with `HookedTransformer.from_pretrained`.
 
     Args:
@@ -91,7 +91,7 @@ def load(
     to_dtype = None if dtype is None else parse_dtype(dtype)
     if isinstance(model, str) and not _is_path(model):
         if model.replace("_", "-") == _SHIPPED:
-            # Import `pretrained` only here, because it imports this module.
+            # Import `pretrained` here to avoid a circular import.
             pretrained = import_module("attn_only_lens.pretrained")
             return pretrained.small_english(to_device, to_dtype or torch.float32, hooked=hooked)
         by_name = _hooked_by_name if hooked else _bridge_by_name
@@ -112,7 +112,7 @@ def load(
 
 
 def folder_kind(model: str | os.PathLike[str]) -> FolderKind:
-    """Return which kind of model a folder holds; raise CheckpointError if it holds none."""
+    """Return which kind of model a folder holds; raise CheckpointError if there is no model."""
     folder = open_folder(model)
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {model}; expected {_EXPECTED}")
@@ -140,7 +140,7 @@ def is_hooked(folder: str | os.PathLike[str]) -> bool:
 
 
 def _is_path(model: str) -> bool:
-    """Return whether a string is the path of a file or folder, or cannot be the name of a model."""
+    """Return whether a string is an existing path, or cannot be the name of a hub model."""
     if not model or "\0" in model or Path(model).is_absolute() or model.startswith((".", "~")):
         return True
     return os.path.lexists(model)
@@ -150,8 +150,8 @@ def _bridge_by_name(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     official = next((new for new, aliases in MODEL_ALIASES.items() if name in aliases), name)
     try:
         folder = snapshot_download(official, allow_patterns=list(FILES))
-    except (OSError, ValueError) as error:  # base classes of all huggingface_hub errors
-        raise _not_found(name, error) from error
+    except (OSError, ValueError) as error:  # all huggingface_hub errors are subclasses
+        raise _not_found(name, error) from None
     return read_hf_folder(Path(folder), official, dtype, device)
 
 
@@ -166,7 +166,7 @@ def _hooked_by_name(name: str, device: torch.device, dtype: torch.dtype) -> Hook
                 trust_remote_code=False,
             )
     except (OSError, ValueError) as error:
-        raise _not_found(name, error) from error
+        raise _not_found(name, error) from None
     except Exception as error:  # TransformerLens raises many types of errors
         raise CheckpointError(
             f"{name!r} cannot be loaded as a HookedTransformer: {type(error).__name__}: "
@@ -176,7 +176,7 @@ def _hooked_by_name(name: str, device: torch.device, dtype: torch.dtype) -> Hook
 
 
 def _not_found(name: str, error: Exception) -> CheckpointError:
-    # Cut off TransformerLens' list of hundreds of model names.
+    # Remove the list of hundreds of model names from TransformerLens' message.
     reason = str(error).strip().partition(" Valid official model names")[0]
     reason = first_words(ValueError(reason.partition("\n")[0] or type(error).__name__))
     if "trust_remote_code" in str(error):

@@ -1,22 +1,24 @@
-"""Find the norms of each layer, and whether attention and MLP run in parallel.
+"""Find each layer's normalisation layers (norms), and whether attention and MLP run in parallel.
 
 A norm before a head can be folded into the head's weights W. Apart from the norm's bias and scale
-(one number per token), the head computes x W' from the stream x (a row vector), with W' = N W and
+(one number per token), the head then computes x W' from the residual stream x (a row vector), where
+W' = N W and
 
     LayerNorm   N = C diag(w)     C = I - 1 1ᵀ / d_model, which removes the mean
     RMSNorm     N = diag(w)
 
-If a norm follows a head with output o, the head adds o N to the stream, where N is this norm's
-matrix (apart from the norm's bias and scale). If queries and keys are normalised (Qwen 3, Gemma 3,
-OLMo 2), their folded weights are W_Q N and W_K N. Composition scores do not change if weights are
-multiplied by positive numbers, so for fixed scales they are computed exactly from folded weights.
-In OLMo 2, norms follow heads; Gemma 2 has norms before and after heads.
+If a norm with matrix N follows a head with output o, the head adds o N to the residual stream
+(apart from the norm's bias and scale). If queries and keys are normalised (Qwen 3, Gemma 3, OLMo
+2), their folded weights are W_Q N and W_K N. Composition scores do not depend on positive factors
+such as the norms' scales, so folded weights give exact scores. OLMo 2 has norms only after heads,
+and Gemma 2 before and after heads.
 
-In a `HookedTransformer`, the configuration says where the norms are. In a bridge, the names of
-norms differ between versions of TransformerLens, so the bridge is run once on two tokens (attached
-hooks run, too). A norm precedes a sublayer if the norm's output equals the sublayer's input, and
-follows a sublayer if the norm's input equals the sublayer's output. `require_bridge_weights` checks
-that the modules of a bridge multiply by the matrices that the bridge returns as W_Q, W_in etc.
+In a `HookedTransformer`, the configuration says where the norms are. A bridge's norms have
+different names in different TransformerLens versions, so they are found by running the bridge once
+on two tokens (attached hooks run, too). A norm precedes a sublayer if the norm's output equals the
+sublayer's input, and follows a sublayer if the norm's input equals the sublayer's output.
+`require_bridge_weights` checks that a bridge's modules apply the matrices in the bridge's
+attributes W_Q, W_in etc.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,28 +41,28 @@ from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.tl import LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
 _PROBLEM = "this model has norms or sublayers of an unknown structure"
-_TOLERANCE = 1e-2  # allows half-precision errors; a transposed matrix has an error near 1
+_TOLERANCE = 1e-2  # allows half-precision errors; a transposed matrix would give an error near 1
 STOCK_NORMS = (LayerNorm, LayerNormPre, RMSNorm, RMSNormPre)
 _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """The centring, the gain and the bias of a norm, without the scale that divides its input."""
+    """A norm's centring, gain and bias, without the scale that divides the norm's input."""
 
-    weight: Float[Tensor, "d_model"] | None  # the gain w; None if all ones
-    centres: bool  # whether the norm subtracts the mean
-    bias: Float[Tensor, "d_model"] | None = None  # added after scaling; None if zero
+    weight: Float[Tensor, "d_model"] | None  # the gain w; None if all entries are 1
+    centres: bool  # True if the norm subtracts the mean
+    bias: Float[Tensor, "d_model"] | None = None  # the bias, added after scaling; None if zero
     module: nn.Module | None = None  # the norm module; None if there is no norm
 
     def before(self, weights: Float[Tensor, "*head d_model n"]) -> Float[Tensor, "*head d_model n"]:
-        """Return N W, which folds this norm into the weights W that read the norm's output."""
+        """Return N W: the weights W that read the norm's output, with this norm folded in."""
         if self.weight is not None:
             weights = self.weight.to(weights)[:, None] * weights
         return weights - weights.mean(dim=-2, keepdim=True) if self.centres else weights
 
     def after(self, rows: Float[Tensor, "*head d_model"]) -> Float[Tensor, "*head d_model"]:
-        """Return o N, the norm without its scale and bias, for each head output o in `rows`."""
+        """Apply this norm, without its scale and bias, to head outputs o: return o N."""
         return self.gain(self.centred(rows))
 
     def centred(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
@@ -78,19 +80,19 @@ NO_NORM = Norm(None, centres=False)
 
 @dataclass(frozen=True, eq=False)
 class LayerNorms:
-    """The norms of one source layer."""
+    """The normalisation modules of one layer of the original model."""
 
     attention: tuple[Norm, Norm]  # the norms before and after attention
     neuron: tuple[Norm, Norm]  # the norms before and after the MLP
-    query: Norm  # the norm of the queries, per head or over all heads
-    key: Norm  # the norm of the keys
-    parallel: bool  # whether attention and the MLP read the same residual stream
+    query: Norm  # the norm that normalises queries, per head or over all heads
+    key: Norm  # the norm that normalises keys
+    parallel: bool  # True if attention and the MLP read the same residual stream
 
 
 def hooked_norms(
     cfg: Any, attention: Sequence[Any], modules: Sequence[Sequence[Any]]
 ) -> list[LayerNorms]:
-    """Return the norms of each source layer of a HookedTransformer, given its norm modules.
+    """Return the norms of each original layer of a HookedTransformer, given the norm modules.
 
     For each layer, `modules` holds the norm modules before attention, before the MLP, after
     attention and after the MLP; None means no norm.
@@ -114,7 +116,7 @@ def hooked_block_norms(model: Any) -> list[LayerNorms]:
 
 
 def bridge_final_norm(model: Any) -> Norm:
-    """Run a bridge on two tokens, and return the norm before the unembedding."""
+    """Return a bridge's final norm, found by running the bridge on two tokens."""
     last = getattr(model, "ln_final", None)
     traffic = _Traffic({"unembed": model.unembed} | ({} if last is None else {"ln_final": last}))
     _record_two_tokens(model, [traffic])
@@ -128,7 +130,7 @@ def bridge_final_norm(model: Any) -> Norm:
 
 
 def known_norm(norm: Any) -> Norm:
-    """Return the `Norm` that describes a norm module of a HookedTransformer."""
+    """Describe a HookedTransformer's norm module as a `Norm`."""
     weight = norm.w.detach() if isinstance(norm, LayerNorm | RMSNorm) else None
     assert norm is None or isinstance(norm, (*STOCK_NORMS, nn.Identity))
     bias = norm.b.detach() if isinstance(norm, LayerNorm) else None
@@ -143,7 +145,7 @@ def norm_modules(model: Any) -> list[nn.Module]:
 
 
 def norms_of(seen: Mapping[nn.Module, tuple[Tensor, Tensor]]) -> dict[nn.Module, Norm]:
-    """Identify each module's norm from one input and output; raise InputError if no norm fits."""
+    """Infer each module's norm from one input and output; raise InputError if no norm fits."""
     bridges = [module for module in seen if isinstance(module, NormalizationBridge)]
     names = [f"{type(module).__name__} {i}" for i, module in enumerate(bridges)]
     traffic = _Traffic(dict(zip(names, bridges, strict=True)))
@@ -158,7 +160,7 @@ def norms_of(seen: Mapping[nn.Module, tuple[Tensor, Tensor]]) -> dict[nn.Module,
 
 
 def bridge_norms(model: Any) -> list[LayerNorms]:
-    """Run a bridge on two tokens, and return each layer's norms; refuse unknown kinds of norms."""
+    """Return each layer's norms, found by running a bridge on two tokens."""
     blocks = [_BlockTraffic.of(block) for block in model.blocks]
     _record_two_tokens(model, blocks)
     layers, reasons = [], []
@@ -172,7 +174,7 @@ def bridge_norms(model: Any) -> list[LayerNorms]:
 
 
 def stream_is_centred(model: Any) -> bool:
-    """Return whether all blocks compute norm(x + f(x)), as in BERT, with a norm that centres."""
+    """Return whether all blocks compute norm(x + f(x)) with centring norms, as BERT does."""
     if any(getattr(block.mlp, "name", "") is not None for block in model.blocks):
         return False  # not BERT, where no single module runs the whole MLP
     blocks = []
@@ -196,11 +198,11 @@ def stream_is_centred(model: Any) -> bool:
 
 
 class _UnknownError(Exception):
-    """An error that says why the structure of a bridge's layer is unknown."""
+    """Raised if a bridge layer's structure is unknown; the message says why."""
 
 
 class _Traffic:
-    """The recorded inputs and outputs of modules, and the gains and biases of norms."""
+    """A recording of modules' inputs and outputs, with the gains and biases of norms."""
 
     def __init__(self, modules: dict[str, Any]) -> None:
         self.modules = modules
@@ -234,7 +236,7 @@ class _Traffic:
 @torch.no_grad()
 def _record_two_tokens(model: Any, blocks: Sequence[_Traffic]) -> None:
     """Run a bridge on two tokens, and record the inputs and outputs of the given modules."""
-    first = model.cfg.d_vocab - 1  # a token that is never padding
+    first = model.cfg.d_vocab - 1  # not the padding token
     with ExitStack() as stack:
         for traffic in blocks:
             traffic.watch(stack)
@@ -243,7 +245,7 @@ def _record_two_tokens(model: Any, blocks: Sequence[_Traffic]) -> None:
 
 
 def _read(blocks: Sequence[_Traffic]) -> None:
-    """Move all recorded tensors to the CPU at once, because each copy waits for the device."""
+    """Copy all recorded tensors to the CPU at once, because each copy synchronises the device."""
     sides: list[dict[Any, Tensor]] = []
     for traffic in blocks:
         sides += [traffic.inputs, traffic.outputs, traffic.vectors]
@@ -253,7 +255,7 @@ def _read(blocks: Sequence[_Traffic]) -> None:
 
 
 class _BlockTraffic(_Traffic):
-    """The recorded inputs and outputs of the sublayers and norms in one block of a bridge."""
+    """A recording of the sublayers and norms in one block of a bridge."""
 
     @classmethod
     def of(cls, block: Any) -> "_BlockTraffic":
@@ -292,10 +294,10 @@ class _BlockTraffic(_Traffic):
 
 
 def _write_something(module: Any, args: Any, output: Any, *, seed: int) -> Any:
-    """If a module's output is zero, replace it with noise, which shows what reads this output."""
+    """Replace a zero output by noise, so that the modules that read this output can be found."""
     first = output[0] if isinstance(output, tuple | list) else output
     noise = normal_numbers(first.shape, seed).to(first)
-    written = torch.where(first.any(), first, noise)  # an `if` would wait for the device
+    written = torch.where(first.any(), first, noise)  # an `if` would synchronise
     return written if first is output else type(output)([written, *output[1:]])
 
 
@@ -307,16 +309,19 @@ def _fitted(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> Norm:
-    """Return the norm that maps the inputs to the outputs, or NO_NORM if both are equal."""
+    """Return the norm that maps `inputs` to `outputs`, or NO_NORM if both are equal."""
     if torch.equal(inputs, outputs):
         return NO_NORM
-    x, y = inputs.double(), outputs.double()
+    known = inputs.any(-1)  # every norm maps a row of zeros, such as a padding token, to its bias
+    if not known.any():
+        raise _UnknownError(f"the input of its {name} is zero")
+    x, y = inputs[known].double(), outputs[known].double()
     y = y if bias is None else y - bias.double()
     fits = []
     for centres, offset in product((True, False), (0.0, 1.0)):
         centred = x - x.mean(-1, keepdim=True) if centres else x
         scale = centred.square().mean(-1, keepdim=True).sqrt()
-        # Some norms multiply by 1 + weight. Add the 1 in the weight's own dtype, as models do.
+        # Some norms multiply by 1 + weight. Like the model, add the 1 in the weight's dtype.
         expected = (centred if weight is None else centred * (weight + offset).double()) / scale
         fits.append(((expected - y).norm().item(), expected, centres, offset))
     _, expected, centres, offset = min(fits, key=lambda fit: fit[0])
@@ -329,14 +334,14 @@ def _fitted(
 
 
 def _parallel(a: Tensor, b: Tensor) -> bool:
-    """Return whether each row of `a` is nearly a positive multiple of the same row of `b`."""
+    """Return whether the rows of `a` are nearly positive multiples of the rows of `b`."""
     cosine = torch.cosine_similarity(a.double(), b.double(), dim=-1)
     return bool((cosine > 1 - 1e-3).all())
 
 
 @torch.no_grad()
 def require_bridge_weights(model: Any) -> None:
-    """Raise InputError unless a bridge's modules multiply by the matrices in its W_Q, W_in etc."""
+    """Raise InputError unless a bridge's modules apply the bridge's matrices W_Q, W_in etc."""
     texts, applied = list[str](), list[Tensor]()
     for layer, block in enumerate(model.blocks):
         matrices = {f"attn.{letter}": f"W_{letter.upper()}" for letter in "qkvo"}
@@ -354,7 +359,7 @@ def require_bridge_weights(model: Any) -> None:
 
 
 def _applies(weight: Tensor, module: Any, path: str) -> Tensor:
-    """Return whether a module multiplies by `weight`, if the heads in `weight` are concatenated."""
+    """Return whether a module multiplies by `weight`, with the heads of `weight` concatenated."""
     linear = getattr(module, "original_component", None)
     if weight.ndim == 3:  # [head, d_model, d_head], or W_O: [head, d_head, d_model]
         flat = weight.flatten(0, 1) if path == "attn.o" else weight.transpose(0, 1).flatten(1)

@@ -1,16 +1,16 @@
-"""Models that share weights: detect whether one model's norms were folded into the shared weights.
+"""Detect whether one model's norms were folded into weights that it shares with other models.
 
 Models made by `convert` or `expose_neuron_heads(copy=True)` share the weights of their source, so
 training changes all of these models in the same way. TransformerLens' weight processing preserves
-what each model computes, except for one step: fold_ln multiplies the gains of norms into the shared
-weights, but removes the gains from the norms of only one model. In the other models, the gains then
-act twice. (Bridges are not affected, because their weights are not processed in place.)
+the outputs of all these models, except for one step: fold_ln multiplies norms' gains into the
+shared weights, but removes the gains from only one model. In the other models, the gains then act
+twice. (Bridges are not affected, because their weights are not processed in place.)
 
-A model is therefore refused if both conditions hold: another model with the same weights has new
-norm modules, and the refused model's weights differ from a sample that was taken when sharing
-began. (If a model's weights were moved or cast, they are no longer shared and do not change.) The
-weights are compared only if norm modules are new, so a forward pass usually costs only one identity
-check (`is`) per norm module.
+An error is therefore raised for a model if (1) the norm modules of another model that shares its
+weights were replaced, and (2) its own weights no longer match the values that were sampled when
+sharing began. (A model whose weights were moved or cast no longer shares them.) Weights are
+compared only if norm modules were replaced, so a forward pass usually costs only one identity check
+(`is`) per norm module.
 """
 
 import weakref
@@ -20,19 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_SAMPLED = 64  # the approximate number of entries sampled from each parameter
-_CLOSE = 1e-2  # a relative tolerance, which allows casts to half precision and back
+_SAMPLED = 64  # the approximate number of sampled entries per parameter
+_CLOSE = 1e-2  # a relative tolerance, which allows a cast to half precision and back
 _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 
 
-# The models that share weights, each with the norms that it had when sharing began.
+# Models that share weights, each mapped to the norm modules it had when sharing began.
 _Group = weakref.WeakKeyDictionary[nn.Module, list[nn.Module | None]]
-# The group of each model, and a sample of the model's weights from when sharing began.
+# For each model: its group, and the weight entries that were sampled when sharing began.
 _groups = weakref.WeakKeyDictionary[nn.Module, tuple[_Group, list[Tensor]]]()
 
 
 def share_weights(source: nn.Module, model: nn.Module) -> None:
-    """Record that two models share weights; store their norms and a sample of the weights."""
+    """Record that two models share weights, with their norm modules and a few weight entries."""
     group = _groups[source][0] if source in _groups else _Group()
     for member in (source, model):
         if member not in group:
@@ -41,7 +41,7 @@ def share_weights(source: nn.Module, model: nn.Module) -> None:
 
 
 def parted_reasons(model: nn.Module) -> list[str]:
-    """Return an error message if another model's norms were folded into this model's weights."""
+    """Return an error message if another model's norms were folded into the weights of `model`."""
     if model not in _groups:
         return []
     group, before = _groups[model]
@@ -62,7 +62,7 @@ def parted_reasons(model: nn.Module) -> list[str]:
 
 
 def sharing_reasons(model: nn.Module) -> list[str]:
-    """Return an error message if folding a model's norms would change another model."""
+    """Return an error message if folding the norms of `model` would change another model."""
     if model not in _groups or all(member is model for member in _groups[model][0]):
         return []
     return [

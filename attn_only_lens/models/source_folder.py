@@ -1,4 +1,4 @@
-"""Read a HookedTransformer from a folder with `config.json` and `model.safetensors`.
+"""Load a HookedTransformer from a folder with `config.json` and `model.safetensors`.
 
 `config.json` holds keyword arguments of `HookedTransformerConfig`. `model.safetensors` holds the
 state dict; masks and rotary tables, which TransformerLens computes, may be missing. `tokenizer/` is
@@ -52,7 +52,7 @@ DTYPES = {
 
 
 class GrownFields(TypedDict):
-    """The fields of `provenance.json` that are used to load a model: digests of the other files."""
+    """The fields of `provenance.json` that loading uses: digests of the folder's other files."""
 
     files: dict[str, FileDigest]
 
@@ -69,7 +69,7 @@ def load_source(
     to_device, to_dtype = parse_device(device), parse_dtype(dtype)
     config, state = read_folder(folder)
     require_hooked_transformer()
-    # Never load a tokenizer from the hub.
+    # Without a tokenizer name, nothing is loaded from the hub.
     chosen = {"device": str(to_device), "dtype": to_dtype, "init_weights": False}
     chosen |= {"tokenizer_name": None, "trust_remote_code": False}
     checked = {key: value for key, value in config.items() if key not in chosen}
@@ -78,7 +78,7 @@ def load_source(
     fields = checked | chosen
     with limit_size(state), checkpoint_errors(no_model):
         expected = stock_skeleton(fields).state_dict()
-    # Tensors that TransformerLens computes, such as masks, may be missing.
+    # The file may lack tensors that TransformerLens computes, such as masks.
     needed = {
         name: x for name, x in expected.items() if name in state or not name.endswith(COMPUTED)
     }
@@ -96,7 +96,7 @@ def load_source(
 
 
 def refuse(reasons: Sequence[str], problem: str) -> None:
-    """Raise CheckpointError if there are any reasons; the error lists the first five."""
+    """Raise CheckpointError if `reasons` is not empty; the error lists the first five."""
     if reasons:
         more = [f"and {len(reasons) - 5} more"] * (len(reasons) > 5)
         raise CheckpointError(f"{problem}: {'; '.join([*reasons[:5], *more])}")
@@ -104,7 +104,7 @@ def refuse(reasons: Sequence[str], problem: str) -> None:
 
 @contextmanager
 def checkpoint_errors(problem: str) -> Iterator[None]:
-    """Raise a CheckpointError in place of any other exception until the context ends."""
+    """Context manager that turns other packages' exceptions into CheckpointErrors."""
     try:
         yield
     except AttnOnlyLensError:
@@ -114,7 +114,7 @@ def checkpoint_errors(problem: str) -> Iterator[None]:
 
 
 def reasons_against_config(config: dict[str, Any], name: str) -> list[str]:
-    """Return error messages if no HookedTransformer can be built from a configuration."""
+    """Return error messages if a configuration is not valid for a HookedTransformer."""
     reasons = [*type_mismatches(config, HookedTransformerConfig, name)]
     reasons += out_of_range(config, name)
     act_fn = config.get("act_fn")
@@ -130,7 +130,7 @@ def reasons_against_config(config: dict[str, Any], name: str) -> list[str]:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer from a folder's `tokenizer/`; refuse paths that lead out of the folder."""
+    """Load the tokenizer from `tokenizer/` in a folder; refuse links out of it."""
     tokenizer_folder = folder / TOKENIZER
     if not tokenizer_folder.is_dir():
         raise CheckpointError(
@@ -174,10 +174,10 @@ def read_tokenizer(tokenizer_folder: Path, **options: Any) -> Any:
 
 
 def original_tokenizer(tokenizer: Any) -> Any:
-    """Load a tokenizer again from its files, unless this would fail or change its vocabulary.
+    """Reload a tokenizer from its original files, unless this fails or changes the vocabulary.
 
-    The loaded tokenizer does not have the changes that TransformerLens makes: to prepend a BOS
-    token, and to use EOS in place of missing special tokens.
+    Reloading undoes TransformerLens' changes, which prepend a BOS token and replace missing special
+    tokens by EOS.
     """
     try:
         original = read_tokenizer(Path(tokenizer.name_or_path))
@@ -193,7 +193,7 @@ def first_words(error: BaseException) -> str:
 
 
 def tokenizer_reasons(tokenizer: Any, d_vocab: int) -> list[str]:
-    """Return an error message if a tokenizer has too many tokens, not counting added tokens."""
+    """Return an error message if a tokenizer has more than d_vocab tokens (without added ones)."""
     if tokenizer is None or tokenizer.vocab_size <= d_vocab:
         return []
     return [
@@ -203,7 +203,7 @@ def tokenizer_reasons(tokenizer: Any, d_vocab: int) -> list[str]:
 
 
 def memory_reasons(n_bytes: int) -> list[str]:
-    """Return an error message if a model of this size does not fit in memory."""
+    """Return an error message if `n_bytes` of weights do not fit in the CPU's free memory."""
     free = free_bytes(torch.device("cpu"))
     text = f"the model needs {n_bytes:,} bytes of memory, but only {free:,} are free"
     return [text] if n_bytes > free else []
@@ -224,7 +224,7 @@ def check_grown(folder: Path) -> None:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the configuration and the state dict; do not check the values of the configuration."""
+    """Read the configuration and the state dict, without checking the configuration's values."""
     check_grown(folder)
     config = read_json(path_inside(folder, CONFIG))
     if not isinstance(config, dict):
@@ -235,7 +235,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def plain_config(cfg: Any) -> dict[str, Any]:
-    """Return a configuration as JSON values, except the device, which `load` chooses again."""
+    """Return a configuration as JSON data, without the device, which `load` chooses again."""
     return {key: _plain(value) for key, value in vars(cfg).items() if key != "device"}
 
 
@@ -262,8 +262,12 @@ def parse_device(device: str | torch.device) -> torch.device:
         torch.zeros(1, device=parsed).item()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0]
+        devices = ["cpu"]
+        if torch.accelerator.is_available():
+            kind = str(torch.accelerator.current_accelerator())
+            devices += [f"{kind}:{i}" for i in range(torch.accelerator.device_count())]
         raise CheckpointError(
-            f"got device={str(device)!r}, which is not available ({reason}); expected 'cpu' or "
-            "a device of this machine, such as 'cuda', 'cuda:1' or 'mps'"
+            f"got device={str(device)!r}, which is not available ({reason}); this machine has "
+            f"{', '.join(devices)}"
         ) from error
     return parsed

@@ -1,31 +1,31 @@
-"""Turn a converted model into a stock `HookedTransformer`, which needs no code from this package.
+"""Build a stock `HookedTransformer`, which needs no code from this package, from a converted model.
 
-Layer 2l of the stock model holds the attention heads of source layer l. Layer 2l + 1 holds the
-neurons, as heads with local attention (window 1) and attention sinks. The stock model is large: all
-its layers have the same number and width of heads, so smaller layers and heads are padded with
-zeros, and every attention pattern is pos x pos.
+Layer 2l of the stock model holds the attention heads of the original layer l. Layer 2l + 1 holds
+the neurons, as heads with local attention (window 1) and attention sinks. The stock model is large:
+all layers have equally many heads of equal width, with zeros as padding, and every attention
+pattern has shape pos x pos.
 
-**Neurons.** A stock head with a sink of logit s attends with softmax([scores, s]) and drops the
-sink's weight. For neuron i with gate p(q) = Σ_j w_j σ(b_j q + c_j), head (i, j) has
+**Neurons.** A stock head with an attention sink of logit s attends with softmax([scores, s]),
+without the sink's weight. For neuron i with gate p(q) = Σ_j w_j σ(b_j q + c_j), head (i, j) has
 
     W_Q = W_V = W_in[:, i]    query and value q = x · W_in[:, i] + b_in[i]
     W_K = 0, b_K = b_j        score of the token itself b_j q
     sink = -c_j               pattern over (self, sink) = softmax([b_j q + c_j, 0]), shifted by c_j
     W_O = w_j W_out[i]        output w_j σ(b_j q + c_j) q W_out[i]
 
-The outputs of the heads of neuron i sum to q p(q) W_out[i]. This is Theorem 3 of "Attention-Only
-Transformers and Implementing MLPs with Attention Heads", with the sink in place of the bias token.
-In a gated MLP, W_Q = W_gate[:, i]. Attention heads without sinks get a sink logit with the lowest
-value of the dtype, so that the sink's weight is exactly 0.
+The outputs of the heads of neuron i sum to q p(q) W_out[i]. The construction is Theorem 3 of
+"Attention-Only Transformers and Implementing MLPs with Attention Heads", with a sink instead of the
+bias token. In a gated MLP, W_Q = W_gate[:, i]. Attention heads of models without sinks get the
+dtype's lowest value as sink logit, so that the sink's weight is exactly 0.
 
-**ALiBi** is replaced by rotary embeddings of two extra coordinates. TransformerLens' own ALiBi
-cannot be used in the stock model: its slopes depend on the number of heads, and its biases are
-shifted by a constant in each row of the scores, which changes the softmax if there is a sink. If
-two coordinates are rotated by θ per position, a query (0, m / θ) at position i and a key (1, 0) at
-position j give the score m sin(θ (j - i)) / θ. Up to rounding, this is the ALiBi bias m (j - i) of
-a head with slope m, because θ is a power of two with θ n_ctx <= 2^-28, and sin x rounds to x for
-such small x. ALiBi models in half precision are refused. θ is set by linear RoPE scaling: with
-rotary_dim = 2, TransformerLens rotates by an angle of 1 / rotary_scaling_factor per position.
+**ALiBi** is replaced by rotary embeddings of two extra coordinates. The stock model cannot use
+TransformerLens' ALiBi: the slopes depend on the number of heads, and each row of scores is shifted
+by a constant, which changes the softmax if there is a sink. If two coordinates are rotated by θ per
+position, a query (0, m / θ) at position i and a key (1, 0) at position j give the score m sin(θ (j
+- i)) / θ. Up to rounding, this is the ALiBi bias m (j - i) of a head with slope m, because θ n_ctx
+<= 2^-28 (θ is a power of two), and sin x rounds to x for such small x. ALiBi models in half
+precision are refused. θ is set by linear RoPE scaling: with rotary_dim = 2, TransformerLens rotates
+by an angle of 1 / rotary_scaling_factor per position.
 """
 
 import math
@@ -54,7 +54,7 @@ from attn_only_lens.tl import (
 )
 
 _PROBLEM = "this model cannot be built from TransformerLens' own modules"
-_ALIBI = 2  # the number of leading coordinates of each head that hold ALiBi positions
+_ALIBI = 2  # extra coordinates at the start of each head, which replace ALiBi
 _GIB = 2**30
 _BOTH = "would act on the neurons too: a stock model has one setting for all layers"
 
@@ -65,22 +65,22 @@ def to_stock(
 ) -> HookedTransformer:
     """Return a stock `HookedTransformer` with the same logits as a converted model.
 
-    The stock model consists of TransformerLens' own modules, with `attn_only=True`. To run it, only
-    its `cfg` and its state dict are needed:
+    The stock model has only TransformerLens' modules, with `attn_only=True`. The model can be built
+    again from its `cfg` and state dict:
 
         stock = HookedTransformer(HookedTransformerConfig.from_dict(cfg))
         stock.load_state_dict(state_dict)
 
-    Layer 2l + 1 holds the neurons of source layer l. If each neuron has m heads, head i · m + j of
-    the layer is head j of neuron i. In its pattern [batch, head_index, query_pos, key_pos], the
-    diagonal holds the weight of each token on itself; all other entries are 0.
+    Layer 2l + 1 holds the neurons of the original layer l. If each neuron has m heads, head i · m +
+    j of the layer is head j of neuron i. The layer's pattern [batch, head_index, query_pos,
+    key_pos] is diagonal: each token attends only to itself (and to the sink).
 
     `max_bytes` limits only the weights. In each layer, a forward pass also stores heads · pos · pos
     numbers per prompt for the pattern. A key-value cache stores 2 · heads · d_head numbers per
     token.
 
-    Padding tokens do not attend to themselves in a stock model, so their logits differ from those
-    of the converted model. The logits of all other tokens agree.
+    The logits of padding tokens differ from those of the converted model, because padding tokens do
+    not attend to themselves in a stock model. The logits of all other tokens agree.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorem 6.
 
@@ -125,7 +125,7 @@ def to_stock(
 
 
 def mixture(gate: AnyGate) -> BilinearGate | None:
-    """Return a gate as a sum of sigmoids, one per head, or None if its score is not linear in q."""
+    """Return a gate as a sum of sigmoids, one per head; None if its score is not linear in q."""
     if isinstance(gate, BilinearGate):
         return gate
     if gate.slope is None:
@@ -141,10 +141,10 @@ def neuron_heads(
     gate: BilinearGate,
     W_gate: Float[Tensor, "d_model d_mlp"] | None = None,
 ) -> dict[str, Tensor]:
-    """Return weights of d_mlp · m heads of width 1 that compute one MLP (formulas at the top).
+    """Return the weights of d_mlp · m attention heads of width 1 that compute an MLP.
 
-    The result maps parameter names to tensors. The attention layer that receives them must have
-    window 1, and must not scale its scores.
+    The result maps parameter names to tensors (see the module docstring). The attention layer that
+    gets these weights must have window 1 and unscaled scores.
     """
     m, d_mlp = len(gate.w), len(b_in)
     weights, slopes, offsets = (W_in.new_tensor(numbers) for numbers in (gate.w, gate.b, gate.c))
@@ -169,7 +169,7 @@ def neuron_heads(
 
 
 def write_heads(attn: Attention, heads: dict[str, Tensor], coordinate: int) -> None:
-    """Copy weights into the first heads of `attn`, starting at a coordinate of each head.
+    """Copy weights into the first heads of `attn`, at an offset along d_head.
 
     All other entries of the parameters are set to zero.
     """
@@ -194,7 +194,7 @@ def stock_bytes(cfg: HookedTransformerConfig) -> int:
 
 
 def _fill(source: Any, target: TransformerBlock) -> None:
-    """Copy the weights of a converted model's block into a stock block."""
+    """Copy the weights of a block of the converted model into a stock block."""
     for name in ("ln1", "ln1_post"):
         if hasattr(target, name):
             getattr(target, name).load_state_dict(getattr(source, name).state_dict())
@@ -205,8 +205,8 @@ def _fill(source: Any, target: TransformerBlock) -> None:
         heads = neuron_heads(old.W_in, old.b_in, old.W_out, old.b_out, gate, old.W_gate)
         write_heads(attn, heads, coordinate=attn.cfg.d_head - 1)
         return
-    # The attributes of `old` repeat grouped keys and values for each head. Divide the query weights
-    # by attn_scale, because the stock layer does not scale its scores.
+    # The properties of `old` repeat grouped keys and values for each head. The query weights are
+    # divided by attn_scale, because the stock layer does not scale its scores.
     heads = {name: getattr(old, name) for name in ("W_K", "W_V", "W_O", "b_K", "b_V", "b_O")}
     heads |= {"W_Q": old.W_Q / old.attn_scale, "b_Q": old.b_Q / old.attn_scale}
     n_heads = len(heads["b_Q"])
@@ -214,23 +214,23 @@ def _fill(source: Any, target: TransformerBlock) -> None:
     heads["sinks"] = old.sinks if old.cfg.use_attention_sinks else no_sinks
     positions = old.cfg.positional_embedding_type
     write_heads(attn, heads, coordinate=_ALIBI if positions == "alibi" else 0)
-    if positions == "alibi" and old.attn_type == "global":  # in a window of 1, ALiBi is 0
+    if positions == "alibi" and old.attn_type == "global":  # ALiBi biases are 0 in a window of 1
         slopes = old.create_alibi_multipliers(n_heads, old.b_Q.device)
         attn.b_Q[:n_heads, 1] = slopes * _inverse_angle(old.cfg.n_ctx)
         attn.b_K[:n_heads, 0] = 1.0
     elif positions == "rotary":
-        # Copy the rotary tables: they keep their original precision when a model is cast.
+        # Copy the rotary tables, since casting the converted model did not round them.
         attn.rotary_sin = old.rotary_sin.clone()
         attn.rotary_cos = old.rotary_cos.clone()
 
 
 def _inverse_angle(n_ctx: int) -> float:
-    """Return 1 / θ, where rotating by θ per position replaces ALiBi (formulas at the top)."""
+    """Return 1 / θ, where θ is the rotary angle per position that replaces ALiBi."""
     return 2.0 ** (28 + math.ceil(math.log2(n_ctx)))
 
 
 def _empty(attn_only: AttentionOnlyTransformer) -> HookedTransformer:
-    """Build the stock model with the tokenizer of `attn_only`, but do not set its weights."""
+    """Build the stock model with the tokenizer of `attn_only`, but without its weights."""
     stock = HookedTransformer(_stock_config(attn_only.cfg, _heads_per_neuron(attn_only)))
     stock.cfg.tokenizer_name = attn_only.cfg.tokenizer_name
     stock.tokenizer = attn_only.tokenizer
@@ -242,19 +242,19 @@ def _gates(model: AttentionOnlyTransformer) -> set[AnyGate]:
 
 
 def _heads_per_neuron(model: AttentionOnlyTransformer) -> int:
-    """Return the largest number of heads per neuron, or 1 if no gate has a linear score."""
+    """Return the largest number of heads per neuron, or 1 if no gate can be converted."""
     mixtures = (mixture(gate) for gate in _gates(model))
     return max((len(m.w) for m in mixtures if m is not None), default=1)
 
 
 def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> HookedTransformerConfig:
-    """Return the stock configuration, with two layers per source layer and heads of equal width.
+    """Return the stock model's configuration, with two layers per layer of the original model.
 
-    Neuron-heads use only the last coordinate of each head. Rotary embeddings rotate the first
-    `rotary_dim` coordinates. If they would rotate all coordinates, each head gets one more
-    coordinate, so that positions do not affect the scores of neurons. The configuration has no
-    seed, since TransformerLens would reset the global random generators, and no tokenizer name,
-    since TransformerLens would load the tokenizer.
+    Neurons use only the last coordinate of each head. Rotary embeddings rotate the first
+    `rotary_dim` coordinates. If these are all coordinates, each head gets one more, so that
+    positions do not affect neurons' scores. The configuration has no seed, with which
+    TransformerLens would reset the global random generators, and no tokenizer name, for which it
+    would load a tokenizer.
     """
     source, sizes = converted.layer_cfg(0), converted.layer_sizes
     kinds = source.attn_types if source.use_local_attn else None
@@ -287,7 +287,7 @@ def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hook
             for layer in range(source.n_layers)
             for kind in (kinds[layer] if kinds else "global", "local")
         ],
-        # Turn off settings whose only effect is that more hook points fire.
+        # Turn off flags that only add hook points.
         "use_attn_result": False,
         "use_attn_in": False,
         "use_split_qkv_input": False,
@@ -302,7 +302,7 @@ def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hook
 
 
 def _reasons_against(model: object, max_bytes: int) -> list[str]:
-    """Return error messages if `to_stock` cannot convert a model; no weights are allocated."""
+    """Return error messages if `to_stock` cannot convert a model, without allocating weights."""
     if not isinstance(model, AttentionOnlyTransformer):
         return [
             f"got {a_type(model, with_module=True)}; expected a "
@@ -315,8 +315,8 @@ def _reasons_against(model: object, max_bytes: int) -> list[str]:
 
 
 def _attention_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
-    """Map each error message about attention settings to whether it applies to the model."""
-    cfg: Any = model.cfg.layer_cfg(0)  # the settings below are the same in all layers
+    """Return {error message: True if it applies to the model} for attention settings."""
+    cfg: Any = model.cfg.layer_cfg(0)  # the fields below are the same in all layers
     kinds = (cfg.attn_types or [])[: cfg.n_layers] if cfg.use_local_attn else []
     half = cfg.dtype in (torch.float16, torch.bfloat16)
     return {
@@ -350,7 +350,7 @@ def _attention_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
 
 
 def _neuron_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
-    """Map each error message about neurons to whether it applies to the model."""
+    """Return {error message: True if it applies to the model} for the neurons."""
     cfg, exact = model.cfg.layer_cfg(0), model.cfg.gating.kind == "exact"
     half = cfg.dtype in (torch.float16, torch.bfloat16)
     return {
@@ -373,7 +373,7 @@ def _neuron_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
 
 
 def _size(model: AttentionOnlyTransformer, max_bytes: int) -> dict[str, bool]:
-    """Map an error message about the stock model's size to whether the model is too large."""
+    """Return {error message: True if the stock model is too large}."""
     stock_cfg = _stock_config(model.cfg, _heads_per_neuron(model))
     size = stock_bytes(stock_cfg)
     now = sum(tensor.nbytes for tensor in model.state_dict().values())

@@ -1,15 +1,14 @@
-"""Build transformers models with sizes that transformers does not allow; refuse quantised models.
+"""Build transformers models with sizes that transformers does not allow; reject quantised models.
 
 *Sizes.* In transformers, all layers of a model have the same size, some classes require hidden_size
-to be a multiple of the number of heads, and GPT-2, GPT-NeoX and BERT have no `head_dim`. The
-forward passes work without these restrictions, because they read sizes from matrices or module
-attributes. This module therefore accepts `head_dim` for every class, and `d_mlp_by_layer` for
-layers of different sizes. Only this package can open a folder with `d_mlp_by_layer`; transformers
-cannot.
+to be a multiple of the number of heads, and GPT-2, GPT-NeoX and BERT have no `head_dim`. Their
+forward passes do not need these restrictions, because they read sizes from matrices or module
+attributes. In this package, every class may have `head_dim` and, for layers of different sizes,
+`d_mlp_by_layer`. Only this package can load a folder with `d_mlp_by_layer`.
 
-*Quantised weights* are refused, because analyses read, slice, scale and compare the matrices of
-heads. This is not possible with packed or scaled integers, which each library unpacks in a
-different way. Dequantised weights are accepted.
+*Quantised weights* are rejected, because analyses slice, scale and compare heads' matrices. Packed
+or scaled integers, which each library unpacks in its own way, do not allow these operations.
+Dequantised weights are accepted.
 """
 
 import copy
@@ -34,7 +33,7 @@ _QUANTISERS = ("torchao", "bitsandbytes", "quanto", "hqq")
 
 
 def has_head_dim(config: PretrainedConfig) -> bool:
-    """Return whether the model class reads the width of heads from `config.head_dim`."""
+    """Return whether the model class reads d_head from `config.head_dim`."""
     return config.model_type not in _WITHOUT_HEAD_DIM
 
 
@@ -44,7 +43,7 @@ def intermediate_size(config: PretrainedConfig) -> str:
 
 
 def config_from(kind: type[PretrainedConfig], fields: dict[str, Any]) -> PretrainedConfig:
-    """Return a configuration with these fields, without checking that the fields are consistent."""
+    """Return a configuration with the given fields, without checking the number of heads."""
     heads = fields.get("num_attention_heads")
     if heads is None or fields.get("head_dim") is None:
         return kind.from_dict(fields)
@@ -54,7 +53,7 @@ def config_from(kind: type[PretrainedConfig], fields: dict[str, Any]) -> Pretrai
 
 
 def build_module(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
-    """Build a model from a copy of this configuration, without initializing its weights."""
+    """Build a model from a copy of a configuration, without initializing the weights."""
     config = copy.deepcopy(config)
     with no_init_weights():
         if has_head_dim(config) or getattr(config, "head_dim", None) is None:
@@ -83,7 +82,7 @@ def _layers(model: Any) -> Any:
 
 
 def _with_head_dim(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
-    """Build a model with one head, which every class allows; then resize its attention modules."""
+    """Build a model with one head (allowed in every class), then resize the attention modules."""
     n_heads, width, d_model = config.num_attention_heads, config.head_dim, config.hidden_size
     config.num_attention_heads = 1
     model: PreTrainedModel = kind(config)
@@ -114,17 +113,17 @@ def _with_head_dim(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
 
 
 def config_reasons(config: dict[str, Any], name: str) -> list[str]:
-    """Return an error message if this is the configuration of a quantised model."""
+    """Return an error message if a configuration is for a quantised model."""
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):
         if entry := section.get("quantization_config"):
             method = entry.get("quant_method", "?") if isinstance(entry, dict) else entry
-            kind = getattr(method, "value", method)  # it may be an enum
+            kind = getattr(method, "value", method)  # some methods are enums
             return [f"{name} has a quantization_config ({kind}): {DEQUANTISE}"]
     return []
 
 
 def weight_reasons(model: nn.Module) -> list[str]:
-    """Return an error message if a module or weight of this model is quantised."""
+    """Return an error message if a model has a quantised module or weight."""
     config = getattr(model, "config", None)
     entries = config.to_dict() if config is not None and hasattr(config, "to_dict") else {}
     if reasons := config_reasons(entries, "its config"):
@@ -133,7 +132,7 @@ def weight_reasons(model: nn.Module) -> list[str]:
         if "quantized" in type(module).__module__.split("."):
             return [f"its {_plain(name)} is {a_type(module)}: {DEQUANTISE}"]
     for name, parameter in model.named_parameters():
-        # Check the class, too, because some quantised tensors report a floating-point dtype.
+        # Check the tensor class, too: some quantised tensors report a floating-point dtype.
         library = type(parameter).__module__.partition(".")[0]
         if library in _QUANTISERS or not parameter.is_floating_point():
             kind = f"{type(parameter).__name__} of {str(parameter.dtype).removeprefix('torch.')}"

@@ -1,4 +1,4 @@
-"""Compare a converted or exposed model with its source: the logits and the residual stream."""
+"""Compare a converted or exposed model's logits and residual stream with the original's."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -27,16 +27,15 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.tl import GatedMLP, HookedTransformer
 
 _PROBLEM = "these models cannot be compared"
-_ROUNDING = 1e-14  # the rounding error allowed in addition to an activation's certified bound
+_ROUNDING = 1e-14  # a tolerance on top of an activation's certified error bound
 
 
 @dataclass(frozen=True)
 class Verification:
     """The differences that `verify` measured between a converted model and its source.
 
-    The logits and residual streams of the converted model are measured with hooks on all hook
-    points of its neuron-heads. `bitwise` is measured without hooks and, with bilinear gates,
-    `rounding` both with and without hooks.
+    The converted model is run with hooks on all hook points of its neurons' heads, except that
+    `bitwise` is measured without hooks and, for bilinear gates, `rounding` with and without hooks.
 
     Attributes:
         bitwise: True if the logits without hooks equal the logits of the source bit for bit.
@@ -50,13 +49,13 @@ class Verification:
         top1_agreement: the fraction of tokens at which both models predict the same next token.
         by_layer: a frame with one row for each point of the stream (`0_mid`: before the neurons of
             layer 0, `1_pre`: after them, …). `max_abs` is the largest |Δ|; `relative` is `max_abs`
-            divided by the largest |entry| of the source's stream at that point.
+            divided by the largest |entry| of the original's stream at that point.
         n_tokens: the number of tokens compared.
         dtype: the dtype of both models.
         tolerance: the bound on `rounding` for that dtype (`attn_only_lens.tolerances`); for
             bilinear gates of gated MLPs, it is multiplied by the gates' amplification of rounding
             errors.
-        activations: for bilinear gates, a frame with one row for each source layer: `bound`, the
+        activations: for bilinear gates, a frame with one row for each original layer: `bound`, the
             certified largest error of the activation; `measured`, its largest error on this input;
             `largest`, the largest |pre-activation|; `range`, the largest |pre-activation| for which
             the bound holds (∞ for plain MLPs). For exact gates, the frame is empty.
@@ -88,11 +87,11 @@ class Verification:
     def ok(self) -> bool:
         """True if all tested differences are within their bounds.
 
-        With exact gates, the logits without hooks must be bitwise equal to the source's logits, and
-        the logits with hooks on all neuron-heads must be within the tolerance. With bilinear gates,
-        the logits must equal, up to rounding, those of the source with approximated activations,
-        and the error of each activation must be within the certified bound. The effect of the
-        approximation on the logits is reported, but not tested.
+        With exact gates, the logits must equal the original's: bitwise without hooks, and within
+        the tolerance with hooks on all neuron-heads. With bilinear gates, the logits must equal, up
+        to rounding, those of the source with approximated activations, and the error of each
+        activation must be within the certified bound. The effect of the approximation on the logits
+        is reported, but has no bound.
         """
         if self.activations.empty:
             return self.bitwise and self.relative <= self.tolerance
@@ -125,7 +124,7 @@ def _text(table: pd.DataFrame) -> str:
 
 
 def _approximated_logits(source: Any, gates: list[AnyGate], tokens: Tensor) -> Tensor:
-    """Run the source with bilinear approximations of its activations, and return the logits."""
+    """Return the original's logits, computed with bilinear gates as activation functions."""
     with ExitStack() as stack:
         for block, gate in zip(source.blocks, gates, strict=True):
             points, read = find_hook_points(block.mlp), dict[str, Tensor]()
@@ -150,7 +149,7 @@ def _replace(read: dict[str, Tensor], gate: Any, mlp: Any) -> Callable[..., Tens
 
 
 def _activation_errors(host: Host, act_fn: str, tokens: Tensor) -> list[dict[str, float]]:
-    """Measure how much each layer's bilinear activation differs from the exact activation."""
+    """Measure the error of each layer's bilinear activation against the exact activation."""
     layers = host.neurons
     act_fns = [gate.get("act_fn", act_fn) for gate in host.gates()]
     rows: list[dict[str, float]] = [{} for _ in layers]
@@ -193,8 +192,8 @@ def verify(
     For bilinear gates, the largest error of each layer's activations is also measured, and compared
     with the certified bound.
 
-    A model with neuron-heads exposed in place is its own source: pass this model twice. While it
-    runs as the source, its neuron-heads are hidden.
+    A model with neurons exposed in place is its own source, so pass it twice. The neuron-heads are
+    removed while the model runs as the source.
 
     Args:
         source: the model before conversion; for a model exposed in place, also the model itself.
@@ -202,7 +201,7 @@ def verify(
         tokens: tokens [batch, pos], or a string if the models have a tokenizer.
 
     Returns:
-        The differences, which can be printed; `.ok` is True if all are within their bounds.
+        A printable report of the differences; `.ok` is True if all are within their bounds.
 
     Raises:
         UnsupportedModelError: the two models differ in shapes, dtypes or kind.
@@ -231,7 +230,7 @@ def verify(
         approximated = expected if exact else _approximated_logits(source, gates, tokens)
     silent = converted(tokens)
     live, cache = converted.run_with_cache(tokens)
-    assert isinstance(live, Tensor)  # not a tuple, because no return_type was given
+    assert isinstance(live, Tensor)  # the default return_type gives logits, not a tuple
 
     outputs = [live] if exact else [silent, live]
     kl = _kl(expected, live)
@@ -239,7 +238,7 @@ def verify(
     by_layer = [
         _row(point, stream[source_hook], cache[hook])
         for point, source_hook, hook in points
-        if source_hook in stream.cache_dict  # in OpenAI GPT's bridge, the last hook never fires
+        if source_hook in stream.cache_dict  # the last hook never fires in OpenAI GPT's bridge
     ]
     activations = [] if exact else _activation_errors(host, source.cfg.act_fn, tokens)
     return Verification(
@@ -259,12 +258,12 @@ def verify(
 
 
 def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
-    """Return a label for each point of the residual stream, and its hook names in both models."""
+    """Return each point of the residual stream: its label, and its hook names in both models."""
     points, host = [], host_of(converted)
     for layer in range(source.cfg.n_layers):
         for point in ("pre", "mid"):
             hook = f"blocks.{layer}.hook_resid_{point}"
-            if hook in source.hook_dict:  # parallel models have no hook_resid_mid
+            if hook in source.hook_dict:  # "mid" is missing if attention and MLP run in parallel
                 points.append((f"{layer}_{point}", hook, host.stream_hook(layer, point)))
     last = source.cfg.n_layers - 1
     end = f"blocks.{last}.hook_resid_post", host.stream_hook(last, "post")
@@ -272,7 +271,7 @@ def _points(source: Any, converted: Any) -> list[tuple[str, str, str]]:
 
 
 def _mismatches(source: Any, converted: Any) -> list[str]:
-    """Return error messages if the two models given to `verify` cannot be compared."""
+    """Return error messages if `verify` cannot compare the two models."""
     in_place = has_neuron_heads(converted) and host_of(converted).in_place
     if not has_neuron_heads(converted):
         reasons = [
@@ -312,7 +311,7 @@ def _row(point: str, expected: Tensor, computed: Tensor) -> dict[str, str | floa
 
 def _kl(expected: Tensor, computed: Tensor) -> Tensor:
     log_p, log_q = (to_float64_device(x).double().log_softmax(-1) for x in (expected, computed))
-    # Σ p (e^d - 1 - d) equals the KL divergence, because Σ p e^d = 1. No term is negative, so
-    # the sum does not lose tiny differences to rounding.
+    # KL = Σ p (e^d - 1 - d) with d = log q - log p, because Σ p e^d = 1. No term is negative, so
+    # rounding does not hide tiny differences.
     difference = log_q - log_p
     return (log_p.exp() * (difference.expm1() - difference)).sum(-1)

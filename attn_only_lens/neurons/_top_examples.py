@@ -61,12 +61,12 @@ def top_examples(
     """Return the tokens of a corpus at which neurons have their largest and smallest values.
 
     The corpus is read once, text by text. BOS tokens are never examples, because a neuron has the
-    same value at BOS in every text. For a feature of a transcoder, tokens at which it is
-    inactive are not examples either, so a feature that is never active has no examples.
+    same value at BOS in every text. For a transcoder feature, tokens at which it is inactive are
+    not examples either, so a feature that is never active has no examples.
 
     Args:
         model: converted, or with exposed neuron-heads.
-        names: neurons and features of transcoders, such as "L3N7" and "L3F7", or
+        names: neurons and transcoder features, such as "L3N7" and "L3F7", or
             `patching.neuron_heads(layers)`; None for all.
         texts: a list or any iterable (also of `datasets`) of texts, of dictionaries with a "text",
             or of the tokens of one text [pos]; or the path of a UTF-8 file with one text per
@@ -166,7 +166,7 @@ def head_statistics(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> HeadStatistics:
-    """Return which tokens attention heads attend to, and where they write the longest vectors.
+    """Return which tokens attention heads attend to, and where their outputs are largest.
 
     Arguments that are not listed here are the same as in `top_examples`.
 
@@ -212,8 +212,8 @@ def corpus_statistics(
 
     Arguments and errors are the same as for `neuron_statistics` and `head_statistics`; `names=None`
     means all neurons, features and heads. `by` is the quantity that ranks the examples of neurons;
-    the examples of heads are ranked as in `head_statistics`. Skip nodes and error nodes have no
-    statistics: a selection such as `patching.all_heads()` leaves them out.
+    the examples of heads are ranked as in `head_statistics`. A transcoder's skip and error nodes
+    have no statistics, so selections such as `patching.all_heads()` leave them out.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained

@@ -4,8 +4,8 @@ Results are exact: they do not depend on how a corpus is split into batches.
 
 Largest entries. If several entries are equal, those that come first in the corpus are kept. Torch's
 `topk` may return any of several equal entries, so those that equal the k-th largest are selected
-again, in corpus order. A batch is skipped for all neurons whose k largest entries it cannot change:
-in most batches, for most neurons.
+again, in corpus order. A batch updates only the neurons whose k largest entries change: in most
+batches, few neurons.
 
 Histograms. The bins of a neuron cover the range from -2^e to 2^e, where 2^e is the smallest power
 of 2 that bounds all values of the neuron so far. Each side of 0 has BINS bins of equal width: bin i
@@ -29,13 +29,13 @@ ENDS: tuple[End, ...] = ("largest", "smallest")
 QUADRANTS = ("++", "+-", "-+", "--")
 """The signs of x W_gate and x W_in in a gated MLP; 0 counts as positive."""
 IN_QUADRANT = 3
-"""Examples of each quadrant."""
+"""The maximum number of examples per quadrant."""
 State: TypeAlias = dict[str, Tensor]
-"""Tensors by name, each with an axis of neurons, or of attention heads, first."""
+"""Tensors by name; the first axis of each is over neurons, or over attention heads."""
 BINS = 64
 JOINT = 16
 QUANTITIES = ("z", "gate", "value")
-_LEAST = -40  # a histogram covers at least -2^e to 2^e for this e
+_LEAST = -40  # the smallest exponent e of a histogram's range, -2^e to 2^e
 
 
 # The largest entries
@@ -44,7 +44,7 @@ _LEAST = -40  # a histogram covers at least -2^e to 2^e for this e
 def no_examples(
     n: int, k: int, width: int, like: Tensor, numbers: Sequence[str], windows: Sequence[str]
 ) -> State:
-    """Return an empty state, to which `add_examples` adds the examples of one end."""
+    """Return an empty state, to which `add_examples` adds the largest or the smallest examples."""
     whole = dict.fromkeys(("text", "at", "position"), (k,)) | {"tokens": (k, width)}
     state = {name: like.new_full((n, *s), -1, dtype=torch.long) for name, s in whole.items()}
     state |= {name: like.new_zeros(n, k) for name in numbers}
@@ -56,7 +56,7 @@ def no_examples(
 def rows_with_new(
     state: State, end: str, score: Float[Tensor, "neuron token"]
 ) -> Int[Tensor, "row"]:
-    """Return the neurons for which some score ranks before their k-th example so far."""
+    """Return the neurons for which a new score ranks before the k-th example so far."""
     largest = score.amin(1).neg() if end == "smallest" else score.amax(1)
     return (largest > _least(state, end)[:, -1]).nonzero()[:, 0]
 
@@ -107,7 +107,7 @@ def add_examples(
 def quadrants(
     q: Float[Tensor, "neuron token"], value: Float[Tensor, "neuron token"]
 ) -> Int[Tensor, "neuron token"]:
-    """Return which of the `QUADRANTS` each token is in, from q = x W_gate and v = q · x W_in."""
+    """Return each token's index in `QUADRANTS`, from q = x W_gate and v = q · x W_in."""
     negative = q < 0
     return negative.to(torch.uint8) * 2 + ((value < 0) ^ negative)
 
@@ -184,8 +184,8 @@ def add_counts(
     """Add a batch's tokens, in place, to the histograms of each neuron's z, gate and value.
 
     A joint histogram counts pairs of a gate (row) and a value (column), in `JOINT` bins on each
-    side of 0. A separate counter counts tokens at which z is exactly 0, because the bin of 0 also
-    counts small positive values.
+    side of 0. `zeros` counts the tokens at which z is exactly 0, because the bin of 0 also counts
+    small positive values.
     """
     bins = {}
     state["zeros"] += (z.shape[1] - z.count_nonzero(dim=1)).long()

@@ -22,9 +22,9 @@ from attn_only_lens.neurons.accumulate import quadrants
 from attn_only_lens.neurons.corpus import Batch
 
 OfLayer: TypeAlias = dict[str, Tensor]
-"""Of all tokens row after row: z, gate, value and perhaps quadrant of a layer's neurons
-[place, neuron]; `pattern` [head, batch, pos, pos] and `norm` [place, head] of its attention heads;
-and perhaps attributions of either."""
+"""One layer's activations at all tokens of a batch, in order: z, gate, value and, with quadrants,
+quadrant of neurons [place, neuron]; or pattern [head, batch, pos, pos] and norm [place, head] of
+attention heads. With a metric, also attributions."""
 TakeIn: TypeAlias = Callable[[int, OfLayer], None]
 _ATTENTION_POINTS = ("pattern", "z")
 _PROBLEM = "these neurons cannot be attributed in a corpus"
@@ -78,7 +78,7 @@ def run_by_gradient(
                 ],
                 _PROBLEM,
             )
-        # A text's metric depends only on this text, so the gradient of the sum has all gradients.
+        # Each text's metric depends only on that text, so one backward pass of the sum is enough.
         gradients = tape.gradients(values.sum())
     for number, (item, node) in enumerate(zip(sites, nodes, strict=True)):
         attribution = (gradients[node].detach() * seen[number]["z"]).sum(-1)
@@ -86,7 +86,7 @@ def run_by_gradient(
 
 
 def shows_q(model: Any, site: LayerSites) -> bool:
-    """Return True if neurons have q = x W_gate: in gated MLPs with one head per neuron."""
+    """Return True in gated MLPs with one head per neuron, where q = x W_gate can be recorded."""
     host = host_of(model)
     return (
         site.kind in NEURON_KINDS
@@ -124,7 +124,7 @@ def _attention_hooks(
 def _looking(
     model: Any, sites: Sequence[LayerSites], keep: Sequence[Callable[[str, Tensor], None]]
 ) -> Iterator[None]:
-    """While open, call each layer's `keep` with the gates, values and z of neuron-heads.
+    """Context manager that calls each layer's `keep` with gates, values and z of neuron-heads.
 
     A hook before hook_z would make the model compute z from patterns. This takes several times as
     long, and changes logits by rounding errors. So gates are computed from pre-activations here.
@@ -190,7 +190,7 @@ def _of_neurons(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfLay
     for name, x in seen.items():
         if name in ("z", "gate"):
             x = heads.neuron_outputs(x.squeeze(-1) if name == "z" else x)
-        elif per_neuron > 1:  # heads of a neuron have equal values, and attributions that add up
+        elif per_neuron > 1:  # a neuron's heads share its value; their attributions add up
             x = x.unflatten(-1, (-1, per_neuron))
             x = x[..., 0] if name == "value" else x.sum(-1)
         x = x.flatten(0, 1) if whole else x.flatten(0, 1)[:, index.to(x.device)]

@@ -49,7 +49,7 @@ class Batch:
 
     Attributes:
         tokens: the tokens, on the model's device.
-        mask: 1 for real tokens, 0 for padding; None if there is no padding.
+        mask: 1 for tokens, 0 for padding; None if there is no padding.
         text: the index of each row's text.
         first: the position of each row's first token in its text.
         lengths: the number of tokens in each row.

@@ -1,4 +1,4 @@
-"""Sum, over batches, the attention of heads to BOS, to each offset and to each token.
+"""Sum the attention of heads over batches: to BOS, at each offset, and to and from each token.
 
 Each token's attention is divided into attention to BOS, to the token itself and to other tokens.
 Sums have the dtype of the model, or float32 for models in half precision.
@@ -12,7 +12,7 @@ from attn_only_lens.neurons.accumulate import State
 from attn_only_lens.neurons.corpus import Batch
 
 MOST_TOKENS = 20
-"""Tokens in the lists of a head."""
+"""The maximum number of tokens in a head's lists."""
 SIDES = ("attended", "attending")
 
 
@@ -46,9 +46,9 @@ def add_looks(state: State, pattern: Float[Tensor, "head batch query pos"], batc
 def shares(state: State, occurrences: Tensor) -> State:
     """Convert the sums to shares, and select the `MOST_TOKENS` tokens with the largest sums.
 
-    `attended` (`attending`) is the share that a token receives (pays) of all attention between
-    different tokens. `attended.mean` and `attending.mean` are how much attention one occurrence of
-    the token receives or pays on average.
+    Of all attention between different tokens, `attended` is the share that a token receives, and
+    `attending` the share that it pays. `attended.mean` and `attending.mean` are the mean attention
+    that one occurrence of the token receives or pays.
     """
     n_tokens = occurrences.sum()
     result = {name: state[name].double() / n_tokens for name in ("bos", "offsets")}

@@ -110,16 +110,15 @@ class _Statistics:
     counts: State
 
     def frame(self) -> pd.DataFrame:
-        """Return the examples as a frame, sorted by name, end and rank.
+        """Return the examples as a frame, sorted by `name`, `end` (largest or smallest) and `rank`.
 
         The columns are those of `top_examples`. For attention heads, `weights` (the attention to
         each token of the window) and `bos` (the attention to BOS) replace `values` and `gates`.
 
-        If pyarrow is installed, the columns with windows contain arrow lists. Otherwise they
-        contain Python lists, which take about ten times the time and four times the memory. Lists
-        cannot be hashed, so group examples by the text of their windows,
-        `frame["tokens"].map("".join)`. To read a frame that was saved as parquet, call
-        `pd.read_parquet(path, dtype_backend="pyarrow")`.
+        If pyarrow is installed, list columns contain Arrow lists. Otherwise they contain Python
+        lists, which take about ten times the time and four times the memory. Lists cannot be
+        hashed, so group examples by the text of their windows, `frame["tokens"].map("".join)`. Read
+        a frame that was saved as parquet with `pd.read_parquet(path, dtype_backend="pyarrow")`.
         """
         return self._frame(ENDS)
 
@@ -127,7 +126,7 @@ class _Statistics:
         ends = [end for end in ends if f"{end}.found" in self.examples]
 
         def stacked(name: str) -> np.ndarray[Any, Any]:
-            """Stack the tensors of both ends: [neuron, end, rank, ...], as in the frame's rows."""
+            """Stack highest and lowest examples as in the frame: [neuron, end, rank, ...]."""
             return np.stack([self.examples[f"{end}.{name}"].numpy() for end in ends], axis=1)
 
         found = stacked("found")
@@ -187,7 +186,7 @@ class _Statistics:
         """Return the statistics of only the neurons or heads with these names.
 
         Raises:
-            InputError: the statistics do not contain one of the names.
+            InputError: a name is missing from the statistics.
         """
         rows = torch.tensor([self._row(name) for name in names], device="cpu", dtype=torch.long)
         examples, counts = (
@@ -230,7 +229,7 @@ class NeuronStatistics(_Statistics):
     ) -> tuple[Int[Tensor, "bin"], Float[Tensor, "edge"]]:
         """Return a histogram of one quantity of a neuron: counts in 128 bins, and bin edges.
 
-        A value on the edge of two bins is in the bin nearer to 0; 0 is in the first positive bin.
+        A value on a boundary of two bins is in the bin closer to 0; 0 is in the first positive bin.
 
         Args:
             name: the neuron.
@@ -251,7 +250,7 @@ class NeuronStatistics(_Statistics):
         """Return the share of tokens for each pair of signs of x W_gate and x W_in in a gated MLP.
 
         The columns are `name`, "++", "+-", "-+" and "--"; the first sign is the sign of x W_gate,
-        and 0 counts as positive. Features of transcoders have no W_gate, so they have no row.
+        and 0 counts as positive. The table omits transcoder features, which have no W_gate.
         Source: GLUScope, arXiv 2602.23826.
 
         Raises:
@@ -351,7 +350,7 @@ class HeadStatistics(_Statistics):
 
 
 class CorpusStatistics(NamedTuple):
-    """Statistics of neurons and of attention heads; either field is None if it would be empty."""
+    """Statistics of neurons and of attention heads; a field that would be empty is None."""
 
     neurons: NeuronStatistics | None
     heads: HeadStatistics | None
@@ -372,7 +371,7 @@ class CorpusStatistics(NamedTuple):
         """Return the statistics of only these neurons and heads.
 
         Raises:
-            InputError: the statistics do not contain one of the names.
+            InputError: a name is missing from the statistics.
         """
         known = set(self.names)
         missing = [name for name in names if name not in known]

@@ -48,7 +48,7 @@ _KINDS: dict[str, tuple[HeadKind, ...]] = {"attention": ("attention",), "neuron"
 _NUMBERS = {"neuron": ("score",), "attention": ("score", "bos")}
 _WINDOWS = {"neuron": ("z", "gate"), "attention": ("pattern",)}
 HEAD_WINDOW = 4
-"""Attention heads look further back: windows have this many times `before` tokens."""
+"""Windows of attention heads have this many times `before` tokens, because keys can be distant."""
 _COUNTS = ("n_rows", "n_texts", "n_tokens")
 
 
@@ -84,7 +84,7 @@ class Summary:
                 weight = host.neurons[site.layer].W_out
                 like = float32_if_half(weight.detach()[:0, 0])
                 counts = no_counts(n, like.device) if options.histograms else {}
-                if has_quadrants:  # without W_gate, they stay empty
+                if has_quadrants:  # layers without W_gate leave these empty
                     ends |= dict.fromkeys(QUADRANTS, min(options.k, IN_QUADRANT))
             else:
                 like = float32_if_half(host.attention(site.layer).W_O.detach()[:0, 0, 0])
@@ -108,7 +108,7 @@ class Summary:
 
     @property
     def states(self) -> Iterator[tuple[str, list[State]]]:
-        """Yield each prefix of tensor names, with the states that contain these tensors."""
+        """Yield each prefix for tensor names, with the states whose tensors have this prefix."""
         for group, kinds in _KINDS.items():
             numbers = [i for i, site in enumerate(self.sites) if site.kind in kinds]
             for end in self.examples[numbers[0]] if numbers else ():
@@ -175,7 +175,7 @@ class Summary:
         if quadrant is None:
             examples = {end: state for end, state in examples.items() if end not in QUADRANTS}
         scores = dict.fromkeys(examples, counted[self.options.by])
-        if only_active:  # a score of ±∞ is never an example
+        if only_active:  # tokens with a score of ±∞ are never examples
             inactive = counted["gate"] == 0
             for end, x in scores.items():
                 scores[end] = x.masked_fill(
@@ -227,7 +227,7 @@ class Summary:
         values: OfLayer,
         batch: Batch,
     ) -> None:
-        """Add the largest entries of a batch at each end; `numbers` are those of some rows."""
+        """Add a batch's top entries; `numbers(end, rows)` returns the quantities of these rows."""
         windows = {name: values[name] for name in _WINDOWS[group]}
         for end, state in examples.items():
             rows = rows_with_new(state, end, scores[end])
@@ -270,7 +270,7 @@ class Summary:
         return CorpusStatistics(neurons, heads)
 
     def _about(self, group: str, by: str, metric: str, tensors: State) -> tuple[Any, ...]:
-        """Return the arguments that make a `NeuronStatistics` or a `HeadStatistics`."""
+        """Return the constructor arguments for a `NeuronStatistics` or a `HeadStatistics`."""
         of_kind = {
             name.removeprefix(f"{group}."): x
             for name, x in tensors.items()
@@ -290,7 +290,7 @@ def _all_finite(values: OfLayer) -> Bool[Tensor, ""]:
 
 
 def _rows(state: State, rows: slice | Tensor) -> State:
-    """Return some rows of each tensor; they are views if the rows are a slice."""
+    """Return the given rows of each tensor; for a slice, the results are views."""
     return {name: x[rows] for name, x in state.items()}
 
 
@@ -337,7 +337,7 @@ class Resumed:
         return rows
 
     def saw(self, rows: Sequence[Row]) -> None:
-        """Record that these rows were processed; write the results every 30 seconds."""
+        """Record that the given rows were processed; write the results every 30 seconds."""
         for row in rows:
             self._digest = chained_digest(self._digest, row)
         self._rows += len(rows)

@@ -74,9 +74,8 @@ def activation_patch(
     """Patch each site (a head at a position) in turn, and compute the metric after each patch.
 
     Results are exact: each value equals the metric of a full forward pass with the patch, up to
-    rounding errors. Many sites are patched at once, and only those activations are computed that
-    change (see `engine/replay`). If a patch cannot affect the metric, its value is the metric
-    without a patch.
+    rounding errors. Many sites are patched at once, and only activations that change are recomputed
+    (see `engine/replay`). If a patch cannot affect the metric, its value is the unpatched metric.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -97,8 +96,8 @@ def activation_patch(
             or one number per prompt, counted without padding.
         direction: "denoise" patches clean activations into the corrupted run; "noise" patches
             corrupted activations into the clean run. An ablation replaces z in the clean run:
-            "zero" by 0; "mean" by the mean over all real tokens of all prompts; "resample" by z
-            of the next prompt at the same position (for the last prompt, of the first prompt);
+            "zero" by 0; "mean" by the mean over all non-padding tokens of all prompts; "resample"
+            by z of the next prompt at the same position (for the last prompt, of the first prompt);
             "bias" by z with all of a neuron-head's attention on the bias token.
         mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
         reference: a text, or tokens [batch, pos] without padding, for "mean" and "resample" (prompt
@@ -208,7 +207,7 @@ class SweepPlan:
         return [Chunk(prompts, range(self.n_rows)) for prompts in self.prompts]
 
     def record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
-        """Record the clean and the corrupted run on these prompts."""
+        """Record the clean and the corrupted run on the given prompts."""
         return record_pair(self.model, pair, self.metric, self.sites, self.part, distinct=distinct)
 
     def prompt_chunks(self, record: Callable[..., RunPair]) -> PromptChunks:
@@ -287,7 +286,7 @@ class SitePatches:
         self._tested: set[tuple[bool, int]] = set()
 
     def compute(self, chunk: Chunk) -> Arrays:
-        """Run the patches of a chunk, and return the statistics that a job stores."""
+        """Run a chunk's patches, and return the statistics that a job stores."""
         prompts = self._prompts.of(chunk.prompts)
         prompts.runner = prompts.runner or self._runner(prompts)
         groups = chunk.groups(self._plan.groups, prompts.pair)
@@ -295,7 +294,7 @@ class SitePatches:
         return {"kept": prompts.reduced(self._totals, torch.cat([*chain(*values)])).numpy()}
 
     def _runner(self, prompts: PromptChunk) -> PatchRunner:
-        """Return a patch runner for these prompts, after testing its edits in full passes."""
+        """Return a patch runner for these prompts, after comparing its edits with full passes."""
         plan = self._plan
         replay = make_replay(plan.model, prompts.target, prompts.runs.metric)
         batching = Batching(plan.model, self._batch_size, self._on_done, replay.numbers_per_token)
@@ -311,7 +310,7 @@ class SitePatches:
 def sweep_reasons(
     model: Any, corrupted: object, part: object, direction: object, reference: object
 ) -> list[str]:
-    """Return every reason why these options for patching or attribution are invalid."""
+    """Return every reason why the given options for patching or attribution are invalid."""
     reasons = [*reasons_not_to_run(model)]
     reasons += option_reasons("part", part, PARTS)
     reasons += option_reasons("direction", direction, (*DIRECTIONS, *ABLATIONS))
@@ -328,7 +327,7 @@ def sweep_reasons(
 
 
 def count_reasons(**counts: object) -> list[str]:
-    """Return an error message for each option that is neither a positive whole number nor None."""
+    """Return an error message for each count that is neither a positive whole number nor None."""
     return [
         f"got {name}={count!r}; expected 1 or more, or None"
         for name, count in counts.items()
@@ -339,7 +338,7 @@ def count_reasons(**counts: object) -> list[str]:
 def prompt_settings(
     model: Any, pair: PromptPair, metric: Metric, groups: Sequence[SiteGroup]
 ) -> dict[str, Any]:
-    """Return those settings that all patching methods have."""
+    """Return the model, the prompts and the metric, which all jobs store as settings."""
     return {
         "model": fingerprint(model),
         "clean": pair.clean.tolist(),

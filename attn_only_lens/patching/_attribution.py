@@ -16,15 +16,15 @@ is the clean run with z ablated. The methods differ in g:
                   where α_j = (j - 1/2)/k: EAP-IG (Hanna, Pezzelle and Belinkov 2024, "Have Faith in
                   Faithfulness"), by the midpoint rule.
     "secant"      g is a multiplier between the two runs (`engine/contrast.py`), made of secant
-                  slopes. Σ g · Δ over the heads of a layer, plus the part of the stream that passes
-                  them by, is exactly the change of the metric. The direction changes only its sign,
-                  so compare it with the mean of denoising and noising.
+                  slopes. Σ g · Δ over a layer's heads, plus the part of the residual stream that
+                  bypasses them, is exactly the change in the metric. The direction changes only its
+                  sign, so compare it with the mean of denoising and noising.
 
 Every method treats z as linear in the keys of attention heads (part "k"); "gradient" and
-"integrated" also treat z as linear in queries. In all other cases Δ is exact: for any part of a
-neuron-head, the patch is treated as the change Δz of the neuron-head's output that it causes
-(`edits.py`). The "gradient" estimate is exact to first order: as ε → 0, a patch of ε Δ changes the
-metric by ε times the estimate.
+"integrated" also treat z as linear in queries. In all other cases Δ is exact: a patch of any part
+of a neuron-head (a neuron computed as an attention head) is treated as the change Δz that it causes
+in the neuron-head's output (`edits.py`). The "gradient" estimate is exact to first order: as ε → 0,
+a patch of ε Δ changes the metric by ε times the estimate.
 
 The unit of cost is a forward pass, which takes 2 · n_pos · parameters flops (a backward pass
 without weight gradients costs the same). "gradient" costs 3 forward passes; "exact_gate" costs 3,
@@ -103,7 +103,7 @@ from attn_only_lens.tolerances import disagreement
 Method = Literal["gradient", "exact_gate", "integrated", "secant"]
 METHODS: tuple[str, ...] = get_args(Method)
 _TRACED = ("gradient", "exact_gate")  # methods that need an autograd graph of the target run
-_STEPS = 5  # as many steps as in the experiments with EAP-IG
+_STEPS = 5  # the number of steps in the EAP-IG paper's experiments
 
 
 @warned_once()
@@ -133,11 +133,11 @@ def attribution(
     The scale of the scores and the columns of the frame are the same as in `activation_patch`.
     `agreement` compares estimates with exact results.
 
-    Gradient estimates can miss the site with the largest effect, which is usually a neuron in an
-    early layer at the first token that differs. So the sites with the largest expected errors are
-    patched exactly (`repairs.py`), and their rows are marked in column `exact`. In a small model,
-    most or all sites are patched; with `budget=0`, none are. `expected_pearson` is the expected
-    correlation of the scores with exact scores, for attention heads and for neuron-heads.
+    Gradient estimates can miss the site with the largest effect, which is usually an early-layer
+    neuron at the first token that differs between the prompts. Sites with the largest expected
+    errors are thus patched exactly (`repairs.py`), and column `exact` marks their rows. In a small
+    model, most or all sites are patched; with `budget=0`, none are. `expected_pearson` is the
+    expected correlation with exact scores, for attention heads and for neuron-heads.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -157,9 +157,9 @@ def attribution(
         method: "gradient", "exact_gate", "integrated" or "secant"; see the module docstring.
         steps: for "integrated", how many gradients to average; by default 5.
         budget: the cost of exact patches, in forward passes (counted in flops), or "auto". "auto"
-            spends at least 3 forward passes or 0.2 Gflop. "auto" then continues until the expected
-            correlations are .99, but spends at most 7 forward passes (10 with the estimates) or 4
-            Gflop. Of the two limits, the larger one applies. Tests of a new model cost about ten
+            spends at least 3 forward passes or 0.2 GFLOP. "auto" then continues until the expected
+            correlations are .99, or until it has spent 7 forward passes (10 with the estimates) or
+            4 GFLOP. Of the two limits, the larger one applies. Tests of a new model cost about ten
             passes.
         split: with method "secant" and budget=0, also return each head's effect through its pattern
             and through its values: columns `by_pattern` and `by_value`, which add up to the effect
@@ -255,7 +255,8 @@ def attribute(
 ) -> Sweep:
     """Estimate the results of patching all sites of a plan; see `attribution`.
 
-    `both` holds the runs of all prompts, or is None. Only "secant" with budget=0 uses it.
+    `both` holds the clean and corrupted runs of all prompts, or None. Only "secant" with budget=0
+    uses `both`.
     """
     model = plan.model
     with float32_slopes(model, plan.pair, plan.metric) if method == "secant" else nullcontext():
@@ -275,7 +276,7 @@ def attribute(
             exact &= arrays["exact"]  # patched in all chunks
             weight = totals.weight(chunk.prompts)
             share = len(chunk.prompts) / totals.n_prompts
-            # The error of the mean is at most the weighted sum of the errors of its chunks.
+            # The mean's error is at most the weighted sum of the chunks' errors.
             for name, w in (("errors", weight), ("by_pattern", weight), ("forwards", share)):
                 if name in arrays:
                     sums[name] = sums.get(name, 0.0) + w * arrays[name]
@@ -350,7 +351,7 @@ class _Estimator:
         self._tape = Tape(())
 
     def record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
-        """Record both runs on these prompts, and keep the autograd graph of the target run."""
+        """Record both runs on the given prompts, and keep the autograd graph of the target run."""
         plan, nodes = self._plan, self._nodes.values()
         written, kept = set[str](), set[str]()
         if self._budget:
@@ -371,7 +372,7 @@ class _Estimator:
             )
 
     def _run_both(self, pair: PromptPair) -> BothRuns:
-        """Return both runs on these prompts; record them unless they are recorded already."""
+        """Return both runs on the given prompts; record them unless they are recorded already."""
         if self._both is not None and self._both.pair is pair:
             return self._both
         return run_both(self._plan.model, pair)
@@ -417,7 +418,7 @@ class _Estimator:
             return repairer.spend(self._budget), by_pattern
 
     def _contrast(self, prompts: PromptChunk) -> Contrast:
-        """Return secant multipliers between the two runs; warn if effects do not add up exactly."""
+        """Return secant multipliers between the two runs. Warn if effects do not add up exactly."""
         require_differentiable(prompts.runs.metric, prompts.target.logits.detach())
         runs = self._run_both(prompts.pair)
         result = contrast(self._plan.model, runs, prompts.runs.metric, self._tape)
@@ -431,7 +432,7 @@ class _Estimator:
         return result
 
     def _through_patterns(self, result: Contrast, groups: Sequence[SiteGroup]) -> Tensor:
-        """Return how much of each row's effect goes through attention patterns and gates."""
+        """Return how much of each site's effect goes through attention patterns."""
         model, sign = self._plan.model, 1 if self._plan.direction == "denoise" else -1
         moves = []
         for group in groups:
@@ -448,7 +449,7 @@ class _Estimator:
         if self._method == "integrated":  # mean over interpolated runs
             tape, steps = self._tape, self._steps
             return integrated_gradients(model, target, source, metric, tape, steps, self._progress)
-        if prompts.first:  # in other chunks, the gradient may be zero
+        if prompts.first:  # a zero gradient is an error only in this chunk
             ablation = self._plan.direction in ABLATIONS
             source_logits = torch.zeros_like(target.logits) if ablation else source.logits
             span = prompts.runs.clean_value - prompts.runs.corrupted_value
@@ -457,7 +458,7 @@ class _Estimator:
 
 
 def _method_reasons(part: str, direction: str, method: str, steps: object) -> list[str]:
-    """Return every reason why this method cannot be used with these options."""
+    """Return every reason why this method cannot be used with the given options."""
     reasons = option_reasons("method", method, METHODS)
     if direction in ABLATIONS and method == "integrated":
         reasons.append(
@@ -486,13 +487,13 @@ def integrated_gradients(
     steps: int,
     progress: bool,
 ) -> dict[str, Tensor]:
-    """Return the gradients at hook points, as means over runs with interpolated embeddings."""
+    """Return the gradients at hook points, averaged over runs with interpolated embeddings."""
     x, end = target.streams[0], source.streams[0]
     _require_whole(model, target, source)
     total = dict[str, Tensor]()
     for step in tqdm(range(steps), unit="step", disable=not progress):
         tape, point = tape.anew(), torch.lerp(x, end, (step + 0.5) / steps)
-        # Hooks run in order: the first replaces the stream, the second starts the graph there.
+        # Hooks run in order: the first replaces the residual stream, the second starts the graph.
         start = partial(_replace_stream, point)
         with torch.enable_grad(), edit_input(model, start), start_graph(model):
             logits = run(model, target.tokens, target.mask, tape.hooks)

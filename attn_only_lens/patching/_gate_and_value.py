@@ -1,15 +1,15 @@
-"""Split the effect of patching a neuron-head into effects of pattern, value and interaction.
+"""Split the effect of patching a neuron-head into effects of its pattern, value and interaction.
 
-A neuron-head is an MLP neuron that is computed as an attention head. Its output is z = w v, where w
-is the attention pattern and v the value. So the difference of z between two runs, where a prime
-marks the second run, is
+A neuron-head is an MLP neuron that is computed as an attention head. The output of a neuron-head is
+z = w v, where w is the attention pattern and v the value. Let a prime mark the second of two runs.
+The difference between the z of both runs is
 
     w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)
        whole  =  pattern   +   value    +   interaction
 
-exactly. An ordinary MLP computes only z, so only the left side of this equation is known there. The
-metric is not linear in z, so the effects of the three parts need not add up. Therefore the effect
-of the interaction is defined as the effect of patching z minus the effects of patching only the
+exactly. For an ordinary MLP, only the left side is known, because the MLP computes only z. The
+metric is not linear in z, so the effects of the three parts need not add up. The effect of the
+interaction is therefore defined as the effect of patching z minus the effects of patching only the
 pattern and only the value.
 """
 
@@ -67,7 +67,7 @@ def gate_and_value(
     resume: str | Path | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Split the effect of patching neuron-heads into parts: pattern, value and interaction.
+    """Split effects of patching neuron-heads (neurons as attention heads) into three parts.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.
@@ -88,10 +88,10 @@ def gate_and_value(
         A frame with one row per site and position. Its columns are `name`, `position`, with
         `per_prompt` also `prompt` (counted from 0), `layer`, `index`, and
 
-        write_pattern, write_value, write_interaction, write: the change of the neuron's activation
+        write_pattern, write_value, write_interaction, write: the change in the neuron's activation
             (which multiplies the neuron's row of W_out), summed over the patched positions. The
             first three add up to the last.
-        effect_pattern, effect_value, effect_interaction, effect: the change of the score (0 is the
+        effect_pattern, effect_value, effect_interaction, effect: the change in the score (0 is the
             corrupted run, 1 the clean one). The first three add up to the last.
 
     Raises:
@@ -143,7 +143,7 @@ def gate_and_value(
     # Collect
     effects = {f"effect_{part}": sweeps[part].effect for part in _PARTS[:2]}
     effects["effect_interaction"] = sweeps["z"].effect - sum(effects.values())
-    # pandas prints only the first and the last columns of a wide frame.
+    # Names come first, because pandas prints only the first and last columns of wide frames.
     site = ["name", "position", *(["prompt"] if per_prompt else []), "layer", "index"]
     frame = sweeps["z"].to_frame()[site].reset_index(drop=True)
     return frame.assign(**writes, **effects, effect=sweeps["z"].effect)

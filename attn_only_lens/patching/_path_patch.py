@@ -8,24 +8,24 @@ run; one of the two runs is the clean run, the other the corrupted run.
     r's output changes by Δz_r(δ)                (`engine/readers.py`)
     z_r + Δz_r is patched into the target run, and the metric is computed
 
-(Wang et al. 2022, "Interpretability in the Wild"; Goldowsky-Dill et al. 2023, "Localizing Model
-Behavior with Path Patching".) The pair (s, r) stands for all paths whose first edge is s → r. If r
-is "logits", the pair stands only for the direct path from s to the logits. The scale of the norm
-before r is either "held" at its value in the target run, so that changes from several senders add
-up, or computed "anew" from the changed stream. (`get_act_patch_direct_path` in TransformerLens uses
-"held" in version 3.9 and "anew" in version 4.) If a norm follows s, it belongs to s. Norms of
-queries and keys belong to r, and are always computed anew.
+This method is from Wang et al. 2022, "Interpretability in the Wild", and Goldowsky-Dill et al.
+2023, "Localizing Model Behavior with Path Patching". The pair (s, r) stands for all paths whose
+first edge is s → r. If r is "logits", the pair stands only for the direct path from s to the
+logits. The scale of the norm before r is "held" at its value in the target run, so that the effects
+of several senders add up, or computed "anew" from the changed residual stream. (TransformerLens'
+`get_act_patch_direct_path` uses "held" in version 3.9 and "anew" in version 4.) A norm that follows
+s belongs to s. Norms of queries and keys belong to r, and are always computed anew.
 
-For each prompt, a pair (s, r) costs the computation of Δz_r plus the forward pass after r. This
-pass costs 2 S P flops, where P is the number of parameters in later blocks, and S the number of
-positions from the first changed position to the end. For a neuron, Δz_r costs 2 d_model T flops,
-where T is the number of positions of δ (4 d_model T if the MLP is gated). For attention heads, Δz_r
-costs one pass per sender through the attention of their layer. If the receiver is "logits", only
-the unembedding is computed.
+For each prompt, a pair (s, r) costs one computation of Δz_r and one pass through the blocks after
+r. This pass costs 2 S P flops, where P is the number of parameters in later blocks, and S the
+number of positions from the first changed position to the end. For a neuron, Δz_r costs 2 d_model T
+flops, where T is the number of positions of δ (4 d_model T if the MLP is gated). For attention
+heads, Δz_r costs one pass per sender through the receivers' attention layer. If the receiver is
+"logits", only the unembedding is computed.
 
-Paths are computed in groups, called path blocks. A path block has senders from one layer and kind,
-at one set of positions, and receivers from one layer and kind. The size of a path block is chosen
-so that its tensors have at most about `_NUMBERS` entries.
+Paths are computed in groups, called path blocks. In a path block, all senders are of one kind, in
+one layer and at the same positions; all receivers are of one kind, in one layer. The size of a path
+block is chosen so that its tensors have at most about `_NUMBERS` entries.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -85,7 +85,7 @@ _PROBLEM = "these paths cannot be patched"
 _LOGITS = "logits"
 _AT_ONCE = 256  # number of paths per chunk when computing exact values
 _ESTIMATES_AT_ONCE = 2**24  # number of paths per chunk of estimates: about ten seconds of work
-_NUMBERS = 2**21  # entries of the largest tensor that a path block needs
+_NUMBERS = 2**21  # maximum number of entries in each tensor of a path block
 
 
 @warned_once()
@@ -136,12 +136,12 @@ def path_patch(
         positions: the positions at which the sender's output is replaced: "each" in turn, "all" at
             once, a number (-1 is each prompt's last token), a list of numbers, or roles; see
             `activation_patch`.
-        direction: "denoise" patches clean writes into the corrupted run; "noise" patches corrupted
-            writes into the clean run.
+        direction: "denoise" patches clean outputs into the corrupted run; "noise" patches corrupted
+            outputs into the clean run.
         scale: "held" keeps the scale of the norms before receivers as it was in the target run;
             "anew" computes it from the changed stream.
         top: how many paths to patch: the paths with the largest |estimated effect|. The estimate is
-            the exact change of the receiver's output times the mean gradient of the metric there.
+            the exact change in the receiver's output times the mean gradient of the metric there.
             None patches all paths.
         mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
         per_prompt: whether to return one row per path and prompt; by default there is one row per
@@ -280,7 +280,7 @@ class _PathPatches:
         self._tested = set[bool]()
 
     def _record(self, pair: PromptPair, *, distinct: bool) -> RunPair:
-        """Record both runs on these prompts, including the output of each sublayer."""
+        """Record both runs on the given prompts, including the output of each sublayer."""
         model, names = self._plan.model, self._names
         self._runs["clean"] = decompose(model, pair.clean, pair.mask, names=names)
         self._runs["corrupted"] = decompose(model, pair.corrupted, pair.mask, names=names)
@@ -288,15 +288,15 @@ class _PathPatches:
         return run_pair(model, pair, *recordings, self._plan.metric, distinct=distinct)
 
     def all_paths(self) -> tuple[pd.DataFrame, list[range]]:
-        """Return all paths, and each chunk's rows. A chunk contains whole path blocks."""
+        """Return all paths, and each chunk's range of rows. Chunks never split a path block."""
         work = pd.concat([block.paths(number) for number, block in enumerate(self.blocks)])
         ends = np.cumsum([0, *(block.n_paths for block in self.blocks)]).tolist()
         cuts = _split_blocks(self.blocks, _AT_ONCE)
         return work, [range(ends[cut.start], ends[cut.stop]) for cut in cuts]
 
     def largest_paths(self, job: Job, top: int) -> tuple[pd.DataFrame, list[range]]:
-        """Return the paths with the largest |mean estimate|, and the range of rows per chunk."""
-        # The rows of these chunks are path blocks; the chunks' range of prompts is not used.
+        """Return the paths with the largest |mean estimate|, and each chunk's range of rows."""
+        # The rows of these chunks are path blocks. Their ranges of prompts are not used.
         chunks = [Chunk(range(0), cut) for cut in _split_blocks(self.blocks, _ESTIMATES_AT_ONCE)]
         estimated = job.run(chunks, partial(self.estimate, top=top), unit="block")
         work = _largest([pd.DataFrame(arrays) for _, arrays in estimated], top)
@@ -322,7 +322,7 @@ class _PathPatches:
         return {str(name): picked[name].to_numpy(copy=True) for name in picked}
 
     def compute(self, chunk: Chunk, work: pd.DataFrame) -> Arrays:
-        """Run the patches of a chunk, and return the statistics that a job stores."""
+        """Run a chunk's patches, and return the statistics that a job stores."""
         prompts = self._prompts.of(chunk.prompts)
         runner = self._runner(prompts)
         values = [
@@ -432,7 +432,7 @@ def _largest(picked: list[pd.DataFrame], top: int) -> pd.DataFrame:
 
 
 def _by_block(work: pd.DataFrame) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield the number of each path block, and its paths' senders and receivers."""
+    """Yield each path block's number, and the senders and receivers of its paths."""
     for number, rows in work.groupby("block"):
         i, j = (torch.from_numpy(rows[name].to_numpy(np.int64, copy=True)) for name in "ij")
         yield int(number), i, j  # type: ignore[arg-type]
@@ -440,7 +440,7 @@ def _by_block(work: pd.DataFrame) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 @dataclass(frozen=True, eq=False)
 class _PathBlock:
-    """All paths from some senders, at some positions, to some receivers (None: to the logits)."""
+    """All paths from these senders, at these positions, to these receivers (None: the logits)."""
 
     senders: LayerSites
     positions: PositionSet
@@ -462,7 +462,7 @@ class _PathBlock:
         return pd.DataFrame({"block": number, "i": i, "j": j})
 
     def of_prompts(self, pair: PromptPair) -> "_PathBlock":
-        """Return the same paths, with positions only in these prompts."""
+        """Return the same paths, with positions only in the given prompts."""
         if pair.among is None:
             return self
         positions = self.positions.of_prompts(pair.among[0], pair.clean.shape[1])
@@ -486,7 +486,7 @@ def _path_blocks(
     receivers: Sequence[LayerSites | None],
     prompts_at_once: int,
 ) -> Iterator[_PathBlock]:
-    """Yield path blocks that contain all pairs in which the receiver can read the sender.
+    """Yield path blocks that contain all pairs whose receiver can read the sender's output.
 
     Their order and sizes depend only on the prompts, the heads and `prompts_at_once`.
     """
@@ -601,7 +601,7 @@ class _PathRunner:
         block: int,
         run: Callable[[Tensor, int], Tensor],
     ) -> None:
-        """Run only those paths that can affect the metric, and fill in the metric after each."""
+        """Fill in the metric after each patch, running only paths that can affect the metric."""
         replay = self.replay
         effective = replay.effective(changed, block, positions)
         moving, first = effective.flatten(1).any(1), 0
@@ -636,7 +636,7 @@ class _PathRunner:
     def _neuron_dz(
         self, block: _PathBlock, receivers: LayerSites
     ) -> tuple[Float[Tensor, "row pos head_index"], Int[Tensor, "pos"]]:
-        """Return each sender's effect on the receivers' z in each prompt, and the positions."""
+        """Return how each sender changes the receivers' z, and the positions of the changes."""
         neuron_run = self.target.of(receivers.layer, "neuron")
         columns = block.positions.chosen.any(dim=0).nonzero()[:, 0].to(neuron_run.z.device)
         reads = neuron_run.reads.at(columns)
@@ -668,7 +668,7 @@ class _PathRunner:
     def _attention_z(
         self, block: _PathBlock, receivers: LayerSites
     ) -> tuple[Float[Tensor, "sender batch pos head_index d_head"], int]:
-        """Return z of all heads in the receivers' layer for each sender, and the first position."""
+        """Return z of the receivers' layer after each sender's patch, and the first position."""
         replay, layer = self.replay, receivers.layer
         number = replay.host.block(layer, "attention")
         begins = int(block.positions.chosen.any(dim=0).nonzero()[0])

@@ -28,7 +28,7 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.storage.chunks import ChunkStore
 
 Arrays: TypeAlias = dict[str, np.ndarray]
-_POLL, _PATIENCE = 0.2, 3600.0  # seconds between checks for missing chunks; seconds until an error
+_POLL, _PATIENCE = 0.2, 3600.0  # seconds between checks for a missing chunk, and until an error
 # Environment variables in which torchrun, accelerate and MPI set the number and rank of processes.
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
@@ -115,7 +115,7 @@ class Job:
         return arrays
 
     def _collected(self, chunk: Chunk) -> Arrays:
-        """Return a chunk's stored arrays; wait if another process is still computing them."""
+        """Return a chunk's stored arrays; wait if another process has not computed them yet."""
         assert self._store is not None
         start = time.monotonic()
         while (arrays := self._store.get(chunk.key)) is None:
@@ -139,7 +139,7 @@ def _share(chunks: Sequence[_Chunk]) -> Sequence[_Chunk]:
 
 
 def require_folder(folder: str | Path | None) -> None:
-    """Raise an error if several processes run without a folder in which they share results."""
+    """Raise an error if several processes run without a folder to share results."""
     if folder is None and n_launched() > 1:
         raise InputError(
             [

@@ -9,9 +9,9 @@ minus mean corrupted metric) is treated as a constant. Then
     score_standard_error   √(n/(n-1) Σ w_b² (d_b - Σ w_c d_c)²) / |span|,    d_b = v_b - u_b
 
 For n prompts with equal weights, the standard error is s/√n, where s is the sample standard
-deviation. For unequal weights, it is the linearised standard error of a ratio of sums. The standard
-error of the score uses paired differences d_b, because a patch usually changes the metric less than
-the prompt does.
+deviation. For unequal weights, it is the delta-method standard error of a ratio of sums. The
+standard error of the score uses paired differences d_b, because the metric usually varies less with
+the patch than with the prompt.
 
 For each chunk of prompts and each site, a job stores the mean m of v, Σ w_b² (v_b - m) and Σ w_b²
 (v_b - m)², and the same three statistics of d. When two chunks are joined, the sums are recomputed
@@ -34,7 +34,7 @@ SPREAD = ("value_standard_error", "score_standard_error")
 
 @dataclass(eq=False)
 class OverPrompts:
-    """A table of the metric: in the clean run, in the corrupted run and after each patch.
+    """A table of the metric in the clean run, in the corrupted run and after each patch.
 
     Attributes:
         name: the name of the metric.
@@ -103,7 +103,7 @@ class OverPrompts:
         if prompts.start == 0:
             return new.flatten(1)
         old = so_far.unflatten(1, (2, 3))
-        total = (before.sum() + here.sum()) or 1.0  # if all weights are 0, so are all sums
+        total = (before.sum() + here.sum()) or 1.0  # if all weights are 0, all sums are 0
         mean = old[..., 0] + (new[..., 0] - old[..., 0]) * (here.sum() / total)
         first = second = torch.zeros_like(mean)
         for moments, w in ((old, before), (new, here)):
@@ -115,7 +115,7 @@ class OverPrompts:
         return torch.stack([mean, first, second], dim=-1).flatten(1)
 
     def weight(self, prompts: range) -> float:
-        """Return the total weight of these prompts."""
+        """Return the total weight of the given prompts."""
         return sum(self.weights[prompts.start : prompts.stop])
 
     @property
@@ -160,7 +160,7 @@ def mean_over(
     """Return each row's weighted mean over prompts; other rows do not affect its rounding."""
     if len(shares) == 1:
         return values[:, 0]
-    # Sum in the order of `BoundMetric.mean`, so that patches without effect change nothing.
+    # Sum in the order of `BoundMetric.mean`, so that a patch without effect gives the same mean.
     weighted = zip(shares, values.unbind(-1), strict=True)
     return sum((share * weight for share, weight in weighted), torch.zeros_like(values[:, 0]))
 
@@ -168,7 +168,7 @@ def mean_over(
 def moved_values(
     unpatched: Float[Tensor, "prompt"], moves: Float[Tensor, "row batch"], shares: tuple[float, ...]
 ) -> Float[Tensor, "row prompt"]:
-    """Return each prompt's value after a patch, given how much the prompt moved the mean."""
+    """Return each prompt's value after a patch, given its contribution to the mean's change."""
     moves = moves.cpu().double()
     if len(shares) == 1:  # only one prompt, or one value for all prompts
         return unpatched + (moves if moves.shape[1] == 1 else moves.sum(dim=1, keepdim=True))

@@ -1,4 +1,4 @@
-"""Record runs on some prompts at a time, so that their activations fit in memory."""
+"""Record runs in chunks of prompts, so that their activations fit in memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ _SHARE = 0.2  # fraction of all memory that a chunk's activations may take
 
 @dataclass(eq=False)
 class PromptChunk:
-    """The recorded runs on some prompts. Patches copy from `source` into `target`.
+    """The recordings of both runs on some prompts. Patches copy from `source` into `target`.
 
     Attributes:
         unpatched: the metric of each prompt in the target run, before any patch.
@@ -63,13 +63,13 @@ class PromptChunk:
     def reduced(
         self, totals: OverPrompts, values: Float[Tensor, "row prompt"]
     ) -> Float[Tensor, "end_or_row number"]:
-        """Return the statistics of these prompts' values that a job stores."""
+        """Reduce the given prompts' values to the statistics that a job stores."""
         runs = self.runs
         return totals.reduced(runs.clean_values, runs.corrupted_values, values, self.shares)
 
 
 class PromptChunks:
-    """The recorded runs on all prompts. Only one chunk is in memory at a time."""
+    """The recordings of both runs on all prompts. Only one chunk is in memory at a time."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class PromptChunks:
         self._first = int(differ.int().argmax())
 
     def of(self, prompts: range) -> PromptChunk:
-        """Return the runs on these prompts; record them unless they are in memory."""
+        """Return the runs on the given prompts; record them unless they are in memory."""
         if self._held is None or self._held.prompts != prompts:
             self._held = None
             # Keep padding in bidirectional HookedTransformers, because they attend to padding.
@@ -120,7 +120,7 @@ class PromptChunks:
 
 
 class AblatedRuns:
-    """The source runs of an ablation: clean runs in which z was replaced, chunk by chunk.
+    """An ablation's source runs: clean runs whose z is replaced, chunk by chunk.
 
     For "mean", a separate pass computes the means of z. For "resample", a separate pass records z
     of the prompts from which z is copied. If one chunk holds all prompts and there is no reference,
@@ -150,7 +150,7 @@ class AblatedRuns:
             InputError.raise_if(reasons, "these heads cannot be ablated in this way")
 
     def of(self, clean: Recording, prompts: range) -> Recording:
-        """Return the clean run on these prompts, with z ablated."""
+        """Return the clean run on the given prompts, with z ablated."""
         z = replace(clean, hooked={name: clean.hooked[name] for name in self._names})
         rows, n_pos = slice(prompts.start, prompts.stop), clean.tokens.shape[1]
         whole = len(prompts) == len(self._pair.clean) and self._reference is None
@@ -170,7 +170,7 @@ class AblatedRuns:
         return record(self._model, tokens, mask, layers=layers, names=names, gates=False)
 
     def _mean(self) -> Recording:
-        """Return the mean of z over all real tokens, as if it were the recording of one token."""
+        """Return a one-token recording whose z is averaged over all non-padding tokens."""
         tokens, mask, real = self._pair.clean, self._pair.mask, self._pair.real
         if self._reference is not None:
             tokens, mask, real = self._reference, None, torch.ones_like(self._reference).bool()
@@ -230,7 +230,7 @@ def prompts_per_chunk(
 
 
 def _numbers_that_fit(model: Any) -> int:
-    """Return how many numbers a chunk may hold, which is equal for all processes of a machine."""
+    """Return how many numbers a chunk may hold; all processes on a machine get the same result."""
     parameter = next(model.parameters())
     if parameter.device.type == "cuda":
         memory = torch.cuda.mem_get_info(parameter.device)[1]
@@ -249,17 +249,17 @@ def _numbers_per_prompt(
 ) -> int:
     """Estimate how many numbers one prompt needs in memory at once.
 
-    For SmolLM2, the estimate is within a quarter of the memory that torch allocates.
+    For SmolLM2, the estimate is within 25 % of the memory that torch allocates.
     """
     host, cfg, n_pos = host_of(model), model.cfg, pair.clean.shape[1]
     kept = (len(model.blocks) + 1) * cfg.d_model
-    if decomposed:  # both sublayers' and norms' inputs and outputs
+    if decomposed:  # count the inputs and outputs of sublayers and norms
         kept += 10 * host.n_layers * cfg.d_model
     for site in sites:
         if site.kind in WIDE_KINDS:
             kept += cfg.d_model
         elif site.kind == "attention":
-            kept += host.n_heads[site.layer] * max(cfg.d_head, n_pos)  # z, or a row of the pattern
+            kept += host.n_heads[site.layer] * max(cfg.d_head, n_pos)  # keep z or a pattern row
         else:
             heads = host.neurons[site.layer]
             gates = 1 if part == "z" else 3

@@ -1,18 +1,19 @@
 """Repair gradient estimates: patch sites whose estimates are likely to be wrong.
 
-A few of more than ten thousand sites cause most of the squared error of gradient estimates. A
+Of more than ten thousand sites, a few cause most of the squared error of gradient estimates. A
 number that we call a site's repair key (not an attention key) predicts which sites these are. Sites
 with large repair keys are patched, and the exact values replace the estimates.
 
-A first-order estimate has a large error if a patch adds a long vector to the stream, because this
-vector changes the scale of the next norm. Let a_t be the length of the vector that a patch adds to
-a head's output at token t. Let x_t be the residual stream after the head's sublayer in the target
-run (the run that is patched into), and g_t the gradient of the metric with respect to x_t. The key
+A first-order estimate has a large error if a patch adds a long vector to the residual stream,
+because this vector changes the next norm's scale. Let a_t be the length of the vector that a patch
+adds to a head's output at token t. Let x_t be the residual stream after the head's sublayer in the
+target run (the run that is patched into), and g_t the gradient of the metric with respect to x_t.
+The repair key is
 
     key = Σ_t a_t² ‖g_t‖ / ‖x_t‖
 
-is a_t ‖g_t‖ (the largest possible effect in a linear model) times a_t / ‖x_t‖ (the relative size of
-the change), summed over tokens. The lengths a_t are
+In each term, a_t ‖g_t‖ is the largest possible effect in a linear model, and a_t / ‖x_t‖ is the
+relative size of the change. The lengths a_t are
 
     neuron-heads, any part    |Δz_i| ‖W_out[i]‖ (`engine/edits.py`)
     attention, z              ‖Δz W_O‖
@@ -22,24 +23,24 @@ the change), summed over tokens. The lengths a_t are
     k                         |P'[t, s] - P[t, s]| ‖(v_s - z_t) W_O‖, where P' comes from a pass in
                               which all keys are replaced
 
-Let e be the estimated scores. The next patch should be the one that raises the correlation of e
-with exact scores most, per flop. So we patch the site with the largest
+Let e be the estimated scores. The next patch should raise the correlation between e and the exact
+scores most per flop. We therefore patch the site with the largest value of
 
     √c · key / √(cost · Σ (e - mean e)²)         Σ: over the heads of the site's kind
 
-where c key² is the expected squared error of an estimate. Each layer and kind of head has its own
-c: it is fitted to the sites patched so far, but is at least a quarter of the c that is fitted to
+Here, c key² is the expected squared error of an estimate. Each layer and kind of head has its own
+c, which is fitted to the sites patched so far, but is at least a quarter of the c that is fitted to
 all layers of the kind. The expected correlation for a kind of head is
 
     √(1 - 4 Σ_unpatched c key² / Σ (e - mean e)²)
 
 The factor 4 is a safety margin. The larger of two sums over unpatched sites is used: one with each
 layer's own coefficient c, and one with a c fitted to the patched sites with below-median repair
-keys. The expected correlation is not a bound. It is None if fewer than 16 sites of a kind were
-patched, or if the budget is below 3 forward passes. The budget "auto" spends at least 3 forward
-passes or .2 Gflop. Patching then continues until this correlation is .99 for both kinds of heads,
-but costs at most 7 passes (10 with the estimates) or 4 Gflop. Of a limit in passes and one in
-Gflop, the limit that allows more work applies.
+keys. The expected correlation is not a bound. The correlation for a kind is None if fewer than 16
+of its sites (and not all) were patched, or if the budget is below 3 forward passes. The budget
+"auto" spends at least 3 forward passes or 0.2 GFLOP, whichever is larger. Patching then continues
+until this correlation is 0.99 for each kind of head, or until the cost reaches 7 passes (10 with
+the estimates) or 4 GFLOP, whichever is larger.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -66,7 +67,7 @@ from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 Budget: TypeAlias = float | Literal["auto"]
-_AT_LEAST, _AT_MOST = (3.0, 2e8), (7.0, 4e9)  # limits for "auto": forward passes and flops
+_AT_LEAST, _AT_MOST = (3.0, 2e8), (7.0, 4e9)  # limits of budget="auto": passes and flops
 _TARGET, _STEP = 0.99, 2.5  # for "auto": correlation to reach, and growth factor of the budget
 _SAFETY, _LUCK, _FEWEST = 4.0, 0.25, 16
 _TINY = 1e-100  # prevents divisions by 0 if all errors or effects are 0
@@ -165,7 +166,7 @@ class Repairer:
 
     @property
     def _scores(self) -> _Numbers:
-        """The mean metric after each row's patch: exact for patched rows, else estimated."""
+        """The mean metric after each row's patch: exact if the patch was run, else estimated."""
         scores: _Numbers = self._mean(self._values).numpy()
         return scores
 
@@ -177,7 +178,7 @@ class Repairer:
         moving = all_starts[all_starts >= 0]
         first = int(moving.min()) if len(moving) else 0
         self._first = replay.start(min(blocks), first)
-        if self._first < first:  # this model cannot start at later positions
+        if self._first < first:  # this model's passes cannot start at later positions
             starts = tuple(start.clamp(max=0) for start in starts)
         shares = map(replay.share_of_forward, blocks, starts)
         costs: _Numbers = torch.cat(list(shares)).numpy() + _LEAST_COST
@@ -214,8 +215,8 @@ class Repairer:
     def _rows_to_patch(self, budget: float, kinds: Iterable[HeadKind]) -> _Rows:
         """Return the rows to patch within the remaining budget, in order of decreasing gain.
 
-        The gain of a row is the fraction that the module docstring maximizes to choose the next
-        site. Rows that cost more than the remaining budget are skipped in favour of cheaper rows.
+        A row's gain is the quantity that the module docstring maximizes to choose the next site.
+        Rows that cost more than the remaining budget are skipped.
         """
         scores, left = self._scores, budget - self._spent
         gain = np.zeros(len(scores))
@@ -241,7 +242,7 @@ class Repairer:
         return np.concatenate(chosen) if chosen else rows
 
     def _patch(self, rows: _Rows) -> None:
-        """Patch these rows. Rows of one layer and kind are patched together."""
+        """Patch the given rows. Rows of one layer and kind are patched together."""
         self._bar.total = self._bar.n + len(rows)
         self._bar.refresh()
         firsts = np.cumsum([0, *map(len, self._groups)])
@@ -263,7 +264,7 @@ class Repairer:
             self._exact[chosen_rows] = True
 
     def _check_edits(self, groups: Sequence[SiteGroup]) -> None:
-        """Test the edits for those groups that no earlier chunk of prompts has tested."""
+        """Test the edits of the groups that were not tested on an earlier chunk of prompts."""
         replay = self._runner.replay.precise
         padded = not (replay.recording.mask is None or bool(replay.recording.mask.all()))
         edits = {(group.sites, self._first, padded): group for group in groups}
@@ -286,7 +287,7 @@ class Repairer:
         return np.maximum(of_layers, _LUCK * of_kind)
 
     def _expected_error(self, kind: HeadKind) -> float | None:
-        """Return the root of the expected sum of squared errors; None if it is unknown."""
+        """Return the root of the expected sum of squared errors, or None if this sum is unknown."""
         unseen = self._key**2 * (self._of_kind[kind] & ~self._exact)
         if not unseen.any():
             return 0.0
@@ -299,13 +300,13 @@ class Repairer:
         return float(np.sqrt(_SAFETY * max(of_layers, c_half * unseen.sum())))
 
     def _errors(self, rows: _Rows) -> _Numbers:
-        """Return the exact values minus the estimates, for rows that were patched."""
+        """Return exact minus estimated effects for the given rows, whose sites were patched."""
         exact: _Numbers = self._mean(self._values[torch.from_numpy(rows)]).numpy()
         return exact - self._estimates[rows]
 
 
 def hook_points(model: Any, sites: Sequence[LayerSites], part: Part) -> tuple[set[str], set[str]]:
-    """Return where repair keys need gradients, and where they need activations."""
+    """Return the hook points whose gradients, and those whose activations, repair keys need."""
     host = host_of(model)
     writes = {host.write_hook(site.layer, site.kind) for site in sites}
     points = {*_READ.get(part, ()), "z"}
@@ -356,7 +357,7 @@ class _Keys:
         self.replaced: dict[str, Tensor] = {}  # by hook point, from `run_with_part`
 
     def of(self, sites: LayerSites) -> Float[Tensor, "head batch pos"]:
-        """Return the repair keys of these heads at each token."""
+        """Return the repair keys of the given heads at each token."""
         if sites.kind in NEURON_KINDS:
             return self._of_neurons(sites)
         if sites.kind in WIDE_KINDS:
@@ -424,7 +425,7 @@ class _Keys:
 def run_with_part(
     model: Any, target: Recording, source: Recording, layers: Sequence[int], part: Part
 ) -> dict[str, Tensor]:
-    """Repeat the target run with one part from the source run; return z of each layer.
+    """Run the target prompts with one part from the source run; return each layer's z.
 
     If the part is "k", also return the patterns. One forward pass serves all heads, because the
     part of one head affects only the z of this head, and z is restored before later layers read it.

@@ -2,10 +2,10 @@
 
     score = (value - corrupted) / (clean - corrupted)
 
-is 0 for the corrupted run and 1 for the clean run. Denoising raises the score from 0, and noising
-lowers the score from 1. Values are means over prompts. For a single prompt whose value before the
-patch is `unpatched`, the score is baseline + (value - unpatched) / (clean - corrupted). The mean of
-these scores over prompts equals the score of the mean value.
+The score is 0 for the corrupted run and 1 for the clean run. Denoising raises the score from 0, and
+noising lowers the score from 1. Values are means over prompts. For a single prompt whose value
+before the patch is `unpatched`, the score is baseline + (value - unpatched) / (clean - corrupted).
+The mean of these scores over prompts equals the score of the mean value.
 """
 
 from abc import abstractmethod
@@ -23,9 +23,10 @@ from jaxtyping import Bool, Float, Int
 from scipy.stats import pearsonr, spearmanr
 
 from attn_only_lens.arguments import a_type, as_plain, is_count, is_number
+from attn_only_lens.engine.input_warnings import shortened
 from attn_only_lens.engine.metrics import require_distinct
 from attn_only_lens.engine.prompts import PromptPair
-from attn_only_lens.engine.tokens import token_texts_of_prompts
+from attn_only_lens.engine.tokens import joined, token_texts_of_prompts
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching.over_prompts import SPREAD, OverPrompts
@@ -43,7 +44,9 @@ PARTS = ("by_pattern", "by_value")
 _BY_PROMPT = ("prompt", "unpatched")
 _SHOWN_ROWS, _SHOWN_TOKENS, _LONGEST_TOKEN = 10, 2, 16
 # `top` returns these columns, and the first tuple of `_DETAILS` whose columns all exist.
-_ALWAYS_ON_TOP = ("name", "sender", "receiver", "position", "token", "part", "score", "exact")
+_ALWAYS_ON_TOP = (
+    *("name", "sender", "receiver", "position", "token", "part", "score", "effect", "exact"),
+)
 _DETAILS: tuple[tuple[str, ...], ...] = (
     ("score_standard_error",),
     ("value", "prompt"),
@@ -51,7 +54,7 @@ _DETAILS: tuple[tuple[str, ...], ...] = (
     PARTS,
     ("value",),
 )
-_SAME_RUN = 0.01  # relative to |clean - corrupted|; larger than rounding errors in any dtype
+_SAME_RUN = 0.01  # a tolerance relative to |clean - corrupted|, above rounding errors in any dtype
 _PROBLEM = "these are not results of patching"
 _METRIC_NAMES = {
     "logit_diff": "Logit difference",
@@ -65,7 +68,7 @@ _Results = TypeVar("_Results", bound="ScoredFrame")
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """The texts of the tokens of all prompts.
+    """The token texts of all prompts.
 
     Attributes:
         clean: for each clean prompt, the token text at each position; None for padding.
@@ -103,8 +106,8 @@ class PromptTokens:
     ) -> str:
         """Return the clean token at a position, and the corrupted token if it differs.
 
-        If the prompts have different tokens there, return the two most frequent clean tokens,
-        followed by "…" if there are more than two.
+        If the prompts have different tokens at the position, return the two most frequent clean
+        tokens, followed by "…" if there are more than two.
         """
         chosen = range(len(self.clean)) if prompts is None else prompts
         pairs = Counter(pair for i in chosen if (pair := self._pair(position, i)) is not None)
@@ -218,10 +221,10 @@ _PATH_COLUMNS: dict[str, Callable[[_Column], Any]] = {
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScoredFrame:
-    """A frame of results with a column `score`, and the settings with which they were computed.
+    """A frame of results with a column `score`, and the settings that produced them.
 
-    Each subclass lists the columns that its frame may have, and how to read each one. In the list
-    of columns, those up to `value`, except `part`, are required.
+    Each subclass lists the columns that its frame may have, and how to read each one. The listed
+    columns up to `value`, except `part`, are required.
     """
 
     _document: ClassVar[Document]
@@ -285,7 +288,7 @@ class ScoredFrame:
             for name in ("part", "metric", "model")
             if not isinstance(getattr(self, name), str)
         ]
-        if self.direction not in list(BASELINE):  # a list, because direction may not be hashable
+        if self.direction not in list(BASELINE):  # a list, because `direction` may be unhashable
             reasons.append(f"got direction={self.direction!r}; expected one of {list(BASELINE)}")
         ends = as_plain(self.clean_value), as_plain(self.corrupted_value)
         if not all(map(is_number, ends)) or ends[0] == ends[1]:
@@ -337,6 +340,8 @@ class ScoredFrame:
     def top(self, k: int = 20) -> pd.DataFrame:
         """Return the k rows with the largest |effect|, largest first; ties keep their order.
 
+        If the score without a patch is 1 (all directions but "denoise"), the column `effect` has
+        the score minus 1: a site with a score near 0 matters most.
         With `per_prompt`, a site can appear once for each prompt. The result has only columns
         that fit into 80 characters; `frame` has all columns. The column `token` has the clean
         prompt's token at the position, or an empty text if prompts have different tokens.
@@ -344,6 +349,8 @@ class ScoredFrame:
         if not is_count(k, 1):
             raise InputError([f"got k={k!r}; expected 1 or more"], "no rows can be picked")
         rows = self.frame.iloc[self.effect.abs().nlargest(k).index]
+        if self.baseline:
+            rows = rows.assign(effect=rows["score"] - self.baseline)
         if self.tokens is not None:
             token = self.tokens.clean_text
             texts = [token(position, prompts) for position, prompts in self._positions_of(rows)]
@@ -352,7 +359,7 @@ class ScoredFrame:
         return rows[[name for name in (*_ALWAYS_ON_TOP, *details) if name in rows]]
 
     def _positions_of(self, rows: pd.DataFrame) -> list[tuple[int | str, Iterable[int]]]:
-        """Return each row's position, and the prompts over which its value is a mean."""
+        """Return each row's position, and the prompts over which its value was averaged."""
         every = range(self.n_prompts)
         prompts = [[i] for i in rows["prompt"]] if "prompt" in rows else [every] * len(rows)
         return list(zip(rows["position"], prompts, strict=True))
@@ -378,7 +385,7 @@ class ScoredFrame:
 
     @abstractmethod
     def _kind_and_rows(self) -> tuple[str, str]:
-        """Return what these results are called, and how many rows they have, as strings."""
+        """Return two strings: what kind of results these are, and how many rows they have."""
 
     def _headline(self) -> str:
         """Return a one-line description of these results."""
@@ -400,11 +407,20 @@ class ScoredFrame:
             top.insert(list(top.columns).index("position") + 1, "token", texts)
         return as_text(top, index=False) if len(top) else "no rows"
 
+    def _prompts(self) -> list[str]:
+        """Return the text of each prompt that has rows of its own in `_shown`."""
+        if self.tokens is None or "prompt" not in self.frame:
+            return []
+        shown = sorted({*self.top(_SHOWN_ROWS)["prompt"]})
+        return [f"prompt {i}: {shortened(joined(self.tokens.clean[i]))}" for i in shown]
+
     def __repr__(self) -> str:
-        return f"{self._headline()}\n{self._shown(pd.DataFrame.to_string)}"
+        return "\n".join([self._headline(), self._shown(pd.DataFrame.to_string), *self._prompts()])
 
     def _repr_html_(self) -> str:
-        return f"<p>{escape(self._headline())}</p>\n{self._shown(pd.DataFrame.to_html)}"
+        prompts = "<br>".join(map(escape, self._prompts()))
+        shown = self._shown(pd.DataFrame.to_html)
+        return f"<p>{escape(self._headline())}</p>\n{shown}{prompts}"
 
 
 class _Fields(TableFields):
@@ -575,7 +591,7 @@ class Sweep(ScoredFrame):
 def run_settings(
     model: Any, pair: PromptPair, groups: Sequence[SiteGroup], totals: OverPrompts, part: str
 ) -> dict[str, Any]:
-    """Return the settings that `Sweep` and `Paths` both have."""
+    """Return the settings that `Sweep` and `Paths` share."""
     return {
         "part": part,
         "direction": totals.direction,
@@ -589,7 +605,7 @@ def run_settings(
 
 
 def _sites(frame: pd.DataFrame) -> pd.MultiIndex:
-    """Return an index (name, position, prompt) that finds each row's site in another sweep."""
+    """Return an index (name, position, prompt) with which rows of two sweeps are matched."""
     columns = [name for name in ("name", "position", "prompt") if name in frame]
     return pd.MultiIndex.from_frame(frame[columns])
 
@@ -643,7 +659,7 @@ class Paths(ScoredFrame):
 
 
 def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
-    """Compare the effects (`Sweep.effect`) of each site in two sweeps; their row orders may differ.
+    """Compare each site's effect (`Sweep.effect`) in two sweeps, whose row orders may differ.
 
     Args:
         exact: one sweep.
@@ -716,7 +732,7 @@ def _differences(exact: Sweep, approx: Sweep) -> list[str]:
 
 
 def _site_reasons(exact: Sweep, approx: Sweep, order: Int[np.ndarray, "row"]) -> list[str]:
-    """Return why the sweeps cannot be compared, if their sites differ."""
+    """Return an error message if the sites of the two sweeps differ."""
     only_exact = exact.frame[order < 0]
     only_approx = approx.frame[~approx.frame.index.isin(order)]
     if only_exact.empty and only_approx.empty:

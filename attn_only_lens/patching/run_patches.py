@@ -1,9 +1,8 @@
 """Run the patches of several groups of sites together, in batches that fit in memory.
 
 One pass through the blocks starts at one position, and can run patches in all layers
-(`engine/replay`). So if there are few sites, in many layers and at many positions, they cost at
-most one pass per position. Patches at later positions join a pass that starts earlier if a separate
-pass would cost more.
+(`engine/replay`). A few sites in many layers and at many positions therefore cost at most one pass
+per position. Patches at later positions join an earlier pass if a separate pass would cost more.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,17 +34,17 @@ from attn_only_lens.patching.job import n_launched
 from attn_only_lens.patching.site_groups import ROWS, SiteGroup, position_sets
 from attn_only_lens.precision import full_precision
 
-# Batches of 512 to 2048 tokens are the fastest (GPT-2 small's shape, one thread). Batches of 128
-# tokens take a tenth longer. Batches of 4096 or more exceed the caches, and take a sixth longer.
+# Batches of 512 to 2048 tokens are the fastest (GPT-2 small's shape, one thread).
+# Batches of 128 tokens take 10 % longer. Batches of 4096 do not fit in caches and take 17 % longer.
 _CPU_TOKENS = 2048
-_SHARE = 0.5  # how much of the free memory to use
+_SHARE = 0.5  # fraction of the free memory to use
 
 _Patch: TypeAlias = tuple[Bool[Tensor, "head batch pos"], int, Callable[[Tensor, int], Variants]]
 """The tokens that each head changes, the block, and a function that makes variants for rows."""
 
 
 class Batching:
-    """Runs variants of a forward pass in batches; makes batches smaller if memory runs out."""
+    """Runs patched forward passes in batches. Halves the batches if memory runs out."""
 
     def __init__(
         self,
@@ -133,7 +132,7 @@ class PatchRunner:
 
     @torch.no_grad()
     def values(self, groups: Sequence[SiteGroup]) -> list[Float[Tensor, "row prompt"]]:
-        """Return, for each group, the metric of each prompt after the patch of each row.
+        """Return, for each group, the metric of each prompt after each row's patch.
 
         If a patch cannot affect the metric, no pass is run, and the value is the baseline.
         """
@@ -161,17 +160,17 @@ class PatchRunner:
 
     @torch.no_grad()
     def starts(self, group: SiteGroup) -> tuple[int, Int[Tensor, "row"]]:
-        """Return the block that a group's patches change first, and each patch's first position.
+        """Return a group's first changed block, and each patch's first changed position.
 
-        The position is -1 if a patch cannot affect the metric. Use the result only to estimate
-        costs: it assumes that neurons write to the stream directly.
+        The position is -1 if a patch cannot affect the metric. Use these positions only to estimate
+        costs: they assume that neurons add to the residual stream directly.
         """
         patch = self._patch(group, tested=False)
         (starts,) = self._starts([group], [patch])
         return patch[1], starts
 
     def earliest(self, groups: Sequence[SiteGroup]) -> int:
-        """Return the first position that any patch could change, judging by the tokens alone."""
+        """Return the first position that any patch could change, computed from the tokens alone."""
         differ = (self.replay.recording.tokens != self.source.tokens).any(dim=0)
         patched = torch.cat([group.everywhere.flatten(0, 1) for group in groups]).any(dim=0)
         first = max(int(positions.int().argmax()) for positions in (differ, patched))
@@ -256,7 +255,7 @@ class PatchRunner:
         return change != 0, block, variants
 
     def _patch_by_hook(self, group: SiteGroup) -> _Patch:
-        """Patch attention heads, or a skip or error node."""
+        """Patch attention heads, or a transcoder's skip or error node."""
         sites, part, host = group.sites, self.part, self.replay.host
         name, z_name = (
             hook_name(self.replay.model, sites.layer, point, sites.kind) for point in (part, "z")
@@ -313,12 +312,12 @@ def check_edits(
             require_groups(replay, shared)
         for start in sorted(set(starts or (0, replay.start(block, later[len(later) // 2])))):
             require_same_edit(replay, kind, layers, part, start)
-            if shared:  # such edits also restore the z of other heads
+            if shared:  # edits of shared parts also restore the z of other heads
                 require_same_edit(replay, kind, shared, "z", start)
 
 
 def _layers_that_share(replay: Replay, layers: Sequence[int], part: Part) -> list[int]:
-    """Return those layers in which several heads share this part, a key or a value."""
+    """Return the layers in which several heads share this part (a key or a value)."""
     if part not in SHARED_PARTS:
         return []
     recorded = replay.recording.hooked

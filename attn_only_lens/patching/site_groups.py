@@ -37,13 +37,13 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
 
 _PROBLEM = "these sites cannot be patched"
-ROWS = 2048  # the most rows in a group of neurons at several positions
-_CHUNKS = 128  # so many that eight processes end within 1/16 of the running time
-_LEAST = 4096  # least cost of a chunk: this many tokens through all blocks, a second on a CPU
+ROWS = 2048  # maximum number of rows in a group of neurons at several positions
+_CHUNKS = 128  # enough for eight processes to end within 1/16 of the running time
+_LEAST = 4096  # minimum cost of a chunk: this many tokens through all blocks (1 s on a CPU)
 
 
 class _PositionSets(tuple[PositionSet, ...]):
-    """Sets of positions, and tensors computed from them once for the groups of all layers."""
+    """Sets of positions, with cached tensors that the groups of all layers share."""
 
     @cached_property
     def everywhere(self) -> Bool[Tensor, "set batch pos"]:
@@ -58,7 +58,7 @@ class _PositionSets(tuple[PositionSet, ...]):
 
     @cached_property
     def in_column(self) -> Bool[Tensor, "set 1 batch"]:
-        """For each set of positions in one column, which prompts have this position."""
+        """For each one-column set of positions, the prompts that have this position."""
         assert self.columns is not None
         sets = torch.arange(len(self), device=self.columns.device)
         return self.everywhere[sets, :, self.columns].unsqueeze(1)
@@ -93,7 +93,7 @@ class SiteGroup:
 
     @classmethod
     def joined(cls, groups: Sequence["SiteGroup"]) -> "SiteGroup":
-        """Join the rows of several groups that have the same heads into one group."""
+        """Join groups that have the same heads into one group."""
         positions = tuple(position for group in groups for position in group.positions)
         sizes = [len(group.positions) for group in groups]
         places = [group.place + sum(sizes[:i]) for i, group in enumerate(groups)]
@@ -102,7 +102,7 @@ class SiteGroup:
 
     @property
     def is_product(self) -> bool:
-        """Return True if the rows equal the rows that `product` builds, in the same order."""
+        """True if the rows equal those that `product` builds, in the same order."""
         n = len(self.sites.names)
         rows = torch.arange(n * len(self.positions), device="cpu")
         return len(self) == len(rows) and torch.equal(self.place * n + self.head, rows)
@@ -111,13 +111,13 @@ class SiteGroup:
         return len(self.head)
 
     def __getitem__(self, rows: Int[Tensor, "some"]) -> "SiteGroup":
-        """Return a group with only these rows, and only the sets of positions that they use."""
+        """Return a group with only the given rows, and only the sets of positions that they use."""
         kept, used = self.place[rows].unique(return_inverse=True)
         positions = tuple(self.positions[i] for i in kept.tolist())
         return SiteGroup(self.sites, positions, self.head[rows], used)
 
     def of_prompts(self, pair: PromptPair) -> "SiteGroup":
-        """Return the same sites, with positions only in these prompts."""
+        """Return the same sites, with positions only in the given prompts."""
         if pair.among is None:
             return self
         n_pos = pair.clean.shape[1]
@@ -173,7 +173,7 @@ def site_rows(groups: Sequence[SiteGroup]) -> pd.DataFrame:
 
 
 def position_sets(groups: Iterable[SiteGroup]) -> list[PositionSet]:
-    """Return the distinct sets of positions in these groups."""
+    """Return the distinct sets of positions in the given groups."""
     return list(dict.fromkeys(position for group in groups for position in group.positions))
 
 
@@ -217,7 +217,7 @@ def site_groups(
     neurons = [group.sites.names[0] for group in groups if group.sites.kind in NEURON_KINDS]
     if part == "k" and neurons:
         raise InputError(
-            [f"got part='k' and {neurons[0]}: a neuron-head's keys are constant; expected heads()"],
+            [f"got part='k' and {neurons[0]}, whose keys are constant; expected attention heads"],
             _PROBLEM,
         )
     return groups
@@ -226,21 +226,21 @@ def site_groups(
 def _with_parts(
     resolved: tuple[LayerSites, ...], part: Part, is_selection: bool
 ) -> tuple[tuple[LayerSites, ...], list[str]]:
-    """Return the sites that have queries, patterns and values; refuse names of other sites."""
+    """Return the sites that have queries, patterns and values. Refuse names of other sites."""
     wide = [site.names[0] for site in resolved if site.kind in WIDE_KINDS]
     with_parts = tuple(site for site in resolved if site.kind not in WIDE_KINDS)
     if not wide or (is_selection and with_parts):
         return with_parts, []
-    reason = f"got part={part!r} and {wide[0]}, which has only an output; expected part='z'"
+    reason = f"got part={part!r} and {wide[0]}, which has only an output z; expected part='z'"
     return resolved, [reason]
 
 
 def _products(
     sites: Sequence[LayerSites], positions: Sequence[PositionSet], most_rows: int | None
 ) -> tuple[SiteGroup, ...]:
-    """Return groups of all heads at all positions; fewer neurons allow more positions each."""
+    """Return groups of all heads at all positions. Groups of few neurons have many positions."""
     groups: list[SiteGroup] = []
-    products: dict[tuple[int, int, int], SiteGroup] = {}  # shared by layers of equal size
+    products: dict[tuple[int, int, int], SiteGroup] = {}  # layers of equal size share a group
     for site in sites:
         at_once = len(positions)
         if site.kind in NEURON_KINDS and most_rows is not None:
@@ -281,7 +281,7 @@ def _placed_groups(
 def _resolve_placed(
     pair: PromptPair, split: Sequence[tuple[str, int | str | None]], positions: Positions
 ) -> tuple[list[PositionSet], dict[int | str, PositionSet]]:
-    """Return the sets of positions for names that include none, and those that names include."""
+    """Return the positions for names without a position, and the positions that names include."""
     free = {name for name, position in split if position is None}
     asked = dict.fromkeys(position for _, position in split if position is not None)
     if isinstance(positions, Mapping):
@@ -404,7 +404,7 @@ def split_sweep(
 def _costs(
     model: Any, pair: PromptPair, groups: Sequence[SiteGroup], direction: str
 ) -> list[Int[Tensor, "row"]]:
-    """Estimate the cost of each patch, in tokens × blocks, on the prompt on which it costs most."""
+    """Estimate each patch's cost, in tokens × blocks, on the prompt where the patch costs most."""
     host, n_pos = host_of(model), pair.clean.shape[1]
     differ = ((pair.clean != pair.corrupted) & pair.real).any(dim=0)
     first = int(differ.int().argmax()) if direction in DIRECTIONS else 0
@@ -412,7 +412,7 @@ def _costs(
     for group in groups:
         sites = group.sites
         entered = host.block(sites.layer, sites.kind) + (sites.kind in NEURON_KINDS)
-        blocks_left = len(model.blocks) - entered + 1  # plus 1 for the logits
+        blocks_left = len(model.blocks) - entered + 1  # the unembedding counts as 1 block
         patched = group.everywhere.any(dim=1)[:, first:].cpu()
         tokens = (n_pos - first - patched.int().argmax(dim=1)) * patched.any(dim=1)
         costs.append((tokens * blocks_left)[group.place])

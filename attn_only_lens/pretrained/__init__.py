@@ -1,4 +1,4 @@
-"""Small trained models, which are part of the package and need no download."""
+"""Small trained models that are part of the package and need no download."""
 
 from attn_only_lens.pretrained.modular_addition import modular_addition, modular_addition_tokens
 from attn_only_lens.pretrained.small_english import (

@@ -1,9 +1,9 @@
-"""A one-layer model of addition modulo 113 that ships with the package.
+"""A one-layer transformer, shipped with the package, that was trained to add modulo 113.
 
 The model card is `data/modular_addition/README.md`. With transformer-lens 4, which has no
-HookedTransformer, the model is loaded as a TransformerBridge. When TransformerLens converts a model
-to a bridge, it silently ignores most fields of the model's HookedTransformerConfig. Therefore
-`load_bridge` loads only this model, whose logits the tests check.
+HookedTransformer, the model is loaded as a TransformerBridge. TransformerLens' conversion to a
+bridge silently ignores most HookedTransformerConfig fields. `load_bridge` must therefore load no
+other model; for this one, the tests check the logits.
 """
 
 from importlib.resources import as_file, files
@@ -26,7 +26,7 @@ MODULUS = 113
 def load_bridge(
     folder: Path, *, dtype: str | torch.dtype, device: str | torch.device
 ) -> TransformerBridge:
-    """Load the shipped model as a bridge; raise CheckpointError if its files are damaged."""
+    """Load the shipped model as a TransformerBridge; raise CheckpointError if files are damaged."""
     config, state = read_folder(folder)
     to_dtype, to_device = parse_dtype(dtype), parse_device(device)
     try:
@@ -44,12 +44,12 @@ def load_bridge(
 def modular_addition(
     device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> HookedTransformer:
-    """Return a one-layer transformer that adds modulo 113.
+    """Return a one-layer transformer that was trained to add modulo 113.
 
-    The model was trained until it generalised (`analyses/tools/train_modular_addition.py`), as in
-    Nanda et al., "Progress measures for grokking via mechanistic interpretability" (2023). The
-    model has d_model 128, 4 heads, d_mlp 512, the activation silu, no normalisation and no biases.
-    The input is (a, b, '='), and the logits at the last position, over the 113 numbers, give the
+    The model was trained until it generalised, as in Nanda et al., "Progress measures for grokking
+    via mechanistic interpretability" (2023); `analyses/tools/train_modular_addition.py` trained it.
+    The model has d_model 128, 4 heads, d_mlp 512, the activation silu, no normalisation and no
+    biases. The input is (a, b, '='). The largest of the 113 logits at the last position is the
     answer.
 
     Args:
@@ -79,7 +79,7 @@ def modular_addition(
 
 
 def modular_addition_tokens() -> Int[Tensor, "batch=12769 pos=3"]:
-    """Return the inputs (a, b, '=') for all 113 * 113 pairs, sorted by a, then b.
+    """Return the tokens (a, b, '=') of all 113 * 113 problems, sorted by a, then b.
 
     Example:
         >>> from attn_only_lens import pretrained

@@ -33,13 +33,13 @@ def small_english(
     *,
     hooked: bool = False,
 ) -> Any:
-    """Return a four-layer language model that is small enough to run anywhere.
+    """Return a four-layer language model that is small enough to run on any machine.
 
     The model is a LLaMA (gated MLPs, RMSNorm, rotary positions) with a vocabulary of 450 words. The
-    model was trained on text that a grammar generated (`analyses/tools/train_small_english.py`). In
-    this text, verbs agree with subjects, pronouns agree with names, brackets are closed, and lists
-    repeat earlier words. `tasks.agreement`, `tasks.brackets`, `tasks.induction` and `tasks.ioi`
-    make prompts that test what the model has learnt.
+    model was trained on text from a grammar (`analyses/tools/train_small_english.py`), in which
+    verbs agree with subjects, pronouns agree with names, brackets are closed, and lists repeat
+    words. `tasks.agreement`, `tasks.brackets`, `tasks.induction` and `tasks.ioi` make prompts that
+    test what the model has learnt.
 
     Args:
         device: the device of the model.
@@ -47,8 +47,8 @@ def small_english(
         hooked: return a HookedTransformer, for `convert` (transformer-lens 3.9).
 
     Returns:
-        A `TransformerBridge`, or a `HookedTransformer`, with its tokenizer. The weights are the
-        trained weights, neither folded nor centred.
+        A `TransformerBridge`, or a `HookedTransformer`, with its tokenizer. Its weights are neither
+        folded nor centred.
 
     Raises:
         UnsupportedCallError: `hooked` is True, but transformer-lens 4 has no HookedTransformer.
@@ -74,7 +74,7 @@ def small_english(
 
 
 def small_english_texts() -> list[str]:
-    """Return a corpus of held-out texts with about 100,000 characters.
+    """Return held-out texts of `small_english`, about 100,000 characters in total.
 
     Example:
         >>> from attn_only_lens import pretrained
@@ -89,11 +89,11 @@ def small_english_texts() -> list[str]:
 def small_english_transcoders(
     device: str | torch.device = "cpu", dtype: str | torch.dtype = torch.float32
 ) -> dict[int, Transcoder]:
-    """Return {layer: transcoder}, with a JumpReLU transcoder for each MLP of `small_english`.
+    """Return {layer: transcoder}: a JumpReLU transcoder for each MLP of `small_english`.
 
-    The transcoders read the MLP's input, after the norm and its gain. The weights are stored in
-    float16. `analyses/tools/train_transcoders.py` trained them; the model card says how well they
-    imitate the MLPs.
+    The transcoders read the MLP's input (the output of the norm, including its gain). Their weights
+    are stored in float16. `analyses/tools/train_transcoders.py` trained the transcoders; the model
+    card says how well they imitate the MLPs.
 
     Args:
         device: the device of the weights.

@@ -1,7 +1,7 @@
-"""The paper's constructions as dense float64 matrices, without the package's other code.
+"""The paper's constructions as dense float64 matrices, independent of the rest of the package.
 
 The paper is "Attention-Only Transformers and Implementing MLPs with Attention Heads". There is one
-file per theorem. The code is slow, and is meant for tests, which compare the rest of the package
+file per theorem. The code is slow and only meant for tests, which compare the rest of the package
 with it. Theorems are numbered as in the arXiv version, 2309.08593: 3 (an MLP as heads), 6 (a whole
 transformer), 7 (linear maps), 8 (activations) and 9 (masks in the weights). The constructions
 follow the anonymous draft of the paper, in which Theorems 3, 6, 7 and 8 have the numbers 2, 4, 6

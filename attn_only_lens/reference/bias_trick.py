@@ -3,9 +3,9 @@
 Theorem 6 assumes this trick. Every token gets an additional coordinate that is always 1, and a bias
 becomes the row of the weight matrix for this coordinate: the new matrix W̃ is W stacked on b.
 
-* **Input biases.** [X | 1] W̃ = X W + b. So the input matrix of an MLP becomes Ṽ₁, which is V₁
-  stacked on b₁. A head has W̃_QK = W̃_Q W̃_Kᵀ / √d_head. For values, W̃_OV = W̃_V W_O adds b_V W_O
-  exactly once, because each row of a pattern sums to 1.
+* **Input biases.** [X | 1] W̃ = X W + b. The input matrix of an MLP therefore becomes Ṽ₁, which is
+  V₁ stacked on b₁. A head has W̃_QK = W̃_Q W̃_Kᵀ / √d_head. For values, W̃_OV = W̃_V W_O adds b_V
+  W_O exactly once, because each row of a pattern sums to 1.
 * **Output biases.** For b₂, the MLP gets one more neuron, with pre-activation 1, activation α(1)
   and output row b₂ / α(1). For b_O, one more head, masked to the diagonal (Theorem 7), outputs b_O.
 * **The constant stays.** No sublayer writes to the last coordinate (the last columns of V₂ and W_OV

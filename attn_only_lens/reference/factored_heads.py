@@ -1,4 +1,4 @@
-"""Heads for neurons that are stored as two vectors, or use a persistent vector as bias token.
+"""Heads of Theorem 3 that store two vectors per neuron, or use a persistent vector as bias token.
 
 The heads of Theorem 3, one for each neuron, have internal dimension 1. With columns W_Q, W_K, W_V,
 W_O ∈ M_{D+1,1},
@@ -7,12 +7,12 @@ W_O ∈ M_{D+1,1},
     W_OV = W_V W_Oᵀ                 W_K = √(D+1) [0 | -1]ᵀ,  the same for every neuron
                                     W_O = a₁ [V₂ⁱ | 0]ᵀ
 
-So only two vectors must be stored for each neuron: W_Q = W_V and W_O. (In [V₁ⁱ | 0], V₁ⁱ is a row.
-The paper writes W_OV = W_V W_O, but W_O ∈ M_{D+1,1} must be transposed.)
+Therefore only two vectors must be stored for each neuron: W_Q = W_V and W_O. (In [V₁ⁱ | 0], V₁ⁱ is
+a row. The paper writes W_OV = W_V W_O, but W_O ∈ M_{D+1,1} must be transposed.)
 
 **The factor √(D+1).** Vaswani et al. divide scores by √d_k, where d_k = 1 here, so a standard
 implementation divides by 1 and needs W_K = [0 | -1]ᵀ. Both conventions give the same W_QK; this
-file follows the paper. To mix the two conventions would scale the scores, and thus the slope a₂, by
+file follows the paper. Mixing the two conventions would scale the scores, and thus the slope a₂, by
 √(D+1) or 1/√(D+1).
 
 **Persistent vectors** (Sukhbaatar et al., 2019). The bias token need not be a row of the stream.
@@ -24,8 +24,8 @@ additional key and value, but not a query. If Z is Y stacked on p,
 Proof: the queries come from the first N rows of X ⊕ [1], and the keys and values from all rows, so
 the equation is Theorem 3 without the bias token's output. All heads share p, with the same key W_Kᵀ
 p = -√(D+1) and the same value W_Vᵀ p = 0. Sukhbaatar et al. learn a persistent key and value for
-each head directly; here, they are -√(D+1) and 0 in every head. Their softmax is over the whole
-context; the softmax here is over the token itself and p.
+each head directly; here, they are -√(D+1) and 0 in every head. In their paper, the softmax is over
+the whole context; here, it is over the token itself and p.
 """
 
 import math
@@ -54,7 +54,7 @@ def persistent_vector(d: int) -> Float[Tensor, "1 d+1"]:
 
 @dataclass(frozen=True, eq=False)
 class FactoredHead:
-    """A head that computes one neuron, stored as four columns; their products are W_QK and W_OV.
+    """A head that computes one neuron, stored as four columns whose products are W_QK and W_OV.
 
     Attributes:
         W_Q: a_2 [V_1^i | 0]ᵀ.
@@ -94,7 +94,7 @@ class FactoredHead:
         return Head(W_QK, self.W_V @ self.W_O.T, neuron_mask(n_tokens))
 
     def persistent_pattern(self, X: Float[Tensor, "n_tokens d"]) -> Float[Tensor, "n_tokens keys"]:
-        """Return the pattern [N, N+1] of X's N tokens, which can attend to themselves and to p.
+        """Return the N tokens' attention pattern [N, N+1]: each attends to itself and to p.
 
         Raises:
             ValueError: X has the wrong width, or is not float64.

@@ -26,7 +26,7 @@ def block(
     bottom_left: Float[Tensor, "m k"],
     bottom_right: Float[Tensor, "m l"],
 ) -> Float[Tensor, "n+m k+l"]:
-    """Return the matrix that consists of these four blocks."""
+    """Return the 2 × 2 block matrix that consists of the four given blocks."""
     top = torch.cat([top_left, top_right], dim=1)
     bottom = torch.cat([bottom_left, bottom_right], dim=1)
     return torch.cat([top, bottom], dim=0)

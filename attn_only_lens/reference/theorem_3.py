@@ -9,8 +9,8 @@ Let f(X) = α(X V₁) V₂ on M_{N,D} with α(x) = a₁ SiLU(a₂ x). The head o
 where V₁ⁱ is a column of V₁ and V₂ⁱ a row of V₂. Then f(X) ⊕ [0] = Σ_i h_i(X ⊕ [1]) for every X. The
 last row of X ⊕ [1] is the bias token, and its last column is the bias coordinate.
 
-This is Theorem 2 of the draft. Proof, as in Appendix A of the draft. With q = a₂ X V₁ⁱ, one number
-per token, the scores are
+Theorem 3 is Theorem 2 of the draft. Proof, as in Appendix A of the draft. With q = a₂ X V₁ⁱ, one
+number per token, the scores are
 
     (X ⊕ [1]) W_QK (X ⊕ [1])ᵀ = [[0, -q], [0, 0]].
 
@@ -21,8 +21,8 @@ and its output at the bias token is 0.
 
 This file corrects the following slips in the draft.
 
-* The draft says "the block decompositions are into size N and 1". This is true for Λ, but for W_QK
-  and W_OV the sizes are D and 1.
+* The draft says "the block decompositions are into size N and 1". These sizes are correct for Λ,
+  but for W_QK and W_OV they are D and 1.
 * The proof sketch says that the token's score for itself is -x and its score for the bias token 0,
   "from the main diagonal of (X ⊕ [1]) W_OV (X ⊕ [1])ᵀ", and softmax([-x, 0]) = [σ(x), σ(-x)].
   The matrix should be W_QK, whose scores -x are in the last column, while the main diagonal is 0.

@@ -1,4 +1,4 @@
-"""Theorem 7: if each token attends only to itself, a head is linear, whatever W_QK is.
+"""Theorem 7: if each token attends only to itself, a head is linear for every W_QK.
 
 If Λ = I_N then h(X) = X W_OV. Proof: the only unmasked entry in each row of the pattern is on the
 diagonal, and each row sums to 1, so the pattern is I_N. ("Attention-Only Transformers and

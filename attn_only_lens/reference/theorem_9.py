@@ -34,9 +34,9 @@ The head outputs 0 in the position coordinates, so a skip connection preserves t
 layers can be stacked, provided that R bounds the inputs of all layers and norms preserve these
 coordinates (`theorem_6.py`).
 
-The blog post uses the same Ω. Its matrix B of scores by position (`post/sublayers.py`) is Ω(Λ - 1)
-plus a constant per row, which softmax ignores. The post's three sublayers are heads of Theorems 3
-and 7 with masks encoded in this way.
+The blog post uses the same Ω. The post's matrix B of scores by position (`post/sublayers.py`) is
+Ω(Λ - 1) plus a constant per row, which softmax ignores. The post's three sublayers are heads of
+Theorems 3 and 7 with masks encoded in this way.
 """
 
 import math
@@ -73,7 +73,7 @@ def unmasked_head(head: Head, omega: float) -> Head:
         omega: Ω, positive.
 
     Returns:
-        The head. Its input is `with_positions(X)`, and its mask is 1 everywhere.
+        A head whose input is `with_positions(X)`, and whose mask is 1 everywhere.
 
     Raises:
         ValueError: Ω is not positive and finite.
@@ -138,7 +138,7 @@ def sufficient_omega(head: Head, *, radius: float, error: float) -> float:
     _check_positive("radius", radius)
     _check_positive("error", error)
     W_QK, W_OV = (torch.linalg.matrix_norm(W, 2).item() for W in (head.W_QK, head.W_OV))
-    largest = 2 * head.n_tokens * radius * W_OV / error  # 0 if W_OV = 0, when any Ω suffices
+    largest = 2 * head.n_tokens * radius * W_OV / error  # 0 if W_OV = 0: then every Ω suffices
     return max(2 * radius**2 * W_QK + math.log(max(largest, 1.0)), 1.0)
 
 

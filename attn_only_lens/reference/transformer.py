@@ -220,5 +220,5 @@ class Transformer:
 
 
 def _terms(sublayer: Sublayer) -> tuple[MLP | Head, ...]:
-    """Return the functions whose outputs add up to a sublayer's output: one MLP, or heads."""
+    """Return the functions whose outputs add up to a sublayer's output: its heads, or its MLP."""
     return sublayer if isinstance(sublayer, tuple) else (sublayer,)

@@ -1,4 +1,4 @@
-"""Write files completely or not at all, and check files when they are read."""
+"""Write files completely or not at all, and validate files when they are read."""
 
 from attn_only_lens.storage.atomic import atomic_folder, atomic_write, open_folder, write_text
 from attn_only_lens.storage.checks import (

@@ -7,10 +7,10 @@ A new file or folder NAME is written to a hidden folder next to its destination:
         new     the new file or folder
         old     the folder that it replaces
 
-A file is then moved to NAME in one step, which replaces any old file. A folder takes two steps: the
-old folder is moved to `old`, and then the new folder is moved to NAME. A killed process leaves the
-hidden folder behind. The next process that writes or opens NAME finds the hidden folder, moves
-`old` back to NAME if NAME is missing, and removes the hidden folder.
+A complete file is moved to NAME in one step, which replaces any old file. A folder takes two steps:
+the old folder is moved to `old`, and the new folder to NAME. If a process is killed in between, it
+leaves the hidden folder behind. The next process that writes or opens NAME then moves `old` back to
+NAME if NAME is missing, and removes the hidden folder.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from attn_only_lens.errors import CheckpointError
 
 try:
     import fcntl
-except ImportError:  # Windows lacks these locks, so hidden folders of killed processes remain there
+except ImportError:  # on Windows, hidden folders of killed processes are not removed
     fcntl = None  # type: ignore[assignment]
 
 
@@ -36,7 +36,7 @@ AnyPath: TypeAlias = str | os.PathLike[str]
 
 
 def as_path(path: AnyPath) -> Path:
-    """Return a path; refuse "", which `Path` would interpret as the current folder."""
+    """Convert a path to a `Path`; raise an error for "", which would mean the current folder."""
     if isinstance(path, str | os.PathLike) and path != "" and "\0" not in str(path):
         return Path(path)
     here = ", '.' for the current folder" if path == "" else ""
@@ -51,9 +51,9 @@ def write_text(path: AnyPath, text: str) -> None:
 
 @contextmanager
 def atomic_write(path: AnyPath) -> Iterator[Path]:
-    """Yield a path for a new file or folder, which replaces `path` at the end of the `with`.
+    """Yield a path for a new file or folder, which replaces `path` when the `with` block ends.
 
-    After an error, `path` keeps its old contents. If `path` is a link, the link itself is replaced.
+    If an error occurs, `path` is unchanged. If `path` is a link, the link itself is replaced.
     """
     path = as_path(path)
     if not path.name:
@@ -66,13 +66,13 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
             try:
                 new = scratch / "new"
                 yield new
-                # The contents must be on disk before the move, or a crash could leave broken files.
+                # Flush the contents to disk before the move, or a crash could leave broken files.
                 for entry in [new, *new.rglob("*")]:
                     if entry.is_file():
                         with entry.open("rb") as file:
                             os.fsync(file.fileno())
-                if new.is_dir() and path.is_dir():  # `os.replace` replaces only empty folders
-                    os.replace(path, scratch / "old")  # `_discard` undoes this after an error
+                if new.is_dir() and path.is_dir():  # os.replace fails for a non-empty folder
+                    os.replace(path, scratch / "old")  # `_discard` moves it back after an error
                 os.replace(new, path)
             finally:
                 _discard(scratch, path)
@@ -87,10 +87,10 @@ def atomic_folder(
     seal: str,
     listed: Callable[[Path], Container[str]] | None = None,
 ) -> Iterator[Path]:
-    """Yield a new folder to fill, which replaces `folder` at the end of the `with`.
+    """Yield a new folder to fill, which replaces `folder` when the `with` block ends.
 
-    Raise an error if `folder` contains an entry that is not in `ours`, or a nested file that is not
-    in `listed(seal)`, the names of the files that the manifest `seal` lists.
+    Raise an error if replacing `folder` would delete a top-level entry that is not in `ours`, or a
+    nested file that the manifest named `seal` does not list (`listed` returns the listed names).
     """
     folder = open_folder(folder)
     if folder == Path.cwd():
@@ -114,14 +114,14 @@ def atomic_folder(
 
 
 def open_folder(folder: AnyPath) -> Path:
-    """Follow links and return the folder; restore a folder that a killed process has moved."""
+    """Return a folder's resolved path, after restoring a folder that a killed process had moved."""
     path = as_path(folder)
     try:
         target = path.resolve()
         if not os.path.lexists(target):
             _remove_leftovers(target)
         is_folder = target.is_dir() or not os.path.lexists(target)
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links that form a cycle
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a symlink loop
         raise CheckpointError(f"got {folder!r}, which is not a usable path: {error}") from error
     if not is_folder:
         raise CheckpointError(f"{folder} is a file; expected a folder")
@@ -129,7 +129,7 @@ def open_folder(folder: AnyPath) -> Path:
 
 
 def _discard(scratch: Path, path: Path) -> None:
-    """Restore the old contents of `path` if `path` is missing; then remove the hidden folder."""
+    """Remove a hidden folder, after moving the old contents back if `path` is missing."""
     new, old, lock = (scratch / name for name in ("new", "old", "lock"))
     if old.exists() and not os.path.lexists(path):
         os.replace(old, path)
@@ -139,7 +139,7 @@ def _discard(scratch: Path, path: Path) -> None:
         else:
             with suppress(OSError):
                 folder.unlink(missing_ok=True)
-    # Files that cannot be removed now are removed by the next process that uses `path`.
+    # The next process that uses `path` removes files that cannot be removed now.
     with suppress(OSError):
         if not new.exists() and not old.exists():
             lock.unlink(missing_ok=True)
@@ -147,13 +147,13 @@ def _discard(scratch: Path, path: Path) -> None:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove this destination's hidden folders, unless a running process writes to them."""
+    """Remove hidden folders that killed processes left next to `path`."""
     for scratch in path.parent.glob(f"{_hidden_prefix(path)}*"):
         try:
             lock = (scratch / "lock").open("r+")
         except OSError:
             with suppress(OSError):
-                scratch.rmdir()  # works if empty; a process whose folder is gone makes a new one
+                scratch.rmdir()  # fails if not empty; a process that needs the folder makes it
             continue
         with lock, suppress(OSError):
             if _lock(lock):
@@ -161,7 +161,7 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _make_scratch(path: Path) -> tuple[Path, IO[str]]:
-    """Make a hidden folder for this destination, and lock it."""
+    """Make and lock a hidden folder next to `path`."""
     while True:
         scratch = path.with_name(f"{_hidden_prefix(path)}{secrets.token_hex(8)}")
         scratch.mkdir(mode=0o700)
@@ -179,13 +179,13 @@ def _make_scratch(path: Path) -> tuple[Path, IO[str]]:
 
 
 def _hidden_prefix(path: Path) -> str:
-    # Use a digest: a name of the largest allowed length leaves no room for a prefix.
+    # Use a digest, because a prefix could make a long name too long.
     digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()
     return f".attn_only_lens-{digest[:16]}-"
 
 
 def _lock(lock: IO[str]) -> bool | None:
-    """Lock a file until it is closed; return False if already locked, None if locking fails."""
+    """Lock an open file; return False if another process holds the lock, None if locking fails."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Check values from files before they are used: types, configuration numbers, and model sizes."""
+"""Validate values from files: JSON types, configuration numbers, and model sizes."""
 
 import json
 import re
@@ -24,7 +24,7 @@ from attn_only_lens.errors import CheckpointError
 _TOO_LARGE = re.compile(r"(?<![\w.])\d{19,}(?![\w.])")  # 2^63 has 19 digits
 _NAMES = {"int_type": "int", "int_from_float": "int", "string_type": "str", "list_type": "list"}
 _NAMES |= {"dict_type": "dict", "bool_type": "bool", "float_type": "float", "none_required": "None"}
-# Name patterns of configuration entries in TransformerLens and transformers, with valid ranges.
+# Patterns of configuration names in TransformerLens and transformers, with valid ranges.
 _RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     (
         r"rotary_base(_local)?|\w*_theta|(\w*_)?factor|yarn_\w+|NTK_\w+|clip_qkv|window_size|"
@@ -38,15 +38,15 @@ _RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     (r"attn_scale", "more than 0, or -1 for √d_head", lambda x: x > 0 or x == -1),
     (r"(\w*_)?(p?drop|dropout(_prob)?)", "from 0 to 1", lambda value: 0 <= value <= 1),
 )
-_MODULES = 50  # modules allowed per tensor: blocks also have hook points and containers
+_MODULES = 50  # modules allowed per tensor, since blocks also have hook points and containers
 _FEW = 300
 _FEW_LAYERS = 1000
 
 
 def type_mismatches(value: Any, expected: Any, name: str) -> Iterator[str]:
-    """Yield a message for each part of a JSON value that does not have the expected type.
+    """Yield an error message for each part of a JSON value that has an unexpected type.
 
-    The fields of TypedDicts and dataclasses are compared one by one, without creating objects.
+    TypedDicts and dataclasses are checked field by field, without creating instances.
     """
     if not (
         is_typeddict(expected) or typing_extensions.is_typeddict(expected)
@@ -100,7 +100,7 @@ def _adapter(expected: Any) -> pydantic.TypeAdapter[Any]:
 
 
 def out_of_range(config: Any, name: str) -> Iterator[str]:
-    """Yield a message for each number in a nested configuration that is invalid for any model."""
+    """Yield an error message for each number in a configuration that no model can have."""
     inner = config.items() if isinstance(config, dict) else ()
     for key, value in inner:
         yield from out_of_range(value, f"{name}.{key}")
@@ -112,10 +112,10 @@ def out_of_range(config: Any, name: str) -> Iterator[str]:
 
 @contextmanager
 def limit_size(tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Raise CheckpointError as soon as a new model is larger than the saved tensors can fill.
+    """Raise CheckpointError when a model built in the `with` block is too large for saved tensors.
 
-    Without this limit, a configuration with a million layers, or with a width of a million, would
-    take hours or all memory before the tensors could be compared.
+    Without this limit, a damaged configuration with a million layers, or with a width of a million,
+    would take hours or all memory before it could be compared with the tensors.
     """
     thread, made = threading.get_ident(), 0
     elements = sum(tensor.numel() for tensor in tensors.values())
@@ -148,10 +148,10 @@ def limit_size(tensors: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def require_few_layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if a configuration has far more layers than there are saved tensors.
+    """Raise ValueError if a configuration has many more layers than there are saved tensors.
 
-    Call this before transformers creates a configuration, because the configuration's class builds
-    a list with one entry per layer.
+    Call this before transformers creates a configuration object, which builds a list with one entry
+    per layer.
     """
     for key, value in config.items():
         if "layer" in key and isinstance(value, int) and value > _FEW_LAYERS + len(tensors):

@@ -1,10 +1,10 @@
-"""Store the results of a long job chunk by chunk, so that an interrupted job can resume.
+"""Store the results of a long job in chunks, so that an interrupted job can resume.
 
     folder/settings.json              what the results depend on: model, prompts, metric, sites
     folder/KEY.safetensors            the arrays of one chunk, with a digest of the settings
 
-A chunk is written completely or not at all, with a digest. So a killed process loses only the chunk
-that it was computing. The digest reveals whether a file was changed later.
+Each chunk is written completely or not at all, so a killed process loses only the chunk that it was
+computing. A digest in each chunk reveals whether the file was changed later.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ _CHUNK_DOCUMENT = Document("attn_only_lens.Chunk", 1, _Chunk)
 
 
 class ChunkStore:
-    """A folder with the chunks of one job."""
+    """A folder that stores the chunks of one job."""
 
     def __init__(self, folder: str | Path, settings: dict[str, Any]) -> None:
         self.folder = open_folder(folder)
@@ -53,13 +53,13 @@ class ChunkStore:
         path = self.folder / _SETTINGS
         if not path.exists():
             files = sorted(p.name for p in self.folder.glob("*") if not p.name.startswith("."))
-            if files and _SETTINGS not in files:  # unless another process has just begun this job
+            if files and _SETTINGS not in files:  # otherwise, another process just began this job
                 reason = (
                     f"{self.folder} holds {files[:5]}, but no {_SETTINGS}; expected a new folder"
                 )
                 raise InputError([reason], "results cannot be stored in this folder")
             _SETTINGS_DOCUMENT.write(path, settings=self._settings)
-        # Read the settings from the file, because another process may have written the file first.
+        # Read the settings back, because another process may have written the file first.
         stored = _SETTINGS_DOCUMENT.read(path)["settings"]
         keys = sorted(self._settings.keys() | stored.keys())
         both = [[values.get(key, _MISSING) for values in (self._settings, stored)] for key in keys]
@@ -71,7 +71,7 @@ class ChunkStore:
         InputError.raise_if(differ, f"{self.folder} belongs to another job; use a new folder")
 
     def put(self, key: str, arrays: Arrays) -> None:
-        """Write a chunk to its file, which replaces an earlier file of the same chunk."""
+        """Write a chunk's file, and replace any earlier file with the same key."""
         tensors = {name: torch.from_numpy(np.array(x)) for name, x in arrays.items()}
         with atomic_write(self.path(key)) as partial:
             write_tensors(partial, tensors, _CHUNK_DOCUMENT, settings=self._digest, key=key)

@@ -1,12 +1,12 @@
-"""JSON documents that contain their own digest and, for folders, the digest of every file.
+"""JSON documents that contain a digest of themselves and, for a folder, of each of its files.
 
     {"format": "attn_only_lens…", "format_version": 5, …, "sha256": digest of the rest}
 
-Every file format of the package is a `Document`. `tensors.py` and `tables.py` write the same JSON
-into tensor files and parquet files, or next to CSV files. The digest does not depend on whitespace,
-the order of keys or the notation of numbers; any other change is detected before a value is used. A
-digest detects damage and careless editing, but not malice, since anyone can compute a new digest.
-So the types of all values are checked, too.
+All file formats of the package are `Document`s. `tensors.py` and `tables.py` store this JSON inside
+tensor files and parquet files, or next to CSV files. Reading a document detects any change except
+to whitespace, the order of keys or the notation of numbers. The digest does not protect against
+malicious changes, because anyone can compute a new digest. The types of all values are therefore
+checked, too.
 """
 
 import hashlib
@@ -31,10 +31,17 @@ _READERS = {
     "attn_only_lens.Sweep": "patching.Sweep.load",
 }
 """The functions that read the files that users open most, by format."""
+_MADE_BY = {
+    "attn_only_lens.Circuit": "Circuit.save writes it, or --save-circuit of explain and circuit",
+    "attn_only_lens.CircuitGraph": "circuits.to_json writes it, or --out graph.json of explain and "
+    "circuit",
+    "attn_only_lens.Sweep": "Sweep.save writes it, or --out sweep.parquet of patch",
+}
+"""What writes the files that a command reads, by format."""
 
 
 class FileDigest(TypedDict):
-    """The size and digest of a file, as the manifest of a folder lists them."""
+    """The size and digest of a file, as listed in a folder's manifest."""
 
     bytes: int
     sha256: str
@@ -49,7 +56,7 @@ class Document:
     fields: Any
 
     def text(self, *, indent: int | None = None, **body: Any) -> str:
-        """Return the JSON text of a document with these fields and a digest of them."""
+        """Return the document's JSON text, with the given fields and a digest."""
         whole = {"format": self.format, "format_version": self.version, **body}
         try:
             whole = json.loads(json.dumps(whole, allow_nan=False))
@@ -67,14 +74,16 @@ class Document:
         return self._check(read_json(path), path)
 
     def parse(self, text: str, path: Path) -> dict[str, Any]:
-        """Read a document from a string that is stored inside another file, `path`."""
+        """Read a document from a string that was stored in the file `path`."""
         return self._check(_parse(text, path), path)
 
     def _check(self, whole: Any, path: Path) -> dict[str, Any]:
         got = whole.get("format") if isinstance(whole, dict) else type(whole).__name__
         if got != self.format:
             hint = f", which {_READERS[got]} opens" if got in _READERS else ""
-            raise CheckpointError(f"{path} has format {got!r}{hint}; expected {self.format!r}")
+            made = f": {_MADE_BY[self.format]}" if self.format in _MADE_BY else ""
+            expected = f"expected {self.format!r}{made}"
+            raise CheckpointError(f"{path} has format {got!r}{hint}; {expected}")
         version = whole.get("format_version")
         if version != self.version or type(version) is not int:
             raise CheckpointError(
@@ -102,6 +111,11 @@ def read_json(path: Path) -> Any:
     """Read a plain JSON file."""
     try:
         text = path.read_bytes().decode("utf-8") if path.is_file() else None
+    except UnicodeDecodeError:
+        table = "; it is a table, which `attn-only-lens picture` draws" * (
+            path.suffix == ".parquet"
+        )
+        raise CheckpointError(f"{path} is not a JSON file{table}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if text is None:
@@ -117,7 +131,7 @@ def _parse(text: str, path: Path) -> Any:
 
 
 def path_inside(folder: Path, name: str) -> Path:
-    """Return the path of a file in a folder; refuse names that lead outside the folder."""
+    """Return the path of a file in a folder; raise an error for paths outside the folder."""
     try:
         path = (folder / name).resolve()
         stays = path.is_relative_to(folder.resolve())
@@ -137,7 +151,7 @@ def file_digests(folder: Path, names: Iterable[str] | None = None) -> dict[str, 
 
 
 def listed_files(path: Path) -> set[str]:
-    """Return the names of the files that a manifest lists; none if the manifest is unreadable."""
+    """Return the file names listed in a manifest, or an empty set for unreadable manifests."""
     try:
         return set(read_json(path)["files"])
     except (CheckpointError, LookupError, TypeError):
@@ -155,9 +169,9 @@ def _digest(path: Path) -> FileDigest:
 def check_files(
     folder: Path, files: Mapping[str, FileDigest], closed: Iterable[str] = (), *, seal: str = ""
 ) -> None:
-    """Compare a folder's files with the sizes and digests in its manifest, the file named `seal`.
+    """Raise CheckpointError if a folder's files differ from the sizes and digests in `files`.
 
-    Every file in the folder that matches a pattern in `closed` must be listed in the manifest.
+    Files that match a pattern in `closed` must be in `files`, except the manifest named `seal`.
     """
     wrong = []
     for name, expected in files.items():

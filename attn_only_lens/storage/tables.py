@@ -1,7 +1,7 @@
 """Store each data frame with a JSON document: in a parquet file's metadata, or next to a CSV file.
 
-The document holds a digest of a CSV file's bytes, or of a parquet file's columns, because the bytes
-of a parquet file include the document itself.
+The document holds a digest of the data: of a CSV file's bytes, or of a parquet file's columns (not
+its bytes, which include the document itself).
 """
 
 import hashlib
@@ -26,14 +26,14 @@ _NUMBERS = ("int64", "float64")
 
 
 class TableFields(TypedDict):
-    """The fields of every table's document: the data frame's digest and its numeric columns."""
+    """The document fields of every table: the data frame's digest and its numeric columns."""
 
     content: str
     numbers: dict[str, Literal["int64", "float64"]]
 
 
 def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: Any) -> None:
-    """Write a data frame and its document; `path` ends in .parquet or .csv, the file's format."""
+    """Write a data frame and its document; the format is parquet or CSV, depending on `path`."""
     path = as_path(path)
     body["numbers"] = {name: str(kind) for name, kind in frame.dtypes.items() if kind in _NUMBERS}
     if _is_parquet(path):
@@ -42,8 +42,8 @@ def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: 
         text = document.text(content=_digest(table), **body)
         with atomic_write(path) as new:
             table = table.replace_schema_metadata({_KEY: text})
-            # `_digest` needs dictionaries that are complete and in order. Float columns rarely
-            # repeat numbers, so they get no dictionaries, which halves the reading time.
+            # `_digest` needs complete, ordered dictionary encodings. Float columns, which rarely
+            # repeat values, get none, which halves the reading time.
             repeat = [name for name, kind in frame.dtypes.items() if kind != "float64"]
             pq.write_table(
                 table,
@@ -61,13 +61,13 @@ def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: 
 
 
 def read_table(path: AnyPath, document: Document) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Read a data frame and its document, and check the frame against its digest."""
+    """Read a data frame and its document; raise CheckpointError if the digest does not match."""
     path = as_path(path)
     fields = read_table_document(path, document)
     with _as_checkpoint_error(path):
         if _is_parquet(path):
             _, pq = _pyarrow()
-            # Memory mapping without pre-buffering takes a third of the time for ten million rows.
+            # Memory mapping without pre-buffering reads ten million rows in a third of the time.
             table = pq.read_table(
                 path, page_checksum_verification=True, memory_map=True, pre_buffer=False
             )
@@ -77,7 +77,7 @@ def read_table(path: AnyPath, document: Document) -> tuple[pd.DataFrame, dict[st
         content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != fields["content"]:
             raise ValueError(f"{_sidecar(path).name} describes another file")
-        # Read cells as text: pandas' number parser may round wrongly and treats "NA" as missing.
+        # Read cells as text, because pandas' parser may round numbers, and reads "NA" as missing.
         frame = pd.read_csv(BytesIO(content), dtype=str, keep_default_na=False)
         kinds = fields["numbers"]
         missing = {name: {"": "nan"} for name, kind in kinds.items() if kind == "float64"}
@@ -85,7 +85,7 @@ def read_table(path: AnyPath, document: Document) -> tuple[pd.DataFrame, dict[st
 
 
 def read_table_document(path: Path, document: Document) -> dict[str, Any]:
-    """Read the JSON document that belongs to a table, without reading the table's rows."""
+    """Read the JSON document of a table, without reading the table's rows."""
     if not _is_parquet(path):
         return document.read(_sidecar(path))
     _, pq = _pyarrow()

@@ -1,4 +1,4 @@
-"""Read and write tensors as safetensors files, without pickles, and compute digests of tensors."""
+"""Read and write safetensors files, which contain no pickles, and compute digests of tensors."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ _KEY = "attn_only_lens"
 
 
 def tensor_digest(named: Iterable[tuple[str, Tensor]], fields: Any = None) -> str:
-    """Return a SHA-256 digest of the names, shapes, dtypes and bytes of tensors, in this order."""
+    """Return a SHA-256 digest of `fields` and of the tensors' names, shapes, dtypes and bytes."""
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
     for name, tensor in named:
         digest.update(f"\n{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
@@ -31,13 +31,13 @@ def tensor_digest(named: Iterable[tuple[str, Tensor]], fields: Any = None) -> st
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], document: Document | None = None, **body: Any
 ) -> None:
-    """Write a safetensors file to a path that no other process reads yet."""
+    """Write a safetensors file; no other process may read `path` yet."""
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     metadata = None
     if document is not None:
         metadata = {_KEY: document.text(**body, tensors=tensor_digest(sorted(whole.items())))}
     path.touch()
-    mode = path.stat().st_mode  # set by the umask; safetensors lets only the owner read its files
+    mode = path.stat().st_mode  # keep the mode: safetensors lets only the owner read its files
     save_file(whole, path, metadata)
     path.chmod(mode)
 

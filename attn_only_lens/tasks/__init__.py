@@ -1,4 +1,4 @@
-"""Paired prompts from well-known tasks, templates and files, checked with a tokenizer."""
+"""Clean and corrupted prompts for well-known tasks, or from templates and files."""
 
 from attn_only_lens.tasks._agreement import agreement
 from attn_only_lens.tasks._brackets import brackets

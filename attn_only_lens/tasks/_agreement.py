@@ -1,16 +1,15 @@
-"""Prompts in which a verb agrees with its subject in number, or a pronoun with a name in gender.
+"""Agreement: a verb agrees with its subject in number, or a pronoun with a name in gender.
 
-Prompts about number use the structures of Finlayson et al., "Causal Analysis of Syntactic
-Agreement Mechanisms in Neural Language Models" (2021). Only the number of the subject differs
-between the two prompts:
+Number prompts use the structures of Finlayson et al., "Causal Analysis of Syntactic Agreement
+Mechanisms in Neural Language Models" (2021). Only the subject's number (singular or plural) differs
+between the clean and the corrupted prompt:
 
     simple          The keys                              are, not is
     prepositional   The keys near the cabinet             are, not is
     relative        The keys that the teacher likes       are, not is
 
-Prompts about gender are from Mathwin et al., "Identifying a Preliminary Circuit for Predicting
-Gendered Pronouns in GPT-2 Small" (2023): "So Mary is a really great friend, isn't" continues with
-"she".
+Gender prompts are from Mathwin et al., "Identifying a Preliminary Circuit for Predicting Gendered
+Pronouns in GPT-2 Small" (2023): "So Mary is a really great friend, isn't" continues with "she".
 """
 
 from collections.abc import Iterator
@@ -43,10 +42,10 @@ def agreement(
     feature: Feature = "number",
     structure: Structure | None = None,
 ) -> PairedPrompts:
-    """Return pairs of prompts whose next word must agree with the subject.
+    """Return clean and corrupted prompts whose next word agrees with the subject.
 
-    The roles are "subject", the noun or name that decides the answer; "attractor", the noun after
-    the subject, if there is one; and "end", the last token.
+    The roles (named positions) are "subject", the noun or name that decides the answer;
+    "attractor", the noun after the subject, if there is one; and "end", the last token.
 
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
@@ -86,7 +85,7 @@ def _number(seed: int, structure: str) -> Iterator[Pair]:
         subject, attractor = random.choice(THINGS), random.choice(PEOPLE)
         if random.random() < 0.5:
             subject, attractor = attractor, subject
-        if structure == "relative":  # the verbs need a person as the subject
+        if structure == "relative":  # only a person can be the subject of these verbs
             attractor = random.choice([person for person in PEOPLE if person != subject])
         plural, attractor_plural = random.random() < 0.5, random.random() < 0.5
         preposition, verb = random.choice(_PREPOSITIONS), random.choice(_VERBS)[attractor_plural]

@@ -1,6 +1,6 @@
 """Brackets: "The book (the old one near the door" continues with ")", not with "]".
 
-The two prompts of a pair differ in the opening mark, and therefore in the correct closing mark:
+The clean and the corrupted prompt differ in the opening mark, and so in the right closing mark:
 
     simple    The book (the old one near the door                        ), not ]
     nested    The book (the old one [the red one] near the door          ), not ]
@@ -26,10 +26,10 @@ _ADJECTIVES = ("old", "new", "small", "big", "red", "blue", "green", "clean", "h
 def brackets(
     tokenizer: Any, n: int, seed: int = 0, *, structure: Structure = "simple"
 ) -> PairedPrompts:
-    """Return pairs of prompts in which a bracket or a quotation is still open at the end.
+    """Return clean and corrupted prompts with a bracket or quotation that is open at the end.
 
-    The roles are "open", the mark that opens the bracket or quotation; "end", the last token; and,
-    in nested prompts, "closed", the mark that closes the inner remark.
+    The roles (named positions) are "open", the mark that opens the bracket or quotation; "end", the
+    last token; and, in nested prompts, "closed", the mark that closes the inner remark.
 
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.

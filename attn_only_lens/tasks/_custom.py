@@ -1,4 +1,4 @@
-"""Make pairs of prompts from templates and words, or read them from a JSON Lines file."""
+"""Make pairs of clean and corrupted prompts from templates and words, or from a JSON Lines file."""
 
 import json
 import re
@@ -25,8 +25,8 @@ from attn_only_lens.tasks.paired_prompts import (
 ANSWER = "answer"
 KEYS = ("clean_prefix", "patch_prefix", "clean_answer", "patch_answer")
 """The keys in the files of Marks et al., "Sparse Feature Circuits" (2024)."""
-_RESERVED = {END, "each", "all"}  # names that have another meaning in `positions=`
-_SHOWN = 5  # the number of invalid lines that an error lists
+_RESERVED = {END, "each", "all"}  # role names with another meaning in `positions=`
+_SHOWN = 5  # the maximum number of invalid lines in an error
 
 
 def from_templates(
@@ -36,10 +36,10 @@ def from_templates(
     words: Sequence[Mapping[str, str]],
     seed: int = 0,
 ) -> PairedPrompts:
-    """Return pairs of prompts. A pair is one template, filled with two rows of words.
+    """Return pairs of prompts. Each pair is a template filled with two rows of words.
 
     The row that fills the clean prompt has the right answer, and the other row has the wrong
-    answer. The roles are the template's fields, and "end", the last token.
+    answer. The roles (named positions) are the template's fields, and "end", the last token.
 
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
@@ -95,7 +95,7 @@ def from_templates(
 
 
 def _fields(template: object) -> list[str]:
-    """Return a template's fields, or an empty list if the template is no text with plain fields."""
+    """Return a template's fields, or an empty list if it is not a string with plain fields."""
     try:
         parts = list(Formatter().parse(template)) if isinstance(template, str) else []
     except ValueError:  # an unmatched brace
@@ -119,7 +119,7 @@ def from_jsonl(
     roles: Mapping[str, int] | None = None,
     keep: Callable[[Mapping[str, Any]], bool] = lambda row: True,
 ) -> PairedPrompts:
-    """Return pairs of prompts from a file with one JSON object per line.
+    """Return pairs of clean and corrupted prompts from a file with one JSON object per line.
 
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
@@ -182,7 +182,7 @@ def from_jsonl(
 
 
 def _row(line: str, keys: Iterable[str], roles: Mapping[str, int]) -> Mapping[str, Any] | str:
-    """Return the JSON object in a line of a file, or the reason why the line is invalid."""
+    """Return the JSON object in a line, or a message that says why the line is invalid."""
     try:
         row = json.loads(line)
     except ValueError as error:

@@ -3,7 +3,7 @@
 The task is from Hanna, Liu and Variengien, "How does GPT-2 compute greater-than?" (2023). The first
 year in the clean prompt ends in 02 to 98, and the first year in the corrupted prompt ends in 01.
 All later years of the century are right answers, and all other years are wrong answers. The metric
-is the summed probability of right answers minus the summed probability of wrong answers.
+is the total probability of right answers minus that of wrong answers.
 """
 
 from collections.abc import Iterator
@@ -28,10 +28,11 @@ _ENDINGS = [f"{year:02}" for year in range(100)]
 
 
 def greater_than(tokenizer: Any, n: int, seed: int = 0) -> PairedPrompts:
-    """Return pairs of prompts that mention a year and then stop partway through a later year.
+    """Return clean and corrupted prompts that stop halfway through a second, later year.
 
-    The roles are "noun", the event; "century" and "year", the two halves of the first year; and
-    "end", the century of the second year. The tokenizer must split years into these halves.
+    The roles (named positions) are "noun", the event; "century" and "year", the two halves of the
+    first year; and "end", the century of the second year. The tokenizer must split years into
+    century and year.
 
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
@@ -60,12 +61,12 @@ def greater_than(tokenizer: Any, n: int, seed: int = 0) -> PairedPrompts:
 
 
 def _tokens_of_years(tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens of 00 to 99 when they are the last two digits of a year."""
+    """Return the tokens of "00" to "99" when they are the last two digits of a year."""
     year_tokens = dict[str, int]()
     starts = token_ids(tokenizer, [f"year {century}" for century in _ENDINGS[10:]])
     for century, start in zip(_ENDINGS[10:], starts, strict=True):
-        # Some tokenizers have single tokens for well-known years, such as 1776, so an ending that
-        # fails after one century is tried after the next.
+        # Some tokenizers have single tokens for well-known years, such as 1776. If two digits
+        # have no token of their own in one century, they are tried with the next century.
         left = [year for year in _ENDINGS if year not in year_tokens]
         whole = token_ids(tokenizer, [f"year {century}{year}" for year in left]) if left else []
         for year, tokens in zip(left, whole, strict=True):

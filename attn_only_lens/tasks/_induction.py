@@ -1,8 +1,8 @@
 """Induction: among random words, "… A B … A" continues with B.
 
-The task is from Olsson et al., "In-context Learning and Induction Heads" (2022). The corrupted
-prompt contains another word B' instead of B, so its right answer is B'. The two prompts differ in
-one token, and only the word after the first A decides the answer.
+The task is from Olsson et al., "In-context Learning and Induction Heads" (2022). In the corrupted
+prompt, another word B' replaces B and is the right answer. The clean and the corrupted prompt
+differ only in this token, which alone decides the answer.
 """
 
 from collections.abc import Iterator
@@ -20,15 +20,15 @@ from attn_only_lens.tasks.paired_prompts import (
     collect,
 )
 
-_POOL = 4096  # the maximum number of vocabulary tokens to test
+_POOL = 4096  # test at most this many vocabulary tokens
 _ROLES = {"first": 1, "repeated": 2}
 
 
 def induction(tokenizer: Any, n: int, seed: int = 0, *, length: int = 20) -> PairedPrompts:
-    """Return pairs of prompts made of random words, in which the last word also occurs earlier.
+    """Return clean and corrupted prompts of random words, whose last word also occurs earlier.
 
-    The roles are "first", the first occurrence of the last word; "repeated", the answer, which is
-    the word after "first"; and "end", the last token.
+    The roles (named positions) are "first", the first occurrence of the last word; "repeated", the
+    word after it, which is the answer; and "end", the last token.
 
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
@@ -88,9 +88,9 @@ def _text(tokenizer: Any, tokens: list[int]) -> str:
 
 
 def _words(tokenizer: Any, random: Random, least: int) -> list[int]:
-    """Return tokens that are words and remain single tokens when a text repeats them.
+    """Return the word tokens that stay single tokens when a text repeats them.
 
-    If more than `least` words begin with a space, only these words are returned.
+    If more than `least` words begin with a space, the other words are left out.
     """
     special = set(tokenizer.all_special_ids)
     known = [token for token in sorted(set(tokenizer.get_vocab().values())) if token not in special]

@@ -2,7 +2,7 @@
 
 The templates, names, places and objects are from Wang, Variengien, Conmy, Shlegeris and Steinhardt,
 "Interpretability in the Wild: a Circuit for Indirect Object Identification in GPT-2 small" (2022).
-In some prompts, the indirect object (IO) comes first; in others, the subject (S) comes first.
+Some prompts name the indirect object (IO) first, and others name the subject (S) first.
 """
 
 from collections.abc import Iterator
@@ -36,10 +36,10 @@ _TEMPLATES = (
 
 
 def ioi(tokenizer: Any, n: int, seed: int = 0, *, corruption: Corruption = "abc") -> PairedPrompts:
-    """Return pairs of prompts whose next word is the name that occurs only once.
+    """Return clean and corrupted prompts whose next word is the name that occurs only once.
 
-    The roles are "IO", the indirect object, which is the answer; "S1" and "S2", the first and the
-    second mention of the subject, which is the wrong answer; and "end", the last token.
+    The roles (named positions) are "IO", the indirect object and answer; "S1" and "S2", the first
+    and second mention of the subject, which is the wrong answer; and "end", the last token.
 
     Args:
         tokenizer: a Hugging Face tokenizer, such as `model.tokenizer`.
@@ -83,7 +83,7 @@ def _pairs(tokenizer: Any, seed: int, corruption: str) -> Iterator[Pair]:
 
 
 def _known(tokenizer: Any) -> tuple[str, ...]:
-    """Return the names that a tokenizer knows; pairs with unknown names would be dropped."""
+    """Return the names that a tokenizer knows; pairs with other names would be dropped."""
     ids = token_ids(tokenizer, [f"{name} {name}" for name in NAMES])
     known = tuple(
         name

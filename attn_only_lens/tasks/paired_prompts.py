@@ -1,15 +1,15 @@
-"""Pairs of prompts that differ in the words that decide the answer, with a position for each role.
+"""Clean and corrupted prompts that differ in the words that decide the answer.
 
-Patches move activations between the two runs of a pair, token by token, and a metric compares the
-logits of two answers. So every pair is checked with the tokenizer:
+Patching moves activations between the two runs, token by token, and a metric compares the logits of
+a right and a wrong answer. Every pair is therefore checked with the tokenizer:
 
     its two prompts have the same number of tokens, and no unknown token
     each role (the subject, the end, …) ends with a token, at the same position in both prompts
     every answer is one more token when it follows the clean prompt
 
-Pairs that fail the check are dropped and counted. A role's position is the position of its last
-token, counted from the end: -1 is the prompt's last token. So positions are the same with and
-without a BOS token, and for both padding sides.
+Pairs that fail the check are dropped and counted. A role (such as the subject) has the position of
+its last token, counted from the end of the prompt (-1 is the last token). Positions are therefore
+the same with and without a BOS token, and for both padding sides.
 """
 
 from collections import Counter
@@ -39,7 +39,7 @@ _Row: TypeAlias = tuple[str, str, _Tokens, _Tokens, dict[str, int]]
 
 @dataclass(frozen=True)
 class PairedPrompts:
-    """Pairs of prompts for a task, to use with all models that have the same tokenizer.
+    """Clean and corrupted prompts for a task, for all models with the same tokenizer.
 
     Attributes:
         task: the name of the task.
@@ -71,7 +71,7 @@ class PairedPrompts:
 
     @property
     def metric(self) -> Metric:
-        """The logit difference, or, for several answers, the difference of summed probabilities."""
+        """The logit difference or, if prompts have several answers, the probability difference."""
         if all(len(tokens) == 1 for tokens in (*self.answers, *self.wrong)):
             right, wrong = ([token for (token,) in rows] for rows in (self.answers, self.wrong))
             return replace(logit_diff(right, wrong), name=f"logit_diff of {self.task}")
@@ -88,7 +88,7 @@ class PairedPrompts:
 
 @dataclass(frozen=True)
 class Filled:
-    """A prompt, with the character index at which the words of each role end."""
+    """A prompt, and the character index at which each role's words end."""
 
     text: str
     ends: Mapping[str, int]
@@ -96,7 +96,7 @@ class Filled:
 
 @dataclass(frozen=True)
 class Pair:
-    """An unchecked pair of prompts; answers are tokens, or strings that follow the prompt."""
+    """A pair of prompts before the tokenizer check; answers are tokens or strings."""
 
     clean: Filled
     corrupted: Filled
@@ -105,7 +105,7 @@ class Pair:
 
 
 def fill(template: str, roles: Mapping[str, str], **words: str) -> Filled:
-    """Fill a template's fields with words, and record where the words of each role end."""
+    """Fill a template's fields with words, and record at which character each role's words end."""
     text, ends = "", dict[str, int]()
     for literal, role, _, _ in Formatter().parse(template):
         text += literal
@@ -117,7 +117,7 @@ def fill(template: str, roles: Mapping[str, str], **words: str) -> Filled:
 
 
 def draw(seed: int, *axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Yield up to 20,000 different combinations of one item from each axis, in random order."""
+    """Yield up to 20,000 different combinations with one item from each axis, in random order."""
     sizes = [len(axis) for axis in axes]
     total = prod(sizes)
     for index in Random(int(seed)).sample(range(total), min(total, _MOST_DRAWN)):
@@ -128,7 +128,7 @@ def draw(seed: int, *axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
 def collect(
     task: str, tokenizer: Any, n: int, seed: int, pairs: Iterable[Pair], reasons: Sequence[str] = ()
 ) -> PairedPrompts:
-    """Return the first n pairs that fit a tokenizer; raise an error if there are `reasons`."""
+    """Return the first n pairs that pass the tokenizer check, or raise InputError."""
     reasons = [*reasons, *positive_reasons(n=n), *_tokenizer_reasons(tokenizer)]
     reasons += [f"got seed={seed!r}; expected a whole number, 0 or more"] * (not is_count(seed))
     InputError.raise_if(reasons, PROBLEM)
@@ -163,7 +163,7 @@ def collect(
 
 
 def _tokenizer_reasons(tokenizer: Any) -> list[str]:
-    """Return the reasons why prompts cannot be made with a tokenizer."""
+    """Return error messages if prompts cannot be made with a tokenizer."""
     if not callable(tokenizer) or not hasattr(tokenizer, "convert_ids_to_tokens"):
         return [
             f"got {a_type(tokenizer)}; expected a Hugging Face tokenizer, such as model.tokenizer"
@@ -178,7 +178,7 @@ def _tokenizer_reasons(tokenizer: Any) -> list[str]:
 
 
 class _Misfit(Exception):
-    """Raised if a pair does not fit the tokenizer."""
+    """Raised if a pair fails the tokenizer check."""
 
 
 def _require(fits: bool, reason: str) -> None:
@@ -206,7 +206,7 @@ def _checked(tokenizer: Any, pair: Pair) -> _Row:
 
 
 def _roles(tokenizer: Any, prompt: Filled, tokens: list[int]) -> dict[str, int]:
-    """Return each role's position, counted from the end of the prompt."""
+    """Return the position of each role's last token, counted from the end of the prompt."""
     roles = dict[str, int]()
     for role, end in prompt.ends.items():
         start = token_ids(tokenizer, prompt.text[:end])
@@ -218,7 +218,7 @@ def _roles(tokenizer: Any, prompt: Filled, tokens: list[int]) -> dict[str, int]:
 def _answer_tokens(
     tokenizer: Any, prompt: str, tokens: list[int], answers: Sequence[str] | _Tokens
 ) -> _Tokens:
-    """Return the token that each answer becomes when it follows the prompt."""
+    """Return the token that each answer has when it follows the prompt."""
     rows = [
         token_ids(tokenizer, prompt + answer) if isinstance(answer, str) else [*tokens, answer]
         for answer in answers

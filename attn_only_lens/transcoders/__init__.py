@@ -1,7 +1,7 @@
 """Transcoders: load and save them, and attach their features to a model as neuron-heads."""
 
 from attn_only_lens.heads.transcoder import Transcoder
-from attn_only_lens.transcoders._attach import AttachedTranscoders, attach
+from attn_only_lens.models.attach import AttachedTranscoders, attach, detach
 from attn_only_lens.transcoders._fidelity import Fidelity, fidelity
 from attn_only_lens.transcoders._load import load
 from attn_only_lens.transcoders._save import save
@@ -11,6 +11,7 @@ __all__ = [
     "Fidelity",
     "Transcoder",
     "attach",
+    "detach",
     "fidelity",
     "load",
     "save",

@@ -18,8 +18,8 @@ from attn_only_lens.engine.prompts import Prompts, single_prompts
 from attn_only_lens.engine.recording import record, run
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.transcoder import Transcoder
+from attn_only_lens.models.attach import attach
 from attn_only_lens.precision import full_precision
-from attn_only_lens.transcoders._attach import attach
 
 _PROBLEM = "the fidelity cannot be measured"
 
@@ -92,7 +92,7 @@ def fidelity(
         >>> result.loss_recovered
         0.0
     """
-    with attach(model, transcoders):  # refuses what does not fit, before any run
+    with attach(model, transcoders):  # raises an error for misfits before any run
         pass
     reasons = hook_reasons(model, "would change some of the runs") + dropout_reasons(model)
     InputError.raise_if(reasons + positive_reasons(prompts_at_once=prompts_at_once), _PROBLEM)
@@ -126,7 +126,7 @@ def _zero(value: Tensor, hook: Any) -> Tensor:
 def _next(
     tokens: Tokens, mask: Int[Tensor, "batch pos"] | None
 ) -> tuple[Int[Tensor, "batch next"], Tensor]:
-    """Return each position's next token, and whether both are real; leave out the last position."""
+    """Return each next token, and whether neither token is padding; omit the last position."""
     real = torch.ones_like(tokens).bool() if mask is None else mask.bool()
     return tokens[:, 1:], real[:, :-1] & real[:, 1:]
 

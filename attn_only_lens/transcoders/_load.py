@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from safetensors import safe_open
 from attn_only_lens.arguments import as_plain, is_count, option_reasons
 from attn_only_lens.errors import AttnOnlyLensError, CheckpointError, InputError
 from attn_only_lens.heads.transcoder import Reads, Transcoder
+from attn_only_lens.models.checkpoint.transcoders import DOCUMENT, read_transcoder
 from attn_only_lens.models.source_folder import (
     checkpoint_errors,
     parse_device,
@@ -23,10 +24,8 @@ from attn_only_lens.models.source_folder import (
 )
 from attn_only_lens.storage import read_json, read_tensors
 from attn_only_lens.storage.atomic import as_path
-from attn_only_lens.transcoders._save import DOCUMENT
 from attn_only_lens.transcoders.formats import (
     CIRCUIT_TRACER,
-    OURS,
     PROBLEM,
     SAELENS,
     Config,
@@ -62,7 +61,7 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class _File:
-    """A transcoder's file, with its settings and (if known) its layer; tensors are not read yet."""
+    """A transcoder's file, with its config and (if known) its layer; tensors are not read yet."""
 
     path: Path
     name: str
@@ -81,7 +80,7 @@ def load(
 ) -> dict[int, Transcoder]:
     """Load transcoders from one file, or from a folder with one file per layer.
 
-    The keys, settings and shapes in a file identify its format. Pickles are never read. These
+    The keys, the config and the shapes in a file identify its format. Pickles are never read. These
     formats are supported:
 
         circuit-tracer  layer_3.safetensors and config.yaml; if config.yaml lists files on the
@@ -92,9 +91,9 @@ def load(
                         skip_transcoder, jumprelu_transcoder, jumprelu_skip_transcoder and topk
         attn-only-lens  the files that `save` writes
 
-    The settings name the hook point that a transcoder reads: hook_resid_mid and hook_mlp_in are the
+    The config names the hook point that a transcoder reads: hook_resid_mid and hook_mlp_in are the
     residual stream before the norm ("stream"), ln2.hook_normalized is the norm's output before its
-    gain ("normalized"), and mlp.hook_in is the MLP's input ("input"). If the settings do not name
+    gain ("normalized"), and mlp.hook_in is the MLP's input ("input"). If the config does not name
     the hook point that the transcoder imitates, it is hook_mlp_out.
 
     Args:
@@ -164,7 +163,7 @@ def load(
 
 
 def _files(path: Path) -> Iterator[_File]:
-    """Yield the transcoders' files, with their settings and layers."""
+    """Yield the transcoders' files, with their configs and layers."""
     root = path if path.is_dir() else path.parent
     refuse([] if path.exists() else [_EXPECTED], f"{path} is missing")
     inside = [x for x in sorted(path.rglob("*")) if x.is_file()] if path.is_dir() else [path]
@@ -186,7 +185,7 @@ def _files(path: Path) -> Iterator[_File]:
 
 
 def _file(path: Path, name: str, config: Config, place: int | None) -> _File:
-    """Return a file with its layer, which is its place in a list, or is in its settings or path."""
+    """Return a file with its layer, which is its place in a list, or is in its config or path."""
     if path.suffix == ".safetensors":
         with (
             checkpoint_errors(f"{path} is not a readable safetensors file"),
@@ -206,7 +205,7 @@ def _file(path: Path, name: str, config: Config, place: int | None) -> _File:
 
 
 def _config(folder: Path) -> Config:
-    """Return the settings in a folder; {} if there are none."""
+    """Read the config file in a folder; return {} if there is none."""
     names = [x for x in ("cfg.json", "config.json", "config.yaml") if (folder / x).is_file()]
     if not names:
         return {}
@@ -239,29 +238,35 @@ def _read(
     file: _File, reads: str | None, device: torch.device, dtype: torch.dtype | None
 ) -> Transcoder:
     if file.config.get("format") == DOCUMENT.format:
-        tensors = rename(read_tensors(file.path, DOCUMENT)[0], OURS)
-        names = ("activation", "k", "reads", "after_norm", "name")
-        options = {name: file.config[name] for name in names}
+        transcoder = read_transcoder(file.path)[1]
     else:
-        is_npz = file.path.suffix == ".npz"
-        tensors = _read_npz(file.path) if is_npz else read_tensors(file.path)[0]
-        layout = identify(tensors, file.config, is_npz)
-        tensors = rename(tensors, layout)
-        options = _ends(file.config, reads)
-        options["activation"] = "jumprelu" if "threshold" in tensors else "relu"
-        if layout == CIRCUIT_TRACER:
-            require_gate(file.config, options["activation"])
-        scan = file.config.get("scan")
-        options["name"] = scan if isinstance(scan, str) else file.name
-        if layout == SAELENS:
-            dtype = dtype or tensors["W_enc"].dtype
-            tensors, folded = fold_saelens(tensors, file.config)
-            options |= folded
-    if reads not in (None, options["reads"]):
-        reason = f"got reads={reads!r}, but its settings say {options['reads']!r}"
+        transcoder = _foreign(file, reads, dtype)
+    if reads not in (None, transcoder.reads):
+        reason = f"got reads={reads!r}, but its settings say {transcoder.reads!r}"
         raise InputError([reason], PROBLEM)
-    for name, tensor in tensors.items():
-        options[name] = tensor.to(device=device, dtype=dtype)
+    tensors: dict[str, Any] = {
+        name: tensor.to(device=device, dtype=dtype) for name, tensor in transcoder.tensors().items()
+    }
+    return replace(transcoder, **tensors)
+
+
+def _foreign(file: _File, reads: str | None, dtype: torch.dtype | None) -> Transcoder:
+    """Read a file that another package wrote."""
+    is_npz = file.path.suffix == ".npz"
+    tensors = _read_npz(file.path) if is_npz else read_tensors(file.path)[0]
+    layout = identify(tensors, file.config, is_npz)
+    tensors = rename(tensors, layout)
+    options = _ends(file.config, reads)
+    options["activation"] = "jumprelu" if "threshold" in tensors else "relu"
+    if layout == CIRCUIT_TRACER:
+        require_gate(file.config, options["activation"])
+    scan = file.config.get("scan")
+    options["name"] = scan if isinstance(scan, str) else file.name
+    if layout == SAELENS:
+        dtype = dtype or tensors["W_enc"].dtype
+        tensors, folded = fold_saelens(tensors, file.config)
+        options |= folded
+    options |= {name: tensor.to(dtype) for name, tensor in tensors.items()}
     return Transcoder(**options)
 
 

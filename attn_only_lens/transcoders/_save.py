@@ -4,28 +4,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from typing_extensions import TypedDict
-
 from attn_only_lens.arguments import is_count
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.transcoder import Transcoder
-from attn_only_lens.storage import Document, atomic_folder, open_folder, write_tensors
-
-
-class TranscoderFields(TypedDict):
-    """The metadata in a transcoder's file."""
-
-    layer: int
-    activation: str
-    k: int | None
-    reads: str
-    after_norm: bool
-    name: str
-    tensors: str
-
+from attn_only_lens.models.checkpoint.transcoders import FILES, write_transcoders
+from attn_only_lens.storage import atomic_folder, open_folder
 
 _PROBLEM = "these transcoders cannot be saved"
-DOCUMENT = Document("attn_only_lens.Transcoder", 1, TranscoderFields)
 
 
 def save(folder: str | os.PathLike[str], transcoders: Mapping[int, Transcoder]) -> Path:
@@ -66,18 +51,7 @@ def save(folder: str | os.PathLike[str], transcoders: Mapping[int, Transcoder]) 
     reasons += ["got no transcoder"] * (not transcoders)
     InputError.raise_if(reasons, _PROBLEM)
     folder = open_folder(folder)
-    saved = sorted(path.name for path in folder.glob("layer_*.transcoder.safetensors"))
+    saved = sorted(path.name for path in folder.glob(FILES))
     with atomic_folder(folder, saved, saved[0] if saved else "") as new:
-        for layer, transcoder in transcoders.items():
-            write_tensors(
-                new / f"layer_{int(layer)}.transcoder.safetensors",
-                {name: tensor.detach().cpu() for name, tensor in transcoder.tensors().items()},
-                DOCUMENT,
-                layer=int(layer),
-                activation=transcoder.activation,
-                k=None if transcoder.k is None else int(transcoder.k),
-                reads=transcoder.reads,
-                after_norm=transcoder.after_norm,
-                name=transcoder.name,
-            )
+        write_transcoders(new, transcoders)
     return folder

@@ -1,4 +1,4 @@
-"""The formats of transcoders in other packages: their keys, layouts and settings.
+"""The formats of transcoder files in other packages: keys, layouts and config entries.
 
 In `Transcoder`, W_enc is [d_model, d_features], W_dec is [d_features, d_model], and W_skip maps x
 to x W_skip. In the tables below, W_enc.T and W_skip.T are the transposes of these tensors. W_dec is
@@ -21,13 +21,12 @@ from attn_only_lens.models.source_folder import DTYPES
 Tensors = dict[str, Tensor]
 Config = Mapping[str, Any]
 PROBLEM = "this transcoder cannot be loaded"
-OURS, CIRCUIT_TRACER, SAELENS = "attn-only-lens", "circuit-tracer", "SAELens"
+CIRCUIT_TRACER, SAELENS = "circuit-tracer", "SAELens"
 GEMMA_SCOPE, GEMMA_SCOPE_2 = "Gemma Scope", "Gemma Scope 2"
 _BIASES = {"b_enc": "b_enc", "b_dec": "b_dec"}
 _PLAIN = {"W_enc": "W_enc", "W_dec": "W_dec", "threshold": "threshold", **_BIASES}
 # For each format, a table from its keys to the names in `Transcoder`.
 _KEYS = {
-    OURS: _PLAIN | {"W_skip": "W_skip"},
     CIRCUIT_TRACER: {
         "W_enc": "W_enc.T",
         "W_dec": "W_dec",
@@ -119,8 +118,8 @@ def rename(tensors: Tensors, layout: str) -> Tensors:
 
 
 def require_gate(config: Config, activation: str) -> None:
-    """Raise an error if circuit-tracer's settings name another activation than the tensors."""
-    # Versions after 0.5 write these settings. Their topk keeps negative pre-activations.
+    """Raise an error if circuit-tracer's config names another activation than the tensors."""
+    # Versions after 0.5 write these config entries. Their topk keeps negative pre-activations.
     got = config.get("activation")
     if got is None or str(got).lower().replace("_", "") == activation:
         return
@@ -134,7 +133,7 @@ def require_gate(config: Config, activation: str) -> None:
 
 
 def fold_saelens(tensors: Tensors, config: Config) -> tuple[Tensors, dict[str, Any]]:
-    """Fold SAELens' settings into the weights, in float64; also return the activation and k.
+    """Fold SAELens' config entries into the weights, in float64; also return the activation and k.
 
     With apply_b_dec_to_input, the encoder reads x - b_dec. With rescale_acts_by_decoder_norm, topk
     ranks features by q times the norm of the feature's row of W_dec.

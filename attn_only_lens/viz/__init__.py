@@ -1,4 +1,4 @@
-"""Draw results as self-contained HTML pages that work offline.
+"""Render results as self-contained HTML pages that work offline.
 
 plotly and circuitsvis are optional: `pip install plotly circuitsvis`.
 """

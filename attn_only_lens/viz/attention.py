@@ -1,10 +1,10 @@
-"""Draw the attention of heads, and the activations of neurons, on a text.
+"""Draw the attention of heads and the activations of neurons on a text.
 
-A neuron-head is an attention head that computes one neuron. Its pattern is one number per token:
-the attention of the token to itself, called the gate. The rest of the token's attention goes to the
-bias token. Colours for the gate alone would mislead, because SiLU's gate is ½ if the pre-activation
-is 0. So the colour of a token shows z = gate × value, and the gate and the value are below the
-token. circuitsvis draws attention heads as query-by-key heatmaps.
+A neuron-head is an attention head that computes one neuron. The pattern of a neuron-head is one
+number per token: the token's attention to itself, called the gate. The rest of the token's
+attention goes to the bias token. Colouring tokens by their gates would mislead, because SiLU's gate
+is ½ if the pre-activation is 0. A token's colour therefore shows z = gate × value, and its gate and
+value are below it. circuitsvis draws attention heads as query-by-key heatmaps.
 """
 
 from collections.abc import Sequence
@@ -42,10 +42,10 @@ from attn_only_lens.viz.page import (
 )
 
 MOST_CELLS = 400_000
-"""The most heatmap cells on one page, because browsers are slow with more."""
+"""The maximum number of heatmap cells on one page, because browsers are slow with more."""
 
 MOST_HEADS = 24
-"""The most heads on one page."""
+"""The maximum number of heads on one page."""
 
 _NEURON_POINTS = ("pattern", "v", "z")
 
@@ -57,7 +57,7 @@ def attention_view(
     *,
     prompt: int = 0,
 ) -> Page:
-    """Draw the activations of attention heads and neuron-heads on one text.
+    """Draw the activations of attention heads and neuron-heads (MLP neurons as heads) on one text.
 
     A layer has thousands of neurons, so first select some, for example the strongest in a sweep
     (`sweep.top(7)["name"]`).

@@ -1,8 +1,8 @@
-"""Draw a circuit as an interactive page and as a static picture.
+"""Render a circuit as an interactive page and as a static picture.
 
 `assets/circuit.js` draws the page with d3.js (`vendor/`); the page contains both scripts, and the
 data as JSON. At first, the page shows only the strongest nodes, and edges of the kind "value"
-between them. The picture shows the same first view; Python draws it, without a browser.
+between them. The static picture shows this initial view; Python draws it, without a browser.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ _STYLES = ("assets/page.css", "assets/graph.css", "assets/circuit.css")
 _CHARACTER, _PADDING, _SIGN = 6.7, 8.0, 13.4  # parts of a box's width in pixels
 _LONGEST = 28  # characters of a label
 MOST_UNFOLDED = 300
-"""Nodes of a page that are not folded into groups at first."""
+"""The maximum number of nodes that a page shows at first without grouping them."""
 
 
 def circuit_page(
@@ -46,7 +46,7 @@ def circuit_page(
     *,
     state: Mapping[str, Any] | None = None,
 ) -> Page:
-    """Draw the graph of a circuit as one HTML page that works offline.
+    """Render the graph of a circuit as one HTML page that works offline.
 
     Args:
         nodes: columns `id` (a string, such as "L5N1234@7"), `kind` (a kind of `CircuitGraph`:
@@ -65,14 +65,14 @@ def circuit_page(
             the corrupted prompt, if the details have its patterns; `additive`, the kinds of
             edges that sum to attributions (by default "value"); and `groups`, the `members`,
             `effect` and `sum_of_effects` of groups that were measured.
-        details: by id, or by name for all positions of a node; fields of an id take precedence.
+        details: by id, or by name for all positions of a node; fields by id take precedence.
         state: what the page shows at first, as its menu "Save" writes it to JSON: pinned nodes,
             names, groups (drawn as one node unless `folded` is False), numbers of nodes and edges.
             If there are more than 300 nodes and no groups, the heads of each layer form a group,
             and so do the neurons and the features; users can unfold or ungroup these groups.
 
     Returns:
-        The page, with values to five significant figures, and its first view as `picture`.
+        The page, with values to five significant figures, and its initial view as `picture`.
         `write_html` writes the page to a file, and `write_svg` writes the picture.
 
     Raises:
@@ -176,7 +176,7 @@ def _drawing(nodes: pd.DataFrame, edges: pd.DataFrame, meta: Mapping[str, Any]) 
 
 
 def _named(data: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data of the picture, after giving nodes the names from the saved state."""
+    """Return the picture's data, with nodes named as in the saved state."""
     names, nodes = state.get("names", {}), data["nodes"]
     labels = [
         names.get(node, label) for node, label in zip(nodes["id"], nodes["label"], strict=True)
@@ -194,7 +194,7 @@ def _strength(nodes: pd.DataFrame, ends: pd.DataFrame) -> "pd.Series[float]":
 
 
 def _where_read(into: pd.DataFrame, position: "pd.Series[float]") -> int:
-    """Return the position whose value edges into the metric have the largest sum of |weight|."""
+    """Return the position whose value edges into the metric have the largest Σ |weight|."""
     value = into[into["kind"] == "value"]
     columns = position.to_numpy()[value["source"]]
     here = ~np.isnan(columns)

@@ -44,7 +44,7 @@ class _Group(BaseModel):
 
 
 class _State(BaseModel):
-    """Those parts of a page's saved state that are checked in Python."""
+    """The fields of a page's saved state that Python checks."""
 
     pinned: list[str] = []
     names: dict[str, str] = {}
@@ -56,7 +56,7 @@ class _State(BaseModel):
 
 @dataclass(frozen=True)
 class NodeDetails:
-    """Details of a node, which the page shows after a click on the node.
+    """Details of a node, which the page shows when the node is clicked.
 
     Attributes:
         pattern: a weight in [0, 1] for each token of the prompt: for a neuron-head, the attention
@@ -64,7 +64,7 @@ class NodeDetails:
             to each token.
         writes: tokens that the node raises (positive) or lowers (negative) most, with the amounts
             in standard deviations over the vocabulary; the largest amount first. If the page has
-            corrupted tokens, these are the tokens that the change of the node's output (clean minus
+            corrupted tokens, these are the tokens that the change in the node's output (clean minus
             corrupted) raises or lowers.
         reads: tokens that raise or lower a neuron's query most, with amounts as in `writes`.
         examples: top examples of a neuron in a corpus.
@@ -153,7 +153,7 @@ def _node_reasons(nodes: pd.DataFrame, n_tokens: int) -> list[str]:
             outside = (numbers < 0) | (numbers > most[column])
             outside |= (numbers % 1 > 0) & (column in ("layer", "position"))
             reasons += [
-                f"nodes have a {column} such as {number:g}; expected 0 to {most[column]}, or none"
+                f"got a node with {column} {number:g}; expected 0 to {most[column]}, or none"
                 for number in numbers[outside & ~np.isinf(numbers)][:1]
             ]
     return reasons
@@ -197,7 +197,7 @@ def _details_reasons(
         tokens = [*item.writes, *item.reads]
         if any(not isinstance(text, str) or not np.isfinite(amount) for text, amount in tokens):
             reasons.append(
-                f"tokens that {key!r} writes or reads must be pairs (text, finite number)"
+                f"got tokens that {key!r} writes or reads; expected pairs (text, finite number)"
             )
         for example in item.examples:
             sizes = {len(example.tokens), len(example.values), len(example.gates)}
@@ -233,7 +233,7 @@ def _numbers(
 def _word_reasons(
     frame: pd.DataFrame, column: str, expected: Iterable[str], what: str
 ) -> list[str]:
-    """Return an error message, in a list, if a column contains a word that is not expected."""
+    """Return a list with one error message if a column contains an unexpected word."""
     allowed = (*expected, None) if column in OPTIONAL else tuple(expected)
     words = short_numbers(frame[column].unique()) if column in frame else []
     odd = [word for word in words if word not in allowed]

@@ -1,4 +1,4 @@
-"""Draw the first view of a circuit's page as SVG, for viewers that do not run JavaScript.
+"""Draw the initial view of a circuit's page as SVG, for viewers that do not run JavaScript.
 
 `assets/circuit.js` draws the same view in the page.
 """
@@ -35,7 +35,7 @@ _Data = Mapping[str, Any]
 
 
 def first_view(data: _Data) -> dict[str, int]:
-    """Return how many nodes and edges the first view can show and still be readable."""
+    """Return the largest numbers of nodes and edges with which the initial view is readable."""
     n = len(_shown(data, MOST))
     for k in range(n, FEWEST, -1):
         placed = _placed(data, _shown(data, k), _HEIGHT)
@@ -47,7 +47,7 @@ def first_view(data: _Data) -> dict[str, int]:
 
 
 def circuit_picture(data: _Data, title: str) -> str:
-    """Return the first view of a circuit's page as SVG."""
+    """Return the initial view of a circuit's page as SVG."""
     shown = _shown(data, data["first"]["nodes"])
     placed = _placed(data, shown, _HEIGHT)
     colours = _light_colours()
@@ -89,7 +89,7 @@ def _shown(data: _Data, k: int) -> list[int]:
 
 
 def _kinds(data: _Data) -> list[str]:
-    """Return the kinds of edges that the first view shows; by default, only value edges."""
+    """Return the kinds of edges that the initial view shows; by default, only value edges."""
     kinds: list[str] = data["state"].get("kinds", ["value"])
     return kinds
 
@@ -105,7 +105,7 @@ def _placed(data: _Data, shown: Sequence[int], height: float) -> Layout:
 
 
 def _shown_edges(data: _Data, shown: set[int], k: int) -> list[tuple[int, int, str, float, Any]]:
-    """Return the k strongest edges between shown nodes, of the kinds that are shown."""
+    """Return the k strongest edges of the shown kinds between shown nodes."""
     edges, kinds = data["edges"], _kinds(data)
     statuses = edges.get("status", [None] * len(edges["kind"]))
     columns = (edges["source"], edges["target"], edges["kind"], edges["weight"], statuses)
@@ -120,7 +120,7 @@ def _edge(path: Sequence[Point], kind: str, weight: float, heaviest: float, stat
     width = 0.8 + 4.2 * size
     x, y = path[-1]
     half = width / 2
-    if weight < 0:  # a bar instead of an arrowhead shows the sign without colours
+    if weight < 0:  # a T-bar instead of an arrowhead shows the sign without colours
         head = f"M{x - 4 - half:.1f} {y:.1f}H{x + 4 + half:.1f}"
     else:
         head = (
@@ -180,7 +180,7 @@ def _legend(data: _Data, y: float) -> str:
     shapes = "".join(
         f" · {words}" for kind, words in _SHAPES.items() if kind in data["nodes"]["kind"]
     )
-    return _text(8, y, f"{marks}{shapes} · edges: arrow positive, bar negative{kinds}", "row")
+    return _text(8, y, f"{marks}{shapes} · edges: arrow positive, T-bar negative{kinds}", "row")
 
 
 def _text(x: float, y: float, text: str, name: str, dy: str = "0") -> str:

@@ -1,4 +1,4 @@
-"""Draw the comparison of a model with its grown model, as a report or as a graph."""
+"""Render the comparison of a model with its grown model, as a report or as a graph."""
 
 from collections.abc import Sequence
 from html import escape
@@ -34,7 +34,7 @@ _MODEL_COLOURS = {"grown": "#D55E00", "null model": "#999999"}
 
 
 def comparison_report(comparison: Comparison) -> Page:
-    """Draw the tables and figures of a comparison as one HTML page that works offline.
+    """Render the tables and figures of a comparison as one HTML page that works offline.
 
     Args:
         comparison: the result of `compare`.
@@ -157,7 +157,7 @@ def _largest(frame: pd.DataFrame, columns: list[str], n: int) -> pd.DataFrame:
 
 
 def _drops(every: pd.DataFrame, new: pd.DataFrame) -> str:
-    """Plot the estimated drop of each component in the grown model against the original model."""
+    """Plot each component's estimated drop in the grown model against that in the original."""
     every = _largest(every, ["estimated_drop", "grown_estimated_drop"], _POINTS)
     figure = _figure("Estimated drop of each component", "in the original", "in the grown model")
     for kind, part in every.groupby("kind", sort=False):
@@ -188,7 +188,7 @@ def _points(
 
 
 def _divergences(every: pd.DataFrame) -> str:
-    """Plot how much patterns changed in the grown and in the null model, by layer and kind."""
+    """Plot the divergence of patterns by layer and kind, for the grown and the null model."""
     name = "Jensen–Shannon divergence of patterns: median and quartiles"
     figure = _figure(name, "layer of the original", "bits")
     prefixes = {"grown": "", "null model": "null_"} if "null_divergence" in every else {"grown": ""}
@@ -201,7 +201,7 @@ def _divergences(every: pd.DataFrame) -> str:
 
 
 def _overlap(comparison: Comparison) -> str:
-    """Plot how much the circuits' nodes and edges overlap (Jaccard index), with intervals."""
+    """Plot the circuits' overlap in nodes and edges (Jaccard index), with confidence intervals."""
     figure = _figure("What the circuits have in common (Jaccard)", "", "share of the union")
     colours = dict(zip(PAIRS, _MODEL_COLOURS, strict=True))
     for pair, part in comparison.circuits.groupby("pair", sort=False):
@@ -219,7 +219,7 @@ def _bars(
     middle: "pd.Series[float]",
     high: "pd.Series[float]",
 ) -> None:
-    """Add bars with intervals, each extended to contain the bar's value."""
+    """Add bars with error bars, which are extended if they do not contain the bar's value."""
     above, below = (high - middle).clip(lower=0), (middle - low).clip(lower=0)
     interval = {"type": "data", "array": short_numbers(above), "arrayminus": short_numbers(below)}
     colour = _MODEL_COLOURS[model]

@@ -7,7 +7,7 @@ allows. If the columns do not fit, adjacent columns without nodes are folded int
 
 An edge goes up from the top of its source to the bottom of its target. If its curve would cross a
 node, the edge is bent through the nearest gap in that node's line. Edges that meet at the top or
-bottom of a node are spread over its width, sorted by kind, then by where the other node is.
+bottom of a node are spread over its width, sorted by kind, then by the other node's x coordinate.
 
 Lengths are in pixels, and y increases downward. `assets/layout.js` computes the same layout in the
 page, where the user can select other nodes; `tests/viz/test_circuit_page.py` compares the two.
@@ -44,7 +44,7 @@ Line: TypeAlias = tuple[float, list[Interval]]
 
 @dataclass(frozen=True)
 class Boxes:
-    """Boxes of nodes: row (from below), column (or -1), width, and if they may leave a column."""
+    """Node boxes: row (from the bottom), column (-1: none), width, may exceed the column or not."""
 
     row: Sequence[int]
     column: Sequence[int]
@@ -57,7 +57,7 @@ class Layout:
     """The layout of a drawing: the centres of boxes, the columns, the rows and the size.
 
     A column is (first position, last position, left edge, width); both positions are -1 for nodes
-    without a position, and they differ if the column is folded. A row is (index, y, height).
+    without a position, and differ in a folded column. A row is (index, y, height).
     """
 
     x: dict[int, float]
@@ -78,7 +78,7 @@ def rows_of(nodes: pd.DataFrame) -> tuple[list[int], list[str]]:
 
 
 def _rank(kind: str, layer: float | None) -> tuple[int, int]:
-    """Return a row's place in the order of computation; rows without a layer come first."""
+    """Return a row's rank in the order of computation; rows without a layer come first."""
     kind_index = NODE_KINDS.index(kind)
     if kind == "metric":
         return np.iinfo(int).max, kind_index
@@ -134,7 +134,7 @@ def place(
 
 
 class _Columns:
-    """The columns of a drawing: how many nodes each has side by side, and which are folded."""
+    """The columns of a drawing: how many nodes are side by side, and which columns are folded."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class _Columns:
         self._narrow(2)
         self._fold()
         self._narrow(1)
-        # Give the remaining width to columns, first to those with the most nodes.
+        # Give the remaining width to columns, starting with those that have the most nodes.
         for c in sorted(used, key=lambda c: (-full[c], c)):
             while self.abreast[c] < full[c] and self._total() + self.step[c] <= free:
                 self.abreast[c] += 1
@@ -172,7 +172,7 @@ class _Columns:
         return sum(_FOLDED if a < b else self._width(a) for a, b in self._runs)
 
     def _narrow(self, fewest: int) -> None:
-        """Narrow columns until all fit: always the column that then needs the fewest lines."""
+        """Until all columns fit, narrow the column that needs the fewest lines when narrowed."""
         abreast, full = self.abreast, self._full
         while self._total() > self._free and max(abreast.values(), default=0) > fewest:
             wide = [c for c in self.used if abreast[c] > fewest]
@@ -238,7 +238,7 @@ def edge_paths(
 
 
 def curve(path: Sequence[Point]) -> str:
-    """Return a path in SVG syntax, as curves between its points that are vertical at each point."""
+    """Return an SVG path of curves that connect these points and are vertical at each of them."""
     text = [f"M{path[0][0]:.1f} {path[0][1]:.1f}"]
     for (x0, y0), (x1, y1) in pairwise(path):
         middle = (y0 + y1) / 2
@@ -269,7 +269,7 @@ def _ports(
 
 
 def _bend(p: Point, q: Point, lines: Sequence[Line], lane: int, width: float) -> list[Point]:
-    """Return points from p up to q, such that a curve through them avoids all boxes in between."""
+    """Return points from p up to q such that a curve through them avoids the boxes in `lines`."""
     for index, (y, covered) in enumerate(lines):
         low, high = y + BOX / 2 + _MARGIN, y - BOX / 2 - _MARGIN
         a, b = sorted((_crossing(p, q, low), _crossing(p, q, high)))
@@ -291,7 +291,7 @@ def _crossing(p: Point, q: Point, y: float) -> float:
 
 
 def _nearest_gap(covered: Sequence[Interval], x: float, lane: int, width: float) -> float:
-    """Return the x coordinate at which an edge passes a line of boxes in the gap nearest to `x`."""
+    """Return the x coordinate of an edge in the gap, in a line of boxes, that is nearest to `x`."""
     free = []
     for (_, left), (right, _) in pairwise([(0, GUTTER - 8), *covered, (width, width)]):
         if right - left >= 2 * _MARGIN:

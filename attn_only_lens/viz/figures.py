@@ -1,4 +1,4 @@
-"""Draw sweeps, and how well circuits transfer between tasks, as plotly figures.
+"""Draw plotly figures of sweeps (patching results), and of circuits' transfer between tasks.
 
 Figures of a sweep show `Sweep.effect`: the score of the patched run minus the score of the same run
 without a patch. Patches without effect are white. For several prompts, the effect is the mean, with
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 MOST_ROWS = 100
-"""The most rows of a heatmap, or bars, with readable names."""
+"""The maximum number of heatmap rows, or of bars, with readable names."""
 MOST_LABELS = 60
-"""The most positions of a heatmap that all get a label; the most rows with readable values."""
+"""The maximum number of heatmap positions that all get a label, and of rows with values."""
 MOST_NAMED = 20
-"""The largest number of positions for which the cells of a heatmap have room for names."""
+"""The maximum number of positions at which heatmap cells have room for names."""
 HEAD_COLOURS = {
     "attention": "#0072B2",
     "neuron": "#E69F00",
@@ -46,9 +46,9 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
     """Draw a heatmap of patching effects by layer and position, or by head and position.
 
     The effects of single patches do not add up, so a layer's cell shows the effect of its strongest
-    site. It shows the site's name if the effect is large and there is room; for the other names,
-    point at the cell. The labels of positions contain tokens: the clean token and, where the
-    prompts differ, the corrupted token.
+    site. A cell with a large effect also shows the site's name, if there is room; hover over other
+    cells to see their sites' names. The labels of positions contain tokens: the clean token and,
+    where the prompts differ, the corrupted token.
 
     Args:
         sweep: the results; `sweep.query` and `sweep.top` select some of them. If the sweep has a
@@ -90,7 +90,7 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
         in_order = frame.assign(rank=rank).sort_values(["layer", "rank", "kind"])
         order = list(dict.fromkeys(in_order["row"]))
     positions = sorted(set(frame["position"]))
-    if frame["position"].dtype == "category":  # roles stay in the task's order
+    if frame["position"].dtype == "category":  # keep roles in the task's order
         positions = list(frame["position"].cat.categories)
     labels = _position_labels(sweep, positions)
     frame["site"] = frame["name"].map(plotly_text)
@@ -105,7 +105,9 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
         grid,
         limit,
         "effect",
-        "%{customdata}<br>at %{x}<br>effect %{z:.4g}",
+        "%{customdata}"
+        + ", the strongest of the cell" * (rows == "layer")
+        + "<br>at %{x}<br>effect %{z:.4g}",
         customdata=named.fillna("").to_numpy(),
         hoverongaps=False,
     )
@@ -121,14 +123,15 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
         tickfont_size=12 if len(positions) <= 30 else 10,
     )
     figure.update_layout(plot_bgcolor="#e4e4e4")  # colour of cells without a patch
-    notes = ["strongest site of each cell"] * (rows == "layer") + [_mean_note(sweep)]
+    notes = ["a cell shows its strongest site; rows='name' shows all"] * (rows == "layer")
+    notes.append(_mean_note(sweep))
     return _titled(figure, sweep, len(order) * max(14, min(32, 600 // len(order))), *notes)
 
 
 def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
     """Draw a bar chart of the k patches with the largest |effect|.
 
-    If the sweep has tokens, the title lists those at the positions of the bars.
+    If the sweep has tokens, the title lists the tokens at the bars' positions.
 
     Args:
         sweep: the results.
@@ -176,7 +179,9 @@ def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
             "metric %{customdata[0]:.4g}<extra></extra>",
         )
     figure.update_xaxes(
-        title_text="effect on the score (0 corrupted, 1 clean)", zeroline=True, zerolinecolor="#444"
+        title_text="effect = score of the patched run - score without the patch",
+        zeroline=True,
+        zerolinecolor="#444",
     )
     figure.update_yaxes(
         type="category",
@@ -193,7 +198,7 @@ def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
 
 
 def transfer_heatmap(matrix: pd.DataFrame) -> "go.Figure":
-    """Draw the faithfulness of each circuit on each task as a heatmap with values in the cells.
+    """Draw a heatmap of the faithfulness of each circuit on each task, with values in the cells.
 
     Args:
         matrix: the frame from `circuits.transfer`, with a row per circuit and a column per task.
@@ -268,7 +273,7 @@ def _heatmap(frame: pd.DataFrame, limit: float, title: str, hover: str, **more: 
 
 
 def _effects(sweep: Sweep) -> pd.DataFrame:
-    """Return effect and standard error of each patch, largest |effect| first; ties keep order."""
+    """Return each patch's effect and standard error, sorted by |effect| (ties keep their order)."""
     refuse(*["the sweep has no rows"] * (not len(sweep)))
     frame = sweep.to_frame().assign(effect=sweep.effect)
     for column in ("name", "kind"):
@@ -308,7 +313,7 @@ def _position_title(sweep: Sweep, labels: Iterable[str]) -> str:
 
 
 def _mean_note(sweep: Sweep, bars: bool = False) -> str:
-    """Return a note for a title, which explains the mean over prompts and the error bars."""
+    """Return a note for the title that explains the mean over prompts and the error bars."""
     numbers = sweep.frame
     n = len(np.unique(numbers["prompt"])) if "prompt" in numbers else sweep.n_prompts
     if n == 1:

@@ -1,7 +1,7 @@
-"""Draw an attribution graph as a page, with the patterns, tokens and examples of each node.
+"""Render an attribution graph as a page, with the patterns, tokens and examples of each node.
 
-A page contains only the strongest edges into each node, and only the strongest nodes' patterns and
-examples: so a page with 1,000 nodes stays under 3 MB. Notes on the page say what is missing.
+A page contains only the strongest edges into each node, and patterns and examples of only the
+strongest nodes, so that a page with 1,000 nodes stays under 3 MB. Notes say what is missing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,11 @@ from attn_only_lens.circuits._group_nodes import NodeGroups
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, CircuitGraph
 from attn_only_lens.circuits.stability import Stability
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects
+from attn_only_lens.engine.input_warnings import shortened
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.prompts import Prompts, single_prompts
 from attn_only_lens.engine.recording import Recording, record
-from attn_only_lens.engine.tokens import token_text, token_texts
+from attn_only_lens.engine.tokens import all_token_texts, joined, token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
@@ -38,7 +39,7 @@ from attn_only_lens.viz.page import Page, refuse, short_numbers
 
 _EDGES = 24_000
 _WEIGHTS = 100_000  # the maximum number of pattern weights on a page
-_FEWEST = 8  # the fewest edges into each node that a page keeps
+_FEWEST = 8  # for each kind of edge, the number of edges into a node that a page always keeps
 _EXAMPLES = 30_000  # the maximum number of example tokens on a page
 _ABOUT_KINDS = {
     "feature": "Features (F) are the units of a transcoder, which imitates the MLP of its layer.",
@@ -74,7 +75,7 @@ def circuit_view(
     notes: Sequence[str] = (),
     state: Mapping[str, Any] | None = None,
 ) -> Page:
-    """Draw an attribution graph as an interactive page.
+    """Render an attribution graph as an interactive page.
 
     Args:
         graph: a graph from `circuits.attribution_graph` or a file.
@@ -82,7 +83,7 @@ def circuit_view(
             and edges.
         prompts: the prompts that were passed to `attribution_graph`; needed with a model.
         corrupted: the corrupted prompts of a graph of a difference. The page then shows patterns of
-            both runs, and the tokens that the change of a node's output (clean minus corrupted)
+            both runs, and the tokens that the change in a node's output (clean minus corrupted)
             raises and lowers. Otherwise it shows patterns and tokens of the clean run.
         prompt: index of the prompt whose tokens and patterns are shown.
         mask: the mask that was passed to `attribution_graph`.
@@ -132,23 +133,11 @@ def circuit_view(
         if not isinstance(value, kind)
     ]
     refuse(*reasons)
+    reasons = _reasons(graph, model, prompts, corrupted, examples)
     if not is_count(prompt, 0, len(graph.tokens) - 1):
         reasons.append(f"got prompt={prompt!r}; the graph has {len(graph.tokens)} prompts")
     if not is_count(top_tokens):
         reasons.append(f"got top_tokens={top_tokens!r}; expected 0 or more")
-    if (model is None) != (prompts is None):
-        inputs = "prompts" if model is None else "a model"
-        reasons.append(f"got {inputs} alone; expected both a model and prompts, or neither")
-    if corrupted is not None and not graph.corrupted:
-        reasons.append("got corrupted prompts for a graph of one run; expected corrupted=None")
-    if corrupted is not None and prompts is None:
-        reasons.append(
-            "got corrupted prompts without a model and clean prompts; expected all three"
-        )
-    if examples is not None and not {"name", *EXAMPLE_COLUMNS} <= set(examples):
-        reasons.append(
-            f"got examples with columns {list(examples)}; expected those of top_examples"
-        )
     refuse(*reasons, *_exact_reasons(graph, exact))
     notes = [*notes, *_notes_about(graph, prompt)]
     if graph.corrupted and prompts is not None:
@@ -180,7 +169,7 @@ def circuit_view(
         "metric": "change of " * bool(graph.corrupted) + graph.metric,
         "value": graph.value,
         "model": graph.model,
-        "title": exact.clean_and_corrupted if exact is not None and graph.corrupted else "",
+        "title": "" if exact is None or not graph.corrupted else _title(graph, exact, prompt),
         "exact": "" if exact is None else _what_is_exact(graph, exact),
         "notes": notes,
         "groups": measured,
@@ -192,15 +181,41 @@ def circuit_view(
     return circuit_page(nodes, drawn.edges[list(EDGE_COLUMNS)], meta, details, state=state)
 
 
+def _reasons(
+    graph: CircuitGraph,
+    model: Any,
+    prompts: Prompts | None,
+    corrupted: Prompts | None,
+    examples: pd.DataFrame | None,
+) -> list[str]:
+    """Return error messages for inputs that do not belong together or to the graph."""
+    reasons = []
+    if (model is None) != (prompts is None):
+        inputs = "prompts" if model is None else "a model"
+        reasons.append(f"got {inputs} alone; expected both a model and prompts, or neither")
+    if corrupted is not None and not graph.corrupted:
+        reasons.append("got corrupted prompts for a graph of one run; expected corrupted=None")
+    if corrupted is not None and prompts is None:
+        reasons.append(
+            "got corrupted prompts without a model and clean prompts; expected all three"
+        )
+    if examples is not None and not {"name", *EXAMPLE_COLUMNS} <= set(examples):
+        reasons.append(
+            f"got examples with columns {list(examples)}; expected those of top_examples"
+        )
+    return reasons
+
+
 def _notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
     """Return the page's notes about the nodes, prompts and edges of the graph."""
     kinds = set(graph.heads["kind"])
     counts = count_kinds(graph.heads["kind"]) or "none"
-    sites = f"{len(graph.heads):,} of {graph.n_heads:,} sites"
-    nodes = f"{counts} ({sites}; a site is a head or neuron at one position)"
+    sites, others = f"{len(graph.heads):,} of {graph.n_heads:,}", len(graph.nodes)
     notes = [
-        f"Nodes: {nodes}, with {graph.mass:.0%} of Σ |attribution|; all others are summed into one "
-        "node, 'rest'."
+        f"Nodes: {counts} ({sites} sites; a site is a head or neuron at one position), and "
+        f"{others - len(graph.heads):,} others for tokens, sums and the metric. The sites have "
+        f"{graph.mass:.0%} of the sum of |attribution| over all sites; the other sites are summed "
+        "into one node, 'rest'."
     ]
     notes += [note for kind, note in _ABOUT_KINDS.items() if kind in kinds]
     if len(graph.tokens) > 1:
@@ -220,6 +235,14 @@ def _notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
             f"{1 - through:.0%} through values."
         )
     return notes
+
+
+def _title(graph: CircuitGraph, exact: Sweep, prompt: int) -> str:
+    """Return the question that a graph of a difference answers, with the metric of both runs."""
+    sides = graph.tokens[prompt], graph.corrupted[prompt]
+    texts = " and ".join(shortened(joined(tokens)) for tokens in sides)
+    more = f", and {len(graph.tokens) - 1} more pairs" * (len(graph.tokens) > 1)
+    return f"{exact.clean_and_corrupted}: {graph.metric} after {texts}{more}"
 
 
 def _what_is_exact(graph: CircuitGraph, exact: Sweep) -> str:
@@ -256,7 +279,7 @@ def _record_prompts(
     """Run the model on prompts with these tokens; record patterns and z for the graph's nodes."""
     refuse(*reasons_not_to_run(model), *reasons_without_heads(model))
     pair = single_prompts(model, prompts, mask)
-    if tuple(tuple(token_texts(model, row)) for row in pair.clean.tolist()) != tokens:
+    if all_token_texts(model, pair.clean) != tokens:
         shown = ["|".join(row[:12]) + "|…" * (len(row) > 12) for row in tokens[:3]]
         refuse(f"got prompts other than the graph's prompts, {'; '.join(shown)}")
     hooks = [hook for head in _layers(graph.heads) for hook in _hooks(model, head)]
@@ -266,7 +289,7 @@ def _record_prompts(
 def _record_run(
     graph: CircuitGraph, model: Any, prompts: Prompts, mask: Tensor | None
 ) -> Recording:
-    """Record the clean run, and check that the graph's nodes have the graph's values in it."""
+    """Record the clean run, and check that it gives the node values of the graph."""
     run, heads = _record_prompts(graph, graph.tokens, model, prompts, mask), graph.heads
     expected = heads["value"].to_numpy()
     values = np.array([_value(run, model, name, pos) for name, pos in _heads_and_positions(heads)])
@@ -281,7 +304,7 @@ def _record_run(
 
 
 def _layers(heads: pd.DataFrame) -> list[HeadName]:
-    """Return one head of each layer and kind."""
+    """Return one head for each pair (layer, kind of head) in the graph."""
     names = map(HeadName.parse, heads["name"])
     return list({(head.layer, head.kind): head for head in names}.values())
 
@@ -348,11 +371,11 @@ def _inclusion(graph: CircuitGraph, stability: Stability) -> pd.DataFrame:
 def _groups(
     graph: CircuitGraph, groups: NodeGroups | None, state: Mapping[str, Any] | None
 ) -> tuple[list[dict[str, Any]], Mapping[str, Any] | None]:
-    """Return the exact effects of groups, and the page's state after adding these groups."""
+    """Return the exact effects of groups, and the page's state with these groups added."""
     if groups is None:
         return [], state
     if unknown := sorted(set(groups.nodes["id"]) ^ set(graph.heads["id"])):
-        refuse(f"got groups of another graph: only one of the two graphs has the node {unknown[0]}")
+        refuse(f"got groups of another graph: one of the two graphs lacks the node {unknown[0]}")
     state, frame = state or {}, groups.frame
     kept = list(state.get("groups", ()))
     taken = {node for group in kept for node in group.get("members", ())}
@@ -379,7 +402,7 @@ def _add(details: dict[str, NodeDetails], key: str, **fields: Any) -> None:
 def _add_examples(
     details: dict[str, NodeDetails], heads: pd.DataFrame, examples: pd.DataFrame, notes: list[str]
 ) -> None:
-    """Add top examples, starting with the largest |attribution|, until the page is full."""
+    """Add top examples until the page is full, nodes with the largest |attribution| first."""
     known, left = set(examples["name"]), _EXAMPLES
     ranked = heads.sort_values("attribution", key=abs, ascending=False)["name"].unique()
     for index, name in enumerate(name for name in ranked if name in known):
@@ -402,7 +425,8 @@ def _add_patterns(
     """Add the patterns and z of neurons (by name), and the patterns of attention heads (by id).
 
     `runs` holds the clean run and, if it is shown, the corrupted run. Neurons that consist of
-    several heads are skipped, because they have no single pattern. Skip and error nodes have none.
+    several heads are skipped, because they have no single pattern. Skip and error nodes have no
+    patterns.
     """
     most = _WEIGHTS // (len(runs) * runs[0].tokens.shape[1])
     heads = heads[~heads["kind"].isin(WIDE_KINDS)]
@@ -437,9 +461,9 @@ def _add_tokens(
     prompt: int,
     k: int,
 ) -> None:
-    """Add the tokens that nodes write (by id) and the tokens that neurons read (by name).
+    """Add the tokens that each node promotes, and the tokens that activate each neuron most.
 
-    With a corrupted run, these are the tokens that the change of a node's output writes.
+    With a corrupted run, a node's output is its clean minus its corrupted output.
     """
     z, *corrupted = (
         {hook: run.hooked[hook] for hook, _ in (_hooks(model, head) for head in _layers(heads))}

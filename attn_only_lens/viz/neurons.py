@@ -1,4 +1,4 @@
-"""Draw a page about neurons and attention heads, up to a few thousand of them.
+"""Render statistics and top examples of up to 3,000 neurons and attention heads as a page.
 
 The page contains packed arrays, from which scripts (`assets/neurons.js`, `heads.js`) draw one
 neuron or head at a time. An example of 19 tokens takes 114 bytes. The page stores gates and z
@@ -52,7 +52,7 @@ from attn_only_lens.viz.page import (
 AnyOneKind: TypeAlias = NeuronStatistics | HeadStatistics
 AnyStatistics: TypeAlias = AnyOneKind | CorpusStatistics
 MOST_NEURONS = 3_000
-"""Neurons and heads on one page; `attn-only-lens atlas` makes a page for each layer."""
+"""The maximum number on one page; `attn-only-lens atlas` makes a page for each layer."""
 
 _TOP_TOKENS = 8
 _PARTNERS = 6
@@ -71,13 +71,13 @@ def neuron_page(
     resume: str | Path | None = None,
     progress: bool | str = True,
 ) -> Page:
-    """Draw a page about neurons and attention heads, with top examples from a corpus.
+    """Render a page of neurons and attention heads, with their top examples from a corpus.
 
     Args:
         model: converted, or with exposed neuron-heads.
         names: neurons and attention heads, such as ["L3N7", "L2H5"], or
             `patching.all_heads(layers)`; None for all neurons and features, or all names of the
-            statistics. Skip nodes and error nodes of transcoders have no pages.
+            statistics. Transcoders' skip nodes and error nodes have no pages.
         texts: a corpus, as `neurons.top_examples` takes it; or statistics from
             `neurons.neuron_statistics`, `head_statistics` or `corpus_statistics`, for which the
             options below are not used.
@@ -155,7 +155,7 @@ def count_names(names: Sequence[str]) -> str:
 def page_of_statistics(
     model: Any, statistics: CorpusStatistics, others: dict[int, str] | None = None
 ) -> Page:
-    """Draw a page about these statistics; `others` are the pages of other layers, for links."""
+    """Render these statistics as a page; `others` maps other layers to their pages, for links."""
     neurons, heads = statistics
     names = list(neurons.names) if neurons else []
     lists, partners, notes = _by_weights(model, names) if neurons else ({}, {}, [])
@@ -244,7 +244,7 @@ def _about(statistics: CorpusStatistics) -> str:
 def _by_weights(
     model: Any, names: list[str]
 ) -> tuple[dict[str, list[TokenScores]], dict[str, Any], list[str]]:
-    """Return the tokens and heads to which weights connect each neuron, and notes on errors."""
+    """Return each neuron's top tokens and strongest heads, from the weights, and error notes."""
     tokens: dict[str, list[TokenScores]] = {}
     partners: dict[str, Any] = {}
     notes: list[str] = []
@@ -282,7 +282,7 @@ def _by_weights(
 
 
 def _limits(statistics: AnyOneKind, window: str) -> Float[Tensor, "neuron"]:
-    """Return each neuron's largest absolute value of a quantity in the windows of its examples."""
+    """Return, for each neuron, a quantity's largest |value| in the text of its examples."""
     windows = [x for key, x in statistics.examples.items() if key.endswith(f".{window}")]
     return torch.stack([x.abs().flatten(1).amax(1) for x in windows]).amax(0)
 
@@ -295,8 +295,7 @@ def _examples(
 ) -> dict[str, dict[str, Any]]:
     """Pack the examples of each end, as arrays [neuron, k] and [neuron, k, window].
 
-    `windows` maps each quantity to None or to one number per neuron, by which the neuron's values
-    are divided.
+    `windows` maps each quantity to one divisor per neuron, or to None (not divided).
     """
     tokens = torch.tensor(ids, device="cpu")
     kind = "<u2" if len(ids) < 2**16 else "<u4"

@@ -41,7 +41,7 @@ class Page(str):
     """The HTML text of a page, which notebooks show in a frame.
 
     Attributes:
-        picture: an SVG of the page's first view, or None; notebook viewers without frames show the
+        picture: an SVG of the initial view, or None; notebook viewers without frames show the
             picture.
         height: height of the frame in a notebook, in pixels.
 
@@ -101,7 +101,7 @@ def write_html(picture: "str | go.Figure", path: str | Path) -> Path:
         ...     viz.write_html(viz.Page("<p>hello"), f"{folder}/hello.html").read_text()
         '<p>hello'
     """
-    plotly = sys.modules.get("plotly.basedatatypes")  # plotly is loaded if `picture` is a figure
+    plotly = sys.modules.get("plotly.basedatatypes")  # a figure exists only if plotly is loaded
     if isinstance(picture, str):
         text = picture
     elif plotly is not None and isinstance(picture, plotly.BaseFigure):
@@ -145,13 +145,13 @@ def import_extra(name: str) -> Any:
 
 
 def refuse(*reasons: str) -> None:
-    """Raise InputError if there are reasons why a picture cannot be drawn."""
+    """Raise InputError with the reasons why a picture cannot be drawn, if there are any."""
     if reasons:
         raise InputError(reasons, "this picture cannot be drawn")
 
 
 def document(title: str, body: str, style: str = "", picture: str | None = None) -> Page:
-    """Return a page with this title, HTML body, style and picture."""
+    """Return a page with the given title, HTML body, style and picture."""
     return Page(
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
@@ -164,7 +164,7 @@ def document(title: str, body: str, style: str = "", picture: str | None = None)
 def page_of_tokens(
     title: str, note: str, main: str, data: Any, name: str, libraries: Sequence[str] = ()
 ) -> Page:
-    """Return a page whose scripts draw tokens in colours for activations of neurons or heads."""
+    """Return a page whose scripts colour tokens by the activations of neurons or heads."""
     body = [
         f'<header><h1>{escape(title)}</h1><span class="note">{escape(note)}</span>',
         '<button id="theme" type="button" title="Light or dark" aria-label="Light or dark">◐',
@@ -186,7 +186,7 @@ def script_data(data: Any) -> str:
 
 
 def inline_script(source: str) -> str:
-    """Return a script element with this JavaScript source."""
+    """Return a script element with the given JavaScript."""
     kept = [line for line in source.split("\n") if not line.startswith("//# sourceMappingURL=")]
     # With a source map, a browser with open developer tools would send a request.
     return "<script>\n" + "\n".join(kept).replace("</script", "<\\/script") + "\n</script>"
@@ -198,7 +198,7 @@ def asset(name: str) -> str:
 
 
 def model_title(name: str) -> str:
-    """Return a model's name or, for the path of a folder, the last part of the path.
+    """Return a model's name; if the name is an absolute path, return only its last part.
 
     A model that was built from a config has no name: TransformerLens calls it "custom".
     """

@@ -1,4 +1,4 @@
-"""Neuron-heads that are trained: what they compute, count and become; the study and its page."""
+"""Tests of trained neuron-heads: their function, their counts, and the study with its page."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ def neurons(kind, n_heads=H, d_model=D):
 
 
 def to_the_letter(made, x):
-    """Heads of Definition 1 on [x | 0] over the bias token's row, one after the other."""
+    """Compute Definition 1's heads on [x | 0] and the bias token's row, one after the other."""
     none = torch.zeros(H, dtype=torch.float64)
     unit = torch.tensor([[0.0] * D + [1.0]], dtype=torch.float64)
     row = unit if made.bias is None else torch.cat([made.bias, unit[0, -1:]])[None]
@@ -75,9 +75,9 @@ def test_flops_of_a_step_of_one_layer(kind, dense):
     with FlopCounterMode(display=False) as counter:
         (made.dense if dense else made)(x).sum().backward()
     counted = counter.get_total_flops()
-    if made.bias is not None:  # its key and value are one product of a row with W_K, and with W_V
+    if made.bias is not None:  # the bias token's key and value are one row times W_K and W_V
         counted -= 3 * 2 * 2 * (D + 1) * H
-    if dense and kind in ("mlp", "theorem", "keyless"):  # whose keys have no gradient
+    if dense and kind in ("mlp", "theorem", "keyless"):  # the keys have no gradient
         counted += 2 * 2 * POS * (POS + 1) * H
     assert counted == 3 * 2 * POS * models.flops(kind, D, H, dense * (POS + 1))
 
@@ -93,7 +93,7 @@ def test_flops_of_a_step_of_text():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_theorem_is_the_mlp_step_for_step(task):
-    """And not once W_V is free of W_Q, from the same weights."""
+    """The theorem's heads train like the MLP, unless W_V is independent of W_Q."""
     task, trained = TINY[task], {}
     for kind in ("mlp", "theorem", "set free"):
         model = task.model(kind, 6, seed=1).double()
@@ -113,7 +113,7 @@ def test_the_theorem_is_the_mlp_step_for_step(task):
 @pytest.mark.parametrize("task", TASKS)
 @torch.no_grad()
 def test_the_theorem_comes_into_the_package(task):
-    """As a model with an MLP of SiLU, whose exposed heads have the weights that were trained."""
+    """The package's exposed heads of a model with a SiLU MLP have the trained weights."""
     is_text, task = task == "text", TINY[task]
     model, tokens = task.model("theorem", 6, seed=1).double(), task.batch(0, 1)[:, :3]
     plain, neurons, seen = models.in_package(model), models.neurons_of(model)[0], []
@@ -184,7 +184,7 @@ def test_smoke(tmp_path):
 def test_a_run_that_is_done_is_read(tmp_path):
     task, run = TINY["text"], ("bias token", 0, 1e-2, 4, tmp_path, "cpu")
     model, curve = study.train(task, *run)
-    again, read = study.train(replace(task, n_held_out=0), *run)  # which could not be trained
+    again, read = study.train(replace(task, n_held_out=0), *run)  # this task cannot be trained
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
     pd.testing.assert_frame_equal(curve, read)  # the file has all digits
@@ -199,7 +199,7 @@ def stored():
 
 
 def test_what_is_stored():
-    """The page's sentences are those of its tables; arms are equal in what they are to be."""
+    """The page's sentences match its tables, and arms match in the fixed settings."""
     frames = stored()
     page = (KEPT / f"{NAME}.md").read_text("utf-8")
     for number, (holds, said) in enumerate(report.verdicts(frames), start=2):
@@ -207,7 +207,7 @@ def test_what_is_stored():
     assert report.summary(frames) in page
     assert report.summary(frames) in (KEPT.parents[1] / "docs" / "theory.md").read_text("utf-8")
     assert frames[""].groupby(["task", "arm"])["seed"].nunique().eq(3).all()
-    # what the page says of all arms together
+    # the page's statement about all arms
     text = report.ends(frames[""], "text")
     more = (text.div(text["mlp"], axis=0) - 1).median()
     assert more.pop("mlp, an eighth") > report.NEAR > more.abs().max()

@@ -1,4 +1,4 @@
-"""The studies of attribution run, and their tables say what their rows do."""
+"""Tests that the studies of attribution run, and that their tables match the text."""
 
 from inspect import signature
 from pathlib import Path
@@ -20,10 +20,10 @@ def test_smoke(tmp_path):
     rows = pd.read_csv(tmp_path / "attribution_vs_patching.csv")
     assert set(rows["method"]) == set(study.METHODS)
     of_neurons = rows.query("kind == 'neuron' and method == 'exact_gate'")
-    assert len(of_neurons) == 2 * (len(study.PARTS) - 1)  # keys are of attention heads
-    # neurons of a model of one layer without a norm: all after them is linear, and estimates exact
+    assert len(of_neurons) == 2 * (len(study.PARTS) - 1)  # only attention heads have keys
+    # without norms, all after the neurons of a 1-layer model is linear, so estimates are exact
     assert of_neurons["pearson"].tolist() == pytest.approx([1.0] * len(of_neurons), abs=1e-9)
-    # control: a linearised gate is not
+    # control: a linearised gate is not exact
     linear = rows.query("kind == 'neuron' and method == 'gradient' and part == 'q'")
     assert (linear["pearson"] < 0.9).all()
     assert "exact_gate" in (tmp_path / "attribution_vs_patching.svg").read_text("utf-8")
@@ -51,7 +51,7 @@ def test_smoke_of_repairs(tmp_path):
 
 
 def test_what_is_expected_is_reached():
-    """On pairs held out, at most 2 % of expectations are too high by more than .02."""
+    """On held-out pairs, at most 2 % of expected correlations are too high by more than .02."""
     rows = pd.read_csv(KEPT / "attribution_repairs.csv")
     default = rows[rows["budget"] == "auto"]
     assert len(default) >= 150

@@ -1,4 +1,4 @@
-"""The benchmarks run, and count what they say they count."""
+"""Tests that the benchmarks run, and that their counts are right."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ pytestmark = needs_hooked_transformer
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    """What a benchmark starts in a process of its own; one there takes some seconds to import."""
+    """Run a benchmark's subprocesses in this process, because imports take seconds in a new one."""
 
     start = subprocess.run
 
@@ -59,7 +59,7 @@ def test_the_naive_way_computes_the_same_function():
     source = bench_peak_memory.model_of("cpu", smoke=True, act_fn="silu", n_layers=1)
     table = bench_convert.naive(source, 7, 1, "cpu").set_index("neurons of one layer as")
     assert (table["max error / max"] < 2e-6).all()
-    # floats of 4 bytes: d_mlp * pos * 2, and d_mlp * pos * (pos and the sink's column, dropped)
+    # 4-byte floats: d_mlp * pos * 2, and d_mlp * pos * pos (the sink's column is dropped)
     assert table["pattern MiB"]["converted"] * 2**20 == 4 * 37 * 7 * 2
     assert table["pattern MiB"]["stock attention"] * 2**20 == 4 * 37 * 7 * 7
 
@@ -70,7 +70,7 @@ def test_cached_bytes_counts_shared_storage_once():
 
 
 def test_the_bound_counts_the_flops_of_the_model():
-    """Against torch's own counter."""
+    """The formula equals torch's flop counter."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model = bench_peak_memory.model_of("cpu", smoke=True)
@@ -84,7 +84,7 @@ def test_smoke_of_results(tmp_path):
     run_script(bench_results.main, ["--smoke", "--out", str(tmp_path)])
     page = (tmp_path / "bench_results.md").read_text()
     rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")]
-    # float32, of the largest effect: ours and AtP by plain hooks, which has no scale of ours.
+    # float32 error relative to the largest effect: our values and AtP by plain hooks
     assert float(rows[4][-1]) < 2e-5
 
 
@@ -110,7 +110,7 @@ def test_smoke_of_paths(tmp_path):
     page = (tmp_path / "bench_paths.md").read_text()
     rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")][2:]
     assert len(rows) == 5
-    assert all(float(row[-1]) < 2e-5 for row in rows)  # float32, of the sum of the two metrics
+    assert all(float(row[-1]) < 2e-5 for row in rows)  # float32, relative to both metrics' sum
 
 
 def test_smoke_of_a_training_step(tmp_path):
@@ -121,14 +121,14 @@ def test_smoke_of_a_training_step(tmp_path):
     assert sum(row[0].strip().endswith("patterns read") for row in rows) == 2
     layers = {row[0].strip(): row for row in rows[-len(bench_training_step.LAYERS) :]}
     assert list(layers) == list(bench_training_step.LAYERS)
-    # of a head's 2 vectors of 12 numbers, and 2 products of them with 8 rows: 2 * 12 + 2 * 8 for 24
+    # a head has 2 vectors of 12 numbers, multiplied twice with 8 rows: 2 * 12 + 2 * 8 for 24
     assert float(layers["theorem's heads, dense"][-2]) == pytest.approx(40 / 24, abs=0.005)
 
 
 def test_smoke_of_growth(tmp_path, monkeypatch):
     app = bench_growth.typer.Typer()
     app.command()(bench_growth.main)
-    # In this process: another one takes seconds to start. `--peak` is what it would be asked.
+    # In this process: another one takes seconds to start. It would be called with `--peak`.
     assert float(CliRunner().invoke(app, ["--smoke", "--peak", "grow"]).output) >= 0
     monkeypatch.setattr(bench_growth, "peak_apart", bench_growth.peak)
     result = CliRunner().invoke(app, ["--smoke", "--out", str(tmp_path)])
@@ -138,11 +138,11 @@ def test_smoke_of_growth(tmp_path, monkeypatch):
     rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")][2:]
     assert [row[0].strip() for row in rows] == list(bench_growth.CALLS)
     assert float(rows[-1][-2]) >= 0  # memory that was freed before is used again
-    assert float(page.split(" by ")[-1].split()[0]) < 2e-6  # float32, of the largest logit
+    assert float(page.split(" by ")[-1].split()[0]) < 2e-6  # float32, relative to the largest logit
 
 
 def test_smoke_of_compare(tmp_path, monkeypatch):
-    # In this process: the table of peaks starts two others, which build models of their own.
+    # In this process: the table of peaks starts two others, which build models themselves.
     monkeypatch.setattr(bench_compare, "peak_apart", lambda n, *_: float(n))
     run_script(bench_compare.main, ["--smoke", "--out", str(tmp_path)])
     page = (tmp_path / "bench_compare.md").read_text()
@@ -171,7 +171,7 @@ def test_the_bound_counts_the_products_of_pairs_in_order(kind):
 
 
 def test_on_gpu_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    """What is done is not done again; what is cut off, fails or finds no time is said, and is."""
+    """Finished steps are skipped; failed, interrupted or missing ones are named and run again."""
     seen, fails = [], {"bench_paths": "cut off after 60 s", "bench_growth": "failed: no device"}
 
     def run(command, log, seconds):
@@ -209,7 +209,7 @@ def test_on_gpu_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert "# What bench_paths found" in second
     page()
     assert not seen
-    page("--smoke", "--only", "bench_paths")  # it is another measurement
+    page("--smoke", "--only", "bench_paths")  # other options are another benchmark
     assert seen == ["bench_paths"]
 
 

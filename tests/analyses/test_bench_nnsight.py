@@ -1,4 +1,4 @@
-"""The benchmark of nnsight, if that is installed: all ways give the same values."""
+"""Tests the nnsight benchmark, if nnsight is installed: all ways give the same values."""
 
 import pytest
 from common import run_script

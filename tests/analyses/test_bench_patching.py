@@ -1,4 +1,4 @@
-"""The benchmark of patching: its four ways agree, and its sites are those that can matter."""
+"""Tests that the four ways of the patching benchmark agree, and that its sites can matter."""
 
 import json
 
@@ -16,7 +16,7 @@ KINDS = ["bridge", pytest.param("hooked", marks=needs_hooked_transformer)]
 
 
 def model_of(kind):
-    """A model of the smallest size in float64, with weights so large that every site matters."""
+    """Return a small float64 model with weights so large that every site has an effect."""
     model = (bench.bridge_of if kind == "bridge" else bench.model_of)("cpu", smoke=True).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -29,13 +29,13 @@ def model_of(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("task", [TASK, EVERYWHERE], ids=["scattered", "everywhere"])
 def test_four_ways_give_the_same_values(kind, task):
-    """Against TransformerLens' hooks in float64; its loop keeps its values in float32."""
+    """All ways equal TransformerLens' hooks in float64; its own loop returns values in float32."""
     model = model_of(kind)
     pair = bench.prompts(task, model.cfg.d_vocab, "cpu")
     sites = bench.sites_of(task, model.cfg, 11)
     expected = bench.hooks(model, *pair, sites)
     unpatched = bench.metric_of(model, *pair)(model(pair[1]))
-    assert ((expected - unpatched).abs() > 1e-6).all()  # the control: no site is without effect
+    assert ((expected - unpatched).abs() > 1e-6).all()  # the control: every site has an effect
     with expose_neuron_heads(model):
         values = {"ours": bench.ours(model, *pair, sites)}
     values |= {"skilled": bench.skilled(model, *pair, sites)}
@@ -47,7 +47,7 @@ def test_four_ways_give_the_same_values(kind, task):
 
 
 def test_sites_that_are_left_out_have_no_effect():
-    """One neuron of every layer and position, by hooks."""
+    """Hooks on one neuron of every layer and position show that omitted sites have no effect."""
     model = model_of("bridge")
     pair = bench.prompts(TASK, model.cfg.d_vocab, "cpu")
     places = [(layer, pos) for layer in range(model.cfg.n_layers) for pos in range(TASK.n_pos)]
@@ -71,7 +71,7 @@ def test_the_fit_separates_fixed_from_marginal_cost():
             "first_call": 10.0 + off + 0.5 * 11,
         }
         | {"effect": 1.0, "difference": 0.0}
-        for turn, off in enumerate((0.0, 3.0, 0.125))  # other work in one of the rounds
+        for turn, off in enumerate((0.0, 3.0, 0.125))  # other processes slow down one of the rounds
         for n in (11, 31)
     ]
     [fit] = bench.fit(pd.DataFrame(rows)).itertuples()

@@ -1,4 +1,4 @@
-"""The study of circuits in growth runs, and measures what it says; its page is of its tables."""
+"""Tests that the study of circuits in growth runs, its measures are right, and its page matches."""
 
 import json
 import re
@@ -28,8 +28,8 @@ def frames_in(folder):
 def test_smoke(tmp_path):
     app = study.typer.Typer()
     app.command()(study.main)
-    asked = ["--smoke", "--n-seeds", "1", "--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
-    result = CliRunner().invoke(app, asked)
+    args = ["--smoke", "--n-seeds", "1", "--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
+    result = CliRunner().invoke(app, args)
     assert result.exit_code == 0, result.output
     page = (tmp_path / f"{NAME}.md").read_text("utf-8")
     assert page.strip() in result.output
@@ -44,12 +44,12 @@ def test_smoke(tmp_path):
     assert (last["new_share"] > 1e-4).all()
     assert (last["kept"] <= 1).all()
     check_recomputed(frames, first=3, tolerance=1e-3)
-    again = CliRunner().invoke(app, [*asked[:2], "2", *asked[3:]])
+    again = CliRunner().invoke(app, [*args[:2], "2", *args[3:]])
     assert "choose another --runs" in str(again.exception)
 
 
 def check_recomputed(frames, first, tolerance):
-    """Kept, overlap, correlation and shares at the end, from effects, by sets and sums."""
+    """Recompute kept, overlap, correlation and shares at the end from effects, by sets and sums."""
     keys, effects = ["seed", "arm", "growth_seed"], frames["effects"]
     end = frames[""].query("check == 1").set_index([*keys, "task"])
     tasks = end.index.unique("task")
@@ -76,17 +76,17 @@ def check_recomputed(frames, first, tolerance):
                 "new_share": now[task][now["was"].isna()].abs().sum() / whole,
                 "idle_share": two[idle].abs().sum() / whole,
             }
-            # tables and effects have 4 digits; one neuron of a circuit would be .05
+            # tables and effects have 4 digits; one neuron of a circuit would change .05
             assert got == pytest.approx(dict(row[list(got)]), abs=tolerance)
             compared += 1
     assert compared == len(end) > 0
 
 
 def test_what_is_kept_can_be_computed_again():
-    """ "kept" to the digit; "idle_share" less so.
+    """The value "kept" is reproduced exactly, and "idle_share" to a lower tolerance.
 
-    Several processes measured the small models, with batches of other sizes: their roundings decide
-    in which half a neuron of the middle is.
+    Several processes evaluated the small models, with other batch sizes. Rounding decides in which
+    half a neuron in the middle is.
     """
     check_recomputed(frames_in(KEPT), first=measures.K, tolerance=2e-3)
 
@@ -99,7 +99,7 @@ def test_arms_without_growth_have_the_steps_and_the_texts_that_they_are_said_to_
         for name in ("none", "none, equal steps", "none, other texts", "neurons")
         for seed in (0, 1)
     }
-    # neurons cost more a step, so that growth takes fewer of them for as many flops
+    # a step with more neurons needs more flops, so growth gets fewer steps
     study_of = replace(study.SMOKE, more=1000)
     steps = {
         name: study.plan_after(study_of, arms[name], small, 0)[0].steps
@@ -165,14 +165,14 @@ def test_what_the_guide_says():
 
 
 def test_patches_are_those_of_the_wrapped_model():
-    """By torch's hooks on the modules of transformers, which share no code with ours."""
+    """Patches equal those by torch hooks on the transformers model, in independent code."""
     model = study.plan_of(study.SMOKE, 3).model().double()
-    asked = study.Asked.of(study.SMOKE, "cpu").questions["gender"]
+    question = study.Asked.of(study.SMOKE, "cpu").questions["gender"]
     names = ["L0H1", "L0N2", "L0N5"]
     with measures.expose_neuron_heads(model) as exposed:
-        got = measures.patched(exposed, asked, names)
+        got = measures.patched(exposed, question, names)
         everything = [f"L0H{i}" for i in range(2)] + [f"L0N{i}" for i in range(7)]
-        alone = {name: measures.patched(exposed, asked, [name]) for name in everything}
+        alone = {name: measures.patched(exposed, question, [name]) for name in everything}
     wrapped = study.plan_of(study.SMOKE, 3).model().double().original_model
     layer, kept = wrapped.model.layers[0], {}
     columns = {"attention": [4, 5, 6, 7], "mlp": [2, 5]}  # head 1 of two with 4 coordinates
@@ -186,8 +186,8 @@ def test_patches_are_those_of_the_wrapped_model():
             logits = wrapped(tokens).logits
         for hook in hooks:
             hook.remove()
-        last = [logits[row, n - 1] for row, n in enumerate(asked.mask.sum(1))]
-        pairs = zip(last, asked.right, asked.wrong, strict=True)
+        last = [logits[row, n - 1] for row, n in enumerate(question.mask.sum(1))]
+        pairs = zip(last, question.right, question.wrong, strict=True)
         return np.array([(row[right] - row[wrong]).item() for row, right, wrong in pairs])
 
     def keeps(kind):
@@ -202,14 +202,14 @@ def test_patches_are_those_of_the_wrapped_model():
 
         return hook
 
-    runs(asked.corrupted, keeps)
-    # float64 throughout; control: another set of neurons gives another number
-    np.testing.assert_allclose(got, runs(asked.clean, replaces), atol=1e-10)
+    runs(question.corrupted, keeps)
+    # float64 throughout; control: another set of neurons gives another value
+    np.testing.assert_allclose(got, runs(question.clean, replaces), atol=1e-10)
     columns["mlp"] = [2, 6]
-    assert abs(got - runs(asked.clean, replaces)).max() > 1e-8
-    # And one at a time they are the effects.
+    assert abs(got - runs(question.clean, replaces)).max() > 1e-8
+    # Single patches give the effects.
     with measures.expose_neuron_heads(model) as exposed:
-        exact = measures.sweep(measures.p.activation_patch, exposed, asked).to_frame()
+        exact = measures.sweep(measures.p.activation_patch, exposed, question).to_frame()
     for name, value in zip(exact["name"], exact["value"], strict=True):
         assert alone[name].mean() == pytest.approx(value, abs=1e-10)
 
@@ -239,7 +239,7 @@ NAMES = ["L0H0", "L0N0", "L0N1", "L0N2", "L1H0", "L1N0", "L1N1", "L1N2", "L1N3"]
 
 def a_pair():
     generator = np.random.default_rng(7)
-    moved = {"L1": "L2"}  # a layer came between, and a neuron before the others
+    moved = {"L1": "L2"}  # a layer was inserted, and a neuron before the others
     names = {name: moved.get(name[:2], name[:2]) + name[2:] for name in NAMES}
     grown = [*names.values(), "L1N0", "L1N1", "L1H0", "L0N3"]
     return measures.Pair(a_look(generator, NAMES), a_look(generator, grown), names)
@@ -274,7 +274,7 @@ def test_what_is_kept_by_counting(monkeypatch):
 
     overlap = sum(in_common(shares[0][name], shares[1][name]) for name in neurons)
     assert got["overlap"] == pytest.approx(overlap, abs=1e-12)
-    # By chance: over every way to match neurons within their layers.
+    # The chance level enumerates all ways to match neurons within their layers.
     counts, overlaps, layers = (
         [],
         [],
@@ -328,7 +328,7 @@ def test_what_is_new_by_counting(monkeypatch):
     total = sum(sizes.values())
     assert got["new_share"] == pytest.approx(sum(sizes[name] for name in new) / total)
     assert got["idle_share"] == pytest.approx(sum(sizes[pair.names[n]] for n in idle) / total)
-    # Parity: over every way to call 3 neurons and 1 head new.
+    # Parity enumerates all ways to call 3 neurons and 1 head new.
     neurons, heads = ([name for name in now.names if kind in name] for kind in "NH")
     every = [
         sum(sizes[name] for name in (*some, head)) / total
@@ -341,7 +341,7 @@ def test_what_is_new_by_counting(monkeypatch):
         part.clean.mean() - part.nothing.mean()
     )
     assert got["without_new"] == pytest.approx(left, abs=1e-12)
-    # Resemblance: the two foremost new neurons, each with the old one that it is most like.
+    # Resemblance uses the two strongest new neurons and the most similar old neuron of each.
     old = [name for name in neurons if name not in new]
     foremost = sorted(new - {"L1H0"}, key=lambda name: -sizes[name])[:2]
     most = [max(abs(np.corrcoef(now.gates[a], now.gates[b])[0, 1]) for b in old) for a in foremost]

@@ -1,4 +1,4 @@
-"""The study of secants runs, and its rows say what `docs/studies.md` says."""
+"""Tests that the study of secants runs, and that its rows match the text in `docs/studies.md`."""
 
 from pathlib import Path
 

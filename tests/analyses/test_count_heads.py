@@ -1,4 +1,4 @@
-"""Counts of heads, parameters and flops, against modules, torch's counter and the constructions."""
+"""Tests of counts of heads, parameters and flops against modules, torch and the constructions."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from analyses.tools.count_heads import HeadCounts, head_counts
 from attn_only_lens import convert
 from attn_only_lens.errors import InputError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
 GPT3 = HeadCounts(d_model=12288, n_heads=96, d_head=128, d_mlp=4 * 12288)
 
 
@@ -32,7 +32,7 @@ def test_what_the_paper_says_of_gpt3():
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_parameters_are_those_of_the_modules(name):
-    """Against the matrices of a model of transformers that was never bridged."""
+    """The counts equal the matrix sizes of a transformers model."""
     family, model = bridges.FAMILIES[name], bridges.original(name)
     layer = model.get_submodule(family.layers)[0]
     counted = {"attn": 0, "mlp": 0}
@@ -72,7 +72,7 @@ def meta(*shape):
 
 
 def test_flops_are_torchs():
-    """A layer written out as products, for each of `pos` tokens that attend to all of them."""
+    """The flops equal those of an explicit layer, for `pos` tokens that attend to all tokens."""
     d_model, n_heads, d_head, d_mlp, pos = 13, 3, 5, 37, 11
     counts = HeadCounts(d_model, n_heads, d_head, d_mlp)
     x = meta(pos, d_model)
@@ -84,7 +84,7 @@ def test_flops_are_torchs():
         z.transpose(0, 1).reshape(pos, -1) @ meta(n_heads * d_head, d_model)
 
     def neuron_heads(keys):
-        """The bias token is one of the keys; the value is the query."""
+        """Compute neuron-heads; the bias token is one of the keys, and the value is the query."""
         q = (x @ meta(d_model, d_mlp)).T[:, :, None]
         z = (q @ meta(d_mlp, keys, 1).mT).softmax(-1) @ meta(d_mlp, keys, 1)
         z[..., 0].T @ meta(d_mlp, d_model)
@@ -102,7 +102,7 @@ def test_flops_are_torchs():
 
 
 def test_the_posts_heads_are_those_of_its_construction():
-    """As built, the heads there are; as worded, the rank of the two matrices over d_head."""
+    """As built, all heads count; as worded, the rank of the two matrices over d_head counts."""
     d_model, n_heads, d_head, d_mlp, n_ctx = 7, 3, 2, 28, 5
     counts = HeadCounts(d_model, n_heads, d_head, d_mlp)
     shapes = dict.fromkeys(("W_Q", "W_K", "W_V"), (n_heads, d_model, d_head))

@@ -1,4 +1,4 @@
-"""Runs on Small English: they go on where they stopped, begin where others did, count flops."""
+"""Tests that runs on Small English resume, start from other runs' checkpoints, and count flops."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ WIDER = ex.compose(ex.AddHeads(1), ex.WidenStream(4))
 GROWS = {4: ex.AddNeurons(3), 6: WIDER, 7: ex.InsertLayer(0)}
 OFTEN = {"read": 1, "asked": 1, "check_every": 3, "save_every": 3}
 PLAN = runs.Plan(SMALL, 9, schedule=GROWS, rows=2, kept=(6,), decay=4, **OFTEN)
-# Of a wider stream, gains are scaled, and have settings of their own.
+# In a wider stream, gains are scaled, and have their own settings.
 TRUNK = replace(PLAN, steps=4, schedule={2: WIDER}, kept=(), decay=0, warmup=3)
 
 
@@ -30,9 +30,9 @@ def parameters(model):
 
 
 def same(first, second):
-    ours, reference = parameters(first), parameters(second)
-    assert ours.keys() == reference.keys()
-    return all(torch.equal(ours[name], reference[name]) for name in ours)
+    actual, reference = parameters(first), parameters(second)
+    assert actual.keys() == reference.keys()
+    return all(torch.equal(actual[name], reference[name]) for name in actual)
 
 
 def test_a_run_that_is_broken_off_goes_on(tmp_path):
@@ -40,7 +40,7 @@ def test_a_run_that_is_broken_off_goes_on(tmp_path):
     ticks = iter(range(9))
 
     def breaks(_):
-        if next(ticks) == 7:  # in step 6, grown twice
+        if next(ticks) == 7:  # in step 6, after two growth steps
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -53,7 +53,7 @@ def test_a_run_that_is_broken_off_goes_on(tmp_path):
     at_six = runs.model_at(whole, 6, tmp_path / "whole")
     assert read(at_six).sizes[ex.Axis("d_mlp", 0)] == 14
     assert whole.model.cfg.d_model == 12 != at_six.cfg.d_model == 8
-    # the loss just before growth is that just after it, up to rounding
+    # the loss just before growth equals the loss just after it, up to rounding
     after = whole.curve["loss"][2]
     assert runs.figures(at_six, 1, 0)["loss"] == pytest.approx(after, rel=1e-5)
     with pytest.raises(ValueError, match="choose another --runs"):
@@ -101,7 +101,7 @@ def test_the_rate_rises_and_falls():
 
 
 def test_the_held_out_loss_is_the_mean_over_the_words_of_texts_of_all_lengths():
-    """Text by text and in float64, so that no batch and no padding has a part in it."""
+    """The oracle evaluates each text alone in float64, without batches or padding."""
     n, model = 13, PLAN.model().original_model.double()
     write = grammar.Grammar(english.SEED_OF_HELD_OUT, runs.never())
     texts, losses = english.texts_of(write, n), []
@@ -110,16 +110,32 @@ def test_the_held_out_loss_is_the_mean_over_the_words_of_texts_of_all_lengths():
             logs = model(text[None, :-1]).logits[0].log_softmax(-1)
         for place, word in enumerate(text[1:].tolist()):
             before = text[: place + 1].tolist()
-            # of a list, only what follows a word that was there before is asked
+            # in a list, only a word that follows a repeated word counts
             again = word in before and before[-1] in before[:-1]
             if again or text[1].item() not in english.LISTED:
                 losses.append(-logs[place, word].item())
     got = runs.figures(PLAN.model().double(), n, 0)["loss"]
-    assert got == pytest.approx(sum(losses) / len(losses), rel=1e-7)  # norms are in float32
+    assert got == pytest.approx(sum(losses) / len(losses), rel=1e-7)  # norms compute in float32
     # control: texts of one length have another loss
     longest = english.by_length(texts, 2, 128)[-1]
     assert english.held_out_loss(model, [longest]) != pytest.approx(got, rel=1e-5)
-    # chosen before they are sorted: the first of many are those of few, whatever their lengths
+    # texts are chosen before sorting by length: the first of many are those of few
     many = english.held_out_texts(10 * n, runs.never())
     assert sum(map(len, many)) == 10 * n
     assert len({len(text) for text in texts}) > 5
+
+
+def test_sizes_may_set_the_width_of_heads_and_a_plan_another_weight_decay(tmp_path):
+    narrow = replace(TRUNK, sizes=replace(SMALL, d_head=6), schedule={})
+    start = runs.run(narrow, tmp_path / "start", "cpu")
+    assert start.model.cfg.d_head == 6
+    plans = {"same": replace(narrow, steps=6), "more": replace(narrow, steps=6, weight_decay=0.3)}
+    after = {name: runs.run(p, tmp_path / name, "cpu", start=start) for name, p in plans.items()}
+    decays = {
+        name: {round(g["weight_decay"], 9) for g in done.training.optimizer.param_groups}
+        for name, done in after.items()
+    }
+    assert decays == {"same": {0.1}, "more": {0.3}}
+    assert not same(after["same"].model, after["more"].model)
+    again = runs.run(plans["more"], tmp_path / "more", "cpu", start=start)
+    assert same(after["more"].model, again.model)

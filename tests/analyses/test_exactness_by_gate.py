@@ -1,4 +1,4 @@
-"""The study of gates runs, and its figures are those of sums written out by hand."""
+"""Tests that the study of gates runs, and that its figures equal explicit sums."""
 
 import copy
 import re
@@ -48,7 +48,7 @@ def value(frame, dtype, gate, quantity):
 
 
 def with_activation(source, activation, tokens):
-    """The logits of a source whose MLPs are written out with another activation."""
+    """Return the logits of a source whose MLPs have another activation, by hooks."""
 
     def replace(post, hook):
         mlp = source.blocks[hook.layer()].mlp
@@ -66,7 +66,7 @@ def with_activation(source, activation, tokens):
 @torch.no_grad()
 @pytest.mark.parametrize("gate", ["slope 1.702", "m = 1"])
 def test_figures_of_one_head_by_hand(gate, tiny, measured):
-    """One sigmoid of a slope, in hooks on the source; KL and the rest from probabilities."""
+    """One sigmoid with a slope, in hooks on the source, gives the same KL and other figures."""
     subject, frame = tiny["tiny_gelu"], measured["tiny_gelu"]
     source = copy.deepcopy(subject.source).to(torch.float64, print_details=False)
     slope = {"slope 1.702": 1.702, "m = 1": 1.7729338588}[gate]
@@ -100,13 +100,13 @@ def test_errors_fall_with_every_head_and_stay_within_their_bounds(measured):
     for name in ("tiny_gelu", "tiny_gelu_new", "tiny_silu_gated", "tiny_relu"):
         frame = measured[name].query("dtype == 'float64' and gate != 'slope 1.702'")
         for quantity in ("activation", "relative", "mean_kl", "max_kl"):
-            # A steep relu differs from relu nowhere on the data: it may stay at 0.
+            # A steep relu equals relu on all the data, so its error may stay at 0.
             assert (frame[quantity].diff()[1:] <= 0).all(), (name, quantity)
             assert frame[quantity].iloc[1] < frame[quantity].iloc[0] / 2
         bilinear = frame[frame["gate"] != "exact"]
         assert (bilinear["activation"] <= bilinear["bound"] + 1e-14).all()  # rounding in float64
         assert frame["top1"].iloc[-1] == 1
-        # control: the bounds are near what was measured, where the data reach the worst q
+        # control: the bounds are close to the errors where the data include the worst q
         assert bilinear["activation"].iloc[0] > 0.9 * bilinear["bound"].iloc[0]
 
 

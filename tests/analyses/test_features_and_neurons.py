@@ -1,4 +1,4 @@
-"""The study of features and neurons runs, and its page has the means of its rows."""
+"""Tests that the study of features and neurons runs, and that its page has its rows' means."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def test_smoke(tmp_path):
 
 def test_a_label_counts_the_tokens_that_cover_an_activation():
     class Model:
-        """One neuron: z is 7 at token 2, 2 at token 3, 1 at token 5."""
+        """A model with one neuron: z is 7 at token 2, 2 at token 3, 1 at token 5."""
 
         class cfg:
             d_vocab, n_ctx = 7, 11

@@ -1,4 +1,4 @@
-"""The study of the framework's tools runs, and its page says what its tables do."""
+"""Tests that the study of the framework's tools runs, and that its page matches its tables."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from analyses.studies import framework_on_models as study
 KEPT = Path(__file__).parents[2] / "analyses" / "results"
 
 
-@pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+@pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
 def test_smoke(tmp_path):
     run_script(study.main, ["--smoke", "--out", str(tmp_path)])
     hops = pd.read_csv(tmp_path / "framework_on_models_hops.csv")
@@ -27,7 +27,7 @@ def test_purity_counts_the_most_common_class():
 
 
 def test_neurons_of_random_directions_by_hand():
-    """The tokens that drive one, and that it raises, by plain products of the drawn weights."""
+    """The tokens that drive a neuron, and those it raises, follow from products of weights."""
     plain = study.with_random_directions(study.pretrained.small_english(), 3)
     wrapped, neuron = plain.original_model, 5
     layer = wrapped.model.layers[1]
@@ -85,7 +85,7 @@ def test_what_the_page_concludes():
     words = part["words"].set_index("layer")
     above = words["reads"] > words["reads, largest"]
     assert above.tolist() == [True, False, False, False]
-    # The null of the first run was too easy: any direction prefers words of a kind.
+    # The first run's null was too easy: any direction prefers words of one class.
     assert (words["reads, random directions"] > words["random tokens"] + 0.03).all()
     small = part["heads"].query(f"model == '{study.SMALL}'")
     assert small["induction"].max() < 0.15

@@ -1,4 +1,4 @@
-"""The benchmark of growing costs: calls of the sizes that it names, and exponents."""
+"""Tests of the benchmark of growing costs: the sizes of its calls, and its exponents."""
 
 import json
 
@@ -12,7 +12,7 @@ from attn_only_lens import expose_neuron_heads
 
 
 class Here:
-    """A pool of this process; another one takes seconds to start."""
+    """A pool that runs in this process; another process takes seconds to start."""
 
     def __init__(self, *sizes, **options):
         pass

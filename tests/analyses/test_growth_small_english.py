@@ -1,4 +1,4 @@
-"""The study of growth on Small English: its smoke run, its arithmetic, and what is stored."""
+"""Tests of the study of growth on Small English: smoke run, arithmetic, stored tables."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,7 @@ def stored():
 
 
 def check(ends, smallest):
-    """Arms that are compared take the same flops; a family's are those of its twins."""
+    """Check that compared arms have equal flops, and that families match their twins."""
     for part, frame in ends.groupby("part"):
         if part == "rates":
             continue
@@ -51,7 +51,7 @@ def test_smoke(tmp_path):
     curves = pd.read_csv(tmp_path / f"{NAME}_curves.csv").query("part == 'plain'")
     by_step = curves.pivot(index="step", columns="arm", values="loss")
     arms = ["own", "pairs", "GradMax"]
-    # before growth and right after it the function is the same, later it is not
+    # right after growth the function is the same for all arms, later it differs
     assert by_step.loc[4, arms].to_numpy() == pytest.approx(by_step.loc[4, "own"], rel=1e-5)
     assert by_step.loc[8, arms].nunique() == 3
 
@@ -64,7 +64,7 @@ def test_what_is_stored():
     for kind in ("plain", "gated"):
         full = {float(arm.split()[-1]): x for arm, x in rates.items() if f"{kind}, full" in arm}
         assert min(full, key=full.get) == study.Study().lr
-    for budget in study.Study().budgets:  # a size takes the same flops, grown or from scratch
+    for budget in study.Study().budgets:  # a size has the same flops, grown or from scratch
         part = f"family {budget}"
         for number, sizes in enumerate(study.Study().family[1:], start=1):
             both = [f"part == '{part}' and arm == '{how}, {sizes.d_model}'" for how in FAMILIES]
@@ -97,7 +97,7 @@ def test_the_guide_says_what_is_stored():
     places = ends.query("part == 'layers' and arm != 'full'").groupby("arm")["loss"].mean()
     figures += [places.max() - places.min()]
     assert re.findall(r"\d\.\d{3}", said) == [f"{figure:.3f}" for figure in figures]
-    # what is not told apart, at equal flops
+    # pairs whose difference is not significant, at equal flops
     apart = [("plain", "full", "own"), ("gated", "full", "own")]
     apart += [(f"family {n}", "grown, 32", f"{report.LONGER}32") for n in (200, 400)]
     for part, *arms in apart:
@@ -127,7 +127,7 @@ def test_steps_of_fresh_entries_are_those_of_adamw():
     optimizer = torch.optim.AdamW([weight], lr=1.0, betas=(0.9, 0.98), weight_decay=0.0, eps=0.0)
     weight.grad, moved = torch.ones(2, dtype=torch.float64), []
     for step in range(1010):
-        if step == 1000:  # the second entry is new: its moments are fresh, the count is not
+        if step == 1000:  # the second entry is new: its moments start at zero, not the count
             state = optimizer.state[weight]
             state["exp_avg"][1] = state["exp_avg_sq"][1] = 0.0
         before = weight.detach().clone()

@@ -1,4 +1,4 @@
-"""The study of growth runs, goes on where it stopped, and measures what it says."""
+"""Tests that the study of growth runs and resumes, and that its measures are right."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_smoke(tmp_path):
 
 
 def check_circuits(rows):
-    """Right after growth the circuit is the old one and nothing new has an effect; not later."""
+    """Check that the circuit is the same right after growth, and that new parts matter later."""
     at_once = rows["when"] == "right after growth"
     assert (rows.loc[at_once, "jaccard"] == 1).all()
     assert (rows.loc[at_once, "share_new_heads"] == 0).all()
@@ -65,7 +65,7 @@ def test_what_is_stored():
     stored = frames(KEPT)
     check_circuits(stored["circuits"])
     assert stored["curves"].groupby("arm")["seed"].nunique().eq(3).all()
-    # early and late have seen the same before they grew as small has
+    # before they grow, early and late have the same batches as small
     for arm, until in (("early", 200), ("late", 1000)):
         curves = (
             stored["curves"]
@@ -89,7 +89,7 @@ def test_a_run_that_is_broken_off_goes_on(tmp_path):
         if len(seen) == stop:
             raise KeyboardInterrupt
 
-    for stop in (8, 7, 0):  # broken off in epoch 6 while it is small, then in 13, grown once
+    for stop in (8, 7, 0):  # interrupted in epochs 6 and 13, before and after growth
         seen = []
         if stop:
             with pytest.raises(KeyboardInterrupt):
@@ -101,7 +101,7 @@ def test_a_run_that_is_broken_off_goes_on(tmp_path):
     for name, tensor in whole.before.state_dict().items():
         assert torch.equal(tensor, parts.before.state_dict()[name]), name
     columns = ["epoch", "flops", "train_loss", "test_loss", "d_mlp", "n_heads", "d_model"]
-    # the losses in full, the rest whole numbers; the file has all digits
+    # the losses with all digits, the rest as whole numbers
     pd.testing.assert_frame_equal(whole.curve[columns], parts.curve[columns], check_dtype=False)
 
 
@@ -119,7 +119,7 @@ def test_a_wave_is_explained_by_its_frequency():
     turn = 2 * torch.pi / 13
     of_three = (turn * 3 * a).cos() * (turn * 3 * b).sin() + 0.5 * (turn * 3 * (a + b)).cos() + 7
     mixed = (turn * 3 * a).cos() + (turn * 5 * b).cos()
-    crossed = (turn * (3 * a + 5 * b)).cos()  # of no single frequency
+    crossed = (turn * (3 * a + 5 * b)).cos()  # no single frequency
     shares = measures.explained(torch.stack([of_three, mixed, crossed, 0 * a], dim=-1))
     assert shares.shape == (6, 4)
     assert shares[2].tolist() == pytest.approx([1, 0.5, 0, 0], abs=1e-12)
@@ -131,7 +131,7 @@ def test_logits_by_offset():
     c = torch.arange(7)
     logits = (2 * torch.pi * 2 * (c - answers[:, None]) / 7).cos()
     shares = measures.frequency_shares(measures.by_offset(logits, answers))
-    # float32 logits; control: the wave is not seen from another answer than the right one
+    # float32 logits; control: relative to a wrong answer there is no wave
     assert shares.tolist() == pytest.approx([0, 1, 0], abs=1e-9)
     assert measures.key_frequencies(shares) == [2]
     wrong = measures.by_offset(logits, answers * 3 % 7)
@@ -139,7 +139,7 @@ def test_logits_by_offset():
 
 
 def test_shares_of_the_margin_are_what_ablation_takes():
-    """Neurons write to logits linearly: all of them are what is gone without an MLP."""
+    """Neurons write to logits linearly, so their shares add up to an ablation of the MLP."""
     model = TINY.model().double()
     tokens, answers, _ = pairs(TINY)
 

@@ -1,4 +1,4 @@
-"""Growth in the middle of training, and going on from a checkpoint in the middle of that."""
+"""Tests of growth during training, and of resuming from a checkpoint."""
 
 import pytest
 import torch
@@ -53,8 +53,8 @@ def test_the_model_grows_before_the_step_that_the_schedule_names():
 
 def test_growth_does_not_disturb_the_loss():
     grown, plain = run(start(), 3), run(start(schedule={}), 3)
-    assert grown == pytest.approx(plain, abs=1e-12)  # the third step is the first of the grown one
-    # ... and then it learns otherwise: it has more to learn with
+    assert grown == pytest.approx(plain, abs=1e-12)  # the third step is the grown model's first
+    # later losses differ, because the grown model has more parameters
     assert abs(run(start(), 4)[-1] - run(start(schedule={}), 4)[-1]) > 1e-6
 
 

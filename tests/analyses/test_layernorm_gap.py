@@ -1,4 +1,4 @@
-"""The study of gaps under norms: what is exact, and a page that says what its table says."""
+"""Tests of the study of gaps under norms: the exact cases, and that its page matches its table."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def test_what_is_exact_in_float64(monkeypatch):
             assert wider.cfg.d_model == times * size
             difference = relative(wider(PROMPTS), logits)
             assert difference < 1e-12 if exact else difference > 1e-3, arm
-        # The control: readers that are not divided by the number of copies.
+        # The control: input weights are not divided by the number of copies.
         monkeypatch.setattr(torch, "bincount", lambda x, minlength: torch.ones(minlength))
         assert relative(study.widened(source, "evenly", 2 * size, 0)(PROMPTS), logits) > 0.5
 

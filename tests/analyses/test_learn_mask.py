@@ -1,4 +1,4 @@
-"""Learned masks: other prompts against rankings, no label in both."""
+"""Tests of learned masks: they beat rankings on other prompts, and no group is in both halves."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def english():
 
 @pytest.fixture(scope="module")
 def prompts(english):
-    """Prompts to learn from, and others."""
+    """Return prompts to learn from, and other prompts."""
     return [tasks.agreement(english.tokenizer, 17, seed, structure="relative") for seed in (0, 1)]
 
 

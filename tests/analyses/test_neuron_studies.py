@@ -1,4 +1,4 @@
-"""Enrichment of neurons, and attention heads that behave like them, against loops written here."""
+"""Tests of neuron enrichment, and of attention heads that behave like neurons, against loops."""
 
 import pytest
 import torch
@@ -94,7 +94,7 @@ def test_a_head_that_sees_itself_alone_comes_first():
     frame = neuron_like_heads(convert(source), tokens())
     assert frame.name[0] == "L1H0"
     assert frame.to_self[0] > 0.999
-    # The control: heads that attend to all alike are not like neurons.
+    # The control: heads with uniform attention are not like neurons.
     for block in source.blocks:
         for one in (block.attn.W_Q, block.attn.b_Q):
             one.zero_()

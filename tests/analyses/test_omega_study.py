@@ -1,4 +1,4 @@
-"""The study of Ω runs, and what it compares with is right."""
+"""Tests that the study of Ω runs, and that its reference values are right."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_the_direct_evaluation_against_torchs_attention(init, causal):
         x = x + (F.scaled_dot_product_attention(*heads, is_causal=causal) @ w.W_O).sum(0)
         x = x + F.linear(F.silu(F.linear(x, w.W_1.T, w.b_1)), w.W_2.T, w.b_2)
     got, _ = omega_models.direct(plain, start)
-    # Sums of at most 32 terms, twice; "unit" weights make entries of 1e5, hence relative.
+    # Sums of at most 32 terms, twice; "unit" weights give entries of 1e5, so errors are relative.
     torch.testing.assert_close(got[-1], x, rtol=1e-11, atol=1e-11 * x.abs().max().item())
 
 

@@ -1,4 +1,4 @@
-"""The study of the post's construction on trained models: what it compares with and counts."""
+"""Tests of the study of the post's construction on trained models: its references and counts."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def test_smoke(tmp_path):
 
 
 def check_costs(cost, n=3, d=128, d_mlp=512, n_heads=4, vocabulary=113):
-    """Counts that share no code with the construction: the post's, factored as its heads are."""
+    """Check the counts of the post's construction, factored like its heads, independently."""
     d_head, width = d // n_heads, d + d_mlp + n + 1
     into, out = -(-(d + 1) // d_head), -(-(d_mlp + 1) // d_head)
     assert cost.loc["post", "heads"] == f"{n_heads} + {into} + {d_mlp} + {out}"

@@ -1,4 +1,4 @@
-"""The study of training on with a regularizer: its forms, its measures, and how it resumes."""
+"""Tests of the study of regularised training: its forms, its measures, and how it resumes."""
 
 import math
 from dataclasses import replace
@@ -58,7 +58,7 @@ def test_every_form_begins_as_the_model(model, kind):
         expected = model(TOKENS)[:, -1]
         form = forms.form_of(model, kind)
         got = form.logits(TOKENS)
-        # float32; 2Ω - h is read to 1e-4 at Ω = 1000
+        # float32; 2Ω - h is rounded to 1e-4 at Ω = 1000
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-3 * expected.abs().max().item())
         if isinstance(form, forms.Post):
             assert form.omega_left() == pytest.approx(1000.0)
@@ -79,7 +79,7 @@ def test_what_leaks_and_what_masks_take_away(model, kind):
     assert report.when(3.0, expected, factored="factored" in kind) == pytest.approx(0.25)
     assert max(masked.leaks.values()) == 0.0
     size = exact.abs().max().item()
-    # Factored, what holds Ω carries the score of the SiLU heads as well, which no mask gives back.
+    # In the factored form, entries with Ω also hold the SiLU heads' score; no mask restores it.
     assert ((masked.logits - exact).abs().max() < 1e-5 * size) == ("factored" not in kind)
     assert (leaking.logits - exact).abs().max() > 1e-3 * size
 
@@ -142,7 +142,7 @@ def test_what_is_stored():
     assert curves.groupby(["form", "regularizer"])["seed"].nunique().eq(3).all()
     start = curves[curves["step"] == 0]
     assert (start["kl"] < 1e-6).all()
-    # What the page's first lines and docs/theory.md say in words.
+    # The statements in the page's first lines and docs/theory.md.
     whole = curves[(curves["step"] == 500) & (curves["regularizer"] != "none")]
     kl = whole.set_index(["form", "regularizer", "seed"])["kl"].sort_index()
     for form in ("post Ω=9", "post Ω=1000"):

@@ -1,14 +1,16 @@
-"""The study of growing graphs: counts by hand, conversion, and the stored table is whole."""
+"""Tests of the study of growing graphs: counts by hand, conversion, and a complete stored table."""
 
 from pathlib import Path
 
 import pandas as pd
+import pytest
 import torch
 from common import needs_hooked_transformer
 
 from analyses.studies import tracr_growth
 from analyses.studies.tracr_edges import Edge
 from analyses.studies.tracr_models import PROGRAMS, load_program
+from attn_only_lens import convert
 
 pytestmark = needs_hooked_transformer
 STORED = Path(tracr_growth.__file__).parents[1] / "results" / "tracr_growth.csv"
@@ -24,6 +26,30 @@ def test_neurons_of_a_layer_become_one_node():
         Edge("L0H0", "L0MLP", "in"), Edge("L0MLP", "L1MLP", "in"),
     }  # fmt: skip
     assert tracr_growth.nodes_of(edges) == 6
+
+
+def test_edges_into_the_output_are_what_parts_write_to_the_metric():
+    """Written anew: what each part puts into the stream, through the unembedding."""
+    program = load_program("pair_balance")
+    tokens, expected, _ = next(program.batches())
+    metric, model = tracr_growth.metric_of(program, expected[3]), program.model
+    converted = convert(model, copy_weights=True)
+    scores = tracr_growth.graph_scores(converted, tokens[3], metric)
+    _, cache = model.run_with_cache(tokens[3][None])
+    weights = torch.zeros(tokens.shape[1], dtype=torch.float64)
+    weights[[i + 1 for i, value in enumerate(expected[3]) if value is not None]] = 1
+    W_U = model.unembed.W_U[:, 0]
+    z = cache["z", 1][0, :, 1] @ model.blocks[1].attn.W_O[1]
+    edge = Edge("L1H1", "output", "in")
+    assert scores.get(edge, 0.0) == pytest.approx(
+        ((z @ W_U) * weights).abs().sum().item(), abs=1e-9
+    )
+    post = cache["post", 1][0]
+    of_neurons = (post * (model.blocks[1].mlp.W_out @ W_U) * weights[:, None]).abs().sum(0)
+    for neuron, size in enumerate(of_neurons.tolist()):
+        got = scores.get(Edge(f"L1N{neuron}", "output", "in"), 0.0)
+        assert got == pytest.approx(size, abs=1e-9)
+    assert of_neurons.max() > 0.1
 
 
 def test_the_script_counts_what_the_architecture_has(tmp_path):
@@ -45,7 +71,7 @@ def test_the_script_counts_what_the_architecture_has(tmp_path):
 
 
 def test_a_wrong_conversion_is_seen(monkeypatch):
-    """The control: an output weight that is off by a thousandth."""
+    """The control: an output weight changed by a thousandth is detected."""
     program, exact = load_program("frac_prevs"), tracr_growth.convert
 
     def off(model, copy_weights):

@@ -1,7 +1,7 @@
-"""Compiled programs: they compute what RASP says, in every form, and their edges are the true ones.
+"""Tests that compiled programs compute RASP's outputs in every form, and have the right edges.
 
-Three oracles share no code with what is tested: the RASP interpreter's outputs and Tracr's own
-logits, both stored by `analyses/tools/compile_tracr.py`, and edges worked out by hand.
+Three oracles share no code with the tested code: the RASP interpreter's outputs and Tracr's own
+logits, both stored by `analyses/tools/compile_tracr.py`, and edges derived by hand.
 """
 
 import json
@@ -22,7 +22,7 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 pytestmark = needs_hooked_transformer
 
 ROUNDING = LOGIT_TOLERANCE[torch.float64]
-# True edges, and those of them whose cut changes a logit.
+# The number of true edges, and of those whose cut changes a logit.
 COUNTS = {
     "detect_abc": (46, 46),
     "frac_prevs": (5, 5),
@@ -32,7 +32,7 @@ COUNTS = {
     "reverse": (118, 87),
     "sort_unique": (39, 31),
 }
-# tokens == "x" is a neuron; the head attends to all before it, and averages that neuron.
+# tokens == "x" is a neuron; the head attends to all earlier positions and averages that neuron.
 BY_HAND = {
     ("embed", "L0N0", "in"),
     ("embed", "L1H0", "q"),
@@ -48,13 +48,13 @@ def program(request):
 
 
 def error(program, actual, expected):
-    """Largest difference over the program's largest logit: on some inputs all logits are 0."""
+    """Return the error relative to the program's largest logit; on some inputs all logits are 0."""
     scale = max(x.abs().max() for x in program.tracr_logits)
     return ((actual - expected).abs().max() / scale).item()
 
 
 def forms(program):
-    """The model, and what the package makes of it: without hooks, and with every hook live."""
+    """Yield the model and the package's versions of it, without hooks and with every hook live."""
     model = program.model
     attn_only = convert(model)
     yield "source", model
@@ -84,8 +84,8 @@ def test_every_form_gives_what_the_interpreter_and_tracr_give(program):
 @torch.no_grad()
 @pytest.mark.parametrize("name", sorted(set(PROGRAMS) - {"hist", "hist_so_far"}))
 def test_a_wrong_scale_is_seen(name):
-    # By Tracr's logits alone: decoded outputs forgive it. (Counting heads have ties between what
-    # they attend to, and nothing else: no scale matters.)
+    # Only Tracr's logits show it; decoded outputs do not. (Counting heads attend to tied positions
+    # only, so no scale matters.)
     program = load_program(name)
     for block in program.model.blocks:
         block.attn.attn_scale *= 1.25
@@ -98,7 +98,7 @@ def test_a_wrong_scale_is_seen(name):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["hist", "hist_so_far", "reverse", "sort_unique"])
 def test_a_wrong_mask_is_seen(name):
-    # The other programs compare positions, so that their heads never attend to what comes later.
+    # In the other programs, heads compare positions and never attend to later tokens.
     program = load_program(name)
     cfg = program.model.cfg
     cfg.attention_dir = "bidirectional" if cfg.attention_dir == "causal" else "causal"
@@ -121,7 +121,7 @@ def test_without_one_of_its_parts_a_program_is_wrong(program):
             forgiven.add(str(part))
         W[part.index] = was
     assert len(parts) > 1
-    # L0N6 writes "length 2" for two neurons: to cut either edge changes outputs, to cut both none.
+    # L0N6 writes "length 2" for two neurons: cutting one changes outputs, cutting both does not.
     assert forgiven == ({"L0N6"} if program.name == "reverse" else set())
 
 
@@ -158,7 +158,7 @@ def test_the_edges_are_those_of_the_weights(program):
 
 @torch.no_grad()
 def prepared(program):
-    """By batch: tokens, what is expected, where that is defined, and the logits of the whole."""
+    """Yield for each batch: tokens, expected outputs, where they are defined, and all logits."""
     for tokens, expected, _ in program.batches():
         defined = torch.tensor([[False, *(y is not None for y in ys)] for ys in expected])
         if defined.any():
@@ -166,7 +166,7 @@ def prepared(program):
 
 
 def moves(program, cut, batches=None):
-    """By batch: largest |Δ logit| where an output is defined, and whether outputs stay right."""
+    """Yield for each batch: the largest |Δ logit| at defined outputs, and if outputs are right."""
     for tokens, expected, defined, whole in batches or prepared(program):
         logits = logits_without(program.model, tokens, cut)
         moved = (logits - whole)[defined].abs().max().item()
@@ -182,7 +182,7 @@ def test_what_is_not_an_edge_carries_nothing(program):
 
 
 def test_every_edge_matters_or_is_marked_redundant(program):
-    # A compiled head leaks some 1e-7; the least value that a program takes is some 1e-1.
+    # A compiled head leaks about 1e-7; the smallest value in a program is about 1e-1.
     batches = list(prepared(program))
     for row in program.edges.itertuples():
         edge = Edge(row.writer, row.reader, row.side)
@@ -214,7 +214,7 @@ def test_a_list_with_a_wrong_edge_fails(program):
 
 
 def test_both_ways_to_cut_agree(program):
-    # Several edges at once, so that what a cut reader writes is itself read and cut.
+    # Several edges are cut at once, so that the output of a cut reader is read and cut again.
     edges = sorted(program.true_edges())[::3]
     weights = {name: x.detach().numpy() for name, x in program.model.named_parameters()}
     causal = program.model.cfg.attention_dir == "causal"

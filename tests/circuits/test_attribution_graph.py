@@ -1,4 +1,4 @@
-"""Attribution graphs: sums that hold, edges against an oracle that edits the stream, pruning."""
+"""Tests of attribution graphs: sums, pruning, and edges compared with runs that edit the stream."""
 
 import re
 
@@ -21,12 +21,12 @@ from attn_only_lens.heads import HeadName
 POS = 5
 LAYOUTS = ("two blocks a layer", "in place")
 METRIC = p.logit_diff(oracle.CORRECT, oracle.WRONG)
-# float64, shares of up to 1 of a metric of about 1, sums of 700 of them by way of three layers.
+# Rounding in float64: sums of about 700 shares through three layers, for a metric of about 1.
 ROUNDING = 1e-9
 WIDE = ("gelu", "llama", "parallel", "no_norm", "rms", "gemma", "post_norm", "qk_norm", "grouped")
 
 
-PLAIN = {"gated_mlp": False, "act_fn": "gelu"}  # of any family: no product of two projections
+PLAIN = {"gated_mlp": False, "act_fn": "gelu"}  # changes a family's MLP into one without gates
 
 
 def model_of(family, layout="two blocks a layer", **changes):
@@ -43,7 +43,7 @@ def graph_of(family, layout="two blocks a layer", batch=1, metric=METRIC, **how)
 
 
 def worst(sums, nodes):
-    """How far sums are from attributions, at worst."""
+    """Return the largest difference between the sums and the nodes' attributions."""
     expected = nodes.set_index("id")["attribution"].reindex(sums.index)
     return (sums - expected).abs().max()
 
@@ -56,14 +56,14 @@ def test_what_flows_into_a_node_is_its_attribution_and_what_flows_out_too(family
     out = graph.edges.query("kind == 'value'").groupby("source")["weight"].sum()
     assert graph.mass == 1
     assert worst(into, graph.nodes) < ROUNDING
-    assert worst(out, graph.nodes) < ROUNDING  # every node is there, so "rest" has no edge
+    assert worst(out, graph.nodes) < ROUNDING  # every head is a node, so no edge leaves "rest"
     heads = graph.nodes[graph.nodes["kind"].isin(["attention", "neuron"])]
     assert set(heads.loc[heads["attribution"].abs() > ROUNDING, "id"]) <= set(into.index)
     assert into["metric"] == pytest.approx(graph.value, abs=ROUNDING)
-    # what begins nowhere else is all of the metric
+    # The attributions of the nodes without inputs add up to the metric.
     begin = graph.nodes[graph.nodes["kind"].isin(["embed", "bias", "offset"])]
     assert begin["attribution"].sum() == pytest.approx(graph.value, abs=ROUNDING)
-    # control: without biases, sums do not hold
+    # Control: without the edges from biases, the sums do not hold.
     left = graph.edges.query("kind == 'value' and source != 'bias'")
     assert worst(left.groupby("target")["weight"].sum(), graph.nodes) > 1e-3
 
@@ -75,7 +75,7 @@ def test_sums_hold_whatever_is_chosen(family):
         assert graph.nodes["kind"].isin(["attention", "neuron"]).sum() == 17
         assert worst(graph.inflow(), graph.nodes) < ROUNDING
         assert graph.inflow()["metric"] == pytest.approx(graph.value, abs=ROUNDING)
-        # control: "rest" is not nothing, nor is the offset of what is not linear in the logits
+        # Control: "rest" is not zero, nor is the offset if the metric is not linear in the stream.
         rest = graph.edges.query("source == 'rest'")["weight"]
         assert rest.abs().max() > 1e-3
         offset = graph.nodes.query("kind == 'offset'")["attribution"].item()
@@ -104,11 +104,11 @@ def test_bilinear_heads_of_a_neuron_are_one_node():
     assert graph.nodes["gradient"].isna().all()
 
 
-# The oracle: one run of the model held at its patterns and scales for each edge, without autograd
+# Oracle: each edge is checked by one run with fixed patterns and norm scales, without autograd.
 
 
 class Held:
-    """A model held by plain hooks, in which heads' outputs are set, and one is looked at."""
+    """A model whose patterns and norm scales plain hooks fix, while a head's z is changed."""
 
     def __init__(self, model, prompt):
         self.model, self.prompt = model, prompt
@@ -124,7 +124,7 @@ class Held:
 
     @torch.no_grad()
     def run(self, moved):
-        """What heads would put out where one source puts out twice what it does, all others not."""
+        """Return every computed z, and the logits, when `moved` changes the z that is passed on."""
         seen = {}
 
         def hook(x, hook):
@@ -145,7 +145,7 @@ def test_an_edge_is_what_doubling_the_source_does_to_the_target_alone(family, la
     graph = attribution_graph(model, prompt, METRIC, mass=1, patterns=False)
     weights = graph.edges.set_index(["source", "target"])["weight"]
     held = Held(model, prompt)
-    gradients = {}  # by differences of the whole held model: it is linear
+    gradients = {}  # by differences; with fixed patterns and scales the model is linear
     checked = 0
     for source, pos in (("L0H1", 1), ("L0N3", 4), ("L1H0", 4), ("L1N29", 2)):
         place, index = held.place(source), HeadName.parse(source).index
@@ -172,7 +172,7 @@ def test_an_edge_is_what_doubling_the_source_does_to_the_target_alone(family, la
 
 
 def gradient(model, held, place, index):
-    """Of the metric with respect to z of a head at the last position, one coordinate at a time."""
+    """Return the gradient of the metric in a head's z at the last position, by differences."""
     names = [n for n in held.kept if not n.endswith(("hook_z", IN_PLACE["z"]))]
     hooks = [(n, lambda x, hook: held.kept[hook.name]) for n in names]
     differences = []
@@ -190,7 +190,7 @@ def gradient(model, held, place, index):
 
 
 def test_without_the_scales_of_norms_sums_do_not_hold(monkeypatch):
-    """The control of the first test."""
+    """Check the control of the first test: sums break if the norms' scales are left out."""
     model = model_of("gelu")
 
     def without_scale(self, gradient, positions=slice(None)):
@@ -216,7 +216,7 @@ def test_heads_that_are_not_what_their_weights_say_are_refused(monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["gelu", "llama", "rotary"])
 def test_edges_into_a_pattern_are_its_slope_along_each_query(family, layout):
-    """The sum over sources is what scaling a query by 1 + ε does to the metric by its pattern."""
+    """The edges' sum is the metric's slope, via the pattern, in the scale of a query or key."""
     model, prompt = model_of(family, layout, **PLAIN), tokens(0, 1, POS)
     graph = attribution_graph(model, prompt, METRIC, mass=1)
     held = Held(model, prompt)
@@ -240,13 +240,13 @@ def test_edges_into_a_pattern_are_its_slope_along_each_query(family, layout):
         values = values_of(model, held, name, prompt)
         expected = float((gradient(model, held, place, index) * (slope @ values)).sum())
         got = graph.inflow(kind)[f"{name}@{POS - 1}"]
-        assert got == pytest.approx(expected, rel=1e-5)  # central differences of 1e-4
+        assert got == pytest.approx(expected, rel=1e-5)  # central differences, step 1e-4
         assert abs(got) > 1e-6
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_edge_into_a_pattern_is_a_share_of_the_query(layout):
-    """Of each source apart: what it adds to the query, along the slope of the pattern."""
+    """Each edge is the source's part of the query, times the slope of the pattern."""
     model, prompt = model_of("gelu", layout), tokens(0, 1, POS)
     graph = attribution_graph(model, prompt, METRIC, mass=1)
     held = Held(model, prompt)
@@ -291,14 +291,14 @@ def test_an_edge_into_a_neuron_of_a_gated_mlp_is_half_of_each_factor(layout):
                 return z
 
             seen.append(held.run(scaled)[0][held.place("L2N11")][0, -1, 11])
-        # Of a product of two linear forms, a central difference is the derivative, whatever ε.
+        # The central difference of a product of two linear forms is its exact derivative.
         expected = (seen[0] - seen[1]) / 4 * gradient(model, held, held.place("L2N11"), 11)
         assert weights[f"{source}@4", "L2N11@4"] == pytest.approx(expected.item(), abs=ROUNDING)
         assert abs(expected.item()) > 1e-5
 
 
 def values_of(model, held, name, prompt):
-    """v of a head at every key: of a neuron-head, itself and the bias token's, which is 0."""
+    """Return v of a head at every key. A neuron-head has its own v and the bias token's 0."""
     head, seen = HeadName.parse(name), {}
     keep = (held.place(name, "v"), lambda x, hook: seen.update(v=x.clone()))
     with torch.no_grad(), model.hooks(fwd_hooks=[keep]):
@@ -317,7 +317,7 @@ def test_a_gate_that_is_a_step_has_no_edges_into_its_pattern():
     assert len(into)
 
 
-# What is chosen, and what it is called
+# Choice and names of nodes
 
 
 def test_ids_and_rows_are_the_same_again_and_in_either_layout():
@@ -391,7 +391,7 @@ def test_too_large_a_graph_is_refused_with_its_cost_and_one_that_is_not(layout):
     fewer = attribution_graph(model, prompt, METRIC, top=top, max_edges=1000)
     assert f"top={top} ({fewer.mass:.0%} of the mass)" in said
     assert 500 < len(fewer.edges) <= 1000
-    with pytest.raises(InputError, match="top="):  # the control: one node more is too many
+    with pytest.raises(InputError, match="top="):  # control: one more node is too many
         attribution_graph(model, prompt, METRIC, top=top + 1, max_edges=1000)
     with pytest.raises(InputError, match="even top=1 has too many"):
         attribution_graph(model, prompt, METRIC, mass=0.9, max_edges=1)

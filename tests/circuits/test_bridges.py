@@ -1,4 +1,4 @@
-"""Composition and enrichment on bridges, against the raw weights of the bridged modules."""
+"""Tests of composition and enrichment on bridges, against raw weights of the bridged modules."""
 
 import math
 import warnings
@@ -14,7 +14,7 @@ from attn_only_lens import circuits, expose_neuron_heads
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 D_MLP, HEADS, LAYERS = 37, 2, 2
 SIZES = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": D_MLP}
 SIZES |= {"vocab_size": 41, "hidden_size": 28, "max_position_embeddings": 17, "pad_token_id": 0}
@@ -54,7 +54,7 @@ def boot(name):
 
 
 def parts(name, raw, layer):
-    """q, k, v [head, d, d_head]; o; in, gate, out; norms [d, d] before and after; parallel."""
+    """Return q, k, v [head, d, d_head]; o; in, gate, out; norms [d, d] before, after; parallel."""
     d, h = 28, 14
     one = torch.eye(d, dtype=torch.float64)
     centre = one - torch.full_like(one, 1 / d)
@@ -63,7 +63,7 @@ def parts(name, raw, layer):
         key.removeprefix(f"{stem or 'model.layers'}.{layer}."): value for key, value in raw.items()
     }
 
-    def heads(weight):  # [out, in] of nn.Linear
+    def heads(weight):  # weight: [out, in] as in nn.Linear
         return weight.reshape(-1, h, d).transpose(1, 2)
 
     def rms(key, plus=0.0):
@@ -149,7 +149,7 @@ def dense(name, raw):
 def test_every_pair_is_that_of_the_raw_weights(name, compatible):
     bridge, raw = boot(name)
     if compatible:
-        # Folding is TransformerLens' business here: the weights that we read stay the raw ones'.
+        # TransformerLens folds nothing into the weights that are read here; they stay raw.
         bridge.enable_compatibility_mode(disable_warnings=True, no_processing=True)
     exposed = expose_neuron_heads(bridge).model
     writes, reads, parallel = dense(name, raw)
@@ -172,7 +172,7 @@ def test_every_pair_is_that_of_the_raw_weights(name, compatible):
     cos = enrichment(exposed).set_index("name").cos["L1N36"]
     out, value = writes["L1N36"][0], reads["L1N36"]["v"][:, 0]
     assert abs(cos - torch.cosine_similarity(out, value, dim=0).item()) < 1e-10
-    # The control: without the norms the scores are others.
+    # Control: without the norms, the scores differ.
     plain = circuits.composition(exposed, list(writes), list(reads), kind, fold_norms=False)
     assert abs(plain.score - frame.score).max() > 1e-3
 
@@ -216,7 +216,7 @@ def test_a_norm_that_is_another_is_refused():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_layer_that_writes_nothing_has_the_norms_that_it_has(name):
-    """As a new layer after growth: its W_O and W_out are zero."""
+    """Layers that growth adds have W_O and W_out of zero, and their norms are still read."""
     bridge, _ = boot(name)
     expected = host_of(expose_neuron_heads(bridge, copy=True).model).norms()
     with torch.no_grad():

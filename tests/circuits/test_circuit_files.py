@@ -1,4 +1,4 @@
-"""Circuits in files: read back to the bit, refused when damaged or changed."""
+"""Tests of circuit files: they are read back bit for bit, and refused if damaged or changed."""
 
 import json
 from dataclasses import fields, replace
@@ -33,7 +33,7 @@ def circuit(model, task):
 
 
 def same(first, second):
-    """Equal to the bit; texts may be of another dtype, and sequences of another type."""
+    """Check equality to the bit, up to the dtype of texts and the type of sequences."""
     if isinstance(first, pd.DataFrame):
         loose = {"check_dtype": False, "check_categorical": False}
         pd.testing.assert_frame_equal(first, second, check_exact=True, **loose)
@@ -144,7 +144,7 @@ def test_a_graph_is_refused_with_the_name_of_its_reader(tmp_path):
 
 
 def test_a_printed_circuit_fits_into_80_columns(circuit):
-    """Also with the columns of stability."""
+    """The table also fits with the columns of stability."""
     assert circuit.stability is not None
     lines = repr(circuit).splitlines()
     assert "inclusion_low" in lines[1]

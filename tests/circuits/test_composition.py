@@ -1,4 +1,4 @@
-"""Composition scores against dense float64 matrices, made here from the source's raw weights."""
+"""Tests of composition scores against dense float64 matrices from the source's raw weights."""
 
 import copy
 import math
@@ -17,7 +17,7 @@ from attn_only_lens.engine.largest import LargestScores
 from attn_only_lens.errors import InputError
 from attn_only_lens.models.norms import Norm
 
-EXACT = 1e-12  # of scores in [0, 1], each a few hundred roundings of float64
+EXACT = 1e-12  # scores lie in [0, 1], and each has a few hundred roundings of float64
 FAMILIES = ["gelu", "rms", "rms_pre", "ln_pre", "no_norm", "llama", "grouped", "silu_gated"]
 FAMILIES += [
     "parallel",
@@ -63,7 +63,7 @@ def test_every_pair_is_that_of_dense_matrices(name, fold):
                 assert (keys.score == 0).all()
                 assert keys.note.str.contains("zero by construction").all()
                 assert (got[got.reader.str.contains("H")].note == "").all()
-    # The controls: another kind, and the norms the other way, give other scores.
+    # Controls: another kind, or the norms the other way (folded or not), gives other scores.
     assert (tables["v"] - tables["q"]).abs().max() > 1e-2
     if name not in ("no_norm", "rms_pre"):
         control = Dense(source, not fold).table(["embed", *NAMES], NAMES, "v")
@@ -72,7 +72,7 @@ def test_every_pair_is_that_of_dense_matrices(name, fold):
 
 @pytest.mark.parametrize("centres", [True, False])
 def test_a_norm_is_a_matrix_from_either_side(centres):
-    """The product of what is written and what is read is the same, wherever the norm is put."""
+    """The product of an output and an input matrix is the same with the norm in either one."""
     w, W, o = (torch.randn(shape, dtype=torch.float64) for shape in ((7,), (7, 5), (3, 7)))
     norm = Norm(w, centres)
     centre = torch.eye(7, dtype=torch.float64) - (1 / 7 if centres else 0)
@@ -92,8 +92,8 @@ def test_between_attention_heads_it_is_transformer_lens_own(name, kind):
     assert len(got) == 3 * n * n
     for (writer, reader), score in got.items():
         (i, h), (j, g) = ([int(x) for x in head[1:].split("H")] for head in (writer, reader))
-        assert abs(score - reference[i, h, j, g]) < 1e-10  # theirs is by way of an SVD
-    # What theirs drops: an attention head and the neurons of its own layer.
+        assert abs(score - reference[i, h, j, g]) < 1e-10  # TransformerLens uses an SVD
+    # TransformerLens has no score of an attention head with the neurons of its own layer; we do.
     assert len(circuits.composition(model, "L1H0", ["L1N5", "L0N5", "L1H1"], "q")) == 1
 
 
@@ -128,7 +128,7 @@ def test_the_largest_of_all(name, kind):
         assert (taken(got) - every.reindex(taken(got).index)).abs().max() < EXACT
         assert taken(got).index.is_unique
         assert got.score.is_monotonic_decreasing
-        # The control: the rest is below.
+        # Control: the next score is below the last one listed.
         assert every.iloc[k] < got.score.iloc[-1]
 
 
@@ -194,7 +194,7 @@ def test_heads_that_share_a_neuron(name):
 
 
 def test_random_heads_score_as_the_baseline_says():
-    """Over seeded random weights the mean of ratio² is 1, at any rank; the control is aligned."""
+    """The mean of ratio² over random weights is 1 at any rank; aligned heads exceed 1.5."""
     generator = torch.Generator().manual_seed(0)
     d_model = 101
     for rank in (1, 13):
@@ -203,8 +203,8 @@ def test_random_heads_score_as_the_baseline_says():
             writer_factors(_factored(n, d_model, rank, generator), tuple("x" * n)) for _ in "ab"
         )
         ratio = scores(first, second) * math.sqrt(d_model)
-        # cos² has variance 2 / d²: over n² pairs of n vectors a side, 5 deviations of the mean
-        # are 5 √(2 / n²) = 0.04 for vectors, and less for matrices, whose scores vary less.
+        # cos² has variance 2 / d². Over n² pairs of n vectors a side, 5 standard deviations of the
+        # mean are 5 √(2 / n²) = 0.04 for vectors, and less for matrices, whose scores vary less.
         assert abs(ratio.square().mean() - 1) < 0.04
         aligned = scores(first, first).diagonal() * math.sqrt(d_model)
         assert aligned.min() > 1.5
@@ -227,13 +227,13 @@ def test_zero_weights_score_zero_and_broken_ones_are_refused():
     source = build("gelu", dtype=torch.float32)
     with torch.no_grad():
         source.blocks[0].mlp.W_out[5] = 0.0
-        source.blocks[0].mlp.W_out[6] *= 1e-25  # its square is no float32
+        source.blocks[0].mlp.W_out[6] *= 1e-25  # its square underflows in float32
     got = circuits.composition(convert(source), ["L0N5", "L0N6"], "L1N7")
     expected = Dense(source.double(), True).score("L0N6", "L1N7", "v")
     assert got.score[0] == 0.0
     assert abs(got.score[1] - expected) < 1e-6
     model = convert(source)
-    with torch.no_grad():  # since: a model that has them is not converted
+    with torch.no_grad():  # set after the conversion, because convert refuses such weights
         model.blocks[1].attn.W_out[5, 3] = float("nan")
         model.W_E[7, 3] = float("inf")
     for writers in ("L0N5", "embed"):

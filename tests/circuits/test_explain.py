@@ -1,7 +1,8 @@
-"""Explanations of a difference: their sums, circuits, patches, pages and files; graphs by role."""
+"""Tests of explanations: sums, circuits, patches, pages and files; and graphs by role."""
 
 import json
 import re
+from html import escape
 
 import numpy as np
 import pandas as pd
@@ -40,7 +41,7 @@ def test_the_explanation_says_what_patching_says(why):
 
 
 def test_it_says_what_the_model_answers(model, why):
-    """By hand: the most probable token, and the rank and the probability of each answer."""
+    """Compute the most probable token, and each answer's rank and probability, from the logits."""
     for row, text in zip(why.answers.to_dict("records"), (CLEAN, CORRUPTED), strict=True):
         last = model(text)[0, -1].detach().double()
         probabilities, order = last.softmax(-1), last.argsort(descending=True).tolist()
@@ -54,8 +55,10 @@ def test_it_says_what_the_model_answers(model, why):
     lines = repr(why).splitlines()
     clean, corrupted = why.attribution.clean_value, why.attribution.corrupted_value
     assert lines[1] == f"Logit difference {clean:.3g} (clean), {corrupted:.3g} (corrupted)"
-    assert f"<title>small-english-4l: {lines[1]}</title>" in str(why.view())
-    assert lines[3].startswith(f"clean      ' are' {why.answers['top_probability'][0]:.1%}")
+    question = f"{lines[1]}: {METRIC.name} after '<s>{CLEAN}' and '<s>{CORRUPTED}'"
+    assert f"<title>small-english-4l: {escape(question)}</title>" in str(why.view())
+    assert lines[2].split() == ["clean", "corrupted"]
+    assert f" ' are' {why.answers['top_probability'][0]:.1%} " in lines[3]
 
 
 def test_the_text_has_80_columns_and_says_what_it_leaves_out(why):
@@ -100,11 +103,19 @@ def test_it_counts_the_pairs_of_prompts_with_one_answer(model):
     text = " ".join(repr(why).split())
     assert "for 1 of 3 pairs, the model prefers the same answer" in text
     assert "for 1 of 3 pairs, the model prefers the wrong answer on the clean prompt" in text
-    assert "' are' on 2 of 3" in text
+    assert "' are' on 2 of 3, ' is' on 1 of 3" in text
+    assert "median rank 1, " in text
+    assert "looks at ' keys' in prompt 0 (" in text
 
 
 def test_descriptions_and_labels_are_of_both_runs(model, why):
-    """By hand: patterns, gates and outputs of both runs, and tokens of the change of the output."""
+    """Compute patterns, gates and outputs of both runs, and the tokens that their change raises.
+
+    Tokens are named only if the edge into the metric has a tenth of the node's attribution.
+    """
+    edges = why.graph.edges
+    direct = edges[edges["target"] == "metric"].groupby("source")["weight"].sum()
+    whole = why.graph.heads.set_index("id")["attribution"]
     runs = [model.run_with_cache(text)[1] for text in (CLEAN, CORRUPTED)]
     texts = [model.to_str_tokens(text) for text in (CLEAN, CORRUPTED)]
     kinds = set()
@@ -121,7 +132,7 @@ def test_descriptions_and_labels_are_of_both_runs(model, why):
             both = keys[0] != keys[1] or tokens[0] != tokens[1]
             said = f"), corrupted {tokens[1]!r} ({shares[1]:.0%})" in does
             assert said == (both or abs(shares[0] - shares[1]) > 0.1)
-            short = [token.strip()[:9] for token in tokens]
+            short = [token.strip() for token in tokens]
             assert label == f"{name} ← {' / '.join(short if both else short[:1])}"
             change = (z[0] - z[1]) @ model.blocks[layer].attn.W_O[index]
         else:
@@ -139,11 +150,15 @@ def test_descriptions_and_labels_are_of_both_runs(model, why):
         best = int(scores.argmax() if high > -low else scores.argmin())
         written = model.to_single_str_token(best)
         of_change = [part for part in does.split("; ") if part.startswith(("raises", "lowers"))]
-        assert of_change[0].startswith(f"{first} {written!r}")
+        has_tokens = bool(abs(direct.get(node, 0.0)) >= 0.1 * abs(whole[node]))
+        assert bool(of_change) == has_tokens
+        if has_tokens:
+            assert of_change[0].startswith(f"{first} {written!r}")
         if kind == "neuron":
-            assert label == f"{name} {'↑' if high > -low else '↓'} {written.strip()[:9]}"
-        kinds.add((kind, ", corrupted" in does.split("; ")[0]))
-    assert kinds >= {("attention", True), ("neuron", True), ("neuron", False)}
+            arrow = f" {'↑' if high > -low else '↓'} {written.strip()}"
+            assert label == name + arrow * has_tokens
+        kinds.add((kind, has_tokens))
+    assert kinds >= {("attention", False), ("neuron", True), ("neuron", False)}
 
 
 def test_attention_is_a_mean_over_prompts(model):
@@ -152,7 +167,7 @@ def test_attention_is_a_mean_over_prompts(model):
     why = circuits.explain(model, clean, corrupted, METRIC, n_patched=1)
     pattern = model.run_with_cache(clean)[1]["pattern", 3][:, 3, 5].mean(0)
     assert int(pattern.argmax()) == 2
-    assert f"looks at ' keys' ({float(pattern[2]):.0%})" in why.does["L3H3@5"]
+    assert f"looks at ' keys' in prompt 0 ({float(pattern[2]):.0%})" in why.does["L3H3@5"]
 
 
 def test_its_circuit_is_the_circuit_of_discover(model, why):
@@ -166,8 +181,21 @@ def test_its_circuit_is_the_circuit_of_discover(model, why):
     assert "Of the circuit's" not in why.text()
 
 
+def test_it_names_strong_sites_outside_the_circuit(model, why):
+    """A circuit that has to keep little leaves strong sites out."""
+    assert "Not in the circuit" not in why.text()
+    little = circuits.explain(model, CLEAN, CORRUPTED, METRIC, faithfulness=0.05, n_patched=1)
+    shares = little.attribution.frame.assign(share=little.attribution.frame["score"].abs())
+    outside = shares[~little.circuit.contains(shares)].nlargest(3, "share")
+    assert outside["share"].min() > 0.1
+    said = ", ".join(f"{r.name_}@{r.position} {r.score:.2f}" for r in
+                     outside.rename(columns={"name": "name_"}).itertuples())  # fmt: skip
+    assert f"but with a large share: {said}." in " ".join(little.text().split())
+    assert said in str(little.view())
+
+
 def test_it_warns_if_the_model_gives_another_answer(model):
-    """The answers' ranks are computed by hand."""
+    """The answers' ranks are computed from the logits."""
     order = model(CLEAN)[0, -1].argsort(descending=True).tolist()
     last = [model.to_single_str_token(token) for token in order]
     far = [text for text in last if text.islower() and text.startswith(" ")][-2:]
@@ -175,10 +203,10 @@ def test_it_warns_if_the_model_gives_another_answer(model):
         ranks = [1 + order.index(model.to_single_token(answer)) for answer in answers]
         why = circuits.explain(model, CLEAN, CORRUPTED, p.logit_diff(*answers), n_patched=1)
         text = " ".join(repr(why).split())
-        (first, second), (rank, other) = answers, ranks
-        said = f"not {first!r} (rank {rank:,}) or {second!r} (rank {other:,})."
+        (first, second), (rank, second_rank) = answers, ranks
+        said = f"not {first!r} (rank {rank:,}) or {second!r} (rank {second_rank:,})."
         assert f"on the clean prompt, the model answers ' are' (29%), {said}" in text
-        assert ("nearly impossible" in text) == (min(ranks) >= 1000)
+        assert ("very improbable" in text) == (min(ranks) >= 1000)
 
 
 def test_patches_of_the_table_are_those_of_a_sweep(model, why):
@@ -213,24 +241,24 @@ def test_it_is_saved_with_all_its_files_and_its_page_names_nodes(why, tmp_path):
     attribution = p.Sweep.load(tmp_path / "why" / "attribution.parquet")
     pd.testing.assert_frame_equal(attribution.to_frame(), why.attribution.to_frame())
     assert ", by pattern" in (tmp_path / "why" / "page.html").read_text("utf-8")
-    why.save(tmp_path / "why")  # again, over it
+    why.save(tmp_path / "why")  # a second call replaces the saved files
 
 
 def test_a_page_without_words_separates_numbers_and_says_what_carries_each_share():
     model = expose_neuron_heads(pretrained.modular_addition(), copy=True).model
-    model.cfg.model_name = "custom"  # TransformerLens' name of a model that was built from a config
+    model.cfg.model_name = "custom"  # TransformerLens' name for a model built from a config
     clean, corrupted = torch.tensor([[3, 4, 113]]), torch.tensor([[3, 5, 113]])
     why = circuits.explain(model, clean, corrupted, p.logit_diff(7, 8), n_patched=1)
     page = str(why.view())
     assert "Corrupted prompt: 3 5 113" in page
-    assert f"<title>{why.attribution.clean_and_corrupted}</title>" in page
+    assert f"<title>{why.attribution.clean_and_corrupted}: logit_diff(7, 8) after " in page
     names = json.loads(page.split('id="state">')[1].split("</script>")[0])["names"]
     carriers = set()
     for row in why.table().to_dict("records"):
         parts = {name: abs(row[f"by_{name}"]) for name in ("pattern", "value")}
         smaller = min(parts.values()) / sum(parts.values())
         carrier = "both" if smaller > 1 / 3 else max(parts, key=lambda name: parts[name])
-        assert names[row["id"]].endswith(f", by {carrier}")
+        assert names[row["id"]].endswith(f", by {carrier}") == (carrier != "value")
         carriers.add(carrier)
     assert "both" in carriers
 
@@ -242,7 +270,7 @@ def test_neurons_are_named_after_the_tokens_where_they_are_largest(model, why):
     page = str(why.view(examples))
     rows = examples[(examples["name"] == why.neurons[0]) & (examples["rank"] == 1)]
     best = rows.loc[rows["value"].abs().idxmax()]
-    label = f"{best['name']} at “{best['tokens'][best['position']].strip()[:9]}”"
+    label = f"{best['name']} at “{best['tokens'][best['position']].strip()}”"
     assert json.dumps(label).strip('"') in page
 
 

@@ -1,4 +1,4 @@
-"""Faithfulness: ablations against plain hooks, areas worked out by hand, circuits that suffice."""
+"""Tests of faithfulness: ablations against plain hooks, areas by hand, and sufficient circuits."""
 
 import numpy as np
 import patch_oracle as oracle
@@ -39,7 +39,7 @@ def model_of(family, layout=LAYOUTS[0]):
 
 @torch.no_grad()
 def metric_of(model, prompt, gone, ablation, other_prompt):
-    """The logit difference where sites are gone, by a hook for each, written anew."""
+    """Return the logit difference with the `gone` sites ablated by plain hooks, one per site."""
     hooks, replacements = [], {}
     for name, position in gone:
         head = HeadName.parse(name)
@@ -98,7 +98,7 @@ def test_the_curve_is_what_plain_hooks_make_of_it(layout, ablation, positions):
             (row.completeness, sites[:size]),
         ):
             expected = (value(gone) - nothing) / (whole - nothing)
-            assert got == pytest.approx(expected, abs=1e-8)  # of a difference of 1e-3 and more
+            assert got == pytest.approx(expected, abs=1e-8)  # the denominator is at least 1e-3
     assert result.frame["faithfulness"].iloc[[0, -1]].tolist() == pytest.approx([0, 1])
     assert result.frame["completeness"].iloc[[0, -1]].tolist() == pytest.approx([1, 0])
 
@@ -112,7 +112,7 @@ def test_areas_are_those_of_trapezoids():
     assert result.cpr == pytest.approx(0.3 * (a + b) / 2 + 0.6 * (b + c) / 2)
     gaps = [abs(1 - f) for f in (a, b, c)]
     assert result.cmd == pytest.approx(0.3 * sum(gaps[:2]) / 2 + 0.6 * sum(gaps[1:]) / 2)
-    # control: no ranking is as good as a random one, and another seed draws others
+    # Control: random rankings do worse, and another seed draws other rankings.
     assert result.cmd < result.random_cmd
     reseeded = faithfulness(
         model, clean, corrupted, METRIC, ranking, shares=shares, n_random=2, seed=1
@@ -123,11 +123,11 @@ def test_areas_are_those_of_trapezoids():
 
 
 def test_cpr_and_cmd_of_a_curve_worked_out_by_hand(monkeypatch):
-    """By MIB's shares, of which 1 - 0.5 weighs half of all; f(C) is made up, over 1 at the end.
+    """Use MIB's shares, where 0.5 to 1 is half of the range; f(C) is made up and exceeds 1 at 0.5.
 
-    f is k for shares k up to 0.2, 1.5 at 0.5, 1 at 1. Trapezoids by hand:
+    f equals the share k for k up to 0.2, 1.5 at k = 0.5, and 1 at k = 1. The trapezoids are:
 
-        CPR  from .001 to .2 of the line f = k: (.2² - .001²) / 2 = .0199995
+        CPR  .001 to .2, on the line f = k: (.2² - .001²) / 2 = .0199995
              .3 (.2 + 1.5) / 2 = .255, .5 (1.5 + 1) / 2 = .625         .8999995
         CMD  1 - k up to .2: .199 - .0199995 = .1790005
              |1 - f| is .8 and then .5: .3 (.8 + .5) / 2 = .195, .5 (.5 + 0) / 2 = .125   .4990005
@@ -156,7 +156,7 @@ def test_signed_order_puts_what_helps_first_in_either_direction():
             order: faithfulness(model, clean, corrupted, METRIC, ranking, order=order, n_random=0)
             for order in ("signed", "magnitude")
         }
-        # Only what raises the metric: more of it than the model has.
+        # Sites that raise the metric, kept alone, raise it above the whole model's.
         assert curves["signed"].frame["faithfulness"].max() > 1
         assert curves["signed"].cpr > curves["magnitude"].cpr
 
@@ -173,9 +173,9 @@ def test_the_circuit_found_suffices_and_each_of_its_sites_is_needed(method, layo
     )
     assert 1 < len(circuit) < circuit.n_sites == 21 * POS
     assert abs(1 - circuit.faithfulness) <= 0.2
-    # control: random circuits of that size do not suffice
+    # Control: random circuits of the same size are not faithful enough.
     assert all(abs(1 - f) > 0.2 for f in circuit.random)
-    # measured by plain hooks
+    # Evaluate the circuit with plain hooks.
     every = [(name, pos) for name in names for pos in range(POS)]
     kept = list(zip(circuit.frame["name"], circuit.frame["position"], strict=True))
     whole, nothing = (metric_of(model, clean, g, "resample", corrupted) for g in ([], every))
@@ -190,7 +190,7 @@ def test_the_circuit_found_suffices_and_each_of_its_sites_is_needed(method, layo
     assert circuit.completeness == pytest.approx(share(rest), abs=1e-8)
     for site in kept:
         assert abs(1 - share([name for name in kept if name != site])) > 0.2
-    # on other prompts, likewise
+    # The same holds on other prompts.
     clean, corrupted = clean.flip(0) + 1, corrupted.flip(0) + 1
     result = evaluate(model, circuit, clean, corrupted, METRIC)
     whole, nothing = (metric_of(model, clean, g, "resample", corrupted) for g in ([], every))
@@ -205,8 +205,8 @@ def test_the_circuit_found_suffices_and_each_of_its_sites_is_needed(method, layo
     assert [result.accuracy, result.whole_accuracy, result.nothing_accuracy] == wins
 
 
-def sufficient_prefixes(model, clean, corrupted, wanted):
-    """The shortest sufficient prefix of each order, every one measured; and the curves."""
+def sufficient_prefixes(model, clean, corrupted, threshold):
+    """Return the shortest sufficient prefix of each order, by trying all, and the curves."""
     ranking = p.attribution(model, clean, corrupted, METRIC, direction="noise")
     arguments = model, clean, corrupted, METRIC, ranking.frame
     ablated = AblatedModel(*arguments, ablation="resample", mask=None)
@@ -214,13 +214,13 @@ def sufficient_prefixes(model, clean, corrupted, wanted):
     for order in ("magnitude", "signed"):
         sites = ablated.ranked(ranking, order)
         curve = ablated.faithfulness([sites[:k] for k in range(1, len(sites) + 1)])
-        shortest[order] = 1 + int((abs(1 - curve) <= 1 - wanted).argmax())
+        shortest[order] = 1 + int((abs(1 - curve) <= 1 - threshold).argmax())
         curves[order] = curve
     return shortest, curves
 
 
 def test_what_helps_faithfulness_is_first_in_the_signed_order():
-    """Though a prompt alone, or two, may have spans of the other sign than all sites and none."""
+    """Ablating the first site lowers faithfulness most, even if whole minus nothing is negative."""
     model, (clean, corrupted), signs = model_of("gelu"), prompts(batch=1), set()
     for wrong in range(4):
         metric = p.logit_diff(oracle.CORRECT, wrong)
@@ -236,20 +236,20 @@ def test_what_helps_faithfulness_is_first_in_the_signed_order():
     assert signs == {-1.0, 1.0}
 
 
-@pytest.mark.parametrize("wanted", [0.8, 0.95])
-def test_the_last_look_finds_the_shortest_prefix(wanted):
-    """Every prefix is measured that is shorter than the circuit, wherever that came from."""
+@pytest.mark.parametrize("threshold", [0.8, 0.95])
+def test_the_last_look_finds_the_shortest_prefix(threshold):
+    """The search tries all prefixes shorter than the circuit, whatever order the circuit has."""
     model, (clean, corrupted) = model_of("gelu"), prompts(batch=1)
-    shortest, _ = sufficient_prefixes(model, clean, corrupted, wanted)
+    shortest, _ = sufficient_prefixes(model, clean, corrupted, threshold)
     ranking = p.attribution(model, clean, corrupted, METRIC, direction="noise")
     arguments = model, clean, corrupted, METRIC, ranking.frame
     ablated = AblatedModel(*arguments, ablation="resample", mask=None)
-    search = _Search(ablated, wanted)
+    search = _Search(ablated, threshold)
     orders = [ablated.ranked(ranking, order) for order in ("magnitude", "signed")]
     size = min(shortest.values())
     longer = orders[0][: size + 5]
     assert len(search.shorter_prefix(orders, longer)) == size
-    # the control: none is shorter than the shortest
+    # Control: no prefix is shorter than the shortest.
     best = orders[0][:size]
     assert search.shorter_prefix(orders, best) is best
 
@@ -269,7 +269,7 @@ def test_a_search_runs_no_circuits_far_larger_than_the_one_it_finds():
 
 @pytest.mark.parametrize("ablation", ["resample", "positional_mean"])
 def test_a_search_does_not_record_the_runs_of_its_ranking_again(ablation, monkeypatch):
-    """Its circuits are as faithful as those of an ablated model that records its own runs."""
+    """The search's circuits are as faithful as for an ablated model that records its own runs."""
 
     def refuse(*args, **options):
         raise AssertionError("recorded again")
@@ -280,7 +280,7 @@ def test_a_search_does_not_record_the_runs_of_its_ranking_again(ablation, monkey
     with monkeypatch.context() as patch:
         patch.setattr(ablation_module, "record_pair", refuse)
         with pytest.raises(AssertionError, match="recorded again"):
-            discover(*arguments, **how)  # control: the ranking is more precise in float64
+            discover(*arguments, **how)  # control: a float64 ranking is not in the model's dtype
         model.to(torch.float32)
         model.cfg.dtype = torch.float32
         tried = discover(*arguments, **how).tried
@@ -292,27 +292,27 @@ def test_a_search_does_not_record_the_runs_of_its_ranking_again(ablation, monkey
     np.testing.assert_allclose(tried["faithfulness"], expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("seed", "wanted"), [(5, 0.8), (10, 0.99)])
-def test_no_prefix_of_either_order_is_shorter(seed, wanted):
+@pytest.mark.parametrize(("seed", "threshold"), [(5, 0.8), (10, 0.99)])
+def test_no_prefix_of_either_order_is_shorter(seed, threshold):
     model, (clean, corrupted) = model_of("gelu"), prompts(batch=1)
     clean, corrupted = (clean + seed) % 41, (corrupted + 5 * seed) % 41
-    shortest, curves = sufficient_prefixes(model, clean, corrupted, wanted)
-    how = {"faithfulness": wanted, "n_random": 0}
+    shortest, curves = sufficient_prefixes(model, clean, corrupted, threshold)
+    how = {"faithfulness": threshold, "n_random": 0}
     circuit = discover(model, clean, corrupted, METRIC, **how)
-    assert abs(1 - circuit.faithfulness) <= 1 - wanted
+    assert abs(1 - circuit.faithfulness) <= 1 - threshold
     assert len(circuit) <= min(shortest.values()) < 0.3 * circuit.n_sites
     for order, size in shortest.items():
         prefix = discover(model, clean, corrupted, METRIC, order=order, **how)
-        k = len(prefix)  # a grid may go over shorter ones that suffice
+        k = len(prefix)  # a grid may miss shorter sufficient prefixes
         assert k >= size
-        assert abs(1 - curves[order][k - 1]) <= 1 - wanted or k == circuit.n_sites
-        assert abs(1 - curves[order][k - 2]) > 1 - wanted
-    # control: no curve is monotone, and halving the gap would have gone astray
+        assert abs(1 - curves[order][k - 1]) <= 1 - threshold or k == circuit.n_sites
+        assert abs(1 - curves[order][k - 2]) > 1 - threshold
+    # Control: no curve is monotone, so a bisection would have failed.
     assert all((np.diff(curve) < -0.01).any() for curve in curves.values())
 
 
 def test_what_a_site_is_worth_is_the_gradient_of_its_ablation():
-    """Against differences: sites of a circuit, and others, moved by a small share of the way."""
+    """Compare with differences: move each site by a small share of its ablation."""
     model, (clean, corrupted) = model_of("gelu", LAYOUTS[1]), prompts()
     names = ["L0H1", "L0N3", "L0N29", "L1H0", "L1N7", "L2N11", "L2H1"]
     ranking = p.attribution(model, clean, corrupted, METRIC, sites=names)
@@ -324,7 +324,7 @@ def test_what_a_site_is_worth_is_the_gradient_of_its_ablation():
     assert (worth != 0).sum() > 20
 
     def share(moved):
-        """Faithfulness of those kept, one site moved by a share of its ablation."""
+        """Return the faithfulness of `kept` when one site is moved by a share of its ablation."""
         hooks = []
         for row, (name, position) in enumerate(sites):
             head = HeadName.parse(name)
@@ -344,11 +344,11 @@ def test_what_a_site_is_worth_is_the_gradient_of_its_ablation():
     step = 1e-4
     for row in (*kept, 1, 6, 12, 17, 29, 34):
         slope = (share({row: -step}) - share({row: step})) / (2 * step)
-        assert worth[row] == pytest.approx(slope, abs=1e-7)  # of differences: step² and rounding
+        assert worth[row] == pytest.approx(slope, abs=1e-7)  # from step² and rounding
 
 
 def test_slopes_of_a_loss_are_those_of_plain_hooks():
-    """Against differences, for a loss in which every prompt has its own weight."""
+    """Compare with differences, for a loss in which every prompt has its own weight."""
     model = model_of("gelu", LAYOUTS[1])
     clean = torch.randint(1, 41, (3, POS), generator=torch.Generator().manual_seed(0))
     corrupted = clean.clone()
@@ -401,7 +401,7 @@ def test_nothing_less_than_everything_is_faithful_to_the_bit():
         model, clean, corrupted, METRIC, sites=["L0N3", "L1H0"], faithfulness=1.0, positions="all"
     )
     assert len(circuit) == circuit.n_sites == 2
-    # at all positions, prompts may be of any length
+    # Sites at all positions allow prompts of any length.
     longer = tokens(3, 2, POS + 2), tokens(5, 2, POS + 2)
     assert evaluate(model, circuit, *longer, METRIC).faithfulness == pytest.approx(1)
 
@@ -444,7 +444,7 @@ def test_what_makes_no_sense_is_refused():
     refused("seed='x'", seed="x")
     refused("ranking: got a list", ["L0N3@1"])
     after = p.attribution(*arguments, sites=["L2N3"], positions=[0])
-    refused("for which the values differ", after)  # after the first position, nobody reads it
+    refused("for which the values differ", after)  # no later head reads this neuron at position 0
     refused("from the end", p.attribution(*arguments, sites=["L2N3"], positions=-1))
     refused("the role 'end'", p.attribution(*arguments, sites=["L2N3"], positions={"end": -1}))
     refused("one row per prompt", p.attribution(*arguments, sites=["L2N3"], per_prompt=True))
@@ -456,11 +456,9 @@ def test_what_makes_no_sense_is_refused():
     circuit = discover(*arguments, sites=["L0N3", "L1H0"], n_random=0)
     with pytest.raises(InputError, match=f"prompts of {POS + 2} tokens; expected {POS}"):
         evaluate(model, circuit, *longer, METRIC)
-    for wanted in (2, "x"):
-        with pytest.raises(
-            InputError, match=rf"(?s)faithfulness={wanted!r}.*n_random=-1.*seed=1.5"
-        ):
-            discover(*arguments, faithfulness=wanted, n_random=-1, seed=1.5)
+    for value in (2, "x"):
+        with pytest.raises(InputError, match=rf"(?s)faithfulness={value!r}.*n_random=-1.*seed=1.5"):
+            discover(*arguments, faithfulness=value, n_random=-1, seed=1.5)
     handle = model.hook_embed.register_forward_hook(lambda *args: None)
     with pytest.raises(InputError, match="hooks are attached"):
         faithfulness(*arguments, ranking)

@@ -1,4 +1,4 @@
-"""Features in analyses of weights and in explanations; skip and error nodes refused or left out."""
+"""Tests of features in weight analyses and explanations; skip and error nodes are left out."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def model():
 
 
 def gain(norm):
-    """The gain of a norm, of either transformer-lens."""
+    """Return the gain of a norm, under TransformerLens 3.9 or 4."""
     return (norm.weight if hasattr(norm, "weight") else norm.w).detach()
 
 
@@ -63,7 +63,7 @@ def test_selections_leave_out_what_has_no_weights(model):
     kinds = set(circuits.copying_scores(model)["kind"])
     assert kinds == {"attention", "neuron", "feature"}
     pairs = circuits.top_compositions(model, 3, writers=p.all_heads(3), readers=p.all_heads(3))
-    assert pairs.attrs["pairs"] == 4 * 344 + 4 * 0  # heads of layer 3 write to its features
+    assert pairs.attrs["pairs"] == 4 * 344 + 4 * 0  # the heads of layer 3 write to its features
     for call in (
         lambda: circuits.composition(model, ["L1E"], ["L3F11"]),
         lambda: circuits.composition(model, ["L1F58"], ["L3E"]),
@@ -82,7 +82,7 @@ def test_selections_leave_out_what_has_no_weights(model):
 
 @torch.no_grad()
 def test_sources_of_a_feature_include_errors(model):
-    """The share of an error is its product with the encoder's column, after the norm's scale."""
+    """An error node's share is its output times the encoder column, divided by the norm's scale."""
     frame = circuits.score_sources(model, PAIR[0], "L3F11")
     _, cache = model.run_with_cache(PAIR[0])
     q = cache["blocks.3.mlp.hook_pre"][0, -1, 11]
@@ -120,8 +120,8 @@ def test_explanation_and_groups(model):
             assert does.startswith(expected)
         if kind == "feature":
             place = f"blocks.{name[1]}.mlp.hook_post", int(position), int(name[3:])
-            z, other = (run[place[0]][0, place[1], place[2]] for run in (cache, corrupted))
-            assert does.startswith(f"z {z:.2f}" if z or other else "inactive")
+            z, corrupted_z = (run[place[0]][0, place[1], place[2]] for run in (cache, corrupted))
+            assert does.startswith(f"z {z:.2f}" if z or corrupted_z else "inactive")
         assert ("gate" in does) == (kind == "neuron")
     assert "features" not in why.title
     assert "L3E@5" in why.text(60)

@@ -1,4 +1,4 @@
-"""Attribution graphs of TransformerBridges, under transformer-lens 3.9 and 4 alike."""
+"""Tests of attribution graphs of TransformerBridges, under TransformerLens 3.9 and 4."""
 
 import bridges
 import pytest
@@ -8,7 +8,7 @@ from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 # LlamaRMSNorm and Gemma2RMSNorm compute in float32 in any dtype.
 ROUNDING = {"gpt2": 1e-9, "neox": 1e-9, "llama": 1e-5, "gemma2": 1e-5}
 
@@ -29,12 +29,12 @@ def test_sums_hold(name):
         scale = expected.abs().max()
         assert (into - expected.reindex(into.index)).abs().max() < ROUNDING[name] * scale
         assert into["metric"] == pytest.approx(graph.value, abs=ROUNDING[name] * scale)
-        # control: without the edges from the embedding, they do not
+        # Control: without the edges from the embedding, the sums do not hold.
         left = graph.edges.query("kind == 'value' and source.str.startswith('embed') == False")
         left = left.groupby("target")["weight"].sum()
         assert (left - expected.reindex(left.index)).abs().max() > 1e-2 * scale
-    # of scores that are bilinear, queries and keys have equal shares in all
+    # Scores are functions of q · k, so the edges into queries and into keys have equal sums.
     q, k = graph.inflow("q"), graph.inflow("k")
-    if name != "gemma2":  # its scores are capped: bilinear no more, and still of q · k
+    if name != "gemma2":  # Gemma 2's capped scores are not bilinear
         assert len(k)
     assert (q.reindex(k.index) - k).abs().max() < ROUNDING[name] * scale

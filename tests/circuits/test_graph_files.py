@@ -1,4 +1,4 @@
-"""Graphs in files: read back to the bit, refused when damaged or newer."""
+"""Tests of graph files: they are read back bit for bit, and refused if damaged or newer."""
 
 import json
 from dataclasses import fields, replace
@@ -78,7 +78,7 @@ def test_damage_newer_versions_and_other_files_are_refused(graph, tmp_path):
 def test_what_another_program_wrote_is_read_as_it_stands_or_refused(
     graph, tmp_path, path_to, value, match
 ):
-    """Files whose digest is right and whose contents are no graph's."""
+    """Refuse files with a correct digest whose contents are not a valid graph."""
     path = tmp_path / "graph.json"
     to_json(graph, path)
     *within, last = path_to
@@ -97,7 +97,7 @@ def test_what_another_program_wrote_is_read_as_it_stands_or_refused(
 def test_what_does_not_hang_together_is_no_graph(graph):
     edges = graph.edges.copy()
     edges.loc[3, "source"] = "L9N9@9"
-    with pytest.raises(InputError, match="source 'L9N9@9', which is not a node"):
+    with pytest.raises(InputError, match="source 'L9N9@9' of an edge is not a node"):
         replace(graph, edges=edges)
     with pytest.raises(InputError, match="node bias twice"):
         replace(graph, nodes=graph.nodes.replace("rest", "bias"))

@@ -1,4 +1,4 @@
-"""Groups of nodes: joint effects against plain hooks, faithfulness as one, what is refused."""
+"""Tests of grouped nodes: joint effects against plain hooks, joint faithfulness, and refusals."""
 
 import json
 
@@ -16,7 +16,7 @@ from attn_only_lens.heads import host_of
 
 PAIRS = {
     "agreement": ("The keys near the cabinet", "The key near the cabinet", " are", " is"),
-    "indirect object": None,  # from the task
+    "indirect object": None,  # the metric comes from the task
 }
 
 
@@ -45,7 +45,7 @@ def case(request, model):
 
 
 def hooked(model, tokens, source, changed, metric):
-    """The metric with z of some nodes taken from a cache, by a plain hook for each."""
+    """Return the metric when plain hooks replace z of some nodes by the cached values."""
     hooks = []
     for node in changed:
         name, _, position = node.partition("@")
@@ -102,7 +102,7 @@ def test_groups_as_a_whole_are_as_faithful_as_their_members(case):
 
 
 def test_no_tolerance_makes_no_groups_that_change_it(model, case):
-    """The control: with a tolerance of 0 nearly nothing may be put together."""
+    """Control: with a tolerance of 0, almost no nodes may be grouped."""
     graph, prompts, groups = case
     strict = circuits.group_nodes(graph, model, *prompts, tolerance=0.0)
     assert strict.similarity >= groups.similarity
@@ -112,7 +112,7 @@ def test_no_tolerance_makes_no_groups_that_change_it(model, case):
 
 
 def test_clusters_are_of_average_linkage():
-    """Three alike, one apart, worked out by hand; kinds and positions are never mixed."""
+    """Check three similar nodes and a distant one; kinds and positions are never mixed."""
     vectors = np.array([[1, 0], [1, 0.1], [1, -0.1], [0, 1], [1, 0], [1, 0]], dtype=float)
     heads = pd.DataFrame(
         {"kind": ["neuron"] * 4 + ["attention", "neuron"], "position": [2, 2, 2, 2, 2, 3]}

@@ -1,10 +1,10 @@
-"""Circuits of the shipped model: for a wave of the answer, the neurons of that wave.
+"""Tests that circuits for one wave of the shipped model's logits consist of that wave's neurons.
 
-A network that has learnt addition modulo p works with a few key frequencies (Nanda et al.,
-"Progress measures for grokking via mechanistic interpretability", 2023): its logits are a sum of
-waves cos(2πk(c - a - b)/p), one for each, and so a metric that is the share of one wave has a
-ground truth, the neurons whose activations over all (a, b) are waves of that k. Every neuron is of
-some key frequency, and so are random ones; of a given one are as few as there are.
+A network that has learnt addition modulo p uses a few key frequencies (Nanda et al.,
+"Progress measures for grokking via mechanistic interpretability", 2023). Its logits are a sum of
+waves cos(2πk(c - a - b)/p), one for each key frequency k. A metric that is the share of one wave
+therefore has a ground truth: the neurons whose activations over all (a, b) are waves of that k.
+Every neuron has a key frequency, so random neurons rarely all have the same one.
 """
 
 import math
@@ -30,20 +30,20 @@ def shipped():
 
 
 def by_frequency(power):
-    """The share of each frequency in the power of [..., 113, 113] or [..., 113]: [..., 56]."""
-    axes = power.ndim - 1  # over one number, or two
+    """Return the share of each frequency [..., 56] in the power [..., 113, 113] or [..., 113]."""
+    axes = power.ndim - 1  # frequencies of one summand, or of both
     shares = []
     for k in range(1, P // 2 + 1):
         entries = torch.tensor([0, k, P - k]) if axes == 2 else torch.tensor([k, P - k])
-        of = power[..., entries]
-        shares.append(of[..., entries, :].sum((-1, -2)) if axes == 2 else of.sum(-1))
+        selected = power[..., entries]
+        shares.append(selected[..., entries, :].sum((-1, -2)) if axes == 2 else selected.sum(-1))
     return torch.stack(shares, -1)
 
 
 @cache
 @torch.no_grad()
 def neuron_frequencies():
-    """Of each neuron: the frequency of most of the variance of its activation at '='."""
+    """Return for each neuron the frequency with the most variance of its activation at '='."""
     hook = HeadName(0, "neuron", 0).hook("z", shipped())
     _, seen = shipped().run_with_cache(pretrained.modular_addition_tokens(), names_filter=hook)
     grids = seen[hook][:, -1, :, 0].T.reshape(-1, P, P).double()
@@ -53,7 +53,7 @@ def neuron_frequencies():
 
 
 def wave(k):
-    """The share of one wave in the logits of the answers, over SUMS."""
+    """Return a metric: the share of one wave in the logits of the answers, over SUMS."""
     angles = 2 * math.pi * k / P * (torch.arange(P) - SUMS.sum(1, keepdim=True)).double()
     return p.custom(
         lambda logits: (logits[:, -1, :P].double() * torch.cos(angles)).sum(-1).mean(),
@@ -62,19 +62,19 @@ def wave(k):
 
 
 def share(names, k):
-    """How many of these neurons are of frequency k."""
+    """Return the fraction of these neurons that have frequency k."""
     return (neuron_frequencies()[[HeadName.parse(name).index for name in names]] == k).mean()
 
 
 def random_shares(size, k):
-    """The same of random neurons, as many: a hundred times."""
+    """Return the fraction with frequency k in each of 100 random sets of `size` neurons."""
     draw = np.random.default_rng(0)
     return [(draw.permutation(neuron_frequencies())[:size] == k).mean() for _ in range(100)]
 
 
 @torch.no_grad()
 def test_the_key_frequencies_are_those_of_the_embedding():
-    """Three waves carry it, and every neuron is of one of them."""
+    """Three waves carry the embedding, and every neuron has the frequency of one of them."""
     W_E = shipped().W_E[:P].double()
     power = torch.fft.fft(W_E - W_E.mean(0), dim=0).abs() ** 2
     strength = by_frequency(power.T).sum(0)
@@ -103,8 +103,8 @@ def test_neurons_that_are_found_for_a_wave_are_of_its_frequency(k):
     assert circuit.frame["position"].tolist() == [2] * len(circuit)
     for names in (neurons.nlargest(8, "attribution")["name"], circuit.frame["name"]):
         assert len(names) > 3
-        assert share(names, k) > 0.97  # clipped waves leak a little
-        # the control: random neurons are of that frequency as often as neurons are
+        assert share(names, k) > 0.97  # clipping leaks a little into other waves
+        # Control: random sets have frequency k as often as all neurons do.
         random = random_shares(len(names), k)
         assert np.mean(random) == pytest.approx((neuron_frequencies() == k).mean(), abs=0.1)
         assert np.mean(np.array(random) > 0.97) < 0.1

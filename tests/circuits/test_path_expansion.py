@@ -1,9 +1,9 @@
-"""Path expansion against the model's own code, run with heads scaled and all patterns held.
+"""Tests of path expansion against the model's own code, run with scaled heads and fixed patterns.
 
-With every pattern, norm scale and held factor put back to those of a run, and what every head puts
-out multiplied by e, a path through h heads is multiplied by e^h: so the logits are a polynomial in
-e, whose coefficients are the logits of paths by length. With all heads but two put to zero, what
-the two add together and not each alone is the path through both.
+Every pattern, norm scale and held factor is reset to its value in one run, and every head's
+output is multiplied by e. A path through h heads is then multiplied by e^h, so the logits are a
+polynomial in e, whose coefficients are the logits of the paths by length. If all heads but two
+are zero, the effect of both minus the effects of each alone is the path through both.
 """
 
 import bridges
@@ -17,13 +17,13 @@ from attn_only_lens import HeadName as Name
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError, UnsupportedModelError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 PROMPT = torch.tensor([[3, 29, 7, 11, 5]])
 METRIC = p.logit_diff(correct=7, wrong=8)
 
 
 class Frozen:
-    """A model whose patterns, norm scales and held factors are those of one run."""
+    """A model whose patterns, norm scales and held factors are fixed at those of one run."""
 
     def __init__(self, model, n_layers, gated=False, held="gate"):
         self.model, self.gated, self.held, self.n_layers = model, gated, held, n_layers
@@ -52,7 +52,7 @@ class Frozen:
         return hook
 
     def product(self, now, name):
-        """The value of gated neurons with one factor put back."""
+        """Return hooks that reset one factor of the gated neurons' value."""
         q, v = (name.hook(point, self.model) for point in "qv")
 
         def hook(value, hook):
@@ -64,7 +64,7 @@ class Frozen:
 
     @torch.no_grad()
     def logits(self, scale):
-        """Logits with z of every sublayer multiplied by what `scale` says of its hook."""
+        """Return logits with z of every sublayer multiplied by `scale(hook_name, z)`."""
         hooks = [
             (name, lambda value, hook, name=name: self.seen[name])
             for name in (*self.patterns, *self.scales)
@@ -77,7 +77,7 @@ class Frozen:
         return self.model.run_with_hooks(PROMPT, fwd_hooks=hooks)
 
     def by_hops(self):
-        """[hops, batch, pos, d_vocab]"""
+        """Return the logits of the paths by length: [hops, batch, pos, d_vocab]."""
         n = len(self.z) + 1
         nodes = np.cos(np.pi * (np.arange(n) + 0.5) / n)
         runs = torch.stack([self.logits(lambda name, z, e=float(e): e) for e in nodes])
@@ -85,7 +85,7 @@ class Frozen:
         return torch.einsum("hn,nbpv->hbpv", powers.to(runs), runs)
 
     def only(self, *heads):
-        """METRIC with all heads at zero but some, written `L0H1@3`."""
+        """Return METRIC with all heads set to zero except some, written `L0H1@3`."""
 
         def scale(name, z):
             kept = torch.zeros_like(z)
@@ -113,7 +113,7 @@ def check(model, tolerance, n_layers=N_LAYERS, gated=False, held="gate", two=7):
     assert short.logits.shape[0] == 4
     assert (short.logits[3] - expected[3:].sum(0)).abs().max() < tolerance * size
     assert (short.logits.sum(0) - frozen.value).abs().max() < tolerance * size
-    # The control: what is more than two hops is not nothing.
+    # Control: the paths of more than two hops are not zero.
     assert short.logits[3].abs().max() > 1e-3 * size
     effects = short.effects(METRIC)
     unit = (short.logits[:, 0, -1, 7] - short.logits[:, 0, -1, 8]).numpy()
@@ -151,7 +151,7 @@ CONVERTED = ["gelu", "llama"]
 @needs_hooked_transformer
 @pytest.mark.parametrize("name", HOOKED)
 def test_paths_of_hooked_transformers(name):
-    from models import FAMILIES, build  # at the top it would have the module skipped under 4
+    from models import FAMILIES, build  # a module-level import would skip the module under 4
 
     source = build(name, scale=0.25)
     gated = bool(FAMILIES[name].get("gated_mlp"))
@@ -169,7 +169,7 @@ def test_heads_that_share_a_neuron():
 
 @pytest.mark.parametrize("name", ["gpt2", "olmo2"])
 def test_paths_of_bridges(name):
-    """Bridged norms compute in float32."""
+    """The tolerance is 1e-5 because bridged RMS norms compute in float32."""
     model = bridges.exposed_copy(bridges.boot(name))
     check(model, 1e-5, n_layers=2, gated=name != "gpt2", two=3)
 

@@ -1,4 +1,4 @@
-"""Circuits of real trained models, made by others: sums, curves, and what suffices."""
+"""Tests of circuits in real models trained by others: sums, curves, and sufficient circuits."""
 
 import pytest
 import torch
@@ -12,15 +12,15 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 pytestmark = [
     needs_hooked_transformer,
-    # Answers are the models' most probable tokens, whatever their spelling.
+    # The answers are the models' most probable tokens, however these are spelled.
     pytest.mark.filterwarnings("ignore::attn_only_lens.errors.InputWarning"),
 ]
-POS = 9  # tokens of a prompt, at most
+POS = 9  # maximal number of tokens in a prompt
 
 
 @torch.no_grad()
 def task(model, tokens):
-    """Two prompts after which the model says different things, and the difference of the two."""
+    """Return two prompts with different most probable next tokens, and these tokens."""
     prompts = tokens[:50, :POS]
     said = model(prompts)[:, -1].argmax(-1)
     index = int((said != said[0]).nonzero()[0])
@@ -35,7 +35,7 @@ def test_graphs_add_up_to_the_metric(real, dtype):
     graph = attribution_graph(convert(model), clean, p.logit_diff(*answers), top=97)
     with torch.no_grad():
         logits = model(clean)[0, -1]
-    # Sums of terms that cancel: rounding is that of the terms.
+    # The terms of the sums cancel, so the tolerance is relative to the terms.
     size = graph.edges.query("kind == 'value' and target == 'metric'")["weight"].abs().sum()
     allowed = LOGIT_TOLERANCE[dtype] * size
     assert graph.value == pytest.approx(float(logits[answers[0]] - logits[answers[1]]), abs=allowed)
@@ -43,7 +43,7 @@ def test_graphs_add_up_to_the_metric(real, dtype):
     into = graph.inflow()
     assert into["metric"] == pytest.approx(graph.value, abs=allowed)
     assert (into - expected.reindex(into.index)).abs().max() <= allowed
-    # the control: without the heads and neurons that are no nodes, sums do not hold
+    # Control: without the edges from the heads and neurons left out, the sums do not hold.
     left = graph.edges.query("kind == 'value' and source != 'rest'").groupby("target")["weight"]
     assert abs(left.sum()["metric"] - graph.value) > 10 * allowed or graph.mass == 1
 
@@ -69,7 +69,7 @@ def test_curves_beat_random_circuits_and_what_suffices_does(real):
 
 @torch.no_grad()
 def measured(model, clean, corrupted, answers, circuit):
-    """Faithfulness by the source model itself, which knows of no neuron-heads."""
+    """Return the faithfulness by hooks on the source model, which has no neuron-heads."""
     _, cache = model.run_with_cache(corrupted)
     kept = {}
     for name, position in circuit.frame[["name", "position"]].to_numpy():

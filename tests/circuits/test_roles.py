@@ -1,6 +1,6 @@
-"""Circuits whose sites are at roles, of prompts that differ in length.
+"""Tests of circuits whose sites are at roles, for prompts of different lengths.
 
-The truth is of every prompt alone, without padding, with a plain hook for each ablated site.
+The oracle runs every prompt alone, without padding, with a plain hook for each ablated site.
 """
 
 import bridges
@@ -30,7 +30,7 @@ def model():
 
 
 def prompts(roles, seed=0):
-    """Three pairs of unequal length, padded on the right, and the pairs themselves."""
+    """Return three pairs of unequal lengths, padded on the right, and the unpadded pairs."""
     clean = tokens(seed, batch=3, pos=7)
     corrupted = clean.clone()
     for row, place in enumerate(roles["subject"]):
@@ -44,7 +44,7 @@ def prompts(roles, seed=0):
 
 @torch.no_grad()
 def with_gone(model, pairs, roles, gone, ablation):
-    """The mean logit difference, with sites (name, role) of each prompt gone."""
+    """Return the mean logit difference with the `gone` sites (name, role) ablated."""
     values, caches = [], [model.run_with_cache(clean)[1] for clean, _ in pairs]
 
     def place(i, role):
@@ -126,7 +126,7 @@ def test_circuits_are_found_and_measured_on_prompts_of_other_lengths(model):
     (clean, corrupted, mask), pairs = prompts(OTHERS, seed=3)
     result = evaluate(model, circuit, clean, corrupted, METRIC, positions=OTHERS, mask=mask)
     assert result.faithfulness == pytest.approx(faithful(pairs, OTHERS), abs=1e-6)
-    # Control: with the roles elsewhere it is another number.
+    # Control: other role positions give another value.
     moved = OTHERS | {"verb": [3, 2, 2]}
     result_moved = evaluate(model, circuit, clean, corrupted, METRIC, positions=moved, mask=mask)
     assert abs(result_moved.faithfulness - result.faithfulness) > 1e-4
@@ -167,7 +167,7 @@ def test_refusals(model):
 
 
 def test_names_say_their_role(model):
-    """`L0N3@subject` is the row of L0N3 at the role, in sweeps, circuits and elsewhere."""
+    """`L0N3@subject` selects L0N3 at the role in sweeps, circuits and elsewhere."""
     (clean, corrupted, mask), _ = prompts(ROLES)
     arguments, places = (model, clean, corrupted, METRIC), {"positions": ROLES, "mask": mask}
     how = {"progress": False, **places}
@@ -175,13 +175,13 @@ def test_names_say_their_role(model):
     names = ["L0N3@subject", "L1H0@end", "L0H1"]
     some = p.activation_patch(*arguments, sites=names, **how).frame
     key = ["name", "position"]
-    asked = {("L0N3", "subject"), ("L1H0", "end")} | {("L0H1", role) for role in ROLES}
-    assert set(some[key].itertuples(index=False, name=None)) == asked
+    expected = {("L0N3", "subject"), ("L1H0", "end")} | {("L0H1", role) for role in ROLES}
+    assert set(some[key].itertuples(index=False, name=None)) == expected
     both = some.merge(every, on=key, how="left")
     assert abs(both["score_x"] - both["score_y"]).max() < EXACT
     circuit = discover(*arguments, sites=names, faithfulness=0.5, **places)
-    assert circuit.n_sites == len(asked)
-    assert set(circuit.frame[key].itertuples(index=False, name=None)) <= asked
+    assert circuit.n_sites == len(expected)
+    assert set(circuit.frame[key].itertuples(index=False, name=None)) <= expected
     for bad, match in {
         "L0N3@object": "L0N3@object; expected one of the roles in positions: subject, verb, end",
         "L0N3@2": "got L0N3@2; expected one of the roles",
@@ -200,9 +200,9 @@ def test_names_say_their_role(model):
 @pytest.mark.parametrize("metric", [METRIC, p.loss(), p.kl()], ids=lambda one: one.name)
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_chunks_of_prompts_give_what_all_give_at_once(model, metric, at_once):
-    """Also where prompts have different weights, and chunks different first changes."""
+    """The prompts have different weights, and the chunks have different first changes."""
     (clean, corrupted, mask), _ = prompts(ROLES)
-    if metric is not METRIC:  # these compare with the clean run
+    if metric is not METRIC:  # the other metrics compare with the clean run
         clean, corrupted = corrupted, clean
     arguments, places = (model, clean, corrupted, metric), {"positions": ROLES, "mask": mask}
     sites = p.attribution(
@@ -220,7 +220,7 @@ def test_chunks_of_prompts_give_what_all_give_at_once(model, metric, at_once):
     np.testing.assert_allclose(chunks.worth(some[0]), whole.worth(some[0]), atol=EXACT)
     assert abs(whole.worth(some[0])).max() > 1e-3
     held = ablated_model(*arguments, sites, ablation="mean", prompts_at_once=at_once, **places)
-    assert type(held) is AblatedModel  # a mean is over all prompts
+    assert type(held) is AblatedModel  # a mean is taken over all prompts
 
 
 def test_circuits_of_chunks_are_those_of_all_prompts(model):

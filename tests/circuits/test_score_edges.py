@@ -1,4 +1,4 @@
-"""Edges by two factors, held against hooks on the modules of transformers, written anew."""
+"""Tests of edge scores against plain hooks on the modules of transformers."""
 
 from contextlib import ExitStack
 
@@ -14,12 +14,12 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
 
 NODES = ["L0H1", "L0N3", "L1H0", "L1N7"]
-N_EDGES = 3 * 1 + 2 + 3 * 3 + 4 + 5  # into each of them, and into the logits
-ROUNDING = 1e-6  # relative: norms of transformers compute in float32, whatever the dtype
+N_EDGES = 3 * 1 + 2 + 3 * 3 + 4 + 5  # edges into each of the four nodes, and into the logits
+ROUNDING = 1e-6  # relative; norms of transformers compute in float32 in any dtype
 
 
 class Plain:
-    """A Llama of transformers, of which heads and neurons are slices of its projections."""
+    """A Llama of transformers whose heads and neurons are slices of its projections."""
 
     def __init__(self):
         self.model = bridges.original("llama")
@@ -28,7 +28,7 @@ class Plain:
         self.width, self.group = cfg.head_dim, cfg.num_attention_heads // cfg.num_key_value_heads
 
     def out(self, name):
-        """The projection that a part writes by, and the columns that are its own."""
+        """Return the output projection of a head or neuron, and its input columns."""
         layer, i = self.layers[int(name[1])], int(name[3:])
         if name[2] == "N":
             return layer.mlp.down_proj, slice(i, i + 1)
@@ -36,7 +36,7 @@ class Plain:
 
     @torch.no_grad()
     def run(self, prompt, edits=None, seen=None):
-        """Logits; `edits` by module: what is done to its output, or its input if a pair."""
+        """Return logits. `edits` maps a module to an edit of its output or (edit,) of its input."""
         with ExitStack() as stack:
             for module, edit in (edits or {}).items():
                 if isinstance(edit, tuple):
@@ -59,7 +59,7 @@ class Plain:
         return self.inputs(prompt, [module], edits)[0][..., columns]
 
     def put(self, prompt, name, z):
-        """Logits when a part puts out another z."""
+        """Return the logits when a head's or neuron's z is replaced."""
         module, columns = self.out(name)
 
         def edit(x):
@@ -74,13 +74,13 @@ class Plain:
         return z @ module.weight[:, columns].T
 
     def through(self, norm, prompt, change):
-        """A change of what a norm reads, its scale held."""
+        """Return a change of a norm's input after the norm, with a fixed scale."""
         (x,) = self.inputs(prompt, [norm])
         scale = (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
         return change * norm.weight / scale
 
     def edits(self, prompt, name, kind, change):
-        """Edits of what a reader projects, when what it reads changes by this."""
+        """Return edits of a reader's projections, for a given change of the reader's input."""
         layer, i = self.layers[int(name[1])], int(name[3:])
         if kind == "in":
             more = self.through(layer.post_attention_layernorm, prompt, change)
@@ -100,13 +100,13 @@ class Plain:
 
 
 def largest(change):
-    """Of each token, summed."""
+    """Return the largest absolute change at each token, summed over tokens."""
     return float(change.abs().amax(-1).sum())
 
 
 @torch.no_grad()
 def by_hooks(prompts, to):
-    """L, N and the exact cut of every edge, one at a time."""
+    """Return `local`, `node` and the exact cut of every edge, one at a time, and output sizes."""
     plain, n_tokens = Plain(), sum(map(len, prompts))
     rows = [row[None] for row in prompts]
 
@@ -163,7 +163,7 @@ def prompts():
 
 
 def test_scores_and_cuts_are_those_of_hooks(exposed, prompts):
-    """Each reference, and both: keys that heads share, gated neurons, prompts of two lengths."""
+    """Cover both references, shared keys, gated neurons and prompts of two lengths."""
     expected = {to: by_hooks(prompts, to) for to in ("zero", "mean")}
     for to in (["zero"], ["mean"], ["zero", "mean"]):
         edges = score_edges(exposed, prompts, NODES, to=to, exact=N_EDGES, progress=False)
@@ -185,7 +185,7 @@ def test_scores_and_cuts_are_those_of_hooks(exposed, prompts):
             score = local[edge] * node[row.reader] / size[row.reader]
             assert row.score == pytest.approx(score, rel=ROUNDING, abs=1e-12)
         assert (edges["exact"] > 1e-4).sum() > 20
-        # the control: a score is no cut
+        # Control: a score is not an exact cut.
         assert (edges["score"] - edges["exact"]).abs().max() > 1e-3
 
 
@@ -203,9 +203,9 @@ def test_prompts_are_cut_out_of_padding_and_as_many_cuts_are_made_as_asked(expos
 
 
 def test_the_bar_ends_where_the_passes_do(exposed, prompts, capsys):
-    """Cuts from the logits take no forward pass, and there are fewer edges than asked for."""
+    """Cuts from the logits take no forward pass, and `exact` exceeds the number of edges."""
     edges = score_edges(exposed, prompts, NODES, exact=10 * N_EDGES)
-    cuts = 2 * 2 * (edges["reader"] != "output").sum()  # lengths and references
+    cuts = 2 * 2 * (edges["reader"] != "output").sum()  # two lengths and two references
     total = 2 * 2 * len(NODES) + cuts
     assert f"{total}/{total} [" in capsys.readouterr().err
 
@@ -225,7 +225,7 @@ def test_the_nodes_are_those_of_largest_attribution(exposed, prompts):
 
 
 def slope(model, prompt, name):
-    """Σ |gradient · z| of a logit over tokens, the gradient by the z of all heads at once."""
+    """Return Σ |gradient · z| of a logit over tokens, with the gradient in the z of all heads."""
     head, kept = HeadName.parse(name), []
 
     def keep(z, hook):
@@ -240,7 +240,7 @@ def slope(model, prompt, name):
 
 
 def test_neurons_of_several_heads_are_nodes_whole(prompts):
-    """Bilinear gates: close to the exact heads of the same neurons."""
+    """The heads of a bilinear gate, taken as one node, are close to the exact head."""
     nodes, key = ["L0H1", "L0N3", "L1N7"], ["writer", "reader", "kind"]
     exact, bilinear = (
         score_edges(

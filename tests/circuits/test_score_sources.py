@@ -1,4 +1,4 @@
-"""Scores as sums over writers, against the model's own scores and terms computed one by one."""
+"""Tests of scores as sums over writers, against the model's scores and terms computed singly."""
 
 import bridges
 import pytest
@@ -21,7 +21,7 @@ FAMILIES = ("llama", "qk_norm", "soft_caps", "norms_before_and_after", "alibi", 
 
 
 class ScoreOracle(PathOracle):
-    """Terms of a score, by hand."""
+    """Terms of a score, computed from the model's weights and cache."""
 
     def __init__(self, model):
         super().__init__(model, PROMPT, PROMPT)
@@ -33,7 +33,7 @@ class ScoreOracle(PathOracle):
         return self.write(HeadName.parse(writer), self.target)
 
     def side(self, writer, side, pos):
-        """The query or key of a writer at a position, normed and rotated."""
+        """Return a writer's query or key at a position, after norms and rotation."""
         head = HeadName.parse(HEAD)
         (norm, block), _ = self.around(head)
         x = self.normed(norm, self.target, block, self.stream(writer))
@@ -43,7 +43,7 @@ class ScoreOracle(PathOracle):
         name = f"blocks.1.attn.{side}_norm"
         if f"{name}.hook_scale" in self.target:
             scale, w = self.target[f"{name}.hook_scale"], getattr(self.attn, f"{side}_norm").w
-            if len(w) > vector.shape[-1]:  # of all heads together
+            if len(w) > vector.shape[-1]:  # the norm spans all heads together
                 vector = vector / scale * w.view(-1, vector.shape[-1])[rows]
             else:
                 vector = vector / scale.view(*vector.shape[:2], -1, 1)[:, :, rows] * w
@@ -120,7 +120,7 @@ def test_shares_add_up_in_bridges(name):
 
 @pytest.mark.parametrize("name", ["native"] if HAS_HOOKED_TRANSFORMER else ["native", "gptj"])
 def test_where_the_hook_of_scores_shows_the_pattern(name):
-    """Their attention runs in one piece; scores are what their softmax has, up to a constant."""
+    """The attention is one fused call; scores match the logs of its pattern, up to a constant."""
     model = bridges.exposed_copy(bridges.boot(name))
     keys = range(QUERY + 1)
     scores = [circuits.score_sources(model, PROMPT, HEAD, QUERY, key) for key in keys]
@@ -128,7 +128,7 @@ def test_where_the_hook_of_scores_shows_the_pattern(name):
     pattern = seen(model, PROMPT, "blocks.1.attn.hook_pattern")[0, 1, QUERY, : QUERY + 1]
     assert (totals.softmax(0) - pattern).abs().max() < 1e-6
     assert totals.std() > 1e-3
-    if name == "native":  # by hand: 1/√d_head, no rotation
+    if name == "native":  # the score is q · k / √d_head, without a rotation
         q, k = (seen(model, PROMPT, f"blocks.1.attn.hook_{side}")[0, :, 1] for side in "qk")
         expected = (k[: QUERY + 1] @ q[QUERY]) / q.shape[-1] ** 0.5
         assert (totals - expected).abs().max() < 1e-6

@@ -1,4 +1,4 @@
-"""Circuits of random halves of the prompts: inclusion, held-out prompts, cores; transfer."""
+"""Tests of circuits from random halves of the prompts: inclusion, held-out prompts and transfer."""
 
 from dataclasses import replace
 
@@ -92,7 +92,7 @@ def test_a_core_is_measured_on_all_prompts(model, task, circuit):
 
 
 def test_halves_are_measured_on_their_prompts_and_on_the_others(model, task):
-    """Of a search that always returns one circuit; the oracle evaluates it on texts alone."""
+    """Use a search that always returns the same circuit, and evaluate it on each half as texts."""
     arguments = model, task.clean, task.corrupted, task.metric
     one = circuits.discover(*arguments, positions=task.roles, order="magnitude")
     whole_sites = p.attribution(
@@ -132,7 +132,7 @@ def test_halves_are_measured_on_their_prompts_and_on_the_others(model, task):
     whole = ablate()
     (left,) = whole.by_prompt([rows])
     by_prompt = left - whole.nothing_by_prompt, whole.whole_by_prompt - whole.nothing_by_prompt
-    # Every prompt is held out in as many halves as any other here, always by the same circuit.
+    # Each prompt is held out in equally many halves, always with the same circuit.
     share, error = share_of_sums(*by_prompt)
     assert stability.held_out.loc["faithfulness"].tolist() == pytest.approx(
         [share, error], rel=1e-4
@@ -140,7 +140,7 @@ def test_halves_are_measured_on_their_prompts_and_on_the_others(model, task):
 
 
 def test_a_standard_error_is_that_of_fresh_prompts():
-    """By simulation: a ratio of two sums of correlated numbers."""
+    """Simulate a ratio of two sums of correlated numbers."""
     generator = np.random.default_rng(0)
 
     def ratio(n):
@@ -172,7 +172,7 @@ def test_circuits_transfer_as_evaluate_says(model, task, circuit):
         InputError, match=r"the circuit has the roles .*: pass only these roles from task.roles"
     ):
         circuits.transfer(model, {"relative": circuit}, {"simple": lacking})
-    with pytest.raises(InputError) as error:  # all at once
+    with pytest.raises(InputError) as error:  # all reasons are reported at once
         circuits.transfer(model, {"no circuit": "L0H1"}, {"text": "The keys", "same": task})
     for reason in ("circuit 'no circuit': got a str", "task 'text': got a str; expected PairedPr"):
         assert reason in str(error.value)

@@ -1,4 +1,4 @@
-"""QK and OV circuits, copying scores and token paths against dense matrices of the vocabulary."""
+"""Tests of QK and OV circuits, copying scores and token paths against dense vocabulary matrices."""
 
 import copy
 
@@ -17,13 +17,13 @@ from attn_only_lens.errors import InputError, UnsupportedCallError
 from attn_only_lens.gates import GeneralizedSiLU
 from attn_only_lens.growth import read
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
-EXACT = 1e-11  # of the largest entry: some hundred roundings of float64
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
+EXACT = 1e-11  # relative to the largest entry: some hundred roundings of float64
 SOME = [3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37]
 
 
 def source(name):
-    from models import build  # at the top it would have the whole module skipped under 4
+    from models import build  # a module-level import would skip the module under 4
 
     return build(name, d_vocab_out=D_VOCAB)
 
@@ -34,7 +34,7 @@ def near(got, expected):
 
 
 class Tables:
-    """What `Dense` makes of the vocabulary."""
+    """QK and OV matrices over the vocabulary, from the matrices of `Dense`."""
 
     def __init__(self, model, tokens=slice(None), fold=True):
         self.dense = Dense(model, fold)
@@ -51,7 +51,7 @@ class Tables:
 
 
 def test_what_centring_the_unembedding_does_to_small_english():
-    """The figures of docs/circuits.md, from plain weights; W_U as it is gives another circuit."""
+    """Check the figures in docs/circuits.md, from plain weights, with W_U centred and as it is."""
     model = pretrained.small_english()
     heads = circuits.copying_scores(expose_neuron_heads(model, copy=True).model, p.heads())
     tensors = {key: x.double() for key, x in read(model).tensors.items()}
@@ -100,7 +100,7 @@ def test_circuits_are_those_of_dense_matrices(name):
         scores = circuits.copying_scores(model, [head], tokens=SOME).iloc[0]
         M = part.ov(head)
         assert abs(scores.cosine - float(M.trace() / M.norm())) < 1e-9
-        # The control: with weights as they stand they are others, where there are norms.
+        # Control: without folding, the matrices differ if the model has norms.
         unfolded = circuits.ov_circuit(model, head, fold_norms=False).matrix.AB
         near(unfolded, Tables(raw, fold=False).ov(head))
         assert name == "no_norm" or (unfolded - tables.ov(head)).abs().max() > 1e-2
@@ -186,7 +186,7 @@ def test_generalized_silus_in_the_limit_of_a_large_stream(name, a_1, a_2):
         row = tables.dense.writes[key][0] / tables.dense.reads[key]["v"][0, 0]
         paths = torch.outer(drive, row @ tables.U)
         near(best[key], paths.max())
-        if name == "gelu":  # a gated neuron's OV follows its other factor, whatever its gate
+        if name == "gelu":  # a gated neuron's OV follows its up-projection, whatever its gate
             ov, opens = circuits.ov_circuit(model, key).matrix.AB, a_2 * q > 0
             near(ov[opens], paths[opens])
 
@@ -205,7 +205,7 @@ def test_heads_that_share_a_neuron_share_its_circuit():
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
 def test_bridges(name):
-    """Against the model's own embedding, modules and unembedding, on one token at a time."""
+    """Compare with the model's own embedding, modules and unembedding."""
     bridge = bridges.boot(name)
     model, block = bridges.exposed_copy(bridge), bridge.blocks[1]
     circuit = circuits.ov_circuit(model, "L1N29")
@@ -294,7 +294,7 @@ def test_refusals():
 
 
 def of_two_vocabularies(kind, d_out):
-    """A model that puts out fewer tokens than it takes, or more."""
+    """Return a model whose output vocabulary is smaller or larger than its input vocabulary."""
     if kind == "native":
         cfg = bridges.TransformerBridgeConfig(**bridges.NATIVE, d_vocab_out=d_out)
         bridge = bridges.TransformerBridge.boot_native(cfg, dtype=torch.float64)

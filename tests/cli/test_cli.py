@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it writes, how it fails."""
+"""Tests of the command line: printed output, written files, and errors."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ def run(*arguments):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A source model in a folder, with a tokenizer."""
+    """Return a folder with a source model and a tokenizer."""
     folder = tmp_path / "source"
     folder.mkdir()
     model = build("gelu", dtype=torch.float32, d_vocab_out=41)

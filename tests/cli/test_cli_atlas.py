@@ -1,4 +1,4 @@
-"""`attn-only-lens atlas`: one page or several, and where it goes on."""
+"""Tests of `attn-only-lens atlas`: one page or several, and resuming."""
 
 import pytest
 from bridges import original
@@ -33,9 +33,7 @@ def test_an_atlas(folder, tmp_path, monkeypatch):
     whole = (out / "index.html").read_text("utf-8")
     assert "4 heads and 74 neurons" in whole
     assert {path.name for path in out.iterdir()} == {"index.html", "statistics"}
-    monkeypatch.setattr(
-        "attn_only_lens.viz.neurons.MOST_NEURONS", 73
-    )  # and it goes on where it was
+    monkeypatch.setattr("attn_only_lens.viz.neurons.MOST_NEURONS", 73)  # the second call resumes
     assert run(*command).exit_code == 0
     assert "layer-01.html" in (out / "index.html").read_text("utf-8")
     assert "2 heads and 37 neurons" in (out / "layer-01.html").read_text("utf-8")

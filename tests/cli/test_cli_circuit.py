@@ -1,5 +1,7 @@
-"""`attn-only-lens circuit`, `picture` and `pattern`: what they write, what they print, errors."""
+"""Tests of `attn-only-lens circuit`, `picture` and `pattern`: written files, output, errors."""
 
+import errno
+import os
 import re
 import shlex
 from pathlib import Path
@@ -29,7 +31,7 @@ def run(*arguments):
 
 
 def test_each_command_is_in_a_group_with_examples_that_can_be_copied(monkeypatch):
-    """From a terminal with 80 columns."""
+    """The examples fit a terminal with 80 columns, so they can be copied."""
     monkeypatch.setenv("COLUMNS", "80")
     command = typer.main.get_command(app)
     listed = run("--help").output
@@ -41,11 +43,11 @@ def test_each_command_is_in_a_group_with_examples_that_can_be_copied(monkeypatch
         for example in examples:
             program, verb, *arguments = shlex.split(example)
             assert (program, verb) == ("attn-only-lens", name)
-            subcommand.make_context(name, arguments)  # or it raises: no such option
+            subcommand.make_context(name, arguments)  # raises if an option does not exist
 
 
 def test_every_option_has_its_help_text_and_its_group():
-    """Also options that may be None, whose types Python 3.10's `get_type_hints` wraps."""
+    """Options that may be None are included; Python 3.10's `get_type_hints` wraps their types."""
 
     @command("Look at a model")
     def echo(
@@ -68,14 +70,29 @@ def test_every_option_has_its_help_text_and_its_group():
     assert [x.opts[0] for x in options if not x.help] == []
 
 
-def test_without_a_command_it_says_what_to_do_first():
-    """The command that it shows is one that `explain` takes."""
+def test_without_a_command_it_says_what_to_do_first(monkeypatch):
+    """The suggested command is one that `explain` accepts; torch's threads will not spin."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     result = run()
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
     assert result.exit_code == 0
     shown = result.output.split("attn-only-lens ")[1].split("\n\n")[0].replace("\\\n", " ")
     verb, *arguments = shlex.split(shown)
     typer.main.get_command(app).commands[verb].make_context(verb, arguments)
     assert verb == "explain"
+
+
+def test_a_closed_pipe_is_no_error():
+    """`attn-only-lens explain … | head` ends without a message."""
+
+    @command("Look at a model")
+    def echo() -> None:
+        """Print to a pipe that its reader has closed."""
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    alone = typer.Typer()
+    alone.registered_commands = [app.registered_commands.pop()]
+    assert CliRunner().invoke(alone, []).output == ""
 
 
 def test_an_explanation_and_its_page_with_examples(folder, tmp_path):
@@ -107,7 +124,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """The model, and the graph that the command should find."""
+    """Return the model, the metric, and the graph that the command should find."""
     model = expose_neuron_heads(load(folder)).model
     metric = p.logit_diff("w13", "w17")
     return model, metric, circuits.attribution_graph(model, CLEAN, metric, top=19)
@@ -130,10 +147,10 @@ def test_a_graph_and_a_page_of_it(folder, expected, tmp_path):
     tops = [detail["writes"] for detail in data["details"].values() if "writes" in detail]
     assert len(tops) == 19
     assert all(text.startswith(("·w", "·<", "<")) for top in tops for text, _ in top)
-    # A page of the file is that of the graph alone.
+    # A page written from the file shows the same graph.
     result = run("picture", tmp_path / "circuit.json", "--out", tmp_path / "again.html")
     assert result.exit_code == 0, result.output
-    assert (tmp_path / "again.html").as_uri() in result.output  # how to open it
+    assert (tmp_path / "again.html").as_uri() in result.output  # how to open the page
     again = read_back((tmp_path / "again.html").read_text("utf-8"))
     assert again["nodes"]["id"] == data["nodes"]["id"]
     assert again["details"] == {}
@@ -156,8 +173,8 @@ def test_tokens_and_a_saved_model(folder, tmp_path):
     saved = save(expose_neuron_heads(load(folder)).model, tmp_path / "saved")
     out = tmp_path / "circuit.json"
     prompts = ("--token-ids", "--clean", "0,7,9,11", "--clean", "0,5,6,7")
-    asked = ("--answer", 17, "--metric", "log_probability", "--out", out)
-    result = run("circuit", saved, *prompts, *asked)
+    options = ("--answer", 17, "--metric", "log_probability", "--out", out)
+    result = run("circuit", saved, *prompts, *options)
     assert result.exit_code == 0, result.output
     graph = circuits.from_json(out)
     assert len(graph.tokens) == 2
@@ -206,15 +223,19 @@ def test_a_saved_circuit_is_evaluated_on_other_prompts(folder, expected, tmp_pat
         result = run("evaluate", folder, saved, *texts, *ANSWERS)
         assert result.exit_code == 0, result.output
         kept = circuits.evaluate(model, circuit, *pairs, metric)
-        shown = f"keep {kept.faithfulness:.2f} ± {kept.standard_error:.2f} of the difference"
-        assert shown in result.output
-        assert f"beats --wrong on {kept.accuracy:.0%} of the prompts" in result.output
+        assert f"{len(circuit)} of {circuit.n_sites} sites" in result.output
+        assert repr(kept) in result.output
+        assert f"{kept.faithfulness:.0%} ± {kept.standard_error:.0%} of the" in repr(kept)
+        sites, best = circuit.sites, result.output.splitlines()[-len(circuit) :][0].split()[0]
+        alone = p.activation_patch(model, *pairs, metric, sites=sites, progress=False)
+        assert best == alone.top(1)["name"].item()
         frame = pd.DataFrame(dict(zip(("clean", "corrupted"), pairs, strict=True)))
         frame = frame.assign(answer=ANSWERS[1], wrong=ANSWERS[3], note=7)
         frame.to_csv(tmp_path / "pairs.csv", index=False)
         frame.to_json(tmp_path / "pairs.jsonl", orient="records", lines=True)
         for file in (tmp_path / "pairs.csv", tmp_path / "pairs.jsonl"):
-            assert run("evaluate", folder, saved, "--pairs", file).stdout == result.stdout
+            again = run("evaluate", folder, saved, "--pairs", file)
+            assert again.stdout == result.stdout, (again.output, again.exception)
     frame.assign(clean=None).to_csv(tmp_path / "none.csv")
     for options, message in (
         (("--pairs", file, *ANSWERS), "got --pairs and --answer"),
@@ -236,13 +257,16 @@ def test_a_saved_circuit_is_evaluated_on_other_prompts(folder, expected, tmp_pat
         assert message in " ".join(result.output.split())
     circuits.to_json(expected[2], graph)
     result = run("evaluate", folder, graph, *pair)
-    assert "which circuits.from_json opens" in " ".join(result.output.split())
+    said = " ".join(result.output.split())
+    assert "which circuits.from_json opens" in said
+    assert "--save-circuit of explain and circuit" in said
 
 
 @torch.no_grad()
 def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
     out, page = tmp_path / "circuit.json", tmp_path / "page.html"
     (tmp_path / "no.json").write_text("{}")
+    (tmp_path / "no.parquet").write_bytes(b"PAR1\x80")
     circuit = ("circuit", folder, *TEXTS, "--out", out)
     for arguments, message in (
         ((*circuit[:-1], tmp_path / "circuit.csv"), "ends in .html or .json"),
@@ -256,6 +280,7 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         ((*circuit, "--corrupted", CORRUPTED, "--faithfulness", 2), "got --faithfulness 2"),
         (("picture", tmp_path / "no.json", "--out", page), "has format None"),
         (("picture", tmp_path / "no.csv", "--out", page), "no.csv"),
+        (("evaluate", folder, tmp_path / "no.parquet", *TEXTS), "picture` draws"),
         (("picture", tmp_path / "no.json", "--out", page, "--bars", 3), "--bars for"),
         (("picture", tmp_path / "no.json", "--out", tmp_path / "p.png"), "ends in .html"),
         (
@@ -273,4 +298,4 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         assert result.exit_code == 2, (arguments, result.output)
         assert message in " ".join(result.output.split()), (message, result.output)
         assert "Traceback" not in result.output
-        assert {path.name for path in tmp_path.iterdir()} == {"no.json"}
+        assert {path.name for path in tmp_path.iterdir()} == {"no.json", "no.parquet"}

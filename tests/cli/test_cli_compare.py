@@ -1,4 +1,4 @@
-"""`attn-only-lens compare`: the folder that it writes, what it prints, how it fails."""
+"""Tests of `attn-only-lens compare`: the folder that it writes, printed output, and errors."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A source model with a tokenizer, and what it grew into."""
+    """Return the folders of a source model with a tokenizer and of a model grown from it."""
     return grown_from(hf_folder(tmp_path_factory.mktemp("both") / "source"))
 
 
@@ -40,7 +40,7 @@ def grown_from(folder):
 
 def test_texts(folders, tmp_path):
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("w1 w2 w3\nw4 w5 w6\n\nw5 w6\nw7 w8\n")  # of two lengths
+    prompts.write_text("w1 w2 w3\nw4 w5 w6\n\nw5 w6\nw7 w8\n")  # two lengths
     out = tmp_path / "report"
     result = run(
         "compare", *folders, "--prompts", prompts, "--out", out, "--batch-size", 3, *FEW, *LOSS
@@ -49,7 +49,7 @@ def test_texts(folders, tmp_path):
     assert "Circuits at equal faithfulness" in result.output
     neurons = pd.read_csv(out / "neurons.csv")
     assert len(neurons) == 2 * 37
-    # Growth is exact to roundings of float32, of which patterns of order 1 keep some.
+    # Growth is exact up to float32 rounding, which is visible in patterns of order 1.
     assert neurons["divergence"].max() < 1e-6
     assert len(pd.read_csv(out / "new.csv")) == 2 * 4 + (2 + 41)
     assert json.loads((out / "comparison.json").read_text())["about"]["n_prompts"] == 4
@@ -92,12 +92,12 @@ def test_tokens_a_null_and_a_metric(folders, tmp_path):
 
 @needs_hooked_transformer
 def test_hooked_transformers(tmp_path, monkeypatch):
-    """A name is loaded as what the grown folder holds."""
+    """A name is loaded as the kind of model in the grown folder."""
     source, grown = grown_from(source_folder(tmp_path / "source"))
-    asked = []
+    names = []
 
     def from_pretrained(name, **options):
-        asked.append(name)
+        names.append(name)
         return load(source)
 
     monkeypatch.setattr("attn_only_lens.tl.HookedTransformer.from_pretrained", from_pretrained)
@@ -107,11 +107,11 @@ def test_hooked_transformers(tmp_path, monkeypatch):
     result = run("compare", "gpt2", grown, *options)
     assert result.exit_code == 0, result.output
     assert "gpt2: HookedTransformer, 3 layers" in result.stderr
-    assert asked == ["gpt2"]
+    assert names == ["gpt2"]
 
 
 def test_a_model_that_was_trained_and_saved_by_transformers(folders, tmp_path):
-    """It has no provenance of its own: that of the folder that it was trained from is given."""
+    """A model saved by transformers has no provenance, so the option names the grown folder."""
     source, grown = folders
     trained = shutil.copytree(grown, tmp_path / "trained")
     (trained / "provenance.json").unlink()

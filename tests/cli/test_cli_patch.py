@@ -1,4 +1,4 @@
-"""`attn-only-lens patch`: the sweep that it writes, what it prints, how it fails."""
+"""Tests of `attn-only-lens patch`: the sweep that it writes, printed output, and errors."""
 
 import re
 
@@ -63,7 +63,7 @@ def test_many_patches_begin_with_an_estimate_of_the_time(folder, tmp_path, monke
 
 
 def test_the_title_is_one_line(folder, tmp_path):
-    """However narrow the table."""
+    """The title is not wrapped to the width of the table."""
     result = run(folder, *TEXTS, "--out", tmp_path / "sweep.csv", "--sites", "L0H1")
     sweep = p.Sweep.load(tmp_path / "sweep.csv")
     ends = sweep.clean_value, sweep.corrupted_value
@@ -80,7 +80,7 @@ def test_the_title_is_one_line(folder, tmp_path):
     ids=["keys", "one prompt"],
 )
 def test_what_has_no_neurons_or_no_pair(folder, tmp_path, options, how):
-    """Keys are of attention heads alone; an ablation needs no corrupted prompt."""
+    """The key part selects attention heads only; an ablation needs no corrupted prompt."""
     out = tmp_path / "sweep.csv"
     prompt = ("--token-ids", "--clean", "0,7,9,11", "--answer", 17, "--wrong", 21)
     result = run(folder, *prompt, "--out", out, *options)
@@ -92,10 +92,10 @@ def test_what_has_no_neurons_or_no_pair(folder, tmp_path, options, how):
     else:
         resample, how = None, how | {"sites": ["L0N5@1", "L1H1@-1"]}
         assert frame["position"].tolist() == [1, -1]
-    wanted = expected(
+    reference = expected(
         folder, torch.tensor([0, 7, 9, 11]), resample, metric=p.logit_diff(17, 21), **how
     )
-    np.testing.assert_allclose(frame["value"], wanted["value"], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(frame["value"], reference["value"], rtol=0, atol=1e-4)
 
 
 def test_a_saved_model_tokens_and_every_option(folder, tmp_path):
@@ -159,7 +159,10 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         ((*TEXTS, "--out", out, "--layers", "zero"), "got 'zero'"),
         ((*TEXTS, "--out", out, "--positions", "1;2"), "got '1;2'"),
         ((*TEXTS, "--out", out, "--positions", "last"), "expected each, all, or numbers"),
-        ((*TEXTS, "--out", out, "--sites", "L0N3,mlp"), "got mlp; expected neurons, heads, all"),
+        (
+            (*TEXTS, "--out", out, "--sites", "L0N3,mlp"),
+            "got mlp; expected neurons, heads, features, all",
+        ),
         ((*TEXTS, "--out", out, "--sites", "mlp,l0n3"), "got mlp, l0n3; expected neurons, heads"),
         (
             (*TEXTS, "--out", out, "--sites", "L1Q2,l0h1,L0N3"),
@@ -181,7 +184,7 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         ((*TEXTS[:4], "--answer", "w13 w7", "--wrong", "w17", "--out", out), "- --answer: got"),
         ((*TEXTS, "--out", out, "--clean", CLEAN), "2 clean and 1 corrupted"),
         ((*NUMBERS, "--out", out, "--clean", "1,2"), "token prompts cannot be padded"),
-        ((*TOKENS, "--answer", "17,3", "--wrong", "5", "--out", out), "one token number"),
+        ((*TOKENS, "--answer", "17,3", "--wrong", "5", "--out", out), "one token ID"),
     ):
         result = run(folder, *arguments)
         assert result.exit_code == 2, (arguments, result.output)
@@ -195,11 +198,11 @@ def test_without_a_tokenizer_the_error_names_token_ids(tmp_path):
     texts = ("--clean", "3 4", "--corrupted", "3 5", "--answer", "7", "--wrong", "8")
     result = run(saved, *texts, "--out", tmp_path / "sweep.csv")
     assert result.exit_code == 2
-    assert "has no tokenizer; give token numbers and --token-ids" in " ".join(result.output.split())
+    assert "has no tokenizer; give token IDs and --token-ids" in " ".join(result.output.split())
 
 
 def test_every_prompt_may_have_its_own_answers(folder, tmp_path):
-    """An option that may not be repeated is refused, because typer would keep its last value."""
+    """Repeating an option is refused, because typer would keep only its last value."""
     pairs = {"--clean": ["w1 w3 w5", "w2 w3 w7"], "--corrupted": ["w2 w3 w5", "w4 w3 w7"]}
     pairs |= {"--answer": ["w13", "w11"], "--wrong": ["w17", "w19"]}
     arguments = [word for name, texts in pairs.items() for text in texts for word in (name, text)]

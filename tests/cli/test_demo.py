@@ -1,4 +1,4 @@
-"""The demo: what it says of the shipped model is so, and its pages are of that."""
+"""Tests that the demo's statements about the shipped model are true, and that its pages match."""
 
 import re
 
@@ -13,7 +13,7 @@ from attn_only_lens.models.expose import expose_neuron_heads
 
 @torch.no_grad()
 def test_the_strongest_parts_and_their_pages(tmp_path):
-    """The column "denoise" against patches by plain hooks."""
+    """The column "denoise" equals patches by plain hooks."""
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "new")])
     assert result.exit_code == 0, result.output
     assert "bitwise the same" in result.output

@@ -1,4 +1,4 @@
-"""`compare` on bridges of `boot_native`, under transformer-lens 3.9 and 4 alike."""
+"""Tests of `compare` on bridges from `boot_native`, under transformer-lens 3.9 and 4."""
 
 import bridges
 import numpy as np
@@ -11,7 +11,7 @@ from attn_only_lens import compare, grow
 from attn_only_lens import patching as p
 from attn_only_lens.errors import ComparisonError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens
 FEW = {"n_patched": 3, "n_nodes": 0, "n_resamples": 3, "progress": False}
 
 
@@ -26,7 +26,7 @@ def test_a_native_bridge(name):
     every = pd.concat([comparison.heads, comparison.neurons])
     largest = every["estimated_drop"].abs().max()
     assert largest > 1e-3
-    # Norms of bridges compute in float64 here; sums of some hundred terms.
+    # Norms compute in float64 here; these are sums of some hundred terms.
     assert every["divergence"].max() < 1e-11
     for column in ("cosine", "norm_ratio"):
         assert (every[column] - 1).abs().max() < 1e-11

@@ -1,4 +1,4 @@
-"""`compare`: nothing differs right after growth; after training, what explicit loops find."""
+"""Tests that `compare` finds no difference right after growth, and explicit loops' values later."""
 
 import math
 import warnings
@@ -33,19 +33,19 @@ from attn_only_lens.heads import HeadName
 pytestmark = needs_hooked_transformer
 
 FAST = {"n_patched": 7, "n_nodes": 11, "n_resamples": 13, "progress": False}
-# Sums of some hundred terms, each within a few roundings of float64.
+# These are sums of some hundred terms, each within a few float64 roundings.
 SAME = 1e-11
 
 
 def grown_from(model, seed=0, groups=2):
-    """All six expansions."""
+    """Grow a model by all six expansions."""
     steps = [ex.AddNeurons(5), ex.AddHeads(groups), ex.WidenValues(3), ex.InsertLayer(at=1)]
     steps += [ex.WidenQueriesAndKeys(3), ex.WidenStream(6)]
     return grow(model, ex.compose(*steps), seed=seed)
 
 
 def trained(grown, seed=0, steps=3):
-    """The same growth after a few steps of gradient descent on other prompts."""
+    """Train a grown model for a few gradient steps on other prompts."""
     optimizer = torch.optim.SGD(grown.model.parameters(), lr=0.05)
     for step in range(steps):
         optimizer.zero_grad()
@@ -85,7 +85,7 @@ def test_right_after_growth_nothing_differs(name, groups):
     assert (comparison.circuits[["jaccard", "jaccard_low", "jaccard_high"]] == 1).all(axis=None)
     assert (comparison.circuits["rank_correlation"].dropna() > 1 - SAME).all()
     assert (comparison.nodes["status"] == "kept").all()
-    # The models are what they were.
+    # The models are unchanged.
     assert mlp_hook("z", 0) not in model.hook_dict
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -102,7 +102,7 @@ def after_training():
 
 
 def js(first, second):
-    """In bits, of two lists."""
+    """Return the Jensen-Shannon divergence of two lists, in bits."""
     total = 0.0
     for a, b in zip(first, second, strict=True):
         middle = (a + b) / 2
@@ -120,7 +120,7 @@ def cosine_and_ratio(first, second):
 
 
 def test_patterns_and_outputs_after_training(after_training):
-    """Against run_with_cache and explicit loops."""
+    """Patterns and outputs equal those from run_with_cache and explicit loops."""
     model, grown, _, prompts, comparison = after_training
     every = components(comparison)
     with torch.no_grad():
@@ -152,7 +152,7 @@ def test_patterns_and_outputs_after_training(after_training):
             else:
                 post = cache["post", place.layer][:, :, place.index, None]
                 wrote = post * block.mlp.W_out[place.index]
-            wrote = wrote - wrote.mean(-1, keepdim=True)  # LayerNorm does not see it
+            wrote = wrote - wrote.mean(-1, keepdim=True)  # LayerNorm ignores the mean
             vectors.append(torch.nn.functional.pad(wrote, (0, 32 - wrote.shape[-1])).flatten())
         # JS is a difference of entropies of order 1.
         assert said["divergence"] == pytest.approx(np.mean(sums), rel=1e-9, abs=1e-14)
@@ -167,7 +167,7 @@ def test_patterns_and_outputs_after_training(after_training):
 
 
 def loss_of(model, prompts, name=None, z=None):
-    """The loss by hand, with what one head or neuron puts out replaced."""
+    """Compute the loss with the output of one head or neuron replaced."""
     hooks = []
     if name is not None:
         head = HeadName.parse(name)
@@ -192,7 +192,7 @@ def z_of(cache, name):
 
 @torch.no_grad()
 def test_attribution_and_patching_after_training(after_training):
-    """Against finite differences and whole forward passes, with hooks of TransformerLens."""
+    """Attribution and patching equal finite differences and whole passes with plain hooks."""
     model, grown, _, prompts, comparison = after_training
     every, new = components(comparison), comparison.new.set_index("grown_name")
     targets = prompts, prompts
@@ -212,7 +212,7 @@ def test_attribution_and_patching_after_training(after_training):
         _, cache = source.run_with_cache(prompts)
         _, corrupted = source.run_with_cache(rolled)
         z, change = z_of(cache, name), z_of(corrupted, name) - z_of(cache, name)
-        step = 1e-4  # errors of its square, and of roundings over it
+        step = 1e-4  # the error is of order step², plus rounding / step
         up, down = (loss_of(source, targets, name, z + s * change) for s in (step, -step))
         assert said == pytest.approx(-(up - down) / (2 * step), rel=1e-5, abs=1e-9)
     span = loss_of(grown.model, targets) - loss_of(grown.model, (rolled, prompts))
@@ -228,7 +228,7 @@ def test_attribution_and_patching_after_training(after_training):
 
 
 def test_circuits_after_training(after_training):
-    """Against `discover`, whole attribution graphs and sets."""
+    """Circuits equal those from `discover`, whole attribution graphs and sets."""
     model, grown, null, prompts, comparison = after_training
     drawn, names = [], []
     pair = p.prompt_pair(model, prompts, prompts.roll(-1, 0))
@@ -296,7 +296,7 @@ def test_a_null_does_not_change_the_other_pair(after_training):
 
 
 def test_answers_are_cut_with_their_prompts():
-    """One batch of all prompts has the same effects, and prompts of several lengths keep theirs."""
+    """Effects do not depend on batches, also with prompts of several lengths and their answers."""
     model = build("gelu", d_vocab_out=41)
     grown, prompts = trained(grown_from(model)), tokens(batch=5)
     corrupted = prompts.roll(1, -1)
@@ -305,12 +305,12 @@ def test_answers_are_cut_with_their_prompts():
         components(
             compare(
                 *(model, grown, prompts, metric),
-                corrupted=other,
+                corrupted=pair_prompts,
                 batch_size=size,
                 **FAST | {"n_patched": 0},
             )
         )
-        for other in (corrupted, None)
+        for pair_prompts in (corrupted, None)
         for size in (2, 5)
     ]
     for cut, whole in (frames[:2], frames[2:]):
@@ -354,7 +354,7 @@ def test_a_grown_model_that_lost_the_task_is_warned_about():
 
 
 def same(grown):
-    """The provenance of a grown model from itself."""
+    """Return a grown model's provenance from itself."""
     place = grown.provenance
     axes = {axis: IndexMap.identity(size) for axis, size in place.sizes.items()}
     layers, source = IndexMap.identity(place.layers.size), identity(grown.model)
@@ -362,7 +362,7 @@ def same(grown):
 
 
 def swapped(provenance, axis):
-    """The same provenance, two of its indices along an axis the wrong way round."""
+    """Return the provenance with two of its indices along an axis swapped."""
     place = provenance.axes[axis]
     first, second, *rest = place.new_of
     wrong = IndexMap((second, first, *rest), place.size)
@@ -370,7 +370,7 @@ def swapped(provenance, axis):
 
 
 def test_a_misaligned_provenance_shows():
-    """The control: what it mixes up differs, and nothing else."""
+    """The control: a wrong provenance gives differences in the swapped parts only."""
     model = build("gelu", d_vocab_out=41)
     grown = grown_from(model)
     wrong = swapped(grown.provenance, ex.Axis("d_mlp", 2))
@@ -387,7 +387,7 @@ def test_a_misaligned_provenance_shows():
 
 
 def test_converted_models_are_compared_alike():
-    """Two blocks a layer, where neurons are heads of other blocks."""
+    """Converted models, with neurons in blocks of their own, give the same comparison."""
     model = build("gelu", d_vocab_out=41)
     grown = trained(grown_from(model))
     expected = compare(model, grown, tokens(), p.loss(), **FAST)
@@ -425,7 +425,7 @@ QUICK = {"n_patched": 0, "n_nodes": 0, "n_resamples": 2, "progress": False}
 
 
 def moved(model, name, change):
-    """A copy of a model, one of its parameters changed in place."""
+    """Return a copy of a model with one parameter changed in place."""
     copy = deepcopy(model)
     with torch.no_grad():
         change(copy.get_parameter(name))
@@ -437,7 +437,7 @@ def moved(model, name, change):
     [
         lambda model: build("gelu", d_vocab_out=41, n_layers=2, scale=0.41),
         lambda model: moved(model, "embed.W_E", lambda W: W.neg_()),
-        # One step of training on, of one neuron; and the same weights, two neurons swapped.
+        # One more training step on one neuron; and the same weights with two neurons swapped.
         lambda model: moved(model, "blocks.1.mlp.W_in", lambda W: W[:, 3].mul_(1.001)),
         lambda model: moved(model, "blocks.1.mlp.W_in", lambda W: W[:, :2].copy_(W[:, :2].flip(1))),
     ],
@@ -448,7 +448,7 @@ def test_another_model_of_the_same_shape_is_refused(grown_and_not, change_model)
     with pytest.raises(ComparisonError, match="is not the model that was grown") as error:
         compare(model, grown, tokens(), p.loss(), **QUICK)
     assert "replace(provenance, source=" in str(error.value)
-    # As the error says, it can be asked for.
+    # The comparison that the error suggests works.
     provenance = replace(grown.provenance, source=identity(model))
     comparison = compare(model, grown, tokens(), p.loss(), provenance=provenance, **QUICK)
     assert len(comparison.neurons) == 2 * 37
@@ -471,11 +471,11 @@ def test_the_same_model_is_known_again(grown_and_not, same_model, tmp_path):
     source = grown.provenance.source
     there = same_model(deepcopy(model), tmp_path / "saved")
     assert source.differences(identity(there)) == []
-    # The control: no less is seen there.
+    # The control: a change is detected.
     with torch.no_grad():
         next(p for name, p in there.named_parameters() if "W_out" in name or "W_O" in name)[0] *= 2
     assert len(source.differences(identity(there))) == 1
-    # And from a model in half precision to the same model in double precision.
+    # A model in half precision also matches the same model in double precision.
     low = grow(deepcopy(model).to(torch.float16), d_mlp=41).provenance.source
     assert low.differences(identity(model)) == []
     assert low.differences(identity(moved(model, "embed.W_E", lambda W: W.neg_())))
@@ -488,19 +488,19 @@ def test_a_provenance_of_no_model_is_refused(grown_and_not):
         compare(model, grown.model, tokens(), p.loss(), provenance=nobody, **QUICK)
     negated = moved(model, "embed.W_E", lambda W: W.neg_())
     null = grow(negated, ex.compose(ex.WidenStream(6), ex.AddNeurons(5)), seed=0)
-    with pytest.raises(ComparisonError, match="the null grew from another model"):
+    with pytest.raises(ComparisonError, match="the null model grew from another model"):
         compare(model, grown, tokens(), p.loss(), null=null, **QUICK)
 
 
 def largest_activations(model, prompts, layer):
-    """Of each neuron, over what is usual in its layer."""
+    """Return each neuron's largest activation, relative to the layer's root mean square."""
     with torch.no_grad():
         z = model.run_with_cache(prompts)[1]["post", layer].double()
     return z.abs().amax((0, 1)) / z.square().mean().sqrt()
 
 
 def test_silent_neurons_are_counted_and_not_ranked():
-    """Dead neurons of a ReLU model: after growth under LayerNorm, functions of roundings."""
+    """After growth under LayerNorm, the activations of dead ReLU neurons are only rounding."""
     model, prompts = build("relu", d_vocab_out=41, n_layers=2, dtype=torch.float32), tokens(batch=3)
     sizes = {3: 1e-40, 5: 1e-12, 7: 1e-9, 11: 1e-4, 13: 0.0}  # quiet neurons, and dead ones
     with torch.no_grad():
@@ -510,7 +510,7 @@ def test_silent_neurons_are_counted_and_not_ranked():
     grown = grow(model, d_model=32, seed=0)
     comparison = compare(model, grown, prompts, p.loss(), **QUICK)
     expected = []
-    for k in (0, 1):  # sixteen units in the last place of float32
+    for k in (0, 1):  # sixteen float32 units in the last place
         old, new = (largest_activations(side, prompts, k)[:37] for side in (model, grown.model))
         quiet = (old <= 16 * 2**-23) & (new <= 16 * 2**-23)
         expected += [f"L{k}N{i}" for i in quiet.nonzero().flatten().tolist()]
@@ -527,11 +527,11 @@ def test_silent_neurons_are_counted_and_not_ranked():
     assert summary.loc[(1, "neuron"), "silent"] == n_silent
     assert summary.loc[(1, "neuron"), "components"] == 37 - n_silent
     assert summary.loc[(0, "attention"), "silent"] == 0
-    # The control: their gates alone would seem to have changed most.
+    # The control: these neurons' gates alone would have changed most.
     caches = [side.run_with_cache(prompts)[1] for side in (model, grown.model)]
     gates = [cache["pre", 1][..., [3, 5, 7]] > 0 for cache in caches]
     assert (gates[0] != gates[1]).double().mean() > 0.1
-    # One that training wakes is ranked again, and first; in a null it says nothing of the pair.
+    # A neuron that training activates is ranked first; the null does not affect the list.
     with torch.no_grad():
         grown.model.blocks[1].mlp.b_in[3] = 0.5
     awake = compare(model, grown, prompts, p.loss(), null=grow(model, d_model=32, seed=1), **QUICK)

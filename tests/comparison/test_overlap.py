@@ -1,4 +1,4 @@
-"""Divergences, resamples and overlaps, against sums by hand and scipy."""
+"""Tests of divergences, resamples and overlaps against explicit sums and scipy."""
 
 import itertools
 
@@ -35,18 +35,18 @@ def test_divergences_are_scipys():
 
 
 def test_a_sink_is_an_outcome():
-    """Rows that leave a half to it, and rows that leave nothing."""
+    """The sink counts as an outcome, for rows that give it a half or nothing."""
     half = torch.tensor([[0.25, 0.25], [0.5, 0.0]], dtype=torch.float64)
     whole = torch.tensor([[0.5, 0.5], [0.5, 0.5]], dtype=torch.float64)
     three = np.array([[0.25, 0.25, 0.5], [0.5, 0.0, 0.5]])
     expected = jensenshannon(three, np.array([[0.5, 0.5, 0.0]] * 2), base=2, axis=-1) ** 2
     np.testing.assert_allclose(pattern_divergence(half, whole), expected, atol=1e-14)
-    low = torch.tensor([[1 / 3, 2 / 3]]).bfloat16()  # which sums to 1 within its rounding only
+    low = torch.tensor([[1 / 3, 2 / 3]]).bfloat16()  # its sum is 1 only up to rounding
     assert pattern_divergence(low, low.float().to(torch.bfloat16)).item() == 0
 
 
 def rows(chosen):
-    """Those of the only resample."""
+    """Return the rows that the only resample has chosen."""
     return np.flatnonzero(chosen[0]).tolist()
 
 
@@ -56,7 +56,7 @@ def test_overlap_of_two_circuits():
     first, second = first[None], second[None]
     assert rows(largest(first, 3)) == [0, 1, 2]
     assert rows(largest(second, 3)) == [1, 2, 4]
-    assert rows(largest(np.array([[1.0, -2.0, 2.0, -2.0, 1.0]]), 2)) == [1, 2]  # of equals
+    assert rows(largest(np.array([[1.0, -2.0, 2.0, -2.0, 1.0]]), 2)) == [1, 2]  # among ties
     assert [rows(largest(first, n)) for n in (0, 7)] == [[], [0, 1, 2, 3, 5, 6]]
 
     def overlaps(weights):
@@ -71,7 +71,7 @@ def test_overlap_of_two_circuits():
 
 
 def test_intervals_are_of_resampled_prompts():
-    """Against every resample that there is."""
+    """Intervals equal those from an enumeration of all resamples."""
     scores = np.array([[3.0, 0.0, 0.0], [0.0, 2.0, 0.0], [1.2, 1.1, 1.2]])
 
     def choose(weights):
@@ -87,7 +87,7 @@ def test_intervals_are_of_resampled_prompts():
         scores[:, list(rows)].mean(1).argmax() == 2
         for rows in itertools.product(range(3), repeat=3)
     ]
-    # Four standard errors of a share.
+    # Four standard errors of a proportion.
     assert np.mean(values) == pytest.approx(np.mean(every), abs=4 * np.sqrt(0.25 / n))
     assert 0 < np.mean(every) < 1
     nodes = overlap_measures(choose, Resampling(3, 200, 0.999, seed=0), 3)["nodes"]
@@ -96,15 +96,15 @@ def test_intervals_are_of_resampled_prompts():
     assert nodes["jaccard_low"] == pytest.approx(1 - shares.mean())
     assert nodes["jaccard_high"] == 1
     again = overlap_measures(choose, Resampling(3, 200, 0.999, seed=0), 10**9)["nodes"]
-    assert nodes == pytest.approx(again, nan_ok=True)  # however many resamples at once
+    assert nodes == pytest.approx(again, nan_ok=True)  # for any number of resamples at once
 
 
 def test_all_resamples_at_once_are_each_by_itself():
-    """Against sets and scipy, with ties, and rows that one model has not."""
+    """Overlaps equal those from sets and scipy, with ties and rows that one model lacks."""
     generator = np.random.default_rng(0)
     scores, others = generator.integers(-3, 4, size=(2, 29, 8)).astype(float)
     scores[[3, 11]], others[17] = np.nan, np.nan
-    resampling = Resampling(8, 37, 0.9, seed=1)  # weights are exact, and so are ties
+    resampling = Resampling(8, 37, 0.9, seed=1)  # weights and ties are exact
 
     def overlaps(weights):
         means = weights @ scores.T, weights @ others.T

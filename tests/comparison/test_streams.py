@@ -1,4 +1,4 @@
-"""Batches as a stream: what they may be, that nothing grows with their number, what is refused."""
+"""Tests of batches as a stream: accepted types, constant memory, and what is refused."""
 
 import gc
 import re
@@ -18,7 +18,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.comparison.batches import batches
 from attn_only_lens.errors import ComparisonError, InputError
 
-# The grown models are noisy, so the metric may lose its effect.
+# The grown models have noise, so the metric may lose its effect.
 _LOST = pytest.mark.filterwarnings("ignore:the grown model no longer does this task")
 pytestmark = [needs_hooked_transformer, _LOST]
 
@@ -28,7 +28,7 @@ NUMBERS = ["divergence", "cosine", "norm_ratio", "estimated_drop", "grown_estima
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A small model with a tokenizer, and a grown one that was edited since."""
+    """Return a small model with a tokenizer, and a grown model that was edited afterwards."""
     model = build("gelu", d_vocab_out=41, n_layers=2)
     model.tokenizer = tiny_tokenizer(41, tmp_path_factory.mktemp("tokenizer"))
     model.cfg.tokenizer_prepends_bos = model.cfg.default_prepend_bos = False
@@ -54,7 +54,7 @@ def test_sums_do_not_depend_on_how_prompts_are_cut(pair):
         for rows in (slice(0, 2), slice(2, 7))
     )
     streamed = compare(*pair, stream, **FEW)
-    # Sums of the same terms in another order.
+    # These are sums of the same terms in another order.
     for comparison in (cut, streamed):
         np.testing.assert_allclose(numbers(comparison), numbers(whole), rtol=1e-9, atol=1e-13)
         errors = numbers(comparison, ["divergence_se", "estimated_drop_change_se"])
@@ -73,7 +73,7 @@ def test_sums_do_not_depend_on_how_prompts_are_cut(pair):
 
 
 def test_padding_is_no_token(pair):
-    """Texts of two lengths side by side, against each length by itself."""
+    """Texts of two lengths in one batch give the same as each length alone."""
     texts = ["w1 w2 w3 w4", "w5 w6", "w7 w8"]
     others = ["w1 w9 w3 w4", "w5 w9", "w7 w10"]
     metric = p.logit_diff(3, 5)
@@ -94,14 +94,14 @@ def test_texts_without_pairs_go_by_length(pair):
 def live_bytes():
     gc.collect()
     types = [(type(item), item) for item in gc.get_objects()]
-    # torch keeps the fake tensors of its last export, which have no memory, in a global variable.
+    # torch keeps fake tensors of its last export in a global variable; they need no memory.
     tensors = [x for kind, x in types if issubclass(kind, torch.Tensor) and kind is not FakeTensor]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def test_nothing_grows_with_the_number_of_batches(pair):
-    """What is alive whenever a batch is asked for, and that batches themselves are let go."""
+    """Memory before each batch is constant, and the batches themselves are freed."""
     seen, batches_given = [], []
 
     def stream():
@@ -113,18 +113,18 @@ def test_nothing_grows_with_the_number_of_batches(pair):
             del batch
 
     compare(*pair, stream(), p.loss(), **FEW)
-    # The first batch's runs are kept, for patching; of another, 3 × 11 tokens and their pairs.
+    # The runs of the first batch are kept for patching; later, 3 × 11 tokens and their pairs.
     assert max(seen) <= seen[1] + 8 * (3 * 11 * 8)
     assert max(seen[2:]) == seen[2]
     assert sum(reference() is not None for reference in batches_given) <= 1
 
 
 def test_bfloat16(pair):
-    """Sums of bfloat16 activations, which carry 8 bits, in wider types."""
+    """Activations in bfloat16 with 8 bits are summed in wider types."""
     low = build("gelu", d_vocab_out=41, n_layers=2)
     grown = grow(low.to(torch.bfloat16), d_mlp=41, seed=0)
     prompts = tokens(batch=3)
-    # What tells prompts apart most: further than roundings are.
+    # The metric with the largest difference between prompts, so that rounding matters little.
     logits = pair[0](prompts)[:, -1]
     apart = logits - logits.roll(-1, 0)
     metric = p.logit_diff(apart.argmax(-1).tolist(), apart.argmin(-1).tolist())
@@ -162,9 +162,9 @@ def test_what_is_refused(pair):
         ((model, grown, iter(good.tolist()), loss), {}, "got a batch of list"),
         ((model, grown, good[:1], loss), {}, "only prompt 0 has 11 tokens"),
         ((model, grown, iter([good]), loss), {"corrupted": good}, "with a stream"),
-        ((model, grown, good, loss), {"null": null}, "the null grew differently"),
+        ((model, grown, good, loss), {"null": null}, "the null model grew differently"),
         ((model, grown, good, loss), {"null": null.model}, "expected the same shape"),
-        ((model, grown, good, loss), {"null": 3}, "the null: got an int"),
+        ((model, grown, good, loss), {"null": 3}, "the null model: got an int"),
         ((model, grown, good, loss), {"batch_size": 0, "confidence": 2}, "got confidence=2"),
         ((model, grown, good, loss), {"batch_size": 0, "confidence": 2}, "got batch_size=0"),
         ((model, grown, good, loss), {"n_patched": -1}, "got n_patched=-1"),
@@ -179,7 +179,7 @@ def test_what_is_refused(pair):
         ((good, p.logit_diff(3, 99)), "99"),
         ((good, p.logit_diff([3, 3, 3], 5)), "3"),
         ((good, lambda logits: 1.5), "this metric is constant"),
-        ((good, p.logit_diff(3, 5)), "this metric is constant"),  # of the same prompts, rolled
+        ((good, p.logit_diff(3, 5)), "this metric is constant"),  # the same prompts, rolled
         (([], loss), "got no prompts"),
     ):
         with pytest.raises((InputError, ComparisonError)) as error:
@@ -211,7 +211,7 @@ def test_interrupted_or_refused_models_are_as_they_were(pair):
 
 
 def test_batches_of_any_size(pair):
-    """One prompt alone is paired with one of a batch before it."""
+    """A batch of one prompt is paired with a prompt of the previous batch."""
     prompts = tokens(batch=5)
     for sizes, others in (
         ((2, 2, 1), (1, 0, 3, 2, 0)),
@@ -228,7 +228,7 @@ def test_batches_of_any_size(pair):
 
 
 def test_how_prompts_are_cut_does_not_matter(pair):
-    """Without corrupted prompts, too: the next prompt is the next of all."""
+    """Without corrupted prompts, the next prompt of the stream is used, also across batches."""
     whole = numbers(compare(*pair, tokens(batch=5), p.loss(), **FEW))
     for size in (1, 2, 4):
         cut = numbers(compare(*pair, tokens(batch=5), p.loss(), batch_size=size, **FEW))
@@ -244,7 +244,7 @@ def test_prompts_may_repeat_in_a_later_batch(pair):
 
 
 def test_no_prompt_is_held_against_itself(pair):
-    """It would be counted, and measure nothing: every mean would be too small."""
+    """Pairing a prompt with itself would count a zero and make every mean too small."""
     a, b, c = tokens(batch=3).split(1)
     for stream in ([torch.cat([a, b]), a, b], [torch.cat([a, b, b, b, c])]):
         made = list(batches(pair[0], iter(stream), p.loss(), None, 2))

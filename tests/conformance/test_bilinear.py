@@ -1,4 +1,4 @@
-"""TransformerLens' tools, generation and files on models with several heads a neuron."""
+"""Tests of TransformerLens' tools, generation and files on models with several heads per neuron."""
 
 import io
 
@@ -30,7 +30,7 @@ def model(request):
 
 
 def test_attribution_patching_scores_every_head(model):
-    """Against Δz times the gradient of z, head by head, with plain torch hooks."""
+    """Attribution patching equals Δz times the gradient of z per head, from plain torch hooks."""
     scores = attribution_patch(model, CLEAN, CORRUPTED, metric).node_scores
     names = [f"blocks.{block}.attn.hook_z" for block in (1, 3, 5)]
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""TransformerLens' tools on an exposed TransformerBridge give what they give on the bridge alone.
+"""Tests that TransformerLens' tools give the same on an exposed TransformerBridge as on the bridge.
 
-On 3.9 and on 4, whose tools differ. A tool that raises on the bridge alone raises the same on it
-exposed; which those are is written down, so that none is passed by for a wrong reason.
+The tools of 3.9 and 4 differ. A tool that raises on the plain bridge raises the same error on the
+exposed one; a table lists these tools, so that no tool is skipped for a wrong reason.
 """
 
 import pytest
@@ -30,24 +30,24 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 RAW, PROCESSED, GROUPED = "gpt2", "gpt2 in compatibility mode", "llama"
 RAISE = {
-    # They read folded norms, or must not.
+    # These require folded norms, or require unfolded ones.
     (RAW, "direct_logit_attribution"), (RAW, "direct_logit_attribution heads"),
     (GROUPED, "direct_logit_attribution"), (GROUPED, "direct_logit_attribution heads"),
     (PROCESSED, "JacobianLens"), (PROCESSED, "BackwardLens"),
-    # It wants a word that is one token without a beginning: not so with the tokenizer here.
+    # It needs a word that is one token without a leading space, which the tokenizer here lacks.
     (RAW, "BackwardLens"),
-    # GPT-2 alone; not grouped queries; only modules that can reset themselves.
+    # These need GPT-2, ungrouped queries, or modules with a reset method.
     (GROUPED, "BackwardLens"), (GROUPED, "attribution_patch edges"), (GROUPED, "faithfulness"),
     *((kind, "reinitialized") for kind in (RAW, PROCESSED, GROUPED)),
 }  # fmt: skip
-"""Which tools raise on which bridge, exposed or not."""
+"""The tools that raise on a kind of bridge, whether it is exposed or not."""
 if HAS_HOOKED_TRANSFORMER:
     RAISE |= {(kind, "attribution_patch edges") for kind in (RAW, PROCESSED, GROUPED)}
 
 
 @pytest.fixture(scope="module", params=[RAW, PROCESSED, GROUPED])
 def models(request, tmp_path_factory):
-    """A bridge, and the same exposed with live hooks on its neuron-heads."""
+    """Return a bridge, and a copy exposed with live hooks on its neuron-heads."""
     pair = [boot(request.param.split()[0], torch.float32) for _ in range(2)]
     for model in pair:
         model.tokenizer = tiny_tokenizer(41, tmp_path_factory.mktemp("words"))
@@ -67,16 +67,16 @@ def test_tool(models, name):
     expected, got = outcome(TOOLS[name], alone), outcome(TOOLS[name], exposed)
     assert expected, "a tool that gives nothing compares nothing"
     assert raises(expected) == ((kind, name) in RAISE), expected
-    # Several of them hold float32, and the two bridges round differently.
+    # Several tools use float32, and the two bridges round differently.
     same(got, expected, rtol=1e-3, atol=1e-4)
     of_weights = {"attention_head_subspace_affinity", "decompose_head", "logit_readout"}
-    of_modules = {"JacobianLens", "BackwardLens"}  # which hook the model of transformers
+    of_modules = {"JacobianLens", "BackwardLens"}  # these hook the transformers model
     if not raises(expected) and name not in of_weights | of_modules:
         assert mlp_hook("z") in seen, "the hooks of the neuron-heads were live"
 
 
 def test_a_tool_that_gives_another_result_is_seen():
-    """The control: one neuron less, and nearly every tool says otherwise."""
+    """The control: with some neurons ablated, several tools give another result."""
     alone, less = boot(RAW, torch.float32), boot(RAW, torch.float32)
     expose_neuron_heads(less)
     less.add_perma_hook(mlp_hook("z", 0), lambda z, hook: z.index_fill(2, torch.arange(20), 0.0))
@@ -86,7 +86,7 @@ def test_a_tool_that_gives_another_result_is_seen():
 
 
 def test_every_public_tool_is_run_or_needs_no_model():
-    """A tool that a later TransformerLens adds fails here until somebody has decided."""
+    """A tool that a later TransformerLens adds fails here until the tables mention it."""
     run = {name.split()[0] for name in TOOLS} | {"EdgeAttributionConfig"}
     names = public_functions()
     assert names - run - NEED_NO_MODEL - NEED_A_NETWORK == set(), "new in TransformerLens"
@@ -96,9 +96,9 @@ def test_every_public_tool_is_run_or_needs_no_model():
 @pytest.mark.parametrize("name", [RAW, GROUPED])
 @torch.no_grad()
 def test_patching_of_neuron_heads(name):
-    """Their setters on the heads' z do what they do on hook_post of the bridge alone.
+    """On neuron-heads, the patching functions for heads' z equal patches of the bridge's hook_post.
 
-    Not by way of `generic_activation_patch`: it takes every name of a z for that of attention.
+    `generic_activation_patch` is not used: it takes every hook name with a z for attention's.
     """
     bridge, twin = boot(name), boot(name)
     for model in (bridge, twin):

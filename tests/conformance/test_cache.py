@@ -1,4 +1,4 @@
-"""ActivationCache on a converted model: every component right, and under its right name."""
+"""Tests that every component of a converted model's ActivationCache is right, and its label too."""
 
 import copy
 import functools
@@ -17,13 +17,13 @@ from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
 
 EXACT = 1e-11
 N_LAYERS = 3
-NORMED = ("post_norm", "norms_before_and_after")  # what a block writes is normed on its way
+NORMED = ("post_norm", "norms_before_and_after")  # these norm the output of a block
 READS_STREAM = [name for name in CORE if name not in ("post_norm", "no_norm")]
 
 
 @functools.cache
 def caches(name):
-    """(name, source cache, converted cache) of the same input; tests share them."""
+    """Return (name, source cache, converted cache) for the same input; tests share them."""
     model = build(name)
     with torch.no_grad():
         _, source = model.run_with_cache(tokens())
@@ -38,20 +38,20 @@ def pair(request):
 
 @pytest.fixture(params=[name for name in CORE if name not in NORMED])
 def plain(request):
-    """Where heads write straight to the stream: TransformerLens' own figures are right."""
+    """Return the caches of a model whose heads write to the stream directly, without norms."""
     return caches(request.param)
 
 
 @pytest.fixture(params=NORMED)
 def normed(request):
-    """Where they do not: TransformerLens leaves the norm out, and its parts do not sum."""
+    """Return the caches of a model with norms on outputs, which TransformerLens' tools omit."""
     return caches(request.param)
 
 
-def agree(ours, reference, labels=None):
-    (a, labels_of_ours), (b, names) = ours, reference
-    assert labels_of_ours == (names if labels is None else labels)
-    assert len(a) == len(labels_of_ours)
+def agree(actual, reference, labels=None):
+    (a, actual_labels), (b, names) = actual, reference
+    assert actual_labels == (names if labels is None else labels)
+    assert len(a) == len(actual_labels)
     torch.testing.assert_close(a, b, rtol=EXACT, atol=EXACT * b.abs().max().item())
 
 
@@ -63,8 +63,8 @@ def sum_is_stream(stack, cache, block):
 def test_accumulated_resid(pair):
     name, source, cache = pair
     if name != "parallel":
-        ours = cache.accumulated_resid(incl_mid=True, return_labels=True)
-        agree(ours, source.accumulated_resid(incl_mid=True, return_labels=True))
+        actual = cache.accumulated_resid(incl_mid=True, return_labels=True)
+        agree(actual, source.accumulated_resid(incl_mid=True, return_labels=True))
     agree(cache.accumulated_resid(return_labels=True), source.accumulated_resid(return_labels=True))
     labels = cache.accumulated_resid(layer=3, return_labels=True)[1]
     assert labels == ["0_pre", "1_pre", "1_mid"]
@@ -74,8 +74,8 @@ def test_accumulated_resid_with_norm(pair):
     name, source, cache = pair
     if name == "no_norm":
         return
-    ours = cache.accumulated_resid(apply_ln=True, return_labels=True, pos_slice=-1)
-    agree(ours, source.accumulated_resid(apply_ln=True, return_labels=True, pos_slice=-1))
+    actual = cache.accumulated_resid(apply_ln=True, return_labels=True, pos_slice=-1)
+    agree(actual, source.accumulated_resid(apply_ln=True, return_labels=True, pos_slice=-1))
 
 
 @pytest.mark.parametrize("mode", ["all", "attn", "mlp"])
@@ -93,10 +93,10 @@ def test_decompose_resid(pair, mode):
 
 def test_decompose_resid_before_neurons(pair):
     name, source, cache = pair
-    ours = cache.decompose_resid(layer=3, return_labels=True)
+    actual = cache.decompose_resid(layer=3, return_labels=True)
     if name != "parallel":
-        agree(ours, source.decompose_resid(layer=1, mlp_input=True, return_labels=True))
-    sum_is_stream(ours[0], cache, 3)
+        agree(actual, source.decompose_resid(layer=1, mlp_input=True, return_labels=True))
+    sum_is_stream(actual[0], cache, 3)
 
 
 @pytest.mark.parametrize("name", READS_STREAM)
@@ -152,7 +152,7 @@ def test_stack_head_results(plain):
 
 @pytest.mark.parametrize("name", CORE)
 def test_head_results_are_the_same_from_the_hook(name):
-    _, _, cache = caches.__wrapped__(name)  # its own: the test changes it
+    _, _, cache = caches.__wrapped__(name)  # a new one, because the test changes it
     converted = cache.model
     converted.set_use_attn_result(True)
     with torch.no_grad():
@@ -165,7 +165,7 @@ def test_head_results_are_the_same_from_the_hook(name):
 
 
 def neurons_of_source(source, **options):
-    """Stacked results of the source, b_in of a gated MLP taken out: it is nobody's attention."""
+    """Return stacked results of the source without a gated MLP's b_in, which no head writes."""
     source = ActivationCache(dict(source.cache_dict), source.model)
     if source.model.cfg.gated_mlp:
         for layer, block in enumerate(source.model.blocks):
@@ -193,10 +193,10 @@ OPTIONS = [
 def test_stack_neuron_results(plain, options):
     name, source, cache = plain
     if name == "no_norm" and options.get("apply_ln") and "project_output_onto" in options:
-        # TransformerLens looks for the scale of a norm that is not there.
+        # TransformerLens reads the scale of a norm that does not exist.
         options = options | {"apply_ln": False}
-    ours = cache.stack_neuron_results(layer=-1, return_labels=True, **options)
-    agree(ours, neurons_of_source(source, **options))
+    actual = cache.stack_neuron_results(layer=-1, return_labels=True, **options)
+    agree(actual, neurons_of_source(source, **options))
 
 
 BY_LAYER = "(layer head) ... -> layer head ..."
@@ -205,7 +205,7 @@ BY_LAYER = "(layer head) ... -> layer head ..."
 @pytest.mark.parametrize("stacked", ["stack_head_results", "stack_neuron_results"])
 @torch.no_grad()
 def test_a_stack_splits_by_source_layers_alone(stacked):
-    """As ARENA's notebooks split it, `layer=cfg.n_layers` would mix layers without an error."""
+    """As in ARENA's notebooks: splitting by `layer=cfg.n_layers` would silently mix layers."""
     source = build("gelu", d_mlp=34)
     _, source_cache = source.run_with_cache(tokens())
     _, cache = convert(source).run_with_cache(tokens())
@@ -213,7 +213,7 @@ def test_a_stack_splits_by_source_layers_alone(stacked):
     expected = rearrange(getattr(source_cache, stacked)(-1, pos_slice=-1), BY_LAYER, layer=n_layers)
     stack = getattr(cache, stacked)(-1, pos_slice=-1)
     torch.testing.assert_close(rearrange(stack, BY_LAYER, layer=n_layers), expected)
-    assert len(stack) % n_blocks == 0  # so nothing but HeadRows sees the wrong split
+    assert len(stack) % n_blocks == 0  # so only HeadRows detects the wrong split
 
     normed = cache.apply_ln_to_stack(stack, pos_slice=-1)
     projected = normed @ source.W_U
@@ -232,7 +232,7 @@ def test_a_stack_splits_by_source_layers_alone(stacked):
     file = io.BytesIO()
     torch.save(stack, file)
     file.seek(0)
-    assert torch.equal(torch.load(file), stack)  # with weights_only, its default
+    assert torch.equal(torch.load(file), stack)  # with weights_only, the default
     assert rearrange(stack, "h b (x y) -> h b x y", x=2).shape == (len(stack), 2, 2, 13)
     with torch.enable_grad():
         leaf = stack.clone().requires_grad_(True)
@@ -251,7 +251,7 @@ def test_one_neuron_keeps_its_axis(pair):
 
 
 def test_neurons_before_a_block(pair):
-    """Before block 3, the neurons of layer 1, only those of layer 0 have written."""
+    """Before block 3, the neurons of layer 1, only the neurons of layer 0 have written."""
     _, _, cache = pair
     for layer, layers in [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (6, 3)]:
         stack, labels = cache.stack_neuron_results(layer=layer, return_labels=True)
@@ -285,7 +285,7 @@ def test_get_full_resid_decomposition(plain, expand, options):
     name, source, cache = plain
     if name == "no_norm":
         options = {k: v for k, v in options.items() if k != "apply_ln"}
-    ours, our_labels = cache.get_full_resid_decomposition(
+    got, actual_labels = cache.get_full_resid_decomposition(
         expand_neurons=expand, return_labels=True, **options
     )
     torch.set_default_dtype(torch.float64)  # TransformerLens sums biases in the default dtype
@@ -296,13 +296,13 @@ def test_get_full_resid_decomposition(plain, expand, options):
     finally:
         torch.set_default_dtype(torch.float32)
     if source.model.cfg.gated_mlp and expand:
-        # Ours counts a gated MLP's b_in @ W_out as bias, theirs spreads it over the neurons.
-        assert our_labels == labels
+        # We count a gated MLP's b_in @ W_out as bias; TransformerLens adds it to the neurons.
+        assert actual_labels == labels
         rest = [i for i, label in enumerate(labels) if "N" not in label and label != "bias"]
-        agree((ours[rest], [labels[i] for i in rest]), (reference[rest], [labels[i] for i in rest]))
-        torch.testing.assert_close(ours.sum(0), reference.sum(0), rtol=EXACT, atol=1e-9)
+        agree((got[rest], [labels[i] for i in rest]), (reference[rest], [labels[i] for i in rest]))
+        torch.testing.assert_close(got.sum(0), reference.sum(0), rtol=EXACT, atol=1e-9)
     else:
-        agree((ours, our_labels), (reference, labels))
+        agree((got, actual_labels), (reference, labels))
 
 
 @pytest.mark.parametrize("expand", [True, False])
@@ -315,7 +315,7 @@ def test_a_decomposition_sums_to_the_stream(pair, expand):
 
 @torch.no_grad()
 def test_what_is_normed_on_its_way(normed):
-    """By hand, from the source: its scales, its gains, its weights."""
+    """Results with normed outputs are computed from the source's scales, gains and weights."""
     name, source, cache = normed
     model, layer, neuron = source.model, 1, 29
     norm = {"post_norm": "ln2", "norms_before_and_after": "ln2_post"}[name]
@@ -336,18 +336,18 @@ def test_what_is_normed_on_its_way(normed):
     torch.testing.assert_close(stack[labels.index("L1N29")], expected, rtol=EXACT, atol=EXACT)
 
     for options in OPTIONS:
-        ours, labels = cache.stack_neuron_results(layer=-1, return_labels=True, **options)
+        actual, labels = cache.stack_neuron_results(layer=-1, return_labels=True, **options)
         plain = {k: v for k, v in options.items() if k != "project_output_onto"}
         onto = options.get("project_output_onto")
         if onto is not None:
             again = cache.stack_neuron_results(layer=-1, return_labels=True, **plain)[0] @ onto
-            torch.testing.assert_close(ours, again, rtol=EXACT, atol=1e-9)
+            torch.testing.assert_close(actual, again, rtol=EXACT, atol=1e-9)
         if "incl_remainder" not in options:
             row = labels.index("L1N29") if "L1N29" in labels else None
             plain |= {"neuron_slice": None, "return_labels": True}
             whole, _ = cache.stack_neuron_results(layer=-1, **plain)
             if row is not None and onto is None:
-                assert torch.equal(ours[row], whole[37 + 29])
+                assert torch.equal(actual[row], whole[37 + 29])
 
 
 @torch.no_grad()
@@ -362,9 +362,9 @@ def test_logit_attrs(pair):
     name, source, cache = pair
     if name == "no_norm":
         return
-    ours = cache.logit_attrs(cache.decompose_resid(), tokens=7, incorrect_tokens=11)
+    actual = cache.logit_attrs(cache.decompose_resid(), tokens=7, incorrect_tokens=11)
     reference = source.logit_attrs(source.decompose_resid(), tokens=7, incorrect_tokens=11)
-    torch.testing.assert_close(ours, reference, rtol=EXACT, atol=1e-9)
+    torch.testing.assert_close(actual, reference, rtol=EXACT, atol=1e-9)
 
 
 def test_stack_activation(pair):

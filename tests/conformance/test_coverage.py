@@ -1,6 +1,6 @@
-"""Every public name of HookedTransformer and ActivationCache has been decided on.
+"""Checks that every public name of HookedTransformer and ActivationCache is in a table.
 
-A name that a later TransformerLens adds fails here, until somebody says whether it is right on a
+A name that a later TransformerLens adds fails here until the tables say whether it is right on a
 converted model (and where that is tested) or refused.
 """
 
@@ -16,7 +16,7 @@ from attn_only_lens.tl import HookedTransformer
 
 pytestmark = needs_hooked_transformer
 
-# As in torch.nn.Module and untouched by the two-block layout.
+# Inherited from torch.nn.Module, independent of the two-block layout.
 
 RIGHT = {
     # tests/conformance/test_model.py
@@ -33,10 +33,10 @@ RIGHT = {
     # tests/conformance/test_hook_methods.py
     "get_caching_hooks", "add_caching_hooks", "cache_all", "cache_some", "list_hooks",
 }  # fmt: skip
-# Inherited as they are; they touch neither blocks nor heads, and need a network to run.
+# Inherited unchanged. They use neither blocks nor heads, and need a network to run.
 NEED_A_NETWORK = {"load_sample_training_dataset", "sample_datapoint"}
 REFUSED = {name for name in vars(Refusals) if not name.startswith("_")}
-REFUSED -= {"tl_parameters"}  # which SVDInterpreter asks for, and HookedTransformer has not
+REFUSED -= {"tl_parameters"}  # SVDInterpreter reads it, but HookedTransformer lacks it
 
 CACHE_RIGHT = {
     # tests/conformance/test_cache.py
@@ -45,7 +45,7 @@ CACHE_RIGHT = {
     "logit_attrs", "remove_batch_dim", "stack_activation", "stack_head_results",
     "stack_neuron_results", "to", "values", "toggle_autodiff",
 }  # fmt: skip
-# State-space mixers are no part of any model that can be converted.
+# No model that can be converted has state-space mixers.
 CACHE_NOT_CONCERNED = {"ssm_layers", "compute_ssm_state", "compute_ssm_effective_attention"}
 
 

@@ -1,4 +1,4 @@
-"""TransformerLens' tools on an exposed HookedTransformer give what they give on the model alone."""
+"""Tests that TransformerLens' tools give the same on a HookedTransformer exposed or not."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def metric(logits):
 
 
 def both(name, measure):
-    """What `measure` gives for the model, and for the model exposed."""
+    """Return what `measure` gives for the model, and for the exposed model."""
     model = build(name)
     alone = measure(model)
     with expose_neuron_heads(model):
@@ -34,13 +34,13 @@ def test_activation_patching(name, part):
         return getattr(patching, f"get_act_patch_{part}")(model, CORRUPTED, cache, metric)
 
     alone, exposed = both(name, measure)
-    torch.testing.assert_close(exposed, alone, rtol=1e-5, atol=1e-6)  # they hold float32
+    torch.testing.assert_close(exposed, alone, rtol=1e-5, atol=1e-6)  # the tools use float32
     assert exposed.std() > 1e-3
 
 
 @torch.no_grad()
 def test_patching_of_neuron_heads():
-    """A patch of z of one neuron is that of its activation."""
+    """Patching z of one neuron-head equals patching the neuron's activation."""
     model = build("gelu")
     _, cache = model.run_with_cache(CLEAN)
     cells = [(layer, pos, neuron) for layer in (0, 2) for pos in (4, 10) for neuron in (3, 29)]

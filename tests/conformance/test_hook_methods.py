@@ -1,4 +1,4 @@
-"""The hook methods that a model inherits from HookedRootModule, and moves between devices."""
+"""Tests of hook methods that a model inherits from HookedRootModule, and of moving devices."""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def test_list_hooks(converted):
 
 @torch.no_grad()
 def test_toggle_autodiff(converted):
-    """The switch is torch's own, for all of the process."""
+    """The switch is torch's global gradient switch."""
     _, cache = converted.run_with_cache(tokens())
     assert isinstance(cache, AttentionOnlyCache)
     try:
@@ -124,7 +124,7 @@ def test_mps():
 
 @torch.no_grad()
 def test_a_stock_cache_of_a_converted_model(converted):
-    """What somebody's own code makes of the entries: names still lead to the right tensors."""
+    """In a plain ActivationCache built from the entries, names still give the right tensors."""
     from transformer_lens import ActivationCache
 
     _, cache = converted.run_with_cache(tokens())
@@ -163,7 +163,7 @@ EVERY_HEAD = [(f"blocks.{block}.attn.hook_z", lambda z, hook: None) for block in
 @pytest.mark.parametrize("block", [0, 1])
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_where_no_mlp_is_is_refused(converted, edit, block, mode):
-    """It would have no effect; and to look is allowed, as attribution patching does."""
+    """An edit without an effect is refused; reading is allowed, as attribution patching does."""
     hook = f"blocks.{block}.hook_mlp_out"
     with mode():
         with pytest.raises(UnsupportedCallError, match=r"an edit at .*hook_attn_out"):
@@ -176,19 +176,19 @@ def test_an_edit_where_no_mlp_is_is_refused(converted, edit, block, mode):
 @pytest.mark.parametrize("block", [0, 1])
 @torch.no_grad()
 def test_the_output_of_no_mlp_is_not_read_as_zeros(converted, block):
-    """Nor is an edit dropped; a function selects what the block writes, where it wants that too."""
+    """Hooks on a missing MLP output raise, unless a filter also matches the real output."""
     hook, instead = f"blocks.{block}.hook_mlp_out", f"blocks.{block}.hook_attn_out"
     seen = {}
 
     def keep(x, hook):
         seen[hook.name] = x
 
-    for wanted in (hook, lambda name: name in (hook, "blocks.0.hook_resid_pre")):
+    for choice in (hook, lambda name: name in (hook, "blocks.0.hook_resid_pre")):
         for attempt in (
-            lambda wanted=wanted: converted.run_with_hooks(tokens(), fwd_hooks=[(wanted, keep)]),
-            lambda wanted=wanted: converted.run_with_hooks(tokens(), bwd_hooks=[(wanted, keep)]),
-            lambda wanted=wanted: converted.add_hook(wanted, keep),
-            lambda wanted=wanted: converted.add_perma_hook(wanted, keep),
+            lambda choice=choice: converted.run_with_hooks(tokens(), fwd_hooks=[(choice, keep)]),
+            lambda choice=choice: converted.run_with_hooks(tokens(), bwd_hooks=[(choice, keep)]),
+            lambda choice=choice: converted.add_hook(choice, keep),
+            lambda choice=choice: converted.add_perma_hook(choice, keep),
             lambda: converted.run_with_cache(tokens(), names_filter=["hook_embed", hook]),
             lambda: converted.run_with_cache(tokens(), names_filter=lambda name: name == hook),
             lambda: converted.add_caching_hooks(hook),
@@ -224,7 +224,7 @@ def test_every_hook_point_has_a_gradient_and_can_be_edited_in_place(name, point)
         got = cache[hook + "_grad"][..., 0].transpose(1, 2)
         assert relative(got, expected) < 1e-12
     if (name, point) == ("relu", "z"):
-        return  # torch's relu needs its output for the gradient; nor can the source's be edited
+        return  # torch's relu needs its output for the gradient; so does the source's
     loss = converted.run_with_hooks(
         tokens(), return_type="loss", fwd_hooks=[(hook, lambda x, hook: x.mul_(0.5))]
     )
@@ -232,7 +232,7 @@ def test_every_hook_point_has_a_gradient_and_can_be_edited_in_place(name, point)
 
 
 def test_a_hook_may_run_the_model_again():
-    """In a parallel model, between the two blocks of a layer and after them."""
+    """In a parallel model, the hook runs between the two blocks of a layer and after them."""
     source = build("parallel")
     converted = convert(source)
     expected, inner = source(tokens()), source(tokens(seed=3))
@@ -256,7 +256,7 @@ PARALLEL = ("parallel", "parallel_gated", "parallel_norms")
 @pytest.mark.parametrize("name", ["gelu", *PARALLEL])
 @torch.no_grad()
 def test_threads_share_a_model(name, hooks):
-    """They meet between the two blocks of a layer, where a parallel model has to wait."""
+    """Threads share a model although each pauses between the two blocks of a parallel layer."""
     converted, inputs = convert(build(name)), [tokens(seed, batch=seed) for seed in (1, 2, 3)]
     with converted.hooks(fwd_hooks=hooks):
         expected = [converted(x) for x in inputs]
@@ -268,7 +268,7 @@ def test_threads_share_a_model(name, hooks):
 
 
 def replica(model):
-    """What torch.nn.DataParallel makes of a model for each device, on this one."""
+    """Return a replica as torch.nn.DataParallel makes it, on the same device."""
     made = {module: module._replicate_for_data_parallel() for module in model.modules()}
     for module, replica in made.items():
         replica._parameters = dict(module._parameters)

@@ -1,4 +1,4 @@
-"""HookedTransformer's own methods on a converted model, against the same calls on its source."""
+"""Tests that HookedTransformer's methods on a converted model give what they give on its source."""
 
 import copy
 
@@ -17,7 +17,7 @@ TEXTS = ["w3 w5 w8", "w7", "w11 w2 w2 w13 w1"]
 
 @pytest.fixture(params=["right", "left"])
 def speaking(request, tmp_path):
-    """A source with a tokenizer, and its conversion."""
+    """Return a source with a tokenizer, and its conversion."""
     source = build("llama", d_vocab_out=41)
     tokenizer = tiny_tokenizer(41, tmp_path / "tokenizer")
     source.set_tokenizer(tokenizer, default_padding_side=request.param)
@@ -137,10 +137,10 @@ def test_run_with_cache_options(name):
     converted = convert(build(name))
     _, everything = converted.run_with_cache(tokens())
     hook = "blocks.3.attn.hook_pattern"
-    for wanted in (hook, [hook], (hook,), lambda name: name == hook):
-        _, cache = converted.run_with_cache(tokens(), names_filter=wanted)
+    for hook_filter in (hook, [hook], (hook,), lambda name: name == hook):
+        _, cache = converted.run_with_cache(tokens(), names_filter=hook_filter)
         assert list(cache) == [hook]
-        # Alone, the pattern is the gate itself; with live scores it is their softmax.
+        # Without other hooks, the pattern is the gate itself; with live scores it is their softmax.
         torch.testing.assert_close(cache[hook], everything[hook], rtol=1e-11, atol=1e-99)
     _, one = converted.run_with_cache(tokens()[:1], remove_batch_dim=True)
     assert one[hook].shape == (37, 11, 2)
@@ -162,11 +162,11 @@ def test_cached_gradients(name):
     _, expected = source.run_with_cache(tokens(), return_type="loss", incl_bwd=True)
     _, got = converted.run_with_cache(tokens(), return_type="loss", incl_bwd=True)
     for layer in range(3):
-        ours = got[f"blocks.{2 * layer + 1}.attn.hook_z_grad"].squeeze(-1)
+        gradient = got[f"blocks.{2 * layer + 1}.attn.hook_z_grad"].squeeze(-1)
         reference = expected[f"blocks.{layer}.mlp.hook_post_grad"]
-        assert relative(ours, reference) <= 1e-11
-        ours = got[f"blocks.{2 * layer + 1}.hook_attn_out_grad"]
-        assert relative(ours, expected[f"blocks.{layer}.hook_mlp_out_grad"]) <= 1e-11
+        assert relative(gradient, reference) <= 1e-11
+        gradient = got[f"blocks.{2 * layer + 1}.hook_attn_out_grad"]
+        assert relative(gradient, expected[f"blocks.{layer}.hook_mlp_out_grad"]) <= 1e-11
         assert got[f"blocks.{2 * layer + 1}.attn.hook_pattern_grad"].abs().max() > 0
 
 
@@ -194,7 +194,7 @@ def test_a_hook_that_would_not_fire_is_refused(hook):
         lambda: converted.add_perma_hook(hook, nothing),
         lambda: converted.run_with_cache(tokens(), names_filter=hook),
         lambda: converted.run_with_cache(tokens(), names_filter=["hook_embed", hook]),
-        # A function that matches what fires besides.
+        # The function also matches a hook that fires.
         lambda: converted.add_hook(lambda n: n in (hook, "blocks.0.hook_resid_pre"), nothing),
     ):
         with pytest.raises(UnsupportedCallError, match=f"set_{flag}\\(True\\)"):
@@ -301,7 +301,7 @@ def test_ungrouping_after_conversion():
 
 @pytest.mark.parametrize("name", CORE)
 def test_inference_mode(name):
-    """Converted in it and run in it: what both give outside, bitwise."""
+    """A model converted and run in inference mode gives bitwise the same values outside."""
     source = build(name, d_vocab_out=41)
     outside = convert(source)
     generate = {"max_new_tokens": 3, "verbose": False, "stop_at_eos": False, "do_sample": False}
@@ -337,8 +337,8 @@ def test_weights(name):
     source = build(name)
     converted = convert(source)
     for weight in (*NEURON_WEIGHTS, "W_E", "W_U", "b_U"):
-        ours, reference = getattr(converted, weight), getattr(source, weight)
-        assert ours is reference is None or torch.equal(ours, reference)
+        tensor, reference = getattr(converted, weight), getattr(source, weight)
+        assert tensor is reference is None or torch.equal(tensor, reference)
     for weight in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V"):
         heads = getattr(converted.attention_heads, weight)
         assert torch.equal(heads, getattr(source, weight))
@@ -352,7 +352,7 @@ def test_weights(name):
 @pytest.mark.parametrize("name", ["gelu", "llama"])
 @torch.no_grad()
 def test_weights_of_neuron_heads(name):
-    """They give a neuron-head's query, value and result from the normed stream."""
+    """The weights give a neuron-head's query, value and result from the normed stream."""
     converted = convert(build(name))
     converted.set_use_attn_result(True)
     _, cache = converted.run_with_cache(tokens())
@@ -443,7 +443,7 @@ def test_processing_the_source_first_works():
     converted = convert(source)
     assert converted.cfg.normalization_type == "LNPre"
     assert torch.equal(converted(tokens()), source(tokens()))
-    # TransformerLens' own folding is good to this, in float64 too.
+    # TransformerLens' own folding has this error, in float64 too.
     assert relative(converted(tokens()).log_softmax(-1), expected) <= 1e-5
 
 

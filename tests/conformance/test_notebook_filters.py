@@ -1,8 +1,8 @@
-"""What notebooks do to attention by filters of hook names, on exposed models and on plain ones.
+"""Tests of notebook code that filters hook names for attention, on exposed and on plain models.
 
-The functions are TransformerLens' main demo's and ARENA's, written anew from their descriptions.
-Each must give bitwise what it gives on the plain model: a filter for attention's hooks that also
-selected those of neuron-heads would patch, freeze, ablate or mask neurons too, or crash on them.
+The functions are rewritten from the descriptions in TransformerLens' main demo and in ARENA.
+Each must give bitwise the plain model's result: a filter for attention hooks that also selected
+neuron-heads' hooks would patch, freeze, ablate or mask neurons too, or crash on them.
 """
 
 import re
@@ -22,7 +22,7 @@ OFF = ("attn_in", "_input")
 FILTERS = {
     **{f"*{x}": lambda name, x=x: name.endswith(x) for x in ENDINGS},
     **{f"*hook_{x}": lambda name, x=x: name.endswith(f"hook_{x}") for x in ENDINGS},
-    # What has to be switched on first is left out: TransformerLens warns of it, or refuses.
+    # Hooks that are off by default are left out: TransformerLens warns about them or raises.
     **{f"*{x}*": lambda name, x=x: x in name and not name.endswith(OFF) for x in PARTS},
 }
 MODELS = {
@@ -45,20 +45,20 @@ def words(names):
 
 @pytest.mark.parametrize("family", [*CHOSEN, "bert"])
 def test_no_word_of_another_hook_selects_a_neuron_head(family):
-    """Whatever filter is made of the words in the names that a bridge has."""
+    """A filter made from any word in a bridge's hook names selects no neuron-head."""
     bridge = boot(family, state="names")
     hook_names = list(bridge.hook_dict)
-    ours = set(expose_neuron_heads(bridge).model.hook_dict) - set(hook_names)
-    assert ours == {mlp_hook(point, layer) for point in IN_PLACE for layer in range(2)}
+    new_names = set(expose_neuron_heads(bridge).model.hook_dict) - set(hook_names)
+    assert new_names == {mlp_hook(point, layer) for point in IN_PLACE for layer in range(2)}
     for word in words(hook_names) - {"blocks", "mlp", "hook"}:
-        assert not any(name.endswith(word) for name in ours), word
+        assert not any(name.endswith(word) for name in new_names), word
         if len(word) > 1 or word == "z":
-            assert not any(word in name for name in ours), word
-    assert any("act" in name for name in ours), "the control"
+            assert not any(word in name for name in new_names), word
+    assert any("act" in name for name in new_names), "the control"
 
 
 def selected(model, how, chosen):
-    """What a filter selects, by name, and what is there."""
+    """Return the activations that a filter selects, by name."""
     seen = {}
 
     def look(x, hook):
@@ -99,7 +99,7 @@ def test_filters_select_what_they_select_on_the_plain_model(make, how):
 
 
 def path_patching(model):
-    """The effect of each head on the logits by every way but other heads, which are frozen."""
+    """Return each head's effect on the logits over all paths except through other heads."""
     is_z = lambda name: name.endswith("z")  # noqa: E731
     _, new = model.run_with_cache(CORRUPTED, names_filter=is_z)
     _, old = model.run_with_cache(CLEAN, names_filter=is_z)
@@ -124,7 +124,7 @@ def path_patching(model):
 
 
 def mean_ablation(model):
-    """The logits where every head but one is what it is on average over other prompts."""
+    """Return the logits with every head but one replaced by its mean over other prompts."""
     is_z = lambda name: name.endswith("z")  # noqa: E731
     _, cache = model.run_with_cache(CORRUPTED, return_type=None, names_filter=is_z)
 
@@ -142,7 +142,7 @@ def mean_ablation(model):
 
 
 def induction_scores(model):
-    """How much each head attends to the token after the last time the same token came."""
+    """Return how much each head attends to the token after the previous occurrence of the token."""
     half = tokens(2, pos=5)
     scores = torch.zeros(model.cfg.n_layers, model.cfg.n_heads, dtype=torch.float64)
 
@@ -156,7 +156,7 @@ def induction_scores(model):
 
 
 def padding_masks(model, point):
-    """The logits where the first three tokens are hidden from all heads, by a loop over hooks."""
+    """Return the logits with the first three tokens masked for all heads, by a loop over hooks."""
     hidden = (torch.arange(CLEAN.shape[1]) < 3)[None, None, None, :]
 
     def mask(x, hook):
@@ -180,7 +180,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-# A bridge that is not compatible caches under one name what its hooks have by another.
+# A bridge without compatibility mode caches under another name than its hooks have.
 @pytest.mark.parametrize("make", [case for case in EACH if case.id != "bridge"])
 @torch.no_grad()
 def test_functions_of_notebooks_do_what_they_do_on_the_plain_model(make, function):

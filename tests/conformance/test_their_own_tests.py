@@ -1,4 +1,4 @@
-"""What `make conformance` makes of tests, on a module of tests that is made up."""
+"""Tests of `make conformance`, with a made-up test module instead of TransformerLens' tests."""
 
 import sys
 from collections import Counter
@@ -101,18 +101,18 @@ INHERENT = (
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """The lines of a pass over them on exposed models; the last test is not asked for."""
+    """Return the outcomes of the made-up tests on exposed models; the last test is deselected."""
     folder = tmp_path_factory.mktemp("them")
     (folder / "tests" / "unit").mkdir(parents=True)
     seen = torch.rand((), generator=torch.Generator().manual_seed(0)).item()
-    # Such as this repository has, under which the folder of `make conformance` is.
+    # Like this repository's conftest.py, which is above the folder of `make conformance`.
     (folder.parent / "conftest.py").write_text("raise ImportError('of another folder')")
     path = folder / "tests" / "unit" / "test_made_up.py"
     path.write_text(TESTS.replace("SEEN", repr(seen)))
     names = [line[4:].split("(")[0] for line in TESTS.splitlines() if line.startswith("def test_")]
     cases = [f"{name}[{case}]" for name in names for case in (0, 1) if name == "test_class"]
-    wanted = [f"tests/unit/test_made_up.py::{name}" for name in [*names, *cases]]
-    one_pass(sys.executable, folder, folder / "exposed.jsonl", "exposed", wanted)
+    test_ids = [f"tests/unit/test_made_up.py::{name}" for name in [*names, *cases]]
+    one_pass(sys.executable, folder, folder / "exposed.jsonl", "exposed", test_ids)
     return {
         outcome["test"].split("::")[1]: outcome for outcome in finished(folder / "exposed.jsonl")
     }
@@ -138,7 +138,7 @@ def test_each_test_is_told_from_the_others(outcomes):
     assert judge(outcomes["test_refused"], "exposed", INHERENT).why == "call another"
     why = judge(outcomes["test_none_of_ours"], "exposed", INHERENT).why
     assert why == "layer …: it has no MLP"
-    # 7 hook points a layer, and two layers or one; and with no reason known, it fails.
+    # A layer has 7 hook points, and one or two layers ran; without a known reason, a test fails.
     counts = {
         name: tuple(outcomes[name][count] for count in ("ran", "fired", "fired_in_body"))
         for name in outcomes
@@ -146,7 +146,7 @@ def test_each_test_is_told_from_the_others(outcomes):
     assert counts["test_names"] == counts["test_none_of_ours"] == (0, 0, 0)
     assert counts["test_runs"] == (1, 14, 14)
     assert counts["test_runs_a_part"] == (0, 7, 7)
-    # By the first test that has the fixture, and by the fixture.
+    # The fixture counts for the first test that uses it, and for the fixture.
     assert counts["test_of_what_a_fixture_ran"] == (2, 28, 0)
     assert outcomes["test_of_another_kind"]["fired"] == 7
     assert judge(outcomes["test_class[0]"], "exposed", ()).kind == "failed"
@@ -167,10 +167,10 @@ def test_the_page_says_what_is_not_passed(outcomes):
     verdicts = [judge(outcome, "exposed", INHERENT) for outcome in with_models]
     stock = [outcome | {"outcome": "passed"} for outcome in outcomes.values()]
     text = page([Run("4.3.0", stock, {"exposed": verdicts}, date(2026, 11, 23))])
-    # Five made a model that is ours and passed, and one of these (`test_names`) did not use it.
+    # Five made one of our models and passed; one of these (`test_names`) did not use the model.
     assert "| 4.3.0 | exposed | 8 | 3 | 4 | 5 | 4 | 1 | 2 |" in text
     assert "fired in 4 of 8 tests: in 3 tests in the test itself" in text
-    assert "replaced" not in text.split("# Exposed")[1]  # it is of conversions alone
+    assert "replaced" not in text.split("# Exposed")[1]  # "replaced" is about conversions only
     assert "Measured on 2026-11-23. Of 13 tests, 13 pass on stock models" in text
     assert "and 9 of these make" in text
     assert "| the class differs | `unit/test_made_up.py::test_class` (2 cases) |" in text

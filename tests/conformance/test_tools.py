@@ -1,4 +1,4 @@
-"""TransformerLens' tools on a converted model: right, or an error that says what to do."""
+"""Tests that TransformerLens' tools are right on a converted model, or raise a helpful error."""
 
 import re
 
@@ -47,7 +47,7 @@ def test_sweeps_by_head_or_layer_are_refused_with_the_call_to_make(name):
 @pytest.mark.parametrize("name", ["gelu", "llama", "parallel", "post_norm"])
 @torch.no_grad()
 def test_patching_of_the_stream_and_of_block_outputs(name):
-    """generic_activation_patch of blocks: the source's results for one half of a layer."""
+    """generic_activation_patch of blocks gives the source's results for half of a layer."""
     source = build(name)
     converted = convert(source)
     _, cache = converted.run_with_cache(CLEAN)
@@ -93,7 +93,7 @@ def test_a_block_without_an_mlp_says_what_to_use():
 @pytest.mark.parametrize("name", ["gelu", "llama", "parallel"])
 @torch.no_grad()
 def test_patching_of_named_neuron_heads(name):
-    """generic_activation_patch with an explicit frame, against patches of the source's neurons."""
+    """generic_activation_patch with an explicit frame equals patches of the source's neurons."""
     source = build(name)
     converted = convert(source)
     _, cache = converted.run_with_cache(CLEAN)
@@ -158,7 +158,7 @@ def test_attribution_patching_scores_every_neuron(name):
 
 @torch.no_grad()
 def test_composition_of_neuron_heads_by_hand():
-    """The call that all_composition_scores' refusal names."""
+    """The call named in the error of all_composition_scores works."""
     converted = convert(build("gelu"))
     writes, reads = converted.neuron_heads.OV[0], converted.attention_heads.OV[1]
     scores = composition_scores(writes, reads, broadcast_dims=True)
@@ -198,7 +198,7 @@ def test_dense_pattern_is_what_circuitsvis_draws(name):
         assert row[-1] == compact[batch, pos, 1]
         assert row.count_nonzero() <= 2
     words = [f"w{i}" for i in range(11)]
-    # circuitsvis wants a square: the bias token is a token of its own, which attends to itself.
+    # circuitsvis needs a square pattern, so the bias token is a token that attends to itself.
     full = torch.cat([square[0], torch.eye(12, dtype=square.dtype)[-1:]])
     html = circuitsvis.attention.attention_pattern([*words, "(bias)"], full)
     assert "(bias)" in str(html)
@@ -206,7 +206,7 @@ def test_dense_pattern_is_what_circuitsvis_draws(name):
 
 @torch.no_grad()
 def test_direct_logit_attribution_by_name():
-    """A neuron's write times the unembedding, summed over the whole model, is the logit."""
+    """The outputs of all neurons and heads times the unembedding add up to the logit."""
     converted = convert(build("no_norm"))
     logits, cache = converted.run_with_cache(CLEAN)
     direction = converted.W_U[:, 7]

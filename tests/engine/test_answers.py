@@ -1,4 +1,4 @@
-"""Answers and prompts as texts: all forms, unknown words, and the space before an answer."""
+"""Tests of answers and prompts as texts: forms, unknown words, and the space before an answer."""
 
 import math
 import re
@@ -31,7 +31,7 @@ from attn_only_lens.engine.tokens import unknown_words
 from attn_only_lens.errors import InputError, InputWarning
 
 POS, VOCAB = 5, 31
-EXACT = 1e-12  # float64: a softmax over 31 entries and a mean, some hundred roundings of 1e-16
+EXACT = 1e-12  # rounding of a softmax over 31 entries and a mean: some hundred times 1e-16
 WORDS = ["are", " are", "is", " is", "was"]
 
 
@@ -43,7 +43,7 @@ def fast(core, words, decoder=None, **special):
 
 
 def byte_level(folder):
-    """As GPT-2's: every byte is known, and the unknown token is BOS and EOS, too."""
+    """Build a tokenizer like GPT-2's: it knows all bytes; its unknown token is also BOS and EOS."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("a", "r"), ("ar", "e"), ("Ġ", "are"), ("i", "s"), ("Ġ", "is")]
     entries = ["<|endoftext|>", *alphabet, *("".join(pair) for pair in merges)]
@@ -54,7 +54,7 @@ def byte_level(folder):
 
 
 def sentencepiece(folder):
-    """It puts a space before every text: no text is the token "are"."""
+    """Build a tokenizer that adds a space before every text, so no text gives the token "are"."""
     pieces = ["<unk>", "▁are", "are", "▁is", "is", "▁", "a", "r", "e", "i", "s"]
     core = Tokenizer(models.Unigram([(piece, -1.0 - i) for i, piece in enumerate(pieces)], 0))
     return fast(core, pre_tokenizers.Metaspace(), decoders.Metaspace(), unk_token="<unk>")
@@ -67,7 +67,7 @@ def wordpiece(folder):
 
 
 def letters(folder):
-    """It has no token for what it does not know, and leaves it out."""
+    """Build a tokenizer without an unknown token, which leaves unknown parts out."""
     entries = [*"aceirs", "Ġ", "ar", "are"]
     vocabulary = {entry: i for i, entry in enumerate(entries)}
     core = Tokenizer(models.BPE(vocabulary, [("a", "r"), ("ar", "e")]))
@@ -75,7 +75,7 @@ def letters(folder):
 
 
 class Slow:
-    """A tokenizer in Python, which does not tell where its tokens are."""
+    """A tokenizer in Python, which does not return the positions of its tokens in the text."""
 
     unk_token, unk_token_id, is_fast = "<unk>", 0, False
     known = ("<unk>", "are", "is", "the")
@@ -194,14 +194,14 @@ def test_what_is_ambiguous_is_refused(model, n_prompts):
     assert len(caught.value.reasons) == 2
     assert caught.match(re.escape("[[33, 34]]"))
     for bad in ({5}, {"a": 5}, None, 5.0, True, [[[5]]], torch.tensor([5.0]), b"w1"):
-        with pytest.raises(InputError, match="expected a text, or a token number from 0 to 30"):
+        with pytest.raises(InputError, match="expected a text, or a token ID from 0 to 30"):
             bind(p.probability_diff(bad, 7), model, pair_of(n_prompts))
     with pytest.raises(InputError, match="got 0 answers"):
         bind(p.probability_diff([[]], 7), model, pair_of(n_prompts))
 
 
 def test_answers_of_some_prompts_are_those_prompts(model):
-    """Runs of prompts take theirs of the answers to all; a list is not changed from outside."""
+    """Prompt chunks use their part of the answers, and later changes of the list have no effect."""
     answers = [[5, 6], [7], [8, 9, 10]]
     metric = p.probability_diff(answers, 11)
     answers[1] = [12]
@@ -245,18 +245,18 @@ def test_an_unknown_answer_says_what_to_do():
         bind(p.logit_diff(" are", "xyz"), model, pair_of(1))
     with pytest.raises(InputError, match=r"got ' xyz', .*: choose a word of one token$"):
         bind(p.logit_diff(" are", " xyz"), model, pair_of(1))
-    bind(p.logit_diff(" are", "<unk>"), model, pair_of(1))  # that token itself
+    bind(p.logit_diff(" are", "<unk>"), model, pair_of(1))  # <unk> itself is allowed
     bind(p.logit_diff(" are", 2), model, pair_of(1))
 
 
-OF_ENGLISH = {  # what small_english() reads as <unk>, in each text
+OF_ENGLISH = {  # the parts of each text that small_english() reads as <unk>
     "The keys near the cabinet": [],
     "The keys near the cabinet ": [" "],
     "The keys  near": [" "],
-    "The keys   near": ["  "],  # the third is a part of " near"
+    "The keys   near": ["  "],  # the third space is a part of " near"
     "The keys near \n the": [" \n"],
     "The cabinet!": ["!"],
-    "The keys\nnear": ["\n", "near"],  # it knows " near" alone
+    "The keys\nnear": ["\n", "near"],  # "near" is only known with a space before it
     "The kezs, kezs. né don't": ["kezs", "né", "don't"],
     "The keys<unk>": [],
     " ": [" "],
@@ -279,7 +279,7 @@ def test_a_part_of_a_word_is_named_with_it(tokenizers):
     assert unknown_words(tokenizers["letters"], "are xa're  is'n") == ["xa're", "is'n"]
     assert unknown_words(tokenizers["sentencepiece"], "are ! ake\u0301s") == ["!", "ake\u0301s"]
     assert unknown_words(tokenizers["sentencepiece"], " are  is ") == []  # it knows spaces
-    assert unknown_words(tokenizers["wordpiece"], " are  is\n") == []  # they part its words
+    assert unknown_words(tokenizers["wordpiece"], " are  is\n") == []  # spaces separate words
 
 
 def test_whitespace_is_no_answer_where_it_is_unknown(english):
@@ -295,7 +295,7 @@ def test_whitespace_is_no_answer_where_it_is_unknown(english):
 
 # The space before an answer
 
-ARE = {  # of the token with a space, and without: the text, if one is that token
+ARE = {  # the tokens with and without a space, each with its text, or None if no text gives it
     "bytes": (("Ġare", " are"), ("are", "are")),
     "sentencepiece": (("▁are", " are"), ("are", None)),
 }
@@ -307,7 +307,7 @@ def test_a_space_more_or_less(name, right, tokenizers):
     tokenizer = tokenizers[name]
     model, pair = stub(tokenizer), pair_of(3)
     ids = [tokenizer.convert_tokens_to_ids(piece) for piece, _ in ARE[name]]
-    untwinned = tokenizer.convert_tokens_to_ids("i")  # it has no twin
+    untwinned = tokenizer.convert_tokens_to_ids("i")  # it has no version with a space
     metrics = {
         "correct": lambda a: p.logit_diff(a, untwinned),
         "wrong": lambda a: p.logit_diff(untwinned, a),
@@ -319,7 +319,7 @@ def test_a_space_more_or_less(name, right, tokenizers):
         metrics["correct "] = lambda a: p.probability_diff([[a, untwinned]], 10)
     for times, is_far in ((9.9, False), (10.1, True)):
         logits = torch.zeros(3, POS, len(tokenizer), dtype=torch.float64)
-        # Of three prompts the geometric mean is so many times.
+        # The geometric mean over three prompts exceeds the others by this factor.
         logits[0, -1, ids[right]] = math.log(times) * 3
         for answers, is_right in ((ids[right], True), (ids[1 - right], False)):
             for role, metric in metrics.items():
@@ -343,13 +343,13 @@ def test_where_a_space_makes_no_token(name, tokenizers):
     word = "w1" if name == "spaces" else "are"
     (token,) = tokenizer(word, add_special_tokens=False)["input_ids"]
     logits = torch.full((1, POS, len(tokenizer)), 30.0)
-    logits[..., token] = 0.0  # all others are far more probable
+    logits[..., token] = 0.0  # all other tokens are far more probable
     for answer in (word, f" {word}", token):
         assert bind(p.logit_diff(answer, 0), stub(tokenizer), pair_of(1), logits)
 
 
 def test_one_wrong_answer_among_many(tokenizers):
-    """Answers are told apart by their own prompts, and those after the third are counted."""
+    """Each answer is compared on its own prompt, and the message counts answers after the third."""
     tokenizer = tokenizers["words"]
     names = ["Mary", "John", "Paul", "Mark", "Sarah"]
     ids = [tokenizer.convert_tokens_to_ids(f" {name}") for name in names]
@@ -464,7 +464,7 @@ def test_a_chat_warns(english):
 
 
 def test_the_sign_that_flips():
-    """What the warning is about: with "are" the scores of " are" have another sign."""
+    """The warning matters: "Mary" instead of " Mary" changes the sign of the logit difference."""
     model = expose_neuron_heads(pretrained.small_english()).model
     spaced, bare = (
         p.logit_diff(*words).bound(model, p.prompt_pair(model, *KNOWN), None)
@@ -500,7 +500,7 @@ def test_the_command_line_refuses_an_unknown_answer(tmp_path):
 
 
 def test_tasks_do_not_warn(english):
-    """Under pytest a warning is an error: prompts and answers of tasks fit the model."""
+    """pytest turns warnings into errors, so prompts and answers of tasks fit the model."""
     for make in (tasks.agreement, tasks.ioi, tasks.brackets, tasks.induction):
         task = make(english.tokenizer, n=5)
         how = {"sites": ["L0H1"], "positions": -1, "progress": False}

@@ -1,4 +1,4 @@
-"""Multipliers between two runs add up to the change of the metric, at every cut of every model."""
+"""Tests that secant multipliers add up to the metric's change between runs, for every model."""
 
 import bridges
 import pytest
@@ -53,7 +53,7 @@ def model_of(family):
 
 
 def pair_of(model):
-    """Prompts that differ at two tokens, after a common one."""
+    """Return prompts that differ at two tokens, after equal first tokens."""
     clean = tokens()
     corrupted = clean.clone()
     corrupted[:, 2], corrupted[:, -1] = (clean[:, 2] + 5) % 31, (clean[:, -1] + 3) % 31
@@ -67,7 +67,7 @@ def tape_of(model):
 
 
 def difference(model, metric, **options):
-    """The multipliers, and the change of the metric by the model's own logits."""
+    """Return the multipliers, and the metric's change computed from the model's own logits."""
     pair = pair_of(model)
     runs = run_both(model, pair)
     clean, corrupted = runs.logits.chunk(2)
@@ -83,12 +83,12 @@ def size_of(terms):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_add_up_to_the_change_of_every_metric(family):
     model = model_of(family)
-    # The rule of a metric begins at the logits, whatever the blocks are.
+    # A metric's rule only needs the logits, so all metrics are tested for the core families only.
     for name, metric in METRICS.items() if family in CORE else [("kl", METRICS["kl"])]:
         result, change = difference(model, metric)
         clean, corrupted = result.runs.stream.chunk(2)
         terms = result.stream * (clean - corrupted)
-        # Terms cancel, most of all where the loss hardly changes.
+        # The terms cancel, most of all if the loss hardly changes.
         assert abs(float(terms.sum()) - change) <= EXACT * max(size_of(terms), 1.0), name
 
 
@@ -100,7 +100,7 @@ def test_tokens_add_up_in_float32(family):
     clean, corrupted = result.runs.stream.chunk(2)
     terms = result.stream * (clean - corrupted)
     assert terms.dtype == torch.float32
-    # The change is a difference of logits, which are rounded themselves.
+    # The change is a difference of rounded logits.
     size = size_of(terms) + float(result.runs.logits.abs().max())
     assert abs(float(terms.double().sum()) - change) <= 1e-5 * size
 
@@ -111,13 +111,13 @@ def test_the_recorded_runs_are_the_models_own(family):
     pair = pair_of(model)
     with torch.no_grad():
         both = torch.cat([model(pair.clean), model(pair.corrupted)])
-    # Some modules of transformers compute in float32 in any dtype; here they do not.
+    # Some modules of transformers compute in float32 in any dtype, but not in these runs.
     assert torch.allclose(run_both(model, pair).logits, both, rtol=0, atol=2e-5 * both.abs().max())
 
 
 @pytest.mark.parametrize("family", [f for f in STRUCTURES if "bert" not in f and "clip" not in f])
 def test_flows_into_every_node_add_up_to_its_attribution(family):
-    """By the weights of the model, which the pass does not use: another route to every number."""
+    """The graph uses the model's weights, which the backward pass does not, so this checks both."""
     model = model_of(family)
     pair = pair_of(model)
     run = attribute_difference(model, pair, METRICS["logit_diff"])
@@ -161,7 +161,7 @@ def test_before_the_first_token_that_differs_there_is_nothing(family):
 
 @pytest.mark.skipif(not HAS_HOOKED_TRANSFORMER, reason="needs transformer-lens 3.9")
 def test_converted_exposed_and_bridged_models_have_the_same_parts():
-    """The split is a convention; it is the same for all kinds of one model."""
+    """Converted and exposed models split the change in the same way."""
     results = []
     for make in (HOOKED["exposed"], convert):
         model = make(models.build("gelu"))
@@ -176,7 +176,7 @@ def test_converted_exposed_and_bridged_models_have_the_same_parts():
 @pytest.mark.parametrize("family", ["bridge gpt2", "bridge llama"])
 @pytest.mark.parametrize("rule", ["norm_change", "softmax_change", "slope"])
 def test_a_broken_rule_is_noticed(family, rule, monkeypatch):
-    """The control: with the derivative of one run for any one rule, the sums do not hold."""
+    """Control: if one rule uses a single run's derivative, the sums do not hold."""
     wrong = {
         "norm_change": lambda x, r_1, r_0, change: (r_1 + r_0) / 2 * change,
         "softmax_change": lambda L, w, change: L * (change - change.mean(-1, keepdim=True)),
@@ -205,7 +205,7 @@ def test_a_metric_without_a_rule_has_a_remainder():
 
 
 def test_half_precision_is_computed_in_float32_and_its_error_is_said():
-    model = model_of("bridge gpt2")  # which has no buffers that rounding changes
+    model = model_of("bridge gpt2")  # a model without buffers that rounding would change
     for one in model.parameters():
         one.data = one.data.bfloat16().double()
     clean, corrupted = tokens(), pair_of(model).corrupted
@@ -242,7 +242,7 @@ if HAS_HOOKED_TRANSFORMER:
 @pytest.mark.parametrize("family", PADDED)
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padding_changes_nothing(family, side):
-    """A batch of two lengths has the parts of its prompts, each alone."""
+    """A batch of two lengths has the same parts as its prompts, each run alone."""
     model, metric = model_of(family), METRICS["logit_diff"]
     clean = tokens(1, batch=2, pos=6)
     mask = torch.ones_like(clean)
@@ -285,14 +285,14 @@ def test_nothing_is_left_on_the_model_and_its_weights_have_no_gradients():
         return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
     model.run_with_hooks(tokens(), fwd_hooks=[("blocks.0.attn.hook_z", lambda z, hook: z)])
-    before = hooks()  # a bridge attaches some at its first run with hooks
+    before = hooks()  # a bridge attaches some hooks in its first run with hooks
     difference(model, METRICS["logit_diff"])
     with pytest.raises(RuntimeError, match="stop"):
         difference(model, p.custom(lambda logits: exec("raise RuntimeError('stop')")))
     assert hooks() == before
     assert all(parameter.grad is None for parameter in model.parameters())
     x = torch.ones(2, dtype=torch.float64)
-    assert x.float().dtype == torch.float32  # no mode of torch is left
+    assert x.float().dtype == torch.float32  # no torch mode is left active
 
 
 NORMS_AFTER = [name for name in ("gemma2", "gemma3", "olmo2") if name in bridges.EVERY]
@@ -300,7 +300,7 @@ NORMS_AFTER = [name for name in ("gemma2", "gemma3", "olmo2") if name in bridges
 
 @pytest.mark.parametrize("name", [*NORMS_AFTER, "gpt2"])
 def test_what_a_sublayer_writes_after_its_own_norm_has_the_gradient_of_the_stream(name):
-    """The last MLP adds its output to the stream, in Gemma 2 after a norm that is replaced."""
+    """The last output, after any norm (Gemma 2), has the same multiplier as the stream."""
     model = bridges.exposed_copy(bridges.boot(name))
     pair = pair_of(model)
     runs = run_both(model, pair)

@@ -1,4 +1,4 @@
-"""Replays use fused activations and a trimmed last block only if the model computes the same."""
+"""Tests that replays use fused activations and a trimmed last block only if results agree."""
 
 from contextlib import suppress
 
@@ -18,7 +18,7 @@ from attn_only_lens.engine.replay import Replay, base
 from attn_only_lens.engine.replay.faster import FusedActivations
 from attn_only_lens.engine.sites import resolve_sites
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 KINDS = ["gpt2", "llama", *["exposed", "converted"] * HAS_HOOKED_TRANSFORMER]
 FIRST = 3
 CLEAN = torch.tensor([[3, 5, 2, 11, 13, 17, 19], [4, 6, 1, 12, 14, 18, 20]])
@@ -44,7 +44,7 @@ def patched(model, positions="each"):
 
 
 def by_hooks(model, name, pos):
-    """The metric after the patch of one site, in a whole forward pass."""
+    """Return the metric after one site's patch, from a whole forward pass."""
     hook_name, where = place(model, name, "z", pos)
     change = (seen(model, CLEAN, hook_name) - seen(model, CORRUPTED, hook_name))[where]
     return difference(moved(model, CORRUPTED, hook_name, where, change))
@@ -59,7 +59,7 @@ def require_exact(model):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_may_be_computed_in_turns(kind, monkeypatch):
-    """With a large vocabulary, blocks run with more variants than the logits fit in memory."""
+    """If the vocabulary is large, blocks run more variants at a time than the unembedding."""
     model = model_of(kind)
     require_exact(model)
     calls = []
@@ -72,7 +72,7 @@ def test_logits_may_be_computed_in_turns(kind, monkeypatch):
 
 
 class Kernels(TorchDispatchMode):
-    """Record the names of kernels."""
+    """A mode that records the names of kernels."""
 
     def __init__(self):
         super().__init__()
@@ -91,13 +91,13 @@ def test_activations_are_fused(kind):
         patched(model)
     n_layers = 2 if kind == "gpt2" else 3
     assert kernels.names.count("gelu") >= n_layers - 1
-    # The recording of both runs, and the test that the kernels agree.
+    # One tanh per layer for the recording of both runs, and one for the comparison of the kernels.
     assert kernels.names.count("tanh") == n_layers + 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_last_block_runs_where_the_metric_reads(kind):
-    """The MLP of the last block gets one token for each variant and prompt."""
+    """The last block's MLP gets one token per variant and prompt."""
     model, n_tokens = model_of(kind), []
     module = model.blocks[-1].attn if kind == "converted" else model.blocks[-1].mlp
 
@@ -108,12 +108,12 @@ def test_last_block_runs_where_the_metric_reads(kind):
     patched(model)
     n_tokens.clear()
     patched(model)
-    assert n_tokens[0] == CLEAN.shape[1]  # of the recording of both runs
+    assert n_tokens[0] == CLEAN.shape[1]  # the recording of both runs
     assert set(n_tokens[1:]) == {1}
 
 
 def test_last_block_that_mixes_tokens_runs_on_all():
-    """An MLP that reads several tokens would be wrong if it ran on one alone."""
+    """An MLP that reads several tokens must not run on one token alone."""
     model = bridges.boot("gpt2")
     mlp = model.blocks[-1].mlp.original_component
     forward = type(mlp).forward
@@ -132,7 +132,7 @@ def test_last_block_that_mixes_tokens_runs_on_all():
 
 
 class Other(NewGELUActivation):
-    """A subclass may compute something else."""
+    """A subclass that may compute something else."""
 
 
 def test_other_activations_are_not_replaced():
@@ -186,7 +186,7 @@ def test_both_runs_in_one_pass_are_those_of_two_passes(monkeypatch):
 
 
 def test_runs_are_recorded_apart_if_rows_round_differently():
-    """Otherwise patches before the first token that differs would seem to act."""
+    """Otherwise, patches before the first different token would seem to have an effect."""
     model = model_of("gpt2")
 
     def round_by_row(module, args, output):

@@ -1,6 +1,6 @@
-"""Analyses that take runs apart, on models in half precision: in float32, with the same weights.
+"""Tests that analyses of half-precision models compute in float32 with the same weights.
 
-The truth is the model with these weights, cast to float32 by TransformerLens itself.
+The oracle is the same model, cast to float32 by TransformerLens.
 """
 
 import bridges
@@ -15,7 +15,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.engine.model_weights import float32_weights
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, rounding
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 METRIC = p.logit_diff(7, 11)
 HALF = [torch.bfloat16, torch.float16]
 KINDS = ["llama", "gpt2"]
@@ -24,7 +24,7 @@ KINDS += [pytest.param(kind, marks=needs_hooked_transformer) for kind in ("conve
 
 def made(kind, dtype):
     if kind in ("converted", "in place"):
-        from models import build  # at the top it would skip the whole module under 4
+        from models import build  # a module-level import would skip the module under 4
 
         source = build("gelu", dtype, scale=0.3)
         return convert(source) if kind == "converted" else expose_neuron_heads(source).model
@@ -80,17 +80,17 @@ def test_is_that_of_the_same_weights_in_float32(kind, analysis):
     assert len(got) == len(expected) > 2
     assert got.isna().equals(expected.isna())
     largest = np.nanmax(np.abs(expected.to_numpy()))
-    # Contributions to a sum, each to the rounding of float32.
+    # The results are terms of sums, each with the rounding of float32.
     allowed = LOGIT_TOLERANCE[torch.float32] * largest
     assert np.nanmax(np.abs(got.to_numpy() - expected.to_numpy())) <= allowed
-    # The model is as it was, to the bit.
+    # The model is unchanged, to the bit.
     after = narrow.state_dict()
     assert all(
         torch.equal(x, after[name]) and x.dtype == after[name].dtype for name, x in before.items()
     )
     assert torch.equal(narrow(prompts()[0]), logits)
     assert logits.dtype == dtype
-    # Control: half precision is not float32.
+    # Control: half precision differs from float32.
     assert (logits.float() - wide(prompts()[0])).abs().max() > rounding(torch.float32)
 
 

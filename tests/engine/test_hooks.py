@@ -1,4 +1,4 @@
-"""Whose hooks are on a model: those that somebody has put there are refused, libraries' are not."""
+"""Tests that hooks added by users are refused and hooks added by libraries are not."""
 
 import bridges
 import pandas as pd
@@ -14,7 +14,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.engine.model_checks import find_hooks, hook_reasons
 from attn_only_lens.errors import ComparisonError, InputError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 POS = 7
 SAME = {"check_exact": False, "rtol": 0, "atol": 1e-10}
 METRIC = p.logit_diff(correct=7, wrong=8)
@@ -35,7 +35,7 @@ def sweep(model):
 
 
 def look(*args):
-    """A hook that changes nothing: whether one does, nobody can tell."""
+    """Change nothing, as a hook; the package cannot know that."""
 
 
 HOOKED = {
@@ -97,21 +97,21 @@ def test_hooks_everywhere_are_refused_unless_they_count():
 def test_hooks_of_libraries_are_not_refused(name):
     plain = exposed(name)
     expected = sweep(plain).to_frame()
-    asked = exposed(name)
-    asked.original_model(pair()[0], output_hidden_states=True, output_attentions=True)
-    left = [m for m in asked.original_model.modules() if m._forward_hooks]
+    recorded = exposed(name)
+    recorded.original_model(pair()[0], output_hidden_states=True, output_attentions=True)
+    left = [m for m in recorded.original_model.modules() if m._forward_hooks]
     assert len(left) > 3 or name == "bert"
     placed = bridges.original(name)
     for module in placed.modules():
         add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
     assert "forward" in vars(placed)
-    for model in (asked, expose_neuron_heads(bridges.bridged(placed)).model):
+    for model in (recorded, expose_neuron_heads(bridges.bridged(placed)).model):
         assert not find_hooks(model).users
         pd.testing.assert_frame_equal(sweep(model).to_frame(), expected, **SAME)
         assert len(p.attribution(model, *pair(), METRIC, **GIVEN).frame) == len(expected)
-    # Control: the same of somebody's, beside them.
-    asked.original_model.register_forward_hook(look)
-    assert find_hooks(asked).users == ("original_model",)
+    # Control: a user's hook next to the libraries' hooks is found.
+    recorded.original_model.register_forward_hook(look)
+    assert find_hooks(recorded).users == ("original_model",)
 
 
 @needs_transformer_lens_4
@@ -125,7 +125,7 @@ def test_what_shows_parts_without_a_module_is_transformer_lens_own():
         for layer in (0, 1)
         for point in ("in.hook_in", "out.hook_out")
     ]
-    # To take all permanent hooks away would take these: it is not advised.
+    # The message does not advise reset_hooks, which would also remove TransformerLens' hooks.
     model.add_hook("blocks.1.hook_resid_pre", look, is_permanent=True)
     (reason,) = hook_reasons(model)
     assert "remove them first: model.reset_hooks" not in reason

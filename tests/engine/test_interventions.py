@@ -1,4 +1,4 @@
-"""Patching a neuron-head does what the mathematics says, judged by hooks on the source's MLP."""
+"""Tests that patches of a neuron-head equal edits of the source's MLP activations."""
 
 import pytest
 import torch
@@ -16,9 +16,9 @@ IN_PLACE = [True, False]
 
 
 def in_source(model, edit):
-    """Logits of the source with neuron NEURON's activation, before b_in of a gated MLP, edited.
+    """Return the source's logits when NEURON's activation (before b_in if gated) is edited.
 
-    `edit` gets q, the value v and the gate's weight p of that neuron, each [batch, pos].
+    `edit` gets q, the value v and the gate weight p of that neuron, each [batch, pos].
     """
     seen = {}
     prefix = f"blocks.{LAYER}.mlp.hook_"
@@ -43,7 +43,7 @@ def in_source(model, edit):
 
 
 def in_converted(model, point, change, in_place):
-    """Logits of the converted model with `change` applied to NEURON's part of a hook point."""
+    """Return the converted model's logits with `change` applied to NEURON at a hook point."""
 
     def hook_fn(x, hook):
         x = x if in_place else x.clone()
@@ -68,7 +68,7 @@ def act(model, q):
 
 
 PATCHES = {
-    # name: (hook point, change there, what the neuron's activation becomes)
+    # name: (hook point, its change, the neuron's resulting activation)
     "z to zero": ("z", lambda z: 0 * z, lambda m: lambda q, v, p: 0 * q),
     "z doubled": ("z", lambda z: 2 * z, lambda m: lambda q, v, p: 2 * p * v),
     "self-edge cut": ("pattern", weights(0.0, 1.0), lambda m: lambda q, v, p: 0 * q),
@@ -87,13 +87,13 @@ PATCHES = {
         weights(0.0, -0.9),
         lambda m: lambda q, v, p: torch.sigmoid(torch.tensor(0.9, dtype=q.dtype)) * v,
     ),
-    # the query moves the pattern and leaves the value where it was
+    # the query changes the pattern but not the value
     "query shifted": (
         "q",
         lambda q: q + 0.9,
         lambda m: lambda q, v, p: act(m, q + 0.9) / (q + 0.9) * v,
     ),
-    # a token key of 1 adds q to the self score: for any gate, p / (1-p) gains a factor exp(q)
+    # a token key of 1 adds q to the self score, so p / (1-p) gains a factor exp(q) for any gate
     "key set to one": (
         "k",
         lambda k: k + 1.0,
@@ -136,7 +136,7 @@ def test_what_comes_before_a_patch_is_untouched(name):
 
 
 def test_pattern_gradient_is_that_of_the_formula():
-    """d z / d pattern = (value, 0), d z / d score = p (1 - p) (v, -v)."""
+    """d z / d pattern = (value, 0), and d z / d score = p (1 - p) (v, -v)."""
     model = build("gelu")
     attn = convert(model).blocks[BLOCK].attn
     seen = {}
@@ -166,7 +166,7 @@ POINTS = ("attn_scores", "pattern", "v")
 
 @torch.no_grad()
 def test_parallel_neurons_read_what_enters_the_attention_block():
-    """An edit of resid_pre at block 2l reaches the neurons; one at block 2l + 1 does not."""
+    """An edit of resid_pre reaches the neurons at block 2l, but not at block 2l + 1."""
     model = build("parallel")
     converted = convert(model)
     shift = lambda x, hook: x + 0.3  # noqa: E731
@@ -200,7 +200,7 @@ def test_start_and_stop_at_a_block(name):
 
 
 def test_pattern_is_the_dense_one_of_theorem_3():
-    """Masked attention over N tokens and a bias token, matrices as in the paper, one neuron."""
+    """The pattern is the paper's masked attention over N tokens and a bias token."""
     model = build("silu", normalization_type=None)
     mlp = model.blocks[0].mlp
     mlp.b_in.data.zero_()
@@ -231,7 +231,7 @@ def test_pattern_is_the_dense_one_of_theorem_3():
 
 
 def test_the_control_fails():
-    """Without its mask Theorem 3's head attends to other tokens, and the neuron is another."""
+    """Control: without its mask, Theorem 3's head attends to other tokens, with other outputs."""
     x = torch.randn(POS, 1, dtype=torch.float64)
     unmasked = torch.softmax(torch.cat([torch.zeros(POS, POS), -x], -1), -1)[:, :POS] @ x
     masked = GATES["silu"].pattern(x[:, 0])[:, :1] * x

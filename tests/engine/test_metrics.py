@@ -1,4 +1,4 @@
-"""Metrics against sums written out by hand, TransformerLens' own loss, and what is refused."""
+"""Tests of metrics against sums written out by hand, TransformerLens' loss, and refusals."""
 
 import math
 
@@ -14,7 +14,7 @@ from attn_only_lens.errors import InputError
 
 BATCH, POS, VOCAB, SITES = 3, 7, 43, 5
 LAST = [6, 1, 4]
-EXACT = 1e-12  # float64: a softmax over 43 entries and a mean, some hundred roundings of 1e-16
+EXACT = 1e-12  # rounding of a softmax over 43 entries and a mean: some hundred times 1e-16
 CORRECT, WRONG = [2, 3, 5], [7, 11, 2]
 
 
@@ -71,7 +71,7 @@ BY_HAND = {
         lambda run: mean(row[17] - row[19] for row in at_last(run)),
     ),
     "texts": (
-        p.logit_diff("w1", ["w9", "w3", "w4"]),  # after four special tokens
+        p.logit_diff("w1", ["w9", "w3", "w4"]),  # w0 is token 4, after four special tokens
         lambda run: mean(row[5] - row[w] for row, w in zip(at_last(run), [13, 7, 8], strict=True)),
     ),
     "probability_diff": (
@@ -116,7 +116,7 @@ def test_by_hand(case, model, pair):
     assert values.shape == (SITES,)
     assert values.tolist() == pytest.approx(expected, rel=EXACT, abs=EXACT)
     assert bound.of(logits[2]) == pytest.approx(expected[2], rel=EXACT, abs=EXACT)
-    # Controls: sites differ, and so does a reading one position off.
+    # Controls: sites have different values, and reading one position off gives another value.
     assert len(set(values.tolist())) == SITES
     shifted = bound.value(bound.select(logits.roll(1, dims=2)))
     if case != "custom number":
@@ -133,7 +133,7 @@ def test_loss_is_transformer_lens(model, pair):
             -logs[i, t, pair.clean[i, t + 1]].item() for i in range(BATCH) for t in range(LAST[i])
         ]
         assert got == pytest.approx(mean(by_prompt), rel=EXACT)
-    # Without padding it is their mean; the control: with padding it is another.
+    # Without padding, it is TransformerLens' mean. Control: with padding, it differs from it.
     whole = p.prompt_pair(model, pair.clean, pair.corrupted)
     reference = model(pair.clean, return_type="loss").item()
     assert bind(p.loss(), model, whole).of(model(pair.clean)) == pytest.approx(reference, rel=EXACT)
@@ -170,7 +170,7 @@ def test_gradients_are_differences(case, model, pair):
     bound.value(bound.select(leaf)[None]).sum().backward()
     direction, step = logits_of(4, sites=1)[0], 1e-5
     difference = (bound.of(run + step * direction) - bound.of(run - step * direction)) / (2 * step)
-    # Central differences: step² of truncation, 1e-16 / step of rounding.
+    # Central differences have errors of step² (truncation) and 1e-16 / step (rounding).
     assert (leaf.grad * direction).sum().item() == pytest.approx(difference, rel=1e-6, abs=1e-9)
     assert abs(difference) > 1e-4
 

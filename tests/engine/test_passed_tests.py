@@ -1,4 +1,4 @@
-"""Tests of a model are remembered until it changes, and for prompts that are no longer."""
+"""Tests that a model's passed tests are remembered until it changes or prompts are longer."""
 
 import gc
 import weakref
@@ -15,12 +15,12 @@ from attn_only_lens import AttnOnlyLensError, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine import passed_tests
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 KINDS = ["gpt2", "llama", *["HookedTransformer"] * HAS_HOOKED_TRANSFORMER]
 
 
 class Counted:
-    """A model that counts how often its blocks run."""
+    """A model that counts the runs of its blocks."""
 
     def __init__(self, kind):
         if kind == "HookedTransformer":
@@ -37,7 +37,7 @@ class Counted:
         self.n_runs += 1
 
     def sweep(self, n_pos=7, batch=1, mask=None):
-        """Return effects, and how often blocks ran for them."""
+        """Return effects and the number of block runs."""
         self.n_runs, generator = 0, torch.Generator().manual_seed(1)
         clean = torch.randint(0, 37, (batch, n_pos), generator=generator)
         corrupted = clean.clone()
@@ -84,8 +84,8 @@ def test_tests_run_once(kind):
     second, n_second = counted.sweep()
     assert (first == second).all()
     assert n_second <= n_first - 3 * len(counted.model.blocks)
-    assert counted.sweep(n_pos=5)[1] < n_first  # shorter
-    assert counted.sweep(n_pos=11)[1] > n_second  # longer
+    assert counted.sweep(n_pos=5)[1] < n_first  # shorter prompts
+    assert counted.sweep(n_pos=11)[1] > n_second  # longer prompts
     assert counted.sweep(n_pos=11)[1] <= n_second
 
 
@@ -100,7 +100,7 @@ def test_a_changed_model_is_tested_again(kind, change):
 
 
 def test_metrics_of_other_columns_are_tested():
-    """A forward pass may treat one logit apart."""
+    """The tests cover new columns, because a forward pass may treat one logit differently."""
     model = expose_neuron_heads(bridges.boot("gpt2")).model
     wrapped = model.original_model
     forward = type(wrapped).forward

@@ -1,8 +1,8 @@
-"""Models in a notebook that has asked for speed: `torch.set_float32_matmul_precision("high")`.
+"""Tests with `torch.set_float32_matmul_precision("high")`, as in a notebook that needs speed.
 
-On a GPU that rounds what enters a matrix product to TF32's 10 bits (`rounded_products.py`). Nothing
-is refused for it: what is held against a tolerance is computed in full precision, and what is found
-differs from full precision by as much as the setting asks for, and the setting is as it was.
+On a GPU, this setting rounds the inputs of a matrix product to TF32's 10 bits (simulated by
+`rounded_products.py`). Nothing is refused because of it: checks against a tolerance compute in
+full precision, results have TF32's rounding errors at most, and the setting is restored.
 """
 
 import bridges
@@ -26,7 +26,7 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 CLEAN, CORRUPTED = tokens(0, pos=7), tokens(1, pos=7)
 GIVEN = (CLEAN, CORRUPTED, p.logit_diff([7, 8], [8, 9]))
-TF32 = 2e-2  # of the largest number: 2⁻¹¹ a product, through two layers and a difference of logits
+TF32 = 2e-2  # relative to the largest value: 2⁻¹¹ per product, through two layers and a difference
 
 
 def bridge():
@@ -112,7 +112,7 @@ def test_verify_measures_the_models_and_not_the_setting():
         logits = model(CLEAN)
         report = verify(model, model, CLEAN)
     assert report.relative < LOGIT_TOLERANCE[torch.float32]
-    # A control: the products are rounded where nothing is checked, by far more than that.
+    # Control: outside of checks, products are rounded by far more than the tolerance.
     assert relative(logits, model(CLEAN)) > LOGIT_TOLERANCE[torch.float32]
 
 

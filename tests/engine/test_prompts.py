@@ -1,4 +1,4 @@
-"""Prompt pairs: what is made of texts and tokens, and what is refused."""
+"""Tests of prompt pairs made from texts and tokens, and of refusals."""
 
 import re
 
@@ -49,9 +49,9 @@ def test_texts_are_padded_on_the_tokenizers_side(model):
     assert pair.clean.tolist() == [[bos, 5, 6, 7, 9], short]
     assert pair.mask.tolist() == [[1] * 5, [1, 1, 1, 0, 0] if right else [0, 0, 1, 1, 1]]
     assert pair.last.tolist() == [4, 2] if right else [4, 4]
-    # What is padded here is what the model's own tokenization pads.
+    # The padding is that of the model's own tokenization.
     assert torch.equal(pair.clean, model.to_tokens(["w1 w2 w3 w5", "w8 w9"]))
-    # Masked, a padded prompt has the logits of itself alone; the control: not without the mask.
+    # With the mask, a padded prompt has the logits of the prompt alone. Control: not without it.
     masked = model(pair.clean, attention_mask=pair.mask)
     alone = model(model.to_tokens("w8 w9"))[0, -1]
     last = masked[1, pair.last[1]]

@@ -1,4 +1,4 @@
-"""The rules of a difference of two runs are identities, for any change, and not approximations."""
+"""Tests that the rules for a difference of two runs are exact identities for any change."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from scipy.special import erf, log_softmax, softmax
 
 from attn_only_lens.engine import secants
 
-# Each rule has some ten operations; a relative error of 100 roundings of float64 is rounding.
+# Each rule has about ten operations, so a relative error of 100 float64 roundings is allowed.
 ROUNDING = 100 * np.finfo(np.float64).eps
 SEEDS = st.integers(0, 2**31)
 SIZES = st.sampled_from([1e-9, 1e-5, 1e-3, 1.0, 30.0])
@@ -67,7 +67,7 @@ def test_a_weight_that_underflows_in_one_run_does_no_harm():
     s_1, s_0 = np.array([[0.0, -2000.0, -3.0]]), np.array([[-2000.0, 0.0, -1.0]])
     L, w = secants.softmax_slopes(*both(log_softmax(s_1, axis=-1), log_softmax(s_0, axis=-1)))
     got = secants.softmax_change(L, w, torch.from_numpy(s_1 - s_0)).numpy()
-    assert abs(got - (softmax(s_1) - softmax(s_0))).max() <= 1e-12  # scores of 2,000
+    assert abs(got - (softmax(s_1) - softmax(s_0))).max() <= 1e-12  # the scores are about 2,000
 
 
 @settings(deadline=None, max_examples=50)
@@ -79,8 +79,8 @@ def test_a_norm_changes_by_its_rule(seed, size, centres):
     r_1, r_0 = (1 / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) for x in (x_1, x_0))
     arrays = both((x_1 + x_0) / 2, r_1, r_0, x_1 - x_0)
     got = secants.norm_change(*arrays).numpy()
-    # Rounding is relative to the rule's terms, which may be larger than their difference. No entry
-    # of the second term is larger than the norm of the first, r̄ |Δx|: in both runs |x| ≤ √7 / r, so
+    # Rounding is relative to the rule's terms, which may exceed their difference. No entry of the
+    # second term is larger than the norm of the first, r̄ |Δx|: in both runs |x| ≤ √7 / r, so
     # |x̄| ≤ √7 r̄ / (r_1 r_0).
     first = np.linalg.norm((r_1 + r_0) / 2 * (x_1 - x_0), axis=-1, keepdims=True)
     assert (abs(got - (x_1 * r_1 - x_0 * r_0)) <= ROUNDING * (1 + first)).all()
@@ -98,7 +98,7 @@ def test_functions_without_a_rule_are_left_alone_and_hooks_of_torch_end():
     x = torch.randn(2, 5, dtype=torch.float64)
     with secants.FunctionRules() as functions:
         assert torch.equal(x.sinh(), torch.sinh(x))
-        assert x.float().dtype == torch.float64  # modules of transformers compute in float32
+        assert x.float().dtype == torch.float64  # float32 would lose digits
         x.softmax(-1)
     assert len(functions.seen) == 1
     assert x.float().dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Sites and positions: every name once and in its place, in both layouts; and what is refused."""
+"""Tests of sites and positions: each name once and in order, in both layouts; and refusals."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def model(request):
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def shared(request):
-    """Four heads a neuron."""
+    """Return a model with four heads per neuron."""
     return LAYOUTS[request.param](build("gelu"), gate=Bilinear(4))
 
 
@@ -42,7 +42,7 @@ def test_all_heads_are_those_of_the_model(model):
     assert [(group.layer, group.kind) for group in groups] == [
         (layer, kind) for layer in range(N_LAYERS) for kind in ("attention", "neuron")
     ]
-    # An oracle of another make: the labels of the converted model.
+    # The labels of the converted model are an independent oracle.
     assert names(groups) == convert(build("llama")).all_head_labels(neurons=True)
     assert names(resolve_sites(model, p.heads())) == [
         f"L{i}H{j}" for i in range(3) for j in range(6)

@@ -1,4 +1,4 @@
-"""Heads ablated and steered in forward passes, caches and generation, against plain hooks."""
+"""Tests of ablated and steered heads in runs, caches and generation, against plain hooks."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +15,9 @@ from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError, UnknownHeadError
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 NAMES = ["L0H1", "L0N29", "L1N3", "L1N36"]
-# The same operations on float64; norms of llama's kind round to float32, at most a step apart.
+# The operations are equal in float64, but llama's norms round to float32.
 EXACT = {"llama": 1e-6}
 KINDS = ["gpt2", "llama", "neox"]
 if HAS_HOOKED_TRANSFORMER:
@@ -31,7 +31,7 @@ def model(request, tmp_path_factory):
     from models import build
 
     source = build("llama" if "gated" in request.param else "gelu", d_vocab_out=41, n_layers=2)
-    # Without a tokenizer, TransformerLens' own generation with a cache loses count of positions.
+    # Without a tokenizer, TransformerLens' cached generation loses count of positions.
     source.set_tokenizer(tiny_tokenizer(41, tmp_path_factory.mktemp("words")))
     return expose_neuron_heads(source).model if request.param == "exposed" else convert(source)
 
@@ -43,13 +43,13 @@ def close(request, model):
 
 
 def prompts():
-    """Two prompts, the second with two tokens of padding."""
+    """Return two prompts, the second with two padding tokens, and their mask."""
     return tokens(3, pos=7), torch.tensor([[1] * 7, [1] * 5 + [0] * 2])
 
 
 @torch.no_grad()
 def z_of(model, name, text, mask=None):
-    """What the hook point of a head's z shows, of that head."""
+    """Return one head's values at its hook point z."""
     seen = []
 
     def keep(value, hook):
@@ -61,7 +61,7 @@ def z_of(model, name, text, mask=None):
 
 
 def edits(model, change, positions=None):
-    """Plain hooks: `change` maps a name and z [batch, d_head] at one position to a new z."""
+    """Return plain hooks: `change` maps a name and z [batch, d_head] at a position to a new z."""
 
     def hook_of(name):
         def edit(value, hook):
@@ -78,7 +78,7 @@ def edits(model, change, positions=None):
 
 
 def edit_of(model, name, new):
-    """A hook that puts z of a head at a value."""
+    """Return a hook that sets z of a head to a value."""
 
     def edit(value, hook):
         value = value.clone()
@@ -89,7 +89,7 @@ def edit_of(model, name, new):
 
 
 def cache_of(model, text):
-    """Keys and values of a text."""
+    """Return the keys and values of a text."""
     from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as Cache
 
     cache = Cache.init_cache(model.cfg, text.device, len(text))
@@ -98,7 +98,7 @@ def cache_of(model, text):
 
 
 def steering(model):
-    """A number for each neuron, a vector for each attention head."""
+    """Return a number for each neuron and a vector for each attention head."""
     generator = torch.Generator().manual_seed(0)
     return {
         name: (torch.randn(z_of(model, name, tokens()).shape[-1], generator=generator) * 9).tolist()
@@ -123,7 +123,7 @@ def test_ablated(model, close, to, positions):
         assert close(model(batch), expected)
         logits, cache = model.run_with_cache(batch)
         assert close(logits, expected)
-        assert close(model(batch), expected)  # the cache has not taken the hooks with it
+        assert close(model(batch), expected)  # run_with_cache has not removed the hooks
     z = cache[hook_point(model, "L1N3", "z")][:, :, 3]
     places = [pos for pos in range(5) if here is None or pos in here]
     assert (
@@ -152,7 +152,7 @@ def test_bias_is_zero_of_neurons_and_shows_in_the_pattern(model, close):
 
 
 def by_hand(model, text, n, hooks):
-    """Greedy generation without a cache, one whole run for each token."""
+    """Generate greedily without a cache, with one whole run for each token."""
     for _ in range(n):
         with torch.no_grad():
             logits = model.run_with_hooks(text, fwd_hooks=hooks)
@@ -163,7 +163,7 @@ def by_hand(model, text, n, hooks):
 @pytest.mark.parametrize("positions", [None, [2, 5, 6]])
 @pytest.mark.parametrize("cached", [True, False])
 def test_steered_generation(model, close, positions, cached):
-    """Every token that is generated comes of a run with all that is added, and is steered too."""
+    """Each generated token comes from a fully steered run, and is itself steered."""
     added, text, n = steering(model), tokens(2, batch=3, pos=4), 4
     how = {"max_new_tokens": n, "do_sample": False, "verbose": False, "stop_at_eos": False}
     how |= {"return_type": "tokens", "use_past_kv_cache": cached}
@@ -178,7 +178,7 @@ def test_steered_generation(model, close, positions, cached):
     with model.hooks(fwd_hooks=[*hooks, keep]):
         model(expected[:, :-1])
     assert close(z, seen[-1])
-    # Control: steering of the prompt alone leaves other activations at what comes after it.
+    # Control: steering the prompt alone gives other activations at later tokens.
     short = range(4) if positions is None else [2]
     fewer = edits(model, lambda name, z: z + torch.tensor(added[name]).to(z), short)
     with model.hooks(fwd_hooks=[*fewer, keep]):
@@ -239,7 +239,7 @@ def test_means_are_taken_before_other_contexts(model, close):
 
 @pytest.mark.skipif(not HAS_HOOKED_TRANSFORMER, reason="bridges run whole")
 def test_runs_from_a_later_block_on_count_from_the_start(tmp_path):
-    """What a run with a cache left does not count: its positions are those of the stream given."""
+    """A run with a cache does not shift the positions of a later run that starts at a stream."""
     from models import build
 
     source, text = build("gelu", d_vocab_out=41, n_layers=2), tokens(8)
@@ -299,7 +299,7 @@ def test_heads_that_share_a_neuron():
 
 def test_means_that_are_no_numbers_are_refused():
     model, text = bridges.exposed_copy(bridges.boot("llama")), tokens(3, pos=7)
-    left = torch.tensor([[1] * 7, [0] * 2 + [1] * 5])  # attention of padding to nothing is nan here
+    left = torch.tensor([[1] * 7, [0] * 2 + [1] * 5])  # left padding has nan attention
     refused = p.ablated(model, NAMES, to="mean", prompts=text, mask=left)
     with pytest.raises(InputError, match="pad on the right"), refused:
         pass
@@ -310,7 +310,7 @@ GENERATE |= {"return_type": "tokens"}
 
 
 def test_passes_of_threads_count_their_tokens_apart(model):
-    """Block 0 of every thread's pass has run when the first of them goes on to block 1."""
+    """All threads finish block 0 before any of them starts block 1."""
     texts = (tokens(2, batch=1, pos=pos) for pos in (3, 4, 5))
     runs = list(zip(texts, (True, False, True), strict=True))
     shown = {}
@@ -333,12 +333,12 @@ def test_passes_of_threads_count_their_tokens_apart(model):
     for (expected, z), (got, z_together) in zip(alone, together, strict=True):
         assert torch.equal(got, expected)
         assert torch.equal(z_together, z)
-    # Control: the last token is steered at position 5 in one run, and not at 4 in another.
+    # Control: the same token is steered at position 5 in one run, and not at 4 in another.
     assert alone[0][1][0, 5, 36] - alone[0][1][0, 4, 36] > 1.0
 
 
 def test_a_pass_in_the_middle_of_another(model):
-    """A hook runs the model on another text in every pass of a generation with a cache."""
+    """A hook runs the model on another text in each pass of a cached generation."""
     text, longer, shown = tokens(2, batch=1, pos=4), tokens(3, batch=1, pos=7), []
 
     def run_again(value, hook):
@@ -364,7 +364,7 @@ def test_a_pass_in_the_middle_of_another(model):
 
 @pytest.mark.parametrize("to", ["zero", "mean"])
 def test_another_thread_runs_the_model_while_heads_are_looked_up(model, close, to):
-    """It sees no hook of the lookup, and the lookup sees nothing of its pass."""
+    """The other thread's run has no lookup hooks, and the lookup ignores that run."""
     text, shorter = tokens(2, pos=7), tokens(3, pos=5)
     plain = model(shorter)
     sources = {"prompts": text} if to == "mean" else {}

@@ -1,4 +1,4 @@
-"""torch's transforms of a model with hooks on its neuron-heads, against loops without them."""
+"""Tests of torch's transforms of a model with hooks on its neuron-heads, against plain loops."""
 
 import pytest
 import torch
@@ -10,13 +10,13 @@ from attn_only_lens import expose_neuron_heads
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
-# torch's own: of vmap, and of what jvp and export import.
+# These warnings come from torch: from vmap, and from modules that jvp and export import.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
     pytest.mark.filterwarnings("ignore:The tensor attribute"),
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
 ]
-EXACT = 1e-12  # float64, over two layers
+EXACT = 1e-12  # rounding in float64 over two layers
 START = "blocks.0.hook_resid_pre"
 FAMILIES = ("gpt2", "llama")
 if HAS_HOOKED_TRANSFORMER:
@@ -45,7 +45,7 @@ def metric(output):
 
 
 def loss_with_a_hook(model, point):
-    """The metric as a function of a shift of the stream, with a live hook on a point."""
+    """Return the metric as a function of a shift of the stream, with an active hook on a point."""
 
     def loss(shift):
         hooks = [(START, lambda x, hook: x + shift), (mlp_hook(point, 0), lambda x, hook: 1.1 * x)]
@@ -61,14 +61,14 @@ def shifts(model):
 
 @pytest.mark.parametrize("point", ["post", *IN_PLACE])
 def test_transforms_of_torch_func(exposed, point):
-    """`hook_post`, which is the MLP's own, is the control."""
+    """Control: `hook_post` is the MLP's own hook point."""
     loss, stack = loss_with_a_hook(exposed, point), shifts(exposed)
     expected = []
     for shift in stack:
         leaf = shift.clone().requires_grad_()
         expected.append(torch.autograd.grad(loss(leaf), leaf)[0])
     assert all(gradient.abs().max() > 1e-6 for gradient in expected)
-    same = {"randomness": "same"}  # a family's dropout, which is off, still draws
+    same = {"randomness": "same"}  # inactive dropout still draws random numbers
     assert relative(torch.func.grad(loss)(stack[0]), expected[0]) <= EXACT
     gradients = torch.func.vmap(torch.func.grad(loss), **same)(stack)
     assert relative(gradients, torch.stack(expected)) <= EXACT
@@ -79,7 +79,7 @@ def test_transforms_of_torch_func(exposed, point):
         assert relative(torch.func.jacrev(loss)(stack[0]), expected[0]) <= EXACT
         slope = torch.func.jvp(loss, (stack[0],), (stack[1],))[1]
         by_gradient = (expected[0] * stack[1]).sum()
-        # Some families compute in float32 what jvp differentiates.
+        # Some families compute in float32 in places, where jvp and the gradient round differently.
         assert abs(slope - by_gradient) <= 1e-5 * expected[0].norm() * stack[1].norm()
 
 
@@ -94,7 +94,7 @@ class _Logits(torch.nn.Module):
 
 
 def exported(module):
-    """The exported program, as a function. A bridge's has a module named `in`: no Python source."""
+    """Export a module as a function; a bridge has a module named `in`, so no Python code works."""
     program = torch.export.export(module, (tokens(),), strict=False)
     held = {**program.state_dict, **program.constants}
 
@@ -110,9 +110,9 @@ def exported(module):
 
 @torch.no_grad()
 def test_export(exposed):
-    """With all hooks at once; for other tokens than those of the export."""
+    """All hooks are active at once, and the exported program runs on new tokens."""
     module = _Logits(exposed)
-    plain = module(tokens(1))  # a bridge has to run once before it is exported
+    plain = module(tokens(1))  # a bridge must run once before its export
     for point in IN_PLACE:
         exposed.add_hook(mlp_hook(point, 0), lambda x, hook: 1.1 * x)
     expected = module(tokens(1))
@@ -126,7 +126,7 @@ def test_export(exposed):
 
 @torch.no_grad()
 def test_an_mlp_that_changed_is_seen_under_transforms():
-    """By vmap at once; by an exported program when it runs."""
+    """vmap refuses at once, and an exported program when it runs."""
     model = boot("gpt2")
     expose_neuron_heads(model)
     loss, stack = loss_with_a_hook(model, "pattern"), shifts(model)

@@ -1,4 +1,4 @@
-"""Runs taken apart: writes add up to the stream, and norms move as their modules do."""
+"""Tests that all outputs add up to the stream and that norms change as their modules do."""
 
 import gc
 import weakref
@@ -25,7 +25,7 @@ KINDS = ("llama", "parallel_norms", "post_norm", "no_norm")
 
 
 def heads_and_biases(model, parts):
-    """Every write on its own, summed one after another."""
+    """Return the sum of the embedding, every head's output and the biases, added one by one."""
     total = parts.embedding.clone()
     for sites in resolve_sites(model, p.all_heads()):
         for write in parts.of(sites.layer, sites.kind).written(sites):
@@ -36,7 +36,7 @@ def heads_and_biases(model, parts):
 
 
 def check_norms(model, parts, tolerance):
-    """By the norms' own modules."""
+    """Compare changes of norms with the norms' own modules."""
     for sublayer in parts.sublayers:
         x = sublayer.reads.stream
         change = torch.randn_like(x) * x.std()
@@ -45,7 +45,7 @@ def check_norms(model, parts, tolerance):
         assert relative(sublayer.reads.change(change, "anew"), expected) < tolerance
         held = sublayer.reads.change(change)
         assert relative(sublayer.reads.change(3 * change), 3 * held) < 1e-12
-        if module is not None:  # what scales it up, with one mean taken away, changes it not
+        if module is not None:  # a change along the stream only changes the scale
             moved = sublayer.reads.change(0.25 * x, "anew")
             assert moved.abs().max() < 1e-3 * expected.abs().max()
             assert relative(sublayer.reads.change(0.25 * x), expected) > 1e-3
@@ -131,7 +131,7 @@ def test_sums_are_tested_once_until_the_model_changes(name, monkeypatch):
     for seed in range(3):
         decompose(model, tokens(seed), None)
     assert n_tested == 1
-    decompose(model, tokens(pos=13), None)  # longer
+    decompose(model, tokens(pos=13), None)  # longer prompts
     assert n_tested == 2
     next(model.parameters()).mul_(1.0)
     decompose(model, tokens(), None)

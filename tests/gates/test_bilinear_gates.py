@@ -1,4 +1,4 @@
-"""Bilinear gates: their heads, their bounds over all reals, and the fit that they come from."""
+"""Tests of bilinear gates: their heads, their bounds over all reals, and their fit."""
 
 import dataclasses
 import math
@@ -18,14 +18,14 @@ from attn_only_lens.gates import BilinearGate, bilinear_gate
 GELUS = ["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"]
 HEADS = [1, 2, 4, 6, 8]
 PINNED = [(name, m) for name in ("gelu", "gelu_new") for m in HEADS]  # the rows of the table
-ERRORS = [*PINNED, ("gelu_fast", 8)]  # another activation with the coefficients of gelu_new
-CODE = [("silu", 1), ("relu", 1), *(("gelu", m) for m in HEADS)]  # the code is one for all gates
+ERRORS = [*PINNED, ("gelu_fast", 8)]  # gelu_fast uses the coefficients of gelu_new
+CODE = [("silu", 1), ("relu", 1), *(("gelu", m) for m in HEADS)]  # all gates share one code
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SHAPE = (3, 5, 7)
 
 
 def activation(name, q):
-    """α(q) for one float, in arbitrary precision: no code of the package, none of torch."""
+    """Compute α(q) for one float in arbitrary precision, without the package or torch."""
     q = mpmath.mpf(q)
     cubic = q + mpmath.mpf("0.044715") * q**3
     root = mpmath.sqrt(2 / mpmath.pi)
@@ -43,14 +43,14 @@ def activation(name, q):
 
 
 def mixture(gate, q):
-    """q Σ w σ(b q + c) for one float, in arbitrary precision."""
+    """Compute q Σ w σ(b q + c) for one float, in arbitrary precision."""
     q = mpmath.mpf(q)
     heads = zip(gate.w, gate.b, gate.c, strict=True)
     return q * mpmath.fsum(w / (1 + mpmath.exp(-(mpmath.mpf(b) * q + c))) for w, b, c in heads)
 
 
 def float_activation(name, q):
-    """α on an array, in float64, by torch's own functions; good to 1e-14 for |q| <= 24."""
+    """Compute α on an array with torch's functions in float64, accurate to 1e-14 for |q| <= 24."""
     functional = torch.nn.functional
     if name in ("gelu_new", "gelu_pytorch_tanh"):
         return functional.gelu(q, approximate="tanh")
@@ -62,7 +62,7 @@ def float_activation(name, q):
 
 
 def measured(gate, end=24.0, points=240_007):
-    """Largest error on a grid that no fit or certificate uses."""
+    """Return the largest error on a grid that no fit or certificate uses."""
     q = torch.linspace(-end, end, points, dtype=torch.float64)
     return float((gate.activation(q) - float_activation(gate.name, q)).abs().max())
 
@@ -85,14 +85,14 @@ def test_each_head_is_a_softmax_over_a_score_bilinear_in_the_input(name, m):
     assert (scores[..., 0] == 0).all()
     for j, (b, c) in enumerate(zip(gate.b, gate.c, strict=True)):
         torch.testing.assert_close(scores[..., j, 1], -(b * q + c), rtol=1e-15, atol=1e-15)
-    # exp of a score of size 1e4 (relu's) loses as many roundings.
+    # exp of relu's scores, of size 1e4, loses about 1e4 roundings.
     torch.testing.assert_close(scores.softmax(-1), pattern, rtol=1e-11, atol=1e-300)
     torch.testing.assert_close(pattern.sum(-1), torch.ones(*SHAPE, m).double(), rtol=0, atol=3e-16)
 
 
 @pytest.mark.parametrize(("name", "m"), CODE)
 def test_the_heads_together_are_the_mixture(name, m):
-    """Against arbitrary precision, head by head and summed."""
+    """Compare with arbitrary precision, for each head and for the sum."""
     gate, generator = bilinear_gate(name, m), random.Random(0)
     points = [generator.uniform(-15, 15) for _ in range(23)] + [0.0, -1e-3, 40.0, -40.0]
     q = torch.tensor(points, dtype=torch.float64)
@@ -116,7 +116,7 @@ def test_heads_that_are_not_mirrored_keep_their_signs():
 
 @pytest.mark.parametrize(("name", "m"), PINNED)
 def test_patterns_mirror(name, m):
-    """p(-q) = 1 - p(q): the heads of a pair swap places, and self and bias with them."""
+    """p(-q) = 1 - p(q): the heads of a pair swap, and so do self and bias."""
     gate = bilinear_gate(name, m)
     order = [gate.c.index(-c) if c else j for j, c in enumerate(gate.c)]
     q = torch.randn(SHAPE, dtype=torch.float64)
@@ -148,7 +148,7 @@ def test_finite_at_every_finite_input(name, m, dtype):
         assert values.isfinite().all()
     result, exact = gate.activation(q).double(), q.double().clamp(min=0)
     assert result.isfinite().all()
-    # Far out every activation is relu; the products are rounded to the dtype once.
+    # For large |q| every activation is relu, and each product is rounded to the dtype once.
     far = q.abs() > 40
     assert ((result - exact).abs()[far] <= torch.finfo(dtype).eps * exact[far] + 1e-9).all()
 
@@ -171,7 +171,7 @@ def test_the_pinned_bound_is_certified_and_tight(name, m):
 
 @pytest.mark.parametrize(("name", "m"), ERRORS)
 def test_bounds_hold_at_random_points_of_every_size(name, m):
-    """In arbitrary precision, out to 1e99, where a grid does not reach."""
+    """Use arbitrary precision and points up to 1e99, beyond any grid."""
     gate, generator = bilinear_gate(name, m), random.Random(m)
     points = [s * 10 ** generator.uniform(-9, 2) for s in (-1, 1) for _ in range(31)]
     points += [s * 10 ** generator.uniform(2, 99) for s in (-1, 1) for _ in range(3)]
@@ -187,12 +187,12 @@ def test_a_perturbed_coefficient_is_caught(name, m, broken):
     values[1] += 1e-3
     bound = certified_bound(dataclasses.replace(gate, **{broken: tuple(values)}))
     assert bound > 1.5 * gate.bound
-    if broken == "w":  # no longer 1 at infinity
+    if broken == "w":  # the mixture no longer tends to 1
         assert bound == math.inf
 
 
 def test_a_certificate_sees_both_sides():
-    """Unmirrored heads, whose errors at q and -q differ; and their mirror image."""
+    """Use heads without symmetry, whose errors at q and -q differ, and their mirror image."""
     gate = BilinearGate("gelu", (0.25, 0.75), (2.2, 2.1), (1.3, -0.5), math.nan)
     mirror = dataclasses.replace(gate, c=(-1.3, 0.5))
     assert certified_bound(gate) == certified_bound(mirror)
@@ -200,13 +200,13 @@ def test_a_certificate_sees_both_sides():
 
 
 def test_a_certificate_sees_the_tail():
-    """A gate that opens at q = 30: the largest error lies beyond the nodes."""
+    """If a gate opens at q = 30, its largest error lies beyond the nodes."""
     gate = BilinearGate("gelu", (1.0,), (1.0,), (-30.0,), math.nan)
     assert measured(gate, end=20.0) < 0.8 * measured(gate, end=60.0) < 0.8 * certified_bound(gate)
 
 
 def test_the_curvatures_of_the_certificate_hold():
-    """Largest |second derivatives| in the proof, by arbitrary-precision differentiation."""
+    """Check the proof's bounds on |second derivatives| in arbitrary precision."""
     for name in ("gelu", "gelu_new", "gelu_fast"):
         for t in np.linspace(0, 6, 61):
             assert abs(mpmath.diff(lambda x, name=name: activation(name, x), t, 2)) < 3.1
@@ -255,7 +255,7 @@ def test_the_error_of_relu_follows_from_the_slope():
 
 
 def test_the_slope_of_relu_does_not_amplify_float32():
-    """A relative error of a pre-activation stays one of the activation, however steep."""
+    """A relative error of a pre-activation gives an equal one of the activation for any slope."""
     q = torch.linspace(-7, 7, 100_003)
     for tolerance in (1e-3, 1e-7):
         gate = bilinear_gate("relu", tolerance=tolerance)
@@ -344,7 +344,7 @@ def test_a_certificate_refuses_what_its_proof_does_not_cover(gate, words):
 def test_polishing_the_pinned_terms_gains_nothing(target, m):
     pinned = fit_gates.pinned(target, m)
     before = fit_gates.largest_error(target, pinned)
-    # A step of 1e-3 from the pinned terms, and back: the polish does work.
+    # Control: polishing corrects a step of 1e-3 away from the pinned terms.
     moved = pinned + [[0, 1e-3, 1e-3 if pair else 0] for pair in pinned[:, 2] > 0]
     assert fit_gates.largest_error(target, moved) > 1.005 * before
     for start in (pinned, moved):

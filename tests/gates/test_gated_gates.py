@@ -1,4 +1,4 @@
-"""Gates of gated MLPs, against plain loops, dense grids, and the script that fits them."""
+"""Tests of gates for gated MLPs, against plain loops, dense grids and the script that fits them."""
 
 import math
 from dataclasses import replace
@@ -27,7 +27,7 @@ ALPHA = {
 every_gate = pytest.mark.parametrize(
     "gate", TABLE, ids=[f"{gate.name}-{gate.limit:g}-{gate.heads_per_neuron}" for gate in TABLE]
 )
-# The code is one for all gates: a gate for each number of heads, and for each activation.
+# All gates share one code, so one gate per number of heads and per activation is enough.
 each_code = pytest.mark.parametrize(
     "gate",
     [
@@ -44,7 +44,7 @@ each_code = pytest.mark.parametrize(
 
 
 def off_grid(gate, points=20_011):
-    """Points of the range that no grid of a power of two holds, and its ends."""
+    """Return points that lie on no power-of-two grid, and the ends of the range."""
     return torch.linspace(-gate.limit, gate.limit, points, dtype=torch.float64)
 
 
@@ -66,7 +66,7 @@ def test_the_table_holds_each_gate_once():
 
 @each_code
 def test_heads_are_a_softmax_over_self_and_bias_and_sum_to_the_activation(gate):
-    """One head at a time in Python floats, two keys each."""
+    """Compute one head at a time in Python floats, with two keys each."""
     g = torch.linspace(-1.9 * gate.limit, 1.9 * gate.limit, 17, dtype=torch.float64)
     scores, pattern = gate.scores(g), gate.pattern(g)
     assert scores.shape == pattern.shape == (17, gate.heads_per_neuron, 2)
@@ -76,7 +76,7 @@ def test_heads_are_a_softmax_over_self_and_bias_and_sum_to_the_activation(gate):
             weight_of_neuron = 1.0
             if j < gate.heads_per_neuron - 1:
                 weight_of_neuron = 0.5 + 0.5 * math.tanh(0.5 * (gate.b[j] * point + gate.c[j]))
-            # Absolute: an argument of size 60 or less loses 60 roundings of 1e-16.
+            # The tolerance is absolute: an argument of size up to 60 loses 60 roundings of 1e-16.
             assert pattern[i, j].tolist() == pytest.approx(
                 [weight_of_neuron, 1.0 - weight_of_neuron], abs=1e-14
             )
@@ -94,18 +94,18 @@ def test_heads_are_a_softmax_over_self_and_bias_and_sum_to_the_activation(gate):
 def test_the_bound_holds_between_grid_points_and_is_certified_and_tight(gate):
     g = off_grid(gate)
     error = error_at(gate, g).max().item()
-    # α itself and the sum carry roundings of their size.
+    # α and the sum have rounding errors relative to their sizes.
     assert error <= gate.bound + 2.0**-48 * (gate.sum_abs_w + gate.limit)
     assert gate.bound <= 1.05 * error
-    # Roundings of the platform's exponential, against bounds of 1e-7 and more.
+    # The platform's exponential rounds, but the bounds are 1e-7 and larger.
     assert certified_bound(gate) == pytest.approx(gate.bound, rel=1e-6)
     numbers = [*gate.w, *gate.b, *gate.c]
-    assert torch.tensor(numbers).tolist() == numbers  # float32 holds them
+    assert torch.tensor(numbers).tolist() == numbers  # float32 represents them exactly
 
 
 @each_code
 def test_a_changed_coefficient_is_caught(gate):
-    """The control: the certificate sees each kind of coefficient."""
+    """Control: the certificate notices a change of each kind of coefficient."""
     shifted = replace(gate, w=(*gate.w[:-1], gate.w[-1] + 4 * gate.bound))
     assert certified_bound(shifted) > 2.5 * gate.bound
     largest = max(range(len(gate.w) - 1), key=lambda j: abs(gate.w[j]))
@@ -116,7 +116,7 @@ def test_a_changed_coefficient_is_caught(gate):
 
 
 def test_a_step_between_two_nodes_is_caught():
-    """No node sees it: a tiny node-sized bump would pass a grid without the second derivative."""
+    """No node shows a narrow bump between two nodes; the second derivative's bound covers it."""
     gate = bilinear_gate("silu", 6, limit=8.0)
     nodes = 16.0 * 2.0**-16
     middle, steep = 1.5 * nodes, 1e9
@@ -156,7 +156,7 @@ def test_half_precision_is_summed_in_float32(dtype):
     gate = bilinear_gate("silu", 8, limit=16.0)
     g = torch.linspace(-16, 16, 331).to(dtype)
     torch.testing.assert_close(gate.activation(g), gate.activation(g.float()).to(dtype))
-    # The control: patterns rounded to half precision, then summed, are far off.
+    # Control: patterns rounded to half precision before the sum have large errors.
     rounded = gate.pattern(g)[..., 0].float() @ torch.tensor(gate.w)
     assert (rounded - gate.activation(g.float())).abs().max() > 10 * gate.bound
 
@@ -170,7 +170,7 @@ def test_outside_the_range_the_error_grows_without_bound():
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_new"])
 def test_the_heads_of_a_gated_mlp_are_within_the_bound(activation):
-    """Against the MLP itself: d_model 5, d_mlp 7, 11 tokens; every head writes a_j u W_out[i]."""
+    """Compare with the MLP: d_model 5, d_mlp 7, 11 tokens; each head writes a_j u W_out[i]."""
     random = torch.Generator().manual_seed(0)
     x, w_gate, w_in, w_out = (
         torch.randn(*shape, generator=random, dtype=torch.float64)
@@ -211,11 +211,11 @@ def test_the_smallest_range_that_covers_the_request():
 
 
 @pytest.mark.parametrize(
-    "asked", [1e-3, 0.7, 1.0, 3.0, 4096.0, 5000.0, math.nextafter(2.0**40, math.inf)]
+    "limit", [1e-3, 0.7, 1.0, 3.0, 4096.0, 5000.0, math.nextafter(2.0**40, math.inf)]
 )
-def test_relu_has_every_range(asked):
-    gate = bilinear_gate("relu", 6, limit=asked)
-    assert asked <= gate.limit < 2 * asked
+def test_relu_has_every_range(limit):
+    gate = bilinear_gate("relu", 6, limit=limit)
+    assert limit <= gate.limit < 2 * limit
     g = off_grid(gate)
     assert (gate.activation(g) - F.relu(g)).abs().max() <= gate.bound
     assert gate.bound == gate.limit * bilinear_gate("relu", 6, limit=1.0).bound
@@ -250,12 +250,12 @@ def test_refusals(request_, words):
 def test_the_fit_cannot_improve_on_the_pinned_gates(name, heads):
     gate = bilinear_gate(name, heads, limit=1.0 if name == "relu" else 8.0)
     problem, theta = Problem.of(name, gate.limit), script.theta_of(gate)
-    # Rounding the coefficients to float32 has cost up to 3% where the error is near 1e-6.
+    # Rounding the coefficients to float32 costs up to 3% if the error is near 1e-6.
     assert problem.cost(theta) <= 1.05 * problem.cost(minimax(problem, theta, steps=5))
 
 
 def test_the_control_of_the_fit():
-    """From coefficients that are 1% off, the same steps do gain."""
+    """Control: from coefficients that are 1% off, the same steps improve the fit."""
     problem, gate = Problem.of("silu", 8.0), bilinear_gate("silu", 6, limit=8.0)
     worse = 1.01 * script.theta_of(gate)
     assert problem.cost(worse) > 5 * problem.cost(minimax(problem, worse, steps=5))

@@ -1,4 +1,4 @@
-"""Gates against arbitrary-precision arithmetic, and against the activations they stand for."""
+"""Tests of exact gates against arbitrary precision and against the activations they represent."""
 
 import mpmath
 import pytest
@@ -14,7 +14,7 @@ NAMES = sorted(GATES)
 
 
 def exact_weight(name, q):
-    """p(q), from the definition of each activation and no code of the package."""
+    """Compute p(q) from each activation's definition, without the package."""
     q = mpmath.mpf(q)
     logistic = lambda x: 1 / (1 + mpmath.exp(-x))  # noqa: E731
     tanh_slope = 2 * mpmath.sqrt(2 / mpmath.pi)
@@ -35,7 +35,7 @@ def test_weights_are_accurate_in_both_tails(name):
     pattern = GATES[name].pattern(torch.tensor(POINTS, dtype=torch.float64))
     for q, (on_neuron, bias) in zip(POINTS, pattern.tolist(), strict=True):
         p = exact_weight(name, q)
-        # exp and erfc of an argument x lose |x| roundings; the largest argument here is ~ 3600.
+        # exp and erfc of an argument x lose |x| roundings; the largest argument here is about 3600.
         for got, expected in ((on_neuron, p), (bias, 1 - p)):
             if expected > mpmath.mpf("1e-300"):
                 assert abs(got - expected) <= 1e-12 * expected, (q, got, expected)
@@ -67,16 +67,16 @@ def test_finite_at_every_finite_input(name, dtype):
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "quick_gelu"])
 def test_activation_and_its_gradient_are_those_of_transformer_lens(name):
     q = torch.linspace(-9, 9, 211, dtype=torch.float64)
-    ours, reference = q.clone().requires_grad_(), q.clone().requires_grad_()
-    a, b = GATES[name].activation(ours), SUPPORTED_ACTIVATIONS[name](reference)
+    got, expected = q.clone().requires_grad_(), q.clone().requires_grad_()
+    a, b = GATES[name].activation(got), SUPPORTED_ACTIVATIONS[name](expected)
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-15)
     a.sum().backward()
     b.sum().backward()
-    torch.testing.assert_close(ours.grad, reference.grad, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(got.grad, expected.grad, rtol=1e-11, atol=1e-13)
 
 
 def test_the_control_fails():
-    """Another activation's gate is noticed: the comparison above can fail."""
+    """Control: another activation's gate fails the comparison above."""
     q = torch.linspace(-9, 9, 211, dtype=torch.float64)
     difference = GATES["gelu"].activation(q) - SUPPORTED_ACTIVATIONS["gelu_new"](q)
     assert difference.abs().max() > 1e-4

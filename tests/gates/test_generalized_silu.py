@@ -1,4 +1,4 @@
-"""Models whose activation is a_1 SiLU(a_2 x): exact heads with any coefficients (Theorem 3)."""
+"""Tests of models with the activation a_1 SiLU(a_2 x): exact heads with any coefficients."""
 
 import math
 
@@ -26,19 +26,19 @@ from attn_only_lens.errors import CheckpointError, InputError, UnsupportedModelE
 from attn_only_lens.gates import GeneralizedSiLU
 from attn_only_lens.heads import host_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 EXACT = 1e-12
 ALPHAS = [(0.4, -3.1), (-2.3, 0.7), (1 / 1.702, 1.702)]
 SILU = GeneralizedSiLU(0.4, -3.1)
 
 
 def alpha(x, a_1=SILU.a_1, a_2=SILU.a_2):
-    """The activation, written down again."""
+    """Compute the activation a_1 SiLU(a_2 x), independently of the package."""
     return a_1 * a_2 * x / (1 + torch.exp(-a_2 * x))
 
 
 class Activation(torch.nn.Module):
-    """As a module of transformers has it."""
+    """An activation module like those of transformers."""
 
     def __init__(self, function=alpha):
         super().__init__()
@@ -56,7 +56,7 @@ def hooked(name, act_fn=alpha):
 
 
 def bridge(name, function=alpha):
-    """A bridge around a model of transformers whose activations were replaced."""
+    """Return a bridge around a model of transformers with replaced activations."""
     model = bridges.original(name)
     for module in model.modules():
         for child in ("act", "act_fn"):
@@ -65,7 +65,7 @@ def bridge(name, function=alpha):
     return bridges.bridged(model)
 
 
-# the gate
+# gate
 
 
 @pytest.mark.parametrize(("a_1", "a_2"), ALPHAS)
@@ -78,7 +78,7 @@ def test_the_gate_is_accurate_in_both_tails(a_1, a_2):
     ):
         weight = 1 / (1 + mpmath.exp(-mpmath.mpf(a_2) * x))
         on_bias = 1 / (1 + mpmath.exp(mpmath.mpf(a_2) * x))
-        # exp of an argument of up to 115 loses as many roundings.
+        # exp of an argument of up to 115 loses about 115 roundings.
         assert abs(on_neuron - weight) <= 1e-13 * weight
         assert abs(bias - on_bias) <= 1e-13 * on_bias
         expected = mpmath.mpf(a_1) * mpmath.mpf(a_2) * x * weight
@@ -108,7 +108,7 @@ def test_coefficients_that_make_no_activation_are_refused(a_1, a_2, reason):
 
 
 def entering(module, run):
-    """What enters a module in a run."""
+    """Return the input of a module in a run."""
     seen = []
     handle = module.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     run()
@@ -117,7 +117,7 @@ def entering(module, run):
 
 
 def check_heads(seen, x, W_Q, W_V, b):
-    """Every number of every head, from the stream that it reads and the MLP's own weights."""
+    """Check all values of all heads against the stream that they read and the MLP's weights."""
     a_1, a_2 = SILU.a_1, SILU.a_2
     q = torch.einsum("bpd,dn->bpn", x, W_Q) + b
     u = 1.0 if W_V is None else torch.einsum("bpd,dn->bpn", x, W_V)
@@ -128,7 +128,7 @@ def check_heads(seen, x, W_Q, W_V, b):
     assert relative(seen["attn_scores"][..., 1].transpose(1, 2), -a_2 * q) <= EXACT
     assert not seen["attn_scores"][..., 0].any()
     assert relative(seen["pattern"][..., 0].transpose(1, 2), pattern) <= EXACT
-    # control: with a_1 in a_2's place the product is the same, and the pattern is another
+    # Control: swapping a_1 and a_2 keeps the product, but changes the pattern.
     swapped = 1 / (1 + torch.exp(-a_1 * q))
     assert relative(seen["pattern"][..., 0].transpose(1, 2), swapped) > 0.1
 
@@ -158,7 +158,7 @@ def test_hooked_transformers(name):
 
 @needs_hooked_transformer
 def test_the_matrices_are_the_theorems():
-    """W_V W_O = a_1 a_2 V_1 V_2, and what hook_v shows is what W_V and b_V make."""
+    """W_V W_O = a_1 a_2 V_1 V_2, and hook_v shows x W_V + b_V."""
     model = convert(hooked("silu"), gate=SILU)
     attn = model.blocks[3].attn
     for i in (0, 17):
@@ -196,7 +196,7 @@ def test_bridges(name):
 @pytest.mark.parametrize("kind", ["bridge", pytest.param("hooked", marks=needs_hooked_transformer)])
 @torch.no_grad()
 def test_a_patch_of_a_value(kind):
-    """A sweep against the model run with the other prompt's numbers put in by hand."""
+    """Compare a sweep with runs whose values are replaced by the other prompt's."""
     model = bridge("gpt2") if kind == "bridge" else hooked("silu")
     exposed = expose_neuron_heads(model, gate=SILU).model
     clean, corrupted = tokens(1, batch=1), tokens(2, batch=1)
@@ -222,7 +222,7 @@ def test_a_patch_of_a_value(kind):
         )
 
 
-# what is refused
+# refusals
 
 
 @needs_hooked_transformer
@@ -235,7 +235,7 @@ def test_another_activation_than_the_models_is_refused():
             call(hooked("silu"))
         with pytest.raises(
             UnsupportedModelError, match=r"they differ by 0\.02"
-        ):  # no approximation
+        ):  # an approximation is refused
             call(models.build("gelu"), gate=GeneralizedSiLU(1 / 1.702, 1.702))
 
 
@@ -248,7 +248,7 @@ def test_a_bridge_with_another_activation_is_refused():
     assert expose_neuron_heads(exposed, gate=SILU).model is exposed
 
 
-# files, growth, stock parts
+# files, growth and stock parts
 
 
 @needs_hooked_transformer
@@ -262,7 +262,7 @@ def test_files_keep_the_gate(tmp_path):
         assert relative(same.run_with_cache(x)[0], source(x)) <= EXACT
         assert host_of(same).gates()[2]["silu"] == {"a_1": 0.4, "a_2": -3.1}
     exposed = expose_neuron_heads(hooked("llama"), gate=SILU).model
-    for model in (convert(hooked("llama"), gate=SILU), exposed):  # equal but for rounding
+    for model in (convert(hooked("llama"), gate=SILU), exposed):  # alpha differs by rounding
         with pytest.raises(CheckpointError, match="activation is custom code"):
             save(model, tmp_path / "other")
 
@@ -293,7 +293,7 @@ def test_grown_and_made_of_stock_parts():
     assert stock.blocks[1].attn.b_K[:D_MLP, -1].unique().tolist() == [-3.1]
 
 
-# one head of a chosen slope: the paper's gelu, and relu
+# one head with a given slope: the paper's gelu, and relu
 
 
 def one_head(slope):
@@ -302,7 +302,7 @@ def one_head(slope):
 
 @torch.no_grad()
 def test_the_papers_gelu():
-    """A bridge of GPT-2, whose gelu is the tanh form, against one with the approximation in it."""
+    """Compare GPT-2 (tanh gelu) with a bridge whose activation is the paper's approximation."""
     model, x = bridges.boot("gpt2"), tokens()
     with expose_neuron_heads(model, gate=Bilinear(slope="paper")) as exposed:
         expected = bridge("gpt2", one_head(1.702))(x)
@@ -314,7 +314,7 @@ def test_the_papers_gelu():
         assert report.ok
         assert (report.activations["measured"] <= report.activations["bound"]).all()
         assert report.activations["bound"].unique() == pytest.approx([0.0207], abs=5e-5)
-        # control: the best single head is another function
+        # Control: the best single head computes another function.
         assert relative(expected, bridge("gpt2", one_head(1.77))(x)) > 1e-6
 
 

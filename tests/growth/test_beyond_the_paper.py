@@ -1,4 +1,4 @@
-"""What the growth paper leaves out: ε, LayerNorm, folded gains, scales by layer; with controls."""
+"""Tests of what the growth paper omits: ε, LayerNorm, folded gains, scales by layer."""
 
 import math
 
@@ -10,13 +10,13 @@ from models import build
 from attn_only_lens import expansion as ex
 from attn_only_lens import grow
 
-EXACT = 1e-13  # rounding; the issue asks for 1e-10
-CLEARLY = 1e-3  # what a violated constraint changes, relative to the largest logit
+EXACT = 1e-13  # rounding; the issue requires 1e-10
+CLEARLY = 1e-3  # the least effect of a violated constraint, relative to the largest logit
 
 
 @pytest.mark.parametrize("eps", [1e-5, 1e-2, 1.0])
 def test_the_papers_rule_leaves_epsilon_out(eps):
-    """Control: Definition 3.5 alone, ε as it was; off by about ε / mean square of the stream."""
+    """Control: Definition 3.5 with ε unchanged is off by about ε / mean square of the stream."""
     model = build("rms", eps=eps)
     expected = model(tokens())
     grown = grow(model, ex.WidenStream(11)).model
@@ -26,12 +26,12 @@ def test_the_papers_rule_leaves_epsilon_out(eps):
         if hasattr(module, "eps"):
             module.eps = eps
     error = relative(grown(tokens()), expected)
-    # Measured: 1.5e-5, 1.4e-2 and 0.33 of the largest logit.
+    # The errors are 1.5e-5, 1.4e-2 and 0.33 of the largest logit.
     assert 0.1 * eps < error < 2 * eps
 
 
 def test_layer_norm_needs_a_stream_of_mean_zero():
-    """Control: grow d_model under LayerNorm without centring first, by giving one mean back."""
+    """Control: growing d_model under LayerNorm fails if a single mean is added back."""
     model = build("gelu")
     expected = model(tokens())
     grown = grow(model, ex.WidenStream(11))

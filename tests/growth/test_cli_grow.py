@@ -1,4 +1,4 @@
-"""`attn-only-lens grow`: a folder that every command takes."""
+"""Tests that `attn-only-lens grow` writes a folder that every command accepts."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def test_grow(folder, tmp_path):
     again = run("grow", out, tmp_path / "more", "--n-heads", 3)
     assert again.exit_code == 0, again.output
     assert run("convert", tmp_path / "more", tmp_path / "converted").exit_code == 0
-    assert run("grow", folder, out, "--d-mlp", 43).exit_code == 0  # an earlier save is replaced
+    assert run("grow", folder, out, "--d-mlp", 43).exit_code == 0  # replaces an earlier save
     assert load_source(out).cfg.d_mlp == 43
 
 

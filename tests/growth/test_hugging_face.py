@@ -1,9 +1,9 @@
-"""Growth of bridges around models of transformers: exact, and folders that need none of our code.
+"""Tests that growth of transformers bridges is exact, and that their folders need none of our code.
 
-The norms of most of these models, rotary angles and softmax compute in float32 in every dtype, and
-would hide an error of 1e-8. So exactness is tested with these casts lifted, in float64 throughout,
-and once more as the models are, to float32's tolerance. `python tests/growth/test_hugging_face.py`
-writes the table in docs/growth_families.md.
+Most of these models compute norms, rotary angles and softmax in float32 for every dtype, which
+would hide an error of 1e-8. So exactness is tested in float64 throughout, without these casts, and
+again with the unmodified models. `python tests/growth/test_hugging_face.py` writes the table in
+docs/growth_families.md.
 """
 
 from contextlib import contextmanager
@@ -47,7 +47,7 @@ NAMES = {
     "phi3": "Phi 3",
     "olmo2": "OLMo 2",
 }
-POST_NORM = ("BERT, RoBERTa",)  # test_post_norm.py has their tests
+POST_NORM = ("BERT, RoBERTa",)  # their tests are in test_post_norm.py
 STEPS = {
     "d_mlp": ex.AddNeurons(4),
     "n_heads": ex.AddHeads(2),
@@ -57,9 +57,9 @@ STEPS = {
 }
 STEPS["all six"] = ex.compose(*STEPS.values())
 HERE = [name for name in NAMES if name in EVERY]
-# Sizes that the configuration of each family accepts, with n_heads by groups of 2.
+# Sizes that each family's configuration accepts, with n_heads in groups of 2.
 FITTING = {"d_mlp": 41, "n_heads": 4, "d_head": 20, "d_model": 80, "n_layers": 3}
-NOT_IN_A_FOLDER = {  # what a class of transformers asks of a configuration
+NOT_IN_A_FOLDER = {  # what a transformers class requires of a configuration
     "gpt2": "n_heads · d_head = d_model",
     "neox": "n_heads · d_head = d_model",
     "neox_sequential": "n_heads · d_head = d_model",
@@ -86,7 +86,7 @@ def cast(value):
 
 @contextmanager
 def in_float64(monkeypatch):
-    """Lift casts to float32: norms, angles and softmax compute in float64."""
+    """Remove casts to float32, so that norms, angles and softmax compute in float64."""
     to, softmax, arange = Tensor.to, functional.softmax, torch.arange
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -106,7 +106,7 @@ def in_float64(monkeypatch):
             lambda x, dim=-1, dtype=None, **kw: softmax(x, dim=dim, dtype=cast(dtype)),
         )
         usual = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)  # embed_scale
+        torch.set_default_dtype(torch.float64)  # for embed_scale
         try:
             yield
         finally:
@@ -123,16 +123,16 @@ def test_every_expansion_is_exact(name, monkeypatch):
     with in_float64(monkeypatch), torch.no_grad():
         bridge = boot(name)
         logits, before = bridge(tokens), state(bridge)
-        # Names of parameters differ by family; what a single step does, by the few of CHOSEN.
+        # All families test the parameter names; the families in CHOSEN also test single steps.
         for step in STEPS.values() if name in CHOSEN else [STEPS["all six"]]:
-            # Whatever is free is not zero: what must be zero is so by the expansion, not by luck.
+            # Free entries are not zero; required zeros come from the expansion, not from the init.
             grown = grow(bridge, step, init=ex.init.normal(0.3), seed=3)
             assert relative(grown.model(tokens), logits) < EXACT, step
             assert not grown.model.training
         twice = grow(grown.model, ex.compose(ex.InsertLayer(0), ex.WidenStream(3)), seed=4)
         assert relative(twice.model(tokens), logits) < EXACT
     assert all(torch.equal(before[key], value) for key, value in bridge.state_dict().items())
-    with torch.no_grad():  # as the model is, in float32 where it wants that
+    with torch.no_grad():  # the unmodified model, with its float32 casts
         bridge = boot(name)
         logits = bridge(tokens)
         grown = grow(bridge, STEPS["all six"], init=ex.init.normal(0.3), seed=3)
@@ -258,7 +258,7 @@ def test_the_folder_is_transformers_own(name, tokenizer, tmp_path):
     assert relative(again.model(tokens), logits) < FLOAT32
     changed = Path(folder) / "model.safetensors"
     changed.write_bytes(changed.read_bytes()[:-1])
-    again.save_pretrained(folder)  # an earlier save is replaced
+    again.save_pretrained(folder)  # replaces an earlier save
     (Path(folder) / "thesis.tex").write_text("years of work")
     with pytest.raises(Exception, match=r"also holds thesis\.tex"):
         again.save_pretrained(folder)
@@ -287,7 +287,7 @@ def test_sizes_that_no_configuration_has_are_in_our_own_folder(name, step, reaso
     assert torch.equal(same(tokens), logits)
     clean, corrupted = tokens[0], tokens[0].clone()
     corrupted[7] = (corrupted[7] + 1) % D_VOCAB
-    site = f"L1N{39 if 'Neurons' in repr(step) else 5}"  # a new neuron: patching it does nothing
+    site = f"L1N{39 if 'Neurons' in repr(step) else 5}"  # patching a new neuron changes nothing
     if name == "llama" and "Neurons" in repr(step):
         sweep = p.activation_patch(same, clean, corrupted, p.logit_diff(3, 4), sites=[site])
         assert sweep.frame["value"].sub(sweep.corrupted_value).abs().max() < 1e-6
@@ -308,7 +308,7 @@ def test_embeddings_come_untied_where_they_must_differ():
     assert again.lm_head.weight is again.transformer.wte.weight
     tied = grow(bridge, d_mlp=41).model.original_model
     assert tied.lm_head.weight is tied.transformer.wte.weight
-    gemma = grow(boot("gemma2"), ex.WidenStream(2)).model.original_model  # no need to, there
+    gemma = grow(boot("gemma2"), ex.WidenStream(2)).model.original_model  # Gemma needs no untying
     assert gemma.lm_head.weight is gemma.model.embed_tokens.weight
 
 
@@ -321,7 +321,7 @@ def test_half_precision_is_rounded_once(name):
     assert relative(grown.model(tokens), logits) < LOGIT_TOLERANCE[torch.bfloat16]
     (note,) = [note for note in grown.notes if note.startswith("rounded: ")]
     assert " of its norm" in note
-    # Each scaled entry is the exact product, rounded: at most half a unit in the last place.
+    # Each scaled entry is the exact product, rounded by at most half a unit in the last place.
     old, new = read(bridge).tensors, read(grown.model).tensors
     for of in ("ln1.w", "attn.W_K"):
         moved = grown.provenance.tensor_map(f"blocks.0.{of}")
@@ -345,7 +345,7 @@ def test_a_new_layer_may_be_a_copy():
     assert torch.equal(tensors["blocks.2.mlp.W_in"], tensors["blocks.0.mlp.W_in"])
     assert not tensors["blocks.2.mlp.W_out"].any()
     assert not tensors["blocks.2.attn.W_O"].any()
-    # Scores there are divided by 3 where they were by 1, and its keys are three times as long.
+    # The new layer divides scores by 3 instead of 1, so its keys are three times as long.
     mix = {"blocks.2.hook_in": old["blocks.0.hook_in"]}
     hook = ("blocks.2.hook_in", lambda x, hook: mix[hook.name])
     with grown.model.hooks([hook]):
@@ -366,7 +366,7 @@ def test_training_goes_on(name, tmp_path):
     optimizer = torch.optim.AdamW(bridge.parameters(), lr=1e-2, eps=1e-2)
     for _ in range(2):
         step(bridge, optimizer)
-    # neither d_model under LayerNorm nor what is computed in float32 is exact here
+    # d_model under LayerNorm and float32 computations are not exact here
     grown = grow(bridge, d_mlp=41, n_heads=4, d_head=20, n_layers=3)
     new = grown.optimizer(optimizer, bridge)
     step(bridge, optimizer)
@@ -376,17 +376,17 @@ def test_training_goes_on(name, tmp_path):
         moved = grown.provenance.tensor_map(key)
         here = moved.unscaled(moved.old_part(now[moved.name]))
         assert torch.allclose(here, tensor, atol=1e-5 if name in ("llama", "phi3") else 1e-11), key
-    fits = grow(grown.model, d_model=80)  # in a configuration
-    if HAS_HOOKED_TRANSFORMER:  # 3.9 gives the unembedding a bias, which has been trained
+    fits = grow(grown.model, d_model=80)  # a configuration allows these sizes
+    if HAS_HOOKED_TRANSFORMER:  # 3.9 gives the unembedding a bias, which was trained
         with pytest.raises(GrowthError, match=r"unembed\.b_U is not zero"):
             fits.save_pretrained(tmp_path / "grown")
         read(fits.model).tensors["unembed.b_U"].zero_()
-    folder = fits.save_pretrained(tmp_path / "grown")  # joint matrices: of what was trained
+    folder = fits.save_pretrained(tmp_path / "grown")  # joint matrices hold the trained weights
     alone = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert relative(alone(tokens).logits, fits.model(tokens)) < FLOAT32
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3"])  # the last two: views of one matrix
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3"])  # the last two have joint weights
 def test_a_schedule_is_resumed(name, tmp_path):
     tokens = prompts()
 
@@ -589,7 +589,7 @@ def test_refusals():
 
 
 def table():
-    """The page's table: what the tests above establish."""
+    """Return the page's table: the results that the tests above check."""
     columns = list(STEPS)
     lines = [
         f"| | {' | '.join(columns)} | a folder for transformers needs |",

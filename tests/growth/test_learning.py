@@ -1,4 +1,4 @@
-"""What new entries start as: seeded, never equal units, and with a gradient, or dead as said."""
+"""Tests that new entries are seeded, form no equal units, and have a gradient unless documented."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ STEPS = {
 
 
 def entries(grown):
-    """The new entries of every tensor, as one mask each."""
+    """Return one mask of the new entries for every tensor."""
     masks = {name: torch.ones_like(p) for name, p in grown.model.named_parameters()}
     for axis_of in list(masks):
         old = grown.provenance.old_name(axis_of)
@@ -58,9 +58,9 @@ def test_new_units_learn(init, step):
     trained(grown.model)
     for name, parameter in grown.model.named_parameters():
         mask = new[name]
-        if not mask.any() or name.endswith("b_K"):  # what b_K adds, softmax does not see
+        if not mask.any() or name.endswith("b_K"):  # softmax ignores what b_K adds
             continue
-        # Whatever is new moves: each entry of a matrix, not some.
+        # Every new entry of a matrix has a gradient, not only some.
         moving = (parameter.grad[mask] != 0).double().mean()
         unread = name.endswith(("W_E", "W_pos"))  # rows of tokens and positions not in the batch
         assert moving > (0.2 if unread else 0.99), (name, moving)
@@ -68,13 +68,13 @@ def test_new_units_learn(init, step):
 
 @pytest.mark.parametrize("step", STEPS)
 def test_zeros_are_dead(step):
-    """The control: nothing that is new ever moves."""
-    family = "rms" if step == "stream" else "gelu"  # the mean of LayerNorm sees new coordinates
+    """The control: with `init.zeros()`, no new entry has a gradient."""
+    family = "rms" if step == "stream" else "gelu"  # LayerNorm's mean depends on new coordinates
     grown = grow(build(family), STEPS[step], init=ex.init.zeros())
     new = entries(grown)
     trained(grown.model)
     for name, parameter in grown.model.named_parameters():
-        writes_alone = name.endswith(("b_out", "b_O"))  # a new layer's; no unit is behind them
+        writes_alone = name.endswith(("b_out", "b_O"))  # a new layer's output biases need no unit
         if new[name].any() and not (step == "layer" and writes_alone):
             assert not parameter.grad[new[name]].any(), name
 
@@ -91,7 +91,7 @@ def test_seeds_and_equal_units(init):
     read = first["blocks.0.mlp.W_in"]
     assert not torch.equal(read, reseeded["blocks.0.mlp.W_in"])
     distances = torch.cdist(read.T, read.T) + 9 * torch.eye(read.shape[1])
-    assert distances.min() > 0.01  # no two neurons alike, of either growth
+    assert distances.min() > 0.01  # no two new neurons are alike, in either growth step
     assert not torch.equal(first["blocks.0.attn.W_Q"][2], first["blocks.0.attn.W_Q"][3])
     assert not torch.equal(first["blocks.0.mlp.W_in"][:, 37:], first["blocks.2.mlp.W_in"][:, 37:])
 
@@ -112,7 +112,7 @@ def test_no_layer_repeats_what_another_of_its_name_drew(init):
 
 
 def test_a_copied_head_is_one_head():
-    """With hardly any noise, every tensor of a new head is nearest to the same old head's."""
+    """With almost no noise, every tensor of a new head is nearest to one old head's tensor."""
     grown = grow(build("gelu", n_heads=13, d_head=2), ex.AddHeads(5), init=ex.init.copies(1e-9))
     nearest = set()
     for of in ("W_Q", "W_K", "W_V", "b_Q", "b_K", "b_V"):
@@ -131,7 +131,7 @@ def test_the_dtype_does_not_choose_the_numbers():
     "mode", ["gpt2", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "muP"]
 )
 def test_own_is_transformerlens_own(mode):
-    """Deviation and bounds of each tensor are those that TransformerLens gives the larger model."""
+    """New entries have the deviation and bounds that TransformerLens gives the larger model."""
     cfg = {"n_layers": 1, "d_model": 64, "n_ctx": 61, "d_head": 32, "n_heads": 2, "d_mlp": 67}
     cfg |= {"d_vocab": 59, "act_fn": "gelu", "init_mode": mode, "seed": 0}
     model = HookedTransformer(HookedTransformerConfig(**cfg))
@@ -160,7 +160,7 @@ def test_grad_max_has_the_largest_first_gradient():
         grown(tokens(), return_type="loss").backward()
         return grown.blocks[1].mlp.W_out.grad[37:].norm().item()
 
-    std = 1e-4  # so small that gelu is linear there, of slope 1/2
+    std = 1e-4  # gelu is linear at this scale, with slope 1/2
     best = first_gradient(grad_max(products, std=std))
     largest = torch.linalg.svdvals(products[1])[:3].norm().item()
     assert best == pytest.approx(0.5 * std * 26**0.5 * largest, rel=1e-2)
@@ -174,19 +174,19 @@ def test_grad_max_twice_makes_no_neuron_twice(dtype):
     model = model.to(dtype)
     twice = grow(model, ex.compose(ex.AddNeurons(3), ex.AddNeurons(3)), init=init).model
     new = torch.nn.functional.normalize(twice.W_in[0, :, 37:].double(), dim=0)
-    assert (new.T @ new - torch.eye(6)).abs().max() < 0.02  # orthogonal: six of them, rounded
+    assert (new.T @ new - torch.eye(6)).abs().max() < 0.02  # six orthogonal columns, up to rounding
     with pytest.raises(ValueError, match="expected d_model by d_model, 29"):
         grow(model, ex.compose(ex.WidenStream(3), ex.AddNeurons(3)), init=init)
 
 
 def twice_the_mean(logits, batch):
-    """As many batches of one as there are prompts add up: the mean, times their number."""
+    """Return the loss times the number of prompts, so batches of one prompt add up to one batch."""
     scores = logits[:, :-1].log_softmax(-1).gather(-1, batch[:, 1:, None])
     return -scores.mean() * len(batch)
 
 
 class _Seeded:
-    """Normal numbers of a seed of its own, with columns of the same norm as GradMax's."""
+    """Random values with a given seed, whose columns have GradMax's norm."""
 
     def __init__(self, std, seed):
         self.draw, self.std, self.seed = ex.init.normal(std), std, seed
@@ -212,7 +212,7 @@ def test_grad_max_leaves_the_rest_to_own():
     assert all(p.grad is None for p in model.parameters())
     assert not any(block.mlp._forward_hooks for block in model.blocks)
     many = grow(model, ex.AddNeurons(31), init=some).model.W_in[0, :, 37:]
-    assert many.norm(dim=0).min() > 0  # beyond d_model, own
+    assert many.norm(dim=0).min() > 0  # columns beyond d_model come from `own`
     with pytest.raises(GrowthError, match="gated MLPs"):
         gradient_products(build("llama"), tokens())
     with pytest.raises(GrowthError, match=r"got a torch\.nn\.modules\.linear\.Linear"):

@@ -1,4 +1,4 @@
-"""Growth of TransformerLens' own models behind a bridge, on 3.9 and 4."""
+"""Tests of growing TransformerLens' native models behind a bridge, on 3.9 and 4."""
 
 import pytest
 import torch
@@ -27,14 +27,14 @@ FAMILIES = {
     "own_scale": {"attn_scale": 3.0},
     "attention_only": {"attn_only": True},
 }
-# TransformerLens' own norms, but for torch's LayerNorm, work in float32 in every dtype.
+# TransformerLens' norms, except torch's LayerNorm, compute in float32 for every dtype.
 IN_FLOAT32 = {"rms", "rms_pre", "ln_pre", "last_norm_only"}
 SIZES = {"d_mlp": 41, "n_heads": 4, "d_head": 17, "d_model": 37, "n_layers": 3}
 EXACT, FLOAT32 = 1e-13, 2e-6
 
 
 def native(name, **changes):
-    """A bridge of the family in float64, every parameter random."""
+    """Return a float64 bridge of the family with random parameters."""
     bridge = TransformerBridge.boot_native(NATIVE | FAMILIES[name] | changes, dtype=torch.float64)
     generator = torch.Generator().manual_seed(len(name))
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_all_six_at_once_and_twice_keep_logits_and_old_activations(name):
 def test_a_constraint_that_is_broken_changes_the_function(name):
     bridge, prompts = native("ln"), tokens()
     grown = grow(bridge, **SIZES)
-    tensor = read(grown.model).tensors[name]  # the model's own, not a copy
+    tensor = read(grown.model).tensors[name]  # the model's own tensor, not a copy
     for zeros in grown.provenance.zeros:
         if zeros.name == name:
             index = torch.meshgrid(*map(torch.tensor, zeros.indices), indexing="ij")
@@ -138,7 +138,7 @@ def test_tied_embeddings_come_untied_where_they_must_differ(name):
     assert any(note.startswith("untied: ") for note in grown.notes)
     tolerance = FLOAT32 if name in IN_FLOAT32 else EXACT
     assert (grown.model(prompts) - logits).abs().max() < tolerance * logits.abs().max()
-    again = grown.shrink()  # tied once more, as long as neither was trained
+    again = grown.shrink()  # the weights are tied again if neither was trained
     assert again.original_model.head.weight is again.original_model.tok_embed.weight
     assert torch.equal(again(prompts), logits)
     model.head.weight.data[0] += 1.0
@@ -148,13 +148,13 @@ def test_tied_embeddings_come_untied_where_they_must_differ(name):
 
 def test_rotary_tables_come_along_as_they_are():
     bridge, prompts = native("rotary"), tokens()
-    bridge.to(torch.bfloat16).to(torch.float64)  # tables are rounded, and stay so
+    bridge.to(torch.bfloat16).to(torch.float64)  # the tables are rounded to bfloat16
     logits = bridge(prompts)
     grown = grow(bridge, **SIZES)
     assert (grown.model(prompts) - logits).abs().max() < EXACT * logits.abs().max()
     assert torch.equal(grown.shrink()(prompts), logits)
-    ours, before = (model.original_model.rotary.cos_cached for model in (bridge, grown.model))
-    assert ours.data_ptr() != before.data_ptr()
+    old, new = (model.original_model.rotary.cos_cached for model in (bridge, grown.model))
+    assert old.data_ptr() != new.data_ptr()
 
 
 def test_modules_that_are_not_what_the_configuration_says_are_refused():

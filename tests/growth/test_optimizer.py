@@ -1,4 +1,4 @@
-"""The optimizer of a grown model goes on where the old one was."""
+"""Tests that the optimizer of a grown model continues from the old optimizer's state."""
 
 import copy
 
@@ -11,8 +11,8 @@ from attn_only_lens import grow
 from attn_only_lens.errors import GrowthError
 
 TOKENS = torch.arange(5 * 7).reshape(5, 7) * 11 % D_VOCAB
-# A step of Adam divides by √v + ε. Some gradients are zero but for rounding (those of b_K); ε is
-# large here, so that no ratio of roundings comes of it, and they are all that float64 leaves.
+# A step of Adam divides by √v + ε. Some gradients (those of b_K) are zero except for rounding;
+# ε is large here, so that their steps are not ratios of rounding errors.
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
     "nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
@@ -34,7 +34,7 @@ LARGER = {
 
 
 def step(model, optimizer):
-    """One step of training; the loss."""
+    """Do one training step, and return the loss."""
     optimizer.zero_grad()
     log_probs = model(TOKENS)[:, :-1].log_softmax(-1)
     loss = -log_probs.gather(-1, TOKENS[:, 1:, None] % log_probs.shape[-1]).mean()
@@ -44,7 +44,7 @@ def step(model, optimizer):
 
 
 def trained(name, kind, n_steps=3):
-    """A model of the family, some steps into training, and its optimizer."""
+    """Return a model of the family after some training steps, and its optimizer."""
     model = build(name)
     of, settings = OPTIMIZERS[kind]
     optimizer = of(model.parameters(), lr=1e-2, **settings)
@@ -54,7 +54,7 @@ def trained(name, kind, n_steps=3):
 
 
 def largest_difference(model, grown):
-    """Of old parameters, in the original's units."""
+    """Return the largest difference of old parameters, in the original's units."""
     now = {name.replace("attn._", "attn."): p for name, p in grown.model.named_parameters()}
     worst = 0.0
     for name, parameter in model.named_parameters():
@@ -69,7 +69,7 @@ def largest_difference(model, grown):
 def test_the_next_step_of_old_parameters_is_that_of_the_ungrown_model(name, kind):
     model, optimizer = trained(name, kind)
     grown = grow(model, **LARGER[name])
-    assert len(set(grown.provenance.scales.values())) > 1  # something to get wrong
+    assert len(set(grown.provenance.scales.values())) > 1  # scales differ, so an error would show
     new = grown.optimizer(optimizer, model)
     before = largest_difference(model, grown)
     losses = step(model, optimizer), step(grown.model, new)
@@ -136,9 +136,9 @@ def test_groups_keep_their_settings_frozen_parameters_stay_out_and_the_old_one_i
             groups[name] = group
     assert "embed.W_E" not in groups
     assert groups["blocks.0.mlp.b_in"]["weight_decay"] == 0.0
-    assert groups["blocks.3.mlp.b_in"]["weight_decay"] == 0.0  # of the new layer
+    assert groups["blocks.3.mlp.b_in"]["weight_decay"] == 0.0  # in the new layer
     assert groups["blocks.3.mlp.W_in"]["lr"] == 3e-3
-    assert groups["blocks.3.attn.W_K"]["lr"] == 3e-3  # drawn anew, not scaled
+    assert groups["blocks.3.attn.W_K"]["lr"] == 3e-3  # newly initialised, not scaled
     scale = grown.provenance.scales["blocks.0.attn.W_K"]
     assert groups["blocks.0.attn.W_K"]["lr"] == pytest.approx(3e-3 * scale)
     after = optimizer.state_dict()
@@ -160,7 +160,7 @@ def test_other_optimizers_and_other_models_are_refused():
 @pytest.mark.parametrize(("kind", "exact"), [("sgd", True), ("adamw", False)])
 def test_a_wider_stream_under_layer_norm_shares_a_mean_with_new_coordinates(kind, exact):
     model, optimizer = trained("gelu", kind)
-    with torch.no_grad():  # so that growth has no mean to take away
+    with torch.no_grad():  # so that centring changes nothing
         for name, parameter in model.named_parameters():
             if name.endswith(WRITERS):
                 parameter.sub_(parameter.mean(-1, keepdim=True))

@@ -1,7 +1,7 @@
-"""Growth of BERT and RoBERTa, whose norms stand on the residual stream: x becomes norm(x + f(x)).
+"""Tests of growing BERT and RoBERTa, whose norms stand on the stream: x becomes norm(x + f(x)).
 
-Neurons, heads, values, queries and keys grow exactly. New layers and a wider stream are refused,
-and here it is shown why. The oracle is a forward pass by hand over a state dict of transformers.
+Neurons, heads, values, queries and keys grow exactly. New layers and a wider stream are refused;
+tests show why. The oracle is an explicit forward pass with a transformers state dict.
 """
 
 import copy
@@ -34,7 +34,7 @@ STEPS = {
     "values, queries and keys": ex.compose(ex.WidenValues(6), ex.WidenQueriesAndKeys(6)),
 }
 STEPS["all four"] = ex.compose(*list(STEPS.values())[1:], ex.AddNeurons(4))
-# What must be zero, broken, and the tensor of transformers where it is.
+# Required zeros that a test breaks, and the transformers tensor that holds them.
 ZEROS = {
     "blocks.0.mlp.W_out": "encoder.layer.0.output.dense.weight",
     "blocks.1.attn.W_O": "encoder.layer.1.attention.output.dense.weight",
@@ -43,7 +43,7 @@ ZEROS = {
 
 
 def model_of(name, dtype=torch.float64):
-    """A small model of transformers."""
+    """Return a small transformers model."""
     if name == "bert":
         return original("bert", dtype)
     config = transformers.RobertaConfig(**SIZES | NO_DROPOUT | {"max_position_embeddings": 19})
@@ -51,7 +51,7 @@ def model_of(name, dtype=torch.float64):
     return randomise(model.to(dtype).eval())
 
 
-NAMES = ["bert"] if HAS_HOOKED_TRANSFORMER else ["bert", "roberta"]  # 3.9 knows no RoBERTa
+NAMES = ["bert"] if HAS_HOOKED_TRANSFORMER else ["bert", "roberta"]  # 3.9 does not support RoBERTa
 
 
 def prompts():
@@ -59,7 +59,7 @@ def prompts():
 
 
 def state_of(model):
-    """A state dict by transformers' names, without those of the bridge and of its base model."""
+    """Return a state dict by transformers' names, without the prefixes of bridge and base model."""
     values = {}
     for key, value in model.named_parameters(remove_duplicate=False):
         plain = key.replace("_original_component.", "").split(".", 1)[1]
@@ -68,7 +68,7 @@ def state_of(model):
 
 
 def by_hand(state, n_heads, tokens, is_roberta):
-    """Logits of a masked language model with these weights, norms on the stream."""
+    """Return the logits of a masked language model with these weights and norms on the stream."""
 
     def linear(name, x):
         return x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
@@ -78,7 +78,7 @@ def by_hand(state, n_heads, tokens, is_roberta):
         x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
         return x * state[f"{name}.weight"] + state[f"{name}.bias"]
 
-    first = 2 if is_roberta else 0  # RoBERTa's positions begin behind that of its padding
+    first = 2 if is_roberta else 0  # RoBERTa's positions begin after its padding index
     places = torch.arange(tokens.shape[1]) + first
     x = state["embeddings.word_embeddings.weight"][tokens]
     x = x + state["embeddings.position_embeddings.weight"][places]
@@ -124,7 +124,7 @@ def test_the_four_are_exact(name, step):
     state = state_of(grown.model.original_model)
     assert relative(by_hand(state, n_heads, tokens, name == "roberta"), logits) < EXACT
     for tensor in ("intermediate.dense.weight", "attention.self.query.weight"):
-        assert (state[f"encoder.layer.1.{tensor}"] != 0).all()  # what is free is not zero
+        assert (state[f"encoder.layer.1.{tensor}"] != 0).all()  # free entries are not zero
     assert all(torch.equal(before[key], value) for key, value in bridge.state_dict().items())
     assert torch.equal(grown.shrink()(tokens), logits)
 
@@ -137,7 +137,7 @@ def test_zeros_that_are_broken_change_the_function(tensor):
     state = {key: value.clone() for key, value in state_of(grown.model.original_model).items()}
     broken = state[ZEROS[tensor]]
     assert (broken == 0).any()
-    broken[broken == 0] = torch.randn_like(broken)[broken == 0]  # no constant: norms take that off
+    broken[broken == 0] = torch.randn_like(broken)[broken == 0]  # norms remove a constant
     logits = by_hand(state, grown.model.cfg.n_heads, tokens, is_roberta=False)
     assert relative(logits, model(tokens).logits) > 1e-2
     assert tensor in {zero.name for zero in grown.provenance.zeros}
@@ -145,7 +145,7 @@ def test_zeros_that_are_broken_change_the_function(tensor):
 
 @torch.no_grad()
 def test_a_layer_that_writes_nothing_is_not_the_identity():
-    """Why new layers are refused: its two norms change the stream, with any gain and bias."""
+    """New layers are refused: the two norms change the stream with any gain and bias."""
     model, tokens = model_of("bert"), prompts()
     with pytest.raises(GrowthError, match=r"LayerNorm\(x\) is not x"):
         grow(bridged(model), n_layers=3)
@@ -160,7 +160,7 @@ def test_a_layer_that_writes_nothing_is_not_the_identity():
     new.register_forward_hook(lambda module, args, output: kept.update(x=args[0], y=output))
     deeper.bert.encoder.layer.append(new)
     assert relative(deeper(tokens).logits, model(tokens).logits) > 1e-2
-    # The best gain and bias for each coordinate, over all tokens, do not give x back either.
+    # The best gain and bias for each coordinate over all tokens do not restore x either.
     x, y = (kept[key].flatten(0, 1) for key in "xy")
     x, y = (z - z.mean(0) for z in (x, y))
     left = x - y * (x * y).sum(0) / (y * y).sum(0)
@@ -169,7 +169,7 @@ def test_a_layer_that_writes_nothing_is_not_the_identity():
 
 @torch.no_grad()
 def test_a_wider_stream_changes_the_norms():
-    """Why a wider stream is refused: its mean differs by token, and zeros change what norms see."""
+    """A wider stream is refused: its mean differs by token, and zeros change the input of norms."""
     model, tokens = model_of("bert"), prompts()
     with pytest.raises(GrowthError, match="no weight can subtract the mean"):
         grow(bridged(model), d_model=28)
@@ -179,7 +179,7 @@ def test_a_wider_stream_changes_the_norms():
     wide = functional.pad(x, (0, n))
     normed = functional.layer_norm(wide, [h + n], eps=EPS)[..., :h] * math.sqrt(h / (h + n))
     assert relative(normed, functional.layer_norm(x, [h], eps=EPS)) > 1e-3
-    centred = functional.pad(x - x.mean(-1, keepdim=True), (0, n))  # control: what it would take
+    centred = functional.pad(x - x.mean(-1, keepdim=True), (0, n))  # control: centred, it works
     normed = functional.layer_norm(centred, [h + n], eps=EPS)[..., :h] * math.sqrt(h / (h + n))
     assert relative(normed, functional.layer_norm(x, [h], eps=EPS)) < EXACT
 
@@ -278,7 +278,7 @@ def test_half_precision_is_rounded_once():
 
 
 def test_products_for_grad_max():
-    """x gᵀ by a backward pass of transformers' own model, through its layers' modules."""
+    """The products equal x gᵀ from a backward pass of the transformers model."""
     model, tokens, seen = model_of("bert"), prompts(), []
     for layer in model.bert.encoder.layer:
         layer.intermediate.register_forward_hook(lambda module, args, out: seen.append(args[0]))

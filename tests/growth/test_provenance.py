@@ -1,4 +1,4 @@
-"""Where old parts went: names, places, composition, and files."""
+"""Tests of provenance: where old parts of a grown model are, composition, and files."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_frame(grown):
 
 @pytest.mark.parametrize("family", ["gelu", "grouped", "inverse_layer"])
 def test_two_growths_compose(family):
-    """grow, then grow what came of it: as both at once, in provenance and weights."""
+    """Growing twice gives the provenance and weights of both growth steps at once."""
     model = build(family)
     weights = read(model)
     first = all_steps(model)

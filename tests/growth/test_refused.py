@@ -1,4 +1,4 @@
-"""What growth refuses, with all reasons, and that the source stays as it is."""
+"""Tests that growth refuses with all reasons in one error and leaves the source unchanged."""
 
 from dataclasses import replace
 
@@ -73,7 +73,7 @@ def test_all_reasons_of_all_steps_at_once():
     for reason in ("hooks are attached", "AddHeads: ", "WidenQueriesAndKeys: ", "WidenStream: "):
         assert reason in text
     assert "InsertLayer: got at=9" in text
-    with pytest.raises(GrowthError) as error:  # the pure part says the same of its own
+    with pytest.raises(GrowthError) as error:  # an expansion alone gives the reasons, too
         ex.compose(*steps, ex.InsertLayer(9))(read(build("clip_qkv", final_rms=True)))
     assert len(error.value.reasons) == 3
 
@@ -106,14 +106,14 @@ def test_last_norms_that_see_the_mean():
     ],
 )
 def test_what_no_hookedtransformer_is(constants, reason):
-    """Native bridges may have tied embeddings; TransformerLens builds no LayerNorm after."""
+    """Native bridges alone may have tied embeddings; TransformerLens builds no LayerNorm after."""
     weights = read(build("rms"))
     weights = replace(weights, constants=replace(weights.constants, **constants))
     reasons = ex.WidenStream(3).reasons_against(weights)
     assert [reason in text for text in reasons] == ([] if reason is None else [True])
     if "tied" in constants and reason is None:
         grown, _ = ex.WidenStream(3)(weights)
-        assert (grown.tensors["unembed.W_U"][26:] == 0).all()  # as the embedding's columns are
+        assert (grown.tensors["unembed.W_U"][26:] == 0).all()  # like the columns of the embedding
 
 
 def test_activations_that_mix_neurons():
@@ -131,7 +131,10 @@ def test_a_norm_of_zeros_needs_its_epsilon():
 
 def test_models_that_are_not_plain():
     model = build("gelu")
-    with expose_neuron_heads(model), pytest.raises(GrowthError, match="exposed as heads in place"):
+    with (
+        expose_neuron_heads(model),
+        pytest.raises(GrowthError, match=r"neuron-heads are exposed; first call"),
+    ):
         grow(model, d_mlp=41)
     grow(model, d_mlp=41)
     with pytest.raises(GrowthError, match="expected a HookedTransformer"):

@@ -1,4 +1,4 @@
-"""The way back: bit for bit right after growth, refused when what must be zero is not."""
+"""Tests that `shrink` restores the model bit for bit, or refuses if a required zero is not zero."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_the_source_may_change_meanwhile(model):
         for parameter in shrunk.parameters():
             parameter.zero_()
     assert all(torch.equal(before[name], now) for name, now in grown.model.state_dict().items())
-    assert same_bits(grown.shrink(), same)  # and again
+    assert same_bits(grown.shrink(), same)  # a second time
 
 
 def test_refused_after_training(model):
@@ -58,14 +58,14 @@ def test_old_parts_that_were_trained_come_back_in_their_own_scale(model):
     grown = grow(model, all_steps(model))
     old_only = {"blocks.0.attn.W_K", "blocks.3.ln2.w"}
     step(grown.model, old_only)
-    with torch.no_grad():  # what must be zero is kept so
+    with torch.no_grad():  # keep the required zeros
         for zeros in grown.provenance.zeros:
             if zeros.name == "blocks.0.attn.W_K":
                 grown.model.blocks[0].attn.W_K[..., 13:] = 0.0
     shrunk = grown.shrink()
     assert relative(shrunk(tokens()), grown.model(tokens())) < 1e-12
     assert relative(shrunk(tokens()), model(tokens())) > 1e-6
-    assert torch.equal(shrunk.blocks[1].attn.W_K, model.blocks[1].attn.W_K)  # untouched, to the bit
+    assert torch.equal(shrunk.blocks[1].attn.W_K, model.blocks[1].attn.W_K)  # bitwise unchanged
 
 
 def test_one_zero_that_woke_is_named(model):

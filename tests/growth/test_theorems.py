@@ -1,9 +1,9 @@
-"""Theorems 3.1 to 3.6 against oracles that share no code with the growth.
+"""Tests of Theorems 3.1 to 3.6 against oracles that share no code with the growth.
 
-The growth paper's transformer, equations 1 to 5, written from the paper (with ε in the norm, and
-heads side by side in one W_O), evaluates the weights of a grown model; and each definition, done by
-hand to the raw state dict, gives those weights. Every constraint has a control: without it the
-function is another.
+The growth paper's transformer, equations 1 to 5, is written out from the paper (with ε in the norm,
+and the heads' outputs in one W_O). It evaluates the weights of a grown model. Each definition,
+applied to the raw state dict, gives the same weights. Every constraint has a control: without it,
+the function differs.
 """
 
 import math
@@ -17,24 +17,24 @@ from models import build
 from attn_only_lens import AttentionOnlyTransformer, convert, grow
 from attn_only_lens import expansion as ex
 
-EXACT = 1e-13  # rounding; the issue asks for 1e-10
-CLEARLY = 1e-3  # what a violated constraint changes, relative to the largest logit
+EXACT = 1e-13  # rounding; the issue requires 1e-10
+CLEARLY = 1e-3  # the least effect of a violated constraint, relative to the largest logit
 
 
 def source(**changes):
-    """The paper's architecture: RMSNorm, ReLU, learned positions, an unembedding of its own."""
+    """Return the paper's architecture: RMSNorm, ReLU, learned positions, an untied unembedding."""
     return build("rms", act_fn="relu", **changes)
 
 
 def start(theorem, name=""):
-    """The model to grow: converted, where values and keys are to differ in width."""
-    # What b_K adds to a score is the same for all keys: softmax alone does not see it.
+    """Return the model to grow, converted if values and keys shall differ in width."""
+    # b_K adds the same number to all scores of a query, which softmax alone ignores.
     model = source(**({"attn_scores_soft_cap": 2.0} if name.endswith("b_K") else {}))
     return convert(model) if theorem in APART else model
 
 
 def state_of(model):
-    """The state dict of a model, by the names of the source where it is converted."""
+    """Return the state dict of a model; a converted model's has the names of its source."""
     state = model.state_dict()
     if not isinstance(model, AttentionOnlyTransformer):
         return state
@@ -47,7 +47,7 @@ def state_of(model):
 
 
 def paper(state, eps, scale=None):
-    """Equations 1 to 5 on a state dict of TransformerLens, with its biases."""
+    """Evaluate equations 1 to 5 on a TransformerLens state dict, with its biases."""
     tok = tokens()
     x = state["embed.W_E"][tok] + state["pos_embed.W_pos"][: tok.shape[1]]
     causal = torch.ones(tok.shape[1], tok.shape[1]).tril().bool()
@@ -87,7 +87,7 @@ STEPS |= APART
 def test_the_papers_transformer_agrees(theorem):
     model = start(theorem)
     expected = paper(state_of(model), model.cfg.eps)
-    assert relative(model(tokens()), expected) < EXACT  # it is TransformerLens' function
+    assert relative(model(tokens()), expected) < EXACT  # the oracle agrees with TransformerLens
     grown = grow(model, STEPS[theorem], init=ex.init.normal(0.7)).model
     assert relative(paper(state_of(grown), grown.cfg.eps), expected) < EXACT
     assert relative(grown(tokens()), expected) < EXACT
@@ -100,7 +100,7 @@ def zeros_beside(tensor, n, dim):
 
 
 def by_hand(theorem, old, free):
-    """The paper's definition done to a state dict; `free` gives numbers for free entries."""
+    """Apply the paper's definition to a state dict; `free` holds values for the free entries."""
     new, h, k = dict(old), 26, 13
     for layer in range(N_LAYERS):
 
@@ -166,7 +166,7 @@ def test_the_definition_done_by_hand(theorem):
     assert any((got[name] != 0).any() for name in got)
 
 
-# theorem, tensor, which of its entries, done to them: the function must change.
+# Theorem, tensor, slices of its entries, and a change of them that must change the function.
 NEW = {"d_mlp": slice(D_MLP, None), "head": slice(2, None), "d_head": slice(13, None)}
 NEW["d_model"] = slice(26, None)
 VIOLATED = [

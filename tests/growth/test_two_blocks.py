@@ -1,4 +1,4 @@
-"""Growth of converted models: the same as converting what grew; and of some layers only."""
+"""Tests that growing a converted model equals converting the grown one, also for single layers."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ PARTS = ("q", "v", "z", "attn_scores", "pattern")  # keys are scaled where width
 
 
 def growable(model):
-    """All of the six that this model can grow by, one after another."""
+    """Return all expansions of the six that this model allows, composed."""
     by_name = steps(group=group_size(model))
     return ex.compose(*(step for step in by_name.values() if not reasons(model, step)))
 
@@ -34,7 +34,7 @@ def reasons(model, step):
 
 
 def worst_head(model, grown, old, new):
-    """The largest relative difference of what an old head shows, found by name."""
+    """Return the largest relative change of an old head's activations; heads are found by name."""
     m, worst = model.heads_per_neuron, 0.0
     for label in model.all_head_labels(neurons=True):
         here, there = HeadName.parse(label), HeadName.parse(grown.provenance[label])
@@ -42,11 +42,11 @@ def worst_head(model, grown, old, new):
             axis = 1 if part in ("attn_scores", "pattern") else 2
             before, now = old[here.hook(part, model)], new[there.hook(part, grown.model)]
             shared = part == "v" and before.shape[2] < model.blocks[here.block(model)].cfg.n_heads
-            if shared:  # by group
+            if shared:  # these values belong to a group of heads
                 continue
             before = before.select(axis, here.head_index(m))
             now = now.select(axis, there.head_index(m))[..., : before.shape[-1]]
-            if here.kind == "attention":  # queries that are normed, where the stream grew
+            if here.kind == "attention":  # normed queries are scaled where the stream grew
                 seen = f"blocks.{here.layer}.attn.hook_{part}"
                 now = now / grown.provenance.activation_scales.get(seen, 1.0)
             assert torch.equal(before.isinf(), now.isinf())
@@ -55,7 +55,7 @@ def worst_head(model, grown, old, new):
 
 
 def worst_stream(model, grown, old, new):
-    """The same of the residual stream before each old block, centred where growth centred it."""
+    """Return the largest change of the stream before old blocks, centred if growth centred it."""
     worst = 0.0
     for block in range(model.cfg.n_layers):
         layer = int(grown.provenance[f"L{block // 2}"][1:])
@@ -100,7 +100,7 @@ def test_what_the_source_refuses_is_refused(family):
 
 
 def partial(group):
-    """Every expansion in one or two layers, and a layer between."""
+    """Return every expansion in one or two layers, and a new layer between."""
     return ex.compose(
         ex.AddNeurons(5, layers=[0, 2]),
         ex.AddHeads(2 * group, layers=[1]),
@@ -136,13 +136,13 @@ def test_some_layers_only(family, tmp_path):
     assert worst_head(converted, grown, old, new) < EXACT
     assert worst_stream(converted, grown, old, new) < EXACT
     assert same_bits(grown.shrink(), converted)
-    # again, from layers that differ; and by way of a folder
+    # grow again from unequal layers, after saving and loading
     loaded = load(save(grown.model, tmp_path / "grown"))
     assert same_bits(loaded, grown.model)
     again = grow(loaded, all_steps(build(family)), seed=6)
     assert relative(again.model(tokens()), logits) < EXACT
     assert same_bits(again.shrink(), grown.model)
-    # control: what was to be zero is not
+    # control: a required zero is not zero
     again.model.blocks[1].attn.W_out[-1] += torch.randn_like(again.model.blocks[1].attn.W_out[-1])
     assert relative(again.model(tokens()), logits) > 1e-4
     with pytest.raises(GrowthError, match=r"blocks.0.mlp.W_out: entries that were zero"):
@@ -152,7 +152,7 @@ def test_some_layers_only(family, tmp_path):
 @pytest.mark.parametrize("family", ["gelu", "llama", "parallel", "gemma", "qk_norm"])
 @torch.no_grad()
 def test_values_and_keys_apart(family):
-    """Each alone keeps the function, and both in turn are both at once, bit for bit."""
+    """Values and keys can grow alone, and both in turn equal both at once, bit for bit."""
     source = build(family)
     converted = convert(source)
     values, keys = ex.WidenValues(3), ex.WidenQueriesAndKeys(3)
@@ -179,7 +179,7 @@ def test_layers_that_differ_are_brought_to_one_size():
     before = model(tokens())
     grown = grow(model, d_mlp=41, n_heads=12, d_head=16, n_layers=4, seed=1)
     assert len(set(grown.model.cfg.layer_sizes)) == 1
-    # Its layers divided scores by one number, which is no √d_head: that is left as it is.
+    # Its layers divided scores by one number that is not √d_head, which growth keeps.
     assert {sizes.attn_scale for sizes in grown.model.cfg.layer_sizes} == {13**0.5}
     assert relative(grown.model(tokens()), before) < EXACT
     assert grown.model.source_cfg.d_mlp == 41
@@ -201,7 +201,7 @@ def test_bilinear_gates(family, heads):
     assert worst_head(converted, grown, old, new) < 1e-9  # single heads are larger than their sum
     assert grown.model.blocks[1].cfg.n_heads == 45 * heads
     assert same_bits(grown.shrink(), converted)
-    if calibration:  # the new layer has the range of the one below it
+    if calibration:  # the new layer has the range of the layer below
         first, *others = converted.cfg.gating.ranges
         assert grown.model.cfg.gating.ranges == (first, first, *others)
         assert grown.shrink().cfg.gating == converted.cfg.gating
@@ -247,7 +247,7 @@ def test_a_layer_is_two_blocks():
     ]
     assert model.cfg.use_attn_result
     assert [block.training for block in model.blocks] == [
-        *(False, True),  # as the blocks that it is like
+        *(False, True),  # copied from the layer that it was made from
         *(True, True, False, True, True, True),
     ]
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
@@ -259,7 +259,7 @@ def test_a_layer_is_two_blocks():
 
 
 def test_new_neurons_learn():
-    """The theorem's zeros move first, and then what was free; zeros for those stay for ever."""
+    """New output weights learn first, then the rest of a neuron; with `init.zeros()`, none do."""
     for init, alive in ((ex.init.own(), True), (ex.init.zeros(), False)):
         grown = grow(convert(build("gelu")), ex.AddNeurons(5, layers=[1]), init=init)
         attn = grown.model.requires_grad_(True).blocks[3].attn

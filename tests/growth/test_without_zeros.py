@@ -1,4 +1,4 @@
-"""New units without zeros: the same function, a gradient at the first step, and the way back."""
+"""Tests of new units without zeros: the same function, gradients at the first step, `shrink`."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from attn_only_lens.growth import read, read_provenance
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 EXACT = LOGIT_TOLERANCE[torch.float64]
-# Whatever is drawn is large: what must cancel does so by its pair, not by being small.
+# The random values are large, so terms must cancel in pairs; small values would hide errors.
 INITS = {"cancelling": ex.init.cancelling(0.5), "splits": ex.init.splits(0.3, 0.7)}
 EVEN = {
     "neurons": lambda group: ex.AddNeurons(4),
@@ -23,7 +23,7 @@ EVEN = {
     "stream": lambda group: ex.WidenStream(4),
     "layer": lambda group: ex.InsertLayer(1),
 }
-# Where zeros stay, by family: what norms, rotary positions and slopes see.
+# Where zeros stay, by family: in parts that norms, rotary positions and slopes depend on.
 STAY = {
     "gelu": {"splits": {"stream", "layer"}, "cancelling": {"stream"}},
     "llama": {"splits": {"W_K", "stream", "layer"}, "cancelling": {"stream"}},
@@ -38,7 +38,7 @@ WRITTEN = {"neurons": "W_out", "heads": "W_O", "width": "W_O", "stream": "W_out"
 
 
 def possible(model):
-    """The expansions of odd numbers that this model can have, one after another."""
+    """Return all expansions by odd numbers that this model allows, composed."""
     steps_so_far = []
     for step in steps(group=3 * group_size(model)).values():
         try:
@@ -50,7 +50,7 @@ def possible(model):
 
 
 def is_new(grown, name):
-    """Which entries of a parameter of the second layer, or of a new one, are new."""
+    """Return a mask of the new entries in a parameter of the second layer or of a new one."""
     parameter = grown.model.get_parameter(name)
     mask, old = torch.ones_like(parameter), grown.provenance.old_name(name.replace("._", "."))
     if old is not None:
@@ -79,7 +79,7 @@ def test_zeros_stay_where_nothing_else_would_do(family, init):
         grown = grow(model, make(group_size(model)), init=INITS[init])
         layer = f"blocks.1.{'mlp' if 'out' in WRITTEN[step] else 'attn'}.{WRITTEN[step]}"
         written = grown.model.get_parameter(layer)[is_new(grown, layer)]
-        if step == "layer":  # the last of 37 neurons has no other
+        if step == "layer":  # the last of 37 neurons has no partner
             written = grown.model.get_parameter(layer)[:36]
         assert (written == 0).all() if step in STAY[family][init] else (written != 0).all(), step
         if step == "width":
@@ -144,7 +144,7 @@ def test_some_heads_only(init):
     grown = grow(model, step, init=INITS[init])
     assert relative(grown.model(tokens()), model(tokens())) < EXACT
     attention = grown.model.blocks[1].attn
-    shared_out = init == "splits"  # not in some heads only: there zeros stay
+    shared_out = init == "splits"  # if only some heads of a group are new in width, zeros stay
     for of in (attention.W_Q, attention.W_K, attention.W_V, attention.W_O.mT):
         may_stay = shared_out and of is not attention.W_Q and of is not attention.W_V
         assert not of[0, :, 13:].any() if may_stay else of[0, :, 13:].all()
@@ -172,7 +172,7 @@ def test_broken_pairs_change_the_function_and_are_refused(init):
     with pytest.raises(GrowthError, match="were equal or opposite") as error:
         grown.shrink()
     assert [reason.split(":")[0] for reason in error.value.reasons] == ["blocks.1.mlp.W_in"]
-    assert same_bits(grown.shrink(drop_new=True), model)  # nothing else was touched
+    assert same_bits(grown.shrink(drop_new=True), model)  # nothing else was changed
 
 
 def test_what_copies_write_goes_back_to_the_old_unit_after_training():
@@ -208,11 +208,11 @@ def test_noise_parts_copies_at_the_first_step_of_adam(noise, apart):
 
 
 def test_moments_are_those_of_the_grown_models_own_gradients():
-    """Without noise all of them follow from the old ones."""
+    """Without noise, the new moments are determined by the old ones."""
     model = build("rms")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     model(tokens(), return_type="loss").backward()
-    optimizer.step()  # of length zero
+    optimizer.step()  # the learning rate is 0
     step = ex.compose(ex.AddNeurons(40), ex.AddHeads(3), ex.WidenValues(4), ex.AddNeurons(3))
     step = ex.compose(step, ex.WidenQueriesAndKeys(4))
     grown = grow(model, step, init=_Splits(0.3, 0.0))

@@ -1,4 +1,4 @@
-"""Names of heads, and of their hook points in whatever model they are asked of."""
+"""Tests of names of heads and of their hook points in any kind of model."""
 
 import models
 import pytest
@@ -27,7 +27,7 @@ def points(name, model):
 
 
 def ablated(model, hook_name, index):
-    """The logits where one head puts out nothing, and whether anything was there."""
+    """Return the logits with one head's output set to zero; check that it was not zero before."""
     seen = []
 
     def silence(x, hook):
@@ -43,7 +43,7 @@ def ablated(model, hook_name, index):
 @EACH
 @torch.no_grad()
 def test_hook_points_are_those_of_the_model_that_is_asked(source):
-    """Heads and neurons of equal layer and index are told apart, in both layouts."""
+    """Names tell heads and neurons of equal layer and index apart, in both layouts."""
     plain = SOURCES[source]()
     assert points(HEAD, plain) == ATTENTION
     expected = ablated(plain, "blocks.1.mlp.hook_post", 5), ablated(plain, ATTENTION["z"], 1)

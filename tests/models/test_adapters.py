@@ -1,7 +1,7 @@
-"""Modules that are replaced or wrapped before or after neuron-heads are exposed.
+"""Tests of modules that are replaced or wrapped before or after neuron-heads are exposed.
 
-What no longer runs as it was recognised is refused wherever a model is given to a public function,
-by a row of `support.py` for each; the forward pass stays the user's.
+A model with a changed module is refused by every public function that takes a model, with one
+row of `support.py` per function. The user's own forward pass still runs.
 """
 
 import bridges
@@ -18,14 +18,14 @@ import attn_only_lens as lens
 from attn_only_lens import circuits
 from attn_only_lens import patching as p
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens', transformers' and peft's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from libraries
 METRIC = p.logit_diff(7, 8)
 REFUSED = (lens.errors.InputError, lens.errors.CheckpointError)
 OUT = {"gpt2": "c_proj", "llama": "down_proj"}
 
 
 class Adapted(nn.Module):
-    """A low-rank adapter, as people write them: the module, and a product beside it."""
+    """A low-rank adapter as in typical user code: a module plus a low-rank product."""
 
     def __init__(self, base, d_in, d_out):
         super().__init__()
@@ -52,7 +52,7 @@ def ia3(name):
 
 
 def around(bridge, path):
-    """Put an adapter around a part, in the model that the bridge wraps."""
+    """Put an adapter around a part of the model that the bridge wraps."""
     *parents, name = path.split(".")
     owner = bridge.original_model.get_submodule(".".join(parents))
     part = getattr(owner, name)
@@ -152,7 +152,7 @@ def test_a_part_that_peft_copies_and_saves_is_refused(llama):
 @pytest.mark.parametrize("name", OUT)
 @torch.no_grad()
 def test_a_merged_adapter_is_served(name):
-    """As in a model that has had these weights all along; before, one without effect is not."""
+    """After merging, an adapter is part of the weights; before, even a zero adapter is refused."""
     bridge = bridges.boot(name)
     lens.expose_neuron_heads(bridge)
     adapted = get_peft_model(bridge.original_model, lora(OUT[name], init_lora_weights=True))
@@ -183,7 +183,7 @@ def _scores(model):
 
 @torch.no_grad()
 def test_merge_and_unload_takes_a_bridge_apart_and_is_refused(llama):
-    """It puts plain modules in the places of parts, which have the hook points."""
+    """`merge_and_unload` replaces the parts that have hook points by plain modules."""
     exposed = lens.expose_neuron_heads(llama)
     get_peft_model(llama.original_model, lora("down_proj")).merge_and_unload()
     with pytest.raises(REFUSED, match="build the bridge again from a model without adapters"):
@@ -200,7 +200,7 @@ def test_merge_and_unload_takes_a_bridge_apart_and_is_refused(llama):
 @pytest.mark.parametrize("first", ["adapter", "exposed"])
 @torch.no_grad()
 def test_adapters_within_attention_run_and_no_weight_of_theirs_is_read(llama, first):
-    """An ablation is that of a plain torch hook on the adapter: it runs between the hook points."""
+    """Ablating a head equals a plain torch hook on the adapter, which runs between hook points."""
     if first == "exposed":
         lens.expose_neuron_heads(llama)
     get_peft_model(llama.original_model, lora("o_proj"))
@@ -229,7 +229,7 @@ def test_adapters_within_attention_run_and_no_weight_of_theirs_is_read(llama, fi
 
 
 def attach(module, kind, A, seen):
-    """Put hooks of torch on a module, or a pair of them, that add x @ A or only look."""
+    """Attach one or two torch hooks to a module that add x @ A or only read its input."""
 
     def keep(module, args):
         seen.append(args[0])
@@ -252,7 +252,7 @@ def attach(module, kind, A, seen):
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @torch.no_grad()
 def test_torch_hooks_belong_on_the_module_in_a_part(family, part, head, kind):
-    """On the part itself they are refused uncalled; on what it wraps they see the edit."""
+    """Torch hooks on a part are refused before they run; on the wrapped module they see edits."""
     bridge, plain = (bridges.boot(family) for _ in range(2))
     for model in (bridge, plain):
         lens.expose_neuron_heads(model)
@@ -323,7 +323,7 @@ def test_an_mlp_that_was_replaced_is_named_and_can_be_undone(build_both):
     exposed.undo()
     assert torch.isfinite(model(tokens())).all()
     assert not [name for name in model.hook_dict if "neuron" in name]
-    if isinstance(model, TransformerBridge):  # the MLP was put into the model that it wraps
+    if isinstance(model, TransformerBridge):  # the MLP was put into the wrapped model
         with pytest.raises(lens.errors.UnsupportedModelError, match=r"blocks\.1\.mlp: got a "):
             lens.expose_neuron_heads(model)
         return
@@ -364,7 +364,7 @@ def test_weights_of_a_hooked_transformer_that_are_replaced_are_read():
 
 
 class ChangedKit(support.Kit):
-    """Models of which an MLP was adapted after their neuron-heads had been exposed."""
+    """Models whose MLP gets an adapter after their neuron-heads were exposed."""
 
     @property
     def exposed(self):
@@ -381,7 +381,7 @@ class ChangedKit(support.Kit):
 
 
 OF_NO_SUCH_MODEL = {
-    # Of models without neuron-heads, of tokens or files.
+    # These take models without neuron-heads, tokens or files.
     *("Bilinear", "GeneralizedSiLU", "calibrate", "chat_tokens", "convert", "grow"),
     *("load", "token_texts", "compare", "prompt_pair", "agreement", "brackets", "greater_than"),
     *(
@@ -391,11 +391,11 @@ OF_NO_SUCH_MODEL = {
         "comparison_report",
         *support.EXPANSION,
     ),
-    # Transcoders are attached to a model whose neurons are not exposed.
+    # These take models whose neurons are not exposed.
     *("error_nodes", "features"),
     *("Grown.save_pretrained", "Grown.shrink", "read"),
     "read_provenance",
-    # Of activations that its forward pass shows, which is the user's, or of names.
+    # These take activations from the user's forward pass, or names.
     *("AttentionOnlyCache", "HeadName", "dense_pattern", "neuron_gate", "neuron_pattern"),
     *("identity", "to_stock"),
 }

@@ -1,4 +1,4 @@
-"""Models whose neuron-heads are bilinear: the approximation and nothing else, and every hook."""
+"""Tests of models with bilinear neuron-heads: the approximation error and every hook."""
 
 import copy
 import dataclasses
@@ -33,12 +33,12 @@ from attn_only_lens.errors import (
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 EXACT = 1e-12
-HEADS = {"silu": 1, "relu": 1}  # the others: 4
+HEADS = {"silu": 1, "relu": 1}  # all other activations have 4
 GATED = [name for name, cfg in FAMILIES.items() if cfg.get("gated_mlp")]
 
 
 def bilinear(source, copy_weights=False, **options):
-    """The source converted, with 4 heads a neuron where its activation takes as many."""
+    """Return the source converted, with 4 heads per neuron where its activation allows it."""
     if source.cfg.gated_mlp:
         how = {"heads": 4, "calibration": calibrate(source, tokens())}
     else:
@@ -47,7 +47,7 @@ def bilinear(source, copy_weights=False, **options):
 
 
 def approximated(source, model):
-    """The oracle: the source itself, its activations replaced by sums written out by hand."""
+    """Return a copy of the source whose activations are replaced by explicit sums of sigmoids."""
     source = copy.deepcopy(source)
     for layer, block in enumerate(source.blocks):
         gate = model.blocks[2 * layer + 1].attn.gate
@@ -79,7 +79,7 @@ def test_float64(name):
 
 @torch.no_grad()
 def test_the_control_fails():
-    """Without its last head, or in another order of heads, a neuron is something else."""
+    """Without its last head, or with its heads permuted, a neuron computes another function."""
     source = build("gelu")
     model = bilinear(source)
     expected = model(tokens())
@@ -108,7 +108,7 @@ def test_more_heads_are_nearer(name):
 @pytest.mark.parametrize("name", ["gelu", "silu", "relu", "parallel", "llama", "relu_gated"])
 @torch.no_grad()
 def test_lower_precision(name, dtype):
-    """Hooks move the logits by rounding; and nothing is nan."""
+    """In float16 and bfloat16, hooks change the logits only by rounding, and nothing is nan."""
     model = bilinear(build(name, dtype=dtype, scale=0.2))
     plain = model(tokens())
     hooked, _ = model.run_with_cache(tokens())
@@ -123,7 +123,7 @@ def test_lower_precision(name, dtype):
 def test_no_nan_far_out(dtype):
     for name in ("gelu", "relu", "silu"):
         model = build(name, dtype=dtype)
-        model.blocks[1].mlp.W_in.data[0] = 4.0  # times 2e4: no longer a float16
+        model.blocks[1].mlp.W_in.data[0] = 4.0  # the product with 2e4 overflows float16
         attn = bilinear(model).blocks[3].attn
         x = torch.zeros(1, 5, 26, dtype=dtype)
         x[0, :, 0] = torch.tensor([0.0, 100.0, -100.0, 2e4, -2e4], dtype=dtype)
@@ -165,19 +165,19 @@ def test_gradients(name):
         net(tokens()).square().mean().backward()
     for block, mlp in zip(model.blocks[1::2], [b.mlp for b in oracle.blocks], strict=True):
         for weight in ("W_in", "b_in", "W_out", "b_out"):
-            ours, expected = getattr(block.attn, weight).grad, getattr(mlp, weight).grad
-            assert (ours - expected).abs().max() <= 1e-11 * expected.abs().max()
+            gradient, expected = getattr(block.attn, weight).grad, getattr(mlp, weight).grad
+            assert (gradient - expected).abs().max() <= 1e-11 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", ["gelu", "llama", "silu"])
 @torch.no_grad()
 def test_weights_are_those_of_the_computation(name):
-    """Scores, values and results from W_Q … b_O alone."""
+    """Scores, values and results can be computed from W_Q … b_O alone."""
     model = bilinear(build(name))
     model.set_use_attn_result(True)
     _, cache = model.run_with_cache(tokens())
     attn = model.blocks[3].attn
-    x = cache["blocks.3.ln1.hook_normalized"]  # LN: with weights
+    x = cache["blocks.3.ln1.hook_normalized"]  # under LayerNorm, with its gain and bias
     x = model.blocks[3].ln1(cache["resid_pre", 3])
     query = torch.einsum("bpd,hde->bphe", x, attn.W_Q) + attn.b_Q
     value = torch.einsum("bpd,hde->bphe", x, attn.W_V) + attn.b_V
@@ -306,13 +306,13 @@ def test_verify(name):
     assert report.rounding <= EXACT
     assert "bilinear against exact" in str(report)
     if name != "silu":
-        assert (table["measured"] > table["bound"] / 300).all()  # something was measured
+        assert (table["measured"] > table["bound"] / 300).all()  # errors were found
 
 
 @pytest.mark.parametrize(("name", "m"), [("llama", 6), ("silu_gated", 4), ("silu_gated", 6)])
 @torch.no_grad()
 def test_heads_that_cancel_are_allowed_their_rounding(name, m):
-    """In float32 it is many times that of other models; by how much depends on the processor."""
+    """In float32, `verify` allows larger errors where heads cancel; the CPU decides how large."""
     source = build(name, dtype=torch.float32)
     model = bilinear(source, heads=m)
     report = verify(source, model, tokens())
@@ -329,11 +329,11 @@ def test_heads_that_cancel_are_allowed_their_rounding(name, m):
 
 @torch.no_grad()
 def test_verify_notices():
-    """A gate of another activation; and an input beyond the calibrated range."""
+    """`verify` reports a gate of another activation, and an input outside the calibrated range."""
     source = build("gelu")
     model = bilinear(source)
     assert verify(source, model, tokens()).ok
-    vars(model.cfg)["act_fn"] = "gelu_new"  # past the refusal to change it
+    vars(model.cfg)["act_fn"] = "gelu_new"  # bypass the read-only check
     assert not verify(source, model, tokens()).ok
     vars(model.cfg)["act_fn"] = "gelu"
     for edit in ("W_in", "W_out", "b_out"):
@@ -357,8 +357,8 @@ def test_each_layer_has_its_own_range():
     calibration = calibrate(source, tokens())
     model = convert(source, gate=Bilinear(calibration=calibration))
     served = [model.blocks[block].attn.gate.limit for block in (1, 3, 5)]
-    for limit, asked in zip(served, calibration.ranges, strict=True):
-        assert asked <= limit < 2 * asked
+    for limit, requested in zip(served, calibration.ranges, strict=True):
+        assert requested <= limit < 2 * requested
     assert served[2] > served[0]
     assert verify(source, model, tokens()).ok
 
@@ -436,7 +436,7 @@ def test_refused_with_all_reasons():
 
 
 def test_gates_are_settled():
-    """Blocks are built for them: a change would misalign every label."""
+    """A later change of the gates would misalign every label, so the settings are read-only."""
     model = bilinear(build("gelu"))
     for name, value in (("gating", convert(build("gelu")).cfg.gating), ("act_fn", "relu")):
         with pytest.raises(UnsupportedCallError, match=f"{name} is read-only after conversion"):
@@ -446,7 +446,7 @@ def test_gates_are_settled():
 @pytest.mark.parametrize("key", [-3.0, 1.5])
 @torch.no_grad()
 def test_keys_of_a_head_that_sees_itself_alone(key):
-    """Its score is the largest number: a patched key makes it no larger, and nothing nan."""
+    """With patched keys, a head that attends only to itself has pattern 0 or 1, never nan."""
     model = bilinear(build("llama"))
 
     def patch(k, hook):
@@ -456,7 +456,7 @@ def test_keys_of_a_head_that_sees_itself_alone(key):
     with model.hooks(fwd_hooks=[("blocks.3.attn.hook_k", patch)]):
         _, patched = model.run_with_cache(tokens())
     query, pattern = cache["q", 3].squeeze(-1).transpose(1, 2), patched["pattern", 3]
-    expected = torch.sigmoid(query[:, :-1:4] * (1 + key))  # heads with a sigmoid, the first of 4
+    expected = torch.sigmoid(query[:, :-1:4] * (1 + key))  # the first heads, with a sigmoid
     torch.testing.assert_close(pattern[:, :-1:4, :, 0], expected)
     alone = pattern[:, 3::4]
     assert torch.equal(alone[..., 0], torch.full_like(alone[..., 0], float(key > -1)))

@@ -1,4 +1,4 @@
-"""Bridges with neuron-heads come back from files bit for bit, in whatever state they were saved."""
+"""Tests that bridges with neuron-heads are saved and loaded bit for bit, in any state."""
 
 import json
 
@@ -27,12 +27,12 @@ from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.source_folder import refuse
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
 
 
 @torch.no_grad()
 def same(a, b):
-    """One model: every tensor by name, every hook, logits and cache; and an edit of a neuron."""
+    """Check that two models have equal tensors, hooks, logits and caches, also after an edit."""
     assert type(a) is type(b)
     tensors, expected = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (a, b))
     assert list(tensors) == list(expected)
@@ -69,7 +69,7 @@ def test_round_trip(name, state, tmp_path):
 
 @pytest.mark.parametrize("option", ["fold_ln", "center_writing_weights", "fold_value_biases"])
 def test_other_options_of_processing(option, tmp_path):
-    """They change numbers, which are saved, or the structure: then the model would be refused."""
+    """The processing options change saved values or the structure; the model still loads."""
     bridge = boot("gpt2", torch.float32)
     bridge.enable_compatibility_mode(True, **{option: False})
     model = exposed_copy(bridge)
@@ -80,7 +80,7 @@ def test_other_options_of_processing(option, tmp_path):
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @torch.no_grad()
 def test_dtypes(name, dtype, tmp_path):
-    """As a cast leaves it: it parts the views of joint attention and takes buffers along."""
+    """A cast separates the views of joint attention and casts buffers; both are restored."""
     model = exposed_copy(boot(name, torch.float32), copy_weights=True)
     model.to(dtype)
     folder = save(model, tmp_path / "saved")
@@ -125,7 +125,7 @@ def test_what_is_saved_is_the_model_as_it_is_now(tmp_path):
 
 
 def test_training_a_loaded_model_trains_what_shares_memory(tmp_path):
-    """Joint attention: q is a view of the one weight, in the model and again when it is loaded."""
+    """The q of joint attention is a view of the joint weight in the model and in the loaded one."""
     model = exposed_copy(boot("gpt2"))
     loaded = load(save(model, tmp_path / "saved"))
     for host in (model, loaded):
@@ -138,7 +138,7 @@ def test_training_a_loaded_model_trains_what_shares_memory(tmp_path):
 @pytest.mark.parametrize("name", [n for n in [*CHOSEN, "bert"] if not n.startswith("native")])
 @torch.no_grad()
 def test_other_programs_open_the_folder_of_an_unprocessed_bridge(name, tmp_path):
-    """transformers and TransformerLens alone; the original shares no code with what is saved."""
+    """transformers and TransformerLens can open the folder; the logits are the original's."""
     wrapped = original(name, torch.float32)
     model = exposed_copy(load(hf_folder(tmp_path / "source", name)))
     folder = save(model, tmp_path / "saved")
@@ -150,7 +150,7 @@ def test_other_programs_open_the_folder_of_an_unprocessed_bridge(name, tmp_path)
     assert torch.equal(bridge(tokens()), model(tokens()))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.get_vocab() == model.tokenizer.get_vocab()
-    # With gate.json, it is the exposed model again; without, the source.
+    # With gate.json, the exposed model is loaded; without it, the plain source.
     same(model, load(folder))
     (folder / MANIFEST).unlink()
     assert type(load(folder)) is TransformerBridge
@@ -159,7 +159,7 @@ def test_other_programs_open_the_folder_of_an_unprocessed_bridge(name, tmp_path)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @torch.no_grad()
 def test_what_no_folder_of_transformers_holds_is_opened_by_this_package_alone(name, tmp_path):
-    """Processed weights; and matrices that were trained after a cast parted them from the joint."""
+    """This package restores processed weights, and q, k, v that were trained apart after a cast."""
     processed = exposed_copy(boot(name, torch.float32, "processed"))
     trained = exposed_copy(boot(name, torch.float32), copy_weights=True)
     trained.to(torch.bfloat16)
@@ -179,7 +179,7 @@ def test_tokenizer_comes_along(tmp_path):
     loaded = load(save(model, tmp_path / "saved"))
     texts = ["w3 w5", "w7", "w11 w2 w2 w13"]
     assert torch.equal(loaded.to_tokens(texts), model.to_tokens(texts))
-    # Where left padding sees nothing at all, TransformerBridge has nan; elsewhere it is compared.
+    # TransformerBridge gives nan for fully masked rows under left padding; the rest is compared.
     torch.testing.assert_close(loaded(texts), model(texts), rtol=0, atol=0, equal_nan=True)
     assert loaded(texts)[2].isfinite().all()
     assert loaded.tokenizer.padding_side == "left"
@@ -238,7 +238,7 @@ def test_what_could_not_be_built_again_is_refused_before_anything_is_written(cas
 
 @needs_transformer_lens_4
 def test_bert_whose_hooks_of_transformer_lens_own_were_removed(tmp_path):
-    """They would come back: then a hook point fires that was silent."""
+    """Loading would attach removed TransformerLens hooks again, so `save` refuses such a model."""
     model = expose_neuron_heads(boot("bert")).model
     assert "blocks.1.mlp.hook_in" in model.run_with_cache(tokens())[1]
     model.reset_hooks(including_permanent=True)
@@ -260,7 +260,7 @@ def test_models_of_pictures_are_not_saved(tmp_path):
 @pytest.mark.parametrize("name", ["gpt2", "native"])
 @torch.no_grad()
 def test_whether_results_are_on(name, tmp_path):
-    """In the native attention they are not to be had, and `cfg.use_attn_result` stays False."""
+    """The setting is restored; native attention has none, so `cfg.use_attn_result` stays False."""
     model = exposed_copy(boot(name))
     for on in (True, False):
         model.set_use_attn_result(on)
@@ -280,7 +280,7 @@ def test_a_bridge_without_neuron_heads_comes_back_without_them(name, state, tmp_
         assert type(bridge) is TransformerBridge
         assert bridge.training
         assert set(bridge.hook_dict) == hooks
-        bridge.eval()  # without dropout
+        bridge.eval()  # no dropout
     same(expose_neuron_heads(model).model, expose_neuron_heads(loaded).model)
 
 

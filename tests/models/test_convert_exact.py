@@ -1,4 +1,4 @@
-"""Conversion is exact: bitwise without hooks, to rounding with all of them, for every family."""
+"""Tests that conversion is exact: bitwise without hooks, up to rounding with all hooks."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_lower_precision(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @torch.no_grad()
 def test_lower_precision_is_as_near_to_the_truth_as_the_source(dtype):
-    """The truth is the same weights in float64, which `test_float64` holds to 1e-12."""
+    """The float64 model is the reference; `test_float64` checks it to 1e-12."""
     ratios = []
     for name in STRUCTURES:
         model = build(name, dtype=dtype, scale=0.2)
@@ -77,26 +77,26 @@ def test_gradients(name):
         net.run_with_hooks(tokens(), fwd_hooks=hooks).square().mean().backward()
     expected = {n: p.grad for n, p in model.named_parameters()}
     largest = max(grad.abs().max() for grad in expected.values() if grad is not None)
-    # Parallel halves sum their gradients in another order than the source does.
+    # In parallel models, gradients are summed in another order than in the source.
     silent = 1e-12 if model.cfg.parallel_attn_mlp else 0.0
     for net, tolerance in ((plain, silent), (hooked, 1e-11)):
         grads = [p.grad for p in net.parameters()]
         assert len(grads) == len(expected)
-        for ours, (key, reference) in _matched(net, expected):
+        for gradient, (key, reference) in _matched(net, expected):
             if reference is None:
-                assert ours is None
+                assert gradient is None
                 continue
-            assert ours.shape == reference.shape, key
+            assert gradient.shape == reference.shape, key
             if tolerance == 0.0:
-                assert torch.equal(ours, reference), key
+                assert torch.equal(gradient, reference), key
             else:
-                # A key bias has no gradient but rounding noise: judged against the others'.
+                # A key bias's gradient is only rounding noise: use the other gradients' scale.
                 scale = max(reference.abs().max(), 1e-4 * largest)
-                assert (ours - reference).abs().max() <= tolerance * scale, key
+                assert (gradient - reference).abs().max() <= tolerance * scale, key
 
 
 def _matched(net, expected):
-    """The source's name of every parameter of a converted model."""
+    """Yield the source's name of every parameter of a converted model."""
     for name, parameter in net.named_parameters():
         parts = name.split(".")
         if parts[0] == "blocks":
@@ -117,7 +117,7 @@ def test_quick_gelu_where_a_config_can_express_it(monkeypatch):
 
 
 def test_relative_positions_do_not_run_in_the_source():
-    """HookedTransformer itself refuses them, so there is nothing to convert."""
+    """HookedTransformer itself rejects relative positions, so there is nothing to convert."""
     model = build("gelu", positional_embedding_type="relative_positional_bias")
     with pytest.raises(ValueError, match="positional_embedding_type"):
         model(tokens())
@@ -128,7 +128,7 @@ def test_relative_positions_do_not_run_in_the_source():
 @pytest.mark.parametrize("dtype", HALF)
 @torch.no_grad()
 def test_no_nan_where_the_source_has_none(dtype, act_fn, gated):
-    """Pre-activations from tiny to overflowing, through every hook."""
+    """Inputs from tiny to overflowing give no nan in any hook where the source has none."""
     model = build("silu_gated" if gated else "silu", dtype=dtype, act_fn=act_fn)
     mlp = model.blocks[1].mlp
     x = torch.zeros(1, 7, 26, dtype=dtype)
@@ -153,9 +153,9 @@ def test_no_nan_where_the_source_has_none(dtype, act_fn, gated):
 
 
 def test_the_control_fails():
-    """A gate of another activation is far outside the bounds used above."""
+    """A gate of another activation exceeds the bounds used above by far."""
     model = build("gelu")
     converted = convert(model)
-    vars(converted.cfg)["act_fn"] = "gelu_new"  # past the refusal to change it
+    vars(converted.cfg)["act_fn"] = "gelu_new"  # bypass the read-only check
     hooked, _ = converted.run_with_cache(tokens())
     assert relative(hooked, model(tokens())) > 1e-6

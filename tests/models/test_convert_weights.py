@@ -1,4 +1,4 @@
-"""Whose weights a converted model has, and what copying, moving and training it does."""
+"""Tests of a converted model's weights, and of copying, moving and training it."""
 
 import copy
 import io
@@ -79,7 +79,7 @@ def test_copies_and_files(name):
     for model in (twin, loaded, filled):
         assert torch.equal(model(tokens()), expected)
         assert model.blocks[1].attn.cfg.n_heads == 37
-        model.set_use_attn_result(True)  # a block's cfg is a live view of its own model's
+        model.set_use_attn_result(True)  # a block's cfg is a live view of its own model's cfg
         assert model.blocks[1].attn.cfg.use_attn_result
     assert not converted.cfg.use_attn_result
     assert storages(twin).isdisjoint(storages(converted))

@@ -1,4 +1,4 @@
-"""Neuron-heads in place on a HookedTransformer: the same model, its neurons seen as heads."""
+"""Tests of neuron-heads in place on a HookedTransformer: the model's function does not change."""
 
 import copy
 import re
@@ -27,7 +27,7 @@ POINTS = ("q", "k", "v", "attn_scores", "pattern", "z", "result")
 
 
 def state(model):
-    """What `undo` has to restore."""
+    """Return the state that `undo` has to restore."""
     modules = {name: type(module) for name, module in model.named_modules()}
     return type(model), modules, list(model.hook_dict), list(model.mod_dict), set(vars(model))
 
@@ -35,7 +35,7 @@ def state(model):
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
 def test_logits_and_every_hook(name):
-    """Bitwise without new hooks, to rounding with them; heads as `convert` has them."""
+    """Logits are equal, bitwise or up to rounding with new hooks; heads are as with `convert`."""
     model, converted = build(name), convert(build(name))
     before = state(model)
     expected, expected_cache = model.run_with_cache(tokens())
@@ -96,7 +96,7 @@ def test_gradients(name):
             if expected[key] is None:
                 assert parameter.grad is None
                 continue
-            # A key bias has no gradient but rounding noise: judged against the others'.
+            # A key bias's gradient is only rounding noise: use the other gradients' scale.
             scale = max(expected[key].abs().max(), 1e-4 * largest)
             error = (parameter.grad - expected[key]).abs().max()
             assert error <= (1e-11 * scale if live else 0.0), key
@@ -108,7 +108,7 @@ def test_gradients(name):
 @pytest.mark.parametrize("in_place", [True, False])
 @torch.no_grad()
 def test_an_edit_reaches_all_that_follow_and_nothing_before(name, in_place):
-    """hook_pre, then q, then z, then hook_post on it: each edit judged by one on the source."""
+    """Edits at hook_pre, q, z and hook_post in turn have the effect of an edit of the source."""
     model = build(name)
     act, gated = model.blocks[LAYER].mlp.act_fn, model.cfg.gated_mlp
     b_in = model.blocks[LAYER].mlp.b_in[NEURON] if gated else 0.0
@@ -137,13 +137,13 @@ def test_an_edit_reaches_all_that_follow_and_nothing_before(name, in_place):
         torch.testing.assert_close(z, act(q) * up, rtol=EXACT, atol=1e-14)
         shown = cache[mlp_hook("post")][..., NEURON]
         torch.testing.assert_close(shown, 2 * (z + b_in) + 0.3, rtol=EXACT, atol=1e-13)
-        # The same edit of the activation, made at hook_z: before the b_in of a gated MLP.
+        # The same edit of the activation at hook_z, which comes before the b_in of a gated MLP.
         at_z = [
             (mlp_hook("pre"), pre),
             (mlp_hook("z"), change(lambda a: 2 * (a + b_in) + 0.3 - b_in)),
         ]
         assert relative(model.run_with_hooks(tokens(), fwd_hooks=at_z), expected) <= EXACT
-        # To edit the query does not move what hook_pre has shown, nor the value.
+        # An edit of the query changes neither hook_pre nor the value.
         _, plain = model.run_with_cache(tokens())
         with model.hooks([(mlp_hook("q"), pre)]):
             _, moved = model.run_with_cache(tokens())
@@ -206,7 +206,7 @@ def test_undone_after_an_error_too():
 
 @torch.no_grad()
 def test_hooks_of_others_stay():
-    """Also across undo, and those on an MLP, which do not fire while it is run to be looked at."""
+    """User-added hooks stay, also after `undo`, and do not fire during the inspection of an MLP."""
     model = build("gelu")
     calls, post = [], mlp_hook("post")
     model.add_perma_hook("blocks.0.hook_resid_pre", lambda x, hook: calls.append("resid"))
@@ -355,7 +355,7 @@ def test_a_copy(copy_weights):
 
 
 def of_kind(gate, model):
-    """The gates of a kind, for a model."""
+    """Return the gates of one kind for a model."""
     calibration = calibrate(model, tokens()) if model.cfg.gated_mlp else None
     return Bilinear(calibration=calibration) if gate == "bilinear" else gate
 
@@ -365,7 +365,7 @@ def of_kind(gate, model):
 @pytest.mark.parametrize("name", ["gelu", "llama"])
 @torch.no_grad()
 def test_threads_share_a_model(name, gate, live):
-    """They meet where an MLP has read its input and not yet put out anything."""
+    """Threads share a model although each pauses in the middle of an MLP."""
     inputs, model = [tokens(seed, batch=seed) for seed in (1, 2, 3)], build(name)
     gate = of_kind(gate, model)
     mlp = model.blocks[LAYER].mlp
@@ -410,7 +410,7 @@ def test_a_hook_may_run_its_own_mlp_alone():
 @pytest.mark.parametrize("name", ["gelu", "llama"])
 @torch.no_grad()
 def test_a_hook_may_run_the_model_again(name, gate):
-    """In the middle of an MLP, whole or part of the way."""
+    """A hook within an MLP may run the whole model again, or its first layers."""
     model = build(name)
     expose_neuron_heads(model, gate=of_kind(gate, model))
     model.set_use_attn_result(True)

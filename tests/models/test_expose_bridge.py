@@ -1,7 +1,7 @@
-"""Neuron-heads in place on a TransformerBridge, around models built here, not downloaded.
+"""Tests of neuron-heads in place on a TransformerBridge around models that are built here.
 
-Judged by the unexposed twin of each bridge, and by the model of transformers that was never
-bridged: its logits, and its neurons computed from its weights with formulas of this file.
+The references are the unexposed twin of each bridge, and the transformers model without a
+bridge: its logits, and its neurons computed from its weights with formulas in this file.
 """
 
 import math
@@ -17,17 +17,17 @@ from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.models import Calibration
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
-# Its attention of GPT-NeoX and Phi 3 computes its rotations in float32, transformers' in float64.
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
+# TransformerLens' attention for GPT-NeoX and Phi 3 computes rotations in float32, not float64.
 THEIR_FLOAT32 = {"neox": 1e-6, "neox_sequential": 1e-6, "phi3": 1e-6}
 NOT_NATIVE = [name for name in EVERY if not name.startswith("native")]
-# In compatibility mode, transformer-lens 3.9 makes weights of these float32, and then raises.
+# In compatibility mode, transformer-lens 3.9 makes these models' weights float32, then raises.
 THEIR_WEIGHTS_FLOAT32 = {"gpt_neo", "gptj", "qwen2", "native_gated"} & (
     set(FAMILIES) if HAS_HOOKED_TRANSFORMER else set()
 )
-# It does not know the embedding of pictures, and processes no weights of such a model.
+# TransformerLens does not know ViT's patch embedding and cannot process its weights.
 UNPROCESSED = {"vit"}
-# Where its attention has no hook_result to be turned on.
+# The attention of these models has no hook_result.
 NO_ATTENTION_RESULT = {"gpt_neo", "gptj", "bert", "vit", "native", "native_gated"}
 
 WEIGHT = {
@@ -36,7 +36,7 @@ WEIGHT = {
     "gelu": lambda q: torch.erfc(-q / math.sqrt(2)) / 2,
     "tanh": lambda q: torch.sigmoid(2 * math.sqrt(2 / math.pi) * (q + 0.044715 * q**3)),
 }
-"""p of each activation q · p(q), written down again."""
+"""The factor p of each activation q · p(q), defined independently of the package."""
 
 
 def out_in(layer=1):
@@ -81,7 +81,7 @@ def test_logits_and_every_hook(name, compatible):
     v = cache[mlp_hook("v")][..., NEURON, 0]
     assert relative(pattern[..., 0] * v, z[..., NEURON]) <= bound
     assert torch.equal(neuron_gate(cache, "L1N29"), pattern[..., 0])
-    # An edit of z is that of the activation; the control: it moves the logits.
+    # An edit of z equals the same edit of the activation. The control: it changes the logits.
     by_z = bridge.run_with_hooks(x, fwd_hooks=[(mlp_hook("z"), drop(NEURON, 2))])
     by_post = twin.run_with_hooks(x, fwd_hooks=[(out_in(), drop(NEURON, -1))])
     assert relative(by_z, by_post) <= bound
@@ -124,13 +124,13 @@ def test_neurons_from_the_weights_of_the_model_that_was_not_bridged(name):
         pattern = torch.stack([gate, 1 - gate], dim=-1).transpose(1, 2)
         assert (cache[mlp_hook("pattern", layer)] - pattern).abs().max() <= bound
         assert (cache[mlp_hook("attn_scores", layer)].softmax(-1) - pattern).abs().max() <= bound
-        # What the model itself makes of them, and a control: those of the neuron next to it.
+        # The transformers model computes the same activations. The control: another neuron's.
         assert relative(gate * v, seen["post"]) <= EXACT
         assert relative(cache[mlp_hook("z", layer)].squeeze(-1).roll(1, -1), gate * v) > 0.1
 
 
 def project(part, x):
-    """x · W + b, from the weights of a Linear or a Conv1D."""
+    """Return x · W + b, with the weights of a Linear or a Conv1D."""
     bias = 0.0 if part.bias is None else part.bias
     return x @ (part.weight if type(part).__name__ == "Conv1D" else part.weight.T) + bias
 
@@ -139,7 +139,7 @@ def project(part, x):
 @pytest.mark.parametrize("name", ["gpt2", "llama", "phi3", "bert"])
 @torch.no_grad()
 def test_lower_precision(name, dtype):
-    """Against the same model in float64 exposed is as near as not exposed, up to rounding."""
+    """In half precision, exposing adds no error against float64 except for rounding."""
     source, x = boot(name)(inputs(name)), inputs(name)
     bridge = boot(name, dtype)
     expected = bridge(x)
@@ -167,11 +167,11 @@ def test_gradients(name):
     for got, expected in pairs:
         if expected.grad is not None:
             scale = max(expected.grad.abs().max(), 1e-6)
-            # Their RMS norms compute in float32, where rounding is amplified.
+            # These RMS norms compute in float32, and later layers amplify the rounding.
             assert (got.grad - expected.grad).abs().max() <= 1e-6 * scale
             compared += 1
     assert compared > 10
-    # ∂/∂z is what W_out hands back; the control: it is not nothing.
+    # The control: the gradient at z is not zero.
     assert seen[mlp_hook("z")].abs().max() > 0
 
 
@@ -233,7 +233,7 @@ def test_bilinear(name):
 
 @torch.no_grad()
 def test_an_edit_of_activations_is_shared_by_the_heads_of_a_neuron():
-    """At hook_post, where results of several heads a neuron are watched, and where they are not."""
+    """An edit at hook_post has the same effect whether or not the heads' results are hooked."""
     bridge = boot("gpt2")
     edit, keep = (out_in(), drop(NEURON, -1)), (mlp_hook("result"), lambda result, hook: None)
     with expose_neuron_heads(bridge, gate=Bilinear(4)):

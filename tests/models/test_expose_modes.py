@@ -1,4 +1,4 @@
-"""Neuron-heads in place on a bridge that is trained, copied, cast, hooked, processed meanwhile."""
+"""Tests of an exposed bridge that is trained, copied, cast, hooked or processed meanwhile."""
 
 import copy
 
@@ -20,7 +20,7 @@ KEEP = [(mlp_hook("q"), lambda q, hook: None), (mlp_hook("z"), lambda z, hook: N
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_training_mode_with_dropout_behind_w_out(when):
-    """GPT-2's: the same seed gives the same numbers, and what heads write is not dropped."""
+    """With GPT-2's dropout, one seed gives the same values, and head outputs are not dropped."""
     bridge, twin = boot("gpt2"), boot("gpt2")
     for host in (bridge, twin):
         for module in host.original_model.modules():
@@ -57,7 +57,7 @@ def test_copies_weights_and_casts(name):
     copied = copy.deepcopy(bridge)
     assert torch.equal(copied(tokens()), expected)
     by_z = bridge.run_with_hooks(tokens(), fwd_hooks=[(mlp_hook("z"), drop(NEURON, 2))])
-    # A copy is exposed, has heads of its own, and can be undone alone.
+    # A copy is exposed, has its own heads, and can be undone alone.
     assert copied.blocks[1].mlp._neuron_heads.mlp is copied.blocks[1].mlp
     edited = copied.run_with_hooks(tokens(), fwd_hooks=[(mlp_hook("z"), drop(NEURON, 2))])
     assert torch.equal(edited, by_z)
@@ -65,7 +65,7 @@ def test_copies_weights_and_casts(name):
     for parameter in copied.original_model.parameters():
         parameter.zero_()
     assert torch.equal(bridge(tokens()), expected)
-    # New weights are the heads' at once.
+    # The heads use new weights at once.
     copied.original_model.load_state_dict(bridge.original_model.state_dict())
     logits, cache = copied.run_with_cache(tokens())
     assert relative(logits, expected) <= EXACT
@@ -80,7 +80,7 @@ def test_copies_weights_and_casts(name):
 
 @torch.no_grad()
 def test_hooks_of_others_stay():
-    """Permanent and temporary ones, on the MLP too; none fires while it is looked at."""
+    """Permanent and temporary hooks stay, also on the MLP; none fires during the inspection."""
     bridge, calls = boot("gpt2"), []
     point = "blocks.1.mlp.out.hook_in"
     bridge.add_perma_hook("blocks.0.hook_in", lambda x, hook: calls.append("block"))
@@ -124,7 +124,7 @@ def test_twice_again_and_after_an_error():
     exposed = expose_neuron_heads(bridge)
     with pytest.raises(RuntimeError, match="in a hook"):
         bridge.run_with_hooks(tokens(), fwd_hooks=[("blocks.1.mlp.in.hook_out", fail)])
-    # What the broken pass has left does not reach the next one.
+    # The state of the failed pass does not affect the next one.
     assert relative(bridge.run_with_hooks(tokens(1), fwd_hooks=KEEP), boot("gpt2")(tokens(1))) == (
         pytest.approx(0, abs=EXACT)
     )
@@ -137,7 +137,7 @@ def test_twice_again_and_after_an_error():
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 @torch.no_grad()
 def test_a_pass_that_broke_off_after_the_heads_leaves_the_next_one_alone(name):
-    """Between hook_z and hook_result: another batch size next, bitwise what it is unexposed."""
+    """After a failure at hook_z or hook_result, the next pass is bitwise the plain model's."""
     bridge, x = boot(name), tokens(1, batch=3)
     expected = bridge(x)
 
@@ -156,7 +156,7 @@ def test_a_pass_that_broke_off_after_the_heads_leaves_the_next_one_alone(name):
 
 @torch.no_grad()
 def test_a_copy_has_nothing_of_a_pass_that_broke_off():
-    """Tensors as large as its activations, and, in the graph of gradients, not to be copied."""
+    """A copy holds no activations of a failed pass; those with gradients could not be copied."""
     bridge = boot("gpt2")
     expected = bridge(tokens())
 
@@ -176,7 +176,7 @@ def test_a_copy_has_nothing_of_a_pass_that_broke_off():
         assert torch.equal(bridge(tokens()), expected)
 
 
-# What lies between the halves of an MLP: where its activation is a module of its own.
+# The activation modules, which run between the two halves of an MLP.
 ACT = {"gpt2": "transformer.h.1.mlp.act", "llama": "model.layers.1.mlp.act_fn"}
 ACT |= {"bert": "bert.encoder.layer.1.intermediate.intermediate_act_fn"}
 ACT |= {"phi3": "model.layers.1.mlp.activation_fn"}
@@ -186,14 +186,14 @@ ACT |= {"phi3": "model.layers.1.mlp.activation_fn"}
 @pytest.mark.parametrize("name", ACT)
 @torch.no_grad()
 def test_threads_share_a_bridge(name, gate):
-    """They meet where an MLP has read its input and not yet put out anything."""
-    # Of one batch size, which a bridge of TransformerLens keeps for its embedding of positions.
+    """Threads share a bridge although each pauses in the middle of an MLP."""
+    # All inputs have one batch size, which a bridge keeps for its position embedding.
     inputs, bridge = [tokens(seed) for seed in (1, 2, 3)], boot(name)
     ranged = gate == "bilinear" and name in ("llama", "phi3")
     calibration = calibrate(bridge, tokens()) if ranged else None
     gates = Bilinear(calibration=calibration) if gate == "bilinear" else gate
     expose_neuron_heads(bridge, gate=gates)
-    # With exact heads and no hook, what an MLP has computed goes on as it is.
+    # With exact heads and no hook, the MLP's own activations are used.
     live = [(mlp_hook("z"), lambda z, hook: 0.5 * z)] if gate == "exact" else []
     with bridge.hooks(fwd_hooks=live):
         expected = [bridge(x) for x in inputs]
@@ -208,7 +208,7 @@ def test_threads_share_a_bridge(name, gate):
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @torch.no_grad()
 def test_a_hook_may_run_the_bridge_again(name):
-    """Between the halves of an MLP; and what hook_result makes of the outer pass stays."""
+    """A hook in the middle of an MLP may run the bridge; the outer pass keeps its results."""
     bridge = boot(name)
     expose_neuron_heads(bridge)
     for heads in exposed_heads(bridge):
@@ -232,7 +232,7 @@ def test_a_hook_may_run_the_bridge_again(name):
 @pytest.mark.parametrize("gate", ["exact", "bilinear"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "native"])
 def test_inference_mode(name, gate):
-    """Exposed in it and run in it: what both give outside, and what is converted can be trained."""
+    """A bridge exposed and run in inference mode gives equal values; converted, it can train."""
     bridge, twin = boot(name), boot(name)
     generate = {"max_new_tokens": 3, "verbose": False, "stop_at_eos": False, "do_sample": False}
     drop_one = [(mlp_hook("z"), drop(NEURON, 2))]
@@ -260,7 +260,7 @@ def test_inference_mode(name, gate):
 @pytest.mark.parametrize("name", ["gpt2", "llama", "olmo2"])
 @torch.no_grad()
 def test_processed_while_exposed(name):
-    """Expose, process weights, undo: what processing alone makes of the model."""
+    """Weights processed while exposed, after `undo`, are as if processed without exposing."""
     bridge, twin = boot(name), boot(name)
     exposed = expose_neuron_heads(bridge)
     for host in (bridge, twin):

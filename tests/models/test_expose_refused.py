@@ -1,4 +1,4 @@
-"""What `expose_neuron_heads` refuses on bridges: with the reason, and the model left as it was."""
+"""Tests that `expose_neuron_heads` refuses some bridges with a reason and leaves them unchanged."""
 
 import types
 
@@ -94,11 +94,11 @@ def build(name):
     return bridged(randomise(auto.from_config(KINDS[name][0]()).eval()))
 
 
-THEIRS = {"_fired_hook_out", "_suppress_next_hook_in"}  # set by any forward pass of theirs
+THEIRS = {"_fired_hook_out", "_suppress_next_hook_in"}  # set by any forward pass of TransformerLens
 
 
 def whole(bridge):
-    """All that a refusal must leave alone."""
+    """Return everything that a refusal must leave unchanged."""
     if not hasattr(bridge, "blocks"):
         return type(bridge), list(bridge.hook_dict), set(vars(bridge))
     modules = {n: (type(m), m.training, set(vars(m)) - THEIRS) for n, m in bridge.named_modules()}
@@ -129,7 +129,7 @@ class Snake(nn.Module):
 
 
 class Stateful(nn.Module):
-    """SiLU, and something else every second time."""
+    """SiLU, but another function in every second call."""
 
     def __init__(self):
         super().__init__()
@@ -151,7 +151,7 @@ class Doubled(nn.Module):
 
 
 class Adapted(nn.Module):
-    """What a LoRA adapter makes of a projection: a new one changes nothing yet."""
+    """A projection with a LoRA adapter, which has no effect at first."""
 
     def __init__(self, base, rank=2):
         super().__init__()
@@ -177,7 +177,7 @@ class Halves(nn.Module):
 
 
 def inside(mlp, change):
-    """Run the source's own code of an MLP, and change its output."""
+    """Wrap an MLP's forward function so that its output is changed."""
     old = mlp.forward
     mlp.forward = lambda x, *rest: change(x, old(x, *rest))
 
@@ -246,7 +246,7 @@ def test_an_mlp_that_was_changed_by_hand(name):
 
 @torch.no_grad()
 def test_an_adapter_on_w_in_is_part_of_the_query():
-    """What makes q may be anything: the heads begin where it ends."""
+    """Any adapter before the activation is part of the query."""
     bridge = boot("gpt2")
     for block in bridge.blocks:
         part = getattr(block.mlp, "in")
@@ -264,7 +264,7 @@ def test_an_adapter_on_w_in_is_part_of_the_query():
 @pytest.mark.parametrize("gate", ["exact", "bilinear"])
 @torch.no_grad()
 def test_what_changes_later_is_an_error_and_not_another_function(gate):
-    """Dropout before W_out, in training mode; and an activation that is swapped while exposed."""
+    """Dropout before W_out in training mode, or an activation swapped later, raises an error."""
     bridge = boot("gpt2")
     for block in bridge.blocks:
         act = block.mlp.original_component.act
@@ -276,7 +276,7 @@ def test_what_changes_later_is_an_error_and_not_another_function(gate):
         bridge.train()
         with pytest.raises(UnsupportedCallError, match=r"dropout.*model.eval\(\)"):
             bridge.run_with_hooks(tokens(), fwd_hooks=keep)
-        if gate == "bilinear":  # whose heads always take its place; others leave dropout to the MLP
+        if gate == "bilinear":  # the others leave dropout to the MLP
             with pytest.raises(UnsupportedCallError, match="dropout"):
                 bridge(tokens())
         bridge.eval()
@@ -288,7 +288,7 @@ def test_what_changes_later_is_an_error_and_not_another_function(gate):
 
 
 def test_a_failure_on_the_way_leaves_nothing(monkeypatch):
-    """Whatever goes wrong after the heads were attached."""
+    """A failure after the heads were attached leaves the bridge unchanged."""
     bridge = boot("llama")
     before = state(bridge)
     monkeypatch.setattr(exposed.InPlace, "write", lambda self, out: 1 / 0)

@@ -1,4 +1,4 @@
-"""`expose_neuron_heads(model, copy=True)`: what the copy shares with the model, and what not."""
+"""Tests of what `expose_neuron_heads(model, copy=True)` shares with the model or copies."""
 
 import functools
 import math
@@ -41,7 +41,7 @@ from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.models import Calibration
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
 EXACT = 1e-12  # float64, as for HookedTransformers
 
 
@@ -89,14 +89,14 @@ def test_same_function_and_the_callers_bridge_untouched(name, state, copy_weight
 @pytest.mark.parametrize("name", CHOSEN)
 @torch.no_grad()
 def test_weights_are_shared_or_copied(name, state):
-    """The control of each is the other: a weight changed in the source moves one copy alone."""
+    """After a weight of the source changes, only the copy that shares weights follows."""
     bridge = boot(name, torch.float32, state)
     sharing, copied = exposed_copy(bridge), exposed_copy(bridge, copy_weights=True)
     assert storages(sharing) == storages(bridge)
     assert not storages(copied) & storages(bridge)
     assert len(storages(copied)) == len(storages(bridge))
     expected = bridge(tokens())
-    # Whole weights: those of joint attention are one, of which q, k and v are views.
+    # Whole weights are changed: in joint attention, q, k and v are views of one weight.
     for parameter in bridge.parameters():
         parameter.mul_(1.5) if parameter.ndim == 2 else None
     assert torch.equal(sharing(tokens()), bridge(tokens()))
@@ -105,7 +105,7 @@ def test_weights_are_shared_or_copied(name, state):
 
 
 def reaches(start, targets):
-    """Where one of `targets` can be reached from, closures, methods and weak references too."""
+    """Return paths from an object to `targets`, also via closures, methods and weak references."""
     seen, paths, todo = {}, [], [("", start)]
     while todo:
         path, it = todo.pop()
@@ -120,7 +120,7 @@ def reaches(start, targets):
             cells = zip(names, it.__closure__ or (), strict=True)
             todo += [(f"{path}<{it.__name__}:{name}>", c.cell_contents) for name, c in cells]
         elif isinstance(it, types.MethodType):
-            # The adapter's own functions of a configuration hold no module of a bridge.
+            # The adapter's functions of the configuration hold no module of a bridge.
             todo.append((f"{path}<method>", it.__self__))
         elif type(it) in weakref.ProxyTypes:
             todo.append((f"{path}<proxy>", it.__repr__.__self__))
@@ -140,9 +140,9 @@ def reaches(start, targets):
 @pytest.mark.parametrize("name", [*CHOSEN, "bert"])
 @torch.no_grad()
 def test_the_copy_holds_nothing_of_the_callers_modules(name):
-    """TransformerBridge's capture hooks are closures on a block: a plain deepcopy keeps them."""
+    """The copy drops TransformerBridge's capture hooks, closures that a plain deepcopy keeps."""
     bridge = boot(name)
-    bridge(tokens())  # attaches them
+    bridge(tokens())  # attaches the capture hooks
     converted = exposed_copy(bridge)
     converted(tokens())
     owned = {id(m) for m in [*bridge.modules(), *bridge.original_model.modules()]} | {id(bridge)}
@@ -220,7 +220,7 @@ def test_what_cannot_be_copied_is_refused_with_all_reasons():
 
 @torch.no_grad()
 def test_bert_has_no_module_for_its_mlp():
-    """It runs within its layer; transformer-lens 4 hooks the layer's parts to show it."""
+    """BERT's MLP runs within its layer; transformer-lens 4 hooks the layer's parts to show it."""
     bridge = boot("bert")
     expected = bridge(tokens())
     converted = exposed_copy(bridge)
@@ -230,7 +230,7 @@ def test_bert_has_no_module_for_its_mlp():
     assert relative(converted.run_with_hooks(tokens(), fwd_hooks=double), edited) <= EXACT
     with bridge.hooks(fwd_hooks=double):
         assert torch.equal(converted(tokens()), expected)
-    # A hook that was taken away stays away, and a permanent one of the user's is theirs.
+    # Removed hooks stay removed in the copy; a permanent user-added hook is refused.
     bridge.add_hook("blocks.0.mlp.in.hook_in", lambda x, hook: None, is_permanent=True)
     with pytest.raises(UnsupportedModelError, match=r"blocks\.0\.mlp\.in\.hook_in"):
         exposed_copy(bridge)
@@ -278,7 +278,7 @@ def test_verify_notices_a_changed_weight_and_says_from_where():
 
 @torch.no_grad()
 def test_verify_notices_neuron_heads_that_are_wrong():
-    """With hooks live only: the model's own code is right, and so are its logits without hooks."""
+    """The check runs with live hooks: logits without hooks do not depend on the heads."""
     bridge = boot("gpt2")
     with expose_neuron_heads(bridge):
         heads = bridge.blocks[1].mlp._neuron_heads
@@ -306,7 +306,7 @@ def test_verify_bilinear_gates(name):
         assert (report.activations["measured"] <= report.activations["bound"] + 1e-14).all()
         assert (report.activations["largest"] <= report.activations["range"]).all()
     if name == "gemma2":
-        # The control: beyond the range that it was calibrated on, a bound holds no more.
+        # The control: outside the calibrated range, the bound does not hold.
         narrow = Calibration(tuple(r / 9 for r in how["calibration"].ranges), 1.25, 22)
         converted = exposed_copy(bridge, gate=Bilinear(8, calibration=narrow))
         report = verify(bridge, converted, tokens())
@@ -317,7 +317,7 @@ def test_verify_bilinear_gates(name):
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @torch.no_grad()
 def test_verify_notices_nan_with_hooks_alone(name, monkeypatch):
-    """In the second of two outputs, of which Python's `max` would give the first."""
+    """The nan is in the second of two outputs, where Python's `max` would return the first."""
     bridge = boot(name)
     how = {"calibration": calibrate(bridge, tokens())} if name in GATED_CHOSEN else {}
     converted = exposed_copy(bridge, gate=Bilinear(8, **how))
@@ -342,9 +342,9 @@ def test_verify_where_all_is_zero():
     report = verify(bridge, converted, tokens())
     assert report.ok
     assert (report.by_layer["relative"] == 0).all()
-    # The control: from zero, every difference is large.
+    # The control: relative to zero, every difference is large.
     twin = exposed_copy(bridge, copy_weights=True)
-    twin.original_model.transformer.wte.weight.fill_(1.0)  # the unembedding, too
+    twin.original_model.transformer.wte.weight.fill_(1.0)  # also changes the unembedding
     twin.original_model.transformer.ln_f.bias.fill_(1.0)
     report = verify(bridge, twin, tokens())
     assert not report.ok
@@ -353,7 +353,7 @@ def test_verify_where_all_is_zero():
 
 @torch.no_grad()
 def test_verify_where_a_point_of_the_stream_does_not_fire():
-    """The hook_resid_post of OpenAI GPT's blocks, in either version."""
+    """OpenAI GPT's blocks have no hook_resid_post that fires, in either version."""
     config = transformers.OpenAIGPTConfig(vocab_size=41, n_positions=17, n_embd=26, n_layer=2)
     config.n_head = 2
     torch.manual_seed(0)
@@ -394,7 +394,7 @@ def test_models_that_cannot_be_compared():
 @pytest.mark.parametrize("name", GATED_CHOSEN)
 @torch.no_grad()
 def test_calibrate(name):
-    """Held against what TransformerBridge's own cache has of the gates."""
+    """The ranges are computed from the pre-activations in TransformerBridge's own cache."""
     bridge = boot(name)
     _, cache = bridge.run_with_cache(tokens())
     calibration = calibrate(bridge, tokens(), margin=1.5)
@@ -437,7 +437,7 @@ def test_accessors(name):
     assert pattern.shape == (2, POS, 2)
     assert torch.equal(pattern, cache[mlp_hook("pattern")][:, NEURON])
     q = cache[mlp_hook("q")][..., NEURON, 0]
-    # The weight is act(q) / q, by torch's own activation.
+    # The pattern is act(q) / q, with torch's own activation.
     act = nn.functional.silu if name == "llama" else functools.partial(nn.functional.gelu)
     how = {} if name == "llama" else {"approximate": "tanh"}
     torch.testing.assert_close(pattern[..., 0], act(q, **how) / q, rtol=1e-9, atol=1e-12)
@@ -447,7 +447,7 @@ def test_accessors(name):
     assert torch.equal(dense.diagonal(dim1=1, dim2=2), pattern[..., 0])
     assert torch.equal(dense[..., -1], pattern[..., 1])
     for some_cache in (few, whole):
-        # To rounding: layer 0 has no live hook in this run.
+        # Equal only up to rounding, because layer 0 has no live hook in this run.
         got = neuron_pattern(some_cache, "L1N29")
         torch.testing.assert_close(got, pattern, rtol=1e-9, atol=1e-12)
         with pytest.raises(UnsupportedCallError, match="names_filter"):
@@ -465,7 +465,7 @@ def test_accessors(name):
 
 @torch.no_grad()
 def test_accessors_refuse_a_cache_from_before_the_model_was_exposed_anew():
-    """Head 12 is L0N3.0 of four heads a neuron, and L0N12 of one."""
+    """Head 12 is L0N3.0 with four heads per neuron, and L0N12 with one."""
     bridge = boot("gpt2")
     with expose_neuron_heads(bridge, gate=Bilinear(4)):
         _, cache = bridge.run_with_cache(tokens())

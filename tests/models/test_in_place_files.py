@@ -1,4 +1,4 @@
-"""HookedTransformers with neuron-heads in place: saved, loaded, verified against their source."""
+"""Tests that HookedTransformers with neuron-heads in place can be saved, loaded and verified."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_a_model_made_in_python_is_converted_and_explained_in_a_shell(tmp_path):
     loaded = load(folder)
     assert type(loaded) is HookedTransformer
     assert torch.equal(loaded(tokens()), source(tokens()))
-    save(source, folder)  # again, over it
+    save(source, folder)  # again, into the same folder
     for command in (
         ("convert", folder, converted),
         ("verify", folder, converted, "--text", "w3 w5"),
@@ -161,7 +161,7 @@ def test_verify_against_a_twin_and_itself(name):
 
 @pytest.mark.parametrize("name", CORE)
 def test_verify_bilinear_gates(name):
-    """All that is measured, as it is of the model with two blocks a layer."""
+    """The report equals that of the model with two blocks per layer."""
     twin = build(name)
     calibration = calibrate(twin, tokens()) if twin.cfg.gated_mlp else None
     gate = Bilinear(4, calibration=calibration)

@@ -1,4 +1,4 @@
-"""Models by name: what a name or a folder becomes, and what is refused, in one clear error."""
+"""Tests of `load`: which model a name or a folder gives, and which clear errors it raises."""
 
 import importlib.metadata
 import json
@@ -30,7 +30,7 @@ HUGGING_FACE = [name for name in CHOSEN if not name.startswith("native")]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A LLaMA as a folder of transformers."""
+    """Write a LLaMA as a transformers folder."""
     return hf_folder(tmp_path_factory.mktemp("llama"), "llama")
 
 
@@ -50,7 +50,7 @@ def change_weights(folder, change):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-# What is loaded
+# Which models are loaded
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
@@ -67,7 +67,7 @@ def test_a_folder_is_what_boot_transformers_makes_of_it(name, dtype, tmp_path):
     assert all(torch.equal(here[hook], there[hook]) for hook in here)
     settings = [{k: str(v) for k, v in vars(model.cfg).items()} for model in (got, expected)]
     assert settings[0] == settings[1]
-    if dtype == torch.float32:  # the model itself, which shares no code with either
+    if dtype == torch.float32:  # the transformers model itself, which shares no code with either
         assert relative(got(tokens()), original(name, dtype)(tokens()).logits) < 1e-5
 
 
@@ -75,7 +75,7 @@ def test_shards_and_dtypes(tmp_path):
     original("llama").save_pretrained(tmp_path / "model", max_shard_size="5KB")
     assert len(list((tmp_path / "model").glob("model-*.safetensors"))) > 2
     got = load(str(tmp_path / "model"), dtype="float64")
-    # Rotary tables are float32 in what transformers loads.
+    # transformers loads rotary tables in float32.
     assert relative(got(tokens()), boot("llama")(tokens())) < 1e-6
     assert got(tokens()).dtype == torch.float64
     assert load(tmp_path / "model")(tokens()).dtype == torch.float32
@@ -118,20 +118,20 @@ def test_the_shipped_model_has_a_name_and_the_hub_is_not_asked(monkeypatch, tmp_
         assert loaded.cfg.model_name == "small-english-4l"
     (tmp_path / "small-english").mkdir()
     with pytest.raises(CheckpointError, match=r"no model in .*small-english"):
-        load("small-english")  # a folder comes first
+        load("small-english")  # a local folder takes precedence
 
 
 @needs_hooked_transformer
 def test_names_of_hooked_transformers_are_asked_for(monkeypatch):
-    asked = []
+    calls = []
 
     def from_pretrained(name, **options):
-        asked.append((name, options["dtype"], options["trust_remote_code"]))
+        calls.append((name, options["dtype"], options["trust_remote_code"]))
         return pretrained.modular_addition()
 
     monkeypatch.setattr(tl.HookedTransformer, "from_pretrained", from_pretrained)
     assert load("gpt2", hooked=True, dtype="bfloat16").cfg.d_mlp == 512
-    assert asked == [("gpt2", "bfloat16", False)]
+    assert calls == [("gpt2", "bfloat16", False)]
 
 
 @needs_hooked_transformer
@@ -152,7 +152,7 @@ def test_what_save_wrote_keeps_its_dtype_and_its_first_token(folder, tmp_path):
     )
 
 
-# On the command line
+# The command line
 
 PROMPTS = ("--clean", "w3 w5", "--corrupted", "w3 w6", "--answer", "w7", "--wrong", "w9")
 COMMANDS = {
@@ -216,7 +216,7 @@ def test_verify_compares_a_saved_bridge_with_its_source(state, folder, tmp_path)
     assert "was written neither by" in result.output
 
 
-# What is refused
+# Errors
 
 
 def without(tensors, part):
@@ -225,7 +225,7 @@ def without(tensors, part):
 
 
 def move_weights(folder, path):
-    """Leave an index that names the file."""
+    """Move the weights out of the folder, and leave an index that names the file."""
     (folder / "model.safetensors").rename(path)
     index = {"weight_map": {UP: f"../{path.name}"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -342,7 +342,7 @@ def test_pickles_are_never_read(folder, tmp_path):
 
 
 def test_parts_of_another_task_are_left_out(tmp_path):
-    """BERT's checkpoints have a pooler and a head for the next sentence; MaskedLM has neither."""
+    """BERT checkpoints also hold a pooler and a next-sentence head, which MaskedLM lacks."""
     folder = hf_folder(tmp_path / "bert", "bert", tokenizer=False)
     expected = load(folder)(tokens())
     others = {
@@ -366,7 +366,7 @@ def test_a_folder_without_a_tokenizer_takes_tokens(tmp_path):
 
 def test_quantised_weights_are_refused_on_a_bridge_too():
     class Params4bit(torch.nn.Parameter):
-        """As bitsandbytes has them."""
+        """A stand-in for bitsandbytes' class of this name."""
 
         __module__ = "bitsandbytes.nn.modules"
 
@@ -403,21 +403,21 @@ def test_quantised_weights_are_refused_on_a_bridge_too():
 
 
 def test_install_hints_name_what_a_registry_has():
-    """The package is installed from a clone: no registry has `attn-only-lens[viz]`."""
+    """Hints name released packages only: no registry has `attn-only-lens[viz]`."""
     known = {
         Requirement(requirement).name
         for requirement in importlib.metadata.requires("attn-only-lens")
     }
     paths = [*(ROOT / "attn_only_lens").rglob("*.py"), *(ROOT / "docs").glob("*.md")]
     hints = [
-        asked
+        hint
         for path in paths
         for command in re.findall(r"pip install (?!-e)([^{`,:;\"]*)", path.read_text("utf-8"))
-        for asked in map(Requirement, re.findall(r"[\w.\[\]<>=-]{2,}", command.split(" for ")[0]))
+        for hint in map(Requirement, re.findall(r"[\w.\[\]<>=-]{2,}", command.split(" for ")[0]))
     ]
     assert {hint.name for hint in hints} >= {"transformer-lens", "pyarrow", "plotly", "circuitsvis"}
-    for asked in hints:
-        assert asked.name in known
-        if asked.name == "transformer-lens":
-            assert asked.specifier.contains("3.9.0")
-            assert not asked.specifier.contains("4.0.0")
+    for hint in hints:
+        assert hint.name in known
+        if hint.name == "transformer-lens":
+            assert hint.specifier.contains("3.9.0")
+            assert not hint.specifier.contains("4.0.0")

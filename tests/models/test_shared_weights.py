@@ -1,4 +1,4 @@
-"""Models that share weights with one whose norms are folded into them."""
+"""Tests of models that share weights with a model whose norms are folded later."""
 
 import copy
 import pickle
@@ -12,7 +12,7 @@ import attn_only_lens as lens
 from attn_only_lens import circuits
 from attn_only_lens import patching as p
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens
 FAMILIES = ("gelu", "llama", "norms_before_and_after")
 FOLDED = "norms of that model were folded"
 METRIC = p.logit_diff(7, 8)
@@ -48,7 +48,7 @@ def log_probs(model):
 
 
 def close(first, second):
-    """TransformerLens processes in float32: 4e-4 at most, of logits up to 40, over FAMILIES."""
+    """Return whether logits agree to 4e-3; TransformerLens' float32 processing errs by 4e-4."""
     return bool((first - second).abs().max() <= 4e-3)
 
 
@@ -65,7 +65,7 @@ def test_folded_norms_part_a_model_from_its_source(source, make, way, tmp_path):
     with pytest.raises(lens.errors.CheckpointError, match=FOLDED):
         lens.save(model, tmp_path / "saved")
     assert close(log_probs(make(source)), before)
-    # Control: what is refused.
+    # The control: the forward pass that is refused is wrong.
     for block in model.blocks:
         block.forward  # noqa: B018
     with torch.no_grad():
@@ -97,19 +97,19 @@ def test_changes_of_weights_alone_are_no_matter(make):
     assert torch.equal(log_probs(model), log_probs(source))
     source.load_state_dict(build("gelu", d_vocab_out=41, scale=0.3).state_dict())
     assert torch.equal(log_probs(model), log_probs(source))
-    # Weights that were cast before are not shared any more.
+    # Weights that were cast before are no longer shared.
     before = log_probs(make(build("gelu", d_vocab_out=41)))
     source, kept = build("gelu", d_vocab_out=41), None
     kept = make(source)
     source.to(torch.float32)
     source.process_weights_()
     assert torch.equal(log_probs(kept), before)
-    # Norms replaced by hand, and no weight changed.
+    # The norm is replaced, but no weight is changed.
     source = build("gelu", d_vocab_out=41)
     kept = make(source)
     source.ln_final = torch.nn.Identity()
     assert torch.equal(log_probs(kept), before)
-    # A source that is gone cannot be processed.
+    # A deleted source cannot be processed.
     del source
     assert torch.equal(log_probs(kept), before)
 
@@ -121,13 +121,13 @@ def test_a_copy_is_not_processed_while_its_source_lives():
     with pytest.raises(lens.errors.InputError, match="another model shares its weights"):
         exposed.model.process_weights_()
     assert torch.equal(log_probs(source), before)
-    # Without neuron-heads it is TransformerLens' own, and the others notice.
+    # After `undo` the copy may be processed; the models that share its weights then raise.
     exposed.undo()
     exposed.model.process_weights_()
     assert close(log_probs(exposed.model), before)
     with pytest.raises(lens.errors.InputError, match=FOLDED):
         converted(tokens())
-    # Exposed in place there is one model, whose neuron-heads go with it.
+    # A model that is exposed in place is a single model, so it can be processed.
     alone = build("gelu", d_vocab_out=41)
     with lens.expose_neuron_heads(alone):
         alone.process_weights_()

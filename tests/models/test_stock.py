@@ -1,4 +1,4 @@
-"""A converted model in stock parts: the same function, and nothing of this package in it."""
+"""Tests that `to_stock` gives a plain HookedTransformer that computes the same function."""
 
 import json
 import os
@@ -35,7 +35,7 @@ REFUSED = {
     "parallel_norms": "in parallel",
     "gemma": "attn_scores_soft_cap=5",
 }
-# A family whose activation or gate alone is its own is "silu" over again.
+# A family that only differs from "silu" in its activation or gate would repeat "silu".
 MODELS = {
     name: (name, {})
     for name, cfg in FAMILIES.items()
@@ -53,7 +53,7 @@ MODELS = {
 
 
 def coefficients(gate):
-    """w, b and c of a gate that is a sum of sigmoids."""
+    """Return w, b and c of a gate that is a sum of sigmoids."""
     sigmoids = mixture(gate)
     return sigmoids.w, sigmoids.b, sigmoids.c
 
@@ -75,15 +75,15 @@ def test_float64(name):
     logits, dense = stock.run_with_cache(tokens())
     assert relative(logits, expected) <= 1e-12
     for block in range(2 * N_LAYERS):
-        ours, pattern = dense["pattern", block], compact["pattern", block]
+        dense_pattern, pattern = dense["pattern", block], compact["pattern", block]
         n_heads = pattern.shape[1]
         if block % 2:
             pattern = torch.diag_embed(pattern[..., 0])
-        assert (ours[:, :n_heads] - pattern).abs().max() <= 1e-12
+        assert (dense_pattern[:, :n_heads] - pattern).abs().max() <= 1e-12
         assert dense["z", block][:, :, n_heads:].abs().sum() == 0
         for point in ("attn_out", "resid_post"):
             assert relative(dense[point, block], compact[point, block]) <= 1e-12
-    assert torch.equal(model(tokens()), converted(name)(tokens()))  # it is unchanged
+    assert torch.equal(model(tokens()), converted(name)(tokens()))  # the model is unchanged
 
 
 HALF = ("silu", "rms", "no_norm", "alibi", "llama", "sinks", "norms_before_and_after")
@@ -149,7 +149,7 @@ def test_controls_fail(spoil):
     assert relative(stock(tokens()), model(tokens())) > 1e-3
 
 
-# Several heads a neuron
+# Several heads per neuron
 
 
 THREE_SIGMOIDS = BilinearGate(
@@ -160,7 +160,7 @@ THREE_SIGMOIDS = BilinearGate(
 @pytest.mark.parametrize("heads_per_neuron", [1, 3])
 @torch.no_grad()
 def test_neuron_heads(heads_per_neuron):
-    """Against the formula, in a stock layer wider than needed."""
+    """A stock attention layer with more heads than needed computes the formula of the gates."""
     d_model, d_mlp, pos, width = 13, 7, 11, 5
     w, b, c = (numbers[:heads_per_neuron] for numbers in coefficients(THREE_SIGMOIDS))
     mlp = [torch.randn(s, dtype=torch.float64) for s in [(13, 7), (7,), (7, 13), (13,)]]
@@ -182,7 +182,7 @@ def test_neuron_heads(heads_per_neuron):
         dtype=torch.float64,
     )
     attn = Attention(cfg, "local", 0)
-    attn.W_V.fill_(torch.nan)  # what is in a new tensor
+    attn.W_V.fill_(torch.nan)  # a new tensor may hold any value
     write_heads(attn, neuron_heads(*mlp, BilinearGate("silu", w, b, c, bound=0.0)), coordinate=3)
     x = torch.randn(2, pos, d_model, dtype=torch.float64)
     kept = []
@@ -198,7 +198,7 @@ def test_neuron_heads(heads_per_neuron):
 
 @torch.no_grad()
 def test_a_whole_model_with_several_heads_a_neuron(monkeypatch):
-    """Against the source with the mixture for its activation."""
+    """The stock model equals the source whose activation is replaced by the sum of sigmoids."""
     source = build("gelu")
     model = convert(source)
     gate = THREE_SIGMOIDS
@@ -209,7 +209,7 @@ def test_a_whole_model_with_several_heads_a_neuron(monkeypatch):
     for block in source.blocks:
         block.mlp.act_fn = lambda q: q * sum(w * torch.sigmoid(b * q + c) for w, b, c in terms)
     assert relative(stock(tokens()), source(tokens())) <= 1e-12
-    assert relative(stock(tokens()), model(tokens())) > 1e-3  # gelu is something else
+    assert relative(stock(tokens()), model(tokens())) > 1e-3  # the control: gelu itself differs
 
 
 def test_quick_gelu_is_a_mixture_as_it_is():
@@ -229,7 +229,7 @@ def test_quick_gelu_where_a_config_can_express_it(monkeypatch):
     assert stock.blocks[1].attn.b_K[:D_MLP].unique().tolist() == [0.0, 1.702]
 
 
-# TransformerLens alone
+# The stock model with TransformerLens alone
 
 
 RUN_ALONE = """
@@ -264,7 +264,7 @@ def test_transformer_lens_alone_loads_and_runs_it(tmp_path):
         folder.mkdir()
         model = with_tokenizer(name, folder / "tokenizer")
         stock = to_stock(model)
-        cfg = json.dumps(stock.cfg.to_dict(), default=str)  # a torch.dtype
+        cfg = json.dumps(stock.cfg.to_dict(), default=str)  # cfg holds a torch.dtype
         (folder / "cfg.json").write_text(cfg)
         save_file(stock.state_dict(), folder / "weights.safetensors")
         logits = stock(tokens())
@@ -316,7 +316,7 @@ def test_generate_with_and_without_a_cache(name, tmp_path):
 @pytest.mark.parametrize("name", ["silu", "rotary", "alibi"])
 @torch.no_grad()
 def test_stock_layers_of_window_1_with_a_cache_of_keys_and_values(name):
-    """Token by token, and in pieces: as all at once."""
+    """With a key-value cache, token by token or in pieces, the logits equal those of one pass."""
     model = converted(name)
     stock = to_stock(model)
     expected = model(tokens())
@@ -341,12 +341,12 @@ def test_padding_on_the_left(name, tmp_path):
     assert relative(got[real], expected[real]) <= 1e-12
 
 
-# Where TransformerLens 3.9 has no layer that would do, and why
+# Cases that TransformerLens 3.9 has no correct layer for, and why
 
 
 @torch.no_grad()
 def test_transformer_lens_keeps_alibi_biases_of_the_longest_sequence():
-    """Beside a sink that is wrong: so alibi comes out as rotary, which is not affected."""
+    """The alibi biases next to a sink are wrong, so `to_stock` turns alibi into rotary."""
     model = converted("alibi")
     short, long = tokens(), tokens(pos=17)
     stock = to_stock(model)
@@ -375,7 +375,7 @@ def test_alibi_far_into_a_text(dtype):
 
 @torch.no_grad()
 def test_transformer_lens_has_no_window_where_it_has_no_mask():
-    """Why bidirectional models are refused."""
+    """TransformerLens ignores windows without a causal mask: bidirectional models are refused."""
     stock = to_stock(converted("silu"))
     off_diagonal = ~torch.eye(POS, dtype=torch.bool)
     for direction, seen in (("causal", False), ("bidirectional", True)):
@@ -445,7 +445,7 @@ def test_size_is_known_before_anything_is_allocated(monkeypatch):
     assert f"max_bytes is {size - 1:,}" in str(caught.value)
 
 
-# What comes along
+# Properties that are copied to the stock model
 
 
 @torch.no_grad()
@@ -491,7 +491,7 @@ def test_the_shipped_model():
 @pytest.mark.parametrize("name", ["gelu", "llama"])
 @torch.no_grad()
 def test_bilinear_models(name):
-    """Several heads a neuron; and a gated MLP, whose last head sees itself alone."""
+    """Models with several heads per neuron convert, and gated MLPs with a constant head."""
     source = build(name)
     how = {"calibration": calibrate(source, tokens())} if source.cfg.gated_mlp else {}
     m = 4

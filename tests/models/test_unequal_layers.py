@@ -1,4 +1,4 @@
-"""Layers that differ in size, against a uniform model whose further heads write nothing."""
+"""Tests of layers that differ in size, against a uniform model whose extra heads write nothing."""
 
 import copy
 
@@ -25,17 +25,17 @@ from attn_only_lens.errors import (
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.two_blocks import LayerSizes, rebuild
 
-EXACT = 1e-12  # float64: sums over the same numbers, and zeros, in another order
+EXACT = 1e-12  # float64: sums of the same numbers and zeros, in another order
 METRIC = p.logit_diff(correct=7, wrong=11)
 SOME = ("gelu", "llama", "parallel", "norms_before_and_after")
 
 
 def distance(actual, expected):
-    """How far an activation is from the leading heads of a larger one; masked scores are -∞."""
+    """Return the distance to the leading heads of a larger activation; masked scores are -∞."""
     expected = expected[tuple(slice(size) for size in actual.shape)]
     assert torch.equal(actual.isinf(), expected.isinf())
     actual, expected = actual.nan_to_num(neginf=0.0), expected.nan_to_num(neginf=0.0)
-    largest = expected.abs().max().item()  # 0 where a hook point shows keys of neurons
+    largest = expected.abs().max().item()  # 0 where a hook point shows the keys of neurons
     return (actual - expected).abs().max().item() / (largest or 1.0)
 
 
@@ -49,13 +49,13 @@ def test_logits_and_every_activation(name):
     logits, cache = model.run_with_cache(tokens())
     assert relative(logits, expected) <= EXACT
     assert set(cache) == set(reference_cache)
-    folded = ("q_norm", "k_norm")  # their rows are tokens and heads: no axis to cut
+    folded = ("q_norm", "k_norm")  # each row is a token and head: no axis to slice
     for key in (key for key in cache if not any(norm in key for norm in folded)):
         assert distance(cache[key], reference_cache[key]) <= EXACT, key
     assert model.all_head_labels(neurons=True) == [
         label for label in uniform.all_head_labels(neurons=True) if has(model, label)
     ]
-    # control: what the smaller layers lack would have had an effect
+    # control: the neurons that the smaller layers lack have an effect
     for block in uniform.blocks[1::2]:
         block.attn.W_out[NEURONS[0] :] += torch.randn(26, dtype=torch.float64)
     assert relative(uniform(tokens()), expected) > 1e-3
@@ -80,7 +80,7 @@ def test_bilinear_gates(name, heads):
     model, uniform = uneven(name, gate=heads, tokens=tokens(1))
     expected, reference_cache = uniform.run_with_cache(tokens())
     logits, cache = model.run_with_cache(tokens())
-    assert relative(logits, expected) <= 1e-11  # heads larger than their sum
+    assert relative(logits, expected) <= 1e-11  # single heads are larger than their sum
     last = f"L2N{NEURONS[2] - 1}"
     for head in [f"{last}.{member}" for member in range(heads)] if heads > 1 else [last]:
         pattern = model.neuron_pattern(cache, head)
@@ -261,7 +261,7 @@ def test_patching(name, part):
     )
     assert compared(frame, reference, ["name", "position"]) <= EXACT
     silent = reference[~reference["name"].map(lambda name: has(model, name))]
-    assert silent["score"].abs().max() <= 1e-10  # of a score that is 1 for the whole difference
+    assert silent["score"].abs().max() <= 1e-10  # the whole difference has score 1
     assert frame.groupby("name")["score"].apply(lambda scores: scores.abs().max()).min() > 1e-9
 
 
@@ -293,22 +293,22 @@ def test_every_other_way_to_patch_and_score():
         lambda host: circuits.score_edges(host, clean, ["L0H1", "L1N3"], exact=3, progress=False),
         lambda host: circuits.score_sources(host, tokens(0, 1, 5), "L1H1", query=-1, key=0),
     ):
-        ours, reference = frame(model), frame(uniform)
-        by = [column for column in ours if ours[column].dtype.kind != "f"]
-        both = ours.merge(reference, on=by, suffixes=("", " there"), validate="one_to_one")
-        assert len(both) == len(ours)
-        for column in ours.select_dtypes("float"):
+        actual, reference = frame(model), frame(uniform)
+        by = [column for column in actual if actual[column].dtype.kind != "f"]
+        both = actual.merge(reference, on=by, suffixes=("", " there"), validate="one_to_one")
+        assert len(both) == len(actual)
+        for column in actual.select_dtypes("float"):
             assert (both[column] - both[f"{column} there"]).abs().max() <= 1e-11, column
     with torch.no_grad(), p.steered(model, {"L0H1": [1.0] * VALUES[0]}):
-        ours = model(clean)
+        logits = model(clean)
     with torch.no_grad(), p.steered(uniform, {"L0H1": [1.0] * max(VALUES)}):
-        assert relative(ours, uniform(clean)) <= EXACT
+        assert relative(logits, uniform(clean)) <= EXACT
     with pytest.raises(InputError, match="a vector of 7"), p.steered(model, {"L0H1": [1.0] * 11}):
         pass
 
 
 def compared(frame, reference, by):
-    """How far the numbers of two frames differ, over the rows of the first."""
+    """Return the largest difference between two frames' numbers, over the first one's rows."""
     both = frame.merge(reference, on=by, suffixes=("", " there"), validate="one_to_one")
     assert len(both) == len(frame) < len(reference)
     numbers = [column for column in frame.select_dtypes("float") if f"{column} there" in both]

@@ -1,4 +1,4 @@
-"""`verify` measures what it says, and says no where it should."""
+"""Tests that `verify` reports the right errors and detects wrong models."""
 
 import math
 
@@ -13,7 +13,7 @@ from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 
 @pytest.fixture
 def pair():
-    """A source, and the conversion of a slightly different model: something to measure."""
+    """Return a source, and the conversion of a slightly different model."""
     source = build("gelu")
     changed = convert(source, copy_weights=True)
     changed.blocks[3].attn.W_out.data.mul_(1.1)
@@ -46,7 +46,7 @@ def test_figures_by_hand(pair):
 
 @torch.no_grad()
 def test_a_last_bit_is_enough_without_hooks():
-    """Far within every tolerance, but no longer the source's own computation."""
+    """A relative weight change of 1e-15 is within the tolerance but not bitwise equal."""
     source = build("gelu")
     changed = convert(source, copy_weights=True)
     changed.blocks[3].attn.W_out.data.mul_(1 + 1e-15)

@@ -1,4 +1,4 @@
-"""Under transformer-lens 4, without HookedTransformer: what works, what is said of the rest."""
+"""Tests under transformer-lens 4, without HookedTransformer: what works, what raises an error."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ USE_INSTEAD = (
 
 
 def saved(folder):
-    """What `save` of 3.9 leaves behind, as far as it is read before a model is built."""
+    """Return a folder as `save` writes it with 3.9, with the parts read before a model is built."""
     save_file({"embed.W_E": torch.zeros(2, 3)}, folder / "model.safetensors")
     entries = {"config": {"dtype": "float32"}, "gate": {"kind": "exact"}, "source_name": "added"}
     entries |= {"tied": {}, "frozen": [], "training": False, "padding_side": None}

@@ -1,4 +1,4 @@
-"""Features of transcoders in a corpus: sparse, perhaps dead, next to neurons of gated MLPs."""
+"""Tests of transcoder features in a corpus: sparse or dead, next to neurons of gated MLPs."""
 
 import pytest
 import torch
@@ -26,13 +26,13 @@ def texts(model):
 
 @pytest.fixture(scope="module")
 def acts(model, texts):
-    """Features' z [token, feature] by layer, with the text and position of each token but BOS."""
+    """Return z [token, feature] by layer, and each token's text and position, without BOS."""
     rows, places = {1: [], 3: []}, []
     for number, text in enumerate(texts):
         _, cache = model.run_with_cache(text)
         for layer, of_layer in rows.items():
             of_layer.append(cache[f"blocks.{layer}.mlp.hook_post"][0, 1:].double())
-        places += [(number, at) for at in range(1, len(of_layer[-1]) + 1)]
+        places += [(number, position) for position in range(1, len(of_layer[-1]) + 1)]
     return {layer: torch.cat(x) for layer, x in rows.items()}, places
 
 
@@ -41,7 +41,7 @@ def test_examples_are_the_tokens_at_which_a_feature_is_active(model, texts, acts
     active = (z > 0).sum(0)
     rare = int(torch.where((active > 0) & (active < 6), active, 1000).argmin())
     often = int(active.argmax())
-    assert 0 < active[rare] < 6 < 20 < active[often]  # the control
+    assert 0 < active[rare] < 6 < 20 < active[often]  # control
     names = [f"L3F{index}" for index in (rare, often, DEAD)]
     frame = neurons.top_examples(model, names, texts, k=6, **QUIET)
     assert set(frame["name"]) == set(names[:2])  # a dead feature has no examples
@@ -49,10 +49,10 @@ def test_examples_are_the_tokens_at_which_a_feature_is_active(model, texts, acts
         here = [i for i in range(len(z)) if z[i, index] > 0]
         for end, sign in (("largest", -1), ("smallest", 1)):
             rows = frame[(frame["name"] == name) & (frame["end"] == end)]
-            wanted = sorted(here, key=lambda i: sign * z[i, index])[:6]
-            assert rows["value"].tolist() == pytest.approx(z[wanted, index].tolist(), rel=1e-4)
+            expected = sorted(here, key=lambda i: sign * z[i, index])[:6]
+            assert rows["value"].tolist() == pytest.approx(z[expected, index].tolist(), rel=1e-4)
             got = list(zip(rows["text"], rows["at"], strict=True))
-            assert got == [places[i] for i in wanted]
+            assert got == [places[i] for i in expected]
 
 
 def test_histograms_count_tokens_at_which_a_feature_is_inactive(model, texts, acts):
@@ -74,7 +74,7 @@ def test_histograms_count_tokens_at_which_a_feature_is_inactive(model, texts, ac
 
 
 def test_features_and_neurons_of_gated_mlps_together(model, texts):
-    """None means both; the results of each are those that it has alone."""
+    """None selects features and neurons, with the same results as each selection alone."""
     both = neurons.neuron_statistics(model, None, texts[:3], k=2, **QUIET)
     kinds = [sum(letter in name for name in both.names) for letter in "NF"]
     assert kinds == [2 * 344, 2 * 344]
@@ -84,11 +84,11 @@ def test_features_and_neurons_of_gated_mlps_together(model, texts):
         same = both.of(list(alone.names))
         for part in ("examples", "counts"):
             for name, expected in getattr(alone, part).items():
-                got = getattr(same, part)[name]  # looking at a layer changes its rounding
+                got = getattr(same, part)[name]  # hooks in a layer change its rounding
                 assert torch.allclose(got.double(), expected.double(), atol=1e-5), name
     with pytest.raises(InputError, match="no quadrants"):
-        alone.quadrants()  # of features
-    shares = both.quadrants()  # of neurons alone
+        alone.quadrants()  # features
+    shares = both.quadrants()  # neurons only
     assert [("N" in name) for name in shares["name"]] == [True] * (2 * 344)
     assert shares.drop(columns="name").sum(axis=1).to_numpy() == pytest.approx(1.0)
     assert all("N" in name for name in both.quadrant_examples()["name"])
@@ -118,7 +118,7 @@ def test_attributions_of_features(model, texts):
         model, ["L3F7", "L1F9"], texts[:4], k=3, by="attribution", metric=p.loss(), **QUIET
     )
     assert len(frame)
-    assert all(values[at] for values, at in frame[["values", "position"]].to_numpy())
+    assert all(values[position] for values, position in frame[["values", "position"]].to_numpy())
 
 
 def test_error_and_skip_nodes_are_left_out_or_refused(model, texts):

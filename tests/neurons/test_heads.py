@@ -1,4 +1,4 @@
-"""Attention heads over a corpus, against a slow oracle: a text at a time, and a cache."""
+"""Tests of attention heads over a corpus, against a slow loop over texts with a cache."""
 
 from collections import defaultdict
 from functools import partial
@@ -38,7 +38,7 @@ def plain():
 
 
 def corpus(bos=1):
-    """Texts of different lengths, of few tokens; one is empty, one is cut in three."""
+    """Return short texts with few different tokens; one is empty and one is cut in three."""
     generator = torch.Generator().manual_seed(7)
     return [
         [bos] * (n > 0) + torch.randint(5, 15, (n,), generator=generator).tolist()
@@ -48,7 +48,7 @@ def corpus(bos=1):
 
 @torch.no_grad()
 def looked_up(model, texts, name, has_bos):
-    """Attention of a head at every token, and the norm of what it writes."""
+    """Return one row per token: a head's attention and the norm of its output."""
     head, rows = HeadName.parse(name), []
     W_O = host_of(model).attention(head.layer).W_O[head.index].detach()
     for number, text in enumerate(texts):
@@ -106,24 +106,24 @@ def test_they_are_those_of_a_loop_over_texts(model, has_bos, monkeypatch, tmp_pa
         assert looks["bos"][name] + got.sum() == pytest.approx(1)
         for side, sums in zip(("attended", "attending"), moved, strict=True):
             rows = statistics.tokens(name, side)
-            wanted = {shown(t): x / sum(sums.values()) for t, x in sums.items() if x}
-            assert dict(zip(rows["token"], rows["share"], strict=True)) == pytest.approx(wanted)
+            shares = {shown(t): x / sum(sums.values()) for t, x in sums.items() if x}
+            assert dict(zip(rows["token"], rows["share"], strict=True)) == pytest.approx(shares)
             means = {shown(token): x / count[token] for token, x in sums.items() if x}
             assert dict(zip(rows["token"], rows["mean"], strict=True)) == pytest.approx(means)
             assert rows["share"].is_monotonic_decreasing
         expected = sorted(every, key=lambda row: -row["norm"])[:4]
-        for row, wanted in zip(
+        for row, oracle in zip(
             frame[frame["name"] == name].to_dict("records"), expected, strict=True
         ):
-            assert row["value"] == pytest.approx(wanted["norm"], rel=1e-9)
-            # Equal values may have another order after rounding.
+            assert row["value"] == pytest.approx(oracle["norm"], rel=1e-9)
+            # Rounding may change the order of equal values.
             place = row["text"], row["at"]
-            wanted = next(other for other in every if other["place"] == place)
-            assert row["value"] == pytest.approx(wanted["norm"], rel=1e-9)
-            assert row["position"] == wanted["position"]
-            assert list(row["tokens"]) == list(map(shown, wanted["tokens"]))
-            assert list(row["weights"]) == pytest.approx(wanted["weights"], rel=1e-9, abs=1e-12)
-            assert row["bos"] == pytest.approx(wanted["bos"], rel=1e-9)
+            oracle = next(candidate for candidate in every if candidate["place"] == place)
+            assert row["value"] == pytest.approx(oracle["norm"], rel=1e-9)
+            assert row["position"] == oracle["position"]
+            assert list(row["tokens"]) == list(map(shown, oracle["tokens"]))
+            assert list(row["weights"]) == pytest.approx(oracle["weights"], rel=1e-9, abs=1e-12)
+            assert row["bos"] == pytest.approx(oracle["bos"], rel=1e-9)
 
 
 def test_one_pass_for_both_is_kept_and_goes_on(plain, tmp_path, monkeypatch):
@@ -132,8 +132,8 @@ def test_one_pass_for_both_is_kept_and_goes_on(plain, tmp_path, monkeypatch):
     both = neurons.corpus_statistics(plain, names, texts, **options)
     heads = neurons.head_statistics(plain, NAMES, texts, **options)
     only = neurons.neuron_statistics(plain, ["L0N3", "L1N29"], texts, **options)
-    for got, wanted in ((both.heads, heads), (both.neurons, only)):
-        values, others = (x.frame()["value"].tolist() for x in (got, wanted))
+    for got, reference in ((both.heads, heads), (both.neurons, only)):
+        values, others = (x.frame()["value"].tolist() for x in (got, reference))
         assert values == pytest.approx(others, rel=1e-9)
     read = neurons.HeadStatistics.load(heads.save(tmp_path / "heads.safetensors"))
     assert read.frame().equals(heads.frame())
@@ -145,9 +145,9 @@ def test_one_pass_for_both_is_kept_and_goes_on(plain, tmp_path, monkeypatch):
     resumed = neurons.corpus_statistics(plain, names, texts, **options, resume=folder)
     assert resumed.heads.looks()["bos"].tolist() == pytest.approx(both.heads.looks()["bos"])
     for side in ("attended", "attending"):
-        got, wanted = (x.heads.tokens("L1H0", side) for x in (resumed, both))
-        assert got["token"].tolist() == wanted["token"].tolist()
-        assert got["mean"].tolist() == pytest.approx(wanted["mean"].tolist())
+        got, reference = (x.heads.tokens("L1H0", side) for x in (resumed, both))
+        assert got["token"].tolist() == reference["token"].tolist()
+        assert got["mean"].tolist() == pytest.approx(reference["mean"].tolist())
     for call, reason in (
         (lambda: neurons.head_statistics(plain, ["L0N3"], texts), "got L0N3, a neuron; expected"),
         (lambda: neurons.neuron_statistics(plain, ["L0H1"], texts), "got L0H1, an attention head"),

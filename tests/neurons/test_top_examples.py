@@ -1,4 +1,4 @@
-"""Top examples and histograms against a slow oracle: a text at a time, a cache, and a sort."""
+"""Tests of top examples and histograms against a slow loop over texts, a cache, and a sort."""
 
 import json
 import math
@@ -46,7 +46,7 @@ def plain():
 
 
 def corpus():
-    """Texts of different lengths: one is empty, one is cut in three, two are the same."""
+    """Return texts of different lengths: one is empty, one is cut in three, and two occur twice."""
     generator = torch.Generator().manual_seed(5)
     made = [
         torch.randint(0, D_VOCAB, (n,), generator=generator).tolist() for n in (5, 17, 3, 0, 7, 2)
@@ -62,7 +62,7 @@ def pieces(texts):
 
 @torch.no_grad()
 def looked_up(model, texts, name):
-    """z, gate and value of a neuron at every token, with its text and position, in their order."""
+    """Return z, gate and value of a neuron at every token, with its text and position, in order."""
     head = HeadName.parse(name)
     shared = _shared(model, head)
     rows = []
@@ -101,25 +101,25 @@ def test_they_are_those_of_a_sort(model, by):
     for name in NAMES:
         every = looked_up(model, texts, name)
         for end, sign in (("largest", -1), ("smallest", 1)):
-            expected = sorted(every, key=lambda row: sign * row[by])[:4]  # stable: of equals, first
+            expected = sorted(every, key=lambda row: sign * row[by])[:4]  # stable
             last = sorted(every[::-1], key=lambda row: sign * row[by])[:4]
             has_equals |= last != expected
             rows, others = (
                 f[(f["name"] == name) & (f["end"] == end)].to_dict("records") for f in (one, many)
             )
             assert [row["rank"] for row in rows] == [1, 2, 3, 4]
-            for row, wanted in zip(rows, expected, strict=True):
-                assert (row["text"], row["at"]) == (wanted["text"], wanted["at"])
-                assert row["tokens"] == wanted["tokens"]
-                assert row["position"] == wanted["position"]
-                assert row["values"] == pytest.approx(wanted["values"], rel=1e-9, abs=1e-12)
-                assert row["gates"] == pytest.approx(wanted["gates"], rel=1e-9)
-                assert row["value"] == pytest.approx(wanted[by], rel=1e-9, abs=1e-12)
-            # A batch changes roundings alone.
+            for row, expected_row in zip(rows, expected, strict=True):
+                assert (row["text"], row["at"]) == (expected_row["text"], expected_row["at"])
+                assert row["tokens"] == expected_row["tokens"]
+                assert row["position"] == expected_row["position"]
+                assert row["values"] == pytest.approx(expected_row["values"], rel=1e-9, abs=1e-12)
+                assert row["gates"] == pytest.approx(expected_row["gates"], rel=1e-9)
+                assert row["value"] == pytest.approx(expected_row[by], rel=1e-9, abs=1e-12)
+            # Another batch size only changes rounding.
             assert [row["value"] for row in others] == pytest.approx(
                 [row["value"] for row in rows], rel=1e-9, abs=1e-12
             )
-    assert has_equals  # or their order would not have been looked at
+    assert has_equals  # control: the order of equal values is tested
 
 
 def test_all_neurons_and_a_selection(plain):
@@ -127,9 +127,9 @@ def test_all_neurons_and_a_selection(plain):
     every = neurons.top_examples(plain, None, texts, k=2, **QUIET)
     assert len(every) == 2 * 2 * 2 * 37
     layer = neurons.top_examples(plain, p.neuron_heads(1), texts, k=2, ends="smallest", **QUIET)
-    wanted = every[every["name"].str.startswith("L1") & (every["end"] == "smallest")]
-    # Hooks in layer 0 change roundings.
-    for first, second in zip(layer.to_dict("records"), wanted.to_dict("records"), strict=True):
+    expected = every[every["name"].str.startswith("L1") & (every["end"] == "smallest")]
+    # Hooks in layer 0 change the rounding.
+    for first, second in zip(layer.to_dict("records"), expected.to_dict("records"), strict=True):
         assert first["value"] == pytest.approx(second["value"], rel=1e-9, abs=1e-12)
         assert (first["name"], first["rank"]) == (second["name"], second["rank"])
 
@@ -140,7 +140,7 @@ def test_fewer_tokens_than_examples(plain):
 
 
 def bins(x):
-    """Counts in 64 bins of |x| on either side, one by one."""
+    """Count values in 64 bins of |x| for each sign, one by one."""
     limit = 2.0 ** max(math.ceil(math.log2(abs(value))) if value else -40 for value in x)
     counts = [0] * 128
     for value in x:
@@ -172,7 +172,7 @@ def test_histograms_are_those_of_all_tokens_at_once(model, batch_size):
 
 
 def with_inputs(model, texts, name):
-    """The rows of `looked_up`, with x W_gate and x W_in by the MLP's own weights."""
+    """Return the rows of `looked_up` with x W_gate and x W_in, by the MLP's own weights."""
     head, rows = HeadName.parse(name), looked_up(model, texts, name)
     mlp = model.original_model.model.layers[head.layer].mlp
     inputs = []
@@ -182,7 +182,7 @@ def with_inputs(model, texts, name):
             model(torch.tensor([piece]))
     hook.remove()
     x = torch.cat([x[0] for x in inputs])
-    both = [x @ of.weight[head.index] for of in (mlp.gate_proj, mlp.up_proj)]
+    both = [x @ linear.weight[head.index] for linear in (mlp.gate_proj, mlp.up_proj)]
     return [row | {"inputs": [x[i].item() for x in both]} for i, row in enumerate(rows)]
 
 
@@ -229,16 +229,16 @@ def test_statistics_are_kept(plain, tmp_path):
 
 
 def test_a_frame_without_pyarrow_holds_the_same_lists(plain, monkeypatch):
-    found = neurons.neuron_statistics(plain, NAMES, corpus(), k=3, **QUIET)
-    arrow = found.frame()
+    result = neurons.neuron_statistics(plain, NAMES, corpus(), k=3, **QUIET)
+    arrow = result.frame()
     monkeypatch.setattr(statistics, "find_spec", lambda name: None)
-    plain_lists = found.frame()
+    plain_lists = result.frame()
     assert plain_lists["tokens"].dtype == object != arrow["tokens"].dtype
     assert plain_lists.to_dict("records") == arrow.to_dict("records")
 
 
 def by_loss(model, text, name, position, scale):
-    """The loss of a text with a neuron's z at a position multiplied."""
+    """Return the loss of a text when a neuron's z at a position is multiplied by `scale`."""
     head = HeadName.parse(name)
 
     def multiply(z, hook):
@@ -259,24 +259,24 @@ def test_attributions_are_derivatives(family):
     options = {"k": 7, "by": "attribution", "ends": "largest", **QUIET}
     frame = neurons.top_examples(model, ["L0N3", "L1N29"], texts, metric=p.loss(), **options)
     assert len(frame) == 14
-    assert (frame["value"].abs() > 1e-7).sum() >= 8  # nothing follows the last tokens
+    assert (frame["value"].abs() > 1e-7).sum() >= 8  # z of the last tokens has no effect
     for row in frame.to_dict("records"):
         place = texts[row["text"]], row["name"], row["at"]
-        # LLaMA's norm computes in float32, so steps are large.
+        # The steps are large because LLaMA's norm computes in float32.
         slope = (by_loss(model, *place, 1.01) - by_loss(model, *place, 0.99)) / 0.02
         assert row["value"] == pytest.approx(slope, rel=0.005, abs=1e-5)
         assert row["values"][row["position"]] != pytest.approx(row["value"], rel=0.01)
-    # Texts of one token have no loss, and stop no one.
+    # Texts of one token have no loss, and other texts are not affected.
     short = [[3], [5], *texts]
     shifted = neurons.top_examples(
         model, ["L0N3", "L1N29"], short, metric=p.loss(), batch_size=2, **options | {"k": 9}
     )
     shifted = shifted[shifted["text"] > 1]
     places = ["name", "text", "at"]
-    values, wanted = (
+    values, expected = (
         examples.sort_values(places)["value"].tolist() for examples in (shifted, frame)
     )
-    assert values == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+    assert values == pytest.approx(expected, rel=1e-6, abs=1e-9)
     whole = p.custom(lambda logits: logits.mean())
     with pytest.raises(InputError, match="one number for 2 texts; expected a tensor"):
         neurons.top_examples(model, "L0N3", texts, metric=whole, **options)
@@ -309,7 +309,7 @@ def test_corpora_of_every_form(of_words, tmp_path):
     ]
     frames = [neurons.top_examples(of_words, NAMES, form, k=5, **QUIET) for form in forms]
     assert all(frame.equals(frames[0]) for frame in frames)
-    # BOS begins every piece where texts have it, and is no example.
+    # If texts have BOS, it starts every piece and is not an example.
     assert (frames[0]["at"] > 0).all()
     whole = neurons.top_examples(of_words, "L0N3", texts, k=20, ends="largest", **QUIET)
     assert sorted(whole["at"][whole["text"] == 2]) == list(range(1, 9))
@@ -335,12 +335,12 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
     add = so_far.add_counts
     monkeypatch.setattr(so_far, "add_counts", lambda *x: (ran.append(1), add(*x)))
     statistics = neurons.neuron_statistics(plain, NAMES, iter(texts), **options, resume=folder)
-    assert len(ran) == 2 * 2  # two layers; 6 of 9 pieces were seen, and 3 are run by twos
+    assert len(ran) == 2 * 2  # two layers and two batches: 6 of 9 pieces were done, and 3 are left
     whole = neurons.neuron_statistics(plain, NAMES, texts, **options)
     assert statistics.frame().equals(whole.frame())
     assert torch.equal(statistics.counts["joint"], whole.counts["joint"])
     assert (statistics.n_texts, statistics.n_tokens) == (whole.n_texts, whole.n_tokens)
-    # More texts after those; others in their place; other options.
+    # The folder accepts more texts after the first ones, but no changed texts or options.
     longer = neurons.neuron_statistics(plain, NAMES, [*texts, [3, 4]], **options, resume=folder)
     assert longer.n_tokens == whole.n_tokens + 2
     changed = bridge("gpt2")
@@ -348,7 +348,7 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
         changed.W_E[7] += 1
     for model, other_texts, more, reason in (
         (plain, [[1, 2, 3], *texts[1:], [3, 4]], {}, "does not begin with"),
-        (plain, [[], *texts, [3, 4]], {}, "does not begin with"),  # the same, of other numbers
+        (plain, [[], *texts, [3, 4]], {}, "does not begin with"),  # other text numbers
         (plain, texts[:3], {}, "does not begin with"),
         (plain, texts, {"by": "gate"}, 'by: got "gate"; the folder has "z"'),
         (plain, texts, {"k": 5}, "k: got 5; the folder has 3"),
@@ -400,7 +400,7 @@ def test_activations_that_are_not_finite_are_refused():
 
 
 def test_a_value_that_is_not_finite_is_refused_where_the_output_is():
-    """z = relu(-∞) is 0, and the value is -∞."""
+    """Refuse an infinite value even if the output is finite: z = relu(-∞) is 0."""
     model = bridge("neox_sequential")
     with torch.no_grad():
         model.blocks[1].mlp.get_submodule("in").original_component.bias[3] = -math.inf

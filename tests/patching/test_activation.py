@@ -1,4 +1,4 @@
-"""Sweeps against whole forward passes with hooks, site by site, on models of every kind."""
+"""Tests of sweeps against whole forward passes with hooks, site by site, on all kinds of models."""
 
 import itertools
 
@@ -25,7 +25,7 @@ EXACT = 1e-10
 
 
 def pair():
-    """Clean and corrupted prompts that differ from position 3 on, each prompt elsewhere."""
+    """Return clean and corrupted prompts that differ at 7, and from 3 or 5 on."""
     clean = tokens(1)
     corrupted = clean.clone()
     corrupted[0, 3], corrupted[1, 5] = (clean[0, 3] + 5) % 41, (clean[1, 5] + 7) % 41
@@ -46,9 +46,9 @@ def value(logits):
 
 
 def errors(model, part, sites=SITES, n=9, truth=None):
-    """The largest error over some sites, and how far their values spread, by what logits are.
+    """Return the largest error over some sites, relative to the logits, and the values' spread.
 
-    The truth is of whole runs with hooks, of the same model if no other is given.
+    The oracle runs `truth`, or else the same model, with hooks.
     """
     truth = truth or model
     clean, corrupted = pair()
@@ -56,7 +56,7 @@ def errors(model, part, sites=SITES, n=9, truth=None):
     source = cached(truth, clean)
     rows = sweep.to_frame()
     assert len(rows) == len(sites) * POS
-    # Rows at 3 and after, where prompts differ, and one before.
+    # Take rows at position 3 and later, where the prompts differ, and one row before it.
     rows = pd.concat([rows[rows.position >= 3].sample(n, random_state=3), rows.iloc[:1]])
     worst = 0.0
     for row in rows.itertuples():
@@ -66,8 +66,8 @@ def errors(model, part, sites=SITES, n=9, truth=None):
     return worst, rows.value.std()
 
 
-# The layout is a matter of neurons, and a family, but for a few, of attention; what an activation
-# changes is in z.
+# The layout matters for neurons, and most families differ in their attention only. A part other
+# than z is therefore not tested on every combination.
 EVERY = [
     (family, layout, part)
     for family, part in itertools.product(FAMILIES, PARTS)
@@ -95,7 +95,7 @@ def test_float32(family, layout):
 @pytest.mark.parametrize("kind", ["attention", "neuron"])
 @pytest.mark.parametrize("part", PARTS[:4])
 def test_generic_activation_patch(part, kind):
-    """TransformerLens' own loop, over an explicit frame of indices, on a converted model."""
+    """A sweep agrees with TransformerLens' generic_activation_patch on a converted model."""
     model = made("gelu", "two blocks")
     clean, corrupted = pair()
     heads, block = ([0, 1], 2) if kind == "attention" else ([0, 17, 36], 3)
@@ -111,7 +111,7 @@ def test_generic_activation_patch(part, kind):
         return corrupted_pattern
 
     setter = of_pattern if part == "pattern" else tl_patching.layer_pos_head_vector_patch_setter
-    expected = []  # their own table of results is in float32
+    expected = []  # TransformerLens' table of results is in float32
 
     def metric(logits):
         expected.append(value(logits))
@@ -149,7 +149,7 @@ def test_generic_activation_patch(part, kind):
 @LAYOUTS
 @pytest.mark.parametrize("part", ["z", "pattern", "value"])
 def test_heads_that_write_nothing_can_be_patched(layout, part):
-    """As those that a model has just grown: read back, and without effect."""
+    """Newly grown heads have zero output weights: their patches have no effect."""
     model = build("gelu")
     with torch.no_grad():
         model.blocks[1].attn.W_O.zero_()
@@ -161,5 +161,5 @@ def test_heads_that_write_nothing_can_be_patched(layout, part):
         model, *pair(), METRIC, sites=["L1H0", "L2H1"], part=part, positions="all", progress=0
     )
     effect = sweep.effect.to_numpy()
-    assert abs(effect[0]) < 1e-12  # roundings: the block runs again, for two variants at once
+    assert abs(effect[0]) < 1e-12  # rounding, because the block runs two variants in one batch
     assert abs(effect[1]) > 1e-4

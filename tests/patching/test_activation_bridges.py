@@ -1,4 +1,4 @@
-"""Sweeps of TransformerBridges against whole runs, under transformer-lens 3.9 and 4 alike."""
+"""Tests of sweeps on TransformerBridges against whole runs, under TransformerLens 3.9 and 4."""
 
 from itertools import product
 
@@ -20,7 +20,7 @@ from attn_only_lens.engine.replay import make_replay
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 BATCH, POS, D_MLP = 2, 11, 37
 EXACT = 1e-10
 METRIC = p.logit_diff(correct=7, wrong=8)
@@ -33,24 +33,24 @@ CONFIGS = {
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=41, n_positions=17, n_layer=2, n_head=2, n_inner=D_MLP, n_embd=26
     ),
-    "neox": lambda: transformers.GPTNeoXConfig(**SIZES, rotary_pct=0.5),  # parallel
+    "neox": lambda: transformers.GPTNeoXConfig(**SIZES, rotary_pct=0.5),  # parallel sublayers
     "llama": lambda: transformers.LlamaConfig(**SIZES, **GROUPED),
     "gemma2": lambda: transformers.Gemma2Config(**SIZES, **GROUPED),  # norms before and after
     "phi": lambda: transformers.PhiConfig(**SIZES),
-    "openai": lambda: transformers.OpenAIGPTConfig(  # its blocks return lists, and end in a norm
+    "openai": lambda: transformers.OpenAIGPTConfig(  # blocks return lists and end in a norm
         vocab_size=41, n_positions=17, n_layer=2, n_head=2, n_embd=26
     ),
 }
 NATIVE = {"n_layers": 2, "d_model": 26, "n_heads": 2, "d_head": 13, "d_mlp": D_MLP, "d_vocab": 41}
 NATIVE |= {"n_ctx": 17, "init_mode": "gpt2", "seed": 0}
 NAMES = [*CONFIGS, "native", "native_gated"]
-if HAS_HOOKED_TRANSFORMER:  # as in `bridges`
+if HAS_HOOKED_TRANSFORMER:  # the same condition as in `bridges`
     NAMES = ["gpt2", "llama", "gemma2", "native"]
 
 
 @torch.no_grad()
 def made(name, compatible=False, dtype=torch.float64, **gates):
-    """A bridge with exposed neuron-heads."""
+    """Return a bridge with exposed neuron-heads."""
     torch.manual_seed(0)
     if name in CONFIGS:
         config = CONFIGS[name]()
@@ -70,7 +70,7 @@ def made(name, compatible=False, dtype=torch.float64, **gates):
 
 
 def pair():
-    """Clean and corrupted prompts, which differ from 4 on."""
+    """Return clean and corrupted prompts that differ from position 4 on."""
     generator = torch.Generator().manual_seed(1)
     clean = torch.randint(0, 41, (BATCH, POS), generator=generator)
     corrupted = clean.clone()
@@ -83,7 +83,7 @@ def sweep(model, metric=METRIC, **how):
 
 
 def whole(model, name, part, places, mask=None, noise=False, per_neuron=1):
-    """The metric of a whole run with the patch in it."""
+    """Return the metric of a whole run with the patch."""
     clean, corrupted = pair()
     target, source_prompts = (clean, corrupted) if noise else (corrupted, clean)
     source = cached(model, source_prompts, mask)
@@ -121,7 +121,7 @@ def test_every_part(name, part, compatible):
     for row in rows.itertuples():
         expected = whole(model, row.name, part, mask_at(BATCH, POS, row.position))
         assert row.value == pytest.approx(expected, rel=0, abs=EXACT), row
-    # Every kind of head is felt: no part is a hook point that the model does not read.
+    # Patches of every kind of head have an effect, so the model uses all patched hook points.
     for _, of_kind in frame[frame.position >= 4].groupby("kind", observed=True):
         assert of_kind["value"].std() > 1e-6
     assert set(frame[frame.position < 4]["score"]) == {0.0}
@@ -134,7 +134,7 @@ def test_padding_noise_and_all_positions(name, side):
     mask = torch.ones(BATCH, POS, dtype=torch.long)
     mask[1, slice(0, 3) if side == "left" else slice(POS - 2, None)] = 0
     if model(pair()[0], attention_mask=mask).isnan().any():
-        # The bridge itself puts out nan behind padding on the left.
+        # The bridge's own logits are nan behind padding on the left.
         with pytest.raises(InputError, match="not finite"):
             sweep(model, mask=mask)
         return
@@ -172,7 +172,7 @@ def test_heads_that_share_a_neuron():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "adds"), [("gpt2", True), ("neox", True), ("gemma2", False)])
 def test_whether_a_norm_follows_the_mlp_is_seen_in_every_precision(name, adds, dtype):
-    """Were an MLP's output taken for what is added, patches would pass by the norm after it."""
+    """Adding an MLP's output to the stream would skip the norm that follows the MLP in Gemma 2."""
     model = made(name, dtype=dtype)
     clean, _ = pair()
     recording = record(model, clean, None)
@@ -188,7 +188,7 @@ def test_a_hook_point_that_takes_no_edits_is_refused():
     model = made("native")
     point = hook_point(model, "L1H0", "pattern")
     edited = model.run_with_hooks(pair()[0], fwd_hooks=[(point, lambda x, hook: x + 1)])
-    if not torch.equal(edited, model(pair()[0])):  # transformer-lens 4 reads its patterns back
+    if not torch.equal(edited, model(pair()[0])):  # transformer-lens 4 uses edited patterns
         assert sweep(model, part="pattern", sites=["L1H0"]).to_frame()["value"].std() > 1e-6
         return
     with pytest.raises(UnsupportedModelError, match="the model does not use") as caught:
@@ -214,7 +214,7 @@ def test_an_error_leaves_the_bridge_as_it_was(name, after):
     logits = model(pair()[0])
     block, calls = model.blocks[-1], []
     forward = block.forward
-    vars(block)["forward"] = forward  # as accelerate leaves it on a model that it has placed
+    vars(block)["forward"] = forward  # accelerate leaves this on models that it places
     block.register_forward_pre_hook(lambda *_: None).remove()
     before = state(model)
 
@@ -233,7 +233,7 @@ def test_an_error_leaves_the_bridge_as_it_was(name, after):
 
 
 def test_a_bridge_that_is_not_itself():
-    """A model whose forward pass remembers, or is random, is not swept."""
+    """Sweeps refuse a model whose forward pass has state or that has active hooks."""
     model, calls = made("gpt2"), []
 
     def drift(module, args, output):

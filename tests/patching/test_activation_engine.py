@@ -1,4 +1,4 @@
-"""How sweeps run: what they leave out, in what batches, what they leave behind, how they go on."""
+"""Tests of how sweeps run: skipped work, batches, clean-up and resuming."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ SAME = {"check_exact": False, "rtol": 0, "atol": 1e-10}
 
 
 def pair():
-    """Two prompts that differ at 4 and 7."""
+    """Return two prompts that differ at positions 4 and 7."""
     clean = tokens(1)
     corrupted = clean.clone()
     corrupted[:, 4], corrupted[:, 7] = (clean[:, 4] + 5) % 41, (clean[:, 7] + 3) % 41
@@ -47,7 +47,7 @@ def sweep(model, sites=SITES, metric=METRIC, **how):
 
 
 class Rows:
-    """How many rows each call of each block had."""
+    """A record of the batch rows and positions in each call of each block."""
 
     def __init__(self, model):
         self.calls = []
@@ -64,25 +64,25 @@ def test_a_patch_that_changes_nothing_costs_nothing(layout):
     rows, sites = Rows(model), ["L0N36", "L0N5", "L0N7"]
 
     def swept(positions, sites=sites):
-        """Rows of the variants: six, where a recording or a trial has two."""
+        """Return the frame and the variants' calls, which have six rows; other calls have two."""
         rows.calls.clear()
         frame = sweep(model, sites, positions=positions).to_frame()
         return frame, [call for call in rows.calls if call[1] == 2 * len(sites)]
 
-    # Up to 3 both runs are the same; at 10 the metric is read, and past it nothing is seen.
+    # Before 4, both runs are equal. The metric reads position 10; later positions do not matter.
     frame, calls = swept([0, 1, 2, 3])
     assert not calls
     assert set(frame["score"]) == {0.0}
     assert frame["value"].nunique() == 1
     assert len(swept([0, 1, 2, 3, 4])[1])
-    # The last layer's neurons write to the stream that is unembedded, and elsewhere than at the
-    # metric's position nobody reads it.
+    # The last layer's neurons write to the stream that is unembedded, so only their outputs at the
+    # metric's position matter.
     last = ["L2N3", "L2N4", "L2N5"]
     frame, calls = swept([4, 7], last)
     assert not calls
     assert set(frame["score"]) == {0.0}
     frame, calls = swept([10], last)
-    assert not calls  # the final norm and two columns, no block
+    assert not calls  # only the final norm and two vocabulary columns run, no block
     assert 0.0 not in set(frame["score"])
 
 
@@ -141,18 +141,18 @@ def test_out_of_memory(layout, batch_size, error):
     handle.remove()
     pd.testing.assert_frame_equal(got, expected, **SAME)
     assert max(sizes) > 6
-    # Halved once and remembered, not tried in full again and again.
+    # The batch size is halved once and remembered; the full size is not tried again.
     assert sum(n > 6 for n in sizes) <= 5
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_batches_on_a_cpu_are_of_what_free_memory_allows(processes, monkeypatch):
-    """As much as is said to be free: for no variant, for 1, for 3, for any number."""
+    """Free memory for no variant, for one, for three and for any number of variants."""
     model, numbers, of_token = made(), 7001, 101
     monkeypatch.setenv("WORLD_SIZE", str(processes))
 
     def largest(variants):
-        # Half of it, in numbers of 8 bytes.
+        # Half of the free memory is used, and each number takes 8 bytes.
         free = SimpleNamespace(available=int(2 * processes * variants * 8 * numbers))
         monkeypatch.setattr("psutil.virtual_memory", lambda: free)
         batching = Batching(model, None, lambda n: None, of_token)
@@ -166,7 +166,7 @@ def test_batches_on_a_cpu_are_of_what_free_memory_allows(processes, monkeypatch)
         assert torch.equal(values, torch.arange(5000.0))
         return sizes[0]
 
-    most = 2048 * of_token // numbers  # of what 2048 tokens take
+    most = 2048 * of_token // numbers  # the memory of 2048 tokens
     assert [largest(n) for n in (0, 0.9, 1.1, 3.5, 10**6)] == [1, 1, 1, 3, most]
 
 
@@ -193,7 +193,7 @@ def test_out_of_memory_with_one_site_and_other_errors():
 
 
 def state(model):
-    """Everything that a sweep hangs onto a model meanwhile."""
+    """Return everything that a sweep may attach to a model while it runs."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return {
         name: (type(m), "forward" in vars(m), sorted(vars(m)), [dict(getattr(m, k)) for k in kinds])
@@ -237,7 +237,7 @@ def test_gradients_and_mode_are_as_they_were():
 
 
 class Interrupted(ChunkStore):
-    """A folder whose sweep is stopped by hand after some chunks."""
+    """A folder whose sweep is interrupted after some chunks."""
 
     left = 4
 
@@ -268,7 +268,7 @@ def test_an_interrupted_sweep_goes_on(layout, tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             sweep(model, resume=folder)
     assert len(list(folder.glob("prompts-*"))) == 2
-    # Of 5 chunks, those that are missing, and then none: the two runs alone.
+    # A sweep runs all 5 chunks, then the 3 missing ones, and then only the two recorded runs.
     whole_calls = calls(resume=tmp_path / "another")
     assert whole_calls > calls(resume=folder) > calls(resume=folder)
     assert len(list(folder.glob("prompts-*"))) == 5
@@ -353,12 +353,12 @@ def test_a_users_function_needs_a_version_to_be_resumed(tmp_path):
     for fn, version in ((logit, "2"), (another, "1")):
         with pytest.raises(InputError, match="metric_identity: got"):
             swept(fn, version=version)
-    # A control: the other function has other values.
+    # Control: the other function gives other values.
     assert not swept(another, tmp_path / "others", version="1").frame["value"].equals(kept["value"])
 
 
 def test_the_same_name_with_other_answers_is_another_metric(tmp_path):
-    """The name shows only the first answers."""
+    """The metrics share a name, which shows only the first answers, and are still told apart."""
     many = list(range(1, 40))
     one, two = (p.logit_diff([*many, last], [0] * 40) for last in (40, 41))
     assert one.name == two.name
@@ -366,7 +366,7 @@ def test_the_same_name_with_other_answers_is_another_metric(tmp_path):
 
 
 def test_nothing_on_record_holds_a_graph():
-    """Keys and values of every block, through whose graphs every activation would be kept."""
+    """Recorded keys and values have no autograd graph, which would keep every activation alive."""
     model = made()
     model.requires_grad_(True)
     runs = record_pair(

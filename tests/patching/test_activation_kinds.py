@@ -1,4 +1,4 @@
-"""What is patched, where, from which run and by what measured: each against whole runs."""
+"""Tests of parts, positions, directions and metrics of sweeps, each against whole runs."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ MASKS = {"none": [0, 0, 0], "right": [0, 3, 5], "left": [0, 2, 4]}
 
 
 def pair(side="none"):
-    """Three prompts that differ in different places, padded on one side, and their mask."""
+    """Return three pairs that differ in different places, padded on one side, and their mask."""
     clean = tokens(1, batch=BATCH)
     corrupted = clean.clone()
     for prompt, positions in enumerate(([1, 5], [4], [5, 4])):
@@ -60,7 +60,7 @@ def sweep(model, side="none", metric=METRIC, sites=SITES, **how):
 
 
 def where_of(label, mask):
-    """What positions a label means."""
+    """Return the mask of the positions that a label stands for."""
     real = torch.ones(BATCH, POS, dtype=torch.bool) if mask is None else mask.bool()
     if label == "all":
         return real
@@ -73,7 +73,7 @@ def where_of(label, mask):
 
 
 def compare(model, frame, side, part, measure=value, *, noise=False, per_neuron=1, n=None):
-    """Hold rows of a frame against whole runs; how far they spread."""
+    """Compare rows of a frame with whole runs, and check that their values differ."""
     clean, corrupted, mask = pair(side)
     target, source_prompts = (clean, corrupted) if noise else (corrupted, clean)
     source = cached(model, source_prompts, mask)
@@ -108,7 +108,7 @@ def test_padding_in_every_part(side, part, family):
 
 
 def test_padding_counts():
-    """The control: without the mask the same tokens give other values."""
+    """Control: without the mask, the same tokens give other values."""
     model = made("rotary")
     with_mask = sweep(model, "left")["value"]
     assert (with_mask - sweep(model, "left", mask=None)["value"]).abs().max() > 1e-3
@@ -137,7 +137,7 @@ def test_heads_that_share_a_neuron(layout, part):
 
 
 def ablated(model, name, places, instead, mask=None):
-    """A whole clean run with z of one head replaced."""
+    """Return the logits of a whole clean run with z of one head replaced."""
     point = hook_point(model, name, "z")
 
     def edit(z, hook):
@@ -200,7 +200,7 @@ def test_one_prompt_is_resampled_from_a_reference():
         p.activation_patch(model, clean, corrupted, metric, **how)
     unrelated = tokens(9, batch=1)
     frame = p.activation_patch(model, clean, corrupted, metric, reference=unrelated, **how).frame
-    # the other prompt, as the source of an ordinary patch: of the same values, not scores
+    # Patching from the other prompt gives the same values (with other scores).
     noise = how | {"direction": "noise"}
     expected = p.activation_patch(model, clean, unrelated, metric, **noise).frame
     np.testing.assert_allclose(frame["value"], expected["value"], rtol=0, atol=EXACT)
@@ -208,7 +208,7 @@ def test_one_prompt_is_resampled_from_a_reference():
 
 
 def test_each_prompt_is_resampled_from_its_own_row():
-    """Prompts one by one, each with its row: their values are what the batch's is the mean of."""
+    """The value of a batch is the mean over prompts, each resampled from its own reference row."""
     model, others = made(), tokens(9, batch=BATCH)
     clean, corrupted, _ = pair()
     how = {"sites": SITES, "positions": [5], "direction": "resample", "progress": False}
@@ -223,7 +223,7 @@ def test_each_prompt_is_resampled_from_its_own_row():
     whole = values(range(BATCH), others)
     one_by_one = sum(values([row], others[row : row + 1]) for row in range(BATCH)) / BATCH
     np.testing.assert_allclose(whole, one_by_one, rtol=0, atol=EXACT)
-    # control: other rows are other values
+    # Control: other reference rows give other values.
     assert (values(range(BATCH), others.roll(-1, 0)) - whole).abs().max() > 1e-3
 
 
@@ -243,7 +243,7 @@ def test_references_that_cannot_be_resampled_from():
         with pytest.raises(InputError, match=reason) as caught:
             sweep(model, direction="resample", reference=reference)
         assert len(caught.value.reasons) == 1
-    # The same rows in another order are others: what is resampled without a reference.
+    # Rolled clean prompts as reference equal the default, which resamples from the next prompt.
     how = {"direction": "resample", "positions": [5]}
     referenced = sweep(model, reference=clean.roll(-1, 0), **how)
     np.testing.assert_allclose(
@@ -252,7 +252,7 @@ def test_references_that_cannot_be_resampled_from():
 
 
 def test_a_bias_ablation_is_of_the_pattern():
-    """All attention on the bias token: what a whole run with that pattern gives."""
+    """The ablation equals a whole run with all attention on the bias token."""
     model = made()
     clean = pair()[0]
     frame = sweep(model, sites=["L1N5", "L2N3"], positions=[2, 5], direction="bias")
@@ -271,7 +271,7 @@ def test_a_bias_ablation_is_of_the_pattern():
 
 
 def by_hand(name, clean_logits):
-    """Metrics, written out."""
+    """Return a metric, computed from the logits with torch."""
 
     def probability(logits, mask):
         return F.softmax(logits[torch.arange(BATCH), last_of(mask)], -1)[:, 7].mean().item()
@@ -281,8 +281,8 @@ def by_hand(name, clean_logits):
 
     def kl(logits, mask):
         rows = torch.arange(BATCH)
-        ours, log_probs = (x[rows, last_of(mask)].log_softmax(-1) for x in (logits, clean_logits))
-        return F.kl_div(ours, log_probs, log_target=True, reduction="batchmean").item()
+        logs, log_probs = (x[rows, last_of(mask)].log_softmax(-1) for x in (logits, clean_logits))
+        return F.kl_div(logs, log_probs, log_target=True, reduction="batchmean").item()
 
     def loss(logits, mask):
         clean, total = pair()[0], []
@@ -322,7 +322,7 @@ def test_metrics(name, side, family):
 
 @pytest.mark.parametrize("layout", ["two blocks", "in place"])
 def test_what_comes_before_a_patch_is_the_same_to_the_bit(layout):
-    """The logits of earlier positions, as a metric is given them, whatever is patched later."""
+    """Logits before the patched position are equal to the bit, whatever is patched later."""
     model = made(layout=layout)
     kept = []
 
@@ -331,8 +331,8 @@ def test_what_comes_before_a_patch_is_the_same_to_the_bit(layout):
         return logits[0, 4, 6]
 
     frame = sweep(model, metric=seen, sites=["L0N36", "L2N3"], positions=[4, 5], batch_size=1)
-    corrupted_logits, patched = kept[3], kept[-4:]  # the metric is measured twice beforehand
-    frame = frame.sort_values(["position", "layer"])  # the order in which they run
+    corrupted_logits, patched = kept[3], kept[-4:]  # the metric is evaluated twice beforehand
+    frame = frame.sort_values(["position", "layer"])  # the order in which the patches run
     for row, logits in zip(frame.itertuples(), patched, strict=True):
         same = logits == corrupted_logits
         assert same[:, : row.position].all()
@@ -344,7 +344,7 @@ def test_what_comes_before_a_patch_is_the_same_to_the_bit(layout):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
-    """Close to the same sweep in float32: half precision adds its roundings, and no more."""
+    """The sweep is close to the same sweep in float32, up to half precision's rounding."""
     narrow, wide = convert(build("gelu", dtype, scale=0.2)), convert(build("gelu", scale=0.2))
     scores = [sweep(model, positions="all")["value"] for model in (narrow, wide)]
     assert (scores[0] - scores[1]).abs().max() < 0.1

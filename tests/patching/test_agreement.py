@@ -1,4 +1,4 @@
-"""Agreement against scipy, whatever the order of rows; and sweeps that cannot be compared."""
+"""Tests of agreement against scipy in any row order, and refusals of incomparable sweeps."""
 
 import numpy as np
 import pandas as pd
@@ -9,7 +9,7 @@ from random_sweeps import sweep, values
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 
-EXACT = 1e-12  # means over 65 numbers
+EXACT = 1e-12  # rounding of means over 65 numbers
 
 
 @pytest.mark.parametrize("direction", ["denoise", "noise"])
@@ -19,10 +19,10 @@ def test_against_scipy(direction):
     approx = sweep(frame=noisy.sample(frac=1.0, random_state=3), direction=direction)
     (row,) = p.agreement(exact, approx, k=11).to_dict("records")
     first, second = exact.frame["value"], sweep(frame=noisy).frame["value"]
-    assert second.duplicated().any()  # ties, which have a mean rank
+    assert second.duplicated().any()  # ties get their mean rank
     assert row["pearson"] == pytest.approx(scipy.stats.pearsonr(first, second)[0], abs=EXACT)
     assert row["spearman"] == pytest.approx(scipy.stats.spearmanr(first, second)[0], abs=EXACT)
-    # The effect is the distance from the run patched into, not from 0 alone.
+    # The effect is the distance from the value of the patched run, not from 0.
     base = {"denoise": -1.3, "noise": 3.7}[direction]
     tops = [
         set(np.argsort(-np.abs(values - base), kind="stable")[:11]) for values in (first, second)
@@ -30,7 +30,7 @@ def test_against_scipy(direction):
     assert row["top_k"] == len(tops[0] & tops[1]) / 11
     assert 0 < row["top_k"] < 1
     assert (row["k"], row["n"]) == (11, 65)
-    # The control: rows side by side, not site by site, would say otherwise.
+    # Control: rows compared by number instead of by site give another correlation.
     misaligned = np.corrcoef(first, approx.frame["value"])[0, 1]
     assert abs(misaligned - row["pearson"]) > 0.1
 
@@ -40,7 +40,7 @@ def test_with_itself_and_its_opposite():
     same = p.agreement(exact, exact, k=13).iloc[0]
     assert same[["pearson", "spearman", "top_k"]].tolist() == pytest.approx([1.0, 1.0, 1.0])
     opposite = values(0)
-    opposite["value"] = -2.6 - opposite["value"]  # score to -score
+    opposite["value"] = -2.6 - opposite["value"]  # maps each score to its negative
     opposed = p.agreement(exact, sweep(frame=opposite), k=13).iloc[0]
     assert opposed[["pearson", "spearman", "top_k"]].tolist() == pytest.approx([-1.0, -1.0, 1.0])
 

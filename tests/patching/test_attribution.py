@@ -1,4 +1,4 @@
-"""Attribution against derivatives and patches taken with TransformerLens' hooks alone."""
+"""Tests of attribution against derivatives and patches made with TransformerLens' hooks only."""
 
 import math
 from functools import partial
@@ -15,7 +15,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
-estimate = partial(p.attribution, budget=0)  # exact repairs: `test_repairs.py`
+estimate = partial(p.attribution, budget=0)  # `test_repairs.py` tests exact repairs
 
 POS = 5
 LAYOUTS = ("two blocks a layer", "in place")
@@ -40,7 +40,7 @@ def model_of(family, layout, **changes):
 
 
 def change_of(sweep, name, position):
-    """By how much the estimate says that the metric moves."""
+    """Return the change of the metric that the estimate predicts."""
     row = sweep.frame.query(f"name == {name!r} and position == {position!r}")
     assert len(row) == 1
     span = sweep.clean_value - sweep.corrupted_value
@@ -68,7 +68,7 @@ def test_gradient_is_the_slope_of_small_patches(family, layout):
                 got.append(change_of(result, name, pos))
         expected, got = torch.tensor(expected), torch.tensor(got)
         assert (got - expected).abs().max() < SLOPE * expected.abs().max(), part
-        # control: a whole patch, or the gradient of the other run, is another number
+        # Control: a whole patch, or the gradient of the other run, gives another value.
         noised = estimate(
             model, clean, corrupted, METRIC, part=part, method="gradient", direction="noise"
         )
@@ -133,7 +133,7 @@ def test_padding_batches_and_sets_of_positions(layout):
     together = estimate(model, clean, corrupted, METRIC, positions="all", **settings)
     for name in NAMES:
         total = sum(change_of(result, name, pos) for pos in range(POS))
-        # sums of five terms in another order
+        # The sums of five terms are taken in another order.
         assert change_of(together, name, "all") == pytest.approx(total, rel=1e-10, abs=1e-13)
         hook_name, index_of_site = oracle.place(model, name, "pattern", slice(None))
         change = oracle.seen(model, clean, hook_name, mask)[index_of_site]
@@ -165,7 +165,7 @@ def test_heads_that_share_a_neuron():
 
 
 def micro():
-    """One neuron on one coordinate of the stream, no norm, attention that writes nothing."""
+    """Return a model with one neuron on one coordinate, no norm, and attention that writes zero."""
     cfg = HookedTransformerConfig(
         n_layers=1, d_model=2, n_ctx=3, d_head=2, n_heads=1, d_mlp=1, d_vocab=3, act_fn="silu",
         normalization_type=None, dtype=torch.float64, device="cpu",
@@ -188,7 +188,7 @@ def sigmoid(x):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_model_worked_out_by_hand(layout):
-    """q is 3.5 clean, -1 corrupted; the metric is 6 z, so that everything after z is linear."""
+    """q is 3.5 (clean) and -1 (corrupted); the metric is 6 z, so it is linear in z."""
     model = micro()
     model = convert(model) if layout == LAYOUTS[0] else (expose_neuron_heads(model), model)[1]
     q, q2 = -1.0, 3.5
@@ -209,7 +209,7 @@ def test_a_model_worked_out_by_hand(layout):
             model, clean, corrupted, metric, sites="L0N0", part=part, method=method, positions=-1,
             progress=False,
         )  # fmt: skip
-        # a dozen roundings of numbers up to 21
+        # about a dozen roundings of numbers up to 21
         assert result.corrupted_value == pytest.approx(6 * w * q, rel=1e-13)
         assert change_of(result, "L0N0", -1) == pytest.approx(change, rel=1e-12), (part, method)
         span = 6 * (w2 * q2 - w * q)
@@ -219,7 +219,7 @@ def test_a_model_worked_out_by_hand(layout):
 
 @pytest.mark.parametrize("params", [True, False])
 def test_cost_in_forwards(params):
-    """A backward without weight gradients costs one forward: 3 in all, 2 more a step."""
+    """A backward pass without weight gradients costs one forward pass: 3 in all, 2 per step."""
     model, (clean, corrupted) = model_of("gelu", "in place"), prompts()
     model.requires_grad_(params)
 
@@ -234,9 +234,9 @@ def test_cost_in_forwards(params):
     with torch.no_grad():
         forward = flops(lambda: model(clean))
     one = attribute(method="gradient")
-    # the backward begins with a gradient of logits and ends below the first block's heads
+    # The backward pass starts at the logits and ends below the first block's heads.
     assert 2.8 * forward < one <= 3.2 * forward
-    # control: what gradients of weights would add, one forward more
+    # Control: weight gradients would add the cost of one more forward pass.
     model.requires_grad_(True)
     with_weights = flops(lambda: model(clean)[0, -1, 3].backward())
     model.zero_grad()
@@ -328,7 +328,7 @@ def test_more_refusals():
 
 
 def own_kl(logits):
-    """KL from the clean run of a float64 model, as a user may write it."""
+    """Return the KL divergence from a float64 model's clean run, as a user may write it."""
     clean = own_kl.clean[:, -1].log_softmax(-1)
     return (clean.exp() * (clean - logits[:, -1].log_softmax(-1))).sum(-1).mean()
 
@@ -336,13 +336,13 @@ def own_kl(logits):
 @pytest.mark.parametrize("metric", ["kl", "own kl", "clamped"])
 @pytest.mark.parametrize("method", ["gradient", "exact_gate"])
 def test_a_metric_that_is_flat_where_it_is_patched_into(metric, method):
-    """Estimates there would all be zero, and the frame a constant."""
+    """Refuse a metric with a zero gradient on the patched run: all its estimates would be zero."""
     model, (clean, corrupted) = model_of("gelu", "in place"), prompts()
     with torch.no_grad():
         own_kl.clean, corrupted_logits = model(clean), model(corrupted)
     difference = (own_kl.clean - corrupted_logits)[0, -1]
     token = int(difference.argmax())
-    top = float(own_kl.clean[0, -1, token] - difference[token] / 7)  # the clean run is above
+    top = float(own_kl.clean[0, -1, token] - difference[token] / 7)  # below the clean logit
     metrics = {
         "kl": p.kl(),
         "own kl": p.custom(own_kl),
@@ -351,7 +351,7 @@ def test_a_metric_that_is_flat_where_it_is_patched_into(metric, method):
     how = {"method": method, "progress": False}
     with pytest.raises(InputError, match="gradient is zero on the run that is patched"):
         estimate(model, clean, corrupted, metrics[metric], direction="noise", **how)
-    # controls: the other direction is not flat there, nor is the way between the runs
+    # Controls: the gradient is not zero in the other direction, nor on the path between the runs.
     result = estimate(model, clean, corrupted, metrics[metric], **how)
     assert result.effect.abs().max() > 1e-3
     how["method"] = "integrated"

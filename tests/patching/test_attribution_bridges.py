@@ -1,4 +1,4 @@
-"""Attribution on TransformerBridges, under transformer-lens 3.9 and 4 alike."""
+"""Tests of attribution on TransformerBridges, under TransformerLens 3.9 and 4."""
 
 from functools import partial
 
@@ -13,10 +13,11 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.pretrained import small_english
 
-estimate = partial(p.attribution, budget=0)  # exact repairs: `test_repairs.py`
+estimate = partial(p.attribution, budget=0)  # `test_repairs.py` tests exact repairs
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 POS, D_MLP = 5, 37
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": D_MLP}
 SIZES |= {"vocab_size": 41, "hidden_size": 26, "max_position_embeddings": 17}
@@ -29,8 +30,8 @@ CONFIGS = {
     "gemma2": lambda: transformers.Gemma2Config(**SIZES, **GROUPED),
 }
 METRIC = p.logit_diff(oracle.CORRECT, oracle.WRONG)
-# LlamaRMSNorm and Gemma2RMSNorm compute in float32 in any dtype. A derivative then has an error of
-# 1e-7/step from rounding, so that the step must be large, and step² f‴/6 from that.
+# LlamaRMSNorm and Gemma2RMSNorm compute in float32 in any dtype. Rounding then gives a difference
+# quotient an error of 1e-7/step, so the step must be large, which adds an error of step² f‴/6.
 DIGITS = {"gpt2": 1e-6, "neox": 1e-6, "llama": 5e-3, "gemma2": 5e-3}
 STEP = {"gpt2": 1e-4, "neox": 1e-4, "llama": 1e-2, "gemma2": 1e-2}
 NAMES = ("L0H1", "L0N3", "L0N29", "L1H0", "L1N36")
@@ -79,7 +80,7 @@ def test_gradient_is_the_slope_of_small_patches(name):
                 got.append(moves(result, head, pos))
         expected, got = torch.tensor(expected), torch.tensor(got)
         assert (got - expected).abs().max() < DIGITS[name] * expected.abs().max(), part
-        # control: a sign, or the other run's change, is far outside
+        # Control: a wrong sign, or the other run's change, would exceed the tolerance by far.
         assert expected.abs().max() > 1e-3
 
 
@@ -107,7 +108,7 @@ def native():
 
 
 def test_hook_points_that_only_look_on_are_refused():
-    """As those of a native bridge's patterns do under 3.9."""
+    """Under 3.9, the pattern hook points of a native bridge are read-only."""
     model, (clean, corrupted) = native(), prompts()
     hook_name, index = oracle.place(model, "L1H0", "pattern", POS - 1)
     heard = not torch.equal(oracle.moved(model, clean, hook_name, index, 1.0), model(clean))
@@ -117,5 +118,29 @@ def test_hook_points_that_only_look_on_are_refused():
     else:
         with pytest.raises(UnsupportedModelError, match=r"attn\.hook_pattern has no gradient"):
             estimate(model, clean, corrupted, METRIC, **settings)
-    estimate(model, clean, corrupted, METRIC, method="secant")  # sees softmax itself
+    estimate(model, clean, corrupted, METRIC, method="secant")  # it computes the softmax itself
     estimate(model, clean, corrupted, METRIC, method="gradient")
+
+
+def test_a_padding_token_with_a_zero_embedding():
+    """Transformers sets the embedding of `padding_idx` to zero, so a norm's input can be zero."""
+    model = small_english()
+    pad = model.tokenizer.pad_token_id
+    sides = []
+    for texts in (
+        ("The dogs", "The keys near the cabinet"),
+        ("The dog", "The key near the cabinet"),
+    ):
+        short, long = (model.to_tokens(text)[0] for text in texts)
+        padding = torch.full((len(long) - len(short),), pad)
+        sides.append(torch.stack([torch.cat([short, padding]), long]))
+    mask = torch.ones_like(sides[0])
+    mask[0, len(short) :] = 0
+    expose_neuron_heads(model)
+    arguments = (model, *sides, p.logit_diff(" are", " is"))
+    before = estimate(*arguments, mask=mask, method="secant").to_frame()
+    with torch.no_grad():
+        model.original_model.get_input_embeddings().weight[pad] = 0
+    assert not model.embed(torch.tensor([pad])).any()
+    after = estimate(*arguments, mask=mask, method="secant").to_frame()
+    assert before["value"].equals(after["value"])  # no token attends to padding

@@ -1,4 +1,4 @@
-"""Integrated gradients: complete at the embedding, and along one path in both directions."""
+"""Tests that integrated gradients are complete at the embedding and alike in both directions."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ from attn_only_lens.engine.recording import record
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.patching._attribution import integrated_gradients
 
-estimate = partial(p.attribution, budget=0)  # exact repairs: `test_repairs.py`
+estimate = partial(p.attribution, budget=0)  # `test_repairs.py` tests exact repairs
 
 POS = 5
 LAYOUTS = ("two blocks a layer", "in place")
@@ -39,7 +39,7 @@ def model_of(family, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_integrated_gradients_of_the_embedding_are_complete(layout):
-    """They add up to the difference of the metric, with an error of order 1/steps²."""
+    """The gradients add up to the metric's difference, with an error of order 1/steps²."""
     model, (clean, corrupted) = model_of("gelu", layout), prompts()
     metric = bind(METRIC, model, p.prompt_pair(model, clean, corrupted))
     first, second = record(model, corrupted, None), record(model, clean, None)
@@ -68,7 +68,7 @@ def test_integrated_converges_and_is_no_single_gradient():
     noise = estimate(
         model, clean, corrupted, METRIC, steps=64, direction="noise", **settings
     ).frame["score"]
-    # the same path the other way: the same gradients, and changes of the other sign
+    # The reverse path has the same gradients, and changes of the opposite sign.
     assert (scores[64] + noise - 1).abs().max() < 1e-10
 
 

@@ -1,4 +1,4 @@
-"""Bridges run a patch on the positions from it on: taken where it is right, and nowhere else."""
+"""Tests that bridges run a patch on its suffix of positions only where the model allows it."""
 
 import bridges
 import pytest
@@ -19,12 +19,12 @@ from attn_only_lens.engine.replay.bridge import BridgeReplay
 from attn_only_lens.engine.replay.key_values import KeyValues, record_key_values
 from attn_only_lens.errors import UnsupportedModelError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 BATCH, POS, FIRST = 2, 11, 4
 EXACT = 1e-10
 METRIC = p.logit_diff(correct=7, wrong=8)
 NEURONS = ["L0N5", "L0N29", "L0N36"]
-ROWS = BATCH * len(NEURONS)  # of a batch of variants; whatever is tried runs fewer or more
+ROWS = BATCH * len(NEURONS)  # rows in a batch of variants; tests of a start have other sizes
 CACHED = [name for name in bridges.CHOSEN if not name.startswith("native")]
 
 
@@ -37,7 +37,7 @@ def exposed(name, state="plain", dtype=torch.float64):
 
 
 def pair():
-    """Clean and corrupted prompts, which differ at FIRST and all after it."""
+    """Return clean and corrupted prompts that differ at FIRST and at all later positions."""
     generator = torch.Generator().manual_seed(1)
     clean = torch.randint(0, bridges.D_VOCAB, (BATCH, POS), generator=generator)
     corrupted = clean.clone()
@@ -50,7 +50,7 @@ def sweep(model, sites=NEURONS, **how):
 
 
 def worst(model, frame, mask=None, part="z"):
-    """How far a sweep is from whole runs with a hook, at the worst: of one site a position."""
+    """Return a sweep's largest error against whole runs with a hook, for one site per position."""
     clean, corrupted = pair()
     source = cached(model, clean, mask)
     last = torch.tensor([POS - 1] * BATCH) if mask is None else mask.cumsum(1).argmax(1)
@@ -66,12 +66,12 @@ def worst(model, frame, mask=None, part="z"):
 
 @pytest.fixture(autouse=True)
 def starts_of_their_own(monkeypatch):
-    """A run for each position, as of many sites: a few would run together from the first on."""
+    """Start a run at each position, as with many sites; few sites would share one start."""
     monkeypatch.setattr(BridgeReplay, "flops_per_run", lambda self, block, position: 0.0)
 
 
 def lengths(model, run):
-    """How many positions batches of the three neurons have in the last block."""
+    """Return how many positions the last block runs in batches of the three neurons."""
     seen_lengths = []
 
     def look(module, args, kwargs):
@@ -115,7 +115,7 @@ SCATTERED = ["L0N5", "L0H1", "L1N29", "L1H0"]
 
 
 def passes(model, run):
-    """The rows of each pass of many through the unembedding: those of all variants."""
+    """Return the batch rows of each pass through the unembedding."""
     seen_passes = []
 
     def look(module, args, output):
@@ -128,14 +128,14 @@ def passes(model, run):
         handle.remove()
 
 
-# What is at the metric's position alone: neurons of the last layer; not where a norm follows them.
+# Only neurons of the last layer act at the metric's position alone, if no norm follows them.
 @pytest.mark.parametrize(
     ("name", "felt"),
     [(name, 3 * len(SUFFIXES) + 1) for name in ("gpt2", "neox", "llama")]
     + [("gemma2", 4 * len(SUFFIXES)), ("bert", 4 * POS)],
 )
 def test_patches_of_all_layers_run_in_one_pass(name, felt, monkeypatch):
-    """Those that enter a block join those that have come so far."""
+    """Variants that enter a block later join the batch of the earlier ones."""
     model = exposed(name)
     monkeypatch.setattr(BridgeReplay, "flops_per_run", lambda self, block, position: 1e30)
     frame, seen_passes = passes(model, lambda: sweep(model, SCATTERED))
@@ -145,7 +145,7 @@ def test_patches_of_all_layers_run_in_one_pass(name, felt, monkeypatch):
 
 
 def test_a_model_that_wants_all_rows_in_every_block():
-    """A control of the passes above: each layer's patches run alone, and are right."""
+    """Control: with a model that needs all rows in each block, each layer's patches run alone."""
     model, rows = exposed("gpt2"), []
 
     def count(module, args, output):
@@ -214,11 +214,11 @@ def test_sites_that_the_metric_cannot_feel_are_not_run(monkeypatch):
     monkeypatch.setattr(BridgeReplay, "values", counting)
     sweep(exposed("gpt2"), ["L0N5", "L1N5"])
     of_first = [(1, first, 1) for first in range(FIRST, POS)]
-    assert ran == [*of_first, (2, POS - 1, 1)]  # of the last layer, at the metric's position alone
+    assert ran == [*of_first, (2, POS - 1, 1)]  # the last layer runs at the metric's position only
 
 
 def widths(model, run):
-    """How many columns of the vocabulary batches of the three neurons are unembedded to."""
+    """Return how many vocabulary columns are unembedded in batches of the three neurons."""
     seen_widths = set()
 
     def look(module, args, output):
@@ -244,7 +244,7 @@ def test_columns_that_the_metric_does_not_read_are_left_out(name):
 
 @pytest.mark.parametrize("fails", [False, True], ids=["counts on", "counts"])
 def test_a_model_that_reads_its_vocabulary_keeps_it(fails, monkeypatch):
-    """What follows the unembedding may need every column, or how many there are."""
+    """Code after the unembedding may need every column, or the number of columns."""
     model = exposed("gpt2")
 
     def softmax(module, args, kwargs, output):
@@ -258,7 +258,7 @@ def test_a_model_that_reads_its_vocabulary_keeps_it(fails, monkeypatch):
     assert seen_widths == {bridges.D_VOCAB}
     assert worst(model, frame) < EXACT
     assert frame["value"].std() > 1e-6
-    # Control: were it not tried, its logits would be others.
+    # Control: without the test of the columns, the sweep is refused.
     monkeypatch.setattr(BridgeReplay, "_can_unembed_columns", lambda self: True)
     with pytest.raises(ValueError if fails else UnsupportedModelError):
         sweep(model)
@@ -270,7 +270,7 @@ def test_a_model_that_reads_its_vocabulary_keeps_it(fails, monkeypatch):
     [torch.OutOfMemoryError("CUDA out of memory"), OSError("no disk"), TypeError("takes no")],
 )
 def test_errors_that_say_nothing_about_the_model_are_heard(tried, error, monkeypatch):
-    if tried == "cache":  # or a recording has the keys and values of its run
+    if tried == "cache":  # else the recording already has the keys and values of its run
         monkeypatch.setattr(recording, "keys_and_values", lambda cache, tokens: ())
     model = exposed("gpt2")
 
@@ -311,11 +311,11 @@ def test_a_sweep_that_fails_leaves_the_model_as_it_was():
     assert torch.equal(model(pair()[0]), expected)
 
 
-# What is not right is not taken.
+# Wrong caches are not used.
 
 
 def other_keys(past, layer, position):
-    """The same, but that one layer has other keys at one position."""
+    """Return the same cache with changed keys of one layer at one position."""
     layers = list(past.layers)
     keys, values = layers[layer]
     keys = keys.clone()
@@ -334,12 +334,12 @@ def shifted(model, recording):
 
 
 def late(model, recording):
-    """Found where the position is first among those before a patch."""
+    """The cache is wrong at a position that only later starts use."""
     return other_keys(record_key_values(model, recording), layer=1, position=FIRST + 2)
 
 
 class Ignored(KeyValues):
-    """A model that takes the argument, and does not look into it."""
+    """A model that accepts the cache and ignores it."""
 
     def before(self, first):
         return DynamicCache()
@@ -358,10 +358,10 @@ def test_a_wrong_cache_is_seen(name, wrong, monkeypatch):
     model = exposed(name)
     monkeypatch.setattr(bridge_replay, "record_key_values", WRONG[wrong])
     frame, seen_lengths = lengths(model, lambda: sweep(model))
-    # Every start is tested: those after what is wrong run whole.
+    # Every start is tested, so starts after the wrong position run whole.
     assert seen_lengths[-1] == WHOLE[-1]
     assert worst(model, frame) < EXACT
-    # Control: were it not tried, scores would be wrong.
+    # Control: without the test of each start, the scores would be wrong.
     monkeypatch.setattr(BridgeReplay, "_test_start", lambda self, block, first, earlier: True)
     monkeypatch.setattr(BridgeReplay, "check", lambda self: None)
     assert worst(model, sweep(model)) > 1e-5
@@ -371,7 +371,7 @@ def test_a_wrong_cache_is_seen(name, wrong, monkeypatch):
 @pytest.mark.parametrize("amount", [0.0, 1e-9])
 @pytest.mark.parametrize("index", [1, 2])
 def test_every_later_block_must_come_out_alike(index, amount, monkeypatch):
-    """Token by token, though the logits that the metric reads be the same."""
+    """Streams are compared token by token, even if the logits that the metric reads agree."""
     replay, original = replay_of_corrupted(exposed("gpt2")), BridgeReplay._streams_and_logits
 
     def off(self, variants):
@@ -386,7 +386,7 @@ def test_every_later_block_must_come_out_alike(index, amount, monkeypatch):
 
 @torch.no_grad()
 def test_positions_are_tried_one_by_one(monkeypatch):
-    """Suffixes that begin before what is wrong are right."""
+    """Suffixes that start before the wrong position are accepted."""
     model = exposed("gpt2")
     monkeypatch.setattr(bridge_replay, "record_key_values", late)
     replay = replay_of_corrupted(model)
@@ -395,7 +395,7 @@ def test_positions_are_tried_one_by_one(monkeypatch):
         True,
         False,
     ]
-    assert not replay.can_start_at(0, 1)  # it is not trusted again
+    assert not replay.can_start_at(0, 1)  # the start is no longer trusted
 
 
 @torch.no_grad()
@@ -415,7 +415,7 @@ def test_later_blocks_are_trusted_where_earlier_ones_were_tried(monkeypatch):
 
 
 def test_a_model_that_is_not_causal_is_run_whole(monkeypatch):
-    """Its cache serves: only what would become of earlier positions tells that it may not."""
+    """The cache works, and only patched runs show that earlier positions depend on later ones."""
     config = transformers.Gemma3TextConfig(
         **bridges.SIZES | {"num_hidden_layers": 3},
         **bridges.GROUPED,
@@ -427,7 +427,7 @@ def test_a_model_that_is_not_causal_is_run_whole(monkeypatch):
     frame, seen_lengths = lengths(model, lambda: sweep(model))
     assert set(seen_lengths) == {POS}
     assert worst(model, frame) < EXACT
-    # Control: the unpatched run, which `check` makes, does not tell.
+    # Control: the unpatched run in `check` does not show the error.
     monkeypatch.setattr(BridgeReplay, "_test_start", lambda self, block, first, earlier: True)
     frame, seen_lengths = lengths(model, lambda: sweep(model))
     assert min(seen_lengths) < POS

@@ -1,4 +1,4 @@
-"""Prompts, metrics and sites of a TransformerBridge, under transformer-lens 3.9 and 4 alike."""
+"""Tests of prompts, metrics and sites of TransformerBridges, under TransformerLens 3.9 and 4."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from attn_only_lens.engine.model_weights import fingerprint
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import InputError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens
 SIZES = {"n_layers": 2, "d_model": 26, "n_heads": 2, "d_head": 13, "d_mlp": 37, "d_vocab": 41}
 
 

@@ -1,4 +1,4 @@
-"""Pattern, value and interaction: they add up, and are what three sweeps and two caches say."""
+"""Tests that pattern, value and interaction add up and agree with three sweeps and two caches."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ def test_against_whole_runs_and_caches(family, layout, direction):
         direction=direction,
         progress=False,
     )
-    # Layer by layer, there position by position, as sweeps of neurons are.
+    # Rows are ordered by layer and then by position, as in sweeps of neurons.
     names = [name for layer in (SITES[:1], SITES[1:3], SITES[3:]) for name in layer * 3]
     assert frame["name"].tolist() == names
     target, source_prompts = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
@@ -87,7 +87,7 @@ def test_against_whole_runs_and_caches(family, layout, direction):
             assert got == pytest.approx((value(logits) - baseline) / span, rel=1e-7, abs=1e-9)
     for parts, whole in ((WRITES, "write"), (EFFECTS, "effect")):
         np.testing.assert_allclose(frame[parts].sum(axis=1), frame[whole], rtol=0, atol=1e-12)
-        # The control: without the interaction they do not add up.
+        # Control: without the interaction, the parts do not add up.
         assert (frame[parts[:2]].sum(axis=1) - frame[whole]).abs().max() > 1e-4
 
 

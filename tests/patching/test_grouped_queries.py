@@ -1,9 +1,9 @@
-"""Patches of one head's share of a key or value that grouped queries share.
+"""Tests of patches of one head's share of a key or value that a group of heads uses.
 
-The truth is of a copy of each model in which every head has keys and values that it shares with
-none: the same function, where a plain hook patches one head. Where all keys are normed together
-there is no such copy; there the truth is a run with the key of the group patched, in which the z of
-all other heads is restored by hand.
+The oracle is a copy of each model in which every head has its own keys and values. The copy
+computes the same function, and a plain hook patches one head in it. If one norm spans all keys,
+no such copy exists. The oracle is then a run that patches the group's key and restores the z of
+all other heads.
 """
 
 from functools import cache
@@ -22,12 +22,12 @@ from attn_only_lens import patching as p
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 BATCH, POS, N_HEADS, N_SHARED = 2, 11, 6, 2
 METRIC = p.logit_diff(correct=7, wrong=8)
 HEADS = [f"L{layer}H{head}" for layer in range(2) for head in (0, 1, 3, 4)]
 SIZES = bridges.SIZES | {"num_attention_heads": N_HEADS, "num_key_value_heads": N_SHARED}
-SIZES |= {"hidden_size": 36}  # transformers has heads divide it, and halves of them be whole
+SIZES |= {"hidden_size": 36}  # divisible by the heads, with an even quotient
 CONFIGS = {
     "llama": lambda **how: transformers.LlamaConfig(**SIZES | {"head_dim": 14} | how),
     "qwen3": lambda **how: transformers.Qwen3Config(**SIZES | {"head_dim": 14} | how),
@@ -52,7 +52,7 @@ def bridge(name, **how):
 
 @cache
 def pair_of(model):
-    """A model, and one in which its keys and values are written out for each head."""
+    """Return a model, and a copy whose keys and values are repeated for each head."""
     name, kind = model.split(" ", 1)
     if kind == "bridge":
         shared, alone = bridge(name), bridge(name, num_key_value_heads=N_HEADS)
@@ -66,7 +66,7 @@ def pair_of(model):
         return tuple(
             expose_neuron_heads(bridges.bridged(family)).model for family in (shared, alone)
         )
-    from models import build, written_out  # at the top it would skip the whole module under 4
+    from models import build, written_out  # a module-level import would skip the module under 4
 
     from attn_only_lens import convert
 
@@ -75,7 +75,7 @@ def pair_of(model):
 
 
 def prompts():
-    """Clean and corrupted prompts, which differ at other places in each prompt."""
+    """Return clean and corrupted prompts that differ at different positions in each prompt."""
     generator = torch.Generator().manual_seed(1)
     clean = torch.randint(0, 41, (BATCH, POS), generator=generator)
     corrupted = clean.clone()
@@ -93,7 +93,7 @@ def by_site(of_sweep):
 
 
 def places(position):
-    """[batch, pos], set where a label of `POSITIONS` is."""
+    """Return a mask [batch, pos] of the positions that a label stands for."""
     places = torch.zeros(BATCH, POS, dtype=torch.bool)
     places[torch.arange(BATCH), torch.tensor(ROLES.get(position, position))] = True
     return places if position != "all" else torch.ones_like(places)
@@ -121,7 +121,7 @@ def test_one_share_is_a_plain_patch_of_heads_that_share_nothing(name, part):
         effects = by_site(sweep(model, part=part, batch_size=5, **how))
         expected = truths(alone, part, list(effects.index), noise="direction" in how)
         assert (effects - expected).abs().max() < 1e-10
-        # Control: heads of a group are patched one by one, with other effects.
+        # Control: heads of one group have different effects.
         one = effects.unstack()
         assert (one.loc["L0H0"] - one.loc["L0H1"]).abs().max() > 1e-5
         assert (one.loc["L0H3"] - one.loc["L0H4"]).abs().max() > 1e-5
@@ -132,7 +132,7 @@ def test_one_share_is_a_plain_patch_of_heads_that_share_nothing(name, part):
 
 @pytest.mark.parametrize("part", ["value", "k"])
 def test_keys_that_are_normed_together(part):
-    """Only the head that is patched reads the group's key, and what that does to other groups."""
+    """Only the patched head reads the group's key, even if the norm changes other groups' keys."""
     model = expose_neuron_heads(bridges.bridged(bridge("olmo2"))).model
     clean, corrupted = prompts()
     source, target = cached(model, clean), cached(model, corrupted)
@@ -172,9 +172,9 @@ def test_estimates_are_those_of_heads_that_share_nothing(name, part, method):
 
 
 def test_estimates_where_keys_are_normed_together():
-    """The derivative by the size of a patch, with plain hooks.
+    """Compare estimates with the derivative in the size of a patch, taken with plain hooks.
 
-    Norms of transformers work in float32, also here: differences of runs are too noisy.
+    Finite differences would be too noisy, because norms of transformers compute in float32.
     """
     model = expose_neuron_heads(bridges.bridged(bridge("olmo2"))).model
     clean, corrupted = prompts()
@@ -230,7 +230,7 @@ def test_float32(part):
 
 
 def test_groups_in_another_order_are_refused(monkeypatch):
-    """Tile keys and values over the heads: heads 0, 2 and 4 read the first."""
+    """Tile keys and values over the heads, so that heads 0, 2 and 4 read the first."""
     model = expose_neuron_heads(bridges.bridged(bridge("llama"))).model
     monkeypatch.setattr(modeling_llama, "repeat_kv", lambda x, n: x.repeat(1, n, 1, 1))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""What a sweep is said to hold at once, against what is allocated, under 3.9 and 4 alike."""
+"""Tests of a sweep's memory estimate against allocations, under TransformerLens 3.9 and 4."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ from attn_only_lens import convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.patching.run_patches import Batching
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 POS, D_MODEL, D_MLP, HEADS, D_VOCAB = 101, 78, 311, 6, 41
 SITES = [f"L0N{i}" for i in range(7)]
 ATTENTION = [f"L0H{i}" for i in range(HEADS)]
 
 
 def hooked(**changes):
-    from models import build  # at the top it would have the whole module skipped under 4
+    from models import build  # a module-level import would skip the module under 4
 
     sizes = {"n_layers": 2, "d_model": D_MODEL, "n_heads": HEADS, "d_head": 13, "d_mlp": D_MLP}
     return convert(build("gelu", torch.float32, **sizes, n_ctx=POS, d_vocab=D_VOCAB, **changes))
@@ -58,7 +58,7 @@ MODELS = {
     ],
 )
 def test_what_variants_hold_at_once_is_about_what_is_estimated(name, monkeypatch):
-    """Whole prompts; a token alone, whose keys and values are those of all before; every logit."""
+    """Cover whole prompts, one token with all earlier keys and values, and all logits."""
     model, shares = MODELS[name](), []
     fill = Batching.fill
 

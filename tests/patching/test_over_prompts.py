@@ -1,4 +1,4 @@
-"""Means over prompts, their standard errors and rows of each prompt, against prompts run alone."""
+"""Tests of means over prompts, standard errors and rows of prompts, against single-prompt runs."""
 
 import statistics
 
@@ -13,7 +13,7 @@ from patched_runs import cached, logit_diff, mask_at, patched_logits
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 LENGTHS, SITES = (7, 3, 5), ["L0H1", "L0N29", "L1N3"]
 RIGHT, WRONG = [3, 5, 7], [11, 13, 2]
 METRIC = p.logit_diff(RIGHT, WRONG)
@@ -26,7 +26,7 @@ def model():
 
 
 def pair():
-    """Three pairs of three lengths, padded on the right."""
+    """Return three pairs of different lengths, padded on the right."""
     clean = tokens(5, batch=3, pos=max(LENGTHS))
     corrupted = clean.clone()
     corrupted[:, 1] = (clean[:, 1] + 7) % 41
@@ -35,7 +35,7 @@ def pair():
 
 
 def alone(model, prompt, name, pos, direction):
-    """The logit difference of a prompt run without the others, unpatched and patched by hooks."""
+    """Return one prompt's logit difference, unpatched and patched by hooks, run alone."""
     clean, corrupted, _ = (tensor[prompt : prompt + 1, : LENGTHS[prompt]] for tensor in pair())
     into, source = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
     end = torch.tensor([LENGTHS[prompt] - 1])
@@ -56,7 +56,7 @@ def test_rows_of_each_prompt_and_means_are_those_of_prompts_run_alone(model, dir
     rows = p.activation_patch(model, clean, corrupted, METRIC, **settings, **resumed)
     span = whole.clean_value - whole.corrupted_value
     assert len(rows.frame) == 3 * len(whole.frame) == 9 * max(LENGTHS)
-    some = rows.query("position in [1, 4]").frame  # where prompts differ; not in every prompt
+    some = rows.query("position in [1, 4]").frame  # Prompts differ at 1, and the shortest lacks 4.
     for (name, pos), group in some.groupby(["name", "position"], observed=True):
         ends = [alone(model, prompt, name, pos, direction) for prompt in range(3)]
         unpatched, patched = map(np.array, zip(*ends, strict=True))
@@ -70,7 +70,7 @@ def test_rows_of_each_prompt_and_means_are_those_of_prompts_run_alone(model, dir
             (mean.score_standard_error, (patched - unpatched) / span),
         ):
             assert got == pytest.approx(statistics.stdev(expected) / 3**0.5, abs=EXACT)
-    # Controls: prompts differ, and a patch that moves nothing is known to move nothing.
+    # Controls: prompts differ, and a patch without effect has a standard error of 0.
     assert rows.frame["value"].std() > 0.1
     still = whole.frame.query("position == 0")
     assert (still["score"] == whole.baseline).all()
@@ -98,7 +98,7 @@ def test_attribution_of_each_prompt_is_that_of_the_prompt_alone(model, metric, p
     weights = weights / weights.sum()
     by_site = rows.frame["value"].to_numpy().reshape(-1, 3)
     np.testing.assert_allclose(whole.frame["value"], by_site @ weights, atol=EXACT)
-    # The ratio of two sums, whose error is that of its linear part.
+    # The value is a ratio of two sums, and its error is that of the linear part.
     deviations = weights * (by_site - (by_site @ weights)[:, None])
     expected = np.sqrt((deviations**2).sum(1) * 3 / 2)
     np.testing.assert_allclose(whole.frame["value_standard_error"], expected, atol=EXACT)
@@ -135,7 +135,7 @@ def test_positions_by_role_are_each_prompts_own(model, tmp_path):
                 alone(model, prompt, name, pos, "noise")[1] for prompt, pos in enumerate(places)
             ]
             np.testing.assert_allclose(got, expected, atol=EXACT)
-    # The label alone does not say where: another sweep is not resumed.
+    # The same labels at other positions are other settings, so the sweep is not resumed.
     positions = {"changed": [1, 1, -3], "end": -1}
     with pytest.raises(InputError, match="where: got"):
         p.activation_patch(model, clean, corrupted, METRIC, positions=positions, **settings)

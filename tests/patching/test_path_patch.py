@@ -1,4 +1,4 @@
-"""Path patching against TransformerLens' hooks on the model that was never exposed or converted."""
+"""Tests of path patching against TransformerLens' hooks on the original, unconverted model."""
 
 import bridges
 import pandas as pd
@@ -39,7 +39,7 @@ RECEIVERS = ("L1H0", "L1N5", "L2H1", "L2N36")
 
 
 def compare(sweep, oracle, positions, tolerance=1e-10):
-    """Every row with what the oracle has; return how many."""
+    """Compare every row with the oracle; return the number of rows."""
     frame, moved = sweep.to_frame(), 0.0
     span = abs(sweep.clean_value - sweep.corrupted_value)
     for row in frame.itertuples():
@@ -47,7 +47,7 @@ def compare(sweep, oracle, positions, tolerance=1e-10):
         expected = oracle.value(HeadName.parse(row.sender), to, row.part, positions)
         assert abs(row.value - expected) < tolerance * span, row
         moved = max(moved, abs(expected - sweep.corrupted_value))
-    assert moved > 1e-4 * span  # control: paths do something
+    assert moved > 1e-4 * span  # control: some paths have an effect
     return len(frame)
 
 
@@ -61,7 +61,7 @@ def test_equals_hooks(family):
     with expose_neuron_heads(source, copy=True) as exposed:
         sweep = p.path_patch(converted, clean, corrupted, METRIC, positions=AT, part="z", **pair)
         n = compare(sweep, held, AT)
-        assert n == 17 - source.cfg.parallel_attn_mlp  # there L1H1 does not reach L1N5
+        assert n == 17 - source.cfg.parallel_attn_mlp  # if parallel, L1H1 does not reach L1N5
         again = p.path_patch(exposed, clean, corrupted, METRIC, positions=AT, part="z", **pair)
         pd.testing.assert_frame_equal(sweep.frame, again.frame, rtol=1e-9)
         by = {part: RECEIVERS for part in ("q", "value", "pattern")} | {"k": ("L1H0", "L2H1")}
@@ -78,7 +78,7 @@ def test_equals_hooks(family):
 
 @needs_hooked_transformer
 def test_heads_one_at_a_time(monkeypatch):
-    """As where all are normed together; here that must change nothing."""
+    """The code for norms over all heads gives the same result for models without such norms."""
     model, (clean, corrupted) = convert(build("grouped", scale=0.25)), prompts()
     options = {"senders": "L0N3", "receivers": p.heads(1), "positions": AT, "progress": False}
     for part in ("q", "k", "value"):
@@ -92,9 +92,9 @@ def test_heads_one_at_a_time(monkeypatch):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
 def test_bridges_equal_hooks(name):
-    """Neurons as receivers, by an edit of their pre-activation; norm scales as the cache has them.
+    """Edit the pre-activation of a receiving neuron, with the norm scales from the cache.
 
-    Bridged RMS norms compute in float32: what is compared with them agrees to that.
+    Bridged RMS norms compute in float32, so their tolerance is larger.
     """
     model, (clean, corrupted) = bridges.exposed_copy(bridges.boot(name)), prompts()
     sweep = p.path_patch(
@@ -147,9 +147,9 @@ def test_bridges_equal_hooks(name):
 
 
 def test_equals_transformerlens():
-    """Its direct paths between attention heads: 3.9 holds norms' scales, 4 computes them anew."""
+    """Direct paths between heads agree; 3.9 holds the norms' scales, and 4 recomputes them."""
     source, (clean, corrupted) = bridges.boot("gpt2", state="processed"), prompts()
-    theirs_is, other_scale = ("held", "anew") if HAS_HOOKED_TRANSFORMER else ("anew", "held")
+    reference_scale, other_scale = ("held", "anew") if HAS_HOOKED_TRANSFORMER else ("anew", "held")
     with torch.no_grad():
         caches = [source.run_with_cache(prompts)[1] for prompts in (clean, corrupted)]
     with expose_neuron_heads(source, copy=True) as model:
@@ -160,7 +160,7 @@ def test_equals_transformerlens():
                     *(0, 1, component),
                     verbose=False,
                 )
-            ours, off = (
+            same, off = (
                 p.path_patch(
                     *(model, clean, corrupted, METRIC),
                     senders="L0H1",
@@ -170,13 +170,13 @@ def test_equals_transformerlens():
                     scale=scale,
                     progress=False,
                 ).frame
-                for scale in (theirs_is, other_scale)
+                for scale in (reference_scale, other_scale)
             )
-            assert ours["receiver"].tolist() == ["L1H0", "L1H1"]
+            assert same["receiver"].tolist() == ["L1H0", "L1H1"]
             got, control = (
-                torch.tensor(frame["value"].to_numpy()).float() for frame in (ours, off)
+                torch.tensor(frame["value"].to_numpy()).float() for frame in (same, off)
             )
-            assert torch.allclose(got, reference[1], rtol=1e-6)  # it keeps values in float32
+            assert torch.allclose(got, reference[1], rtol=1e-6)  # the reference is in float32
             assert not torch.allclose(control, reference[1], rtol=1e-6)
 
 
@@ -190,7 +190,7 @@ def test_top_is_patched_exactly(small, monkeypatch):
     options = {"senders": p.all_heads(0), "receivers": p.all_heads(1), "part": "z"}
     options |= {"positions": [1, END], "progress": False}
     every = p.path_patch(model, clean, corrupted, METRIC, **options)
-    monkeypatch.setattr(_path_patch, "_NUMBERS", 500)  # blocks of a few paths
+    monkeypatch.setattr(_path_patch, "_NUMBERS", 500)  # a few paths per block
     monkeypatch.setattr(_path_patch, "_AT_ONCE", 5)
     cut = p.path_patch(model, clean, corrupted, METRIC, **options)
     key = ["sender", "receiver", "position"]
@@ -203,7 +203,7 @@ def test_top_is_patched_exactly(small, monkeypatch):
     assert top.n_paths == len(every.frame) == 2 * 39 * 39
     rows = top.frame.astype({"sender": str, "receiver": str}).set_index(key)
     assert (rows["value"] - whole[rows.index]).abs().max() < 1e-12 * span
-    # Estimates are good enough here to find the largest, and all within a third.
+    # Estimates find the largest paths, and all are within a third of the patched score.
     best = every.top(7).astype({"sender": str, "receiver": str})
     assert set(zip(*(best[name] for name in key), strict=True)) <= set(rows.index)
     assert ((rows["estimate"] - rows["score"]).abs() < rows["score"].abs() / 3 + 1e-6).all()
@@ -229,7 +229,7 @@ def test_resumes(small, tmp_path, monkeypatch):
         options["resume"] = tmp_path / f"top {top}"
         expected = p.path_patch(model, clean, corrupted, METRIC, top=top, **options)
         chunks = sorted((tmp_path / f"top {top}").glob("*.safetensors"))
-        if top:  # one chunk of estimates is missing
+        if top:  # remove one chunk of estimates
             chunks[0].unlink()
             picked.clear()
         chunks[-1].unlink()
@@ -249,12 +249,12 @@ def test_resumes(small, tmp_path, monkeypatch):
         assert expected.tokens.clean == [[str(token) for token in row] for row in clean.tolist()]
     roles = options | {"resume": tmp_path / "roles", "positions": {"role": 1}}
     p.path_patch(model, clean, corrupted, METRIC, **roles)
-    with pytest.raises(InputError, match="where: got"):  # of one name, and elsewhere
+    with pytest.raises(InputError, match="where: got"):  # the role's position differs
         p.path_patch(model, clean, corrupted, METRIC, **roles | {"positions": {"role": 2}})
 
 
 def test_heads_that_share_a_neuron():
-    """Bilinear gates: the heads of a neuron read together, and one alone writes its share."""
+    """Heads of a bilinear gate receive together, and as a sender each writes only its share."""
     source, (clean, corrupted) = bridges.boot("gpt2"), prompts()
     model = bridges.exposed_copy(source, gate=Bilinear(2))
     sweep = p.path_patch(
@@ -285,7 +285,7 @@ def test_heads_that_share_a_neuron():
         expected = difference(model(corrupted))
     got = sweep.frame.set_index(["sender", "receiver"])["value"]["L0N3", "L1N5"]
     assert abs(got - expected) < 1e-10 * abs(sweep.clean_value - sweep.corrupted_value)
-    # To the logits, with scales held, what two heads send adds up.
+    # To the logits, with held scales, the effects of two heads add up.
     parts = [effect["L0N3.0", "logits"], effect["L0N3.1", "logits"]]
     assert abs(sum(parts) - effect["L0N3", "logits"]) < 1e-10
     assert all(abs(value) > 1e-6 for value in parts)
@@ -345,11 +345,11 @@ def test_refusals(small):
 
 
 def test_a_run_with_nan_says_so():
-    """Left padding is nan in this bridge, and then every token of the prompt."""
+    """This bridge's logits are nan for every token of a prompt with left padding."""
     model, (clean, corrupted) = bridges.exposed_copy(bridges.boot("llama")), prompts()
     mask = torch.ones_like(clean)
     mask[1, 0] = 0
-    assert model(clean, attention_mask=mask)[1].isnan().all()  # without our help
+    assert model(clean, attention_mask=mask)[1].isnan().all()  # the bridge alone returns nan
     call = {"senders": "L0H1", "receivers": "L1H0", "mask": mask, "progress": False}
     with pytest.raises(InputError, match=r"not finite for prompts \[1\].*pad on the right"):
         p.path_patch(model, clean, corrupted, METRIC, **call)

@@ -1,4 +1,4 @@
-"""Processes that share a job: the same results as those of one, also after one of them died."""
+"""Tests that processes sharing a job return one process's results, even after one has died."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ from attn_only_lens.patching import job, site_groups
 from attn_only_lens.patching.job import _share, is_first
 from attn_only_lens.storage.chunks import ChunkStore
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 SWEEP = """
 import sys
 import torch
@@ -65,7 +65,7 @@ def start(script, *args, index=0, n=1):
 @pytest.fixture
 def alone(monkeypatch):
     for name in ("_CHUNKS", "_LEAST"):
-        monkeypatch.setattr(site_groups, name, getattr(site_groups, name))  # set by the script
+        monkeypatch.setattr(site_groups, name, getattr(site_groups, name))  # the script sets it
     here = {}
     exec(SWEEP, here)
     return here["swept"]
@@ -80,7 +80,7 @@ def test_two_processes_have_the_frame_of_one(alone, tmp_path):
     expected = alone(progress=False).frame
     for path in files:
         pd.testing.assert_frame_equal(p.Sweep.load(path).frame, expected, check_exact=True)
-    # A bar of all sites, in the process that reports.
+    # The reporting process shows a progress bar over all sites.
     assert "1548/1548" in errors[0]
     assert "site" not in errors[1]
 
@@ -100,10 +100,10 @@ def test_the_next_start_takes_over_the_share_of_a_process_that_died(alone, tmp_p
 
 @pytest.mark.parametrize("positions", ["each", "all"])
 def test_eight_processes_end_at_about_the_same_time(positions, tmp_path, monkeypatch):
-    """By the flops that each runs."""
+    """Each process gets about the same number of flops."""
     monkeypatch.setattr(site_groups, "_LEAST", 1)
     for replay in (BridgeReplay, HookedReplay):
-        monkeypatch.setattr(replay, "call_flops_on_cpu", 0)  # most of so small a model's
+        monkeypatch.setattr(replay, "call_flops_on_cpu", 0)  # too much for so small a model
     values, put = Replay.values, ChunkStore.put
     running, costs = [0], []
 
@@ -158,7 +158,7 @@ def test_a_chunk_that_nobody_writes_ends_the_wait(tmp_path, monkeypatch):
     assert next(waiting)[0].key == "a"
     with pytest.raises(InputError, match=r"lacks b: .*another process died"):
         next(waiting)
-    # Started again alone, it computes what is missing; a rank without a size is no share.
+    # A process started alone computes the missing chunks; RANK without WORLD_SIZE is ignored.
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setenv("RANK", "3")
     again = job.Job(tmp_path, dict, progress=False).run(chunks, numbers, unit="site")

@@ -1,7 +1,7 @@
-"""Prompts taken a chunk at a time: the same results, in the memory of a chunk, resumable.
+"""Tests of prompts in chunks: equal results, the memory of one chunk, and resuming.
 
-That all at once is right is tested elsewhere (`test_over_prompts.py`), as are some chunks of
-prompts against prompts run alone.
+`test_over_prompts.py` tests the results of all prompts at once, and some chunks of prompts, against
+prompts run alone.
 """
 
 import bridges
@@ -18,7 +18,7 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.patching import prompt_chunks
 from attn_only_lens.storage.chunks import ChunkStore
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 LENGTHS, SITES = (3, 7, 5, 6, 7, 2, 4), ["L0H1", "L0N29", "L1N3", "L1H0"]
 RIGHT, WRONG = [3, 5, 7, 1, 2, 3, 4], [11, 13, 2, 4, 5, 6, 7]
 DIFF, EXACT = p.logit_diff(RIGHT, WRONG), 1e-11
@@ -69,7 +69,7 @@ def test_chunks_of_prompts_give_what_all_give_at_once(model, metric, options, at
         whole = run(model, metric=metric, **settings, **more)
         assert_same(whole, run(model, metric=metric, prompts_at_once=at_once, **settings, **more))
     errors = "unpatched" if options.get("per_prompt") else "value_standard_error"
-    assert whole.frame[errors].abs().min() > 0  # as prompts differ
+    assert whole.frame[errors].abs().min() > 0  # because prompts differ
 
 
 def test_prompts_are_resampled_from_those_of_the_next_chunk(model):
@@ -101,7 +101,7 @@ def test_chunks_of_pairs_that_are_alike_and_of_prompts_without_a_loss(model, run
 
 
 class Interrupted(ChunkStore):
-    """A folder whose sweep is stopped after some chunks."""
+    """A folder whose sweep is interrupted after some chunks."""
 
     left = 2
 
@@ -124,7 +124,7 @@ def test_an_interrupted_chunk_is_lost_and_no_other(model, run, per_prompt, tmp_p
         with pytest.raises(KeyboardInterrupt):
             run(model, prompts_at_once=2, resume=tmp_path, **settings)
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("prompts-*")}
-    again = run(model, resume=tmp_path, **settings)  # as many at once as before
+    again = run(model, resume=tmp_path, **settings)  # resuming uses the stored prompts_at_once
     pd.testing.assert_frame_equal(again.frame, whole.frame, check_exact=True)
     assert (again.expected_pearson, again.forwards) == (whole.expected_pearson, whole.forwards)
     assert len(kept) == 2
@@ -132,7 +132,7 @@ def test_an_interrupted_chunk_is_lost_and_no_other(model, run, per_prompt, tmp_p
     with pytest.raises(InputError, match="prompts_at_once: got 3; the folder has 2"):
         run(model, prompts_at_once=3, resume=tmp_path, **settings)
     metric = p.custom(lambda logits: logits[:, -1, 3], version="1")
-    with pytest.raises(InputError, match="metric: got"):  # and not that it takes all at once
+    with pytest.raises(InputError, match="metric: got"):  # not its need for all prompts
         run(model, resume=tmp_path, **settings | {"metric": metric})
 
 
@@ -147,7 +147,7 @@ def test_repairs_of_each_chunk(model):
     assert some.frame["exact"].sum() < every.frame["exact"].sum()
     rows = some.frame["exact"]
     np.testing.assert_allclose(some.frame["value"][rows], exact.frame["value"][rows], atol=EXACT)
-    assert set(some.expected_pearson.values()) == {None}  # so few patches tell nothing
+    assert set(some.expected_pearson.values()) == {None}  # too few patches for an estimate
 
 
 @pytest.mark.parametrize("run", [p.activation_patch, p.attribution])
@@ -195,17 +195,17 @@ def test_refused(model):
     with pytest.raises(InputError, match="got 2 answers; expected 1, or one for each of the 7"):
         p.activation_patch(model, metric=p.logit_diff([1, 2], 3), prompts_at_once=2, **settings)
     swapped = {"clean": settings["clean"][:2], "corrupted": settings["clean"][[1, 0]], "mask": None}
-    for run in (p.activation_patch, p.attribution):  # each run differs, the mean does not
+    for run in (p.activation_patch, p.attribution):  # only the means are equal
         with pytest.raises(InputError, match=r"equal up to rounding in torch\.float64"):
             run(model, metric=p.logit_diff(3, 5), prompts_at_once=1, **settings | swapped)
-    late = p.logit_diff(RIGHT, [*WRONG[:-1], RIGHT[-1]])  # wrong in the last run alone
+    late = p.logit_diff(RIGHT, [*WRONG[:-1], RIGHT[-1]])  # equal in the last prompt
     with pytest.raises(InputError, match=r"same token for prompts \[6\]"):
         p.activation_patch(model, metric=late, prompts_at_once=2, **settings)
 
 
 @needs_hooked_transformer
 def test_a_model_that_attends_to_padding_keeps_it():
-    """A HookedTransformer that is not causal: without its padding a prompt has other logits."""
+    """Without padding, a prompt of a model that is not causal would have other logits."""
     from models import build
 
     model = expose_neuron_heads(build("bidirectional")).model

@@ -1,6 +1,6 @@
-"""Paths, and the split into gate and value, of prompts one by one and a run at a time.
+"""Tests of paths, and of the split into gate and value, per prompt and in chunks of prompts.
 
-The truth of a prompt is the same call with this prompt alone, without padding.
+The oracle for a prompt is the same call with this prompt alone, without padding.
 """
 
 import bridges
@@ -19,7 +19,7 @@ SPLIT = ["pattern", "value", "interaction"]
 WRITES, EFFECTS = ([*(f"{name}_{part}" for part in SPLIT), name] for name in ("write", "effect"))
 PATHS = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H0", "L1N5", "logits"], "part": "z"}
 PATHS |= {"positions": ROLES, "progress": False}
-# Sums over prompts in another order, in float64.
+# The tolerance allows for sums over prompts in another order, in float64.
 EXACT = {"rtol": 0, "atol": 1e-12}
 
 
@@ -29,7 +29,7 @@ def model():
 
 
 def prompts(side="right"):
-    """Three pairs of unequal length, padded, and the pairs themselves."""
+    """Return three pairs of unequal lengths, padded, and the unpadded pairs."""
     clean = tokens(0, batch=3, pos=7)
     corrupted = clean.clone()
     for row, place in enumerate(ROLES["subject"]):
@@ -115,7 +115,7 @@ def test_gate_and_value(model):
         of_prompt = rows[rows["prompt"] == i].reset_index(drop=True)
         np.testing.assert_allclose(of_prompt[WRITES], one[WRITES], **EXACT)
         assert (of_prompt["write"] != 0).all()
-        # Effects are shares of the difference of the means of all prompts.
+        # Effects are divided by the difference of the means over all prompts.
         ratios.append(of_prompt["effect"][1] / one["effect"][1])
         np.testing.assert_allclose(of_prompt[EFFECTS], one[EFFECTS] * ratios[-1], rtol=0, atol=1e-9)
     assert sum(ratios) / 3 == pytest.approx(1.0)

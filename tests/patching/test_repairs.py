@@ -1,4 +1,4 @@
-"""Attribution with exact repairs, against sweeps of every site, and names that say where."""
+"""Tests of attribution with exact repairs against sweeps, and of site names with positions."""
 
 from functools import cache
 
@@ -15,7 +15,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching import repairs
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 CLEAN, CORRUPTED = torch.tensor([[3, 5, 7, 11, 13]]), torch.tensor([[3, 17, 7, 11, 13]])
 METRIC = p.logit_diff(7, 11)
 SITE = ["name", "position"]
@@ -23,7 +23,7 @@ SITE = ["name", "position"]
 
 @cache
 def bridge():
-    """A bridge in float64 in which one neuron writes much beside the stream."""
+    """Return a float64 bridge in which one neuron's output is large."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         **{"vocab_size": 41, "hidden_size": 26, "num_hidden_layers": 3, "intermediate_size": 37},
@@ -37,7 +37,7 @@ def bridge():
 
 
 def hooked(layout):
-    from models import build  # at the top it would have the whole module skipped under 4
+    from models import build  # a module-level import would skip the module under 4
 
     source = build("gelu", n_layers=3, scale=0.7)
     with torch.no_grad():
@@ -68,7 +68,7 @@ def test_some_rows_are_patches_and_the_rest_estimates(model):
     assert 0 < flags.sum() < len(flags)
     assert (mended - exact)[flags].abs().max() < 1e-10
     assert mended[~flags].equals(plain[~flags])
-    # The site whose estimate is the worst is among them, and with few sites goes most of the error.
+    # The site with the worst estimate is repaired, and a few sites remove most of the error.
     assert flags[(plain - exact).abs().idxmax()]
     assert ((mended - exact) ** 2).sum() < 0.3 * ((plain - exact) ** 2).sum()
     assert flags.mean() < 0.3
@@ -89,7 +89,7 @@ def test_some_rows_are_patches_and_the_rest_estimates(model):
     ids=lambda how: " ".join(str(value) for value in how.values() if isinstance(value, str)),
 )
 def test_enough_budget_repairs_every_site(how):
-    """All that can have an effect; the others have none, in both."""
+    """All sites that can have an effect are repaired; the others have none."""
     model = bridge()
     sweep = p.attribution(model, CLEAN, CORRUPTED, METRIC, budget=1e6, progress=False, **how)
     options = {name: value for name, value in how.items() if name != "method"}
@@ -100,7 +100,7 @@ def test_enough_budget_repairs_every_site(how):
 
 
 def spent_at_least(sweep):
-    """What its patches cost in forward passes: one at layer l, token t runs what follows."""
+    """Return a lower bound of the patches' cost in forward passes: later layers and tokens."""
     rows = sweep.frame[sweep.frame["exact"]]
     return 0.8 * ((2 - rows["layer"]) / 3 * (5 - rows["position"]) / 5).sum()
 
@@ -119,7 +119,7 @@ def flops_of_forward(model):
 
 
 def test_by_default_all_sites_of_a_small_model_are_patched(model, monkeypatch):
-    """And of a large one as many as ten forward passes pay for, if more are needed than three."""
+    """A large model's sites are patched for up to ten forward passes, if three are not enough."""
     sweep = p.attribution(model, CLEAN, CORRUPTED, METRIC, progress=False)
     exact = scores(p.activation_patch(model, CLEAN, CORRUPTED, METRIC, progress=False))
     assert (scores(sweep) - exact).abs().max() < 1e-10
@@ -131,12 +131,12 @@ def test_by_default_all_sites_of_a_small_model_are_patched(model, monkeypatch):
     large = p.attribution(model, CLEAN, CORRUPTED, METRIC, progress=False)
     assert 2.9 < large.forwards <= 10
     assert spent_at_least(large) < 10
-    # Both limits hold: flops that are worth more forward passes are spent.
+    # Flops for 20 forward passes are allowed next to the limit of 10 passes; the larger one holds.
     monkeypatch.setattr(repairs, "_AT_MOST", (10.0, 20 * flops_of_forward(model)))
-    monkeypatch.setattr(repairs, "_TARGET", 2.0)  # which no correlation reaches
+    monkeypatch.setattr(repairs, "_TARGET", 2.0)  # no correlation reaches this target
     more = p.attribution(model, CLEAN, CORRUPTED, METRIC, progress=False)
     assert 19.9 < more.forwards <= 20
-    # Of several prompts, a pass is that of all: as many sites for each as of one, or fewer.
+    # With several prompts, a pass covers all of them, so the same limit holds.
     batch = [torch.cat([x, x + 1, x + 2, x + 3]) for x in (CLEAN, CORRUPTED)]
     several = p.attribution(model, *batch, METRIC, progress=False, prompts_at_once=2)
     assert 9.9 < several.forwards <= 10
@@ -150,15 +150,15 @@ def test_what_is_expected_of_each_kind_is_said(model):
     assert sweep.expected_pearson["attention"] is None
     neurons = (sweep.frame["kind"] == "neuron").to_numpy()
     reached = np.corrcoef(scores(sweep)[neurons], exact[neurons])[0, 1]
-    # Held out models are the test of how honest it is: here, one neuron's weights are 40 times as
-    # large, and what its error teaches of the others need not hold.
+    # This model is hard on purpose: one neuron's weights are 40 times as large, so its error says
+    # little about the others. Tests on held-out models check the expected correlation itself.
     assert min(sweep.expected_pearson["neuron"], reached) > 0.8
     shown = f"{n_exact.sum()} of them exact patches (expected correlation with patching: "
     assert shown + "attention unknown, neuron 0." in repr(sweep)
 
 
 def by_hand(model, layer, part):
-    """Σ_t a² ‖g‖ / ‖x‖ of the heads and neurons of a layer of the bridge, with plain hooks."""
+    """Return Σ_t a² ‖g‖ / ‖x‖ of a bridge layer's heads and neurons, with plain hooks."""
     block, kept = f"blocks.{layer}", {}
     points = {
         **{"x": f"{block}.hook_resid_post", "out": f"{block}.hook_attn_out"},
@@ -178,8 +178,8 @@ def by_hand(model, layer, part):
         model(CLEAN)
         clean = {key: value.detach() for key, value in kept.items()}
         logits = model(CORRUPTED)
-        wanted = [kept["x"], kept["out"]]
-        g_post, g_mid = torch.autograd.grad(logits[0, -1, 7] - logits[0, -1, 11], wanted)
+        streams = [kept["x"], kept["out"]]
+        g_post, g_mid = torch.autograd.grad(logits[0, -1, 7] - logits[0, -1, 11], streams)
     dirty = {key: value.detach() for key, value in kept.items()}
     other_keys = (points["k"], lambda value, hook: clean["k"])
     with model.hooks(fwd_hooks=[other_keys, (points["pattern"], keep)]):
@@ -252,7 +252,7 @@ def test_several_prompts_row_by_row():
 
 
 def test_names_that_say_where(model):
-    """Two neurons and a head at positions of their own are rows of a whole sweep."""
+    """Names with positions select rows of a whole sweep."""
     names = ["L0N5@1", "L0N5@-1", "L2H1@3", "L0N7@1"]
     whole = scores(p.activation_patch(model, CLEAN, CORRUPTED, METRIC, progress=False))
     for run in (p.activation_patch, p.attribution):
@@ -299,7 +299,7 @@ def test_names_that_cannot_be_placed(sites, positions, reason):
 
 
 def test_one_place_has_two_numbers():
-    """-1 is 4 here: a site of its own for another head, also beside one that is everywhere."""
+    """Position -1 is 4 here, for a head of its own, and next to a neuron at every position."""
     model, how = bridge(), {"progress": False}
     patched = p.activation_patch(
         model, CLEAN, CORRUPTED, METRIC, sites=["L0N5@4", "L1H1@-1", "L0N7"], **how
@@ -313,7 +313,7 @@ def test_one_place_has_two_numbers():
 
 
 def test_too_little_to_say_what_to_expect(tmp_path):
-    """No patch fits: nothing is expected, and what was found can be kept."""
+    """The budget allows no patch, so no correlation is expected; the result can still be saved."""
     sweep = p.attribution(bridge(), CLEAN, CORRUPTED, METRIC, budget=1e-9, progress=False)
     assert sweep.expected_pearson == {"attention": None, "neuron": None}
     assert not sweep.frame["exact"].any()
@@ -322,7 +322,7 @@ def test_too_little_to_say_what_to_expect(tmp_path):
 
 
 def test_one_prompt_alone(model):
-    """Shares of the metric: what is left of it without the head, by plain hooks."""
+    """The score is the share of the metric that is left without the head, by plain hooks."""
     with torch.no_grad():
         logits = model(CLEAN)[0, -1]
     whole = float(logits[7] - logits[11])
@@ -349,7 +349,7 @@ def test_one_prompt_alone(model):
 
 
 def test_kept_in_a_file(tmp_path):
-    """With little spent and with enough: which rows are exact, and what is expected of the rest."""
+    """Files keep the exact rows and the expected correlation, for small and large budgets."""
     for budget, suffix in ((1e-9, "csv"), (4, "csv"), (4, "parquet")):
         sweep = p.attribution(bridge(), CLEAN, CORRUPTED, METRIC, budget=budget, progress=False)
         sweep.save(tmp_path / f"found.{suffix}")
@@ -366,5 +366,5 @@ def test_no_budget(budget):
 
 
 def test_keys_of_neurons_are_refused():
-    with pytest.raises(InputError, match="a neuron-head's keys are constant"):
+    with pytest.raises(InputError, match="whose keys are constant"):
         p.activation_patch(bridge(), CLEAN, CORRUPTED, METRIC, part="k", sites=["L0N5"])

@@ -1,4 +1,4 @@
-"""Results: the scale of scores, what comes first, and files that hold what was saved."""
+"""Tests of sweep results: the scale of scores, the order of `top`, and saved files."""
 
 import sys
 import time
@@ -25,7 +25,7 @@ def test_columns_and_scores():
         assert got == pytest.approx((value + 1.3) / 5.0, rel=1e-14)
     assert frame["name"].tolist() == values()["name"].tolist()
     assert [str(frame[c].dtype) for c in ("kind", "name", "part")] == ["category"] * 3
-    frame["score"] = 0.0  # a copy
+    frame["score"] = 0.0  # to_frame returns a copy
     assert sweep().frame["score"].abs().min() > 0
 
 
@@ -34,7 +34,7 @@ def test_the_scale_is_the_same_in_both_directions(direction):
     ends = values().iloc[:2].assign(value=[RUN["corrupted_value"], RUN["clean_value"]])
     result = sweep(frame=ends, direction=direction)
     assert result.frame["score"].tolist() == [0.0, 1.0]
-    # What leaves the run as it was comes last.
+    # Sites without effect come last.
     moved = 1 if direction == "denoise" else 0
     assert result.top(1)["score"].tolist() == [float(moved)]
     assert result.effect.tolist() == ([0.0, 1.0] if moved else [-1.0, 0.0])
@@ -44,6 +44,8 @@ def test_top_is_a_sort():
     result = sweep(direction="noise")
     expected = sorted(range(SITES * POSITIONS), key=lambda i: -abs(result.frame["score"][i] - 1.0))
     assert result.top(11).index.tolist() == expected[:11]
+    assert result.top(11)["effect"].tolist() == result.effect[expected[:11]].tolist()
+    assert "effect" not in sweep().top(11)
     assert len(result.top(1000)) == SITES * POSITIONS
     for k in (0, -1, True, 2.0):
         with pytest.raises(InputError, match="expected 1 or more"):
@@ -70,7 +72,7 @@ def test_top_fits_into_80_columns_and_shows_tokens(tmp_path):
         assert top["token"].tolist() == [TEXTS[position] for position in top["position"]]
         assert max(map(len, str(top).splitlines())) <= 80
         assert "..." not in str(top)
-    # Prompts with different tokens; roles; no tokens.
+    # Cover prompts with different tokens, roles, and no tokens.
     clean = [[*TEXTS[:3], token, TEXTS[4]] for token in "abcdefg"]
     differ = p.Sweep(frame, **RUN, tokens=PromptTokens(clean, [], {}))
     top = differ.top(65)
@@ -193,7 +195,7 @@ def test_a_flipped_bit_is_noticed_or_harmless(ending, tmp_path):
             loaded = p.Sweep.load(path)
         except CheckpointError:
             continue
-        # In the footer of parquet there are bytes that nothing depends on, such as statistics.
+        # Some bytes of a parquet footer, such as statistics, affect nothing that is loaded.
         assert ending == "parquet"
         assert {key: getattr(loaded, key) for key in RUN} == RUN
         pd.testing.assert_frame_equal(loaded.frame, saved.frame, check_exact=True)
@@ -296,6 +298,6 @@ def test_cheap_at_the_size_of_gpt2_small():
     )
     start = time.perf_counter()
     assert len(result.top(20)) == 20
-    assert time.perf_counter() - start < 1.0  # 0.02 s measured
-    # 49 bytes a row measured; names as text alone would take more than that.
+    assert time.perf_counter() - start < 1.0  # it takes about 0.02 s
+    # The frame takes about 49 bytes per row; names as plain text would exceed the limit.
     assert result.frame.memory_usage(deep=True).sum() < 64 * n * pos

@@ -1,4 +1,4 @@
-"""Attribution on a model that saturates: a classifier of brackets, in both versions' form of it."""
+"""Tests of attribution on a saturated model, a bracket classifier, as a bridge and hooked model."""
 
 from functools import cache
 from itertools import islice
@@ -12,14 +12,14 @@ from analyses.tools import train_brackets as brackets
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens
 KINDS = ("attention", "neuron")
 FORMS = ["bridge", pytest.param("hooked", marks=needs_hooked_transformer)]
 
 
 @cache
 def exact_sweeps(form):
-    """What to patch, and the patches of every site: two pairs, both ways."""
+    """Return the arguments and the sweeps of every site, for two pairs in both directions."""
     model = brackets.load_bridge() if form == "bridge" else brackets.load()
     model = expose_neuron_heads(model).model
     sweeps = []
@@ -32,7 +32,7 @@ def exact_sweeps(form):
 
 
 def pearson(exact, estimated, kind):
-    """The correlation of their effects among heads of a kind."""
+    """Return the correlation of the exact and estimated effects among heads of one kind."""
     here = (exact.frame["kind"] == kind).to_numpy()
     return np.corrcoef(exact.effect[here], estimated.effect[here])[0, 1]
 
@@ -44,7 +44,7 @@ def test_the_default_gives_what_patches_give(form):
         sweep = p.attribution(*arguments, **how)
         assert min(pearson(exact, sweep, kind) for kind in KINDS) > 0.999
         assert min(sweep.expected_pearson.values()) > 0.98
-        # control: estimates alone are of another order
+        # Control: estimates without repairs correlate far less.
         plain = p.attribution(*arguments, budget=0, **how)
         alone += [pearson(exact, plain, kind) for kind in KINDS]
     assert min(alone) < 0.5
@@ -52,7 +52,7 @@ def test_the_default_gives_what_patches_give(form):
 
 
 def test_no_more_is_expected_than_is_reached():
-    """With budgets that leave most sites to estimates, on a model that they do badly on."""
+    """The expected correlation is not too high for small budgets and poor estimates."""
     n_low = 0
     for arguments, how, exact in exact_sweeps("bridge"):
         for budget in (1, 3):
@@ -69,7 +69,7 @@ def test_the_classifier_is_right_and_is_the_same_in_both_forms():
     tokens, answers = brackets.batch(recipe, torch.Generator().manual_seed(7))
     with torch.no_grad():
         logits = bridge(tokens)[:, 0]
-    assert (logits.argmax(dim=-1) == answers).double().mean() > 0.98  # of 128 texts
+    assert (logits.argmax(dim=-1) == answers).double().mean() > 0.98  # over 128 texts
     assert 0.2 < answers.double().mean() < 0.8
 
 
@@ -96,6 +96,6 @@ def test_what_is_balanced():
     drawn = brackets.balanced_texts(1000, 6, torch.Generator().manual_seed(0))
     assert brackets.is_balanced(drawn).all()
     counts = drawn.unique(dim=0, return_counts=True)[1].double()
-    # Five texts of six brackets, 200 each: five standard deviations of 12.6.
+    # Each of the five balanced texts occurs 200 ± 5 · 12.6 times (five standard deviations).
     assert len(counts) == 5
     assert (counts - 200).abs().max() < 63

@@ -1,4 +1,4 @@
-"""Chunks on disk, and the fingerprints that keep results of other models and settings out."""
+"""Tests of chunks on disk, and of fingerprints that reject other models' and settings' results."""
 
 import json
 
@@ -37,7 +37,7 @@ def test_resumed(tmp_path):
     assert ChunkStore.settings_of(folder) == SETTINGS
     assert store.get("rows-0-3") is None
     store.put("rows-3-5", arrays(1))
-    # Later, with the settings in another order.
+    # The settings may come in another order later.
     again = ChunkStore(folder, dict(reversed(SETTINGS.items())))
     assert_same(again.get("rows-3-5"), arrays(1))
     again.put("rows-3-5", arrays(2))
@@ -66,15 +66,15 @@ def test_other_settings_are_named(tmp_path):
 
 def test_a_chunk_of_another_job_is_refused(tmp_path):
     foreign = ChunkStore(tmp_path / "theirs", SETTINGS | {"metric": "loss"})
-    ours = ChunkStore(tmp_path / "ours", SETTINGS)
+    store = ChunkStore(tmp_path / "ours", SETTINGS)
     foreign.put("a", arrays())
-    ours.put("b", arrays())
-    ours.path("a").write_bytes(foreign.path("a").read_bytes())
+    store.put("b", arrays())
+    store.path("a").write_bytes(foreign.path("a").read_bytes())
     with pytest.raises(CheckpointError, match="other settings"):
-        ours.get("a")
-    ours.path("b").rename(ours.path("a"))
+        store.get("a")
+    store.path("b").rename(store.path("a"))
     with pytest.raises(CheckpointError, match="other key"):
-        ours.get("a")
+        store.get("a")
 
 
 def test_a_damaged_chunk_is_refused(tmp_path):
@@ -133,7 +133,7 @@ def test_an_interrupted_write_leaves_no_chunk(tmp_path, monkeypatch):
 
 
 def test_fingerprint_rests_on_nothing_of_this_process():
-    """Of a model built again it is the same, and no address of an object is in it."""
+    """A rebuilt model has the same fingerprint, which contains no object addresses."""
     for gate in ("exact", Bilinear()):
         model = build("silu")
         expose_neuron_heads(model, gate=gate)
@@ -166,7 +166,7 @@ def test_fingerprint_tells_models_apart():
 
 
 def test_fingerprint_tells_constants_of_modules_apart():
-    """What a norm divides by need not be what the configuration says."""
+    """A norm's epsilon may differ from the configuration's."""
     model = convert(build("gelu"))
     before = fingerprint(model)
     model.blocks[0].ln1.eps = 0.5

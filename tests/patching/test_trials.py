@@ -1,6 +1,6 @@
-"""Edits are tried before they are trusted: what sweeps do against what hooks do, in every family.
+"""Tests that sweeps try their edits before use, and agree with hooks in every family.
 
-Under transformer-lens 3.9 and 4 alike.
+The tests run under TransformerLens 3.9 and 4.
 """
 
 import bridges
@@ -16,7 +16,7 @@ from attn_only_lens.engine.replay.bridge import BridgeReplay
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.models.in_place import InPlace
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 BATCH, POS, FIRST = 2, 7, 2
 METRIC = p.logit_diff(correct=7, wrong=8)
 EXACT = 1e-10
@@ -27,7 +27,7 @@ def exposed(name, **how):
 
 
 def pair():
-    """Clean and corrupted prompts, which differ from 2 on."""
+    """Return clean and corrupted prompts that differ from position 2 on."""
     clean = bridges.tokens(1)[:, :POS]
     corrupted = clean.clone()
     corrupted[:, FIRST:] = (clean[:, FIRST:] + 5) % bridges.D_VOCAB
@@ -39,7 +39,7 @@ def sweep(model, sites, **how):
 
 
 def require_exact(model, frame, part="z"):
-    """Every value is that of a whole run with a hook."""
+    """Check every value against a whole run with a hook."""
     clean, corrupted = pair()
     source = cached(model, clean)
     for row in frame.itertuples():
@@ -60,7 +60,7 @@ def test_bert_whose_layers_run_no_module_for_their_mlp(part):
     frame = sweep(model, sites, part=part, positions=[1, 4, POS - 1])
     require_exact(model, frame, part)
     felt = frame[(frame.layer == 0) | (frame.position == POS - 1)]
-    felt = felt[felt.position > 1]  # at 1, what layer 0 does is the same in both runs but q's
+    felt = felt[felt.position > 1]  # at 1, only q of layer 0 differs between the runs
     assert felt.groupby("kind", observed=True)["value"].nunique().min() > 1
     assert (felt["value"] != frame["value"].mode()[0]).mean() > 0.5
 
@@ -75,12 +75,12 @@ def test_bert_in_attribution_and_circuits():
 
 
 def test_an_edit_of_a_module_that_does_not_run_is_refused(monkeypatch):
-    """Where BERT's neurons write, if TransformerLens' names are taken at their word."""
+    """BERT's neurons do not write where TransformerLens' names suggest; such an edit is refused."""
     monkeypatch.setattr(InPlace, "output_module", property(lambda self: self.mlp))
-    with pytest.raises(UnsupportedModelError, match="neuron_act, from position 0") as caught:
+    with pytest.raises(UnsupportedModelError, match="neuron_act, starting at position 0") as caught:
         sweep(exposed("bert"), ["L0N3", "L1N5", "L1H0"])
     assert [reason.split(":")[0] for reason in caught.value.reasons] == ["layer 0", "layer 1"]
-    sweep(exposed("gpt2"), ["L0N3", "L1N5"])  # its layers run it
+    sweep(exposed("gpt2"), ["L0N3", "L1N5"])  # GPT-2's layers do run this module
 
 
 @pytest.mark.parametrize("part", ["z", "pattern", "value", "q"])
@@ -110,7 +110,7 @@ def test_an_edit_that_a_replay_loses_or_makes_twice_is_refused(site, part, monke
 
 
 def test_what_acts_between_an_mlp_and_the_stream_is_patched_through():
-    """A forward pass that somebody has replaced is no hook, and no name tells of it."""
+    """A replaced forward method is neither a hook nor visible by name, and is still respected."""
     model = exposed("gpt2")
     mlp = model.blocks[0].mlp
     forward = mlp.forward
@@ -122,7 +122,7 @@ def test_what_acts_between_an_mlp_and_the_stream_is_patched_through():
 
 @pytest.mark.parametrize("part", ["z", "pattern", "value", "q"])
 def test_weights_of_zero_are_no_reason(part):
-    """Heads that were grown write nothing as yet."""
+    """Newly grown heads have zero output weights, and their edits are still accepted."""
     model = exposed("gpt2")
     with torch.no_grad():
         for linear in (model.blocks[1].attn.o, model.blocks[1].mlp.out):
@@ -134,7 +134,7 @@ def test_weights_of_zero_are_no_reason(part):
 
 
 class LooksOn(HookPoint):
-    """A hook point that takes no edits."""
+    """A hook point that ignores edits."""
 
     def __call__(self, x):
         super().__call__(x.clone())
@@ -142,14 +142,14 @@ class LooksOn(HookPoint):
 
 
 class Silent(HookPoint):
-    """A hook point of what is not run."""
+    """A hook point that never fires."""
 
     def __call__(self, x):
         return x
 
 
 def ask(model, ranking):
-    """What edits, by what it is called."""
+    """Return the analyses that edit activations, by name."""
     clean, corrupted = pair()
     options = {"sites": ["L0H1", "L1H0", "L0N3"], "positions": [POS - 1]}
     return {
@@ -176,7 +176,7 @@ def test_nothing_is_said_of_heads_that_take_no_edits(point, reason):
     z = hook_point(model, "L1H0", "z")
     model.hook_dict[z].__class__ = point
     for name, run in ask(model, ranking).items():
-        if name == "graph" and point is LooksOn:  # it edits no z
+        if name == "graph" and point is LooksOn:  # the graph edits no z
             assert len(run().edges)
             continue
         with pytest.raises(UnsupportedModelError, match=reason) as caught:

@@ -1,4 +1,4 @@
-"""Files and folders under every misfortune: bits that flip, processes that die, texts of malice."""
+"""Tests of files and folders with flipped bits, killed processes and malicious manifests."""
 
 import builtins
 import errno
@@ -35,10 +35,10 @@ from attn_only_lens.storage import atomic, atomic_folder, atomic_write
 from attn_only_lens.storage.chunks import ChunkStore
 from attn_only_lens.viz import write_html
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
 
 
-# A process that ends in the middle
+# A process that ends while it writes
 
 
 def write(folder, text):
@@ -49,7 +49,7 @@ def write(folder, text):
 
 
 def text_in(folder):
-    """What a reader finds, all of it from one atomic."""
+    """Return the text that a reader sees; a set of texts would show a mixture of versions."""
     folder = atomic.open_folder(folder)
     texts = {(folder / "a").read_text(), (folder / "b" / "c").read_text()}
     assert sorted(path.name for path in folder.rglob("*")) == ["a", "b", "c"]
@@ -57,11 +57,11 @@ def text_in(folder):
 
 
 class Death(BaseException):
-    """Nothing catches it, as nothing catches SIGKILL."""
+    """Like SIGKILL, no code catches this exception."""
 
 
 def interrupt(monkeypatch, step, after, dies):
-    """Raise at the given one of all calls that touch the disk: once, or at every one from then."""
+    """Raise at the given disk call: at this one only, or at it and all later ones."""
     calls = itertools.count()
 
     def broken(call):
@@ -105,7 +105,7 @@ def test_a_folder_is_the_old_or_the_new_one_at_whatever_call_it_ends(
             else:
                 assert next(calls) <= step, "somebody has caught it"
                 break
-        if not dies:  # nobody has to put anything back
+        if not dies:  # code that catches errors must restore the folder
             assert folder.is_dir()
         seen.append(text_in(folder))
         write(folder, "next")
@@ -118,7 +118,7 @@ def test_a_folder_is_the_old_or_the_new_one_at_whatever_call_it_ends(
 
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_file_is_the_old_or_the_new_one_at_whatever_call_it_ends(dies, tmp_path, monkeypatch):
-    path = tmp_path / ("x" * 255)  # as long as a name may be
+    path = tmp_path / ("x" * 255)  # the longest possible name
     for step in itertools.count():
         atomic.write_text(path, "old")
         with monkeypatch.context() as patch:
@@ -162,12 +162,12 @@ def test_the_next_writing_removes_what_a_killed_one_left_and_no_living_one(tmp_p
     ) as process:
         assert process.stdout.readline() == "writing\n"
         (hidden,) = (path for path in tmp_path.iterdir() if path != folder)
-        write(folder, "first")  # the other lives
+        write(folder, "first")  # this process is still alive
         assert (hidden / "new" / "a").read_text() == "never"
         process.communicate("\n")
     assert process.returncode == -9
     assert hidden.exists()
-    write(tmp_path / "another", "text")  # of another name
+    write(tmp_path / "another", "text")  # another name
     assert hidden.exists()
     write(folder, "second")
     assert text_in(folder) == "second"
@@ -184,7 +184,7 @@ def test_what_only_looks_like_a_leftover_stays(tmp_path):
 
 
 def test_without_locks_nothing_is_removed_and_everything_written(tmp_path, monkeypatch):
-    """As on Windows, and on some file systems of a network."""
+    """Windows and some network file systems have no locks."""
     monkeypatch.setattr(atomic, "fcntl", None)
     write(tmp_path / "folder", "old")
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **how: None)
@@ -207,11 +207,11 @@ def test_a_disk_that_is_full(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-# Bits that flip
+# Flipped bits
 
 
 def trained(folder):
-    """A training in mid-course, with the optimizer's state."""
+    """Save a training in progress, with the optimizer's state."""
     training = started()
     tokens = pretrained.modular_addition_tokens()[:7] % 41
     for _ in training.steps(3):
@@ -344,7 +344,7 @@ def test_a_comparison_comes_back(tmp_path):
     another = comparison()
     another.new.loc[0, "kept"] = 4
     another.save(tmp_path / "other")
-    for name in ("new.csv", "new.csv.json"):  # a table that is whole, and of another comparison
+    for name in ("new.csv", "new.csv.json"):  # an intact table from another comparison
         shutil.copy(tmp_path / "other" / name, table.with_name(name))
     with pytest.raises(AttnOnlyLensError, match=r"new\.csv was changed"):
         Comparison.load(tmp_path / "folder")
@@ -363,12 +363,12 @@ def test_what_is_no_path_is_refused_everywhere(path, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-# Manifests of malice
+# Malicious manifests
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A bridge of each way to be built, saved."""
+    """Return a saved bridge of each kind."""
     folder = tmp_path_factory.mktemp("saved")
     kinds = {"llama": "plain", "native": "plain", "processed": "processed"}
     return {
@@ -406,7 +406,7 @@ def test_any_manifest_leads_to_an_error_or_to_the_same_tensors(name, file, folde
                     outcomes.add(type(error).__name__)
                 except BaseException as error:
                     raise AssertionError(f"{what}: {error!r}") from error
-                assert time.process_time() - started_at < 5, what  # of a second at most, idle
+                assert time.process_time() - started_at < 5, what  # usually a fraction of a second
     finally:
         path.write_text(text)
         (folder / MANIFEST).write_text(manifest)
@@ -493,8 +493,8 @@ def test_a_tokenizer_runs_no_code_and_asks_nothing(tmp_path, monkeypatch):
     model = exposed_copy(boot("llama", torch.float32))
     model.tokenizer = tiny_tokenizer(41, tmp_path / "tokenizer")
     folder = save(model, tmp_path / "saved")
-    asked = []
-    monkeypatch.setattr(builtins, "input", lambda *prompt: asked.append(prompt) or "y")
+    questions = []
+    monkeypatch.setattr(builtins, "input", lambda *prompt: questions.append(prompt) or "y")
     settings = folder / "tokenizer_config.json"
     text = settings.read_text()
     ran = tmp_path / "ran"
@@ -517,11 +517,11 @@ def test_a_tokenizer_runs_no_code_and_asks_nothing(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         save(model, tmp_path / "again")
     assert not (tmp_path / "again").exists()
-    assert not asked
+    assert not questions
     assert not ran.exists()
 
 
-# Paths that are not what is asked for
+# Invalid paths
 
 
 def resume(path, sweep=p.activation_patch):
@@ -570,7 +570,7 @@ def test_a_path_to_something_else_is_one_of_our_errors(name, tmp_path):
 
 
 def test_a_writer_leaves_links_alone(tmp_path):
-    """A link is replaced: what it leads to may be anybody's."""
+    """A writer replaces a link and leaves its target alone, which others may own."""
     (tmp_path / "theirs").write_text("years of work")
     (tmp_path / "part").symlink_to(tmp_path / "theirs")
     with atomic_write(tmp_path / "part") as new:

@@ -1,4 +1,4 @@
-"""Prompts of tasks: what they say, where their parts are, and which are left out."""
+"""Tests of task prompts: their texts, the positions of roles, and the pairs that are left out."""
 
 import json
 import random
@@ -53,7 +53,7 @@ MADE = {
 
 
 def rows(tokenizer, made):
-    """Of each pair: its tokens, the texts of its roles on both sides, and of its answers."""
+    """Yield each pair's tokens, the texts of its roles on both sides, and those of its answers."""
     for i, (clean, corrupted) in enumerate(zip(made.clean, made.corrupted, strict=True)):
         ids = [
             tokenizer(text, add_special_tokens=False)["input_ids"] for text in (clean, corrupted)
@@ -175,7 +175,7 @@ def test_templates_of_ones_own():
         {"thing": "keys", "answer": " are"},
         {"thing": "cars", "answer": " are"},
         {"thing": "key", "answer": " is"},
-        {"thing": "garden door", "answer": " is"},  # of two tokens
+        {"thing": "garden door", "answer": " is"},  # two tokens
         {"thing": "door", "answer": " is good"},
     ]
     templates = ["The {thing} in the bag", "The bag near the {thing}"]
@@ -196,7 +196,7 @@ def test_templates_of_ones_own():
 def test_roles_that_move_are_dropped():
     words = [
         {"one": "key", "other": "garden door", "answer": " is"},
-        {"one": "garden door", "other": "key", "answer": " are"},  # as many tokens in all
+        {"one": "garden door", "other": "key", "answer": " are"},  # the same total number of tokens
     ]
     with pytest.raises(InputError, match="2 were dropped: a role has different positions"):
         tasks.from_templates(task_tokenizer(), 1, "The {one} near the {other}", words)
@@ -237,7 +237,7 @@ def row_of(first, second, answer=" are", wrong=" is"):
 
 
 def test_pairs_of_a_file(tmp_path):
-    """Every fitting line once, in an order that the seed decides, with roles by word."""
+    """Every fitting line gives one pair, in an order set by the seed, with roles by word index."""
     fitting = [row_of("keys", "key"), row_of("key", "keys", " is", " are"), row_of("cars", "door")]
     longer = row_of("garden door", "key", " is", " are")
     path = write_rows(tmp_path / "agreement.jsonl", [*fitting, longer, fitting[0]])
@@ -317,7 +317,7 @@ def test_nouns_take_an_s_and_any_whole_number_is_a_seed():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("side", "bos"), [("left", True), ("right", False)])
 def test_prompts_of_several_lengths_are_patched_by_role(side, bos, tmp_path):
-    """With a BOS before each or without, and padding on a side, against each prompt run alone."""
+    """With and without BOS, padded on either side, patches equal those of each prompt run alone."""
     model = bridges.exposed_copy(bridges.boot("gpt2"))
     model.tokenizer = tiny_tokenizer(D_VOCAB, tmp_path)
     model.tokenizer.padding_side = side

@@ -1,4 +1,4 @@
-"""The bias trick that Theorem 6 assumes: heads and MLPs with biases, on [X | 1] without them."""
+"""Tests of the bias trick in Theorem 6: biases of heads and MLPs become weights on [X | 1]."""
 
 import math
 
@@ -39,7 +39,7 @@ def test_the_bias_trick_head_by_head():
     got = head(append_ones(X))
     assert relative(got[:, :D], expected) < 1e-13
     assert not got[:, D].any()
-    # Control: without the constant, the biases are not read.
+    # Control: without the constant, the biases have no effect.
     assert relative(head(F.pad(X, (0, 1)))[:, :D], expected) > 0.1
 
     b = rand(D)
@@ -68,7 +68,7 @@ def test_the_bias_trick_mlp():
 
 
 def test_the_square_root_in_the_scores_is_that_of_the_heads_width():
-    """Control: √(D + 1) belongs to neuron-heads, √d_head to the original ones."""
+    """Original heads divide scores by √d_head. Control: √(D + 1) belongs to neuron-heads."""
     W, b = rand(D, D_HEAD), rand(D_HEAD)
     head = head_with_biases(W, b, W, b, W, b, rand(D_HEAD, D), CAUSAL)
     scores = head.scores(append_ones(X := rand(N, D)))

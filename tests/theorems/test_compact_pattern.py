@@ -1,8 +1,8 @@
-"""A converted model's compact (self, bias) patterns are the reference's dense ones, entry by entry.
+"""Tests that a converted model's (self, bias) patterns equal the reference's dense patterns.
 
-The reference is built from the weights of a random HookedTransformer: GPT-2's pre-norm form, biases
-everywhere, several layers. It shares no code with the package, and neither side is told of the
-other: what they have in common is the model and Theorem 6.
+The reference is built from the weights of a random HookedTransformer with GPT-2's pre-norm form,
+biases everywhere and several layers. It shares no code with the package: both sides have only the
+model and Theorem 6 in common.
 """
 
 import pytest
@@ -24,7 +24,7 @@ from attn_only_lens.reference import (
     mlp_with_biases,
 )
 
-# The promise of the package in float64. Patterns are held to it entry by entry, the small too.
+# The package's tolerance in float64. Every pattern entry is compared, including small ones.
 TOLERANCE = 1e-12
 
 MODELS = {
@@ -40,7 +40,7 @@ MODELS = {
 
 
 def reference_of(model, n_tokens):
-    """Theorem 6 on the weights of a HookedTransformer with LayerNorm: heads and nothing else."""
+    """Return Theorem 6's heads for the weights of a HookedTransformer with LayerNorm."""
     cfg, causal = model.cfg, torch.ones(n_tokens, n_tokens, dtype=torch.float64).tril()
 
     def norm(ln):
@@ -70,7 +70,7 @@ def reference_of(model, n_tokens):
 
 @pytest.fixture(scope="module", params=MODELS)
 def both(request):
-    """The converted model's cache and logits, and the reference's runs, one a text."""
+    """Return the converted model's cache and logits, and the reference's runs and logits."""
     with torch.no_grad():
         model = build("silu", **MODELS[request.param])
         logits, cache = convert(model).run_with_cache(tokens())
@@ -94,7 +94,7 @@ def test_neuron_heads_entry_by_entry(both):
         assert compact.shape == (BATCH, D_MLP, POS, 2)
         for text, run in enumerate(runs):
             dense = run.patterns[block]
-            assert dense.shape == (D_MLP + 1, POS + 1, POS + 1)  # the last is b_2's neuron
+            assert dense.shape == (D_MLP + 1, POS + 1, POS + 1)  # the last head is b_2's neuron
             for neuron in range(D_MLP):
                 on_neuron, bias = compact[text, neuron].unbind(-1)
                 expected = torch.zeros(POS + 1, POS + 1, dtype=torch.float64)
@@ -102,7 +102,7 @@ def test_neuron_heads_entry_by_entry(both):
                 expected[:POS, POS] = bias
                 expected[POS, POS] = 1.0
                 assert_same(dense[neuron], expected)
-            # Control: (bias, self) in the place of (self, bias) is far away.
+            # Control: (bias, self) instead of (self, bias) is far away.
             difference = dense[:D_MLP].diagonal(dim1=1, dim2=2)[:, :POS] - compact[text, ..., 1]
             assert difference.abs().max() > 0.5
 
@@ -113,13 +113,13 @@ def test_original_heads_entry_by_entry(both):
         pattern = cache["pattern", block]
         for text, run in enumerate(runs):
             n_heads, dense = pattern.shape[1], run.patterns[block]
-            assert dense.shape == (n_heads + 1, POS + 1, POS + 1)  # the last writes b_O
+            assert dense.shape == (n_heads + 1, POS + 1, POS + 1)  # the last head writes b_O
             for head in range(n_heads):
                 expected = torch.zeros(POS + 1, POS + 1, dtype=torch.float64)
                 expected[:POS, :POS] = pattern[text, head]
                 expected[POS, POS] = 1.0
                 assert_same(dense[head], expected)
-            # Control: a head's pattern is not its neighbour's.
+            # Control: heads have different patterns.
             assert (dense[0, :POS, :POS] - pattern[text, 1]).abs().max() > 0.1
 
 
@@ -142,7 +142,7 @@ def test_the_stream_the_outputs_and_the_logits(both):
 
 @torch.no_grad()
 def test_another_models_reference_is_noticed():
-    """Control: one input bias of one neuron of the middle layer, off by a millionth."""
+    """Control: a change of 1e-6 in one input bias of a middle neuron is found."""
     model = build("silu")
     logits, cache = convert(model, copy_weights=True).run_with_cache(tokens())
     model.blocks[1].mlp.b_in[5] += 1e-6

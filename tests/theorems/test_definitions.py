@@ -1,4 +1,4 @@
-"""The definitions against plain loops and against torch's own layers; the claims of section 2."""
+"""Tests of the paper's definitions against plain loops and torch's layers; section 2's claims."""
 
 import math
 
@@ -20,7 +20,7 @@ from attn_only_lens.reference import (
 
 N, D, D_MLP = 7, 5, 11
 CAUSAL = torch.ones(N, N, dtype=torch.float64).tril()
-# A handful of float64 roundings on numbers of size one, a few sums of a dozen terms deep.
+# A few float64 roundings of numbers of size one, in sums of about a dozen terms.
 TOLERANCE = 1e-13
 
 
@@ -64,7 +64,7 @@ def test_msoftmax_entry_by_entry():
 def test_msoftmax_acts_like_the_usual_softmax_on_what_it_sees():
     A = rand(7, 5)
     assert relative(msoftmax(A, torch.ones_like(A)), A.softmax(1)) < TOLERANCE
-    # Control: a mask that multiplies the scores instead leaves weight on what it hides.
+    # Control: a mask that multiplies the scores leaves weight on masked entries.
     mask = random_mask(7, 5)
     assert relative((A * mask).softmax(1), msoftmax(A, mask)) > 0.01
 
@@ -128,7 +128,7 @@ def test_head_against_torch_attention():
     expected = F.scaled_dot_product_attention(X @ W_Q, X @ W_K, X @ W_V, CAUSAL.bool()) @ W_O
     head = Head(W_Q @ W_K.T / math.sqrt(3), W_V @ W_O, CAUSAL)
     assert relative(head(X), expected) < TOLERANCE
-    # Controls: the mask transposed; queries and keys exchanged.
+    # Controls: a transposed mask, and queries and keys exchanged.
     assert relative(Head(head.W_QK, head.W_OV, CAUSAL.T.contiguous())(X), expected) > 0.01
     assert relative(Head(head.W_QK.T, head.W_OV, CAUSAL)(X), expected) > 0.01
 
@@ -167,7 +167,7 @@ def test_layer_norm():
 @pytest.mark.parametrize("pre_norm", [False, True])
 @torch.no_grad()
 def test_transformer_encompasses_the_classical_one(pre_norm):
-    """Layers of torch.nn, without biases: post-norm is the original of Vaswani et al."""
+    """Compare with torch.nn layers without biases; post-norm is the form of Vaswani et al."""
     d, n_heads, d_head = 10, 2, 5
     X, sublayers, norms, layers = rand(N, d), [], [], []
     for _ in range(3):
@@ -193,10 +193,10 @@ def test_transformer_encompasses_the_classical_one(pre_norm):
     expected = X
     for index, layer in enumerate(layers):
         expected = layer(expected, src_mask=(1 - CAUSAL).bool())
-        # Six sublayers of random weights of size one amplify the roundings: 1e-12, relative.
+        # Six sublayers of random weights of size one amplify the roundings to 1e-12, relatively.
         assert relative(run.stream[2 * index + 2], expected) < 1e-12
     assert torch.equal(run.result, run.stream[-1])
-    # Control: the other order of norm and sublayer is another function.
+    # Control: the other order of norm and sublayer gives another function.
     control = Transformer(tuple(sublayers), tuple(norms), not pre_norm)
     assert relative(control(X), expected) > 0.01
 
@@ -244,20 +244,20 @@ def test_an_ill_formed_transformer_is_refused():
 
 
 def test_gelu_is_near_a_generalized_silu():
-    """Section 2: GeLU(x) ≈ SiLU(1.702 x) / 1.702, off by 0.0203 at most, at x = ±2.27."""
+    """Section 2: GeLU(x) ≈ SiLU(1.702 x) / 1.702 has an error of at most 0.0203, at x = ±2.27."""
     x = torch.linspace(-20, 20, 400_001, dtype=torch.float64)
     error = (F.gelu(x) - GeneralizedSiLU(1 / 1.702, 1.702)(x)).abs()
     assert round(error.max().item(), 4) == 0.0203
     assert round(abs(x[error.argmax()].item()), 2) == 2.27
-    torch.testing.assert_close(error, error.flip(0), rtol=0, atol=1e-13)  # hence the ±
+    torch.testing.assert_close(error, error.flip(0), rtol=0, atol=1e-13)  # the error is symmetric
 
 
 @pytest.mark.parametrize("k", [1.0, 7.0, 100.0])
 def test_relu_is_near_a_generalized_silu(k):
-    """Section 2: ReLU(x) ≈ SiLU(k x) / k, off by 0.2785 / k at most, at x = ±1.278 / k."""
+    """Section 2: ReLU(x) ≈ SiLU(k x) / k has an error of at most 0.2785 / k, at x = ±1.278 / k."""
     x = torch.linspace(-20 / k, 20 / k, 400_001, dtype=torch.float64)
     error = (x.relu() - GeneralizedSiLU(1 / k, k)(x)).abs()
     assert round(error.max().item() * k, 4) == 0.2785
-    # The grid's step is 1e-4 / k; the maximum, at 1.27846, is flat.
+    # The grid's step is 1e-4 / k, and the maximum at 1.27846 is flat.
     assert abs(abs(x[error.argmax()].item()) * k - 1.278) < 1e-3
     torch.testing.assert_close(error, error.flip(0), rtol=0, atol=1e-13)

@@ -1,4 +1,4 @@
-"""Neuron-heads in factors: the factors, what is shared, the scaling, and the persistent vector."""
+"""Tests of factored neuron-heads: factors, shared vectors, scaling and the persistent vector."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from attn_only_lens.reference import (
 
 N, D, D_MLP = 7, 5, 11
 A_1, A_2 = -2.3, 0.7
-TOLERANCE = 1e-13  # sums of a dozen products of numbers of size one
+TOLERANCE = 1e-13  # sums of about a dozen products of numbers of size one
 
 
 def rand(*shape):
@@ -72,7 +72,7 @@ def test_two_vectors_a_neuron_are_stored(mlp):
 
 
 def test_the_square_root_cancels_against_w_k(X, mlp):
-    """Head dimension 1 in a stock attention: divided by √1, with W_K = [0 | -1]ᵀ."""
+    """In stock attention, head dimension 1 means division by √1, with W_K = [0 | -1]ᵀ."""
     Z = F.pad(X, (0, 1, 0, 1))
     Z[-1, -1] = 1.0
     mask = torch.eye(N + 1, dtype=torch.bool)
@@ -86,7 +86,7 @@ def test_the_square_root_cancels_against_w_k(X, mlp):
 
 
 def test_one_square_root_without_the_other_is_another_slope(X, mlp):
-    """Control: W_K = [0 | -1]ᵀ and a division by √(D+1) flatten the gate."""
+    """Control: W_K = [0 | -1]ᵀ with division by √(D+1) gives a flatter gate."""
     heads = [
         dataclasses.replace(head, W_K=head.W_K / math.sqrt(D + 1)) for head in factored_heads(mlp)
     ]
@@ -113,7 +113,7 @@ def test_one_persistent_vector_serves_all_heads(X, mlp):
 
 
 def test_persistent_keys_and_values_after_the_projections(X, mlp):
-    """As Sukhbaatar et al. have them: a key and a value in the head's own space, (-√(D+1), 0)."""
+    """As in Sukhbaatar et al., a key and a value (-√(D+1), 0) in the head's own space work."""
     scale = math.sqrt(D + 1)
     total = 0
     for i in range(D_MLP):
@@ -135,7 +135,7 @@ def test_its_pattern_is_theorem_3s_less_the_bias_tokens_row(X, mlp):
 
 
 def test_a_key_that_is_zero_fails(X, mlp):
-    """Control: without a key, token and persistent vector share the weight evenly."""
+    """Control: with a key of 0, the token and the persistent vector have equal weights."""
     heads = [dataclasses.replace(head, W_K=0 * head.W_K) for head in factored_heads(mlp)]
     got = sum(head.persistent(X) for head in heads)[:, :D]
     assert relative(got, A_1 * 0.5 * A_2 * (X @ mlp.V_1) @ mlp.V_2) < TOLERANCE

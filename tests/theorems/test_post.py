@@ -1,4 +1,4 @@
-"""The post's construction, clause by clause: the stream, each sublayer, what leaks, rank."""
+"""Tests of each clause of the post's construction: stream, sublayers, leaks and rank."""
 
 import math
 from dataclasses import replace
@@ -26,7 +26,7 @@ from post_models import (
 from analyses.post import PlainTransformer, StreamCoordinates, post_transformer
 from analyses.post.heads import split
 
-# ---- the stream
+# ---- stream
 
 
 def test_the_stream_has_the_posts_widths():
@@ -42,7 +42,7 @@ def test_the_stream_has_the_posts_widths():
     assert torch.equal(layout.read(stream), x)
 
 
-# ---- each sublayer, from the exact stream before it
+# ---- each sublayer, given the exact stream before it
 
 
 @CAUSAL
@@ -57,7 +57,7 @@ def test_original_heads_behave_as_before(causal):
 
     pattern = heads.pattern(start)
     assert not pattern[:, :N, BIAS].any()  # no token attends to the bias vector
-    assert not pattern[:, BIAS, :N].any()  # it attends to none
+    assert not pattern[:, BIAS, :N].any()  # the bias vector attends to no token
     assert (pattern[:, BIAS, BIAS] == 1.0).all()
     future = torch.ones(N, N, dtype=torch.bool).triu(1)
     assert bool(pattern[:, :N, :N][:, future].any()) is not causal
@@ -79,7 +79,7 @@ def test_linear_into_hidden(gauge):
 @GAUGE
 def test_silu_on_the_hidden_part(gauge):
     heads = post_transformer(plain(), N, omega=EXACT, gauge=gauge).layers[0].silu
-    assert len(heads.W_Q) == D_MLP  # one head a neuron
+    assert len(heads.W_Q) == D_MLP  # one head per neuron
     start = LAYOUT.augment(tokens())
     h = 3.0 * torch.randn(N, D_MLP, dtype=torch.float64)
     start[:N, LAYOUT.hidden] = h
@@ -89,7 +89,7 @@ def test_silu_on_the_hidden_part(gauge):
     assert torch.equal(after[:, LAYOUT.position], start[:, LAYOUT.position])
     assert torch.equal(after[BIAS], start[BIAS])
 
-    # Attended to by itself and the bias vector only, σ(-h) and σ(h).
+    # Each token attends only to itself, with σ(-h), and to the bias vector, with σ(h).
     expected = torch.zeros(D_MLP, N + 1, N + 1, dtype=torch.float64)
     expected[:, range(N), range(N)] = torch.sigmoid(-h).T
     expected[:, :N, BIAS] = torch.sigmoid(h).T
@@ -111,13 +111,13 @@ def test_linear_out_of_hidden_clears_it(gauge):
     assert torch.equal(after[BIAS], start[BIAS])
 
 
-# ---- what leaks at a finite Ω
+# ---- leaks at a finite Ω
 
 
 @GAUGE
 @pytest.mark.parametrize("omega", [0.5, 2.0, 5.0])
 def test_leaks_are_those_of_the_derivation(omega, gauge):
-    """Every weight on a vector that should have none, from the closed forms of `sublayers.py`."""
+    """Weights on other vectors equal the closed forms in `sublayers.py`."""
     layer = post_transformer(plain(causal=True), N, omega=omega, gauge=gauge).layers[0]
     start = LAYOUT.augment(tokens())
     h = torch.randn(N, D_MLP, dtype=torch.float64)
@@ -131,7 +131,7 @@ def test_leaks_are_those_of_the_derivation(omega, gauge):
             heads.pattern(start), expected.expand(len(heads.W_Q), -1, -1), rtol=1e-13, atol=0.0
         )
 
-    total = 1 + torch.exp(-h) * (1 + (N - 1) * leak)  # over e^{2Ω}; [token, neuron]
+    total = 1 + torch.exp(-h) * (1 + (N - 1) * leak)  # divided by e^{2Ω}; [token, neuron]
     pattern = layer.silu.pattern(start)[:, :N]
     expected = (leak * torch.exp(-h) / total).T[..., None].expand(-1, -1, N)
     torch.testing.assert_close(
@@ -168,17 +168,17 @@ def test_value_matrices_are_split_exactly_over_heads_with_equal_patterns(d_head)
         assert len(one.W_V) == 1
         matrix = one.W_V[0] @ one.W_O[0]
         rank = int(torch.linalg.matrix_rank(matrix))
-        # As few heads as the rank allows, none of them wider than d_head.
+        # The number of heads is as small as the rank and d_head allow.
         assert len(many.W_V) == math.ceil(rank / d_head)
         assert many.W_V.shape[2] == many.W_O.shape[1] == d_head
-        # Each entry is a sum with one term that is not zero, so it is exact.
+        # Each sum has only one nonzero term, so it is exact.
         assert torch.equal((many.W_V @ many.W_O).sum(0), matrix)
         assert torch.equal(many.W_Q, one.W_Q.expand_as(many.W_Q))
         assert torch.equal(many.W_K, one.W_K.expand_as(many.W_K))
 
 
 def test_clearing_the_hidden_part_costs_rank_d_mlp():
-    """W_2 alone has rank d_model; −1 on the hidden part makes it d_mlp, and b_2 adds one."""
+    """W_2 alone has rank d_model. The −1 on the hidden part makes it d_mlp, and b_2 adds one."""
     heads = post_transformer(plain(), N, omega=EXACT, d_head=1000).layers[0].out_of_hidden
     matrix = heads.W_V[0] @ heads.W_O[0]
     assert torch.linalg.matrix_rank(matrix) == D_MLP + 1
@@ -186,7 +186,7 @@ def test_clearing_the_hidden_part_costs_rank_d_mlp():
 
 
 def test_added_patterns_need_rank_n_plus_1():
-    """The post's own limitation: these do not fit into queries and keys of a usual width."""
+    """As the post says, these patterns need wider queries and keys than usual heads have."""
     layer = post_transformer(plain(), N, omega=3.0).layers[0]
     for heads in (layer.into_hidden, layer.silu, layer.out_of_hidden):
         scores = heads.W_Q[0] @ heads.W_K[0].T

@@ -1,9 +1,9 @@
-"""The post's construction in plain numpy, from its text alone, against ours on random cases.
+"""Tests of the post's construction in plain numpy, from its text alone, against `analyses.post`.
 
-A head is two full matrices here, Q and V on the widened stream, and X becomes
-X + Σ softmax(X Q Xᵀ) X V: no factors, no split over heads of some width, no batches.
+Here a head is two full matrices, Q and V on the widened stream, and X becomes
+X + Σ softmax(X Q Xᵀ) X V. It has no factors, no maximal head width and no batches.
 
-The post's words, for N tokens, D dimensions and M = 4D hidden ones:
+The post says, for N tokens, D dimensions and M = 4D hidden dimensions:
 
 * the stream has N' = N + 1 vectors of D' = D + M + (N + 1) dimensions, the last N + 1 one-hot
   positions; the new vector is the bias vector;
@@ -14,8 +14,8 @@ The post's words, for N tokens, D dimensions and M = 4D hidden ones:
   matrix makes a vector write the negative of its entry and the bias context vector write 0";
 * original heads: Q ⊕ P, where the bias vector attends to itself, and no other vector to it.
 
-G is the large number in the matrices, 2Ω in our functions. Where the post is silent: a causal mask
-is -3/2 G at later positions.
+G is the large number in the matrices, and 2Ω in `analyses.post`. The post does not say how to
+mask: here a causal mask is -3/2 G at later positions.
 """
 
 import numpy as np
@@ -40,12 +40,12 @@ def sublayer(X, heads):
 
 
 class Post:
-    """The matrices of the post, for one size of stream."""
+    """The matrices of the post for one stream size."""
 
     def __init__(self, N, D, M, G):
         self.N, self.D, self.M, self.G = N, D, M, G
         self.width = D + M + N + 1
-        self.first = D + M  # of the positions
+        self.first = D + M  # start of the position dimensions
 
     def widen(self, x):
         X = np.zeros((self.N + 1, self.width))
@@ -66,7 +66,7 @@ class Post:
     def linear(self, reads, writes, W, b):
         V = self.empty()
         V[reads : reads + len(W), writes : writes + W.shape[1]] = W
-        for i in range(self.N):  # each token has one of these 1s, the bias vector none
+        for i in range(self.N):  # each token has one of these 1s, and the bias vector has none
             V[self.first + i, writes : writes + W.shape[1]] = b
         return V
 
@@ -105,7 +105,7 @@ class Post:
     def run(self, x, layers, causal, slope):
         X, streams = self.widen(x), []
         for w in layers:
-            # SiLU(slope x) / slope: the slope goes into what is read, and out of what is written.
+            # SiLU(slope x) / slope: W_1 and b_1 are multiplied by the slope, W_2 is divided by it.
             w = w | {"W_1": slope * w["W_1"], "b_1": slope * w["b_1"], "W_2": w["W_2"] / slope}
             kinds = self.attention(w, causal), self.into_hidden(w), self.silu()
             for heads in (*kinds, self.out_of_hidden(w)):
@@ -115,7 +115,7 @@ class Post:
 
 
 def case(seed):
-    """A random transformer, and how to run it."""
+    """Return a random transformer, and how to run it."""
     rng = np.random.default_rng(seed)
     spans = (2, 9), (2, 7), (3, 17), (1, 4), (1, 5)
     N, D, M, n_heads, width = (int(rng.integers(*span)) for span in spans)
@@ -124,12 +124,12 @@ def case(seed):
         {name: rng.normal(size=[sizes[a] for a in axes]) / D**0.5 for name, axes in SHAPES.items()}
         for _ in range(int(rng.integers(1, 4)))
     ]
-    omega = [3.0, 7.0, 20.0, 300.0][seed % 4]  # e^{-2Ω} is 2e-3 of the first, nothing of the last
-    slope = [1.0, 1.702, 61.0][seed % 3]  # the last near relu
+    omega = [3.0, 7.0, 20.0, 300.0][seed % 4]  # e^{-2Ω} is 2e-3 for the first, 0 for the last
+    slope = [1.0, 1.702, 61.0][seed % 3]  # the last one is close to relu
     return rng.normal(size=(N, D)), layers, omega, slope, seed >= 12, width
 
 
-def ours(x, layers, omega, slope, causal, width, gauge="post"):
+def run_transformer(x, layers, omega, slope, causal, width, gauge="post"):
     tensors = [{name: torch.from_numpy(value) for name, value in w.items()} for w in layers]
     plain = PlainTransformer(tuple(PlainLayer(**w) for w in tensors), causal)
     options = {"omega": omega, "slope": slope, "d_head": width, "gauge": gauge}
@@ -152,13 +152,13 @@ def test_every_number_of_every_sublayer(seed):
     x, layers, omega, slope, causal, width = case(seed)
     expected = reference(x, layers, omega, slope, causal)
     for gauge in ("post", "shifted"):
-        streams, output = ours(x, layers, omega, slope, causal, width, gauge)
+        streams, output = run_transformer(x, layers, omega, slope, causal, width, gauge)
         assert error(streams, expected) < 1e-10
         assert error(output, expected[-1][:-1, : x.shape[1]]) < 1e-10
 
 
 def direct(x, layers, causal, activation):
-    """The original model, vector by vector."""
+    """Compute the original model, vector by vector."""
     for w in layers:
         added = np.zeros_like(x) + w["b_O"]
         for h in range(len(w["W_Q"])):
@@ -177,11 +177,11 @@ def test_both_are_the_original_model(seed):
     x, layers, omega, slope, causal, width = case(seed)
     assert omega == 300.0
     expected = direct(x, layers, causal, lambda h: h / (1 + np.exp(-slope * h)))
-    assert error(ours(x, layers, omega, slope, causal, width)[1], expected) < 1e-10
+    assert error(run_transformer(x, layers, omega, slope, causal, width)[1], expected) < 1e-10
     if slope == 61.0:
         only = layers[0]
         relu = direct(x, [only], causal, lambda h: np.maximum(h, 0.0))
-        got = ours(x, [only], omega, slope, causal, width)[1]
+        got = run_transformer(x, [only], omega, slope, causal, width)[1]
         assert np.abs(got - relu).max() <= 0.2785 / slope * np.abs(only["W_2"]).sum(axis=0).max()
 
 
@@ -203,6 +203,6 @@ WRONG = {
 def test_control_a_wrong_clause_is_seen(wrong):
     x, layers, omega, slope, causal, width = case(4)
     assert omega == 3.0
-    streams, _ = ours(x, layers, omega, slope, causal, width)
+    streams, _ = run_transformer(x, layers, omega, slope, causal, width)
     assert error(streams, reference(x, layers, omega, slope, causal)) < 1e-10
     assert error(streams, reference(x, layers, omega, slope, causal, WRONG[wrong])) > 1e-5

@@ -1,4 +1,4 @@
-"""The post's construction as a whole model, which its author left untested, and its controls."""
+"""Tests of the post's construction as a whole model, which its author did not test; controls."""
 
 import math
 from dataclasses import replace
@@ -41,7 +41,7 @@ def test_every_sublayer_of_a_deep_model(causal, gauge):
     assert run.streams.shape == (N_LAYERS, 4, 13, 17, N + 1, LAYOUT.width)
     steps = direct(transformer, x)
     for streams, (middle, hidden, activated, after) in zip(run.streams, steps, strict=True):
-        # Errors of 2e-13 grow by a factor of ten or so over the layers.
+        # Errors of 2e-13 grow by a factor of about ten over the layers.
         close = {"rtol": 1e-11, "atol": 1e-11}
         tokens_only = streams[..., :N, :]
         for sublayer in (ATTENTION, INTO_HIDDEN, SILU):
@@ -67,14 +67,14 @@ def test_the_error_falls_as_exp_of_minus_2_omega(gauge):
 
     assert measured(5.0) < 0.01
     for omega in (5.0, 7.0, 9.0, 11.0):
-        # To first order in e^{-2Ω}; the second order at Ω = 5 is N e^{-10} times a curvature.
+        # This is first order in e^{-2Ω}; the second order at Ω = 5 is N e^{-10} times a curvature.
         law = measured(13.0) * math.exp(2 * (13.0 - omega))
         assert 0.9 * law < measured(omega) < 1.1 * law
 
 
 @GAUGE
 def test_the_error_falls_at_least_as_fast_with_a_causal_mask(gauge):
-    """The mask leaks e^{-3Ω + s - s'}, so the scores count, as the post says of its Ω."""
+    """The mask leaks e^{-3Ω + s - s'}, so the needed Ω depends on the scores, as the post says."""
     transformer, x = plain(causal=True), tokens(3)
 
     def measured(omega):
@@ -82,12 +82,12 @@ def test_the_error_falls_at_least_as_fast_with_a_causal_mask(gauge):
 
     assert measured(5.0) < 0.1
     for omega in (5.0, 7.0, 9.0, 11.0, 13.0, 15.0):
-        # 1e-11 is the rounding of the whole model, as above.
+        # The rounding of the whole model is 1e-11, as above.
         assert measured(omega) < 1.1 * measured(5.0) * math.exp(-2 * (omega - 5.0)) + 1e-11
 
 
 def test_the_authors_omega_meets_the_authors_tolerance():
-    """The author's Ω and tolerance in the demonstration code, here for a whole model."""
+    """Use Ω and the tolerance from the author's demonstration code, for a whole model."""
     transformer = plain()
     assert error(post_transformer(transformer, N, omega=1000.0), transformer, tokens()) < 1e-10
 
@@ -112,11 +112,11 @@ def test_dtype_casts_the_weights_before_anything_is_built():
     assert error(post_transformer(low, N, omega=EXACT, dtype=torch.float64), high, tokens()) < 1e-5
 
 
-# ---- float32: the price of a large Ω
+# ---- float32: a large Ω costs precision
 
 
 def hidden_run(omega, gauge):
-    """SiLU of a hidden part, in float32: what the heads return and what is right."""
+    """Return the output of SiLU's heads in float32, and the hidden part that they read."""
     heads = post_transformer(plain(dtype=torch.float32), N, omega=omega, gauge=gauge).layers[0].silu
     start = LAYOUT.augment(tokens(dtype=torch.float32))
     h = start[:N, LAYOUT.hidden] = torch.randn(N, D_MLP)
@@ -137,20 +137,20 @@ def test_float32_has_a_best_omega_in_the_posts_gauge():
     small, best, large = (float32_error(omega, "post") for omega in (4.0, 10.0, 1000.0))
     assert small > 100 * best
     assert large > 10 * best
-    # Shifted, a larger Ω costs nothing.
+    # In the shifted gauge, a larger Ω costs nothing.
     assert float32_error(1000.0, "shifted") < 2 * best
     assert float32_error(1e9, "shifted") == float32_error(1000.0, "shifted")
 
 
 def test_an_omega_beyond_the_precision_halves_instead_of_gating():
-    """2Ω − h is 2Ω once h is below the spacing of floats there: σ(−h) becomes 1/2."""
+    """If h is below the spacing of floats at 2Ω, 2Ω − h rounds to 2Ω, and σ(−h) becomes 1/2."""
     got, h = hidden_run(1e9, "post")
     assert torch.equal(got, h - h / 2)
     got, h = hidden_run(1e9, "shifted")
     torch.testing.assert_close(got, F.silu(h), rtol=1e-6, atol=1e-7)
 
 
-# ---- controls: what must fail
+# ---- controls that must fail
 
 
 def test_control_omega_too_small():
@@ -167,7 +167,7 @@ def test_control_without_clearing_the_hidden_part():
     transformer, x = plain(), tokens()
     post = altered(post_transformer(transformer, N, omega=EXACT), OUT_OF_HIDDEN, keep)
     streams, steps = post.run(x).streams, direct(transformer, x)
-    # The first layer is right; later ones add their hidden layer to what is left of the last.
+    # The first layer is right; later layers add their hidden part to the previous layer's.
     torch.testing.assert_close(streams[0, -1][:N, :D], steps[0][-1], **CLOSE)
     torch.testing.assert_close(
         streams[1, INTO_HIDDEN][:N, LAYOUT.hidden], steps[0][2] + steps[1][1], **CLOSE
@@ -189,7 +189,7 @@ def test_control_without_the_tweak_of_the_original_heads():
 
 
 def test_control_the_posts_wording_guards_the_wrong_row():
-    """−2Ω in the bias vector's row, as worded: tokens still attend to the bias vector."""
+    """With −2Ω in the bias vector's row, as worded, tokens still attend to the bias vector."""
 
     def as_worded(heads: Heads):
         W_Q = heads.W_Q.clone()
@@ -200,8 +200,8 @@ def test_control_the_posts_wording_guards_the_wrong_row():
     transformer, x = plain(), tokens()
     post = altered(post_transformer(transformer, N, omega=EXACT), ATTENTION, as_worded)
     pattern = post.layers[0].attention.pattern(LAYOUT.augment(x))
-    assert (pattern[:, BIAS, BIAS] == 1.0).all()  # the bias vector is as it should be
-    assert (pattern[:, :N, BIAS] > 0.01).any()  # the tokens are not
+    assert (pattern[:, BIAS, BIAS] == 1.0).all()  # the bias vector is right
+    assert (pattern[:, :N, BIAS] > 0.01).any()  # the tokens are wrong
     assert error(post, transformer, x) > 0.1
 
 
@@ -212,7 +212,7 @@ def test_control_without_the_causal_block():
 
 
 def test_control_without_skip_connection():
-    """Positions and bias vector are gone after one sublayer; the next attends to all alike."""
+    """After one sublayer, positions and bias vector are lost; the next one attends uniformly."""
     layer = post_transformer(plain(), N, omega=EXACT).layers[0]
     start = LAYOUT.augment(tokens())
     without = layer.attention(start) - start

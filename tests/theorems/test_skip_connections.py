@@ -1,4 +1,4 @@
-"""Without skip connections the bias token loses its 1, and the next MLP its gate."""
+"""Tests that without skip connections the bias token loses its 1, and the next MLP its gates."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def heads():
 
 
 def without_skip(transformer, X):
-    """X_{j+1} = norm(sublayer(X_j)): the paper's control."""
+    """Run X_{j+1} = norm(sublayer(X_j)), without skip connections."""
     stream = [X]
     for sublayer, norm in zip(transformer.sublayers, transformer.norms, strict=True):
         parts = sublayer if isinstance(sublayer, tuple) else (sublayer,)
@@ -50,17 +50,17 @@ def test_without_skip_connections_the_second_sublayer_fails(first):
     X_1, X_2 = without_skip(original, X)[1:]
     Z_1, Z_2 = without_skip(converted, direct_sum(X, 1.0))[1:]
 
-    # X′_1 is X_1 ⊕ [0] and no longer X_1 ⊕ [1] …
+    # X′_1 is X_1 ⊕ [0] instead of X_1 ⊕ [1].
     assert relative(Z_1[:N, :D], X_1) < 1e-12
     assert not Z_1[N].any()
     assert not Z_1[:, D].any()
-    # … so every score of Theorem 3's heads is 0, every gate half open …
+    # Therefore every score of Theorem 3's heads is 0, and every gate is half open.
     for head in converted.sublayers[1]:
         assert not head.scores(Z_1).any()
         pattern = head.pattern(Z_1)
         assert pattern.diagonal().tolist() == [0.5] * N + [1.0]
         assert pattern[:N, N].tolist() == [0.5] * N
-    # … and the MLP is linear: half of what it would be with every gate open.
+    # The MLP is therefore linear: half of its value with all gates open.
     linear = 0.5 * A_1 * A_2 * (X_1 @ second.V_1) @ second.V_2
     written = sum(head(Z_1) for head in converted.sublayers[1])
     assert relative(written[:N, :D], linear) < 1e-12
@@ -77,7 +77,7 @@ def test_with_them_it_does_not():
 
 
 def test_the_first_sublayer_needs_no_skip_connection():
-    """X′_0 = X_0 ⊕ [1] is the input itself: one sublayer alone is right on the first D columns."""
+    """X′_0 = X_0 ⊕ [1] is the input, so one sublayer alone is right on the first D columns."""
     original = Transformer((mlp(),), (LayerNorm(rand(D), rand(D)),))
     X = rand(N, D)
     got = without_skip(attention_only(original, N), direct_sum(X, 1.0))[1]

@@ -1,19 +1,19 @@
-"""Neuron-heads from attention code that others wrote, against the paper's and against convert's.
+"""Tests of neuron-heads built from others' attention code, against the paper's and convert's.
 
-Attention layers in use have no bias token, but some can let a token attend to nothing: a sink, a
-key with a fixed score of 0 and a value of 0. A head of width 1 with queries and values
-q = x · w_in + b_in and the constant key a_2, where a token sees itself and the sink, has the scores
-(a_2 q, 0). These are the paper's (0, -a_2 q) plus a_2 q, which no softmax notices, so the pattern
-is (σ(a_2 q), σ(-a_2 q)); what is read is q σ(a_2 q), for a_1 = 1 / a_2 the activation
+Common attention layers have no bias token, but some have a sink, which lets a token attend to
+nothing: a key with a fixed score of 0 and a value of 0. Take a head of width 1 with queries and
+values q = x · w_in + b_in and the constant key a_2, where a token sees itself and the sink. Its
+scores are (a_2 q, 0): the paper's (0, -a_2 q) plus a_2 q, which softmax ignores. The pattern is
+(σ(a_2 q), σ(-a_2 q)) and the output is q σ(a_2 q), which for a_1 = 1 / a_2 is the activation
 a_1 SiLU(a_2 q): silu for a_2 = 1, quick_gelu for a_2 = 1.702. The sink is the paper's bias token.
 
 * **TransformerLens 3.9**: `Attention`, local with window 1, `use_attention_sinks`, sinks 0. Its
   pattern leaves out the sink's column, so rows sum to less than 1.
-* **torch**: `MultiheadAttention` with `add_zero_attn`, its mask the diagonal. It has as many query
-  coordinates as head coordinates, so the stream is padded with zeros from d_model to d_mlp. Its
-  weights hold the sink's column, last, where the paper has the bias token.
+* **torch**: `MultiheadAttention` with `add_zero_attn` and a diagonal mask. Queries and heads have
+  equal numbers of coordinates, so the stream is padded with zeros from d_model to d_mlp. The last
+  column of its weights is the sink, at the place of the paper's bias token.
 
-Each takes the place of every MLP of a random model, which is then run as a whole.
+Each layer replaces every MLP of a random model, and the whole model is run.
 """
 
 import pytest
@@ -35,10 +35,10 @@ from attn_only_lens.reference import (
 )
 from attn_only_lens.tl import Attention, HookedTransformerConfig
 
-# The promise of the package in float64. Patterns are held to it entry by entry, the small too.
+# The package's tolerance in float64. Every pattern entry is compared, including small ones.
 TOLERANCE = 1e-12
 
-# With the batch of 2, the texts of 11 tokens and the 37 neurons: distinct primes, all of them.
+# The sizes, the batch of 2, the 11 tokens per text and the 37 neurons are distinct primes.
 SIZES = {"n_heads": 3, "n_layers": 5, "d_head": 7, "d_model": 29}
 MODELS = {
     "gpt2": {"normalization_type": "LN"},
@@ -50,7 +50,7 @@ ALPHAS = {"silu": GeneralizedSiLU(), "quick_gelu": GeneralizedSiLU(1 / 1.702, 1.
 
 
 class TransformerLensHeads(Attention):
-    """An MLP's neurons as heads of TransformerLens; called with x, as an MLP is."""
+    """An MLP's neurons as TransformerLens heads, called with x like an MLP."""
 
     def __init__(self, mlp, key, *, window=1, sink=True):
         d_model, d_mlp = mlp.W_in.shape
@@ -84,7 +84,7 @@ class TransformerLensHeads(Attention):
         if sink:
             weights["sinks"] = torch.zeros(d_mlp)
         left = self.load_state_dict(weights, strict=False)
-        assert left.missing_keys == ["mask", "IGNORE"]  # buffers; every parameter is given
+        assert left.missing_keys == ["mask", "IGNORE"]  # buffers; all parameters are given
         assert not left.unexpected_keys
 
     def forward(self, x):
@@ -92,7 +92,7 @@ class TransformerLensHeads(Attention):
 
 
 class TorchHeads(nn.Module):
-    """An MLP's neurons as heads of torch; called with x, as an MLP is."""
+    """An MLP's neurons as torch heads, called with x like an MLP."""
 
     def __init__(self, mlp, key, *, window=1, sink=True):
         super().__init__()
@@ -124,19 +124,19 @@ class TorchHeads(nn.Module):
 
 
 PARTS = {"transformer_lens": TransformerLensHeads, "torch": TorchHeads}
-# TransformerLens' sink weight is found as 1 - (the rest), which is as good as 1 is; torch gives it.
+# TransformerLens' sink weight is 1 - (sum of the others), with an absolute error; torch returns it.
 SINK_ATOL = {"transformer_lens": TOLERANCE, "torch": 0.0}
 
 
 def with_sink(pattern):
-    """[…, pos, pos + 1]: where the sink's column is left out, what the tokens leave of 1."""
+    """Return the pattern [..., pos, pos + 1]; a missing sink column is 1 - (sum)."""
     if pattern.shape[-1] > POS:
         return pattern
     return torch.cat([pattern, 1 - pattern.sum(-1, keepdim=True)], dim=-1)
 
 
 def run(model):
-    """Logits, and a cache; what the MLPs were given, and what they gave, under "in", "out"."""
+    """Return logits and a cache that also has the MLPs' inputs ("in") and outputs ("out")."""
     seen = {}
 
     def watch(layer):
@@ -152,16 +152,16 @@ def run(model):
 
 
 def with_parts(model, part, key, **wrong):
-    """The model, its MLPs replaced."""
+    """Replace the model's MLPs by parts; return the model."""
     for block in model.blocks:
         block.mlp = PARTS[part](block.mlp, key, **wrong)
-    model.setup()  # TransformerLens finds its hook points again
+    model.setup()  # TransformerLens collects its hook points again
     return model
 
 
 @pytest.fixture(scope="module", params=ALPHAS)
 def act_fn(request):
-    """An activation that a config can name: TransformerLens has no quick_gelu of its own."""
+    """Yield an activation that a config can name; TransformerLens has no quick_gelu itself."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SUPPORTED_ACTIVATIONS, "quick_gelu", lambda x: x * (1.702 * x).sigmoid())
         yield request.param
@@ -169,7 +169,7 @@ def act_fn(request):
 
 @pytest.fixture(scope="module", params=MODELS)
 def source(request, act_fn):
-    """How to build the source, anew at each call and always the same."""
+    """Return a function that builds the same source model at each call."""
     return lambda: build("silu", **SIZES, **MODELS[request.param] | {"act_fn": act_fn})
 
 
@@ -181,7 +181,7 @@ def part(request):
 @pytest.fixture(scope="module")
 @torch.no_grad()
 def stock(source, act_fn, part):
-    """Logits and cache of the model with stock parts for MLPs."""
+    """Return logits and cache of the model with stock parts as MLPs."""
     return run(with_parts(source(), part, ALPHAS[act_fn].a_2))
 
 
@@ -211,15 +211,15 @@ def test_the_papers_heads_entry_by_entry(source, stock, act_fn, part):
         for text in range(BATCH):
             X = direct_sum(append_ones(cache["in", layer][text]), 1.0)
             patterns = torch.stack([head.pattern(X) for head in heads])
-            assert patterns.shape == (D_MLP + 1, POS + 1, POS + 1)  # the last is b_2's neuron
+            assert patterns.shape == (D_MLP + 1, POS + 1, POS + 1)  # the last head is b_2's neuron
             expected = patterns[:D_MLP, :POS]
-            # Relative with no slack: what is 0 in the paper, all that is off the diagonal, is 0.
+            # The tolerance is relative: off-diagonal entries, which are 0 in the paper, must be 0.
             assert_same(got[text, :, :, :POS], expected[:, :, :POS])
             assert_same(got[text, :, :, POS], expected[:, :, POS], SINK_ATOL[part])
             assert_same(expected.diagonal(dim1=1, dim2=2), 1 - expected[:, :, POS], TOLERANCE)
             wrote = sum(head(X) for head in heads)[:POS, : SIZES["d_model"]]
             assert relative(cache["out", layer][text], wrote) <= TOLERANCE
-            # Control: a head's pattern is not its neighbour's.
+            # Control: heads have different patterns.
             assert (got[text, 1:] - expected[:-1]).abs().max() > 0.1
 
 
@@ -232,11 +232,11 @@ def test_converts_heads_entry_by_entry(source, stock, part):
         on_neuron, bias = converted["pattern", 2 * layer + 1].unbind(-1)
         assert_same(got[..., :POS], torch.diag_embed(on_neuron))
         assert_same(got[..., POS], bias, SINK_ATOL[part])
-        if part == "transformer_lens":  # torch does not show it
+        if part == "transformer_lens":  # torch does not return z
             z = cache[f"blocks.{layer}.mlp.hook_z"]
             assert z.shape == (BATCH, POS, D_MLP, 1)
             assert relative(z, converted["z", 2 * layer + 1]) <= TOLERANCE
-        # Control: (bias, self) in the place of (self, bias) is far away.
+        # Control: (bias, self) instead of (self, bias) is far away.
         assert (got[..., POS] - on_neuron).abs().max() > 0.5
     assert relative(logits, expected_logits) <= TOLERANCE
 
@@ -256,7 +256,7 @@ def test_wrong_parts_fail(part, wrong):
     _, right = run(with_parts(build("silu", **SIZES), part, 1.0))
     _, expected = run(model)
     _, cache = run(with_parts(model, part, **{"key": 1.0} | WRONG[wrong]))
-    # The first layer's MLP is given the same in all three: what differs is its heads.
+    # The first layer's MLP has the same input in all three models, so only its heads differ.
     assert relative(right["out", 0], expected["out", 0]) <= TOLERANCE
     assert relative(cache["out", 0], expected["out", 0]) > 0.05
     good, bad = (with_sink(c["blocks.0.mlp.hook_pattern"]) for c in (right, cache))
@@ -264,7 +264,7 @@ def test_wrong_parts_fail(part, wrong):
     square = good[..., :POS]
     if wrong == "sees no sink":
         assert torch.equal(bad[..., :POS], torch.eye(POS, dtype=torch.float64).expand_as(square))
-    if wrong == "key of the wrong sign":  # what the sink took is the token's, and the reverse
+    if wrong == "key of the wrong sign":  # the weights of the sink and of the token are swapped
         swapped = torch.diag_embed(good[..., POS])
         torch.testing.assert_close(bad[..., :POS], swapped, rtol=0, atol=TOLERANCE)
     if wrong == "sees two tokens":

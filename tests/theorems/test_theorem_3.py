@@ -1,4 +1,4 @@
-"""Theorem 3: every clause, against loops; and what breaks it."""
+"""Tests of every clause of Theorem 3 against loops, and controls that break it."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from common import relative
 from attn_only_lens.reference import MLP, GeneralizedSiLU, Head, direct_sum, neuron_heads
 
 N, D, D_MLP = 7, 5, 11
-# Sums of a dozen products of numbers of size one: a handful of roundings.
+# A few roundings: sums of about a dozen products of numbers of size one.
 TOLERANCE = 1e-13
 ALPHAS = [(1.0, 1.0), (1 / 1.702, 1.702), (-2.3, 0.7), (0.4, -3.1), (1 / 50, 50.0), (0.0, 1.0)]
 
@@ -25,7 +25,7 @@ def sigmoid(x):
 
 
 def expected_mlp(X, V_1, V_2, a_1, a_2):
-    """f(X) ⊕ [0] with torch's own silu."""
+    """Compute f(X) ⊕ [0] with torch's silu."""
     return F.pad(a_1 * F.silu(a_2 * (X @ V_1)) @ V_2, (0, 1, 0, 1))
 
 
@@ -39,7 +39,7 @@ def parts():
 
 
 def bias_token(X):
-    """X ⊕ [1], by torch's padding."""
+    """Return X ⊕ [1], by torch's padding."""
     Z = F.pad(X, (0, 1, 0, 1))
     Z[-1, -1] = 1.0
     return Z
@@ -86,7 +86,7 @@ def test_each_head_is_its_neuron(parts):
 
 
 def test_for_all_X(parts):
-    """Gates that are open or shut to rounding, X = 0, and one token."""
+    """Cover gates that are open or shut up to rounding, X = 0, and one token."""
     X, V_1, V_2 = parts
     for tokens in (1e3 * X, 0 * X, X[:1]):
         heads = neuron_heads(MLP(V_1, V_2, GeneralizedSiLU()), len(tokens))
@@ -129,7 +129,7 @@ def test_bias_token_first_the_mask_is_causal(parts):
 
 
 def test_the_slip_in_the_papers_sketch():
-    """softmax([-x, 0]) is [σ(-x), σ(x)], and not the reverse; [0, -x] is what the proof has."""
+    """softmax([-x, 0]) is [σ(-x), σ(x)], unlike in the sketch; the proof uses [0, -x]."""
     x = 1.3
     for scores, expected in (
         ([-x, 0.0], [sigmoid(-x), sigmoid(x)]),
@@ -171,10 +171,10 @@ def test_other_wrong_constructions_fail(parts):
     def bias_read(head):
         return dataclasses.replace(head, W_OV=head.W_OV + direct_sum(0 * rand(D, D), 1.0))
 
-    assert error(lambda head: head, bias_token(X)) < TOLERANCE  # the same code, nothing wrong
+    assert error(lambda head: head, bias_token(X)) < TOLERANCE  # the same code without an error
     assert error(lambda head: head, direct_sum(X, 0.0)) > 0.1  # the bias token without its 1
-    assert error(opposite, bias_token(X)) > 0.1  # σ(-q) in the place of σ(q)
-    assert error(bias_read, bias_token(X)) > 0.1  # the bias token's value not 0
+    assert error(opposite, bias_token(X)) > 0.1  # σ(-q) instead of σ(q)
+    assert error(bias_read, bias_token(X)) > 0.1  # the bias token's value is not 0
 
 
 def test_another_activation_is_refused(parts):

@@ -1,4 +1,4 @@
-"""Theorem 6: torch's own encoder layers, biases and all, as heads and nothing else."""
+"""Tests of Theorem 6: torch's encoder layers with biases, converted to heads only."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ N, D, D_HEAD, D_MLP, N_LAYERS = 7, 10, 5, 11, 3
 N_HEADS = D // D_HEAD
 CAUSAL = torch.ones(N, N, dtype=torch.float64).tril()
 A_1, A_2 = -2.3, 0.7
-# Six sublayers of random weights of size one amplify the roundings of a sublayer, some 1e-15.
+# Six sublayers of random weights of size one amplify a sublayer's roundings of about 1e-15.
 TOLERANCE = 1e-12
 
 
@@ -42,7 +42,7 @@ def activation(x):
 
 @torch.no_grad()
 def torch_layers(pre_norm=False):
-    """Encoder layers with every parameter random: biases, gains and norm biases too."""
+    """Return encoder layers in which all parameters are random, including norms and biases."""
     generator = torch.Generator().manual_seed(1)
     layers = [
         nn.TransformerEncoderLayer(
@@ -60,7 +60,7 @@ def torch_layers(pre_norm=False):
 
 @torch.no_grad()
 def run_torch(layers, X, pre_norm):
-    """X_0 … X_m, the outputs of the sublayers and the patterns of the heads, all by torch.nn."""
+    """Return X_0 … X_m, the sublayers' outputs and the heads' patterns, computed by torch.nn."""
     stream, outputs, patterns = [X], [], []
     for layer in layers:
         read = layer.norm1(X) if pre_norm else X
@@ -80,7 +80,7 @@ def run_torch(layers, X, pre_norm):
 
 @torch.no_grad()
 def on_constant(layers, final, pre_norm):
-    """The same as a transformer without biases on [X | 1]."""
+    """Return the same model as a transformer without biases on [X | 1]."""
     sublayers, norms = [], []
     for layer in layers:
         attn = layer.self_attn
@@ -113,7 +113,7 @@ def passing(norm):
 
 
 def widened(X, constant=1.0):
-    """[X | c] ⊕ [1], by hand; c = 0 for what a sublayer writes."""
+    """Return [X | c] ⊕ [1]. A sublayer's output has c = 0."""
     Z = F.pad(X, (0, 2, 0, 1))
     Z[:N, D] = constant
     Z[N, D + 1] = 1.0
@@ -127,13 +127,13 @@ def test_every_stream_output_and_pattern(pre_norm):
     stream, outputs, patterns = run_torch(layers, X, pre_norm)
     converted = attention_only(on_constant(layers, final, pre_norm), N)
     assert all(isinstance(h, Head) for sublayer in converted.sublayers for h in sublayer)
-    # One head for each neuron, and one more that writes b_2.
+    # One head per neuron, and another one that writes b_2.
     assert [len(s) for s in converted.sublayers] == [N_HEADS + 1, D_MLP + 1] * N_LAYERS
 
     run = converted.run(direct_sum(append_ones(X), 1.0))
     for got, expected in zip(run.stream, stream, strict=True):
         assert relative(got, widened(expected)) < TOLERANCE
-        # What was added to the stream passes exactly.
+        # The added coordinates stay exact.
         assert torch.equal(got[:N, D:], torch.tensor([[1.0, 0.0]] * N, dtype=torch.float64))
         assert got[N].tolist() == [0.0] * (D + 1) + [1.0]
     for got, expected in zip(run.outputs, outputs, strict=True):
@@ -152,7 +152,7 @@ def test_every_stream_output_and_pattern(pre_norm):
 
 @pytest.mark.parametrize("pre_norm", [False, True])
 def test_sublayer_by_sublayer_on_the_definitions(pre_norm):
-    """No biases, sublayers in any order, D + 1 coordinates: X′_j = X_j ⊕ [1]."""
+    """Without biases, with sublayers in any order and D + 1 coordinates, X′_j = X_j ⊕ [1]."""
 
     def heads():
         return tuple(Head(rand(D, D) / D, rand(D, D), CAUSAL) for _ in range(3))
@@ -190,7 +190,7 @@ def test_an_extended_head_ignores_the_bias_token():
     assert relative(extended(Z)[:N, :D], head(X)) < 1e-13
     assert not extended(Z)[N].any()
     assert not extended(Z)[:, D].any()
-    # Control: with a mask through which tokens see the bias token, they see less of each other.
+    # Control: if the mask lets tokens see the bias token, they see less of each other.
     leaking = dataclasses.replace(extended, mask=torch.ones_like(extended.mask))
     assert relative(leaking(Z)[:N, :D], head(X)) > 0.1
 
@@ -206,7 +206,7 @@ def test_no_token_sees_a_later_one():
 
 
 def test_the_layer_norm_of_all_coordinates_does_not_pass_the_bias_coordinate():
-    """The paper's LayerNorm(Y ⊕ [1]) = LayerNorm(Y) ⊕ [1], of a stock LayerNorm: false."""
+    """The paper's LayerNorm(Y ⊕ [1]) = LayerNorm(Y) ⊕ [1] is false for a stock LayerNorm."""
     Y, gain, bias = rand(N, D), rand(D), rand(D)
     expected = direct_sum(F.layer_norm(Y, (D,), gain, bias), 1.0)
     assert relative(PassingNorm(LayerNorm(gain, bias), N, D)(direct_sum(Y, 1.0)), expected) < 1e-14
@@ -215,7 +215,7 @@ def test_the_layer_norm_of_all_coordinates_does_not_pass_the_bias_coordinate():
             F.pad(gain, (0, 1), value=last_gain), F.pad(bias, (0, 1), value=last_bias)
         )
         got = stock(direct_sum(Y, 1.0))
-        # The steps of the proof: the column of the bias coordinate is never (0, …, 0, 1).
+        # The column of the bias coordinate is never (0, …, 0, 1), which the proof needs.
         if last_gain == 0:
             assert got[:, D].tolist() == [last_bias] * (N + 1)
         else:
@@ -224,7 +224,7 @@ def test_the_layer_norm_of_all_coordinates_does_not_pass_the_bias_coordinate():
 
 
 def rows_norm(norm, d):
-    """LayerNorm of the first d coordinates of every row, the bias token's row too."""
+    """Return a LayerNorm of every row's first d coordinates, including the bias token's row."""
 
     def apply(X):
         return torch.cat([norm(X[:, :d]), X[:, d:]], dim=1)
@@ -237,7 +237,7 @@ def rows_norm(norm, d):
     [(True, 1e-5, True), (False, 1e-5, False), (True, 0.0, False)],
 )
 def test_the_norm_must_pass_the_bias_tokens_row(zero_bias, eps, holds):
-    """Of the first D coordinates of every row: right with norm bias 0 and eps > 0 only."""
+    """A norm of every row's first D coordinates is right only with norm bias 0 and eps > 0."""
     mlp = MLP(rand(D, D_MLP), rand(D_MLP, D), GeneralizedSiLU(A_1, A_2))
     norms = [LayerNorm(rand(D), rand(D) * (not zero_bias), eps) for _ in range(2)]
     original = Transformer((mlp, mlp), tuple(norms))
@@ -249,7 +249,7 @@ def test_the_norm_must_pass_the_bias_tokens_row(zero_bias, eps, holds):
         assert relative(got[:N, :D], expected) < TOLERANCE
     else:
         error = (got[:N, :D] - expected).abs().max() / expected.abs().max()
-        assert not error < 0.1  # nan where eps = 0: the bias token's row is 0 / 0
+        assert not error < 0.1  # nan if eps = 0, as the bias token's row is 0 / 0
 
 
 @pytest.mark.parametrize("pre_norm", [False, True])

@@ -1,4 +1,4 @@
-"""Theorem 7: a head masked to the diagonal is X ↦ X W_OV."""
+"""Tests of Theorem 7: a head masked to the diagonal is X ↦ X W_OV."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_a_linear_map_whatever_the_scores():
 
 
 def test_another_mask_is_another_map():
-    """Control: one off-diagonal entry in Λ, and tokens mix."""
+    """Control: one off-diagonal entry in Λ mixes tokens."""
     X, W_OV, mask = rand(N, D), rand(D, D), torch.eye(N, dtype=torch.float64)
     mask[4, 2] = 1.0
     difference = (Head(rand(D, D), W_OV, mask)(X) - X @ W_OV).abs().amax(1)

@@ -1,4 +1,4 @@
-"""Theorem 8: D heads are α entry by entry; D + 1 replace X by α(X) through a skip connection."""
+"""Tests of Theorem 8: D heads are α entry by entry, and D + 1 replace X by α(X) with a skip."""
 
 import math
 
@@ -60,9 +60,9 @@ def test_d_plus_1_heads_replace_x(alpha):
     got = through_skip(heads, direct_sum(X, 1.0))
     expected = F.pad(alpha.a_1 * F.silu(alpha.a_2 * X), (0, 1, 0, 1))
     expected[N, D] = 1.0
-    # x + (α(x) - x) rounds at the size of x, not of α(x).
+    # x + (α(x) - x) rounds relative to x, not to α(x).
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-14)
-    # The bias token is intact: α can be applied once more.
+    # The bias token is intact, so α can be applied again.
     again = through_skip(heads, got)
     twice = alpha.a_1 * F.silu(alpha.a_2 * expected[:N, :D])
     torch.testing.assert_close(again[:N, :D], twice, rtol=0, atol=1e-13)
@@ -77,7 +77,7 @@ def test_the_linear_head_is_needed():
 
 
 def test_it_must_leave_the_bias_token_alone():
-    """Control: -I_{D+1} in the place of -I_D ⊕ [0] is right once and wrong twice."""
+    """Control: -I_{D+1} instead of -I_D ⊕ [0] is right once and wrong twice."""
     X, alpha = rand(N, D), ALPHAS[0]
     wiping = linear_head(-torch.eye(D + 1, dtype=torch.float64), N + 1)
     heads = (*activation_heads(alpha, N, D), wiping)

@@ -1,4 +1,4 @@
-"""Theorem 9: Ω in the weights of a head does what its mask did, to within the stated error."""
+"""Tests of Theorem 9: Ω in a head's weights replaces its mask, up to the stated error."""
 
 import math
 
@@ -19,7 +19,7 @@ from attn_only_lens.reference import (
 )
 
 N, D = 7, 5
-ROUNDING = 1e-13  # sums of a dozen products of numbers of size one to ten
+ROUNDING = 1e-13  # sums of about a dozen products of numbers of size one to ten
 
 
 def rand(*shape):
@@ -39,7 +39,7 @@ def masks():
 
 
 def masked_attention(X, W_QK, W_OV, mask):
-    """Token by token, over the tokens that it may see; numbers of Python, no matrix of scores."""
+    """Compute masked attention token by token, in Python floats and without a score matrix."""
     out = []
     for t in range(N):
         seen = [s for s in range(N) if mask[t, s] == 1]
@@ -67,7 +67,7 @@ def test_the_error_falls_below_any_number(name):
 
 
 def test_the_bound_holds_for_every_omega_and_is_near():
-    """The bound over the error, token by token: 1 at least, and not far from it in the limit."""
+    """The bound is at least the error for every Ω, and close to it in a limit case."""
     for seed in range(20):
         torch.manual_seed(seed)
         X, W_QK, W_OV, mask = rand(N, D), 0.5 * rand(D, D), rand(D, D), masks()["random"]
@@ -76,7 +76,7 @@ def test_the_bound_holds_for_every_omega_and_is_near():
             off = (unmasked_head(head, omega)(with_positions(X))[:, :D] - expected).norm(dim=1)
             bound = masking_error(head, X, omega)
             assert (off <= bound * (1 + 1e-9) + ROUNDING).all()
-    # One token sees itself alone, and one other is masked: nothing is given away but its distance.
+    # Each token sees only itself and the other is masked: the bound is the error up to e^{-Ω}.
     X, mask = torch.eye(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
     head = Head(torch.zeros_like(X), torch.eye(2, dtype=torch.float64), mask)
     off = (unmasked_head(head, 12.0)(with_positions(X))[:, :2] - X).norm(dim=1)
@@ -94,7 +94,7 @@ def test_the_leak_falls_as_e_to_minus_omega():
 
 
 def test_too_small_an_omega_fails():
-    """Control: below the scores, the mask is not there; without positions, it cannot be."""
+    """Control: Ω below the scores does not mask, and neither does any Ω without positions."""
     X, W_QK, W_OV, mask = rand(N, D), 3.0 * rand(D, D), rand(D, D), masks()["causal"]
     expected, head = masked_attention(X, W_QK, W_OV, mask), Head(W_QK, W_OV, mask)
     assert relative(unmasked_head(head, 1.0)(with_positions(X))[:, :D], expected) > 0.1
@@ -105,7 +105,7 @@ def test_too_small_an_omega_fails():
 
 
 def test_neurons_without_a_mask():
-    """With Theorem 3: the MLP by heads that mask nothing, as in the blog post, with one Ω."""
+    """With Theorem 3, heads without masks compute the MLP with a single Ω, as in the blog post."""
     X, V_1, V_2 = rand(N, D), rand(D, 11), rand(11, D)
     expected = torch.nn.functional.silu(X @ V_1) @ V_2
     Z = with_positions(direct_sum(X, 1.0))

@@ -1,4 +1,4 @@
-"""Models with transcoders compute what they computed before, and are restored."""
+"""Tests that models with transcoders attached compute the same function, and can be restored."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from attn_only_lens.heads import has_neuron_heads
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 from attn_only_lens.transcoders import attach
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
 
 BRIDGES = ("gpt2", "neox", "llama", "gemma2", "olmo2", "phi3", "gptj", "native", "native_gated")
 if HAS_HOOKED_TRANSFORMER:
@@ -23,7 +23,7 @@ NO_GAINS = ("rms_pre",)
 
 
 def cases():
-    """Every kind of transcoder that fits each model."""
+    """Return every kind of transcoder that fits each model."""
     kinds = [(bridge, name) for name in BRIDGES] + [(hooked, name) for name in HOOKED]
     for make, name in kinds:
         marks = [needs_hooked_transformer] * (make is hooked)
@@ -40,14 +40,14 @@ def cases():
 
 
 def writes(model, prompt):
-    """The logits, and what each MLP adds to the stream: norms of some models round to float32."""
+    """Return the logits and each MLP's output, because some norms round the stream to float32."""
     names = [f"blocks.{layer}.hook_mlp_out" for layer in range(len(model.blocks))]
     logits, cache = model.run_with_cache(prompt, names_filter=lambda name: name in names)
     return [logits, *(cache[name] for name in names)]
 
 
 def state(model):
-    """All modules with their classes and attributes, and the model's hook points, in order."""
+    """Return all modules with their classes and attributes, and all hook points, in order."""
     modules = [
         (
             name,
@@ -98,13 +98,14 @@ def test_some_layers_and_every_activation(layers, activation):
         ]
         shape = model.run_with_cache(prompt)[1][f"blocks.{layer}.mlp.{heads[0]}"].shape
         assert shape == (2, 11, heads[1], 1)
-    counts = ["37 neurons"] * (len(layers) == 1) + [f"{FEATURES * len(layers)} features"]
-    name = model.cfg.model_name
-    assert repr(attached) == (
-        f"<ExposedNeurons of {name}: {' and '.join(counts)} as heads (layers: 2)>"
-    )
+    text = f"<AttachedTranscoders of {model.cfg.model_name}, layers {', '.join(map(str, layers))}: "
+    assert repr(attached) == f"{text}error='node'>"
     attached.undo()
+    again = attach(model, layers_of(model, layers, activation=activation))
     attached.undo()  # nothing happens
+    assert repr(attached) == f"{text}undone>"
+    assert has_neuron_heads(model)
+    again.undo()
     assert torch.equal(model(prompt), before)
 
 
@@ -148,7 +149,7 @@ def test_a_change_of_a_feature_moves_the_output_along_its_row():
 
 
 def test_errors_are_those_of_the_run():
-    """An edit before an MLP has the effect that it has in the original model."""
+    """An edit before an MLP has the same effect as in the original model."""
     model, prompt = bridge("gpt2"), tokens()
 
     def edit(value, hook):
@@ -191,7 +192,7 @@ def test_errors_leave_the_model_alone(error, monkeypatch):
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr("attn_only_lens.transcoders._attach.expose_neuron_heads", fail)
+        patched.setattr("attn_only_lens.models.attach.expose_neuron_heads", fail)
         with pytest.raises(error):
             attach(model, transcoders)
     assert state(model) == untouched

@@ -1,28 +1,28 @@
-"""Graphs of one run have the edges of circuit-tracer, with heads and skip nodes as further nodes.
+"""Tests that graphs of one run have circuit-tracer's edges, with heads and skip nodes added.
 
 circuit-tracer (Hanna et al., 2025; Ameisen et al., "Circuit Tracing", 2025) runs a model in which
 attention patterns and the denominators of norms are detached, the errors are constants, and the
-features' activations are leaves. Its edge from s to t is what s writes, times the gradient of the
-pre-activation of t (or of a logit) at what s writes:
+features' activations are leaves. Its edge from s to t is the output of s, times the gradient of
+the pre-activation of t (or of a logit) at this output:
 
     A[t, s] = (∂ q_t / ∂ stream) · (∂ stream / ∂ out_s) · written_s
 
 A feature writes z_s W_dec[s], an error its vector, a token its embedding. `Tracer` below is this
-method in a few lines, from the weights and a cache of TransformerLens; none of attn_only_lens
-enters. (circuit-tracer 0.5.0: `attribution/context_transformerlens.py`, `_compute_score_hook` is
+method in a few lines, from the weights and a TransformerLens cache, without attn_only_lens.
+(circuit-tracer 0.5.0: `attribution/context_transformerlens.py`, `_compute_score_hook` is
 the product with the gradient, `compute_batch` injects the encoder's vector, not scaled by the
 activation of t; `_configure_gradient_flow` detaches; W_skip passes gradients on.)
 
-How its edges follow from ours: let c_t be the gradient of the metric at z_t, which is the column
+To derive its edges from ours, let c_t be the gradient of the metric at z_t, which is the column
 `gradient` of our nodes. The gate of an active feature is 1, so the gradient at q_t is c_t, too.
 
-1. With us, attention heads and skip nodes are nodes. So our edge from s to t is c_t · D[t, s], with
+1. In our graphs, heads and skip nodes are nodes. So our edge from s to t is c_t · D[t, s], with
    D the part of A that passes through no head and no W_skip: A with their outputs held fixed, too.
 2. The paths through heads and skip nodes: a head's output is a vector, and an edge into it holds
    only the product with the metric's gradient at this vector, so A does not follow from the edges
    of one graph alone. It follows from the linear maps of the graph (`LinearRun`): the gradient of
    q_t goes backward through heads and skip nodes, but through no feature.
-3. From the graph alone follow the sums over targets: the attribution of every node s is
+3. The graph alone gives the sums over targets: the attribution of every node s is
    Σ_t c_t A[t, s] + A[metric, s].
 """
 
@@ -41,7 +41,7 @@ from attn_only_lens.circuits import attribution_graph
 from attn_only_lens.engine.linear_run import linearize
 from attn_only_lens.transcoders import attach
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
 
 CORRECT, WRONG = 7, 11
 PROMPT = torch.tensor([[3, 17, 5, 29, 13]])
@@ -94,10 +94,10 @@ class Norm:
 
 
 class Tracer:
-    """circuit-tracer's graph of a model without transcoders, and of their weights."""
+    """circuit-tracer's graph of a model without transcoders, computed with given transcoders."""
 
     def __init__(self, model, transcoders, direct):
-        """With `direct`, the outputs of heads and of W_skip are constants, too."""
+        """Record one run. With `direct`, the outputs of heads and of W_skip are constants, too."""
         self.transcoders, self.direct = transcoders, direct
         with torch.no_grad():
             cache = model.run_with_cache(PROMPT)[1]
@@ -149,7 +149,7 @@ class Tracer:
         return self.held(out if b_O is None else out + b_O.detach())
 
     def transcoder(self, layer, entered, out):
-        """The MLP's output, and the nodes that write it."""
+        """Return the MLP's output, and add the nodes that write it."""
         transcoder = self.transcoders[layer]
         x = entered.detach()
         y, z = imitated(x, transcoder)
@@ -166,7 +166,7 @@ class Tracer:
         return leaf + self.held(entered @ transcoder.W_skip)
 
     def row(self, target):
-        """The edges into a feature, or into the logit difference."""
+        """Return the edges into a feature, or into the logit difference."""
         if target == "metric":
             value = self.logit
         else:
@@ -215,13 +215,13 @@ def traced(request):
 
 
 def scales(graph):
-    """c_t of each feature that affects the metric, and 1 for the metric."""
+    """Return c_t of each feature that affects the metric, and 1 for the metric."""
     gradients = graph.nodes.set_index("id")["gradient"]
     return gradients[gradients.notna()].to_dict() | {"metric": 1.0}
 
 
 def effect(rows, c, source):
-    """Σ_t c_t A[t, source], with the metric among the targets, and Σ_t |c_t A[t, source]|."""
+    """Return Σ_t c_t A[t, source] over targets and the metric, and Σ_t |c_t A[t, source]|."""
     terms = [scale * rows[target][source] for target, scale in c.items()]
     return sum(terms), sum(map(abs, terms))
 
@@ -238,37 +238,37 @@ def test_nodes_are_the_active_features_that_affect_the_metric(traced):
 
 
 def test_edges_that_pass_no_head(traced):
-    """Point 1: our edges, one by one."""
+    """Point 1: each of our edges is circuit-tracer's without paths through heads."""
     graph, _, rows, rounding = traced
     edges = graph.edges[graph.edges["kind"] == "value"].set_index(["target", "source"])["weight"]
     c, n = scales(graph), 0
     for target in c:
         row = rows[True][target]
-        ours = edges.loc[target].to_dict()
+        actual = edges.loc[target].to_dict()
         largest = max(abs(c[target] * value) for value in row.values())
         for source, value in row.items():
-            assert abs(ours.get(source, 0.0) - c[target] * value) <= rounding * largest
+            assert abs(actual.get(source, 0.0) - c[target] * value) <= rounding * largest
             n += value != 0
-        others = {name for name in ours if name not in row}
+        others = {name for name in actual if name not in row}
         assert all("H" in x or "S" in x or x in ("bias", "rest") for x in others)
     assert n > 400
 
 
 def test_edges_through_heads(traced):
-    """Point 2: circuit-tracer's edges, one by one."""
+    """Point 2: each of circuit-tracer's edges follows from the linear run."""
     _, linear, rows, rounding = traced
     changed = 0
     for target, row in rows[False].items():
-        ours = eliminated(linear, target)
+        actual = eliminated(linear, target)
         largest = max(map(abs, row.values()))
         for source, value in row.items():
-            assert abs(ours[source] - value) <= rounding * largest
+            assert abs(actual[source] - value) <= rounding * largest
         changed += any(abs(row[x] - rows[True][target][x]) > 1e-3 * largest for x in row)
     assert changed > 0.5 * len(rows[False])  # control: paths through heads count
 
 
 def eliminated(linear, target):
-    """The edges into a target, summed over all paths through heads and skip nodes."""
+    """Return the edges into a target, summed over all paths through heads and skip nodes."""
     n_sublayers = len(linear.sublayers)
     readers = {n: torch.zeros_like(linear.run.embedding) for n in range(n_sublayers + 1)}
     if target == "metric":
@@ -308,7 +308,7 @@ def eliminated(linear, target):
 
 
 def test_attributions(traced):
-    """Point 3: sums over targets."""
+    """Point 3: attributions are sums over targets."""
     graph, _, rows, rounding = traced
     attributions = graph.nodes.set_index("id")["attribution"]
     for source in rows[False]["metric"]:

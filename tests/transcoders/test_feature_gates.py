@@ -1,4 +1,4 @@
-"""The gates of features, against loops over single numbers."""
+"""Tests of the gates of features, against loops over single numbers."""
 
 import pytest
 import torch

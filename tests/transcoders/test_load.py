@@ -1,4 +1,4 @@
-"""Files as circuit-tracer, Gemma Scope and SAELens write them, and how those packages compute.
+"""Tests of files from circuit-tracer, Gemma Scope and SAELens, and of those packages' formulas.
 
 The oracles loop over features in float64, with the tensors in the layout of the file. They follow
 `SingleLayerTranscoder` (circuit_tracer 0.5.0) and `Transcoder`, `SkipTranscoder`,
@@ -18,7 +18,7 @@ from attn_only_lens import transcoders as t
 from attn_only_lens.errors import CheckpointError, InputError
 
 D, F, N = 7, 13, 11
-EXACT = 1e-12  # of float64 sums of 13 terms of size 1
+EXACT = 1e-12  # float64 sums of 13 terms of size 1
 CONFIG = {
     "model_name": "google/gemma-2-2b",
     "model_kind": "transcoder_set",
@@ -68,7 +68,7 @@ def saelens(seed=0, **more):
 
 
 def write(folder, stored, name="layer_5.safetensors", dtype=None, **configs):
-    """Write a file of tensors, and configs by the name of their file without its dot."""
+    """Write a file of tensors, and config files; a keyword is a file's name without its dot."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     stored = {key: tensor.to(dtype or tensor.dtype) for key, tensor in stored.items()}
@@ -83,7 +83,7 @@ def write(folder, stored, name="layer_5.safetensors", dtype=None, **configs):
 
 
 def slow(x, rows, b_enc, gate, W_dec, b_dec, skip=None):
-    """Activations and output; `rows` are the encoders of features, `skip` maps x to the output."""
+    """Return activations and output; `rows` are the encoders, `skip` maps x to the output."""
     z = torch.zeros(len(x), len(rows), dtype=torch.float64)
     y = b_dec.repeat(len(x), 1)
     for n in range(len(x)):
@@ -281,7 +281,7 @@ def test_layers_come_from_paths_settings_or_the_list(tmp_path):
     listed = CONFIG | {"transcoders": uris, "feature_input_hook": "ln2.hook_normalized"}
     (tmp_path / "gemma" / "config.yaml").write_text(yaml.safe_dump(listed))
     loaded = t.load(tmp_path / "gemma")
-    assert list(loaded) == [0, 1]  # the place in the list
+    assert list(loaded) == [0, 1]  # the position in the list
     assert torch.equal(loaded[0].b_enc, saelens(3)["b_enc"].float())
     listed["transcoders"].append("hf://a/b/layer_9/params.npz")
     (tmp_path / "gemma" / "config.yaml").write_text(yaml.safe_dump(listed))
@@ -552,7 +552,7 @@ def test_devices_and_dtypes_are_checked(tmp_path):
 
 
 def test_a_wrong_layout_fails_the_comparison(tmp_path):
-    """The comparisons above can fail: here, W_skip is stored transposed."""
+    """The control: a W_skip that is stored transposed fails the comparison."""
     stored = circuit_tracer()
     write(tmp_path, stored | {"W_skip": stored["W_skip"].T.contiguous()}, config_yaml=CONFIG)
     transcoder = t.load(tmp_path, dtype=torch.float64)[5]

@@ -1,4 +1,4 @@
-"""No tensor of shape [position, feature, d_model] is ever made."""
+"""Tests that no tensor of shape [position, feature, d_model] is allocated."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from attn_only_lens import circuits
 from attn_only_lens import patching as p
 from attn_only_lens.transcoders import attach
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
 
 N_FEATURES, METRIC = 4099, p.logit_diff(7, 11)
 CLEAN = torch.tensor([[3, 17, 5, 29, 13, 2, 8, 31, 19, 23, 37]])
@@ -35,7 +35,7 @@ CALLS = {
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers in any tensor that an operation returns."""
+    """The size of the largest tensor that any operation returns."""
 
     numbers = 0
 
@@ -53,7 +53,7 @@ def test_weights_or_patterns_are_the_largest(call):
     transcoders = layers_of(model, n_features=N_FEATURES, dtype=torch.float32)
     with attach(model, transcoders), Largest() as largest:
         CALLS[call](model)
-    # Two runs have patterns [both, pos, feature, key=2], which are larger only for this d_model.
+    # Patterns of two runs [both, pos, feature, key=2] are larger only for this small d_model.
     patterns = 2 * CLEAN.numel() * N_FEATURES * 2
     assert largest.numbers <= max(transcoders[0].W_enc.numel(), patterns)
     assert CLEAN.numel() * transcoders[0].W_enc.numel() > 6 * largest.numbers  # control

@@ -1,4 +1,4 @@
-"""The replacement model, and its fidelity, against plain hooks on the original model."""
+"""Tests of the replacement model and its fidelity against plain hooks on the original model."""
 
 from dataclasses import replace
 
@@ -11,15 +11,15 @@ from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 from attn_only_lens.transcoders import Transcoder, attach, fidelity
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
 
 
 def replaced(model, prompt, transcoders, points):
-    """The logits, and activations of features, if hooks replace what MLPs write.
+    """Return the logits and the features' activations if hooks replace the outputs of MLPs.
 
     Args:
-        points: for each layer, the hook points that show what the transcoder reads, and of what it
-            imitates.
+        points: for each layer, the hook points with the transcoder's input and with the output that
+                it imitates.
     """
     entered, activations, hooks = {}, {}, []
 
@@ -85,7 +85,7 @@ def test_without_errors_it_computes_what_hooks_replace(make, name, reads, after_
     with attach(model, transcoders, error="zero"):
         logits, cache = model.run_with_cache(prompt)
         plain = model(prompt)
-    # The norms of some bridges compute in float32, so their inputs differ by its rounding.
+    # The norms of some bridges compute in float32, so inputs agree only up to its rounding.
     rounding = 1e-5 if (make, name) == (bridge, "gemma2") else 1e-11
     assert relative(logits, expected) < rounding
     assert relative(plain, expected) < rounding
@@ -98,7 +98,7 @@ def test_without_errors_it_computes_what_hooks_replace(make, name, reads, after_
 
 
 def folded(transcoder, norm):
-    """A transcoder of a LayerNorm's normalised stream that equals one of the norm's output."""
+    """Return a transcoder of the normalised stream that equals one of the LayerNorm's output."""
     return replace(
         transcoder,
         W_enc=norm.w[:, None] * transcoder.W_enc,
@@ -176,7 +176,7 @@ def test_fidelity_refuses_hooks_dropout_and_what_does_not_fit():
 
 
 def test_a_perfect_transcoder_has_perfect_fidelity():
-    """An MLP with ReLU is a transcoder."""
+    """An MLP with ReLU is a transcoder with perfect fidelity."""
     if not HAS_HOOKED_TRANSFORMER:
         model = bridge("neox_sequential")
     else:

@@ -1,7 +1,7 @@
-"""Tools on features, skip nodes and error nodes, against hooks on the model without transcoders.
+"""Tests of tools on features, skip nodes and error nodes against hooks on the plain model.
 
-With error nodes, a change of a feature's z by Δz changes what the original model's MLP writes by
-Δz times the feature's row of W_dec. So an edit of a node is an edit of the original MLP's output.
+With error nodes, a change of a feature's z by Δz changes the original MLP's output by Δz times the
+feature's row of W_dec. So an edit of a node is an edit of the original MLP's output.
 """
 
 from functools import cache
@@ -18,31 +18,31 @@ from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.transcoders import attach
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
 
 CORRECT, WRONG = 7, 11
 METRIC = p.logit_diff(CORRECT, WRONG)
 CLEAN = torch.tensor([[3, 17, 5, 29, 13], [2, 19, 23, 31, 37]])
 CORRUPTED = torch.tensor([[3, 11, 5, 29, 8], [2, 7, 23, 31, 1]])  # other tokens at 1 and -1
-L = 1  # the layer whose nodes are tried
+L = 1  # the layer whose nodes are tested
 
 
 def three_layers(name):
-    """A bridge with an MLP after the nodes that are tried: errors must pass gradients on."""
+    """Return a bridge with an MLP after the tested nodes: errors must pass gradients on."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(**bridges.GPT | {"n_layer": 3})
     model = transformers.GPT2LMHeadModel._from_config(config, attn_implementation="eager")
     return bridges.bridged(bridges.randomise(model.double().eval()))
 
 
-# name: maker, options of the transcoders, the point they read, the point they imitate, rounding
+# name: model, options of the transcoders, their input point, their output point, rounding
 CASES = {
     "gpt2": (three_layers, "gpt2", {"skip": True}, "ln2.hook_out", "mlp.hook_out", 1e-9),
     "gpt2 topk": (
         *(bridge, "gpt2", {"activation": "topk", "reads": "stream"}),
         *("ln2.hook_in", "mlp.hook_out", 1e-9),
     ),
-    # its norms compute in float32, whatever the dtype of the model
+    # its norms compute in float32 for every dtype
     "gemma2": (
         *(bridge, "gemma2", {"skip": True, "reads": "stream", "after_norm": True}),
         *("ln2.hook_in", "ln2_post.hook_out", 1e-5),
@@ -84,7 +84,7 @@ class Oracle:
         return {"x": x, "q": q, "w": active(q, transcoder).to(q), "z": z, "error": out - y}
 
     def written(self, name, part="z"):
-        """What the change of a node, from the corrupted to the clean run, adds to the stream."""
+        """Return what a node's change from the corrupted to the clean run adds to the stream."""
         clean, corrupted = self.runs
         transcoder = self.transcoders[L]
         if name.endswith("E"):
@@ -103,7 +103,7 @@ class Oracle:
 
     @torch.no_grad()
     def metric(self, prompt, change=None, positions=slice(None)):
-        """The metric of each prompt if something is added to what the original MLP writes."""
+        """Return the metric of each prompt if something is added to the original MLP's output."""
 
         def add(out, hook):
             out = out.clone()
@@ -116,7 +116,7 @@ class Oracle:
         return logits[:, CORRECT] - logits[:, WRONG]
 
     def gradient(self):
-        """The gradient of the mean metric of the corrupted run at what the MLP writes."""
+        """Return the gradient of the corrupted run's mean metric at the MLP's output."""
         kept = []
 
         def keep(out, hook):
@@ -130,7 +130,7 @@ class Oracle:
         return kept[0].grad
 
     def names(self, n=17):
-        """Features whose activations differ between the runs most, and the skip and error nodes."""
+        """Return the features that change most between the runs, and the skip and error nodes."""
         clean, corrupted = self.runs
         moved = (clean["z"] - corrupted["z"]).abs().sum((0, 1)).argsort(descending=True)
         features = [f"L{L}F{index}" for index in moved[:n].tolist()]
@@ -184,7 +184,7 @@ def test_activation_patch(case, part):
 
 
 def test_all_nodes_together_are_the_mlp(case):
-    """All features, the skip node and the error, at all positions: the MLP's whole output."""
+    """All features, the skip node and the error add up to the MLP's whole output."""
     names = [f"L{L}F{index}" for index in range(FEATURES)]
     names += [name for name in case.names() if "F" not in name]
     change = sum(case.written(name) for name in names)
@@ -235,7 +235,7 @@ def test_repairs_are_exact(case):
 
 
 def test_secants_add_up(case):
-    """The sum over all nodes of a layer, and the attention before them, is the whole change."""
+    """The scores of all nodes of a layer and of the attention before it add up to the change."""
     if case.transcoders[L].k is not None:
         pytest.skip("the gates of topk have no secants")
     with attach(case.model, case.transcoders) as model:
@@ -308,7 +308,7 @@ def test_patterns_are_gates(case):
 
 @pytest.mark.parametrize("part", ["z", "pattern", "value"])
 def test_path_patch(case, part):
-    """From heads and nodes of layer 0 into features of layer 1, and to the logits."""
+    """Paths lead from heads and nodes of layer 0 into features of layer 1, and to the logits."""
     model, transcoder = case.model, case.transcoders[L]
     nodes = [case.nodes(prompt, layer=0) for prompt in (CLEAN, CORRUPTED)]
     first = case.transcoders[0]
@@ -363,7 +363,7 @@ def test_path_patch(case, part):
 
 
 def entered(case, model, cache, delta):
-    """The change of what layer 1's transcoder reads, with its norm's scale held fixed."""
+    """Return the change of the input of layer 1's transcoder, with its norm's scale held fixed."""
     norm = model.blocks[L].ln2
     scale = cache[f"blocks.{L}.ln2.hook_scale"]
     if case.reads == "ln2.hook_in" or case.reads == "hook_resid_mid":
@@ -392,22 +392,22 @@ def test_discover_and_faithfulness(case):
 
 
 def ablated_by_hand(model, kept):
-    """The metric if all sites that are not kept have their values of the corrupted run."""
-    other, hooks = model.run_with_cache(CORRUPTED)[1], []
+    """Return the metric if all sites that are not kept have the values of the corrupted run."""
+    cache, hooks = model.run_with_cache(CORRUPTED)[1], []
     for layer in range(len(model.blocks)):
         mlp = f"blocks.{layer}.mlp"
         points = {"H": f"blocks.{layer}.attn.hook_z", "F": f"{mlp}.hook_neuron_act"}
         points |= {"S": f"{mlp}.hook_skip", "E": f"{mlp}.hook_error"}
         for letter, point in points.items():
-            if point not in other:
+            if point not in cache:
                 continue
-            keep = torch.zeros(other[point].shape[1:3], dtype=torch.bool)
+            keep = torch.zeros(cache[point].shape[1:3], dtype=torch.bool)
             for name, position in kept:
                 if name.startswith(f"L{layer}{letter}"):
                     keep[position, int(name.removeprefix(f"L{layer}{letter}") or 0)] = True
 
             def put(z, hook, keep=keep, point=point):
-                return torch.where(keep[None, :, :, None], z, other[point])
+                return torch.where(keep[None, :, :, None], z, cache[point])
 
             hooks.append((point, put))
     logits = model.run_with_hooks(CLEAN, fwd_hooks=hooks)[:, -1]
@@ -444,7 +444,7 @@ def test_graphs_add_up(case, difference, dtype):
     assert graph.edges["source"].isin(errors).any()
     rounding = 1e-6 if dtype == torch.float32 else max(1e-9, case.rounding / 10)
     scale = nodes["attribution"].abs().max()
-    if difference:  # of logits, whose own rounding errors are relative to their size
+    if difference:  # logits have rounding errors relative to their size
         scale = max(scale, case.model(CLEAN).abs().max().item())
     assert (into - nodes["attribution"].loc[into.index]).abs().max() < rounding * scale
     assert into["metric"] == pytest.approx(graph.value, abs=rounding * scale)
@@ -453,3 +453,20 @@ def test_graphs_add_up(case, difference, dtype):
         shared = out.index.intersection(nodes.index)
         attributions = nodes["attribution"].loc[shared]
         assert (out[shared] - attributions).abs().max() < rounding * scale
+
+
+def test_sums_of_graphs_do_not_depend_on_the_rounding_of_logits():
+    """In float32, a difference of two logits near 4,096 has an error of about 1e-4."""
+    model, prompt = bridge("gpt2", torch.float32), CLEAN[:1]
+    values = []
+    for bias in (0.0, 4096.0):
+        with torch.no_grad():
+            model.unembed.original_component.bias.fill_(bias)
+        logits = model(prompt)[0, -1]
+        values.append((logits[CORRECT] - logits[WRONG]).item())
+        with attach(model, layers_of(model, dtype=torch.float32)):
+            graph = circuits.attribution_graph(model, prompt, METRIC, mass=1)
+        scale = graph.nodes["attribution"].abs().max()
+        assert abs(graph.inflow()["metric"] - graph.value) < 1e-6 * scale
+        assert abs(graph.value - values[0]) < 1e-3 * scale
+    assert abs(values[1] - values[0]) > 1e-5  # control

@@ -1,4 +1,4 @@
-"""Models and transcoders that do not fit, and tools that do not take features."""
+"""Tests of models and transcoders that do not match, and of tools that do not take features."""
 
 import re
 from dataclasses import replace
@@ -7,16 +7,25 @@ import bridges
 import pytest
 import torch
 import transformers
-from common import needs_hooked_transformer, tokens
+from common import needs_hooked_transformer, relative, tokens
 from drawn_transcoders import bridge, drawn, hooked, layers_of
 
-from attn_only_lens import Bilinear, circuits, convert, expose_neuron_heads, grow, save, verify
+from attn_only_lens import (
+    Bilinear,
+    circuits,
+    compare,
+    convert,
+    expose_neuron_heads,
+    grow,
+    verify,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.errors import (
-    CheckpointError,
+    ComparisonError,
     GrowthError,
     InputError,
     UnknownHeadError,
+    UnsupportedCallError,
     UnsupportedModelError,
 )
 from attn_only_lens.pretrained import (
@@ -24,9 +33,9 @@ from attn_only_lens.pretrained import (
     small_english_texts,
     small_english_transcoders,
 )
-from attn_only_lens.transcoders import attach, fidelity
+from attn_only_lens.transcoders import attach, detach, fidelity
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
 
 METRIC = p.logit_diff(7, 11)
 
@@ -74,8 +83,14 @@ def test_every_reason_is_given():
         (lambda: bridge("bert"), "stream", "layer 0: its MLP is not a separate module"),
         (mixtral, "input", "layer 0: its mlp is a MoEBridge"),
         (lambda: None, "input", "got a NoneType"),
-        (lambda: expose_neuron_heads(bridge("gpt2")).model, "input", r"call undo\(\) first"),
-        (lambda: attach(bridge("gpt2"), {1: drawn(26)}).model, "input", r"call undo\(\) first"),
+        (
+            *(lambda: expose_neuron_heads(bridge("gpt2")).model, "input"),
+            r"exposed; first call expose_neuron_heads\(model\).undo\(\)",
+        ),
+        (
+            *(lambda: attach(bridge("gpt2"), {1: drawn(26)}).model, "input"),
+            r"transcoders replace its MLPs; first call transcoders.detach\(model\)",
+        ),
     ],
 )
 def test_wrong_models(make, reads, message):
@@ -184,15 +199,54 @@ def test_invalid_transcoders(changes, message):
         drawn(26, skip=True).decode(torch.zeros(53).double())
 
 
-def test_tools_that_do_not_take_transcoders(tmp_path):
-    model, prompt, other = bridge("gpt2"), tokens(), tokens(1)
+@pytest.mark.parametrize(
+    "make", [bridge, pytest.param(hooked, marks=needs_hooked_transformer)], ids=["bridge", "hooked"]
+)
+def test_what_would_change_the_weights_is_refused(make):
+    """TransformerLens would fail, or silently fold norms that no longer come before the MLP."""
+    model, prompt = make("gpt2" if make is bridge else "gelu"), tokens()
+    plain = model(prompt)
+    attach(model, layers_of(model))
+    before = model(prompt)
+    calls = (
+        [lambda: model.enable_compatibility_mode(True), lambda: model.process_weights()]
+        if make is bridge
+        else [
+            lambda: model.process_weights_(),
+            lambda: model.load_and_process_state_dict(model.state_dict()),
+        ]
+    )
+    for call in (*calls, expose_neuron_heads(model).undo):
+        with pytest.raises(UnsupportedCallError, match=r"first call transcoders.detach\(model\)"):
+            call()
+        assert torch.equal(model(prompt), before)
+    for call in (lambda: convert(model), lambda: grow(model, d_mlp=64)):
+        with pytest.raises((UnsupportedModelError, GrowthError), match=r"detach|TransformerBridge"):
+            call()
+    detach(model)
+    detach(model)  # nothing happens
+    assert torch.equal(model(prompt), plain)
+    calls[0]()  # works now; it centres the logits
+    after = model(prompt)
+    assert relative(after - after.mean(-1, True), plain - plain.mean(-1, True)) < 1e-6
+
+
+def test_compare_refuses_transcoders():
+    model = bridge("gpt2")
+    grown = grow(model, d_mlp=64)
+    attach(grown.model, {0: drawn(26)})
+    with pytest.raises(ComparisonError, match=r"the grown model: transcoders replace its MLPs"):
+        compare(model, grown, tokens())
+
+
+def test_tools_that_do_not_take_transcoders():
+    model, prompt, second = bridge("gpt2"), tokens(), tokens(1)
     with attach(model, {0: drawn(26)}):
         refused = {
             "convert": (UnsupportedModelError, "", lambda: convert(model)),
-            "grow": (GrowthError, "undo", lambda: grow(model, d_mlp=64)),
-            "save": (CheckpointError, "transcoders", lambda: save(model, tmp_path / "model")),
+            "grow": (GrowthError, "detach", lambda: grow(model, d_mlp=64)),
             "copy": (
-                *(UnsupportedModelError, "undo"),
+                *(UnsupportedModelError, "detach"),
                 lambda: expose_neuron_heads(model, copy=True),
             ),
             "gates": (
@@ -200,7 +254,7 @@ def test_tools_that_do_not_take_transcoders(tmp_path):
                 lambda: expose_neuron_heads(model, gate=Bilinear()),
             ),
             "fidelity": (
-                *(UnsupportedModelError, "undo"),
+                *(UnsupportedModelError, "detach"),
                 lambda: fidelity(model, {1: drawn(26)}, prompt, progress=False),
             ),
             "sources": (
@@ -212,7 +266,6 @@ def test_tools_that_do_not_take_transcoders(tmp_path):
             with pytest.raises(error, match=message):
                 call()
             assert type(model.blocks[0].mlp).__name__ == "ExposedFeatureMLP", name
-        assert not (tmp_path / "model").exists()
         for names, part, message in (
             (["L0N5"], "z", "layer 0 has attention heads 0 to 1 and features 0 to 52"),
             (["L1F5"], "z", "layer 1 has attention heads 0 to 1 and neurons 0 to 36"),
@@ -224,25 +277,25 @@ def test_tools_that_do_not_take_transcoders(tmp_path):
         ):
             with pytest.raises(InputError, match=message):
                 p.activation_patch(
-                    *(model, prompt, other, METRIC), sites=names, part=part, progress=False
+                    *(model, prompt, second, METRIC), sites=names, part=part, progress=False
                 )
         assert verify(model, model, prompt)  # works
 
 
 def test_gates_of_topk_have_no_secants():
-    model, prompt, other = bridge("gpt2"), tokens(), tokens(1)
+    model, prompt, second = bridge("gpt2"), tokens(), tokens(1)
     with attach(model, {1: drawn(26, activation="topk")}):
         for call in (
-            lambda: p.attribution(model, prompt, other, METRIC, method="secant", progress=False),
-            lambda: circuits.attribution_graph(model, prompt, METRIC, corrupted=other),
-            lambda: circuits.discover(model, prompt, other, METRIC),
+            lambda: p.attribution(model, prompt, second, METRIC, method="secant", progress=False),
+            lambda: circuits.attribution_graph(model, prompt, METRIC, corrupted=second),
+            lambda: circuits.discover(model, prompt, second, METRIC),
         ):
             with pytest.raises(UnsupportedModelError, match=r"layer 1 \(topk\) depend on each"):
                 call()
 
 
 def test_paths_begin_at_errors():
-    """The expansion into paths adds up, with error nodes as further beginnings."""
+    """The path expansion adds up, and paths may also begin at error nodes."""
     model, prompt = bridge("gpt2"), tokens(batch=1, pos=5)
     logits = model(prompt)[0, -1]
     value = (logits[7] - logits[11]).item()

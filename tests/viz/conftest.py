@@ -1,4 +1,4 @@
-"""One browser for all tests of pictures."""
+"""Fixtures: one browser for all tests of pictures."""
 
 import pytest
 from browser import chromium
@@ -12,7 +12,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def opened(browser, tmp_path):
-    """Write a picture, open it, and hold it to silence at the end."""
+    """Yield a function that opens a picture; then check for console messages and requests."""
     from attn_only_lens import viz
 
     def open_picture(picture):

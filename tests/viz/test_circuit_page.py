@@ -1,4 +1,4 @@
-"""The page of a circuit, in a browser: what is there, what a click, the sliders and a search do."""
+"""Tests of a circuit's page in a browser: the first view, clicks, sliders and searches."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.neurons import Example
 from attn_only_lens.viz.circuit_data import EXTRAS
 
-PLAIN = 22  # nodes of `circuit()` that are not behind a switch
+PLAIN = 22  # the nodes of `circuit()` that the first view shows
 
 
 def page(**changes):
@@ -41,9 +41,9 @@ def test_many_nodes_are_folded_at_first(opened):
     shown.js("const box = document.getElementById('fold'); box.click();")
     shown.drawn()
     assert sum("N" in name for name in ids(shown)) == 320
-    # Readers' own groups stay; small circuits are not folded.
-    own = {"name": "mine", "members": ["L1N1@1", "L2N2@2"], "folded": True}
-    shown = opened(page(**many, state={"groups": [own]}))
+    # Groups made by readers stay, and small circuits are not folded.
+    group = {"name": "mine", "members": ["L1N1@1", "L2N2@2"], "folded": True}
+    shown = opened(page(**many, state={"groups": [group]}))
     assert sum(name.startswith("group") for name in ids(shown)) == 1
     shown = opened(page())
     assert not any(name.startswith("group") for name in ids(shown))
@@ -61,7 +61,7 @@ def test_the_first_view(opened):
     assert shown.texts(".axis .token")[:6] == signs
     rows = ["tokens", "L0 neurons", "L1 heads", "L1 neurons", "L2 neurons", "metric"]
     assert shown.texts(".row") == rows
-    # Embeddings have their token's name; everything is said in 10 pixels or more.
+    # Embeddings show their tokens, and all text is 10 pixels high or more.
     labels = shown.texts(".node.embed text")
     assert {label.lstrip("+− ") for label in labels} >= set(signs)
     sizes = shown.js(
@@ -69,18 +69,18 @@ def test_the_first_view(opened):
         ".map(t => parseFloat(getComputedStyle(t).fontSize) * t.getScreenCTM().a)"
     )
     assert min(sizes) >= 10
-    # Layers go up and tokens across; the metric is above its token.
+    # Layers go up and tokens go right; the metric is above its token.
     x, y = centres(shown)
     assert x["L0N0@0"] < x["L2N5@5"]
     assert y["L0N0@0"] > y["L2N5@5"] > y["metric"]
-    assert abs(x["metric"] - x["embed@6"]) < 60  # a long name ends where the window does
-    # Value edges alone; the others and what has no token are a switch away.
+    assert abs(x["metric"] - x["embed@6"]) < 60  # a long name ends at the window's edge
+    # Only value edges are shown; switches show other edges and nodes without a token.
     assert set(shown.js("return [...document.querySelectorAll('#stage .edge')]"
                         ".map(e => e.classList[1])")) == {"value"}  # fmt: skip
     show_all(shown)
     assert ids(shown) == set(nodes["id"])
     assert len(ids(shown, "#stage .edge")) == len(circuit()[1])
-    # Light and dark, by a switch.
+    # A switch changes between light and dark.
     back = "return getComputedStyle(document.querySelector('#stage .back')).fill"
     before = shown.js(back)
     switch(shown, "theme")
@@ -122,7 +122,7 @@ return [looked, through.length];
 @needs_browser
 def test_no_edge_runs_through_another_node_and_kinds_are_apart(opened):
     nodes, edges = circuit()
-    same = edges[edges["kind"] == "value"].head(1)  # one pair with all three kinds
+    same = edges[edges["kind"] == "value"].head(1)  # one pair with all three kinds of edges
     more = [same.assign(kind=kind, weight=-same["weight"]) for kind in ("q", "k")]
     shown = opened(page(edges=pd.concat([edges, *more], ignore_index=True)))
     show_all(shown)
@@ -147,7 +147,7 @@ def test_more_nodes_leave_the_metric_in_view(opened):
         "const r = document.querySelector('.node.metric').getBoundingClientRect();"
         "return [r.left, r.right, document.getElementById('stage').clientWidth]"
     )
-    assert float(shown.js("return d3.select('#stage .band').attr('width')")) > end  # not all fits
+    assert float(shown.js("return d3.select('#stage .band').attr('width')")) > end  # too wide
     assert 0 < left < right <= end
 
 
@@ -162,13 +162,13 @@ def test_a_click_tells_of_the_node(opened):
         rows_of_neuron = rows_of_neuron.loc[
             rows_of_neuron["weight"].abs().sort_values(ascending=False).index
         ]
-        got = shown.texts(f"#{title} tr td:first-child")  # embeddings with their tokens
+        got = shown.texts(f"#{title} tr td:first-child")  # embeddings have their tokens
         assert [text.rpartition("(")[-1].rstrip(")") for text in got] == rows_of_neuron[
             far_end
         ].tolist()
         assert all(text.endswith(")") for text in got if "embed" in text)
         got = [float(text) for text in shown.texts(f"#{title} td.number")]
-        assert got == pytest.approx(rows_of_neuron["weight"].tolist(), rel=1e-4)  # five figures
+        assert got == pytest.approx(rows_of_neuron["weight"].tolist(), rel=1e-4)  # five digits
         assert len(rows_of_neuron) > 3
     assert shown.texts("#pattern .tokens span") == read_back(page())["tokens"]
     tints = shown.js(
@@ -180,7 +180,7 @@ def test_a_click_tells_of_the_node(opened):
     assert shown.texts("#pattern .here") == ['·"q"']
     assert shown.texts("#writes-tokens td") == ["</script>", "+2.5", "·Zebra", "−1.3"]
     assert shown.texts("#examples .example")[0] == "a·<b>"
-    # Its edges are lit; those of another that is pointed at; another by its line in the table.
+    # The node's edges are lit, then those of a hovered node; a click on a row selects its node.
     lit = ids(shown, "#stage .edge.near")
     here = edges[["source", "target"]].isin(["L1N4@4"]).any(axis=1) & (edges["kind"] == "value")
     drawn = ~edges["source"].isin(["rest", "bias L2"])
@@ -255,7 +255,7 @@ def test_the_sliders_and_kinds_choose_what_is_shown(opened):
     nodes, edges = circuit()
     shown = opened(page())
     plain = nodes[~nodes["kind"].isin(EXTRAS)]
-    sizes = plain["attribution"].abs().where(plain["kind"] != "metric", np.inf)  # it always is
+    sizes = plain["attribution"].abs().where(plain["kind"] != "metric", np.inf)  # always shown
     ranked = plain.loc[sizes.sort_values(ascending=False).index, "id"]
     slide(shown, "node-slider", 500)
     kept = ranked.head(round(PLAIN**0.5)).tolist()
@@ -281,7 +281,7 @@ def test_a_search_finds(opened):
     field = shown.driver.find_element("id", "search")
     for typed, matches in (
         ("l1n4", nodes["id"].str.startswith("L1N4")),
-        ("zebra", nodes["name"] == "L1N4"),  # a token that it writes
+        ("zebra", nodes["name"] == "L1N4"),  # a token that L1N4 writes
         ("<B>bold", nodes["position"] == 2),  # a token of the prompt
         ("nowhere", nodes["position"] == -1),
         ("rest", nodes["id"] == "rest"),
@@ -292,7 +292,7 @@ def test_a_search_finds(opened):
         hidden = ", 1 not shown" if typed == "rest" else ""
         assert shown.texts("#found") == [f"{len(hits)} found{hidden}"]
         assert ids(shown, "#stage .node.found") == hits - {"rest"}
-    field.send_keys("\ue007")  # Enter: it is shown, and told of
+    field.send_keys("\ue007")  # Enter shows the node and its panel
     assert shown.texts("#panel h2") == ["rest"]
     assert "rest" in ids(shown)
 
@@ -312,7 +312,7 @@ def test_pins_names_and_groups_are_saved_with_the_page_and_come_back(opened, tmp
     shown.js("const n = document.getElementById('name'); n.value = '</script> \\u2028 & name';"
              "n.dispatchEvent(new Event('change'))")  # fmt: skip
     shown.js("document.getElementById('group').click()")  # while another node is selected
-    # A group takes its members' place, and their edges of a kind add up.
+    # A group replaces its members, and their edges of one kind are added up.
     assert "group 0" in ids(shown)
     assert not set(members) & ids(shown)
     into = edges[(edges["kind"] == "value") & edges["source"].isin(members)]
@@ -322,7 +322,7 @@ def test_pins_names_and_groups_are_saved_with_the_page_and_come_back(opened, tmp
                    ".map(d => [d.target, d.kind, d.weight])")  # fmt: skip
     metric = int(np.flatnonzero(nodes["id"] == "metric")[0])
     assert dict((t, w) for t, _, w in got).get(metric, 0.0) == pytest.approx(into, rel=1e-4)
-    # What the page and the file that it saves hold.
+    # The page and the files that it saves keep pins, groups and names.
     shown.js("URL.createObjectURL = (b) => { (window.saved ??= []).push(b); return '#'; };"
              "HTMLAnchorElement.prototype.click = () => 0")  # fmt: skip
     for button in ("save-page", "save-state", "save-svg", "save-png"):
@@ -354,7 +354,7 @@ def test_pins_names_and_groups_are_saved_with_the_page_and_come_back(opened, tmp
     again.driver.find_element("id", "load").send_keys(str(tmp_path / "state.json"))
     again.wait("document.getElementById('said').textContent === 'state.json loaded'")
     assert "group 0" in ids(again)
-    # A file of something else changes nothing.
+    # Other files change nothing.
     for text, said in (("{}", "no file"), (state.replace("@", "#"), "of another circuit")):
         (tmp_path / "other.json").write_text(text)
         again.driver.find_element("id", "load").send_keys(str(tmp_path / "other.json"))
@@ -407,7 +407,7 @@ FRAMES = {
 
 
 def colourful(shown):
-    """Pixels of the window that are neither grey nor white."""
+    """Return the number of pixels in the window that are neither grey nor white."""
     pixels = imread(BytesIO(shown.driver.get_screenshot_as_png()))[..., :3]
     return int((pixels.max(-1) - pixels.min(-1) > 0.2).sum())
 
@@ -451,7 +451,7 @@ def test_a_notebook_keeps_a_picture_where_frames_are_taken_out():
 
 @needs_browser
 def test_the_picture_is_what_the_page_shows_first(browser, tmp_path):
-    """The layout in Python against that of the page, which is another program."""
+    """The layout in Python equals that of the page's JavaScript."""
     shown = browser
     shown.open(viz.write_html(page(), tmp_path / "page.html"))
     drawn = page().picture
@@ -514,7 +514,7 @@ def test_texts_are_never_markup(opened):
 
 @needs_browser
 def test_the_watch_sees_what_it_watches_for(browser, tmp_path):
-    """The control: a page that asks another machine, logs an error, and has markup in a token."""
+    """Control: a page that sends requests, logs an error and contains markup is noticed."""
     html = (
         "<img src='https://x.invalid/a.png'><script>null.f()</script>"
         "<script>fetch('https://x.invalid/b').catch(() => 0)</script>"
@@ -522,7 +522,7 @@ def test_the_watch_sees_what_it_watches_for(browser, tmp_path):
     browser.open(viz.write_html(html, tmp_path / "bad.html"))
     assert any("null" in message for message in browser.console())
     assert set(browser.left_for()) == {"https://x.invalid/a.png", "https://x.invalid/b"}
-    # The same in a page of ours: its policy does not let the request out.
+    # In a page of this package, the content security policy blocks the request.
     browser.open(viz.write_html(page().replace("<header>", html + "<header>"), tmp_path / "b.html"))
     assert any("Content Security Policy" in message for message in browser.console())
     assert browser.left_for() == []
@@ -643,4 +643,4 @@ def test_all_reasons_at_once():
     broken(nodes_id=(3, "embed@0"), nodes_kind=(4, "mlp"), edges_kind=(3, "v"))(nodes, edges)
     with pytest.raises(InputError) as refused:
         page(nodes=nodes, edges=edges)
-    assert len(refused.value.reasons) == 4  # edges of the node that was renamed end nowhere
+    assert len(refused.value.reasons) == 4  # the edges of the renamed node have no end

@@ -1,4 +1,4 @@
-"""The page of an attribution graph: what a model says of its nodes, held against other code."""
+"""Tests of an attribution graph's page: its details of nodes agree with independent code."""
 
 import models
 import numpy as np
@@ -29,7 +29,7 @@ def heads_of(graph):
 
 @pytest.fixture(scope="module")
 def drawn():
-    """A graph, the model and the tokens it is of, and its page."""
+    """Return a graph, its model and tokens, and its page."""
     model, prompts = convert(models.build("gelu", scale=0.25)), tokens(0, 2, POS)
     graph = attribution_graph(model, prompts, METRIC, top=61)
     return graph, model, prompts, viz.circuit_view(graph, model, prompts, prompt=1)
@@ -69,7 +69,7 @@ def test_the_page_holds_the_graph(drawn):
     counts = f"{n_heads} heads and {61 - n_heads} neurons (61 of {n} sites; a site is"
     assert note.startswith(f"Nodes: {counts}")
     assert f", with {share:.0%} of" in note
-    assert 0.3 < share < 0.99  # the control
+    assert 0.3 < share < 0.99  # control: some nodes are left out
 
 
 @needs_hooked_transformer
@@ -84,18 +84,18 @@ def test_patterns_are_of_the_prompt_that_is_shown(drawn):
             this_row, other_row = pattern[1, :, 0], pattern[0, :, 0]
             got = details[node.name]["pattern"]
             z = cache[head.hook("z", model)][1, :, head.index, 0]
-            assert details[node.name]["z"] == pytest.approx(z.tolist(), rel=6e-3)  # three figures
+            assert details[node.name]["z"] == pytest.approx(z.tolist(), rel=6e-3)  # three digits
         else:
             this_row, other_row = (rows[node.position] for rows in (pattern[1], pattern[0]))
             got = details[node.id]["pattern"]
         assert got == pytest.approx(this_row.tolist(), abs=6e-4)  # three decimals
         seen.add((head.kind, bool((this_row - other_row).abs().max() > 0.01)))
-    assert {("neuron", True), ("attention", True)} <= seen  # the control: prompts differ
+    assert {("neuron", True), ("attention", True)} <= seen  # control: prompts differ
 
 
 @pytest.fixture(scope="module")
 def contrast():
-    """A graph of a difference, its model and prompts, and its page with both runs."""
+    """Return a graph of a difference, its model and prompts, and its page with both runs."""
     model, (first, second) = convert(models.build("gelu", scale=0.25)), tokens(0, 2, POS)
     clean, corrupted = first[None], second[None]
     graph = attribution_graph(model, clean, METRIC, corrupted=corrupted, top=20)
@@ -105,7 +105,7 @@ def contrast():
 
 @needs_hooked_transformer
 def test_a_page_of_a_difference_has_both_runs(contrast):
-    """Against cached patterns, and the logits of the change of each output."""
+    """The page agrees with cached patterns and with the logits of each output's change."""
     graph, model, clean, corrupted, page = contrast
     data = read_back(page)
     assert data["corrupted"] == list(graph.corrupted[0])
@@ -168,9 +168,9 @@ def test_corrupted_prompts_of_another_graph_are_refused(contrast, drawn):
 
 
 def direct_logits(source, prompts, name, position):
-    """What a node adds to the logits at its position, norm scales frozen: by the model's own code.
+    """Return a node's direct effect on the logits at its position, from the model's own modules.
 
-    Its own output is added to the stream once more, before the norms that it has yet to pass.
+    The node's output is passed through the remaining norms, with fixed scales.
     """
     head, (_, cache) = HeadName.parse(name), source.run_with_cache(prompts)
     block = source.blocks[head.layer]
@@ -180,7 +180,7 @@ def direct_logits(source, prompts, name, position):
         out = cache["post", head.layer][0, position, head.index] * block.mlp.W_out[head.index]
 
     def frozen(norm, x, scale):
-        """A norm at the scale it had; its bias cancels."""
+        """Apply a norm with a fixed scale and without its bias."""
         if not hasattr(norm, "hook_scale"):
             return x
         norm.hook_scale.add_hook(lambda value, hook: scale)
@@ -198,7 +198,7 @@ def direct_logits(source, prompts, name, position):
 
 
 def embedding_queries(source, name):
-    """The pre-activation, or gate, of a neuron at every token's embedding alone."""
+    """Return a neuron's pre-activation, or gate input, for every token's embedding alone."""
     head = HeadName.parse(name)
     block, W_E = source.blocks[head.layer], source.W_E[None]
     norm = getattr(block, "ln2", None)
@@ -227,11 +227,11 @@ def test_top_tokens_are_what_the_model_makes_of_them(family, layout):
     plain = 0
     for node in heads_of(graph).itertuples():
         expected = standard(direct_logits(source, prompts, node.name, node.position))
-        _told(details[node.id]["writes"], expected, 3)
+        _check_tokens(details[node.id]["writes"], expected, 3)
         if node.kind == "neuron":
             queries = standard(embedding_queries(source, node.name))
-            _told(details[node.name]["reads"], queries, 3)
-        # The control: to leave out the norm before the unembedding names other tokens.
+            _check_tokens(details[node.name]["reads"], queries, 3)
+        # Control: without the final norm, some top tokens differ.
         W_O = source.blocks[node.layer].mlp.W_out if node.kind == "neuron" else None
         if W_O is not None:
             row = W_O[HeadName.parse(node.name).index] * np.sign(node.value)
@@ -239,8 +239,8 @@ def test_top_tokens_are_what_the_model_makes_of_them(family, layout):
     assert (plain > 0) == (family != "no_norm")
 
 
-def _told(got, expected, k):
-    """The k largest and, after them, the k smallest, the very smallest last."""
+def _check_tokens(got, expected, k):
+    """Check the texts: the k largest, then the k smallest in falling order."""
     order = expected.argsort(descending=True)
     ends = torch.cat([order[:k], order[-k:]])
     assert [text for text, _ in got] == [str(token) for token in ends.tolist()]
@@ -256,9 +256,9 @@ def test_top_tokens_are_of_the_prompt_that_is_shown(drawn):
         first, second = (
             standard(direct_logits(source, row[None], node.name, node.position)) for row in prompts
         )
-        _told(details[node.id]["writes"], second, 10)
+        _check_tokens(details[node.id]["writes"], second, 10)
         moved += int(first.argmax()) != int(second.argmax())
-    assert moved  # the control
+    assert moved  # control: prompts differ
 
 
 @needs_hooked_transformer
@@ -278,7 +278,7 @@ def test_heads_that_share_a_neuron_tell_what_it_raises():
         assert "pattern" not in details.get(node.name, {})
 
 
-# Of models of transformers: the part that a head's, and a neuron's, output enters.
+# For models of transformers: the output projections of heads and neurons.
 PARTS = {
     "gpt2": ("transformer", "h", "attn.c_proj", "mlp.c_proj", "ln_f"),
     "llama": ("model", "layers", "self_attn.o_proj", "mlp.down_proj", "norm"),
@@ -286,7 +286,7 @@ PARTS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+@pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 @pytest.mark.parametrize("family", PARTS)
 @torch.no_grad()
 def test_bridges_say_what_their_originals_do(family):
@@ -304,7 +304,7 @@ def test_bridges_say_what_their_originals_do(family):
         for kind, path in (("attention", attn), ("neuron", mlp)):
 
             def keep(module, args, key=(layer, kind)):
-                seen.setdefault(key, (args[0][0], module))  # the first time
+                seen.setdefault(key, (args[0][0], module))  # the first call
 
             block.get_submodule(path).register_forward_pre_hook(keep)
     plain(prompts)
@@ -319,15 +319,15 @@ def test_bridges_say_what_their_originals_do(family):
         index = HeadName.parse(node.name).index
         size = given_to.shape[1] // 2 if node.kind == "attention" else 1
         alone = torch.zeros_like(given_to[0])
-        of = slice(index * size, (index + 1) * size)
-        alone[of] = given_to[node.position, of]
+        columns = slice(index * size, (index + 1) * size)
+        alone[columns] = given_to[node.position, columns]
         row = module(alone[None])[0] - module(torch.zeros_like(alone)[None])[0]
         if family == "gemma2":
             block = trunk.layers[node.layer]
             after = "attention" if node.kind == "attention" else "feedforward"
             row = through(getattr(block, f"post_{after}_layernorm"), row)
         expected = standard(plain.lm_head.weight @ through(getattr(trunk, last), row))
-        _told(details[node.id]["writes"], expected, 3)
+        _check_tokens(details[node.id]["writes"], expected, 3)
 
 
 @needs_hooked_transformer
@@ -346,7 +346,7 @@ def test_a_page_of_a_thousand_nodes_is_bounded_and_says_so():
     assert len(graph.edges) > 60_000 > 30_000 > len(data["edges"]["weight"])
     *_, note = data["notes"]
     assert "strongest into each node" in note
-    # What is left out is in "rest": sums hold as they did.
+    # The edges that are left out are part of "rest", so the sums still hold.
     ids, into = np.array(data["nodes"]["id"]), {}
     rows = zip(*(data["edges"][c] for c in ("target", "kind", "weight")), strict=True)
     for target, kind, weight in rows:
@@ -354,8 +354,8 @@ def test_a_page_of_a_thousand_nodes_is_bounded_and_says_so():
             into[ids[target]] = into.get(ids[target], 0.0) + weight
     attribution = graph.nodes.set_index("id")["attribution"]
     apart = [abs(into[name] - attribution[name]) for name in into]
-    assert max(apart) < 1e-3 * attribution.abs().max()  # five figures of each edge
-    # On top of what is there: patterns of 100 tokens, and texts of 8 characters more to a token.
+    assert max(apart) < 1e-3 * attribution.abs().max()  # each edge has five digits
+    # Room for longer texts: patterns of 100 tokens, and 8 more characters for each token.
     longest = len(page.encode()) + 1000 * (4 * 20 * 8 + 100 * 6)
     assert longest < 3_100_000
 
@@ -425,7 +425,7 @@ def test_an_embedding_that_is_not_known_says_how_to_go_on(drawn, monkeypatch):
 
 @needs_hooked_transformer
 def test_exact_effects_stand_beside_attributions(drawn):
-    """By a run of the model with one node's output set to zero, with hooks of the test's own."""
+    """The exact effect equals a run of the model with one node's output set to zero by a hook."""
     graph, model, prompts, _ = drawn
     names = heads_of(graph)["name"].unique().tolist()[:5]
     how = {"sites": names, "progress": False}
@@ -497,7 +497,7 @@ def test_a_click_tells_what_the_graph_says(opened, drawn):
     assert shown.texts("#panel h2") == [neuron["id"]]
     for title, end, far_end in (("reads", "target", "source"), ("writes", "source", "target")):
         rows_of_neuron = graph.edges[graph.edges[end] == neuron["id"]]
-        texts = shown.texts(f"#{title} tr td:first-child")  # embeddings with their tokens
+        texts = shown.texts(f"#{title} tr td:first-child")  # embeddings have their tokens
         assert {text.rpartition("(")[-1].rstrip(")") for text in texts} <= set(
             rows_of_neuron[far_end]
         )
@@ -514,7 +514,7 @@ def test_a_click_tells_what_the_graph_says(opened, drawn):
     title = shown.js("return document.querySelector('#pattern .tokens span').title")
     of_neuron = details[neuron["name"]]
     assert title == f"z {of_neuron['z'][0]:g}, gate {of_neuron['pattern'][0]:g}"
-    # Edges that say what sets a pattern are dashed, and can be switched off.
+    # Edges into patterns are dashed, and can be hidden.
     kinds = data["edges"]["kind"]
     dashes = shown.js(
         "return [...document.querySelectorAll('#stage .edge')].map(e => "
@@ -523,5 +523,5 @@ def test_a_click_tells_what_the_graph_says(opened, drawn):
     assert {tuple(dash) for dash in dashes} == {("value", True), ("q", False), ("k", False)}
     switch(shown, "edges-q", "edges-k")
     assert {kinds[j] for j in ids(shown, "#stage .edge")} == {"value"}
-    # The metric stands above the token that it reads: the last one.
+    # The metric stands above the token that it reads, which is the last one.
     assert data["nodes"]["column"][data["nodes"]["kind"].index("metric")] == POS - 1

@@ -1,4 +1,4 @@
-"""The report of a comparison and its circuit, in a browser; numbers held against the frames."""
+"""Tests of a comparison's report and circuit in a browser, against the comparison's frames."""
 
 import re
 from dataclasses import replace
@@ -14,7 +14,7 @@ from attn_only_lens.errors import InputError
 
 
 def comparison_of_two(null=True, evil="m"):
-    """A small comparison, by hand."""
+    """Return a small hand-made comparison."""
     rng = np.random.default_rng(0)
     rows = [(f"L0H{i}", f"L1H{i}", "attention") for i in range(3)]
     rows += [(f"L0N{i}", f"L1N{i}", "neuron") for i in range(7)]
@@ -77,7 +77,7 @@ def test_the_report(opened, null):
     comparison = comparison_of_two(null, "<img src=//x.invalid onerror=a()>")
     page = viz.comparison_report(comparison)
     assert len(page) < 6_000_000
-    assert page.count("plotly.js v") <= 2  # one bundle, which names itself in its licence and code
+    assert page.count("plotly.js v") <= 2  # one bundle names itself twice
     shown = opened(page)
     shown.wait("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 3")
     assert shown.texts("h1") == ["<img src=//x.invalid onerror=a()>: loss, original against grown"]

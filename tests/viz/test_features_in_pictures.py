@@ -1,4 +1,4 @@
-"""Features, skip nodes and error nodes in pictures: told apart, and never called neurons."""
+"""Tests that pictures show features, skip nodes and error nodes as kinds of their own."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def test_the_page_says_what_it_counts(page):
 
 @torch.no_grad()
 def test_details_of_each_kind(page, model):
-    """Features have gates, z and tokens; error nodes write the tokens that their vectors raise."""
+    """Features have gates, z and tokens; error and skip nodes have the tokens that they raise."""
     details = read_back(page)["details"]
     _, cache = model.run_with_cache(PAIR[0])
     z = cache["blocks.3.mlp.hook_post"][0, :, 11]
@@ -54,7 +54,7 @@ def test_details_of_each_kind(page, model):
     for node in ("L3E@5", "L1E@2", "L1S@2"):
         assert set(details[node]) == {"writes"}
         assert node.partition("@")[0] not in details
-    # The last layer's error, by the final norm's gain and the unembedding.
+    # The tokens follow from the vector, the final norm's gain and the unembedding.
     error = cache["blocks.3.mlp.hook_error"][0, 5, 0]
     gain = model.ln_final.weight.detach() if hasattr(model.ln_final, "weight") else model.ln_final.w
     for node, vector in (
@@ -74,11 +74,11 @@ def test_another_model_is_noticed_at_error_nodes(graph):
     with_errors = attribution_graph(
         with_features(), PAIR[0], METRIC, corrupted=PAIR[1], sites=sites
     )
-    other = with_features()
+    changed = with_features()
     with torch.no_grad():
-        other.blocks[3].mlp.W_out.mul_(0.5)
+        changed.blocks[3].mlp.W_out.mul_(0.5)
     with pytest.raises(InputError, match=r"L3E@5 is .* from another model"):
-        viz.circuit_view(with_errors, other, PAIR[0])
+        viz.circuit_view(with_errors, changed, PAIR[0])
 
 
 def test_a_graph_with_every_kind_is_saved(graph, tmp_path):

@@ -1,4 +1,4 @@
-"""The page of neurons: what it shows is what was found, and it can be looked around in."""
+"""Tests of the neuron page in a browser: it shows the given statistics, and navigation works."""
 
 from dataclasses import replace
 from html import escape
@@ -39,13 +39,13 @@ def test_partners_are_those_of_composition(model):
                 pair = (p.all_heads(), name) if side == "writes" else (name, p.all_heads())
                 try:
                     scores = circuits.composition(model, *pair, kind)
-                except InputError:  # of no pair
+                except InputError:  # no such pairs
                     scores = circuits.composition(model, "L0N3", "L1N0").iloc[:0]
                 partner = "writer" if side == "writes" else "reader"
-                wanted = scores.nlargest(3, "score").set_index(partner)["score"]
+                expected = scores.nlargest(3, "score").set_index(partner)["score"]
                 got = {x.name: x.score for x in top[name] if (x.side, x.kind) == (side, kind)}
-                assert {n: abs(x) for n, x in got.items()} == pytest.approx(wanted.to_dict())
-    # The sign is that of what one writes times what the other reads.
+                assert {n: abs(x) for n, x in got.items()} == pytest.approx(expected.to_dict())
+    # The sign is that of the writer's output times the reader's input weights.
     second = model.original_model.model.layers[1]
     gate = second.mlp.gate_proj.weight * second.post_attention_layernorm.weight
     for token in top["L1N0"]:
@@ -83,14 +83,14 @@ def test_looking_around(opened, model, examples):
             assert (tuple(tokens), here) == (row["tokens"], row["position"])
             n = times[row["tokens"], row["position"]]
             assert source == (f"{n} times" if n > 1 else f"text {row['text']}")
-    # Numbers at a token.
+    # Hovering over a token shows its numbers.
     page.js("document.querySelector('.example .tok').dispatchEvent(new MouseEvent('mouseenter'))")
     z, gate, value = (float(t.split()[-1].replace("−", "-")) for t in page.texts("#tip div")[1:])
     expected, of_gate = rows[0]["values"][0], rows[0]["gates"][0]
     assert z == pytest.approx(expected, rel=6e-3)
     assert gate == pytest.approx(of_gate, rel=6e-3)
     assert value == pytest.approx(expected / of_gate, rel=6e-3)
-    # The quadrants: shares, and z of the first example.
+    # The quadrants show their shares, and z of the first example.
     of_signs = examples.quadrants().set_index("name").loc["L1N29"]
     titles = page.texts(".quadrant h4")
     assert titles[1].startswith("Gate input positive, linear input negative: ")
@@ -100,7 +100,7 @@ def test_looking_around(opened, model, examples):
     inside = inside[(inside["name"] == "L1N29") & (inside["end"] == "+-")].iloc[0]
     first = page.texts(".quadrant:nth-child(2) .value")[0].replace("−", "-")
     assert float(first) == pytest.approx(inside["values"][inside["position"]], rel=6e-3)
-    # A neuron that is connected; a name; a token; an order.
+    # Follow a connection; search for a name and for a token; change the order.
     name = page.texts(".connections a")[0]
     page.js("document.querySelector('.connections a').click()")
     assert page.texts("#one h2") == [name]
@@ -148,7 +148,7 @@ def test_heads(opened, model):
         assert float(value) == pytest.approx(row["value"], rel=6e-3)
         assert (tokens, here) == (list(row["tokens"]), row["position"])
         assert source.startswith(f"text {row['text']}")
-    # The attention of the example's token to the first one; how it splits; tokens.
+    # Check the attention from the example's token to the first token, the split and the tokens.
     page.js(
         "document.querySelectorAll('.example')[4].querySelector('.tok')"
         ".dispatchEvent(new MouseEvent('mouseenter'))"
@@ -157,11 +157,11 @@ def test_heads(opened, model):
     assert attention == pytest.approx(100 * rows[4]["weights"][0], abs=0.06)
     looks = both.heads.looks().set_index("name").loc["L1H0"]
     split = [float(text.split()[-1].rstrip("%")) for text in page.texts(".split + .legend span")]
-    wanted = [100 * looks[part] for part in ("bos", "itself", "previous", "other")]
-    assert split == pytest.approx(wanted, abs=0.06)
+    expected = [100 * looks[part] for part in ("bos", "itself", "previous", "other")]
+    assert split == pytest.approx(expected, abs=0.06)
     attended = both.heads.tokens("L1H0")["token"].tolist()[:12]
     assert page.texts(".looks .token")[:12] == attended
-    # Heads of a page alone; a link from a neuron to a head; a search.
+    # Follow a link from a neuron to a head; then open a page of one head alone.
     page.js("location.hash = '#L0N3'")
     page.wait("document.querySelector('#one h2').textContent === 'L0N3'")
     name = next(name for name in page.texts(".connections a") if "H" in name)

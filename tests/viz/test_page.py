@@ -1,4 +1,4 @@
-"""Files are whole or not there, texts come through unharmed, the bundle is what was published."""
+"""Tests that files are complete or absent, texts stay intact, and the bundle is as published."""
 
 import hashlib
 import json

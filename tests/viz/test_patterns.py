@@ -1,4 +1,4 @@
-"""Patterns over a text: the numbers are the model's, and the tokens are shown as they are."""
+"""Tests of patterns over a text: the numbers equal the model's, and tokens are not changed."""
 
 import json
 import re
@@ -31,7 +31,7 @@ NAMES = ["L1N29", "L0N3", "L1N0"]
 
 
 def run(layout):
-    """The cache of a model with neuron-heads, and its source's activations and patterns."""
+    """Return the cache of a model with neuron-heads, and the cache of its source."""
     source = boot("gpt2") if layout == "bridge" else models.build("gelu")
     with torch.no_grad():
         _, plain = source.run_with_cache(tokens())
@@ -62,7 +62,7 @@ def drawn(page):
 
 
 def self_weight(plain, name):
-    """Activation over pre-activation, of the source's own MLP: [batch, pos]."""
+    """Return activation over pre-activation in the source's own MLP: [batch, pos]."""
     layer, index = map(int, re.fullmatch(r"L(\d+)N(\d+)", name).groups())
     pre, post = (plain[f"blocks.{layer}.mlp.hook_{name}"][..., index] for name in ("pre", "post"))
     return (post / pre).tolist()
@@ -83,11 +83,11 @@ def test_heads_and_neuron_heads_are_the_sources(ran, prompt):
         pre, post = (
             plain[f"blocks.{layer}.mlp.hook_{side}"][..., index] for side in ("pre", "post")
         )
-        # Four figures.
+        # The page shows four digits.
         assert neuron["z"] == pytest.approx(post[prompt].tolist(), rel=6e-4)
         assert neuron["value"] == pytest.approx(pre[prompt].tolist(), rel=6e-4)
         assert neuron["gate"] == pytest.approx(self_weight(plain, name)[prompt], rel=6e-4)
-        assert neuron["z"] != pytest.approx(post[1 - prompt].tolist(), rel=0.01)  # the control
+        assert neuron["z"] != pytest.approx(post[1 - prompt].tolist(), rel=0.01)  # control
     heads = page["heads"]
     assert heads["attentionHeadNames"] == ["L1H1", "L0H0"]
     for layer, index, square in ((1, 1, heads["attention"][0]), (0, 0, heads["attention"][1])):
@@ -152,7 +152,7 @@ def test_tokens_are_seen_as_they_are(opened, cache):
     assert [text.replace(" ", "·") for text in page.texts(".neuron:first-of-type .t")] == SHOWN
     assert page.js("return document.querySelectorAll('main b:not(.legend b)').length") == 0
     assert page.texts("h4") == ["L1H0", "L1H1"]
-    # White is 0 and blue is positive: red falls as z grows.
+    # White means 0 and blue means positive, so red falls as z grows.
     colours = page.js(
         "return [...document.querySelectorAll('.neuron')].map(n => [...n.querySelectorAll('.t')]"
         ".map(s => getComputedStyle(s).backgroundColor.match(/[\\d.]+/g).map(Number)))"
@@ -186,7 +186,7 @@ def test_nothing_is_loaded_from_elsewhere(cache):
     assert "script" in page
     assert not EXTERNAL.search(markup)
     assert "default-src 'none'" in markup
-    # The control: circuitsvis' own HTML loads its script.
+    # Control: circuitsvis' own HTML loads its script.
     assert EXTERNAL.search(str(circuitsvis.tokens.colored_tokens(["a"], [0.5])))
 
 
@@ -219,7 +219,7 @@ def test_refused_texts_and_caches(cache):
     with pytest.raises(UnsupportedCallError, match="no tokenizer"):
         viz.attention_view(cache.model, NAMES, "a text")
     model = expose_neuron_heads(boot("gpt2")).model
-    model.train()  # GPT-2's configuration drops a tenth
+    model.train()  # GPT-2's configuration has 10% dropout
     with pytest.raises(InputError, match="dropout is active"):
         viz.attention_view(model, NAMES, tokens()[0])
     _, partial = cache.model.run_with_cache(tokens(), names_filter="blocks.0.attn.hook_pattern")

@@ -1,4 +1,4 @@
-"""Outlines of nodes: how often circuits of other prompts include them."""
+"""Tests of node outlines: they show how often resampled circuits include a node."""
 
 import re
 from dataclasses import replace
@@ -15,7 +15,7 @@ N = 8
 
 @pytest.fixture(scope="module")
 def circuit_and_graph():
-    """A circuit of resampled prompts, and its graph by role."""
+    """Return a circuit with resampled prompts, and its graph by role."""
     model = expose_neuron_heads(pretrained.small_english(), copy=True).model
     task = tasks.agreement(model.tokenizer, N, structure="relative")
     arguments = model, task.clean, task.corrupted, task.metric
@@ -42,7 +42,7 @@ def test_the_page_has_the_inclusion_of_each_site(circuit_and_graph):
         if key in on_page:
             assert on_page[key] == [pytest.approx(site["inclusion"], rel=1e-4), site["class"]]
     assert on_page["metric"] == [None, None]
-    assert "stability" not in read_back(viz.circuit_view(graph))["nodes"]  # the control
+    assert "stability" not in read_back(viz.circuit_view(graph))["nodes"]  # control
 
 
 def test_the_picture_has_the_outlines(circuit_and_graph):

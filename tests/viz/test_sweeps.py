@@ -1,4 +1,4 @@
-"""Sweeps as heatmaps and bars: each cell and bar is the effect that the sweep holds."""
+"""Tests of sweeps as heatmaps and bars: each cell and bar is an effect of the sweep."""
 
 import re
 
@@ -16,7 +16,7 @@ LABELS = ["0 <b>x</b>", "1 </script>", "2 ·the / ·a", "3 ↵", "4 &lt;"]
 
 
 def strongest(sweep_of, rows):
-    """By hand: of each row and position the effect that is furthest from 0, and whose it is."""
+    """Return the effect furthest from 0, and its head, for each row and position."""
     best = {}
     for row in sweep_of.frame.to_dict("records"):
         effect = row["score"] - sweep_of.baseline
@@ -134,10 +134,10 @@ def test_bars():
     result = sweep(direction="noise")
     figure = viz.sweep_bars(result, k=7)
     top = result.top(7)
-    wanted = [f"{name} at {position}" for name, position in top[["name", "position"]].to_numpy()]
-    assert figure.layout.yaxis.categoryarray == tuple(wanted[::-1])
+    labels = [f"{name} at {position}" for name, position in top[["name", "position"]].to_numpy()]
+    assert figure.layout.yaxis.categoryarray == tuple(labels[::-1])
     bars = {y: x for part in figure.data for y, x in zip(part.y, part.x, strict=True)}
-    assert [bars[label] for label in wanted] == pytest.approx((top["score"] - 1.0).tolist())
+    assert [bars[label] for label in labels] == pytest.approx((top["score"] - 1.0).tolist())
     assert {part.name for part in figure.data} <= {"heads", "neurons"}
 
 
@@ -183,11 +183,11 @@ def test_in_a_browser(opened, draw):
     (title,) = page.texts(".gtitle")
     assert title.startswith("<tiny>: Logit difference ")
     assert "logit_diff(' Mary', \" John\") · z, denoise · measured · " in title
-    if draw is viz.sweep_bars:  # the tokens are in the title, and not in each label
+    if draw is viz.sweep_bars:  # the tokens are in the title, not in each label
         assert title.count("1 </script>; 2 ·the / ·a") == 1
     assert page.driver.title.startswith("<tiny>: Logit difference ")
     assert page.js("return document.body.scrollHeight <= innerHeight")
-    # Nothing is cut off: every text is within the picture.
+    # Every text is inside the picture.
     outside = page.js(
         "const frame = document.querySelector('.main-svg').getBoundingClientRect();"
         "return [...document.querySelectorAll('.main-svg text')].filter(e => {"

@@ -1,4 +1,4 @@
-"""The heatmap of circuits on tasks: rows and columns where they belong, readable numbers."""
+"""Tests of the heatmap of circuits and tasks: correct rows and columns, and readable numbers."""
 
 import numpy as np
 import pandas as pd
@@ -19,10 +19,10 @@ def test_each_entry_stands_at_its_circuit_and_task():
     assert cells["c", "y"] == 1.4
     assert cells["a &lt;b&gt;", "z"] == -0.3
     assert len(cells) == MATRIX.size
-    assert figure.layout.yaxis.autorange == "reversed"  # the first circuit is on top, as printed
+    assert figure.layout.yaxis.autorange == "reversed"  # the first circuit is on top, as in print
     assert (drawn.zmin, drawn.zmid, drawn.zmax) == (-1.4, 0, 1.4)
     small = viz.transfer_heatmap(MATRIX / 2).data[0]
-    assert small.zmax == 1  # the control: a weak matrix does not look like a strong one
+    assert small.zmax == 1  # control: a weak matrix does not look strong
 
 
 @pytest.mark.parametrize(

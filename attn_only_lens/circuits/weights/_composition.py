@@ -1,7 +1,7 @@
-"""Compute composition scores: how strongly a head or neuron reads an earlier one's output.
+"""Compute composition scores: how strongly a head or neuron reads the output of an earlier one.
 
-A writer W and a reader R are matrices that act on rows of the residual stream (`head_matrices.py`).
-Their score is
+A writer W and a reader R are matrices (`head_matrices.py`) that multiply the residual stream, a row
+vector, from the right. Their score is
 
     ‖W R‖_F / (‖W‖_F ‖R‖_F)                 in [0, 1]
 
@@ -9,21 +9,21 @@ This score is from Elhage et al. 2021, "A Mathematical Framework for Transformer
 reader's query (q), key (k) or value (v) matrix. Between two neurons, the score is |cos| of the
 writer's output direction and the reader's input direction.
 
-If a random rotation U is put between the two matrices, the mean of ‖W U R‖² is ‖W‖² ‖R‖² / d_model.
-So the root mean square score of unrelated heads is 1/√d_model, and `ratio_to_baseline` is the score
-divided by 1/√d_model.
+For a random rotation U, the mean of ‖W U R‖² is ‖W‖² ‖R‖² / d_model. The root mean square score of
+unrelated heads is therefore 1/√d_model, and `ratio_to_baseline` is the score divided by 1/√d_model.
 
-A pair is included if the writer's sublayer comes before the reader's sublayer. In one layer, an
+A pair gets a score if the writer's sublayer comes before the reader's sublayer. In one layer, an
 attention head comes before a neuron, unless attention and MLP run in parallel. TransformerLens
-omits pairs within a layer. A neuron-head's key is constant, so K-composition into it is zero:
-`composition` returns 0, `virtual_weights` raises an error, and `top_compositions` omits the pair.
+omits pairs within one layer. A neuron-head (a neuron viewed as an attention head) has a constant
+key, so K-composition into it is zero: `composition` returns 0, `virtual_weights` raises an error,
+and `top_compositions` omits the pair.
 
 Norms are folded into the weights by default (`models/norms.py`). As in TransformerLens, W_Q W_Kᵀ
 excludes rotary embeddings, and "embed" excludes positional embeddings.
 
-Each writer or reader is represented by a *factor*, a matrix [rank, d_model] with norm 1. If A = Q T
-and the columns of Q are orthonormal, then ‖A B‖ = ‖T B‖ for every B. So one matrix product of
-factors gives the scores of many pairs.
+Each writer or reader is represented by a *factor*, a matrix [rank, d_model] with norm 1. For a QR
+decomposition A = Q T, ‖A B‖ = ‖T B‖ for every matrix B. One product of stacked factors therefore
+gives the scores of many (writer, reader) pairs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -62,8 +62,8 @@ _PROBLEM = "these heads do not compose"
 _NOT_FINITE = "no composition scores can be computed"
 _NO_KEYS = "zero by construction: a neuron-head's keys do not depend on the token"
 _NO_PAIR = (
-    "expected a reader after the writer: in a later layer, or an attention head that writes to a "
-    "neuron of the same layer (unless attention and MLP run in parallel)"
+    "expected a reader after the writer: a reader in a later layer, or an attention head as writer "
+    "and a neuron of the same layer as reader (unless attention and MLP run in parallel)"
 )
 
 
@@ -76,7 +76,7 @@ def composition(
     *,
     fold_norms: bool = True,
 ) -> pd.DataFrame:
-    """Return the composition score of every pair of a writer and a later reader.
+    """Return the composition scores of writers (source heads) and later readers (target heads).
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.
@@ -143,7 +143,7 @@ def top_compositions(
     block: int = _BLOCK,
     fold_norms: bool = True,
 ) -> pd.DataFrame:
-    """Return the pairs of a writer and a later reader with the largest composition scores.
+    """Return the pairs of a writer (source head) and a later reader with the largest scores.
 
     Scores are computed in blocks of writers and readers, and only the k largest are kept. Let b be
     the larger of `block` and the largest rank of a head. In float32, the additional memory is at
@@ -221,11 +221,11 @@ def virtual_weights(
 ) -> FactoredMatrix:
     """Return the matrix W R that maps a writer's input to a reader's output.
 
-    Rows stand for the writer's input: the stream (d_model rows) for an attention head, the
+    Rows stand for the writer's input: the residual stream (d_model rows) for an attention head, the
     activation (1 row) for a neuron, the token (d_vocab rows) for "embed". Columns stand for the
-    reader's output. For kinds "q" and "k", the output of an attention head is the stream at the
-    other position of the score (the key's or the query's). For "v", the output is what the head
-    writes. The output of a neuron is its query or value.
+    reader's output. If the reader is an attention head, they stand for the residual stream at the
+    key for kind "q", the residual stream at the query for "k", and the vector that the head adds to
+    the residual stream for "v". If the reader is a neuron, columns stand for its query or value.
 
     The method is from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
@@ -266,7 +266,7 @@ def virtual_weights(
 def _resolve_pairs(
     model: Any, writers: Any, readers: Any, kind: str
 ) -> tuple[list[LayerSites | None], list[LayerSites]]:
-    """Return writers and readers by layer; None as the first writer stands for the embedding."""
+    """Return writers and readers by layer; None among the writers stands for the embedding."""
     InputError.raise_if(option_reasons("kind", kind, KINDS), _PROBLEM)
     reading = list(resolve_sites(model, without_wide(readers)))
     InputError.raise_if(wide_reasons(reading), _PROBLEM)
@@ -281,12 +281,12 @@ def _resolve_pairs(
 
 
 def _read_stage(sites: LayerSites) -> int:
-    """Return the number of sublayers (attention, MLP, attention, …) before these heads."""
+    """Return the number of sublayers (attention, MLP, attention, …) before the given heads."""
     return 2 * sites.layer + (sites.kind in NEURON_KINDS)
 
 
 def _write_stage(matrices: HeadMatrices, sites: LayerSites | None) -> int:
-    """Return the number of sublayers after which the stream contains these heads' outputs."""
+    """Return the number of sublayers after which the residual stream holds these heads' outputs."""
     if sites is None:
         return 0
     first = sites.kind == "attention" and not matrices.is_parallel(sites.layer)
@@ -310,7 +310,7 @@ class _HeadFactors:
 
 
 def _head_writers(matrices: HeadMatrices, sites: LayerSites | None) -> _HeadFactors:
-    """Return heads as writers; None is the embedding."""
+    """Return the factors of a layer's heads as writers; None stands for the embedding."""
     if sites is None:
         return _kept((_EMBED,), 0, _embedding_factor(matrices.embedding()))
     return _head_factors(sites, _write_stage(matrices, sites), matrices.write_matrices)
@@ -323,7 +323,7 @@ def _head_readers(matrices: HeadMatrices, sites: LayerSites, kind: Kind) -> _Hea
 def _head_factors(
     sites: LayerSites, stage: int, matrix: Callable[[LayerSites], FactoredMatrix]
 ) -> _HeadFactors:
-    """Return the factors of heads; factors of neurons are computed on demand, to save memory."""
+    """Return the factors of heads; to save memory, neurons' factors are computed when needed."""
     if sites.kind == "attention":
         return _kept(sites.names, stage, writer_factors(matrix(sites), sites.names))
 
@@ -340,7 +340,7 @@ def _kept(names: tuple[str, ...], stage: int, factors: Tensor) -> _HeadFactors:
 
 def writer_factors(matrix: FactoredMatrix, names: tuple[str, ...]) -> Tensor:
     """Return the factors of writers; for the factors of readers, pass the transposed matrix."""
-    # For a neuron, A is a single number, whose sign the factor keeps.
+    # For a neuron, A is 1 × 1, and the factor must keep its sign.
     A = matrix.A
     return _normalize((A if A.shape[-2:] == (1, 1) else torch.linalg.qr(A).R) @ matrix.B, names)
 
@@ -377,7 +377,7 @@ def scores(
     *,
     signed: bool = False,
 ) -> Float[Tensor, "writer reader"]:
-    """Return the composition score of every pair; `signed` keeps the sign between two neurons."""
+    """Return the composition score of every pair; if `signed`, scores of two neurons have signs."""
     product = writers.flatten(0, 1) @ readers.to(writers.device).flatten(0, 1).T
     if writers.shape[1] == readers.shape[1] == 1:
         return product if signed else product.abs_()
@@ -393,7 +393,7 @@ def _frame(model: Any, pairs: Any, values: Tensor, kind: str, note: str) -> pd.D
 
 
 class Partner(NamedTuple):
-    """A head that writes to or reads from a neuron; scores between two neurons are signed."""
+    """A head whose composition score with a neuron is high; scores of two neurons are signed."""
 
     side: Literal["writes", "reads"]
     kind: Kind  # the reader's input; a plain MLP has only "v", because "q" is equal to "v"
@@ -403,7 +403,7 @@ class Partner(NamedTuple):
 
 @torch.no_grad()
 def strongest_partners(model: Any, neurons: Sites, k: int) -> dict[str, list[Partner]]:
-    """Return each neuron's k partners with the largest |score|, for each `side` and `kind`."""
+    """Return, for each neuron, the k heads with the largest |score| on each side, by `kind`."""
     matrices = HeadMatrices.of(model, fold_norms=True)
     layers = resolve_sites(model, without_wide(all_heads()))
     partners: dict[str, list[Partner]] = {}
@@ -434,14 +434,14 @@ def _kinds(model: Any, reader: LayerSites) -> tuple[Kind, ...]:
 
 
 def is_gated(model: Any, layer: int) -> bool:
-    """Return whether the MLP of a source layer has a W_gate."""
+    """Return whether the original MLP of a layer has a gate matrix, W_gate."""
     return host_of(model).is_gated(layer)
 
 
 def _strongest(
     neurons: _HeadFactors, others: list[_HeadFactors], k: int
 ) -> Iterator[tuple[str, list[tuple[str, float]]]]:
-    """Yield each neuron's name, with the k heads in `others` that have the largest |score|."""
+    """Yield each neuron's name, and the names and scores of its k strongest heads in `others`."""
     for some in neurons.slices(_BLOCK):
         factors = neurons.factors(some)
         tops: list[list[tuple[str, float]]] = [[] for _ in factors]

@@ -1,4 +1,4 @@
-"""The matrices through which heads and neurons read and write rows of the residual stream.
+"""The matrices with which heads and neurons read from and write to the residual stream.
 
     attention head   writes  W_V W_O        reads  q: W_Q W_Kᵀ    k: W_K W_Qᵀ    v: W_V W_O
     neuron-head      writes  W_out[i]       reads  q: W_in[:, i]; in a gated MLP, W_gate[:, i]
@@ -6,8 +6,8 @@
                                                    k: none; keys do not depend on the token
     the embedding    writes  W_E
 
-Features of transcoders are neuron-heads, with W_enc as W_in and W_dec as W_out. Skip nodes and
-error nodes are refused, because an error is a value in one run and has no weights.
+Neuron-heads are MLP neurons viewed as attention heads. Transcoder features are neuron-heads, with
+W_enc as W_in and W_dec as W_out. Transcoders' skip nodes and error nodes are not supported.
 
 A neuron-head's W_V has rank one, so it cancels in every composition score and is left out. A gated
 MLP has no W_V. If several heads share a neuron, head j writes w_j W_out[i] and has the query b_j
@@ -15,8 +15,8 @@ W_in[:, i], which is 0 if b_j = 0. For the activation a_1 SiLU(a_2 x), the query
 the sign of a_2, so that an open gate has a positive query. The value is multiplied by a_1 a_2 (in a
 gated MLP by a_1 |a_2|, because the sign is in the query).
 
-Norms are folded into the matrices on request (`models/norms.py`). Half-precision matrices are
-converted to float32.
+If `fold_norms` is True, norms are folded into the matrices (`models/norms.py`). Half-precision
+matrices are converted to float32.
 """
 
 from dataclasses import dataclass
@@ -46,19 +46,19 @@ class HeadMatrices:
 
     @classmethod
     def of(cls, model: Any, *, fold_norms: bool) -> "HeadMatrices":
-        """Return the matrices of all heads; raise an error if a bridge has unsupported modules."""
+        """Return the matrices of all heads; raise an error for a bridge's unsupported modules."""
         host = host_of(model)
         host.require_weights()
         return cls(model, tuple(host.norms()) if fold_norms else None)
 
     def is_parallel(self, layer: int) -> bool:
-        """Return True if the attention and the MLP of a layer read the same stream."""
+        """Return whether the attention and the MLP of a layer run in parallel."""
         if self.norms is not None:
             return self.norms[layer].parallel
         return bool(self.model.cfg.parallel_attn_mlp)
 
     def _norms_around(self, sites: LayerSites) -> tuple[Norm, Norm]:
-        """Return the norms before and after a sublayer."""
+        """Return the norm before and the norm after a sublayer."""
         if self.norms is None:
             return NO_NORM, NO_NORM
         norms = self.norms[sites.layer]
@@ -82,7 +82,7 @@ class HeadMatrices:
         norm = norms.query if name == "W_Q" else norms.key
         if norm.weight is None or len(norm.weight) == d_head:
             return norm.after(weight)
-        # In some models, such as OLMo 2, one norm acts on all heads together.
+        # In some models, such as OLMo 2, one query norm or key norm acts on all heads together.
         if norm.centres:
             raise InputError(
                 [f"layer {sites.layer}: one LayerNorm acts on all heads; pass fold_norms=False"],
@@ -92,7 +92,7 @@ class HeadMatrices:
         return weight * of_head.to(weight.dtype)[:, None]
 
     def _gate_parameters(self, sites: LayerSites, name: str, like: Tensor) -> Tensor:
-        """Return the gate parameter `name` of each site, or 1 if the site is a whole neuron."""
+        """Return the gate's parameter `name` for each site, or 1 if the site is a whole neuron."""
         gate: Any = host_of(self.model).neurons[sites.layer].gate
         numbers = [
             1.0 if member in (ALL_MEMBERS, None) else getattr(gate, name)[member]
@@ -118,7 +118,7 @@ class HeadMatrices:
     def outputs(
         self, sites: LayerSites, z: Float[Tensor, "site d_head"]
     ) -> Float[Tensor, "site d_model"]:
-        """Return what nodes with output z add to the stream, without norm scales.
+        """Return what nodes with outputs z add to the residual stream, without norm scales.
 
         A site may occur more than once in `sites`.
         """
@@ -159,12 +159,12 @@ class HeadMatrices:
         return FactoredMatrix(columns[:, :, None], slope.expand(len(columns))[:, None, None])
 
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
-        """Return W_E; raise an error if the model norms or projects it before the first block."""
+        """Return W_E; raise an error if a norm or projection acts on embeddings before block 0."""
         W_E, cfg = self.model.W_E, self.model.cfg
         if W_E.shape[-1] != cfg.d_model or getattr(cfg, "post_embedding_ln", False):
             reason = (
-                f"the embedding {list(W_E.shape)} is normed or projected before it enters the "
-                f"stream of width {cfg.d_model}; leave 'embed' out of the writers"
+                f"the embedding {list(W_E.shape)} is normalized or projected before it enters the "
+                f"residual stream of width {cfg.d_model}; leave 'embed' out of the writers"
             )
             raise InputError([reason], "this embedding cannot be composed with")
         return float32_if_half(W_E.detach())

@@ -1,4 +1,4 @@
-"""Token-to-token circuits of heads and neuron-heads, computed from weights without a prompt.
+"""Token-to-token circuits of attention heads and MLP neurons, computed from weights alone.
 
     attention head   QK  W_E W_Q W_Kᵀ W_Eᵀ      query token, key token
                      OV  W_E W_V W_O W_U C      token attended to, token whose logit is raised
@@ -9,8 +9,8 @@
 The definitions are from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 The QK circuit of a neuron-head shows which tokens open its gate. The OV circuit shows which logits
 the neuron-head raises for each token. The circuits omit norm scales (gains are folded in), biases,
-positions (rotary embeddings are taken at distance 0), 1/√d_head, and everything that earlier heads
-add to the stream. W_U C is W_U minus its mean over the vocabulary.
+positions (rotary embeddings are taken at distance 0), 1/√d_head, and the outputs of earlier heads.
+W_U C is W_U minus its mean over the vocabulary.
 
 A head copies if its OV circuit M raises the logit of the token that it reads:
 
@@ -18,7 +18,7 @@ A head copies if its OV circuit M raises the logit of the token that it reads:
     cosine  = Σ λ / ‖M‖_F               the cosine between M and the identity, times √d_vocab
 
 A neuron-head's M has rank one, so its only nonzero eigenvalue is (W_out W_U C) · (W_E W_in), and
-copying is 1 or -1. No M is computed: for an attention head, the d_head × d_head matrix W_O W_U C
+copying is 1 or -1. M is not computed: for an attention head, the d_head × d_head matrix W_O W_U C
 W_E W_V has the nonzero eigenvalues of M, and ‖M‖² = tr((W_Vᵀ W_Eᵀ W_E W_V)(W_O W_U C W_Uᵀ W_Oᵀ)).
 
 Token paths through one neuron use ReLU instead of the model's activation function. All supported
@@ -63,9 +63,9 @@ from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import NEURON_KINDS
 from attn_only_lens.precision import full_precision
 
-_BIAS = -1  # the token id that stands for the bias token
+_BIAS = -1  # the token ID that stands for the bias token
 _ROWS = 1024  # the number of tokens processed at once
-_NEURONS = 64  # the number of neurons processed at once; each has d_vocab values
+_NEURONS = 64  # the number of neurons processed at once, each with d_vocab values
 _PROBLEM = "this part of a circuit cannot be shown"
 _NO_SCORES = "these heads have no copying scores"
 
@@ -93,7 +93,7 @@ class TokenCircuit:
 
     @property
     def columns(self) -> tuple[str, str]:
-        """What the row tokens and column tokens represent, such as ("query", "key")."""
+        """What rows and columns stand for: ("query", "key") or ("read", "written") tokens."""
         return ("query", "key") if self.kind == "qk" else ("read", "written")
 
     @torch.no_grad()
@@ -108,7 +108,7 @@ class TokenCircuit:
 
         Returns:
             A frame sorted by decreasing score (increasing for `lowest`). Columns: the texts `query`
-            and `key`, or `read` and `written`; their token ids, `query_token` etc. (-1 for the bias
+            and `key`, or `read` and `written`; their token IDs, `query_token` etc. (-1 for the bias
             token); and `score`.
 
         Raises:
@@ -126,7 +126,7 @@ class TokenCircuit:
 
     @property
     def eigenvalues(self) -> Complex[Tensor, "d_head"]:
-        """The d_head eigenvalues of B A, where `matrix` = A B; all other eigenvalues of A B are 0.
+        """The d_head eigenvalues of B A, where A B is `matrix`; the others of A B are 0.
 
         Raises:
             InputError: the matrix is not square.
@@ -254,7 +254,7 @@ def copying_scores(
     tokens: Sequence[int] | None = None,
     fold_norms: bool = True,
 ) -> pd.DataFrame:
-    """Return the copying score of each head and neuron-head, from its OV circuit's eigenvalues.
+    """Return copying scores of attention heads and MLP neurons, from eigenvalues of OV circuits.
 
     The score is from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 
@@ -367,12 +367,12 @@ def token_paths(
     fold_norms: bool = True,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Return the neurons with the strongest direct token-to-token paths.
+    """Return the neurons with the strongest paths from an input token to an output token.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.
         neurons: `patching.neuron_heads()`, `patching.features()`, or names of whole neurons and
-            features; None for all. Thresholds of features are left out, like biases.
+            features; None for all. Feature thresholds are left out, like biases.
         k: the largest number of rows to return.
         tokens: as in `ov_circuit`.
         n_tokens: how many tokens are listed in `reads` and `writes`.
@@ -435,7 +435,7 @@ _Top = tuple[Float[Tensor, "neuron kept"], Int[Tensor, "neuron kept"]]
 
 
 def _drives(matrices: VocabularyMatrices, sites: LayerSites, n: int, block: int) -> dict[str, _Top]:
-    """Return, for each neuron and each sign of its value, the tokens with the largest drive."""
+    """Return the tokens with the largest ReLU(gate) · value of each neuron, for each sign."""
     gate, value = (matrices.heads.read_matrices(sites, kind).A[:, :, 0].T for kind in ("q", "v"))
     gated = is_gated(matrices.heads.model, sites.layer)
     neuron_gate: Any = host_of(matrices.heads.model).neurons[sites.layer].gate
@@ -460,7 +460,7 @@ def _drives(matrices: VocabularyMatrices, sites: LayerSites, n: int, block: int)
 
 
 def _writes(matrices: VocabularyMatrices, sites: LayerSites, n: int) -> dict[str, _Top]:
-    """Return, for each neuron and sign of its value, the tokens whose logits it raises most."""
+    """Return the tokens whose logits each neuron raises most, for each sign of its value."""
     rows, tops = matrices.heads.write_matrices(sites).B[:, 0], list[tuple[Tensor, ...]]()
     for some in rows.split(_NEURONS):
         written = matrices.writes(some)

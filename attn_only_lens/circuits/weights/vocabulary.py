@@ -3,10 +3,10 @@
     reads    W_E N W         N: the gain of the norm before the head
     writes   W N W_U C       N: the gain of the final norm; C removes the mean over the vocabulary
 
-Softmax does not depend on the mean of the logits, so C removes this mean. Centring W_U therefore
-does not change the matrices.
+Softmax does not depend on the mean of the logits, so C removes this mean. The option
+`center_unembed` of TransformerLens therefore does not change the matrices.
 
-`DirectEffects` returns one score per token for the direct path between one node and the token:
+`DirectEffects` scores tokens by the direct path between one node and each token:
 
     promotes z W_O N W_U     z: the node's output at its position in one run; N: the final norm
     reads    W_E N W_in      W_gate in a gated MLP; N: the norm before the neuron
@@ -37,7 +37,7 @@ from attn_only_lens.models.norms import NO_NORM, Norm
 from attn_only_lens.tolerances import rounding
 
 _PROBLEM = "the heads of this model cannot be written as matrices over its vocabulary"
-_ROWS = 64  # the number of rows processed at once; each has d_vocab values
+_ROWS = 64  # the number of rows processed at once, each with d_vocab values
 TokenScores: TypeAlias = list[tuple[int, float]]
 """Pairs (token, score): first the largest scores, then the smallest."""
 
@@ -52,7 +52,7 @@ class InputVocabulary:
 
     @classmethod
     def of(cls, model: Any, tokens: Sequence[int] | None, *, fold_norms: bool) -> "InputVocabulary":
-        """Return a model's matrices for the given tokens of the input vocabulary."""
+        """Return a model's head matrices, and the embeddings of the given tokens."""
         heads = HeadMatrices.of(model, fold_norms=fold_norms)
         W_E = _finite(heads.embedding(), "embedding")
         chosen = _checked(tokens, len(W_E))
@@ -65,9 +65,9 @@ class InputVocabulary:
 
 @dataclass(frozen=True, eq=False)
 class VocabularyMatrices(InputVocabulary):
-    """An `InputVocabulary` that also has the final norm and the unembedding of `written_tokens`.
+    """An `InputVocabulary` with the final norm and with unembedding columns of output tokens.
 
-    If `written_tokens` is None, all tokens are included.
+    `written_tokens` lists these output tokens; None means all tokens.
     """
 
     W_U: Float[Tensor, "d_model d_vocab_out"]
@@ -79,7 +79,7 @@ class VocabularyMatrices(InputVocabulary):
     def of(
         cls, model: Any, tokens: Sequence[int] | None, *, fold_norms: bool
     ) -> "VocabularyMatrices":
-        """Return a model's matrices for the given tokens of both vocabularies."""
+        """Return a model's head matrices, and the given tokens' embeddings and unembeddings."""
         both = InputVocabulary.of(model, None, fold_norms=fold_norms)
         W_E, W_U = both.W_E, _finite(_unembedding(model), "unembedding")
         sizes = {"input": len(W_E), "output": W_U.shape[1]}
@@ -100,7 +100,7 @@ class VocabularyMatrices(InputVocabulary):
         return cls(both.heads, W_E, read, W_U, written, final, W_U.mean(dim=1))
 
     def writes(self, rows: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_vocab_out"]:
-        """Return what each row of the stream adds to each logit, minus the mean over logits."""
+        """Return what each row of the residual stream adds to each logit, minus their mean."""
         normed = self.final.after(rows).to(self.W_U)
         return (normed @ self.W_U).sub_((normed @ self.mean)[:, None])
 
@@ -123,7 +123,7 @@ def _checked(tokens: object, n: int) -> tuple[int, ...] | None:
 
 
 def _unembedding(model: Any) -> Float[Tensor, "d_model d_vocab_out"]:
-    """Return W_U; raise an error if the unembedding is not a multiplication by W_U."""
+    """Return W_U; raise an error unless the unembedding multiplies by W_U and adds a bias."""
     unembed = model.unembed
     W_U = getattr(unembed, "W_U", None)
     if W_U is not None:
@@ -137,7 +137,7 @@ def _unembedding(model: Any) -> Float[Tensor, "d_model d_vocab_out"]:
 
 
 class DirectEffects:
-    """The tokens that heads promote or read most, by direct paths to or from the vocabulary."""
+    """Finds the tokens that each node promotes or responds to most, through direct paths only."""
 
     def __init__(self, model: Any) -> None:
         self._unembed, self._host = model.unembed, host_of(model)
@@ -203,7 +203,7 @@ class DirectEffects:
 def _by_layer(
     names: Iterable[str], tops: Callable[[LayerSites, list[int]], list[TokenScores]]
 ) -> list[TokenScores]:
-    """Call `tops` once per sublayer, and return the tokens of each head in the order of `names`."""
+    """Call `tops` once per sublayer, and return each head's tokens in the order of `names`."""
     heads = [HeadName.parse(name) for name in names]
     groups: dict[tuple[int, Any], list[int]] = {}
     for row, head in enumerate(heads):

@@ -1,4 +1,4 @@
-"""Run only the last blocks of a forward pass, for many variants of the run at once."""
+"""Run only a model's last blocks, for many patched copies of a run (variants) at once."""
 
 from typing import Any
 
@@ -14,9 +14,9 @@ __all__ = ["Replay", "Variants", "make_replay"]
 
 
 def make_replay(model: Any, recording: Recording, metric: BoundMetric) -> Replay:
-    """Return a replay of a recorded run, after testing that it reproduces the recorded logits."""
+    """Return a replay of a run, after testing that it reproduces the recorded logits."""
     replay = host_of(model).replay
-    with torch.no_grad():  # otherwise, keys and values would keep autograd graphs in memory
+    with torch.no_grad():  # without no_grad, keys and values would keep autograd graphs in memory
         with full_precision() as raised:
             precise = replay(record_again(model, recording) if raised else recording, metric)
             precise.check()

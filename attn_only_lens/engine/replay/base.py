@@ -1,11 +1,11 @@
-"""Run only the last blocks of a forward pass, for many variants of the run at once.
+"""Run only a model's last blocks, for many patched copies of a run (variants) at once.
 
-A forward pass has one row for each prompt of each variant. With n prompts, row r holds prompt r mod
-n of variant r // n. Variants that start at different blocks can run together (`Joined`). A replay
-computes only the activations that its variants can change and that the metric needs. Replays skip
-earlier blocks, logits that the metric does not read and, in causal models, positions before
-`first`; later positions attend to recorded keys and values. Before its first use, a replay must
-reproduce the recorded logits, and its edits must have the same effects as hooks (`edit_checks.py`).
+Each row of the batch is one prompt of one variant. With n prompts, row r holds prompt r mod n of
+variant r // n. Variants that start at different blocks can run together (`Joined`). A replay
+computes only the activations that its variants can change and that the metric needs. Earlier
+blocks, and logits that the metric does not read, are skipped. Causal models also skip positions
+before `first`, and use the recorded keys and values. Before its first use, a replay must reproduce
+the recorded logits, and its edits must have the same effects as hooks (`edit_checks.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -43,7 +43,7 @@ _CALL_FLOPS = 3e10  # an estimate for GPUs: 90 kernels of 10 µs per block, at 3
 
 @dataclass(frozen=True)
 class Variants:
-    """Forward passes that differ from the recorded pass.
+    """Patched copies of a run that was recorded, computed in one batch.
 
     Attributes:
         block: the first block that these passes run.
@@ -66,7 +66,7 @@ class Joined:
     """Variants that run together, sorted by their first block; all start at the same position.
 
     Attributes:
-        first: the first position at which the variants differ from the recorded run.
+        first: the first position at which the variants differ from the unpatched run.
         block: the first block that any variant runs.
         n_rows: the number of rows of all variants.
     """
@@ -107,7 +107,7 @@ class Joined:
 
     @contextmanager
     def added(self) -> Iterator[None]:
-        """Inside a `with`, add each variant's tensor `added` to the output of its MLP."""
+        """Context manager that adds each variant's tensor `added` to the output of its MLP."""
         with ExitStack() as stack:
             for variants, rows in self._slices():
                 if variants.mlp is not None:
@@ -118,7 +118,7 @@ class Joined:
 
 @contextmanager
 def suppress_refusals() -> Iterator[None]:
-    """Suppress errors of a model that cannot run this way; re-raise memory and package errors."""
+    """Context manager that suppresses a model's errors, but not memory or package errors."""
     try:
         yield
     except _UNFIT as error:
@@ -128,7 +128,7 @@ def suppress_refusals() -> Iterator[None]:
 
 
 def stacked(numbers: Sequence[Tensor]) -> Tensor:
-    """Stack numbers from any devices into one tensor, so that one transfer reads all numbers."""
+    """Stack scalars on any devices into one tensor, so that one transfer reads all scalars."""
     return torch.stack([number.to(numbers[0].device) for number in numbers])
 
 
@@ -150,7 +150,7 @@ def _add_to_rows(variants: Variants, rows: slice, module: nn.Module, args: Any, 
 
 @dataclass(eq=False)
 class Replay(ABC):
-    """A replay of a recorded forward pass, which computes only the logits that a metric reads.
+    """A partial rerun of a recorded forward pass, for only the logits that a metric reads.
 
     Attributes:
         other: if float32 products are rounded to TF32, the precise replay that is tested instead of
@@ -202,7 +202,7 @@ class Replay(ABC):
             return run(joined)
 
     def _edits_trimmed(self, variants: Variants) -> bool:
-        """Return whether an edit needs all tokens of a module that would run on only one token."""
+        """Return whether an edit needs all tokens at a module that would run on only one token."""
         last, layer = f"blocks.{self.n_blocks - 1}.", self.host.n_layers - 1
         before = {self.host.hook_name(layer, "attention", point) for point in _BEFORE_OUTPUT}
         names = {name for name, _ in variants.hooks if name.startswith(last)}
@@ -219,20 +219,20 @@ class Replay(ABC):
 
     @abstractmethod
     def last_stream(self, joined: Joined) -> Float[Tensor, "row pos d_model"]:
-        """Return the last block's output, correct only at positions that the metric reads."""
+        """Return the last block's output, which is correct only where the metric reads it."""
 
     @abstractmethod
     def block_output(self, variants: Variants) -> Float[Tensor, "row pos d_model"]:
-        """Return the output of the first block that the variants run, from position `first` on."""
+        """Return the output of the variants' first block, starting at position `first`."""
 
     @property
     def precise(self) -> "Replay":
-        """The replay that is used for tests: `other` if it is not None, otherwise this replay."""
+        """The replay for tests: `other` if it is not None, otherwise this replay."""
         return self.other or self  # a reference to itself would delay garbage collection
 
     @abstractmethod
     def can_start_at(self, block: int, position: int) -> bool:
-        """Return whether blocks from `block` on can run without positions before `position`."""
+        """Return whether `block` and later blocks can run without positions before `position`."""
 
     @property
     @abstractmethod
@@ -255,18 +255,18 @@ class Replay(ABC):
         )
 
     def recorded_stream(self, block: int, first: int, n: int) -> Float[Tensor, "row pos d_model"]:
-        """Repeat the recorded stream at a block's input, from position `first` on, n times."""
+        """Return n copies, as rows, of a block's recorded input, starting at position `first`."""
         return self.recording.streams[block][:, first:].repeat(n, 1, 1)
 
     def start(self, block: int, position: int) -> int:
-        """Return where to start variants that differ from the recorded run from `position` on."""
+        """Return the first position to run for variants whose patches begin at `position`."""
         positions = self.metric.positions
         latest = self.n_pos - 1 if positions is None else int(positions.min())
         first = min(position, latest)
         return first if self.can_start_at(block, first) else 0
 
     def flops_per_token(self, block: int) -> int:
-        """Return the flops per token of the matrix products in all blocks from `block` on."""
+        """Return the flops per token of the matrix products in `block` and all later blocks."""
         return 2 * sum(self._parameters[block:])
 
     @property
@@ -277,12 +277,12 @@ class Replay(ABC):
         return int(self.batch * self.n_pos * per_token)
 
     def share_of_forward(self, block: int, first: Int[Tensor, "row"]) -> Float[Tensor, "row"]:
-        """Return the cost of variants that start at `block` and `first`, relative to a full run."""
+        """Return the cost of variants as a fraction of a full run's, given their start."""
         flops = self.batch * (self.n_pos - first).double() * self.flops_per_token(block)
         return flops / self.flops_of_forward
 
     def flops_per_run(self, block: int, position: int) -> float:
-        """Return the fixed cost of calling each block from `block` on, as a number of flops."""
+        """Return the fixed cost, in flops, of calling `block` and each later block."""
         on_cpu = self.recording.tokens.device.type == "cpu"
         return (self.n_blocks - block) * (self.call_flops_on_cpu if on_cpu else _CALL_FLOPS)
 
@@ -311,7 +311,7 @@ class Replay(ABC):
         block: int,
         positions: slice | Int[Tensor, "pos"] = slice(None),
     ) -> Bool[Tensor, "*any batch pos"]:
-        """Return which changed tokens in a block's input stream can affect the metric."""
+        """Return which changed tokens of a block's input can affect the metric."""
         if self.metric.positions is None or block < self.n_blocks:
             return changed
         # After the last block, tokens do not affect each other.
@@ -341,8 +341,8 @@ class Replay(ABC):
             scale = torch.finfo(out.dtype).eps * (after.abs().max() + added.abs().max())
             largest.append((out - after - added).abs().max() / scale)
         for block, error in zip(untested, read_all(largest), strict=True):
-            # The tolerance is small, because no later layer has amplified the rounding of this sum.
-            # If the test fails, patches run the whole block, which is always right.
+            # Use a small tolerance: no later layer amplifies the rounding errors of this sum.
+            # If the test fails, patches run the whole block, which is always correct.
             self._adds[block] = error <= _ROUNDINGS
             if self._adds[block]:
                 self.tested.add(tests[block], self.recording)
@@ -352,7 +352,7 @@ class Replay(ABC):
         """Raise an error if replays without edits do not reproduce the recorded logits."""
         tests, run = self.tested, self.recording
         could_trim = self.trims = self.trims and not tests.covers("whole last block", run)
-        blocks = [self.n_blocks]  # always test the unembedding of the logits that the metric reads
+        blocks = [self.n_blocks]  # always test the unembedding of logits that the metric reads
         if not tests.covers(("replay", self.trims), run):
             blocks = sorted({0, self.n_blocks // 2, self.n_blocks})
         for first in self.starts_to_check():
@@ -379,7 +379,7 @@ class Replay(ABC):
         difference, allowed, size = self._difference(first, [block])
         if not difference <= allowed:
             reason = (
-                f"in a run from block {block} and position {first} on, the logits differ by "
+                f"in a run that starts at block {block}, position {first}, the logits differ by "
                 f"{difference:.2g} from the logits of a full run (largest logit: {size:.2g})"
             )
             raise UnsupportedModelError([reason], PROBLEM)

@@ -1,12 +1,12 @@
-"""The replay for TransformerBridges: the bridged model's forward pass without some of its blocks.
+"""A replay for TransformerBridges, which runs the bridged model without some of its blocks.
 
 If a transformers model accepts a cache, only the first patched token and later tokens run; recorded
 keys and values replace earlier tokens (`key_values.py`). Each start position is tested before its
-first use. Noise is added to the stream from this position on; then a run on all positions and a run
-from this position on must agree, in every block and in the logits. All positions run if this test
-fails, if the model is not causal or has no cache, or in half precision, where rounding could hide a
-difference. Another test shows whether the model can compute the logits of only some tokens of the
-vocabulary.
+first use. The test adds noise to the residual stream, starting at this position. A run on all
+positions and a run that starts here must then agree, in every block and in the logits. All
+positions run if this test fails, if the model is not causal or has no cache, or in half precision,
+where rounding could hide a difference. Another test shows whether the model can compute the logits
+of only some tokens of the vocabulary.
 """
 
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ class BridgeReplay(Replay):
         )
 
     def can_start_at(self, block: int, position: int) -> bool:
-        """Test whether blocks from `block` on can run without positions before `position`.
+        """Test whether `block` and later blocks can run without positions before `position`.
 
         After one failed test, all variants start at position 0.
         """
@@ -91,7 +91,7 @@ class BridgeReplay(Replay):
         )
 
     def flops_per_run(self, block: int, position: int) -> float:
-        """Return the fixed cost of a run, including a test if the start has not been tested yet."""
+        """Return the fixed cost of a run, and of the test of its start if that has not run yet."""
         flops = super().flops_per_run(block, position)
         if not position or not self._is_untested(block, position):
             return flops
@@ -99,12 +99,12 @@ class BridgeReplay(Replay):
         return 3 * flops + tokens * self.flops_per_token(block)
 
     def starts_to_check(self) -> set[int]:
-        """Return only position 0, because other positions are tested before their first use."""
+        """Return only position 0, because later positions are tested before their first use."""
         return {0}
 
     @torch.no_grad()
     def _test_start(self, block: int, first: int, earlier: int) -> bool:
-        """Return whether runs that start at `first` and at `earlier` agree from `first` on."""
+        """Return whether runs that start at `first` and at `earlier` agree from `first` onwards."""
         recorded, mask = self.recording.streams[block], self.recording.mask
         noise = normal_numbers(recorded.shape)
         noise[:, :first] = 0
@@ -120,7 +120,7 @@ class BridgeReplay(Replay):
             expected = expected[:, first - earlier :]
             # Use one scale per token: a token with large activations would hide errors in others.
             scale = expected.abs().amax(-1, keepdim=True)
-            if mask is not None:  # no patch changes padding, and no real token attends to it
+            if mask is not None:  # patches do not change padding, and no token attends to it
                 padding = ~mask[:, first:, None].bool().to(scale.device)
                 scale = scale.masked_fill(padding, torch.inf)
             agree.append(self._agree(got, expected, scale))
@@ -183,7 +183,7 @@ class BridgeReplay(Replay):
             return True
         unedited = Variants(self.n_blocks, 0, self.recorded_stream(self.n_blocks, 0, 1))
         logits = self.recording.logits
-        with suppress_refusals(), self._unembed_columns():  # the model may need all logits
+        with suppress_refusals(), self._unembed_columns():  # the model may fail without all logits
             got = self._run(Joined(unedited))
             if self._agree(got, logits[..., self.metric.columns], logits.abs().max()):
                 self.tested.add(test, self.recording)
@@ -191,13 +191,13 @@ class BridgeReplay(Replay):
         return False
 
     def last_stream(self, joined: Joined) -> Residual:
-        """Return the last block's output, correct only at positions that the metric reads."""
+        """Return the last block's output, which is correct only where the metric reads it."""
         last = self.n_blocks - 1
         x = self._output(joined, last) if joined.block <= last else None
         return joined.stream(self.n_blocks, x)
 
     def block_output(self, variants: Variants) -> Residual:
-        """Return the output of the first block that the variants run, from position `first` on."""
+        """Return the output of the variants' first block, starting at position `first`."""
         return self._output(Joined(variants), variants.block)
 
     def _output(self, joined: Joined, index: int) -> Residual:
@@ -228,8 +228,8 @@ class BridgeReplay(Replay):
     def _enter_blocks(self, joined: Joined) -> Iterator[None]:
         """Skip blocks until a variant starts; run later blocks on the variants that have started.
 
-        The model computes masks and rotary embeddings for all rows; each block gets only the part
-        for its own rows.
+        The model computes masks and rotary embeddings for all rows; each block gets the entries of
+        its own rows.
         """
         n_rows, n_blocks = joined.n_rows, self.n_blocks
 
@@ -263,7 +263,7 @@ class BridgeReplay(Replay):
 
     @contextmanager
     def _unembed_columns(self) -> Iterator[None]:
-        """Inside a `with`, compute logits only for the tokens that the metric reads."""
+        """Context manager that computes logits only for the tokens that the metric reads."""
         linear, columns = self.model.unembed.original_component, self.metric.columns
         assert columns is not None
         columns = columns.to(linear.weight.device)
@@ -308,7 +308,7 @@ class _Replacement(partial[Any]):
 
 @contextmanager
 def _replace_forward(module: nn.Module, forward: Any) -> Iterator[None]:
-    """Inside a `with`, replace the forward pass of a module with `forward`."""
+    """Context manager that replaces the forward pass of a module with `forward`."""
     instance_forward = vars(module).get("forward")  # accelerate sets `forward` on the instance
     if isinstance(instance_forward, _Replacement):
         raise UnsupportedCallError(

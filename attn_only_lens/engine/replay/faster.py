@@ -1,10 +1,10 @@
 """Speed up replays: use one kernel per activation function, and skip parts of the last block.
 
 Libraries compute some activation functions with eight kernels where torch has one. Most metrics
-read the last block's output at one token per prompt. Then this block's output projections and MLP
-run only on that token: their output [row, 1, d_model] is added to a stream [row, pos, d_model],
-which is then correct at that token and wrong at other tokens. An activation function is compared
-with torch's before it is replaced. `Replay.check` tests the resulting logits.
+read the last block's output at one token per prompt. For these metrics, this block's output
+projections and MLP run only on that token. The resulting output [row, 1, d_model] is added to the
+residual stream [row, pos, d_model], which is then correct only at that token. An activation
+function is compared with torch's before it is replaced. `Replay.check` tests the resulting logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ _FINE = torch.float32, torch.float64
 class FusedActivations:
     """A model's activation functions that torch can compute in one kernel, up to rounding.
 
-    Several threads may run one model at once; the last to end restores the model's functions.
+    If several threads run one model at once, the thread that ends last restores the functions.
     """
 
     def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
@@ -48,7 +48,7 @@ class FusedActivations:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Inside a `with`, compute the activation functions with torch's kernels."""
+        """Context manager that computes the activation functions with torch's kernels."""
         try:
             for module, name, _ in self._replaced:
                 vars(module)[name] = _FUSED
@@ -70,7 +70,7 @@ def _agree(activation: Callable[[Tensor], Tensor], dtype: torch.dtype, device: A
 
 @contextmanager
 def only_where_read(modules: Sequence[nn.Module], columns: Tensor) -> Iterator[None]:
-    """Inside a `with`, run modules on only one token per prompt.
+    """Context manager that runs modules on only one token per prompt.
 
     Args:
         modules: modules that map a tensor [row, pos, …] token by token.

@@ -1,4 +1,4 @@
-"""The replay for HookedTransformers that were converted or have exposed neuron-heads."""
+"""A replay for HookedTransformers whose MLP neurons are attention heads (neuron-heads)."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,11 +58,11 @@ class HookedReplay(Replay):
         return (6 if rotary else 3) * max(self.host.n_heads) * width  # repeated for each head
 
     def can_start_at(self, block: int, position: int) -> bool:
-        """Return whether the model is causal, so that blocks can run from any position on."""
+        """Return whether the model is causal, so that blocks can run starting at any position."""
         return self._causal
 
     def block_output(self, variants: Variants) -> Residual:
-        """Return the output of the first block that the variants run, from position `first` on."""
+        """Return the output of the variants' first block, starting at position `first`."""
         return self._run(Joined(variants), variants.block + 1)
 
     def _run(self, joined: Joined, end: int) -> Residual:
@@ -86,7 +86,7 @@ class HookedReplay(Replay):
         return self._read_logits(self.last_stream(joined), joined.first)
 
     def last_stream(self, joined: Joined) -> Residual:
-        """Return the last block's output, correct only at positions that the metric reads."""
+        """Return the last block's output, which is correct only where the metric reads it."""
         return self._run(joined, self.n_blocks)
 
     def _read_logits(self, x: Residual, first: int) -> Float[Tensor, "row position column"]:

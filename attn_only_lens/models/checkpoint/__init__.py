@@ -1,4 +1,4 @@
-"""Save models whose neurons are attention heads (neuron-heads) to folders, and load them."""
+"""Save models whose MLP neurons act as attention heads (neuron-heads), and load them."""
 
 from attn_only_lens.models.checkpoint.bridge import process_as_saved
 from attn_only_lens.models.checkpoint.save_load import (

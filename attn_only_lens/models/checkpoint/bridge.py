@@ -1,16 +1,16 @@
 """Save TransformerBridges whose MLP neurons are exposed as attention heads (neuron-heads).
 
-A bridge is saved as a Hugging Face folder where possible. Such a folder holds the weights of the
-wrapped model under their names in transformers, so `from_pretrained` and `boot_transformers` can
-open it. Such a folder cannot hold weights that TransformerLens has processed, models from
-`boot_native`, or layer sizes that transformers does not support (`transformers_module.py`). The
-tensors of these bridges are saved in `bridge.safetensors`, under their names in the bridge. Only
-`load` reads this file: it builds the model from its configuration, repeats the weight processing,
-and then copies the saved tensors into it.
+A bridge is saved as a Hugging Face folder where possible. A Hugging Face folder holds the wrapped
+model's weights under transformers' names, so `from_pretrained` and `boot_transformers` can open it.
+A Hugging Face folder cannot hold weights that TransformerLens has processed, models from
+`boot_native`, or layer sizes that transformers does not support (`transformers_module.py`). Bridges
+that such a folder cannot hold are saved in `bridge.safetensors`, under the bridge's tensor names.
+Only `load` reads this file: it builds the model from its configuration, repeats the weight
+processing, and then copies the saved tensors into the model.
 
-`save` loads the files that it has written, and compares the modules, hook points, tensors and
-settings of the loaded model with those of the original. The logits of both models on a few tokens
-must be bitwise equal. If anything differs, `save` raises an error.
+`save` loads the saved files again, and compares the modules, hook points, tensors and configuration
+of the loaded model with the original's. The two models' logits on a few tokens must be bitwise
+equal. If anything differs, `save` raises an error.
 """
 
 import copy
@@ -31,7 +31,7 @@ from typing_extensions import TypedDict
 
 from attn_only_lens.arguments import with_article
 from attn_only_lens.devices import keep_random_state
-from attn_only_lens.engine.model_checks import find_hooks, hook_reasons
+from attn_only_lens.engine.model_checks import find_hooks
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.checkpoint.hooked import MISFIT, expose_again
 from attn_only_lens.models.hf_folder import no_bars, read_hf_folder
@@ -63,16 +63,15 @@ _CPU = torch.device("cpu")
 _NATIVE = "TransformerLensNative"
 _WRAPPED = "._original_component"
 _DERIVED = ("device", "n_devices", "dtype", "_bridge_ref", "trust_remote_code")
-_POS = 7  # the length of the two prompts on which logits are compared
+_POS = 7  # the number of tokens in each of the two prompts whose logits are compared
 # Allow only attention that transformers implements: other names could load code from the hub.
 _Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 
 
 class BridgeFields(TypedDict):
-    """The entries of the manifest (`gate.json`) that are saved only for a TransformerBridge.
+    """The entries of the manifest (`gate.json`) that only a saved TransformerBridge has.
 
-    `other_mode` lists modules that are in training mode while the model is in evaluation mode, or
-    vice versa.
+    `other_mode` lists the modules whose training mode differs from the model's.
     """
 
     layout: Literal["in place", "plain"]
@@ -89,12 +88,12 @@ class BridgeFields(TypedDict):
 
 
 def write_bridge(model: TransformerBridge, folder: Path, common: dict[str, Any]) -> dict[str, Any]:
-    """Write a bridge to an empty folder, check the files, and return the manifest entries."""
+    """Save a bridge in an empty folder, check the files, and return the manifest entries."""
     entries = common | _describe(model)
     if not (entries["processed"] or entries["architecture"] == _NATIVE):
         try:
             return _write_and_compare(model, folder, entries | {"weights": "transformers"})
-        except CheckpointError:  # a Hugging Face folder cannot hold this model
+        except CheckpointError:  # a Hugging Face folder cannot represent this model
             shutil.rmtree(folder)
             folder.mkdir()
     return _write_and_compare(model, folder, entries | {"weights": "bridge"})
@@ -111,7 +110,7 @@ def _write_and_compare(
 
 
 def read_bridge(folder: Path, manifest: dict[str, Any]) -> TransformerBridge:
-    """Read the bridge that a manifest describes; raise CheckpointError if files do not match it."""
+    """Load the bridge that a manifest describes; raise CheckpointError if a file does not match."""
     name = manifest["settings"].get("model_name") or folder.name
     dtype, has_tokenizer = parse_dtype(manifest["dtype"]), manifest["padding_side"] is not None
     with keep_random_state(_CPU), _CPU, no_bars():
@@ -133,7 +132,7 @@ def read_bridge(folder: Path, manifest: dict[str, Any]) -> TransformerBridge:
 
 
 def process_as_saved(bridge: TransformerBridge, manifest: dict[str, Any]) -> None:
-    """Process the weights of a loaded bridge as the weights of the saved bridge were processed."""
+    """Apply the same TransformerLens weight processing to a loaded bridge as to the saved one."""
     if manifest["compatible"]:
         bridge.enable_compatibility_mode(
             disable_warnings=manifest["quiet"], no_processing=not manifest["processed"]
@@ -143,8 +142,8 @@ def process_as_saved(bridge: TransformerBridge, manifest: dict[str, Any]) -> Non
 
 
 def _describe(model: TransformerBridge) -> dict[str, Any]:
-    """Return a bridge's manifest entries except `weights`; refuse a bridge that cannot be saved."""
-    reasons, wrapped = hook_reasons(model, "would not be saved"), model.original_model
+    """Return a bridge's manifest entries except `weights`; raise an error if it cannot be saved."""
+    reasons, wrapped = list[str](), model.original_model
     if model.cfg.d_vocab < 1:
         reasons.append("it has no vocabulary (is its input an image?), but is tested on tokens")
     config, kind, attention = getattr(wrapped, "config", None), type(wrapped).__name__, None
@@ -180,10 +179,10 @@ def _describe(model: TransformerBridge) -> dict[str, Any]:
 
 
 def _write_transformers(model: TransformerBridge, folder: Path) -> None:
-    """Write the wrapped model so that the `from_pretrained` of its class can read it."""
+    """Save the wrapped transformers model so that its class can load it with `from_pretrained`."""
     wrapped: Any = model.original_model
     config = copy.deepcopy(wrapped.config)
-    config.output_attentions = False  # TransformerLens had set it to True
+    config.output_attentions = False  # TransformerLens sets this flag to True
     with torch.device("meta"):
         module = build_module(type(wrapped), config)
     named = {name.replace(_WRAPPED, ""): tensor for name, tensor in wrapped.state_dict().items()}
@@ -193,14 +192,14 @@ def _write_transformers(model: TransformerBridge, folder: Path) -> None:
     if wrapped.can_generate():
         module.generation_config = copy.deepcopy(wrapped.generation_config)
     module.save_pretrained(folder, max_shard_size=2**60)  # one file
-    # transformers makes the weights file readable only by its owner.
+    # Copy the mode, since transformers lets only the owner read the weights file.
     (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)
     if model.tokenizer is not None:
         original_tokenizer(model.tokenizer).save_pretrained(folder)
 
 
 def _write_tensors(model: TransformerBridge, folder: Path) -> None:
-    """Write a bridge's tensors by name, and the configuration from which `load` builds a bridge."""
+    """Save a bridge's tensors by name, and the configuration with which `load` builds it."""
     wrapped: Any = model.original_model
     config = _settings(model)
     if model.cfg.architecture != _NATIVE:
@@ -217,7 +216,7 @@ def _write_tensors(model: TransformerBridge, folder: Path) -> None:
 def _from_config(
     folder: Path, manifest: dict[str, Any], dtype: torch.dtype, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """Return arguments for `build_bridge_from_module`, with a model whose weights are not set."""
+    """Return arguments for `build_bridge_from_module`, with a model that has no weights yet."""
     config, architecture = read_json(folder / CONFIG), manifest["architecture"]
     if not isinstance(config, dict):
         raise CheckpointError(
@@ -229,7 +228,7 @@ def _from_config(
         chosen = {"dtype": dtype, "device": "cpu", "n_devices": 1, "seed": None}
         cfg = TransformerBridgeConfig.from_dict(config | chosen)
         model: Any = NativeModel(cfg).to(dtype=dtype)
-        # Restore the seed only now, because building with a seed would reset the random generators.
+        # Set the seed after building, because building with a seed resets the random generators.
         cfg.seed = config.get("seed")
         return {"model": model, "architecture": architecture, "tl_config": cfg}
     name = next(iter(config.get("architectures") or ()), None)
@@ -238,7 +237,7 @@ def _from_config(
         raise ValueError(f"transformers has no PreTrainedModel named {name!r}")
     config_class: Any = kind.config_class
     hf_config = config_from(config_class, config)
-    # Ignore the attention and expert code that the file names: it could come from the hub.
+    # Ignore the attention and expert code that config.json names: it could come from the hub.
     hf_config._attn_implementation = manifest["attention"]
     hf_config._experts_implementation = "eager"
     model = build_module(kind, hf_config)
@@ -247,18 +246,18 @@ def _from_config(
 
 @torch.no_grad()
 def _fill(named: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-    """Copy values into tensors; tensors with shared memory keep sharing it if values are equal."""
+    """Copy values into tensors, without separating tensors that share memory."""
     refuse(tensor_misfits(named, values), MISFIT)
     for name, tensor in named.items():
         if tensor.dtype == values[name].dtype:
             tensor.copy_(values[name])
     for name, tensor in named.items():
         if tensor.dtype != values[name].dtype or not torch.equal(tensor, values[name]):
-            tensor.data = values[name]  # also changes modules that share this tensor
+            tensor.data = values[name]  # also updates the other modules that share the tensor
 
 
 def _restore(model: TransformerBridge, manifest: dict[str, Any]) -> None:
-    """Restore a saved bridge's settings, neuron-heads, frozen parameters and training modes."""
+    """Restore a saved bridge's options, neuron-heads, frozen parameters and training modes."""
     current = _settings(model)
     for key, value in manifest["settings"].items():
         if current.get(key) != value:
@@ -279,21 +278,21 @@ def _restore(model: TransformerBridge, manifest: dict[str, Any]) -> None:
 
 
 def _settings(model: TransformerBridge) -> dict[str, Any]:
-    """Return the entries of a bridge's configuration that can be stored as JSON."""
+    """Return the entries of a bridge's configuration that can be written as JSON."""
     settings = {}
     for key, value in plain_config(model.cfg).items():
         try:
             settings[key] = json.loads(json.dumps(value))
         except (TypeError, ValueError):
-            continue  # `load` rebuilds it from the wrapped model's configuration
+            continue  # `load` rebuilds this entry from the wrapped model's configuration
     return {key: value for key, value in settings.items() if key not in _DERIVED}
 
 
 def _named(model: Any) -> dict[str, Tensor]:
-    """Return the parameters, buffers and processed weights of all modules, without duplicates."""
+    """Return all modules' parameters, buffers and processed weights by name, without duplicates."""
     tensors: dict[int, tuple[str, Tensor]] = {}
     for path, module in _modules(model):
-        # transformer-lens 3.9 keeps some processed weights as plain attributes.
+        # transformer-lens 3.9 stores some processed weights as plain attributes.
         processed = {k: x for k, x in vars(module).items() if k.startswith("_processed_")}
         for name, tensor in (module._parameters | module._buffers | processed).items():
             if isinstance(tensor, Tensor):
@@ -302,7 +301,7 @@ def _named(model: Any) -> dict[str, Tensor]:
 
 
 def _modules(model: Any) -> list[tuple[str, nn.Module]]:
-    """Return the bridge's modules, followed by modules that only the wrapped model has."""
+    """Return the names and modules of the bridge, then those that only the wrapped model has."""
     modules = dict(model.named_modules())
     known = {id(module) for module in modules.values()}
     wrapped = model.original_model.named_modules(prefix="original_model")
@@ -311,7 +310,7 @@ def _modules(model: Any) -> list[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def _differences(model: Any, twin: Any) -> list[str]:
-    """List the differences between a model and `twin`, the copy loaded from the saved files."""
+    """List the differences between a model and `twin`, its copy loaded from the saved files."""
     wrong = []
     for what, read in (
         ("modules", lambda bridge: {name: type(module) for name, module in _modules(bridge)}),
@@ -351,7 +350,7 @@ def _different_logits(model: Any, twin: Any) -> list[str]:
     tokens = (torch.arange(2 * pos, device=device) % model.cfg.d_vocab).reshape(2, pos)
     logits = []
     for bridge in (model, twin.to(device, print_details=False)):
-        with keep_random_state(device):  # dropout in training mode draws random numbers
+        with keep_random_state(device):  # in training mode, dropout draws random numbers
             logits.append(bridge(tokens))
     if torch.equal(*logits):
         return []

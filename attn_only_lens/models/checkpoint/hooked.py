@@ -1,9 +1,9 @@
-"""Save and read HookedTransformers with neuron-heads, either converted or exposed in place.
+"""Save and load HookedTransformers whose MLP neurons act as attention heads (neuron-heads).
 
-`load` builds a model from the configuration of its source, and then fills in the saved tensors.
-`save` and `load` raise an error if the tensors do not fit the model that this configuration
-describes. The layers of a converted model may differ in size: the configuration holds the sizes of
-layer 0, and `layers` holds the sizes of every layer.
+`load` builds a model from the original model's configuration, and then fills in the saved tensors.
+`save` and `load` raise an error if the tensors do not fit this configuration. The layers of a
+converted model may differ in size: the configuration holds the sizes of layer 0, and the manifest
+entry `layers` holds the sizes of every layer.
 """
 
 from dataclasses import asdict
@@ -45,7 +45,7 @@ MISFIT = "the weights do not fit their manifest"
 
 
 class HookedFields(TypedDict):
-    """The entries of the manifest (`gate.json`) that are saved only for a HookedTransformer."""
+    """The entries of the manifest (`gate.json`) that only a saved HookedTransformer has."""
 
     layout: Literal["two blocks a layer", "in place", "plain"]
     config: dict[str, Any]
@@ -54,7 +54,7 @@ class HookedFields(TypedDict):
 
 
 def write_hooked(model: HookedTransformer, folder: Path, common: dict[str, Any]) -> dict[str, Any]:
-    """Write a model to an empty folder, and return its manifest entries."""
+    """Save a model in an empty folder, and return the model's manifest entries."""
     entries, tensors = _describe(model)
     write_tensors(folder / WEIGHTS, tensors)
     if model.tokenizer is not None:
@@ -64,7 +64,7 @@ def write_hooked(model: HookedTransformer, folder: Path, common: dict[str, Any])
 
 
 def read_hooked(folder: Path, manifest: dict[str, Any]) -> Any:
-    """Read the model that a manifest describes; raise CheckpointError if its files do not match."""
+    """Load the model that a manifest describes; raise CheckpointError if the files do not match."""
     tensors, _ = read_tensors(folder / WEIGHTS)
     with limit_size(tensors):
         model = _rebuilt(manifest, tensors)
@@ -74,7 +74,7 @@ def read_hooked(folder: Path, manifest: dict[str, Any]) -> Any:
 
 
 def _describe(model: HookedTransformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a model's manifest entries and its tensors; tied parameters share one tensor."""
+    """Return a model's manifest entries and its tensors, with one tensor for tied parameters."""
     reasons = []
     if isinstance(model, AttentionOnlyTransformer):
         layout, cfg, gating = "two blocks a layer", model.cfg.layer_cfg(0), model.cfg.gating
@@ -83,7 +83,7 @@ def _describe(model: HookedTransformer) -> tuple[dict[str, Any], dict[str, Tenso
         layout, cfg, gating = "in place", model.cfg, exposed_heads(model)[0].gating
         sizes = (sizes_of(cfg),) * cfg.n_layers
         with hidden(model):
-            # Attached hooks are allowed but not saved; a state dict does not save them either.
+            # Attached hooks are allowed but not saved, just as a state dict does not save hooks.
             reasons = reasons_against(model, silu=gating.silu)
     if gating.silu is not None and any(
         neuron.module.act_fn != gating.silu for neuron in host_of(model).neurons
@@ -127,7 +127,7 @@ def _rebuilt(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
 
 
 def expose_again(model: Any, manifest: dict[str, Any]) -> None:
-    """Expose the neuron-heads of a loaded model, with the gates that its manifest describes."""
+    """Expose the neurons of a loaded model as heads, with the gates in its manifest."""
     problem = "its neuron-heads cannot be exposed again"
     try:
         gating = Gating.from_json(manifest["gate"])
@@ -137,11 +137,11 @@ def expose_again(model: Any, manifest: dict[str, Any]) -> None:
 
 
 def _skeleton(manifest: dict[str, Any]) -> HookedTransformer:
-    """Build the model that a manifest describes, without weights or exposed neuron-heads."""
+    """Build the model that a manifest describes, without weights, on the meta device."""
     require_hooked_transformer()
     config = manifest["config"]
     refuse(reasons_against_config(config, "config"), "this is not a valid configuration")
-    # Never run code from the hub, even if the file asks for it.
+    # Never run code from the hub, even if the manifest asks for it.
     chosen = {"dtype": parse_dtype(str(config.get("dtype"))), "trust_remote_code": False}
     source = stock_skeleton({"device": "cpu", **config, **chosen})
     gating = Gating.from_json(manifest["gate"])

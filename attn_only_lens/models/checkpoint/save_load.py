@@ -1,17 +1,18 @@
-"""Save models as safetensors and JSON files, with their neuron-heads, and load them.
+"""Save models, with their neuron-heads, as safetensors and JSON files, and load them.
 
     gate.json           the manifest: the kind of model, its gates, a digest of every file, …
     model.safetensors   the weights; `bridge.safetensors`, if only `load` can use them
     tokenizer/          the tokenizer's files; a bridge's are in the folder itself
     config.json         the configuration, only for a bridge
+    transcoders/        the transcoders, if some are attached, with one file per layer
 
-A bridge is saved as a Hugging Face folder where possible (`bridge.py`). `save` first writes a
-temporary folder next to the destination. Once this folder is complete, it takes the place of the
-destination.
+A bridge is saved as a Hugging Face folder where possible (`bridge.py`). `save` writes a temporary
+folder, which replaces the destination only when it is complete.
 """
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -21,9 +22,12 @@ from transformer_lens.model_bridge import TransformerBridge
 from typing_extensions import TypedDict
 
 from attn_only_lens.arguments import a_type
-from attn_only_lens.errors import CheckpointError
+from attn_only_lens.engine.model_checks import hook_reasons
+from attn_only_lens.errors import CheckpointError, InputError, UnsupportedModelError
 from attn_only_lens.gates import Gating
 from attn_only_lens.heads import has_neuron_heads, host_of
+from attn_only_lens.heads.transcoder import Transcoder
+from attn_only_lens.models.attach import OnError, attach, without_transcoders
 from attn_only_lens.models.checkpoint.bridge import (
     BRIDGE_WEIGHTS,
     BridgeFields,
@@ -31,8 +35,10 @@ from attn_only_lens.models.checkpoint.bridge import (
     write_bridge,
 )
 from attn_only_lens.models.checkpoint.hooked import HookedFields, read_hooked, write_hooked
+from attn_only_lens.models.checkpoint.transcoders import read_transcoder, write_transcoders
 from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.models.hf_folder import FILES
+from attn_only_lens.models.in_place import exposed_heads
 from attn_only_lens.models.source_folder import TOKENIZER, WEIGHTS, checkpoint_errors, refuse
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.storage import (
@@ -47,7 +53,7 @@ from attn_only_lens.storage import (
 )
 from attn_only_lens.tl import HookedTransformer
 
-MANIFEST = "gate.json"
+MANIFEST, TRANSCODERS = "gate.json", "transcoders"
 _UNBUILDABLE = "cannot be built with the installed versions of transformers and TransformerLens"
 
 
@@ -59,14 +65,15 @@ class _Manifest(TypedDict):
     gate: Gating
     training: bool
     padding_side: Literal["left", "right"] | None
+    transcoders: OnError | None
     frozen: list[str]
     files: dict[str, FileDigest]
 
 
 class _Kind(NamedTuple):
-    """One kind of model: its entries in the manifest, and functions to write and read its files.
+    """A kind of model: its manifest entries, and the functions that save and load its files.
 
-    `closed` lists file patterns; the manifest must list every file that matches one of them.
+    `closed` holds file patterns; every file that matches one must be listed in the manifest.
     """
 
     fields: Any
@@ -75,7 +82,7 @@ class _Kind(NamedTuple):
     closed: tuple[str, ...]
 
 
-_DOCUMENT = Document("attn_only_lens", 8, _Manifest)
+_DOCUMENT = Document("attn_only_lens", 9, _Manifest)
 _KINDS = {
     "HookedTransformer": _Kind(HookedFields, write_hooked, read_hooked, (f"{TOKENIZER}/**/*",)),
     "TransformerBridge": _Kind(BridgeFields, write_bridge, read_bridge, FILES),
@@ -85,17 +92,18 @@ _Model: TypeAlias = AttentionOnlyTransformer | HookedTransformer | TransformerBr
 
 @torch.inference_mode(False)  # as in `load`
 def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | None = None) -> Path:
-    """Save a model to a folder; if an error occurs, the folder is not changed.
+    """Save a model to a folder, or leave the folder unchanged if an error occurs.
 
-    `load` and the command line open the folder. A model without neuron-heads, such as a
-    `HookedTransformer` that you made or trained, is loaded without neuron-heads.
+    `load` and the command line can open the folder. A model saved without neuron-heads, such as a
+    `HookedTransformer` that you trained, is loaded without neuron-heads. A model with transcoders
+    is loaded with the same transcoders, attached with the same option `error`.
 
     A `TransformerBridge` without processed weights is saved as a Hugging Face folder, which
     `from_pretrained` and `TransformerBridge.boot_transformers` can open; `gate.json` describes the
     neuron-heads. Only `load` can open other bridges: those with weights processed by
     `enable_compatibility_mode`, those from `boot_native`, and grown bridges with sizes that
-    transformers does not support. A saved bridge is loaded again and compared with the model, which
-    briefly needs memory for a second model.
+    transformers does not support. `save` loads each saved bridge again to compare it with the
+    model, which briefly needs memory for a second model.
 
     Args:
         model: a `TransformerBridge` or `HookedTransformer`, with or without neuron-heads, or a
@@ -108,9 +116,10 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
 
     Raises:
         UnsupportedModelError: `expose_neuron_heads` does not support the model.
-        CheckpointError: the model has transcoders; or it could not be loaded again, because its
-            parameters, activation, code, hooks or processing options cannot be rebuilt from its
-            configuration, or its tokenizer needs its own code; or the folder holds other files.
+        CheckpointError: the model could not be loaded again, because its parameters, activation,
+            code, hooks or processing options cannot be rebuilt from its configuration, or its
+            tokenizer needs its own code; or the folder holds other files.
+        InputError: a transcoder has weights that are NaN or infinite.
 
     Example:
         >>> import tempfile, torch
@@ -127,22 +136,30 @@ def save(model: _Model, folder: str | os.PathLike[str], *, source_name: str | No
         raise CheckpointError(
             f"got {a_type(model)}; expected a TransformerBridge or a HookedTransformer"
         )
-    if not has_neuron_heads(model):
-        # Expose the model during the save, so that it passes the same checks as an exposed model.
-        with expose_neuron_heads(model):
-            return _save(model, folder, source_name, {"layout": "plain"})
-    return _save(model, folder, source_name, {})
+    reasons = host_of(model).reasons() if has_neuron_heads(model) else []
+    if isinstance(model, TransformerBridge):
+        reasons = reasons + hook_reasons(model, "would not be saved")
+    refuse(reasons, "this model cannot be saved")
+    with ExitStack() as stack:
+        results = any(heads.results for heads in exposed_heads(model))
+        transcoders, error = stack.enter_context(without_transcoders(model))
+        changed: dict[str, Any] = {"transcoders": error}
+        if not has_neuron_heads(model):
+            # Expose the model during the save, so that it passes the checks of exposed models.
+            stack.enter_context(expose_neuron_heads(model))
+            for heads in exposed_heads(model):
+                heads.results = results
+            changed["layout"] = "plain"
+        return _save(model, transcoders, folder, source_name, changed)
 
 
-def _save(model: _Model, folder: Path, source_name: str | None, changed: dict[str, Any]) -> Path:
-    reasons = host_of(model).reasons()
-    if any("feature" in heads.kinds for heads in host_of(model).neurons):
-        reasons.append(
-            "got a model with transcoders; call undo() first, and save the transcoders with "
-            "transcoders.save"
-        )
-    if reasons:
-        raise CheckpointError("; ".join(reasons))
+def _save(
+    model: _Model,
+    transcoders: dict[int, Transcoder],
+    folder: Path,
+    source_name: str | None,
+    changed: dict[str, Any],
+) -> Path:
     kind = "TransformerBridge" if isinstance(model, TransformerBridge) else "HookedTransformer"
     common = {
         "model": kind,
@@ -154,15 +171,19 @@ def _save(model: _Model, folder: Path, source_name: str | None, changed: dict[st
     with atomic_folder(folder, sorted(names), MANIFEST, listed_files) as new:
         with checkpoint_errors(f"it {_UNBUILDABLE}"):
             entries = _KINDS[kind].write(model, new, common)
+        if transcoders:
+            (new / TRANSCODERS).mkdir()
+            write_transcoders(new / TRANSCODERS, transcoders)
         write_manifest(new, entries | changed)
     return folder
 
 
 def load_saved(folder: Path, *, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Load a saved model from its folder, without pickles, network access or custom code."""
+    """Load a saved model from its folder, without using pickles, the network or custom code."""
     manifest = read_manifest(folder)
     kind = _KINDS[manifest["model"]]
-    check_files(folder, manifest["files"], kind.closed, seal=MANIFEST)
+    closed = (*kind.closed, f"{TRANSCODERS}/*")
+    check_files(folder, manifest["files"], closed, seal=MANIFEST)
     with checkpoint_errors(f"{folder} {_UNBUILDABLE}"):
         model = kind.read(folder, manifest)
     if manifest["padding_side"] is not None:
@@ -170,11 +191,20 @@ def load_saved(folder: Path, *, device: torch.device, dtype: torch.dtype | None)
     if dtype is not None:
         model.to(dtype, print_details=False)
     # Pass a string, since a HookedTransformer ignores the index of a torch.device.
-    return model.to(str(device), print_details=False)
+    model.to(str(device), print_details=False)
+    if manifest["transcoders"] is not None:
+        try:
+            files = (folder / TRANSCODERS).glob("*")
+            attach(model, dict(map(read_transcoder, files)), error=manifest["transcoders"])
+        except (InputError, UnsupportedModelError) as error:
+            raise CheckpointError(f"{folder} {_UNBUILDABLE}: {error}") from error
+        for heads in exposed_heads(model):
+            heads.results = manifest.get("results", False)
+    return model
 
 
 def is_saved(folder: str | os.PathLike[str]) -> bool:
-    """Return whether `save` wrote a folder."""
+    """Return whether a folder was written by `save`."""
     try:
         return (open_folder(folder) / MANIFEST).is_file()
     except (CheckpointError, OSError):
@@ -182,14 +212,14 @@ def is_saved(folder: str | os.PathLike[str]) -> bool:
 
 
 def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
-    """Write the manifest into a folder that already holds the model's other files."""
+    """Add the manifest to a folder that already holds the model's other files."""
     names = ("attn_only_lens", "transformer_lens")
     versions = {name: version(name.replace("_", "-")) for name in names}
     _DOCUMENT.write(folder / MANIFEST, **versions, **entries, files=file_digests(folder))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read a manifest and check its entries, but not the files that it lists (`check_files`)."""
+    """Read a folder's manifest and check its entries, but not the files that it lists."""
     path = folder / MANIFEST
     if not path.exists():
         raise CheckpointError(

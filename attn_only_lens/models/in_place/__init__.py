@@ -1,6 +1,12 @@
 """Expose MLP neurons as attention heads (neuron-heads) in place, without replacing the MLPs."""
 
-from attn_only_lens.models.in_place.exposed import exposed_heads, hidden, hide, show
+from attn_only_lens.models.in_place.exposed import (
+    exposed_heads,
+    hidden,
+    hide,
+    require_no_transcoders,
+    show,
+)
 from attn_only_lens.models.in_place.heads import BilinearInPlace, InPlace
 from attn_only_lens.models.in_place.model_copy import copy_model, reasons_against_copying
 
@@ -12,5 +18,6 @@ __all__ = [
     "hidden",
     "hide",
     "reasons_against_copying",
+    "require_no_transcoders",
     "show",
 ]

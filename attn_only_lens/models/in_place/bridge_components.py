@@ -1,11 +1,11 @@
-"""Check that the transformers model inside a bridge still runs the components of the bridge.
+"""Check that the transformers model inside a bridge still uses the bridge's components.
 
-A bridge replaces modules of the wrapped model by bridge components: for example, `block.mlp.out`
-takes the place of `layer.mlp.down_proj`. If a user later replaces such a component, for example by
+A TransformerBridge replaces modules of the model that it wraps by its own components: for example,
+`block.mlp.out` replaces `layer.mlp.down_proj`. If a user later replaces a component, for example by
 an adapter, the new module reads activations before hooks edit them, and the bridge's weights do not
-include the effect of the new module. (In joint attention, where q, k and v share one weight, the
-wrapped model keeps its own module.) The modules inside a component are checked by `known_mlps` and
-`require_bridge_weights`.
+include the new module's effect. (In joint attention, where q, k and v share one weight, the wrapped
+model keeps its own module.) `known_mlps` and `require_bridge_weights` check the modules inside a
+component.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _WRAPPED = "_original_component"
 
 
 def component_reasons(model: Any) -> list[str]:
-    """Return error messages for components of a bridge that the wrapped model does not run."""
+    """Return error messages for bridge components that the wrapped model no longer uses."""
     blocks = set(model._modules["blocks"])
     return [
         f"{name}: got {with_article(_kind(placed))} as {path} of the model that the bridge wraps; "
@@ -35,7 +35,7 @@ def component_reasons(model: Any) -> list[str]:
 
 
 def unseen_edit_reasons(model: Any, point: HookPoint) -> list[str]:
-    """Return error messages for torch hooks that see a component's input before it is edited."""
+    """Return error messages for torch hooks that would miss edits at the hook point `point`."""
     return [
         f"{name} has a hook, attached by torch's register_forward_hook or "
         "register_forward_pre_hook, which receives the component's input before the "
@@ -48,7 +48,7 @@ def unseen_edit_reasons(model: Any, point: HookPoint) -> list[str]:
 
 
 def _components(model: Any) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield each bridge component's name, module, parent module, and path from the parent."""
+    """Yield each bridge component's name and module, its parent, and its path in the parent."""
     for name, module in model._modules.items():
         if name == "blocks":
             for layer, block in enumerate(module):

@@ -1,10 +1,9 @@
-"""The classes of models and MLPs whose neurons are exposed as attention heads in place.
+"""Subclasses for models and MLPs whose neurons are exposed as attention heads in place.
 
-Exposing changes the `__class__` of a model to a subclass, and `undo` changes `__class__` back, so
-all references to the model stay valid. The model subclasses refuse hooks on `mlp.hook_neuron_write`
-while this hook point is switched off; without this check, TransformerLens would silently ignore
-such hooks. In a HookedTransformer, the MLP subclasses pass their output through
-`mlp.hook_neuron_write`.
+`expose_neuron_heads` sets the `__class__` of a model to a subclass, and `undo` sets it back, so all
+references to the model stay valid. The model subclasses raise an error for hooks on
+`mlp.hook_neuron_write` while this hook point is switched off; TransformerLens would silently ignore
+them. In a HookedTransformer, the MLP subclasses pass their output through `mlp.hook_neuron_write`.
 """
 
 import warnings
@@ -22,7 +21,13 @@ from transformer_lens.model_bridge.generalized_components import (
 from attn_only_lens.axes import Residual
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.heads.feature_mlp import FeatureMLP
-from attn_only_lens.heads.host import CHANGED, POINTS, WithNeuronHeads, stock_class
+from attn_only_lens.heads.host import (
+    CHANGED,
+    POINTS,
+    WithNeuronHeads,
+    stock_class,
+    transcoder_reasons,
+)
 from attn_only_lens.models.base import HookChecks
 from attn_only_lens.models.in_place.heads import InPlace
 from attn_only_lens.models.in_place.hosts import BridgeHost, HookedHost, replaced_mlps
@@ -30,6 +35,7 @@ from attn_only_lens.models.shared_weights import parted_reasons, sharing_reasons
 from attn_only_lens.tl import MLP, GatedMLP, HookedTransformer
 
 _RESULT = f"mlp.{POINTS['result']}"
+_WEIGHTS = "its weights cannot be processed"
 _OFF = "{name} does not fire while it is off: call model.set_use_attn_result(True) first"
 
 
@@ -40,7 +46,7 @@ class _Exposed(WithNeuronHeads):
     _stock: type
 
     def forward(self, *args: Any, **how: Any) -> Any:
-        """Run the model; raise an error if an MLP was replaced, since its heads would not run."""
+        """Run the model; raise an error if an MLP was replaced, because its heads would not run."""
         UnsupportedModelError.raise_if(replaced_mlps(self), CHANGED)
         with exposed_heads(self)[0].passing.new_pass():  # a hook may run the model again
             return super().forward(*args, **how)  # type: ignore[misc]
@@ -58,17 +64,23 @@ class ExposedTransformer(_Exposed, HookChecks):
         return super().forward(*args, **how)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle; refuse weights into which other norms were folded."""
+        """Return the state to copy or pickle, after checking that shared weights are unchanged."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return self.__dict__
 
     def load_and_process_state_dict(
         self, state_dict: Any, fold_ln: bool = True, *args: Any, **how: Any
     ) -> None:
-        """Load weights as TransformerLens does, but refuse to fold norms into shared weights."""
+        """Load weights; raise an error instead of folding norms into shared weights."""
+        require_no_transcoders(self, _WEIGHTS)
         if fold_ln:
             UnsupportedModelError.raise_if(sharing_reasons(self), "its norms cannot be folded")
         super().load_and_process_state_dict(state_dict, fold_ln, *args, **how)
+
+    def process_weights_(self, *args: Any, **how: Any) -> None:
+        """Process weights as TransformerLens does, but refuse a model with transcoders."""
+        require_no_transcoders(self, _WEIGHTS)
+        super().process_weights_(*args, **how)
 
     def _list_hook_points(self, heads: list[InPlace]) -> None:
         self.setup()
@@ -98,8 +110,18 @@ class ExposedBridge(_Exposed, TransformerBridge):
                 vars(layer.mlp).get("_hook_registry", {}).pop(name, None)
                 self._hook_registry.pop(f"blocks.{layer.layer}.mlp.{name}", None)
 
+    def enable_compatibility_mode(self, *args: Any, **how: Any) -> None:
+        """Process weights as TransformerLens does, but refuse a model with transcoders."""
+        require_no_transcoders(self, _WEIGHTS)
+        super().enable_compatibility_mode(*args, **how)
+
+    def process_weights(self, *args: Any, **how: Any) -> None:
+        """Process weights as TransformerLens does, but refuse a model with transcoders."""
+        require_no_transcoders(self, _WEIGHTS)
+        super().process_weights(*args, **how)
+
     def set_use_attn_result(self, use_attn_result: bool) -> None:
-        """Turn hook_result on or off in attention, if the bridge supports this, and in all MLPs."""
+        """Turn head results on or off in all MLPs and, if the bridge supports it, in attention."""
         try:
             super().set_use_attn_result(use_attn_result)
         except NotImplementedError as error:
@@ -108,7 +130,7 @@ class ExposedBridge(_Exposed, TransformerBridge):
             heads.results = use_attn_result
 
     def run_with_cache(self, *args: Any, **how: Any) -> Any:
-        """Run the model as TransformerLens does, but refuse names of hook points that are off."""
+        """Run the model and return a cache; raise an error if a named hook point is off."""
         wanted = how.get("names_filter", args[3] if len(args) > 3 else None)
         names = [wanted] if isinstance(wanted, str) else wanted
         for name in names if isinstance(names, list) else []:
@@ -124,25 +146,25 @@ class ExposedBridge(_Exposed, TransformerBridge):
 
 
 class _ExposedMLPBridge:
-    """An MLP with neuron-heads whose W_out is followed by a hook point."""
+    """A bridge's MLP with neuron-heads; a hook point follows its W_out."""
 
     _neuron_heads: InPlace
 
     def forward(self, *args: Any, **how: Any) -> Any:
-        """Run the MLP as TransformerLens does; afterwards, discard values that its heads stored."""
+        """Run TransformerLens' MLP, then discard the values that the neuron-heads stored."""
         with self._neuron_heads.run_alone():
             return super().forward(*args, **how)  # type: ignore[misc]
 
 
 class _ExposedMLP:
-    """An MLP with neuron-heads in a HookedTransformer, where no hook point follows W_out."""
+    """A HookedTransformer's MLP with neuron-heads; no hook point follows its W_out."""
 
     _neuron_heads: InPlace
 
     def forward(self, x: Residual) -> Residual:
-        """Return the MLP's output, after running the hooks, if any, at hook_neuron_write."""
+        """Return the MLP's output, after any hooks at hook_neuron_write."""
         heads = vars(self).get("_neuron_heads")
-        if heads is None:  # true after undo() if torch.nn.utils.parametrize changed the class
+        if heads is None:  # after undo(), if torch.nn.utils.parametrize changed the class
             return super().forward(x)  # type: ignore[misc]
         with heads.run_alone():
             return heads.write(super().forward(x))  # type: ignore[misc]
@@ -173,7 +195,7 @@ class ExposedGatedBridge(_ExposedMLPBridge, GatedMLPBridge):
 
 
 class ExposedJointBridge(_ExposedMLPBridge, JointGateUpMLPBridge):
-    """A gated MLP with neuron-heads, in a bridge, where one weight matrix computes q and u."""
+    """A gated MLP with neuron-heads, in a bridge, where one matrix computes both projections."""
 
     _stock = JointGateUpMLPBridge
 
@@ -192,7 +214,7 @@ _EXPOSED: dict[type, type] = {exposed._stock: exposed for exposed in _CLASSES}
 
 
 def show(model: Any, heads: list[InPlace]) -> None:
-    """Attach neuron-heads to all MLPs of a model, and make it an instance of an exposed class."""
+    """Attach neuron-heads to all MLPs of a model, and switch the model to its exposed class."""
     for layer in heads:
         layer.attach()
         layer.mlp.__class__ = _EXPOSED.get(type(layer.mlp), type(layer.mlp))
@@ -213,9 +235,15 @@ def hide(model: Any) -> None:
         del vars(model)["_neuron_heads"]
 
 
+def require_no_transcoders(model: Any, problem: str) -> None:
+    """Raise UnsupportedCallError if transcoders replace MLPs of a model."""
+    for reason in transcoder_reasons(model):
+        raise UnsupportedCallError(f"{problem}: {reason}")
+
+
 @contextmanager
 def hidden(model: Any) -> Iterator[Any]:
-    """Hide the exposed neuron-heads of a model, if it has any, until the context ends."""
+    """Context manager that hides the heads that `expose_neuron_heads` added, if any."""
     heads = exposed_heads(model)
     hide(model)
     try:

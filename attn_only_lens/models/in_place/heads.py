@@ -1,8 +1,8 @@
-"""Neuron-heads in place: an MLP keeps running, and its neurons get the hook points of heads.
+"""Heads in place: an MLP keeps running, and its neurons get the hook points of attention heads.
 
 A TransformerLens MLP passes its pre-activation q through these steps: hook_pre → act → hook_post →
-W_out. A gated MLP also passes a second projection u through hook_pre_linear. The MLP's own code
-still runs. Neuron-heads intercept its hook points:
+W_out. A gated MLP also passes a second projection u of its input through hook_pre_linear. The MLP's
+own code still runs. The heads of its neurons (neuron-heads) intercept its hook points:
 
     hook_pre, hook_pre_linear    their outputs, with users' edits, are q (and u)
     hook_post                    its input is replaced by the output of the heads
@@ -10,10 +10,10 @@ still runs. Neuron-heads intercept its hook points:
 
 An edit at one hook point affects all later hook points, in this order: hook_pre, hook_q, hook_k,
 hook_v, hook_attn_scores, hook_pattern, hook_z, hook_post, hook_result. (`POINTS` holds the names of
-the heads' hook points in the MLP.) If a user edits a neuron at hook_post, the change is split
+the heads' hook points in the MLP.) If a hook edits a neuron at hook_post, the change is split
 equally among the neuron's heads, so that the heads' results still sum to the MLP's output minus the
 output bias. Exact heads replace the MLP's activations only if the heads' hook points have hooks.
-Bilinear heads always replace the MLP's activations.
+Bilinear heads always replace the activations.
 """
 
 from collections.abc import Iterator
@@ -45,12 +45,12 @@ from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.heads.host import POINTS, WIDE_KINDS, HeadKind, PassState, stock_class
 from attn_only_lens.tl import MLP, GatedMLP
 
-_ROUNDINGS = 16  # the error allowed in an activation, in units of the rounding error
+_ROUNDINGS = 16  # allowed relative error of an activation, in machine epsilons
 
 
 @dataclass(frozen=True)
 class MLPHookPoints:
-    """The hook points of an MLP that neuron-heads intercept."""
+    """The MLP's own hook points, which its neuron-heads intercept."""
 
     pre: HookPoint
     """Outputs the pre-activation q."""
@@ -71,10 +71,10 @@ class MLPHookPoints:
 def activation_error(
     gate: Gate, post: Tensor, q: Tensor, u: Tensor | None, b_in: Tensor | float = 0.0
 ) -> Float[Tensor, ""]:
-    """Return the largest |post - (act(q) · u + b_in)|, divided by the allowed rounding error.
+    """Return the largest |post - (act(q) · u + b_in)|, relative to the allowed rounding error.
 
-    `gate` is the exact gate of act, `post` is the input of hook_post, and `b_in` is the bias that
-    TransformerLens' GatedMLP adds to its activations.
+    `gate` represents the activation function act exactly, `post` is the input of hook_post, and
+    `b_in` is the bias that TransformerLens' GatedMLP adds to its activations.
     """
     u = torch.ones((), dtype=q.dtype, device=q.device) if u is None else u.to(q.dtype)
     expected = gate.activation(q) * u + b_in
@@ -82,20 +82,20 @@ def activation_error(
     size = size + (b_in.abs() if isinstance(b_in, Tensor) else abs(b_in))
     limits = torch.finfo(post.dtype)
     error = (post.to(q.dtype) - expected).abs() / (_ROUNDINGS * limits.eps * size)
-    # Ignore expected values that overflow in half precision, or are NaN after a user's edit.
+    # Skip values that overflow in half precision, or are NaN after a user's edit.
     finite = expected.abs() <= 0.99 * limits.max
     return torch.where(finite, error.nan_to_num(nan=torch.inf), 0.0).max()
 
 
 def _every_example(value: Tensor) -> Tensor:
-    """Return the values of all examples in a batch, even inside `torch.func.vmap`."""
+    """Unwrap a tensor inside `torch.func.vmap`, to get the values of all batch examples."""
     while torch._C._functorch.is_functorch_wrapped_tensor(value):
         value = torch._C._functorch.get_unwrapped(value)
     return value
 
 
 class InPlace(NeuronHeads):
-    """The exact neuron-heads of one MLP, added in place as hook points of the MLP."""
+    """The exact neuron-heads (one per neuron) of one MLP, added in place as hook points."""
 
     def __init__(
         self,
@@ -119,12 +119,12 @@ class InPlace(NeuronHeads):
 
     @property
     def gate(self) -> AnyGate:
-        """The gate of this layer. It is found by its name, so that pickled models hold no code."""
+        """The gate of this layer, looked up by name, so that pickled models hold no code."""
         return self.gating.gate(self.act_fn, self.layer)
 
     @property
     def activation(self) -> Gate:
-        """The exact gate of the MLP's activation function."""
+        """The gate that represents the MLP's activation function exactly."""
         return self.gating.activation(self.act_fn)
 
     @property
@@ -135,7 +135,7 @@ class InPlace(NeuronHeads):
 
     @property
     def output_module(self) -> nn.Module:
-        """The module that returns the MLP's output: a hook point after W_out, or the MLP itself."""
+        """The module whose output is the MLP's output: the hook point after W_out, or the MLP."""
         return self.module if self.mlp_points.out is None else self.mlp_points.out
 
     @property
@@ -169,16 +169,16 @@ class InPlace(NeuronHeads):
 
     @property
     def results_on(self) -> bool:
-        """True if the hook point of the heads' result is turned on."""
+        """True if the hook point for the heads' results is switched on."""
         return bool(self.results or self.cfg.use_attn_result)
 
     @property
     def points(self) -> dict[str, HookPoint]:
-        """The heads' hook points, keyed by the names of the MLP's attributes that hold them."""
+        """The heads' hook points, keyed by their attribute names in the MLP."""
         return {name: getattr(self, f"hook_{point}") for point, name in POINTS.items()}
 
     def projections(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
-        """Run the MLP on `x`; return its pre-activation q and, in a gated MLP, the projection u."""
+        """Run the MLP on `x`, and return q and, in a gated MLP, u (see the module docstring)."""
         seen: dict[HookPoint, Tensor] = {}
         pre, pre_linear = self.mlp_points.pre, self.mlp_points.pre_linear
 
@@ -193,19 +193,19 @@ class InPlace(NeuronHeads):
         return seen[pre], None if pre_linear is None else seen[pre_linear]
 
     def run_alone(self) -> AbstractContextManager[None]:
-        """Return a context with a copy of the stored values, in case a hook runs the MLP again."""
+        """Return a context that isolates stored values, because a hook may run the MLP again."""
         return self.passing.new_pass(self.passing.values)
 
     # The MLP's hook points call the following methods, in this order.
 
     def record(self, name: str, x: PreActivation) -> None:
-        """Store the output of a hook point: q if `name` is "pre", u if it is "pre_linear"."""
+        """Store the output of hook_pre or hook_pre_linear: q (`name` "pre") or u ("pre_linear")."""
         self.passing.values[self.layer, name] = x
 
     def replace_activations(
         self, post: PreActivation
     ) -> tuple[PreActivation, PreActivation | None]:
-        """Return the value that replaces hook_post's input, and z if hook_result has hooks."""
+        """Return the new input of hook_post, and the heads' z if hook_result has hooks."""
         values = self.passing.values
         q, up = (values.pop((self.layer, name), None) for name in ("pre", "pre_linear"))
         if q is None:
@@ -214,7 +214,7 @@ class InPlace(NeuronHeads):
                 "MLP, or a copy of the projection ran (peft's modules_to_save); call undo() and "
                 "expose_neuron_heads again"
             )
-        values.pop((self.layer, "written"), None)  # left over if the MLP's last run raised an error
+        values.pop((self.layer, "written"), None)  # remains if the MLP's last run failed
         if self._recomputes:
             self._require_known(q, up, post)
         if not (self._results or any(map(is_live, (*self._before_z, self.hook_z)))):
@@ -224,7 +224,7 @@ class InPlace(NeuronHeads):
 
     @property
     def _recomputes(self) -> bool:
-        """True if the heads compute activations from q and u, instead of using those of the MLP."""
+        """True if the heads compute activations from q and u, instead of the MLP's act_fn."""
         return any(map(is_live, self._before_z))
 
     @torch.no_grad()
@@ -238,20 +238,20 @@ class InPlace(NeuronHeads):
             f"pre-activations ({why}), but its neuron-heads still would; call "
             "model.eval(), or undo() and expose_neuron_heads again"
         )
-        if torch.compiler.is_compiling():  # the compiled graph checks the error at run time
+        if torch.compiler.is_compiling():  # check the error when the compiled graph runs
             torch._assert_async(error <= 1.0, message)
         else:
             self.passing.require_small(_every_example(error).max(), message)
 
     def record_edit(self, post: PreActivation, z: PreActivation | None) -> None:
-        """Store the heads' outputs, with any edits at hook_post added, until hook_result fires."""
+        """Store the heads' outputs, including any edit at hook_post, until hook_result fires."""
         if z is not None:
             edit = (post - self._post(z)).repeat_interleave(self.heads_per_neuron, dim=-1)
             written = self.head_outputs(z) + edit / self.heads_per_neuron
             self.passing.values[self.layer, "written"] = written
 
     def write(self, out: Residual) -> Residual:
-        """Return the output of W_out, passed through hook_result if that hook point has hooks."""
+        """Return W_out's output, or the sum of the heads' results if hook_result has hooks."""
         written = self.passing.values.pop((self.layer, "written"), None)
         if written is None:
             return out
@@ -309,7 +309,7 @@ class InPlace(NeuronHeads):
 
 
 class BilinearInPlace(BilinearHeads, InPlace):
-    """The bilinear neuron-heads of one MLP: several heads per neuron, added in place."""
+    """The bilinear neuron-heads of one MLP (one or more per neuron), added in place."""
 
     @property
     def _recomputes(self) -> bool:
@@ -332,7 +332,7 @@ class FeatureHeads(InPlace):
 
     @property
     def kinds(self) -> tuple[HeadKind, ...]:  # type: ignore[override]
-        """The kinds of this layer's nodes: "feature" and, if they exist, "skip" and "error"."""
+        """The kinds of graph nodes in this layer: "feature" and, if present, "skip" and "error"."""
         wide = {"skip": self.mlp.W_skip is not None, "error": self.mlp.has_error}
         return ("feature", *(kind for kind in WIDE_KINDS if wide[kind]))
 
@@ -345,7 +345,7 @@ class FeatureHeads(InPlace):
 
     @property
     def joint_gates(self) -> bool:
-        """True for topk, where the gate of a feature depends on the other features."""
+        """True for the topk activation, where a feature's gate depends on the other features."""
         return self.mlp.k is not None
 
     @property
@@ -368,7 +368,7 @@ class FeatureHeads(InPlace):
 
 
 class _Tap(HookPoint):
-    """An MLP's hook point that neuron-heads intercept."""
+    """An MLP's own hook point, intercepted by the MLP's neuron-heads."""
 
     _neuron_heads: InPlace
 
@@ -405,11 +405,11 @@ _BRIDGES = (MLPBridge, GatedMLPBridge, JointGateUpMLPBridge)
 
 
 class UnknownMLPError(Exception):
-    """An error that says why the neurons of an MLP cannot be exposed as heads."""
+    """Raised if an MLP's neurons cannot be exposed as heads; the message says why."""
 
 
 def find_hook_points(mlp: Any) -> MLPHookPoints:
-    """Return the hook points of an MLP; raise UnknownMLPError for an MLP of an unknown class."""
+    """Return the hook points of an MLP; raise UnknownMLPError if its class is unknown."""
     if mlp is None:
         raise UnknownMLPError("it has no MLP")
     kind = stock_class(mlp)
@@ -429,7 +429,7 @@ def find_hook_points(mlp: Any) -> MLPHookPoints:
     changed = [point.name for point in points if type(point) not in (HookPoint, *_TAPS)]
     if changed:
         raise UnknownMLPError(f"its hook points {changed} are of an unknown class")
-    # OPT's MLP computes with shape [batch · pos, d_mlp], but hooks receive [batch, pos, d_mlp].
+    # OPT's MLP has activations [batch · pos, d_mlp], but its hooks receive [batch, pos, d_mlp].
     converted = [point.name for point in points if point.hook_conversion is not None]
     if converted:
         raise UnknownMLPError(
@@ -444,7 +444,7 @@ def _bridge_hook_points(mlp: Any) -> MLPHookPoints:
     missing = [name for name in ("in", "out") if name not in linears]
     if missing:
         raise UnknownMLPError(f"its MLP has no component {' and '.join(missing)}")
-    # With an adapter or quantised weights, W_out does more than multiply by a weight matrix.
+    # An adapter or quantised module would do more than multiply by one weight matrix.
     W_out = getattr(linears["out"], "original_component", None)
     kind = type(W_out)
     if kind not in (nn.Linear, Conv1D):

@@ -1,4 +1,4 @@
-"""The hosts of models whose neurons are exposed as attention heads in place.
+"""Hosts (interfaces for analyses) of models with neurons exposed as attention heads in place.
 
 A host is the interface through which analyses access a model (`heads/host.py`).
 """
@@ -45,7 +45,7 @@ def replaced_mlps(model: Any) -> list[str]:
 
 
 def _run_mlp(block: Any, mlp: Any) -> Any:
-    """Return the module that the transformers layer in a bridge's block runs as its MLP."""
+    """Return the module that the transformers layer of a bridge block runs as its MLP."""
     layer = block._modules.get("_original_component")
     name = None if layer is None else mlp.name
     return layer._modules.get(name) if name in getattr(layer, "_modules", ()) else mlp
@@ -62,7 +62,7 @@ class _InPlaceHost(ModelHost):
 
     @property
     def passing(self) -> PassState:
-        """The values that modules store for later modules in a forward pass, shared by all MLPs."""
+        """The values that modules store for later modules in the same forward pass."""
         return self.neurons[0].passing
 
     @property
@@ -71,7 +71,7 @@ class _InPlaceHost(ModelHost):
         return [self.model.cfg.n_heads] * len(self.model.blocks)
 
     def block(self, layer: int, kind: HeadKind) -> int:
-        """Return the index of the block, which equals the index of the layer."""
+        """Return the index of a layer's block, which is `layer` itself."""
         return layer
 
     def _mlp_reasons(self) -> list[str]:
@@ -88,16 +88,16 @@ class _InPlaceHost(ModelHost):
         return reasons
 
     def gates(self) -> list[dict[str, Any]]:
-        """Return the gates and the activation's name for each layer, as JSON data."""
+        """Return JSON data with each layer's gates and the name of its activation function."""
         return [{**heads.gating.to_json(), "act_fn": heads.act_fn} for heads in self.neurons]
 
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
-        """Return the hook name of the residual stream before, within or after this layer."""
+        """Return the name of the residual stream's hook point before, within or after a layer."""
         return f"blocks.{layer}.hook_resid_{point}"
 
 
 class HookedHost(HookedTransformerHost, _InPlaceHost):
-    """The host of an exposed `HookedTransformer`, whose configuration says where its norms are."""
+    """The host of an exposed `HookedTransformer`; it finds norms from the configuration."""
 
     def reasons(self) -> list[str]:
         """Return error messages for replaced MLPs and for modules of unknown classes."""
@@ -109,46 +109,46 @@ class HookedHost(HookedTransformerHost, _InPlaceHost):
         return hooked_block_norms(self.model)
 
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
-        """Return a replay, which runs the last blocks of a recorded forward pass one by one."""
+        """Return a `Replay`, which reruns the last blocks of a recorded forward pass one by one."""
         return HookedReplay(self.model, recording, metric, precise)
 
 
 class BridgeHost(_InPlaceHost):
-    """The host of an exposed `TransformerBridge`, whose norms are found by running the bridge."""
+    """The host of an exposed `TransformerBridge`; it finds norms by running the bridge."""
 
     def reasons(self) -> list[str]:
         """Return error messages for components, such as MLPs, that were replaced or wrapped."""
         return self._mlp_reasons() + component_reasons(self.model)
 
     def unseen_edit_reasons(self, layer: int, kind: HeadKind) -> list[str]:
-        """Return error messages for torch hooks that receive z before hooks at hook_z edit z."""
+        """Return error messages for torch hooks that would receive z before edits at hook_z."""
         if kind in NEURON_KINDS:
             return unseen_edit_reasons(self.model, self.neurons[layer].mlp_points.post)
         z = self.model.hook_dict[self.hook_name(layer, kind, "z")]
         return unseen_edit_reasons(self.model, z)
 
     def norms(self) -> list[LayerNorms]:
-        """Run the model on two tokens, and return the norms of each layer."""
+        """Return the norms of each layer, found by running the model on two tokens."""
         return bridge_norms(self.model)
 
     def reads_centred(self) -> bool:
-        """Return whether norms centre the stream before heads read it or, in BERT, after heads."""
+        """Return whether heads read the residual stream with its mean subtracted."""
         return stream_is_centred(self.model) or super().reads_centred()
 
     def final_norm(self) -> Norm:
-        """Run the model on two tokens, and return the norm before the unembedding."""
+        """Return the final norm layer, found by running the model on two tokens."""
         return bridge_final_norm(self.model)
 
     def require_weights(self) -> None:
-        """Raise an error for replaced modules, unsafe torch hooks, or weights that are not used."""
+        """Raise an error for replaced modules, torch hooks, or weights that no module applies."""
         super().require_weights()
         require_bridge_weights(self.model)
 
     def tokens_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the length of the key-value cache among the arguments, or 0 if there is none."""
+        """Return how many tokens the key-value cache in the arguments holds (0 without a cache)."""
         caches = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Cache)]
         return max((int(cache.get_seq_length()) for cache in caches), default=0)
 
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
-        """Return a replay, which runs parts of a recorded forward pass of the wrapped model."""
+        """Return a `Replay`, which reruns parts of the wrapped model's recorded forward pass."""
         return BridgeReplay(self.model, recording, metric, precise)

@@ -1,13 +1,13 @@
-"""Recognise MLPs whose neurons can be exposed as heads, by running them on test inputs.
+"""Recognise MLPs whose neurons can be exposed as attention heads, by running them on test inputs.
 
 An MLP with pre-activations q and u is recognised if the input of hook_post is act(q), act(q) · u or
-act(q) · u + b_in, where act is an activation that has an exact gate. To check this, the MLP is run
-with random u, with q from -12 to 12, and with a few q of up to ±10^4, which would reveal a clipped
-activation. The check runs in evaluation mode, so it cannot detect dropout or later changes. The
-heads (`InPlace`) therefore repeat the check whenever they replace activations.
+act(q) · u + b_in, where act is an activation function that a gate represents exactly (`GATES`). The
+check runs the MLP with random u, with q from -12 to 12, and with a few q of up to ±10^4, which
+would reveal a clipped activation. Dropout and later changes are not detected, so the heads
+(`InPlace`) repeat the check whenever they replace activations.
 
-In BERT, no module runs the whole MLP: the bridge's `mlp` only refers to modules of the layer, whose
-hook points fire when the layer runs.
+In BERT, no module runs the whole MLP: the bridge's `mlp` only refers to modules of the layer, so
+the layer must run for the MLP's hook points to fire.
 """
 
 import math
@@ -42,12 +42,12 @@ from attn_only_lens.tl import GatedMLP, HookedTransformer
 _SHOWN = 5
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _BATCH, _POS = 2, 7
-_FAR = 1e4  # the largest |q|, small enough that q · u fits in float16
+_FAR = 1e4  # the largest |q| in the test; q · u still fits in float16
 
 
 @dataclass(frozen=True)
 class KnownMLP:
-    """An MLP that can be exposed.
+    """An MLP whose neurons can be exposed as heads.
 
     `act_fn` is a key of `GATES`, a generalized SiLU's name, or the activation of a transcoder.
     """
@@ -58,10 +58,10 @@ class KnownMLP:
 
 
 def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) -> list[KnownMLP]:
-    """Recognise the MLP of every layer of a model, or raise UnsupportedModelError.
+    """Return the MLP of every layer, or raise UnsupportedModelError if one is not recognised.
 
-    If `silu` is given, it must be the activation of every MLP. `problem` is the first line of the
-    error.
+    If `silu` is given, it must be the activation function of every MLP. `problem` is the first line
+    of the error message.
     """
     if exposed := exposed_heads(model):
         UnsupportedModelError.raise_if(host_of(model).reasons(), problem)
@@ -110,14 +110,14 @@ def known_mlps(model: Any, problem: str, silu: GeneralizedSiLU | None = None) ->
 
 
 def non_finite_weights(model: Any) -> list[str]:
-    """Return error messages for the first few parameters with NaN or infinite entries."""
+    """Return error messages for parameters with NaN or infinite entries (five at most)."""
     named = {
         name.replace("._original_component", ""): parameter.detach()
         for name, parameter in model.named_parameters()
         if not parameter.is_meta and parameter.dtype in _FLOATS and parameter.numel()
     }
-    # Copy the norms of all parameters at once, since each copy waits for the device. A norm can be
-    # infinite although all entries are finite, so check the entries if a norm is not finite.
+    # Copy all parameter norms to the CPU in one transfer, since each transfer synchronises. A norm
+    # can overflow although all entries are finite, so check the entries if a norm is not finite.
     devices = {parameter.device for parameter in named.values()}
     by_device = ([x for x in named.values() if x.device == device] for device in devices)
     norms = [norm for parameters in by_device for norm in torch._foreach_norm(parameters)]
@@ -135,7 +135,7 @@ def non_finite_weights(model: Any) -> list[str]:
 
 @torch.no_grad()
 def run_mlp(mlp: Any, points: MLPHookPoints, x: Tensor) -> Tensor:
-    """Run an MLP, or its layer if the MLP is not a separate module, and return the MLP's output."""
+    """Run an MLP, or its layer if the MLP is no separate module, and return the MLP's output."""
     if points.layer is None:
         output = _run(mlp, x)
         if not isinstance(output, Tensor):
@@ -170,10 +170,10 @@ _REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_back
 
 @contextmanager
 def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
-    """Until the context ends, put MLPs in evaluation mode and turn off hooks inside them."""
+    """Context manager that puts MLPs in evaluation mode and turns their hooks off."""
     roots = [(mlp, mlp.training) for mlp in mlps if isinstance(mlp, nn.Module)]
     modes = [(module, module.training) for root, _ in roots for module in root.modules()]
-    # Keep the original dictionaries, because hook handles refer to them.
+    # Restore the original dictionaries later, because hook handles refer to them.
     hooks = [
         (point, name, getattr(point, name))
         for point, _ in modes
@@ -189,7 +189,7 @@ def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
     finally:
         for root, training in roots:
             for module in root.modules():
-                if isinstance(module, HookPoint):  # includes hook points added in this context
+                if isinstance(module, HookPoint):  # including hooks that were added in this context
                     module.training = training
         for module, training in modes:
             module.training = training
@@ -198,7 +198,7 @@ def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
 
 
 def _activations(mlp: Any, points: MLPHookPoints) -> Tensor:
-    """Compute an MLP's activations from the pre-activations that `_inputs` returns."""
+    """Run an MLP on the pre-activations from `_inputs`, and return its activations."""
     d_mlp, d_model = mlp.W_out.shape
     shape = (_BATCH, _POS, d_mlp)
     q, u = (x.to(mlp.W_out.device) for x in _inputs(shape, mlp.W_out.dtype, points))
@@ -230,7 +230,7 @@ def _activations(mlp: Any, points: MLPHookPoints) -> Tensor:
 def _inputs(
     shape: tuple[int, ...], dtype: torch.dtype, points: MLPHookPoints
 ) -> tuple[Tensor, Tensor]:
-    """Return q from -12 to 12, with a few much larger values, and random u, to test an MLP."""
+    """Return test inputs for an MLP: q from -12 to 12, with a few larger values, and random u."""
     q = torch.linspace(-12, 12, math.prod(shape), dtype=torch.float64, device="cpu")
     far = torch.logspace(1.2, math.log10(_FAR), 5, dtype=torch.float64, device="cpu")
     q[:5], q[-5:] = -far.flip(0), far
@@ -241,7 +241,7 @@ def _inputs(
 def _name(
     post: Tensor, mlp: Any, points: MLPHookPoints, cfg: Any, gates: Mapping[str, Gate]
 ) -> str:
-    """Return the name of the activation that computed `post`; prefer the name in `cfg`."""
+    """Return the name of the activation function that computed `post`; prefer `cfg.act_fn`."""
     q, u = _inputs(post.shape, mlp.W_out.dtype, points)
     q = q.double()
     b_in = mlp.b_in.cpu().double() if isinstance(mlp, GatedMLP) else 0.0

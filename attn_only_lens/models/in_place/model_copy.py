@@ -1,12 +1,12 @@
 """Copy a TransformerBridge or HookedTransformer before its neurons are exposed as heads.
 
-So that tied tensors stay tied and views stay views, `deepcopy` gets a memo that maps every tensor
-to its counterpart in the copy. The counterpart is an alias of the tensor or, if weights are copied,
-a view of the copied storage; each storage is copied only once. (In joint attention, q, k and v are
-views of one weight.) `deepcopy` cannot copy closures. So the hooks with which TransformerLens
-captures the inputs of norms and MLPs are removed from the copy, and the blocks of the copy attach
-new hooks when they run. In transformer-lens 4, placeholder hooks stand for the missing modules of
-BERT's MLPs; these hooks are created again for the copy. Bridges with other closures are refused.
+The `memo` argument of `deepcopy` maps every tensor to its counterpart in the copy, so that tied
+tensors stay tied and views stay views. The counterpart is an alias of the tensor or, if weights are
+copied, a view of the copied storage. (In joint attention, q, k and v are views of one weight.)
+`deepcopy` cannot copy closures. The hooks with which TransformerLens captures the inputs of norms
+and MLPs are therefore removed from the copy, whose blocks attach new hooks when they run. In
+transformer-lens 4, placeholder hooks stand for the missing modules of BERT's MLPs; the copy gets
+new placeholder hooks. Bridges with other closures cannot be copied.
 """
 
 import copy
@@ -20,17 +20,15 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.arguments import a_type
 from attn_only_lens.engine.model_checks import find_hooks, hook_reasons, is_placeholder, modules_of
+from attn_only_lens.heads.host import exposed_reasons
 from attn_only_lens.tl import HookedTransformer
 
 
 def reasons_against_copying(model: Any) -> list[str]:
     """Return error messages if a model cannot be copied."""
     if type(model) not in (TransformerBridge, HookedTransformer):
-        return [
-            f"it is {a_type(model)}; expected a TransformerBridge or a "
-            "HookedTransformer. If its neuron-heads are exposed in place, "
-            "call undo() first"
-        ]
+        expected = "expected a TransformerBridge or a HookedTransformer"
+        return exposed_reasons(model) or [f"it is {a_type(model)}; {expected}"]
     reasons = hook_reasons(model)
     if internal := find_hooks(model).own:
         reasons.append(
@@ -43,7 +41,7 @@ def reasons_against_copying(model: Any) -> list[str]:
 
 
 def copy_model(model: Any, *, copy_weights: bool) -> Any:
-    """Copy a model; the caller has checked that `reasons_against_copying` returns no reasons."""
+    """Copy a model for which `reasons_against_copying` returns no reasons."""
     shared = [getattr(model, name, None) for name in ("tokenizer", "processor", "dataset")]
     memo: dict[int, Any] = {id(attribute): attribute for attribute in shared}
     storages: dict[int, torch.UntypedStorage] = {}
@@ -72,7 +70,7 @@ def copy_model(model: Any, *, copy_weights: bool) -> Any:
 
 
 def _bind_placeholders(point: HookPoint, memo: dict[int, Any]) -> None:
-    """On a copied hook point, replace placeholder hooks with hooks that act on copied modules."""
+    """Make the placeholder hooks of a copied hook point act on the copied modules."""
     for handle in list(filter(is_placeholder, point.fwd_hooks)):
         handle.hook.remove()
         point.fwd_hooks.remove(handle)

@@ -1,4 +1,4 @@
-"""Attention-only models: `HookedTransformer`s with two blocks for each layer of the source."""
+"""Attention-only models: `HookedTransformer`s with two blocks per layer of the original model."""
 
 from attn_only_lens.models.two_blocks.build import convert_as, rebuild
 from attn_only_lens.models.two_blocks.cache import AttentionOnlyCache

@@ -1,4 +1,4 @@
-"""The two blocks that replace a source layer: one for attention heads, one for neurons as heads.
+"""The two blocks that replace an original layer: its attention heads, and its neurons as heads.
 
 For a token with normalised residual x, the head of neuron i of a plain MLP computes
 
@@ -9,14 +9,14 @@ For a token with normalised residual x, the head of neuron i of a plain MLP comp
     result = z · W_out[i, :]
 
 For p = σ this is Theorem 3 of "Attention-Only Transformers and Implementing MLPs with Attention
-Heads". In a gated MLP, q = x · W_gate[:, i] and the value is v = q · u with u = x · W_in[:, i],
-which is not linear in x. TransformerLens adds b_in to act(q) · u, so the block's output bias b_O
+Heads". In a gated MLP, q = x · W_gate[:, i], and the value is v = q · u with u = x · W_in[:, i], so
+v is not linear in x. TransformerLens adds b_in to act(q) · u, so the block's output bias b_O
 includes b_in @ W_out.
 
-The token's key is 0 and the bias token's key is constant, so `hook_k` receives zeros; if a hook
-replaces a token's key by k, q · k is added to the token's score for itself. Unless a hook point
-before z has hooks, act(q) is computed with the source's own code, so that the outputs are bitwise
-equal to those of the source, at the same cost. For bilinear gates, see `heads/bilinear.py`.
+Tokens have key 0 and the bias token has a constant key, so `hook_k` receives zeros; if a hook sets
+a token's key to k, q · k is added to the token's score for itself. Unless a hook point before z has
+hooks, act(q) is computed with the original model's code, so that outputs are bitwise equal to the
+original's, at the same cost. For bilinear gates, see `heads/bilinear.py`.
 """
 
 from collections.abc import Callable
@@ -65,9 +65,9 @@ class QKAndOV:
 
 
 class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
-    """The d_mlp neuron-heads of one source MLP; parameters have the same names as in the MLP.
+    """The d_mlp neuron-heads of one MLP of the original model, with the MLP's parameters.
 
-    `W_Q`, `W_K`, `W_V` and `W_O` are made from these parameters, with the shapes of head weights.
+    `W_Q`, `W_K`, `W_V` and `W_O` are computed from the MLP's parameters.
     """
 
     W_in: nn.Parameter
@@ -91,7 +91,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
 
     @property
     def gate(self) -> AnyGate:
-        """The gate of this block. It is found by its name, so that pickled models hold no code."""
+        """The gate of this block, looked up by name, so that pickled models hold no code."""
         return self.cfg.gating.gate(self.cfg.act_fn, self.cfg.layer)
 
     @property
@@ -105,7 +105,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
         return self.W_gate is not None
 
     def forward(self, x: Residual) -> Residual:
-        """Return the output of the source MLP for the normalised residual stream `x`."""
+        """Return the original MLP's output for the normalised residual stream `x`."""
         q, up = self.projections(x)
         z = self._through_hooks(
             q, up, lambda: self.act_fn(q) if up is None else self.act_fn(q) * up
@@ -116,7 +116,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
         """Return the MLP's pre-activation q and, in a gated MLP, its second projection u."""
         if self.W_gate is None:
             return batch_addmm(self.b_in, self.W_in, x), None
-        # Use the same calls as TransformerLens' GatedMLP, since other calls round differently.
+        # Call the same functions as TransformerLens' GatedMLP, because others round differently.
         gate = F.linear(x, self.W_gate.T.contiguous())
         return gate, F.linear(x, self.W_in.T.contiguous())
 
@@ -136,18 +136,18 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
     # Weights in the shapes that TransformerLens uses for heads
 
     def _scale(self, factor: str, rows: Tensor) -> Tensor:
-        """For each head, return the row of its neuron times the head's w, b, c or value factor."""
+        """Return for each head its neuron's row times the head's coefficient w, b, c or value."""
         return cast(Gate, self.gate).values(rows) if factor == "value" else rows
 
     @property
     def W_Q(self) -> Float[Tensor, "head_index d_model d_head=1"]:
-        """The query weights: b_j W_in, or b_j W_gate in a gated MLP (b_j = 1 for exact heads)."""
+        """The query weights: b_j W_in, or b_j W_gate in a gated MLP (exact heads: b_j = 1)."""
         weights = self.W_in if self.W_gate is None else self.W_gate
         return self._scale("b", weights.T.unsqueeze(-1))
 
     @property
     def b_Q(self) -> Float[Tensor, "head_index d_head=1"]:
-        """The query biases: b_j b_in + c_j, or c_j in a gated MLP (c_j = 0 for exact heads)."""
+        """The query biases: b_j b_in + c_j, or c_j in a gated MLP (b_j = 1, c_j = 0 if exact)."""
         return self._scale("b", self._bias)
 
     @property
@@ -157,7 +157,7 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
 
     @property
     def b_K(self) -> Float[Tensor, "head_index d_head=1"]:
-        """The key biases for the token itself: zero (the bias token's key is a constant)."""
+        """The key biases: zero for the token itself (the bias token's key is not included)."""
         return torch.zeros_like(self.b_Q)
 
     @property
@@ -191,10 +191,10 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
 
 
 class BilinearAttention(BilinearHeads, NeuronAttention):
-    """The bilinear neuron-heads of one source MLP: m heads for each of its d_mlp neurons."""
+    """The bilinear neuron-heads of one MLP: m heads for each of its d_mlp neurons."""
 
     def forward(self, x: Residual) -> Residual:
-        """Return an approximation of the source MLP's output for the normalised stream `x`."""
+        """Approximate the original MLP's output for the normalised residual stream `x`."""
         q, up = self.projections(x)
         value = q if up is None else up
         results = self.cfg.use_attn_result and is_live(self.hook_result)
@@ -208,7 +208,7 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
 
     @property
     def b_Q(self) -> Float[Tensor, "head_index d_head=1"]:
-        """The query biases b_j b_in[i] + c_j, with a large finite number in place of c_j = ∞."""
+        """The query biases b_j b_in[i] + c_j; a large finite number replaces c_j = ∞."""
         return super().b_Q + self._scale("c", torch.ones_like(self._bias))
 
     def _scale(self, factor: str, rows: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
 
 
 class _WithoutMLP(nn.Module):
-    """A block without `mlp`; accessing `mlp` raises an error that says what to use instead."""
+    """A block without an MLP; reading `mlp` raises an error that says what to use instead."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "mlp":
@@ -233,12 +233,12 @@ class _WithoutMLP(nn.Module):
 
 
 class AttentionBlock(_WithoutMLP, TransformerBlock):
-    """Block 2l: the attention heads of source layer l, in a stock block without its MLP.
+    """Block 2l: the attention heads of the original layer l, in a stock block without its MLP.
 
-    In the block's `cfg`, parallel_attn_mlp is always True, so that TransformerLens' block calls
-    `apply_mlp` with the block's input (after hooks on resid_pre). If attention and MLP run in
-    parallel, the neurons read this input. The block adds the result of `apply_mlp`, which is zero,
-    to resid_pre + attn_out.
+    The block's `cfg` always has parallel_attn_mlp=True, so that TransformerLens calls `apply_mlp`
+    with the block's input (after hooks on resid_pre). The neurons read this input if attention and
+    MLP run in parallel in the source. `apply_mlp` returns zero, which is added to resid_pre +
+    attn_out.
     """
 
     cfg: BlockConfig  # type: ignore[assignment]
@@ -247,7 +247,7 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
 
     @classmethod
     def of(cls, source: TransformerBlock, cfg: BlockConfig, passing: PassState) -> "AttentionBlock":
-        """Build a block from the attention half of `source`, which is a copy of a stock block."""
+        """Build the block from the attention half of `source`, a copy of a stock block."""
         block = cls.__new__(cls)
         nn.Module.__init__(block)
         block.__dict__.update(source.__dict__)
@@ -270,9 +270,9 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
         past_kv_cache_entry: TransformerLensKeyValueCacheEntry | None = None,
         attention_mask: Tensor | None = None,
     ) -> Residual:
-        """Run the stock block; first resize an empty cache entry to fit this block's heads."""
+        """Run the stock block, after fitting an empty key-value cache entry to the heads."""
         entry = past_kv_cache_entry
-        # TransformerLens creates cache entries of the same size for all blocks.
+        # TransformerLens creates equally large cache entries for all blocks.
         if isinstance(entry, TransformerLensKeyValueCacheEntry) and not entry.past_keys.shape[1]:
             shape = len(entry.past_keys), 0, self.cfg.n_key_value_heads or self.cfg.n_heads
             entry.past_keys = entry.past_keys.new_empty((*shape, self.cfg.d_head))
@@ -280,17 +280,17 @@ class AttentionBlock(_WithoutMLP, TransformerBlock):
         return super().forward(resid_pre, shortformer_pos_embed, entry, attention_mask)
 
     def apply_mlp(self, normalized_resid: Tensor) -> Tensor:
-        """Return zero, as there is no MLP; in a parallel model, store the input for the neurons."""
+        """Return zero; if the neurons read this block's input, store the input for their block."""
         if self.cfg.neurons_read_along:
             self.passing.values[self.cfg.layer] = normalized_resid
         return self.hook_mlp_out.zero(normalized_resid)
 
 
 class NeuronBlock(_WithoutMLP):
-    """Block 2l + 1: the neurons of source layer l as heads; its ln1 is the source layer's ln2."""
+    """Block 2l + 1: the neurons of the original layer l as heads. Its ln1 is the layer's ln2."""
 
     def __init__(self, source: TransformerBlock, cfg: BlockConfig, passing: PassState) -> None:
-        """Build the block from the MLP half of `source`, which is a copy of a stock block."""
+        """Build the block from the MLP half of `source`, a copy of a stock block."""
         super().__init__()
         assert isinstance(source.mlp, MLP | GatedMLP)
         self.cfg = cfg
@@ -299,7 +299,7 @@ class NeuronBlock(_WithoutMLP):
             self.ln1_post = source.ln2_post
         attention = NeuronAttention if cfg.gating.kind == "exact" else BilinearAttention
         self.attn = attention(source.mlp, cfg)
-        self.hook_mlp_in = HookPoint()  # [batch, pos, d_model]; fires if use_hook_mlp_in is set
+        self.hook_mlp_in = HookPoint()  # [batch, pos, d_model]; needs use_hook_mlp_in
         self.hook_attn_out = HookPoint()  # [batch, pos, d_model]
         self.hook_mlp_out = NoMLP()  # [batch, pos, d_model]
         self.hook_resid_pre = HookPoint()  # [batch, pos, d_model]
@@ -343,11 +343,11 @@ class NeuronBlock(_WithoutMLP):
 
 
 class NoMLP(HookPoint):
-    """The hook point `hook_mlp_out` of a block without an MLP; its value is zero.
+    """The hook point `hook_mlp_out` of a block without an MLP, at which the value is zero.
 
-    TransformerLens' `attribution_patch` requires that every block has this hook point, and that a
-    gradient reaches it. Hooks can be added only by `model.hooks`. Hooks may read the value, but not
-    edit it, because an edit would silently have no effect.
+    TransformerLens' `attribution_patch` needs this hook point, and a gradient at it, in every
+    block. Only `model.hooks` can add hooks. Hooks may read the zero, but not edit it, because an
+    edit would silently have no effect.
     """
 
     def add_hook(
@@ -359,7 +359,7 @@ class NoMLP(HookPoint):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Add a hook if a `level` is given, as `model.hooks` does; otherwise raise an error."""
+        """Add a hook if `level` is given (as in `model.hooks`); otherwise raise an error."""
         if level is None:
             raise UnsupportedCallError(f"a hook on {self.name} is refused: {NO_MLP}")
         super().add_hook(hook, dir, is_permanent, level, *args, **kwargs)
@@ -368,12 +368,12 @@ class NoMLP(HookPoint):
         """Return a scalar zero or, if this hook point has hooks, zeros with the shape of `like`."""
         if not is_live(self):
             return like.new_zeros(())
-        with torch.inference_mode(False):  # since inference tensors have no version counter
+        with torch.inference_mode(False):  # inference tensors have no `_version`
             zero = torch.zeros_like(like)
         zero = require_grad_like(zero, like)
         version = zero._version
         hooked: Tensor = self(zero)
-        # Compare addresses, not objects, because backward hooks return an alias of the input.
+        # Compare addresses, since backward hooks make the hook point return an alias.
         if hooked.data_ptr() != zero.data_ptr() or zero._version != version:
             raise UnsupportedCallError(f"an edit at {self.name} has no effect: {NO_MLP}")
         return hooked

@@ -1,8 +1,8 @@
-"""Build converted models from a source model, or from a configuration and tensors.
+"""Build converted models from an original model, or from a configuration and tensors.
 
-Without a source model, a skeleton (a model without weights) is built on the meta device, so that
-nothing is computed and no random numbers are drawn. Layers that differ in size from layer 0 are
-built from separate configurations.
+Without an original model, a model without weights (a skeleton) is built on the meta device, which
+computes nothing and draws no random numbers. Layers that differ in size from layer 0 are built from
+separate configurations.
 """
 
 import copy
@@ -37,9 +37,9 @@ def convert_as(
     copy_weights: bool = False,
     sizes: Sequence[LayerSizes] | None = None,
 ) -> AttentionOnlyTransformer:
-    """Convert a model; the caller has checked that `reasons_against` returns no reasons.
+    """Convert a model for which `reasons_against` returns no reasons.
 
-    The layers of the result have the given `sizes`, by default the sizes of the model's layers.
+    The converted layers have the given `sizes`; by default, the sizes of the model's layers.
     """
     gating.require_fit(model.cfg.act_fn, model.cfg.gated_mlp, model.cfg.n_layers)
     cfg = attention_only_config(model.cfg, gating, sizes)
@@ -86,11 +86,11 @@ _POSITIONS = ("standard", "rotary", "shortformer", "alibi")
 
 
 def stock_skeleton(fields: Mapping[str, Any]) -> HookedTransformer:
-    """Build a stock model without weights, from the fields of a `HookedTransformerConfig`."""
+    """Build a HookedTransformer without weights, from the fields of its configuration."""
     positions = fields.get("positional_embedding_type", _POSITIONS[0])
     if positions not in _POSITIONS:
         raise ValueError(f"got positional_embedding_type={positions!r}; expected {_POSITIONS}")
-    # Do not set a seed, load a tokenizer or use a device; `update` below restores these fields.
+    # Set no seed, load no tokenizer and use no device; `update` below restores these fields.
     neutral = {"seed": None, "tokenizer_name": None, "init_weights": False, "device": "cpu"}
     cfg = HookedTransformerConfig(**{**fields, **neutral})
     with quiet(), torch.device("meta"):
@@ -105,7 +105,7 @@ _VALUE_AXES = {"W_V": 2, "b_V": 1, "W_O": 1}  # for each parameter, the axis wit
 def converted_skeleton(
     source: HookedTransformer, gating: Gating, sizes: Sequence[LayerSizes]
 ) -> AttentionOnlyTransformer:
-    """Build a converted model without weights from a result of `stock_skeleton`; modify it."""
+    """Build a converted model without weights from a stock skeleton, which it modifies."""
     for layer, layer_sizes in enumerate(sizes):
         if layer_sizes == sizes_of(source.cfg):
             continue
@@ -127,7 +127,7 @@ def converted_skeleton(
 
 
 def give_activation(source: HookedTransformer, gating: Gating) -> None:
-    """If `gating` is for a generalized SiLU, make it the activation of a skeleton's MLPs."""
+    """If `gating` has a generalized SiLU, make it the activation function of all MLPs."""
     if gating.silu is not None:
         for block in source.blocks:
             block.mlp.act_fn = gating.silu
@@ -143,11 +143,11 @@ def rebuild(
     gating: Gating | None = None,
     **changes: Any,
 ) -> AttentionOnlyTransformer:
-    """Build a model like `model`, but with other weights, layer sizes or numbers of layers.
+    """Build a converted model like `model`, with other weights, layer sizes or number of layers.
 
-    `tensors` holds all parameters and buffers by name. For tied parameters, `tensors` has only the
-    first name, and `tied` maps the other names to the first. `frozen` lists parameters that do not
-    require gradients. `changes` are fields of the source's configuration, such as `d_model`.
+    `tensors` holds all parameters and buffers by name. Tied parameters appear only under the first
+    name; `tied` maps the other names to it. `frozen` lists parameters that do not require
+    gradients. `changes` are new values for configuration fields of the source, such as `d_model`.
     """
     fields = vars(model.cfg.layer_cfg(0)) | sizes[0].stock_fields | {"n_layers": len(sizes)}
     gating = model.cfg.gating if gating is None else gating
@@ -157,7 +157,7 @@ def rebuild(
         skeleton_misfits(new, tensors, tied), "these weights do not fit a model of these sizes"
     )
     fill(new, tensors, tied, frozen)
-    for name, value in vars(model).items():  # the tokenizer, the dataset, and user-added attributes
+    for name, value in vars(model).items():  # tokenizer, dataset, user-added attributes
         if not name.startswith("_") and name not in ("cfg", "mod_dict", "hook_dict"):
             setattr(new, name, value)
     return new.train(model.training)
@@ -166,11 +166,11 @@ def rebuild(
 def skeleton_misfits(
     skeleton: nn.Module, tensors: Mapping[str, Tensor], tied: Collection[str]
 ) -> list[str]:
-    """Return error messages for tensors that do not fit a skeleton, except tied parameters."""
+    """Return error messages for tensors that do not fit a model without weights."""
     named = skeleton.named_parameters(remove_duplicate=False)
     expected: dict[str, Tensor] = {name: tensor for name, tensor in named if name not in tied}
     buffers = dict(skeleton.named_buffers())
-    # The first axis of rotary tables is as long as the longest prompt so far.
+    # Rotary tables grow with the longest prompt, along their first axis.
     return tensor_misfits(expected | buffers, tensors, growing=buffers)
 
 
@@ -197,7 +197,7 @@ def fill(
     tied: Mapping[str, str],
     frozen: Collection[str],
 ) -> None:
-    """Put tensors into a skeleton; parameters named in `frozen` do not require gradients."""
+    """Put tensors into a model without weights; parameters in `frozen` do not require gradients."""
 
     def put(name: str, tensor: Tensor) -> None:
         path, _, leaf = name.rpartition(".")

@@ -1,10 +1,10 @@
 """The activation cache of a converted model.
 
-As in the rest of TransformerLens' API, `layer` is the index of a block. Labels contain the index of
-the source layer (`5_mlp_out` for block 11, `L5N0`). TransformerLens' own methods that stack heads
-and neurons cannot be used: they assume that all layers have the same number of heads, they can stop
-only after a whole layer, and they ignore norms that follow blocks (OLMo 2, Gemma 2, Gemma 3), so
-the components would not sum to the residual stream.
+As in TransformerLens, the argument `layer` is the index of a block. Labels contain the index of the
+original layer (`5_mlp_out` for block 11, `L5N0`). TransformerLens' methods that stack heads and
+neurons are replaced: they assume that all layers have equally many heads, they stop only after
+whole layers, and they ignore norms that follow blocks (OLMo 2, Gemma 2, Gemma 3), so that the
+components would not sum to the residual stream.
 """
 
 import copy
@@ -30,7 +30,7 @@ _RESHAPES = ("reshape", "reshape_as", "unflatten", "view", "view_as")
 
 
 def refuse_mlp_input(mlp_input: bool) -> None:
-    """Raise an error if `mlp_input` is set, since a block of a converted model has one input."""
+    """Raise an error if `mlp_input` is set, because converted models' blocks have one input."""
     if mlp_input:
         raise UnsupportedCallError(
             "mlp_input is not available on a converted model: a block has one input. The input "
@@ -40,12 +40,12 @@ def refuse_mlp_input(mlp_input: bool) -> None:
 
 
 class HeadRows(Tensor):
-    """A tensor with one row per head of a converted model, ordered as in the source model.
+    """A tensor with one row per head of a converted model, ordered as in the original model.
 
-    Code for stock models splits these rows into `cfg.n_layers` parts. In a converted model,
-    `cfg.n_layers` counts two blocks per layer, so each part would silently hold only half the heads
-    of a layer. This class raises UnsupportedCallError for such a split; split into `cfg.n_layers //
-    2` parts instead. Operations that change the length of the first axis return plain tensors.
+    Code for stock models splits head rows into `cfg.n_layers` layers. In a converted model, which
+    has two blocks per layer, each part would hold only half the heads of a layer. Splitting the
+    rows into `cfg.n_layers` parts therefore raises UnsupportedCallError; use `cfg.n_layers // 2`
+    parts instead. Operations that change the length of the first axis return plain tensors.
 
     Example:
         >>> from attn_only_lens import convert, pretrained
@@ -62,7 +62,7 @@ class HeadRows(Tensor):
 
     @classmethod
     def of(cls, stack: Tensor, n_blocks: int) -> "HeadRows":
-        """Return a stack of heads as `HeadRows`, for a model with `n_blocks` blocks."""
+        """Convert a stack of head outputs to `HeadRows`, for a model with `n_blocks` blocks."""
         rows = stack.as_subclass(cls)
         rows.n_blocks = n_blocks
         return rows
@@ -82,13 +82,13 @@ class HeadRows(Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run a torch operation on plain tensors; raise an error if it splits the rows by block."""
+        """Run a torch operation; raise an error if it splits the rows into `cfg.n_layers` parts."""
         values = (*args, *(kwargs or {}).values())
         rows = next((value for value in values if isinstance(value, HeadRows)), None)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             kept = isinstance(result, Tensor) and result.ndim and rows is not None and rows.ndim
-            # An in-place operation returns the tensor itself, which must remain a leaf.
+            # An in-place operation returns `rows` itself, which must remain an autograd leaf.
             if rows is None or not kept or result is rows or func is Tensor.as_subclass:
                 return result
             split = rows.n_blocks, len(rows) // rows.n_blocks, *rows.shape[1:]
@@ -103,7 +103,7 @@ class HeadRows(Tensor):
 
 
 class AttentionOnlyCache(ActivationCache):
-    """An `ActivationCache` for converted models, which have two blocks per source layer.
+    """An `ActivationCache` for converted models, which have two blocks per original layer.
 
     Example:
         >>> from attn_only_lens import convert, pretrained
@@ -123,10 +123,10 @@ class AttentionOnlyCache(ActivationCache):
             )
         super().__init__(cache_dict, model, has_batch_dim)
         if model.cfg.positional_embedding_type == "shortformer":
-            self.has_pos_embed = False  # they are added to queries and keys, not to the stream
+            self.has_pos_embed = False  # position embeddings are added to queries and keys instead
 
     def __getitem__(self, key: Any) -> Tensor:
-        """Return an activation, as in `cache["pattern", 11]`; refuse hook points of MLPs."""
+        """Return an activation, as in `cache["pattern", 11]`; raise an error for names in MLPs."""
         if key not in self.cache_dict:
             path = (key,) if isinstance(key, str) else tuple(key)
             if len(path) > 1 and isinstance(path[1], int) and path[1] < 0:
@@ -151,9 +151,9 @@ class AttentionOnlyCache(ActivationCache):
         mlp_input: bool = False,
         return_labels: bool = False,
     ) -> Any:
-        """Return the residual stream before each source layer, and at the input of block `layer`.
+        """Return the residual stream before each original layer, up to block `layer` (included).
 
-        With `incl_mid`, also return the stream before the neurons of each layer (`3_mid`).
+        With `incl_mid`, also return the residual stream before each layer's neurons (`3_mid`).
         """
         refuse_mlp_input(mlp_input)
         end = self._end(layer)
@@ -206,8 +206,8 @@ class AttentionOnlyCache(ActivationCache):
     ) -> Any:
         """Stack the outputs of the attention heads before block `layer`.
 
-        Rows and labels are the same as for the source model: `L0H0`, `L0H1`, … Split by layer with
-        `einops.rearrange(stack, "(layer head) ... -> ...", layer=model.cfg.n_layers // 2)`.
+        Rows and labels are the same as for the original model: `L0H0`, `L0H1`, … Split by layer
+        with `einops.rearrange(stack, "(layer head) ... -> ...", layer=model.cfg.n_layers // 2)`.
 
         Args:
             layer: the index of a block; -1 stacks the heads of all blocks.
@@ -237,7 +237,7 @@ class AttentionOnlyCache(ActivationCache):
         pos_slice: Any = None,
         project_output_onto: Tensor | None = None,
     ) -> Tensor:
-        """Return each neuron's output in block `layer`: z · W_out, after any output norm."""
+        """Return the output z · W_out of each neuron in a block, after the output norm (if any)."""
         if not 0 <= layer < self.model.cfg.n_layers or block_kind(layer) != "neuron":
             raise UnsupportedCallError(
                 f"got layer={layer}; expected a neuron block, 2 * l + 1 for source layer l "
@@ -302,7 +302,7 @@ class AttentionOnlyCache(ActivationCache):
     def stack_activation(
         self, activation_name: str, layer: int = -1, sublayer_type: str | None = None
     ) -> Tensor:
-        """Stack an activation of all blocks before block `layer`; their shapes must be the same."""
+        """Stack an activation over the blocks before block `layer`; all need the same shape."""
         blocks = range(self._end(layer))
         return torch.stack([self[activation_name, block, sublayer_type] for block in blocks])
 
@@ -347,7 +347,7 @@ class AttentionOnlyCache(ActivationCache):
         return end
 
     def _require_norm(self, block: int) -> None:
-        """Raise an error if a block's norm is not applied to the input of this block."""
+        """Raise an error if a block does not normalise its own input."""
         cfg = self.model.cfg
         if block == cfg.n_layers or cfg.normalization_type is None:
             return
@@ -364,11 +364,10 @@ class AttentionOnlyCache(ActivationCache):
 
 
 class _OutputNorm:
-    """The norm that a block applies to its output, with the scales of one forward pass.
+    """The norm that a block applies to its own output, with its scales in one forward pass.
 
-    With a fixed scale, the norm is a linear map. It can therefore be applied to the output of each
-    head, and the normalised outputs still sum to the output of the block (OLMo 2, Gemma 2, Gemma
-    3).
+    For fixed scales, a norm is a linear map. If the norm is applied to each head's output, the
+    results therefore sum to the block's output (OLMo 2, Gemma 2, Gemma 3).
     """
 
     def __init__(self, cache: AttentionOnlyCache, block: int, positions: Slice) -> None:
@@ -385,15 +384,15 @@ class _OutputNorm:
             self.scale = positions.apply(scale, dim=-2)
 
     def rescale(self, written: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
-        """Apply the norm without its scale: centre output vectors and multiply them by the gain."""
+        """Apply the norm without its scale: centre the outputs, and multiply them by the gain."""
         return self.norm.after(written)
 
     def divide(self, amounts: Tensor) -> Tensor:
-        """Divide activations [..., pos, any] by the scale of the norm at each position."""
+        """Divide activations [..., pos, any] by the norm's scale at each position."""
         return amounts if self.scale is None else amounts / self.scale
 
     def bias(self) -> Float[Tensor, "... d_model"]:
-        """Return what the biases of the block and of its output norm add to the stream."""
+        """Return what the biases of the block and its output norm add to the residual stream."""
         output: Any = self.block.attn
         written = self.divide(self.rescale(output.b_O))
         return written if self.norm.bias is None else written + self.norm.bias
@@ -402,8 +401,8 @@ class _OutputNorm:
 class _Stack:
     """The components that sum to the residual stream before a block, at given positions.
 
-    LN(x) @ P = x @ (P - mean of P over d_model) / s for a projection P and a fixed scale s, so the
-    components are projected first and then divided by s.
+    Components are projected before they are divided by the norm's scale s, because LN(x) @ P = x @
+    (P - mean of P over d_model) / s for a projection P.
     """
 
     def __init__(
@@ -451,13 +450,13 @@ class _Stack:
         self.labels += [str(HeadName(layer, "neuron", neuron)) for neuron in neurons.tolist()]
 
     def finish_rows(self, incl_remainder: bool, return_labels: bool) -> Any:
-        """Return the result of `finish` as `HeadRows`, because each row belongs to one head."""
+        """Like `finish`, but return `HeadRows`."""
         components, labels = self.finish(incl_remainder, return_labels=True)
         rows = HeadRows.of(components, self.cache.model.cfg.n_layers)
         return (rows, labels) if return_labels else rows
 
     def finish(self, incl_remainder: bool, return_labels: bool) -> Any:
-        """Join the components, add the remainder if requested, and apply the norm if requested."""
+        """Concatenate the components; if requested, add the remainder and apply the norm."""
         cache, end = self.cache, self.end
         stream = cache["resid_post", end - 1] if end else cache["resid_pre", 0]
         stream = self._project(self.at_positions(stream))
@@ -476,5 +475,5 @@ class _Stack:
 
 
 def _slice(wanted: Any) -> Slice:
-    """Return `wanted` as a TransformerLens `Slice`; an integer removes the sliced axis."""
+    """Convert `wanted` to a TransformerLens `Slice`; an integer removes the sliced axis."""
     return wanted if isinstance(wanted, Slice) else Slice(wanted)

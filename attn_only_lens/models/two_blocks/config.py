@@ -1,8 +1,8 @@
-"""The configuration of a converted model, with a view for each block and sizes for each layer.
+"""The configuration of a converted model, with a view for each block and the sizes of each layer.
 
-Block 2l holds the attention heads of source layer l, and block 2l + 1 holds the layer's neurons.
-Since the output of a block is a sum over its heads, layers may differ in their numbers of heads and
-neurons (`rebuild`), and values may differ in width from queries and keys. All layers share d_model.
+Block 2l holds the attention heads of the original layer l, and block 2l + 1 holds its neurons.
+Because a block's output is a sum over heads, layers may have different numbers of heads and neurons
+(`rebuild`), and values may have another width than queries and keys. All layers share d_model.
 """
 
 import copy
@@ -18,35 +18,35 @@ from attn_only_lens.tl import HookedTransformerConfig
 
 
 def heads_block(layer: int) -> int:
-    """Return the index of the block with the attention heads of a source layer."""
+    """Return the index of the block with the attention heads of an original layer."""
     return 2 * layer
 
 
 def neurons_block(layer: int) -> int:
-    """Return the index of the block with the neuron-heads of a source layer."""
+    """Return the index of the block with the neuron-heads of an original layer."""
     return 2 * layer + 1
 
 
 def block_layer(block: int) -> int:
-    """Return the source layer of a block."""
+    """Return the layer of the original model to which a block belongs."""
     return block // 2
 
 
 def block_kind(block: int) -> HeadKind:
-    """Return the kind of heads in a block, "attention" or "neuron"."""
+    """Return the kind of a block's heads, "attention" or "neuron"."""
     return "neuron" if block % 2 else "attention"
 
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The sizes of one source layer; all names except d_value come from TransformerLens."""
+    """The sizes of one original layer, named as in TransformerLens (except d_value)."""
 
     n_heads: int
     n_key_value_heads: int | None  # None without grouped-query attention
     d_head: int  # the width of queries and keys
-    d_value: int  # the width of values and z; in TransformerLens, it equals d_head
+    d_value: int  # the width of values and z; equal to d_head in TransformerLens
     d_mlp: int
-    attn_scale: float  # the divisor of attention scores, if use_attn_scale is set
+    attn_scale: float  # divides attention scores if use_attn_scale is set
 
     def __post_init__(self) -> None:
         groups = 1 if self.n_key_value_heads is None else self.n_key_value_heads
@@ -60,11 +60,11 @@ class LayerSizes:
 
     @property
     def stock_fields(self) -> dict[str, Any]:
-        """The fields that a `HookedTransformerConfig` also has: all fields except d_value."""
+        """The sizes as fields of a `HookedTransformerConfig`, which has no d_value."""
         return {name: size for name, size in asdict(self).items() if name != "d_value"}
 
     def n_params(self, cfg: HookedTransformerConfig) -> int:
-        """Count the layer's parameters as TransformerLens does for `cfg.n_params`."""
+        """Return the layer's number of parameters, as TransformerLens counts `cfg.n_params`."""
         attention = 2 * self.n_heads * (self.d_head + self.d_value)
         return cfg.d_model * (attention + self.d_mlp * (2 + cfg.gated_mlp))
 
@@ -92,18 +92,18 @@ _READ_ONLY |= {"gating", "layer_sizes", "n_layers"}
 
 
 class AttentionOnlyConfig(HookedTransformerConfig):
-    """A `HookedTransformerConfig` with two blocks per source layer.
+    """A `HookedTransformerConfig` with two blocks per layer of the original model.
 
-    `n_layers` is the number of blocks. Reading `n_heads` raises an error, because code that loops
-    over `n_layers` × `n_heads` would silently skip most neuron-heads. If source layers differ in
-    size, `n_key_value_heads`, `d_head` (of queries and keys) and `attn_scale` have the values of
-    layer 0. Reading `d_mlp` raises an error if layers differ in their number of neurons.
+    `n_layers` is the number of blocks. Reading `n_heads` raises an error, because a loop over
+    `n_layers` × `n_heads` heads would silently skip most neuron-heads. `n_key_value_heads`,
+    `d_head` (of queries and keys) and `attn_scale` are those of layer 0 of the original. Reading
+    `d_mlp` raises an error if layers have different numbers of neurons.
     """
 
     gating: Gating
     """The gates of the neuron-heads."""
     layer_sizes: tuple[LayerSizes, ...]
-    """The numbers of heads and neurons of each source layer, and the widths of its heads."""
+    """For each original layer, the numbers of heads and neurons, and the widths of heads."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedCallError(
@@ -115,7 +115,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         return "AttentionOnlyConfig:\n" + pformat(vars(self))
 
     def to_dict(self) -> NoReturn:
-        """Raise an error: the fields would describe another model in a HookedTransformerConfig."""
+        """Raise an error, because a HookedTransformerConfig with these fields is another model."""
         raise UnsupportedCallError(
             "to_dict of the configuration of a converted model: HookedTransformerConfig has no "
             "fields for blocks of two kinds. Use model.source_cfg.to_dict() for the source, or "
@@ -133,7 +133,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
 
     @property
     def n_heads(self) -> int:  # type: ignore[override]
-        """Raise an error: attention blocks and neuron blocks have no common number of heads."""
+        """Raise an error: attention blocks and neuron blocks have different numbers of heads."""
         m = self.gating.heads_per_neuron
         counts = by_layer([f"{sizes.n_heads} and {sizes.d_mlp * m}" for sizes in self.layer_sizes])
         raise UnsupportedCallError(
@@ -151,7 +151,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
 
     @property
     def d_mlp(self) -> int:  # type: ignore[override]
-        """The number of neurons in every source layer; an error is raised if layers differ."""
+        """The number of neurons per original layer; raise an error if layers differ."""
         counts = [sizes.d_mlp for sizes in self.layer_sizes]
         if len(set(counts)) > 1:
             raise UnsupportedCallError(
@@ -162,12 +162,12 @@ class AttentionOnlyConfig(HookedTransformerConfig):
 
     @property
     def has_stock_sizes(self) -> bool:
-        """True if a stock model can have these sizes: all layers are equal and d_value = d_head."""
+        """True if all layers have the same sizes, with d_value = d_head, as in stock models."""
         first = self.layer_sizes[0]
         return set(self.layer_sizes) == {first} and first.d_value == first.d_head
 
     def source_cfg(self) -> HookedTransformerConfig:
-        """Return the source's configuration; raise an error if no stock model has these sizes."""
+        """Return the original's configuration; raise an error if no stock model has these sizes."""
         if not self.has_stock_sizes:
             raise UnsupportedCallError(
                 "this model has no source_cfg, because its layers differ in size, or values and "
@@ -179,7 +179,7 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         return self.layer_cfg(0)
 
     def layer_cfg(self, layer: int) -> HookedTransformerConfig:
-        """Return a stock configuration in which every layer has the sizes of this source layer."""
+        """Return a stock configuration in which all layers have the sizes of one original layer."""
         fields = {k: v for k, v in self.__dict__.items() if k not in ("gating", "layer_sizes")}
         sizes = self.layer_sizes[layer]
         fields |= {"n_layers": len(self.layer_sizes), "attn_only": False, **sizes.stock_fields}
@@ -200,8 +200,8 @@ def attention_only_config(
     cfg.__dict__.update(
         n_layers=2 * source.n_layers,
         attn_only=True,
-        # If this were None, TransformerLens would read n_heads, which raises an error, to allocate
-        # key-value caches.
+        # Not None: to allocate key-value caches, TransformerLens would then read n_heads, which
+        # raises an error.
         n_key_value_heads=first.n_key_value_heads or first.n_heads,
         gating=gating,
         layer_sizes=sizes,
@@ -225,7 +225,7 @@ class BlockConfig:
         self.__dict__["_overrides"] = _overrides(root, block)
 
     def __getattr__(self, name: str) -> Any:
-        # copy.copy reads private attributes before __dict__ is filled.
+        # copy.copy reads private attributes before it fills __dict__.
         if name.startswith("_"):
             raise AttributeError(name)
         overrides = self._overrides
@@ -235,7 +235,7 @@ class BlockConfig:
         raise AttributeError(f"a block's cfg is read-only: set {name} on the model's cfg")
 
     def of_attention(self) -> "BlockConfig":
-        """Return a view for TransformerLens' attention, in which d_head is the width of z."""
+        """Return a view for TransformerLens' attention module; its d_head is the width of z."""
         view = copy.copy(self)
         view.__dict__["_overrides"] = self._overrides | {"d_head": self.d_value}
         return view
@@ -244,7 +244,7 @@ class BlockConfig:
 def _overrides(root: AttentionOnlyConfig, block: int) -> dict[str, Any]:
     layer = block_layer(block)
     sizes = root.layer_sizes[layer]
-    # In a parallel model (GPT-J, GPT-NeoX), neurons and attention heads read the same stream.
+    # If attention and MLP run in parallel (GPT-J, GPT-NeoX), both read the same residual stream.
     common = {"layer": layer, "neurons_read_along": root.parallel_attn_mlp}
     if block_kind(block) == "neuron":
         n_heads = sizes.d_mlp * root.gating.heads_per_neuron

@@ -1,4 +1,4 @@
-"""Check that the settings and modules of a HookedTransformer are known and convertible."""
+"""Check that all modules and options of a HookedTransformer can be converted exactly."""
 
 from typing import Any
 
@@ -7,9 +7,8 @@ from torch import nn
 
 from attn_only_lens.arguments import a_type
 from attn_only_lens.gates import GATES, GeneralizedSiLU
-from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.heads.feature_mlp import FeatureMLP
-from attn_only_lens.heads.host import stock_class
+from attn_only_lens.heads.host import exposed_reasons, stock_class
 from attn_only_lens.models.norms import STOCK_NORMS
 from attn_only_lens.tl import (
     MLP,
@@ -27,7 +26,7 @@ _NORM_TYPES = ("LN", "LNPre", "RMS", "RMSPre", None)
 def reasons_against(
     model: object, *, needs_mlp: bool = True, silu: GeneralizedSiLU | None = None
 ) -> list[str]:
-    """Return error messages if a model cannot be converted exactly; hooks are not checked.
+    """Return error messages if a model cannot be converted exactly, without checking hooks.
 
     `needs_mlp=False` allows models without MLPs. If `silu` is given, it must be the activation of
     every MLP.
@@ -37,8 +36,8 @@ def reasons_against(
             f"got {a_type(model, with_module=True)}; expected a "
             f"transformer_lens.HookedTransformer{USE_INSTEAD}"
         ]
-    if has_neuron_heads(model) and host_of(model).in_place:
-        return ["its neuron-heads are exposed; first call expose_neuron_heads(model).undo()"]
+    if reasons := exposed_reasons(model):
+        return reasons
     cfg: Any = model.cfg
     if cfg.attn_only and needs_mlp:
         return ["it is already attention-only: it has no MLP to convert"]
@@ -73,7 +72,7 @@ def reasons_against(
 
 
 def structure_reasons(model: HookedTransformer) -> list[str]:
-    """Return error messages for modules of unknown classes; the activation is not checked."""
+    """Return error messages for modules of unknown classes, without checking the activation."""
     reasons = module_reasons(model)
     for layer, block in enumerate([] if reasons else model.blocks):
         reasons += [f"layer {layer}: {reason}" for reason in _block_reasons(block, model.cfg)]
@@ -81,7 +80,7 @@ def structure_reasons(model: HookedTransformer) -> list[str]:
 
 
 def module_reasons(model: HookedTransformer) -> list[str]:
-    """Return error messages for replaced forward methods, inference tensors or a bad n_layers."""
+    """Return error messages for replaced forward methods, inference tensors or a wrong n_layers."""
     reasons = []
     if len(model.blocks) != model.cfg.n_layers:
         reasons.append(
@@ -130,7 +129,7 @@ def _block_reasons(block: Any, cfg: Any) -> list[str]:
 
 
 def _activation_reasons(act_fn: Any, name: str, silu: GeneralizedSiLU | None) -> list[str]:
-    """Return an error message if, in float64, `act_fn` differs from its gate's activation."""
+    """Return an error message if `act_fn` differs from the expected activation in float64."""
     gate = GATES[name] if silu is None else silu.gate
     q = torch.linspace(-12.0, 12.0, 193, dtype=torch.float64, device="cpu")
     try:

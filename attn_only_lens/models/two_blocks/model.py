@@ -1,4 +1,4 @@
-"""The converted model, a `HookedTransformer` whose neurons are attention heads, and its host."""
+"""The converted model, a `HookedTransformer` whose neurons are attention heads."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -48,7 +48,7 @@ _ATTENTION = ((Attention, GroupedQueryAttention), (NeuronAttention, BilinearAtte
 
 
 class StackedWeight:
-    """A descriptor that stacks one weight of all source layers; None if no layer has the weight."""
+    """A descriptor that stacks one weight over the original layers; None for a missing weight."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -75,13 +75,13 @@ class StackedWeight:
 class HeadStack(QKAndOV):
     """The stacked weights of all attention heads or all neuron-heads of a converted model.
 
-    The first axis of each weight is the source layer. Grouped keys and values are repeated for each
-    query head. d_value equals d_head unless growth changed one of these widths. If source layers
-    differ in size, reading a weight raises UnsupportedCallError.
+    The first axis of each weight is the original model's layer. Grouped keys and values are
+    repeated for each query head. d_value equals d_head unless the model was grown. If layers differ
+    in size, reading a weight raises UnsupportedCallError.
 
     Attributes:
         kind: "attention" or "neuron".
-        attns: the attention module of each source layer.
+        attns: the attention module of each layer.
 
     Example:
         >>> from attn_only_lens import convert, pretrained
@@ -123,17 +123,17 @@ class HeadStack(QKAndOV):
 
 
 class TwoBlocksHost(HookedTransformerHost):
-    """The host of a converted model, which has two blocks per source layer."""
+    """The host of a converted model, which has two blocks per layer of the original model."""
 
     in_place = False
 
     @property
     def neurons(self) -> list[Any]:
-        """The modules with the neuron-heads, one for each source layer."""
+        """The modules with the neuron-heads, one for each layer of the original model."""
         return [block.attn for block in self.model.blocks[1::2]]
 
     def reasons(self) -> list[str]:
-        """Return error messages for replaced modules and for changed forward passes of modules."""
+        """Return error messages for replaced modules and replaced forward methods."""
         reasons = parted_reasons(self.model) + module_reasons(self.model)
         for name, block in self.model.blocks.named_children():
             for path, module, known in (
@@ -147,12 +147,12 @@ class TwoBlocksHost(HookedTransformerHost):
 
     @property
     def passing(self) -> PassState:
-        """The values that blocks store for later blocks in a forward pass, shared by all blocks."""
+        """The values that blocks store for later blocks in the same forward pass."""
         return self.model.passing
 
     @property
     def n_heads(self) -> list[int]:
-        """The number of attention heads in each source layer."""
+        """The number of attention heads in each layer of the original model."""
         return [block.cfg.n_heads for block in self.model.blocks[::2]]
 
     def block(self, layer: int, kind: HeadKind) -> int:
@@ -160,16 +160,16 @@ class TwoBlocksHost(HookedTransformerHost):
         return heads_block(layer) if kind == "attention" else neurons_block(layer)
 
     def gates(self) -> list[dict[str, Any]]:
-        """Return JSON data with the gates of the model, repeated for each layer."""
+        """Return JSON data with each layer's gates, which are the same in all layers."""
         return [dict(self.model.cfg.gating.to_json()) for _ in self.neurons]
 
     def stream_hook(self, layer: int, point: Literal["pre", "mid", "post"]) -> str:
-        """Return the hook name of the residual stream before, within or after this layer."""
+        """Return the name of the residual stream's hook point before, within or after a layer."""
         block = heads_block(layer) if point == "pre" else neurons_block(layer)
         return f"blocks.{block}.hook_resid_{'post' if point == 'post' else 'pre'}"
 
     def norms(self) -> list[LayerNorms]:
-        """Return the norms of each source layer, taken from the layer's two blocks."""
+        """Return each original layer's norms, which are in the layer's two blocks."""
         blocks = self.model.blocks
         names = ("ln1", "ln1_post")
         modules = [
@@ -179,7 +179,7 @@ class TwoBlocksHost(HookedTransformerHost):
         return hooked_norms(self.model.cfg, [block.attn for block in blocks[::2]], modules)
 
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:
-        """Return a replay, which runs the last blocks of a recorded forward pass one by one."""
+        """Return a `Replay`, which reruns the last blocks of a recorded forward pass one by one."""
         return _TwoBlocksReplay(self.model, recording, metric, precise)
 
 
@@ -189,7 +189,7 @@ class _TwoBlocksReplay(HookedReplay):
             return super()._run(joined, end)
 
     def enter(self, joined: Joined, block: int) -> None:
-        """In a parallel model, give the neuron block the recorded input of the attention block."""
+        """If neuron blocks read attention's input, restore this input from the recording."""
         n = sum(len(variant.stream) for variant in joined.entering(block)) // self.batch
         if not (self.model.cfg.parallel_attn_mlp and block % 2 and n):
             return
@@ -202,11 +202,11 @@ class _TwoBlocksReplay(HookedReplay):
 class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
     """An attention-only `HookedTransformer`, returned by `convert`.
 
-    Block 2l holds the attention heads of source layer l, and block 2l + 1 holds the layer's neurons
-    as heads of width 1. In TransformerLens' methods, the argument `layer` is the index of a block.
-    Names of heads refer to source layers (`L5H3`, `L5N1234`). Methods of TransformerLens that would
-    return a wrong result raise an `UnsupportedCallError` that says what to use instead. In a grown
-    model, layers may differ in size; `cfg.layer_sizes` holds the sizes.
+    Block 2l holds the attention heads of the original layer l, and block 2l + 1 holds the layer's
+    neurons as heads of width 1. In TransformerLens' methods, the argument `layer` is the index of a
+    block. Names of heads refer to original layers (`L5H3`, `L5N1234`). TransformerLens methods that
+    would give a wrong result raise an `UnsupportedCallError` that says what to use instead. After
+    growth, layers may differ in their numbers of heads and neurons (`cfg.layer_sizes`).
 
     Example:
         >>> from attn_only_lens import convert, pretrained
@@ -231,14 +231,14 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
 
     @property
     def passing(self) -> PassState:
-        """The values that a block passes to a later block in the same forward pass."""
+        """The values that blocks store for later blocks in the same forward pass."""
         return cast(PassState, self.blocks[0].passing)
 
     # Names and weights
 
     @property
     def source_cfg(self) -> HookedTransformerConfig:
-        """The configuration of the source model, with the current dtype and device of this model.
+        """The original model's configuration, with this model's current dtype and device.
 
         Raises:
             UnsupportedCallError: layers differ in size, or values and queries differ in width.
@@ -247,12 +247,12 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
 
     @property
     def attention_heads(self) -> HeadStack:
-        """The attention heads of all source layers."""
+        """The attention heads of all layers of the original model."""
         return HeadStack("attention", tuple(block.attn for block in self.blocks[::2]))
 
     @property
     def neuron_heads(self) -> HeadStack:
-        """The neuron-heads of all source layers."""
+        """The neuron-heads of all layers of the original model."""
         return HeadStack("neuron", tuple(block.attn for block in self.blocks[1::2]))
 
     def head_labels(self, block: int) -> list[str]:
@@ -276,27 +276,27 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         return self.cfg.gating.heads_per_neuron
 
     def neuron_pattern(self, cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
-        """Return one neuron-head's attention to the token itself and to the bias token."""
+        """Return a neuron-head's attention weights on the token itself and on the bias token."""
         return neuron_pattern(cache, name)
 
     def neuron_gate(self, cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
-        """Return one neuron's gate: a weighted sum of its heads' attention to the token itself."""
+        """Return a neuron's gate: the weighted sum of its heads' attention to the token itself."""
         return neuron_gate(cache, name)
 
     W_in: Any = StackedWeight()
-    """Input weights [layer, d_model, d_mlp] of the neurons of every source layer."""
+    """Input weights [layer, d_model, d_mlp] of the neurons in every layer of the original."""
     b_in: Any = StackedWeight()
-    """Input biases [layer, d_mlp] of the neurons of every source layer."""
+    """Input biases [layer, d_mlp] of the neurons in every layer of the original model."""
     W_out: Any = StackedWeight()
-    """Output weights [layer, d_mlp, d_model] of the neurons of every source layer."""
+    """Output weights [layer, d_mlp, d_model] of the neurons in every layer of the original."""
     b_out: Any = StackedWeight()
-    """Output biases [layer, d_model] of the neurons of every source layer."""
+    """Output biases [layer, d_model] of the neurons in every layer of the original model."""
     W_gate: Any = StackedWeight()
     """Gate weights [layer, d_model, d_mlp] of the neurons; None for plain MLPs."""
 
     @property
     def b_O(self) -> Float[Tensor, "block d_model"]:
-        """The output biases of all blocks; rows of attention and of neuron blocks alternate."""
+        """The output biases of all blocks: attention blocks and neuron blocks alternate."""
         return torch.stack([block.attn.b_O for block in self.blocks])
 
     def accumulated_bias(
@@ -317,7 +317,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
             return super().forward(input, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle; refuse weights into which other norms were folded."""
+        """Return the state to copy or pickle, after checking that shared weights are unchanged."""
         UnsupportedModelError.raise_if(parted_reasons(self), CHANGED)
         return self.__dict__
 
@@ -329,12 +329,12 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         names_filter: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Run as `HookedTransformer.run_with_cache` does, but return an `AttentionOnlyCache`.
+        """Run the model as in TransformerLens, but return an `AttentionOnlyCache`.
 
         Raises:
             UnsupportedCallError: `names_filter` names a hook point that does not fire.
         """
-        # Skip HookedTransformer's method, which would wrap the result in an ActivationCache.
+        # Skip HookedTransformer's own method, which would return an ActivationCache.
         out, cache = super(HookedTransformer, self).run_with_cache(
             *model_args, remove_batch_dim=remove_batch_dim, names_filter=names_filter, **kwargs
         )
@@ -343,7 +343,7 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
         return out, cache
 
     def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
-        """Turn `hook_mlp_in`, which receives a copy of a neuron block's input, on or off."""
+        """Turn on or off the hook points `hook_mlp_in`, which receive the neuron blocks' inputs."""
         self.cfg.use_hook_mlp_in = use_hook_mlp_in
 
     def set_use_attn_in(self, use_attn_in: bool) -> None:

@@ -1,6 +1,6 @@
 """Raise an error for method calls that would return a wrong result for a converted model.
 
-The error says what to use instead. Adding a hook that could never fire is an error, too.
+Every error says what to use instead. Adding a hook that could never fire is an error, too.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ NO_MLP = (
     'activation name "attn_out", layer 2 * l + 1'
 )
 
-# Names of refused members, their kind, the reason, and what to use instead ({0} is the name).
+# Members that raise an error: names, kind, reason, and what to use instead ({0} is the name).
 _Refusal = tuple[tuple[str, ...], Callable[[Any], Any] | None, str, str]
 _REFUSED: tuple[_Refusal, ...] = (
     (
@@ -68,7 +68,7 @@ _REFUSED: tuple[_Refusal, ...] = (
     ),
 )
 
-# Endings of hook names, each with the flag in cfg without which these hook points do not fire.
+# Endings of hook names, each with the cfg flag that these hook points need to fire.
 _SWITCHES = {
     "attn.hook_result": "use_attn_result",
     "hook_q_input": "use_split_qkv_input",
@@ -81,7 +81,7 @@ _MLP_OUT = "hook_mlp_out"
 
 
 class Refusals:
-    """A mixin that replaces members of `HookedTransformer` by members that raise an error."""
+    """A mixin that makes some members of `HookedTransformer` raise an error."""
 
 
 def _refuse_all() -> None:
@@ -102,16 +102,16 @@ _refuse_all()
 
 
 class ConvertedHookChecks(HookChecks):
-    """A converted model that refuses hooks that could never fire.
+    """A converted model that raises an error for hooks that could never fire.
 
-    In a converted model, the value at each `hook_mlp_out` is zero. If a name filter selects
-    `hook_mlp_out`, it must also select the block's `hook_attn_out` or `attn.hook_z`; the hook is
-    then added only to these outputs. A hook on the name `hook_mlp_out` itself is allowed only
-    together with hooks on `attn.hook_z` of every block, as in `attribution_patch`.
+    The value at each `hook_mlp_out` of a converted model is zero. A name filter that selects
+    `hook_mlp_out` must also select the block's `hook_attn_out` or `attn.hook_z`, and then hooks
+    only these. A hook on the name `hook_mlp_out` itself is allowed only together with hooks on
+    every block's `attn.hook_z`, as in `attribution_patch`.
     """
 
     def _require_all(self, wanted: list[Any]) -> None:
-        """Raise an error if one of these hooks would never fire, or needs an MLP."""
+        """Raise an error if a hook on any of these names would never fire, or would need an MLP."""
         names = {name for name in wanted if isinstance(name, str)}
         functions = [list(filter(select, self.hook_dict)) for select in wanted if callable(select)]
         selected = names.union(*functions)
@@ -153,7 +153,7 @@ class ConvertedHookChecks(HookChecks):
         return None
 
     def _wanted(self, wanted: Any) -> Any:
-        """Return a name unchanged; make a name filter exclude names that end in `hook_mlp_out`."""
+        """Return a hook name unchanged, or a name filter without the `hook_mlp_out` names."""
         if isinstance(wanted, str):
             return wanted
         return lambda name: wanted(name) and not name.endswith(_MLP_OUT)

@@ -735,7 +735,7 @@
     const SHAPES = { feature: "slanted: feature", skip: "italic S: W_skip", error: "italic E: error" };
     return signs + (nodes.stability ? " · outline: solid core, dashed contingent" : "")
       + Object.entries(SHAPES).map(([kind, words]) => (nodes.kind.includes(kind) ? ` · ${words}` : "")).join("")
-      + " · edges: arrow positive, bar negative"
+      + " · edges: arrow positive, T-bar negative"
       + KINDS.filter((kind) => DASHES[kind] && state.kinds.includes(kind)).map((kind) => `, ${kind} ${DASHES[kind]}`).join("");
   };
   const picture = () => {

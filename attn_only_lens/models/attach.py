@@ -5,7 +5,8 @@ only to compute the error, which is the part of the MLP's output that the transc
 other layers keep their MLPs, with their neurons as neuron-heads.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -17,19 +18,22 @@ from transformer_lens.model_bridge.generalized_components import LinearBridge
 
 from attn_only_lens.arguments import a_type, is_count, option_reasons
 from attn_only_lens.errors import InputError, UnsupportedModelError
-from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.heads.feature_mlp import FeatureMLP
+from attn_only_lens.heads.host import exposed_reasons
 from attn_only_lens.heads.transcoder import Transcoder
-from attn_only_lens.models.expose import ExposedNeurons, expose_neuron_heads
+from attn_only_lens.models.expose import expose_neuron_heads
+from attn_only_lens.models.in_place import hidden, hide
 from attn_only_lens.models.in_place.heads import UnknownMLPError, find_hook_points
 from attn_only_lens.models.norms import NO_NORM, LayerNorms, Norm, bridge_norms, hooked_block_norms
 from attn_only_lens.tl import HookedTransformer
 
 OnError = Literal["node", "zero"]
 _PROBLEM = "these transcoders cannot be attached"
+_SWAP = "_transcoders"
+"""The attribute of a model that holds its `_Swap` while transcoders are attached."""
 
 
-class AttachedTranscoders(ExposedNeurons):
+class AttachedTranscoders:
     """A model in which transcoders replace MLPs, until `undo` is called.
 
     `with` returns the model. When the `with` block ends, the model has its MLPs again.
@@ -40,16 +44,65 @@ class AttachedTranscoders(ExposedNeurons):
     """
 
     def __init__(self, model: Any, swap: "_Swap", layers: tuple[int, ...]) -> None:
-        super().__init__(model, first=True)
-        self._swap, self.layers = swap, layers
+        self.model, self._swap, self.layers = model, swap, layers
+
+    def __repr__(self) -> str:
+        state = f"error={self._swap.error!r}"
+        if _swap_of(self.model) is not self._swap:
+            state = "undone"
+        layers = ", ".join(map(str, self.layers))
+        return f"<AttachedTranscoders of {self.model.cfg.model_name}, layers {layers}: {state}>"
 
     def undo(self) -> None:
-        """Restore the model's MLPs, norms and hook points; a second call does nothing.
+        """Call `detach` on the model; do nothing if this was done before."""
+        if _swap_of(self.model) is self._swap:
+            detach(self.model)
 
-        Hooks on features, neuron-heads and error nodes are removed; all other hooks stay.
-        """
-        super().undo()
-        self._swap.undo()
+    def __enter__(self) -> Any:
+        return self.model
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
+
+
+def detach(model: Any) -> None:
+    """Restore the MLPs, norms and hook points that a model had before `attach` or `load`.
+
+    A model without transcoders is not changed. Hooks on attention heads and on the residual stream
+    stay. Hooks on neuron-heads are removed, and so are hooks that were added in layers with
+    transcoders to the hook points of the MLP and, in a bridge, to `hook_mlp_out`.
+
+    Example:
+        >>> from attn_only_lens import pretrained, transcoders
+        >>> model = pretrained.small_english()
+        >>> attached = transcoders.attach(model, pretrained.small_english_transcoders())
+        >>> attached
+        <AttachedTranscoders of small-english-4l, layers 0, 1, 2, 3: error='node'>
+        >>> transcoders.detach(model)
+        >>> attached
+        <AttachedTranscoders of small-english-4l, layers 0, 1, 2, 3: undone>
+    """
+    if swap := _swap_of(model):
+        hide(model)
+        swap.undo()
+        del vars(model)[_SWAP]
+
+
+@contextmanager
+def without_transcoders(model: Any) -> Iterator[tuple[dict[int, Transcoder], OnError | None]]:
+    """Restore a model's MLPs until the context ends; yield its transcoders and their `error`."""
+    swap = _swap_of(model)
+    if swap is None:
+        yield {}, None
+        return
+    mlps = {layer: block.mlp for layer, block in enumerate(model.blocks)}
+    features = {layer: x.transcoder() for layer, x in mlps.items() if isinstance(x, FeatureMLP)}
+    with hidden(model):
+        swap.undo()
+        try:
+            yield features, swap.error
+        finally:
+            swap.redo()
 
 
 def attach(
@@ -82,7 +135,8 @@ def attach(
         model: a `TransformerBridge` or a `HookedTransformer`, without exposed neuron-heads. It is
             changed in place.
         transcoders: {layer: transcoder} for one or more layers, for example from `load`. Their
-            weights are converted to the dtype and moved to the device of the model.
+            weights are converted to the dtype and moved to the device of the model; without such a
+            change, the model shares their memory.
         error: "node" to add the errors, "zero" to leave them out.
 
     Returns:
@@ -115,17 +169,16 @@ def attach(
         except (UnknownMLPError, InputError) as wrong:  # weights can overflow in the MLP's dtype
             reasons.append(f"layer {layer}: {wrong}")
     UnsupportedModelError.raise_if(reasons, _PROBLEM)
-    swap = _Swap(model)
+    swap = _Swap(model, error)
     try:
         for layer, transcoder in folded.items():
-            _replace_mlp(
-                *(model.blocks[layer], transcoder, norms[layer].neuron, error == "node", swap)
-            )
+            swap.replace_mlp(model.blocks[layer], transcoder, norms[layer].neuron)
         swap.list_hook_points()
         expose_neuron_heads(model)
     except BaseException:  # even an interruption must leave the model as it was
         swap.undo()
         raise
+    vars(model)[_SWAP] = swap
     return AttachedTranscoders(model, swap, tuple(folded))
 
 
@@ -133,12 +186,8 @@ def _reasons(model: Any, transcoders: Any, error: object) -> list[str]:
     """Return error messages for a wrong type of model, or for wrong types, widths or layers."""
     reasons = option_reasons("error", error, get_args(OnError))
     if type(model) not in (TransformerBridge, HookedTransformer):
-        exposed = has_neuron_heads(model) and host_of(model).in_place
-        heads = " whose neuron-heads are exposed (call undo() first)" * exposed
-        return [
-            f"got {a_type(model)}{heads}; expected a TransformerBridge or a HookedTransformer",
-            *reasons,
-        ]
+        expected = "expected a TransformerBridge or a HookedTransformer"
+        return [*(exposed_reasons(model) or [f"got {a_type(model)}; {expected}"]), *reasons]
     if not isinstance(transcoders, Mapping) or not transcoders:
         return [f"got {transcoders!r:.80}; expected a dict {{layer: Transcoder}}", *reasons]
     n_layers, d_model = len(model.blocks), model.cfg.d_model
@@ -244,9 +293,12 @@ def _require_separate(transcoder: Transcoder, norms: LayerNorms) -> None:
 
 
 def _without_gain(transcoder: Transcoder, norm: Norm) -> Transcoder:
-    """Convert a transcoder that reads "normalized" to one that reads "input"."""
+    """Convert a transcoder that reads "normalized" to one that reads "input", if they differ."""
     W_enc, W_skip = transcoder.W_enc, transcoder.W_skip
     b_enc, b_dec = transcoder.b_enc, transcoder.b_dec
+    has_gain = norm.weight is not None and bool((norm.weight != 1).any())
+    if not has_gain and (norm.bias is None or not norm.bias.any()):  # True after folding
+        return transcoder
     if norm.weight is not None:
         gain = norm.weight.to(W_enc)
         if not gain.all():
@@ -261,18 +313,33 @@ def _without_gain(transcoder: Transcoder, norm: Norm) -> Transcoder:
 
 
 class _Swap:
-    """The replaced modules of a model, and its hook points before the replacement."""
+    """The modules of a model that transcoders replace, and its hook points without transcoders."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, error: OnError) -> None:
+        self.error = error
         self._model = model
         self._registry = dict(getattr(model, "_hook_registry", {}))
         points = (module for module in model.modules() if isinstance(module, HookPoint))
         self._names = {point: point.name for point in points}
-        self._old: list[tuple[Any, str, nn.Module]] = []
+        self._replaced: list[tuple[Any, str, nn.Module, nn.Module]] = []  # block, name, old, new
 
-    def put(self, block: Any, name: str, module: nn.Module) -> None:
-        """Replace a module of a block and, in a bridge, of the layer that the block wraps."""
-        self._old.append((block, name, getattr(block, name)))
+    def replace_mlp(self, block: Any, transcoder: Transcoder, norms: tuple[Norm, Norm]) -> None:
+        """Replace a block's MLP; identities replace the norms that move into the transcoder."""
+        moves = transcoder.reads == "stream", transcoder.after_norm
+        moved = [x.module if moving else None for x, moving in zip(norms, moves, strict=True)]
+        names = {module: name for name, module in block.named_children()}
+        for norm in moved:
+            if norm is not None:
+                self._replace(block, names[norm], _identity(norm))
+        before, after = ([] if norm is None else [norm] for norm in moved)
+        mlp = block.mlp
+        original = nn.Sequential(*before, mlp, *after)
+        name = getattr(mlp, "name", None)
+        new = FeatureMLP(transcoder, original, self.error == "node", name)
+        self._replace(block, "mlp", new.train(mlp.training))
+
+    def _replace(self, block: Any, name: str, module: nn.Module) -> None:
+        self._replaced.append((block, name, getattr(block, name), module))
         _put(block, name, module)
 
     def list_hook_points(self) -> None:
@@ -284,7 +351,7 @@ class _Swap:
             block._register_aliases()
         self._model.clear_hook_registry()
         self._model._initialize_hook_registry()
-        for point, name in self._names.items():  # the new list renamed some to their aliases
+        for point, name in self._names.items():  # the new list has aliases for some names
             point.name = name
         for layer, block in enumerate(self._model.blocks):
             if isinstance(block.mlp, FeatureMLP):
@@ -294,18 +361,28 @@ class _Swap:
 
     def undo(self) -> None:
         """Restore the old modules and the old list of hook points."""
-        for block, name, module in reversed(self._old):
+        for block, name, module, _ in reversed(self._replaced):
             _put(block, name, module)
-        if self._old:
-            self.list_hook_points()
+        self.list_hook_points()
         if self._registry:
             self._model.clear_hook_registry()
             self._model._hook_registry |= self._registry
             self._model._hook_registry_initialized = True
-        self._old, self._registry = [], {}
+
+    def redo(self) -> None:
+        """Replace the modules again, after `undo`."""
+        for block, name, _, module in self._replaced:
+            _put(block, name, module)
+        self.list_hook_points()
+
+
+def _swap_of(model: Any) -> _Swap | None:
+    swap: _Swap | None = getattr(model, "__dict__", {}).get(_SWAP)
+    return swap
 
 
 def _put(block: Any, name: str, module: nn.Module) -> None:
+    """Replace a module of a block and, in a bridge, of the layer that the block wraps."""
     path = getattr(getattr(block, name), "name", None)
     if path and "_original_component" in block._modules:
         *owners, attribute = path.split(".")
@@ -315,23 +392,6 @@ def _put(block: Any, name: str, module: nn.Module) -> None:
         owner._modules[attribute] = module
         block.submodules[name] = module
     block._modules[name] = module
-
-
-def _replace_mlp(
-    block: Any, transcoder: Transcoder, norms: tuple[Norm, Norm], error: bool, swap: _Swap
-) -> None:
-    """Replace a block's MLP; identities replace the norms that move into the transcoder."""
-    moves = transcoder.reads == "stream", transcoder.after_norm
-    moved = [x.module if moving else None for x, moving in zip(norms, moves, strict=True)]
-    names = {module: name for name, module in block.named_children()}
-    for norm in moved:
-        if norm is not None:
-            swap.put(block, names[norm], _identity(norm))
-    before, after = ([] if norm is None else [norm] for norm in moved)
-    mlp = block.mlp
-    original = nn.Sequential(*before, mlp, *after)
-    new = FeatureMLP(transcoder, original, error, getattr(mlp, "name", None))
-    swap.put(block, "mlp", new.train(mlp.training))
 
 
 def _identity(norm: Any) -> nn.Module:

@@ -1,0 +1,98 @@
+"""Load trained twins as problems: transformers trained to compute programs in known parts.
+
+`analyses/tools/train_twins.py` trains the twins, and explains their design. The ground truth is
+this design. A head or neuron is true if it has a counterpart in the program and is *alive*: its
+output is not 0 on all inputs (some neurons with relu die in training). An edge is true if both
+its ends are true (or `embed`, `output`), and the program has an edge between the counterparts, on
+the same side. A part or an edge changes a logit if removing it changes one by more than `LEAST`, a
+tenth of the difference between right and wrong outputs. Training is not perfect: `faithfulness` is
+the measured share of outputs that are right after interventions.
+"""
+
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from analyses.benchmark.disguise import parts
+from analyses.benchmark.tasks import (
+    Problem,
+    Task,
+    Truth,
+    candidate_edges,
+    load,
+    pairs_of,
+    truth_of,
+)
+from analyses.studies.tracr_edges import Edge
+from analyses.studies.tracr_models import TracrProgram
+from analyses.tools.twin_design import design_of, untrained
+from attn_only_lens.tl import HookedTransformer
+
+FOLDER = Path(__file__).parent / "twins"
+LEAST = 0.1
+
+
+def names() -> list[str]:
+    """Return the names of the programs that have a twin."""
+    return sorted(path.stem for path in FOLDER.glob("*.safetensors"))
+
+
+def faithfulness(name: str) -> dict[str, float]:
+    """Return the shares of outputs that are right, by kind of intervention."""
+    card = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
+    return dict(card["faithfulness"])
+
+
+def load_twin(program: TracrProgram) -> HookedTransformer:
+    """Return the twin of a program, in float64."""
+    twin = untrained(program, seed=0).to(torch.float64, print_details=False)
+    weights = load_file(FOLDER / f"{program.name}.safetensors")
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            parameter.copy_(weights[name])
+    return twin
+
+
+def problems(only: Collection[str] | None = None) -> Iterator[Problem]:
+    """Yield the problem of each twin."""
+    for name in names() if only is None else only:
+        program = load(name)
+        twin = load_twin(program)
+        edges = candidate_edges(twin)
+        truth = truth_of_twin(program, twin, edges)
+        pairs = tuple(pairs_of(program))
+        yield Problem(Task(name, "trained", twin, pairs, tuple(parts(twin)), edges), truth)
+
+
+def truth_of_twin(program: TracrProgram, twin: HookedTransformer, edges: tuple[Edge, ...]) -> Truth:
+    """Return the truth of a twin."""
+    counterparts = {"embed": {"embed"}, "output": {"output"}}
+    for (layer, letter, indices), (twins_layer, _, twins_indices) in design_of(program).mapped:
+        mapped = {f"L{layer}{letter}{i}" for i in indices}
+        for i in set(twins_indices) & _alive(program, twin, twins_layer, letter):
+            counterparts[f"L{twins_layer}{letter}{i}"] = mapped
+    true = program.true_edges()
+    is_true = [
+        any(
+            Edge(writer, reader, edge.side) in true
+            for writer in counterparts.get(edge.writer, ())
+            for reader in counterparts.get(edge.reader, ())
+        )
+        for edge in edges
+    ]
+    return truth_of(program, twin, edges, is_true, least=LEAST)
+
+
+@torch.no_grad()
+def _alive(program: TracrProgram, twin: HookedTransformer, layer: int, letter: str) -> set[int]:
+    """Return the heads or neurons of a layer whose output is not 0 on all inputs."""
+    name = f"blocks.{layer}." + ("attn.hook_z" if letter == "H" else "mlp.hook_post")
+    alive = set[int]()
+    for tokens, _, _ in program.batches():
+        _, cache = twin.run_with_cache(tokens, names_filter=name, return_cache_object=False)
+        z = cache[name].flatten(3).norm(dim=-1) if letter == "H" else cache[name]
+        alive |= set((z.abs().amax((0, 1)) > 1e-6).nonzero()[:, 0].tolist())
+    return alive

@@ -1,0 +1,291 @@
+"""The benchmark of known circuits: disguises are exact, the truth is checked by interventions.
+
+The oracle of the truth shares no code with it: large random values are put into parts by hooks.
+"""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from common import needs_hooked_transformer
+
+from analyses.benchmark import known_circuits, scoring, tasks, twins
+from analyses.benchmark.disguise import disguise, parts
+from analyses.benchmark.methods import EDGES, NODES, OURS
+from analyses.studies.tracr_cuts import logits_without
+from analyses.tools import train_twins
+from attn_only_lens import HeadName, convert
+
+pytestmark = needs_hooked_transformer
+
+FOLDER = Path(__file__).parents[2] / "analyses" / "benchmark"
+RESULTS = FOLDER.parent / "results"
+SAME = 1e-9  # float64, and queries of compiled heads are about 100
+SOME = ("follows_a", "hist", "pair_balance", "sort")  # two outputs of each kind, 1 to 3 layers
+
+
+@pytest.fixture(scope="module", params=SOME)
+def disguised(request):
+    program = tasks.load(request.param)
+    return program, disguise(program.model, seed=5), tasks.problem(program, "disguised")
+
+
+def with_noise(model, tokens, names):
+    """Logits of a run in which the outputs of parts are large random numbers."""
+    generator = torch.Generator().manual_seed(0)
+
+    def put(x, hook):
+        layer, letter = hook.layer(), "H" if hook.name.endswith("hook_z") else "N"
+        x = x.clone()
+        for i in range(x.shape[2]):
+            if f"L{layer}{letter}{i}" in names:
+                noise = torch.randn(x[:, :, i].shape, generator=generator, dtype=x.dtype)
+                x[:, :, i] = 10 * noise
+        return x
+
+    def chosen(name):
+        return name.endswith(("attn.hook_z", "mlp.hook_post"))
+
+    with torch.no_grad():
+        return model.run_with_hooks(tokens, fwd_hooks=[(chosen, put)])
+
+
+@torch.no_grad()
+def test_every_disguise_computes_the_same_function():
+    for name in tasks.PROGRAMS:
+        program = tasks.load(name)
+        hidden = disguise(program.model, seed=5)
+        for tokens, expected, _ in program.batches():
+            logits = program.model(tokens)
+            assert program.agrees(logits, expected)
+            for model in (hidden.without_norm, hidden.model):
+                assert (model(tokens) - logits).abs().max() < SAME, name
+
+
+@torch.no_grad()
+def test_a_converted_disguise_computes_it_too(disguised):
+    program, hidden, _ = disguised
+    tokens, _, _ = next(program.batches())
+    assert (convert(hidden.model)(tokens) - program.model(tokens)).abs().max() < SAME
+
+
+@torch.no_grad()
+def test_a_disguise_hides_the_program(disguised):
+    program, hidden, problem = disguised
+    model = hidden.model
+    assert model.cfg.normalization_type == "LN"
+    for block in model.blocks:
+        for W in (block.attn.W_Q, block.mlp.W_in, block.mlp.W_out, block.attn.W_O):
+            assert (W != 0).double().mean() > 0.8
+        assert block.attn.b_O[:-2].abs().min() > 0  # the last two axes have the constants
+    origins = list(hidden.origin.values())
+    assert len(set(origins)) < len(origins) < len(parts(model))  # copies, and decoys
+    assert problem.truth.nodes["true"].sum() > len(
+        {edge.writer for edge in program.true_edges()} - {"embed"}
+    )
+
+
+@torch.no_grad()
+def test_parts_outside_the_truth_do_nothing_whatever_they_output(disguised):
+    program, _, problem = disguised
+    nodes, model = problem.truth.nodes, problem.task.model
+    false = set(nodes["name"][~nodes["true"]])
+    assert len(false) > 5
+    for tokens, _, _ in program.batches():
+        assert (with_noise(model, tokens, false) - model(tokens)).abs().max() < SAME
+
+
+@torch.no_grad()
+def test_each_part_inside_the_truth_does_something(disguised):
+    program, _, problem = disguised
+    nodes, model = problem.truth.nodes, problem.task.model
+    tokens, _, _ = next(program.batches())
+    for name in nodes["name"][nodes["true"]]:
+        assert (with_noise(model, tokens, {name}) - model(tokens)).abs().max() > 1e-3, name
+
+
+def test_edges_outside_the_truth_carry_nothing(disguised):
+    program, hidden, _ = disguised
+    model, true = hidden.without_norm, program.true_edges()
+    edges = tasks.candidate_edges(model)
+    false = [edge for edge in edges if hidden.edge(edge) not in true]
+    assert len(false) > 20
+    for tokens, _, _ in program.batches():
+        assert (logits_without(model, tokens, false) - model(tokens)).abs().max() < SAME
+    # The control: with all edges of the output, too, its logits are constant.
+    wrong = [edge for edge in edges if edge.reader == "output"]
+    assert logits_without(model, tokens, {*false, *wrong}).var(0).max() < SAME
+
+
+def test_pairs_differ_in_their_outputs_and_the_metric_says_how():
+    program = tasks.load("hist")
+    for pairs in tasks.pairs_of(program):
+        clean, corrupted = program.model(pairs.clean), program.model(pairs.corrupted)
+        changes = ((clean - corrupted) * pairs.weights).sum((1, 2))
+        # Outputs are one-hot, so each position where they differ counts 2.
+        differ = (clean.argmax(-1) != corrupted.argmax(-1))[:, 1:].sum(1)
+        assert changes.detach().numpy() == pytest.approx(2 * differ.numpy(), abs=1e-5)
+        assert differ.min() > 0
+
+
+def test_twins_are_faithful_to_their_design():
+    names = twins.names()
+    assert len(names) >= 5
+    for name in names:
+        assert min(twins.faithfulness(name).values()) > 0.95, name
+
+
+@torch.no_grad()
+def test_parts_outside_a_twins_design_hardly_matter():
+    """Outputs stay right if all other parts get their outputs on another input."""
+    program = tasks.load("hist")
+    (problem,) = twins.problems(["hist"])
+    twin, nodes = problem.task.model, problem.truth.nodes
+    tokens, expected, _ = next(program.batches())
+    assert program.agrees(twin(tokens), expected)
+    _, cache = twin.run_with_cache(tokens.roll(1, 0))
+
+    def put(names):
+        heads = [HeadName.parse(name) for name in names]
+
+        def hook(x, hook):
+            kind = "attention" if hook.name.endswith("hook_z") else "neuron"
+            index = [h.index for h in heads if (h.layer, h.kind) == (hook.layer(), kind)]
+            x = x.clone()
+            x[:, :, index] = cache[hook.name][:, :, index]
+            return x
+
+        chosen = [name for name in cache if name.endswith(("attn.hook_z", "mlp.hook_post"))]
+        return twin.run_with_hooks(tokens, fwd_hooks=[(name, hook) for name in chosen])
+
+    assert program.agrees(put(nodes["name"][~nodes["true"]]), expected)
+    assert not program.agrees(put(nodes["name"][nodes["true"]]), expected)
+
+
+@torch.no_grad()
+def test_the_code_that_trains_twins_runs_them_as_transformer_lens_does():
+    program = tasks.load("sum_with_previous")
+    twin = twins.load_twin(program)
+    tokens, _, _ = next(program.batches())
+    plain = train_twins.run(twin, tokens, {})
+    assert (plain.logits - twin(tokens)).abs().max() < SAME
+    for part in ((0, "H", (0,)), (0, "N", (1, 4))):
+        rows = torch.arange(len(tokens)).roll(1)
+        put = train_twins.replacements(plain, rows, [[part]] * len(tokens))
+        layer, letter, indices = part
+        name = f"blocks.{layer}." + ("attn.hook_z" if letter == "H" else "mlp.hook_post")
+
+        def replace(x, hook, indices=indices):
+            x = x.clone()
+            x[:, :, list(indices)] = x.roll(1, 0)[:, :, list(indices)]
+            return x
+
+        expected = twin.run_with_hooks(tokens, fwd_hooks=[(name, replace)])
+        assert (train_twins.run(twin, tokens, put).logits - expected).abs().max() < SAME
+        assert (expected - plain.logits).abs().max() > 0.1
+
+
+def test_training_twins(tmp_path):
+    train_twins.main(out=tmp_path, steps=20, smoke=True)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "frac_prevs.json",
+        "frac_prevs.safetensors",
+    }
+
+
+def test_auroc_is_the_share_of_pairs_in_order():
+    assert scoring.auroc([3, 2, 1], [True, False, False]) == 1
+    assert scoring.auroc([1, 2, 3], [True, False, False]) == 0
+    assert scoring.auroc([5, 5, 5, 5], [True, False, True, False]) == 0.5
+    # of (4, 3), (4, 2), (2, 3), (2, 2): right, right, wrong, a tie
+    assert scoring.auroc([4, 3, 2, 2], [True, False, True, False]) == pytest.approx(2.5 / 4)
+    assert np.isnan(scoring.auroc([1, 2], [True, True]))
+
+
+def test_the_truth_as_scores_is_perfect_and_bad_frames_are_refused():
+    problem = tasks.problem(tasks.load("pair_balance"), "disguised")
+    for what in ("nodes", "edges"):
+        truth = getattr(problem.truth, what)
+        frame = truth.assign(score=truth["true"].astype(float)).sample(frac=1, random_state=0)
+        assert scoring.compare(problem, frame, what)["true"] == 1
+        assert scoring.compare(problem, frame.assign(score=0.0), what)["true"] == 0.5
+        for bad in (frame[1:], frame.assign(score=np.nan), pd.concat([frame, frame[:1]])):
+            with pytest.raises(ValueError, match="expected one finite score for each"):
+                scoring.compare(problem, bad, what)
+
+
+def test_gradient_methods_are_right_where_the_model_is_linear():
+    """Edges into the output: the metric is linear, so every estimate is the exact effect."""
+    problem = tasks.problem(tasks.load("pair_balance"), "disguised")
+    frames = {
+        name: EDGES[name](problem.task).query("reader == 'output'")["score"].to_numpy()
+        for name in ("EAP", "EAP-IG", "RelP", "integrated", "secants")
+    }
+    assert frames["EAP"].max() > 0.1
+    for name, scores in frames.items():
+        assert scores == pytest.approx(frames["EAP"], abs=1e-6), name
+    nodes = {
+        name: NODES[name](problem.task).set_index("name")["score"]
+        for name in ("exact patches", "exact repairs", "secants")
+    }
+    # All that its last neurons write goes to the output, directly.
+    last = [n for n in problem.task.nodes if n.startswith("L1N")]
+    for scores in nodes.values():
+        assert scores[last].to_numpy() == pytest.approx(nodes["exact patches"][last], abs=1e-6)
+
+
+def test_two_factors_give_no_score_to_an_edge_into_a_part_that_writes_rounding_errors():
+    """A dead neuron of this program has pre-activations of about 1e-16, above or below 0."""
+    problem = tasks.problem(tasks.load("equals_mirror"), "disguised")
+    edges = problem.truth.edges.merge(EDGES["two factors"](problem.task))
+    assert edges["score"][~edges["true"]].max() < 1e-9
+    assert edges["score"][edges["changes"]].median() > 1e-3
+
+
+def test_the_ten_lines_of_the_rules_run(capsys):
+    text = (FOLDER / "README.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(code, "README.md", "exec"), {})
+    assert "disguised" in capsys.readouterr().out
+
+
+def test_smoke(tmp_path):
+    known_circuits.main(tmp_path, smoke=True)
+    frame = pd.read_csv(tmp_path / "known_circuits.csv")
+    assert set(frame["form"]) == {"compiled", "disguised", "trained"}
+    assert set(frame["method"]) == {*NODES, *EDGES}
+    page = (tmp_path / "known_circuits.md").read_text("utf-8")
+    assert "## Where the methods of the package do not win" in page
+    assert all(f"| **{method}** |" in page for method in OURS)
+
+
+def test_the_page_and_the_index_say_what_the_table_says():
+    frame = pd.read_csv(RESULTS / "known_circuits.csv")
+    page = (RESULTS / "known_circuits.md").read_text("utf-8")
+    index = (RESULTS.parents[1] / "docs" / "studies.md").read_text("utf-8")
+    (row,) = [line for line in index.splitlines() if "/known_circuits.md)" in line]
+    counts = frame.groupby("form")["program"].nunique()
+    assert counts.tolist() == [len(tasks.PROGRAMS), len(tasks.PROGRAMS), len(twins.names())]
+    means = frame[frame["labels"] == "true"].groupby(["form", "what", "method"])["auroc"].mean()
+    for form, methods in {
+        "disguised": {
+            "nodes": ("two factors", "gradient, zero"),
+            "edges": ("two factors", "EAP, zero"),
+        },
+        "trained": {
+            "nodes": ("two factors", "RelP", "exact repairs"),
+            "edges": ("two factors", "integrated", "secants"),
+        },
+    }.items():
+        for what, names in methods.items():
+            for name in names:
+                mean = f"{means[form, what, name]:.3f}"
+                assert f"{name}** | {mean} [" in page or f"| {name} | {mean} [" in page
+                assert mean.removeprefix("0") in row, (form, what, name)
+    covered = pd.read_csv(RESULTS / "known_circuits_bounds.csv").query("arm == 'spread'")
+    shares = covered.groupby("form")["covered"].mean()
+    assert (f"{shares.min():.0%}", f"{shares.max():.0%}") == ("91%", "97%")
+    assert "at 91 to 97 % of the sites" in row

@@ -1,0 +1,103 @@
+"""Commands on models with transcoders: from a folder that `save` wrote, and by --transcoders."""
+
+import pandas as pd
+import pytest
+from common import needs_hooked_transformer
+from typer.testing import CliRunner
+
+from attn_only_lens import patching as p
+from attn_only_lens import save, transcoders
+from attn_only_lens.cli import app
+from attn_only_lens.pretrained import (
+    small_english,
+    small_english_texts,
+    small_english_transcoders,
+)
+
+PAIR = ["The keys near the cabinet", "The key near the cabinet"]
+PROMPTS = ["--clean", PAIR[0], "--corrupted", PAIR[1]]
+METRIC = ["--answer", " are", "--wrong", " is"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A model with transcoders in layers 2 and 3, and the transcoders alone."""
+    root, model = tmp_path_factory.mktemp("models"), small_english()
+    chosen = {layer: x for layer, x in small_english_transcoders().items() if layer > 1}
+    transcoders.save(root / "features", chosen)
+    with transcoders.attach(model, chosen):
+        save(model, root / "model")
+        sweep = p.activation_patch(
+            *(model, *PAIR, p.logit_diff(" are", " is")),
+            sites=p.features(),
+            positions=[-1],
+            progress=False,
+        )
+    return root, sweep.frame
+
+
+def run(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_patch(folders, tmp_path):
+    """The same numbers as in Python, from the saved model and from the two parts."""
+    root, expected = folders
+    out = tmp_path / "sweep.csv"
+    for model in ([root / "model"], ["small-english", "--transcoders", root / "features"]):
+        options = ["--sites", "features", "--positions=-1", "--out", out]
+        result = run("patch", *model, *PROMPTS, *METRIC, *options)
+        assert result.exit_code == 0, result.output
+        got = pd.read_csv(out)
+        assert got["name"].tolist() == expected["name"].tolist()
+        assert abs(got["value"] - expected["value"].to_numpy()).max() < 1e-5
+        out.unlink()
+
+
+def test_pages(folders, tmp_path):
+    root, _ = folders
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(small_english_texts()[:3]))
+    shipped = ["small-english", "--transcoders", "small-english"]
+    for words, names in (
+        (["explain", *shipped, *PROMPTS, *METRIC, "--top", 3, "--out"], ["L0F", "L3F"]),
+        (["circuit", root / "model", *PROMPTS, *METRIC, "--nodes", 50, "--out"], ["L0N", "L3F"]),
+        (["pattern", *shipped, "--prompt", PAIR[0], "--names", "L3F7", "--out"], ["L3F7"]),
+    ):
+        page = tmp_path / f"{words[0]}.html"
+        result = run(*words, page)
+        assert result.exit_code == 0, result.output
+        assert all(name in page.read_text("utf-8") for name in names)
+    result = run(
+        "atlas", *shipped, "--texts", texts, "--names", "L3F7,L2F5", "--out", tmp_path / "a"
+    )
+    assert result.exit_code == 0, result.output
+    assert "L3F7" in (tmp_path / "a" / "index.html").read_text("utf-8")
+
+
+def test_errors(folders, tmp_path):
+    root, _ = folders
+    out = ["--out", tmp_path / "page.html"]
+    for words, message in (
+        (["explain", root / "model", "--transcoders", root / "features"], "expected no --trans"),
+        (["explain", "small-english", "--transcoders", tmp_path / "no"], "no is missing"),
+        (["explain", "small-english", "--transcoders", root / "model"], "does not hold"),
+    ):
+        result = run(*words, *PROMPTS, *METRIC, *out)
+        assert result.exit_code == 2
+        assert message in result.output
+    result = run("grow", root / "model", tmp_path / "grown", "--d-mlp", 1024)
+    assert result.exit_code == 2
+    assert "was saved with transcoders, which imitate the MLPs of this model" in result.output
+    assert not (tmp_path / "grown").exists()
+
+
+@needs_hooked_transformer
+def test_convert_refuses_transcoders(tmp_path):
+    model = small_english(hooked=True)
+    with transcoders.attach(model, small_english_transcoders()):
+        save(model, tmp_path / "model")
+    result = run("convert", tmp_path / "model", tmp_path / "converted")
+    assert result.exit_code == 2
+    assert "transcoders replace its MLPs" in result.output
+    assert not (tmp_path / "converted").exists()

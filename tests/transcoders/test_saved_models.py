@@ -1,0 +1,239 @@
+"""Models with transcoders come back from files with the same transcoders, bit for bit."""
+
+import json
+from dataclasses import replace
+
+import bridges
+import pytest
+import torch
+from common import mlp_hook, needs_hooked_transformer, relative, tokens
+from drawn_transcoders import bridge, drawn, hooked, layers_of
+from sealed_files import digest_again, flips, rewrite
+from transformers import AutoModelForCausalLM
+
+from attn_only_lens import load, save, transcoders
+from attn_only_lens import patching as p
+from attn_only_lens.errors import CheckpointError
+from attn_only_lens.models.checkpoint import MANIFEST
+from attn_only_lens.transcoders import attach, detach
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
+
+METRIC = p.logit_diff(7, 11)
+FILE = "transcoders/layer_1.transcoder.safetensors"
+
+
+def llama_in_float16():
+    return bridge("llama", torch.float16)
+
+
+# label: maker of a model, options of its transcoders, their layers, error
+CASES = {
+    "gpt2": (lambda: bridge("gpt2"), {"skip": True}, None, "node"),
+    "replacement": (lambda: bridge("gpt2"), {"reads": "stream"}, [1], "zero"),
+    "topk": (lambda: bridge("gpt2"), {"activation": "topk", "reads": "normalized"}, [0], "node"),
+    "float16": (llama_in_float16, {"activation": "relu"}, None, "node"),
+    "norm after": (lambda: bridge("gemma2"), {"reads": "stream", "after_norm": True}, [1], "node"),
+    # The gains were folded: the file must say "normalized", because "input" would be refused.
+    "folded": (
+        *(lambda: bridges.boot("gpt2", torch.float32, "processed"), {"reads": "normalized"}),
+        *(None, "node"),
+    ),
+    "hooked": (lambda: hooked("gelu"), {"reads": "normalized", "skip": True}, [1], "node"),
+    "hooked stream": (
+        *(lambda: hooked("norms_before_and_after"), {"reads": "stream", "after_norm": True}),
+        *(None, "zero"),
+    ),
+}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[needs_hooked_transformer] * name.startswith("hooked"))
+        for name in CASES
+    ]
+)
+def attached(request):
+    make, options, layers, error = CASES[request.param]
+    model = make()
+    return attach(model, layers_of(model, layers, **options), error=error)
+
+
+@torch.no_grad()
+def seen(model):
+    """The logits and all activations, once with hooks on every point and once without."""
+    logits, cache = model.run_with_cache(tokens())
+    return {name: x for name, x in cache.items() if x is not None} | {
+        "logits": logits,
+        "plain": model(tokens()),
+    }
+
+
+@torch.no_grad()
+def same(model, other):
+    assert type(model) is type(other)
+    values, expected = seen(other), seen(model)
+    assert list(values) == list(expected)
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == values[name].dtype
+            assert torch.equal(value, values[name]), name
+
+
+def test_round_trip(attached, tmp_path):
+    model = attached.model
+    model.set_use_attn_result(True)
+    before = seen(model)
+    folder = save(model, tmp_path / "saved")
+    after = seen(model)  # saving leaves the transcoders in place
+    assert all(torch.equal(before[name], after[name]) for name in ("logits", "plain"))
+    loaded = load(folder)
+    same(model, loaded)
+    assert mlp_hook("result", 0) in loaded.run_with_cache(tokens())[1]
+    sites = p.all_heads(layers=attached.layers)
+    sweeps = [
+        p.activation_patch(m, tokens(), tokens(1), METRIC, sites=sites, progress=False)
+        for m in (model, loaded)
+    ]
+    assert sweeps[0].frame.equals(sweeps[1].frame)
+    assert {"feature"} < set(sweeps[0].frame["kind"]) or attached._swap.error == "zero"
+    again = load(save(loaded, tmp_path / "again"))
+    same(model, again)
+    for m in (loaded, again):
+        detach(m)
+    attached.undo()
+    assert type(loaded) is type(model)
+    assert torch.equal(loaded(tokens()), model(tokens()))
+
+
+@torch.no_grad()
+def test_the_current_weights_are_saved(tmp_path):
+    model = attach(bridge("gpt2"), {1: drawn(26)}).model
+    model.blocks[1].mlp.W_out.mul_(2.0)
+    loaded = load(save(model, tmp_path / "saved"), dtype="float32")
+    assert loaded.blocks[1].mlp.W_out.equal(2 * drawn(26).W_dec.float())
+    assert loaded.blocks[1].mlp.W_out.dtype == torch.float32
+
+
+def test_the_folder_holds_the_model_and_its_transcoders(tmp_path):
+    """`from_pretrained` opens the model, `transcoders.load` its transcoders."""
+    model = bridge("gpt2", torch.float32)
+    plain, trained = model(tokens()), layers_of(model, dtype=torch.float32)
+    with attach(model, trained):
+        folder = save(model, tmp_path / "saved")
+    stock = AutoModelForCausalLM.from_pretrained(folder)
+    assert relative(stock(tokens()).logits, plain) < 1e-6
+    read = transcoders.load(folder / "transcoders", dtype=None)
+    assert list(read) == [0, 1]
+    assert read[1].W_enc.equal(trained[1].W_enc)
+    # A save without transcoders replaces the whole folder.
+    save(model, folder)
+    assert not (folder / "transcoders").exists()
+    assert torch.equal(load(folder)(tokens()), plain)
+
+
+def test_damage_is_detected(tmp_path):
+    model = bridge("gpt2")
+    with attach(model, layers_of(model)):
+        folder = save(model, tmp_path / "saved")
+        expected, features = model(tokens()), seen(model)
+    other = transcoders.save(tmp_path / "other", {1: drawn(26, seed=9)})
+    kept = (folder / FILE).read_bytes()
+    for where in flips(folder / "transcoders", n=20):
+        with pytest.raises(CheckpointError, match="layer_"):
+            load(folder)
+        assert where
+    (folder / FILE).write_bytes((other / "layer_1.transcoder.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match=r"layer_1.* was changed after it was saved"):
+        load(folder)
+    digest_again(folder / MANIFEST, FILE)
+    # Control: with another file, the errors keep the logits, but the features are others.
+    changed = load(folder)
+    assert relative(changed(tokens()), expected) < 1e-12
+    act = "blocks.1.mlp.hook_neuron_act"
+    assert relative(changed.run_with_cache(tokens())[1][act], features[act]) > 0.1
+    (folder / FILE).unlink()
+    with pytest.raises(CheckpointError, match=r"layer_1.* is missing"):
+        load(folder)
+    (folder / FILE).write_bytes(kept)
+    digest_again(folder / MANIFEST, FILE)
+    assert torch.equal(load(folder)(tokens()), expected)
+    (folder / "transcoders" / "layer_7.transcoder.safetensors").write_bytes(kept)
+    with pytest.raises(CheckpointError, match=r"layer_7.* was added"):
+        load(folder)
+
+
+def test_files_of_another_model_are_refused(tmp_path):
+    model = attach(bridge("gpt2"), {1: drawn(26)}).model
+    folder = save(model, tmp_path / "saved")
+    for layer, width, message in ((5, 26, "got layer 5"), (1, 29, "d_model=29")):
+        other = transcoders.save(tmp_path / f"other{layer}", {layer: drawn(width)})
+        content = (other / f"layer_{layer}.transcoder.safetensors").read_bytes()
+        (folder / FILE).write_bytes(content)
+        digest_again(folder / MANIFEST, FILE)
+        with pytest.raises(CheckpointError, match=message):
+            load(folder)
+    rewrite(folder / MANIFEST, transcoders="no")
+    with pytest.raises(CheckpointError, match="transcoders: got 'no'"):
+        load(folder)
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_save_that_fails_changes_nothing(error, tmp_path, monkeypatch):
+    model = bridge("gpt2")
+    attached = attach(model, layers_of(model))
+    folder = save(model, tmp_path / "saved")
+    before = seen(model)
+    manifest = (folder / MANIFEST).read_bytes()
+
+    def fail(*args):
+        raise error
+
+    model.blocks[1].mlp.W_out.data *= 2
+    with monkeypatch.context() as patched:
+        patched.setattr("attn_only_lens.models.checkpoint.save_load.write_transcoders", fail)
+        with pytest.raises((error, CheckpointError)):
+            save(model, folder)
+    assert list(tmp_path.iterdir()) == [folder]
+    assert (folder / MANIFEST).read_bytes() == manifest
+    model.blocks[1].mlp.W_out.data /= 2
+    assert all(torch.equal(value, before[name]) for name, value in seen(model).items())
+    same(model, load(folder))
+    attached.undo()
+    assert not hasattr(model.blocks[0].mlp, "hook_error")
+
+
+def test_hooks_are_refused_and_stay(tmp_path):
+    """As for every bridge: a saved model has no hooks."""
+    model, fired = bridge("gpt2"), []
+    attach(model, layers_of(model))
+    save(model, tmp_path / "saved")
+    model.add_hook("blocks.1.mlp.hook_neuron_act", lambda z, hook: fired.append(1))
+    with pytest.raises(CheckpointError, match=r"hooks are attached .* would not be saved"):
+        save(model, tmp_path / "hooked")
+    assert not (tmp_path / "hooked").exists()
+    model(tokens())
+    assert fired
+
+
+@needs_hooked_transformer
+def test_hooks_of_hooked_transformers_are_not_saved_and_stay(tmp_path):
+    model, fired = hooked("gelu"), []
+    attach(model, {1: drawn(model.cfg.d_model)})
+    for name in ("hook_neuron_act", "hook_error", "hook_pre"):
+        model.add_hook(f"blocks.1.mlp.{name}", lambda z, hook: fired.append(hook.name))
+    loaded = load(save(model, tmp_path / "saved"))
+    fired.clear()
+    assert torch.equal(model(tokens()), loaded(tokens()))
+    assert len(fired) == 3
+
+
+def test_the_manifest_says_how_errors_are_treated(tmp_path):
+    model = bridge("gpt2")
+    for error in ("node", "zero"):
+        with attach(model, {0: replace(drawn(26), name="mine")}, error=error):
+            folder = save(model, tmp_path / "saved")
+        assert json.loads((folder / MANIFEST).read_text())["transcoders"] == error
+        mlp = load(folder).blocks[0].mlp
+        assert mlp.has_error == (error == "node")
+        assert mlp.transcoder().name == "mine"
