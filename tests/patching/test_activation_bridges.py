@@ -241,7 +241,7 @@ def test_a_bridge_that_is_not_itself():
         return output * (1 + 1e-6 * len(calls))
 
     handle = model.original_model.lm_head.register_forward_hook(of_a_library(drift))
-    with pytest.raises(UnsupportedModelError, match="run from block"):
+    with pytest.raises(UnsupportedModelError, match="run that starts at block"):
         sweep(model)
     handle.remove()
     hooks = model.hooks([(hook_point(model, "L1N5", "z"), lambda z, hook: z * 2)])
