@@ -156,7 +156,7 @@ def test_refusals(model):
     (clean, corrupted, mask), _ = prompts(ROLES)
     arguments = model, clean, corrupted, METRIC
     ranking = p.attribution(*arguments, sites=SITES, positions=ROLES, mask=mask, progress=False)
-    with pytest.raises(InputError, match="the role 'subject'"):
+    with pytest.raises(InputError, match="the token role 'subject'"):
         faithfulness(*arguments, ranking, mask=mask)
     same = {"subject": [1, 2, 1], "verb": [4, 3, 1], "end": -1}
     with pytest.raises(InputError, match="'subject' and 'verb' at the same token of prompt 2"):
@@ -193,7 +193,7 @@ def test_names_say_their_role(model):
         p.activation_patch(*arguments, sites=["L0N3", "L0N3@end"], **how)
     with pytest.raises(InputError, match="got L0N3@end, which names a role; pass the role's"):
         p.activation_patch(*arguments, sites=["L0N3@end"], mask=mask, progress=False)
-    with pytest.raises(InputError, match="has no roles"), p.ablated(model, ["L0N3@end"]):
+    with pytest.raises(InputError, match="roles and negative positions are undefined"), p.ablated(model, ["L0N3@end"]):
         pass
 
 
