@@ -591,9 +591,9 @@ def broken(**columns):
 REFUSED = {
     "occur twice, such as 'embed@0'": broken(nodes_id=(3, "embed@0")),
     "kind 'mlp'": broken(nodes_kind=(3, "mlp")),
-    "position such as 7": broken(nodes_position=(3, 7)),
-    "position such as -1": broken(nodes_position=(3, -1)),
-    "layer such as 0.5": broken(nodes_layer=(9, 0.5)),
+    "a node with position 7": broken(nodes_position=(3, 7)),
+    "a node with position -1": broken(nodes_position=(3, -1)),
+    "a node with layer 0.5": broken(nodes_layer=(9, 0.5)),
     "infinite attribution": broken(nodes_attribution=(3, np.inf)),
     "'value' of nodes has an entry that is not a number": broken(nodes_value=(3, "much")),
     "got 5 for a node's name": broken(nodes_name=(3, 5)),
