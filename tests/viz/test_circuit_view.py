@@ -68,7 +68,7 @@ def test_the_page_holds_the_graph(drawn):
     n_heads = int((heads_of(graph)["kind"] == "attention").sum())
     counts = f"{n_heads} heads and {61 - n_heads} neurons (61 of {n} sites; a site is"
     assert note.startswith(f"Nodes: {counts}")
-    assert f", with {share:.0%} of" in note
+    assert f"The sites have {share:.0%} of" in note
     assert 0.3 < share < 0.99  # control: some nodes are left out
 
 
