@@ -193,7 +193,10 @@ def test_names_say_their_role(model):
         p.activation_patch(*arguments, sites=["L0N3", "L0N3@end"], **how)
     with pytest.raises(InputError, match="got L0N3@end, which names a role; pass the role's"):
         p.activation_patch(*arguments, sites=["L0N3@end"], mask=mask, progress=False)
-    with pytest.raises(InputError, match="roles and negative positions are undefined"), p.ablated(model, ["L0N3@end"]):
+    with (
+        pytest.raises(InputError, match="roles and negative positions are undefined"),
+        p.ablated(model, ["L0N3@end"]),
+    ):
         pass
 
 

@@ -38,7 +38,13 @@ def saved(folder):
     """Return a folder as `save` writes it with 3.9, with the parts read before a model is built."""
     save_file({"embed.W_E": torch.zeros(2, 3)}, folder / "model.safetensors")
     entries = {"config": {"dtype": "float32"}, "gate": {"kind": "exact"}, "source_name": "added"}
-    entries |= {"tied": {}, "frozen": [], "training": False, "padding_side": None}
+    entries |= {
+        "tied": {},
+        "frozen": [],
+        "training": False,
+        "padding_side": None,
+        "transcoders": None,
+    }
     entries |= {"layout": "two blocks a layer", "model": "HookedTransformer", "layers": []}
     write_manifest(folder, entries)
     return folder
