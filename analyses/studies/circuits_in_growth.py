@@ -64,8 +64,8 @@ from analyses.studies.english_runs import (
 from analyses.tools import small_english_grammar as grammar
 from analyses.tools.benching import machine
 from analyses.tools.options import Device, Out, Runs, Seeds, Smoke
-from analyses.tools.resumable import claim
-from analyses.tools.study_files import keep
+from analyses.tools.resumable import claim, training_seconds
+from analyses.tools.study_files import as_stored, keep
 from analyses.tools.train_small_english import questions, tokenizer
 from attn_only_lens import expansion as ex
 from attn_only_lens import grow
@@ -423,15 +423,11 @@ def main(
     by_seed = [of_seed(study, seed, runs_dir, device) for seed in range(n_seeds)]
     made = {part: pd.concat([tables[part] for tables in by_seed]) for part in by_seed[0]}
     made["exact"] = of_seed(study, 0, runs_dir, device, p.activation_patch)[""][EXACT]
-    # Read the frames as they are stored, so that the page is computed from what the tables show.
-    frames = {
-        part: stored(frame.to_csv(index=False, float_format=DIGITS)) for part, frame in made.items()
-    }
-    curves = (pd.read_csv(path) for path in sorted(runs_dir.glob("*/curve.csv")))
+    frames = as_stored(made, DIGITS)
     about = {
         "study": asdict(study),
         "machine": machine(device),
-        "training_seconds": round(sum(curve["cpu_seconds"].iloc[-1] for curve in curves)),
+        "training_seconds": round(training_seconds(runs_dir)),
     }
     text = page(frames, about, " --smoke" if smoke else "")
     typer.echo(text)

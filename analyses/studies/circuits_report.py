@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analyses.studies.growth_small_english_report import interval
 from analyses.studies.growth_small_english_report import said as with_interval
 from analyses.tools.benching import table
+from analyses.tools.study_files import t_interval
 
 Frames: TypeAlias = Mapping[str, pd.DataFrame]
 KINDS = ("neurons", "heads", "width", "depth")
@@ -56,7 +56,7 @@ def less(
 ) -> tuple[float, float, float]:
     """Return the mean difference between two arms over small models, and its 95 % t-interval."""
     one, two = (over_seeds(frames, name, column, check) for name in (arm, other_arm))
-    return interval(one - two)
+    return t_interval(one - two)
 
 
 def tells(difference: tuple[float, float, float]) -> bool:

@@ -75,7 +75,7 @@ from analyses.studies.english_runs import Done, Plan, Sizes, batch, figures, run
 from analyses.studies.growth_small_english_report import LONGER, curves_figure, page
 from analyses.tools.gradmax import grad_max, gradient_products
 from analyses.tools.options import Device, Out, Runs, Seeds, Smoke
-from analyses.tools.resumable import claim
+from analyses.tools.resumable import claim, training_seconds
 from analyses.tools.study_files import keep
 from attn_only_lens import expansion as ex
 from attn_only_lens import growth
@@ -344,9 +344,7 @@ def main(
     started = time.perf_counter()
     study = replace(SMOKE if smoke else Study(), n_seeds=n_seeds)
     frames = measured(study, runs_dir, device)
-    # The training time, summed over all sessions.
-    curves = [pd.read_csv(path) for path in sorted(runs_dir.glob("*/curve.csv"))]
-    seconds = sum(curve["cpu_seconds"].iloc[-1] for curve in curves)
+    seconds = training_seconds(runs_dir)
     text = page(frames, study, fresh_steps(100), seconds, " --smoke" if smoke else "")
     typer.echo(text)
     settings = {"device": device, "smoke": smoke, "study": asdict(study)}

@@ -5,9 +5,9 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
-from scipy.stats import t as student
 
 from analyses.tools.benching import markdown
+from analyses.tools.study_files import t_interval
 
 __all__ = ["curves_figure", "difference", "page"]
 
@@ -22,14 +22,7 @@ def difference(
 ) -> tuple[float, float, float]:
     """Return the mean loss difference of two arms over seeds, and its 95 % t-interval."""
     losses = ends[ends["part"] == part].pivot(index="seed", columns="arm", values="loss")
-    return interval(losses[arm] - losses[other_arm])
-
-
-def interval(values: "pd.Series[float]") -> tuple[float, float, float]:
-    """Return the mean, and its 95 % t-interval."""
-    n = len(values)
-    half = float(student.ppf(0.975, n - 1) * values.sem()) if n > 1 else float("nan")
-    return float(values.mean()), float(values.mean() - half), float(values.mean() + half)
+    return t_interval(losses[arm] - losses[other_arm])
 
 
 def said(estimate: tuple[float, float, float]) -> str:

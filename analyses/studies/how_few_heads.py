@@ -25,7 +25,6 @@ information between tokens.
 `PREDICTIONS` were written before the first run.
 """
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -42,14 +41,14 @@ import torch.nn.functional as F
 import typer
 from matplotlib.figure import Figure
 from scipy.cluster.vq import kmeans2
-from scipy.stats import spearmanr, t
+from scipy.stats import spearmanr
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from analyses.tools import train_small_english as english
 from analyses.tools.benching import table
 from analyses.tools.options import Device, Out, Seeds, Smoke
-from analyses.tools.study_files import keep, verdict
+from analyses.tools.study_files import keep, t_interval, verdict
 from attn_only_lens import expose_neuron_heads, pretrained
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
@@ -382,10 +381,10 @@ def curves(frame: pd.DataFrame) -> pd.DataFrame:
 
 def interval(values: pd.Series) -> str:
     """Return the mean with its 95 % interval (Student's t); the value itself, if there is one."""
-    mean, n = values.mean(), len(values)
-    if n < 2:
+    mean, _, high = t_interval(values)
+    if len(values) < 2:
         return f"{mean:.2g}"
-    half = t.ppf(0.975, n - 1) * values.std() / math.sqrt(n)
+    half = high - mean
     return f"{mean:.2g} ±{half:.1g}" if half > 1e-6 * abs(mean) else f"{mean:.2g} ±0"
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 import typer
 from matplotlib.figure import Figure
-from scipy.stats import spearmanr, t
+from scipy.stats import spearmanr
 from torch import Tensor
 from tqdm import tqdm
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
@@ -32,7 +32,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from analyses.tools.benching import table
 from analyses.tools.options import Device, Out, Seeds, Smoke
-from analyses.tools.study_files import keep, verdict
+from analyses.tools.study_files import keep, t_interval, verdict
 from attn_only_lens import circuits, expose_neuron_heads, viz
 from attn_only_lens import patching as p
 
@@ -228,11 +228,8 @@ def measured(
 
 def interval(values: pd.Series) -> str:
     """Return the mean over seeds with its 95 % interval (Student's t)."""
-    mean, n = values.mean(), len(values)
-    if n < 2:
-        return f"{mean:.3g}"
-    half = t.ppf(0.975, n - 1) * values.std() / n**0.5
-    return f"{mean:.3g} [{mean - half:.3g}, {mean + half:.3g}]"
+    mean, low, high = t_interval(values)
+    return f"{mean:.3g}" if len(values) < 2 else f"{mean:.3g} [{low:.3g}, {high:.3g}]"
 
 
 def predictions(rows: pd.DataFrame) -> str:

@@ -36,7 +36,6 @@ Predictions, written before the first run.
     python -m analyses.studies.layernorm_gap --out analyses/results
 """
 
-import io
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -57,7 +56,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from analyses.tools import train_small_english as small
 from analyses.tools.benching import table
 from analyses.tools.options import Device, Out, Seeds, Smoke
-from analyses.tools.study_files import keep
+from analyses.tools.study_files import as_stored, keep
 from attn_only_lens import expansion as ex
 from attn_only_lens import load, pretrained
 from attn_only_lens.expansion import Axis, Weights
@@ -222,8 +221,7 @@ def measured(models: Mapping[str, Any], ratios: list[float], seeds: int, rows: i
                         new = widened(source, arm, width, seed)(tokens)
                     row = {"model": label, "h": size, "width": width, "ratio": width / size}
                     rows_of_gaps.append(row | {"arm": arm, "seed": seed} | gap(old, new, tokens))
-    as_stored = pd.DataFrame(rows_of_gaps).to_csv(index=False, float_format=DIGITS)
-    return pd.read_csv(io.StringIO(as_stored))
+    return as_stored({"": pd.DataFrame(rows_of_gaps)}, DIGITS)[""]
 
 
 def summary(frame: pd.DataFrame) -> pd.DataFrame:

@@ -137,13 +137,8 @@ def by_pattern(
     shares = {}
     with expose_neuron_heads(model) as exposed:
         for task, asked in questions.items():
-            # The embedding of the padding token is zero, and a norm of zeros is not recognised. No
-            # token attends to padding on the right, so that another token may stand there.
-            clean, corrupted = (
-                tokens.masked_fill(asked.mask == 0, 0) for tokens in (asked.clean, asked.corrupted)
-            )
             frame = p.attribution(
-                *(exposed, clean, corrupted, asked.metric),
+                *(exposed, asked.clean, asked.corrupted, asked.metric),
                 sites=p.neuron_heads(),
                 positions="all",
                 method="secant",

@@ -54,7 +54,6 @@ wider.
 """
 
 import copy
-import io
 import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -76,8 +75,8 @@ from analyses.studies.pressure_report import addition_page, figure
 from analyses.tools.benching import machine
 from analyses.tools.growth_training import Training
 from analyses.tools.options import Device, Out, Runs, Seeds, Smoke
-from analyses.tools.resumable import claim, put_back, train
-from analyses.tools.study_files import keep
+from analyses.tools.resumable import claim, put_back, train, training_seconds
+from analyses.tools.study_files import as_stored, keep
 from analyses.tools.train_modular_addition import Recipe, adamw, fast_logits, loss_of, pairs, step
 from attn_only_lens import expansion as ex
 from attn_only_lens import grow
@@ -449,16 +448,11 @@ def main(
     claim(runs_dir / "study.txt", repr(replace(study, n_seeds=0)) + "\n")
     parts = [of_seed(study, seed, runs_dir, device) for seed in range(n_seeds)]
     made = {part: pd.concat([frames[part] for frames in parts]) for part in parts[0]}
-    # As they are stored, so that the page shows what the tables say.
-    frames = {
-        part: pd.read_csv(io.StringIO(frame.to_csv(index=False, float_format=DIGITS)))
-        for part, frame in made.items()
-    }
-    curves = (pd.read_csv(path) for path in sorted(runs_dir.glob("*/curve.csv")))
+    frames = as_stored(made, DIGITS)
     about = {
         "study": asdict(study),
         "machine": machine(device),
-        "training_seconds": round(sum(curve["cpu_seconds"].iloc[-1] for curve in curves)),
+        "training_seconds": round(training_seconds(runs_dir)),
     }
     text = addition_page(frames, about, " --smoke" if smoke else "")
     typer.echo(text)

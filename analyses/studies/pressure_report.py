@@ -9,9 +9,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
-from analyses.studies.growth_small_english_report import interval
 from analyses.tools.benching import markdown
-from analyses.tools.study_files import verdict
+from analyses.tools.study_files import t_interval, verdict
 
 __all__ = ["addition_page", "english_page", "figure"]
 
@@ -28,7 +27,7 @@ def said(values: "pd.Series[float]", digits: int = 2) -> str:
     values = values.dropna()
     if values.empty:
         return "–"
-    mean, low, high = (f"{number:.{digits}f}" for number in interval(values))
+    mean, low, high = (f"{number:.{digits}f}" for number in t_interval(values))
     return f"{mean} [{low}, {high}]"
 
 

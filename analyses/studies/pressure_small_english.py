@@ -83,8 +83,8 @@ from analyses.studies.growth_small_english import between, inserted
 from analyses.studies.pressure_report import english_page, figure
 from analyses.tools.benching import machine
 from analyses.tools.options import Device, Out, Runs, Seeds, Smoke
-from analyses.tools.resumable import claim
-from analyses.tools.study_files import keep
+from analyses.tools.resumable import claim, training_seconds
+from analyses.tools.study_files import as_stored, keep
 from analyses.tools.train_small_english import questions, tokenizer
 from attn_only_lens.expansion.expansion import Expansion
 from attn_only_lens.storage import write_text
@@ -415,17 +415,12 @@ def main(
     if measure_only:
         return
     made = {part: pd.concat([frames[part] for frames in parts]) for part in parts[0]}
-    # As they are stored, so that the page shows what the tables say.
-    frames = {
-        part: pd.read_csv(io.StringIO(frame.to_csv(index=False, float_format=DIGITS)))
-        for part, frame in made.items()
-    }
-    curves = (pd.read_csv(path) for path in sorted(runs_dir.glob("*/curve.csv")))
+    frames = as_stored(made, DIGITS)
     about = {
         "study": asdict(study),
         "ladders": some,
         "machine": machine(device),
-        "training_seconds": round(sum(curve["cpu_seconds"].iloc[-1] for curve in curves)),
+        "training_seconds": round(training_seconds(runs_dir)),
     }
     text = english_page(frames, about, " --smoke" if smoke else "")
     typer.echo(text)

@@ -62,7 +62,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,7 +74,7 @@ from tqdm import tqdm
 from analyses.studies.regularised_forms import EVERY, PARTS, Form, Post, Site, form_of
 from analyses.studies.regularised_report import Settings, drift_figure, page, shrink_figure
 from analyses.tools.options import Device, Out, Smoke
-from analyses.tools.study_files import keep
+from analyses.tools.study_files import as_stored, keep
 from analyses.tools.train_modular_addition import Recipe, loss_of, pairs, train
 from attn_only_lens.storage import write_text
 from attn_only_lens.tl import HookedTransformer
@@ -306,10 +305,7 @@ def main(
     started = time.perf_counter()
     warnings.filterwarnings("ignore", "HookedTransformer is deprecated")
     study = SMOKE if smoke else Study(n_seeds=n_seeds)
-    every = measured(study, runs, device)
-    # The page is computed from the stored tables, which have fewer digits.
-    stored = {part: frame.to_csv(index=False, float_format=DIGITS) for part, frame in every.items()}
-    frames = {part: pd.read_csv(StringIO(text)) for part, text in stored.items()}
+    frames = as_stored(measured(study, runs, device), DIGITS)
     decays = {name: how.decay for name, how in study.regularizers.items() if how.decay}
     about = asdict(study)
     text = page(

@@ -52,7 +52,6 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,7 @@ from analyses.tools import train_modular_addition as addition
 from analyses.tools import train_small_english as english
 from analyses.tools.benching import machine
 from analyses.tools.options import Device, Out, Runs, Seeds, Smoke
-from analyses.tools.study_files import keep
+from analyses.tools.study_files import as_stored, keep
 from attn_only_lens.storage import atomic_write, write_text
 
 SEED_OF_SEARCH = 100
@@ -559,12 +558,7 @@ def main(
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
     started = time.perf_counter()
     study = replace(SMOKE if smoke else Study(), n_seeds=n_seeds)
-    every = measured(study, runs_dir, device)
-    text_of = {
-        part: frame.to_csv(index=False, float_format=DIGITS) for part, frame in every.items()
-    }
-    # The page is computed from the stored tables, which have fewer digits.
-    frames = {part: pd.read_csv(StringIO(text)) for part, text in text_of.items()}
+    frames = as_stored(measured(study, runs_dir, device), DIGITS)
     about = {"study": asdict(study), "machine": machine(device)}
     text = page(frames, about, " --smoke" if smoke else "")
     typer.echo(text)

@@ -17,6 +17,7 @@ from typing import Any
 import pandas as pd
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from scipy.stats import t as student
 
 from analyses.tools.benching import leave
 
@@ -53,6 +54,19 @@ def keep(
     for part, figure in pictures.items():
         made[f"{_part(name, part)}.svg"] = figure if isinstance(figure, str) else svg(figure)
     leave(script, out, made, started=started, **settings)
+
+
+def as_stored(frames: Mapping[str, pd.DataFrame], digits: str) -> dict[str, pd.DataFrame]:
+    """Return tables as `keep` stores them, so that a page is computed from what they show."""
+    texts = {part: x.to_csv(index=False, float_format=digits) for part, x in frames.items()}
+    return {part: pd.read_csv(io.StringIO(text)) for part, text in texts.items()}
+
+
+def t_interval(values: "pd.Series[float]") -> tuple[float, float, float]:
+    """Return the mean, and its 95 % interval (Student's t); nan if there is only one value."""
+    mean, n = float(values.mean()), len(values)
+    half = float(student.ppf(0.975, n - 1) * values.sem()) if n > 1 else float("nan")
+    return mean, mean - half, mean + half
 
 
 def _part(name: str, part: str) -> str:
