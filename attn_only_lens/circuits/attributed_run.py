@@ -30,7 +30,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.axes import SELF, Residual
+from attn_only_lens.axes import Residual
 from attn_only_lens.devices import on_cpu, to_float64_device
 from attn_only_lens.engine.contrast import Contrast, contrast, run_both, run_softmax
 from attn_only_lens.engine.gradients import Tape
@@ -284,7 +284,7 @@ def _neuron_slope(sublayer: LinearSublayer, along: Outputs) -> NeuronSlope | Non
     with torch.enable_grad():
         q = q.detach().requires_grad_()
         query, v = heads._query_and_value(q, up)
-        outputs = heads.neuron_outputs(heads._gate_pattern(query)[..., SELF] * v.detach())
+        outputs = heads.neuron_outputs(heads._self_weight(query) * v.detach())
         if not outputs.requires_grad:
             return None
         by_q, by_query = torch.autograd.grad(outputs, (q, query), along.squeeze(-1))

@@ -32,7 +32,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from attn_only_lens.axes import SELF, Logits, Residual
+from attn_only_lens.axes import Logits, Residual
 from attn_only_lens.engine.gradients import Tape, edit_input, start_graph
 from attn_only_lens.engine.input_warnings import warn
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, as_metric, bind
@@ -137,7 +137,7 @@ class Contrast:
         host = host_of(model)
         heads, z = host.neurons[layer], self.gradients[host.hook_name(layer, kind, "z")]
         query, v = self.runs.gates[heads]
-        clean, corrupted = heads._gate_pattern(query)[..., SELF].chunk(2)
+        clean, corrupted = heads._self_weight(query).chunk(2)
         through: Tensor = z.squeeze(-1) * (clean - corrupted)
         return through * mean(v)
 
@@ -325,7 +325,7 @@ def _average(both: Tensor, value: Tensor, hook: Any) -> Tensor:
 
 def _gate_slopes(alike: Sequence[Any], queries: Tensor) -> tuple[Tensor, Tensor]:
     """Return tokens' mean attention to themselves, and its slope, for layers with equal gates."""
-    weights = alike[0]._gate_pattern(queries)[..., SELF]
+    weights = alike[0]._self_weight(queries)
     (y_1, y_0), (x_1, x_0) = weights.chunk(2), queries.chunk(2)
     return mean(weights), slope(y_1, y_0, x_1, x_0, partial(gate_derivative, alike[0]))
 

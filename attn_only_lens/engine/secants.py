@@ -25,8 +25,6 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from attn_only_lens.axes import SELF
-
 Slopes: TypeAlias = Float[Tensor, "*any"]
 Both: TypeAlias = tuple[Tensor, Tensor]
 """The input and the output of a step, with the rows of both runs."""
@@ -104,7 +102,7 @@ def gate_derivative(heads: Any, query: Tensor) -> Tensor:
     """Return, for each neuron-head, the derivative dw/dq of its attention w to its own token."""
     with torch.enable_grad():
         leaf = query.detach().requires_grad_()
-        weight = heads._gate_pattern(leaf)[..., SELF]
+        weight = heads._self_weight(leaf)
         if not weight.requires_grad:
             return torch.zeros_like(query)
         return torch.autograd.grad(weight.sum(), leaf)[0]
