@@ -266,7 +266,7 @@ def queries(model: HookedTransformer, tokens: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Found:
+class Measured:
     """The effects in one model, with what nulls and parts are made of.
 
     Attributes:
@@ -283,7 +283,7 @@ class Found:
 
 
 @torch.no_grad()
-def effects_of(model: HookedTransformer, prompts: Prompts, new: Collection[str] = ()) -> Found:
+def effects_of(model: HookedTransformer, prompts: Prompts, new: Collection[str] = ()) -> Measured:
     """Return the effects of all neurons, by closed forms."""
     modulus, both = model.cfg.d_vocab_out, (prompts.clean, prompts.corrupted)
     right, wrong = (tokens[:, :2].sum(1) % modulus for tokens in both)
@@ -303,19 +303,21 @@ def effects_of(model: HookedTransformer, prompts: Prompts, new: Collection[str] 
     of_new = effects[:, is_new].sum(1)
     arrays = (effects.T, clean, nothing, clean - of_new, nothing + of_new)
     part = Part(*(array.cpu().numpy() for array in arrays))
-    return Found(Look(names, {TASK: part}, {}, {}, {}), changes, readout, through_pattern)
+    return Measured(Look(names, {TASK: part}, {}, {}, {}), changes, readout, through_pattern)
 
 
-def nulls(found: Found, new: Collection[str], draws: int) -> dict[str, float]:
+def nulls(measured: Measured, new: Collection[str], draws: int) -> dict[str, float]:
     """Return `directions` and `labels`: costs with random directions, and with random labels."""
-    part, names = found.look.parts[TASK], found.look.names
+    part, names = measured.look.parts[TASK], measured.look.names
     fall = (part.clean - part.nothing).mean()
     directions, labels = [], []
     for seed in range(draws):
         generator = torch.Generator().manual_seed(seed)
         basis = torch.linalg.qr(torch.randn(len(names), len(new), generator=generator))[0]
-        basis = basis.to(found.changes)
-        directions.append((found.changes @ basis @ basis.T * found.readout).sum(1).mean().item())
+        basis = basis.to(measured.changes)
+        directions.append(
+            (measured.changes @ basis @ basis.T * measured.readout).sum(1).mean().item()
+        )
         labelled = np.isin(names, random_labels(names, new, seed))
         labels.append(part.effects[labelled].sum(0).mean())
     return {
@@ -324,11 +326,11 @@ def nulls(found: Found, new: Collection[str], draws: int) -> dict[str, float]:
     }
 
 
-def patterns(found: Found, new: Collection[str]) -> dict[str, float]:
+def patterns(measured: Measured, new: Collection[str]) -> dict[str, float]:
     """Return the share of patterns in what goes through patterns and values, new and old."""
-    effects = torch.from_numpy(found.look.parts[TASK].effects.T).to(found.by_pattern)
-    pattern, value = (x.mean(0).abs() for x in (found.by_pattern, effects - found.by_pattern))
-    is_new = torch.tensor([name in new for name in found.look.names], device=pattern.device)
+    effects = torch.from_numpy(measured.look.parts[TASK].effects.T).to(measured.by_pattern)
+    pattern, value = (x.mean(0).abs() for x in (measured.by_pattern, effects - measured.by_pattern))
+    is_new = torch.tensor([name in new for name in measured.look.names], device=pattern.device)
     shares = [
         (pattern[some].sum() / (pattern[some].sum() + value[some].sum())).item()
         for some in (is_new, ~is_new)
@@ -362,7 +364,7 @@ def agreements(before: Look, now: Look, names: Mapping[str, str]) -> dict[str, f
 
 
 def measured_case(
-    runs: SeedRuns, prompts: Prompts, before: Found, full: int, loss: float
+    runs: SeedRuns, prompts: Prompts, before: Measured, full: int, loss: float
 ) -> list[dict[str, Any]]:
     """Return the rows of one growth, by arm.
 
@@ -382,15 +384,15 @@ def measured_case(
     new, old = set(provenance.new_neurons), {n: provenance[n] for n in before.look.names}
     rows: list[dict[str, Any]] = []
 
-    def add(arm: str, model: HookedTransformer, epochs: int) -> Found:
-        found = effects_of(model, prompts, new)
+    def add(arm: str, model: HookedTransformer, epochs: int) -> Measured:
+        measured = effects_of(model, prompts, new)
         row = {"arm": arm, "epochs": epochs, **losses(model, data)}
-        row |= agreements(before.look, found.look, old) | new_parts(found.look, TASK, new)
+        row |= agreements(before.look, measured.look, old) | new_parts(measured.look, TASK, new)
         rows.append(row)
-        return found
+        return measured
 
-    found = add("grown", grown.model, study.after)
-    rows[0] |= nulls(found, new, study.draws) | patterns(found, new)
+    measured = add("grown", grown.model, study.after)
+    rows[0] |= nulls(measured, new, study.draws) | patterns(measured, new)
     rows[0] |= loss_costs(grown.model, data, new)
     if full == study.ladder[study.ladder.index(small) + 1]:
         add("grown, no decay", runs.after(trunk, full, no_decay=True).model, study.after)
@@ -401,7 +403,7 @@ def measured_case(
         there = runs.after(trunk, full, other_pairs=True)
         second = add("grown, other pairs", there.model, study.after)
         same = {name: name for name in old.values()}
-        rows[-1]["twins"] = agreements(found.look, second.look, same)["overlap"]
+        rows[-1]["twins"] = agreements(measured.look, second.look, same)["overlap"]
     model = runs.after(runs.trunk(full)).model
     row = {"arm": "full", "epochs": study.after, **losses(model, data)}
     rows.append(row | {"labels": nulls(effects_of(model, prompts), new, study.draws)["labels"]})
@@ -416,13 +418,13 @@ def of_seed(study: Study, seed: int, folder: Path, device: str) -> dict[str, pd.
     for size in study.ladder:
         trunk = runs.trunk(size)
         alone = runs.after(trunk).model
-        found = looks[size] = effects_of(trunk.model, prompts)
+        measured = looks[size] = effects_of(trunk.model, prompts)
         before[size], after[size] = losses(trunk.model, data), losses(alone, data)
-        same = {name: name for name in found.look.names}
+        same = {name: name for name in measured.look.names}
         models = {"ceiling": (trunk.model, others), "not grown": (alone, prompts)}
         for arm, (model, asked) in models.items():
             row = {"ladder": "neurons", "seed": seed, "size": size, "arm": arm}
-            row |= agreements(found.look, effects_of(model, asked).look, same)
+            row |= agreements(measured.look, effects_of(model, asked).look, same)
             row |= {f"{name}_before": value for name, value in before[size].items()}
             sizes.append(row | {f"{name}_after": value for name, value in after[size].items()})
     for small, full in cases(study):

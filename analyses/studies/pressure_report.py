@@ -82,15 +82,15 @@ def of_sizes(sizes: pd.DataFrame, arm: str, case: tuple[str, int, int]) -> "pd.S
 def overlaps(frames: Frames, case: tuple[str, int, int], others: str) -> dict[str, Any]:
     """Return by arm the overlap with before growth, relative to the ceiling, by seed."""
     ceiling = of_sizes(frames["sizes"], "ceiling", case)
-    found = {"not grown": of_sizes(frames["sizes"], "not grown", case) / ceiling}
+    shares = {"not grown": of_sizes(frames["sizes"], "not grown", case) / ceiling}
     for arm in ("grown", "grown, equal loss", others):
         values = by_seed(frames[""], "overlap", arm)
         if case in values.index:
-            found[arm] = values.loc[case] / ceiling
+            shares[arm] = values.loc[case] / ceiling
     twins = by_seed(frames[""], "twins", others) if "twins" in frames[""] else pd.DataFrame()
     if case in twins.index:
-        found["two trainings"] = twins.loc[case] / ceiling
-    return found
+        shares["two trainings"] = twins.loc[case] / ceiling
+    return shares
 
 
 def shares_table(growths: pd.DataFrame, cases: Sequence[tuple[str, int, int]], cost: str) -> str:
@@ -136,10 +136,10 @@ def overlaps_table(frames: Frames, cases: Sequence[tuple[str, int, int]], others
     arms = ("not grown", "grown", "grown, equal loss", others, "two trainings")
     rows = []
     for case in cases:
-        found = overlaps(frames, case, others)
+        shares = overlaps(frames, case, others)
         ceiling = of_sizes(frames["sizes"], "ceiling", case)
         empty = pd.Series(dtype=float)
-        cells = [said(found.get(arm, empty)) for arm in arms]
+        cells = [said(shares.get(arm, empty)) for arm in arms]
         chance = by_seed(frames[""], "overlap_chance").loc[case] / ceiling
         rows.append([name_of(case), said(ceiling), said(chance), *cells])
     return markdown(["growth", "ceiling", "chance", *arms], rows)
@@ -186,9 +186,9 @@ def rank_verdicts(
     ):
         if len(cases) < 3:
             continue
-        found = ranks(growths, cases, column)
-        text = f"ρ = {said(found)} over {len(cases)} growths"
-        yield f"{ladder}: {claim}.", bool(found.mean() > RANKED), text
+        correlations = ranks(growths, cases, column)
+        text = f"ρ = {said(correlations)} over {len(cases)} growths"
+        yield f"{ladder}: {claim}.", bool(correlations.mean() > RANKED), text
 
 
 def drift_verdicts(
@@ -196,19 +196,21 @@ def drift_verdicts(
 ) -> Iterator[tuple[str, bool, str]]:
     """Yield the predictions about the overlap of old parts."""
     cases = list(dict.fromkeys([*rungs(ladders), *to_full(ladders)]))
-    found = {case: overlaps(frames, case, others) for case in cases}
+    shares = {case: overlaps(frames, case, others) for case in cases}
     for arm, some in (("grown", cases), ("grown, equal loss", to_full(ladders))):
         held, text = every(
             some,
-            lambda case, arm=arm: abs((found[case][arm] - found[case]["not grown"]).mean()) < CLOSE,
+            lambda case, arm=arm: (
+                abs((shares[case][arm] - shares[case]["not grown"]).mean()) < CLOSE
+            ),
         )
         yield f'old parts: "{arm}" is within .1 of "not grown" in every growth.', held, text
-    with_twins = [case for case in cases if "two trainings" in found[case]]
+    with_twins = [case for case in cases if "two trainings" in shares[case]]
     held, text = every(
         with_twins,
         lambda case: (
-            found[case]["two trainings"].mean()
-            > max(found[case][arm].mean() for arm in ("grown", others))
+            shares[case]["two trainings"].mean()
+            > max(shares[case][arm].mean() for arm in ("grown", others))
         ),
     )
     yield "two trainings agree better with each other than with before growth.", held, text

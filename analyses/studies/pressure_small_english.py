@@ -281,8 +281,8 @@ def agreements(before: Look, now: Look, names: dict[str, str]) -> dict[str, dict
     """Return by task how far the effects of old parts agree: `overlap`, `correlation`, `kept`."""
     pair = Pair(before, now, names)
     columns = ("overlap", "overlap_chance", "correlation", "kept")
-    found = {task: circuit_measures.agreement(pair, task) for task in before.parts}
-    return {task: {name: row[name] for name in columns} for task, row in found.items()}
+    measured = {task: circuit_measures.agreement(pair, task) for task in before.parts}
+    return {task: {name: row[name] for name in columns} for task, row in measured.items()}
 
 
 def measured_size(
@@ -369,14 +369,14 @@ def of_seed(
         asked, runs = Asked.of(study, device), SeedRuns(study, seed, folder, device)
         sizes, growths, looks, losses = [], [], {}, {}
         for size in study.ladders[ladder]:
-            look, found = measured_size(
+            look, measured = measured_size(
                 study, runs, Case(ladder, size, size).sizes(study)[0], asked
             )
-            looks[size], losses[size] = look, found["losses"]
+            looks[size], losses[size] = look, measured["losses"]
             label = {"ladder": ladder, "seed": seed, "size": size}
             sizes += [
-                label | {"arm": arm, "task": task} | row | found["losses"]
-                for arm, by_task in found["rows"].items()
+                label | {"arm": arm, "task": task} | row | measured["losses"]
+                for arm, by_task in measured["rows"].items()
                 for task, row in by_task.items()
             ]
         for case in cases(study, ladder):
