@@ -446,7 +446,7 @@ def test_what_makes_no_sense_is_refused():
     after = p.attribution(*arguments, sites=["L2N3"], positions=[0])
     refused("for which the values differ", after)  # no later head reads this neuron at position 0
     refused("from the end", p.attribution(*arguments, sites=["L2N3"], positions=-1))
-    refused("the role 'end'", p.attribution(*arguments, sites=["L2N3"], positions={"end": -1}))
+    refused("token role 'end'", p.attribution(*arguments, sites=["L2N3"], positions={"end": -1}))
     refused("one row per prompt", p.attribution(*arguments, sites=["L2N3"], per_prompt=True))
     longer = tokens(0, 2, POS + 2), tokens(1, 2, POS + 2)
     there = p.attribution(model, *longer, METRIC, sites=["L0N3"], positions="each")
