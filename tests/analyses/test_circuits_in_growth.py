@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from common import entry_of
 from typer.testing import CliRunner
 
 from analyses.studies import circuit_measures as measures
@@ -159,9 +160,10 @@ def test_what_the_guide_says():
     assert report.between_kinds(frames, "kept").startswith("none")
     verdicts = [prediction.answer(frames)[0] for prediction in report.PREDICTIONS]
     assert (verdicts.count(False), verdicts.count(None), len(verdicts)) == (6, 1, 9)
-    index = (KEPT.parents[1] / "docs" / "studies.md").read_text("utf-8")
+    entry = entry_of("circuits_in_growth")
     low, high, _, equal, *_ = figures
-    assert f"{low} to {high} % kept against {equal} %, of a ceiling of {figures[7]} %" in index
+    assert f"{low} to {high} % of the strongest neurons" in entry
+    assert f"without growth {equal} % (the ceiling is {figures[7]} %)" in entry
 
 
 def test_patches_are_those_of_the_wrapped_model():

@@ -72,24 +72,6 @@ def test_the_page_shows_its_tables(name):
     assert (KEPT / f"{name}.md").read_text("utf-8") == made
 
 
-def test_what_the_index_says():
-    index = (KEPT.parents[1] / "docs" / "studies.md").read_text("utf-8")
-    row = next(line for line in index.splitlines() if "/pressure_small_english.md)" in line)
-
-    def percents(name, cases, arm="grown"):
-        shares = report.by_seed(tables(KEPT, name)[""], "new_share", arm).mean(axis=1)
-        return [f"{100 * shares[case]:.0f}" for case in cases]
-
-    rungs = report.rungs({"neurons": (8, 16, 32, 64, 128)})
-    *some, last = percents("pressure_modular_addition", rungs)
-    assert f"hold {', '.join(some)} and {last} % of all effects" in row
-    without = sorted(percents("pressure_modular_addition", rungs, "grown, no decay"), key=int)
-    assert f"without weight decay, they hold {without[0]} to {without[-1]} %" in row
-    rungs = report.rungs({"neurons": (3, 12, 48, 192)})
-    shares = sorted(percents("pressure_small_english", rungs), key=int)
-    assert f"(75 % of all neurons) hold {shares[0]} to {shares[-1]} %" in row
-
-
 NAMES = ("L0H0", "L0H1", "L0N0", "L0N1", "L0N2", "L1H0", "L1H1", "L1N0", "L1N1", "L1N2")
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 import transformers
-from common import run_script
+from common import entry_of, run_script
 from matplotlib.figure import Figure
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -109,12 +109,6 @@ def test_every_page_has_its_record_or_says_that_it_has_none(path):
     assert path.with_suffix(".run.json").exists() != has_none
 
 
-def row_of(page):
-    """Return the row of a page in the index of the studies."""
-    index = (RESULTS.parents[1] / "docs" / "studies.md").read_text("utf-8")
-    return next(line for line in index.splitlines() if f"/{page}.md)" in line)
-
-
 def test_what_the_index_says():
     """The index's figures are those of the tables, for the models that it names."""
 
@@ -128,22 +122,25 @@ def test_what_the_index_says():
         "6.8e-05",
         "1.2e-03",
     ]
-    assert "4e-10 to 2e-9 nats for GELU, but of 7e-5 and 1.2e-3" in row_of("exactness_by_gate")
+    assert "4e-10 to 2e-9 nats for GELU, but of 7e-5 and 1.2e-3" in entry_of("exactness_by_gate")
 
     cuts = stored("edges_against_cuts").query("reference == 'zero' and kind == 'all'")
     ranks = cuts.groupby("method")["spearman"].mean()
     assert (f"{ranks['two factors']:.2f}", f"{ranks['EAP']:.2f}") == ("0.93", "0.94")
-    assert "Spearman of .93, less than EAP's .94" in row_of("edges_against_cuts")
+    assert (
+        "Spearman correlation of .93. | EAP costs less and has a mean correlation of .94"
+        in entry_of("edges_against_cuts")
+    )
 
     grown = stored("tracr_growth")
     more = grown["share true, neurons"] - grown["share true, MLPs"]
     assert ((more < 0).sum(), (more > 0).sum(), len(more)) == (4, 2, 7)
-    assert "smaller share of them is true in four programs of seven" in row_of("tracr_growth")
+    assert "smaller share of them is true in four programs of seven" in entry_of("tracr_growth")
 
     words = stored("framework_on_models_words").set_index("layer")
     above = words["reads"] > words["reads, largest"]
     assert above.tolist() == [True, False, False, False]
-    assert "only in the first layer" in row_of("framework_on_models")
+    assert "only in the first layer" in entry_of("framework_on_models")
 
 
 def test_figures_on_smollm2(tmp_path):
