@@ -309,10 +309,10 @@ def figure(frames: Frames) -> Figure:
     """Draw the share of new parts against pressure: every growth, every seed."""
     growths = frames[""]
     share, pressure, parity = (by_seed(growths, c) for c in ("new_share", "pressure", "parity"))
-    picture = Figure(figsize=(9, 3.6), layout="constrained")
-    panels = picture.subplots(1, 2)
+    picture = Figure(figsize=(10, 3.6), layout="constrained")
+    panels, colors = picture.subplots(1, 2), [*(f"C{number}" for number in range(10)), "black"]
     for number, case in enumerate(share.index):
-        style = {"s": 18, "color": f"C{number % 10}", "label": name_of(case)}
+        style = {"s": 18, "color": colors[number % len(colors)], "label": name_of(case)}
         panels[0].scatter(pressure.loc[case], share.loc[case], **style)
         panels[1].scatter(pressure.loc[case], share.loc[case] / parity.loc[case], **style)
     panels[0].set_ylabel("share of new parts")
@@ -324,14 +324,16 @@ def figure(frames: Frames) -> Figure:
     if "test_loss" in growths:
         for panel in panels:
             panel.set_xscale("symlog", linthresh=0.01)
-    panels[1].legend(fontsize="x-small", loc="best")
+    picture.legend(
+        *panels[0].get_legend_handles_labels(), fontsize="small", loc="outside right upper"
+    )
     return picture
 
 
 def english_page(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
     """Return the page of the study on Small English."""
     study = about["study"]
-    ladders = {name: study["ladders"][name] for name in about["ladders"]}
+    ladders = study["ladders"]
     growths, cases = frames[""], list(dict.fromkeys([*rungs(ladders), *to_full(ladders)]))
     return ENGLISH.format(
         **study,
@@ -379,25 +381,28 @@ def addition_page(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
 
 
 def english_in_short(frames: Frames, ladders: Ladders) -> str:
-    """Return question, answer and caution, about the ladder of neurons."""
-    growths, cases = frames[""], rungs({"neurons": ladders["neurons"]})
-    growths = growths.assign(of_all=growths["text_new"] / growths["text_all"])
-    pressure, share, parity, cost = (
-        by_seed(growths, column) for column in ("pressure", "new_share", "parity", "text_new")
-    )
+    """Return question, answer and caution."""
+    growths, some = frames[""], rungs(ladders)
+    pressure, share, parity = (by_seed(growths, c) for c in ("pressure", "new_share", "parity"))
+    relative = growths.assign(relative=growths["new_share"] / growths["parity"])
     decayed = by_seed(growths, "new_share", "grown, strong decay")
+    cases = {ladder: rungs({ladder: ladders[ladder]}) for ladder in ladders}
+    below = sum(share.loc[case].mean() < parity.loc[case].mean() for case in share.index)
     return wrapped(
         ENGLISH_IN_SHORT.format(
-            rank=said(ranks(growths, cases, "new_share")),
-            rank_cost=said(ranks(growths, cases, "of_all")),
+            rank=said(ranks(growths, cases["neurons"], "new_share")),
+            rank_all=said(ranks(relative, some, "relative")),
             n=growths["seed"].nunique(),
-            shares=listed(share, cases),
-            pressures=listed(pressure, [*cases, *to_full({"neurons": ladders["neurons"]})[:-1]], 3),
-            parity=parity.loc[cases[0]].mean(),
-            cost=listed(cost, cases, 3),
+            n_growths=len(share),
+            n_rungs=len(some),
+            below=below,
             usual=listed(share, list(decayed.index)),
             decayed=listed(decayed, list(decayed.index)),
             change=said((decayed - only(share, list(decayed.index))).mean()),
+            most=pressure.mean(axis=1).max(),
+            **{f"share_{ladder}": listed(share, cases[ladder]) for ladder in ladders},
+            **{f"pressure_{ladder}": listed(pressure, cases[ladder], 3) for ladder in ladders},
+            **{f"parity_{ladder}": parity.loc[cases[ladder][0]].mean() for ladder in ladders},
         )
     )
 
@@ -454,43 +459,49 @@ def ends_table(frames: Frames, cases: Sequence[tuple[str, int, int]], loss: str,
     return markdown(["growth", "not grown", "grown", "full size from the start"], rows)
 
 
-ENGLISH_IN_SHORT = """**Question.** A model grows. Do its new neurons take over if the small model
-lacked neurons? We call this *capacity pressure*: the loss of the small model minus the loss of the
-larger one, after the same number of steps, before growth. Two earlier studies disagreed: new
-neurons held up to 82 % of the margin in addition (parity: 75 %), but 5 % of all effects in Small
-English (parity: 23 %).
+ENGLISH_IN_SHORT = """**Question.** A model grows. Do its new parts (neurons, heads or layers) take
+over if the small model lacked such parts? We call this *capacity pressure*: the loss of the small
+model minus the loss of the larger one, after the same number of steps, before growth. Two earlier
+studies disagreed: new neurons held up to 82 % of the margin in addition (parity: 75 %), but 5 % of
+all effects in Small English (parity: 23 %).
 
-**Answer.** In Small English, new neurons never take over, and pressure predicts their share of
-effects less well than we expected. Small models do not lack neurons at this length of training:
-pressures are {pressures} nats. After growth by one rung, new neurons are {parity:.0%} of all
-neurons, and hold {shares} of the effects of neurons. The rank correlation of pressure with this
-share is {rank} over three growths (the mean of {n} seeds, with its 95 % interval); we predicted
-above .8. Pressure does rank the part of new neurons in the cost of ablating all neurons on texts
-({rank_cost}), but new neurons cost little there: {cost} nats. Weight decay makes new neurons hold
-more: with the decay per step of the study on addition, their share changes from {usual} to
-{decayed}, by {change} in the mean. [The study on addition](pressure_modular_addition.md) finds
-the same in the other direction: there, new neurons hold far less without weight decay, and shares
-were largest where pressure was near zero. So weight decay explains a part of the disagreement;
-that pressure does is not shown.
+**Answer.** In Small English, new parts do not take over, and pressure predicts their share of
+effects less well than we expected. In {below} of {n_growths} growths, new parts hold less than
+random labels would give. After growth by one rung, new neurons ({parity_neurons:.0%} of all
+neurons) hold {share_neurons} of the effects of neurons, new heads ({parity_heads:.0%} of all heads)
+hold {share_heads} of the effects of heads, and new layers ({parity_layers:.0%} of all parts) hold
+{share_layers} of all effects. Small models lack heads, but not neurons or layers, at this length of
+training: pressures are {pressure_heads} nats for heads, {pressure_neurons} for neurons, and
+{pressure_layers} for layers. New heads hold more where pressure is larger, but there are only two
+such growths. Over the three growths of neurons, the rank correlation of pressure with the share is
+{rank} (the mean of {n} seeds, with its 95 % interval); we predicted above .8. Over all {n_rungs}
+growths by one rung, the rank correlation of pressure with the share divided by parity is
+{rank_all}; we computed it after we saw the results. Weight decay makes new neurons hold more: with
+the decay per step of the study on addition, their share changes from {usual} to {decayed}, by
+{change} in the mean. [The study on addition](pressure_modular_addition.md) finds the same in the
+other direction: there, new neurons hold far less without weight decay, and shares were largest
+where pressure was near zero. So weight decay explains a part of the disagreement; that pressure
+does is not shown.
 
-**Caution.** Pressure is negative or near zero here, so this study cannot say what new parts of a
-language model do under strong pressure. A rank correlation over three growths takes few values.
-Only neurons were tried: heads, layers and a real model were planned, but did not fit the time."""
+**Caution.** Pressure is at most {most:.2f} nats here, so this study cannot say what new parts of a
+language model do under strong pressure. A rank correlation over three growths takes few values, and
+two growths of heads or layers have none. New layers come last; other places were not tried."""
 
 ENGLISH = """# When do new parts take over? Small English
 
 {in_short}
 
-A LLaMA with {base[n_layers]} layers, width {base[d_model]}, {base[n_heads]} heads and 3, 12, 48 or
-192 neurons a layer learns Small English for {before} steps of {rows} texts, grows in neurons, and
-trains for {after} more steps: AdamW with weight decay 0.1 and a rate of {lr}, which falls over the
-last {decay} steps; {n} seeds. `pressure_small_english.py` says what is compared, and
+A LLaMA with {base[n_layers]} layers, width {base[d_model]}, {base[n_heads]} heads and
+{base[d_mlp]} neurons a layer, or with another number of one of them, learns Small English for
+{before} steps of {rows} texts, grows in this number, and trains for {after} more steps: AdamW with
+weight decay 0.1 and a rate of {lr}, which falls over the last {decay} steps; {n} seeds.
+`pressure_small_english.py` says what is compared, and
 `pressure_measures.py` defines the measures. Effects are measured by patching every head and neuron,
 on {prompts} prompts of each of three tasks. At the end, the share of right answers of grown models
 is {right}.
 Figures are means over tasks, then over seeds, with Student's 95 % interval over seeds.
 
-Made by `python -m analyses.studies.pressure_small_english --ladder neurons{flag}` on {machine}. \
+Made by `python -m analyses.studies.pressure_small_english{flag}` on {machine}. \
 Training took
 {seconds} s of processor time. Every figure can be computed again from `pressure_small_english.csv`
 (growths) and `pressure_small_english_sizes.csv` (models before growth, and models that do not
@@ -502,32 +513,33 @@ They were written before the runs, and stand in full in the script.
 
 {predictions}
 
-## The share of new neurons
+## The share of new parts
 
-`new share` is the part of new neurons in the sum of |effects| of all neurons; parity is their part
-of all neurons. "New to old" is the mean |effect| of a new neuron over that of an old one. The cost
-is the rise of the loss on {texts[0]} held-out texts if the outputs of all new neurons are replaced
-by their means; "of all" divides it by the cost of doing this to all neurons.
+`new share` is the part of new neurons in the sum of |effects| of all neurons (of new heads in all
+heads, of the heads and neurons of new layers in all heads and neurons); parity is their part of the
+number. "New to old" is the mean |effect| of a new part over that of an old one. The cost
+is the rise of the loss on {texts[0]} held-out texts if the outputs of all new parts are replaced
+by their means; "of all" divides it by the cost of doing this to all parts of the kind.
 
 {shares}
 
-![The share of new neurons against pressure](pressure_small_english.svg)
+![The share of new parts against pressure](pressure_small_english.svg)
 
-## What it costs to patch new neurons
+## What it costs to patch new parts
 
-As a part of the fall of the metric if all heads and neurons are patched. If new neurons stood in
+As a part of the fall of the metric if all heads and neurons are patched. If new parts stood in
 for each other, patching them together would cost more than the sum. "Random directions" patches as
-many random orthogonal directions in each layer's neurons as there are new neurons. Random labels
-call as many neurons new: in the grown model, and in a model that had the larger size from the
-start.
+many random orthogonal directions in each layer's neurons (in its heads' outputs) as there are new
+neurons (coordinates of new heads). Random labels call as many parts new: in the grown model, and in
+a model that had the larger size from the start.
 
 {costs}
 
-## What old neurons keep
+## What old parts keep
 
-The overlap of the old neurons' effects with their effects before growth, divided by the ceiling:
+The overlap of the old parts' effects with their effects before growth, divided by the ceiling:
 the overlap of the small model with itself on {prompts} other prompts. "Two trainings" compares two
-grown models that trained on different texts. Chance matches each neuron with a random one of its
+grown models that trained on different texts. Chance matches each part with a random one of its
 layer.
 
 {overlaps}
@@ -555,14 +567,14 @@ At the end:
 ## What limits this
 
 One language, one family of models, one moment of growth, {before} and {after} steps, batches of
-{rows} texts: larger models learn more slowly at first, so pressure is negative. To leave time for
-five seeds, we reduced the plan. Ladders of heads and layers are in the script, but were not run.
-We planned d_mlp of 6, 12, 24, 48 and 96 before growth; 3, 12 and 48 were run. "Other texts" was run
-for growth from 3 to 192 neurons only, and strong decay for two growths by one rung. Growth of
-SmolLM2 on a narrow skill was not started. After the first seed's models were trained, its measures
-stopped with an error: secants refused prompts with padding, whose embedding is zero. In the secants
-alone, another token now stands for the padding, which no token reads. No result had been seen
-then.
+{rows} texts: larger models learn more slowly at first, so some pressures are negative. To leave
+time for five seeds, we reduced the plan: we planned d_mlp of 6, 12, 24, 48 and 96 before growth,
+and ran 3, 12 and 48. "Other texts" was run for growth from the smallest to the largest size of each
+ladder only, and strong decay for two growths by one rung. The ladder of neurons was run first;
+those of heads and layers later, with the same code and predictions. After the first seed's
+models were trained, its measures stopped with an error: secants refused prompts with padding, whose
+embedding is zero. For the ladder of neurons, another token, which no token reads, stood for the
+padding in the secants; secants accept such padding now.
 """
 
 ADDITION_IN_SHORT = """**Question.** A model grows. Do its new neurons take over if the small model

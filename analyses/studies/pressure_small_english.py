@@ -398,9 +398,9 @@ def main(
     device: Device = "cpu",
     n_seeds: Seeds = 5,
     ladders: Annotated[
-        list[str] | None, typer.Option("--ladder", help="train only these; by default, all")
+        list[str] | None,
+        typer.Option("--ladder", help="train and measure only these, and write no page"),
     ] = None,
-    measure_only: Annotated[bool, typer.Option(help="write no page")] = False,
     smoke: Smoke = False,
 ) -> None:
     """Train, measure, print; write the page, tables and figures (`study_files.py`)."""
@@ -412,13 +412,12 @@ def main(
     parts = [
         of_seed(study, ladder, seed, runs_dir, device) for ladder in some for seed in range(n_seeds)
     ]
-    if measure_only:
+    if ladders:
         return
     made = {part: pd.concat([frames[part] for frames in parts]) for part in parts[0]}
     frames = as_stored(made, DIGITS)
     about = {
         "study": asdict(study),
-        "ladders": some,
         "machine": machine(device),
         "training_seconds": round(training_seconds(runs_dir)),
     }
