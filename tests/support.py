@@ -431,9 +431,6 @@ NEURONS = {
         == 2
     ),
     "examples_of": lambda kit: neurons.examples_of(kit.looked_up("z").frame(), "L1N3")[0].value,
-    "head_statistics": lambda kit: (
-        neurons.head_statistics(kit.exposed, ["L1H1"], [TEXT, OTHER], 3, progress=False).n_tokens
-    ),
     "neuron_statistics": lambda kit: kit.looked_up("gate").n_tokens,
     "top_examples": lambda kit: len(kit.looked_up("attribution", p.loss()).frame()),
 }

@@ -143,8 +143,11 @@ def reasons_not_to_run(model: Any) -> list[str]:
 
 def dropout_reasons(model: Any) -> list[str]:
     """Return [error message] if dropout is active, otherwise []."""
-    if any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for _, m in modules_of(model)):
-        return ["dropout is active; call model.eval() first"]
+    for _, module in modules_of(model):
+        # Attention of transformers has no dropout module, but passes this rate to a function.
+        rate = module.p if isinstance(module, nn.Dropout) else vars(module).get("attention_dropout")
+        if module.training and isinstance(rate, float) and rate > 0:
+            return ["dropout is active; call model.eval() first"]
     return []
 
 

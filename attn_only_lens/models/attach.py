@@ -29,6 +29,7 @@ from attn_only_lens.tl import HookedTransformer
 
 OnError = Literal["node", "zero"]
 _PROBLEM = "these transcoders cannot be attached"
+_EXPECTED = "expected a TransformerBridge or a HookedTransformer"
 _SWAP = "_transcoders"
 """The attribute of a model that holds its `_Swap` while transcoders are attached."""
 
@@ -72,6 +73,9 @@ def detach(model: Any) -> None:
     stay. Hooks on neuron-heads are removed, and so are hooks that were added in layers with
     transcoders to the hook points of the MLP and, in a bridge, to `hook_mlp_out`.
 
+    Raises:
+        UnsupportedModelError: `model` is not a model.
+
     Example:
         >>> from attn_only_lens import pretrained, transcoders
         >>> model = pretrained.small_english()
@@ -82,6 +86,9 @@ def detach(model: Any) -> None:
         >>> attached
         <AttachedTranscoders of small-english-4l, layers 0, 1, 2, 3: undone>
     """
+    if not hasattr(model, "cfg"):
+        reasons = [f"got {a_type(model)}; {_EXPECTED}"]
+        raise UnsupportedModelError(reasons, "no transcoders can be detached")
     if swap := _swap_of(model):
         hide(model)
         swap.undo()
@@ -186,8 +193,7 @@ def _reasons(model: Any, transcoders: Any, error: object) -> list[str]:
     """Return error messages for a wrong type of model, or for wrong types, widths or layers."""
     reasons = option_reasons("error", error, get_args(OnError))
     if type(model) not in (TransformerBridge, HookedTransformer):
-        expected = "expected a TransformerBridge or a HookedTransformer"
-        return [*(exposed_reasons(model) or [f"got {a_type(model)}; {expected}"]), *reasons]
+        return [*(exposed_reasons(model) or [f"got {a_type(model)}; {_EXPECTED}"]), *reasons]
     if not isinstance(transcoders, Mapping) or not transcoders:
         return [f"got {transcoders!r:.80}; expected a dict {{layer: Transcoder}}", *reasons]
     n_layers, d_model = len(model.blocks), model.cfg.d_model

@@ -2,7 +2,6 @@
 
 from attn_only_lens.neurons._top_examples import (
     corpus_statistics,
-    head_statistics,
     neuron_statistics,
     top_examples,
 )
@@ -21,7 +20,6 @@ __all__ = [
     "NeuronStatistics",
     "corpus_statistics",
     "examples_of",
-    "head_statistics",
     "neuron_statistics",
     "top_examples",
 ]

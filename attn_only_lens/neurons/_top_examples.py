@@ -33,7 +33,7 @@ from attn_only_lens.engine.sites import (
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS, HeadKind
 from attn_only_lens.neurons.corpus import Texts, batches, corpus_rows, n_texts
-from attn_only_lens.neurons.statistics import CorpusStatistics, HeadStatistics, NeuronStatistics
+from attn_only_lens.neurons.statistics import CorpusStatistics, NeuronStatistics
 from attn_only_lens.neurons.summary import ENDS_OF_OPTION, Options, Resumed, Summary
 from attn_only_lens.precision import full_precision
 
@@ -151,47 +151,6 @@ def neuron_statistics(
     return statistics.neurons
 
 
-def head_statistics(
-    model: Any,
-    names: Sites | None,
-    texts: Texts,
-    k: int = 20,
-    metric: AnyMetric | None = None,
-    *,
-    ends: Ends = "both",
-    before: int = 12,
-    after: int = 6,
-    context: int | None = None,
-    batch_size: int = 32,
-    resume: str | Path | None = None,
-    progress: bool | str = True,
-) -> HeadStatistics:
-    """Return which tokens attention heads attend to, and where their outputs are largest.
-
-    Arguments that are not listed here are the same as in `top_examples`.
-
-    Args:
-        names: attention heads, such as "L5H3", or `patching.heads(layers)`; None for all.
-        metric: with a metric, examples are ranked by attribution, at both `ends`; without a metric,
-            by the norm of the head's output z W_O, and only the largest are returned.
-        before: a window has 4 times this number of tokens before the example, for distant keys.
-
-    Returns:
-        The statistics, which can be saved with `save` and drawn with `viz.neuron_page`.
-
-    Example:
-        >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained
-        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
-        >>> texts = [[3, 4, 113], [5, 7, 113]]
-        >>> statistics = neurons.head_statistics(model, ["L0H2"], texts, k=2, progress=False)
-        >>> statistics.tokens("L0H2").columns.tolist(), len(statistics.frame())
-        (['token', 'share', 'mean'], 2)
-    """
-    statistics = _look_up(("attention",), **locals(), by="z" if metric is None else "attribution")
-    assert statistics.heads is not None
-    return statistics.heads
-
-
 def corpus_statistics(
     model: Any,
     names: Sites | None,
@@ -210,10 +169,21 @@ def corpus_statistics(
 ) -> CorpusStatistics:
     """Return the statistics of neurons and of attention heads, from one pass over the corpus.
 
-    Arguments and errors are the same as for `neuron_statistics` and `head_statistics`; `names=None`
-    means all neurons, features and heads. `by` is the quantity that ranks the examples of neurons;
-    the examples of heads are ranked as in `head_statistics`. A transcoder's skip and error nodes
-    have no statistics, so selections such as `patching.all_heads()` leave them out.
+    For attention heads, these are the tokens that they attend to, and the tokens where their output
+    z W_O has the largest norm. Arguments and errors are the same as for `top_examples`, except:
+
+    Args:
+        names: neurons, features and attention heads, such as "L5H3" or `patching.heads(layers)`;
+            None for all. A transcoder's skip and error nodes have no statistics, so selections such
+            as `patching.all_heads()` leave them out.
+        by: "z" or "gate" ranks the examples of neurons; the examples of heads are ranked by the
+            norm of the output, and only the largest are returned. "attribution" ranks both.
+        before: for a head, a window has 4 times this number of tokens before the example, because
+            keys can be distant.
+
+    Returns:
+        The statistics of `neurons` and of `heads`, None for a kind without names. They can be saved
+        with `save` and drawn with `viz.neuron_page`.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained
@@ -222,6 +192,8 @@ def corpus_statistics(
         >>> both = neurons.corpus_statistics(model, names, texts, k=2, progress=False)
         >>> both.neurons.names, both.heads.names
         (('L0N7',), ('L0H2',))
+        >>> both.heads.tokens("L0H2").columns.tolist(), len(both.heads.frame())
+        (['token', 'share', 'mean'], 2)
     """
     return _look_up(("attention", *NEURON_KINDS), **locals())
 
@@ -301,10 +273,8 @@ def _site_reasons(sites: Sequence[LayerSites], kinds: tuple[HeadKind, ...]) -> l
         if site.kind in WIDE_KINDS:
             continue
         if site.kind not in kinds:
-            got, wanted = "an attention head", "neurons: `head_statistics` takes attention heads"
-            if site.kind in NEURON_KINDS:
-                got, wanted = "a neuron", "attention heads: `neuron_statistics` takes neurons"
-            reasons.append(f"got {site.names[0]}, {got}; expected {wanted}")
+            expected = "expected neurons: `corpus_statistics` takes attention heads"
+            reasons.append(f"got {site.names[0]}, an attention head; {expected}")
             continue
         for name, member in zip(site.names, site.member.tolist(), strict=True):
             if member != ALL_MEMBERS:

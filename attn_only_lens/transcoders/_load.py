@@ -216,7 +216,10 @@ def _config(folder: Path) -> Config:
         if not isinstance(config, dict):
             raise ValueError(f"got {config!r:.40}; expected names of settings, with a value each")
         # Names on the Hugging Face hub look like hf://owner/repository/folder/file?revision=…
-        listed = [_HUB.sub("", uri) for uri in config.get("transcoders", [])]
+        uris = config.get("transcoders", [])
+        if not isinstance(uris, list) or not all(isinstance(uri, str) for uri in uris):
+            raise ValueError(f"got transcoders={uris!r:.40}; expected a list of names of files")
+        listed = [_HUB.sub("", uri) for uri in uris]
         return {**config, **config.get("metadata", {}), "transcoders": listed}
 
 

@@ -79,7 +79,7 @@ def neuron_page(
             `patching.all_heads(layers)`; None for all neurons and features, or all names of the
             statistics. Transcoders' skip nodes and error nodes have no pages.
         texts: a corpus, as `neurons.top_examples` takes it; or statistics from
-            `neurons.neuron_statistics`, `head_statistics` or `corpus_statistics`, for which the
+            `neurons.neuron_statistics` or `corpus_statistics`, for which the
             options below are not used.
         k: number of examples with the largest z, and with the smallest.
         by: the quantity that ranks examples, as in `neurons.top_examples`.

@@ -131,7 +131,7 @@ def test_error_and_skip_nodes_are_left_out_or_refused(model, texts):
     assert "L3E, one of the error nodes" in text
     assert "L1S, one of the skip nodes" in text
     with pytest.raises(InputError, match="L3E, one of the error nodes"):
-        neurons.head_statistics(model, p.error_nodes(layers=[3]), texts[:1], **QUIET)
+        neurons.corpus_statistics(model, p.error_nodes(layers=[3]), texts[:1], **QUIET)
 
 
 def test_gates_of_features(model):

@@ -82,9 +82,9 @@ def test_they_are_those_of_a_loop_over_texts(model, has_bos, monkeypatch, tmp_pa
     monkeypatch.setattr(model, "tokenizer", tokenizer)
     bos = tokenizer.bos_token_id if has_bos else 1
     texts, shown = corpus(bos), partial(token_text, model)
-    statistics = neurons.head_statistics(
+    statistics = neurons.corpus_statistics(
         model, NAMES, texts, k=4, **QUIET, batch_size=1 + 2 * has_bos
-    )
+    ).heads
     frame, looks = statistics.frame(), statistics.looks().set_index("name")
     for name in NAMES:
         every = looked_up(model, texts, name, has_bos)
@@ -130,7 +130,7 @@ def test_one_pass_for_both_is_kept_and_goes_on(plain, tmp_path, monkeypatch):
     texts, names = corpus()[:3] + corpus()[4:], [*NAMES, "L0N3", "L1N29"]
     options = {"k": 3, **QUIET, "batch_size": 2}
     both = neurons.corpus_statistics(plain, names, texts, **options)
-    heads = neurons.head_statistics(plain, NAMES, texts, **options)
+    heads = neurons.corpus_statistics(plain, NAMES, texts, **options).heads
     only = neurons.neuron_statistics(plain, ["L0N3", "L1N29"], texts, **options)
     for got, reference in ((both.heads, heads), (both.neurons, only)):
         values, others = (x.frame()["value"].tolist() for x in (got, reference))
@@ -138,7 +138,10 @@ def test_one_pass_for_both_is_kept_and_goes_on(plain, tmp_path, monkeypatch):
     read = neurons.HeadStatistics.load(heads.save(tmp_path / "heads.safetensors"))
     assert read.frame().equals(heads.frame())
     assert read.of(["L1H0"]).looks().equals(heads.looks().iloc[[1]].reset_index(drop=True))
-    assert neurons.head_statistics(plain, None, texts, **options).names[:2] == ("L0H0", "L0H1")
+    every = neurons.corpus_statistics(plain, None, texts, **options)
+    assert every.heads.names[:2] == ("L0H0", "L0H1")
+    assert len(every.neurons.names) > 2
+    assert neurons.corpus_statistics(plain, p.heads(), texts, **options).neurons is None
     monkeypatch.setattr(so_far, "_SECONDS", 0.0)
     folder = tmp_path / "kept"
     neurons.corpus_statistics(plain, names, texts[:2], **options, resume=folder)
@@ -149,7 +152,6 @@ def test_one_pass_for_both_is_kept_and_goes_on(plain, tmp_path, monkeypatch):
         assert got["token"].tolist() == reference["token"].tolist()
         assert got["mean"].tolist() == pytest.approx(reference["mean"].tolist())
     for call, reason in (
-        (lambda: neurons.head_statistics(plain, ["L0N3"], texts), "got L0N3, a neuron; expected"),
         (lambda: neurons.neuron_statistics(plain, ["L0H1"], texts), "got L0H1, an attention head"),
         (lambda: heads.tokens("L0H1", "both"), "got 'both'; expected 'attended'"),
         (lambda: heads.offsets("L0H7"), "got 'L0H7'"),
@@ -176,8 +178,8 @@ def by_loss(model, text, name, position, scale):
 def test_attributions_are_derivatives(plain):
     texts = [[3, 5, 7, 11], [2, 13, 17]]
     assert D_VOCAB > 17
-    options = QUIET | {"ends": "largest"}
-    frame = neurons.head_statistics(plain, NAMES, texts, 7, p.loss(), **options).frame()
+    options = QUIET | {"ends": "largest", "by": "attribution", "metric": p.loss()}
+    frame = neurons.corpus_statistics(plain, NAMES, texts, 7, **options).heads.frame()
     assert len(frame) == 21
     for row in frame.to_dict("records"):
         place = texts[row["text"]], row["name"], row["at"]

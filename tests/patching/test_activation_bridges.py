@@ -248,3 +248,13 @@ def test_a_bridge_that_is_not_itself():
     with hooks, pytest.raises(InputError, match="hooks are attached"):
         sweep(model)
     assert len(sweep(model).to_frame())
+
+
+def test_dropout_without_a_module_is_refused():
+    model = made("llama")
+    for layer in model.original_model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    assert len(sweep(model).to_frame())
+    model.train()
+    with pytest.raises(InputError, match="dropout is active"):
+        sweep(model)

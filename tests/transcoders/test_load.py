@@ -545,6 +545,12 @@ def test_broken_settings_are_refused(tmp_path, name, text):
     refused(tmp_path, "", reads="input")
 
 
+def test_one_name_is_not_a_list(tmp_path):
+    write(tmp_path, circuit_tracer())
+    (tmp_path / "config.yaml").write_text("transcoders: layer_5.safetensors")
+    refused(tmp_path, "got transcoders='layer_5.safetensors'; expected a list", reads="input")
+
+
 def test_devices_and_dtypes_are_checked(tmp_path):
     write(tmp_path, circuit_tracer(), config_yaml=CONFIG)
     refused(tmp_path, "dtype", dtype=torch.int32)

@@ -231,6 +231,14 @@ def test_what_would_change_the_weights_is_refused(make):
     assert relative(after - after.mean(-1, True), plain - plain.mean(-1, True)) < 1e-6
 
 
+def test_only_models_have_transcoders():
+    attached = attach(bridge("gpt2"), {0: drawn(26)})
+    for wrong in ("gpt2", None, attached, {0: drawn(26)}):
+        with pytest.raises(UnsupportedModelError, match="expected a TransformerBridge or a Hooked"):
+            detach(wrong)
+    assert "undone" not in repr(attached)
+
+
 def test_compare_refuses_transcoders():
     model = bridge("gpt2")
     grown = grow(model, d_mlp=64)
