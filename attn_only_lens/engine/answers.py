@@ -39,8 +39,8 @@ PROBLEM = "this metric does not fit the model or its prompts"
 _FAR_MORE_PROBABLE = 10.0
 """Warn if another spelling of an answer is at least this many times as probable.
 
-With SmolLM2-135M, there is a wrong warning about the space for 0.2 % of 2,011 next tokens in English
-texts, and a wrong warning about a word that begins alike for 3 of 2,000.
+With SmolLM2-135M and next tokens in English texts, warnings about the space were wrong for 0.2 % of
+2,011 tokens, and warnings about words that begin alike were wrong for 3 of 2,000.
 """
 _START = 4  # words with the same first characters, including the space, may be one word
 SAME, WRONG = "same answer on both prompts", "wrong answer on the clean prompt"

@@ -169,7 +169,9 @@ def circuit_view(
         "metric": "change of " * bool(graph.corrupted) + graph.metric,
         "value": graph.value,
         "model": graph.model,
-        "title": "" if exact is None or not graph.corrupted else _title(graph, exact, prompt, model),
+        "title": ""
+        if exact is None or not graph.corrupted
+        else _title(graph, exact, prompt, model),
         "exact": "" if exact is None else _what_is_exact(graph, exact),
         "notes": notes,
         "groups": measured,

@@ -364,7 +364,7 @@ def test_one_wrong_answer_among_many(tokenizers):
 
 
 def test_an_answer_that_begins_like_the_models_answer(tokenizers):
-    """Warn about " Mark" if the model answers " Mary", unless " Mary" is an answer of the metric."""
+    """Warn about " Mark" if the model answers " Mary", unless the metric has both answers."""
     tokenizer = tokenizers["words"]
     given, likely = (tokenizer.convert_tokens_to_ids(f" {name}") for name in ("Mark", "Mary"))
     logits = torch.zeros(1, POS, len(tokenizer))

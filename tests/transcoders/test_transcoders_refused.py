@@ -311,3 +311,9 @@ def test_paths_begin_at_errors():
     one = paths[paths["hops"] == 1]["first"].str.split("@").str[0]
     assert {"L0E", "L1E", "L1S"} <= set(one)
     assert not paths["second"].str.contains("E").any()
+
+
+@pytest.mark.parametrize("change", [detach, lambda model: attach(model, {0: drawn(26)})])
+def test_a_name_is_no_model(change):
+    with pytest.raises((UnsupportedCallError, UnsupportedModelError), match="got a str"):
+        change("gpt2")
