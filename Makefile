@@ -73,7 +73,7 @@ types: .venv/ready ## mypy, strict
 contracts: .venv/ready ## imports point one way
 	$(BIN)/lint-imports
 
-docs: .venv/ready ## the site, into site/: strict, links followed, names complete (python -m http.server)
+docs: .venv/ready ## the site, into site/: strict, links followed, names complete
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 pytest: .venv/ready ## tests, but for those of `make portable`

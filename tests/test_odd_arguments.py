@@ -74,6 +74,22 @@ def test_swapped_answers_are_warned_about_once(model):
     assert "Warning: the model prefers the wrong answer" in why.text()
 
 
+def test_wrong_answers_are_counted_over_all_chunks_of_prompts(model):
+    """The warning depends on all prompts, not on how many of them run at once."""
+    right, wrong = (CLEAN, CORRUPTED), (CORRUPTED, CLEAN)
+
+    def n_warnings(pairs, **options):
+        clean, corrupted = (torch.tensor(side) for side in zip(*pairs, strict=True))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", InputWarning)
+            p.activation_patch(model, clean, corrupted, METRIC, **HOW, **options)
+        return sum("for most pairs, the model prefers the wrong" in str(w.message) for w in caught)
+
+    for pairs, expected in (([wrong, wrong, right, right, right], 0), ([right, wrong, wrong], 1)):
+        for at_once in (1, 2, None):
+            assert n_warnings(pairs, prompts_at_once=at_once) == expected
+
+
 def test_arrays_wherever_tokens_are_taken(model):
     tokens = np.array([CLEAN, CORRUPTED])
     tensor, mask = torch.from_numpy(tokens), np.array([[1, 1, 1], [0, 1, 1]])

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,16 @@ def test_the_owner_is_read_from_one_file(tmp_path):
     source = "https://github.com/ada/attn_only_lens"
     filled = CITATION | {"authors": [owner], "repository-code": source}
     (tmp_path / "CITATION.cff").write_text(yaml.safe_dump(filled), encoding="utf-8")
+    shutil.copy(ROOT / "README.md", tmp_path)
     result = metadata(tmp_path)
     assert result["authors"] == [{"name": "Ada Lovelace"}]
     assert result["urls"]["Issues"] == f"{source}/issues"
     assert result["urls"]["Documentation"] == "https://ada.github.io/attn_only_lens/"
+    readme = result["readme"]["text"]  # PyPI shows it, without the files next to it
+    assert f"]({source}/actions/workflows/tests.yml/badge.svg)" in readme
+    assert "](https://ada.github.io/attn_only_lens/pictures/circuit.svg)" in readme
+    assert f"]({source}/blob/main/docs/circuits.md#sizes)" in readme
+    assert all(link.startswith("https://") for link in re.findall(r"\]\(([^)]+)\)", readme))
     with pytest.raises(ValueError, match="expected 9"):
         metadata(tmp_path, "9.9.9")
 

@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from reprlib import Repr
@@ -42,6 +42,21 @@ def warned_once(*known: Hashable) -> Iterator[None]:
         yield
     finally:
         _warned.reset(reset)
+
+
+def all_in_this_call(key: Hashable, items: Iterable[Hashable]) -> set[Any]:
+    """Return these items, with those that earlier calls in the same `warned_once` gave for `key`.
+
+    Example:
+        >>> with warned_once():
+        ...     [len(all_in_this_call("wrong", chunk)) for chunk in ([1, 2], [2, 5])]
+        [2, 3]
+    """
+    before = _warned.get()
+    if before is None:
+        return {*items}
+    before.update((key, item) for item in items)
+    return {case[1] for case in before if isinstance(case, tuple) and case[0] == key}
 
 
 def warn(cases: Mapping[Any, str], problem: str) -> None:

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from attn_only_lens.arguments import a_type
 from attn_only_lens.axes import SELF, Residual, Tokens
 from attn_only_lens.engine.answers import WRONG, preference
-from attn_only_lens.engine.input_warnings import warn
+from attn_only_lens.engine.input_warnings import all_in_this_call, warn
 from attn_only_lens.engine.metrics import (
     AnyMetric,
     BoundMetric,
@@ -270,15 +270,25 @@ def run_pair(
     """Return both runs' recordings (cached activations), with the metric of each run."""
     bound = bind(metric, model, pair, reference=clean.logits.detach())
     values = bound.of_run(clean.logits)
-    if len(as_metric(metric).answers) == 2 and 2 * int((values < 0).sum()) > len(values):
-        reason = preference(WRONG, "for most pairs, " * (len(values) > 1))
-        warn({WRONG: f"{reason}, or swap the answers"}, bound.name)
+    if len(as_metric(metric).answers) == 2:
+        _warn_of_wrong_answers(pair, bound.name, values)
     zeros = torch.zeros_like(values)
     corrupted_values = zeros if corrupted is clean else bound.of_run(corrupted.logits)
     runs = RunPair(pair, clean, corrupted, bound, values, corrupted_values)
     if distinct:
         require_distinct(runs.clean_value, runs.corrupted_value, clean.logits.dtype)
     return runs
+
+
+def _warn_of_wrong_answers(pair: PromptPair, metric: str, values: Float[Tensor, "prompt"]) -> None:
+    """Warn if the model prefers the wrong answer on most clean prompts of the whole analysis."""
+    prompts, n = pair.own(range(pair.n_all)), pair.n_all
+    wrong = {prompts[row] for row in (values < 0).nonzero()[:, 0].tolist()}
+    if pair.among is not None:  # add the prompts of earlier chunks
+        wrong = all_in_this_call((metric, n), wrong)
+    if 2 * len(wrong) > n:
+        reason = preference(WRONG, "for most pairs, " * (n > 1))
+        warn({WRONG: f"{reason}, or swap the answers"}, metric)
 
 
 def _require_heads(model: Any, names: dict[LayerSites, str], part: Part, run: Recording) -> None:

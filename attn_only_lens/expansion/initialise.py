@@ -383,6 +383,11 @@ def zeros() -> Initialiser:
     return _Zeros()
 
 
+_EXPECTED_NOISE = (
+    "expected more than 0: without noise, training would change a unit and its copy in the same way"
+)
+
+
 def copies(noise: float = 0.1) -> Initialiser:
     """Copy randomly chosen old units, and add noise.
 
@@ -392,7 +397,7 @@ def copies(noise: float = 0.1) -> Initialiser:
         ValueError: the noise is not positive. Without noise, a unit and its copy would stay equal.
     """
     if not noise > 0:
-        raise ValueError(f"got noise={noise}; expected more than 0, so that equal units diverge")
+        raise ValueError(f"got noise={noise}; {_EXPECTED_NOISE}")
     return _Copies(noise)
 
 
@@ -450,5 +455,5 @@ def splits(share: float = 0.5, noise: float = 0.1) -> Initialiser:
     if not 0 < share < 1:
         raise ValueError(f"got share={share}; expected a number between 0 and 1")
     if not 0 < noise < math.inf:
-        raise ValueError(f"got noise={noise}; expected more than 0, so that equal units diverge")
+        raise ValueError(f"got noise={noise}; {_EXPECTED_NOISE}")
     return _Splits(share, noise)

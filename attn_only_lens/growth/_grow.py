@@ -136,7 +136,8 @@ class Grown:
         For a bridge around a transformers model, `AutoModelForCausalLM.from_pretrained(folder)`
         (BERT: `AutoModelForMaskedLM`) loads the saved model. For a HookedTransformer, the folder
         has `config.json`, `model.safetensors` and `tokenizer/`. `provenance.json` has a digest of
-        every file. After more training, call this method again; do not overwrite only the weights.
+        every file except `README.md`, a model card for the Hugging Face hub; a card that is there
+        is kept. After more training, call this method again; do not overwrite only the weights.
 
         Args:
             folder: path of the folder. A grown model in the folder is replaced. A folder with other

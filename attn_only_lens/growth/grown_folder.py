@@ -1,7 +1,8 @@
 """Save a grown model with its provenance in a folder, and read the provenance.
 
     config.json, model.safetensors, …    the format that transformers or `source_folder` reads
-    provenance.json                      the provenance, and digests of the other files
+    provenance.json                      the provenance, and digests of these files
+    README.md                            a model card for the Hugging Face hub, which you may edit
 
 The folder lacks the original values of the tensors that growth changed; `Grown` has these values.
 """
@@ -17,6 +18,7 @@ import pydantic
 from attn_only_lens.errors import CheckpointError, GrowthError
 from attn_only_lens.expansion import Provenance
 from attn_only_lens.growth.growable import PROBLEM, Growable
+from attn_only_lens.growth.hugging_face import HuggingFaceBridge
 from attn_only_lens.models.source_folder import GROWN, PROVENANCE, GrownFields
 from attn_only_lens.storage import (
     atomic_folder,
@@ -26,6 +28,8 @@ from attn_only_lens.storage import (
     path_inside,
 )
 
+_CARD = "README.md"
+_SIZES = {"d_model": "d_model", "head": "attention heads", "d_mlp": "neurons"}
 _LONGEST = 10**8
 _SHOWN = 5
 
@@ -49,12 +53,49 @@ def save_pretrained(
     there = open_folder(folder)
     reasons = growable.reasons_against() or growable.reasons_against_saving()
     GrowthError.raise_if(reasons, PROBLEM)
-    names = {PROVENANCE, *(Path(name).parts[0] for name in listed_files(there / PROVENANCE))}
+    names = {PROVENANCE, _CARD, *(Path(name).parts[0] for name in listed_files(there / PROVENANCE))}
     with atomic_folder(there, sorted(names), PROVENANCE, listed_files) as new:
         growable.save_pretrained(new)
         fields = _adapter().dump_python(provenance, mode="json")
         _DOCUMENT.write(new / PROVENANCE, provenance=fields, files=file_digests(new))
+        old_card = there / _CARD
+        text = old_card.read_text("utf-8") if old_card.exists() else _card(growable, provenance)
+        (new / _CARD).write_text(text, encoding="utf-8")
     return there
+
+
+def _card(growable: Growable, provenance: Provenance) -> str:
+    """Return a model card in the format of the Hugging Face hub."""
+    rows = [("layers", len(provenance.layers.new_of), provenance.layers.size)]
+    for label, what in _SIZES.items():
+        old = sum(len(x.new_of) for axis, x in provenance.axes.items() if axis.label == label)
+        new = sum(size for axis, size in provenance.sizes.items() if axis.label == label)
+        rows.append((what, old, new))
+    sizes = "\n".join(f"| {what} | {old:,} | {new:,} |" for what, old, new in rows if new)
+    n_parameters = sum(parameter.numel() for parameter in growable.model.parameters())
+    name = growable.model.cfg.model_name or "a model"
+    return f"""---
+library_name: {"transformers" if isinstance(growable, HuggingFaceBridge) else "attn-only-lens"}
+tags: [attn-only-lens, interpretability, model-growth]
+---
+
+# {name}, grown
+
+This model was made from {name} with `attn_only_lens.grow`. Right after growth, it computed the same
+function as the original model.
+
+| in all layers together | original | grown |
+| --- | --- | --- |
+{sizes}
+
+The grown model has {n_parameters:,} parameters. `provenance.json` maps each part of the original
+model to its place in the grown model; `attn_only_lens.compare` uses it. The expansions are from
+Gesmundo and Maile, [Composable Function-preserving Expansions for Transformer
+Architectures](https://arxiv.org/abs/2308.06103) (2023).
+
+    from attn_only_lens import load
+    model = load("path/to/this/folder")
+"""
 
 
 def read_provenance(folder: str | os.PathLike[str]) -> Provenance:

@@ -17,6 +17,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import LinearBridge
 
 from attn_only_lens.arguments import a_type, is_count, option_reasons
+from attn_only_lens.engine.tokens import require_model
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.heads.host import exposed_reasons
@@ -74,7 +75,7 @@ def detach(model: Any) -> None:
     transcoders to the hook points of the MLP and, in a bridge, to `hook_mlp_out`.
 
     Raises:
-        UnsupportedModelError: `model` is not a model.
+        UnsupportedCallError: the argument is not a model.
 
     Example:
         >>> from attn_only_lens import pretrained, transcoders
@@ -86,9 +87,7 @@ def detach(model: Any) -> None:
         >>> attached
         <AttachedTranscoders of small-english-4l, layers 0, 1, 2, 3: undone>
     """
-    if not hasattr(model, "cfg"):
-        reasons = [f"got {a_type(model)}; {_EXPECTED}"]
-        raise UnsupportedModelError(reasons, "no transcoders can be detached")
+    require_model(model)
     if swap := _swap_of(model):
         hide(model)
         swap.undo()

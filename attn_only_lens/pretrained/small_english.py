@@ -35,11 +35,11 @@ def small_english(
 ) -> Any:
     """Return a four-layer language model that is small enough to run on any machine.
 
-    The model is a LLaMA (gated MLPs, RMSNorm, rotary positions) with a vocabulary of 450 words. The
-    model was trained on text from a grammar (`analyses/tools/train_small_english.py`), in which
-    verbs agree with subjects, pronouns agree with names, brackets are closed, and lists repeat
-    words. `tasks.agreement`, `tasks.brackets`, `tasks.induction` and `tasks.ioi` make prompts that
-    test what the model has learnt.
+    The model is a LLaMA (gated MLPs, RMSNorm, rotary positions) with a vocabulary of 456 tokens:
+    444 words, 9 marks and 3 special tokens. The model was trained on text from a grammar
+    (`analyses/tools/train_small_english.py`), in which verbs agree with subjects, pronouns agree
+    with names, brackets are closed, and lists repeat words. `tasks.agreement`, `tasks.brackets`,
+    `tasks.induction` and `tasks.ioi` make prompts that test what the model has learnt.
 
     Args:
         device: the device of the model.

@@ -1,7 +1,8 @@
 """Draw plotly figures of sweeps (patching results), and of circuits' transfer between tasks.
 
 Figures of a sweep show `Sweep.effect`: the score of the patched run minus the score of the same run
-without a patch. Patches without effect are white. For several prompts, the effect is the mean, with
+without a patch. With direction "denoise", the latter is 0, so the effect is called the score, as in
+tables. Patches without effect are white. For several prompts, the effect is the mean, with
 standard errors as error bars.
 """
 
@@ -101,13 +102,14 @@ def sweep_heatmap(sweep: Sweep, rows: Literal["layer", "name"] = "layer") -> "go
         for column in ("effect", "site", "said")
     )
     limit = float(frame["effect"].abs().max()) or 1.0
+    what = _effect_name(sweep)
     figure = _heatmap(
         grid,
         limit,
-        "effect",
+        what,
         "%{customdata}"
         + ", the strongest of the cell" * (rows == "layer")
-        + "<br>at %{x}<br>effect %{z:.4g}",
+        + f"<br>at %{{x}}<br>{what} %{{z:.4g}}",
         customdata=named.fillna("").to_numpy(),
         hoverongaps=False,
     )
@@ -164,7 +166,7 @@ def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
     labels = _position_labels(sweep, sorted(frame["position"].unique().tolist()))
     frame["label"] = (frame["name"] + " at " + frame["position"].astype(str)).map(plotly_text)
     frame["said"] = _errors_as_text(frame)
-    figure = empty_figure()
+    figure, what = empty_figure(), _effect_name(sweep)
     for kind, part in frame.groupby("kind", observed=True, sort=False):
         errors = {"array": part["error"].tolist(), "thickness": 1.2, "width": 3, "color": "#222"}
         figure.add_bar(
@@ -175,11 +177,13 @@ def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
             marker_color=HEAD_COLOURS.get(str(kind), _OTHER),
             error_x=errors if part["error"].notna().any() else None,
             customdata=part[["value", "said"]].to_numpy(),
-            hovertemplate="%{y}<br>effect %{x:.4g}%{customdata[1]}<br>"
+            hovertemplate=f"%{{y}}<br>{what} %{{x:.4g}}%{{customdata[1]}}<br>"
             "metric %{customdata[0]:.4g}<extra></extra>",
         )
     figure.update_xaxes(
-        title_text="effect = score of the patched run - score without the patch",
+        title_text="score: 0 for the corrupted run, 1 for the clean run"
+        if what == "score"
+        else "effect: score minus 1, the score without a patch",
         zeroline=True,
         zerolinecolor="#444",
     )
@@ -285,6 +289,11 @@ def _effects(sweep: Sweep) -> pd.DataFrame:
     else:
         frame["error"] = frame.get(SPREAD[1], np.nan)
     return frame.sort_values("effect", key=abs, ascending=False, kind="stable")
+
+
+def _effect_name(sweep: Sweep) -> str:
+    """Return the name of the plotted numbers; a score of 0 without a patch makes them scores."""
+    return "effect" if sweep.baseline else "score"
 
 
 def _errors_as_text(frame: pd.DataFrame) -> "pd.Series[str]":

@@ -169,7 +169,9 @@ def circuit_view(
         "metric": "change of " * bool(graph.corrupted) + graph.metric,
         "value": graph.value,
         "model": graph.model,
-        "title": "" if exact is None or not graph.corrupted else _title(graph, exact, prompt),
+        "title": ""
+        if exact is None or not graph.corrupted
+        else _title(graph, exact, prompt, model),
         "exact": "" if exact is None else _what_is_exact(graph, exact),
         "notes": notes,
         "groups": measured,
@@ -237,9 +239,12 @@ def _notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
     return notes
 
 
-def _title(graph: CircuitGraph, exact: Sweep, prompt: int) -> str:
+def _title(graph: CircuitGraph, exact: Sweep, prompt: int, model: Any) -> str:
     """Return the question that a graph of a difference answers, with the metric of both runs."""
-    sides = graph.tokens[prompt], graph.corrupted[prompt]
+    bos = getattr(getattr(model, "tokenizer", None), "bos_token", None)
+    sides = (
+        tokens[tokens[:1] == (bos,) :] for tokens in (graph.tokens[prompt], graph.corrupted[prompt])
+    )
     texts = " and ".join(shortened(joined(tokens)) for tokens in sides)
     more = f", and {len(graph.tokens) - 1} more pairs" * (len(graph.tokens) > 1)
     return f"{exact.clean_and_corrupted}: {graph.metric} after {texts}{more}"

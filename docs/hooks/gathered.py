@@ -57,12 +57,13 @@ def notebook(path: Path, repo_url: str | None = None) -> dict[str, Any]:
 
 
 def _colab(path: Path, repo_url: str) -> list[str]:
-    """Return a link that opens the released notebook in Colab, and the installation command."""
+    """Return a button that opens the released notebook in Colab, and the installation command."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     tag, (owner, name) = f"v{citation['version']}", repo_url.split("/")[-2:]
     address = f"https://colab.research.google.com/github/{owner}/{name}/blob/{tag}/notebooks"
     install = f'%pip install "attn-only-lens[bridge,viz] @ git+{repo_url}@{tag}"'
-    return [f"[Open in Colab]({address}/{path.name})", f"`{install}` installs this version"]
+    badge = f"[Open in Colab]({address}/{path.name}){{: .md-button }}"
+    return [badge, f"`{install}` installs this version"]
 
 
 def _expanded(item: Any, pages: list[str]) -> list[Any]:

@@ -55,7 +55,7 @@ def test_it_says_what_the_model_answers(model, why):
     lines = repr(why).splitlines()
     clean, corrupted = why.attribution.clean_value, why.attribution.corrupted_value
     assert lines[1] == f"Logit difference {clean:.3g} (clean), {corrupted:.3g} (corrupted)"
-    question = f"{lines[1]}: {METRIC.name} after '<s>{CLEAN}' and '<s>{CORRUPTED}'"
+    question = f"{lines[1]}: {METRIC.name} after '{CLEAN}' and '{CORRUPTED}'"  # without BOS
     assert f"<title>small-english-4l: {escape(question)}</title>" in str(why.view())
     assert lines[2].split() == ["clean", "corrupted"]
     assert f" ' are' {why.answers['top_probability'][0]:.1%} " in lines[3]

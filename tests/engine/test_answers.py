@@ -363,6 +363,29 @@ def test_one_wrong_answer_among_many(tokenizers):
         bind(p.probability(names), stub(tokenizer), pair_of(5), logits)
 
 
+def test_an_answer_that_begins_like_the_models_answer(tokenizers):
+    """Warn about " Mark" if the model answers " Mary", unless the metric has both answers."""
+    tokenizer = tokenizers["words"]
+    given, likely = (tokenizer.convert_tokens_to_ids(f" {name}") for name in ("Mark", "Mary"))
+    logits = torch.zeros(1, POS, len(tokenizer))
+    logits[..., likely] = math.log(13)
+
+    def messages(metric):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            bind(metric, stub(tokenizer), pair_of(1), logits)
+        return [str(warning.message) for warning in caught]
+
+    for metric in (p.probability(" Mark"), p.logit_diff(" Mark", " John")):
+        [message] = messages(metric)
+        assert "' Mary' is 13 times as probable as ' Mark'" in message
+        assert "if you mean ' Mary', give ' Mary'" in message
+    for metric in (p.logit_diff(" Mark", " Mary"), p.logit_diff(" John", " Mark")):
+        assert messages(metric) == []
+    logits[..., given] = math.log(2)  # 13 / 2 < 10
+    assert messages(p.probability(" Mark")) == []
+
+
 # Every entry point warns once
 
 CLEAN = "When Mary and John went to the store, John gave a {} to"

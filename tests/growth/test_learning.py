@@ -227,5 +227,5 @@ def test_grad_max_leaves_the_rest_to_own():
 def test_wishes_that_would_be_dead():
     with pytest.raises(ValueError, match="more than 0"):
         ex.init.normal(0.0)
-    with pytest.raises(ValueError, match="so that equal units diverge"):
+    with pytest.raises(ValueError, match="a unit and its copy in the same way"):
         ex.init.copies(0.0)

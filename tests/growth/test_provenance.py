@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import yaml
 from growing import all_steps
 from models import build
 from sealed_files import rewrite
@@ -113,6 +114,14 @@ def test_files(family, tmp_path):
     grown = grow(model, ex.compose(all_steps(model), ex.AddHeads(4 * 3, into_groups=True)))
     folder = grown.save_pretrained(tmp_path / "grown")
     assert read_provenance(folder) == grown.provenance
+    card = (folder / "README.md").read_text("utf-8")
+    n_parameters = sum(parameter.numel() for parameter in grown.model.parameters())
+    assert {"library_name", "tags"} <= yaml.safe_load(card.split("---\n")[1]).keys()
+    assert f"| layers | {model.cfg.n_layers} | {grown.model.cfg.n_layers} |" in card
+    assert f"{n_parameters:,} parameters" in card
+    (folder / "README.md").write_text("An edited card.", encoding="utf-8")
+    grown.save_pretrained(folder)
+    assert (folder / "README.md").read_text("utf-8") == "An edited card."
     rewrite(folder / "provenance.json", provenance={"layers": {}})
     with pytest.raises(CheckpointError, match=r"cannot be used: .*provenance\.axes is missing"):
         read_provenance(folder)

@@ -248,7 +248,7 @@ def test_other_dtypes(init, dtype):
         (lambda: ex.init.cancelling(0.0), "got std=0.0"),
         (lambda: ex.init.cancelling(float("nan")), "got std=nan"),
         (lambda: ex.init.splits(1.0), "got share=1.0"),
-        (lambda: ex.init.splits(noise=0.0), "so that equal units diverge"),
+        (lambda: ex.init.splits(noise=0.0), "a unit and its copy in the same way"),
     ],
 )
 def test_what_would_be_dead_or_equal_is_refused(make, reason):

@@ -234,7 +234,7 @@ def test_what_would_change_the_weights_is_refused(make):
 def test_only_models_have_transcoders():
     attached = attach(bridge("gpt2"), {0: drawn(26)})
     for wrong in ("gpt2", None, attached, {0: drawn(26)}):
-        with pytest.raises(UnsupportedModelError, match="expected a TransformerBridge or a Hooked"):
+        with pytest.raises(UnsupportedCallError, match="expected a TransformerBridge or a Hooked"):
             detach(wrong)
     assert "undone" not in repr(attached)
 

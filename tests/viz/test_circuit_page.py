@@ -246,6 +246,9 @@ def test_a_narrow_window_shows_the_panel_beside_the_drawing(opened):
         assert stage[1] <= panel[0]
         assert stage[0] <= node[0] <= node[1] <= stage[1]
         assert panel[1] - panel[0] < 900 / 3
+        title = "const title = document.querySelector('h1');"
+        shown.js(f"{title} title.textContent = 'a long title '.repeat(30)")
+        assert shown.js(f"{title} return title.offsetHeight") < 30  # one line
     finally:
         shown.driver.set_window_size(1400, 1000)
 

@@ -42,6 +42,7 @@ def test_heatmap(rows, direction):
             if rows == "layer":  # the text in the cell
                 strong = abs(effect) >= 0.05 * result.effect.abs().max()
                 assert drawn.text[i, position] == (name if strong else "")
+    assert drawn.colorbar.title.text == {"denoise": "score", "noise": "effect"}[direction]
     assert drawn.zmid == 0
     assert drawn.zmax == -drawn.zmin == pytest.approx(result.effect.abs().max())
 
