@@ -10,9 +10,9 @@ The score of a run at a budget is the mean of log10(loss on held-out pairs) over
 this budget. Lower is better, and -1 means a tenth of the loss. `Schedule.events` are at fractions
 of the full budget, so a run with a small budget is the beginning of a run with the full budget.
 
-    random      draws `n_random` schedules, and trains each with `n_draws` seeds at full budget
-    halving     draws `n_halving` schedules, trains them with `n_draws` seeds to 1/9 of the budget,
-                and then the best third of them to 1/3, and the best third of those to the end. It
+    random      draws `n_random` schedules, and trains each with one seed and the full budget
+    halving     draws `n_halving` schedules, trains each with one seed to 1/9 of the budget, and
+                then the best third of them to 1/3, and the best third of those to the end. It
                 takes as many flops as `random`
     re-draws    a null: as `random`, but all schedules are the same hand-made one ("early")
     evaluation  the best schedule of each search, and the hand-made schedules, on new seeds
@@ -21,7 +21,7 @@ Every run of a search has a seed of its own, and a seed determines the pairs tha
 the initial weights and the new entries. In the evaluation, all arms have the same seeds.
 
 Hand-made schedules are "full" (full size from the start), "half" (small, then full at half of the
-budget), "neurons" (only neurons grow), and "early" and "late" of `growth_modular_addition.py`:
+budget), and "early" and "late" of `growth_modular_addition.py`:
 neurons, then heads, then width. There, the full-size model solved the task with 176 Gflop, and
 "early" grew at about .035, .08 and .13 of these flops, and "late" at .18, .24 and .31. Here, it
 solves the task with about .6 of the budget, so fractions are about .6 times as large.
@@ -52,7 +52,7 @@ What we knew: a model of full size and a small model that does not grow were tra
 accuracy of .99) with 25, 27 and 40 Gflop, and the small one (width 24, 2 heads, 32 neurons) with 15
 Gflop, never, and 21 Gflop. To measure the time of a run, eight random schedules were trained with
 one seed each (scores from .7 to -2.6), and the hand-made ones with seed 901: "full" -1.6, "early"
--2.2, "late" -3.5, "half" -5.0, "neurons" .1. In `growth_modular_addition.md`, a small start saved
+-2.2, "late" -3.5, "half" -5.0. In `growth_modular_addition.md`, a small start saved
 flops in two of three seeds.
 
     python -m analyses.studies.schedule_search --out analyses/results
@@ -60,8 +60,10 @@ flops in two of three seeds.
 
 import json
 import math
+import time
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -69,21 +71,28 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
+import torch
+import typer
 from torch import Tensor
 from tqdm import tqdm
 
 from analyses.studies.growth_measures import step_flops
-from analyses.studies.pressure_modular_addition import losses
+from analyses.studies.schedule_report import figure, page
+from analyses.tools.benching import machine
 from analyses.tools.growth_training import Training
-from analyses.tools.resumable import claim, train
-from analyses.tools.train_modular_addition import Recipe, adamw, pairs, step
+from analyses.tools.options import Out, Runs, Seeds, Smoke
+from analyses.tools.resumable import claim, train, training_seconds
+from analyses.tools.study_files import as_stored, keep
+from analyses.tools.train_modular_addition import Recipe, adamw, fast_logits, loss_of, pairs, step
 from attn_only_lens import expansion as ex
 from attn_only_lens.expansion.expansion import Expansion
+from attn_only_lens.tl import HookedTransformer
 
 Sizes: TypeAlias = tuple[int, int, int, int]
 SIZES = ("d_mlp", "n_heads", "d_model", "d_head")
 RUNGS = (1 / 9, 1 / 3, 1.0)
 KEPT = 3  # one of this many schedules goes on to the next rung
+DIGITS = "%.5g"
 WINDOW = 0.8  # a score averages over the budget's part after this fraction
 INITS = {"own": None, "cancelling": ex.init.cancelling(), "splits": ex.init.splits()}
 
@@ -176,7 +185,6 @@ class Study:
     late: tuple[float, float, float] = (0.1, 0.15, 0.2)
     n_random: int = 28
     n_halving: int = 108
-    n_draws: int = 2
     n_seeds: int = 10
     check_every: int = 5
 
@@ -199,14 +207,12 @@ class Study:
         full, small = self.space.full, self.small
         by_neurons = (full[0], *small[1:])
         by_heads = (*full[:2], *small[2:])
-        few_neurons = (small[0], *full[1:])
         steps = (by_neurons, by_heads, full)
         return {
             "full": Schedule(full),
             "early": Schedule(small, tuple(zip(self.early, steps, strict=True))),
             "late": Schedule(small, tuple(zip(self.late, steps, strict=True))),
             "half": Schedule(small, ((0.5, full),)),
-            "neurons": Schedule(few_neurons, ((self.late[0], full),)),
         }
 
 
@@ -215,9 +221,8 @@ SMOKE = Study(
     steps=36,
     space=Space(((3, 5, 11), (1, 2, 3), (5, 6, 9), (2, 3, 4))),
     small=(5, 2, 6, 4),
-    n_random=7,
-    n_halving=27,
-    n_draws=2,
+    n_random=5,
+    n_halving=9,
     n_seeds=2,
     check_every=2,
 )
@@ -303,6 +308,17 @@ class Plan:
         return self.costs[int(np.searchsorted(ends, number, side="right"))]
 
 
+@torch.no_grad()
+def held_out(model: HookedTransformer, tokens: Tensor, answers: Tensor) -> dict[str, float]:
+    """Return the loss and the accuracy on held-out pairs."""
+    logits = fast_logits(model, tokens)
+    hits = logits.argmax(-1) == answers
+    return {
+        "test_loss": loss_of(logits, answers).item(),
+        "test_accuracy": hits.double().mean().item(),
+    }
+
+
 def score(curve: pd.DataFrame, budget: float, check_every: int) -> float:
     """Return the mean of log10(held-out loss) over the last fifth of a budget."""
     checked = curve[(curve["step"] % check_every == 0) & (curve["flops"] <= budget + 0.5)]
@@ -331,8 +347,7 @@ class Trainer:
     ) -> dict[str, Any]:
         """Train to a rung, and return a row: the schedule, its scores, and the flops."""
         study, plan = self.study, Plan.of(self.study, schedule)
-        data: tuple[Tensor, ...] = pairs(study.recipe(schedule.start, seed))
-        tokens, answers, trained = data
+        tokens, answers, trained = pairs(study.recipe(schedule.start, seed))
         budget = plan.flops
 
         def one(training: Training, number: int) -> dict[str, int]:
@@ -344,7 +359,7 @@ class Trainer:
             plan.until(RUNGS[rung] * budget),
             self.folder / f"{name}-{seed}",
             one,
-            lambda model: losses(model, (tokens, answers, trained)),
+            lambda model: held_out(model, tokens[~trained], answers[~trained]),
             {"flops": 0},
             check_every=study.check_every,
             save_every=10_000 * study.check_every,
@@ -365,6 +380,7 @@ class Trainer:
             "loss": curve["test_loss"].iloc[-1],
             "accuracy": curve["test_accuracy"].iloc[-1],
             "solved": solved.iloc[0] / budget if len(solved) else math.nan,
+            "start_cost": plan.costs[0],
             "flops": curve["flops"].iloc[-1],
             "cpu_seconds": curve["cpu_seconds"].iloc[-1],
         }
@@ -376,39 +392,33 @@ def drawn(study: Study, n: int, seed: int) -> list[Schedule]:
     return [study.space.draw(random) for _ in range(n)]
 
 
-def seeds_of(study: Study, first: int, number: int) -> range:
-    """Return the seeds of a schedule in a search, which no other schedule has."""
-    return range(first + number * study.n_draws, first + (number + 1) * study.n_draws)
-
-
 def searched(
     trainer: Trainer, search: str, schedules: Sequence[Schedule], first: int
 ) -> pd.DataFrame:
-    """Train schedules with the full budget, each with its own seeds."""
+    """Train schedules with the full budget; their seeds start at `first`."""
     rows = [
-        trainer.run(f"{search}-{number}", schedule, seed)
+        trainer.run(f"{search}-{number}", schedule, first + number)
         for number, schedule in enumerate(schedules)
-        for seed in seeds_of(trainer.study, first, number)
     ]
     return pd.DataFrame(rows).assign(search=search)
 
 
 def best(rows: pd.DataFrame, rung: int, n: int = 1) -> list[str]:
-    """Return the names of the schedules with the lowest mean scores at a rung."""
-    means = rows.groupby("name", sort=False)[f"score_{rung}"].mean().dropna()
-    return means.sort_values(kind="stable").index[:n].tolist()
+    """Return the names of the runs with the lowest scores at a rung."""
+    found = rows.set_index("name")[f"score_{rung}"].dropna()
+    return found.sort_values(kind="stable").index[:n].tolist()
 
 
 def halved(trainer: Trainer, schedules: Sequence[Schedule], first: int) -> pd.DataFrame:
     """Return a row for each run of successive halving, with the scores up to its last rung."""
-    rows: dict[tuple[str, int], dict[str, Any]] = {}
-    names = [f"halving-{number}" for number in range(len(schedules))]
+    names = {f"halving-{number}": number for number in range(len(schedules))}
+    rows: dict[str, dict[str, Any]] = {}
+    left = list(names)
     for rung in range(len(RUNGS)):
-        for name in names:
-            number = int(name.split("-")[1])
-            for seed in seeds_of(trainer.study, first, number):
-                rows[name, seed] = trainer.run(name, schedules[number], seed, rung)
-        names = best(pd.DataFrame(rows.values()), rung, max(1, len(names) // KEPT))
+        for name in left:
+            number = names[name]
+            rows[name] = trainer.run(name, schedules[number], first + number, rung)
+        left = best(pd.DataFrame(rows.values()), rung, max(1, len(left) // KEPT))
     return pd.DataFrame(rows.values()).assign(search="halving")
 
 
@@ -440,7 +450,7 @@ def trained(study: Study, folder: Path) -> dict[str, pd.DataFrame]:
     """
     claim(folder / "study.json", json.dumps(asdict(study), indent=2) + "\n")
     handmade, n_rungs = study.handmade(), sum(study.n_halving // KEPT**i for i in range(3))
-    n = (2 * study.n_random + n_rungs) * study.n_draws + study.n_seeds * (len(handmade) + 2)
+    n = 2 * study.n_random + n_rungs + study.n_seeds * (len(handmade) + 2)
     with tqdm(total=n, unit="run", mininterval=10) as bar:
         trainer = Trainer(study, folder, bar.update)
         random = searched(trainer, "random", drawn(study, study.n_random, 1), 1000)
@@ -462,3 +472,31 @@ def trained(study: Study, folder: Path) -> dict[str, pd.DataFrame]:
     evaluation = pd.DataFrame(rows).assign(search="evaluation")
     runs = pd.concat([random, halving, redraws, evaluation], ignore_index=True)
     return {"": runs, "curves": pd.concat(curves, ignore_index=True)}
+
+
+def main(
+    out: Out = Path("out/schedules"),
+    runs_dir: Runs = Path("out/schedule-runs"),
+    n_seeds: Seeds = 10,
+    smoke: Smoke = False,
+) -> None:
+    """Search, evaluate, print; write the page, tables and figure (`study_files.py`)."""
+    warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
+    started = time.perf_counter()
+    study = replace(SMOKE if smoke else Study(), n_seeds=n_seeds)
+    frames = as_stored(trained(study, runs_dir), DIGITS)
+    about = {
+        "study": asdict(study),
+        "step": cost_of_step(study.recipe(study.space.full, 0)),
+        "machine": machine("cpu"),
+        "training_seconds": round(training_seconds(runs_dir)),
+    }
+    text = page(frames[""], json.loads(json.dumps(about)), " --smoke" if smoke else "")
+    typer.echo(text)
+    picture = figure(frames[""], frames["curves"])
+    settings = {"device": "cpu", "smoke": smoke, **about}
+    keep(__file__, out, text, frames, picture, started=started, digits=DIGITS, **settings)
+
+
+if __name__ == "__main__":
+    typer.run(main)
