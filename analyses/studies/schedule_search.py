@@ -183,8 +183,8 @@ class Study:
     small: Sizes = (32, 2, 24, 12)
     early: tuple[float, float, float] = (0.02, 0.05, 0.08)
     late: tuple[float, float, float] = (0.1, 0.15, 0.2)
-    n_random: int = 28
-    n_halving: int = 108
+    n_random: int = 14
+    n_halving: int = 54
     n_seeds: int = 10
     check_every: int = 5
 
@@ -455,14 +455,14 @@ def trained(study: Study, folder: Path) -> dict[str, pd.DataFrame]:
         trainer = Trainer(study, folder, bar.update)
         random = searched(trainer, "random", drawn(study, study.n_random, 1), 1000)
         halving = halved(trainer, drawn(study, study.n_halving, 2), 2000)
+        again = [handmade["early"]] * study.n_random
+        redraws = searched(trainer, "re-draws", again, 3000)
         arms = {"random search": chosen(random), "halving": chosen(halving)} | handmade
         rows = [
             trainer.run(f"evaluation-{arm}", schedule, 5000 + seed) | {"name": arm}
             for seed in range(study.n_seeds)
             for arm, schedule in arms.items()
         ]
-        again = [handmade["early"]] * study.n_random
-        redraws = searched(trainer, "re-draws", again, 3000)
     curves = []
     for row, (arm, schedule) in product(rows, arms.items()):
         if row["name"] == arm:
