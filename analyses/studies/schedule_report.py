@@ -99,7 +99,7 @@ def evaluation_table(runs: pd.DataFrame) -> str:
 def words_table(runs: pd.DataFrame) -> str:
     """Return the schedules of the evaluation in words."""
     firsts = runs[runs["search"] == "evaluation"].drop_duplicates("name").set_index("name")
-    rows = [[arm, in_words(firsts.loc[arm, "schedule"])] for arm in (*FOUND, *HANDMADE)]
+    rows = [[arm, in_words(str(firsts.loc[arm, "schedule"]))] for arm in (*FOUND, *HANDMADE)]
     return markdown(["schedule", "sizes at the start; growths (initialization)"], rows)
 
 
