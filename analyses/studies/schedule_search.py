@@ -183,8 +183,8 @@ class Study:
     small: Sizes = (32, 2, 24, 12)
     early: tuple[float, float, float] = (0.02, 0.05, 0.08)
     late: tuple[float, float, float] = (0.1, 0.15, 0.2)
-    n_random: int = 14
-    n_halving: int = 54
+    n_random: int = 28
+    n_halving: int = 108
     n_seeds: int = 10
     check_every: int = 5
 
@@ -319,6 +319,14 @@ def held_out(model: HookedTransformer, tokens: Tensor, answers: Tensor) -> dict[
     }
 
 
+def already(folder: Path, until: int) -> pd.DataFrame | None:
+    """Return the curve of a run that has done these steps; None if it has not."""
+    path = folder / "curve.csv"
+    curve = pd.read_csv(path) if path.exists() else pd.DataFrame({"step": [-1]})
+    done = curve["step"].iloc[-1] >= until and (folder / "checkpoint.safetensors").exists()
+    return curve[curve["step"] <= until] if done else None
+
+
 def score(curve: pd.DataFrame, budget: float, check_every: int) -> float:
     """Return the mean of log10(held-out loss) over the last fifth of a budget."""
     checked = curve[(curve["step"] % check_every == 0) & (curve["flops"] <= budget + 0.5)]
@@ -354,17 +362,20 @@ class Trainer:
             step(training.model, training.optimizer, tokens[trained], answers[trained])
             return {"flops": plan.cost_at(number)}
 
-        curve = train(
-            self.training(schedule, plan, seed),
-            plan.until(RUNGS[rung] * budget),
-            self.folder / f"{name}-{seed}",
-            one,
-            lambda model: held_out(model, tokens[~trained], answers[~trained]),
-            {"flops": 0},
-            check_every=study.check_every,
-            save_every=10_000 * study.check_every,
-            tick=lambda _: None,
-        )
+        until, folder = plan.until(RUNGS[rung] * budget), self.folder / f"{name}-{seed}"
+        curve = already(folder, until)
+        if curve is None:
+            curve = train(
+                self.training(schedule, plan, seed),
+                until,
+                folder,
+                one,
+                lambda model: held_out(model, tokens[~trained], answers[~trained]),
+                {"flops": 0},
+                check_every=study.check_every,
+                save_every=10_000 * study.check_every,
+                tick=lambda _: None,
+            )
         self.tick(1)
         solved = curve.loc[curve["test_accuracy"] >= 0.99, "flops"]
         scores = {

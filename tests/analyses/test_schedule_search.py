@@ -132,6 +132,9 @@ def test_a_run_that_stops_at_a_rung_is_the_beginning_of_a_longer_run(tmp_path):
     parts, whole = (search.Trainer(STUDY, tmp_path / name) for name in ("parts", "whole"))
     scores = [parts.run("a", schedule, 5, rung) for rung in range(3)]
     at_once = whole.run("a", schedule, 5)
+    assert [parts.run("a", schedule, 5, rung)["score_0"] for rung in range(3)] == [
+        at_once["score_0"]
+    ] * 3  # what has been done is read, and not done again
     for rung, row in enumerate(scores):
         for earlier in range(rung + 1):
             assert row[f"score_{earlier}"] == at_once[f"score_{earlier}"]
