@@ -334,26 +334,30 @@ def answer(runs: pd.DataFrame) -> str:
         for arm in FOUND
     ]
     curses = [curse(runs, arm)[0] for arm in FOUND]
-    gaps = gap(runs, "random"), gap(runs, "re-draws")
+    schedules, seeds = (spread(runs, search)[0] for search in ("random", "re-draws"))
     luck = (
-        " So luck with seeds can explain most of what a search with single runs finds."
-        if gaps[1] >= gaps[0] / 2
+        " So a search with one run for each schedule mostly selects lucky seeds."
+        if seeds**2 >= schedules**2 / 2
         else ""
     )
-    return fill(
+    handmade = t_interval(wide[rival] - wide["full"])
+    text = (
         f"{'Yes' if yes else 'No'}. On {len(wide)} new seeds, {parts[0]}; {parts[1]}. "
-        "Differences are in powers of ten of the held-out loss, and negative differences are "
-        "better. The winner's curse: the two schedules' scores were better in the searches, by "
-        f"{curses[0]:.1f} and {curses[1]:.1f}. The best run of random search is better than its "
-        f"mean run by {gaps[0]:.1f}. In as many runs of one schedule with different seeds, this "
-        f"gap is {gaps[1]:.1f}.{luck}",
-        100 - len("**Answer.** "),
+        f'"{rival}" is {relation(handmade)} full size from the start ({said(*handmade)}). '
+        "Differences are in powers of ten of the held-out loss; negative differences are better. "
+        "In the searches, the scores of the two chosen schedules were better than on new seeds, by "
+        f"{curses[0]:.1f} and {curses[1]:.1f} (the winner's curse). Random schedules, each with a "
+        f"seed, have scores with a standard deviation of {schedules:.2f}; one schedule with as "
+        f"many seeds has {seeds:.2f}.{luck}"
     )
+    return fill("**Answer.** " + text, 100)
 
 
 def page(runs: pd.DataFrame, about: Mapping[str, Any], flag: str) -> str:
     """Return the page of a run, from its table."""
     study = about["study"]
+    full = runs[(runs["search"] == "evaluation") & (runs["name"] == "full")]
+    solved = full["solved"].notna().sum()
     return PAGE.format(
         modulus=study["modulus"],
         percent=round(100 * study["train_fraction"]),
@@ -373,6 +377,7 @@ def page(runs: pd.DataFrame, about: Mapping[str, Any], flag: str) -> str:
         gaps=f"{gap(runs, 'random'):.2f} in random search and {gap(runs, 're-draws'):.2f}",
         spreads=f"{said(*spread(runs, 'random'))} over random schedules, "
         f"{said(*spread(runs, 're-draws'))} over seeds",
+        solved=f"full size from the start solves the task with {solved} of {len(full)} new seeds",
         within=f"{spread_within(runs):.2f}",
         correlations=correlations_table(runs),
         factors=factors_table(runs),
@@ -404,13 +409,14 @@ PAGE = """# Does it pay to search for a growth schedule?
 model grow, in which sizes, and how much? Is the best schedule that a search finds better than
 hand-made schedules, at equal flops and on new seeds?
 
-**Answer.** {answer}
+{answer}
 
-**Caution.** One task, one layer, and a space of small models; each schedule has one seed in a
-search. The best hand-made schedule is chosen by the scores that it is then compared with, so it has
-a small advantage. Fractions of the budget are fixed: halving sees the beginning of each schedule,
-often before it grows. Equal flops are not equal time, because small matrices are slow: see the
-table's last column.
+**Caution.** One task, one layer, and a space of small models. The budget is tight: {solved}. Each
+schedule has one seed in a search; more seeds for fewer schedules may find better ones. The best
+hand-made schedule is chosen by the scores that it is then compared with, so it has a small
+advantage. Growths are at fractions of the full budget: halving sees the beginning of each schedule,
+often before it grows. Equal flops are not equal time, because small matrices are slow ("processor
+seconds" in the table of new seeds).
 
 A one-layer transformer learns addition modulo {modulus} on {percent} % of all pairs. Every run has
 the same budget: {budget} Gflop of matrix products, or {steps} steps at full size.
@@ -449,8 +455,9 @@ is over new seeds.
 {curse}
 
 The best run is better than the mean run by {gaps} in the
-re-draws. The standard deviation of scores is {spreads} of "early" (χ² intervals); over seeds of one
-schedule, pooled over the schedules of the evaluation, it is {within}.
+re-draws. The standard deviation of scores is {spreads}
+of "early" (χ² intervals), and {within} over seeds of one schedule, pooled over the schedules of the
+evaluation.
 
 ## Do small budgets predict the full budget?
 

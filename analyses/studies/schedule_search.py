@@ -55,6 +55,9 @@ one seed each (scores from .7 to -2.6), and the hand-made ones with seed 901: "f
 -2.2, "late" -3.5, "half" -5.0. In `growth_modular_addition.md`, a small start saved
 flops in two of three seeds.
 
+The number of schedules was 42, 28, 14 and again 28, because the machine was busy and then free. No
+score was seen before the last change.
+
     python -m analyses.studies.schedule_search --out analyses/results
 """
 
