@@ -377,7 +377,7 @@ def page(runs: pd.DataFrame, about: Mapping[str, Any], flag: str) -> str:
         gaps=f"{gap(runs, 'random'):.2f} in random search and {gap(runs, 're-draws'):.2f}",
         spreads=f"{said(*spread(runs, 'random'))} over random schedules, "
         f"{said(*spread(runs, 're-draws'))} over seeds",
-        solved=f"full size from the start solves the task with {solved} of {len(full)} new seeds",
+        caution=fill(f"**Caution.** {CAUTION}".format(solved=solved, n=len(full)), 100),
         within=f"{spread_within(runs):.2f}",
         correlations=correlations_table(runs),
         factors=factors_table(runs),
@@ -403,6 +403,14 @@ def _list(values: Any) -> str:
     return ", ".join(map(str, values))
 
 
+CAUTION = """One task, one layer, and a space of small models. The budget is tight: full size from
+the start solves the task with {solved} of {n} new seeds, and most losses still fall at the end. Each
+schedule has one seed in a search; more seeds for fewer schedules may find better ones. The best
+hand-made schedule is chosen by the scores that it is then compared with, so it has a small
+advantage. Growths are at fractions of the full budget: halving sees the beginning of each schedule,
+often before it grows. Equal flops are not equal time, because small matrices are slow ("processor
+seconds" in the table of new seeds)."""
+
 PAGE = """# Does it pay to search for a growth schedule?
 
 **Question.** Section 5 of the growth paper proposes architecture search for growth: when does a
@@ -411,12 +419,7 @@ hand-made schedules, at equal flops and on new seeds?
 
 {answer}
 
-**Caution.** One task, one layer, and a space of small models. The budget is tight: {solved}. Each
-schedule has one seed in a search; more seeds for fewer schedules may find better ones. The best
-hand-made schedule is chosen by the scores that it is then compared with, so it has a small
-advantage. Growths are at fractions of the full budget: halving sees the beginning of each schedule,
-often before it grows. Equal flops are not equal time, because small matrices are slow ("processor
-seconds" in the table of new seeds).
+{caution}
 
 A one-layer transformer learns addition modulo {modulus} on {percent} % of all pairs. Every run has
 the same budget: {budget} Gflop of matrix products, or {steps} steps at full size.
