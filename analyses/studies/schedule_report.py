@@ -405,8 +405,8 @@ def _list(values: Any) -> str:
 
 CAUTION = """One task, one layer, and a space of small models. The budget is tight: full size from
 the start solves the task with {solved} of {n} new seeds, and most losses still fall at the end.
-Each schedule has one seed in a search; more seeds for fewer schedules may find better ones. The best
-hand-made schedule is chosen by the scores that it is then compared with, so it has a small
+Each schedule has one seed in a search; more seeds for fewer schedules may find better ones. The
+best hand-made schedule is chosen by the scores that it is then compared with, so it has a small
 advantage. Growths are at fractions of the full budget: halving sees the beginning of each schedule,
 often before it grows. Equal flops are not equal time, because small matrices are slow ("processor
 seconds" in the table of new seeds)."""
