@@ -37,10 +37,20 @@ forward pass over the memory tokens, from layer to layer. With u_n of an unchang
 instead ("uncorrected"), the error is O(1/c) under a norm, which shrinks what was written; without a
 norm, the error does not depend on c. Positions in scores (rotary, relative) would change a memory
 token's score with the distance: they are not supported.
+
+**A persistent vector as a head** (`split`). A head's output is a sum over the rows that it attends
+to. Let some vectors of head H leave it: its values at their memory rows become 0, and for each of
+them, a new head has the queries and keys of H, W_O of H, and a value that is 0 in all rows except
+in memory row n. The new head's pattern is a copy of H's pattern, its only value is value_n, and its
+output is p_n value_n W_O. The sum of the outputs is the same. So one persistent vector becomes a
+head with a name, which every tool can read; its weights are computed together with all others of
+H, because each copy computes the whole softmax.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -60,6 +70,7 @@ from attn_only_lens.tl import (
 )
 
 NormName = Literal["LN", "RMS"]
+Split: TypeAlias = Sequence[tuple[int, int, int]]
 
 
 def neuron_layer(
@@ -199,7 +210,7 @@ def normalised(x: Tensor, norm: NormName | None, eps: float) -> Tensor:
 
 @torch.no_grad()
 def as_memory_tokens(
-    model: AllAttentionModel, c: float, *, corrected: bool = True
+    model: AllAttentionModel, c: float, *, corrected: bool = True, split: Split = ()
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the configuration and weights of the attention-only model with memory tokens.
 
@@ -210,6 +221,8 @@ def as_memory_tokens(
         model: the weights of the all-attention model.
         c: the size of the memory tokens' embeddings.
         corrected: whether to take into account what heads write to memory rows.
+        split: the persistent vectors that become heads, as (layer, head, vector). In their layers,
+            they follow the H ordinary heads, in this order; other layers get heads of zeros.
 
     Returns:
         The configuration, and weights with the names of a HookedTransformer.
@@ -219,6 +232,7 @@ def as_memory_tokens(
     shrink = 1.0 if model.norm is None else (h / wide) ** 0.5
     new = model.W_E.new_zeros(N, N + 1)
     new[:, :N], new[:, N] = c * torch.eye(N).to(new), -c
+    most = max(Counter(number for number, _, _ in split).values(), default=0)
     written = new.new_zeros(N, h)  # what heads have written to memory rows so far
     state = {
         "embed.W_E": torch.cat(
@@ -236,6 +250,8 @@ def as_memory_tokens(
         rows = normalised(torch.cat([written, new], dim=1), model.norm, model.eps * h / wide)
         rows = rows * gain + shift
         attention = _attention_state(model, layer, rows)
+        chosen = [(head, vector) for at, head, vector in split if at == number]
+        attention = _split(attention, layer, rows, chosen, most)
         if corrected:
             written = written + _written(model, layer, rows[:, :h])
         zeros = {"W_in": (wide, 1), "b_in": (1,), "W_out": (1, wide), "b_out": (wide,)}
@@ -250,7 +266,7 @@ def as_memory_tokens(
     cfg = {
         "n_layers": len(model.layers),
         "d_model": wide,
-        "n_heads": len(heads),
+        "n_heads": len(heads) + most,
         "d_head": heads.shape[2],
         "d_mlp": 1,
         "n_ctx": N + len(model.W_pos),
@@ -303,6 +319,29 @@ def _attention_state(
     return state
 
 
+def _split(
+    state: dict[str, Tensor],
+    layer: Layer,
+    rows: Float[Tensor, "vector wide"],
+    chosen: Sequence[tuple[int, int]],
+    most: int,
+) -> dict[str, Tensor]:
+    """Return a layer's weights with (head, vector) pairs as heads, and `most` more heads in all."""
+    h, n_heads = layer.W_Q.shape[1], len(layer.W_Q)
+    per_head = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V")
+    state = {name: x.clone() for name, x in state.items()}
+    for name in per_head:
+        zeros = state[name].new_zeros(most, *state[name].shape[1:])
+        state[name] = torch.cat([state[name], zeros])
+    for new, (head, vector) in enumerate(chosen, start=n_heads):
+        for name in ("W_Q", "W_K", "W_O", "b_Q", "b_K"):
+            state[name][new] = state[name][head]
+        written = layer.value[head, vector] / rows[vector, h + vector]
+        state["W_V"][new, h + vector] = written
+        state["W_V"][head, h + vector] -= written
+    return state
+
+
 def _written(
     model: AllAttentionModel, layer: Layer, rows: Float[Tensor, "vector d_model"]
 ) -> Float[Tensor, "vector d_model"]:
@@ -319,15 +358,23 @@ def loaded(
     c: float = 1e3,
     *,
     corrected: bool = True,
+    split: Split = (),
     dtype: torch.dtype = torch.float64,
 ) -> Any:
     """Return the model with memory tokens, as TransformerLens loads it.
+
+    Args:
+        model: the weights of the all-attention model.
+        c: as in `as_memory_tokens`.
+        corrected: as in `as_memory_tokens`.
+        split: as in `as_memory_tokens`.
+        dtype: of the result; its weights are computed in float64.
 
     Returns:
         A TransformerBridge from `boot_native` with transformer-lens 4; with 3.9, a
         HookedTransformer.
     """
-    cfg, state = as_memory_tokens(model, c, corrected=corrected)
+    cfg, state = as_memory_tokens(model, c, corrected=corrected, split=split)
     if HAS_HOOKED_TRANSFORMER:
         with quiet():
             made = HookedTransformer(
