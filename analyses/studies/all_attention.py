@@ -32,47 +32,96 @@ in `train_attention_only.py`). Figures are means over seeds.
 2.  "neither" ends at least 3 % above "mlp", and "all-attention" closes at least half of this gap.
 3.  Heads of "all-attention" give more than half of their weight to persistent vectors, in both
     layers; and more in the second layer than in the first.
-4.  At a token, a head uses few of its vectors: the exponential of the entropy of p_n / Σ p_n is less
-    than 48, a quarter of N, in both layers.
-5.  Deleting all vectors of a layer costs more than 0.5 nats in each layer. Deleting one vector costs
-    less than 0.001 nats in the median over vectors.
+4.  At a token, a head uses few of its vectors: the exponential of the entropy of p_n / Σ p_n is
+    less than 48, a quarter of N, in both layers.
+5.  Deleting all vectors of a layer costs more than 0.5 nats in each layer. Deleting one vector
+    costs less than 0.001 nats in the median over vectors.
 6.  Costs of zeroed and of deleted vectors have the same order (Spearman's ρ > .8 over vectors).
 7.  A vector's own score a_n explains more than half of the variance over tokens of log p_n, in the
     median over vectors; the rest is the denominator, which all vectors of the head share.
-8.  Vectors are no more interchangeable than neurons: the strongest tenth of the vectors (by the cost
-    of zeroing, on half of the texts) has more than half of the summed positive costs on the other
-    half.
+8.  Vectors are no more interchangeable than neurons: the strongest tenth of the vectors (by the
+    cost of zeroing, on half of the texts) has more than half of the summed positive costs on the
+    other half.
+
+Added after the first runs, because "all-attention" ended far above "mlp": the arm "all-attention,
+unscaled" has the same initial weights, but keys and values themselves are the parameters. In the
+paper, parameters are key_n / √d_head and value_n / √N; a step of AdamW then moves values 14 times
+as far. It has no prediction.
 
     python -m analyses.studies.all_attention --out analyses/results
 """
 
-from dataclasses import dataclass, field
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import torch
+import typer
 from torch import nn
+from tqdm import tqdm
+from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
+from analyses.studies import all_attention_identities as identities
+from analyses.studies import all_attention_measures as measures
+from analyses.studies import all_attention_models as constructions
 from analyses.studies import attention_only_models as models
-from analyses.studies.train_attention_only import Text
+from analyses.studies.all_attention_report import figure, page
+from analyses.studies.all_attention_tools import Reading, checks, refusals, strongest
+from analyses.studies.train_attention_only import Text, late, slug, train
+from analyses.tools import train_small_english as english
+from analyses.tools.benching import machine
+from analyses.tools.options import Device, Out, Runs, Seeds, Smoke
+from analyses.tools.resumable import claim
+from analyses.tools.study_files import as_stored, keep
 
+DIGITS = "%.4g"
+SEED_OF_SEARCH = 100
 ARMS: dict[str, tuple[models.Kind, float]] = {
     "mlp": ("mlp", 1),
     "mlp, an eighth": ("mlp", 1 / 8),
     "all-attention": ("all-attention", 1),
     "all-attention, an eighth": ("all-attention", 1 / 8),
+    "all-attention, unscaled": ("all-attention", 1),
     "neither": ("all-attention", 0),
 }
 """The kind of each arm, and its neurons, or persistent vectors per head, per neuron of the MLP."""
-SEED_OF_SEARCH = 100
+
+
+class Unscaled(models.AllAttention):
+    """An all-attention layer whose parameters are the persistent keys and values themselves."""
+
+    def __init__(self, scaled: models.AllAttention) -> None:
+        nn.Module.__init__(self)
+        self.n_heads, self.d_head = scaled.n_heads, scaled.d_head
+        self.c_attn, self.c_proj = scaled.c_attn, scaled.c_proj
+        self.scaled_key = nn.Parameter(scaled.key.detach().clone())
+        self.scaled_value = nn.Parameter(scaled.value.detach().clone())
+
+    @property
+    def key(self) -> Any:
+        """The persistent keys."""
+        return self.scaled_key
+
+    @property
+    def value(self) -> Any:
+        """The persistent values."""
+        return self.scaled_value
 
 
 @dataclass(frozen=True)
 class English(Text):
-    """The task of predicting Small English texts, with this study's arms."""
+    """The task of predicting Small English texts, for one arm.
 
-    @property
-    def arms(self) -> tuple[str, ...]:
-        """The arms that are trained."""
-        return tuple(ARMS)
+    Attributes:
+        arm: the arm.
+    """
+
+    arm: str = "mlp"
 
     def neurons(self, arm: str) -> tuple[models.Kind, int]:
         """Return the kind of an arm, and its number of neurons, or N."""
@@ -81,16 +130,16 @@ class English(Text):
 
     def model(self, kind: models.Kind, n_neurons: int, seed: int) -> nn.Module:
         """Return an untrained model; N may be 0."""
-        if n_neurons:
-            return super().model(kind, n_neurons, seed)
-        model = super().model(kind, 1, seed)
-        for sublayer in models.sublayers_of(model):
-            assert isinstance(sublayer, models.AllAttention)
-            for name in ("scaled_key", "scaled_value"):
-                setattr(
-                    sublayer, name, nn.Parameter(torch.zeros_like(getattr(sublayer, name))[:, :0])
-                )
-        return model
+        model: Any = super().model(kind, n_neurons or 1, seed)
+        if self.arm == "all-attention, unscaled":
+            for block in model.transformer.h:
+                block.attn = Unscaled(block.attn)
+        if not n_neurons:
+            for sublayer in models.sublayers_of(model):
+                assert isinstance(sublayer, models.AllAttention)
+                sublayer.scaled_key = nn.Parameter(sublayer.scaled_key.detach()[:, :0])
+                sublayer.scaled_value = nn.Parameter(sublayer.scaled_value.detach()[:, :0])
+        return model  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -101,6 +150,125 @@ class Study:
         default_factory=lambda: English(48, 4, 192, 1200, 480, 12, (8e-3, 1.6e-2, 3.2e-2), 50)
     )
     n_seeds: int = 5
+    batches: int = 8  # held-out batches, for measures of single vectors
+    every: int = 8  # every 8th vector or neuron is left out alone
+    per_layer: int = 6  # vectors of each layer that become heads, to be read by the tools
+    task: str = "number, prepositional"
 
 
-SMOKE = Study(English(8, 2, 16, 4, 2, 2, (1e-2,), 2, n_layers=2, rows=3, n_held_out=2, prompts=5))
+SMOKE = Study(
+    English(8, 2, 16, 4, 2, 2, (1e-2,), 2, n_layers=2, rows=3, n_held_out=2, prompts=5),
+    n_seeds=2,
+    batches=2,
+    per_layer=2,
+)
+
+
+def trained(
+    study: Study, folder: Path, device: str
+) -> Iterator[tuple[str, int, Any, pd.DataFrame, pd.DataFrame]]:
+    """Yield arm, seed, model, curve and search of every arm with every seed."""
+    claim(folder / "study.txt", f"{replace(study, n_seeds=0).text!r}\n")
+    total = len(ARMS) * (len(study.text.lrs) + study.n_seeds)
+    with tqdm(total=total, unit="run") as bar:
+        for arm in ARMS:
+            task = replace(study.text, arm=arm)
+            run = partial(_run, bar, task, folder, device)
+            curves = [run(SEED_OF_SEARCH, lr, task.search_steps)[1] for lr in task.lrs]
+            search = pd.DataFrame({"lr": task.lrs, "loss": [late(curve) for curve in curves]})
+            search["seconds"] = [curve["seconds"].iloc[-1] for curve in curves]
+            best = float(search["lr"][search["loss"].idxmin()])
+            for seed in range(study.n_seeds):
+                yield arm, seed, *run(seed, best, task.steps), search
+
+
+def _run(
+    bar: Any, task: English, folder: Path, device: str, seed: int, lr: float, steps: int
+) -> tuple[nn.Module, pd.DataFrame]:
+    bar.set_description(f"{task.arm}, seed {seed}, lr {lr:g}")
+    into = folder / slug("text", task.arm, seed, lr)
+    done = train(task, task.arm, seed, lr, steps, into, device)
+    bar.update()
+    return done
+
+
+def measured(study: Study, folder: Path, device: str) -> tuple[dict[str, pd.DataFrame], list[Any]]:
+    """Train and measure every arm; return frames by name, and the models of seed 0 by arm."""
+    collected: dict[str, list[pd.DataFrame]] = {}
+    kept: dict[str, Any] = {}
+    held_out = study.text._pool(0, english.SEED_OF_HELD_OUT)
+    batches = [batch.to(device) for batch in held_out[: study.batches]]
+    for arm, seed, model, curve, search in trained(study, folder, device):
+        frames = {"": curve}
+        kind, n_vectors = study.text.neurons(arm)
+        with torch.no_grad():
+            if arm in ("mlp", "all-attention", "all-attention, unscaled"):
+                frames["single"] = measures.single_costs(model, batches, study.every)
+            if kind == "all-attention" and n_vectors:
+                frames["usage"] = measures.usage(model, batches)
+                frames["layers"] = measures.layer_costs(model, batches)
+        if seed == 0:
+            kept[arm] = model
+            frames["search"] = search
+        for part, frame in frames.items():
+            collected.setdefault(part, []).append(frame.assign(arm=arm, seed=seed))
+    joined = {part: pd.concat(frames, ignore_index=True) for part, frames in collected.items()}
+    with torch.no_grad():
+        joined["promoted"] = measures.promoted(kept["all-attention"], batches, 8)
+    return joined, [kept["mlp"], kept["all-attention"]]
+
+
+def read(study: Study, mlp: Any, model: Any) -> dict[str, pd.DataFrame]:
+    """Return the frames of what is exact, and of what the tools say, for the models of seed 0."""
+    weights = constructions.weights_of(model)
+    asked = english.questions(study.text.prompts)[study.task]
+    of = english.tokenizer()
+    clean, corrupted = (
+        of(texts[0], return_tensors="pt")["input_ids"][0]
+        for texts in (asked.clean, asked.corrupted)
+    )
+    (right,), (wrong,) = asked.answers[0], asked.wrong[0]
+    plain = models.in_package(mlp.double())
+    bridge = build_bridge_from_module(plain, "GPT2LMHeadModel", hf_config=plain.config)
+    split = strongest(weights, clean, (right, wrong), study.per_layer)
+    reading = Reading(weights, split, clean, corrupted, (right, wrong))
+    rms, none = (identities.drawn(norm) for norm in ("RMS", None))
+    few = torch.tensor([3, 1, 4, 1, 5, 9])
+    sizes = [
+        identities.by_size("trained, LayerNorm", weights, clean),
+        identities.by_size("random, RMSNorm", rms, few),
+        identities.by_size("random, no norm", none, few),
+    ]
+    return {
+        "remark": pd.DataFrame(identities.from_mlp(mlp, bridge, clean)),
+        "gates": identities.of_gates(),
+        "vectors": pd.DataFrame(identities.of_vectors(weights, clean)),
+        "ranks": identities.ranks(weights, mlp),
+        "memory": pd.concat(sizes, ignore_index=True),
+        "tools": pd.DataFrame(check.row() for check in checks(reading)),
+        "refusals": refusals(reading),
+    }
+
+
+def main(
+    out: Out = Path("out/all-attention"),
+    runs_dir: Runs = Path("out/all-attention-runs"),
+    device: Device = "cpu",
+    n_seeds: Seeds = 5,
+    smoke: Smoke = False,
+) -> None:
+    """Train, measure, print; write the page, tables and figure (`study_files.py`)."""
+    warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
+    started = time.perf_counter()
+    study = replace(SMOKE if smoke else Study(), n_seeds=n_seeds)
+    frames, kept = measured(study, runs_dir, device)
+    frames = as_stored(frames | read(study, *kept), DIGITS)
+    about = {"study": asdict(study), "machine": machine(device)}
+    text = page(frames, about, " --smoke" if smoke else "")
+    typer.echo(text)
+    settings = {"device": device, "smoke": smoke, **about}
+    keep(__file__, out, text, frames, figure(frames), started=started, digits=DIGITS, **settings)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -146,7 +146,7 @@ def single_costs(model: Any, batches: Sequence[Tensor], every: int) -> pd.DataFr
     Args:
         model: the model.
         batches: texts.
-        every: vectors 0, `every`, 2 `every`, … of each head, or such neurons, are left out, each alone.
+        every: each `every`-th vector of a head, or neuron, is left out alone.
 
     Returns:
         A frame with `layer`, `head`, `vector` (or neuron), and the growth of the loss on the first
@@ -198,9 +198,9 @@ def summary_of(costs: pd.DataFrame) -> dict[str, float]:
 def promoted(model: Any, batches: Sequence[Tensor], k: int) -> pd.DataFrame:
     """Return what the vectors with the largest mean weight read and write in the last layer.
 
-    Columns: `head`, `vector`, `weight` (the mean of p_n); `reads`, the tokens at which p_n is largest on
-    average over their occurrences (at least three); `writes`, the tokens whose logits value_n W_O raises
-    most (with the last norm's gain, and its scale held).
+    Columns: `head`, `vector`, `weight` (the mean of p_n); `reads`, the tokens at which p_n is
+    largest on average (over three occurrences or more); `writes`, the tokens whose logits
+    value_n W_O raises most (with the last norm's gain, and its scale held).
     """
     sublayer = sublayers_of(model)[-1]
     assert isinstance(sublayer, AllAttention)

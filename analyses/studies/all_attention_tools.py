@@ -510,7 +510,7 @@ def _files(r: Reading) -> Iterator[Check]:
         r.host,
         r.names,
         [prompt[0].tolist(), r.prompt(r.corrupted)[0].tolist()],
-        k=len(prompt[0]),
+        k=2 * len(prompt[0]),  # all tokens, because memory rows have large weights
         progress=False,
     )
     frame = statistics.frame().query("position >= @N")  # memory rows are no text
