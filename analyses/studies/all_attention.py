@@ -18,7 +18,7 @@ chosen with another seed.
     mlp                         192 SiLU neurons a layer
     mlp, an eighth              24 neurons
     all-attention               192 persistent vectors in each head: the parameters of "mlp"
-    all-attention, an eighth    24 persistent vectors in each head
+    all-attention, an eighth    24 persistent vectors in each head (not trained, for lack of time)
     neither                     ordinary attention alone
 
 Let a_n = q·key_n / √d_head be the score of persistent vector n of a head at a token, and p_n its
@@ -71,13 +71,14 @@ from analyses.studies import all_attention_measures as measures
 from analyses.studies import all_attention_models as constructions
 from analyses.studies import attention_only_models as models
 from analyses.studies.all_attention_report import figure, page
-from analyses.studies.all_attention_tools import Reading, checks, refusals, strongest
+from analyses.studies.all_attention_tools import Reading, checks, every_vector, refusals, strongest
 from analyses.studies.train_attention_only import Text, late, slug, train
 from analyses.tools import train_small_english as english
 from analyses.tools.benching import machine
 from analyses.tools.options import Device, Out, Runs, Seeds, Smoke
 from analyses.tools.resumable import claim
 from analyses.tools.study_files import as_stored, keep
+from attn_only_lens.storage import write_text
 
 DIGITS = "%.4g"
 SEED_OF_SEARCH = 100
@@ -85,8 +86,6 @@ ARMS: dict[str, tuple[models.Kind, float]] = {
     "mlp": ("mlp", 1),
     "mlp, an eighth": ("mlp", 1 / 8),
     "all-attention": ("all-attention", 1),
-    "all-attention, an eighth": ("all-attention", 1 / 8),
-    "all-attention, unscaled": ("all-attention", 1),
     "neither": ("all-attention", 0),
 }
 """The kind of each arm, and its neurons, or persistent vectors per head, per neuron of the MLP."""
@@ -150,10 +149,10 @@ class Study:
         default_factory=lambda: English(48, 4, 192, 1200, 480, 12, (8e-3, 1.6e-2, 3.2e-2), 50)
     )
     n_seeds: int = 5
-    batches: int = 8  # held-out batches, for measures of single vectors
-    every: int = 8  # every 8th vector or neuron is left out alone
+    batches: int = 4  # held-out batches, for measures of single vectors
+    every: int = 24  # every 24th vector or neuron is left out alone
     per_layer: int = 6  # vectors of each layer that become heads, to be read by the tools
-    task: str = "number, prepositional"
+    task: str = "number, simple"
 
 
 SMOKE = Study(
@@ -168,7 +167,7 @@ def trained(
     study: Study, folder: Path, device: str
 ) -> Iterator[tuple[str, int, Any, pd.DataFrame, pd.DataFrame]]:
     """Yield arm, seed, model, curve and search of every arm with every seed."""
-    claim(folder / "study.txt", f"{replace(study, n_seeds=0).text!r}\n")
+    claim(folder / "study.txt", f"{replace(study, n_seeds=0)!r}\n")
     total = len(ARMS) * (len(study.text.lrs) + study.n_seeds)
     with tqdm(total=total, unit="run") as bar:
         for arm in ARMS:
@@ -193,20 +192,16 @@ def _run(
 
 
 def measured(study: Study, folder: Path, device: str) -> tuple[dict[str, pd.DataFrame], list[Any]]:
-    """Train and measure every arm; return frames by name, and the models of seed 0 by arm."""
+    """Train and measure every arm; return frames by name, and the models of seed 0 to read."""
     collected: dict[str, list[pd.DataFrame]] = {}
     kept: dict[str, Any] = {}
     held_out = study.text._pool(0, english.SEED_OF_HELD_OUT)
     batches = [batch.to(device) for batch in held_out[: study.batches]]
     for arm, seed, model, curve, search in trained(study, folder, device):
-        frames = {"": curve}
-        kind, n_vectors = study.text.neurons(arm)
-        with torch.no_grad():
-            if arm in ("mlp", "all-attention", "all-attention, unscaled"):
-                frames["single"] = measures.single_costs(model, batches, study.every)
-            if kind == "all-attention" and n_vectors:
-                frames["usage"] = measures.usage(model, batches)
-                frames["layers"] = measures.layer_costs(model, batches)
+        frames = {
+            "": curve,
+            **stored(study, folder / slug("measured", arm, seed), arm, model, batches),
+        }
         if seed == 0:
             kept[arm] = model
             frames["search"] = search
@@ -216,6 +211,26 @@ def measured(study: Study, folder: Path, device: str) -> tuple[dict[str, pd.Data
     with torch.no_grad():
         joined["promoted"] = measures.promoted(kept["all-attention"], batches, 8)
     return joined, [kept["mlp"], kept["all-attention"]]
+
+
+@torch.no_grad()
+def stored(
+    study: Study, folder: Path, arm: str, model: Any, batches: list[torch.Tensor]
+) -> dict[str, pd.DataFrame]:
+    """Measure a model, or read what was measured from a folder."""
+    kind, n_vectors = study.text.neurons(arm)
+    calls: dict[str, Any] = {}
+    if kind == "all-attention" and n_vectors:
+        calls = {"usage": measures.usage, "layers": measures.layer_costs}
+    if arm in ("mlp", "all-attention"):
+        calls["single"] = partial(measures.single_costs, every=study.every)
+    frames = {}
+    for part, call in calls.items():
+        path = folder / f"{part}.csv"
+        if not path.exists():
+            write_text(path, call(model, batches).to_csv(index=False))
+        frames[part] = pd.read_csv(path)
+    return frames
 
 
 def read(study: Study, mlp: Any, model: Any) -> dict[str, pd.DataFrame]:
@@ -246,6 +261,7 @@ def read(study: Study, mlp: Any, model: Any) -> dict[str, pd.DataFrame]:
         "ranks": identities.ranks(weights, mlp),
         "memory": pd.concat(sizes, ignore_index=True),
         "tools": pd.DataFrame(check.row() for check in checks(reading)),
+        "every": every_vector(reading),
         "refusals": refusals(reading),
     }
 

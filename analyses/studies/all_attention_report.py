@@ -14,12 +14,11 @@ from analyses.tools.study_files import t_interval, verdict
 __all__ = ["figure", "page"]
 
 Frames: TypeAlias = Mapping[str, pd.DataFrame]
-PERSISTENT = ("all-attention", "all-attention, an eighth", "all-attention, unscaled")
+UNSCALED = "all-attention, unscaled"
 COLOURS = {
     "mlp": "black",
     "mlp, an eighth": "grey",
     "all-attention": "C4",
-    "all-attention, an eighth": "C9",
     "all-attention, unscaled": "C1",
     "neither": "C3",
 }
@@ -156,7 +155,7 @@ def losses_table(frames: Frames) -> str:
 def usage_table(frames: Frames) -> str:
     """Return a row for each arm with persistent vectors, and layer."""
     rows = []
-    for arm in PERSISTENT:
+    for arm in frames["usage"]["arm"].unique():
         parts = {name: used(frames, name, arm) for name in ("weight", "effective", "explained")}
         costs = {kind: layer_cost(frames, kind, arm) for kind in ("deleted", "zeroed")}
         for layer in parts["weight"]:
@@ -186,7 +185,7 @@ def usage_table(frames: Frames) -> str:
 def singles_table(frames: Frames) -> str:
     """Return a row for each arm whose neurons or vectors were left out one by one."""
     rows = []
-    for arm in ("mlp", "all-attention", "all-attention, unscaled"):
+    for arm in ("mlp", "all-attention"):
         found = singles(frames, arm)
         rows.append([arm, said(found["tenth"], 2)])
         for column, digits in (("median", 5), ("order", 2)):
@@ -207,12 +206,24 @@ def exact_table(frame: pd.DataFrame) -> str:
     return table(frame.rename(columns={"of control": "difference of the control"}))
 
 
+def scaling(frames: Frames) -> str:
+    """Return the sentence about the arm that was added later, if it was trained."""
+    if UNSCALED not in ends(frames):
+        return ""
+    return (
+        "The scale of the vectors' parameters was not varied in the plan; without the paper's "
+        "scaling, in an arm that was added later, the loss is "
+        f"{said(above(frames, UNSCALED), 1, percent=True)} above the MLP's."
+    )
+
+
 def pages_numbers(frames: Frames) -> dict[str, str]:
     """Return the figures in the page's sentences."""
     tools, memory = frames["tools"], frames["memory"]
     trained = memory[memory["model"].str.startswith("trained")].set_index("c")
     exact = pd.concat([frames["remark"], frames["vectors"]])
     return {
+        "scaling": scaling(frames),
         "n_tools": str(tools["tool"].nunique()),
         "worst_tool": f"{tools['difference'].max():.0e}",
         "least_control": f"{tools['control'].min():.1g}",
@@ -225,8 +236,6 @@ def pages_numbers(frames: Frames) -> dict[str, str]:
         "above": said(above(frames, "all-attention"), 1, percent=True),
         "neither": said(above(frames, "neither"), 1, percent=True),
         "closed": said(closed(frames, "all-attention"), 2),
-        "unscaled": said(above(frames, "all-attention, unscaled"), 1, percent=True),
-        "unscaled_closed": said(closed(frames, "all-attention, unscaled"), 2),
         "rank": " and ".join(map(str, sorted(set(frames["ranks"]["read"])))),
         "mlp_rank": " and ".join(map(str, sorted(set(frames["ranks"]["read "])))),
     }
@@ -252,6 +261,7 @@ def page(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
         "ranks": table(frames["ranks"]),
         "memory": table(frames["memory"]),
         "tools": exact_table(frames["tools"]),
+        "every": table(frames["every"]),
         "refusals": table(frames["refusals"]),
     }
     return PAGE.format(
@@ -267,7 +277,7 @@ def page(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
         heads=text["n_heads"],
         d_mlp=text["d_mlp"],
         per_layer=about["study"]["per_layer"],
-        every=about["study"]["every"],
+        each=about["study"]["every"],
         task=about["study"]["task"],
         **tables,
     )
@@ -396,11 +406,10 @@ dimensions (neurons: {mlp_rank}). Trained on Small English, the all-attention mo
 {above} above that of the MLP with as many parameters ({loss} and {mlp} nats); a model with
 neither is {neither} above it. So persistent vectors close {closed} of the gap.
 
-**Caution.** The models are small (two layers, width 48) and trained for a short time. The scale
-of the vectors' parameters matters: without the paper's scaling, which an arm that was added later
-leaves out, the loss is {unscaled} above the MLP's. One optimizer, one size and three learning
-rates were tried, and no long texts. Positions are absolute: with rotary or relative positions,
-memory tokens cannot stand for persistent vectors.
+**Caution.** The models are small (two layers, width 48) and trained for a short time; persistent
+vectors may need longer. {scaling} One optimizer, one size and three learning rates were tried, and
+no long texts. Positions are absolute: with rotary or relative positions, memory tokens cannot stand
+for persistent vectors.
 """
 
 PAGE = """# All-attention layers: persistent vectors and neurons
@@ -440,8 +449,8 @@ query coordinate with a constant gives). `exact score`: the error with the exact
 The error of logits, relative to the largest logit, by the size c of memory tokens. `corrected`:
 what heads write to memory rows is taken into account. `uncorrected`: memory rows are taken as
 static. `written`: the largest share of a memory row, before the last layer, that heads have
-written. So rows are not static; they are constants. No construction with causal heads can keep
-them static: the first memory row sees only itself, so each head adds its value W_O there. With
+written. So rows are not static; they are constants. Causal heads cannot keep
+them static: the first memory row sees only itself, so the heads add Σ value_1 W_O to it. With
 RMSNorm, TransformerLens 4 computes norms in float32, which limits the error there; tests check
 float64 with 3.9.
 
@@ -470,6 +479,16 @@ the largest number of direct computation or of the control.
 
 {tools}
 
+With all vectors of the model as heads, in float32: the largest difference of logits from direct
+computation, and of first-order effects of zeroing each vector (`attribution` with gradients),
+relative to the largest.
+
+{every}
+
+Three things to know: memory tokens count as tokens, so tools that read a corpus need `context=`,
+and their examples at memory positions are no text; weights of a split vector's head on other rows
+are copies of its head's, whose values are zero; patches of "pattern" change this copy only.
+
 Tools for neurons do not take persistent vectors, because a neuron-head of this package has a
 softmax of its own, with two rows, and the value q:
 
@@ -492,7 +511,7 @@ of the variance over tokens of log p_n that the own score explains, in the media
 
 {usage}
 
-Every {every}th vector or neuron was left out alone. `share of the strongest tenth`: of the summed
+Every {each}th vector or neuron was left out alone. `share of the strongest tenth`: of the summed
 positive costs of zeroing; the tenth is chosen on half of the texts, and costs are of the other
 half.
 

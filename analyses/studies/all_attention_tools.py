@@ -189,10 +189,8 @@ class Check:
         }
 
 
-def strongest(
-    model: AllAttentionModel, clean: Tensor, answers: tuple[int, int], per_layer: int
-) -> list[tuple[int, int, int]]:
-    """Return the vectors of each layer with the largest |gradient · p_n| at the last position."""
+def effects_of_all(model: AllAttentionModel, text: Tensor, answers: tuple[int, int]) -> Tensor:
+    """Return gradient · p_n of every vector at the last position, [layer, head, vector]."""
     shares: dict[int, Tensor] = {}
 
     def edit(number: int, part: str, x: Tensor) -> Tensor:
@@ -201,22 +199,54 @@ def strongest(
         shares[number] = torch.ones_like(x, requires_grad=True)
         return x * shares[number]
 
-    run = direct(model, clean, edit)
+    run = direct(model, text, edit)
     right, wrong = answers
     effects = torch.autograd.grad(
         run.logits[-1, right] - run.logits[-1, wrong], list(shares.values())
     )
-    chosen = []
-    for layer, effect in enumerate(effects):
-        at_last = effect[:, -1, : model.n_vectors].abs()
-        for index in at_last.flatten().topk(per_layer).indices.tolist():
-            chosen.append((layer, *divmod(index, model.n_vectors)))
-    return chosen
+    return torch.stack([effect[:, -1, : model.n_vectors] for effect in effects])
 
 
-def shifted(numbers: Sequence[float]) -> list[float]:
-    """Return the numbers of other vectors: each number moves to the next vector."""
-    return [*numbers[1:], numbers[0]]
+def strongest(
+    model: AllAttentionModel, clean: Tensor, answers: tuple[int, int], per_layer: int
+) -> list[tuple[int, int, int]]:
+    """Return the vectors of each layer with the largest |gradient · p_n| at the last position."""
+    effects = effects_of_all(model, clean, answers).abs().flatten(1)
+    return [
+        (layer, *divmod(index, model.n_vectors))
+        for layer, of_layer in enumerate(effects)
+        for index in of_layer.topk(per_layer).indices.tolist()
+    ]
+
+
+def every_vector(r: Reading) -> pd.DataFrame:
+    """Return how far the model with all vectors as heads, in float32, is from `direct`."""
+    effects = effects_of_all(r.model, r.clean, r.answers)
+    every = [tuple(index) for index in torch.ones_like(effects).nonzero().tolist()]
+    host = expose_neuron_heads(loaded(r.model, split=every, dtype=torch.float32)).model
+    names = replace(r, split=every).names
+    prompt, logits = r.prompt(r.clean), r.runs[0].logits
+    with torch.no_grad():
+        found = host(prompt)[0, r.model.n_vectors :]
+    sweep = p.attribution(
+        *(host, prompt, None, r.metric),
+        sites=names,
+        positions=-1,
+        direction="zero",
+        method="gradient",
+        budget=0,
+        progress=False,
+    )
+    changes = sweep.frame.set_index("name")["value"][names].to_numpy() - r.value(r.runs[0])
+    first = -effects.flatten()
+    error = (torch.as_tensor(changes) - first).abs().max() / first.abs().max()
+    return pd.DataFrame(
+        {
+            "heads a layer": [host.cfg.n_heads],
+            "logits": [((found - logits).abs().max() / logits.abs().max()).item()],
+            "effects": [error.item()],
+        }
+    )
 
 
 def less(numbers: Sequence[float], base: float) -> list[float]:
@@ -511,9 +541,10 @@ def _files(r: Reading) -> Iterator[Check]:
         r.names,
         [prompt[0].tolist(), r.prompt(r.corrupted)[0].tolist()],
         k=2 * len(prompt[0]),  # all tokens, because memory rows have large weights
+        context=r.host.cfg.n_ctx,  # by default, texts are cut after 128 tokens
         progress=False,
     )
-    frame = statistics.frame().query("position >= @N")  # memory rows are no text
+    frame = statistics.frame().query("at >= @N")  # memory rows are no text
     values, norms = frame.groupby("name")["value"].max(), []
     for layer, head, vector in r.split:
         of = r.model.layers[layer]

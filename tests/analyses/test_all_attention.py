@@ -207,6 +207,9 @@ def test_every_tool_reads_persistent_vectors():
     assert len(rows) > 20
     assert (rows["difference"] < 1e-9).all(), rows["difference"]
     assert (rows["control"] > 1e3 * rows["difference"]).all(), rows
+    every = tools.every_vector(reading).iloc[0]
+    assert every["heads a layer"] == 2 + 2 * 5
+    assert max(every["logits"], every["effects"]) < 1e-4
     refused = tools.refusals(reading).set_index("tool")["says"]
     assert "expected neuron-heads" in refused["`gate_and_value`"]
 
@@ -229,7 +232,7 @@ def test_smoke(tmp_path):
 def test_what_is_stored():
     """The page's sentences match its tables."""
     parts = ("", "single", "usage", "layers", "search", "promoted", "remark", "gates", "vectors")
-    parts += ("ranks", "memory", "tools", "refusals")
+    parts += ("ranks", "memory", "tools", "every", "refusals")
     frames = {part: pd.read_csv(KEPT / f"{NAME}{'_' * bool(part)}{part}.csv") for part in parts}
     page = (KEPT / f"{NAME}.md").read_text("utf-8")
     for line in report.verdicts(frames):
