@@ -43,17 +43,15 @@ in `train_attention_only.py`). Figures are means over seeds.
     cost of zeroing, on half of the texts) has more than half of the summed positive costs on the
     other half.
 
-Added after the first runs, because "all-attention" ended far above "mlp": the arm "all-attention,
-unscaled" has the same initial weights, but keys and values themselves are the parameters. In the
-paper, parameters are key_n / √d_head and value_n / √N; a step of AdamW then moves values 14 times
-as far. It has no prediction.
+Batches of held-out texts are those of `train_attention_only.py`. For measures of single vectors,
+few of them were used, to save time.
 
     python -m analyses.studies.all_attention --out analyses/results
 """
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -91,36 +89,9 @@ ARMS: dict[str, tuple[models.Kind, float]] = {
 """The kind of each arm, and its neurons, or persistent vectors per head, per neuron of the MLP."""
 
 
-class Unscaled(models.AllAttention):
-    """An all-attention layer whose parameters are the persistent keys and values themselves."""
-
-    def __init__(self, scaled: models.AllAttention) -> None:
-        nn.Module.__init__(self)
-        self.n_heads, self.d_head = scaled.n_heads, scaled.d_head
-        self.c_attn, self.c_proj = scaled.c_attn, scaled.c_proj
-        self.scaled_key = nn.Parameter(scaled.key.detach().clone())
-        self.scaled_value = nn.Parameter(scaled.value.detach().clone())
-
-    @property
-    def key(self) -> Any:
-        """The persistent keys."""
-        return self.scaled_key
-
-    @property
-    def value(self) -> Any:
-        """The persistent values."""
-        return self.scaled_value
-
-
 @dataclass(frozen=True)
 class English(Text):
-    """The task of predicting Small English texts, for one arm.
-
-    Attributes:
-        arm: the arm.
-    """
-
-    arm: str = "mlp"
+    """The task of predicting Small English texts, with this study's arms."""
 
     def neurons(self, arm: str) -> tuple[models.Kind, int]:
         """Return the kind of an arm, and its number of neurons, or N."""
@@ -130,9 +101,6 @@ class English(Text):
     def model(self, kind: models.Kind, n_neurons: int, seed: int) -> nn.Module:
         """Return an untrained model; N may be 0."""
         model: Any = super().model(kind, n_neurons or 1, seed)
-        if self.arm == "all-attention, unscaled":
-            for block in model.transformer.h:
-                block.attn = Unscaled(block.attn)
         if not n_neurons:
             for sublayer in models.sublayers_of(model):
                 assert isinstance(sublayer, models.AllAttention)
@@ -149,7 +117,7 @@ class Study:
         default_factory=lambda: English(48, 4, 192, 1200, 480, 12, (8e-3, 1.6e-2, 3.2e-2), 50)
     )
     n_seeds: int = 5
-    batches: int = 4  # held-out batches, for measures of single vectors
+    few: int = 4  # held-out batches for measures of single vectors
     every: int = 24  # every 24th vector or neuron is left out alone
     per_layer: int = 6  # vectors of each layer that become heads, to be read by the tools
     task: str = "number, simple"
@@ -158,7 +126,7 @@ class Study:
 SMOKE = Study(
     English(8, 2, 16, 4, 2, 2, (1e-2,), 2, n_layers=2, rows=3, n_held_out=2, prompts=5),
     n_seeds=2,
-    batches=2,
+    few=2,
     per_layer=2,
 )
 
@@ -171,8 +139,8 @@ def trained(
     total = len(ARMS) * (len(study.text.lrs) + study.n_seeds)
     with tqdm(total=total, unit="run") as bar:
         for arm in ARMS:
-            task = replace(study.text, arm=arm)
-            run = partial(_run, bar, task, folder, device)
+            task = study.text
+            run = partial(_run, bar, task, arm, folder, device)
             curves = [run(SEED_OF_SEARCH, lr, task.search_steps)[1] for lr in task.lrs]
             search = pd.DataFrame({"lr": task.lrs, "loss": [late(curve) for curve in curves]})
             search["seconds"] = [curve["seconds"].iloc[-1] for curve in curves]
@@ -182,11 +150,11 @@ def trained(
 
 
 def _run(
-    bar: Any, task: English, folder: Path, device: str, seed: int, lr: float, steps: int
+    bar: Any, task: English, arm: str, folder: Path, device: str, seed: int, lr: float, steps: int
 ) -> tuple[nn.Module, pd.DataFrame]:
-    bar.set_description(f"{task.arm}, seed {seed}, lr {lr:g}")
-    into = folder / slug("text", task.arm, seed, lr)
-    done = train(task, task.arm, seed, lr, steps, into, device)
+    bar.set_description(f"{arm}, seed {seed}, lr {lr:g}")
+    into = folder / slug("text", arm, seed, lr)
+    done = train(task, arm, seed, lr, steps, into, device)
     bar.update()
     return done
 
@@ -195,8 +163,8 @@ def measured(study: Study, folder: Path, device: str) -> tuple[dict[str, pd.Data
     """Train and measure every arm; return frames by name, and the models of seed 0 to read."""
     collected: dict[str, list[pd.DataFrame]] = {}
     kept: dict[str, Any] = {}
-    held_out = study.text._pool(0, english.SEED_OF_HELD_OUT)
-    batches = [batch.to(device) for batch in held_out[: study.batches]]
+    held_out = study.text._pool(0, english.SEED_OF_HELD_OUT)[: study.text.n_held_out]
+    batches = [batch.to(device) for batch in sorted(held_out, key=lambda batch: batch.shape[1])]
     for arm, seed, model, curve, search in trained(study, folder, device):
         frames = {
             "": curve,
@@ -223,17 +191,14 @@ def stored(
     if kind == "all-attention" and n_vectors:
         calls = {"usage": measures.usage, "layers": measures.layer_costs}
     if arm in ("mlp", "all-attention"):
-        calls["single"] = partial(measures.single_costs, every=study.every)
-    frames = {}
-    for part, call in calls.items():
-        path = folder / f"{part}.csv"
-        if not path.exists():
-            write_text(path, call(model, batches).to_csv(index=False))
-        frames[part] = pd.read_csv(path)
-    return frames
+        calls["single"] = partial(measures.single_costs, every=study.every, few=study.few)
+    return {
+        part: once(folder / f"{part}.csv", partial(call, model, batches))
+        for part, call in calls.items()
+    }
 
 
-def read(study: Study, mlp: Any, model: Any) -> dict[str, pd.DataFrame]:
+def read(study: Study, folder: Path, mlp: Any, model: Any) -> dict[str, pd.DataFrame]:
     """Return the frames of what is exact, and of what the tools say, for the models of seed 0."""
     weights = constructions.weights_of(model)
     asked = english.questions(study.text.prompts)[study.task]
@@ -247,23 +212,32 @@ def read(study: Study, mlp: Any, model: Any) -> dict[str, pd.DataFrame]:
     bridge = build_bridge_from_module(plain, "GPT2LMHeadModel", hf_config=plain.config)
     split = strongest(weights, clean, (right, wrong), study.per_layer)
     reading = Reading(weights, split, clean, corrupted, (right, wrong))
-    rms, none = (identities.drawn(norm) for norm in ("RMS", None))
     few = torch.tensor([3, 1, 4, 1, 5, 9])
-    sizes = [
-        identities.by_size("trained, LayerNorm", weights, clean),
-        identities.by_size("random, RMSNorm", rms, few),
-        identities.by_size("random, no norm", none, few),
-    ]
-    return {
-        "remark": pd.DataFrame(identities.from_mlp(mlp, bridge, clean)),
-        "gates": identities.of_gates(),
-        "vectors": pd.DataFrame(identities.of_vectors(weights, clean)),
-        "ranks": identities.ranks(weights, mlp),
-        "memory": pd.concat(sizes, ignore_index=True),
-        "tools": pd.DataFrame(check.row() for check in checks(reading)),
-        "every": every_vector(reading),
-        "refusals": refusals(reading),
+    calls: dict[str, Callable[[], pd.DataFrame]] = {
+        "remark": lambda: pd.DataFrame(identities.from_mlp(mlp, bridge, clean)),
+        "gates": identities.of_gates,
+        "vectors": lambda: pd.DataFrame(identities.of_vectors(weights, clean)),
+        "ranks": lambda: identities.ranks(weights, mlp),
+        "memory": lambda: pd.concat(
+            [
+                identities.by_size("trained, LayerNorm", weights, clean),
+                identities.by_size("random, RMSNorm", identities.drawn("RMS"), few),
+                identities.by_size("random, no norm", identities.drawn(None), few),
+            ],
+            ignore_index=True,
+        ),
+        "tools": lambda: pd.DataFrame(check.row() for check in checks(reading)),
+        "every": lambda: every_vector(reading),
+        "refusals": lambda: refusals(reading),
     }
+    return {part: once(folder / f"{part}.csv", call) for part, call in calls.items()}
+
+
+def once(path: Path, call: Callable[[], pd.DataFrame]) -> pd.DataFrame:
+    """Return a frame from a file, which is made if it does not exist."""
+    if not path.exists():
+        write_text(path, call().to_csv(index=False))
+    return pd.read_csv(path)
 
 
 def main(
@@ -278,7 +252,7 @@ def main(
     started = time.perf_counter()
     study = replace(SMOKE if smoke else Study(), n_seeds=n_seeds)
     frames, kept = measured(study, runs_dir, device)
-    frames = as_stored(frames | read(study, *kept), DIGITS)
+    frames = as_stored(frames | read(study, runs_dir / "read", *kept), DIGITS)
     about = {"study": asdict(study), "machine": machine(device)}
     text = page(frames, about, " --smoke" if smoke else "")
     typer.echo(text)

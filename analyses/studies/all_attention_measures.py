@@ -140,18 +140,23 @@ def _inside(contexts: Sequence[Any], model: Any, batches: Sequence[Tensor]) -> f
             context.__exit__(None, None, None)
 
 
-def single_costs(model: Any, batches: Sequence[Tensor], every: int) -> pd.DataFrame:
+def single_costs(model: Any, batches: Sequence[Tensor], every: int, few: int) -> pd.DataFrame:
     """Return how much the loss grows without one persistent vector, or one neuron.
 
     Args:
         model: the model.
-        batches: texts.
+        batches: batches of texts, sorted by length.
+        few: how many of them are used, from short to long; neighbours are in different halves.
         every: each `every`-th vector of a head, or neuron, is left out alone.
 
     Returns:
         A frame with `layer`, `head`, `vector` (or neuron), and the growth of the loss on the first
-        and on the second half of the texts: `zeroed_a`, `zeroed_b`, and `deleted_a`, `deleted_b`.
+        and on the second half of these batches: `zeroed_a` and `zeroed_b`, `deleted_a` and
+        `deleted_b`.
     """
+    step = len(batches) // few
+    chosen = batches[step // 2 :: step][:few]
+    batches = [*chosen[::2], *chosen[1::2]]
     half = len(batches) // 2
     whole = losses(model, batches)
 

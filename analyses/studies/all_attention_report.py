@@ -14,12 +14,10 @@ from analyses.tools.study_files import t_interval, verdict
 __all__ = ["figure", "page"]
 
 Frames: TypeAlias = Mapping[str, pd.DataFrame]
-UNSCALED = "all-attention, unscaled"
 COLOURS = {
     "mlp": "black",
     "mlp, an eighth": "grey",
     "all-attention": "C4",
-    "all-attention, unscaled": "C1",
     "neither": "C3",
 }
 NEAR, GAP, HALF, FEW, COSTLY, CHEAP, RANKED = 0.02, 0.03, 0.5, 48, 0.5, 0.001, 0.8
@@ -206,24 +204,12 @@ def exact_table(frame: pd.DataFrame) -> str:
     return table(frame.rename(columns={"of control": "difference of the control"}))
 
 
-def scaling(frames: Frames) -> str:
-    """Return the sentence about the arm that was added later, if it was trained."""
-    if UNSCALED not in ends(frames):
-        return ""
-    return (
-        "The scale of the vectors' parameters was not varied in the plan; without the paper's "
-        "scaling, in an arm that was added later, the loss is "
-        f"{said(above(frames, UNSCALED), 1, percent=True)} above the MLP's."
-    )
-
-
 def pages_numbers(frames: Frames) -> dict[str, str]:
     """Return the figures in the page's sentences."""
     tools, memory = frames["tools"], frames["memory"]
     trained = memory[memory["model"].str.startswith("trained")].set_index("c")
     exact = pd.concat([frames["remark"], frames["vectors"]])
     return {
-        "scaling": scaling(frames),
         "n_tools": str(tools["tool"].nunique()),
         "worst_tool": f"{tools['difference'].max():.0e}",
         "least_control": f"{tools['control'].min():.1g}",
@@ -407,9 +393,9 @@ dimensions (neurons: {mlp_rank}). Trained on Small English, the all-attention mo
 neither is {neither} above it. So persistent vectors close {closed} of the gap.
 
 **Caution.** The models are small (two layers, width 48) and trained for a short time; persistent
-vectors may need longer. {scaling} One optimizer, one size and three learning rates were tried, and
-no long texts. Positions are absolute: with rotary or relative positions, memory tokens cannot stand
-for persistent vectors.
+vectors may need longer training, another scale of their parameters, or more and wider heads. One
+optimizer, one size and three learning rates were tried, and no long texts. Positions are absolute:
+with rotary or relative positions, memory tokens cannot stand for persistent vectors.
 """
 
 PAGE = """# All-attention layers: persistent vectors and neurons

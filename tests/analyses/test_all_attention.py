@@ -168,7 +168,7 @@ def test_usage_of_vectors():
 def test_costs_of_single_vectors_and_of_layers():
     task = study.SMOKE.text
     model, batches = task.model("all-attention", 5, 0), [task.batch(i, 0) for i in range(2)]
-    costs = measures.single_costs(model, batches, every=4)
+    costs = measures.single_costs(model, batches, every=4, few=2)
     assert set(zip(costs["layer"], costs["head"], costs["vector"], strict=True)) == {
         (layer, *of) for layer in (0, 1) for of in ((0, 0), (0, 4), (1, 1))
     }
