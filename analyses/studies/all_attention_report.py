@@ -107,7 +107,7 @@ def verdicts(frames: Frames) -> list[str]:
             "deleting one less than 0.001 nats in the median.",
             bool((cost[layers].mean() > COSTLY).all() and single["median"].mean() < CHEAP),
             "; ".join(f"layer {at}: {said(cost[at], 2)}" for at in layers)
-            + f"; one: {said(single['median'], 5)}",
+            + f"; one: {said(single['median'], 6)}",
         ),
         verdict(
             "6. Costs of zeroed and of deleted vectors have the same order (ρ > .8).",
@@ -186,7 +186,7 @@ def singles_table(frames: Frames) -> str:
     for arm in ("mlp", "all-attention"):
         found = singles(frames, arm)
         rows.append([arm, said(found["tenth"], 2)])
-        for column, digits in (("median", 5), ("order", 2)):
+        for column, digits in (("median", 6), ("order", 2)):
             rows[-1].append(said(found[column], digits) if column in found else "–")
     return markdown(
         [
@@ -204,12 +204,28 @@ def exact_table(frame: pd.DataFrame) -> str:
     return table(frame.rename(columns={"of control": "difference of the control"}))
 
 
+def finding(frames: Frames) -> str:
+    """Return the sentence about what persistent vectors add to the trained model."""
+    share = closed(frames, "all-attention")
+    if share.mean() > 0:
+        return f"So persistent vectors close {said(share, 2)} of the gap."
+    deleted = layer_cost(frames, "deleted")
+    costs = " and ".join(f"{deleted[at].mean():.2f}" for at in deleted if at != "all")
+    return (
+        "So at this length of training, the model with persistent vectors is worse than the one "
+        "without them. The trained model relies on them all the same: heads give them "
+        f"{used(frames, 'weight').mean(axis=1).mean():.0%} of their weight, and to delete all "
+        f"vectors of the first or of the second layer costs {costs} nats."
+    )
+
+
 def pages_numbers(frames: Frames) -> dict[str, str]:
     """Return the figures in the page's sentences."""
     tools, memory = frames["tools"], frames["memory"]
     trained = memory[memory["model"].str.startswith("trained")].set_index("c")
     exact = pd.concat([frames["remark"], frames["vectors"]])
     return {
+        "finding": finding(frames),
         "n_tools": str(tools["tool"].nunique()),
         "worst_tool": f"{tools['difference'].max():.0e}",
         "least_control": f"{tools['control'].min():.1g}",
@@ -389,8 +405,8 @@ neurons, persistent vectors are exact in part: each has an input direction, an o
 and an exponential gate, and given the other scores its weight is a sigmoid, but all vectors of a
 head and the text share one denominator, and all vectors of a head read and write within {rank}
 dimensions (neurons: {mlp_rank}). Trained on Small English, the all-attention model's loss is
-{above} above that of the MLP with as many parameters ({loss} and {mlp} nats); a model with
-neither is {neither} above it. So persistent vectors close {closed} of the gap.
+{above} above that of the MLP with as many parameters ({loss} and {mlp} nats); a model
+with neither is {neither} above it. {finding}
 
 **Caution.** The models are small (two layers, width 48) and trained for a short time; persistent
 vectors may need longer training, another scale of their parameters, or more and wider heads. One
@@ -472,8 +488,8 @@ relative to the largest.
 {every}
 
 Three things to know: memory tokens count as tokens, so tools that read a corpus need `context=`,
-and their examples at memory positions are no text; weights of a split vector's head on other rows
-are copies of its head's, whose values are zero; patches of "pattern" change this copy only.
+and their examples at memory positions are no text; a vector's head
+attends to all rows like its original head, but all other values are zero; patches of "pattern" change this copy only.
 
 Tools for neurons do not take persistent vectors, because a neuron-head of this package has a
 softmax of its own, with two rows, and the value q:

@@ -249,6 +249,11 @@ def every_vector(r: Reading) -> pd.DataFrame:
     )
 
 
+def shifted(numbers: Sequence[float]) -> list[float]:
+    """Return the numbers of other vectors: each number moves to the next vector."""
+    return [*numbers[1:], numbers[0]]
+
+
 def less(numbers: Sequence[float], base: float) -> list[float]:
     """Return by how much an edit changed the metric."""
     return [number - base for number in numbers]
@@ -556,7 +561,7 @@ def _files(r: Reading) -> Iterator[Check]:
     tool = [values[name] for name in r.names]
     yield Check(
         "`head_statistics`",
-        "largest |p_n value_n W_O| over the texts; control: the next vector",
+        "largest length of p_n value_n W_O over the texts; control: the next vector",
         tool,
         norms,
         shifted(norms),
@@ -595,8 +600,8 @@ def refusals(r: Reading) -> pd.DataFrame:
         ),
         "`ablated(to='bias')`": lambda: p.ablated(r.host, [r.names[0]], to="bias").__enter__(),
         "`copying_scores`": lambda: circuits.copying_scores(r.host),
-        "`neuron_page`": lambda: len(
-            viz.neuron_page(r.host, [r.names[0]], [prompts[0][0].tolist()])
+        "`neuron_page`": lambda: (
+            type(viz.neuron_page(r.host, [r.names[0]], [prompts[0][0].tolist()])).__name__
         ),
     }
     rows = []
