@@ -399,8 +399,9 @@ model with persistent vectors is an ordinary attention-only transformer with N m
 front of the text, exactly: the largest error of the trained model's logits is {worst_memory} in
 float64 for every size of the memory tokens, because memory rows do not depend on the text and
 their constants can be taken into account (without this, the error is {uncorrected} at c = 1000).
-A persistent vector can be a head of its own in it. {n_tools} tools of the package then agree with
-direct computation to {worst_tool}, and their controls differ by {least_control} or more. As
+A persistent vector can be a head of its own in it. We
+checked {n_tools} kinds of calls of the package's tools: they agree with direct computation to
+{worst_tool}, and their controls differ by {least_control} or more. As
 neurons, persistent vectors are exact in part: each has an input direction, an output direction
 and an exponential gate, and given the other scores its weight is a sigmoid, but all vectors of a
 head and the text share one denominator, and all vectors of a head read and write within {rank}
@@ -487,9 +488,9 @@ relative to the largest.
 
 {every}
 
-Three things to know: memory tokens count as tokens, so tools that read a corpus need `context=`,
-and their examples at memory positions are no text; a vector's head
-attends to all rows like its original head, but all other values are zero; patches of "pattern" change this copy only.
+Three things to know. Memory tokens count as tokens, so tools that read a corpus need `context=`,
+and their examples at memory positions are no text. A vector's head attends to all rows like its
+original head, but all other values are zero. A patch of "pattern" changes this copy only.
 
 Tools for neurons do not take persistent vectors, because a neuron-head of this package has a
 softmax of its own, with two rows, and the value q:
