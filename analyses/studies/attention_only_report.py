@@ -28,6 +28,7 @@ COLOURS = {
     "bias token, as many": "C9",
     "set free": "C1",
     "persistent": "C3",
+    "all-attention": "C4",
 }
 
 

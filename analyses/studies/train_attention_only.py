@@ -14,6 +14,8 @@ on Small English (a two-layer GPT-2) and on addition modulo 53 (one layer, no no
     bias token, as many     as many heads as "mlp" has neurons, and the parameters of "mlp, twice"
     set free                "bias token" started at the theorem's weights
     persistent              each head's own persistent key and value, half as many
+    all-attention           no MLP; as many persistent vectors in each ordinary head as "mlp" has
+                            neurons: equal parameters (text only)
 
 Equal parameters mean equal flops, because a head needs as many products as it has weights. Addition
 has only arms with equal parameters. All arms have the same data in the same order, AdamW, the same
@@ -87,8 +89,9 @@ ARMS: dict[str, tuple[models.Kind, float]] = {
     "bias token, as many": ("bias token", 1),
     "set free": ("set free", 1 / 2),
     "persistent": ("persistent", 1 / 2),
+    "all-attention": ("all-attention", 1),
 }
-"""The kind of each arm, and its number of heads per neuron of the MLP."""
+"""The kind of each arm, and its number of heads (or N) per neuron of the MLP."""
 KEPT_HEADS = ("keyless", "bias token", "set free", "persistent")
 
 
@@ -162,9 +165,9 @@ class Text(Task):
 
     def flops(self, model: Any, batch: Tensor) -> int:
         """Return the flops of one training step."""
-        neurons, pos = models.neurons_of(model)[0], batch.shape[1] - 1
+        sublayer, pos = models.sublayers_of(model)[0], batch.shape[1] - 1
         layer = 8 * self.d_model**2 + 4 * pos * self.d_model
-        layer += models.flops(neurons.kind, self.d_model, neurons.W_Q.shape[1])
+        layer += models.flops(sublayer.kind, self.d_model, models.size_of(sublayer))
         unembed = 2 * self.d_model * len(english.vocabulary())
         return 3 * len(batch) * pos * (self.n_layers * layer + unembed)
 
@@ -195,8 +198,12 @@ class Addition(Task):
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """The arms with equal parameters; other arms cannot show which form learns sooner."""
-        return tuple(arm for arm, (kind, _) in ARMS.items() if arm in ("mlp", kind))
+        """The arms with equal parameters; other arms cannot show which form learns sooner.
+
+        "all-attention" is for text: the model's attention has no place for persistent vectors.
+        """
+        neuron_heads = {arm: kind for arm, (kind, _) in ARMS.items() if kind != "all-attention"}
+        return tuple(arm for arm, kind in neuron_heads.items() if arm in ("mlp", kind))
 
     def recipe(self, seed: int, lr: float = 0.0) -> addition.Recipe:
         """Return the recipe of the model without its MLP."""
@@ -204,7 +211,7 @@ class Addition(Task):
         fraction = self.train_fraction
         return addition.Recipe(**sizes, d_mlp=1, seed=seed, train_fraction=fraction, lr=lr)
 
-    def model(self, kind: models.Kind, n_neurons: int, seed: int) -> nn.Module:
+    def model(self, kind: models.NeuronKind, n_neurons: int, seed: int) -> nn.Module:
         """Return an untrained model; all weights have TransformerLens' standard deviation."""
         model = self.recipe(seed).model()
         torch.manual_seed(seed)
@@ -254,7 +261,7 @@ def _pairs(recipe: addition.Recipe) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(None)
-def _flops(task: Addition, kind: models.Kind, n_neurons: int, n_pairs: int) -> int:
+def _flops(task: Addition, kind: models.NeuronKind, n_neurons: int, n_pairs: int) -> int:
     model = task.model(kind, n_neurons, 0)
     with FlopCounterMode(display=False) as counter:
         task.loss(model, task.batch(0, 0)[:n_pairs]).backward()
@@ -497,19 +504,20 @@ def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]
     for name, arm, seed, model, curve, search in runs(study, folder, device):
         task = getattr(study, name)
         kind, n_neurons = task.neurons(arm)
-        start = on(device, task.model(kind, n_neurons, seed))
-        end = heads_frame(task, model, seed)
-        medians = {"start": become(heads_frame(task, start, seed)), "end": become(end)}
-        frames = {
-            "": curve,
-            "become": pd.DataFrame(
-                [{"when": when, **medians_then} for when, medians_then in medians.items()]
-            ),
-            "cuts": pd.DataFrame([cuts_of(task, model, seed)]),
-        }
+        frames = {"": curve}
+        if kind != "all-attention":  # the measures below are of neuron-heads
+            start = on(device, task.model(kind, n_neurons, seed))
+            end = heads_frame(task, model, seed)
+            medians = {"start": become(heads_frame(task, start, seed)), "end": become(end)}
+            frames |= {
+                "become": pd.DataFrame(
+                    [{"when": when, **medians_then} for when, medians_then in medians.items()]
+                ),
+                "cuts": pd.DataFrame([cuts_of(task, model, seed)]),
+            }
+            frames |= {"heads": end} if seed == 0 and arm in KEPT_HEADS else {}
         if seed == 0:
             frames |= {"search": search}
-            frames |= {"heads": end} if arm in KEPT_HEADS else {}
         for part, frame in frames.items():
             frame.insert(0, "task", name)
             frame.insert(1, "arm", arm)
@@ -529,13 +537,13 @@ def size_of(study: Study, name: str, arm: str) -> dict[str, Any]:
     rows = batch.shape[1]  # one column is not an input, and the bias token is one more row
     needed = models.flops(kind, task.d_model, n_neurons)
     dense = models.flops(kind, task.d_model, n_neurons, n_dense=rows)
-    biases = {
-        id(sublayer.bias): sublayer.bias
-        for sublayer in models.neurons_of(model)
-        if sublayer.bias is not None
-    }
-    layers = models.neurons_of(model)
-    parameters = sum(p.numel() for n in layers for p in n.parameters() if id(p) not in biases)
+    layers = models.sublayers_of(model)
+    parameters = sum(
+        p.numel()
+        for sublayer in layers
+        for key, p in sublayer.named_parameters()
+        if key != "bias" and not key.startswith("c_")  # the bias token; ordinary attention
+    )
     return {
         "task": name,
         "arm": arm,
