@@ -86,7 +86,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from analyses.studies import attention_only_models as models
-from analyses.studies.attention_only_report import curves_figure, heads_figure, page
+from analyses.studies.attention_only_report import FORMS, curves_figure, page
 from analyses.tools import train_modular_addition as addition
 from analyses.tools import train_small_english as english
 from analyses.tools.benching import machine
@@ -98,6 +98,7 @@ from attn_only_lens.storage import atomic_write, write_text
 SEED_OF_SEARCH = 100
 SEED_OF_LENGTHS = 101
 MOST_RATES = 8
+FIRST_RUN = Path(__file__).parents[1] / "results" / "train_attention_only_short.csv"
 SATURATED = 0.05  # weights below this, or above 1 minus this, are saturated
 DEAD = 0.01  # relative to the mean strength in the head's layer
 BINS = 16
@@ -112,7 +113,6 @@ ARMS: dict[str, tuple[models.Kind, float]] = {
     "mlp, twice": ("mlp", 2),
 }
 """The kind of each arm, and its number of heads per neuron of the MLP, in the order of training."""
-KEPT_HEADS = ("paper's heads", "without keys", "persistent vectors", "started at the MLP")
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class Addition(Task):
     @property
     def arms(self) -> tuple[str, ...]:
         """The arms with equal parameters; other arms cannot show which form learns sooner."""
-        return ("mlp", *KEPT_HEADS)
+        return ("mlp", *FORMS)
 
     def recipe(self, seed: int, lr: float = 0.0) -> addition.Recipe:
         """Return the recipe of the model without its MLP."""
@@ -532,11 +532,11 @@ class Trainer:
 def frames_of(task: Any, arm: str, seed: int, model: Any, device: str) -> dict[str, pd.DataFrame]:
     """Return what a trained model's heads became, and what its parts are worth."""
     start = on(device, task.model(*task.neurons(arm), seed))
-    end = heads_frame(task, model, seed)
-    medians = {"start": become(heads_frame(task, start, seed)), "end": become(end)}
-    rows = [{"when": when, **medians_then} for when, medians_then in medians.items()]
-    frames = {"become": pd.DataFrame(rows), "cuts": pd.DataFrame([cuts_of(task, model, seed)])}
-    return frames | ({"heads": end} if seed == 0 and arm in KEPT_HEADS else {})
+    rows = [
+        {"when": when} | become(heads_frame(task, at, seed))
+        for when, at in (("start", start), ("end", model))
+    ]
+    return {"become": pd.DataFrame(rows), "cuts": pd.DataFrame([cuts_of(task, model, seed)])}
 
 
 def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]:
@@ -572,7 +572,8 @@ def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]
     tasks = ("text", "addition")
     sizes = [size_of(study, name, arm) for name in tasks for arm in getattr(study, name).arms]
     joined = {part: pd.concat(frames, ignore_index=True) for part, frames in collected.items()}
-    return joined | {"sizes": pd.DataFrame(sizes), "lengths": lengths}
+    alone = {"sizes": pd.DataFrame(sizes), "lengths": lengths, "short": pd.read_csv(FIRST_RUN)}
+    return joined | alone
 
 
 def size_of(study: Study, name: str, arm: str) -> dict[str, Any]:
@@ -616,9 +617,16 @@ def main(
     about = {"study": asdict(study), "machine": machine(device)}
     text = page(frames, about, " --smoke" if smoke else "")
     typer.echo(text)
-    pictures = {"": curves_figure(frames[""]), "heads": heads_figure(frames["heads"])}
-    settings = {"device": device, "smoke": smoke, **about}
-    keep(__file__, out, text, frames, pictures, started=started, digits=DIGITS, **settings)
+    keep(
+        __file__,
+        out,
+        text,
+        frames,
+        curves_figure(frames[""]),
+        started=started,
+        digits=DIGITS,
+        **settings,
+    )
 
 
 if __name__ == "__main__":
