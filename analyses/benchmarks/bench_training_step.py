@@ -33,7 +33,7 @@ from analyses.tools.benching import conditions, leave, medians, page_name, speed
 from analyses.tools.options import Device, Out, Rounds, Smoke
 from attn_only_lens import convert, expose_neuron_heads
 
-LAYERS: dict[str, tuple[models.Kind, float, bool]] = {
+LAYERS: dict[str, tuple[models.NeuronKind, float, bool]] = {
     "MLP": ("mlp", 1, False),
     "theorem's heads": ("theorem", 1, False),
     "keyless heads, ⅔ as many": ("keyless", 2 / 3, False),

@@ -18,6 +18,11 @@ token attends to itself and to one static row outside the text.
 
 "set free" is "bias token" with the theorem's initial weights, so it starts as the MLP.
 
+    all-attention   Sukhbaatar et al. (2019), with no MLP: each ordinary head attends, in one
+                    softmax, to the text and to its own N learned pairs of a key and a value
+
+Its N vectors per head have as many parameters and flops as N neurons of an MLP.
+
 The transformers around the heads are transformers' GPT-2 (text) and the HookedTransformer from
 `train_modular_addition.py`; `in_package` returns them with an MLP, from "mlp" or "theorem".
 """
@@ -30,19 +35,22 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from attn_only_lens.tl import HookedTransformer
 
-Kind = Literal["mlp", "theorem", "keyless", "bias token", "set free", "persistent"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-VECTORS = {"mlp": 2, "theorem": 2, "keyless": 3}  # vectors [d_model] per head; other kinds have 4
+NeuronKind = Literal["mlp", "theorem", "keyless", "bias token", "set free", "persistent"]
+Kind = Literal[NeuronKind, "all-attention"]
+KINDS: tuple[NeuronKind, ...] = get_args(NeuronKind)
+VECTORS = {"mlp": 2, "theorem": 2, "keyless": 3, "all-attention": 2}
+"""Vectors [d_model] per neuron-head; a key and a value of each head count as two; others have 4."""
 
 
 class Neurons(nn.Module):
     """The neuron-heads of a layer, or its MLP.
 
     Args:
-        kind: a kind from the module docstring.
+        kind: a kind from the module docstring, except "all-attention".
         d_model: the width of the stream.
         n_heads: the number of heads.
         std: the standard deviation of input vectors; that of output vectors is `std_out`.
@@ -50,7 +58,13 @@ class Neurons(nn.Module):
     """
 
     def __init__(
-        self, kind: Kind, d_model: int, n_heads: int, std: float, std_out: float, bias: nn.Parameter
+        self,
+        kind: NeuronKind,
+        d_model: int,
+        n_heads: int,
+        std: float,
+        std_out: float,
+        bias: nn.Parameter,
     ) -> None:
         super().__init__()
         self.kind, self.bias = kind, None
@@ -132,23 +146,103 @@ class Neurons(nn.Module):
         return z[..., 0].transpose(1, 2) @ self.W_O
 
 
+class AllAttention(nn.Module):
+    """The attention of a GPT-2 block, with persistent vectors in each head.
+
+    For a head with queries q, keys k and values v [pos, d_head], one softmax has two parts:
+
+        scores    token t: q·k_t / √d_head        persistent vector n: q·key_n / √d_head
+        output    (Σ_t p_t v_t + Σ_n p_n value_n) W_O + b_O
+
+    Persistent vectors have no position and no bias. Their parameters are `key` / √d_head and
+    `value` / √N, drawn with variances 1/d_head and 1/N, as in the paper and its code.
+
+    Args:
+        attention: transformers' GPT-2 attention; its weights are used, and not copied.
+        n_vectors: the number N of persistent vectors per head.
+    """
+
+    kind = "all-attention"
+
+    def __init__(self, attention: GPT2Attention, n_vectors: int) -> None:
+        super().__init__()
+        self.n_heads, self.d_head = attention.num_heads, attention.head_dim
+        self.c_attn, self.c_proj = attention.c_attn, attention.c_proj
+        shape = (self.n_heads, n_vectors, self.d_head)
+        self.scaled_key = nn.Parameter(torch.randn(shape) * self.d_head**-0.5)
+        self.scaled_value = nn.Parameter(torch.randn(shape) * n_vectors**-0.5)
+
+    @property
+    def key(self) -> Float[Tensor, "head vector d_head"]:
+        """The persistent keys."""
+        return self.scaled_key * self.d_head**0.5
+
+    @property
+    def value(self) -> Float[Tensor, "head vector d_head"]:
+        """The persistent values."""
+        return self.scaled_value * self.scaled_value.shape[1] ** 0.5
+
+    def rows(self, x: Float[Tensor, "batch pos d_model"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [batch, head, pos, d_head], and keys and values of N + pos rows.
+
+        The first N rows are the persistent vectors.
+        """
+        split = self.c_attn(x).unflatten(-1, (3, self.n_heads, self.d_head))
+        q, k, v = split.permute(2, 0, 3, 1, 4)
+        shape = (len(x), -1, -1, -1)
+        k = torch.cat([self.key.expand(shape), k], dim=2)
+        v = torch.cat([self.value.expand(shape), v], dim=2)
+        return q, k, v
+
+    def seen(self, pos: int, device: torch.device) -> Tensor:
+        """Return which rows each token sees, [pos, N + pos]: vectors, itself, earlier tokens."""
+        n_vectors = self.scaled_key.shape[1]
+        mask = torch.ones(pos, n_vectors + pos, dtype=torch.bool, device=device)
+        return mask.tril(n_vectors)
+
+    def pattern(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch head pos row"]:
+        """Return the pattern; its first N columns are the weights on persistent vectors."""
+        q, k, _ = self.rows(x)
+        scores = q @ k.transpose(-1, -2) / self.d_head**0.5
+        return scores.masked_fill(~self.seen(x.shape[1], x.device), -torch.inf).softmax(-1)
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"], **_: Any) -> tuple[Tensor, None]:
+        """Return the output; texts have no padding on the left, and nothing is cached."""
+        seen = self.seen(x.shape[1], x.device)
+        z = F.scaled_dot_product_attention(*self.rows(x), attn_mask=seen)
+        return self.c_proj(z.transpose(1, 2).flatten(2)), None
+
+
+class Nothing(nn.Module):
+    """A sublayer that adds nothing to the stream."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return zeros."""
+        return torch.zeros_like(x)
+
+
 def flops(kind: Kind, d_model: int, n_heads: int, n_dense: int = 0) -> int:
     """Return a forward pass's matrix flops per token; a training step takes three times as many.
 
     Args:
         kind: a kind from the module docstring.
         d_model: the width of the stream.
-        n_heads: the number of heads.
+        n_heads: the number of neuron-heads; for "all-attention", N.
         n_dense: how many rows each token scores in the dense form. The two scores of the narrow
-            form are not counted, because they are not matrix products.
+            form are not counted, because they are not matrix products. "all-attention" has one
+            form only.
     """
+    n_dense = 0 if kind == "all-attention" else n_dense
     return 2 * n_heads * (VECTORS.get(kind, 4) * d_model + 2 * n_dense)
 
 
 def text_model(
     kind: Kind, n_heads: int, *, d_vocab: int, seed: int, n_layers: int, d_model: int, heads: int
 ) -> GPT2LMHeadModel:
-    """Return an untrained GPT-2 with `Neurons` as MLPs; other weights are equal for all kinds."""
+    """Return an untrained GPT-2 with `Neurons` as MLPs, or with `AllAttention` and no MLPs.
+
+    Other weights are equal for all kinds. For "all-attention", `n_heads` is N.
+    """
     config = GPT2Config(
         vocab_size=d_vocab,
         n_positions=128,
@@ -160,12 +254,17 @@ def text_model(
         initializer_range=0.04,
         bos_token_id=0,
         eos_token_id=1,
+        use_cache=kind != "all-attention",
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     )
     torch.manual_seed(seed)
     model = GPT2LMHeadModel(config)
     bias = nn.Parameter(torch.zeros(d_model))
     for block in model.transformer.h:
+        if kind == "all-attention":
+            block.attn = AllAttention(block.attn, n_heads)
+            block.ln_2, block.mlp = nn.Identity(), Nothing()
+            continue
         std_out = (2 * n_layers * n_heads) ** -0.5
         block.mlp = Neurons(kind, d_model, n_heads, d_model**-0.5, std_out, bias)
     return model
@@ -176,15 +275,27 @@ def neurons_of(model: Any) -> list[Neurons]:
     return [module for module in model.modules() if isinstance(module, Neurons)]
 
 
+def sublayers_of(model: Any) -> list[Neurons | AllAttention]:
+    """Return the neurons of each layer, or its attention with persistent vectors."""
+    return [module for module in model.modules() if isinstance(module, (Neurons, AllAttention))]
+
+
+def size_of(sublayer: Neurons | AllAttention) -> int:
+    """Return the number of neuron-heads of a layer, or N."""
+    vectors = sublayer.W_Q if isinstance(sublayer, Neurons) else sublayer.scaled_key
+    return vectors.shape[1]
+
+
 def in_package(model: Any) -> Any:
     """Return the same model with plain SiLU MLPs, so that this package can expose them.
 
     Raises:
         ValueError: the neurons are neither "mlp" nor "theorem". Neuron-heads in this package have
-            keys that do not depend on the token, and their value is q.
+            keys that do not depend on the token, and their value is q. `all_attention.py` loads
+            "all-attention".
     """
     layers = neurons_of(model)
-    odd = {layer.kind for layer in layers} - {"mlp", "theorem"}
+    odd = {layer.kind for layer in sublayers_of(model)} - {"mlp", "theorem"}
     if odd:
         raise ValueError(f"got neuron-heads of kind {sorted(odd)}; expected those of an MLP")
     if isinstance(model, HookedTransformer):

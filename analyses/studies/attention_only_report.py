@@ -300,6 +300,7 @@ def page(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
         n_seeds=study["n_seeds"],
         addition=study["addition"],
         SOLVED=SOLVED,
+        LOST=LOST,
         summary=summary(frames),
         lengths=lengths_table(frames["lengths"]),
         short=short_table(frames),
@@ -327,14 +328,15 @@ Parameters and flops are those of a layer's MLP or neuron-heads. Epochs are the 
 brackets, the epochs by seed until {SOLVED:.0%} of the held-out pairs are right.
 
 Text is Small English: {n_layers} layers, d_model {d_model}, {steps} steps of {rows} texts, with a
-rate that falls to zero. Addition is modulo {addition[modulus]}: one layer without a norm, {addition[steps]} epochs,
-{addition[train_fraction]} of all pairs for training. `train_attention_only.py` describes the arms,
-and `attention_only_models.py` has the formulas of the heads. In the figure, bands go from the
+rate that falls to zero. Addition is modulo {addition[modulus]}: one layer without a norm,
+{addition[steps]} epochs, {addition[train_fraction]} of all pairs for training.
+`train_attention_only.py` describes the arms, and `attention_only_models.py` has the formulas of the heads. In the figure, bands go from the
 lowest to the highest seed.
 
-Made by `python -m analyses.studies.train_attention_only{flag}` on {machine}. Training took {text_minutes:.0f} minutes
-of processor time for text, and {addition_minutes:.0f} for addition. Every figure can be computed again from
-the tables next to this page.
+Made by `python -m analyses.studies.train_attention_only{flag}` on {machine}.
+Training took {text_minutes:.0f} minutes of processor time for text, and {addition_minutes:.0f} for
+addition.
+Every figure can be computed again from the tables next to this page.
 
 ## Predictions
 
@@ -413,7 +415,7 @@ Models are small: two layers and one layer of width {d_model}. One optimizer, on
 weights, no search of weight decay. The rate is chosen with one seed. The bias token is the same
 row in all layers; by Definition 1 heads would write to its row as well. Flops are not time: see
 [the benchmark](bench_training_step.md). Properties of heads on text include padding tokens, losses
-do not. Addition runs that solved the task and lost it again, below {lost_below:.0%} at the end: {lost}.
+do not. Addition runs that solved the task and lost it again, below {LOST:.0%} at the end: {lost}.
 To leave time for five seeds, the arm with as many of the paper's heads as neurons was dropped; in
 the first run it did not differ from the MLP.
 

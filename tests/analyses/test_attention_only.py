@@ -1,5 +1,6 @@
 """Tests of trained neuron-heads: their function, their counts, and the study with its page."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,8 +9,11 @@ import pytest
 import torch
 from common import needs_hooked_transformer, relative, run_script
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from analyses.studies import attention_only_models as models
 from analyses.studies import attention_only_report as report
@@ -65,6 +69,105 @@ def test_heads_are_masked_heads_of_the_paper(kind):
     assert relative(made.dense(x), expected) < 1e-13
     made.W_Q[0, 0] += 0.1
     assert relative(made(x), expected) > 1e-3
+
+
+def all_attention(n_vectors=5, n_heads=2, d_head=3):
+    torch.manual_seed(13)
+    config = GPT2Config(n_embd=n_heads * d_head, n_head=n_heads, attn_pdrop=0.0, resid_pdrop=0.0)
+    made = models.AllAttention(GPT2Attention(config), n_vectors).double()
+    for parameter in made.parameters():
+        parameter.data = torch.randn_like(parameter) / 2
+    return made
+
+
+def by_loops(made, text):
+    """Compute an all-attention layer on one text, one exponential after the other."""
+    n_heads, n_vectors, d_head = made.scaled_key.shape
+    q, k, v = (text @ made.c_attn.weight + made.c_attn.bias).split(n_heads * d_head, dim=1)
+    out = made.c_proj.bias.repeat(len(text), 1)
+    for head in range(n_heads):
+        own = slice(head * d_head, (head + 1) * d_head)
+        for t in range(len(text)):
+            pairs = [(k[s, own], v[s, own]) for s in range(t + 1)]
+            for n in range(n_vectors):
+                key = math.sqrt(d_head) * made.scaled_key[head, n]
+                pairs.append((key, math.sqrt(n_vectors) * made.scaled_value[head, n]))
+            weights = [math.exp(q[t, own] @ key / math.sqrt(d_head)) for key, _ in pairs]
+            z = sum(w * value for w, (_, value) in zip(weights, pairs, strict=True))
+            out[t] += z / sum(weights) @ made.c_proj.weight[own]
+    return out
+
+
+@torch.no_grad()
+def test_all_attention_is_one_softmax_over_text_and_vectors():
+    made, x = all_attention(), torch.randn(2, 7, 6, dtype=torch.float64)
+    expected = torch.stack([by_loops(made, text) for text in x])
+    assert relative(made(x)[0], expected) < 1e-13
+    pattern, (_, _, v) = made.pattern(x), made.rows(x)
+    assert pattern.shape == (2, 2, 7, 5 + 7)
+    z = (pattern @ v).transpose(1, 2).flatten(2)
+    assert relative(made.c_proj(z), expected) < 1e-13
+    moved = x.clone()
+    moved[:, 4] += 1  # a token changes no earlier token
+    assert torch.equal(made(moved)[0][:, :4], made(x)[0][:, :4])
+    made.scaled_key[1, 3, 2] += 0.1
+    assert relative(made(x)[0], expected) > 1e-4
+
+
+@torch.no_grad()
+def test_without_vectors_all_attention_is_the_attention_of_gpt2():
+    config = GPT2Config(
+        vocab_size=11, n_embd=6, n_head=2, n_layer=1, n_positions=7, resid_pdrop=0, embd_pdrop=0
+    )
+    torch.manual_seed(5)
+    model = GPT2LMHeadModel(config).double().eval()
+    tokens = torch.randint(11, (2, 7))
+    expected, block = model(tokens).logits, model.transformer.h[0]
+    block.attn = models.AllAttention(block.attn, 3).double()
+    assert relative(model(tokens).logits, expected) > 1e-6
+    block.attn.scaled_key = nn.Parameter(block.attn.scaled_key[:, :0])
+    block.attn.scaled_value = nn.Parameter(block.attn.scaled_value[:, :0])
+    assert relative(model(tokens).logits, expected) < 1e-13
+
+
+def test_vectors_are_drawn_as_in_the_paper():
+    """After scaling, keys and values have unit variance: Sukhbaatar et al. (2019)."""
+    made = models.AllAttention(GPT2Attention(GPT2Config(n_embd=32, n_head=2)), 4001)
+    assert made.scaled_key.var().item() == pytest.approx(1 / 16, rel=0.02)
+    assert made.scaled_value.var().item() == pytest.approx(1 / 4001, rel=0.02)
+    assert made.key.var().item() == pytest.approx(1, rel=0.02)
+    assert made.value.var().item() == pytest.approx(1, rel=0.02)
+
+
+def test_flops_of_a_step_of_all_attention():
+    task = TINY["text"]
+    counted = {}
+    for kind in ("mlp", "all-attention"):
+        model, batch = task.model(kind, 6, 0), task.batch(0, 0)
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            task.loss(model, batch).backward()
+        counted[kind] = counter.get_total_flops()
+        assert counted[kind] == task.flops(model, batch)
+    assert counted["mlp"] == counted["all-attention"]
+
+
+def test_all_attention_has_the_parameters_of_the_mlp():
+    task = TINY["text"]
+    of = {
+        arm: study.size_of(replace(study.SMOKE, text=task), "text", arm)
+        for arm in ("mlp", "all-attention")
+    }
+    for column in ("parameters", "flops a token", "heads"):
+        assert of["all-attention"][column] == of["mlp"][column]
+    norms = 2 * task.d_model * task.n_layers  # the norm of the MLP goes with it
+    assert of["all-attention"]["all parameters"] == of["mlp"]["all parameters"] - norms
+    assert "all-attention" not in TINY["addition"].arms
+    with pytest.raises(ValueError, match="expected those of an MLP"):
+        models.in_package(task.model("all-attention", 6, seed=1))
+    same, other = (task.model(kind, 6, seed=1) for kind in ("mlp", "all-attention"))
+    assert torch.equal(
+        same.transformer.h[0].attn.c_attn.weight, other.transformer.h[0].attn.c_attn.weight
+    )
 
 
 @pytest.mark.parametrize("kind", models.KINDS)
@@ -174,6 +277,7 @@ def test_smoke(tmp_path):
     assert (set(last["step"]["text"]), set(last["step"]["addition"])) == ({4}, {6})
     flops = last["flops"]["text"]
     assert flops["mlp"] == flops["keyless"] == flops["persistent"] < flops["mlp, twice"]
+    assert flops["all-attention"] == flops["mlp"]
     become = pd.read_csv(tmp_path / f"{NAME}_become.csv").set_index(["task", "arm", "when"])
     become = become.sort_index()
     assert (become.loc[("text", "mlp"), "cos_qv"] == 1).all()
