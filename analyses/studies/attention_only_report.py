@@ -53,7 +53,7 @@ def solved(curves: pd.DataFrame) -> pd.DataFrame:
     """Return when the held-out accuracy first reaches SOLVED, or inf, [seed, arm]."""
     by = curves[curves["task"] == "addition"].set_index(["seed", "arm"])
     first = by[by["accuracy"] >= SOLVED].groupby(level=["seed", "arm"])["step"].first()
-    return first.reindex(by.index.unique(), fill_value=float("inf")).astype(float).unstack("arm")
+    return first.astype(float).reindex(by.index.unique()).fillna(float("inf")).unstack("arm")
 
 
 def ends(curves: pd.DataFrame, task: str) -> pd.DataFrame:
@@ -330,13 +330,12 @@ brackets, the epochs by seed until {SOLVED:.0%} of the held-out pairs are right.
 Text is Small English: {n_layers} layers, d_model {d_model}, {steps} steps of {rows} texts, with a
 rate that falls to zero. Addition is modulo {addition[modulus]}: one layer without a norm,
 {addition[steps]} epochs, {addition[train_fraction]} of all pairs for training.
-`train_attention_only.py` describes the arms, and `attention_only_models.py` has the formulas of the heads. In the figure, bands go from the
-lowest to the highest seed.
+`train_attention_only.py` describes the arms, and `attention_only_models.py` has the formulas of the
+heads. In the figure, bands go from the lowest to the highest seed.
 
 Made by `python -m analyses.studies.train_attention_only{flag}` on {machine}.
 Training took {text_minutes:.0f} minutes of processor time for text, and {addition_minutes:.0f} for
-addition.
-Every figure can be computed again from the tables next to this page.
+addition. Every figure can be computed again from the tables next to this page.
 
 ## Predictions
 
