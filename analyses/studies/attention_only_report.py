@@ -396,11 +396,11 @@ with another token or the bias token, and masks all but two scores per token.
 
 ## Learning rates
 
-Losses by rate after {search_steps} steps of text (one other seed) and {addition[search_steps]} epochs
-of addition (the mean of {addition[search_seeds]} other seeds): medians over the last quarter of a
-run. While the best rate was the lowest or the highest, another one was tried. With one seed,
-addition had chosen 0.032 for the MLP, which then lost the task again in four of five seeds, so all
-arms got three seeds.
+Losses by rate after {search_steps} steps of text (one other seed) and after
+{addition[search_steps]} epochs of addition (the mean of {addition[search_seeds]} other seeds):
+medians over the last quarter of a run. While the best rate was the lowest or the highest, another
+one was tried. Addition first had one seed for this, which chose a rate at which the MLP does not
+keep the task; then all arms got {addition[search_seeds]} seeds.
 
 Text:
 
