@@ -543,12 +543,11 @@ class Trainer:
         return frame.assign(chosen=frame["lr"] == best)
 
     def same_rates(self, lrs: Iterable[float]) -> pd.DataFrame:
-        """Return last losses on text of the MLP and the paper's heads at all rates in use."""
+        """Return the MLP's last losses on text at all rates that arms use."""
         rows = []
-        for arm, lr in product(("mlp", "paper's heads"), sorted(set(lrs))):
-            for seed in range(self.study.n_seeds):
-                last = self.run("text", arm, seed, lr, self.study.text.steps)[1].iloc[-1]
-                rows.append({"arm": arm, "lr": lr, "seed": seed} | dict(last[["loss", "seconds"]]))
+        for lr, seed in product(sorted(set(lrs)), range(self.study.n_seeds)):
+            last = self.run("text", "mlp", seed, lr, self.study.text.steps)[1].iloc[-1]
+            rows.append({"lr": lr, "seed": seed} | dict(last[["loss", "seconds"]]))
         return pd.DataFrame(rows)
 
     def lengths(self) -> pd.DataFrame:
