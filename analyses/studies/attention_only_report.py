@@ -1,43 +1,57 @@
-"""Write the page and figures of the study of attention-only training, only from its tables."""
+"""Write the page and the figure of the study of attention-only training, only from its tables."""
 
-import json
-from collections.abc import Mapping
-from importlib.resources import files
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping
+from textwrap import fill
+from typing import Any, TypeAlias
 
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from analyses.tools.benching import markdown, table
+from analyses.tools.study_files import t_interval, verdict
 
-__all__ = ["curves_figure", "finals", "heads_figure", "page", "summary", "verdicts"]
+__all__ = ["FORMS", "answer", "curves_figure", "page", "summary", "verdicts"]
 
-METRICS = Path(str(files("attn_only_lens.pretrained") / "data/small_english/metrics.json"))
+Frames: TypeAlias = Mapping[str, pd.DataFrame]
 SOLVED = 0.99
 LOST = 0.9
-NEAR = 0.02  # losses count as equal if they differ by less than this fraction
-APART = 0.1  # a difference of |cos| that counts
+FALLING = 0.01  # twice as many steps lower the loss by more than this share
+FORMS = ("paper's heads", "without keys")
 COLOURS = {
     "mlp": "black",
-    "mlp, twice": "grey",
     "mlp, an eighth": "C5",
-    "keyless": "C2",
-    "bias token": "C0",
-    "bias token, as many": "C9",
-    "set free": "C1",
-    "persistent": "C3",
+    "without keys": "C2",
+    "paper's heads": "C0",
     "all-attention": "C4",
 }
+BECOME = {
+    "cos_qv": "cos(W_Q, W_V)",
+    "cos_qk": "cos(W_Q, W_K)",
+    "weight": "self weight",
+    "saturated": "saturated",
+    "score_linear_in_q": "score linear in q",
+    "of_v": "output from v",
+    "of_q": "output from q",
+    "dead": "dead",
+}
+"""The columns of the table of what heads become, by their names in the frame."""
 
 
-def solved(curves: pd.DataFrame, column: str = "step") -> pd.Series:
-    """Return by arm and seed when the held-out accuracy first reaches SOLVED, or NaN."""
-    by = curves[curves["task"] == "addition"].set_index(["arm", "seed"]).sort_index()
-    keys = by.index.unique()
-    first = by[by["accuracy"] >= SOLVED].groupby(["arm", "seed"])[column].first()
-    return first.reindex(keys)
+def said(values: "pd.Series[float]", form: str = ".3f") -> str:
+    """Return the mean over seeds with Student's interval of 95 %, in words."""
+    values = values.dropna()
+    if values.empty:
+        return "–"
+    mean, low, high = (format(number, form) for number in t_interval(values))
+    return f"{mean} [{low}, {high}]"
+
+
+def solved(curves: pd.DataFrame) -> pd.DataFrame:
+    """Return when the held-out accuracy first reaches SOLVED, or inf, [seed, arm]."""
+    by = curves[curves["task"] == "addition"].set_index(["seed", "arm"])
+    first = by[by["accuracy"] >= SOLVED].groupby(level=["seed", "arm"])["step"].first()
+    return first.astype(float).reindex(by.index.unique()).fillna(float("inf")).unstack("arm")
 
 
 def ends(curves: pd.DataFrame, task: str) -> pd.DataFrame:
@@ -46,132 +60,207 @@ def ends(curves: pd.DataFrame, task: str) -> pd.DataFrame:
     return last.unstack("arm")
 
 
-def finals(curves: pd.DataFrame, task: str) -> pd.DataFrame:
-    """Return a row per arm: its flops, and the last losses of all seeds."""
-    of_task = curves[curves["task"] == task]
-    flops = of_task.groupby("arm", sort=False)["flops"].max() / 1e12
-    losses = ends(curves, task)[flops.index]
-    frame = pd.DataFrame({"arm": flops.index, "Tflop": flops.to_numpy()})
-    for seed, row in losses.iterrows():
-        frame[f"loss, seed {seed}"] = row.to_numpy()
-    frame["median"] = losses.median().to_numpy()
-    if task == "addition":
-        steps, cost = (solved(curves, name).unstack("seed") for name in ("step", "flops"))
-        for seed in steps:
-            frame[f"solved, seed {seed}"] = [_step(steps.loc[arm, seed]) for arm in flops.index]
-        frame["Tflop until then"] = cost.median(axis=1).reindex(flops.index).to_numpy() / 1e12
-    return frame
+def differences(curves: pd.DataFrame) -> pd.DataFrame:
+    """Return how far the last losses on text are above the MLP's with the same seed, in percent."""
+    losses = ends(curves, "text")
+    return 100 * (losses.div(losses["mlp"], axis=0) - 1)
 
 
-def _step(value: float) -> str:
-    return "no" if pd.isna(value) else f"{value:.0f}"
+def lost(curves: pd.DataFrame) -> str:
+    """Return the runs of addition that reached SOLVED once, and end below LOST."""
+    runs = curves[curves["task"] == "addition"].groupby(["arm", "seed"], sort=False)["accuracy"]
+    best, last = runs.max(), runs.last()
+    fell = last[(best >= SOLVED) & (last < LOST)]
+    return "; ".join(f"{arm}, seed {seed} ({x:.0%})" for (arm, seed), x in fell.items()) or "none"
 
 
-def _fell(curves: pd.DataFrame) -> str:
-    """Return the runs that reached SOLVED once, and end below LOST."""
-    best = curves[curves["task"] == "addition"].groupby(["arm", "seed"], sort=False)["accuracy"]
-    runs = pd.DataFrame({"most": best.max(), "last": best.last()})
-    fell = runs[(runs["most"] >= SOLVED) & (runs["last"] < LOST)]
-    runs_lost = [f"{arm}, seed {seed} ({last:.0%})" for (arm, seed), last in fell["last"].items()]
-    return "; ".join(runs_lost) or "none"
+def epochs(values: "pd.Series[float]") -> str:
+    """Return the epochs at which an arm solved addition, by seed, and their median."""
+    every = ["no" if x == float("inf") else f"{x:.0f}" for x in (*values, values.median())]
+    return f"{every.pop()} ({', '.join(every)})"
 
 
-def summary(frames: Mapping[str, pd.DataFrame]) -> str:
-    """Return the table for the theory page: parameters, losses, and when addition is solved."""
-    losses, steps = ends(frames[""], "text"), solved(frames[""]).unstack("seed")
+def summary(frames: Frames) -> str:
+    """Return the table for the theory page: sizes, losses, and when addition is solved."""
+    losses, more = ends(frames[""], "text"), differences(frames[""])
+    steps = solved(frames[""])
     sizes = frames["sizes"].query("task == 'text'").set_index("arm").drop(columns="task")
     rows = []
     for arm in sizes.index:
-        of_arm = losses[arm]
-        epochs = [_step(step) for step in steps.loc[arm]] if arm in steps.index else ["–"]
         share = sizes.loc[arm] / sizes.loc["mlp"]
-        rows.append(
-            [
-                *(arm, f"{share['heads']:.2g}", f"{share['flops a token']:.2g}"),
-                f"{of_arm.median():.3f} ({of_arm.min():.3f} to {of_arm.max():.3f})",
-                f"{(of_arm / losses['mlp'] - 1).median():+.1%}",
-                ", ".join(epochs),
-            ]
+        counts = [f"{share[column]:.2g}" for column in ("parameters", "flops a token")]
+        difference = "" if arm == "mlp" else said(more[arm], "+.1f")
+        done = epochs(steps[arm]) if arm in steps else "–"
+        rows.append([arm, *counts, said(losses[arm]), difference, done])
+    header = ["", "parameters", "flops", "loss on text", "than the MLP, %"]
+    return markdown([*header, f"epochs to {SOLVED:.0%} of addition"], rows)
+
+
+def lengths_table(lengths: pd.DataFrame) -> str:
+    """Return the MLP's loss by the number of steps, and how far it fell."""
+    wide = lengths.pivot(index="steps", columns="lr", values="loss")
+    best = wide.min(axis=1)
+    rows = [
+        [steps, *(f"{x:.3f}" for x in row), f"{best[steps]:.3f}", fell]
+        for (steps, row), fell in zip(
+            wide.iterrows(), ["–", *(f"{x:+.1%}" for x in best.pct_change()[1:])], strict=True
         )
-    header = ["", "heads a neuron", "flops", "loss on text", "than the MLP's"]
-    return markdown([*header, f"epochs to {SOLVED:.0%} of addition, by seed"], rows)
+    ]
+    return markdown(["steps", *(f"rate {lr:g}" for lr in wide), "best", "than before"], rows)
 
 
-def became(frame: pd.DataFrame, task: str) -> pd.DataFrame:
-    """Return medians over seeds of the heads' properties, at the start and at the end."""
-    of_task = frame[frame["task"] == task].drop(columns=["task", "seed"])
-    return of_task.groupby(["arm", "when"], sort=False).median().reset_index()
+def rates(frames: Frames) -> "pd.Series[float]":
+    """Return the rate of each arm on text."""
+    chosen = frames["search"].query("task == 'text' and chosen")
+    return chosen.set_index("arm")["lr"]
+
+
+def at_same_rate(frames: Frames) -> pd.DataFrame:
+    """Return how far arms on text are above the MLP with their rate and seed, in percent."""
+    losses = ends(frames[""], "text")
+    mlp = frames["same_rate"].pivot(index="seed", columns="lr", values="loss")
+    same = pd.DataFrame({arm: mlp[lr] for arm, lr in rates(frames).items()})
+    return 100 * (losses.div(same)[losses.columns] - 1)
+
+
+def rates_table(frames: Frames) -> str:
+    """Return differences from the MLP if both use their own rate, or the same rate."""
+    lrs, best, same = rates(frames), differences(frames[""]), at_same_rate(frames)
+    rows = [
+        [arm, f"{lr:g}", said(best[arm], "+.1f"), said(same[arm], "+.1f")]
+        for arm, lr in lrs.items()
+        if arm != "mlp"
+    ]
+    header = ["than the MLP, %", "rate", f"MLP with rate {lrs['mlp']:g}", "MLP with the same rate"]
+    return markdown(header, rows)
+
+
+def falls(lengths: pd.DataFrame) -> "pd.Series[float]":
+    """Return by how much of its best loss the MLP improves with twice as many steps."""
+    best = lengths.groupby("steps")["loss"].min()
+    return -best.pct_change().shift(-1)[:-1]
+
+
+def short_table(frames: Frames) -> str:
+    """Return differences from the MLP after the first run and after this one."""
+    then = frames["short"].assign(task="text")
+    before, now = differences(then), differences(frames[""])
+    rows = [
+        [arm, said(before[arm], "+.1f"), said(now[arm], "+.1f")]
+        for arm in before
+        if arm in now and arm != "mlp"
+    ]
+    return markdown(["than the MLP, %", "first run", "this run"], rows)
+
+
+def became(frame: pd.DataFrame, task: str) -> str:
+    """Return means over seeds of the heads' properties at the end."""
+    of_task = frame[frame["task"] == task]
+    means = of_task.groupby(["arm", "when"], sort=False)[list(BECOME)].mean()
+    rows = []
+    for arm in of_task["arm"].unique():
+        start, end = means.loc[arm, "start"], means.loc[arm, "end"]
+        cells = [f"{end[column]:.2f}" for column in BECOME]
+        rows.append([arm, f"{start['cos_qv']:.2f}", *("–" if x == "nan" else x for x in cells)])
+    return markdown(["", "cos(W_Q, W_V) at the start", *BECOME.values()], rows)
 
 
 def costs(cuts: pd.DataFrame, task: str) -> pd.DataFrame:
-    """Return how much each cut adds to the loss, as medians over seeds."""
-    of_task = cuts[cuts["task"] == task].set_index("arm")
-    added = of_task[["key", "value_b", "gate"]].sub(of_task["whole"], axis=0)
-    return pd.concat([of_task[["whole"]], added], axis=1).groupby("arm", sort=False).median()
+    """Return how much each cut adds to the loss, a row for each arm and seed."""
+    of_task = cuts[cuts["task"] == task].set_index(["arm", "seed"])
+    return of_task[["key", "value_b", "gate"]].sub(of_task["whole"], axis=0)
 
 
-def verdicts(frames: Mapping[str, pd.DataFrame]) -> list[tuple[bool, str]]:
-    """Return whether each prediction starting at the second holds, with the evidence."""
-    curves, text = frames[""], ends(frames[""], "text")
-    relative = (text.div(text["mlp"], axis=0) - 1).median()
-    steps = solved(curves).unstack("seed")
-    first = steps.fillna(float("inf")).median(axis=1)
-    turn = frames["become"].groupby(["task", "arm", "when"])["cos_qv"].median()
-    part = {task: costs(frames["cuts"], task).loc["bias token"] for task in ("text", "addition")}
-    tasks = ("text", "addition")
-    moved = {
-        task: turn[task, "bias token", "end"] - turn[task, "bias token", "start"] for task in tasks
-    }
-    kept = {task: turn[task, "set free", "end"] for task in tasks}
-    lines = [
-        (
-            abs(relative["bias token"]) < NEAR,
-            f"half as many heads to the letter end {relative['bias token']:+.1%} from the MLP's "
-            f"loss on text, keyless ones {relative['keyless']:+.1%} (medians of seeds)",
-        ),
-        (
-            bool((text["bias token, as many"] < text["mlp"]).all())
-            and not (text["bias token, as many"] < text["mlp, twice"]).all(),
-            f"as many heads as neurons end {relative['bias token, as many']:+.1%} from the MLP's "
-            f"loss, the MLP of twice the neurons {relative['mlp, twice']:+.1%}",
-        ),
-        (
-            all(abs(change) < APART for change in moved.values())
-            and all(share < 1 - APART for share in kept.values()),
-            "the median |cos(W_Q, W_V)| of heads to the letter goes "
-            + ", ".join(
-                f"from {turn[task, 'bias token', 'start']:.2f} to "
-                f"{turn[task, 'bias token', 'end']:.2f} on {task}"
-                for task in tasks
-            )
-            + "; set free from the theorem, it ends at "
-            + " and ".join(f"{kept[task]:.2f}" for task in tasks),
-        ),
-        (
-            all(row["key"] > row["value_b"] for row in part.values())
-            and abs(relative["keyless"] - relative["bias token"]) < NEAR,
-            "with every key at its mean, heads to the letter lose "
-            + ", ".join(f"{part[task]['key']:.3g} on {task}" for task in tasks)
-            + "; without the bias token's value "
-            + ", ".join(f"{part[task]['value_b']:.3g}" for task in tasks)
-            + f"; trained without token keys they end {relative['keyless']:+.1%} from the MLP",
-        ),
-        (
-            abs(relative["persistent"] - relative["bias token"]) < NEAR,
-            f"persistent vectors end {relative['persistent']:+.1%} from the MLP on text, the bias "
-            f"token {relative['bias token']:+.1%}",
-        ),
-        (
-            bool(first["bias token"] <= first["mlp"] < float("inf")),
-            "the median step at which addition is solved is "
-            + ", ".join(
-                f"{'never' if first[arm] == float('inf') else f'{first[arm]:.0f}'} ({arm})"
-                for arm in COLOURS
-                if arm in first.index
-            ),
-        ),
+def costs_table(cuts: pd.DataFrame, task: str) -> str:
+    """Return means and intervals of what each cut adds to the loss."""
+    added = costs(cuts, task)
+    rows = [
+        [arm, *(said(added.loc[arm, column], ".3g") for column in added)]
+        for arm in added.index.unique("arm")
     ]
-    return lines
+    return markdown(
+        ["", "keys at their means", "bias token's value at 0", "gate at its mean"], rows
+    )
+
+
+def at_end(frames: Frames, column: str, task: str, arm: str, when: str = "end") -> Any:
+    """Return a property of an arm's heads, the median over heads, by seed."""
+    rows = frames["become"].query("task == @task and arm == @arm and when == @when")
+    return rows.set_index("seed")[column]
+
+
+def verdicts(frames: Frames) -> Iterator[tuple[str, bool, str]]:
+    """Yield each prediction for the long run that was tested: a claim, whether it held, figures."""
+    more, mean = differences(frames[""]), differences(frames[""]).mean()
+    yield (
+        '"mlp, an eighth" ends at least 5 % above the MLP, in every seed.',
+        bool((more["mlp, an eighth"] >= 5).all()),
+        f"{said(more['mlp, an eighth'], '+.1f')} %",
+    )
+    yield (
+        "neuron-heads of all forms end within 3 % of the MLP (two of four forms were run).",
+        bool((mean[list(FORMS)].abs() < 3).all()),
+        "; ".join(f"{arm} {said(more[arm], '+.1f')} %" for arm in FORMS),
+    )
+    yield (
+        '"without keys" ends below the MLP.',
+        bool(mean["without keys"] < 0),
+        f"{said(more['without keys'], '+.1f')} %",
+    )
+    cos = at_end(frames, "cos_qv", "text", "paper's heads")
+    yield (
+        'on text, the median |cos(W_Q, W_V)| of "paper\'s heads" stays below .3.',
+        bool(cos.mean() < 0.3),
+        said(cos, ".2f"),
+    )
+    cut = costs(frames["cuts"], "text").loc["paper's heads"]
+    yield (
+        'in "paper\'s heads" on text, keys at their means cost more than ten times as much as the '
+        "bias token's value at 0.",
+        bool(cut["key"].mean() > 10 * cut["value_b"].mean()),
+        f"{said(cut['key'])} and {said(cut['value_b'])} nats",
+    )
+    first = solved(frames[""]).median()
+    yield (
+        'on addition the MLP solves the task first (median), and "paper\'s heads" need less than '
+        "twice as many epochs.",
+        bool(first["mlp"] == first.min() and first["paper's heads"] < 2 * first["mlp"]),
+        "; ".join(
+            f"{arm} {'never' if x == float('inf') else f'{x:.0f}'}" for arm, x in first.items()
+        ),
+    )
+    yield (
+        'all-attention layers end between the MLP and "mlp, an eighth" on text.',
+        bool(0 < mean["all-attention"] < mean["mlp, an eighth"]),
+        f"{said(more['all-attention'], '+.1f')} %",
+    )
+
+
+def answer(frames: Frames) -> str:
+    """Return the question, the answer and the caution."""
+    more, same = differences(frames[""]), at_same_rate(frames)
+    steps, fall = solved(frames[""]), falls(frames["lengths"])
+    text = ANSWER.format(
+        n=len(more),
+        steps=frames[""].query("task == 'text'")["step"].max(),
+        keyless=said(more["without keys"], "+.1f"),
+        keyless_same=said(same["without keys"], "+.1f"),
+        paper=said(more["paper's heads"], "+.1f"),
+        paper_same=said(same["paper's heads"], "+.1f"),
+        mlp_moves=said(same["without keys"] - more["without keys"], "+.1f"),
+        all_attention=said(more["all-attention"], "+.1f"),
+        eighth=said(more["mlp, an eighth"], "+.1f"),
+        mlp_epochs=epochs(steps["mlp"]),
+        keyless_epochs=epochs(steps["without keys"]),
+        paper_epochs=epochs(steps["paper's heads"]),
+        cos=said(at_end(frames, "cos_qv", "text", "paper's heads"), ".2f"),
+        longest=2 * fall.index[-1],
+        half=fall.index[-1],
+        fall=f"{fall.iloc[-1]:.1%}",
+        SOLVED=SOLVED,
+    )
+    paragraphs = text.split("\n\n")
+    return "\n\n".join(fill(part, 100, break_on_hyphens=False) for part in paragraphs)
 
 
 def curves_figure(curves: pd.DataFrame) -> Figure:
@@ -193,165 +282,149 @@ def curves_figure(curves: pd.DataFrame) -> Figure:
                 alpha=0.12,
                 linewidth=0,
             )
-        scale = "log" if task == "addition" else "linear"
-        panel.set(title=task, xscale=scale, yscale=scale, xlabel="Tflop of matrix products")
+        panel.set(title=task, xscale="log", yscale="log", xlabel="Tflop of matrix products")
         for axis in (panel.xaxis, panel.yaxis):
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter(NullFormatter())
         panel.grid(alpha=0.3, which="both")
-    panels[0].set_ylabel("loss on what is held out, nats")
-    panels[0].legend(fontsize="small", title="dashed: other flops than mlp")
+    panels[0].set_ylabel("held-out loss, nats")
+    panels[0].legend(fontsize="small", title="dashed: fewer flops than mlp")
     return picture
 
 
-def heads_figure(heads: pd.DataFrame) -> Figure:
-    """Draw the heads of one seed at the end: cosines between their vectors, and their gates."""
-    picture = Figure(figsize=(11, 6.5), layout="constrained")
-    panels = picture.subplots(2, 3, sharex="col")
-    titles = {
-        "cos_qv": "|cos(W_Q, W_V)|: 1 in an MLP",
-        "weight": "mean weight on itself",
-        "score_linear_in_q": "share of the score linear in q: 1 in an MLP",
-    }
-    for row, task in zip(panels, ("text", "addition"), strict=True):
-        for panel, (column, title) in zip(row, titles.items(), strict=True):
-            for arm in ("keyless", "bias token", "set free", "persistent"):
-                of_arm = heads[(heads["task"] == task) & (heads["arm"] == arm)]
-                bins = [i / 25 for i in range(26)]
-                weights = [1 / len(of_arm)] * len(of_arm)
-                panel.hist(
-                    of_arm[column],
-                    bins=bins,
-                    weights=weights,
-                    histtype="step",
-                    color=COLOURS[arm],
-                    label=arm,
-                    linewidth=1.5,
-                )
-            panel.grid(alpha=0.3)
-            if task == "text":
-                panel.set_title(title, fontsize="medium")
-        row[0].set_ylabel(f"{task}: share of heads")
-    panels[0][1].legend(fontsize="small")
-    return picture
-
-
-def shown(frame: pd.DataFrame) -> str:
-    """Return a Markdown table with numbers to three digits and – for missing values."""
-    return table(frame).replace("| nan |", "| – |").replace("| nan |", "| – |")
-
-
-def page(frames: Mapping[str, pd.DataFrame], about: Mapping[str, Any], flag: str) -> str:
-    """Return the whole page in Markdown."""
-    lines = [
-        f"{number}. {'As predicted' if holds else 'Not as predicted'}: {evidence}."
-        for number, (holds, evidence) in enumerate(verdicts(frames), start=2)
-    ]
-    tables = {
-        f"{name}_{task}": shown(made)
-        for task in ("text", "addition")
-        for name, made in {
-            "finals": finals(frames[""], task),
-            "became": became(frames["become"], task),
-            "costs": costs(frames["cuts"], task).reset_index(),
-            "sizes": frames["sizes"].query(f"task == '{task}'").drop(columns="task"),
-            "search": searched(frames["search"], task),
-        }.items()
-    }
-    spent = frames[""].groupby(["task", "arm", "seed"])["seconds"].last().sum()
-    settings = about["study"] | {
-        "summary": summary(frames),
-        "machine": about["machine"],
-        "shipped": json.loads(METRICS.read_text("utf-8"))["loss"],
-        "fell": _fell(frames[""]),
-        "minutes": (spent + frames["search"]["seconds"].sum()) / 60,
-    }
-    return PAGE.format(
-        verdicts="\n".join(lines),
-        flag=flag,
-        SOLVED=SOLVED,
-        LOST=LOST,
-        NEAR=NEAR,
-        **tables,
-        **settings,
-    )
-
-
-def searched(search: pd.DataFrame, task: str) -> pd.DataFrame:
+def searched(search: pd.DataFrame, task: str) -> str:
     """Return the losses by learning rate, with the chosen rate in bold."""
     of_task = search[search["task"] == task]
     marked = [
-        f"**{loss:.4g}**" if chosen else f"{loss:.4g}"
+        f"**{loss:.3g}**" if chosen else f"{loss:.3g}"
         for loss, chosen in zip(of_task["loss"], of_task["chosen"], strict=True)
     ]
     wide = of_task.assign(loss=marked).pivot(index="arm", columns="lr", values="loss")
-    return wide.loc[of_task["arm"].unique()].reset_index()
+    return table(wide.loc[of_task["arm"].unique()].fillna("").reset_index())
 
 
-PAGE = """# Attention-only transformers, trained from scratch
+def page(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
+    """Return the whole page in Markdown."""
+    curves, study = frames[""], about["study"]
+    seconds = curves.groupby(["task", "arm", "seed"])["seconds"].last().groupby("task").sum()
+    search = frames["search"].groupby("task")["seconds"].sum()
+    spent = (seconds + search) / 60
+    same = frames["same_rate"]
+    added = same[same["lr"] != rates(frames)["mlp"]]
+    extra = frames["lengths"]["seconds"].sum() + added["seconds"].sum()
+    tables = {
+        f"{name}_{task}": made
+        for task in ("text", "addition")
+        for name, made in {
+            "became": became(frames["become"], task),
+            "costs": costs_table(frames["cuts"], task),
+            "search": searched(frames["search"], task),
+        }.items()
+    }
+    return PAGE.format(
+        **tables,
+        **study["text"],
+        n_seeds=study["n_seeds"],
+        addition=study["addition"],
+        SOLVED=SOLVED,
+        LOST=LOST,
+        summary=summary(frames),
+        lengths=lengths_table(frames["lengths"]),
+        short=short_table(frames),
+        rates=rates_table(frames),
+        answer=answer(frames),
+        sizes=table(frames["sizes"]),
+        verdicts="\n".join(verdict(*found) for found in verdicts(frames)),
+        lost=lost(curves),
+        machine=about["machine"],
+        text_minutes=spent["text"] + extra / 60,
+        addition_minutes=spent["addition"],
+        flag=flag,
+    )
 
-Are transformers of attention heads alone, neurons among them as heads of width 1, as good to train
-as those with MLPs? The paper leaves that open (section 5). The arms, and what was predicted before
-the run, are at the top of `analyses/studies/train_attention_only.py`;
-`analyses/studies/attention_only_models.py`
-has the heads' formulas. Predictions, by their numbers there:
 
-1. As predicted: the theorem's form, trained, is the MLP, to rounding. A test trains both in float64
-   on both tasks, and shows that one as an MLP, exposed by this package.
-{verdicts}
+ANSWER = """**Question.** The paper leaves open whether transformers that consist only of attention
+heads train as well as transformers with MLPs (section 5). We train small models from scratch, with
+equal parameters and flops: with MLPs, with neuron-heads whose weights are free, and with
+all-attention layers (Sukhbaatar et al., 2019).
+
+**Answer.** It depends on the form of the heads. On text, neuron-heads with the theorem's keys and a
+free W_V ("without keys": gated linear units) end no measurably higher or lower
+than the MLP: their loss differs from the
+MLP's by {keyless} % (the mean of {n} seeds, and its 95 % interval), and by {keyless_same} % at the
+same learning rate. The paper's heads, whose keys are free too, end a little higher: by {paper} %,
+and by {paper_same} % at the same rate. All-attention layers end far higher, by {all_attention} %;
+an MLP with an eighth of the neurons, by {eighth} %. On addition, {SOLVED:.0%} of held-out pairs are
+right after {mlp_epochs} epochs with an MLP, after {keyless_epochs} without keys, and after
+{paper_epochs} with the paper's heads (the median and, in brackets, the seeds). Heads whose W_V is
+free do not become neurons of an MLP: in the paper's heads on text, the median |cos(W_Q, W_V)| is
+{cos}, and it is 1 in an MLP.
+
+**Caution.** The models are small, and {steps} steps are few: even from {half} to {longest} steps,
+the MLP's loss falls by {fall}. Learning rates that differ by a factor of two can hardly be told
+apart in the search, and matter nearly as much as the paper's heads: they change the difference from
+the MLP by {mlp_moves} points. An eighth of the neurons does nearly as well as all of them, so this
+text hardly needs neurons yet. On addition, five seeds do not tell the MLP from the heads without
+keys. In the first run, the MLP was first in every seed; there, all arms used the highest rate that
+was tried. All-attention layers were published for large models, and were not tuned here."""
+
+PAGE = """# Do attention-only transformers train as well as transformers with MLPs?
+
+{answer}
 
 ![Loss against compute](train_attention_only.svg)
 
-"keyless", "bias token", "set free" and "persistent" have the parameters and flops of "mlp", and
-fewer heads. Bands go from the lowest to the highest of the seeds.
-
-Read together: at equal parameters and flops, three seeds of text do not tell any form of
-neuron-head from the MLP, this early in training; nor do they an MLP of twice the size, and only one
-of an eighth is told apart. On addition the MLP generalises first in every seed, all forms at the
-highest rate that was tried. Solved there and lost again, below {LOST:.0%} of the other pairs at the
-end: {fell}.
-Trained heads are no MLP neurons, but gated units with W_Q and W_V apart; those that start as the
-MLP's leave it. Those with keys use them. The bias token's value hardly matters on text, and does on
-addition; that of persistent vectors hardly matters on either.
-
-## In short
-
 {summary}
 
-Losses are medians of seeds, with the lowest and the highest; "than the MLP's" compares seed with
-seed.
+Means over {n_seeds} seeds, with Student's 95 % interval over seeds. "Than the MLP" compares runs
+with the same seed: the same data in the same order, and the same initial attention and embeddings.
+Parameters and flops are those of a layer's MLP or neuron-heads. Epochs are the median and, in
+brackets, the epochs by seed until {SOLVED:.0%} of the held-out pairs are right.
 
-## How each arm ends
+Text is Small English: {n_layers} layers, d_model {d_model}, {steps} steps of {rows} texts, with a
+rate that falls to zero. Addition is modulo {addition[modulus]}: one layer without a norm,
+{addition[steps]} epochs, {addition[train_fraction]} of all pairs for training.
+`train_attention_only.py` describes the arms, and `attention_only_models.py` has the formulas of the
+heads. In the figure, bands go from the lowest to the highest seed.
 
-Text (Small English, {text[n_layers]} layers, d_model {text[d_model]}, {text[steps]} steps of
-{text[rows]} texts), loss in nats a token:
+Made by `python -m analyses.studies.train_attention_only{flag}` on {machine}.
+Training took {text_minutes:.0f} minutes of processor time for text, and {addition_minutes:.0f} for
+addition. Every figure can be computed again from the tables next to this page.
 
-{finals_text}
+## Predictions
 
-Addition modulo {addition[modulus]} ({addition[steps]} epochs, {addition[train_fraction]} of the
-pairs trained on), with the epoch at which {SOLVED:.0%} of the other pairs are right:
+They were written before this run, and stand in full in the script, with those for the first run.
 
-{finals_addition}
+{verdicts}
 
-## What the arms have
+Not tested, for lack of time: the predictions about "mlp, twice", "persistent vectors" and "started
+at the MLP". The theorem's form stays equal to the MLP in training, up to rounding; a test shows
+this.
 
-Of a layer's MLP or neuron-heads; flops of matrix products for a token, forward. What is needed is
-the product of x with each vector that reads, and what is written. The dense form also has every
-token score every token of the longest text of a batch and the bias token, and masks all but two.
+## How long to train
 
-{sizes_text}
+The MLP's held-out loss after trainings of several lengths, with another seed. "Than before"
+compares the best rate with half as many steps.
 
-{sizes_addition}
+{lengths}
 
-## What the neuron-heads become
+The first run had 600 steps, three seeds, and rates from a search over 240 steps:
 
-Medians over heads, and over seeds: at the start, as they were drawn, and at the end. `cos_qv` and
-`cos_qk`: |cos| of W_Q with W_V and W_K. `weight`: the mean weight on the token itself; the rest is
-on the bias token. `saturated`: the share of tokens where that is below 0.05 or above 0.95.
-`score_linear_in_q`: of the variance of the score, the share that is linear in q, as in the theorem.
-`linear_in_v`, `of_v`, `of_q`: of the variance of the output, the share that is linear in v, a
-function of v alone, and of q alone; an MLP's neuron is a function of either. `dead`: the share of
-heads with less than 0.01 of the mean strength of their layer.
+{short}
+
+The search hardly tells rates apart that differ by a factor of two. So we also trained the MLP at
+the rates of the other arms:
+
+{rates}
+
+## What the heads become
+
+Medians over heads, means over seeds, at the end of training. cos is |cos| between vectors. "Self
+weight" is a token's mean weight on itself; the rest is on the bias token. "Saturated" is the share
+of tokens with a self weight below 0.05 or above 0.95. "Score linear in q": the share of the score's
+variance that is linear in q; it is 1 in an MLP. "Output from v" and "from q": the share of the
+output's variance that is a function of v or of q alone; a neuron of an MLP is a function of both.
+"Dead" is the share of heads with less than 0.01 of their layer's mean strength.
 
 Text:
 
@@ -361,12 +434,10 @@ Addition:
 
 {became_addition}
 
-![Heads of seed 0](train_attention_only_heads.svg)
+## What the parts are worth
 
-## What matters to them
-
-What is added to the loss when a part of every head is left out: each key is put at its mean over
-tokens; the bias token's value is 0; the gate is put at its mean, which leaves a linear map.
+What a change of all heads adds to the loss, in nats: each key is set to its mean over tokens; the
+value of the bias token is set to 0; the gate is set to its mean, which leaves a linear map.
 
 Text:
 
@@ -376,37 +447,39 @@ Addition:
 
 {costs_addition}
 
+## Sizes
+
+Flops are those of matrix products for a token, forward. The dense form scores every pair of a token
+with another token or the bias token, and masks all but two scores per token.
+
+{sizes}
+
 ## Learning rates
 
-Each arm tries the same rates on a seed of its own, {text[search_steps]} steps of text and
-{addition[search_steps]} epochs of addition; the median loss of the last quarter decides.
+Losses by rate after {search_steps} steps of text (one other seed) and after
+{addition[search_steps]} epochs of addition (the mean of {addition[search_seeds]} other seeds):
+medians over the last quarter of a run. While the best rate was the lowest or the highest, another
+one was tried. Addition first had one seed for this, which chose a rate at which the MLP does not
+keep the task; then all arms got {addition[search_seeds]} seeds.
+
+Text:
 
 {search_text}
 
+Addition:
+
 {search_addition}
-
-On addition all take the highest of the rates, so that a higher one may be better for any.
-
-## Into this package
-
-Models of the theorem's form, and the MLPs that they are, come in as they are: `in_package` of
-`attention_only_models.py` gives the GPT-2 or HookedTransformer, and `expose_neuron_heads` its
-heads. The others do not: neuron-heads of this package are those of MLPs, with the value q and a
-key that does not depend on the token. What these heads compute is no MLP of any model that
-TransformerLens has: σ(q) v is a gated unit whose gate is not its activation's, and σ(q (k - key_b))
-has a product of two tokens' projections within the gate.
 
 ## What limits this
 
-Small models and short runs: on text the loss still falls fast at the end (the model that ships
-gets to {shipped:.2f} on such texts), and "mlp, an eighth" says how little of it depends on neurons
-by then. {n_seeds} seeds, one optimizer, one scale of what is drawn, no search of weight decay.
-A longer run, of 2400 steps of text, was begun and broken off for time; nothing here is of it.
-The bias token is the same row in all layers: by Definition 1 heads would write to its row as well.
-Flops are not time: see `bench_training_step.md`. Tokens of text include the padding of shorter
-texts in what is measured of heads, not in losses.
+Models are small: two layers and one layer of width {d_model}. One optimizer, one scale of initial
+weights, no search of weight decay. The rate is chosen with one seed. The bias token is the same
+row in all layers; by Definition 1 heads would write to its row as well. Flops are not time: see
+[the benchmark](bench_training_step.md). Properties of heads on text include padding tokens, losses
+do not. Addition runs that solved the task and lost it again, below {LOST:.0%} at the end: {lost}.
+To leave time for five seeds, four arms of the first run were dropped; there, they did not differ
+from the MLP.
 
-Made by `python -m analyses.studies.train_attention_only{flag}` on {machine}; all runs, those of
-the search
-too, took {minutes:.0f} minutes of processor time.
+Models of the theorem's form can be exposed by this package (`in_package`). The other forms cannot:
+the package's neuron-heads have the value q, and keys that do not depend on the token.
 """

@@ -24,7 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,13 @@ FORMS: dict[str, tuple[bool, str]] = {
 }
 """Whether a form has skip connections, and what its MLPs are."""
 MEASURES = ("rank 1", "equal rows", "Dong")
-TRAINED_FORMS = ("mlp", "bias token", "persistent")
-SEARCH = Path(__file__).parents[1] / "results" / "train_attention_only_search.csv"
+TRAINED_FORMS = {
+    "mlp": "mlp",
+    "bias token": "paper's heads",
+    "persistent": "persistent vectors",
+}
+"""The arm in `train_attention_only` by its name in the tables."""
+STEPS, RATE = 600, 1.6e-2
 WHOLE, COLLAPSED, ROUNDING = 0.3, 0.1, 1e-6
 
 
@@ -230,21 +235,21 @@ def measured(
             weights = "trained" if seed < 0 else "random"
             frames.append(frame.assign(model=name, weights=weights, seed=max(seed, 0)))
     study = training.SMOKE if smoke else training.Study()
-    rates = pd.read_csv(SEARCH).query("task == 'text' and chosen").set_index("arm")["lr"]
     forms = [form for form, (_, mlps) in FORMS.items() if mlps != "half"]
     held_out = study.text._pool(0, training.english.SEED_OF_HELD_OUT)
     longest = max(held_out, key=lambda batch: batch.shape[1])
     texts = list(longest[:N_TEXTS, :LENGTH].to(device).split(1))
-    for arm in TRAINED_FORMS:
+    steps = study.text.steps if smoke else STEPS
+    task = replace(study.text, steps=steps)
+    for trained_form, arm in TRAINED_FORMS.items():
         for seed in tqdm(range(n_seeds), desc=arm):
-            lr = float(rates[arm])
-            folder = runs / training.slug("text", arm, seed, lr)
-            model, _ = training.train(study.text, arm, seed, lr, study.text.steps, folder, device)
+            folder = runs / training.slug("text", arm, seed, RATE, steps)
+            model, _ = training.train(task, arm, seed, RATE, steps, folder, device)
             for weights in ("trained", "random"):
                 if weights == "random":
                     redraw(model, seed)
                 frame = frame_of(gpt2_streams, model, texts, forms)
-                name = f"trained as {arm}"
+                name = f"trained as {trained_form}"
                 frames.append(frame.assign(model=name, weights=weights, seed=seed))
     return pd.concat(frames, ignore_index=True)
 

@@ -14,6 +14,7 @@ thread at 60 Gflop/s.
 import json
 import re
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -77,6 +78,7 @@ class Recipe:
         return LlamaForCausalLM(self.config())
 
 
+@cache
 def vocabulary() -> dict[str, int]:
     """Return every token with its index."""
     return {token: i for i, token in enumerate([BOS, EOS, UNKNOWN, *grammar.tokens()])}
