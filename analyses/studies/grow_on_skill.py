@@ -16,8 +16,8 @@ occur in training. The same sentences without "Match:" measure an old skill: is 
 
 "Grow, Don't Overwrite" (arXiv 2603.08647) compares such arms, but does not analyse circuits.
 We chose neurons and not layers because growth in neurons leaves old and new parts side by side in
-every layer, so that labels can be drawn at random within a layer. A step costs about the same
-either way: one processor thread spends almost all of it on old weights.
+every layer, so that labels can be drawn at random within a layer. A step costs the same for as many
+new weights in layers: one thread spends almost all of it on old weights.
 
 All arms of a seed see the same prompts in the same order. The loss is the cross-entropy of the
 next word over the whole vocabulary. AdamW without weight decay warms up and decays linearly. A step
@@ -55,9 +55,9 @@ Predictions, written before the runs. Figures are means over seeds.
 
 What we knew: a pilot (data seed 100, the same held-out nouns, no text, no circuits) chose the
 skill, rates and steps. Free, at a rate of 1e-4: 92 % right after 45 steps. Frozen: at 1e-3, nothing
-learned after 15 steps; at 4e-3, 92 % after 70 and 98 % after 80 steps. A simpler rule (the subject's number) took 20
-steps free, and 40 steps frozen. A step took 1.4 to 1.6 s of processor time in both arms. Five seeds
-did not fit the time that we had.
+learned after 15 steps; at 4e-3, 92 % after 70 and 98 % after 80 steps. A simpler rule (the
+subject's number) took 20 steps free, and 40 steps frozen. A step took 1.4 to 1.6 s of processor
+time in both arms. Five seeds did not fit the time that we had.
 
     python -m analyses.studies.grow_on_skill --smollm2 out/smollm2 --out analyses/results
 """
@@ -426,7 +426,7 @@ def looked(model: Any, questions: Mapping[str, Question], new: Collection[str] =
 def effects(look: Look, task: str, names: Collection[str]) -> Float[np.ndarray, "1 component"]:
     """Return the mean effects of some components, in the order of `names`."""
     index_of = {name: i for i, name in enumerate(look.names)}
-    means: Float[np.ndarray, "component"] = look.parts[task].effects.mean(1)
+    means: Float[np.ndarray, " component"] = look.parts[task].effects.mean(1)
     return means[[index_of[name] for name in names]][None]
 
 
