@@ -105,7 +105,7 @@ MARKER = "Match: "
 PREPOSITIONS = ("near", "behind", "beside", "above", "below")
 SYMBOLS = frozenset("=[]{}<>|")  # of code
 DIGITS = "%.4g"
-TINY = {
+TINY: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
@@ -287,7 +287,7 @@ def judged(model: Any, prompts: Prompts) -> dict[str, float]:
     """Return the figures of a transformers model: the skill, agreement, texts."""
     asked = prompts.held_out[2]
     skill, agreement = prompts.skill(asked), prompts.agreement(asked)
-    figures = {}
+    figures: dict[str, float] = {}
     for name, question in (("skill", skill), ("agreement", agreement)):
         logits = last_logits(model, question.clean)
         rows = torch.arange(len(logits))
@@ -510,7 +510,7 @@ def measured_arm(runs: SeedRuns, arm: str, before: Look) -> dict[str, pd.DataFra
     """Return the tables of a trained arm: circuits, heads, curve, and removed parts."""
     first = runs.prompts.held_out[0]
     questions = {"skill": runs.prompts.skill(first), "agreement": runs.prompts.agreement(first)}
-    about = {"arm": arm, "seed": runs.seed}
+    about: dict[str, Any] = {"arm": arm, "seed": runs.seed}
     folder = runs.trained(arm)
     new = () if arm == "not grown" else runs.new
     model = load(folder)
