@@ -325,10 +325,10 @@ class SeedRuns:
             grown.save_pretrained(folder)
         return folder
 
-    @property
-    def new(self) -> tuple[str, ...]:
-        """The names of new neurons."""
-        return read_provenance(self.grown).new_neurons
+    @cached_property
+    def new(self) -> dict[str, None]:
+        """The names of new neurons; a dictionary, which is ordered and fast to look up in."""
+        return dict.fromkeys(read_provenance(self.grown).new_neurons)
 
     def start(self, arm: str) -> Path:
         """Return the folder of an arm's model before training."""
@@ -512,7 +512,7 @@ def measured_arm(runs: SeedRuns, arm: str, before: Look) -> dict[str, pd.DataFra
     questions = {"skill": runs.prompts.skill(first), "agreement": runs.prompts.agreement(first)}
     about: dict[str, Any] = {"arm": arm, "seed": runs.seed}
     folder = runs.trained(arm)
-    new = () if arm == "not grown" else runs.new
+    new: Collection[str] = () if arm == "not grown" else runs.new
     model = load(folder)
     look = looked(model, questions, new)
     row: dict[str, Any] = about | overlaps(before, look, "agreement")
