@@ -74,7 +74,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -535,8 +535,19 @@ def measured_arm(runs: SeedRuns, arm: str, before: Look) -> dict[str, pd.DataFra
     }
 
 
-def measured(runs: SeedRuns) -> dict[str, pd.DataFrame]:
-    """Train and measure all arms of a seed; each table is kept when it is complete."""
+def measured(runs: SeedRuns, *, circuits: bool) -> dict[str, pd.DataFrame]:
+    """Train and measure all arms of a seed; circuits are kept when they are complete.
+
+    Args:
+        runs: of the seed.
+        circuits: whether to measure more than the curves.
+    """
+    if not circuits:
+        curves = (
+            pd.read_csv(runs.trained(arm) / "curve.csv").assign(arm=arm, seed=runs.seed)
+            for arm in runs.study.rates
+        )
+        return {"curves": pd.concat(curves)}
     done = runs.folder / f"{runs.seed}-measures.json"
     if not done.exists():
         for arm in runs.study.rates:
@@ -576,6 +587,9 @@ def main(
     out: Out = Path("out/grow-on-skill"),
     runs_dir: Runs = Path("out/grow-on-skill-runs"),
     n_seeds: Seeds = 3,
+    circuit_seeds: Annotated[
+        int | None, typer.Option(help="measure circuits of so many seeds; by default, of all")
+    ] = None,
     smoke: Smoke = False,
 ) -> None:
     """Train, measure, print; write the page, tables and figure (`study_files.py`)."""
@@ -586,16 +600,19 @@ def main(
         base = tiny(Path(scratch)) if smoke or smollm2 is None else smollm2
         claim(runs_dir / "study.txt", f"{study!r}\n")
         prompts = Prompts(study, transformers.AutoTokenizer.from_pretrained(base))
+        n_circuits = n_seeds if circuit_seeds is None else circuit_seeds
         parts = [
-            measured(SeedRuns(study, seed, base, runs_dir, prompts)) for seed in range(n_seeds)
+            measured(SeedRuns(study, seed, base, runs_dir, prompts), circuits=seed < n_circuits)
+            for seed in range(n_seeds)
         ]
     write_text(runs_dir / f"cpu-{time.time_ns()}.txt", f"{time.process_time() - cpu:.0f}\n")
     seconds = sum(int(path.read_text("utf-8")) for path in runs_dir.glob("cpu-*.txt"))
-    made = {name: pd.concat([part[name] for part in parts]) for name in parts[0]}
+    made = {name: pd.concat([part[name] for part in parts if name in part]) for name in parts[0]}
     frames = as_stored(made, DIGITS)
     about = {
         "study": asdict(study),
         "n_seeds": n_seeds,
+        "circuit_seeds": n_circuits,
         "texts_sha256": hashlib.sha256("\n".join(paragraphs(study.texts[0])).encode()).hexdigest(),
         "machine": machine("cpu"),
         "cpu_seconds": seconds,

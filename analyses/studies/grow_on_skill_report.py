@@ -1,6 +1,6 @@
 """Write the page and figure of `grow_on_skill`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import pandas as pd
@@ -20,9 +20,10 @@ N_HEADS = 10
 
 
 def said(values: "pd.Series[float]", digits: int = 2) -> str:
-    """Return the mean over seeds, with Student's interval if there are several seeds."""
-    if values.count() == 1:
-        return f"{values.mean():.{digits}f}"
+    """Return the mean over seeds with Student's interval, or the values of one or two seeds."""
+    values = values.dropna()
+    if len(values) in (1, 2):
+        return " / ".join(f"{value:.{digits}f}" for value in values)
     return pressure_report.said(values, digits)
 
 
@@ -76,13 +77,17 @@ def without(frames: Frames, arm: str, what: str, column: str) -> "pd.Series[floa
     return rows.groupby("seed")[column].mean()
 
 
+def head_shares(frames: Frames, arm: str, task: str) -> pd.DataFrame:
+    """Return each head's effect over the sum of all heads' |effects|: a column per seed."""
+    heads = frames["heads"]
+    rows = heads[(heads["arm"] == arm) & (heads["task"] == task)]
+    effects = rows.pivot(index="head", columns="seed", values="effect")
+    return effects / effects.abs().sum()
+
+
 def moves(frames: Frames, arm: str, task: str = "agreement") -> pd.DataFrame:
     """Return how much each head's effect on is/are moved: a row per head, a column per seed."""
-    heads = frames["heads"]
-    before = heads[(heads["arm"] == "before") & (heads["task"] == "agreement")]
-    now = heads[(heads["arm"] == arm) & (heads["task"] == task)]
-    first, second = (x.pivot(index="head", columns="seed", values="effect") for x in (before, now))
-    return second - first
+    return head_shares(frames, arm, task) - head_shares(frames, "before", "agreement")
 
 
 def most_moved(frames: Frames, arm: str) -> list[str]:
@@ -205,7 +210,6 @@ def shares_table(frames: Frames) -> str:
     columns = {
         "new share": "new_share",
         "parity": "parity",
-        "random labels": "expected_share",
         "new together": "joint",
         "each alone, summed": "single",
         "random directions": "directions",
@@ -227,8 +231,10 @@ def removed_table(frames: Frames) -> str:
     for arm in GROWN:
         start = at_step(frames, arm, "text_loss", 0)
         columns = ("skill_right", "skill_loss", "leak")
-        whole = [said(final(frames, arm, column), 3) for column in columns]
-        rows.append([arm, "whole", *whole, said(final(frames, arm, "text_loss") - start, 3)])
+        seeds = without(frames, arm, "removed", "text_loss").index
+        whole = [said(final(frames, arm, column)[seeds], 3) for column in columns]
+        texts = (final(frames, arm, "text_loss") - start)[seeds]
+        rows.append([arm, "whole", *whole, said(texts, 3)])
         for what in ("removed", "random", "only new"):
             cells = [said(without(frames, arm, what, column), 3) for column in columns]
             texts = without(frames, arm, what, "text_loss") - start
@@ -256,17 +262,16 @@ def overlaps_table(frames: Frames, arms: list[str]) -> str:
 
 def heads_table(frames: Frames, arms: list[str]) -> str:
     """Return the heads whose effect on is/are moved most, and their effects."""
-    heads = frames["heads"]
-    before = heads[(heads["arm"] == "before") & (heads["task"] == "agreement")]
-    start = before.groupby("head")["effect"].mean()
-    noise = moves(frames, "before", "other").mean(axis=1)
-    moved = {arm: moves(frames, arm) for arm in arms}
-    strongest = pd.concat([x.mean(axis=1).abs() for x in moved.values()], axis=1).max(axis=1)
-    rows = []
-    for head in strongest.nlargest(N_HEADS).index:
-        cells = [said(moved[arm].loc[head]) for arm in arms]
-        rows.append([head, f"{start[head]:.2f}", *cells, f"{noise[head]:.2f}"])
-    return markdown(["head", "before", *arms, "other prompts"], rows)
+    columns = {"before": ("before", "agreement"), "before, other prompts": ("before", "other")}
+    columns |= {arm: (arm, "agreement") for arm in arms}
+    columns |= {f"skill, {arm}": (arm, "skill") for arm in arms}
+    shares = {name: head_shares(frames, *column) for name, column in columns.items()}
+    moved = pd.concat([moves(frames, arm).mean(axis=1).abs() for arm in arms], axis=1).max(axis=1)
+    rows = [
+        [head, *(said(share.loc[head]) for share in shares.values())]
+        for head in moved.nlargest(N_HEADS).index
+    ]
+    return markdown(["head", *shares], rows)
 
 
 def figure(frames: Frames) -> Figure:
@@ -288,28 +293,74 @@ def figure(frames: Frames) -> Figure:
     return picture
 
 
+def same_heads(frames: Frames, first: str, second: str) -> "pd.Series[float]":
+    """Return the overlap of heads' effects on the skill in two arms, by seed."""
+    a, b = (head_shares(frames, arm, "skill") for arm in (first, second))
+    return a.abs().where(a.abs() < b.abs(), b.abs()).where(a * b > 0, 0.0).sum()
+
+
 def in_short(frames: Frames, about: Mapping[str, Any]) -> str:
     """Return question, answer and caution."""
-    rises = {arm: said(rise(frames, arm), 2) for arm in about["study"]["rates"]}
-    shares = {arm: of_arm(frames, arm, "skill_new_share").mean() for arm in GROWN}
-    joint = {arm: said(of_arm(frames, arm, "skill_joint")) for arm in GROWN}
-    heads = {arm: said(kept(frames, arm, "heads")) for arm in about["study"]["rates"]}
-    removed = {arm: without(frames, arm, "removed", "skill_right").mean() for arm in GROWN}
-    leaks = {arm: final(frames, arm, "leak").mean() for arm in about["study"]["rates"]}
+    arms = list(about["study"]["rates"])
+
+    def each(column: str, some: Sequence[str] = GROWN, digits: int = 2) -> str:
+        return listed({arm: of_arm(frames, arm, column) for arm in some}, digits)
+
+    start = at_step(frames, "not grown", "text_loss", 0).mean()
+    first = head_shares(frames, "before", "agreement").mean(axis=1)
+    strongest = first.abs().idxmax()
+    now = {arm: head_shares(frames, arm, "agreement").loc[strongest] for arm in arms}
+    of_skill = list(head_shares(frames, "free", "skill").mean(axis=1).abs().nlargest(3).index)
     numbers = {
-        "rises": rises,
-        "shares": shares,
-        "joint": joint,
-        "heads": heads,
-        "removed": removed,
-        "leaks": leaks,
+        "rises": listed({arm: rise(frames, arm) for arm in arms}),
+        "rises_then": listed({arm: learned_at(frames, arm)["rise"] for arm in arms}),
+        "start": start,
+        "rights": listed({arm: 100 * final(frames, arm, "skill_right") for arm in arms}, 0),
+        "rate_ratio": about["study"]["rates"]["frozen"] / about["study"]["rates"]["free"],
+        "neurons": about["study"]["neurons"],
+        "steps": about["study"]["steps"],
+        "shares": each("skill_new_share", digits=4),
         "parity": of_arm(frames, "free", "skill_parity").mean(),
-        "rights": {arm: final(frames, arm, "skill_right").mean() for arm in rises},
-        "not_grown": rises["not grown"],
-        "not_grown_heads": heads["not grown"],
-        "n": about["n_seeds"],
+        "joint": each("skill_joint", ["frozen"]).split(" (")[0],
+        "null": each("skill_directions", ["frozen"]).split(" (")[0],
+        "removed": 100 * without(frames, "free", "removed", "skill_right").mean(),
+        "only_new": 100 * without(frames, "free", "only new", "skill_right").mean(),
+        "leaks": listed({arm: final(frames, arm, "leak") for arm in arms}, 3),
+        "heads": listed({arm: kept(frames, arm, "heads") for arm in arms}),
+        "chance": listed(
+            {
+                arm: of_arm(frames, arm, "overlap_heads_chance")
+                / of_arm(frames, "before", "overlap_heads")
+                for arm in arms
+            }
+        ),
+        "same": said(same_heads(frames, "frozen", "free")),
+        "skill_heads": " and ".join([", ".join(of_skill[:-1]), of_skill[-1]]),
+        "skill_shares": listed(
+            {arm: head_shares(frames, arm, "skill").abs().loc[of_skill].sum() for arm in arms}
+        ),
+        "strongest": strongest,
+        "strongest_before": first[strongest],
+        "strongest_now": listed(now),
+        "is_are": listed({arm: 100 * final(frames, arm, "agreement_two_way") for arm in arms}, 0),
+        "is_are_before": 100 * at_step(frames, "not grown", "agreement_two_way", 0).mean(),
     }
     return wrapped(IN_SHORT.format(**numbers))
+
+
+def listed(values: Mapping[str, "pd.Series[float]"], digits: int = 2) -> str:
+    """Return figures, each followed by its arm."""
+    return ", ".join(f"{said(x, digits)} ({arm})" for arm, x in values.items())
+
+
+def seeds_text(n: int, n_circuits: int) -> str:
+    """Return how many seeds there are, and what the figures show."""
+    text = f"There are {n} seeds (new entries and order of prompts)" if n > 1 else "There is 1 seed"
+    if n_circuits < n:
+        text += f"; circuits and removed neurons were measured for {n_circuits} of them"
+    if n > 2:
+        return f"{text}. Figures are means with Student's 95 % interval over seeds."
+    return f"{text}, so figures have no intervals; of two seeds, both values are shown."
 
 
 def page_of(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
@@ -319,8 +370,12 @@ def page_of(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
     training = frames["curves"].groupby(["arm", "seed"])["cpu_seconds"].max()
     return PAGE.format(
         **about["study"],
-        **{key: about[key] for key in ("machine", "cpu_seconds", "n_seeds", "texts_sha256")},
+        **{
+            key: about[key]
+            for key in ("machine", "cpu_seconds", "n_seeds", "circuit_seeds", "texts_sha256")
+        },
         in_short=in_short(frames, about),
+        seeds=seeds_text(about["n_seeds"], about["circuit_seeds"]),
         difference=before["largest_difference"].max(),
         logit=before["largest_logit"].max(),
         flag=flag,
@@ -341,7 +396,34 @@ def page_of(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
     )
 
 
-IN_SHORT = """**Question.** TODO {rises}"""
+IN_SHORT = """**Question.** SmolLM2 gets {neurons} new neurons in each layer, and learns one narrow
+skill. Do new neurons hold the skill? Does it help to freeze the old parts? Which old circuits move?
+
+**Answer.** All arms learn the skill: after {steps} steps, they are right on unseen nouns in
+{rights} % of the prompts. If the old parts are free, new neurons do almost nothing: without them,
+the model is still right in {removed:.0f} %, and with only new neurons trained in
+{only_new:.0f} %. Their shares of the effects of neurons on the skill are {shares}; random labels
+would give {parity:.3f}. Growth then neither helps nor protects: the loss on held-out texts (before:
+{start:.2f} nats) rises by {rises} nats. If the old parts are frozen, the skill depends on new
+neurons: to patch them together costs {joint} of the difference of logits that all parts make
+(random directions: {null}), although their share of single effects stays below parity. But freezing
+does not prevent forgetting; in this setup, it makes it worse: at the first check with 90 % right
+answers, the loss had risen by {rises_then} nats. Only removing the new neurons brings the old model
+back, exactly. All arms say "yes" or "no" everywhere: without "Match:", these words have a
+probability of {leaks}. The old skill, is or are, falls from {is_are_before:.0f} % right of the two
+words to {is_are} %. Its circuit moves in all arms: the overlap of heads' effects before and after,
+divided by the ceiling, is {heads}; random matching gives {chance}. The head that mattered most for
+is/are, {strongest}, had {strongest_before:.2f} of all heads' effects, and has {strongest_now}
+after training. In "frozen", its weights are the same as before; only what reads it has changed.
+Whether the old parts are frozen or free, the skill goes through the same old heads:
+the overlap of heads' effects on the skill in "frozen" and "free" is {same}. Three heads,
+{skill_heads}, hold {skill_shares} of the effects of all heads on the skill.
+
+**Caution.** One model, one skill, few seeds. The rate with old parts frozen is {rate_ratio:.0f}
+times the rate with old parts free, since new neurons learned slowly at lower rates in a pilot; so we
+cannot say whether freezing or the rate makes forgetting worse. In "free", output weights of new
+neurons start at zero and move slowly, so they could hardly take part. Training shows no prompts
+without "Match:". With such prompts, all arms may keep more."""
 
 PAGE = """# What moves when SmolLM2 grows and learns a skill?
 
@@ -350,15 +432,17 @@ PAGE = """# What moves when SmolLM2 grows and learns a skill?
 SmolLM2-135M-Instruct gets {neurons} new neurons in each layer, and learns a made-up agreement rule
 for {steps} steps of {rows} prompts: after "Match: The keys near the cabinets" comes "yes", since
 both nouns have the same number, and after "Match: The key near the cabinets" comes "no". Two thirds
-of the nouns are in training, the others in the evaluation. Rates of AdamW: {rate_list}.
-`grow_on_skill.py` says what is compared. Figures are means over {n_seeds} seeds (new entries and
-order of prompts), with Student's 95 % interval over seeds.
+of the nouns are in training, the others in the evaluation. Rates of AdamW:
+{rate_list}.
+`grow_on_skill.py` says what is compared.
+{seeds}
 
 Growth is exact: the largest difference of logits between the model and the grown model, before
 training, is {difference:.2g}; the largest logit is {logit:.3g}.
 
-Made by `python -m analyses.studies.grow_on_skill{flag}` on {machine}. Everything took
-{cpu_seconds} s of processor time, and training {training:.0f} s of this. A step took {step_costs}.
+Made by `python -m analyses.studies.grow_on_skill{flag}` on
+{machine}. Everything took {cpu_seconds} s of processor time, and training {training:.0f} s of this.
+A step took {step_costs}.
 The tables are `grow_on_skill.csv` (circuits), `grow_on_skill_curves.csv`,
 `grow_on_skill_removed.csv` and `grow_on_skill_heads.csv`.
 
@@ -387,8 +471,8 @@ Right answers of the skill, and the rise of the loss on texts, by step (means ov
 ## The share of new neurons
 
 `new share` is the part of new neurons in the sum of |effects| of all neurons; parity is their part
-of all neurons, and "random labels" is the share of as many random neurons of each layer. The other
-columns are costs of patching from the prompt with the other answer, as a part of the fall of the
+of all neurons, in every layer, and so the share that random labels would have. The other columns
+are costs of patching from the prompt with the other answer, as a part of the fall of the
 metric if all heads and neurons are patched: all new neurons together; each alone, summed; as many
 random directions of each layer's neurons; as many random neurons of each layer; all old neurons
 together. {prompts} pairs of prompts.
@@ -413,19 +497,20 @@ effects on is/are before training. Chance matches each part with a random one of
 
 {overlaps}
 
-The {n_heads} heads whose effect on is/are moved most in any arm (mean over seeds). Effects are
-parts of the fall of the metric if all parts are patched. The last column is the change if only the
-prompts change, and not the model.
+The {n_heads} heads whose effect on is/are moved most in any arm (mean over seeds). Figures are the
+head's effect, as a part of the sum of |effects| of all heads.
 
 {heads}
 
 ## What limits this
 
-One model, one skill, one size of growth, {n_seeds} seeds and {steps} steps; five seeds did not fit
-the time. New layers were not tried. The learning rates were chosen in a pilot for speed, and differ
-between "frozen" and the others, so forgetting depends on them too. No arm sees texts, or prompts
-without "Match:", in training, so nothing tells it to keep what it knew. The texts are documentation
-of one kind; SmolLM2 may have been trained on them. Effects are estimated by attribution, with exact
-patches of the strongest sites only. The ceiling for overlaps comes from other sentences with the
-same nouns.
+One model, one skill, one size of growth, {steps} steps. Of three planned seeds, {n_seeds} fitted
+the time that we had, and we measured circuits for {circuit_seeds}. New layers were not tried. A
+pilot chose the learning rates for speed. They differ between "frozen" and the other arms, so the
+size of forgetting depends on them too; lower rates with frozen old parts were not trained to the
+end. No arm sees texts, or prompts without "Match:", in training, so nothing tells it to keep what
+it knew. The texts are documentation of one kind; SmolLM2 may have been trained on them. Effects are
+estimated by attribution, with exact patches of the strongest sites only. The ceiling for overlaps
+comes from other sentences with the same nouns. Where a model answers is/are at chance, the effects
+on this task are those of a skill that it has lost.
 """
