@@ -420,10 +420,10 @@ the overlap of heads' effects on the skill in "frozen" and "free" is {same}. Thr
 {skill_heads}, hold {skill_shares} of the effects of all heads on the skill.
 
 **Caution.** One model, one skill, few seeds. The rate with old parts frozen is {rate_ratio:.0f}
-times the rate with old parts free, since new neurons learned slowly at lower rates in a pilot; so we
-cannot say whether freezing or the rate makes forgetting worse. In "free", output weights of new
+times the rate with old parts free, since new neurons learned slowly at a lower rate in a pilot. So
+we cannot say whether freezing or the rate makes forgetting worse. In "free", output weights of new
 neurons start at zero and move slowly, so they could hardly take part. Training shows no prompts
-without "Match:". With such prompts, all arms may keep more."""
+without "Match:"; with such prompts, all arms may keep more."""
 
 PAGE = """# What moves when SmolLM2 grows and learns a skill?
 
