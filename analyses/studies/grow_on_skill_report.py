@@ -1,6 +1,6 @@
 """Write the page and figure of `grow_on_skill`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import pandas as pd
@@ -303,9 +303,6 @@ def in_short(frames: Frames, about: Mapping[str, Any]) -> str:
     """Return question, answer and caution."""
     arms = list(about["study"]["rates"])
 
-    def each(column: str, some: Sequence[str] = GROWN, digits: int = 2) -> str:
-        return listed({arm: of_arm(frames, arm, column) for arm in some}, digits)
-
     start = at_step(frames, "not grown", "text_loss", 0).mean()
     first = head_shares(frames, "before", "agreement").mean(axis=1)
     strongest = first.abs().idxmax()
@@ -319,10 +316,11 @@ def in_short(frames: Frames, about: Mapping[str, Any]) -> str:
         "rate_ratio": about["study"]["rates"]["frozen"] / about["study"]["rates"]["free"],
         "neurons": about["study"]["neurons"],
         "steps": about["study"]["steps"],
-        "shares": each("skill_new_share", digits=4),
+        "share_free": said(of_arm(frames, "free", "skill_new_share"), 5),
+        "share_frozen": said(of_arm(frames, "frozen", "skill_new_share"), 3),
         "parity": of_arm(frames, "free", "skill_parity").mean(),
-        "joint": each("skill_joint", ["frozen"]).split(" (")[0],
-        "null": each("skill_directions", ["frozen"]).split(" (")[0],
+        "joint": said(of_arm(frames, "frozen", "skill_joint")),
+        "null": said(of_arm(frames, "frozen", "skill_directions")),
         "removed": 100 * without(frames, "free", "removed", "skill_right").mean(),
         "only_new": 100 * without(frames, "free", "only new", "skill_right").mean(),
         "leaks": listed({arm: final(frames, arm, "leak") for arm in arms}, 3),
@@ -355,12 +353,15 @@ def listed(values: Mapping[str, "pd.Series[float]"], digits: int = 2) -> str:
 
 def seeds_text(n: int, n_circuits: int) -> str:
     """Return how many seeds there are, and what the figures show."""
-    text = f"There are {n} seeds (new entries and order of prompts)" if n > 1 else "There is 1 seed"
+    text = (
+        f"There are {n} seeds (new entries and order of prompts)" if n > 1 else "There is one seed"
+    )
     if n_circuits < n:
         text += f"; circuits and removed neurons were measured for {n_circuits} of them"
+    how = "Figures have no intervals" + "; both values are shown" * (n == 2)
     if n > 2:
-        return f"{text}. Figures are means with Student's 95 % interval over seeds."
-    return f"{text}, so figures have no intervals; of two seeds, both values are shown."
+        how = "Figures are means with Student's 95 % interval over seeds"
+    return wrapped(f"{text}. {how}.")
 
 
 def page_of(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
@@ -400,24 +401,30 @@ IN_SHORT = """**Question.** SmolLM2 gets {neurons} new neurons in each layer, an
 skill. Do new neurons hold the skill? Does it help to freeze the old parts? Which old circuits move?
 
 **Answer.** All arms learn the skill: after {steps} steps, they are right on unseen nouns in
-{rights} % of the prompts. If the old parts are free, new neurons do almost nothing: without them,
-the model is still right in {removed:.0f} %, and with only new neurons trained in
-{only_new:.0f} %. Their shares of the effects of neurons on the skill are {shares}; random labels
-would give {parity:.3f}. Growth then neither helps nor protects: the loss on held-out texts (before:
-{start:.2f} nats) rises by {rises} nats. If the old parts are frozen, the skill depends on new
-neurons: to patch them together costs {joint} of the difference of logits that all parts make
-(random directions: {null}), although their share of single effects stays below parity. But freezing
-does not prevent forgetting; in this setup, it makes it worse: at the first check with 90 % right
-answers, the loss had risen by {rises_then} nats. Only removing the new neurons brings the old model
-back, exactly. All arms say "yes" or "no" everywhere: without "Match:", these words have a
-probability of {leaks}. The old skill, is or are, falls from {is_are_before:.0f} % right of the two
-words to {is_are} %. Its circuit moves in all arms: the overlap of heads' effects before and after,
-divided by the ceiling, is {heads}; random matching gives {chance}. The head that mattered most for
-is/are, {strongest}, had {strongest_before:.2f} of all heads' effects, and has {strongest_now}
-after training. In "frozen", its weights are the same as before; only what reads it has changed.
-Whether the old parts are frozen or free, the skill goes through the same old heads:
-the overlap of heads' effects on the skill in "frozen" and "free" is {same}. Three heads,
-{skill_heads}, hold {skill_shares} of the effects of all heads on the skill.
+{rights} % of the prompts.
+
+If the old parts are free, new neurons do almost nothing, and growth neither helps nor protects. The
+model without its new neurons is still right in {removed:.0f} %; with only new neurons trained, it
+is right in {only_new:.0f} %. New neurons have a share of {share_free} of the effects of neurons on
+the skill; random labels would give {parity:.3f}.
+
+If the old parts are frozen, the skill depends on new neurons. To patch them together costs {joint}
+of the difference of logits that all parts make (random directions: {null}), although their share of
+single effects, {share_frozen}, stays below parity. But freezing does not prevent forgetting. The
+loss on held-out texts (before: {start:.2f} nats) rises by {rises} nats; at the first check with
+90 % right answers, it had risen by {rises_then} nats. Only removing the new neurons brings the old
+model back, exactly.
+
+All arms say "yes" or "no" everywhere: without "Match:", these words have a probability of {leaks}.
+The old skill, is or are, falls from {is_are_before:.0f} % right of the two words to {is_are} %. Its
+circuit moves in all arms: the overlap of heads' effects before and after, divided by the ceiling,
+is {heads}; random matching gives {chance}. The head that mattered most for is/are, {strongest}, had
+{strongest_before:.2f} of all heads' effects, and has {strongest_now} after training. In "frozen",
+its weights are the same as before; only the parts around it have changed.
+
+Whether the old parts are frozen or free, the skill goes through the same old heads: the overlap of
+heads' effects on the skill in "frozen" and "free" is {same}. Three heads, {skill_heads}, hold
+{skill_shares} of the effects of all heads on the skill.
 
 **Caution.** One model, one skill, few seeds. The rate with old parts frozen is {rate_ratio:.0f}
 times the rate with old parts free, since new neurons learned slowly at a lower rate in a pilot. So
