@@ -17,6 +17,7 @@ GROWN = ("frozen", "free")
 RIGHT = 0.9  # of the answers: learned
 CLOSE = 0.1
 N_HEADS = 10
+LINES = ("-", "-", ":")  # the last two arms nearly coincide
 
 
 def said(values: "pd.Series[float]", digits: int = 2) -> str:
@@ -280,7 +281,12 @@ def figure(frames: Frames) -> Figure:
     panels = picture.subplots(1, 3)
     for color, (arm, curves) in enumerate(frames["curves"].groupby("arm", sort=False)):
         for seed, curve in curves.groupby("seed"):
-            style = {"color": f"C{color}", "marker": ".", "label": arm if seed == 0 else None}
+            style = {
+                "color": f"C{color}",
+                "marker": ".",
+                "ls": LINES[color],
+                "label": arm if seed == 0 else None,
+            }
             texts = curve["text_loss"] - curve["text_loss"].iloc[0]
             panels[0].plot(curve["step"], curve["skill_right"], **style)
             panels[1].plot(curve["step"], texts, **style)
