@@ -1,0 +1,101 @@
+"""The study of SmolLM2 grown and trained on a skill: its smoke run, its measures, its page."""
+
+import json
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import transformers
+from common import needs_transformer_lens_4, run_script
+
+from analyses.studies import grow_on_skill as study
+from analyses.studies import grow_on_skill_report as report
+from attn_only_lens.tasks.words import PEOPLE, THINGS
+
+KEPT = Path(__file__).parents[2] / "analyses" / "results"
+PARTS = ("", "heads", "curves", "removed")
+
+
+def tables(folder):
+    files = {part: f"grow_on_skill{'_' * bool(part)}{part}.csv" for part in PARTS}
+    return {part: pd.read_csv(folder / file) for part, file in files.items()}
+
+
+@needs_transformer_lens_4
+def test_smoke(tmp_path):
+    runs = tmp_path / "runs"
+    folders = ["--out", str(tmp_path), "--runs", str(runs)]
+    result = run_script(study.main, ["--smoke", "--n-seeds", "1", *folders])
+    page = (tmp_path / "grow_on_skill.md").read_text("utf-8")
+    assert page.strip() in result.output
+    settings = json.loads((tmp_path / "grow_on_skill.run.json").read_text("utf-8"))["settings"]
+    frames = tables(tmp_path)
+    assert report.page_of(frames, settings, " --smoke") == page
+    circuits, removed = (frames[part].set_index("arm") for part in ("", "removed"))
+    assert circuits.loc["before", "largest_difference"] < 1e-6
+    assert circuits.loc["free", "skill_parity"] == pytest.approx(5 / 36, abs=1e-4)
+    # Frozen entries do not change, so the model without its new neurons is the model before.
+    assert removed.loc["frozen", "old_change"].max() == 0 < removed.loc["free", "old_change"].min()
+    losses = frames["removed"].query("arm == 'frozen'").set_index("what")["skill_loss"]
+    curve = frames["curves"].query("arm == 'frozen'").set_index("step")["skill_loss"]
+    assert losses["removed"] == curve[0] != curve[4] == losses["only new"]
+    # A second run trains nothing.
+    (runs / "0-measures.json").unlink()
+    written = (runs / "0-free" / "curve.csv").stat().st_mtime_ns
+    run_script(study.main, ["--smoke", "--n-seeds", "1", *folders])
+    assert (runs / "0-free" / "curve.csv").stat().st_mtime_ns == written
+    pd.testing.assert_frame_equal(tables(tmp_path)["heads"], frames["heads"])
+
+
+def test_prompts(tmp_path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(study.tiny(tmp_path))
+    prompts = study.Prompts(study.SMOKE, tokenizer)
+    first, others, asked = prompts.held_out
+    assert len({*first, *others, *asked}) == 4 + 4 + 8
+    trained, unseen = map(set, study.nouns(study.SMOKE))
+    assert trained | unseen == {*THINGS, *PEOPLE}
+    assert not trained & unseen
+    assert {noun for s in first for noun in (s.subject, s.attractor)} <= unseen
+    some = study.sentences(sorted(trained), 8, Random(0))
+    skill, agreement = prompts.skill(some), prompts.agreement(some)
+    for i, sentence in enumerate(some):
+        text, other = sentence.text(), sentence.text(flipped=True)
+        _, subject, *_, attractor = text.removeprefix("Match: ").split()
+        same = subject.endswith("s") == attractor.endswith("s")
+        assert tokenizer.decode(skill.right[i]) == ("yes" if same else "no")
+        assert tokenizer.decode(agreement.right[i]) == ("are" if subject.endswith("s") else "is")
+        assert tokenizer.decode(skill.corrupted[i]) == other
+        assert tokenizer.decode(agreement.clean[i]) == text.removeprefix("Match: ")
+
+
+def test_only_new_entries_get_gradients(tmp_path):
+    model = study.transformer(study.tiny(tmp_path))
+    study.freeze_old(model, 29)
+    model(torch.arange(7)[None]).logits[:, -1].logsumexp(-1).sum().backward()
+    mlp = model.model.layers[1].mlp
+    for name, old, new in (
+        ("gate_proj", slice(29), slice(29, None)),
+        ("down_proj", (slice(None), slice(29)), (slice(None), slice(29, None))),
+    ):
+        gradient = getattr(mlp, name).weight.grad
+        assert not gradient[old].any()
+        assert gradient[new].all()
+    assert model.lm_head.weight.grad is None
+
+
+def test_chance_is_the_mean_over_permutations_within_layers():
+    names = ["L0H0", "L0H1", "L1H0"]
+    first, second = np.array([3.0, -1.0, 4.0]), np.array([1.0, 1.0, 2.0])
+    a, b = first / 8, second / 4
+    swaps = [np.minimum(abs(a), b[order])[a * b > 0].sum() for order in ([0, 1, 2], [1, 0, 2])]
+    assert study.by_chance(names, first, second) == pytest.approx(np.mean(swaps))
+
+
+@pytest.mark.skipif(not (KEPT / "grow_on_skill.md").exists(), reason="the study has not run")
+def test_the_page_shows_its_tables():
+    settings = json.loads((KEPT / "grow_on_skill.run.json").read_text("utf-8"))["settings"]
+    made = report.page_of(tables(KEPT), settings, "")
+    assert (KEPT / "grow_on_skill.md").read_text("utf-8") == made
