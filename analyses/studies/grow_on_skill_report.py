@@ -15,6 +15,7 @@ __all__ = ["figure", "page_of"]
 Frames: TypeAlias = Mapping[str, pd.DataFrame]
 GROWN = ("frozen", "free")
 RIGHT = 0.9  # of the answers: learned
+CHANCE = 0.5  # of the answers, where two are possible
 CLOSE = 0.1
 N_HEADS = 10
 LINES = ("-", "-", ":")  # the last two arms nearly coincide
@@ -222,6 +223,8 @@ def shares_table(frames: Frames) -> str:
         for task in ("skill", "agreement"):
             cells = [said(of_arm(frames, arm, f"{task}_{c}"), 3) for c in columns.values()]
             cells[1] = f"{of_arm(frames, arm, f'{task}_parity').mean():.3f}"
+            if (of_arm(frames, arm, f"{task}_right") <= CHANCE).all():  # no fall to compare with
+                cells[2:] = ["–"] * len(cells[2:])
             rows.append([arm, "is/are" if task == "agreement" else task, *cells])
     return markdown(["arm", "task", *columns], rows)
 
@@ -488,7 +491,8 @@ of all neurons, in every layer, and so the share that random labels would have. 
 are costs of patching from the prompt with the other answer, as a part of the fall of the
 metric if all heads and neurons are patched: all new neurons together; each alone, summed; as many
 random directions of each layer's neurons; as many random neurons of each layer; all old neurons
-together. {prompts} pairs of prompts.
+together. {prompts} pairs of prompts. Where a model answers at chance, the metric hardly falls, so
+costs are left out.
 
 {shares}
 
@@ -511,7 +515,8 @@ effects on is/are before training. Chance matches each part with a random one of
 {overlaps}
 
 The {n_heads} heads whose effect on is/are moved most in any arm (mean over seeds). Figures are the
-head's effect, as a part of the sum of |effects| of all heads.
+head's effect, as a part of the sum of |effects| of all heads. In "frozen", is/are is answered at
+chance, so the signs of these effects mean little.
 
 {heads}
 

@@ -94,7 +94,6 @@ def test_chance_is_the_mean_over_permutations_within_layers():
     assert study.by_chance(names, first, second) == pytest.approx(np.mean(swaps))
 
 
-@pytest.mark.skipif(not (KEPT / "grow_on_skill.md").exists(), reason="the study has not run")
 def test_the_page_shows_its_tables():
     settings = json.loads((KEPT / "grow_on_skill.run.json").read_text("utf-8"))["settings"]
     made = report.page_of(tables(KEPT), settings, "")
