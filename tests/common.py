@@ -89,7 +89,7 @@ def in_threads(run, inputs, times=17):
 
 def meeting(inputs):
     """Return a hook that blocks a thread until the threads of all inputs have reached it."""
-    barrier = threading.Barrier(len(inputs), timeout=5)
+    barrier = threading.Barrier(len(inputs), timeout=60)
 
     def wait(*args, **kwargs):
         barrier.wait()
