@@ -70,6 +70,9 @@ def train(
     Returns:
         A frame with a row at the start, at each checked step, and at the end: `step`, the totals
         and the seconds so far, and the figures.
+
+    Raises:
+        ValueError: the folder's checkpoint has done more steps than `until`.
     """
     checkpoint, curve = folder / "checkpoint.safetensors", folder / "curve.csv"
     rows: list[dict[str, Any]] = []
@@ -78,6 +81,9 @@ def train(
         training.done = first
     else:
         training.resume(checkpoint)
+        if training.done > until:
+            done = f"{folder} has a training of {training.done} steps"
+            raise ValueError(f"{done}; got until={until}: use another folder")
         written = pd.read_csv(curve)
         *rows, last = written.query(f"step <= {training.done}").to_dict("records")
         spent = {name: last[name] for name in spent}

@@ -1,6 +1,7 @@
 """Tests that runs on Small English resume, start from other runs' checkpoints, and count flops."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from analyses.studies import english_runs as runs
 from analyses.tools import small_english_grammar as grammar
 from analyses.tools import train_small_english as english
+from analyses.tools.resumable import train
 from attn_only_lens import expansion as ex
 from attn_only_lens import grow
 from attn_only_lens.growth import read
@@ -139,3 +141,11 @@ def test_sizes_may_set_the_width_of_heads_and_a_plan_another_weight_decay(tmp_pa
     assert not same(after["same"].model, after["more"].model)
     again = runs.run(plans["more"], tmp_path / "more", "cpu", start=start)
     assert same(after["more"].model, again.model)
+
+
+def test_a_longer_training_is_not_read_as_a_shorter_one(tmp_path):
+    training = SimpleNamespace(resume=lambda path: setattr(training, "done", 7))
+    (tmp_path / "checkpoint.safetensors").touch()
+    nothing = {"step": None, "figures": None, "totals": {}, "tick": None}
+    with pytest.raises(ValueError, match="a training of 7 steps; got until=5"):
+        train(training, 5, tmp_path, check_every=1, save_every=1, **nothing)
