@@ -166,6 +166,11 @@ def _files(path: Path) -> Iterator[_File]:
     """Yield the transcoders' files, with their configs and layers."""
     root = path if path.is_dir() else path.parent
     refuse([] if path.exists() else [_EXPECTED], f"{path} is missing")
+    if (path / "gate.json").is_file():
+        raise CheckpointError(
+            f"{path} is a saved model: attn_only_lens.load opens it with its transcoders, if it "
+            f"has any; expected the folder of the transcoders alone, {path / 'transcoders'}"
+        )
     inside = [x for x in sorted(path.rglob("*")) if x.is_file()] if path.is_dir() else [path]
     weights = [x for x in inside if x.suffix in _WEIGHTS and x.name not in _NOT_WEIGHTS]
     if not weights:

@@ -237,3 +237,12 @@ def test_the_manifest_says_how_errors_are_treated(tmp_path):
         mlp = load(folder).blocks[0].mlp
         assert mlp.has_error == (error == "node")
         assert mlp.transcoder().name == "mine"
+
+
+def test_a_saved_model_is_not_a_folder_of_transcoders(tmp_path):
+    model = bridge("gpt2")
+    attach(model, layers_of(model, [0]))
+    save(model, tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"is a saved model: .* alone, .*transcoders$"):
+        transcoders.load(tmp_path / "model")
+    assert list(transcoders.load(tmp_path / "model" / "transcoders")) == [0]
