@@ -89,7 +89,7 @@ from tqdm import tqdm
 
 from analyses.studies import circuit_measures, pressure_measures
 from analyses.studies.circuit_measures import Look, Question, is_neuron, shares_in_common
-from analyses.studies.grow_on_skill_report import figure, page_of
+from analyses.studies.grow_on_skill_report import by_chance, figure, page_of
 from analyses.tools.benching import machine
 from analyses.tools.options import Out, Runs, Seeds, Smoke, SmolLM2
 from analyses.tools.resumable import claim
@@ -447,17 +447,6 @@ def overlaps(before: Look, now: Look, task: str, other: str = "") -> dict[str, f
         found[f"overlap_{kind}"] = float(shares_in_common(first, second)[0])
         found[f"overlap_{kind}_chance"] = by_chance(some, first[0], second[0])
     return found
-
-
-def by_chance(names: list[str], first: np.ndarray, second: np.ndarray) -> float:
-    """Return the mean overlap if each component is matched with a random one of its layer."""
-    layers = np.array([HeadName.parse(name).layer for name in names])
-    first, second = first / abs(first).sum(), second / abs(second).sum()
-    total = 0.0
-    for layer in np.unique(layers):
-        a, b = first[layers == layer][:, None], second[layers == layer][None]
-        total += (np.minimum(abs(a), abs(b)) * (a * b > 0)).sum() / b.size
-    return float(total)
 
 
 def of_heads(look: Look, task: str, **about: Any) -> pd.DataFrame:

@@ -3,14 +3,16 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
 from analyses.studies import pressure_report
 from analyses.studies.pressure_report import predictions, wrapped
 from analyses.tools.benching import markdown
+from attn_only_lens.heads import HeadName
 
-__all__ = ["figure", "page_of"]
+__all__ = ["by_chance", "figure", "page_of"]
 
 Frames: TypeAlias = Mapping[str, pd.DataFrame]
 GROWN = ("frozen", "free")
@@ -302,10 +304,29 @@ def figure(frames: Frames) -> Figure:
     return picture
 
 
+def by_chance(names: list[str], first: np.ndarray, second: np.ndarray) -> float:
+    """Return the mean overlap if each component is matched with a random one of its layer."""
+    layers = np.array([HeadName.parse(name).layer for name in names])
+    first, second = first / abs(first).sum(), second / abs(second).sum()
+    total = 0.0
+    for layer in np.unique(layers):
+        a, b = first[layers == layer][:, None], second[layers == layer][None]
+        total += (np.minimum(abs(a), abs(b)) * (a * b > 0)).sum() / b.size
+    return float(total)
+
+
 def same_heads(frames: Frames, first: str, second: str) -> "pd.Series[float]":
     """Return the overlap of heads' effects on the skill in two arms, by seed."""
     a, b = (head_shares(frames, arm, "skill") for arm in (first, second))
     return a.abs().where(a.abs() < b.abs(), b.abs()).where(a * b > 0, 0.0).sum()
+
+
+def same_by_chance(frames: Frames, first: str, second: str) -> "pd.Series[float]":
+    """Return this overlap if each head is matched with a random one of its layer, by seed."""
+    a, b = (head_shares(frames, arm, "skill") for arm in (first, second))
+    names = list(a.index)
+    found = {seed: by_chance(names, a[seed].to_numpy(), b[seed].to_numpy()) for seed in a}
+    return pd.Series(found, dtype=float)
 
 
 def in_short(frames: Frames, about: Mapping[str, Any]) -> str:
@@ -342,6 +363,7 @@ def in_short(frames: Frames, about: Mapping[str, Any]) -> str:
             }
         ),
         "same": said(same_heads(frames, "frozen", "free")),
+        "same_chance": said(same_by_chance(frames, "frozen", "free")),
         "skill_heads": " and ".join([", ".join(of_skill[:-1]), of_skill[-1]]),
         "skill_shares": listed(
             {arm: head_shares(frames, arm, "skill").abs().loc[of_skill].sum() for arm in arms}
@@ -412,34 +434,40 @@ skill. Do new neurons hold the skill? Does it help to freeze the old parts? Whic
 **Answer.** All arms learn the skill: after {steps} steps, they are right on unseen nouns in
 {rights} % of the prompts.
 
-If the old parts are free, new neurons do almost nothing, and growth neither helps nor protects. The
-model without its new neurons is still right in {removed:.0f} %; with only new neurons trained, it
-is right in {only_new:.0f} %. New neurons have a share of {share_free} of the effects of neurons on
-the skill; random labels would give {parity:.3f}.
+If the old parts are free, new neurons do almost nothing: their output weights start at zero and
+move slowly. The model learns and forgets as it does without growth. The model without its new
+neurons is still right in {removed:.0f} %; with only new neurons trained, it is right in
+{only_new:.0f} %. New neurons have a share of {share_free} of the effects of neurons on the skill;
+random labels would give {parity:.3f}.
 
 If the old parts are frozen, the skill depends on new neurons. To patch them together costs {joint}
 of the difference of logits that all parts make (random directions: {null}), although their share of
-single effects, {share_frozen}, stays below parity. But freezing does not prevent forgetting. The
-loss on held-out texts (before: {start:.2f} nats) rises by {rises} nats; at the first check with
-90 % right answers, it had risen by {rises_then} nats. Only removing the new neurons brings the old
-model back, exactly.
+single effects, {share_frozen}, stays below parity.
 
-All arms say "yes" or "no" everywhere: without "Match:", these words have a probability of {leaks}.
-The old skill, is or are, falls from {is_are_before:.0f} % right of the two words to {is_are} %. Its
-circuit moves in all arms: the overlap of heads' effects before and after, divided by the ceiling,
-is {heads}; random matching gives {chance}. The head that mattered most for is/are, {strongest}, had
-{strongest_before:.2f} of all heads' effects, and has {strongest_now} after training. In "frozen",
-its weights are the same as before; only the parts around it have changed.
+Freezing does not prevent forgetting at the learning rate of this arm. The loss on held-out texts
+(before: {start:.2f} nats) rises by {rises} nats; at the first check with 90 % right answers, it had
+risen by {rises_then} nats. In "frozen", the old model comes back exactly if the new neurons are
+removed.
 
-Whether the old parts are frozen or free, the skill goes through the same old heads: the overlap of
-heads' effects on the skill in "frozen" and "free" is {same}. Three heads, {skill_heads}, hold
-{skill_shares} of the effects of all heads on the skill.
+All arms also say "yes" or "no" if "Match:" is missing: these words then have a probability of
+{leaks}. The old skill, is or are, falls from {is_are_before:.0f} % right of the two words (chance:
+50 %) to {is_are} %.
+
+The circuit of the old skill moves in all arms. The overlap of heads' effects before and after,
+divided by the ceiling, is {heads}; random matching gives {chance}. The head that mattered most for
+is/are, {strongest}, had {strongest_before:.2f} of all heads' effects, and has {strongest_now} after
+training. In "frozen", its weights are the same as before; only the new neurons have changed. But
+this arm answers is/are at chance, so effects on is/are mean little there.
+
+In "frozen" and "free", the skill partly uses the same old heads: the overlap of heads' effects on
+the skill is {same}, and random matching gives {same_chance}. Three heads, {skill_heads}, hold
+{skill_shares} of the effects of all heads on the skill. We chose them by their effects in "free".
 
 **Caution.** One model, one skill, few seeds. The rate with old parts frozen is {rate_ratio:.0f}
 times the rate with old parts free, since new neurons learned slowly at a lower rate in a pilot. So
-we cannot say whether freezing or the rate makes forgetting worse. In "free", output weights of new
-neurons start at zero and move slowly, so they could hardly take part. Training shows no prompts
-without "Match:"; with such prompts, all arms may keep more."""
+we cannot say whether freezing or the rate makes forgetting worse. In "free", new neurons could
+hardly take part, because their output weights start at zero and the rate is low. Training shows no
+prompts without "Match:"; with such prompts, all arms may keep more."""
 
 PAGE = """# What moves when SmolLM2 grows and learns a skill?
 
@@ -464,7 +492,8 @@ The tables are `grow_on_skill.csv` (circuits), `grow_on_skill_curves.csv`,
 
 ## Predictions
 
-They were written before the runs, and stand in full in the script.
+They were written before the runs, and stand in full in the script. They are about means over seeds,
+so a prediction can hold if one seed disagrees.
 
 {predictions}
 

@@ -391,6 +391,7 @@ def english_in_short(frames: Frames, ladders: Ladders) -> str:
     return wrapped(
         ENGLISH_IN_SHORT.format(
             rank=said(ranks(growths, cases["neurons"], "new_share")),
+            heads_differ=said(share.loc[cases["heads"][0]] - share.loc[cases["heads"][-1]]),
             rank_all=said(ranks(relative, some, "relative")),
             n=growths["seed"].nunique(),
             n_growths=len(share),
@@ -466,26 +467,34 @@ studies disagreed: new neurons held up to 82 % of the margin in addition (parity
 all effects in Small English (parity: 23 %).
 
 **Answer.** In Small English, new parts do not take over, and pressure predicts their share of
-effects less well than we expected. In {below} of {n_growths} growths, new parts hold less than
+effects less well than we expected.
+
+In {below} of {n_growths} growths, new parts hold less than
 random labels would give. After growth by one rung, new neurons ({parity_neurons:.0%} of all
 neurons) hold {share_neurons} of the effects of neurons, new heads ({parity_heads:.0%} of all heads)
 hold {share_heads} of the effects of heads, and new layers ({parity_layers:.0%} of all parts) hold
-{share_layers} of all effects. Small models lack heads, but not neurons or layers, at this length of
-training: pressures are {pressure_heads} nats for heads, {pressure_neurons} for neurons, and
-{pressure_layers} for layers. New heads hold more where pressure is larger, but there are only two
-such growths. Over the three growths of neurons, the rank correlation of pressure with the share is
-{rank} (the mean of {n} seeds, with its 95 % interval); we predicted above .8. Over all {n_rungs}
-growths by one rung, the rank correlation of pressure with the share divided by parity is
-{rank_all}; we computed it after we saw the results. Weight decay makes new neurons hold more: with
-the decay per step of the study on addition, their share changes from {usual} to {decayed}, by
-{change} in the mean. [The study on addition](pressure_modular_addition.md) finds the same in the
-other direction: there, new neurons hold far less without weight decay, and shares were largest
-where pressure was near zero. So weight decay explains a part of the disagreement; that pressure
-does is not shown.
+{share_layers} of all effects.
+
+Small models lack heads, but not neurons or layers, at this length of training: pressures are
+{pressure_heads} nats for heads, {pressure_neurons} for neurons, and {pressure_layers} for layers.
+Of the two growths of heads by one rung, the one with more pressure gives new heads a larger share,
+but not measurably: the difference is {heads_differ}. Over the three growths of neurons, the rank
+correlation of pressure with the share is {rank} (the mean of {n} seeds, with its 95 % interval); we
+predicted above .8. Over all {n_rungs} growths by one rung, the rank correlation of pressure with
+the share divided by parity is {rank_all}; we computed it after we saw the results.
+
+Weight decay makes new neurons hold more. With the decay per step of the study on addition, their
+share changes from {usual} to {decayed}, by {change} in the mean.
+[The study on addition](pressure_modular_addition.md) agrees: without weight decay, new neurons hold
+far less there, and shares are largest where pressure is near zero. So weight decay explains a part
+of the disagreement between the two earlier studies. We did not show that pressure explains any of
+it.
 
 **Caution.** Pressure is at most {most:.2f} nats here, so this study cannot say what new parts of a
 language model do under strong pressure. A rank correlation over three growths takes few values, and
-two growths of heads or layers have none. New layers come last; other places were not tried."""
+for two growths of heads or layers it says nothing. The two earlier studies measured different
+things (the margin, and single effects), so a part of their disagreement may come from this. New
+layers come last; other places were not tried."""
 
 ENGLISH = """# When do new parts take over? Small English
 

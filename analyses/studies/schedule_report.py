@@ -328,29 +328,32 @@ def answer(runs: pd.DataFrame) -> str:
     of_full = {arm: t_interval(wide[arm] - wide["full"]) for arm in FOUND}
     yes = any(relation(found) == "better than" for found in of_rival.values())
     parts = [
-        f"the best schedule of {arm} is {relation(of_full[arm])} full size from the start "
-        f"({said(*of_full[arm])}) and {relation(of_rival[arm])} the best hand-made schedule, "
-        f'"{rival}" ({said(*of_rival[arm])})'
+        f"The best schedule of {arm} is {relation(of_rival[arm])} the best hand-made schedule, "
+        f'"{rival}" ({said(*of_rival[arm])}), and {relation(of_full[arm])} full size from the '
+        f"start ({said(*of_full[arm])})."
         for arm in FOUND
     ]
     curses = [curse(runs, arm)[0] for arm in FOUND]
     schedules, seeds = (spread(runs, search)[0] for search in ("random", "re-draws"))
     luck = (
-        " So a search with one run for each schedule mostly selects lucky seeds."
+        " So seeds explain most of this spread, and a search with one run for each schedule mostly "
+        "selects lucky seeds."
         if seeds**2 >= schedules**2 / 2
         else ""
     )
     handmade = t_interval(wide[rival] - wide["full"])
     text = (
-        f"{'Yes' if yes else 'No'}. On {len(wide)} new seeds, {parts[0]}; {parts[1]}. "
-        f'"{rival}" is {relation(handmade)} full size from the start ({said(*handmade)}). '
+        f"**Answer.** {'Yes' if yes else 'No'}. We compared schedules on {len(wide)} new seeds. "
         "Differences are in powers of ten of the held-out loss; negative differences are better. "
+        f"{parts[0]} {parts[1]} "
+        f'"{rival}" itself is {relation(handmade)} full size from the start ({said(*handmade)}).'
+        "\n\n"
         "In the searches, the scores of the two chosen schedules were better than on new seeds, by "
         f"{curses[0]:.1f} and {curses[1]:.1f} (the winner's curse). Random schedules, each with a "
         f"seed, have scores with a standard deviation of {schedules:.2f}; one schedule with as "
         f"many seeds has {seeds:.2f}.{luck}"
     )
-    return fill("**Answer.** " + text, 100)
+    return "\n\n".join(fill(part, 100, break_on_hyphens=False) for part in text.split("\n\n"))
 
 
 def page(runs: pd.DataFrame, about: Mapping[str, Any], flag: str) -> str:

@@ -91,7 +91,7 @@ def test_chance_is_the_mean_over_permutations_within_layers():
     first, second = np.array([3.0, -1.0, 4.0]), np.array([1.0, 1.0, 2.0])
     a, b = first / 8, second / 4
     swaps = [np.minimum(abs(a), b[order])[a * b > 0].sum() for order in ([0, 1, 2], [1, 0, 2])]
-    assert study.by_chance(names, first, second) == pytest.approx(np.mean(swaps))
+    assert report.by_chance(names, first, second) == pytest.approx(np.mean(swaps))
 
 
 def test_the_page_shows_its_tables():
