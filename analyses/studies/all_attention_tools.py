@@ -541,7 +541,7 @@ def _files(r: Reading) -> Iterator[Check]:
     N, want = r.model.n_vectors, r.runs[0].logits.detach().flatten()
     other = r.runs[1].logits.detach().flatten()
     prompt = r.prompt(r.clean)
-    statistics = neurons.head_statistics(
+    statistics = neurons.corpus_statistics(
         r.host,
         r.names,
         [prompt[0].tolist(), r.prompt(r.corrupted)[0].tolist()],
@@ -549,7 +549,7 @@ def _files(r: Reading) -> Iterator[Check]:
         context=r.host.cfg.n_ctx,  # by default, texts are cut after 128 tokens
         progress=False,
     )
-    frame = statistics.frame().query("at >= @N")  # memory rows are no text
+    frame = statistics.heads.frame().query("at >= @N")  # memory rows are no text
     values, norms = frame.groupby("name")["value"].max(), []
     for layer, head, vector in r.split:
         of = r.model.layers[layer]
@@ -560,7 +560,7 @@ def _files(r: Reading) -> Iterator[Check]:
         )
     tool = [values[name] for name in r.names]
     yield Check(
-        "`head_statistics`",
+        "`corpus_statistics`",
         "largest length of p_n value_n W_O over the texts; control: the next vector",
         tool,
         norms,

@@ -5,13 +5,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from common import run_script
+from common import needs_transformer_lens_4, run_script
 
 from analyses.studies import features_and_neurons as study
 
 RESULTS = Path(__file__).parents[2] / "analyses" / "results"
 
 
+@needs_transformer_lens_4  # takes a minute, and reads nothing that differs between versions
 @pytest.mark.filterwarnings("ignore")
 def test_smoke(tmp_path):
     run_script(study.main, ["--smoke", "--out", str(tmp_path)])
