@@ -81,7 +81,7 @@ def test_errors(folders, tmp_path):
     for words, message in (
         (["explain", root / "model", "--transcoders", root / "features"], "expected no --trans"),
         (["explain", "small-english", "--transcoders", tmp_path / "no"], "no is missing"),
-        (["explain", "small-english", "--transcoders", root / "model"], "does not hold"),
+        (["explain", "small-english", "--transcoders", root / "model"], "is a saved model"),
     ):
         result = run(*words, *PROMPTS, *METRIC, *out)
         assert result.exit_code == 2
