@@ -8,8 +8,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from analyses.studies.all_attention_measures import summary_of
+from analyses.tools import study_files
 from analyses.tools.benching import markdown, table
-from analyses.tools.study_files import t_interval, verdict
+from analyses.tools.study_files import verdict
 
 __all__ = ["figure", "page"]
 
@@ -26,9 +27,7 @@ EXACT = 1e-9
 
 def said(values: "pd.Series[float]", digits: int = 3, *, percent: bool = False) -> str:
     """Return the mean over seeds with Student's interval of 95 %, in words."""
-    numbers = t_interval(values.dropna())
-    mean, low, high = (f"{x:.{digits}%}" if percent else f"{x:.{digits}f}" for x in numbers)
-    return f"{mean} [{low}, {high}]"
+    return study_files.said(values, f".{digits}{'%' if percent else 'f'}")
 
 
 def ends(frames: Frames) -> pd.DataFrame:

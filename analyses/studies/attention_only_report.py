@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from analyses.tools.benching import markdown, table
-from analyses.tools.study_files import t_interval, verdict
+from analyses.tools.study_files import said, verdict
 
 __all__ = ["FORMS", "answer", "curves_figure", "page", "summary", "verdicts"]
 
@@ -36,15 +36,6 @@ BECOME = {
     "dead": "dead",
 }
 """The columns of the table of what heads become, by their names in the frame."""
-
-
-def said(values: "pd.Series[float]", form: str = ".3f") -> str:
-    """Return the mean over seeds with Student's interval of 95 %, in words."""
-    values = values.dropna()
-    if values.empty:
-        return "–"
-    mean, low, high = (format(number, form) for number in t_interval(values))
-    return f"{mean} [{low}, {high}]"
 
 
 def solved(curves: pd.DataFrame) -> pd.DataFrame:

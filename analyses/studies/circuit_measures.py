@@ -375,6 +375,17 @@ def shares_in_common(
     return shared
 
 
+def overlap_by_chance(names: Sequence[str], first: Floats, second: Floats) -> float:
+    """Return the mean overlap if each component is matched with a random one of its layer."""
+    # Every component pairs equally often with each of its layer, so this is a mean over pairs.
+    first, second = (effects / abs(effects).sum() for effects in (first, second))
+    of_layer, total = layers(names), 0.0
+    for layer in np.unique(of_layer):
+        a, b = first[of_layer == layer][:, None], second[of_layer == layer][None]
+        total += (np.minimum(abs(a), abs(b)) * (a * b > 0)).sum() / b.size
+    return float(total)
+
+
 def agreement(pair: Pair, task: str) -> dict[str, float]:
     """Return how well two models' effects agree, and the chance levels of `kept` and `overlap`."""
     names = pair.neurons()
@@ -397,18 +408,12 @@ def agreement(pair: Pair, task: str) -> dict[str, float]:
     kept_chance = sum(
         chosen[0, here].sum() * still[0, here].sum() / here.sum() for here in in_layers
     )
-    # Every neuron pairs equally often with each neuron of its layer, so this is a mean over pairs.
-    shares = [row[0] / abs(row[0]).sum() for row in (first, second)]
-    overlap_chance = 0.0
-    for here in in_layers:
-        a, b = shares[0][here][:, None], shares[1][here][None]
-        overlap_chance += (np.minimum(abs(a), abs(b)) * (a * b > 0)).sum() / here.sum()
     return {
         **with_interval("correlation", correlation),
         **with_interval("kept", (chosen & still).sum(1) / k),
         **with_interval("overlap", shares_in_common(first, second)),
         "kept_chance": kept_chance / k,
-        "overlap_chance": overlap_chance,
+        "overlap_chance": overlap_by_chance(names, first[0], second[0]),
     }
 
 

@@ -88,8 +88,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from analyses.studies import circuit_measures, pressure_measures
-from analyses.studies.circuit_measures import Look, Question, is_neuron, shares_in_common
-from analyses.studies.grow_on_skill_report import by_chance, figure, page_of
+from analyses.studies.circuit_measures import (
+    Look,
+    Question,
+    is_neuron,
+    overlap_by_chance,
+    shares_in_common,
+)
+from analyses.studies.grow_on_skill_report import figure, page_of
 from analyses.tools.benching import machine
 from analyses.tools.options import Out, Runs, Seeds, Smoke, SmolLM2
 from analyses.tools.resumable import claim
@@ -445,7 +451,7 @@ def overlaps(before: Look, now: Look, task: str, other: str = "") -> dict[str, f
         some = [n for n in before.names if n in both and ("N" in n) == (kind == "neurons")]
         first, second = effects(before, task, some), effects(now, other or task, some)
         found[f"overlap_{kind}"] = float(shares_in_common(first, second)[0])
-        found[f"overlap_{kind}_chance"] = by_chance(some, first[0], second[0])
+        found[f"overlap_{kind}_chance"] = overlap_by_chance(some, first[0], second[0])
     return found
 
 

@@ -3,16 +3,15 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analyses.studies import pressure_report
+from analyses.studies.circuit_measures import overlap_by_chance
 from analyses.studies.pressure_report import predictions, wrapped
+from analyses.tools import study_files
 from analyses.tools.benching import markdown
-from attn_only_lens.heads import HeadName
 
-__all__ = ["by_chance", "figure", "page_of"]
+__all__ = ["figure", "page_of"]
 
 Frames: TypeAlias = Mapping[str, pd.DataFrame]
 GROWN = ("frozen", "free")
@@ -28,7 +27,7 @@ def said(values: "pd.Series[float]", digits: int = 2) -> str:
     values = values.dropna()
     if len(values) in (1, 2):
         return " / ".join(f"{value:.{digits}f}" for value in values)
-    return pressure_report.said(values, digits)
+    return study_files.said(values, f".{digits}f")
 
 
 def final(frames: Frames, arm: str, column: str) -> "pd.Series[float]":
@@ -304,17 +303,6 @@ def figure(frames: Frames) -> Figure:
     return picture
 
 
-def by_chance(names: list[str], first: np.ndarray, second: np.ndarray) -> float:
-    """Return the mean overlap if each component is matched with a random one of its layer."""
-    layers = np.array([HeadName.parse(name).layer for name in names])
-    first, second = first / abs(first).sum(), second / abs(second).sum()
-    total = 0.0
-    for layer in np.unique(layers):
-        a, b = first[layers == layer][:, None], second[layers == layer][None]
-        total += (np.minimum(abs(a), abs(b)) * (a * b > 0)).sum() / b.size
-    return float(total)
-
-
 def same_heads(frames: Frames, first: str, second: str) -> "pd.Series[float]":
     """Return the overlap of heads' effects on the skill in two arms, by seed."""
     a, b = (head_shares(frames, arm, "skill") for arm in (first, second))
@@ -325,7 +313,7 @@ def same_by_chance(frames: Frames, first: str, second: str) -> "pd.Series[float]
     """Return this overlap if each head is matched with a random one of its layer, by seed."""
     a, b = (head_shares(frames, arm, "skill") for arm in (first, second))
     names = list(a.index)
-    found = {seed: by_chance(names, a[seed].to_numpy(), b[seed].to_numpy()) for seed in a}
+    found = {seed: overlap_by_chance(names, a[seed].to_numpy(), b[seed].to_numpy()) for seed in a}
     return pd.Series(found, dtype=float)
 
 

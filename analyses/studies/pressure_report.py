@@ -9,8 +9,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
+from analyses.tools import study_files
 from analyses.tools.benching import markdown
-from analyses.tools.study_files import t_interval, verdict
+from analyses.tools.study_files import verdict
 
 __all__ = ["addition_page", "english_page", "figure"]
 
@@ -24,11 +25,7 @@ RANKED = 0.8
 
 def said(values: "pd.Series[float]", digits: int = 2) -> str:
     """Return the mean over seeds with Student's interval of 95 %, in words."""
-    values = values.dropna()
-    if values.empty:
-        return "–"
-    mean, low, high = (f"{number:.{digits}f}" for number in t_interval(values))
-    return f"{mean} [{low}, {high}]"
+    return study_files.said(values, f".{digits}f")
 
 
 def by_seed(growths: pd.DataFrame, column: str, arm: str = "grown") -> pd.DataFrame:

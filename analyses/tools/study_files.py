@@ -69,6 +69,15 @@ def t_interval(values: "pd.Series[float]") -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
+def said(values: "pd.Series[float]", form: str = ".3f") -> str:
+    """Return the mean over seeds with Student's interval of 95 %, in words."""
+    values = values.dropna()
+    if values.empty:
+        return "–"
+    mean, low, high = (format(number, form) for number in t_interval(values))
+    return f"{mean} [{low}, {high}]"
+
+
 def _part(name: str, part: str) -> str:
     return f"{name}_{part}" if part else name
 

@@ -13,6 +13,7 @@ from common import needs_transformer_lens_4, run_script
 
 from analyses.studies import grow_on_skill as study
 from analyses.studies import grow_on_skill_report as report
+from analyses.studies.circuit_measures import overlap_by_chance
 from attn_only_lens.tasks.words import PEOPLE, THINGS
 
 KEPT = Path(__file__).parents[2] / "analyses" / "results"
@@ -91,7 +92,7 @@ def test_chance_is_the_mean_over_permutations_within_layers():
     first, second = np.array([3.0, -1.0, 4.0]), np.array([1.0, 1.0, 2.0])
     a, b = first / 8, second / 4
     swaps = [np.minimum(abs(a), b[order])[a * b > 0].sum() for order in ([0, 1, 2], [1, 0, 2])]
-    assert report.by_chance(names, first, second) == pytest.approx(np.mean(swaps))
+    assert overlap_by_chance(names, first, second) == pytest.approx(np.mean(swaps))
 
 
 def test_the_page_shows_its_tables():
