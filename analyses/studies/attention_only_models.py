@@ -11,9 +11,9 @@ token attends to itself and to one static row outside the text.
     bias token   as in the paper: one row [b | 1] for all heads of all layers, b learned, and tokens
                  [x | 0]: key_b = [b | 1]·W_K, value_b = [b | 1]·W_V; four vectors per head
     persistent   Sukhbaatar et al. (2019): key_b and value_b are two learned numbers of each head
-    keyless      the theorem's W_K = [0 | -1], so that p = σ(q), and value_b = 0: three vectors;
+    without keys the theorem's W_K = [0 | -1], so that p = σ(q), and value_b = 0: three vectors;
                  p v is then a gated linear unit (Dauphin et al., 2017)
-    theorem      "keyless" with W_Q = W_V: two vectors, σ(q) q; the MLP, computed as heads
+    theorem      "without keys" with W_Q = W_V: two vectors, σ(q) q; the MLP, computed as heads
     mlp          SiLU(x W_Q) W_O, computed by torch: Definition 1, no biases
 
 "set free" is "bias token" with the theorem's initial weights, so it starts as the MLP.
@@ -39,10 +39,10 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from attn_only_lens.tl import HookedTransformer
 
-NeuronKind = Literal["mlp", "theorem", "keyless", "bias token", "set free", "persistent"]
+NeuronKind = Literal["mlp", "theorem", "without keys", "bias token", "set free", "persistent"]
 Kind = Literal[NeuronKind, "all-attention"]
 KINDS: tuple[NeuronKind, ...] = get_args(NeuronKind)
-VECTORS = {"mlp": 2, "theorem": 2, "keyless": 3, "all-attention": 2}
+VECTORS = {"mlp": 2, "theorem": 2, "without keys": 3, "all-attention": 2}
 """Vectors [d_model] per neuron-head; a key and a value of each head count as two; others have 4."""
 
 
@@ -77,7 +77,7 @@ class Neurons(nn.Module):
         self.W_Q, self.W_O = drawn(d_model, n_heads), drawn(n_heads, d_model, std=std_out)
         if kind not in ("mlp", "theorem"):
             self.W_V = drawn(d_model + n_extra, n_heads)
-        if kind not in ("mlp", "theorem", "keyless"):
+        if kind not in ("mlp", "theorem", "without keys"):
             self.W_K = drawn(d_model + n_extra, n_heads)
         if n_extra:
             self.bias = bias

@@ -17,12 +17,15 @@ Frames: TypeAlias = Mapping[str, pd.DataFrame]
 SOLVED = 0.99
 LOST = 0.9
 FALLING = 0.01  # twice as many steps lower the loss by more than this share
-FORMS = ("paper's heads", "without keys")
+FORMS = ("paper's heads", "without keys", "persistent vectors", "started at the MLP")
 COLOURS = {
     "mlp": "black",
     "mlp, an eighth": "C5",
     "without keys": "C2",
     "paper's heads": "C0",
+    "persistent vectors": "C1",
+    "started at the MLP": "C9",
+    "mlp, twice": "C7",
     "all-attention": "C4",
 }
 BECOME = {

@@ -181,14 +181,14 @@ def test_flops_of_a_step_of_one_layer(kind, dense):
     counted = counter.get_total_flops()
     if made.bias is not None:  # the bias token's key and value are one row times W_K and W_V
         counted -= 3 * 2 * 2 * (D + 1) * H
-    if dense and kind in ("mlp", "theorem", "keyless"):  # the keys have no gradient
+    if dense and kind in ("mlp", "theorem", "without keys"):  # the keys have no gradient
         counted += 2 * 2 * POS * (POS + 1) * H
     assert counted == 3 * 2 * POS * models.flops(kind, D, H, dense * (POS + 1))
 
 
 def test_flops_of_a_step_of_text():
     task = TINY["text"]
-    model, batch = task.model("keyless", 6, 0), task.batch(0, 0)
+    model, batch = task.model("without keys", 6, 0), task.batch(0, 0)
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter:
         task.loss(model, batch).backward()
