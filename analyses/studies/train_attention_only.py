@@ -336,7 +336,7 @@ class Study:
 SMOKE = Study(
     Text(8, 2, 6, 4, 2, 2, (1e-2,), 2, n_layers=1, rows=3, n_held_out=1, prompts=5),
     Addition(10, 2, 6, 6, 3, 3, (1e-2,), 2, modulus=7),
-    (2, 4),
+    (2, 4, 8),
     (1e-2,),
 )
 

@@ -317,7 +317,7 @@ def test_a_search_goes_beyond_the_edge(best):
 
 
 def stored():
-    parts = ("", "become", "cuts", "search", "sizes", "lengths", "short", "same_rate")
+    parts = ("", "become", "cuts", "search", "sizes", "lengths", "earlier", "same_rate")
     return {part: pd.read_csv(KEPT / f"{NAME}{'_' * bool(part)}{part}.csv") for part in parts}
 
 
