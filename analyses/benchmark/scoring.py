@@ -43,7 +43,8 @@ def judge(
     rows = []
     for problem in problems:
         judged = compare(problem, method(problem.task), what)
-        rows.append({"program": problem.task.name, "form": problem.task.form} | judged)
+        task = problem.task
+        rows.append({"program": task.name, "form": task.form, "seed": task.seed} | judged)
     return pd.DataFrame(rows)
 
 
