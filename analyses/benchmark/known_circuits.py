@@ -25,7 +25,7 @@ run on a trained twin. "First" means: the highest mean AUROC for all true parts 
 
 Four more seeds of twins, and the intervals "programs" and "sampled", were added later. The
 following was written down before any of these twins was judged, and when the intervals had been
-tried on five models only: the compiled and disguised forms of hist, sort, follows_a and
+tried on nine models only: the compiled and disguised forms of hist, sort, follows_a and
 equals_mirror, and the twin of hist from seed 0. Twins have means over the five seeds; labels: all
 true.
 
