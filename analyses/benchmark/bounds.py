@@ -194,7 +194,7 @@ def _judged(
     exact, span = sites["exact"].to_numpy()[rows], sites["span"].to_numpy()[rows]
     covered, width = (exact >= low - ROUNDING) & (exact <= high + ROUNDING), high - low
     moving, hard = np.abs(exact) > LEAK, hard[rows]
-    within = (low >= -SMALL * span) & (high <= SMALL * span)
+    signed = (low > ROUNDING) | (high < -ROUNDING)
     return {
         "sites": len(rows),
         "covered": _mean(covered),
@@ -205,8 +205,9 @@ def _judged(
         "width": _median(width),
         "width, with an effect": _median(width[moving] / np.abs(exact[moving])),
         "width, hard": _median(width[hard] / np.abs(exact[hard])),
-        "sign": _mean(((low > 0) | (high < 0))[moving]),
-        "small": _mean(within),
+        "sign": _mean(signed[moving]),
+        "sign, hard": _mean(signed[hard]),
+        "small": _mean((low >= -SMALL * span) & (high <= SMALL * span)),
     }
 
 
