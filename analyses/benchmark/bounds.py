@@ -205,6 +205,7 @@ def _judged(
         "width": _median(width),
         "width, with an effect": _median(width[moving] / np.abs(exact[moving])),
         "width, hard": _median(width[hard] / np.abs(exact[hard])),
+        "width, hard, of Δ": _median(width[hard] / span[hard]),
         "sign": _mean(signed[moving]),
         "sign, hard": _mean(signed[hard]),
         "small": _mean((low >= -SMALL * span) & (high <= SMALL * span)),

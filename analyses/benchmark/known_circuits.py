@@ -83,12 +83,12 @@ _KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
 
 
 def all_models(*, smoke: bool) -> list[tuple[str, str, int]]:
-    """Return the form, program and seed of all models; for a trial, those of one program."""
-    names, trained = (
-        (("frac_prevs",), ("frac_prevs",)) if smoke else (tasks.PROGRAMS, twins.names())
-    )
+    """Return the form, program and seed of all models; for a trial, a few of one program."""
+    names, trained, seeds = tasks.PROGRAMS, twins.names(), twins.SEEDS
+    if smoke:
+        names, trained, seeds = ("frac_prevs",), ["frac_prevs"], seeds[:2]
     models = [(form, name, 0) for name in names for form in tasks.FORMS]
-    return models + [("trained", name, seed) for name in trained for seed in twins.SEEDS]
+    return models + [("trained", name, seed) for name in trained for seed in seeds]
 
 
 def problem_of(form: str, name: str, seed: int, device: str, *, smoke: bool) -> Problem:
@@ -513,7 +513,7 @@ def aims(frame: pd.DataFrame, table: pd.DataFrame, covered: pd.DataFrame) -> str
 def _bounds_table(covered: pd.DataFrame) -> str:
     sets = ("covered", "covered, with an effect", "covered, hard")
     header = ["interval", "all sites", "with an effect", "hard", "worst program, hard",
-              "width, hard", "sign", "sign, hard", "small"]  # fmt: skip
+              "width, hard", "of Δ", "sign", "sign, hard", "small"]  # fmt: skip
     tables = []
     for form, some in covered.groupby("form", sort=False):
         rows = []
@@ -524,7 +524,7 @@ def _bounds_table(covered: pd.DataFrame) -> str:
                     arm,
                     *(f"{mean:.1%} [{low:.1%}, {high:.1%}]" for mean, low, high in numbers),
                     f"{group['covered, hard'].min():.1%}",
-                    f"{group['width, hard'].median():.2f}",
+                    *(f"{group[x].median():.2f}" for x in ("width, hard", "width, hard, of Δ")),
                     *(f"{group[name].mean():.0%}" for name in ("sign", "sign, hard", "small")),
                 ]
             )
@@ -551,11 +551,14 @@ def _uses(covered: pd.DataFrame) -> str:
 
 
 def _twins_table() -> str:
-    rows = []
+    rows, low = [], []
     for name in twins.names():
         seeds = pd.DataFrame([twins.faithfulness(name, seed) for seed in twins.SEEDS])
         rows.append([name, *(f"{x:.1%}" for x in seeds.min())])
-    return markdown(["twin", *seeds], rows)
+        right = seeds["interchanges"]
+        low += [f"{name}, seed {seed} ({x:.1%})" for seed, x in right.items() if x < 0.99]
+    table = markdown(["twin", *seeds], rows)
+    return f"{table}\n\nTwins with fewer than 99 % right interchanges: {'; '.join(low) or 'none'}."
 
 
 def by_seed(frame: pd.DataFrame, what: str) -> pd.DataFrame:
@@ -683,9 +686,9 @@ of the task; a backward pass counts as about two. Medians over the disguised for
 Patches of each part at each position, clean into corrupted; `analyses/benchmark/bounds.py` defines
 the intervals. Coverage has means over programs. "Hard" sites have an effect, and a later part reads
 the write; at the other {easy} of the sites with an effect, the estimates are exact, but for norms.
-Widths are medians over programs of medians over hard sites, as a multiple of the effect. "Sign":
-the share of sites whose interval excludes 0. "Small": the share of all sites whose interval lies
-within {small:.0%} of |Δmetric| around 0.
+Widths are medians over programs of medians over hard sites, as a multiple of the effect, and of Δ =
+|Δmetric|. "Sign": the share of sites whose interval excludes 0. "Small": the share of all sites
+whose interval lies within {small:.0%} of Δ around 0.
 
 {bounds}
 
@@ -708,7 +711,7 @@ Means over the {trained} trained programs; all true.
 
 Shares of outputs that are right, after interventions on all pairs of the stored inputs of one
 length, which are also the inputs that the twins were trained on: the lowest over seeds.
-`analyses/tools/train_twins.py` defines the interventions.
+`analyses/tools/train_twins.py` defines the interventions. No twin is left out.
 
 {twins}
 
@@ -771,7 +774,7 @@ def page(
     others = {form: count - 1 for form, count in counts.items()}
     return PAGE.format(
         n=len(frame[["form", "program", "seed"]].drop_duplicates()),
-        seeds=len(twins.SEEDS),
+        seeds=frame["seed"].nunique(),
         easy=" / ".join(
             f"{x:.0%} ({form})" for form, x in easy.groupby(spread["form"]).mean().items()
         ),

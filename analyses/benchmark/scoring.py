@@ -68,6 +68,8 @@ def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float, floa
     """Return the mean over programs, and a 95 % interval by the bootstrap over programs."""
     x = np.asarray(values, dtype=float)
     x = x[~np.isnan(x)]
+    if not len(x):
+        return float("nan"), float("nan"), float("nan")
     draw = np.random.default_rng(seed).integers(len(x), size=(N_RESAMPLES, len(x)))
     low, high = np.quantile(x[draw].mean(axis=1), [0.025, 0.975])
     return float(x.mean()), float(low), float(high)
