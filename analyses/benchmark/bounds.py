@@ -2,7 +2,7 @@
 
 For each part at each position, clean activations are patched into the corrupted run. There are
 three estimates of the effect, g · Δz: with the gradient g of the corrupted run, of the clean run,
-and with secant multipliers. From these, five intervals. Let h be half the spread of the estimates.
+and with secant multipliers. Let h be half their spread. From these, five intervals:
 
     gradients   between the two gradient estimates. To second order, the effect of the whole change
                 of the runs is their mean, so half their difference estimates the error.
@@ -12,16 +12,15 @@ and with secant multipliers. From these, five intervals. Let h be half the sprea
                 q is the 95 % quantile of |exact - middle| / (h + s) on all other programs of the
                 same form (split conformal prediction over programs).
     programs    the middle plus and minus q u, with u = h + |Δmetric| r. Here r is the largest
-                share, 1 at most, by which the write alone changes an input of a later part (a
-                query, key or value, or a neuron's), relative to the root mean square of this input
-                over positions and prompts. For each other program of the form, take the 95 %
-                quantile of |exact - middle| / u; the number q is the largest of these.
-    sampled     as "programs", but q is the largest ratio on sites of the same model: sites are
-                patched exactly, in random order, until `SAMPLED` of them have an effect.
+                change of an input of a later part (query, key, value, or a neuron's) by the write
+                alone, 1 at most, in units of the input's root mean square. The number q is the
+                largest of the other programs' 95 % quantiles of |exact - middle| / u.
+    sampled     as "programs", but q is the largest ratio on sites of the same model: sites with
+                r > 0 are patched exactly, in random order, until `SAMPLED` have an effect.
 
-Both q of "programs" and "sampled" come from hard sites, which have an effect and r > 0; "sampled"
-patches sites with r > 0 only. If r = 0 and the model has no norm, no later part reads the write, so
-the effect is linear, and the estimates are exact.
+The quantiles of "programs" are those on hard sites, which have an effect and r > 0. If r = 0, no
+later part reads the write, so that the effect is linear and the estimates are exact (but for
+norms).
 
 What is guaranteed. "programs": assume that a new program is exchangeable with the K others. Then,
 with probability K / (K + 1) or more, its interval covers at least 95 % of the program's hard sites
@@ -54,7 +53,6 @@ SAMPLED, DRAWS = 20, 100
 SMALL = 0.1
 """An interval shows that an effect is small if it lies within this share of |Δmetric| around 0."""
 _KEYS = ["form", "program", "seed"]
-_Pair = tuple[np.ndarray, np.ndarray]
 
 
 def sites_of(problem: Problem) -> pd.DataFrame:
@@ -187,34 +185,34 @@ def _sample(rows: np.ndarray, read: np.ndarray, hard: np.ndarray, seed: int) -> 
 
 
 def _judged(
-    sites: pd.DataFrame, hard: np.ndarray, ends: _Pair, rows: np.ndarray
+    sites: pd.DataFrame, hard: np.ndarray, ends: tuple[np.ndarray, np.ndarray], rows: np.ndarray
 ) -> dict[str, float]:
     """Return how many of some sites are covered, how wide intervals are, and what they show."""
     low, high = (end[rows] for end in ends)
     exact, span = sites["exact"].to_numpy()[rows], sites["span"].to_numpy()[rows]
-    covered, width = (exact >= low - ROUNDING) & (exact <= high + ROUNDING), high - low
-    moving, hard = np.abs(exact) > LEAK, hard[rows]
-    signed = (low > ROUNDING) | (high < -ROUNDING)
+    every = pd.DataFrame(
+        {
+            "covered": (exact >= low - ROUNDING) & (exact <= high + ROUNDING),
+            "width": high - low,
+            "of the effect": (high - low) / np.maximum(np.abs(exact), LEAK),
+            "of Δ": (high - low) / span,
+            "sign": (low > ROUNDING) | (high < -ROUNDING),
+            "small": (low >= -SMALL * span) & (high <= SMALL * span),
+        }
+    )
+    moving, difficult = every[np.abs(exact) > LEAK], every[hard[rows]]
     return {
-        "sites": len(rows),
-        "covered": _mean(covered),
-        "sites with an effect": moving.sum(),
-        "covered, with an effect": _mean(covered[moving]),
-        "hard sites": hard.sum(),
-        "covered, hard": _mean(covered[hard]),
-        "width": _median(width),
-        "width, with an effect": _median(width[moving] / np.abs(exact[moving])),
-        "width, hard": _median(width[hard] / np.abs(exact[hard])),
-        "width, hard, of Δ": _median(width[hard] / span[hard]),
-        "sign": _mean(signed[moving]),
-        "sign, hard": _mean(signed[hard]),
-        "small": _mean((low >= -SMALL * span) & (high <= SMALL * span)),
+        "sites": len(every),
+        "covered": every["covered"].mean(),
+        "sites with an effect": len(moving),
+        "covered, with an effect": moving["covered"].mean(),
+        "hard sites": len(difficult),
+        "covered, hard": difficult["covered"].mean(),
+        "width": every["width"].median(),
+        "width, with an effect": moving["of the effect"].median(),
+        "width, hard": difficult["of the effect"].median(),
+        "width, hard, of Δ": difficult["of Δ"].median(),
+        "sign": moving["sign"].mean(),
+        "sign, hard": difficult["sign"].mean(),
+        "small": every["small"].mean(),
     }
-
-
-def _mean(x: np.ndarray) -> float:
-    return float(x.mean()) if len(x) else float("nan")
-
-
-def _median(x: np.ndarray) -> float:
-    return float(np.median(x)) if len(x) else float("nan")
