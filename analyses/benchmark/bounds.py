@@ -161,7 +161,8 @@ def coverage(sites: pd.DataFrame) -> pd.DataFrame:
             radius = max(ratios[patched], default=0.0) * unit
             left = np.setdiff1d(rows, patched)
             judged = _judged(sites, hard, (middle - radius, middle + radius), left)
-            draws.append(judged | {"patched": len(patched)})
+            share = len(patched) / len(rows)
+            draws.append(judged | {"patched": len(patched), "share patched": share})
         row = pd.DataFrame(draws).mean().to_dict()
         results.append(dict(zip(_KEYS, key, strict=True)) | {"arm": "sampled"} | row)
     return pd.DataFrame(results)

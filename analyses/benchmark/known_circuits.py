@@ -452,23 +452,22 @@ def _later_verdicts(
             min(least.values()) >= LEVEL,
             "in the worst form, " + ", ".join(f"{words} {x:.1%}" for words, x in least.items()),
         )
-    width, sign = middle.loc["programs"]["width, hard"], mean.loc["programs"]["sign"]
+    width, sign = middle["width, hard"], mean.loc["programs"]["sign"]
     yield verdict(
         "14. 'programs' is wider than twice the effect on hard sites, and settles the sign at 60 % "
         "of the sites with an effect, in every form.",
-        width.min() > 2 and sign.min() >= 0.6,
-        ", ".join(f"{form} {width[form]:.2f} effects and {sign[form]:.0%}" for form in width.index),
+        width["programs"].min() > 2 and sign.min() >= 0.6,
+        ", ".join(
+            f"{form} {width['programs', form]:.2f} effects, {x:.0%}" for form, x in sign.items()
+        ),
     )
-    other = middle.loc["sampled"]["width, hard"]
-    sampled = covered[covered["arm"] == "sampled"]
-    share = (sampled["patched"] / (sampled["sites"] + sampled["patched"])).groupby(sampled["form"])
+    share = mean.loc["sampled"]["share patched"]
     yield verdict(
         "15. 'sampled' is narrower than 'programs' on hard sites, and patches fewer than half of "
         "the sites, in every form.",
-        bool((other < width).all() and (share.mean() < 0.5).all()),
+        (width["sampled"] < width["programs"]).all() and share.max() < 0.5,
         ", ".join(
-            f"{form} {other[form]:.2f} effects, {share.mean()[form]:.0%} patched"
-            for form in other.index
+            f"{form} {width['sampled', form]:.2f} effects, {x:.0%}" for form, x in share.items()
         ),
     )
 
@@ -538,15 +537,22 @@ def _uses(covered: pd.DataFrame) -> str:
     for arm in ("programs", "sampled"):
         some = covered[covered["arm"] == arm].groupby("form", sort=False)
         mean, width = some.mean(numeric_only=True), some["width, hard"].median()
-        ranges = {x: f"{mean[x].min():.0%} to {mean[x].max():.0%}" for x in mean if x != "patched"}
+        ranges = {
+            x: f"{mean[x].min():.0%} to {mean[x].max():.0%}"
+            for x in ("sign", "sign, hard", "small")
+        }
         lines.append(
-            f"So {arm!r} settles the sign of {ranges['sign']} of the effects (by form), but of "
+            f"- {arm!r} settles the sign of {ranges['sign']} of the effects (by form), but of "
             f"{ranges['sign, hard']} of the hard ones, on which it is {width.min():.1f} to "
             f"{width.max():.1f} times as wide as the effect. It shows {ranges['small']} of all "
             "sites to be small."
         )
-    few, many = mean["patched"].min(), mean["patched"].max()
-    return f"{' '.join(lines)} 'sampled' patches {few:.0f} to {many:.0f} sites of a model exactly."
+    few, many, share = mean["patched"].min(), mean["patched"].max(), mean["share patched"]
+    return (
+        "\n".join(lines)
+        + f" It patches {few:.0f} to {many:.0f} sites of a model exactly, which are "
+        f"{share.min():.0%} to {share.max():.0%} of its sites."
+    )
 
 
 def _twins_table() -> str:
@@ -586,9 +592,9 @@ def _seeds_table(frame: pd.DataFrame) -> str:
         best = table.drop(index=[*EXACT], errors="ignore").idxmax().value_counts()
         first = ", ".join(f"{method} in {n}" for method, n in best.items())
         sections.append(
-            f"### {what.capitalize()}\n\nFirst, without exact methods, by number of seeds: {first}. "
-            f"The smallest of Spearman's correlations of two seeds is {_agreement(table):.2f}.\n\n"
-            + markdown(header, rows)
+            f"### {what.capitalize()}\n\nFirst, of all but exact methods, by number of seeds: "
+            f"{first}. The smallest of Spearman's correlations between two seeds is "
+            f"{_agreement(table):.2f}.\n\n{markdown(header, rows)}"
         )
     return "\n\n".join(sections)
 
@@ -696,10 +702,10 @@ whose interval lies within {small:.0%} of Δ around 0.
 
 What is guaranteed: if programs are exchangeable, "programs" covers at least 95 % of the hard sites
 of a new program with probability K / (K + 1), where K is the number of other programs: {chances}.
-"sampled" covers a random hard site with probability {sampled}/{next}, in any model, because the
-order of its exact patches is random. A sound bound by interval arithmetic is not computed for hard
-sites: it would add up the absolute effects of all later parts, and these nearly cancel in compiled
-programs.
+"sampled" covers a random hard site that is not patched with probability {sampled}/{next} or more,
+in any model, because the order of its exact patches is random. A sound bound by interval arithmetic
+is not computed for hard sites: it would add up the absolute effects of all later parts, and these
+nearly cancel in compiled programs.
 
 ## Does the ranking hold in every seed?
 
