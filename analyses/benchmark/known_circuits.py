@@ -589,12 +589,14 @@ def _seeds_table(frame: pd.DataFrame) -> str:
             [_name(method), *(f"{x:.3f}" for x in row), said(row)]
             for method, row in table.iterrows()
         ]
+        behind = table.drop("random").rsub(table.max(), axis=1).min(axis=1) > 0.02
         best = table.drop(index=[*EXACT], errors="ignore").idxmax().value_counts()
         first = ", ".join(f"{method} in {n}" for method, n in best.items())
         sections.append(
             f"### {what.capitalize()}\n\nFirst, of all but exact methods, by number of seeds: "
             f"{first}. The smallest of Spearman's correlations between two seeds is "
-            f"{_agreement(table):.2f}.\n\n{markdown(header, rows)}"
+            f"{_agreement(table):.2f}. In every seed, these are more than .02 below the best: "
+            f"{', '.join(behind.index[behind])}.\n\n{markdown(header, rows)}"
         )
     return "\n\n".join(sections)
 
@@ -691,7 +693,7 @@ of the task; a backward pass counts as about two. Medians over the disguised for
 
 Patches of each part at each position, clean into corrupted; `analyses/benchmark/bounds.py` defines
 the intervals. Coverage has means over programs. "Hard" sites have an effect, and a later part reads
-the write; at the other {easy} of the sites with an effect, the estimates are exact, but for norms.
+the write; at the other sites with an effect ({easy}), the estimates are exact, but for norms.
 Widths are medians over programs of medians over hard sites, as a multiple of the effect, and of Δ =
 |Δmetric|. "Sign": the share of sites whose interval excludes 0. "Small": the share of all sites
 whose interval lies within {small:.0%} of Δ around 0.
@@ -749,8 +751,9 @@ length, which are also the inputs that the twins were trained on: the lowest ove
 - The programs were chosen by hand, so that nothing makes them exchangeable with a user's model.
 
 Made by `python -m analyses.benchmark.known_circuits{flag}`, which keeps the rows of each model in
-`--runs`, and reads what is there already. Every row is in `known_circuits.csv`,
-`known_circuits_differences.csv`, `known_circuits_bounds.csv` and `known_circuits_cost.csv`.
+`--runs`, and reads what is there already (the record says how many tables). Every row is in
+`known_circuits.csv`, `known_circuits_differences.csv`, `known_circuits_bounds.csv` and
+`known_circuits_cost.csv`.
 """
 
 
@@ -781,7 +784,7 @@ def page(
     return PAGE.format(
         n=len(frame[["form", "program", "seed"]].drop_duplicates()),
         seeds=frame["seed"].nunique(),
-        easy=" / ".join(
+        easy=", ".join(
             f"{x:.0%} ({form})" for form, x in easy.groupby(spread["form"]).mean().items()
         ),
         small=bounds.SMALL,
@@ -856,7 +859,7 @@ def main(
 ) -> None:
     """Measure, print, and write the page, tables and figures (`study_files.py`)."""
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
-    started = time.perf_counter()
+    started, n_read = time.perf_counter(), len(list(runs.glob("*.csv")))
     if tables is None:
         frames = measured(runs, device, smoke=smoke)
     else:
@@ -866,7 +869,7 @@ def main(
     frames["differences"] = differences(frame)
     text = page(frame, frames["differences"], covered, cost, " --smoke" if smoke else "")
     typer.echo(text)
-    settings = {"device": device, "smoke": smoke}
+    settings = {"device": device, "smoke": smoke, "tables_read": n_read}
     keep(__file__, out, text, frames, figure(frame), started=started, digits="%.4f", **settings)
 
 
