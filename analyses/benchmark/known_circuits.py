@@ -71,13 +71,14 @@ from analyses.benchmark.tasks import KINDS, Problem
 from analyses.tools.benching import markdown
 from analyses.tools.options import Device, Out, Runs, Smoke
 from analyses.tools.resumable import claim
-from analyses.tools.study_files import keep, said, verdict
+from analyses.tools.study_files import as_stored, keep, said, verdict
 from attn_only_lens.storage import write_text
 
 METHODS: Mapping[str, Mapping[str, Method]] = {"nodes": NODES, "edges": EDGES}
 FORMS = ("compiled", "disguised", "trained")
 COSTED = ("is_vowel", "follows_a", "detect_ab", "hist", "frac_prevs", "sort")
 """One program of each kind, whose disguised form is used to count operations."""
+DIGITS = "%.4f"
 _ROUNDING = 1e-9
 _KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
 
@@ -596,7 +597,7 @@ def _seeds_table(frame: pd.DataFrame) -> str:
             f"### {what.capitalize()}\n\nFirst, of all but exact methods, by number of seeds: "
             f"{first}. The smallest of Spearman's correlations between two seeds is "
             f"{_agreement(table):.2f}. In every seed, these are more than .02 below the best: "
-            f"{', '.join(behind.index[behind])}.\n\n{markdown(header, rows)}"
+            f"{'; '.join(behind.index[behind])}.\n\n{markdown(header, rows)}"
         )
     return "\n\n".join(sections)
 
@@ -865,12 +866,13 @@ def main(
     else:
         frames, seconds = stored(tables)
         started -= seconds
+    frames = as_stored(frames, DIGITS)
     frame, covered, cost = frames[""], frames["bounds"], frames["cost"]
     frames["differences"] = differences(frame)
     text = page(frame, frames["differences"], covered, cost, " --smoke" if smoke else "")
     typer.echo(text)
     settings = {"device": device, "smoke": smoke, "tables_read": n_read}
-    keep(__file__, out, text, frames, figure(frame), started=started, digits="%.4f", **settings)
+    keep(__file__, out, text, frames, figure(frame), started=started, digits=DIGITS, **settings)
 
 
 if __name__ == "__main__":

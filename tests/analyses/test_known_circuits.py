@@ -321,7 +321,7 @@ def test_the_page_and_the_index_say_what_the_table_says():
             "edges": ("two factors", "EAP, zero"),
         },
         "trained": {
-            "nodes": ("two factors", "RelP", "exact repairs"),
+            "nodes": ("two factors", "EAP-IG", "exact repairs"),
             "edges": ("two factors", "integrated", "secants"),
         },
     }.items():
