@@ -70,7 +70,6 @@ from analyses.benchmark.scoring import LABELS, compare, interval
 from analyses.benchmark.tasks import KINDS, Problem
 from analyses.tools.benching import markdown
 from analyses.tools.options import Device, Out, Runs, Smoke
-from analyses.tools.resumable import claim
 from analyses.tools.study_files import as_stored, keep, said, verdict
 from attn_only_lens.storage import write_text
 
@@ -821,7 +820,7 @@ def measured(runs: Path, device: str, *, smoke: bool) -> dict[str, pd.DataFrame]
 
     Each model's tables are kept in the folder `runs`, and read from it by the next run.
     """
-    claim(runs / "settings.txt", f"{device}, smoke: {smoke}\n")
+    runs.mkdir(parents=True, exist_ok=True)
     tables: dict[str, list[pd.DataFrame]] = {"": [], "sites": [], "cost": []}
     for form, name, seed in tqdm(all_models(smoke=smoke), unit="model", leave=False):
         made: list[Problem] = []
@@ -860,6 +859,7 @@ def main(
 ) -> None:
     """Measure, print, and write the page, tables and figures (`study_files.py`)."""
     warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
+    runs = runs / (f"{device}-smoke" if smoke else device)
     started, n_read = time.perf_counter(), len(list(runs.glob("*.csv")))
     if tables is None:
         frames = measured(runs, device, smoke=smoke)
