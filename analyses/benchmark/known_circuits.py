@@ -78,6 +78,8 @@ FORMS = ("compiled", "disguised", "trained")
 COSTED = ("is_vowel", "follows_a", "detect_ab", "hist", "frac_prevs", "sort")
 """One program of each kind, whose disguised form is used to count operations."""
 DIGITS = "%.4f"
+SETS = {"covered": "all sites", "covered, with an effect": "with an effect",
+        "covered, hard": "hard"}  # fmt: skip
 _ROUNDING = 1e-9
 _KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
 
@@ -402,13 +404,11 @@ def verdicts(frame: pd.DataFrame, table: pd.DataFrame, covered: pd.DataFrame) ->
             f"spread {spread:.1%}, calibrated {every:.1%}, median width {width:.2f} effects",
         )
     )
-    return "\n".join([*lines, *_later_verdicts(frame, table, covered)])
+    return "\n".join(lines)
 
 
-def _later_verdicts(
-    frame: pd.DataFrame, table: pd.DataFrame, covered: pd.DataFrame
-) -> Iterator[str]:
-    """Yield the predictions for five seeds of twins and two intervals, and whether they held."""
+def _verdicts_on_seeds(frame: pd.DataFrame, table: pd.DataFrame) -> Iterator[str]:
+    """Yield the predictions for five seeds of twins, and whether they held."""
     seeds = {what: by_seed(frame, what) for what in METHODS}
     fast = {what: x.drop(index=[*EXACT, "random"], errors="ignore") for what, x in seeds.items()}
     first = {what: x.mean(axis=1).idxmax() for what, x in fast.items()}
@@ -440,19 +440,21 @@ def _later_verdicts(
         min(agreement.values()) >= 0.8,
         "smallest: " + ", ".join(f"{what} {x:.2f}" for what, x in agreement.items()),
     )
-    mean = covered.groupby(["arm", "form"], sort=False).mean(numeric_only=True)
-    middle = covered.groupby(["arm", "form"], sort=False).median(numeric_only=True)
-    sets = {"all sites": "covered", "with an effect": "covered, with an effect",
-            "hard": "covered, hard"}  # fmt: skip
+
+
+def _verdicts_on_intervals(covered: pd.DataFrame) -> Iterator[str]:
+    """Yield the predictions for two intervals, and whether they held."""
+    groups = covered.groupby(["arm", "form"], sort=False)
+    mean, width = groups.mean(numeric_only=True), groups["width, hard"].median()
     for number, arm in ((12, "programs"), (13, "sampled")):
-        least = {words: mean.loc[arm][name].min() for words, name in sets.items()}
+        least = mean.loc[arm][list(SETS)].min()
         yield verdict(
             f"{number}. The interval {arm!r} covers 95 % or more of all sites, of those with an "
             "effect, and of hard ones, in every form.",
-            min(least.values()) >= LEVEL,
-            "in the worst form, " + ", ".join(f"{words} {x:.1%}" for words, x in least.items()),
+            least.min() >= LEVEL,
+            "in the worst form, " + ", ".join(f"{SETS[x]} {least[x]:.1%}" for x in SETS),
         )
-    width, sign = middle["width, hard"], mean.loc["programs"]["sign"]
+    sign, share = mean.loc["programs"]["sign"], mean.loc["sampled"]["share patched"]
     yield verdict(
         "14. 'programs' is wider than twice the effect on hard sites, and settles the sign at 60 % "
         "of the sites with an effect, in every form.",
@@ -461,7 +463,6 @@ def _later_verdicts(
             f"{form} {width['programs', form]:.2f} effects, {x:.0%}" for form, x in sign.items()
         ),
     )
-    share = mean.loc["sampled"]["share patched"]
     yield verdict(
         "15. 'sampled' is narrower than 'programs' on hard sites, and patches fewer than half of "
         "the sites, in every form.",
@@ -510,14 +511,13 @@ def aims(frame: pd.DataFrame, table: pd.DataFrame, covered: pd.DataFrame) -> str
 
 
 def _bounds_table(covered: pd.DataFrame) -> str:
-    sets = ("covered", "covered, with an effect", "covered, hard")
-    header = ["interval", "all sites", "with an effect", "hard", "worst program, hard",
+    header = ["interval", *SETS.values(), "worst program, hard",
               "width, hard", "of Δ", "sign", "sign, hard", "small"]  # fmt: skip
     tables = []
     for form, some in covered.groupby("form", sort=False):
         rows = []
         for arm, group in some.groupby("arm", sort=False):
-            numbers = (interval(group[name]) for name in sets)
+            numbers = (interval(group[name]) for name in SETS)
             rows.append(
                 [
                     arm,
@@ -780,6 +780,7 @@ def page(
     counts = frame.groupby("form")["program"].nunique()
     spread = covered[covered["arm"] == "spread"]
     easy = 1 - spread["hard sites"] / spread["sites with an effect"]
+    later = [*_verdicts_on_seeds(frame, table), *_verdicts_on_intervals(covered)]
     others = {form: count - 1 for form, count in counts.items()}
     return PAGE.format(
         n=len(frame[["form", "program", "seed"]].drop_duplicates()),
@@ -798,7 +799,7 @@ def page(
         against=two_factors_against(frame, cost),
         losses=losses(frame, table),
         aims=aims(frame, table, covered),
-        verdicts=verdicts(frame, table, covered),
+        verdicts="\n".join([verdicts(frame, table, covered), *later]),
         differences=_difference_table(table),
         means="\n\n".join(sections),
         winners=markdown(["what", "form", "kind", "programs", "AUROC", "best"], won),
