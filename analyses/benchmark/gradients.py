@@ -218,7 +218,7 @@ def edge_scores(task: Task, way: Way, *, exact_patterns: bool = False) -> list[f
     """
     total: dict[Edge, float] = dict.fromkeys(task.edges, 0.0)
     for pairs in task.pairs:
-        change = _changes(task.model, pairs, _written)
+        change = _changes(task.model, pairs, writes)
         writers, written = list(change), torch.stack(list(change.values()))
         for gradients in way(task.model, pairs):
             blocks = read_covectors(task.model, gradients)
@@ -244,7 +244,7 @@ def add_scores(total: dict[Edge, float], writers: Sequence[str], blocks: Any) ->
                     total[edge] += score
 
 
-def _written(model: HookedTransformer, run: _Numbers) -> _Numbers:
+def writes(model: HookedTransformer, run: _Numbers) -> _Numbers:
     """Return what each writer adds to the stream."""
     written = {"embed": run["hook_embed"] + run["hook_pos_embed"]}
     for layer, block in enumerate(model.blocks):
@@ -254,6 +254,23 @@ def _written(model: HookedTransformer, run: _Numbers) -> _Numbers:
         for i, row in enumerate(block.mlp.W_out.detach()):
             written[f"L{layer}N{i}"] = post[:, :, i, None] * row
     return written
+
+
+def read_changes(
+    model: HookedTransformer, run: _Numbers, change: Float[Tensor, "writer batch pos d_model"]
+) -> Iterator[tuple[str, Float[Tensor, "writer batch pos reader"]]]:
+    """Yield a hook point of each sublayer's inputs, and how much these change with the stream.
+
+    Norm scales are those of the run. The change of a head's query, key or value is its length.
+    """
+    for layer, block in enumerate(model.blocks):
+        prefix = f"blocks.{layer}."
+        x = _after_norm(block.ln1, f"{prefix}ln1", run, change)
+        for side in "qkv":
+            entering = torch.einsum("wbpd,hde->wbphe", x, _matrix(block, side))
+            yield f"{prefix}attn.hook_{side}", entering.norm(dim=-1)
+        x = _after_norm(block.ln2, f"{prefix}ln2", run, change)
+        yield f"{prefix}mlp.hook_pre", (x @ block.mlp.W_in.detach()).abs()
 
 
 _Covectors = tuple[list[str], str, Float[Tensor, "reader batch pos d_model"]]

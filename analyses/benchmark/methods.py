@@ -67,7 +67,8 @@ def _gradient_edges(way: g.Way, task: Task, *, exact_patterns: bool = False) -> 
 
 
 def _random(n: int, task: Task) -> Any:
-    return np.random.default_rng(zlib.crc32(f"{task.name} {task.form}".encode())).random(n)
+    seed = zlib.crc32(f"{task.name} {task.form}".encode()) + task.seed
+    return np.random.default_rng(seed).random(n)
 
 
 def _random_nodes(task: Task) -> pd.DataFrame:

@@ -43,7 +43,8 @@ def judge(
     rows = []
     for problem in problems:
         judged = compare(problem, method(problem.task), what)
-        rows.append({"program": problem.task.name, "form": problem.task.form} | judged)
+        task = problem.task
+        rows.append({"program": task.name, "form": task.form, "seed": task.seed} | judged)
     return pd.DataFrame(rows)
 
 
@@ -67,6 +68,8 @@ def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float, floa
     """Return the mean over programs, and a 95 % interval by the bootstrap over programs."""
     x = np.asarray(values, dtype=float)
     x = x[~np.isnan(x)]
+    if not len(x):
+        return float("nan"), float("nan"), float("nan")
     draw = np.random.default_rng(seed).integers(len(x), size=(N_RESAMPLES, len(x)))
     low, high = np.quantile(x[draw].mean(axis=1), [0.025, 0.975])
     return float(x.mean()), float(low), float(high)

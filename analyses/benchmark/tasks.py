@@ -94,6 +94,7 @@ class Task:
         pairs: one element for each length of prompts.
         nodes: the names of all heads and neurons.
         edges: all edges that the architecture allows.
+        seed: the seed of a twin's training; 0 for the other forms.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Task:
     pairs: tuple[Pairs, ...]
     nodes: tuple[str, ...]
     edges: tuple[Edge, ...]
+    seed: int = 0
 
     def prompts(self) -> list[Int[Tensor, "pos"]]:
         """Return all different prompts of the pairs, clean and corrupted."""

@@ -1,12 +1,13 @@
 """Load trained twins as problems: transformers trained to compute programs in known parts.
 
-`analyses/tools/train_twins.py` trains the twins, and explains their design. The ground truth is
-this design. A head or neuron is true if it has a counterpart in the program and is *alive*: its
-output is not 0 on all inputs (some neurons with relu die in training). An edge is true if both
-its ends are true (or `embed`, `output`), and the program has an edge between the counterparts, on
-the same side. A part or an edge changes a logit if removing it changes one by more than `LEAST`, a
-tenth of the difference between right and wrong outputs. Training is not perfect: `faithfulness` is
-the measured share of outputs that are right after interventions.
+`analyses/tools/train_twins.py` trains the twins, and explains their design. Each program has a twin
+for each of `SEEDS`. The ground truth is the design. A head or neuron is true if it has a
+counterpart in the program and is *alive*: its output is not 0 on all inputs (some neurons with relu
+die in training). An edge is true if both its ends are true (or `embed`, `output`), and the program
+has an edge between the counterparts, on the same side. A part or an edge changes a logit if
+removing it changes one by more than `LEAST`, a tenth of the difference between right and wrong
+outputs. Training is not perfect: `faithfulness` is the measured share of outputs that are right
+after interventions.
 """
 
 import json
@@ -32,39 +33,44 @@ from analyses.tools.twin_design import design_of, untrained
 from attn_only_lens.tl import HookedTransformer
 
 FOLDER = Path(__file__).parent / "twins"
+SEEDS = tuple(range(5))
 LEAST = 0.1
 
 
 def names() -> list[str]:
     """Return the names of the programs that have a twin."""
-    return sorted(path.stem for path in FOLDER.glob("*.safetensors"))
+    return sorted(path.stem for path in FOLDER.glob("seed0/*.safetensors"))
 
 
-def faithfulness(name: str) -> dict[str, float]:
+def faithfulness(name: str, seed: int = 0) -> dict[str, float]:
     """Return the shares of outputs that are right, by kind of intervention."""
-    card = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
+    card = json.loads((FOLDER / f"seed{seed}" / f"{name}.json").read_text("utf-8"))
     return dict(card["faithfulness"])
 
 
-def load_twin(program: TracrProgram) -> HookedTransformer:
+def load_twin(program: TracrProgram, seed: int = 0) -> HookedTransformer:
     """Return the twin of a program, in float64."""
-    twin = untrained(program, seed=0).to(torch.float64, print_details=False)
-    weights = load_file(FOLDER / f"{program.name}.safetensors")
+    twin = untrained(program, seed).to(torch.float64, print_details=False)
+    weights = load_file(FOLDER / f"seed{seed}" / f"{program.name}.safetensors")
     with torch.no_grad():
         for name, parameter in twin.named_parameters():
             parameter.copy_(weights[name])
     return twin
 
 
-def problems(only: Collection[str] | None = None) -> Iterator[Problem]:
+def problems(
+    only: Collection[str] | None = None, seeds: Collection[int] = SEEDS
+) -> Iterator[Problem]:
     """Yield the problem of each twin."""
     for name in names() if only is None else only:
         program = load(name)
-        twin = load_twin(program)
-        edges = candidate_edges(twin)
-        truth = truth_of_twin(program, twin, edges)
         pairs = tuple(pairs_of(program))
-        yield Problem(Task(name, "trained", twin, pairs, tuple(parts(twin)), edges), truth)
+        for seed in seeds:
+            twin = load_twin(program, seed)
+            edges = candidate_edges(twin)
+            truth = truth_of_twin(program, twin, edges)
+            task = Task(name, "trained", twin, pairs, tuple(parts(twin)), edges, seed)
+            yield Problem(task, truth)
 
 
 def truth_of_twin(program: TracrProgram, twin: HookedTransformer, edges: tuple[Edge, ...]) -> Truth:

@@ -14,10 +14,10 @@ three mean squared errors of logits, where the outputs of both inputs are define
     strict       the outputs of some parts without a counterpart are replaced by their outputs on
                  the source, against the program on the base
 
-A twin becomes two files, NAME.safetensors and NAME.json; the latter has the measured faithfulness
-of the design. `analyses/benchmark/twins.py` reads them.
+A twin becomes two files, seedN/NAME.safetensors and seedN/NAME.json; the latter has the measured
+faithfulness of the design. `analyses/benchmark/twins.py` reads them.
 
-    python -m analyses.tools.train_twins --out analyses/benchmark/twins
+    python -m analyses.tools.train_twins --out analyses/benchmark/twins --seed 0
 """
 
 import json
@@ -226,16 +226,17 @@ def main(
     smoke: Smoke = False,
 ) -> None:
     """Train the twins, measure them, and write them."""
-    out.mkdir(parents=True, exist_ok=True)
+    folder = out / f"seed{seed}"
+    folder.mkdir(parents=True, exist_ok=True)
     for name in PROGRAMS[:1] if smoke else PROGRAMS:
         started, program = time.process_time(), load(name)
         twin = train(program, 20 if smoke else steps, seed)
         measured = faithfulness(program, twin)
         save_file({n: x.detach().contiguous() for n, x in twin.named_parameters()},
-                  out / f"{name}.safetensors")  # fmt: skip
+                  folder / f"{name}.safetensors")  # fmt: skip
         card = {"steps": steps, "seed": seed, "seconds": round(time.process_time() - started, 1)}
         text = json.dumps(card | {"faithfulness": measured}, indent=1)
-        (out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+        (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
         print(name, card, measured, flush=True)
 
 
