@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from textwrap import fill
 from typing import Any, TypeAlias
 
 import pandas as pd
@@ -11,7 +10,7 @@ from scipy.stats import spearmanr
 
 from analyses.tools import study_files
 from analyses.tools.benching import markdown
-from analyses.tools.study_files import verdict
+from analyses.tools.study_files import verdict, wrapped
 
 __all__ = ["addition_page", "english_page", "figure"]
 
@@ -403,12 +402,6 @@ def english_in_short(frames: Frames, ladders: Ladders) -> str:
             **{f"parity_{ladder}": parity.loc[cases[ladder][0]].mean() for ladder in ladders},
         )
     )
-
-
-def wrapped(text: str) -> str:
-    """Return paragraphs in lines of at most 100 characters."""
-    options: dict[str, Any] = {"width": 100, "break_long_words": False, "break_on_hyphens": False}
-    return "\n\n".join(fill(paragraph, **options) for paragraph in text.split("\n\n"))
 
 
 def right_answers(growths: pd.DataFrame) -> str:
