@@ -106,6 +106,7 @@ def test_what_is_stored_is_of_one_run_and_nobody_changed_it(path):
         "attribution_repairs",
         "circuits_in_growth",
         "contrast_vs_patching",
+        "growth_modular_addition",
         "layernorm_gap",
         "patterns_and_values",
     ],
