@@ -150,11 +150,11 @@ def patterns_table(growths: pd.DataFrame, cases: Sequence[tuple[str, int, int]])
 
 def decays_table(growths: pd.DataFrame, arm: str) -> str:
     """Return a row for each growth with another weight decay: the share of new parts."""
-    other, usual = by_seed(growths, "new_share", arm), by_seed(growths, "new_share")
+    of_arm, usual = by_seed(growths, "new_share", arm), by_seed(growths, "new_share")
     rows = []
-    for case in other.index:
-        change = other.loc[case] - usual.loc[case]
-        row = [name_of(case), *(said(x) for x in (usual.loc[case], other.loc[case], change))]
+    for case in of_arm.index:
+        change = of_arm.loc[case] - usual.loc[case]
+        row = [name_of(case), *(said(x) for x in (usual.loc[case], of_arm.loc[case], change))]
         rows.append(row)
     return markdown(["growth", "new share, grown", f"new share, {arm}", "change"], rows)
 
@@ -414,7 +414,7 @@ def addition_in_short(frames: Frames, ladders: Ladders) -> str:
     """Return question, answer and caution."""
     growths, cases = frames[""], rungs(ladders)
     pressure, share, parity = (by_seed(growths, c) for c in ("pressure", "new_share", "parity"))
-    other = by_seed(growths, "new_share", "grown, no decay")
+    no_decay = by_seed(growths, "new_share", "grown, no decay")
     ceiling = [of_sizes(frames["sizes"], "ceiling", case).mean() for case in cases]
     chance = by_seed(growths, "overlap_chance")
     text = ADDITION_IN_SHORT.format(
@@ -423,8 +423,8 @@ def addition_in_short(frames: Frames, ladders: Ladders) -> str:
         shares=listed(share, cases),
         pressures=listed(pressure, cases, 3),
         parity=parity.loc[cases[0]].mean(),
-        no_decay=listed(other, cases),
-        change=said((other - only(share, cases)).mean()),
+        no_decay=listed(no_decay, cases),
+        change=said((no_decay - only(share, cases)).mean()),
         chance=sum(chance.loc[case].mean() for case in cases) / sum(ceiling),
     )
     return wrapped(text)

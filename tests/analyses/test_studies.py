@@ -93,8 +93,8 @@ def test_what_is_stored_is_of_one_run_and_nobody_changed_it(path):
     run, name = json.loads(path.read_text("utf-8")), Path(path.stem).stem
     assert not run["settings"]["smoke"]
     pattern = f"{name}*.{{}}"
-    beside = {path.name for end in ("csv", "svg") for path in RESULTS.glob(pattern.format(end))}
-    assert set(run["sha256"]) == {f"{name}.md", *beside}
+    files = {path.name for end in ("csv", "svg") for path in RESULTS.glob(pattern.format(end))}
+    assert set(run["sha256"]) == {f"{name}.md", *files}
     assert run["sha256"] == {name: digest(RESULTS / name) for name in run["sha256"]}
     scripts = {path.stem for path in RESULTS.parent.glob("*/*.py")}
     assert Path(run["script"]).stem in scripts
