@@ -36,7 +36,7 @@ from attn_only_lens import convert, expose_neuron_heads
 LAYERS: dict[str, tuple[models.NeuronKind, float, bool]] = {
     "MLP": ("mlp", 1, False),
     "theorem's heads": ("theorem", 1, False),
-    "keyless heads, ⅔ as many": ("keyless", 2 / 3, False),
+    "heads without keys, ⅔ as many": ("keyless", 2 / 3, False),
     "bias token, half as many": ("bias token", 1 / 2, False),
     "persistent, half as many": ("persistent", 1 / 2, False),
     "bias token, as many": ("bias token", 1, False),

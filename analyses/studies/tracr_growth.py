@@ -168,10 +168,10 @@ def figure(frame: pd.DataFrame) -> Figure:
 
 PAGE = """# Compiled programs, before and after neurons are heads
 
-Each program as compiled, with MLPs as nodes, and converted, with neurons as heads; float64. What
-the columns are, `analyses/studies/tracr_growth.py` says. Attribution graphs are of {n_inputs}
-inputs of the
-greatest length. How well scores find true edges, `known_circuits.md` says.
+The table compares each compiled program, whose MLPs are nodes, with its converted form, whose
+neurons are heads (in float64). `analyses/studies/tracr_growth.py` describes the columns.
+Attribution graphs are computed on {n_inputs} inputs of the greatest length.
+[Another study](known_circuits.md) measures how well scores find true edges.
 
 {table}
 
