@@ -206,9 +206,9 @@ resampled. Every row is in the tables next to this page. Made by
 ## Coverage of the intervals of inclusion
 
 We measured on {N_FRESH} fresh batches how probable it is that a site is in the circuit of a batch
-of {BATCH // 2} prompts. `discover(…, resamples={RESAMPLES})` estimates this probability from one batch
-of {BATCH} prompts; the nominal coverage of its intervals is 90 %. The {RESAMPLES} circuits share
-prompts, so we widened the intervals (`_DEPENDENCE`) until their coverage was right on other
+of {BATCH // 2} prompts. `discover(…, resamples={RESAMPLES})` estimates this probability from one
+batch of {BATCH} prompts; the nominal coverage of its intervals is 90 %. The {RESAMPLES} circuits
+share prompts, so we widened the intervals (`_DEPENDENCE`) until their coverage was right on other
 batches. Sites that are in nearly no circuit are covered nearly always, because their intervals
 begin at 0.
 
