@@ -389,8 +389,8 @@ def against_training(frames: Frames) -> pd.DataFrame:
 def missing_zero(frames: Frames) -> str:
     """Return how many intervals in the table of differences exclude zero, as text."""
     pairs = [(kind, EQUAL_STEPS) for kind in (*KINDS, NONE)] + [*combinations(KINDS, 2)]
-    told_apart = [tells(less(frames, column, *pair)) for pair in pairs for column in AGREEMENTS]
-    return f"{sum(told_apart)} of {len(told_apart)}"
+    excludes_zero = [tells(less(frames, column, *pair)) for pair in pairs for column in AGREEMENTS]
+    return f"{sum(excludes_zero)} of {len(excludes_zero)}"
 
 
 def in_short(frames: Frames) -> str:

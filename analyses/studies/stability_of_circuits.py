@@ -138,12 +138,12 @@ def between_tasks(model: Any, n: int) -> pd.DataFrame:
         "gender": tasks.agreement(model.tokenizer, n, feature="gender"),
         "indirect object": tasks.ioi(model.tokenizer, n),
     }
-    found_circuits = {}
+    by_task = {}
     for name, task in make.items():
         prompts = task.clean, task.corrupted, task.metric
         roles = {"end": task.roles["end"]}
-        found_circuits[name] = circuits.discover(model, *prompts, positions=roles, n_random=0)
-    return circuits.transfer(model, found_circuits, make)
+        by_task[name] = circuits.discover(model, *prompts, positions=roles, n_random=0)
+    return circuits.transfer(model, by_task, make)
 
 
 def figure(frame: pd.DataFrame) -> Figure:
