@@ -319,6 +319,7 @@ def page(frames: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> str
 def in_short(frame: pd.DataFrame, differences: Differences) -> dict[str, Any]:
     """Return the numbers and lines of the page's question, answer and caution."""
     largest = frame["model"].iloc[-1]
+    n_pairs = frame.groupby("model")["pair"].nunique()
     magnitude = frame[(frame["what"] == "ranking") & (frame["kind"] == "magnitude")]
     kept = magnitude[magnitude["k"] == K].groupby(["model", "method"])["f"].mean()[largest]
     auto = frame[(frame["what"] == "discover") & (frame["kind"] == "budget auto")]
@@ -327,7 +328,8 @@ def in_short(frame: pd.DataFrame, differences: Differences) -> dict[str, Any]:
 
     return {
         "models": frame["model"].nunique(),
-        "pairs": len(frame[["model", "pair"]].drop_duplicates()),
+        "pairs": int(n_pairs.sum()),
+        "per_model": f"{n_pairs.min()} to {n_pairs.max()}",
         "largest": largest,
         "kept": {method: f"{kept[method]:.3f}" for method in METHODS},
         "sizes": {method: f"{size:.1f}" for method, size in sizes.loc[largest].items()},
@@ -416,7 +418,7 @@ unless the table says "denoising alone".
 
 {verdicts}
 
-**Caution.** Each model has two or three pairs, and the intervals treat all pairs as independent.
+**Caution.** Each model has only {per_model} pairs, and the intervals treat all pairs as independent.
 The edges were chosen by secants: exact path patches were computed only for the strongest edges of
 the secant graph. On SmolLM2, attributions were compared on a sample of sites; secants chose most of
 them. A share above 1 is not better than 1: signed rankings of many sites overshoot.
