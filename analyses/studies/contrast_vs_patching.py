@@ -418,7 +418,7 @@ unless the table says "denoising alone".
 
 {verdicts}
 
-**Caution.** Each model has only {per_model} pairs, and the intervals treat all pairs as independent.
+**Caution.** Each model has {per_model} pairs, and the intervals treat all pairs as independent.
 The edges were chosen by secants: exact path patches were computed only for the strongest edges of
 the secant graph. On SmolLM2, attributions were compared on a sample of sites; secants chose most of
 them. A share above 1 is not better than 1: signed rankings of many sites overshoot.
