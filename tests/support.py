@@ -203,7 +203,7 @@ def _followed(kit):
     return p.path_patch(kit.exposed, tokens(1), tokens(2), METRIC, **options)
 
 
-def _found(kit, how):
+def _circuit_result(kit, how):
     pair = (tokens(1), tokens(2))
     if how == "discover":
         return circuits.discover(kit.exposed, *pair, METRIC, n_random=2)
@@ -221,7 +221,7 @@ def _grouped(kit):
 
 
 def _transfer(kit):
-    some = {"found": _found(kit, "discover")}
+    some = {"found": _circuit_result(kit, "discover")}
     return circuits.transfer(kit.exposed, some, {"there": (tokens(3), tokens(5), METRIC)})
 
 
@@ -377,13 +377,13 @@ CIRCUITS = {
     "attribution_graph": lambda kit: len(kit.graph.edges) > 0,
     "composition": lambda kit: len(circuits.composition(kit.exposed, "L0N3", "L1H1")),
     "copying_scores": lambda kit: circuits.copying_scores(kit.exposed)["copying"].notna().any(),
-    "discover": lambda kit: len(_found(kit, "discover")),
-    "faithfulness": lambda kit: len(_found(kit, "faithfulness").frame),
+    "discover": lambda kit: len(_circuit_result(kit, "discover")),
+    "faithfulness": lambda kit: len(_circuit_result(kit, "faithfulness").frame),
     "from_json": lambda kit: _exported(kit, circuits.to_json, circuits.from_json),
     "explain": lambda kit: len(
         circuits.explain(kit.exposed, tokens(batch=1), tokens(1, batch=1), METRIC).table()
     ),
-    "evaluate": lambda kit: _found(kit, "evaluate").whole,
+    "evaluate": lambda kit: _circuit_result(kit, "evaluate").whole,
     "group_nodes": lambda kit: len(_grouped(kit).nodes),
     "ov_circuit": lambda kit: len(circuits.ov_circuit(kit.exposed, "L1N3").top(5)),
     "path_expansion": lambda kit: len(

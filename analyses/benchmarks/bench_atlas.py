@@ -44,14 +44,14 @@ class Bytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and count the bytes of its arguments and results."""
         out = func(*args, **(kwargs or {}))
-        given, made = (
+        read, returned = (
             [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
             for tree in ((args, kwargs), out)
         )
-        held = {x.untyped_storage().data_ptr() for x in given}
-        new = [x for x in made if x.untyped_storage().data_ptr() not in held]
+        held = {x.untyped_storage().data_ptr() for x in read}
+        new = [x for x in returned if x.untyped_storage().data_ptr() not in held]
         if new or func._schema.is_mutable:
-            self.total += sum(x.numel() * x.element_size() for x in [*given, *new])
+            self.total += sum(x.numel() * x.element_size() for x in [*read, *new])
         return out
 
 

@@ -300,28 +300,28 @@ def page_of(frame: pd.DataFrame, nouns: list[str]) -> str:
 
 PAGE = """# Circuits of agreement that hold for other nouns
 
-SmolLM2-135M, "The athlete near the senators" / "The athletes near the senators": 100 pairs to find
-sites, 40 pairs with other subjects (NOUNS) to judge them. Made by
-`python -m analyses.studies.agreement_circuit --smollm2 FOLDER --sva FOLDER`; every row is in
-`agreement_circuit.csv`. The pairs are those of Marks et al. 2024, which have no licence and are not
-kept here.
+The model is SmolLM2-135M, and the prompts are pairs like "The athlete near the senators" / "The
+athletes near the senators". 100 pairs serve to find sites, and 40 pairs with other subjects (NOUNS)
+to evaluate them. The pairs are those of Marks et al. 2024; they have no licence and are not stored
+here. Every row is in `agreement_circuit.csv`; this page was made by
+`python -m analyses.studies.agreement_circuit --smollm2 FOLDER --sva FOLDER`.
 
-Each cell is the error on other nouns, and in brackets faithfulness and completeness. The error is
+Each cell has the error on other nouns, and in brackets faithfulness and completeness. The error is
 the mean over prompts of |m(C) - m(M)| / |m(M) - m(∅)|. Everything outside the circuit is resampled.
-"passes" is the cost in passes of all 100 pairs, with backward passes counted twice. The learned
-mask chooses among five times as many candidates, and stops by two of the training nouns. The arms
-do not have the same budget: more passes would not change a ranking (but that by integrated
-gradients).
+"passes" is the cost in passes of all 100 pairs; a backward pass counts as two. The learned mask
+chooses among five times as many candidates, and two of the training nouns decide when it stops. The
+arms do not have the same budget, but more passes would change no ranking except the one by
+integrated gradients.
 
 ## Neurons at positions, attention heads kept
 
 NEURONS
 
-The aim was .15 with 200 neurons, and a completeness within .1. The error was not reached: the
-smallest one is BEST.
+We aimed for an error of .15 with 200 neurons, and a completeness within .1. No circuit reached this
+error: the smallest one is BEST.
 HELDOUT
-So it does not fit the nouns too closely; prompts with a small difference of the metric weigh much
-in this error. Learning a mask took SECONDS s at most, on a machine that other work shared.
+So the mask is not overfitted to the nouns. Prompts for which the metric changes little have a large
+weight in this error. Learning a mask took SECONDS s at most, on a machine that other work shared.
 
 ## Heads and neurons at positions
 
@@ -329,8 +329,8 @@ EVERYTHING
 
 ## Five tasks of Small English
 
-Heads and neurons by role, 40 pairs to find sites and 40 other pairs of the task to judge them, at
-the size of the circuit that `discover` finds for .9.
+Heads and neurons are sites at positions with a role. 40 pairs serve to find sites, and 40 other
+pairs of the task to evaluate them. Circuits have the size that `discover` finds for .9.
 
 SMALL
 

@@ -21,7 +21,7 @@ from analyses.studies.all_attention_models import (
     normalised,
     with_memory,
 )
-from analyses.studies.all_attention_tools import at, direct
+from analyses.studies.all_attention_tools import direct, set_entry
 from attn_only_lens import expose_neuron_heads, neuron_gate
 from attn_only_lens.gates import GATES, bilinear_gate
 
@@ -38,13 +38,13 @@ ACTIVATIONS = {
 
 
 def row(
-    claim: str, control: str, found: Tensor, expected: Tensor, broken: Tensor
+    claim: str, control: str, actual: Tensor, expected: Tensor, broken: Tensor
 ) -> dict[str, Any]:
     """Return a row: how far two computations differ, and how far the control differs."""
     size = expected.abs().max()
     return {
         "claim": claim,
-        "difference": ((found - expected).abs().max() / size).item(),
+        "difference": ((actual - expected).abs().max() / size).item(),
         "control": control,
         "of control": ((broken - expected).abs().max() / size).item(),
     }
@@ -147,13 +147,13 @@ def of_vectors(model: AllAttentionModel, text: Tensor) -> Iterator[dict[str, Any
         gates = (a - scores.logsumexp(-1, keepdim=True)).exp()
         text_part = (weights[..., N:] @ values[:, N:] @ layer.W_O).sum(0) + layer.b_O
         both = text_part + torch.einsum("htn,hnd->td", gates, writes)
-        own = a.softmax(-1)
+        without_text = a.softmax(-1)
         yield row(
             f"layer {number}: output = text part + Σ exp(a_n - log Z) value_n W_O",
             "Z without the text's scores",
             both,
             out,
-            text_part + torch.einsum("htn,hnd->td", own, writes),
+            text_part + torch.einsum("htn,hnd->td", without_text, writes),
         )
         yield row(
             f"layer {number}: p_n = σ(a_n - log Z of all other rows)",
@@ -164,7 +164,9 @@ def of_vectors(model: AllAttentionModel, text: Tensor) -> Iterator[dict[str, Any
         )
         head, vector = divmod(int(weights[:, -1, :N].argmax()), N)
         p = weights[head, :, vector, None]
-        without = direct(model, text, at(number, "scores", (head, slice(None), vector), -torch.inf))
+        without = direct(
+            model, text, set_entry(number, "scores", (head, slice(None), vector), -torch.inf)
+        )
         of_head = weights[head] @ values[head]
         yield row(
             f"layer {number}: deleting n = zeroing n, and dividing its head's z by 1 - p_n",
@@ -241,16 +243,16 @@ def by_size(name: str, model: AllAttentionModel, text: Tensor) -> pd.DataFrame:
     tokens = with_memory(text[None], N, len(model.W_E))
     width = model.W_E.shape[1]
     for c in SIZES:
-        found: dict[str, Any] = {"model": name, "c": c}
+        row: dict[str, Any] = {"model": name, "c": c}
         for corrected in (True, False):
             host = loaded(model, c, corrected=corrected)
             hook = f"blocks.{len(model.layers) - 1}.hook_resid_pre"
             logits, cache = host.run_with_cache(tokens, names_filter=[hook])
             error = (logits[0, N:] - expected).abs().max() / expected.abs().max()
-            found["corrected" if corrected else "uncorrected"] = error.item()
+            row["corrected" if corrected else "uncorrected"] = error.item()
             memory = cache[hook][0, :N]
-            found["written"] = (memory[:, :width].norm(dim=1) / memory.norm(dim=1)).max().item()
-        rows.append(found)
+            row["written"] = (memory[:, :width].norm(dim=1) / memory.norm(dim=1)).max().item()
+        rows.append(row)
     return pd.DataFrame(rows)
 
 

@@ -121,7 +121,10 @@ def layer_costs(model: Any, batches: Sequence[Tensor]) -> pd.DataFrame:
     whole = losses(model, batches).mean().item()
     layers = list(enumerate(sublayers_of(model)))
     rows = []
-    for name, chosen in [*((str(at), [x]) for at, x in layers), ("all", [x for _, x in layers])]:
+    for name, chosen in [
+        *((str(layer), [x]) for layer, x in layers),
+        ("all", [x for _, x in layers]),
+    ]:
         row: dict[str, Any] = {"layer": name, "whole": whole}
         for kind, without in (("deleted", deleted), ("zeroed", zeroed)):
             contexts = [without(x, torch.ones(x.scaled_key.shape[:2]).bool()) for x in chosen]
@@ -221,7 +224,7 @@ def promoted(model: Any, batches: Sequence[Tensor], k: int) -> pd.DataFrame:
         sums = torch.zeros(len(words), dtype=torch.double).index_add_(
             0, tokens, weights[head, :, vector]
         )
-        at = (sums / counts).where(counts >= 3, -torch.inf).topk(4).indices.tolist()
+        most_read = (sums / counts).where(counts >= 3, -torch.inf).topk(4).indices.tolist()
         written = sublayer.value[head, vector] @ W_O[head]
         written = (written - written.mean()) * model.transformer.ln_f.weight
         top = (model.lm_head.weight @ written).topk(4).indices.tolist()
@@ -230,7 +233,7 @@ def promoted(model: Any, batches: Sequence[Tensor], k: int) -> pd.DataFrame:
                 "head": head,
                 "vector": vector,
                 "weight": means[head, vector].item(),
-                "reads": " ".join(words[i] for i in at),
+                "reads": " ".join(words[i] for i in most_read),
                 "writes": " ".join(words[i] for i in top),
             }
         )

@@ -250,7 +250,7 @@ def as_memory_tokens(
         rows = normalised(torch.cat([written, new], dim=1), model.norm, model.eps * h / wide)
         rows = rows * gain + shift
         attention = _attention_state(model, layer, rows)
-        chosen = [(head, vector) for at, head, vector in split if at == number]
+        chosen = [(head, vector) for layer_index, head, vector in split if layer_index == number]
         attention = _split(attention, layer, rows, chosen, most)
         if corrected:
             written = written + _written(model, layer, rows[:, :h])

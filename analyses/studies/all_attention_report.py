@@ -93,19 +93,19 @@ def verdicts(frames: Frames) -> list[str]:
             "3. Heads give more than half of their weight to persistent vectors in both layers, "
             "and more in the second.",
             bool((weight.mean() > HALF).all() and weight[last].mean() > weight[first].mean()),
-            "; ".join(f"layer {at}: {said(weight[at], 2)}" for at in weight),
+            "; ".join(f"layer {layer}: {said(weight[layer], 2)}" for layer in weight),
         ),
         verdict(
             "4. The effective number of vectors at a token is less than a quarter of N in both "
             "layers.",
             bool((effective.mean() < FEW).all()),
-            "; ".join(f"layer {at}: {said(effective[at], 1)}" for at in effective),
+            "; ".join(f"layer {layer}: {said(effective[layer], 1)}" for layer in effective),
         ),
         verdict(
             "5. Deleting all vectors of a layer costs more than 0.5 nats in each layer, and "
             "deleting one less than 0.001 nats in the median.",
             bool((cost[layers].mean() > COSTLY).all() and single["median"].mean() < CHEAP),
-            "; ".join(f"layer {at}: {said(cost[at], 2)}" for at in layers)
+            "; ".join(f"layer {layer}: {said(cost[layer], 2)}" for layer in layers)
             + f"; one: {said(single['median'], 6)}",
         ),
         verdict(
@@ -117,7 +117,7 @@ def verdicts(frames: Frames) -> list[str]:
             "7. A vector's own score explains more than half of the variance of log p_n, in the "
             "median over vectors.",
             bool((explained.mean() > HALF).all()),
-            "; ".join(f"layer {at}: {said(explained[at], 2)}" for at in explained),
+            "; ".join(f"layer {layer}: {said(explained[layer], 2)}" for layer in explained),
         ),
         verdict(
             "8. The strongest tenth of the vectors has more than half of the positive costs.",
@@ -183,10 +183,10 @@ def singles_table(frames: Frames) -> str:
     """Return a row for each arm whose neurons or vectors were left out one by one."""
     rows = []
     for arm in ("mlp", "all-attention"):
-        found = singles(frames, arm)
-        rows.append([arm, said(found["tenth"], 2)])
+        summary = singles(frames, arm)
+        rows.append([arm, said(summary["tenth"], 2)])
         for column, digits in (("median", 6), ("order", 2)):
-            rows[-1].append(said(found[column], digits) if column in found else "–")
+            rows[-1].append(said(summary[column], digits) if column in summary else "–")
     return markdown(
         [
             "arm",
@@ -209,7 +209,7 @@ def finding(frames: Frames) -> str:
     if share.mean() > 0:
         return f"So persistent vectors close {said(share, 2)} of the gap."
     deleted = layer_cost(frames, "deleted")
-    costs = " and ".join(f"{deleted[at].mean():.2f}" for at in deleted if at != "all")
+    costs = " and ".join(f"{deleted[layer].mean():.2f}" for layer in deleted if layer != "all")
     losses = ends(frames)
     more = losses["all-attention"] / losses["neither"] - 1
     return (
@@ -281,7 +281,7 @@ def page(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
         heads=text["n_heads"],
         d_mlp=text["d_mlp"],
         per_layer=about["study"]["per_layer"],
-        each=about["study"]["every"],
+        period=about["study"]["every"],
         task=about["study"]["task"],
         **tables,
     )
@@ -525,7 +525,7 @@ of the variance over tokens of log p_n that the own score explains, in the media
 
 {usage}
 
-Every {each}th vector or neuron was left out alone. `share of the strongest tenth`: of the summed
+Every {period}th vector or neuron was left out alone. `share of the strongest tenth`: of the summed
 positive costs of zeroing; the tenth is chosen on half of the texts, and costs are of the other
 half.
 

@@ -81,7 +81,7 @@ def direct(model: AllAttentionModel, text: Tensor, edit: Edit = lambda layer, pa
     return replace(run, logits=last @ model.W_U)
 
 
-def at(layer: int, part: str, index: tuple[int, ...], value: Any) -> Edit:
+def set_entry(layer: int, part: str, index: tuple[int, ...], value: Any) -> Edit:
     """Return an edit that sets one entry of a part of a layer to a number or a vector."""
 
     def edit(number: int, name: str, x: Tensor) -> Tensor:
@@ -160,8 +160,8 @@ class Reading:
     def edited(self, text: Tensor, index: int, part: str, value: Any) -> float:
         """Return the metric after an edit of a split vector at the last position."""
         layer, head, vector = self.split[index]
-        where = (head, vector) if part == "values" else (head, self.last, vector)
-        return self.value(direct(self.model, text, at(layer, part, where, value)))
+        entry = (head, vector) if part == "values" else (head, self.last, vector)
+        return self.value(direct(self.model, text, set_entry(layer, part, entry, value)))
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def every_vector(r: Reading) -> pd.DataFrame:
     names = replace(r, split=every).names
     prompt, logits = r.prompt(r.clean), r.runs[0].logits
     with torch.no_grad():
-        found = host(prompt)[0, r.model.n_vectors :]
+        actual = host(prompt)[0, r.model.n_vectors :]
     sweep = p.attribution(
         *(host, prompt, None, r.metric),
         sites=names,
@@ -243,7 +243,7 @@ def every_vector(r: Reading) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "heads a layer": [host.cfg.n_heads],
-            "logits": [((found - logits).abs().max() / logits.abs().max()).item()],
+            "logits": [((actual - logits).abs().max() / logits.abs().max()).item()],
             "effects": [error.item()],
         }
     )
@@ -382,7 +382,7 @@ def _slope(r: Reading, index: int) -> float:
     """Return the derivative of the metric with respect to p_n, in the corrupted run."""
     layer, head, vector = r.split[index]
     weight = r.runs[1].weights[layer][head, -1, vector].clone().requires_grad_()
-    run = direct(r.model, r.corrupted, at(layer, "weights", (head, r.last, vector), weight))
+    run = direct(r.model, r.corrupted, set_entry(layer, "weights", (head, r.last, vector), weight))
     right, wrong = r.answers
     return torch.autograd.grad(run.logits[-1, right] - run.logits[-1, wrong], weight)[0].item()
 
@@ -488,8 +488,8 @@ def _graphs(r: Reading) -> Iterator[Check]:
         scores,
         shifted(scores),
     )
-    found = circuits.discover(r.host, *prompts, r.metric)
-    checked = circuits.evaluate(r.host, found, *prompts, r.metric)
+    circuit = circuits.discover(r.host, *prompts, r.metric)
+    checked = circuits.evaluate(r.host, circuit, *prompts, r.metric)
     yield Check(
         "`discover`, `evaluate`",
         "metric of the whole model; control: of everything ablated",
@@ -538,8 +538,8 @@ def _weights(r: Reading) -> Iterator[Check]:
 
 
 def _files(r: Reading) -> Iterator[Check]:
-    N, want = r.model.n_vectors, r.runs[0].logits.detach().flatten()
-    other = r.runs[1].logits.detach().flatten()
+    N, expected = r.model.n_vectors, r.runs[0].logits.detach().flatten()
+    of_corrupted = r.runs[1].logits.detach().flatten()
     prompt = r.prompt(r.clean)
     statistics = neurons.corpus_statistics(
         r.host,
@@ -572,8 +572,8 @@ def _files(r: Reading) -> Iterator[Check]:
             "`save`, `load`",
             "logits; control: the other prompt",
             again(prompt)[0, N:].flatten(),
-            want,
-            other,
+            expected,
+            of_corrupted,
         )
     plain = loaded(r.model, split=r.split)
     with torch.no_grad():
@@ -583,8 +583,8 @@ def _files(r: Reading) -> Iterator[Check]:
                 f"`grow`, {type(change).__name__}",
                 "logits; control: the other prompt",
                 grown(prompt)[0, N:].flatten(),
-                want,
-                other,
+                expected,
+                of_corrupted,
             )
 
 

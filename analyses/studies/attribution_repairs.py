@@ -9,7 +9,7 @@ language model, and the real models in the models folder.
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -28,15 +28,17 @@ from analyses.studies.exactness_measures import REAL, trained
 from analyses.tools import train_brackets
 from analyses.tools.benching import markdown
 from analyses.tools.options import Device, ModelsDir, Out, Seed, Smoke
-from analyses.tools.study_files import keep
+from analyses.tools.study_files import as_stored, keep, wrapped
 from attn_only_lens import expose_neuron_heads, pretrained
 from attn_only_lens import patching as p
 from attn_only_lens.engine.interventions import DIRECTIONS
 from attn_only_lens.engine.metrics import Metric
+from attn_only_lens.patching.repairs import _AT_LEAST, _AT_MOST
 
 BUDGETS = (1, 3, 10, "auto")
 WAYS = (("z", "each"), ("pattern", "each"), ("z", "all"), ("z", "each"), ("value", "each"))
 AIM, MARGIN = 0.98, 0.02
+MANY = 1 / 3  # a share of patched sites with which the method saves little
 FEW = {"words_swiglu_4l": 3}  # a third of the pairs, because its sweeps take so long
 _Prompts: TypeAlias = tuple[Tensor, Tensor, Metric]
 
@@ -144,7 +146,7 @@ def by_model(frame: pd.DataFrame) -> str:
     """Return results by model: with the default budget and its cost, and without repairs."""
     rows = []
     for (model, kind), of in frame.groupby(["model", "kind"], observed=True):
-        default, alone = (of[of["budget"] == budget] for budget in ("auto", 0))
+        default, alone = (of[of["budget"] == budget] for budget in ("auto", "0"))
         rows.append(
             [
                 model,
@@ -168,7 +170,7 @@ def figure(frame: pd.DataFrame) -> Figure:
     picture = Figure(figsize=(11, 3), layout="constrained")
     panels = picture.subplots(1, len(BUDGETS), sharex=True, sharey=True)
     for panel, budget in zip(panels, BUDGETS, strict=True):
-        of_budget = frame[frame["budget"] == budget]
+        of_budget = frame[frame["budget"] == str(budget)]
         for number, kind in enumerate(KINDS):
             of = of_budget[of_budget["kind"] == kind]
             x, y = of["expected"].clip(0.5), of["pearson"].clip(0.5)
@@ -205,65 +207,130 @@ def main(
                     {"model": name, "pair": number} | row for row in compare(model, prompts, way)
                 ]
                 bar.update()
-    frame = pd.DataFrame(rows).astype({"expected": float})
-    frame["kind"] = pd.Categorical(frame["kind"], list(KINDS))
-    frame["budget"] = pd.Categorical(frame["budget"], (0, *BUDGETS))
+    settings = {"models": seen, "n_pairs": n_pairs, "seed": seed, "device": device, "smoke": smoke}
+    frames = as_stored({"": pd.DataFrame(rows)}, "%.6g")
+    text = page(frames, settings)
+    typer.echo(text)
+    picture = figure(typed(frames[""]))
+    keep(__file__, out, text, frames, picture, started=started, **settings)
+
+
+def typed(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return a stored table with kinds of heads and budgets in the order of the page."""
+    budgets = list(map(str, (0, *BUDGETS)))
+    return frame.astype({"expected": float}).assign(
+        kind=pd.Categorical(frame["kind"], list(KINDS)),
+        budget=pd.Categorical(frame["budget"].astype(str), budgets),
+    )
+
+
+def page(frames: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> str:
+    """Return the page; all numbers come from the table."""
+    frame, seen, smoke = typed(frames[""]), settings["models"], settings["smoke"]
     known = frame[frame["expected"].notna()]
     lines = [
         f"- budget {budget}: {overstated(of).sum()} of {len(of)} ({overstated(of).mean():.1%})"
         for budget, of in known.groupby("budget", observed=True)
     ]
     missing = [] if smoke else [name for name in REAL if name not in seen and "relu" not in name]
-    page = PAGE.format(
-        n_pairs=n_pairs,
-        seed=seed,
-        n_few=n_pairs // 3,
+    text = PAGE.format(
+        n_pairs=settings["n_pairs"],
+        seed=settings["seed"],
+        n_few=settings["n_pairs"] // 3,
         flag=" --smoke" if smoke else "",
         honest="\n".join(lines),
         by_budget=by_budget(frame),
         by_model=by_model(frame),
-        missing="".join(f"Left out, its weights were not there: {name}.\n\n" for name in missing),
+        missing="".join(
+            f"Weights of {name} were missing, so it is left out.\n\n" for name in missing
+        ),
+        margin=MARGIN,
+        at_least=_AT_LEAST,
+        gflop_least=_AT_LEAST[1] / 1e9,
+        at_most=_AT_MOST,
+        gflop_most=_AT_MOST[1] / 1e9,
+        **in_short(frame),
     )
-    typer.echo(page)
-    settings = {"models": seen, "n_pairs": n_pairs, "seed": seed, "device": device, "smoke": smoke}
-    keep(__file__, out, page, frame, figure(frame), started=started, **settings)
+    return wrapped(text)
 
 
-PAGE = """# Exact repairs of attribution, on pairs held out
+def in_short(frame: pd.DataFrame) -> dict[str, Any]:
+    """Return the numbers of the page's answer and caution."""
+    auto, alone = (frame[frame["budget"] == budget] for budget in ("auto", "0"))
+    known = frame[frame["expected"].notna()]
+    shares = auto["exact"] / auto["n"]
+    median = shares.groupby([auto["model"], auto["kind"]], observed=True).median()
+    most = median.groupby(level="model", sort=False).max()
+    is_many = median.index.get_level_values("model").map(most > MANY)
+    return {
+        "models": auto["model"].nunique(),
+        "runs": len(auto),
+        "least": f"{auto['pearson'].min():.3f}",
+        "least_alone": f"{alone['pearson'].min():.2f}",
+        "too_high": overstated(known).sum(),
+        "expectations": len(known),
+        "gflop": f"{auto['gflop'].max():.2f}",
+        "passes": f"{auto['forwards'].min():.0f} to {auto['forwards'].max():.0f}",
+        "many": " and ".join(most.index[most > MANY]) or "no model",
+        "of_many": _percents(median[is_many]),
+        "of_few": _percents(median[~is_many]),
+    }
 
-Every attention head and neuron: the effect that `attribution` gives, with some sites patched
-exactly, against the one that `activation_patch` measures, in float64. {n_pairs} pairs of prompts of
-each model ({n_few} of words_swiglu_4l; seed {seed}), none of which was used to choose how sites are
-picked or what is expected of the rest. Both directions; parts "z", "pattern" and "value", each
-position by itself and all together, in turn.
 
-The bracket classifier is right on nearly every text, so that its logits hardly move until a patch
-turns its answer. Its pairs are a balanced text and one that it calls unbalanced: one bracket turned
-round, or two that swap places. Pairs of texts differ in one token and in their top next token.
+def _percents(values: "pd.Series[float]") -> str:
+    return f"{100 * values.min():.0f} to {100 * values.max():.0f} %" if len(values) else "–"
 
-{missing}Made by `python -m analyses.studies.attribution_repairs{flag}`; every row is in
-`attribution_repairs.csv`.
+
+PAGE = """# Exact repairs of attribution, on new pairs of prompts
+
+**Question.** `attribution` estimates the effect of every head and neuron from gradients, and
+patches a few sites exactly (`budget="auto"`). How well does it then agree with `activation_patch`,
+and is the correlation that it expects reliable?
+
+**Answer.** With the default budget, the lowest Pearson correlation over all {runs} runs of {models}
+models is {least}; without exact patches, it is {least_alone}. With any budget, the expected
+correlation exceeds the true one by more than {margin:g} in {too_high} of {expectations} runs.
+
+**Caution.** The correlation includes the sites that are patched exactly. In {many}, their median
+is {of_many} of all sites, so the method saves little there; in the other models, it is {of_few}.
+The models are small: the default spends {passes} forward passes, but at most {gflop} Gflop. A large
+model gets fewer passes, and [SmolLM2](attribution_smollm2.md) was measured on a sample of sites.
+
+In every run, we compare the effects of all attention heads and neurons by `attribution`
+with their effects by `activation_patch`, in float64. There are {n_pairs} pairs of prompts for each
+model ({n_few} for words_swiglu_4l; seed {seed}). None of these pairs was used to develop the method
+or its expected correlations. Both directions are used; the parts "z", "pattern" and "value", and
+single positions or all positions together, take turns.
+
+The bracket classifier is right on nearly every text, so its logits hardly change until a patch
+changes its answer. Its pairs consist of a balanced text and a text that it calls unbalanced (one
+bracket is turned, or two brackets are swapped). Texts of the other pairs differ in one token and in
+their most probable next token.
+
+{missing}Every row is in `attribution_repairs.csv`; this page was made by
+
+    python -m analyses.studies.attribution_repairs{flag}
 
 ## The default
 
-`budget="auto"` spends at least 3 forward passes or 0.2 Gflop, and at most 7 forward passes or 4
-Gflop, whichever is more, and between the two stops where the expected correlation is .99 for both
-kinds of heads.
+`budget="auto"` spends at least {at_least[0]:g} forward passes or {gflop_least:g} Gflop, and at most
+{at_most[0]:g} forward passes (10 with the estimates) or {gflop_most:g} Gflop; the larger limit
+applies. In between, it stops when the expected correlation is .99 for both kinds of heads.
 
 {by_model}
 
-## What is expected, and what is reached
+## Expected and true correlations
 
-Runs, of those with an expectation, in which it exceeds the correlation reached by more than .02:
+Runs with an expected correlation in which it exceeds the true one by more than {margin:g}:
 
 {honest}
 
-No expectation is given for a budget below 3 forward passes, or for a kind of head with fewer than
-16 patched sites.
+There is no expected correlation for a budget below 3 forward passes, or for a kind of head with
+fewer than 16 patched sites (and not all).
 
 {by_budget}
 
-![Expected against reached](attribution_repairs.svg)
+![Expected and true correlations](attribution_repairs.svg)
 """
 
 if __name__ == "__main__":

@@ -214,16 +214,18 @@ def main(
 
 PAGE = """# Attribution against patching
 
-Every head and neuron at every position: the effect that `attribution` gives against the one that
-`activation_patch` measures, in float64, both to 1e-9. {n_pairs} pairs of prompts of each model
-(seed {seed}), which differ in one token and in their top next token; the metric is the logit
-difference of the two top tokens. Texts have 16 tokens; sorting, the six digits; addition, three.
+We compare the effects that `attribution` estimates with the effects that `activation_patch`
+measures, for every head and neuron at every position, in float64 (rounded to 1e-9). Each model has
+{n_pairs} pairs of prompts (seed {seed}), which differ in one token and in their most probable next
+token. The metric is the logit difference of these two next tokens. Texts have 16 tokens; prompts of
+sorting have the six digits, and prompts of addition three tokens.
 
-- Pearson, Spearman: over all heads of the kind and all positions, those without effect included.
+- Pearson, Spearman: correlations over all heads of the kind and all positions, also those without
+  effect.
 - top-k: the share of the {{20}} largest |effects| that are among the estimate's (of half of the
   sites, where there are fewer than 40).
-- Where no patch has an effect at all (queries of the last token in addition, which never changes),
-  there is no row.
+- If no patch has an effect, there is no row (queries of the last token in addition, which is always
+  the same).
 
 {missing}Made by `python -m analyses.studies.attribution_vs_patching{flag}`; every row is in
 `attribution_vs_patching.csv`.

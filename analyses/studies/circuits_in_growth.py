@@ -429,10 +429,10 @@ def main(
         "machine": machine(device),
         "training_seconds": round(training_seconds(runs_dir)),
     }
-    text = page(frames, about, " --smoke" if smoke else "")
+    settings = {"device": device, "smoke": smoke, **about}
+    text = page(frames, settings)
     typer.echo(text)
     pictures = {"": old_figure(frames), "new": new_figure(frames)}
-    settings = {"device": device, "smoke": smoke, **about}
     keep(__file__, out, text, frames, pictures, started=started, digits=DIGITS, **settings)
 
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from analyses.studies.growth_small_english_report import said as with_interval
 from analyses.tools.benching import table
-from analyses.tools.study_files import t_interval
+from analyses.tools.study_files import t_interval, wrapped
 
 Frames: TypeAlias = Mapping[str, pd.DataFrame]
 KINDS = ("neurons", "heads", "width", "depth")
@@ -96,9 +96,9 @@ def _at_once(frames: Frames) -> tuple[bool, str]:
     )
     changed = others["correlation"].min()
     return bool(least > 0.9999 and most < 0.001 and new > 0.1), (
-        f"where zeros are written, the least correlation is {least:.4f} and the largest new share "
-        f"{most:.1g}; of pairs that cancel and of splits the least new share is {new:.2f}, and the "
-        f"least correlation of the old ones {changed:.2f}"
+        f"if new output weights are zero, the lowest correlation is {least:.4f} and the largest "
+        f"new share {most:.1g}; for pairs that cancel and for splits, the lowest new share is "
+        f"{new:.2f}, and the lowest correlation of old neurons is {changed:.2f}"
     )
 
 
@@ -121,21 +121,26 @@ def _alone(frames: Frames) -> tuple[bool | None, str]:
     apart = less(frames, "kept", "heads", "width")
     held = (order[-1] == "heads" and order[0] == "width") if tells(apart) else None
     return held, (
-        f"kept, from least to most: {', '.join(order)}; heads less width {with_interval(apart)}, "
-        f"and {between_kinds(frames, 'kept')}"
+        f"kept, from lowest to highest: {', '.join(order)}; heads minus width "
+        f"{with_interval(apart)}, and {between_kinds(frames, 'kept')}"
     )
 
 
 def between_kinds(frames: Frames, column: str) -> str:
     """Return how many differences between two kinds of growth have an interval without zero."""
-    differences = [less(frames, column, *two) for two in combinations(KINDS, 2)]
-    largest = max(abs(mean) for mean, _, _ in differences)
-    n = sum(map(tells, differences))
+    n, of, largest = _between(frames, column)
     return (
-        f"{n or 'none'} of the {len(differences)} differences between two kinds "
-        f"{'has' if n < 2 else 'have'} an interval without zero (the largest difference is "
+        f"{n or 'none'} of the {of} differences between two kinds "
+        f"{'has' if n < 2 else 'have'} an interval that excludes zero (the largest difference is "
         f"{largest:.2f})"
     )
+
+
+def _between(frames: Frames, column: str) -> tuple[int, int, float]:
+    """Return how many differences exclude zero, of how many, and the largest difference."""
+    differences = [less(frames, column, *two) for two in combinations(KINDS, 2)]
+    largest = max(abs(mean) for mean, _, _ in differences)
+    return sum(map(tells, differences)), len(differences), largest
 
 
 def first_times(frames: Frames, arm: str) -> "pd.Series[float]":
@@ -162,8 +167,8 @@ def _parity(frames: Frames) -> tuple[bool, str]:
     )
     held = all(means(share)[a] < means(parity)[a] and means(left)[a] < 0.9 for a in WITH_NEW)
     return held, (
-        f"new share: {listed(share)}; parity: {listed(parity)}; what is left without them: "
-        f"{listed(left)}"
+        f"new share: {listed(share)}; parity: {listed(parity)}; share of the metric that is left "
+        f"without them: {listed(left)}"
     )
 
 
@@ -186,7 +191,10 @@ def _starts(frames: Frames) -> tuple[bool, str]:
 def _again(frames: Frames) -> tuple[bool, str]:
     before, again = (by_arm(frames, KINDS, "correlation", part=part) for part in ("", "again"))
     held = all(means(again)[arm] > means(before)[arm] for arm in KINDS)
-    return held, f"with each other: {listed(again)}; with before: {listed(before)}"
+    return held, (
+        f"correlation of two growths: {listed(again)}; with the model before growth: "
+        f"{listed(before)}"
+    )
 
 
 def _idle(frames: Frames) -> tuple[bool, str]:
@@ -194,8 +202,8 @@ def _idle(frames: Frames) -> tuple[bool, str]:
     idle, as_soon = (over_seeds(frames, arm, "idle_share") for arm in (NONE, EQUAL_STEPS))
     was = over_seeds(frames, NONE, "idle_share", check=0.0)
     return bool(new.mean() > 1.5 * max(idle.mean(), as_soon.mean())), (
-        f"new neurons hold {said(new)}; without growth the idle half, which held {said(was)}, "
-        f"holds {said(as_soon)} after as many steps, and {said(idle)} after as many flops"
+        f"new neurons hold {said(new)}; without growth, the idle half holds {said(was)} at first, "
+        f"{said(as_soon)} after as many steps, and {said(idle)} after as many flops"
     )
 
 
@@ -348,15 +356,18 @@ def scale(frames: Frames) -> pd.DataFrame:
         for column in ("kept", "overlap")
     }
     by_chance["correlation"] = pd.Series([float("nan")])
-    grown = [(f"before growth with after it: {kind}", of([kind], frames, "")) for kind in KINDS]
+    grown = [(f"before and after growth: {kind}", of([kind], frames, "")) for kind in KINDS]
     return pd.DataFrame(
         [
             row("neurons of a layer matched at random", by_chance),
-            row("before with after, no growth, equal flops", of([NONE], frames, "")),
-            row("before with after, no growth, equal steps", of([EQUAL_STEPS], frames, "")),
-            row("the same on other texts, two of each", of([OTHER_TEXTS], frames, "")),
+            row("before and after, no growth, equal flops", of([NONE], frames, "")),
+            row("before and after, no growth, equal steps", of([EQUAL_STEPS], frames, "")),
+            row(
+                "before and after, no growth, other texts (two trainings)",
+                of([OTHER_TEXTS], frames, ""),
+            ),
             *(row(name, values) for name, values in grown),
-            row("two trainings on other texts, no growth", of([OTHER_TEXTS], frames, "again")),
+            row("two trainings on different texts, no growth", of([OTHER_TEXTS], frames, "again")),
             row("two growths on the same texts, all kinds", of(KINDS, frames, "again")),
             row("one grown model on other prompts, all kinds", of(KINDS, itself, "prompts")),
             row("the small model on other prompts", of([SMALL_MODEL], itself, "prompts", 0.0)),
@@ -369,7 +380,7 @@ def against_training(frames: Frames) -> pd.DataFrame:
     pairs = [(kind, EQUAL_STEPS) for kind in KINDS]
     pairs += [(NONE, EQUAL_STEPS), *combinations(KINDS, 2)]
     return pd.DataFrame(
-        {"of": arm, "less that of": rival}
+        {"arm": arm, "minus": rival}
         | {column: with_interval(less(frames, column, arm, rival)) for column in AGREEMENTS}
         for arm, rival in pairs
     )
@@ -378,8 +389,8 @@ def against_training(frames: Frames) -> pd.DataFrame:
 def missing_zero(frames: Frames) -> str:
     """Return how many intervals in the table of differences exclude zero, as text."""
     pairs = [(kind, EQUAL_STEPS) for kind in (*KINDS, NONE)] + [*combinations(KINDS, 2)]
-    told_apart = [tells(less(frames, column, *pair)) for pair in pairs for column in AGREEMENTS]
-    return f"{sum(told_apart)} of {len(told_apart)}"
+    excludes_zero = [tells(less(frames, column, *pair)) for pair in pairs for column in AGREEMENTS]
+    return f"{sum(excludes_zero)} of {len(excludes_zero)}"
 
 
 def in_short(frames: Frames) -> str:
@@ -415,9 +426,16 @@ def in_short(frames: Frames) -> str:
         apart="; ".join(
             f"{arm} {with_interval(kept)}" for arm, kept in zip(KINDS, apart["kept"], strict=True)
         ),
-        told=", ".join(f"{n[column]} of {len(KINDS)} by {column}" for column in AGREEMENTS),
-        between="; ".join(f"by {column}, {between_kinds(frames, column)}" for column in AGREEMENTS),
+        excluded=", ".join(f"{n[column]} of {len(KINDS)} for {column}" for column in AGREEMENTS),
+        between=", ".join(
+            "{} of {} for {column} (the largest difference is {:.2f})".format(
+                *_between(frames, column), column=column
+            )
+            for column in AGREEMENTS
+        ),
+        at_once=at_once_by_patching(frames),
         missing=missing_zero(frames),
+        n=frames[""]["seed"].nunique(),
         by_texts=by_texts.diff(axis=1).iloc[:, 1].abs().mean(),
         new_low=min(new.values()),
         new_high=max(new.values()),
@@ -426,23 +444,32 @@ def in_short(frames: Frames) -> str:
     )
 
 
-SHORT = """After growth and {few:.0f} to {many:.0f} steps, {low:.0%} to {high:.0%} of the 20 neurons
-of a circuit are still the first 20 of the old ones, by kind of growth; after {equal_steps:.0f}
-steps without growth {equal:.0%}, and after the {flops_steps:.0f} that cost as many flops
-{none:.0%}. By chance it is {chance:.0%}. The scale does not end at 100 %: one and the same model,
-asked with other prompts, agrees with itself by {ceiling:.0%}, and two trainings without growth that
-read different texts by {texts:.0%}.
+SHORT = """\
+**Question.** Does growth change the circuits of a transformer, more than training without growth
+does? And when do new neurons, heads and layers take part?
 
-Share kept after growth, less that after training without it, at equal steps: {apart}. The intervals
-(Student's, of the small models) that do not hold zero are {told}. Between kinds of growth:
-{between}. In all, {missing} intervals miss zero, where one or two would by chance; they are not
-independent. Without growth, two trainings of a small model on other texts differ by
-{by_texts:.3f} in the share kept, the mean over small models. What these data do not tell apart may
-still differ: there are three small models.
+**Answer.** Growth itself does not change circuits if new output weights are zero: {at_once} (by
+patching, in small model 0). Then training changes them. After growth and {few:.0f} to {many:.0f}
+steps, {low:.0%} to {high:.0%} of a circuit's 20 neurons are still among the 20 strongest old
+neurons (the means of the four kinds of growth). Without growth, {equal:.0%} are after
+{equal_steps:.0f} steps, and {none:.0%} after {flops_steps:.0f} steps, which cost as many flops as
+the growths. Chance gives {chance:.0%}. The ceiling is below 100 %: on other prompts, the same model
+keeps {ceiling:.0%}, and two trainings without growth on different texts share {texts:.0%}.
+
+At equal steps, the share kept after growth minus the share kept without growth is: {apart}. The
+95 % interval excludes zero in {excluded}. Of the differences between two kinds of growth, it
+excludes zero in {between}.
 
 New neurons, heads and layers hold {new_low:.0%} to {new_high:.0%} of all effects at the end.
-Without growth the idle half of the old neurons holds {as_soon:.1%} after as many steps, and
-{idle:.1%} after as many flops."""
+Without growth, the idle half of the old neurons (those with the smallest effects) holds
+{as_soon:.1%} after as many steps, and {idle:.1%} after as many flops.
+
+**Caution.** There are {n} small models, so intervals are wide, and differences that we could not
+measure may exist. In all, {missing} intervals exclude zero, but one or two would by chance, and the
+intervals are not independent. Without growth, two trainings of a small model on different texts
+differ by {by_texts:.3f} in the share kept (the mean over small models). Growth comes once, after
+the circuits have formed, and on one grammar. In [addition modulo 53](growth_modular_addition.md),
+new components take more part; this study cannot say why."""
 
 
 def by_patching(frames: Frames) -> pd.DataFrame:
@@ -463,8 +490,8 @@ def at_once_by_patching(frames: Frames) -> str:
     exact = frames["exact"]
     first = exact[(exact["check"] == 0) & exact["arm"].isin(WROTE_ZEROS)]
     return (
-        f"right after growth, where zeros are written, the least correlation is "
-        f"{first['correlation'].min():.6f} and the largest new share {first['new_share'].max():.1g}"
+        f"right after growth, the lowest correlation is {first['correlation'].min():.6f}, and the "
+        f"largest new share is {first['new_share'].max():.1g}"
     )
 
 
@@ -588,16 +615,16 @@ def _sizes(sizes: Mapping[str, int]) -> str:
     )
 
 
-def page(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
-    """Return the whole page in Markdown."""
-    study = about["study"]
+def page(frames: Frames, settings: Mapping[str, Any]) -> str:
+    """Return the whole page in Markdown; all numbers come from the tables and settings."""
+    study = settings["study"]
     held = [prediction.answer(frames)[0] for prediction in PREDICTIONS]
-    return PAGE.format(
+    text = PAGE.format(
         **study | {name: _sizes(study[name]) for name in ("small", "grown")},
         n=study["n_seeds"],
-        flag=flag,
-        machine=about["machine"],
-        seconds=about["training_seconds"],
+        flag=" --smoke" if settings["smoke"] else "",
+        machine=settings["machine"],
+        seconds=settings["training_seconds"],
         held=held.count(True),
         untold=held.count(None),
         of=len(held),
@@ -615,73 +642,75 @@ def page(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
         at_once=at_once_by_patching(frames),
         by_patching=table(by_patching(frames)),
     )
+    return wrapped(text)
 
 
-PAGE = """# What becomes of circuits when a transformer grows
-
-A LLaMA with {small} learns Small English in {steps} steps of {rows} texts.
-Then it grows in neurons, heads, width or depth alone, to what is there of {grown},
-and trains on, for the flops of {more} more of its steps. Every component's effect on three of its
-tasks is measured before, right after growth, and on the way: {n} small models, two growths of each
-kind, {prompts} prompts of a task, which begin no sentence of the texts. `circuits_in_growth.py`
-says what is compared, and `circuit_measures.py` defines the measures. Every component's effects
-before and at the end are in `circuits_in_growth_effects.csv`: so "kept", "overlap", correlations
-and shares at the end can be computed again.
-
-Made by `python -m analyses.studies.circuits_in_growth{flag}` on {machine}.
-Training took {seconds} s of processor time in all, with much other work on the machine. Several
-processes trained and measured, one small model each.
-
-## In short
+PAGE = """# What happens to circuits when a transformer grows
 
 {in_short}
 
+A LLaMA with {small} learns Small English in {steps} steps of {rows} texts. Then it grows in
+neurons, heads, width or depth only, to the size that a model with {grown} has there. Its training
+continues, for the flops of {more} more steps of the small model. We measure every component's
+effect on three tasks before growth, right after growth, and several times until the end. There are
+{n} small models, two growths of each kind, and {prompts} prompts per task, which begin no sentence
+of the texts. `circuits_in_growth.py` describes the arms, and `circuit_measures.py` defines the
+measures. `circuits_in_growth_effects.csv` has every component's effects before growth and at the
+end, so "kept", "overlap", correlations and shares at the end can be computed again.
+
+This page was made on {machine}, by
+
+    python -m analyses.studies.circuits_in_growth{flag}
+
+Training took {seconds} s of processor time in all, with much other work on the machine. Several
+processes trained and measured, one for each small model.
+
 ## From chance to the ceiling
 
-Means over tasks, growths and small models, with the least and the largest of the small models in
-brackets. "Other prompts" are {prompts} more of each task, none of them among the first. Two
-trainings on other texts begin from one small model and take the steps of "neurons"; each reads
-texts that no other arm reads.
+Means over tasks, growths and small models; in brackets, the lowest and the highest of the small
+models. "Other prompts" are {prompts} more prompts per task, none of them among the first ones. The
+two trainings on different texts continue from the same small model, with as many steps as
+"neurons"; each reads texts that no other arm reads.
 
 {scale}
 
-Differences at the end, paired by small model, with Student's interval of 95 %. {missing} intervals
-miss zero; one or two would by chance alone:
+Differences at the end, paired by small model, with 95 % intervals (Student's). {missing} intervals
+exclude zero; one or two would by chance alone:
 
 {against_training}
 
 ## Questions and answers
 
-Predictions were written before the first run, with the bounds that decide; {held} of {of} held,
-and {untold} cannot be told. Figures are means over tasks, growths and small models, with the least
-and the largest of the small models in brackets. Question 4 had no bound: the order decided. It is
-now said to be told only where the interval of heads less width does not hold zero.
+The predictions were written before the first run, with their bounds. {held} of {of} held, and for
+{untold} these data cannot tell. Numbers are means over tasks, growths and small models; in
+brackets, the lowest and the highest of the small models. Question 4 had no bound: the order
+decided. We later decided to answer it only if the interval of heads minus width excludes zero.
 
 {answers}
 
-![What becomes of old neurons](circuits_in_growth.svg)
+![What happens to old neurons](circuits_in_growth.svg)
 
 ![What new components hold](circuits_in_growth_new.svg)
 
 ## What the small models have learned
 
-`metric` is the right answer's logit less the wrong one's, the mean over prompts; `nothing` is the
-same with every head and neuron patched from the corrupted prompt.
+`metric` is the logit of the right answer minus the logit of the wrong answer, the mean over
+prompts. `nothing` is the same if every head and neuron is patched from the corrupted prompt.
 
 {small_models}
 
 ## At the end
 
-Every arm has had as many flops since growth as the others, but for those named after steps and
-texts, which took the steps of "neurons". By chance, if each neuron were matched with another one of
-its layer: {chances}.
+Every arm has had as many flops since growth as the others, except the arms that are named after
+steps and texts: they have the steps of "neurons". If each neuron is matched with another neuron of
+its layer by chance: {chances}.
 
 {end}
 
 ## By task and small model
 
-The correlation of old neurons' effects at the end with those before growth; in brackets 95 %
-intervals over prompts. Of arms with two growths, the first.
+The correlation of old neurons' effects at the end with their effects before growth; in brackets,
+95 % intervals over prompts. Arms with two growths show the first one.
 
 {correlation}
 
@@ -691,37 +720,38 @@ The share that new components hold at the end:
 
 ## Two growths of one model
 
-The old components of one at the end against those of the other. Of kinds of growth, new entries
-began with other numbers, and both read the same texts in the same order: this is what new entries
-leave to chance. Of "none, other texts" nothing grew, and each read its own texts: this is what
-texts do.
+We compare the old components at the end of the two growths. In arms that grow, the new entries
+start from different random numbers, and both growths read the same texts in the same order, so the
+difference comes from the new entries. In "none, other texts", nothing grows, and each training
+reads different texts, so the difference comes from the texts.
 
 {twins}
 
 ## How good the estimates are
 
-Effects are estimated (`patching.attribution`), the foremost patched; which are patched may differ
-between a model and one grown from it. Of small model 0 every measure was made by patching every
-component, too: {at_once}. The differences, over all of its growths, times and tasks:
+Effects are estimates (`patching.attribution`), and the strongest ones are patched. A model and its
+grown model may differ in which sites are patched. For small model 0, we also computed every measure
+by patching every component; if new output weights are zero, {at_once}. The differences over all its
+growths, times and tasks:
 
 {by_patching}
 
 ## What limits this
 
-Growth comes after circuits have formed: {more} steps of the small model's cost follow on {steps}.
-Elsewhere new components take more part: in
-[addition modulo 53](growth_modular_addition.md) most new neurons take up the old ones' job,
-whether growth is early or late; why, this study cannot tell. One
-grammar, one family of models; three tasks that such a model answers nearly without fail. A first
-run trained on for 300 steps, in which new components came to hold 1 to 2 % of all effects, but for
-splits and copies; so this one was made longer. The predictions are older than both, and have not
-been changed.
-Growth comes once, at one time, and doubles (or nearly) what it adds to. The learning rate is the
-same for old and new entries. Arms with more weights have done fewer steps, so that they have had
-less time to drift, and end with a higher loss: so training without growth is there twice, at equal
-flops and at equal steps; not at equal loss. There are three small models: intervals of the means of
-three are wide. The first version of this page compared at equal flops alone, had no ceiling, and
-took the loss from texts of few lengths; its runs were other ones, so that every figure is new.
-Effects are of one component at a time: where several stand in for one another, each has a small
-one.
+Growth comes after circuits have formed: {more} steps of the small model's cost follow {steps}
+steps. In [addition modulo 53](growth_modular_addition.md), most new neurons take over the job of
+old ones, whether growth is early or late; this study cannot say why. There is one grammar, one
+family of models, and three tasks that such a model solves almost without errors.
+
+In a first run, training continued for 300 steps, and new components held 1 to 2 % of all effects,
+except for splits and copies; so this run is longer. The predictions are older than both runs, and
+have not been changed. The first version of this page compared arms at equal flops only, had no
+ceiling, and computed the loss from texts of few lengths. All numbers are new, because all models
+were trained again.
+
+Growth comes once, at one time, and doubles (or nearly doubles) what it adds to. The learning rate
+is the same for old and new entries. Arms with more weights have fewer steps, so they have less time
+to drift, and end with a higher loss. Therefore, training without growth is there twice, at equal
+flops and at equal steps, but not at equal loss. Effects are effects of single components: if
+several components can replace each other, each has a small effect.
 """

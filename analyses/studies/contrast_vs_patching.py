@@ -9,10 +9,10 @@ the strongest edges of graphs with exact path patches.
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -25,7 +25,7 @@ from analyses.studies.attribution_vs_patching import LENGTH, pairs
 from analyses.studies.exactness_measures import trained
 from analyses.tools.benching import markdown
 from analyses.tools.options import Device, ModelsDir, Out, Seed, Smoke, SmolLM2
-from analyses.tools.study_files import keep
+from analyses.tools.study_files import as_stored, keep, wrapped
 from attn_only_lens import HeadName, circuits, expose_neuron_heads, load, pretrained
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.attributed_run import (
@@ -42,6 +42,34 @@ METHODS = ("exact_gate", "integrated", "secant")
 SIZES = (10, 20, 40, 80, 160, 320)
 N_NODES, N_EDGES = 30, 200
 N_STEPS = 5  # integration steps of EAP-IG
+K = 40  # the size of a ranking in the page's answer
+DIGITS = "%.6g"
+NAMES = {"exact_gate": "gradients", "integrated": "integrated gradients"}
+COMPARISONS = (
+    (f"share that the first {K} sites keep", "ranking", f"magnitude, {K}", METHODS[:2]),
+    (
+        "correlation with patching, attention heads",
+        "attribution",
+        "attention, mean",
+        METHODS[:2],
+    ),
+    ("correlation with patching, neurons", "attribution", "neuron, mean", METHODS[:2]),
+    (
+        "the same, denoising alone, attention heads",
+        "attribution",
+        "attention, denoise",
+        METHODS[:1],
+    ),
+    ("the same, denoising alone, neurons", "attribution", "neuron, denoise", METHODS[:1]),
+    (
+        "rank correlation with path patches, edges",
+        "edges",
+        "mean",
+        ("graph of one run", "EAP", "EAP-IG", "EAP, mean of both ends"),
+    ),
+)
+# By kind of comparison, case and method: the mean over pairs, its interval, and the number of pairs
+Differences: TypeAlias = dict[tuple[str, str, str], tuple[float, float, float, int]]
 ENGLISH = [
     ("The keys near the cabinet", "The key near the cabinet", " are", " is"),
     ("The doctor behind the trees", "The doctors behind the trees", " is", " are"),
@@ -257,19 +285,71 @@ def main(
                 rows += [{"model": name, "pair": number} | row for row in measure(model, prompts)]
                 seconds = time.perf_counter() - begun
                 typer.echo(f"{name} {number} {measure.__name__} {seconds:.0f} s", err=True)
-    frame = pd.DataFrame(rows)
-    tables = {
-        "AGREEMENT": _table(frame[frame["what"] == "attribution"], ["model", "kind"], "pearson"),
-        "RANKING": _table(frame[frame["what"] == "ranking"], ["model", "kind", "k"], "f"),
-        "SEARCH": _table(frame[frame["what"] == "discover"], ["model", "kind"], "k"),
-        "EDGES": _table(frame[frame["what"] == "edges"], ["model"], "spearman"),
+    frames = as_stored({"": pd.DataFrame(rows)}, DIGITS)
+    settings = {"seed": seed, "smoke": smoke}
+    text = page(frames, settings)
+    typer.echo(text)
+    keep(__file__, out, text, frames, figure(frames[""]), started=started, **settings)
+
+
+def page(frames: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> str:
+    """Return the page; all numbers come from the table."""
+    frame = frames[""]
+    of = {what: rows for what, rows in frame.groupby("what")}
+    differences = over_pairs(frame)
+    columns = ["what", "", "compared with", "difference", "95 % interval", "pairs"]
+    text = PAGE.format(
+        **in_short(frame, differences),
+        attributions=_table(of["attribution"], ["model", "kind"], "pearson"),
+        rankings=_table(of["ranking"], ["model", "kind", "k"], "f"),
+        searches=_table(of["discover"], ["model", "kind"], "k"),
+        edges=_table(of["edges"], ["model"], "spearman"),
+        differences=markdown(
+            columns,
+            (
+                [*key, f"{mean:+.3f}", f"{low:+.3f} to {high:+.3f}", n]
+                for key, (mean, low, high, n) in differences.items()
+            ),
+        ),
+        flag=" --smoke" if settings["smoke"] else "",
+    )
+    return wrapped(text)
+
+
+def in_short(frame: pd.DataFrame, differences: Differences) -> dict[str, Any]:
+    """Return the numbers and lines of the page's question, answer and caution."""
+    largest = frame["model"].iloc[-1]
+    n_pairs = frame.groupby("model")["pair"].nunique()
+    magnitude = frame[(frame["what"] == "ranking") & (frame["kind"] == "magnitude")]
+    kept = magnitude[magnitude["k"] == K].groupby(["model", "method"])["f"].mean()[largest]
+    auto = frame[(frame["what"] == "discover") & (frame["kind"] == "budget auto")]
+    sizes = auto.groupby(["model", "method"], sort=False)["k"].mean().unstack()
+    apart = (sizes["secant"] - sizes["exact_gate"]).drop(largest).abs()
+
+    return {
+        "models": frame["model"].nunique(),
+        "pairs": int(n_pairs.sum()),
+        "per_model": f"{n_pairs.min()} to {n_pairs.max()}",
+        "largest": largest,
+        "kept": {method: f"{kept[method]:.3f}" for method in METHODS},
+        "sizes": {method: f"{size:.1f}" for method, size in sizes.loc[largest].items()},
+        "apart": f"{apart.max():.2f}" if len(apart) else "0",
+        "k": K,
+        "verdicts": markdown(
+            ["compared by", "with", "secants are", "difference"],
+            [
+                [text, NAMES.get(method, method), *_verdict(*differences[what, case, method][:3])]
+                for text, what, case, methods in COMPARISONS
+                for method in methods
+            ],
+        ),
     }
-    tables["INTERVALS"] = _intervals(frame)
-    page = PAGE
-    for name, table in tables.items():
-        page = page.replace(name, table)
-    typer.echo(page)
-    keep(__file__, out, page, frame, figure(frame), started=started, seed=seed, smoke=smoke)
+
+
+def _verdict(mean: float, low: float, high: float) -> tuple[str, str]:
+    """Return in words how secants compare with another method."""
+    word = "better" if low > 0 else "worse" if high < 0 else "not measurably different"
+    return word, f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def _table(frame: pd.DataFrame, rows: list[str], value: str) -> str:
@@ -283,9 +363,9 @@ def _table(frame: pd.DataFrame, rows: list[str], value: str) -> str:
     return markdown([*rows, *heads], cells)
 
 
-def _intervals(frame: pd.DataFrame) -> str:
+def over_pairs(frame: pd.DataFrame) -> Differences:
     """Return how much better secants are over all pairs, with bootstrap intervals."""
-    rows = []
+    differences: Differences = {}
     for what, value, secants, keys in (
         ("attribution", "pearson", "secant", ["kind", "against"]),
         ("ranking", "f", "secant", ["kind", "k"]),
@@ -300,9 +380,8 @@ def _intervals(frame: pd.DataFrame) -> str:
                     interval = bootstrap((change,), np.mean, rng=np.random.default_rng(0))
                     low, high = interval.confidence_interval
                 label = ", ".join(str(x).removesuffix(".0") for x in key)
-                numbers = [f"{change.mean():+.3f}", f"{low:+.3f} to {high:+.3f}", len(change)]
-                rows.append([what, label, method, *map(str, numbers)])
-    return markdown(["what", "", "compared with", "difference", "95 % interval", "pairs"], rows)
+                differences[what, label, method] = (change.mean(), low, high, len(change))
+    return differences
 
 
 def figure(frame: pd.DataFrame) -> Figure:
@@ -323,49 +402,71 @@ def figure(frame: pd.DataFrame) -> Figure:
     return picture
 
 
-PAGE = """# Secants against patching
+PAGE = """# Secants compared with patching
 
-Attributions, rankings, circuits and edges by secants (`method="secant"`, the graph of a
-difference), next to gradients, on pairs of prompts. Means over the pairs of a model. Every row is
-in `contrast_vs_patching.csv`. Made by `python -m analyses.studies.contrast_vs_patching`.
+**Question.** A secant splits the difference between two runs, of a clean prompt and a corrupted
+prompt, exactly. Do attributions by secants (`method="secant"`) agree with activation patching, and
+do they give better rankings, circuits and edges than gradients?
 
-## Attribution against exact patching
+**Answer.** On {largest}, the first {k} sites of a ranking by secants keep {kept[secant]} of the
+difference, those of integrated gradients {kept[integrated]}, and those of gradients
+{kept[exact_gate]}. `discover` finds circuits of {sizes[secant]} sites there with secants, and of
+{sizes[exact_gate]} with gradients; on the other models, the mean sizes differ by at most {apart}
+sites. The table has the differences (secants minus another method) over all {pairs} pairs of
+prompts of {models} models, with 95 % intervals. Patching is the mean of denoising and noising,
+unless the table says "denoising alone".
 
-Pearson correlation over all heads and neurons at all positions (on SmolLM2: those of the 150
-largest attributions, and one neuron of each layer, at all positions), against denoising, noising,
-and the mean of the two. Estimates by gradients are of the corrupted run, so denoising is the
-direction that they are made for.
+{verdicts}
 
-AGREEMENT
+**Caution.** Each model has {per_model} pairs, and the intervals treat all pairs as independent.
+The edges were chosen by secants: exact path patches were computed only for the strongest edges of
+the secant graph. On SmolLM2, attributions were compared on a sample of sites; secants chose most of
+them. A share above 1 is not better than 1: signed rankings of many sites overshoot.
 
-## Faithfulness of the k highest ranked sites
+Unless a table says otherwise, values are means over the pairs of a model. Every row is in
+`contrast_vs_patching.csv`; this page was made by
 
-One pass for each ranking, no repairs, everything else resampled.
+    python -m analyses.studies.contrast_vs_patching{flag}
 
-RANKING
+## Attribution compared with exact patching
+
+Pearson correlation over all heads and neurons at all positions, compared with denoising, noising,
+and their mean. On SmolLM2, the sites are those with the 150 largest attributions and one neuron of
+each layer, at all positions. Gradients (`exact_gate`) are those of the corrupted run, so they
+estimate denoising. `integrated` is integrated gradients.
+
+{attributions}
+
+## Faithfulness of the k highest-ranked sites
+
+Each ranking costs one pass, without exact patches; all other sites are resampled.
+
+{rankings}
 
 ![faithfulness by size](contrast_vs_patching.svg)
 
 ## Sizes of circuits that `discover` finds for 90 %
 
-SEARCH
+{searches}
 
-## Edges against exact path patches
+## Edges compared with exact path patches
 
 Spearman correlation over the 200 strongest edges of the secant graph between its 30 strongest
-nodes. EAP has the gradients of the corrupted run; "mean of both ends" also those of the clean run;
-EAP-IG the mean of five runs whose embeddings lie between (at (j - 1/2)/5 of the way).
-The last column compares the two directions of patching with each other.
+nodes. EAP uses the gradients of the corrupted run, and "EAP, mean of both ends" the mean of the
+gradients of both runs. EAP-IG uses the mean gradient of five runs, whose embeddings are
+interpolated between the corrupted and the clean run (at (j - 1/2)/5 of the way). The last column is
+the correlation between denoising and noising.
 
-EDGES
+{edges}
 
 ## Differences over all pairs
 
-Secants less another method: of Pearson correlations, of the faithfulness of the first k sites (of
-which 1 is best, and more is too much), and of Spearman correlations of edges. Intervals resample
-the pairs of all models together (bias-corrected bootstrap).
+The value for secants minus the value for another method: Pearson correlations of attributions,
+the faithfulness of the first k sites (1 is best; a larger value is worse), and Spearman
+correlations of edges. Intervals resample the pairs of all models together (bias-corrected
+bootstrap).
 
-INTERVALS
+{differences}
 """
 
 if __name__ == "__main__":

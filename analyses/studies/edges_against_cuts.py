@@ -110,11 +110,11 @@ def where_eap_wins(frame: pd.DataFrame) -> str:
 
 PAGE = """# Edge scores against exact cuts, on trained models
 
-The {n_nodes} heads and neurons of largest attribution of the largest logits on {n_prompts} prompts,
-and every edge between them, the embedding and the logits; float64, norm scales held where the
-reader reads.
-What the methods are, `analyses/studies/edges_against_cuts.py` says. "zero" and "zero and mean" are
-what exact cuts put in the place of what is cut; EAP has a zero reference.
+For each model, we take the {n_nodes} heads and neurons with the largest attribution to the largest
+logits on {n_prompts} prompts, and every edge between them, the embedding and the logits. All is in
+float64, and norm scales are held fixed at the reader. `analyses/studies/edges_against_cuts.py`
+describes the methods. Exact cuts replace the cut edge by zero ("zero"), or we add up the effects of
+cuts that replace it by zero and by its mean ("zero and mean"); EAP uses zero.
 
 {missing}Made by `python -m analyses.studies.edges_against_cuts{flag}`; every row, by kind of edge
 too, is in `edges_against_cuts.csv`.
@@ -125,13 +125,13 @@ too, is in `edges_against_cuts.csv`.
 
 {spearman}
 
-## Share of the {top} edges of largest effect that are among the {top} of highest score
+## Share of the {top} edges with the largest effects among the {top} with the highest scores
 
-Of half of the edges, where there are fewer than twice as many.
+If a model has fewer than twice as many edges, half of its edges are used.
 
 {overlap}
 
-## Where EAP ranks more like exact cuts, by Spearman
+## Cases in which EAP agrees better with exact cuts, by Spearman
 
 {wins}
 """

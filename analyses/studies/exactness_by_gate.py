@@ -193,21 +193,22 @@ def main(
 
 PAGE = """# What bilinear gates cost a model
 
-Models converted with bilinear gates against their sources in the same dtype, at every position of
-every token given: float64 shows the approximation, float32 where rounding takes over. Every
-converted model runs through its heads' patterns, the exact one too.
+We compare models converted with bilinear gates with their source models in the same dtype, at every
+position of every text. float64 shows the error of the approximation, and float32 where rounding is
+larger. All converted models, also the exact one, compute the patterns of their heads.
 
-- certified bound, activation error: of all layers the largest. The gate is evaluated at the
-  source's own pre-activations in that dtype; the bound is in real arithmetic, so that float32 may
-  pass it by its rounding.
-- max abs Δ logit, and the same relative to the source's largest |logit|.
-- KL(source ‖ converted) in nats, over positions; same top token: the share of positions.
-- slope 1.702: the paper's one head for gelu, `Bilinear(slope="paper")`, with the bound that our
-  certificate gives it.
-- Positions count that a model was not trained on: all but the last in modular addition, the first
-  five in sorting.
-- gated: the range R of a layer's gates is 1.25 times the largest |g| on one half of the sequences,
-  rounded up to a range that has pinned gates; all figures are of the other half.
+- *certified bound*, *activation error*: the largest over all layers. The gate is evaluated at the
+  source's pre-activations in that dtype. The bound holds in real arithmetic, so float32 may exceed
+  it by its rounding.
+- *max abs Δ logit*: also relative to the source's largest |logit|.
+- *KL*: KL(source ‖ converted) in nats, over positions. *same top token*: the share of positions.
+- *slope 1.702*: the paper's single head for GELU, `Bilinear(slope="paper")`, with the bound that
+  our certificate computes for it.
+- Positions on which a model was not trained count, too: all but the last in modular addition, and
+  the first five in sorting.
+- *gated*: the range R of a layer's gates is 1.25 times the largest |g| on one half of the
+  sequences, rounded up to a range for which we have fitted gates. All numbers are from the other
+  half.
 
 {missing}Made by `python -m analyses.studies.exactness_by_gate{flag}`.
 

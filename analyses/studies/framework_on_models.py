@@ -574,19 +574,20 @@ SECTION = """## {name}
 
 {layers}
 
-Heads that attend most from a word to what followed it before, in prompts of the induction task.
-Over all {n_heads} heads, the rank correlation of that attention with the copying score is {rank}.
+The heads that attend most from a word to the token that followed it earlier, in prompts of the
+induction task. Over all {n_heads} heads, the rank correlation of this attention with the copying
+score is {rank}.
 
 {most}
 
 ### How long are the paths that matter
 
-Shares of the logits by the number of heads and neuron-heads on a path, and how much is explained by
-all up to it: the mean over {n_prompts} prompts (the least and the largest).
+Shares of the logits by the number of heads and neuron-heads on a path ("hops"), and the share that
+all paths up to this number explain: the mean over {n_prompts} prompts (the lowest and the highest).
 
 {hops}
 
-The single paths of largest effect on one prompt, through one or two:
+The single paths with the largest effects on one prompt, through one or two hops:
 
 {paths}
 
@@ -597,38 +598,41 @@ raises.
 
 {rows}"""
 
-ANSWER = """Expected, before the run: heads of induction copy; paths through at most two heads
-explain most of the logits; neurons of the first layer read words of one kind. (When that was
-written down, one prompt of each model had already spoken against the second.)
+ANSWER = """\
+We expected, before the run, that induction heads copy, that paths through at most two heads
+explain most of the logits, and that neurons of the first layer read words of one kind. (When we
+wrote this, we had already seen that the second did not hold for one prompt of each model.)
 
-- Path expansion is exact with neurons as heads, but short paths are not most of a model. In Small
-  English, paths of up to two hops explain {two:.0%} of the logits, of up to four {four:.0%}.
-  It is a matter of the task. Of a task's logit difference, two hops make:
-  {tasks}.
-- Where two hops make most, they name its parts; none was cut to test them. In induction the largest
-  pair is {pair}, heads whose copying scores are {scores}. No single head of Small English
-  attends to the answer much.
-- Of five tokens that drive a neuron of layer 0, {reads:.0%} are of one kind; of a neuron with
-  weights of random directions {null:.0%}, at most {most:.0%} in any draw. All five are in
-  {five:.1%} of rows, against {null_five:.1%}. In later layers: {later}. The share is
-  above that of every draw in {above_reads}; of the tokens that neurons raise, in {above_writes}
-  (by little). Rows where all five are of one kind are more than in every draw in
-  {above_reads_five}, of what is raised in {above_writes_five}, but few.
-  (The first version of this page compared with random tokens, {random:.0%}: but words of a kind
-  have similar embeddings, so any direction prefers words of a kind.)"""
+- Path expansion is exact with neurons as heads, but short paths explain only a part of a model. In
+  Small English, paths of up to two hops explain {two:.0%} of the logits, and paths of up to four
+  hops {four:.0%}. This depends on the task. Paths of exactly two hops have these shares of a
+  task's logit difference: {tasks}.
+- If two hops explain most of a task, they name its parts; we cut no part to test this. In
+  induction, the largest pair is {pair}, with copying scores {scores}. No single head of Small
+  English attends much to the answer.
+- Of the five tokens that drive a neuron of layer 0 most, {reads:.0%} are of one kind (random
+  weights: {null:.0%}, at most {most:.0%} in any draw). All five are of one kind in {five:.1%} of
+  rows (random weights: {null_five:.1%}). In later layers, {later} of the five tokens are of one
+  kind (neurons against random weights). Neurons are above every random draw in {above_reads} for
+  the tokens that they read, and in {above_writes} for the tokens that they write (by little). Rows
+  with five tokens of one kind are rare, but more frequent than in every draw in {above_reads_five}
+  (read) and {above_writes_five} (written). (The first version of this page compared with random
+  tokens, {random:.0%}; but words of one kind have similar embeddings, so any direction prefers
+  words of one kind.)"""
 
 ANSWER_LARGE = """
-- In SmolLM2-135M two hops explain {two:.0%}. Terms of more hops are many times larger than the
-  logits and cancel: cut there, the expansion is worse than nothing (explained: {worst:.0f}).
-- Copying does not tell heads of induction there. The three that attend most to the answer have the
-  scores {most}; over all heads the rank correlation is {rank:.2f}."""
+- In SmolLM2-135M, paths of up to two hops explain {two:.0%}. Terms with more hops are many times
+  larger than the logits, and cancel. An expansion that ends there is worse than none (explained:
+  {worst:.0f}).
+- In SmolLM2-135M, copying scores do not identify induction heads. The three heads that attend most
+  to the answer have the scores {most}; over all heads, the rank correlation is {rank:.2f}."""
 
 PAGE = """# The tools of *A Mathematical Framework* on models with MLPs
 
 {answer}
 
-Made by `{command}`. Tokens that occur fewer than {rare} times in the texts of Small English are
-left out; of SmolLM2, tokens that are not a space and letters.
+Made by `{command}`. We left out tokens that occur fewer than {rare} times in the texts of Small
+English, and tokens of SmolLM2 that do not consist of a space and letters.
 
 ![Copying scores by layer, and shares of the logits by hops](framework_on_models.svg)
 
@@ -636,34 +640,34 @@ left out; of SmolLM2, tokens that are not a space and letters.
 
 ## Small English: how long are the paths of a task
 
-What paths of each length add to the logit difference of a task, a mean over its prompts.
+The logit difference of a task that paths of each length add: the mean over its prompts.
 
 {tasks}
 
-Of the induction task, pairs of heads whose paths of two hops add most, over positions and prompts;
-the share is of the whole logit difference, and copying scores are those of the two heads.
+The pairs of heads whose paths of two hops add most to the induction task, over positions and
+prompts, with their share of the whole logit difference, and the copying scores of the two heads.
 
 {pairs}
 
 ## Small English: are the tables of neurons readable
 
 The share of the five tokens at either end of a row that are of one class of the grammar's words
-(women, men, things, prepositions, past verbs, …), and of rows where all five are; and the same of
-neurons whose weights have random directions: the mean over 40 draws of a whole layer, and the least
-and the largest of them. Of five random tokens {random} are of one class, and all five in
-{random_five} of draws.
+(women, men, things, prepositions, past verbs, …), and the share of rows in which all five tokens
+are. The table has the same shares for neurons whose weights have random directions: the mean over
+40 draws of a whole layer, and the lowest and the highest draw. Of five random tokens, {random} are
+of one class, and all five in {random_five} of draws.
 
 {words}
 
 ## Cost
 
-Seconds of one thread's processor time and by the clock, with a load average of {load:.0f} on
-{cores} cores at the end: with much other work, the clock's say little. And the peak of the process'
-memory over what it held before the call; 0 where memory that an earlier call had freed was enough.
-Copying scores are of all heads and neurons.
+The table has seconds of processor time on one thread, and seconds by the clock. The load average
+was {load:.0f} on {cores} cores at the end, so seconds by the clock say little. It also has the peak
+of the process's memory, minus its memory before the call; it is 0 if memory that an earlier call
+had freed was enough. Copying scores are those of all heads and neurons.
 
-What limits this: two models, tokens chosen by us, norm scales and positions left out of all that is
-of weights alone, and patterns held where paths are expanded.
+Cautions: there are two models, and we chose the tokens. If only weights are used, norm scales and
+positions are left out. If paths are expanded, attention patterns are held fixed.
 
 {cost}
 """

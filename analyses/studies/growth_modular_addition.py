@@ -143,10 +143,10 @@ def main(
         # The training time of all seeds, summed over all sessions.
         **spent.groupby("arm").sum().round(1).to_dict(),
     }
-    text = page(frames, about, " --smoke" if smoke else "")
+    settings = {"device": device, "smoke": smoke, **about}
+    text = page(frames, settings)
     typer.echo(text)
     pictures = {"": curves_figure(frames["curves"]), "neurons": neurons_figure(frames["neurons"])}
-    settings = {"device": device, "smoke": smoke, **about}
     keep(__file__, out, text, frames, pictures, started=started, **settings)
 
 

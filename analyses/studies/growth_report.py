@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from analyses.studies.growth_measures import KEY, TUNED
 from analyses.tools.benching import table
+from analyses.tools.study_files import wrapped
 
 __all__ = ["curves_figure", "neurons_figure", "page"]
 
@@ -138,11 +139,11 @@ def findings(frames: Mapping[str, pd.DataFrame]) -> str:
     ends = finals(frames["curves"]).set_index("arm")
     cost = ends["Gflop until then"]
     lines = [
-        f"{arm}: {row['seeds that solve it']} seeds solve it"
+        f"{arm}: {row['seeds that solve it']} seeds solve the task"
         + (
             ""
             if pd.isna(cost[arm])
-            else f", after {cost[arm]:.3g} Gflop (median of those that do; "
+            else f", after {cost[arm]:.3g} Gflop (the median over these seeds; "
             + ", ".join(f"seed {seed} {cost:.3g}" for seed, cost in costs(frames["curves"], arm))
             + ")"
         )
@@ -153,18 +154,20 @@ def findings(frames: Mapping[str, pd.DataFrame]) -> str:
     old = joined["share_old_neurons"]
     lines.append(
         f"{joined['tuned_to_old_keys'].sum()} of {joined['new_neurons'].sum()} new neuron-heads "
-        "are tuned to key frequencies of the model before it grew, "
-        f"{joined['tuned_to_others'].sum()} to others; the former make {shares.min():.0%} to "
-        f"{shares.max():.0%} of the margin, the old ones {old.min():.0%} to {old.max():.0%}"
+        "are tuned to key frequencies of the model before growth, and "
+        f"{joined['tuned_to_others'].sum()} to other frequencies; the former hold "
+        f"{shares.min():.0%} to {shares.max():.0%} of the margin, and old neuron-heads "
+        f"{old.min():.0%} to {old.max():.0%}"
     )
     nodes = circuits[(circuits["what"] == "nodes") & (circuits["when"] == "at the end")]
     overlap = nodes.groupby("pair")["jaccard"].agg(["min", "max"])
     of_old = nodes.loc[nodes["pair"] == "grown", "kept"].sum()
     of = nodes.loc[nodes["pair"] == "grown", "original"].sum()
     lines.append(
-        f"{of_old:.0f} of {of:.0f} nodes of the old circuits are in the new ones; Jaccard "
-        f"{overlap['min']['grown']:.2f} to {overlap['max']['grown']:.2f}, of two trainings after "
-        f"the same growth {overlap['min']['again']:.2f} to {overlap['max']['again']:.2f}"
+        f"{of_old:.0f} of {of:.0f} nodes of the old circuits are in the new ones; the Jaccard "
+        f"index is {overlap['min']['grown']:.2f} to {overlap['max']['grown']:.2f}, and for two "
+        f"trainings after the same growth {overlap['min']['again']:.2f} to "
+        f"{overlap['max']['again']:.2f}"
     )
     return "\n".join(f"- {line}." for line in lines)
 
@@ -174,17 +177,19 @@ def shown(frame: pd.DataFrame) -> str:
     return table(frame).replace("| nan |", "| – |").replace("| nan |", "| – |")
 
 
-def page(frames: Mapping[str, pd.DataFrame], about: Mapping[str, Any], flag: str) -> str:
-    """Return the whole page in Markdown."""
-    study = about["study"]
-    cpu = ", ".join(f"{arm} {s:.0f}" for arm, s in about["cpu_seconds"].items())
-    return PAGE.format(
-        **study,
+def page(frames: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> str:
+    """Return the whole page in Markdown; all numbers come from the tables and settings."""
+    study = settings["study"]
+    cpu = ", ".join(f"{arm} {s:.0f}" for arm, s in settings["cpu_seconds"].items())
+    words = {name: _sizes(study[name]) for name in ("small", "full")}
+    words |= {name: ", ".join(map(str, study[name])) for name in ("early", "late")}
+    text = PAGE.format(
+        **study | words,
         n=study["n_seeds"],
-        flag=flag,
-        machine=about["machine"],
-        load=about["load_average"][0],
-        wall=sum(about["wall_seconds"].values()),
+        flag=" --smoke" if settings["smoke"] else "",
+        machine=settings["machine"],
+        load=settings["load_average"][0],
+        wall=sum(settings["wall_seconds"].values()),
         cpu=cpu,
         solved=SOLVED,
         KEY=KEY,
@@ -197,19 +202,23 @@ def page(frames: Mapping[str, pd.DataFrame], about: Mapping[str, Any], flag: str
         joined=shown(frames["joined"]),
         circuits=shown(overlaps(frames["circuits"])),
     )
+    return wrapped(text)
+
+
+def _sizes(sizes: Mapping[str, int]) -> str:
+    return "width {d_model}, {n_heads} heads and {d_mlp} neurons".format(**sizes)
 
 
 PAGE = """# Does it pay to grow? Addition modulo {modulus}
 
-Small: {small}.
-Full: {full}.
-{epochs} epochs of AdamW (lr {lr}, weight decay 1) on
-{train_fraction} of the pairs, the same for every arm of a seed; {n} seeds. "early" grows at epochs
-{early}, "late" at {late}: neurons, then heads, then width, AdamW's state along. "late again" is
-"late" with other numbers in the new entries.
+The small model has {small}, and the full-size model {full}. Training takes
+{epochs} epochs of AdamW (lr {lr}, weight decay 1) on {train_fraction} of the pairs, which are the
+same for every arm of a seed; there are {n} seeds. "early" grows at epochs {early}, and "late" at
+epochs {late}: in neurons, then in heads, then in width, together with AdamW's state. "late again"
+is "late" with different random numbers in the new entries.
 
-Compute is the flops of matrix products, forward and backward, counted by torch on a step of every
-size; see `growth_measures.py`, where all measures are defined.
+Compute is the flops of matrix products, forward and backward, counted by torch for one step of
+every size. `growth_measures.py` defines all measures.
 
 Made by `python -m analyses.studies.growth_modular_addition{flag}` on {machine}.
 Training all arms took {wall:.0f} s, at a load average of {load:.1f}; in seconds of processor time
@@ -224,13 +233,13 @@ over all seeds: {cpu}.
 ## How each arm ends
 
 Medians over seeds. A seed solves the task when its accuracy on pairs not trained on first reaches
-{solved}; what it took is the median of those that do.
+{solved}; its cost until then is the median over the seeds that solve it.
 
 {finals}
 
 ## At equal compute
 
-The loss on pairs not trained on, at the compute that each arm takes in all:
+The loss on pairs not trained on, at the total compute of each arm:
 
 {losses}
 
@@ -240,15 +249,15 @@ The accuracy on them:
 
 ## Key frequencies, before and after
 
-Frequencies with a share of at least {KEY} of what tells the answer from other offsets.
+Frequencies with a share of at least {KEY} of the margin between the answer and other offsets.
 
 {keys}
 
 ## What the new neuron-heads do
 
-A neuron-head is tuned where one frequency explains at least {TUNED} of its self weight's variance;
-old keys are the key frequencies before growth. Shares are of the margin: with what attention and
-the embedding write directly they add up to 1.
+A neuron-head is tuned to a frequency that explains at least {TUNED} of the variance of its self
+weight. Old keys are the key frequencies before growth. Shares are shares of the margin; together
+with the direct outputs of attention and the embedding, they add up to 1.
 
 ![Neuron-heads by frequency](growth_modular_addition_neurons.svg)
 
@@ -256,8 +265,8 @@ the embedding write directly they add up to 1.
 
 ## The circuit before growth and after
 
-Of `compare`, on {n_compared} pairs: what the circuits of equal faithfulness have in common. The
-pair "again" is a null: "late" with "late again".
+The table shows what circuits of equal faithfulness have in common, by `compare`, on {n_compared}
+pairs. The pair "again" is a null: "late" with "late again".
 
 {circuits}
 """

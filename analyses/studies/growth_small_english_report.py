@@ -273,7 +273,7 @@ def verdicts(frames: Mapping[str, pd.DataFrame], study: Any) -> Iterator[tuple[s
 
 def findings(frames: Mapping[str, pd.DataFrame], study: Any) -> str:
     """Return the predictions as a list, each with its result."""
-    lines = [f"- {'Held' if held else 'FAILED'}: {text}." for text, held in verdicts(frames, study)]
+    lines = [f"- {'Held' if held else 'Failed'}: {text}." for text, held in verdicts(frames, study)]
     return "\n".join(lines)
 
 
@@ -286,51 +286,58 @@ def answer(ends: pd.DataFrame, study: Any) -> str:
 
     width = study.family[-1].d_model
     checkpoint = "; ".join(
-        f"after {budget} steps of each size, against scratch for as many steps of its own "
-        f"{said(difference(ends, f'family {budget}', f'grown, {width}', f'scratch, {width}'))}, "
-        "for as many flops in all "
-        f"{said(difference(ends, f'family {budget}', f'grown, {width}', f'{LONGER}{width}'))}"
+        f"after {budget} steps of each size, the difference from a model from scratch is "
+        f"{said(difference(ends, f'family {budget}', f'grown, {width}', f'scratch, {width}'))} "
+        "with as many steps at this size, and "
+        f"{said(difference(ends, f'family {budget}', f'grown, {width}', f'{LONGER}{width}'))} "
+        "with as many flops in all"
         for budget in study.budgets
     )
     places = of(ends, "layers").query("arm != 'full'").groupby("arm")["loss"].mean()
     lines = [
-        f"Which start: against the paper's, pairs {against('pairs')} ({' and '.join(study.kinds)})",
-        f"full size from scratch {against('full')}, small all along {against('small')}",
+        f"*Initialisation.* Losses minus the loss with the paper's initialisation ("
+        f"{' and '.join(study.kinds)} models): pairs {against('pairs')}",
+        f"full size from scratch {against('full')}; the small model without growth "
+        f"{against('small')}",
     ]
     if "copies" not in study.left_out:
-        lines.insert(1, f"copies with zero outputs {against('copies')}")
-        lines.insert(1, f"shared-out units {against('splits')}")
+        lines.insert(1, f"copies with output weights of zero {against('copies')}")
+        lines.insert(1, f"splits {against('splits')}")
     apart = places.max() - places.min()
     return (
         "; ".join(lines)
-        + f".\n\nOne checkpoint, the largest model: {checkpoint}. The former counts where all "
-        "sizes are wanted, as smaller ones have paid for the checkpoint's steps; of one model, "
-        f"the latter does.\n\nPlaces of new layers: {apart:.3f} between the best and the worst."
+        + f".\n\n*One checkpoint.* For the largest model, {checkpoint}. The first comparison is "
+        "the right one if all sizes are wanted, because the smaller sizes have paid for the "
+        "checkpoint; the second is right if only this model is wanted.\n\n*New layers.* The best "
+        f"and the worst place differ by {apart:.3f}."
     )
 
 
 PAGE = """# Does it pay to grow? Small English
 
-Three questions about small language models, those of §5 of the growth paper: which start trains
-best after growth, whether one checkpoint pays for a family of sizes, and where new layers go.
-`growth_small_english.py` says what is compared and what we expected before the runs;
-`english_runs.py` trains. {n} seeds; losses are nats a word of {read[1]} held-out texts of all
-lengths, lower is better; "right" is the share of right answers to the questions of eight tasks.
-Differences are paired by seed, with Student's interval of 95 %. Comparisons are at equal flops,
-growth's own included, except where steps are named.
+**Questions.** §5 of the growth paper leaves three questions open, which we ask for small language
+models: which initialisation of new units trains best after growth, whether one checkpoint saves
+compute for a family of sizes, and where new layers should go.
+
+`growth_small_english.py` describes the arms and our expectations before the runs, and
+`english_runs.py` trains. There are {n} seeds. Losses are nats per word of {read[1]} held-out texts
+of all lengths; lower is better. "right" is the share of right answers to the questions of eight
+tasks. Differences are paired by seed, with Student's intervals of 95 %. Arms are compared at equal
+flops, including the flops of growth, unless the text names steps.
 
 Made by `python -m analyses.studies.growth_small_english{flag}`; training took {seconds:.0f} s of
-one
-thread.
+one thread.
 
-## In short
+**Answer.**
 
 {answer}
 
+**Caution.** The models are tiny and trained for a short time; "What limits this" below has more.
+
 ## What we expected, and what came out
 
-Differences are means over seeds with their intervals; "better" and "behind" are of intervals that
-do not hold zero. We wrote that zeros end "far" behind, and gave no bound; what is checked is that
+Differences are means over seeds with their intervals. "better" and "behind" mean that the interval
+excludes zero. We predicted that zeros end "far" behind, without a bound; the check is only that
 they end behind.
 
 {findings}
@@ -346,22 +353,23 @@ take the same flops; "small" and "full" take as many from scratch, without growt
 
 AdamW's step does not depend on the size of a gradient. With fresh moments in a tensor whose bias
 correction is over, the first step of an entry is {first:.2f} learning rates, and with a steady
-gradient it rises to {most:.2f} at step {at}: at a rate of {lr}, a zero is as large as what is drawn
-(0.04) within some ten steps, whichever start it is.
+gradient it rises to {most:.2f} at step {at}. So at a rate of {lr}, an entry that starts at zero is
+as large as a random initial entry (0.04) after about ten steps, for every initialisation.
 
 {starts}
 
 ## One checkpoint for a family of sizes?
 
-Widths {widths}; each size trains for {budgets} steps of its own, so that a whole
-family takes {totals} Gflop, either way: from scratch, or each size grown from the one before it
-(own draws, outputs zero). A grown model has taken the steps and flops of the checkpoint, too, which
-the smaller sizes have paid for. So it is compared with two models of its size from scratch: for the
-steps of its own, and for all the flops of its line. Losses, with all steps and flops behind them:
+The widths are {widths}. Each size trains for {budgets} steps, so a whole family takes {totals}
+Gflop, both if all sizes start from scratch and if each size grows from the next smaller one ("own"
+random entries, output weights zero). A grown model also has the steps and flops of its checkpoint,
+for which the smaller sizes have paid. So we compare it with two models of its size from scratch:
+one has the same number of steps at this size, and the other has all flops of its line. The table
+has losses, with all steps and flops:
 
 {families}
 
-The smallest models are the same either way.
+The smallest models are the same in both cases.
 
 ## Where should new layers go?
 
@@ -371,25 +379,27 @@ The smallest models are the same either way.
 
 ## Learning rates
 
-The loss from scratch, seed 0, after {tried} steps, by the highest rate. All other runs take
-{lr:g}.
+The loss from scratch, for seed 0, after {tried} steps, by the highest learning rate. All other runs
+use {lr:g}.
 
 {rates}
 
-Before the runs we wrote that the rate with the lowest sum over both sizes of both kinds is taken.
-The runs took {lr:g}, the best of full size: the small ones would have gained from another, so what
-is said of "small" is if anything too little.
+Before the runs, we planned to use the rate with the lowest sum over both sizes of both kinds. The
+runs used {lr:g}, which is best for the full size. Small models would have gained from another rate,
+so this page rather understates the results of "small".
 
 ## What limits this
 
-Models of at most some 140,000 parameters that read at most two million words, one grammar, one
-schedule of the rate, one moment of growth, one learning rate, which suits the full size better than
-the small one. At these lengths no size is trained to its end: small models still gain the most for
-their flops. Intervals of three seeds are wide: what they do not tell apart may differ. Shared-out
-units (splits, unequal) were run again after their moments had been mended, with the results of the
-first time known; no prediction's fate changed then. Later everything was run again,
-with held-out texts of all lengths and with models from scratch for all flops; the first losses were
-means of batches sorted by length, so that words of short texts counted more, and higher. That page
-gave the gain of the widest model from the checkpoint without saying that it had taken 1,000 steps
-and 368 Gflop, against 400 and 275.
+The models have at most about 140,000 parameters and read at most two million words. There is one
+grammar, one schedule of the rate, one time of growth, and one learning rate, which suits the full
+size better than the small one. No size is trained until its loss stops falling, and small models
+still gain the most per flop. Intervals over three seeds are wide, so differences that we could not
+measure may exist.
+
+Units from splits ("splits", "unequal") were run again after an error in their moments was fixed; we
+knew the first results then, and no verdict changed. Later, everything was run again, with held-out
+texts of all lengths and with models from scratch for all flops. The first losses were means over
+batches sorted by length, so words of short texts, which have higher losses, counted more. That
+first page gave the gain of the widest model from the checkpoint, but did not say that this model
+had taken 1,000 steps and 368 Gflop, and its rival 400 steps and 275 Gflop.
 """

@@ -161,15 +161,15 @@ def layer_of(subject: Subject, layer: int, part: str, n: int) -> Layer:
     for tokens in subject.trained:
         with reading(model, layer, part) as read:
             cache = model.run_with_cache(tokens, names_filter=list(names.values()))[1]
-        seen, found = subject.read(tokens), {"x": read[0]}
-        found |= {key: cache[name] for key, name in names.items()}
-        attention = found.pop("attention").mean(1)
+        seen, tensors = subject.read(tokens), {"x": read[0]}
+        tensors |= {key: cache[name] for key, name in names.items()}
+        attention = tensors.pop("attention").mean(1)
         local = attention.diagonal(dim1=1, dim2=2).clone()
         local[:, 1:] += attention[:, 1:, 0]
         if part == "mlp":
-            found["pattern"] = found["pattern"][..., 0].transpose(1, 2)
-            found |= {key: found[key][..., 0] for key in ("q", "z")}
-        rows.append({key: value[seen] for key, value in found.items()} | {"local": local[seen]})
+            tensors["pattern"] = tensors["pattern"][..., 0].transpose(1, 2)
+            tensors |= {key: tensors[key][..., 0] for key in ("q", "z")}
+        rows.append({key: value[seen] for key, value in tensors.items()} | {"local": local[seen]})
     joined = {key: torch.cat([row[key] for row in rows])[:n] for key in rows[0]}
     none = torch.zeros(0)
     parts = [joined.get(key, none) for key in ("x", "y", "q", "pattern", "z")]
@@ -328,19 +328,19 @@ def rows_of_mlp(subject: Subject, index: int, recipe: Recipe, seeds: int) -> Ite
     }
     for m in recipe.heads:
         n_neurons = round(m * per_head / per_neuron)
-        found = row | {"heads": m, "parameters": m * per_head, "as neurons": n_neurons}
+        about = row | {"heads": m, "parameters": m * per_head, "as neurons": n_neurons}
         value = kl(subject, index, "mlp", strongest(layer, n_neurons), of_neurons=True)
-        yield found | {"arm": "neurons", "kl": value}
+        yield about | {"arm": "neurons", "kl": value}
         for seed in range(seeds):
             generator = torch.Generator().manual_seed(seed)
             every = torch.randperm(layer.q.shape[1], generator=generator)[:m].tolist()
             merged = heads_by_least_squares(layer, clustered(layer.pattern, m, seed), slope, d_head)
             random = heads_by_least_squares(layer, every, slope, d_head)
             for arm, heads in (("merged", merged), ("random", random)):
-                yield found | {"arm": arm, "seed": seed, "kl": kl(subject, index, "mlp", heads)}
+                yield about | {"arm": arm, "seed": seed, "kl": kl(subject, index, "mlp", heads)}
             distilled = trained(merged, layer, recipe, seed)
             value = kl(subject, index, "mlp", distilled)
-            yield found | {"arm": "distilled", "seed": seed, "kl": value}
+            yield about | {"arm": "distilled", "seed": seed, "kl": value}
 
 
 def rows_of_attention(subject: Subject, index: int, recipe: Recipe, seeds: int) -> Iterator[dict]:
@@ -461,8 +461,8 @@ def verdicts(frame: pd.DataFrame, attention: pd.DataFrame) -> str:
     rank = spearmanr(recovered, local.reindex(recovered.index)).statistic
     held.append((bool(rank > 0.5), f"{rank:.2f} over {len(recovered)} layers"))
     return "\n".join(
-        verdict(claim, bool(ok), found)
-        for claim, (ok, found) in zip(PREDICTIONS, held, strict=True)
+        verdict(claim, bool(ok), finding)
+        for claim, (ok, finding) in zip(PREDICTIONS, held, strict=True)
     )
 
 

@@ -193,19 +193,19 @@ def measured(
         bridge = build_bridge_from_module(source, "GPT2LMHeadModel", hf_config=source.config)
         model = expose_neuron_heads(bridge).model
         error = ((model(tokens_of(unseen)) - plain).abs().max() / plain.abs().max()).item()
-        found, held_out = split.pairs(model, DIGITS, recipe.pairs)
+        pairs, held_out = split.pairs(model, DIGITS, recipe.pairs)
         metric = metric_of(DIGITS)
-        sweep = p.activation_patch(model, *found, metric, positions=places(found), progress=False)
+        sweep = p.activation_patch(model, *pairs, metric, positions=places(pairs), progress=False)
         by_place = effects(sweep)
         early = by_place.query("layer == 0 and place != '?'").groupby("place")["share"].sum()
         rank = spearmanr(early.reindex(list(PLACES), fill_value=0.0), split.difference())
         circuit = circuits.discover(
-            model, *found, metric, positions=places(found), n_random=10, seed=seed
+            model, *pairs, metric, positions=places(pairs), n_random=10, seed=seed
         )
         again = circuits.evaluate(model, circuit, *held_out, metric, positions=places(held_out))
-        other = split.pairs(model, OTHERS, recipe.pairs)[0]
+        other_pairs = split.pairs(model, OTHERS, recipe.pairs)[0]
         moved = circuits.evaluate(
-            model, circuit, *other, metric_of(OTHERS), positions=places(other)
+            model, circuit, *other_pairs, metric_of(OTHERS), positions=places(other_pairs)
         )
         on_patches = by_place.query("place != '?'")["share"].sum()
         row = {
@@ -222,7 +222,7 @@ def measured(
             "others": moved.faithfulness,
             "completeness": circuit.completeness,
         }
-        drawing = graph_of(model, circuit, found) if seed == 0 else ""
+        drawing = graph_of(model, circuit, pairs) if seed == 0 else ""
         yield row, by_place.assign(seed=seed), drawing
 
 
@@ -283,8 +283,8 @@ def predictions(rows: pd.DataFrame) -> str:
 
 def by_layer(effects: pd.DataFrame) -> pd.DataFrame:
     """Return the mean share of Σ |effect| by layer and kind of site, at patches and at "?"."""
-    where = (effects["place"] == "?").map({True: "at ?", False: "at patches"})
-    sums = effects.groupby(["seed", "layer", "kind", where], observed=True)["share"].sum()
+    place = (effects["place"] == "?").map({True: "at ?", False: "at patches"})
+    sums = effects.groupby(["seed", "layer", "kind", place], observed=True)["share"].sum()
     return (
         sums.unstack(fill_value=0.0).groupby(["layer", "kind"], observed=True).mean().reset_index()
     )

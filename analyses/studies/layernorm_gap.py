@@ -56,7 +56,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from analyses.tools import train_small_english as small
 from analyses.tools.benching import table
 from analyses.tools.options import Device, Out, Seeds, Smoke
-from analyses.tools.study_files import as_stored, keep
+from analyses.tools.study_files import as_stored, keep, wrapped
 from attn_only_lens import expansion as ex
 from attn_only_lens import load, pretrained
 from attn_only_lens.expansion import Axis, Weights
@@ -307,14 +307,14 @@ def main(
     }
     models |= {path.name: load(path, device=device) for path in model or ()}
     frame = measured(models, ratios, seeds, rows=3 if smoke else 48)
-    text = page(frame, seeds, smoke)
-    typer.echo(text)
     settings = {
         "n_seeds": seeds,
         "device": device,
         "smoke": smoke,
         "model": [*map(str, model or ())],
     }
+    text = page({"": frame}, settings)
+    typer.echo(text)
     keep(__file__, out, text, frame, figure(frame), started=started, digits=DIGITS, **settings)
 
 
@@ -345,8 +345,9 @@ def verdicts(frame: pd.DataFrame) -> dict[str, bool]:
     }
 
 
-def page(frame: pd.DataFrame, seeds: int, smoke: bool) -> str:
+def page(frames: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> str:
     """Return the page; all numbers come from the table."""
+    frame = frames[""]
     losses = frame.groupby("model", sort=False)["loss before"].first()
     parts = []
     for model, part in frame.groupby("model", sort=False):
@@ -354,22 +355,39 @@ def page(frame: pd.DataFrame, seeds: int, smoke: bool) -> str:
         parts += [
             f"{title}:\n\n{by_width(frame, measure, model)}"
             for measure, title in (
-                ("logits", "Largest difference of a logit, over the largest logit"),
+                ("logits", "Largest difference of a logit, divided by the largest logit"),
                 ("KL", "KL divergence, in nats"),
             )
         ]
     least = frame.groupby("arm")["logits"].min()
-    return PAGE.format(
+    added = loss_table(frame).set_index("model").astype(float).max()
+    exact = exact_at(frame).set_index("model")
+    text = PAGE.format(
         **{name: "held" if held else "failed" for name, held in verdicts(frame).items()},
         at_least=f"{least['bert2BERT']:.1e}",
         logits=f"{EXACT['logits']:g}",
         KL=f"{EXACT['KL']:g}",
+        widths=listed_widths(exact),
+        added={arm: f"{loss:.3f}" for arm, loss in added.items()},
         exact=table(exact_at(frame)),
         losses=table(loss_table(frame)),
         parts="\n\n".join(parts),
-        seeds=seeds,
-        flag=" --smoke" if smoke else "",
+        seeds=settings["n_seeds"],
+        models=len(exact),
+        flag=" --smoke" if settings["smoke"] else "",
     )
+    return wrapped(text)
+
+
+def listed_widths(exact: pd.DataFrame) -> str:
+    """Return the widths at which each method is exact, in words; "or" if models differ."""
+    words = {"all": "every width", "none": "no width"}
+    texts = [
+        " or ".join(words.get(ratios, f"ĥ/h = {ratios}") for ratios in dict.fromkeys(exact[arm]))
+        for arm in reversed(ARMS)
+    ]
+    phrases = [f"{arm} at {text}" for arm, text in zip(reversed(ARMS), texts, strict=True)]
+    return f"{'; '.join(phrases[:-1])}; and {phrases[-1]}"
 
 
 def loss_table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -384,55 +402,64 @@ def loss_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 PAGE = """# The gap of bert2BERT and Deep Fusion under a norm
 
-The growth paper says of earlier width expansions (bert2BERT, Deep Fusion) that they are nearly
-function-preserving, "but admit gaps due to LayerNorm discrepancies". How large are the gaps, at
-which widths are there none, and has Theorem 3.5 any? The arms and the predictions, written before
-the first run, are at the top of `layernorm_gap.py`.
+**Question.** The growth paper says that earlier width expansions (bert2BERT, Deep Fusion) are
+nearly function-preserving, "but admit gaps due to LayerNorm discrepancies". How large are these
+gaps, at which widths do they vanish, and does Theorem 3.5 have a gap?
 
-Theorem 3.5 as it is here (ε scaled, LayerNorm centred first) is exact at every width. bert2BERT is
-off by {at_least} of the largest logit or more, whatever the width and the seed. What copies every
-coordinate equally often is exact at whole multiples, and nowhere else. Widths ĥ/h that are exact in
-this sense, that no logit differs by more than {logits} of the largest (float32 rounds), with any
-seed:
+**Answer.** Of the widths that we tried, a model keeps its function under {widths}. This means that,
+with every seed, no logit changes by more than {logits} of the largest logit (the rounding of
+float32). bert2BERT changes some
+logit by {at_least} of the largest logit or more, at every width and with every seed. "Evenly" is
+bert2BERT with numbers of copies that differ by at most one. "3.5 as printed" is the paper's rule
+for RMSNorm; "Theorem 3.5" is the theorem as this package builds it, which also scales ε, and first
+centres LayerNorm.
+
+Between whole multiples of the width, the loss (next-token, over all tokens) rises by at most
+{added[bert2BERT]} nats for bert2BERT, {added[evenly]} for evenly, {added[Deep Fusion]} for Deep
+Fusion, and {added[Theorem 3.5]} for Theorem 3.5.
+
+**Caution.** These are gaps right after widening, and training may close them; we did not test this.
+There are {models} small models and one kind of text. We implemented bert2BERT and Deep Fusion from
+the descriptions in their papers, and only for the residual stream. bert2BERT can also copy heads
+and neurons, which is exact. Deep Fusion fuses whole models; for other widths, we fuse with a part
+of the model. The embedding is untied in all arms.
+
+The arms and the predictions, written before the first run, are at the top of `layernorm_gap.py`.
+This page was made by
+
+    python -m analyses.studies.layernorm_gap --out analyses/results{flag}
+
+Widths ĥ/h at which each method is exact:
 
 {exact}
 
-What is added to the loss at most, at widths between whole multiples (of the next token, every one):
+The largest increase of the loss, at widths between whole multiples:
 
 {losses}
 
 ![gap by width](layernorm_gap.svg)
 
-Of several seeds the line is the median, the band their range.
+If there are several seeds, the line is their median and the band is their range.
 
 ## Predictions
 
-1. Theorem 3.5 is exact at every width: {ours}. bert2BERT never is: {never}. Evenly and Deep Fusion
-   are at whole multiples, and only there: {whole}.
-2. The paper's rule as it is printed misses by ε under RMSNorm, a small gap (below 1e-3 of the
-   largest logit): {printed_rms}. Under LayerNorm, which it is not made for, the gap is large (that
-   of bert2BERT or more): {printed_ln}.
-3. The trained GPT-2 has larger gaps than the random one, in KL, at widths between whole multiples,
-   of all that copies: {trained}. (Of the rule as printed see below.)
-4. Of the widths below 2, evenly has its largest gap at 1.5: {peak}; and a smaller one than
-   bert2BERT at every width: {less}.
+1. Theorem 3.5 is exact at every width: {ours}. bert2BERT is never exact: {never}. Evenly and Deep
+   Fusion are exact at whole multiples, and only there: {whole}.
+2. The paper's rule as printed misses by ε under RMSNorm, a small gap (below 1e-3 of the largest
+   logit): {printed_rms}. Under LayerNorm, for which the rule was not made, its gap is large (as
+   large as bert2BERT's or larger): {printed_ln}.
+3. For all methods that copy, the trained GPT-2 has larger gaps than the random one, in KL, at
+   widths between whole multiples: {trained}. (The tables below also show the rule as printed.)
+4. Of the widths below 2, evenly has its largest gap at 1.5: {peak}. Its gap is smaller than
+   bert2BERT's at every width: {less}.
 
 ## Figures
 
-The worst of {seeds} seeds, where coordinates are drawn. "exact": a logit is off by {logits} or
-less, the distribution by {KL}.
+If an arm draws coordinates at random, the tables show the worst of {seeds} seeds. "exact" means
+that no logit changes by more than {logits} of the largest logit, or that the KL divergence is at
+most {KL}.
 
 {parts}
-
-## What limits this
-
-These are gaps right after widening, and training may close them. Three small models, one of each
-kind, and one kind of text. bert2BERT and Deep Fusion are implemented by their papers' descriptions,
-for the stream; bert2BERT may share out heads and neurons, too, which is exact by itself. Deep
-Fusion with a part of the model, for widths between, is an extension made here. The embedding is
-untied in all arms.
-
-    python -m analyses.studies.layernorm_gap --out analyses/results{flag}
 """
 
 

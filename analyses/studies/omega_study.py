@@ -193,22 +193,23 @@ def main(
 
 PAGE = """# How large should Ω be?
 
-The post's construction as a whole model, against a direct evaluation in float64. Errors are the
-largest error over the largest entry of the stream after so many layers, the worst of {seeds} random
-models (D = 16, d_mlp = 64, 4 heads, no norm, as the post has none). float64 and float32 hold the
-scores as published, +2Ω where a head attends; "shifted" has 2Ω less in each of them, which softmax
-does not notice, and is shown at the largest Ω tried, {largest:g}.
+We compare the post's construction as a whole model with a direct evaluation in float64. An error is
+the largest error divided by the largest entry of the stream after this layer, for the worst of
+{seeds} random models (D = 16, d_mlp = 64, 4 heads, and no norm, like the post). "float64" and
+"float32" have the scores as published, +2Ω for the tokens to which a head attends. "shifted"
+subtracts 2Ω from all scores, which does not change the softmax, and is shown at the largest Ω that
+we tried, {largest:g}.
 
 Made by `python -m analyses.studies.omega_study{flag}`; what all but the last table show
 is in `omega_study.csv`.
 
 ![Error by Ω](omega_study.svg)
 
-## The best Ω in float32, scores that stay small
+## The best Ω in float32 if scores stay small
 
 Weights scaled as GPT-2's, so that the stream does not grow with depth. Below the best Ω, attention
-leaks as N e^(-2Ω); above it, the self score 2Ω - h loses the digits of h. ½ ln(2²⁴ N) is where the
-leak is as small as float32's rounding.
+leaks in proportion to N e^(-2Ω); above it, the self score 2Ω - h loses digits of h. At ½ ln(2²⁴ N),
+the leak is as small as the rounding of float32.
 
 {scaled}
 
@@ -216,15 +217,16 @@ leak is as small as float32's rounding.
 
 {kinds}
 
-## The best Ω in float32 with a causal mask, made of Ω too
+## The best Ω in float32 if Ω also makes the causal mask
 
 {causal}
 
 ## Scores that grow with depth
 
-The same without GPT-2's factor 1/√(2 · depth): the stream grows, and scores with its square. Where
-they pass Ω, a token can prefer the bias vector to every token, in any precision; as published,
-float32 may then have no Ω that is large enough for the scores and small enough for its digits.
+The same without GPT-2's factor 1/√(2 · depth): the stream grows, and scores grow with its square.
+If scores exceed Ω, a token can attend to the bias vector more than to any token, in any precision.
+Then float32, with scores as published, may have no Ω that is large enough for the scores and small
+enough for its digits.
 
 {growing}
 

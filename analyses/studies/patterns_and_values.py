@@ -8,7 +8,7 @@ The difference of two runs is split exactly into a part through the patterns of 
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,16 @@ from analyses.studies.attribution_vs_patching import LENGTH, pairs
 from analyses.studies.exactness_measures import trained
 from analyses.tools.benching import markdown
 from analyses.tools.options import Device, ModelsDir, Out, Seed, Smoke, SmolLM2
-from analyses.tools.study_files import keep
+from analyses.tools.study_files import as_stored, keep, t_interval, verdict, wrapped
 from attn_only_lens import circuits, expose_neuron_heads, load, pretrained, tasks
 from attn_only_lens import patching as p
 
 Prompts = list[tuple[Any, Any, Any]]
 N_NAMES, FEWEST, N_SHUFFLES, FOLDS = 100, 40, 200, 5
 SIZES = (20, 40, 80, 160)
+GAIN, USEFUL = 0.02, 0.1  # of R²
+OUTSIDE = 0.05  # of the shuffles
+DIGITS = "%.6g"
 NOUNS = ("cabinet", "table", "door", "house", "garden", "window", "car", "box")
 PREDICTIONS = """Written before the run:
 
@@ -204,22 +207,110 @@ def main(
         for measure in measures:
             rows += [{"model": name} | row for row in measure]
             typer.echo(f"{name} {rows[-1]['what']} {time.perf_counter() - started:.0f} s", err=True)
-    frame = pd.DataFrame(rows)
-    page = PAGE.replace("PREDICTIONS", PREDICTIONS)
-    for title, table in _tables(frame).items():
-        page = page.replace(title, table)
-    typer.echo(page)
-    keep(__file__, out, page, frame, figure(frame), started=started, seed=seed, smoke=smoke)
+    frames = as_stored({"": pd.DataFrame(rows)}, DIGITS)
+    settings = {"seed": seed, "smoke": smoke}
+    text = page(frames, settings)
+    typer.echo(text)
+    keep(__file__, out, text, frames, figure(frames[""]), started=started, **settings)
+
+
+def page(frames: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> str:
+    """Return the page; all numbers come from the table."""
+    frame = frames[""]
+    text = PAGE.format(
+        predictions=PREDICTIONS,
+        gain=GAIN,
+        useful=USEFUL,
+        flag=" --smoke" if settings["smoke"] else "",
+        **in_short(frame),
+        **_tables(frame),
+    )
+    return wrapped(text)
+
+
+def in_short(frame: pd.DataFrame) -> dict[str, Any]:
+    """Return the numbers of the answer, and whether each prediction held."""
+    of = {what: rows.dropna(axis=1, how="all") for what, rows in frame.groupby("what")}
+    heads, neurons, heads_of_0 = (
+        shares(of["carried"], kind, first=first)
+        for kind, first in (("attention", False), ("neuron", False), ("attention", True))
+    )
+    above = of["splitting"].set_index("model")["above"]
+    gain = of["predicted"].assign(gain=of["predicted"]["parts"] - of["predicted"]["z"])
+    helps = {part: gain.loc[gain["part"] == part, "gain"] >= GAIN for part in ("pattern", "z")}
+    ranked = of["ranked"].pivot_table(index=["model", "pair"], columns="part", values="f")
+    more = t_interval(ranked["by the parts"] - ranked["by the whole"])
+    return {
+        "heads": _range(heads),
+        "neurons": _range(neurons),
+        "models": len(heads),
+        "outside": f"{(above > 1 - OUTSIDE).sum()} of {len(above)}",
+        "n_predicted": len(gain),
+        "n_useless": (gain[["z", "parts"]].max(axis=1) < USEFUL).sum(),
+        "inside": 1 - OUTSIDE,
+        "gains": f"{(gain['gain'] >= GAIN).sum()} of {len(gain)}",
+        "losses": f"{(gain['gain'] <= -GAIN).sum()} of {len(gain)}",
+        "more": "{:+.3f} [{:+.3f}, {:+.3f}]".format(*more),
+        "n_pairs": len(ranked),
+        "verdicts": "\n".join(
+            [
+                verdict(
+                    "1. Patterns carry less than a third of what neurons carry.",
+                    bool(neurons.max() < 1 / 3),
+                    _range(neurons),
+                ),
+                verdict(
+                    "1. Patterns carry less than a third of what attention heads carry.",
+                    bool(heads.max() < 1 / 3),
+                    _range(heads),
+                ),
+                verdict(
+                    "1. Patterns carry more than half of what heads of the first layer carry.",
+                    bool(heads_of_0.min() > 1 / 2),
+                    _range(heads_of_0),
+                ),
+                verdict(
+                    f"2. In no model is the spread above {1 - OUTSIDE:.0%} of the shuffles.",
+                    bool((above <= 1 - OUTSIDE).all()),
+                    "above "
+                    + ", ".join(f"{share:.0%} ({model})" for model, share in above.items()),
+                ),
+                verdict(
+                    f"3. ΔR² is {GAIN:g} or more for patches of patterns, and less for z.",
+                    bool(helps["pattern"].all() and not helps["z"].any()),
+                    f"{GAIN:g} or more in {helps['pattern'].sum()} of {len(helps['pattern'])} "
+                    f"cases for patterns, and in {helps['z'].sum()} of {len(helps['z'])} for z",
+                ),
+                verdict(
+                    "4. The first k sites by |pattern| + |value| are not measurably more faithful "
+                    "than those by |pattern + value|.",
+                    not more[1] > 0,
+                    "a mean difference in faithfulness of {:+.3f} [{:+.3f}, {:+.3f}]".format(*more),
+                ),
+            ]
+        ),
+    }
+
+
+def shares(carried_rows: pd.DataFrame, kind: str, *, first: bool) -> "pd.Series[float]":
+    """Return by model what patterns carry of a kind of head, of all layers or of the first."""
+    rows = carried_rows[carried_rows["kind"] == kind]
+    rows = rows[rows["layer"] == 0] if first else rows
+    sums = rows.groupby("model", sort=False)[["pattern", "value"]].sum()
+    return sums["pattern"] / sums.sum(axis=1)
+
+
+def _range(values: "pd.Series[float]") -> str:
+    return f"{100 * values.min():.0f} to {100 * values.max():.0f} %"
 
 
 def _tables(frame: pd.DataFrame) -> dict[str, str]:
     of = {what: rows.dropna(axis=1, how="all") for what, rows in frame.groupby("what")}
-    sums = of["carried"].groupby(["model", "kind"], sort=False)[["pattern", "value"]].sum()
-    share = (sums["pattern"] / sums.sum(axis=1)).unstack()
-    first = of["carried"][of["carried"]["layer"] == 0].set_index(["model", "kind"])
-    first_share = (first["pattern"] / (first["pattern"] + first["value"])).unstack()
-    kinds = ["attention", "neuron"]
-    cells = pd.concat([share[kinds], first_share[kinds]], axis=1)
+    kinds = ("attention", "neuron")
+    cells = pd.concat(
+        [shares(of["carried"], kind, first=first) for first in (False, True) for kind in kinds],
+        axis=1,
+    )
     heads = ["model", "attention heads", "neurons", "heads of layer 0", "neurons of layer 0"]
     carried_table = markdown(
         heads, [[model, *(f"{x:.0%}" for x in row)] for model, *row in cells.itertuples()]
@@ -239,9 +330,11 @@ def _tables(frame: pd.DataFrame) -> dict[str, str]:
         ["model", "sites", *(str(name) for name in wide.columns)],
         [[m, f"{k:.0f}", *(f"{x:.3f}" for x in row)] for (m, k), *row in wide.itertuples()],
     )
-    return {"CARRIED": carried_table, "SPLITTING": splitting_table} | {
-        "PREDICTED": predicted_table,
-        "RANKED": ranked_table,
+    return {
+        "carried": carried_table,
+        "splitting": splitting_table,
+        "predicted": predicted_table,
+        "ranked": ranked_table,
     }
 
 
@@ -261,43 +354,68 @@ def figure(frame: pd.DataFrame) -> Figure:
     return picture
 
 
-PAGE = """# Patterns and values
+PAGE = """# What patterns and values carry
 
-How much of the difference between two prompts goes through the patterns of attention heads and
-neuron-heads, how much through their values, and what the division predicts. Every row is in
-`patterns_and_values.csv`. Made by `python -m analyses.studies.patterns_and_values`. Small English:
-24 pairs of agreement; words and stories: 24 random pairs each; SmolLM2-135M: 8 pairs of agreement.
+**Question.** Secants split the difference between two runs exactly: each head or neuron-head acts
+in part through its pattern (for a neuron, its gate), and in part through its value. How large are
+the two parts, and does it help to know them?
 
-PREDICTIONS
+**Answer.** In {models} models, patterns carry {heads} of the effects of attention heads, and
+{neurons} of the effects of neurons.
+
+The two parts help in some cases only. Rankings by |pattern| + |value| and rankings by the sum of
+pattern and value differ in faithfulness by {more} (the parts minus the sum, the mean over {n_pairs}
+pairs of prompts). Patches on other pairs are predicted better by the two parts than by their sum in
+{gains} cases, and worse in {losses} (by {gain:g} in R² or more). In {outside} models, the shares of
+gates differ between upstream heads more than in {inside:.0%} of the shuffles.
+
+**Caution.** In many cases, nothing predicts the patches: R² is below {useful:g} for the sum and for
+the parts in {n_useless} of {n_predicted} cases. The shares are those of secants; another exact
+split of the same difference gives other shares.
+
+Small English and SmolLM2-135M answer prompts on agreement (24 and 8 pairs); words and stories have
+24 random pairs each. Every row is in `patterns_and_values.csv`; this page was made by
+
+    python -m analyses.studies.patterns_and_values{flag}
+
+{predictions}
+What we found, by the bounds of the predictions. Predictions 2 and 4 had no bound, so we chose one
+after the run:
+
+{verdicts}
+
 ## (a) What patterns carry
 
 Σ |by pattern| / (Σ |by pattern| + Σ |by value|), over all sites and pairs.
 
-CARRIED
+{carried}
 
 ![by layer](patterns_and_values.svg)
 
 ## (b) Do upstream heads set gates or values?
 
-For every attention head, the share of its edges into neurons that go through gates. Its spread over
-heads (standard deviation), next to the mean of 200 shuffles of the heads within each target.
+For every attention head, we compute the share of its edges into neurons that go through gates. The
+table has the standard deviation of this share over heads ("spread"), and its mean over 200 shuffles
+of the heads of each target.
 
-SPLITTING
+{splitting}
 
-## (c) Do the parts predict held-out patches beyond z?
+## (c) Do the parts predict patches on other pairs?
 
-Shares of half of the pairs predict, over the 100 heads or neurons of the largest shares, the mean
-effect of a patch at all positions in the other half; where there are at least 40 of them. R² over
-held-out fifths of the names, from z alone and from both parts. Below .02 ΔR² counts as no.
+The 100 heads or neurons with the largest effects on one half of the pairs are patched on the other
+half, at all positions. A linear regression predicts the mean effect of each patch from its
+attribution on the first half: from the sum z alone, or from both parts. R² is that of predictions
+for held-out fifths of the names. There is no row for fewer than 40 names. We call a ΔR² below
+{gain:g} no improvement.
 
-PREDICTED
+{predicted}
 
 ## (d) Do rankings by parts need fewer sites?
 
-Faithfulness of the first k sites by |pattern + value| ("the whole") and by |pattern| + |value|
-("the parts"), the mean over six pairs.
+The mean faithfulness of the first k sites, over six pairs. "By the whole" ranks sites by |pattern +
+value|, and "by the parts" by |pattern| + |value|.
 
-RANKED
+{ranked}
 """
 
 if __name__ == "__main__":

@@ -481,18 +481,19 @@ COLUMNS = ("Mflop a prompt", "ms a prompt", "numbers in its weights")
 
 PAGE = """# The post's construction on trained models
 
-Its error against Ω, end to end, and its cost: {n_prompts} prompts (a, b, =), logits at all
-positions against a direct evaluation of the same weights in float64, as a share of the largest
-logit; probabilities, accuracy and loss at the last position. float64 and float32 hold the scores as
-published, "shifted" 2Ω less in each row. Predictions are at the top of the script.
-`modular_addition` ships with the package. The other model, where there is one, is not part of it.
-Random models, deeper and longer: [omega_study](omega_study.md).
+We measure the error of the construction's output as a function of Ω, and its cost. There are
+{n_prompts} prompts (a, b, =). Errors of logits are taken at all positions, compared with a direct
+evaluation of the same weights in float64, and divided by the largest logit. Probabilities, accuracy
+and loss are those of the last position. "float64" and "float32" have the scores as published;
+"shifted" subtracts 2Ω in each row. Predictions are at the top of the script. `modular_addition`
+ships with the package; another model does not. [omega_study](omega_study.md) has random models that
+are deeper and read longer texts.
 
 Made by `python -m analyses.studies.post_on_trained{flags}`.
 
 {answers}
 
-Cost over the original's:
+Cost, divided by the original model's cost:
 
 {factors}
 
@@ -502,9 +503,9 @@ Cost over the original's:
 
 ## Cost
 
-Float32, one prompt of a batch. The post has heads of {sublayers}; numbers
-in its weights are those of factored matrices, zeros included, and of embedding and unembedding.
-Flops are those of matrix products, as torch counts them.
+In float32, per prompt of a batch. The post has heads of these kinds: {sublayers}. Its numbers of
+weights count factored matrices, with their zeros, embedding and unembedding. Flops are the flops of
+matrix products, counted by torch.
 
 {cost}
 

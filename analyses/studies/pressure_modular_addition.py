@@ -247,7 +247,9 @@ class Prompts:
         a, b = order // modulus, order % modulus
         shifted = (b + torch.randint(1, modulus, b.shape, generator=generator)) % modulus
         equals = torch.full_like(a, modulus)
-        clean, corrupted = (torch.stack([a, other, equals], 1).to(device) for other in (b, shifted))
+        clean, corrupted = (
+            torch.stack([a, second, equals], 1).to(device) for second in (b, shifted)
+        )
         half = len(a) // 2
         return cls(clean[:half], corrupted[:half]), cls(clean[half:], corrupted[half:])
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from textwrap import fill
 from typing import Any, TypeAlias
 
 import pandas as pd
@@ -11,7 +10,7 @@ from scipy.stats import spearmanr
 
 from analyses.tools import study_files
 from analyses.tools.benching import markdown
-from analyses.tools.study_files import verdict
+from analyses.tools.study_files import verdict, wrapped
 
 __all__ = ["addition_page", "english_page", "figure"]
 
@@ -151,11 +150,11 @@ def patterns_table(growths: pd.DataFrame, cases: Sequence[tuple[str, int, int]])
 
 def decays_table(growths: pd.DataFrame, arm: str) -> str:
     """Return a row for each growth with another weight decay: the share of new parts."""
-    other, usual = by_seed(growths, "new_share", arm), by_seed(growths, "new_share")
+    of_arm, usual = by_seed(growths, "new_share", arm), by_seed(growths, "new_share")
     rows = []
-    for case in other.index:
-        change = other.loc[case] - usual.loc[case]
-        row = [name_of(case), *(said(x) for x in (usual.loc[case], other.loc[case], change))]
+    for case in of_arm.index:
+        change = of_arm.loc[case] - usual.loc[case]
+        row = [name_of(case), *(said(x) for x in (usual.loc[case], of_arm.loc[case], change))]
         rows.append(row)
     return markdown(["growth", "new share, grown", f"new share, {arm}", "change"], rows)
 
@@ -405,12 +404,6 @@ def english_in_short(frames: Frames, ladders: Ladders) -> str:
     )
 
 
-def wrapped(text: str) -> str:
-    """Return paragraphs in lines of at most 100 characters."""
-    options: dict[str, Any] = {"width": 100, "break_long_words": False, "break_on_hyphens": False}
-    return "\n\n".join(fill(paragraph, **options) for paragraph in text.split("\n\n"))
-
-
 def right_answers(growths: pd.DataFrame) -> str:
     """Return the share of right answers of grown models at the end, by task, in a sentence."""
     right = growths[growths["arm"] == "grown"].groupby("task", sort=False)["right"].mean()
@@ -421,7 +414,7 @@ def addition_in_short(frames: Frames, ladders: Ladders) -> str:
     """Return question, answer and caution."""
     growths, cases = frames[""], rungs(ladders)
     pressure, share, parity = (by_seed(growths, c) for c in ("pressure", "new_share", "parity"))
-    other = by_seed(growths, "new_share", "grown, no decay")
+    no_decay = by_seed(growths, "new_share", "grown, no decay")
     ceiling = [of_sizes(frames["sizes"], "ceiling", case).mean() for case in cases]
     chance = by_seed(growths, "overlap_chance")
     text = ADDITION_IN_SHORT.format(
@@ -430,8 +423,8 @@ def addition_in_short(frames: Frames, ladders: Ladders) -> str:
         shares=listed(share, cases),
         pressures=listed(pressure, cases, 3),
         parity=parity.loc[cases[0]].mean(),
-        no_decay=listed(other, cases),
-        change=said((other - only(share, cases)).mean()),
+        no_decay=listed(no_decay, cases),
+        change=said((no_decay - only(share, cases)).mean()),
         chance=sum(chance.loc[case].mean() for case in cases) / sum(ceiling),
     )
     return wrapped(text)

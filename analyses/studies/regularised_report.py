@@ -350,15 +350,17 @@ def answer(curves: pd.DataFrame, settings: Settings) -> str:
     )
 
 
-ANSWER = """**In part as the post expects.** Weight decay takes Ω away, no gradient against it, on
-a schedule: masks leak 1 % at s = ηλt = {due}, and s = 3 is no long training. But in these runs the
-model's own function had moved before the masks went, and where the entries that the post sets are
-what is trained, its form ends about as far off as the MLP: with every regularizer, dropout too, its
-KL from what it was is {low:.2g} to {high:.2g} times the MLP's at the end, and {none:.2g} at most
-without one; on the way it may be further off. What breaks it is training itself, once its zeros are
-trained as well: {lost:.2g} to {most:.2g} nats after {steps} steps of Adam at this rate without any
-regularizer, {slow_lost:.2g} to {slow_most:.2g} at the lower rate. Our form has the parameters of
-the MLP, and in training is the MLP but for dropout of patterns."""
+ANSWER = """\
+**Answer.** In part, the post's expectation is right. Weight decay shrinks Ω on a schedule, because
+no gradient opposes it: masks leak 1 % at s = ηλt = {due}, and s = 3 does not need a long training.
+But in these runs, the model's function had changed before the masks broke. If only the nonzero
+entries of the post's form are trained, it ends about as far from the original function as the MLP:
+with every regularizer (also dropout), its KL from the original function at the end is {low:.2g} to
+{high:.2g} times the MLP's, and {none:.2g} at most without a regularizer. During training, it may be
+further away. Training itself breaks the post's form if its zeros are trained, too: without any
+regularizer, the KL is {lost:.2g} to {most:.2g} nats after {steps} steps of Adam at this rate, and
+{slow_lost:.2g} to {slow_most:.2g} at the lower rate. Our form has the parameters of the MLP, and
+trains like the MLP, except under dropout of patterns."""
 
 
 def drift_figure(curves: pd.DataFrame) -> Figure:
@@ -449,12 +451,14 @@ def page(frames: Mapping[str, pd.DataFrame], settings: Settings) -> str:
 
 PAGE = """# Does the post's form survive training with a regularizer?
 
-The post: "The structures used for attention-only transformers are probably not stable under
-training with any form of regularization." A one-layer model without norm (SiLU, addition modulo
-{modulus}, d_model {d_model}, d_mlp {d_mlp}, {n_heads} heads; accuracy on all pairs {start}, a
-figure for each seed) is trained on for {steps} steps of AdamW (η = {lr}, batches of {batch}) as it
-was (MLP), with a head a neuron (heads: `convert`), and in the post's form with two Ω. What is
-trained, measured and predicted stands at the top of `regularised.py` and `regularised_forms.py`.
+**Question.** The blog post says: "The structures used for attention-only transformers are probably
+not stable under training with any form of regularization." Is this so?
+
+We train a one-layer model without norm (SiLU, addition modulo {modulus}, d_model {d_model}, d_mlp
+{d_mlp}, {n_heads} heads; its accuracy on all pairs is {start} for the three seeds). Then training
+continues for {steps} steps of AdamW (η = {lr}, batches of {batch}) in several forms: with its MLP,
+with a head for each neuron ("heads", by `convert`), and in the post's form with two values of Ω.
+`regularised.py` and `regularised_forms.py` describe what is trained, measured and predicted.
 
 {answer}
 
@@ -479,11 +483,12 @@ Accuracy on all pairs:
 
 {accuracy}
 
-## What became of the structure
+## What happened to the structure
 
-Medians over seeds. "Masks back" has the same weights with attention cut off from outside wherever
-the construction has none: what is left of the KL is drift, what went is broken masks. Leaks are the
-largest weight that any query gives there. Runs that train every entry end at step {lost_steps}.
+Medians over seeds. "Masks back" has the same weights, but exact masks: attention is 0 wherever the
+construction wants 0. The KL that is left is drift of the function; the rest of the KL comes from
+broken masks. A leak is the largest weight that any query gives to a masked token. Runs that train
+every entry end at step {lost_steps}.
 
 {structure}
 
@@ -493,11 +498,12 @@ largest weight that any query gives there. Runs that train every entry end at st
 
 ## Decay alone
 
-All weights, or one part of them, times e^-s: the s at which KL passes the bound. The MLP stands for
-the model's own weights; "ones" are the -1 of the SiLU heads and that which clears the hidden part.
-s = ηλt after t steps of rate η and decay λ: 3 after 100,000 steps at 3e-4 and 0.1. "Masks back" is
-where the same weights are lost under masks from outside. Factored, the rows that hold Ω also carry
-the score -h of the SiLU heads, so gates flatten as Ω falls, and masks do not help.
+We multiply all weights, or one part of them, by e^-s. The table has the s at which the KL exceeds
+the bound. "MLP" multiplies the weights of the original model. "ones" are the entries -1 of the SiLU
+heads and of the head that clears the hidden part. After t steps with rate η and decay λ, s = ηλt:
+for example, s = 3 after 100,000 steps at 3e-4 and 0.1. "Masks back" is the s at which the same
+weights exceed the bound with exact masks. In the factored form, the rows with Ω also contain the
+score -h of the SiLU heads, so gates become flat when Ω shrinks, and exact masks do not help.
 
 ![Decay alone](regularised_shrinking.svg)
 
@@ -505,8 +511,9 @@ the score -h of the SiLU heads, so gates flatten as Ω falls, and masks do not h
 
 ## What limits this
 
-One layer, a task of {modulus} numbers, three seeds of one size, one optimizer; the biases, the
-one-hot positions and the bias vector are not trained. A language model without norm was not tried.
-Decay here is stronger than is usual, to have in {steps} steps what takes many thousands; the MLP
-drifts at each strength. Whether gradients mend the ones was not measured apart.
+**Caution.** There is one layer, one task with {modulus} numbers, three seeds of one size, and one
+optimizer. The biases, the one-hot positions and the bias vector are not trained. We did not try a
+language model without norm. Decay is stronger than usual, so that {steps} steps have the effect of
+many thousands; the MLP drifts at each strength. We did not measure separately whether gradients
+repair the ones.
 """

@@ -110,14 +110,14 @@ def curse(runs: pd.DataFrame, arm: str) -> tuple[float, float, float]:
 
 def gap(runs: pd.DataFrame, search: str) -> float:
     """Return how much better the best run is than the mean run of a search."""
-    found = of_search(runs, search)[FULL]
-    return float(found.mean() - found.min())
+    results = of_search(runs, search)[FULL]
+    return float(results.mean() - results.min())
 
 
 def spread(runs: pd.DataFrame, search: str) -> tuple[float, float, float]:
     """Return the standard deviation of the runs of a search, with its interval (χ²)."""
-    found = of_search(runs, search)[FULL].dropna()
-    deviation, n = float(found.std()), len(found) - 1
+    results = of_search(runs, search)[FULL].dropna()
+    deviation, n = float(results.std()), len(results) - 1
     low, high = (deviation * np.sqrt(n / chi2.ppf(level, n)) for level in (0.975, 0.025))
     return deviation, float(low), float(high)
 
@@ -131,12 +131,12 @@ def curse_table(runs: pd.DataFrame) -> str:
     """Return a row for each search: the best score, and what is left of it on new seeds."""
     rows = []
     for search, arm in (("random", "random search"), ("halving", "halving"), ("re-draws", "early")):
-        found = of_search(runs, search)[FULL]
-        new, at_full = scores(runs)[arm], found.dropna()
+        results = of_search(runs, search)[FULL]
+        new, at_full = scores(runs)[arm], results.dropna()
         flops = runs.loc[runs["search"] == search, "flops"].sum()
-        counts = f"{len(found)} ({len(at_full)})"
+        counts = f"{len(results)} ({len(at_full)})"
         scored = [f"{at_full.mean():.2f}", f"{at_full.min():.2f}", interval(new)]
-        rows.append([search, f"{flops / 1e12:.3f}", counts, *scored, interval(new - found.min())])
+        rows.append([search, f"{flops / 1e12:.3f}", counts, *scored, interval(new - results.min())])
     header = ["search", "Tflop", "runs (with full budget)", "mean score of these", "best score"]
     return markdown([*header, "best schedule, new seeds", "winner's curse"], rows)
 
@@ -164,14 +164,14 @@ def correlations(runs: pd.DataFrame) -> dict[tuple[str, str], tuple[float, float
 
 def correlations_table(runs: pd.DataFrame) -> str:
     """Return a row for each small budget."""
-    found = correlations(runs)
+    correlation_of = correlations(runs)
     rows = []
     for column in ("score_0", "score_1"):
         kept, third, chance = recalled(runs, column)
         rows.append(
             [
                 BUDGETS[column],
-                *(said(*found[search, column]) for search in ("random", "re-draws")),
+                *(said(*correlation_of[search, column]) for search in ("random", "re-draws")),
                 f"{kept} of {third} (by chance {chance:.1f})",
             ]
         )
@@ -185,10 +185,10 @@ def recalled(runs: pd.DataFrame, column: str) -> tuple[int, int, float]:
     Returns:
         The number, the size of a third, and the number that is expected by chance.
     """
-    found = of_search(runs, "random")
-    n = max(1, len(found) // 3)
-    both = set(found[column].nsmallest(n).index) & set(found[FULL].nsmallest(n).index)
-    return len(both), n, n * n / len(found)
+    results = of_search(runs, "random")
+    n = max(1, len(results) // 3)
+    both = set(results[column].nsmallest(n).index) & set(results[FULL].nsmallest(n).index)
+    return len(both), n, n * n / len(results)
 
 
 def factors(runs: pd.DataFrame) -> pd.DataFrame:
@@ -198,7 +198,7 @@ def factors(runs: pd.DataFrame) -> pd.DataFrame:
     starts = np.log2([schedule["start"] for schedule in stored])
     table = pd.DataFrame(starts, firsts.index, [f"{name} at the start, log₂" for name in SIZES])
     table.insert(0, "flops of a step at the start, log₂", np.log2(firsts["start_cost"]))
-    when = [[at for at, _ in schedule["events"]] or [0.0] for schedule in stored]
+    when = [[fraction for fraction, _ in schedule["events"]] or [0.0] for schedule in stored]
     table["budget before the first growth"] = [times[0] for times in when]
     table["budget before the last growth"] = [times[-1] for times in when]
     table["number of growths"] = [len(schedule["events"]) for schedule in stored]
@@ -209,15 +209,15 @@ def factors(runs: pd.DataFrame) -> pd.DataFrame:
 def slopes(runs: pd.DataFrame) -> dict[str, tuple[float, float, float]]:
     """Return the slope of the score on each factor per standard deviation, with intervals."""
     table = factors(runs)
-    found = {}
+    intervals = {}
     for name in table.columns.drop(["init", "score"]):
         values = table[name].astype(float)
         if values.std() == 0:
             continue
         fit = linregress((values - values.mean()) / values.std(), table["score"])
         half = float(student.ppf(0.975, len(table) - 2)) * fit.stderr
-        found[name] = (float(fit.slope), float(fit.slope - half), float(fit.slope + half))
-    return found
+        intervals[name] = (float(fit.slope), float(fit.slope - half), float(fit.slope + half))
+    return intervals
 
 
 def by_init(runs: pd.DataFrame) -> dict[str, tuple[float, float, float]]:
@@ -228,11 +228,11 @@ def by_init(runs: pd.DataFrame) -> dict[str, tuple[float, float, float]]:
 
 def factors_table(runs: pd.DataFrame) -> str:
     """Return slopes, and means by initialization."""
-    rows = [[name, said(*found)] for name, found in slopes(runs).items()]
+    rows = [[name, said(*estimate)] for name, estimate in slopes(runs).items()]
     counts = factors(runs)["init"].value_counts()
     rows += [
-        [f"mean score with {name}, {counts[name]} schedules", said(*found)]
-        for name, found in by_init(runs).items()
+        [f"mean score with {name}, {counts[name]} schedules", said(*estimate)]
+        for name, estimate in by_init(runs).items()
     ]
     return markdown(["factor", "slope per standard deviation, or mean"], rows)
 
@@ -271,16 +271,22 @@ def verdicts(runs: pd.DataFrame) -> str:
             f'{said(*of_rival[0])} and {said(*of_rival[1])} against "{rival}"',
         ),
         (searches[1] <= 0 <= searches[2], said(*searches)),
-        (all(mean >= 0.5 for mean, *_ in curses), " and ".join(said(*found) for found in curses)),
+        (
+            all(mean >= 0.5 for mean, *_ in curses),
+            " and ".join(said(*estimate) for estimate in curses),
+        ),
         (gaps[0] >= gaps[1] / 2, f"{gaps[0]:.2f} in the re-draws, {gaps[1]:.2f} in random search"),
         (third[0] > 0.5, said(*third)),
         (ninth[0] < 0.3, said(*ninth)),
         (slope[1] > 0, f"{said(*slope)} per standard deviation"),
-        (overlap, ", ".join(f"{name} {said(*found)}" for name, found in by_init(runs).items())),
+        (
+            overlap,
+            ", ".join(f"{name} {said(*estimate)}" for name, estimate in by_init(runs).items()),
+        ),
     ]
     return "\n".join(
-        verdict(claim, bool(ok), found)
-        for claim, (ok, found) in zip(PREDICTIONS, held, strict=True)
+        verdict(claim, bool(ok), finding)
+        for claim, (ok, finding) in zip(PREDICTIONS, held, strict=True)
     )
 
 
@@ -293,9 +299,9 @@ def figure(runs: pd.DataFrame, curves: pd.DataFrame) -> Figure:
         logs = of_arm.assign(loss=np.log10(of_arm["loss"])).groupby("share")["loss"].mean()
         style = "-" if arm in FOUND else "--"
         losses.plot(logs.index, logs, style, color=f"C{number}", label=arm)
-        found = scores(runs)[arm]
-        seeds.plot(np.full(len(found), number), found, "o", color=f"C{number}", ms=3, alpha=0.6)
-        seeds.plot(number, found.mean(), "_", color="k", ms=14)
+        results = scores(runs)[arm]
+        seeds.plot(np.full(len(results), number), results, "o", color=f"C{number}", ms=3, alpha=0.6)
+        seeds.plot(number, results.mean(), "_", color="k", ms=14)
     losses.set(xlabel="part of the budget", ylabel="log₁₀ of the held-out loss, mean over seeds")
     losses.legend(fontsize="x-small")
     seeds.set_xticks(
@@ -326,7 +332,7 @@ def answer(runs: pd.DataFrame) -> str:
     wide, rival = scores(runs), best_handmade(runs)
     of_rival = {arm: t_interval(wide[arm] - wide[rival]) for arm in FOUND}
     of_full = {arm: t_interval(wide[arm] - wide["full"]) for arm in FOUND}
-    yes = any(relation(found) == "better than" for found in of_rival.values())
+    yes = any(relation(difference) == "better than" for difference in of_rival.values())
     parts = [
         f"The best schedule of {arm} is {relation(of_rival[arm])} the best hand-made schedule, "
         f'"{rival}" ({said(*of_rival[arm])}), and {relation(of_full[arm])} full size from the '

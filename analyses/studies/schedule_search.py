@@ -287,7 +287,7 @@ class Plan:
             spent += steps[-1] * cost
         sizes = zip(schedule.stages, schedule.stages[1:], strict=False)
         firsts = np.cumsum(steps)[:-1].tolist()
-        growths = {at: expansion(*pair) for at, pair in zip(firsts, sizes, strict=True)}
+        growths = {step: expansion(*pair) for step, pair in zip(firsts, sizes, strict=True)}
         return cls(growths, tuple(steps), costs)
 
     @property
@@ -419,8 +419,8 @@ def searched(
 
 def best(rows: pd.DataFrame, rung: int, n: int = 1) -> list[str]:
     """Return the names of the runs with the lowest scores at a rung."""
-    found = rows.set_index("name")[f"score_{rung}"].dropna()
-    return found.sort_values(kind="stable").index[:n].tolist()
+    results = rows.set_index("name")[f"score_{rung}"].dropna()
+    return results.sort_values(kind="stable").index[:n].tolist()
 
 
 def halved(trainer: Trainer, schedules: Sequence[Schedule], first: int) -> pd.DataFrame:

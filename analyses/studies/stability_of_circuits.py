@@ -138,12 +138,12 @@ def between_tasks(model: Any, n: int) -> pd.DataFrame:
         "gender": tasks.agreement(model.tokenizer, n, feature="gender"),
         "indirect object": tasks.ioi(model.tokenizer, n),
     }
-    found_circuits = {}
+    by_task = {}
     for name, task in make.items():
         prompts = task.clean, task.corrupted, task.metric
         roles = {"end": task.roles["end"]}
-        found_circuits[name] = circuits.discover(model, *prompts, positions=roles, n_random=0)
-    return circuits.transfer(model, found_circuits, make)
+        by_task[name] = circuits.discover(model, *prompts, positions=roles, n_random=0)
+    return circuits.transfer(model, by_task, make)
 
 
 def figure(frame: pd.DataFrame) -> Figure:
@@ -198,17 +198,19 @@ def _table(frame: pd.DataFrame) -> str:
 
 PAGE = f"""# Stability of circuits
 
-Agreement with a relative clause ("The keys that the man …"), Small English, positions by role,
-faithfulness .9, everything else resampled. Every row is in the tables next to this page. Made by
+The task is agreement with a relative clause ("The keys that the man …"), and the model is Small
+English. Sites are at positions with a role, circuits keep .9 of the metric, and everything else is
+resampled. Every row is in the tables next to this page. Made by
 `python -m analyses.studies.stability_of_circuits`.
 
 ## Coverage of the intervals of inclusion
 
-How probable a site is in the circuit of a batch of {BATCH // 2} prompts was measured on {N_FRESH}
-fresh batches. `discover(…, resamples={RESAMPLES})` estimates it from one batch of {BATCH} prompts;
-the nominal coverage of its intervals is 90 %. The {RESAMPLES} circuits share prompts, so the
-intervals are wide: they were widened (`_DEPENDENCE`) until they covered, on other batches. Sites
-that are in nearly no circuit are covered nearly always, since their intervals begin at 0.
+We measured on {N_FRESH} fresh batches how probable it is that a site is in the circuit of a batch
+of {BATCH // 2} prompts. `discover(…, resamples={RESAMPLES})` estimates this probability from one
+batch of {BATCH} prompts; the nominal coverage of its intervals is 90 %. The {RESAMPLES} circuits
+share prompts, so we widened the intervals (`_DEPENDENCE`) until their coverage was right on other
+batches. Sites that are in nearly no circuit are covered nearly always, because their intervals
+begin at 0.
 
 COVERAGE
 
@@ -216,17 +218,17 @@ COVERAGE
 
 ## Batches of {BATCH} prompts
 
-"fitted": faithfulness of the circuit on its prompts; "held out": mean faithfulness of circuits of
-half of the prompts on the other half, with its standard error over prompts; "fresh batch":
-faithfulness of the circuit on {BATCH} other prompts; "fresh error": the mean over these prompts of
-|m(C) - m(M)| / |m(M) - m(∅)|.
+"fitted" is the faithfulness of the circuit on its prompts. "held out" is the mean faithfulness of
+circuits of one half of the prompts on the other half, with its standard error over prompts. "fresh
+batch" is the faithfulness of the circuit on {BATCH} other prompts, and "fresh error" is the mean
+over these prompts of |m(C) - m(M)| / |m(M) - m(∅)|.
 
 BATCHES
 
 ## Transfer
 
-Faithfulness of circuits at the last token (row) on the prompts of all tasks (column). Heads and
-neurons at other tokens are not ablated.
+The faithfulness of each task's circuit (row) on the prompts of each task (column). Circuits contain
+heads and neurons at the last token; those at other tokens are not ablated.
 
 TRANSFER
 """

@@ -95,24 +95,24 @@ def error_of(program: TracrProgram) -> float:
     return moved / largest
 
 
-def found_in(program: TracrProgram, n_inputs: int) -> set[Edge]:
+def edges_of_graphs(program: TracrProgram, n_inputs: int) -> set[Edge]:
     """Return the edges in the attribution graphs of some inputs with the greatest length."""
     tokens, expected, _ = next(program.batches())
     converted = convert(program.model, copy_weights=True)
-    edges_found: set[Edge] = set()
+    scored_edges: set[Edge] = set()
     for row, wanted in zip(tokens[:n_inputs], expected[:n_inputs], strict=True):
         metric = metric_of(program, wanted)
         of_edges = graph_scores(converted, row, metric)
-        edges_found |= {edge for edge, score in of_edges.items() if score > LEAST}
+        scored_edges |= {edge for edge, score in of_edges.items() if score > LEAST}
     # The nodes "bias", "rest" and "offset" are not parts of the program.
-    return {e for e in edges_found if e.writer not in ("bias", "rest", "offset")}
+    return {e for e in scored_edges if e.writer not in ("bias", "rest", "offset")}
 
 
 def row_of(name: str, n_inputs: int, device: str) -> dict[str, Any]:
     """Return the row of one program."""
     program = load_program(name, device=device)
     every, true = set(program.candidates()), program.true_edges()
-    edges_found = found_in(program, n_inputs)
+    graph_edges = edges_of_graphs(program, n_inputs)
     coarse, coarse_true = with_whole_mlps(every), with_whole_mlps(true)
     return {
         "program": name,
@@ -125,8 +125,8 @@ def row_of(name: str, n_inputs: int, device: str) -> dict[str, Any]:
         "true, neurons": len(true),
         "share true, MLPs": len(coarse_true) / len(coarse),
         "share true, neurons": len(true) / len(every),
-        "found": len(edges_found),
-        "found and true": len(edges_found & true),
+        "found": len(graph_edges),
+        "found and true": len(graph_edges & true),
     }
 
 
@@ -168,10 +168,10 @@ def figure(frame: pd.DataFrame) -> Figure:
 
 PAGE = """# Compiled programs, before and after neurons are heads
 
-Each program as compiled, with MLPs as nodes, and converted, with neurons as heads; float64. What
-the columns are, `analyses/studies/tracr_growth.py` says. Attribution graphs are of {n_inputs}
-inputs of the
-greatest length. How well scores find true edges, `known_circuits.md` says.
+The table compares each compiled program, whose MLPs are nodes, with its converted form, whose
+neurons are heads (in float64). `analyses/studies/tracr_growth.py` describes the columns.
+Attribution graphs are computed on {n_inputs} inputs of the greatest length.
+[Another study](known_circuits.md) measures how well scores find true edges.
 
 {table}
 

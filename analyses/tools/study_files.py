@@ -10,8 +10,10 @@ only a page and its record.
 """
 
 import io
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import pandas as pd
@@ -20,6 +22,8 @@ from matplotlib.figure import Figure
 from scipy.stats import t as student
 
 from analyses.tools.benching import leave
+
+NOT_PROSE = re.compile(r"[|#!]|- |\d+\. |    ")
 
 
 def keep(
@@ -85,6 +89,17 @@ def _part(name: str, part: str) -> str:
 def verdict(claim: str, held: bool, finding: str) -> str:
     """Return a line with a prediction, whether it held, and what was found."""
     return f"- {'Held' if held else 'Failed'}: {claim} Found: {finding}."
+
+
+def wrapped(text: str) -> str:
+    """Return Markdown with paragraphs in lines of at most 100 characters.
+
+    Headings, lists, tables, figures and code stay as they are.
+    """
+    options: dict[str, Any] = {"width": 100, "break_long_words": False, "break_on_hyphens": False}
+    parts = text.rstrip("\n").split("\n\n")
+    filled = [part if NOT_PROSE.match(part) else fill(part, **options) for part in parts]
+    return "\n\n".join(filled) + text[len(text.rstrip("\n")) :]
 
 
 def svg(picture: Figure) -> str:

@@ -449,12 +449,12 @@ def _looks(
         repr(text) + f"@{key}" * (keys[0] != keys[1] and texts[0] == texts[1])
         for text, key in zip(texts, keys, strict=True)
     ]
-    other = keys[0] != keys[1] or texts[0] != texts[1]
+    differ = keys[0] != keys[1] or texts[0] != texts[1]
     of_one = " in prompt 0" * bool((pair.clean[:, keys[0]] != pair.clean[0, keys[0]]).any())
     reads = f"looks at {names[0]}{of_one} ({shares[0]:.0%})"
-    if other or abs(shares[0] - shares[1]) > _APART:
+    if differ or abs(shares[0] - shares[1]) > _APART:
         reads += f", corrupted {names[1]} ({shares[1]:.0%})"
-    return reads, f"← {' / '.join(short if other else short[:1])}"
+    return reads, f"← {' / '.join(short if differ else short[:1])}"
 
 
 def _writes(model: Any, top: TokenScores) -> tuple[str, str]:

@@ -79,19 +79,19 @@ def answer_warnings(answers: pd.DataFrame) -> list[str]:
 def _other_answers(clean: pd.DataFrame, roles: list[str]) -> list[str]:
     """Return a list with one warning if the model's top token is not an answer of the metric."""
     ranks = clean[[f"{role}_rank" for role in roles]]
-    other = (ranks > 1).all(axis=1)
-    if not other.any():
+    missed = (ranks > 1).all(axis=1)
+    if not missed.any():
         return []
-    row = clean[other].iloc[0]
+    row = clean[missed].iloc[0]
     answers = " or ".join(f"{row[role]!r} (rank {row[f'{role}_rank']:,})" for role in roles)
-    where = "on the clean prompt"
+    scope = "on the clean prompt"
     if len(clean) > 1:
-        where = f"on {other.sum()} of {len(clean)} clean prompts, such as prompt {row['prompt']}"
+        scope = f"on {missed.sum()} of {len(clean)} clean prompts, such as prompt {row['prompt']}"
     warning = (
-        f"Warning: {where}, the model answers {row['top']!r} ({row['top_probability']:.0%}), not "
+        f"Warning: {scope}, the model answers {row['top']!r} ({row['top_probability']:.0%}), not "
         f"{answers}."
     )
-    if (ranks.loc[other].min(axis=1) >= _FAR).any():
+    if (ranks.loc[missed].min(axis=1) >= _FAR).any():
         warning += (
             f" Answers with ranks of {_FAR:,} or more are very improbable: check their spelling, "
             "including the leading space, and choose prompts that the model can answer."

@@ -146,21 +146,21 @@ def circuit(
     require_writable(out, (".html", ".json"), top)
     _require_json(save_circuit, out)
     needs_both = save_circuit is not None
-    run = loaded, clean, other, metric = prompts.run(model, with_corrupted=needs_both)
+    run = loaded, clean, corrupted, metric = prompts.run(model, with_corrupted=needs_both)
     minimal = None
-    if other is not None:
+    if corrupted is not None:
         minimal = circuits.discover(*run, faithfulness=faithfulness, progress=True)
         if save_circuit is not None:
             minimal.save(save_circuit)
     with working("attributing the metric"):
         sites = minimal if nodes is None else None
         graph = circuits.attribution_graph(
-            loaded, clean, metric, corrupted=other, sites=sites, top=nodes
+            loaded, clean, metric, corrupted=corrupted, sites=sites, top=nodes
         )
     if out.suffix == ".json":
         circuits.to_json(graph, out)
     else:
-        write_html(circuit_view(graph, loaded, clean, corrupted=other), out)
+        write_html(circuit_view(graph, loaded, clean, corrupted=corrupted), out)
     _print_attributions(graph, top)
     if minimal is not None:
         columns = ["name", "position", "effect"]
@@ -194,11 +194,11 @@ def evaluate(
     from attn_only_lens.patching import activation_patch
 
     saved = circuits.Circuit.load(circuit)
-    loaded, clean, other, metric = prompts.run(model, with_corrupted=True)
+    loaded, clean, corrupted, metric = prompts.run(model, with_corrupted=True)
     with working("evaluating the circuit"):
-        result = circuits.evaluate(loaded, saved, clean, other, metric)
+        result = circuits.evaluate(loaded, saved, clean, corrupted, metric)
         alone = activation_patch(
-            *(loaded, clean, other, metric),
+            *(loaded, clean, corrupted, metric),
             sites=saved.sites[:top],
             positions="all" if saved.positions == "all" else "each",
             progress=False,

@@ -78,9 +78,9 @@ class _Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for parameter in self.get_params(ctx):
-            given = [arg for arg in args if arg.split("=")[0] in parameter.opts]
-            if len(given) > 1 and not getattr(parameter, "multiple", True):
-                reason = f"got {parameter.opts[0]} {len(given)} times; expected it once"
+            uses = [arg for arg in args if arg.split("=")[0] in parameter.opts]
+            if len(uses) > 1 and not getattr(parameter, "multiple", True):
+                reason = f"got {parameter.opts[0]} {len(uses)} times; expected it once"
                 raise typer.BadParameter(reason, ctx=ctx)
         return super().parse_args(ctx, args)
 

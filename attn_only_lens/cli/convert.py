@@ -50,10 +50,10 @@ def convert(
     from attn_only_lens.tl import require_hooked_transformer
 
     require_hooked_transformer()
-    given = [x is not None for x in (heads_per_neuron, tolerance, text, tokens_file)]
+    is_set = [x is not None for x in (heads_per_neuron, tolerance, text, tokens_file)]
     if gate not in ("exact", "bilinear"):
         raise AttnOnlyLensError(f"got --gate {gate}; expected exact or bilinear")
-    if gate == "exact" and any(given):
+    if gate == "exact" and any(is_set):
         raise AttnOnlyLensError(
             "--heads-per-neuron, --tolerance, --text and --tokens-file need --gate bilinear"
         )

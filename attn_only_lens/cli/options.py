@@ -132,7 +132,7 @@ class MetricOptions:
         answers: list[Any] = [texts for texts in (self.answer, self.wrong) if texts]
         if len(answers) != n_answers or (n_answers and not self.answer):
             wanted = ("neither --answer nor --wrong", "--answer alone", "--answer and --wrong")
-            others = ", ".join(other for other in _METRICS if other != name)
+            others = ", ".join(metric for metric in _METRICS if metric != name)
             raise AttnOnlyLensError(
                 f"--metric {name} takes {wanted[n_answers]}; other metrics: {others}"
             )

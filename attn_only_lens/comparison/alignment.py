@@ -102,8 +102,8 @@ def _size_reasons(
     got[Axis("d_model")] = model.cfg.d_model
     expected = {axis: size for axis, size in sizes.items() if axis.label in _AXES}
     for axis in {**got, **expected}:
-        if (size := got.get(axis, 0)) != (other := expected.get(axis, 0)):
-            yield f"{label} has size {size} along {axis}; the provenance has size {other}"
+        if (size := got.get(axis, 0)) != (wanted := expected.get(axis, 0)):
+            yield f"{label} has size {size} along {axis}; the provenance has size {wanted}"
 
 
 def _place_reasons(provenance: Provenance) -> Iterator[str]:

@@ -130,7 +130,7 @@ def _tokens_of_prompts(
         return []
     numbers = range(pair.n_all) if pair.among is None else pair.among[0]
     tokens_of_prompts: _Tokens = []
-    for number, row in zip(numbers, rows if shared else pair.own(rows), strict=False):
+    for number, row in zip(numbers, rows if shared else pair.select(rows), strict=False):
         label = role if shared else f"{role}, prompt {number}"
         results = [_token(model, answer) for answer in row]
         reasons += [f"{label}: {reason}" for reason in results if isinstance(reason, str)]
@@ -191,16 +191,16 @@ def _warn_of_spellings(
     """Warn if an answer is far more probable in another spelling."""
     rows = torch.arange(len(logits), device=logits.device)
     last = float32_if_half(logits.detach()[rows, pair.last.to(logits.device)])
-    given = {token for of_prompts in answers.values() for row in of_prompts for token in row}
+    tokens = {token for of_prompts in answers.values() for row in of_prompts for token in row}
     cases = dict[Any, str]()
     for role, of_prompts in answers.items():
         for token in dict.fromkeys(chain(*of_prompts)):
             prompts = [prompt for prompt, row in enumerate(of_prompts) if token in row]
             others = [_respelt(model.tokenizer, token, logits.shape[-1])]
             top = int(last[prompts].mean(dim=0).argmax())
-            if role != "wrong" and top not in given and _begin_alike(model, token, top):
+            if role != "wrong" and top not in tokens and _begin_alike(model, token, top):
                 others.append(top)
-            for respelt in dict.fromkeys(other for other in others if other is not None):
+            for respelt in dict.fromkeys(x for x in others if x is not None):
                 logs = (last[prompts, respelt] - last[prompts, token]).cpu().double()
                 times = logs.mean().exp().item()
                 if times >= _FAR_MORE_PROBABLE:
@@ -217,17 +217,17 @@ def _respelt(tokenizer: Any, token: int, size: int) -> int | None:
     if not piece:
         return None
     others = [piece[1:]] if piece.startswith(_SPACES) else [f"{space}{piece}" for space in _SPACES]
-    for other in filter(None, others):
-        number = tokenizer.convert_tokens_to_ids(other)
+    for respelt in filter(None, others):
+        number = tokenizer.convert_tokens_to_ids(respelt)
         # For pieces outside the vocabulary, tokenizers return None or the unknown token.
-        if is_count(number, 0, size - 1) and tokenizer.convert_ids_to_tokens(number) == other:
+        if is_count(number, 0, size - 1) and tokenizer.convert_ids_to_tokens(number) == respelt:
             return int(number)
     return None
 
 
-def _begin_alike(model: Any, token: int, other: int) -> bool:
+def _begin_alike(model: Any, token: int, other_token: int) -> bool:
     """Return whether two tokens are words that begin with the same letters."""
-    start, other_start = (token_text(model, x).lower()[:_START] for x in (token, other))
+    start, other_start = (token_text(model, x).lower()[:_START] for x in (token, other_token))
     return start == other_start and len(start) == _START and start.strip().isalpha()
 
 

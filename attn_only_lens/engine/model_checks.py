@@ -33,7 +33,7 @@ class AttachedHooks:
     Attributes:
         users: modules with user-added hooks.
         placeholders: hook points where transformer-lens 4 shows a component without a module.
-        own: modules with other hooks from TransformerLens, which hold references to modules.
+        internal: modules with other hooks from TransformerLens, which hold references to modules.
         on_weights: attention, MLPs and embeddings with user-added torch hooks, which may change
             what their weights compute.
         removal: instructions to remove the user-added hooks.
@@ -41,7 +41,7 @@ class AttachedHooks:
 
     users: tuple[str, ...]
     placeholders: tuple[str, ...]
-    own: tuple[str, ...]
+    internal: tuple[str, ...]
     on_weights: tuple[str, ...]
     removal: str
 

@@ -70,7 +70,7 @@ class PromptPair:
         """The number of prompts in the whole analysis; this pair may hold only some of them."""
         return len(self.clean) if self.among is None else self.among[1]
 
-    def own(self, of_all: Sequence[_T]) -> Sequence[_T]:
+    def select(self, of_all: Sequence[_T]) -> Sequence[_T]:
         """Select this pair's items from a sequence with one item per prompt of the analysis."""
         return of_all if self.among is None else [of_all[i] for i in self.among[0]]
 

@@ -282,7 +282,7 @@ def run_pair(
 
 def _warn_of_wrong_answers(pair: PromptPair, metric: str, values: Float[Tensor, "prompt"]) -> None:
     """Warn if the model prefers the wrong answer on most clean prompts of the whole analysis."""
-    prompts, n = pair.own(range(pair.n_all)), pair.n_all
+    prompts, n = pair.select(range(pair.n_all)), pair.n_all
     wrong = {prompts[row] for row in (values < 0).nonzero()[:, 0].tolist()}
     if pair.among is not None:  # add the prompts of earlier chunks
         wrong = all_in_this_call((metric, n), wrong)

@@ -101,17 +101,16 @@ class Transcoder:
         InputError.raise_if(wrong, f"{self.name}: {_PROBLEM}" if self.name else _PROBLEM)
         d_model, d_features = self.W_enc.shape if self.W_enc.ndim == 2 else (0, 0)
         shapes = {
-            "W_enc": (d_model, d_features),
-            "W_dec": (d_features, d_model),
-            "b_enc": (d_features,),
-            "b_dec": (d_model,),
-            "threshold": (d_features,),
-            "W_skip": (d_model, d_model),
+            "W_enc": [d_model, d_features],
+            "W_dec": [d_features, d_model],
+            "b_enc": [d_features],
+            "b_dec": [d_model],
+            "threshold": [d_features],
+            "W_skip": [d_model, d_model],
         }
         for name, tensor in tensors.items():
-            if tuple(tensor.shape) != shapes[name] or not tensor.numel():
-                expected = ", ".join(map(str, shapes[name]))
-                reasons.append(f"got {name} of shape {list(tensor.shape)}; expected [{expected}]")
+            if (shape := list(tensor.shape)) != shapes[name] or not tensor.numel():
+                reasons.append(f"got {name} of shape {shape}; expected {shapes[name]}")
             elif not tensor.isfinite().all():
                 reasons.append(f"got {name} with entries that are NaN or infinite")
         kinds = {(tensor.dtype, str(tensor.device)) for tensor in tensors.values()}
@@ -133,11 +132,8 @@ class Transcoder:
     def __repr__(self) -> str:
         of = f" {self.name}:" if self.name else ""
         skip = ", with W_skip" if self.W_skip is not None else ""
-        activation = f"topk, k={self.k}" if self.k else self.activation
-        return (
-            f"<Transcoder{of} of {self.d_features} features ({activation}), reads "
-            f"{self.reads}{skip}>"
-        )
+        gate = f"topk, k={self.k}" if self.k else self.activation
+        return f"<Transcoder{of} of {self.d_features} features ({gate}), reads {self.reads}{skip}>"
 
     @property
     def d_model(self) -> int:
@@ -160,6 +156,9 @@ class Transcoder:
 
     def encode(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_features"]:
         """Return the activations z of all features for the input x."""
+        if x.shape[-1:] != self.W_enc.shape[:1]:
+            reason = f"got x of shape {list(x.shape)}; expected [..., {self.d_model}] for W_enc"
+            raise InputError([reason], "x cannot be encoded")
         q = x @ self.W_enc + self.b_enc
         return q * active_features(q, self.threshold, self.k)
 

@@ -129,11 +129,11 @@ class _Statistics:
             """Stack highest and lowest examples as in the frame: [neuron, end, rank, ...]."""
             return np.stack([self.examples[f"{end}.{name}"].numpy() for end in ends], axis=1)
 
-        found = stacked("found")
-        row, end_index, rank = found.nonzero()
+        is_filled = stacked("found")
+        row, end_index, rank = is_filled.nonzero()
         tokens = stacked("tokens")
-        real = (tokens >= 0) & found[..., None]  # short windows are padded with -1
-        offsets = np.concatenate([[0], real.sum(axis=-1)[found].cumsum()])
+        real = (tokens >= 0) & is_filled[..., None]  # short windows are padded with -1
+        offsets = np.concatenate([[0], real.sum(axis=-1)[is_filled].cumsum()])
         ids = sorted(self.vocabulary)
         index_of_id = np.zeros(max(ids, default=-1) + 1, dtype=np.int32)
         index_of_id[ids] = np.arange(len(ids))
@@ -143,16 +143,16 @@ class _Statistics:
                 "name": np.array(self.names, dtype=object)[row],
                 "end": np.array(ends, dtype=object)[end_index],
                 "rank": rank + 1,
-                "value": stacked("score")[found].astype(float),
-                "text": stacked("text")[found],
-                "at": stacked("at")[found],
+                "value": stacked("score")[is_filled].astype(float),
+                "text": stacked("text")[is_filled],
+                "at": stacked("at")[is_filled],
                 "tokens": _lists(index_of_id[tokens[real]], offsets, texts),
                 **{
                     column: _lists(stacked(name)[real], offsets)
                     for column, name in self._windows.items()
                 },
-                "position": stacked("position")[found],
-                **{name: stacked(name)[found] for name in self._numbers},
+                "position": stacked("position")[is_filled],
+                **{name: stacked(name)[is_filled] for name in self._numbers},
             }
         )
 

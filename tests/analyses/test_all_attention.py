@@ -42,7 +42,7 @@ def test_direct_computation_is_the_slow_loop(norm):
     model = identities.drawn(norm)
     expected = constructions.by_loops(model, TEXT)
     assert relative(tools.direct(model, TEXT).logits, expected) < 1e-13
-    moved = tools.at(1, "weights", (1, 3, 2), 0.0)
+    moved = tools.set_entry(1, "weights", (1, 3, 2), 0.0)
     assert relative(tools.direct(model, TEXT, moved).logits, expected) > 1e-6
 
 
@@ -65,8 +65,8 @@ def test_memory_rows_are_constants_but_not_static():
         tokens = constructions.with_memory(text[None], 5, 11)
         _, cache = host.run_with_cache(tokens)
         rows.append([cache[f"blocks.{layer}.hook_resid_pre"][0, :5] for layer in range(3)])
-    for one, other in zip(*rows, strict=True):
-        assert torch.equal(one, other)
+    for first, second in zip(*rows, strict=True):
+        assert torch.equal(first, second)
     assert relative(rows[0][1], rows[0][0]) > 0.1
     wide = rows[0][2]
     assert torch.equal(wide[:, 7:], rows[0][0][:, 7:])  # nothing writes to the new coordinates
@@ -180,8 +180,8 @@ def test_costs_of_single_vectors_and_of_layers():
     for sublayer in sublayers_of(model):
         sublayer.scaled_value.zero_()
     expected = measures.losses(model, batches).mean().item()
-    found = measures.layer_costs(model, batches).set_index("layer")
-    assert found.loc["all", "whole"] + found.loc["all", "zeroed"] == pytest.approx(expected)
+    costs = measures.layer_costs(model, batches).set_index("layer")
+    assert costs.loc["all", "whole"] + costs.loc["all", "zeroed"] == pytest.approx(expected)
 
 
 def test_the_strongest_tenth():
@@ -193,16 +193,16 @@ def test_the_strongest_tenth():
             "deleted_b": [9.0, 1.0, *[0.0] * 8],
         }
     )
-    found = measures.summary_of(made)
-    assert (found["tenth"], found["median"]) == (3 / 4, 0)
+    summary = measures.summary_of(made)
+    assert (summary["tenth"], summary["median"]) == (3 / 4, 0)
 
 
 def test_every_tool_reads_persistent_vectors():
     model = identities.drawn("LN")
-    other = TEXT.clone()
-    other[5] = 6
+    corrupted = TEXT.clone()
+    corrupted[5] = 6
     split = tools.strongest(model, TEXT, (3, 5), per_layer=2)
-    reading = tools.Reading(model, split, TEXT, other, (3, 5))
+    reading = tools.Reading(model, split, TEXT, corrupted, (3, 5))
     rows = pd.DataFrame(check.row() for check in tools.checks(reading)).set_index("tool")
     assert len(rows) > 20
     assert (rows["difference"] < 1e-9).all(), rows["difference"]

@@ -1,6 +1,5 @@
 """Tests that the study of circuits in growth runs, its measures are right, and its page matches."""
 
-import json
 import re
 from dataclasses import replace
 from itertools import permutations, product
@@ -114,13 +113,6 @@ def test_arms_without_growth_have_the_steps_and_the_texts_that_they_are_said_to_
     first, second = (texts["none, other texts", seed] for seed in (0, 1))
     assert not torch.equal(first, texts["none", 0])
     assert not torch.equal(first, second)
-
-
-def test_the_page_is_of_its_tables():
-    """Every figure on the stored page comes from the stored tables."""
-    settings = json.loads((KEPT / f"{NAME}.run.json").read_text("utf-8"))["settings"]
-    made = report.page(frames_in(KEPT), settings, "")
-    assert (KEPT / f"{NAME}.md").read_text("utf-8") == made
 
 
 def test_what_the_guide_says():

@@ -53,10 +53,8 @@ def test_the_script_runs(tmp_path):
     assert "| 1.5 |" in (tmp_path / "layernorm_gap.md").read_text("utf-8")
 
 
-def test_the_stored_page_is_that_of_the_stored_table():
+def test_the_guide_matches_the_stored_table():
     frame = pd.read_csv(RESULTS / "layernorm_gap.csv")
-    n_seeds = int(frame["seed"].max()) + 1
-    assert (RESULTS / "layernorm_gap.md").read_text("utf-8") == study.page(frame, n_seeds, False)
     assert study.verdicts(frame)["ours"]
     off = 100 * study.summary(frame).groupby("arm")["logits"].agg(["min", "max"]).loc["bert2BERT"]
     guide = (RESULTS.parents[1] / "docs" / "growth.md").read_text("utf-8")

@@ -145,7 +145,7 @@ def test_closed_forms_of_addition_are_patches():
     prompts, others = addition.Prompts.of(study, 0, "cpu")
     sets = [{tuple(row) for row in some.clean.tolist()} for some in (prompts, others)]
     assert not sets[0] & sets[1]
-    found = addition.effects_of(model, prompts, {"L0N5", "L0N6"})
+    closed_form = addition.effects_of(model, prompts, {"L0N5", "L0N6"})
     right, wrong = (t[:, :2].sum(1) % study.modulus for t in (prompts.clean, prompts.corrupted))
     asked = (prompts.clean, prompts.corrupted, p.logit_diff(right.tolist(), wrong.tolist()))
     how = {"positions": "all", "direction": "noise", "progress": False}
@@ -155,7 +155,7 @@ def test_closed_forms_of_addition_are_patches():
         secants = p.attribution(
             exposed, *asked, sites=sites, method="secant", budget=0, split=True, **how
         )
-    part = found.look.parts[addition.TASK]
+    part = closed_form.look.parts[addition.TASK]
     effects = part.clean.mean() - exact["value"].to_numpy()
     # float64 throughout
     np.testing.assert_allclose(part.effects.mean(1), effects, atol=1e-12)
@@ -163,4 +163,4 @@ def test_closed_forms_of_addition_are_patches():
     assert part.without_new.mean() == pytest.approx(part.clean.mean() - effects[5:].sum())
     span = (part.clean - part.nothing).mean()
     shares = -secants.to_frame()["by_pattern"].to_numpy() * span
-    np.testing.assert_allclose(found.by_pattern.mean(0).numpy(), shares, atol=1e-12)
+    np.testing.assert_allclose(closed_form.by_pattern.mean(0).numpy(), shares, atol=1e-12)

@@ -175,11 +175,11 @@ def test_a_score_is_the_mean_over_the_last_fifth():
 def test_rank_correlation_and_its_interval():
     random = np.random.default_rng(2)
     pairs = random.normal(size=(40, 2)).cumsum(1)
-    found, low, high = report.ranked(pairs)
-    assert found == pytest.approx(spearmanr(*pairs.T).statistic)
-    assert low < found < high
+    correlation, low, high = report.ranked(pairs)
+    assert correlation == pytest.approx(spearmanr(*pairs.T).statistic)
+    assert low < correlation < high
     # Fisher's interval is close to the bootstrap's.
-    middle, half = np.arctanh(found), 1.96 / np.sqrt(37)
+    middle, half = np.arctanh(correlation), 1.96 / np.sqrt(37)
     assert np.arctanh([low, high]) == pytest.approx([middle - half, middle + half], abs=0.2)
 
 

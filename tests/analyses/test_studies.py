@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from analyses.benchmarks import cost_at_scale
 from analyses.benchmarks.bench_patching import bridge_of
 from analyses.studies import figures_on_smollm2
-from analyses.tools import benching, study_files
+from analyses.tools import benching, rewrite_page, study_files
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.sites import resolve_sites
@@ -93,11 +93,39 @@ def test_what_is_stored_is_of_one_run_and_nobody_changed_it(path):
     run, name = json.loads(path.read_text("utf-8")), Path(path.stem).stem
     assert not run["settings"]["smoke"]
     pattern = f"{name}*.{{}}"
-    beside = {path.name for end in ("csv", "svg") for path in RESULTS.glob(pattern.format(end))}
-    assert set(run["sha256"]) == {f"{name}.md", *beside}
+    files = {path.name for end in ("csv", "svg") for path in RESULTS.glob(pattern.format(end))}
+    assert set(run["sha256"]) == {f"{name}.md", *files}
     assert run["sha256"] == {name: digest(RESULTS / name) for name in run["sha256"]}
     scripts = {path.stem for path in RESULTS.parent.glob("*/*.py")}
     assert Path(run["script"]).stem in scripts
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attribution_repairs",
+        "circuits_in_growth",
+        "contrast_vs_patching",
+        "growth_modular_addition",
+        "layernorm_gap",
+        "patterns_and_values",
+    ],
+)
+def test_a_page_is_made_from_its_tables(name):
+    assert rewrite_page.page_of(name) == (RESULTS / f"{name}.md").read_text("utf-8")
+
+
+def test_a_page_is_rewritten_and_its_record_knows(tmp_path):
+    name = "layernorm_gap"
+    for path in RESULTS.glob(f"{name}*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    page, record = (tmp_path / f"{name}.{end}" for end in ("md", "run.json"))
+    before = record.read_text("utf-8")
+    page.write_text("# An older text\n", "utf-8")
+    record.write_text(before.replace(digest(RESULTS / page.name), digest(page)), "utf-8")
+    rewrite_page.main(name, tmp_path)
+    assert page.read_text("utf-8") == (RESULTS / page.name).read_text("utf-8")
+    assert record.read_text("utf-8") == before
 
 
 PAGES = list(RESULTS.glob("*.md"))

@@ -304,8 +304,8 @@ def values_of(model, held, name, prompt):
     with torch.no_grad(), model.hooks(fwd_hooks=[keep]):
         model(prompt)
     if head.kind == "neuron":
-        own_value = seen["v"][0, -1, head.index]
-        return torch.stack([own_value, torch.zeros_like(own_value)])
+        self_value = seen["v"][0, -1, head.index]
+        return torch.stack([self_value, torch.zeros_like(self_value)])
     shared = held.kept[held.place(name)].shape[2] // seen["v"].shape[2]
     return seen["v"][0, :, head.index // shared]
 

@@ -121,10 +121,10 @@ def test_descriptions_and_labels_are_of_both_runs(model, why):
     kinds = set()
     for node, name, kind, position in why.graph.heads[["id", "name", "kind", "position"]].values:
         layer, index = (int(number) for number in re.findall(r"\d+", name))
-        where, does, label = int(position), why.does[node], why.labels[node]
+        pos, does, label = int(position), why.does[node], why.labels[node]
         if kind == "attention":
-            z = [cache["z", layer][0, where, index] for cache in runs]
-            patterns = [cache["pattern", layer][0, index, where] for cache in runs]
+            z = [cache["z", layer][0, pos, index] for cache in runs]
+            patterns = [cache["pattern", layer][0, index, pos] for cache in runs]
             keys = [int(pattern.argmax()) for pattern in patterns]
             tokens = [text[key] for text, key in zip(texts, keys, strict=True)]
             shares = [float(pattern.max()) for pattern in patterns]
@@ -138,7 +138,7 @@ def test_descriptions_and_labels_are_of_both_runs(model, why):
         else:
             mlp = model.blocks[layer].mlp
             outputs = [cache[f"blocks.{layer}.mlp.hook_neuron_act"] for cache in runs]
-            z = [float(output[0, where, index, 0]) for output in outputs]
+            z = [float(output[0, pos, index, 0]) for output in outputs]
             differs = abs(z[0] - z[1]) > 0.1 * max(map(abs, z))
             said = f"z {z[0]:.2f}" + f", corrupted {z[1]:.2f}" * differs
             assert said in does.split("; ")

@@ -199,9 +199,7 @@ def test_the_circuit_found_suffices_and_each_of_its_sites_is_needed(method, layo
     assert result.completeness == pytest.approx(share(rest), abs=1e-8)
     left = [[name for name in every if name not in kept], [], every]  # ablated: rest, none, all
     pairs = list(zip(clean.split(1), corrupted.split(1), strict=True))
-    wins = [
-        np.mean([metric_of(model, x, g, "resample", other) > 0 for x, other in pairs]) for g in left
-    ]
+    wins = [np.mean([metric_of(model, x, g, "resample", y) > 0 for x, y in pairs]) for g in left]
     assert [result.accuracy, result.whole_accuracy, result.nothing_accuracy] == wins
 
 

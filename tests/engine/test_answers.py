@@ -366,7 +366,7 @@ def test_one_wrong_answer_among_many(tokenizers):
 def test_an_answer_that_begins_like_the_models_answer(tokenizers):
     """Warn about " Mark" if the model answers " Mary", unless the metric has both answers."""
     tokenizer = tokenizers["words"]
-    given, likely = (tokenizer.convert_tokens_to_ids(f" {name}") for name in ("Mark", "Mary"))
+    answer, likely = (tokenizer.convert_tokens_to_ids(f" {name}") for name in ("Mark", "Mary"))
     logits = torch.zeros(1, POS, len(tokenizer))
     logits[..., likely] = math.log(13)
 
@@ -382,7 +382,7 @@ def test_an_answer_that_begins_like_the_models_answer(tokenizers):
         assert "if you mean ' Mary', give ' Mary'" in message
     for metric in (p.logit_diff(" Mark", " Mary"), p.logit_diff(" John", " Mark")):
         assert messages(metric) == []
-    logits[..., given] = math.log(2)  # 13 / 2 < 10
+    logits[..., answer] = math.log(2)  # 13 / 2 < 10
     assert messages(p.probability(" Mark")) == []
 
 

@@ -45,9 +45,9 @@ def patched(model, positions="each"):
 
 def by_hooks(model, name, pos):
     """Return the metric after one site's patch, from a whole forward pass."""
-    hook_name, where = place(model, name, "z", pos)
-    change = (seen(model, CLEAN, hook_name) - seen(model, CORRUPTED, hook_name))[where]
-    return difference(moved(model, CORRUPTED, hook_name, where, change))
+    hook_name, index = place(model, name, "z", pos)
+    change = (seen(model, CLEAN, hook_name) - seen(model, CORRUPTED, hook_name))[index]
+    return difference(moved(model, CORRUPTED, hook_name, index, change))
 
 
 def require_exact(model):
@@ -125,9 +125,9 @@ def test_last_block_that_mixes_tokens_runs_on_all():
     model = expose_neuron_heads(model).model
     options = {"sites": ["L0N5"], "positions": "all", "progress": False}
     sweep = p.activation_patch(model, CLEAN, CORRUPTED, METRIC, **options)
-    hook_name, where = place(model, "L0N5", "z", slice(None))
-    change = (seen(model, CLEAN, hook_name) - seen(model, CORRUPTED, hook_name))[where]
-    expected = difference(moved(model, CORRUPTED, hook_name, where, change))
+    hook_name, index = place(model, "L0N5", "z", slice(None))
+    change = (seen(model, CLEAN, hook_name) - seen(model, CORRUPTED, hook_name))[index]
+    expected = difference(moved(model, CORRUPTED, hook_name, index, change))
     assert sweep.to_frame()["value"][0] == pytest.approx(expected, abs=1e-12)
 
 

@@ -119,7 +119,7 @@ def test_what_shows_parts_without_a_module_is_transformer_lens_own():
     model = exposed("bert")
     hooks = find_hooks(model)
     assert not hooks.users
-    assert not hooks.own
+    assert not hooks.internal
     assert sorted(hooks.placeholders) == [
         f"blocks.{layer}.mlp.{point}"
         for layer in (0, 1)

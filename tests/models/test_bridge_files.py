@@ -210,18 +210,18 @@ def _hooked(model):
     model.add_hook("blocks.0.hook_resid_pre", lambda x, hook: None, is_permanent=True)
 
 
-def _own_class(model):
-    class Mine(type(model.original_model)):
+def _custom_class(model):
+    class CustomModel(type(model.original_model)):
         pass
 
-    model.original_model.__class__ = Mine
+    model.original_model.__class__ = CustomModel
 
 
 REFUSED = {
     "another activation": (_another_activation, "modules .* would differ|logits that differ"),
     "a module more": (_a_probe, r"probe\.bias is not known"),
     "hooks": (_hooked, "hooks are attached to the model"),
-    "code of its own": (_own_class, "wraps a Mine, which is not a class of transformers"),
+    "code of its own": (_custom_class, "wraps a CustomModel, which is not a class of transformers"),
 }
 
 

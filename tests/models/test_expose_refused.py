@@ -94,14 +94,16 @@ def build(name):
     return bridged(randomise(auto.from_config(KINDS[name][0]()).eval()))
 
 
-THEIRS = {"_fired_hook_out", "_suppress_next_hook_in"}  # set by any forward pass of TransformerLens
+RUN_STATE = {"_fired_hook_out", "_suppress_next_hook_in"}  # TransformerLens sets them in any run
 
 
 def whole(bridge):
     """Return everything that a refusal must leave unchanged."""
     if not hasattr(bridge, "blocks"):
         return type(bridge), list(bridge.hook_dict), set(vars(bridge))
-    modules = {n: (type(m), m.training, set(vars(m)) - THEIRS) for n, m in bridge.named_modules()}
+    modules = {
+        n: (type(m), m.training, set(vars(m)) - RUN_STATE) for n, m in bridge.named_modules()
+    }
     hooks = {n: (type(p), list(p._forward_hooks)) for n, p in bridge.hook_dict.items()}
     return type(bridge), modules, hooks, list(bridge._hook_registry)
 

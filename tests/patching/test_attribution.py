@@ -327,9 +327,9 @@ def test_more_refusals():
         estimate(model, clean, corrupted, METRIC)
 
 
-def own_kl(logits):
+def custom_kl(logits):
     """Return the KL divergence from a float64 model's clean run, as a user may write it."""
-    clean = own_kl.clean[:, -1].log_softmax(-1)
+    clean = custom_kl.clean[:, -1].log_softmax(-1)
     return (clean.exp() * (clean - logits[:, -1].log_softmax(-1))).sum(-1).mean()
 
 
@@ -339,13 +339,13 @@ def test_a_metric_that_is_flat_where_it_is_patched_into(metric, method):
     """Refuse a metric with a zero gradient on the patched run: all its estimates would be zero."""
     model, (clean, corrupted) = model_of("gelu", "in place"), prompts()
     with torch.no_grad():
-        own_kl.clean, corrupted_logits = model(clean), model(corrupted)
-    difference = (own_kl.clean - corrupted_logits)[0, -1]
+        custom_kl.clean, corrupted_logits = model(clean), model(corrupted)
+    difference = (custom_kl.clean - corrupted_logits)[0, -1]
     token = int(difference.argmax())
-    top = float(own_kl.clean[0, -1, token] - difference[token] / 7)  # below the clean logit
+    top = float(custom_kl.clean[0, -1, token] - difference[token] / 7)  # below the clean logit
     metrics = {
         "kl": p.kl(),
-        "own kl": p.custom(own_kl),
+        "own kl": p.custom(custom_kl),
         "clamped": p.custom(lambda logits: logits[0, -1, token].clamp(max=top), name="clamped"),
     }
     how = {"method": method, "progress": False}

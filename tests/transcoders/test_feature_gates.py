@@ -1,9 +1,12 @@
 """Tests of the gates of features, against loops over single numbers."""
 
+import re
+
 import pytest
 import torch
 from drawn_transcoders import ACTIVATIONS, FEATURES, K, active, drawn
 
+from attn_only_lens.errors import InputError
 from attn_only_lens.gates.features import active_features, feature_gate
 
 
@@ -94,3 +97,11 @@ def test_encode_and_decode_follow_the_definition(activation, skip):
     torch.testing.assert_close(
         transcoder.decode(transcoder.encode(x), x if skip else None), y, rtol=1e-12, atol=1e-12
     )
+
+
+def test_encode_refuses_another_width():
+    transcoder = drawn(5, activation="relu")
+    shape = [3, transcoder.d_model + 2]
+    expected = re.escape(f"got x of shape {shape}; expected [..., {transcoder.d_model}]")
+    with pytest.raises(InputError, match=expected):
+        transcoder.encode(torch.zeros(shape, dtype=torch.float64))

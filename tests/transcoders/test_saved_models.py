@@ -70,9 +70,9 @@ def seen(model):
 
 
 @torch.no_grad()
-def same(model, other):
-    assert type(model) is type(other)
-    values, expected = seen(other), seen(model)
+def same(model, other_model):
+    assert type(model) is type(other_model)
+    values, expected = seen(other_model), seen(model)
     assert list(values) == list(expected)
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):
@@ -137,13 +137,13 @@ def test_damage_is_detected(tmp_path):
     with attach(model, layers_of(model)):
         folder = save(model, tmp_path / "saved")
         expected, features = model(tokens()), seen(model)
-    other = transcoders.save(tmp_path / "other", {1: drawn(26, seed=9)})
+    other_folder = transcoders.save(tmp_path / "other", {1: drawn(26, seed=9)})
     kept = (folder / FILE).read_bytes()
-    for where in flips(folder / "transcoders", n=20):
+    for flipped in flips(folder / "transcoders", n=20):
         with pytest.raises(CheckpointError, match="layer_"):
             load(folder)
-        assert where
-    (folder / FILE).write_bytes((other / "layer_1.transcoder.safetensors").read_bytes())
+        assert flipped
+    (folder / FILE).write_bytes((other_folder / "layer_1.transcoder.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match=r"layer_1.* was changed after it was saved"):
         load(folder)
     digest_again(folder / MANIFEST, FILE)
@@ -167,8 +167,8 @@ def test_files_of_another_model_are_refused(tmp_path):
     model = attach(bridge("gpt2"), {1: drawn(26)}).model
     folder = save(model, tmp_path / "saved")
     for layer, width, message in ((5, 26, "got layer 5"), (1, 29, "d_model=29")):
-        other = transcoders.save(tmp_path / f"other{layer}", {layer: drawn(width)})
-        content = (other / f"layer_{layer}.transcoder.safetensors").read_bytes()
+        other_folder = transcoders.save(tmp_path / f"other{layer}", {layer: drawn(width)})
+        content = (other_folder / f"layer_{layer}.transcoder.safetensors").read_bytes()
         (folder / FILE).write_bytes(content)
         digest_again(folder / MANIFEST, FILE)
         with pytest.raises(CheckpointError, match=message):

@@ -323,7 +323,8 @@ def _differences(model: Any, twin: Any) -> list[str]:
         wrong += [f"its {what} {', '.join(names[:5])} would differ"] * bool(names)
     attached, rebuilt = (find_hooks(bridge) for bridge in (model, twin))
     if attached != rebuilt:
-        wrong.append(f"TransformerLens' hooks would be on {rebuilt.placeholders + rebuilt.own}")
+        hooks = rebuilt.placeholders + rebuilt.internal
+        wrong.append(f"TransformerLens' hooks would be on {hooks}")
     tensors, twin_tensors = _named(model), _named(twin)
     wrong += [f"{name} is not known" for name in sorted(tensors.keys() - twin_tensors)]
     wrong += [f"{name} is missing" for name in sorted(twin_tensors.keys() - tensors)]

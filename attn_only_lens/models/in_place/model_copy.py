@@ -30,7 +30,7 @@ def reasons_against_copying(model: Any) -> list[str]:
         expected = "expected a TransformerBridge or a HookedTransformer"
         return exposed_reasons(model) or [f"it is {a_type(model)}; {expected}"]
     reasons = hook_reasons(model)
-    if internal := find_hooks(model).own:
+    if internal := find_hooks(model).internal:
         reasons.append(
             f"TransformerLens has attached hooks ({internal[0]}) whose copies would act on the "
             "original model; expose that model itself: attn_only_lens.expose_neuron_heads(model)"
