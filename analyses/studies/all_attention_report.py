@@ -418,12 +418,12 @@ Trained on Small English, the all-attention model's loss is {above} above that o
 many parameters ({loss} and {mlp} nats); a model with neither of them is {neither} above it.
 {finding}
 
-**Caution.** The models are small (two layers, width 48) and trained for a short time. Twice as many
-steps did not help in [another study](train_attention_only.md), where all-attention layers are even
-further above the MLP. Persistent vectors may need much longer training, another scale of their
-parameters, or more and wider heads. One optimizer, one size and three learning rates were tried,
-and no long texts. Positions are absolute: with rotary or relative positions, memory tokens cannot
-replace persistent vectors.
+**Caution.** The models are small (two layers, width 48) and trained for a short time. With
+four times as many steps, the gap is about half as large in
+[another study](train_attention_only.md). Persistent vectors may need still longer training, another
+scale of their parameters, or more and wider heads. One optimizer, one size and three learning rates
+were tried, and no long texts. Positions are absolute: with rotary or relative positions, memory
+tokens cannot replace persistent vectors.
 """
 
 PAGE = """# All-attention layers: persistent vectors and neurons
