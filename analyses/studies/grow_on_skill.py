@@ -136,7 +136,6 @@ from analyses.tools.study_files import as_stored, keep
 from attn_only_lens import expose_neuron_heads, grow, load
 from attn_only_lens import patching as p
 from attn_only_lens.growth import read_provenance
-from attn_only_lens.heads import HeadName
 from attn_only_lens.storage import write_text
 from attn_only_lens.tasks.words import PEOPLE, THINGS
 
@@ -200,7 +199,7 @@ SMOKE = Study(
         "free": Arm(1e-2, steps=4),
         "not grown": Arm(1e-2, steps=4),
         "frozen, slower": Arm(5e-3, steps=6, frozen=True),
-        "free, faster": Arm(5e-3, steps=4, circuit_seeds=0),
+        "free, faster": Arm(5e-3, steps=4),
     },
     warmup=1,
     decay=1,
@@ -524,20 +523,6 @@ def of_heads(look: Look, task: str, **about: Any) -> pd.DataFrame:
     return pd.DataFrame({**about, "task": task, "head": heads, "effect": shares})
 
 
-def expected_share(look: Look, task: str, new: Collection[str]) -> float:
-    """Return the share that new neurons would have if labels were random within each layer."""
-    neurons = [name for name in look.names if "N" in name]
-    frame = pd.DataFrame(
-        {
-            "layer": [HeadName.parse(name).layer for name in neurons],
-            "size": abs(effects(look, task, neurons)[0]),
-            "new": np.isin(neurons, list(new)),
-        }
-    )
-    by_layer = frame.groupby("layer").agg({"size": "sum", "new": "mean"})
-    return float((by_layer["size"] * by_layer["new"]).sum() / by_layer["size"].sum())
-
-
 @cache
 def before_training(base: Path, prompts: Prompts) -> Look:
     """Return the effects on is/are before training, on two sets of prompts."""
@@ -577,7 +562,6 @@ def circuit_tables(runs: SeedRuns, arm: str) -> Tables:
         costs = pressure_measures.random_costs(model, questions, look, new, runs.study.draws)
         for task in questions:
             found = pressure_measures.new_parts(look, task, new) | costs[task]
-            found["expected_share"] = expected_share(look, task, new)
             row |= {f"{task}_{name}": value for name, value in found.items()}
     heads = [of_heads(look, task, **about) for task in look.parts]
     return {"": pd.DataFrame([row]), "heads": pd.concat(heads)}
