@@ -159,12 +159,14 @@ TINY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Arm:
-    """How a model is trained, and of how many seeds circuits are measured."""
+    """How a model is trained, and what is measured; a run can resume with more seeds."""
 
     rate: float
     steps: int = 80
     frozen: bool = False
-    circuit_seeds: int = field(default=5, repr=False)  # a run can resume with more
+    seeds: int = field(default=5, repr=False)
+    circuit_seeds: int = field(default=5, repr=False)
+    tasks: tuple[str, ...] = field(default=("skill", "agreement"), repr=False)  # of circuits
 
 
 @dataclass(frozen=True)
@@ -177,8 +179,8 @@ class Study:
             "frozen": Arm(4e-3, frozen=True),
             "free": Arm(1e-4),
             "not grown": Arm(1e-4),
-            "frozen, slower": Arm(1e-3, steps=160, frozen=True, circuit_seeds=0),
-            "free, faster": Arm(1e-3, circuit_seeds=0),
+            "frozen, slower": Arm(1e-3, steps=160, frozen=True, circuit_seeds=3, tasks=("skill",)),
+            "free, faster": Arm(1e-3, seeds=3, circuit_seeds=3, tasks=("skill",)),
         }
     )
     warmup: int = 10
@@ -198,8 +200,8 @@ SMOKE = Study(
         "frozen": Arm(1e-2, steps=4, frozen=True),
         "free": Arm(1e-2, steps=4),
         "not grown": Arm(1e-2, steps=4),
-        "frozen, slower": Arm(5e-3, steps=6, frozen=True),
-        "free, faster": Arm(5e-3, steps=4),
+        "frozen, slower": Arm(5e-3, steps=6, frozen=True, tasks=("skill",)),
+        "free, faster": Arm(5e-3, steps=4, seeds=1, tasks=("skill",)),
     },
     warmup=1,
     decay=1,
@@ -549,21 +551,23 @@ def base_tables(runs: SeedRuns) -> Tables:
 
 def circuit_tables(runs: SeedRuns, arm: str) -> Tables:
     """Return the effects of a trained arm's parts, and what new parts cost."""
-    first, before = runs.prompts.held_out[0], before_training(runs.base, runs.prompts)
-    questions = {"skill": runs.prompts.skill(first), "agreement": runs.prompts.agreement(first)}
-    about: dict[str, Any] = {"arm": arm, "seed": runs.seed}
+    prompts, tasks = runs.prompts, runs.study.arms[arm].tasks
+    questions = {task: getattr(prompts, task)(prompts.held_out[0]) for task in tasks}
+    row: dict[str, Any] = {"arm": arm, "seed": runs.seed}
     new: Collection[str] = () if arm == "not grown" else runs.new
     model = load(runs.trained(arm))
     look = looked(model, questions, new)
-    row: dict[str, Any] = about | overlaps(before, look, "agreement")
-    reuse = overlaps(before, look, "agreement", "skill")
-    row |= {f"reuse_{name}": value for name, value in reuse.items()}
+    heads = [of_heads(look, task, **row) for task in look.parts]
+    if "agreement" in tasks:
+        before = before_training(runs.base, prompts)
+        reuse = overlaps(before, look, "agreement", "skill")
+        row |= overlaps(before, look, "agreement")
+        row |= {f"reuse_{name}": value for name, value in reuse.items()}
     if new:
         costs = pressure_measures.random_costs(model, questions, look, new, runs.study.draws)
         for task in questions:
             found = pressure_measures.new_parts(look, task, new) | costs[task]
             row |= {f"{task}_{name}": value for name, value in found.items()}
-    heads = [of_heads(look, task, **about) for task in look.parts]
     return {"": pd.DataFrame([row]), "heads": pd.concat(heads)}
 
 
@@ -595,11 +599,14 @@ def measured(runs: SeedRuns, arm: str, ready: Collection[tuple[str, int]]) -> It
     if arm == "before":
         yield kept(runs.path("before-circuits.json"), base_tables, runs)
         return
+    how = runs.study.arms[arm]
+    if runs.seed >= how.seeds:
+        return
     curve = pd.read_csv(runs.trained(arm) / "curve.csv").assign(arm=arm, seed=runs.seed)
     yield {"curves": curve}
     if arm != "not grown":
         yield kept(runs.path(f"{arm}-removed.json"), removed_table, runs, arm)
-    if runs.seed < runs.study.arms[arm].circuit_seeds:
+    if runs.seed < how.circuit_seeds:
         yield kept(runs.path(f"{arm}-circuits.json"), circuit_tables, runs, arm)
 
 

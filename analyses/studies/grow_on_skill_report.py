@@ -44,8 +44,9 @@ def clear(difference: Seeds) -> bool:
 
 
 def circuit_arms(frames: Frames) -> list[str]:
-    """Return the trained arms whose circuits were measured."""
-    return [arm for arm in frames[""]["arm"].unique() if arm != "before"]
+    """Return the trained arms in which circuits of is/are were measured."""
+    heads = frames["heads"].query("task == 'agreement' and arm != 'before'")
+    return list(heads["arm"].unique())
 
 
 def final(frames: Frames, arm: str, column: str) -> Seeds:
@@ -321,13 +322,15 @@ def shares_table(frames: Frames) -> str:
         "old together": "joint_old",
     }
     rows = []
-    for arm in circuit_arms(frames):
-        for task in ("skill", "agreement") if arm != "not grown" else ():
+    for arm in frames["removed"]["arm"].unique():  # grown
+        for task in ("skill", "agreement"):
+            parity = of_arm(frames, arm, f"{task}_parity").dropna()
             cells = [said(of_arm(frames, arm, f"{task}_{c}"), 3) for c in columns.values()]
-            cells[1] = f"{of_arm(frames, arm, f'{task}_parity').mean():.3f}"
+            cells[1], n_seeds = f"{parity.mean():.3f}", len(parity)
+            if not n_seeds:
+                continue
             if (of_arm(frames, arm, f"{task}_right") <= CHANCE).all():  # no fall to compare with
                 cells[2:] = ["–"] * len(cells[2:])
-            n_seeds = len(of_arm(frames, arm, f"{task}_parity"))
             rows.append([arm, "is/are" if task == "agreement" else task, n_seeds, *cells])
     return markdown(["arm", "task", "seeds", *columns], rows)
 
@@ -448,7 +451,7 @@ def in_short(frames: Frames, about: Mapping[str, Any]) -> str:
         "same_chance": said(same_by_chance(frames, "frozen", "free")),
         "skill_heads": " and ".join([", ".join(of_skill[:-1]), of_skill[-1]]),
         "skill_shares": by_arm(
-            {arm: head_shares(frames, arm, "skill").abs().loc[of_skill].sum() for arm in measured}
+            {arm: head_shares(frames, arm, "skill").abs().loc[of_skill].sum() for arm in how}
         ),
         "strongest": strongest,
         "strongest_before": first[strongest],
