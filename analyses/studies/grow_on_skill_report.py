@@ -133,137 +133,69 @@ def most_moved(frames: Frames, arm: str) -> list[str]:
     return list(sizes.nlargest(N_HEADS).index)
 
 
-def verdicts(frames: Frames, about: Mapping[str, Any]) -> list[tuple[str, bool, str]]:
-    """Return each prediction of `grow_on_skill.py`: a claim, whether it held, figures."""
-    first = list(first_verdicts(frames, about["study"]["arms"]["frozen"]["steps"] // 2))
-    failed = {number for number, (_, held, _) in enumerate(first, 1) if not held}
-    rest = "predictions 3, 6 and 7 fail with five seeds, as with two; the other seven hold."
+def verdicts(frames: Frames, about: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
+    """Yield each prediction of `grow_on_skill.py`: a claim, whether it held, figures."""
+    first = list(first_checks(frames, about["study"]["arms"]["frozen"]["steps"] // 2))
+    failed = {number for number, (held, _) in enumerate(first, 1) if not held}
     which = ", ".join(map(str, sorted(failed))) or "none"
-    return [*first, (rest, failed == FAILED, f"failed: {which}"), *later_verdicts(frames)]
+    checks = [*first, (failed == FAILED, f"failed: {which}"), *later_checks(frames)]
+    for number, (claim, (held, found)) in enumerate(zip(CLAIMS, checks, strict=True), 1):
+        yield f"({number}) {claim}.", held, found
 
 
-def first_verdicts(frames: Frames, middle: int) -> Iterator[tuple[str, bool, str]]:
-    """Yield the ten predictions about the first three arms; `middle` is a step."""
-    right, rises, heads, leaks = (
-        {arm: found(frames, arm, column) for arm in FIRST}
-        for found, column in (
-            (final, "skill_right"),
-            (rise, "text_loss"),
-            (kept, "heads"),
-            (final, "leak"),
-        )
-    )
-    yield (
-        "every arm is right for 90 % or more at the end.",
-        min(x.mean() for x in right.values()) >= RIGHT,
-        by_arm(right),
-    )
+def first_checks(frames: Frames, middle: int) -> Iterator[tuple[bool, str]]:
+    """Yield whether each of the first ten claims held, and figures; `middle` is a step."""
+    right = {arm: final(frames, arm, "skill_right") for arm in FIRST}
+    yield min(x.mean() for x in right.values()) >= RIGHT, by_arm(right)
     half = {arm: at_step(frames, arm, "skill_loss", middle) for arm in ("frozen", "free")}
-    yield (
-        f"frozen learns more slowly: its loss is higher after {middle} steps.",
-        half["frozen"].mean() > half["free"].mean(),
-        by_arm(half),
-    )
-    yield (
-        "freezing halves forgetting (the rise of the loss on texts).",
-        rises["frozen"].mean() < rises["free"].mean() / 2,
-        by_arm(rises, 3),
-    )
+    yield half["frozen"].mean() > half["free"].mean(), by_arm(half)
+    rises = {arm: rise(frames, arm) for arm in FIRST}
+    yield rises["frozen"].mean() < rises["free"].mean() / 2, by_arm(rises)
     ratio = rises["free"].mean() / rises["not grown"].mean()
-    yield (
-        "free forgets like not grown, within 25 %.",
-        abs(ratio - 1) <= 0.25,
-        f"a ratio of {ratio:.2f}",
-    )
+    yield abs(ratio - 1) <= 0.25, f"a ratio of {ratio:.2f}"
     removed = without(frames, "free", "removed", "skill_right")
     share, parity, *_ = of_new(frames, "free")
-    yield (
-        "free without its new neurons is right for 90 % or more; their share is below parity.",
-        removed.mean() >= RIGHT and share.mean() < parity.mean(),
-        f"right {said(removed)}; share {said(share, 3)}, parity {parity.mean():.3f}",
-    )
+    found = f"right {said(removed)}; share {said(share, 5)}, parity {parity.mean():.3f}"
+    yield removed.mean() >= RIGHT and share.mean() < parity.mean(), found
     share, parity, joint, null = of_new(frames, "frozen")
-    yield (
-        "frozen: the share of new neurons is three times parity; they cost more than directions.",
-        share.mean() >= 3 * parity.mean() and joint.mean() > null.mean(),
-        f"share {said(share, 3)}, parity {parity.mean():.3f}; cost {said(joint)}, "
-        f"directions {said(null)}",
-    )
-    yield (
-        "frozen keeps its heads' effects (.9 of the ceiling or more), free keeps less.",
-        heads["frozen"].mean() >= 0.9 > heads["free"].mean(),
-        by_arm(heads),
-    )
+    found = f"share {said(share, 3)}; cost {said(joint)}, directions {said(null)}"
+    yield share.mean() >= 3 * parity.mean() and joint.mean() > null.mean(), found
+    heads = {arm: kept(frames, arm, "heads") for arm in FIRST}
+    yield heads["frozen"].mean() >= 0.9 > heads["free"].mean(), by_arm(heads)
     gap = heads["free"] - heads["not grown"]
-    yield (
-        "free keeps as much as not grown, within .1.",
-        abs(gap.mean()) <= CLOSE,
-        f"a difference of {said(gap)}",
-    )
+    yield abs(gap.mean()) <= CLOSE, f"a difference of {said(gap)}"
     common = set(most_moved(frames, "free")) & set(most_moved(frames, "not grown"))
-    yield (
-        "at least 5 of the 10 heads that moved most are the same in free and not grown.",
-        len(common) >= 5,
-        f"{len(common)}",
-    )
-    yield (
-        'all arms leak: "yes" or "no" has a probability above .5 without the marker.',
-        min(x.mean() for x in leaks.values()) > 0.5,
-        by_arm(leaks),
-    )
+    yield len(common) >= 5, f"{len(common)} of {N_HEADS}"
+    leaks = {arm: final(frames, arm, "leak") for arm in FIRST}
+    yield min(x.mean() for x in leaks.values()) > 0.5, by_arm(leaks, 3)
 
 
-def later_verdicts(frames: Frames) -> Iterator[tuple[str, bool, str]]:
-    """Yield the predictions that were added for five seeds and two more arms."""
+def later_checks(frames: Frames) -> Iterator[tuple[bool, str]]:
+    """Yield whether each of the last ten claims held, and figures."""
     gap = rise(frames, "frozen") - rise(frames, "free")
-    yield "frozen forgets more than free, clearly.", clear(gap), f"a difference of {said(gap)} nats"
+    yield clear(gap), f"a difference of {said(gap)} nats"
     _, _, joint, null = of_new(frames, "frozen")
-    joint = joint - null
     same = same_heads(frames, "frozen", "free") - same_by_chance(frames, "frozen", "free")
-    yield (
-        "frozen: new neurons cost more than directions; the skill has heads in common with free. "
-        "Both clearly.",
-        clear(joint) and clear(same),
-        f"differences of {said(joint)} (cost) and {said(same)} (overlap)",
-    )
+    found = f"differences of {said(joint - null)} (cost) and {said(same)} (overlap)"
+    yield clear(joint - null) and clear(same), found
     gap = kept(frames, "frozen", "heads") - kept_by_chance(frames, "frozen", "heads")
-    yield (
-        "frozen: the overlap of heads' effects on is/are is not clearly above chance.",
-        not clear(gap),
-        f"a difference of {said(gap)}",
-    )
+    yield not clear(gap), f"a difference of {said(gap)}"
     right = final(frames, "frozen, slower", "skill_right")
-    yield "frozen, slower is right for 90 % or more at the end.", right.mean() >= RIGHT, said(right)
+    yield right.mean() >= RIGHT, said(right)
     then = {arm: learned_at(frames, arm)["rise"] for arm in ("frozen", "free", *LAST)}
-    yield (
-        "the rate matters: at 90 % right, frozen, slower has forgotten less than half of frozen.",
-        then["frozen, slower"].mean() < then["frozen"].mean() / 2,
-        by_arm(then),
-    )
-    for claim, more, less in (
-        ("frozen, slower has then forgotten more than free, clearly.", "frozen, slower", "free"),
-        ("and less than free, faster, clearly.", "free, faster", "frozen, slower"),
-    ):
-        gap = forgot_more(frames, more, less)
-        yield claim, clear(gap), f"a difference of {said(gap)} nats"
+    yield then["frozen, slower"].mean() < then["frozen"].mean() / 2, by_arm(then)
+    for more, less in (("frozen, slower", "free"), ("free, faster", "frozen, slower")):
+        gap = then[more] - then[less]
+        yield clear(gap), f"a difference of {said(gap)} nats"
     leak, is_are = (final(frames, "frozen, slower", x) for x in ("leak", "agreement_two_way"))
-    yield (
-        "frozen, slower leaks (above .5), and is right on is/are in less than 75 %.",
-        leak.mean() > 0.5 and is_are.mean() < 0.75,
-        f"leak {said(leak, 3)}, is/are {said(is_are)}",
-    )
+    found = f"leak {said(leak, 3)}, is/are {said(is_are)}"
+    yield leak.mean() > 0.5 and is_are.mean() < 0.75, found
     share, parity, joint, null = of_new(frames, "frozen, slower")
-    yield (
-        "frozen, slower: new neurons cost more than .5 and than directions; share below parity.",
-        joint.mean() > max(0.5, null.mean()) and share.mean() < parity.mean(),
-        f"cost {said(joint)}, directions {said(null)}; share {said(share, 3)}",
-    )
+    found = f"cost {said(joint)}, directions {said(null)}; share {said(share, 3)}"
+    yield joint.mean() > max(0.5, null.mean()) and share.mean() < parity.mean(), found
     faster, free = (of_new(frames, arm)[0] for arm in ("free, faster", "free"))
-    yield (
-        "free, faster: the share of new neurons is ten times as large as in free, below parity.",
-        10 * free.mean() <= faster.mean() < parity.mean(),
-        f"{said(faster, 4)} and {said(free, 5)}",
-    )
+    found = f"{said(faster, 4)} and {said(free, 5)}"
+    yield 10 * free.mean() <= faster.mean() < parity.mean(), found
 
 
 def by_arm(values: Mapping[str, Seeds], digits: int = 2) -> str:
@@ -271,7 +203,7 @@ def by_arm(values: Mapping[str, Seeds], digits: int = 2) -> str:
     return "; ".join(f"{arm} {said(x, digits)}" for arm, x in values.items())
 
 
-def learning_table(frames: Frames, arms: list[str]) -> str:
+def learning_table(frames: Frames, about: Mapping[str, Any]) -> str:
     """Return a row for each arm at the end, and a row for the model before training."""
     columns = {
         "skill, right": "skill_right",
@@ -283,7 +215,7 @@ def learning_table(frames: Frames, arms: list[str]) -> str:
     }
     before = [at_step(frames, "not grown", c, 0) for c in columns.values()]
     rows = [["before", *(f"{x.mean():.3g}" for x in before), ""]]
-    for arm in arms:
+    for arm in about["study"]["arms"]:
         ends = [said(final(frames, arm, column)) for column in columns.values()]
         rows.append([arm, *ends, said(rise(frames, arm))])
     return markdown(["arm", *columns, "rise on texts"], rows)
@@ -291,14 +223,19 @@ def learning_table(frames: Frames, arms: list[str]) -> str:
 
 def learned_table(frames: Frames, about: Mapping[str, Any]) -> str:
     """Return what each arm has forgotten at the first check with 90 % right answers."""
+    columns = {
+        "skill, right": "skill_right",
+        "is/are: right of the two": "agreement_two_way",
+        "leak": "leak",
+        "rise on texts": "rise",
+    }
     rows = []
     for arm, how in about["study"]["arms"].items():
         first = learned_at(frames, arm)
-        cells = [said(first[x]) for x in ("skill_right", "rise", "agreement_two_way", "leak")]
         reached = f"{first['reached'].sum()} of {len(first)}"
-        rows.append([arm, f"{how['rate']:g}", reached, said(first["step"], 0), *cells])
-    header = ["rate", "seeds that reach 90 %", "step", "skill, right", "rise on texts"]
-    return markdown(["arm", *header, "is/are: right of the two", "leak"], rows)
+        cells = [said(first["step"], 0), *(said(first[column]) for column in columns.values())]
+        rows.append([arm, f"{how['rate']:g}", reached, *cells])
+    return markdown(["arm", "rate", "seeds with 90 %", "step", *columns], rows)
 
 
 def differences_table(frames: Frames) -> str:
@@ -368,20 +305,6 @@ def overlaps_table(frames: Frames, arms: list[str]) -> str:
     return markdown(["parts", "arm", *header], rows)
 
 
-def heads_table(frames: Frames, arms: list[str]) -> str:
-    """Return the heads whose effect on is/are moved most, and their effects."""
-    columns = {"before": ("before", "agreement"), "before, other prompts": ("before", "other")}
-    columns |= {arm: (arm, "agreement") for arm in arms}
-    columns |= {f"skill, {arm}": (arm, "skill") for arm in arms}
-    shares = {name: head_shares(frames, *column) for name, column in columns.items()}
-    moved = pd.concat([moves(frames, arm).mean(axis=1).abs() for arm in arms], axis=1).max(axis=1)
-    rows = [
-        [head, *(f"{share.loc[head].mean():.2f}" for share in shares.values())]
-        for head in moved.nlargest(N_HEADS).index
-    ]
-    return markdown(["head", *shares], rows)
-
-
 def figure(frames: Frames) -> Figure:
     """Draw learning and forgetting by step, and forgetting when the skill is learned."""
     picture = Figure(figsize=(11, 3.4), layout="constrained")
@@ -425,46 +348,42 @@ def same_by_chance(frames: Frames, first: str, second: str) -> Seeds:
 def in_short(frames: Frames, about: Mapping[str, Any]) -> str:
     """Return question, answer and caution."""
     how, measured = about["study"]["arms"], circuit_arms(frames)
-    first = head_shares(frames, "before", "agreement").mean(axis=1)
-    strongest = first.abs().idxmax()
-    of_skill = list(head_shares(frames, "free", "skill").mean(axis=1).abs().nlargest(3).index)
-    then = {arm: learned_at(frames, arm) for arm in how}
+    ends = {
+        column: {arm: final(frames, arm, column) for arm in how}
+        for column in ("skill_right", "leak", "agreement_two_way")
+    }
+    before = head_shares(frames, "before", "agreement").mean(axis=1)
+    strongest = before.abs().idxmax()
     numbers = {
         "neurons": about["study"]["neurons"],
-        "rights": by_arm({arm: final(frames, arm, "skill_right") for arm in how}),
-        "start": at_step(frames, "not grown", "text_loss", 0).mean(),
-        "rises": by_arm({arm: rise(frames, arm) for arm in how}, 1),
-        "thens": by_arm({arm: then[arm]["rise"] for arm in how}, 1),
-        "share_free": said(of_arm(frames, "free", "skill_new_share"), 5),
-        "share_frozen": said(of_arm(frames, "frozen", "skill_new_share"), 3),
-        "share_slower": said(of_arm(frames, "frozen, slower", "skill_new_share"), 3),
-        "share_faster": said(of_arm(frames, "free, faster", "skill_new_share"), 4),
-        "parity": of_arm(frames, "free", "skill_parity").mean(),
-        "joint": said(of_arm(frames, "frozen", "skill_joint")),
-        "null": said(of_arm(frames, "frozen", "skill_directions")),
-        "removed": 100 * without(frames, "free", "removed", "skill_right").mean(),
-        "only_new": 100 * without(frames, "free", "only new", "skill_right").mean(),
-        "leaks": by_arm({arm: final(frames, arm, "leak") for arm in how}),
-        "heads": by_arm({arm: kept(frames, arm, "heads") for arm in measured}),
-        "chance": by_arm({arm: kept_by_chance(frames, arm, "heads") for arm in measured}),
-        "same": said(same_heads(frames, "frozen", "free")),
-        "same_chance": said(same_by_chance(frames, "frozen", "free")),
-        "skill_heads": " and ".join([", ".join(of_skill[:-1]), of_skill[-1]]),
-        "skill_shares": by_arm(
-            {arm: head_shares(frames, arm, "skill").abs().loc[of_skill].sum() for arm in how}
-        ),
-        "strongest": strongest,
-        "strongest_before": first[strongest],
-        "strongest_now": by_arm(
-            {arm: head_shares(frames, arm, "agreement").loc[strongest] for arm in measured}
-        ),
-        "is_are": by_arm({arm: final(frames, arm, "agreement_two_way") for arm in how}),
+        "rights": by_arm(ends["skill_right"]),
+        "least_leak": min(x.mean() for x in ends["leak"].values()),
+        "is_are": by_arm(ends["agreement_two_way"]),
         "is_are_before": at_step(frames, "not grown", "agreement_two_way", 0).mean(),
+        "start": at_step(frames, "not grown", "text_loss", 0).mean(),
+        "rises": by_arm({arm: learned_at(frames, arm)["rise"] for arm in how}, 1),
         "rate_frozen": said(forgot_more(frames, "frozen", "frozen, slower"), 1),
         "rate_free": said(forgot_more(frames, "free, faster", "free"), 1),
         "freezing": said(forgot_more(frames, "free, faster", "frozen, slower"), 1),
         "slower_than_free": said(forgot_more(frames, "frozen, slower", "free"), 1),
+        "removed": 100 * without(frames, "free", "removed", "skill_right").mean(),
+        "only_new": 100 * without(frames, "free", "only new", "skill_right").mean(),
+        "heads": by_arm({arm: kept(frames, arm, "heads") for arm in measured}),
+        "chance": by_arm({arm: kept_by_chance(frames, arm, "heads") for arm in measured}),
+        "strongest": strongest,
+        "strongest_before": before[strongest],
+        "strongest_now": by_arm(
+            {arm: head_shares(frames, arm, "agreement").loc[strongest] for arm in measured}
+        ),
+        "same": said(same_heads(frames, "frozen", "free")),
+        "same_chance": said(same_by_chance(frames, "frozen", "free")),
     }
+    for arm in ("frozen", "free", *LAST):
+        name = arm.split()[-1]
+        share, parity, joint, null = of_new(frames, arm)
+        digits = 5 if arm == "free" else 3
+        numbers |= {f"share_{name}": said(share, digits), "parity": parity.mean()}
+        numbers |= {f"joint_{name}": said(joint), f"null_{name}": said(null)}
     return wrapped(IN_SHORT.format(**numbers))
 
 
@@ -495,7 +414,6 @@ def page_of(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
         difference=before["largest_difference"].max(),
         logit=before["largest_logit"].max(),
         flag=flag,
-        n_heads=N_HEADS,
         cpu_seconds=about["cpu_seconds"] + about["earlier"].get("cpu_seconds", 0),
         training=training.sum(),
         cheapest=min(steps.values()),
@@ -503,23 +421,82 @@ def page_of(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
         settings=", ".join(
             f"{x['rate']:g} for {x['steps']} steps ({arm})" for arm, x in how.items()
         ),
-        predictions=predictions(iter(verdicts(frames, about))),
-        learning=learning_table(frames, list(how)),
+        predictions=predictions(verdicts(frames, about)),
+        learning=learning_table(frames, about),
         learned=learned_table(frames, about),
         differences=differences_table(frames),
         shares=shares_table(frames),
         removed=removed_table(frames),
         overlaps=overlaps_table(frames, measured),
-        heads=heads_table(frames, measured),
     )
 
+
+CLAIMS = (
+    "every arm is right for 90 % or more at the end",
+    "frozen learns more slowly: its loss is higher after half of the steps",
+    "freezing halves forgetting (the rise of the loss on texts)",
+    "free forgets like not grown, within 25 %",
+    "free without its new neurons is right for 90 % or more; their share is below parity",
+    "frozen: the share of new neurons is three times parity; they cost more than directions",
+    "frozen keeps its heads' effects (.9 of the ceiling or more), free keeps less",
+    "free keeps as much as not grown, within .1",
+    "at least 5 of the 10 heads that moved most are the same in free and not grown",
+    'all arms leak: "yes" or "no" has a probability above .5 without the marker',
+    "3, 6 and 7 fail with five seeds, as with two; the other seven of 1 to 10 hold",
+    "frozen forgets more than free, clearly",
+    "frozen: new neurons cost more than directions, and heads are shared with free; both clearly",
+    "frozen: the overlap of heads' effects on is/are is not clearly above chance",
+    '"frozen, slower" is right for 90 % or more at the end',
+    'at 90 % right, "frozen, slower" has forgotten less than half of what frozen has',
+    "it has then forgotten more than free, clearly",
+    'and less than "free, faster", clearly',
+    '"frozen, slower" leaks (above .5), and is right on is/are in less than 75 %',
+    '"frozen, slower": new neurons cost more than .5 and than directions; share below parity',
+    '"free, faster": the share of new neurons is ten times that of free, and below parity',
+)
 
 IN_SHORT = """**Question.** SmolLM2 gets {neurons} new neurons in each layer, and learns one narrow
 skill. Do new neurons hold the skill? Does it help to freeze the old parts? Which old circuits move?
 
-**Answer.** {rights} {start} {rises} {thens} {share_free} {share_frozen} {share_slower} {share_faster} {parity} {joint}
-{null} {removed} {only_new} {leaks} {heads} {chance} {same} {same_chance} {skill_heads} {skill_shares} {strongest}
-{strongest_before} {strongest_now} {is_are} {is_are_before} {rate_frozen} {rate_free} {freezing} {slower_than_free}"""
+**Answer.** At the end, this part of the answers on unseen nouns is right: {rights}.
+
+If the old parts are free, new neurons do almost nothing: their output weights start at zero and
+move slowly. The model learns and forgets as it does without growth. The model without its new
+neurons is still right in {removed:.0f} %; with only new neurons trained, it is right in
+{only_new:.0f} %. New neurons have a share of {share_free} of the effects of neurons on the skill;
+random labels would give {parity:.3f}. At ten times the rate ("free, faster"), their share is
+{share_faster}.
+
+If the old parts are frozen, the skill depends on new neurons. To patch them together costs
+{joint_frozen} of the difference of logits that all parts make (random directions: {null_frozen}),
+although their share of single effects, {share_frozen}, stays below parity. At a quarter of the rate
+("frozen, slower"), they cost {joint_slower} (random directions: {null_slower}), and have a share of
+{share_slower}.
+
+Is it the rate, or freezing, that makes the model forget? RATE. The loss on held-out texts (before:
+{start:.2f} nats) has risen by these amounts at the first check with 90 % right answers: {rises}. A
+lower rate saves {rate_frozen} nats with old parts frozen, and {rate_free} nats with old parts free.
+At one rate, freezing saves {freezing} nats. But "frozen, slower" still forgets {slower_than_free}
+nats more than "free". In frozen arms, the old model comes back exactly if the new neurons are
+removed.
+
+All arms also say "yes" or "no" if "Match:" is missing: these words then have a probability of
+{least_leak:.2f} or more. The old skill, is or are, falls from {is_are_before:.2f} (right of the two
+words; chance: .50) to: {is_are}.
+
+The circuit of the old skill moves in all arms where we measured it. The overlap of heads' effects
+before and after, divided by the ceiling, is: {heads}. Random matching gives: {chance}. The head
+that mattered most for is/are, {strongest}, had {strongest_before:.2f} of all heads' effects, and
+has after training: {strongest_now}. In "frozen", its weights are the same as before; only the new
+neurons have changed. But this arm answers is/are at chance, so effects on is/are mean little there.
+
+In "frozen" and "free", the skill partly uses the same old heads: the overlap of heads' effects on
+the skill is {same}, and random matching gives {same_chance}.
+
+**Caution.** One model, one skill, one size of growth; the last two arms have fewer seeds. In
+"free", new neurons could hardly take part, because their output weights start at zero and the rate
+is low. No arm sees texts, or prompts without "Match:", in training; with them, all arms may keep
+more."""
 
 PAGE = """# What moves when SmolLM2 grows and learns a skill?
 
@@ -605,12 +582,6 @@ by the ceiling. The last two columns compare the effects on the skill after trai
 effects on is/are before training. Chance matches each part with a random one of its layer.
 
 {overlaps}
-
-The {n_heads} heads whose effect on is/are moved most in any arm. Figures are means over seeds of
-the head's effect, as a part of the sum of |effects| of all heads. Where is/are is answered at
-chance, the signs of these effects mean little.
-
-{heads}
 
 ## What limits this
 
