@@ -19,6 +19,7 @@ Seeds: TypeAlias = "pd.Series[float]"  # a figure of each seed
 FIRST = ("frozen", "free", "not grown")  # the arms of predictions 1 to 10
 LAST = ("frozen, slower", "free, faster")  # both have one rate
 FAILED = {3, 6, 7}  # predictions that failed with two seeds
+NOTHING = study_files.said(pd.Series(dtype=float))  # said of a figure that was not measured
 RIGHT = 0.9  # of the answers: learned
 CHANCE = 0.5  # of the answers, where two are possible
 CLOSE = 0.1
@@ -134,13 +135,14 @@ def most_moved(frames: Frames, arm: str) -> list[str]:
 
 
 def verdicts(frames: Frames, about: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
-    """Yield each prediction of `grow_on_skill.py`: a claim, whether it held, figures."""
+    """Yield each tested prediction of `grow_on_skill.py`: a claim, whether it held, figures."""
     first = list(first_checks(frames, about["study"]["arms"]["frozen"]["steps"] // 2))
     failed = {number for number, (held, _) in enumerate(first, 1) if not held}
     which = ", ".join(map(str, sorted(failed))) or "none"
     checks = [*first, (failed == FAILED, f"failed: {which}"), *later_checks(frames)]
     for number, (claim, (held, found)) in enumerate(zip(CLAIMS, checks, strict=True), 1):
-        yield f"({number}) {claim}.", held, found
+        if NOTHING not in found:
+            yield f"({number}) {claim}.", held, found
 
 
 def first_checks(frames: Frames, middle: int) -> Iterator[tuple[bool, str]]:
@@ -353,7 +355,7 @@ def in_short(frames: Frames, about: Mapping[str, Any]) -> str:
         for column in ("skill_right", "leak", "agreement_two_way")
     }
     before = head_shares(frames, "before", "agreement").mean(axis=1)
-    strongest = before.abs().idxmax()
+    strongest = str(before.abs().idxmax())
     numbers = {
         "neurons": about["study"]["neurons"],
         "rights": by_arm(ends["skill_right"]),
@@ -379,11 +381,18 @@ def in_short(frames: Frames, about: Mapping[str, Any]) -> str:
         "same_chance": said(same_by_chance(frames, "frozen", "free")),
     }
     for arm in ("frozen", "free", *LAST):
-        name = arm.split()[-1]
-        share, parity, joint, null = of_new(frames, arm)
-        digits = 5 if arm == "free" else 3
-        numbers |= {f"share_{name}": said(share, digits), "parity": parity.mean()}
-        numbers |= {f"joint_{name}": said(joint), f"null_{name}": said(null)}
+        share, parity, joint, null = (values.dropna() for values in of_new(frames, arm))
+        found = {
+            "share": said(share, 5 if arm == "free" else 3),
+            "joint": said(joint),
+            "null": said(null),
+        }
+        if arm in LAST:
+            last = OF_LAST.format(arm=arm, n=len(share), **found) if len(share) else ""
+            numbers[arm.split()[-1]] = last
+        else:
+            numbers |= {f"{name}_{arm}": text for name, text in found.items()}
+            numbers["parity"] = parity.mean()
     return wrapped(IN_SHORT.format(**numbers))
 
 
@@ -464,14 +473,11 @@ If the old parts are free, new neurons do almost nothing: their output weights s
 move slowly. The model learns and forgets as it does without growth. The model without its new
 neurons is still right in {removed:.0f} %; with only new neurons trained, it is right in
 {only_new:.0f} %. New neurons have a share of {share_free} of the effects of neurons on the skill;
-random labels would give {parity:.3f}. At ten times the rate ("free, faster"), their share is
-{share_faster}.
+random labels would give {parity:.3f}.{faster}
 
 If the old parts are frozen, the skill depends on new neurons. To patch them together costs
 {joint_frozen} of the difference of logits that all parts make (random directions: {null_frozen}),
-although their share of single effects, {share_frozen}, stays below parity. At a quarter of the rate
-("frozen, slower"), they cost {joint_slower} (random directions: {null_slower}), and have a share of
-{share_slower}.
+although their share of single effects, {share_frozen}, stays below parity.{slower}
 
 Is it the rate, or freezing, that makes the model forget? RATE. The loss on held-out texts (before:
 {start:.2f} nats) has risen by these amounts at the first check with 90 % right answers: {rises}. A
@@ -497,6 +503,9 @@ the skill is {same}, and random matching gives {same_chance}.
 "free", new neurons could hardly take part, because their output weights start at zero and the rate
 is low. No arm sees texts, or prompts without "Match:", in training; with them, all arms may keep
 more."""
+
+OF_LAST = """ In "{arm}", they cost {joint} (random directions: {null}), and have a share of {share}
+(the mean of {n} seeds)."""
 
 PAGE = """# What moves when SmolLM2 grows and learns a skill?
 
@@ -524,7 +533,8 @@ The tables are `grow_on_skill.csv` (circuits), `grow_on_skill_curves.csv`,
 
 They were written before the runs, and stand in full in the script: the first ten before any run,
 the others before seeds 2 to 4 and before the last two arms. They are about means over seeds, except
-for "clearly": then Student's 95 % interval of the difference excludes zero.
+for "clearly": then Student's 95 % interval of the difference excludes zero. Predictions without an
+entry need circuits that were not measured.
 
 {predictions}
 
