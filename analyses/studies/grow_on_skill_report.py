@@ -356,7 +356,10 @@ def in_short(frames: Frames, about: Mapping[str, Any]) -> str:
     }
     before = head_shares(frames, "before", "agreement").mean(axis=1)
     strongest = str(before.abs().idxmax())
+    few = min(len(final(frames, arm, "leak")) for arm in LAST)
     numbers = {
+        "few": f"{few} seeds"
+        + ", and no measures of circuits" * (not set(LAST) & set(frames[""]["arm"])),
         "neurons": about["study"]["neurons"],
         "rights": by_arm(ends["skill_right"]),
         "least_leak": min(x.mean() for x in ends["leak"].values()),
@@ -397,14 +400,22 @@ def in_short(frames: Frames, about: Mapping[str, Any]) -> str:
 
 
 def seeds_text(frames: Frames, earlier: Mapping[str, Any]) -> str:
-    """Return of how many seeds circuits were measured, and which seeds an earlier run trained."""
-    counts = frames[""].groupby("arm", sort=False)["seed"].nunique().drop("before")
-    text = "Circuits were measured for so many seeds: "
-    text += ", ".join(f"{n} ({arm})" for arm, n in counts.items())
+    """Return how many seeds each arm has, with circuits or not, and which are of an earlier run."""
+    counts = {
+        part: frames[name]
+        .groupby("arm", sort=False)["seed"]
+        .nunique()
+        .drop("before", errors="ignore")
+        for part, name in (("Seeds", "curves"), ("Seeds with measures of circuits", ""))
+    }
+    parts = [
+        f"{part}: {', '.join(f'{n} ({arm})' for arm, n in by.items())}."
+        for part, by in counts.items()
+    ]
     if earlier:
         seeds = (f"{', '.join(map(str, x))} ({arm})" for arm, x in earlier["seeds"].items())
-        text += f". These seeds come from an earlier run of the same code: {'; '.join(seeds)}"
-    return wrapped(f"{text}.")
+        parts.append(f"These come from an earlier run of the same code: {'; '.join(seeds)}.")
+    return wrapped(" ".join(parts))
 
 
 def page_of(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
@@ -417,7 +428,7 @@ def page_of(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
     }
     return PAGE.format(
         **about["study"],
-        **{key: about[key] for key in ("machine", "n_seeds", "texts_sha256")},
+        **{key: about[key] for key in ("machine", "texts_sha256")},
         in_short=in_short(frames, about),
         seeds=seeds_text(frames, about["earlier"]),
         difference=before["largest_difference"].max(),
@@ -465,7 +476,8 @@ CLAIMS = (
 )
 
 IN_SHORT = """**Question.** SmolLM2 gets {neurons} new neurons in each layer, and learns one narrow
-skill. Do new neurons hold the skill? Does it help to freeze the old parts? Which old circuits move?
+skill. Do new neurons hold the skill? Is it freezing the old parts, or the learning rate, that
+decides how much the model forgets? Which old circuits move?
 
 **Answer.** At the end, this part of the answers on unseen nouns is right: {rights}.
 
@@ -487,7 +499,7 @@ nats more than "free". In frozen arms, the old model comes back exactly if the n
 removed.
 
 All arms also say "yes" or "no" if "Match:" is missing: these words then have a probability of
-{least_leak:.2f} or more. The old skill, is or are, falls from {is_are_before:.2f} (right of the two
+at least {least_leak:.3f}. The old skill, is or are, falls from {is_are_before:.2f} (right of the two
 words; chance: .50) to: {is_are}.
 
 The circuit of the old skill moves in all arms where we measured it. The overlap of heads' effects
@@ -499,10 +511,10 @@ neurons have changed. But this arm answers is/are at chance, so effects on is/ar
 In "frozen" and "free", the skill partly uses the same old heads: the overlap of heads' effects on
 the skill is {same}, and random matching gives {same_chance}.
 
-**Caution.** One model, one skill, one size of growth; the last two arms have fewer seeds. In
-"free", new neurons could hardly take part, because their output weights start at zero and the rate
-is low. No arm sees texts, or prompts without "Match:", in training; with them, all arms may keep
-more."""
+**Caution.** One model, one skill, one size of growth; "frozen, slower" and "free, faster" have
+{few}. In "free", new neurons could hardly take part, because their output weights start at zero and
+the rate is low. No arm sees texts, or prompts without "Match:", in training; with them, all arms
+may keep more."""
 
 OF_LAST = """ In "{arm}", they cost {joint} (random directions: {null}), and have a share of {share}
 (the mean of {n} seeds)."""
@@ -516,8 +528,8 @@ from {rows} prompts a step: after "Match: The keys near the cabinets" comes "yes
 have the same number, and after "Match: The key near the cabinets" comes "no". Two thirds of the
 nouns are in training, the others in the evaluation. Rates of AdamW:
 {settings}.
-`grow_on_skill.py` says what is compared. There are {n_seeds} seeds (new entries and order of
-prompts). Figures are means with Student's 95 % interval over seeds.
+`grow_on_skill.py` says what is compared. A seed determines new entries and the order of prompts.
+Figures are means with Student's 95 % interval over seeds.
 {seeds}
 
 Growth is exact: the largest difference of logits between the model and the grown model, before

@@ -56,7 +56,7 @@ def test_smoke(tmp_path):
     # Seeds of an earlier run are joined from its tables.
     joined, page = smoke("two", "runs-2", "--earlier", str(tmp_path / "one"), "--n-seeds", "2")
     assert not list((tmp_path / "runs-2").glob("0-*"))
-    assert "come from an earlier run of the same code: 0 (frozen); 0 (free)" in " ".join(
+    assert "These come from an earlier run of the same code: 0 (frozen); 0 (free)" in " ".join(
         page.split()
     )
     for part, frame in joined.items():
