@@ -179,8 +179,10 @@ class Study:
             "frozen": Arm(4e-3, frozen=True),
             "free": Arm(1e-4),
             "not grown": Arm(1e-4),
-            "frozen, slower": Arm(1e-3, steps=160, frozen=True, circuit_seeds=3, tasks=("skill",)),
-            "free, faster": Arm(1e-3, seeds=3, circuit_seeds=3, tasks=("skill",)),
+            "frozen, slower": Arm(
+                1e-3, steps=160, frozen=True, seeds=3, circuit_seeds=0, tasks=("skill",)
+            ),
+            "free, faster": Arm(1e-3, seeds=3, circuit_seeds=0, tasks=("skill",)),
         }
     )
     warmup: int = 10
