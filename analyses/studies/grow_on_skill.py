@@ -166,7 +166,6 @@ class Arm:
     frozen: bool = False
     seeds: int = field(default=5, repr=False)
     circuit_seeds: int = field(default=5, repr=False)  # also without some neurons
-    tasks: tuple[str, ...] = field(default=("skill", "agreement"), repr=False)  # of circuits
 
 
 @dataclass(frozen=True)
@@ -179,10 +178,8 @@ class Study:
             "frozen": Arm(4e-3, frozen=True),
             "free": Arm(1e-4),
             "not grown": Arm(1e-4),
-            "frozen, slower": Arm(
-                1e-3, steps=160, frozen=True, seeds=3, circuit_seeds=0, tasks=("skill",)
-            ),
-            "free, faster": Arm(1e-3, seeds=3, circuit_seeds=0, tasks=("skill",)),
+            "frozen, slower": Arm(1e-3, steps=160, frozen=True, seeds=3, circuit_seeds=0),
+            "free, faster": Arm(1e-3, seeds=3, circuit_seeds=0),
         }
     )
     warmup: int = 10
@@ -202,7 +199,7 @@ SMOKE = Study(
         "frozen": Arm(1e-2, steps=4, frozen=True),
         "free": Arm(1e-2, steps=4),
         "not grown": Arm(1e-2, steps=4),
-        "frozen, slower": Arm(5e-3, steps=6, frozen=True, tasks=("skill",)),
+        "frozen, slower": Arm(5e-3, steps=6, frozen=True),
         "free, faster": Arm(5e-3, steps=4, circuit_seeds=0),
     },
     warmup=1,
@@ -553,18 +550,16 @@ def base_tables(runs: SeedRuns) -> Tables:
 
 def circuit_tables(runs: SeedRuns, arm: str) -> Tables:
     """Return the effects of a trained arm's parts, and what new parts cost."""
-    prompts, tasks = runs.prompts, runs.study.arms[arm].tasks
-    questions = {task: getattr(prompts, task)(prompts.held_out[0]) for task in tasks}
+    first, before = runs.prompts.held_out[0], before_training(runs.base, runs.prompts)
+    questions = {"skill": runs.prompts.skill(first), "agreement": runs.prompts.agreement(first)}
     row: dict[str, Any] = {"arm": arm, "seed": runs.seed}
     new: Collection[str] = () if arm == "not grown" else runs.new
     model = load(runs.trained(arm))
     look = looked(model, questions, new)
     heads = [of_heads(look, task, **row) for task in look.parts]
-    if "agreement" in tasks:
-        before = before_training(runs.base, prompts)
-        reuse = overlaps(before, look, "agreement", "skill")
-        row |= overlaps(before, look, "agreement")
-        row |= {f"reuse_{name}": value for name, value in reuse.items()}
+    row |= overlaps(before, look, "agreement")
+    reuse = overlaps(before, look, "agreement", "skill")
+    row |= {f"reuse_{name}": value for name, value in reuse.items()}
     if new:
         costs = pressure_measures.random_costs(model, questions, look, new, runs.study.draws)
         for task in questions:

@@ -45,9 +45,8 @@ def clear(difference: Seeds) -> bool:
 
 
 def circuit_arms(frames: Frames) -> list[str]:
-    """Return the trained arms in which circuits of is/are were measured."""
-    heads = frames["heads"].query("task == 'agreement' and arm != 'before'")
-    return list(heads["arm"].unique())
+    """Return the trained arms whose circuits were measured."""
+    return [arm for arm in frames[""]["arm"].unique() if arm != "before"]
 
 
 def final(frames: Frames, arm: str, column: str) -> Seeds:
@@ -263,15 +262,12 @@ def shares_table(frames: Frames) -> str:
     rows = []
     for arm in frames["removed"]["arm"].unique():  # grown
         for task in ("skill", "agreement"):
-            parity = of_arm(frames, arm, f"{task}_parity").dropna()
             cells = [said(of_arm(frames, arm, f"{task}_{c}"), 3) for c in columns.values()]
-            cells[1], n_seeds = f"{parity.mean():.3f}", len(parity)
-            if not n_seeds:
-                continue
+            cells[1] = f"{of_arm(frames, arm, f'{task}_parity').mean():.3f}"
             if (of_arm(frames, arm, f"{task}_right") <= CHANCE).all():  # no fall to compare with
                 cells[2:] = ["–"] * len(cells[2:])
-            rows.append([arm, "is/are" if task == "agreement" else task, n_seeds, *cells])
-    return markdown(["arm", "task", "seeds", *columns], rows)
+            rows.append([arm, "is/are" if task == "agreement" else task, *cells])
+    return markdown(["arm", "task", *columns], rows)
 
 
 def removed_table(frames: Frames) -> str:
