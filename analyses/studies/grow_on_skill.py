@@ -10,9 +10,11 @@ is "yes" if both nouns have the same number, and "no" if not.
 The rule needs both nouns, so no single number feature solves it. Nouns of the evaluation do not
 occur in training. The same sentences without "Match:" measure an old skill: is or are.
 
-    frozen     grown; only entries that belong to new neurons are trained
-    free       grown; all entries are trained
-    not grown  the model as it was; all entries are trained
+    frozen          grown; only entries that belong to new neurons are trained
+    free            grown; all entries are trained
+    not grown       the model as it was; all entries are trained
+    frozen, slower  like frozen, at a quarter of its rate, for more steps
+    free, faster    like free, at the rate of "frozen, slower"
 
 "Grow, Don't Overwrite" (arXiv 2603.08647) compares such arms, but does not analyse circuits.
 We chose neurons and not layers because growth in neurons leaves old and new parts side by side in
@@ -20,8 +22,10 @@ every layer, so that labels can be drawn at random within a layer. A step costs 
 new weights in layers: one thread spends almost all of it on old weights.
 
 All arms of a seed see the same prompts in the same order. The loss is the cross-entropy of the
-next word over the whole vocabulary. AdamW without weight decay warms up and decays linearly. A step
-changes new entries more if the old ones are frozen: the rates differ (`Study.rates`).
+next word over the whole vocabulary. AdamW without weight decay warms up and decays linearly. The
+last two arms were added later: the first three cannot say whether freezing or its higher rate makes
+the model forget. They have one rate, so freezing is all that differs; arms are compared at the
+first check at which they are right in 90 % of the prompts (at the end, if there is none).
 
 Measures, by model. Effects are those of `circuit_measures.py` (attribution, with exact patches of
 the strongest sites); shares, joint costs and their nulls are those of `pressure_measures.py`. Texts
@@ -32,7 +36,8 @@ are paragraphs of Python's documentation (`pydoc_data.topics`); the record has t
     random     as many old neurons removed in each layer, drawn at random
     leak       the probability of "yes" or "no" after a sentence without "Match:"
 
-Predictions, written before the runs. Figures are means over seeds.
+Predictions, written before the runs. Figures are means over seeds. The first ten are about the
+first three arms; they were written before any run, and seeds 0 and 1 of these arms were run then.
 
 1. Every arm learns: on unseen nouns, the answer is right for 90 % or more at the end.
 2. With old parts frozen, learning is slower: after the first 40 steps, the loss of the skill is
@@ -53,13 +58,40 @@ Predictions, written before the runs. Figures are means over seeds.
 10. All arms leak: the probability of "yes" or "no" without "Match:" is above .5, as no training
     prompt lacks "Match:".
 
+Predictions that were added before seeds 2 to 4, and before the last two arms. "Clear" means that
+Student's 95 % interval of the difference over seeds excludes zero.
+
+11. With five seeds, predictions 3, 6 and 7 fail, as with two, and the other seven hold.
+12. Frozen forgets more than free: the difference of the rises of the loss on texts is clear.
+13. In "frozen", patching new neurons together costs more than random directions, and heads' effects
+    on the skill overlap with those of "free" more than by chance: both differences are clear.
+14. In "frozen", the overlap of heads' effects on is/are before and after is not clearly above
+    chance.
+15. "Frozen, slower" learns: right for 90 % or more at the end.
+16. The rate matters: at the first check with 90 % right, the loss on texts has risen in "frozen,
+    slower" by less than half of the rise in "frozen".
+17. A lower rate does not make up for free's: at this check, the rise in "frozen, slower" is still
+    larger than in "free", clearly.
+18. At one rate, freezing protects: at this check (or at the end, where 90 % is never reached), the
+    rise in "frozen, slower" is smaller than in "free, faster", clearly.
+19. "Frozen, slower" leaks (above .5 without "Match:"), and is/are falls below 75 % (of the
+    two words).
+20. In "frozen, slower", patching new neurons together costs more than .5 and more than random
+    directions, and their share of neurons' effects is below parity.
+21. At a higher rate, new neurons take part without freezing: in "free, faster", their share of
+    neurons' effects on the skill is at least ten times as large as in "free", and below parity.
+
 What we knew: a pilot (data seed 100, the same held-out nouns, no text, no circuits) chose the
 skill, rates and steps. Free, at a rate of 1e-4: 92 % right after 45 steps. Frozen: at 1e-3, nothing
 learned after 15 steps; at 4e-3, 92 % after 70 and 98 % after 80 steps. A simpler rule (the
 subject's number) took 20 steps free, and 40 steps frozen. A step took 1.4 to 1.6 s of processor
-time in both arms. Five seeds did not fit the time that we had.
+time in both arms. When predictions 11 to 21 were written, we knew seeds 0 and 1 of the first three
+arms, and a second pilot (frozen, seed 100, the skill only): at 1e-3, 46 % right after 45 steps,
+92 % after 75 and 100 % after 90; at 5e-4, 48 % after 30 steps (a loss of 2.9, against .8 at 1e-3).
 
     python -m analyses.studies.grow_on_skill --smollm2 out/smollm2 --out analyses/results
+
+With `--earlier FOLDER`, arms and seeds that the tables in this folder have are not run again.
 """
 
 import hashlib
@@ -67,14 +99,15 @@ import io
 import json
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import product
 from pathlib import Path
 from pydoc_data.topics import topics
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -103,10 +136,12 @@ from analyses.tools.study_files import as_stored, keep
 from attn_only_lens import expose_neuron_heads, grow, load
 from attn_only_lens import patching as p
 from attn_only_lens.growth import read_provenance
-from attn_only_lens.heads import HeadName
 from attn_only_lens.storage import write_text
 from attn_only_lens.tasks.words import PEOPLE, THINGS
 
+Tables: TypeAlias = dict[str, pd.DataFrame]
+
+PARTS = ("", "heads", "curves", "removed")
 MARKER = "Match: "
 PREPOSITIONS = ("near", "behind", "beside", "above", "below")
 SYMBOLS = frozenset("=[]{}<>|")  # of code
@@ -123,14 +158,30 @@ TINY: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
+class Arm:
+    """How a model is trained, and what is measured; a run can resume with more seeds."""
+
+    rate: float
+    steps: int = 80
+    frozen: bool = False
+    seeds: int = field(default=5, repr=False)
+    circuit_seeds: int = field(default=5, repr=False)  # also without some neurons
+
+
+@dataclass(frozen=True)
 class Study:
     """What determines the result."""
 
     neurons: int = 128
-    rates: dict[str, float] = field(
-        default_factory=lambda: {"frozen": 4e-3, "free": 1e-4, "not grown": 1e-4}
+    arms: dict[str, Arm] = field(
+        default_factory=lambda: {
+            "frozen": Arm(4e-3, frozen=True),
+            "free": Arm(1e-4),
+            "not grown": Arm(1e-4),
+            "frozen, slower": Arm(1e-3, steps=160, frozen=True, seeds=3, circuit_seeds=0),
+            "free, faster": Arm(1e-3, seeds=3, circuit_seeds=0),
+        }
     )
-    steps: int = 80
     warmup: int = 10
     decay: int = 20
     check_every: int = 20
@@ -144,8 +195,13 @@ class Study:
 
 SMOKE = Study(
     neurons=5,
-    rates={"frozen": 1e-2, "free": 1e-2, "not grown": 1e-2},
-    steps=4,
+    arms={
+        "frozen": Arm(1e-2, steps=4, frozen=True),
+        "free": Arm(1e-2, steps=4),
+        "not grown": Arm(1e-2, steps=4),
+        "frozen, slower": Arm(5e-3, steps=6, frozen=True),
+        "free, faster": Arm(5e-3, steps=4, circuit_seeds=0),
+    },
     warmup=1,
     decay=1,
     check_every=2,
@@ -276,10 +332,10 @@ def freeze_old(model: Any, n_old: int) -> None:
             parameter.register_hook(lambda gradient, mask=mask: gradient * mask)
 
 
-def rate(study: Study, arm: str, step: int) -> float:
+def rate(study: Study, arm: Arm, step: int) -> float:
     """Return the learning rate of a step."""
-    rises, falls = (step + 1) / study.warmup, (study.steps - step) / study.decay
-    return study.rates[arm] * min(1.0, rises, falls)
+    rises, falls = (step + 1) / study.warmup, (arm.steps - step) / study.decay
+    return arm.rate * min(1.0, rises, falls)
 
 
 def last_logits(model: Any, tokens: Tensor) -> Float[Tensor, "prompt d_vocab"]:
@@ -336,37 +392,41 @@ class SeedRuns:
         """The names of new neurons; a dictionary, which is ordered and fast to look up in."""
         return dict.fromkeys(read_provenance(self.grown).new_neurons)
 
+    def path(self, what: str) -> Path:
+        """Return the path of an arm, or of tables, of this seed."""
+        return self.folder / f"{self.seed}-{what.replace(',', '').replace(' ', '-')}"
+
     def start(self, arm: str) -> Path:
         """Return the folder of an arm's model before training."""
         return self.base if arm == "not grown" else self.grown
 
     def trained(self, arm: str) -> Path:
         """Train an arm, unless it is trained; return its folder, with the curve."""
-        folder = self.folder / f"{self.seed}-{arm.replace(' ', '-')}"
+        folder = self.path(arm)
         if (folder / "curve.csv").exists():  # written last
             return folder
-        study, model = self.study, transformer(self.start(arm))
-        if arm == "frozen":
+        study, about, model = self.study, self.study.arms[arm], transformer(self.start(arm))
+        if about.frozen:
             freeze_old(model, transformer_config(self.base).intermediate_size)
         parameters = [x for x in model.parameters() if x.requires_grad]
         optimizer = torch.optim.AdamW(
             parameters, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
         words, rows, cpu = nouns(study)[0], [], 0.0
-        bar = tqdm(range(study.steps), desc=f"{arm}, seed {self.seed}", mininterval=10)
+        bar = tqdm(range(about.steps), desc=f"{arm}, seed {self.seed}", mininterval=10)
         for step in bar:
             if step % study.check_every == 0:
                 rows.append({"step": step, "cpu_seconds": cpu} | judged(model, self.prompts))
             started = time.process_time()
             random = Random(f"{self.seed} {step}")
             question = self.prompts.skill(sentences(words, study.rows, random))
-            optimizer.param_groups[0]["lr"] = rate(study, arm, step)
+            optimizer.param_groups[0]["lr"] = rate(study, about, step)
             loss = F.cross_entropy(last_logits(model, question.clean), question.right)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             cpu += time.process_time() - started
-        rows.append({"step": study.steps, "cpu_seconds": cpu} | judged(model, self.prompts))
+        rows.append({"step": about.steps, "cpu_seconds": cpu} | judged(model, self.prompts))
         model.save_pretrained(folder)
         self.prompts.tokenizer.save_pretrained(folder)
         write_text(folder / "curve.csv", pd.DataFrame(rows).to_csv(index=False))
@@ -464,100 +524,99 @@ def of_heads(look: Look, task: str, **about: Any) -> pd.DataFrame:
     return pd.DataFrame({**about, "task": task, "head": heads, "effect": shares})
 
 
-def expected_share(look: Look, task: str, new: Collection[str]) -> float:
-    """Return the share that new neurons would have if labels were random within each layer."""
-    neurons = [name for name in look.names if "N" in name]
-    frame = pd.DataFrame(
-        {
-            "layer": [HeadName.parse(name).layer for name in neurons],
-            "size": abs(effects(look, task, neurons)[0]),
-            "new": np.isin(neurons, list(new)),
-        }
-    )
-    by_layer = frame.groupby("layer").agg({"size": "sum", "new": "mean"})
-    return float((by_layer["size"] * by_layer["new"]).sum() / by_layer["size"].sum())
+@cache
+def before_training(base: Path, prompts: Prompts) -> Look:
+    """Return the effects on is/are before training, on two sets of prompts."""
+    questions = (prompts.agreement(some) for some in prompts.held_out[:2])
+    return looked(load(base), dict(zip(("agreement", "other"), questions, strict=True)))
 
 
-def measured_base(runs: SeedRuns) -> tuple[Look, dict[str, pd.DataFrame]]:
+def base_tables(runs: SeedRuns) -> Tables:
     """Return the effects before training, the ceiling, and how exact growth is."""
-    first, others, asked = runs.prompts.held_out
-    model = load(runs.base)
-    look = looked(
-        model,
-        {"agreement": runs.prompts.agreement(first), "other": runs.prompts.agreement(others)},
-    )
+    look = before_training(runs.base, runs.prompts)
+    first, _, asked = runs.prompts.held_out
     tokens = torch.cat([runs.prompts.skill(some).clean for some in (first, asked)])
     with torch.no_grad():
-        logits = model(tokens, prepend_bos=False)
-        grown = load(runs.grown)(tokens, prepend_bos=False)
-    about = {
-        "arm": "before",
-        "seed": runs.seed,
+        logits, grown = (load(x)(tokens, prepend_bos=False) for x in (runs.base, runs.grown))
+    about = {"arm": "before", "seed": runs.seed}
+    row = about | {
         "largest_difference": (grown - logits).abs().max().item(),
         "largest_logit": logits.abs().max().item(),
         **overlaps(look, look, "agreement", "other"),
     }
-    heads = [of_heads(look, task, arm="before", seed=runs.seed) for task in look.parts]
-    return look, {"": pd.DataFrame([about]), "heads": pd.concat(heads)}
+    heads = [of_heads(look, task, **about) for task in look.parts]
+    return {"": pd.DataFrame([row]), "heads": pd.concat(heads)}
 
 
-def measured_arm(runs: SeedRuns, arm: str, before: Look) -> dict[str, pd.DataFrame]:
-    """Return the tables of a trained arm: circuits, heads, curve, and removed parts."""
-    first = runs.prompts.held_out[0]
+def circuit_tables(runs: SeedRuns, arm: str) -> Tables:
+    """Return the effects of a trained arm's parts, and what new parts cost."""
+    first, before = runs.prompts.held_out[0], before_training(runs.base, runs.prompts)
     questions = {"skill": runs.prompts.skill(first), "agreement": runs.prompts.agreement(first)}
-    about: dict[str, Any] = {"arm": arm, "seed": runs.seed}
-    folder = runs.trained(arm)
+    row: dict[str, Any] = {"arm": arm, "seed": runs.seed}
     new: Collection[str] = () if arm == "not grown" else runs.new
-    model = load(folder)
+    model = load(runs.trained(arm))
     look = looked(model, questions, new)
-    row: dict[str, Any] = about | overlaps(before, look, "agreement")
+    heads = [of_heads(look, task, **row) for task in look.parts]
+    row |= overlaps(before, look, "agreement")
     reuse = overlaps(before, look, "agreement", "skill")
     row |= {f"reuse_{name}": value for name, value in reuse.items()}
     if new:
         costs = pressure_measures.random_costs(model, questions, look, new, runs.study.draws)
         for task in questions:
             found = pressure_measures.new_parts(look, task, new) | costs[task]
-            found["expected_share"] = expected_share(look, task, new)
             row |= {f"{task}_{name}": value for name, value in found.items()}
-    curve = pd.read_csv(folder / "curve.csv").assign(**about)
-    removed = [about | found for found in without_neurons(runs, arm)] if new else []
-    heads = [of_heads(look, task, **about) for task in look.parts]
-    return {
-        "": pd.DataFrame([row]),
-        "heads": pd.concat(heads),
-        "curves": curve,
-        "removed": pd.DataFrame(removed),
-    }
+    return {"": pd.DataFrame([row]), "heads": pd.concat(heads)}
 
 
-def measured(runs: SeedRuns, *, circuits: bool) -> dict[str, pd.DataFrame]:
-    """Train and measure all arms of a seed; circuits are kept when they are complete.
+def removed_table(runs: SeedRuns, arm: str) -> Tables:
+    """Return the figures of a grown arm without some of its neurons."""
+    rows = [{"arm": arm, "seed": runs.seed} | found for found in without_neurons(runs, arm)]
+    return {"removed": pd.DataFrame(rows)}
+
+
+def kept(path: Path, make: Callable[..., Tables], *about: Any) -> Tables:
+    """Return the tables of a file; make and write them if it does not exist."""
+    if not path.exists():
+        texts = {name: frame.to_csv(index=False) for name, frame in make(*about).items()}
+        write_text(path, json.dumps(texts))
+    texts = json.loads(path.read_text("utf-8"))
+    return {name: pd.read_csv(io.StringIO(text)) for name, text in texts.items()}
+
+
+def measured(runs: SeedRuns, arm: str, ready: Collection[tuple[str, int]]) -> Iterator[Tables]:
+    """Yield the tables of one arm and seed; train and measure what the folder lacks.
 
     Args:
         runs: of the seed.
-        circuits: whether to measure more than the curves.
+        arm: an arm of the study, or "before" (training).
+        ready: arms and seeds that earlier tables have.
     """
-    if not circuits:
-        curves = (
-            pd.read_csv(runs.trained(arm) / "curve.csv").assign(arm=arm, seed=runs.seed)
-            for arm in runs.study.rates
-        )
-        return {"curves": pd.concat(curves)}
-    done = runs.folder / f"{runs.seed}-measures.json"
-    if not done.exists():
-        for arm in runs.study.rates:
-            runs.trained(arm)
-        before, made = measured_base(runs)
-        parts = [made]
-        for arm in tqdm(runs.study.rates, f"measures, seed {runs.seed}"):
-            parts.append(measured_arm(runs, arm, before))
-        joined = {
-            name: pd.concat([part[name] for part in parts if name in part]) for name in parts[-1]
-        }
-        texts = {name: frame.to_csv(index=False) for name, frame in joined.items()}
-        write_text(done, json.dumps(texts))
-    texts = json.loads(done.read_text("utf-8"))
-    return {name: pd.read_csv(io.StringIO(text)) for name, text in texts.items()}
+    if (arm, runs.seed) in ready:
+        return
+    if arm == "before":
+        yield kept(runs.path("before-circuits.json"), base_tables, runs)
+        return
+    how = runs.study.arms[arm]
+    if runs.seed >= how.seeds:
+        return
+    curve = pd.read_csv(runs.trained(arm) / "curve.csv").assign(arm=arm, seed=runs.seed)
+    yield {"curves": curve}
+    if runs.seed < how.circuit_seeds:
+        yield kept(runs.path(f"{arm}-circuits.json"), circuit_tables, runs, arm)
+        if arm != "not grown":
+            yield kept(runs.path(f"{arm}-removed.json"), removed_table, runs, arm)
+
+
+def earlier_tables(folder: Path) -> tuple[list[Tables], dict[str, Any]]:
+    """Return the tables of an earlier run, and what the page says about it."""
+    name = Path(__file__).stem
+    tables = {part: pd.read_csv(folder / f"{name}{'_' * bool(part)}{part}.csv") for part in PARTS}
+    record = json.loads((folder / f"{name}.run.json").read_text("utf-8"))
+    seeds = {
+        arm: sorted(map(int, some["seed"].unique()))
+        for arm, some in tables["curves"].groupby("arm", sort=False)
+    }
+    return [tables], {"seeds": seeds, "cpu_seconds": record["settings"]["cpu_seconds"]}
 
 
 def tiny(folder: Path) -> Path:
@@ -581,36 +640,37 @@ def main(
     smollm2: SmolLM2 = Path("out/smollm2"),
     out: Out = Path("out/grow-on-skill"),
     runs_dir: Runs = Path("out/grow-on-skill-runs"),
-    n_seeds: Seeds = 3,
-    circuit_seeds: Annotated[
-        int | None, typer.Option(help="measure circuits of so many seeds; by default, of all")
+    n_seeds: Seeds = 5,
+    earlier: Annotated[
+        Path | None, typer.Option(help="folder with tables of an earlier run, to be joined")
     ] = None,
     smoke: Smoke = False,
 ) -> None:
     """Train, measure, print; write the page, tables and figure (`study_files.py`)."""
     warnings.filterwarnings("ignore", ".*deprecated", DeprecationWarning)
     started, cpu = time.perf_counter(), time.process_time()
-    study = SMOKE if smoke else Study()
+    study, session = SMOKE if smoke else Study(), runs_dir / f"cpu-{time.time_ns()}.txt"
+    parts, joined = ([], {}) if earlier is None else earlier_tables(earlier)
+    tables = [x[name] for x in parts for name in ("", "curves")]
+    ready = {pair for table in tables for pair in zip(table["arm"], table["seed"], strict=True)}
     with TemporaryDirectory() as scratch:
         base = tiny(Path(scratch)) if smoke or smollm2 is None else smollm2
         claim(runs_dir / "study.txt", f"{study!r}\n")
         prompts = Prompts(study, transformers.AutoTokenizer.from_pretrained(base))
-        n_circuits = n_seeds if circuit_seeds is None else circuit_seeds
-        parts = [
-            measured(SeedRuns(study, seed, base, runs_dir, prompts), circuits=seed < n_circuits)
-            for seed in range(n_seeds)
-        ]
-    write_text(runs_dir / f"cpu-{time.time_ns()}.txt", f"{time.process_time() - cpu:.0f}\n")
+        seeds = [SeedRuns(study, seed, base, runs_dir, prompts) for seed in range(n_seeds)]
+        for arm, runs in product(["before", *study.arms], seeds):
+            parts += measured(runs, arm, ready)
+            write_text(session, f"{time.process_time() - cpu:.0f}\n")
     seconds = sum(int(path.read_text("utf-8")) for path in runs_dir.glob("cpu-*.txt"))
-    made = {name: pd.concat([part[name] for part in parts if name in part]) for name in parts[0]}
+    made = {name: pd.concat([x[name] for x in parts if name in x]) for name in PARTS}
     frames = as_stored(made, DIGITS)
     about = {
         "study": asdict(study),
         "n_seeds": n_seeds,
-        "circuit_seeds": n_circuits,
         "texts_sha256": hashlib.sha256("\n".join(paragraphs(study.texts[0])).encode()).hexdigest(),
         "machine": machine("cpu"),
         "cpu_seconds": seconds,
+        "earlier": joined,
     }
     text = page_of(frames, about, " --smoke" if smoke else "")
     typer.echo(text)

@@ -10,70 +10,104 @@ from analyses.studies.circuit_measures import overlap_by_chance
 from analyses.studies.pressure_report import predictions, wrapped
 from analyses.tools import study_files
 from analyses.tools.benching import markdown
+from analyses.tools.study_files import t_interval
 
 __all__ = ["figure", "page_of"]
 
 Frames: TypeAlias = Mapping[str, pd.DataFrame]
-GROWN = ("frozen", "free")
+Seeds: TypeAlias = "pd.Series[float]"  # a figure of each seed
+FIRST = ("frozen", "free", "not grown")  # the arms of predictions 1 to 10
+LAST = ("frozen, slower", "free, faster")  # both have one rate
+FAILED = {3, 6, 7}  # predictions that failed with two seeds
+NOTHING = study_files.said(pd.Series(dtype=float))  # said of a figure that was not measured
 RIGHT = 0.9  # of the answers: learned
 CHANCE = 0.5  # of the answers, where two are possible
 CLOSE = 0.1
 N_HEADS = 10
-LINES = ("-", "-", ":")  # the last two arms nearly coincide
+DIFFERENCES = (
+    ("the rate, old parts frozen", "frozen", "frozen, slower"),
+    ("the rate, old parts free", "free, faster", "free"),
+    ("freezing, at one rate", "free, faster", "frozen, slower"),
+    ("freezing and the rate", "frozen, slower", "free"),
+    ("growth", "free", "not grown"),
+)
+LINES = ("-", "-", ":", "--", "--")  # the second and third arm nearly coincide
 
 
-def said(values: "pd.Series[float]", digits: int = 2) -> str:
-    """Return the mean over seeds with Student's interval, or the values of one or two seeds."""
-    values = values.dropna()
-    if len(values) in (1, 2):
-        return " / ".join(f"{value:.{digits}f}" for value in values)
+def said(values: Seeds, digits: int = 2) -> str:
+    """Return the mean over seeds with Student's interval of 95 %."""
     return study_files.said(values, f".{digits}f")
 
 
-def final(frames: Frames, arm: str, column: str) -> "pd.Series[float]":
+def clear(difference: Seeds) -> bool:
+    """Return whether the interval of a difference is above zero."""
+    return t_interval(difference.dropna())[1] > 0
+
+
+def circuit_arms(frames: Frames) -> list[str]:
+    """Return the trained arms whose circuits were measured."""
+    return [arm for arm in frames[""]["arm"].unique() if arm != "before"]
+
+
+def final(frames: Frames, arm: str, column: str) -> Seeds:
     """Return a figure at the end of training, by seed."""
-    curves = frames["curves"]
-    rows = curves[(curves["arm"] == arm) & (curves["step"] == curves["step"].max())]
-    return rows.set_index("seed")[column]
+    return frames["curves"].query("arm == @arm").groupby("seed")[column].last()
 
 
-def at_step(frames: Frames, arm: str, column: str, step: int) -> "pd.Series[float]":
+def at_step(frames: Frames, arm: str, column: str, step: int) -> Seeds:
     """Return a figure at a step, by seed."""
     curves = frames["curves"]
     rows = curves[(curves["arm"] == arm) & (curves["step"] == step)]
     return rows.set_index("seed")[column]
 
 
-def rise(frames: Frames, arm: str, column: str = "text_loss") -> "pd.Series[float]":
+def rise(frames: Frames, arm: str, column: str = "text_loss") -> Seeds:
     """Return the change of a figure from the start to the end, by seed."""
     return final(frames, arm, column) - at_step(frames, arm, column, 0)
 
 
 def learned_at(frames: Frames, arm: str) -> pd.DataFrame:
-    """Return for each seed the first check with enough right answers, and the rise of the loss."""
-    rows = {}
-    for seed, curve in frames["curves"].query("arm == @arm").groupby("seed"):
-        learned = curve[curve["skill_right"] >= RIGHT]
-        if len(learned):
-            first = learned.iloc[0]
-            rise = first["text_loss"] - curve["text_loss"].iloc[0]
-            rows[seed] = {"step": first["step"], "rise": rise}
-    return pd.DataFrame.from_dict(rows, orient="index", columns=["step", "rise"], dtype=float)
+    """Return the curve's row of the first check with enough right answers (or the last), by seed.
+
+    `rise` is the rise of the loss on texts, and `reached` whether there were enough.
+    """
+    curves = frames["curves"].query("arm == @arm")
+    reached = curves["skill_right"] >= RIGHT
+    rise = curves["text_loss"] - curves.groupby("seed")["text_loss"].transform("first")
+    last = curves["step"] == curves["step"].max()
+    return curves.assign(reached=reached, rise=rise)[reached | last].groupby("seed").first()
 
 
-def of_arm(frames: Frames, arm: str, column: str) -> "pd.Series[float]":
+def forgot_more(frames: Frames, more: str, less: str) -> Seeds:
+    """Return the difference of two arms' rises of the loss on texts, when the skill is learned."""
+    return learned_at(frames, more)["rise"] - learned_at(frames, less)["rise"]
+
+
+def of_arm(frames: Frames, arm: str, column: str) -> Seeds:
     """Return a measure of circuits, by seed."""
     rows = frames[""][frames[""]["arm"] == arm]
     return rows.set_index("seed")[column]
 
 
-def kept(frames: Frames, arm: str, kind: str, column: str = "overlap") -> "pd.Series[float]":
+def of_new(frames: Frames, arm: str) -> list[Seeds]:
+    """Return the share of new neurons on the skill, parity, their cost, and that of directions."""
+    columns = ("new_share", "parity", "joint", "directions")
+    return [of_arm(frames, arm, f"skill_{column}") for column in columns]
+
+
+def kept(frames: Frames, arm: str, kind: str, column: str = "overlap") -> Seeds:
     """Return the overlap of old effects relative to the ceiling, by seed."""
-    name = f"{column}_{kind}"
-    return of_arm(frames, arm, name) / of_arm(frames, "before", f"overlap_{kind}")
+    ceiling = of_arm(frames, "before", f"overlap_{kind}").mean()  # the same for every seed
+    return of_arm(frames, arm, f"{column}_{kind}") / ceiling
 
 
-def without(frames: Frames, arm: str, what: str, column: str) -> "pd.Series[float]":
+def kept_by_chance(frames: Frames, arm: str, kind: str, column: str = "overlap") -> Seeds:
+    """Return the overlap of effects that are matched at random, relative to the ceiling."""
+    ceiling = of_arm(frames, "before", f"overlap_{kind}").mean()
+    return of_arm(frames, arm, f"{column}_{kind}_chance") / ceiling
+
+
+def without(frames: Frames, arm: str, what: str, column: str) -> Seeds:
     """Return a figure of a grown arm without some neurons, by seed; the mean over draws."""
     removed = frames["removed"]
     rows = removed[(removed["arm"] == arm) & (removed["what"] == what)]
@@ -100,81 +134,77 @@ def most_moved(frames: Frames, arm: str) -> list[str]:
 
 
 def verdicts(frames: Frames, about: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
-    """Yield each prediction of `grow_on_skill.py`: a claim, whether it held, figures."""
-    arms, middle = list(about["study"]["rates"]), about["study"]["steps"] // 2
-    right = {arm: final(frames, arm, "skill_right") for arm in arms}
-    yield (
-        "every arm is right for 90 % or more at the end.",
-        min(x.mean() for x in right.values()) >= RIGHT,
-        by_arm(right),
-    )
-    half = {arm: at_step(frames, arm, "skill_loss", middle) for arm in GROWN}
-    yield (
-        f"frozen learns more slowly: its loss is higher after {middle} steps.",
-        half["frozen"].mean() > half["free"].mean(),
-        by_arm(half),
-    )
-    rises = {arm: rise(frames, arm) for arm in arms}
-    yield (
-        "freezing halves forgetting (the rise of the loss on texts).",
-        rises["frozen"].mean() < rises["free"].mean() / 2,
-        by_arm(rises, 3),
-    )
+    """Yield each tested prediction of `grow_on_skill.py`: a claim, whether it held, figures."""
+    first = list(first_checks(frames, about["study"]["arms"]["frozen"]["steps"] // 2))
+    failed = {number for number, (held, _) in enumerate(first, 1) if not held}
+    which = ", ".join(map(str, sorted(failed))) or "none"
+    checks = [*first, (failed == FAILED, f"failed: {which}"), *later_checks(frames)]
+    for number, (claim, (held, found)) in enumerate(zip(CLAIMS, checks, strict=True), 1):
+        if NOTHING not in found:
+            yield f"({number}) {claim}.", held, found
+
+
+def first_checks(frames: Frames, middle: int) -> Iterator[tuple[bool, str]]:
+    """Yield whether each of the first ten claims held, and figures; `middle` is a step."""
+    right = {arm: final(frames, arm, "skill_right") for arm in FIRST}
+    yield min(x.mean() for x in right.values()) >= RIGHT, by_arm(right)
+    half = {arm: at_step(frames, arm, "skill_loss", middle) for arm in ("frozen", "free")}
+    yield half["frozen"].mean() > half["free"].mean(), by_arm(half)
+    rises = {arm: rise(frames, arm) for arm in FIRST}
+    yield rises["frozen"].mean() < rises["free"].mean() / 2, by_arm(rises)
     ratio = rises["free"].mean() / rises["not grown"].mean()
-    yield (
-        "free forgets like not grown, within 25 %.",
-        abs(ratio - 1) <= 0.25,
-        f"a ratio of {ratio:.2f}",
-    )
+    yield abs(ratio - 1) <= 0.25, f"a ratio of {ratio:.2f}"
     removed = without(frames, "free", "removed", "skill_right")
-    share, parity = (of_arm(frames, "free", f"skill_{x}") for x in ("new_share", "parity"))
-    yield (
-        "free without its new neurons is right for 90 % or more; their share is below parity.",
-        removed.mean() >= RIGHT and share.mean() < parity.mean(),
-        f"right {said(removed)}; share {said(share, 3)}, parity {parity.mean():.3f}",
-    )
-    share, parity, joint, null = (
-        of_arm(frames, "frozen", f"skill_{x}")
-        for x in ("new_share", "parity", "joint", "directions")
-    )
-    yield (
-        "frozen: the share of new neurons is three times parity; they cost more than directions.",
-        share.mean() >= 3 * parity.mean() and joint.mean() > null.mean(),
-        f"share {said(share, 3)}, parity {parity.mean():.3f}; cost {said(joint)}, "
-        f"directions {said(null)}",
-    )
-    heads = {arm: kept(frames, arm, "heads") for arm in arms}
-    yield (
-        "frozen keeps its heads' effects (.9 of the ceiling or more), free keeps less.",
-        heads["frozen"].mean() >= 0.9 > heads["free"].mean(),
-        by_arm(heads),
-    )
+    share, parity, *_ = of_new(frames, "free")
+    found = f"right {said(removed)}; share {said(share, 5)}, parity {parity.mean():.3f}"
+    yield removed.mean() >= RIGHT and share.mean() < parity.mean(), found
+    share, parity, joint, null = of_new(frames, "frozen")
+    found = f"share {said(share, 3)}; cost {said(joint)}, directions {said(null)}"
+    yield share.mean() >= 3 * parity.mean() and joint.mean() > null.mean(), found
+    heads = {arm: kept(frames, arm, "heads") for arm in FIRST}
+    yield heads["frozen"].mean() >= 0.9 > heads["free"].mean(), by_arm(heads)
     gap = heads["free"] - heads["not grown"]
-    yield (
-        "free keeps as much as not grown, within .1.",
-        abs(gap.mean()) <= CLOSE,
-        f"a difference of {said(gap)}",
-    )
+    yield abs(gap.mean()) <= CLOSE, f"a difference of {said(gap)}"
     common = set(most_moved(frames, "free")) & set(most_moved(frames, "not grown"))
-    yield (
-        "at least 5 of the 10 heads that moved most are the same in free and not grown.",
-        len(common) >= 5,
-        f"{len(common)}",
-    )
-    leaks = {arm: final(frames, arm, "leak") for arm in arms}
-    yield (
-        'all arms leak: "yes" or "no" has a probability above .5 without the marker.',
-        min(x.mean() for x in leaks.values()) > 0.5,
-        by_arm(leaks),
-    )
+    yield len(common) >= 5, f"{len(common)} of {N_HEADS}"
+    leaks = {arm: final(frames, arm, "leak") for arm in FIRST}
+    yield min(x.mean() for x in leaks.values()) > 0.5, by_arm(leaks, 3)
 
 
-def by_arm(values: Mapping[str, "pd.Series[float]"], digits: int = 2) -> str:
+def later_checks(frames: Frames) -> Iterator[tuple[bool, str]]:
+    """Yield whether each of the last ten claims held, and figures."""
+    gap = rise(frames, "frozen") - rise(frames, "free")
+    yield clear(gap), f"a difference of {said(gap)} nats"
+    _, _, joint, null = of_new(frames, "frozen")
+    same = same_heads(frames, "frozen", "free") - same_by_chance(frames, "frozen", "free")
+    found = f"differences of {said(joint - null)} (cost) and {said(same)} (overlap)"
+    yield clear(joint - null) and clear(same), found
+    gap = kept(frames, "frozen", "heads") - kept_by_chance(frames, "frozen", "heads")
+    yield not clear(gap), f"a difference of {said(gap)}"
+    right = final(frames, "frozen, slower", "skill_right")
+    yield right.mean() >= RIGHT, said(right)
+    then = {arm: learned_at(frames, arm)["rise"] for arm in ("frozen", "free", *LAST)}
+    yield then["frozen, slower"].mean() < then["frozen"].mean() / 2, by_arm(then)
+    for more, less in (("frozen, slower", "free"), ("free, faster", "frozen, slower")):
+        gap = then[more] - then[less]
+        yield clear(gap), f"a difference of {said(gap)} nats"
+    leak, is_are = (final(frames, "frozen, slower", x) for x in ("leak", "agreement_two_way"))
+    found = f"leak {said(leak, 3)}, is/are {said(is_are)}"
+    yield leak.mean() > 0.5 and is_are.mean() < 0.75, found
+    share, parity, joint, null = of_new(frames, "frozen, slower")
+    found = f"cost {said(joint)}, directions {said(null)}; share {said(share, 3)}"
+    yield joint.mean() > max(0.5, null.mean()) and share.mean() < parity.mean(), found
+    faster, free = (of_new(frames, arm)[0] for arm in ("free, faster", "free"))
+    found = f"{said(faster, 4)} and {said(free, 5)}"
+    yield 10 * free.mean() <= faster.mean() < parity.mean(), found
+
+
+def by_arm(values: Mapping[str, Seeds], digits: int = 2) -> str:
     """Return figures by arm, in a sentence."""
-    return ", ".join(f"{arm} {said(x, digits)}" for arm, x in values.items())
+    return "; ".join(f"{arm} {said(x, digits)}" for arm, x in values.items())
 
 
-def learning_table(frames: Frames, arms: list[str]) -> str:
+def learning_table(frames: Frames, about: Mapping[str, Any]) -> str:
     """Return a row for each arm at the end, and a row for the model before training."""
     columns = {
         "skill, right": "skill_right",
@@ -185,27 +215,37 @@ def learning_table(frames: Frames, arms: list[str]) -> str:
         "loss on texts": "text_loss",
     }
     before = [at_step(frames, "not grown", c, 0) for c in columns.values()]
-    rows = [["before", *(f"{x.mean():.3g}" for x in before), "", "", ""]]
-    for arm in arms:
-        ends = [said(final(frames, arm, column), 3) for column in columns.values()]
-        first = learned_at(frames, arm)
-        when = [said(rise(frames, arm), 3), said(first["step"], 0), said(first["rise"], 3)]
-        rows.append([arm, *ends, *when])
-    extra = ["rise on texts", "step of 90 % right", "rise on texts then"]
-    return markdown(["arm", *columns, *extra], rows)
+    rows = [["before", *(f"{x.mean():.3g}" for x in before), ""]]
+    for arm in about["study"]["arms"]:
+        ends = [said(final(frames, arm, column)) for column in columns.values()]
+        rows.append([arm, *ends, said(rise(frames, arm))])
+    return markdown(["arm", *columns, "rise on texts"], rows)
 
 
-def curves_table(frames: Frames, arms: list[str]) -> str:
-    """Return the skill's right answers, and the rise of the loss on texts, by step."""
+def learned_table(frames: Frames, about: Mapping[str, Any]) -> str:
+    """Return what each arm has forgotten at the first check with 90 % right answers."""
+    columns = {
+        "skill, right": "skill_right",
+        "is/are: right of the two": "agreement_two_way",
+        "leak": "leak",
+        "rise on texts": "rise",
+    }
     rows = []
-    for step in sorted(frames["curves"]["step"].unique()):
-        cells = []
-        for arm in arms:
-            texts = at_step(frames, arm, "text_loss", step) - at_step(frames, arm, "text_loss", 0)
-            right = at_step(frames, arm, "skill_right", step)
-            cells.append(f"{right.mean():.0%}, {texts.mean():+.3f}")
-        rows.append([step, *cells])
-    return markdown(["step", *arms], rows)
+    for arm, how in about["study"]["arms"].items():
+        first = learned_at(frames, arm)
+        reached = f"{first['reached'].sum()} of {len(first)}"
+        cells = [said(first["step"], 0), *(said(first[column]) for column in columns.values())]
+        rows.append([arm, f"{how['rate']:g}", reached, *cells])
+    return markdown(["arm", "rate", "seeds with 90 %", "step", *columns], rows)
+
+
+def differences_table(frames: Frames) -> str:
+    """Return differences of forgetting between arms, by seed."""
+    rows = []
+    for what, more, less in DIFFERENCES:
+        end = rise(frames, more) - rise(frames, less)
+        rows.append([what, f"{more} − {less}", said(forgot_more(frames, more, less)), said(end)])
+    return markdown(["what differs", "arms", "at 90 % right", "at the end"], rows)
 
 
 def shares_table(frames: Frames) -> str:
@@ -220,7 +260,7 @@ def shares_table(frames: Frames) -> str:
         "old together": "joint_old",
     }
     rows = []
-    for arm in GROWN:
+    for arm in frames["removed"]["arm"].unique():  # grown
         for task in ("skill", "agreement"):
             cells = [said(of_arm(frames, arm, f"{task}_{c}"), 3) for c in columns.values()]
             cells[1] = f"{of_arm(frames, arm, f'{task}_parity').mean():.3f}"
@@ -233,17 +273,15 @@ def shares_table(frames: Frames) -> str:
 def removed_table(frames: Frames) -> str:
     """Return what grown arms do without their new neurons, and with only these trained."""
     rows = []
-    for arm in GROWN:
+    for arm in frames["removed"]["arm"].unique():
         start = at_step(frames, arm, "text_loss", 0)
         columns = ("skill_right", "skill_loss", "leak")
-        seeds = without(frames, arm, "removed", "text_loss").index
-        whole = [said(final(frames, arm, column)[seeds], 3) for column in columns]
-        texts = (final(frames, arm, "text_loss") - start)[seeds]
-        rows.append([arm, "whole", *whole, said(texts, 3)])
+        whole = [said(final(frames, arm, column)) for column in columns]
+        rows.append([arm, "whole", *whole, said(rise(frames, arm))])
         for what in ("removed", "random", "only new"):
-            cells = [said(without(frames, arm, what, column), 3) for column in columns]
+            cells = [said(without(frames, arm, what, column)) for column in columns]
             texts = without(frames, arm, what, "text_loss") - start
-            rows.append([arm, what, *cells, said(texts, 3)])
+            rows.append([arm, what, *cells, said(texts)])
     return markdown(["arm", "", "skill, right", "skill, loss", "leak", "rise on texts"], rows)
 
 
@@ -254,62 +292,50 @@ def overlaps_table(frames: Frames, arms: list[str]) -> str:
         ceiling = of_arm(frames, "before", f"overlap_{kind}")
         for arm in arms:
             cells = [
-                said(ceiling),
+                f"{ceiling.mean():.2f}",  # the same for every seed
                 said(kept(frames, arm, kind)),
-                said(of_arm(frames, arm, f"overlap_{kind}_chance") / ceiling),
+                said(kept_by_chance(frames, arm, kind)),
                 said(kept(frames, arm, kind, "reuse_overlap")),
-                said(of_arm(frames, arm, f"reuse_overlap_{kind}_chance") / ceiling),
+                said(kept_by_chance(frames, arm, kind, "reuse_overlap")),
             ]
             rows.append([kind, arm, *cells])
     header = ["ceiling", "kept", "kept, chance", "skill with old is/are", "this, chance"]
     return markdown(["parts", "arm", *header], rows)
 
 
-def heads_table(frames: Frames, arms: list[str]) -> str:
-    """Return the heads whose effect on is/are moved most, and their effects."""
-    columns = {"before": ("before", "agreement"), "before, other prompts": ("before", "other")}
-    columns |= {arm: (arm, "agreement") for arm in arms}
-    columns |= {f"skill, {arm}": (arm, "skill") for arm in arms}
-    shares = {name: head_shares(frames, *column) for name, column in columns.items()}
-    moved = pd.concat([moves(frames, arm).mean(axis=1).abs() for arm in arms], axis=1).max(axis=1)
-    rows = [
-        [head, *(said(share.loc[head]) for share in shares.values())]
-        for head in moved.nlargest(N_HEADS).index
-    ]
-    return markdown(["head", *shares], rows)
-
-
 def figure(frames: Frames) -> Figure:
-    """Draw learning and forgetting by step, and forgetting against learning."""
-    picture = Figure(figsize=(10, 3.4), layout="constrained")
+    """Draw learning and forgetting by step, and forgetting when the skill is learned."""
+    picture = Figure(figsize=(11, 3.4), layout="constrained")
     panels = picture.subplots(1, 3)
-    for color, (arm, curves) in enumerate(frames["curves"].groupby("arm", sort=False)):
-        for seed, curve in curves.groupby("seed"):
-            style = {
-                "color": f"C{color}",
-                "marker": ".",
-                "ls": LINES[color],
-                "label": arm if seed == 0 else None,
-            }
-            texts = curve["text_loss"] - curve["text_loss"].iloc[0]
-            panels[0].plot(curve["step"], curve["skill_right"], **style)
-            panels[1].plot(curve["step"], texts, **style)
-            panels[2].plot(curve["skill_loss"], texts, **style)
+    for number, (arm, curves) in enumerate(frames["curves"].groupby("arm", sort=False)):
+        style = {"color": f"C{number}", "ls": LINES[number]}
+        rises = curves["text_loss"] - curves.groupby("seed")["text_loss"].transform("first")
+        for panel, values in zip(panels, (curves["skill_right"], rises), strict=False):
+            for _, of_seed in values.groupby(curves["seed"]):
+                panel.plot(curves["step"][of_seed.index], of_seed, **style, lw=0.8, alpha=0.3)
+            panel.plot(values.groupby(curves["step"]).mean(), **style, marker=".", label=arm)
+        then = learned_at(frames, str(arm))["rise"]
+        mean, low, high = t_interval(then)
+        panels[2].plot([number] * len(then), then, ".", color=f"C{number}", alpha=0.6)
+        panels[2].errorbar(
+            number + 0.2, mean, [[mean - low], [high - mean]], fmt="o", color=f"C{number}"
+        )
+    names = frames["curves"]["arm"].unique()
+    panels[2].set_xticks(range(len(names)), names, rotation=25, ha="right")
     panels[0].set(xlabel="step", ylabel="skill: right on unseen nouns")
     panels[1].set(xlabel="step", ylabel="rise of the loss on texts, nats")
-    panels[2].set(xlabel="loss of the skill, nats", ylabel="rise of the loss on texts, nats")
-    panels[2].set_xscale("log")
+    panels[2].set(ylabel="rise at the first check with 90 % right")
     panels[0].legend()
     return picture
 
 
-def same_heads(frames: Frames, first: str, second: str) -> "pd.Series[float]":
+def same_heads(frames: Frames, first: str, second: str) -> Seeds:
     """Return the overlap of heads' effects on the skill in two arms, by seed."""
     a, b = (head_shares(frames, arm, "skill") for arm in (first, second))
     return a.abs().where(a.abs() < b.abs(), b.abs()).where(a * b > 0, 0.0).sum()
 
 
-def same_by_chance(frames: Frames, first: str, second: str) -> "pd.Series[float]":
+def same_by_chance(frames: Frames, first: str, second: str) -> Seeds:
     """Return this overlap if each head is matched with a random one of its layer, by seed."""
     a, b = (head_shares(frames, arm, "skill") for arm in (first, second))
     names = list(a.index)
@@ -319,108 +345,133 @@ def same_by_chance(frames: Frames, first: str, second: str) -> "pd.Series[float]
 
 def in_short(frames: Frames, about: Mapping[str, Any]) -> str:
     """Return question, answer and caution."""
-    arms = list(about["study"]["rates"])
-
-    start = at_step(frames, "not grown", "text_loss", 0).mean()
-    first = head_shares(frames, "before", "agreement").mean(axis=1)
-    strongest = first.abs().idxmax()
-    now = {arm: head_shares(frames, arm, "agreement").loc[strongest] for arm in arms}
-    of_skill = list(head_shares(frames, "free", "skill").mean(axis=1).abs().nlargest(3).index)
+    how, measured = about["study"]["arms"], circuit_arms(frames)
+    ends = {
+        column: {arm: final(frames, arm, column) for arm in how}
+        for column in ("skill_right", "leak", "agreement_two_way")
+    }
+    before = head_shares(frames, "before", "agreement").mean(axis=1)
+    strongest = str(before.abs().idxmax())
+    few = min(len(final(frames, arm, "leak")) for arm in LAST)
     numbers = {
-        "rises": listed({arm: rise(frames, arm) for arm in arms}),
-        "rises_then": listed({arm: learned_at(frames, arm)["rise"] for arm in arms}),
-        "start": start,
-        "rights": listed({arm: 100 * final(frames, arm, "skill_right") for arm in arms}, 0),
-        "rate_ratio": about["study"]["rates"]["frozen"] / about["study"]["rates"]["free"],
+        "few": f"{few} seeds"
+        + ", and no measures of circuits" * (not set(LAST) & set(frames[""]["arm"])),
         "neurons": about["study"]["neurons"],
-        "steps": about["study"]["steps"],
-        "share_free": said(of_arm(frames, "free", "skill_new_share"), 5),
-        "share_frozen": said(of_arm(frames, "frozen", "skill_new_share"), 3),
-        "parity": of_arm(frames, "free", "skill_parity").mean(),
-        "joint": said(of_arm(frames, "frozen", "skill_joint")),
-        "null": said(of_arm(frames, "frozen", "skill_directions")),
+        "rights": by_arm(ends["skill_right"]),
+        "least_leak": min(x.mean() for x in ends["leak"].values()),
+        "is_are": by_arm(ends["agreement_two_way"]),
+        "is_are_before": at_step(frames, "not grown", "agreement_two_way", 0).mean(),
+        "learned": "; ".join(
+            f"{arm} {x['reached'].sum()} of {len(x)}"
+            for arm, x in ((arm, learned_at(frames, arm)) for arm in how)
+        ),
+        "start": at_step(frames, "not grown", "text_loss", 0).mean(),
+        "rises": by_arm({arm: learned_at(frames, arm)["rise"] for arm in how}, 1),
+        "rate_frozen": said(forgot_more(frames, "frozen", "frozen, slower"), 1),
+        "rate_free": said(forgot_more(frames, "free, faster", "free"), 1),
+        "freezing": said(forgot_more(frames, "free, faster", "frozen, slower"), 1),
+        "slower_than_free": said(forgot_more(frames, "frozen, slower", "free"), 1),
         "removed": 100 * without(frames, "free", "removed", "skill_right").mean(),
         "only_new": 100 * without(frames, "free", "only new", "skill_right").mean(),
-        "leaks": listed({arm: final(frames, arm, "leak") for arm in arms}, 3),
-        "heads": listed({arm: kept(frames, arm, "heads") for arm in arms}),
-        "chance": listed(
-            {
-                arm: of_arm(frames, arm, "overlap_heads_chance")
-                / of_arm(frames, "before", "overlap_heads")
-                for arm in arms
-            }
+        "heads": by_arm({arm: kept(frames, arm, "heads") for arm in measured}),
+        "chance": by_arm({arm: kept_by_chance(frames, arm, "heads") for arm in measured}),
+        "strongest": strongest,
+        "strongest_before": before[strongest],
+        "strongest_now": by_arm(
+            {arm: head_shares(frames, arm, "agreement").loc[strongest] for arm in measured}
         ),
         "same": said(same_heads(frames, "frozen", "free")),
         "same_chance": said(same_by_chance(frames, "frozen", "free")),
-        "skill_heads": " and ".join([", ".join(of_skill[:-1]), of_skill[-1]]),
-        "skill_shares": listed(
-            {arm: head_shares(frames, arm, "skill").abs().loc[of_skill].sum() for arm in arms}
-        ),
-        "strongest": strongest,
-        "strongest_before": first[strongest],
-        "strongest_now": listed(now),
-        "is_are": listed({arm: 100 * final(frames, arm, "agreement_two_way") for arm in arms}, 0),
-        "is_are_before": 100 * at_step(frames, "not grown", "agreement_two_way", 0).mean(),
     }
+    for arm, digits in (("frozen", 3), ("free", 5)):
+        share, parity, joint, null = of_new(frames, arm)
+        numbers |= {f"share_{arm}": said(share, digits), "parity": parity.mean()}
+        numbers |= {f"joint_{arm}": said(joint), f"null_{arm}": said(null)}
     return wrapped(IN_SHORT.format(**numbers))
 
 
-def listed(values: Mapping[str, "pd.Series[float]"], digits: int = 2) -> str:
-    """Return figures, each followed by its arm."""
-    return ", ".join(f"{said(x, digits)} ({arm})" for arm, x in values.items())
-
-
-def seeds_text(n: int, n_circuits: int) -> str:
-    """Return how many seeds there are, and what the figures show."""
-    text = (
-        f"There are {n} seeds (new entries and order of prompts)" if n > 1 else "There is one seed"
-    )
-    if n_circuits < n:
-        text += f"; circuits and removed neurons were measured for {n_circuits} of them"
-    how = "Figures have no intervals" + "; both values are shown" * (n == 2)
-    if n > 2:
-        how = "Figures are means with Student's 95 % interval over seeds"
-    return wrapped(f"{text}. {how}.")
+def seeds_text(frames: Frames, earlier: Mapping[str, Any]) -> str:
+    """Return how many seeds each arm has, with circuits or not, and which are of an earlier run."""
+    counts = {
+        part: frames[name]
+        .groupby("arm", sort=False)["seed"]
+        .nunique()
+        .drop("before", errors="ignore")
+        for part, name in (("Seeds", "curves"), ("Seeds with measures of circuits", ""))
+    }
+    parts = [
+        f"{part}: {', '.join(f'{n} ({arm})' for arm, n in by.items())}."
+        for part, by in counts.items()
+    ]
+    if earlier:
+        seeds = (f"{', '.join(map(str, x))} ({arm})" for arm, x in earlier["seeds"].items())
+        parts.append(f"These come from an earlier run of the same code: {'; '.join(seeds)}.")
+    return wrapped(" ".join(parts))
 
 
 def page_of(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
     """Return the page."""
-    arms = list(about["study"]["rates"])
+    how, measured = about["study"]["arms"], circuit_arms(frames)
     before = frames[""][frames[""]["arm"] == "before"]
-    training = frames["curves"].groupby(["arm", "seed"])["cpu_seconds"].max()
+    training = frames["curves"].groupby(["arm", "seed"], sort=False)["cpu_seconds"].max()
+    steps = {
+        arm: seconds / how[arm]["steps"] for arm, seconds in training.groupby("arm").mean().items()
+    }
     return PAGE.format(
         **about["study"],
-        **{
-            key: about[key]
-            for key in ("machine", "cpu_seconds", "n_seeds", "circuit_seeds", "texts_sha256")
-        },
+        **{key: about[key] for key in ("machine", "texts_sha256")},
         in_short=in_short(frames, about),
-        seeds=seeds_text(about["n_seeds"], about["circuit_seeds"]),
+        seeds=seeds_text(frames, about["earlier"]),
         difference=before["largest_difference"].max(),
         logit=before["largest_logit"].max(),
         flag=flag,
-        n_heads=N_HEADS,
+        cpu_seconds=about["cpu_seconds"] + about["earlier"].get("cpu_seconds", 0),
         training=training.sum(),
-        step_costs=", ".join(
-            f"{seconds / about['study']['steps']:.2f} s ({arm})"
-            for arm, seconds in training.groupby("arm", sort=False).mean().items()
+        cheapest=min(steps.values()),
+        dearest=max(steps.values()),
+        settings=", ".join(
+            f"{x['rate']:g} for {x['steps']} steps ({arm})" for arm, x in how.items()
         ),
-        rate_list=", ".join(f"{x:g} ({arm})" for arm, x in about["study"]["rates"].items()),
         predictions=predictions(verdicts(frames, about)),
-        learning=learning_table(frames, arms),
-        curves=curves_table(frames, arms),
+        learning=learning_table(frames, about),
+        learned=learned_table(frames, about),
+        differences=differences_table(frames),
         shares=shares_table(frames),
         removed=removed_table(frames),
-        overlaps=overlaps_table(frames, arms),
-        heads=heads_table(frames, arms),
+        overlaps=overlaps_table(frames, measured),
     )
 
 
-IN_SHORT = """**Question.** SmolLM2 gets {neurons} new neurons in each layer, and learns one narrow
-skill. Do new neurons hold the skill? Does it help to freeze the old parts? Which old circuits move?
+CLAIMS = (
+    "every arm is right for 90 % or more at the end",
+    "frozen learns more slowly: its loss is higher after half of the steps",
+    "freezing halves forgetting (the rise of the loss on texts)",
+    "free forgets like not grown, within 25 %",
+    "free without its new neurons is right for 90 % or more; their share is below parity",
+    "frozen: the share of new neurons is three times parity; they cost more than directions",
+    "frozen keeps its heads' effects (.9 of the ceiling or more), free keeps less",
+    "free keeps as much as not grown, within .1",
+    "at least 5 of the 10 heads that moved most are the same in free and not grown",
+    'all arms leak: "yes" or "no" has a probability above .5 without the marker',
+    "3, 6 and 7 fail with five seeds, as with two; the other seven of 1 to 10 hold",
+    "frozen forgets more than free, clearly",
+    "frozen: new neurons cost more than directions, and heads are shared with free; both clearly",
+    "frozen: the overlap of heads' effects on is/are is not clearly above chance",
+    '"frozen, slower" is right for 90 % or more at the end',
+    'at 90 % right, "frozen, slower" has forgotten less than half of what frozen has',
+    "it has then forgotten more than free, clearly",
+    'and less than "free, faster", clearly',
+    '"frozen, slower" leaks (above .5), and is right on is/are in less than 75 %',
+    '"frozen, slower": new neurons cost more than .5 and than directions; share below parity',
+    '"free, faster": the share of new neurons is ten times that of free, and below parity',
+)
 
-**Answer.** All arms learn the skill: after {steps} steps, they are right on unseen nouns in
-{rights} % of the prompts.
+IN_SHORT = """**Question.** SmolLM2 gets {neurons} new neurons in each layer, and learns one narrow
+skill. Do new neurons hold the skill? Is it freezing the old parts, or the learning rate, that
+decides how much the model forgets? Which old circuits move?
+
+**Answer.** At the end, this part of the answers on unseen nouns is right: {rights}. The seeds with
+90 % right answers at some check: {learned}.
 
 If the old parts are free, new neurons do almost nothing: their output weights start at zero and
 move slowly. The model learns and forgets as it does without growth. The model without its new
@@ -428,45 +479,50 @@ neurons is still right in {removed:.0f} %; with only new neurons trained, it is 
 {only_new:.0f} %. New neurons have a share of {share_free} of the effects of neurons on the skill;
 random labels would give {parity:.3f}.
 
-If the old parts are frozen, the skill depends on new neurons. To patch them together costs {joint}
-of the difference of logits that all parts make (random directions: {null}), although their share of
-single effects, {share_frozen}, stays below parity.
+If the old parts are frozen, the skill depends on new neurons. To patch them together costs
+{joint_frozen} of the difference of logits that all parts make (random directions: {null_frozen}),
+although their share of single effects, {share_frozen}, stays below parity.
 
-Freezing does not prevent forgetting at the learning rate of this arm. The loss on held-out texts
-(before: {start:.2f} nats) rises by {rises} nats; at the first check with 90 % right answers, it had
-risen by {rises_then} nats. In "frozen", the old model comes back exactly if the new neurons are
-removed.
+Is it the rate, or freezing, that makes the model forget? It is the rate; at one rate, freezing
+protects. The loss on held-out texts (before: {start:.2f} nats) has risen by these amounts at the
+first check with 90 % right answers (at the end, if there is none): {rises}. With old parts frozen,
+a quarter of the rate saves {rate_frozen} nats. With old parts free, ten times the rate costs
+{rate_free} nats. So freezing saves {freezing} nats at the rate that these two arms share. But all
+weights together learn the skill at a tenth of this rate, and then forget no more: "frozen, slower"
+forgets {slower_than_free} nats more than "free". So we found no gain from freezing that a low rate
+does not give. In frozen arms, the old model comes back exactly if the new neurons are removed.
 
-All arms also say "yes" or "no" if "Match:" is missing: these words then have a probability of
-{leaks}. The old skill, is or are, falls from {is_are_before:.0f} % right of the two words (chance:
-50 %) to {is_are} %.
+All arms also say "yes" or "no" if "Match:" is missing: these words then have a probability of at
+least {least_leak:.3f}. The old skill, is or are, falls from {is_are_before:.2f} (right of the two
+words; chance: .50) to: {is_are}.
 
-The circuit of the old skill moves in all arms. The overlap of heads' effects before and after,
-divided by the ceiling, is {heads}; random matching gives {chance}. The head that mattered most for
-is/are, {strongest}, had {strongest_before:.2f} of all heads' effects, and has {strongest_now} after
-training. In "frozen", its weights are the same as before; only the new neurons have changed. But
-this arm answers is/are at chance, so effects on is/are mean little there.
+The circuit of the old skill moves in the three arms where we measured it. The overlap of heads'
+effects before and after, divided by the ceiling, is: {heads}. Random matching gives: {chance}. The
+head that mattered most for is/are, {strongest}, had {strongest_before:.2f} of all heads' effects,
+and has after training: {strongest_now}. In "frozen", its weights are the same as before; only the
+new neurons have changed. But this arm answers is/are at chance, so effects on is/are mean little
+there.
 
 In "frozen" and "free", the skill partly uses the same old heads: the overlap of heads' effects on
-the skill is {same}, and random matching gives {same_chance}. Three heads, {skill_heads}, hold
-{skill_shares} of the effects of all heads on the skill. We chose them by their effects in "free".
+the skill is {same}, and random matching gives {same_chance}.
 
-**Caution.** One model, one skill, few seeds. The rate with old parts frozen is {rate_ratio:.0f}
-times the rate with old parts free, since new neurons learned slowly at a lower rate in a pilot. So
-we cannot say whether freezing or the rate makes forgetting worse. In "free", new neurons could
-hardly take part, because their output weights start at zero and the rate is low. Training shows no
-prompts without "Match:"; with such prompts, all arms may keep more."""
+**Caution.** One model, one skill, one size of growth; "frozen, slower" and "free, faster" have
+{few}. The rate of these two arms is too high for all weights together: training is unstable in
+"free, faster", and freezing may save less at a rate between those that we tried. In "free", new
+neurons could hardly take part, because their output weights start at zero and the rate is low. No
+arm sees texts, or prompts without "Match:", in training; with them, all arms may keep more."""
 
 PAGE = """# What moves when SmolLM2 grows and learns a skill?
 
 {in_short}
 
 SmolLM2-135M-Instruct gets {neurons} new neurons in each layer, and learns a made-up agreement rule
-for {steps} steps of {rows} prompts: after "Match: The keys near the cabinets" comes "yes", since
-both nouns have the same number, and after "Match: The key near the cabinets" comes "no". Two thirds
-of the nouns are in training, the others in the evaluation. Rates of AdamW:
-{rate_list}.
-`grow_on_skill.py` says what is compared.
+from {rows} prompts a step: after "Match: The keys near the cabinets" comes "yes", since both nouns
+have the same number, and after "Match: The key near the cabinets" comes "no". Two thirds of the
+nouns are in training, the others in the evaluation. Rates of AdamW:
+{settings}.
+`grow_on_skill.py` says what is compared. A seed determines new entries and the order of prompts.
+Figures are means with Student's 95 % interval over seeds.
 {seeds}
 
 Growth is exact: the largest difference of logits between the model and the grown model, before
@@ -474,14 +530,16 @@ training, is {difference:.2g}; the largest logit is {logit:.3g}.
 
 Made by `python -m analyses.studies.grow_on_skill{flag}` on
 {machine}. Everything took {cpu_seconds} s of processor time, and training {training:.0f} s of this.
-A step took {step_costs}.
+A step took {cheapest:.2f} to {dearest:.2f} s.
 The tables are `grow_on_skill.csv` (circuits), `grow_on_skill_curves.csv`,
 `grow_on_skill_removed.csv` and `grow_on_skill_heads.csv`.
 
 ## Predictions
 
-They were written before the runs, and stand in full in the script. They are about means over seeds,
-so a prediction can hold if one seed disagrees.
+They were written before the runs, and stand in full in the script: the first ten before any run,
+the others before seeds 2 to 4 and before the last two arms. They are about means over seeds, except
+for "clearly": then Student's 95 % interval of the difference excludes zero. Predictions without an
+entry need circuits that were not measured.
 
 {predictions}
 
@@ -490,16 +548,25 @@ so a prediction can hold if one seed disagrees.
 At the end, on {asked} prompts with unseen nouns, the same prompts without "Match:" (is/are), and
 the first {texts[1]} tokens of each of {texts[0]} paragraphs of Python's documentation
 (`pydoc_data.topics`; SHA-256 {texts_sha256:.16}…). "Leak" is the probability of "yes" or "no"
-without "Match:". "Right of the two" compares is with are only. Losses are in nats. The last two
-columns are about the first check at which 90 % of the answers are right.
+without "Match:". "Right of the two" compares is with are only. Losses are in nats.
 
 {learning}
 
-Right answers of the skill, and the rise of the loss on texts, by step (means over seeds):
-
-{curves}
-
 ![Learning and forgetting](grow_on_skill.svg)
+
+Left and middle: thin lines are seeds, thick lines means. Right: points are seeds, with the mean and
+its interval.
+
+## Rate or freezing?
+
+At the first of the checks (every {check_every} steps) at which 90 % of the answers are right; for a
+seed without such a check, at the end:
+
+{learned}
+
+Differences of the rise of the loss on texts, between two arms with the same seed, in nats:
+
+{differences}
 
 ## The share of new neurons
 
@@ -517,7 +584,7 @@ costs are left out.
 
 "Removed": the output weights of new neurons are zero. "Random": those of as many random old neurons
 of each layer, the mean of {draws} draws. "Only new": new neurons as trained, and all old entries
-as before training. In "frozen", old entries do not change, so "removed" is the model before
+as before training. In frozen arms, old entries do not change, so "removed" is the model before
 training, and "only new" the whole model.
 
 {removed}
@@ -531,21 +598,11 @@ effects on is/are before training. Chance matches each part with a random one of
 
 {overlaps}
 
-The {n_heads} heads whose effect on is/are moved most in any arm (mean over seeds). Figures are the
-head's effect, as a part of the sum of |effects| of all heads. In "frozen", is/are is answered at
-chance, so the signs of these effects mean little.
-
-{heads}
-
 ## What limits this
 
-One model, one skill, one size of growth, {steps} steps. Of three planned seeds, {n_seeds} fitted
-the time that we had, and we measured circuits for {circuit_seeds}. New layers were not tried. A
-pilot chose the learning rates for speed. They differ between "frozen" and the other arms, so the
-size of forgetting depends on them too; lower rates with frozen old parts were not trained to the
-end. No arm sees texts, or prompts without "Match:", in training, so nothing tells it to keep what
-it knew. The texts are documentation of one kind; SmolLM2 may have been trained on them. Effects are
-estimated by attribution, with exact patches of the strongest sites only. The ceiling for overlaps
-comes from other sentences with the same nouns. Where a model answers is/are at chance, the effects
-on this task are those of a skill that it has lost.
+New layers were not tried. Pilots chose the rates. The arms do not separate the rate from the number
+of steps. The texts are documentation of one kind; SmolLM2 may have been trained on them. Effects
+are estimated by attribution, with exact patches of the strongest sites only. The ceiling for
+overlaps comes from other sentences with the same nouns. Where a model answers is/are at chance, the
+effects on this task are those of a skill that it has lost.
 """

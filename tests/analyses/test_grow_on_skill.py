@@ -27,28 +27,42 @@ def tables(folder):
 
 @needs_transformer_lens_4
 def test_smoke(tmp_path):
-    runs = tmp_path / "runs"
-    folders = ["--out", str(tmp_path), "--runs", str(runs)]
-    result = run_script(study.main, ["--smoke", "--n-seeds", "1", *folders])
-    page = (tmp_path / "grow_on_skill.md").read_text("utf-8")
-    assert page.strip() in result.output
-    settings = json.loads((tmp_path / "grow_on_skill.run.json").read_text("utf-8"))["settings"]
-    frames = tables(tmp_path)
-    assert report.page_of(frames, settings, " --smoke") == page
+    def smoke(out, runs, *options):
+        folders = ["--out", str(tmp_path / out), "--runs", str(tmp_path / runs)]
+        result = run_script(study.main, ["--smoke", *folders, *options])
+        record = json.loads((tmp_path / out / "grow_on_skill.run.json").read_text("utf-8"))
+        page = (tmp_path / out / "grow_on_skill.md").read_text("utf-8")
+        assert page.strip() in result.output
+        assert report.page_of(tables(tmp_path / out), record["settings"], " --smoke") == page
+        return tables(tmp_path / out), page
+
+    frames, _ = smoke("one", "runs", "--n-seeds", "1")
     circuits, removed = (frames[part].set_index("arm") for part in ("", "removed"))
     assert circuits.loc["before", "largest_difference"] < 1e-6
     assert circuits.loc["free", "skill_parity"] == pytest.approx(5 / 36, abs=1e-4)
     # Frozen entries do not change, so the model without its new neurons is the model before.
-    assert removed.loc["frozen", "old_change"].max() == 0 < removed.loc["free", "old_change"].min()
-    losses = frames["removed"].query("arm == 'frozen'").set_index("what")["skill_loss"]
-    curve = frames["curves"].query("arm == 'frozen'").set_index("step")["skill_loss"]
-    assert losses["removed"] == curve[0] != curve[4] == losses["only new"]
-    # A second run trains nothing.
-    (runs / "0-measures.json").unlink()
-    written = (runs / "0-free" / "curve.csv").stat().st_mtime_ns
-    run_script(study.main, ["--smoke", "--n-seeds", "1", *folders])
-    assert (runs / "0-free" / "curve.csv").stat().st_mtime_ns == written
-    pd.testing.assert_frame_equal(tables(tmp_path)["heads"], frames["heads"])
+    for arm, last in (("frozen", 4), ("frozen, slower", 6)):
+        assert removed.loc[arm, "old_change"].max() == 0 < removed.loc["free", "old_change"].min()
+        losses = frames["removed"].query("arm == @arm").set_index("what")["skill_loss"]
+        curve = frames["curves"].query("arm == @arm").set_index("step")["skill_loss"]
+        assert losses["removed"] == curve[0] != curve[last] == losses["only new"]
+    # A second run trains nothing, and measures only what is missing.
+    (tmp_path / "runs" / "0-free-circuits.json").unlink()
+    kept = [*(tmp_path / "runs").glob("0-*/curve.csv"), *(tmp_path / "runs").glob("0-*.json")]
+    written = [path.stat().st_mtime_ns for path in kept]
+    again, _ = smoke("again", "runs", "--n-seeds", "1")
+    assert [path.stat().st_mtime_ns for path in kept] == written
+    pd.testing.assert_frame_equal(again["heads"], frames["heads"])
+    # Seeds of an earlier run are joined from its tables.
+    joined, page = smoke("two", "runs-2", "--earlier", str(tmp_path / "one"), "--n-seeds", "2")
+    assert not list((tmp_path / "runs-2").glob("0-*"))
+    assert "These come from an earlier run of the same code: 0 (frozen); 0 (free)" in " ".join(
+        page.split()
+    )
+    for part, frame in joined.items():
+        first = frame.query("seed == 0").reset_index(drop=True)
+        pd.testing.assert_frame_equal(first, frames[part], check_dtype=False)
+        assert set(frame["seed"]) == {0, 1}
 
 
 def test_prompts(tmp_path):
