@@ -178,8 +178,8 @@ class Study:
             "frozen": Arm(4e-3, frozen=True),
             "free": Arm(1e-4),
             "not grown": Arm(1e-4),
-            "frozen, slower": Arm(1e-3, steps=160, frozen=True, seeds=3, circuit_seeds=0),
-            "free, faster": Arm(1e-3, seeds=3, circuit_seeds=0),
+            "frozen, slower": Arm(1e-3, steps=160, frozen=True, circuit_seeds=0),
+            "free, faster": Arm(1e-3, circuit_seeds=0),
         }
     )
     warmup: int = 10

@@ -355,7 +355,7 @@ def in_short(frames: Frames, about: Mapping[str, Any]) -> str:
     few = min(len(final(frames, arm, "leak")) for arm in LAST)
     numbers = {
         "few": f"{few} seeds"
-        + ", and no measures of circuits" * (not set(LAST) & set(frames[""]["arm"])),
+        + ", but no measures of circuits" * (not set(LAST) & set(frames[""]["arm"])),
         "neurons": about["study"]["neurons"],
         "rights": by_arm(ends["skill_right"]),
         "least_leak": min(x.mean() for x in ends["leak"].values()),
