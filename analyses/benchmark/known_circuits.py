@@ -200,7 +200,7 @@ def differences(frame: pd.DataFrame) -> pd.DataFrame:
     """Return how much better the best method of the package is than the best of the others.
 
     "the literature" has the methods that are not in the package; "exact" has exact cuts and exact
-    patches, which are slow references. The best have the highest mean for this form and label.
+    patches, which are references. The best have the highest mean for this form and label.
     """
     rows = []
     for what, methods in METHODS.items():
@@ -550,8 +550,9 @@ def _uses(covered: pd.DataFrame) -> str:
     few, many, share = mean["patched"].min(), mean["patched"].max(), mean["share patched"]
     return (
         "\n".join(lines)
-        + f" It patches {few:.0f} to {many:.0f} sites of a model exactly, which are "
-        f"{share.min():.0%} to {share.max():.0%} of its sites."
+        + f" It patches {few:.0f} to {many:.0f} sites of a model exactly (means by form), which "
+        f"are {share.min():.0%} to {share.max():.0%} of its sites; coverage is that of all other "
+        "sites."
     )
 
 
@@ -633,8 +634,10 @@ method are in `analyses/benchmark/README.md`. Figures of twins are means over se
 ## Where the methods of the package do not win
 
 Methods of the package are in bold in the tables below: secants, exact repairs, two factors. Exact
-cuts and exact patches (in italics) are slow references, which the package computes too. Two factors
-was predicted to be the best. Against the best method from the literature, for all true parts:
+cuts and exact patches (in italics) are references, which the package computes too. For edges, exact
+cuts cost several times as much as two factors; for nodes, the references cost about as much as the
+methods of the package that are as good (see the table of costs). Two factors was predicted to be
+the best. Against the best method from the literature, for all true parts:
 
 {against}
 

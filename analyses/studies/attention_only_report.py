@@ -371,7 +371,7 @@ def searched(search: pd.DataFrame, task: str) -> str:
     return table(wide.loc[of_task["arm"].unique()].fillna("").reset_index())
 
 
-def page(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
+def page(frames: Frames, about: Mapping[str, Any], flag: str = "") -> str:
     """Return the whole page in Markdown."""
     curves, study = frames[""], about["study"]
     seconds = curves.groupby(["task", "arm", "seed"])["seconds"].last().groupby("task").sum()
@@ -426,9 +426,10 @@ interval). The other forms of heads have free keys too. The paper's heads differ
 they start at the MLP's function, by {set_free} %; with a persistent key and value in each head, by
 {persistent} %. All-attention layers differ by {all_attention} %.
 
-These gaps depend on the length of training. After {earlier_steps} steps, all-attention layers
-differed by {all_attention_earlier} %, and an MLP with an eighth of the neurons by {eighth_earlier}
-%; now the latter differs by {eighth} %. An MLP with twice the neurons differs by {twice} %.
+These gaps depend on the length of training (and the rates were chosen again for this length). After
+{earlier_steps} steps, all-attention layers differed by {all_attention_earlier} %, and an MLP with
+an eighth of the neurons by {eighth_earlier} %; now the latter differs by {eighth} %. An MLP with
+twice the neurons differs by {twice} %.
 
 On addition, {SOLVED:.0%} of held-out pairs are
 right after {mlp_epochs} epochs with an MLP, after {without_keys_epochs} without keys, and after
@@ -439,9 +440,10 @@ Heads whose W_V is free do not become neurons of an MLP: in the paper's heads on
 |cos(W_Q, W_V)| is {cos} at the end. It is {cos_start} at the start, and 1 in an MLP.
 
 **Caution.** The models are small, and {steps} steps are few: even from {half} to {longest} steps,
-the MLP's loss falls by {fall}. The search can hardly choose between learning rates that differ by
-a factor of two. With an eighth of the neurons, the loss is not measurably higher, so this text
-hardly needs neurons, and is a weak test of what replaces them.
+the MLP's loss falls by {fall}. The MLP ends nearly as low at twice its rate, so the search can
+hardly choose between rates that differ by a factor of two. With an eighth of the neurons, the loss
+is not measurably higher, so this text hardly needs neurons, and is a weak test of what replaces
+them.
 
 On addition, five seeds cannot distinguish the MLP from the heads without keys. In the first run,
 the MLP was first in every seed; there, all arms used the highest rate that was tried. All-attention
@@ -554,10 +556,11 @@ Addition:
 ## What limits this
 
 Models are small: two layers and one layer of width {d_model}. One optimizer, one scale of initial
-weights, no search of weight decay. The rate is chosen with one seed. The bias token is the same
-row in all layers; by Definition 1 heads would write to its row as well. Flops are not time: see
-[the benchmark](bench_training_step.md). Properties of heads on text include padding tokens, losses
-do not. Addition runs that solved the task and lost it again, below {LOST:.0%} at the end: {lost}.
+weights, no search of weight decay. The rate on text is chosen with one seed. The bias token is the
+same row in all layers; by Definition 1 heads would write to its row as well. Flops are not time:
+see [the benchmark](bench_training_step.md). Properties of heads on text include padding tokens,
+losses do not. Addition runs that solved the task and lost it again, below {LOST:.0%} at the end:
+{lost}.
 
 Models of the theorem's form can be exposed by this package (`in_package`). The other forms cannot:
 the package's neuron-heads have the value q, and keys that do not depend on the token.

@@ -24,8 +24,9 @@ new weights in layers: one thread spends almost all of it on old weights.
 All arms of a seed see the same prompts in the same order. The loss is the cross-entropy of the
 next word over the whole vocabulary. AdamW without weight decay warms up and decays linearly. The
 last two arms were added later: the first three cannot say whether freezing or its higher rate makes
-the model forget. They have one rate, so freezing is all that differs; arms are compared at the
-first check at which they are right in 90 % of the prompts (at the end, if there is none).
+the model forget. They have one rate, and differ only in freezing and in the number of steps. Arms
+are compared at the first check at which they are right in 90 % of the prompts (at the end, if there
+is none).
 
 Measures, by model. Effects are those of `circuit_measures.py` (attribution, with exact patches of
 the strongest sites); shares, joint costs and their nulls are those of `pressure_measures.py`. Texts
@@ -128,7 +129,7 @@ from analyses.studies.circuit_measures import (
     overlap_by_chance,
     shares_in_common,
 )
-from analyses.studies.grow_on_skill_report import figure, page_of
+from analyses.studies.grow_on_skill_report import figure, page
 from analyses.tools.benching import machine
 from analyses.tools.options import Out, Runs, Seeds, Smoke, SmolLM2
 from analyses.tools.resumable import claim
@@ -672,7 +673,7 @@ def main(
         "cpu_seconds": seconds,
         "earlier": joined,
     }
-    text = page_of(frames, about, " --smoke" if smoke else "")
+    text = page(frames, about, " --smoke" if smoke else "")
     typer.echo(text)
     settings = {"device": "cpu", "smoke": smoke, **about}
     keep(__file__, out, text, frames, figure(frames), started=started, digits=DIGITS, **settings)

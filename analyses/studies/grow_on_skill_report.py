@@ -12,7 +12,7 @@ from analyses.tools import study_files
 from analyses.tools.benching import markdown
 from analyses.tools.study_files import t_interval
 
-__all__ = ["figure", "page_of"]
+__all__ = ["figure", "page"]
 
 Frames: TypeAlias = Mapping[str, pd.DataFrame]
 Seeds: TypeAlias = "pd.Series[float]"  # a figure of each seed
@@ -409,7 +409,7 @@ def seeds_text(frames: Frames, earlier: Mapping[str, Any]) -> str:
     return wrapped(" ".join(parts))
 
 
-def page_of(frames: Frames, about: Mapping[str, Any], flag: str) -> str:
+def page(frames: Frames, about: Mapping[str, Any], flag: str = "") -> str:
     """Return the page."""
     how, measured = about["study"]["arms"], circuit_arms(frames)
     before = frames[""][frames[""]["arm"] == "before"]
@@ -475,22 +475,23 @@ decides how much the model forgets? Which old circuits move?
 
 If the old parts are free, new neurons do almost nothing: their output weights start at zero and
 move slowly. The model learns and forgets as it does without growth. The model without its new
-neurons is still right in {removed:.0f} %; with only new neurons trained, it is right in
-{only_new:.0f} %. New neurons have a share of {share_free} of the effects of neurons on the skill;
-random labels would give {parity:.3f}.
+neurons is still right in {removed:.0f} %. If old entries are put back to what they were before
+training, and new neurons keep what they learned, it is right in {only_new:.0f} %. New neurons have
+a share of {share_free} of the effects of neurons on the skill; random labels would give
+{parity:.3f}.
 
 If the old parts are frozen, the skill depends on new neurons. To patch them together costs
 {joint_frozen} of the difference of logits that all parts make (random directions: {null_frozen}),
 although their share of single effects, {share_frozen}, stays below parity.
 
-Is it the rate, or freezing, that makes the model forget? It is the rate; at one rate, freezing
-protects. The loss on held-out texts (before: {start:.2f} nats) has risen by these amounts at the
-first check with 90 % right answers (at the end, if there is none): {rises}. With old parts frozen,
-a quarter of the rate saves {rate_frozen} nats. With old parts free, ten times the rate costs
-{rate_free} nats. So freezing saves {freezing} nats at the rate that these two arms share. But all
-weights together learn the skill at a tenth of this rate, and then forget no more: "frozen, slower"
-forgets {slower_than_free} nats more than "free". So we found no gain from freezing that a low rate
-does not give. In frozen arms, the old model comes back exactly if the new neurons are removed.
+Is it the rate, or freezing, that makes the model forget? Both matter at the rates that we tried.
+The loss on held-out texts (before: {start:.2f} nats) has risen by these amounts at the first check
+with 90 % right answers (at the end, if there is none): {rises}. With old parts frozen, a quarter of
+the rate saves {rate_frozen} nats. With old parts free, ten times the rate costs {rate_free} nats.
+So freezing saves {freezing} nats at the rate that these two arms share. But all weights together
+learn the skill at a tenth of this rate, and then forget about as much: "frozen, slower" forgets
+{slower_than_free} nats more than "free". So we found no gain from freezing that a low rate does not
+give. In frozen arms, the old model comes back exactly if the new neurons are removed.
 
 All arms also say "yes" or "no" if "Match:" is missing: these words then have a probability of at
 least {least_leak:.3f}. The old skill, is or are, falls from {is_are_before:.2f} (right of the two

@@ -30,8 +30,11 @@ def stored(name: str, folder: Path = RESULTS) -> tuple[dict[str, pd.DataFrame], 
 
 def page_of(name: str, folder: Path = RESULTS) -> str:
     """Return the page that the study's script makes of the stored tables."""
+    make = getattr(import_module(f"analyses.studies.{name}"), "page", None)
+    if make is None:
+        raise typer.BadParameter(f"analyses/studies/{name}.py has no function page: run the study")
     frames, record = stored(name, folder)
-    text: str = import_module(f"analyses.studies.{name}").page(frames, record["settings"])
+    text: str = make(frames, record["settings"])
     return text
 
 

@@ -33,7 +33,7 @@ def test_smoke(tmp_path):
         record = json.loads((tmp_path / out / "grow_on_skill.run.json").read_text("utf-8"))
         page = (tmp_path / out / "grow_on_skill.md").read_text("utf-8")
         assert page.strip() in result.output
-        assert report.page_of(tables(tmp_path / out), record["settings"], " --smoke") == page
+        assert report.page(tables(tmp_path / out), record["settings"], " --smoke") == page
         return tables(tmp_path / out), page
 
     frames, _ = smoke("one", "runs", "--n-seeds", "1")
@@ -111,5 +111,5 @@ def test_chance_is_the_mean_over_permutations_within_layers():
 
 def test_the_page_shows_its_tables():
     settings = json.loads((KEPT / "grow_on_skill.run.json").read_text("utf-8"))["settings"]
-    made = report.page_of(tables(KEPT), settings, "")
+    made = report.page(tables(KEPT), settings, "")
     assert (KEPT / "grow_on_skill.md").read_text("utf-8") == made

@@ -106,9 +106,11 @@ def test_what_is_stored_is_of_one_run_and_nobody_changed_it(path):
         "attribution_repairs",
         "circuits_in_growth",
         "contrast_vs_patching",
+        "grow_on_skill",
         "growth_modular_addition",
         "layernorm_gap",
         "patterns_and_values",
+        "train_attention_only",
     ],
 )
 def test_a_page_is_made_from_its_tables(name):
