@@ -687,8 +687,8 @@ The methods within .001 of the best mean AUROC, all true parts or edges.
 
 ## Cost
 
-Floating-point operations of the matrix products, counted by torch, in forward passes of all prompts
-of the task; a backward pass counts as about two. Medians over the disguised forms of {costed}.
+Floating-point operations of the matrix products, counted by torch, also in forward passes of all
+prompts of the task; a backward pass counts as about two. Medians over the disguised forms of {costed}.
 
 {costs}
 
@@ -775,7 +775,7 @@ def page(
         [row.what, row.form, row.kind, row.programs, row.auroc, ", ".join(row.best)]
         for row in winners(frame).itertuples()
     ]
-    middle = cost.groupby(["what", "method"], sort=False)["passes"].median()
+    middle = cost.groupby(["what", "method"], sort=False)[["passes", "flops"]].median()
     disguised = frame[(frame["form"] == "disguised") & (frame["labels"] == "true")]
     leaks = disguised.groupby(["what", "method"])[["auroc", "auroc_with_leaks"]].mean()
     change = leaks["auroc_with_leaks"] - leaks["auroc"]
@@ -808,8 +808,11 @@ def page(
         winners=markdown(["what", "form", "kind", "programs", "AUROC", "best"], won),
         costed=", ".join(dict.fromkeys(cost["program"])),
         costs=markdown(
-            ["what", "method", "forward passes"],
-            [[*key, f"{value:.1f}"] for key, value in middle.items()],
+            ["what", "method", "forward passes", "Mflop"],
+            [
+                [*key, f"{passes:.1f}", f"{flops / 1e6:.2f}"]
+                for key, (passes, flops) in middle.iterrows()
+            ],
         ),
         bounds=_bounds_table(covered),
         twins=_twins_table(),
