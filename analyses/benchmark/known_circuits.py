@@ -688,7 +688,8 @@ The methods within .001 of the best mean AUROC, all true parts or edges.
 ## Cost
 
 Floating-point operations of the matrix products, counted by torch, also in forward passes of all
-prompts of the task; a backward pass counts as about two. Medians over the disguised forms of {costed}.
+prompts of the task; a backward pass counts as about two. Medians over the disguised forms of
+{costed}.
 
 {costs}
 
