@@ -350,13 +350,16 @@ def curves_figure(curves: pd.DataFrame) -> Figure:
                 alpha=0.12,
                 linewidth=0,
             )
-        panel.set(title=task, xscale="log", yscale="log", xlabel="Tflop of matrix products")
+        yscale = "linear" if task == "text" else "log"
+        panel.set(title=task, xscale="log", yscale=yscale, xlabel="Tflop of matrix products")
         for axis in (panel.xaxis, panel.yaxis):
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter(NullFormatter())
         panel.grid(alpha=0.3, which="both")
     panels[0].set_ylabel("held-out loss, nats")
-    panels[0].legend(fontsize="small", title="dashed: fewer flops than mlp")
+    panels[0].legend(
+        fontsize="small", loc="upper right", title="dashed: more or fewer flops than mlp"
+    )
     return picture
 
 
