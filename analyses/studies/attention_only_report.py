@@ -357,9 +357,7 @@ def curves_figure(curves: pd.DataFrame) -> Figure:
             axis.set_minor_formatter(NullFormatter())
         panel.grid(alpha=0.3, which="both")
     panels[0].set_ylabel("held-out loss, nats")
-    panels[0].legend(
-        fontsize="small", loc="upper right", title="dashed: more or fewer flops than mlp"
-    )
+    panels[0].legend(fontsize="small", loc="lower left", title="dashed: other flops than mlp")
     return picture
 
 
