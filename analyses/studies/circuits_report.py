@@ -19,9 +19,10 @@ WITH_NEW = ("neurons", "heads", "depth")
 NONE, EQUAL_STEPS, OTHER_TEXTS = "none", "none, equal steps", "none, other texts"
 SMALL_MODEL = "small model"
 AGREEMENTS = ("kept", "overlap", "correlation")
-WROTE_ZEROS = (*KINDS, "neurons, copies")
-WROTE_AT_ONCE = ("neurons, cancelling", "neurons, splits")
-STARTS = ("neurons", "neurons, copies", *WROTE_AT_ONCE)
+COPIES, CANCELLING, SPLITS = "neurons, copies", "neurons, cancelling", "neurons, splits"
+WROTE_ZEROS = (*KINDS, COPIES)
+WROTE_AT_ONCE = (CANCELLING, SPLITS)
+STARTS = ("neurons", COPIES, *WROTE_AT_ONCE)
 TAKES_PART = 0.05
 COMPARED_BY = ("seed", "arm", "growth_seed", "check", "task")
 COMPARED = ("correlation", "kept", "overlap", "gates", "examples", "new_share", "idle_share")
@@ -410,7 +411,8 @@ def in_short(frames: Frames) -> str:
     idle, as_soon = (over_seeds(frames, arm, "idle_share").mean() for arm in (NONE, EQUAL_STEPS))
     on_texts = frames[""].query("check == 1 and arm == @OTHER_TEXTS")
     by_texts = on_texts.groupby(["seed", "growth_seed"])["kept"].mean().unstack()
-    new = means(by_arm(frames, WITH_NEW, "new_share"))
+    new = means(by_arm(frames, (*WITH_NEW, COPIES), "new_share"))
+    split = frames[""].query("check == 1 and arm == @SPLITS")["new_share"]
     return SHORT.format(
         low=min(kinds),
         high=max(kinds),
@@ -439,6 +441,11 @@ def in_short(frames: Frames) -> str:
         by_texts=by_texts.diff(axis=1).iloc[:, 1].abs().mean(),
         new_low=min(new.values()),
         new_high=max(new.values()),
+        cancelling=over_seeds(frames, CANCELLING, "new_share").mean(),
+        split=over_seeds(frames, SPLITS, "new_share").mean(),
+        split_low=split.min(),
+        split_high=split.max(),
+        split_at_once=over_seeds(frames, SPLITS, "new_share", check=0.0).mean(),
         as_soon=as_soon,
         idle=idle,
     )
@@ -460,7 +467,11 @@ At equal steps, the share kept after growth minus the share kept without growth 
 95 % interval excludes zero in {excluded}. Of the differences between two kinds of growth, it
 excludes zero in {between}.
 
-New neurons, heads and layers hold {new_low:.0%} to {new_high:.0%} of all effects at the end.
+New neurons, heads and layers that start with zero outputs hold {new_low:.0%} to {new_high:.0%} of
+all effects at the end (means of the kinds), and new neurons that start in pairs that cancel hold
+{cancelling:.0%}. If neurons are split, the new halves hold {split:.0%} at the end
+({split_low:.0%} to {split_high:.0%} by task and small model), and already {split_at_once:.0%} right
+after growth.
 Without growth, the idle half of the old neurons (those with the smallest effects) holds
 {as_soon:.1%} after as many steps, and {idle:.1%} after as many flops.
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -43,6 +43,7 @@ SIZES = (10, 20, 40, 80, 160, 320)
 N_NODES, N_EDGES = 30, 200
 N_STEPS = 5  # integration steps of EAP-IG
 K = 40  # the size of a ranking in the page's answer
+N_BOOTSTRAPS = 10  # with different seeds; the page shows the interval of the first one
 DIGITS = "%.6g"
 NAMES = {"exact_gate": "gradients", "integrated": "integrated gradients"}
 COMPARISONS = (
@@ -67,9 +68,40 @@ COMPARISONS = (
         "mean",
         ("graph of one run", "EAP", "EAP-IG", "EAP, mean of both ends"),
     ),
+    (
+        "the same, denoising alone, edges",
+        "edges",
+        "denoise",
+        ("EAP", "EAP-IG", "EAP, mean of both ends"),
+    ),
 )
-# By kind of comparison, case and method: the mean over pairs, its interval, and the number of pairs
-Differences: TypeAlias = dict[tuple[str, str, str], tuple[float, float, float, int]]
+BETTER, WORSE, SAME = "better", "worse", "not measurably different"
+BORDERLINE = "borderline"
+
+
+class Difference(NamedTuple):
+    """How much better secants are than another method.
+
+    Attributes:
+        mean: the mean over pairs.
+        low: the lower end of its interval.
+        high: the upper end.
+        n_pairs: the number of pairs.
+        word: what the intervals of all bootstraps say, or `BORDERLINE` if they disagree.
+    """
+
+    mean: float
+    low: float
+    high: float
+    n_pairs: int
+    word: str
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
+
+
+# By kind of comparison, case and method
+Differences: TypeAlias = dict[tuple[str, str, str], Difference]
 ENGLISH = [
     ("The keys near the cabinet", "The key near the cabinet", " are", " is"),
     ("The doctor behind the trees", "The doctors behind the trees", " is", " are"),
@@ -307,8 +339,8 @@ def page(frames: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> str
         differences=markdown(
             columns,
             (
-                [*key, f"{mean:+.3f}", f"{low:+.3f} to {high:+.3f}", n]
-                for key, (mean, low, high, n) in differences.items()
+                [*key, f"{x.mean:+.3f}", f"{x.low:+.3f} to {x.high:+.3f}", x.n_pairs]
+                for key, x in differences.items()
             ),
         ),
         flag=" --smoke" if settings["smoke"] else "",
@@ -322,34 +354,69 @@ def in_short(frame: pd.DataFrame, differences: Differences) -> dict[str, Any]:
     n_pairs = frame.groupby("model")["pair"].nunique()
     magnitude = frame[(frame["what"] == "ranking") & (frame["kind"] == "magnitude")]
     kept = magnitude[magnitude["k"] == K].groupby(["model", "method"])["f"].mean()[largest]
-    auto = frame[(frame["what"] == "discover") & (frame["kind"] == "budget auto")]
-    sizes = auto.groupby(["model", "method"], sort=False)["k"].mean().unstack()
-    apart = (sizes["secant"] - sizes["exact_gate"]).drop(largest).abs()
-
     return {
         "models": frame["model"].nunique(),
         "pairs": int(n_pairs.sum()),
         "per_model": f"{n_pairs.min()} to {n_pairs.max()}",
         "largest": largest,
         "kept": {method: f"{kept[method]:.3f}" for method in METHODS},
-        "sizes": {method: f"{size:.1f}" for method, size in sizes.loc[largest].items()},
-        "apart": f"{apart.max():.2f}" if len(apart) else "0",
+        "with_patches": _sizes(frame, "auto", largest),
+        "without_patches": _sizes(frame, 0, largest),
         "k": K,
+        "sizes_apart": " ".join(_sizes_apart(differences, method) for method in METHODS[:2]),
+        "n_bootstraps": N_BOOTSTRAPS,
+        "edges_one_way": " and ".join(
+            f"{differences['edges', way, 'EAP'].word} for {name} alone "
+            f"({differences['edges', way, 'EAP']})"
+            for way, name in (("denoise", "denoising"), ("noise", "noising"))
+        ),
         "verdicts": markdown(
             ["compared by", "with", "secants are", "difference"],
             [
-                [text, NAMES.get(method, method), *_verdict(*differences[what, case, method][:3])]
+                [text, NAMES.get(method, method), difference.word, str(difference)]
                 for text, what, case, methods in COMPARISONS
                 for method in methods
+                for difference in [differences[what, case, method]]
             ],
         ),
     }
 
 
-def _verdict(mean: float, low: float, high: float) -> tuple[str, str]:
-    """Return in words how secants compare with another method."""
-    word = "better" if low > 0 else "worse" if high < 0 else "not measurably different"
-    return word, f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+def _sizes(frame: pd.DataFrame, budget: str | int, largest: str) -> str:
+    """Return the sizes of circuits on the largest model, and how far apart others are."""
+    rows = frame[(frame["what"] == "discover") & (frame["kind"] == f"budget {budget}")]
+    sizes = rows.groupby(["model", "method"], sort=False)["k"].mean().unstack()
+    secant, gradient = (sizes[method] for method in ("secant", "exact_gate"))
+    text = (
+        f"circuits of {secant[largest]:.1f} sites there with secants, and of "
+        f"{gradient[largest]:.1f} with gradients"
+    )
+    apart = (secant - gradient).drop(largest).abs()
+    if apart.empty:
+        return text
+    furthest = apart.idxmax()
+    return (
+        f"{text}; on the other models, the mean sizes differ by at most {apart.max():.2f} sites "
+        f"({furthest}: {secant[furthest]:.1f} with secants, "
+        f"{gradient[furthest]:.1f} with gradients)"
+    )
+
+
+def _sizes_apart(differences: Differences, method: str) -> str:
+    """Return for which k the first sites by secants keep more than those by another method."""
+    of_word: dict[str, list[str]] = {BETTER: [], WORSE: [], SAME: [], BORDERLINE: []}
+    for k in SIZES:
+        difference = differences.get(("ranking", f"magnitude, {k}", method))
+        if difference is not None:
+            shown = f"{k} ({difference})" if difference.word == BORDERLINE else str(k)
+            of_word[difference.word].append(shown)
+    parts = [f"{word} for k = {', '.join(ks)}" for word, ks in of_word.items() if ks]
+    return f"Compared with {NAMES[method]}, secants are {'; '.join(parts)}."
+
+
+def _word(low: float, high: float) -> str:
+    """Return in words what an interval says of secants."""
+    return BETTER if low > 0 else WORSE if high < 0 else SAME
 
 
 def _table(frame: pd.DataFrame, rows: list[str], value: str) -> str:
@@ -375,12 +442,20 @@ def over_pairs(frame: pd.DataFrame) -> Differences:
             wide = some.pivot_table(index=["model", "pair"], columns="method", values=value)
             for method in wide.columns.difference([secants, "denoising"]):
                 change = (wide[secants] - wide[method]).dropna().to_numpy()
-                low, high = np.nan, np.nan
+                intervals = [(np.nan, np.nan)]
                 if len(change) > 1:
-                    interval = bootstrap((change,), np.mean, rng=np.random.default_rng(0))
-                    low, high = interval.confidence_interval
+                    intervals = [
+                        tuple(bootstrap((change,), np.mean, rng=generator).confidence_interval)
+                        for generator in map(np.random.default_rng, range(N_BOOTSTRAPS))
+                    ]
+                words = {_word(*interval) for interval in intervals}
                 label = ", ".join(str(x).removesuffix(".0") for x in key)
-                differences[what, label, method] = (change.mean(), low, high, len(change))
+                differences[what, label, method] = Difference(
+                    change.mean(),
+                    *intervals[0],
+                    len(change),
+                    words.pop() if len(words) == 1 else BORDERLINE,
+                )
     return differences
 
 
@@ -410,18 +485,24 @@ do they give better rankings, circuits and edges than gradients?
 
 **Answer.** On {largest}, the first {k} sites of a ranking by secants keep {kept[secant]} of the
 difference, those of integrated gradients {kept[integrated]}, and those of gradients
-{kept[exact_gate]}. `discover` finds circuits of {sizes[secant]} sites there with secants, and of
-{sizes[exact_gate]} with gradients; on the other models, the mean sizes differ by at most {apart}
-sites. The table has the differences (secants minus another method) over all {pairs} pairs of
-prompts of {models} models, with 95 % intervals. Patching is the mean of denoising and noising,
-unless the table says "denoising alone".
+{kept[exact_gate]}. With `budget="auto"`, `discover` finds {with_patches}. With `budget=0`, which
+ranks sites without exact patches, it finds {without_patches}.
+
+The table has the differences (secants minus another method) over all {pairs} pairs of prompts of
+{models} models, with 95 % intervals. Patching is the mean of denoising and noising, unless the
+table says "denoising alone". We computed each interval with {n_bootstraps} seeds of the bootstrap,
+and show the first. "Borderline" says that some of these intervals contain 0 and others do not.
 
 {verdicts}
+
+The share that the first k sites keep depends on k (ranked by magnitude, over the same pairs).
+{sizes_apart}
 
 **Caution.** Each model has {per_model} pairs, and the intervals treat all pairs as independent.
 The edges were chosen by secants: exact path patches were computed only for the strongest edges of
 the secant graph. On SmolLM2, attributions were compared on a sample of sites; secants chose most of
-them. A share above 1 is not better than 1: signed rankings of many sites overshoot.
+them. A share above 1 is not better than 1: signed rankings of many sites overshoot. Patching in one
+direction gives other answers for edges: compared with EAP, secants are {edges_one_way}.
 
 Unless a table says otherwise, values are means over the pairs of a model. Every row is in
 `contrast_vs_patching.csv`; this page was made by

@@ -237,6 +237,9 @@ def in_short(frame: pd.DataFrame) -> dict[str, Any]:
     )
     above = of["splitting"].set_index("model")["above"]
     gain = of["predicted"].assign(gain=of["predicted"]["parts"] - of["predicted"]["z"])
+    # For neurons, patches of q and of the pattern are the same.
+    distinct = gain.drop_duplicates(["model", "kind", "z", "parts"])
+    useful = distinct[distinct[["z", "parts"]].max(axis=1) >= USEFUL]
     helps = {part: gain.loc[gain["part"] == part, "gain"] >= GAIN for part in ("pattern", "z")}
     ranked = of["ranked"].pivot_table(index=["model", "pair"], columns="part", values="f")
     more = t_interval(ranked["by the parts"] - ranked["by the whole"])
@@ -245,11 +248,15 @@ def in_short(frame: pd.DataFrame) -> dict[str, Any]:
         "neurons": _range(neurons),
         "models": len(heads),
         "outside": f"{(above > 1 - OUTSIDE).sum()} of {len(above)}",
-        "n_predicted": len(gain),
-        "n_useless": (gain[["z", "parts"]].max(axis=1) < USEFUL).sum(),
+        "n_predicted": len(distinct),
+        "n_twice": len(gain) - len(distinct),
+        "n_useful": len(useful),
+        "n_useless": len(distinct) - len(useful),
         "inside": 1 - OUTSIDE,
-        "gains": f"{(gain['gain'] >= GAIN).sum()} of {len(gain)}",
-        "losses": f"{(gain['gain'] <= -GAIN).sum()} of {len(gain)}",
+        "gains": (useful["gain"] >= GAIN).sum(),
+        "losses": (useful["gain"] <= -GAIN).sum(),
+        "all_gains": (distinct["gain"] >= GAIN).sum(),
+        "all_losses": (distinct["gain"] <= -GAIN).sum(),
         "more": "{:+.3f} [{:+.3f}, {:+.3f}]".format(*more),
         "n_pairs": len(ranked),
         "verdicts": "\n".join(
@@ -365,13 +372,16 @@ the two parts, and does it help to know them?
 
 The two parts help in some cases only. Rankings by |pattern| + |value| and rankings by the sum of
 pattern and value differ in faithfulness by {more} (the parts minus the sum, the mean over {n_pairs}
-pairs of prompts). Patches on other pairs are predicted better by the two parts than by their sum in
-{gains} cases, and worse in {losses} (by {gain:g} in R² or more). In {outside} models, the shares of
-gates differ between upstream heads more than in {inside:.0%} of the shuffles.
+pairs of prompts). In {n_useful} of {n_predicted} cases, the parts or their sum predict patches on
+other pairs with an R² of {useful:g} or more. Of these {n_useful} cases, the parts predict better
+than the sum in {gains}, and worse in {losses} (by {gain:g} in R² or more). In {outside} models, the
+shares of gates differ between upstream heads more than in {inside:.0%} of the shuffles.
 
 **Caution.** In many cases, nothing predicts the patches: R² is below {useful:g} for the sum and for
-the parts in {n_useless} of {n_predicted} cases. The shares are those of secants; another exact
-split of the same difference gives other shares.
+the parts in {n_useless} of {n_predicted} cases. If these are counted too, the parts are better in
+{all_gains} cases and worse in {all_losses}. A case is a row of table (c); {n_twice} rows that
+repeat another row are not counted, because patches of a neuron's q and of its pattern are the same.
+The shares are those of secants; another exact split of the same difference gives other shares.
 
 Small English and SmolLM2-135M answer prompts on agreement (24 and 8 pairs); words and stories have
 24 random pairs each. Every row is in `patterns_and_values.csv`; this page was made by
