@@ -130,39 +130,41 @@ def coverage(sites: pd.DataFrame) -> pd.DataFrame:
     estimates = sites[["first", "last", "secant"]].to_numpy()
     low, high = estimates.min(1), estimates.max(1)
     middle, half = (low + high) / 2, (high - low) / 2
-    error = np.abs(sites["exact"].to_numpy() - middle)
-    span, exact = sites["span"].to_numpy(), sites["exact"].to_numpy()
-    hard = (np.abs(exact) > LEAK) & (sites["read"] > LEAK).to_numpy()
-    old, unit = half + span * sites["share"].to_numpy(), half + span * sites["read"].to_numpy()
-    ratios, radii = _ratios(error, unit), {"old": np.zeros(len(sites)), "new": np.zeros(len(sites))}
+    exact, span, share, read = (sites[x].to_numpy() for x in ("exact", "span", "share", "read"))
+    error, hard = np.abs(exact - middle), (np.abs(exact) > LEAK) & (read > LEAK)
+    unit_by_share, unit = half + span * share, half + span * read
+    ratios_by_share, ratios = _ratios(error, unit_by_share), _ratios(error, unit)
+    calibrated, programs = np.zeros(len(sites)), np.zeros(len(sites))  # half the widths
     models = list(sites.groupby(_KEYS, sort=False).indices.items())
-    own = {key: _quantile(ratios[rows[hard[rows]]]) for key, rows in models}
+    quantiles = {key: _quantile(ratios[rows[hard[rows]]]) for key, rows in models}
     for (form, program, _), rows in models:
         others = {k: x for k, x in models if k[0] == form and k[1] != program}
         others = others or dict(models)  # a trial has only one program
         every = np.concatenate(list(others.values()))
-        radii["old"][rows] = np.quantile(_ratios(error, old)[every], LEVEL) * old[rows]
-        radii["new"][rows] = max(own[key] for key in others) * unit[rows]
+        calibrated[rows] = np.quantile(ratios_by_share[every], LEVEL) * unit_by_share[rows]
+        programs[rows] = max(quantiles[key] for key in others) * unit[rows]
     arms = {
         "gradients": (estimates[:, :2].min(1), estimates[:, :2].max(1)),
         "spread": (low, high),
-        "calibrated": (middle - radii["old"], middle + radii["old"]),
-        "programs": (middle - radii["new"], middle + radii["new"]),
+        "calibrated": (middle - calibrated, middle + calibrated),
+        "programs": (middle - programs, middle + programs),
     }
     results = [
-        dict(zip(_KEYS, key, strict=True)) | {"arm": arm} | _judged(sites, hard, ends, rows)
-        for arm, ends in arms.items()
+        dict(zip(_KEYS, key, strict=True))
+        | {"arm": arm}
+        | _judged(exact[rows], span[rows], hard[rows], lower[rows], upper[rows])
+        for arm, (lower, upper) in arms.items()
         for key, rows in models
     ]
     for key, rows in models:
         draws = []
         for seed in range(DRAWS):
-            patched = _sample(rows, sites["read"].to_numpy(), hard, seed)
-            radius = max(ratios[patched], default=0.0) * unit
-            left = np.setdiff1d(rows, patched)
-            judged = _judged(sites, hard, (middle - radius, middle + radius), left)
-            share = len(patched) / len(rows)
-            draws.append(judged | {"patched": len(patched), "share patched": share})
+            patched = _sample(rows, read, hard, seed)
+            left, counts = np.setdiff1d(rows, patched), {"patched": len(patched)}
+            radius = max(ratios[patched], default=0.0) * unit[left]
+            ends = middle[left] - radius, middle[left] + radius
+            judged = _judged(exact[left], span[left], hard[left], *ends)
+            draws.append(judged | counts | {"share patched": len(patched) / len(rows)})
         row = pd.DataFrame(draws).mean().to_dict()
         results.append(dict(zip(_KEYS, key, strict=True)) | {"arm": "sampled"} | row)
     return pd.DataFrame(results)
@@ -186,11 +188,9 @@ def _sample(rows: np.ndarray, read: np.ndarray, hard: np.ndarray, seed: int) -> 
 
 
 def _judged(
-    sites: pd.DataFrame, hard: np.ndarray, ends: tuple[np.ndarray, np.ndarray], rows: np.ndarray
+    exact: np.ndarray, span: np.ndarray, hard: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> dict[str, float]:
     """Return how many of some sites are covered, how wide intervals are, and what they show."""
-    low, high = (end[rows] for end in ends)
-    exact, span = sites["exact"].to_numpy()[rows], sites["span"].to_numpy()[rows]
     every = pd.DataFrame(
         {
             "covered": (exact >= low - ROUNDING) & (exact <= high + ROUNDING),
@@ -201,7 +201,7 @@ def _judged(
             "small": (low >= -SMALL * span) & (high <= SMALL * span),
         }
     )
-    moving, difficult = every[np.abs(exact) > LEAK], every[hard[rows]]
+    moving, difficult = every[np.abs(exact) > LEAK], every[hard]
     return {
         "sites": len(every),
         "covered": every["covered"].mean(),

@@ -7,10 +7,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from analyses.studies.circuit_measures import overlap_by_chance
-from analyses.studies.pressure_report import predictions, wrapped
-from analyses.tools import study_files
+from analyses.studies.pressure_report import predictions, said
 from analyses.tools.benching import markdown
-from analyses.tools.study_files import t_interval
+from analyses.tools.study_files import t_interval, wrapped
 
 __all__ = ["figure", "page"]
 
@@ -19,7 +18,7 @@ Seeds: TypeAlias = "pd.Series[float]"  # a figure of each seed
 FIRST = ("frozen", "free", "not grown")  # the arms of predictions 1 to 10
 LAST = ("frozen, slower", "free, faster")  # both have one rate
 FAILED = {3, 6, 7}  # predictions that failed with two seeds
-NOTHING = study_files.said(pd.Series(dtype=float))  # said of a figure that was not measured
+NOTHING = said(pd.Series(dtype=float))  # said of a figure that was not measured
 RIGHT = 0.9  # of the answers: learned
 CHANCE = 0.5  # of the answers, where two are possible
 CLOSE = 0.1
@@ -32,11 +31,6 @@ DIFFERENCES = (
     ("growth", "free", "not grown"),
 )
 LINES = ("-", "-", ":", "--", "--")  # the second and third arm nearly coincide
-
-
-def said(values: Seeds, digits: int = 2) -> str:
-    """Return the mean over seeds with Student's interval of 95 %."""
-    return study_files.said(values, f".{digits}f")
 
 
 def clear(difference: Seeds) -> bool:

@@ -20,12 +20,10 @@ from attn_only_lens.storage import write_text
 RESULTS = Path(__file__).parents[1] / "results"
 
 
-def stored(name: str, folder: Path = RESULTS) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
-    """Return a study's tables by part, and its record."""
-    record = json.loads((folder / f"{name}.run.json").read_text("utf-8"))
-    tables = [file for file in record["sha256"] if file.endswith(".csv")]
-    parts = {file: file.removesuffix(".csv").removeprefix(name)[1:] for file in tables}
-    return {part: pd.read_csv(folder / file) for file, part in parts.items()}, record
+def record_of(name: str, folder: Path) -> dict[str, Any]:
+    """Return the record of a study."""
+    record: dict[str, Any] = json.loads((folder / f"{name}.run.json").read_text("utf-8"))
+    return record
 
 
 def page_of(name: str, folder: Path = RESULTS) -> str:
@@ -33,7 +31,10 @@ def page_of(name: str, folder: Path = RESULTS) -> str:
     make = getattr(import_module(f"analyses.studies.{name}"), "page", None)
     if make is None:
         raise typer.BadParameter(f"analyses/studies/{name}.py has no function page: run the study")
-    frames, record = stored(name, folder)
+    record = record_of(name, folder)
+    tables = [file for file in record["sha256"] if file.endswith(".csv")]
+    parts = {file: file.removesuffix(".csv").removeprefix(name)[1:] for file in tables}
+    frames = {part: pd.read_csv(folder / file) for file, part in parts.items()}
     text: str = make(frames, record["settings"])
     return text
 
@@ -43,7 +44,7 @@ def main(
     folder: Annotated[Path, typer.Option(help="the folder of its files", exists=True)] = RESULTS,
 ) -> None:
     """Write the page, and its digest into the record."""
-    text, record = page_of(name, folder), stored(name, folder)[1]
+    text, record = page_of(name, folder), record_of(name, folder)
     record["sha256"][f"{name}.md"] = hashlib.sha256(text.encode()).hexdigest()
     write_text(folder / f"{name}.md", text)
     write_text(folder / f"{name}.run.json", json.dumps(record, indent=2, ensure_ascii=False) + "\n")
