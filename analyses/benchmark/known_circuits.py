@@ -359,13 +359,13 @@ def verdicts(frame: pd.DataFrame, table: pd.DataFrame, covered: pd.DataFrame) ->
                 f"{row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]",
             )
         )
-    found = {
+    reached = {
         (what, label): means(frame, what, "disguised").set_index("method").loc["two factors", label]
         for what in METHODS
         for label in LABELS
     }
-    words = ", ".join(f"{what}, {LABELS[label]} {x:.3f}" for (what, label), x in found.items())
-    held = min(found.values()) >= 0.95
+    words = ", ".join(f"{what}, {LABELS[label]} {x:.3f}" for (what, label), x in reached.items())
+    held = min(reached.values()) >= 0.95
     lines.append(verdict("3. Two factors reaches .95 on disguised programs.", held, words))
     row = _row(table, "nodes", "trained")
     change = _values(frame, "nodes", "trained", "true", row["ours"]) - _values(
@@ -504,9 +504,9 @@ def aims(frame: pd.DataFrame, table: pd.DataFrame, covered: pd.DataFrame) -> str
         )
     for arm in bounds.ARMS:
         by_form = covered[covered["arm"] == arm].groupby("form", sort=False)["covered"].mean()
-        found = ", ".join(f"{form} {x:.1%}" for form, x in by_form.items())
+        words = ", ".join(f"{form} {x:.1%}" for form, x in by_form.items())
         claim = f"The interval {arm!r} covers the exact effect at 95 % of sites or more."
-        lines.append(verdict(claim, by_form.min() >= LEVEL, found))
+        lines.append(verdict(claim, by_form.min() >= LEVEL, words))
     return "\n".join(lines)
 
 

@@ -507,13 +507,13 @@ def overlaps(before: Look, now: Look, task: str, other: str = "") -> dict[str, f
         other: a task of the second model, by default the same.
     """
     both = set(before.names) & set(now.names)
-    found = {}
+    shares = {}
     for kind in ("heads", "neurons"):
         some = [n for n in before.names if n in both and ("N" in n) == (kind == "neurons")]
         first, second = effects(before, task, some), effects(now, other or task, some)
-        found[f"overlap_{kind}"] = float(shares_in_common(first, second)[0])
-        found[f"overlap_{kind}_chance"] = overlap_by_chance(some, first[0], second[0])
-    return found
+        shares[f"overlap_{kind}"] = float(shares_in_common(first, second)[0])
+        shares[f"overlap_{kind}_chance"] = overlap_by_chance(some, first[0], second[0])
+    return shares
 
 
 def of_heads(look: Look, task: str, **about: Any) -> pd.DataFrame:
@@ -564,14 +564,14 @@ def circuit_tables(runs: SeedRuns, arm: str) -> Tables:
     if new:
         costs = pressure_measures.random_costs(model, questions, look, new, runs.study.draws)
         for task in questions:
-            found = pressure_measures.new_parts(look, task, new) | costs[task]
-            row |= {f"{task}_{name}": value for name, value in found.items()}
+            measures = pressure_measures.new_parts(look, task, new) | costs[task]
+            row |= {f"{task}_{name}": value for name, value in measures.items()}
     return {"": pd.DataFrame([row]), "heads": pd.concat(heads)}
 
 
 def removed_table(runs: SeedRuns, arm: str) -> Tables:
     """Return the figures of a grown arm without some of its neurons."""
-    rows = [{"arm": arm, "seed": runs.seed} | found for found in without_neurons(runs, arm)]
+    rows = [{"arm": arm, "seed": runs.seed} | row for row in without_neurons(runs, arm)]
     return {"removed": pd.DataFrame(rows)}
 
 

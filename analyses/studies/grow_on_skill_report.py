@@ -133,9 +133,9 @@ def verdicts(frames: Frames, about: Mapping[str, Any]) -> Iterator[tuple[str, bo
     failed = {number for number, (held, _) in enumerate(first, 1) if not held}
     which = ", ".join(map(str, sorted(failed))) or "none"
     checks = [*first, (failed == FAILED, f"failed: {which}"), *later_checks(frames)]
-    for number, (claim, (held, found)) in enumerate(zip(CLAIMS, checks, strict=True), 1):
-        if NOTHING not in found:
-            yield f"({number}) {claim}.", held, found
+    for number, (claim, (held, finding)) in enumerate(zip(CLAIMS, checks, strict=True), 1):
+        if NOTHING not in finding:
+            yield f"({number}) {claim}.", held, finding
 
 
 def first_checks(frames: Frames, middle: int) -> Iterator[tuple[bool, str]]:
@@ -150,11 +150,11 @@ def first_checks(frames: Frames, middle: int) -> Iterator[tuple[bool, str]]:
     yield abs(ratio - 1) <= 0.25, f"a ratio of {ratio:.2f}"
     removed = without(frames, "free", "removed", "skill_right")
     share, parity, *_ = of_new(frames, "free")
-    found = f"right {said(removed)}; share {said(share, 5)}, parity {parity.mean():.3f}"
-    yield removed.mean() >= RIGHT and share.mean() < parity.mean(), found
+    finding = f"right {said(removed)}; share {said(share, 5)}, parity {parity.mean():.3f}"
+    yield removed.mean() >= RIGHT and share.mean() < parity.mean(), finding
     share, parity, joint, null = of_new(frames, "frozen")
-    found = f"share {said(share, 3)}; cost {said(joint)}, directions {said(null)}"
-    yield share.mean() >= 3 * parity.mean() and joint.mean() > null.mean(), found
+    finding = f"share {said(share, 3)}; cost {said(joint)}, directions {said(null)}"
+    yield share.mean() >= 3 * parity.mean() and joint.mean() > null.mean(), finding
     heads = {arm: kept(frames, arm, "heads") for arm in FIRST}
     yield heads["frozen"].mean() >= 0.9 > heads["free"].mean(), by_arm(heads)
     gap = heads["free"] - heads["not grown"]
@@ -171,8 +171,8 @@ def later_checks(frames: Frames) -> Iterator[tuple[bool, str]]:
     yield clear(gap), f"a difference of {said(gap)} nats"
     _, _, joint, null = of_new(frames, "frozen")
     same = same_heads(frames, "frozen", "free") - same_by_chance(frames, "frozen", "free")
-    found = f"differences of {said(joint - null)} (cost) and {said(same)} (overlap)"
-    yield clear(joint - null) and clear(same), found
+    finding = f"differences of {said(joint - null)} (cost) and {said(same)} (overlap)"
+    yield clear(joint - null) and clear(same), finding
     gap = kept(frames, "frozen", "heads") - kept_by_chance(frames, "frozen", "heads")
     yield not clear(gap), f"a difference of {said(gap)}"
     right = final(frames, "frozen, slower", "skill_right")
@@ -183,14 +183,14 @@ def later_checks(frames: Frames) -> Iterator[tuple[bool, str]]:
         gap = then[more] - then[less]
         yield clear(gap), f"a difference of {said(gap)} nats"
     leak, is_are = (final(frames, "frozen, slower", x) for x in ("leak", "agreement_two_way"))
-    found = f"leak {said(leak, 3)}, is/are {said(is_are)}"
-    yield leak.mean() > 0.5 and is_are.mean() < 0.75, found
+    finding = f"leak {said(leak, 3)}, is/are {said(is_are)}"
+    yield leak.mean() > 0.5 and is_are.mean() < 0.75, finding
     share, parity, joint, null = of_new(frames, "frozen, slower")
-    found = f"cost {said(joint)}, directions {said(null)}; share {said(share, 3)}"
-    yield joint.mean() > max(0.5, null.mean()) and share.mean() < parity.mean(), found
+    finding = f"cost {said(joint)}, directions {said(null)}; share {said(share, 3)}"
+    yield joint.mean() > max(0.5, null.mean()) and share.mean() < parity.mean(), finding
     faster, free = (of_new(frames, arm)[0] for arm in ("free, faster", "free"))
-    found = f"{said(faster, 4)} and {said(free, 5)}"
-    yield 10 * free.mean() <= faster.mean() < parity.mean(), found
+    finding = f"{said(faster, 4)} and {said(free, 5)}"
+    yield 10 * free.mean() <= faster.mean() < parity.mean(), finding
 
 
 def by_arm(values: Mapping[str, Seeds], digits: int = 2) -> str:
@@ -333,8 +333,10 @@ def same_by_chance(frames: Frames, first: str, second: str) -> Seeds:
     """Return this overlap if each head is matched with a random one of its layer, by seed."""
     a, b = (head_shares(frames, arm, "skill") for arm in (first, second))
     names = list(a.index)
-    found = {seed: overlap_by_chance(names, a[seed].to_numpy(), b[seed].to_numpy()) for seed in a}
-    return pd.Series(found, dtype=float)
+    overlaps = {
+        seed: overlap_by_chance(names, a[seed].to_numpy(), b[seed].to_numpy()) for seed in a
+    }
+    return pd.Series(overlaps, dtype=float)
 
 
 def in_short(frames: Frames, about: Mapping[str, Any]) -> str:

@@ -87,15 +87,15 @@ def by_loops(made, text):
     q, k, v = (text @ made.c_attn.weight + made.c_attn.bias).split(n_heads * d_head, dim=1)
     out = made.c_proj.bias.repeat(len(text), 1)
     for head in range(n_heads):
-        own = slice(head * d_head, (head + 1) * d_head)
+        of_head = slice(head * d_head, (head + 1) * d_head)
         for t in range(len(text)):
-            pairs = [(k[s, own], v[s, own]) for s in range(t + 1)]
+            pairs = [(k[s, of_head], v[s, of_head]) for s in range(t + 1)]
             for n in range(n_vectors):
                 key = math.sqrt(d_head) * made.scaled_key[head, n]
                 pairs.append((key, math.sqrt(n_vectors) * made.scaled_value[head, n]))
-            weights = [math.exp(q[t, own] @ key / math.sqrt(d_head)) for key, _ in pairs]
+            weights = [math.exp(q[t, of_head] @ key / math.sqrt(d_head)) for key, _ in pairs]
             z = sum(w * value for w, (_, value) in zip(weights, pairs, strict=True))
-            out[t] += z / sum(weights) @ made.c_proj.weight[own]
+            out[t] += z / sum(weights) @ made.c_proj.weight[of_head]
     return out
 
 
@@ -325,8 +325,8 @@ def test_what_is_stored():
     """The page's sentences match its tables."""
     frames = stored()
     page = (KEPT / f"{NAME}.md").read_text("utf-8")
-    for found in report.verdicts(frames):
-        assert verdict(*found) in page
+    for prediction in report.verdicts(frames):
+        assert verdict(*prediction) in page
     assert report.answer(frames) in page
     assert report.summary(frames) in page
     assert report.summary(frames) in (KEPT.parents[1] / "docs" / "theory.md").read_text("utf-8")
