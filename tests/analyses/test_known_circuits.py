@@ -279,6 +279,18 @@ def test_an_interval_over_programs_has_the_largest_quantile_of_the_other_program
     assert rows.loc[("trained", "b", 1), "width"] == pytest.approx(190)
 
 
+def test_a_calibrated_interval_has_the_quantile_of_all_other_programs_in_units_of_the_write():
+    sites = [invented_sites("compiled", name, 0, worst) for name, worst in (("a", 1.0), ("b", 3.0))]
+    frame = pd.concat(
+        [some.assign(share=share) for some, share in zip(sites, (2.0, 5.0), strict=True)]
+    )
+    rows = bounds.coverage(frame.reset_index(drop=True)).set_index(["arm", "program"])
+    # The quantile of 0.01, 0.02, …, 1 is 0.9505; the unit of errors is the share of the write.
+    widths = rows.loc["calibrated", "width"]
+    assert widths["a"] == pytest.approx(2 * 0.9505 * 3.0 / 5.0 * 2.0)
+    assert widths["b"] == pytest.approx(2 * 0.9505 * 1.0 / 2.0 * 5.0)
+
+
 def test_an_interval_from_sampled_sites_covers_19_of_20():
     frame = bounds.coverage(invented_sites("compiled", "a", 0, 1.0))
     row = frame[frame["arm"] == "sampled"].iloc[0]
