@@ -59,8 +59,6 @@ import numpy as np
 import pandas as pd
 import typer
 from matplotlib.figure import Figure
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 from tqdm import tqdm
 
 from analyses.benchmark import bounds, tasks, twins
@@ -69,6 +67,7 @@ from analyses.benchmark.methods import EDGES, EXACT, NODES, OURS, Method
 from analyses.benchmark.scoring import LABELS, compare, interval
 from analyses.benchmark.tasks import KINDS, Problem
 from analyses.tools.benching import markdown
+from analyses.tools.flops import FlopCounter
 from analyses.tools.options import Device, Out, Runs, Smoke
 from analyses.tools.study_files import as_stored, keep, said, verdict
 from attn_only_lens.storage import write_text
@@ -135,40 +134,15 @@ def costs(problem: Problem) -> Iterator[dict[str, Any]]:
     The unit is a forward pass of the model on all prompts of the task's pairs, clean and corrupted.
     """
     task = problem.task
-    unit = _flops(lambda: [
-        task.model(x) for pairs in task.pairs for x in (pairs.clean, pairs.corrupted)
-    ])  # fmt: skip
+    with FlopCounter() as unit:
+        for pairs in task.pairs:
+            task.model(pairs.clean), task.model(pairs.corrupted)
     for what, methods in METHODS.items():
         for method, score in methods.items():
-            flops = _flops(lambda score=score: score(task))
-            row = {"what": what, "program": task.name, "method": method, "flops": flops}
-            yield row | {"passes": flops / unit}
-
-
-class _Counter(TorchDispatchMode):
-    """Counts floating-point operations with torch's formulas.
-
-    torch's own `FlopCounterMode` also puts hooks on modules, which `torch.autograd.grad` with
-    gradients at module inputs does not allow.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and add what it costs."""
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if (formula := flop_registry.get(func._overloadpacket)) is not None:
-            self.total += formula(*args, **kwargs, out_val=result)
-        return result
-
-
-def _flops(call: Callable[[], Any]) -> int:
-    with _Counter() as counter:
-        call()
-    return int(counter.total)
+            with FlopCounter() as cost:
+                score(task)
+            row = {"what": what, "program": task.name, "method": method, "flops": cost.total}
+            yield row | {"passes": cost.total / unit.total}
 
 
 # The page

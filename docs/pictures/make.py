@@ -3,6 +3,7 @@
 Pictures show the small language model that ships with the package. If the SmolLM2-135M folder is
 an argument (`make pictures SMOLLM2=FOLDER`), five explanations of that model are drawn too. A
 headless Chromium takes screenshots of pages; pictures of circuits are drawn without a browser.
+`measured.py` then updates the numbers in the pages.
 """
 
 import sys
@@ -10,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import measured
 import torch
 from browser import chromium
 from PIL import Image
@@ -20,7 +22,6 @@ from attn_only_lens import (
     compare,
     expose_neuron_heads,
     grow,
-    load,
     pretrained,
     tasks,
     viz,
@@ -29,28 +30,6 @@ from attn_only_lens import patching as p
 
 HERE = Path(__file__).parent
 TEXT = "The keys near the cabinet"
-OF_SMOLLM2 = {
-    "agreement": ("The keys to the old cabinet", "The key to the old cabinet", " are", " is"),
-    "capital": (
-        "The capital of France is the city of",
-        "The capital of Italy is the city of",
-        " Paris",
-        " Rome",
-    ),
-    "indirect_object": (
-        "When Mary and John went to the store, John gave a drink to",
-        "When Mary and John went to the store, Mary gave a drink to",
-        " Mary",
-        " John",
-    ),
-    "gender": (
-        "The king said that the crown belonged to",
-        "The queen said that the crown belonged to",
-        " him",
-        " her",
-    ),
-    "arithmetic": ("Two plus three is", "Two plus four is", " five", " six"),
-}
 FIGURE, PAGE = 800, 900  # widths in CSS pixels; the guide's text column is 690 wide
 
 
@@ -98,15 +77,6 @@ def main() -> None:
             few.save(path, optimize=True)  # a third of the file size, and rare colours stay
 
 
-def explain_smollm2(folder: str) -> None:
-    """Explain SmolLM2's answers for five pairs of prompts, with one picture per pair."""
-    model = expose_neuron_heads(load(folder)).model
-    for name, (clean, corrupted, right, wrong) in OF_SMOLLM2.items():
-        metric = p.logit_diff(right, wrong)
-        why = circuits.explain(model, clean, corrupted, metric, most_nodes=40)
-        viz.write_svg(why.view(), HERE / f"explain_{name}.svg")
-
-
 def grown_and_trained(texts: list[str]) -> Any:
     """Grow the model and train it for a few steps, so that its circuits change."""
     model = pretrained.small_english()
@@ -124,5 +94,9 @@ def grown_and_trained(texts: list[str]) -> Any:
 
 if __name__ == "__main__":
     main()
+    values = measured.of_small_english()
     for folder in sys.argv[1:]:
-        explain_smollm2(folder)
+        values |= measured.of_smollm2(
+            folder, lambda name, why: viz.write_svg(why.view(), HERE / f"explain_{name}.svg")
+        )
+    measured.write(values)
