@@ -111,3 +111,11 @@ def test_the_wheel_holds_every_file_of_the_package_and_no_path_of_a_machine(tmp_
     assert held == files
     for name, text in texts.items():
         assert not re.search(rb"/(tmp|home|root|Users)/\w|site-packages/", text), name
+
+
+def test_the_tests_of_public_reports_exist():
+    page = (ROOT / "tests" / "public_reports.md").read_text("utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", page)
+    assert len(named) == page.count("\n| ") - 2  # without the head of the table and the line below
+    for path, test in named:
+        assert re.search(rf"^def {test}\(", (ROOT / path).read_text("utf-8"), re.M), (path, test)

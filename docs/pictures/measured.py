@@ -295,4 +295,6 @@ def write(values: Values) -> None:
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_rounded(inner) for inner in value]
     return value if isinstance(value, int) else round(float(value), 4)
