@@ -1,9 +1,9 @@
 """Measure the numbers that the README and the guide state about examples, and write them there.
 
-`make pictures` measures the numbers, stores them in `measured.json` next to this file, and puts them
-into the sentences below, wherever a page has such a sentence with other numbers. A test compares
-each sentence with its page. Numbers that come from a study are not in this file: a test looks them
-up in the page of results that their paragraph links to.
+`make pictures` measures the numbers, stores them in `measured.json`, and puts them into the
+sentences below, where a page has such a sentence with other numbers. A test compares each sentence
+with its page. Numbers of studies are not in this file: a test looks them up in the page of results
+that their paragraph links to.
 """
 
 import json
@@ -54,6 +54,7 @@ SENTENCE = (  # 17 tokens with BOS
     "When Mary and John went to the big store, John gave a drink to",
     "When Mary and John went to the big store, Mary gave a drink to",
 )
+REDUNDANT, LOOKS = ("agreement", "L0N870@2"), ("capital", "L23H4@8")  # sites in the text
 ORDERS = "magnitude", "signed"
 _NUMBER = re.compile(r"(?<![\w.-])[-−]?(?:\d{1,3}(?:,\d{3})+|\d*\.\d+|\d+)(?!\w)")
 
@@ -66,7 +67,7 @@ def of_small_english() -> Values:
     metric = p.logit_diff(" are", " is")
     circuit = circuits.explain(model, *CABINET, metric).circuit
     other = circuits.evaluate(model, circuit, *OTHER_NOUNS, metric)
-    return {"cabinet": _sizes(circuit) | {"other": other.faithfulness}}
+    return {"cabinet": _sizes(circuit) | {"elsewhere": [other.faithfulness]}}
 
 
 def of_smollm2(folder: str, draw: Callable[[str, Any], object] = lambda name, why: None) -> Values:
@@ -156,100 +157,92 @@ def _calls(model: Any) -> Values:
 
 def sentences(values: Values) -> Iterator[tuple[str, str]]:
     """Yield pages, and sentences with the measured numbers that these pages must contain."""
-    small = values["cabinet"]
-    sizes = f"{small['n']} of {small['n_sites']:,} sites (heads and neurons, each at one position)"
-    for page in ("README.md", "docs/index.md"):
-        yield page, f"# {sizes} keep {small['kept']:.0%}"
-    yield "README.md", f"this one keeps {_percent(small['other'])} on two others"
-    yield (
-        "docs/how_do_i.md",
-        f"This circuit keeps {_percent(small['kept'])} of the difference on its own pair, and "
-        f"{_percent(small['other'])} on the two others",
-    )
-    agreement, capital = values["agreement"], values["capital"]
-    yield (
-        "README.md",
-        f"On SmolLM2-135M, `explain` costs about {agreement['passes']:.0f} forward passes of the "
-        "pair of prompts",
-    )
+    for page, lines in {
+        "README.md": _of_readme(values),
+        "docs/index.md": [f"# {_small(values)}"],
+        "docs/how_do_i.md": [
+            f"This circuit keeps {_percent(values['cabinet']['kept'])} of the difference on its "
+            f"own pair, and {_percent(values['cabinet']['elsewhere'][0])} on the two others"
+        ],
+        "docs/pictures.md": _of_pictures(values),
+        "docs/circuits.md": _of_circuits(values),
+        "docs/patching.md": _of_patching(values),
+    }.items():
+        yield from ((page, line) for line in lines)
+
+
+def _small(values: Values) -> str:
+    size = "{n} of {n_sites:,} sites (heads and neurons, each at one position)"
+    return f"{size.format(**values['cabinet'])} keep {values['cabinet']['kept']:.0%}"
+
+
+def _of_readme(values: Values) -> list[str]:
+    return [
+        f"# {_small(values)}",
+        f"this one keeps {_percent(values['cabinet']['elsewhere'][0])} on two others",
+        f"On SmolLM2-135M, `explain` costs about {values['agreement']['passes']:.0f} forward "
+        "passes of the pair of prompts",
+    ]
+
+
+def _of_pictures(values: Values) -> list[str]:
     passes = [values[name]["passes"] for name in OF_SMOLLM2]
-    yield (
-        "docs/pictures.md",
+    kept = {
+        name: f"{found['n']} of {found['n_sites']:,} sites keep {_percent(found['kept'])} of the "
+        "difference"
+        for name, found in values.items()
+        if name in OF_SMOLLM2
+    }
+    neuron, head = (values[name]["sites"][site] for name, site in (REDUNDANT, LOOKS))
+    sites = values["indirect_object"]["sites"]
+    return [
         f"each took {min(passes):.0f} to {max(passes):.0f} forward passes of the pair",
-    )
-    kept = "{n} of {n_sites:,} sites keep {0} of the difference"
-    for name in ("agreement", "capital", "indirect_object", "gender"):
-        found = values[name]
-        yield "docs/pictures.md", kept.format(_percent(found["kept"]), **found)
-    redundant = agreement["sites"]["L0N870@2"]
-    yield (
-        "docs/pictures.md",
-        f"its share is {_dot(redundant['share'])}, but its effect is {_dot(redundant['denoise'])} "
-        f"when denoised and {_dot(redundant['noise'])} when noised",
-    )
-    yield (
-        "docs/circuits.md",
-        f"a share of {_dot(redundant['share'])}, an effect of {_dot(redundant['denoise'])} when "
-        f"denoised, and an effect of {_dot(redundant['noise'])} when noised",
-    )
-    yield (
-        "docs/patching.md",
-        f"Denoising it restores {_dot(redundant['denoise'])} times the whole difference",
-    )
-    head = capital["sites"]["L23H4@8"]
-    yield (
-        "docs/pictures.md",
+        f"*are* against *is*: {kept['agreement']}",
+        f"its share is {_dot(neuron['share'])}, but its effect is {_dot(neuron['denoise'])} when "
+        f"denoised and {_dot(neuron['noise'])} when noised",
+        f"*Paris* against *Rome*: {kept['capital']}",
         f"attends to *France* (share {_dot(head['share'])}; effect {_dot(head['denoise'])} when "
         f"denoised, {_dot(head['noise'])} when noised)",
-    )
-    moved = values["indirect_object"]["sites"]
-    for site, sentence in (
-        ("L17H4@10", "L17H4 acts only through its pattern (share {})"),
-        ("L23H3@14", "L23H3 only through its value (share {})"),
-    ):
-        yield "docs/pictures.md", sentence.format(_dot(moved[site]["share"]))
-    yield (
-        "docs/pictures.md",
-        f"all other sites together keep {_percent(values['gender']['others'])}",
-    )
-    false = values["arithmetic"]
-    yield (
-        "docs/pictures.md",
-        f"The circuit's {false['n']} sites keep {_percent(false['kept'])} of the difference, and "
-        f"all other sites together keep {_percent(false['others'])}",
-    )
-    rows = {
-        "France": "The capital of France / Germany is: Paris, Berlin",
-        "keys": "The keys / key to the old cabinet: are, is",
-    }
-    for name, row in rows.items():
-        found = values[name]
-        counts = " | ".join(f"{found[key]:,}" for key in ("magnitude", "signed", "n"))
-        yield "docs/circuits.md", f"| {row} | {counts} | {_dot(found['others'])} |"
-    one, four = values["keys"], values["nouns"]
-    yield (
-        "docs/circuits.md",
-        f"the circuit for France and Germany has a faithfulness of "
-        f"{_dot(values['France']['elsewhere'][0])}",
-    )
-    yield (
-        "docs/circuits.md",
+        f'against "… Mary gave …": {kept["indirect_object"]}',
+        f"L17H4 acts only through its pattern (share {_dot(sites['L17H4@10']['share'])}), and "
+        f"L23H3 only through its value (share {_dot(sites['L23H3@14']['share'])})",
+        f"*him* against *her*: {kept['gender']}; all other sites together keep "
+        f"{_percent(values['gender']['others'])}",
+        f"*five* against *six*: {kept['arithmetic']}, and all other sites together keep "
+        f"{_percent(values['arithmetic']['others'])}",
+    ]
+
+
+def _of_circuits(values: Values) -> list[str]:
+    neuron = values[REDUNDANT[0]]["sites"][REDUNDANT[1]]
+    france, keys, nouns = values["France"], values["keys"], values["nouns"]
+    rows = {"France / Germany is: Paris, Berlin": france, "old cabinet: are, is": keys}
+    return [
+        f"a share of {_dot(neuron['share'])}, an effect of {_dot(neuron['denoise'])} when "
+        f"denoised, and an effect of {_dot(neuron['noise'])} when noised",
+        *(
+            f"{row} | {sizes['magnitude']:,} | {sizes['signed']:,} | {sizes['n']:,} | "
+            f"{_dot(sizes['others'])} |"
+            for row, sizes in rows.items()
+        ),
+        f"the circuit for France and Germany has a faithfulness of {_dot(france['elsewhere'][0])}",
         "has a faithfulness of {}, {} or {}; a circuit for four other nouns ({} sites) has {}, {} "
-        "and {}".format(*map(_dot, one["elsewhere"]), four["n"], *map(_dot, four["elsewhere"])),
-    )
-    yield (
-        "docs/circuits.md",
-        f"`discover` costs {one['passes']:.0f} forward passes for one pair, and "
-        f"{four['passes']:.0f} for four pairs",
-    )
-    calls = values["calls"]
-    yield (
-        "docs/patching.md",
-        f"a sweep of 25 neurons at one position costs about {calls['patches_first']:.0f} forward "
-        f"passes the first time, and {calls['patches_later']:.0f} in later calls. Attribution "
-        f"with its default budget costs {calls['attribution_first']:.0f} forward passes the first "
-        f"time, and {calls['attribution_later']:.0f} in later calls",
-    )
+        "and {}".format(*map(_dot, keys["elsewhere"]), nouns["n"], *map(_dot, nouns["elsewhere"])),
+        f"`discover` costs {keys['passes']:.0f} forward passes for one pair, and "
+        f"{nouns['passes']:.0f} for four pairs",
+    ]
+
+
+def _of_patching(values: Values) -> list[str]:
+    calls = {name: f"{passes:.0f}" for name, passes in values["calls"].items()}
+    neuron = values[REDUNDANT[0]]["sites"][REDUNDANT[1]]
+    return [
+        f"Denoising it restores {_dot(neuron['denoise'])} times the whole difference",
+        f"a sweep of 25 neurons at one position costs about {calls['patches_first']} forward "
+        f"passes the first time, and {calls['patches_later']} in later calls. Attribution with "
+        f"its default budget costs {calls['attribution_first']} forward passes the first time, "
+        f"and {calls['attribution_later']} in later calls",
+    ]
 
 
 def _dot(value: float) -> str:
