@@ -12,7 +12,7 @@ from common import mlp_hook, tokens
 
 from attn_only_lens import HeadName
 from attn_only_lens import patching as p
-from attn_only_lens.circuits import discover, evaluate, faithfulness
+from attn_only_lens.circuits import attribution_graph, discover, evaluate, faithfulness
 from attn_only_lens.circuits.ablation import AblatedModel, ablated_model
 from attn_only_lens.errors import InputError
 
@@ -133,6 +133,49 @@ def test_circuits_are_found_and_measured_on_prompts_of_other_lengths(model):
     for positions in (None, {"subject": 1}):
         with pytest.raises(InputError, match=r"the circuit has the roles \['end', 'subj"):
             evaluate(model, circuit, clean, corrupted, METRIC, positions=positions, mask=mask)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_function_of_logits_reads_each_prompts_last_token(model, side):
+    """A custom metric of padded prompts is the mean over prompts that run alone."""
+    given, pairs = prompts(ROLES)
+    if side == "left":
+        shifts = [max(LENGTHS) - n for n in LENGTHS]
+        given = [torch.stack(list(map(torch.roll, rows, shifts))) for rows in given]
+    clean, corrupted, mask = given
+    metric = p.custom(lambda logits: logits[:, -1, 7] - logits[:, -1, 11], name="by hand")
+    several = {"mask": mask, "positions": ROLES}
+    senders = {"senders": SITES[:2], "receivers": ["L1N5"]}
+
+    def numbers(clean, corrupted, **options):
+        arguments, quiet = (model, clean, corrupted, metric), {"progress": False}
+        places = options.get("positions", {"end": -1})
+        sweep = p.activation_patch(*arguments, sites=SITES, **quiet, **options)
+        estimates = [
+            p.attribution(*arguments, sites=SITES, method=method, budget=0, **quiet, **options)
+            for method in ("secant", "gradient", "integrated")
+        ]
+        paths = p.path_patch(*arguments, **senders, **quiet, **options)
+        graph = attribution_graph(
+            *(model, clean, metric), corrupted=corrupted, **options | {"positions": places}
+        )
+        frames = [result.frame["value"] for result in (sweep, *estimates, paths)]
+        return [*frames, [sweep.clean_value, sweep.corrupted_value, graph.value]]
+
+    got = numbers(clean, corrupted, **several)
+    alone = []
+    for i, pair in enumerate(pairs):
+        roles = {role: -1 if role == "end" else [ROLES[role][i]] for role in ROLES}
+        alone.append(numbers(*pair, positions=roles))
+    for values, *of_prompts in zip(got, *alone, strict=True):
+        np.testing.assert_allclose(values, np.mean(of_prompts, axis=0), rtol=0, atol=EXACT)
+    how = {"sites": SITES, "n_random": 0, **several}
+    circuits = [discover(model, clean, corrupted, m, **how) for m in (metric, METRIC)]
+    pd.testing.assert_frame_equal(*(circuit.frame for circuit in circuits), rtol=1e-6)
+    results = [
+        evaluate(model, circuits[0], clean, corrupted, m, **several) for m in (metric, METRIC)
+    ]
+    assert results[0].faithfulness == pytest.approx(results[1].faithfulness, abs=1e-6)
 
 
 def test_a_role_that_is_a_position_is_that_position(model):
