@@ -34,6 +34,7 @@ from attn_only_lens.engine.answers import WRONG
 from attn_only_lens.engine.contrast import float32_slopes
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric
+from attn_only_lens.engine.positions import unlike_tokens
 from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
 from attn_only_lens.engine.recording import record
 from attn_only_lens.engine.tokens import joined, token_text
@@ -331,7 +332,7 @@ def explain(
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
-        clean: a text, a list of texts, or tokens [batch, pos].
+        clean: a text, a list of texts of the same length, or tokens [batch, pos].
         corrupted: the corrupted prompts, with the same number of tokens.
         metric: `logit_diff(...)` or another metric, or a differentiable function of logits.
         faithfulness: the share of the difference that the circuit must keep; see `discover`.
@@ -357,8 +358,11 @@ def explain(
     reasons = positive_reasons(most_nodes=most_nodes, n_patched=n_patched)
     reasons += resamples_reasons(resamples)
     InputError.raise_if(reasons, "nothing can be explained")
-    prompts = model, clean, corrupted, metric
-    with float32_slopes(model, prompt_pair(model, clean, corrupted), metric):
+    prompts, pair = (model, clean, corrupted, metric), prompt_pair(model, clean, corrupted)
+    if reason := unlike_tokens(model, pair):
+        reason += "; expected prompts of the same length, or discover(…, positions=task.roles)"
+        raise InputError([reason], "nothing can be explained")
+    with float32_slopes(model, pair, metric):
         whole = attribution(*prompts, method="secant", budget=0, split=True, progress=False)
         search: dict[str, Any] = {"faithfulness": faithfulness, "resamples": resamples}
         circuit = discover(*prompts, **search, progress=progress)
@@ -372,7 +376,7 @@ def explain(
         options |= {"sites": list(dict.fromkeys(str(name) for name, _ in some)), "progress": False}
         ways = ("denoise", "noise")
         patches = {way: activation_patch(*prompts, direction=way, **options) for way in ways}
-        what = _what_nodes_do(model, prompt_pair(model, clean, corrupted), metric, graph)
+        what = _what_nodes_do(model, pair, metric, graph)
         return Explanation(whole, circuit, graph, patches, *what, model, clean, corrupted)
 
 

@@ -81,7 +81,11 @@ class Places:
         )
 
     def by_role(
-        self, edges: pd.DataFrame, by_prompt: Float[np.ndarray, "edge batch"], ids: set[str]
+        self,
+        edges: pd.DataFrame,
+        by_prompt: Float[np.ndarray, "edge batch"],
+        ids: set[str],
+        shares: Sequence[float],
     ) -> pd.DataFrame:
         """Merge edges between positions into edges between roles; other nodes become "rest"."""
         assert self.chosen is not None
@@ -99,17 +103,24 @@ class Places:
             weights = weights[weights["target"] != "rest"]
             columns.append(weights.groupby(["source", "target", "kind"])["weight"].sum())
         wide = pd.concat(columns, axis=1).fillna(0.0)
-        frame = wide.sum(axis=1).rename("weight").to_frame().assign(error=_errors(wide.to_numpy()))
+        frame = wide.sum(axis=1).rename("weight").to_frame()
+        frame["error"] = _errors(wide.to_numpy(), shares)
         frame = frame.reset_index()[[*EDGE_COLUMNS, "error"]]
         return frame[frame["weight"] != 0].reset_index(drop=True)
 
 
-def _errors(by_prompt: Float[np.ndarray, "row batch"]) -> Float[np.ndarray, "row"]:
-    """Return the standard error of each row's sum over prompts (NaN for one prompt)."""
-    n = by_prompt.shape[1]
+def _errors(
+    by_prompt: Float[np.ndarray, "row batch"], shares: Sequence[float]
+) -> Float[np.ndarray, "row"]:
+    """Return the standard error of each row's sum over prompts (NaN for one prompt).
+
+    A prompt's number is its value times its share, its weight in the mean over prompts.
+    """
+    n = np.count_nonzero(shares)
     if n < 2:
         return np.full(len(by_prompt), np.nan)
-    return np.asarray(by_prompt.std(axis=1, ddof=1) * np.sqrt(n))
+    misses = by_prompt - by_prompt.sum(axis=1, keepdims=True) * np.array(shares)
+    return np.asarray(np.sqrt((misses**2).sum(axis=1) * n / (n - 1)))
 
 
 def node_frame(
@@ -139,7 +150,7 @@ def node_frame(
         slopes: Iterable[float] = repeat(np.nan),
     ) -> None:
         ids = [f"{name}@{places.names[place]}" for name, place in zip(names, some, strict=True)]
-        numbers = by_prompt.sum(0).tolist(), _errors(by_prompt.T.numpy())
+        numbers = by_prompt.sum(0).tolist(), _errors(by_prompt.T.numpy(), run.shares)
         columns = (*map(repeat, kinds), names, some, values.tolist(), slopes, *numbers)
         rows.extend(zip(ids, *columns, strict=False))
 
