@@ -209,7 +209,7 @@ def reasons_against_draws(n_random: object, seed: object) -> list[str]:
 class AblatedModel:
     """A model in which all sites outside a circuit are ablated.
 
-    `whole` is the metric with no site ablated.
+    `whole` is the metric with no site ablated, and `change` its change from the corrupted run.
     """
 
     def __init__(
@@ -262,6 +262,7 @@ class AblatedModel:
         self._first = self._replay.start(0, first_change)
         self._batching = Batching(model, None, on_done, self._replay.numbers_per_token)
         self.whole, self.whole_by_prompt = runs.clean_value, runs.clean_values.cpu().numpy()
+        self.change = runs.clean_value - runs.corrupted_value
 
     @cached_property
     def weights(self) -> Float[np.ndarray, "prompt"]:
