@@ -390,6 +390,7 @@ def reasons_of_another_run(
     apart = np.flatnonzero(~(abs(expected - values) <= allowed))
     return [
         f"got prompts or a model with which {heads['id'].iloc[row]} is {values[row]:.4g}, but in "
-        f"the graph it is {expected[row]:.4g}: the graph is from another model, or from other prompts"
+        f"the graph it is {expected[row]:.4g}: the graph is from another model, or from other "
+        "prompts"
         for row in apart[:1]
     ]

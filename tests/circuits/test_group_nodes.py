@@ -175,7 +175,12 @@ def test_a_graph_by_role_is_grouped_only_with_its_own_runs(model):
     with torch.no_grad():
         next(changed.blocks[0].mlp.parameters()).mul_(1.1)
     for match, call in {
-        "from another model, or from other prompts": (model, other.clean, other.corrupted, task.metric),
+        "from another model, or from other prompts": (
+            model,
+            other.clean,
+            other.corrupted,
+            task.metric,
+        ),
         "the graph is from another model": (changed, *prompts),
         "the graph has another metric": (model, task.clean, task.corrupted, answers),
         "other corrupted prompts": (model, task.clean, other.corrupted, task.metric),
