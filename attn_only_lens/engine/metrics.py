@@ -457,7 +457,10 @@ def custom(
         'largest logit'
     """
     if not callable(fn):
-        reason = f"got {a_type(fn)}; expected a metric, or a function of the logits"
+        reason = (
+            f"got {a_type(fn)} as metric; expected a metric such as logit_diff(correct, wrong), or "
+            "a function of the logits"
+        )
         raise InputError([reason], _NO_NUMBER)
     label = str(name or getattr(fn, "__name__", type(fn).__name__))
     try:

@@ -397,3 +397,17 @@ def test_prompts_of_a_loss_weigh_by_their_tokens_on_held_out_prompts_and_in_erro
     np.testing.assert_allclose(graph.heads["attribution"], mean, rtol=1e-6)
     errors = np.sqrt((w**2 * (values - mean) ** 2).sum(axis=0) * n / (n - 1))
     np.testing.assert_allclose(graph.heads["error"].to_numpy(), errors, rtol=1e-6)
+
+
+def test_an_equal_pair_does_not_count_in_the_error_of_an_evaluation(model):
+    (clean, corrupted, mask), _ = prompts(ROLES)
+    how = {"positions": ROLES, "mask": mask}
+    circuit = discover(model, clean, corrupted, METRIC, sites=SITES, n_random=0, **how)
+    alone = evaluate(model, circuit, clean, corrupted, METRIC, **how)
+    roles = {role: [*x, x[0]] if isinstance(x, list) else x for role, x in ROLES.items()}
+    clean, corrupted, mask = (torch.cat([x, x[:1]]) for x in (clean, corrupted, mask))
+    corrupted[-1] = clean[-1]
+    how = {"positions": roles, "mask": mask}
+    result = evaluate(model, circuit, clean, corrupted, METRIC, **how)
+    assert result.error == pytest.approx(alone.error, rel=1e-6)
+    assert result.faithfulness == pytest.approx(alone.faithfulness, rel=1e-6)
