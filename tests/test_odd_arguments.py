@@ -147,7 +147,7 @@ def test_a_text_that_is_longer_than_the_context():
         with pytest.raises(
             (UnsupportedCallError, InputError), match="1,202 tokens; the model has 128"
         ):
-            call(english, "cat " * 1200 + "cat", "cat")
+            call(english, "the keys " * 600 + "The", "The")
 
 
 @pytest.mark.parametrize("metric", [(" are", " is"), " are", None], ids=str)

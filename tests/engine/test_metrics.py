@@ -34,6 +34,12 @@ def pair(model):
     return p.prompt_pair(model, clean, corrupted, mask)
 
 
+@pytest.fixture(scope="module")
+def whole_pair(model, pair):
+    """The same prompts without padding."""
+    return p.prompt_pair(model, pair.clean, pair.corrupted)
+
+
 def logits_of(seed, sites=SITES):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn((sites, BATCH, POS, VOCAB), generator=generator, dtype=torch.float64)
@@ -235,18 +241,18 @@ BAD_CUSTOM = {
 
 
 @pytest.mark.parametrize("case", BAD_CUSTOM)
-def test_a_function_that_is_no_metric(case, model, pair):
+def test_a_function_that_is_no_metric(case, model, whole_pair):
     fn, reason = BAD_CUSTOM[case]
     with pytest.raises(InputError, match=reason):
-        bind(fn, model, pair).of(CLEAN)
+        bind(fn, model, whole_pair).of(CLEAN)
 
 
-def test_a_detached_metric_serves_sweeps_and_not_attribution(model, pair):
-    bound = bind(lambda logits: logits.mean().item(), model, pair)
+def test_a_detached_metric_serves_sweeps_and_not_attribution(model, whole_pair):
+    bound = bind(lambda logits: logits.mean().item(), model, whole_pair)
     assert bound.of(CLEAN) == pytest.approx(CLEAN.mean().item())
     with pytest.raises(InputError, match="detached"):
         require_differentiable(bound, CLEAN)
-    root = bind(lambda logits: (logits - logits).sum().abs().sqrt(), model, pair)
+    root = bind(lambda logits: (logits - logits).sum().abs().sqrt(), model, whole_pair)
     with pytest.raises(InputError, match="gradient is not finite"):
         require_differentiable(root, CLEAN)
 
