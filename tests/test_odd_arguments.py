@@ -141,6 +141,21 @@ def test_arrays_that_are_no_tokens(tokens, match, model):
         p.prompt_pair(model, tokens, torch.tensor(CORRUPTED))
 
 
+def test_a_text_that_is_longer_than_the_context():
+    english = pretrained.small_english()
+    for call in (p.prompt_pair, lambda model, text, _: token_texts(model, text)):
+        with pytest.raises(
+            (UnsupportedCallError, InputError), match="1,202 tokens; the model has 128"
+        ):
+            call(english, "the keys " * 600 + "The", "The")
+
+
+@pytest.mark.parametrize("metric", [(" are", " is"), " are", None], ids=str)
+def test_answers_are_no_metric(metric, model):
+    with pytest.raises(InputError, match=r"as metric; expected a metric such as logit_diff\("):
+        p.activation_patch(model, torch.tensor(CLEAN), torch.tensor(CORRUPTED), metric)
+
+
 VALUES = pd.DataFrame(
     {"layer": 0, "kind": "neuron", "index": [5, 7], "name": ["L0N5", "L0N7"], "position": -1}
 ).assign(value=[2.0, -1.0])

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from attn_only_lens.arguments import is_count
+from attn_only_lens.circuits.ablation import ALIKE
 from attn_only_lens.circuits.attributed_run import (
     AttributedRun,
     attribute_difference,
@@ -37,8 +38,8 @@ from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, no_gradient_reasons, one_run_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_weights import float32_weights
-from attn_only_lens.engine.positions import Roles
-from attn_only_lens.engine.prompts import Prompts, prompt_pair, single_prompts
+from attn_only_lens.engine.positions import Roles, unlike_tokens
+from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair, single_prompts
 from attn_only_lens.engine.tokens import all_token_texts
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
@@ -136,10 +137,13 @@ def attribution_graph(
     with ExitStack() as in_float32:
         if corrupted is None:
             pair = single_prompts(model, clean, mask)
+            _require_alike(model, pair, "expected prompts of the same length")
             in_float32.enter_context(float32_weights(model))
             run = attribute_run(model, pair, metric, patterns)
         else:
             pair = prompt_pair(model, clean, corrupted, mask)
+            if positions is None:
+                _require_alike(model, pair, ALIKE)
             in_float32.enter_context(float32_slopes(model, pair, metric))
             run = attribute_difference(model, pair, metric)
         places = Places.of(pair, positions)
@@ -162,7 +166,7 @@ def attribution_graph(
         nodes = node_frame(run, places, by_sublayer, chosen, rest)
     tokens, corrupted_tokens = (all_token_texts(model, x) for x in (pair.clean, pair.corrupted))
     if positions is not None:
-        edges = places.by_role(edges, by_prompt, set(nodes["id"]))
+        edges = places.by_role(edges, by_prompt, set(nodes["id"]), run.shares)
         tokens = corrupted_tokens = (tuple(places.names),)
     elif run.offset:
         offset = pd.DataFrame([["offset", "metric", "value", run.offset]], columns=EDGE_COLUMNS)
@@ -180,6 +184,11 @@ def attribution_graph(
         mass=float(sizes[index].sum() / total) if total else 1.0,
         corrupted=() if corrupted is None else corrupted_tokens,
     )
+
+
+def _require_alike(model: Any, pair: PromptPair, expected: str) -> None:
+    if reason := unlike_tokens(model, pair):
+        raise InputError([f"{reason}; {expected}"], _PROBLEM)
 
 
 def _candidates(

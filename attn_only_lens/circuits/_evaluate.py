@@ -36,8 +36,9 @@ class Evaluation:
         nothing: the metric with every site ablated.
         standard_error: the standard error of the faithfulness over prompts; NaN for one prompt, or
             for a metric with one value for all prompts.
-        error: the mean over prompts of |m(C) - m(M)| / |m(M) - m(∅)|. A faithfulness near 1 can
-            hide prompts that overshoot and prompts that fall short.
+        error: the mean over prompts of |m(C) - m(M)| / |m(M) - m(∅)|, without prompts for which
+            m(M) = m(∅). A faithfulness near 1 can hide prompts that overshoot and prompts that fall
+            short.
         accuracy: with only the circuit left, the share of prompts on which the correct answer beats
             the wrong one; NaN if the metric does not compare two answers.
         whole_accuracy: the accuracy of the whole model.
@@ -130,7 +131,8 @@ def evaluate(
             expected = "the circuit has no roles: leave positions out"
         reasons.append(f"got positions for the roles {names}; {expected}")
     lengths = sorted(set(pair.real.sum(dim=1).tolist()))
-    if lengths != [circuit.n_pos] and not roles and (circuit.frame["position"] != "all").any():
+    same = bool((pair.real == pair.real[:1]).all()) and pair.clean.shape[1] == circuit.n_pos
+    if not same and not roles and (circuit.frame["position"] != "all").any():
         reasons.append(
             f"got prompts of {' and '.join(map(str, lengths))} tokens; expected {circuit.n_pos} "
             "tokens, as in the prompts used to find the circuit: the sites have fixed positions"
@@ -156,13 +158,19 @@ def evaluate(
     )
     measured, complete, _ = ablated.curves([rows])
     (left,) = ablated.by_prompt([rows])
-    whole, nothing = ablated.whole_by_prompt, ablated.nothing_by_prompt
-    _, error = share_of_sums(left - nothing, whole - nothing)
+    whole, nothing, weights = ablated.whole_by_prompt, ablated.nothing_by_prompt, ablated.weights
+    _, error = share_of_sums(left - nothing, whole - nothing, weights)
     numbers = float(measured[0]), float(complete[0]), ablated.whole, ablated.nothing, error
     accuracies = [math.nan] * 3
     if len(as_metric(metric).answers) == 2:  # such metrics are differences
         accuracies = [float((values > 0).mean()) for values in (left, whole, nothing)]
-    mean_error = float((abs(left - whole) / abs(whole - nothing)).mean())
+    # An equal pair has m(M) = m(∅) up to rounding, because its two runs are equal.
+    changes = ((pair.clean != pair.corrupted) & pair.real).any(dim=1).cpu().numpy()
+    some = (whole != nothing) & (weights > 0)
+    if circuit.ablation == "resample" and len(whole) == len(changes):
+        some &= changes
+    shares = weights[some] / weights[some].sum()
+    mean_error = float(abs((left - whole)[some] / (whole - nothing)[some]) @ shares)
     return Evaluation(*numbers, mean_error, *accuracies)
 
 

@@ -33,9 +33,10 @@ from attn_only_lens.circuits.weights.vocabulary import DirectEffects, TokenScore
 from attn_only_lens.engine.answers import WRONG
 from attn_only_lens.engine.contrast import float32_slopes
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.metrics import AnyMetric
+from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, bind
+from attn_only_lens.engine.positions import unlike_tokens
 from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
-from attn_only_lens.engine.recording import record
+from attn_only_lens.engine.recording import Recording, record
 from attn_only_lens.engine.tokens import joined, token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
@@ -67,7 +68,7 @@ _MEANINGS = (
 )
 _OF_SEVERAL = (
     " Ranks are medians, and probabilities, attention, gates and outputs are means, over {} "
-    "prompts; tokens are of the first."
+    "prompts; tokens are of prompt {}, counted from 0, which adds most to the difference."
 )
 _FILES = ("explanation.csv", "circuit.json", "graph.json", "attribution.parquet", "page.html")
 _WIDE = {
@@ -93,10 +94,12 @@ class Explanation:
             the clean run and, if this differs, in the corrupted run; and the tokens whose logits
             the change in its output (clean minus corrupted) raises and lowers most, if the direct
             path carries a tenth of its share. Numbers are means over prompts; tokens are of the
-            first prompt.
+            prompt `shown`.
         labels: the label of each node, by id: a head with the token to which it attends most (in
             the clean run / in the corrupted run), another node with the first token that `does`
             says the change raises (↑) or lowers (↓).
+        shown: the index of the pair of prompts whose tokens are shown: the pair that adds most to
+            the difference.
         model: the model that was explained.
         clean: the clean prompts.
         corrupted: the corrupted prompts.
@@ -109,6 +112,7 @@ class Explanation:
     answers: pd.DataFrame
     does: dict[str, str]
     labels: dict[str, str]
+    shown: int
     model: Any
     clean: Prompts
     corrupted: Prompts
@@ -152,7 +156,7 @@ class Explanation:
 
         The nodes are the sites of the circuit or, if it has more than `most_nodes` sites (see
         `explain`), the sites with the largest |share|. Column `token` is the token at the site's
-        position in the first clean prompt. Column `does` describes what the site reads and writes
+        position in the clean prompt `shown`. Column `does` describes what the site reads and writes
         (see the attribute `does`). Column `share` is the site's share of the difference, the sum of
         `by_pattern` and `by_value`. A path through several sites is counted for each of these
         sites, so shares can add up to more than 1. Columns `denoise` and `noise` are the effects of
@@ -162,7 +166,7 @@ class Explanation:
         frame = self.attribution.to_frame().set_axis(_ids(self.attribution))
         rows = frame.loc[self.graph.heads["id"], ["by_pattern", "by_value"]].reset_index(names="id")
         rows["share"] = rows["by_pattern"] + rows["by_value"]
-        rows["token"] = [self.graph.tokens[0][pos] for pos in self.graph.heads["position"]]
+        rows["token"] = [self.graph.tokens[self.shown][pos] for pos in self.graph.heads["position"]]
         rows["does"] = rows["id"].map(self.does).fillna("")
         for way, sweep in self.patches.items():
             effect = sweep.effect.set_axis(_ids(sweep))
@@ -204,12 +208,13 @@ class Explanation:
             "carries the node's share, if not mainly its value.",
         ]
         if (tokens := self.attribution.tokens) is not None:
-            notes.insert(0, f"Corrupted prompt: {joined(tokens.corrupted[0])}")
+            notes.insert(0, f"Corrupted prompt: {joined(tokens.corrupted[self.shown])}")
         return viz.circuit_view(
             self.graph,
             self.model,
             self.clean,
             corrupted=self.corrupted,
+            prompt=self.shown,
             exact=self.patches["noise"],
             notes=notes,
             examples=examples,
@@ -246,7 +251,7 @@ class Explanation:
         if len(table) > k:
             lines.append(f"... {len(table) - k} more rows: .table() in Python, --top in a shell")
         lines += [fill(text, 80) for text in self._omitted]
-        meanings = f"{_MEANINGS} {MISSING}" + _OF_SEVERAL.format(n) * (n > 1)
+        meanings = f"{_MEANINGS} {MISSING}" + _OF_SEVERAL.format(n, self.shown) * (n > 1)
         return "\n".join(
             [
                 fill(
@@ -331,7 +336,7 @@ def explain(
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
-        clean: a text, a list of texts, or tokens [batch, pos].
+        clean: a text, a list of texts of the same length, or tokens [batch, pos].
         corrupted: the corrupted prompts, with the same number of tokens.
         metric: `logit_diff(...)` or another metric, or a differentiable function of logits.
         faithfulness: the share of the difference that the circuit must keep; see `discover`.
@@ -357,8 +362,11 @@ def explain(
     reasons = positive_reasons(most_nodes=most_nodes, n_patched=n_patched)
     reasons += resamples_reasons(resamples)
     InputError.raise_if(reasons, "nothing can be explained")
-    prompts = model, clean, corrupted, metric
-    with float32_slopes(model, prompt_pair(model, clean, corrupted), metric):
+    prompts, pair = (model, clean, corrupted, metric), prompt_pair(model, clean, corrupted)
+    if reason := unlike_tokens(model, pair):
+        reason += "; expected prompts of the same length, or discover(…, positions=task.roles)"
+        raise InputError([reason], "nothing can be explained")
+    with float32_slopes(model, pair, metric):
         whole = attribution(*prompts, method="secant", budget=0, split=True, progress=False)
         search: dict[str, Any] = {"faithfulness": faithfulness, "resamples": resamples}
         circuit = discover(*prompts, **search, progress=progress)
@@ -372,15 +380,15 @@ def explain(
         options |= {"sites": list(dict.fromkeys(str(name) for name, _ in some)), "progress": False}
         ways = ("denoise", "noise")
         patches = {way: activation_patch(*prompts, direction=way, **options) for way in ways}
-        what = _what_nodes_do(model, prompt_pair(model, clean, corrupted), metric, graph)
+        what = _what_nodes_do(model, pair, metric, graph)
         return Explanation(whole, circuit, graph, patches, *what, model, clean, corrupted)
 
 
 @torch.no_grad()
 def _what_nodes_do(
     model: Any, pair: PromptPair, metric: AnyMetric, graph: CircuitGraph
-) -> tuple[pd.DataFrame, dict[str, str], dict[str, str]]:
-    """Return the model's answers, a description of each node, and a label for each node."""
+) -> tuple[pd.DataFrame, dict[str, str], dict[str, str], int]:
+    """Return the model's answers, each node's description and label, and the shown pair."""
     nodes = list(zip(graph.heads["name"], graph.heads["position"].astype(int), strict=True))
     host, heads = host_of(model), [HeadName.parse(name) for name, _ in nodes]
     into_metric = graph.edges[graph.edges["target"] == "metric"].set_index("source")["weight"]
@@ -394,8 +402,9 @@ def _what_nodes_do(
     runs = [record(model, side, pair.mask, names=names) for side in (pair.clean, pair.corrupted)]
     answers = model_answers(model, pair, metric, *(run.logits for run in runs))
     clean, corrupted = (run.hooked for run in runs)
-    changes = {hook: clean[hook][:1] - corrupted[hook][:1] for hook in hooks["z"]}
-    written = DirectEffects(model).promoted_tokens(changes, nodes, 2)
+    shown = _pair_to_show(pair, bind(metric, model, pair, runs[0].logits), runs)
+    changes = {hook: clean[hook] - corrupted[hook] for hook in hooks["z"]}
+    written = DirectEffects(model).promoted_tokens(changes, nodes, 2, prompt=shown)
     does, labels = dict[str, str](), dict[str, str]()
     rows = zip(heads, nodes, written, is_direct, hooks["z"], hooks["pattern"], strict=True)
     for head, (name, position), top, has_tokens, of_z, of_pattern in rows:
@@ -411,7 +420,7 @@ def _what_nodes_do(
             lengths = [float(z.norm()) for z in means(of_z, position)]
             reads = f"{_WIDE[head.kind]}, {_in_both_runs('length', lengths)}"
         elif head.kind == "attention":
-            reads, label = _looks(model, pair, means(of_pattern, head.index, position))
+            reads, label = _looks(model, pair, shown, means(of_pattern, head.index, position))
         else:
             neurons = host.neurons[head.layer]
             outputs = [
@@ -425,7 +434,21 @@ def _what_nodes_do(
                 reads = f"{_in_both_runs('gate', gates, _APART)}; {reads}"
         key = f"{name}@{position}"
         does[key], labels[key] = "; ".join(filter(None, (reads, writes))), f"{name} {label}".strip()
-    return answers, does, labels
+    return answers, does, labels, shown
+
+
+def _pair_to_show(pair: PromptPair, metric: BoundMetric, runs: Sequence[Recording]) -> int:
+    """Return the index of the pair that adds most to the change of the metric.
+
+    If the metric has one value for all prompts, it is the first pair of different prompts in the
+    order of their tokens. The order in which pairs are given has no influence.
+    """
+    clean, corrupted = (metric.of_run(run.logits) for run in runs)
+    if len(clean) == len(pair.clean):
+        changes = clean - corrupted
+        return int((changes * changes.sum().sign()).argmax())
+    differ = ((pair.clean != pair.corrupted) & pair.real).any(dim=1).nonzero()[:, 0].tolist()
+    return int(min(differ, key=lambda i: (pair.clean[i].tolist(), pair.corrupted[i].tolist())))
 
 
 def _in_both_runs(what: str, values: Sequence[float], apart: float | None = None) -> str:
@@ -437,12 +460,12 @@ def _in_both_runs(what: str, values: Sequence[float], apart: float | None = None
 
 
 def _looks(
-    model: Any, pair: PromptPair, patterns: Sequence[Float[Tensor, "key_pos"]]
+    model: Any, pair: PromptPair, shown: int, patterns: Sequence[Float[Tensor, "key_pos"]]
 ) -> tuple[str, str]:
     """Describe and label a head by the token that it attends to most in each run."""
     keys = [int(weights.argmax()) for weights in patterns]
     shares = [float(weights[key]) for weights, key in zip(patterns, keys, strict=True)]
-    sides = (pair.clean[0], pair.corrupted[0])
+    sides = (pair.clean[shown], pair.corrupted[shown])
     texts = [token_text(model, int(side[key])) for side, key in zip(sides, keys, strict=True)]
     short = list(map(_short, texts))
     names = [
@@ -450,7 +473,8 @@ def _looks(
         for text, key in zip(texts, keys, strict=True)
     ]
     differ = keys[0] != keys[1] or texts[0] != texts[1]
-    of_one = " in prompt 0" * bool((pair.clean[:, keys[0]] != pair.clean[0, keys[0]]).any())
+    tokens = pair.clean[:, keys[0]]
+    of_one = f" in prompt {shown}" * bool((tokens != tokens[shown]).any())
     reads = f"looks at {names[0]}{of_one} ({shares[0]:.0%})"
     if differ or abs(shares[0] - shares[1]) > _APART:
         reads += f", corrupted {names[1]} ({shares[1]:.0%})"

@@ -30,6 +30,7 @@ from torch import Tensor
 from attn_only_lens.arguments import a_type, is_number
 from attn_only_lens.circuits.ablation import AblatedModel, Rows
 from attn_only_lens.circuits.graph import CircuitGraph
+from attn_only_lens.circuits.linear_graph import Places, reasons_of_another_run
 from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects
 from attn_only_lens.engine.input_warnings import warned_once
@@ -40,7 +41,7 @@ from attn_only_lens.engine.replay import Variants
 from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.engine.tokens import all_token_texts, token_text
 from attn_only_lens.errors import InputError
-from attn_only_lens.heads import HeadName
+from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import HEAD_PLURALS, NEURON_KINDS
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.precision import full_precision
@@ -149,6 +150,7 @@ def group_nodes(
     )
     prompts = model, clean, corrupted, metric
     grouped = _GroupedModel(*prompts, sites, ablation="resample", mask=mask, positions=positions)
+    grouped.require_same_runs(graph, model, Places.of(pair, positions))
     of_nodes = grouped.written(rows)
     distance = _distances(graph, heads, _similar_weights(model, heads, of_nodes))
     faithfulness, members, changed = float(grouped.faithfulness([rows])[0]), list[Rows](), np.inf
@@ -321,6 +323,24 @@ class _GroupedModel(AblatedModel):
         super().__init__(model, *prompts, **options)
         self._matrices = HeadMatrices.of(model, fold_norms=True)
         self._whole = self._changes(np.arange(self.n_sites))
+
+    def require_same_runs(self, graph: CircuitGraph, model: Any, places: Places) -> None:
+        """Raise an error if the runs do not give the graph's node values and change of metric."""
+        clean, host = self._replay.recording, host_of(model)
+        z = dict(clean.hooked)
+        for kind, layer in {
+            (head.kind, head.layer) for head in map(HeadName.parse, graph.heads["name"])
+        }:
+            if kind in NEURON_KINDS:
+                z[host.hook_name(layer, kind, "z")] = clean.neurons[layer].z.unsqueeze(-1)
+        reasons = reasons_of_another_run(graph, model, z, places)
+        if abs(self.change - graph.value) > 1e-2 * max(abs(self.change), abs(graph.value)):
+            reasons.append(
+                f"got a metric that changes by {self.change:.4g} between the prompts, but in the "
+                f"graph it changes by {graph.value:.4g}: the graph has another metric, other "
+                "answers or other corrupted prompts"
+            )
+        InputError.raise_if(reasons, _PROBLEM)
 
     @torch.no_grad()
     def _run(self, hooks: Any) -> Float[Tensor, "1 prompt"]:

@@ -42,6 +42,7 @@ from attn_only_lens.engine.metrics import (
 )
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_weights import float32_weights, in_float32
+from attn_only_lens.engine.positions import unlike_tokens
 from attn_only_lens.engine.prompts import PromptPair, Prompts, single_prompts
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of, logit_tolerance, reasons_without_heads
@@ -113,9 +114,13 @@ class PathExpansion:
             value.
 
         Raises:
-            InputError: k or block is not positive, or the metric is invalid, as in `effects`.
+            InputError: k or block is not positive, the metric is invalid, as in `effects`, or the
+                prompts have different lengths.
         """
-        InputError.raise_if(positive_reasons(k=k, block=block), _PROBLEM)
+        reasons = positive_reasons(k=k, block=block)
+        if reason := unlike_tokens(self._linear.model, self._pair):
+            reasons.append(f"{reason}; expected prompts of the same length")
+        InputError.raise_if(reasons, _PROBLEM)
         with torch.no_grad(), float32_weights(self._linear.model):
             gradient, value = self._gradient(metric)
             ranked = _RankedPaths(self._linear, self._first, k, block)

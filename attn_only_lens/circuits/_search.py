@@ -40,6 +40,7 @@ from attn_only_lens.circuits.ablation import (
     Order,
     Rows,
     ablated_model,
+    checked_places,
     reasons_against_draws,
 )
 from attn_only_lens.circuits.circuit import SITE, SITE_KEY, Circuit
@@ -63,6 +64,7 @@ from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching._attribution import METHODS, Method, attribute, plan_attribution
 from attn_only_lens.patching.repairs import Budget
 from attn_only_lens.patching.results import MEASURED, Sweep
+from attn_only_lens.patching.site_groups import site_groups, site_rows
 
 _PER_DOUBLING = 4  # the number of prefix sizes to try from k to 2k
 _BETWEEN = 16  # the number of sizes that a refined grid has between two neighbouring sizes
@@ -117,8 +119,8 @@ def discover(
             run first.
         sites: the heads to choose from, by default all. Other heads are never ablated.
         positions: "each" separately, "all" together, or by role: `task.roles`. By role, a site is
-            a head at a role's token, and prompts may differ in length. Tokens without a role are
-            never ablated.
+            a head at a role's token. Tokens without a role are never ablated. Prompts may differ
+            in length only by role or with "all".
         n_random: how many random circuits of the same size to evaluate.
         resamples: how many times to search again on a random half of the prompts, for instance 20;
             the circuit then has a `stability`.
@@ -155,11 +157,14 @@ def discover(
     if prompts_at_once is not None:
         reasons += positive_reasons(prompts_at_once=prompts_at_once)
     InputError.raise_if(reasons, "no circuit can be searched")
-    if resamples:
-        pair = prompt_pair(model, clean, corrupted, mask)
-        require_resamples(len(pair.clean), as_metric(metric))
-    prompts = model, clean, corrupted, metric
     sites = all_heads() if sites is None else sites
+    pair = prompt_pair(model, clean, corrupted, mask)
+    if resamples:
+        require_resamples(len(pair.clean), as_metric(metric))
+    checked_places(
+        model, pair, site_rows(site_groups(model, pair, sites, positions, "z")), positions
+    )
+    prompts = model, clean, corrupted, metric
     options: dict[str, Any] = {"positions": positions, "mask": mask}
     options |= {"prompts_at_once": prompts_at_once}
     label = f"{progress}: " if isinstance(progress, str) else ""
@@ -176,9 +181,10 @@ def discover(
         ablate = partial(ablated_model, *prompts, frame, **options)
         find = partial(_smallest, ranking, order, faithfulness, method != MEASURED)
         ablated = ablate(runs=runs)
-        rows, tried = find(ablated, effects.mean(axis=1))
+        mean = effects @ ablated.weights if resamples else effects[:, 0]
+        rows, tried = find(ablated, mean)
         circuit = circuit_of(
-            *(ablated, ranking, effects.mean(axis=1), rows, tried),
+            *(ablated, ranking, mean, rows, tried),
             method=method,
             wanted=faithfulness,
             ablation=ablation,

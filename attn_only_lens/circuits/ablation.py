@@ -49,8 +49,14 @@ from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.interventions import ablate
 from attn_only_lens.engine.metrics import AnyMetric, as_metric, bind
 from attn_only_lens.engine.model_checks import reasons_not_to_run
-from attn_only_lens.engine.positions import Positions, PositionSet, Roles, resolve_positions
-from attn_only_lens.engine.prompts import Prompts, prompt_pair
+from attn_only_lens.engine.positions import (
+    Positions,
+    PositionSet,
+    Roles,
+    resolve_positions,
+    unlike_tokens,
+)
+from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
 from attn_only_lens.engine.recording import Hooks, NeuronRun, Recording, RunPair, record_pair
 from attn_only_lens.engine.replay import Variants, make_replay
 from attn_only_lens.engine.sites import resolve_sites
@@ -74,6 +80,10 @@ _Flags: TypeAlias = npt.NDArray[np.bool_]
 _BY_PROMPT = ("zero", "resample")
 _NOTHING: Rows = np.empty(0, dtype=np.int64)  # the circuit without sites
 _PROBLEM = "these sites cannot be ablated"
+ALIKE = (
+    "expected prompts of the same length, or positions by role, such as task.roles or {'end': -1}"
+)
+"""What functions that pool prompts by position expect."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +209,7 @@ def reasons_against_draws(n_random: object, seed: object) -> list[str]:
 class AblatedModel:
     """A model in which all sites outside a circuit are ablated.
 
-    `whole` is the metric with no site ablated.
+    `whole` is the metric with no site ablated, and `change` its change from the corrupted run.
     """
 
     def __init__(
@@ -228,8 +238,7 @@ class AblatedModel:
         sites = sites.reset_index(drop=True)
         pair = runs.pair if runs else prompt_pair(model, clean, corrupted, mask)
         self.n_sites, self.n_pos = len(sites), pair.clean.shape[1]
-        roles = resolve_positions(pair, positions) if isinstance(positions, Mapping) else ()
-        roles = tuple(role for role in roles if (sites["position"] == role.label).any()) or roles
+        roles = checked_places(model, pair, sites, positions)
         if some is not None:
             pair = pair.of_prompts(some, cut=False)
             roles = tuple(role.of_prompts(some, self.n_pos) for role in roles)
@@ -237,7 +246,6 @@ class AblatedModel:
             groups = resolve_sites(model, list(sites["name"].unique()))
             runs = record_pair(model, pair, metric, groups, "z")
         self.sites = sites
-        InputError.raise_if(_reasons_against_sites(sites, self.n_pos, roles), _PROBLEM)
         source = runs.corrupted
         if ablation == "positional_mean":
             source = _positional_means(runs.clean, roles or resolve_positions(pair, "each"))
@@ -254,6 +262,12 @@ class AblatedModel:
         self._first = self._replay.start(0, first_change)
         self._batching = Batching(model, None, on_done, self._replay.numbers_per_token)
         self.whole, self.whole_by_prompt = runs.clean_value, runs.clean_values.cpu().numpy()
+        self.change = runs.clean_value - runs.corrupted_value
+
+    @cached_property
+    def weights(self) -> Float[np.ndarray, "prompt"]:
+        """The weight of each prompt in the mean; one weight for a metric with one value for all."""
+        return np.array(self._replay.metric.shares(len(self.whole_by_prompt)))
 
     @cached_property
     def nothing_by_prompt(self) -> Float[np.ndarray, "prompt"]:
@@ -390,6 +404,20 @@ def _positional_means(run: Recording, places: Sequence[PositionSet]) -> Recordin
     return replace(run, neurons=neurons, hooked=hooked)
 
 
+def checked_places(
+    model: Any, pair: PromptPair, sites: pd.DataFrame, positions: Positions | None
+) -> tuple[PositionSet, ...]:
+    """Return the sites' roles; raise an error if sites have no clear place in each prompt."""
+    roles = resolve_positions(pair, positions) if isinstance(positions, Mapping) else ()
+    roles = tuple(role for role in roles if (sites["position"] == role.label).any()) or roles
+    numbers = [PositionSet(x, pair.real) for x in sites["position"].unique().tolist()]
+    reasons = _reasons_against_sites(sites, pair.clean.shape[1], roles)
+    if reason := unlike_tokens(model, pair, numbers):
+        reasons.append(f"{reason}; {ALIKE}")
+    InputError.raise_if(reasons, _PROBLEM)
+    return roles
+
+
 def _reasons_against_sites(
     sites: pd.DataFrame, n_pos: int, roles: Sequence[PositionSet]
 ) -> list[str]:
@@ -418,7 +446,10 @@ def _reasons_against_sites(
     elif roles:
         reasons.append("got positions by role, and sites without a role; expected sites by role")
     elif any(number < 0 for number in numbers):
-        reasons.append("got positions from the end; expected 'each', 'all', or numbers from 0")
+        reasons.append(
+            "got positions from the end; expected 'each', 'all', numbers from 0, or positions by "
+            "role, such as {'end': -1}"
+        )
     elif any(number >= n_pos for number in numbers):
         reasons.append(
             f"got a site at position {max(numbers)}; the prompts have {n_pos} tokens: pass a "
@@ -553,7 +584,7 @@ class _InChunks(AblatedModel):
     def __init__(
         self, make: Callable[..., AblatedModel], chunks: list[list[int]], weights: Sequence[float]
     ) -> None:
-        self._make, self._prompts, self._weights = make, chunks, np.array(weights)
+        self._make, self._prompts, self.weights = make, chunks, np.array(weights)
         wholes, nothings = [], []
         for ablated in self._chunks():
             self.sites, self.n_sites, self.n_pos = ablated.sites, ablated.n_sites, ablated.n_pos
@@ -576,8 +607,8 @@ class _InChunks(AblatedModel):
         ends = np.cumsum([0, *map(len, self._prompts)])
         total = np.zeros(self.n_sites)
         for ablated, first, last in zip(self._chunks(), ends[:-1], ends[1:], strict=True):
-            total += self._weights[first:last].sum() * ablated.mean_slopes(circuit)
+            total += self.weights[first:last].sum() * ablated.mean_slopes(circuit)
         return total / self.span
 
     def _mean(self, by_prompt: Float[np.ndarray, "*circuit prompt"]) -> Any:
-        return (by_prompt * self._weights).sum(axis=-1)
+        return (by_prompt * self.weights).sum(axis=-1)

@@ -138,6 +138,7 @@ class AttributedRun:
     bias: float  # the sum of all bias terms
     slopes: list[Slopes]
     z: list[Outputs]  # the outputs of heads in the clean run
+    shares: tuple[float, ...]  # the weight of each prompt in the metric's mean
     is_difference: bool = False
 
     def attributions(self, index: int) -> Float[Tensor, "batch pos node"]:
@@ -182,7 +183,8 @@ def attribute_run(
         biases.append((behind.to(sublayer.writes.bias) * sublayer.writes.bias).sum())
     ends = streams[0], streams[-1], logit_bias, sum(map(float, on_cpu(biases)))
     recorded = [sublayer.writes.z for sublayer in linear.sublayers]
-    return AttributedRun(linear, bound.name, value, offset, outputs, *ends, slopes, recorded)
+    heads = slopes, recorded, bound.shares(len(pair.clean))
+    return AttributedRun(linear, bound.name, value, offset, outputs, *ends, *heads)
 
 
 def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> AttributedRun:
@@ -231,9 +233,8 @@ def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> Att
     no_bias = torch.zeros_like(run.embedding[:, 0, 0])
     ends = result.stream, result.final, no_bias, 0.0
     recorded = [writes.z[: len(clean)] for writes in both.sublayers]
-    return AttributedRun(
-        linear, bound.name, change, result.remainder, gradients, *ends, slopes, recorded, True
-    )
+    heads = slopes, recorded, bound.shares(len(clean)), True
+    return AttributedRun(linear, bound.name, change, result.remainder, gradients, *ends, *heads)
 
 
 def _hook_names(model: Any) -> dict[tuple[int, HeadKind, str], str]:

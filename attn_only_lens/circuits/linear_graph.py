@@ -5,7 +5,7 @@ and the vector with which the target reads it. All heads that are not nodes are 
 source, "rest". A graph with K nodes therefore needs K² dot products, whatever the model's size.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -17,13 +17,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attn_only_lens.circuits.attributed_run import AttentionSlope, AttributedRun, NeuronSlope
-from attn_only_lens.circuits.graph import EDGE_COLUMNS, NODE_COLUMNS
+from attn_only_lens.circuits.graph import EDGE_COLUMNS, NODE_COLUMNS, CircuitGraph
 from attn_only_lens.devices import free_bytes, on_cpu
 from attn_only_lens.engine.linear_run import LinearAttention, LinearRun
 from attn_only_lens.engine.positions import Roles, resolve_positions
 from attn_only_lens.engine.prompts import PromptPair
-from attn_only_lens.heads import HeadName
+from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import NEURON_KINDS
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 Node = tuple[int, int]
 """A place (a position or a role), and an index in the sublayer."""
@@ -81,7 +82,11 @@ class Places:
         )
 
     def by_role(
-        self, edges: pd.DataFrame, by_prompt: Float[np.ndarray, "edge batch"], ids: set[str]
+        self,
+        edges: pd.DataFrame,
+        by_prompt: Float[np.ndarray, "edge batch"],
+        ids: set[str],
+        shares: Sequence[float],
     ) -> pd.DataFrame:
         """Merge edges between positions into edges between roles; other nodes become "rest"."""
         assert self.chosen is not None
@@ -99,17 +104,24 @@ class Places:
             weights = weights[weights["target"] != "rest"]
             columns.append(weights.groupby(["source", "target", "kind"])["weight"].sum())
         wide = pd.concat(columns, axis=1).fillna(0.0)
-        frame = wide.sum(axis=1).rename("weight").to_frame().assign(error=_errors(wide.to_numpy()))
+        frame = wide.sum(axis=1).rename("weight").to_frame()
+        frame["error"] = _errors(wide.to_numpy(), shares)
         frame = frame.reset_index()[[*EDGE_COLUMNS, "error"]]
         return frame[frame["weight"] != 0].reset_index(drop=True)
 
 
-def _errors(by_prompt: Float[np.ndarray, "row batch"]) -> Float[np.ndarray, "row"]:
-    """Return the standard error of each row's sum over prompts (NaN for one prompt)."""
-    n = by_prompt.shape[1]
+def _errors(
+    by_prompt: Float[np.ndarray, "row batch"], shares: Sequence[float]
+) -> Float[np.ndarray, "row"]:
+    """Return the standard error of each row's sum over prompts (NaN for one prompt).
+
+    A prompt's number is its value times its share, its weight in the mean over prompts.
+    """
+    n = np.count_nonzero(shares)
     if n < 2:
         return np.full(len(by_prompt), np.nan)
-    return np.asarray(by_prompt.std(axis=1, ddof=1) * np.sqrt(n))
+    misses = by_prompt - by_prompt.sum(axis=1, keepdims=True) * np.array(shares)
+    return np.asarray(np.sqrt((misses**2).sum(axis=1) * n / (n - 1)))
 
 
 def node_frame(
@@ -139,7 +151,7 @@ def node_frame(
         slopes: Iterable[float] = repeat(np.nan),
     ) -> None:
         ids = [f"{name}@{places.names[place]}" for name, place in zip(names, some, strict=True)]
-        numbers = by_prompt.sum(0).tolist(), _errors(by_prompt.T.numpy())
+        numbers = by_prompt.sum(0).tolist(), _errors(by_prompt.T.numpy(), run.shares)
         columns = (*map(repeat, kinds), names, some, values.tolist(), slopes, *numbers)
         rows.extend(zip(ids, *columns, strict=False))
 
@@ -351,3 +363,34 @@ class _Sources:
             ends = [(covectors * stream[:, here]).sum(-1) for stream in streams]
         ends[1] = ends[1] + bias.to(sums)
         return torch.cat([sums, torch.stack(ends, dim=-1)], dim=-1)
+
+
+def reasons_of_another_run(
+    graph: CircuitGraph,
+    model: Any,
+    z: Mapping[str, Float[Tensor, "batch pos head d_head"]],
+    places: Places,
+) -> list[str]:
+    """Return a reason if a clean run with outputs z, by hook name, does not give a graph's values.
+
+    The run then has other prompts or another model than the graph.
+    """
+    heads, host, values = graph.heads, host_of(model), list[float]()
+    for name, place in zip(heads["name"], heads["id"].str.partition("@")[2], strict=True):
+        head = HeadName.parse(name)
+        some = head.heads(host.neurons[head.layer].heads_per_neuron)
+        of_head = z[host.hook_name(head.layer, head.kind, "z")][:, :, some].flatten(2)
+        sizes = of_head.sum(-1) if head.kind in NEURON_KINDS else of_head.norm(dim=-1)
+        index = places.names.index(place)
+        values.append(float(places.sums(sizes.unsqueeze(-1))[:, index].mean()))
+    expected = heads["value"].to_numpy()
+    # Bridges compute many norms in float32, so even a float64 model needs a tolerance of 1e-3.
+    dtype = next(model.parameters()).dtype
+    allowed = max(1e-3, LOGIT_TOLERANCE[dtype]) * abs(expected).max(initial=0)
+    apart = np.flatnonzero(~(abs(expected - values) <= allowed))
+    return [
+        f"got prompts or a model with which {heads['id'].iloc[row]} is {values[row]:.4g}, but in "
+        f"the graph it is {expected[row]:.4g}: the graph is from another model, or from other "
+        "prompts"
+        for row in apart[:1]
+    ]

@@ -126,7 +126,8 @@ def resampled(
         # A split's halves are adjacent in `halves`, so the second one reuses both ablated models.
         models = {key: models.get(key) or ablate(some=list(key)) for key in keys}
         ablated, others = (models[key] for key in keys)
-        circuit, _ = search(ablated, effects[:, half].mean(axis=1))
+        shares = whole.weights[half] / whole.weights[half].sum()
+        circuit, _ = search(ablated, effects[:, half] @ shares)
         flags = np.zeros(len(sites), dtype=bool)
         flags[circuit] = True
         included.append(flags)
@@ -135,18 +136,20 @@ def resampled(
         left, rest, span = (x - others.nothing_by_prompt for x in values)
         columns = {"prompt": other_half, "left": left, "rest": rest, "span": span}
         held_out.append(pd.DataFrame(columns))
-        shares = float(left.mean() / span.mean()), float(rest.mean() / span.mean())
-        rows.append((len(circuit), float(fitted[0]), float(complete[0]), *shares))
+        here = others.weights
+        ratios = (share_of_sums(part, span, here)[0] for part in (left, rest))
+        rows.append((len(circuit), float(fitted[0]), float(complete[0]), *ratios))
     flags_of_all = np.stack(included)
-    frame = _inclusion(sites.assign(effect=effects.mean(axis=1)), flags_of_all)
+    frame = _inclusion(sites.assign(effect=effects @ whole.weights), flags_of_all)
     core = frame.index[frame["class"] == "core"].to_numpy()
     faithful, complete, _ = whole.curves([core])
     by_prompt = pd.concat(held_out).groupby("prompt").mean()
-    ratios = [share_of_sums(*by_prompt[[part, "span"]].to_numpy().T) for part in ("left", "rest")]
+    weights = whole.weights[by_prompt.index]
+    held = [share_of_sums(by_prompt[x], by_prompt["span"], weights) for x in ("left", "rest")]
     return Stability(
         frame.reset_index(drop=True),
         pd.DataFrame(rows, columns=["n_sites", *MEASURES, *(f"held_out_{x}" for x in MEASURES)]),
-        pd.DataFrame(ratios, columns=["mean", "standard_error"], index=MEASURES),
+        pd.DataFrame(held, columns=["mean", "standard_error"], index=MEASURES),
         (float(faithful[0]), float(complete[0])),
         jaccard=float(1 - pdist(flags_of_all, "jaccard").mean()),
     )
@@ -180,11 +183,12 @@ def interval(share: float, n: float) -> tuple[float, float]:
 
 
 def share_of_sums(
-    parts: Float[np.ndarray, "prompt"], wholes: Float[np.ndarray, "prompt"]
+    parts: npt.ArrayLike, wholes: npt.ArrayLike, weights: npt.ArrayLike
 ) -> tuple[float, float]:
-    """Return Σ parts / Σ wholes over prompts, and the standard error of this ratio."""
-    n, share = len(parts), parts.sum() / wholes.sum()
-    if n < 2:
-        return float(share), np.nan
-    misses = parts - share * wholes
-    return float(share), float(np.sqrt((misses**2).sum() / (n * (n - 1))) / abs(wholes.mean()))
+    """Return Σ w·part / Σ w·whole over prompts with weights w, and this ratio's standard error."""
+    parts, wholes, weights = (np.asarray(x, dtype=float) for x in (parts, wholes, weights))
+    total, n = weights @ wholes, np.count_nonzero(weights)
+    share = (weights @ parts) / total
+    misses = weights * (parts - share * wholes)
+    error = np.sqrt((misses**2).sum() * n / (n - 1)) / abs(total) if n > 1 else np.nan
+    return float(share), float(error)

@@ -36,6 +36,7 @@ from attn_only_lens.comparison.statistics import Statistics
 from attn_only_lens.engine.input_warnings import warn, warned_once
 from attn_only_lens.engine.metrics import AnyMetric, no_gradient_reasons, require_slope
 from attn_only_lens.engine.model_checks import reasons_not_to_run
+from attn_only_lens.engine.positions import unlike_tokens
 from attn_only_lens.engine.prompts import Prompts
 from attn_only_lens.engine.sites import all_heads, resolve_sites
 from attn_only_lens.engine.tokens import token_texts
@@ -193,6 +194,8 @@ def _first_batch(
     Return a function that patches a given number of components and returns the comparison on all
     batches that were run.
     """
+    if reason := unlike_tokens(models[0], first.pair):
+        raise ComparisonError([f"{reason}; expected batches of prompts of one length"], _PROBLEM)
     with stage_bar(first.label, statistics.n_steps, "step", progress) as bar:
         runs = statistics.add(first, bar, keep=True)
     circuits = [

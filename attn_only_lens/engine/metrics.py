@@ -17,8 +17,10 @@ sweep computes only these logits. Half-precision logits are converted to float32
 """
 
 import inspect
+import reprlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -49,6 +51,7 @@ _NO_NUMBER = "this metric does not return one number, or one number per prompt"
 _NO_GRADIENT = "this metric cannot be attributed"
 _ROUNDINGS = 8  # a tolerance, in units of eps, for rounding of inputs, differences and means
 _NO_SLOPE = 64  # sums of gradients below this many eps are rounding errors
+_MOVED = 1e-3  # the largest relative change of a custom metric that moves with its prompts
 _VERSION = "1"  # the version of all metrics in this file; change it whenever a metric changes
 
 
@@ -432,6 +435,10 @@ def custom(
     others. For attribution, the function must return a differentiable tensor. Results have standard
     errors if the function returns one number per prompt, as a tensor [batch].
 
+    The logits have no padding, on either side: `logits[:, -1]` is each prompt's last token, and if
+    prompts differ in length, rows of nan come before shorter prompts, so count positions from the
+    end.
+
     Args:
         fn: a function that maps logits [batch, pos, d_vocab] to one number, or to one number per
             prompt.
@@ -441,7 +448,8 @@ def custom(
 
     Raises:
         InputError: `fn` cannot be called. When the metric is computed: `fn` does not return finite
-            numbers, returns different numbers for the same logits, or changes the logits.
+            numbers, returns different numbers for the same logits, changes the logits, or counts
+            positions from the start of prompts that differ in length.
 
     Example:
         >>> from attn_only_lens import patching as p
@@ -449,7 +457,10 @@ def custom(
         'largest logit'
     """
     if not callable(fn):
-        reason = f"got {a_type(fn)}; expected a metric, or a function of the logits"
+        reason = (
+            f"got {a_type(fn)} as metric; expected a metric such as logit_diff(correct, wrong), or "
+            "a function of the logits"
+        )
         raise InputError([reason], _NO_NUMBER)
     label = str(name or getattr(fn, "__name__", type(fn).__name__))
     try:
@@ -457,13 +468,56 @@ def custom(
     except (OSError, TypeError):
         source = None
 
-    def compute(logits: Float[Tensor, "site batch pos d_vocab"]) -> Float[Tensor, "site prompt"]:
-        return torch.stack([_as_numbers(fn(logit), len(logit), label) for logit in logits])
-
     def bound(model: Any, pair: PromptPair, reference: Logits | None) -> BoundMetric:
+        padded = not bool(pair.real.all())
+
+        def compute(logits: Float[Tensor, "site batch pos d_vocab"], extra: int = 0) -> Tensor:
+            rows = (_without_padding(x, pair, extra) if padded else x for x in logits)
+            return torch.stack([_as_numbers(fn(x), len(x), label) for x in rows])
+
+        differ = pair.real.sum(dim=1).unique().numel() > 1
+        if differ and reference is not None and reference[pair.real].isfinite().all():
+            _require_counts_from_end(partial(compute, reference[None]), pair, label)
         return BoundMetric(label, None, None, _logits_shape(model, pair), compute)
 
     return Metric(label, bound, version=version, source=source, by_prompt=False)
+
+
+def _without_padding(logits: Logits, pair: PromptPair, extra: int) -> Logits:
+    """Return logits whose last row is each prompt's last token, and which are nan before a prompt.
+
+    They have as many rows as the longest prompt has tokens, and `extra` rows more.
+    """
+    lengths = pair.real.sum(dim=1)
+    from_end = torch.arange(-int(lengths.max()) - extra, 0, device=lengths.device)
+    positions = (pair.last[:, None] + 1 + from_end).clamp(min=0).to(logits.device)
+    is_token = (from_end >= -lengths[:, None]).to(logits.device)
+    rows = torch.arange(len(logits), device=logits.device)[:, None]
+    # The gradient of `where` is 0 where it is nan, so no nan reaches the gradient of a token.
+    return torch.where(is_token[..., None], logits[rows, positions], torch.nan)
+
+
+@torch.no_grad()
+def _require_counts_from_end(
+    compute: Callable[[int], Float[Tensor, "1 prompt"]], pair: PromptPair, name: str
+) -> None:
+    """Raise an error if a custom metric depends on `compute`'s extra rows before all prompts."""
+    values = compute(0).double().cpu()
+    try:
+        moved = compute(1).double().cpu()
+        once, again = (reprlib.repr(x[0].tolist()) for x in (values, moved))
+        got = f"{once}, and {again} after one more row before each prompt"
+    except Exception as error:  # a user's function may raise any error
+        moved, got = values + torch.nan, f"an error after one more row before each prompt: {error}"
+    if (values - moved).abs().max() <= _MOVED * values.abs().max():
+        return
+    lengths = pair.real.sum(dim=1)
+    reason = (
+        f"{name}: got {got}. The prompts have {lengths.min()} to {lengths.max()} tokens; rows that "
+        "stand before shorter prompts, so that all prompts end in the last row, are nan: expected "
+        "a function that counts positions from the end, such as logits[:, -1]"
+    )
+    raise InputError([reason], _NO_NUMBER)
 
 
 def _as_numbers(value: Any, batch: int, name: str) -> Float[Tensor, "prompt"]:

@@ -1,4 +1,4 @@
-"""Check a model for user-added hooks and active dropout before the model runs.
+"""Check a model for user-added hooks, active dropout and quantized weights before the model runs.
 
 Libraries attach hooks, too. Hooks from transformers collect outputs. TransformerBridge's hooks read
 inputs and, in version 4, expose activations of components that are not modules, such as BERT's
@@ -138,17 +138,27 @@ def reasons_not_to_run(model: Any) -> list[str]:
     if not has_neuron_heads(model):
         return []
     reasons = hook_reasons(model, "would run on batches of patched variants, or not run at all")
-    return host_of(model).reasons() + reasons + dropout_reasons(model)
+    return host_of(model).reasons() + reasons + mode_reasons(model)
 
 
-def dropout_reasons(model: Any) -> list[str]:
-    """Return [error message] if dropout is active, otherwise []."""
-    for _, module in modules_of(model):
+def mode_reasons(model: Any) -> list[str]:
+    """Return reasons why runs are random, cannot be differentiated or have no plain weights."""
+    reasons, quantized = dict[str, None](), list[str]()
+    for name, module in modules_of(model):
         # Attention of transformers has no dropout module, but passes this rate to a function.
         rate = module.p if isinstance(module, nn.Dropout) else vars(module).get("attention_dropout")
         if module.training and isinstance(rate, float) and rate > 0:
-            return ["dropout is active; call model.eval() first"]
-    return []
+            reasons["dropout is active; call model.eval() first"] = None
+        if module.training and vars(module).get("gradient_checkpointing") is True:
+            reasons["gradient checkpointing is active; call model.eval() first"] = None
+        if "quantized" in type(module).__module__.split("."):
+            quantized.append(name)
+    if quantized:
+        reasons[
+            f"{quantized[0]} is quantized, so its weights have no gradient and cannot be read; use "
+            "the model as it was before quantization"
+        ] = None
+    return list(reasons)
 
 
 def has_user_forward_hooks(module: nn.Module) -> bool:

@@ -4,23 +4,30 @@ The numbers 0, 1, … are columns of the token tensor, so they count padding, to
 count from the end: -1 is the last non-padding token of each prompt. `"each"` and `"all"` leave out
 padding. A role names one position in each prompt, as in `{"subject": [2, 4], "end": -1}`. A role's
 position is counted without padding, from the start or, if negative, from the end.
+
+In prompts of different lengths, a number from 0 means unlike tokens in different prompts, and which
+tokens depends on the side of the padding. For such prompts, rows that are means over prompts give a
+warning (`warn_of_unlike_tokens`), and circuits and graphs raise an error.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from attn_only_lens.arguments import as_plain, is_count
+from attn_only_lens.engine.input_warnings import warn
 from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 
 Roles: TypeAlias = Mapping[str, int | Sequence[int] | Tensor]
 Positions: TypeAlias = Literal["each", "all"] | int | Sequence[int] | Tensor | Roles
 _PROBLEM = "these positions cannot be patched"
+_ANOTHER = "a number means another place in each of them"
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +126,48 @@ def _by_role(pair: PromptPair, roles: Roles) -> tuple[PositionSet, ...]:
         sets.append(PositionSet(role, _from_end(pair, columns[:, None])))
     InputError.raise_if(reasons, _PROBLEM)
     return tuple(sets)
+
+
+def unlike_tokens(
+    model: Any, pair: PromptPair, sets: Sequence[PositionSet] | None = None, default: str = _ANOTHER
+) -> str:
+    """Return a reason if numbers as positions pool prompts with different padding, otherwise "".
+
+    `sets` are the sets of positions; None stands for every position. If the tokens at these
+    positions are the same in all prompts, the reason is `default`.
+    """
+    real, lengths = pair.real, pair.real.sum(dim=1)
+    sets = resolve_positions(pair, "each") if sets is None else sets
+    columns = sorted({x.column for x in sets if x.column is not None})
+    if not columns or (real == real[:1]).all():
+        return ""
+    example = _unlike(model, pair, columns) or default
+    return example and f"the prompts have {lengths.min()} to {lengths.max()} tokens: {example}"
+
+
+def _unlike(model: Any, pair: PromptPair, columns: Sequence[int]) -> str:
+    """Describe the first of these columns whose tokens differ between prompts, if any."""
+    for tokens in (pair.clean, pair.corrupted):
+        # Compare with a prompt that has a token in this column.
+        first = tokens.where(pair.real, tokens.max() + 1).argmin(dim=0)
+        differ = (tokens != tokens.gather(0, first[None])) & pair.real
+        for column in (x for x in columns if differ[:, x].any()):
+            prompts = sorted((int(first[column]), int(differ[:, column].int().argmax())))
+            texts = [repr(token_text(model, int(tokens[i, column]))) for i in prompts]
+            return "position {} is {} in prompt {}, and {} in prompt {}".format(
+                *(column, texts[0], prompts[0], texts[1], prompts[1])
+            )
+    return ""
+
+
+def warn_of_unlike_tokens(model: Any, pair: PromptPair, sets: Sequence[PositionSet]) -> None:
+    """Warn if rows for numbered positions are means over unlike tokens."""
+    if reason := unlike_tokens(model, pair, sets, default=""):
+        problem = (
+            "rows are means over unlike tokens; give positions by role, such as {'end': -1}, or "
+            "per_prompt=True"
+        )
+        warn({"unlike tokens": reason}, problem)
 
 
 def _column(real: Bool[Tensor, "batch pos"], pos: int) -> Bool[Tensor, "pos"]:

@@ -59,8 +59,13 @@ def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> 
         if dtype.startswith(("int", "uint")) and tokens.ndim == 2 and tokens.numel():
             tokens = tokens.long()
             low, high = torch.stack(tokens.aminmax()).tolist()  # read both numbers at once
-            if low >= 0 and high < cfg.d_vocab and tokens.shape[1] <= cfg.n_ctx:
-                return tokens.to(next(model.parameters()).device)
+            if low >= 0 and high < cfg.d_vocab:
+                if tokens.shape[1] <= cfg.n_ctx:
+                    return tokens.to(next(model.parameters()).device)
+                raise UnsupportedCallError(
+                    f"tokens: got {tokens.shape[1]:,} tokens; the model has {cfg.n_ctx:,} "
+                    "positions: expected a shorter prompt"
+                )
             got = f"values from {low} to {high} and pos={tokens.shape[1]}"
     raise UnsupportedCallError(
         f"tokens: got {got}; expected a text, or a tensor or array [batch, pos] of integers from 0 "

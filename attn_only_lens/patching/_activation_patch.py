@@ -17,7 +17,7 @@ from attn_only_lens.engine.interventions import ABLATIONS, DIRECTIONS
 from attn_only_lens.engine.metrics import AnyMetric, Metric, as_metric
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_weights import fingerprint
-from attn_only_lens.engine.positions import Positions
+from attn_only_lens.engine.positions import Positions, warn_of_unlike_tokens
 from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair, single_prompts
 from attn_only_lens.engine.recording import RunPair, record_pair
 from attn_only_lens.engine.replay import make_replay
@@ -93,7 +93,8 @@ def activation_patch(
             and "q" at the token that reads (the query's position).
         positions: "each" in turn, "all" at once, a number (-1 is each prompt's last token), a list
             of numbers, or roles: `{"subject": [2, 4], "end": -1}`, with one number for all prompts
-            or one number per prompt, counted without padding.
+            or one number per prompt, counted without padding. If prompts differ in length, means
+            over prompts at a number from 0 give a warning.
         direction: "denoise" patches clean activations into the corrupted run; "noise" patches
             corrupted activations into the clean run. An ablation replaces z in the clean run:
             "zero" by 0; "mean" by the mean over all non-padding tokens of all prompts; "resample"
@@ -261,6 +262,8 @@ def plan_sweep(
     )
     most_rows = None if traced else ROWS  # estimates (`traced`) compute all rows at once
     groups = site_groups(model, pair, sites, positions, part, most_rows=most_rows)
+    if not per_prompt:
+        warn_of_unlike_tokens(model, pair, position_sets(groups))
     tokens = None if reference is None else checked_tokens(model, reference)
     metric, layer_sites = as_metric(metric), tuple(dict.fromkeys(g.sites for g in groups))
     at_once = prompts_per_chunk(

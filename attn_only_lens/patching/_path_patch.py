@@ -56,7 +56,7 @@ from attn_only_lens.engine.metrics import (
 )
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_weights import in_float32
-from attn_only_lens.engine.positions import Positions, PositionSet
+from attn_only_lens.engine.positions import Positions, PositionSet, warn_of_unlike_tokens
 from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
 from attn_only_lens.engine.readers import READ_PARTS, Readers, input_hooks
 from attn_only_lens.engine.recording import RunPair, Side, run, run_pair
@@ -190,6 +190,8 @@ def path_patch(
     receiving = _resolve_receivers(model, receivers, part)
     pair, metric = prompt_pair(model, clean, corrupted, mask), as_metric(metric)
     sending = site_groups(model, pair, senders, positions, "z")
+    if not per_prompt:
+        warn_of_unlike_tokens(model, pair, position_sets(sending))
     at_once = prompts_per_chunk(
         *(model, pair, metric, resolve_sites(model, all_heads()), "value", prompts_at_once),
         resume=resume,

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from attn_only_lens.arguments import positive_reasons
 from attn_only_lens.axes import Tokens
 from attn_only_lens.devices import to_float64_device
-from attn_only_lens.engine.model_checks import dropout_reasons, hook_reasons
+from attn_only_lens.engine.model_checks import hook_reasons, mode_reasons
 from attn_only_lens.engine.prompts import Prompts, single_prompts
 from attn_only_lens.engine.recording import record, run
 from attn_only_lens.errors import InputError
@@ -94,7 +94,7 @@ def fidelity(
     """
     with attach(model, transcoders):  # raises an error for misfits before any run
         pass
-    reasons = hook_reasons(model, "would change some of the runs") + dropout_reasons(model)
+    reasons = hook_reasons(model, "would change some of the runs") + mode_reasons(model)
     InputError.raise_if(reasons + positive_reasons(prompts_at_once=prompts_at_once), _PROBLEM)
     pair = single_prompts(model, texts, mask)
     if not _next(pair.clean, pair.mask)[1].any():

@@ -18,7 +18,7 @@ from transformer_lens import ActivationCache
 
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.axes import SELF
-from attn_only_lens.engine.model_checks import dropout_reasons
+from attn_only_lens.engine.model_checks import mode_reasons
 from attn_only_lens.engine.sites import (
     Selection,
     Sites,
@@ -99,7 +99,7 @@ def attention_view(
     if is_cache:
         cache, texts = source, list(entries) if is_texts else token_texts(model, entries)
     else:
-        refuse(*host_of(model).reasons(), *dropout_reasons(model))
+        refuse(*host_of(model).reasons(), *mode_reasons(model))
         if is_texts:
             refuse("got a list of texts; expected one text, or the tokens of one text")
         tokens = _tokens(model, entries)

@@ -16,6 +16,7 @@ from attn_only_lens.arguments import a_type, is_count
 from attn_only_lens.axes import SELF
 from attn_only_lens.circuits._group_nodes import NodeGroups
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, CircuitGraph
+from attn_only_lens.circuits.linear_graph import Places, reasons_of_another_run
 from attn_only_lens.circuits.stability import Stability
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects
 from attn_only_lens.engine.input_warnings import shortened
@@ -32,7 +33,6 @@ from attn_only_lens.neurons.statistics import COLUMNS as EXAMPLE_COLUMNS
 from attn_only_lens.patching import Sweep
 from attn_only_lens.patching.results import MEASURED
 from attn_only_lens.precision import full_precision
-from attn_only_lens.tolerances import LOGIT_TOLERANCE
 from attn_only_lens.viz.circuit import circuit_page
 from attn_only_lens.viz.circuit_data import NodeDetails
 from attn_only_lens.viz.page import Page, refuse, short_numbers
@@ -152,7 +152,7 @@ def circuit_view(
         columns = columns.join(_inclusion(graph, stability))
     details: dict[str, NodeDetails] = {}
     if prompts is not None:
-        runs = [_record_run(graph, model, prompts, mask)]
+        runs = [_record_prompts(graph, graph.tokens, model, prompts, mask)]
         if corrupted is not None:
             runs.append(_record_prompts(graph, graph.corrupted, model, corrupted, mask))
         _add_patterns(details, runs, model, graph.heads, prompt, notes)
@@ -288,23 +288,9 @@ def _record_prompts(
         shown = ["|".join(row[:12]) + "|…" * (len(row) > 12) for row in tokens[:3]]
         refuse(f"got prompts other than the graph's prompts, {'; '.join(shown)}")
     hooks = [hook for head in _layers(graph.heads) for hook in _hooks(model, head)]
-    return record(model, pair.clean, pair.mask, names=hooks)
-
-
-def _record_run(
-    graph: CircuitGraph, model: Any, prompts: Prompts, mask: Tensor | None
-) -> Recording:
-    """Record the clean run, and check that it gives the node values of the graph."""
-    run, heads = _record_prompts(graph, graph.tokens, model, prompts, mask), graph.heads
-    expected = heads["value"].to_numpy()
-    values = np.array([_value(run, model, name, pos) for name, pos in _heads_and_positions(heads)])
-    # Bridges compute many norms in float32, so even a float64 model needs a tolerance of 1e-3.
-    allowed = max(1e-3, LOGIT_TOLERANCE[run.logits.dtype]) * abs(expected).max(initial=0)
-    for row in np.flatnonzero(~(abs(expected - values) <= allowed)):
-        refuse(
-            f"got a model in which {heads['id'].iloc[row]} is {values[row]:.4g}, but in the graph "
-            f"it is {expected[row]:.4g}: the graph is from another model"
-        )
+    run = record(model, pair.clean, pair.mask, names=hooks)
+    if tokens == graph.tokens:  # the clean run
+        refuse(*reasons_of_another_run(graph, model, run.hooked, Places.of(pair)))
     return run
 
 
@@ -322,14 +308,6 @@ def _hooks(model: Any, head: HeadName) -> tuple[str, str]:
 
 def _heads_and_positions(heads: pd.DataFrame) -> list[tuple[str, int]]:
     return [(name, int(pos)) for name, pos in heads[["name", "position"]].to_numpy()]
-
-
-def _value(run: Recording, model: Any, name: str, pos: int) -> float:
-    """Return a node's value, as defined in `CircuitGraph.nodes`."""
-    head = HeadName.parse(name)
-    shared = host_of(model).neurons[head.layer].heads_per_neuron
-    z = run.hooked[_hooks(model, head)[0]][:, pos, head.heads(shared)].flatten(1)
-    return float((z.sum(-1) if head.kind in NEURON_KINDS else z.norm(dim=-1)).mean())
 
 
 def _exact_reasons(graph: CircuitGraph, exact: Sweep | None) -> list[str]:

@@ -105,7 +105,8 @@ def test_it_counts_the_pairs_of_prompts_with_one_answer(model):
     assert "for 1 of 3 pairs, the model prefers the wrong answer on the clean prompt" in text
     assert "' are' on 2 of 3, ' is' on 1 of 3" in text
     assert "median rank 1, " in text
-    assert "looks at ' keys' in prompt 0 (" in text
+    assert why.shown == 2
+    assert "looks at ' key' in prompt 2 (" in text
 
 
 def test_descriptions_and_labels_are_of_both_runs(model, why):
@@ -167,7 +168,30 @@ def test_attention_is_a_mean_over_prompts(model):
     why = circuits.explain(model, clean, corrupted, METRIC, n_patched=1)
     pattern = model.run_with_cache(clean)[1]["pattern", 3][:, 3, 5].mean(0)
     assert int(pattern.argmax()) == 2
-    assert f"looks at ' keys' in prompt 0 ({float(pattern[2]):.0%})" in why.does["L3H3@5"]
+    word = [" keys", " cars"][why.shown]
+    assert (
+        f"looks at {word!r} in prompt {why.shown} ({float(pattern[2]):.0%})" in why.does["L3H3@5"]
+    )
+
+
+@pytest.mark.parametrize("by_prompt", [True, False])
+def test_labels_do_not_depend_on_an_equal_pair_or_on_the_order_of_pairs(model, by_prompt):
+    pairs = [("The cars near the wall",) * 2, (CLEAN, CORRUPTED)]
+    pairs.append(("The dogs near the houses", "The dog near the houses"))
+    are, is_ = (model.to_single_token(text) for text in (" are", " is"))
+    change = p.custom(lambda logits: (logits[:, -1, are] - logits[:, -1, is_]).mean(), name="mean")
+    metric = METRIC if by_prompt else change
+    results = []
+    for order in ([0, 1, 2], [2, 1, 0]):
+        clean, corrupted = map(list, zip(*(pairs[i] for i in order), strict=True))
+        why = circuits.explain(model, clean, corrupted, metric, n_patched=1)
+        state = json.loads(str(why.view()).split('id="state">')[1].split("</script>")[0])
+        results.append((order[why.shown], why.labels, list(why.table()["token"]), state["names"]))
+    assert results[0] == results[1]
+    changes = [model(clean)[0, -1] - model(corrupted)[0, -1] for clean, corrupted in pairs]
+    largest = max(range(3), key=lambda i: changes[i][are] - changes[i][is_])
+    assert results[0][0] == (largest if by_prompt else 2)  # "The dogs …" has the smaller tokens
+    assert any("↑" in label or "↓" in label for label in why.labels.values())
 
 
 def test_its_circuit_is_the_circuit_of_discover(model, why):

@@ -1,6 +1,7 @@
 """Tests of grouped nodes: joint effects against plain hooks, joint faithfulness, and refusals."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -158,3 +159,31 @@ def test_what_cannot_be_grouped_is_refused(model, case):
     for bad, match in ((of_one, "a CircuitGraph as groups"), (groups, "groups of another graph")):
         with pytest.raises(InputError, match=match):
             viz.circuit_view(of_one, groups=bad)
+
+
+def test_a_graph_by_role_is_grouped_only_with_its_own_runs(model):
+    """Its file holds roles and no tokens, so its runs are recognised by their values."""
+    task, other = (tasks.agreement(model.tokenizer, 3, structure="simple", seed=i) for i in (0, 1))
+    end = {"end": -1}
+    prompts = task.clean, task.corrupted, task.metric
+    graph = circuits.attribution_graph(
+        model, task.clean, task.metric, corrupted=task.corrupted, positions=end, top=10
+    )
+    assert circuits.group_nodes(graph, model, *prompts, positions=end).faithfulness > 0
+    answers = replace(p.logit_diff(" is", " are"), name=graph.metric)
+    changed = expose_neuron_heads(pretrained.small_english(), copy=True).model
+    with torch.no_grad():
+        next(changed.blocks[0].mlp.parameters()).mul_(1.1)
+    for match, call in {
+        "from another model, or from other prompts": (
+            model,
+            other.clean,
+            other.corrupted,
+            task.metric,
+        ),
+        "the graph is from another model": (changed, *prompts),
+        "the graph has another metric": (model, task.clean, task.corrupted, answers),
+        "other corrupted prompts": (model, task.clean, other.corrupted, task.metric),
+    }.items():
+        with pytest.raises(InputError, match=match):
+            circuits.group_nodes(graph, *call, positions=end)

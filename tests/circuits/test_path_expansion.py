@@ -207,8 +207,12 @@ def test_several_prompts_and_padding():
         for one, right in zip(alone, (7, 5), strict=True)
     )
     assert abs(effects["effect"] - mean).max() < 1e-5
+    with pytest.raises(InputError, match="3 to 5 tokens: position 0 is '3' in prompt 0"):
+        both.paths(metric, progress=False)
+    both = circuits.path_expansion(model, torch.stack([rows[0], rows[0].flip(0)]))
     paths = both.paths(metric, 10**6, progress=False)
-    assert abs(paths[paths["hops"] == 2]["effect"].sum() - effects["effect"][2]) < 1e-4
+    in_two = paths[paths["hops"] == 2]["effect"].sum()
+    assert abs(in_two - both.effects(metric)["effect"][2]) < 1e-4
 
 
 def test_refusals():

@@ -3,6 +3,9 @@
 The oracle runs every prompt alone, without padding, with a plain hook for each ablated site.
 """
 
+from dataclasses import replace
+from functools import partial
+
 import bridges
 import numpy as np
 import pandas as pd
@@ -12,9 +15,17 @@ from common import mlp_hook, tokens
 
 from attn_only_lens import HeadName
 from attn_only_lens import patching as p
-from attn_only_lens.circuits import discover, evaluate, faithfulness
+from attn_only_lens.circuits import (
+    attribution_graph,
+    discover,
+    evaluate,
+    explain,
+    faithfulness,
+)
 from attn_only_lens.circuits.ablation import AblatedModel, ablated_model
-from attn_only_lens.errors import InputError
+from attn_only_lens.circuits.stability import random_halves, resampled
+from attn_only_lens.errors import InputError, InputWarning
+from attn_only_lens.patching.site_groups import site_groups, site_rows
 
 METRIC = p.logit_diff(7, 11)
 LENGTHS = (7, 5, 6)
@@ -135,6 +146,49 @@ def test_circuits_are_found_and_measured_on_prompts_of_other_lengths(model):
             evaluate(model, circuit, clean, corrupted, METRIC, positions=positions, mask=mask)
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_function_of_logits_reads_each_prompts_last_token(model, side):
+    """A custom metric of padded prompts is the mean over prompts that run alone."""
+    given, pairs = prompts(ROLES)
+    if side == "left":
+        shifts = [max(LENGTHS) - n for n in LENGTHS]
+        given = [torch.stack(list(map(torch.roll, rows, shifts))) for rows in given]
+    clean, corrupted, mask = given
+    metric = p.custom(lambda logits: logits[:, -1, 7] - logits[:, -1, 11], name="by hand")
+    several = {"mask": mask, "positions": ROLES}
+    senders = {"senders": SITES[:2], "receivers": ["L1N5"]}
+
+    def numbers(clean, corrupted, **options):
+        arguments, quiet = (model, clean, corrupted, metric), {"progress": False}
+        places = options.get("positions", {"end": -1})
+        sweep = p.activation_patch(*arguments, sites=SITES, **quiet, **options)
+        estimates = [
+            p.attribution(*arguments, sites=SITES, method=method, budget=0, **quiet, **options)
+            for method in ("secant", "gradient", "integrated")
+        ]
+        paths = p.path_patch(*arguments, **senders, **quiet, **options)
+        graph = attribution_graph(
+            *(model, clean, metric), corrupted=corrupted, **options | {"positions": places}
+        )
+        frames = [result.frame["value"] for result in (sweep, *estimates, paths)]
+        return [*frames, [sweep.clean_value, sweep.corrupted_value, graph.value]]
+
+    got = numbers(clean, corrupted, **several)
+    alone = []
+    for i, pair in enumerate(pairs):
+        roles = {role: -1 if role == "end" else [ROLES[role][i]] for role in ROLES}
+        alone.append(numbers(*pair, positions=roles))
+    for values, *of_prompts in zip(got, *alone, strict=True):
+        np.testing.assert_allclose(values, np.mean(of_prompts, axis=0), rtol=0, atol=EXACT)
+    how = {"sites": SITES, "n_random": 0, **several}
+    circuits = [discover(model, clean, corrupted, m, **how) for m in (metric, METRIC)]
+    pd.testing.assert_frame_equal(*(circuit.frame for circuit in circuits), rtol=1e-6)
+    results = [
+        evaluate(model, circuits[0], clean, corrupted, m, **several) for m in (metric, METRIC)
+    ]
+    assert results[0].faithfulness == pytest.approx(results[1].faithfulness, abs=1e-6)
+
+
 def test_a_role_that_is_a_position_is_that_position(model):
     clean, corrupted = (x[:, :5] for x in prompts(ROLES)[0][:2])
     arguments = model, clean, corrupted, METRIC
@@ -164,6 +218,49 @@ def test_refusals(model):
     everywhere = p.attribution(*arguments, sites=SITES, positions="all", mask=mask, progress=False)
     with pytest.raises(InputError, match="sites without a role"):
         faithfulness(*arguments, everywhere, mask=mask, positions=ROLES)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_numbers_as_positions_of_prompts_of_different_lengths(model, side, monkeypatch):
+    """Circuits and graphs refuse them before any run, and means over prompts give a warning."""
+    (clean, corrupted, mask), pairs = prompts(ROLES)
+    if side == "left":
+        clean, corrupted, mask = (x.flip(1) for x in (clean, corrupted, mask))
+    arguments, by_mask = (model, clean, corrupted, METRIC), {"mask": mask}
+    match = r"5 to 7 tokens: position \d is '\d+' in prompt"
+    ranking = p.attribution(*arguments, sites=SITES, positions="all", **by_mask)
+    ranking = replace(ranking, frame=ranking.frame.assign(position=2))
+    whole = discover(*arguments, positions="all", sites=SITES, n_random=0, **by_mask)
+    refused = [
+        lambda: discover(*arguments, **by_mask),
+        lambda: discover(*arguments, sites=["L0H1@2"], **by_mask),
+        lambda: attribution_graph(model, clean, METRIC, corrupted=corrupted, **by_mask),
+        lambda: attribution_graph(model, clean, METRIC, **by_mask),
+        lambda: faithfulness(*arguments, ranking, **by_mask),
+        lambda: explain(model, *map(list, zip(*pairs, strict=True)), METRIC),
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "forward", lambda *args, **kwargs: pytest.fail("a run"))
+        for call in refused:
+            with pytest.raises(InputError, match=match):
+                call()
+    evaluate(model, whole, *arguments[1:], **by_mask)  # positions="all" need no numbers
+    quiet = {"sites": SITES, "progress": False, **by_mask}
+    paths = {"senders": SITES[:2], "receivers": ["L1N5"], "progress": False, **by_mask}
+    for numbers in ("each", [2]):
+        for sweep, options in (
+            (p.activation_patch, quiet),
+            (p.attribution, quiet),
+            (p.gate_and_value, quiet | {"sites": ["L0N3"]}),
+            (p.path_patch, paths),
+        ):
+            with pytest.warns(InputWarning, match=match):
+                sweep(*arguments, positions=numbers, **options)
+            sweep(*arguments, positions=numbers, per_prompt=True, **options)
+            sweep(*arguments, positions=[-1, -2], **options)
+    # Control: prompts of one length, with the same tokens.
+    equal = [x[:, :5] if side == "right" else x[:, 2:] for x in (clean, corrupted)]
+    p.activation_patch(model, *equal, METRIC, sites=SITES, progress=False)
 
 
 def test_names_say_their_role(model):
@@ -240,3 +337,77 @@ def test_circuits_of_chunks_are_those_of_all_prompts(model):
     ]
     for name in ("faithfulness", "completeness", "error", "standard_error"):
         assert getattr(results[0], name) == pytest.approx(getattr(results[1], name), rel=1e-6)
+
+
+def test_prompts_of_a_loss_weigh_by_their_tokens_on_held_out_prompts_and_in_errors(model):
+    """Compare with weighted sums over prompts, each of which is evaluated alone."""
+    lengths, end = (7, 5, 3, 6, 11, 4), {"subject": 1, "end": -1}
+    generator = torch.Generator().manual_seed(0)
+    corrupted = [torch.randint(41, (n,), generator=generator) for n in lengths]
+    clean = [torch.cat([row[:1], (row[1:2] + 7) % 41, row[2:]]) for row in corrupted]
+    pairs, loss = list(zip(clean, corrupted, strict=True)), p.loss()
+    how = {"sites": SITES, "positions": end, "faithfulness": 0.5, "n_random": 0}
+    circuit = discover(model, clean, corrupted, loss, **how)
+    weights = np.array(lengths) - 1
+
+    def of(circuit, prompts, **numbers):
+        """Return sums over prompts, and the standard error of their ratio."""
+        results = [
+            evaluate(model, circuit, *([side] for side in pairs[i]), loss, positions=end)
+            for i in prompts
+        ]
+        w = weights[prompts] / weights[prompts].sum()
+        spans = np.array([result.whole - result.nothing for result in results])
+        left = np.array([result.faithfulness for result in results]) * spans
+        share, n = (w @ left) / (w @ spans), len(prompts)
+        error = np.sqrt((w**2 * (left - share * spans) ** 2).sum() * n / (n - 1)) / abs(w @ spans)
+        return share, error, w @ abs(left / spans - 1)
+
+    result = evaluate(model, circuit, clean, corrupted, loss, positions=end)
+    got = result.faithfulness, result.standard_error, result.error
+    assert got == pytest.approx(of(circuit, range(len(lengths))), rel=1e-6)
+    options = {"ablation": "resample", "mask": None, "positions": end}
+    sites = site_rows(site_groups(model, p.prompt_pair(model, clean, corrupted), SITES, end, "z"))
+    rows = np.flatnonzero(circuit.contains(sites))
+    halves, effects = list(random_halves(6, 4, seed=0)), np.arange(6.0) * np.ones((len(sites), 1))
+    ranked = []
+
+    def search(ablated, some):
+        ranked.append(some[0])
+        return rows, None
+
+    ablate = partial(AblatedModel, model, clean, corrupted, loss, sites, **options)
+    stability = resampled(search, ablate, ablate(), sites, effects, iter(halves))
+    for number, (half, others) in enumerate(halves):
+        held_out = stability.resamples["held_out_faithfulness"][number]
+        assert held_out == pytest.approx(of(circuit, others)[0], rel=1e-6)
+        assert ranked[number] == pytest.approx(weights[half] @ half / weights[half].sum())
+    mean, error, _ = of(circuit, range(len(lengths)))
+    held_out = stability.held_out.loc["faithfulness"]
+    assert held_out.tolist() == pytest.approx([mean, error], rel=1e-6)
+    graph = attribution_graph(model, clean, loss, corrupted=corrupted, positions=end, top=5)
+    alone = [
+        attribution_graph(model, *([side] for side in pair[:1]), loss, corrupted=[pair[1]],
+                          positions=end, sites=list(graph.heads["id"]))
+        for pair in pairs
+    ]  # fmt: skip
+    values = np.array([one.heads["attribution"] for one in alone])
+    w = (weights / weights.sum())[:, None]
+    mean, n = (w * values).sum(axis=0), len(lengths)
+    np.testing.assert_allclose(graph.heads["attribution"], mean, rtol=1e-6)
+    errors = np.sqrt((w**2 * (values - mean) ** 2).sum(axis=0) * n / (n - 1))
+    np.testing.assert_allclose(graph.heads["error"].to_numpy(), errors, rtol=1e-6)
+
+
+def test_an_equal_pair_does_not_count_in_the_error_of_an_evaluation(model):
+    (clean, corrupted, mask), _ = prompts(ROLES)
+    how = {"positions": ROLES, "mask": mask}
+    circuit = discover(model, clean, corrupted, METRIC, sites=SITES, n_random=0, **how)
+    alone = evaluate(model, circuit, clean, corrupted, METRIC, **how)
+    roles = {role: [*x, x[0]] if isinstance(x, list) else x for role, x in ROLES.items()}
+    clean, corrupted, mask = (torch.cat([x, x[:1]]) for x in (clean, corrupted, mask))
+    corrupted[-1] = clean[-1]
+    how = {"positions": roles, "mask": mask}
+    result = evaluate(model, circuit, clean, corrupted, METRIC, **how)
+    assert result.error == pytest.approx(alone.error, rel=1e-6)
+    assert result.faithfulness == pytest.approx(alone.faithfulness, rel=1e-6)

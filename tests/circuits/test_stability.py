@@ -133,7 +133,7 @@ def test_halves_are_measured_on_their_prompts_and_on_the_others(model, task):
     (left,) = whole.by_prompt([rows])
     by_prompt = left - whole.nothing_by_prompt, whole.whole_by_prompt - whole.nothing_by_prompt
     # Each prompt is held out in equally many halves, always with the same circuit.
-    share, error = share_of_sums(*by_prompt)
+    share, error = share_of_sums(*by_prompt, np.full(len(left), 1 / len(left)))
     assert stability.held_out.loc["faithfulness"].tolist() == pytest.approx(
         [share, error], rel=1e-4
     )
@@ -145,7 +145,7 @@ def test_a_standard_error_is_that_of_fresh_prompts():
 
     def ratio(n):
         spans = generator.normal(5, 1, n)
-        return share_of_sums(0.8 * spans + generator.normal(0, 0.7, n), spans)
+        return share_of_sums(0.8 * spans + generator.normal(0, 0.7, n), spans, np.full(n, 1 / n))
 
     shares, errors = np.array([ratio(31) for _ in range(2000)]).T
     assert errors.mean() == pytest.approx(shares.std(), rel=0.05)

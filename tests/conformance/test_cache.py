@@ -372,7 +372,7 @@ def test_stack_activation(pair):
     stack = cache.stack_activation("attn_out")
     assert len(stack) == 6
     assert torch.equal(stack[4], cache["attn_out", 4])
-    with pytest.raises(RuntimeError, match="equal size"):
+    with pytest.raises(UnsupportedCallError, match="stack blocks of equal shape"):
         cache.stack_activation("pattern")
 
 

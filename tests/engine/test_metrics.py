@@ -34,6 +34,12 @@ def pair(model):
     return p.prompt_pair(model, clean, corrupted, mask)
 
 
+@pytest.fixture(scope="module")
+def whole_pair(model, pair):
+    """The same prompts without padding."""
+    return p.prompt_pair(model, pair.clean, pair.corrupted)
+
+
 def logits_of(seed, sites=SITES):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn((sites, BATCH, POS, VOCAB), generator=generator, dtype=torch.float64)
@@ -97,11 +103,17 @@ BY_HAND = {
         ),
     ),
     "kl": (p.kl(), lambda run: by_hand_kl(run, CLEAN)),
-    "custom": (lambda logits: logits[:, 2, 3].mean(), lambda run: mean(run[:, 2, 3].tolist())),
-    "custom, each": (lambda logits: logits[:, 2, 3], lambda run: mean(run[:, 2, 3].tolist())),
+    "custom": (
+        lambda logits: logits[:, -1, 3].mean(),
+        lambda run: mean(row[3] for row in at_last(run)),
+    ),
+    "custom, each": (
+        lambda logits: logits[:, -2, 3],
+        lambda run: mean(run[i, LAST[i] - 1, 3].item() for i in range(BATCH)),
+    ),
     "custom number": (
-        p.custom(lambda logits: logits.max().item(), name="largest"),
-        lambda run: max(run.flatten().tolist()),
+        p.custom(lambda logits: logits[:, -2:].max().item(), name="largest"),
+        lambda run: max(run[i, LAST[i] - 1 : LAST[i] + 1].max().item() for i in range(BATCH)),
     ),
 }
 
@@ -121,6 +133,27 @@ def test_by_hand(case, model, pair):
     shifted = bound.value(bound.select(logits.roll(1, dims=2)))
     if case != "custom number":
         assert (shifted - values).abs().min() > 1e-6
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda logits: logits[:, 6, 3],  # a real token of the longest prompt only
+        lambda logits: logits[:, 5, 3].mean(),  # a token of every prompt
+        lambda logits: logits[:, :3].mean(),
+        lambda logits: logits.max(),
+        lambda logits: (logits * torch.ones(BATCH, POS, 1)).nan_to_num().sum((1, 2)),
+    ],
+)
+def test_positions_from_the_start_of_prompts_of_different_lengths(fn, model, pair):
+    with pytest.raises(InputError, match=r"2 to 7 tokens.*counts positions from the end"):
+        bind(fn, model, pair, reference=CLEAN)
+    # Control: prompts of the same length have the same positions, whatever the padding.
+    clean, corrupted = (x[:, [3, 4, 0, 1, 2, 3, 4]] for x in (pair.clean, pair.corrupted))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0, 0]])
+    same = p.prompt_pair(model, clean, corrupted, mask)
+    bound = bind(lambda logits: logits[:, 0, 3], model, same, reference=CLEAN)
+    assert bound.of_run(CLEAN).tolist() == [CLEAN[i, 2 - i, 3].item() for i in range(BATCH)]
 
 
 def test_loss_is_transformer_lens(model, pair):
@@ -208,18 +241,18 @@ BAD_CUSTOM = {
 
 
 @pytest.mark.parametrize("case", BAD_CUSTOM)
-def test_a_function_that_is_no_metric(case, model, pair):
+def test_a_function_that_is_no_metric(case, model, whole_pair):
     fn, reason = BAD_CUSTOM[case]
     with pytest.raises(InputError, match=reason):
-        bind(fn, model, pair).of(CLEAN)
+        bind(fn, model, whole_pair).of(CLEAN)
 
 
-def test_a_detached_metric_serves_sweeps_and_not_attribution(model, pair):
-    bound = bind(lambda logits: logits.mean().item(), model, pair)
+def test_a_detached_metric_serves_sweeps_and_not_attribution(model, whole_pair):
+    bound = bind(lambda logits: logits.mean().item(), model, whole_pair)
     assert bound.of(CLEAN) == pytest.approx(CLEAN.mean().item())
     with pytest.raises(InputError, match="detached"):
         require_differentiable(bound, CLEAN)
-    root = bind(lambda logits: (logits - logits).sum().abs().sqrt(), model, pair)
+    root = bind(lambda logits: (logits - logits).sum().abs().sqrt(), model, whole_pair)
     with pytest.raises(InputError, match="gradient is not finite"):
         require_differentiable(root, CLEAN)
 

@@ -106,7 +106,10 @@ REFUSED = {
     "batch": ((OK, OTHER[:2]), ["3 clean and 2 corrupted"]),
     "length": ((OK, OTHER[:, :5]), ["prompt 0 has 7", "prompt 1 has 7", "prompt 2 has 7"]),
     "vocabulary": ((OK + 41, OTHER - 41), ["clean: tokens: got values", "corrupted: tokens"]),
-    "too long": ((tokens(pos=19), tokens(1, pos=19)), ["clean: .* pos up to 17", "corrupted:"]),
+    "too long": (
+        (tokens(pos=19), tokens(1, pos=19)),
+        ["clean: .* 19 tokens; the model has 17", "corrupted:"],
+    ),
     "floats": ((OK.double(), OTHER), ["clean: tokens: got float64"]),
     "empty": ((OK[:0], []), ["clean: tokens: got int64", "corrupted: got no prompts"]),
     "a number": ((7, OTHER), ["clean: tokens: got int;"]),

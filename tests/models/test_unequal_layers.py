@@ -199,7 +199,7 @@ def test_methods_of_the_cache(name):
     for beyond in (36, [3, 36]):
         with pytest.raises(IndexError):
             cache.stack_neuron_results(6, neuron_slice=beyond, return_labels=True)
-    with pytest.raises(RuntimeError, match="equal size"):
+    with pytest.raises(UnsupportedCallError, match="stack blocks of equal shape"):
         cache.stack_activation("z")
 
 

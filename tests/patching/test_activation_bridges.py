@@ -12,7 +12,7 @@ from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
-from attn_only_lens import Bilinear, expose_neuron_heads
+from attn_only_lens import Bilinear, circuits, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.engine.recording import record
@@ -248,6 +248,37 @@ def test_a_bridge_that_is_not_itself():
     with hooks, pytest.raises(InputError, match="hooks are attached"):
         sweep(model)
     assert len(sweep(model).to_frame())
+
+
+@pytest.mark.parametrize("state", ["checkpointing", "quantized"])
+def test_models_in_training_or_of_integers_are_refused(state):
+    """A backward pass would fail in torch's checkpoints, and integers have no gradient."""
+    model = bridges.exposed_copy(bridges.boot("llama", torch.float32))
+    if state == "checkpointing":
+        model.original_model.gradient_checkpointing_enable()
+        model.train()
+        match = "gradient checkpointing is active; call model.eval"
+    else:
+        # `quantize_dynamic` puts such layers in the place of linear layers.
+        layer = next(x for x in model.original_model.modules() if type(x) is torch.nn.Linear)
+        layer.__class__ = type(
+            "Linear", (torch.nn.Linear,), {"__module__": "torch.ao.nn.quantized.dynamic.modules"}
+        )
+        match = "is quantized, so its weights have no gradient"
+    clean, corrupted = torch.tensor([[3, 5, 7]]), torch.tensor([[3, 11, 7]])
+    arguments, metric = (model, clean, corrupted), p.logit_diff(7, 8)
+    for call in (
+        lambda: p.activation_patch(*arguments, metric),
+        lambda: p.attribution(*arguments, metric),
+        lambda: p.path_patch(*arguments, metric, senders=["L0H0"], receivers="logits"),
+        lambda: circuits.discover(*arguments, metric),
+        lambda: circuits.explain(*arguments, metric),
+        lambda: circuits.attribution_graph(model, clean, metric, corrupted=corrupted),
+        lambda: circuits.attribution_graph(model, clean, metric),
+        lambda: circuits.path_expansion(model, clean),
+    ):
+        with pytest.raises(InputError, match=match):
+            call()
 
 
 def test_dropout_without_a_module_is_refused():

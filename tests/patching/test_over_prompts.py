@@ -144,8 +144,8 @@ def test_positions_by_role_are_each_prompts_own(model, tmp_path):
 def test_a_function_of_all_prompts_has_no_errors_and_one_of_each_has(model, tmp_path):
     clean, corrupted, mask = pair()
     settings = {"sites": SITES, "mask": mask, "progress": False, "positions": [1, 2]}
-    each_prompt = p.custom(lambda logits: logits[:, 2, 3], name="each")
-    mean = p.custom(lambda logits: logits[:, 2, 3].mean(), name="mean")
+    each_prompt = p.custom(lambda logits: logits[:, -1, 3], name="each")
+    mean = p.custom(lambda logits: logits[:, -1, 3].mean(), name="mean")
     for run in (p.activation_patch, p.attribution):
         rows = run(model, clean, corrupted, each_prompt, **settings)
         blind = run(model, clean, corrupted, mean, **settings)

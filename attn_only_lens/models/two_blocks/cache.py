@@ -302,9 +302,23 @@ class AttentionOnlyCache(ActivationCache):
     def stack_activation(
         self, activation_name: str, layer: int = -1, sublayer_type: str | None = None
     ) -> Tensor:
-        """Stack an activation over the blocks before block `layer`; all need the same shape."""
+        """Stack an activation over the blocks before block `layer`.
+
+        Raises:
+            UnsupportedCallError: the activation has different shapes in these blocks.
+        """
         blocks = range(self._end(layer))
-        return torch.stack([self[activation_name, block, sublayer_type] for block in blocks])
+        values = [self[activation_name, block, sublayer_type] for block in blocks]
+        shapes = [tuple(value.shape) for value in values]
+        if len(set(shapes)) > 1:
+            other = next(i for i, shape in enumerate(shapes) if shape != shapes[0])
+            raise UnsupportedCallError(
+                f"{activation_name} has shape {list(shapes[0])} in block 0 and "
+                f"{list(shapes[other])} in block {other}, because blocks 2l hold attention heads "
+                f"and blocks 2l + 1 neurons: stack blocks of equal shape, as in torch.stack("
+                f"[cache[{activation_name!r}, block] for block in range(0, {len(blocks)}, 2)])"
+            )
+        return torch.stack(values)
 
     def apply_ln_to_stack(
         self,
