@@ -10,8 +10,9 @@ add up to the metric's change:
     Σ M_y · Δy = Δmetric        Δy = y of the clean run minus y of the corrupted run
 
 The equation holds for every set of activations y that together cut all paths from the tokens to the
-metric. Multipliers can be computed at every hook point, for example for queries, scores, patterns
-or z. If three factors of a product change, their shares depend on the order of multiplication in
+metric. Multipliers can be computed at hook points, for example for queries, scores, patterns or z.
+They count what reads the hook point's output; multipliers of `hook_resid_mid` count everything that
+reads the stream there, because in bridges only the MLP reads this hook point. If three factors of a product change, their shares depend on the order of multiplication in
 the model's code.
 
 The nonlinear steps are norms, attention softmaxes (with soft caps and clamps), neuron-heads
@@ -364,7 +365,7 @@ class _Steps:
             point: module
             for module in self.norms
             for point in module.modules()
-            if isinstance(point, HookPoint)
+            if isinstance(point, HookPoint) and point is not getattr(module, "hook_in", None)
         }
         inside = {name: points.get(self._host.model.hook_dict.get(name)) for name, _ in hooks}
         # One prompt is enough to recognise a norm, so only this prompt is moved to the CPU.

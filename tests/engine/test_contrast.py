@@ -93,6 +93,30 @@ def test_tokens_add_up_to_the_change_of_every_metric(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_the_stream_adds_up_at_every_hook_point(family):
+    model = model_of(family)
+    pair = pair_of(model)
+    runs = run_both(model, pair)
+    end = "hook_resid_pre", "hook_resid_mid", "hook_resid_post"
+    names = [name for name in model.hook_dict if name.endswith(end)]
+    if family == "converted parallel":  # its neurons read the stream before the attention block
+        names = [name for name in names if (name.split(".")[1] in "135") != ("pre" in name)]
+    assert len(names) >= model.cfg.n_layers
+    tape = Tape([*tape_of(model).names, *names])
+    metric = bind(METRICS["logit_diff"], model, pair, runs.logits.chunk(2)[0])
+    result = contrast(model, runs, metric, tape)
+    clean, corrupted = (
+        model.run_with_cache(x, return_cache_object=False, names_filter=names)[1]
+        for x in (pair.clean, pair.corrupted)
+    )
+    # Some modules of transformers compute in float32 in any dtype, but not in the contrast.
+    bound = 1e-6 if family.startswith("bridge") else EXACT
+    for name in names:
+        terms = result.gradients[name] * (clean[name] - corrupted[name])
+        assert abs(float(terms.sum()) - result.total) <= bound * max(size_of(terms), 1.0), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_add_up_in_float32(family):
     model = model_of(family).to(torch.float32)
     model.cfg.dtype = torch.float32
