@@ -81,11 +81,12 @@ def head_point(pos_dim: Literal[1, 2] = 1) -> HookPoint:
     TransformerLens applies `pos_slice` to the axis `pos_dim`; 3.9 would otherwise find this axis by
     the hook point's name.
     """
-    point = HookPoint()
+    point: Any = HookPoint()
     point.pos_dim = pos_dim
     if pos_dim == 1 and HAS_HOOKED_TRANSFORMER:
         point.hook_conversion = _Unchanged()
-    return point
+    hook_point: HookPoint = point
+    return hook_point
 
 
 @contextmanager

@@ -12,8 +12,8 @@ add up to the metric's change:
 The equation holds for every set of activations y that together cut all paths from the tokens to the
 metric. Multipliers can be computed at hook points, for example for queries, scores, patterns or z.
 They count what reads the hook point's output; multipliers of `hook_resid_mid` count everything that
-reads the stream there, because in bridges only the MLP reads this hook point. If three factors of a product change, their shares depend on the order of multiplication in
-the model's code.
+reads the stream there, because in bridges only the MLP reads this hook point. If three factors
+of a product change, their shares depend on the order of multiplication in the model's code.
 
 The nonlinear steps are norms, attention softmaxes (with soft caps and clamps), neuron-heads
 (single-neuron attention heads) and the soft cap of the logits. Calls of torch's softmax are

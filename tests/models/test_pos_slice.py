@@ -67,4 +67,5 @@ def test_every_activation_has_the_chosen_positions(kind, method):
         if POS in value.shape and not (HAS_HOOKED_TRANSFORMER and "hook_rot" in name):
             # In a pattern, the first of two axes of this length holds queries.
             expected = value.narrow(value.shape.index(POS), FIRST, END - FIRST)
-            torch.testing.assert_close(got[name], expected, rtol=0, atol=0, equal_nan=True, msg=name)
+            same = {"rtol": 0, "atol": 0, "equal_nan": True, "msg": name}
+            torch.testing.assert_close(got[name], expected, **same)
