@@ -254,9 +254,10 @@ def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted
 
 @contextmanager
 def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[None]:
-    """Context manager that runs half-precision models in float32, with a warning."""
+    """Context manager that runs half-precision models in float32 (see `float32_weights`)."""
     if next(model.parameters()).dtype not in HALF:
-        yield
+        with float32_weights(model):
+            yield
         return
     changes = [_change(model, pair, metric)]
     with float32_weights(model):

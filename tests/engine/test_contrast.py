@@ -1,6 +1,7 @@
 """Tests that secant multipliers add up to the metric's change between runs, for every model."""
 
 import bridges
+import pandas as pd
 import pytest
 import torch
 from common import tokens
@@ -347,3 +348,33 @@ def test_secants_are_repaired_on_bridges_with_norms_after_sublayers(name):
     both = exact.merge(patched.frame, on=key, suffixes=("", "_patched"))
     assert 16 < len(both) == len(exact)
     assert (both["value"] - both["value_patched"]).abs().max() < 1e-9
+
+
+SPLIT = ["bridge gpt2", "bridge llama"]
+SPLIT += ["exposed llama", "converted gelu"] if HAS_HOOKED_TRANSFORMER else []
+
+
+@pytest.mark.filterwarnings("ignore")  # raised by TransformerLens
+@pytest.mark.parametrize("option", ["use_split_qkv_input", "use_attn_in"])
+@pytest.mark.parametrize("family", SPLIT)
+def test_heads_with_inputs_of_their_own(family, option):
+    """These options only add hook points, for edge attribution patching."""
+    if (family, option) == ("exposed llama", "use_attn_in"):
+        pytest.skip("TransformerLens refuses this option for grouped queries")
+    model = model_of(family)
+    pair, metric = pair_of(model), METRICS["logit_diff"]
+    one = pair.clean[:1], pair.corrupted[:1]
+    paths = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H0", "L1N5"], "progress": False}
+    runs = (
+        lambda: p.attribution(model, *one, metric, method="secant", progress=False).frame,
+        lambda: p.attribution(model, *one, metric, part="k", progress=False).frame,
+        lambda: p.activation_patch(model, *one, metric, part="q", progress=False).frame,
+        lambda: p.path_patch(model, *one, metric, **paths).frame,
+        lambda: circuits.attribution_graph(model, one[0], metric, corrupted=one[1], top=7).edges,
+        lambda: circuits.attribution_graph(model, one[0], metric, top=7).edges,
+    )
+    expected = [run() for run in runs]
+    getattr(model, f"set_{option}")(True)
+    for run, frame in zip(runs, expected, strict=True):
+        pd.testing.assert_frame_equal(run(), frame, rtol=1e-9, atol=1e-12)
+        assert getattr(model.cfg, option)
