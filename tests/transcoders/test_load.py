@@ -515,7 +515,9 @@ def test_layers_that_are_missing_given_twice_or_contradictory(tmp_path):
     write(tmp_path, circuit_tracer(), "layer_5.safetensors")
     refused(tmp_path / "layer_5.safetensors", "no transcoder for layer 2", layers=[2])
     for name in ("run/a", "layer_7_run/a", "run/layer_7"):  # a folder above says nothing
-        write(tmp_path / "layer_12_study", circuit_tracer(), f"{name}.safetensors", config_yaml=CONFIG)
+        write(
+            tmp_path / "layer_12_study", circuit_tracer(), f"{name}.safetensors", config_yaml=CONFIG
+        )
     study = tmp_path / "layer_12_study"
     for above in (study / "run" / "a.safetensors", study / "layer_7_run" / "a.safetensors"):
         refused(above, "does not say its layer")
