@@ -9,10 +9,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor
 from transformer_lens.config import TransformerBridgeConfig
+from transformer_lens.conversion_utils.conversion_steps import BaseTensorConversion
+from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.errors import UnsupportedCallError
 
@@ -32,6 +34,7 @@ __all__ = [
     "TransformerBlock",
     "convert_llama_weights",
     "convert_tl_checkpoint",
+    "head_point",
     "no_remote_code",
     "quiet",
     "require_hooked_transformer",
@@ -60,6 +63,30 @@ def require_hooked_transformer(what: str = "this") -> None:
     """Raise an error under transformer-lens 4, which has no HookedTransformer."""
     if not HAS_HOOKED_TRANSFORMER:
         raise UnsupportedCallError(f"{what} {_NEEDED}")
+
+
+class _Unchanged(BaseTensorConversion):
+    """A conversion that tells bridges of 3.9 that a hook point has a head_index axis."""
+
+    splits_attention_heads = True
+
+    def handle_conversion(self, input_value: Tensor, *full_context: object) -> Tensor:
+        """Return the tensor itself."""
+        return input_value
+
+
+def head_point(pos_dim: Literal[1, 2] = 1) -> HookPoint:
+    """Return a hook point for [batch, pos, head_index, d_head], or with `pos_dim=2` for patterns.
+
+    TransformerLens applies `pos_slice` to the axis `pos_dim`; 3.9 would otherwise find this axis by
+    the hook point's name.
+    """
+    point: Any = HookPoint()
+    point.pos_dim = pos_dim
+    if pos_dim == 1 and HAS_HOOKED_TRANSFORMER:
+        point.hook_conversion = _Unchanged()
+    hook_point: HookPoint = point
+    return hook_point
 
 
 @contextmanager

@@ -23,6 +23,8 @@ NEURON = 29
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": D_MLP}
 SIZES |= {"vocab_size": D_VOCAB, "hidden_size": 26, "max_position_embeddings": 17}
 GROUPED = {"num_key_value_heads": 1, "head_dim": 14}
+FACTORS = {"residual_multiplier": 0.31, "embedding_multiplier": 1.7, "logits_scaling": 2.3}
+FACTORS |= {"attention_multiplier": 0.19}
 WIDE = SIZES | {"hidden_size": 28, "num_key_value_heads": 1}  # for even head sizes
 GPT = {"vocab_size": D_VOCAB, "n_positions": 17, "n_layer": 2, "n_head": 2, "n_embd": 26}
 GPT |= {"n_inner": D_MLP} | {"bos_token_id": 1, "eos_token_id": 2}
@@ -81,6 +83,7 @@ FAMILIES = {
         *("transformer.h", ("mlp.fc_in", "mlp.fc_out"), "tanh"),
     ),
     "llama": Family(lambda: transformers.LlamaConfig(**SIZES, **GROUPED), *LLAMA),
+    "granite": Family(lambda: transformers.GraniteConfig(**SIZES, **GROUPED, **FACTORS), *LLAMA),
     "mistral": Family(lambda: transformers.MistralConfig(**SIZES, **GROUPED), *LLAMA),
     "qwen2": Family(lambda: transformers.Qwen2Config(**WIDE), *LLAMA),
     "qwen3": Family(lambda: transformers.Qwen3Config(**SIZES, **GROUPED), *LLAMA),
@@ -116,7 +119,7 @@ CHOSEN = ("gpt2", "neox", "llama", "gemma2", "phi3", "native", "native_gated")
 """The families for tests that run every family in every state."""
 GATED_CHOSEN = ("llama", "gemma2", "phi3", "native_gated")
 if HAS_HOOKED_TRANSFORMER:  # bridges hardly differ between versions: all of them are tested with 4
-    EVERY = (*CHOSEN, "bert", "vit")
+    EVERY = (*CHOSEN, "granite", "bert", "vit")
     CHOSEN = ("gpt2", "llama", "native_gated")
 STATES = {
     "plain": lambda bridge: None,

@@ -10,9 +10,10 @@ add up to the metric's change:
     Σ M_y · Δy = Δmetric        Δy = y of the clean run minus y of the corrupted run
 
 The equation holds for every set of activations y that together cut all paths from the tokens to the
-metric. Multipliers can be computed at every hook point, for example for queries, scores, patterns
-or z. If three factors of a product change, their shares depend on the order of multiplication in
-the model's code.
+metric. Multipliers can be computed at hook points, for example for queries, scores, patterns or z.
+They count what reads the hook point's output; multipliers of `hook_resid_mid` count everything that
+reads the stream there, because in bridges only the MLP reads this hook point. If three factors
+of a product change, their shares depend on the order of multiplication in the model's code.
 
 The nonlinear steps are norms, attention softmaxes (with soft caps and clamps), neuron-heads
 (single-neuron attention heads) and the soft cap of the logits. Calls of torch's softmax are
@@ -253,9 +254,10 @@ def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted
 
 @contextmanager
 def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[None]:
-    """Context manager that runs half-precision models in float32, with a warning."""
+    """Context manager that runs half-precision models in float32 (see `float32_weights`)."""
     if next(model.parameters()).dtype not in HALF:
-        yield
+        with float32_weights(model):
+            yield
         return
     changes = [_change(model, pair, metric)]
     with float32_weights(model):
@@ -364,7 +366,7 @@ class _Steps:
             point: module
             for module in self.norms
             for point in module.modules()
-            if isinstance(point, HookPoint)
+            if isinstance(point, HookPoint) and point is not getattr(module, "hook_in", None)
         }
         inside = {name: points.get(self._host.model.hook_dict.get(name)) for name, _ in hooks}
         # One prompt is enough to recognise a norm, so only this prompt is moved to the CPU.

@@ -62,6 +62,8 @@ class Tape:
             def hook(value: Tensor, hook: Any) -> Tensor:
                 # A constant, such as a frozen pattern, gets no gradient unless it becomes a leaf.
                 node = value.view_as(value) if value.requires_grad else as_leaf(value)
+                # In bridges, only the MLP reads this output; the sum reads the same tensor before.
+                node = value if name.endswith("hook_resid_mid") else node
                 self._seen[name] = node
                 return node
 

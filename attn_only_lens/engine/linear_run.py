@@ -235,10 +235,14 @@ class LinearRun:
         writes = self.sublayers[index].writes
         return len(self.run.before(writes.layer, writes.kind))
 
+    @property
+    def _factor(self) -> float:
+        return 1.0 if self.run.logit_factor is None else self.run.logit_factor
+
     def metric_gradient(self, metric: BoundMetric) -> tuple[Tensor, float]:
         """Return a metric's gradient at the logits before any soft cap, and the metric's value."""
         recording = self.run.recording
-        if torch.equal(recording.logits.to(self.logits), self.logits):  # no soft cap
+        if self.run.logit_factor is not None:  # no soft cap
             with torch.enable_grad():
                 logits = as_leaf(recording.logits)
                 value = metric.of_logits(logits)
@@ -254,7 +258,7 @@ class LinearRun:
         """Backpropagate the gradient at the logits to the final residual stream."""
         with torch.enable_grad():
             change = torch.zeros_like(self.run.final.stream).requires_grad_()
-            logits = self.model.unembed(self.run.final.change(change))
+            logits = self._factor * self.model.unembed(self.run.final.change(change))
             (derivative,) = torch.autograd.grad(logits, change, gradient)
         return derivative
 
@@ -267,7 +271,7 @@ class LinearRun:
         logits = torch.stack([self.model.unembed(final.change(part)) - base for part in streams])
         bias = zero if final.norm.bias is None else zero + final.norm.bias
         logits[0] += self.model.unembed(bias.to(zero))
-        return logits
+        return logits * self._factor
 
     @torch.no_grad()
     def gradients(self, final: Residual) -> tuple[list[Outputs], list[Residual]]:

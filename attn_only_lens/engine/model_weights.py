@@ -92,7 +92,9 @@ def in_float32(analysis: Callable[_P, _R]) -> Callable[_P, _R]:
 def float32_weights(model: Any) -> Iterator[None]:
     """Context manager that gives a half-precision model float32 weights, then restores its own.
 
-    Several threads may analyse one model at once. The analysis that ends last restores the weights.
+    The heads of each layer read one input, also if `use_split_qkv_input` or `use_attn_in` is on;
+    these options only add hook points, but they move the norm into the attention. Several threads
+    may analyse one model at once. The analysis that ends last restores the weights.
     """
     if not isinstance(model, nn.Module):
         yield
@@ -113,7 +115,7 @@ def float32_weights(model: Any) -> Iterator[None]:
 
 
 def _widen(model: nn.Module) -> ExitStack:
-    """Convert half-precision tensors to float32; return an ExitStack that restores them."""
+    """Convert tensors to float32 and join heads' inputs; return an ExitStack that undoes both."""
     seen: set[int] = set()
 
     def restore(tensor: Tensor, narrow: Tensor, gradient: Tensor | None) -> None:
@@ -121,6 +123,11 @@ def _widen(model: nn.Module) -> ExitStack:
         tensor.grad = gradient
 
     with ExitStack() as undo:
+        config: Any = getattr(model, "cfg", None)
+        for option in ("use_split_qkv_input", "use_attn_in"):
+            if getattr(config, option, False):
+                undo.callback(setattr, config, option, True)
+                setattr(config, option, False)
         for _, module in modules_of(model):
             held = (module._parameters, module._buffers, vars(module))
             for tensor in (value for kind in held for value in kind.values()):

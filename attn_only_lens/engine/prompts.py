@@ -20,6 +20,7 @@ from attn_only_lens.engine.input_warnings import shortened
 from attn_only_lens.engine.tokens import (
     array_as_tensor,
     checked_tokens,
+    length_dependent_ropes,
     require_model,
     token_texts,
     warn_of_unknown_words,
@@ -168,6 +169,14 @@ def _tokenize(
                 f"prompt {i} has {len(clean)} clean tokens {here} and {len(corrupted)} corrupted "
                 f"tokens {there}; expected the same number of tokens: use words with the same "
                 "number of tokens"
+            )
+    lengths = {len(row) for side in rows for row in side}
+    for rope, longest in length_dependent_ropes(model).items() if len(lengths) > 1 else ():
+        if max(lengths) > longest:
+            reasons.append(
+                f"got prompts of {min(lengths)} to {max(lengths)} tokens; rotary positions of type "
+                f"{rope!r} depend on the longest prompt of a batch if it has more than {longest} "
+                "tokens: pass prompts of one length at a time"
             )
     InputError.raise_if(reasons, problem)
     tokens, paddings = zip(*(_pad(model, side) for side in rows), strict=True)

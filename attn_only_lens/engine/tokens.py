@@ -60,7 +60,7 @@ def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> 
             tokens = tokens.long()
             low, high = torch.stack(tokens.aminmax()).tolist()  # read both numbers at once
             if low >= 0 and high < cfg.d_vocab:
-                if tokens.shape[1] <= cfg.n_ctx:
+                if tokens.shape[1] <= cfg.n_ctx or "dynamic" in length_dependent_ropes(model):
                     return tokens.to(next(model.parameters()).device)
                 raise UnsupportedCallError(
                     f"tokens: got {tokens.shape[1]:,} tokens; the model has {cfg.n_ctx:,} "
@@ -71,6 +71,21 @@ def checked_tokens(model: Any, tokens: object, *, warn_unknown: bool = True) -> 
         f"tokens: got {got}; expected a text, or a tensor or array [batch, pos] of integers from 0 "
         f"to {cfg.d_vocab - 1}, with pos up to {cfg.n_ctx}"
     )
+
+
+def length_dependent_ropes(model: Any) -> dict[str, int]:
+    """Return {type: length} of rotary positions whose angles depend on the length of the input.
+
+    The angles change for inputs longer than `length`. Dynamic NTK scaling has no longest input.
+    """
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    options = getattr(config, "rope_parameters", None) or {}
+    ropes = [x for x in options.values() if isinstance(x, dict)] or [options]
+    return {
+        rope["rope_type"]: int(rope.get("original_max_position_embeddings") or model.cfg.n_ctx)
+        for rope in ropes
+        if rope.get("rope_type") in ("dynamic", "longrope")
+    }
 
 
 def require_model(model: object) -> None:

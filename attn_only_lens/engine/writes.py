@@ -8,7 +8,8 @@ The sums run over attention heads h and neuron-heads i with outputs z, at each p
 follows a sublayer (as in OLMo 2, and in Gemma 2, which has norms before and after), a head whose
 output is the vector o adds o N / s to the stream. N is the norm's linear part (`models/norms.py`).
 The scale s, by which the norm divides in this run, depends on the sublayer's whole output; the
-writes still add up to the stream. The norm's bias is part of the sublayer's bias.
+writes still add up to the stream. The norm's bias is part of the sublayer's bias. A constant factor
+on a sublayer's output (Granite) is a norm with this gain, and s = 1.
 
 If the residual stream x changes by δ, the change in a head's input x N / s + b depends on `scale`:
 
@@ -158,7 +159,9 @@ class Decomposition:
         sublayers: the writes of each sublayer, in the order of computation.
         final: the norm before the unembedding.
         parallel: for each original layer, whether its MLP and its attention read the same stream.
-        uncapped: the unembedding's output, which is the logits before any soft cap.
+        uncapped: the logits before any soft cap.
+        logit_factor: the constant by which the model multiplies the unembedding's output (Granite,
+            Cohere); None if the logits have a soft cap.
     """
 
     recording: Recording
@@ -167,6 +170,7 @@ class Decomposition:
     final: FrozenNorm
     parallel: tuple[bool, ...]
     uncapped: Float[Tensor, "batch pos d_vocab"]
+    logit_factor: float | None
 
     def of(self, layer: int, kind: HeadKind) -> SublayerWrites:
         """Return a sublayer's writes; "neuron" and "feature" name the same sublayer."""
@@ -227,13 +231,16 @@ def decompose(
         for layer, around in enumerate(norms)
         for kind in host.kinds(layer)
     )
+    unembedded = traffic.returned[model.unembed]
+    factor = _logit_factor(unembedded, recording.logits)
     run = Decomposition(
         recording,
         embedding=recording.streams[0],
         sublayers=sublayers,
         final=traffic.frozen(last, traffic.entered[model.unembed]),
         parallel=tuple(bool(around.parallel) for around in norms),
-        uncapped=traffic.returned[model.unembed],
+        uncapped=unembedded if factor in (None, 1.0) else unembedded * factor,
+        logit_factor=factor,
     )
     if not tested.covers("writes add up", recording):
         traffic.require_norms()
@@ -241,6 +248,17 @@ def decompose(
         # Call `passed_tests` again, because the first run adds plain attributes to some modules.
         passed_tests(model).add("writes add up", recording)
     return run
+
+
+def _logit_factor(unembedded: Tensor, logits: Tensor) -> float | None:
+    """Return the constant that maps the unembedding's output to the logits, or None."""
+    logits = logits.to(unembedded)
+    if torch.equal(unembedded, logits):
+        return 1.0
+    largest = unembedded.abs().argmax()
+    factor = logits.flatten()[largest] / unembedded.flatten()[largest]
+    is_linear = (unembedded * factor - logits).abs().amax() <= _ROUNDING * logits.abs().amax()
+    return float(factor) if is_linear else None
 
 
 _NORMS: "WeakKeyDictionary[PassedTests, tuple[list[Any], Any]]" = WeakKeyDictionary()
@@ -363,7 +381,7 @@ def _require_sums(run: Decomposition) -> None:
             reason = (
                 f"the input of {reader} differs by {error:.2g} from the sum of all earlier writes "
                 f"(largest entry: {size:.2g}): another module adds to the stream, or outputs are "
-                "multiplied by a factor"
+                "multiplied by a factor that is not the layer's residual_multiplier"
             )
             raise UnsupportedModelError([reason], _PROBLEM)
 

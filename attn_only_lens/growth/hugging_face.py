@@ -67,6 +67,7 @@ FAMILIES = {
     "gpt2": Family("LN", "layer_norm_epsilon", positions="standard"),
     "gpt_neox": Family("LN", "layer_norm_eps", partial_rotary=True),
     "llama": Family(),
+    "granite": Family(),
     "mistral": Family(),
     "qwen2": Family(),
     "qwen3": Family(qk_norm="by head"),
@@ -155,6 +156,7 @@ class HuggingFaceBridge(BridgeModel):
         """Return the model's weights."""
         config, family = self.config, self.family
         scalar = getattr(config, "query_pre_attn_scalar", None)
+        factor = getattr(config, "attention_multiplier", None)  # Granite
         kinds = getattr(config, "layer_types", None)
         whole = family.positions == "rotary" and not family.partial_rotary
         constants = Constants(
@@ -165,7 +167,7 @@ class HuggingFaceBridge(BridgeModel):
             gain_offset=family.gain_offset,
             eps=getattr(config, family.eps),
             embed_scaled=family.embed_scaled,
-            scale=None if scalar is None else math.sqrt(scalar),
+            scale=1 / factor if factor else math.sqrt(scalar) if scalar else None,
             scale_by_layer=getattr(config, "scale_attn_by_inverse_layer_idx", False),
             positions=family.positions,
             rotary="whole head" if whole else "fixed",

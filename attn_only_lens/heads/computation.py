@@ -18,6 +18,7 @@ from attn_only_lens.devices import float32_if_half
 from attn_only_lens.gates import Gate
 from attn_only_lens.gates.gating import AnyGate
 from attn_only_lens.heads.host import HeadKind
+from attn_only_lens.tl import head_point
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 
@@ -54,13 +55,13 @@ class NeuronHeads(ABC):
     passing: Any  # the model's `PassState`
 
     def _add_hook_points(self) -> None:
-        self.hook_q = HookPoint()  # [batch, pos, head_index, d_head=1]
-        self.hook_k = HookPoint()  # [batch, pos, head_index, d_head=1]
-        self.hook_v = HookPoint()  # [batch, pos, head_index, d_head=1]
-        self.hook_attn_scores = HookPoint()  # [batch, head_index, query_pos, key=(self, bias)]
-        self.hook_pattern = HookPoint()  # [batch, head_index, query_pos, key=(self, bias)]
-        self.hook_z = HookPoint()  # [batch, pos, head_index, d_head=1]
-        self.hook_result = HookPoint()  # [batch, pos, head_index, d_model], if use_attn_result
+        self.hook_q = head_point()  # [batch, pos, head_index, d_head=1]
+        self.hook_k = head_point()  # [batch, pos, head_index, d_head=1]
+        self.hook_v = head_point()  # [batch, pos, head_index, d_head=1]
+        self.hook_attn_scores = head_point(2)  # [batch, head_index, query_pos, key=(self, bias)]
+        self.hook_pattern = head_point(2)  # [batch, head_index, query_pos, key=(self, bias)]
+        self.hook_z = head_point()  # [batch, pos, head_index, d_head=1]
+        self.hook_result = head_point()  # [batch, pos, head_index, d_model], if use_attn_result
 
     @property
     @abstractmethod

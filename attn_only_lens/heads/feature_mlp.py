@@ -22,6 +22,7 @@ from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.gates.features import active_features
 from attn_only_lens.heads.computation import is_live
 from attn_only_lens.heads.transcoder import Transcoder
+from attn_only_lens.tl import head_point
 
 
 class FeatureMLP(nn.Module):
@@ -54,9 +55,9 @@ class FeatureMLP(nn.Module):
         self.hook_post = HookPoint()  # [batch, pos, d_mlp]
         self.hook_written = HookPoint()  # [batch, pos, d_model]
         if transcoder.W_skip is not None:
-            self.hook_skip = HookPoint()  # [batch, pos, head_index=1, d_model]
+            self.hook_skip = head_point()  # [batch, pos, head_index=1, d_model]
         if error:
-            self.hook_error = HookPoint()  # [batch, pos, head_index=1, d_model]
+            self.hook_error = head_point()  # [batch, pos, head_index=1, d_model]
         self.hook_out = HookPoint()  # [batch, pos, d_model]
 
     def forward(self, x: Residual) -> Residual:

@@ -182,6 +182,10 @@ class Host(ABC):
         sublayer = "mlp" if kind != "attention" and self.in_place else "attn"
         return f"blocks.{self.block(layer, kind)}.hook_{sublayer}_out"
 
+    def residual_factor(self, layer: int) -> float:
+        """Return the constant that multiplies the outputs at a layer's write hooks."""
+        return 1.0
+
     @abstractmethod
     def reasons(self) -> list[str]:
         """Return error messages if the model no longer runs the modules of its heads."""

@@ -358,11 +358,10 @@ class _Swap:
         self._model._initialize_hook_registry()
         for point, name in self._names.items():  # the new list has aliases for some names
             point.name = name
-        for layer, block in enumerate(self._model.blocks):
-            if isinstance(block.mlp, FeatureMLP):
-                for path, module in block.mlp.named_modules(prefix=f"blocks.{layer}.mlp"):
-                    if isinstance(module, HookPoint):
-                        module.name = path
+        added = {module for _, _, _, new in self._replaced for module in new.modules()}
+        for path, point in reversed(self._model._hook_registry.items()):
+            if point in added:
+                point.name = path
 
     def undo(self) -> None:
         """Restore the old modules and the old list of hook points."""

@@ -5,10 +5,12 @@ TransformerLens silently accepts hooks that can never fire; these models raise a
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
+from transformer_lens.utilities import Slice
 
 from attn_only_lens.engine.model_checks import weight_hook_reasons
 from attn_only_lens.errors import InputError, UnsupportedCallError
@@ -49,9 +51,35 @@ class HookedTransformerHost(ModelHost):
 class HookChecks(HookedTransformer):
     """A HookedTransformer that raises an error for hooks on hook points that can never fire."""
 
-    def get_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Return TransformerLens' caching hooks, but only for hook points that can fire."""
-        return super().get_caching_hooks(self._firing(names_filter), *args, **kwargs)
+    def get_caching_hooks(
+        self,
+        names_filter: Any = None,
+        incl_bwd: bool = False,
+        device: Any = None,
+        remove_batch_dim: bool = False,
+        cache: Any = None,
+        pos_slice: Any = None,
+    ) -> Any:
+        """Return TransformerLens' caching hooks, but only for hook points that can fire.
+
+        TransformerLens applies `pos_slice` to an axis that it finds by the hook point's name, so
+        the activations of neuron-heads are sliced here, before its hooks store them.
+        """
+        firing, wanted = self._firing(names_filter), Slice.unwrap(pos_slice)
+        names = {name: hasattr(point, "pos_dim") for name, point in self.hook_dict.items()}
+        options = (incl_bwd, device, remove_batch_dim)
+
+        def of_positions(save: Any, tensor: Tensor, hook: Any) -> None:
+            save(wanted.apply(tensor, dim=hook.pos_dim), hook=hook)
+
+        cache, *others = super().get_caching_hooks(
+            lambda name: firing(name) and not names[name], *options, cache, wanted
+        )
+        _, *heads = super().get_caching_hooks(
+            lambda name: firing(name) and names[name], *options, cache
+        )
+        sliced = [[(name, partial(of_positions, save)) for name, save in x] for x in heads]
+        return cache, *(x + y for x, y in zip(others, sliced, strict=True))
 
     def add_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Add TransformerLens' caching hooks, except to hook points that can never fire."""

@@ -19,11 +19,14 @@ on two tokens (attached hooks run, too). A norm precedes a sublayer if the norm'
 sublayer's input, and follows a sublayer if the norm's input equals the sublayer's output.
 `require_bridge_weights` checks that a bridge's modules apply the matrices in the bridge's
 attributes W_Q, W_in etc.
+
+Granite multiplies what a sublayer adds to the residual stream by a constant. As a linear map of the
+sublayer's output, this factor is the gain of a norm without a module after the sublayer.
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -197,6 +200,12 @@ def stream_is_centred(model: Any) -> bool:
         return False
 
 
+def residual_factor(block: Any) -> float:
+    """Return the constant by which a bridge's block multiplies what it adds to the stream."""
+    layer = block._modules.get("_original_component")
+    return float(getattr(layer, "residual_multiplier", 1.0))  # Granite
+
+
 class _UnknownError(Exception):
     """Raised if a bridge layer's structure is unknown; the message says why."""
 
@@ -257,11 +266,15 @@ def _read(blocks: Sequence[_Traffic]) -> None:
 class _BlockTraffic(_Traffic):
     """A recording of the sublayers and norms in one block of a bridge."""
 
+    factor: float  # multiplies the sublayers' outputs before they are added to the stream
+
     @classmethod
     def of(cls, block: Any) -> "_BlockTraffic":
         modules = {name: getattr(block, name, None) for name in (*_NORMS, "attn", "mlp")}
         modules |= {name: getattr(block.attn, name, None) for name in ("q_norm", "k_norm")}
-        return cls({name: module for name, module in modules.items() if module is not None})
+        traffic = cls({name: module for name, module in modules.items() if module is not None})
+        traffic.factor = residual_factor(block)
+        return traffic
 
     def watch(self, stack: ExitStack) -> None:
         for seed, sublayer in enumerate(("attn", "mlp")):
@@ -285,9 +298,18 @@ class _BlockTraffic(_Traffic):
                 "the input of its MLP is neither the input of its attention, nor the sum of this "
                 "input and the output of its attention"
             )
-        around = {name: (self.norm(before[name]), self.norm(after[name])) for name in sublayers}
+        around = {name: (self.norm(before[name]), self._scaled(after[name])) for name in sublayers}
         query, key = (self.norm(name if name in self.modules else None) for name in scaled)
         return LayerNorms(around["attn"], around["mlp"], query, key, parallel)
+
+    def _scaled(self, name: str | None) -> Norm:
+        """Return the norm after a sublayer, times the factor."""
+        norm = self.norm(name)
+        if self.factor == 1.0:
+            return norm
+        if name is not None:
+            raise _UnknownError(f"its outputs are multiplied by {self.factor} after its {name}")
+        return replace(norm, weight=torch.full_like(self.inputs["mlp"][0, 0], self.factor))
 
     def _norm_with(self, side: dict[str, Tensor], value: Tensor) -> str | None:
         return next((n for n in _NORMS if n in side and torch.equal(side[n], value)), None)

@@ -105,11 +105,10 @@ def add_examples(
 
 
 def quadrants(
-    q: Float[Tensor, "neuron token"], value: Float[Tensor, "neuron token"]
+    q: Float[Tensor, "neuron token"], up: Float[Tensor, "neuron token"]
 ) -> Int[Tensor, "neuron token"]:
-    """Return each token's index in `QUADRANTS`, from q = x W_gate and v = q · x W_in."""
-    negative = q < 0
-    return negative.to(torch.uint8) * 2 + ((value < 0) ^ negative)
+    """Return each token's index in `QUADRANTS`, from q = x W_gate and u = x W_in."""
+    return (q < 0).to(torch.uint8) * 2 + (up < 0)
 
 
 def _first_of_largest(x: Float[Tensor, "row token"], k: int) -> Int[Tensor, "row k"]:

@@ -141,8 +141,8 @@ def _looking(
         if heads in layers:
             keep_of_layer, has_quadrants = layers[heads]
             gate, value = heads.weights_and_values(q.detach(), None if up is None else up.detach())
-            if has_quadrants:
-                keep_of_layer("quadrant", quadrants(q, value))
+            if has_quadrants and up is not None:
+                keep_of_layer("quadrant", quadrants(q, up))
             keep_of_layer("gate", gate)
             keep_of_layer("value", value)
 

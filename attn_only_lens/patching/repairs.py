@@ -369,6 +369,7 @@ class _Keys:
         """Return ‖g‖ / ‖x‖."""
         name, block = self._host.write_hook(layer, kind), self._host.block(layer, kind)
         write, streams = self._target.hooked[name], self._target.streams
+        write = self._host.residual_factor(layer) * write
         x = streams[block].to(write) + write if kind == "attention" else streams[block + 1]
         length = float32_if_half(x).norm(dim=-1)
         gradient = float32_if_half(self._gradients[name]).norm(dim=-1)

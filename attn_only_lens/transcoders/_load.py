@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -98,8 +98,8 @@ def load(
 
     Args:
         path: a file or a folder.
-        layers: the layers to load; None for all. If a single file does not name its layer, pass the
-            layer here, such as [3].
+        layers: the layers to load; None for all. If neither the config nor the file's name (for a
+            folder, its name and the names inside) has the layer, pass it here, such as [3].
         reads: "stream", "normalized" or "input", if the settings do not name the input.
         device: the device of the transcoders.
         dtype: the dtype of the weights; None for the dtype in the file.
@@ -185,12 +185,15 @@ def _files(path: Path) -> Iterator[_File]:
         missing = [f"got no {name}" for name in listed if name not in files]
         refuse(missing, f"{path} lacks files that config.yaml lists: download them")
         order = list(enumerate(listed))
+    given = f"{path.resolve().name}/" if path.is_dir() else ""
     for place, name in order:
-        yield _file(files[name], name, _config(files[name].parent) or above, place)
+        in_names = [int(layer) for layer in _LAYER.findall(given + name)[-1:]]
+        layers = in_names if place is None else [place]
+        yield _file(files[name], name, _config(files[name].parent) or above, layers)
 
 
-def _file(path: Path, name: str, config: Config, place: int | None) -> _File:
-    """Return a file with its layer, which is its place in a list, or is in its config or path."""
+def _file(path: Path, name: str, config: Config, outside: Sequence[int]) -> _File:
+    """Return a file with its layer, which is in its config or is the one in `outside`."""
     if path.suffix == ".safetensors":
         with (
             checkpoint_errors(f"{path} is not a readable safetensors file"),
@@ -200,10 +203,8 @@ def _file(path: Path, name: str, config: Config, place: int | None) -> _File:
         if text is not None:
             config = DOCUMENT.parse(text, path)
             return _File(path, name, config, config["layer"])
-    in_path = [int(layer) for layer in _LAYER.findall(path.as_posix())[-1:]]
     in_config = (_hook(config, "in", _INPUTS)[0], _hook(config, "out", _AFTER_NORM)[0])
-    layers = {x for x in in_config if x is not None}
-    layers |= {place} if place is not None else set(in_path)
+    layers = {x for x in in_config if x is not None} | {*outside}
     if len(layers) > 1:
         raise CheckpointError(f"{path} and its settings name different layers: {sorted(layers)}")
     return _File(path, name, config, next(iter(layers), None))

@@ -167,7 +167,7 @@ def test_heads_that_share_a_neuron():
     check(convert(source, gate=Bilinear(4, calibration=calibrate(source, PROMPT))), 1e-9)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "olmo2"])
+@pytest.mark.parametrize("name", ["gpt2", "olmo2", "granite"])
 def test_paths_of_bridges(name):
     """The tolerance is 1e-5 because bridged RMS norms compute in float32."""
     model = bridges.exposed_copy(bridges.boot(name))

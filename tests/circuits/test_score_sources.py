@@ -100,6 +100,7 @@ def test_shares_of_a_score(family):
 
 
 BRIDGES = ("gpt2", "llama", "gemma2") if HAS_HOOKED_TRANSFORMER else ("neox", "qwen3", "olmo2")
+BRIDGES += ("granite",)
 
 
 @pytest.mark.parametrize("name", BRIDGES)

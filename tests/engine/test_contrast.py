@@ -1,6 +1,7 @@
 """Tests that secant multipliers add up to the metric's change between runs, for every model."""
 
 import bridges
+import pandas as pd
 import pytest
 import torch
 from common import tokens
@@ -90,6 +91,30 @@ def test_tokens_add_up_to_the_change_of_every_metric(family):
         terms = result.stream * (clean - corrupted)
         # The terms cancel, most of all if the loss hardly changes.
         assert abs(float(terms.sum()) - change) <= EXACT * max(size_of(terms), 1.0), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_stream_adds_up_at_every_hook_point(family):
+    model = model_of(family)
+    pair = pair_of(model)
+    runs = run_both(model, pair)
+    end = "hook_resid_pre", "hook_resid_mid", "hook_resid_post"
+    names = [name for name in model.hook_dict if name.endswith(end)]
+    if family == "converted parallel":  # its neurons read the stream before the attention block
+        names = [name for name in names if (name.split(".")[1] in "135") != ("pre" in name)]
+    assert len(names) >= model.cfg.n_layers
+    tape = Tape([*tape_of(model).names, *names])
+    metric = bind(METRICS["logit_diff"], model, pair, runs.logits.chunk(2)[0])
+    result = contrast(model, runs, metric, tape)
+    clean, corrupted = (
+        model.run_with_cache(x, return_cache_object=False, names_filter=names)[1]
+        for x in (pair.clean, pair.corrupted)
+    )
+    # Some modules of transformers compute in float32 in any dtype, but not in the contrast.
+    bound = 1e-6 if family.startswith("bridge") else EXACT
+    for name in names:
+        terms = result.gradients[name] * (clean[name] - corrupted[name])
+        assert abs(float(terms.sum()) - result.total) <= bound * max(size_of(terms), 1.0), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -323,3 +348,33 @@ def test_secants_are_repaired_on_bridges_with_norms_after_sublayers(name):
     both = exact.merge(patched.frame, on=key, suffixes=("", "_patched"))
     assert 16 < len(both) == len(exact)
     assert (both["value"] - both["value_patched"]).abs().max() < 1e-9
+
+
+SPLIT = ["bridge gpt2", "bridge llama"]
+SPLIT += ["exposed llama", "converted gelu"] if HAS_HOOKED_TRANSFORMER else []
+
+
+@pytest.mark.filterwarnings("ignore")  # raised by TransformerLens
+@pytest.mark.parametrize("option", ["use_split_qkv_input", "use_attn_in"])
+@pytest.mark.parametrize("family", SPLIT)
+def test_heads_with_inputs_of_their_own(family, option):
+    """These options only add hook points, for edge attribution patching."""
+    if (family, option) == ("exposed llama", "use_attn_in"):
+        pytest.skip("TransformerLens refuses this option for grouped queries")
+    model = model_of(family)
+    pair, metric = pair_of(model), METRICS["logit_diff"]
+    one = pair.clean[:1], pair.corrupted[:1]
+    paths = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H0", "L1N5"], "progress": False}
+    runs = (
+        lambda: p.attribution(model, *one, metric, method="secant", progress=False).frame,
+        lambda: p.attribution(model, *one, metric, part="k", progress=False).frame,
+        lambda: p.activation_patch(model, *one, metric, part="q", progress=False).frame,
+        lambda: p.path_patch(model, *one, metric, **paths).frame,
+        lambda: circuits.attribution_graph(model, one[0], metric, corrupted=one[1], top=7).edges,
+        lambda: circuits.attribution_graph(model, one[0], metric, top=7).edges,
+    )
+    expected = [run() for run in runs]
+    getattr(model, f"set_{option}")(True)
+    for run, frame in zip(runs, expected, strict=True):
+        pd.testing.assert_frame_equal(run(), frame, rtol=1e-9, atol=1e-12)
+        assert getattr(model.cfg, option)

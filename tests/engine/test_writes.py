@@ -6,8 +6,7 @@ import weakref
 import bridges
 import pytest
 import torch
-import transformers
-from common import needs_hooked_transformer, relative, tokens
+from common import needs_hooked_transformer, of_a_library, relative, tokens
 
 from attn_only_lens import convert, expose_neuron_heads
 from attn_only_lens import patching as p
@@ -64,7 +63,7 @@ def test_writes_add_up(family):
     check_norms(model, parts, 1e-10)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "granite"])
 @torch.no_grad()
 def test_writes_of_bridges_add_up(name):
     model = bridges.exposed_copy(bridges.boot(name))
@@ -76,14 +75,10 @@ def test_writes_of_bridges_add_up(name):
     check_norms(model, parts, 1e-10 if fine else 1e-5)
 
 
-def test_outputs_that_are_multiplied_are_refused():
-    config = transformers.GraniteConfig(
-        **bridges.SIZES, **bridges.GROUPED, residual_multiplier=0.25
-    )
-    torch.manual_seed(0)
-    source = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    bridge = bridges.bridged(bridges.randomise(source.double().eval()))
-    model = bridges.exposed_copy(bridge)
+def test_an_unknown_factor_is_refused():
+    model = bridges.exposed_copy(bridges.boot("granite"))
+    decompose(model, tokens(), None)
+    model.blocks[1].mlp.register_forward_hook(of_a_library(lambda *x: 2 * x[2]))
     with pytest.raises((UnsupportedModelError, InputError), match="outputs are multiplied"):
         decompose(model, tokens(), None)
 

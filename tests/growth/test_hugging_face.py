@@ -37,6 +37,7 @@ NAMES = {
     "neox": "GPT-NeoX, Pythia (parallel)",
     "neox_sequential": "GPT-NeoX (sequential)",
     "llama": "LLaMA",
+    "granite": "Granite",
     "mistral": "Mistral",
     "qwen2": "Qwen 2",
     "qwen3": "Qwen 3",

@@ -35,6 +35,7 @@ CONFIGS = {
     ),
     "neox": lambda: transformers.GPTNeoXConfig(**SIZES, rotary_pct=0.5),  # parallel sublayers
     "llama": lambda: transformers.LlamaConfig(**SIZES, **GROUPED),
+    "granite": lambda: transformers.GraniteConfig(**SIZES, **GROUPED, **bridges.FACTORS),
     "gemma2": lambda: transformers.Gemma2Config(**SIZES, **GROUPED),  # norms before and after
     "phi": lambda: transformers.PhiConfig(**SIZES),
     "openai": lambda: transformers.OpenAIGPTConfig(  # blocks return lists and end in a norm
@@ -45,7 +46,7 @@ NATIVE = {"n_layers": 2, "d_model": 26, "n_heads": 2, "d_head": 13, "d_mlp": D_M
 NATIVE |= {"n_ctx": 17, "init_mode": "gpt2", "seed": 0}
 NAMES = [*CONFIGS, "native", "native_gated"]
 if HAS_HOOKED_TRANSFORMER:  # the same condition as in `bridges`
-    NAMES = ["gpt2", "llama", "gemma2", "native"]
+    NAMES = ["gpt2", "llama", "granite", "gemma2", "native"]
 
 
 @torch.no_grad()
@@ -92,7 +93,7 @@ def whole(model, name, part, places, mask=None, noise=False, per_neuron=1):
     return logit_diff(logits, last, 7, 8)
 
 
-SHARED = {(name, part) for name in ("llama", "gemma2") for part in ("value", "k")}
+SHARED = {(name, part) for name in ("llama", "granite", "gemma2") for part in ("value", "k")}
 """Of attention heads: `test_grouped_queries.py`."""
 READ_ONLY = {(name, "pattern") for name in ("native", "native_gated")}
 """Patterns of attention heads that are not read back."""

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import bridges
 import patch_oracle as oracle
 import pytest
 import torch
@@ -144,3 +145,12 @@ def test_a_padding_token_with_a_zero_embedding():
     assert not model.embed(torch.tensor([pad])).any()
     after = estimate(*arguments, mask=mask, method="secant").to_frame()
     assert before["value"].equals(after["value"])  # no token attends to padding
+
+
+def test_a_factor_on_what_sublayers_add():
+    """Bridges of 3.9 let no gradient through Granite's hook_attn_out and hook_mlp_out."""
+    model, (clean, corrupted) = bridges.exposed_copy(bridges.boot("granite")), prompts()
+    exact = p.activation_patch(model, clean, corrupted, METRIC, progress=False)
+    for method in ("exact_gate", "secant"):
+        result = p.attribution(model, clean, corrupted, METRIC, method=method, progress=False)
+        assert p.agreement(exact, result)["pearson"].min() > 0.99

@@ -90,7 +90,7 @@ def test_heads_one_at_a_time(monkeypatch):
         assert together.frame["value"].nunique() == 6
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "granite", "gemma2"])
 def test_bridges_equal_hooks(name):
     """Edit the pre-activation of a receiving neuron, with the norm scales from the cache.
 
@@ -118,6 +118,7 @@ def test_bridges_equal_hooks(name):
             z = seen(model, prompt, head.hook("z", model))[:, END, head.index]
             part = block.attn.W_O if sublayer == "attn" else block.mlp.W_out[:, None]
             out = z @ part[head.index]
+            out = out * bridges.FACTORS["residual_multiplier"] if name == "granite" else out
             if name == "gemma2":
                 prefix = f"blocks.{head.layer}.ln{1 if sublayer == 'attn' else 2}_post"
                 after = getattr(block, prefix.rpartition(".")[2]).original_component.weight

@@ -143,7 +143,7 @@ def test_gemma_scope_computes_the_same(tmp_path, kind):
     stored = saelens(threshold=random(F, seed=4).abs())
     if first:
         path = write(tmp_path, stored, "layer_3/width_16k/average_l0_76/params.npz")
-        options = {"reads": "normalized"}
+        options = {"reads": "normalized", "layers": 3}  # the layer of a file is in its own name
     else:
         keys = {"W_enc": "w_enc", "W_dec": "w_dec"}
         stored["affine_skip_connection"] = random(D, D, seed=9)
@@ -514,6 +514,15 @@ def test_layers_that_are_missing_given_twice_or_contradictory(tmp_path):
     assert list(t.load(path, layers=2)) == list(t.load(path, layers=np.arange(2, 3))) == [2]
     write(tmp_path, circuit_tracer(), "layer_5.safetensors")
     refused(tmp_path / "layer_5.safetensors", "no transcoder for layer 2", layers=[2])
+    for name in ("run/a", "layer_7_run/a", "run/layer_7"):  # a folder above says nothing
+        write(
+            tmp_path / "layer_12_study", circuit_tracer(), f"{name}.safetensors", config_yaml=CONFIG
+        )
+    study = tmp_path / "layer_12_study"
+    for above in (study / "run" / "a.safetensors", study / "layer_7_run" / "a.safetensors"):
+        refused(above, "does not say its layer")
+    for named in (study / "layer_7_run", study / "run" / "layer_7.safetensors"):
+        assert list(t.load(named)) == [7]
     (tmp_path / "a.safetensors").rename(tmp_path / "layer_05.safetensors")
     refused(tmp_path, "got layer 5 in two files", "layer_05", "layer_5")
     write(tmp_path / "s", saelens(), "layer_3/sae_weights.safetensors", cfg_json=SAELENS)

@@ -282,6 +282,7 @@ def test_heads_that_share_a_neuron_tell_what_it_raises():
 PARTS = {
     "gpt2": ("transformer", "h", "attn.c_proj", "mlp.c_proj", "ln_f"),
     "llama": ("model", "layers", "self_attn.o_proj", "mlp.down_proj", "norm"),
+    "granite": ("model", "layers", "self_attn.o_proj", "mlp.down_proj", "norm"),
     "gemma2": ("model", "layers", "self_attn.o_proj", "mlp.down_proj", "norm"),
 }
 

@@ -9,8 +9,9 @@
 The definitions are from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 The QK circuit of a neuron-head shows which tokens open its gate. The OV circuit shows which logits
 the neuron-head raises for each token. The circuits omit norm scales (gains are folded in), biases,
-positions (rotary embeddings are taken at distance 0), 1/√d_head, and the outputs of earlier heads.
-W_U C is W_U minus its mean over the vocabulary.
+constant factors of embeddings and logits (Gemma, Granite, Cohere), positions (rotary embeddings are
+taken at distance 0), 1/√d_head, and the outputs of earlier heads. W_U C is W_U minus its mean over
+the vocabulary.
 
 A head copies if its OV circuit M raises the logit of the token that it reads:
 

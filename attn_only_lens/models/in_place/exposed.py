@@ -19,6 +19,7 @@ from transformer_lens.model_bridge.generalized_components import (
 )
 
 from attn_only_lens.axes import Residual
+from attn_only_lens.engine.tokens import length_dependent_ropes
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.heads.host import (
@@ -97,6 +98,12 @@ class ExposedBridge(_Exposed, TransformerBridge):
 
     _stock = TransformerBridge
     _host = BridgeHost
+
+    def forward(self, *args: Any, **how: Any) -> Any:
+        """Run the model; frequencies of dynamic rotary positions depend on this run alone."""
+        if "dynamic" in length_dependent_ropes(self):
+            reset_dynamic_ropes(self)
+        return super().forward(*args, **how)
 
     def _list_hook_points(self, heads: list[InPlace]) -> None:
         for layer in heads:
@@ -211,6 +218,14 @@ _CLASSES: tuple[Any, ...] = (
     *(ExposedPlainBridge, ExposedGatedBridge, ExposedJointBridge),
 )
 _EXPOSED: dict[type, type] = {exposed._stock: exposed for exposed in _CLASSES}
+
+
+def reset_dynamic_ropes(model: Any) -> None:
+    """Forget the longest earlier input, to which transformers' dynamic ropes stay scaled."""
+    for module in model.original_model.modules():
+        if getattr(module, "rope_type", None) == "dynamic":
+            module.inv_freq = module.original_inv_freq.to(module.inv_freq.device)
+            module.max_seq_len_cached = module.original_max_seq_len
 
 
 def show(model: Any, heads: list[InPlace]) -> None:

@@ -22,6 +22,7 @@ from attn_only_lens.models.norms import (
     bridge_norms,
     hooked_block_norms,
     require_bridge_weights,
+    residual_factor,
     stream_is_centred,
 )
 from attn_only_lens.models.shared_weights import parted_reasons
@@ -126,6 +127,17 @@ class BridgeHost(_InPlaceHost):
             return unseen_edit_reasons(self.model, self.neurons[layer].mlp_points.post)
         z = self.model.hook_dict[self.hook_name(layer, kind, "z")]
         return unseen_edit_reasons(self.model, z)
+
+    def residual_factor(self, layer: int) -> float:
+        """Return the constant that multiplies the outputs at a layer's write hooks (Granite)."""
+        return residual_factor(self.model.blocks[layer])
+
+    def write_hook(self, layer: int, kind: HeadKind) -> str:
+        """Return the hook name of the summed output of heads, before a constant factor."""
+        if self.residual_factor(layer) == 1.0:
+            return super().write_hook(layer, kind)
+        # Bridges of 3.9 drop what hooks on the multiplied outputs return, if it has equal values.
+        return f"blocks.{layer}.{'attn' if kind == 'attention' else 'mlp'}.hook_out"
 
     def norms(self) -> list[LayerNorms]:
         """Return the norms of each layer, found by running the model on two tokens."""

@@ -1,0 +1,94 @@
+"""Tests of rotary positions that are scaled for prompts longer than the original context."""
+
+import bridges
+import pandas as pd
+import pytest
+import torch
+import transformers
+from common import tokens
+
+from attn_only_lens import circuits, expose_neuron_heads
+from attn_only_lens import patching as p
+from attn_only_lens.errors import InputError
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
+ORIGINAL, METRIC = 7, p.logit_diff(3, 7)
+FACTORS = {"short_factor": [1.0] * 7, "long_factor": [1.0 + i / 5 for i in range(7)]}
+ROPES = {
+    "dynamic": {},
+    "linear": {},
+    "yarn": {},
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "longrope": FACTORS,
+}
+
+
+def llama(kind):
+    """Return a model whose original context has 7 tokens, and an exposed bridge around it."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 3.0, **ROPES[kind]}
+    longest = ORIGINAL if kind == "dynamic" else 3 * ORIGINAL
+    if kind not in ("dynamic", "linear"):
+        rope["original_max_position_embeddings"] = ORIGINAL
+    sizes = bridges.SIZES | bridges.GROUPED | {"max_position_embeddings": longest}
+    config = transformers.LlamaConfig(**sizes, rope_parameters=rope)
+    torch.manual_seed(0)
+    make = transformers.AutoModelForCausalLM.from_config
+    plain, wrapped = (
+        bridges.randomise(make(config, attn_implementation="eager").double().eval())
+        for _ in range(2)
+    )
+    return plain, expose_neuron_heads(bridges.bridged(wrapped)).model
+
+
+def prompts(pos):
+    clean = tokens(5, 1, pos)
+    corrupted = clean.clone()
+    corrupted[:, 2] = (corrupted[:, 2] + 5) % bridges.D_VOCAB
+    return clean, corrupted
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_patches_equal_hooks_in_full_runs_at_every_length(kind):
+    """Lengths go up and down, because transformers' dynamic frequencies depend on earlier runs."""
+    _, model = llama(kind)
+    frames = {}
+    for pos in (5, 17, 11, ORIGINAL, 11):
+        clean, corrupted = prompts(pos)
+        fresh, _ = llama(kind)  # a model that has seen no other input
+        with torch.no_grad():
+            expected = fresh(clean).logits
+        assert (model(clean) - expected).abs().max() < 1e-6 * expected.abs().max()
+        sites = {"sites": ["L0H1", "L1N5", "L1H0"], "positions": [2, pos - 1]}
+        sweep = p.activation_patch(model, clean, corrupted, METRIC, progress=False, **sites).frame
+        for row in sweep.itertuples():
+            point = "attn.hook_z" if "H" in row.name else "mlp.hook_post"
+            name, index = f"blocks.{row.name[1]}.{point}", int(row.name[3:])
+            _, cache = model.run_with_cache(clean, names_filter=[name])
+
+            def patch(value, hook, name=name, index=index, at=row.position, cache=cache):
+                value = value.clone()
+                value[:, at, index] = cache[name][:, at, index]
+                return value
+
+            logits = model.run_with_hooks(corrupted, fwd_hooks=[(name, patch)])[0, -1]
+            assert abs(row.value - float(logits[3] - logits[7])) < 1e-5
+        circuits.attribution_graph(model, clean, METRIC, corrupted=corrupted, top=5)
+        again = frames.setdefault(pos, sweep)
+        pd.testing.assert_frame_equal(again, sweep)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_prompts_of_different_lengths_would_share_angles(kind):
+    _, model = llama(kind)
+    rows = [[tokens(5, 1, pos)[0] + n for pos in (11, 9)] for n in (0, 1)]
+    rows = [[row % bridges.D_VOCAB for row in side] for side in rows]
+    with pytest.raises(InputError, match="one length at a time"):
+        p.activation_patch(model, *rows, METRIC, progress=False)
+    short = [[row[:pos] for row, pos in zip(side, (7, 5), strict=True)] for side in rows]
+    p.activation_patch(model, *short, METRIC, sites=["L1H0"], progress=False)
+
+
+def test_other_models_have_a_longest_prompt():
+    _, model = llama("yarn")
+    with pytest.raises(InputError, match="21"):
+        p.activation_patch(model, *prompts(23), METRIC, progress=False)
