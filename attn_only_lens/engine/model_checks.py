@@ -89,6 +89,8 @@ def state_of_hooks(model: Any) -> Iterator[tuple[str, int, int]]:
     """Yield a key for each hook on a module, except hooks that a bridge attaches in each run."""
     captures = _captures(model)
     for name, module in modules_of(model):
+        if not any(map(module.__dict__.__getitem__, _KINDS)):
+            continue
         for hooks_id, key, _ in _torch_hooks(module):
             if (hooks_id, key) not in captures:
                 yield name, hooks_id, key

@@ -1,4 +1,4 @@
-"""Compute a digest of a model, and run half-precision models with float32 weights.
+"""Run half-precision models with float32 weights.
 
 The outputs of a model's components add up to the residual stream, up to rounding. In half
 precision, the rounding error is as large as the output of a single head, so analyses that split the
@@ -9,7 +9,6 @@ original data. Afterwards, they get the original data back, so views and tied we
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from functools import wraps
 from threading import Lock
 from typing import Any, ParamSpec, TypeVar
@@ -18,63 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from attn_only_lens.engine.model_checks import modules_of
-from attn_only_lens.heads import has_neuron_heads, host_of
-from attn_only_lens.storage import tensor_digest
 
 HALF = (torch.float16, torch.bfloat16)
-_INCIDENTAL = frozenset(
-    {
-        "device",
-        "n_devices",
-        "seed",
-        "init_weights",
-        "init_mode",
-        "initializer_range",
-        "use_attn_in",
-        "use_attn_result",
-        "use_hook_mlp_in",
-        "use_split_qkv_input",
-        "tokenizer_name",
-    }
-)
-"""Configuration entries that affect where and how a model runs, not what it computes."""
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _lock = Lock()
 _inside: dict[int, tuple[int, ExitStack]] = {}  # id(model) -> (number of running analyses, undo)
-
-
-def fingerprint(model: Any) -> str:
-    """Return a SHA-256 digest of a model's parameters, configuration and gates.
-
-    Buffers are left out, because they hold masks and position tables, which the configuration
-    determines.
-    """
-    return tensor_digest(model.named_parameters(), _description(model))
-
-
-def _description(model: Any) -> dict[str, Any]:
-    """Describe a model's configuration, gates, constants (such as ε) and sizes as JSON data."""
-    plain = {
-        key: value if isinstance(value, bool | int | float | list) else str(value)
-        for key, value in vars(model.cfg).items()
-        if key not in _INCIDENTAL
-        and not key.startswith("_")
-        and isinstance(value, bool | int | float | str | list | torch.dtype)
-    }
-    described: dict[str, Any] = {
-        "config": plain,
-        "gates": host_of(model).gates() if has_neuron_heads(model) else [],
-        "constants": {
-            f"{path}.{name}": repr(value)
-            for path, module in modules_of(model)
-            for name, value in sorted(vars(module).items())
-            if isinstance(value, float) and not name.startswith("_")
-        },
-    }
-    if not getattr(model.cfg, "has_stock_sizes", True):  # cfg does not hold the layers' sizes
-        described["layers"] = [asdict(layer_size) for layer_size in model.cfg.layer_sizes]
-    return described
 
 
 def in_float32(analysis: Callable[_P, _R]) -> Callable[_P, _R]:

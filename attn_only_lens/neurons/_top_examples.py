@@ -20,7 +20,7 @@ from attn_only_lens.arguments import is_count, option_reasons
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, as_metric, no_gradient_reasons, one_run_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
-from attn_only_lens.engine.model_weights import fingerprint
+from attn_only_lens.engine.model_state import fingerprint
 from attn_only_lens.engine.sites import (
     ALL_MEMBERS,
     LayerSites,

@@ -16,7 +16,7 @@ from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.interventions import ABLATIONS, DIRECTIONS
 from attn_only_lens.engine.metrics import AnyMetric, Metric, as_metric
 from attn_only_lens.engine.model_checks import reasons_not_to_run
-from attn_only_lens.engine.model_weights import fingerprint
+from attn_only_lens.engine.model_state import fingerprint
 from attn_only_lens.engine.positions import Positions, warn_of_unlike_tokens
 from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair, single_prompts
 from attn_only_lens.engine.recording import RunPair, record_pair

@@ -21,7 +21,8 @@ from torch.nn.modules.module import (
 
 from attn_only_lens.errors import CheckpointError
 
-_TOO_LARGE = re.compile(r"(?<![\w.])\d{19,}(?![\w.])")  # 2^63 has 19 digits
+_LARGEST = 2**63 - 1
+"""The largest whole number that torch can hold."""
 _NAMES = {"int_type": "int", "int_from_float": "int", "string_type": "str", "list_type": "list"}
 _NAMES |= {"dict_type": "dict", "bool_type": "bool", "float_type": "float", "none_required": "None"}
 # Patterns of configuration names in TransformerLens and transformers, with valid ranges.
@@ -77,7 +78,7 @@ def _mismatches(value: Any, expected: Any, name: str) -> Iterator[str]:
         return
     try:
         text = json.dumps(value, allow_nan=False)
-        if _TOO_LARGE.search(text):
+        if _has_too_large(value):
             raise ValueError("a whole number is too large for torch")
         _adapter(expected).validate_json(text, strict=True)
     except pydantic.ValidationError as error:
@@ -92,6 +93,15 @@ def _mismatches(value: Any, expected: Any, name: str) -> Iterator[str]:
                 yield f"{name}{path}: got {reprlib.repr(problem['input'])}; expected {kind}"
     except ValueError as error:
         yield f"{name}: got {reprlib.repr(value)}; {error}"
+
+
+def _has_too_large(value: Any) -> bool:
+    """Return whether a JSON value contains a whole number that torch cannot hold."""
+    if isinstance(value, Mapping):
+        return any(map(_has_too_large, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_too_large, value))
+    return isinstance(value, int) and not -_LARGEST - 1 <= value <= _LARGEST
 
 
 @lru_cache

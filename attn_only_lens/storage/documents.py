@@ -60,9 +60,15 @@ class Document:
         whole = {"format": self.format, "format_version": self.version, **body}
         try:
             whole = json.loads(json.dumps(whole, allow_nan=False))
-            return json.dumps(whole | {"sha256": _seal(whole)}, indent=indent) + "\n"
+            whole["sha256"] = _seal(whole)
+            text = json.dumps(whole, indent=indent) + "\n"
+            text.encode()
+            wrong = self._wrong(_parse(text, Path(self.format)))
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"this cannot be written as JSON: {error}") from error
+        if wrong:
+            raise CheckpointError(f"this cannot be written as {self.format}: {wrong}")
+        return text
 
     def write(self, path: AnyPath, **body: Any) -> None:
         """Write the document to a file, completely or not at all."""
@@ -96,10 +102,14 @@ class Document:
             unchanged = False
         if not unchanged:
             raise CheckpointError(f"{path} was changed after it was written: write the file again")
-        if wrong := list(type_mismatches(whole, self.fields, "")):
-            reasons = "; ".join(reason.lstrip(".") for reason in wrong[:_SHOWN])
-            raise CheckpointError(f"{path} cannot be used: {reasons}")
+        if wrong := self._wrong(whole):
+            raise CheckpointError(f"{path} cannot be used: {wrong}")
         return dict(whole)
+
+    def _wrong(self, whole: Any) -> str:
+        """Return the reasons why a document's fields have wrong types, or an empty string."""
+        wrong = list(type_mismatches(whole, self.fields, ""))
+        return "; ".join(reason.lstrip(".") for reason in wrong[:_SHOWN])
 
 
 def _seal(whole: Mapping[str, Any]) -> str:

@@ -11,14 +11,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 import torch
 from bridges import boot, exposed_copy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from random_sweeps import sweep, values
 from sealed_files import digest_again, flips, mutated, rewrite
 from tiny_tokenizer import tiny_tokenizer
+from typing_extensions import TypedDict
 
 from analyses.tools.growth_training import Training
 from attn_only_lens import AttnOnlyLensError, load, pretrained, save
@@ -33,9 +37,72 @@ from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.storage import atomic, atomic_folder, atomic_write
 from attn_only_lens.storage.chunks import ChunkStore
+from attn_only_lens.storage.documents import Document
 from attn_only_lens.viz import write_html
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
+
+
+# Documents
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(st.characters(), max_size=9)
+    | st.text("0123456789", min_size=17, max_size=23),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(), values, max_size=3),
+    max_leaves=7,
+)
+
+
+class _Anything(TypedDict):
+    value: Any
+
+
+DOCUMENT = Document("attn_only_lens.Anything", 1, _Anything)
+FORMATS = [
+    (Document("attn_only_lens.Text", 1, TypedDict("T", {"value": str})), st.text()),
+    (Document("attn_only_lens.Number", 1, TypedDict("N", {"value": int})), st.integers()),
+    (Document("attn_only_lens.Table", 1, TypedDict("D", {"value": dict[str, Any]})), JSON),
+    (DOCUMENT, JSON),
+]
+
+
+@pytest.mark.parametrize(("document", "values"), FORMATS, ids=["text", "number", "table", "all"])
+def test_whatever_is_written_can_be_read(document, values, tmp_path):
+    path = tmp_path / "document.json"
+    written = []
+
+    @given(values)
+    @settings(deadline=None, max_examples=200)
+    def check(value):
+        path.unlink(missing_ok=True)
+        try:
+            document.write(path, value=value)
+        except CheckpointError:
+            assert not path.exists()
+            return
+        assert document.read(path)["value"] == value
+        written.append(value)
+
+    check()
+    assert written
+
+
+@pytest.mark.parametrize("value", ["123456789012345678901234567890", 2**63 - 1, -(2**63)])
+def test_digits_in_texts_are_not_numbers(value, tmp_path):
+    body = {"settings": {"model": [value], "digits": {str(value): value}}}
+    ChunkStore(tmp_path, body["settings"])
+    assert ChunkStore.settings_of(tmp_path) == body["settings"]
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, {"a": [2**64]}])
+def test_numbers_that_no_reader_takes_are_not_written(value, tmp_path):
+    with pytest.raises(CheckpointError, match="whole number is too large for torch"):
+        ChunkStore(tmp_path / "new", {"value": value})
+    assert not list(tmp_path.glob("new/*"))
 
 
 # A process that ends while it writes

@@ -24,7 +24,7 @@ from attn_only_lens.devices import normal_numbers, read_all
 from attn_only_lens.engine.metrics import BoundMetric
 from attn_only_lens.engine.model_checks import modules_of
 from attn_only_lens.engine.passed_tests import PassedTests, passed_tests
-from attn_only_lens.engine.recording import Hooks, Recording
+from attn_only_lens.engine.recording import Hooks, Recording, record_streams
 from attn_only_lens.engine.replay.faster import FusedActivations, only_where_read
 from attn_only_lens.errors import AttnOnlyLensError, UnsupportedModelError
 from attn_only_lens.heads import host_of, logit_tolerance
@@ -177,6 +177,8 @@ class Replay(ABC):
         modules = [module for _, module in modules_of(self.model)]
         self._fused = FusedActivations(modules, self.recording.streams[0].dtype)
         self._adds: dict[int, bool] = {}
+        self._past: Any = None  # the recorded keys and values; None if runs start at position 0
+        self._tested: dict[int, int] = {}  # for each position, the first block that can start there
         shapes = [[p.shape for p in block.parameters()] for block in self.model.blocks]
         self._parameters = [sum(x.numel() for x in block if len(x) > 1) for block in shapes]
         self._widest = max(max(shape) for block in shapes for shape in block)
@@ -230,9 +232,33 @@ class Replay(ABC):
         """The replay for tests: `other` if it is not None, otherwise this replay."""
         return self.other or self  # a reference to itself would delay garbage collection
 
-    @abstractmethod
     def can_start_at(self, block: int, position: int) -> bool:
-        """Return whether `block` and later blocks can run without positions before `position`."""
+        """Test whether `block` and later blocks can run without positions before `position`.
+
+        After one failed test, all variants start at position 0.
+        """
+        if not position:
+            return True
+        if self.precise is not self:
+            with full_precision():
+                return self.precise.can_start_at(block, position)
+        if self._past is None:
+            return False
+        if self._is_untested(block, position):
+            earlier = [p for p, b in self._tested.items() if p < position and b <= block]
+            self._tested[position] = block
+            if self._test_start(block, position, max(earlier, default=0)):
+                self.tested.add(("start", block, position), self.recording)
+            else:
+                self._past = None
+        return self._past is not None
+
+    def _is_untested(self, block: int, position: int) -> bool:
+        """Return whether a start at this block and position has not been tested yet."""
+        return block < self._tested.get(position, self.n_blocks + 1) and not any(
+            self.tested.covers(("start", earlier, position), self.recording)
+            for earlier in range(block + 1)
+        )
 
     @property
     @abstractmethod
@@ -282,9 +308,13 @@ class Replay(ABC):
         return flops / self.flops_of_forward
 
     def flops_per_run(self, block: int, position: int) -> float:
-        """Return the fixed cost, in flops, of calling `block` and each later block."""
+        """Return the fixed cost of a run, and of the test of its start if that has not run yet."""
         on_cpu = self.recording.tokens.device.type == "cpu"
-        return (self.n_blocks - block) * (self.call_flops_on_cpu if on_cpu else _CALL_FLOPS)
+        flops = (self.n_blocks - block) * (self.call_flops_on_cpu if on_cpu else _CALL_FLOPS)
+        if not position or not self._is_untested(block, position):
+            return flops
+        tokens = self.batch * 2 * (self.n_pos - position)
+        return 3 * flops + tokens * self.flops_per_token(block)
 
     @property
     def numbers_per_token(self) -> int:
@@ -355,15 +385,12 @@ class Replay(ABC):
         blocks = [self.n_blocks]  # always test the unembedding of logits that the metric reads
         if not tests.covers(("replay", self.trims), run):
             blocks = sorted({0, self.n_blocks // 2, self.n_blocks})
-        for first in self.starts_to_check():
-            self.trims = self.trims and self._agrees(first, blocks)
-            if self.trims:
-                continue
-            self.joins = self.joins and self._agrees(first, blocks)
-            if self.joins:
-                continue
-            for block in blocks:
-                self._require_agreement(first, block)
+        # Later positions are tested before their first use (`can_start_at`).
+        self.trims = self.trims and self._agrees(0, blocks)
+        if not self.trims:
+            self.joins = self.joins and self._agrees(0, blocks)
+            for block in blocks if not self.joins else ():
+                self._require_agreement(0, block)
         if self.joins:
             tests.add(("replay", self.trims), run)
         if could_trim and not self.trims:
@@ -395,9 +422,42 @@ class Replay(ABC):
         error, size = stacked([difference, largest]).tolist()
         return error, logit_tolerance(self.host.neurons, whole.dtype) * size, size
 
-    def starts_to_check(self) -> set[int]:
-        """Return the start positions that `check` tests: the first and the last."""
-        return {0, self.start(0, self.n_pos)}
+    @torch.no_grad()
+    def _test_start(self, block: int, first: int, earlier: int) -> bool:
+        """Return whether runs that start at `first` and at `earlier` agree from `first` onwards."""
+        recorded, mask = self.recording.streams[block], self.recording.mask
+        noise = normal_numbers(recorded.shape)
+        noise[:, :first] = 0
+        stream = recorded + noise.to(recorded) * recorded.std()
+        whole, logits = self._streams_and_logits(Variants(block, earlier, stream[:, earlier:]))
+        later, again = list[Residual](), logits
+        with suppress_refusals():  # the model may be unable to run on cached keys and values
+            later, again = self._streams_and_logits(Variants(block, first, stream[:, first:]))
+        if not later:
+            return False
+        agree = [self._agree(again, logits, self.recording.logits.abs().max())]
+        for got, expected in zip(later, whole, strict=True):
+            expected = expected[:, first - earlier :]
+            # Use one scale per token: a token with large activations would hide errors in others.
+            scale = expected.abs().amax(-1, keepdim=True)
+            if mask is not None:  # patches do not change padding, and no token attends to it
+                padding = ~mask[:, first:, None].bool().to(scale.device)
+                scale = scale.masked_fill(padding, torch.inf)
+            agree.append(self._agree(got, expected, scale))
+        return bool(stacked(agree).all())
+
+    def _streams_and_logits(self, variants: Variants) -> tuple[list[Residual], Tensor]:
+        """Return the first block's input, the outputs of this and later blocks, and the logits."""
+        with record_streams(self.model) as (streams, _):
+            logits = self.joined_logits(Joined(variants))
+        # In a bridge, the blocks before the variants' first block pass the stream on.
+        return [variants.stream, *streams[variants.block - self.n_blocks :]], logits
+
+    def _agree(self, got: Tensor, expected: Tensor, scale: Tensor) -> Tensor:
+        if got.shape != expected.shape:
+            return torch.zeros((), dtype=torch.bool, device=expected.device)
+        allowed = logit_tolerance(self.host.neurons, expected.dtype) * scale
+        return ((got - expected).abs() <= allowed).all()
 
     def with_earlier_logits(
         self, logits: Float[Tensor, "row position column"], first: int

@@ -21,26 +21,21 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from attn_only_lens.axes import Residual
-from attn_only_lens.devices import normal_numbers
 from attn_only_lens.engine.recording import (
     StopForward,
     input_stream,
     output_stream,
-    record_streams,
     run,
 )
 from attn_only_lens.engine.replay.base import (
     Joined,
     Replay,
     Variants,
-    stacked,
     suppress_refusals,
 )
 from attn_only_lens.engine.replay.faster import at_columns
-from attn_only_lens.engine.replay.key_values import KeyValues, record_key_values
+from attn_only_lens.engine.replay.key_values import record_key_values
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads import logit_tolerance
-from attn_only_lens.precision import full_precision
 
 _FINE = (torch.float32, torch.float64)
 
@@ -52,85 +47,13 @@ class BridgeReplay(Replay):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._past: KeyValues | None = None
         if all(stream.dtype in _FINE for stream in self.recording.streams):
             self._past = record_key_values(self.model, self.recording)
-        self._tested: dict[int, int] = {}  # for each position, the first block that can start there
         self._few_columns: bool = (
             self.precise._few_columns
             if isinstance(self.precise, BridgeReplay) and self.precise is not self
             else self._can_unembed_columns()
         )
-
-    def can_start_at(self, block: int, position: int) -> bool:
-        """Test whether `block` and later blocks can run without positions before `position`.
-
-        After one failed test, all variants start at position 0.
-        """
-        if not position:
-            return True
-        if self.precise is not self:
-            with full_precision():
-                return self.precise.can_start_at(block, position)
-        if self._past is None:
-            return False
-        if self._is_untested(block, position):
-            earlier = [p for p, b in self._tested.items() if p < position and b <= block]
-            self._tested[position] = block
-            if self._test_start(block, position, max(earlier, default=0)):
-                self.tested.add(("start", block, position), self.recording)
-            else:
-                self._past = None
-        return self._past is not None
-
-    def _is_untested(self, block: int, position: int) -> bool:
-        """Return whether a start at this block and position has not been tested yet."""
-        return block < self._tested.get(position, self.n_blocks + 1) and not any(
-            self.tested.covers(("start", earlier, position), self.recording)
-            for earlier in range(block + 1)
-        )
-
-    def flops_per_run(self, block: int, position: int) -> float:
-        """Return the fixed cost of a run, and of the test of its start if that has not run yet."""
-        flops = super().flops_per_run(block, position)
-        if not position or not self._is_untested(block, position):
-            return flops
-        tokens = self.batch * 2 * (self.n_pos - position)
-        return 3 * flops + tokens * self.flops_per_token(block)
-
-    def starts_to_check(self) -> set[int]:
-        """Return only position 0, because later positions are tested before their first use."""
-        return {0}
-
-    @torch.no_grad()
-    def _test_start(self, block: int, first: int, earlier: int) -> bool:
-        """Return whether runs that start at `first` and at `earlier` agree from `first` onwards."""
-        recorded, mask = self.recording.streams[block], self.recording.mask
-        noise = normal_numbers(recorded.shape)
-        noise[:, :first] = 0
-        stream = recorded + noise.to(recorded) * recorded.std()
-        whole, logits = self._streams_and_logits(Variants(block, earlier, stream[:, earlier:]))
-        later, again = list[Residual](), logits
-        with suppress_refusals():  # the model may be unable to run on cached keys and values
-            later, again = self._streams_and_logits(Variants(block, first, stream[:, first:]))
-        if not later:
-            return False
-        agree = [self._agree(again, logits, self.recording.logits.abs().max())]
-        for got, expected in zip(later, whole, strict=True):
-            expected = expected[:, first - earlier :]
-            # Use one scale per token: a token with large activations would hide errors in others.
-            scale = expected.abs().amax(-1, keepdim=True)
-            if mask is not None:  # patches do not change padding, and no token attends to it
-                padding = ~mask[:, first:, None].bool().to(scale.device)
-                scale = scale.masked_fill(padding, torch.inf)
-            agree.append(self._agree(got, expected, scale))
-        return bool(stacked(agree).all())
-
-    def _streams_and_logits(self, variants: Variants) -> tuple[list[Residual], Tensor]:
-        """Return the first block's input, the outputs of this and later blocks, and the logits."""
-        with record_streams(self.model) as (streams, _):
-            logits = self.joined_logits(Joined(variants))
-        return [variants.stream, *streams[variants.block + 1 :]], logits
 
     def trimmed_modules(self) -> list[nn.Module]:
         """Return the last block's modules that can run on only the tokens that the metric reads."""
@@ -289,12 +212,6 @@ class BridgeReplay(Replay):
         columns = self._unembed_columns() if self._few_columns else nullcontext()
         with self.model.unembed.register_forward_pre_hook(pick), columns:
             yield
-
-    def _agree(self, got: Tensor, expected: Tensor, scale: Tensor) -> Tensor:
-        if got.shape != expected.shape:
-            return torch.zeros((), dtype=torch.bool, device=expected.device)
-        allowed = logit_tolerance(self.host.neurons, expected.dtype) * scale
-        return ((got - expected).abs() <= allowed).all()
 
 
 def _first_rows(n_rows: int, n: int, x: Any) -> Any:

@@ -24,12 +24,11 @@ class HookedReplay(Replay):
     def __post_init__(self) -> None:
         super().__post_init__()
         model, cfg = self.model, self.model.cfg
-        self._causal = cfg.attention_dir == "causal"
         # Shortformer models add position embeddings in every block. The model may also make a mask.
         tokens, mask = self.recording.tokens, self.recording.mask
         _, _, self._positions, self._mask = model.input_to_embed(tokens, attention_mask=mask)
-        self._past: dict[int, _Past] = {}
-        if self._causal:
+        if cfg.attention_dir == "causal":
+            self._past = dict[int, _Past]()
             for index, block in enumerate(model.blocks):
                 if isinstance(block, TransformerBlock):
                     recorder = _Recorder()
@@ -53,13 +52,9 @@ class HookedReplay(Replay):
     def cached_numbers_per_token(self) -> int:
         """The number of floats that one token's keys and values occupy while a block runs."""
         rotary = self.model.cfg.positional_embedding_type == "rotary"  # each run rotates keys
-        tensors = (tensor for past in self._past.values() for tensor in vars(past).values())
+        tensors = (tensor for past in (self._past or {}).values() for tensor in vars(past).values())
         width = max((tensor.shape[-1] for tensor in tensors), default=0)
         return (6 if rotary else 3) * max(self.host.n_heads) * width  # repeated for each head
-
-    def can_start_at(self, block: int, position: int) -> bool:
-        """Return whether the model is causal, so that blocks can run starting at any position."""
-        return self._causal
 
     def block_output(self, variants: Variants) -> Residual:
         """Return the output of the variants' first block, starting at position `first`."""

@@ -1,0 +1,401 @@
+"""Describe the state of a model: everything that its forward pass reads.
+
+    fingerprint(model)   a digest of the state, equal in other processes, folders and devices
+    snapshot(model)      a value that changes whenever the state changes, in this process
+
+Both walk through the same description. It contains the parameters, the buffers, every attribute of
+every module (also in lists, dictionaries, configurations and other objects), and the code of the
+forward pass. The code is every function that the forward pass mentions, by a global name or as a
+method, and the functions that these mention; code of Python, torch and numpy is known by its name.
+
+For a fingerprint, tensors are described by their entries and functions by their bytecode. For a
+snapshot, tensors are described by a weak reference and by torch's count of changes. Changes through
+`.data` are not counted, so a snapshot also contains the entries of vectors. A change through
+`.data` in a matrix changes a fingerprint but no snapshot.
+
+Dictionaries and sets have the same state in any order. `_NOT_STATE` lists what is left out.
+"""
+
+import functools
+import hashlib
+import sys
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Set
+from enum import Enum
+from typing import Any, Generic
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdRef
+from transformer_lens.hook_points import HookPoint
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from attn_only_lens.engine.model_checks import modules_of, state_of_hooks
+from attn_only_lens.heads.host import PassState
+
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))
+_NOT_STATE = frozenset(
+    (
+        # where the model is and where it comes from
+        *("device", "n_devices", "hf_device_map", "name_or_path", "_name_or_path", "model_name"),
+        *("_commit_hash", "transformers_version", "architectures", "tokenizer_name"),
+        # how weights are drawn, saved and distributed
+        *("seed", "init_weights", "init_mode", "initializer_range", "_is_hf_initialized"),
+        *("_no_split_modules", "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan", "_tp_size"),
+        # which hook points run; `state_of_hooks` describes hooks
+        *("use_attn_in", "use_attn_result", "use_hook_mlp_in", "use_split_qkv_input"),
+        *("fwd_hooks", "bwd_hooks", "ctx", "backward_scale", "hook_dict", "mod_dict"),
+        *("_hook_registry", "_hook_registry_initialized", "_hook_alias_registry", "_hook_cache"),
+        *("_property_alias_registry", "_block_alias_cache", "_capture_hook_handles"),
+        *("_capture_hooks_wired", "is_caching", "context_level", "_fired_hook_out"),
+        # what a forward pass leaves behind
+        *("_captured_pre_ln_residual", "_attn_scores", "_n_params_total", "max_seq_len_cached"),
+        *(
+            "_output_capturing_hooks_installed",
+            "_current_batch_size",
+            "_pattern",
+            "_conversion_state",
+            "_ALIAS_GENERATION",
+        ),
+        *("_ATTENTION_BRIDGE_REGISTRY", "_torchdynamo_wrapper_id"),
+        # texts: models read tokens
+        *("tokenizer", "_tokenizer", "processor", "dataset"),
+    )
+)
+"""Attributes and globals that do not affect what a model computes from tokens, in any object."""
+_NO_STATE_TYPES = (
+    *(PassState, RemovableHandle),  # exist only during a forward pass
+    *(torch.device, GenerationConfig, PreTrainedTokenizerBase),
+)
+_ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, range, slice, type(...)))
+_ATOMS |= {torch.dtype, torch.layout, torch.memory_format}
+_LIBRARIES = frozenset(
+    (
+        *(sys.stdlib_module_names - {"__main__"}),
+        *(
+            "torch",
+            "numpy",
+            "einops",
+            "jaxtyping",
+            "typing_extensions",
+            "packaging",
+        ),
+        *("accelerate", "safetensors", "huggingface_hub", "tqdm", "psutil"),
+    )
+)
+"""Packages whose objects are described by their class."""
+_OWN = __name__.split(".")[0]
+_NOT_FOLLOWED = _LIBRARIES | {_OWN}
+"""Packages whose functions are described without what they mention."""
+_ENTRIES = ("forward", "__call__", "__getattr__", "__getattribute__")
+
+
+def fingerprint(model: Any) -> str:
+    """Return a SHA-256 digest of a model's state."""
+    walk = _Walk(_entries, _bytecode, _name_of)
+    walk.model(model)
+    digest = hashlib.sha256()
+    for leaf in walk.leaves:
+        digest.update(f"{leaf!r}\n".encode())
+    return digest.hexdigest()
+
+
+def snapshot(model: Any) -> tuple[object, ...]:
+    """Return a description of a model's state that equals a later one if nothing has changed."""
+    vectors = list[Tensor]()
+
+    def of_tensor(tensor: Tensor) -> object:
+        if tensor.ndim <= 1:
+            vectors.append(tensor)
+        # Inference-mode tensors do not count changes, so they are always treated as changed.
+        version = object() if tensor.is_inference() else tensor._version
+        return _Reference(tensor), version, tensor.dtype, str(tensor.device)
+
+    walk = _Walk(of_tensor, lambda code: code, weakref.ref)
+    walk.leaves += state_of_hooks(model)
+    walk.model(model)
+    return (*walk.leaves, _contents(vectors))
+
+
+class _Walk:
+    """A walk through everything that a forward pass reads; `leaves` lists what it contains."""
+
+    def __init__(
+        self,
+        of_tensor: Callable[[Tensor], object],
+        of_code: Callable[[types.CodeType], object],
+        of_class: Callable[[type], object],
+    ) -> None:
+        self._of_tensor, self._of_code, self._of_class = of_tensor, of_code, of_class
+        self.leaves: list[object] = []
+        # Objects are described once, by id; keeping them keeps their ids unique.
+        self._seen: dict[int, tuple[int, object]] = {}
+        self._classes: dict[type, object] = {}
+        self._members: set[tuple[type, str]] = set()
+
+    def model(self, model: Any) -> None:
+        """Describe a model, its modules and the code of their forward passes."""
+        device = next(model.parameters()).device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            self.leaves.append(torch.get_autocast_dtype(device))
+        modules = list(modules_of(model))
+        for _, module in modules:
+            self._seen[id(module)] = len(self._seen), module
+        for path, module in modules:
+            self.leaves.append(path)
+            self._module(module)
+
+    def add(self, value: Any) -> None:
+        """Describe any value; describe an object only once."""
+        kind = type(value)
+        if kind in _ATOMS:
+            self.leaves.append(value)
+        elif (earlier := self._seen.get(id(value))) is not None:
+            self.leaves.append(earlier[0])
+        else:
+            self._seen[id(value)] = len(self._seen), value
+            _method_for(kind)(self, value)  # type: ignore[arg-type]  # classes are hashable
+
+    def _module(self, module: nn.Module) -> None:
+        attributes, kind = vars(module), type(module)
+        self.leaves.append(module.training)
+        self._class(kind)
+        if kind is HookPoint:  # more than half of all modules
+            self.add(attributes.get("hook_conversion"))
+            return
+        for tensors in (attributes["_parameters"], attributes["_buffers"]):
+            if tensors:
+                self._mapping(tensors)
+        self._values(attributes, _of_modules(tuple(attributes)))
+
+    def _values(self, values: Mapping[Any, Any], names: tuple[Any, ...]) -> None:
+        self.leaves.append(names)
+        for name in names:
+            value = values[name]
+            if type(value) in _ATOMS:  # most values; `add` does the same
+                self.leaves.append(value)
+            else:
+                self.add(value)
+
+    def _mapping(self, value: Mapping[Any, Any]) -> None:
+        # Some dictionaries of classes, such as those of activations, make a new object for each
+        # access; `dict.items` returns what they hold.
+        if type(value) is not dict:
+            value = dict(dict.items(value) if isinstance(value, dict) else value.items())
+        self._values(value, _of_objects(tuple(value)))
+
+    def _collection(self, value: Any) -> None:
+        self.leaves += (type(value).__name__, len(value))
+        for part in sorted(value, key=_order) if isinstance(value, Set) else value:
+            self.add(part)
+
+    def _tensor(self, value: Tensor) -> None:
+        self.leaves.append(self._of_tensor(value))
+        if vars(value):  # such as the state of quantised weights
+            self._mapping(vars(value))
+
+    def _array(self, value: np.ndarray | np.generic) -> None:
+        self.leaves.append((str(value.dtype), value.shape, value.tobytes()))
+
+    def _method(self, value: types.MethodType) -> None:
+        self.add(value.__func__)
+        self.add(value.__self__)
+
+    def _partial(self, value: functools.partial[Any]) -> None:
+        for part in (value.func, value.args, value.keywords):
+            self.add(part)
+
+    def _object(self, value: Any) -> None:
+        """Describe an object by its class and its attributes."""
+        kind = type(value)
+        self._class(kind)
+        if isinstance(value, types.BuiltinFunctionType | types.ModuleType):
+            self.leaves.append(value.__name__)
+        elif isinstance(value, torch.ScriptObject):  # packed weights
+            self.add(value.__getstate__())
+        elif _library(kind.__module__) not in _LIBRARIES:
+            slots = [x for base in kind.__mro__ for x in getattr(base, "__slots__", ())]
+            values = {name: getattr(value, name, None) for name in slots if name != "__weakref__"}
+            self._mapping(values | getattr(value, "__dict__", {}))
+
+    def _class(self, kind: type, names: tuple[str, ...] = _ENTRIES) -> None:
+        """Describe a class, and those of its members that have one of the given names."""
+        if (known := self._classes.get(kind)) is None:
+            known = self._classes[kind] = self._of_class(kind)
+        elif names is _ENTRIES:
+            names = ()
+        self.leaves.append(known)
+        for name in names:
+            if (kind, name) not in self._members:
+                self._members.add((kind, name))
+                self._member(kind, name)
+
+    def _member(self, kind: type, name: str) -> None:
+        for members in _members(kind):
+            if (member := members.get(name)) is None:
+                continue
+            if isinstance(member, property | functools.cached_property):
+                member = member.fget if isinstance(member, property) else member.func
+            elif isinstance(member, staticmethod | classmethod):
+                member = member.__func__
+            if isinstance(member, types.FunctionType):
+                self.leaves.append(name)
+                self._of_owner(member, kind)
+            elif type(member) in _ATOMS:
+                self.leaves += (name, member)
+
+    def _of_owner(self, function: types.FunctionType, owner: type) -> None:
+        """Describe a method, and the members of its class that it mentions."""
+        self.add(function)
+        if _library(function.__module__ or "") not in _NOT_FOLLOWED:
+            for name in _mentioned(function.__code__):
+                if (owner, name) not in self._members:
+                    self._members.add((owner, name))
+                    self._member(owner, name)
+
+    def _function(self, function: types.FunctionType) -> None:
+        """Describe a function, its defaults and closure, and what it mentions."""
+        self.leaves.append(function.__qualname__)
+        if _library(function.__module__ or "") == _OWN:  # type checkers may have wrapped it
+            return
+        code, namespace = function.__code__, function.__globals__
+        self.leaves.append(self._of_code(code))
+        self.add(function.__defaults__)
+        self.add(function.__kwdefaults__)
+        for cell in function.__closure__ or ():
+            self.add(_contents_of(cell))
+        if vars(function):  # such as what `functools.wraps` has wrapped
+            self._mapping(vars(function))
+        if _library(namespace.get("__name__", "")) not in _NOT_FOLLOWED:
+            for name in _mentioned(code):
+                if name in namespace and name not in _NOT_STATE:
+                    self._global(name, namespace[name], _mentioned(code))
+
+    def _global(self, name: str, value: Any, names: tuple[str, ...]) -> None:
+        """Describe what a global name stands for; `names` are names in the code that uses it."""
+        if isinstance(value, types.ModuleType):
+            for inner in names:
+                member = vars(value).get(inner)
+                if isinstance(member, types.FunctionType | types.BuiltinFunctionType):
+                    self.leaves.append(inner)
+                    self.add(member)
+                elif isinstance(member, types.ModuleType) and member is not value:
+                    self._global(inner, member, tuple(x for x in names if x != inner))
+        elif isinstance(value, type):
+            self.leaves.append(name)
+            library = _library(value.__module__) in _NOT_FOLLOWED
+            self._class(value, () if library else (*_ENTRIES, "__init__", *names))
+        elif isinstance(value, Mapping):  # tables of functions; others are caches and registries
+            functions = {k: v for k, v in value.items() if isinstance(v, types.FunctionType)}
+            if functions and all(type(key) is str for key in functions):
+                self.leaves.append(name)
+                self._mapping(functions)
+        elif not isinstance(value, Set) or all(type(x) in _ATOMS for x in value):
+            self.leaves.append(name)
+            self.add(value)
+
+
+_METHODS: tuple[tuple[Any, Callable[[_Walk, Any], None]], ...] = (
+    (nn.Module, _Walk._module),  # a module that is not registered as one
+    (Tensor, _Walk._tensor),
+    (np.ndarray | np.generic, _Walk._array),
+    (types.FunctionType, _Walk._function),
+    (type, _Walk._class),
+    (Enum, lambda walk, value: walk.leaves.append(str(value))),
+    (Mapping, _Walk._mapping),
+    (list | tuple | deque | Set, _Walk._collection),
+    (types.MethodType, _Walk._method),
+    (functools.partial, _Walk._partial),
+    (weakref.ref, lambda walk, value: walk.add(value())),
+)
+
+
+class _Reference(WeakIdRef):
+    """A weak reference that equals only other references to the same live object."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Reference) and super().__eq__(other)
+
+
+def _contents(tensors: list[Tensor]) -> bytes:
+    """Return the bytes of small tensors, such as biases and gains, to detect their changes."""
+    known = [x.detach().reshape(-1).view(torch.uint8) for x in tensors if not x.is_meta]
+    if not known:
+        return b""
+    # Read all tensors in one transfer, because each transfer from a GPU synchronises.
+    return torch.cat([x.to(known[0].device) for x in known]).cpu().numpy().tobytes()
+
+
+def _entries(tensor: Tensor) -> object:
+    """Return a digest of a tensor's entries, with its shape and dtype."""
+    kind = str(tensor.dtype), tuple(tensor.shape)
+    if tensor.is_meta:
+        return kind
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return *kind, hashlib.sha256(memoryview(flat)).hexdigest()  # type: ignore[arg-type]
+
+
+@functools.cache
+def _bytecode(code: types.CodeType) -> object:
+    """Describe compiled code without paths and line numbers."""
+    constants = [_bytecode(x) if isinstance(x, types.CodeType) else x for x in code.co_consts]
+    constants = [sorted(map(repr, x)) if isinstance(x, Set) else x for x in constants]
+    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+    return code.co_code, repr(constants), names, code.co_argcount, code.co_flags
+
+
+@functools.cache
+def _mentioned(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names of globals and attributes in compiled code and the code inside it."""
+    inner: Iterator[types.CodeType] = (x for x in code.co_consts if isinstance(x, types.CodeType))
+    names = [*code.co_names, *(name for x in inner for name in _mentioned(x))]
+    return tuple(dict.fromkeys(names))
+
+
+@functools.cache
+def _method_for(kind: type) -> Callable[[_Walk, Any], None]:
+    """Return the method that describes objects of a class."""
+    if issubclass(kind, _NO_STATE_TYPES):
+        return lambda walk, value: walk.leaves.append(kind.__name__)
+    return next((method for kinds, method in _METHODS if issubclass(kind, kinds)), _Walk._object)
+
+
+@functools.cache
+def _members(kind: type) -> tuple[Mapping[str, Any], ...]:
+    """Return live views of the members of a class and its bases."""
+    return tuple(vars(base) for base in kind.__mro__ if base not in (object, nn.Module, Generic))
+
+
+@functools.cache
+def _of_modules(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of a module's attributes that belong to its state."""
+    return tuple(name for name in _of_objects(names) if name not in _OF_ALL_MODULES)
+
+
+@functools.lru_cache(2**12)
+def _of_objects(names: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the names of an object's attributes that belong to its state, in a fixed order."""
+    return tuple(sorted((name for name in names if name not in _NOT_STATE), key=_order))
+
+
+def _contents_of(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the cell is empty
+        return None
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _library(module: str) -> str:
+    return module.split(".", 1)[0]
+
+
+def _order(key: Any) -> str:
+    return key if type(key) is str else f"{type(key).__name__} {key!r}"

@@ -1,0 +1,93 @@
+"""Tests that sweeps are right in models whose attention is not causal, whatever `cfg` says."""
+
+from types import MethodType
+
+import bridges
+import pytest
+import torch
+from common import mlp_hook, needs_hooked_transformer, tokens
+from torch import nn
+
+from attn_only_lens import convert, expose_neuron_heads
+from attn_only_lens import patching as p
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
+CLEAN, CORRUPTED = tokens(pos=7), tokens(1, pos=7)
+NEURON, POSITION = 5, 4
+
+
+def unmasked(self, scores, *args, **kwargs):
+    return scores
+
+
+def swept(model):
+    sites = [f"L0N{NEURON}"]
+    arguments = CLEAN, CORRUPTED, p.logit_diff(7, 8)
+    how = {"sites": sites, "positions": [POSITION], "progress": False}
+    return p.activation_patch(model, *arguments, **how).frame["value"].item()
+
+
+@torch.no_grad()
+def hooked(model, name):
+    """Return the patched value from a full forward pass with a plain hook."""
+    clean = model.run_with_cache(CLEAN)[1][name]
+
+    def edit(value, hook):
+        value[:, POSITION, NEURON] = clean[:, POSITION, NEURON]
+        return value
+
+    logits = model.run_with_hooks(CORRUPTED, fwd_hooks=[(name, edit)])[:, -1]
+    return (logits[:, 7] - logits[:, 8]).mean().item()
+
+
+@needs_hooked_transformer
+@pytest.mark.parametrize("when", ["before", "after a sweep"])
+@pytest.mark.parametrize("of", ["instances", "class"])
+@pytest.mark.parametrize("make", ["exposed", "converted"])
+def test_an_overridden_mask(make, of, when, monkeypatch):
+    from models import build
+
+    source = build("gelu")
+
+    def override():
+        for block in source.blocks if of == "instances" else source.blocks[:1]:
+            owner = block.attn if of == "instances" else type(block.attn)
+            method = MethodType(unmasked, block.attn) if of == "instances" else unmasked
+            monkeypatch.setattr(owner, "apply_causal_mask", method)
+
+    causal = hooked(source, mlp_hook("post", 0))
+    if when == "before" or make == "converted":
+        override()
+    model = convert(source) if make == "converted" else expose_neuron_heads(source).model
+    if when != "before":
+        swept(model)
+        override()
+    torch.testing.assert_close(model(CLEAN), source(CLEAN))
+    got = swept(model)
+    expected = hooked(source, mlp_hook("post", 0))
+    assert abs(expected - causal) > 1e-3
+    assert got == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("of", ["a method", "a function of a module"])
+def test_a_mask_that_changes_after_a_sweep(of, monkeypatch):
+    model = expose_neuron_heads(bridges.boot("llama")).model
+    name = mlp_hook("z", 0)
+    swept(model)
+    causal = hooked(model, name)
+    assert swept(model) == pytest.approx(causal, rel=1e-9)
+    attention = type(model.blocks[0].attn)
+    if of == "a method":
+        monkeypatch.setattr(
+            attention,
+            "_apply_reconstruct_attention_mask",
+            lambda self, attn_scores, *args, **kwargs: attn_scores,
+        )
+    else:
+        softmax = nn.functional.softmax
+        monkeypatch.setattr(
+            nn.functional, "softmax", lambda x, *a, **k: softmax(x.clamp(min=-5.0), *a, **k)
+        )
+    expected = hooked(model, name)
+    assert abs(expected - causal) > 1e-3
+    assert swept(model) == pytest.approx(expected, rel=1e-9)

@@ -1,0 +1,257 @@
+"""Tests that a model's state is everything that its forward pass reads, and nothing else."""
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+from types import MethodType
+
+import bridges
+import pytest
+import torch
+import transformers
+from common import HAS_HOOKED_TRANSFORMER, needs_hooked_transformer, tokens
+from drawn_transcoders import drawn
+from transformers.models.llama import modeling_llama
+
+from attn_only_lens import convert, expose_neuron_heads, load, neurons
+from attn_only_lens import patching as p
+from attn_only_lens.engine.model_state import fingerprint, snapshot
+from attn_only_lens.errors import InputError
+from attn_only_lens.transcoders import attach
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
+
+
+CLEAN, CORRUPTED = tokens(pos=5), tokens(1, pos=5)
+METRIC, QUIET = p.logit_diff(7, 8), {"progress": False}
+FEW = {"sites": ["L0N3", "L1H0"], **QUIET}
+
+
+def exposed(name):
+    return expose_neuron_heads(bridges.boot(name)).model
+
+
+def converted():
+    from models import build
+
+    return convert(build("llama"))
+
+
+def with_transcoders(activation):
+    model = bridges.boot("llama")
+    return attach(model, {1: drawn(model.cfg.d_model, activation=activation)}).model
+
+
+def rotary(model):
+    return model.original_model.model.rotary_emb
+
+
+def inner(model):
+    return model.original_model.model.layers[1].self_attn
+
+
+def hugging_face(option, value):
+    return lambda model: setattr(model.original_model.config, option, value)
+
+
+def function(x):
+    return x
+
+
+class Options:
+    """A plain object, as models keep their options in."""
+
+    def __init__(self):
+        self.scale = {"a": [1.0, 2.0]}
+
+
+def in_place(model):
+    rotary(model).inv_freq.data.mul_(1.5)
+
+
+LLAMA = {
+    "a weight": lambda model: next(model.parameters()).detach().mul_(1.5),
+    "a buffer in place": lambda model: rotary(model).inv_freq.mul_(1.5),
+    "a buffer through .data": in_place,
+    "rope_theta": lambda model: rotary(model).config.rope_parameters.update(rope_theta=77.0),
+    "rope_scaling": hugging_face("rope_parameters", {"rope_type": "linear", "factor": 2.0}),
+    "attention_scaling": lambda model: setattr(rotary(model), "attention_scaling", 2.0),
+    "sliding_window": lambda model: setattr(inner(model), "sliding_window", 3),
+    "an option": lambda model: setattr(model.cfg, "output_logits_soft_cap", 3.0),
+    "a whole number": lambda model: setattr(inner(model), "num_key_value_groups", 1),
+    "a text": lambda model: setattr(rotary(model), "rope_type", "dynamic"),
+    "a list": lambda model: setattr(inner(model), "shifts", [1, 2]),
+    "a tensor": lambda model: setattr(inner(model), "shift", torch.ones(2, 3)),
+    "a dtype": lambda model: setattr(inner(model), "accumulated_in", torch.float64),
+    "an array": lambda model: setattr(inner(model), "shift", torch.ones(2).numpy()),
+    "a function": lambda model: setattr(inner(model), "function", function),
+    "an object": lambda model: setattr(inner(model), "options", Options()),
+    "a module in a list": lambda model: setattr(inner(model), "more", [torch.nn.Linear(2, 3)]),
+    "the mode": lambda model: inner(model).train(),
+    "a forward pass": lambda model: setattr(
+        inner(model), "forward", MethodType(lambda self, *x: x, inner(model))
+    ),
+}
+OTHERS = {
+    "rotary_pct": (partial(exposed, "neox"), hugging_face("partial_rotary_factor", 1.0)),
+    "a window": (partial(exposed, "gemma2"), hugging_face("sliding_window", 3)),
+    "a threshold": (
+        partial(with_transcoders, "jumprelu"),
+        lambda model: model.blocks[1].mlp.threshold.data.add_(0.5),
+    ),
+    "k": (partial(with_transcoders, "topk"), lambda model: setattr(model.blocks[1].mlp, "k", 1)),
+}
+HOOKED = {
+    "rotary_sin": lambda model: model.blocks[2].attn.rotary_sin.mul_(1.5),
+    "rotary_base": lambda model: setattr(model.cfg, "rotary_base", 77),
+    "a window of a HookedTransformer": lambda model: setattr(model.cfg, "window_size", 3),
+    "a kind of attention": lambda model: setattr(model.blocks[2].attn, "attn_type", "local"),
+}
+CASES = {name: (partial(exposed, "llama"), change) for name, change in LLAMA.items()} | OTHERS
+if HAS_HOOKED_TRANSFORMER:
+    CASES |= {name: (converted, change) for name, change in HOOKED.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_change_is_noticed(case):
+    make, change = CASES[case]
+    model = make()
+    model(tokens())
+    before = fingerprint(model), snapshot(model)
+    model(tokens())
+    assert (fingerprint(model), snapshot(model)) == before  # a run changes nothing
+    assert fingerprint(make()) == before[0]  # an equal model has the same fingerprint
+    change(model)
+    assert fingerprint(model) != before[0]
+    assert snapshot(model) != before[1]
+
+
+MADE = [name for name in bridges.EVERY if name != "vit"]  # it reads pictures
+
+
+@pytest.mark.parametrize("name", [*MADE, *["converted"] * HAS_HOOKED_TRANSFORMER])
+def test_runs_change_nothing(name):
+    """A model that has run in every way has the same fingerprint as a new one."""
+
+    def make():
+        return converted() if name == "converted" else exposed(name)
+
+    model = make()
+    model.run_with_cache(CLEAN)
+    p.activation_patch(model, CLEAN, CORRUPTED, METRIC, **FEW)
+    p.attribution(model, CLEAN, CORRUPTED, METRIC, **FEW)
+    assert fingerprint(model) == fingerprint(make())
+
+
+def test_values_inside_values_are_noticed():
+    """A change inside an attribute is noticed; the order of a dictionary does not count."""
+    model = exposed("llama")
+    inner(model).options, inner(model).pair = Options(), ({"a": 1, "b": {3, 5}}, [[7]])
+    seen, known = {fingerprint(model)}, [snapshot(model)]
+
+    def add():
+        seen.add(fingerprint(model))
+        known.append(snapshot(model))
+        return len(seen), known[-1] != known[-2]
+
+    inner(model).options.scale["a"][1] = 3.0
+    assert add() == (2, True)
+    inner(model).pair[1][0].append(5)
+    assert add() == (3, True)
+    inner(model).pair[0]["b"].add(11)
+    assert add() == (4, True)
+    inner(model).pair[0]["a"] = inner(model).pair[0].pop("a")
+    assert add() == (4, False)
+
+
+def shifted(q, k, cos, sin, *args):
+    return q, k
+
+
+@pytest.mark.parametrize("of", ["a module", "a method of a class", "a table of functions"])
+def test_changed_code_is_noticed(of, monkeypatch):
+    """Functions that a forward pass mentions are part of the state, in their module or class."""
+    model = exposed("llama")
+    before = fingerprint(model), snapshot(model)
+    if of == "a module":
+        attention = sys.modules[type(model.blocks[0].attn).__module__]
+        name = "apply_rotary_pos_emb"
+        monkeypatch.setattr(modeling_llama, name, shifted)
+        assert hasattr(attention, "torch")
+    elif of == "a method of a class":
+        monkeypatch.setattr(type(model.blocks[0].attn), "_masked_softmax", shifted, raising=False)
+        monkeypatch.setattr(type(model.blocks[0].attn), "forward", shifted)
+    else:
+        eager = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+        monkeypatch.setitem(eager._global_mapping, "sdpa", shifted)
+    assert fingerprint(model) != before[0]
+    assert snapshot(model) != before[1]
+    monkeypatch.undo()
+    assert fingerprint(model) == before[0]
+
+
+IN_ANOTHER_PROCESS = """
+import sys
+from attn_only_lens import expose_neuron_heads, load
+from attn_only_lens.engine.model_state import fingerprint
+print(fingerprint(expose_neuron_heads(load(sys.argv[1])).model))
+"""
+
+
+def test_a_copied_folder_has_the_same_fingerprint(tmp_path):
+    """Neither the folder, the process nor the order of sets in this process matter."""
+    bridges.hf_folder(tmp_path / "here")
+    shutil.copytree(tmp_path / "here", tmp_path / "elsewhere")
+    expected = fingerprint(expose_neuron_heads(load(tmp_path / "here")).model)
+    for seed in "12":
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        command = [sys.executable, "-W", "ignore", "-c", IN_ANOTHER_PROCESS]
+        done = subprocess.run(
+            [*command, str(tmp_path / "elsewhere")], env=environment, capture_output=True, text=True
+        )
+        assert done.stdout.split()[-1:] == [expected], done.stderr
+
+
+RESUMED = {
+    "activation_patch": lambda model, folder: p.activation_patch(
+        model, CLEAN, CORRUPTED, METRIC, resume=folder, **FEW
+    ),
+    "attribution": lambda model, folder: p.attribution(
+        model, CLEAN, CORRUPTED, METRIC, resume=folder, **FEW
+    ),
+    "path_patch": lambda model, folder: p.path_patch(
+        *(model, CLEAN, CORRUPTED, METRIC),
+        senders=["L0N3"],
+        receivers=["L1H0"],
+        resume=folder,
+        **QUIET,
+    ),
+    "gate_and_value": lambda model, folder: p.gate_and_value(
+        model, CLEAN, CORRUPTED, METRIC, resume=folder, **FEW | {"sites": ["L0N3"]}
+    ),
+    "top_examples": lambda model, folder: neurons.top_examples(
+        model, ["L1N3"], CLEAN.tolist(), 2, resume=folder, **QUIET
+    ),
+}
+
+
+def rows(result):
+    return getattr(result, "frame", result)
+
+
+@pytest.mark.parametrize("use", RESUMED)
+@pytest.mark.parametrize(
+    "kind", ["bridge", pytest.param("converted", marks=needs_hooked_transformer)]
+)
+def test_another_models_results_are_not_resumed(use, kind, tmp_path):
+    model = exposed("llama") if kind == "bridge" else converted()
+    first = RESUMED[use](model, tmp_path)
+    again = exposed("llama") if kind == "bridge" else converted()
+    assert rows(RESUMED[use](again, tmp_path)).equals(rows(first))
+    changes = LLAMA if kind == "bridge" else HOOKED
+    changes["a buffer in place" if kind == "bridge" else "rotary_sin"](again)
+    with pytest.raises(InputError, match="model: got"):
+        RESUMED[use](again, tmp_path)
+    assert not rows(RESUMED[use](again, tmp_path / "other")).equals(rows(first))
