@@ -11,7 +11,7 @@ from typing import Any
 from attn_only_lens.errors import InputWarning
 
 _SHOWN = 3  # the maximum number of cases in a warning
-_INTERNAL = ("attn_only_lens", "contextlib", "torch")
+_INTERNAL = ("attn_only_lens", "contextlib", "torch", "transformer_lens")
 _warned: ContextVar[set[Hashable] | None] = ContextVar("warned", default=None)
 _REPR = Repr()
 _REPR.maxstring = 60

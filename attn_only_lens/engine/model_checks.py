@@ -7,8 +7,9 @@ recognised by the package that defines the hook.
 """
 
 import re
-from collections import deque
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from attn_only_lens.heads import has_neuron_heads, host_of
 
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LIBRARIES = ("accelerate", "transformers")
+_CACHE_CHECK = "attn_only_lens.engine.cached_generation"  # the module of a hook that edits nothing
 _PLACEHOLDERS = "transformer_lens.model_bridge.component_setup"
 _EVERYWHERE = "every module, by torch.nn.modules.module.register_module_forward_hook or similar"
 _WITH_WEIGHTS = re.compile(r"(blocks\.\d+\.(attn|mlp)|(pos_|un)?embed)\b")
@@ -66,7 +68,7 @@ def find_hooks(model: Any) -> AttachedHooks:
             elif library == "transformer_lens":
                 if (hooks_id, key) not in captures:
                     on_model[shown] = None
-            elif library not in _LIBRARIES:
+            elif library not in _LIBRARIES and hook.__module__ != _CACHE_CHECK:
                 users[shown] = None
                 added.add("torch")
                 internal = library == "attn_only_lens" or isinstance(module, HookPoint)
@@ -189,6 +191,35 @@ def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 left.append((f"{name}.{key}" if name else key, child))
+
+
+@contextmanager
+def evaluation_without_hooks(modules: Iterable[object]) -> Iterator[None]:
+    """Context manager that puts modules in evaluation mode and turns off their hook points."""
+    roots = [(root, root.training) for root in modules if isinstance(root, nn.Module)]
+    modes = [(module, module.training) for root, _ in roots for module in root.modules()]
+    # Restore the original dictionaries later, because hook handles refer to them.
+    hooks = [
+        (point, name, getattr(point, name))
+        for point, _ in modes
+        if isinstance(point, HookPoint)
+        for name in _KINDS
+    ]
+    try:
+        for module, _ in modes:
+            module.training = False
+        for point, name, _ in hooks:
+            setattr(point, name, OrderedDict())
+        yield
+    finally:
+        for root, training in roots:
+            for module in root.modules():
+                if isinstance(module, HookPoint):  # including hooks that were added in this context
+                    module.training = training
+        for module, training in modes:
+            module.training = training
+        for point, name, registered in hooks:
+            setattr(point, name, registered)
 
 
 def is_placeholder(handle: Any) -> bool:

@@ -28,6 +28,7 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 from transformers import PretrainedConfig, PreTrainedModel
 
 from attn_only_lens.devices import keep_random_state, to_float64_device
+from attn_only_lens.engine.cached_generation import watch_cache
 from attn_only_lens.engine.model_checks import modules_of
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion import Axis, Weights
@@ -459,6 +460,7 @@ class HuggingFaceBridge(BridgeModel):
                 tokenizer=template.tokenizer,
                 model_name=template.cfg.model_name,
             )
+        watch_cache(bridge)
         return bridge
 
 

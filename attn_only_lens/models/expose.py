@@ -10,6 +10,7 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.devices import normal_numbers
+from attn_only_lens.engine.model_checks import evaluation_without_hooks
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.gates import Gating, GeneralizedSiLU
 from attn_only_lens.gates.gating import EXACT
@@ -31,7 +32,6 @@ from attn_only_lens.models.in_place import (
 from attn_only_lens.models.in_place.heads import FeatureHeads, UnknownMLPError
 from attn_only_lens.models.in_place.known_mlps import (
     KnownMLP,
-    evaluation_without_hooks,
     known_mlps,
     non_finite_weights,
     run_mlp,

@@ -27,6 +27,7 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from attn_only_lens.arguments import with_article
+from attn_only_lens.engine.cached_generation import watch_cache
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.source_folder import (
     CONFIG,
@@ -113,6 +114,7 @@ def _bridge(
     )
     if not has_bos:  # otherwise TransformerLens prepends EOS in place of BOS
         bridge.cfg.default_prepend_bos = False
+    watch_cache(bridge)
     return bridge
 
 

@@ -64,7 +64,7 @@ def state(model):
     return modules, list(model.hook_dict.items()), registry, names, hooks
 
 
-@pytest.mark.parametrize(("make", "name", "reads", "after_norm"), cases())
+@pytest.mark.parametrize(("make", "name", "reads", "after_norm"), list(cases()))
 def test_errors_make_up_for_what_features_miss(make, name, reads, after_norm):
     model, prompt = make(name), tokens()
     before, untouched = writes(model, prompt), state(model)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
+from attn_only_lens.engine.cached_generation import RecordedCache
 from attn_only_lens.engine.recording import Recording, keys_and_values, run_blocks
 from attn_only_lens.engine.replay.base import suppress_refusals
 
@@ -24,9 +25,9 @@ class KeyValues:
 
     layers: tuple[tuple[_Heads, _Heads], ...]
 
-    def before(self, first: int) -> Cache:
+    def before(self, first: int) -> RecordedCache:
         """Return a cache that holds the positions before `first`, for any number of variants."""
-        return Cache(
+        return RecordedCache(
             layers=[
                 _Prefix(keys[..., :first, :], values[..., :first, :])
                 for keys, values in self.layers
@@ -41,7 +42,8 @@ def record_key_values(model: Any, recording: Recording) -> KeyValues | None:
     """
     if recording.key_values:
         return KeyValues(recording.key_values)
-    cache = DynamicCache()  # without a configuration, the cache keeps all positions
+    # Without a configuration, the cache keeps all positions.
+    cache = RecordedCache(layer_class_to_replicate=DynamicLayer)
     layers: tuple[tuple[_Heads, _Heads], ...] = ()
     with suppress_refusals():  # the model may not accept a cache
         run_blocks(model, recording.tokens, recording.mask, past_key_values=cache)

@@ -31,6 +31,7 @@ from typing_extensions import TypedDict
 
 from attn_only_lens.arguments import with_article
 from attn_only_lens.devices import keep_random_state
+from attn_only_lens.engine.cached_generation import watch_cache
 from attn_only_lens.engine.model_checks import find_hooks
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.checkpoint.hooked import MISFIT, expose_again
@@ -122,6 +123,7 @@ def read_bridge(folder: Path, manifest: dict[str, Any]) -> TransformerBridge:
             with limit_size(tensors):
                 arguments = _from_config(folder, manifest, dtype, tensors)
                 model = build_bridge_from_module(**arguments, dtype=dtype, model_name=name)
+                watch_cache(model)
                 process_as_saved(model, manifest)
             _fill(_named(model), tensors)
             model.tokenizer = read_tokenizer(folder) if has_tokenizer else None

@@ -19,6 +19,7 @@ from transformer_lens.model_bridge.generalized_components import (
 )
 
 from attn_only_lens.axes import Residual
+from attn_only_lens.engine.cached_generation import watch_cache
 from attn_only_lens.engine.tokens import length_dependent_ropes
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.heads.feature_mlp import FeatureMLP
@@ -235,6 +236,8 @@ def show(model: Any, heads: list[InPlace]) -> None:
         layer.mlp.__class__ = _EXPOSED.get(type(layer.mlp), type(layer.mlp))
     model.__class__ = _EXPOSED[type(model)]
     vars(model)["_neuron_heads"] = heads
+    if isinstance(model, TransformerBridge):
+        vars(model)["_cache_watch"] = watch_cache(model)
     model._list_hook_points(heads)
 
 
@@ -248,6 +251,8 @@ def hide(model: Any) -> None:
         model._unlist_hook_points(heads)
         model.__class__ = stock_class(model)
         del vars(model)["_neuron_heads"]
+        if watch := vars(model).pop("_cache_watch", None):
+            watch.remove()
 
 
 def require_no_transcoders(model: Any, problem: str) -> None:

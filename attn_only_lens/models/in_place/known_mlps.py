@@ -11,9 +11,8 @@ the layer must run for the MLP's hook points to fire.
 """
 
 import math
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.arguments import a_type
 from attn_only_lens.devices import keep_random_state, normal_numbers, on_cpu, read_all
+from attn_only_lens.engine.model_checks import evaluation_without_hooks
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import GATES, Gate, GeneralizedSiLU
 from attn_only_lens.heads import host_of
@@ -163,38 +163,6 @@ def _run(module: nn.Module, x: Tensor) -> Any:
         raise
     except Exception as error:  # custom code may raise any exception
         raise UnknownMLPError(f"its MLP cannot be run separately: {error}") from error
-
-
-_REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-@contextmanager
-def evaluation_without_hooks(mlps: Iterable[object]) -> Iterator[None]:
-    """Context manager that puts MLPs in evaluation mode and turns their hooks off."""
-    roots = [(mlp, mlp.training) for mlp in mlps if isinstance(mlp, nn.Module)]
-    modes = [(module, module.training) for root, _ in roots for module in root.modules()]
-    # Restore the original dictionaries later, because hook handles refer to them.
-    hooks = [
-        (point, name, getattr(point, name))
-        for point, _ in modes
-        if isinstance(point, HookPoint)
-        for name in _REGISTRIES
-    ]
-    try:
-        for module, _ in modes:
-            module.training = False
-        for point, name, _ in hooks:
-            setattr(point, name, OrderedDict())
-        yield
-    finally:
-        for root, training in roots:
-            for module in root.modules():
-                if isinstance(module, HookPoint):  # including hooks that were added in this context
-                    module.training = training
-        for module, training in modes:
-            module.training = training
-        for point, name, registered in hooks:
-            setattr(point, name, registered)
 
 
 def _activations(mlp: Any, points: MLPHookPoints) -> Tensor:
