@@ -7,8 +7,12 @@
 #             make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 #         An interpreter that already imports torch (your CUDA build, say) keeps it untouched.
 # WORKERS pytest processes
+#
+# The versions of all other packages are those in requirements/, which `make lock` writes.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# With transformers 5.24, TransformerLens 4.3 ignores caches: generation goes on without, with a warning.
+HELD := transformers<5.24
 WORKERS ?= 2
 
 BIN := .venv/bin
@@ -46,7 +50,7 @@ export PIP_NO_INPUT = 1
 
 .PHONY: help demo test lint types contracts docs browser pytest pytest4 portable notebooks pictures support \
 	wheel bench conformance smollm2 clean \
-	pure dist nightly paper hub
+	pure dist lock nightly newest newest4 development paper hub
 .DEFAULT_GOAL := help
 
 help: ## what there is to make
@@ -92,7 +96,7 @@ notebooks: .venv4/ready browser ## execute the notebooks and store their outputs
 # Not part of `make test`: it installs everything twice. PYTHON says with which version of Python.
 wheel: ## install the wheel into empty environments, run the README's examples outside the repository
 	rm -rf out/wheel
-	$(PYTHON) -m pip wheel -q --no-deps -w out/wheel .
+	$(call LOCKED,hooked) $(PYTHON) -m pip wheel -q --no-deps -w out/wheel .
 	$(MAKE) out/wheel/hooked/ready out/wheel/bridge/ready
 	cd $$(mktemp -d) && $(IN_WHEEL)/hooked/bin/attn-only-lens demo --out demo
 	cd $$(mktemp -d) && $(IN_WHEEL)/hooked/bin/python -I $(addprefix $(CURDIR)/,$(EXAMPLES))
@@ -128,10 +132,31 @@ dist: .venv/ready ## what a release uploads, into dist/, checked (TAG=v1.2.3 mus
 	@test -z "$(TAG)" || test -e dist/attn_only_lens-$(TAG:v%=%).tar.gz \
 		|| { echo "the tag is $(TAG), but dist/ has $$(ls dist)"; exit 1; }
 
-nightly: .venv4/ready ## tests with TransformerLens' development branch
-	.venv4/bin/python -m pip install -q --upgrade \
+# Constraints for Python 3.10 and later on every system, by markers. They leave out torch and what
+# CUDA builds of it bring: TORCH chooses it.
+lock: ## write the versions of today into requirements/ (but for torch)
+	$(PYTHON) -m venv out/lock
+	out/lock/bin/python -m pip install -q uv
+	mkdir -p requirements
+	printf '%s\n' '$(firstword $(TORCH))' '$(HELD)' > out/lock/held.txt
+	$(call LOCK,hooked,--extra docs)
+	$(call LOCK,bridge)
+
+# These environments have no lock: each run installs them anew.
+nightly: ## tests with the newest version of every package that the ranges allow; says which one broke
+	rm -rf out/newest
+	$(MAKE) -k newest newest4
+
+newest: out/newest/hooked/ready
+	PYTHONPATH=tests $(PYTEST) -p newest --lock requirements/hooked.txt
+
+newest4: out/newest/bridge/ready
+	PYTHONPATH=tests $(PYTEST) -p newest --lock requirements/bridge.txt $(addprefix --ignore=,$(OF_NO_VERSION))
+
+development: out/newest/bridge/ready ## the same with TransformerLens' development branch
+	$(<D)/bin/python -m pip install -q --upgrade \
 		"transformer-lens @ git+https://github.com/TransformerLensOrg/TransformerLens@main"
-	$(MAKE) pytest4
+	$(MAKE) newest4
 
 hub: .venv/ready ## the models of the package, as folders for the Hugging Face hub, into out/hub
 	$(BIN)/python -m analyses.tools.export_pretrained --out out/hub
@@ -149,21 +174,30 @@ clean: ## remove what make made
 	$(call ENVIRONMENT,$(PYTHON))
 	@touch $@
 
-.venv/ready: .venv/torch
-	$(call INSTALL,-e '.[dev$(comma)hooked$(comma)docs]')
+.venv/ready: .venv/torch requirements/hooked.txt
+	$(call INSTALL,-e '.[dev$(comma)hooked$(comma)docs]',hooked)
 
 # With the torch that .venv has by then: `make -j2` installs the rest into both at once.
-.venv4/ready: .venv/torch
+.venv4/ready: .venv/torch requirements/bridge.txt
 	$(call ENVIRONMENT,$(BIN)/python)
-	$(call INSTALL,-e '.[dev$(comma)bridge]')
+	$(call INSTALL,-e '.[dev$(comma)bridge]',bridge)
 
 out/smollm2/config.json: | .venv4/ready
 	.venv4/bin/python -m analyses.tools.fetch_smollm2 --out $(@D)
 
 out/wheel/%/ready:
 	$(call ENVIRONMENT,$(PYTHON))
-	$(call INSTALL,"$$(echo out/wheel/*.whl)[$*$(comma)viz]")
+	$(call INSTALL,"$$(echo out/wheel/*.whl)[$*$(comma)viz]",$*)
 	@$(@D)/bin/python -m pip check
+
+out/newest/%/ready: TORCH := torch
+out/newest/bridge/ready:
+	$(call ENVIRONMENT,$(PYTHON))
+	$(call INSTALL,-e '.[dev$(comma)bridge]')
+
+out/newest/hooked/ready: out/newest/bridge/ready
+	$(call ENVIRONMENT,$(<D)/bin/python)
+	$(call INSTALL,-e '.[dev$(comma)hooked$(comma)docs]')
 
 # ENVIRONMENT,PYTHON: that of this target, with the torch of an interpreter that has one
 define ENVIRONMENT
@@ -176,7 +210,20 @@ define ENVIRONMENT
 	@$(@D)/bin/python -c 'import torch' 2>/dev/null || $(@D)/bin/python -m pip install -q $(TORCH)
 endef
 
+# INSTALL,WHAT,LOCK: without a lock, the newest versions
 define INSTALL
-	$(@D)/bin/python -m pip install -q $(1)
+	$(if $(2),$(call LOCKED,$(2))) $(@D)/bin/python -m pip install -q $(1)
 	@touch $@
+endef
+
+# LOCKED,LOCK: pip installs these versions, also to build the wheel (older pip reads the first there)
+LOCKED = PIP_CONSTRAINT=requirements/$(1).txt PIP_BUILD_CONSTRAINT=requirements/$(1).txt
+
+# LOCK,EXTRA,MORE
+define LOCK
+	{ echo "# Written by make lock"; out/lock/bin/uv pip compile -q --universal --python-version 3.10 \
+		--no-header --no-annotate --no-progress -c out/lock/held.txt \
+		--extra dev --extra $(1) $(2) pyproject.toml \
+		| grep -vE '^(torch|triton|nvidia-[^=]*|cuda-[^=]*)=='; } > out/lock/$(1).txt
+	mv out/lock/$(1).txt requirements/$(1).txt
 endef

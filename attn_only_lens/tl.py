@@ -8,7 +8,6 @@ from here and need no version checks.
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor
@@ -17,6 +16,12 @@ from transformer_lens.conversion_utils.conversion_steps import BaseTensorConvers
 from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.versions import (
+    HAS_HOOKED_TRANSFORMER,
+    USE_INSTEAD,
+    VERSION,
+    require_hooked_transformer,
+)
 
 __all__ = [
     "HAS_HOOKED_TRANSFORMER",
@@ -40,16 +45,6 @@ __all__ = [
     "require_hooked_transformer",
 ]
 
-_VERSION = version("transformer-lens")
-_NEEDED = (
-    f"needs HookedTransformer, which transformer-lens {_VERSION} does not have: "
-    "pip install 'transformer-lens<4' for 3.9; or build a TransformerBridge, and use "
-    "attn_only_lens.expose_neuron_heads on the bridge"
-)
-HAS_HOOKED_TRANSFORMER = int(_VERSION.split(".")[0]) < 4
-USE_INSTEAD = "" if HAS_HOOKED_TRANSFORMER else f"; this {_NEEDED}"
-"""The end of an error message about a model that is not a HookedTransformer; empty under 3.9."""
-
 
 @contextmanager
 def quiet() -> Iterator[None]:
@@ -57,12 +52,6 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
         yield
-
-
-def require_hooked_transformer(what: str = "this") -> None:
-    """Raise an error under transformer-lens 4, which has no HookedTransformer."""
-    if not HAS_HOOKED_TRANSFORMER:
-        raise UnsupportedCallError(f"{what} {_NEEDED}")
 
 
 class _Unchanged(BaseTensorConversion):
@@ -126,7 +115,7 @@ if TYPE_CHECKING or HAS_HOOKED_TRANSFORMER:
     ) -> dict[str, Tensor]:
         """Raise an error: only transformer-lens 4 can convert state dicts for native bridges."""
         raise UnsupportedCallError(
-            f"this needs transformer-lens 4, but {_VERSION} is installed: use the HookedTransformer"
+            f"this needs transformer-lens 4, but {VERSION} is installed: use the HookedTransformer"
         )
 
 else:

@@ -44,18 +44,18 @@ def atlas(
     neuron's weights connect it most. For an attention head, the page also shows which tokens the
     head attends to. If there are more than 3,000 neurons and heads, each layer gets its own page.
     """
-    from attn_only_lens.engine.sites import Sites, all_heads, resolve_sites, without_wide
-    from attn_only_lens.neurons import corpus_statistics
-    from attn_only_lens.viz import write_html
-    from attn_only_lens.viz.neurons import MOST_NEURONS, index_of_layers, page_of_statistics
-
     require_folder(out)
     if layers is not None and names is not None:
         raise AttnOnlyLensError("got --layers and --names; expected one of them")
     if not texts.is_file():
         raise AttnOnlyLensError(f"--texts: there is no file {texts}")
-    loaded = model.with_neuron_heads()
     layer_numbers = None if layers is None else parse_numbers(layers, "--layers")
+    from attn_only_lens.engine.sites import Sites, all_heads, resolve_sites, without_wide
+    from attn_only_lens.neurons import corpus_statistics
+    from attn_only_lens.viz import write_html
+    from attn_only_lens.viz.neurons import MOST_NEURONS, index_of_layers, page_of_statistics
+
+    loaded = model.with_neuron_heads()
     sites: Sites = all_heads(layer_numbers) if names is None else parse_names(names)
     groups = resolve_sites(loaded, without_wide(sites))
     of_layers = defaultdict[int, list[str]](list)

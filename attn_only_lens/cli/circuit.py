@@ -77,9 +77,6 @@ def explain(
     and neuron of the circuit contributes to the difference between them. The page shows the circuit
     as a graph, with edges from each head and neuron to those that it affects.
     """
-    from attn_only_lens import circuits
-    from attn_only_lens.neurons import top_examples
-
     require_writable(out, (".html", ".json"), top)
     _require_json(save_circuit, out)
     if texts is not None and out.suffix == ".json":
@@ -87,6 +84,9 @@ def explain(
             f"got --texts for {out}; expected .html: only a page shows examples"
         )
     run = prompts.run(model, with_corrupted=True)
+    from attn_only_lens import circuits
+    from attn_only_lens.neurons import top_examples
+
     why = circuits.explain(
         *run,
         faithfulness=faithfulness,
@@ -139,13 +139,14 @@ def circuit(
     which heads and neurons contribute to the metric on the clean prompts. Edge weights are exact as
     long as attention patterns and the scales of the normalization layers are held fixed.
     """
+    require_writable(out, (".html", ".json"), top)
+    _require_json(save_circuit, out)
+    needs_both = save_circuit is not None
+    prompts.require_complete(with_corrupted=needs_both)
     from attn_only_lens import circuits
     from attn_only_lens.circuits.circuit import MISSING
     from attn_only_lens.viz import circuit_view, write_html
 
-    require_writable(out, (".html", ".json"), top)
-    _require_json(save_circuit, out)
-    needs_both = save_circuit is not None
     run = loaded, clean, corrupted, metric = prompts.run(model, with_corrupted=needs_both)
     minimal = None
     if corrupted is not None:
@@ -190,6 +191,7 @@ def evaluate(
     the circuit keeps little, some of its sites may matter on these prompts: the command patches
     each of its first --top sites alone, from the clean into the corrupted prompts.
     """
+    prompts.require_complete(with_corrupted=True)
     from attn_only_lens import circuits
     from attn_only_lens.patching import activation_patch
 

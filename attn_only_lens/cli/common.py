@@ -5,25 +5,58 @@ Commands import torch and pandas only when they run, so that --help is quick.
 
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import is_dataclass
 from inspect import Parameter, Signature, getdoc, signature
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TextIO, cast, get_args
 
 import typer
 from typer.core import TyperCommand
 from typer.models import OptionInfo
 
-from attn_only_lens.errors import AttnOnlyLensError, CheckpointError, InputWarning
+from attn_only_lens.errors import AttnOnlyLensError, InputWarning
 
 if TYPE_CHECKING:
     import pandas as pd
 
-app = typer.Typer(pretty_exceptions_enable=False)
+
+class _Output:
+    """A stream that discards what is written after its reader has ended, for example `| head`."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._until_closed(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._until_closed(self._stream.flush)
+
+    def _until_closed(self, act: Callable[..., object], *args: str) -> None:
+        try:
+            act(*args)
+        except BrokenPipeError:  # the command goes on, because it may have files to write
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
+class _App(typer.Typer):
+    """The application; it does not fail if the reader of its output ends first."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with redirect_stdout(cast(TextIO, _Output(sys.stdout))):
+            return super().__call__(*args, **kwargs)
+
+
+app = _App(pretty_exceptions_enable=False)
 
 Panel = Literal["Start here", "Find what matters", "Look at a model", "Make models, and compare"]
 PROMPTS, OUTPUT, MODEL = "Prompts and metric", "Output", "Model and device"
@@ -147,12 +180,10 @@ def _in_80_columns(example: str) -> str:
 
 def path(value: str | Path) -> Path:
     """Convert an option's value to a path; reject an empty value, which `Path` reads as "."."""
-    from attn_only_lens.storage.atomic import as_path
-
-    try:
-        return as_path(value)
-    except CheckpointError as error:
-        raise typer.BadParameter(str(error)) from error
+    if str(value) and "\0" not in str(value):
+        return Path(value)
+    here = ", '.' for the current folder" if not str(value) else ""
+    raise typer.BadParameter(f"got {value!r}; expected a path{here}")
 
 
 def sort_commands() -> None:
@@ -206,7 +237,6 @@ def clear_errors(
     The messages use the names of the command's options, as in `in_shell_words`.
     """
     from attn_only_lens.engine.input_warnings import warned_once
-    from attn_only_lens.tl import quiet
 
     show = warnings.showwarning
 
@@ -216,13 +246,13 @@ def clear_errors(
         else:
             show(message, category, *place)
 
-    with quiet(), warned_once():
+    with warnings.catch_warnings(), warned_once():
+        # As in `tl.quiet`, whose import takes seconds.
+        warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
         warnings.simplefilter("always", InputWarning)
-        warnings.showwarning = show_clearly  # type: ignore[assignment]  # `quiet` restores it
+        warnings.showwarning = show_clearly  # type: ignore[assignment]  # restored on exit
         try:
             yield
-        except BrokenPipeError:  # for example after `| head`; typer then exits without a message
-            raise
         except (AttnOnlyLensError, ImportError, OSError) as error:  # e.g., if the disk is full
             typer.echo(f"error: {in_shell_words(str(error), parameters, renamed)}", err=True)
             raise typer.Exit(2) from error

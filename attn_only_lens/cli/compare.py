@@ -85,6 +85,12 @@ def compare(
     ] = None,
 ) -> None:
     """Compare a model with a model that was grown from it; write tables and two HTML pages."""
+    require_folder(out)
+    _require_other_folder(out, [model, grown, null, provenance])
+    tokens, others = _read_prompts(prompts, "--prompts"), None
+    if corrupted_prompts is not None:
+        others = _read_prompts(corrupted_prompts, "--corrupted-prompts")
+    metric.require_answers()
     import torch
 
     from attn_only_lens import viz
@@ -94,11 +100,6 @@ def compare(
     from attn_only_lens.viz.page import import_extra
 
     import_extra("plotly")
-    require_folder(out)
-    _require_other_folder(out, [model, grown, null, provenance])
-    tokens, others = _read_prompts(prompts, "--prompts"), None
-    if corrupted_prompts is not None:
-        others = _read_prompts(corrupted_prompts, "--corrupted-prompts")
     measure = metric.build_metric(isinstance(tokens, torch.Tensor))
     became = read_provenance(provenance or grown)
     target_device = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -9,6 +9,7 @@ import typer
 from attn_only_lens.cli.common import PROMPTS, command, option, working
 from attn_only_lens.cli.options import Chat, ModelOptions, OutFolder, SourceOptions, load_model
 from attn_only_lens.errors import AttnOnlyLensError
+from attn_only_lens.versions import require_hooked_transformer
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -43,12 +44,6 @@ def convert(
 
     If MODEL is a folder that `convert` wrote, copy it. This command needs transformer-lens 3.9.
     """
-    from attn_only_lens.models import checkpoint
-    from attn_only_lens.models.convert import convert as convert_model
-    from attn_only_lens.models.gate_option import Bilinear, calibrate
-    from attn_only_lens.storage import open_folder
-    from attn_only_lens.tl import require_hooked_transformer
-
     require_hooked_transformer()
     is_set = [x is not None for x in (heads_per_neuron, tolerance, text, tokens_file)]
     if gate not in ("exact", "bilinear"):
@@ -57,6 +52,12 @@ def convert(
         raise AttnOnlyLensError(
             "--heads-per-neuron, --tolerance, --text and --tokens-file need --gate bilinear"
         )
+
+    from attn_only_lens.models import checkpoint
+    from attn_only_lens.models.convert import convert as convert_model
+    from attn_only_lens.models.gate_option import Bilinear, calibrate
+    from attn_only_lens.storage import open_folder
+
     name = model.model
     manifest = checkpoint.read_manifest(open_folder(name)) if checkpoint.is_saved(name) else {}
     layout = manifest.get("layout", "plain")
@@ -104,7 +105,7 @@ def verify(
             help="a folder that `convert` or `save` wrote; default: MODEL with exposed neuron-heads"
         ),
     ] = None,
-    text: Annotated[str | None, option("a text that both models run on", PROMPTS)] = None,
+    text: Annotated[str | None, option("a text to run on", PROMPTS)] = None,
     tokens_file: Annotated[
         Path | None, option("a safetensors file with `tokens`, integers [batch, pos]", PROMPTS)
     ] = None,
@@ -115,6 +116,7 @@ def verify(
     If CONVERTED is given, compare the logits of MODEL with those of CONVERTED. Otherwise, compare
     the logits of MODEL before and after attention heads replace its neurons.
     """
+    inputs = _read_input(text, tokens_file, chat, "MODEL" if converted is None else "both models")
     from transformer_lens.model_bridge import TransformerBridge
 
     from attn_only_lens.models import checkpoint
@@ -122,7 +124,6 @@ def verify(
     from attn_only_lens.models.verify import verify as verify_models
     from attn_only_lens.storage import open_folder
 
-    inputs = _read_input(text, tokens_file, chat)
     if converted is None:
         loaded = source = model.with_neuron_heads()
         if isinstance(source, AttentionOnlyTransformer):
@@ -153,9 +154,11 @@ def verify(
 _Input: TypeAlias = "str | Int[Tensor, 'batch pos']"
 
 
-def _read_input(text: str | None, tokens: Path | None, chat: bool = False) -> _Input:
+def _read_input(
+    text: str | None, tokens: Path | None, chat: bool = False, reader: str = "MODEL"
+) -> _Input:
     if (text is None) == (tokens is None):
-        raise AttnOnlyLensError("pass either --text or --tokens-file as the input for both models")
+        raise AttnOnlyLensError(f"pass either --text or --tokens-file, which {reader} will read")
     if text is not None:
         return text
     if chat:

@@ -21,10 +21,11 @@ def demo(
     out: Annotated[Path, option("output folder for the pages")] = Path("out"),
 ) -> None:
     """Find and draw a circuit in the small language model that ships with the package."""
+    require_folder(out)
+
     from attn_only_lens import circuits, expose_neuron_heads, patching, pretrained, verify, viz
     from attn_only_lens.neurons import neuron_statistics
 
-    require_folder(out)
     source = pretrained.small_english()
     model = expose_neuron_heads(source, copy=True).model
     same = "bitwise the same" if verify(source, model, CLEAN).bitwise else "NOT THE SAME"

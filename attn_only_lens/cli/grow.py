@@ -47,18 +47,18 @@ def grow(
     neuron-heads, and provenance.json, which says where each head and neuron of MODEL is in the
     grown model. To grow a converted model, grow the original model, then `convert` the grown model.
     """
-    from attn_only_lens.expansion import InsertLayer, compose
-    from attn_only_lens.growth import grow as grow_model
-    from attn_only_lens.heads.host import transcoder_reasons
-    from attn_only_lens.models.in_place import hide
-    from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
-
     name = model.model
     if Path(name).resolve() == out.resolve():
         raise AttnOnlyLensError(f"got {out} for both MODEL and OUT; expected different folders")
     if copy and insert is None:
         raise AttnOnlyLensError("--copy needs --insert, the positions of the new layers")
     depths = [] if insert is None else sorted(parse_numbers(insert, "--insert"))
+    from attn_only_lens.expansion import InsertLayer, compose
+    from attn_only_lens.growth import grow as grow_model
+    from attn_only_lens.heads.host import transcoder_reasons
+    from attn_only_lens.models.in_place import hide
+    from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
+
     loaded = model.load()
     if isinstance(loaded, AttentionOnlyTransformer):
         raise AttnOnlyLensError(

@@ -123,8 +123,17 @@ class MetricOptions:
 
     def build_metric(self, tokens: bool) -> "MetricOfLogits":
         """Build the metric; if `tokens` is True, the answers are token IDs, not strings."""
+        answers = self.require_answers()
+        if tokens:
+            answers = [list(map(_one_token, texts)) for texts in answers]
+        by_role = [texts if len(set(texts)) > 1 else texts[0] for texts in answers]
         from attn_only_lens import patching
 
+        built: MetricOfLogits = getattr(patching, self.metric)(*by_role)
+        return built
+
+    def require_answers(self) -> list[Any]:
+        """Return the answers; raise an error unless the metric takes these."""
         name = self.metric
         if name not in _METRICS:
             raise AttnOnlyLensError(f"got --metric {name}; expected one of {', '.join(_METRICS)}")
@@ -136,11 +145,7 @@ class MetricOptions:
             raise AttnOnlyLensError(
                 f"--metric {name} takes {wanted[n_answers]}; other metrics: {others}"
             )
-        if tokens:
-            answers = [list(map(_one_token, texts)) for texts in answers]
-        by_role = [texts if len(set(texts)) > 1 else texts[0] for texts in answers]
-        built: MetricOfLogits = getattr(patching, name)(*by_role)
-        return built
+        return answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,13 +174,7 @@ class PromptOptions(MetricOptions):
         self, options: ModelOptions, *, with_corrupted: bool = False
     ) -> tuple[Any, Any, Any, "MetricOfLogits"]:
         """Load the model; return it with the clean and the corrupted prompts, and the metric."""
-        texts = {name: getattr(self, name) for name in _COLUMNS if getattr(self, name)}
-        if self.pairs is not None:
-            if texts:
-                raise AttnOnlyLensError(f"got --pairs and --{next(iter(texts))}; expected only one")
-            texts = _read_pairs(self.pairs)
-        if missing := [name for name in _COLUMNS[: 1 + with_corrupted] if name not in texts]:
-            raise AttnOnlyLensError(f"expected --{' and --'.join(missing)}, or a file for --pairs")
+        texts = self.require_complete(with_corrupted)
         metric = replace(self, **texts).build_metric(self.token_ids)
         both = [
             parse_prompts(texts[name], f"--{name}", self.token_ids) if name in texts else None
@@ -184,6 +183,18 @@ class PromptOptions(MetricOptions):
         model = options.with_neuron_heads()
         clean, corrupted = (as_chat(model, prompts, self.chat) for prompts in both)
         return model, clean, corrupted, metric
+
+    def require_complete(self, with_corrupted: bool = False) -> dict[str, Any]:
+        """Return the texts by their column; raise an error if one is missing or an answer wrong."""
+        texts: dict[str, Any] = {x: getattr(self, x) for x in _COLUMNS if getattr(self, x)}
+        if self.pairs is not None:
+            if texts:
+                raise AttnOnlyLensError(f"got --pairs and --{next(iter(texts))}; expected only one")
+            texts = _read_pairs(self.pairs)
+        if missing := [name for name in _COLUMNS[: 1 + with_corrupted] if name not in texts]:
+            raise AttnOnlyLensError(f"expected --{' and --'.join(missing)}, or a file for --pairs")
+        replace(self, **texts).require_answers()
+        return texts
 
 
 def _read_pairs(path: Path) -> dict[str, list[str]]:
@@ -244,14 +255,14 @@ def parse_prompts(texts: list[str], option: str, tokens: bool) -> "Prompts":
     """Return the texts unchanged or, if `tokens` is True, parse them into a tensor of tokens."""
     if not tokens:
         return texts
-    import torch
-
     rows = [parse_numbers(text, option) for text in texts]
     if len({len(row) for row in rows}) > 1:
         raise AttnOnlyLensError(
             f"{option}: got prompts with {[len(row) for row in rows]} tokens; expected the same "
             "number in each prompt, because token prompts cannot be padded"
         )
+    import torch
+
     return torch.tensor(rows, device="cpu")
 
 

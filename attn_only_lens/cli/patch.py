@@ -83,14 +83,15 @@ def patch(
     On a large model, this takes a long time; `explain` finds the important heads and neurons in a
     few forward and backward passes.
     """
-    from attn_only_lens.patching import activation_patch
-    from attn_only_lens.patching.job import is_first
-
     require_writable(out, (".parquet", ".csv"), top)
-    selection = _parse_sites(sites or ("heads" if part == "k" else "all"), layers)
     numbers: Any = positions
     if positions not in ("each", "all"):
         numbers = parse_numbers(positions, "--positions", "each, all, or numbers, such as 3,-1")
+    prompts.require_complete()
+    from attn_only_lens.patching import activation_patch
+    from attn_only_lens.patching.job import is_first
+
+    selection = _parse_sites(sites or ("heads" if part == "k" else "all"), layers)
     run = prompts.run(model)
     options = {"part": part, "positions": numbers, "direction": direction, "batch_size": batch_size}
     if is_first():

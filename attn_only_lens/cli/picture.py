@@ -39,17 +39,26 @@ def picture(
     ] = "layer",
 ) -> None:
     """Draw a file from `patch` as a heatmap or a bar chart, or a file from `circuit` as a graph."""
+    require_writable(out, _PAGE)
+    if rows not in ("layer", "name"):
+        raise AttnOnlyLensError(f"got --rows {rows}; expected layer or name")
+    if source.suffix == ".json" and bars is not None:
+        raise AttnOnlyLensError(f"got --bars for {source}, which contains a graph; omit --bars")
     from attn_only_lens.circuits import from_json
     from attn_only_lens.patching import Sweep
     from attn_only_lens.viz import circuit_view, sweep_bars, sweep_heatmap, write_html
+    from attn_only_lens.viz.figures import MOST_ROWS
 
-    require_writable(out, _PAGE)
     if source.suffix == ".json":
-        if bars is not None:
-            raise AttnOnlyLensError(f"got --bars for {source}, which contains a graph; omit --bars")
         write_html(circuit_view(from_json(source)), out)
     else:
         sweep = Sweep.load(source)
+        n_names = sweep.frame["name"].nunique()
+        if bars is None and rows == "name" and n_names > MOST_ROWS:
+            raise AttnOnlyLensError(
+                f"got --rows name for {n_names:,} heads and neurons; expected at most {MOST_ROWS}: "
+                f"pass --rows layer, or --bars {MOST_ROWS} for the strongest"
+            )
         kind: Any = rows
         write_html(sweep_heatmap(sweep, kind) if bars is None else sweep_bars(sweep, k=bars), out)
     say_page(out)
@@ -74,15 +83,15 @@ def pattern(
     chat: Chat = False,
 ) -> None:
     """Draw the attention patterns of heads, and the activations of neurons, on one text."""
+    require_writable(out, _PAGE)
+    if (names is None) == (layer is None):
+        raise AttnOnlyLensError("pass either --names or --layer")
+    prompts = parse_prompts([prompt], "--prompt", token_ids)
     from attn_only_lens.engine.prompts import single_prompts
     from attn_only_lens.engine.sites import Sites
     from attn_only_lens.patching import heads
     from attn_only_lens.viz import attention_view, write_html
 
-    require_writable(out, _PAGE)
-    if (names is None) == (layer is None):
-        raise AttnOnlyLensError("pass either --names or --layer")
-    prompts = parse_prompts([prompt], "--prompt", token_ids)
     loaded = model.with_neuron_heads()
     ids = single_prompts(loaded, as_chat(loaded, prompts, chat)).clean
     sites: Sites = heads(layer) if names is None else parse_names(names)

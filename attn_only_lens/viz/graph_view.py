@@ -195,6 +195,12 @@ def _reasons(
     if (model is None) != (prompts is None):
         inputs = "prompts" if model is None else "a model"
         reasons.append(f"got {inputs} alone; expected both a model and prompts, or neither")
+    first = graph.heads["id"].iloc[:1].astype(str)
+    if prompts is not None and not first.str.fullmatch(r".*@\d+").all():
+        reasons.append(
+            f"got prompts for a graph over the roles {', '.join(graph.tokens[0])}, which are at "
+            "other positions in each prompt; call circuit_view(graph), without a model and prompts"
+        )
     if corrupted is not None and not graph.corrupted:
         reasons.append("got corrupted prompts for a graph of one run; expected corrupted=None")
     if corrupted is not None and prompts is None:

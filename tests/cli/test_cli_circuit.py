@@ -1,6 +1,5 @@
 """Tests of `attn-only-lens circuit`, `picture` and `pattern`: written files, output, errors."""
 
-import errno
 import os
 import re
 import shlex
@@ -80,19 +79,6 @@ def test_without_a_command_it_says_what_to_do_first(monkeypatch):
     verb, *arguments = shlex.split(shown)
     typer.main.get_command(app).commands[verb].make_context(verb, arguments)
     assert verb == "explain"
-
-
-def test_a_closed_pipe_is_no_error():
-    """`attn-only-lens explain … | head` ends without a message."""
-
-    @command("Look at a model")
-    def echo() -> None:
-        """Print to a pipe that its reader has closed."""
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-
-    alone = typer.Typer()
-    alone.registered_commands = [app.registered_commands.pop()]
-    assert CliRunner().invoke(alone, []).output == ""
 
 
 def test_an_explanation_and_its_page_with_examples(folder, tmp_path):
@@ -181,7 +167,7 @@ def test_tokens_and_a_saved_model(folder, tmp_path):
     assert graph.inflow()["metric"] == pytest.approx(graph.value, rel=1e-4)
 
 
-def test_sweeps_as_pictures(folder, tmp_path):
+def test_sweeps_as_pictures(folder, tmp_path, monkeypatch):
     sweep, out = tmp_path / "sweep.csv", tmp_path / "sweep.html"
     pair = ("--corrupted", CORRUPTED, "--sites", "L0H1,L1N5")
     assert run("patch", folder, *TEXTS, *pair, "--out", sweep).exit_code == 0
@@ -193,6 +179,9 @@ def test_sweeps_as_pictures(folder, tmp_path):
         result = run("picture", sweep, "--out", out, *more)
         assert result.exit_code == 0, result.output
         assert re.search(drawn, out.read_text("utf-8"))
+    monkeypatch.setattr("attn_only_lens.viz.figures.MOST_ROWS", 1)
+    result = run("picture", sweep, "--out", out, "--rows", "name")
+    assert "pass --rows layer, or --bars 1 for" in " ".join(result.output.split())
 
 
 def test_patterns(folder, expected, tmp_path):
@@ -280,7 +269,10 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         ((*circuit, "--corrupted", CORRUPTED, "--faithfulness", 2), "got --faithfulness 2"),
         (("picture", tmp_path / "no.json", "--out", page), "has format None"),
         (("picture", tmp_path / "no.csv", "--out", page), "no.csv"),
-        (("evaluate", folder, tmp_path / "no.parquet", *TEXTS), "picture` draws"),
+        (
+            ("evaluate", folder, tmp_path / "no.parquet", *TEXTS, "--corrupted", "a"),
+            "picture` draws",
+        ),
         (("picture", tmp_path / "no.json", "--out", page, "--bars", 3), "--bars for"),
         (("picture", tmp_path / "no.json", "--out", tmp_path / "p.png"), "ends in .html"),
         (

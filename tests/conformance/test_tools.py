@@ -30,14 +30,39 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # TransformerLens holds results in float32
 SWEEPS = [name for name in dir(patching) if name.startswith("get_act_patch_")]
 
 
-@pytest.mark.parametrize("name", SWEEPS)
+OF_BLOCKS = {"get_act_patch_resid_pre": "resid_pre", "get_act_patch_attn_out": "attn_out"}
+
+
+@pytest.mark.parametrize("name", OF_BLOCKS)
+@torch.no_grad()
+def test_sweeps_without_heads_run(name):
+    """A row for each block: even blocks patch the stream or attention, odd ones read MLPs."""
+    source = build("gelu")
+    converted = convert(source)
+    _, cache = converted.run_with_cache(CLEAN)
+    _, source_cache = source.run_with_cache(CLEAN)
+    got = getattr(patching, name)(converted, CORRUPTED, cache, metric)
+    others = {
+        "resid_pre": patching.get_act_patch_resid_mid,
+        "attn_out": patching.get_act_patch_mlp_out,
+    }
+    expected = [getattr(patching, name), others[point]]
+    for half in (0, 1):
+        of_source = expected[half](source, CORRUPTED, source_cache, metric)
+        torch.testing.assert_close(got[half::2], of_source, **CLOSE)
+
+
+@pytest.mark.parametrize("name", [name for name in SWEEPS if name not in OF_BLOCKS])
 @torch.no_grad()
 def test_sweeps_by_head_or_layer_are_refused_with_the_call_to_make(name):
     converted = convert(build("gelu"))
     clean, corrupted = CLEAN[:, :3], CORRUPTED[:, :3]
     _, cache = converted.run_with_cache(clean)
-    with pytest.raises(UnsupportedCallError, match="index_df") as caught:
+    with pytest.raises(UnsupportedCallError, match=r"index_df|block 2l|hook_mlp_out") as caught:
         getattr(patching, name)(converted, corrupted, cache, metric)
+    if name in ("get_act_patch_resid_mid", "get_act_patch_mlp_out", "get_act_patch_block_every"):
+        return
+    assert "activation_patch(" in str(caught.value).partition("\n")[0]
     call = re.search(r"patching\.activation_patch\([^)]*\)", str(caught.value)).group()
     names = {"model": converted, "clean": clean, "corrupted": corrupted, "metric": metric}
     names |= {"patching": attn_only_lens.patching}

@@ -6,11 +6,12 @@ import torch
 import transformers
 from common import of_a_library
 from patched_runs import cached, logit_diff, mask_at, patched_logits
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine import recording
+from attn_only_lens.engine.cached_generation import RecordedCache
 from attn_only_lens.engine.edits import attention_edit
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.engine.recording import record
@@ -342,7 +343,7 @@ class Ignored(KeyValues):
     """A model that accepts the cache and ignores it."""
 
     def before(self, first):
-        return DynamicCache()
+        return RecordedCache(layer_class_to_replicate=DynamicLayer)
 
 
 def ignored(model, recording):

@@ -1,5 +1,7 @@
 """Tests of an attribution graph's page: its details of nodes agree with independent code."""
 
+import re
+
 import models
 import numpy as np
 import pandas as pd
@@ -10,7 +12,7 @@ from browser import needs_browser
 from common import needs_hooked_transformer, tokens
 from page_of_circuit import click, ids, read_back, show_all, switch
 
-from attn_only_lens import Bilinear, convert, expose_neuron_heads, viz
+from attn_only_lens import Bilinear, convert, expose_neuron_heads, pretrained, tasks, viz
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
 from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
@@ -165,6 +167,18 @@ def test_corrupted_prompts_of_another_graph_are_refused(contrast, drawn):
     ):
         with pytest.raises(InputError, match=reason):
             viz.circuit_view(item, *how[:2], corrupted=how[2])
+
+
+def test_a_graph_over_roles_says_which_call_draws_it():
+    model = expose_neuron_heads(pretrained.small_english()).model
+    task = tasks.agreement(model.tokenizer, n=3)
+    graph = attribution_graph(
+        *(model, task.clean, task.metric), corrupted=task.corrupted, positions=task.roles, top=5
+    )
+    with pytest.raises(InputError, match="over the roles subject") as caught:
+        viz.circuit_view(graph, model, task.clean)
+    call = re.search(r"call (circuit_view\([^)]*\))", str(caught.value))[1]
+    assert eval(call, {"circuit_view": viz.circuit_view, "graph": graph})
 
 
 def direct_logits(source, prompts, name, position):

@@ -6,6 +6,7 @@ Because a block's output is a sum over heads, layers may have different numbers 
 """
 
 import copy
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pprint import pformat
@@ -134,19 +135,24 @@ class AttentionOnlyConfig(HookedTransformerConfig):
     @property
     def n_heads(self) -> int:  # type: ignore[override]
         """Raise an error: attention blocks and neuron blocks have different numbers of heads."""
+        # TransformerLens' `generic_activation_patch` reads it, and ignores it if no axis has heads.
+        axes = sys._getframe(1).f_locals.get("index_axis_names")
+        if axes is not None and not {"head", "head_index"}.intersection(axes):
+            return 0
         m = self.gating.heads_per_neuron
         counts = by_layer([f"{sizes.n_heads} and {sizes.d_mlp * m}" for sizes in self.layer_sizes])
         raise UnsupportedCallError(
-            f"a converted model has no cfg.n_heads: its {self.n_layers} blocks alternate between "
+            "to patch heads, call attn_only_lens.patching.activation_patch(model, clean, "
+            "corrupted, metric)\n"
+            f"A converted model has no cfg.n_heads: its {self.n_layers} blocks alternate between "
             f"attention heads and neuron-heads ({counts}), so no single number is correct. Use "
             "model.blocks[i].cfg.n_heads for a block, "
             "model.cfg.layer_sizes[l].n_heads for the attention heads of a source layer, and "
-            "model.all_head_labels(neurons=True) for every head. Instead of TransformerLens' "
-            "get_act_patch_*, from attn_only_lens import patching and call "
-            "patching.activation_patch(model, clean, corrupted, metric), or for paths between "
-            'heads patching.path_patch(model, clean, corrupted, metric, senders="L0H1", '
-            'receivers=patching.heads(), part="q"); or give generic_activation_patch an explicit '
-            "index_df. To build a model, use attn_only_lens.convert or attn_only_lens.load"
+            "model.all_head_labels(neurons=True) for every head. For paths between heads, call "
+            "attn_only_lens.patching.path_patch(model, clean, corrupted, metric, "
+            'senders="L0H1", receivers=attn_only_lens.patching.heads(), part="q"); or give '
+            "generic_activation_patch an explicit index_df. To build a model, use "
+            "attn_only_lens.convert or attn_only_lens.load"
         )
 
     @property

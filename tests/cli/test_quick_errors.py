@@ -1,0 +1,81 @@
+"""Tests that commands check their arguments before they import torch, and survive `| head`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attn_only_lens.versions import HAS_HOOKED_TRANSFORMER
+
+PROMPTS = "--clean a --corrupted b --answer c --wrong d"
+WRONG = {
+    "demo --out x.html": "folder name",
+    "explain small-english --clean a --out x.html": "--corrupted",
+    f"explain small-english {PROMPTS} --out x.txt": ".html",
+    f"explain small-english {PROMPTS} --metric mean --out x.html": "--metric mean",
+    "circuit small-english --clean a --answer c --out x.html": "--answer and --wrong",
+    f"evaluate small-english x.json {PROMPTS} --metric kl": "neither --answer nor --wrong",
+    f"patch small-english {PROMPTS} --positions first --out x.csv": "--positions",
+    "patch small-english --out x.csv": "--clean",
+    "pattern small-english --prompt a --out x.html": "--names or --layer",
+    "pattern small-english --prompt a --token-ids --layer 0 --out x.html": "whole numbers",
+    "picture x.csv --rows head --out x.html": "--rows head",
+    "atlas small-english --texts absent.txt --out x": "absent.txt",
+    "atlas small-english --texts Makefile --layers a --out x": "--layers",
+    "compare small-english grown --prompts Makefile --metric loss --answer a --out x": "neither",
+    "grow small-english small-english": "different folders",
+    "grow small-english x --copy": "--insert",
+    "verify small-english": "which MODEL will read",
+    "verify small-english x": "which both models will read",
+}
+if HAS_HOOKED_TRANSFORMER:
+    WRONG["convert small-english x --gate linear"] = "--gate linear"
+else:
+    WRONG["convert small-english x"] = "needs HookedTransformer"
+EXPLAIN = ["explain", "small-english", "--out", "page.html", "--answer", " are", "--wrong", " is"]
+EXPLAIN += ["--clean", "The keys near the cabinet", "--corrupted", "The key near the cabinet"]
+RUN = """
+import io, sys
+from contextlib import redirect_stderr
+from attn_only_lens.cli import app
+for command in {commands!r}:
+    with redirect_stderr(io.StringIO()) as said:
+        try:
+            app(command.split())
+        except SystemExit as end:
+            code = end.code
+    print(repr((code, " ".join(said.getvalue().split()), "torch" in sys.modules)))
+"""
+
+
+def test_errors_of_arguments_come_before_torch():
+    done = subprocess.run(
+        [sys.executable, "-c", RUN.format(commands=list(WRONG))],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for (command, expected), line in zip(WRONG.items(), done.stdout.splitlines(), strict=True):
+        code, said, slow = eval(line)
+        assert code == 2, (command, said)
+        assert expected in said, command
+        assert not slow, command
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], EXPLAIN])
+def test_a_reader_that_ends_first_is_no_error(arguments, tmp_path):
+    """The pipe is closed before the command prints anything, and before it writes its file."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from attn_only_lens.cli import app; app()", *arguments],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.stdout.close()
+    said = process.stderr.read().decode()
+    process.stderr.close()
+    assert process.wait() == 0, said
+    assert "rror" not in said
+    assert (tmp_path / "page.html").is_file() == (arguments == EXPLAIN)
