@@ -273,7 +273,7 @@ def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[
 @torch.no_grad()
 def _change(model: Any, pair: PromptPair, metric: AnyMetric) -> float:
     """Return a metric's value in the clean run minus its value in the corrupted run."""
-    logits = [run(model, tokens, pair.mask) for tokens in (pair.clean, pair.corrupted)]
+    logits = [record(model, x, pair.mask).logits for x in (pair.clean, pair.corrupted)]
     bound = bind(metric, model, pair, logits[0])
     return bound.of(logits[0]) - bound.of(logits[1])
 

@@ -169,10 +169,7 @@ def ablated(
         z = _z(run, model, place)
         new = torch.zeros_like(z[0, 0]) if pair is None else z[pair.real.to(z.device)].mean(dim=0)
         if not new.isfinite().all():
-            reason = (
-                f"the mean of z is not finite in layer {place.layer}: some models compute nan for "
-                "padding on the left; pad on the right, or give prompts of equal length"
-            )
+            reason = f"the mean of z is not finite in layer {place.layer}"
             raise InputError([reason], _ABLATED)
         edits.append(_Edit(place, "z", new))
     with _edited(model, edits):

@@ -90,10 +90,7 @@ class BoundMetric:
     def _require_finite(self, values: Float[Tensor, "site prompt"]) -> None:
         bad = (~values.isfinite()).any(dim=1).sum().item()
         if bad:
-            advice = "; some models compute nan for padding on the left: pad on the right"
-            self._refuse(
-                f"not finite for {bad} of {len(values)} sites{advice * (self.shape[0] > 1)}"
-            )
+            self._refuse(f"not finite for {bad} of {len(values)} sites")
 
     def shares(self, n: int) -> tuple[float, ...]:
         """Return n weights for the mean over prompts (n is 1 or the number of prompts)."""

@@ -174,7 +174,40 @@ def record(
     hooked = {name: seen[name] for name in sorted(names)}
     outputs = tuple(streams), tuple(extra_outputs), logits
     key_values = keys_and_values(caches[0], tokens) if caches else ()
-    return Recording(tokens, mask, *outputs, neurons, hooked, key_values)
+    recording = Recording(tokens, mask, *outputs, neurons, hooked, key_values)
+    require_finite(recording)
+    return recording
+
+
+@torch.no_grad()
+def require_finite(recording: Recording, *, padding: bool = False) -> None:
+    """Raise InputError if a run has nan or inf at real tokens or, if `padding`, at any token."""
+    device, mask = recording.tokens.device, recording.mask
+    tokens = [x.isfinite().all(-1) for x in recording.streams]
+    # The logits of tokens that a model never predicts may be -∞.
+    tokens.append(recording.logits.amax(-1).isfinite())
+    finite = torch.stack([x.to(device) for x in tokens])
+    if (finite if padding or mask is None else finite | (mask == 0)).all():
+        return
+    first = int((~finite).flatten(1).any(1).int().argmax())
+    place = f"blocks.{first - 1}.hook_resid_post" if first else "blocks.0.hook_resid_pre"
+    place = "the logits" if first == len(recording.streams) else place
+    n_runs = int((~finite[first]).any(1).sum())
+    dtype = recording.logits.dtype
+    advice = ""
+    if dtype in (torch.float16, torch.bfloat16):
+        advice = ": numbers may be too large for it; load the model in float32"
+    elif mask is not None and not bool(mask.all()):
+        advice = (
+            ": in float64, the attention of many transformers models returns nan for padding that "
+            "can attend to no real token (on the left, or on the right if it is longer than a "
+            "sliding window); use float32, or prompts of one length"
+        )
+    reason = (
+        f"the model itself computes nan or inf in {dtype}, first at {place}, in {n_runs} of "
+        f"{len(recording.tokens)} runs{advice}"
+    )
+    raise InputError([reason], "this run is not finite")
 
 
 def keys_and_values(cache: Cache, tokens: Tokens) -> tuple[tuple[Tensor, Tensor], ...]:

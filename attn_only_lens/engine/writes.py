@@ -38,7 +38,7 @@ from attn_only_lens.axes import Residual, Tokens
 from attn_only_lens.devices import read_all
 from attn_only_lens.engine.edits import neuron_changes
 from attn_only_lens.engine.passed_tests import PassedTests, passed_tests
-from attn_only_lens.engine.recording import Recording, output_stream, record
+from attn_only_lens.engine.recording import Recording, output_stream, record, require_finite
 from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import host_of
@@ -225,7 +225,7 @@ def decompose(
     modules |= {model.unembed, *(heads.module for heads in host.neurons)}
     with _record_modules(modules) as traffic:
         recording = record(model, tokens, mask, layers=layers, names=z_names, keep_key_values=True)
-    _require_finite(recording)
+    require_finite(recording, padding=True)  # nan would spread to sums over positions
     sublayers = tuple(
         _sublayer(host, recording, traffic, around, layer, kind)
         for layer, around in enumerate(norms)
@@ -346,18 +346,6 @@ def read_matrices(heads: Any) -> list[Tensor]:
     """Return the matrices with which neuron-heads compute q and, in a gated MLP, u."""
     gate = getattr(heads.module, "W_gate", None)
     return [heads.module.W_in] if gate is None else [gate, heads.module.W_in]
-
-
-def _require_finite(recording: Recording) -> None:
-    """Raise an error if a run has nan: even at padding, nan would spread to sums over positions."""
-    device = recording.tokens.device
-    finite = torch.stack([x.isfinite().all(-1).to(device) for x in recording.streams]).all(0)
-    if finite.all():
-        return
-    prompts = (~finite).any(1).nonzero()[:, 0].tolist()
-    padded = recording.mask is not None and not bool(recording.mask.all())
-    advice = "; some models compute nan for padding on the left: pad on the right" if padded else ""
-    raise InputError([f"the unedited run is not finite for prompts {prompts}{advice}"], _PROBLEM)
 
 
 def _require_sums(run: Decomposition) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from common import needs_hooked_transformer, of_a_library, relative, tokens
 
-from attn_only_lens import convert, expose_neuron_heads
+from attn_only_lens import circuits, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine import writes
 from attn_only_lens.engine.sites import resolve_sites
@@ -73,6 +73,41 @@ def test_writes_of_bridges_add_up(name):
     fine = name == "gpt2"  # bridged RMS norms compute in float32
     assert relative(heads_and_biases(model, parts), stream) < (1e-13 if fine else 1e-6)
     check_norms(model, parts, 1e-10 if fine else 1e-5)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_the_first_value_that_is_not_finite_is_named(layer):
+    model = bridges.exposed_copy(bridges.boot("llama", torch.float16))
+    clean, metric = tokens()[:1], p.logit_diff(3, 7)
+    corrupted = (clean + 5) % 31
+    with torch.no_grad():
+        model.blocks[layer].attn.o.original_component.weight.fill_(6e4)
+    place = rf"nan or inf in torch\.float16, first at blocks\.{layer}\.hook_resid_post"
+    for run in (p.activation_patch, p.attribution, circuits.explain):
+        with pytest.raises(InputError, match=place):
+            run(model, clean, corrupted, metric, progress=False)
+
+
+@pytest.mark.parametrize("window", [2, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_that_attends_to_no_real_token(side, dtype, window):
+    """Transformers computes masks in the model's dtype, but the softmax in float32."""
+    config = bridges.FAMILIES["mistral"].config()
+    config.sliding_window = window
+    make = bridges.transformers.AutoModelForCausalLM.from_config
+    source = bridges.randomise(make(config, attn_implementation="eager").to(dtype).eval())
+    model = bridges.exposed_copy(bridges.bridged(source))
+    mask = torch.ones_like(tokens())
+    mask[1, slice(0, 4) if side == "left" else slice(-4, None)] = 0
+    fails = dtype == torch.float64 and (side == "left" or window is not None)
+    with torch.no_grad():
+        assert bool(model(tokens(), attention_mask=mask)[mask.bool()].isnan().any()) == fails
+    if fails:
+        with pytest.raises(InputError, match="longer than a sliding window"):
+            decompose(model, tokens(), mask)
+    else:
+        decompose(model, tokens(), mask)
 
 
 def test_an_unknown_factor_is_refused():

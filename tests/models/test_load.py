@@ -328,6 +328,22 @@ def test_a_damaged_folder_is_one_clear_error(name, folder, capfd):
     assert "Traceback" not in result.output
 
 
+def test_what_must_be_converted_first_says_how(folder):
+    (folder / "config.json").unlink()
+    (folder / "small.gguf").touch()
+    for path in (folder, folder / "small.gguf"):
+        with pytest.raises(CheckpointError, match=r"gguf_file='small\.gguf'\).*save_pretrained"):
+            load(path)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"adapter without its base.*merge_and_unload\(\)"):
+        load(folder)
+    model = original("llama")
+    for given in (model, bridged(model), None):
+        with pytest.raises(CheckpointError, match="expected a name or a folder") as refused:
+            load(given)
+        assert len(str(refused.value)) < 400
+
+
 def test_pickles_are_never_read(folder, tmp_path):
     class Poison:
         def __reduce__(self):
