@@ -14,6 +14,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
@@ -75,7 +76,13 @@ _WIDE = {
     "skip": "what W_skip reads",
     "error": "what the transcoder misses of the MLP's output",
 }
-_COLUMNS = ("id", "token", "does", "share", "by_pattern", "by_value", "denoise", "noise")
+_COLUMNS = (
+    *("id", "token", "does", "share", "by_pattern", "by_value", "denoise", "noise", "disputed"),
+)
+_LEAST = 0.001  # below this, the sign of a share or of an effect may be rounding
+_DISPUTED = (
+    "both exact patches have the opposite sign to this share, so do not trust the share's sign"
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -161,7 +168,8 @@ class Explanation:
         `by_pattern` and `by_value`. A path through several sites is counted for each of these
         sites, so shares can add up to more than 1. Columns `denoise` and `noise` are the effects of
         patching only this site in the corrupted and in the clean run, as shares of the difference.
-        These two columns are missing for sites that were not patched.
+        These two columns are missing for sites that were not patched. Column `disputed` is true if
+        both have the opposite sign to the share, so that the share's sign cannot be trusted.
         """
         frame = self.attribution.to_frame().set_axis(_ids(self.attribution))
         rows = frame.loc[self.graph.heads["id"], ["by_pattern", "by_value"]].reset_index(names="id")
@@ -171,6 +179,11 @@ class Explanation:
         for way, sweep in self.patches.items():
             effect = sweep.effect.set_axis(_ids(sweep))
             rows[way] = rows["id"].map(effect if way == "denoise" else -effect)
+        parts = rows[["share", "denoise", "noise"]]
+        signs = np.sign(parts.where(parts.abs() >= _LEAST))
+        rows["disputed"] = (signs["share"] == -signs["denoise"]) & (
+            signs["share"] == -signs["noise"]
+        )
         order = rows["share"].abs().sort_values(ascending=False, kind="stable").index
         return rows.loc[order, list(_COLUMNS)].reset_index(drop=True)
 
@@ -195,6 +208,7 @@ class Explanation:
                 labels[node] = f"{name} at “{_short(peaks[name])}”"
         for row in self.table().to_dict("records"):
             names[row["id"]] = labels[row["id"]] + _by(row["by_pattern"], row["by_value"])
+            names[row["id"]] += ", sign disputed" * row["disputed"]
         circuit, answers = self.circuit, answer_cells(self.answers).items()
         notes = [
             f"{self.title}; everything else keeps {_percent(circuit.completeness)} (about 0% if "
@@ -205,7 +219,9 @@ class Explanation:
             "Labels: ← the token to which a head attends most (clean / corrupted run); ↑ or ↓ the "
             "token whose logit the change of the node's output, clean minus corrupted, raises or "
             "lowers most by the direct path; by pattern, or by both pattern and value: what "
-            "carries the node's share, if not mainly its value.",
+            "carries the node's share, if not mainly its value."
+            + f" Sign disputed: {_DISPUTED}."
+            * any(", sign disputed" in x for x in names.values()),
         ]
         if (tokens := self.attribution.tokens) is not None:
             notes.insert(0, f"Corrupted prompt: {joined(tokens.corrupted[self.shown])}")
@@ -239,7 +255,10 @@ class Explanation:
     def text(self, k: int = 10) -> str:
         """Return a text with the model's answers and the first k rows of `table`."""
         table, n, stability = self.table(), self.attribution.n_prompts, self.circuit.stability
-        rows = table.head(k).round(2).drop(columns="does")
+        rows = table.head(k).round(2).drop(columns=["does", "disputed"])
+        disputed = table.head(k)["disputed"]
+        if disputed.any():
+            rows.insert(list(rows).index("share") + 1, "", disputed.map({True: "!", False: ""}))
         rows[rows.select_dtypes("number").columns] += 0.0  # turn -0.00 into 0.00
         rows["token"] = rows["token"].map(repr)
         for name in ("id", "token"):  # pandas would align strings to the right
@@ -251,7 +270,8 @@ class Explanation:
         if len(table) > k:
             lines.append(f"... {len(table) - k} more rows: .table() in Python, --top in a shell")
         lines += [fill(text, 80) for text in self._omitted]
-        meanings = f"{_MEANINGS} {MISSING}" + _OF_SEVERAL.format(n, self.shown) * (n > 1)
+        meanings = f"{_MEANINGS} {MISSING}" + f" !: {_DISPUTED}." * bool(disputed.any())
+        meanings += _OF_SEVERAL.format(n, self.shown) * (n > 1)
         return "\n".join(
             [
                 fill(

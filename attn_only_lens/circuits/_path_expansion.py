@@ -170,8 +170,8 @@ def path_expansion(
     Raises:
         InputError: with every reason: invalid prompts, unsupported norms or matrices, `held="up"`
             if no neuron-head's value is a product.
-        UnsupportedModelError: heads whose outputs are not linear in what they read, for instance
-            because values are clipped or normed; or paths that do not add up to the logits.
+        UnsupportedModelError: heads whose outputs are not linear in what they read; or paths that
+            do not add up to the logits.
 
     Example:
         >>> from attn_only_lens import circuits, expose_neuron_heads, patching as p, pretrained

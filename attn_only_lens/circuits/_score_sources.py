@@ -88,7 +88,7 @@ def score_sources(
         InputError: with every reason: invalid positions, a key after its query, more than one
             prompt, too many pairs, unsupported norms or matrices.
         UnknownHeadError: the model has no such head, or `name` is a skip node or an error node.
-        UnsupportedModelError: the shares do not add up, for instance because queries are clipped.
+        UnsupportedModelError: the shares do not add up.
 
     Example:
         >>> import torch
@@ -324,8 +324,8 @@ def _require_score(
 def _require_sum(total: Tensor, expected: Tensor, size: Tensor) -> None:
     if off := disagreement(total, expected, _tolerance(expected), size=size):
         reason = (
-            f"the shares do not add up to the value in the run ({off}): one step is not linear, "
-            "for instance because queries are clipped or another cap is used"
+            f"the shares do not add up to the value in the run, {expected.tolist()} ({off}): a "
+            "step between the residual stream and this value is not linear"
         )
         raise UnsupportedModelError([reason], _NOT_A_SUM)
 

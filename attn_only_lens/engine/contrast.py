@@ -184,15 +184,17 @@ def contrast(
     With `keep_graph=True`, softmax outputs can be differentiated with respect to these activations.
 
     Raises:
-        UnsupportedModelError: the sum over the first block's input is not the change in the metric,
-            because the model has a nonlinear step without a rule.
+        UnsupportedModelError: the sum over the first block's input is not the change in the metric.
     """
     steps = _Steps(model, runs)
-    streams = list[Tensor]()
+    streams, inputs = list[Tensor](), list[Tensor]()
 
     def start(stream: Residual) -> Residual:
         streams.append(mean(runs.stream).to(stream).requires_grad_())
         return streams[-1]
+
+    def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
+        inputs.append(input_stream(args, kwargs))
 
     with ExitStack() as stack:
         stack.enter_context(edit_input(model, start))
@@ -200,6 +202,9 @@ def contrast(
         ends: list[Tensor] = []
         end = of_this_thread(lambda block, args, output: ends.append(output_stream(output)))
         stack.enter_context(model.blocks[-1].register_forward_hook(end))
+        for block in model.blocks[1:]:
+            hook = of_this_thread(enter)
+            stack.enter_context(block.register_forward_pre_hook(hook, with_kwargs=True))
         errors = host_of(model).hook_names("z", ("error",))
         leaves: dict[str, Tensor] = {}
         means = [
@@ -211,17 +216,17 @@ def contrast(
     multiplier = metric_multiplier(metric, clean, corrupted)
     value = (logits * multiplier).sum()
     softmax = {f"softmax {i}": x for i, x in enumerate(steps.functions.softmax)}
-    nodes = {"stream": streams[0], "final": ends[0], **softmax}
-    gradients = tape.gradients(value, nodes | leaves, keep_graph=keep_graph)
-    stream, final, *patterns = (gradients.pop(name) for name in nodes)
+    read = {f"input {i}": x for i, x in enumerate([*streams, *inputs, *ends])}
+    gradients = tape.gradients(value, read | softmax | leaves, keep_graph=keep_graph)
+    cuts, patterns = ([gradients.pop(name) for name in some] for some in (read, softmax))
     total = float((multiplier * (clean - corrupted)).sum())
     result = Contrast(
-        *(runs, multiplier, stream, final, patterns, gradients),
+        *(runs, multiplier, cuts[0], cuts[-1], patterns, gradients),
         functions=steps.functions,
         total=total,
         remainder=_remainder(metric, multiplier, clean, corrupted),
     )
-    _require_complete(result, list(leaves))
+    _require_complete(model, result, cuts, list(leaves))
     return result
 
 
@@ -278,24 +283,46 @@ def _change(model: Any, pair: PromptPair, metric: AnyMetric) -> float:
     return bound.of(logits[0]) - bound.of(logits[1])
 
 
-def _require_complete(result: Contrast, errors: Sequence[str]) -> None:
-    """Check that the effects of embeddings and error nodes add up to the change in the metric."""
-    ends = [(result.stream, result.runs.stream)]
-    ends += [(result.gradients[name], result.runs.recording.hooked[name]) for name in errors]
-    terms = torch.cat(
-        [(gradient * _difference(both)).flatten().to(result.stream) for gradient, both in ends]
-    )
+def _require_complete(
+    model: Any, result: Contrast, cuts: Sequence[Tensor], errors: Sequence[str]
+) -> None:
+    """Check that the effects of embeddings and error nodes add up to the change in the metric.
+
+    If they do not, the error names the block between whose output and input the sum changes. `cuts`
+    has the multipliers of every block's input and of the last block's output.
+    """
+    host, recording = host_of(model), result.runs.recording
+    block_of = {name: int(name.split(".")[1]) for name in errors}
     parts = result.logits * result.runs.logits[: len(result.logits)]
-    total, size = terms.sum(), terms.abs().sum() + parts.abs().sum()
-    tolerance = max(LOGIT_TOLERANCE[terms.dtype], _EXACT)
-    if off := disagreement(total, total.new_tensor(result.total), tolerance, size=size):
-        reason = (
-            f"the tokens' contributions do not add up to the metric's change, {result.total:.6g} "
-            f"({off}): the model has a nonlinear step without a known rule (for fused attention, "
-            "load the model with attn_implementation='eager'), or tokens enter the model after its "
-            "first block; use method='gradient'"
-        )
-        raise UnsupportedModelError([reason], _PROBLEM)
+
+    def off(cut: int) -> str:
+        ends = [(cuts[cut], recording.streams[cut])]
+        ends += [
+            (result.gradients[name], recording.hooked[name])
+            for name, block in block_of.items()
+            if block >= cut
+        ]
+        terms = torch.cat([(x * _difference(both)).flatten().to(parts) for x, both in ends])
+        total, size = terms.sum(), terms.abs().sum() + parts.abs().sum()
+        tolerance = max(LOGIT_TOLERANCE[terms.dtype], _EXACT)
+        return disagreement(total, total.new_tensor(result.total), tolerance, size=size)
+
+    if not off(0):
+        return
+    last = max(cut for cut in range(len(cuts)) if off(cut))
+    steps = [
+        f"layer {layer}'s {kind} heads"
+        for layer in range(host.n_layers)
+        for kind in host.kinds(layer)
+        if host.block(layer, kind) == last
+    ]
+    step = " or ".join(steps) or "the final norm"
+    reason = (
+        f"the tokens' contributions do not add up to the metric's change, {result.total:.6g} "
+        f"({off(0)}). From the logits back, the sum is first off at {step} "
+        f"({off(last)}); use method='gradient'"
+    )
+    raise UnsupportedModelError([reason], _PROBLEM)
 
 
 def _require_separate_gates(host: Any) -> None:

@@ -59,7 +59,8 @@ def slope(
 
     For |Δx| below ∛ε (1 + |x̄|), with the machine epsilon ε, the quotient loses digits, and the
     derivative is exact up to rounding. The quotient is still used if the function has a jump or a
-    kink between the runs.
+    kink between the runs. If Δx is subnormal, the quotient of a jump could overflow. The inputs are
+    then as good as equal: a gate has its jump at 0, where the value that it multiplies is as small.
     """
     dx, dy, middle = x_1 - x_0, y_1 - y_0, (x_1 + x_0) / 2
     eps = torch.finfo(dx.dtype).eps
@@ -67,8 +68,8 @@ def slope(
     near = dx.abs() < eps ** (1 / 3) * (1 + middle.abs())
     size = y_1.abs() + y_0.abs() + (at_middle * dx).abs()
     smooth = (dy - at_middle * dx).abs() <= 8 * eps * size
-    flat = (near & smooth) | (dx == 0)
-    return torch.where(flat, at_middle, dy / torch.where(dx == 0, torch.ones_like(dx), dx))
+    flat = (near & smooth) | (dx.abs() < torch.finfo(dx.dtype).tiny)
+    return torch.where(flat, at_middle, dy / torch.where(flat, torch.ones_like(dx), dx))
 
 
 def log_mean(log_1: Tensor, log_0: Tensor) -> Slopes:

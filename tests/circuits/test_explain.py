@@ -2,12 +2,15 @@
 
 import json
 import re
+from dataclasses import replace
 from html import escape
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+import transformers
+from bridges import bridged
 
 from attn_only_lens import circuits, expose_neuron_heads, neurons, pretrained, tasks
 from attn_only_lens import patching as p
@@ -59,6 +62,37 @@ def test_it_says_what_the_model_answers(model, why):
     assert f"<title>small-english-4l: {escape(question)}</title>" in str(why.view())
     assert lines[2].split() == ["clean", "corrupted"]
     assert f" ' are' {why.answers['top_probability'][0]:.1%} " in lines[3]
+
+
+def turned(why, name, ways):
+    """Return an explanation in which the patches of one site have the opposite effect."""
+    patches = dict(why.patches)
+    for way in ways:
+        frame = patches[way].to_frame()
+        here = (frame["name"].astype(str) + "@" + frame["position"].astype(str) == name).to_numpy()
+        unpatched = (
+            why.attribution.corrupted_value if way == "denoise" else why.attribution.clean_value
+        )
+        frame.loc[here, "value"] = 2 * unpatched - frame.loc[here, "value"]
+        patches[way] = replace(patches[way], frame=frame)
+    return replace(why, patches=patches)
+
+
+def test_a_share_is_marked_if_both_patches_have_the_opposite_sign(why):
+    site = why.table()["id"][1]
+    for changed in (why, turned(why, site, ["denoise"]), turned(why, site, ["noise"])):
+        assert not changed.table()["disputed"].any()
+        assert "!: both" not in changed.text()
+        assert "isputed" not in str(changed.view())
+    changed = turned(why, site, ["denoise", "noise"])
+    table = changed.table()
+    assert table.loc[table["disputed"], "id"].tolist() == [site]
+    (line,) = [line for line in changed.text().splitlines() if line.startswith(site)]
+    assert f" {table['share'][1]:.2f} ! " in line
+    assert max(map(len, changed.text().splitlines())) <= 80
+    assert "!: both exact patches have the opposite sign" in changed.text()
+    assert ", sign disputed" in str(changed.view())
+    assert "Sign disputed: both exact patches" in str(changed.view())
 
 
 def test_the_text_has_80_columns_and_says_what_it_leaves_out(why):
@@ -405,3 +439,38 @@ def test_resampled_prompts_say_how_stable_each_site_is(model):
     ]
     assert shares["metric"] is None
     assert stability.n_core > 0
+
+
+def small_gpt2(act, scale):
+    """Return a float32 bridge in which `scale` changes W_in of layer 1."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        **{"vocab_size": 41, "n_embd": 26, "n_layer": 3, "n_head": 2, "n_positions": 19},
+        **{"n_inner": 37, "initializer_range": 0.3, "activation_function": act},
+    )
+    source = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        weight = source.transformer.h[1].mlp.c_fc.weight
+        weight.copy_(scale(weight))
+    return expose_neuron_heads(bridged(source.eval())).model
+
+
+@pytest.mark.parametrize(
+    ("act", "scale"),
+    [
+        ("relu", lambda W: W * 1e-40),  # a gate's jump at a subnormal query has an infinite slope
+        ("gelu_new", lambda W: torch.full_like(W, 3.0)),  # after a LayerNorm, 3 Σ x is rounding
+    ],
+    ids=["decayed", "near zero"],
+)
+def test_a_layer_whose_queries_are_nothing_but_rounding(act, scale):
+    model = small_gpt2(act, scale)
+    pair = [torch.tensor([[3, x, 7, 11, 13]]) for x in (5, 17)]
+    metric = p.logit_diff(7, 11)
+    why = circuits.explain(model, *pair, metric, progress=False)
+    sweep = why.attribution.frame
+    there = (sweep["layer"] == 1) & (sweep["kind"] == "neuron")
+    assert sweep["score"][there].abs().max() < 1e-5 < sweep["score"].abs().max()
+    assert circuits.discover(model, *pair, metric, progress=False).faithfulness > 0.8
+    assert circuits.path_expansion(model, pair[0]).logits.isfinite().all()
+    circuits.attribution_graph(model, pair[0], metric)

@@ -157,5 +157,5 @@ def test_refusals():
 @needs_hooked_transformer
 def test_a_score_that_is_no_sum_is_refused():
     model = convert(build("clip_qkv"))
-    with pytest.raises(UnsupportedModelError, match="queries are clipped"):
+    with pytest.raises(UnsupportedModelError, match="shares do not add up to the value"):
         circuits.score_sources(model, PROMPT, HEAD, QUERY, KEY)

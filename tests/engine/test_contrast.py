@@ -214,6 +214,20 @@ def test_a_broken_rule_is_noticed(family, rule, monkeypatch):
         difference(model, METRICS["logit_diff"])
 
 
+def test_a_sum_that_fails_names_the_layer(monkeypatch):
+    model = model_of("bridge gpt2")
+    right = engine._gate_slopes
+
+    def wrong(alike, queries):
+        weights, slopes = right(alike, queries)
+        slopes[:, [heads.layer == 1 for heads in alike]] *= 2
+        return weights, slopes
+
+    monkeypatch.setattr(engine, "_gate_slopes", wrong)
+    with pytest.raises(UnsupportedModelError, match=r"first off at layer 1's (?!.*layer [02])"):
+        difference(model, METRICS["logit_diff"])
+
+
 def test_a_metric_without_a_rule_has_a_remainder():
     model = model_of("bridge gpt2")
     metric = p.custom(lambda logits: logits[:, -1, 3].sinh().mean())
