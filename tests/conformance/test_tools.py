@@ -30,7 +30,8 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # TransformerLens holds results in float32
 SWEEPS = [name for name in dir(patching) if name.startswith("get_act_patch_")]
 
 
-OF_BLOCKS = {"get_act_patch_resid_pre": "resid_pre", "get_act_patch_attn_out": "attn_out"}
+OF_BLOCKS = {"get_act_patch_resid_pre": ("resid_pre", "resid_mid")}
+OF_BLOCKS["get_act_patch_attn_out"] = ("attn_out", "mlp_out")
 
 
 @pytest.mark.parametrize("name", OF_BLOCKS)
@@ -42,13 +43,9 @@ def test_sweeps_without_heads_run(name):
     _, cache = converted.run_with_cache(CLEAN)
     _, source_cache = source.run_with_cache(CLEAN)
     got = getattr(patching, name)(converted, CORRUPTED, cache, metric)
-    others = {
-        "resid_pre": patching.get_act_patch_resid_mid,
-        "attn_out": patching.get_act_patch_mlp_out,
-    }
-    expected = [getattr(patching, name), others[point]]
-    for half in (0, 1):
-        of_source = expected[half](source, CORRUPTED, source_cache, metric)
+    for half, point in enumerate(OF_BLOCKS[name]):
+        sweep = getattr(patching, f"get_act_patch_{point}")
+        of_source = sweep(source, CORRUPTED, source_cache, metric)
         torch.testing.assert_close(got[half::2], of_source, **CLOSE)
 
 
