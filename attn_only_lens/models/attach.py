@@ -358,7 +358,8 @@ class _Swap:
         self._model._initialize_hook_registry()
         for point, name in self._names.items():  # the new list has aliases for some names
             point.name = name
-        added = {module for _, _, _, new in self._replaced for module in new.modules()}
+        mlps = [block.mlp for block in self._model.blocks if isinstance(block.mlp, FeatureMLP)]
+        added = {module for mlp in mlps for module in mlp.modules()}
         for path, point in reversed(self._model._hook_registry.items()):
             if point in added:
                 point.name = path
