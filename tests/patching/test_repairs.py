@@ -144,7 +144,8 @@ def test_by_default_all_sites_of_a_small_model_are_patched(model, monkeypatch):
 
 
 def test_what_is_expected_of_each_kind_is_said(model, monkeypatch):
-    monkeypatch.setattr(repairs, "_LOWEST", 0.0)
+    monkeypatch.setattr(repairs, "_SWITCH", np.inf)  # the large neuron makes a switch
+    monkeypatch.setattr(repairs, "_LOWEST", 0.1)
     sweep = p.attribution(model, CLEAN, CORRUPTED, METRIC, budget=4, progress=False)
     exact = scores(p.activation_patch(model, CLEAN, CORRUPTED, METRIC, progress=False))
     n_exact = sweep.frame.groupby("kind", observed=True)["exact"].sum()
