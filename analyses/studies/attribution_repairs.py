@@ -315,7 +315,9 @@ their most probable next token.
 
 `budget="auto"` spends at least {at_least[0]:g} forward passes or {gflop_least:g} Gflop, and at most
 {at_most[0]:g} forward passes (10 with the estimates) or {gflop_most:g} Gflop; the larger limit
-applies. In between, it stops when the expected correlation is .99 for both kinds of heads.
+applies. In between, it stops when the 20 largest effects are exact, the expected correlation is .99
+for both kinds of heads, and no site before a switch is left. The upper limit is doubled if one of
+the 20 largest estimates has the wrong sign.
 
 {by_model}
 
@@ -325,8 +327,9 @@ Runs with an expected correlation in which it exceeds the true one by more than 
 
 {honest}
 
-There is no expected correlation for a budget below 3 forward passes, or for a kind of head with
-fewer than 16 patched sites (and not all).
+There is no expected correlation for a budget below 3 forward passes; for a kind of head with fewer
+than 16 patched sites (and not all), or with unpatched sites before a switch (a position at which
+the norm of the residual stream differs by a factor of two between the runs); or if it is below .8.
 
 {by_budget}
 

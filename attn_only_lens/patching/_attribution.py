@@ -90,6 +90,7 @@ from attn_only_lens.patching.repairs import (
     budget_reasons,
     expected_pearson,
     hook_points,
+    lie_before_switch,
     on_one_device,
     repair_keys,
     run_with_part,
@@ -135,9 +136,14 @@ def attribution(
 
     Gradient estimates can miss the site with the largest effect, which is usually an early-layer
     neuron at the first token that differs between the prompts. Sites with the largest expected
-    errors are thus patched exactly (`repairs.py`), and column `exact` marks their rows. In a small
-    model, most or all sites are patched; with `budget=0`, none are. `expected_pearson` is the
-    expected correlation with exact scores, for attention heads and for neuron-heads.
+    errors are thus patched exactly, and so are the rows that `top` shows, as far as the budget
+    allows (`repairs.py`). Column `exact` marks these rows. In a small model, most or all sites are
+    patched; with `budget=0`, none are. `expected_pearson` is the expected correlation with exact
+    scores, for attention heads and for neuron-heads, or None; `unknown` then says why.
+
+    Estimates are worst where the runs differ by a switch: at a position, the norm of the residual
+    stream at some block's input differs by a factor of two or more. Column `before_switch` marks
+    the sites that lie before a switch; no correlation is expected unless they all were patched.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
@@ -157,10 +163,11 @@ def attribution(
         method: "gradient", "exact_gate", "integrated" or "secant"; see the module docstring.
         steps: for "integrated", how many gradients to average; by default 5.
         budget: the cost of exact patches, in forward passes (counted in flops), or "auto". "auto"
-            spends at least 3 forward passes or 0.2 GFLOP. "auto" then continues until the expected
-            correlations are .99, or until it has spent 7 forward passes (10 with the estimates) or
-            4 GFLOP. Of the two limits, the larger one applies. Tests of a new model cost about ten
-            passes.
+            spends at least 2 forward passes or 0.2 GFLOP. "auto" then continues until the top 20
+            rows and the sites before a switch are exact and the expected correlations are .99, or
+            until it has spent 7 forward passes (10 with the estimates) or 4 GFLOP. Of the two
+            limits, the larger one applies. It is doubled if the estimate of one of the top 20 rows
+            has the wrong sign. Tests of a new model cost about ten passes.
         split: with method "secant" and budget=0, also return each head's effect through its pattern
             and through its values: columns `by_pattern` and `by_value`, which add up to the effect
             on the score.
@@ -271,9 +278,11 @@ def attribute(
         job = Job(resume, lambda: plan.settings() | settings, progress and len(chunks) > 1)
         compute = partial(_estimate_chunk, estimator, prompts, totals)
         exact, sums = np.ones(plan.n_rows, dtype=bool), dict[str, Any]()
+        before_switch = ~exact
         for chunk, arrays in job.run(chunks, compute, unit="site"):
             totals.add(chunk, torch.from_numpy(arrays["kept"]))
             exact &= arrays["exact"]  # patched in all chunks
+            before_switch |= arrays["before_switch"]
             weight = totals.weight(chunk.prompts)
             share = len(chunk.prompts) / totals.n_prompts
             # The mean's error is at most the weighted sum of the chunks' errors.
@@ -286,7 +295,8 @@ def attribute(
             *(model, plan.pair, plan.groups, totals, plan.part, method),
             exact=exact,
             by_pattern=sums.get("by_pattern"),
-            expected_pearson=_expected_pearson(plan, totals, sums["errors"]) if budget else {},
+            before_switch=before_switch if before_switch.any() else None,
+            **_expected_pearson(plan, totals, sums["errors"], before_switch & ~exact, budget),
             forwards=float(sums["forwards"]),
         )
 
@@ -301,6 +311,7 @@ def _estimate_chunk(
     arrays = {
         "kept": some_prompts.reduced(totals, repairs.values).numpy(),
         "exact": repairs.exact,
+        "before_switch": repairs.before_switch,
         "errors": np.array(errors, dtype=np.float64),
         "forwards": np.array(repairs.forwards),
     }
@@ -308,17 +319,28 @@ def _estimate_chunk(
 
 
 def _expected_pearson(
-    plan: SweepPlan, totals: OverPrompts, errors: np.ndarray
-) -> dict[Any, float | None]:
-    """Return the expected correlation with exact scores, for each kind of head."""
+    plan: SweepPlan, totals: OverPrompts, errors: np.ndarray, doubtful: np.ndarray, budget: Budget
+) -> dict[str, Any]:
+    """Return each kind's expected correlation with exact scores, or why it is unknown.
+
+    `doubtful` marks estimates of sites before a switch.
+    """
     sizes = [len(group) for group in plan.groups]
     kind_of_row = np.repeat([group.sites.kind for group in plan.groups], sizes)
-    means = totals.means.numpy()
-    kinds = dict.fromkeys(site.kind for site in plan.sites)
-    return {
-        kind: expected_pearson(float(error), means[kind_of_row == kind])
-        for kind, error in zip(kinds, errors, strict=True)
-    }
+    expected, unknown = dict[Any, float | None](), dict[Any, str]()
+    kinds = dict.fromkeys(site.kind for site in plan.sites) if budget else {}
+    for kind, error in zip(kinds, errors.tolist(), strict=False):
+        here = kind_of_row == kind
+        expected[kind] = None
+        if n := int((doubtful & here).sum()):
+            unknown[kind] = f"{n:,} estimates are of sites before a switch"
+        elif np.isnan(error):
+            unknown[kind] = "too few sites were patched"
+        else:
+            expected[kind] = expected_pearson(error, totals.means.numpy()[here])
+            if expected[kind] is None:
+                unknown[kind] = "the estimates of patched sites were too far off"
+    return {"expected_pearson": expected, "unknown": unknown}
 
 
 @dataclass(eq=False)
@@ -404,8 +426,9 @@ class _Estimator:
             )
             moves.append(group.sums(estimates))
         values = moved_values(prompts.unpatched, on_one_device(moves), prompts.shares)
+        before_switch = lie_before_switch(model, groups, target, source)
         if not self._budget:
-            return Repairs.nothing(values, groups), by_pattern
+            return Repairs.nothing(values, groups, before_switch), by_pattern
         target = replace(target, logits=target.logits.detach())
         keys = repair_keys(model, groups, part, target, source, gradients)
         with tqdm(total=0, unit="site", desc="repairs", disable=not self._progress) as bar:
@@ -413,8 +436,12 @@ class _Estimator:
             batching = Batching(model, None, bar.update, replay.numbers_per_token)
             runner = PatchRunner(replay, source, part, prompts.unpatched, batching)
             mean = partial(mean_over, shares=prompts.shares)
-            n_prompts = prompts.pair.n_all
-            repairer = Repairer(runner, groups, keys, values, mean, bar, self._tested, n_prompts)
+            repairer = Repairer(
+                *(runner, groups, keys, before_switch, values, mean, bar, self._tested),
+                prompts.pair.n_all,
+                at_target=self._method in _TRACED,
+                per_prompt=self._plan.per_prompt,
+            )
             return repairer.spend(self._budget), by_pattern
 
     def _contrast(self, prompts: PromptChunk) -> Contrast:

@@ -30,17 +30,37 @@ scores most per flop. We therefore patch the site with the largest value of
 
 Here, c key² is the expected squared error of an estimate. Each layer and kind of head has its own
 c, which is fitted to the sites patched so far, but is at least a quarter of the c that is fitted to
-all layers of the kind. The expected correlation for a kind of head is
+all layers of the kind.
+
+The rows that `Sweep.top` shows are also patched: the 20 rows with the largest |effect|. An exact
+effect may be smaller than its estimate, so this is repeated until all 20 rows are exact.
+
+The expected correlation for a kind of head is
 
     √(1 - 4 Σ_unpatched c key² / Σ (e - mean e)²)
 
 The factor 4 is a safety margin. The larger of two sums over unpatched sites is used: one with each
 layer's own coefficient c, and one with a c fitted to the patched sites with below-median repair
-keys. The expected correlation is not a bound. The correlation for a kind is None if fewer than 16
-of its sites (and not all) were patched, or if the budget is below 3 forward passes. The budget
-"auto" spends at least 3 forward passes or 0.2 GFLOP, whichever is larger. Patching then continues
-until this correlation is 0.99 for each kind of head, or until the cost reaches 7 passes (10 with
-the estimates) or 4 GFLOP, whichever is larger.
+keys. Slopes that are not gradients in the target run ("integrated", "secant") err at sites with
+small keys too; for them, the expected squared error of all unpatched sites is at least the sum of
+their squared effects. The expected correlation is not a bound.
+
+A switch is a position at which the norm of the residual stream at a block's input differs by a
+factor of two or more between the runs: for example, SmolLM2 gives some tokens right after BOS the
+very large activations of an attention sink, and others not. What is written before or at the last
+such block decides whether the stream switches, and slopes in one run say little about that.
+
+The expected correlation for a kind is None if
+
+    - sites before a switch were not patched;
+    - fewer than 16 of its sites (and not all) were patched, or the budget is below 3 passes;
+    - it would be below 0.8: the estimates are so poor that their errors cannot be predicted either.
+
+The budget "auto" first spends 2 forward passes or 0.2 GFLOP, whichever is larger, and checks the
+top 20 rows. Patching then continues, with further checks of the top 20 rows, until this correlation
+is 0.99 for each kind of head and all sites before a switch are exact, or until the cost reaches 7
+passes (10 with the estimates) or 4 GFLOP, whichever is larger. This limit is doubled if one of the
+top 20 estimates has the wrong sign.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -62,14 +82,19 @@ from attn_only_lens.engine.sites import SHARED_PARTS, LayerSites, Part, hook_nam
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS, HeadKind
+from attn_only_lens.patching.results import TOP
 from attn_only_lens.patching.run_patches import PatchRunner, check_edits
 from attn_only_lens.patching.site_groups import SiteGroup
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 Budget: TypeAlias = float | Literal["auto"]
-_AT_LEAST, _AT_MOST = (3.0, 2e8), (7.0, 4e9)  # limits of budget="auto": passes and flops
+_AT_LEAST, _AT_MOST = (2.0, 2e8), (7.0, 4e9)  # limits of budget="auto": passes and flops
 _TARGET, _STEP = 0.99, 2.5  # for "auto": correlation to reach, and growth factor of the budget
-_SAFETY, _LUCK, _FEWEST = 4.0, 0.25, 16
+_RAISE = 2.0  # for "auto": factor of the limit if a top row's estimate has the wrong sign
+_FIRST, _NEXT = 2 / 7, 0.2  # shares of the budget that are spent before the top rows are checked
+_SAFETY, _LUCK, _FEWEST, _JUDGED = 4.0, 0.25, 16, 3.0
+_LOWEST = 0.8  # an expected correlation below this is too uncertain to state
+_SWITCH = 2.0  # the ratio of two norms of the residual stream from which we speak of a switch
 _TINY = 1e-100  # prevents divisions by 0 if all errors or effects are 0
 _LEAST_COST = 1e-3  # added to the cost of each patch, in forward passes
 _Numbers: TypeAlias = npt.NDArray[np.float64]
@@ -86,6 +111,7 @@ class Repairs:
     Attributes:
         values: the metric after the patch of each row.
         exact: whether each row was patched.
+        before_switch: whether each row's site lies before a switch.
         expected_errors: for each kind of head, the square root of the expected sum of squared
             errors over rows, with a margin; None if too few sites were patched for an estimate.
         forwards: the cost of the patches, in forward passes (counted in flops).
@@ -93,24 +119,27 @@ class Repairs:
 
     values: Float[Tensor, "row prompt"]
     exact: npt.NDArray[np.bool_]
+    before_switch: npt.NDArray[np.bool_]
     expected_errors: dict[HeadKind, float | None]
     forwards: float
 
     @classmethod
-    def nothing(cls, values: Tensor, groups: Sequence[SiteGroup]) -> "Repairs":
+    def nothing(
+        cls, values: Tensor, groups: Sequence[SiteGroup], before_switch: npt.NDArray[np.bool_]
+    ) -> "Repairs":
         """Return the estimates unchanged, without any exact values."""
         errors = dict.fromkeys(group.sites.kind for group in groups)
-        return cls(values, np.zeros(len(values), dtype=bool), {**errors}, 0.0)
+        return cls(values, np.zeros(len(values), dtype=bool), before_switch, {**errors}, 0.0)
 
 
 def expected_pearson(error: float | None, scores: Float[Tensor, "row"] | _Numbers) -> float | None:
-    """Return the expected correlation of scores with exact scores; None if unknown or undefined."""
+    """Return the expected correlation of scores with exact scores; None if it is too uncertain."""
     if error is None or np.isnan(error):
         return None
     total = float(((scores - scores.mean()) ** 2).sum())
     if error == 0:
         return 1.0
-    return None if total <= 0 else float(np.sqrt(max(0.0, 1.0 - error**2 / total)))
+    return None if error**2 > (1 - _LOWEST**2) * total else float(np.sqrt(1.0 - error**2 / total))
 
 
 def budget_reasons(budget: object) -> list[str]:
@@ -121,24 +150,45 @@ def budget_reasons(budget: object) -> list[str]:
 
 
 class Repairer:
-    """Patches the sites whose estimates are likely to be wrong, until the budget is spent."""
+    """Patches the sites whose estimates are likely to be wrong, until the budget is spent.
+
+    Args:
+        runner: patches groups of sites.
+        groups: the sites; each has one row.
+        keys: each row's repair key.
+        before_switch: whether each row's site lies before a switch.
+        values: the estimated metric after each row's patch.
+        mean: computes means over prompts.
+        bar: a progress bar.
+        tested: the edits that were tested on an earlier chunk of prompts.
+        n_prompts: the number of all prompts.
+        at_target: whether slopes are gradients in the target run.
+        per_prompt: whether the result has a row for each prompt.
+    """
 
     def __init__(
         self,
         runner: PatchRunner,
         groups: Sequence[SiteGroup],
         keys: Float[Tensor, "row"],
+        before_switch: npt.NDArray[np.bool_],
         values: Float[Tensor, "row prompt"],
         mean: Callable[[Float[Tensor, "row prompt"]], Tensor],
         bar: Any,
         tested: set[tuple[LayerSites, int, bool]],
         n_prompts: int,
+        *,
+        at_target: bool,
+        per_prompt: bool,
     ) -> None:
         self._runner, self._groups, self._mean, self._bar = runner, groups, mean, bar
-        self._tested, self._n_prompts = tested, n_prompts
+        self._tested, self._n_prompts, self._at_target = tested, n_prompts, at_target
+        self._per_prompt = per_prompt
         self._values, self._estimates = values.clone(), mean(values).numpy()
+        self._unpatched = runner.baseline.cpu().double()
         self._exact = np.zeros(len(values), dtype=bool)
         self._cost = self._costs()
+        self._before_switch = before_switch & np.isfinite(self._cost)
         self._key = self._positive(keys.cpu().double().numpy())
         self._sites = list(dict.fromkeys(group.sites for group in groups))
         sizes = [len(group) for group in groups]
@@ -152,13 +202,16 @@ class Repairer:
     def spend(self, budget: Budget) -> Repairs:
         """Patch as many sites as the budget allows."""
         if budget == "auto":
-            self._patch_until_expected()
+            replay = self._runner.replay
+            flops = replay.flops_of_forward / replay.batch * self._n_prompts
+            least, most = (max(passes, limit / flops) for passes, limit in (_AT_LEAST, _AT_MOST))
+            self._patch_until_expected(least, most, target=_TARGET, factor=_RAISE)
         else:
-            self._patch(self._rows_to_patch(float(budget), self._of_kind))
+            self._patch_until_expected(_FIRST * budget, float(budget), target=np.inf, factor=1.0)
         errors = {kind: self._expected_error(kind) for kind in self._of_kind}
-        if budget != "auto" and budget < _AT_LEAST[0]:  # too few patches to estimate errors
+        if budget != "auto" and budget < _JUDGED:  # too few patches to estimate errors
             errors = {kind: error if error == 0.0 else None for kind, error in errors.items()}
-        return Repairs(self._values, self._exact, errors, self._spent)
+        return Repairs(self._values, self._exact, self._before_switch, errors, self._spent)
 
     @property
     def _spent(self) -> float:
@@ -195,22 +248,57 @@ class Repairer:
         changes = np.isfinite(self._cost) & np.isfinite(least)
         return np.where(changes, np.maximum(keys, least), 0.0)
 
-    def _patch_until_expected(self) -> None:
-        replay = self._runner.replay
-        flops = replay.flops_of_forward / replay.batch * self._n_prompts
-        goal, most = (max(passes, limit / flops) for passes, limit in (_AT_LEAST, _AT_MOST))
-        kinds = list(self._of_kind)
+    def _patch_until_expected(
+        self, least: float, most: float, target: float, factor: float
+    ) -> None:
+        """Patch sites with large gain and the top rows in turn, within `most` forward passes.
+
+        The limit `most` is multiplied by `factor` if the estimate of a top row has the wrong sign.
+        """
+        kinds, goal = list(self._of_kind), least
         while kinds:
             self._patch(self._rows_to_patch(goal, kinds))
-            if goal == most:
+            is_wrong = self._check_top(most)
+            if is_wrong and factor > 1:
+                most, factor = factor * most, 1.0
+                self._check_top(most)
+            if goal >= most:
                 break
-            kinds = [kind for kind, rows in self._of_kind.items() if self._falls_short(kind, rows)]
-            goal = min(most, _STEP * goal)
+            kinds = [
+                kind
+                for kind, rows in self._of_kind.items()
+                if self._falls_short(kind, rows, target)
+            ]
+            goal = min(most, max(_STEP * goal, self._spent + _NEXT * (most - self._spent)))
 
-    def _falls_short(self, kind: HeadKind, rows: npt.NDArray[np.bool_]) -> bool:
+    def _check_top(self, most: float) -> bool:
+        """Patch the rows that `Sweep.top` shows; return whether a sign was wrong.
+
+        An exact effect that is smaller than its estimate may move another row to the top.
+        """
+        is_wrong = False
+        while True:
+            changes = self._values - self._unpatched
+            effects = (changes if self._per_prompt else self._mean(changes)[:, None]).numpy()
+            top = np.argsort(-np.abs(effects), axis=None, kind="stable")[:TOP]
+            rows = np.array(list(dict.fromkeys(top // effects.shape[1])), dtype=np.int64)
+            rows = rows[~self._exact[rows] & np.isfinite(self._cost[rows])]
+            total = self._cost[rows].cumsum()
+            rows = rows[: int(np.searchsorted(total, most - self._spent, side="right"))]
+            if not len(rows):
+                return is_wrong
+            self._patch(rows)
+            unpatched = float(self._mean(self._unpatched[None])[0])
+            is_wrong |= bool(
+                ((self._estimates[rows] - unpatched) * (self._scores[rows] - unpatched) < 0).any()
+            )
+
+    def _falls_short(self, kind: HeadKind, rows: npt.NDArray[np.bool_], target: float) -> bool:
         """Return True if the correlation for this kind of head is too low and could be improved."""
         expected = expected_pearson(self._expected_error(kind), self._scores[rows]) or 0.0
-        return expected < _TARGET and bool((self._key[rows & ~self._exact] > 0).any())
+        left = rows & ~self._exact
+        short = expected < target or bool((left & self._before_switch).any())
+        return short and bool((self._key[left] > 0).any())
 
     def _rows_to_patch(self, budget: float, kinds: Iterable[HeadKind]) -> _Rows:
         """Return the rows to patch within the remaining budget, in order of decreasing gain.
@@ -297,7 +385,11 @@ class Repairer:
         half = patched[self._key[patched].argsort(kind="stable")][: len(patched) // 2]
         c_half = (self._errors(half) ** 2).sum() / (self._key[half] ** 2).sum()
         of_layers = float((self._squared_errors(kind)[self._layer] * unseen).sum())
-        return float(np.sqrt(_SAFETY * max(of_layers, c_half * unseen.sum())))
+        square = _SAFETY * max(of_layers, c_half * unseen.sum())
+        if not self._at_target:
+            unpatched = float(self._mean(self._unpatched[None])[0])
+            square = max(square, float(((self._estimates - unpatched)[unseen > 0] ** 2).sum()))
+        return float(np.sqrt(square))
 
     def _errors(self, rows: _Rows) -> _Numbers:
         """Return exact minus estimated effects for the given rows, whose sites were patched."""
@@ -316,6 +408,32 @@ def hook_points(model: Any, sites: Sequence[LayerSites], part: Part) -> tuple[se
         if site.kind not in NEURON_KINDS
         for point in points
     }
+
+
+@torch.no_grad()
+def lie_before_switch(
+    model: Any, groups: Sequence[SiteGroup], target: Recording, source: Recording
+) -> npt.NDArray[np.bool_]:
+    """Return, for each row, whether its site lies before a switch (see the module docstring)."""
+    inputs = [run.streams[1:-1] for run in (target, source)]  # what all blocks but the first read
+    if not inputs[0]:
+        return np.zeros(sum(map(len, groups)), dtype=bool)
+    one, other = (
+        torch.stack([float32_if_half(x).norm(dim=-1).cpu() for x in streams]) for streams in inputs
+    )
+    large, small = torch.maximum(one, other), torch.minimum(one, other)
+    switched = (large >= _SWITCH * small) & (large > 0)
+    if target.mask is not None:
+        switched &= target.mask.bool().cpu()
+    blocks = torch.arange(1, 1 + len(switched), device="cpu")[:, None, None]
+    last = (switched * blocks).amax(0)  # [batch, pos]; 0 without a switch
+    host, rows = host_of(model), list[Tensor]()
+    for group in groups:
+        is_before = (last > 0) & (last >= host.block(group.sites.layer, group.sites.kind))
+        of_heads = is_before.double().expand(len(group.sites.names), -1, -1)
+        rows.append(group.sums(of_heads).sum(dim=1) > 0)
+    lies: npt.NDArray[np.bool_] = torch.cat(rows).numpy()
+    return lies
 
 
 @torch.no_grad()

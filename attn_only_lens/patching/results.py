@@ -41,11 +41,15 @@ MEASURED = "patching"
 PARTS = ("by_pattern", "by_value")
 """Columns of a split attribution: parts of the score, through patterns and through values."""
 
+TOP = 20
+"""How many rows `top` returns by default; `attribution` checks as many by exact patches."""
+
 _BY_PROMPT = ("prompt", "unpatched")
 _SHOWN_ROWS, _SHOWN_TOKENS, _LONGEST_TOKEN = 10, 2, 16
 # `top` returns these columns, and the first tuple of `_DETAILS` whose columns all exist.
 _ALWAYS_ON_TOP = (
     *("name", "sender", "receiver", "position", "token", "part", "score", "effect", "exact"),
+    "before_switch",
 )
 _DETAILS: tuple[tuple[str, ...], ...] = (
     ("score_standard_error",),
@@ -174,7 +178,8 @@ def _flags(column: _Column) -> npt.NDArray[np.bool_]:
         return column.to_numpy(copy=True)
     text = column.astype(str)
     odd = sorted(set(text.unique()) - {"True", "False"})
-    InputError.raise_if([f"got exact={value}; expected True or False" for value in odd], _PROBLEM)
+    reasons = [f"got {column.name}={value}; expected True or False" for value in odd]
+    InputError.raise_if(reasons, _PROBLEM)
     return (text == "True").to_numpy()
 
 
@@ -211,7 +216,8 @@ _PROMPTS = {"prompt": _integers, "unpatched": _floats}
 _SWEEP_COLUMNS: dict[str, Callable[[_Column], Any]] = {
     **{"layer": _integers, "kind": _texts, "index": _integers, "name": _texts},
     **{"position": _positions, "part": _texts, "value": _floats},
-    **{**_PROMPTS, **_MEANS, "exact": _flags, **dict.fromkeys(PARTS, _floats)},
+    **{**_PROMPTS, **_MEANS, "exact": _flags, "before_switch": _flags},
+    **dict.fromkeys(PARTS, _floats),
 }
 _PATH_COLUMNS: dict[str, Callable[[_Column], Any]] = {
     **{"sender": _texts, "receiver": _texts, "part": _texts, "position": _positions},
@@ -337,14 +343,15 @@ class ScoredFrame:
     def __len__(self) -> int:
         return len(self.frame)
 
-    def top(self, k: int = 20) -> pd.DataFrame:
+    def top(self, k: int = TOP) -> pd.DataFrame:
         """Return the k rows with the largest |effect|, largest first; ties keep their order.
 
         If the score without a patch is 1 (all directions but "denoise"), the column `effect` has
         the score minus 1: a site with a score near 0 matters most.
-        With `per_prompt`, a site can appear once for each prompt. The result has only columns
-        that fit into 80 characters; `frame` has all columns. The column `token` has the clean
-        prompt's token at the position, or an empty text if prompts have different tokens.
+        In an attribution, column `exact` says which rows are exact patches; the others are
+        estimates. With `per_prompt`, a site can appear once for each prompt. The result has only
+        columns that fit into 80 characters; `frame` has all columns. The column `token` has the
+        clean prompt's token at the position, or an empty text if prompts have different tokens.
         """
         if not is_count(k, 1):
             raise InputError([f"got k={k!r}; expected 1 or more"], "no rows can be picked")
@@ -437,6 +444,7 @@ class _Fields(TableFields):
 class _SweepFields(_Fields):
     method: str
     expected_pearson: dict[HeadKind, float | None]
+    unknown: dict[HeadKind, str]
     forwards: float
 
 
@@ -456,8 +464,10 @@ class Sweep(ScoredFrame):
             `over_prompts.py`), which are missing if the metric has one value for all prompts. With
             `per_prompt` there is instead one row per site and prompt, with columns `prompt`
             (counted from 0) and `unpatched` (the prompt's metric before the patch). A split
-            attribution has `by_pattern` and `by_value`, which add up to the effect on the score.
-            A frame passed to the constructor needs no `part` and `score`.
+            attribution has `by_pattern` and `by_value`, which add up to the effect on the score. An
+            attribution has `exact` (False for estimates) and, if the runs differ by a switch (see
+            `attribution`), `before_switch`. A frame passed to the constructor needs no `part` and
+            `score`.
         part: the part of each head that was patched: "z", "pattern", "value", "q" or "k".
         direction: "denoise" (clean into corrupted), "noise" (corrupted into clean), or the ablation
             of z in the clean run: "zero", "mean", "resample" or "bias".
@@ -469,7 +479,8 @@ class Sweep(ScoredFrame):
         method: "patching" if every patch was run, or the method of `attribution`.
         expected_pearson: for an attribution with exact patches, the expected correlation with
             patching over attention heads ("attention") and neuron-heads ("neuron"). The expected
-            correlation is not a bound. It is None if too few sites were patched for an estimate.
+            correlation is not a bound. It is None if it is unknown.
+        unknown: for each kind of head whose expected correlation is None, the reason.
         forwards: the cost of these exact patches, in forward passes (counted in flops).
         tokens: the texts of the prompts' tokens, which pictures show at positions, or None.
 
@@ -489,11 +500,12 @@ class Sweep(ScoredFrame):
         ([0.75, 0.0], ['L0N5'])
     """
 
-    _document = Document("attn_only_lens.Sweep", 4, _SweepFields)
+    _document = Document("attn_only_lens.Sweep", 5, _SweepFields)
     _columns = _SWEEP_COLUMNS
 
     method: str = MEASURED
     expected_pearson: dict[HeadKind, float | None] = field(default_factory=dict)
+    unknown: dict[HeadKind, str] = field(default_factory=dict)
     forwards: float = 0.0
 
     def _row_reasons(self, frame: pd.DataFrame) -> list[str]:
@@ -523,13 +535,14 @@ class Sweep(ScoredFrame):
         method: str = MEASURED,
         *,
         exact: Bool[np.ndarray, "row"] | None = None,
+        before_switch: Bool[np.ndarray, "row"] | None = None,
         by_pattern: Float[np.ndarray, "row"] | None = None,
         **fields: Any,
     ) -> "Sweep":
         """Return the results of a sweep over all prompts.
 
-        `exact` marks rows with exact values. `by_pattern` is how much each patch changes the metric
-        through attention patterns.
+        `exact` marks rows with exact values, and `before_switch` sites before a switch (see
+        `attribution`). `by_pattern` is how much each patch changes the metric through patterns.
         """
         clean_value, corrupted_value = totals.ends
         require_distinct(clean_value, corrupted_value, next(model.parameters()).dtype)
@@ -537,6 +550,8 @@ class Sweep(ScoredFrame):
         rows = np.repeat(np.arange(totals.n_rows), len(columns["value"]) // totals.n_rows)
         if exact is not None:
             columns["exact"] = exact[rows]
+        if before_switch is not None:
+            columns["before_switch"] = before_switch[rows]
         if by_pattern is not None:
             span = clean_value - corrupted_value
             unpatched = corrupted_value if totals.direction == "denoise" else clean_value
@@ -577,14 +592,20 @@ class Sweep(ScoredFrame):
     def _kind_and_rows(self) -> tuple[str, str]:
         kind = "Sweep" if self.method == MEASURED else f"Attribution ({self.method})"
         rows = f"{len(self)} rows" + ", one per site and prompt" * ("prompt" in self.frame)
-        n_exact = int(self.frame["exact"].sum()) if "exact" in self.frame else 0
-        rows += f", {n_exact} of them exact patches" * (n_exact > 0)
-        if n_exact and self.expected_pearson:
+        if self.method == MEASURED or "exact" not in self.frame:
+            return kind, rows
+        rows += f", {int(self.frame['exact'].sum())} of them exact patches"
+        if self.expected_pearson:
             expected = ", ".join(
-                f"{kind} {'unknown' if value is None else format(value, '.3g')}"
+                f"{kind} unknown ({self.unknown.get(kind)})"
+                if value is None
+                else f"{kind} {value:.3g}"
                 for kind, value in self.expected_pearson.items()
             )
             rows += f" (expected correlation with patching: {expected})"
+        top = self.effect.abs().nlargest(TOP)
+        n_estimates = int((~self.frame["exact"])[top[top > 0].index].sum())
+        rows += f"; {n_estimates} of the top {TOP} rows are estimates" * (n_estimates > 0)
         return kind, rows
 
 
@@ -658,7 +679,7 @@ class Paths(ScoredFrame):
         return "Paths", f"{len(self.frame)}{out_of} rows"
 
 
-def agreement(exact: Sweep, approx: Sweep, k: int = 20) -> pd.DataFrame:
+def agreement(exact: Sweep, approx: Sweep, k: int = TOP) -> pd.DataFrame:
     """Compare each site's effect (`Sweep.effect`) in two sweeps, whose row orders may differ.
 
     Args:

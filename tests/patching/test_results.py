@@ -233,8 +233,8 @@ def test_files_that_are_no_sweep(tmp_path):
     with pytest.raises(CheckpointError, match=r"ends in \.parquet"):
         sweep().save(tmp_path / "sweep.pkl")
     sweep().save(tmp_path / "new.csv")
-    rewrite(tmp_path / "new.csv.json", format_version=5)
-    with pytest.raises(CheckpointError, match="format version 5"):
+    rewrite(tmp_path / "new.csv.json", format_version=6)
+    with pytest.raises(CheckpointError, match="format version 6"):
         p.Sweep.load(tmp_path / "new.csv")
 
 
