@@ -358,6 +358,30 @@ def test_other_models(kind):
     twice(SOME[kind], use)
 
 
+HALF_MODELS = {"gpt2": moved(bridge, "gpt2", "exposed", "exact")}
+if HAS_HOOKED_TRANSFORMER:
+    HALF_MODELS = {
+        "converted": moved(hooked, "gelu", "converted", "exact"),
+        "in place": moved(hooked, "gelu", "exposed", "exact"),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("kind", HALF_MODELS)
+def test_half_precision(kind, use, dtype):
+    """Every function runs; values in half precision depend on rounding, and are not compared."""
+    set_up()
+    with SimulatedDevice(forbid_float64=True):
+        model = HALF_MODELS[kind](HERE).to(dtype)
+        torch.set_default_device(ELSEWHERE)
+        try:
+            use(model)
+        finally:
+            torch.set_default_device(None)
+    assert {x.dtype for x in model.parameters()} == {dtype}
+
+
 # Models made from other models
 
 

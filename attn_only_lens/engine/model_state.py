@@ -268,9 +268,9 @@ class _Walk:
         self.add(function.__kwdefaults__)
         for cell in function.__closure__ or ():
             self.add(_contents_of(cell))
-        if vars(function):  # such as what `functools.wraps` has wrapped
-            self._mapping(vars(function))
+        self.add(vars(function).get("__wrapped__"))
         if _library(namespace.get("__name__", "")) not in _NOT_FOLLOWED:
+            self._mapping(vars(function))
             for name in _mentioned(code):
                 if name in namespace and name not in _NOT_STATE:
                     self._global(name, namespace[name], _mentioned(code))
