@@ -11,8 +11,9 @@
 # The versions of all other packages are those in requirements/, which `make lock` writes.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-# With transformers 5.24, TransformerLens 4.3 ignores caches: generation goes on without, with a warning.
-HELD := transformers<5.24
+# What the lock holds back. TransformerLens 4.3 ignores the caches of transformers 5.24: generation then
+# goes on without one. mpmath 1.4 fits no release of sympy, which torch needs.
+HELD := 'transformers<5.24' 'mpmath<1.4'
 WORKERS ?= 2
 
 BIN := .venv/bin
@@ -138,7 +139,7 @@ lock: ## write the versions of today into requirements/ (but for torch)
 	$(PYTHON) -m venv out/lock
 	out/lock/bin/python -m pip install -q uv
 	mkdir -p requirements
-	printf '%s\n' '$(firstword $(TORCH))' '$(HELD)' > out/lock/held.txt
+	printf '%s\n' '$(firstword $(TORCH))' $(HELD) > out/lock/held.txt
 	$(call LOCK,hooked,--extra docs)
 	$(call LOCK,bridge)
 

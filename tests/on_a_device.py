@@ -612,6 +612,7 @@ def test_kernels_of_a_graph(counted):
     assert many.synchronisations - few.synchronisations <= 5
 
 
+@pytest.mark.usefixtures("working_cache")
 @of_bridges
 def test_kernels_of_a_search(counted):
     """All prefixes, complements and random circuits together take few passes."""
@@ -677,7 +678,7 @@ def test_what_it_refuses_and_counts():
     with SimulatedDevice(watch="tests/", forbid_float64=True) as device:
         here = x.to(HERE)
         assert (here[:2].sum() + 1).item() == 2.0
-        here[torch.tensor([True, False] * 3).to(HERE)] = 0
+        here[torch.tensor([True, False] * 3).to(HERE).nonzero()] = 0
         assert here.cpu().tolist() == [0.0, 1.0, 0.0, 3.0, 0.0, 5.0]
         for tensor in (elsewhere, elsewhere.to(ELSEWHERE)):
             with pytest.raises(MixedDevices, match=r"on_a_device.py:\d+"):

@@ -70,6 +70,7 @@ def agree(first, second):
     return words[0] == words[1] and numbers[0] == pytest.approx(numbers[1], rel=1e-3, abs=1e-3)
 
 
+@pytest.mark.usefixtures("working_cache")
 @needs_transformer_lens_4
 @each_notebook
 def test_it_gives_what_is_stored(path, tmp_path, monkeypatch):

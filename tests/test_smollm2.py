@@ -104,6 +104,9 @@ def test_patches_are_those_of_hooks_on_the_model_of_transformers(alone, bridge):
     assert torch.allclose(torch.tensor(got.to_numpy()), expected.double(), rtol=0, atol=2e-4)
 
 
+@pytest.mark.filterwarnings(
+    r"ignore:[\s\S]*goes on without a cache:attn_only_lens.errors.InputWarning"
+)
 @torch.no_grad()
 def test_chat_template_bos_and_generation(alone, bridge):
     tokenizer = bridge.tokenizer

@@ -83,6 +83,7 @@ class Kernels(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+@pytest.mark.usefixtures("working_cache")
 @pytest.mark.parametrize("kind", ["gpt2", *["exposed", "converted"] * HAS_HOOKED_TRANSFORMER])
 def test_activations_are_fused(kind):
     model = model_of(kind)
@@ -95,6 +96,7 @@ def test_activations_are_fused(kind):
     assert kernels.names.count("tanh") == n_layers + 1
 
 
+@pytest.mark.usefixtures("working_cache")
 @pytest.mark.parametrize("kind", KINDS)
 def test_last_block_runs_where_the_metric_reads(kind):
     """The last block's MLP gets one token per variant and prompt."""

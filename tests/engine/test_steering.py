@@ -160,6 +160,7 @@ def by_hand(model, text, n, hooks):
     return text
 
 
+@pytest.mark.usefixtures("working_cache")
 @pytest.mark.parametrize("positions", [None, [2, 5, 6]])
 @pytest.mark.parametrize("cached", [True, False])
 def test_steered_generation(model, close, positions, cached):
@@ -337,6 +338,7 @@ def test_passes_of_threads_count_their_tokens_apart(model):
     assert alone[0][1][0, 5, 36] - alone[0][1][0, 4, 36] > 1.0
 
 
+@pytest.mark.usefixtures("working_cache")
 def test_a_pass_in_the_middle_of_another(model):
     """A hook runs the model on another text in each pass of a cached generation."""
     text, longer, shown = tokens(2, batch=1, pos=4), tokens(3, batch=1, pos=7), []

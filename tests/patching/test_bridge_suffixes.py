@@ -98,6 +98,7 @@ SUFFIXES = list(range(POS - FIRST, 0, -1))
 WHOLE = [POS] * len(SUFFIXES)
 
 
+@pytest.mark.usefixtures("working_cache")
 @pytest.mark.parametrize("state", bridges.STATES)
 @pytest.mark.parametrize("name", bridges.CHOSEN)
 def test_positions_before_a_patch_are_not_run(name, state):
@@ -169,6 +170,7 @@ def test_a_model_that_wants_all_rows_in_every_block():
     assert len(alone) > len(together)
 
 
+@pytest.mark.usefixtures("working_cache")
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["gpt2", "neox", "llama", "gemma2"])
 def test_with_padding(name, side):
@@ -203,6 +205,7 @@ def test_a_metric_that_reads_every_position(name):
         assert row.value == pytest.approx(bound.of(logits), rel=0, abs=EXACT), row
 
 
+@pytest.mark.usefixtures("working_cache")
 def test_sites_that_the_metric_cannot_feel_are_not_run(monkeypatch):
     ran, values = [], BridgeReplay.values
 
@@ -265,6 +268,7 @@ def test_a_model_that_reads_its_vocabulary_keeps_it(fails, monkeypatch):
         sweep(model)
 
 
+@pytest.mark.usefixtures("working_cache")
 @pytest.mark.parametrize("tried", ["columns", "cache", "suffix"])
 @pytest.mark.parametrize(
     "error",
@@ -353,6 +357,7 @@ def ignored(model, recording):
 WRONG = {"another": of_another_run, "shifted": shifted, "late": late, "ignored": ignored}
 
 
+@pytest.mark.usefixtures("working_cache")
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_wrong_cache_is_seen(name, wrong, monkeypatch):
@@ -368,6 +373,7 @@ def test_a_wrong_cache_is_seen(name, wrong, monkeypatch):
     assert worst(model, sweep(model)) > 1e-5
 
 
+@pytest.mark.usefixtures("working_cache")
 @torch.no_grad()
 @pytest.mark.parametrize("amount", [0.0, 1e-9])
 @pytest.mark.parametrize("index", [1, 2])
@@ -385,6 +391,7 @@ def test_every_later_block_must_come_out_alike(index, amount, monkeypatch):
     assert replay.can_start_at(0, FIRST) == (amount == 0.0)
 
 
+@pytest.mark.usefixtures("working_cache")
 @torch.no_grad()
 def test_positions_are_tried_one_by_one(monkeypatch):
     """Suffixes that start before the wrong position are accepted."""
@@ -399,6 +406,7 @@ def test_positions_are_tried_one_by_one(monkeypatch):
     assert not replay.can_start_at(0, 1)  # the start is no longer trusted
 
 
+@pytest.mark.usefixtures("working_cache")
 @torch.no_grad()
 def test_later_blocks_are_trusted_where_earlier_ones_were_tried(monkeypatch):
     model, tried = exposed("gpt2"), []
@@ -415,6 +423,7 @@ def test_later_blocks_are_trusted_where_earlier_ones_were_tried(monkeypatch):
     assert tried == [(1, 3), (0, 3)]
 
 
+@pytest.mark.usefixtures("working_cache")
 def test_a_model_that_is_not_causal_is_run_whole(monkeypatch):
     """The cache works, and only patched runs show that earlier positions depend on later ones."""
     config = transformers.Gemma3TextConfig(
@@ -445,11 +454,13 @@ def test_what_cannot_be_told_or_has_no_cache_is_run_whole(name, dtype):
     assert replay.start(0, 5) == 0
 
 
+@pytest.mark.usefixtures("working_cache")
 @torch.no_grad()
 def test_float32_runs_apart():
     assert replay_of_corrupted(exposed("gpt2", dtype=torch.float32)).start(0, 5) == 5
 
 
+@pytest.mark.usefixtures("working_cache")
 @torch.no_grad()
 def test_a_cache_gives_and_does_not_take():
     model = exposed("llama")

@@ -60,6 +60,7 @@ def scores(sweep):
     return sweep.frame.set_index(SITE)["score"].astype(float)
 
 
+@pytest.mark.usefixtures("working_cache")
 def test_some_rows_are_patches_and_the_rest_estimates(model):
     exact = scores(p.activation_patch(model, CLEAN, CORRUPTED, METRIC, progress=False))
     plain = scores(p.attribution(model, CLEAN, CORRUPTED, METRIC, budget=0, progress=False))
@@ -118,6 +119,7 @@ def flops_of_forward(model):
     return 2 * 5 * (sum(x.numel() for x in matrices) + model.cfg.d_model * 41)
 
 
+@pytest.mark.usefixtures("working_cache")
 def test_by_default_all_sites_of_a_small_model_are_patched(model, monkeypatch):
     """A large model's sites are patched for up to ten forward passes, if three are not enough."""
     sweep = p.attribution(model, CLEAN, CORRUPTED, METRIC, progress=False)
