@@ -60,8 +60,9 @@ class PathOracle:
             out = z[:, :, head.index] @ block.attn.W_O[head.index]
         else:
             post = cache[f"blocks.{head.layer}.mlp.hook_post"][:, :, head.index, None]
-            if hasattr(block.mlp, "b_in") and getattr(self.cfg, "gated_mlp", False):
-                post = post - block.mlp.b_in[head.index]  # TransformerLens adds it to the product
+            b_in = getattr(block.mlp, "b_in", None)
+            if b_in is not None and getattr(self.cfg, "gated_mlp", False):
+                post = post - b_in[head.index]  # TransformerLens adds it to the product
             out = post * block.mlp.W_out[head.index]
         return self.normed(norm, cache, prefix, out)
 

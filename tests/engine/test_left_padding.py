@@ -1,0 +1,224 @@
+"""Tests of texts of different lengths on bridges whose tokenizers pad on the left, in float32.
+
+The oracle runs each text alone, without padding, with plain hooks. `<bos>` may also be the padding
+token, as in GPT-2.
+"""
+
+import bridges
+import numpy as np
+import pytest
+import torch
+from common import D_VOCAB
+from patched_runs import cached, heads_of, hook_point
+from path_oracle import PathOracle
+from tiny_tokenizer import tiny_tokenizer
+
+from attn_only_lens import HeadName, neurons
+from attn_only_lens import patching as p
+from attn_only_lens.circuits import attribution_graph, discover, evaluate, explain, group_nodes
+from attn_only_lens.errors import InputError
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
+CLEAN = ["w3 w5 w7 w2 w11 w1", "w3 w6", "w9 w1 w4 w4"]
+CORRUPTED = ["w3 w8 w7 w2 w11 w1", "w13 w6", "w9 w2 w4 w4"]
+ROLES = {"subject": [2, 1, 2], "end": -1}
+SITES = ["L0H1", "L0N3", "L0N29", "L1H0", "L1N5"]
+EVERY = {(name, role) for name in SITES for role in ROLES}
+METRIC = p.logit_diff(7, 11)
+CLOSE = 2e-5  # about 100 roundings of float32, of logits of about 1
+QUIET = {"progress": False}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[f"{name} {pad}" for name in ("gpt2", "llama", "neox") for pad in ("<pad>", "<bos>")],
+)
+def name_and_model(request, tmp_path_factory):
+    name, pad = request.param.split()
+    model = bridges.exposed_copy(bridges.boot(name, torch.float32))
+    model.tokenizer = tiny_tokenizer(D_VOCAB, tmp_path_factory.mktemp("words"))
+    model.tokenizer.padding_side = "left"
+    model.tokenizer.pad_token = pad
+    model.cfg.tokenizer_prepends_bos, model.cfg.default_prepend_bos = False, True
+    assert p.prompt_pair(model, CLEAN, CORRUPTED).mask[1].tolist() == [0] * 4 + [1] * 3
+    return name, model
+
+
+@pytest.fixture
+def model(name_and_model):
+    return name_and_model[1]
+
+
+def alone(model, texts):
+    """Return the tokens [1, pos] of each text."""
+    words = model.tokenizer.get_vocab()
+    return [torch.tensor([[words[word] for word in f"<bos> {t}".split()]]) for t in texts]
+
+
+def place(i, role, text):
+    return text.shape[1] - 1 if role == "end" else ROLES[role][i]
+
+
+def diff(logits):
+    return (logits[0, -1, 7] - logits[0, -1, 11]).item()
+
+
+@torch.no_grad()
+def with_patches(model, run, source, patches):
+    """Return the metric of each text run alone, with patches (name, role) from another run."""
+    values = []
+    for i, (text, other) in enumerate(zip(run, source, strict=True)):
+        cache, hooks = cached(model, other), []
+        for name, role in patches:
+            index = place(i, role, text), heads_of(name)[0]
+
+            def patch(z, hook, index=index, cache=cache):
+                z = z.clone()
+                z[0, index[0], index[1]] = cache[hook.name][0, index[0], index[1]]
+                return z
+
+            hooks.append((hook_point(model, name, "z"), patch))
+        values.append(diff(model.run_with_hooks(text, fwd_hooks=hooks)))
+    return values
+
+
+def estimates(model, name, role):
+    """Return each text's corrupted value plus the gradient times the change of z."""
+    values = []
+    for i, (text, other) in enumerate(
+        zip(alone(model, CORRUPTED), alone(model, CLEAN), strict=True)
+    ):
+        point, index = hook_point(model, name, "z"), (0, place(i, role, text), heads_of(name)[0])
+        change = (cached(model, other)[point] - cached(model, text)[point])[index].detach()
+        step = torch.zeros_like(change, requires_grad=True)
+
+        def add(z, hook, index=index, step=step):
+            z = z.clone()
+            z[index] += step
+            return z
+
+        logits = model.run_with_hooks(text, fwd_hooks=[(point, add)])[0, -1]
+        value = logits[7] - logits[11]
+        (slope,) = torch.autograd.grad(value, step)
+        values.append((value + (slope * change).sum()).item())
+    return values
+
+
+def check(frame, expected, *keys):
+    """Compare each row with the text's expected value; they must differ between rows."""
+    got = [row.value for row in frame.itertuples()]
+    numbers = [
+        expected[tuple(getattr(row, key) for key in keys)][row.prompt] for row in frame.itertuples()
+    ]
+    np.testing.assert_allclose(got, numbers, rtol=0, atol=CLOSE)
+    assert np.std(numbers) > 100 * CLOSE
+
+
+def test_patches_estimates_and_paths(name_and_model):
+    name, model = name_and_model
+    clean, corrupted = alone(model, CLEAN), alone(model, CORRUPTED)
+    arguments = (model, CLEAN, CORRUPTED, METRIC)
+    by_prompt = {"per_prompt": True, "positions": ROLES, **QUIET}
+    sweep = p.activation_patch(*arguments, sites=SITES, **by_prompt)
+    assert len(sweep.frame) == len(EVERY) * len(CLEAN)
+    expected = {site: with_patches(model, corrupted, clean, [site]) for site in EVERY}
+    check(sweep.frame, expected, "name", "position")
+    values = p.attribution(*arguments, sites=SITES, method="gradient", budget=0, **by_prompt)
+    expected = {site: estimates(model, *site) for site in EVERY}
+    check(values.frame, expected, "name", "position")
+    senders, receivers = ["L0H1", "L0N3"], ["L1H0", "L1N5", "logits"]
+    paths = p.path_patch(
+        *arguments, senders=senders, receivers=receivers, part="z", **by_prompt
+    ).frame
+    plain = bridges.boot(name, torch.float32, "names")
+    oracles = [PathOracle(plain, *texts) for texts in zip(clean, corrupted, strict=True)]
+
+    def parsed(receiver):
+        return receiver if receiver == "logits" else HeadName.parse(receiver)
+
+    expected = {
+        (sender, receiver, role): [
+            one.value(HeadName.parse(sender), parsed(receiver), "z", place(i, role, clean[i]))
+            for i, one in enumerate(oracles)
+        ]
+        for sender in senders
+        for receiver in receivers
+        for role in ROLES
+    }
+    check(paths, expected, "sender", "receiver", "position")
+
+
+def test_circuits_and_graphs(model):
+    clean, corrupted = alone(model, CLEAN), alone(model, CORRUPTED)
+    arguments, places = (CLEAN, CORRUPTED, METRIC), {"positions": ROLES}
+    circuit = discover(model, *arguments, sites=SITES, n_random=0, faithfulness=0.5, **places)
+    chosen = set(zip(circuit.frame["name"], circuit.frame["position"], strict=True))
+    assert 0 < len(chosen) < len(EVERY)
+    whole, kept, nothing = (
+        np.mean(with_patches(model, clean, corrupted, gone)) for gone in ([], EVERY - chosen, EVERY)
+    )
+    expected = (kept - nothing) / (whole - nothing)
+    loose = CLOSE / abs(whole - nothing)
+    assert loose < 0.01
+    assert circuit.faithfulness == pytest.approx(expected, abs=loose)
+    result = evaluate(model, circuit, *arguments, **places)
+    assert result.faithfulness == pytest.approx(expected, abs=loose)
+    sites = [f"{name}@{role}" for name, role in sorted(EVERY)]
+    graph = attribution_graph(model, CLEAN, METRIC, corrupted=CORRUPTED, sites=sites, **places)
+    graphs = [
+        attribution_graph(
+            *(model, clean[i], METRIC),
+            corrupted=corrupted[i],
+            sites=sites,
+            positions={role: place(i, role, clean[i]) for role in ROLES},
+        )
+        for i in range(len(CLEAN))
+    ]
+    mean = np.mean([one.heads["attribution"] for one in graphs], axis=0)
+    np.testing.assert_allclose(graph.heads["attribution"], mean, rtol=0, atol=CLOSE)
+    assert mean.std() > 100 * CLOSE
+    with pytest.raises(InputError, match=r"3 to 7 tokens.*positions=task\.roles"):
+        explain(model, *arguments)
+    groups = group_nodes(graph, model, *arguments, **places)
+    for node in groups.nodes.itertuples():
+        patched = np.mean(with_patches(model, clean, corrupted, [tuple(node.id.split("@"))]))
+        assert node.effect == pytest.approx(whole - patched, abs=CLOSE)
+
+
+@torch.no_grad()
+def test_corpora_means_and_generation(model):
+    texts, name, point = alone(model, CLEAN), "L0N3", hook_point(model, "L0N3", "z")
+    z = [cached(model, text)[point][0, :, 3, 0] for text in texts]
+    frame = neurons.top_examples(model, [name], CLEAN, k=99, ends="largest", **QUIET)
+    got = {(row.text, row.at): row.value for row in frame.itertuples()}
+    # BOS is no example.
+    expected = {(i, at): value for i, one in enumerate(z) for at, value in enumerate(one) if at}
+    assert got == pytest.approx({key: value.item() for key, value in expected.items()}, abs=CLOSE)
+    mean = torch.cat(z).mean()
+
+    def put(value, hook):
+        value = value.clone()
+        value[:, :, 3] = mean
+        return value
+
+    with p.ablated(model, [name], to="mean", prompts=CLEAN):
+        logits = model(CLEAN)
+        for row, text in zip(logits, texts, strict=True):
+            single = model.run_with_hooks(text, fwd_hooks=[(point, put)])[0]
+            torch.testing.assert_close(row[-text.shape[1] :], single, rtol=0, atol=CLOSE)
+    how = {"max_new_tokens": 3, "do_sample": False, "verbose": False, "stop_at_eos": False}
+    how |= {"return_type": "tokens"}
+
+    def add(value, hook):
+        value = value.clone()
+        value[:, :, 3] += 2.0
+        return value
+
+    for cache in (True, False):
+        with p.steered(model, {name: 2.0}):
+            together = model.generate(CLEAN, use_past_kv_cache=cache, **how)
+        for row, text in zip(together, texts, strict=True):
+            for _ in range(3):
+                logits = model.run_with_hooks(text, fwd_hooks=[(point, add)])
+                text = torch.cat([text, logits[:, -1:].argmax(-1)], dim=1)
+            assert torch.equal(row[-text.shape[1] :], text[0])
