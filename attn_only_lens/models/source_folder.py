@@ -35,6 +35,7 @@ from attn_only_lens.storage import (
     read_tensors,
     type_mismatches,
 )
+from attn_only_lens.storage.atomic import disk_is_full
 from attn_only_lens.tl import (
     HookedTransformer,
     HookedTransformerConfig,
@@ -104,12 +105,17 @@ def refuse(reasons: Sequence[str], problem: str) -> None:
 
 @contextmanager
 def checkpoint_errors(problem: str) -> Iterator[None]:
-    """Context manager that turns other packages' exceptions into CheckpointErrors."""
+    """Context manager that turns other packages' exceptions into CheckpointErrors.
+
+    It leaves a full disk to `atomic_write`, which names the file or folder.
+    """
     try:
         yield
     except AttnOnlyLensError:
         raise
     except Exception as error:
+        if disk_is_full(error):
+            raise
         raise CheckpointError(f"{problem}: {type(error).__name__}: {error}") from error
 
 

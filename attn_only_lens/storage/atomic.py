@@ -13,6 +13,7 @@ leaves the hidden folder behind. The next process that writes or opens NAME then
 NAME if NAME is missing, and removes the hidden folder.
 """
 
+import errno
 import hashlib
 import os
 import secrets
@@ -32,6 +33,7 @@ except ImportError:  # on Windows, hidden folders of killed processes are not re
     fcntl = None  # type: ignore[assignment]
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk, or the user's share of it
 AnyPath: TypeAlias = str | os.PathLike[str]
 
 
@@ -76,8 +78,22 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
                 os.replace(new, path)
             finally:
                 _discard(scratch, path)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
+        # A file of a new folder names the hidden folder in its error.
+        cause = error.__cause__ if isinstance(error, CheckpointError) else error
+        if disk_is_full(cause):
+            raise CheckpointError(
+                f"{path} cannot be written: {cause}; free some space on this disk, and try again"
+            ) from cause
+        if not isinstance(error, OSError | SafetensorError):
+            raise
         raise CheckpointError(f"{path} cannot be written: {error}") from error
+
+
+def disk_is_full(error: BaseException | None) -> bool:
+    """Return whether an error says so; safetensors and tokenizers raise no OSErrors."""
+    number, text = getattr(error, "errno", None), str(error)
+    return any(number == full or f"os error {full}" in text for full in _FULL)
 
 
 @contextmanager
@@ -169,6 +185,9 @@ def _make_scratch(path: Path) -> tuple[Path, IO[str]]:
             lock = (scratch / "lock").open("x")
         except FileNotFoundError:  # another process has removed the hidden folder
             continue
+        except OSError:
+            scratch.rmdir()
+            raise
         try:
             if _lock(lock) is not False and scratch.is_dir():
                 return scratch, lock

@@ -54,10 +54,12 @@ def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: 
                 row_group_size=2**24,
             )
         return
-    with atomic_write(path) as new:
+    # Write both files before either replaces an old file, because the disk may get full.
+    with atomic_write(path) as new, atomic_write(_sidecar(path)) as new_document:
         frame.to_csv(new, index=False)
         digest = hashlib.sha256(new.read_bytes()).hexdigest()
-    document.write(_sidecar(path), content=digest, **body)
+        text = document.text(indent=2, content=digest, **body)
+        new_document.write_text(text, encoding="utf-8")
 
 
 def read_table(path: AnyPath, document: Document) -> tuple[pd.DataFrame, dict[str, Any]]:

@@ -9,7 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +37,11 @@ from attn_only_lens.errors import CheckpointError
 from attn_only_lens.growth import read_provenance
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.source_folder import load_source
+from attn_only_lens.patching import site_groups
 from attn_only_lens.storage import atomic, atomic_folder, atomic_write
 from attn_only_lens.storage.chunks import ChunkStore
 from attn_only_lens.storage.documents import Document
+from attn_only_lens.storage.tables import TableFields, read_table, write_table
 from attn_only_lens.viz import write_html
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
@@ -261,15 +265,17 @@ def test_without_locks_nothing_is_removed_and_everything_written(tmp_path, monke
     assert text_in(tmp_path / "folder") == "new"
 
 
-def test_a_disk_that_is_full(tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", ["fsync", "open"])
+def test_a_disk_that_is_full(call, tmp_path, monkeypatch):
     write(tmp_path / "folder", "old")
 
-    def full(*args):
+    def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(*{"fsync": (os, "fsync"), "open": (Path, "open")}[call], full)
     with pytest.raises(CheckpointError, match=r"cannot be written.*No space left"):
         write(tmp_path / "folder", "new")
+    monkeypatch.undo()
     assert text_in(tmp_path / "folder") == "old"
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -302,10 +308,12 @@ def resumed(folder):
     return {**training.model.state_dict(), **tensors, "done": training.done}
 
 
-def saved_bridge(folder):
+@cache
+def bridge():
     model = exposed_copy(boot("llama", torch.float32))
-    model.tokenizer = tiny_tokenizer(41, folder.parent / "tokenizer")
-    save(model, folder)
+    with tempfile.TemporaryDirectory() as words:
+        model.tokenizer = tiny_tokenizer(41, words)
+    return model
 
 
 def store(folder):
@@ -360,7 +368,7 @@ def comparison():
 
 
 KINDS = {
-    "bridge": (saved_bridge, lambda folder: load(folder).state_dict()),
+    "bridge": (lambda folder: save(bridge(), folder), lambda folder: load(folder).state_dict()),
     "training": (trained, resumed),
     "sweep.csv": (lambda f: sweep().save(f / "s.csv"), lambda f: loaded(f / "s.csv")),
     "sweep.parquet": (lambda f: sweep().save(f / "s.parquet"), lambda f: loaded(f / "s.parquet")),
@@ -382,6 +390,97 @@ def same(first, second):
             pd.testing.assert_frame_equal(value, second[key], check_exact=True)
         else:
             assert value == second[key], key
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Yield a disk of 1 MiB, and a function that leaves only some of its bytes free."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this user cannot mount a small disk")
+
+    def leave(free):
+        (disk / "ballast").unlink(missing_ok=True)
+        if free is not None:
+            (disk / "ballast").write_bytes(bytes(max(shutil.disk_usage(disk).free - free, 0)))
+
+    try:
+        yield disk, leave
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)  # -l: tensors map its files
+
+
+def files_in(folder):
+    return {
+        path: (path.stat().st_ino, path.read_bytes())
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "ballast"
+    }
+
+
+FULL = r"disk/folder[^ ]* cannot be written: .*(No space left|os error 28).*; free some space"
+LONG = Document("attn_only_lens.Long", 1, TypedDict("L", {**TableFields.__annotations__, "x": str}))
+
+
+def long_document(folder):
+    """Write a CSV file of one page of the disk, with a document of several."""
+    write_table(folder / "s.csv", pd.DataFrame({"a": [1]}), LONG, x=17_000 * "x")
+
+
+FILES = {kind: KINDS[kind] for kind in KINDS if kind != "training"}
+FILES["long document"] = long_document, lambda f: {"rows": read_table(f / "s.csv", LONG)[0]}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_full_disk_keeps_the_old_files(kind, small_disk):
+    """Files take whole pages of 4 KiB of the disk."""
+    (make, read), (disk, leave) = FILES[kind], small_disk
+    folder = disk / "folder"
+    make(folder)
+    whole, before, errors = read(folder), files_in(disk), []
+    for free in itertools.count(0, 4096 * (5 if kind == "bridge" else 1)):
+        leave(free)
+        try:
+            make(folder)
+            break
+        except CheckpointError as error:
+            errors.append(str(error))
+        after = files_in(disk)
+        assert after.keys() == before.keys()
+        if kind != "chunks":  # which replaces one file after another
+            assert after == before
+        assert not list(disk.glob(".*"))
+        same(read(folder), whole)
+    assert errors
+    assert [error for error in errors if not re.search(FULL, error)] == []
+    leave(None)
+    same(read(folder), whole)
+
+
+def test_a_job_goes_on_after_its_disk_was_full(small_disk, tmp_path, monkeypatch):
+    for name, n in (("_CHUNKS", 5), ("_LEAST", 1)):
+        monkeypatch.setattr(site_groups, name, n)
+    disk, leave = small_disk
+    arguments = bridge(), torch.tensor([3, 5, 7]), torch.tensor([3, 11, 7]), p.logit_diff(7, 11)
+    how = {"progress": False, "batch_size": 64}
+    expected = p.activation_patch(*arguments, **how, resume=tmp_path / "whole").frame
+    kept, errors = {}, []
+    for free in itertools.count(0, 4096):
+        leave(free)
+        try:
+            resumed = p.activation_patch(*arguments, **how, resume=disk / "folder").frame
+            break
+        except CheckpointError as error:
+            errors.append(str(error))
+        after = files_in(disk)
+        assert all(after[path] == kept[path] for path in kept)
+        kept = after
+        assert not list((disk / "folder").glob(".*"))
+    assert len(kept) > 2  # the settings, and some chunks
+    assert [error for error in errors if not re.search(FULL, error)] == []
+    pd.testing.assert_frame_equal(resumed, expected, check_exact=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
