@@ -319,7 +319,7 @@ def _require_complete(
     step = " or ".join(steps) or "the final norm"
     reason = (
         f"the tokens' contributions do not add up to the metric's change, {result.total:.6g} "
-        f"({off(0)}). From the logits back, the sum is first off at {step} "
+        f"({off(0)}). Counted from the logits, the first wrong sum is at {step} "
         f"({off(last)}); use method='gradient'"
     )
     raise UnsupportedModelError([reason], _PROBLEM)

@@ -510,9 +510,9 @@ def _require_counts_from_end(
         return
     lengths = pair.real.sum(dim=1)
     reason = (
-        f"{name}: got {got}. The prompts have {lengths.min()} to {lengths.max()} tokens; rows that "
-        "stand before shorter prompts, so that all prompts end in the last row, are nan: expected "
-        "a function that counts positions from the end, such as logits[:, -1]"
+        f"{name}: got {got}. The prompts have {lengths.min()} to {lengths.max()} tokens. Shorter "
+        "prompts begin with rows of nan, and every prompt ends in the last row: expected a "
+        "function that counts positions from the end, such as logits[:, -1]"
     )
     raise InputError([reason], _NO_NUMBER)
 

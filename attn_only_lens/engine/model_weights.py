@@ -41,7 +41,7 @@ def float32_weights(model: Any) -> Iterator[None]:
     """Context manager that gives a half-precision model float32 weights, then restores its own.
 
     The heads of each layer read one input, also if `use_split_qkv_input` or `use_attn_in` is on;
-    these options only add hook points, but they move the norm into the attention. Several threads
+    these options change no value, but they move the norm into the attention. Several threads
     may analyse one model at once. The analysis that ends last restores the weights.
     """
     if not isinstance(model, nn.Module):

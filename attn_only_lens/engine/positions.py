@@ -27,7 +27,7 @@ from attn_only_lens.errors import InputError
 Roles: TypeAlias = Mapping[str, int | Sequence[int] | Tensor]
 Positions: TypeAlias = Literal["each", "all"] | int | Sequence[int] | Tensor | Roles
 _PROBLEM = "these positions cannot be patched"
-_ANOTHER = "a number means another place in each of them"
+_ANOTHER = "the same position holds different words in them"
 
 
 @dataclass(frozen=True, eq=False)
