@@ -224,7 +224,8 @@ def test_a_sum_that_fails_names_the_layer(monkeypatch):
         return weights, slopes
 
     monkeypatch.setattr(engine, "_gate_slopes", wrong)
-    with pytest.raises(UnsupportedModelError, match=r"first wrong sum is at layer 1's (?!.*layer [02])"):
+    place = r"first wrong sum is at layer 1's (?!.*layer [02])"
+    with pytest.raises(UnsupportedModelError, match=place):
         difference(model, METRICS["logit_diff"])
 
 
