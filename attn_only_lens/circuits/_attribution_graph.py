@@ -38,6 +38,7 @@ from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, no_gradient_reasons, one_run_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_weights import float32_weights
+from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import Roles, unlike_tokens
 from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair, single_prompts
 from attn_only_lens.engine.tokens import all_token_texts
@@ -50,6 +51,7 @@ _BYTES = 40  # bytes per edge: 8 each for source, target, kind, weight, and the 
 _PROBLEM = "no attribution graph can be made"
 
 
+@one_thread_per_model
 @warned_once()
 @full_precision()
 def attribution_graph(

@@ -15,6 +15,7 @@ from attn_only_lens.circuits.circuit import SITE_KEY, Circuit
 from attn_only_lens.circuits.stability import share_of_sums
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, as_metric
+from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import Roles
 from attn_only_lens.engine.prompts import Prompts, prompt_pair
 from attn_only_lens.errors import InputError
@@ -71,6 +72,7 @@ class Evaluation:
         return text
 
 
+@one_thread_per_model
 @warned_once()
 def evaluate(
     model: Any,

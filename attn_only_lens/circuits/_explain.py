@@ -35,6 +35,7 @@ from attn_only_lens.engine.answers import WRONG
 from attn_only_lens.engine.contrast import float32_slopes
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, bind
+from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import unlike_tokens
 from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
 from attn_only_lens.engine.recording import Recording, record
@@ -335,6 +336,7 @@ def _ids(sweep: Sweep) -> "pd.Series[str]":
     return sweep.frame["name"].astype(str) + "@" + sweep.frame["position"].astype(str)
 
 
+@one_thread_per_model
 @warned_once(WRONG)
 @full_precision()
 def explain(

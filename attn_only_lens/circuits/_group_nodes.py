@@ -35,6 +35,7 @@ from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric
+from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import Roles
 from attn_only_lens.engine.prompts import Prompts, prompt_pair
 from attn_only_lens.engine.replay import Variants
@@ -88,6 +89,7 @@ class NodeGroups:
         )
 
 
+@one_thread_per_model
 @warned_once()
 @full_precision()
 def group_nodes(

@@ -42,6 +42,7 @@ from attn_only_lens.engine.metrics import (
 )
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_weights import float32_weights, in_float32
+from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import unlike_tokens
 from attn_only_lens.engine.prompts import PromptPair, Prompts, single_prompts
 from attn_only_lens.errors import InputError, UnsupportedModelError
@@ -140,6 +141,7 @@ class PathExpansion:
         return self._linear.metric_gradient(bound)
 
 
+@one_thread_per_model
 @in_float32
 @torch.no_grad()
 @full_precision()

@@ -49,6 +49,7 @@ from attn_only_lens.engine.metrics import (
 )
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_weights import in_float32
+from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.prompts import PromptPair, Prompts, single_prompts
 from attn_only_lens.engine.readers import Readers, input_hooks
 from attn_only_lens.engine.recording import run
@@ -79,6 +80,7 @@ _Edge = tuple[str, str, str]
 _Key = TypeVar("_Key")
 
 
+@one_thread_per_model
 @in_float32
 @full_precision()
 def score_edges(

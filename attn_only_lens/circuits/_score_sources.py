@@ -34,6 +34,7 @@ from attn_only_lens.engine.largest import LargestScores
 from attn_only_lens.engine.metrics import no_gradient_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_weights import in_float32
+from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.prompts import Prompts, single_prompts
 from attn_only_lens.engine.recording import Hooks, StopForward, run_blocks
 from attn_only_lens.engine.sites import Selection, resolve_sites
@@ -50,6 +51,7 @@ _PROBLEM = "this score has no sources"
 _NOT_A_SUM = "this score is not a sum over earlier writes"
 
 
+@one_thread_per_model
 @in_float32
 @full_precision()
 def score_sources(

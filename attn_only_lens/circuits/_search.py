@@ -55,6 +55,7 @@ from attn_only_lens.circuits.stability import (
 from attn_only_lens.engine.contrast import run_both
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, as_metric
+from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import Positions
 from attn_only_lens.engine.prompts import Prompts, prompt_pair
 from attn_only_lens.engine.recording import RunPair, run_pair
@@ -77,6 +78,7 @@ _Questions: TypeAlias = Generator[list[Rows], Float[np.ndarray, "circuit"], int 
 """A generator that yields circuits, receives their faithfulness, and returns a size."""
 
 
+@one_thread_per_model
 @warned_once()
 def discover(
     model: Any,

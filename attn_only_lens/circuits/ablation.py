@@ -49,6 +49,7 @@ from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.interventions import ablate
 from attn_only_lens.engine.metrics import AnyMetric, as_metric, bind
 from attn_only_lens.engine.model_checks import reasons_not_to_run
+from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import (
     Positions,
     PositionSet,
@@ -117,6 +118,7 @@ class Faithfulness:
     method: str
 
 
+@one_thread_per_model
 @warned_once()
 def faithfulness(
     model: Any,

@@ -36,6 +36,7 @@ from attn_only_lens.comparison.statistics import Statistics
 from attn_only_lens.engine.input_warnings import warn, warned_once
 from attn_only_lens.engine.metrics import AnyMetric, no_gradient_reasons, require_slope
 from attn_only_lens.engine.model_checks import reasons_not_to_run
+from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import unlike_tokens
 from attn_only_lens.engine.prompts import Prompts
 from attn_only_lens.engine.sites import all_heads, resolve_sites
@@ -54,6 +55,7 @@ _KEPT = 0.5  # `compare` warns if a model keeps less than this share of the metr
 _N_RANDOM = 3  # the number of random circuits of the same size per circuit
 
 
+@one_thread_per_model
 @warned_once()
 def compare(
     model: Any,

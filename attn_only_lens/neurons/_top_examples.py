@@ -21,6 +21,7 @@ from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, as_metric, no_gradient_reasons, one_run_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_state import fingerprint
+from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.sites import (
     ALL_MEMBERS,
     LayerSites,
@@ -198,6 +199,7 @@ def corpus_statistics(
     return _look_up(("attention", *NEURON_KINDS), **locals())
 
 
+@one_thread_per_model
 @warned_once()
 @full_precision()
 def _look_up(

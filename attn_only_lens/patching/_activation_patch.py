@@ -17,6 +17,7 @@ from attn_only_lens.engine.interventions import ABLATIONS, DIRECTIONS
 from attn_only_lens.engine.metrics import AnyMetric, Metric, as_metric
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_state import fingerprint
+from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import Positions, warn_of_unlike_tokens
 from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair, single_prompts
 from attn_only_lens.engine.recording import RunPair, record_pair
@@ -52,6 +53,7 @@ from attn_only_lens.patching.site_groups import (
 from attn_only_lens.precision import matmul_precision
 
 
+@one_thread_per_model
 @warned_once()
 def activation_patch(
     model: Any,

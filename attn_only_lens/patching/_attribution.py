@@ -67,6 +67,7 @@ from attn_only_lens.engine.metrics import (
     require_differentiable,
     require_slope,
 )
+from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import Positions
 from attn_only_lens.engine.prompts import PromptPair, Prompts
 from attn_only_lens.engine.recording import Recording, RunPair, Side, record_pair, run, run_pair
@@ -107,6 +108,7 @@ _TRACED = ("gradient", "exact_gate")  # methods that need an autograd graph of t
 _STEPS = 5  # the number of steps in the EAP-IG paper's experiments
 
 
+@one_thread_per_model
 @warned_once()
 def attribution(
     model: Any,

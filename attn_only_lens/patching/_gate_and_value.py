@@ -29,6 +29,7 @@ from attn_only_lens.engine.edits import change_of_z, interaction, neuron_changes
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.interventions import DIRECTIONS
 from attn_only_lens.engine.metrics import AnyMetric, as_metric
+from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import Positions
 from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
 from attn_only_lens.engine.recording import NeuronRun, Recording, record
@@ -50,6 +51,7 @@ _WRITES: dict[str, Callable[[NeuronRun, NeuronRun], Tensor]] = {
 """The parts of the change in z, in the order of the columns."""
 
 
+@one_thread_per_model
 @warned_once()
 def gate_and_value(
     model: Any,

@@ -56,6 +56,7 @@ from attn_only_lens.engine.metrics import (
 )
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_weights import in_float32
+from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import Positions, PositionSet, warn_of_unlike_tokens
 from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
 from attn_only_lens.engine.readers import READ_PARTS, Readers, input_hooks
@@ -88,6 +89,7 @@ _ESTIMATES_AT_ONCE = 2**24  # number of paths per chunk of estimates: about ten 
 _NUMBERS = 2**21  # maximum number of entries in each tensor of a path block
 
 
+@one_thread_per_model
 @warned_once()
 @in_float32
 @full_precision()

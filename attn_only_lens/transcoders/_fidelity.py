@@ -14,6 +14,7 @@ from attn_only_lens.arguments import positive_reasons
 from attn_only_lens.axes import Tokens
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.model_checks import hook_reasons, mode_reasons
+from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.prompts import Prompts, single_prompts
 from attn_only_lens.engine.recording import record, run
 from attn_only_lens.errors import InputError
@@ -55,6 +56,7 @@ class Fidelity:
     n_tokens: int
 
 
+@one_thread_per_model
 @torch.no_grad()
 @full_precision()
 def fidelity(

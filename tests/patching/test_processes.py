@@ -1,6 +1,7 @@
 """Tests that processes sharing a job return one process's results, even after one has died."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 import transformers
-from common import tokens
+from common import in_threads, tokens
 
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
@@ -49,6 +50,20 @@ def die(self, key, arrays):
     os.kill(os.getpid(), signal.SIGKILL)
 
 put, ChunkStore.put = ChunkStore.put, die
+swept(sys.argv[1])
+"""
+HALF_WRITTEN = f"""{SWEEP}
+import os, signal
+from attn_only_lens.storage import chunks
+
+def die(path, tensors, *args, **document):
+    written.append(path)
+    write(path, tensors, *args, **document)
+    if len(written) == 3:
+        path.write_bytes(path.read_bytes()[:-7])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+written, write, chunks.write_tensors = [], chunks.write_tensors, die
 swept(sys.argv[1])
 """
 
@@ -96,6 +111,35 @@ def test_the_next_start_takes_over_the_share_of_a_process_that_died(alone, tmp_p
     together = alone(chunks, progress=False).frame
     pd.testing.assert_frame_equal(together, alone(progress=False).frame, check_exact=True)
     assert all(path.stat().st_mtime_ns == time for path, time in left.items())
+
+
+def test_a_process_killed_while_it_writes_a_chunk(alone, tmp_path):
+    chunks = tmp_path / "chunks"
+    process = start(HALF_WRITTEN, chunks)
+    errors = process.communicate()[1]
+    assert process.returncode == -signal.SIGKILL, errors
+    (hidden,) = chunks.glob(".*")
+    assert (hidden / "new").is_file()
+    left = {path: path.stat().st_mtime_ns for path in chunks.glob("prompts-*")}
+    assert len(left) == 2
+    resumed = alone(chunks, progress=False).frame
+    pd.testing.assert_frame_equal(resumed, alone(progress=False).frame, check_exact=True)
+    assert all(path.stat().st_mtime_ns == time for path, time in left.items())
+    assert not list(chunks.glob(".*"))
+
+
+def test_processes_and_threads_that_know_nothing_of_each_other_share_a_folder(alone, tmp_path):
+    chunks, files = tmp_path / "chunks", [tmp_path / f"{i}.parquet" for i in range(2)]
+    processes = [start(RUNS, chunks, file, index=i) for i, file in enumerate(files)]
+    frames = [frame for (frame,) in in_threads(
+        lambda folder: alone(folder, progress=False).frame, [chunks, chunks], times=1
+    )]  # fmt: skip
+    errors = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    expected = alone(progress=False).frame
+    for frame in (*frames, *(p.Sweep.load(path).frame for path in files)):
+        pd.testing.assert_frame_equal(frame, expected, check_exact=True)
+    assert len(list(chunks.iterdir())) == 6  # the settings and five chunks
 
 
 @pytest.mark.parametrize("positions", ["each", "all"])

@@ -1,0 +1,36 @@
+"""Let only one thread at a time analyse a model; a thread that comes later waits.
+
+Analyses attach hooks and replace forward passes, which would act in another thread's runs too.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from threading import Lock, RLock
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_making = Lock()
+
+
+def one_thread_per_model(analysis: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorate a function so that it waits while other threads analyse the models it is given."""
+
+    @wraps(analysis)
+    def alone(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        models = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
+        with _making:
+            locks = [_locks.setdefault(model, RLock()) for model in models]
+        with ExitStack() as stack:
+            for lock in sorted(
+                locks, key=id
+            ):  # in one order, or two threads could block each other
+                stack.enter_context(lock)
+            return analysis(*args, **kwargs)
+
+    return alone

@@ -1,0 +1,79 @@
+"""Tests that analyses of one model in several threads have the results of one thread."""
+
+import threading
+import time
+
+import bridges
+import numpy as np
+import pytest
+from common import in_threads, tokens
+from torch import nn
+
+from attn_only_lens import neurons
+from attn_only_lens import patching as p
+from attn_only_lens.circuits import attribution_graph, discover
+from attn_only_lens.engine.one_thread import one_thread_per_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
+METRIC = p.logit_diff(7, 11)
+SITES = ["L0H1", "L0N3", "L1H0", "L1N5"]
+QUIET = {"progress": False}
+
+
+def sweep(*arguments):
+    return p.activation_patch(*arguments, METRIC, **QUIET).frame["value"]
+
+
+def paths(*arguments):
+    named = {"senders": SITES[:2], "receivers": SITES[2:], "part": "z"}
+    return p.path_patch(*arguments, METRIC, **named, **QUIET).frame["value"]
+
+
+def graph(model, clean, corrupted):
+    return attribution_graph(model, clean, METRIC, corrupted=corrupted).heads["attribution"]
+
+
+RUNS = {
+    "sweep": sweep,
+    "attribution": lambda *x: p.attribution(*x, METRIC, **QUIET).frame["value"],
+    "paths": paths,
+    "graph": graph,
+    "circuit": lambda *x: discover(*x, METRIC, sites=SITES, n_random=0).faithfulness,
+    "corpus": lambda model, clean, _: neurons.top_examples(model, None, [*clean], 2, **QUIET)[
+        "value"
+    ],
+}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_analyses_of_one_model_in_six_threads(name):
+    model = bridges.exposed_copy(bridges.boot(name))
+
+    def run(of):
+        seed = list(RUNS).index(of)
+        clean = tokens(seed, pos=7)
+        corrupted = clean.clone()
+        corrupted[:, 2] = (clean[:, 2] + 5) % 41
+        return np.asarray(RUNS[of](model, clean, corrupted))
+
+    expected = [run(of) for of in RUNS]
+    for results, alone in zip(in_threads(run, list(RUNS), times=2), expected, strict=True):
+        for result in results:
+            np.testing.assert_allclose(result, alone, rtol=0, atol=1e-10)
+
+
+def test_a_model_waits_only_for_itself():
+    a, b, inside, most = nn.Identity(), nn.Identity(), [], []
+    meet = threading.Barrier(2, timeout=60)
+
+    @one_thread_per_model
+    def counted(model, other):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.001)
+        inside.pop()
+
+    in_threads(lambda models: counted(models[0], other=models[1]), [(a, b), (b, a)])
+    assert max(most) == 1
+    # Control: different models do not wait for each other.
+    in_threads(one_thread_per_model(lambda model: meet.wait()), [a, b])
