@@ -4,6 +4,10 @@ A bridge replaces the attention of a transformers model, and transformers passes
 a name that has changed between versions. TransformerLens 3.9 to 4.3 ignores the cache that
 transformers 5.24 passes: generation with a cache then sees only the last token, without any error.
 So no version is trusted: before a model first uses a cache, three short passes test that model.
+
+Two prompts differ in all but the last token. If their logits differ, a cache that is ignored gives
+wrong logits for at least one of them. If not, for example because the output weights of attention
+are zero, the test shows nothing: the model goes on without a cache and is tested again next time.
 """
 
 import warnings
@@ -18,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from attn_only_lens.engine.input_warnings import warn
-from attn_only_lens.engine.model_checks import evaluation_without_hooks
+from attn_only_lens.engine.model_checks import evaluation_without_hooks, without_user_hooks
 from attn_only_lens.errors import UnsupportedCallError
 
 _PROMPT = 3  # tokens; the cache holds all but the last
@@ -49,45 +53,61 @@ def watch(
     caches = [x for x in (*args, *kwargs.values()) if isinstance(x, Cache)]
     if any(isinstance(cache, RecordedCache) for cache in caches):
         return None
-    if not (caches or kwargs.get("use_cache")) or _cache_works(model):
+    works = _cache_works(model) if caches or kwargs.get("use_cache") else True
+    if works:
         return None
-    wrong = (
-        f"{type(model).__name__} computes other logits with a key-value cache than without, "
-        f"because transformer-lens {version('transformer-lens')} does not fit "
-        f"transformers {version('transformers')}"
-    )
-    if caches:
-        raise UnsupportedCallError(
-            f"{wrong}; this call passes a cache. Call model.generate, which goes on without a "
-            "cache; or hf_generate with use_past_kv_cache=False and use_cache=False; or install "
-            "another version of one of the two"
+    name = type(model).__name__
+    versions = ", ".join(f"{x} {version(x)}" for x in ("transformer-lens", "transformers"))
+    problem = f"{name} computes other logits with a key-value cache than without ({versions})"
+    if works is None:
+        problem = (
+            f"a test of the key-value cache of {name} shows nothing, because the logits depend "
+            "too little on earlier tokens"
         )
-    warn({"cache": "this call goes on without a cache, which is slower, and returns none"}, wrong)
+    if caches:
+        install = "" if works is None else " Or install another version of one of the two."
+        raise UnsupportedCallError(
+            f"{problem}. This call passes a cache. Call model.generate: it goes on without a "
+            f"cache. Or call hf_generate with use_past_kv_cache=False and use_cache=False.{install}"
+        )
+    warn({"cache": "this call goes on without a cache: it is slower and returns none"}, problem)
     return args, {**kwargs, "use_cache": False}
 
 
-def _cache_works(model: PreTrainedModel) -> bool:
-    """Return whether the next token's logits are the same with a cache and without."""
-    if model not in _works:
-        with torch.no_grad(), evaluation_without_hooks([model]), warnings.catch_warnings():
+def _cache_works(model: PreTrainedModel) -> bool | None:
+    """Return whether logits are the same with a cache and without; None if this is unknown."""
+    works = _works.get(model)
+    if works is None:
+        with (
+            torch.no_grad(),
+            evaluation_without_hooks([model]),
+            without_user_hooks(model),  # includes `watch`
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
-            _works[model] = _same_logits(model)
-    return _works[model]
+            works = _same_logits(model)
+        if works is not None:
+            _works[model] = works
+    return works
 
 
-def _same_logits(model: PreTrainedModel) -> bool:
-    forward: Any = model.forward
+def _same_logits(model: PreTrainedModel) -> bool | None:
     d_vocab = model.config.get_text_config().vocab_size
-    tokens = torch.arange(1, 1 + _PROMPT, device=model.device)[None] % d_vocab
+    tokens = torch.arange(1, 1 + _PROMPT, device=model.device).repeat(2, 1)
+    tokens[1, :-1] += 1
+    tokens %= d_vocab
     with_mask = {"attention_mask": torch.ones_like(tokens)}
-    expected: Tensor = forward(input_ids=tokens, use_cache=False, **with_mask).logits[:, -1]
+    expected: Tensor = model(input_ids=tokens, use_cache=False, **with_mask).logits[:, -1]
     mask = with_mask["attention_mask"][:, :-1]
-    output = forward(input_ids=tokens[:, :-1], attention_mask=mask, use_cache=True)
+    output = model(input_ids=tokens[:, :-1], attention_mask=mask, use_cache=True)
     cache = {name: x for name, x in output.items() if isinstance(x, Cache)}
     if not cache:
         return False
-    logits = forward(input_ids=tokens[:, -1:], use_cache=True, **cache, **with_mask).logits[:, -1]
+    logits = model(input_ids=tokens[:, -1:], use_cache=True, **cache, **with_mask).logits[:, -1]
     # Rounding (in float32 in some parts of float64 models) leaves at least half of the digits.
     tolerance = max(torch.finfo(dtype).eps for dtype in (logits.dtype, torch.float32)) ** 0.5
     bound = tolerance * expected.abs().max().nan_to_num().item()
-    return torch.allclose(logits, expected, rtol=0, atol=bound, equal_nan=True)
+    if not torch.allclose(logits, expected, rtol=0, atol=bound, equal_nan=True):
+        return False
+    # Equal logits for both prompts cannot be within the bound of both.
+    return True if (expected[0] - expected[1]).abs().max().item() > 2 * bound else None

@@ -222,6 +222,28 @@ def evaluation_without_hooks(modules: Iterable[object]) -> Iterator[None]:
             setattr(point, name, registered)
 
 
+@contextmanager
+def without_user_hooks(model: nn.Module) -> Iterator[None]:
+    """Context manager that removes torch hooks, except those of libraries that a model may need."""
+    # Change the dictionaries in place: hook handles refer to them, and so do those that
+    # TransformerLens adds in this context.
+    registered = [vars(module)[kind] for module in model.modules() for kind in _KINDS]
+    before = [(hooks, {**hooks}) for hooks in registered if hooks]
+    kept = (*_LIBRARIES, "transformer_lens", "torch")
+    try:
+        for hooks, all_hooks in before:
+            for key, hook in all_hooks.items():
+                if _library(hook) not in kept:
+                    del hooks[key]
+        yield
+    finally:
+        for hooks, all_hooks in before:
+            now = {**hooks}
+            back = {k: x for k, x in all_hooks.items() if k in now or _library(x) not in kept}
+            hooks.clear()
+            hooks.update(back | now)
+
+
 def is_placeholder(handle: Any) -> bool:
     """Return whether transformer-lens 4 added this hook for a component that is not a module."""
     hook = getattr(handle, "user_hook", None)

@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 from attn_only_lens import expose_neuron_heads, grow, load, save
 from attn_only_lens import patching as p
+from attn_only_lens.engine import cached_generation
 from attn_only_lens.errors import InputWarning, UnsupportedCallError
 
 NEW = 5
@@ -74,7 +75,7 @@ def test_generation_is_correct_if_caches_are_ignored(name, kind, method, tmp_pat
     made, caught, lengths = generated(model, prompt, method)
     assert made.tolist() == expected.tolist()
     assert caught[0].filename == __file__  # it shows the line that calls the model
-    assert [n for n in lengths if n >= prompt.shape[1]] == [prompt.shape[1] + i for i in range(NEW)]
+    assert lengths == [prompt.shape[1] + i for i in range(NEW)]
     direct = model.original_model.generate  # which hf_generate calls
     with pytest.raises(UnsupportedCallError, match="passes a cache"):
         direct(prompt, max_new_tokens=2)
@@ -87,7 +88,7 @@ def test_generation_is_correct_if_caches_are_ignored(name, kind, method, tmp_pat
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "neox"])
 @torch.no_grad()
-def test_caches_that_work_are_used(name, kind, tmp_path):
+def test_caches_that_work_are_used(name, kind, tmp_path, monkeypatch):
     """For the installed versions, whatever they are: a cache is used without a warning, or not."""
     model, prompt, seen = KINDS[kind](name, tmp_path), tokens(), []
     expected = by_full_passes(model, prompt)
@@ -99,10 +100,53 @@ def test_caches_that_work_are_used(name, kind, tmp_path):
     last, _ = unwatched(prompt[:, -1:], return_type="logits_and_cache", past_key_values=cache)
     works = torch.allclose(last[:, -1], unwatched(prompt)[:, -1], rtol=1e-3, atol=1e-3)
     assert (bool(caught), lengths[-1] == 1) == (not works, works)
-    assert seen == lengths[-NEW:]  # no hook of the user sees the passes of the test
-    again, _, lengths = generated(model, prompt)
-    assert len(lengths) == NEW  # the model is tested once
+    assert seen == lengths  # no hook of the user sees the passes of the test
+    assert len(seen) == NEW
+    monkeypatch.delattr(cached_generation, "_same_logits")  # the model is tested once
+    again, _, _ = generated(model, prompt)
     assert again.tolist() == made.tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "neox"])  # positions matter only in attention
+def test_a_model_without_attention_between_tokens_is_tested_again(name, ignored):
+    """If attention writes nothing, an ignored cache changes nothing."""
+    model, prompt = expose_neuron_heads(boot(name)).model, tokens()
+    outputs = [block.attn.o.original_component for block in model.blocks]
+    weights = [x for output in outputs for x in output.parameters()]
+    before = [x.detach().clone() for x in weights]
+    for x in weights:
+        x.data.zero_()
+    _, caught, _ = generated(model, prompt)
+    assert "shows nothing" in str(caught[0].message)
+    with pytest.raises(UnsupportedCallError, match="shows nothing"):
+        model(prompt, past_key_values=DynamicCache())
+    for x, old in zip(weights, before, strict=True):
+        x.data.copy_(old)
+    made, caught, _ = generated(model, prompt)
+    assert "computes other logits" in str(caught[0].message)
+    assert made.tolist() == by_full_passes(model, prompt).tolist()
+
+
+def test_torch_hooks_of_the_user_do_not_change_the_result(ignored):
+    model, prompt = expose_neuron_heads(boot("llama")).model, tokens()
+    calls = []
+
+    def zero(module, args, output):
+        calls.append(output_of(output)[:, prompt.shape[1] - 1])  # the prompt of the test is shorter
+        return (output[0] * 0, *output[1:]) if isinstance(output, tuple) else output * 0
+
+    handles = [block.attn.register_forward_hook(zero) for block in model.blocks]
+    hooks = [block.attn._forward_hooks for block in model.blocks]
+    before = [[*x.items()] for x in hooks]
+    generated(model, prompt)
+    assert len(calls) == len(model.blocks) * NEW
+    assert [[*x.items()] for x in hooks] == before
+    for handle in handles:
+        handle.remove()
+    assert not any(block.attn._forward_hooks for block in model.blocks)
+    made, caught, _ = generated(model, prompt)
+    assert caught
+    assert made.tolist() == by_full_passes(model, prompt).tolist()
 
 
 def test_a_wrong_position_is_noticed(monkeypatch):
