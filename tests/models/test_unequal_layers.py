@@ -13,7 +13,7 @@ from uneven import GROUPS, NEURONS, UNEVEN, VALUES, has, uneven
 
 from attn_only_lens import HeadName, circuits, convert, load, save, to_stock, verify, viz
 from attn_only_lens import patching as p
-from attn_only_lens.engine.model_weights import fingerprint
+from attn_only_lens.engine.model_state import fingerprint
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import (
     CheckpointError,

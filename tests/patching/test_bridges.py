@@ -9,7 +9,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.metrics import bind
-from attn_only_lens.engine.model_weights import fingerprint
+from attn_only_lens.engine.model_state import fingerprint
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import InputError
 
