@@ -1,6 +1,7 @@
 """Validate options, and convert NumPy, torch and pandas numbers to Python numbers."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -55,6 +56,29 @@ def positive_reasons(**options: Any) -> list[str]:
         for name, value in options.items()
         if not is_count(value, 1)
     ]
+
+
+def share_reasons(**options: Any) -> list[str]:
+    """Return an error message for each option that is not a number in (0, 1]."""
+    return [
+        f"got {name}={value!r}; expected a number above 0, up to 1"
+        for name, value in options.items()
+        if not is_number(as_plain(value), 0, 1) or value == 0
+    ]
+
+
+def ending_reasons(path: Path, *endings: str) -> list[str]:
+    """Return a list with an error message if a path has none of these endings, otherwise []."""
+    if path.suffix in endings:
+        return []
+    return [f"got {str(path)!r}; expected a name that ends in {' or '.join(endings)}"]
+
+
+def file_reasons(path: Path) -> list[str]:
+    """Return a list with an error message if there is no such file, otherwise []."""
+    if path.is_file():
+        return []
+    return [f"{path} {'is not a file' if path.exists() else 'is missing'}"]
 
 
 def option_reasons(option: str, got: object, expected: Sequence[str]) -> list[str]:

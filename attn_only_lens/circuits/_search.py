@@ -32,7 +32,11 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.arguments import as_plain, is_number, option_reasons, positive_reasons
+from attn_only_lens.arguments import (
+    option_reasons,
+    positive_reasons,
+    share_reasons,
+)
 from attn_only_lens.circuits.ablation import (
     ORDERS,
     AblatedModel,
@@ -153,9 +157,11 @@ def discover(
     reasons = option_reasons("method", method, (*METHODS, MEASURED))
     if order is not None:
         reasons += option_reasons("order", order, ORDERS)
-    if not (is_number(as_plain(faithfulness), 0, 1) and faithfulness > 0):
-        reasons.append(f"got faithfulness={faithfulness!r}; expected a number above 0, up to 1")
-    reasons += reasons_against_draws(n_random, seed) + resamples_reasons(resamples)
+    reasons += (
+        share_reasons(faithfulness=faithfulness)
+        + reasons_against_draws(n_random, seed)
+        + resamples_reasons(resamples)
+    )
     if prompts_at_once is not None:
         reasons += positive_reasons(prompts_at_once=prompts_at_once)
     InputError.raise_if(reasons, "no circuit can be searched")

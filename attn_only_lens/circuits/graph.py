@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from attn_only_lens.arguments import as_plain, is_count, is_number
+from attn_only_lens.arguments import is_count, share_reasons
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import HEAD_KINDS
 from attn_only_lens.heads.names import count_kinds
@@ -229,8 +229,8 @@ def select_largest(
         reasons.append(f"got top={top}, mass={mass}; expected exactly one of the two")
     elif top is not None and not is_count(top, 1):
         reasons.append(f"got top={top!r}; expected 1 or more")
-    elif mass is not None and (not is_number(as_plain(mass), 0, 1) or mass == 0):
-        reasons.append(f"got mass={mass!r}; expected a number above 0, up to 1")
+    elif mass is not None:
+        reasons += share_reasons(mass=mass)
     InputError.raise_if(reasons, "no nodes can be chosen")
     order = np.argsort(-sizes, kind="stable")
     if mass == 1:

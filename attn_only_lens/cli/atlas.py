@@ -4,7 +4,15 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Annotated
 
-from attn_only_lens.cli.common import OUTPUT, command, option, require_folder, say_page, working
+from attn_only_lens.cli.common import (
+    OUTPUT,
+    command,
+    option,
+    require_folder,
+    require_options,
+    say_page,
+    working,
+)
 from attn_only_lens.cli.options import HeadOptions, parse_names, parse_numbers
 from attn_only_lens.errors import AttnOnlyLensError
 
@@ -49,6 +57,7 @@ def atlas(
         raise AttnOnlyLensError("got --layers and --names; expected one of them")
     if not texts.is_file():
         raise AttnOnlyLensError(f"--texts: there is no file {texts}")
+    require_options(k=k, context=context, batch_size=batch_size)
     layer_numbers = None if layers is None else parse_numbers(layers, "--layers")
     from attn_only_lens.engine.sites import Sites, all_heads, resolve_sites, without_wide
     from attn_only_lens.neurons import corpus_statistics

@@ -11,6 +11,8 @@ from attn_only_lens.cli.common import (
     command,
     option,
     print_frame,
+    require_access,
+    require_options,
     require_writable,
     say_page,
     working,
@@ -79,6 +81,7 @@ def explain(
     """
     require_writable(out, (".html", ".json"), top)
     _require_json(save_circuit, out)
+    require_options(faithfulness=faithfulness)
     if texts is not None and out.suffix == ".json":
         raise AttnOnlyLensError(
             f"got --texts for {out}; expected .html: only a page shows examples"
@@ -141,6 +144,7 @@ def circuit(
     """
     require_writable(out, (".html", ".json"), top)
     _require_json(save_circuit, out)
+    require_options(faithfulness=faithfulness, nodes=nodes)
     needs_both = save_circuit is not None
     prompts.require_complete(with_corrupted=needs_both)
     from attn_only_lens import circuits
@@ -192,6 +196,7 @@ def evaluate(
     each of its first --top sites alone, from the clean into the corrupted prompts.
     """
     prompts.require_complete(with_corrupted=True)
+    require_options(circuit, top=top)
     from attn_only_lens import circuits
     from attn_only_lens.patching import activation_patch
 
@@ -210,16 +215,15 @@ def evaluate(
 
 
 def _require_json(path: Path | None, out: Path) -> None:
-    if path is None or (
-        path.suffix == ".json"
-        and path.absolute().parent.is_dir()
-        and path.absolute() != out.absolute()
-    ):
+    if path is None:
         return
-    raise AttnOnlyLensError(
-        f"got --save-circuit {path}; expected another file name than --out, which ends in .json, "
-        "in an existing folder"
-    )
+    absolute = path.absolute()
+    if path.suffix != ".json" or not absolute.parent.is_dir() or absolute == out.absolute():
+        raise AttnOnlyLensError(
+            f"got --save-circuit {path}; expected another file name than --out, which ends in "
+            ".json, in an existing folder"
+        )
+    require_access(path, path.parent)
 
 
 def _say_graph(out: Path, graph: "CircuitGraph") -> None:

@@ -8,10 +8,11 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import is_dataclass
 from inspect import Parameter, Signature, getdoc, signature
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast, get_args
 
@@ -19,7 +20,8 @@ import typer
 from typer.core import TyperCommand
 from typer.models import OptionInfo
 
-from attn_only_lens.errors import AttnOnlyLensError, InputWarning
+from attn_only_lens.arguments import file_reasons, positive_reasons, share_reasons
+from attn_only_lens.errors import AttnOnlyLensError, InputError, InputWarning
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,7 +54,8 @@ class _App(typer.Typer):
     """The application; it does not fail if the reader of its output ends first."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with redirect_stdout(cast(TextIO, _Output(sys.stdout))):
+        out, err = (cast(TextIO, _Output(stream)) for stream in (sys.stdout, sys.stderr))
+        with redirect_stdout(out), redirect_stderr(err):
             return super().__call__(*args, **kwargs)
 
 
@@ -274,6 +277,7 @@ def require_writable(out: Path, endings: tuple[str, ...], top: int = 1) -> None:
         raise AttnOnlyLensError(f"got --out {out}; expected a name that ends in {expected}")
     if not out.absolute().parent.is_dir():
         raise AttnOnlyLensError(f"got --out {out}; the folder {out.parent} does not exist")
+    require_access(out, out.parent)
     if top < 1:
         raise AttnOnlyLensError(f"got --top {top}; expected 1 or more")
 
@@ -287,6 +291,25 @@ def require_folder(out: Path) -> None:
             f"got --out {out}, a file name; expected a folder name, because the command writes "
             f"several files: pass --out {out.with_suffix('')}"
         )
+    require_access(out, out)
+
+
+def require_access(out: Path, folder: Path) -> None:
+    """Raise an error if no file can be written to a folder, which may not exist yet."""
+    folder = folder.absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        TemporaryFile(dir=existing).close()
+    except OSError as error:  # os.access does not see that a file system is read-only to root
+        raise AttnOnlyLensError(f"{out} cannot be written: {error.strerror}") from error
+
+
+def require_options(*files: Path | None, faithfulness: float = 1.0, **counts: int | None) -> None:
+    """Raise an error if a file is missing, or if --faithfulness or a count is invalid."""
+    reasons = [reason for path in files if path is not None for reason in file_reasons(path)]
+    reasons += positive_reasons(**{name: n for name, n in counts.items() if n is not None})
+    reasons += share_reasons(faithfulness=faithfulness)
+    InputError.raise_if(reasons, "the command cannot start")
 
 
 def say_page(page: Path, what: str = "") -> None:

@@ -16,6 +16,7 @@ from attn_only_lens.cli.common import (
     option,
     print_frame,
     require_folder,
+    require_options,
     say_page,
 )
 from attn_only_lens.cli.convert import read_tokens
@@ -30,6 +31,7 @@ from attn_only_lens.cli.options import (
     parse_prompts,
 )
 from attn_only_lens.errors import AttnOnlyLensError, ComparisonError
+from attn_only_lens.models.names import require_model
 
 if TYPE_CHECKING:
     from attn_only_lens.comparison import Comparison
@@ -87,10 +89,14 @@ def compare(
     """Compare a model with a model that was grown from it; write tables and two HTML pages."""
     require_folder(out)
     _require_other_folder(out, [model, grown, null, provenance])
+    metric.require_answers()
+    require_options(faithfulness=faithfulness, batch_size=batch_size)
+    for source in (model, grown, null, provenance):
+        if source is not None:
+            require_model(source)
     tokens, others = _read_prompts(prompts, "--prompts"), None
     if corrupted_prompts is not None:
         others = _read_prompts(corrupted_prompts, "--corrupted-prompts")
-    metric.require_answers()
     import torch
 
     from attn_only_lens import viz

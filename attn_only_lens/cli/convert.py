@@ -6,9 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from attn_only_lens.cli.common import PROMPTS, command, option, working
+from attn_only_lens.cli.common import (
+    PROMPTS,
+    command,
+    option,
+    require_access,
+    require_options,
+    working,
+)
 from attn_only_lens.cli.options import Chat, ModelOptions, OutFolder, SourceOptions, load_model
 from attn_only_lens.errors import AttnOnlyLensError
+from attn_only_lens.models.names import no_folder, require_model
 from attn_only_lens.versions import require_hooked_transformer
 
 if TYPE_CHECKING:
@@ -45,6 +53,7 @@ def convert(
     If MODEL is a folder that `convert` wrote, copy it. This command needs transformer-lens 3.9.
     """
     require_hooked_transformer()
+    require_access(out, out)
     is_set = [x is not None for x in (heads_per_neuron, tolerance, text, tokens_file)]
     if gate not in ("exact", "bilinear"):
         raise AttnOnlyLensError(f"got --gate {gate}; expected exact or bilinear")
@@ -117,6 +126,8 @@ def verify(
     the logits of MODEL before and after attention heads replace its neurons.
     """
     inputs = _read_input(text, tokens_file, chat, "MODEL" if converted is None else "both models")
+    if converted is not None:
+        require_model(converted)
     from transformer_lens.model_bridge import TransformerBridge
 
     from attn_only_lens.models import checkpoint
@@ -130,7 +141,7 @@ def verify(
             raise AttnOnlyLensError(f"{model.model} is converted; pass the original model")
     else:
         if not open_folder(converted).is_dir():
-            raise AttnOnlyLensError(f"there is no folder {converted}")
+            raise no_folder(converted)
         if not checkpoint.is_saved(converted):
             raise AttnOnlyLensError(
                 f"{converted} was written neither by `convert` nor by `save`. "
@@ -181,6 +192,7 @@ def _input_of(source: Any, inputs: _Input, chat: bool = False) -> _Input:
 
 def read_tokens(tokens: Path) -> "Int[Tensor, 'batch pos']":
     """Read the tensor `tokens` from a safetensors file."""
+    require_options(tokens)
     import torch
 
     from attn_only_lens.storage import read_tensors

@@ -1,11 +1,11 @@
 """`attn-only-lens grow`: make a model larger without changing the function that it computes."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from attn_only_lens.cli.common import command, option, working
+from attn_only_lens.cli.common import command, option, require_access, require_options, working
 from attn_only_lens.cli.options import ModelOptions, OutFolder, parse_numbers
 from attn_only_lens.errors import AttnOnlyLensError
 
@@ -53,6 +53,14 @@ def grow(
     if copy and insert is None:
         raise AttnOnlyLensError("--copy needs --insert, the positions of the new layers")
     depths = [] if insert is None else sorted(parse_numbers(insert, "--insert"))
+    require_access(out, out)
+    sizes: dict[str, int | None] = {
+        "d_mlp": d_mlp,
+        "n_heads": n_heads,
+        "d_head": d_head,
+        "d_model": d_model,
+    }
+    require_options(**sizes, n_layers=n_layers)
     from attn_only_lens.expansion import InsertLayer, compose
     from attn_only_lens.growth import grow as grow_model
     from attn_only_lens.heads.host import transcoder_reasons
@@ -70,12 +78,6 @@ def grow(
             "those of a larger model; grow the model that you saved before you attached them"
         )
     hide(loaded)  # a model that was saved with neuron-heads is loaded with neuron-heads
-    sizes: dict[str, Any] = {
-        "d_mlp": d_mlp,
-        "n_heads": n_heads,
-        "d_head": d_head,
-        "d_model": d_model,
-    }
     layers = compose(*(InsertLayer(depth, copy=copy) for depth in depths)) if depths else None
     with working("growing"):
         grown = grow_model(loaded, layers, **sizes, n_layers=n_layers, seed=seed)

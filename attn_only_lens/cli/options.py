@@ -10,6 +10,7 @@ import typer
 
 from attn_only_lens.cli.common import MODEL, OUTPUT, PROMPTS, option
 from attn_only_lens.errors import AttnOnlyLensError
+from attn_only_lens.models.names import require_model
 
 if TYPE_CHECKING:
     from attn_only_lens.engine.metrics import Metric as MetricOfLogits
@@ -49,6 +50,9 @@ class SourceOptions:
     model: Model
     dtype: Dtype = None
     device: Annotated[str, option("cpu, cuda or mps", MODEL)] = "cpu"
+
+    def __post_init__(self) -> None:
+        require_model(self.model)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from attn_only_lens.cli.common import (
     command,
     option,
     print_frame,
+    require_options,
     require_writable,
     working,
 )
@@ -84,6 +85,7 @@ def patch(
     few forward and backward passes.
     """
     require_writable(out, (".parquet", ".csv"), top)
+    require_options(batch_size=batch_size)
     numbers: Any = positions
     if positions not in ("each", "all"):
         numbers = parse_numbers(positions, "--positions", "each, all, or numbers, such as 3,-1")

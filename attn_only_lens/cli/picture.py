@@ -5,7 +5,15 @@ from typing import Annotated, Any
 
 import typer
 
-from attn_only_lens.cli.common import PROMPTS, command, option, require_writable, say_page
+from attn_only_lens.arguments import ending_reasons
+from attn_only_lens.cli.common import (
+    PROMPTS,
+    command,
+    option,
+    require_options,
+    require_writable,
+    say_page,
+)
 from attn_only_lens.cli.options import (
     Chat,
     HeadOptions,
@@ -15,7 +23,7 @@ from attn_only_lens.cli.options import (
     parse_names,
     parse_prompts,
 )
-from attn_only_lens.errors import AttnOnlyLensError
+from attn_only_lens.errors import AttnOnlyLensError, InputError
 
 _PAGE = (".html",)
 
@@ -40,10 +48,12 @@ def picture(
 ) -> None:
     """Draw a file from `patch` as a heatmap or a bar chart, or a file from `circuit` as a graph."""
     require_writable(out, _PAGE)
+    InputError.raise_if(ending_reasons(source, ".parquet", ".csv", ".json"), "nothing can be drawn")
     if rows not in ("layer", "name"):
         raise AttnOnlyLensError(f"got --rows {rows}; expected layer or name")
     if source.suffix == ".json" and bars is not None:
         raise AttnOnlyLensError(f"got --bars for {source}, which contains a graph; omit --bars")
+    require_options(source, bars=bars)
     from attn_only_lens.circuits import from_json
     from attn_only_lens.patching import Sweep
     from attn_only_lens.viz import circuit_view, sweep_bars, sweep_heatmap, write_html

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_only_lens.arguments import a_type, as_plain, is_count
+from attn_only_lens.arguments import a_type, as_plain, is_count, share_reasons
 from attn_only_lens.circuits._search import smallest_prefix
 from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.comparison.alignment import Alignment, align
@@ -275,10 +275,8 @@ def _require_valid(compared: Sequence[Any], provenance: object, settings: dict[s
         value, least = settings[name], int(name == "batch_size")
         if not is_count(value, least) and not (name == "n_patched" and value is None):
             reasons.append(f"got {name}={value!r}; expected {least} or more")
-    for name in ("edge_mass", "confidence", "faithfulness"):
-        value = settings[name]
-        if not isinstance(value, int | float) or not 0 < value <= 1:
-            reasons.append(f"got {name}={value!r}; expected a number above 0, up to 1")
+    shares = ("edge_mass", "confidence", "faithfulness")
+    reasons += share_reasons(**{name: settings[name] for name in shares})
     null = compared[-1].provenance if isinstance(compared[-1], Grown) else None
     if len(compared) == 3 and null is not None and isinstance(provenance, Provenance):
         if (null.layers, null.axes) != (provenance.layers, provenance.axes):

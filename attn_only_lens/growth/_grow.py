@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens import expansion as ex
-from attn_only_lens.arguments import a_type, as_plain, is_count
+from attn_only_lens.arguments import a_type, as_plain, positive_reasons
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.engine.model_checks import hook_reasons
 from attn_only_lens.errors import GrowthError
@@ -254,11 +254,7 @@ def _checked_expansion(
     if (expansion is None) == (not asked):
         raise GrowthError(["give either an expansion or sizes (d_mlp=1024, …)"])
     reasons = [*hook_reasons(growable.model), *non_finite_weights(growable.model)]
-    odd = [
-        f"got {name}={size!r}; expected a positive whole number"
-        for name, size in asked.items()
-        if not is_count(size, 1)
-    ]
+    odd = positive_reasons(**asked)
     if type(seed) is not int:
         odd.append(f"got seed={seed!r}; expected a whole number")
     if init is not None and not callable(init):

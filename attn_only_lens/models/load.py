@@ -13,6 +13,7 @@ from attn_only_lens.arguments import a_type
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.checkpoint import MANIFEST, is_saved, load_saved, read_manifest
 from attn_only_lens.models.hf_folder import FILES, read_hf_folder
+from attn_only_lens.models.names import EXPECTED, is_path, no_folder
 from attn_only_lens.models.source_folder import (
     CONFIG,
     first_words,
@@ -23,10 +24,6 @@ from attn_only_lens.models.source_folder import (
 from attn_only_lens.storage import open_folder, read_json
 from attn_only_lens.tl import HookedTransformer, no_remote_code, quiet, require_hooked_transformer
 
-_EXPECTED = (
-    "a Hugging Face name or folder, small-english, a folder that `save` or `grow` wrote, or the "
-    "folder of a HookedTransformer (transformer-lens 3.9)"
-)
 _SHIPPED = "small-english"
 FolderKind = Literal["saved", "Hugging Face", "HookedTransformer"]
 
@@ -95,10 +92,10 @@ def load(
             "analyses take a TransformerBridge or a HookedTransformer without loading it again"
         )
     if (path := Path(model)).suffix == ".gguf" and path.is_file():
-        raise CheckpointError(f"no model in {path}: {_of_gguf(path)}expected {_EXPECTED}")
+        raise CheckpointError(f"no model in {path}: {_of_gguf(path)}expected {EXPECTED}")
     to_device = parse_device("cpu" if device is None else device)
     to_dtype = None if dtype is None else parse_dtype(dtype)
-    if isinstance(model, str) and not _is_path(model):
+    if isinstance(model, str) and not is_path(model):
         if model.replace("_", "-") == _SHIPPED:
             # Import `pretrained` here to avoid a circular import.
             pretrained = import_module("attn_only_lens.pretrained")
@@ -124,7 +121,7 @@ def folder_kind(model: str | os.PathLike[str]) -> FolderKind:
     """Return which kind of model a folder holds; raise CheckpointError if there is no model."""
     folder = open_folder(model)
     if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {model}; expected {_EXPECTED}")
+        raise no_folder(model)
     if is_saved(folder):
         return "saved"
     if not (folder / CONFIG).exists():
@@ -138,7 +135,7 @@ def folder_kind(model: str | os.PathLike[str]) -> FolderKind:
             )
         raise CheckpointError(
             f"no model in {folder}: it has neither {CONFIG} nor {MANIFEST}; {advice}expected "
-            f"{_EXPECTED}"
+            f"{EXPECTED}"
         )
     config = read_json(folder / CONFIG)
     if not isinstance(config, dict):
@@ -163,13 +160,6 @@ def is_hooked(folder: str | os.PathLike[str]) -> bool:
     if kind == "saved":
         kind = read_manifest(open_folder(folder))["model"]
     return kind == "HookedTransformer"
-
-
-def _is_path(model: str) -> bool:
-    """Return whether a string is an existing path, or cannot be the name of a hub model."""
-    if not model or "\0" in model or Path(model).is_absolute() or model.startswith((".", "~")):
-        return True
-    return os.path.lexists(model)
 
 
 def _bridge_by_name(name: str, device: torch.device, dtype: torch.dtype) -> Any:
@@ -209,6 +199,6 @@ def _not_found(name: str, error: Exception) -> CheckpointError:
         reason = "the model needs its own code, which this package never runs"
     return CheckpointError(
         f"there is no folder {name!r}, and no model of this name could be loaded: "
-        f"{reason.rstrip('.')}. Expected {_EXPECTED}. Without a "
+        f"{reason.rstrip('.')}. Expected {EXPECTED}. Without a "
         "network, only a folder or a model in the hub's cache can be loaded"
     )

@@ -18,6 +18,7 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
+from attn_only_lens.arguments import file_reasons
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.storage.atomic import AnyPath, as_path, write_text
 from attn_only_lens.storage.checks import type_mismatches
@@ -129,7 +130,7 @@ def read_json(path: Path) -> Any:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if text is None:
-        raise CheckpointError(f"{path} {'is not a file' if path.exists() else 'is missing'}")
+        raise CheckpointError(*file_reasons(path))
     return _parse(text, path)
 
 

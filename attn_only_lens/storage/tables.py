@@ -17,6 +17,7 @@ from typing import Any, Literal
 import pandas as pd
 from typing_extensions import TypedDict
 
+from attn_only_lens.arguments import ending_reasons
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.storage import Document
 from attn_only_lens.storage.atomic import AnyPath, as_path, atomic_write
@@ -128,8 +129,8 @@ def _digest(table: Any) -> str:
 
 
 def _is_parquet(path: Path) -> bool:
-    if path.suffix not in (".parquet", ".csv"):
-        raise CheckpointError(f"got {str(path)!r}; expected a name that ends in .parquet or .csv")
+    if reasons := ending_reasons(path, ".parquet", ".csv"):
+        raise CheckpointError(*reasons)
     return path.suffix == ".parquet"
 
 

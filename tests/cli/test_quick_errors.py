@@ -26,10 +26,30 @@ WRONG = {
     "compare small-english grown --prompts Makefile --metric loss --answer a --out x": "neither",
     "grow small-english small-english": "different folders",
     "grow small-english x --copy": "--insert",
+    "grow /nope x": "there is no folder /nope",
+    "grow small-english x --d-mlp -3 --n-heads 0": "--d-mlp -3; expected 1 or more - got --n-heads",
+    "grow small-english /proc/x --d-mlp 400": "/proc/x cannot be written",
+    "demo --out /proc/x": "/proc/x cannot be written",
+    f"explain small-english {PROMPTS} --out /proc/x.html": "/proc/x.html cannot be written",
+    f"explain ./nope {PROMPTS} --out x.html": "there is no folder ./nope",
+    f"explain one/two/three {PROMPTS} --out x.html": "there is no folder one/two/three",
+    f"explain small-english {PROMPTS} --faithfulness 3 --out x.html": "--faithfulness 3.0;",
+    f"circuit small-english {PROMPTS} --nodes 0 --out x.html": "--nodes 0; expected 1 or more",
+    f"patch small-english {PROMPTS} --batch-size 0 --out x.csv": "--batch-size 0; expected 1",
+    f"evaluate small-english /nope.json {PROMPTS}": "/nope.json is missing",
+    "atlas small-english --texts Makefile --k 0 --out x": "--k 0; expected 1 or more",
+    "compare small-english nope --prompts Makefile --metric loss --out x": "no folder nope",
+    "picture /nope --out x.html": "'/nope'; expected a name that ends in .parquet or .csv or .json",
+    "picture /nope.csv --out x.html": "/nope.csv is missing",
+    "picture README.md --out x.html": "'README.md'; expected a name that ends in .parquet",
+    "verify /nope --text hi": "there is no folder /nope",
+    "verify small-english /nope --text hi": "there is no folder /nope",
+    "verify small-english --tokens-file /nope": "/nope is missing",
     "verify small-english": "which MODEL will read",
     "verify small-english x": "which both models will read",
 }
 if HAS_HOOKED_TRANSFORMER:
+    WRONG["convert /nope x"] = "there is no folder /nope"
     WRONG["convert small-english x --gate linear"] = "--gate linear"
 else:
     WRONG["convert small-english x"] = "needs HookedTransformer"
@@ -64,18 +84,18 @@ def test_errors_of_arguments_come_before_torch():
         assert not slow, command
 
 
+@pytest.mark.parametrize("stderr", [subprocess.PIPE, subprocess.STDOUT])
 @pytest.mark.parametrize("arguments", [[], ["--help"], EXPLAIN])
-def test_a_reader_that_ends_first_is_no_error(arguments, tmp_path):
+def test_a_reader_that_ends_first_is_no_error(arguments, stderr, tmp_path):
     """The pipe is closed before the command prints anything, and before it writes its file."""
     process = subprocess.Popen(
         [sys.executable, "-c", "from attn_only_lens.cli import app; app()", *arguments],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
     )
     process.stdout.close()
-    said = process.stderr.read().decode()
-    process.stderr.close()
+    said = "" if process.stderr is None else process.communicate()[1].decode()
     assert process.wait() == 0, said
     assert "rror" not in said
     assert (tmp_path / "page.html").is_file() == (arguments == EXPLAIN)

@@ -27,7 +27,7 @@ from attn_only_lens.tl import LayerNormPre
         ({"expansion": ex.AddNeurons(1), "d_mlp": 41}, ["give either an expansion or sizes"]),
         (
             {"d_mlp": True, "init": "x"},
-            ["d_mlp=True; expected a positive whole number", "init='x'"],
+            ["d_mlp=True; expected 1 or more", "init='x'"],
         ),
         ({"expansion": ex.AddNeurons(0)}, ["got n=0"]),
         ({"expansion": ex.AddNeurons(-3, layers=[5])}, ["got n=-3", "got layers [5]"]),
