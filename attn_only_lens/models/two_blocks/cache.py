@@ -141,8 +141,8 @@ class AttentionOnlyCache(ActivationCache):
             key = get_act_name(*path)
             if any(name in key for name in _MLP_POINTS):
                 raise UnsupportedCallError(
-                    f"{call}a converted model has no {key}: the MLP of source layer l is block 2l + 1. "
-                    'Use cache["attn_out", 2l+1] for mlp_out, cache["resid_pre", 2l+1] for '
+                    f"{call}a converted model has no {key}: the MLP of source layer l is block "
+                    '2l + 1. Use cache["attn_out", 2l+1] for mlp_out, cache["resid_pre", 2l+1] for '
                     'resid_mid and mlp_in, cache["q", 2l+1] for pre, cache["z", 2l+1] for post '
                     "(with bilinear gates, q and z are per head: blocks[2l+1].attn.neuron_outputs "
                     "sums z over the heads of each neuron)"
