@@ -156,6 +156,14 @@ def test_answers_are_no_metric(metric, model):
         p.activation_patch(model, torch.tensor(CLEAN), torch.tensor(CORRUPTED), metric)
 
 
+@pytest.mark.parametrize("metric", [p.logit_diff, p.kl, p.custom])
+def test_metrics_that_were_not_called(metric, model):
+    with pytest.raises(
+        InputError, match=rf"{metric.__name__} was not called; expected {metric.__name__}\("
+    ):
+        p.activation_patch(model, torch.tensor(CLEAN), torch.tensor(CORRUPTED), metric)
+
+
 VALUES = pd.DataFrame(
     {"layer": 0, "kind": "neuron", "index": [5, 7], "name": ["L0N5", "L0N7"], "position": -1}
 ).assign(value=[2.0, -1.0])

@@ -37,10 +37,10 @@ from attn_only_lens.engine.contrast import float32_slopes
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, no_gradient_reasons, one_run_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
-from attn_only_lens.engine.model_weights import float32_weights
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import Roles, unlike_tokens
 from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair, single_prompts
+from attn_only_lens.engine.recording import float32_runs
 from attn_only_lens.engine.tokens import all_token_texts
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
@@ -140,7 +140,7 @@ def attribution_graph(
         if corrupted is None:
             pair = single_prompts(model, clean, mask)
             _require_alike(model, pair, "expected prompts of the same length")
-            in_float32.enter_context(float32_weights(model))
+            in_float32.enter_context(float32_runs(model, pair))
             run = attribute_run(model, pair, metric, patterns)
         else:
             pair = prompt_pair(model, clean, corrupted, mask)

@@ -35,8 +35,8 @@ class Evaluation:
         completeness: the faithfulness of all sites that are not in the circuit.
         whole: the metric of the whole model.
         nothing: the metric with every site ablated.
-        standard_error: the standard error of the faithfulness over prompts; NaN for one prompt, or
-            for a metric with one value for all prompts.
+        standard_error: the standard error of the faithfulness over prompts; NaN for a metric with
+            one value for all prompts, or if fewer than two prompts have m(M) ≠ m(∅).
         error: the mean over prompts of |m(C) - m(M)| / |m(M) - m(∅)|, without prompts for which
             m(M) = m(∅). A faithfulness near 1 can hide prompts that overshoot and prompts that fall
             short.
@@ -162,7 +162,6 @@ def evaluate(
     (left,) = ablated.by_prompt([rows])
     whole, nothing, weights = ablated.whole_by_prompt, ablated.nothing_by_prompt, ablated.weights
     _, error = share_of_sums(left - nothing, whole - nothing, weights)
-    numbers = float(measured[0]), float(complete[0]), ablated.whole, ablated.nothing, error
     accuracies = [math.nan] * 3
     if len(as_metric(metric).answers) == 2:  # such metrics are differences
         accuracies = [float((values > 0).mean()) for values in (left, whole, nothing)]
@@ -171,6 +170,8 @@ def evaluate(
     some = (whole != nothing) & (weights > 0)
     if circuit.ablation == "resample" and len(whole) == len(changes):
         some &= changes
+    error = error if np.count_nonzero(some) > 1 else math.nan
+    numbers = float(measured[0]), float(complete[0]), ablated.whole, ablated.nothing, error
     shares = weights[some] / weights[some].sum()
     mean_error = float(abs((left - whole)[some] / (whole - nothing)[some]) @ shares)
     return Evaluation(*numbers, mean_error, *accuracies)

@@ -41,10 +41,11 @@ from attn_only_lens.engine.metrics import (
     require_differentiable,
 )
 from attn_only_lens.engine.model_checks import reasons_not_to_run
-from attn_only_lens.engine.model_weights import float32_weights, in_float32
+from attn_only_lens.engine.model_weights import float32_weights
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import unlike_tokens
 from attn_only_lens.engine.prompts import PromptPair, Prompts, single_prompts
+from attn_only_lens.engine.recording import float32_runs
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of, logit_tolerance, reasons_without_heads
 from attn_only_lens.precision import full_precision
@@ -142,7 +143,6 @@ class PathExpansion:
 
 
 @one_thread_per_model
-@in_float32
 @torch.no_grad()
 @full_precision()
 def path_expansion(
@@ -197,18 +197,19 @@ def path_expansion(
         reason = "got held='up', but no neuron-head's value is a product; leave held out"
         raise InputError([reason], _PROBLEM)
     pair = single_prompts(model, prompts, mask)
-    linear = linearize(model, pair.clean, pair.mask, held=held)
-    streams, first = _expand(linear, hops)
-    logits = linear.unembed(streams)
-    real, neurons = pair.real.to(logits.device), host_of(model).neurons
-    tolerance = max(logit_tolerance(neurons, dtype) for dtype in (logits.dtype, torch.float32))
-    # The tolerance is relative to Σ |logits of paths|, which may be much larger than the logits.
-    size = logits.abs().sum(0)[real].amax()
-    if off := disagreement(logits.sum(0), linear.logits, tolerance, size=size, mask=real):
-        raise UnsupportedModelError(
-            [f"the paths do not add up to the logits of the run: {off}"], _PROBLEM
-        )
-    return PathExpansion(logits, held, pair, linear, first)
+    with float32_runs(model, pair):
+        linear = linearize(model, pair.clean, pair.mask, held=held)
+        streams, first = _expand(linear, hops)
+        logits = linear.unembed(streams)
+        real, neurons = pair.real.to(logits.device), host_of(model).neurons
+        tolerance = max(logit_tolerance(neurons, dtype) for dtype in (logits.dtype, torch.float32))
+        # It is relative to Σ |logits of paths|, which may be much larger than the logits.
+        size = logits.abs().sum(0)[real].amax()
+        if off := disagreement(logits.sum(0), linear.logits, tolerance, size=size, mask=real):
+            raise UnsupportedModelError(
+                [f"the paths do not add up to the logits of the run: {off}"], _PROBLEM
+            )
+        return PathExpansion(logits, held, pair, linear, first)
 
 
 def _expand(

@@ -48,11 +48,10 @@ from attn_only_lens.engine.metrics import (
     require_differentiable,
 )
 from attn_only_lens.engine.model_checks import reasons_not_to_run
-from attn_only_lens.engine.model_weights import in_float32
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.prompts import PromptPair, Prompts, single_prompts
 from attn_only_lens.engine.readers import Readers, input_hooks
-from attn_only_lens.engine.recording import run
+from attn_only_lens.engine.recording import float32_runs, run
 from attn_only_lens.engine.replay import Variants, make_replay
 from attn_only_lens.engine.sites import LayerSites, Sites, all_heads, resolve_sites
 from attn_only_lens.engine.writes import Decomposition, SublayerWrites, decompose
@@ -81,7 +80,6 @@ _Key = TypeVar("_Key")
 
 
 @one_thread_per_model
-@in_float32
 @full_precision()
 def score_edges(
     model: Any,
@@ -150,32 +148,39 @@ def score_edges(
         reasons += one_run_reasons(metric) + no_gradient_reasons()
     InputError.raise_if(reasons, _PROBLEM)
     pair = single_prompts(model, prompts, mask)
-    sites = _default_nodes(model, pair, metric, top) if nodes is None else nodes
-    chosen = resolve_sites(model, sites)
-    names = [name for layer in chosen for name in layer.names]
-    single = [name for name in names if "." in name]
-    reasons = [f"got {name}, one head of a neuron; expected whole neurons" for name in single[:1]]
-    InputError.raise_if(reasons, _PROBLEM)
-    batches = _by_length(pair)
-    with tqdm(total=len(batches) * len(to) * len(names), unit="pass", disable=not progress) as bar:
-        scoring = _Scoring(model, batches, chosen, listed, bar.update)
-        local = _sum_by_key(scoring.local())
-        edges = pd.DataFrame(list(local), columns=_EDGE).assign(local=list(local.values()))
-        sizes = scoring.sizes()
-        size = edges["reader"].map(sizes).fillna(1.0)
-        # A node that writes only rounding errors has no ratio of N to its size.
-        rounding = _ROUNDINGS * torch.finfo(next(model.parameters()).dtype).eps
-        least = rounding * max(sizes.values(), default=0.0)
-        edges["node"] = edges["reader"].map(_sum_by_key(scoring.node()))
-        edges["score"] = edges["local"] * edges["node"].fillna(1.0) / size.where(size > least, 1.0)
-        edges = edges.sort_values("score", ascending=False, kind="stable", ignore_index=True)
-        wanted = [tuple(row) for row in edges[_EDGE].head(exact).to_numpy()]
-        # Cuts of edges into the logits need no forward pass.
-        n_cuts = sum(reader != "output" for _, reader, _ in wanted)
-        bar.total = bar.n + len(batches) * len(to) * n_cuts
-        cuts = _sum_by_key(scoring.exact(wanted))
-        edges["exact"] = [cuts.get(tuple(row), np.nan) for row in edges[_EDGE].to_numpy()]
-    return edges[_COLUMNS]
+    with float32_runs(model, pair):
+        sites = _default_nodes(model, pair, metric, top) if nodes is None else nodes
+        chosen = resolve_sites(model, sites)
+        names = [name for layer in chosen for name in layer.names]
+        single = [name for name in names if "." in name]
+        reasons = [
+            f"got {name}, one head of a neuron; expected whole neurons" for name in single[:1]
+        ]
+        InputError.raise_if(reasons, _PROBLEM)
+        batches = _by_length(pair)
+        with tqdm(
+            total=len(batches) * len(to) * len(names), unit="pass", disable=not progress
+        ) as bar:
+            scoring = _Scoring(model, batches, chosen, listed, bar.update)
+            local = _sum_by_key(scoring.local())
+            edges = pd.DataFrame(list(local), columns=_EDGE).assign(local=list(local.values()))
+            sizes = scoring.sizes()
+            size = edges["reader"].map(sizes).fillna(1.0)
+            # A node that writes only rounding errors has no ratio of N to its size.
+            rounding = _ROUNDINGS * torch.finfo(next(model.parameters()).dtype).eps
+            least = rounding * max(sizes.values(), default=0.0)
+            edges["node"] = edges["reader"].map(_sum_by_key(scoring.node()))
+            edges["score"] = (
+                edges["local"] * edges["node"].fillna(1.0) / size.where(size > least, 1.0)
+            )
+            edges = edges.sort_values("score", ascending=False, kind="stable", ignore_index=True)
+            wanted = [tuple(row) for row in edges[_EDGE].head(exact).to_numpy()]
+            # Cuts of edges into the logits need no forward pass.
+            n_cuts = sum(reader != "output" for _, reader, _ in wanted)
+            bar.total = bar.n + len(batches) * len(to) * n_cuts
+            cuts = _sum_by_key(scoring.exact(wanted))
+            edges["exact"] = [cuts.get(tuple(row), np.nan) for row in edges[_EDGE].to_numpy()]
+        return edges[_COLUMNS]
 
 
 def _by_length(pair: PromptPair) -> list[Tokens]:

@@ -33,10 +33,9 @@ from attn_only_lens.engine.gradients import silent_scale_edits
 from attn_only_lens.engine.largest import LargestScores
 from attn_only_lens.engine.metrics import no_gradient_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
-from attn_only_lens.engine.model_weights import in_float32
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.prompts import Prompts, single_prompts
-from attn_only_lens.engine.recording import Hooks, StopForward, run_blocks
+from attn_only_lens.engine.recording import Hooks, StopForward, float32_runs, run_blocks
 from attn_only_lens.engine.sites import Selection, resolve_sites
 from attn_only_lens.engine.writes import Decomposition, decompose
 from attn_only_lens.errors import InputError, UnknownHeadError, UnsupportedModelError
@@ -52,7 +51,6 @@ _NOT_A_SUM = "this score is not a sum over earlier writes"
 
 
 @one_thread_per_model
-@in_float32
 @full_precision()
 def score_sources(
     model: Any,
@@ -135,9 +133,10 @@ def score_sources(
         )
     InputError.raise_if(reasons, _PROBLEM)
     positions = [as_plain(position) % n_pos for position in wanted.values()]
-    if head.kind in NEURON_KINDS:
-        return _of_neuron(model, pair.clean, head, positions[0], top)
-    return _of_attention(model, pair.clean, head, positions[0], positions[1], top)
+    with float32_runs(model, pair):
+        if head.kind in NEURON_KINDS:
+            return _of_neuron(model, pair.clean, head, positions[0], top)
+        return _of_attention(model, pair.clean, head, positions[0], positions[1], top)
 
 
 def _reads(

@@ -39,7 +39,7 @@ from attn_only_lens.circuits.linear_graph import LinearGraph
 from attn_only_lens.comparison.alignment import Alignment
 from attn_only_lens.comparison.batch_runs import MODELS, BatchRun, on_device_of, stage_bar
 from attn_only_lens.comparison.batches import Batch
-from attn_only_lens.engine.model_weights import in_float32
+from attn_only_lens.engine.model_weights import float32_weights
 from attn_only_lens.engine.sites import LayerSites, all_heads, resolve_sites
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import HeadName
@@ -332,22 +332,22 @@ def _edges_between(
     return edges, ends, weights
 
 
-@in_float32
 @full_precision()
 def _edges(
     model: Any, batch: Batch, components: _ComponentRows, nodes: _Ints, label: str, progress: bool
 ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
     """Return one model's edges, with the grown model's names, and the weights for each prompt."""
     pair = on_device_of(model, batch.pair)
-    try:
-        attributed = attribute_run(model, pair, batch.metric)
-    except UnsupportedModelError as error:
-        more = "n_nodes=0 compares only the nodes of circuits, without edges"
-        raise UnsupportedModelError([*error.reasons, more], error.problem) from error
-    chosen = components.within(nodes)
-    n_nodes = sum(map(len, chosen))
-    with stage_bar(f"edges in {label}", n_nodes, "node", progress) as bar:
-        frame, by_prompt = LinearGraph(attributed, pair, chosen).edges(bar.update)
+    with float32_weights(model):
+        try:
+            attributed = attribute_run(model, pair, batch.metric)
+        except UnsupportedModelError as error:
+            more = "n_nodes=0 compares only the nodes of circuits, without edges"
+            raise UnsupportedModelError([*error.reasons, more], error.problem) from error
+        chosen = components.within(nodes)
+        n_nodes = sum(map(len, chosen))
+        with stage_bar(f"edges in {label}", n_nodes, "node", progress) as bar:
+            frame, by_prompt = LinearGraph(attributed, pair, chosen).edges(bar.update)
     inside = ~frame["source"].isin(["rest", "bias"]).to_numpy()
     frame = frame.loc[inside, ["source", "target", "kind"]]
     grown = components.grown_names

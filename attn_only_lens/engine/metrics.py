@@ -459,6 +459,10 @@ def custom(
             "a function of the logits"
         )
         raise InputError([reason], _NO_NUMBER)
+    if getattr(fn, "__module__", "") == __name__:  # a function of this module returns a metric
+        called = f"{fn.__name__}({', '.join(inspect.signature(fn).parameters)})"
+        reason = f"{fn.__name__} was not called; expected {called} as metric"
+        raise InputError([reason], _NO_NUMBER)
     label = str(name or getattr(fn, "__name__", type(fn).__name__))
     try:
         source = inspect.getsource(fn)

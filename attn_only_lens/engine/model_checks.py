@@ -147,22 +147,26 @@ def reasons_not_to_run(model: Any) -> list[str]:
 
 def mode_reasons(model: Any) -> list[str]:
     """Return reasons why runs are random, cannot be differentiated or have no plain weights."""
-    reasons, quantized = dict[str, None](), list[str]()
-    for name, module in modules_of(model):
+    reasons = dict[str, None]()
+    for _, module in modules_of(model):
         # Attention of transformers has no dropout module, but passes this rate to a function.
         rate = module.p if isinstance(module, nn.Dropout) else vars(module).get("attention_dropout")
         if module.training and isinstance(rate, float) and rate > 0:
             reasons["dropout is active; call model.eval() first"] = None
         if module.training and vars(module).get("gradient_checkpointing") is True:
             reasons["gradient checkpointing is active; call model.eval() first"] = None
+    return [*reasons, *quantized_reasons(model)]
+
+
+def quantized_reasons(model: Any) -> list[str]:
+    """Return an error message that names the first quantized module, or [] if there is none."""
+    for name, module in modules_of(model):
         if "quantized" in type(module).__module__.split("."):
-            quantized.append(name)
-    if quantized:
-        reasons[
-            f"{quantized[0]} is quantized, so its weights have no gradient and cannot be read; use "
-            "the model as it was before quantization"
-        ] = None
-    return list(reasons)
+            return [
+                f"{name} is quantized, so its weights have no gradient and cannot be read; use "
+                "the model as it was before quantization"
+            ]
+    return []
 
 
 def has_user_forward_hooks(module: nn.Module) -> bool:

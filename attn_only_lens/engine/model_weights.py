@@ -7,11 +7,10 @@ analysis, the model's own half-precision tensors therefore hold float32 data in 
 original data. Afterwards, they get the original data back, so views and tied weights stay intact.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
 from threading import Lock
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +18,8 @@ from torch import Tensor, nn
 from attn_only_lens.engine.model_checks import modules_of
 
 HALF = (torch.float16, torch.bfloat16)
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _lock = Lock()
 _inside: dict[int, tuple[int, ExitStack]] = {}  # id(model) -> (number of running analyses, undo)
-
-
-def in_float32(analysis: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate an analysis so that it runs half-precision models in float32."""
-
-    @wraps(analysis)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with float32_weights(args[0] if args else kwargs.get("model")):
-            return analysis(*args, **kwargs)
-
-    return run
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from attn_only_lens.engine.metrics import (
     bind,
     require_distinct,
 )
+from attn_only_lens.engine.model_weights import HALF, float32_weights
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.sites import SHARED_PARTS, LayerSites, Part, hook_name
 from attn_only_lens.errors import InputError, UnsupportedModelError
@@ -35,6 +36,7 @@ _POINTS = ("z", "v", "pattern")
 # Up to this many tokens, a forward pass over both prompts takes little longer than over one prompt,
 # because reading the weights takes most of the time.
 _FEW_TOKENS = 512
+_CHECKED_AT_ONCE = 16  # prompts
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,20 @@ def require_finite(recording: Recording, *, padding: bool = False) -> None:
         f"{len(recording.tokens)} runs{advice}"
     )
     raise InputError([reason], "this run is not finite")
+
+
+@contextmanager
+def float32_runs(model: Any, pair: PromptPair) -> Iterator[None]:
+    """Context manager that runs a half-precision model in float32 (see `float32_weights`).
+
+    It raises InputError if the model's own runs, in half precision, have nan or inf.
+    """
+    if next(model.parameters()).dtype in HALF:
+        for tokens in {id(side): side for side in (pair.clean, pair.corrupted)}.values():
+            for rows in torch.arange(len(tokens), device=tokens.device).split(_CHECKED_AT_ONCE):
+                record(model, tokens[rows], None if pair.mask is None else pair.mask[rows])
+    with float32_weights(model):
+        yield
 
 
 def keys_and_values(cache: Cache, tokens: Tokens) -> tuple[tuple[Tensor, Tensor], ...]:

@@ -1,5 +1,6 @@
 """Expose MLP neurons as attention heads in place, by adding hook points to the existing MLPs."""
 
+import math
 from collections import Counter
 from contextlib import ExitStack
 from typing import Any, cast
@@ -11,6 +12,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.devices import normal_numbers
 from attn_only_lens.engine.model_checks import evaluation_without_hooks
+from attn_only_lens.engine.model_weights import HALF
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.gates import Gating, GeneralizedSiLU
 from attn_only_lens.gates.gating import EXACT
@@ -305,6 +307,9 @@ def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "
 def _reasons(heads: InPlace, dtype: torch.dtype, differences: list[float]) -> list[str]:
     """Return an error message for each of the `differences` in MLP outputs that is too large."""
     of_sum, changed, with_hooks, largest = differences
+    if not math.isfinite(largest):
+        advice = "; load the model in float32" * (dtype in HALF)
+        return [f"its MLP computes nan or inf in {dtype} for inputs drawn from N(0, 1){advice}"]
     reasons = []
     if heads.gating.kind == "exact" and changed != 0:
         reasons.append("its MLP gives two different outputs for the same input")

@@ -293,7 +293,7 @@ class _BlockTraffic(_Traffic):
         read = {name: self.inputs[norm or name] for name, norm in before.items()}
         parallel = torch.equal(read["attn"], read["mlp"])
         written = self.outputs[after["attn"] or "attn"]
-        if not (parallel or _parallel(read["mlp"] - read["attn"], written)):
+        if not (parallel or _parallel(read["mlp"] - read["attn"], self.factor * written)):
             raise _UnknownError(
                 "the input of its MLP is neither the input of its attention, nor the sum of this "
                 "input and the output of its attention"

@@ -8,6 +8,7 @@ attention head take two floats for each token of the vocabulary.
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -31,6 +32,7 @@ from attn_only_lens.engine.sites import (
     wide_reasons,
     without_wide,
 )
+from attn_only_lens.engine.tokens import length_dependent_ropes
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS, HeadKind
 from attn_only_lens.neurons.corpus import Texts, batches, corpus_rows, n_texts
@@ -219,8 +221,10 @@ def _look_up(
     options = Options(context=context, **others)
     reasons = _site_reasons(sites, kinds) + reasons_not_to_run(model)
     reasons += _option_reasons(options, metric)
-    if not is_count(context, 2, model.cfg.n_ctx):
-        reasons.append(f"got {context=}; expected 2 to {model.cfg.n_ctx}, the context length")
+    endless = "dynamic" in length_dependent_ropes(model)
+    if not is_count(context, 2, math.inf if endless else model.cfg.n_ctx):
+        most = " or more" if endless else f" to {model.cfg.n_ctx}, the context length"
+        reasons.append(f"got {context=}; expected 2{most}")
     InputError.raise_if(reasons, _PROBLEM)
     # Plan
     metric = None if metric is None else as_metric(metric)

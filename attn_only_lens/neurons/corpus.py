@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count, groupby, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,7 +18,12 @@ from torch import Tensor
 from attn_only_lens.arguments import a_type
 from attn_only_lens.axes import Tokens
 from attn_only_lens.engine.input_warnings import shortened
-from attn_only_lens.engine.tokens import checked_tokens, tokens_of_text, warn_of_unknown_words
+from attn_only_lens.engine.tokens import (
+    checked_tokens,
+    length_dependent_ropes,
+    tokens_of_text,
+    warn_of_unknown_words,
+)
 from attn_only_lens.errors import InputError, UnsupportedCallError
 
 Texts: TypeAlias = str | Path | Tensor | Iterable[Any]
@@ -96,13 +102,16 @@ def corpus_rows(model: Any, texts: Texts, context: int) -> Iterator[Row]:
 
 
 def batches(model: Any, rows: Iterator[Row], size: int) -> Iterator[tuple[Batch, list[Row]]]:
-    """Group rows into batches of `size` rows; yield each batch, and the rows that it contains."""
+    """Group rows into batches of up to `size` rows; yield each batch, and its rows."""
     device = next(model.parameters()).device
     # Bidirectional HookedTransformers attend to padding, so run each row alone, without padding.
     causal = getattr(model.cfg, "attention_dir", "causal") == "causal"
     size = size if causal else 1
-    while some := list(islice(rows, size)):
-        yield _batch(some, device), some
+    # In longer rows, rotary positions depend on the longest row of the batch.
+    longest = min(length_dependent_ropes(model).values(), default=math.inf)
+    for _, alike in groupby(rows, lambda row: len(row.tokens) * (len(row.tokens) > longest)):
+        while some := list(islice(alike, size)):
+            yield _batch(some, device), some
 
 
 def _batch(rows: list[Row], device: torch.device) -> Batch:

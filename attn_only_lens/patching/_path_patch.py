@@ -55,12 +55,11 @@ from attn_only_lens.engine.metrics import (
     require_slope,
 )
 from attn_only_lens.engine.model_checks import reasons_not_to_run
-from attn_only_lens.engine.model_weights import in_float32
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import Positions, PositionSet, warn_of_unlike_tokens
 from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
 from attn_only_lens.engine.readers import READ_PARTS, Readers, input_hooks
-from attn_only_lens.engine.recording import RunPair, Side, run, run_pair
+from attn_only_lens.engine.recording import RunPair, Side, float32_runs, run, run_pair
 from attn_only_lens.engine.replay import Variants, make_replay
 from attn_only_lens.engine.sites import LayerSites, Selection, Sites, all_heads, resolve_sites
 from attn_only_lens.engine.writes import SCALES, Decomposition, Scale, decompose
@@ -91,7 +90,6 @@ _NUMBERS = 2**21  # maximum number of entries in each tensor of a path block
 
 @one_thread_per_model
 @warned_once()
-@in_float32
 @full_precision()
 def path_patch(
     model: Any,
@@ -189,32 +187,33 @@ def path_patch(
     require_folder(resume)
 
     # Plan
-    receiving = _resolve_receivers(model, receivers, part)
     pair, metric = prompt_pair(model, clean, corrupted, mask), as_metric(metric)
-    sending = site_groups(model, pair, senders, positions, "z")
-    if not per_prompt:
-        warn_of_unlike_tokens(model, pair, position_sets(sending))
-    at_once = prompts_per_chunk(
-        *(model, pair, metric, resolve_sites(model, all_heads()), "value", prompts_at_once),
-        resume=resume,
-        traced=top is not None,
-        decomposed=True,
-    )
-    plan = _PathPlan(model, pair, metric, sending, receiving, part, direction, scale, at_once)
-    patches = _PathPatches(plan, top, per_prompt, batch_size)
+    with float32_runs(model, pair):
+        receiving = _resolve_receivers(model, receivers, part)
+        sending = site_groups(model, pair, senders, positions, "z")
+        if not per_prompt:
+            warn_of_unlike_tokens(model, pair, position_sets(sending))
+        at_once = prompts_per_chunk(
+            *(model, pair, metric, resolve_sites(model, all_heads()), "value", prompts_at_once),
+            resume=resume,
+            traced=top is not None,
+            decomposed=True,
+        )
+        plan = _PathPlan(model, pair, metric, sending, receiving, part, direction, scale, at_once)
+        patches = _PathPatches(plan, top, per_prompt, batch_size)
 
-    # Run
-    settings = {"top": top, "per_prompt": bool(per_prompt)}
-    job = Job(resume, lambda: plan.settings() | settings, progress)
-    patches.on_done = job.advance
-    work, rows = patches.all_paths() if top is None else patches.largest_paths(job, top)
-    chunks = [Chunk(prompts, some_rows) for prompts in plan.prompts for some_rows in rows]
-    compute = partial(patches.compute, work=work)
-    for chunk, arrays in job.run(chunks, compute, unit="path"):
-        patches.totals.add(chunk, torch.from_numpy(arrays["kept"]))
+        # Run
+        settings = {"top": top, "per_prompt": bool(per_prompt)}
+        job = Job(resume, lambda: plan.settings() | settings, progress)
+        patches.on_done = job.advance
+        work, rows = patches.all_paths() if top is None else patches.largest_paths(job, top)
+        chunks = [Chunk(prompts, some_rows) for prompts in plan.prompts for some_rows in rows]
+        compute = partial(patches.compute, work=work)
+        for chunk, arrays in job.run(chunks, compute, unit="path"):
+            patches.totals.add(chunk, torch.from_numpy(arrays["kept"]))
 
-    # Collect
-    return patches.results(work)
+        # Collect
+        return patches.results(work)
 
 
 @dataclass(frozen=True, eq=False)

@@ -185,7 +185,9 @@ def _files(path: Path) -> Iterator[_File]:
         missing = [f"got no {name}" for name in listed if name not in files]
         refuse(missing, f"{path} lacks files that config.yaml lists: download them")
         order = list(enumerate(listed))
-    given = f"{path.resolve().name}/" if path.is_dir() else ""
+    # A link's target may have another layer in its name; "." and ".." have no name of their own.
+    named = path.resolve() if path.name in ("", "..") else path
+    given = f"{named.name}/" if path.is_dir() else ""
     for place, name in order:
         in_names = [int(layer) for layer in _LAYER.findall(given + name)[-1:]]
         layers = in_names if place is None else [place]

@@ -424,6 +424,16 @@ def test_neurons_of_several_heads_are_ablated_whole():
     assert np.isfinite(result.frame["completeness"]).all()
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_standard_error_needs_two_pairs_of_different_prompts(n):
+    model, (clean, corrupted) = model_of("gelu"), prompts()
+    circuit = discover(model, clean[:1], corrupted[:1], METRIC, progress=False)
+    rows = [0, *range(n)]  # the first pair is equal
+    corrupted = torch.cat([clean[:1], corrupted[:n]])
+    error = evaluate(model, circuit, clean[rows], corrupted, METRIC).standard_error
+    assert np.isnan(error) == (n < 2)
+
+
 def test_what_makes_no_sense_is_refused():
     model, (clean, corrupted) = model_of("gelu"), prompts()
     ranking = p.attribution(model, clean, corrupted, METRIC, sites=["L0N3"])

@@ -374,6 +374,8 @@ def test_stack_activation(pair):
     assert torch.equal(stack[4], cache["attn_out", 4])
     with pytest.raises(UnsupportedCallError, match="stack blocks of equal shape"):
         cache.stack_activation("pattern")
+    with pytest.raises(UnsupportedCallError, match=r"no .*hook_result; .*set_use_attn_result"):
+        cache.stack_activation("result")
 
 
 def test_keys(pair):

@@ -58,6 +58,10 @@ def test_sweeps_by_head_or_layer_are_refused_with_the_call_to_make(name):
     with pytest.raises(UnsupportedCallError, match=r"index_df|block 2l|hook_mlp_out") as caught:
         getattr(patching, name)(converted, corrupted, cache, metric)
     if name in ("get_act_patch_resid_mid", "get_act_patch_mlp_out", "get_act_patch_block_every"):
+        call = "resid_pre" if name.endswith("resid_mid") else "attn_out"
+        start = f"call transformer_lens.patching.get_act_patch_{call}(model, "
+        assert str(caught.value).startswith(start)
+        assert "row 2l + 1 is" in str(caught.value).partition("\n")[0]
         return
     assert "activation_patch(" in str(caught.value).partition("\n")[0]
     call = re.search(r"patching\.activation_patch\([^)]*\)", str(caught.value)).group()

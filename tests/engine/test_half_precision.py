@@ -13,6 +13,7 @@ from common import in_threads, needs_hooked_transformer, tokens
 from attn_only_lens import circuits, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.model_weights import float32_weights
+from attn_only_lens.errors import InputError
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, rounding
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
@@ -92,6 +93,22 @@ def test_is_that_of_the_same_weights_in_float32(kind, analysis):
     assert logits.dtype == dtype
     # Control: half precision differs from float32.
     assert (logits.float() - wide(prompts()[0])).abs().max() > rounding(torch.float32)
+
+
+@pytest.mark.parametrize("analysis", [paths, expansion, graph, sources, edges])
+@pytest.mark.parametrize("kind", ["llama", KINDS[2]])
+def test_runs_that_are_not_finite_in_the_models_own_precision_are_refused(kind, analysis):
+    """In float32, the same weights do not overflow."""
+    model = made(kind, torch.float16)
+    layer = model.blocks[1].attn if kind == "converted" else model.blocks[1].mlp
+    with torch.no_grad():
+        for matrix in layer.parameters():
+            matrix.mul_(3e3 / matrix.abs().amax())
+    assert not model(prompts()[0]).isfinite().all()
+    with float32_weights(model):
+        assert model(prompts()[0]).isfinite().all()
+    with pytest.raises(InputError, match=r"in torch\.float16, first at blocks\.1"):
+        analysis(model)
 
 
 def test_an_error_and_threads_leave_the_model_as_it_was():

@@ -7,7 +7,7 @@ import torch
 import transformers
 from common import tokens
 
-from attn_only_lens import circuits, expose_neuron_heads
+from attn_only_lens import circuits, expose_neuron_heads, neurons
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 
@@ -86,6 +86,20 @@ def test_prompts_of_different_lengths_would_share_angles(kind):
         p.activation_patch(model, *rows, METRIC, progress=False)
     short = [[row[:pos] for row, pos in zip(side, (7, 5), strict=True)] for side in rows]
     p.activation_patch(model, *short, METRIC, sites=["L1H0"], progress=False)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_top_examples_are_those_of_each_text_alone(kind):
+    _, model = llama(kind)
+    texts = [tokens(seed, 1, pos)[0] for seed, pos in enumerate((5, 17, 3, 11, 17, ORIGINAL))]
+    options = {"k": 60, "progress": False, "context": 17, "batch_size": 7}
+    together = neurons.top_examples(model, ["L1N3"], texts, **options)
+    assert len({*together["text"]}) == len(texts)
+    for row in together.itertuples():
+        fresh = llama(kind)[1]
+        _, cache = fresh.run_with_cache(texts[row.text][None])
+        z = cache["blocks.1.mlp.hook_post"][0, row.at, 3]
+        assert abs(float(z) - row.value) < 1e-5
 
 
 def test_other_models_have_a_longest_prompt():

@@ -110,6 +110,15 @@ def test_padding_that_attends_to_no_real_token(side, dtype, window):
         decompose(model, tokens(), mask)
 
 
+@pytest.mark.parametrize("factor", [-0.7, 0.31])
+def test_factors_of_either_sign(factor, monkeypatch):
+    monkeypatch.setitem(bridges.FACTORS, "residual_multiplier", factor)
+    model = bridges.exposed_copy(bridges.boot("granite"))
+    run = decompose(model, tokens(), None)
+    assert {host_of(model).residual_factor(layer) for layer in range(2)} == {factor}
+    assert not any(run.parallel)
+
+
 def test_an_unknown_factor_is_refused():
     model = bridges.exposed_copy(bridges.boot("granite"))
     decompose(model, tokens(), None)

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens import Bilinear, expose_neuron_heads
-from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
+from attn_only_lens import Bilinear, expose_neuron_heads, save
+from attn_only_lens.errors import CheckpointError, UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.models.in_place import exposed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -305,3 +305,17 @@ def test_another_object():
         with pytest.raises(UnsupportedModelError, match="TransformerBridge"):
             expose_neuron_heads(bad)
     assert SIZES["intermediate_size"] == D_MLP
+
+
+def test_an_mlp_that_overflows(tmp_path):
+    bridge = boot("llama", torch.float16)
+    exposed_before = expose_neuron_heads(boot("llama", torch.float16)).model
+    for model in (bridge, exposed_before):
+        with torch.no_grad():
+            for matrix in model.original_model.model.layers[1].mlp.parameters():
+                matrix.mul_(3e4)
+    match = r"layer 1: its MLP computes nan or inf in torch.float16 .* load the model in float32"
+    with pytest.raises(UnsupportedModelError, match=match):
+        expose_neuron_heads(bridge)
+    with pytest.raises((UnsupportedModelError, CheckpointError), match=match):
+        save(exposed_before, tmp_path / "model")

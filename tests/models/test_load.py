@@ -19,9 +19,9 @@ from tiny_tokenizer import tiny_tokenizer
 from transformer_lens.model_bridge import TransformerBridge
 from typer.testing import CliRunner
 
-from attn_only_lens import convert, expose_neuron_heads, load, pretrained, save, tl
+from attn_only_lens import circuits, convert, expose_neuron_heads, load, pretrained, save, tl
 from attn_only_lens.cli import app
-from attn_only_lens.errors import CheckpointError, UnsupportedModelError
+from attn_only_lens.errors import CheckpointError, InputError, UnsupportedModelError
 from attn_only_lens.models.load import is_hooked
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
@@ -413,6 +413,28 @@ def test_quantised_weights_are_refused_on_a_bridge_too():
                 expose_neuron_heads(bridge, copy=copy)
             assert "dequantize" in str(caught.value)
     expose_neuron_heads(with_head(lambda head: head))  # the control
+
+
+def test_layers_quantised_later_have_no_weights_to_read_or_save(tmp_path):
+    class Linear(torch.nn.Linear):
+        __module__ = "torch.ao.nn.quantized.dynamic.modules.linear"
+
+    model = expose_neuron_heads(boot("llama")).model
+    circuits.ov_circuit(model, "L0H1")  # the control
+    model.unembed._original_component.__class__ = Linear
+    for call in (
+        lambda: circuits.ov_circuit(model, "L0H1"),
+        lambda: save(model, tmp_path / "model"),
+    ):
+        with pytest.raises((InputError, CheckpointError), match=r"unembed.* is quantized"):
+            call()
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("value", [3, ["gpt2"]])
+def test_what_is_no_model_gets_no_advice_on_models(value):
+    with pytest.raises(CheckpointError, match=r"expected a name or a folder$"):
+        load(value)
 
 
 # What errors tell users to install

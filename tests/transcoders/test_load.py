@@ -273,6 +273,11 @@ def test_layers_come_from_paths_settings_or_the_list(tmp_path):
     loaded = t.load(tmp_path / "gemma", reads="normalized", layers=[3, 0])
     assert list(loaded) == [0, 3]
     refused(tmp_path / "gemma", "no transcoder for layer 2", layers=[2, 3], reads="normalized")
+    write(tmp_path, saelens(1, threshold=random(F).abs()), "layer_12_x/params.npz")
+    (tmp_path / "layer_5").symlink_to(
+        tmp_path / "layer_12_x"
+    )  # a link's name counts, not its target's
+    assert list(t.load(tmp_path / "layer_5", reads="normalized")) == [5]
     uris = [
         f"hf://google/gemma-scope-2b-pt-transcoders/layer_{layer}/width_16k/average_l0_"
         f"{layer + 70}/params.npz?revision=main"

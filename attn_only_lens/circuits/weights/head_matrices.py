@@ -27,6 +27,7 @@ from torch import Tensor
 from transformer_lens import FactoredMatrix
 
 from attn_only_lens.devices import float32_if_half
+from attn_only_lens.engine.model_checks import quantized_reasons
 from attn_only_lens.engine.sites import ALL_MEMBERS, LayerSites, wide_reasons
 from attn_only_lens.errors import InputError
 from attn_only_lens.gates import Gate
@@ -48,6 +49,7 @@ class HeadMatrices:
     def of(cls, model: Any, *, fold_norms: bool) -> "HeadMatrices":
         """Return the matrices of all heads; raise an error for a bridge's unsupported modules."""
         host = host_of(model)
+        InputError.raise_if(quantized_reasons(model), "these weights cannot be read")
         host.require_weights()
         return cls(model, tuple(host.norms()) if fold_norms else None)
 

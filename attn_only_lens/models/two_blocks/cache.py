@@ -26,6 +26,12 @@ from attn_only_lens.models.norms import NO_NORM, known_norm
 from attn_only_lens.models.two_blocks.config import block_kind, block_layer, neurons_block
 
 _MLP_POINTS = (".mlp.", ".ln2", "hook_mlp_in", "hook_mlp_out", "hook_resid_mid")
+# What to call instead of TransformerLens' sweeps, which read a cache under full hook names.
+_SWEEPS = {
+    f"hook_{name}": f"call transformer_lens.patching.get_act_patch_{instead}(model, "
+    f"corrupted_tokens, clean_cache, metric): row 2l + 1 is {name} of source layer l\n"
+    for name, instead in {"mlp_out": "attn_out", "resid_mid": "resid_pre"}.items()
+}
 _RESHAPES = ("reshape", "reshape_as", "unflatten", "view", "view_as")
 
 
@@ -128,14 +134,15 @@ class AttentionOnlyCache(ActivationCache):
     def __getitem__(self, key: Any) -> Tensor:
         """Return an activation, as in `cache["pattern", 11]`; raise an error for names in MLPs."""
         if key not in self.cache_dict:
+            call = _SWEEPS.get(key.split(".")[-1], "") if str(key).startswith("blocks.") else ""
             path = (key,) if isinstance(key, str) else tuple(key)
             if len(path) > 1 and isinstance(path[1], int) and path[1] < 0:
                 path = (path[0], self.model.cfg.n_layers + path[1], *path[2:])
             key = get_act_name(*path)
             if any(name in key for name in _MLP_POINTS):
                 raise UnsupportedCallError(
-                    f"a converted model has no {key}: the MLP of source layer l is block 2l + 1. "
-                    'Use cache["attn_out", 2l+1] for mlp_out, cache["resid_pre", 2l+1] for '
+                    f"{call}a converted model has no {key}: the MLP of source layer l is block "
+                    '2l + 1. Use cache["attn_out", 2l+1] for mlp_out, cache["resid_pre", 2l+1] for '
                     'resid_mid and mlp_in, cache["q", 2l+1] for pre, cache["z", 2l+1] for post '
                     "(with bilinear gates, q and z are per head: blocks[2l+1].attn.neuron_outputs "
                     "sums z over the heads of each neuron)"
@@ -305,10 +312,18 @@ class AttentionOnlyCache(ActivationCache):
         """Stack an activation over the blocks before block `layer`.
 
         Raises:
-            UnsupportedCallError: the activation has different shapes in these blocks.
+            UnsupportedCallError: the activation has different shapes in these blocks, or is not in
+                the cache.
         """
         blocks = range(self._end(layer))
-        values = [self[activation_name, block, sublayer_type] for block in blocks]
+        try:
+            values = [self[activation_name, block, sublayer_type] for block in blocks]
+        except KeyError as error:
+            raise UnsupportedCallError(
+                f"this cache has no {error.args[0]}; expected an activation that run_with_cache "
+                "kept in every block: its names_filter chooses names, and hook_result needs "
+                "model.set_use_attn_result(True)"
+            ) from error
         shapes = [tuple(value.shape) for value in values]
         if len(set(shapes)) > 1:
             other = next(i for i, shape in enumerate(shapes) if shape != shapes[0])
