@@ -17,6 +17,7 @@ from torch import Tensor
 from attn_only_lens.arguments import a_type
 from attn_only_lens.axes import Tokens
 from attn_only_lens.engine.input_warnings import shortened
+from attn_only_lens.engine.passed_tests import ignores_padding
 from attn_only_lens.engine.tokens import checked_tokens, tokens_of_text, warn_of_unknown_words
 from attn_only_lens.errors import InputError, UnsupportedCallError
 
@@ -98,9 +99,8 @@ def corpus_rows(model: Any, texts: Texts, context: int) -> Iterator[Row]:
 def batches(model: Any, rows: Iterator[Row], size: int) -> Iterator[tuple[Batch, list[Row]]]:
     """Group rows into batches of `size` rows; yield each batch, and the rows that it contains."""
     device = next(model.parameters()).device
-    # Bidirectional HookedTransformers attend to padding, so run each row alone, without padding.
-    causal = getattr(model.cfg, "attention_dir", "causal") == "causal"
-    size = size if causal else 1
+    # Some bidirectional models attend to padding, so run each row alone, without padding.
+    size = size if size > 1 and ignores_padding(model) else 1
     while some := list(islice(rows, size)):
         yield _batch(some, device), some
 
