@@ -72,7 +72,10 @@ def test_an_overridden_mask(make, of, when, monkeypatch):
 
 @pytest.mark.parametrize("of", ["a method", "a function of a module"])
 def test_a_mask_that_changes_after_a_sweep(of, monkeypatch):
+    # With two blocks, no later block would read what an earlier token's attention adds.
+    monkeypatch.setitem(bridges.SIZES, "num_hidden_layers", 3)
     model = expose_neuron_heads(bridges.boot("llama")).model
+    assert len(model.blocks) == 3
     name = mlp_hook("z", 0)
     swept(model)
     causal = hooked(model, name)
@@ -87,7 +90,7 @@ def test_a_mask_that_changes_after_a_sweep(of, monkeypatch):
     else:
         softmax = nn.functional.softmax
         monkeypatch.setattr(
-            nn.functional, "softmax", lambda x, *a, **k: softmax(x.clamp(min=-5.0), *a, **k)
+            nn.functional, "softmax", lambda x, *a, **k: softmax(x.clamp(min=0.0), *a, **k)
         )
     expected = hooked(model, name)
     assert abs(expected - causal) > 1e-3
