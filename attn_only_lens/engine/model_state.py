@@ -13,17 +13,22 @@ snapshot, tensors are described by a weak reference and by torch's count of chan
 `.data` are not counted, so a snapshot also contains the entries of vectors. A change through
 `.data` in a matrix changes a fingerprint but no snapshot.
 
-Dictionaries and sets have the same state in any order. `_NOT_STATE` lists what is left out.
+Dictionaries and sets have the same state in any order. `_NOT_STATE` lists the attributes of
+TransformerLens, transformers and this package that are left out. The environment is left out, too.
 """
 
+import argparse
 import functools
 import hashlib
+import os
 import sys
 import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
+from decimal import Decimal
 from enum import Enum
+from fractions import Fraction
 from typing import Any, Generic
 
 import numpy as np
@@ -49,6 +54,7 @@ _NOT_STATE = frozenset(
         # which hook points run; `state_of_hooks` describes hooks
         *("use_attn_in", "use_attn_result", "use_hook_mlp_in", "use_split_qkv_input"),
         *("fwd_hooks", "bwd_hooks", "ctx", "backward_scale", "hook_dict", "mod_dict"),
+        *("_use_hook_mlp_in", "results"),
         *("_hook_registry", "_hook_registry_initialized", "_hook_alias_registry", "_hook_cache"),
         *("_property_alias_registry", "_block_alias_cache", "_capture_hook_handles"),
         *("_capture_hooks_wired", "is_caching", "context_level", "_fired_hook_out"),
@@ -62,11 +68,17 @@ _NOT_STATE = frozenset(
             "_ALIAS_GENERATION",
         ),
         *("_ATTENTION_BRIDGE_REGISTRY", "_torchdynamo_wrapper_id"),
+        *("_capture_hf_cache", "_derived_position_ids_ok"),
+        # how a model generates and trains; active checkpointing is refused (`model_checks.py`)
+        *("use_cache", "gradient_checkpointing", "_gradient_checkpointing_func"),
+        *("_require_grads_hook", "_require_grads_hooks"),
         # texts: models read tokens
-        *("tokenizer", "_tokenizer", "processor", "dataset"),
+        *("tokenizer", "_tokenizer", "processor", "dataset", "default_prepend_bos"),
     )
 )
-"""Attributes and globals that do not affect what a model computes from tokens, in any object."""
+"""Attributes that do not affect what a model computes from tokens, in the classes of `_MAKERS`."""
+_PRIVATE = frozenset(name for name in _NOT_STATE if name.startswith("_"))
+"""Names that libraries also give to attributes of other objects, and to globals."""
 _NO_STATE_TYPES = (
     *(PassState, RemovableHandle),  # exist only during a forward pass
     *(torch.device, GenerationConfig, PreTrainedTokenizerBase),
@@ -91,6 +103,11 @@ _LIBRARIES = frozenset(
 _OWN = __name__.split(".")[0]
 _NOT_FOLLOWED = _LIBRARIES | {_OWN}
 """Packages whose functions are described without what they mention."""
+_NAMESPACES = types.SimpleNamespace, argparse.Namespace
+_MAKERS = frozenset((_OWN, "transformer_lens", "transformers"))
+_CACHED = functools._lru_cache_wrapper
+_CODE = types.FunctionType | types.BuiltinFunctionType | _CACHED
+_VALUES = int, float, complex, str, bytes, Fraction, Decimal
 _ENTRIES = ("forward", "__call__", "__getattr__", "__getattribute__")
 
 
@@ -169,8 +186,8 @@ class _Walk:
             return
         for tensors in (attributes["_parameters"], attributes["_buffers"]):
             if tensors:
-                self._mapping(tensors)
-        self._values(attributes, _of_modules(tuple(attributes)))
+                self._values(tensors, _in_order(tuple(tensors)))
+        self._values(attributes, _of_modules(tuple(attributes), _left_out(kind)))
 
     def _values(self, values: Mapping[Any, Any], names: tuple[Any, ...]) -> None:
         self.leaves.append(names)
@@ -181,12 +198,12 @@ class _Walk:
             else:
                 self.add(value)
 
-    def _mapping(self, value: Mapping[Any, Any]) -> None:
+    def _mapping(self, value: Mapping[Any, Any], left_out: frozenset[str] = _PRIVATE) -> None:
         # Some dictionaries of classes, such as those of activations, make a new object for each
         # access; `dict.items` returns what they hold.
         if type(value) is not dict:
             value = dict(dict.items(value) if isinstance(value, dict) else value.items())
-        self._values(value, _of_objects(tuple(value)))
+        self._values(value, _in_order(tuple(value), left_out))
 
     def _collection(self, value: Any) -> None:
         self.leaves += (type(value).__name__, len(value))
@@ -209,6 +226,12 @@ class _Walk:
         for part in (value.func, value.args, value.keywords):
             self.add(part)
 
+    def _value(self, value: Any) -> None:
+        """Describe a number or text of a subclass, whose own methods may hide its value."""
+        base = next(base for base in _VALUES if isinstance(value, base))
+        self.leaves.append(base.__repr__(value))
+        self._object(value)
+
     def _object(self, value: Any) -> None:
         """Describe an object by its class and its attributes."""
         kind = type(value)
@@ -217,10 +240,10 @@ class _Walk:
             self.leaves.append(value.__name__)
         elif isinstance(value, torch.ScriptObject):  # packed weights
             self.add(value.__getstate__())
-        elif _library(kind.__module__) not in _LIBRARIES:
+        elif kind in _NAMESPACES or _library(kind.__module__) not in _LIBRARIES:
             slots = [x for base in kind.__mro__ for x in getattr(base, "__slots__", ())]
             values = {name: getattr(value, name, None) for name in slots if name != "__weakref__"}
-            self._mapping(values | getattr(value, "__dict__", {}))
+            self._mapping(values | getattr(value, "__dict__", {}), _left_out(kind))
 
     def _class(self, kind: type, names: tuple[str, ...] = _ENTRIES) -> None:
         """Describe a class, and those of its members that have one of the given names."""
@@ -242,6 +265,8 @@ class _Walk:
                 member = member.fget if isinstance(member, property) else member.func
             elif isinstance(member, staticmethod | classmethod):
                 member = member.__func__
+            if isinstance(member, _CACHED):
+                member = member.__wrapped__
             if isinstance(member, types.FunctionType):
                 self.leaves.append(name)
                 self._of_owner(member, kind)
@@ -269,31 +294,38 @@ class _Walk:
         for cell in function.__closure__ or ():
             self.add(_contents_of(cell))
         self.add(vars(function).get("__wrapped__"))
-        if _library(namespace.get("__name__", "")) not in _NOT_FOLLOWED:
+        if (maker := _library(namespace.get("__name__", ""))) not in _NOT_FOLLOWED:
             self._mapping(vars(function))
             for name in _mentioned(code):
-                if name in namespace and name not in _NOT_STATE:
-                    self._global(name, namespace[name], _mentioned(code))
+                if name in namespace and name not in _PRIVATE:
+                    self._global(name, namespace[name], _mentioned(code), maker)
 
-    def _global(self, name: str, value: Any, names: tuple[str, ...]) -> None:
-        """Describe what a global name stands for; `names` are names in the code that uses it."""
+    def _global(self, name: str, value: Any, names: tuple[str, ...], maker: str) -> None:
+        """Describe what a global name of a package stands for.
+
+        `names` are the names in the code that uses it, and `maker` is the package.
+        """
         if isinstance(value, types.ModuleType):
             for inner in names:
-                member = vars(value).get(inner)
-                if isinstance(member, types.FunctionType | types.BuiltinFunctionType):
+                if inner not in vars(value) or inner in _PRIVATE or inner.startswith("__"):
+                    continue
+                member, library = vars(value)[inner], _library(value.__name__) in _NOT_FOLLOWED
+                if isinstance(member, _CODE) or type(member) in _ATOMS:
                     self.leaves.append(inner)
                     self.add(member)
-                elif isinstance(member, types.ModuleType) and member is not value:
-                    self._global(inner, member, tuple(x for x in names if x != inner))
+                elif member is not value and (not library or isinstance(member, types.ModuleType)):
+                    rest = tuple(x for x in names if x != inner)
+                    self._global(inner, member, rest, _library(value.__name__))
         elif isinstance(value, type):
             self.leaves.append(name)
             library = _library(value.__module__) in _NOT_FOLLOWED
             self._class(value, () if library else (*_ENTRIES, "__init__", *names))
-        elif isinstance(value, Mapping):  # tables of functions; others are caches and registries
-            functions = {k: v for k, v in value.items() if isinstance(v, types.FunctionType)}
-            if functions and all(type(key) is str for key in functions):
+        elif isinstance(value, Mapping):  # of functions or options; others are caches
+            kept = _is_code if maker in _MAKERS else _is_plain  # libraries keep registries
+            known = {k: v for k, v in value.items() if kept(v)}
+            if known and value is not os.environ and all(type(key) in _ATOMS for key in known):
                 self.leaves.append(name)
-                self._mapping(functions)
+                self._mapping(known)
         elif not isinstance(value, Set) or all(type(x) in _ATOMS for x in value):
             self.leaves.append(name)
             self.add(value)
@@ -306,6 +338,8 @@ _METHODS: tuple[tuple[Any, Callable[[_Walk, Any], None]], ...] = (
     (types.FunctionType, _Walk._function),
     (type, _Walk._class),
     (Enum, lambda walk, value: walk.leaves.append(str(value))),
+    (_VALUES, _Walk._value),
+    (_CACHED, lambda walk, value: walk.add(value.__wrapped__)),
     (Mapping, _Walk._mapping),
     (list | tuple | deque | Set, _Walk._collection),
     (types.MethodType, _Walk._method),
@@ -371,15 +405,35 @@ def _members(kind: type) -> tuple[Mapping[str, Any], ...]:
 
 
 @functools.cache
-def _of_modules(names: tuple[str, ...]) -> tuple[str, ...]:
+def _left_out(kind: type) -> frozenset[str]:
+    """Return the names of a class's attributes that do not belong to its state."""
+    makers = {_library(base.__module__) for base in kind.__mro__}
+    return _NOT_STATE if makers & _MAKERS else _PRIVATE
+
+
+@functools.cache
+def _of_modules(names: tuple[str, ...], left_out: frozenset[str]) -> tuple[str, ...]:
     """Return the names of a module's attributes that belong to its state."""
-    return tuple(name for name in _of_objects(names) if name not in _OF_ALL_MODULES)
+    return _in_order(names, left_out | _OF_ALL_MODULES)
 
 
 @functools.lru_cache(2**12)
-def _of_objects(names: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the names of an object's attributes that belong to its state, in a fixed order."""
-    return tuple(sorted((name for name in names if name not in _NOT_STATE), key=_order))
+def _in_order(names: tuple[Any, ...], left_out: Set[str] = frozenset()) -> tuple[Any, ...]:
+    """Return names, without those that do not belong to the state, in a fixed order."""
+    return tuple(sorted((name for name in names if name not in left_out), key=_order))
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, _CODE)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value consists of numbers, texts and functions only."""
+    if isinstance(value, Mapping):
+        return all(type(key) in _ATOMS for key in value) and all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple | Set):
+        return all(map(_is_plain, value))
+    return type(value) in _ATOMS or isinstance(value, _VALUES) or _is_code(value)
 
 
 def _contents_of(cell: Any) -> Any:

@@ -11,10 +11,14 @@ from collections.abc import Hashable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from attn_only_lens.engine.model_state import snapshot
-from attn_only_lens.engine.recording import Recording
+from attn_only_lens.engine.recording import Recording, run
+from attn_only_lens.heads import host_of, logit_tolerance
+
+_N_TESTED = 8  # tokens in the test of padding; half of them are padding
 
 
 class PassedTests:
@@ -22,6 +26,7 @@ class PassedTests:
 
     def __init__(self) -> None:
         self._lengths: dict[Hashable, int] = {}  # the length of the longest tested prompts, by test
+        self.ignores_padding: bool | None = None  # None if not tested yet
 
     def covers(self, test: Hashable, recording: Recording) -> bool:
         """Return whether the model has passed this test on prompts that are at least as long."""
@@ -48,3 +53,30 @@ def passed_tests(model: Any) -> PassedTests:
     if known is None or known[0] != state:
         known = _PASSED[model] = state, PassedTests()
     return known[1]
+
+
+def ignores_padding(model: Any) -> bool:
+    """Test whether padding after a prompt leaves the prompt's logits unchanged.
+
+    Models whose attention is not causal may attend to padding, whatever `cfg.attention_dir` says.
+    """
+    tested = passed_tests(model)
+    if tested.ignores_padding is None:
+        tested.ignores_padding = _test_padding(model)
+    return tested.ignores_padding
+
+
+@torch.no_grad()
+def _test_padding(model: Any) -> bool:
+    n_pos = min(_N_TESTED, model.cfg.n_ctx)
+    tokens = torch.arange(1, n_pos + 1, device=next(model.parameters()).device)[None]
+    tokens, n = tokens % model.cfg.d_vocab, (n_pos + 1) // 2
+    mask = torch.ones_like(tokens)
+    mask[:, n:] = 0
+    alone = run(model, tokens[:, :n], None, [])
+    try:
+        padded = run(model, tokens, mask, [])[:, :n]
+    except (TypeError, ValueError, RuntimeError):  # the model may refuse a mask
+        return False
+    allowed = logit_tolerance(host_of(model).neurons, alone.dtype) * alone.abs().max()
+    return bool(((padded - alone).abs() <= allowed).all())

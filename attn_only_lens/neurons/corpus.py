@@ -18,6 +18,7 @@ from torch import Tensor
 from attn_only_lens.arguments import a_type
 from attn_only_lens.axes import Tokens
 from attn_only_lens.engine.input_warnings import shortened
+from attn_only_lens.engine.passed_tests import ignores_padding
 from attn_only_lens.engine.tokens import (
     checked_tokens,
     length_dependent_ropes,
@@ -104,9 +105,8 @@ def corpus_rows(model: Any, texts: Texts, context: int) -> Iterator[Row]:
 def batches(model: Any, rows: Iterator[Row], size: int) -> Iterator[tuple[Batch, list[Row]]]:
     """Group rows into batches of up to `size` rows; yield each batch, and its rows."""
     device = next(model.parameters()).device
-    # Bidirectional HookedTransformers attend to padding, so run each row alone, without padding.
-    causal = getattr(model.cfg, "attention_dir", "causal") == "causal"
-    size = size if causal else 1
+    # Some bidirectional models attend to padding, so run each row alone, without padding.
+    size = size if size > 1 and ignores_padding(model) else 1
     # In longer rows, rotary positions depend on the longest row of the batch.
     longest = min(length_dependent_ropes(model).values(), default=math.inf)
     for _, alike in groupby(rows, lambda row: len(row.tokens) * (len(row.tokens) > longest)):

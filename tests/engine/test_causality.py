@@ -8,8 +8,9 @@ import torch
 from common import mlp_hook, needs_hooked_transformer, tokens
 from torch import nn
 
-from attn_only_lens import convert, expose_neuron_heads
+from attn_only_lens import convert, expose_neuron_heads, neurons
 from attn_only_lens import patching as p
+from attn_only_lens.engine.passed_tests import ignores_padding
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 CLEAN, CORRUPTED = tokens(pos=7), tokens(1, pos=7)
@@ -71,7 +72,10 @@ def test_an_overridden_mask(make, of, when, monkeypatch):
 
 @pytest.mark.parametrize("of", ["a method", "a function of a module"])
 def test_a_mask_that_changes_after_a_sweep(of, monkeypatch):
+    # With two blocks, no later block would read what an earlier token's attention adds.
+    monkeypatch.setitem(bridges.SIZES, "num_hidden_layers", 3)
     model = expose_neuron_heads(bridges.boot("llama")).model
+    assert len(model.blocks) == 3
     name = mlp_hook("z", 0)
     swept(model)
     causal = hooked(model, name)
@@ -86,8 +90,26 @@ def test_a_mask_that_changes_after_a_sweep(of, monkeypatch):
     else:
         softmax = nn.functional.softmax
         monkeypatch.setattr(
-            nn.functional, "softmax", lambda x, *a, **k: softmax(x.clamp(min=-5.0), *a, **k)
+            nn.functional, "softmax", lambda x, *a, **k: softmax(x.clamp(min=0.0), *a, **k)
         )
     expected = hooked(model, name)
     assert abs(expected - causal) > 1e-3
     assert swept(model) == pytest.approx(expected, rel=1e-9)
+
+
+@needs_hooked_transformer
+@pytest.mark.parametrize("overridden", [False, True])
+def test_texts_of_different_lengths(overridden, monkeypatch):
+    """Padding does not change the activations of a model that attends to all tokens."""
+    from models import build
+
+    source = build("gelu")
+    for block in source.blocks if overridden else ():
+        monkeypatch.setattr(block.attn, "apply_causal_mask", MethodType(unmasked, block.attn))
+    model = expose_neuron_heads(source).model
+    assert ignores_padding(model) is not overridden
+    texts = [tokens(seed, pos=n)[0].tolist() for seed, n in enumerate((3, 7, 5))]
+    found = neurons.top_examples(model, ["L2N3"], texts, 3, progress=False)
+    for row in found.itertuples():
+        alone = source.run_with_cache(torch.tensor([texts[row.text]]))[1][mlp_hook("post", 2)]
+        assert row.value == pytest.approx(alone[0, row.position, 3].item(), rel=1e-9)

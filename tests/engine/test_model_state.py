@@ -4,8 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
-from functools import partial
-from types import MethodType
+from contextlib import suppress
+from fractions import Fraction
+from functools import lru_cache, partial
+from types import MethodType, ModuleType, SimpleNamespace
 
 import bridges
 import pytest
@@ -131,17 +133,34 @@ def test_a_change_is_noticed(case):
 MADE = [name for name in bridges.EVERY if name != "vit"]  # it reads pictures
 
 
+def use(model):
+    """Generate, switch hook points on, and set options that do not affect what is computed."""
+    if "CausalLM" in (getattr(model.cfg, "architecture", None) or "CausalLM"):
+        model.generate(CLEAN[:1], max_new_tokens=2, stop_at_eos=False, verbose=False)
+    for name in "attn_result", "hook_mlp_in", "split_qkv_input":
+        with suppress(ValueError, NotImplementedError):  # some models lack these hook points
+            getattr(model, f"set_use_{name}")(True)
+    model.cfg.default_prepend_bos = False
+    inner = getattr(model, "original_model", None)
+    if hasattr(inner, "config"):
+        inner.config.use_cache = False
+        if getattr(inner, "supports_gradient_checkpointing", False):
+            inner.gradient_checkpointing_enable()
+            inner.gradient_checkpointing_disable()
+
+
 @pytest.mark.parametrize("name", [*MADE, *["converted"] * HAS_HOOKED_TRANSFORMER])
 def test_runs_change_nothing(name):
     """A model that has run in every way has the same fingerprint as a new one."""
 
     def make():
-        return converted() if name == "converted" else exposed(name)
+        return (converted() if name == "converted" else exposed(name)).eval()
 
     model = make()
     model.run_with_cache(CLEAN)
     p.activation_patch(model, CLEAN, CORRUPTED, METRIC, **FEW)
     p.attribution(model, CLEAN, CORRUPTED, METRIC, **FEW)
+    use(model)
     assert fingerprint(model) == fingerprint(make())
 
 
@@ -190,6 +209,77 @@ def test_changed_code_is_noticed(of, monkeypatch):
     assert snapshot(model) != before[1]
     monkeypatch.undo()
     assert fingerprint(model) == before[0]
+
+
+class Float(float):
+    """A number that is not of a basic class."""
+
+    def __repr__(self):
+        return "hidden"
+
+
+class Holder:
+    """An object with an attribute whose name is left out in configurations."""
+
+    def __init__(self, device):
+        self.device = device
+
+
+def module_with(**values):
+    module = ModuleType("a_module")
+    vars(module).update(values)
+    return module
+
+
+def buffer_named_seed(value):
+    module = torch.nn.Module()
+    module.register_buffer("seed", torch.tensor([[value]]))
+    return module
+
+
+GLOBAL = None
+READ = {
+    "a dictionary": (lambda value: {"scale": value, "other": "x"}, lambda: GLOBAL["scale"]),
+    "a nested dictionary": (lambda value: {"a": {"b": [value]}}, lambda: GLOBAL["a"]["b"][0]),
+    "a namespace": (lambda value: SimpleNamespace(scale=value), lambda: GLOBAL.scale),
+    "a number of a subclass": (Float, lambda: GLOBAL * 1),
+    "a fraction": (Fraction, lambda: float(GLOBAL)),
+    "a cached function": (lambda value: lru_cache(lambda: value), lambda: GLOBAL()),
+    "a module": (lambda value: module_with(scale=value), lambda: GLOBAL.scale),
+    "a dictionary of a module": (
+        lambda value: module_with(options={"scale": value}),
+        lambda: GLOBAL.options["scale"],
+    ),
+    "an object": (Holder, lambda: GLOBAL.device),
+    "a buffer": (buffer_named_seed, lambda: GLOBAL.seed.item()),
+}
+AS_ATTRIBUTES = [name for name in READ if name != "a module" and not name.endswith("of a module")]
+WAYS = [("global", name) for name in READ] + [("attribute", name) for name in AS_ATTRIBUTES]
+
+
+@pytest.mark.parametrize(("way", "name"), WAYS)
+def test_a_value_that_a_forward_pass_reads_is_noticed(way, name, monkeypatch):
+    """Values of every kind are part of the state, as globals and as attributes."""
+    make, read = READ[name]
+    model = exposed("llama")
+    norm = model.original_model.model.norm
+    plain = type(norm).forward
+
+    def forward(self, *args, **kwargs):
+        return plain(self, *args, **kwargs) * read()
+
+    def put(value):
+        monkeypatch.setattr(sys.modules[__name__], "GLOBAL", make(value))
+        norm.held = make(value) if way == "attribute" else None
+        return fingerprint(model), snapshot(model)
+
+    if way == "global":
+        norm.forward = MethodType(forward, norm)
+    one, again = put(1.0), put(1.0)
+    assert again[0] == one[0]
+    two = put(2.0)
+    assert two[0] != one[0]
+    assert two[1] != again[1]
 
 
 IN_ANOTHER_PROCESS = """

@@ -73,7 +73,7 @@ CHANGES = {
     "a weight is written to": lambda model: next(model.parameters()).detach().mul_(1.0),
     "a weight is replaced": replace_weight,
     "a hook": lambda model: model.blocks[0].register_forward_hook(of_a_library(count_hook)),
-    "an option": lambda model: setattr(model.cfg, "default_prepend_bos", False),
+    "an option": lambda model: setattr(model.cfg, "post_embedding_ln", 7),
 }
 
 
