@@ -190,7 +190,7 @@ def test_texts_are_read_as_they_were_written(text, ending, tmp_path):
 def test_a_refused_save_leaves_the_old_file(ending, tmp_path):
     path = tmp_path / f"sweep.{ending}"
     sweep(0).save(path)
-    with pytest.raises(CheckpointError, match="model: .*valid Unicode"):
+    with pytest.raises(CheckpointError, match=r"model: .*valid Unicode"):
         replace(sweep(1), model="\ud800").save(path)  # half of a surrogate pair
     pd.testing.assert_frame_equal(p.Sweep.load(path).frame, sweep(0).frame)
 
