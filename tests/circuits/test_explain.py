@@ -230,7 +230,7 @@ def test_labels_do_not_depend_on_an_equal_pair_or_on_the_order_of_pairs(model, b
     assert any("↑" in label or "↓" in label for label in why.labels.values())
 
 
-@pytest.mark.parametrize("shown, example", [(0, "dog"), (1, "dog"), (2, "cat")])
+@pytest.mark.parametrize(("shown", "example"), [(0, "dog"), (1, "dog"), (2, "cat")])
 def test_the_answers_do_not_depend_on_the_order_of_pairs(shown, example):
     """The example of a warning is the shown pair; if it has no fault, the most probable one."""
     columns = ["top", "top_probability", "answer", "answer_rank", "answer_probability"]
