@@ -144,7 +144,7 @@ class Explanation:
     @property
     def _warnings(self) -> list[str]:
         """Warnings about the prompts, and about circuits that fail on held-out prompts."""
-        held_out, warnings = self._held_out, answer_warnings(self.answers)
+        held_out, warnings = self._held_out, answer_warnings(self.answers, self.shown)
         if held_out is not None and held_out < _HELD_OUT * self.circuit.faithfulness:
             warnings.append(
                 f"Warning: circuits for half of the prompts keep only {_percent(held_out)} of the "

@@ -45,9 +45,13 @@ def answer_cells(answers: pd.DataFrame) -> dict[str, dict[str, str]]:
     """Return, for each run, table cells with the top token, and each answer's rank."""
     cells: dict[str, dict[str, str]] = {}
     for run, rows in answers.groupby("run"):
-        counts, n = rows["top"].value_counts(), len(rows)
-        top = f"on {counts.iloc[0]} of {n}" if n > 1 else f"{rows['top_probability'].iloc[0]:.1%}"
-        first, of_roles = f"{counts.index[0]!r} {top}", dict[str, str]()
+        most, n = rows["top"].mode()[0], len(rows)  # the first in the alphabet of several
+        top = (
+            f"on {(rows['top'] == most).sum()} of {n}"
+            if n > 1
+            else f"{rows['top_probability'].iloc[0]:.1%}"
+        )
+        first, of_roles = f"{most!r} {top}", dict[str, str]()
         tops = []
         for role in [name for name in ("correct", "wrong", "answer") if name in rows]:
             texts, ranks = rows[role].unique(), rows[f"{role}_rank"]
@@ -60,10 +64,14 @@ def answer_cells(answers: pd.DataFrame) -> dict[str, dict[str, str]]:
     return cells
 
 
-def answer_warnings(answers: pd.DataFrame) -> list[str]:
-    """Return warnings about prompts for which the metric does not reflect the model's answer."""
+def answer_warnings(answers: pd.DataFrame, shown: int) -> list[str]:
+    """Return warnings about prompts for which the metric does not reflect the model's answer.
+
+    An example is the prompt `shown`, if the warning is about it, and does not depend on the order
+    of prompts otherwise.
+    """
     roles = [role for role in ("correct", "wrong", "answer") if role in answers]
-    warnings = _other_answers(answers[answers["run"] == "clean"], roles) if roles else []
+    warnings = _other_answers(answers[answers["run"] == "clean"], roles, shown) if roles else []
     if "wrong" not in answers:
         return warnings
     prefers = answers["correct_probability"] > answers["wrong_probability"]
@@ -76,13 +84,14 @@ def answer_warnings(answers: pd.DataFrame) -> list[str]:
     ]
 
 
-def _other_answers(clean: pd.DataFrame, roles: list[str]) -> list[str]:
+def _other_answers(clean: pd.DataFrame, roles: list[str], shown: int) -> list[str]:
     """Return a list with one warning if the model's top token is not an answer of the metric."""
     ranks = clean[[f"{role}_rank" for role in roles]]
     missed = (ranks > 1).all(axis=1)
     if not missed.any():
         return []
-    row = clean[missed].iloc[0]
+    examples = clean[missed].assign(is_other=clean["prompt"] != shown)
+    row = examples.sort_values(["is_other", "top_probability"], ascending=[True, False]).iloc[0]
     answers = " or ".join(f"{row[role]!r} (rank {row[f'{role}_rank']:,})" for role in roles)
     scope = "on the clean prompt"
     if len(clean) > 1:

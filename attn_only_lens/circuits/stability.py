@@ -95,7 +95,10 @@ def require_resamples(n_prompts: int, metric: Metric) -> None:
     if n_prompts < 4:
         reasons.append(f"got {n_prompts} prompt pairs; expected 4 or more, to split into halves")
     if not metric.by_prompt:
-        reasons.append(f"got {metric.name}; expected a metric that gives a value for each prompt")
+        reasons.append(
+            f"got {metric.name}, whose values for single prompts are not known, as with every "
+            "custom metric; expected logit_diff, loss, or another metric of this package"
+        )
     InputError.raise_if(reasons, "these prompts cannot be resampled")
 
 

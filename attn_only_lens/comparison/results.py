@@ -113,11 +113,12 @@ class Comparison:
             CheckpointError: the path is a file, or the folder cannot be written.
         """
         there = open_folder(folder)
+        about = _finite(dict(self.about))
+        _DOCUMENT.text(tokens=self.tokens, about=about, files={})  # refused before files change
         for name in _FRAMES:
             write_table(there / f"{name}.csv", getattr(self, name), _FRAME_DOCUMENT)
         # Write the manifest last, so that `load` rejects a folder that is only partly written.
         files = file_digests(there, _files())
-        about = _finite(dict(self.about))
         _DOCUMENT.write(there / _MANIFEST, tokens=self.tokens, about=about, files=files)
         return Path(folder)
 

@@ -103,6 +103,8 @@ def _by_role(pair: PromptPair, roles: Roles) -> tuple[PositionSet, ...]:
     for role, positions_of_role in roles.items():
         if not isinstance(role, str) or not role or role in ("each", "all"):
             reasons.append(f"got role {role!r}; expected a text other than 'each' and 'all'")
+        elif role.encode(errors="ignore").decode() != role:
+            reasons.append(f"got role {role!r}; expected valid Unicode, to show and save it")
         plain = as_plain(positions_of_role)
         per_prompt = [plain] * batch if isinstance(plain, int) else plain
         is_list = isinstance(per_prompt, list | tuple)

@@ -168,8 +168,9 @@ def attribution(
             spends at least 2 forward passes or 0.2 GFLOP. "auto" then continues until the top 20
             rows and the sites before a switch are exact and the expected correlations are .99, or
             until it has spent 7 forward passes (10 with the estimates) or 4 GFLOP. Of the two
-            limits, the larger one applies. It is doubled if the estimate of one of the top 20 rows
-            has the wrong sign. Tests of a new model cost about ten passes.
+            limits, the larger one applies. It is 2.5 times as large if one of the top 20
+            estimates has the wrong sign, or if the top 20 rows need more. Tests of a new model cost
+            about ten passes.
         split: with method "secant" and budget=0, also return each head's effect through its pattern
             and through its values: columns `by_pattern` and `by_value`, which add up to the effect
             on the score.

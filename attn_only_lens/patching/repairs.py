@@ -59,8 +59,9 @@ The expected correlation for a kind is None if
 The budget "auto" first spends 2 forward passes or 0.2 GFLOP, whichever is larger, and checks the
 top 20 rows. Patching then continues, with further checks of the top 20 rows, until this correlation
 is 0.99 for each kind of head and all sites before a switch are exact, or until the cost reaches 7
-passes (10 with the estimates) or 4 GFLOP, whichever is larger. This limit is doubled if one of the
-top 20 estimates has the wrong sign.
+passes (10 with the estimates) or 4 GFLOP, whichever is larger. This limit is multiplied by 2.5 if
+one of the top 20 estimates has the wrong sign, or if it does not suffice for the top 20 rows. The
+last two passes, but at most a fifth, are kept for these rows: patches may move estimates into them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -90,7 +91,8 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 Budget: TypeAlias = float | Literal["auto"]
 _AT_LEAST, _AT_MOST = (2.0, 2e8), (7.0, 4e9)  # limits of budget="auto": passes and flops
 _TARGET, _STEP = 0.99, 2.5  # for "auto": correlation to reach, and growth factor of the budget
-_RAISE = 2.0  # for "auto": factor of the limit if a top row's estimate has the wrong sign
+_RAISE = 2.5  # for "auto": factor of the limit if the top rows need it (see the docstring)
+_KEPT = (2.0, 0.2)  # kept for the top rows: passes, and at most this share of the budget
 _FIRST, _NEXT = 2 / 7, 0.2  # shares of the budget that are spent before the top rows are checked
 _SAFETY, _LUCK, _FEWEST, _JUDGED = 4.0, 0.25, 16, 3.0
 _LOWEST = 0.8  # an expected correlation below this is too uncertain to state
@@ -253,13 +255,13 @@ class Repairer:
     ) -> None:
         """Patch sites with large gain and the top rows in turn, within `most` forward passes.
 
-        The limit `most` is multiplied by `factor` if the estimate of a top row has the wrong sign.
+        The limit `most` is multiplied by `factor` once, if `_check_top` asks for more.
         """
         kinds, goal = list(self._of_kind), least
         while kinds:
-            self._patch(self._rows_to_patch(goal, kinds))
-            is_wrong = self._check_top(most)
-            if is_wrong and factor > 1:
+            kept = min(_KEPT[0], _KEPT[1] * most)
+            self._patch(self._rows_to_patch(min(goal, most - kept), kinds))
+            if self._check_top(most) and factor > 1:
                 most, factor = factor * most, 1.0
                 self._check_top(most)
             if goal >= most:
@@ -272,7 +274,7 @@ class Repairer:
             goal = min(most, max(_STEP * goal, self._spent + _NEXT * (most - self._spent)))
 
     def _check_top(self, most: float) -> bool:
-        """Patch the rows that `Sweep.top` shows; return whether a sign was wrong.
+        """Patch the rows that `Sweep.top` shows; return whether a sign was wrong or some are left.
 
         An exact effect that is smaller than its estimate may move another row to the top.
         """
@@ -284,9 +286,10 @@ class Repairer:
             rows = np.array(list(dict.fromkeys(top // effects.shape[1])), dtype=np.int64)
             rows = rows[~self._exact[rows] & np.isfinite(self._cost[rows])]
             total = self._cost[rows].cumsum()
+            is_short = len(rows) > 0
             rows = rows[: int(np.searchsorted(total, most - self._spent, side="right"))]
             if not len(rows):
-                return is_wrong
+                return is_wrong or is_short
             self._patch(rows)
             unpatched = float(self._mean(self._unpatched[None])[0])
             is_wrong |= bool(

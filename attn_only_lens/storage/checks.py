@@ -24,6 +24,7 @@ from attn_only_lens.errors import CheckpointError
 _LARGEST = 2**63 - 1
 """The largest whole number that torch can hold."""
 _NAMES = {"int_type": "int", "int_from_float": "int", "string_type": "str", "list_type": "list"}
+_NAMES |= {"json_invalid": "valid Unicode, without half of a surrogate pair"}
 _NAMES |= {"dict_type": "dict", "bool_type": "bool", "float_type": "float", "none_required": "None"}
 # Patterns of configuration names in TransformerLens and transformers, with valid ranges.
 _RANGES: tuple[tuple[str, str, Callable[[float], bool]], ...] = (

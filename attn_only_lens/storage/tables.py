@@ -4,6 +4,7 @@ The document holds a digest of the data: of a CSV file's bytes, or of a parquet 
 its bytes, which include the document itself).
 """
 
+import csv
 import hashlib
 import json
 import sys
@@ -55,12 +56,13 @@ def write_table(path: AnyPath, frame: pd.DataFrame, document: Document, **body: 
                 row_group_size=2**24,
             )
         return
-    # Write both files before either replaces an old file, because the disk may get full.
-    with atomic_write(path) as new, atomic_write(_sidecar(path)) as new_document:
-        frame.to_csv(new, index=False)
-        digest = hashlib.sha256(new.read_bytes()).hexdigest()
-        text = document.text(indent=2, content=digest, **body)
-        new_document.write_text(text, encoding="utf-8")
+    # Python 3.11 quotes a text that contains "\r" only if all texts are quoted.
+    rows = frame.to_csv(index=False, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC).encode()
+    text = document.text(indent=2, content=hashlib.sha256(rows).hexdigest(), **body)
+    # Both files are complete before either replaces an old file, because the disk may get full.
+    with atomic_write(path) as new, atomic_write(_sidecar(path)) as described:
+        new.write_bytes(rows)
+        described.write_text(text, encoding="utf-8")
 
 
 def read_table(path: AnyPath, document: Document) -> tuple[pd.DataFrame, dict[str, Any]]:

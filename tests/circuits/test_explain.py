@@ -1,5 +1,6 @@
 """Tests of explanations: sums, circuits, patches, pages and files; and graphs by role."""
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -14,6 +15,7 @@ from bridges import bridged
 
 from attn_only_lens import circuits, expose_neuron_heads, neurons, pretrained, tasks
 from attn_only_lens import patching as p
+from attn_only_lens.circuits.model_answers import answer_cells, answer_warnings
 from attn_only_lens.errors import InputError
 
 CLEAN, CORRUPTED = "The keys near the cabinet", "The key near the cabinet"
@@ -226,6 +228,24 @@ def test_labels_do_not_depend_on_an_equal_pair_or_on_the_order_of_pairs(model, b
     largest = max(range(3), key=lambda i: changes[i][are] - changes[i][is_])
     assert results[0][0] == (largest if by_prompt else 2)  # "The dogs …" has the smaller tokens
     assert any("↑" in label or "↓" in label for label in why.labels.values())
+
+
+@pytest.mark.parametrize(("shown", "example"), [(0, "dog"), (1, "dog"), (2, "cat")])
+def test_the_answers_do_not_depend_on_the_order_of_pairs(shown, example):
+    """The example of a warning is the shown pair; if it has no fault, the most probable one."""
+    columns = ["top", "top_probability", "answer", "answer_rank", "answer_probability"]
+    of_pairs = [("dog", 0.5, "a", 3, 0.1), ("ant", 0.9, "a", 1, 0.9), ("cat", 0.4, "a", 2, 0.2)]
+    results = set()
+    for order in itertools.permutations(range(3)):
+        frame = pd.DataFrame([of_pairs[i] for i in order], columns=columns)
+        runs = [frame.assign(run=run, prompt=range(3)) for run in ("clean", "corrupted")]
+        answers = pd.concat(runs)
+        (warning,) = answer_warnings(answers, order.index(shown))
+        number = order.index([pair[0] for pair in of_pairs].index(example))
+        assert f"such as prompt {number}, the model answers {example!r}" in warning
+        cells = answer_cells(answers.drop(columns=columns[2:]))
+        results.add(cells["clean"]["top token"])
+    assert results == {"'ant' on 1 of 3"}
 
 
 def test_its_circuit_is_the_circuit_of_discover(model, why):

@@ -219,7 +219,11 @@ def test_what_cannot_be_resampled_is_refused(model, task):
         (task.metric, {"resamples": None}, "got resamples=None"),
         (task.metric, {"resamples": np.arange(2)}, "got resamples=array"),
         (task.metric, {"prompts_at_once": 0}, "got prompts_at_once=0"),
-        (p.custom(lambda logits: logits.mean()), {"resamples": 4}, "a value for each prompt"),
+        (
+            p.custom(lambda logits: logits.mean()),
+            {"resamples": 4},
+            "every custom metric; expected logit_diff",
+        ),
     ):
         with pytest.raises(InputError, match=reason):
             circuits.discover(*arguments, metric, positions=task.roles, **how)

@@ -176,10 +176,12 @@ def test_by_role(side):
         "second": [[i, index + 1] for i, index in enumerate(start)],
     }
     bad = {"a": [1, 2, 0], "b": [1, 1], "all": 0, 3: -1, "c": [4, -3, 1.5], "d": -1, "e": [4, 1, 2]}
+    bad["\ud800"] = -1
     with pytest.raises(InputError) as caught:
         resolve_positions(pair, bad)
     text = str(caught.value)
-    assert len(caught.value.reasons) == 6
+    assert len(caught.value.reasons) == 7
+    assert r"got role '\ud800'; expected valid Unicode" in text
     assert "a: got 2 in prompt 1; expected a number from -2 to 1" in text
     with pytest.raises(InputError, match="got no roles"):
         resolve_positions(pair, {})

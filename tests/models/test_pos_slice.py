@@ -63,7 +63,8 @@ def test_every_activation_has_the_chosen_positions(kind, method):
     assert set(got) == set(everything)
     assert any("hook_neuron" in name or "blocks.1.attn.hook_z" in name for name in got)
     for name, value in everything.items():
-        # TransformerLens 3.9 itself slices rotated queries and keys on their head_index axis.
+        # TransformerLens 3.9 slices rotated queries and keys on their head_index axis, as
+        # docs/layouts.md says.
         if POS in value.shape and not (HAS_HOOKED_TRANSFORMER and "hook_rot" in name):
             # In a pattern, the first of two axes of this length holds queries.
             expected = value.narrow(value.shape.index(POS), FIRST, END - FIRST)

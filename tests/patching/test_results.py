@@ -2,6 +2,8 @@
 
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -175,10 +177,22 @@ def test_saved_and_loaded(ending, positions, columns, tmp_path):
     assert left == {path.name} | ({f"{path.name}.json"} if ending == "csv" else set())
 
 
-def test_text_that_looks_like_nothing_is_text(tmp_path):
-    saved = sweep(frame=values().iloc[:1].assign(name="NA", kind="null"))
-    saved.save(tmp_path / "sweep.csv")
-    assert p.Sweep.load(tmp_path / "sweep.csv").frame["name"].tolist() == ["NA"]
+@pytest.mark.parametrize("ending", ["parquet", "csv"])
+@pytest.mark.parametrize("text", ["NA", "a\rb", "a\r\nb", "a\nb", 'a"b', "a,b", ""])
+def test_texts_are_read_as_they_were_written(text, ending, tmp_path):
+    path = tmp_path / f"sweep.{ending}"
+    saved = sweep(frame=values().iloc[:1].assign(name=text, kind="null"))
+    saved.save(path)
+    assert p.Sweep.load(path).frame["name"].tolist() == [text]
+
+
+@pytest.mark.parametrize("ending", ["parquet", "csv"])
+def test_a_refused_save_leaves_the_old_file(ending, tmp_path):
+    path = tmp_path / f"sweep.{ending}"
+    sweep(0).save(path)
+    with pytest.raises(CheckpointError, match=r"model: .*valid Unicode"):
+        replace(sweep(1), model="\ud800").save(path)  # half of a surrogate pair
+    pd.testing.assert_frame_equal(p.Sweep.load(path).frame, sweep(0).frame)
 
 
 @pytest.mark.parametrize("ending", ["parquet", "csv"])
@@ -208,11 +222,11 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "sweep.csv"
     sweep(0).save(path)
 
-    def interrupted(self, target, **how):
-        target.write_text("layer,kind")
+    def interrupted(self, text, **how):
+        self.write_bytes(text[:9].encode())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pd.DataFrame, "to_csv", interrupted)
+    monkeypatch.setattr(Path, "write_text", interrupted)  # of the second file
     with pytest.raises(KeyboardInterrupt):
         sweep(1).save(path)
     assert len(list(tmp_path.iterdir())) == 2

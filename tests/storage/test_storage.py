@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -509,6 +510,9 @@ def test_a_comparison_comes_back(tmp_path):
     table = tmp_path / "folder" / "new.csv"
     another = comparison()
     another.new.loc[0, "kept"] = 4
+    with pytest.raises(AttnOnlyLensError, match="valid Unicode"):
+        replace(another, about={"model": "\ud800"}).save(tmp_path / "folder")
+    assert Comparison.load(tmp_path / "folder").about["faithfulness"] == [None]
     another.save(tmp_path / "other")
     for name in ("new.csv", "new.csv.json"):  # an intact table from another comparison
         shutil.copy(tmp_path / "other" / name, table.with_name(name))
