@@ -1,7 +1,7 @@
 """`attn-only-lens grow`: make a model larger without changing the function that it computes."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -54,7 +54,7 @@ def grow(
         raise AttnOnlyLensError("--copy needs --insert, the positions of the new layers")
     depths = [] if insert is None else sorted(parse_numbers(insert, "--insert"))
     require_access(out, out)
-    sizes: dict[str, int | None] = {
+    sizes: dict[str, Any] = {
         "d_mlp": d_mlp,
         "n_heads": n_heads,
         "d_head": d_head,

@@ -105,8 +105,8 @@ _NOT_FOLLOWED = _LIBRARIES | {_OWN}
 """Packages whose functions are described without what they mention."""
 _NAMESPACES = types.SimpleNamespace, argparse.Namespace
 _MAKERS = frozenset((_OWN, "transformer_lens", "transformers"))
-_CACHED = functools._lru_cache_wrapper
-_CODE = types.FunctionType | types.BuiltinFunctionType | _CACHED
+_CACHED: Any = functools._lru_cache_wrapper
+_CODE = types.FunctionType, types.BuiltinFunctionType, _CACHED
 _VALUES = int, float, complex, str, bytes, Fraction, Decimal
 _ENTRIES = ("forward", "__call__", "__getattr__", "__getattribute__")
 
@@ -187,7 +187,8 @@ class _Walk:
         for tensors in (attributes["_parameters"], attributes["_buffers"]):
             if tensors:
                 self._values(tensors, _in_order(tuple(tensors)))
-        self._values(attributes, _of_modules(tuple(attributes), _left_out(kind)))
+        left_out = _left_out(kind)  # type: ignore[arg-type]  # classes are hashable
+        self._values(attributes, _of_modules(tuple(attributes), left_out))
 
     def _values(self, values: Mapping[Any, Any], names: tuple[Any, ...]) -> None:
         self.leaves.append(names)
@@ -243,7 +244,8 @@ class _Walk:
         elif kind in _NAMESPACES or _library(kind.__module__) not in _LIBRARIES:
             slots = [x for base in kind.__mro__ for x in getattr(base, "__slots__", ())]
             values = {name: getattr(value, name, None) for name in slots if name != "__weakref__"}
-            self._mapping(values | getattr(value, "__dict__", {}), _left_out(kind))
+            left_out = _left_out(kind)  # type: ignore[arg-type]
+            self._mapping(values | getattr(value, "__dict__", {}), left_out)
 
     def _class(self, kind: type, names: tuple[str, ...] = _ENTRIES) -> None:
         """Describe a class, and those of its members that have one of the given names."""
