@@ -3,7 +3,7 @@
 A bridge replaces the attention of a transformers model, and transformers passes the cache to it by
 a name that has changed between versions. TransformerLens 3.9 to 4.3 ignores the cache that
 transformers 5.24 passes: generation with a cache then sees only the last token, without any error.
-So no version is trusted: before a model first uses a cache, three short passes test that model.
+So no version is trusted: before a model first uses a cache, six short passes test that model.
 
 Two prompts differ in all but the last token. If their logits differ, a cache that is ignored gives
 wrong logits for at least one of them. If not, for example because the output weights of attention
@@ -93,21 +93,33 @@ def _cache_works(model: PreTrainedModel) -> bool | None:
 
 def _same_logits(model: PreTrainedModel) -> bool | None:
     d_vocab = model.config.get_text_config().vocab_size
-    tokens = torch.arange(1, 1 + _PROMPT, device=model.device).repeat(2, 1)
-    tokens[1, :-1] += 1
-    tokens %= d_vocab
+    first = torch.arange(1, 1 + _PROMPT, device=model.device) % d_vocab
+    other = (first + 1) % d_vocab
+    other[-1] = first[-1]
+    pairs = [_with_and_without(model, tokens[None]) for tokens in (first, other)]
+    if any(logits is None for _, logits in pairs):
+        return False
+    expected, got = (torch.stack(logits) for logits in zip(*pairs, strict=True))
+    # Rounding (in float32 in some parts of float64 models) leaves at least half of the digits.
+    tolerance = max(torch.finfo(dtype).eps for dtype in (got.dtype, torch.float32)) ** 0.5
+    bound = tolerance * expected.abs().max().nan_to_num().item()
+    if not torch.allclose(got, expected, rtol=0, atol=bound, equal_nan=True):
+        return False
+    # Equal logits for both prompts cannot be within the bound of both.
+    return True if (expected[0] - expected[1]).abs().max().item() > 2 * bound else None
+
+
+def _with_and_without(model: PreTrainedModel, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the last logits of a prompt without a cache and with one; None if there is no cache.
+
+    The batch has one prompt, because the bridge around the model may be in a run of a larger batch.
+    """
     with_mask = {"attention_mask": torch.ones_like(tokens)}
-    expected: Tensor = model(input_ids=tokens, use_cache=False, **with_mask).logits[:, -1]
+    expected = model(input_ids=tokens, use_cache=False, **with_mask).logits[0, -1]
     mask = with_mask["attention_mask"][:, :-1]
     output = model(input_ids=tokens[:, :-1], attention_mask=mask, use_cache=True)
     cache = {name: x for name, x in output.items() if isinstance(x, Cache)}
     if not cache:
-        return False
-    logits = model(input_ids=tokens[:, -1:], use_cache=True, **cache, **with_mask).logits[:, -1]
-    # Rounding (in float32 in some parts of float64 models) leaves at least half of the digits.
-    tolerance = max(torch.finfo(dtype).eps for dtype in (logits.dtype, torch.float32)) ** 0.5
-    bound = tolerance * expected.abs().max().nan_to_num().item()
-    if not torch.allclose(logits, expected, rtol=0, atol=bound, equal_nan=True):
-        return False
-    # Equal logits for both prompts cannot be within the bound of both.
-    return True if (expected[0] - expected[1]).abs().max().item() > 2 * bound else None
+        return expected, None
+    logits = model(input_ids=tokens[:, -1:], use_cache=True, **cache, **with_mask).logits[0, -1]
+    return expected, logits

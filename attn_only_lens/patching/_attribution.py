@@ -222,7 +222,12 @@ def attribution(
         resume=resume,
     )
     return attribute(
-        plan, None, method, budget, steps=steps, split=split, resume=resume, progress=progress
+        *(plan, None, method, budget),
+        steps=steps,
+        split=split,
+        top_by_prompt=per_prompt,
+        resume=resume,
+        progress=progress,
     )
 
 
@@ -260,19 +265,23 @@ def attribute(
     *,
     steps: int | None = None,
     split: bool = False,
+    top_by_prompt: bool = False,
     resume: str | Path | None = None,
     progress: bool = False,
 ) -> Sweep:
     """Estimate the results of patching all sites of a plan; see `attribution`.
 
     `both` holds the clean and corrupted runs of all prompts, or None. Only "secant" with budget=0
-    uses `both`.
+    uses `both`. The top rows, which are patched exactly, are those of the means over prompts, or
+    those of single prompts.
     """
     model = plan.model
     with float32_slopes(model, plan.pair, plan.metric) if method == "secant" else nullcontext():
         chunks = plan.chunks(by_cost=False)
         bars = progress and len(chunks) == 1
-        estimator = _Estimator(plan, both, method, steps or _STEPS, budget, bars, split)
+        estimator = _Estimator(
+            plan, both, method, steps or _STEPS, budget, bars, split, top_by_prompt
+        )
         prompts = plan.prompt_chunks(estimator.record)
         totals = prompts.totals(plan.prompts, plan.n_rows, plan.per_prompt)
 
@@ -357,6 +366,7 @@ class _Estimator:
     _budget: Budget
     _progress: bool
     _split: bool
+    _top_by_prompt: bool
 
     def __post_init__(self) -> None:
         plan, method = self._plan, self._method
@@ -443,7 +453,7 @@ class _Estimator:
                 *(runner, groups, keys, before_switch, values, mean, bar, self._tested),
                 prompts.pair.n_all,
                 at_target=self._method in _TRACED,
-                per_prompt=self._plan.per_prompt,
+                per_prompt=self._top_by_prompt,
             )
             return repairer.spend(self._budget), by_pattern
 

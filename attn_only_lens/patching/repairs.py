@@ -165,7 +165,7 @@ class Repairer:
         tested: the edits that were tested on an earlier chunk of prompts.
         n_prompts: the number of all prompts.
         at_target: whether slopes are gradients in the target run.
-        per_prompt: whether the result has a row for each prompt.
+        per_prompt: whether the top rows are those of single prompts.
     """
 
     def __init__(

@@ -132,8 +132,8 @@ def test_what_is_refused(folders, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("w1 w2 w3\nw4 w5\n")
     for arguments, message in (
-        ((*folders, "--prompts", empty), "has no prompts; expected one prompt per line"),
-        ((*folders, "--prompts", tmp_path / "none.txt"), "cannot be read"),
+        ((*folders, "--prompts", empty, *LOSS), "has no prompts; expected one prompt per line"),
+        ((*folders, "--prompts", tmp_path / "none.txt", *LOSS), "cannot be read"),
         ((*folders, "--prompts", prompts, *LOSS), "only prompt 1 has 3 tokens, 'w4 w5'"),
         ((*folders, "--prompts", prompts, "--metric", "accuracy"), "got --metric accuracy"),
         ((*folders, "--prompts", prompts), "--metric logit_diff takes --answer and --wrong; other"),

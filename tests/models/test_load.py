@@ -339,7 +339,7 @@ def test_what_must_be_converted_first_says_how(folder):
         load(folder)
     model = original("llama")
     for given in (model, bridged(model), None):
-        with pytest.raises(CheckpointError, match="expected a name or a folder") as refused:
+        with pytest.raises(CheckpointError, match="expected a path or a name") as refused:
             load(given)
         assert len(str(refused.value)) < 400
 
@@ -433,7 +433,7 @@ def test_layers_quantised_later_have_no_weights_to_read_or_save(tmp_path):
 
 @pytest.mark.parametrize("value", [3, ["gpt2"]])
 def test_what_is_no_model_gets_no_advice_on_models(value):
-    with pytest.raises(CheckpointError, match=r"expected a name or a folder$"):
+    with pytest.raises(CheckpointError, match=r"expected a path or a name$"):
         load(value)
 
 
