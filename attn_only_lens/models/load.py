@@ -86,17 +86,13 @@ def load(
         torch.float64
     """
     if not isinstance(model, str | os.PathLike):
-        got, advice = repr(model), ""
-        if isinstance(model, torch.nn.Module):  # its repr is a tree of modules
-            got, advice = (
-                a_type(model),
-                (
-                    ": write a transformers model to a folder with model.save_pretrained(folder) and "
-                    "tokenizer.save_pretrained(folder); analyses take a TransformerBridge or a "
-                    "HookedTransformer without loading it again"
-                ),
-            )
-        raise CheckpointError(f"got {got}; expected a path or a name{advice}")
+        if not isinstance(model, torch.nn.Module):
+            raise CheckpointError(f"got {model!r}; expected a path or a name")
+        raise CheckpointError(
+            f"got {a_type(model)}; expected a path or a name: write a transformers model to a "
+            "folder with model.save_pretrained(folder) and tokenizer.save_pretrained(folder); "
+            "analyses take a TransformerBridge or a HookedTransformer without loading it again"
+        )
     if (path := Path(model)).suffix == ".gguf" and path.is_file():
         raise CheckpointError(f"no model in {path}: {_of_gguf(path)}expected {EXPECTED}")
     to_device = parse_device("cpu" if device is None else device)
