@@ -73,17 +73,21 @@ def test_sums_do_not_depend_on_how_prompts_are_cut(pair):
 
 
 def test_padding_is_no_token(pair):
-    """Texts of two lengths in one batch give the same as each length alone."""
+    """Texts of two lengths in a later batch give the same as each length alone."""
     texts = ["w1 w2 w3 w4", "w5 w6", "w7 w8"]
     others = ["w1 w9 w3 w4", "w5 w9", "w7 w10"]
-    metric = p.logit_diff(3, 5)
-    padded = compare(*pair, texts, metric, corrupted=others, **FEW)
-    stream = (
-        p.prompt_pair(pair[0], texts[rows], others[rows]) for rows in (slice(0, 1), slice(1, 3))
-    )
-    apart = compare(*pair, stream, metric, **FEW)
-    assert padded.about["n_tokens"] == apart.about["n_tokens"] == 8
+    metric, everything = p.logit_diff(3, 5), slice(0, 3)
+
+    def compared(*batches):
+        stream = (p.prompt_pair(pair[0], texts[rows], others[rows]) for rows in batches)
+        return compare(*pair, stream, metric, **FEW)
+
+    padded = compared(slice(0, 1), everything)
+    apart = compared(slice(0, 1), slice(0, 1), slice(1, 3))
+    assert padded.about["n_tokens"] == apart.about["n_tokens"] == 12
     np.testing.assert_allclose(numbers(padded), numbers(apart), rtol=1e-8, atol=1e-12)
+    with pytest.raises(ComparisonError, match="the prompts have 2 to 4 tokens"):
+        compared(everything)  # the circuits of the first batch have numbers as positions
 
 
 def test_texts_without_pairs_go_by_length(pair):
