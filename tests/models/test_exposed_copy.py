@@ -382,7 +382,7 @@ def test_models_that_cannot_be_compared():
     ):
         with pytest.raises(UnsupportedModelError, match=message):
             verify(a, b, tokens())
-    with pytest.raises(UnsupportedCallError, match="pos=18"):
+    with pytest.raises(UnsupportedCallError, match="got 18 tokens; the model has 17"):
         verify(bridge, converted, torch.zeros((1, 18), dtype=torch.long))
     with pytest.raises(UnsupportedCallError, match="values from 0 to 41"):
         verify(bridge, converted, torch.tensor([[0, 41]]))
