@@ -459,7 +459,7 @@ def custom(
             "a function of the logits"
         )
         raise InputError([reason], _NO_NUMBER)
-    if getattr(fn, "__module__", "") == __name__:  # a function of this module returns a metric
+    if globals().get(getattr(fn, "__name__", "")) is fn:  # a function of this module
         called = f"{fn.__name__}({', '.join(inspect.signature(fn).parameters)})"
         reason = f"{fn.__name__} was not called; expected {called} as metric"
         raise InputError([reason], _NO_NUMBER)
