@@ -503,9 +503,9 @@ def _require_counts_from_end(
     compute: Callable[[int], Float[Tensor, "1 prompt"]], pair: PromptPair, name: str
 ) -> None:
     """Raise an error if a custom metric depends on `compute`'s extra rows before all prompts."""
-    values = compute(0).double().cpu()
+    values = compute(0).cpu().double()
     try:
-        moved = compute(1).double().cpu()
+        moved = compute(1).cpu().double()
         once, again = (reprlib.repr(x[0].tolist()) for x in (values, moved))
         got = f"{once}, and {again} after one more row before each prompt"
     except Exception as error:  # a user's function may raise any error

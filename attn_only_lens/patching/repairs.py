@@ -76,7 +76,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.arguments import as_plain, is_number
-from attn_only_lens.devices import float32_if_half
+from attn_only_lens.devices import float32_if_half, on_cpu
 from attn_only_lens.engine.edits import by_head, change_of_z, neuron_changes
 from attn_only_lens.engine.recording import Recording, run
 from attn_only_lens.engine.sites import SHARED_PARTS, LayerSites, Part, hook_name
@@ -421,20 +421,22 @@ def lie_before_switch(
     inputs = [run.streams[1:-1] for run in (target, source)]  # what all blocks but the first read
     if not inputs[0]:
         return np.zeros(sum(map(len, groups)), dtype=bool)
+    device = groups[0].everywhere.device
     one, other = (
-        torch.stack([float32_if_half(x).norm(dim=-1).cpu() for x in streams]) for streams in inputs
+        torch.stack([float32_if_half(x).norm(dim=-1).to(device) for x in streams])
+        for streams in inputs
     )
     large, small = torch.maximum(one, other), torch.minimum(one, other)
     switched = (large >= _SWITCH * small) & (large > 0)
     if target.mask is not None:
-        switched &= target.mask.bool().cpu()
-    blocks = torch.arange(1, 1 + len(switched), device="cpu")[:, None, None]
+        switched &= target.mask.bool().to(device)
+    blocks = torch.arange(1, 1 + len(switched), device=device)[:, None, None]
     last = (switched * blocks).amax(0)  # [batch, pos]; 0 without a switch
-    host, rows = host_of(model), list[Tensor]()
+    host, sets = host_of(model), list[Tensor]()
     for group in groups:
         is_before = (last > 0) & (last >= host.block(group.sites.layer, group.sites.kind))
-        of_heads = is_before.double().expand(len(group.sites.names), -1, -1)
-        rows.append(group.sums(of_heads).sum(dim=1) > 0)
+        sets.append((group.everywhere & is_before).flatten(1).any(1))
+    rows = [is_set[group.place] for is_set, group in zip(on_cpu(sets), groups, strict=True)]
     lies: npt.NDArray[np.bool_] = torch.cat(rows).numpy()
     return lies
 

@@ -114,7 +114,7 @@ def test_errors_are_one_message_and_exit_code_2(folder, tmp_path):
             ("verify", folder, out, "--tokens-file", tmp_path / "big.safetensors"),
             "values from 0 to 41",
         ),
-        (("verify", folder, out, "--tokens-file", tmp_path / "long.safetensors"), "pos=18"),
+        (("verify", folder, out, "--tokens-file", tmp_path / "long.safetensors"), "got 18 tokens"),
         (("verify", folder, tmp_path / "nowhere", "--text", "w3"), "there is no folder"),
         (("verify", folder, out), "either --text or --tokens-file"),
         (
@@ -126,7 +126,7 @@ def test_errors_are_one_message_and_exit_code_2(folder, tmp_path):
             "shape [2, 11]",
         ),
         (("verify", folder, out, "--tokens-file", tmp_path / "text.safetensors"), "not a readable"),
-        (("verify", folder, out, "--tokens-file", tmp_path / "none.safetensors"), "not a readable"),
+        (("verify", folder, out, "--tokens-file", tmp_path / "none.safetensors"), "is missing"),
     ):
         result = run(*arguments)
         assert result.exit_code == 2, (arguments, result.output)

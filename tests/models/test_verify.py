@@ -61,7 +61,7 @@ def test_a_last_bit_is_enough_without_hooks():
     [
         (torch.tensor([[0, 41]]), "values from 0 to 41"),
         (torch.tensor([[-1, 3]]), "values from -1 to 3"),
-        (torch.zeros((1, 18), dtype=torch.long), "pos=18"),
+        (torch.zeros((1, 18), dtype=torch.long), "got 18 tokens"),
         (torch.zeros((1, 5)), r"float32 \[1, 5\]"),
         (torch.zeros(5, dtype=torch.long), r"int64 \[5\]"),
         (torch.zeros((0, 5), dtype=torch.long), r"int64 \[0, 5\]"),
