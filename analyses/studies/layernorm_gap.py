@@ -19,33 +19,16 @@ Each method widens the shipped LLaMA (RMSNorm), a GPT-2 trained on Small English
 GPT-2 with random weights. The gap is measured on held-out text: the largest logit difference
 divided by the largest logit; the mean KL divergence, in nats, from the old next-token distribution
 to the new one; and the loss.
-
-Predictions, written before the first run.
-
-1. Theorem 3.5 is exact (float32's roundings) at every width. bert2BERT never is, not at 2h either:
-   of coordinates drawn at random some have three copies and some one. Evenly, and Deep Fusion, are
-   exact at whole multiples, under LayerNorm and RMSNorm with the same ε: mean and mean square
-   of [x x] are those of x. At other widths neither is.
-2. "3.5 as printed" misses by ε under RMSNorm, a small gap, and by the mean of the stream under
-   LayerNorm, a large one.
-3. The trained GPT-2 has larger gaps than the random one, in KL, because a few coordinates of a
-   trained stream are large, and how often these are copied decides.
-4. Evenly has a gap that is largest about 1.5h, where half of the coordinates have one more copy,
-   and is smaller than bert2BERT's everywhere.
-
-    python -m analyses.studies.layernorm_gap --out analyses/results
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Annotated, Any
+from functools import partial
+from typing import Any
 
 import pandas as pd
 import torch
 import torch.nn.functional as F
-import typer
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
@@ -53,12 +36,11 @@ from tqdm import tqdm
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from analyses.study import Setting, Study, Tables
 from analyses.tools import train_small_english as small
 from analyses.tools.benching import table
-from analyses.tools.options import Device, Out, Seeds, Smoke
-from analyses.tools.study_files import as_stored, keep, wrapped
 from attn_only_lens import expansion as ex
-from attn_only_lens import load, pretrained
+from attn_only_lens import pretrained
 from attn_only_lens.expansion import Axis, Weights
 from attn_only_lens.expansion.expansion import apply_plan
 from attn_only_lens.expansion.weights import WRITERS, axes_of, tail
@@ -69,7 +51,6 @@ ARMS = ("bert2BERT", "evenly", "Deep Fusion", "3.5 as printed", "Theorem 3.5")
 COLOURS = dict(zip(ARMS, ("#d55e00", "#e69f00", "#0072b2", "#999999", "#009e73"), strict=True))
 STREAM = Axis("d_model")
 TRAINED = ("trained", "random")
-DIGITS = "%.6g"
 POS = 32  # tokens per text
 EXACT = {"logits": 1e-5, "KL": 1e-9}  # larger than float32's rounding errors after some layers
 
@@ -221,7 +202,7 @@ def measured(models: Mapping[str, Any], ratios: list[float], seeds: int, rows: i
                         new = widened(source, arm, width, seed)(tokens)
                     row = {"model": label, "h": size, "width": width, "ratio": width / size}
                     rows_of_gaps.append(row | {"arm": arm, "seed": seed} | gap(old, new, tokens))
-    return as_stored({"": pd.DataFrame(rows_of_gaps)}, DIGITS)[""]
+    return pd.DataFrame(rows_of_gaps)
 
 
 def summary(frame: pd.DataFrame) -> pd.DataFrame:
@@ -268,6 +249,7 @@ def figure(frame: pd.DataFrame) -> Figure:
             panel.plot(by.index, by["median"], "o-", ms=4, color=COLOURS[arm], label=arm)
             panel.fill_between(by.index, by["min"], by["max"], color=COLOURS[arm], alpha=0.25)
         panel.set(yscale="log", title=model, xlabel="new width / old width of the stream")
+        panel.minorticks_off()
     first = picture.axes[0]
     first.set_ylabel("largest difference of a logit / largest logit")
     first.annotate("exact: rounds to this or less", (1.1, 0.7 * EXACT["logits"]), fontsize=8)
@@ -280,22 +262,13 @@ def figure(frame: pd.DataFrame) -> Figure:
     return picture
 
 
-def main(
-    out: Out = Path("out/layernorm_gap"),
-    model: Annotated[
-        list[Path] | None, typer.Option(help="another model, a folder of transformers", exists=True)
-    ] = None,
-    seeds: Seeds = 3,
-    device: Device = "cpu",
-    smoke: Smoke = False,
-) -> None:
-    """Measure, print, and write the page, tables and figures (`study_files.py`)."""
-    started = time.perf_counter()
+def run(setting: Setting) -> Tables:
+    """Measure all models."""
     recipe = small.Recipe(n_layers=3, d_model=64, d_mlp=256, steps=600, lr=3e-3)
-    ratios = [1.125, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0]
-    if smoke:
+    ratios, device = [1.125, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0], setting.device
+    if setting.smoke:
         recipe = replace(recipe, n_layers=1, d_model=8, d_mlp=11, n_heads=2, steps=2, rows=2)
-        ratios, seeds = [1.5, 2.0], 1
+        ratios = [1.5, 2.0]
         tiny = recipe.model().to(device)
         llama: Any = build_bridge_from_module(tiny, "LlamaForCausalLM", hf_config=tiny.config)
     else:
@@ -305,17 +278,7 @@ def main(
         "GPT-2, trained (LayerNorm)": gpt2(recipe, device, trained=True),
         "GPT-2, random (LayerNorm)": gpt2(recipe, device, trained=False),
     }
-    models |= {path.name: load(path, device=device) for path in model or ()}
-    frame = measured(models, ratios, seeds, rows=3 if smoke else 48)
-    settings = {
-        "n_seeds": seeds,
-        "device": device,
-        "smoke": smoke,
-        "model": [*map(str, model or ())],
-    }
-    text = page({"": frame}, settings)
-    typer.echo(text)
-    keep(__file__, out, text, frame, figure(frame), started=started, digits=DIGITS, **settings)
+    return {"": measured(models, ratios, setting.n_seeds, rows=3 if setting.smoke else 48)}
 
 
 def verdicts(frame: pd.DataFrame) -> dict[str, bool]:
@@ -345,38 +308,19 @@ def verdicts(frame: pd.DataFrame) -> dict[str, bool]:
     }
 
 
-def page(frames: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> str:
-    """Return the page; all numbers come from the table."""
-    frame = frames[""]
-    losses = frame.groupby("model", sort=False)["loss before"].first()
-    parts = []
-    for model, part in frame.groupby("model", sort=False):
-        parts.append(f"### {model}, h = {part['h'].iloc[0]}, loss {losses[model]:.3f}")
-        parts += [
-            f"{title}:\n\n{by_width(frame, measure, model)}"
-            for measure, title in (
-                ("logits", "Largest difference of a logit, divided by the largest logit"),
-                ("KL", "KL divergence, in nats"),
-            )
-        ]
-    least = frame.groupby("arm")["logits"].min()
-    added = loss_table(frame).set_index("model").astype(float).max()
-    exact = exact_at(frame).set_index("model")
-    text = PAGE.format(
-        **{name: "held" if held else "failed" for name, held in verdicts(frame).items()},
-        at_least=f"{least['bert2BERT']:.1e}",
-        logits=f"{EXACT['logits']:g}",
-        KL=f"{EXACT['KL']:g}",
-        widths=listed_widths(exact),
-        added={arm: f"{loss:.3f}" for arm, loss in added.items()},
-        exact=table(exact_at(frame)),
-        losses=table(loss_table(frame)),
-        parts="\n\n".join(parts),
-        seeds=settings["n_seeds"],
-        models=len(exact),
-        flag=" --smoke" if settings["smoke"] else "",
-    )
-    return wrapped(text)
+def facts(tables: Tables) -> dict[str, Any]:
+    """Return the names that the page uses."""
+    frame = tables[""]
+    return {
+        "held": verdicts(frame),
+        "exact": exact_at(frame),
+        "widths": listed_widths(exact_at(frame).set_index("model")),
+        "added": loss_table(frame).set_index("model").astype(float).max(),
+        "losses": loss_table(frame),
+        "models": frame.drop_duplicates("model").to_dict("records"),
+        "by_width": partial(by_width, frame),
+        "rounding": EXACT,
+    }
 
 
 def listed_widths(exact: pd.DataFrame) -> str:
@@ -400,68 +344,4 @@ def loss_table(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-PAGE = """# The gap of bert2BERT and Deep Fusion under a norm
-
-**Question.** The growth paper says that earlier width expansions (bert2BERT, Deep Fusion) are
-nearly function-preserving, "but admit gaps due to LayerNorm discrepancies". How large are these
-gaps, at which widths do they vanish, and does Theorem 3.5 have a gap?
-
-**Answer.** Of the widths that we tried, a model keeps its function under {widths}. This means that,
-with every seed, no logit changes by more than {logits} of the largest logit (the rounding of
-float32). bert2BERT changes some
-logit by {at_least} of the largest logit or more, at every width and with every seed. "Evenly" is
-bert2BERT with numbers of copies that differ by at most one. "3.5 as printed" is the paper's rule
-for RMSNorm; "Theorem 3.5" is the theorem as this package builds it, which also scales ε, and first
-centres LayerNorm.
-
-Between whole multiples of the width, the loss (next-token, over all tokens) rises by at most
-{added[bert2BERT]} nats for bert2BERT, {added[evenly]} for evenly, {added[Deep Fusion]} for Deep
-Fusion, and {added[Theorem 3.5]} for Theorem 3.5.
-
-**Caution.** These are gaps right after widening, and training may close them; we did not test this.
-There are {models} small models and one kind of text. We implemented bert2BERT and Deep Fusion from
-the descriptions in their papers, and only for the residual stream. bert2BERT can also copy heads
-and neurons, which is exact. Deep Fusion fuses whole models; for other widths, we fuse with a part
-of the model. The embedding is untied in all arms.
-
-The arms and the predictions, written before the first run, are at the top of `layernorm_gap.py`.
-This page was made by
-
-    python -m analyses.studies.layernorm_gap --out analyses/results{flag}
-
-Widths ĥ/h at which each method is exact:
-
-{exact}
-
-The largest increase of the loss, at widths between whole multiples:
-
-{losses}
-
-![gap by width](layernorm_gap.svg)
-
-If there are several seeds, the line is their median and the band is their range.
-
-## Predictions
-
-1. Theorem 3.5 is exact at every width: {ours}. bert2BERT is never exact: {never}. Evenly and Deep
-   Fusion are exact at whole multiples, and only there: {whole}.
-2. The paper's rule as printed misses by ε under RMSNorm, a small gap (below 1e-3 of the largest
-   logit): {printed_rms}. Under LayerNorm, for which the rule was not made, its gap is large (as
-   large as bert2BERT's or larger): {printed_ln}.
-3. For all methods that copy, the trained GPT-2 has larger gaps than the random one, in KL, at
-   widths between whole multiples: {trained}. (The tables below also show the rule as printed.)
-4. Of the widths below 2, evenly has its largest gap at 1.5: {peak}. Its gap is smaller than
-   bert2BERT's at every width: {less}.
-
-## Figures
-
-If an arm draws coordinates at random, the tables show the worst of {seeds} seeds. "exact" means
-that no logit changes by more than {logits} of the largest logit, or that the KL divergence is at
-most {KL}.
-
-{parts}
-"""
-
-
-if __name__ == "__main__":
-    typer.run(main)
+STUDY = Study(run, lambda tables: {"": figure(tables[""])}, facts, n_seeds=3)

@@ -23,6 +23,7 @@ from scipy.stats import t as student
 
 from analyses.tools.benching import leave
 
+_DECIMALS = re.compile(r"(\d\.\d\d)\d+")  # two decimals of a point are enough to draw
 NOT_PROSE = re.compile(r"[|#!]|- |\d+\. |    ")
 
 
@@ -107,4 +108,5 @@ def svg(picture: Figure) -> str:
     text = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "study"}):
         picture.savefig(text, format="svg", metadata={"Date": None})
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+    lines = (line.strip() for line in text.getvalue().splitlines())
+    return _DECIMALS.sub(r"\1", "\n".join(lines)) + "\n"

@@ -12,11 +12,13 @@ import transformers
 from common import entry_of, run_script
 from matplotlib.figure import Figure
 from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
 
+from analyses import __main__, study
 from analyses.benchmarks import cost_at_scale
 from analyses.benchmarks.bench_patching import bridge_of
 from analyses.studies import figures_on_smollm2
-from analyses.tools import benching, rewrite_page, study_files
+from analyses.tools import benching, study_files
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.sites import resolve_sites
@@ -100,34 +102,36 @@ def test_what_is_stored_is_of_one_run_and_nobody_changed_it(path):
     assert Path(run["script"]).stem in scripts
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "attribution_repairs",
-        "circuits_in_growth",
-        "contrast_vs_patching",
-        "grow_on_skill",
-        "growth_modular_addition",
-        "layernorm_gap",
-        "patterns_and_values",
-        "train_attention_only",
-    ],
-)
-def test_a_page_is_made_from_its_tables(name):
-    assert rewrite_page.page_of(name) == (RESULTS / f"{name}.md").read_text("utf-8")
+@pytest.mark.parametrize("name", study.names())
+def test_a_page_is_made_from_its_tables_and_its_record_knows(name, tmp_path):
+    """The page is equal byte for byte; figures may differ with the version of matplotlib."""
+    record = json.loads((RESULTS / f"{name}.run.json").read_text("utf-8"))
+    for file in [f"{name}.run.json", *record["sha256"]]:
+        (tmp_path / file).write_bytes((RESULTS / file).read_bytes())
+    (tmp_path / f"{name}.md").write_text("# An older text\n", "utf-8")
+    study.render(name, tmp_path)
+    assert (tmp_path / f"{name}.md").read_bytes() == (RESULTS / f"{name}.md").read_bytes()
+    rendered = json.loads((tmp_path / f"{name}.run.json").read_text("utf-8"))
+    assert rendered["sha256"] == {file: digest(tmp_path / file) for file in record["sha256"]}
+    assert {key: value for key, value in rendered.items() if key != "sha256"} == {
+        key: value for key, value in record.items() if key != "sha256"
+    }
 
 
-def test_a_page_is_rewritten_and_its_record_knows(tmp_path):
-    name = "layernorm_gap"
-    for path in RESULTS.glob(f"{name}*"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    page, record = (tmp_path / f"{name}.{end}" for end in ("md", "run.json"))
-    before = record.read_text("utf-8")
-    page.write_text("# An older text\n", "utf-8")
-    record.write_text(before.replace(digest(RESULTS / page.name), digest(page)), "utf-8")
-    rewrite_page.main(name, tmp_path)
-    assert page.read_text("utf-8") == (RESULTS / page.name).read_text("utf-8")
-    assert record.read_text("utf-8") == before
+@pytest.mark.parametrize("name", study.names())
+def test_a_study_runs(name, tmp_path):
+    """A trial with tiny sizes leaves the files that are stored of the whole run."""
+    command = ["run", name, "--smoke", "--n-seeds", "1", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(__main__.app, [*command, "--runs", str(tmp_path / "runs")])
+    assert result.exit_code == 0, result.output
+    stored = {path.name for path in RESULTS.glob(f"{name}*")}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == stored
+
+
+def test_what_is_stored_is_small():
+    limits = {".csv": 100_000, ".svg": 60_000}
+    sizes = {path.name: path.stat().st_size for path in RESULTS.iterdir()}
+    assert {x: n for x, n in sizes.items() if n > limits.get(Path(x).suffix, 60_000)} == {}
 
 
 PAGES = list(RESULTS.glob("*.md"))
