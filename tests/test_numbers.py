@@ -95,5 +95,5 @@ def test_numbers_of_studies_stand_in_their_pages_of_results(page):
 
 
 def test_a_number_that_no_study_has_is_found():
-    text = "We [measured](analyses/results/bench_nnsight.md) 98765.4 of them (2023)."
-    assert missing_numbers(text) == [("98765.4", {"bench_nnsight"})]
+    text = "We [measured](analyses/results/bench_paths.md) 98765.4 of them (2023)."
+    assert missing_numbers(text) == [("98765.4", {"bench_paths"})]

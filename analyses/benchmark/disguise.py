@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from analyses.studies.tracr_edges import Edge
+from analyses.benchmark.tracr_edges import Edge
 from attn_only_lens import expansion as ex
 from attn_only_lens import grow
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig

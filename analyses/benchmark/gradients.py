@@ -30,7 +30,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from analyses.benchmark.tasks import Pairs, Task
-from analyses.studies.tracr_edges import Edge
+from analyses.benchmark.tracr_edges import Edge
 from attn_only_lens.tl import HookedTransformer
 
 STEPS = 5

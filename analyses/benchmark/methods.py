@@ -28,9 +28,9 @@ import pandas as pd
 import torch
 
 from analyses.benchmark import gradients as g
+from analyses.benchmark.edge_attribution_patching import edge_attribution_patching
 from analyses.benchmark.tasks import Task
-from analyses.studies.edge_attribution_patching import edge_attribution_patching
-from analyses.studies.tracr_edges import Edge
+from analyses.benchmark.tracr_edges import Edge
 from attn_only_lens import circuits, convert
 from attn_only_lens import patching as p
 from attn_only_lens.engine.contrast import contrast, run_both

@@ -23,9 +23,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from analyses.benchmark.disguise import disguise, parts
-from analyses.studies.tracr_cuts import logits_without
-from analyses.studies.tracr_edges import Edge, candidates
-from analyses.studies.tracr_models import FIXTURES, TracrProgram, load_program
+from analyses.benchmark.tracr_cuts import logits_without
+from analyses.benchmark.tracr_edges import Edge, candidates
+from analyses.benchmark.tracr_models import FIXTURES, TracrProgram, load_program
 from attn_only_lens import patching as p
 from attn_only_lens.engine.metrics import Metric
 from attn_only_lens.tl import HookedTransformer

@@ -27,8 +27,8 @@ from analyses.benchmark.tasks import (
     pairs_of,
     truth_of,
 )
-from analyses.studies.tracr_edges import Edge
-from analyses.studies.tracr_models import TracrProgram
+from analyses.benchmark.tracr_edges import Edge
+from analyses.benchmark.tracr_models import TracrProgram
 from analyses.tools.twin_design import design_of, untrained
 from attn_only_lens.tl import HookedTransformer
 

@@ -61,18 +61,11 @@ STEPS = (
     Step("on_gpu", 60, ("--sweeps",)),
     Step("bench_patching", 120, ("--model", "bridge")),
     Step("bench_paths", 60),
-    Step("bench_compare", 60),
-    Step("bench_composition", 60),
     Step("bench_patching", 90, ("--model", "hooked")),
     Step("bench_results", 60),
     Step("bench_growth", 60),
     Step("bench_convert", 60),
-    Step("edges_against_cuts", 60),
-    Step("exactness_by_gate", 60),
     Step("known_circuits", 300),
-    Step("tracr_growth", 60),
-    Step("omega_study", 60),
-    Step("attribution_vs_patching", 120),
 )
 """The most important steps come first, because time may run out."""
 if not HAS_HOOKED_TRANSFORMER:

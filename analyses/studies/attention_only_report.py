@@ -559,7 +559,7 @@ Addition:
 Models are small: two layers and one layer of width {d_model}. One optimizer, one scale of initial
 weights, no search of weight decay. The rate on text is chosen with one seed. The bias token is the
 same row in all layers; by Definition 1 heads would write to its row as well. Flops are not time:
-see [the benchmark](bench_training_step.md). Properties of heads on text include padding tokens,
+see [the benchmark](../../studies.md#removed-studies). Properties of heads on text include padding tokens,
 losses do not. Addition runs that solved the task and lost it again, below {LOST:.0%} at the end:
 {lost}.
 

@@ -294,7 +294,7 @@ correlation exceeds the true one by more than {margin:g} in {too_high} of {expec
 **Caution.** The correlation includes the sites that are patched exactly. In {many}, their median
 is {of_many} of all sites, so the method saves little there; in the other models, it is {of_few}.
 The models are small: the default spends {passes} forward passes, but at most {gflop} Gflop. A large
-model gets fewer passes, and [SmolLM2](attribution_smollm2.md) was measured on a sample of sites.
+model gets fewer passes, and [SmolLM2](../../studies.md#removed-studies) was measured on a sample of sites.
 
 In every run, we compare the effects of all attention heads and neurons by `attribution`
 with their effects by `activation_patch`, in float64. There are {n_pairs} pairs of prompts for each

@@ -479,7 +479,7 @@ Without growth, the idle half of the old neurons (those with the smallest effect
 measure may exist. In all, {missing} intervals exclude zero, but one or two would by chance, and the
 intervals are not independent. Without growth, two trainings of a small model on different texts
 differ by {by_texts:.3f} in the share kept (the mean over small models). Growth comes once, after
-the circuits have formed, and on one grammar. In [addition modulo 53](growth_modular_addition.md),
+the circuits have formed, and on one grammar. In [addition modulo 53](../../studies.md#removed-studies),
 new components take more part; this study cannot say why."""
 
 
@@ -750,7 +750,7 @@ growths, times and tasks:
 ## What limits this
 
 Growth comes after circuits have formed: {more} steps of the small model's cost follow {steps}
-steps. In [addition modulo 53](growth_modular_addition.md), most new neurons take over the job of
+steps. In [addition modulo 53](../../studies.md#removed-studies), most new neurons take over the job of
 old ones, whether growth is early or late; this study cannot say why. There is one grammar, one
 family of models, and three tasks that such a model solves almost without errors.
 

@@ -33,7 +33,7 @@ import typer
 from einops import rearrange
 from safetensors.numpy import save
 
-from analyses.studies.tracr_edges import Array, Weights, logits, n_layers, true_edges
+from analyses.benchmark.tracr_edges import Array, Weights, logits, n_layers, true_edges
 
 # Without this, all weights are rounded to float32, also thresholds such as (1/3 + 1/4) / 2.
 jax.config.update("jax_enable_x64", True)

@@ -34,7 +34,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from analyses.benchmark.tasks import load
-from analyses.studies.tracr_models import TracrProgram
+from analyses.benchmark.tracr_models import TracrProgram
 from analyses.tools.options import Seed, Smoke
 from analyses.tools.twin_design import Design, Part, design_of, untrained
 from attn_only_lens.tl import HookedTransformer

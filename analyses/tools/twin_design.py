@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from analyses.studies.tracr_models import TracrProgram
+from analyses.benchmark.tracr_models import TracrProgram
 from attn_only_lens import HeadName
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 

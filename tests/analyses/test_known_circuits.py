@@ -15,7 +15,7 @@ from common import entry_of, needs_hooked_transformer
 from analyses.benchmark import bounds, known_circuits, scoring, tasks, twins
 from analyses.benchmark.disguise import disguise, parts
 from analyses.benchmark.methods import EDGES, NODES, OURS
-from analyses.studies.tracr_cuts import logits_without
+from analyses.benchmark.tracr_cuts import logits_without
 from analyses.tools import train_twins
 from attn_only_lens import HeadName, convert
 

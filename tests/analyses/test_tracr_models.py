@@ -12,10 +12,10 @@ import pytest
 import torch
 from common import needs_hooked_transformer
 
-from analyses.studies import tracr_edges
-from analyses.studies.tracr_cuts import logits_without
-from analyses.studies.tracr_edges import Edge
-from analyses.studies.tracr_models import FIXTURES, PROGRAMS, load_program
+from analyses.benchmark import tracr_edges
+from analyses.benchmark.tracr_cuts import logits_without
+from analyses.benchmark.tracr_edges import Edge
+from analyses.benchmark.tracr_models import FIXTURES, PROGRAMS, load_program
 from attn_only_lens import HeadName, convert, expose_neuron_heads
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 

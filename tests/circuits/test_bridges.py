@@ -1,4 +1,4 @@
-"""Tests of composition and enrichment on bridges, against raw weights of the bridged modules."""
+"""Tests of composition on bridges, against raw weights of the bridged modules."""
 
 import math
 import warnings
@@ -8,8 +8,6 @@ import torch
 import transformers
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
-from analyses.studies.enrichment import enrichment
-from analyses.studies.neuron_like_heads import neuron_like_heads
 from attn_only_lens import circuits, expose_neuron_heads
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
@@ -169,28 +167,9 @@ def test_every_pair_is_that_of_the_raw_weights(name, compatible):
             assert math.isclose(row.ratio_to_baseline, row.score * math.sqrt(28))
     top = circuits.top_compositions(exposed, 5, "v", block=7)
     assert top.score.is_monotonic_decreasing
-    cos = enrichment(exposed).set_index("name").cos["L1N36"]
-    out, value = writes["L1N36"][0], reads["L1N36"]["v"][:, 0]
-    assert abs(cos - torch.cosine_similarity(out, value, dim=0).item()) < 1e-10
     # Control: without the norms, the scores differ.
     plain = circuits.composition(exposed, list(writes), list(reads), kind, fold_norms=False)
     assert abs(plain.score - frame.score).max() > 1e-3
-
-
-@torch.no_grad()
-def test_attention_of_a_bridge():
-    bridge, _ = boot("gpt2")
-    tokens = torch.arange(22).reshape(2, 11)
-    _, cache = bridge.run_with_cache(tokens)
-    frame = neuron_like_heads(expose_neuron_heads(bridge).model, tokens)
-    frame = frame.set_index("name")
-    for layer in range(LAYERS):
-        pattern = cache[f"blocks.{layer}.attn.hook_pattern"][:, :, 1:]
-        to_self = pattern.diagonal(1, -2, -1).mean((0, 2))
-        for head in range(HEADS):
-            assert abs(frame.to_self[f"L{layer}H{head}"] - to_self[head].item()) < 1e-12
-            first = pattern[:, head, :, 0].mean().item()
-            assert abs(frame.to_first[f"L{layer}H{head}"] - first) < 1e-12
 
 
 def test_a_matrix_that_is_not_what_it_is_called_is_refused(monkeypatch):

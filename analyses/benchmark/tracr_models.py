@@ -27,7 +27,7 @@ from jaxtyping import Float, Int
 from safetensors.torch import load_file
 from torch import Tensor
 
-from analyses.studies.tracr_edges import Edge, candidates
+from analyses.benchmark.tracr_edges import Edge, candidates
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
 FIXTURES = Path(__file__).parents[2] / "tests" / "fixtures" / "tracr"

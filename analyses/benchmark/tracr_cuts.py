@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
-from analyses.studies.tracr_edges import Edge
+from analyses.benchmark.tracr_edges import Edge
 from attn_only_lens import HeadName
 from attn_only_lens.tl import HookedTransformer
 
