@@ -71,8 +71,8 @@ import pandas as pd
 import typer
 from tqdm import tqdm
 
-from analyses.studies.english_runs import Done, Plan, Sizes, batch, figures, run, step_flops
 from analyses.studies.growth_small_english_report import LONGER, curves_figure, page
+from analyses.tools.english_runs import Done, Plan, Sizes, batch, figures, run, step_flops
 from analyses.tools.gradmax import grad_max, gradient_products
 from analyses.tools.options import Device, Out, Runs, Seeds, Smoke
 from analyses.tools.resumable import claim, training_seconds

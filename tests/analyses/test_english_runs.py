@@ -8,7 +8,7 @@ import torch
 from common import needs_transformer_lens_4
 from torch.utils.flop_counter import FlopCounterMode
 
-from analyses.studies import english_runs as runs
+from analyses.tools import english_runs as runs
 from analyses.tools import small_english_grammar as grammar
 from analyses.tools import train_small_english as english
 from analyses.tools.resumable import train

@@ -10,7 +10,7 @@ from common import needs_transformer_lens_4, run_script
 
 from analyses.studies import growth_small_english as study
 from analyses.studies import growth_small_english_report as report
-from analyses.studies.english_runs import growth
+from analyses.tools.english_runs import growth
 
 pytestmark = needs_transformer_lens_4
 
