@@ -83,7 +83,7 @@ COMPARED_BY = ("seed", "arm", "growth_seed", "check", "task")
 COMPARED = ("correlation", "kept", "overlap", "gates", "examples", "new_share", "idle_share")
 # The table has these measures at the end only.
 AT_THE_END = ("loss", "steps", "correlation_low", "correlation_high", "new_share_high", "parity")
-AT_THE_END += ("without_old", "heads", "resemblance")
+AT_THE_END += ("heads", "resemblance")
 AT_THE_END += tuple(f"{name}_chance" for name in ("kept", "overlap", "gates", "examples"))
 WITH_EFFECTS = (EQUAL_STEPS, "neurons")  # arms whose effects are stored, for small model 0
 OTHER_SEEDS = 100  # exceeds the number of small models: the seed of texts for one arm
@@ -106,6 +106,7 @@ class Recipe:
     arms: tuple[str, ...] = ARMS
     prompts: int = 48
     texts: int = 64
+    read: int = 512  # held-out texts for the loss
 
 
 SMOKE = Recipe(
@@ -121,6 +122,7 @@ SMOKE = Recipe(
     arms=(NONE, EQUAL_STEPS, OTHER_TEXTS, "neurons"),
     prompts=5,
     texts=3,
+    read=3,
 )
 
 
@@ -193,6 +195,7 @@ def plan_of(recipe: Recipe, seed: int) -> Plan:
         rows=recipe.rows,
         check_every=recipe.save_every,
         save_every=recipe.save_every,
+        read=recipe.read,
         asked=0,
     )
 
@@ -245,17 +248,7 @@ def measured(
     folder: Path,
     method: measures.Method,
 ) -> dict[str, pd.DataFrame]:
-    """Train one arm, and measure its model and its agreement with the small model: frames by part.
-
-    Args:
-        recipe: the settings.
-        name: the name of the arm.
-        small: the model before growth.
-        before: the measurements of the small model.
-        asked: the inputs for all models.
-        folder: the folder of this arm with this small model.
-        method: computes effects.
-    """
+    """Train one arm; measure its models, and how well they agree: frames by part."""
     arm, rows, prompts, frames = arms(recipe)[name], [], [], {}
     ends: list[measures.Look] = []
     for growth_seed in arm.growth_seeds:
@@ -566,11 +559,7 @@ def panels(
 ) -> Figure:
     """Draw a row of panels per measure and a column per task: means, and ranges over seeds.
 
-    Args:
-        tables: the stored tables.
-        labels: a label by measure.
-        arms: the arms.
-        idle: line styles of the arms whose `idle_share` is also drawn, beside `new_share`.
+    `idle` has the line styles of arms whose `idle_share` is drawn beside `new_share`.
     """
     frame = tables[""]
     tasks, checks = (list(dict.fromkeys(frame[name])) for name in ("task", "check"))

@@ -69,10 +69,10 @@ import typer
 from torch import Tensor
 from tqdm import tqdm
 
+from analyses.studies.circuit_measures import Look, Pair, Part, agreement
 from analyses.studies.pressure_measures import new_parts, random_labels
 from analyses.studies.pressure_report import addition_page, figure
 from analyses.tools.benching import machine
-from analyses.tools.circuit_measures import Look, Pair, Part, agreement
 from analyses.tools.growth_training import Training
 from analyses.tools.options import Device, Out, Runs, Seeds, Smoke
 from analyses.tools.resumable import claim, put_back, train, training_seconds

@@ -76,13 +76,12 @@ import pandas as pd
 import typer
 from tqdm import tqdm
 
-from analyses.studies import pressure_measures
+from analyses.studies import circuit_measures, pressure_measures
+from analyses.studies.circuit_measures import Look, Pair, Question
+from analyses.studies.english_runs import Done, Plan, Sizes, figures, model_at, run, texts_once
 from analyses.studies.growth_small_english import between, inserted
 from analyses.studies.pressure_report import english_page, figure
-from analyses.tools import circuit_measures
 from analyses.tools.benching import machine
-from analyses.tools.circuit_measures import Look, Pair, Question
-from analyses.tools.english_runs import Done, Plan, Sizes, figures, model_at, run, texts_once
 from analyses.tools.options import Device, Out, Runs, Seeds, Smoke
 from analyses.tools.resumable import claim, training_seconds
 from analyses.tools.study_files import as_stored, keep

@@ -31,7 +31,6 @@ These measures describe new components:
                    before growth: how much old but unused components take part
     without_new    the metric with all new components patched together, on a scale from 0 (all
                    components patched) to 1 (none patched); 1 if no component is new
-    without_old    the same with all old components patched
     resemblance    the largest |correlation| of a neuron's gate with an old neuron's gate: the mean
                    over the K new neurons with the largest |effect|
 
@@ -397,13 +396,7 @@ def agreement(pair: Pair, task: str) -> dict[str, float]:
 
 
 def kept_measures(pair: Pair, task: str, alike: pd.DataFrame) -> dict[str, float]:
-    """Return `agreement` for a task, and the means of `gates` and `examples` over its circuit.
-
-    Args:
-        pair: the two models.
-        task: the task that defines the circuit.
-        alike: `similarities` of the pair.
-    """
+    """Return `agreement` for a task, and the means of `similarities` over its circuit."""
     names = pair.neurons()
     before = _rows(pair.first, task, names).mean(1)
     circuit = alike.loc[np.array(names)[first_k(before, min(K, len(names) // 2))]].mean()
@@ -426,28 +419,21 @@ def new_measures(
 ) -> dict[str, float]:
     """Return how much of a task new components do: `new_share`, `parity`, `without_new` and others.
 
-    Args:
-        now: the measurements of the grown model.
-        task: the task.
-        new: names of the new components.
-        idle: names of the old neurons that were the weaker half before growth.
+    `idle` has the names of the old neurons that were the weaker half before growth.
     """
     part, names = now.parts[task], np.array(now.names)
     weights = resamples(len(part.clean))
     resampled = abs(weights @ part.effects.T)  # [resample, component]
     resampled = resampled / resampled.sum(1, keepdims=True)
     is_new, of_neurons, sizes = np.isin(names, list(new)), is_neuron(names), resampled[0]
-    clean, nothing, no_new, no_old = (
-        run.mean() for run in (part.clean, part.nothing, part.without_new, part.without_old)
-    )
+    clean, nothing, left = (run.mean() for run in (part.clean, part.nothing, part.without_new))
     return {
         **with_interval("new_share", resampled[:, is_new].sum(1)),
         "parity": sum(
             sizes[kind].sum() * is_new[kind].mean() for kind in (of_neurons, ~of_neurons)
         ),
         "idle_share": sizes[np.isin(names, list(idle))].sum(),
-        "without_new": (no_new - nothing) / (clean - nothing),
-        "without_old": (no_old - nothing) / (clean - nothing),
+        "without_new": (left - nothing) / (clean - nothing),
     }
 
 

@@ -12,7 +12,7 @@ from common import needs_hooked_transformer, needs_transformer_lens_4, run_scrip
 from analyses.studies import pressure_measures as measures
 from analyses.studies import pressure_modular_addition as addition
 from analyses.studies import pressure_report as report
-from analyses.tools.circuit_measures import Look, Part, patched
+from analyses.studies.circuit_measures import Look, Part, patched
 from analyses.tools.train_small_english import losses_of
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
