@@ -22,36 +22,31 @@ about equally many weights. The learning rate falls over the last quarter. There
 models, and two growths of each with different random numbers, to separate growth from chance.
 
 Every component's effect on every task is measured before growth, right after growth, and after
-1/32, 1/8, 3/8 and all of the training (`circuit_measures.py` defines all measures), with intervals
-over prompts; all seeds are shown. Baselines: neurons of a layer matched at random; training without
-growth for equal flops, and for equal steps; an arm's two growths against each other; two trainings
-on other texts against each other; as the ceiling, one model against itself on disjoint prompts.
-
-`PREDICTIONS` in `circuits_report.py` lists the questions and our predictions; they were written
-before the run, together with what would make each prediction fail. A first run, which the page
-mentions, continued training for 300 steps. Equal steps, other texts, disjoint prompts and overlap
-were added afterwards, and everything was run again.
-
-    python -m analyses.studies.circuits_in_growth --out analyses/results
+1/32, 1/8, 3/8 and all of the training (`tools/circuit_measures.py` defines all measures), with
+intervals over prompts. Baselines: neurons of a layer matched at random; training without growth for
+equal flops, and for equal steps; an arm's two growths against each other; two trainings on other
+texts against each other; as the ceiling, one model against itself on disjoint prompts.
 """
 
-import io
-import json
-import time
-from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import pandas as pd
 import torch
-import typer
+from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from analyses.studies import circuit_measures as measures
-from analyses.studies.circuits_report import COMPARED, COMPARED_BY, new_figure, old_figure, page
-from analyses.studies.english_runs import (
+from analyses.study import Setting, Study, Tables
+from analyses.tools import circuit_measures as measures
+from analyses.tools import small_english_grammar as grammar
+from analyses.tools.english_runs import (
     Done,
     Plan,
     Sizes,
@@ -61,11 +56,8 @@ from analyses.studies.english_runs import (
     run,
     step_flops,
 )
-from analyses.tools import small_english_grammar as grammar
-from analyses.tools.benching import machine
-from analyses.tools.options import Device, Out, Runs, Seeds, Smoke
-from analyses.tools.resumable import claim, training_seconds
-from analyses.tools.study_files import as_stored, keep
+from analyses.tools.resumable import claim
+from analyses.tools.study_files import as_stored, said, t_interval
 from analyses.tools.train_small_english import questions, tokenizer
 from attn_only_lens import expansion as ex
 from attn_only_lens import grow
@@ -73,21 +65,33 @@ from attn_only_lens import patching as p
 from attn_only_lens.expansion.expansion import Expansion
 from attn_only_lens.expansion.initialise import Initialiser
 from attn_only_lens.growth import Grown, read
-from attn_only_lens.storage import write_text
 
+Floats: TypeAlias = "pd.Series[float]"
 TASKS = ("number, prepositional", "gender", "brackets, simple")
-ARMS = ("none", "none, equal steps", "none, other texts", "neurons", "heads", "width", "depth")
-ARMS = (*ARMS, "neurons, copies", "neurons, cancelling", "neurons, splits")
-SMALL_MODEL = "small model"  # its name in tables, next to the arms: the model before growth
-OTHER_TEXTS = 100  # exceeds the number of small models: the seed of texts for one arm
-DIGITS = "%.4g"
-EXACT = [*COMPARED_BY, *COMPARED]
-SEED_OF_TEXTS = 888_888
+NONE, EQUAL_STEPS, OTHER_TEXTS = "none", "none, equal steps", "none, other texts"
+COPIES, CANCELLING, SPLITS = "neurons, copies", "neurons, cancelling", "neurons, splits"
+KINDS = ("neurons", "heads", "width", "depth")
+WITH_NEW = ("neurons", "heads", "depth")
+STARTS = ("neurons", COPIES, CANCELLING, SPLITS)
+ARMS = (NONE, EQUAL_STEPS, OTHER_TEXTS, *KINDS, *STARTS[1:])
+WROTE_ZEROS, WROTE_AT_ONCE = (*KINDS, COPIES), (CANCELLING, SPLITS)
 SMALL, GROWN = Sizes(2, 48, 3, 96), Sizes(3, 64, 7, 192)
+SMALL_MODEL = "small model"  # its name in tables, next to the arms: the model before growth
+AGREEMENTS = ("kept", "overlap", "correlation")
+TAKES_PART = 0.05
+COMPARED_BY = ("seed", "arm", "growth_seed", "check", "task")
+COMPARED = ("correlation", "kept", "overlap", "gates", "examples", "new_share", "idle_share")
+# The table has these measures at the end only.
+AT_THE_END = ("loss", "steps", "correlation_low", "correlation_high", "new_share_high", "parity")
+AT_THE_END += ("heads", "resemblance")
+AT_THE_END += tuple(f"{name}_chance" for name in ("kept", "overlap", "gates", "examples"))
+WITH_EFFECTS = (EQUAL_STEPS, "neurons")  # arms whose effects are stored, for small model 0
+OTHER_SEEDS = 100  # exceeds the number of small models: the seed of texts for one arm
+SEED_OF_TEXTS = 888_888
 
 
 @dataclass(frozen=True)
-class Study:
+class Recipe:
     """The settings that determine the result."""
 
     small: Sizes = SMALL
@@ -98,14 +102,14 @@ class Study:
     lr: float = 6e-3
     rows: int = 32
     save_every: int = 200
-    n_seeds: int = 3
     tasks: tuple[str, ...] = TASKS
     arms: tuple[str, ...] = ARMS
     prompts: int = 48
     texts: int = 64
+    read: int = 512  # held-out texts for the loss
 
 
-SMOKE = Study(
+SMOKE = Recipe(
     small=Sizes(1, 8, 2, 7),
     grown=Sizes(2, 12, 3, 11),
     steps=2,
@@ -115,9 +119,10 @@ SMOKE = Study(
     rows=2,
     save_every=2,
     tasks=("gender",),
-    arms=("none", "none, equal steps", "none, other texts", "neurons"),
+    arms=(NONE, EQUAL_STEPS, OTHER_TEXTS, "neurons"),
     prompts=5,
     texts=3,
+    read=3,
 )
 
 
@@ -140,21 +145,21 @@ class Arm:
     other_texts: bool = False
 
 
-def arms(study: Study) -> dict[str, Arm]:
+def arms(recipe: Recipe) -> dict[str, Arm]:
     """Return all arms by name."""
-    small, grown = study.small, study.grown
+    small, grown = recipe.small, recipe.grown
     neurons = ex.AddNeurons(grown.d_mlp - small.d_mlp)
     return {
-        "none": Arm(None, growth_seeds=(0,)),
-        "none, equal steps": Arm(None, growth_seeds=(0,), steps_of=neurons),
-        "none, other texts": Arm(None, steps_of=neurons, other_texts=True),
+        NONE: Arm(None, growth_seeds=(0,)),
+        EQUAL_STEPS: Arm(None, growth_seeds=(0,), steps_of=neurons),
+        OTHER_TEXTS: Arm(None, steps_of=neurons, other_texts=True),
         "neurons": Arm(neurons),
         "heads": Arm(ex.AddHeads(grown.n_heads - small.n_heads)),
         "width": Arm(ex.WidenStream(grown.d_model - small.d_model)),
         "depth": Arm(ex.InsertLayer(small.n_layers)),
-        "neurons, copies": Arm(neurons, ex.init.copies(), (0,)),
-        "neurons, cancelling": Arm(neurons, ex.init.cancelling(), (0,)),
-        "neurons, splits": Arm(neurons, ex.init.splits(), (0,)),
+        COPIES: Arm(neurons, ex.init.copies(), (0,)),
+        CANCELLING: Arm(neurons, ex.init.cancelling(), (0,)),
+        SPLITS: Arm(neurons, ex.init.splits(), (0,)),
     }
 
 
@@ -167,59 +172,43 @@ class Asked:
     texts: list[Tensor]
 
     @classmethod
-    def of(cls, study: Study, device: str) -> "Asked":
+    def of(cls, recipe: Recipe, device: str) -> "Asked":
         """Return prompts that begin no sentence of the training texts, and texts not trained on."""
         of, write = tokenizer(), grammar.Grammar(SEED_OF_TEXTS)
-        made, n = questions(2 * study.prompts), study.prompts
-        texts = [torch.tensor(of(write.text())["input_ids"]) for _ in range(study.texts)]
+        made, n = questions(2 * recipe.prompts), recipe.prompts
+        texts = [torch.tensor(of(write.text())["input_ids"]) for _ in range(recipe.texts)]
         first, others = (
-            {task: measures.Question.of(made[task], of, some).to(device) for task in study.tasks}
+            {task: measures.Question.of(made[task], of, some).to(device) for task in recipe.tasks}
             for some in (slice(n), slice(n, None))
         )
         return cls(first, others, [text.to(device) for text in texts])
 
 
-@dataclass(frozen=True)
-class Seen:
-    """A model at one time.
-
-    Attributes:
-        check: the fraction of the training after growth.
-        model: the model at this time.
-        look: its measurements.
-        about: steps and flops since growth, and the loss on held-out text.
-    """
-
-    check: float
-    model: Any
-    look: measures.Look
-    about: dict[str, float]
-
-
-def plan_of(study: Study, seed: int) -> Plan:
+def plan_of(recipe: Recipe, seed: int) -> Plan:
     """Return the plan of the small model's training."""
     return Plan(
-        study.small,
-        study.steps,
+        recipe.small,
+        recipe.steps,
         seed=seed,
         data_seed=seed,
-        lr=study.lr,
-        rows=study.rows,
-        check_every=study.save_every,
-        save_every=study.save_every,
+        lr=recipe.lr,
+        rows=recipe.rows,
+        check_every=recipe.save_every,
+        save_every=recipe.save_every,
+        read=recipe.read,
         asked=0,
     )
 
 
-def plan_after(study: Study, arm: Arm, small: Done, growth_seed: int) -> tuple[Plan, list[int]]:
+def plan_after(recipe: Recipe, arm: Arm, small: Done, growth_seed: int) -> tuple[Plan, list[int]]:
     """Return the plan that continues the small model's training, and the steps of all checks."""
     start, expansion = small.plan.steps, arm.steps_of or arm.expansion or ex.compose()
     first = batch(small.plan, start)
     weights = read(grow(small.model, expansion).model)
     ratio = step_flops(read(small.model), first) / step_flops(weights, first)
-    n_steps = max(len(study.checks), round(study.more * ratio))
-    stops = [max(1, round(check * n_steps)) for check in study.checks]
-    texts = OTHER_TEXTS * (1 + growth_seed) if arm.other_texts else 0
+    n_steps = max(len(recipe.checks), round(recipe.more * ratio))
+    stops = [max(1, round(check * n_steps)) for check in recipe.checks]
+    texts = OTHER_SEEDS * (1 + growth_seed) if arm.other_texts else 0
     plan = replace(
         small.plan,
         data_seed=small.plan.data_seed + texts,
@@ -233,45 +222,25 @@ def plan_after(study: Study, arm: Arm, small: Done, growth_seed: int) -> tuple[P
     return plan, stops
 
 
-def trained(plan: Plan, small: Done, folder: Path) -> Done:
-    """Train by a plan that continues the small model's, or resume from the folder's checkpoint."""
-    n_steps, device = plan.steps - small.plan.steps, str(next(small.model.parameters()).device)
-    with tqdm(total=n_steps, desc=folder.name, unit="step", mininterval=5) as bar:
-        return run(plan, folder, device, bar.update, start=small)
-
-
-def seen_through(
-    study: Study,
-    arm: Arm,
-    grown: Grown,
-    growth_seed: int,
-    small: Done,
-    asked: Asked,
-    folder: Path,
-    method: measures.Method,
-) -> list[Seen]:
-    """Train one grown model, and return its measurements from growth to the end."""
-    start, weights = small.plan.steps, read(grown.model)
-    plan, stops = plan_after(study, arm, small, growth_seed)
-    done, n_steps = trained(plan, small, folder), plan.steps - start
-    device = str(next(small.model.parameters()).device)
-    flops = [0, *accumulate(step_flops(weights, batch(plan, start + i)) for i in range(n_steps))]
-    new = {*grown.provenance.new_heads, *grown.provenance.new_neurons}
-    seen_models = []
-    for check, stop in zip((0.0, *study.checks), (0, *stops), strict=True):
+def trained(
+    recipe: Recipe, arm: Arm, grown: Grown, growth_seed: int, small: Done, folder: Path
+) -> Iterator[tuple[float, Any, dict[str, float]]]:
+    """Train one grown model, and yield it at each check, with its steps and its loss."""
+    start, device = small.plan.steps, str(next(small.model.parameters()).device)
+    plan, stops = plan_after(recipe, arm, small, growth_seed)
+    with tqdm(total=plan.steps - start, desc=folder.name, unit="step", mininterval=5) as bar:
+        done = run(plan, folder, device, bar.update, start=small)
+    for check, stop in zip((0.0, *recipe.checks), (0, *stops), strict=True):
         model = grown.model
-        if stop == n_steps:
+        if start + stop == plan.steps:
             model = done.model
         elif stop:
             model = model_at(done, start + stop, folder, start=small).to(device)
-        look = measures.look(model, asked.questions, asked.texts, new, method)
-        about = {"steps": stop, "flops": flops[stop], **figures(model, plan.read, 0)}
-        seen_models.append(Seen(check, model, look, about))
-    return seen_models
+        yield check, model, {"steps": stop, **figures(model, plan.read, 0)}
 
 
 def measured(
-    study: Study,
+    recipe: Recipe,
     name: str,
     small: Done,
     before: measures.Look,
@@ -279,162 +248,359 @@ def measured(
     folder: Path,
     method: measures.Method,
 ) -> dict[str, pd.DataFrame]:
-    """Train one arm, and measure its model and its agreement with the small model: frames by name.
-
-    Args:
-        study: the study.
-        name: the name of the arm.
-        small: the model before growth.
-        before: the measurements of the small model.
-        asked: the inputs for all models.
-        folder: the folder of this arm with this small model.
-        method: computes effects.
-    """
-    arm, rows, effects, prompts = arms(study)[name], [], [], []
-    again: dict[float, list[tuple[measures.Look, dict[str, str]]]] = {}
+    """Train one arm; measure its models, and how well they agree: frames by part."""
+    arm, rows, prompts, frames = arms(recipe)[name], [], [], {}
+    ends: list[measures.Look] = []
     for growth_seed in arm.growth_seeds:
         expansion = arm.expansion or ex.compose()
         grown = grow(small.model, expansion, init=arm.init, seed=growth_seed)
-        runs = folder.with_name(f"{folder.name}-{growth_seed}")
-        seen = seen_through(study, arm, grown, growth_seed, small, asked, runs, method)
         old = {name: grown.provenance[name] for name in before.names}
         new = {*grown.provenance.new_heads, *grown.provenance.new_neurons}
-        for seen_model in seen:
-            again.setdefault(seen_model.check, []).append((seen_model.look, old))
-            pair = measures.Pair(before, seen_model.look, old)
+        runs = folder.with_name(f"{folder.name}-{growth_seed}")
+        for check, model, about in trained(recipe, arm, grown, growth_seed, small, runs):
+            look = measures.look(model, asked.questions, asked.texts, new, method)
+            pair = measures.Pair(before, look, old)
             alike = pair.similarities()
-            for task in study.tasks:
+            for task in recipe.tasks:
                 idle = [old[name] for name in measures.idle_half(before, task)]
-                rows.append(
-                    {
-                        "growth_seed": growth_seed,
-                        "check": seen_model.check,
-                        **seen_model.about,
-                        "task": task,
-                        **measures.new_measures(seen_model.look, task, new, idle),
-                        **measures.kept_measures(pair, task, alike),
-                        "heads": pair.heads(),
-                        **measures.resemblances(seen_model.look, task, new),
-                    }
-                )
-        end = seen[-1]
-        effects.append(measures.effects(end.look, old).assign(growth_seed=growth_seed))
-        second = measures.on_prompts(end.model, end.look, asked.others, new, method)
-        again_here = {name: name for name in old.values()}
-        pairs = {"itself": (end.look, again_here), "before": (before, old)}
-        prompts += [
-            {"growth_seed": growth_seed, "check": 1.0, "with": name, "task": task}
-            | measures.agreement(measures.Pair(one, second, names), task)
-            for name, (one, names) in pairs.items()
-            for task in study.tasks
-        ]
-    frames = {"": pd.DataFrame(rows), "effects": pd.concat(effects)}
-    frames["prompts"] = pd.DataFrame(prompts)
-    twins = []
-    for check, looks in again.items():
-        if len(looks) > 1:
-            (first, names), (second, _) = looks
-            pair = measures.Pair(first, second, {name: name for name in names.values()})
-            alike = pair.similarities()
-            twins += [
-                {"check": check, "task": task, **measures.kept_measures(pair, task, alike)}
-                | {"heads": pair.heads()}
-                for task in study.tasks
-            ]
-    return frames | ({"again": pd.DataFrame(twins)} if twins else {})
+                row = {
+                    **about,
+                    **measures.new_measures(look, task, new, idle),
+                    **measures.kept_measures(pair, task, alike),
+                    "heads": pair.heads(),
+                    "resemblance": measures.resemblance(look, task, new),
+                }
+                kept = {key: x for key, x in row.items() if check == 1 or key not in AT_THE_END}
+                rows.append({"growth_seed": growth_seed, "check": check, "task": task, **kept})
+        ends.append(look)
+        again = measures.on_prompts(model, look, asked.others, new, method)
+        prompts.append(agreements(measures.Pair(look, again, same(old.values()))))
+        if name in WITH_EFFECTS and not growth_seed:
+            frames["effects"] = measures.effects(look, new)
+    if len(ends) > 1:
+        pair = measures.Pair(ends[0], ends[1], same(old.values()))
+        frames["again"] = agreements(pair, "gates", "examples").assign(heads=pair.heads())
+    return frames | {"": pd.DataFrame(rows), "prompts": pd.concat(prompts)}
 
 
 def measured_small(
-    study: Study, small: Done, before: measures.Look, asked: Asked, method: measures.Method
+    small: Done, before: measures.Look, asked: Asked, method: measures.Method
 ) -> dict[str, pd.DataFrame]:
-    """Measure the small model on both sets of prompts, and return frames by name."""
-    same = {name: name for name in before.names}
-    fresh = measures.on_prompts(small.model, before, asked.others, (), method)
-    pair = measures.Pair(before, fresh, same)
+    """Return what the small model has learned, its effects, and its agreement on other prompts."""
+    again = measures.on_prompts(small.model, before, asked.others, (), method)
+    loss = figures(small.model, small.plan.read, 0)
+    rows = [{"task": task, **loss, **measures.learned(before, task)} for task in before.parts]
+    return {
+        "small": pd.DataFrame(rows),
+        "effects": measures.effects(before),
+        "prompts": agreements(measures.Pair(before, again, same(before.names))),
+    }
+
+
+def same(names: Iterable[str]) -> dict[str, str]:
+    """Return a mapping from each name to itself."""
+    return {name: name for name in names}
+
+
+def agreements(pair: measures.Pair, *more: str) -> pd.DataFrame:
+    """Return a row per task: how well effects agree, and more measures of the circuit."""
+    alike = pair.similarities()
     rows = [
-        {"check": 0.0, "with": "itself", "task": task} | measures.agreement(pair, task)
-        for task in study.tasks
+        {"task": task, **measures.kept_measures(pair, task, alike)} for task in pair.first.parts
     ]
-    effects = pd.concat(
-        [
-            measures.effects(before, same),
-            measures.effects(fresh, same).assign(arm=f"{SMALL_MODEL}, other prompts"),
-        ]
-    )
-    frames = {"effects": effects, "prompts": pd.DataFrame(rows)}
-    return {part: frame.assign(growth_seed=0) for part, frame in frames.items()}
-
-
-def stored(text: str) -> pd.DataFrame:
-    """Return the table that was stored as CSV text."""
-    return pd.read_csv(io.StringIO(text))
+    return pd.DataFrame(rows)[["task", *AGREEMENTS, *more]]
 
 
 def of_seed(
-    study: Study,
-    seed: int,
-    folder: Path,
-    device: str,
-    method: measures.Method = p.attribution,
+    recipe: Recipe, seed: int, folder: Path, device: str, method: measures.Method = p.attribution
 ) -> dict[str, pd.DataFrame]:
-    """Train a small model and all its arms; return frames with columns `seed` and `arm`."""
-    small: Done | None = None
-    asked = Asked.of(study, device)
+    """Train a small model and all its arms; return frames with columns `seed` and `arm`.
+
+    An interrupted training resumes from the folder's checkpoints.
+    """
+    asked = Asked.of(recipe, device)
+    with tqdm(total=recipe.steps, desc=f"small {seed}", unit="step") as bar:
+        small = run(plan_of(recipe, seed), folder / f"{seed}-small", device, bar.update)
+    before = measures.look(small.model, asked.questions, asked.texts, method=method)
     collected: dict[str, list[pd.DataFrame]] = {}
-    for name in (SMALL_MODEL, *study.arms):
-        here = folder / f"{seed}-{name.replace(', ', '-')}"
-        done = here / f"{method.__name__}.json"
-        if not done.exists():
-            if small is None:
-                with tqdm(total=study.steps, desc=f"small {seed}", unit="step") as bar:
-                    plan = plan_of(study, seed)
-                    small = run(plan, folder / f"{seed}-small", device, bar.update)
-                before = measures.look(small.model, asked.questions, asked.texts, method=method)
-            if name == SMALL_MODEL:
-                frames = measured_small(study, small, before, asked, method)
-            else:
-                frames = measured(study, name, small, before, asked, here, method)
-            texts = {part: frame.to_csv(index=False) for part, frame in frames.items()}
-            write_text(done, json.dumps(texts))
-        for part, text in json.loads(done.read_text("utf-8")).items():
-            frame = stored(text)
-            arm = frame.pop("arm").fillna(name) if "arm" in frame else name
-            frame.insert(0, "arm", arm)
+    for name in (SMALL_MODEL, *recipe.arms):
+        if name == SMALL_MODEL:
+            frames = measured_small(small, before, asked, method)
+        else:
+            here = folder / f"{seed}-{name.replace(', ', '-')}"
+            frames = measured(recipe, name, small, before, asked, here, method)
+        for part, frame in frames.items():
+            frame.insert(0, "arm", name)
             frame.insert(0, "seed", seed)
             collected.setdefault(part, []).append(frame)
     return {part: pd.concat(frames) for part, frames in collected.items()}
 
 
-def main(
-    out: Out = Path("out/circuits"),
-    runs_dir: Runs = Path("out/circuit-runs"),
-    device: Device = "cpu",
-    n_seeds: Seeds = 3,
-    only: Annotated[int | None, typer.Option(help="run this seed, and report nothing")] = None,
-    smoke: Smoke = False,
-) -> None:
-    """Train, measure, print; write the page, tables and figures (`study_files.py`)."""
-    started = time.perf_counter()
-    study = replace(SMOKE if smoke else Study(), n_seeds=n_seeds)
-    claim(runs_dir / "study.json", json.dumps(asdict(study), indent=2) + "\n")
-    if only is not None:
-        of_seed(study, only, runs_dir, device)
-        return
-    by_seed = [of_seed(study, seed, runs_dir, device) for seed in range(n_seeds)]
-    made = {part: pd.concat([tables[part] for tables in by_seed]) for part in by_seed[0]}
-    made["exact"] = of_seed(study, 0, runs_dir, device, p.activation_patch)[""][EXACT]
-    frames = as_stored(made, DIGITS)
-    about = {
-        "study": asdict(study),
-        "machine": machine(device),
-        "training_seconds": round(training_seconds(runs_dir)),
+def run_all(setting: Setting) -> Tables:
+    """Train and measure all models."""
+    recipe = SMOKE if setting.smoke else Recipe()
+    claim(setting.runs / "study.txt", f"{recipe}\n")
+    seeds = range(setting.n_seeds)
+    by_seed = [of_seed(recipe, seed, setting.runs, setting.device) for seed in seeds]
+    made = {part: pd.concat([frames[part] for frames in by_seed]) for part in by_seed[0]}
+    made["effects"] = made["effects"].query("seed == 0").drop(columns="seed")
+    exact = of_seed(recipe, 0, setting.runs, setting.device, p.activation_patch)[""]
+    made["exact"] = exact[[*COMPARED_BY, *COMPARED]]
+    return as_stored(made, "%.4g")
+
+
+# What the page says
+
+
+def over_seeds(tables: Tables, arm: str, column: str, check: float = 1.0, part: str = "") -> Floats:
+    """Return means over tasks and growths, by seed."""
+    frame = tables[part]
+    rows = frame[(frame["arm"] == arm) & (frame.get("check", check) == check)]
+    return rows.groupby("seed")[column].mean()
+
+
+def means(tables: Tables, arms: Iterable[str], column: str, **how: Any) -> dict[str, float]:
+    """Return means over tasks, growths and seeds, by arm."""
+    return {arm: float(over_seeds(tables, arm, column, **how).mean()) for arm in arms}
+
+
+def ranged(values: Floats) -> str:
+    """Return the mean over seeds and the range, as text."""
+    if values.isna().all():
+        return "–"
+    return f"{values.mean():.2f} ({values.min():.2f} to {values.max():.2f})"
+
+
+def listed(tables: Tables, arms: Iterable[str], column: str, **how: Any) -> str:
+    """Return arms with their means and ranges, as text."""
+    return "; ".join(f"{arm} {ranged(over_seeds(tables, arm, column, **how))}" for arm in arms)
+
+
+def less(tables: Tables, column: str, arm: str, rival: str = EQUAL_STEPS) -> Floats:
+    """Return the differences between two arms at the end, by small model."""
+    return over_seeds(tables, arm, column) - over_seeds(tables, rival, column)
+
+
+def is_clear(differences: Floats) -> bool:
+    """Return whether the 95 % interval (Student's) excludes zero."""
+    _, low, high = t_interval(differences)
+    return low > 0 or high < 0
+
+
+def n_clear(tables: Tables, column: str, pairs: Iterable[tuple[str, str]]) -> int:
+    """Return for how many pairs of arms the interval of the difference excludes zero."""
+    return sum(is_clear(less(tables, column, *pair)) for pair in pairs)
+
+
+AGAINST_TRAINING = [(kind, EQUAL_STEPS) for kind in KINDS]
+BETWEEN_KINDS = [*combinations(KINDS, 2)]
+ALL_PAIRS = [*AGAINST_TRAINING, (NONE, EQUAL_STEPS), *BETWEEN_KINDS]
+
+
+def differences(tables: Tables) -> pd.DataFrame:
+    """Return differences of growth to training without growth, and between kinds of growth."""
+    return pd.DataFrame(
+        {"arm": arm, "minus": rival}
+        | {column: said(less(tables, column, arm, rival), "+.3f") for column in AGREEMENTS}
+        for arm, rival in ALL_PAIRS
+    )
+
+
+def first_times(tables: Tables, arm: str) -> Floats:
+    """Return by seed, growth and task the first check whose interval is above TAKES_PART."""
+    rows = tables[""][(tables[""]["arm"] == arm) & (tables[""]["check"] > 0)]
+    above = rows["check"].where(rows["new_share_low"] > TAKES_PART, float("inf"))
+    return above.groupby([rows["seed"], rows["growth_seed"], rows["task"]]).min()
+
+
+def verdicts(tables: Tables) -> dict[str, bool | None]:
+    """Return whether each prediction held; None if the data cannot tell."""
+    of = partial(means, tables)
+    first = tables[""].query("check == 0")
+    zeros, at_once = (first[first["arm"].isin(arms)] for arms in (WROTE_ZEROS, WROTE_AT_ONCE))
+    kept, correlation = of(KINDS, "kept"), of((NONE, EQUAL_STEPS, *KINDS), "correlation")
+    order = sorted(KINDS, key=kept.__getitem__)
+    when = {arm: float(first_times(tables, arm).median()) for arm in WITH_NEW}
+    share, parity, left = (
+        of(WITH_NEW, column) for column in ("new_share", "parity", "without_new")
+    )
+    soon, end = of(STARTS, "new_share", check=1 / 8), of(STARTS, "new_share")
+    alike, again = of(STARTS, "resemblance"), of(KINDS, "correlation", part="again")
+    drift = max(correlation[NONE], correlation[EQUAL_STEPS]) - min(map(correlation.get, KINDS))
+    idle = max(of((NONE, EQUAL_STEPS), "idle_share").values())
+    return {
+        "at_once": bool(
+            zeros["correlation"].min() > 0.9999
+            and zeros["new_share"].max() < 0.001
+            and at_once["new_share"].min() > 0.1
+        ),
+        "keep": min(kept.values()) >= 0.5 and min(of(KINDS, "gates").values()) >= 0.7,
+        "whose": drift <= 0.1,
+        "alone": (order[-1] == "heads" and order[0] == "width")
+        if is_clear(less(tables, "kept", "heads", "width"))
+        else None,
+        "when": max(when["neurons"], when["depth"]) <= 1 / 8 and when["heads"] >= 1 / 4,
+        "parity": all(share[arm] < parity[arm] and left[arm] < 0.9 for arm in WITH_NEW),
+        "starts": soon[COPIES] > soon["neurons"] + 0.02
+        and end[SPLITS] > end["neurons"]
+        and alike[COPIES] > alike["neurons"] + 0.1,
+        "again": all(again[arm] > correlation[arm] for arm in KINDS),
+        "idle": end["neurons"] > 1.5 * idle,
     }
-    settings = {"device": device, "smoke": smoke, **about}
-    text = page(frames, settings)
-    typer.echo(text)
-    pictures = {"": old_figure(frames), "new": new_figure(frames)}
-    keep(__file__, out, text, frames, pictures, started=started, digits=DIGITS, **settings)
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def by_arm(tables: Tables, *columns: str, part: str = "") -> pd.DataFrame:
+    """Return a row per arm at the end: means over tasks and growths, and over seeds with range."""
+    rows = []
+    for arm in dict.fromkeys(tables[part]["arm"]):
+        values = {column: over_seeds(tables, arm, column, part=part) for column in columns}
+        row = {column.replace("_", " "): ranged(x) for column, x in values.items()}
+        row |= {"steps": f"{values['steps'].mean():.0f}"} if "steps" in values else {}
+        rows.append({"arm": arm, **row})
+    return pd.DataFrame(rows)
+
+
+def by_task(tables: Tables, column: str) -> pd.DataFrame:
+    """Return a row per arm and task, and a column per seed: the first growth, with intervals."""
+    rows = tables[""].query("check == 1 and growth_seed == 0")
+    if column == "new_share":
+        rows = rows[rows["parity"] > 0]
+    shown = [
+        f"{value:.2f} [{low:.2f}, {high:.2f}]"
+        for value, low, high in rows[[column, f"{column}_low", f"{column}_high"]].to_numpy()
+    ]
+    wide = rows.assign(shown=shown).pivot(index=["arm", "task"], columns="seed", values="shown")
+    wide = wide.loc[pd.MultiIndex.from_frame(rows[["arm", "task"]].drop_duplicates())]
+    return wide.rename(columns="seed {}".format).reset_index()
+
+
+def scale(tables: Tables) -> pd.DataFrame:
+    """Return how well effects agree, from chance to a model with itself: a row per comparison."""
+
+    def row(name: str, arms: Sequence[str], part: str = "", ending: str = "") -> dict[str, str]:
+        cells = {"what is compared": name}
+        for column in AGREEMENTS:
+            try:
+                values = [over_seeds(tables, arm, column + ending, part=part) for arm in arms]
+            except KeyError:  # there is no chance level of the correlation
+                cells[column] = "–"
+            else:
+                cells[column] = ranged(pd.concat(values).groupby("seed").mean())
+        return cells
+
+    before, none = "before and after", "before and after, no growth"
+    return pd.DataFrame(
+        [
+            row("neurons of a layer matched at random", KINDS, ending="_chance"),
+            row(f"{none}, equal flops", [NONE]),
+            row(f"{none}, equal steps", [EQUAL_STEPS]),
+            row(f"{none}, other texts (two trainings)", [OTHER_TEXTS]),
+            *(row(f"{before} growth: {kind}", [kind]) for kind in KINDS),
+            row("two trainings on different texts, no growth", [OTHER_TEXTS], "again"),
+            row("two growths on the same texts, all kinds", KINDS, "again"),
+            row("one grown model on other prompts, all kinds", KINDS, "prompts"),
+            row("the small model on other prompts", [SMALL_MODEL], "prompts"),
+        ]
+    )
+
+
+def by_patching(tables: Tables) -> pd.DataFrame:
+    """Return differences between measures by patching and by estimates: a row per measure."""
+    keys = list(COMPARED_BY)
+    exact = tables["exact"].set_index(keys).sort_index()
+    estimated = tables[""].set_index(keys).sort_index().loc[exact.index]
+    off = (exact - estimated[list(COMPARED)]).abs()
+    made = pd.DataFrame({"mean difference": off.mean(), "largest": off.max(), "of": len(off)})
+    return made.rename_axis("measure").reset_index()
+
+
+def facts(tables: Tables) -> dict[str, Any]:
+    """Return the names that the page uses."""
+    frame, exact = tables[""], tables["exact"].query("check == 0 and arm in @WROTE_ZEROS")
+    first, end = frame.query("check == 0"), frame.query("check == 1")
+    texts = end.query("arm == @OTHER_TEXTS").groupby(["seed", "growth_seed"])["kept"].mean()
+    return {
+        "recipe": Recipe(),
+        "arms": {"kinds": KINDS, "with_new": WITH_NEW, "starts": STARTS},
+        "end": end,
+        "of": partial(means, tables),
+        "listed": partial(listed, tables),
+        "less": partial(less, tables),
+        "n_clear": partial(n_clear, tables),
+        "clear": sum(n_clear(tables, column, ALL_PAIRS) for column in AGREEMENTS),
+        "pairs": {"training": AGAINST_TRAINING, "kinds": BETWEEN_KINDS, "all": ALL_PAIRS},
+        "largest": {
+            column: max(abs(less(tables, column, *pair).mean()) for pair in BETWEEN_KINDS)
+            for column in AGREEMENTS
+        },
+        "chance": end.query("arm in @KINDS")["kept_chance"].mean(),
+        "by_texts": texts.unstack().diff(axis=1).iloc[:, 1].abs().mean(),
+        "at_once": {
+            "by patching": exact[["correlation", "new_share"]].agg(["min", "max"]),
+            "zeros": first.query("arm in @WROTE_ZEROS"),
+            "others": first.query("arm in @WROTE_AT_ONCE"),
+        },
+        "times": {arm: first_times(tables, arm) for arm in WITH_NEW},
+        "verdicts": verdicts(tables),
+        "scale": scale(tables),
+        "differences": differences(tables),
+        "by_arm": partial(by_arm, tables),
+        "by_task": partial(by_task, tables),
+        "by_patching": by_patching(tables),
+    }
+
+
+COLOURS = dict(zip((NONE, EQUAL_STEPS, *KINDS), ("k", "0.55", "C0", "C1", "C2", "C3"), strict=True))
+COLOURS |= {COPIES: "C9", CANCELLING: "C4", SPLITS: "C6"}
+
+
+def panels(
+    tables: Tables, labels: Mapping[str, str], arms: Sequence[str], idle: Mapping[str, str]
+) -> Figure:
+    """Draw a row of panels per measure and a column per task: means, and ranges over seeds.
+
+    `idle` has the line styles of arms whose `idle_share` is drawn beside `new_share`.
+    """
+    frame = tables[""]
+    tasks, checks = (list(dict.fromkeys(frame[name])) for name in ("task", "check"))
+    picture = Figure(figsize=(3.6 * len(tasks), 2.9 * len(labels) + 0.6), layout="constrained")
+    grid = picture.subplots(len(labels), len(tasks), squeeze=False, sharex=True, sharey="row")
+    places = np.arange(len(checks))
+    for (column, label), line in zip(labels.items(), grid, strict=True):
+        line[0].set_ylabel(label)
+        for panel, task in zip(line, tasks, strict=True):
+            panel.set_title(task, fontsize="medium")
+            of_task = frame[frame["task"] == task].groupby(["arm", "check", "seed"])
+            for number, arm in enumerate(arm for arm in arms if arm in set(frame["arm"])):
+                seeds = of_task[column].mean()[arm].unstack()
+                here = places + 0.06 * (number - len(arms) / 2)
+                panel.plot(here, seeds.mean(axis=1), color=COLOURS[arm], lw=1.4, label=arm)
+                # One path with gaps is smaller than a line for each bar.
+                bars = [seeds.min(axis=1), seeds.max(axis=1), np.full(len(here), np.nan)]
+                bars_at = np.repeat(here, 3)
+                panel.plot(bars_at, np.stack(bars, 1).ravel(), color=COLOURS[arm], lw=0.8)
+            for arm, style in idle.items() if column == "new_share" else ():
+                shares = of_task["idle_share"].mean()[arm].groupby("check").mean()
+                panel.plot(places, shares, style, lw=1, label=f"idle half, {arm}")
+            panel.set_xticks(places, [str(Fraction(x).limit_denominator(64)) for x in checks])
+    for panel in grid[-1]:
+        panel.set_xlabel("share of the training after growth")
+    handles, names = grid[0][0].get_legend_handles_labels()
+    place = {"loc": "outside upper center", "ncols": 4, "fontsize": "small"}
+    picture.legend(handles, names, title="bars: least and largest of the seeds", **place)
+    return picture
+
+
+def figures_of(tables: Tables) -> dict[str, Figure]:
+    """Draw how the effects of old neurons change, and what new components do."""
+    kept = {"correlation": "correlation of effects\nwith before growth"}
+    kept["kept"] = "share of the circuit's\nneurons that are kept"
+    new = {"new_share": "share that new\ncomponents hold"}
+    new["without_new"] = "metric with all\nnew ones patched"
+    return {
+        "": panels(tables, kept, (NONE, EQUAL_STEPS, *KINDS), {}),
+        "new": panels(tables, new, (*WITH_NEW, *STARTS[1:]), {NONE: "k:", EQUAL_STEPS: "k--"}),
+    }
+
+
+STUDY = Study(run_all, figures_of, facts, n_seeds=3)

@@ -121,16 +121,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from analyses.studies import circuit_measures, pressure_measures
-from analyses.studies.circuit_measures import (
+from analyses.studies import pressure_measures
+from analyses.studies.grow_on_skill_report import figure, page
+from analyses.tools import circuit_measures
+from analyses.tools.benching import machine
+from analyses.tools.circuit_measures import (
     Look,
     Question,
     is_neuron,
     overlap_by_chance,
     shares_in_common,
 )
-from analyses.studies.grow_on_skill_report import figure, page
-from analyses.tools.benching import machine
 from analyses.tools.options import Out, Runs, Seeds, Smoke, SmolLM2
 from analyses.tools.resumable import claim
 from analyses.tools.study_files import as_stored, keep

@@ -6,9 +6,9 @@ from typing import Any, TypeAlias
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analyses.studies.circuit_measures import overlap_by_chance
 from analyses.studies.pressure_report import predictions, said
 from analyses.tools.benching import markdown
+from analyses.tools.circuit_measures import overlap_by_chance
 from analyses.tools.study_files import t_interval, wrapped
 
 __all__ = ["figure", "page"]

@@ -29,8 +29,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from analyses.studies import circuit_measures as measures
-from analyses.studies.circuit_measures import Look, Question
+from analyses.tools import circuit_measures as measures
+from analyses.tools.circuit_measures import Look, Question
 from analyses.tools.train_small_english import losses_of
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p

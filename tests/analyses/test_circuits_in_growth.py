@@ -1,94 +1,47 @@
-"""Tests that the study of circuits in growth runs, its measures are right, and its page matches."""
+"""Tests that measures of circuits in growth are right, and that the guide matches the tables."""
 
 import re
 from dataclasses import replace
 from itertools import permutations, product
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from common import entry_of
-from typer.testing import CliRunner
 
-from analyses.studies import circuit_measures as measures
+from analyses import study as frame
 from analyses.studies import circuits_in_growth as study
-from analyses.studies import circuits_report as report
-
-NAME = Path(study.__file__).stem
-KEPT = Path(__file__).parents[2] / "analyses" / "results"
+from analyses.tools import circuit_measures as measures
 
 
-def frames_in(folder):
-    parts = ("", "again", "effects", "exact", "prompts")
-    files = {part: f"{NAME}_{part}.csv" if part else f"{NAME}.csv" for part in parts}
-    return {part: study.stored((folder / file).read_text("utf-8")) for part, file in files.items()}
+def test_stored_measures_can_be_computed_again_from_stored_effects():
+    """Recompute kept, overlap, correlation and shares at the end from effects, by sets and sums.
 
-
-def test_smoke(tmp_path):
-    app = study.typer.Typer()
-    app.command()(study.main)
-    args = ["--smoke", "--n-seeds", "1", "--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
-    result = CliRunner().invoke(app, args)
-    assert result.exit_code == 0, result.output
-    page = (tmp_path / f"{NAME}.md").read_text("utf-8")
-    assert page.strip() in result.output
-    assert "Two growths" in page
-    frames = frames_in(tmp_path)
-    frame = frames[""]
-    assert frame.groupby("arm")["flops"].max().between(1, 1e9).all()
-    first = frame[frame["check"] == 0]
-    assert (first["correlation"] > 0.9999).all()
-    assert (first["new_share"] < 1e-4).all()
-    last = frame[(frame["check"] == 1) & (frame["arm"] == "neurons")]
-    assert (last["new_share"] > 1e-4).all()
-    assert (last["kept"] <= 1).all()
-    check_recomputed(frames, first=3, tolerance=1e-3)
-    again = CliRunner().invoke(app, [*args[:2], "2", *args[3:]])
-    assert "choose another --runs" in str(again.exception)
-
-
-def check_recomputed(frames, first, tolerance):
-    """Recompute kept, overlap, correlation and shares at the end from effects, by sets and sums."""
-    keys, effects = ["seed", "arm", "growth_seed"], frames["effects"]
-    end = frames[""].query("check == 1").set_index([*keys, "task"])
-    tasks = end.index.unique("task")
-    compared = 0
-    for (seed, arm, growth_seed), now in effects.groupby(keys):
-        if arm.startswith(study.SMALL_MODEL):
-            continue
-        before = effects[(effects["seed"] == seed) & (effects["arm"] == study.SMALL_MODEL)]
-        before = before[before["name"].str.contains("N")].set_index("name")
-        old = now.dropna(subset="was").set_index("was")
-        for task in tasks:
-            row, one, two = end.loc[seed, arm, growth_seed, task], before[task], old[task]
-            whole, two = now[task].abs().sum(), two[one.index]
-            circuits = [set(effects.abs().nlargest(first).index) for effects in (one, two)]
-            shares = [effects / effects.abs().sum() for effects in (one, two)]
-            same_sign = shares[0] * shares[1] > 0
-            smaller = np.minimum(*(abs(share) for share in shares))[same_sign]
-            halves = one.abs().groupby(one.index.str[:2], group_keys=False)
-            idle = halves.apply(lambda half: half.nsmallest(len(half) // 2)).index
-            got = {
-                "kept": len(circuits[0] & circuits[1]) / first,
-                "overlap": smaller.sum(),
-                "correlation": one.corr(two),
-                "new_share": now[task][now["was"].isna()].abs().sum() / whole,
-                "idle_share": two[idle].abs().sum() / whole,
-            }
-            # tables and effects have 4 digits; one neuron of a circuit would change .05
-            assert got == pytest.approx(dict(row[list(got)]), abs=tolerance)
-            compared += 1
-    assert compared == len(end) > 0
-
-
-def test_what_is_kept_can_be_computed_again():
-    """The value "kept" is reproduced exactly, and "idle_share" to a lower tolerance.
-
-    Several processes evaluated the small models, with other batch sizes. Rounding decides in which
-    half a neuron in the middle is.
+    Effects have four digits, which may decide in which half a neuron in the middle is.
     """
-    check_recomputed(frames_in(KEPT), first=measures.K, tolerance=2e-3)
+    tables = frame.read("circuits_in_growth")
+    end = tables[""].query("check == 1 and seed == 0 and growth_seed == 0")
+    end, effects = end.set_index(["arm", "task"]), tables["effects"].set_index("name")
+    before = effects[(effects["arm"] == study.SMALL_MODEL) & effects.index.str.contains("N")]
+    compared = 0
+    for arm, task in product(study.WITH_EFFECTS, study.TASKS):
+        now, row, one = effects[effects["arm"] == arm], end.loc[arm, task], before[task]
+        whole, two = now[task].abs().sum(), now.loc[one.index, task]
+        circuits = [set(effect.abs().nlargest(measures.K).index) for effect in (one, two)]
+        shares = [effect / effect.abs().sum() for effect in (one, two)]
+        smaller = np.minimum(*(abs(share) for share in shares))[shares[0] * shares[1] > 0]
+        halves = one.abs().groupby(one.index.str[:2], group_keys=False)
+        idle = halves.apply(lambda half: half.nsmallest(len(half) // 2)).index
+        got = {
+            "kept": len(circuits[0] & circuits[1]) / measures.K,
+            "overlap": smaller.sum(),
+            "correlation": one.corr(two),
+            "new_share": now.loc[now["new"] == 1, task].abs().sum() / whole,
+            "idle_share": two[idle].abs().sum() / whole,
+        }
+        assert got == pytest.approx(dict(row[list(got)]), abs=2e-3)
+        compared += 1
+    assert compared == 6
 
 
 def test_arms_without_growth_have_the_steps_and_the_texts_that_they_are_said_to_have(tmp_path):
@@ -116,41 +69,29 @@ def test_arms_without_growth_have_the_steps_and_the_texts_that_they_are_said_to_
 
 
 def test_what_the_guide_says():
-    frames = frames_in(KEPT)
-    guide = (KEPT.parents[1] / "docs" / "growth.md").read_text("utf-8")
+    tables = frame.read("circuits_in_growth")
+    facts = study.facts(tables)
+    guide = (frame.RESULTS.parents[1] / "docs" / "growth.md").read_text("utf-8")
     said = guide[guide.index("(analyses/results/circuits_in_growth.md)") :].split("\n\n")[0]
 
-    def percents(column, *names, **how):
-        means = (report.over_seeds(frames, name, column, **how).mean() for name in names)
-        return sorted(100 * mean for mean in means)
+    def percents(column, *arms, part=""):
+        return sorted(100 * mean for mean in study.means(tables, arms, column, part=part).values())
 
-    kept = percents("kept", *report.KINDS)
-    new = percents("new_share", *report.WITH_NEW)
-    prompts = frames["prompts"]
-    itself = {"prompts": prompts[prompts["with"] == "itself"]}
-    ceiling = report.over_seeds(itself, report.SMALL_MODEL, "kept", 0.0, "prompts").mean()
-    chance = frames[""].query("check == 1 and arm in @report.KINDS")["kept_chance"].mean()
-    figures = [kept[0], kept[-1], 100 * chance]
-    figures += [*percents("kept", report.EQUAL_STEPS), *percents("kept", report.NONE)]
-    figures += [100, *percents("kept", report.OTHER_TEXTS, part="again"), 100 * ceiling]
-    figures += [new[0], new[-1]]
+    kept, new = percents("kept", *study.KINDS), percents("new_share", *study.WITH_NEW)
+    figures = [kept[0], kept[-1], 100 * facts["chance"]]
+    figures += [*percents("kept", study.EQUAL_STEPS), *percents("kept", study.NONE)]
+    figures += [100, *percents("kept", study.OTHER_TEXTS, part="again")]
+    figures += [*percents("kept", study.SMALL_MODEL, part="prompts"), new[0], new[-1]]
     figures = [f"{mean:.0f}" for mean in figures]
-    figures += [f"{percent:.1f}" for percent in percents("idle_share", report.EQUAL_STEPS)]
-    figures += [f"{percent:.0f}" for percent in percents("new_share", "neurons, splits")]
+    figures += [f"{percent:.1f}" for percent in percents("idle_share", study.EQUAL_STEPS)]
+    figures += [f"{percent:.0f}" for percent in percents("new_share", study.SPLITS)]
     assert re.findall(r"([\d.]+)(?: %| to)", said) == figures
-    less = {
-        column: {
-            kind: report.less(frames, column, kind, report.EQUAL_STEPS) for kind in report.KINDS
-        }
-        for column in ("kept", "overlap")
-    }
-    points = [f"{100 * less['kept'][kind][0]:.0f}" for kind in ("heads", "neurons")]
-    assert points == ["5", "2"]
-    kinds = [kind for kind, difference in less["kept"].items() if report.tells(difference)]
-    assert sorted(kinds) == ["heads", "neurons"]
-    assert not any(map(report.tells, less["overlap"].values()))
-    assert report.between_kinds(frames, "kept").startswith("none")
-    verdicts = [prediction.answer(frames)[0] for prediction in report.PREDICTIONS]
+    less = {kind: study.less(tables, "kept", kind) for kind in study.KINDS}
+    assert [f"{100 * less[kind].mean():.0f}" for kind in ("heads", "neurons")] == ["5", "2"]
+    assert {kind for kind in less if study.is_clear(less[kind])} == {"heads", "neurons"}
+    assert study.n_clear(tables, "overlap", study.AGAINST_TRAINING) == 0
+    assert study.n_clear(tables, "kept", study.BETWEEN_KINDS) == 0
+    verdicts = list(facts["verdicts"].values())
     assert (verdicts.count(False), verdicts.count(None), len(verdicts)) == (6, 1, 9)
     entry = entry_of("circuits_in_growth")
     low, high, _, equal, *_ = figures
@@ -257,7 +198,7 @@ def test_what_is_kept_by_counting(monkeypatch):
 
     circuit, still = first(of_first, neurons), first(of_second, neurons)
     assert got["kept"] == pytest.approx(len(circuit & still) / 3)
-    assert got["kept_low"] <= got["kept_high"]
+    assert got["correlation_low"] <= got["correlation"] <= got["correlation_high"]
     shares = [
         {name: effect / sum(map(abs, effects.values())) for name, effect in effects.items()}
         for effects in ({name: of_first[name] for name in neurons}, of_second)
@@ -339,7 +280,7 @@ def test_what_is_new_by_counting(monkeypatch):
     old = [name for name in neurons if name not in new]
     foremost = sorted(new - {"L1H0"}, key=lambda name: -sizes[name])[:2]
     most = [max(abs(np.corrcoef(now.gates[a], now.gates[b])[0, 1]) for b in old) for a in foremost]
-    assert measures.resemblances(now, "task", new)["resemblance"] == pytest.approx(np.mean(most))
+    assert measures.resemblance(now, "task", new) == pytest.approx(np.mean(most))
 
 
 def _choices(names, n):

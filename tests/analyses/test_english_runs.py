@@ -8,7 +8,7 @@ import torch
 from common import needs_transformer_lens_4
 from torch.utils.flop_counter import FlopCounterMode
 
-from analyses.studies import english_runs as runs
+from analyses.tools import english_runs as runs
 from analyses.tools import small_english_grammar as grammar
 from analyses.tools import train_small_english as english
 from analyses.tools.resumable import train
@@ -125,22 +125,6 @@ def test_the_held_out_loss_is_the_mean_over_the_words_of_texts_of_all_lengths():
     many = english.held_out_texts(10 * n, runs.never())
     assert sum(map(len, many)) == 10 * n
     assert len({len(text) for text in texts}) > 5
-
-
-def test_sizes_may_set_the_width_of_heads_and_a_plan_another_weight_decay(tmp_path):
-    narrow = replace(TRUNK, sizes=replace(SMALL, d_head=6), schedule={})
-    start = runs.run(narrow, tmp_path / "start", "cpu")
-    assert start.model.cfg.d_head == 6
-    plans = {"same": replace(narrow, steps=6), "more": replace(narrow, steps=6, weight_decay=0.3)}
-    after = {name: runs.run(p, tmp_path / name, "cpu", start=start) for name, p in plans.items()}
-    decays = {
-        name: {round(g["weight_decay"], 9) for g in done.training.optimizer.param_groups}
-        for name, done in after.items()
-    }
-    assert decays == {"same": {0.1}, "more": {0.3}}
-    assert not same(after["same"].model, after["more"].model)
-    again = runs.run(plans["more"], tmp_path / "more", "cpu", start=start)
-    assert same(after["more"].model, again.model)
 
 
 def test_a_longer_training_is_not_read_as_a_shorter_one(tmp_path):

@@ -13,7 +13,7 @@ from common import needs_transformer_lens_4, run_script
 
 from analyses.studies import grow_on_skill as study
 from analyses.studies import grow_on_skill_report as report
-from analyses.studies.circuit_measures import overlap_by_chance
+from analyses.tools.circuit_measures import overlap_by_chance
 from attn_only_lens.tasks.words import PEOPLE, THINGS
 
 KEPT = Path(__file__).parents[2] / "analyses" / "results"

@@ -1,4 +1,4 @@
-"""Training runs on Small English in which models grow: transformers' models, in bridges.
+"""Shared: training runs on Small English in which models grow: transformers' models, in bridges.
 
 Texts, loss and questions are those of `train_small_english.py`; a batch depends only on the data
 seed and the step number. The embedding and the unembedding are separate matrices (growth in width
@@ -55,13 +55,12 @@ HELD_OUT = 200  # prompts per task that begin no sentence in the texts
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a model. Each head has `d_head` coordinates; 0 means d_model / n_heads."""
+    """The sizes of a model."""
 
     n_layers: int
     d_model: int
     n_heads: int
     d_mlp: int
-    d_head: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,6 @@ class Plan:
     warmup: int = 50
     decay: int = 0
     rows: int = 32
-    weight_decay: float = 0.1
     family: Literal["llama", "gpt_neox"] = "llama"
     check_every: int = 100
     save_every: int = 200
@@ -113,8 +111,6 @@ class Plan:
         settings = {name: getattr(sizes, name) for name in ("n_layers", "d_model", "n_heads")}
         plain = Recipe(seed=self.seed, d_mlp=sizes.d_mlp, **settings).config()
         plain.tie_word_embeddings = False
-        if sizes.d_head:
-            plain.head_dim = sizes.d_head
         torch.manual_seed(self.seed)
         if self.family == "llama":
             return bridged(LlamaForCausalLM(plain))
@@ -214,7 +210,7 @@ def figures(model: TransformerBridge, n_read: int, asked: int) -> dict[str, floa
 
 def adamw(plan: Plan, model: TransformerBridge, start: Done | None) -> torch.optim.AdamW:
     """Return the optimizer of all parameters, with the state of `start`'s optimizer if given."""
-    settings = {"lr": plan.lr, "weight_decay": plan.weight_decay, "betas": (0.9, 0.98)}
+    settings = {"lr": plan.lr, "weight_decay": 0.1, "betas": (0.9, 0.98)}
     if start is None:
         return torch.optim.AdamW(model.parameters(), **settings)
     ours, optimizer_state = dict(model.named_parameters()), start.training.optimizer
@@ -225,9 +221,6 @@ def adamw(plan: Plan, model: TransformerBridge, start: Done | None) -> torch.opt
     ]
     optimizer = torch.optim.AdamW(groups, **settings)
     optimizer.load_state_dict(optimizer_state.state_dict())
-    if plan.weight_decay != start.plan.weight_decay:
-        for group in optimizer.param_groups:
-            group["weight_decay"] *= plan.weight_decay / start.plan.weight_decay
     return optimizer
 
 

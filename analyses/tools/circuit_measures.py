@@ -1,4 +1,4 @@
-"""The measures of the study of circuits in growth, for one model and for two.
+"""Shared: measures of circuits in growth, for one model and for two.
 
 A component is an attention head or a neuron, at all positions of a prompt. A component's *effect*
 is how much the metric, a logit difference, decreases if only the component's output in the clean
@@ -31,10 +31,8 @@ These measures describe new components:
                    before growth: how much old but unused components take part
     without_new    the metric with all new components patched together, on a scale from 0 (all
                    components patched) to 1 (none patched); 1 if no component is new
-    without_old    the same with all old components patched
     resemblance    the largest |correlation| of a neuron's gate with an old neuron's gate: the mean
-                   over the K new neurons with the largest |effect|; old_resemblance is the same for
-                   the K old neurons with the largest |effect|, compared with other old neurons
+                   over the K new neurons with the largest |effect|
 
 Intervals are quantiles over resamples of prompts; all components use the same resamples.
 """
@@ -42,7 +40,6 @@ Intervals are quantiles over resamples of prompts; all components use the same r
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -286,42 +283,29 @@ class Pair:
 
     def similarities(self) -> pd.DataFrame:
         """Return the similarity of each neuron's gates and examples, and the chance levels."""
-        rows = []
-        for _, group in groupby(self.neurons(), key=lambda name: HeadName.parse(name).layer):
-            here = list(group)
-            there = [self.names[name] for name in here]
-            gates = correlations(
-                np.stack([self.first.gates[name] for name in here]),
-                np.stack([self.second.gates[name] for name in there]),
+        names, rows = np.array(self.neurons()), []
+        for layer in np.unique(layers(names)):
+            here = names[layers(names) == layer]
+            there, others = [self.names[name] for name in here], ~np.eye(len(here), dtype=bool)
+            examples = [
+                [shared(self.first.examples[a], self.second.examples[b]) for b in there]
+                for a in here
+            ]
+            gates = (
+                np.stack([look.gates[name] for name in some])
+                for look, some in ((self.first, here), (self.second, there))
             )
-            examples = np.array(
-                [
-                    [shared(self.first.examples[a], self.second.examples[b]) for b in there]
-                    for a in here
-                ]
-            )
-            others = ~np.eye(len(here), dtype=bool)
-            rows.append(
-                pd.DataFrame(
-                    {
-                        "gates": gates.diagonal(),
-                        "gates_chance": gates.mean(1, where=others),
-                        "examples": examples.diagonal(),
-                        "examples_chance": examples.mean(1, where=others),
-                    },
-                    index=here,
-                )
-            )
+            alike = {"gates": correlations(*gates), "examples": np.array(examples)}
+            row = {name: measured.diagonal() for name, measured in alike.items()}
+            row |= {f"{name}_chance": x.mean(1, where=others) for name, x in alike.items()}
+            rows.append(pd.DataFrame(row, index=here))
         return pd.concat(rows)
 
     def heads(self) -> float:
         """Return the mean correlation of attention heads' patterns."""
-        similarities = [
-            correlations(self.first.patterns[a][None], self.second.patterns[b][None]).item()
-            for a, b in self.names.items()
-            if "N" not in a
-        ]
-        return float(np.mean(similarities))
+        heads = {a: b for a, b in self.names.items() if "N" not in a}
+        patterns = ((self.first.patterns[a], self.second.patterns[b]) for a, b in heads.items())
+        return float(np.mean([correlations(a[None], b[None]) for a, b in patterns]))
 
 
 def correlations(
@@ -389,62 +373,40 @@ def overlap_by_chance(names: Sequence[str], first: Floats, second: Floats) -> fl
 def agreement(pair: Pair, task: str) -> dict[str, float]:
     """Return how well two models' effects agree, and the chance levels of `kept` and `overlap`."""
     names = pair.neurons()
-    before, now = (
-        _rows(rows_of_run, task, some)
-        for rows_of_run, some in (
-            (pair.first, names),
-            (pair.second, [pair.names[name] for name in names]),
-        )
-    )
-    weights = resamples(before.shape[1])
-    first, second = weights @ before.T, weights @ now.T  # [resample, neuron]
-    centred = [rows - rows.mean(1, keepdims=True) for rows in (first, second)]
-    norms = [np.linalg.norm(rows, axis=1) for rows in centred]
-    correlation = (centred[0] * centred[1]).sum(1) / (norms[0] * norms[1])
+    before = _rows(pair.first, task, names)
+    now = _rows(pair.second, task, [pair.names[name] for name in names])
+    first, second = before.mean(1), now.mean(1)
     k = min(K, len(names) // 2)
     chosen, still = first_k(first, k), first_k(second, k)
     of_layer = layers(names)
-    in_layers = [of_layer == layer for layer in np.unique(of_layer)]
     kept_chance = sum(
-        chosen[0, here].sum() * still[0, here].sum() / here.sum() for here in in_layers
+        chosen[of_layer == layer].sum() * still[of_layer == layer].mean()
+        for layer in np.unique(of_layer)
     )
+    weights = resamples(before.shape[1])
+    rows = zip(weights @ before.T, weights @ now.T, strict=True)  # of neurons, by resample
+    correlation = np.array([np.corrcoef(one, two)[0, 1] for one, two in rows])
     return {
         **with_interval("correlation", correlation),
-        **with_interval("kept", (chosen & still).sum(1) / k),
-        **with_interval("overlap", shares_in_common(first, second)),
+        "kept": (chosen & still).sum() / k,
+        "overlap": float(shares_in_common(first[None], second[None])[0]),
         "kept_chance": kept_chance / k,
-        "overlap_chance": overlap_by_chance(names, first[0], second[0]),
+        "overlap_chance": overlap_by_chance(names, first, second),
     }
 
 
 def kept_measures(pair: Pair, task: str, alike: pd.DataFrame) -> dict[str, float]:
-    """Return `agreement` for a task, and the means of `gates` and `examples` over its circuit.
-
-    Args:
-        pair: the two models.
-        task: the task that defines the circuit.
-        alike: `similarities` of the pair.
-    """
+    """Return `agreement` for a task, and the means of `similarities` over its circuit."""
     names = pair.neurons()
     before = _rows(pair.first, task, names).mean(1)
     circuit = alike.loc[np.array(names)[first_k(before, min(K, len(names) // 2))]].mean()
     return agreement(pair, task) | {str(name): float(value) for name, value in circuit.items()}
 
 
-def effects(seen: Look, names: Mapping[str, str]) -> pd.DataFrame:
-    """Return a row per component: its name, its name before growth, and its effect on each task.
-
-    Effects have six digits, so that neurons with nearly equal effects keep their order.
-
-    Args:
-        seen: the measurements of the model.
-        names: names of the old components, by their names before growth.
-    """
-    was = {now: before for before, now in names.items()}
-    frame = pd.DataFrame({"name": seen.names, "was": [was.get(name, "") for name in seen.names]})
-    for task, part in seen.parts.items():
-        frame[task] = [f"{effect:.6g}" for effect in part.effects.mean(1)]
-    return frame
+def effects(seen: Look, new: Collection[str] = ()) -> pd.DataFrame:
+    """Return a row per component: its name, whether it is new, and its effect on each task."""
+    frame = pd.DataFrame({"name": seen.names, "new": [int(name in new) for name in seen.names]})
+    return frame.assign(**{task: part.effects.mean(1) for task, part in seen.parts.items()})
 
 
 def _rows(look: Look, task: str, names: Sequence[str]) -> Float[np.ndarray, "component prompt"]:
@@ -457,33 +419,32 @@ def new_measures(
 ) -> dict[str, float]:
     """Return how much of a task new components do: `new_share`, `parity`, `without_new` and others.
 
-    Args:
-        now: the measurements of the grown model.
-        task: the task.
-        new: names of the new components.
-        idle: names of the old neurons that were the weaker half before growth.
+    `idle` has the names of the old neurons that were the weaker half before growth.
     """
     part, names = now.parts[task], np.array(now.names)
     weights = resamples(len(part.clean))
-    sizes = abs(weights @ part.effects.T)  # [resample, component]
-    sizes = sizes / sizes.sum(1, keepdims=True)
-    is_new, is_idle = np.isin(names, list(new)), np.isin(names, list(idle))
-    of_neurons = is_neuron(names)
-    parity = sum(sizes[:, kind].sum(1) * is_new[kind].mean() for kind in (of_neurons, ~of_neurons))
-    clean, nothing, no_new, no_old = (
-        weights @ z for z in (part.clean, part.nothing, part.without_new, part.without_old)
-    )
+    resampled = abs(weights @ part.effects.T)  # [resample, component]
+    resampled = resampled / resampled.sum(1, keepdims=True)
+    is_new, of_neurons, sizes = np.isin(names, list(new)), is_neuron(names), resampled[0]
+    clean, nothing, left = (run.mean() for run in (part.clean, part.nothing, part.without_new))
     return {
-        "metric": clean[0],
-        "nothing": nothing[0],
-        "right": float((part.clean > 0).mean()),
-        **with_interval("new_share", sizes[:, is_new].sum(1)),
-        "new_share_heads": sizes[0, is_new & ~of_neurons].sum(),
-        "old_share_heads": sizes[0, ~is_new & ~of_neurons].sum(),
-        **with_interval("parity", parity),
-        **with_interval("idle_share", sizes[:, is_idle].sum(1)),
-        **with_interval("without_new", (no_new - nothing) / (clean - nothing)),
-        **with_interval("without_old", (no_old - nothing) / (clean - nothing)),
+        **with_interval("new_share", resampled[:, is_new].sum(1)),
+        "parity": sum(
+            sizes[kind].sum() * is_new[kind].mean() for kind in (of_neurons, ~of_neurons)
+        ),
+        "idle_share": sizes[np.isin(names, list(idle))].sum(),
+        "without_new": (left - nothing) / (clean - nothing),
+    }
+
+
+def learned(seen: Look, task: str) -> dict[str, float]:
+    """Return what a model has learned: its metric, also with all parts patched, and more."""
+    part, sizes = seen.parts[task], abs(seen.parts[task].effects.mean(1))
+    return {
+        "metric": part.clean.mean(),
+        "nothing": part.nothing.mean(),
+        "right answers": float((part.clean > 0).mean()),
+        "share of heads": sizes[~is_neuron(seen.names)].sum() / sizes.sum(),
     }
 
 
@@ -495,25 +456,16 @@ def idle_half(before: Look, task: str) -> list[str]:
     return list(by_layer.apply(lambda group: group.nsmallest(len(group) // 2)).index)
 
 
-def resemblances(now: Look, task: str, new: Collection[str]) -> dict[str, float]:
-    """Return how similar gates of the strongest new and old neurons are to old neurons' gates."""
-    names = [name for name in now.names if "N" in name]
-    old = [name for name in names if name not in new]
-    measured = {"resemblance": float("nan")}
-    for what, some in (
-        ("resemblance", [name for name in names if name in new]),
-        ("old_resemblance", old),
-    ):
-        if not some:
-            continue
-        chosen = first_k(_rows(now, task, some).mean(1), min(K, len(some)))
-        foremost = [name for name, is_first in zip(some, chosen, strict=True) if is_first]
-        alike = abs(
-            correlations(
-                np.stack([now.gates[name] for name in foremost]),
-                np.stack([now.gates[name] for name in old]),
-            )
-        )
-        alike[np.array(foremost)[:, None] == np.array(old)] = 0  # not with itself
-        measured[what] = float(alike.max(1).mean())
-    return measured
+def resemblance(now: Look, task: str, new: Collection[str]) -> float:
+    """Return how similar gates of the strongest new neurons are to old neurons' gates."""
+    some, old = (
+        [name for name in now.names if "N" in name and (name in new) == is_new]
+        for is_new in (True, False)
+    )
+    if not some:
+        return float("nan")
+    chosen = first_k(_rows(now, task, some).mean(1), min(K, len(some)))
+    first, second = (
+        np.stack([now.gates[name] for name in names]) for names in (np.array(some)[chosen], old)
+    )
+    return float(abs(correlations(first, second)).max(1).mean())
