@@ -154,16 +154,16 @@ def _run(
 ) -> tuple[nn.Module, pd.DataFrame]:
     bar.set_description(f"{arm}, seed {seed}, lr {lr:g}")
     into = folder / slug("text", arm, seed, lr)
-    done = train(task, arm, seed, lr, steps, into, device)
+    model, curve = train(task, arm, seed, lr, steps, into, device)
     bar.update()
-    return done
+    return model, curve.rename(columns={"cpu_seconds": "seconds"})
 
 
 def measured(study: Study, folder: Path, device: str) -> tuple[dict[str, pd.DataFrame], list[Any]]:
     """Train and measure every arm; return frames by name, and the models of seed 0 to read."""
     collected: dict[str, list[pd.DataFrame]] = {}
     kept: dict[str, Any] = {}
-    held_out = study.text._pool(0, english.SEED_OF_HELD_OUT)[: study.text.n_held_out]
+    held_out = study.text.pool(0, english.SEED_OF_HELD_OUT)[: study.text.n_held_out]
     batches = [batch.to(device) for batch in sorted(held_out, key=lambda batch: batch.shape[1])]
     for arm, seed, model, curve, search in trained(study, folder, device):
         frames = {

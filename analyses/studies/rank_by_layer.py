@@ -234,9 +234,9 @@ def measured(
                 frame = frame_of(lens_streams, exposed, texts, list(FORMS))
             weights = "trained" if seed < 0 else "random"
             frames.append(frame.assign(model=name, weights=weights, seed=max(seed, 0)))
-    study = training.SMOKE if smoke else training.Study()
+    study = training.SMOKE if smoke else training.Tasks()
     forms = [form for form, (_, mlps) in FORMS.items() if mlps != "half"]
-    held_out = study.text._pool(0, training.english.SEED_OF_HELD_OUT)
+    held_out = study.text.pool(0, training.english.SEED_OF_HELD_OUT)
     longest = max(held_out, key=lambda batch: batch.shape[1])
     texts = list(longest[:N_TEXTS, :LENGTH].to(device).split(1))
     steps = study.text.steps if smoke else STEPS
