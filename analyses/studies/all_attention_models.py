@@ -8,12 +8,6 @@ and the value 0. The token has the key 0 and the value q. Then
     pattern   the token itself: σ(q)    persistent vector: σ(-q)
     output    σ(q) q W_out
 
-Two things are not in the architecture of Sukhbaatar et al. (2019). First, the mask: a token sees no
-other token. If it sees all earlier tokens (with the keys 0), the output is a different function.
-Second, other gates than SiLU and its generalizations: the persistent vector's score must be -logit
-p(q), which is not linear in q. Bilinear gates need a few heads per neuron, and as many persistent
-keys as they have slopes.
-
 **All-attention -> attention-only** (`loaded`). N *memory tokens* at the front of each text take the
 place of persistent vectors. The stream of h coordinates gets N + 1 more. Memory token n is embedded
 as
@@ -25,10 +19,10 @@ the gains of norms are multiplied by √(h/ĥ), and ε by h/ĥ, with ĥ = h + N 
 growth paper). A memory row has mean zero, so LayerNorm acts on it as RMSNorm if all writes to the
 stream are centred, as they can be under LayerNorm without a change of the function.
 
-Heads write to memory rows too, because a row attends at least to itself. Memory rows are therefore
-not the same in all layers. But attention is causal and memory tokens come first, so their rows do
-not depend on the text: they are constants of the weights. Let u_n be the constant row that enters
-a layer's heads (after its norm), with u_n[h+n] = a_n. Rows of W_K and W_V are then chosen as
+Heads write to memory rows too, because a row attends at least to itself. But attention is causal
+and memory tokens come first, so their rows do not depend on the text: they are constants of the
+weights. Let u_n be the constant row that enters a layer's heads (after its norm), with u_n[h+n] =
+a_n. Rows of W_K and W_V are then chosen as
 
     W_K[h+n] = (key_n - b_K - u_n[:h] W_K[:h]) / a_n        W_K[h+N] = 0
 
@@ -40,16 +34,15 @@ token's score with the distance: they are not supported.
 
 **A persistent vector as a head** (`split`). A head's output is a sum over the rows that it attends
 to. Let some vectors of head H leave it: its values at their memory rows become 0, and for each of
-them, a new head has the queries and keys of H, W_O of H, and a value that is 0 in all rows except
-in memory row n. The new head's pattern is a copy of H's pattern, its only value is value_n, and its
-output is p_n value_n W_O. The sum of the outputs is the same. So one persistent vector becomes a
-head with a name, which every tool can read; its weights are computed together with all others of
-H, because each copy computes the whole softmax.
+them, a new head has the queries, keys and W_O of H, and a value that is 0 in all rows except in
+memory row n. Its pattern is a copy of H's pattern, and its output is p_n value_n W_O. The sum of
+the outputs is the same. So one persistent vector becomes a head with a name, which every tool can
+read; but each copy computes the whole softmax.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -71,6 +64,7 @@ from attn_only_lens.tl import (
 
 NormName = Literal["LN", "RMS"]
 Split: TypeAlias = Sequence[tuple[int, int, int]]
+Edit: TypeAlias = Callable[[int, str, Tensor], Tensor]
 
 
 def neuron_layer(
@@ -86,18 +80,8 @@ def neuron_layer(
 ) -> tuple[Float[Tensor, "pos d_model"], Float[Tensor, "head pos row"]]:
     """Return the output and the pattern of an all-attention layer that computes a SiLU MLP.
 
-    Args:
-        x: the input of the MLP for one text.
-        W_in: the queries and values of the heads.
-        b_in: their biases.
-        W_out: the output vectors of the heads.
-        b_out: the bias of the output.
-        key: the key of the persistent vector that all heads share.
-        value: its value.
-        diagonal: whether a token sees only itself; otherwise, it sees all earlier tokens too.
-
-    Returns:
-        The output, and the pattern, with the persistent vector in its last column.
+    All heads share one persistent vector with `key` and `value`. If not `diagonal`, a token sees
+    all earlier tokens too, and not only itself. The last column of the pattern is the vector's.
     """
     q = (x @ W_in + b_in).T
     pos = len(x)
@@ -139,15 +123,9 @@ class Layer:
 class AllAttentionModel:
     """The weights of a transformer of all-attention layers, with learned absolute positions.
 
-    Attributes:
-        layers: the layers.
-        W_E: embeddings [d_vocab, d_model].
-        W_pos: position embeddings [n_ctx, d_model].
-        W_U: the unembedding [d_model, d_vocab].
-        norm: the norm before each layer and before the unembedding, or None.
-        gain: the gain of the last norm; ones without a norm.
-        shift: its bias; zeros without a norm.
-        eps: the ε of the norms.
+    A norm stands before each layer and before the unembedding, or nowhere (None). Without a norm,
+    gains are ones and shifts are zeros. W_E is [d_vocab, d_model], W_pos [n_ctx, d_model], W_U
+    [d_model, d_vocab].
     """
 
     layers: tuple[Layer, ...]
@@ -208,6 +186,64 @@ def normalised(x: Tensor, norm: NormName | None, eps: float) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
+@dataclass(frozen=True)
+class Direct:
+    """A run of a model with persistent vectors.
+
+    Attributes:
+        logits: [pos, d_vocab].
+        scores: a_n and the scores of tokens, by layer, [head, pos, vector + pos].
+        weights: the pattern by layer; its first N columns are p_n.
+        streams: the stream before each layer, and the last one.
+    """
+
+    logits: Tensor
+    scores: list[Tensor]
+    weights: list[Tensor]
+    streams: list[Tensor]
+
+
+def direct(model: AllAttentionModel, text: Tensor, edit: Edit = lambda layer, part, x: x) -> Direct:
+    """Run a model on one text, [pos].
+
+    `edit` returns the edited "scores", "weights" [head, pos, vector + pos] or "values" [head,
+    vector + pos, d_head] of a layer.
+    """
+    pos, N = len(text), model.n_vectors
+    x = model.W_E[text] + model.W_pos[:pos]
+    seen = torch.ones(pos, N + pos, dtype=torch.bool).tril(N)
+    run = Direct(x, [], [], [x])
+    for number, layer in enumerate(model.layers):
+        u = normalised(x, model.norm, model.eps) * layer.gain + layer.shift
+        q, k, v = (
+            u @ getattr(layer, f"W_{of}") + getattr(layer, f"b_{of}")[:, None] for of in "QKV"
+        )
+        k, values = torch.cat([layer.key, k], dim=1), torch.cat([layer.value, v], dim=1)
+        scores = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
+        scores = edit(number, "scores", scores)
+        weights = edit(number, "weights", scores.softmax(-1))
+        values = edit(number, "values", values)
+        x = x + (weights @ values @ layer.W_O).sum(0) + layer.b_O
+        run.scores.append(scores.detach())
+        run.weights.append(weights.detach())
+        run.streams.append(x)
+    last = normalised(x, model.norm, model.eps) * model.gain + model.shift
+    return replace(run, logits=last @ model.W_U)
+
+
+def set_entry(layer: int, part: str, index: tuple[int, ...], value: Any) -> Edit:
+    """Return an edit that sets one entry of a part of a layer to a number or a vector."""
+
+    def edit(number: int, name: str, x: Tensor) -> Tensor:
+        if (number, name) != (layer, part):
+            return x
+        x = x.clone()
+        x[index] = value
+        return x
+
+    return edit
+
+
 @torch.no_grad()
 def as_memory_tokens(
     model: AllAttentionModel, c: float, *, corrected: bool = True, split: Split = ()
@@ -223,9 +259,6 @@ def as_memory_tokens(
         corrected: whether to take into account what heads write to memory rows.
         split: the persistent vectors that become heads, as (layer, head, vector). In their layers,
             they follow the H ordinary heads, in this order; other layers get heads of zeros.
-
-    Returns:
-        The configuration, and weights with the names of a HookedTransformer.
     """
     N, (d_vocab, h) = model.n_vectors, model.W_E.shape
     wide = h + N + 1
@@ -363,16 +396,8 @@ def loaded(
 ) -> Any:
     """Return the model with memory tokens, as TransformerLens loads it.
 
-    Args:
-        model: the weights of the all-attention model.
-        c: as in `as_memory_tokens`.
-        corrected: as in `as_memory_tokens`.
-        split: as in `as_memory_tokens`.
-        dtype: of the result; its weights are computed in float64.
-
-    Returns:
-        A TransformerBridge from `boot_native` with transformer-lens 4; with 3.9, a
-        HookedTransformer.
+    Other arguments are those of `as_memory_tokens`; weights are computed in float64. The result is
+    a TransformerBridge from `boot_native` with transformer-lens 4; with 3.9, a HookedTransformer.
     """
     cfg, state = as_memory_tokens(model, c, corrected=corrected, split=split)
     if HAS_HOOKED_TRANSFORMER:
@@ -395,40 +420,3 @@ def with_memory(tokens: Tensor, n_vectors: int, d_vocab: int) -> Tensor:
     """Return texts [batch, N + pos] with the memory tokens in front."""
     memory = torch.arange(d_vocab, d_vocab + n_vectors, device=tokens.device)
     return torch.cat([memory.expand(len(tokens), -1), tokens], dim=1)
-
-
-@torch.no_grad()
-def by_loops(model: AllAttentionModel, text: Tensor) -> Tensor:
-    """Return the logits of one text, computed slowly: every weight of a pattern is a Python float.
-
-    This is the oracle of the tests; it shares no code with the other functions of this file.
-    """
-    stream = [model.W_E[token] + model.W_pos[t] for t, token in enumerate(text.tolist())]
-
-    def norm(row: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
-        if model.norm is None:
-            return row
-        mean = row.mean() if model.norm == "LN" else row.new_zeros(())
-        size = ((row - mean) ** 2).mean() + model.eps
-        return (row - mean) / size.sqrt() * gain + shift
-
-    for layer in model.layers:
-        reads = [norm(row, layer.gain, layer.shift) for row in stream]
-        written = [layer.b_O.clone() for _ in stream]
-        for head in range(len(layer.W_Q)):
-            q, k, v = (
-                [
-                    row @ getattr(layer, f"W_{of}")[head] + getattr(layer, f"b_{of}")[head]
-                    for row in reads
-                ]
-                for of in "QKV"
-            )
-            for t in range(len(stream)):
-                keys = [*k[: t + 1], *layer.key[head]]
-                values = [*v[: t + 1], *layer.value[head]]
-                exponentials = [float((q[t] @ key / len(key) ** 0.5).exp()) for key in keys]
-                total = sum(exponentials)
-                for weight, value in zip(exponentials, values, strict=True):
-                    written[t] += weight / total * (value @ layer.W_O[head])
-        stream = [row + more for row, more in zip(stream, written, strict=True)]
-    return torch.stack([norm(row, model.gain, model.shift) @ model.W_U for row in stream])

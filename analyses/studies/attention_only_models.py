@@ -22,9 +22,6 @@ token attends to itself and to one static row outside the text.
                     softmax, to the text and to its own N learned pairs of a key and a value
 
 Its N vectors per head have as many parameters and flops as N neurons of an MLP.
-
-The transformers around the heads are transformers' GPT-2 (text) and the HookedTransformer from
-`train_modular_addition.py`; `in_package` returns them with an MLP, from "mlp" or "theorem".
 """
 
 import copy
@@ -37,8 +34,6 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
-from attn_only_lens.tl import HookedTransformer
-
 NeuronKind = Literal["mlp", "theorem", "without keys", "bias token", "set free", "persistent"]
 Kind = Literal[NeuronKind, "all-attention"]
 KINDS: tuple[NeuronKind, ...] = get_args(NeuronKind)
@@ -49,12 +44,8 @@ VECTORS = {"mlp": 2, "theorem": 2, "without keys": 3, "all-attention": 2}
 class Neurons(nn.Module):
     """The neuron-heads of a layer, or its MLP.
 
-    Args:
-        kind: a kind from the module docstring, except "all-attention".
-        d_model: the width of the stream.
-        n_heads: the number of heads.
-        std: the standard deviation of input vectors; that of output vectors is `std_out`.
-        bias: b of the bias token, shared by all layers.
+    Vectors are drawn with standard deviation `std`, output vectors with `std_out`; `bias` is b of
+    the bias token, shared by all layers.
     """
 
     def __init__(
@@ -155,11 +146,8 @@ class AllAttention(nn.Module):
         output    (Σ_t p_t v_t + Σ_n p_n value_n) W_O + b_O
 
     Persistent vectors have no position and no bias. Their parameters are `key` / √d_head and
-    `value` / √N, drawn with variances 1/d_head and 1/N, as in the paper and its code.
-
-    Args:
-        attention: transformers' GPT-2 attention; its weights are used, and not copied.
-        n_vectors: the number N of persistent vectors per head.
+    `value` / √N, drawn with variances 1/d_head and 1/N, as in the paper and its code. The weights
+    of transformers' GPT-2 attention are used, and not copied.
     """
 
     kind = "all-attention"
@@ -170,7 +158,7 @@ class AllAttention(nn.Module):
         self.c_attn, self.c_proj = attention.c_attn, attention.c_proj
         shape = (self.n_heads, n_vectors, self.d_head)
         self.scaled_key = nn.Parameter(torch.randn(shape) * self.d_head**-0.5)
-        self.scaled_value = nn.Parameter(torch.randn(shape) * n_vectors**-0.5)
+        self.scaled_value = nn.Parameter(torch.randn(shape) * max(n_vectors, 1) ** -0.5)
 
     @property
     def key(self) -> Float[Tensor, "head vector d_head"]:
@@ -224,13 +212,8 @@ class Nothing(nn.Module):
 def flops(kind: Kind, d_model: int, n_heads: int, n_dense: int = 0) -> int:
     """Return a forward pass's matrix flops per token; a training step takes three times as many.
 
-    Args:
-        kind: a kind from the module docstring.
-        d_model: the width of the stream.
-        n_heads: the number of neuron-heads; for "all-attention", N.
-        n_dense: how many rows each token scores in the dense form. The two scores of the narrow
-            form are not counted, because they are not matrix products. "all-attention" has one
-            form only.
+    `n_dense` is how many rows each token scores in the dense form. The two scores of the narrow
+    form are not counted, because they are no matrix products. "all-attention" has one form only.
     """
     n_dense = 0 if kind == "all-attention" else n_dense
     return 2 * n_heads * (VECTORS.get(kind, 4) * d_model + 2 * n_dense)
@@ -286,7 +269,7 @@ def size_of(sublayer: Neurons | AllAttention) -> int:
     return vectors.shape[1]
 
 
-def in_package(model: Any) -> Any:
+def in_package(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
     """Return the same model with plain SiLU MLPs, so that this package can expose them.
 
     Raises:
@@ -298,25 +281,16 @@ def in_package(model: Any) -> Any:
     odd = {layer.kind for layer in sublayers_of(model)} - {"mlp", "theorem"}
     if odd:
         raise ValueError(f"got neuron-heads of kind {sorted(odd)}; expected those of an MLP")
-    if isinstance(model, HookedTransformer):
-        cfg = copy.deepcopy(model.cfg)
-        cfg.d_mlp = layers[0].W_Q.shape[1]
-        plain = HookedTransformer(cfg)
-        names = ("blocks.{}.mlp.W_in", "blocks.{}.mlp.W_out")
-    else:
-        config = copy.deepcopy(model.config)
-        config.n_inner = layers[0].W_Q.shape[1]
-        plain = GPT2LMHeadModel(config)
-        names = ("transformer.h.{}.mlp.c_fc.weight", "transformer.h.{}.mlp.c_proj.weight")
-    state, model_state = plain.to(layers[0].W_Q.dtype).state_dict(), model.state_dict()
-    of_layers = {
-        name.format(layer): tensor
-        for layer, sublayer in enumerate(layers)
-        for name, tensor in zip(names, (sublayer.W_Q, sublayer.W_O), strict=True)
-    }
-    for name, tensor in state.items():
-        if ".mlp." in name and name not in of_layers:
+    config = copy.deepcopy(model.config)
+    config.n_inner = layers[0].W_Q.shape[1]
+    plain = GPT2LMHeadModel(config).to(layers[0].W_Q.dtype)
+    weights = model.state_dict()
+    for layer, sublayer in enumerate(layers):
+        name = f"transformer.h.{layer}.mlp"
+        weights |= {f"{name}.c_fc.weight": sublayer.W_Q, f"{name}.c_proj.weight": sublayer.W_O}
+    for name, tensor in plain.state_dict().items():
+        if ".mlp." in name and name not in weights:
             tensor.zero_()  # biases are zero, because Definition 1 has none
         else:
-            tensor.copy_((of_layers | model_state)[name].detach())
+            tensor.copy_(weights[name].detach())
     return plain.eval()

@@ -1,9 +1,6 @@
-"""Does an attention-only transformer train as well as one with MLPs? The paper's open question.
+"""Train attention-only transformers from scratch, next to transformers with MLPs.
 
-"It remains unknown whether such an architecture would be competitive with the more classical
-transformer architecture in terms of practical considerations" (Attention-Only Transformers and
-Implementing MLPs with Attention Heads, section 5). Here, transformers that have neuron-heads in
-place of MLPs (`attention_only_models.py`) are trained from scratch, next to one with MLPs, on
+Transformers that have neuron-heads in place of MLPs (`attention_only_models.py`) are trained on
 Small English (a two-layer GPT-2) and on addition modulo 53 (one layer, no norm):
 
     mlp                  the SiLU MLP that the paper converts
@@ -15,114 +12,51 @@ Small English (a two-layer GPT-2) and on addition modulo 53 (one layer, no norm)
     mlp, twice           twice the neurons
     all-attention        no MLP; as many persistent vectors in each ordinary head as neurons: equal
                          parameters (text only)
+    neither              ordinary attention alone (only in `all_attention.py`)
 
 Equal parameters mean equal flops, because a head needs as many products as it has weights. Addition
 has only arms with equal parameters. All arms have the same data in the same order, AdamW, the same
 schedule, and the same initial attention and embeddings. Each arm tries learning rates on other
-seeds, one for text and three for addition, and uses the rate with the lowest mean loss; both
-neighbours of this rate are tried too. (Addition first had one seed as well. It chose .032 for the
-MLP, which then ended below 50 % accuracy in four of five seeds; so all arms got three seeds.)
+seeds, and uses the rate with the lowest mean loss; both neighbours of this rate are tried too.
 
 Compute is the flops of matrix products, forward and backward. The dense form, which masks scores
 that it has computed, needs more flops; these are counted too, but not run or drawn. Times are in
 `bench_training_step.py`.
-
-How long to train on text: until the MLP's loss stops falling, that is, until twice as many steps
-(with a schedule of their own) lower its held-out loss by less than 1 %. We measure this with
-another seed, at 600 to 19200 steps. If no affordable length passes, we take the longest that we can
-afford with five seeds and all arms, and the page says how far the loss still falls. (No length
-passed: from 4800 to 9600 steps, the loss falls by 6.6 %. We could afford 4800 steps.)
-
-Predictions for the run of 4800 steps, written before it. "Differ" compares arms seed by seed; an
-interval is Student's 95 % interval over seeds.
-
-1. The loss still falls: from 9600 to 19200 steps, by more than 1 %.
-2. Neurons matter more: "mlp, an eighth" ends at least 5 % above the MLP (mean).
-3. "mlp, twice" ends below the MLP, by 1 % or more (mean).
-4. "paper's heads", "without keys", "persistent vectors" and "started at the MLP" end within 3 % of
-   the MLP (means).
-5. "paper's heads" end above the MLP, and the interval excludes 0; that of "without keys" includes
-   0.
-6. "persistent vectors" and "paper's heads" differ by less than 2 %, and the interval includes 0.
-7. On text, the median |cos(W_Q, W_V)| of "paper's heads" stays below .3, and that of
-   "started at the MLP" falls below .4, the value after the first run.
-8. In "paper's heads", setting every key to its mean costs more than ten times as much loss as
-   setting the bias token's value to 0, on text.
-9. All-attention layers end at least 10 % above the MLP.
-10. On addition, "started at the MLP" needs less than twice as many epochs as the MLP (medians), and
-    the MLP or "without keys" solves the task first.
-
-Predictions for the run of 2400 steps, written before it; there was no time for the arms "mlp,
-twice", "persistent vectors" and "started at the MLP", nor for the predictions about them.
-
-1. "mlp, an eighth" ends at least 5 % above the MLP, in every seed. (Failed: 3.4 %.)
-2. Neuron-heads of all forms end within 3 % of the MLP (means). (Held for the two forms.)
-3. "without keys" ends below the MLP (mean). (Held: by .8 %; the interval includes 0.)
-4. On text, the median |cos(W_Q, W_V)| of "paper's heads" stays below .3. (Held.)
-5. In "paper's heads", keys at their means cost more than ten times as much as the bias token's
-   value at 0, on text. (Held.)
-6. On addition, the MLP solves the task first (median), and "paper's heads" need less than twice as
-   many epochs. (Failed: "without keys" were first.)
-7. All-attention layers end between the MLP and "mlp, an eighth" on text. (Failed: 16 % above.)
-
-Predictions for the first run (600 steps of text, three seeds, and an arm "paper's heads, as many"
-with as many heads as neurons), written before that run:
-
-1. The theorem's form is the MLP: trained alike, they stay the same numbers, to rounding. (A test
-   shows this.)
-2. At equal parameters, the loss of "paper's heads" on text is within 2 % of the MLP's: half as many
-   of them hold gated linear units ("without keys"), which do as well as MLPs. (Held.)
-3. With as many heads as neurons they beat the MLP in every seed, but not the MLP of twice the
-   neurons in every seed. (Failed.)
-4. Nothing pulls W_Q and W_V together: the median |cos| stays within 0.1 of what it was when drawn.
-   Started at the theorem, they part to 0.9 or less. (Failed: on addition it rose by 0.13.)
-5. The self key matters: to put it at its mean costs more than to leave out the bias token's value.
-   "without keys" is within 2 % of "paper's heads" nevertheless. (Held.)
-6. "persistent vectors" and "paper's heads" end within 2 % of each other on text. (Held.)
-7. On addition, "paper's heads" solve the task no later than the MLP (median of seeds): it takes
-   products of waves, and q k is one. (Failed; all arms used the highest rate that was tried.)
-
-    python -m analyses.studies.train_attention_only --out analyses/results
 """
 
-import json
+import math
 import re
-import time
-import warnings
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache, partial
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
-import typer
-from safetensors.torch import load_file, save_file
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from analyses.studies import attention_only_models as models
-from analyses.studies.attention_only_report import FORMS, curves_figure, page
+from analyses.study import RESULTS, Setting, Study, Tables
+from analyses.tools import resumable
 from analyses.tools import train_modular_addition as addition
 from analyses.tools import train_small_english as english
-from analyses.tools.benching import machine
-from analyses.tools.options import Device, Out, Runs, Seeds, Smoke
-from analyses.tools.resumable import claim
-from analyses.tools.study_files import as_stored, keep
-from attn_only_lens.storage import atomic_write, write_text
+from analyses.tools.growth_training import Training
+from analyses.tools.study_files import t_interval
 
 SEED_OF_SEARCH = 100
 SEED_OF_LENGTHS = 101
 MOST_RATES = 8
-EARLIER = Path(__file__).parents[1] / "results" / "train_attention_only_earlier.csv"
 SATURATED = 0.05  # weights below this, or above 1 minus this, are saturated
 DEAD = 0.01  # relative to the mean strength in the head's layer
 BINS = 16
-DIGITS = "%.5g"
+SOLVED, LOST = 0.99, 0.9  # held-out accuracies
+FALLING = 0.01  # twice as many steps lower the loss by more than this share
 ARMS: dict[str, tuple[models.Kind, float]] = {
     "mlp": ("mlp", 1),
     "paper's heads": ("bias token", 1 / 2),
@@ -132,34 +66,29 @@ ARMS: dict[str, tuple[models.Kind, float]] = {
     "started at the MLP": ("set free", 1 / 2),
     "mlp, twice": ("mlp", 2),
     "all-attention": ("all-attention", 1),
+    "neither": ("all-attention", 0),
 }
 """The kind of each arm, and its number of heads (or N) per neuron of the MLP."""
+FORMS = ("paper's heads", "without keys", "persistent vectors", "started at the MLP")
+TRAINED = {"text": tuple(ARMS)[:-1], "addition": ("mlp", *FORMS)}
+COLOURS = dict(zip(ARMS, ("black", "C0", "C5", "C2", "C1", "C9", "C7", "C4", "C3"), strict=True))
+CUTS = ("key", "value_b", "gate")
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task, its sizes, and the length of its training.
-
-    Attributes:
-        steps: the steps of a run; a run of the search takes `search_steps`.
-        checks: how often the held-out loss is measured.
-        lrs: the learning rates that are tried first; see `search`.
-        search_seeds: the number of seeds of the search.
-    """
+    """A task, its sizes, and the length of its training."""
 
     d_model: int
     n_heads: int
     d_mlp: int
     steps: int
     search_steps: int
-    checks: int
-    lrs: tuple[float, ...]
+    checks: int  # how often the held-out loss is measured in a run
+    lrs: tuple[float, ...]  # the learning rates that are tried first
     warmup: int
-
-    @property
-    def arms(self) -> tuple[str, ...]:
-        """The arms that are trained."""
-        return tuple(ARMS)
+    search_seeds: int = 1
+    clip: float = float("inf")
 
     def neurons(self, arm: str) -> tuple[models.Kind, int]:
         """Return the kind and the number of an arm's neurons in a layer."""
@@ -171,7 +100,6 @@ class Task:
 class Text(Task):
     """The task of predicting Small English texts."""
 
-    search_seeds: int = 1
     n_layers: int = 2
     rows: int = 16
     n_held_out: int = 16  # the number of batches
@@ -180,10 +108,9 @@ class Text(Task):
 
     def model(self, kind: models.Kind, n_neurons: int, seed: int) -> nn.Module:
         """Return an untrained model."""
-        sizes = {name: getattr(self, name) for name in ("n_layers", "d_model")}
+        sizes = {"n_layers": self.n_layers, "d_model": self.d_model, "heads": self.n_heads}
         d_vocab = len(english.vocabulary())
-        sizes |= {"heads": self.n_heads, "d_vocab": d_vocab, "seed": seed}
-        model = models.text_model(kind, n_neurons, **sizes)
+        model = models.text_model(kind, n_neurons, **sizes, d_vocab=d_vocab, seed=seed)
         model.config.use_cache = False
         return model
 
@@ -198,9 +125,10 @@ class Text(Task):
 
     def batch(self, step: int, seed: int) -> Tensor:
         """Return the texts of a step, which are the same for every arm."""
-        return self._pool(seed, step // english.POOL)[step % english.POOL]
+        return self.pool(seed, step // english.POOL)[step % english.POOL]
 
-    def _pool(self, seed: int, number: int) -> list[Tensor]:
+    def pool(self, seed: int, number: int) -> list[Tensor]:
+        """Return some batches of texts."""
         recipe = english.Recipe(rows=self.rows, seed=seed, prompts=self.prompts)
         return _pool(recipe, number)
 
@@ -218,19 +146,17 @@ class Text(Task):
 
     def held_out(self, model: Any, seed: int) -> dict[str, float]:
         """Return the loss on texts that are the same for every seed."""
-        batches = self._pool(0, english.SEED_OF_HELD_OUT)[: self.n_held_out]
+        batches = self.pool(0, english.SEED_OF_HELD_OUT)[: self.n_held_out]
         losses = [self.loss(model, batch.to(model.device)) for batch in batches]
         return {"loss": torch.stack(losses).mean().item()}
 
 
-@lru_cache(None)
+_held_out = cache(english.held_out)
+
+
+@cache
 def _pool(recipe: english.Recipe, number: int) -> list[Tensor]:
-    return english.pool(recipe, number, _never(recipe.prompts))
-
-
-@lru_cache(None)
-def _never(prompts: int) -> frozenset[str]:
-    return english.held_out(prompts)
+    return english.pool(recipe, number, _held_out(recipe.prompts))
 
 
 @dataclass(frozen=True)
@@ -240,15 +166,6 @@ class Addition(Task):
     search_seeds: int = 3
     modulus: int = 53
     train_fraction: float = 0.6
-    clip: float = float("inf")
-
-    @property
-    def arms(self) -> tuple[str, ...]:
-        """The arms with equal parameters; other arms cannot show which form learns sooner.
-
-        "all-attention" is for text: the model's attention has no place for persistent vectors.
-        """
-        return ("mlp", *FORMS)
 
     def recipe(self, seed: int, lr: float = 0.0) -> addition.Recipe:
         """Return the recipe of the model without its MLP."""
@@ -305,7 +222,7 @@ def _pairs(recipe: addition.Recipe) -> tuple[Tensor, Tensor]:
     return rows[trained], rows[~trained]
 
 
-@lru_cache(None)
+@cache
 def _flops(task: Addition, kind: models.NeuronKind, n_neurons: int, n_pairs: int) -> int:
     model = task.model(kind, n_neurons, 0)
     with FlopCounterMode(display=False) as counter:
@@ -314,30 +231,20 @@ def _flops(task: Addition, kind: models.NeuronKind, n_neurons: int, n_pairs: int
 
 
 @dataclass(frozen=True)
-class Study:
-    """The settings that determine the result.
+class Tasks:
+    """Both tasks, and the lengths and the rate with which an MLP is trained on text."""
 
-    Attributes:
-        lengths: the numbers of steps at which the MLP is trained on text, to choose `text.steps`.
-        length_lrs: the learning rates of these runs.
-    """
-
-    text: Text = field(
-        default_factory=lambda: Text(48, 4, 192, 4800, 2400, 12, (4e-3, 8e-3, 1.6e-2), 50)
-    )
-    addition: Addition = field(
-        default_factory=lambda: Addition(48, 2, 96, 1000, 600, 50, (8e-3, 1.6e-2, 3.2e-2), 10)
-    )
+    text: Text = Text(48, 4, 192, 4800, 2400, 12, (4e-3, 8e-3, 1.6e-2), 50)
+    addition: Addition = Addition(48, 2, 96, 1000, 600, 50, (8e-3, 1.6e-2, 3.2e-2), 10)
     lengths: tuple[int, ...] = (600, 1200, 2400, 4800, 9600, 19200)
-    length_lrs: tuple[float, ...] = (8e-3,)
-    n_seeds: int = 5
+    length_lr: float = 8e-3
 
 
-SMOKE = Study(
+SMOKE = Tasks(
     Text(8, 2, 6, 4, 2, 2, (1e-2,), 2, n_layers=1, rows=3, n_held_out=1, prompts=5),
-    Addition(10, 2, 6, 6, 3, 3, (1e-2,), 2, modulus=7),
+    Addition(10, 2, 6, 6, 3, 3, (1e-2,), 2, search_seeds=1, modulus=7),
     (2, 4, 8),
-    (1e-2,),
+    1e-2,
 )
 
 
@@ -346,52 +253,38 @@ def slug(*parts: object) -> str:
     return re.sub(", | ", "_", "-".join(map(str, parts))).replace("'", "")
 
 
-def on(device: str, model: nn.Module) -> nn.Module:
-    """Return the model on a device; a HookedTransformer's own `to` would print a message."""
-    return nn.Module.to(model, device)
-
-
 def train(
     task: Any, arm: str, seed: int, lr: float, steps: int, folder: Path, device: str
 ) -> tuple[nn.Module, pd.DataFrame]:
-    """Return the model at the end of a run, and its curve; a finished run is read from its folder.
+    """Return the model at the end of a run, and its curve; a finished run is read from a folder."""
+    model = nn.Module.to(task.model(*task.neurons(arm), seed), device)
 
-    An interrupted run starts again, because a run takes about a minute.
-    """
-    kind, n_neurons = task.neurons(arm)
-    model = on(device, task.model(kind, n_neurons, seed))
-    weights, curve = folder / "model.safetensors", folder / "curve.csv"
-    if weights.exists():
-        model.load_state_dict(load_file(weights, device), strict=False)
-        return model, pd.read_csv(curve)
-    optimizer, rows, flops = task.optimizer(model, lr), [], 0
-    losses: list[Tensor] = []
-    began = time.process_time()
-    for step in range(steps + 1):
-        if step % (steps // task.checks) == 0 or step == steps:
-            with torch.no_grad():
-                measured = task.held_out(model, seed)
-            trained = torch.stack(losses).mean().item() if losses else float("nan")
-            spent = {"flops": flops, "seconds": time.process_time() - began}
-            rows.append({"step": step, **spent, "trained": trained, **measured})
-            losses = []
-        if step == steps:
-            break
-        batch = task.batch(step, seed).to(device)
-        optimizer.param_groups[0]["lr"] = lr * task.rate(step, steps)
+    def step(training: Training, number: int) -> dict[str, int]:
+        batch = task.batch(number, seed).to(device)
+        training.optimizer.param_groups[0]["lr"] = lr * task.rate(number, steps)
         loss = task.loss(model, batch)
-        optimizer.zero_grad()
+        training.optimizer.zero_grad()
         loss.backward()
         clip_grad_norm_(model.parameters(), task.clip)
-        optimizer.step()
-        losses.append(loss.detach())
-        flops += task.flops(model, batch)
-    frame = pd.DataFrame(rows)
-    write_text(curve, frame.to_csv(index=False))
-    trained_weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    with atomic_write(weights) as partial_file:
-        save_file(trained_weights, partial_file)
-    return model, frame
+        training.optimizer.step()
+        return {"flops": task.flops(model, batch)}
+
+    @torch.no_grad()
+    def figures(model: Any) -> dict[str, float]:
+        return task.held_out(model, seed)
+
+    curve = resumable.train(
+        Training(model, task.optimizer(model, lr), {}),
+        steps,
+        folder,
+        step,
+        figures,
+        {"flops": 0},
+        check_every=steps // task.checks,
+        save_every=steps,
+        tick=lambda steps: None,
+    )
+    return model, curve
 
 
 def late(curve: pd.DataFrame) -> float:
@@ -402,32 +295,23 @@ def late(curve: pd.DataFrame) -> float:
 @torch.no_grad()
 def read_by(task: Any, model: nn.Module, seed: int) -> list[Tensor]:
     """Return the inputs of each layer's neurons on held-out data, [token, d_model]."""
-    seen: list[list[Tensor]] = []
-    hooks = []
-    for sublayer in models.neurons_of(model):
-        seen.append([])
-        note = partial(_note, seen[-1])
-        hooks.append(sublayer.register_forward_hook(note))
-    try:
-        task.held_out(model, seed)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [torch.cat(outputs) for outputs in seen]
+    layers = models.neurons_of(model)
+    seen: dict[nn.Module, list[Tensor]] = {layer: [] for layer in layers}
 
+    def note(module: nn.Module, inputs: tuple[Tensor], out: Tensor) -> None:
+        seen[module].append(inputs[0].flatten(0, -2))
 
-def _note(seen: list[Tensor], module: nn.Module, inputs: tuple[Tensor], out: Tensor) -> None:
-    seen.append(inputs[0].flatten(0, -2))
+    hooks = [layer.register_forward_hook(note) for layer in layers]
+    task.held_out(model, seed)
+    for hook in hooks:
+        hook.remove()
+    return [torch.cat(inputs) for inputs in seen.values()]
 
 
 def share_explained(z: Tensor, by: Tensor) -> Tensor:
     """Return the share of each head's variance that is a function of one of its numbers, [head].
 
-    The function is constant on BINS bins of equal size.
-
-    Args:
-        z: the values to explain, [token, head].
-        by: the number that explains them, [token, head].
+    The function is constant on BINS bins of equal size; z and by are [token, head].
     """
     n = len(z) // BINS * BINS
     order = by.argsort(dim=0)[:n]
@@ -445,12 +329,7 @@ def share_linear(z: Tensor, by: Tensor) -> Tensor:
 
 @torch.no_grad()
 def heads_of(neurons: models.Neurons, x: Tensor) -> pd.DataFrame:
-    """Return a row per head with its properties.
-
-    Columns: |cos| between its vectors; the mean weight of a token on itself (the rest is on the
-    bias token), and the share of tokens where it is saturated; how much of the score is linear in
-    q, as in the theorem; how much of the output is linear in v, a function of v, or a function of
-    q; the strength, divided by the mean strength in the layer.
+    """Return a row per head of a layer with its properties, which the page explains.
 
     Args:
         neurons: the neurons of one layer.
@@ -474,39 +353,29 @@ def heads_of(neurons: models.Neurons, x: Tensor) -> pd.DataFrame:
         "weight": p.mean(0),
         "saturated": ((p < SATURATED) | (p > 1 - SATURATED)).double().mean(0),
         "score_linear_in_q": share_linear(score, parts["q"]),
-        "linear_in_v": share_linear(z, parts["v"]),
         "of_v": share_explained(z, parts["v"]),
         "of_q": share_explained(z, parts["q"]),
-        "strength": strength / strength.mean(),
+        "dead": strength < DEAD * strength.mean(),
     }
     return pd.DataFrame({name: column.double().cpu().numpy() for name, column in columns.items()})
 
 
-def heads_frame(task: Any, model: nn.Module, seed: int) -> pd.DataFrame:
-    """Return the heads of every layer."""
+def become(task: Any, model: nn.Module, seed: int) -> dict[str, float]:
+    """Return medians over the heads of all layers, and the share of dead heads."""
     layers = zip(models.neurons_of(model), read_by(task, model, seed), strict=True)
-    frames = [
-        heads_of(sublayer, x).assign(layer=layer) for layer, (sublayer, x) in enumerate(layers)
-    ]
-    return pd.concat(frames, ignore_index=True)
-
-
-def become(heads: pd.DataFrame) -> dict[str, float]:
-    """Return medians over heads, and the share of dead heads."""
-    medians = heads.drop(columns=["layer", "strength"]).median().to_dict()
-    return medians | {"dead": (heads["strength"] < DEAD).mean()}
+    heads = pd.concat([heads_of(neurons, x) for neurons, x in layers])
+    return heads.median().to_dict() | {"dead": heads["dead"].mean()}
 
 
 @torch.no_grad()
 def cuts_of(task: Any, model: nn.Module, seed: int) -> dict[str, float]:
     """Return the loss after each cut that the heads allow; see `Neurons.parts`."""
-    losses = {}
-    free = ("key", "value_b") if hasattr(models.neurons_of(model)[0], "W_K") else ()
-    for cut in ("", "gate", *free):
-        for sublayer in models.neurons_of(model):
-            sublayer.cut = frozenset({cut}) if cut else frozenset()
-        losses[cut or "whole"] = task.held_out(model, seed)["loss"]
-    for sublayer in models.neurons_of(model):
+    layers, losses = models.neurons_of(model), {}
+    for cut in CUTS if hasattr(layers[0], "W_K") else ("gate",):
+        for sublayer in layers:
+            sublayer.cut = frozenset({cut})
+        losses[cut] = task.held_out(model, seed)["loss"]
+    for sublayer in layers:
         sublayer.cut = frozenset()
     return losses
 
@@ -515,21 +384,26 @@ def cuts_of(task: Any, model: nn.Module, seed: int) -> dict[str, float]:
 class Trainer:
     """Trains the runs of a study into a folder, and reads those that are finished."""
 
-    study: Study
+    tasks: Tasks
     folder: Path
     device: str
-    bar: "tqdm[Any]"
+    bar: "tqdm[Any]" = field(default_factory=lambda: tqdm(unit="run"))
 
     def run(
         self, name: str, arm: str, seed: int, lr: float, steps: int
     ) -> tuple[nn.Module, pd.DataFrame]:
         """Return the model and the curve of a run of a task."""
-        task = replace(getattr(self.study, name), steps=steps)
+        task = replace(getattr(self.tasks, name), steps=steps)
         folder = slug(name, arm, seed, lr, steps)
         self.bar.set_description(folder)
         done = train(task, arm, seed, lr, steps, self.folder / folder, self.device)
         self.bar.update()
         return done
+
+    def last(self, arm: str, seed: int, lr: float, steps: int) -> dict[str, float]:
+        """Return the loss and the seconds at the end of a run on text."""
+        row = self.run("text", arm, seed, lr, steps)[1].iloc[-1]
+        return {"steps": steps, "lr": lr, "loss": row["loss"], "seconds": row["cpu_seconds"]}
 
     def search(self, name: str, arm: str) -> pd.DataFrame:
         """Return the loss at each learning rate that an arm tries, the mean over seeds.
@@ -538,7 +412,7 @@ class Trainer:
         tried, up to MOST_RATES rates.
         """
         rows: dict[float, dict[str, Any]] = {}
-        task = getattr(self.study, name)
+        task = getattr(self.tasks, name)
         lrs = set(task.lrs)
         while lrs and len(rows) < MOST_RATES:
             for lr in sorted(lrs):
@@ -547,87 +421,80 @@ class Trainer:
                     for number in range(task.search_seeds)
                 ]
                 loss = sum(map(late, curves)) / len(curves)
-                seconds = sum(curve["seconds"].iloc[-1] for curve in curves)
+                seconds = sum(curve["cpu_seconds"].iloc[-1] for curve in curves)
                 rows[lr] = {"lr": lr, "loss": loss, "seconds": seconds}
             best = min(rows, key=lambda lr: rows[lr]["loss"])
             lrs = {lr for lr in (best / 2, best * 2) if not min(rows) <= lr <= max(rows)}
         frame = pd.DataFrame([rows[lr] for lr in sorted(rows)])
-        return frame.assign(chosen=frame["lr"] == best)
-
-    def same_rates(self, lrs: Iterable[float]) -> pd.DataFrame:
-        """Return the MLP's last losses on text at all rates that arms use."""
-        rows = []
-        for lr, seed in product(sorted(set(lrs)), range(self.study.n_seeds)):
-            last = self.run("text", "mlp", seed, lr, self.study.text.steps)[1].iloc[-1]
-            rows.append({"lr": lr, "seed": seed} | dict(last[["loss", "seconds"]]))
-        return pd.DataFrame(rows)
-
-    def lengths(self) -> pd.DataFrame:
-        """Return the MLP's last loss on text after trainings of several lengths."""
-        rows = []
-        for steps, lr in product(self.study.lengths, self.study.length_lrs):
-            last = self.run("text", "mlp", SEED_OF_LENGTHS, lr, steps)[1].iloc[-1]
-            rows.append({"steps": steps, "lr": lr} | dict(last[["loss", "seconds"]]))
-        return pd.DataFrame(rows)
+        about = {"use": "search", "task": name, "arm": arm, "steps": task.search_steps}
+        return frame.assign(**about, chosen=frame["lr"] == best)
 
 
-def frames_of(task: Any, arm: str, seed: int, model: Any, device: str) -> dict[str, pd.DataFrame]:
-    """Return what a trained model's heads became, and what its parts are worth."""
-    start = on(device, task.model(*task.neurons(arm), seed))
-    rows = [
-        {"when": when} | become(heads_frame(task, at, seed))
-        for when, at in (("start", start), ("end", model))
+def run(setting: Setting) -> Tables:
+    """Train and measure every arm with every seed."""
+    tasks = SMOKE if setting.smoke else Tasks()
+    resumable.claim(setting.runs / "study.txt", f"{tasks!r}\n")
+    trainer = Trainer(tasks, setting.runs, setting.device)
+    curves, rows, tried = [], [], []
+    for name, arms in TRAINED.items():
+        task = getattr(tasks, name)
+        for arm in arms:
+            tried.append(trainer.search(name, arm))
+            lr = float(tried[-1].query("chosen")["lr"].item())
+            for seed in range(setting.n_seeds):
+                model, curve = trainer.run(name, arm, seed, lr, task.steps)
+                about = {"task": name, "arm": arm, "seed": seed}
+                curves.append(curve.assign(**about))
+                rows.append(about | {"lr": lr} | measured(task, arm, seed, model, curve))
+    lrs, text = {row["lr"] for row in rows if row["task"] == "text"}, tasks.text
+    lengths = [trainer.last("mlp", SEED_OF_LENGTHS, tasks.length_lr, n) for n in tasks.lengths]
+    same = [
+        {"seed": seed} | trainer.last("mlp", seed, lr, text.steps)
+        for lr, seed in product(sorted(lrs), range(setting.n_seeds))
     ]
-    return {"become": pd.DataFrame(rows), "cuts": pd.DataFrame([cuts_of(task, model, seed)])}
+    for use, of_mlp in (("length", lengths), ("same rate", same)):
+        tried.append(pd.DataFrame(of_mlp).assign(use=use, task="text", arm="mlp"))
+    return {
+        "": pd.DataFrame(rows),
+        "curves": drawn(pd.concat(curves)),
+        "tried": pd.concat(tried),
+        "sizes": pd.DataFrame(
+            size_of(tasks, name, arm) for name, arms in TRAINED.items() for arm in arms
+        ),
+        "earlier": pd.read_csv(RESULTS / "train_attention_only_earlier.csv"),  # not run again
+    }
 
 
-def measured(study: Study, folder: Path, device: str) -> dict[str, pd.DataFrame]:
-    """Train and measure every arm; return frames by name, with columns `task`, `arm` and `seed`.
-
-    Raises:
-        ValueError: the folder holds runs of another study.
-    """
-    settings = json.dumps(asdict(replace(study, n_seeds=0)), indent=2) + "\n"
-    claim(folder / "study.json", settings)
-    collected: dict[str, list[pd.DataFrame]] = {}
-
-    def collect(part: str, frame: pd.DataFrame, name: str, arm: str, seed: int) -> None:
-        for place, (column, value) in enumerate({"task": name, "arm": arm, "seed": seed}.items()):
-            frame.insert(place, column, value)
-        collected.setdefault(part, []).append(frame)
-
-    with tqdm(unit="run") as bar:
-        trainer = Trainer(study, folder, device, bar)
-        for name in ("text", "addition"):
-            task = getattr(study, name)
-            for arm in task.arms:
-                search = trainer.search(name, arm)
-                collect("search", search, name, arm, SEED_OF_SEARCH)
-                lr = float(search["lr"][search["chosen"]].item())
-                for seed in range(study.n_seeds):
-                    model, curve = trainer.run(name, arm, seed, lr, task.steps)
-                    collect("", curve, name, arm, seed)
-                    if not models.neurons_of(model):
-                        continue
-                    for part, frame in frames_of(task, arm, seed, model, device).items():
-                        collect(part, frame, name, arm, seed)
-            if name == "text":
-                chosen = pd.concat(collected["search"]).query("chosen")["lr"]
-                alone = {"same_rate": trainer.same_rates(chosen), "lengths": trainer.lengths()}
-    tasks = ("text", "addition")
-    sizes = [size_of(study, name, arm) for name in tasks for arm in getattr(study, name).arms]
-    joined = {part: pd.concat(frames, ignore_index=True) for part, frames in collected.items()}
-    return joined | alone | {"sizes": pd.DataFrame(sizes), "earlier": pd.read_csv(EARLIER)}
+def measured(
+    task: Any, arm: str, seed: int, model: nn.Module, curve: pd.DataFrame
+) -> dict[str, float]:
+    """Return how a run ends, what its heads became, and what their parts are worth."""
+    last = curve.iloc[-1]
+    row = {"loss": last["loss"], "seconds": last["cpu_seconds"]}
+    if "accuracy" in curve:
+        solved = curve["step"][curve["accuracy"] >= SOLVED].min()  # nan if there is none
+        row |= {"accuracy": last["accuracy"], "solved": solved}
+    if not models.neurons_of(model):
+        return row
+    start = nn.Module.to(task.model(*task.neurons(arm), seed), next(model.parameters()).device)
+    row |= become(task, model, seed) | cuts_of(task, model, seed)
+    return row | {"cos_qv at the start": become(task, start, seed)["cos_qv"]}
 
 
-def size_of(study: Study, name: str, arm: str) -> dict[str, Any]:
+def drawn(curves: pd.DataFrame) -> pd.DataFrame:
+    """Return the curves of the figure: medians over seeds, and their range."""
+    by = curves.assign(Tflop=curves["flops"] / 1e12).groupby(["task", "arm", "step"], sort=False)
+    parts = {"Tflop": by["Tflop"].median()}
+    parts |= {name: by["loss"].agg(name) for name in ("median", "min", "max")}
+    return pd.DataFrame(parts).reset_index()
+
+
+def size_of(tasks: Tasks, name: str, arm: str) -> dict[str, Any]:
     """Return the sizes of an arm in a layer, and the cost of its dense form."""
-    task = getattr(study, name)
+    task = getattr(tasks, name)
     kind, n_neurons = task.neurons(arm)
     batch, model = task.batch(0, 0), task.model(kind, n_neurons, 0)
     rows = batch.shape[1]  # one column is not an input, and the bias token is one more row
-    needed = models.flops(kind, task.d_model, n_neurons)
-    dense = models.flops(kind, task.d_model, n_neurons, n_dense=rows)
     layers = models.sublayers_of(model)
     parameters = sum(
         p.numel()
@@ -641,30 +508,118 @@ def size_of(study: Study, name: str, arm: str) -> dict[str, Any]:
         "heads": n_neurons,
         "parameters": parameters // len(layers),
         "all parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "flops a token": needed,
-        "in dense form": dense,
+        "flops a token": models.flops(kind, task.d_model, n_neurons),
+        "in dense form": models.flops(kind, task.d_model, n_neurons, n_dense=rows),
     }
 
 
-def main(
-    out: Out = Path("out/attention-only"),
-    runs_dir: Runs = Path("out/attention-only-runs"),
-    device: Device = "cpu",
-    n_seeds: Seeds = 5,
-    smoke: Smoke = False,
-) -> None:
-    """Train, measure, print; write the page, tables and figures (`study_files.py`)."""
-    warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
-    started = time.perf_counter()
-    study = replace(SMOKE if smoke else Study(), n_seeds=n_seeds)
-    frames = as_stored(measured(study, runs_dir, device), DIGITS)
-    about = {"study": asdict(study), "machine": machine(device)}
-    text = page(frames, about, " --smoke" if smoke else "")
-    typer.echo(text)
-    picture = curves_figure(frames[""])
-    settings: dict[str, Any] = {"device": device, "smoke": smoke, **about}
-    keep(__file__, out, text, frames, picture, started=started, digits=DIGITS, **settings)
+def of(runs: pd.DataFrame, task: str, column: str) -> pd.DataFrame:
+    """Return a column of the runs of a task, [seed, arm]."""
+    wide = runs[runs["task"] == task].pivot(index="seed", columns="arm", values=column)
+    return wide[[arm for arm in ARMS if arm in wide]]
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def differences(losses: pd.DataFrame) -> pd.DataFrame:
+    """Return how far losses are above the MLP's with the same seed, in percent."""
+    return 100 * (losses.div(losses["mlp"], axis=0) - 1)
+
+
+def epochs(values: "pd.Series[float]") -> str:
+    """Return the median of the epochs at which an arm solved addition, and all of them by seed."""
+    every = ["no" if x == math.inf else f"{x:.0f}" for x in (*values, values.median())]
+    return f"{every.pop()} ({', '.join(every)})"
+
+
+def until_flat(losses: "pd.Series[float]") -> dict[str, Any]:
+    """Return the share of its loss that the MLP loses with twice as many steps, and a forecast.
+
+    All later falls are assumed to shrink by the factor of the last two, until one is at most
+    FALLING. The losses are by the number of steps.
+    """
+    fall = -losses.pct_change()
+    factor, steps = fall.iloc[-1] / fall.iloc[-2], float("nan")
+    if 0 < factor < 1:
+        doublings = max(0, math.ceil(math.log(FALLING / fall.iloc[-1]) / math.log(factor)))
+        steps = float(fall.index[-2] * 2**doublings)
+    return {"falls": fall, "factor": factor, "steps_until_flat": steps}
+
+
+def cost(runs: pd.DataFrame, task: str, cut: str) -> pd.DataFrame:
+    """Return how much a cut adds to the loss, [seed, arm]."""
+    return of(runs, task, cut) - of(runs, task, "loss")
+
+
+def rates(tables: Tables, task: str) -> pd.DataFrame:
+    """Return the losses by learning rate, with the chosen rate in bold."""
+    searched = tables["tried"].query("use == 'search' and task == @task")
+    form = searched["chosen"].astype(bool).map({True: "**{:.3g}**", False: "{:.3g}"})
+    losses = [text.format(loss) for text, loss in zip(form, searched["loss"], strict=True)]
+    wide = searched.assign(loss=losses).pivot(index="arm", columns="lr", values="loss")
+    return wide.loc[list(TRAINED[task])].fillna("").reset_index()
+
+
+def facts(tables: Tables) -> dict[str, Any]:
+    """Return the names that the page uses."""
+    runs, tried = tables[""], tables["tried"]
+    losses, lr = of(runs, "text", "loss"), of(runs, "text", "lr").iloc[0]
+    at_rate = tried.query("use == 'same rate'").pivot(index="seed", columns="lr", values="loss")
+    same = pd.DataFrame({arm: losses[arm] / at_rate[lr[arm]] - 1 for arm in losses})
+    earlier = {
+        steps: differences(rows.pivot(index="seed", columns="arm", values="loss"))
+        for steps, rows in tables["earlier"].groupby("steps")
+    }
+    lengths = tried.query("use == 'length'").set_index("steps")["loss"]
+    flat = until_flat(lengths)
+    again = tried[(tried["use"] == "same rate") & (tried["lr"] == lr["mlp"])].index
+    spent = pd.concat([runs, tried.drop(again)]).groupby("task")["seconds"].sum()
+    steps = tables["curves"].groupby("task")["step"].max()
+    seconds = runs.query("task == 'text'")["seconds"].sum() / steps["text"]
+    lost = runs[runs["solved"].notna() & (runs["accuracy"] < LOST)]
+    return {
+        "of": lambda task, column: of(runs, task, column),
+        "cost": lambda task, cut: cost(runs, task, cut),
+        "rates": lambda task: rates(tables, task),
+        "more": differences(losses),
+        "same": 100 * same,
+        "earlier": earlier,
+        "lr": lr,
+        "lengths": lengths,
+        **flat,
+        "hours_until_flat": flat["steps_until_flat"] * seconds / 3600,
+        "minutes": spent / 60,
+        "steps": steps,
+        "share": tables["sizes"].query("task == 'text'").set_index("arm"),
+        "lost": [f"{x.arm}, seed {x.seed} ({100 * x.accuracy:.0f} %)" for x in lost.itertuples()],
+        "solved": of(runs, "addition", "solved").fillna(math.inf),
+        "interval": t_interval,
+        "holds_0": lambda x: t_interval(x)[1] <= 0 <= t_interval(x)[2],
+        "epochs": epochs,
+        "n_seeds": runs["seed"].nunique(),
+        "arms": TRAINED,
+        "forms": list(FORMS),
+    }
+
+
+def figures(tables: Tables) -> Mapping[str, Figure]:
+    """Draw loss against flops, one panel per task: medians over seeds, and their range."""
+    picture = Figure(figsize=(11, 4.5), layout="constrained")
+    panels, curves = picture.subplots(1, 2), tables["curves"].query("Tflop > 0")
+    for panel, (task, arms) in zip(panels, TRAINED.items(), strict=True):
+        for arm in arms:
+            rows = curves.query("task == @task and arm == @arm")
+            style: dict[str, Any] = {"color": COLOURS[arm], "ls": "--" if "," in arm else "-"}
+            panel.plot(rows["Tflop"], rows["median"], label=arm, **style)
+            panel.fill_between(
+                rows["Tflop"], rows["min"], rows["max"], color=COLOURS[arm], alpha=0.12, lw=0
+            )
+        yscale = "linear" if task == "text" else "log"
+        panel.set(title=task, xscale="log", yscale=yscale, xlabel="Tflop of matrix products")
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("held-out loss, nats")
+    panels[0].legend(fontsize="small", loc="lower left", title="dashed: other flops than mlp")
+    return {"": picture}
+
+
+STUDY = Study(run, figures, facts, n_seeds=5)

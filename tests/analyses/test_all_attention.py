@@ -1,26 +1,22 @@
 """Tests of all-attention layers as neurons, and of models with memory tokens in their place."""
 
-from pathlib import Path
-
 import pandas as pd
 import pytest
 import torch
-from common import relative, run_script
+from common import relative
 from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from analyses.studies import all_attention as study
-from analyses.studies import all_attention_identities as identities
-from analyses.studies import all_attention_measures as measures
 from analyses.studies import all_attention_models as constructions
-from analyses.studies import all_attention_report as report
 from analyses.studies import all_attention_tools as tools
 from analyses.studies.attention_only_models import AllAttention, sublayers_of
-from attn_only_lens import reference
+from analyses.study import read
+from attn_only_lens import neurons, reference
+from attn_only_lens import patching as p
+from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
-NAME = Path(study.__file__).stem
-KEPT = Path(__file__).parents[2] / "analyses" / "results"
 NORMS = ("LN", "RMS", None)
 TEXT = torch.tensor([3, 1, 4, 1, 5, 9])
 SPLIT = [(1, 0, 2), (2, 1, 2), (1, 1, 4)]
@@ -36,22 +32,56 @@ def logits_of(host, model, text=TEXT):
     return host(tokens)[0, model.n_vectors :]
 
 
+@torch.no_grad()
+def by_loops(model, text):
+    """Return the logits of one text, slowly: every weight of a pattern is a Python float."""
+    stream = [model.W_E[token] + model.W_pos[t] for t, token in enumerate(text.tolist())]
+
+    def norm(row, gain, shift):
+        if model.norm is None:
+            return row
+        mean = row.mean() if model.norm == "LN" else row.new_zeros(())
+        size = ((row - mean) ** 2).mean() + model.eps
+        return (row - mean) / size.sqrt() * gain + shift
+
+    for layer in model.layers:
+        reads = [norm(row, layer.gain, layer.shift) for row in stream]
+        written = [layer.b_O.clone() for _ in stream]
+        for head in range(len(layer.W_Q)):
+            q, k, v = (
+                [
+                    row @ getattr(layer, f"W_{of}")[head] + getattr(layer, f"b_{of}")[head]
+                    for row in reads
+                ]
+                for of in "QKV"
+            )
+            for t in range(len(stream)):
+                keys = [*k[: t + 1], *layer.key[head]]
+                values = [*v[: t + 1], *layer.value[head]]
+                exponentials = [float((q[t] @ key / len(key) ** 0.5).exp()) for key in keys]
+                total = sum(exponentials)
+                for weight, value in zip(exponentials, values, strict=True):
+                    written[t] += weight / total * (value @ layer.W_O[head])
+        stream = [row + more for row, more in zip(stream, written, strict=True)]
+    return torch.stack([norm(row, model.gain, model.shift) @ model.W_U for row in stream])
+
+
 @pytest.mark.parametrize("norm", NORMS)
 @torch.no_grad()
 def test_direct_computation_is_the_slow_loop(norm):
-    model = identities.drawn(norm)
-    expected = constructions.by_loops(model, TEXT)
-    assert relative(tools.direct(model, TEXT).logits, expected) < 1e-13
-    moved = tools.set_entry(1, "weights", (1, 3, 2), 0.0)
-    assert relative(tools.direct(model, TEXT, moved).logits, expected) > 1e-6
+    model = study.drawn(norm)
+    expected = by_loops(model, TEXT)
+    assert relative(constructions.direct(model, TEXT).logits, expected) < 1e-13
+    moved = constructions.set_entry(1, "weights", (1, 3, 2), 0.0)
+    assert relative(constructions.direct(model, TEXT, moved).logits, expected) > 1e-6
 
 
 @pytest.mark.parametrize("c", [0.3, 7.0, 1e5])
 @pytest.mark.parametrize("norm", NORMS)
 @torch.no_grad()
 def test_memory_tokens_are_persistent_vectors(norm, c):
-    model = identities.drawn(norm)
-    expected = constructions.by_loops(model, TEXT)
+    model = study.drawn(norm)
+    expected = by_loops(model, TEXT)
     assert relative(logits_of(constructions.loaded(model, c), model), expected) < close(norm)
     static = constructions.loaded(model, c, corrected=False)
     assert relative(logits_of(static, model), expected) > 10 * close(norm)
@@ -59,7 +89,7 @@ def test_memory_tokens_are_persistent_vectors(norm, c):
 
 @torch.no_grad()
 def test_memory_rows_are_constants_but_not_static():
-    model = identities.drawn("LN")
+    model = study.drawn("LN")
     host, rows = constructions.loaded(model, 3.0), []
     for text in (TEXT, TEXT.flip(0)):
         tokens = constructions.with_memory(text[None], 5, 11)
@@ -76,13 +106,13 @@ def test_memory_rows_are_constants_but_not_static():
 @pytest.mark.parametrize("norm", NORMS)
 @torch.no_grad()
 def test_a_persistent_vector_becomes_a_head(norm):
-    model = identities.drawn(norm)
-    expected = constructions.by_loops(model, TEXT)
+    model = study.drawn(norm)
+    expected = by_loops(model, TEXT)
     host = constructions.loaded(model, split=SPLIT)
     assert relative(logits_of(host, model), expected) < close(norm)
     tokens = constructions.with_memory(TEXT[None], 5, 11)
     _, cache = host.run_with_cache(tokens)
-    weights = tools.direct(model, TEXT).weights
+    weights = constructions.direct(model, TEXT).weights
     for (layer, head, vector), new in zip(SPLIT, (2, 2, 3), strict=True):
         z = cache[f"blocks.{layer}.attn.hook_z"][0, 5:, new]
         p = weights[layer][head, :, vector, None]
@@ -135,9 +165,9 @@ def test_leaving_out_vectors():
     def output(weights):
         return made.c_proj((weights @ values).transpose(1, 2).flatten(2))
 
-    with measures.zeroed(made, gone):
+    with study.zeroed(made, gone):
         assert relative(made(x)[0], output(kept)) < 1e-13
-    with measures.deleted(made, gone):
+    with study.deleted(made, gone):
         assert relative(made(x)[0], output(kept / kept.sum(-1, keepdim=True))) < 1e-13
         assert relative(made(x)[0], output(kept)) > 1e-4
     assert torch.equal(made(x)[0], whole)
@@ -150,38 +180,39 @@ def test_usage_of_vectors():
     model = task.model("all-attention", 5, 0).double()
     batch = task.batch(0, 0)[:1]
     real = int((batch[0, :-1] != study.english.vocabulary()["</s>"]).sum())
-    run = tools.direct(constructions.weights_of(model), batch[0, :real])
-    usage = measures.usage(model, [batch])
-    for row in usage.itertuples():
-        p, a = (x[row.layer][row.head, :, :5] for x in (run.weights, run.scores))
-        share = p / p.sum(1, keepdim=True)
-        assert row.weight == pytest.approx(p.sum(1).mean().item())
-        effective = (-(share * share.log()).sum(1)).exp().mean().item()
-        assert row.effective == pytest.approx(effective)
-        explained = [
-            torch.corrcoef(torch.stack([a[:, n], p[:, n].log()]))[0, 1] ** 2 for n in range(5)
-        ]
-        assert row.explained == pytest.approx(torch.stack(explained).median().item())
+    run = constructions.direct(constructions.weights_of(model), batch[0, :real])
+    usage = study.usage(model, [batch])
+    for layer in range(2):
+        rows = []
+        for head in range(2):
+            p, a = (x[layer][head, :, :5] for x in (run.weights, run.scores))
+            share = p / p.sum(1, keepdim=True)
+            pairs = (torch.stack([a[:, n], p[:, n].log()]) for n in range(5))
+            explained = [torch.corrcoef(pair)[0, 1] ** 2 for pair in pairs]
+            effective = (-(share * share.log()).sum(1)).exp().mean()
+            rows.append([p.sum(1).mean(), effective, torch.stack(explained).median()])
+        names = ("weight", "effective", "explained")
+        found = [usage[layer, name] for name in names]
+        assert found == pytest.approx(torch.tensor(rows).mean(0).tolist())
 
 
 @torch.no_grad()
 def test_costs_of_single_vectors_and_of_layers():
     task = study.SMOKE.text
     model, batches = task.model("all-attention", 5, 0), [task.batch(i, 0) for i in range(2)]
-    costs = measures.single_costs(model, batches, every=4, few=2)
+    costs = study.single_costs(model, batches, every=4, few=2)
     assert set(zip(costs["layer"], costs["head"], costs["vector"], strict=True)) == {
         (layer, *of) for layer in (0, 1) for of in ((0, 0), (0, 4), (1, 1))
     }
-    whole = measures.losses(model, batches)
+    whole = study.losses(model, batches)
     sublayers_of(model)[1].scaled_value[1, 1] = 0
-    changed = measures.losses(model, batches) - whole
+    changed = study.losses(model, batches) - whole
     row = costs.query("layer == 1 and head == 1").iloc[0]
     assert row["zeroed_b"] == pytest.approx(changed[1].item(), abs=1e-7)
-    for sublayer in sublayers_of(model):
-        sublayer.scaled_value.zero_()
-    expected = measures.losses(model, batches).mean().item()
-    costs = measures.layer_costs(model, batches).set_index("layer")
-    assert costs.loc["all", "whole"] + costs.loc["all", "zeroed"] == pytest.approx(expected)
+    expected = study.layer_costs(model, batches)[1, "zeroed"]
+    whole = study.losses(model, batches).mean()
+    sublayers_of(model)[1].scaled_value.zero_()
+    assert (study.losses(model, batches).mean() - whole).item() == pytest.approx(expected, abs=1e-7)
 
 
 def test_the_strongest_tenth():
@@ -193,57 +224,41 @@ def test_the_strongest_tenth():
             "deleted_b": [9.0, 1.0, *[0.0] * 8],
         }
     )
-    summary = measures.summary_of(made)
-    assert (summary["tenth"], summary["median"]) == (3 / 4, 0)
+    summary = study.summary_of(made)
+    assert (summary[None, "tenth"], summary[None, "median"]) == (3 / 4, 0)
 
 
 def test_every_tool_reads_persistent_vectors():
-    model = identities.drawn("LN")
+    model = study.drawn("LN")
     corrupted = TEXT.clone()
     corrupted[5] = 6
     split = tools.strongest(model, TEXT, (3, 5), per_layer=2)
     reading = tools.Reading(model, split, TEXT, corrupted, (3, 5))
-    rows = pd.DataFrame(check.row() for check in tools.checks(reading)).set_index("tool")
+    rows = pd.DataFrame(tools.checks(reading)).set_index("tool")
     assert len(rows) > 20
     assert (rows["difference"] < 1e-9).all(), rows["difference"]
-    assert (rows["control"] > 1e3 * rows["difference"]).all(), rows
-    every = tools.every_vector(reading).iloc[0]
-    assert every["heads a layer"] == 2 + 2 * 5
-    assert max(every["logits"], every["effects"]) < 1e-4
-    refused = tools.refusals(reading).set_index("tool")["says"]
-    assert "expected neuron-heads" in refused["`gate_and_value`"]
-
-
-def test_smoke(tmp_path):
-    folders = ["--out", str(tmp_path), "--runs", str(tmp_path / "runs"), "--n-seeds", "2"]
-    result = run_script(study.main, ["--smoke", *folders])
-    page = (tmp_path / f"{NAME}.md").read_text("utf-8")
-    assert page.strip() in result.output
-    last = pd.read_csv(tmp_path / f"{NAME}.csv").groupby("arm")[["step", "flops"]].last()
-    assert set(last.index) == set(study.ARMS)
-    assert set(last["step"]) == {4}
-    flops = last["flops"]
-    assert flops["neither"] < flops["all-attention"] == flops["mlp"]
-    for part in ("remark", "vectors"):
-        frame = pd.read_csv(tmp_path / f"{NAME}_{part}.csv")
-        assert frame["difference"].max() < 1e-12 < 1e-4 < frame["of control"].min()
+    assert (rows["of control"] > 1e3 * rows["difference"]).all(), rows
+    every = pd.DataFrame(tools.every_vector(reading))
+    assert every["difference"].max() < 1e-4 < 1e-2 < every["of control"].min()
+    prompts, name = reading.prompts, reading.names[0]
+    with pytest.raises(AttnOnlyLensError, match="expected neuron-heads"):
+        p.gate_and_value(reading.host, *prompts, reading.metric, sites=[name], progress=False)
+    with pytest.raises(AttnOnlyLensError, match="expected neurons"):
+        neurons.neuron_statistics(reading.host, [name], [prompts[0][0].tolist()], progress=False)
+    with (
+        pytest.raises(AttnOnlyLensError, match="no bias token"),
+        p.ablated(reading.host, [name], to="bias"),
+    ):
+        pass
 
 
 def test_what_is_stored():
-    """The page's sentences match its tables."""
-    parts = ("", "single", "usage", "layers", "search", "promoted", "remark", "gates", "vectors")
-    parts += ("ranks", "memory", "tools", "every", "refusals")
-    frames = {part: pd.read_csv(KEPT / f"{NAME}{'_' * bool(part)}{part}.csv") for part in parts}
-    page = (KEPT / f"{NAME}.md").read_text("utf-8")
-    for line in report.verdicts(frames):
-        assert line in page
-    for table in (report.losses_table, report.usage_table, report.singles_table):
-        assert table(frames) in page
-    assert frames[""].groupby("arm")["seed"].nunique().eq(5).all()
-    assert frames["tools"]["difference"].max() < 1e-9
-    exact = pd.concat([frames["remark"], frames["vectors"]])
-    assert exact["difference"].max() < 1e-12
-    trained = frames["memory"].query("model == 'trained, LayerNorm'")
+    tables = read("all_attention")
+    exact = tables["exact"].set_index("part")
+    assert exact.loc[["remark", "vectors"], "difference"].max() < 1e-12
+    assert exact.loc["tools", "difference"].max() < 1e-9
+    assert exact["of control"].min() > 1e-3
+    trained = tables["memory"].query("model == 'trained, LayerNorm'")
     assert trained["corrected"].max() < 1e-12
     ratio = trained["uncorrected"] * trained["c"]  # O(1/c)
     assert ratio.iloc[-1] == pytest.approx(ratio.iloc[-3], rel=0.05)
