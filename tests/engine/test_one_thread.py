@@ -9,7 +9,7 @@ import pytest
 from common import in_threads, tokens
 from torch import nn
 
-from attn_only_lens import neurons
+from attn_only_lens import neurons, verify, viz
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph, discover
 from attn_only_lens.engine.one_thread import one_thread_per_model
@@ -39,6 +39,8 @@ RUNS = {
     "paths": paths,
     "graph": graph,
     "circuit": lambda *x: discover(*x, METRIC, sites=SITES, n_random=0).faithfulness,
+    "verify": lambda model, clean, _: verify(model, model, clean).max_kl,
+    "view": lambda model, clean, _: [*viz.attention_view(model, SITES, clean[0]).encode()],
     "corpus": lambda model, clean, _: neurons.top_examples(model, None, [*clean], 2, **QUIET)[
         "value"
     ],
@@ -46,7 +48,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_analyses_of_one_model_in_six_threads(name):
+def test_analyses_of_one_model_in_eight_threads(name):
     model = bridges.exposed_copy(bridges.boot(name))
 
     def run(of):
