@@ -49,11 +49,11 @@ class Keeping(Repairer):
 
     keys: pd.Series
 
-    def __init__(self, runner: Any, groups: Any, keys: Any, *args: Any) -> None:
+    def __init__(self, runner: Any, groups: Any, keys: Any, *args: Any, **options: Any) -> None:
         rows = site_rows(groups)
         numbers = keys.cpu().double().numpy()
         type(self).keys = pd.Series(numbers, pd.MultiIndex.from_frame(rows[SITE].astype(object)))
-        super().__init__(runner, groups, keys, *args)
+        super().__init__(runner, groups, keys, *args, **options)
 
 
 def effects(sweep: p.Sweep) -> pd.Series:
