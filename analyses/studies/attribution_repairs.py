@@ -316,8 +316,8 @@ their most probable next token.
 `budget="auto"` spends at least {at_least[0]:g} forward passes or {gflop_least:g} Gflop, and at most
 {at_most[0]:g} forward passes (10 with the estimates) or {gflop_most:g} Gflop; the larger limit
 applies. In between, it stops when the 20 largest effects are exact, the expected correlation is .99
-for both kinds of heads, and no site before a switch is left. The upper limit is doubled if one of
-the 20 largest estimates has the wrong sign.
+for both kinds of heads, and no site before a switch is left. The upper limit is 2.5 times as large
+if one of the 20 largest estimates has the wrong sign, or if these 20 need more.
 
 {by_model}
 

@@ -20,8 +20,7 @@ schedule, and the same initial attention and embeddings. Each arm tries learning
 seeds, and uses the rate with the lowest mean loss; both neighbours of this rate are tried too.
 
 Compute is the flops of matrix products, forward and backward. The dense form, which masks scores
-that it has computed, needs more flops; these are counted too, but not run or drawn. Times are in
-`bench_training_step.py`.
+that it has computed, needs more flops; these are counted too, but not run or drawn.
 """
 
 import math
@@ -161,7 +160,7 @@ def _pool(recipe: english.Recipe, number: int) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Addition(Task):
-    """The task of addition modulo p, as in `growth_modular_addition.py`."""
+    """The task of addition modulo p."""
 
     search_seeds: int = 3
     modulus: int = 53

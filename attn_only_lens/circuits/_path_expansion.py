@@ -42,7 +42,7 @@ from attn_only_lens.engine.metrics import (
 )
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_weights import float32_weights
-from attn_only_lens.engine.one_thread import one_thread_per_model
+from attn_only_lens.engine.one_thread import one_thread, one_thread_per_model
 from attn_only_lens.engine.positions import unlike_tokens
 from attn_only_lens.engine.prompts import PromptPair, Prompts, single_prompts
 from attn_only_lens.engine.recording import float32_runs
@@ -89,7 +89,8 @@ class PathExpansion:
         Raises:
             InputError: the metric compares two runs or has no gradient.
         """
-        with float32_weights(self._linear.model):
+        model = self._linear.model
+        with one_thread([model]), float32_weights(model):
             gradient, value = self._gradient(metric)
         effect = (self.logits * gradient).sum((1, 2, 3)).cpu().double().numpy()
         hops = [*map(str, range(len(effect) - 1)), "more"]
@@ -119,11 +120,11 @@ class PathExpansion:
             InputError: k or block is not positive, the metric is invalid, as in `effects`, or the
                 prompts have different lengths.
         """
-        reasons = positive_reasons(k=k, block=block)
-        if reason := unlike_tokens(self._linear.model, self._pair):
+        reasons, model = positive_reasons(k=k, block=block), self._linear.model
+        if reason := unlike_tokens(model, self._pair):
             reasons.append(f"{reason}; expected prompts of the same length")
         InputError.raise_if(reasons, _PROBLEM)
-        with torch.no_grad(), float32_weights(self._linear.model):
+        with one_thread([model]), torch.no_grad(), float32_weights(model):
             gradient, value = self._gradient(metric)
             ranked = _RankedPaths(self._linear, self._first, k, block)
             stream = self._linear.stream_gradient(gradient)

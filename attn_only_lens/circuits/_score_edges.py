@@ -147,7 +147,8 @@ def score_edges(
     if metric is not None:
         reasons += one_run_reasons(metric) + no_gradient_reasons()
     InputError.raise_if(reasons, _PROBLEM)
-    pair = single_prompts(model, prompts, mask)
+    # Only the search for nodes runs prompts of different lengths together.
+    pair = single_prompts(model, prompts, mask, padded=nodes is None)
     with float32_runs(model, pair):
         sites = _default_nodes(model, pair, metric, top) if nodes is None else nodes
         chosen = resolve_sites(model, sites)

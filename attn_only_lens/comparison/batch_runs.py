@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.engine.gradients import Tape, gradient_node, site_estimates, start_graph
 from attn_only_lens.engine.metrics import require_differentiable
-from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.engine.prompts import PromptPair, require_ignored_padding
 from attn_only_lens.engine.recording import NeuronRun, RunPair, record_pair
 from attn_only_lens.engine.sites import LayerSites, hook_name
 from attn_only_lens.heads import host_of
@@ -98,7 +98,7 @@ def run_batch(
     model: Any, batch: Batch, sites: Sequence[LayerSites], *, keep: bool = False
 ) -> BatchRun:
     """Run a batch's clean and corrupted prompts, and estimate the effect of every component."""
-    pair = on_device_of(model, batch.pair)
+    pair = pair_for(model, batch.pair)
     nodes = [gradient_node(model, site, "z", closed=True) for site in sites]
     heads = [site for site in sites if site.kind == "attention"]
     patterns = [hook_name(model, site.layer, "pattern") for site in heads]
@@ -127,8 +127,9 @@ def run_batch(
     return BatchRun(model, *measured, recorded)
 
 
-def on_device_of(model: Any, pair: PromptPair) -> PromptPair:
-    """Move prompts to a model's device."""
+def pair_for(model: Any, pair: PromptPair) -> PromptPair:
+    """Move prompts to a model's device; raise InputError if their padding changes its logits."""
+    require_ignored_padding(model, pair.mask, "models cannot be compared on these prompts")
     device = next(model.parameters()).device
     mask = None if pair.mask is None else pair.mask.to(device)
     return PromptPair(pair.clean.to(device), pair.corrupted.to(device), mask)
@@ -171,7 +172,7 @@ def _losses(model: Any, batch: Batch, names: list[str], progress: bool | str) ->
     """Return how much the metric falls when each component is patched at all positions."""
     if not names:
         return pd.Series(dtype=float)
-    pair = on_device_of(model, batch.pair)
+    pair = pair_for(model, batch.pair)
     sweep = activation_patch(
         *(model, pair.clean, pair.corrupted, batch.metric),
         sites=names,

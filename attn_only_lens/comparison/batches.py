@@ -125,7 +125,7 @@ def _metric_of(metric: AnyMetric, prompts: Sequence[int], n_all: int) -> AnyMetr
 
 def _by_length(model: Any, tokens: Any) -> list[tuple[Tokens, Tensor]]:
     """Group prompts by length; return each group's tokens and its prompts' indices."""
-    pair = single_prompts(model, tokens)
+    pair = single_prompts(model, tokens, padded=False)
     lengths = pair.real.sum(dim=1)
     groups = [(pair.clean[lengths == n], pair.real[lengths == n]) for n in lengths.unique()]
     numbers = [(lengths == n).nonzero()[:, 0].cpu() for n in lengths.unique()]

@@ -37,7 +37,7 @@ from scipy.stats import rankdata
 from attn_only_lens.circuits.attributed_run import attribute_run
 from attn_only_lens.circuits.linear_graph import LinearGraph
 from attn_only_lens.comparison.alignment import Alignment
-from attn_only_lens.comparison.batch_runs import MODELS, BatchRun, on_device_of, stage_bar
+from attn_only_lens.comparison.batch_runs import MODELS, BatchRun, pair_for, stage_bar
 from attn_only_lens.comparison.batches import Batch
 from attn_only_lens.engine.model_weights import float32_weights
 from attn_only_lens.engine.sites import LayerSites, all_heads, resolve_sites
@@ -337,7 +337,7 @@ def _edges(
     model: Any, batch: Batch, components: _ComponentRows, nodes: _Ints, label: str, progress: bool
 ) -> tuple[pd.DataFrame, Float[np.ndarray, "edge batch"]]:
     """Return one model's edges, with the grown model's names, and the weights for each prompt."""
-    pair = on_device_of(model, batch.pair)
+    pair = pair_for(model, batch.pair)
     with float32_weights(model):
         try:
             attributed = attribute_run(model, pair, batch.metric)

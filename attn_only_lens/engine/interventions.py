@@ -24,6 +24,7 @@ from attn_only_lens.axes import BIAS, Tokens
 from attn_only_lens.devices import keep_random_state
 from attn_only_lens.engine.edit_checks import require_edits_read
 from attn_only_lens.engine.model_checks import reasons_not_to_run
+from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.passed_tests import passed_tests
 from attn_only_lens.engine.prompts import PromptPair, Prompts, single_prompts
 from attn_only_lens.engine.recording import NeuronRun, Recording, record
@@ -366,6 +367,7 @@ def _edited(model: Any, edits: Sequence[_Edit]) -> Iterator[None]:
             yield
 
 
+@one_thread_per_model
 def _recorded(
     model: Any, places: Sequence[_Place], part: Part, pair: PromptPair | None = None
 ) -> Recording:

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.engine.input_warnings import shortened
+from attn_only_lens.engine.passed_tests import ignores_padding
 from attn_only_lens.engine.tokens import (
     array_as_tensor,
     checked_tokens,
@@ -115,8 +116,8 @@ def prompt_pair(
 
     Raises:
         InputError: tokens are invalid, the prompts of a pair have different lengths, all pairs are
-            identical, the mask has another shape, or it marks a whole prompt as padding. The error
-            lists every reason.
+            identical, the mask has another shape, it marks a whole prompt as padding, or padding
+            changes the model's logits. The error lists every reason.
 
     Warns:
         InputWarning: the tokenizer does not know a word, symbol or whitespace character. All
@@ -141,14 +142,24 @@ def prompt_pair(
     return pair
 
 
-def single_prompts(model: Any, prompts: Prompts, mask: Tensor | None = None) -> PromptPair:
-    """Return a pair in which each prompt is paired with itself, for analyses of a single run."""
-    (tokens,), mask = _tokenize(model, {"": prompts}, mask, _PROBLEM_OF_SINGLE)
+def single_prompts(
+    model: Any, prompts: Prompts, mask: Tensor | None = None, *, padded: bool = True
+) -> PromptPair:
+    """Return a pair in which each prompt is paired with itself, for analyses of a single run.
+
+    With `padded=False`, the caller must run prompts of different lengths separately.
+    """
+    (tokens,), mask = _tokenize(model, {"": prompts}, mask, _PROBLEM_OF_SINGLE, run_padded=padded)
     return PromptPair(tokens, tokens, mask)
 
 
 def _tokenize(
-    model: Any, sides: Mapping[str, Prompts], mask: Tensor | None, problem: str
+    model: Any,
+    sides: Mapping[str, Prompts],
+    mask: Tensor | None,
+    problem: str,
+    *,
+    run_padded: bool = True,
 ) -> tuple[list[Tokens], Tensor | None]:
     """Return the clean and corrupted tokens, and the mask of both, which is 0 at padding."""
     require_model(model)
@@ -171,7 +182,8 @@ def _tokenize(
                 "number of tokens"
             )
     lengths = {len(row) for side in rows for row in side}
-    for rope, longest in length_dependent_ropes(model).items() if len(lengths) > 1 else ():
+    ropes = length_dependent_ropes(model) if run_padded and len(lengths) > 1 else {}
+    for rope, longest in ropes.items():
         if max(lengths) > longest:
             reasons.append(
                 f"got prompts of {min(lengths)} to {max(lengths)} tokens; rotary positions of type "
@@ -182,7 +194,24 @@ def _tokenize(
     tokens, paddings = zip(*(_pad(model, side) for side in rows), strict=True)
     prompt_mask = paddings[0] if padded else _check_mask(mask, tokens[0], reasons)
     InputError.raise_if(reasons, problem)
+    if run_padded:
+        require_ignored_padding(model, prompt_mask, problem)
     return list(tokens), prompt_mask
+
+
+def require_ignored_padding(model: Any, mask: Tensor | None, problem: str) -> None:
+    """Raise InputError if there is padding and a test shows that it changes the model's logits."""
+    if mask is None:
+        return
+    ends = {"left": mask[:, 0], "right": mask[:, -1]}
+    sides = [side for side, end in ends.items() if not end.all()]
+    reasons = [
+        f"padding on the {side} changes this model's logits: its attention does not ignore the "
+        "padding; pass prompts of one length at a time, without padding"
+        for side in sides
+        if ignores_padding(model, side) is False
+    ]
+    InputError.raise_if(reasons, problem)
 
 
 def _rows(

@@ -177,12 +177,12 @@ def record(
     outputs = tuple(streams), tuple(extra_outputs), logits
     key_values = keys_and_values(caches[0], tokens) if caches else ()
     recording = Recording(tokens, mask, *outputs, neurons, hooked, key_values)
-    require_finite(recording)
+    require_finite(model, recording)
     return recording
 
 
 @torch.no_grad()
-def require_finite(recording: Recording, *, padding: bool = False) -> None:
+def require_finite(model: Any, recording: Recording, *, padding: bool = False) -> None:
     """Raise InputError if a run has nan or inf at real tokens or, if `padding`, at any token."""
     device, mask = recording.tokens.device, recording.mask
     tokens = [x.isfinite().all(-1) for x in recording.streams]
@@ -194,6 +194,8 @@ def require_finite(recording: Recording, *, padding: bool = False) -> None:
     first = int((~finite).flatten(1).any(1).int().argmax())
     place = f"blocks.{first - 1}.hook_resid_post" if first else "blocks.0.hook_resid_pre"
     place = "the logits" if first == len(recording.streams) else place
+    if mask is None or bool(mask.all()):  # nan at padding may be harmless
+        place = _first_not_finite(model, recording) or place
     n_runs = int((~finite[first]).any(1).sum())
     dtype = recording.logits.dtype
     advice = ""
@@ -210,6 +212,23 @@ def require_finite(recording: Recording, *, padding: bool = False) -> None:
         f"{len(recording.tokens)} runs{advice}"
     )
     raise InputError([reason], "this run is not finite")
+
+
+def _first_not_finite(model: Any, recording: Recording) -> str | None:
+    """Run a model again; return the first hook point with values that are not finite."""
+    names = list[str]()
+
+    def look(point: nn.Module, args: Any, output: Any, *, name: str) -> None:
+        if isinstance(output, Tensor) and not output.isfinite().all():
+            names.append(name)
+
+    with ExitStack() as stack:
+        for name, point in model.hook_dict.items():
+            if not name.endswith("hook_attn_scores"):  # -∞ where a token is masked
+                hook = of_this_thread(partial(look, name=name))
+                stack.enter_context(point.register_forward_hook(hook))
+        run(model, recording.tokens, recording.mask)
+    return names[0] if names else None
 
 
 @contextmanager

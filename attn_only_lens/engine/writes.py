@@ -225,7 +225,7 @@ def decompose(
     modules |= {model.unembed, *(heads.module for heads in host.neurons)}
     with _record_modules(modules) as traffic:
         recording = record(model, tokens, mask, layers=layers, names=z_names, keep_key_values=True)
-    require_finite(recording, padding=True)  # nan would spread to sums over positions
+    require_finite(model, recording, padding=True)  # nan would spread to sums over positions
     sublayers = tuple(
         _sublayer(host, recording, traffic, around, layer, kind)
         for layer, around in enumerate(norms)

@@ -14,6 +14,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from attn_only_lens.arguments import with_article
 from attn_only_lens.axes import Tokens
 from attn_only_lens.devices import to_float64_device
+from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.tokens import checked_tokens
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.gates import GATES
@@ -180,6 +181,7 @@ def _activation_errors(host: Host, act_fn: str, tokens: Tensor) -> list[dict[str
     return rows
 
 
+@one_thread_per_model
 @full_precision()
 @torch.no_grad()
 def verify(

@@ -29,12 +29,13 @@ a patch of ε Δ changes the metric by ε times the estimate.
 The unit of cost is a forward pass, which takes 2 · n_pos · parameters flops (a backward pass
 without weight gradients costs the same). "gradient" costs 3 forward passes; "exact_gate" costs 3,
 plus 2 for queries of attention heads; "secant" costs 6; "integrated" costs 3 + 2 · steps.
-Afterwards, the sites whose estimates are likely to be wrong are patched exactly (`repairs.py`). In
-`analyses/results`, `attribution_vs_patching.md`, `contrast_vs_patching.md` and
+Afterwards, the sites whose estimates are likely to be wrong are patched exactly (`repairs.py`). To
+find these sites, "secant" and "integrated" also compute the gradient in the target run, which costs
+one more pass. In `analyses/results`, `attribution_vs_patching.md`, `contrast_vs_patching.md` and
 `attribution_repairs.md` report how well the estimates agree with exact patching.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -401,7 +402,7 @@ class _Estimator:
             return record_pair(
                 *(plan.model, pair, plan.metric, plan.sites, plan.part),
                 names=[*kept, *(nodes if plan.part == "q" else ())],
-                traced=side if self._method in _TRACED else None,
+                traced=side if self._method in _TRACED or self._budget else None,
                 hooks=self._tape.hooks,
                 distinct=distinct,
             )
@@ -418,48 +419,63 @@ class _Estimator:
         If the attribution is split, also return the part of each effect that goes through patterns.
         """
         model, part = self._plan.model, self._plan.part
-        target, source = prompts.target, prompts.source
+        target, source, metric = prompts.target, prompts.source, prompts.runs.metric
         groups = [group.of_prompts(prompts.pair) for group in self._plan.groups]
+        require_differentiable(metric, target.logits.detach())
+        tangents = self._tangents(prompts) if self._method in _TRACED or self._budget else {}
         by_pattern = None
         if self._method == "secant":
             result = self._contrast(prompts)
             gradients = result.gradients
             by_pattern = self._through_patterns(result, groups) if self._split else None
+        elif self._method == "integrated":  # mean over interpolated runs
+            tape, steps = self._tape, self._steps
+            gradients = integrated_gradients(
+                model, target, source, metric, tape, steps, self._progress
+            )
         else:
-            gradients = self._gradients(prompts)
-        moved = source
+            gradients = tangents
+        values = self._estimated(prompts, groups, gradients)
+        before_switch = lie_before_switch(model, groups, target, source)
+        if not self._budget:
+            return Repairs.nothing(values, groups, before_switch), by_pattern
+        same = gradients is tangents
+        by_tangents = values if same else self._estimated(prompts, groups, tangents)
+        target = replace(target, logits=target.logits.detach())
+        longer = gradients if same else _longer(gradients, tangents)
+        keys = repair_keys(model, groups, part, target, source, longer)
+        with tqdm(total=0, unit="site", desc="repairs", disable=not self._progress) as bar:
+            replay = make_replay(model, target, metric)
+            batching = Batching(model, None, bar.update, replay.numbers_per_token)
+            runner = PatchRunner(replay, source, part, prompts.unpatched, batching)
+            mean = partial(mean_over, shares=prompts.shares)
+            repairer = Repairer(
+                *(runner, groups, keys, before_switch, values, by_tangents, mean, bar),
+                *(self._tested, prompts.pair.n_all),
+                per_prompt=self._top_by_prompt,
+            )
+            return repairer.spend(self._budget), by_pattern
+
+    def _estimated(
+        self, prompts: PromptChunk, groups: Sequence[SiteGroup], gradients: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return the metric after each row's patch, estimated with the given gradients."""
+        model, part = self._plan.model, self._plan.part
+        target, moved = prompts.target, prompts.source
         if self._closed and self._attention:
-            closed = run_with_part(model, target, source, self._attention, part)
-            moved = replace(source, hooked={**source.hooked, **closed})
-        moves = []
+            closed = run_with_part(model, target, moved, self._attention, part)
+            moved = replace(moved, hooked={**moved.hooked, **closed})
+        changes = []
         for group in groups:
             node = self._nodes[group.sites]
             estimates = site_estimates(
                 model, group.sites, part, node, gradients[node], target, moved
             )
-            moves.append(group.sums(estimates))
-        values = moved_values(prompts.unpatched, on_one_device(moves), prompts.shares)
-        before_switch = lie_before_switch(model, groups, target, source)
-        if not self._budget:
-            return Repairs.nothing(values, groups, before_switch), by_pattern
-        target = replace(target, logits=target.logits.detach())
-        keys = repair_keys(model, groups, part, target, source, gradients)
-        with tqdm(total=0, unit="site", desc="repairs", disable=not self._progress) as bar:
-            replay = make_replay(model, target, prompts.runs.metric)
-            batching = Batching(model, None, bar.update, replay.numbers_per_token)
-            runner = PatchRunner(replay, source, part, prompts.unpatched, batching)
-            mean = partial(mean_over, shares=prompts.shares)
-            repairer = Repairer(
-                *(runner, groups, keys, before_switch, values, mean, bar, self._tested),
-                prompts.pair.n_all,
-                at_target=self._method in _TRACED,
-                per_prompt=self._top_by_prompt,
-            )
-            return repairer.spend(self._budget), by_pattern
+            changes.append(group.sums(estimates))
+        return moved_values(prompts.unpatched, on_one_device(changes), prompts.shares)
 
     def _contrast(self, prompts: PromptChunk) -> Contrast:
         """Return secant multipliers between the two runs. Warn if effects do not add up exactly."""
-        require_differentiable(prompts.runs.metric, prompts.target.logits.detach())
         runs = self._run_both(prompts.pair)
         result = contrast(self._plan.model, runs, prompts.runs.metric, self._tape)
         if result.remainder:
@@ -481,20 +497,26 @@ class _Estimator:
             moves.append(group.sums(by_site(model, sites, by_head)).sum(1))
         return sign * on_one_device(moves).cpu().double()
 
-    def _gradients(self, prompts: PromptChunk) -> dict[str, Tensor]:
-        """Return the gradients that the chosen method needs, by hook point."""
-        model, metric = self._plan.model, prompts.runs.metric
-        target, source = prompts.target, prompts.source
-        require_differentiable(metric, target.logits.detach())
-        if self._method == "integrated":  # mean over interpolated runs
-            tape, steps = self._tape, self._steps
-            return integrated_gradients(model, target, source, metric, tape, steps, self._progress)
-        if prompts.first:  # a zero gradient is an error only in this chunk
+    def _tangents(self, prompts: PromptChunk) -> dict[str, Tensor]:
+        """Return the gradients in the target run, by hook point."""
+        metric, target, source = prompts.runs.metric, prompts.target, prompts.source
+        # A zero gradient is an error only in the first chunk, and only if estimates are made of it.
+        if self._method in _TRACED and prompts.first:
             ablation = self._plan.direction in ABLATIONS
             source_logits = torch.zeros_like(target.logits) if ablation else source.logits
             span = prompts.runs.clean_value - prompts.runs.corrupted_value
             require_slope(metric, target.logits, source_logits, span)
         return self._tape.gradients(metric.of_logits(target.logits))
+
+
+def _longer(some: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the longer of two gradients at each hook point and token."""
+    longer = {}
+    for name, x in some.items():
+        y = others[name]
+        is_longer = x.norm(dim=-1, keepdim=True) >= y.norm(dim=-1, keepdim=True)
+        longer[name] = torch.where(is_longer, x, y)
+    return longer
 
 
 def _method_reasons(part: str, direction: str, method: str, steps: object) -> list[str]:

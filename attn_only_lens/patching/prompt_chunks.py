@@ -14,7 +14,6 @@ from attn_only_lens.axes import Tokens
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.interventions import Ablation, ablate, resample_reasons
 from attn_only_lens.engine.metrics import Metric, bind, require_distinct
-from attn_only_lens.engine.passed_tests import ignores_padding
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import NeuronRun, Recording, RunPair, record
 from attn_only_lens.engine.sites import LayerSites, Part, hook_name
@@ -91,9 +90,7 @@ class PromptChunks:
         """Return the runs on the given prompts; record them unless they are in memory."""
         if self._held is None or self._held.prompts != prompts:
             self._held = None
-            # Keep padding in models that attend to it, such as bidirectional HookedTransformers.
-            cut = self._pair.mask is not None and ignores_padding(self._model)
-            pair = self._pair.of_prompts(prompts, cut=cut)
+            pair = self._pair.of_prompts(prompts)
             runs = self._record(pair, distinct=pair is self._pair)
             target, source, unpatched = runs.target(self._direction)
             if self._ablated is not None:

@@ -23,27 +23,33 @@ relative size of the change. The lengths a_t are
     k                         |P'[t, s] - P[t, s]| ‖(v_s - z_t) W_O‖, where P' comes from a pass in
                               which all keys are replaced
 
-Let e be the estimated scores. The next patch should raise the correlation between e and the exact
-scores most per flop. We therefore patch the site with the largest value of
+Let e be the estimated effects, and let t be those estimated with the gradient in the target run.
+For methods "gradient" and "exact_gate", e = t. "integrated" and "secant" use other slopes, which
+differ from this gradient at nearly every site; the effect of a small change is t. The expected
+squared error of e is thus
 
-    √c · key / √(cost · Σ (e - mean e)²)         Σ: over the heads of the site's kind
+    (e - t)² + c key²
 
-Here, c key² is the expected squared error of an estimate. Each layer and kind of head has its own
-c, which is fitted to the sites patched so far, but is at least a quarter of the c that is fitted to
-all layers of the kind.
+Here, c key² is the expected squared error of t. Each layer and kind of head has its own c, which is
+fitted to the sites patched so far, but is at least a quarter of the c that is fitted to all layers
+of the kind. As the gradient in the target run may be 0, the key of "integrated" and "secant" uses
+the longer of this gradient and the method's own.
+
+The next patch should raise the correlation between e and the exact effects most per flop. We
+therefore patch the site with the largest value of
+
+    √((e - t)² + c key²) / √(cost · Σ (e - mean e)²)         Σ: over the heads of the site's kind
 
 The rows that `Sweep.top` shows are also patched: the 20 rows with the largest |effect|. An exact
 effect may be smaller than its estimate, so this is repeated until all 20 rows are exact.
 
 The expected correlation for a kind of head is
 
-    √(1 - 4 Σ_unpatched c key² / Σ (e - mean e)²)
+    √(1 - Σ_unpatched ((e - t)² + 4 c key²) / Σ (e - mean e)²)
 
-The factor 4 is a safety margin. The larger of two sums over unpatched sites is used: one with each
-layer's own coefficient c, and one with a c fitted to the patched sites with below-median repair
-keys. Slopes that are not gradients in the target run ("integrated", "secant") err at sites with
-small keys too; for them, the expected squared error of all unpatched sites is at least the sum of
-their squared effects. The expected correlation is not a bound.
+The factor 4 is a safety margin. The larger of two sums of c key² is used: one with each layer's own
+coefficient c, and one with a c fitted to the patched sites with below-median repair keys. The
+expected correlation is not a bound.
 
 A switch is a position at which the norm of the residual stream at a block's input differs by a
 factor of two or more between the runs: for example, SmolLM2 gives some tokens right after BOS the
@@ -60,8 +66,8 @@ The budget "auto" first spends 2 forward passes or 0.2 GFLOP, whichever is large
 top 20 rows. Patching then continues, with further checks of the top 20 rows, until this correlation
 is 0.99 for each kind of head and all sites before a switch are exact, or until the cost reaches 7
 passes (10 with the estimates) or 4 GFLOP, whichever is larger. This limit is multiplied by 2.5 if
-one of the top 20 estimates has the wrong sign, or if it does not suffice for the top 20 rows. The
-last two passes, but at most a fifth, are kept for these rows: patches may move estimates into them.
+one of the top 20 estimates has the wrong sign, or if it does not suffice for the top 20 rows. Once
+these rows are exact, further patches add only exact rows to them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -92,7 +98,6 @@ Budget: TypeAlias = float | Literal["auto"]
 _AT_LEAST, _AT_MOST = (2.0, 2e8), (7.0, 4e9)  # limits of budget="auto": passes and flops
 _TARGET, _STEP = 0.99, 2.5  # for "auto": correlation to reach, and growth factor of the budget
 _RAISE = 2.5  # for "auto": factor of the limit if the top rows need it (see the docstring)
-_KEPT = (2.0, 0.2)  # kept for the top rows: passes, and at most this share of the budget
 _FIRST, _NEXT = 2 / 7, 0.2  # shares of the budget that are spent before the top rows are checked
 _SAFETY, _LUCK, _FEWEST, _JUDGED = 4.0, 0.25, 16, 3.0
 _LOWEST = 0.8  # an expected correlation below this is too uncertain to state
@@ -160,11 +165,11 @@ class Repairer:
         keys: each row's repair key.
         before_switch: whether each row's site lies before a switch.
         values: the estimated metric after each row's patch.
+        tangents: the same, estimated with the gradient in the target run.
         mean: computes means over prompts.
         bar: a progress bar.
         tested: the edits that were tested on an earlier chunk of prompts.
         n_prompts: the number of all prompts.
-        at_target: whether slopes are gradients in the target run.
         per_prompt: whether the top rows are those of single prompts.
     """
 
@@ -175,18 +180,19 @@ class Repairer:
         keys: Float[Tensor, "row"],
         before_switch: npt.NDArray[np.bool_],
         values: Float[Tensor, "row prompt"],
+        tangents: Float[Tensor, "row prompt"],
         mean: Callable[[Float[Tensor, "row prompt"]], Tensor],
         bar: Any,
         tested: set[tuple[LayerSites, int, bool]],
         n_prompts: int,
         *,
-        at_target: bool,
         per_prompt: bool,
     ) -> None:
         self._runner, self._groups, self._mean, self._bar = runner, groups, mean, bar
-        self._tested, self._n_prompts, self._at_target = tested, n_prompts, at_target
-        self._per_prompt = per_prompt
+        self._tested, self._n_prompts, self._per_prompt = tested, n_prompts, per_prompt
         self._values, self._estimates = values.clone(), mean(values).numpy()
+        self._tangents: _Numbers = mean(tangents).numpy()
+        self._differences: _Numbers = (self._estimates - self._tangents) ** 2
         self._unpatched = runner.baseline.cpu().double()
         self._exact = np.zeros(len(values), dtype=bool)
         self._cost = self._costs()
@@ -259,8 +265,7 @@ class Repairer:
         """
         kinds, goal = list(self._of_kind), least
         while kinds:
-            kept = min(_KEPT[0], _KEPT[1] * most)
-            self._patch(self._rows_to_patch(min(goal, most - kept), kinds))
+            self._patch(self._rows_to_patch(goal, kinds))
             if self._check_top(most) and factor > 1:
                 most, factor = factor * most, 1.0
                 self._check_top(most)
@@ -315,8 +320,8 @@ class Repairer:
             mask = self._of_kind[kind]
             spread = ((scores[mask] - scores[mask].mean()) ** 2).sum()
             c = self._squared_errors(kind)[self._layer[mask]]
-            scale = np.maximum(c, _TINY) / max(spread, _TINY)
-            gain[mask] = self._key[mask] * np.sqrt(scale / self._cost[mask])
+            square = np.maximum(c, _TINY) * self._key[mask] ** 2 + self._differences[mask]
+            gain[mask] = np.sqrt(square / max(spread, _TINY) / self._cost[mask])
         gain[self._exact] = 0.0
         rows = np.flatnonzero((gain > 0) & (self._cost <= left))
         n_most = int(left / _LEAST_COST)  # at most this many rows fit into the budget
@@ -364,7 +369,7 @@ class Repairer:
         self._tested.update(edits)
 
     def _squared_errors(self, kind: HeadKind) -> _Numbers:
-        """Return, for each layer, the ratio c of squared error to key², fitted to patched rows."""
+        """Return each layer's ratio c of the squared error of t to key², fitted to patched rows."""
         patched = np.flatnonzero(self._of_kind[kind] & self._exact & (self._key > 0))
         if not len(patched):
             return np.ones(len(self._sites))
@@ -389,15 +394,12 @@ class Repairer:
         c_half = (self._errors(half) ** 2).sum() / (self._key[half] ** 2).sum()
         of_layers = float((self._squared_errors(kind)[self._layer] * unseen).sum())
         square = _SAFETY * max(of_layers, c_half * unseen.sum())
-        if not self._at_target:
-            unpatched = float(self._mean(self._unpatched[None])[0])
-            square = max(square, float(((self._estimates - unpatched)[unseen > 0] ** 2).sum()))
-        return float(np.sqrt(square))
+        return float(np.sqrt(square + self._differences[unseen > 0].sum()))
 
     def _errors(self, rows: _Rows) -> _Numbers:
-        """Return exact minus estimated effects for the given rows, whose sites were patched."""
+        """Return exact effects minus t (see the module docstring) for rows that were patched."""
         exact: _Numbers = self._mean(self._values[torch.from_numpy(rows)]).numpy()
-        return exact - self._estimates[rows]
+        return exact - self._tangents[rows]
 
 
 def hook_points(model: Any, sites: Sequence[LayerSites], part: Part) -> tuple[set[str], set[str]]:

@@ -19,6 +19,7 @@ from transformer_lens import ActivationCache
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.axes import SELF
 from attn_only_lens.engine.model_checks import mode_reasons
+from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.sites import (
     Selection,
     Sites,
@@ -50,6 +51,7 @@ MOST_HEADS = 24
 _NEURON_POINTS = ("pattern", "v", "z")
 
 
+@one_thread_per_model
 def attention_view(
     source: Any,
     names: Sites,

@@ -21,6 +21,7 @@ from attn_only_lens.circuits.stability import Stability
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects
 from attn_only_lens.engine.input_warnings import shortened
 from attn_only_lens.engine.model_checks import reasons_not_to_run
+from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.prompts import Prompts, single_prompts
 from attn_only_lens.engine.recording import Recording, record
 from attn_only_lens.engine.tokens import all_token_texts, joined, token_text
@@ -279,6 +280,7 @@ def _fewer_edges(graph: CircuitGraph, notes: list[str]) -> CircuitGraph:
     return fewer
 
 
+@one_thread_per_model
 @full_precision()
 def _record_prompts(
     graph: CircuitGraph,

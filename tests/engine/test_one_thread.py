@@ -9,10 +9,10 @@ import pytest
 from common import in_threads, tokens
 from torch import nn
 
-from attn_only_lens import neurons
+from attn_only_lens import neurons, verify, viz
 from attn_only_lens import patching as p
-from attn_only_lens.circuits import attribution_graph, discover
-from attn_only_lens.engine.one_thread import one_thread_per_model
+from attn_only_lens.circuits import attribution_graph, discover, path_expansion
+from attn_only_lens.engine.one_thread import one_thread, one_thread_per_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 METRIC = p.logit_diff(7, 11)
@@ -39,6 +39,8 @@ RUNS = {
     "paths": paths,
     "graph": graph,
     "circuit": lambda *x: discover(*x, METRIC, sites=SITES, n_random=0).faithfulness,
+    "verify": lambda model, clean, _: verify(model, model, clean).max_kl,
+    "view": lambda model, clean, _: [*viz.attention_view(model, SITES, clean[0]).encode()],
     "corpus": lambda model, clean, _: neurons.top_examples(model, None, [*clean], 2, **QUIET)[
         "value"
     ],
@@ -46,7 +48,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_analyses_of_one_model_in_six_threads(name):
+def test_analyses_of_one_model_in_eight_threads(name):
     model = bridges.exposed_copy(bridges.boot(name))
 
     def run(of):
@@ -77,3 +79,20 @@ def test_a_model_waits_only_for_itself():
     assert max(most) == 1
     # Control: different models do not wait for each other.
     in_threads(one_thread_per_model(lambda model: meet.wait()), [a, b])
+
+
+@pytest.mark.parametrize("method", ["effects", "paths"])
+def test_methods_that_run_the_model_wait(method):
+    model, called = bridges.exposed_copy(bridges.boot("gpt2")), threading.Event()
+    expansion = path_expansion(model, tokens(batch=1))
+
+    def metric(logits):
+        called.set()
+        return logits[0, -1, 7]
+
+    thread = threading.Thread(target=lambda: getattr(expansion, method)(metric))
+    with one_thread([model]):
+        thread.start()
+        assert not called.wait(0.5)
+    thread.join(60)
+    assert called.is_set()

@@ -82,7 +82,7 @@ def test_the_first_value_that_is_not_finite_is_named(layer):
     corrupted = (clean + 5) % 31
     with torch.no_grad():
         model.blocks[layer].attn.o.original_component.weight.fill_(6e4)
-    place = rf"nan or inf in torch\.float16, first at blocks\.{layer}\.hook_resid_post"
+    place = rf"nan or inf in torch\.float16, first at blocks\.{layer}\.attn\.o\.hook_out,"
     for run in (p.activation_patch, p.attribution, circuits.explain):
         with pytest.raises(InputError, match=place):
             run(model, clean, corrupted, metric, progress=False)

@@ -10,9 +10,8 @@ import pandas as pd
 import pytest
 import torch
 from allocations import Allocated
-from common import needs_hooked_transformer, tokens
+from common import tokens
 
-from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching import prompt_chunks
@@ -201,15 +200,3 @@ def test_refused(model):
     late = p.logit_diff(RIGHT, [*WRONG[:-1], RIGHT[-1]])  # equal in the last prompt
     with pytest.raises(InputError, match=r"same token for prompts \[6\]"):
         p.activation_patch(model, metric=late, prompts_at_once=2, **settings)
-
-
-@needs_hooked_transformer
-def test_a_model_that_attends_to_padding_keeps_it():
-    """Without padding, a prompt of a model that is not causal would have other logits."""
-    from models import build
-
-    model = expose_neuron_heads(build("bidirectional")).model
-    how = {"sites": ["L0N29", "L1H0"], "positions": 1, "progress": False}
-    expected = p.activation_patch(model, **prompts(), metric=DIFF, **how)
-    sweep = p.activation_patch(model, **prompts(), metric=DIFF, **how, prompts_at_once=1)
-    assert_same(expected, sweep)
