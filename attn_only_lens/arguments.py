@@ -1,5 +1,6 @@
 """Validate options, and convert NumPy, torch and pandas numbers to Python numbers."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,32 @@ def positive_reasons(**options: Any) -> list[str]:
         for name, value in options.items()
         if not is_count(value, 1)
     ]
+
+
+def count_reasons(**options: Any) -> list[str]:
+    """Return an error message for each option that is not a whole number from 0 up."""
+    return [
+        f"got {name}={value!r}; expected 0 or more"
+        for name, value in options.items()
+        if not is_count(value)
+    ]
+
+
+def resamples_reasons(resamples: object) -> list[str]:
+    """Return a list with an error message if `resamples` is invalid, otherwise []."""
+    if is_count(resamples) and as_plain(resamples) != 1:
+        return []
+    return [f"got resamples={resamples!r}; expected 2 or more, or 0 for none"]
+
+
+def device_reasons(device: str) -> list[str]:
+    """Return a list with an error message if no device can have this name, otherwise [].
+
+    Only torch knows whether the device is available; its import takes seconds.
+    """
+    if re.fullmatch(r"(?!gpu)[a-z]+(:\d+)?", device):
+        return []
+    return [f"got device={device!r}; expected cpu, cuda, mps or another of torch's, or cuda:1"]
 
 
 def share_reasons(**options: Any) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.arguments import positive_reasons
+from attn_only_lens.arguments import positive_reasons, resamples_reasons
 from attn_only_lens.axes import SELF
 from attn_only_lens.circuits._attribution_graph import attribution_graph
 from attn_only_lens.circuits._group_nodes import peak_tokens
@@ -29,7 +29,6 @@ from attn_only_lens.circuits.circuit import MISSING, Circuit
 from attn_only_lens.circuits.export import to_json
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.model_answers import answer_cells, answer_warnings, model_answers
-from attn_only_lens.circuits.stability import resamples_reasons
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects, TokenScores
 from attn_only_lens.engine.answers import WRONG
 from attn_only_lens.engine.contrast import float32_slopes

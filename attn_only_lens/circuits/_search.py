@@ -35,6 +35,7 @@ from tqdm.auto import tqdm
 from attn_only_lens.arguments import (
     option_reasons,
     positive_reasons,
+    resamples_reasons,
     share_reasons,
 )
 from attn_only_lens.circuits.ablation import (
@@ -54,7 +55,6 @@ from attn_only_lens.circuits.stability import (
     random_halves,
     require_resamples,
     resampled,
-    resamples_reasons,
 )
 from attn_only_lens.engine.contrast import run_both
 from attn_only_lens.engine.input_warnings import warned_once

@@ -25,7 +25,6 @@ import pandas as pd
 from jaxtyping import Bool, Float
 from scipy.spatial.distance import pdist
 
-from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.circuits.ablation import AblatedModel, Rows
 from attn_only_lens.engine.metrics import Metric
 from attn_only_lens.errors import InputError
@@ -80,13 +79,6 @@ class Stability:
             f"{self.jaccard:.2f}; on held-out prompts, faithfulness {faithful:.2f} ± {error:.2f}, "
             f"completeness {complete:.2f}"
         )
-
-
-def resamples_reasons(resamples: object) -> list[str]:
-    """Return an error message if `resamples` is invalid, otherwise an empty list."""
-    if is_count(resamples) and as_plain(resamples) != 1:
-        return []
-    return [f"got resamples={resamples!r}; expected 2 or more, or 0 for none"]
 
 
 def require_resamples(n_prompts: int, metric: Metric) -> None:

@@ -81,7 +81,7 @@ def explain(
     """
     require_writable(out, (".html", ".json"), top)
     _require_json(save_circuit, out)
-    require_options(faithfulness=faithfulness)
+    require_options(faithfulness=faithfulness, resamples=resamples)
     if texts is not None and out.suffix == ".json":
         raise AttnOnlyLensError(
             f"got --texts for {out}; expected .html: only a page shows examples"

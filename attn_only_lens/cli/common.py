@@ -20,7 +20,15 @@ import typer
 from typer.core import TyperCommand
 from typer.models import OptionInfo
 
-from attn_only_lens.arguments import file_reasons, positive_reasons, share_reasons
+from attn_only_lens.arguments import (
+    count_reasons,
+    device_reasons,
+    file_reasons,
+    option_reasons,
+    positive_reasons,
+    resamples_reasons,
+    share_reasons,
+)
 from attn_only_lens.errors import AttnOnlyLensError, InputError, InputWarning
 
 if TYPE_CHECKING:
@@ -64,6 +72,26 @@ app = _App(pretty_exceptions_enable=False)
 Panel = Literal["Start here", "Find what matters", "Look at a model", "Make models, and compare"]
 PROMPTS, OUTPUT, MODEL = "Prompts and metric", "Output", "Model and device"
 """Names of option groups in the help texts."""
+CHOICES = MappingProxyType(
+    {
+        "metric": ("logit_diff", "probability", "log_probability", "kl", "loss"),
+        "dtype": ("float32", "float64", "bfloat16", "float16"),
+        "part": ("z", "pattern", "value", "q", "k"),
+        "direction": ("denoise", "noise", "zero", "mean", "resample", "bias"),
+        "gate": ("exact", "bilinear"),
+        "rows": ("layer", "name"),
+    }
+)
+"""The values of each option that takes one of a few words."""
+_CHECKS: Mapping[str, Callable[..., list[str]]] = MappingProxyType(
+    {
+        "faithfulness": share_reasons,
+        "resamples": resamples_reasons,
+        "device": device_reasons,
+        **dict.fromkeys(("layer", "n_nodes", "n_patched", "seed"), count_reasons),
+    }
+)
+"""What checks an option's value; other options are positive whole numbers."""
 _FILES = (".html", ".json", ".csv", ".parquet", ".safetensors", ".svg", ".txt")
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _QUOTES = "'\""
@@ -295,7 +323,9 @@ def require_folder(out: Path) -> None:
 
 
 def require_access(out: Path, folder: Path) -> None:
-    """Raise an error if no file can be written to a folder, which may not exist yet."""
+    """Raise an error if `out` cannot be written to a folder, which may not exist yet."""
+    if out.is_dir() and out is not folder:
+        raise AttnOnlyLensError(f"{out} cannot be written: it is a folder; expected a file name")
     folder = folder.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
@@ -304,11 +334,14 @@ def require_access(out: Path, folder: Path) -> None:
         raise AttnOnlyLensError(f"{out} cannot be written: {error.strerror}") from error
 
 
-def require_options(*files: Path | None, faithfulness: float = 1.0, **counts: int | None) -> None:
-    """Raise an error if a file is missing, or if --faithfulness or a count is invalid."""
+def require_options(*files: Path | None, **options: Any) -> None:
+    """Raise an error if a file is missing, or if an option's value is invalid; None is valid."""
     reasons = [reason for path in files if path is not None for reason in file_reasons(path)]
-    reasons += positive_reasons(**{name: n for name, n in counts.items() if n is not None})
-    reasons += share_reasons(faithfulness=faithfulness)
+    for name, value in options.items():
+        if value is not None and name in CHOICES:
+            reasons += option_reasons(name, value, CHOICES[name])
+        elif value is not None:
+            reasons += _CHECKS.get(name, positive_reasons)(**{name: value})
     InputError.raise_if(reasons, "the command cannot start")
 
 

@@ -90,7 +90,13 @@ def compare(
     require_folder(out)
     _require_other_folder(out, [model, grown, null, provenance])
     metric.require_answers()
-    require_options(faithfulness=faithfulness, batch_size=batch_size)
+    counts: dict[str, Any] = {
+        "batch_size": batch_size,
+        "n_patched": patched,
+        "n_nodes": nodes,
+        "seed": seed,
+    }
+    require_options(faithfulness=faithfulness, dtype=dtype, device=device, **counts)
     for source in (model, grown, null, provenance):
         if source is not None:
             require_model(source)
@@ -120,11 +126,8 @@ def compare(
             provenance=became,
             corrupted=others,
             null=models[2] if null is not None else None,
-            batch_size=batch_size,
             faithfulness=faithfulness,
-            n_patched=patched,
-            n_nodes=nodes,
-            seed=seed,
+            **counts,
         )
     except ComparisonError as error:
         if error.so_far is not None:

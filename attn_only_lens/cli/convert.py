@@ -55,13 +55,13 @@ def convert(
     require_hooked_transformer()
     require_access(out, out)
     is_set = [x is not None for x in (heads_per_neuron, tolerance, text, tokens_file)]
-    if gate not in ("exact", "bilinear"):
-        raise AttnOnlyLensError(f"got --gate {gate}; expected exact or bilinear")
+    require_options(gate=gate, heads_per_neuron=heads_per_neuron)
     if gate == "exact" and any(is_set):
         raise AttnOnlyLensError(
             "--heads-per-neuron, --tolerance, --text and --tokens-file need --gate bilinear"
         )
-
+    calibrates = text is not None or tokens_file is not None
+    inputs = _read_input(text, tokens_file) if calibrates else None
     from attn_only_lens.models import checkpoint
     from attn_only_lens.models.convert import convert as convert_model
     from attn_only_lens.models.gate_option import Bilinear, calibrate
@@ -85,9 +85,7 @@ def convert(
         name = manifest["source_name"]
     else:
         source = load_model(name, model.dtype, model.device, hooked=True)
-        calibration = None
-        if text is not None or tokens_file is not None:
-            calibration = calibrate(source, _input_of(source, _read_input(text, tokens_file)))
+        calibration = None if inputs is None else calibrate(source, _input_of(source, inputs))
         bilinear = Bilinear(heads_per_neuron, tolerance, calibration)
         converted = convert_model(source, gate="exact" if gate == "exact" else bilinear)
     checkpoint.save(converted, out, source_name=name)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attn_only_lens.cli.common import MODEL, OUTPUT, PROMPTS, option
+from attn_only_lens.cli.common import CHOICES, MODEL, OUTPUT, PROMPTS, option, require_options
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.models.names import require_model
 
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from attn_only_lens.engine.prompts import Prompts
 
 _COLUMNS = ("clean", "corrupted", "answer", "wrong")
-_METRICS = ("logit_diff", "probability", "log_probability", "kl", "loss")
-_DTYPES = "float32, float64, bfloat16 or float16; default: the dtype of a saved model, else float32"
+_SHIPPED = "small-english"
 
 Model = Annotated[
     str,
@@ -27,13 +26,19 @@ Model = Annotated[
         "package"
     ),
 ]
-Dtype = Annotated[str | None, option(_DTYPES, MODEL)]
+Dtype = Annotated[
+    str | None,
+    option(
+        f"one of {', '.join(CHOICES['dtype'])}; default: the dtype of a saved model, else float32",
+        MODEL,
+    ),
+]
 OutFolder = Annotated[
     Path, typer.Argument(help="output folder; a model that was saved there is replaced")
 ]
 OutPage = Annotated[Path, option("output file (.html); it works offline", OUTPUT)]
 Top = Annotated[int, option("number of rows to print", OUTPUT)]
-Metric = Annotated[str, option(f"one of {', '.join(_METRICS)}", PROMPTS)]
+Metric = Annotated[str, option(f"one of {', '.join(CHOICES['metric'])}", PROMPTS)]
 Faithfulness = Annotated[float, option("share of the effect that the circuit must keep")]
 Chat = Annotated[
     bool, option("prompts are messages: apply the tokenizer's chat template", PROMPTS, "--chat")
@@ -52,6 +57,7 @@ class SourceOptions:
     device: Annotated[str, option("cpu, cuda or mps", MODEL)] = "cpu"
 
     def __post_init__(self) -> None:
+        require_options(dtype=self.dtype, device=self.device)
         require_model(self.model)
 
 
@@ -91,6 +97,12 @@ class HeadOptions(ModelOptions):
         ),
     ] = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        path = self.transcoders
+        if path not in (None, _SHIPPED) and not Path(path).exists():
+            raise AttnOnlyLensError(f"--transcoders: there is no file or folder {path}")
+
     def with_neuron_heads(self) -> Any:
         """Load the model, attach its transcoders, and make its neurons visible as heads."""
         if self.transcoders is None:
@@ -99,7 +111,7 @@ class HeadOptions(ModelOptions):
         from attn_only_lens.heads.host import transcoder_reasons
         from attn_only_lens.pretrained import small_english_transcoders
 
-        shipped = self.transcoders == "small-english"
+        shipped = self.transcoders == _SHIPPED
         weights = small_english_transcoders() if shipped else transcoders.load(self.transcoders)
         loaded = self.load()
         if transcoder_reasons(loaded):
@@ -139,13 +151,12 @@ class MetricOptions:
     def require_answers(self) -> list[Any]:
         """Return the answers; raise an error unless the metric takes these."""
         name = self.metric
-        if name not in _METRICS:
-            raise AttnOnlyLensError(f"got --metric {name}; expected one of {', '.join(_METRICS)}")
+        require_options(metric=name)
         n_answers = {"logit_diff": 2, "probability": 1, "log_probability": 1}.get(name, 0)
         answers: list[Any] = [texts for texts in (self.answer, self.wrong) if texts]
         if len(answers) != n_answers or (n_answers and not self.answer):
             wanted = ("neither --answer nor --wrong", "--answer alone", "--answer and --wrong")
-            others = ", ".join(metric for metric in _METRICS if metric != name)
+            others = ", ".join(metric for metric in CHOICES["metric"] if metric != name)
             raise AttnOnlyLensError(
                 f"--metric {name} takes {wanted[n_answers]}; other metrics: {others}"
             )

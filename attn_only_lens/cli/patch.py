@@ -28,6 +28,10 @@ from attn_only_lens.errors import AttnOnlyLensError
 _MANY = 50_000  # for more patches than this, the command prints an estimate of the time
 _SAMPLES = 16, 16, 128  # how many sites each timed run patches; the first run also tests the model
 _WHAT = "What is patched"
+_SELECTIONS = {
+    "neurons": "neuron_heads", "heads": "heads", "features": "features", "all": "all_heads"
+}  # fmt: skip
+"""For the words that --sites takes: the functions of `patching`."""
 
 
 @command(
@@ -85,15 +89,18 @@ def patch(
     few forward and backward passes.
     """
     require_writable(out, (".parquet", ".csv"), top)
-    require_options(batch_size=batch_size)
+    require_options(part=part, direction=direction, batch_size=batch_size)
     numbers: Any = positions
     if positions not in ("each", "all"):
         numbers = parse_numbers(positions, "--positions", "each, all, or numbers, such as 3,-1")
     prompts.require_complete()
+    of_layers = None if layers is None else parse_numbers(layers, "--layers")
+    if layers is not None and sites is not None and sites not in _SELECTIONS:
+        raise AttnOnlyLensError("got --layers and names in --sites; the names contain the layers")
     from attn_only_lens.patching import activation_patch
     from attn_only_lens.patching.job import is_first
 
-    selection = _parse_sites(sites or ("heads" if part == "k" else "all"), layers)
+    selection = _parse_sites(sites or ("heads" if part == "k" else "all"), of_layers)
     run = prompts.run(model)
     options = {"part": part, "positions": numbers, "direction": direction, "batch_size": batch_size}
     if is_first():
@@ -110,24 +117,18 @@ def patch(
         )
 
 
-def _parse_sites(sites: str, layers: str | None) -> Any:
+def _parse_sites(sites: str, layers: list[int] | None) -> Any:
     from attn_only_lens import patching
     from attn_only_lens.heads.names import NAME
 
-    selections = {
-        "neurons": patching.neuron_heads, "heads": patching.heads,
-        "features": patching.features, "all": patching.all_heads
-    }  # fmt: skip
-    if sites in selections:
-        return selections[sites](None if layers is None else parse_numbers(layers, "--layers"))
-    if layers is not None:
-        raise AttnOnlyLensError("got --layers and names in --sites; the names contain the layers")
+    if sites in _SELECTIONS:
+        return getattr(patching, _SELECTIONS[sites])(layers)
     names = parse_names(sites)
     bad = [name for name in names if not NAME.fullmatch(name.partition("@")[0])]
     if not all(name[:1] in ("L", "l") for name in bad):  # else the model reports each name
         raise AttnOnlyLensError(
-            f"--sites: got {', '.join(bad)}; expected {', '.join(selections)}, or names, which are "
-            "upper case: L5H3,L5N1234@13"
+            f"--sites: got {', '.join(bad)}; expected {', '.join(_SELECTIONS)}, or names, which "
+            "are upper case: L5H3,L5N1234@13"
         )
     return names
 

@@ -49,11 +49,9 @@ def picture(
     """Draw a file from `patch` as a heatmap or a bar chart, or a file from `circuit` as a graph."""
     require_writable(out, _PAGE)
     InputError.raise_if(ending_reasons(source, ".parquet", ".csv", ".json"), "nothing can be drawn")
-    if rows not in ("layer", "name"):
-        raise AttnOnlyLensError(f"got --rows {rows}; expected layer or name")
     if source.suffix == ".json" and bars is not None:
         raise AttnOnlyLensError(f"got --bars for {source}, which contains a graph; omit --bars")
-    require_options(source, bars=bars)
+    require_options(source, bars=bars, rows=rows)
     from attn_only_lens.circuits import from_json
     from attn_only_lens.patching import Sweep
     from attn_only_lens.viz import circuit_view, sweep_bars, sweep_heatmap, write_html
@@ -96,6 +94,7 @@ def pattern(
     require_writable(out, _PAGE)
     if (names is None) == (layer is None):
         raise AttnOnlyLensError("pass either --names or --layer")
+    require_options(layer=layer)
     prompts = parse_prompts([prompt], "--prompt", token_ids)
     from attn_only_lens.engine.prompts import single_prompts
     from attn_only_lens.engine.sites import Sites

@@ -1,6 +1,7 @@
 """Describe the state of a model: everything that its forward pass reads.
 
-    fingerprint(model)   a digest of the state, equal in other processes, folders and devices
+    saved_state(model)   what a checkpoint stores: a digest of the state, equal in other processes,
+                         folders and devices, and which modules are in training mode
     snapshot(model)      a value that changes whenever the state changes, in this process
 
 Both walk through the same description. It contains the parameters, the buffers, every attribute of
@@ -111,8 +112,17 @@ _VALUES = int, float, complex, str, bytes, Fraction, Decimal
 _ENTRIES = ("forward", "__call__", "__getattr__", "__getattribute__")
 
 
+def saved_state(model: Any) -> dict[str, Any]:
+    """Return the settings that a checkpoint stores for its model."""
+    return {"model": fingerprint(model), "training": _modes(model)}
+
+
 def fingerprint(model: Any) -> str:
-    """Return a SHA-256 digest of a model's state."""
+    """Return a SHA-256 digest of a model's state, without the mode of its modules.
+
+    Functions that set the mode, such as `HookedTransformer.generate`, do not change the digest, so
+    that an error names the mode if it differs.
+    """
     walk = _Walk(_entries, _bytecode, _name_of)
     walk.model(model)
     digest = hashlib.sha256()
@@ -133,7 +143,7 @@ def snapshot(model: Any) -> tuple[object, ...]:
         return _Reference(tensor), version, tensor.dtype, str(tensor.device)
 
     walk = _Walk(of_tensor, lambda code: code, weakref.ref)
-    walk.leaves += state_of_hooks(model)
+    walk.leaves += (*state_of_hooks(model), *(module.training for _, module in modules_of(model)))
     walk.model(model)
     return (*walk.leaves, _contents(vectors))
 
@@ -179,7 +189,6 @@ class _Walk:
 
     def _module(self, module: nn.Module) -> None:
         attributes, kind = vars(module), type(module)
-        self.leaves.append(module.training)
         self._class(kind)
         if kind is HookPoint:  # more than half of all modules
             self.add(attributes.get("hook_conversion"))
@@ -189,6 +198,11 @@ class _Walk:
                 self._values(tensors, _in_order(tuple(tensors)))
         left_out = _left_out(kind)  # type: ignore[arg-type]  # classes are hashable
         self._values(attributes, _of_modules(tuple(attributes), left_out))
+
+    def _other_module(self, module: nn.Module) -> None:
+        """Describe a module that is not registered, so that `train` does not set its mode."""
+        self.leaves.append(module.training)
+        self._module(module)
 
     def _values(self, values: Mapping[Any, Any], names: tuple[Any, ...]) -> None:
         self.leaves.append(names)
@@ -334,7 +348,7 @@ class _Walk:
 
 
 _METHODS: tuple[tuple[Any, Callable[[_Walk, Any], None]], ...] = (
-    (nn.Module, _Walk._module),  # a module that is not registered as one
+    (nn.Module, _Walk._other_module),
     (Tensor, _Walk._tensor),
     (np.ndarray | np.generic, _Walk._array),
     (types.FunctionType, _Walk._function),
@@ -348,6 +362,13 @@ _METHODS: tuple[tuple[Any, Callable[[_Walk, Any], None]], ...] = (
     (functools.partial, _Walk._partial),
     (weakref.ref, lambda walk, value: walk.add(value())),
 )
+
+
+def _modes(model: Any) -> dict[str, bool]:
+    """Return whether the model is in training mode, and the modules whose mode is not that."""
+    mode = model.training
+    others = {name: not mode for name, module in modules_of(model) if module.training != mode}
+    return {"the whole model": mode} | others
 
 
 class _Reference(WeakIdRef):

@@ -153,9 +153,27 @@ def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
     unread = sorted(path.name for path in folder.iterdir() if path.suffix in _OTHER_WEIGHTS)
     instead = f"; {', '.join(unread[:_SHOWN])} is not read" if unread else ""
     return [], [
-        f"{WEIGHTS} is missing{instead}: expected safetensors, as transformers' save_pretrained "
-        "writes them (a pickle, such as a .bin file, can execute arbitrary code)"
+        f"{WEIGHTS} is missing{instead}: {how_to_convert(folder)}expected safetensors, as "
+        "transformers' save_pretrained writes them (a pickle, such as a .bin file, can execute "
+        "arbitrary code)"
     ]
+
+
+def how_to_convert(path: Path) -> str:
+    """Return how to convert a GGUF file, or a folder's adapter or GGUF file; "" if it has none."""
+    if (path / "adapter_config.json").exists():
+        return (
+            "it holds an adapter without its base model: load both with peft's "
+            "AutoPeftModelForCausalLM.from_pretrained(folder), call merge_and_unload(), and "
+            "write the result with save_pretrained; "
+        )
+    if files := [path] if path.is_file() else sorted(path.glob("*.gguf")):
+        return (
+            "a GGUF file must be converted: load it with AutoModelForCausalLM.from_pretrained("
+            f"{str(files[0].parent)!r}, gguf_file={files[0].name!r}), and write the result with "
+            "save_pretrained; "
+        )
+    return ""
 
 
 def _tensors_in(files: Iterable[Path]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from transformer_lens.supported_models import MODEL_ALIASES
 from attn_only_lens.arguments import a_type
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.checkpoint import MANIFEST, is_saved, load_saved, read_manifest
-from attn_only_lens.models.hf_folder import FILES, read_hf_folder
+from attn_only_lens.models.hf_folder import FILES, how_to_convert, read_hf_folder
 from attn_only_lens.models.names import EXPECTED, is_path, no_folder
 from attn_only_lens.models.source_folder import (
     CONFIG,
@@ -94,7 +94,7 @@ def load(
             "analyses take a TransformerBridge or a HookedTransformer without loading it again"
         )
     if (path := Path(model)).suffix == ".gguf" and path.is_file():
-        raise CheckpointError(f"no model in {path}: {_of_gguf(path)}expected {EXPECTED}")
+        raise CheckpointError(f"no model in {path}: {how_to_convert(path)}expected {EXPECTED}")
     to_device = parse_device("cpu" if device is None else device)
     to_dtype = None if dtype is None else parse_dtype(dtype)
     if isinstance(model, str) and not is_path(model):
@@ -127,17 +127,9 @@ def folder_kind(model: str | os.PathLike[str]) -> FolderKind:
     if is_saved(folder):
         return "saved"
     if not (folder / CONFIG).exists():
-        files = sorted(folder.glob("*.gguf"))
-        advice = _of_gguf(files[0]) if files else ""
-        if (folder / "adapter_config.json").exists():
-            advice = (
-                "it holds an adapter without its base model: load both with peft's "
-                "AutoPeftModelForCausalLM.from_pretrained(folder), call merge_and_unload(), and "
-                "write the result with save_pretrained; "
-            )
         raise CheckpointError(
-            f"no model in {folder}: it has neither {CONFIG} nor {MANIFEST}; {advice}expected "
-            f"{EXPECTED}"
+            f"no model in {folder}: it has neither {CONFIG} nor {MANIFEST}; "
+            f"{how_to_convert(folder)}expected {EXPECTED}"
         )
     config = read_json(folder / CONFIG)
     if not isinstance(config, dict):
@@ -146,14 +138,6 @@ def folder_kind(model: str | os.PathLike[str]) -> FolderKind:
         )
     of_transformers = config.keys() & {"model_type", "architectures", "transformers_version"}
     return "Hugging Face" if of_transformers else "HookedTransformer"
-
-
-def _of_gguf(path: Path) -> str:
-    return (
-        "a GGUF file must be converted: load it with AutoModelForCausalLM.from_pretrained("
-        f"{str(path.parent)!r}, gguf_file={path.name!r}), and write the result with "
-        "save_pretrained; "
-    )
 
 
 def is_hooked(folder: str | os.PathLike[str]) -> bool:

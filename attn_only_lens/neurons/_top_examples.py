@@ -21,7 +21,7 @@ from attn_only_lens.arguments import is_count, option_reasons
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, as_metric, no_gradient_reasons, one_run_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
-from attn_only_lens.engine.model_state import fingerprint
+from attn_only_lens.engine.model_state import saved_state
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.sites import (
     ALL_MEMBERS,
@@ -235,7 +235,7 @@ def _look_up(
         settings = asdict(options) | {"n_names": len(of_summary)}
         del settings["batch_size"]
         settings["names"] = hashlib.sha256(" ".join(of_summary).encode()).hexdigest()
-        settings["model"] = fingerprint(model)
+        settings |= saved_state(model)
         settings["metric"] = None if metric is None else metric.identity()
         resumed = Resumed(resume, settings, summary)
         rows = resumed.skip_seen(rows)

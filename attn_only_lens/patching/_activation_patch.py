@@ -16,7 +16,7 @@ from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.interventions import ABLATIONS, DIRECTIONS
 from attn_only_lens.engine.metrics import AnyMetric, Metric, as_metric
 from attn_only_lens.engine.model_checks import reasons_not_to_run
-from attn_only_lens.engine.model_state import fingerprint
+from attn_only_lens.engine.model_state import saved_state
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import Positions, warn_of_unlike_tokens
 from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair, single_prompts
@@ -345,7 +345,7 @@ def prompt_settings(
 ) -> dict[str, Any]:
     """Return the model, the prompts and the metric, which all jobs store as settings."""
     return {
-        "model": fingerprint(model),
+        **saved_state(model),
         "clean": pair.clean.tolist(),
         "corrupted": pair.corrupted.tolist(),
         "mask": None if pair.mask is None else pair.mask.tolist(),

@@ -28,11 +28,12 @@ a patch of ε Δ changes the metric by ε times the estimate.
 
 The unit of cost is a forward pass, which takes 2 · n_pos · parameters flops (a backward pass
 without weight gradients costs the same). "gradient" costs 3 forward passes; "exact_gate" costs 3,
-plus 2 for queries of attention heads; "secant" costs 6; "integrated" costs 3 + 2 · steps.
+plus 2 for queries of attention heads; "secant" costs 4; "integrated" costs 3 + 2 · steps.
 Afterwards, the sites whose estimates are likely to be wrong are patched exactly (`repairs.py`). To
-find these sites, "secant" and "integrated" also compute the gradient in the target run, which costs
-one more pass. In `analyses/results`, `attribution_vs_patching.md`, `contrast_vs_patching.md` and
-`attribution_repairs.md` report how well the estimates agree with exact patching.
+find these sites, "secant" and "integrated" also take the gradient in the target run, which costs 3
+more passes for "secant" and 1 for "integrated". In `analyses/results`,
+`attribution_vs_patching.md`, `contrast_vs_patching.md` and `attribution_repairs.md` report how well
+the estimates agree with exact patching.
 """
 
 from collections.abc import Mapping, Sequence

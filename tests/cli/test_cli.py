@@ -166,7 +166,7 @@ def test_bilinear_gates(folder, tmp_path):
     assert read_manifest(out)["gate"]["heads_per_neuron"] == 4
     for arguments, message in (
         (("--gate", "bilinear", "--heads-per-neuron", 5), "gelu has gates with [1, 2, 4, 6, 8]"),
-        (("--gate", "linear"), "got --gate linear; expected exact or bilinear"),
+        (("--gate", "linear"), "got --gate linear; expected one of exact, bilinear"),
         (("--heads-per-neuron", 4), "need --gate bilinear"),
         (("--gate", "bilinear", "--text", "w3 w5"), "cannot be calibrated"),
     ):

@@ -80,7 +80,7 @@ def test_errors(folders, tmp_path):
     out = ["--out", tmp_path / "page.html"]
     for words, message in (
         (["explain", root / "model", "--transcoders", root / "features"], "expected no --trans"),
-        (["explain", "small-english", "--transcoders", tmp_path / "no"], "no is missing"),
+        (["explain", "small-english", "--transcoders", tmp_path / "no"], "no file or folder"),
         (["explain", "small-english", "--transcoders", root / "model"], "is a saved model"),
     ):
         result = run(*words, *PROMPTS, *METRIC, *out)

@@ -6,6 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from attn_only_lens import patching
+from attn_only_lens.cli.common import CHOICES
+from attn_only_lens.engine.interventions import ABLATIONS, DIRECTIONS
+from attn_only_lens.engine.sites import PARTS
+from attn_only_lens.models.source_folder import DTYPES
 from attn_only_lens.versions import HAS_HOOKED_TRANSFORMER
 
 PROMPTS = "--clean a --corrupted b --answer c --wrong d"
@@ -42,6 +47,23 @@ WRONG = {
     "picture /nope --out x.html": "'/nope'; expected a name that ends in .parquet or .csv or .json",
     "picture /nope.csv --out x.html": "/nope.csv is missing",
     "picture README.md --out x.html": "'README.md'; expected a name that ends in .parquet",
+    f"explain small-english {PROMPTS} --transcoders /nope --out x.html": "file or folder /nope",
+    f"explain small-english {PROMPTS} --resamples 1 --out x.html": "--resamples 1; expected 2 or",
+    f"explain small-english {PROMPTS} --dtype int8 --out x.html": "--dtype int8; expected one of",
+    f"explain small-english {PROMPTS} --device gpu --out x.html": "--device gpu; expected cpu,",
+    f"explain small-english {PROMPTS} --out FOLDER.html": "FOLDER.html cannot be written: it is a",
+    f"explain small-english {PROMPTS} --out x.html --save-circuit FOLDER.json": "it is a folder",
+    "compare small-english grown --prompts Makefile --metric loss --out x --patched -1 --nodes -1 "
+    "--dtype int8 --device cuda0": "dtype int8; expected one of float32, float64, bfloat16, float16"
+    " - got --device cuda0; expected cpu, cuda, mps or another of torch's, or cuda:1 - got "
+    "--patched -1; expected 0 or more - got --nodes -1; expected 0 or more",
+    f"patch small-english {PROMPTS} --part x --direction y --out x.csv": "z, pattern, value, q, k "
+    "- got --direction y; expected one of denoise",
+    f"patch small-english {PROMPTS} --layers a --out x.csv": "--layers: got 'a'",
+    f"patch small-english {PROMPTS} --layers 1 --sites L1H1 --out x.csv": "names contain the layer",
+    "pattern small-english --prompt a --layer -1 --out x.html": "--layer -1; expected 0 or more",
+    "grow small-english x": "give either sizes",
+    "grow small-english x --insert 1 --d-mlp 1024": "give either sizes",
     "verify /nope --text hi": "there is no folder /nope",
     "verify small-english /nope --text hi": "there is no folder /nope",
     "verify small-english --tokens-file /nope": "/nope is missing",
@@ -51,6 +73,8 @@ WRONG = {
 if HAS_HOOKED_TRANSFORMER:
     WRONG["convert /nope x"] = "there is no folder /nope"
     WRONG["convert small-english x --gate linear"] = "--gate linear"
+    WRONG["convert small-english x --gate bilinear --heads-per-neuron 0"] = "per-neuron 0; expected"
+    WRONG["convert small-english x --gate bilinear --text a --tokens-file b"] = "pass either --text"
 else:
     WRONG["convert small-english x"] = "needs HookedTransformer"
 EXPLAIN = ["explain", "small-english", "--out", "page.html", "--answer", " are", "--wrong", " is"]
@@ -69,9 +93,12 @@ for command in {commands!r}:
 """
 
 
-def test_errors_of_arguments_come_before_torch():
+def test_errors_of_arguments_come_before_torch(tmp_path):
+    for name in ("FOLDER.html", "FOLDER.json"):
+        (tmp_path / name).mkdir()
+    commands = [command.replace("FOLDER", f"{tmp_path}/FOLDER") for command in WRONG]
     done = subprocess.run(
-        [sys.executable, "-c", RUN.format(commands=list(WRONG))],
+        [sys.executable, "-c", RUN.format(commands=commands)],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -82,6 +109,17 @@ def test_errors_of_arguments_come_before_torch():
         assert code == 2, (command, said)
         assert expected in said, command
         assert not slow, command
+
+
+def test_choices_of_options_are_those_of_functions():
+    functions = {
+        "metric": [name for name in CHOICES["metric"] if callable(getattr(patching, name))],
+        "dtype": DTYPES,
+        "part": PARTS,
+        "direction": (*DIRECTIONS, *ABLATIONS),
+    }
+    for option, names in functions.items():
+        assert sorted(CHOICES[option]) == sorted(names), option
 
 
 @pytest.mark.parametrize("stderr", [subprocess.PIPE, subprocess.STDOUT])

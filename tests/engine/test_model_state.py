@@ -91,7 +91,6 @@ LLAMA = {
     "a function": lambda model: setattr(inner(model), "function", function),
     "an object": lambda model: setattr(inner(model), "options", Options()),
     "a module in a list": lambda model: setattr(inner(model), "more", [torch.nn.Linear(2, 3)]),
-    "the mode": lambda model: inner(model).train(),
     "a forward pass": lambda model: setattr(
         inner(model), "forward", MethodType(lambda self, *x: x, inner(model))
     ),
@@ -345,3 +344,24 @@ def test_another_models_results_are_not_resumed(use, kind, tmp_path):
     with pytest.raises(InputError, match="model: got"):
         RESUMED[use](again, tmp_path)
     assert not rows(RESUMED[use](again, tmp_path / "other")).equals(rows(first))
+
+
+@pytest.mark.parametrize("use", ["attribution", "top_examples"])
+@pytest.mark.parametrize(
+    "kind", ["bridge", pytest.param("converted", marks=needs_hooked_transformer)]
+)
+def test_an_error_names_the_mode(use, kind, tmp_path):
+    """Because the forward pass may read it, but functions such as `generate` set it."""
+    model = (exposed("llama") if kind == "bridge" else converted()).train()
+    tested = snapshot(model)
+    first = RESUMED[use](model, tmp_path)
+    model.blocks[1].attn.eval()
+    assert snapshot(model) != tested
+    with pytest.raises(InputError, match=r'training: got .*"blocks\.1\.attn": false') as refused:
+        RESUMED[use](model, tmp_path)
+    assert "model: got" not in str(refused.value)
+    model.eval()
+    with pytest.raises(InputError, match=r'training: got \{"the whole model": false}'):
+        RESUMED[use](model, tmp_path)
+    model.train()
+    assert rows(RESUMED[use](model, tmp_path)).equals(rows(first))

@@ -68,7 +68,7 @@ def test_errors(folder, tmp_path):
     copied = Path(shutil.copytree(folder, tmp_path / "other"))
     for arguments, message in (
         ((folder, tmp_path / "new", "--d-mlp", 31), "got --d-mlp 31, but the model has 37"),
-        ((folder, tmp_path / "new"), "give either an expansion or sizes"),
+        ((folder, tmp_path / "new"), "give either sizes"),
         ((folder, tmp_path / "theirs", "--d-mlp", 41), "holds more than a saved model"),
         ((tmp_path / "theirs", tmp_path / "new", "--d-mlp", 41), "config.json"),
         ((folder, folder, "--d-mlp", 41), "for both MODEL and OUT"),

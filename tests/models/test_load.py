@@ -328,8 +328,9 @@ def test_a_damaged_folder_is_one_clear_error(name, folder, capfd):
     assert "Traceback" not in result.output
 
 
-def test_what_must_be_converted_first_says_how(folder):
-    (folder / "config.json").unlink()
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_what_must_be_converted_first_says_how(missing, folder):
+    (folder / missing).unlink()
     (folder / "small.gguf").touch()
     for path in (folder, folder / "small.gguf"):
         with pytest.raises(CheckpointError, match=r"gguf_file='small\.gguf'\).*save_pretrained"):

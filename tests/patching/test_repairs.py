@@ -239,6 +239,7 @@ def as_if_large(monkeypatch):
         monkeypatch.setattr(repairs, name, (getattr(repairs, name)[0], 0.0))
 
 
+@pytest.mark.usefixtures("working_cache")
 @pytest.mark.parametrize("method", ["exact_gate", "gradient", "integrated", "secant"])
 def test_the_top_rows_are_exact_where_runs_differ_by_a_switch(method, as_if_large, tmp_path):
     model, how = switching(20.0), {"progress": False, "method": method}
