@@ -25,6 +25,7 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
+from analyses import study
 from analyses.benchmarks.bench_patching import Task, bridge_of, prompts
 from analyses.tools.benching import machine, markdown, table, wait
 from analyses.tools.options import Device, Out, Smoke
@@ -45,11 +46,13 @@ class Step:
     options: tuple[str, ...] = ()
 
     @property
-    def module(self) -> str:
-        """The name of the module to run."""
+    def command(self) -> list[str]:
+        """The arguments of `python -m` that run it."""
+        if self.script in study.names():
+            return ["analyses", "run", self.script]
         folders = ("studies", "benchmark", "benchmarks")
         modules = [f"analyses.{folder}.{self.script}" for folder in folders]
-        return next(module for module in modules if find_spec(module))
+        return [next(module for module in modules if find_spec(module))]
 
     @property
     def name(self) -> str:
@@ -68,10 +71,9 @@ STEPS = (
     Step("bench_growth", 60),
     Step("bench_convert", 60),
     Step("edges_against_cuts", 60),
-    Step("exactness_by_gate", 60),
+    Step("exactness_by_gate", 120),
     Step("known_circuits", 300),
     Step("tracr_growth", 60),
-    Step("omega_study", 60),
     Step("attribution_vs_patching", 120),
 )
 """The most important steps come first, because time may run out."""
@@ -171,7 +173,7 @@ def main(
         if left < 1:
             continue
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", step.module, "--out", str(folder), *flags]
+        command = [sys.executable, "-m", *step.command, "--out", str(folder), *flags]
         start = time.monotonic()
         reason = run(command, folder / "log.txt", min(step.seconds, left))
         took = time.monotonic() - start

@@ -26,9 +26,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from analyses.studies.edge_attribution_patching import edge_attribution_patching
-from analyses.studies.exactness_measures import REAL, trained
 from analyses.tools.benching import table
 from analyses.tools.options import Device, ModelsDir, Out, Smoke
+from analyses.tools.real_models import REAL, trained
 from analyses.tools.study_files import keep
 from attn_only_lens import circuits, convert
 from attn_only_lens import patching as p

@@ -37,9 +37,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from analyses.studies import train_attention_only as training
-from analyses.studies.exactness_measures import trained
 from analyses.tools.benching import markdown
 from analyses.tools.options import Device, ModelsDir, Out, Runs, Seeds, Smoke, SmolLM2
+from analyses.tools.real_models import trained
 from analyses.tools.study_files import keep, verdict
 from attn_only_lens import expose_neuron_heads, load, pretrained
 

@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from analyses.post import SUBLAYERS, StreamCoordinates, post_transformer
-from analyses.studies.omega_models import plain_of
+from analyses.post import SUBLAYERS, StreamCoordinates, plain_of, post_transformer
 from attn_only_lens import convert
 from attn_only_lens.tl import HookedTransformer
 
