@@ -36,7 +36,7 @@ OF_NO_VERSION := tests/comparison/test_overlap.py tests/conformance/test_their_o
 	tests/analyses/test_growth_of_cost.py \
 	tests/patching/test_agreement.py \
 	tests/patching/test_processes.py tests/patching/test_results.py tests/analyses/test_attention_only.py \
-	tests/analyses/test_layernorm_gap.py tests/analyses/test_omega_study.py \
+	tests/analyses/test_layernorm_gap.py \
 	tests/analyses/test_studies.py tests/viz/test_circuit_page.py \
 	tests/viz/test_comparison_pages.py tests/viz/test_neuron_page.py tests/viz/test_page.py \
 	tests/viz/test_sweeps.py tests/test_release.py \

@@ -25,6 +25,7 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
+from analyses import study
 from analyses.benchmarks.bench_patching import Task, bridge_of, prompts
 from analyses.tools.benching import machine, markdown, table, wait
 from analyses.tools.options import Device, Out, Smoke
@@ -45,11 +46,13 @@ class Step:
     options: tuple[str, ...] = ()
 
     @property
-    def module(self) -> str:
-        """The name of the module to run."""
+    def command(self) -> list[str]:
+        """The arguments of `python -m` that run it."""
+        if self.script in study.names():
+            return ["analyses", "run", self.script]
         folders = ("studies", "benchmark", "benchmarks")
         modules = [f"analyses.{folder}.{self.script}" for folder in folders]
-        return next(module for module in modules if find_spec(module))
+        return [next(module for module in modules if find_spec(module))]
 
     @property
     def name(self) -> str:
@@ -65,6 +68,7 @@ STEPS = (
     Step("bench_results", 60),
     Step("bench_growth", 60),
     Step("bench_convert", 60),
+    Step("exactness_by_gate", 120),
     Step("known_circuits", 300),
 )
 """The most important steps come first, because time may run out."""
@@ -164,7 +168,7 @@ def main(
         if left < 1:
             continue
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", step.module, "--out", str(folder), *flags]
+        command = [sys.executable, "-m", *step.command, "--out", str(folder), *flags]
         start = time.monotonic()
         reason = run(command, folder / "log.txt", min(step.seconds, left))
         took = time.monotonic() - start

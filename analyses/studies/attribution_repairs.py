@@ -24,10 +24,10 @@ from tqdm import tqdm
 
 from analyses.studies.attribution_vs_patching import DIGITS, KINDS, LENGTH
 from analyses.studies.attribution_vs_patching import pairs as pairs_of_tokens
-from analyses.studies.exactness_measures import REAL, trained
 from analyses.tools import train_brackets
 from analyses.tools.benching import markdown
 from analyses.tools.options import Device, ModelsDir, Out, Seed, Smoke
+from analyses.tools.real_models import REAL, trained
 from analyses.tools.study_files import as_stored, keep, wrapped
 from attn_only_lens import expose_neuron_heads, pretrained
 from attn_only_lens import patching as p

@@ -23,9 +23,9 @@ from scipy.stats import spearmanr
 from torch import Tensor
 from tqdm import tqdm
 
-from analyses.studies.exactness_measures import REAL, trained
 from analyses.tools.benching import markdown
 from analyses.tools.options import Device, ModelsDir, Out, Seed, Smoke
+from analyses.tools.real_models import REAL, trained
 from analyses.tools.study_files import keep
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p

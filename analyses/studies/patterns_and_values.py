@@ -19,9 +19,9 @@ import typer
 from matplotlib.figure import Figure
 
 from analyses.studies.attribution_vs_patching import LENGTH, pairs
-from analyses.studies.exactness_measures import trained
 from analyses.tools.benching import markdown
 from analyses.tools.options import Device, ModelsDir, Out, Seed, Smoke, SmolLM2
+from analyses.tools.real_models import trained
 from analyses.tools.study_files import as_stored, keep, t_interval, verdict, wrapped
 from attn_only_lens import circuits, expose_neuron_heads, load, pretrained, tasks
 from attn_only_lens import patching as p

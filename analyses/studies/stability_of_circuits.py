@@ -1,49 +1,73 @@
-"""Measure how far circuits depend on their prompts, and the coverage of inclusion intervals.
+"""Measure how far circuits depend on their prompts, and whether they hold for other nouns.
 
-    python -m analyses.studies.stability_of_circuits
+Small English: circuits for many fresh batches of agreement prompts give the probability that a
+batch's circuit includes a site. `discover(…, resamples=20)` estimates this probability from one
+batch of twice the size, with an interval. The coverage is the share of sites whose interval
+contains the probability. Then the circuits of several tasks are evaluated on the prompts of the
+other tasks.
 
-Circuits for many fresh batches of agreement prompts give the probability that a batch's circuit
-includes a site. `discover(…, resamples=20)` estimates this probability from one batch of twice the
-size, with an interval. The coverage is the share of sites whose interval contains the probability.
-Then the circuits of several tasks are evaluated on the prompts of the other tasks.
+SmolLM2: circuits for agreement are chosen on 100 pairs, and evaluated on 40 pairs with six other
+nouns; the same is done for five tasks of Small English. `--data` is a folder with
+`nounpp_train.json` and `nounpp_test.json` from Marks et al., "Sparse Feature Circuits" (2024), in
+the repository TransluceAI/circuits. That repository has no licence, so its files are not stored
+here. Attention heads at all positions are kept, except in the rows "all sites".
 """
 
+import math
+import tempfile
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import numpy as np
 import pandas as pd
-import typer
+import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
+from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
-from analyses.tools.benching import markdown
-from analyses.tools.options import Device, Out, Smoke
-from analyses.tools.study_files import keep
-from attn_only_lens import circuits, expose_neuron_heads, pretrained, tasks
+from analyses.study import Setting, Study, Tables
+from analyses.tools import train_small_english as small
+from analyses.tools.learn_mask import learn_mask
+from attn_only_lens import circuits, expose_neuron_heads, load, pretrained, tasks
+from attn_only_lens import patching as p
+from attn_only_lens.circuits.ablation import AblatedModel
+from attn_only_lens.circuits.attributed_run import attribute_run
 from attn_only_lens.circuits.stability import inclusion_interval
+from attn_only_lens.engine.prompts import prompt_pair
 
-BATCH = 20  # prompts in a resampled batch; a fresh batch has half as many
-N_FRESH, N_BATCHES, RESAMPLES = 230, 20, 20
-RARE = 0.02
+BATCH, RESAMPLES, N_FRESH = 20, 20, 230  # a fresh batch has half as many prompts as BATCH
 FIRST_FRESH, FIRST_BATCH = 10_000, 500  # the first seeds
-STEPS = (0.0, RARE, 0.1, 0.5, 0.9, 1.0)
+RARE = 0.02
+N_TRAINING, N_HELD_OUT, HELD_OUT_NOUNS, LENGTH = 100, 40, 6, 5
+SIZES, LEARNED = (25, 50, 100, 200, 400), (100, 200)
+STEPS, MASK_BATCH, PASSES = 300, 24, 3  # of `learn_mask`; a backward pass costs two forward passes
+COST = {"gradient": 5, "RelP": 5, "secant": 5, "integrated": 17}
+"""The number of passes over all prompts; a backward pass counts twice."""
 
 
-def agreement(model: Any, n: int, seed: int) -> Any:
+# ---- other prompts of the same task, and other tasks
+
+
+def agreement(model: Any, n: int, seed: int) -> tasks.PairedPrompts:
     """Return a batch of agreement prompts with a relative clause."""
     return tasks.agreement(model.tokenizer, n, seed, structure="relative")
 
 
-def names(frame: pd.DataFrame) -> list[str]:
+def prompts_of(task: tasks.PairedPrompts) -> tuple[Any, Any, Any]:
+    """Return the prompts and the metric of a task."""
+    return task.clean, task.corrupted, task.metric
+
+
+def site_names(frame: pd.DataFrame) -> list[str]:
     """Return a name for each site."""
-    return [
-        f"{name}@{position}"
-        for name, position in zip(frame["name"], frame["position"], strict=True)
-    ]
+    return (frame["name"].astype(str) + "@" + frame["position"].astype(str)).tolist()
 
 
 def probabilities(model: Any, n: int) -> "pd.Series[float]":
@@ -51,9 +75,8 @@ def probabilities(model: Any, n: int) -> "pd.Series[float]":
     counts = Counter[str]()
     for seed in tqdm(range(FIRST_FRESH, FIRST_FRESH + n), desc="fresh batches"):
         task = agreement(model, BATCH // 2, seed)
-        prompts = task.clean, task.corrupted, task.metric
-        circuit = circuits.discover(model, *prompts, positions=task.roles, n_random=0)
-        counts.update(names(circuit.frame))
+        circuit = circuits.discover(model, *prompts_of(task), positions=task.roles, n_random=0)
+        counts.update(site_names(circuit.frame))
     return pd.Series(counts, dtype=float) / n
 
 
@@ -61,73 +84,46 @@ def resampled(model: Any, n: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return the inclusion of sites in every resampled batch, and a row for each batch."""
     sites, batches = [], []
     for seed in tqdm(range(FIRST_BATCH, FIRST_BATCH + n), desc="resampled batches"):
-        task = agreement(model, BATCH, seed)
-        prompts = task.clean, task.corrupted, task.metric
-        circuit = circuits.discover(
-            *(model, *prompts), positions=task.roles, n_random=0, resamples=RESAMPLES, seed=seed
-        )
+        task, other = agreement(model, BATCH, seed), agreement(model, BATCH, FIRST_FRESH - seed)
+        how: dict[str, Any] = {"n_random": 0, "resamples": RESAMPLES, "seed": seed}
+        circuit = circuits.discover(model, *prompts_of(task), positions=task.roles, **how)
         stability = circuit.stability
         assert stability is not None
-        frame = stability.sites
-        sites.append(frame.assign(batch=seed, site=names(frame)))
-        held_out, new_task = stability.held_out, agreement(model, BATCH, FIRST_FRESH - seed)
-        fresh = circuits.evaluate(
-            *(model, circuit, new_task.clean, new_task.corrupted, new_task.metric),
-            positions=new_task.roles,
-        )
+        names = site_names(stability.sites)
+        sites.append(stability.sites[["inclusion"]].assign(batch=seed, site=names))
+        held_out = stability.held_out.loc["faithfulness"]
+        fresh = circuits.evaluate(model, circuit, *prompts_of(other), positions=other.roles)
         batches.append(
             {
-                "batch": seed,
                 "n_sites": len(circuit),
                 "core": stability.n_core,
                 "union": stability.n_union,
                 "jaccard": stability.jaccard,
                 "fitted": circuit.faithfulness,
-                "held out": held_out.loc["faithfulness", "mean"],
-                "standard error": held_out.loc["faithfulness", "standard_error"],
+                "held out": held_out["mean"],
+                "standard error": held_out["standard_error"],
                 "fresh batch": fresh.faithfulness,
                 "fresh error": fresh.error,
                 "core alone": stability.core_faithfulness[0],
             }
         )
-    columns = ["batch", "site", "inclusion", "inclusion_low", "inclusion_high", "class"]
-    return pd.concat(sites)[columns], pd.DataFrame(batches)
+    return pd.concat(sites), pd.DataFrame(batches)
 
 
-def covered(sites: pd.DataFrame, truth: "pd.Series[float]") -> pd.DataFrame:
-    """Return whether each interval contains its probability, also for sites outside all circuits.
+def intervals(sites: pd.DataFrame, truth: "pd.Series[float]") -> pd.DataFrame:
+    """Return how often an interval of inclusion belongs to a site of some probability.
 
     A site in no circuit of a batch has the interval of a site in none of the resamples.
     """
+    known = sites.set_index(["batch", "site"])["inclusion"]
     index = pd.MultiIndex.from_product([sites["batch"].unique(), truth.index])
-    known = sites.set_index(["batch", "site"])
-    index = index.append(known.index.difference(index))
-    frame = known.reindex(index).rename_axis(["batch", "site"]).reset_index()
-    none = inclusion_interval(0, RESAMPLES)
-    absent = frame["inclusion"].isna()
-    frame.loc[absent, ["inclusion", "inclusion_low", "inclusion_high"]] = (0.0, *none)
-    frame["probability"] = frame["site"].map(truth).fillna(0.0)
-    low, high = frame["inclusion_low"], frame["inclusion_high"]
-    frame["covered"] = (low <= frame["probability"]) & (frame["probability"] <= high)
-    frame["in union"] = ~absent
-    return frame
-
-
-def coverage(frame: pd.DataFrame) -> str:
-    """Return a table of coverage, by the probability of sites."""
-    rows = []
-    for label, some in [
-        ("in a union", frame[frame["in union"]]),
-        (f"more than {RARE}", frame[frame["probability"] > RARE]),
-        *(
-            (f"{low} to {high}", frame[frame["probability"].between(low, high, inclusive="right")])
-            for low, high in pairwise(STEPS)
-        ),
-    ]:
-        width = (some["inclusion_high"] - some["inclusion_low"]).mean()
-        numbers = [f"{some['covered'].mean():.3f}", f"{width:.2f}", f"{len(some):,}"]
-        rows.append([label, *numbers])
-    return markdown(["probability of the site", "coverage", "mean width", "intervals"], rows)
+    every = known.reindex(index.union(known.index), fill_value=0.0)
+    frame = pd.DataFrame({"inclusion": every.to_numpy()})
+    frame["probability"] = every.index.get_level_values(1).map(truth).fillna(0.0)
+    counted = frame.value_counts(sort=False).rename("n").reset_index()
+    ends = [inclusion_interval(round(x * RESAMPLES), RESAMPLES) for x in counted["inclusion"]]
+    counted[["low", "high"]] = ends
+    return counted
 
 
 def between_tasks(model: Any, n: int) -> pd.DataFrame:
@@ -140,98 +136,298 @@ def between_tasks(model: Any, n: int) -> pd.DataFrame:
     }
     by_task = {}
     for name, task in make.items():
-        prompts = task.clean, task.corrupted, task.metric
         roles = {"end": task.roles["end"]}
-        by_task[name] = circuits.discover(model, *prompts, positions=roles, n_random=0)
-    return circuits.transfer(model, by_task, make)
+        by_task[name] = circuits.discover(model, *prompts_of(task), positions=roles, n_random=0)
+    return circuits.transfer(model, by_task, make).rename_axis("circuit").reset_index()
 
 
-def figure(frame: pd.DataFrame) -> Figure:
-    """Draw inclusion by the probability of the site."""
+# ---- other nouns
+
+
+def noun(text: str) -> str:
+    """Return the subject of a prompt, in the singular."""
+    word = text.split()[1]
+    return {"men": "man", "women": "woman"}.get(word, word.removesuffix("s"))
+
+
+def read(
+    tokenizer: Any, folder: Path, sizes: tuple[int, int] = (N_TRAINING, N_HELD_OUT)
+) -> list[tasks.PairedPrompts]:
+    """Return pairs for finding circuits, and pairs with other nouns."""
+
+    def fits(row: Any, nouns: set[str] | None = None) -> bool:
+        prompts = [row["clean_prefix"], row["patch_prefix"]]
+        counts = {len(x) for x in tokenizer(prompts, add_special_tokens=False)["input_ids"]}
+        return counts == {LENGTH} and (nouns is None or noun(prompts[0]) in nouns)
+
+    files = [folder / f"nounpp_{part}.json" for part in ("train", "test")]
+    with tempfile.TemporaryDirectory() as kept:
+        joined = Path(kept, "nounpp.jsonl")
+        joined.write_text("\n".join(x.read_text("utf-8").rstrip("\n") for x in files), "utf-8")
+        every = tasks.from_jsonl(tokenizer, sizes[0], joined, keep=fits)
+        nouns = sorted({noun(clean) for clean in every.clean})
+        Random(0).shuffle(nouns)
+        groups = set(nouns[HELD_OUT_NOUNS:]), set(nouns[:HELD_OUT_NOUNS])
+        return [
+            tasks.from_jsonl(tokenizer, n, joined, keep=partial(fits, nouns=some))
+            for n, some in zip(sizes, groups, strict=True)
+        ]
+
+
+def relp(model: Any, task: tasks.PairedPrompts, frame: pd.DataFrame) -> np.ndarray:
+    """Return z's change times its gradient, with patterns and norms held fixed (RelP)."""
+    total = np.zeros(len(frame))
+    pair = prompt_pair(model, task.clean, task.corrupted)
+    for first in tqdm(range(0, len(task), 10), desc="RelP"):
+        some = range(first, min(first + 10, len(task)))
+        here = prompt_pair(model, pair.clean[some], pair.corrupted[some])
+        back = prompt_pair(model, here.corrupted, here.clean)
+        answers = ([column[i][0] for i in some] for column in (task.answers, task.wrong))
+        metric = p.logit_diff(*answers)
+        clean, corrupted = (attribute_run(model, x, metric, patterns=False) for x in (here, back))
+        for index, sublayer in enumerate(clean.linear.sublayers):
+            change = clean.z[index] - corrupted.z[index]
+            effects = (clean.gradients[index] * change).sum(dim=(0, -1)).cpu().numpy()
+            writes = sublayer.writes
+            rows = (frame["layer"] == writes.layer) & (frame["kind"] == writes.kind)
+            chosen = frame[rows]
+            total[rows] += effects[chosen["position"].to_numpy(int), chosen["index"].to_numpy(int)]
+    return total / len(task)
+
+
+def judged(ablated: AblatedModel, rows: np.ndarray) -> dict[str, float]:
+    """Return the faithfulness, completeness and mean error of a circuit."""
+    faithful, complete, _ = ablated.curves([rows])
+    (left,) = ablated.by_prompt([rows])
+    spans = abs(ablated.whole_by_prompt - ablated.nothing_by_prompt)
+    errors = abs(left - ablated.whole_by_prompt) / spans
+    return {
+        "faithfulness": float(faithful[0]),
+        "completeness": float(complete[0]),
+        "error": float(errors.mean()),
+        "median error": float(np.median(errors)),
+    }
+
+
+def ablated_on(
+    model: Any, task: tasks.PairedPrompts, frame: pd.DataFrame, **positions: Any
+) -> AblatedModel:
+    """Return a model whose sites outside a circuit are resampled, on a task's prompts."""
+    how = {"ablation": "resample", "mask": None, **positions}
+    return AblatedModel(model, *prompts_of(task), frame, **how)
+
+
+def arms(
+    model: Any, training: tasks.PairedPrompts, held_out: tasks.PairedPrompts, *, smoke: bool
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each circuit: how it was chosen, its size, and what it keeps."""
+    prompts = model, *prompts_of(training)
+    groups = [noun(clean) for clean in training.clean]
+    for kind, sites in (("neurons", p.neuron_heads()), ("all sites", p.all_heads())):
+        ranked: dict[str, Any] = {"sites": sites, "direction": "noise", "budget": 0}
+        rankings = {
+            method: p.attribution(*prompts, **ranked, method=method, progress=False)
+            for method in COST
+            if method != "RelP"
+        }
+        frame = rankings["secant"].frame
+        here, there = (ablated_on(model, task, frame) for task in (training, held_out))
+        effects = {name: ranking.effect.to_numpy() for name, ranking in rankings.items()}
+        effects["RelP"] = -relp(model, training, frame)
+        for name, effect in effects.items():
+            for order in ("magnitude", "signed"):
+                best = here.ranked(rankings["secant"], order, effect)
+                for size in SIZES[:2] if smoke else SIZES:
+                    row = {"sites": kind, "arm": f"{name}, {order}", "size": size}
+                    yield row | {"passes": COST[name]} | judged(there, best[:size])
+        for size in LEARNED[:1] if smoke else LEARNED:
+            started, steps = time.perf_counter(), 20 if smoke else STEPS
+            learned = learn_mask(
+                *(*prompts, size), steps=steps, groups=groups, sites=sites, batch_size=MASK_BATCH,
+                progress=f"mask of {size} {kind}",
+            )  # fmt: skip
+            row = {"sites": kind, "size": size, "seconds": time.perf_counter() - started}
+            row["passes"] = PASSES * steps * MASK_BATCH / len(training)
+            rows = np.flatnonzero(learned.contains(frame))
+            yield row | {"arm": "learned mask"} | judged(there, rows)
+            yield row | {"arm": "learned mask, its own prompts"} | judged(here, rows)
+
+
+def small_english(model: Any, *, smoke: bool) -> Iterator[dict[str, Any]]:
+    """Yield such rows for five tasks of Small English, by role, on other prompts of the task."""
+    make = {
+        "agreement": partial(tasks.agreement, model.tokenizer, structure="relative"),
+        "gender": partial(tasks.agreement, model.tokenizer, feature="gender"),
+        "brackets": partial(tasks.brackets, model.tokenizer),
+        "indirect object": partial(tasks.ioi, model.tokenizer),
+        "induction": partial(tasks.induction, model.tokenizer, length=5),
+    }
+    for name, task_of in list(make.items())[4 if smoke else 0 :]:
+        training, held_out = (task_of(n=8 if smoke else N_HELD_OUT, seed=seed) for seed in (0, 1))
+        prompts, roles = (model, *prompts_of(training)), training.roles
+        how: dict[str, Any] = {"method": "secant", "direction": "noise", "budget": 0}
+        ranking = p.attribution(*prompts, positions=roles, **how, progress=False)
+        here, there = (
+            ablated_on(model, task, ranking.frame, positions=task.roles)
+            for task in (training, held_out)
+        )
+        found = circuits.discover(*prompts, positions=roles, n_random=0)
+        learned = learn_mask(*prompts, len(found), steps=20 if smoke else 100, positions=roles)
+        chosen = {
+            f"secant, {order}": here.ranked(ranking, order)[: len(found)]
+            for order in ("magnitude", "signed")
+        }
+        for arm, circuit in (("discover", found), ("learned mask", learned)):
+            chosen[arm] = np.flatnonzero(circuit.contains(ranking.frame))
+        for arm, rows in chosen.items():
+            row = {"sites": f"Small English, {name}", "arm": arm, "size": len(rows)}
+            yield row | judged(there, rows)
+
+
+def run(setting: Setting) -> Tables:
+    """Measure coverage, stability, transfer, and errors on other nouns."""
+    smoke, smollm2, data = setting.smoke, setting.smollm2, setting.data
+    if not smoke and (smollm2 is None or data is None):
+        raise ValueError("the study needs --smollm2 FOLDER and --data FOLDER")
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        source: Any = pretrained.small_english()
+        if smoke:
+            tiny = small.Recipe(n_layers=1, d_model=8, n_heads=2, d_mlp=17).model()
+            how = {"hf_config": tiny.config, "tokenizer": source.tokenizer}
+            source = build_bridge_from_module(tiny, "LlamaForCausalLM", **how)
+        english = expose_neuron_heads(source.to(setting.device), copy=True).model
+        truth = probabilities(english, 2 if smoke else N_FRESH)
+        sites, batches = resampled(english, 1 if smoke else BATCH)
+        model, pairs = english, [agreement(english, n, seed=n) for n in (17, 5)]
+        if smollm2 and data and not smoke:
+            model = expose_neuron_heads(load(smollm2).to(setting.device)).model
+            pairs = read(model.tokenizer, data)
+        rows = [*arms(model, *pairs, smoke=smoke), *small_english(english, smoke=smoke)]
+        return {
+            "": intervals(sites, truth),
+            "batches": batches,
+            "transfer": between_tasks(english, 4 if smoke else BATCH),
+            "agreement": pd.DataFrame(rows),
+        }
+
+
+# ---- the page
+
+
+def coverage(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the share of intervals that contain the probability, by the site's probability."""
+    probability = frame["probability"]
+    steps = (0.0, RARE, 0.1, 0.5, 0.9, 1.0)
+    parts = {"in a union": frame["inclusion"] > 0, f"more than {RARE}": probability > RARE}
+    parts |= {
+        f"{low} to {high}": probability.between(low, high, inclusive="right")
+        for low, high in pairwise(steps)
+    }
+    rows = []
+    for label, chosen in parts.items():
+        some = frame[chosen]
+        covered = some["probability"].between(some["low"], some["high"])
+        share, width = (
+            np.average(x, weights=some["n"]) if len(some) else math.nan
+            for x in (covered, some["high"] - some["low"])
+        )
+        rows.append([label, f"{share:.3f}", f"{width:.2f}", f"{some['n'].sum():,}"])
+    return pd.DataFrame(
+        rows, columns=["probability of the site", "coverage", "mean width", "intervals"]
+    )
+
+
+def cell(row: Mapping[str, float]) -> str:
+    """Return the error of a circuit with its faithfulness and completeness."""
+    return "{error:.2f} ({faithfulness:.2f}, {completeness:.2f})".format(**row)
+
+
+def by_size(frame: pd.DataFrame, sites: str) -> pd.DataFrame:
+    """Return errors on other nouns by arm and size."""
+    rows = frame[(frame["sites"] == sites) & ~frame["arm"].str.endswith("its own prompts")]
+    rows = rows.assign(cell=[cell(row) for row in rows.to_dict("records")])
+    rows = rows.assign(passes=rows["passes"].map("{:.0f}".format))
+    wide = rows.pivot(index=["arm", "passes"], columns="size", values="cell").fillna("")
+    order = rows[["arm", "passes"]].drop_duplicates().itertuples(index=False, name=None)
+    return wide.reindex(list(order)).add_suffix(" sites").reset_index()
+
+
+def by_task(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return errors on other prompts of Small English's tasks, by arm."""
+    rows = frame[frame["sites"].str.startswith("Small English, ")]
+    cells = [cell(row) for row in rows.to_dict("records")]
+    rows = rows.assign(task=rows["sites"].str.removeprefix("Small English, "), cell=cells)
+    wide = rows.pivot(index=["task", "size"], columns="arm", values="cell")
+    order = rows[["task", "size"]].drop_duplicates().itertuples(index=False, name=None)
+    wide = wide.reindex(list(order))[list(dict.fromkeys(rows["arm"]))]
+    return wide.reset_index().rename(columns={"size": "sites"})
+
+
+def facts(tables: Tables) -> dict[str, Any]:
+    """Return the names that the page uses."""
+    frame, batches = tables["agreement"], tables["batches"]
+    neurons = frame[frame["sites"] == "neurons"].sort_values("error")
+    learned = neurons[neurons["size"] == neurons.loc[neurons["seconds"].notna(), "size"].max()]
+    learned = learned.set_index("arm").to_dict("index")
+    others = neurons[~neurons["arm"].str.endswith("its own prompts")]
+    summary = pd.DataFrame({"mean": batches.mean(), "least": batches.min(), "most": batches.max()})
+    return {
+        "coverage": coverage(tables[""]),
+        "batches": summary.map("{:.2f}".format).rename_axis("").reset_index(),
+        "mean": batches.mean(),
+        "transfer": tables["transfer"].map(lambda x: x if isinstance(x, str) else f"{x:.2f}"),
+        "by_size": partial(by_size, frame),
+        "by_task": by_task(frame),
+        "best": others.iloc[0],
+        "mask": learned["learned mask"],
+        "its_own": learned["learned mask, its own prompts"],
+        "seconds": frame["seconds"].max(),
+        "all_mask": frame[(frame["sites"] == "all sites") & (frame["arm"] == "learned mask")],
+    }
+
+
+def inclusion_figure(frame: pd.DataFrame) -> Figure:
+    """Draw inclusion by the probability of the site; a point may be several sites."""
     picture = Figure(figsize=(5, 4), layout="constrained")
     panel = picture.subplots()
-    seen = frame[frame["in union"]]
-    for is_covered, some in seen.groupby("covered"):
-        color = "tab:blue" if is_covered else "tab:red"
-        label = "interval holds the probability" if is_covered else "it does not"
-        panel.plot(some["probability"], some["inclusion"], ".", color=color, alpha=0.3, label=label)
+    seen = frame[frame["inclusion"] > 0]
+    covered = seen["probability"].between(seen["low"], seen["high"])
+    for some, colour, label in (
+        (seen[covered], "tab:blue", "interval contains the probability"),
+        (seen[~covered], "tab:red", "it does not"),
+    ):
+        panel.plot(some["probability"], some["inclusion"], ".", color=colour, label=label)
     panel.plot([0, 1], [0, 1], color="grey", linewidth=0.5)
     panel.set(xlabel="probability over fresh batches", ylabel="inclusion in one batch")
-    panel.legend(fontsize="small")
+    picture.legend(loc="outside upper center", ncols=2, fontsize="small")
     return picture
 
 
-def main(
-    out: Out = Path("out/stability"),
-    smoke: Smoke = False,
-    device: Device = "cpu",
-) -> None:
-    """Measure coverage, stability and transfer on Small English."""
-    started = time.perf_counter()
-    warnings.simplefilter("ignore")
-    model = expose_neuron_heads(pretrained.small_english().to(device), copy=True).model
-    truth = probabilities(model, 3 if smoke else N_FRESH)
-    sites, batches = resampled(model, 2 if smoke else N_BATCHES)
-    frame = covered(sites, truth)
-    matrix = between_tasks(model, 4 if smoke else BATCH)
-    numbers = batches.drop(columns="batch")
-    summary = pd.DataFrame({"mean": numbers.mean(), "least": numbers.min(), "most": numbers.max()})
-    page = PAGE
-    for word, table in {
-        "COVERAGE": coverage(frame),
-        "BATCHES": _table(summary),
-        "TRANSFER": _table(matrix),
-    }.items():
-        page = page.replace(word, table)
-    tables = {
-        "": frame,
-        "batches": batches,
-        "transfer": matrix.rename_axis("circuit").reset_index(),
-    }
-    keep(__file__, out, page, tables, figure(frame), started=started, smoke=smoke, device=device)
+def agreement_figure(frame: pd.DataFrame) -> Figure:
+    """Draw the error on held-out nouns by circuit size."""
+    picture = Figure(figsize=(10, 4), layout="constrained")
+    panels = picture.subplots(1, 2, sharey=True)
+    for panel, sites in zip(panels, ("neurons", "all sites"), strict=True):
+        rows = frame[(frame["sites"] == sites) & ~frame["arm"].str.endswith("its own prompts")]
+        for number, (arm, of_arm) in enumerate(rows.groupby("arm", sort=False)):
+            line = "k-" if arm == "learned mask" else f"C{number // 2}{('--', ':')[number % 2]}"
+            panel.plot(of_arm["size"], of_arm["error"].clip(0, 1.2), line, label=arm)
+        panel.axhline(0.15, color="grey", linewidth=0.5)
+        panel.set(title=sites, xscale="log", xlabel="sites")
+        panel.set_xticks(SIZES, [str(size) for size in SIZES])
+        panel.minorticks_off()
+    panels[0].set_ylabel("error on other nouns (1.2 and more at the top)")
+    picture.legend(*panels[0].get_legend_handles_labels(), loc="outside right", fontsize="small")
+    return picture
 
 
-def _table(frame: pd.DataFrame) -> str:
-    rows = [[str(name), *(f"{x:.2f}" for x in row)] for name, row in frame.iterrows()]
-    return markdown(["", *map(str, frame.columns)], rows)
-
-
-PAGE = f"""# Stability of circuits
-
-The task is agreement with a relative clause ("The keys that the man …"), and the model is Small
-English. Sites are at positions with a role, circuits keep .9 of the metric, and everything else is
-resampled. Every row is in the tables next to this page. Made by
-`python -m analyses.studies.stability_of_circuits`.
-
-## Coverage of the intervals of inclusion
-
-We measured on {N_FRESH} fresh batches how probable it is that a site is in the circuit of a batch
-of {BATCH // 2} prompts. `discover(…, resamples={RESAMPLES})` estimates this probability from one
-batch of {BATCH} prompts; the nominal coverage of its intervals is 90 %. The {RESAMPLES} circuits
-share prompts, so we widened the intervals (`_DEPENDENCE`) until their coverage was right on other
-batches. Sites that are in nearly no circuit are covered nearly always, because their intervals
-begin at 0.
-
-COVERAGE
-
-![inclusion by probability](stability_of_circuits.svg)
-
-## Batches of {BATCH} prompts
-
-"fitted" is the faithfulness of the circuit on its prompts. "held out" is the mean faithfulness of
-circuits of one half of the prompts on the other half, with its standard error over prompts. "fresh
-batch" is the faithfulness of the circuit on {BATCH} other prompts, and "fresh error" is the mean
-over these prompts of |m(C) - m(M)| / |m(M) - m(∅)|.
-
-BATCHES
-
-## Transfer
-
-The faithfulness of each task's circuit (row) on the prompts of each task (column). Circuits contain
-heads and neurons at the last token; those at other tokens are not ablated.
-
-TRANSFER
-"""
-
-if __name__ == "__main__":
-    typer.run(main)
+STUDY = Study(
+    run,
+    lambda tables: {
+        "": inclusion_figure(tables[""]),
+        "agreement": agreement_figure(tables["agreement"]),
+    },
+    facts,
+)

@@ -8,7 +8,7 @@ follow the anonymous draft of the paper, in which Theorems 3, 6, 7 and 8 have th
 and 7; sections and appendices are cited from the draft too. Heads, MLPs and transformers are
 defined in `masked_attention` and `transformer`. `factored_heads` and `bias_trick` implement two
 remarks of the paper. A blog post about the paper uses a large constant Ω instead of masks; this
-construction is in `analyses/post` of the repository.
+construction is in `analyses/post.py` of the repository.
 """
 
 from attn_only_lens.reference.bias_trick import (

@@ -1,46 +1,28 @@
-"""Tests that the study of gates runs, and that its figures equal explicit sums."""
+"""Tests of the study of gates and Ω: its figures equal explicit sums and independent counts."""
 
 import copy
-import re
 
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from common import needs_hooked_transformer, run_script
+from common import needs_hooked_transformer
 
-from analyses.studies import exactness_by_gate, exactness_measures
+from analyses.studies import exactness_by_gate as study
+from analyses.study import Setting, read
+from attn_only_lens import pretrained
 
 pytestmark = needs_hooked_transformer
-NAMES = ("modular_addition", "tiny_gelu", "tiny_gelu_new", "tiny_relu", "tiny_silu_gated")
 
 
 @pytest.fixture(scope="module")
 def tiny():
-    return {subject.name: subject for subject in exactness_measures.tiny()}
+    return {subject.name: subject for subject in study.tiny()}
 
 
 @pytest.fixture(scope="module")
 def measured(tiny):
-    return {name: exactness_measures.measure(subject) for name, subject in tiny.items()}
-
-
-def test_smoke(tmp_path):
-    result = run_script(exactness_by_gate.main, ["--smoke", "--out", str(tmp_path)])
-    page = (tmp_path / "exactness_by_gate.md").read_text("utf-8")
-    assert page.strip() in result.output
-    assert re.findall(r"^## (\w+)$", page, re.M) == list(NAMES)
-    figure = (tmp_path / "exactness_by_gate.svg").read_text("utf-8")
-    assert "tiny_gelu_new, float32" in figure
-
-
-def test_what_is_not_there_is_named(tmp_path, measured):
-    page = exactness_by_gate.report(
-        measured["tiny_relu"], {"tiny_relu": "", "char_gelu_4l": ""}, smoke=False
-    )
-    left_out = re.search(r"Left out.*: (.*)\.$", page, re.M)
-    expected = [name for name in exactness_measures.REAL if name != "char_gelu_4l"]
-    assert left_out is not None
-    assert left_out[1].split(", ") == expected
+    return {name: study.measure(subject) for name, subject in tiny.items()}
 
 
 def value(frame, dtype, gate, quantity):
@@ -136,9 +118,119 @@ def test_kl_holds_its_digits_where_the_plain_sum_has_none():
         p, q = ([mpmath.exp(mpmath.mpf(x)) for x in t.flatten().tolist()] for t in (logits, moved))
         P, Q = sum(p), sum(q)
         exact = float(sum(a / P * mpmath.log(a / P / (b / Q)) for a, b in zip(p, q, strict=True)))
-    got = exactness_measures.compare(logits, moved)["mean_kl"]
+    got = study.compare(logits, moved)["mean_kl"]
     # d is 1e-10 to 1e-16, so six digits
     assert got == pytest.approx(exact, rel=1e-4)
     log_p, log_q = logits.log_softmax(-1), moved.log_softmax(-1)
     plain = (log_p.exp() * (log_p - log_q)).sum().item()
     assert abs(plain - exact) > exact / 10  # control
+
+
+# ---- Ω on random models
+
+
+def test_errors_of_omega_are_those_of_the_construction():
+    plain = study.random_transformer(2, 16, init="scaled", seed=3)
+    x = torch.randn(5, 16)
+    frame = study.errors(plain, x, [3.0, 9.0, 1000.0])
+    value = frame[frame["depth"] == 2].set_index("omega")
+    assert 1e-3 < value["float64"][3.0] < 1.0
+    assert value["float64"][1000.0] < 1e-12
+    assert value["float32"][9.0] < 1e-6 < value["float32"][1000.0] < 1e-4
+    assert value["float32, shifted"][1000.0] < 1e-6
+    # The error at the last depth, from the construction's output.
+    exact = study.direct(plain, x.double())[0][-1]
+    post = study.post_transformer(plain, 5, omega=3.0, dtype=torch.float64).run(x.double())
+    error = ((post.output - exact).abs().max() / exact.abs().max()).item()
+    assert value["float64"][3.0] == pytest.approx(error, rel=1e-12)
+
+
+def test_the_best_omega_by_hand():
+    omegas = [4.0, 9.0, 16.0, 1000.0]
+    columns = {"float32": [7e-3, 3e-7, 2e-7, 5e-7], "float64": [7e-3, 1e-8, 1e-13, 3e-15]}
+    columns |= {"float32, shifted": [7e-3, 3e-7, 3e-7, 4e-7], "direct float32": [1e-7] * 4}
+    frame = pd.DataFrame({"omega": omegas, "largest score": [5.0] * 4, **columns})
+    (row,) = study.best_omegas(frame.assign(weights="scaled", N=7, depth=2)).to_dict("records")
+    assert (row["best Ω"], row["error there"]) == (16.0, 2e-7)
+    assert row["Ω of at most twice that"] == "9 to 16"
+    assert (row["at Ω = 1000"], row["float64, Ω = 1000"]) == (5e-7, 3e-15)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("init", ["scaled", "growing", "unit"])
+def test_the_direct_evaluation_against_torchs_attention(init, causal):
+    plain = study.random_transformer(2, 8, init=init, seed=0, causal=causal)
+    x = start = torch.randn(7, 8, dtype=torch.float64)
+    for layer in plain.layers:
+        w = layer.to(torch.float64)
+        heads = (x @ w.W_Q, x @ w.W_K, x @ w.W_V)
+        x = x + (F.scaled_dot_product_attention(*heads, is_causal=causal) @ w.W_O).sum(0)
+        x = x + F.linear(F.silu(F.linear(x, w.W_1.T, w.b_1)), w.W_2.T, w.b_2)
+    got, _, _ = study.direct(plain, start)
+    # Sums of at most 32 terms, twice; "unit" weights give entries of 1e5, so errors are relative.
+    torch.testing.assert_close(got[-1], x, rtol=1e-11, atol=1e-11 * x.abs().max().item())
+
+
+def test_scaled_weights_keep_the_stream_small_and_others_do_not():
+    x = torch.randn(7, 16)
+
+    def last(init):
+        return study.direct(study.random_transformer(8, 16, init=init, seed=0), x)
+
+    (scaled, small, _), (growing, large, _) = last("scaled"), last("growing")
+    assert scaled[-1].abs().max() < 4 * x.abs().max() < growing[-1].abs().max()
+    assert max(small) < max(large) / 10
+
+
+# ---- trained models
+
+
+@torch.no_grad()
+def test_costs_are_counted_independently():
+    """The heads of the construction are factored; flops are those of matrix products."""
+    case, n, d, d_mlp, n_heads, vocabulary = shipped(3), 3, 128, 512, 4, 113
+    d_head, width = d // n_heads, d + d_mlp + n + 1
+    into, out = -(-(d + 1) // d_head), -(-(d_mlp + 1) // d_head)
+    flops = 2 * n * d * vocabulary
+    for heads, d_qk, d_ov in (
+        (n_heads, d_head + n + 1, d_head + 1),
+        (into, n + 1, d_head),
+        (d_mlp, n + 1, 1),
+        (out, n + 1, d_head),
+    ):
+        flops += 2 * heads * (d_qk + d_ov) * (2 * (n + 1) * width + (n + 1) ** 2)
+    attention = 2 * n * d * d * 4 + 2 * 2 * n * n * d
+    original = attention + 2 * 2 * n * d * d_mlp + 2 * n * d * vocabulary
+    stored = read("exactness_by_gate")["cost"].query("model == 'modular_addition'")
+    for cost in (study.costs(case, 1, "cpu"), stored):
+        cost = cost.set_index("form")
+        assert cost.loc["post", "heads"] == f"{n_heads} + {into} + {d_mlp} + {out}"
+        assert (cost.loc["post", "vectors"], cost.loc["post", "width"]) == (n + 1, width)
+        assert cost.loc["post", "Mflop a prompt"] == pytest.approx(flops / 1e6, rel=1e-5)
+        assert cost.loc["original", "Mflop a prompt"] == pytest.approx(original / 1e6, rel=1e-5)
+
+
+def shipped(n_prompts):
+    return study.Case.of("modular_addition", pretrained.modular_addition(), n_prompts)
+
+
+@torch.no_grad()
+def test_it_compares_with_the_model_itself():
+    model, case = pretrained.modular_addition(dtype=torch.float64), shipped(5)
+    torch.testing.assert_close(case.logits, model(case.tokens), rtol=0, atol=1e-11)
+    _, cache = model.run_with_cache(case.tokens)
+    assert torch.equal(case.answers, case.tokens[:, :2].sum(1) % 113)
+    _, _, (hidden,) = case.direct(torch.float64)
+    assert hidden == pytest.approx(cache["blocks.0.mlp.hook_pre"].abs().max().item())
+    off = case.logits.clone()
+    off[0, 0, 0] += 2 * case.logits.abs().max()
+    assert case.errors(off)["logits"] == pytest.approx(2.0)
+    assert case.errors(case.logits)["logits"] == 0.0
+
+
+@torch.no_grad()
+def test_relu_is_approached(tmp_path):
+    _, relu = study.cases(Setting(tmp_path, tmp_path, smoke=True))
+    frame = study.measured(relu, {1.0: [20.0], 1e6: [20.0]})
+    errors = frame.set_index(["kind", "slope"])["logits"]
+    assert errors["float64", 1e6] < 1e-4 * errors["float64", 1.0]

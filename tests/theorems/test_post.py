@@ -1,7 +1,6 @@
 """Tests of each clause of the post's construction: stream, sublayers, leaks and rank."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -23,8 +22,7 @@ from post_models import (
     tokens,
 )
 
-from analyses.post import PlainTransformer, StreamCoordinates, post_transformer
-from analyses.post.heads import split
+from analyses.post import StreamCoordinates, post_transformer, split
 
 # ---- stream
 
@@ -117,7 +115,7 @@ def test_linear_out_of_hidden_clears_it(gauge):
 @GAUGE
 @pytest.mark.parametrize("omega", [0.5, 2.0, 5.0])
 def test_leaks_are_those_of_the_derivation(omega, gauge):
-    """Weights on other vectors equal the closed forms in `sublayers.py`."""
+    """Weights on other vectors equal the closed forms in `analyses/post.py`."""
     layer = post_transformer(plain(causal=True), N, omega=omega, gauge=gauge).layers[0]
     start = LAYOUT.augment(tokens())
     h = torch.randn(N, D_MLP, dtype=torch.float64)
@@ -212,31 +210,14 @@ def test_an_odd_split_is_padded_with_zeros():
         ({"omega": math.nan}, "omega: got nan"),
         ({"omega": 1.0, "slope": -1.0}, r"slope: got -1\.0"),
         ({"omega": 1.0, "gauge": "paper"}, "gauge: got 'paper'; expected one of"),
-        ({"omega": 1.0, "dtype": torch.int64}, "dtype: got torch.int64"),
-        ({"omega": 1.0, "d_head": 0}, "d_head: got 0"),
-        ({"omega": 1.0, "n_tokens": 0}, "n_tokens: got 0"),
-        ({"omega": 1.0, "n_tokens": 2.0}, r"n_tokens: got 2\.0"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, match):
     with pytest.raises(ValueError, match=match):
-        post_transformer(plain(), **{"n_tokens": N, **arguments})
-
-
-def test_bad_weights_are_refused_with_every_reason():
-    layer = plain().layers[0]
-    with pytest.raises(ValueError, match=r"W_K: got shape \(3, 2, 5\)") as refusal:
-        replace(layer, W_K=layer.W_K.mT, b_2=layer.b_2.float())
-    assert "b_2: got torch.float32" in str(refusal.value)
-    with pytest.raises(ValueError, match="at least one layer"):
-        PlainTransformer(())
-    with pytest.raises(ValueError, match="share one stream"):
-        PlainTransformer((layer, layer.to(torch.float32)))
+        post_transformer(plain(), N, **arguments)
 
 
 def test_bad_streams_are_refused():
     post = post_transformer(plain(), N, omega=EXACT)
     with pytest.raises(ValueError, match=r"\(n_tokens, d_model\) = \(7, 5\)"):
         post.run(tokens()[:3])
-    with pytest.raises(ValueError, match=r"got a stream in torch\.float32"):
-        post.run(tokens(dtype=torch.float32))
