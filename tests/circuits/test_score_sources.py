@@ -3,6 +3,7 @@
 import bridges
 import pytest
 import torch
+import transformers
 from common import needs_hooked_transformer, tokens
 from patch_oracle import seen
 from path_oracle import PathOracle
@@ -117,6 +118,20 @@ def test_shares_add_up_in_bridges(name):
     pre = float(seen(model, PROMPT, "blocks.1.mlp.hook_pre")[0, QUERY, 5])
     assert len(neuron) == 4
     assert abs(neuron["share"].sum() - pre) < 1e-6 * neuron["share"].abs().sum()
+
+
+def test_several_heads_of_several_groups():
+    """With four heads and two keys, a head's key is not the one that its index modulo two gives."""
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "hidden_size": 28}
+    cfg = transformers.LlamaConfig(**bridges.SIZES | sizes)
+    made = transformers.AutoModelForCausalLM.from_config(cfg, attn_implementation="eager")
+    model = bridges.exposed_copy(bridges.bridged(bridges.randomise(made.double().eval())))
+    scores = seen(model, PROMPT, "blocks.1.attn.hook_attn_scores")
+    for head in range(4):
+        frame = circuits.score_sources(model, PROMPT, f"L1H{head}", QUERY, KEY)
+        size = frame["share"].abs().sum()
+        assert abs(frame["share"].sum() - float(scores[0, head, QUERY, KEY])) < 1e-6 * size
 
 
 @pytest.mark.parametrize("name", ["native"] if HAS_HOOKED_TRANSFORMER else ["native", "gptj"])

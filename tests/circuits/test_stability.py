@@ -12,7 +12,6 @@ from attn_only_lens import circuits, expose_neuron_heads, pretrained, tasks
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.circuits.stability import (
-    inclusion_interval,
     interval,
     random_halves,
     resampled,
@@ -57,8 +56,11 @@ def test_the_circuit_itself_does_not_change(model, task, circuit):
     shares = circuit.stability.sites.set_index(["name", "position"])["inclusion"]
     for _, row in circuit.frame.iterrows():
         assert row["inclusion"] == shares.get((row["name"], row["position"]), 0.0)
-        low, high = inclusion_interval(round(6 * row["inclusion"]), 6)
-        assert (row["inclusion_low"], row["inclusion_high"]) == (low, high)
+        # Six circuits count as 2 + 4 / 8 independent ones; ends: (share - p)² = z² p(1 - p) / n.
+        share, z2, n = row["inclusion"], 1.6448536**2, 2.5
+        low, high = sorted(np.roots([1 + z2 / n, -2 * share - z2 / n, share**2]).clip(0, 1))
+        got = row["inclusion_low"], row["inclusion_high"]
+        assert got == pytest.approx((low, high), abs=1e-6)
         assert (row["class"] == "noise") == (row["inclusion"] <= 0.1)
     columns = {"inclusion", "inclusion_low", "inclusion_high", "class"}
     assert set(circuit.frame) - set(alone.frame) == columns

@@ -39,6 +39,22 @@ def test_an_elementwise_function_changes_by_its_slope(seed, size):
     assert abs(slope * (x_1 - x_0) - (y_1 - y_0)).max() <= ROUNDING * (1 + abs(y_1).max())
 
 
+@pytest.mark.parametrize("distance", [1e-6, 1e-5, 1e-3])
+def test_nearly_equal_inputs_in_float32_have_the_slope_between_them(distance):
+    """In float32, the quotient of tanh loses digits. The oracle is the derivative, in float64."""
+    middle = torch.linspace(-2.0, 2.0, 101)
+    x_1, x_0 = middle + distance / 2, middle - distance / 2
+    expected = 1 - torch.tanh(middle.double()) ** 2
+
+    def error(slope):
+        return (slope.double() - expected).abs().max().item()
+
+    runs = x_1.tanh(), x_0.tanh(), x_1, x_0
+    assert error(secants.slope(*runs, lambda x: 1 - x.tanh() ** 2)) < 1e-6 + distance**2
+    quotient = (runs[0] - runs[1]) / (x_1 - x_0)  # the control
+    assert distance > 1e-5 or error(quotient) > 1e-3
+
+
 @settings(deadline=None, max_examples=50)
 @given(SEEDS, SIZES)
 def test_a_jump_keeps_its_quotient_however_near(seed, size):

@@ -259,6 +259,15 @@ def test_pairs_of_a_file(tmp_path):
     assert some.clean == ("The cars near the car",)
 
 
+def test_an_answer_that_is_also_wrong_is_dropped(tmp_path):
+    """Such a pair would count nothing in the metric, and still be a prompt of the mean."""
+    rows = [row_of("keys", "key"), row_of("key", "car", " is", " is")]
+    made = tasks.from_jsonl(task_tokenizer(), 1, write_rows(tmp_path / "rows.jsonl", rows))
+    assert made.clean == ("The keys near the car",)
+    with pytest.raises(InputError, match="an answer is both right and wrong"):
+        tasks.from_jsonl(task_tokenizer(), 2, tmp_path / "rows.jsonl")
+
+
 def test_texts_of_json_may_hold_separators_of_lines(tmp_path):
     line = json.dumps(row_of("keys", "key") | {"note": "a\u2028b"}, ensure_ascii=False)
     (tmp_path / "pairs.jsonl").write_text("\ufeff" + line, encoding="utf-8")
