@@ -167,6 +167,40 @@ def test_what_is_expected_of_each_kind_is_said(model, monkeypatch):
     assert "neuron unknown (the estimates of patched sites were too far off)" in repr(sweep)
 
 
+def test_the_expected_correlation_is_the_formula_of_the_docs(monkeypatch):
+    """√(1 - Σ 4 c key² / Σ (e - mean e)²) with the larger of both sums, from the rows of a sweep."""
+    monkeypatch.setattr(repairs, "_SWITCH", np.inf)
+    monkeypatch.setattr(repairs, "_LOWEST", 0.0)
+    keys, compute = [], repairs.repair_keys
+
+    def kept(*args):
+        keys.append(compute(*args))
+        return keys[-1]
+
+    monkeypatch.setattr(f"{repairs.__package__}._attribution.repair_keys", kept)
+    how = {"sites": p.neuron_heads(), "progress": False}
+    before = p.attribution(bridge(), CLEAN, CORRUPTED, METRIC, budget=0, **how).frame
+    sweep = p.attribution(bridge(), CLEAN, CORRUPTED, METRIC, budget=10, **how)
+    frame = sweep.frame
+    assert frame[SITE].equals(before[SITE])
+    key = np.maximum(keys[-1].numpy(), keys[-1][keys[-1] > 0].min())
+    rows = pd.DataFrame({"key": key, "exact": frame["exact"], "layer": frame["layer"]})
+    rows["error"] = frame["score"] - before["score"]
+    rows["key2"], rows["error2"] = rows["key"] ** 2, rows["error"] ** 2
+    changes = frame["position"] >= (CLEAN != CORRUPTED)[0].nonzero().min().item()
+    unseen, seen = rows[~rows["exact"] & changes], rows[rows["exact"]]
+    sums = seen.groupby("layer")[["error2", "key2"]].sum()
+    of_kind = seen["error2"].sum() / seen["key2"].sum()
+    c = (sums["error2"] / sums["key2"]).reindex(range(3), fill_value=of_kind).clip(of_kind / 4)
+    by_layer = (unseen["layer"].map(c).astype(float) * unseen["key2"]).sum()
+    half = seen.sort_values("key", kind="stable").head(len(seen) // 2)
+    by_half = half["error2"].sum() / half["key2"].sum() * unseen["key2"].sum()
+    assert by_half > 1.1 * by_layer  # or this would not test the second sum
+    spread = ((frame["score"] - frame["score"].mean()) ** 2).sum()
+    expected = np.sqrt(1 - 4 * by_half / spread)
+    assert sweep.expected_pearson["neuron"] == pytest.approx(expected, abs=1e-6)
+
+
 @cache
 def switching(size):
     """Return a bridge whose neuron L1N5 adds a vector of norm `size` to the clean run at token 1.
@@ -324,7 +358,7 @@ def test_a_gradient_of_zero_in_the_target_run_repairs_the_largest_estimates(meth
     prompts = (switching(1.0), CLEAN, CORRUPTED, p.kl())
     exact = scores(p.activation_patch(*prompts, **how))
     alone = scores(p.attribution(*prompts, method=method, budget=0, **how))
-    sweep = p.attribution(*prompts, method=method, budget=20, **how)
+    sweep = p.attribution(*prompts, method=method, budget=10, **how)
     flags, repaired = sweep.frame.set_index(SITE)["exact"], scores(sweep)
     assert 0 < flags.sum() < len(flags)
     assert ((repaired - exact) ** 2).sum() < 0.2 * ((alone - exact) ** 2).sum()
