@@ -34,7 +34,7 @@ COSTED = ("is_vowel", "follows_a", "detect_ab", "hist", "frac_prevs", "sort")
 """One program of each kind, whose disguised form is used to count operations."""
 SETS = {"covered": "all sites", "covered, with an effect": "with an effect",
         "covered, hard": "hard"}  # fmt: skip
-COLOURS = {"literature": "C0", "package": "C1", "exact": "C2"}
+COLOURS = {"literature": "C0", "package": "C1", "exact": "C2", "random": "C7"}
 DIGITS = 4
 _ROUNDING = 1e-9
 
@@ -285,12 +285,14 @@ def figure(frame: pd.DataFrame) -> Figure:
             panel.grid(axis="x", alpha=0.3)
     for panel in panels[-1]:
         panel.set_xlabel("AUROC")
-    picture.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    picture.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS))
     return picture
 
 
 def group_of(method: str) -> str:
-    """Return who has a method: the package, the literature, or both (exact ones)."""
+    """Return the group of a method, a key of COLOURS."""
+    if method == "random":
+        return method
     return "package" if method in OURS else "exact" if method in EXACT else "literature"
 
 
