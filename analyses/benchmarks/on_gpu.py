@@ -18,13 +18,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import pandas as pd
 import typer
 
+from analyses import study
 from analyses.benchmarks.bench_patching import Task, bridge_of, prompts
 from analyses.tools.benching import machine, markdown, table, wait
 from analyses.tools.options import Device, Out, Smoke
@@ -45,11 +45,11 @@ class Step:
     options: tuple[str, ...] = ()
 
     @property
-    def module(self) -> str:
-        """The name of the module to run."""
-        folders = ("studies", "benchmark", "benchmarks")
-        modules = [f"analyses.{folder}.{self.script}" for folder in folders]
-        return next(module for module in modules if find_spec(module))
+    def command(self) -> list[str]:
+        """The module to run, and its first arguments."""
+        if self.script in study.names():
+            return ["analyses", "run", self.script]
+        return [f"analyses.benchmarks.{self.script}"]
 
     @property
     def name(self) -> str:
@@ -164,7 +164,7 @@ def main(
         if left < 1:
             continue
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", step.module, "--out", str(folder), *flags]
+        command = [sys.executable, "-m", *step.command, "--out", str(folder), *flags]
         start = time.monotonic()
         reason = run(command, folder / "log.txt", min(step.seconds, left))
         took = time.monotonic() - start

@@ -135,6 +135,6 @@ def _shortened(text: str) -> str:
     for line in text.splitlines():
         if line.startswith("<g"):
             has_attributes.append(line != "<g>")
-        if (has_attributes.pop() if line == "</g>" else line != "<g>"):
+        if has_attributes.pop() if line == "</g>" else line != "<g>":
             kept.append(line)
     return "\n".join(kept)
