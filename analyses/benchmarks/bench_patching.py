@@ -447,13 +447,14 @@ def figure(fits: pd.DataFrame) -> Figure:
     tasks = list(fits.groupby(["sites", "tokens", "first"], sort=False))
     picture = Figure(figsize=(3.4 * len(tasks), 3.2), layout="constrained")
     panels = picture.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
-    numbers = [10 ** (power / 8) for power in range(41)]
+    numbers = [10 ** (power / 4) for power in range(21)]
     for panel, ((sites, tokens, first), of_task) in zip(panels, tasks, strict=True):
         for row in of_task.itertuples():
             seconds = [max(row.fixed, 0.0) + number * row.marginal for number in numbers]
             panel.loglog(numbers, seconds, label=row.way)
         panel.set_title(f"{sites}\n{tokens} tokens, differ from {first}", fontsize=9)
         panel.set_xlabel("sites")
+        panel.minorticks_off()
     panels[0].set_ylabel("processor seconds")
     panels[0].legend(frameon=False, fontsize=8)
     return picture

@@ -324,13 +324,16 @@ def figure(rows: pd.DataFrame) -> Figure:
     """Draw time above memory, one panel per axis."""
     axes = [axis for axis in AXES if axis in set(rows["axis"])]
     picture = Figure(figsize=(3.2 * len(axes), 5.6), layout="constrained")
-    panels = picture.subplots(2, len(axes), sharey="row", squeeze=False)
+    panels = picture.subplots(2, len(axes), sharex="col", sharey="row", squeeze=False)
     for column, axis in enumerate(axes):
         for panel, cost in zip(panels[:, column], ("seconds", "peak MiB"), strict=True):
             for number, call in enumerate(CALLS):
                 some = rows[(rows["axis"] == axis) & (rows["call"] == call)]
                 panel.loglog(some["size"], some[cost], "o-", ms=3, color=f"C{number}", label=call)
-            panel.set_xlabel(axis)
+            panel.minorticks_off()
+        sizes = sorted(set(rows["size"][rows["axis"] == axis]))
+        panels[1, column].set_xticks(sizes, [f"{size:,}" for size in sizes])
+        panels[1, column].set_xlabel(axis)
     panels[0, 0].set_ylabel("processor seconds")
     panels[1, 0].set_ylabel("peak memory, MiB")
     panels[0, -1].legend(frameon=False, fontsize=7)

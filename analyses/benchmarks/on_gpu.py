@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,12 +46,10 @@ class Step:
 
     @property
     def command(self) -> list[str]:
-        """The arguments of `python -m` that run it."""
+        """The module to run, and its first arguments."""
         if self.script in study.names():
             return ["analyses", "run", self.script]
-        folders = ("studies", "benchmark", "benchmarks")
-        modules = [f"analyses.{folder}.{self.script}" for folder in folders]
-        return [next(module for module in modules if find_spec(module))]
+        return [f"analyses.benchmarks.{self.script}"]
 
     @property
     def name(self) -> str:

@@ -24,6 +24,11 @@ from scipy.stats import t as student
 from analyses.tools.benching import leave
 
 _DECIMALS = re.compile(r"(\d\.\d\d)\d+")  # two decimals of a point are enough to draw
+_REPEATED = {
+    r"<!--.*?-->\n|<!DOCTYPE.*?>\n|<metadata>.*?</metadata>\n|<g[^>]*/>\n": "",
+    r"'DejaVu Sans'(, ('[\w ]+'|sans-serif))+": "'DejaVu Sans', sans-serif",
+    r' transform="rotate\(-0 [^"]*"': "",
+}
 NOT_PROSE = re.compile(r"[|#!]|- |\d+\. |    ")
 
 
@@ -109,4 +114,27 @@ def svg(picture: Figure) -> str:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "study"}):
         picture.savefig(text, format="svg", metadata={"Date": None})
     lines = (line.strip() for line in text.getvalue().splitlines())
-    return _DECIMALS.sub(r"\1", "\n".join(lines)) + "\n"
+    return _shortened(_DECIMALS.sub(r"\1", "\n".join(lines))) + "\n"
+
+
+def _shortened(text: str) -> str:
+    """Return a figure without what matplotlib repeats; it looks the same.
+
+    These are comments, metadata, alternatives to the font, turns by nothing, ids that nothing
+    refers to, groups without attributes, and styles of marks that repeat their definition's.
+    """
+    for repeated, short in _REPEATED.items():
+        text = re.sub(repeated, short, text, flags=re.DOTALL)
+    used = set(re.findall(r"#([\w.]+)", text))
+    text = re.sub(r' id="([\w.]+)"', lambda name: name[0] if name[1] in used else "", text)
+    styles = dict(re.findall(r'<path id="(\w+)" d="[^"]*" style="([^"]*)"', text))
+    marks = re.compile(r'(<use xlink:href="#(\w+)"[^>]*?) style="([^"]*)"')
+    text = marks.sub(lambda mark: mark[1 if styles.get(mark[2]) == mark[3] else 0], text)
+    text = re.sub('style="[^"]*"', lambda x: x[0].replace(": ", ":").replace("; ", ";"), text)
+    kept, has_attributes = [], list[bool]()
+    for line in text.splitlines():
+        if line.startswith("<g"):
+            has_attributes.append(line != "<g>")
+        if has_attributes.pop() if line == "</g>" else line != "<g>":
+            kept.append(line)
+    return "\n".join(kept)

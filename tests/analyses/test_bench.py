@@ -131,10 +131,10 @@ def test_on_gpu_goes_on_where_it_stopped(tmp_path, monkeypatch):
     seen, fails = [], {"bench_paths": "cut off after 60 s", "bench_growth": "failed: no device"}
 
     def run(command, log, seconds):
-        out = command.index("--out")
-        script = command[out - 1].split(".")[-1]
+        place = command.index("--out")
+        script = command[place - 1].split(".")[-1]
         seen.append(script)
-        Path(command[out + 1], f"{script}.md").write_text(f"# What {script} found\n")
+        Path(command[place + 1], f"{script}.md").write_text(f"# What {script} found\n")
         clock[0] += 60
         return fails.pop(script, "")
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from common import entry_of, needs_hooked_transformer
 
-from analyses.benchmark import bounds, known_circuits, scoring, tasks, twins
+from analyses.benchmark import bounds, scoring, tasks, twins
 from analyses.benchmark.disguise import disguise, parts
-from analyses.benchmark.methods import EDGES, NODES, OURS
+from analyses.benchmark.methods import EDGES, NODES
 from analyses.benchmark.tracr_cuts import logits_without
+from analyses.studies import known_circuits as study
 from analyses.tools import train_twins
 from attn_only_lens import HeadName, convert
 
@@ -308,15 +309,23 @@ def test_estimates_are_exact_unless_a_later_part_reads_the_write():
         assert 0.1 < (sites["read"] > 0).mean() < 0.9
 
 
-def test_smoke(tmp_path):
-    runs = tmp_path / "runs"
-    known_circuits.main(tmp_path, runs=runs, smoke=True)
-    frame = pd.read_csv(tmp_path / "known_circuits.csv")
-    assert set(frame["form"]) == {"compiled", "disguised", "trained"}
-    assert set(frame["method"]) == {*NODES, *EDGES}
-    page = (tmp_path / "known_circuits.md").read_text("utf-8")
-    assert "## Where the methods of the package do not win" in page
-    assert all(f"| **{method}** |" in page for method in OURS)
+def test_means_and_differences_by_hand():
+    """Two programs, of which one has two seeds: the mean is over programs of means over seeds."""
+    methods = {name: [0.5] * 3 for name in {*NODES, *EDGES}}
+    methods |= {"two factors": [0.6, 0.8, 0.9], "EAP-IG": [0.7, 0.7, 0.8]}
+    frame = pd.DataFrame(methods | {"program": ["a", "a", "b"]})
+    frame = frame.assign(what="nodes", form="trained", labels="true")
+    assert study.values(frame, "nodes", "trained", "two factors").to_dict() == pytest.approx(
+        {"a": 0.7, "b": 0.9}
+    )
+    assert study.best(frame, "nodes", "trained", study.LITERATURE["nodes"]) == "EAP-IG"
+    change = study.duel(frame, "nodes", "trained", "two factors", "EAP-IG")
+    assert change["difference"] == pytest.approx(0.05)
+    assert (change["low"], change["high"]) == pytest.approx((0, 0.1))
+    lost = study.lost(frame, "nodes").set_index("program")["lost"]
+    assert lost.to_dict() == {"a": False, "b": False}
+    lost = study.lost(frame.assign(**{"EAP-IG": [0.7, 0.8, 0.8]}), "nodes").set_index("program")
+    assert lost["lost"].to_dict() == {"a": True, "b": False}
 
 
 def test_the_page_and_the_index_say_what_the_table_says():
@@ -326,7 +335,7 @@ def test_the_page_and_the_index_say_what_the_table_says():
     counts = frame.drop_duplicates(["form", "program", "seed"])["form"].value_counts(sort=False)
     n, trained = len(tasks.PROGRAMS), len(twins.names()) * len(twins.SEEDS)
     assert counts.to_dict() == {"compiled": n, "disguised": n, "trained": trained}
-    means = frame[frame["labels"] == "true"].groupby(["form", "what", "method"])["auroc"].mean()
+    means = frame[frame["labels"] == "true"].groupby(["form", "what"]).mean(numeric_only=True)
     for form, methods in {
         "disguised": {
             "nodes": ("two factors", "gradient, zero"),
@@ -339,7 +348,7 @@ def test_the_page_and_the_index_say_what_the_table_says():
     }.items():
         for what, names in methods.items():
             for name in names:
-                mean = f"{means[form, what, name]:.3f}"
+                mean = f"{means.loc[(form, what), name]:.3f}"
                 assert f"{name}** | {mean} [" in page or f"| {name} | {mean} [" in page
                 if name not in ("exact repairs", "secants"):
                     assert mean.removeprefix("0") in entry, (form, what, name)

@@ -1,15 +1,19 @@
 """Tests that every study has a page, a table, a figure, and a record that they belong together."""
 
 import hashlib
+import io
 import json
+import re
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
 import torch
 import transformers
-from common import entry_of
+from common import entry_of, needs_hooked_transformer
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
@@ -26,6 +30,7 @@ from attn_only_lens.neurons.summary import _NUMBERS, _WINDOWS
 from attn_only_lens.patching.prompt_chunks import _numbers_per_prompt
 
 RESULTS = Path(__file__).parents[2] / "analyses" / "results"
+SVG = "http://www.w3.org/2000/svg"
 
 
 def digest(path):
@@ -89,6 +94,26 @@ def test_a_benchmark_leaves_a_page_and_its_record(tmp_path):
     assert run["sha256"] == {name: digest(tmp_path / name) for name in files}
 
 
+def test_a_short_figure_draws_the_same_elements():
+    picture = Figure()
+    panel = picture.subplots()
+    panel.loglog([1, 10, 1000], [5, 2, 3], "o-", label="100 %: one; two")
+    panel.legend()
+    plain = io.StringIO()
+    with rc_context({"svg.fonttype": "none"}):
+        picture.savefig(plain, format="svg")
+    short = study_files.svg(picture)
+    assert len(short) < 0.75 * len(plain.getvalue())
+    trees = [ElementTree.fromstring(text) for text in (plain.getvalue(), short)]
+    for tag in ("path", "use", "text", "clipPath"):
+        one, two = (
+            [(x.text or "").strip() for x in tree.iter(f"{{{SVG}}}{tag}")] for tree in trees
+        )
+        assert one == two, tag
+    known = {x.get("id") for x in trees[1].iter()}
+    assert set(re.findall(r"(?:url\(|href=\")#([\w.]+)", short)) <= known
+
+
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.run.json")), ids=lambda path: path.stem)
 def test_what_is_stored_is_of_one_run_and_nobody_changed_it(path):
     run, name = json.loads(path.read_text("utf-8")), Path(path.stem).stem
@@ -117,7 +142,14 @@ def test_a_page_is_made_from_its_tables_and_its_record_knows(name, tmp_path):
     }
 
 
-@pytest.mark.parametrize("name", study.names())
+HOOKED = {"known_circuits", "train_attention_only"}  # studies that train or load such models
+RUNS = [
+    pytest.param(name, marks=[needs_hooked_transformer] * (name in HOOKED))
+    for name in study.names()
+]
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_a_study_runs(name, tmp_path):
     """A trial with tiny sizes leaves the files that are stored of the whole run."""
     command = ["run", name, "--smoke", "--n-seeds", "1", "--out", str(tmp_path / "out")]

@@ -168,7 +168,7 @@ def test_what_is_expected_of_each_kind_is_said(model, monkeypatch):
 
 
 def test_the_expected_correlation_is_the_formula_of_the_docs(monkeypatch):
-    """√(1 - Σ 4 c key² / Σ (e - mean e)²) with the larger of both sums, from the rows of a sweep."""
+    """√(1 - Σ 4 c key² / Σ (e - mean e)²) with the larger of both sums, from a sweep's rows."""
     monkeypatch.setattr(repairs, "_SWITCH", np.inf)
     monkeypatch.setattr(repairs, "_LOWEST", 0.0)
     keys, compute = [], repairs.repair_keys
@@ -358,7 +358,7 @@ def test_a_gradient_of_zero_in_the_target_run_repairs_the_largest_estimates(meth
     prompts = (switching(1.0), CLEAN, CORRUPTED, p.kl())
     exact = scores(p.activation_patch(*prompts, **how))
     alone = scores(p.attribution(*prompts, method=method, budget=0, **how))
-    sweep = p.attribution(*prompts, method=method, budget=10, **how)
+    sweep = p.attribution(*prompts, method=method, budget=20, **how)
     flags, repaired = sweep.frame.set_index(SITE)["exact"], scores(sweep)
     assert 0 < flags.sum() < len(flags)
     assert ((repaired - exact) ** 2).sum() < 0.2 * ((alone - exact) ** 2).sum()
