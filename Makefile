@@ -27,7 +27,7 @@ PYTEST = OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
 # test may depend on them.
 ANOTHER_MACHINE := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41
 # Examples, notebooks and figures: with 3.9 they run once, by that arithmetic.
-FIGURES := attn_only_lens tests/circuits/test_faithfulness.py tests/analyses/test_attribution_vs_patching.py \
+FIGURES := attn_only_lens tests/circuits/test_faithfulness.py tests/analyses/test_attribution_repairs.py \
 	tests/models/test_bilinear_models.py tests/test_examples.py tests/test_notebooks.py
 # Nothing of transformer-lens is in these, or they are of a study: they run with 3.9 alone.
 OF_NO_VERSION := tests/comparison/test_overlap.py tests/conformance/test_their_own_tests.py \

@@ -1,32 +1,44 @@
-"""Measure how well secants agree with patching: heads, circuits and edges, on several models.
+"""Measure how well secants agree with patching, and what patterns and values carry.
 
-    python -m analyses.studies.contrast_vs_patching --models-dir MODELS --smollm2 FOLDER
+A secant splits the difference between two runs exactly: over heads and neurons, and for each of
+them into a part through its pattern (for a neuron, its gate) and a part through its value
+(`engine/contrast.py`). On a few pairs of prompts for each model, we compare secants with other
+methods:
 
-Attributions of z are compared with denoising, with noising, and with the mean of both. Rankings are
-compared by the faithfulness of their first k sites, searches by the sizes of their circuits, and
-the strongest edges of graphs with exact path patches.
+    attributions   correlations with denoising, with noising, and with the mean of both
+    rankings       the faithfulness of the first k sites, where a ranking costs one pass
+    searches       the sizes of circuits that `discover` finds
+    edges          rank correlations of the strongest edges with exact path patches
+    differences    secants minus each other method, over all pairs, with bootstrap intervals
+
+On more pairs, we measure the two parts:
+
+    carried        sums of |parts| through patterns and through values, by kind of head and layer
+    splitting      whether upstream heads divide into those that set gates and those that set values
+    predicted      how well the parts predict patches on other pairs
+    ranked         the faithfulness of rankings by |pattern| + |value|
 """
 
-import time
-import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
 import torch
-import typer
 from matplotlib.figure import Figure
 from scipy.stats import bootstrap, spearmanr
+from tqdm import tqdm
+from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
-from analyses.studies.attribution_vs_patching import LENGTH, pairs
-from analyses.tools.benching import markdown
-from analyses.tools.options import Device, ModelsDir, Out, Seed, Smoke, SmolLM2
+from analyses.study import Setting, Study, Tables
+from analyses.tools import train_small_english as small
+from analyses.tools.benching import table
 from analyses.tools.real_models import trained
-from analyses.tools.study_files import as_stored, keep, wrapped
-from attn_only_lens import HeadName, circuits, expose_neuron_heads, load, pretrained
+from analyses.tools.study_files import t_interval
+from analyses.tools.token_pairs import LENGTH, pairs
+from attn_only_lens import HeadName, circuits, expose_neuron_heads, load, pretrained, tasks
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.attributed_run import (
     AttributedRun,
@@ -38,76 +50,23 @@ from attn_only_lens.engine.contrast import run_both
 from attn_only_lens.engine.gradients import edit_input
 from attn_only_lens.engine.prompts import PromptPair, prompt_pair
 
+Prompts: TypeAlias = tuple[Any, Any, Any]  # clean, corrupted, metric
+Rows: TypeAlias = Iterator[dict[str, Any]]
+
 METHODS = ("exact_gate", "integrated", "secant")
 SIZES = (10, 20, 40, 80, 160, 320)
-N_NODES, N_EDGES = 30, 200
-N_STEPS = 5  # integration steps of EAP-IG
-K = 40  # the size of a ranking in the page's answer
+SIZES_BY_PARTS = (20, 40, 80, 160)
 N_BOOTSTRAPS = 10  # with different seeds; the page shows the interval of the first one
-DIGITS = "%.6g"
-NAMES = {"exact_gate": "gradients", "integrated": "integrated gradients"}
-COMPARISONS = (
-    (f"share that the first {K} sites keep", "ranking", f"magnitude, {K}", METHODS[:2]),
-    (
-        "correlation with patching, attention heads",
-        "attribution",
-        "attention, mean",
-        METHODS[:2],
-    ),
-    ("correlation with patching, neurons", "attribution", "neuron, mean", METHODS[:2]),
-    (
-        "the same, denoising alone, attention heads",
-        "attribution",
-        "attention, denoise",
-        METHODS[:1],
-    ),
-    ("the same, denoising alone, neurons", "attribution", "neuron, denoise", METHODS[:1]),
-    (
-        "rank correlation with path patches, edges",
-        "edges",
-        "mean",
-        ("graph of one run", "EAP", "EAP-IG", "EAP, mean of both ends"),
-    ),
-    (
-        "the same, denoising alone, edges",
-        "edges",
-        "denoise",
-        ("EAP", "EAP-IG", "EAP, mean of both ends"),
-    ),
-)
-BETTER, WORSE, SAME = "better", "worse", "not measurably different"
-BORDERLINE = "borderline"
-
-
-class Difference(NamedTuple):
-    """How much better secants are than another method.
-
-    Attributes:
-        mean: the mean over pairs.
-        low: the lower end of its interval.
-        high: the upper end.
-        n_pairs: the number of pairs.
-        word: what the intervals of all bootstraps say, or `BORDERLINE` if they disagree.
-    """
-
-    mean: float
-    low: float
-    high: float
-    n_pairs: int
-    word: str
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
-
-
-# By kind of comparison, case and method
-Differences: TypeAlias = dict[tuple[str, str, str], Difference]
+N_NAMES, FEWEST, FOLDS = 100, 40, 5
+GAIN, USEFUL = 0.02, 0.1  # of R²
+OUTSIDE = 0.05  # of the shuffles
+VERB = (" are", " is")
 ENGLISH = [
     ("The keys near the cabinet", "The key near the cabinet", " are", " is"),
     ("The doctor behind the trees", "The doctors behind the trees", " is", " are"),
 ]
 SMOLLM2 = [
-    ("The keys to the old cabinet", "The key to the old cabinet", " are", " is"),
+    ("The keys to the old cabinet", "The key to the old cabinet", *VERB),
     (
         "The capital of France is the city of",
         "The capital of Italy is the city of",
@@ -115,30 +74,70 @@ SMOLLM2 = [
         " Rome",
     ),
 ]
+NOUNS = ("cabinet", "table", "door", "house", "garden", "window", "car", "box")
 
 
-def subjects(
-    models_dir: Path, smollm2: Path | None, device: str, seed: int, *, smoke: bool
-) -> Iterator[tuple[str, Any, list[tuple[Any, ...]]]]:
-    """Yield models with neuron-heads, and their clean prompts, corrupted prompts and metrics."""
-    english = expose_neuron_heads(pretrained.small_english(), copy=True).model
-    texts = ENGLISH[: 1 if smoke else 2]
-    yield "small_english", english, [(c, k, p.logit_diff(a, b)) for c, k, a, b in texts]
-    if smoke:
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes that a smoke run reduces."""
+
+    nodes: int = 30  # of a graph whose edges are compared with path patches
+    edges: int = 200
+    steps: int = 5  # integration steps of EAP-IG
+    shuffles: int = 200
+    graph: int = 150  # nodes of the graphs for `splitting`
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with neuron-heads, with pairs to compare methods, and pairs to measure the parts."""
+
+    name: str
+    model: Any
+    few: list[Prompts]
+    many: list[Prompts]
+
+
+def subjects(setting: Setting) -> Iterator[Subject]:
+    """Yield the models."""
+
+    def written(texts: list[tuple[str, str, str, str]]) -> list[Prompts]:
+        return [(clean, corrupted, p.logit_diff(a, b)) for clean, corrupted, a, b in texts]
+
+    if setting.smoke:
+        module = small.Recipe(n_layers=2, d_model=12, n_heads=2, d_mlp=43).model()
+        tiny: Any = build_bridge_from_module(module, "LlamaForCausalLM", hf_config=module.config)
+        tiny.tokenizer = small.tokenizer()
+        english = expose_neuron_heads(tiny).model
+    else:
+        english = expose_neuron_heads(pretrained.small_english(), copy=True).model
+    task = tasks.agreement(
+        english.tokenizer, 2 if setting.smoke else 24, structure="relative", seed=0
+    )
+    right, wrong = ([row[0] for row in rows] for rows in task.metric.answers)
+    many = written(list(zip(task.clean, task.corrupted, right, wrong, strict=True)))
+    few = ENGLISH[: 1 if setting.smoke else 2]
+    yield Subject("small_english", english, written(few), many)
+    if setting.smoke:
         return
-    for name, source, tokens in trained(models_dir, LENGTH, device, smoke=smoke):
+    for name, source, tokens in trained(setting.models, LENGTH, setting.device, smoke=False):
         if name.startswith("modular"):  # a one-layer model
             continue
         model = expose_neuron_heads(source).model
-        some = list(pairs(model, tokens, 3, seed))
-        yield name, model, [(x.clean, x.corrupted, p.logit_diff(x.correct, x.wrong)) for x in some]
-    if smollm2 is not None:
-        model = expose_neuron_heads(load(smollm2)).model
-        yield "SmolLM2-135M", model, [(c, k, p.logit_diff(a, b)) for c, k, a, b in SMOLLM2]
+        with_parts = name in ("words_swiglu_4l", "stories_swiglu_5l")
+        some = list(pairs(model, tokens, 24 if with_parts else 3, 0))
+        yield Subject(name, model, some[:3], some if with_parts else [])
+    if setting.smollm2 is not None:
+        model = expose_neuron_heads(load(setting.smollm2)).model
+        many = [(f"The keys to the old {n}", f"The key to the old {n}", *VERB) for n in NOUNS]
+        yield Subject("SmolLM2-135M", model, written(SMOLLM2), written(many))
 
 
-def attributions(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
-    """Yield the agreement of every method with patching, by kind of head and direction."""
+# Secants and other methods
+
+
+def attributions(model: Any, prompts: Prompts) -> Rows:
+    """Yield the correlation of every method with patching, by kind of head and direction."""
     sites = None
     if model.cfg.n_layers > 6:  # a sample, because every site would take hours
         names = p.attribution(model, *prompts, method="secant", budget=0, progress=False)
@@ -150,57 +149,57 @@ def attributions(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any
     exact = {"denoise": one_way.effect, "noise": -other_way.effect}
     exact["mean"] = (exact["denoise"] + exact["noise"]) / 2
     for method in METHODS:
-        estimate = p.attribution(
-            model, *prompts, sites=sites, method=method, budget=0, progress=False
-        )
+        how = {"method": method, "budget": 0, "progress": False}
+        estimate = p.attribution(model, *prompts, sites=sites, **how)
         for kind in ("attention", "neuron"):
-            rows = (estimate.frame["kind"] == kind).to_numpy()
-            for way, effect in exact.items():
-                one, two = effect.to_numpy()[rows], estimate.effect.to_numpy()[rows]
-                yield {"what": "attribution", "method": method, "kind": kind, "against": way} | {
-                    "pearson": float(np.corrcoef(one, two)[0, 1])
-                }
-
-
-def rankings(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
-    """Yield the faithfulness of the k highest-ranked sites, where a ranking costs one pass."""
-    for method in METHODS:
-        ranking = p.attribution(
-            model, *prompts, method=method, budget=0, direction="noise", progress=False
-        )
-        shares = [k / len(ranking.frame) for k in SIZES if k < len(ranking.frame)]
-        for order in ("magnitude", "signed"):
-            # Shares are slightly larger, so that rounding down keeps the size.
-            curve = circuits.faithfulness(
-                model, *prompts, ranking, shares=[s * (1 + 1e-9) for s in shares], order=order,
-                n_random=0,
-            ).frame  # fmt: skip
-            for size, f in zip(curve["n_sites"], curve["faithfulness"], strict=True):
-                yield {"what": "ranking", "method": method, "kind": order} | {"k": size, "f": f}
-
-
-def searches(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
-    """Yield the sizes of circuits that `discover` finds, and their seconds."""
-    for method in ("exact_gate", "secant"):
-        for budget in ("auto", 0):
-            started = time.perf_counter()
-            circuit = circuits.discover(model, *prompts, method=method, budget=budget)
-            yield {"what": "discover", "method": method, "kind": f"budget {budget}"} | {
-                "k": len(circuit),
-                "f": circuit.faithfulness,
-                "seconds": time.perf_counter() - started,
+            here = (estimate.frame["kind"] == kind).to_numpy()
+            of_kind = estimate.effect.to_numpy()[here]
+            yield {"kind": kind, "method": method} | {
+                way: float(np.corrcoef(effect.to_numpy()[here], of_kind)[0, 1])
+                for way, effect in exact.items()
             }
 
 
-def edges(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
+def curve(
+    model: Any, prompts: Prompts, ranking: p.Sweep, sizes: tuple[int, ...], **how: Any
+) -> dict[int, float]:
+    """Return the faithfulness of the first k sites by k; all other sites are resampled."""
+    n = len(ranking.frame)
+    # Shares are slightly larger, so that rounding down keeps the size.
+    shares = [k * (1 + 1e-9) / n for k in sizes if k < n]
+    frame = circuits.faithfulness(model, *prompts, ranking, shares=shares, n_random=0, **how).frame
+    return dict(zip(frame["n_sites"], frame["faithfulness"], strict=True))
+
+
+def rankings(model: Any, prompts: Prompts) -> Rows:
+    """Yield the faithfulness of the first k sites by each method."""
+    for method in METHODS:
+        how = {"method": method, "budget": 0, "direction": "noise", "progress": False}
+        ranking = p.attribution(model, *prompts, **how)
+        for order in ("magnitude", "signed"):
+            of_size = curve(model, prompts, ranking, SIZES, order=order)
+            row = {"kind": order, "method": method}
+            yield row | {str(k): of_size.get(k, float("nan")) for k in SIZES}
+
+
+def searches(model: Any, prompts: Prompts) -> Rows:
+    """Yield the sizes of the circuits that `discover` finds for 90 %, by budget."""
+    for budget in ("auto", 0):
+        yield {"budget": budget} | {
+            method: len(circuits.discover(model, *prompts, method=method, budget=budget))
+            for method in ("exact_gate", "secant")
+        }
+
+
+def edges(model: Any, prompts: Prompts, sizes: Sizes) -> Rows:
     """Yield rank correlations of edge scores with exact path patches, for edges of strong nodes.
 
     An edge goes from a head at one position to a head at all positions, as in path patching.
     """
     clean, corrupted, metric = prompts
     pair = prompt_pair(model, clean, corrupted)
-    graph = circuits.attribution_graph(model, clean, metric, corrupted=corrupted, top=N_NODES)
-    both, run = attribute_difference(model, pair, metric), attribute_run(model, pair, metric)
+    graph = circuits.attribution_graph(model, clean, metric, corrupted=corrupted, top=sizes.nodes)
+    both = attribute_difference(model, pair, metric)
     names = [HeadName.parse(name) for name in graph.heads["name"].unique()]
     chosen = [
         [
@@ -211,33 +210,32 @@ def edges(model: Any, prompts: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
         ]
         for sublayer in both.linear.sublayers
     ]
-    values = {"secant graph": _by_head(both, pair, chosen, graph)}
-    strongest = values["secant graph"].abs().nlargest(N_EDGES).index
-    values["graph of one run"] = _by_head(run, pair, chosen, graph)
+    by_head = partial(_by_head, pair=pair, chosen=chosen, graph=graph)
+    values = {"secant graph": by_head(both)}
+    strongest = values["secant graph"].abs().nlargest(sizes.edges).index
+    values["graph of one run"] = by_head(attribute_run(model, pair, metric))
     ends = (0.0, 1.0)  # from the corrupted run to the clean one
-    inside = tuple((step + 0.5) / N_STEPS for step in range(N_STEPS))
+    inside = tuple((step + 0.5) / sizes.steps for step in range(sizes.steps))
     along = {
-        place: _by_head(_tangent(model, pair, metric, both, place), pair, chosen, graph)
-        for place in (*ends, *inside)
+        place: by_head(_tangent(model, pair, metric, both, place)) for place in (*ends, *inside)
     }
-    for name, points in {
-        "EAP": ends[:1],
-        "EAP, mean of both ends": ends,
-        "EAP-IG": inside,
-    }.items():
+    for name, points in (
+        ("EAP", ends[:1]),
+        ("EAP, mean of both ends", ends),
+        ("EAP-IG", inside),
+    ):
         total = along[points[0]]
         for point in points[1:]:
             total = total.add(along[point], fill_value=0)
         values[name] = total / len(points)
     exact = _paths(model, prompts, list(strongest))
-    table = pd.DataFrame(values).reindex(exact.index).fillna(0.0)
-    row = {"what": "edges", "k": len(exact)}
+    scores = pd.DataFrame(values).reindex(exact.index).fillna(0.0)
     for name in values:
-        for way in exact.columns:
-            rank = float(spearmanr(table[name], exact[way]).statistic)
-            yield row | {"method": name, "against": way, "spearman": rank}
+        yield {"kind": "edges", "method": name} | {
+            way: float(spearmanr(scores[name], exact[way]).statistic) for way in exact.columns
+        }
     rank = float(spearmanr(exact["denoise"], exact["noise"]).statistic)
-    yield row | {"method": "denoising", "against": "noise", "spearman": rank}
+    yield {"kind": "edges", "method": "denoising", "noise": rank}
 
 
 def _tangent(model: Any, pair: PromptPair, metric: Any, both: AttributedRun, place: float) -> Any:
@@ -271,7 +269,7 @@ def _by_head(run: Any, pair: Any, chosen: list[Any], graph: circuits.CircuitGrap
     return frame.groupby([frame["source"], into])["weight"].sum()
 
 
-def _paths(model: Any, prompts: tuple[Any, ...], chosen: list[tuple[str, str]]) -> pd.DataFrame:
+def _paths(model: Any, prompts: Prompts, chosen: list[tuple[str, str]]) -> pd.DataFrame:
     """Return the exact direct effects of edges, with all receiver inputs and recomputed scales."""
     columns = {}
     for way, sign in (("denoise", 1), ("noise", -1)):
@@ -296,259 +294,283 @@ def _paths(model: Any, prompts: tuple[Any, ...], chosen: list[tuple[str, str]]) 
     return result.assign(mean=result.mean(axis=1))
 
 
-MEASURES = (attributions, rankings, searches, edges)
+def over_pairs(tables: Tables) -> pd.DataFrame:
+    """Return how much better secants are than each other method, over all pairs of prompts.
+
+    `secants_are` is "borderline" if the intervals of bootstraps with other seeds disagree.
+    """
+    rows, keys = [], ["model", "pair", "kind", "method"]
+    for part in ("attributions", "rankings", "edges"):
+        for kind, some in tables[part].groupby("kind", sort=False):
+            for against in some.columns.difference(keys, sort=False):
+                wide = some.pivot(index=keys[:2], columns="method", values=against)
+                secants = wide.pop("secant graph" if part == "edges" else "secant")
+                for method in wide.columns.difference(["denoising"]):
+                    change = (secants - wide[method]).dropna().to_numpy()
+                    row = {"kind": kind, "against": against, "method": method}
+                    rows.append(row | _with_intervals(change))
+    return pd.DataFrame(rows)
 
 
-def main(
-    out: Out = Path("out/contrast"),
-    models_dir: ModelsDir = Path(__file__).parents[2] / "shared" / "models",
-    smollm2: SmolLM2 = None,
-    seed: Seed = 0,
-    device: Device = "cpu",
-    smoke: Smoke = False,
-) -> None:
-    """Measure, print, and write the tables."""
-    warnings.filterwarnings("ignore", "HookedTransformer.* is deprecated", DeprecationWarning)
-    started, rows = time.perf_counter(), list[dict[str, Any]]()
-    for name, model, all_prompts in subjects(models_dir, smollm2, device, seed, smoke=smoke):
-        for number, prompts in enumerate(all_prompts):
-            for measure in MEASURES:
-                begun = time.perf_counter()
-                rows += [{"model": name, "pair": number} | row for row in measure(model, prompts)]
-                seconds = time.perf_counter() - begun
-                typer.echo(f"{name} {number} {measure.__name__} {seconds:.0f} s", err=True)
-    frames = as_stored({"": pd.DataFrame(rows)}, DIGITS)
-    settings = {"seed": seed, "smoke": smoke}
-    text = page(frames, settings)
-    typer.echo(text)
-    keep(__file__, out, text, frames, figure(frames[""]), started=started, **settings)
-
-
-def page(frames: Mapping[str, pd.DataFrame], settings: Mapping[str, Any]) -> str:
-    """Return the page; all numbers come from the table."""
-    frame = frames[""]
-    of = {what: rows for what, rows in frame.groupby("what")}
-    differences = over_pairs(frame)
-    columns = ["what", "", "compared with", "difference", "95 % interval", "pairs"]
-    text = PAGE.format(
-        **in_short(frame, differences),
-        attributions=_table(of["attribution"], ["model", "kind"], "pearson"),
-        rankings=_table(of["ranking"], ["model", "kind", "k"], "f"),
-        searches=_table(of["discover"], ["model", "kind"], "k"),
-        edges=_table(of["edges"], ["model"], "spearman"),
-        differences=markdown(
-            columns,
-            (
-                [*key, f"{x.mean:+.3f}", f"{x.low:+.3f} to {x.high:+.3f}", x.n_pairs]
-                for key, x in differences.items()
-            ),
-        ),
-        flag=" --smoke" if settings["smoke"] else "",
-    )
-    return wrapped(text)
-
-
-def in_short(frame: pd.DataFrame, differences: Differences) -> dict[str, Any]:
-    """Return the numbers and lines of the page's question, answer and caution."""
-    largest = frame["model"].iloc[-1]
-    n_pairs = frame.groupby("model")["pair"].nunique()
-    magnitude = frame[(frame["what"] == "ranking") & (frame["kind"] == "magnitude")]
-    kept = magnitude[magnitude["k"] == K].groupby(["model", "method"])["f"].mean()[largest]
+def _with_intervals(change: np.ndarray) -> dict[str, Any]:
+    """Return the mean of differences, its interval, their number, and what all intervals say."""
+    intervals = [(float("nan"), float("nan"))]
+    if len(change) > 1:
+        intervals = [
+            tuple(bootstrap((change,), np.mean, rng=generator).confidence_interval)
+            for generator in map(np.random.default_rng, range(N_BOOTSTRAPS))
+        ]
+    words = {
+        "better" if low > 0 else "worse" if high < 0 else "not measurably different"
+        for low, high in intervals
+    }
+    low, high = intervals[0]
     return {
-        "models": frame["model"].nunique(),
-        "pairs": int(n_pairs.sum()),
-        "per_model": f"{n_pairs.min()} to {n_pairs.max()}",
-        "largest": largest,
-        "kept": {method: f"{kept[method]:.3f}" for method in METHODS},
-        "with_patches": _sizes(frame, "auto", largest),
-        "without_patches": _sizes(frame, 0, largest),
-        "k": K,
-        "sizes_apart": " ".join(_sizes_apart(differences, method) for method in METHODS[:2]),
-        "n_bootstraps": N_BOOTSTRAPS,
-        "edges_one_way": " and ".join(
-            f"{differences['edges', way, 'EAP'].word} for {name} alone "
-            f"({differences['edges', way, 'EAP']})"
-            for way, name in (("denoise", "denoising"), ("noise", "noising"))
-        ),
-        "verdicts": markdown(
-            ["compared by", "with", "secants are", "difference"],
-            [
-                [text, NAMES.get(method, method), difference.word, str(difference)]
-                for text, what, case, methods in COMPARISONS
-                for method in methods
-                for difference in [differences[what, case, method]]
-            ],
-        ),
+        **{"difference": change.mean(), "low": low, "high": high, "pairs": len(change)},
+        "secants_are": words.pop() if len(words) == 1 else "borderline",
     }
 
 
-def _sizes(frame: pd.DataFrame, budget: str | int, largest: str) -> str:
-    """Return the sizes of circuits on the largest model, and how far apart others are."""
-    rows = frame[(frame["what"] == "discover") & (frame["kind"] == f"budget {budget}")]
-    sizes = rows.groupby(["model", "method"], sort=False)["k"].mean().unstack()
-    secant, gradient = (sizes[method] for method in ("secant", "exact_gate"))
-    text = (
-        f"circuits of {secant[largest]:.1f} sites there with secants, and of "
-        f"{gradient[largest]:.1f} with gradients"
-    )
-    apart = (secant - gradient).drop(largest).abs()
-    if apart.empty:
-        return text
-    furthest = apart.idxmax()
-    return (
-        f"{text}; on the other models, the mean sizes differ by at most {apart.max():.2f} sites "
-        f"({furthest}: {secant[furthest]:.1f} with secants, "
-        f"{gradient[furthest]:.1f} with gradients)"
-    )
+# Patterns and values
 
 
-def _sizes_apart(differences: Differences, method: str) -> str:
-    """Return for which k the first sites by secants keep more than those by another method."""
-    of_word: dict[str, list[str]] = {BETTER: [], WORSE: [], SAME: [], BORDERLINE: []}
-    for k in SIZES:
-        difference = differences.get(("ranking", f"magnitude, {k}", method))
-        if difference is not None:
-            shown = f"{k} ({difference})" if difference.word == BORDERLINE else str(k)
-            of_word[difference.word].append(shown)
-    parts = [f"{word} for k = {', '.join(ks)}" for word, ks in of_word.items() if ks]
-    return f"Compared with {NAMES[method]}, secants are {'; '.join(parts)}."
+def split(model: Any, prompts: list[Prompts]) -> pd.DataFrame:
+    """Return the parts of all sites for all pairs, as shares of the difference."""
+    how = {"method": "secant", "budget": 0, "split": True, "progress": False}
+    frames = [p.attribution(model, *one, **how).to_frame() for one in prompts]
+    return pd.concat(dict(enumerate(frames)), names=["pair"]).reset_index("pair")
 
 
-def _word(low: float, high: float) -> str:
-    """Return in words what an interval says of secants."""
-    return BETTER if low > 0 else WORSE if high < 0 else SAME
+def carried(parts: pd.DataFrame) -> Rows:
+    """Yield sums of |parts| through patterns and through values, by kind of head and layer."""
+    for (kind, layer), rows in parts.groupby(["kind", "layer"], observed=True):
+        sums = {x: rows[f"by_{x}"].abs().sum() for x in ("pattern", "value")}
+        yield {"kind": kind, "layer": layer} | sums
 
 
-def _table(frame: pd.DataFrame, rows: list[str], value: str) -> str:
-    columns = ["method", "against"] if frame["against"].notna().any() else ["method"]
-    wide = frame.pivot_table(index=rows, columns=columns, values=value, sort=False)
-    heads = [" / ".join(c) if isinstance(c, tuple) else str(c) for c in wide.columns]
-    cells = [
-        [*map(str, key if isinstance(key, tuple) else (key,)), *(f"{x:.3f}" for x in row)]
-        for key, row in zip(wide.index, wide.to_numpy(), strict=True)
-    ]
-    return markdown([*rows, *heads], cells)
+def splitting(model: Any, prompts: list[Prompts], sizes: Sizes) -> Rows:
+    """Yield how much heads differ in the share that gates get, and the same for shuffled heads."""
+    weights = []
+    for clean, corrupted, metric in prompts:
+        graph = circuits.attribution_graph(
+            model, clean, metric, corrupted=corrupted, top=sizes.graph
+        )
+        kinds = graph.nodes.set_index("id")["kind"]
+        frame = graph.edges
+        frame = frame[frame["source"].map(kinds).eq("attention")]
+        frame = frame[frame["target"].map(kinds).eq("neuron")]
+        wide = frame.pivot_table(
+            index=["source", "target"], columns="kind", values="weight", aggfunc="sum"
+        )
+        weights.append(wide.reindex(columns=["gate", "value"]).fillna(0.0).abs().reset_index())
+    into = pd.concat(weights, ignore_index=True)
+    into["head"] = into["source"].str.partition("@")[0]
+    into = into[into.groupby("target")["head"].transform("nunique") > 1]
+
+    def spread(heads: "pd.Series[str]") -> float:
+        sums = into.groupby(heads.to_numpy())[["gate", "value"]].sum()
+        return float((sums["gate"] / sums.sum(axis=1)).std())
+
+    generator = np.random.default_rng(0)
+    by_target = into.sort_values("target", kind="stable").index
+    shuffled = []
+    for _ in range(sizes.shuffles):  # the heads of each target
+        order = into.assign(r=generator.random(len(into))).sort_values(["target", "r"]).index
+        heads = pd.Series(into.loc[order, "head"].to_numpy(), index=by_target)
+        shuffled.append(spread(heads.reindex(into.index)))
+    got = spread(into["head"])
+    yield {
+        **{"heads": into["head"].nunique(), "spread": got, "shuffled": np.mean(shuffled)},
+        "above": np.mean(np.array(shuffled) < got),
+    }
 
 
-def over_pairs(frame: pd.DataFrame) -> Differences:
-    """Return how much better secants are over all pairs, with bootstrap intervals."""
-    differences: Differences = {}
-    for what, value, secants, keys in (
-        ("attribution", "pearson", "secant", ["kind", "against"]),
-        ("ranking", "f", "secant", ["kind", "k"]),
-        ("edges", "spearman", "secant graph", ["against"]),
-    ):
-        for key, some in frame[frame["what"] == what].groupby(keys, sort=False):
-            wide = some.pivot_table(index=["model", "pair"], columns="method", values=value)
-            for method in wide.columns.difference([secants, "denoising"]):
-                change = (wide[secants] - wide[method]).dropna().to_numpy()
-                intervals = [(np.nan, np.nan)]
-                if len(change) > 1:
-                    intervals = [
-                        tuple(bootstrap((change,), np.mean, rng=generator).confidence_interval)
-                        for generator in map(np.random.default_rng, range(N_BOOTSTRAPS))
-                    ]
-                words = {_word(*interval) for interval in intervals}
-                label = ", ".join(str(x).removesuffix(".0") for x in key)
-                differences[what, label, method] = Difference(
-                    change.mean(),
-                    *intervals[0],
-                    len(change),
-                    words.pop() if len(words) == 1 else BORDERLINE,
+def predicted(model: Any, parts: pd.DataFrame, prompts: list[Prompts]) -> Rows:
+    """Yield how well parts on half of the pairs predict patching effects on the other half."""
+    n_train = len(prompts) // 2
+    train = parts[parts["pair"] < n_train]
+    for kind in ("neuron", "attention"):
+        columns = ["score", "by_pattern", "by_value"]
+        sums = train[train["kind"] == kind].groupby("name", observed=True)[columns].sum() / n_train
+        names = sums["score"].abs().nlargest(N_NAMES).index
+        if len(names) < FEWEST:  # too few names for a regression with held-out fifths
+            continue
+        sums = sums.loc[names]
+        for part in ("z", "q", "pattern", "value"):
+            how = {"sites": list(names), "part": part, "positions": "all", "progress": False}
+            sweeps = [p.activation_patch(model, *one, **how) for one in prompts[n_train:]]
+            effects = [
+                pd.Series(x.effect.to_numpy(), index=x.frame["name"].astype(str)) for x in sweeps
+            ]
+            target = pd.concat(effects, axis=1).mean(axis=1).reindex(names.astype(str)).to_numpy()
+            yield {
+                **{"kind": kind, "part": part},
+                "sum": r2(sums[["score"]].to_numpy(), target),
+                "parts": r2(sums[["by_pattern", "by_value"]].to_numpy(), target),
+            }
+
+
+def r2(x: np.ndarray, y: np.ndarray) -> float:
+    """Return the R² of a linear regression, predicted on held-out fifths of the names."""
+    design, folds = np.column_stack([np.ones(len(x)), x]), np.arange(len(y)) % FOLDS
+    guess = np.empty(len(y))
+    for fold in range(FOLDS):
+        rows = folds != fold
+        weights = np.linalg.lstsq(design[rows], y[rows], rcond=None)[0]
+        guess[~rows] = design[~rows] @ weights
+    return float(1 - ((y - guess) ** 2).sum() / ((y - y.mean()) ** 2).sum())
+
+
+def ranked(model: Any, prompts: list[Prompts]) -> Rows:
+    """Yield the faithfulness of rankings by |pattern + value|, and by |pattern| + |value|."""
+    for number, one in enumerate(prompts):
+        whole = p.attribution(model, *one, method="secant", budget=0, split=True, progress=False)
+        frame = whole.to_frame()
+        span = whole.clean_value - whole.corrupted_value
+        value = whole.corrupted_value + span * (frame["by_pattern"].abs() + frame["by_value"].abs())
+        columns = ["by_pattern", "by_value", "exact"]
+        parts = replace(whole, frame=frame.drop(columns=columns).assign(value=value))
+        of_whole, of_parts = (curve(model, one, x, SIZES_BY_PARTS) for x in (whole, parts))
+        for k, f in of_whole.items():
+            yield {"pair": number, "k": k, "whole": f, "parts": of_parts[k]}
+
+
+def run(setting: Setting) -> Tables:
+    """Measure all models."""
+    sizes = Sizes(nodes=11, edges=20, steps=1, shuffles=5, graph=60) if setting.smoke else Sizes()
+    measures = {
+        "attributions": attributions,
+        "rankings": rankings,
+        "searches": searches,
+        "edges": partial(edges, sizes=sizes),
+    }
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for subject in tqdm(subjects(setting), "models"):
+        about, model = {"model": subject.name}, subject.model
+        for part, measure in measures.items():
+            for pair, prompts in enumerate(subject.few):
+                rows.setdefault(part, []).extend(
+                    about | {"pair": pair} | row for row in measure(model, prompts)
                 )
-    return differences
+        if subject.many:
+            parts = split(model, subject.many)
+            for part, some in (
+                ("carried", carried(parts)),
+                ("splitting", splitting(model, subject.many[:8], sizes)),
+                ("predicted", predicted(model, parts, subject.many)),
+                ("ranked", ranked(model, subject.many[:6])),
+            ):
+                rows.setdefault(part, []).extend(about | row for row in some)
+    tables = {part: pd.DataFrame(some) for part, some in rows.items()}
+    return tables | {"differences": over_pairs(tables)}
 
 
-def figure(frame: pd.DataFrame) -> Figure:
-    """Draw the faithfulness of the k highest-ranked sites, by method."""
-    rows = frame[(frame["what"] == "ranking") & (frame["kind"] == "magnitude")]
+# The page
+
+
+def figures(tables: Tables) -> dict[str, Figure]:
+    """Draw the faithfulness of the first k sites, and the share of patterns by layer."""
+    rows = tables["rankings"].query("kind == 'magnitude'")
     models = list(rows["model"].unique())
-    picture = Figure(figsize=(3 * len(models), 3), layout="constrained")
-    panels = picture.subplots(1, len(models), sharey=True, squeeze=False)[0]
+    first = Figure(figsize=(3 * len(models), 3), layout="constrained")
+    panels = first.subplots(1, len(models), sharey=True, squeeze=False)[0]
+    sizes = [str(k) for k in SIZES]
     for panel, model in zip(panels, models, strict=True):
         for method in METHODS:
             of_method = rows[(rows["model"] == model) & (rows["method"] == method)]
-            mean = of_method.groupby("k")["f"].mean().clip(-0.5, 1.5)
-            panel.plot(mean.index, mean, marker=".", label=method)
+            panel.plot(
+                SIZES, of_method[sizes].mean().clip(-0.5, 1.5), marker=".", lw=1, label=method
+            )
         panel.set(title=model, xscale="log", xlabel="sites")
+        panel.minorticks_off()
         panel.axhline(1, color="grey", linewidth=0.5)
     panels[0].set_ylabel("faithfulness")
     panels[0].legend(fontsize="small")
-    return picture
+    rows = tables["carried"]
+    second = Figure(figsize=(8, 3), layout="constrained")
+    panels = second.subplots(1, 2, sharey=True)
+    for panel, kind in zip(panels, ("attention", "neuron"), strict=True):
+        for model, some in rows[rows["kind"] == kind].groupby("model", sort=False):
+            share = some["pattern"] / (some["pattern"] + some["value"])
+            depth = some["layer"] / max(1, some["layer"].max())
+            panel.plot(depth, share, marker=".", label=model)
+        panel.set(title=kind, xlabel="layer / last layer", ylim=(0, 1))
+    panels[0].set_ylabel("share of patterns")
+    panels[1].legend(fontsize="small")
+    return {"": first, "layers": second}
 
 
-PAGE = """# Secants compared with patching
+def means(frame: pd.DataFrame, *by: str) -> pd.DataFrame:
+    """Return means over the pairs of a model."""
+    groups = frame.groupby(["model", *by], sort=False)
+    return groups.mean(numeric_only=True).drop(columns="pair")
 
-**Question.** A secant splits the difference between two runs, of a clean prompt and a corrupted
-prompt, exactly. Do attributions by secants (`method="secant"`) agree with activation patching, and
-do they give better rankings, circuits and edges than gradients?
 
-**Answer.** On {largest}, the first {k} sites of a ranking by secants keep {kept[secant]} of the
-difference, those of integrated gradients {kept[integrated]}, and those of gradients
-{kept[exact_gate]}. With `budget="auto"`, `discover` finds {with_patches}. With `budget=0`, which
-ranks sites without exact patches, it finds {without_patches}.
+def fixed(frame: pd.DataFrame, digits: int = 3) -> str:
+    """Return a table whose numbers have the same number of digits after the point."""
+    frame = frame.reset_index() if frame.index.names[0] else frame
 
-The table has the differences (secants minus another method) over all {pairs} pairs of prompts of
-{models} models, with 95 % intervals. Patching is the mean of denoising and noising, unless the
-table says "denoising alone". We computed each interval with {n_bootstraps} seeds of the bootstrap,
-and show the first. "Borderline" says that some of these intervals contain 0 and others do not.
+    def cell(x: Any) -> Any:
+        return "–" if pd.isna(x) else f"{x:.{digits}f}" if isinstance(x, float) else x
 
-{verdicts}
+    return table(frame.map(cell))
 
-The share that the first k sites keep depends on k (ranked by magnitude, over the same pairs).
-{sizes_apart}
 
-**Caution.** Each model has {per_model} pairs, and the intervals treat all pairs as independent.
-The edges were chosen by secants: exact path patches were computed only for the strongest edges of
-the secant graph. On SmolLM2, attributions were compared on a sample of sites; secants chose most of
-them. A share above 1 is not better than 1: signed rankings of many sites overshoot. Patching in one
-direction gives other answers for edges: compared with EAP, secants are {edges_one_way}.
+def apart(searches: pd.DataFrame, budget: str) -> "pd.Series[float]":
+    """Return the sizes on the model where secants and gradients differ most, without SmolLM2."""
+    sizes = means(searches, "budget").xs(budget, level="budget")
+    sizes["difference"] = (sizes["secant"] - sizes["exact_gate"]).abs()
+    return sizes.loc[sizes["difference"].drop("SmolLM2-135M", errors="ignore").idxmax()]
 
-Unless a table says otherwise, values are means over the pairs of a model. Every row is in
-`contrast_vs_patching.csv`; this page was made by
 
-    python -m analyses.studies.contrast_vs_patching{flag}
+def shares(carried: pd.DataFrame) -> pd.DataFrame:
+    """Return by model which share of the sums of |parts| patterns carry, in all layers and in 0."""
 
-## Attribution compared with exact patching
+    def share(kind: str, rows: pd.DataFrame) -> "pd.Series[float]":
+        sums = rows[rows["kind"] == kind].groupby("model", sort=False)[["pattern", "value"]].sum()
+        return sums["pattern"] / sums.sum(axis=1)
 
-Pearson correlation over all heads and neurons at all positions, compared with denoising, noising,
-and their mean. On SmolLM2, the sites are those with the 150 largest attributions and one neuron of
-each layer, at all positions. Gradients (`exact_gate`) are those of the corrupted run, so they
-estimate denoising. `integrated` is integrated gradients.
+    first = carried[carried["layer"] == 0]
+    return pd.DataFrame(
+        {
+            "attention heads": share("attention", carried),
+            "neurons": share("neuron", carried),
+            "heads of layer 0": share("attention", first),
+            "neurons of layer 0": share("neuron", first),
+        }
+    )
 
-{attributions}
 
-## Faithfulness of the k highest-ranked sites
+def sizes_by_word(differences: pd.DataFrame, method: str) -> dict[str, list[str]]:
+    """Return for which k the first sites by secants keep more than those by another method."""
+    rows = differences[(differences["kind"] == "magnitude") & (differences["method"] == method)]
+    return rows.groupby("secants_are", sort=False)["against"].agg(list).to_dict()
 
-Each ranking costs one pass, without exact patches; all other sites are resampled.
 
-{rankings}
+def facts(tables: Tables) -> dict[str, Any]:
+    """Return the names that the page uses."""
+    gains = tables["predicted"].assign(gain=tables["predicted"].eval("parts - sum"))
+    # For neurons, patches of q and of the pattern are the same.
+    cases = gains.drop_duplicates(["model", "kind", "sum", "parts"])
+    ranked = tables["ranked"].groupby(["model", "pair"])[["parts", "whole"]].mean()
+    differences, above = tables["differences"], tables["splitting"].set_index("model")["above"]
+    return {
+        **{"means": means, "fixed": fixed, "apart": partial(apart, tables["searches"])},
+        "differences": differences.set_index(["kind", "against", "method"]),
+        "sizes_by_word": partial(sizes_by_word, differences),
+        "kept": means(tables["rankings"], "kind", "method").xs("magnitude", level="kind"),
+        "pairs_of": tables["searches"].groupby("model")["pair"].nunique(),
+        "n_bootstraps": N_BOOTSTRAPS,
+        **{"gain": GAIN, "useful": USEFUL, "inside": 1 - OUTSIDE},
+        "shares": shares(tables["carried"]),
+        "above": above,
+        "above_text": [f"{100 * x:.0f} % ({model})" for model, x in above.items()],
+        **{"gains": gains, "cases": cases},
+        "helps": {x: gains.loc[gains["part"] == x, "gain"] >= GAIN for x in ("pattern", "z")},
+        "predictable": cases[cases[["sum", "parts"]].max(axis=1) >= USEFUL],
+        "more": t_interval(ranked["parts"] - ranked["whole"]),
+        "n_ranked": len(ranked),
+    }
 
-![faithfulness by size](contrast_vs_patching.svg)
 
-## Sizes of circuits that `discover` finds for 90 %
-
-{searches}
-
-## Edges compared with exact path patches
-
-Spearman correlation over the 200 strongest edges of the secant graph between its 30 strongest
-nodes. EAP uses the gradients of the corrupted run, and "EAP, mean of both ends" the mean of the
-gradients of both runs. EAP-IG uses the mean gradient of five runs, whose embeddings are
-interpolated between the corrupted and the clean run (at (j - 1/2)/5 of the way). The last column is
-the correlation between denoising and noising.
-
-{edges}
-
-## Differences over all pairs
-
-The value for secants minus the value for another method: Pearson correlations of attributions,
-the faithfulness of the first k sites (1 is best; a larger value is worse), and Spearman
-correlations of edges. Intervals resample the pairs of all models together (bias-corrected
-bootstrap).
-
-{differences}
-"""
-
-if __name__ == "__main__":
-    typer.run(main)
+STUDY = Study(run, figures, facts)

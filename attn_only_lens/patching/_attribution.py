@@ -31,9 +31,8 @@ without weight gradients costs the same). "gradient" costs 3 forward passes; "ex
 plus 2 for queries of attention heads; "secant" costs 4; "integrated" costs 3 + 2 · steps.
 Afterwards, the sites whose estimates are likely to be wrong are patched exactly (`repairs.py`). To
 find these sites, "secant" and "integrated" also take the gradient in the target run, which costs 3
-more passes for "secant" and 1 for "integrated". In `analyses/results`,
-`attribution_vs_patching.md`, `contrast_vs_patching.md` and `attribution_repairs.md` report how well
-the estimates agree with exact patching.
+more passes for "secant" and 1 for "integrated". In `analyses/results`, `attribution_repairs.md` and
+`contrast_vs_patching.md` report how well the estimates agree with exact patching.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,45 +1,55 @@
-"""Tests that the study of secants runs, and that its rows match the text in `docs/studies.md`."""
+"""Tests of the study of secants: its measures, and that its tables match the guide."""
 
-from pathlib import Path
-
+import numpy as np
 import pandas as pd
-from common import run_script
+import pytest
 
+from analyses import study as frame
 from analyses.studies import contrast_vs_patching as study
+from attn_only_lens import expose_neuron_heads, pretrained
+from attn_only_lens import patching as p
 
-ROWS = Path(__file__).parents[2] / "analyses" / "results" / "contrast_vs_patching.csv"
+
+def test_secants_agree_with_patching_on_the_shipped_model():
+    model = expose_neuron_heads(pretrained.small_english(), copy=True).model
+    clean, corrupted, right, wrong = study.ENGLISH[0]
+    prompts = clean, corrupted, p.logit_diff(right, wrong)
+    rows = pd.DataFrame(study.attributions(model, prompts))
+    heads = rows[rows["kind"] == "attention"].set_index("method")["mean"]
+    assert heads["secant"] > max(0.98, heads["exact_gate"])
+    sizes = study.Sizes(nodes=11, edges=20, steps=1)
+    edges = pd.DataFrame(study.edges(model, prompts, sizes)).set_index("method")
+    assert edges.loc["secant graph", ["denoise", "noise", "mean"]].min() > 0.5
+    # The control: rank correlations are lower without the corrupted run.
+    assert edges.loc["graph of one run", "mean"] < edges.loc["secant graph", "mean"]
 
 
-def test_smoke(tmp_path, monkeypatch):
-    for name, value in {"N_NODES": 11, "N_EDGES": 20, "N_STEPS": 1}.items():
-        monkeypatch.setattr(study, name, value)
-    run_script(study.main, ["--smoke", "--out", str(tmp_path)])
-    rows = pd.read_csv(tmp_path / "contrast_vs_patching.csv")
-    assert set(rows["what"]) == {"attribution", "ranking", "discover", "edges"}
-    attention = rows.query("what == 'attribution' and kind == 'attention' and against == 'mean'")
-    pearson = attention.set_index("method")["pearson"]
-    assert pearson["secant"] > pearson["exact_gate"]
-    assert rows.query("method == 'secant graph'")["spearman"].min() > 0.5
+def test_r2_is_of_held_out_names():
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(41, 2))
+    y = 3 + x @ [2.0, -1.0]
+    assert study.r2(x, y) == pytest.approx(1)
+    assert study.r2(x[:, :1], y) < 0.95  # without one of two parts
+    guesses = np.empty(41)
+    for i in range(5):
+        left = [n for n in range(41) if n % 5 != i]
+        slope, start = np.polyfit(x[left, 0], y[left], 1)
+        guesses[i::5] = start + slope * x[i::5, 0]
+    expected = 1 - ((y - guesses) ** 2).mean() / y.var()
+    assert study.r2(x[:, :1], y) == pytest.approx(expected)
 
 
 def test_what_the_guide_says_is_in_the_rows():
-    rows = pd.read_csv(ROWS)
-
-    def means(query, by):
-        return rows.query(query).groupby(["model", "method"])[by].mean().unstack()
-
-    wins = {}
-    for kind in ("neuron", "attention"):
-        pearson = means(
-            f"what == 'attribution' and kind == '{kind}' and against == 'mean'", "pearson"
-        )
-        wins[kind] = int((pearson["secant"] > pearson["exact_gate"]).sum())
-    assert wins == {"neuron": 5, "attention": 4}
-    kept = means("what == 'ranking' and kind == 'magnitude' and k == 40", "f")
+    tables = frame.read("contrast_vs_patching")
+    pearson = study.means(tables["attributions"], "kind", "method")["mean"].unstack("method")
+    wins = (pearson["secant"] > pearson["exact_gate"]).groupby("kind").sum()
+    assert wins.to_dict() == {"neuron": 5, "attention": 4}
+    kept = study.means(tables["rankings"], "kind", "method").xs("magnitude", level="kind")["40"]
+    kept = kept.unstack("method")
     assert int((kept["secant"] > kept["exact_gate"]).sum()) == 5
     assert kept.loc["SmolLM2-135M"].round(2)[["secant", "exact_gate"]].tolist() == [0.37, 0.09]
-    sizes = means("what == 'discover' and kind == 'budget auto'", "k")
-    assert sizes.loc["SmolLM2-135M"].round(0)[["secant", "exact_gate"]].tolist() == [58, 80]
-    edges = means("what == 'edges' and against == 'mean'", "spearman")
+    sizes = study.means(tables["searches"], "budget").loc[("SmolLM2-135M", "auto")]
+    assert sizes.round(0).to_dict() == {"secant": 58, "exact_gate": 80}
+    edges = study.means(tables["edges"], "method")["mean"].unstack("method")
     assert (edges["secant graph"] > edges["graph of one run"]).all()
     assert (edges["EAP, mean of both ends"] > edges["secant graph"]).all()
