@@ -24,91 +24,33 @@ new weights in layers: one thread spends almost all of it on old weights.
 All arms of a seed see the same prompts in the same order. The loss is the cross-entropy of the
 next word over the whole vocabulary. AdamW without weight decay warms up and decays linearly. The
 last two arms were added later: the first three cannot say whether freezing or its higher rate makes
-the model forget. They have one rate, and differ only in freezing and in the number of steps. Arms
-are compared at the first check at which they are right in 90 % of the prompts (at the end, if there
-is none).
+the model forget. They have one rate, and differ only in freezing and in the number of steps.
 
-Measures, by model. Effects are those of `circuit_measures.py` (attribution, with exact patches of
-the strongest sites); shares, joint costs and their nulls are those of `pressure_measures.py`. Texts
-are paragraphs of Python's documentation (`pydoc_data.topics`); the record has their hash.
+Effects are those of `circuit_measures.py` (attribution, with exact patches of the strongest sites).
+Costs are parts of the fall of the metric if all parts are patched:
 
-    removed    the model without its new neurons (their output weights are set to zero)
-    only new   the new neurons as trained, with all old entries as they were before training
-    random     as many old neurons removed in each layer, drawn at random
-    leak       the probability of "yes" or "no" after a sentence without "Match:"
-
-Predictions, written before the runs. Figures are means over seeds. The first ten are about the
-first three arms; they were written before any run, and seeds 0 and 1 of these arms were run then.
-
-1. Every arm learns: on unseen nouns, the answer is right for 90 % or more at the end.
-2. With old parts frozen, learning is slower: after the first 40 steps, the loss of the skill is
-   higher than with old parts free.
-3. Freezing old parts halves forgetting: the rise of the loss on texts is less than half of the rise
-   with old parts free.
-4. If old parts are free, growth does not protect: the rise of the loss on texts in "free" is within
-   25 % of the rise in "not grown".
-5. If old parts are free, they learn the skill: without its new neurons, "free" is right for 90 % or
-   more, and the share of new neurons in the effects of neurons stays below parity.
-6. If old parts are frozen, the share of new neurons in the effects of neurons is at least three
-   times parity, and patching them together costs more than patching random directions.
-7. Frozen old parts keep their circuits: the overlap of heads' effects on is/are before and after,
-   divided by the ceiling, is .9 or more in "frozen", and below that in "free".
-8. In "free", old circuits move like those of "not grown": this ratio is within .1.
-9. The same heads move in "free" and "not grown": of the 10 heads that moved most in the one, at
-   least 5 are among the 10 of the other.
-10. All arms leak: the probability of "yes" or "no" without "Match:" is above .5, as no training
-    prompt lacks "Match:".
-
-Predictions that were added before seeds 2 to 4, and before the last two arms. "Clear" means that
-Student's 95 % interval of the difference over seeds excludes zero.
-
-11. With five seeds, predictions 3, 6 and 7 fail, as with two, and the other seven hold.
-12. Frozen forgets more than free: the difference of the rises of the loss on texts is clear.
-13. In "frozen", patching new neurons together costs more than random directions, and heads' effects
-    on the skill overlap with those of "free" more than by chance: both differences are clear.
-14. In "frozen", the overlap of heads' effects on is/are before and after is not clearly above
-    chance.
-15. "Frozen, slower" learns: right for 90 % or more at the end.
-16. The rate matters: at the first check with 90 % right, the loss on texts has risen in "frozen,
-    slower" by less than half of the rise in "frozen".
-17. A lower rate does not make up for free's: at this check, the rise in "frozen, slower" is still
-    larger than in "free", clearly.
-18. At one rate, freezing protects: at this check (or at the end, where 90 % is never reached), the
-    rise in "frozen, slower" is smaller than in "free, faster", clearly.
-19. "Frozen, slower" leaks (above .5 without "Match:"), and is/are falls below 75 % (of the
-    two words).
-20. In "frozen, slower", patching new neurons together costs more than .5 and more than random
-    directions, and their share of neurons' effects is below parity.
-21. At a higher rate, new neurons take part without freezing: in "free, faster", their share of
-    neurons' effects on the skill is at least ten times as large as in "free", and below parity.
-
-What we knew: a pilot (data seed 100, the same held-out nouns, no text, no circuits) chose the
-skill, rates and steps. Free, at a rate of 1e-4: 92 % right after 45 steps. Frozen: at 1e-3, nothing
-learned after 15 steps; at 4e-3, 92 % after 70 and 98 % after 80 steps. A simpler rule (the
-subject's number) took 20 steps free, and 40 steps frozen. A step took 1.4 to 1.6 s of processor
-time in both arms. When predictions 11 to 21 were written, we knew seeds 0 and 1 of the first three
-arms, and a second pilot (frozen, seed 100, the skill only): at 1e-3, 46 % right after 45 steps,
-92 % after 75 and 100 % after 90; at 5e-4, 48 % after 30 steps (a loss of 2.9, against .8 at 1e-3).
-
-    python -m analyses.studies.grow_on_skill --smollm2 out/smollm2 --out analyses/results
-
-With `--earlier FOLDER`, arms and seeds that the tables in this folder have are not run again.
+    new_share    the sum of |effects| of new neurons over that of all neurons
+    parity       the number of new neurons over that of all: the share that random labels would have
+    single       the sum of the effects of new neurons, each patched alone
+    joint        the cost of patching all new neurons together; joint_old: all old neurons
+    directions   the cost of patching as many random orthogonal directions of a layer's neurons
+    labels       the cost of patching as many random neurons of each layer
+    removed      the model without its new neurons (their output weights are set to zero)
+    only new     the new neurons as trained, with all old entries as they were before training
+    random       as many old neurons removed in each layer, drawn at random
+    leak         the probability of "yes" or "no" after a sentence without "Match:"
 """
 
-import hashlib
 import io
 import json
-import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from functools import cache, cached_property
-from itertools import product
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from random import Random
-from tempfile import TemporaryDirectory
-from typing import Annotated, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -116,38 +58,33 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
-import typer
 from jaxtyping import Float, Int
+from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from analyses.studies import pressure_measures
-from analyses.studies.grow_on_skill_report import figure, page
-from analyses.tools import circuit_measures
-from analyses.tools.benching import machine
-from analyses.tools.circuit_measures import (
-    Look,
-    Question,
-    is_neuron,
-    overlap_by_chance,
-    shares_in_common,
-)
-from analyses.tools.options import Out, Runs, Seeds, Smoke, SmolLM2
+from analyses import study as frame
+from analyses.tools import circuit_measures as measures
+from analyses.tools.circuit_measures import Look, Question, is_neuron
 from analyses.tools.resumable import claim
-from analyses.tools.study_files import as_stored, keep
+from analyses.tools.study_files import t_interval
 from attn_only_lens import expose_neuron_heads, grow, load
 from attn_only_lens import patching as p
 from attn_only_lens.growth import read_provenance
+from attn_only_lens.heads import HeadName
 from attn_only_lens.storage import write_text
 from attn_only_lens.tasks.words import PEOPLE, THINGS
 
 Tables: TypeAlias = dict[str, pd.DataFrame]
+Seeds: TypeAlias = "pd.Series[float]"  # a figure of each seed
 
 PARTS = ("", "heads", "curves", "removed")
 MARKER = "Match: "
 PREPOSITIONS = ("near", "behind", "beside", "above", "below")
 SYMBOLS = frozenset("=[]{}<>|")  # of code
-DIGITS = "%.4g"
+RIGHT = 0.9  # of the answers: learned
+N_HEADS = 10
+LINES = ("-", "-", ":", "--", "--")  # the second and third arm nearly coincide
 TINY: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -161,13 +98,12 @@ TINY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Arm:
-    """How a model is trained, and what is measured; a run can resume with more seeds."""
+    """How a model is trained, and whether its circuits are measured, also without some neurons."""
 
     rate: float
     steps: int = 80
     frozen: bool = False
-    seeds: int = field(default=5, repr=False)
-    circuit_seeds: int = field(default=5, repr=False)  # also without some neurons
+    circuits: bool = True
 
 
 @dataclass(frozen=True)
@@ -180,8 +116,8 @@ class Study:
             "frozen": Arm(4e-3, frozen=True),
             "free": Arm(1e-4),
             "not grown": Arm(1e-4),
-            "frozen, slower": Arm(1e-3, steps=160, frozen=True, circuit_seeds=0),
-            "free, faster": Arm(1e-3, circuit_seeds=0),
+            "frozen, slower": Arm(1e-3, steps=160, frozen=True, circuits=False),
+            "free, faster": Arm(1e-3, circuits=False),
         }
     )
     warmup: int = 10
@@ -201,8 +137,8 @@ SMOKE = Study(
         "frozen": Arm(1e-2, steps=4, frozen=True),
         "free": Arm(1e-2, steps=4),
         "not grown": Arm(1e-2, steps=4),
-        "frozen, slower": Arm(5e-3, steps=6, frozen=True),
-        "free, faster": Arm(5e-3, steps=4, circuit_seeds=0),
+        "frozen, slower": Arm(5e-3, steps=6, frozen=True, circuits=False),
+        "free, faster": Arm(5e-3, steps=4, circuits=False),
     },
     warmup=1,
     decay=1,
@@ -349,24 +285,22 @@ def last_logits(model: Any, tokens: Tensor) -> Float[Tensor, "prompt d_vocab"]:
 @torch.no_grad()
 def judged(model: Any, prompts: Prompts) -> dict[str, float]:
     """Return the figures of a transformers model: the skill, agreement, texts."""
-    asked = prompts.held_out[2]
+    asked, texts = prompts.held_out[2], prompts.texts
     skill, agreement = prompts.skill(asked), prompts.agreement(asked)
-    figures: dict[str, float] = {}
-    for name, question in (("skill", skill), ("agreement", agreement)):
-        logits = last_logits(model, question.clean)
-        rows = torch.arange(len(logits))
-        margin = logits[rows, question.right] - logits[rows, question.wrong]
-        figures |= {
-            f"{name}_loss": F.cross_entropy(logits, question.right).item(),
-            f"{name}_right": (logits.argmax(-1) == question.right).double().mean().item(),
-            f"{name}_two_way": (margin > 0).double().mean().item(),
-        }
+    of_skill, of_agreement = (last_logits(model, question.clean) for question in (skill, agreement))
+    rows = torch.arange(len(asked))
+    margin = of_agreement[rows, agreement.right] - of_agreement[rows, agreement.wrong]
     answers = [prompts.answer(word) for word in (" yes", " no")]
-    figures["leak"] = logits.softmax(-1)[:, answers].sum(-1).mean().item()
-    texts = prompts.texts
-    logits = model(texts[:, :-1], use_cache=False).logits
-    figures["text_loss"] = F.cross_entropy(logits.flatten(0, 1), texts[:, 1:].flatten()).item()
-    return figures
+    of_texts = model(texts[:, :-1], use_cache=False).logits.flatten(0, 1)
+    figures = {
+        "skill_loss": F.cross_entropy(of_skill, skill.right),
+        "skill_right": (of_skill.argmax(-1) == skill.right).double().mean(),
+        "agreement_loss": F.cross_entropy(of_agreement, agreement.right),
+        "agreement_two_way": (margin > 0).double().mean(),
+        "leak": of_agreement.softmax(-1)[:, answers].sum(-1).mean(),
+        "text_loss": F.cross_entropy(of_texts, texts[:, 1:].flatten()),
+    }
+    return {name: figure.item() for name, figure in figures.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -414,12 +348,11 @@ class SeedRuns:
         optimizer = torch.optim.AdamW(
             parameters, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
-        words, rows, cpu = nouns(study)[0], [], 0.0
+        words, rows = nouns(study)[0], []
         bar = tqdm(range(about.steps), desc=f"{arm}, seed {self.seed}", mininterval=10)
         for step in bar:
             if step % study.check_every == 0:
-                rows.append({"step": step, "cpu_seconds": cpu} | judged(model, self.prompts))
-            started = time.process_time()
+                rows.append({"step": step} | judged(model, self.prompts))
             random = Random(f"{self.seed} {step}")
             question = self.prompts.skill(sentences(words, study.rows, random))
             optimizer.param_groups[0]["lr"] = rate(study, about, step)
@@ -427,8 +360,7 @@ class SeedRuns:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            cpu += time.process_time() - started
-        rows.append({"step": about.steps, "cpu_seconds": cpu} | judged(model, self.prompts))
+        rows.append({"step": about.steps} | judged(model, self.prompts))
         model.save_pretrained(folder)
         self.prompts.tokenizer.save_pretrained(folder)
         write_text(folder / "curve.csv", pd.DataFrame(rows).to_csv(index=False))
@@ -487,7 +419,7 @@ def without_neurons(runs: SeedRuns, arm: str) -> Iterator[dict[str, Any]]:
 def looked(model: Any, questions: Mapping[str, Question], new: Collection[str] = ()) -> Look:
     """Return the effects of all heads and neurons."""
     with expose_neuron_heads(model) as exposed:
-        names, parts = circuit_measures.parts_of(exposed, questions, new, p.attribution)
+        names, parts = measures.parts_of(exposed, questions, new, p.attribution)
     return Look(names, parts, {}, {}, {})
 
 
@@ -512,18 +444,86 @@ def overlaps(before: Look, now: Look, task: str, other: str = "") -> dict[str, f
     for kind in ("heads", "neurons"):
         some = [n for n in before.names if n in both and ("N" in n) == (kind == "neurons")]
         first, second = effects(before, task, some), effects(now, other or task, some)
-        shares[f"overlap_{kind}"] = float(shares_in_common(first, second)[0])
-        shares[f"overlap_{kind}_chance"] = overlap_by_chance(some, first[0], second[0])
+        shares[f"overlap_{kind}"] = float(measures.shares_in_common(first, second)[0])
+        shares[f"overlap_{kind}_chance"] = measures.overlap_by_chance(some, first[0], second[0])
     return shares
 
 
 def of_heads(look: Look, task: str, **about: Any) -> pd.DataFrame:
-    """Return a row for each attention head: its effect, as a part of the fall of the metric."""
-    part = look.parts[task]
-    heads = [name for name, neuron in zip(look.names, is_neuron(look.names), strict=True)
-             if not neuron]  # fmt: skip
+    """Return a row for each attention head: its effect, as a part of the sum of |effects|."""
+    part, neurons = look.parts[task], is_neuron(look.names)
+    heads = [name for name, neuron in zip(look.names, neurons, strict=True) if not neuron]
     shares = effects(look, task, heads)[0] / (part.clean - part.nothing).mean()
-    return pd.DataFrame({**about, "task": task, "head": heads, "effect": shares})
+    shares /= abs(shares).sum()
+    return pd.DataFrame({**about, "task": task, "head": heads, "share": shares})
+
+
+def of_new(look: Look, task: str, new: Collection[str]) -> dict[str, float]:
+    """Return the share of new neurons, single and joint costs, and how often the model is right."""
+    part, is_new = look.parts[task], np.isin(look.names, list(new))
+    of_neurons, lost = is_neuron(look.names), part.effects.mean(1)
+    fall = (part.clean - part.nothing).mean()
+    return {
+        "right": float((part.clean > 0).mean()),
+        "new_share": abs(lost[is_new]).sum() / abs(lost[of_neurons]).sum(),
+        "parity": is_new.sum() / of_neurons.sum(),
+        "single": lost[is_new].sum() / fall,
+        "joint": (part.clean - part.without_new).mean() / fall,
+        "joint_old": (part.clean - part.without_old).mean() / fall,
+    }
+
+
+def random_labels(names: tuple[str, ...], new: Collection[str], seed: int) -> list[str]:
+    """Return as many parts of each kind and layer as are new there, drawn at random."""
+    generator, drawn = np.random.default_rng(seed), list[str]()
+    groups: dict[tuple[int, bool], list[str]] = {}
+    for name in names:
+        groups.setdefault((HeadName.parse(name).layer, "N" in name), []).append(name)
+    for group in groups.values():
+        drawn += generator.permutation(group)[: sum(name in new for name in group)].tolist()
+    return drawn
+
+
+@torch.no_grad()
+def patched_directions(
+    exposed: Any, asked: Question, new: Collection[str], seed: int
+) -> Float[np.ndarray, "prompt"]:
+    """Return the metric with random directions patched, as many in each layer as new neurons."""
+    counts: dict[str, int] = {}
+    for name in new:
+        point = HeadName.parse(name).hook("z", exposed)
+        counts[point] = counts.get(point, 0) + 1
+    _, cached = exposed.run_with_cache(asked.corrupted, names_filter=list(counts))
+    generator = torch.Generator().manual_seed(seed)
+
+    def patch(z: Tensor, hook: Any, corrupted_z: Tensor, basis: Tensor) -> Tensor:
+        return z + ((corrupted_z - z).flatten(2) @ basis @ basis.T).view_as(z)
+
+    hooks = []
+    for point, count in counts.items():
+        drawn = torch.randn(cached[point].flatten(2).shape[2], count, generator=generator)
+        basis = torch.linalg.qr(drawn)[0].to(cached[point])
+        hooks.append((point, partial(patch, corrupted_z=cached[point], basis=basis)))
+    return asked.of_logits(exposed.run_with_hooks(asked.clean, fwd_hooks=hooks))
+
+
+def random_costs(
+    exposed: Any, asked: Question, look: Look, task: str, new: Collection[str], draws: int
+) -> dict[str, float]:
+    """Return `directions` and `labels`, the means over random draws."""
+    part = look.parts[task]
+    fall = (part.clean - part.nothing).mean()
+    runs = {
+        "directions": [patched_directions(exposed, asked, new, seed) for seed in range(draws)],
+        "labels": [
+            measures.patched(exposed, asked, random_labels(look.names, new, seed))
+            for seed in range(draws)
+        ],
+    }
+    return {
+        name: float(np.mean([(part.clean - run).mean() for run in some]) / fall)
+        for name, some in runs.items()
+    }
 
 
 @cache
@@ -563,10 +563,11 @@ def circuit_tables(runs: SeedRuns, arm: str) -> Tables:
     reuse = overlaps(before, look, "agreement", "skill")
     row |= {f"reuse_{name}": value for name, value in reuse.items()}
     if new:
-        costs = pressure_measures.random_costs(model, questions, look, new, runs.study.draws)
-        for task in questions:
-            measures = pressure_measures.new_parts(look, task, new) | costs[task]
-            row |= {f"{task}_{name}": value for name, value in measures.items()}
+        with expose_neuron_heads(model) as exposed:
+            for task, asked in questions.items():
+                costs = random_costs(exposed, asked, look, task, new, runs.study.draws)
+                figures = of_new(look, task, new) | costs
+                row |= {f"{task}_{name}": value for name, value in figures.items()}
     return {"": pd.DataFrame([row]), "heads": pd.concat(heads)}
 
 
@@ -585,40 +586,39 @@ def kept(path: Path, make: Callable[..., Tables], *about: Any) -> Tables:
     return {name: pd.read_csv(io.StringIO(text)) for name, text in texts.items()}
 
 
-def measured(runs: SeedRuns, arm: str, ready: Collection[tuple[str, int]]) -> Iterator[Tables]:
-    """Yield the tables of one arm and seed; train and measure what the folder lacks.
+def measured(runs: SeedRuns) -> Iterator[Tables]:
+    """Yield the tables of one seed; train and measure what the folder lacks."""
+    yield kept(runs.path("before-circuits.json"), base_tables, runs)
+    for arm, how in runs.study.arms.items():
+        curve = pd.read_csv(runs.trained(arm) / "curve.csv")
+        yield {"curves": curve.assign(arm=arm, seed=runs.seed)}
+        if how.circuits:
+            yield kept(runs.path(f"{arm}-circuits.json"), circuit_tables, runs, arm)
+            if arm != "not grown":
+                yield kept(runs.path(f"{arm}-removed.json"), removed_table, runs, arm)
 
-    Args:
-        runs: of the seed.
-        arm: an arm of the study, or "before" (training).
-        ready: arms and seeds that earlier tables have.
+
+def with_heads(circuits: pd.DataFrame, heads: pd.DataFrame) -> Tables:
+    """Return the circuits with figures of heads by seed, and heads' mean shares on is/are by arm.
+
+    `strongest_share` is the share on is/are of the head that was strongest before training; `same`
+    is the overlap of heads' effects on the skill with those in "free".
     """
-    if (arm, runs.seed) in ready:
-        return
-    if arm == "before":
-        yield kept(runs.path("before-circuits.json"), base_tables, runs)
-        return
-    how = runs.study.arms[arm]
-    if runs.seed >= how.seeds:
-        return
-    curve = pd.read_csv(runs.trained(arm) / "curve.csv").assign(arm=arm, seed=runs.seed)
-    yield {"curves": curve}
-    if runs.seed < how.circuit_seeds:
-        yield kept(runs.path(f"{arm}-circuits.json"), circuit_tables, runs, arm)
-        if arm != "not grown":
-            yield kept(runs.path(f"{arm}-removed.json"), removed_table, runs, arm)
-
-
-def earlier_tables(folder: Path) -> tuple[list[Tables], dict[str, Any]]:
-    """Return the tables of an earlier run, and what the page says about it."""
-    name = Path(__file__).stem
-    tables = {part: pd.read_csv(folder / f"{name}{'_' * bool(part)}{part}.csv") for part in PARTS}
-    record = json.loads((folder / f"{name}.run.json").read_text("utf-8"))
-    seeds = {
-        arm: sorted(map(int, some["seed"].unique()))
-        for arm, some in tables["curves"].groupby("arm", sort=False)
-    }
-    return [tables], {"seeds": seeds, "cpu_seconds": record["settings"]["cpu_seconds"]}
+    shares = heads.pivot(index="head", columns=["arm", "seed", "task"], values="share")
+    shares = shares.sort_index(axis=1)
+    by_arm = heads.query("task == 'agreement'").groupby(["head", "arm"], sort=False)["share"]
+    means = by_arm.mean().unstack("arm").reset_index()
+    strongest = means.set_index("head")["before"].abs().idxmax()
+    rows = []
+    for row in circuits.to_dict("records"):
+        now = shares[row["arm"], row["seed"]]
+        row |= {"strongest": strongest, "strongest_share": now.loc[strongest, "agreement"]}
+        if "skill" in now:
+            both = now["skill"].to_numpy(), shares["free", row["seed"], "skill"].to_numpy()
+            row["same"] = float(measures.shares_in_common(*(x[None] for x in both))[0])
+            row["same_chance"] = measures.overlap_by_chance(list(shares.index), *both)
+        rows.append(row)
+    return {"": pd.DataFrame(rows), "heads": means}
 
 
 def tiny(folder: Path) -> Path:
@@ -638,47 +638,167 @@ def tiny(folder: Path) -> Path:
     return folder
 
 
-def main(
-    smollm2: SmolLM2 = Path("out/smollm2"),
-    out: Out = Path("out/grow-on-skill"),
-    runs_dir: Runs = Path("out/grow-on-skill-runs"),
-    n_seeds: Seeds = 5,
-    earlier: Annotated[
-        Path | None, typer.Option(help="folder with tables of an earlier run, to be joined")
-    ] = None,
-    smoke: Smoke = False,
-) -> None:
-    """Train, measure, print; write the page, tables and figure (`study_files.py`)."""
+def run(setting: frame.Setting) -> Tables:
+    """Train and measure; parts that the folder of runs has are not made again."""
     warnings.filterwarnings("ignore", ".*deprecated", DeprecationWarning)
-    started, cpu = time.perf_counter(), time.process_time()
-    study, session = SMOKE if smoke else Study(), runs_dir / f"cpu-{time.time_ns()}.txt"
-    parts, joined = ([], {}) if earlier is None else earlier_tables(earlier)
-    tables = [x[name] for x in parts for name in ("", "curves")]
-    ready = {pair for table in tables for pair in zip(table["arm"], table["seed"], strict=True)}
-    with TemporaryDirectory() as scratch:
-        base = tiny(Path(scratch)) if smoke or smollm2 is None else smollm2
-        claim(runs_dir / "study.txt", f"{study!r}\n")
-        prompts = Prompts(study, transformers.AutoTokenizer.from_pretrained(base))
-        seeds = [SeedRuns(study, seed, base, runs_dir, prompts) for seed in range(n_seeds)]
-        for arm, runs in product(["before", *study.arms], seeds):
-            parts += measured(runs, arm, ready)
-            write_text(session, f"{time.process_time() - cpu:.0f}\n")
-    seconds = sum(int(path.read_text("utf-8")) for path in runs_dir.glob("cpu-*.txt"))
-    made = {name: pd.concat([x[name] for x in parts if name in x]) for name in PARTS}
-    frames = as_stored(made, DIGITS)
-    about = {
-        "study": asdict(study),
-        "n_seeds": n_seeds,
-        "texts_sha256": hashlib.sha256("\n".join(paragraphs(study.texts[0])).encode()).hexdigest(),
-        "machine": machine("cpu"),
-        "cpu_seconds": seconds,
-        "earlier": joined,
+    study, folder = SMOKE if setting.smoke else Study(), setting.runs
+    claim(folder / "study.txt", f"{study!r}\n")
+    base = tiny(folder / "tiny") if setting.smoke else setting.smollm2 or Path("out/smollm2")
+    prompts = Prompts(study, transformers.AutoTokenizer.from_pretrained(base))
+    parts = [
+        tables
+        for seed in range(setting.n_seeds)
+        for tables in measured(SeedRuns(study, seed, base, folder, prompts))
+    ]
+    made = {part: pd.concat([x[part] for x in parts if part in x]) for part in PARTS}
+    return made | with_heads(made[""], made["heads"])
+
+
+# The page
+
+
+@dataclass(frozen=True)
+class Results:
+    """Figures of the stored tables, by seed."""
+
+    tables: frame.Tables
+
+    @property
+    def arms(self) -> list[str]:
+        """The arms."""
+        return list(Study().arms)
+
+    @property
+    def measured(self) -> list[str]:
+        """The trained arms whose circuits were measured."""
+        return [arm for arm in self.arms if arm in set(self.tables[""]["arm"])]
+
+    def of_curve(self, arm: str, column: str, step: int | None = None) -> Seeds:
+        """Return a figure at a step, or at the end of training."""
+        rows = self.tables["curves"].query("arm == @arm")
+        rows = rows[rows["step"] == (rows["step"].max() if step is None else step)]
+        return rows.set_index("seed")[column]
+
+    def rise(self, arm: str) -> Seeds:
+        """Return the change of the loss on texts from the start to the end."""
+        return self.of_curve(arm, "text_loss") - self.of_curve(arm, "text_loss", 0)
+
+    def learned(self, arm: str) -> pd.DataFrame:
+        """Return the curve's row at the first check with enough right answers (or the last).
+
+        `rise` is the rise of the loss on texts, and `reached` whether there were enough.
+        """
+        curves = self.tables["curves"].query("arm == @arm")
+        reached = curves["skill_right"] >= RIGHT
+        rise = curves["text_loss"] - curves.groupby("seed")["text_loss"].transform("first")
+        last = curves["step"] == curves["step"].max()
+        return curves.assign(reached=reached, rise=rise)[reached | last].groupby("seed").first()
+
+    def forgot_more(self, more: str, less: str) -> Seeds:
+        """Return the difference of two arms' rises on texts, when the skill is learned."""
+        return self.learned(more)["rise"] - self.learned(less)["rise"]
+
+    def circuit(self, arm: str, column: str) -> Seeds:
+        """Return a measure of circuits."""
+        rows = self.tables[""]
+        return rows[rows["arm"] == arm].set_index("seed")[column]
+
+    def kept(self, arm: str, column: str = "overlap_heads") -> Seeds:
+        """Return an overlap of effects with those before training, relative to the ceiling."""
+        kind = "neurons" if "neurons" in column else "heads"
+        return self.circuit(arm, column) / self.circuit("before", f"overlap_{kind}").mean()
+
+    def without(self, arm: str, what: str, column: str) -> Seeds:
+        """Return a figure of a grown arm without some neurons; the mean over draws."""
+        removed = self.tables["removed"]
+        rows = removed[(removed["arm"] == arm) & (removed["what"] == what)]
+        return rows.groupby("seed")[column].mean()
+
+    def most_moved(self, arm: str) -> set[str]:
+        """Return the heads whose share on is/are moved most, in the mean over seeds."""
+        heads = self.tables["heads"].set_index("head")
+        return set((heads[arm] - heads["before"]).abs().nlargest(N_HEADS).index)
+
+
+def clear(difference: Seeds) -> bool:
+    """Return whether the interval of a difference is above zero."""
+    return t_interval(difference.dropna())[1] > 0
+
+
+def verdicts(r: Results) -> dict[int, bool]:
+    """Return whether each prediction held, of those that the measures can test."""
+    first, middle = r.measured, int(r.tables["curves"].query("arm == 'frozen'")["step"].max()) // 2
+    rises = {arm: r.rise(arm).mean() for arm in first}
+    then = {arm: r.learned(arm)["rise"] for arm in r.arms}
+    half = {arm: r.of_curve(arm, "skill_loss", middle).mean() for arm in ("frozen", "free")}
+    share, parity, joint, null = (
+        r.circuit("frozen", f"skill_{x}") for x in ("new_share", "parity", "joint", "directions")
+    )
+    free_share, free_parity = (
+        r.circuit("free", f"skill_{x}").mean() for x in ("new_share", "parity")
+    )
+    removed = r.without("free", "removed", "skill_right").mean()
+    heads = {arm: r.kept(arm) for arm in first}
+    same = r.circuit("frozen", "same") - r.circuit("frozen", "same_chance")
+    slower = {x: r.of_curve("frozen, slower", x).mean() for x in ("leak", "agreement_two_way")}
+    held = {
+        1: min(r.of_curve(arm, "skill_right").mean() for arm in first) >= RIGHT,
+        2: half["frozen"] > half["free"],
+        3: rises["frozen"] < rises["free"] / 2,
+        4: abs(rises["free"] / rises["not grown"] - 1) <= 0.25,
+        5: removed >= RIGHT and free_share < free_parity,
+        6: share.mean() >= 3 * parity.mean() and joint.mean() > null.mean(),
+        7: heads["frozen"].mean() >= 0.9 > heads["free"].mean(),
+        8: abs((heads["free"] - heads["not grown"]).mean()) <= 0.1,
+        9: len(r.most_moved("free") & r.most_moved("not grown")) >= 5,
+        10: min(r.of_curve(arm, "leak").mean() for arm in first) > 0.5,
     }
-    text = page(frames, about, " --smoke" if smoke else "")
-    typer.echo(text)
-    settings = {"device": "cpu", "smoke": smoke, **about}
-    keep(__file__, out, text, frames, figure(frames), started=started, digits=DIGITS, **settings)
+    return held | {
+        11: {number for number, x in held.items() if not x} == {3, 6, 7},
+        12: clear(r.rise("frozen") - r.rise("free")),
+        13: clear(joint - null) and clear(same),
+        14: not clear(heads["frozen"] - r.kept("frozen", "overlap_heads_chance")),
+        15: r.of_curve("frozen, slower", "skill_right").mean() >= RIGHT,
+        16: then["frozen, slower"].mean() < then["frozen"].mean() / 2,
+        17: clear(then["frozen, slower"] - then["free"]),
+        18: clear(then["free, faster"] - then["frozen, slower"]),
+        19: slower["leak"] > 0.5 and slower["agreement_two_way"] < 0.75,
+    }
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def figure(r: Results) -> Figure:
+    """Draw learning and forgetting by step, and forgetting when the skill is learned."""
+    picture = Figure(figsize=(11, 3.4), layout="constrained")
+    panels = picture.subplots(1, 3)
+    for number, (arm, curves) in enumerate(r.tables["curves"].groupby("arm", sort=False)):
+        color, rises = (
+            f"C{number}",
+            curves["text_loss"] - r.of_curve(str(arm), "text_loss", 0).mean(),
+        )
+        for panel, values in zip(panels, (curves["skill_right"], rises), strict=False):
+            by = values.groupby(curves["step"]).agg(["min", "mean", "max"])
+            panel.plot(by["mean"], ls=LINES[number], color=color, marker=".", label=arm)
+            panel.fill_between(by.index, by["min"], by["max"], color=color, alpha=0.15, lw=0)
+        then = r.learned(str(arm))["rise"]
+        mean, low, high = t_interval(then)
+        panels[2].plot([number] * len(then), then, ".", color=color, alpha=0.6)
+        panels[2].errorbar(number + 0.2, mean, [[mean - low], [high - mean]], fmt="o", color=color)
+    panels[2].set_xticks(range(len(r.arms)), r.arms, rotation=25, ha="right")
+    panels[0].set(xlabel="step", ylabel="skill: right on unseen nouns")
+    panels[1].set(xlabel="step", ylabel="rise of the loss on texts, nats")
+    panels[2].set(ylabel="rise at the first check with 90 % right")
+    panels[0].legend()
+    return picture
+
+
+def facts(tables: frame.Tables) -> dict[str, Any]:
+    """Return the names that the page uses."""
+    results = Results(tables)
+    leaks = [results.of_curve(arm, "leak").mean() for arm in results.arms]
+    return {
+        **{"r": results, "held": verdicts(results), "study": Study()},
+        "least_leak": min(leaks),
+    }
+
+
+STUDY = frame.Study(run, lambda tables: {"": figure(Results(tables))}, facts, n_seeds=5)

@@ -1,7 +1,5 @@
-"""The study of SmolLM2 grown and trained on a skill: its smoke run, its measures, its page."""
+"""The study of SmolLM2 grown and trained on a skill: its prompts, its training and its measures."""
 
-import json
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -9,65 +7,26 @@ import pandas as pd
 import pytest
 import torch
 import transformers
-from common import needs_transformer_lens_4, run_script
+from common import entry_of
 
+from analyses import study as frame
 from analyses.studies import grow_on_skill as study
-from analyses.studies import grow_on_skill_report as report
-from analyses.tools.circuit_measures import overlap_by_chance
+from analyses.tools import circuit_measures as measures
+from attn_only_lens import expose_neuron_heads, load
 from attn_only_lens.tasks.words import PEOPLE, THINGS
 
-KEPT = Path(__file__).parents[2] / "analyses" / "results"
-PARTS = ("", "heads", "curves", "removed")
+
+@pytest.fixture(scope="module")
+def seed_runs(tmp_path_factory):
+    """The runs of one seed; the model is tiny and random."""
+    folder = tmp_path_factory.mktemp("runs")
+    base = study.tiny(folder / "tiny")
+    prompts = study.Prompts(study.SMOKE, transformers.AutoTokenizer.from_pretrained(base))
+    return study.SeedRuns(study.SMOKE, 0, base, folder, prompts)
 
 
-def tables(folder):
-    files = {part: f"grow_on_skill{'_' * bool(part)}{part}.csv" for part in PARTS}
-    return {part: pd.read_csv(folder / file) for part, file in files.items()}
-
-
-@needs_transformer_lens_4
-def test_smoke(tmp_path):
-    def smoke(out, runs, *options):
-        folders = ["--out", str(tmp_path / out), "--runs", str(tmp_path / runs)]
-        result = run_script(study.main, ["--smoke", *folders, *options])
-        record = json.loads((tmp_path / out / "grow_on_skill.run.json").read_text("utf-8"))
-        page = (tmp_path / out / "grow_on_skill.md").read_text("utf-8")
-        assert page.strip() in result.output
-        assert report.page(tables(tmp_path / out), record["settings"], " --smoke") == page
-        return tables(tmp_path / out), page
-
-    frames, _ = smoke("one", "runs", "--n-seeds", "1")
-    circuits, removed = (frames[part].set_index("arm") for part in ("", "removed"))
-    assert circuits.loc["before", "largest_difference"] < 1e-6
-    assert circuits.loc["free", "skill_parity"] == pytest.approx(5 / 36, abs=1e-4)
-    # Frozen entries do not change, so the model without its new neurons is the model before.
-    for arm, last in (("frozen", 4), ("frozen, slower", 6)):
-        assert removed.loc[arm, "old_change"].max() == 0 < removed.loc["free", "old_change"].min()
-        losses = frames["removed"].query("arm == @arm").set_index("what")["skill_loss"]
-        curve = frames["curves"].query("arm == @arm").set_index("step")["skill_loss"]
-        assert losses["removed"] == curve[0] != curve[last] == losses["only new"]
-    # A second run trains nothing, and measures only what is missing.
-    (tmp_path / "runs" / "0-free-circuits.json").unlink()
-    kept = [*(tmp_path / "runs").glob("0-*/curve.csv"), *(tmp_path / "runs").glob("0-*.json")]
-    written = [path.stat().st_mtime_ns for path in kept]
-    again, _ = smoke("again", "runs", "--n-seeds", "1")
-    assert [path.stat().st_mtime_ns for path in kept] == written
-    pd.testing.assert_frame_equal(again["heads"], frames["heads"])
-    # Seeds of an earlier run are joined from its tables.
-    joined, page = smoke("two", "runs-2", "--earlier", str(tmp_path / "one"), "--n-seeds", "2")
-    assert not list((tmp_path / "runs-2").glob("0-*"))
-    assert "These come from an earlier run of the same code: 0 (frozen); 0 (free)" in " ".join(
-        page.split()
-    )
-    for part, frame in joined.items():
-        first = frame.query("seed == 0").reset_index(drop=True)
-        pd.testing.assert_frame_equal(first, frames[part], check_dtype=False)
-        assert set(frame["seed"]) == {0, 1}
-
-
-def test_prompts(tmp_path):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(study.tiny(tmp_path))
-    prompts = study.Prompts(study.SMOKE, tokenizer)
+def test_prompts(seed_runs):
+    prompts, tokenizer = seed_runs.prompts, seed_runs.prompts.tokenizer
     first, others, asked = prompts.held_out
     assert len({*first, *others, *asked}) == 4 + 4 + 8
     trained, unseen = map(set, study.nouns(study.SMOKE))
@@ -86,8 +45,8 @@ def test_prompts(tmp_path):
         assert tokenizer.decode(agreement.clean[i]) == text.removeprefix("Match: ")
 
 
-def test_only_new_entries_get_gradients(tmp_path):
-    model = study.transformer(study.tiny(tmp_path))
+def test_only_new_entries_get_gradients(seed_runs):
+    model = study.transformer(seed_runs.base)
     study.freeze_old(model, 29)
     model(torch.arange(7)[None]).logits[:, -1].logsumexp(-1).sum().backward()
     mlp = model.model.layers[1].mlp
@@ -101,15 +60,68 @@ def test_only_new_entries_get_gradients(tmp_path):
     assert model.lm_head.weight.grad is None
 
 
+def test_a_frozen_model_without_its_new_neurons_is_the_model_before(seed_runs):
+    arms = ("frozen", "free")
+    path, _ = (seed_runs.trained(arm) / "curve.csv" for arm in arms)
+    frozen, free = (
+        pd.DataFrame(study.without_neurons(seed_runs, arm)).set_index("what") for arm in arms
+    )
+    assert frozen["old_change"].max() == 0 < free["old_change"].min()
+    curve = pd.read_csv(path).set_index("step")["skill_loss"]
+    losses = frozen["skill_loss"]
+    assert losses["removed"] == curve[0] != curve[4] == losses["only new"]
+    # The control: old weights of "free" were trained.
+    assert free.loc["removed", "skill_loss"] != curve[0]
+    written = path.stat().st_mtime_ns
+    seed_runs.trained("frozen")
+    assert path.stat().st_mtime_ns == written  # a second run trains nothing
+
+
+def test_patching_all_random_directions_patches_all_neurons(seed_runs):
+    """As many orthogonal directions as neurons span all of them; one direction does not."""
+    asked = seed_runs.prompts.skill(seed_runs.prompts.held_out[0])
+    with expose_neuron_heads(load(seed_runs.base)) as exposed:
+        every = [f"L1N{i}" for i in range(study.TINY["intermediate_size"])]
+        expected, clean = (measures.patched(exposed, asked, some) for some in (every, []))
+        assert abs(expected - clean).max() > 1e-4
+        got = study.patched_directions(exposed, asked, every, 0)
+        assert got == pytest.approx(expected, abs=1e-5)
+        one = study.patched_directions(exposed, asked, every[:1], 0)
+        assert abs(one - expected).max() > 1e-4
+
+
+def test_random_labels_are_as_many_in_each_layer():
+    names = tuple(f"L{layer}{kind}{i}" for layer in range(3) for kind in "HN" for i in range(7))
+    new = ["L0N5", "L0N6", "L2N6"]
+    drawn = study.random_labels(names, new, 0)
+    assert sorted(name[:3] for name in drawn) == ["L0N", "L0N", "L2N"]
+    assert len({tuple(study.random_labels(names, new, seed)) for seed in range(11)}) > 5
+
+
+def test_figures_of_new_neurons_by_hand():
+    effects = np.array([[9.0, 9.0], [2.0, 4.0], [-1.0, -1.0]])  # by component and prompt
+    part = measures.Part(effects, *map(np.array, ([5.0, 7.0], [1.0, 1.0], [4.0, 6.0], [2.0, 3.0])))
+    look = study.Look(("L0H0", "L0N0", "L0N1"), {"skill": part}, {}, {}, {})
+    expected = {"right": 1, "new_share": 1 / 4, "parity": 1 / 2, "single": -1 / 5}
+    expected |= {"joint": 1 / 5, "joint_old": 3.5 / 5}
+    assert study.of_new(look, "skill", ["L0N1"]) == pytest.approx(expected)
+
+
 def test_chance_is_the_mean_over_permutations_within_layers():
     names = ["L0H0", "L0H1", "L1H0"]
     first, second = np.array([3.0, -1.0, 4.0]), np.array([1.0, 1.0, 2.0])
     a, b = first / 8, second / 4
     swaps = [np.minimum(abs(a), b[order])[a * b > 0].sum() for order in ([0, 1, 2], [1, 0, 2])]
-    assert overlap_by_chance(names, first, second) == pytest.approx(np.mean(swaps))
+    assert measures.overlap_by_chance(names, first, second) == pytest.approx(np.mean(swaps))
 
 
-def test_the_page_shows_its_tables():
-    settings = json.loads((KEPT / "grow_on_skill.run.json").read_text("utf-8"))["settings"]
-    made = report.page(tables(KEPT), settings, "")
-    assert (KEPT / "grow_on_skill.md").read_text("utf-8") == made
+def test_the_index_matches_the_stored_tables():
+    results = study.Results(frame.read("grow_on_skill"))
+    rises = {arm: results.learned(arm)["rise"].mean() for arm in results.arms}
+    assert (
+        f"risen by {rises['frozen']:.1f} nats with old parts frozen at 4e-3, "
+        f"{rises['frozen, slower']:.1f} frozen at 1e-3, {rises['free, faster']:.1f} free at 1e-3 "
+        f"and {rises['free']:.1f} free at 1e-4"
+    ) in entry_of("grow_on_skill")
+    held = study.verdicts(results)
+    assert [number for number, x in held.items() if not x] == [3, 6, 7, 14]
