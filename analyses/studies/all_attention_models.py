@@ -147,7 +147,7 @@ class AllAttentionModel:
 @torch.no_grad()
 def weights_of(model: GPT2LMHeadModel) -> AllAttentionModel:
     """Return the weights, in float64, of a GPT-2 from `attention_only_models.text_model`."""
-    model, layers = copy.deepcopy(model).double(), []
+    model, layers = copy.deepcopy(model).double().requires_grad_(False), []
     for block in model.transformer.h:
         attention, norm = block.attn, block.ln_1
         assert isinstance(attention, AllAttention)
