@@ -24,26 +24,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
+from analyses.studies import all_attention_models as forms
+from analyses.studies import all_attention_tools as tools
 from analyses.studies import attention_only_models as models
-from analyses.studies.all_attention_models import (
-    AllAttentionModel,
-    Layer,
-    direct,
-    loaded,
-    neuron_layer,
-    normalised,
-    set_entry,
-    weights_of,
-    with_memory,
-)
-from analyses.studies.all_attention_tools import (
-    Reading,
-    Row,
-    checks,
-    compared,
-    every_vector,
-    strongest,
-)
+from analyses.studies.all_attention_models import AllAttentionModel, Layer, direct
+from analyses.studies.all_attention_tools import Row, compared
 from analyses.studies.attention_only_models import AllAttention, Neurons, sublayers_of
 from analyses.studies.train_attention_only import COLOURS, SEED_OF_SEARCH, Text, late, slug, train
 from analyses.study import Setting, Study, Tables
@@ -141,7 +126,7 @@ def measured(sizes: Sizes, model: Any, batches: Sequence[Tensor]) -> Measures:
 
 def read(sizes: Sizes, mlp: Any, model: Any) -> dict[str, pd.DataFrame]:
     """Return what is exact, and what the tools say, for two trained models."""
-    weights, asked = weights_of(model), english.questions(sizes.text.prompts)[TASK]
+    weights, asked = forms.weights_of(model), english.questions(sizes.text.prompts)[TASK]
     of = english.tokenizer()
     clean, corrupted = (
         of(texts[0], return_tensors="pt")["input_ids"][0]
@@ -150,8 +135,8 @@ def read(sizes: Sizes, mlp: Any, model: Any) -> dict[str, pd.DataFrame]:
     (right,), (wrong,) = asked.answers[0], asked.wrong[0]
     plain = models.in_package(mlp.double())
     bridge = build_bridge_from_module(plain, "GPT2LMHeadModel", hf_config=plain.config)
-    split = strongest(weights, clean, (right, wrong), sizes.per_layer)
-    reading = Reading(weights, split, clean, corrupted, (right, wrong))
+    split = tools.strongest(weights, clean, (right, wrong), sizes.per_layer)
+    reading = tools.Reading(weights, split, clean, corrupted, (right, wrong))
     few = torch.tensor([3, 1, 4, 1, 5, 9])
     exact = [*from_mlp(mlp, bridge, clean), *of_vectors(weights, clean)]
     memory = [
@@ -160,7 +145,7 @@ def read(sizes: Sizes, mlp: Any, model: Any) -> dict[str, pd.DataFrame]:
         *by_size("random, no norm", drawn(None), few),
     ]
     return {
-        "exact": pd.DataFrame([*exact, *checks(reading), *every_vector(reading)]),
+        "exact": pd.DataFrame([*exact, *tools.checks(reading), *tools.every_vector(reading)]),
         "gates": pd.DataFrame(of_gates()),
         "memory": pd.DataFrame(memory),
     }
@@ -270,21 +255,20 @@ def single_costs(model: Any, batches: Sequence[Tensor], every: int, few: int) ->
     half, whole, rows = len(batches) // 2, losses(model, batches), []
     for layer, sublayer in enumerate(sublayers_of(model)):
         ways: dict[str, Any] = {"zeroed": zeroed}
-        shape: tuple[int, ...] = (1, sublayer.W_O.shape[0]) if isinstance(sublayer, Neurons) else ()
+        shape = (models.size_of(sublayer),)
         if isinstance(sublayer, AllAttention):
-            ways, shape = ways | {"deleted": deleted}, tuple(sublayer.scaled_key.shape[:2])
-        for head in range(shape[0]):
-            for vector in range(head, shape[1], every):
+            ways, shape = ways | {"deleted": deleted}, (sublayer.n_heads, *shape)
+        for head in range(shape[0] if len(shape) == 2 else 1):
+            for vector in range(head, shape[-1], every):
                 gone = torch.zeros(shape, dtype=torch.bool)
-                gone[head, vector] = True
+                gone[(head, vector)[-len(shape) :]] = True
                 row = {"layer": layer, "head": head, "vector": vector}
                 for name, without in ways.items():
-                    with without(sublayer, gone[0] if isinstance(sublayer, Neurons) else gone):
+                    with without(sublayer, gone):
                         more = losses(model, batches) - whole
-                    row |= {f"{name}_a": more[:half].mean().item()}
-                    row |= {f"{name}_b": more[half:].mean().item()}
+                    row[f"{name}_a"], row[f"{name}_b"] = more[:half].mean(), more[half:].mean()
                 rows.append(row)
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows).astype(float)
 
 
 def summary_of(costs: pd.DataFrame) -> Measures:
@@ -337,12 +321,9 @@ def promoted(model: Any, batches: Sequence[Tensor], k: int) -> pd.DataFrame:
 
 @torch.no_grad()
 def from_mlp(model: Any, bridge: Any, text: Tensor) -> Iterator[Row]:
-    """Yield rows about MLPs as all-attention layers (Remark 3).
+    """Yield rows about MLPs as all-attention layers (Remark 3), on a text [pos].
 
-    Args:
-        model: a trained GPT-2 with `Neurons` of kind "mlp".
-        bridge: the same model from `in_package`, as a bridge or HookedTransformer.
-        text: the tokens of a text, [pos].
+    The bridge is the same trained model, from `in_package`.
     """
     model, inputs, layers = model.double(), [], models.neurons_of(model)
     hooks = [x.register_forward_pre_hook(lambda _, args: inputs.append(args[0][0])) for x in layers]
@@ -353,10 +334,10 @@ def from_mlp(model: Any, bridge: Any, text: Tensor) -> Iterator[Row]:
     for layer, (sublayer, x) in enumerate(zip(layers, inputs, strict=True)):
         zero = x.new_zeros(sublayer.W_Q.shape[1])
         weights = (x, sublayer.W_Q, zero, sublayer.W_O, x.new_zeros(x.shape[1]))
-        out, pattern = neuron_layer(*weights)
+        out, pattern = forms.neuron_layer(*weights)
         claim = f"MLP of layer {layer} = an all-attention layer with one persistent vector (-1, 0)"
         causal, other = (
-            neuron_layer(*weights, **x)[0] for x in ({"diagonal": False}, {"value": 1})
+            forms.neuron_layer(*weights, **x)[0] for x in ({"diagonal": False}, {"value": 1})
         )
         for control, broken in (
             ("a token sees earlier tokens too", causal),
@@ -373,13 +354,7 @@ def from_mlp(model: Any, bridge: Any, text: Tensor) -> Iterator[Row]:
 
 @torch.no_grad()
 def of_gates() -> Iterator[Row]:
-    """Yield how exact the persistent vector of a neuron is, by activation.
-
-    Columns: `exact score`, the largest |α(q) - output| if the score is -logit p(q); `linear`,
-    whether this score is linear in q, as scores of an all-attention layer are; `one key`, the
-    certified bound for one head with a linear score; `heads`, how many heads with linear scores
-    have a bound of at most 0.001, and `their bound`.
-    """
+    """Yield how exact the persistent vector of a neuron is, by activation; the page has columns."""
     for name, act in ACTIVATIONS.items():
         gate, finest = GATES[name], bilinear_gate(name)
         output = gate.self_weight(RANGE) * gate.scale * RANGE
@@ -394,7 +369,7 @@ def of_vectors(model: AllAttentionModel, text: Tensor) -> Iterator[Row]:
     run, N = direct(model, text), model.n_vectors
     for number, layer in enumerate(model.layers):
         scores, weights = run.scores[number], run.weights[number]
-        u = normalised(run.streams[number], model.norm, model.eps) * layer.gain + layer.shift
+        u = forms.normalised(run.streams[number], model.norm, model.eps) * layer.gain + layer.shift
         values = torch.cat([layer.value, u @ layer.W_V + layer.b_V[:, None]], dim=1)
         out = (weights @ values @ layer.W_O).sum(0) + layer.b_O
         offsets = (layer.key @ layer.b_Q[..., None]) / layer.key.shape[-1] ** 0.5
@@ -415,7 +390,7 @@ def of_vectors(model: AllAttentionModel, text: Tensor) -> Iterator[Row]:
         yield compared("vectors", claim, "σ(a_n)", torch.stack(sigmoids, -1), p, a.sigmoid())
         head, vector = divmod(int(weights[:, -1, :N].argmax()), N)
         entry = (head, slice(None), vector)
-        without = direct(model, text, set_entry(number, "scores", entry, -torch.inf))
+        without = direct(model, text, forms.set_entry(number, "scores", entry, -torch.inf))
         p = weights[head, :, vector, None]
         zeroed_z = weights[head] @ values[head] - p * layer.value[head, vector]
         deleted_z = without.weights[number][head] @ values[head]
@@ -446,7 +421,7 @@ def ranks(model: Any) -> Measures:
         for name, directions in (("read", neurons.W_Q), ("write", neurons.W_O)):
             found[number, name] = float(torch.linalg.matrix_rank(directions.double()))
     if not layers and models.size_of(sublayers_of(model)[0]):
-        for number, layer in enumerate(weights_of(model).layers):
+        for number, layer in enumerate(forms.weights_of(model).layers):
             for name, of_heads in (("read", reads_of(layer)), ("write", layer.value @ layer.W_O)):
                 found[number, name] = float(torch.linalg.matrix_rank(of_heads).max())
     return found
@@ -460,12 +435,12 @@ def by_size(name: str, model: AllAttentionModel, text: Tensor) -> Iterator[Row]:
     written.
     """
     N, expected, width = model.n_vectors, direct(model, text).logits, model.W_E.shape[1]
-    tokens = with_memory(text[None], N, len(model.W_E))
+    tokens = forms.with_memory(text[None], N, len(model.W_E))
     hook = f"blocks.{len(model.layers) - 1}.hook_resid_pre"
     for c in CS:
         row: Row = {"model": name, "c": c}
         for column, corrected in (("uncorrected", False), ("corrected", True)):
-            host = loaded(model, c, corrected=corrected)
+            host = forms.loaded(model, c, corrected=corrected)
             logits, cache = host.run_with_cache(tokens, names_filter=[hook])
             row[column] = ((logits[0, N:] - expected).abs().max() / expected.abs().max()).item()
         memory = cache[hook][0, :N]
@@ -481,20 +456,17 @@ def drawn(norm: Any, seed: int = 1) -> AllAttentionModel:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64) * (1 if norm else 0.3)
 
-    shapes = {
-        **dict.fromkeys(("W_Q", "W_K", "W_V"), (heads, width, d_head)),
-        "W_O": (heads, d_head, width),
-        **dict.fromkeys(("b_Q", "b_K", "b_V"), (heads, d_head)),
-        "b_O": (width,),
-        **dict.fromkeys(("key", "value"), (heads, vectors, d_head)),
-    }
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
+        ("W_Q", "W_K", "W_V"), (heads, width, d_head)
+    )
+    shapes |= {"W_O": (heads, d_head, width)} | dict.fromkeys(
+        ("b_Q", "b_K", "b_V"), (heads, d_head)
+    )
+    shapes |= {"b_O": (width,)} | dict.fromkeys(("key", "value"), (heads, vectors, d_head))
 
     def gains() -> dict[str, Tensor]:
-        ones, zeros = torch.ones(width).double(), torch.zeros(width).double()
-        return {
-            "gain": normal(width) if norm else ones,
-            "shift": normal(width) if norm == "LN" else zeros,
-        }
+        gain = normal(width) if norm else torch.ones(width).double()
+        return {"gain": gain, "shift": normal(width) if norm == "LN" else 0 * gain}
 
     layers = tuple(
         Layer(**{name: normal(*shape) for name, shape in shapes.items()}, **gains())
@@ -532,7 +504,6 @@ def facts(tables: Tables) -> dict[str, Any]:
         "rows": rows,
         "arms": ARMS,
         "minutes": measures.query("measure == 'seconds'")["value"].sum() / 60,
-        "identities": pd.concat([rows("remark"), rows("vectors")]),
         "trained": trained,
         "n_seeds": measures.query("measure == 'loss'")["seed"].nunique(),
     }
@@ -555,7 +526,7 @@ def figures(tables: Tables) -> Mapping[str, Figure]:
         right.plot(rows["c"], rows["corrected"], f"C{number}-", label=name)
     right.set(xscale="log", yscale="log", xlabel="size c of memory tokens")
     right.set_title("error of logits (dashed: uncorrected)")
-    for panel, place in ((left, "upper right"), (right, "center right")):
+    for panel, place in ((left, "upper right"), (right, (0.66, 0.22))):
         panel.legend(fontsize="small", loc=place)
         panel.minorticks_off()
         panel.grid(alpha=0.3)

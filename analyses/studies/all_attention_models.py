@@ -40,6 +40,7 @@ the outputs is the same. So one persistent vector becomes a head with a name, wh
 read; but each copy computes the whole softmax.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -146,36 +147,19 @@ class AllAttentionModel:
 @torch.no_grad()
 def weights_of(model: GPT2LMHeadModel) -> AllAttentionModel:
     """Return the weights, in float64, of a GPT-2 from `attention_only_models.text_model`."""
-    layers = []
+    model, layers = copy.deepcopy(model).double().requires_grad_(False), []
     for block in model.transformer.h:
-        attention = block.attn
+        attention, norm = block.attn, block.ln_1
         assert isinstance(attention, AllAttention)
         sizes = (attention.n_heads, attention.d_head)
-        reads = attention.c_attn.weight.double().unflatten(1, (3, *sizes)).permute(1, 2, 0, 3)
-        biases = attention.c_attn.bias.double().unflatten(0, (3, *sizes))
-        layers.append(
-            Layer(
-                *reads,
-                attention.c_proj.weight.double().unflatten(0, sizes),
-                *biases,
-                attention.c_proj.bias.double(),
-                attention.key.double(),
-                attention.value.double(),
-                block.ln_1.weight.double(),
-                block.ln_1.bias.double(),
-            )
-        )
-    body = model.transformer
-    return AllAttentionModel(
-        tuple(layers),
-        body.wte.weight.double(),
-        body.wpe.weight.double(),
-        model.lm_head.weight.double().T,
-        "LN",
-        body.ln_f.weight.double(),
-        body.ln_f.bias.double(),
-        model.config.layer_norm_epsilon,
-    )
+        reads = attention.c_attn.weight.unflatten(1, (3, *sizes)).permute(1, 2, 0, 3)
+        biases = attention.c_attn.bias.unflatten(0, (3, *sizes))
+        W_O, b_O = attention.c_proj.weight.unflatten(0, sizes), attention.c_proj.bias
+        vectors = attention.key, attention.value
+        layers.append(Layer(*reads, W_O, *biases, b_O, *vectors, norm.weight, norm.bias))
+    body, last, W_U = model.transformer, model.transformer.ln_f, model.lm_head.weight.T
+    ends = body.wte.weight, body.wpe.weight, W_U, "LN", last.weight, last.bias
+    return AllAttentionModel(tuple(layers), *ends, model.config.layer_norm_epsilon)
 
 
 def normalised(x: Tensor, norm: NormName | None, eps: float) -> Tensor:
