@@ -18,6 +18,7 @@ from attn_only_lens.axes import Tokens
 from attn_only_lens.engine.model_checks import hook_reasons, mode_reasons
 from attn_only_lens.engine.model_state import snapshot
 from attn_only_lens.engine.one_thread import one_thread_per_model
+from attn_only_lens.engine.tokens import length_dependent_ropes
 from attn_only_lens.heads import has_neuron_heads, host_of, logit_tolerance
 from attn_only_lens.tolerances import rounding
 
@@ -88,7 +89,8 @@ def ignores_padding(model: Any, side: str = "right") -> bool | None:
 
 @torch.no_grad()
 def _test_padding(model: Any, side: str) -> bool | None:
-    n_pos = min(_N_TESTED, model.cfg.n_ctx)
+    # Beyond these lengths, the angles of rotary positions depend on the length, padding included.
+    n_pos = min(_N_TESTED, model.cfg.n_ctx, *length_dependent_ropes(model).values())
     n = (n_pos + 1) // 2
     real = slice(n) if side == "right" else slice(n_pos - n, None)
     tokens = torch.arange(1, n_pos + 1, device=next(model.parameters()).device) % model.cfg.d_vocab
