@@ -92,11 +92,6 @@ def _part(name: str, part: str) -> str:
     return f"{name}_{part}" if part else name
 
 
-def verdict(claim: str, held: bool, finding: str) -> str:
-    """Return a line with a prediction, whether it held, and what was found."""
-    return f"- {'Held' if held else 'Failed'}: {claim} Found: {finding}."
-
-
 def wrapped(text: str) -> str:
     """Return Markdown with paragraphs in lines of at most 100 characters.
 
