@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from common import relative, run_script
+from common import relative
 from transformer_lens.model_bridge import TransformerBridge
 
-from analyses.studies import grow_smollm2
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 
@@ -120,12 +119,3 @@ def test_chat_template_bos_and_generation(alone, bridge):
         got = bridge.generate(tokens, **GREEDY, verbose=False, return_type="tokens")
     assert torch.equal(got, expected[:, : got.shape[1]])
     assert tokenizer.decode(got[0, tokens.shape[1] :]).startswith("The capital of France is Paris.")
-
-
-def test_growth_is_measured(folder, tmp_path):
-    """The script of the study runs, here on a tiny model."""
-    run_script(grow_smollm2.main, ["--smoke", "--out", str(tmp_path)])
-    row = (tmp_path / "grow_smollm2.md").read_text("utf-8").strip().splitlines()[-1]
-    name, *_, bridge, alone, same = (cell.strip() for cell in row.strip("|").split("|"))
-    assert (name, same) == ("all six", "True")
-    assert max(float(bridge), float(alone)) < 1e-5

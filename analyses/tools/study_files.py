@@ -109,7 +109,9 @@ def svg(picture: Figure) -> str:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "study"}):
         picture.savefig(text, format="svg", metadata={"Date": None})
     lines = (line.strip() for line in text.getvalue().splitlines())
-    return _shortened(_DECIMALS.sub(r"\1", "\n".join(lines))) + "\n"
+    # Only in attributes: numbers in the texts of a figure are not places.
+    tags = re.sub("<[^>]*>", lambda tag: _DECIMALS.sub(r"\1", tag[0]), "\n".join(lines))
+    return _shortened(tags) + "\n"
 
 
 def _shortened(text: str) -> str:
