@@ -69,7 +69,11 @@ def test_refused_with_what_to_use_instead(name, tmp_path):
 
 @pytest.mark.parametrize(
     "command",
-    [["convert", "gpt2", "out"], ["grow", str(DATA), "out"], ["grow", "gpt2", "out", "--hooked"]],
+    [
+        ["convert", "gpt2", "out"],
+        ["grow", str(DATA), "out", "--d-mlp", "600"],
+        ["grow", "gpt2", "out", "--d-mlp", "600", "--hooked"],
+    ],
 )
 def test_the_command_line_says_so_too(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
