@@ -142,7 +142,7 @@ def test_a_page_is_made_from_its_tables_and_its_record_knows(name, tmp_path):
     }
 
 
-HOOKED = {"known_circuits", "train_attention_only"}  # studies that train or load such models
+HOOKED = {"attribution_repairs", "exactness_by_gate", "known_circuits", "train_attention_only"}
 RUNS = [
     pytest.param(name, marks=[needs_hooked_transformer] * (name in HOOKED))
     for name in study.names()
