@@ -46,6 +46,7 @@ def test_a_stale_number_is_found_and_replaced():
             measured.update(other, sentence)
 
 
+@pytest.mark.usefixtures("working_cache")  # without it, the budget pays for other patches
 def test_the_small_model_still_gives_the_stored_numbers():
     """The README shows shares with two digits; sizes may differ by a site on another machine."""
     (now,), old = measured.of_small_english().values(), stored()["cabinet"]
