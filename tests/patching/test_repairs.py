@@ -167,6 +167,7 @@ def test_what_is_expected_of_each_kind_is_said(model, monkeypatch):
     assert "neuron unknown (the estimates of patched sites were too far off)" in repr(sweep)
 
 
+@pytest.mark.usefixtures("working_cache")
 def test_the_expected_correlation_is_the_formula_of_the_docs(monkeypatch):
     """√(1 - Σ 4 c key² / Σ (e - mean e)²) with the larger of both sums, from a sweep's rows."""
     monkeypatch.setattr(repairs, "_SWITCH", np.inf)
@@ -310,6 +311,7 @@ def test_the_top_rows_are_exact_where_runs_differ_by_a_switch(method, as_if_larg
         assert sweep.forwards > 7
 
 
+@pytest.mark.usefixtures("working_cache")
 @pytest.mark.parametrize(
     ("size", "direction", "is_raised", "is_needed"),
     [(20.0, "denoise", True, True), (1.0, "denoise", True, False), (20.0, "noise", False, False)],
@@ -331,6 +333,7 @@ def test_the_limit_is_raised_for_the_top_rows_only(
     assert (f"{n} of the top 20 rows are estimates" in repr(sweep)) == is_needed
 
 
+@pytest.mark.usefixtures("working_cache")
 @pytest.mark.parametrize("method", ["secant", "integrated"])
 def test_slopes_of_both_runs_promise_no_more_than_is_reached(method):
     """Slopes of both runs differ from the gradient at most sites, even where keys are small."""
@@ -351,6 +354,7 @@ def test_slopes_of_both_runs_promise_no_more_than_is_reached(method):
         assert expected < reached
 
 
+@pytest.mark.usefixtures("working_cache")
 @pytest.mark.parametrize("method", ["secant", "integrated"])
 def test_a_gradient_of_zero_in_the_target_run_repairs_the_largest_estimates(method):
     """The gradient of `kl` in the clean run is zero, so it predicts no effect."""
