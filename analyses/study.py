@@ -16,7 +16,6 @@ Page and figures are made from the stored tables alone, so they can be made agai
 """
 
 import hashlib
-import io
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -30,7 +29,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from analyses.tools.benching import leave, table
-from analyses.tools.study_files import said, svg, wrapped
+from analyses.tools.study_files import as_csv, as_stored, said, stem, svg, wrapped
 from attn_only_lens.storage import write_text
 
 STUDIES, RESULTS = (Path(__file__).parent / name for name in ("studies", "results"))
@@ -94,11 +93,11 @@ def run(name: str, setting: Setting, out: Path) -> str:
     """Run a study, write all its files, and return its page."""
     started = time.perf_counter()
     tables = study(name).run(setting)
-    texts = {part: x.to_csv(index=False, float_format=_DIGITS) for part, x in tables.items()}
-    stored = {part: pd.read_csv(io.StringIO(text)) for part, text in texts.items()}
+    texts = as_csv(tables, _DIGITS)
+    stored = as_stored(texts)
     settings = {"n_seeds": setting.n_seeds, "device": setting.device, "smoke": setting.smoke}
     files = {f"{name}.md": page(name, stored, settings)}
-    files |= {f"{_file(name, part)}.csv": text for part, text in texts.items()}
+    files |= {f"{stem(name, part)}.csv": text for part, text in texts.items()}
     leave(
         str(STUDIES / f"{name}.py"),
         out,
@@ -163,8 +162,4 @@ def _templates() -> Environment:
 
 def _pictures(name: str, tables: Tables) -> dict[str, str]:
     """Return a study's figures as SVG, by file name."""
-    return {f"{_file(name, part)}.svg": svg(x) for part, x in study(name).figures(tables).items()}
-
-
-def _file(name: str, part: str) -> str:
-    return f"{name}_{part}" if part else name
+    return {f"{stem(name, part)}.svg": svg(x) for part, x in study(name).figures(tables).items()}

@@ -57,7 +57,7 @@ from analyses.tools.english_runs import (
     step_flops,
 )
 from analyses.tools.resumable import claim
-from analyses.tools.study_files import as_stored, said, t_interval
+from analyses.tools.study_files import as_csv, as_stored, said, t_interval
 from analyses.tools.train_small_english import questions, tokenizer
 from attn_only_lens import expansion as ex
 from attn_only_lens import grow
@@ -346,7 +346,7 @@ def run_all(setting: Setting) -> Tables:
     made["effects"] = made["effects"].query("seed == 0").drop(columns="seed")
     exact = of_seed(recipe, 0, setting.runs, setting.device, p.activation_patch)[""]
     made["exact"] = exact[[*COMPARED_BY, *COMPARED]]
-    return as_stored(made, "%.4g")
+    return as_stored(as_csv(made, "%.4g"))
 
 
 # What the page says

@@ -32,12 +32,6 @@ def claim(path: Path, settings: str) -> None:
     write_text(path, settings)
 
 
-def training_seconds(folder: Path) -> float:
-    """Return the processor time of all runs in a folder, summed over their sessions."""
-    curves = (pd.read_csv(path) for path in sorted(folder.glob("*/curve.csv")))
-    return float(sum(curve["cpu_seconds"].iloc[-1] for curve in curves))
-
-
 def train(
     training: Training,
     until: int,

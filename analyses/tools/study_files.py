@@ -59,16 +59,20 @@ def keep(
     frames = frame if isinstance(frame, Mapping) else {"": frame}
     pictures = picture if isinstance(picture, Mapping) else {"": picture}
     made = {f"{name}.md": page}
-    for part, table in frames.items():
-        made[f"{_part(name, part)}.csv"] = table.to_csv(index=False, float_format=digits)
+    for part, text in as_csv(frames, digits).items():
+        made[f"{stem(name, part)}.csv"] = text
     for part, figure in pictures.items():
-        made[f"{_part(name, part)}.svg"] = figure if isinstance(figure, str) else svg(figure)
+        made[f"{stem(name, part)}.svg"] = figure if isinstance(figure, str) else svg(figure)
     leave(script, out, made, started=started, **settings)
 
 
-def as_stored(frames: Mapping[str, pd.DataFrame], digits: str) -> dict[str, pd.DataFrame]:
-    """Return tables as `keep` stores them, so that a page is computed from what they show."""
-    texts = {part: x.to_csv(index=False, float_format=digits) for part, x in frames.items()}
+def as_csv(frames: Mapping[str, pd.DataFrame], digits: str) -> dict[str, str]:
+    """Return tables as text, with numbers in this format."""
+    return {part: x.to_csv(index=False, float_format=digits) for part, x in frames.items()}
+
+
+def as_stored(texts: Mapping[str, str]) -> dict[str, pd.DataFrame]:
+    """Return tables as their text stores them, so that a page is computed from what they show."""
     return {part: pd.read_csv(io.StringIO(text)) for part, text in texts.items()}
 
 
@@ -88,7 +92,8 @@ def said(values: "pd.Series[float]", form: str = ".3f") -> str:
     return f"{mean} [{low}, {high}]"
 
 
-def _part(name: str, part: str) -> str:
+def stem(name: str, part: str) -> str:
+    """Return the name of the file for a part of a study, without its ending."""
     return f"{name}_{part}" if part else name
 
 
