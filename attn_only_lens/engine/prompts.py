@@ -181,22 +181,29 @@ def _tokenize(
                 f"tokens {there}; expected the same number of tokens: use words with the same "
                 "number of tokens"
             )
-    lengths = {len(row) for side in rows for row in side}
-    ropes = length_dependent_ropes(model) if run_padded and len(lengths) > 1 else {}
-    for rope, longest in ropes.items():
-        if max(lengths) > longest:
-            reasons.append(
-                f"got prompts of {min(lengths)} to {max(lengths)} tokens; rotary positions of type "
-                f"{rope!r} depend on the longest prompt of a batch if it has more than {longest} "
-                "tokens: pass prompts of one length at a time"
-            )
     InputError.raise_if(reasons, problem)
     tokens, paddings = zip(*(_pad(model, side) for side in rows), strict=True)
     prompt_mask = paddings[0] if padded else _check_mask(mask, tokens[0], reasons)
     InputError.raise_if(reasons, problem)
     if run_padded:
+        InputError.raise_if(_reasons_of_ropes(model, prompt_mask), problem)
         require_ignored_padding(model, prompt_mask, problem)
     return list(tokens), prompt_mask
+
+
+def _reasons_of_ropes(model: Any, mask: Tensor | None) -> list[str]:
+    """Return why padding would change the rotary positions of prompts."""
+    ropes = length_dependent_ropes(model)
+    if mask is None or not ropes or mask.all():
+        return []
+    shortest, longest = int(mask.sum(1).min()), mask.shape[1]
+    return [
+        f"got prompts of {shortest} to {longest} tokens; rotary positions of type {rope!r} depend "
+        f"on the longest prompt of a batch if it has more than {limit} tokens: pass prompts of one "
+        "length at a time, without padding"
+        for rope, limit in ropes.items()
+        if longest > limit
+    ]
 
 
 def require_ignored_padding(model: Any, mask: Tensor | None, problem: str) -> None:

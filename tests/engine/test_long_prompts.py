@@ -84,6 +84,10 @@ def test_prompts_of_different_lengths_would_share_angles(kind):
     rows = [[row % bridges.D_VOCAB for row in side] for side in rows]
     with pytest.raises(InputError, match="one length at a time"):
         p.activation_patch(model, *rows, METRIC, progress=False)
+    mask = torch.tensor([[1] * 11, [1] * 9 + [0] * 2])
+    padded = [torch.stack([row, torch.cat([other, other[:2]])]) for row, other in rows]
+    with pytest.raises(InputError, match="got prompts of 9 to 11 tokens"):
+        p.activation_patch(model, *padded, METRIC, mask=mask, progress=False)
     short = [[row[:pos] for row, pos in zip(side, (7, 5), strict=True)] for side in rows]
     p.activation_patch(model, *short, METRIC, sites=["L1H0"], progress=False)
 
@@ -95,11 +99,12 @@ def test_top_examples_are_those_of_each_text_alone(kind):
     options = {"k": 60, "progress": False, "context": 17, "batch_size": 7}
     together = neurons.top_examples(model, ["L1N3"], texts, **options)
     assert len({*together["text"]}) == len(texts)
-    for row in together.itertuples():
+    for text, rows in together.groupby("text"):
         fresh = llama(kind)[1]
-        _, cache = fresh.run_with_cache(texts[row.text][None])
-        z = cache["blocks.1.mlp.hook_post"][0, row.at, 3]
-        assert abs(float(z) - row.value) < 1e-5
+        _, cache = fresh.run_with_cache(texts[text][None])
+        z = cache["blocks.1.mlp.hook_post"][0, :, 3]
+        for row in rows.itertuples():
+            assert abs(float(z[row.at]) - row.value) < 1e-5
 
 
 def test_other_models_have_a_longest_prompt():
