@@ -227,8 +227,8 @@ class _Walk:
 
     def _tensor(self, value: Tensor) -> None:
         self.leaves.append(self._of_tensor(value))
-        if vars(value):  # such as the state of quantised weights
-            self._mapping(vars(value))
+        if names := _in_order(tuple(vars(value)), _PRIVATE):  # such as quantised weights
+            self._values(vars(value), names)
 
     def _array(self, value: np.ndarray | np.generic) -> None:
         self.leaves.append((str(value.dtype), value.shape, value.tobytes()))
@@ -337,13 +337,16 @@ class _Walk:
             library = _library(value.__module__) in _NOT_FOLLOWED
             self._class(value, () if library else (*_ENTRIES, "__init__", *names))
         elif isinstance(value, Mapping):  # of functions or options; others are caches
-            kept = _is_code if maker in _MAKERS else _is_plain  # libraries keep registries
+            # Libraries keep registries, and all code keeps caches of objects.
+            kept = _is_code if maker in _MAKERS else _is_plain
             known = {k: v for k, v in value.items() if kept(v)}
             if known and value is not os.environ and all(type(key) in _ATOMS for key in known):
                 self.leaves.append(name)
                 self._mapping(known)
         elif not isinstance(value, Set) or all(type(x) in _ATOMS for x in value):
             self.leaves.append(name)
+            if _library(type(value).__module__) not in _NOT_FOLLOWED:
+                self._class(type(value), names)
             self.add(value)
 
 
@@ -451,12 +454,12 @@ def _is_code(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value consists of numbers, texts and functions only."""
+    """Return whether a value consists of numbers, texts, tensors and functions only."""
     if isinstance(value, Mapping):
         return all(type(key) in _ATOMS for key in value) and all(map(_is_plain, value.values()))
     if isinstance(value, list | tuple | Set):
         return all(map(_is_plain, value))
-    return type(value) in _ATOMS or isinstance(value, _VALUES) or _is_code(value)
+    return type(value) in _ATOMS or isinstance(value, (*_VALUES, Tensor)) or _is_code(value)
 
 
 def _contents_of(cell: Any) -> Any:

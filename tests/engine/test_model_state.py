@@ -1,5 +1,6 @@
 """Tests that a model's state is everything that its forward pass reads, and nothing else."""
 
+import copy
 import os
 import shutil
 import subprocess
@@ -23,7 +24,10 @@ from attn_only_lens.engine.model_state import fingerprint, snapshot
 from attn_only_lens.errors import InputError
 from attn_only_lens.transcoders import attach
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
+pytestmark = [
+    pytest.mark.both_versions,
+    pytest.mark.filterwarnings("ignore"),  # raised by TransformerLens and transformers
+]
 
 
 CLEAN, CORRUPTED = tokens(pos=5), tokens(1, pos=5)
@@ -127,6 +131,14 @@ def test_a_change_is_noticed(case):
     change(model)
     assert fingerprint(model) != before[0]
     assert snapshot(model) != before[1]
+
+
+def test_copies_have_the_same_fingerprint():
+    model = exposed("llama")
+    model.blocks[0].mlp.original_component._is_hf_initialized = True
+    next(model.parameters())._is_hf_initialized = True
+    assert fingerprint(copy.deepcopy(model)) == fingerprint(model)
+    assert fingerprint(exposed("llama")) == fingerprint(model)
 
 
 MADE = [name for name in bridges.EVERY if name != "vit"]  # it reads pictures
@@ -236,8 +248,22 @@ def buffer_named_seed(value):
     return module
 
 
+class Shared:
+    """An object whose class holds a value."""
+
+
+def with_class(value):
+    Shared.scale = value
+    return Shared()
+
+
 GLOBAL = None
 READ = {
+    "a tensor in a dictionary": (
+        lambda value: {"a": torch.tensor([[value]])},
+        lambda: GLOBAL["a"].item(),
+    ),
+    "an attribute of a class": (with_class, lambda: GLOBAL.scale),
     "a dictionary": (lambda value: {"scale": value, "other": "x"}, lambda: GLOBAL["scale"]),
     "a nested dictionary": (lambda value: {"a": {"b": [value]}}, lambda: GLOBAL["a"]["b"][0]),
     "a namespace": (lambda value: SimpleNamespace(scale=value), lambda: GLOBAL.scale),
@@ -252,7 +278,11 @@ READ = {
     "an object": (Holder, lambda: GLOBAL.device),
     "a buffer": (buffer_named_seed, lambda: GLOBAL.seed.item()),
 }
-AS_ATTRIBUTES = [name for name in READ if name != "a module" and not name.endswith("of a module")]
+AS_ATTRIBUTES = [
+    name
+    for name in READ
+    if name not in ("a module", "a dictionary of a module", "an attribute of a class")
+]
 WAYS = [("global", name) for name in READ] + [("attribute", name) for name in AS_ATTRIBUTES]
 
 
