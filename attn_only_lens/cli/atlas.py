@@ -55,9 +55,7 @@ def atlas(
     require_folder(out)
     if layers is not None and names is not None:
         raise AttnOnlyLensError("got --layers and --names; expected one of them")
-    if not texts.is_file():
-        raise AttnOnlyLensError(f"--texts: there is no file {texts}")
-    require_options(k=k, context=context, batch_size=batch_size)
+    require_options(texts, k=k, context=context, batch_size=batch_size)
     layer_numbers = None if layers is None else parse_numbers(layers, "--layers")
     from attn_only_lens.engine.sites import Sites, all_heads, resolve_sites, without_wide
     from attn_only_lens.neurons import corpus_statistics

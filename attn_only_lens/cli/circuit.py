@@ -64,11 +64,9 @@ def explain(
     ] = 0,
     texts: Annotated[
         Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="a corpus, one text per line; the page shows where each neuron's output is "
-            "largest, and labels the neuron with these tokens",
+        option(
+            "a corpus, one text per line; the page shows where each neuron's output is largest, "
+            "and labels the neuron with these tokens"
         ),
     ] = None,
     top: Top = 20,
@@ -79,9 +77,9 @@ def explain(
     and neuron of the circuit contributes to the difference between them. The page shows the circuit
     as a graph, with edges from each head and neuron to those that it affects.
     """
-    require_writable(out, (".html", ".json"), top)
+    require_writable(out, (".html", ".json"))
     _require_json(save_circuit, out)
-    require_options(faithfulness=faithfulness, resamples=resamples)
+    require_options(texts, faithfulness=faithfulness, resamples=resamples, top=top)
     if texts is not None and out.suffix == ".json":
         raise AttnOnlyLensError(
             f"got --texts for {out}; expected .html: only a page shows examples"
@@ -142,9 +140,9 @@ def circuit(
     which heads and neurons contribute to the metric on the clean prompts. Edge weights are exact as
     long as attention patterns and the scales of the normalization layers are held fixed.
     """
-    require_writable(out, (".html", ".json"), top)
+    require_writable(out, (".html", ".json"))
     _require_json(save_circuit, out)
-    require_options(faithfulness=faithfulness, nodes=nodes)
+    require_options(faithfulness=faithfulness, nodes=nodes, top=top)
     needs_both = save_circuit is not None
     prompts.require_complete(with_corrupted=needs_both)
     from attn_only_lens import circuits

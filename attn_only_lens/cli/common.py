@@ -298,16 +298,14 @@ def working(what: str) -> Iterator[None]:
         yield
 
 
-def require_writable(out: Path, endings: tuple[str, ...], top: int = 1) -> None:
-    """Raise an error if --out or --top is invalid; commands call this before any slow step."""
+def require_writable(out: Path, endings: tuple[str, ...]) -> None:
+    """Raise an error if --out is invalid; commands call this before any slow step."""
     if out.suffix not in endings:
         expected = " or ".join(endings)
         raise AttnOnlyLensError(f"got --out {out}; expected a name that ends in {expected}")
     if not out.absolute().parent.is_dir():
         raise AttnOnlyLensError(f"got --out {out}; the folder {out.parent} does not exist")
     require_access(out, out.parent)
-    if top < 1:
-        raise AttnOnlyLensError(f"got --top {top}; expected 1 or more")
 
 
 def require_folder(out: Path) -> None:

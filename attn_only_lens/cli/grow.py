@@ -60,7 +60,7 @@ def grow(
         "d_head": d_head,
         "d_model": d_model,
     }
-    require_options(**sizes, n_layers=n_layers)
+    require_options(**sizes, n_layers=n_layers, seed=seed)
     if bool(depths) == any(size is not None for size in (*sizes.values(), n_layers)):
         raise AttnOnlyLensError("give either sizes, such as --d-mlp 4096, or --insert")
     from attn_only_lens.expansion import InsertLayer, compose

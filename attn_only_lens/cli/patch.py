@@ -88,8 +88,8 @@ def patch(
     On a large model, this takes a long time; `explain` finds the important heads and neurons in a
     few forward and backward passes.
     """
-    require_writable(out, (".parquet", ".csv"), top)
-    require_options(part=part, direction=direction, batch_size=batch_size)
+    require_writable(out, (".parquet", ".csv"))
+    require_options(part=part, direction=direction, batch_size=batch_size, top=top)
     numbers: Any = positions
     if positions not in ("each", "all"):
         numbers = parse_numbers(positions, "--positions", "each, all, or numbers, such as 3,-1")

@@ -63,6 +63,9 @@ WRONG = {
     f"patch small-english {PROMPTS} --layers 1 --sites L1H1 --out x.csv": "names contain the layer",
     "pattern small-english --prompt a --layer -1 --out x.html": "--layer -1; expected 0 or more",
     "grow small-english x": "give either sizes",
+    "grow small-english x --d-mlp 0 --seed=-1": "--d-mlp 0; expected 1 or more - got --seed -1;",
+    f"explain small-english {PROMPTS} --texts tests --top 0 --out x.html": "tests is not a file - "
+    "got --top 0; expected 1 or more",
     "grow small-english x --insert 1 --d-mlp 1024": "give either sizes",
     "verify /nope --text hi": "there is no folder /nope",
     "verify small-english /nope --text hi": "there is no folder /nope",
