@@ -26,21 +26,8 @@ PYTEST = OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
 # The arithmetic of another processor, on this one: sums in another order, other last digits. No
 # test may depend on them.
 ANOTHER_MACHINE := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41
-# Examples, notebooks and figures: with 3.9 they run once, by that arithmetic.
-FIGURES := attn_only_lens tests/circuits/test_faithfulness.py tests/analyses/test_attribution_repairs.py \
-	tests/models/test_bilinear_models.py tests/test_examples.py tests/test_notebooks.py
-# Nothing of transformer-lens is in these, or they are of a study: they run with 3.9 alone.
-OF_NO_VERSION := tests/comparison/test_overlap.py tests/conformance/test_their_own_tests.py \
-	tests/gates/test_bilinear_gates.py tests/gates/test_gated_gates.py \
-	tests/analyses/test_circuits_in_growth.py tests/analyses/test_contrast_vs_patching.py \
-	tests/analyses/test_growth_of_cost.py \
-	tests/patching/test_agreement.py \
-	tests/patching/test_processes.py tests/patching/test_results.py tests/analyses/test_attention_only.py \
-	tests/analyses/test_layernorm_gap.py \
-	tests/analyses/test_studies.py tests/viz/test_circuit_page.py \
-	tests/viz/test_comparison_pages.py tests/viz/test_neuron_page.py tests/viz/test_page.py \
-	tests/viz/test_sweeps.py tests/test_release.py \
-	$(filter-out %/test_stock_parts.py,$(wildcard tests/theorems/test_*.py))
+# What runs with transformer-lens 3.9; with 4, everything runs that can.
+WITH_3_9 := -m "hooked or both_versions"
 IN_WHEEL := env -u PYTHONPATH $(CURDIR)/out/wheel
 EXAMPLES := tests/examples.py README.md docs/how_do_i.md docs/circuits.md docs/growth.md docs/layouts.md \
 	docs/patching.md docs/tasks.md docs/theory.md docs/transcoders.md
@@ -82,14 +69,14 @@ contracts: .venv/ready ## imports point one way
 docs: .venv/ready ## the site, into site/: strict, links followed, names complete
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-pytest: .venv/ready ## tests, but for those of `make portable`
-	$(PYTEST) tests $(addprefix --ignore=,$(FIGURES))
+pytest: .venv/ready ## with transformer-lens 3.9: what only it has, and one call of each function
+	$(PYTEST) $(WITH_3_9)
 
-pytest4: .venv4/ready ## what of them applies to transformer-lens 4, by another machine's arithmetic
-	$(ANOTHER_MACHINE) $(PYTEST) $(addprefix --ignore=,$(OF_NO_VERSION))
+pytest4: .venv4/ready ## all tests, with transformer-lens 4, but for those of `make portable`
+	$(PYTEST) -m "not numeric"
 
-portable: .venv/ready ## doctests, examples, notebooks and figures, by that arithmetic
-	$(ANOTHER_MACHINE) $(PYTEST) $(FIGURES)
+portable: .venv4/ready ## tests of numbers, examples and notebooks, by another processor's arithmetic
+	$(ANOTHER_MACHINE) $(PYTEST) -m numeric
 
 notebooks: .venv4/ready browser ## execute the notebooks and store their outputs
 	.venv4/bin/python notebooks/execute.py
@@ -149,10 +136,10 @@ nightly: ## tests with the newest version of every package that the ranges allow
 	$(MAKE) -k newest newest4
 
 newest: out/newest/hooked/ready
-	PYTHONPATH=tests $(PYTEST) -p newest --lock requirements/hooked.txt
+	PYTHONPATH=tests $(PYTEST) -p newest --lock requirements/hooked.txt $(WITH_3_9)
 
 newest4: out/newest/bridge/ready
-	PYTHONPATH=tests $(PYTEST) -p newest --lock requirements/bridge.txt $(addprefix --ignore=,$(OF_NO_VERSION))
+	PYTHONPATH=tests $(PYTEST) -p newest --lock requirements/bridge.txt
 
 development: out/newest/bridge/ready ## the same with TransformerLens' development branch
 	$(<D)/bin/python -m pip install -q --upgrade \

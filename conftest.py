@@ -1,4 +1,4 @@
-"""Tests and examples that need HookedTransformer are skipped where there is none."""
+"""Tests and examples that need HookedTransformer are marked, and skipped where there is none."""
 
 import re
 
@@ -10,11 +10,16 @@ from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 NEEDS_HOOKED = re.compile(r"\b(convert|save_pretrained|HookedTransformer)\(")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items):
     """Mark them one by one: pytest-xdist does not report a module that is skipped whole."""
     reason = "needs HookedTransformer: run with transformer-lens 3.9, `make test`"
     for item in items:
-        if not HAS_HOOKED_TRANSFORMER and needs_hooked_transformer(item):
+        if needs_hooked_transformer(item):
+            item.add_marker(pytest.mark.hooked)
+        if isinstance(item, pytest.DoctestItem):
+            item.add_marker(pytest.mark.numeric)  # examples show rounded numbers
+        if not HAS_HOOKED_TRANSFORMER and item.get_closest_marker("hooked"):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

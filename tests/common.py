@@ -26,10 +26,7 @@ IN_PLACE = {
 """The hook points of neuron-heads in place, by part."""
 BATCH, POS, D_MLP, D_VOCAB, N_LAYERS = 2, 11, 37, 41, 3
 
-needs_hooked_transformer = pytest.mark.skipif(
-    not HAS_HOOKED_TRANSFORMER,
-    reason="needs HookedTransformer: run with transformer-lens 3.9, `make test`",
-)
+needs_hooked_transformer = pytest.mark.hooked  # the root conftest.py skips it with version 4
 needs_transformer_lens_4 = pytest.mark.skipif(
     HAS_HOOKED_TRANSFORMER,
     reason="about what transformer-lens 4 has not: run with it, `make test`",

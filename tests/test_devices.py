@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.both_versions
+
 HERE = Path(__file__).parent
 MODELS = "models_made or hooked_transformers_made or saved or training or shipped"
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from examples import EXAMPLE, run
 
+pytestmark = pytest.mark.numeric
+
 ROOT = Path(__file__).parents[1]
 # Paths, because a page of the guide and one of the reference may have one name.
 PAGES = {

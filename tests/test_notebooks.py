@@ -19,6 +19,8 @@ from common import needs_transformer_lens_4
 from IPython.core.inputtransformer2 import TransformerManager
 from plotly.basedatatypes import BaseFigure
 
+pytestmark = pytest.mark.numeric
+
 NOTEBOOKS = execute.NOTEBOOKS
 # A number, unless it is part of a name such as L0N142 or float64.
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])")

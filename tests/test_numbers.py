@@ -12,6 +12,8 @@ from pathlib import Path
 import measured
 import pytest
 
+pytestmark = pytest.mark.numeric
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "analyses" / "results"
 GENERATED = {"support.md", "growth_families.md", "conformance.md", "studies.md"}  # by other scripts

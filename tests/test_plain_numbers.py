@@ -19,7 +19,10 @@ from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import GrowthError, InputError, UnsupportedModelError
 from attn_only_lens.patching.run_patches import Batching
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore"),  # warnings from TransformerLens
+]
 KINDS = {
     "numpy": np.array,
     "torch": torch.tensor,

@@ -24,6 +24,8 @@ from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
+pytestmark = pytest.mark.both_versions
+
 DATA = Path(str(files("attn_only_lens.pretrained") / "data" / "modular_addition"))
 METRICS = json.loads((DATA / "metrics.json").read_text())
 RECIPE = training.Recipe(**{key: METRICS[key] for key in training.Recipe.__dataclass_fields__})

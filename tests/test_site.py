@@ -26,10 +26,13 @@ from mkdocs.config import load_config
 from mkdocs.exceptions import PluginError
 
 # The Makefile's .pth may expose another environment's packages, but not its data files.
-pytestmark = pytest.mark.skipif(
-    not Path(mkdocs.__file__).is_relative_to(sys.prefix),
-    reason="the site is built in the environment with the extra [docs]: run `make test`",
-)
+pytestmark = [
+    pytest.mark.both_versions,
+    pytest.mark.skipif(
+        not Path(mkdocs.__file__).is_relative_to(sys.prefix),
+        reason="the site is built in the environment with the extra [docs]: run `make test`",
+    ),
+]
 ROOT = Path(__file__).parents[1]
 MODULES = [
     "attn_only_lens",

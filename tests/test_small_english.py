@@ -17,6 +17,8 @@ from attn_only_lens import circuits, expose_neuron_heads, pretrained, verify
 from attn_only_lens import patching as p
 from attn_only_lens.errors import UnsupportedCallError
 
+pytestmark = [pytest.mark.both_versions, pytest.mark.numeric]
+
 DATA = Path(str(files("attn_only_lens.pretrained") / "data" / "small_english"))
 METRICS = json.loads((DATA / "metrics.json").read_text("utf-8"))
 RECIPE = training.Recipe(**{key: METRICS[key] for key in training.Recipe.__dataclass_fields__})

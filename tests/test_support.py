@@ -9,7 +9,10 @@ import support
 import attn_only_lens as lens
 from attn_only_lens.cli import app
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
+pytestmark = [
+    pytest.mark.both_versions,
+    pytest.mark.filterwarnings("ignore"),  # warnings from TransformerLens and transformers
+]
 ROWS = [(package, name) for package, names in support.ROWS.items() for name in names]
 
 

@@ -12,7 +12,10 @@ from attn_only_lens import circuits, expose_neuron_heads
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore"),  # raised by TransformerLens and transformers
+]
 D_MLP, HEADS, LAYERS = 37, 2, 2
 SIZES = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": D_MLP}
 SIZES |= {"vocab_size": 41, "hidden_size": 28, "max_position_embeddings": 17, "pad_token_id": 0}

@@ -18,6 +18,8 @@ from attn_only_lens import patching as p
 from attn_only_lens.circuits.model_answers import answer_cells, answer_warnings
 from attn_only_lens.errors import InputError
 
+pytestmark = pytest.mark.numeric
+
 CLEAN, CORRUPTED = "The keys near the cabinet", "The key near the cabinet"
 FILES = ("explanation.csv", "graph.json", "page.html")
 METRIC = p.logit_diff(" are", " is")

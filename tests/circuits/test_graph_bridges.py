@@ -8,7 +8,10 @@ from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore"),  # raised by TransformerLens and transformers
+]
 # LlamaRMSNorm and Gemma2RMSNorm compute in float32 in any dtype.
 ROUNDING = {"gpt2": 1e-9, "neox": 1e-9, "llama": 1e-5, "granite": 1e-5, "gemma2": 1e-5}
 

@@ -19,6 +19,8 @@ from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph, discover
 from attn_only_lens.heads import HeadName
 
+pytestmark = pytest.mark.numeric
+
 P = 113
 KEYS = (7, 22, 49)
 SUMS = torch.randint(0, P, (23, 2), generator=torch.Generator().manual_seed(0))

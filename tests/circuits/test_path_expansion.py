@@ -17,7 +17,10 @@ from attn_only_lens import HeadName as Name
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError, UnsupportedModelError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore"),  # raised by TransformerLens and transformers
+]
 PROMPT = torch.tensor([[3, 29, 7, 11, 5]])
 METRIC = p.logit_diff(correct=7, wrong=8)
 

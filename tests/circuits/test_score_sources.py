@@ -12,6 +12,8 @@ from attn_only_lens import HeadName, circuits, convert, expose_neuron_heads
 from attn_only_lens.errors import InputError, UnknownHeadError, UnsupportedModelError
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
+pytestmark = pytest.mark.numeric
+
 if HAS_HOOKED_TRANSFORMER:
     from models import build
 

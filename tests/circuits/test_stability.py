@@ -19,6 +19,8 @@ from attn_only_lens.circuits.stability import (
 )
 from attn_only_lens.errors import InputError
 
+pytestmark = pytest.mark.numeric
+
 N = 8
 
 

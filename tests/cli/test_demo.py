@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -9,6 +10,8 @@ from attn_only_lens import HeadName, pretrained
 from attn_only_lens.cli import app
 from attn_only_lens.cli.demo import CLEAN, CORRUPTED
 from attn_only_lens.models.expose import expose_neuron_heads
+
+pytestmark = pytest.mark.both_versions
 
 
 @torch.no_grad()

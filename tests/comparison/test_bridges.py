@@ -11,7 +11,10 @@ from attn_only_lens import compare, grow
 from attn_only_lens import patching as p
 from attn_only_lens.errors import ComparisonError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore"),  # warnings from TransformerLens
+]
 FEW = {"n_patched": 3, "n_nodes": 0, "n_resamples": 3, "progress": False}
 
 

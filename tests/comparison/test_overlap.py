@@ -17,6 +17,8 @@ from attn_only_lens.comparison.circuits import (
 )
 from attn_only_lens.comparison.statistics import gate_divergence, pattern_divergence
 
+pytestmark = pytest.mark.numeric
+
 
 def test_divergences_are_scipys():
     generator = torch.Generator().manual_seed(0)

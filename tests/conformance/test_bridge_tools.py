@@ -26,7 +26,10 @@ from transformer_lens import patching
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.both_versions,
+    pytest.mark.filterwarnings("ignore"),
+]
 
 RAW, PROCESSED, GROUPED = "gpt2", "gpt2 in compatibility mode", "llama"
 RAISE = {

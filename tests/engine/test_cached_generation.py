@@ -20,7 +20,10 @@ from attn_only_lens.errors import InputWarning, UnsupportedCallError
 
 NEW = 5
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "verbose": False, "stop_at_eos": False}
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
+pytestmark = [
+    pytest.mark.both_versions,
+    pytest.mark.filterwarnings("ignore"),  # warnings from TransformerLens and transformers
+]
 
 
 def saved(name, folder):

@@ -19,6 +19,8 @@ from attn_only_lens.errors import InputWarning, UnsupportedModelError
 from attn_only_lens.heads import host_of
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
+pytestmark = [pytest.mark.both_versions, pytest.mark.numeric]
+
 METRICS = {
     "logit_diff": p.logit_diff(3, 7),
     "probability": p.probability(3),

@@ -16,7 +16,10 @@ from attn_only_lens.engine.model_weights import float32_weights
 from attn_only_lens.errors import InputError
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, rounding
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore"),  # raised by TransformerLens and transformers
+]
 METRIC = p.logit_diff(7, 11)
 HALF = [torch.bfloat16, torch.float16]
 KINDS = ["llama", "gpt2"]

@@ -14,7 +14,10 @@ from attn_only_lens import patching as p
 from attn_only_lens.engine.model_checks import find_hooks, hook_reasons
 from attn_only_lens.errors import ComparisonError, InputError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
+pytestmark = [
+    pytest.mark.both_versions,
+    pytest.mark.filterwarnings("ignore"),  # raised by TransformerLens and transformers
+]
 POS = 7
 SAME = {"check_exact": False, "rtol": 0, "atol": 1e-10}
 METRIC = p.logit_diff(correct=7, wrong=8)

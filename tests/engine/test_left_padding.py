@@ -18,7 +18,10 @@ from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph, discover, evaluate, explain, group_nodes
 from attn_only_lens.errors import InputError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore"),  # raised by TransformerLens and transformers
+]
 CLEAN = ["w3 w5 w7 w2 w11 w1", "w3 w6", "w9 w1 w4 w4"]
 CORRUPTED = ["w3 w8 w7 w2 w11 w1", "w13 w6", "w9 w2 w4 w4"]
 ROLES = {"subject": [2, 1, 2], "end": -1}

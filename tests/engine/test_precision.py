@@ -24,6 +24,8 @@ from attn_only_lens import patching as p
 from attn_only_lens.precision import full_precision, matmul_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
+pytestmark = pytest.mark.numeric
+
 CLEAN, CORRUPTED = tokens(0, pos=7), tokens(1, pos=7)
 GIVEN = (CLEAN, CORRUPTED, p.logit_diff([7, 8], [8, 9]))
 TF32 = 2e-2  # relative to the largest value: 2⁻¹¹ per product, through two layers and a difference

@@ -9,6 +9,8 @@ from scipy.special import erf, log_softmax, softmax
 
 from attn_only_lens.engine import secants
 
+pytestmark = pytest.mark.numeric
+
 # Each rule has about ten operations, so a relative error of 100 float64 roundings is allowed.
 ROUNDING = 100 * np.finfo(np.float64).eps
 SEEDS = st.integers(0, 2**31)

@@ -17,6 +17,8 @@ from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import host_of
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
+pytestmark = pytest.mark.numeric
+
 if HAS_HOOKED_TRANSFORMER:
     from models import build
 

@@ -15,6 +15,8 @@ from analyses.tools import fit_gates
 from analyses.tools.certificates import certified_bound
 from attn_only_lens.gates import BilinearGate, bilinear_gate
 
+pytestmark = pytest.mark.numeric
+
 GELUS = ["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"]
 HEADS = [1, 2, 4, 6, 8]
 PINNED = [(name, m) for name in ("gelu", "gelu_new") for m in HEADS]  # the rows of the table

@@ -14,6 +14,8 @@ from analyses.tools.sigmoid_minimax import Problem, minimax
 from attn_only_lens.gates import bilinear_gate
 from attn_only_lens.gates.bilinear import table
 
+pytestmark = pytest.mark.numeric
+
 EPS32 = 2.0**-23
 TABLE = table("gated")
 ALPHA = {

@@ -7,6 +7,8 @@ from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATION
 
 from attn_only_lens.gates import GATES
 
+pytestmark = pytest.mark.numeric
+
 mpmath.mp.dps = 1700  # 1 - p is as small as exp(-3700)
 
 POINTS = [-37.0, -11.3, -5.7, -2.3, -1e-3, 0.0, 1e-8, 0.7, 1.9, 5.3, 13.1, 36.7]

@@ -11,6 +11,8 @@ from attn_only_lens import expose_neuron_heads, grow
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.growth import read
 
+pytestmark = pytest.mark.numeric
+
 FAMILIES = {
     "ln": {"act_fn": "gelu_new"},
     "ln_pre": {"normalization_type": "LNPre"},

@@ -26,6 +26,8 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
+pytestmark = pytest.mark.numeric
+
 EXACT, FLOAT32 = LOGIT_TOLERANCE[torch.float64], LOGIT_TOLERANCE[torch.float32]
 EPS = 1e-12
 STEPS = {

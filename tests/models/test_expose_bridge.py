@@ -17,7 +17,11 @@ from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.models import Calibration
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
+pytestmark = [
+    pytest.mark.both_versions,
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore"),  # warnings from TransformerLens and transformers
+]
 # TransformerLens' attention for GPT-NeoX and Phi 3 computes rotations in float32, not float64.
 THEIR_FLOAT32 = {"neox": 1e-6, "neox_sequential": 1e-6, "phi3": 1e-6}
 NOT_NATIVE = [name for name in EVERY if not name.startswith("native")]

@@ -41,7 +41,10 @@ from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.models import Calibration
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
+pytestmark = [
+    pytest.mark.both_versions,
+    pytest.mark.filterwarnings("ignore"),  # warnings from TransformerLens and transformers
+]
 EXACT = 1e-12  # float64, as for HookedTransformers
 
 

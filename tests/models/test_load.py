@@ -25,6 +25,8 @@ from attn_only_lens.errors import CheckpointError, InputError, UnsupportedModelE
 from attn_only_lens.models.load import is_hooked
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
+pytestmark = pytest.mark.both_versions
+
 HUGGING_FACE = [name for name in CHOSEN if not name.startswith("native")]
 
 

@@ -9,6 +9,8 @@ from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError, UnknownHeadError
 from attn_only_lens.heads import neuron_gate
 
+pytestmark = pytest.mark.numeric
+
 QUIET = {"progress": False, "context": 32}
 
 

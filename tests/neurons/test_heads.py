@@ -17,6 +17,8 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.neurons import summary as so_far
 
+pytestmark = pytest.mark.numeric
+
 CONTEXT = 7
 QUIET = {"progress": False, "context": CONTEXT, "before": 1, "after": 1}
 NAMES = ["L0H1", "L1H0", "L1H1"]

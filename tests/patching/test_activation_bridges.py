@@ -20,7 +20,11 @@ from attn_only_lens.engine.replay import make_replay
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
+pytestmark = [
+    pytest.mark.both_versions,
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore"),  # raised by TransformerLens and transformers
+]
 BATCH, POS, D_MLP = 2, 11, 37
 EXACT = 1e-10
 METRIC = p.logit_diff(correct=7, wrong=8)

@@ -18,7 +18,10 @@ from attn_only_lens.pretrained import small_english
 
 estimate = partial(p.attribution, budget=0)  # `test_repairs.py` tests exact repairs
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore"),  # raised by TransformerLens and transformers
+]
 POS, D_MLP = 5, 37
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": D_MLP}
 SIZES |= {"vocab_size": 41, "hidden_size": 26, "max_position_embeddings": 17}

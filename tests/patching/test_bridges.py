@@ -13,7 +13,10 @@ from attn_only_lens.engine.model_state import fingerprint
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import InputError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore"),  # raised by TransformerLens
+]
 SIZES = {"n_layers": 2, "d_model": 26, "n_heads": 2, "d_head": 13, "d_mlp": 37, "d_vocab": 41}
 
 

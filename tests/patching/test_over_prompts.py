@@ -13,7 +13,10 @@ from patched_runs import cached, logit_diff, mask_at, patched_logits
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore"),  # raised by TransformerLens and transformers
+]
 LENGTHS, SITES = (7, 3, 5), ["L0H1", "L0N29", "L1N3"]
 RIGHT, WRONG = [3, 5, 7], [11, 13, 2]
 METRIC = p.logit_diff(RIGHT, WRONG)

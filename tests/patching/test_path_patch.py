@@ -15,6 +15,8 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.patching import _path_patch
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
+pytestmark = pytest.mark.numeric
+
 if HAS_HOOKED_TRANSFORMER:
     from models import CORE, build
     from transformer_lens.tools.analysis.direct_path_patching import get_act_patch_direct_path

@@ -15,7 +15,10 @@ from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching import repairs
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore"),  # raised by TransformerLens and transformers
+]
 CLEAN, CORRUPTED = torch.tensor([[3, 5, 7, 11, 13]]), torch.tensor([[3, 17, 7, 11, 13]])
 METRIC = p.logit_diff(7, 11)
 SITE = ["name", "position"]

@@ -12,7 +12,10 @@ from analyses.tools import train_brackets as brackets
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore"),  # raised by TransformerLens
+]
 KINDS = ("attention", "neuron")
 FORMS = ["bridge", pytest.param("hooked", marks=needs_hooked_transformer)]
 

@@ -16,7 +16,10 @@ from attn_only_lens.engine.replay.bridge import BridgeReplay
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.models.in_place import InPlace
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore"),  # raised by TransformerLens and transformers
+]
 BATCH, POS, FIRST = 2, 7, 2
 METRIC = p.logit_diff(correct=7, wrong=8)
 EXACT = 1e-10

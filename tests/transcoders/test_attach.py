@@ -10,7 +10,10 @@ from attn_only_lens.heads import has_neuron_heads
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 from attn_only_lens.transcoders import attach
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore"),  # warnings from TransformerLens and transformers
+]
 
 BRIDGES = ("gpt2", "neox", "llama", "gemma2", "olmo2", "phi3", "gptj", "native", "native_gated")
 if HAS_HOOKED_TRANSFORMER:

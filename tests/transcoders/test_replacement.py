@@ -11,7 +11,10 @@ from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 from attn_only_lens.transcoders import Transcoder, attach, fidelity
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore"),  # warnings from TransformerLens and transformers
+]
 
 
 def replaced(model, prompt, transcoders, points):

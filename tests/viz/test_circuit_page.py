@@ -18,6 +18,8 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.neurons import Example
 from attn_only_lens.viz.circuit_data import EXTRAS
 
+pytestmark = pytest.mark.numeric
+
 PLAIN = 22  # the nodes of `circuit()` that the first view shows
 
 

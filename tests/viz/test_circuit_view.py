@@ -20,6 +20,8 @@ from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
 
+pytestmark = pytest.mark.numeric
+
 POS, METRIC = 5, p.logit_diff(7, 11)
 LAYOUTS = {"two blocks": convert, "in place": lambda source: expose_neuron_heads(source).model}
 FAMILIES = ("gelu", "llama", "no_norm", "norms_before_and_after", "grouped", "final_rms")
