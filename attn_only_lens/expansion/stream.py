@@ -103,9 +103,7 @@ class WidenStream(Expansion):
     def _scales(self, weights: Weights, s: float) -> dict[str, float]:
         """Return each tensor's factor, which compensates for factors 1/s of norms and √d_model."""
         constants = weights.constants
-        twice = constants.embed_scaled and _stays_tied(
-            constants
-        )  # W_E is also the unembedding, which gets the same factor
+        twice = _scaled_twice(constants)
         through: set[str] = {f"{norm}.w" for norm in _NORMS if not (twice and norm == "ln_final")}
         if constants.embed_scaled:
             through |= {"embed.W_E", "unembed.W_U"} if twice else {"embed.W_E"}
@@ -131,6 +129,11 @@ def _stays_tied(constants: Constants) -> bool:
     return constants.tied and constants.final_norm not in ("LNPre", "RMSPre")
 
 
+def _scaled_twice(constants: Constants) -> bool:
+    """Return True if W_E, which growth scales, is also the unembedding, which gets its factor."""
+    return constants.embed_scaled and _stays_tied(constants)
+
+
 def _after_folded_norm(weights: Weights) -> bool:
     """Return True if the model adds position embeddings after a norm that has no gain."""
     constants = weights.constants
@@ -147,7 +150,7 @@ def _activation_scales(weights: Weights, s: float) -> dict[str, float]:
     if constants.qk_norm is not None:
         for layer in range(constants.n_layers):
             seen[block_name(layer, "attn.hook_q")] = seen[block_name(layer, "attn.hook_k")] = s
-    if constants.final_norm in ("LNPre", "RMSPre"):
+    if constants.final_norm in ("LNPre", "RMSPre") or _scaled_twice(constants):
         seen["unembed.hook_in"] = 1 / s
     if _after_folded_norm(weights):
         seen["hook_pos_embed"] = 1 / s
