@@ -324,13 +324,14 @@ def test_a_copied_folder_has_the_same_fingerprint(tmp_path):
     bridges.hf_folder(tmp_path / "here")
     shutil.copytree(tmp_path / "here", tmp_path / "elsewhere")
     expected = fingerprint(expose_neuron_heads(load(tmp_path / "here")).model)
-    for seed in "12":
-        environment = os.environ | {"PYTHONHASHSEED": seed}
-        command = [sys.executable, "-W", "ignore", "-c", IN_ANOTHER_PROCESS]
-        done = subprocess.run(
-            [*command, str(tmp_path / "elsewhere")], env=environment, capture_output=True, text=True
-        )
-        assert done.stdout.split()[-1:] == [expected], done.stderr
+    command = [sys.executable, "-W", "ignore", "-c", IN_ANOTHER_PROCESS]
+    done = subprocess.run(
+        [*command, str(tmp_path / "elsewhere")],
+        env=os.environ | {"PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split()[-1:] == [expected], done.stderr
 
 
 RESUMED = {
