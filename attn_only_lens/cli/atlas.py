@@ -56,14 +56,15 @@ def atlas(
     if layers is not None and names is not None:
         raise AttnOnlyLensError("got --layers and --names; expected one of them")
     require_options(texts, k=k, context=context, batch_size=batch_size)
-    layer_numbers = None if layers is None else parse_numbers(layers, "--layers")
+    layer_numbers = None if layers is None else parse_numbers(layers, "--layers", least=0)
+    chosen = None if names is None else parse_names(names)
     from attn_only_lens.engine.sites import Sites, all_heads, resolve_sites, without_wide
     from attn_only_lens.neurons import corpus_statistics
     from attn_only_lens.viz import write_html
     from attn_only_lens.viz.neurons import MOST_NEURONS, index_of_layers, page_of_statistics
 
     loaded = model.with_neuron_heads()
-    sites: Sites = all_heads(layer_numbers) if names is None else parse_names(names)
+    sites: Sites = all_heads(layer_numbers) if chosen is None else chosen
     groups = resolve_sites(loaded, without_wide(sites))
     of_layers = defaultdict[int, list[str]](list)
     for group in groups:

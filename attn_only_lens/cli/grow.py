@@ -52,7 +52,7 @@ def grow(
         raise AttnOnlyLensError(f"got {out} for both MODEL and OUT; expected different folders")
     if copy and insert is None:
         raise AttnOnlyLensError("--copy needs --insert, the positions of the new layers")
-    depths = [] if insert is None else sorted(parse_numbers(insert, "--insert"))
+    depths = [] if insert is None else sorted(parse_numbers(insert, "--insert", least=0))
     require_access(out, out)
     sizes: dict[str, Any] = {
         "d_mlp": d_mlp,

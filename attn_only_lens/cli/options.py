@@ -1,5 +1,6 @@
 """Groups of options that several commands share, and functions that parse option values."""
 
+import re
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
@@ -292,19 +293,36 @@ def as_chat(model: Any, prompts: Any, chat: bool) -> Any:
     return chat_tokens(model, prompts)
 
 
-def parse_names(text: str) -> list[str]:
-    """Split names at commas."""
-    return [name.strip() for name in text.split(",")]
+def parse_names(text: str, option: str = "--names", words: str = "") -> list[str]:
+    """Split names at commas; raise an error for words that are no names, before a model is loaded.
+
+    The model itself reports all other names that it does not have.
+    """
+    names = [name.strip() for name in text.split(",")]
+    bad = [name for name in names if not re.fullmatch(r"L\d+[A-Z][\d.]*(@.*)?", name)]
+    if not all(name[:1] in ("L", "l") for name in bad):
+        raise AttnOnlyLensError(
+            f"{option}: got {', '.join(bad) or repr(text)}; expected {words}names, which are upper "
+            "case: L5H3,L5N1234@13"
+        )
+    return names
 
 
 def parse_numbers(
-    text: str, option: str, expected: str = "whole numbers, separated by commas"
+    text: str,
+    option: str,
+    expected: str = "whole numbers, separated by commas",
+    least: int | None = None,
 ) -> list[int]:
-    """Parse whole numbers, separated by commas."""
+    """Parse whole numbers, separated by commas, of at least `least`."""
     try:
-        return [int(word) for word in text.split(",")]
+        numbers = [int(word) for word in text.split(",")]
     except ValueError:
-        raise AttnOnlyLensError(f"{option}: got {text!r}; expected {expected}") from None
+        numbers = []
+    if not numbers or (least is not None and min(numbers) < least):
+        bound = "" if least is None else f" of {least} or more"
+        raise AttnOnlyLensError(f"{option}: got {text!r}; expected {expected}{bound}")
+    return numbers
 
 
 def _one_token(text: str) -> int:

@@ -94,13 +94,21 @@ def patch(
     if positions not in ("each", "all"):
         numbers = parse_numbers(positions, "--positions", "each, all, or numbers, such as 3,-1")
     prompts.require_complete()
-    of_layers = None if layers is None else parse_numbers(layers, "--layers")
-    if layers is not None and sites is not None and sites not in _SELECTIONS:
-        raise AttnOnlyLensError("got --layers and names in --sites; the names contain the layers")
+    of_layers = None if layers is None else parse_numbers(layers, "--layers", least=0)
+    selection: Any = None
+    if sites is not None and sites not in _SELECTIONS:
+        selection = parse_names(sites, "--sites", f"{', '.join(_SELECTIONS)}, or ")
+        if layers is not None:
+            raise AttnOnlyLensError(
+                "got --layers and names in --sites; the names contain the layers"
+            )
+    from attn_only_lens import patching
     from attn_only_lens.patching import activation_patch
     from attn_only_lens.patching.job import is_first
 
-    selection = _parse_sites(sites or ("heads" if part == "k" else "all"), of_layers)
+    if selection is None:
+        words = sites or ("heads" if part == "k" else "all")
+        selection = getattr(patching, _SELECTIONS[words])(of_layers)
     run = prompts.run(model)
     options = {"part": part, "positions": numbers, "direction": direction, "batch_size": batch_size}
     if is_first():
@@ -115,22 +123,6 @@ def patch(
             f"{out}: {len(sweep)} rows\n"
             f"Draw it: attn-only-lens picture {out}{by_name} --out sweep.html"
         )
-
-
-def _parse_sites(sites: str, layers: list[int] | None) -> Any:
-    from attn_only_lens import patching
-    from attn_only_lens.heads.names import NAME
-
-    if sites in _SELECTIONS:
-        return getattr(patching, _SELECTIONS[sites])(layers)
-    names = parse_names(sites)
-    bad = [name for name in names if not NAME.fullmatch(name.partition("@")[0])]
-    if not all(name[:1] in ("L", "l") for name in bad):  # else the model reports each name
-        raise AttnOnlyLensError(
-            f"--sites: got {', '.join(bad)}; expected {', '.join(_SELECTIONS)}, or names, which "
-            "are upper case: L5H3,L5N1234@13"
-        )
-    return names
 
 
 def _print_estimate(run: tuple[Any, ...], selection: Any, options: dict[str, Any]) -> None:

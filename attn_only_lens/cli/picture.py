@@ -95,6 +95,7 @@ def pattern(
     if (names is None) == (layer is None):
         raise AttnOnlyLensError("pass either --names or --layer")
     require_options(layer=layer)
+    chosen = None if names is None else parse_names(names)
     prompts = parse_prompts([prompt], "--prompt", token_ids)
     from attn_only_lens.engine.prompts import single_prompts
     from attn_only_lens.engine.sites import Sites
@@ -103,6 +104,6 @@ def pattern(
 
     loaded = model.with_neuron_heads()
     ids = single_prompts(loaded, as_chat(loaded, prompts, chat)).clean
-    sites: Sites = heads(layer) if names is None else parse_names(names)
+    sites: Sites = heads(layer) if chosen is None else chosen
     write_html(attention_view(loaded, sites, ids), out)
     say_page(out)

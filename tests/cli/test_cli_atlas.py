@@ -44,7 +44,7 @@ def test_an_atlas(folder, tmp_path, monkeypatch):
         (("--layers", "1", "--names", "L1N3"), "got --layers and --names"),
         (("--names", "L1H9"), "got 'L1H9'"),
         (("--k", 5), "belongs to another job"),
-        (("--texts", tmp_path / "no.txt"), "there is no file"),
+        (("--texts", tmp_path / "no.txt"), "no.txt is missing"),
     ):
         words = list(command)
         for name in more[::2]:  # an option may not be repeated

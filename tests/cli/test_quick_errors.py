@@ -66,6 +66,13 @@ WRONG = {
     "grow small-english x --d-mlp 0 --seed=-1": "--d-mlp 0; expected 1 or more - got --seed -1;",
     f"explain small-english {PROMPTS} --texts tests --top 0 --out x.html": "tests is not a file - "
     "got --top 0; expected 1 or more",
+    f"patch small-english {PROMPTS} --sites foo,L1H2 --out x.csv": "--sites: got foo; expected",
+    f"patch small-english {PROMPTS} --sites= --out x.csv": "--sites: got ''; expected neurons,",
+    f"patch small-english {PROMPTS} --layers=-3 --out x.csv": "--layers: got '-3'; expected whole",
+    "atlas small-english --texts Makefile --names foo --out x": "--names: got foo; expected names",
+    "atlas small-english --texts Makefile --layers=-1 --out x": "commas of 0 or more",
+    "pattern small-english --prompt a --names foo --out x.html": "--names: got foo; expected names",
+    "grow small-english x --insert=-1": "--insert: got '-1'; expected whole numbers",
     "grow small-english x --insert 1 --d-mlp 1024": "give either sizes",
     "verify /nope --text hi": "there is no folder /nope",
     "verify small-english /nope --text hi": "there is no folder /nope",
