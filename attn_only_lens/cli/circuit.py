@@ -142,7 +142,9 @@ def circuit(
     """
     require_writable(out, (".html", ".json"))
     _require_json(save_circuit, out)
-    require_options(faithfulness=faithfulness, nodes=nodes, top=top)
+    if top < 1:  # `renamed` gives the name `top` to --nodes
+        raise AttnOnlyLensError(f"got --top {top}; expected 1 or more")
+    require_options(faithfulness=faithfulness, nodes=nodes)
     needs_both = save_circuit is not None
     prompts.require_complete(with_corrupted=needs_both)
     from attn_only_lens import circuits
