@@ -5,6 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+_NUMBER = r"(0|[1-9]\d*)"
+NAME = re.compile(rf"L{_NUMBER}(?:([SE])|([HNF]){_NUMBER}(?:\.{_NUMBER})?)")
+"""The name of a head, which `heads.names` explains; commands check it before they import torch."""
+
 
 def as_plain(value: Any) -> Any:
     """Convert NumPy, torch or pandas numbers to Python numbers; return other values unchanged.

@@ -64,7 +64,7 @@ def atlas(
     from attn_only_lens.viz.neurons import MOST_NEURONS, index_of_layers, page_of_statistics
 
     loaded = model.with_neuron_heads()
-    sites: Sites = all_heads(layer_numbers) if chosen is None else chosen
+    sites: Sites = chosen or all_heads(layer_numbers)
     groups = resolve_sites(loaded, without_wide(sites))
     of_layers = defaultdict[int, list[str]](list)
     for group in groups:

@@ -1,6 +1,5 @@
 """Groups of options that several commands share, and functions that parse option values."""
 
-import re
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attn_only_lens.arguments import NAME
 from attn_only_lens.cli.common import CHOICES, MODEL, OUTPUT, PROMPTS, option, require_options
 from attn_only_lens.errors import AttnOnlyLensError
 from attn_only_lens.models.names import require_model
@@ -299,7 +299,7 @@ def parse_names(text: str, option: str = "--names", words: str = "") -> list[str
     The model itself reports all other names that it does not have.
     """
     names = [name.strip() for name in text.split(",")]
-    bad = [name for name in names if not re.fullmatch(r"L\d+[A-Z][\d.]*(@.*)?", name)]
+    bad = [name for name in names if not NAME.fullmatch(name.partition("@")[0])]
     if not all(name[:1] in ("L", "l") for name in bad):
         raise AttnOnlyLensError(
             f"{option}: got {', '.join(bad) or repr(text)}; expected {words}names, which are upper "

@@ -103,17 +103,16 @@ def patch(
                 "got --layers and names in --sites; the names contain the layers"
             )
     from attn_only_lens import patching
-    from attn_only_lens.patching import activation_patch
     from attn_only_lens.patching.job import is_first
 
     if selection is None:
-        words = sites or ("heads" if part == "k" else "all")
-        selection = getattr(patching, _SELECTIONS[words])(of_layers)
+        word = sites or ("heads" if part == "k" else "all")
+        selection = getattr(patching, _SELECTIONS[word])(of_layers)
     run = prompts.run(model)
     options = {"part": part, "positions": numbers, "direction": direction, "batch_size": batch_size}
     if is_first():
         _print_estimate(run, selection, options)
-    sweep = activation_patch(*run, sites=selection, resume=resume, **options)
+    sweep = patching.activation_patch(*run, sites=selection, resume=resume, **options)
     if is_first():
         sweep.save(out)
         subtitle = f"{sweep.metric}: effects of patching {part} ({direction})"

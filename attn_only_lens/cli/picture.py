@@ -104,6 +104,6 @@ def pattern(
 
     loaded = model.with_neuron_heads()
     ids = single_prompts(loaded, as_chat(loaded, prompts, chat)).clean
-    sites: Sites = heads(layer) if chosen is None else chosen
+    sites: Sites = chosen or heads(layer)
     write_html(attention_view(loaded, sites, ids), out)
     say_page(out)

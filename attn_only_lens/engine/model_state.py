@@ -336,9 +336,8 @@ class _Walk:
             self.leaves.append(name)
             library = _library(value.__module__) in _NOT_FOLLOWED
             self._class(value, () if library else (*_ENTRIES, "__init__", *names))
-        elif isinstance(value, Mapping):  # of functions or options; others are caches
-            # Libraries keep registries, and all code keeps caches of objects.
-            kept = _is_code if maker in _MAKERS else _is_plain
+        elif isinstance(value, Mapping):  # of functions, options or tensors; others are caches
+            kept = _is_code if maker in _MAKERS else _is_plain  # libraries keep registries
             known = {k: v for k, v in value.items() if kept(v)}
             if known and value is not os.environ and all(type(key) in _ATOMS for key in known):
                 self.leaves.append(name)

@@ -8,7 +8,6 @@ feature 1024, `L5E` is the error node (the part of the MLP's output that the tra
 name, never by block number.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from attn_only_lens.arguments import a_type
+from attn_only_lens.arguments import NAME, a_type
 from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
 from attn_only_lens.heads.host import (
     HEAD_PLURALS,
@@ -35,10 +34,8 @@ _LETTER: dict[HeadKind, str] = {
     "error": "E",
 }
 _KIND: dict[str, HeadKind] = {letter: kind for kind, letter in _LETTER.items()}
-_NUMBER = r"(0|[1-9]\d*)"
 HeadCounts: TypeAlias = tuple[dict[HeadKind, int], int]
 """The number of heads of each kind in a layer, and the number of heads per neuron."""
-NAME = re.compile(rf"L{_NUMBER}(?:([SE])|([HNF]){_NUMBER}(?:\.{_NUMBER})?)")
 _PLURAL = {**HEAD_PLURALS, "attention": "attention heads"}
 
 
