@@ -79,6 +79,13 @@ def resamples_reasons(resamples: object) -> list[str]:
     return [f"got resamples={resamples!r}; expected 2 or more, or 0 for none"]
 
 
+def halves_reasons(n_prompts: int) -> list[str]:
+    """Return a list with an error message if prompts cannot be split in halves, otherwise []."""
+    if n_prompts >= 4:
+        return []
+    return [f"got {n_prompts} prompt pairs; expected 4 or more, to split into halves"]
+
+
 def device_reasons(device: str) -> list[str]:
     """Return a list with an error message if no device can have this name, otherwise [].
 

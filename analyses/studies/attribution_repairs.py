@@ -30,7 +30,7 @@ from analyses.tools.real_models import trained
 from analyses.tools.token_pairs import LENGTH, pairs
 from attn_only_lens import expose_neuron_heads, pretrained
 from attn_only_lens import patching as p
-from attn_only_lens.engine.interventions import DIRECTIONS
+from attn_only_lens.engine.directions import DIRECTIONS
 from attn_only_lens.engine.metrics import Metric
 from attn_only_lens.engine.sites import PARTS
 from attn_only_lens.patching._attribution import METHODS

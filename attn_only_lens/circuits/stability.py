@@ -25,6 +25,7 @@ import pandas as pd
 from jaxtyping import Bool, Float
 from scipy.spatial.distance import pdist
 
+from attn_only_lens.arguments import halves_reasons
 from attn_only_lens.circuits.ablation import AblatedModel, Rows
 from attn_only_lens.engine.metrics import Metric
 from attn_only_lens.errors import InputError
@@ -83,9 +84,7 @@ class Stability:
 
 def require_resamples(n_prompts: int, metric: Metric) -> None:
     """Raise an error with every reason if the prompts cannot be resampled."""
-    reasons = []
-    if n_prompts < 4:
-        reasons.append(f"got {n_prompts} prompt pairs; expected 4 or more, to split into halves")
+    reasons = halves_reasons(n_prompts)
     if not metric.by_prompt:
         reasons.append(
             f"got {metric.name}, whose values for single prompts are not known, as with every "

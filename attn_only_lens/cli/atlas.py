@@ -7,9 +7,9 @@ from typing import Annotated
 from attn_only_lens.cli.common import (
     OUTPUT,
     command,
+    existing_file,
     option,
-    require_folder,
-    require_options,
+    output_folder,
     say_page,
     working,
 )
@@ -29,8 +29,11 @@ def atlas(
     texts: Annotated[
         Path,
         option("a corpus: one text per line, or a .jsonl file of objects with `text`", _CORPUS),
+        existing_file,
     ],
-    out: Annotated[Path, option("output folder; an interrupted run resumes from it", OUTPUT)],
+    out: Annotated[
+        Path, option("output folder; an interrupted run resumes from it", OUTPUT), output_folder
+    ],
     model: HeadOptions,
     layers: Annotated[str | None, option("source layers: 0,3; default: all", _NEURONS)] = None,
     names: Annotated[str | None, option("names, instead of layers: L5N1234,L7H2", _NEURONS)] = None,
@@ -52,10 +55,8 @@ def atlas(
     neuron's weights connect it most. For an attention head, the page also shows which tokens the
     head attends to. If there are more than 3,000 neurons and heads, each layer gets its own page.
     """
-    require_folder(out)
     if layers is not None and names is not None:
         raise AttnOnlyLensError("got --layers and --names; expected one of them")
-    require_options(texts, k=k, context=context, batch_size=batch_size)
     layer_numbers = None if layers is None else parse_numbers(layers, "--layers", least=0)
     chosen = None if names is None else parse_names(names)
     from attn_only_lens.engine.sites import Sites, all_heads, resolve_sites, without_wide

@@ -6,34 +6,39 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attn_only_lens.arguments import halves_reasons, resamples_reasons
 from attn_only_lens.cli.common import (
     OUTPUT,
+    PROBLEM,
     command,
+    existing_file,
     option,
+    output_file,
     print_frame,
-    require_access,
-    require_options,
-    require_writable,
     say_page,
     working,
 )
 from attn_only_lens.cli.options import (
     Faithfulness,
     HeadOptions,
+    PairOptions,
     PromptOptions,
     Top,
 )
-from attn_only_lens.errors import AttnOnlyLensError
+from attn_only_lens.errors import AttnOnlyLensError, InputError
 
 if TYPE_CHECKING:
     from attn_only_lens.circuits import CircuitGraph
 
 OutGraph = Annotated[
-    Path, option("output file: .html for a page that works offline, .json for the graph", OUTPUT)
+    Path,
+    option("output file: .html for a page that works offline, .json for the graph", OUTPUT),
+    output_file(".html", ".json"),
 ]
 SaveCircuit = Annotated[
     Path | None,
     option("also save the circuit (.json), for `evaluate` and `circuits.Circuit.load`", OUTPUT),
+    output_file(".json"),
 ]
 
 
@@ -50,7 +55,7 @@ SaveCircuit = Annotated[
     renamed={"n_patched": "top"},
 )
 def explain(
-    prompts: PromptOptions,
+    prompts: PairOptions,
     out: OutGraph,
     model: HeadOptions,
     save_circuit: SaveCircuit = None,
@@ -61,6 +66,7 @@ def explain(
             "number of random halves of the prompts, e.g. 20, for which to repeat the search; the "
             "page shows the sites that are in nearly all of these circuits (needs 4 prompts)"
         ),
+        resamples_reasons,
     ] = 0,
     texts: Annotated[
         Path | None,
@@ -68,6 +74,7 @@ def explain(
             "a corpus, one text per line; the page shows where each neuron's output is largest, "
             "and labels the neuron with these tokens"
         ),
+        existing_file,
     ] = None,
     top: Top = 20,
 ) -> None:
@@ -77,14 +84,14 @@ def explain(
     and neuron of the circuit contributes to the difference between them. The page shows the circuit
     as a graph, with edges from each head and neuron to those that it affects.
     """
-    require_writable(out, (".html", ".json"))
-    _require_json(save_circuit, out)
-    require_options(texts, faithfulness=faithfulness, resamples=resamples, top=top)
+    _require_other_file(save_circuit, out)
+    if resamples:
+        InputError.raise_if(halves_reasons(len(prompts.texts["clean"])), PROBLEM)
     if texts is not None and out.suffix == ".json":
         raise AttnOnlyLensError(
             f"got --texts for {out}; expected .html: only a page shows examples"
         )
-    run = prompts.run(model, with_corrupted=True)
+    run = prompts.run(model)
     from attn_only_lens import circuits
     from attn_only_lens.neurons import top_examples
 
@@ -140,18 +147,14 @@ def circuit(
     which heads and neurons contribute to the metric on the clean prompts. Edge weights are exact as
     long as attention patterns and the scales of the normalization layers are held fixed.
     """
-    require_writable(out, (".html", ".json"))
-    _require_json(save_circuit, out)
-    if top < 1:  # `renamed` gives the name `top` to --nodes
-        raise AttnOnlyLensError(f"got --top {top}; expected 1 or more")
-    require_options(faithfulness=faithfulness, nodes=nodes)
-    needs_both = save_circuit is not None
-    prompts.require_complete(with_corrupted=needs_both)
+    _require_other_file(save_circuit, out)
+    if save_circuit is not None and "corrupted" not in prompts.texts:
+        raise AttnOnlyLensError("--save-circuit needs --corrupted: only a pair has a circuit")
     from attn_only_lens import circuits
     from attn_only_lens.circuits.circuit import MISSING
     from attn_only_lens.viz import circuit_view, write_html
 
-    run = loaded, clean, corrupted, metric = prompts.run(model, with_corrupted=needs_both)
+    run = loaded, clean, corrupted, metric = prompts.run(model)
     minimal = None
     if corrupted is not None:
         minimal = circuits.discover(*run, faithfulness=faithfulness, progress=True)
@@ -184,8 +187,10 @@ def circuit(
 )
 def evaluate(
     model: HeadOptions,
-    circuit: Annotated[Path, typer.Argument(help="a file that --save-circuit wrote")],
-    prompts: PromptOptions,
+    circuit: Annotated[
+        Path, typer.Argument(help="a file that --save-circuit wrote"), existing_file
+    ],
+    prompts: PairOptions,
     top: Top = 20,
 ) -> None:
     """Measure how much of the difference a saved circuit keeps on other prompts.
@@ -195,13 +200,11 @@ def evaluate(
     the circuit keeps little, some of its sites may matter on these prompts: the command patches
     each of its first --top sites alone, from the clean into the corrupted prompts.
     """
-    prompts.require_complete(with_corrupted=True)
-    require_options(circuit, top=top)
     from attn_only_lens import circuits
     from attn_only_lens.patching import activation_patch
 
     saved = circuits.Circuit.load(circuit)
-    loaded, clean, corrupted, metric = prompts.run(model, with_corrupted=True)
+    loaded, clean, corrupted, metric = prompts.run(model)
     with working("evaluating the circuit"):
         result = circuits.evaluate(loaded, saved, clean, corrupted, metric)
         alone = activation_patch(
@@ -214,16 +217,9 @@ def evaluate(
     print_frame("Score of each site alone: 0 corrupted, 1 clean", alone.top(top))
 
 
-def _require_json(path: Path | None, out: Path) -> None:
-    if path is None:
-        return
-    absolute = path.absolute()
-    if path.suffix != ".json" or not absolute.parent.is_dir() or absolute == out.absolute():
-        raise AttnOnlyLensError(
-            f"got --save-circuit {path}; expected another file name than --out, which ends in "
-            ".json, in an existing folder"
-        )
-    require_access(path, path.parent)
+def _require_other_file(path: Path | None, out: Path) -> None:
+    if path is not None and path.absolute() == out.absolute():
+        raise AttnOnlyLensError(f"got --save-circuit {path}; expected another name than --out")
 
 
 def _say_graph(out: Path, graph: "CircuitGraph") -> None:

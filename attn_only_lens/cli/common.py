@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import is_dataclass
-from inspect import Parameter, Signature, getdoc, signature
+from inspect import Parameter, Signature, getdoc, isfunction, signature
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import MappingProxyType
@@ -20,15 +20,8 @@ import typer
 from typer.core import TyperCommand
 from typer.models import OptionInfo
 
-from attn_only_lens.arguments import (
-    count_reasons,
-    device_reasons,
-    file_reasons,
-    option_reasons,
-    positive_reasons,
-    resamples_reasons,
-    share_reasons,
-)
+from attn_only_lens.arguments import file_reasons, option_reasons, positive_reasons
+from attn_only_lens.engine.directions import ABLATIONS, DIRECTIONS
 from attn_only_lens.errors import AttnOnlyLensError, InputError, InputWarning
 
 if TYPE_CHECKING:
@@ -77,21 +70,13 @@ CHOICES = MappingProxyType(
         "metric": ("logit_diff", "probability", "log_probability", "kl", "loss"),
         "dtype": ("float32", "float64", "bfloat16", "float16"),
         "part": ("z", "pattern", "value", "q", "k"),
-        "direction": ("denoise", "noise", "zero", "mean", "resample", "bias"),
+        "direction": (*DIRECTIONS, *ABLATIONS),
         "gate": ("exact", "bilinear"),
         "rows": ("layer", "name"),
     }
 )
 """The values of each option that takes one of a few words."""
-_CHECKS: Mapping[str, Callable[..., list[str]]] = MappingProxyType(
-    {
-        "faithfulness": share_reasons,
-        "resamples": resamples_reasons,
-        "device": device_reasons,
-        **dict.fromkeys(("layer", "n_nodes", "n_patched", "seed"), count_reasons),
-    }
-)
-"""What checks an option's value; other options are positive whole numbers."""
+PROBLEM = "the command cannot start"
 _FILES = (".html", ".json", ".csv", ".parquet", ".safetensors", ".svg", ".txt")
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _QUOTES = "'\""
@@ -155,8 +140,9 @@ def command(
     """Return a decorator that turns a function into a command of the application.
 
     List the command under the heading `panel`, and append `examples` to the command's help text. If
-    the type of a parameter is a dataclass, each of its fields becomes an option. Errors are printed
-    by `clear_errors`, which uses `renamed`.
+    the type of a parameter is a dataclass, each of its fields becomes an option, and its method
+    `reasons` checks them. Before the function is called, `value_reasons` checks every option.
+    Errors are printed by `clear_errors`, which uses `renamed`.
     """
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
@@ -172,11 +158,15 @@ def command(
 
         @clear_errors(parameters, renamed)
         def run(**options: Any) -> None:
+            reasons = value_reasons(parameters, options)
             built = {}
             for name, group in groups.items():
                 built[name] = group(
                     **{key: options.pop(key) for key in signature(group).parameters}
                 )
+                reasons += built[name].reasons()
+            # Not with `renamed`, whose words are the arguments of functions of the library.
+            InputError.raise_if([in_shell_words(x, parameters) for x in reasons], PROBLEM)
             function(**options, **built)
 
         run.__name__, run.__doc__ = function.__name__, function.__doc__
@@ -239,7 +229,7 @@ def in_shell_words(
     """
     hints = {parameter.name: get_args(parameter.annotation) for parameter in parameters}
     options = {
-        name: f"--{name.replace('_', '-')}"
+        name: _as_option(name)
         for name, (kind, *declarations) in hints.items()
         if kind is not bool and isinstance(declarations[0], OptionInfo)
     }
@@ -257,6 +247,10 @@ def in_shell_words(
     if "token_ids" in hints:
         message = message.replace("give token IDs", "give token IDs and --token-ids")
     return message
+
+
+def _as_option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 @contextmanager
@@ -298,49 +292,87 @@ def working(what: str) -> Iterator[None]:
         yield
 
 
-def require_writable(out: Path, endings: tuple[str, ...]) -> None:
-    """Raise an error if --out is invalid; commands call this before any slow step."""
-    if out.suffix not in endings:
-        expected = " or ".join(endings)
-        raise AttnOnlyLensError(f"got --out {out}; expected a name that ends in {expected}")
-    if not out.absolute().parent.is_dir():
-        raise AttnOnlyLensError(f"got --out {out}; the folder {out.parent} does not exist")
-    require_access(out, out.parent)
+def output_file(*endings: str) -> Callable[..., list[str]]:
+    """Return a function that checks whether files with one of these endings can be written."""
+
+    def check(**options: Path) -> list[str]:
+        reasons = list[str]()
+        for name, out in options.items():
+            got = f"got {_as_option(name)} {out}"
+            if out.suffix not in endings:
+                reasons.append(f"{got}; expected a name that ends in {' or '.join(endings)}")
+            elif not out.absolute().parent.is_dir():
+                reasons.append(f"{got}; the folder {out.parent} does not exist")
+            elif out.is_dir():
+                reasons.append(f"{out} cannot be written: it is a folder; expected a file name")
+            else:
+                reasons += _access_reasons(out, out.parent)
+        return reasons
+
+    return check
 
 
-def require_folder(out: Path) -> None:
-    """Raise an error if --out, which must be a folder, is a file or looks like a file name."""
-    if out.exists() and not out.is_dir():
-        raise AttnOnlyLensError(f"got --out {out}, which is a file; expected a folder name")
-    if out.suffix in _FILES and not out.is_dir():
-        raise AttnOnlyLensError(
-            f"got --out {out}, a file name; expected a folder name, because the command writes "
-            f"several files: pass --out {out.with_suffix('')}"
-        )
-    require_access(out, out)
+def output_folder(**options: Path) -> list[str]:
+    """Return every reason why a folder for several files cannot be written."""
+    reasons = not_a_file(**options)
+    for name, out in options.items():
+        if out.suffix in _FILES and not out.exists():
+            reasons.append(
+                f"got {_as_option(name)} {out}, a file name; expected a folder name, because the "
+                f"command writes several files: pass {_as_option(name)} {out.with_suffix('')}"
+            )
+    return reasons or output_model(**options)
 
 
-def require_access(out: Path, folder: Path) -> None:
-    """Raise an error if `out` cannot be written to a folder, which may not exist yet."""
-    if out.is_dir() and out is not folder:
-        raise AttnOnlyLensError(f"{out} cannot be written: it is a folder; expected a file name")
+def output_model(**options: Path) -> list[str]:
+    """Return every reason why a folder cannot be written, whatever its name."""
+    return [reason for out in options.values() for reason in _access_reasons(out, out)]
+
+
+def not_a_file(**options: Path) -> list[str]:
+    """Return a message for each folder that is a file."""
+    return [
+        f"got {_as_option(name)} {out}, which is a file; expected a folder name"
+        for name, out in options.items()
+        if out.exists() and not out.is_dir()
+    ]
+
+
+def existing_file(**options: Path) -> list[str]:
+    """Return a message for each file that is missing."""
+    return [reason for path in options.values() for reason in file_reasons(path)]
+
+
+def _access_reasons(out: Path, folder: Path) -> list[str]:
+    """Return why `out` cannot be written to a folder, which may not exist yet."""
     folder = folder.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         TemporaryFile(dir=existing).close()
     except OSError as error:  # os.access does not see that a file system is read-only to root
-        raise AttnOnlyLensError(f"{out} cannot be written: {error.strerror}") from error
+        return [f"{out} cannot be written: {error.strerror}"]
+    return []
 
 
-def require_options(*files: Path | None, **options: Any) -> None:
-    """Raise an error if a file is missing, or if an option's value is invalid; None is valid."""
-    reasons = [reason for path in files if path is not None for reason in file_reasons(path)]
-    for name, value in options.items():
-        if value is not None and name in CHOICES:
+def value_reasons(parameters: Iterable[Parameter], options: Mapping[str, Any]) -> list[str]:
+    """Return a message for each option whose value is invalid; None is valid.
+
+    An option's annotation may name a function that checks it, as in `Annotated[int, option(…),
+    count_reasons]`. Otherwise, a word must be one of CHOICES, and a whole number positive.
+    """
+    reasons = list[str]()
+    for parameter in parameters:
+        name, (kind, *declarations) = parameter.name, get_args(parameter.annotation)
+        value, checks = options[name], [check for check in declarations if isfunction(check)]
+        if value is None:
+            continue
+        if name in CHOICES:
             reasons += option_reasons(name, value, CHOICES[name])
-        elif value is not None:
-            reasons += _CHECKS.get(name, positive_reasons)(**{name: value})
-    InputError.raise_if(reasons, "the command cannot start")
+        elif checks:
+            reasons += [reason for check in checks for reason in check(**{name: value})]
+        elif kind in (int, int | None):
+            reasons += positive_reasons(**{name: value})
+    return reasons
 
 
 def say_page(page: Path, what: str = "") -> None:

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attn_only_lens.arguments import count_reasons, device_reasons
 from attn_only_lens.cli.common import (
     MODEL,
     OUTPUT,
+    PROBLEM,
     PROMPTS,
     command,
     option,
+    output_folder,
     print_frame,
-    require_folder,
-    require_options,
     say_page,
 )
 from attn_only_lens.cli.convert import read_tokens
@@ -30,8 +31,8 @@ from attn_only_lens.cli.options import (
     load_model,
     parse_prompts,
 )
-from attn_only_lens.errors import AttnOnlyLensError, ComparisonError
-from attn_only_lens.models.names import require_model
+from attn_only_lens.errors import AttnOnlyLensError, ComparisonError, InputError
+from attn_only_lens.models.names import model_reasons
 
 if TYPE_CHECKING:
     from attn_only_lens.comparison import Comparison
@@ -62,7 +63,7 @@ def compare(
     ],
     prompts: Annotated[Path, option(_PROMPT_FILE, PROMPTS)],
     metric: MetricOptions,
-    out: Annotated[Path, option("output folder for tables and pages", OUTPUT)],
+    out: Annotated[Path, option("output folder for tables and pages", OUTPUT), output_folder],
     corrupted_prompts: Annotated[
         Path | None,
         option("a file with a corrupted prompt for each prompt; default: the next prompt", PROMPTS),
@@ -78,28 +79,18 @@ def compare(
     ] = None,
     faithfulness: Faithfulness = 0.9,
     batch_size: Annotated[int, option("maximum number of prompts in one forward pass")] = 32,
-    patched: Annotated[int, option("number of components to patch")] = 200,
-    nodes: Annotated[int, option("number of nodes that get edges")] = 100,
-    seed: Annotated[int, option("seed of the bootstrap")] = 0,
+    patched: Annotated[int, option("number of components to patch"), count_reasons] = 200,
+    nodes: Annotated[int, option("number of nodes that get edges"), count_reasons] = 100,
+    seed: Annotated[int, option("seed of the bootstrap"), count_reasons] = 0,
     dtype: Dtype = None,
     device: Annotated[
-        str | None, option("cpu, cuda or mps; default: cuda if available", MODEL)
+        str | None, option("cpu, cuda or mps; default: cuda if available", MODEL), device_reasons
     ] = None,
 ) -> None:
     """Compare a model with a model that was grown from it; write tables and two HTML pages."""
-    require_folder(out)
     _require_other_folder(out, [model, grown, null, provenance])
-    metric.require_answers()
-    counts: dict[str, Any] = {
-        "batch_size": batch_size,
-        "n_patched": patched,
-        "n_nodes": nodes,
-        "seed": seed,
-    }
-    require_options(faithfulness=faithfulness, dtype=dtype, device=device, **counts)
-    for source in (model, grown, null, provenance):
-        if source is not None:
-            require_model(source)
+    sources = [source for source in (model, grown, null, provenance) if source is not None]
+    InputError.raise_if([x for source in sources for x in model_reasons(source)], PROBLEM)
     tokens, others = _read_prompts(prompts, "--prompts"), None
     if corrupted_prompts is not None:
         others = _read_prompts(corrupted_prompts, "--corrupted-prompts")
@@ -127,7 +118,10 @@ def compare(
             corrupted=others,
             null=models[2] if null is not None else None,
             faithfulness=faithfulness,
-            **counts,
+            batch_size=batch_size,
+            n_patched=patched,
+            n_nodes=nodes,
+            seed=seed,
         )
     except ComparisonError as error:
         if error.so_far is not None:

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from attn_only_lens.arguments import file_reasons
 from attn_only_lens.cli.common import (
+    PROBLEM,
     PROMPTS,
     command,
     option,
-    require_access,
-    require_options,
     working,
 )
 from attn_only_lens.cli.options import Chat, ModelOptions, OutFolder, SourceOptions, load_model
-from attn_only_lens.errors import AttnOnlyLensError
-from attn_only_lens.models.names import no_folder, require_model
+from attn_only_lens.errors import AttnOnlyLensError, InputError
+from attn_only_lens.models.names import model_reasons, no_folder
 from attn_only_lens.versions import require_hooked_transformer
 
 if TYPE_CHECKING:
@@ -53,9 +53,7 @@ def convert(
     If MODEL is a folder that `convert` wrote, copy it. This command needs transformer-lens 3.9.
     """
     require_hooked_transformer()
-    require_access(out, out)
     is_set = [x is not None for x in (heads_per_neuron, tolerance, text, tokens_file)]
-    require_options(gate=gate, heads_per_neuron=heads_per_neuron)
     if gate == "exact" and any(is_set):
         raise AttnOnlyLensError(
             "--heads-per-neuron, --tolerance, --text and --tokens-file need --gate bilinear"
@@ -125,7 +123,7 @@ def verify(
     """
     inputs = _read_input(text, tokens_file, chat, "MODEL" if converted is None else "both models")
     if converted is not None:
-        require_model(converted)
+        InputError.raise_if(model_reasons(converted), PROBLEM)
     from transformer_lens.model_bridge import TransformerBridge
 
     from attn_only_lens.models import checkpoint
@@ -190,7 +188,7 @@ def _input_of(source: Any, inputs: _Input, chat: bool = False) -> _Input:
 
 def read_tokens(tokens: Path) -> "Int[Tensor, 'batch pos']":
     """Read the tensor `tokens` from a safetensors file."""
-    require_options(tokens)
+    InputError.raise_if(file_reasons(tokens), PROBLEM)
     import torch
 
     from attn_only_lens.storage import read_tensors

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from attn_only_lens.cli.common import command, option, require_folder, say_page
+from attn_only_lens.cli.common import command, option, output_folder, say_page
 
 CLEAN, CORRUPTED = "The keys near the cabinet", "The key near the cabinet"
 _SHOWN = 8
@@ -18,11 +18,9 @@ _SHOWN = 8
     "attn-only-lens demo --out ../demo",
 )
 def demo(
-    out: Annotated[Path, option("output folder for the pages")] = Path("out"),
+    out: Annotated[Path, option("output folder for the pages"), output_folder] = Path("out"),
 ) -> None:
     """Find and draw a circuit in the small language model that ships with the package."""
-    require_folder(out)
-
     from attn_only_lens import circuits, expose_neuron_heads, patching, pretrained, verify, viz
     from attn_only_lens.neurons import neuron_statistics
 

@@ -5,7 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from attn_only_lens.cli.common import command, option, require_access, require_options, working
+from attn_only_lens.arguments import count_reasons
+from attn_only_lens.cli.common import command, option, working
 from attn_only_lens.cli.options import ModelOptions, OutFolder, parse_numbers
 from attn_only_lens.errors import AttnOnlyLensError
 
@@ -39,7 +40,7 @@ def grow(
             "new layers start as copies of the layer before, with zero outputs", _LAYERS, "--copy"
         ),
     ] = False,
-    seed: Annotated[int, option("seed of the new weights")] = 0,
+    seed: Annotated[int, option("seed of the new weights"), count_reasons] = 0,
 ) -> None:
     """Make a larger model that computes the same function.
 
@@ -53,14 +54,12 @@ def grow(
     if copy and insert is None:
         raise AttnOnlyLensError("--copy needs --insert, the positions of the new layers")
     depths = [] if insert is None else sorted(parse_numbers(insert, "--insert", least=0))
-    require_access(out, out)
     sizes: dict[str, Any] = {
         "d_mlp": d_mlp,
         "n_heads": n_heads,
         "d_head": d_head,
         "d_model": d_model,
     }
-    require_options(**sizes, n_layers=n_layers, seed=seed)
     if bool(depths) == any(size is not None for size in (*sizes.values(), n_layers)):
         raise AttnOnlyLensError("give either sizes, such as --d-mlp 4096, or --insert")
     from attn_only_lens.expansion import InsertLayer, compose

@@ -3,15 +3,25 @@
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from attn_only_lens.arguments import NAME
-from attn_only_lens.cli.common import CHOICES, MODEL, OUTPUT, PROMPTS, option, require_options
-from attn_only_lens.errors import AttnOnlyLensError
-from attn_only_lens.models.names import require_model
+from attn_only_lens.arguments import NAME, device_reasons, share_reasons
+from attn_only_lens.cli.common import (
+    CHOICES,
+    MODEL,
+    OUTPUT,
+    PROBLEM,
+    PROMPTS,
+    option,
+    output_file,
+    output_model,
+)
+from attn_only_lens.errors import AttnOnlyLensError, InputError
+from attn_only_lens.models.names import model_reasons
 
 if TYPE_CHECKING:
     from attn_only_lens.engine.metrics import Metric as MetricOfLogits
@@ -35,12 +45,18 @@ Dtype = Annotated[
     ),
 ]
 OutFolder = Annotated[
-    Path, typer.Argument(help="output folder; a model that was saved there is replaced")
+    Path,
+    typer.Argument(help="output folder; a model that was saved there is replaced"),
+    output_model,
 ]
-OutPage = Annotated[Path, option("output file (.html); it works offline", OUTPUT)]
+OutPage = Annotated[
+    Path, option("output file (.html); it works offline", OUTPUT), output_file(".html")
+]
 Top = Annotated[int, option("number of rows to print", OUTPUT)]
 Metric = Annotated[str, option(f"one of {', '.join(CHOICES['metric'])}", PROMPTS)]
-Faithfulness = Annotated[float, option("share of the effect that the circuit must keep")]
+Faithfulness = Annotated[
+    float, option("share of the effect that the circuit must keep"), share_reasons
+]
 Chat = Annotated[
     bool, option("prompts are messages: apply the tokenizer's chat template", PROMPTS, "--chat")
 ]
@@ -55,11 +71,11 @@ class SourceOptions:
 
     model: Model
     dtype: Dtype = None
-    device: Annotated[str, option("cpu, cuda or mps", MODEL)] = "cpu"
+    device: Annotated[str, option("cpu, cuda or mps", MODEL), device_reasons] = "cpu"
 
-    def __post_init__(self) -> None:
-        require_options(dtype=self.dtype, device=self.device)
-        require_model(self.model)
+    def reasons(self) -> list[str]:
+        """Return every reason why no model can be loaded."""
+        return model_reasons(self.model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +114,12 @@ class HeadOptions(ModelOptions):
         ),
     ] = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        path = self.transcoders
+    def reasons(self) -> list[str]:
+        """Return every reason why no model with these transcoders can be loaded."""
+        reasons, path = super().reasons(), self.transcoders
         if path not in (None, _SHIPPED) and not Path(path).exists():
-            raise AttnOnlyLensError(f"--transcoders: there is no file or folder {path}")
+            reasons.append(f"--transcoders: there is no file or folder {path}")
+        return reasons
 
     def with_neuron_heads(self) -> Any:
         """Load the model, attach its transcoders, and make its neurons visible as heads."""
@@ -140,28 +157,18 @@ class MetricOptions:
 
     def build_metric(self, tokens: bool) -> "MetricOfLogits":
         """Build the metric; if `tokens` is True, the answers are token IDs, not strings."""
-        answers = self.require_answers()
+        answers: list[Any] = [texts for texts in (self.answer, self.wrong) if texts]
         if tokens:
-            answers = [list(map(_one_token, texts)) for texts in answers]
+            answers = [parse_answers(texts, "an answer") for texts in answers]
         by_role = [texts if len(set(texts)) > 1 else texts[0] for texts in answers]
         from attn_only_lens import patching
 
         built: MetricOfLogits = getattr(patching, self.metric)(*by_role)
         return built
 
-    def require_answers(self) -> list[Any]:
-        """Return the answers; raise an error unless the metric takes these."""
-        name = self.metric
-        require_options(metric=name)
-        n_answers = {"logit_diff": 2, "probability": 1, "log_probability": 1}.get(name, 0)
-        answers: list[Any] = [texts for texts in (self.answer, self.wrong) if texts]
-        if len(answers) != n_answers or (n_answers and not self.answer):
-            wanted = ("neither --answer nor --wrong", "--answer alone", "--answer and --wrong")
-            others = ", ".join(metric for metric in CHOICES["metric"] if metric != name)
-            raise AttnOnlyLensError(
-                f"--metric {name} takes {wanted[n_answers]}; other metrics: {others}"
-            )
-        return answers
+    def reasons(self) -> list[str]:
+        """Return a list with an error message if the metric takes other answers, otherwise []."""
+        return answer_reasons(self.metric, self.answer, self.wrong)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,12 +192,44 @@ class PromptOptions(MetricOptions):
     ] = None
     token_ids: TokenIds = False
     chat: Chat = False
+    needed: ClassVar[tuple[str, ...]] = ("clean",)
 
-    def run(
-        self, options: ModelOptions, *, with_corrupted: bool = False
-    ) -> tuple[Any, Any, Any, "MetricOfLogits"]:
+    @cached_property
+    def texts(self) -> dict[str, Any]:
+        """The texts by their column, from the command line or from the file."""
+        texts = {name: getattr(self, name) for name in _COLUMNS if getattr(self, name)}
+        if self.pairs is None:
+            return texts
+        if texts:
+            raise InputError([f"got --pairs and --{next(iter(texts))}; expected only one"], PROBLEM)
+        return _read_pairs(self.pairs)
+
+    def reasons(self) -> list[str]:
+        """Return every reason to refuse the prompts and answers that needs no model."""
+        reasons = list[str]()
+        with InputError.collected(reasons):
+            texts = self.texts
+        if reasons:
+            return reasons
+        if missing := [name for name in self.needed if name not in texts]:
+            reasons.append(f"expected --{' and --'.join(missing)}, or a file for --pairs")
+        reasons += answer_reasons(self.metric, texts.get("answer"), texts.get("wrong"))
+        if self.token_ids and self.chat:
+            reasons.append("got --chat and --token-ids; expected one: messages are texts")
+        n_prompts = len(texts.get("clean", ()))
+        for name, column in texts.items():
+            are_prompts = name in _COLUMNS[:2]
+            reasons += text_reasons(column, f"--{name}", self.token_ids, are_prompts)
+            if len(column) != n_prompts and (are_prompts or len(column) > 1):
+                reasons.append(
+                    f"got {len(column)} --{name} for {n_prompts} --clean; expected "
+                    f"{'as many' if are_prompts else 'one, or as many'}"
+                )
+        return reasons
+
+    def run(self, options: ModelOptions) -> tuple[Any, Any, Any, "MetricOfLogits"]:
         """Load the model; return it with the clean and the corrupted prompts, and the metric."""
-        texts = self.require_complete(with_corrupted)
+        texts = self.texts
         metric = replace(self, **texts).build_metric(self.token_ids)
         both = [
             parse_prompts(texts[name], f"--{name}", self.token_ids) if name in texts else None
@@ -200,17 +239,25 @@ class PromptOptions(MetricOptions):
         clean, corrupted = (as_chat(model, prompts, self.chat) for prompts in both)
         return model, clean, corrupted, metric
 
-    def require_complete(self, with_corrupted: bool = False) -> dict[str, Any]:
-        """Return the texts by their column; raise an error if one is missing or an answer wrong."""
-        texts: dict[str, Any] = {x: getattr(self, x) for x in _COLUMNS if getattr(self, x)}
-        if self.pairs is not None:
-            if texts:
-                raise AttnOnlyLensError(f"got --pairs and --{next(iter(texts))}; expected only one")
-            texts = _read_pairs(self.pairs)
-        if missing := [name for name in _COLUMNS[: 1 + with_corrupted] if name not in texts]:
-            raise AttnOnlyLensError(f"expected --{' and --'.join(missing)}, or a file for --pairs")
-        replace(self, **texts).require_answers()
-        return texts
+
+@dataclass(frozen=True, kw_only=True)
+class PairOptions(PromptOptions):
+    """The same, for commands that need a corrupted prompt for each clean prompt."""
+
+    needed: ClassVar[tuple[str, ...]] = ("clean", "corrupted")
+
+
+def answer_reasons(metric: str, answer: object, wrong: object) -> list[str]:
+    """Return a list with an error message if a metric takes other answers, otherwise []."""
+    n_answers = {"logit_diff": 2, "probability": 1, "log_probability": 1}.get(metric, 0)
+    if metric not in CHOICES["metric"] or (n_answers > 0, n_answers > 1) == (
+        bool(answer),
+        bool(wrong),
+    ):
+        return []
+    wanted = ("neither --answer nor --wrong", "--answer alone", "--answer and --wrong")
+    others = ", ".join(name for name in CHOICES["metric"] if name != metric)
+    return [f"--metric {metric} takes {wanted[n_answers]}; other metrics: {others}"]
 
 
 def _read_pairs(path: Path) -> dict[str, list[str]]:
@@ -223,13 +270,14 @@ def _read_pairs(path: Path) -> dict[str, list[str]]:
         else:
             frame = pd.read_json(path, lines=True, dtype=False)
     except (OSError, ValueError) as error:
-        raise AttnOnlyLensError(f"--pairs: {path} cannot be read: {error}") from error
+        raise InputError([f"--pairs: {path} cannot be read: {error}"], PROBLEM) from error
     frame = frame[[name for name in _COLUMNS if name in frame]]
     if "clean" not in frame or frame.isna().any(axis=None):
-        raise AttnOnlyLensError(
+        reason = (
             f"--pairs: {path} has columns {', '.join(map(str, frame)) or 'with other names'}; "
             f"expected a text in each row for clean, and for some of {', '.join(_COLUMNS[1:])}"
         )
+        raise InputError([reason], PROBLEM)
     return {str(name): frame[name].astype(str).tolist() for name in frame}
 
 
@@ -267,19 +315,38 @@ def _describe(model: Any) -> str:
     return f"{kind}, {n_layers} layers, {dtype}, {parameter.device}, {texts}"
 
 
+def text_reasons(
+    texts: list[str], option: str, tokens: bool, are_prompts: bool = True
+) -> list[str]:
+    """Return every reason why texts cannot be prompts, or else answers."""
+    if "" in texts:
+        return [f"{option}: got ''; expected {'token IDs' if tokens else 'a text'}"]
+    reasons = list[str]()
+    if tokens:
+        with InputError.collected(reasons):
+            (_rows if are_prompts else parse_answers)(texts, option)
+    return reasons
+
+
 def parse_prompts(texts: list[str], option: str, tokens: bool) -> "Prompts":
     """Return the texts unchanged or, if `tokens` is True, parse them into a tensor of tokens."""
     if not tokens:
         return texts
-    rows = [parse_numbers(text, option) for text in texts]
-    if len({len(row) for row in rows}) > 1:
-        raise AttnOnlyLensError(
-            f"{option}: got prompts with {[len(row) for row in rows]} tokens; expected the same "
-            "number in each prompt, because token prompts cannot be padded"
-        )
+    rows = _rows(texts, option)
     import torch
 
     return torch.tensor(rows, device="cpu")
+
+
+def _rows(texts: list[str], option: str) -> list[list[int]]:
+    rows = [parse_numbers(text, option) for text in texts]
+    if len({len(row) for row in rows}) > 1:
+        reason = (
+            f"{option}: got prompts with {[len(row) for row in rows]} tokens; expected the same "
+            "number in each prompt, because token prompts cannot be padded"
+        )
+        raise InputError([reason], PROBLEM)
+    return rows
 
 
 def as_chat(model: Any, prompts: Any, chat: bool) -> Any:
@@ -294,17 +361,14 @@ def as_chat(model: Any, prompts: Any, chat: bool) -> Any:
 
 
 def parse_names(text: str, option: str = "--names", words: str = "") -> list[str]:
-    """Split names at commas; raise an error for words that are no names, before a model is loaded.
-
-    The model itself reports all other names that it does not have.
-    """
+    """Split names at commas; raise an error if a word is no name."""
     names = [name.strip() for name in text.split(",")]
-    bad = [name for name in names if not NAME.fullmatch(name.partition("@")[0])]
-    if not all(name[:1] in ("L", "l") for name in bad):
-        raise AttnOnlyLensError(
+    if bad := [name for name in names if not NAME.fullmatch(name.partition("@")[0])]:
+        reason = (
             f"{option}: got {', '.join(bad) or repr(text)}; expected {words}names, which are upper "
             "case: L5H3,L5N1234@13"
         )
+        raise InputError([reason], PROBLEM)
     return names
 
 
@@ -321,12 +385,13 @@ def parse_numbers(
         numbers = []
     if not numbers or (least is not None and min(numbers) < least):
         bound = "" if least is None else f" of {least} or more"
-        raise AttnOnlyLensError(f"{option}: got {text!r}; expected {expected}{bound}")
+        raise InputError([f"{option}: got {text!r}; expected {expected}{bound}"], PROBLEM)
     return numbers
 
 
-def _one_token(text: str) -> int:
-    numbers = parse_numbers(text, "an answer")
-    if len(numbers) != 1:
-        raise AttnOnlyLensError(f"got {text!r} for an answer; expected one token ID")
-    return numbers[0]
+def parse_answers(texts: list[str], option: str) -> list[int]:
+    """Parse answers that are token IDs, one token each."""
+    numbers = [parse_numbers(text, option) for text in texts]
+    if longer := [text for text, row in zip(texts, numbers, strict=True) if len(row) > 1]:
+        raise InputError([f"{option}: got {longer[0]!r}; expected one token ID"], PROBLEM)
+    return [token for row in numbers for token in row]

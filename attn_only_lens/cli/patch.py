@@ -9,11 +9,12 @@ import typer
 from attn_only_lens.cli.common import (
     MODEL,
     OUTPUT,
+    PROBLEM,
     command,
+    not_a_file,
     option,
+    output_file,
     print_frame,
-    require_options,
-    require_writable,
     working,
 )
 from attn_only_lens.cli.options import (
@@ -23,7 +24,8 @@ from attn_only_lens.cli.options import (
     parse_names,
     parse_numbers,
 )
-from attn_only_lens.errors import AttnOnlyLensError
+from attn_only_lens.engine.directions import direction_reasons
+from attn_only_lens.errors import AttnOnlyLensError, InputError
 
 _MANY = 50_000  # for more patches than this, the command prints an estimate of the time
 _SAMPLES = 16, 16, 128  # how many sites each timed run patches; the first run also tests the model
@@ -47,7 +49,9 @@ _SELECTIONS = {
 def patch(
     *,
     prompts: PromptOptions,
-    out: Annotated[Path, option("output file (.parquet or .csv)", OUTPUT)],
+    out: Annotated[
+        Path, option("output file (.parquet or .csv)", OUTPUT), output_file(".parquet", ".csv")
+    ],
     sites: Annotated[
         str | None,
         option(
@@ -76,7 +80,9 @@ def patch(
     ] = "denoise",
     top: Top = 20,
     resume: Annotated[
-        Path | None, option("checkpoint folder: an interrupted run resumes from it", OUTPUT)
+        Path | None,
+        option("checkpoint folder: an interrupted run resumes from it", OUTPUT),
+        not_a_file,
     ] = None,
     batch_size: Annotated[
         int | None, option("patches in one forward pass; default: as many as fit in memory", MODEL)
@@ -88,12 +94,10 @@ def patch(
     On a large model, this takes a long time; `explain` finds the important heads and neurons in a
     few forward and backward passes.
     """
-    require_writable(out, (".parquet", ".csv"))
-    require_options(part=part, direction=direction, batch_size=batch_size, top=top)
+    InputError.raise_if(direction_reasons(prompts.texts.get("corrupted"), part, direction), PROBLEM)
     numbers: Any = positions
     if positions not in ("each", "all"):
         numbers = parse_numbers(positions, "--positions", "each, all, or numbers, such as 3,-1")
-    prompts.require_complete()
     of_layers = None if layers is None else parse_numbers(layers, "--layers", least=0)
     selection: Any = None
     if sites is not None and sites not in _SELECTIONS:

@@ -5,13 +5,12 @@ from typing import Annotated, Any
 
 import typer
 
-from attn_only_lens.arguments import ending_reasons
+from attn_only_lens.arguments import count_reasons, ending_reasons, file_reasons
 from attn_only_lens.cli.common import (
+    PROBLEM,
     PROMPTS,
     command,
     option,
-    require_options,
-    require_writable,
     say_page,
 )
 from attn_only_lens.cli.options import (
@@ -22,10 +21,9 @@ from attn_only_lens.cli.options import (
     as_chat,
     parse_names,
     parse_prompts,
+    text_reasons,
 )
 from attn_only_lens.errors import AttnOnlyLensError, InputError
-
-_PAGE = (".html",)
 
 
 @command(
@@ -47,11 +45,11 @@ def picture(
     ] = "layer",
 ) -> None:
     """Draw a file from `patch` as a heatmap or a bar chart, or a file from `circuit` as a graph."""
-    require_writable(out, _PAGE)
-    InputError.raise_if(ending_reasons(source, ".parquet", ".csv", ".json"), "nothing can be drawn")
+    InputError.raise_if(
+        ending_reasons(source, ".parquet", ".csv", ".json") or file_reasons(source), PROBLEM
+    )
     if source.suffix == ".json" and bars is not None:
         raise AttnOnlyLensError(f"got --bars for {source}, which contains a graph; omit --bars")
-    require_options(source, bars=bars, rows=rows)
     from attn_only_lens.circuits import from_json
     from attn_only_lens.patching import Sweep
     from attn_only_lens.viz import circuit_view, sweep_bars, sweep_heatmap, write_html
@@ -85,16 +83,15 @@ def pattern(
     model: HeadOptions,
     names: Annotated[str | None, option("up to 24 heads and neurons: L5N1234,L2H3")] = None,
     layer: Annotated[
-        int | None, option("a source layer, instead of names: its attention heads")
+        int | None, option("a source layer, instead of names: its attention heads"), count_reasons
     ] = None,
     token_ids: TokenIds = False,
     chat: Chat = False,
 ) -> None:
     """Draw the attention patterns of heads, and the activations of neurons, on one text."""
-    require_writable(out, _PAGE)
     if (names is None) == (layer is None):
         raise AttnOnlyLensError("pass either --names or --layer")
-    require_options(layer=layer)
+    InputError.raise_if(text_reasons([prompt], "--prompt", token_ids), PROBLEM)
     chosen = None if names is None else parse_names(names)
     prompts = parse_prompts([prompt], "--prompt", token_ids)
     from attn_only_lens.engine.prompts import single_prompts

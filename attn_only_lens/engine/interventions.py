@@ -22,6 +22,7 @@ from torch import Tensor
 from attn_only_lens.arguments import as_plain, is_count, is_number, option_reasons
 from attn_only_lens.axes import BIAS, Tokens
 from attn_only_lens.devices import keep_random_state
+from attn_only_lens.engine.directions import Ablation
 from attn_only_lens.engine.edit_checks import require_edits_read
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.one_thread import one_thread_per_model
@@ -38,10 +39,6 @@ from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import HEAD_KINDS, NEURON_KINDS, HeadKind
 
-DIRECTIONS = ("denoise", "noise")
-"""Patch clean activations into the corrupted run, or corrupted activations into the clean run."""
-Ablation = Literal["zero", "mean", "resample", "bias"]
-ABLATIONS: tuple[str, ...] = get_args(Ablation)
 AblateTo = Literal["zero", "mean", "bias"]
 Steering: TypeAlias = Mapping[str | HeadName, float | Sequence[float] | Tensor]
 _ABLATED, _STEERED = "these heads cannot be ablated", "these heads cannot be steered"

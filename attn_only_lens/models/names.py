@@ -23,11 +23,12 @@ def no_folder(model: str | os.PathLike[str]) -> CheckpointError:
     return CheckpointError(f"there is no folder {model}; expected {EXPECTED}")
 
 
-def require_model(model: str | Path) -> None:
-    """Raise CheckpointError if a folder does not exist; a string may also be a model's name."""
+def model_reasons(model: str | Path) -> list[str]:
+    """Return a message if a folder does not exist, otherwise []; a string may be a model's name."""
     if not str(model) or "\0" in str(model) or (isinstance(model, str) and not is_path(model)):
-        return
+        return []
     path = Path(model)
     # A process that was killed while it wrote the folder may have left the old one next to it.
-    if not os.path.lexists(path) and not any(path.parent.glob(".attn_only_lens-*")):
-        raise no_folder(model)
+    if os.path.lexists(path) or any(path.parent.glob(".attn_only_lens-*")):
+        return []
+    return [str(no_folder(model))]

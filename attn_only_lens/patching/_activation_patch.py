@@ -12,8 +12,8 @@ from torch import Tensor
 
 from attn_only_lens.arguments import is_count, option_reasons
 from attn_only_lens.axes import Tokens
+from attn_only_lens.engine.directions import ABLATIONS, DIRECTIONS, direction_reasons
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.interventions import ABLATIONS, DIRECTIONS
 from attn_only_lens.engine.metrics import AnyMetric, Metric, as_metric
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_state import saved_state
@@ -319,13 +319,7 @@ def sweep_reasons(
     reasons = [*reasons_not_to_run(model)]
     reasons += option_reasons("part", part, PARTS)
     reasons += option_reasons("direction", direction, (*DIRECTIONS, *ABLATIONS))
-    if corrupted is None and direction not in ABLATIONS:
-        reasons.append(
-            f"got no corrupted prompt with direction={direction!r}; expected a corrupted prompt, "
-            f"or an ablation: {' or '.join(f'direction={name!r}' for name in ABLATIONS)}"
-        )
-    if direction in ABLATIONS and part != "z":
-        reasons.append(f"got part={part!r} with direction={direction!r}; expected part='z'")
+    reasons += direction_reasons(corrupted, part, direction)
     if reference is not None and direction not in ("mean", "resample"):
         reasons.append(f"got a reference with direction={direction!r}; expected no reference")
     return reasons

@@ -51,6 +51,7 @@ from tqdm.auto import tqdm
 from attn_only_lens.arguments import as_plain, is_count, option_reasons
 from attn_only_lens.axes import Residual, Tokens
 from attn_only_lens.engine.contrast import BothRuns, Contrast, contrast, float32_slopes, run_both
+from attn_only_lens.engine.directions import ABLATIONS
 from attn_only_lens.engine.gradients import (
     Tape,
     by_site,
@@ -60,7 +61,6 @@ from attn_only_lens.engine.gradients import (
     start_graph,
 )
 from attn_only_lens.engine.input_warnings import warn, warned_once
-from attn_only_lens.engine.interventions import ABLATIONS
 from attn_only_lens.engine.metrics import (
     AnyMetric,
     BoundMetric,

@@ -25,9 +25,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.arguments import option_reasons
+from attn_only_lens.engine.directions import DIRECTIONS
 from attn_only_lens.engine.edits import change_of_z, interaction, neuron_changes
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.interventions import DIRECTIONS
 from attn_only_lens.engine.metrics import AnyMetric, as_metric
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import Positions

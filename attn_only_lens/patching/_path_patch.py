@@ -42,10 +42,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attn_only_lens.arguments import option_reasons
+from attn_only_lens.engine.directions import DIRECTIONS
 from attn_only_lens.engine.edits import neuron_changes, neuron_variants, sum_by_site
 from attn_only_lens.engine.gradients import Tape, start_graph
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.interventions import DIRECTIONS
 from attn_only_lens.engine.metrics import (
     AnyMetric,
     Metric,

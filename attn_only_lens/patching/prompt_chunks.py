@@ -12,7 +12,8 @@ from torch import Tensor
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.devices import to_float64_device
-from attn_only_lens.engine.interventions import Ablation, ablate, resample_reasons
+from attn_only_lens.engine.directions import Ablation
+from attn_only_lens.engine.interventions import ablate, resample_reasons
 from attn_only_lens.engine.metrics import Metric, bind, require_distinct
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import NeuronRun, Recording, RunPair, record

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from attn_only_lens.engine.interventions import DIRECTIONS
+from attn_only_lens.engine.directions import DIRECTIONS
 from attn_only_lens.engine.positions import Positions, PositionSet, resolve_positions
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.sites import (

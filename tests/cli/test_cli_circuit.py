@@ -238,8 +238,8 @@ def test_a_saved_circuit_is_evaluated_on_other_prompts(folder, expected, tmp_pat
     graph = tmp_path / "graph.json"
     for options, message in (
         ((*pair, "--save-circuit", tmp_path / "c.txt"), "ends in .json"),
-        ((*pair, "--save-circuit", graph), "another file name than --out"),
-        ((*TEXTS, "--save-circuit", tmp_path / "c.json"), "expected --corrupted"),
+        ((*pair, "--save-circuit", graph), "another name than --out"),
+        ((*TEXTS, "--save-circuit", tmp_path / "c.json"), "needs --corrupted"),
     ):
         result = run("circuit", folder, *options, "--out", graph)
         assert result.exit_code == 2

@@ -143,12 +143,12 @@ def test_what_is_refused(folders, tmp_path):
         assert result.exit_code == 2, result.output
         assert message in " ".join(result.output.split())
     assert not out.exists()
-    result = run("compare", *folders, "--prompts", prompts, "--out", prompts)
+    result = run("compare", *folders, "--prompts", prompts, *LOSS, "--out", prompts)
     assert result.exit_code == 2
     assert "is a file; expected a folder" in " ".join(result.output.split())
     for folder in folders:
         before = sorted(folder.iterdir())
-        result = run("compare", *folders, "--prompts", prompts, "--out", folder)
+        result = run("compare", *folders, "--prompts", prompts, *LOSS, "--out", folder)
         assert result.exit_code == 2
         assert "expected another" in " ".join(result.output.split())
         assert sorted(folder.iterdir()) == before

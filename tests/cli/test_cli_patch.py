@@ -166,10 +166,8 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
         ((*TEXTS, "--out", out, "--sites", "mlp,l0n3"), "got mlp, l0n3; expected neurons, heads"),
         (
             (*TEXTS, "--out", out, "--sites", "L1Q2,l0h1,L0N3"),
-            "(neuron 1234 of source layer 5) - got 'l0h1'; names are upper case, without spaces: "
-            "did you mean 'L0H1'?",
+            "got L1Q2, l0h1; expected neurons, heads, features, all, or names, which are upper",
         ),
-        ((*TEXTS, "--out", out, "--sites", "L1Q2@3,l0h1"), "did you mean 'L0H1'?"),
         (
             (*TEXTS, "--out", out, "--sites", "L0H1@9,L0H7"),
             "got 'L0H7'; layer 0 has attention heads 0 to 1 - L0H1@9: got 9",
@@ -182,7 +180,7 @@ def test_errors_are_one_message_and_nothing_is_written(folder, tmp_path):
             "ablation: --direction zero or --direction mean",
         ),
         ((*TEXTS[:4], "--answer", "w13 w7", "--wrong", "w17", "--out", out), "- --answer: got"),
-        ((*TEXTS, "--out", out, "--clean", CLEAN), "2 clean and 1 corrupted"),
+        ((*TEXTS, "--out", out, "--clean", CLEAN), "got 1 --corrupted for 2 --clean"),
         ((*NUMBERS, "--out", out, "--clean", "1,2"), "token prompts cannot be padded"),
         ((*TOKENS, "--answer", "17,3", "--wrong", "5", "--out", out), "one token ID"),
     ):

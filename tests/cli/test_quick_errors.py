@@ -8,7 +8,7 @@ import pytest
 
 from attn_only_lens import patching
 from attn_only_lens.cli.common import CHOICES
-from attn_only_lens.engine.interventions import ABLATIONS, DIRECTIONS
+from attn_only_lens.engine.directions import ABLATIONS, DIRECTIONS
 from attn_only_lens.engine.sites import PARTS
 from attn_only_lens.models.source_folder import DTYPES
 from attn_only_lens.versions import HAS_HOOKED_TRANSFORMER
@@ -54,9 +54,9 @@ WRONG = {
     f"explain small-english {PROMPTS} --out FOLDER.html": "FOLDER.html cannot be written: it is a",
     f"explain small-english {PROMPTS} --out x.html --save-circuit FOLDER.json": "it is a folder",
     "compare small-english grown --prompts Makefile --metric loss --out x --patched -1 --nodes -1 "
-    "--dtype int8 --device cuda0": "dtype int8; expected one of float32, float64, bfloat16, float16"
-    " - got --device cuda0; expected cpu, cuda, mps or another of torch's, or cuda:1 - got "
-    "--patched -1; expected 0 or more - got --nodes -1; expected 0 or more",
+    "--dtype int8 --device cuda0": "got --patched -1; expected 0 or more - got --nodes -1; "
+    "expected 0 or more - got --dtype int8; expected one of float32, float64, bfloat16, float16 - "
+    "got --device cuda0; expected cpu, cuda, mps or another of torch's, or cuda:1",
     f"patch small-english {PROMPTS} --part x --direction y --out x.csv": "z, pattern, value, q, k "
     "- got --direction y; expected one of denoise",
     f"patch small-english {PROMPTS} --layers a --out x.csv": "--layers: got 'a'",
@@ -74,6 +74,23 @@ WRONG = {
     "pattern small-english --prompt a --names foo --out x.html": "--names: got foo; expected names",
     "grow small-english x --insert=-1": "--insert: got '-1'; expected whole numbers",
     "grow small-english x --insert 1 --d-mlp 1024": "give either sizes",
+    f"patch small-english {PROMPTS} --sites L5H --out x.csv": "--sites: got L5H; expected neurons,",
+    f"patch small-english {PROMPTS} --resume Makefile --out x.csv": "Makefile, which is a file",
+    f"patch small-english {PROMPTS} --part pattern --direction zero --out x.csv": "got --part "
+    "pattern with --direction zero; expected --part z",
+    "patch small-english --clean a --answer b --wrong c --out x.csv": "no corrupted prompt with "
+    "--direction denoise",
+    f"explain small-english {PROMPTS} --resamples 20 --out x.html": "got 1 prompt pairs; expected",
+    "explain small-english --clean= --clean a --corrupted b --answer c --answer d --answer e "
+    "--wrong f --dtype int8 --top 0 --out x.html": "got --dtype int8; expected one of float32, "
+    "float64, bfloat16, float16 - got --top 0; expected 1 or more - --clean: got ''; expected a "
+    "text - got 1 --corrupted for 2 --clean; expected as many - got 3 --answer for 2 --clean; "
+    "expected one, or as many",
+    "explain small-english --clean 1,2 --corrupted 1,a --answer 3,4 --wrong 5 --token-ids --chat "
+    "--out x.html": "got --chat and --token-ids; expected one: messages are texts - --corrupted: "
+    "got '1,a'; expected whole numbers, separated by commas - --answer: got '3,4'; expected one",
+    "pattern small-english --prompt= --layer 0 --out x.html": "--prompt: got ''; expected a text",
+    f"circuit small-english {PROMPTS} --top 0 --out x.html": "got --top 0; expected 1 or more",
     "verify /nope --text hi": "there is no folder /nope",
     "verify small-english /nope --text hi": "there is no folder /nope",
     "verify small-english --tokens-file /nope": "/nope is missing",

@@ -1,0 +1,159 @@
+"""Every analysis of a HookedTransformer, exposed and converted, against the bridge of its weights.
+
+The bridge wraps the transformers model from which TransformerLens itself converts the weights. Its
+analyses have their own oracles, which run with transformer-lens 4; this file says that the layouts
+of transformer-lens 3.9 lead to the same numbers.
+"""
+
+import importlib
+
+import bridges
+import pandas as pd
+import pytest
+import torch
+from common import tokens
+
+from attn_only_lens import circuits, compare, convert, expose_neuron_heads, grow
+from attn_only_lens import patching as p
+from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER, HookedTransformer, HookedTransformerConfig
+
+pytestmark = [pytest.mark.hooked, pytest.mark.both_versions]
+SIZES = {"n_layers": 2, "d_model": 26, "n_ctx": 17, "d_mlp": bridges.D_MLP}
+SIZES |= {"d_vocab": bridges.D_VOCAB, "n_heads": 2, "d_head": 13, "dtype": torch.float64}
+ROTARY = {"positional_embedding_type": "rotary"}
+RMS = {"normalization_type": "RMS", "final_rms": True, "eps": 1e-6, "gated_mlp": True}
+GROUPED = ROTARY | {"d_head": 14, "rotary_dim": 14, "n_key_value_heads": 1}
+CONFIGS = {
+    "gpt2": {"act_fn": "gelu_new"},
+    "neox": ROTARY | {"rotary_dim": 6, "act_fn": "gelu", "parallel_attn_mlp": True},
+    "llama": RMS | GROUPED | {"act_fn": "silu"},
+}
+TOLERANCE = {"gpt2": 1e-9, "neox": 1e-5, "llama": 1e-5}
+"""Relative. transformers computes the angles of rotary positions in float32."""
+SITES = ["L0H1", "L1H0", "L0N3", "L1N5", "L1N7"]
+METRIC = p.logit_diff(correct=7, wrong=8)
+
+
+def sweep(model, part="z", direction="denoise", **options):
+    pair = (tokens(1), tokens(2)) if direction in ("denoise", "noise") else (tokens(1), None)
+    sites = None if part == "k" else SITES
+    return p.activation_patch(
+        model, *pair, METRIC, sites=sites, part=part, direction=direction, progress=False, **options
+    ).frame
+
+
+def attributed(model, method="gradient", part="z", **options):
+    return p.attribution(
+        model, tokens(1), tokens(2), METRIC, method=method, part=part, progress=False, **options
+    ).frame
+
+
+def found(model):
+    return circuits.discover(model, tokens(1), tokens(2), METRIC, n_random=2, progress=False)
+
+
+def one_pair(model):
+    return model, tokens(1, batch=1), tokens(2, batch=1), METRIC
+
+
+def graph(model, corrupted=None):
+    return circuits.attribution_graph(
+        model,
+        tokens(1, batch=1),
+        METRIC,
+        corrupted=corrupted,
+        sites=[f"{site}@9" for site in SITES],
+    )
+
+
+def compared(model):
+    grown = grow(model, d_mlp=41, n_heads=3, seed=0)
+    settings = {"n_patched": 3, "n_nodes": 5, "n_resamples": 3, "progress": False}
+    comparison = compare(original, grown, tokens(1), p.loss(), **settings)
+    return [comparison.heads, comparison.circuits]
+
+
+ANALYSES = {
+    **{f"patch {part}": lambda m, part=part: sweep(m, part) for part in ("z", "pattern", "value")},
+    **{f"patch {part}": lambda m, part=part: sweep(m, part, positions=[3]) for part in "qk"},
+    **{f"patch {way}": lambda m, way=way: sweep(m, direction=way) for way in ("noise", "mean")},
+    "patch to zero": lambda m: sweep(m, direction="zero", positions="all"),
+    **{
+        f"attribution {method}": lambda m, method=method: attributed(m, method)
+        for method in ("gradient", "secant", "integrated")
+    },
+    "attribution pattern": lambda m: attributed(m, part="pattern"),
+    "gate_and_value": lambda m: p.gate_and_value(
+        m, tokens(1), tokens(2), METRIC, sites=SITES[2:], progress=False
+    ),
+    "path_patch": lambda m: (
+        p.path_patch(
+            *(m, tokens(1), tokens(2), METRIC),
+            senders=SITES[:3],
+            receivers=[*SITES[1:], "logits"],
+            positions=-1,
+            progress=False,
+        ).frame
+    ),
+    "discover": lambda m: found(m).frame,
+    "faithfulness": lambda m: (
+        circuits.faithfulness(
+            m,
+            tokens(1),
+            tokens(2),
+            METRIC,
+            p.attribution(m, tokens(1), tokens(2), METRIC),
+            n_random=2,
+        ).frame
+    ),
+    "evaluate": lambda m: pd.DataFrame(
+        [vars(circuits.evaluate(m, found(m), tokens(3), tokens(5), METRIC))]
+    ),
+    "explain": lambda m: circuits.explain(*one_pair(m)).table(),
+    "graph of a run": lambda m: [graph(m).nodes, graph(m).edges],
+    "graph of a difference": lambda m: [
+        getattr(graph(m, tokens(2, batch=1)), name) for name in ("nodes", "edges")
+    ],
+    "score_sources": lambda m: circuits.score_sources(m, tokens(batch=1), "L1H1", query=-1, key=0),
+    "score_edges": lambda m: circuits.score_edges(m, tokens(), SITES, exact=3, progress=False),
+    "path_expansion": lambda m: circuits.path_expansion(m, tokens()).paths(
+        METRIC, 5, progress=False
+    ),
+    "compare": compared,
+    "composition": lambda m: circuits.composition(m, "L0N3", "L1H1"),
+    "copying_scores": circuits.copying_scores,
+    "ov_circuit": lambda m: circuits.ov_circuit(m, "L1N3").top(5),
+    "qk_circuit": lambda m: circuits.qk_circuit(m, "L1H1").top(5),
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def models(request):
+    """Return the tolerance, and the bridge, the exposed and the converted model."""
+    name = request.param
+    original = bridges.original(name)
+    model = HookedTransformer(HookedTransformerConfig(**SIZES | CONFIGS[name]))
+    weights = importlib.import_module("transformer_lens.pretrained.weight_conversions")
+    state = getattr(weights, f"convert_{name}_weights")(original, model.cfg)
+    model.load_state_dict(state, strict=False)
+    bridge = bridges.exposed_copy(bridges.bridged(original))
+    return TOLERANCE[name], bridge, expose_neuron_heads(model, copy=True).model, convert(model)
+
+
+@pytest.mark.parametrize("analysis", ANALYSES)
+def test_every_analysis_is_that_of_the_bridge(models, analysis):
+    tolerance, *models = models
+    expected, exposed, converted = (frames(ANALYSES[analysis](model)) for model in models)
+    for got in (exposed, converted):
+        for one, other in zip(got, expected, strict=True):
+            pd.testing.assert_frame_equal(
+                one, other, check_like=True, rtol=tolerance, atol=tolerance
+            )
+
+
+def frames(results):
+    """Return tables in an order that does not depend on rounding."""
+    return [
+        table.reset_index().sort_values([x for x in table if table[x].dtype == object])
+        for table in (results if isinstance(results, list) else [results])
+    ]
