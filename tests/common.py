@@ -5,7 +5,6 @@ Sizes are distinct primes, so that no swapped axis can pass.
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -53,14 +52,6 @@ def run_script(main, arguments):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     return result
-
-
-def entry_of(study):
-    """Return what `docs/studies.md` says of a study: a row of the table, or a section."""
-    index = (Path(__file__).parents[1] / "docs" / "studies.md").read_text("utf-8")
-    sections, table = index.split("## All other studies")
-    entries = [*(" ".join(text.split()) for text in sections.split("## ")), *table.splitlines()]
-    return next(text for text in entries if f"/{study}.md)" in text)
 
 
 def mlp_hook(point, layer=1):

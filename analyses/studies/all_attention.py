@@ -3,8 +3,8 @@
 Sukhbaatar et al., "Augmenting Self-attention with Persistent Memory" (2019), leave MLPs out, and
 give each ordinary head N learned pairs of a key and a value: *persistent vectors*. A head's queries
 attend, in one softmax, to the text and to its persistent vectors. This study compares both forms
-(`all_attention_models.py` has the constructions), lets the package's tools read persistent vectors
-(`all_attention_tools.py`), and trains four arms of `train_attention_only.py` on Small English.
+(`all_attention_models.py` has the constructions), and trains four arms of `train_attention_only.py`
+on Small English.
 
 Let a_n = q·key_n / √d_head be the score of persistent vector n of a head at a token, and p_n its
 weight in the pattern. *Leaving out* a vector has two meanings: `zeroed`, where its value is 0 and
@@ -25,10 +25,8 @@ from tqdm import tqdm
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 from analyses.studies import all_attention_models as forms
-from analyses.studies import all_attention_tools as tools
 from analyses.studies import attention_only_models as models
 from analyses.studies.all_attention_models import AllAttentionModel, Layer, direct
-from analyses.studies.all_attention_tools import Row, compared
 from analyses.studies.attention_only_models import AllAttention, Neurons, sublayers_of
 from analyses.studies.train_attention_only import COLOURS, SEED_OF_SEARCH, Text, late, slug, train
 from analyses.study import Setting, Study, Tables
@@ -59,13 +57,11 @@ class Sizes:
     text: Text = ENGLISH
     few: int = 4  # held-out batches for measures of single vectors
     every: int = 24  # every 24th vector or neuron is left out alone
-    per_layer: int = 6  # vectors of each layer that become heads, to be read by the tools
 
 
 SMOKE = Sizes(
     Text(8, 2, 16, 4, 2, 2, (1e-2,), 2, n_layers=2, rows=3, n_held_out=2, prompts=5),
     few=2,
-    per_layer=2,
 )
 
 
@@ -107,6 +103,7 @@ def run(setting: Setting) -> Tables:
     }
 
 
+Row = dict[str, Any]
 Measures = dict[tuple[int | None, str], float]
 
 
@@ -125,30 +122,37 @@ def measured(sizes: Sizes, model: Any, batches: Sequence[Tensor]) -> Measures:
 
 
 def read(sizes: Sizes, mlp: Any, model: Any) -> dict[str, pd.DataFrame]:
-    """Return what is exact, and what the tools say, for two trained models."""
+    """Return what is exact, for two trained models."""
     weights, asked = forms.weights_of(model), english.questions(sizes.text.prompts)[TASK]
     of = english.tokenizer()
-    clean, corrupted = (
-        of(texts[0], return_tensors="pt")["input_ids"][0]
-        for texts in (asked.clean, asked.corrupted)
-    )
-    (right,), (wrong,) = asked.answers[0], asked.wrong[0]
+    clean = of(asked.clean[0], return_tensors="pt")["input_ids"][0]
     plain = models.in_package(mlp.double())
     bridge = build_bridge_from_module(plain, "GPT2LMHeadModel", hf_config=plain.config)
-    split = tools.strongest(weights, clean, (right, wrong), sizes.per_layer)
-    reading = tools.Reading(weights, split, clean, corrupted, (right, wrong))
     few = torch.tensor([3, 1, 4, 1, 5, 9])
-    exact = [*from_mlp(mlp, bridge, clean), *of_vectors(weights, clean)]
     memory = [
         *by_size("trained, LayerNorm", weights, clean),
         *by_size("random, RMSNorm", drawn("RMS"), few),
         *by_size("random, no norm", drawn(None), few),
     ]
     return {
-        "exact": pd.DataFrame([*exact, *tools.checks(reading), *tools.every_vector(reading)]),
+        "exact": pd.DataFrame([*from_mlp(mlp, bridge, clean), *of_vectors(weights, clean)]),
         "gates": pd.DataFrame(of_gates()),
         "memory": pd.DataFrame(memory),
     }
+
+
+def compared(part: str, claim: str, control: str, actual: Any, expected: Any, broken: Any) -> Row:
+    """Return a row: how far two computations differ, and how far the control differs.
+
+    Differences are relative to the largest expected number.
+    """
+    actual, expected, broken = (
+        torch.as_tensor(x, dtype=torch.double).flatten() for x in (actual, expected, broken)
+    )
+    size = expected.abs().max()
+    difference, of_control = ((actual - x).abs().max() / size for x in (expected, broken))
+    row = {"part": part, "claim": claim, "difference": difference.item()}
+    return row | {"control": control, "of control": of_control.item()}
 
 
 # What persistent vectors do in trained models

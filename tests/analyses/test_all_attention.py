@@ -1,6 +1,5 @@
 """Tests of all-attention layers as neurons, and of models with memory tokens in their place."""
 
-import pandas as pd
 import pytest
 import torch
 from common import relative
@@ -9,12 +8,8 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from analyses.studies import all_attention as study
 from analyses.studies import all_attention_models as constructions
-from analyses.studies import all_attention_tools as tools
-from analyses.studies.attention_only_models import AllAttention, sublayers_of
-from analyses.study import read
-from attn_only_lens import neurons, reference
-from attn_only_lens import patching as p
-from attn_only_lens.errors import AttnOnlyLensError
+from analyses.studies.attention_only_models import AllAttention
+from attn_only_lens import reference
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 NORMS = ("LN", "RMS", None)
@@ -171,94 +166,3 @@ def test_leaving_out_vectors():
         assert relative(made(x)[0], output(kept / kept.sum(-1, keepdim=True))) < 1e-13
         assert relative(made(x)[0], output(kept)) > 1e-4
     assert torch.equal(made(x)[0], whole)
-
-
-@torch.no_grad()
-def test_usage_of_vectors():
-    """Compare with direct computation on the text of one batch."""
-    task = study.SMOKE.text
-    model = task.model("all-attention", 5, 0).double()
-    batch = task.batch(0, 0)[:1]
-    real = int((batch[0, :-1] != study.english.vocabulary()["</s>"]).sum())
-    run = constructions.direct(constructions.weights_of(model), batch[0, :real])
-    usage = study.usage(model, [batch])
-    for layer in range(2):
-        rows = []
-        for head in range(2):
-            p, a = (x[layer][head, :, :5] for x in (run.weights, run.scores))
-            share = p / p.sum(1, keepdim=True)
-            pairs = (torch.stack([a[:, n], p[:, n].log()]) for n in range(5))
-            explained = [torch.corrcoef(pair)[0, 1] ** 2 for pair in pairs]
-            effective = (-(share * share.log()).sum(1)).exp().mean()
-            rows.append([p.sum(1).mean(), effective, torch.stack(explained).median()])
-        names = ("weight", "effective", "explained")
-        found = [usage[layer, name] for name in names]
-        assert found == pytest.approx(torch.tensor(rows).mean(0).tolist())
-
-
-@torch.no_grad()
-def test_costs_of_single_vectors_and_of_layers():
-    task = study.SMOKE.text
-    model, batches = task.model("all-attention", 5, 0), [task.batch(i, 0) for i in range(2)]
-    costs = study.single_costs(model, batches, every=4, few=2)
-    assert set(zip(costs["layer"], costs["head"], costs["vector"], strict=True)) == {
-        (layer, *of) for layer in (0, 1) for of in ((0, 0), (0, 4), (1, 1))
-    }
-    whole = study.losses(model, batches)
-    sublayers_of(model)[1].scaled_value[1, 1] = 0
-    changed = study.losses(model, batches) - whole
-    row = costs.query("layer == 1 and head == 1").iloc[0]
-    assert row["zeroed_b"] == pytest.approx(changed[1].item(), abs=1e-7)
-    expected = study.layer_costs(model, batches)[1, "zeroed"]
-    whole = study.losses(model, batches).mean()
-    sublayers_of(model)[1].scaled_value.zero_()
-    assert (study.losses(model, batches).mean() - whole).item() == pytest.approx(expected, abs=1e-7)
-
-
-def test_the_strongest_tenth():
-    made = pd.DataFrame(
-        {
-            "zeroed_a": [5.0, *[0.0] * 9],
-            "zeroed_b": [3.0, 1.0, -7.0, *[0.0] * 7],
-            "deleted_a": [9.0, 1.0, *[0.0] * 8],
-            "deleted_b": [9.0, 1.0, *[0.0] * 8],
-        }
-    )
-    summary = study.summary_of(made)
-    assert (summary[None, "tenth"], summary[None, "median"]) == (3 / 4, 0)
-
-
-def test_every_tool_reads_persistent_vectors():
-    model = study.drawn("LN")
-    corrupted = TEXT.clone()
-    corrupted[5] = 6
-    split = tools.strongest(model, TEXT, (3, 5), per_layer=2)
-    reading = tools.Reading(model, split, TEXT, corrupted, (3, 5))
-    rows = pd.DataFrame(tools.checks(reading)).set_index("tool")
-    assert len(rows) > 20
-    assert (rows["difference"] < 1e-9).all(), rows["difference"]
-    assert (rows["of control"] > 1e3 * rows["difference"]).all(), rows
-    every = pd.DataFrame(tools.every_vector(reading))
-    assert every["difference"].max() < 1e-4 < 1e-2 < every["of control"].min()
-    prompts, name = reading.prompts, reading.names[0]
-    with pytest.raises(AttnOnlyLensError, match="expected neuron-heads"):
-        p.gate_and_value(reading.host, *prompts, reading.metric, sites=[name], progress=False)
-    with pytest.raises(AttnOnlyLensError, match="expected neurons"):
-        neurons.neuron_statistics(reading.host, [name], [prompts[0][0].tolist()], progress=False)
-    with (
-        pytest.raises(AttnOnlyLensError, match="no bias token"),
-        p.ablated(reading.host, [name], to="bias"),
-    ):
-        pass
-
-
-def test_what_is_stored():
-    tables = read("all_attention")
-    exact = tables["exact"].set_index("part")
-    assert exact.loc[["remark", "vectors"], "difference"].max() < 1e-12
-    assert exact.loc["tools", "difference"].max() < 1e-9
-    assert exact["of control"].min() > 1e-3
-    trained = tables["memory"].query("model == 'trained, LayerNorm'")
-    assert trained["corrected"].max() < 1e-12
-    ratio = trained["uncorrected"] * trained["c"]  # O(1/c)
-    assert ratio.iloc[-1] == pytest.approx(ratio.iloc[-3], rel=0.05)

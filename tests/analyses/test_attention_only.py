@@ -3,12 +3,10 @@
 import math
 from dataclasses import replace
 
-import pandas as pd
 import pytest
 import torch
 from common import needs_hooked_transformer, relative
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -16,7 +14,6 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from analyses.studies import attention_only_models as models
 from analyses.studies import train_attention_only as study
-from analyses.study import RESULTS, read
 from attn_only_lens import expose_neuron_heads, neuron_gate, reference
 
 D, H, POS = 5, 3, 7
@@ -127,27 +124,6 @@ def test_without_vectors_all_attention_is_the_attention_of_gpt2():
     assert relative(model(tokens).logits, expected) < 1e-13
 
 
-def test_vectors_are_drawn_as_in_the_paper():
-    """After scaling, keys and values have unit variance: Sukhbaatar et al. (2019)."""
-    made = models.AllAttention(GPT2Attention(GPT2Config(n_embd=32, n_head=2)), 4001)
-    assert made.scaled_key.var().item() == pytest.approx(1 / 16, rel=0.02)
-    assert made.scaled_value.var().item() == pytest.approx(1 / 4001, rel=0.02)
-    assert made.key.var().item() == pytest.approx(1, rel=0.02)
-    assert made.value.var().item() == pytest.approx(1, rel=0.02)
-
-
-def test_flops_of_a_step_of_all_attention():
-    task = TINY["text"]
-    counted = {}
-    for kind in ("mlp", "all-attention"):
-        model, batch = task.model(kind, 6, 0), task.batch(0, 0)
-        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-            task.loss(model, batch).backward()
-        counted[kind] = counter.get_total_flops()
-        assert counted[kind] == task.flops(model, batch)
-    assert counted["mlp"] == counted["all-attention"]
-
-
 def test_all_attention_has_the_parameters_of_the_mlp():
     task = TINY["text"]
     of = {
@@ -179,15 +155,6 @@ def test_flops_of_a_step_of_one_layer(kind, dense):
     if dense and kind in ("mlp", "theorem", "without keys"):  # the keys have no gradient
         counted += 2 * 2 * POS * (POS + 1) * H
     assert counted == 3 * 2 * POS * models.flops(kind, D, H, dense * (POS + 1))
-
-
-def test_flops_of_a_step_of_text():
-    task = TINY["text"]
-    model, batch = task.model("without keys", 6, 0), task.batch(0, 0)
-    model.set_attn_implementation("eager")
-    with FlopCounterMode(display=False) as counter:
-        task.loss(model, batch).backward()
-    assert counter.get_total_flops() == task.flops(model, batch)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -227,17 +194,6 @@ def test_the_theorem_comes_into_the_package():
         models.in_package(task.model("set free", 6, seed=1))
 
 
-def test_what_is_explained_by_one_number():
-    torch.manual_seed(3)
-    by = torch.randn(4000, 3, dtype=torch.float64)
-    unrelated = torch.randn(4000, dtype=torch.float64)
-    z = torch.stack([2 * by[:, 0] + 5, by[:, 1] ** 2, by[:, 2] + unrelated], dim=1)
-    linear, function = study.share_linear(z, by), study.share_explained(z, by)
-    # 4,000 draws: errors of 3 / √4000 = 0.05; tails of a square vary within 16 bins
-    assert linear.tolist() == pytest.approx([1, 0, 0.5], abs=0.05)
-    assert function.tolist() == pytest.approx([0.97, 0.85, 0.5], abs=0.08)
-
-
 @torch.no_grad()
 def test_a_cut_is_what_it_says():
     made, x = neurons("bias token"), torch.randn(2, POS, D, dtype=torch.float64)
@@ -257,41 +213,3 @@ def test_a_cut_is_what_it_says():
         made.cut = frozenset({cut})
         assert relative(made(x), z @ made.W_O) < 1e-13
         assert relative(made(x), whole) > 1e-3
-
-
-class Rates:
-    """A trainer whose loss depends only on the learning rate; `best` is the lowest."""
-
-    def __init__(self, best):
-        self.tasks, self.best, self.tried = study.SMOKE, best, []
-
-    def run(self, name, arm, seed, lr, steps):
-        assert (seed, steps) == (study.SEED_OF_SEARCH, self.tasks.text.search_steps)
-        self.tried.append(lr)
-        return None, pd.DataFrame({"loss": [abs(lr - self.best)] * 4, "cpu_seconds": 1.0})
-
-
-@pytest.mark.parametrize("best", [0.01, 0.04, 0.0025])
-def test_a_search_goes_beyond_the_edge(best):
-    rates = Rates(best)
-    frame = study.Trainer.search(rates, "text", "mlp")
-    assert frame["lr"][frame["chosen"]].tolist() == [best]
-    assert min(rates.tried) == best / 2 if best <= 0.01 else 0.005
-    assert max(rates.tried) == best * 2 if best >= 0.01 else 0.02
-    assert len(set(rates.tried)) == len(rates.tried) == len(frame)
-
-
-def test_what_is_stored():
-    """The guide has the page's first table; all searches ended between other rates."""
-    page, guide = (RESULTS / "train_attention_only.md", RESULTS.parents[1] / "docs" / "theory.md")
-    start = page.read_text("utf-8").index("|  | parameters")
-    assert page.read_text("utf-8")[start:].split("\n\n")[0] in guide.read_text("utf-8")
-    tables = read("train_attention_only")
-    assert tables[""].groupby(["task", "arm"])["seed"].nunique().eq(5).all()
-    for _, sizes in tables["sizes"].set_index("arm").groupby("task"):
-        equal = sizes.drop(["mlp, an eighth", "mlp, twice"], errors="ignore")
-        assert equal["flops a token"].eq(sizes["flops a token"]["mlp"]).all()
-        assert equal["parameters"].between(*sizes["parameters"]["mlp"] * pd.Series([1, 1.02])).all()
-    for _, rates in tables["tried"].query("use == 'search'").groupby(["task", "arm"]):
-        (best,) = rates["lr"][rates["chosen"].astype(bool)]
-        assert rates["lr"].min() < best < rates["lr"].max()

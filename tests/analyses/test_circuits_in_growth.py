@@ -1,102 +1,13 @@
 """Tests that measures of circuits in growth are right, and that the guide matches the tables."""
 
-import re
-from dataclasses import replace
 from itertools import permutations, product
 
 import numpy as np
 import pytest
 import torch
-from common import entry_of
 
-from analyses import study as frame
 from analyses.studies import circuits_in_growth as study
 from analyses.tools import circuit_measures as measures
-
-
-def test_stored_measures_can_be_computed_again_from_stored_effects():
-    """Recompute kept, overlap, correlation and shares at the end from effects, by sets and sums.
-
-    Effects have four digits, which may decide in which half a neuron in the middle is.
-    """
-    tables = frame.read("circuits_in_growth")
-    end = tables[""].query("check == 1 and seed == 0 and growth_seed == 0")
-    end, effects = end.set_index(["arm", "task"]), tables["effects"].set_index("name")
-    before = effects[(effects["arm"] == study.SMALL_MODEL) & effects.index.str.contains("N")]
-    compared = 0
-    for arm, task in product(study.WITH_EFFECTS, study.TASKS):
-        now, row, one = effects[effects["arm"] == arm], end.loc[arm, task], before[task]
-        whole, two = now[task].abs().sum(), now.loc[one.index, task]
-        circuits = [set(effect.abs().nlargest(measures.K).index) for effect in (one, two)]
-        shares = [effect / effect.abs().sum() for effect in (one, two)]
-        smaller = np.minimum(*(abs(share) for share in shares))[shares[0] * shares[1] > 0]
-        halves = one.abs().groupby(one.index.str[:2], group_keys=False)
-        idle = halves.apply(lambda half: half.nsmallest(len(half) // 2)).index
-        got = {
-            "kept": len(circuits[0] & circuits[1]) / measures.K,
-            "overlap": smaller.sum(),
-            "correlation": one.corr(two),
-            "new_share": now.loc[now["new"] == 1, task].abs().sum() / whole,
-            "idle_share": two[idle].abs().sum() / whole,
-        }
-        assert got == pytest.approx(dict(row[list(got)]), abs=2e-3)
-        compared += 1
-    assert compared == 6
-
-
-def test_arms_without_growth_have_the_steps_and_the_texts_that_they_are_said_to_have(tmp_path):
-    small = study.run(study.plan_of(study.SMOKE, 1), tmp_path, "cpu")
-    arms = study.arms(study.SMOKE)
-    plans = {
-        (name, seed): study.plan_after(study.SMOKE, arms[name], small, seed)[0]
-        for name in ("none", "none, equal steps", "none, other texts", "neurons")
-        for seed in (0, 1)
-    }
-    # a step with more neurons needs more flops, so growth gets fewer steps
-    study_of = replace(study.SMOKE, more=1000)
-    steps = {
-        name: study.plan_after(study_of, arms[name], small, 0)[0].steps
-        for name in ("none", "none, equal steps", "neurons")
-    }
-    assert steps["none"] > steps["none, equal steps"] == steps["neurons"]
-    start = small.plan.steps
-    texts = {name: study.batch(plan, start) for name, plan in plans.items()}
-    assert torch.equal(texts["none", 0], texts["neurons", 1])
-    assert torch.equal(texts["none", 0], texts["none, equal steps", 0])
-    first, second = (texts["none, other texts", seed] for seed in (0, 1))
-    assert not torch.equal(first, texts["none", 0])
-    assert not torch.equal(first, second)
-
-
-def test_what_the_guide_says():
-    tables = frame.read("circuits_in_growth")
-    facts = study.facts(tables)
-    guide = (frame.RESULTS.parents[1] / "docs" / "growth.md").read_text("utf-8")
-    said = guide[guide.index("(analyses/results/circuits_in_growth.md)") :].split("\n\n")[0]
-
-    def percents(column, *arms, part=""):
-        return sorted(100 * mean for mean in study.means(tables, arms, column, part=part).values())
-
-    kept, new = percents("kept", *study.KINDS), percents("new_share", *study.WITH_NEW)
-    figures = [kept[0], kept[-1], 100 * facts["chance"]]
-    figures += [*percents("kept", study.EQUAL_STEPS), *percents("kept", study.NONE)]
-    figures += [100, *percents("kept", study.OTHER_TEXTS, part="again")]
-    figures += [*percents("kept", study.SMALL_MODEL, part="prompts"), new[0], new[-1]]
-    figures = [f"{mean:.0f}" for mean in figures]
-    figures += [f"{percent:.1f}" for percent in percents("idle_share", study.EQUAL_STEPS)]
-    figures += [f"{percent:.0f}" for percent in percents("new_share", study.SPLITS)]
-    assert re.findall(r"([\d.]+)(?: %| to)", said) == figures
-    less = {kind: study.less(tables, "kept", kind) for kind in study.KINDS}
-    assert [f"{100 * less[kind].mean():.0f}" for kind in ("heads", "neurons")] == ["5", "2"]
-    assert {kind for kind in less if study.is_clear(less[kind])} == {"heads", "neurons"}
-    assert study.n_clear(tables, "overlap", study.AGAINST_TRAINING) == 0
-    assert study.n_clear(tables, "kept", study.BETWEEN_KINDS) == 0
-    verdicts = list(facts["verdicts"].values())
-    assert (verdicts.count(False), verdicts.count(None), len(verdicts)) == (6, 1, 9)
-    entry = entry_of("circuits_in_growth")
-    low, high, _, equal, *_ = figures
-    assert f"{low} to {high} % of the strongest neurons" in entry
-    assert f"without growth {equal} % (the ceiling is {figures[7]} %)" in entry
 
 
 def test_patches_are_those_of_the_wrapped_model():
@@ -285,21 +196,3 @@ def test_what_is_new_by_counting(monkeypatch):
 
 def _choices(names, n):
     return {tuple(sorted(names_in_order)) for names_in_order in permutations(names, n)}
-
-
-def test_intervals_are_of_resampled_prompts():
-    weights = measures.resamples(7)
-    assert weights.shape == (measures.RESAMPLES + 1, 7)
-    np.testing.assert_allclose(weights.sum(1), 1)
-    assert (weights[0] == 1 / 7).all()
-    assert (weights[1:] * 7 % 1 < 1e-9).all()
-    values = weights @ np.arange(7.0)
-    got = measures.with_interval("x", values)
-    # The standard error of the mean of 0 … 6 is .756; 200 draws give it to a tenth or so.
-    assert got["x"] == pytest.approx(3)
-    assert got["x_high"] - got["x_low"] == pytest.approx(2 * 1.96 * 0.756, rel=0.25)
-
-
-def test_constants_correlate_with_nothing():
-    rows = np.stack([np.full(9, 0.3), np.arange(9.0)])
-    np.testing.assert_allclose(measures.correlations(rows, -rows), [[0, 0], [0, -1]], atol=1e-12)

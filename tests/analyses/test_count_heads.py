@@ -1,7 +1,5 @@
 """Tests of counts of heads, parameters and flops against modules, torch and the constructions."""
 
-from pathlib import Path
-
 import bridges
 import models
 import pytest
@@ -15,7 +13,6 @@ from analyses.post import (
     StreamCoordinates,
     post_transformer,
 )
-from analyses.tools import count_heads
 from analyses.tools.count_heads import HeadCounts, head_counts
 from attn_only_lens import convert
 from attn_only_lens.errors import InputError
@@ -117,9 +114,3 @@ def test_the_posts_heads_are_those_of_its_construction():
     assert [worded["into_hidden"], worded["out_of_hidden"]] == [-(-r // d_head) for r in ranks]
     assert (worded["attention"], worded["activation"]) == (n_heads, d_mlp)
     assert counts.post_width(n_ctx) == StreamCoordinates(n_ctx, d_model, d_mlp).width
-
-
-def test_the_page_has_the_tables():
-    page = (Path(__file__).parents[2] / "docs" / "limits.md").read_text("utf-8")
-    assert count_heads.layers() in page
-    assert count_heads.post() in page

@@ -79,12 +79,6 @@ def test_a_run_begins_where_another_one_stopped(tmp_path):
     )
 
 
-def test_batches_are_of_seed_and_step_alone():
-    first, again = (runs.batch(replace(PLAN, seed=seed), 40) for seed in (0, 1))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, runs.batch(replace(PLAN, data_seed=1), 40))
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_flops_are_those_that_torch_counts(family):
     plan = replace(PLAN, family=family)
@@ -94,12 +88,6 @@ def test_flops_are_those_that_torch_counts(family):
     with FlopCounterMode(display=False) as counter:
         english.loss_of(model.original_model, tokens).backward()
     assert runs.step_flops(read(model), tokens) == counter.get_total_flops() > 0
-
-
-def test_the_rate_rises_and_falls():
-    plan = replace(PLAN, steps=100, warmup=10, decay=40, lr=2.0)
-    rates = [plan.rate(step) for step in (0, 9, 59, 60, 80, 99)]
-    assert rates == pytest.approx([0.2, 2, 2, 2, 1, 0.05])
 
 
 def test_the_held_out_loss_is_the_mean_over_the_words_of_texts_of_all_lengths():

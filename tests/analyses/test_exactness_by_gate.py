@@ -2,14 +2,13 @@
 
 import copy
 
-import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
 from common import needs_hooked_transformer
 
 from analyses.studies import exactness_by_gate as study
-from analyses.study import Setting, read
+from analyses.study import read
 from attn_only_lens import pretrained
 
 pytestmark = needs_hooked_transformer
@@ -92,24 +91,6 @@ def test_errors_fall_with_every_head_and_stay_within_their_bounds(measured):
         assert bilinear["activation"].iloc[0] > 0.9 * bilinear["bound"].iloc[0]
 
 
-def test_float32_shows_rounding_where_float64_shows_the_approximation(measured):
-    frame = measured["tiny_gelu"]
-    assert value(frame, "float32", "m = 2", "relative") == pytest.approx(
-        value(frame, "float64", "m = 2", "relative"), rel=1e-2
-    )
-    assert value(frame, "float64", "m = 8", "relative") < 1.5e-7
-    assert 1e-8 < value(frame, "float32", "exact", "relative") < 2e-5
-    assert value(frame, "float64", "exact", "relative") < 1e-14
-
-
-def test_gated_gates_are_calibrated_on_other_tokens_than_they_are_compared_on(tiny):
-    subject = tiny["tiny_silu_gated"]
-    together = torch.cat([subject.calibration, subject.tokens])
-    assert len(subject.calibration) == len(subject.tokens) == 3
-    assert not any((row == subject.tokens).all(-1).any() for row in subject.calibration)
-    assert together.unique(dim=0).shape == together.shape
-
-
 def test_kl_holds_its_digits_where_the_plain_sum_has_none():
     mpmath = pytest.importorskip("mpmath")
     logits = torch.randn(1, 1, 7, dtype=torch.float64)
@@ -145,17 +126,6 @@ def test_errors_of_omega_are_those_of_the_construction():
     assert value["float64"][3.0] == pytest.approx(error, rel=1e-12)
 
 
-def test_the_best_omega_by_hand():
-    omegas = [4.0, 9.0, 16.0, 1000.0]
-    columns = {"float32": [7e-3, 3e-7, 2e-7, 5e-7], "float64": [7e-3, 1e-8, 1e-13, 3e-15]}
-    columns |= {"float32, shifted": [7e-3, 3e-7, 3e-7, 4e-7], "direct float32": [1e-7] * 4}
-    frame = pd.DataFrame({"omega": omegas, "largest score": [5.0] * 4, **columns})
-    (row,) = study.best_omegas(frame.assign(weights="scaled", N=7, depth=2)).to_dict("records")
-    assert (row["best Ω"], row["error there"]) == (16.0, 2e-7)
-    assert row["Ω of at most twice that"] == "9 to 16"
-    assert (row["at Ω = 1000"], row["float64, Ω = 1000"]) == (5e-7, 3e-15)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("init", ["scaled", "growing", "unit"])
 def test_the_direct_evaluation_against_torchs_attention(init, causal):
@@ -169,17 +139,6 @@ def test_the_direct_evaluation_against_torchs_attention(init, causal):
     got, _, _ = study.direct(plain, start)
     # Sums of at most 32 terms, twice; "unit" weights give entries of 1e5, so errors are relative.
     torch.testing.assert_close(got[-1], x, rtol=1e-11, atol=1e-11 * x.abs().max().item())
-
-
-def test_scaled_weights_keep_the_stream_small_and_others_do_not():
-    x = torch.randn(7, 16)
-
-    def last(init):
-        return study.direct(study.random_transformer(8, 16, init=init, seed=0), x)
-
-    (scaled, small, _), (growing, large, _) = last("scaled"), last("growing")
-    assert scaled[-1].abs().max() < 4 * x.abs().max() < growing[-1].abs().max()
-    assert max(small) < max(large) / 10
 
 
 # ---- trained models
@@ -226,11 +185,3 @@ def test_it_compares_with_the_model_itself():
     off[0, 0, 0] += 2 * case.logits.abs().max()
     assert case.errors(off)["logits"] == pytest.approx(2.0)
     assert case.errors(case.logits)["logits"] == 0.0
-
-
-@torch.no_grad()
-def test_relu_is_approached(tmp_path):
-    _, relu = study.cases(Setting(tmp_path, tmp_path, smoke=True))
-    frame = study.measured(relu, {1.0: [20.0], 1e6: [20.0]})
-    errors = frame.set_index(["kind", "slope"])["logits"]
-    assert errors["float64", 1e6] < 1e-4 * errors["float64", 1.0]

@@ -7,9 +7,7 @@ import pandas as pd
 import pytest
 import torch
 import transformers
-from common import entry_of
 
-from analyses import study as frame
 from analyses.studies import grow_on_skill as study
 from analyses.tools import circuit_measures as measures
 from attn_only_lens import expose_neuron_heads, load
@@ -90,14 +88,6 @@ def test_patching_all_random_directions_patches_all_neurons(seed_runs):
         assert abs(one - expected).max() > 1e-4
 
 
-def test_random_labels_are_as_many_in_each_layer():
-    names = tuple(f"L{layer}{kind}{i}" for layer in range(3) for kind in "HN" for i in range(7))
-    new = ["L0N5", "L0N6", "L2N6"]
-    drawn = study.random_labels(names, new, 0)
-    assert sorted(name[:3] for name in drawn) == ["L0N", "L0N", "L2N"]
-    assert len({tuple(study.random_labels(names, new, seed)) for seed in range(11)}) > 5
-
-
 def test_figures_of_new_neurons_by_hand():
     effects = np.array([[9.0, 9.0], [2.0, 4.0], [-1.0, -1.0]])  # by component and prompt
     part = measures.Part(effects, *map(np.array, ([5.0, 7.0], [1.0, 1.0], [4.0, 6.0], [2.0, 3.0])))
@@ -105,23 +95,3 @@ def test_figures_of_new_neurons_by_hand():
     expected = {"right": 1, "new_share": 1 / 4, "parity": 1 / 2, "single": -1 / 5}
     expected |= {"joint": 1 / 5, "joint_old": 3.5 / 5}
     assert study.of_new(look, "skill", ["L0N1"]) == pytest.approx(expected)
-
-
-def test_chance_is_the_mean_over_permutations_within_layers():
-    names = ["L0H0", "L0H1", "L1H0"]
-    first, second = np.array([3.0, -1.0, 4.0]), np.array([1.0, 1.0, 2.0])
-    a, b = first / 8, second / 4
-    swaps = [np.minimum(abs(a), b[order])[a * b > 0].sum() for order in ([0, 1, 2], [1, 0, 2])]
-    assert measures.overlap_by_chance(names, first, second) == pytest.approx(np.mean(swaps))
-
-
-def test_the_index_matches_the_stored_tables():
-    results = study.Results(frame.read("grow_on_skill"))
-    rises = {arm: results.learned(arm)["rise"].mean() for arm in results.arms}
-    assert (
-        f"risen by {rises['frozen']:.1f} nats with old parts frozen at 4e-3, "
-        f"{rises['frozen, slower']:.1f} frozen at 1e-3, {rises['free, faster']:.1f} free at 1e-3 "
-        f"and {rises['free']:.1f} free at 1e-4"
-    ) in entry_of("grow_on_skill")
-    held = study.verdicts(results)
-    assert [number for number, x in held.items() if not x] == [3, 6, 7, 14]

@@ -1,21 +1,16 @@
 """Tests of the study of growth on Small English: arithmetic, and what is stored."""
 
-import re
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 from common import needs_transformer_lens_4
 
 from analyses import study as frame
 from analyses.studies import growth_small_english as study
-from analyses.tools.study_files import t_interval
 from attn_only_lens import growth
 
 pytestmark = needs_transformer_lens_4
-
-FAMILIES = ("grown", "scratch")
 
 
 def check(ends, smallest):
@@ -45,74 +40,6 @@ def test_arms_that_grow_differ_only_after_growth(tmp_path):
     # right after growth the function is the same for all arms, later it differs
     assert by_step.loc[4, arms].to_numpy() == pytest.approx(by_step.loc[4, "own"], rel=1e-5)
     assert by_step.loc[8, arms].nunique() == 3
-
-
-def test_what_is_stored():
-    tables = frame.read("growth_small_english")
-    curves, ends = tables["curves"], tables["ends"]
-    assert ends.query("part != 'rates'").groupby(["part", "arm"])["seed"].nunique().eq(3).all()
-    check(ends, smallest=1.02)
-    recipe, rates = study.Recipe(), study.by_rate(ends)
-    for kind in ("plain", "gated"):
-        assert float(rates.loc[kind, "full"].idxmin()) == recipe.lr
-    for budget in recipe.budgets:  # a size has the same flops, grown or from scratch
-        for number, sizes in enumerate(recipe.family[1:], start=1):
-            part = curves[curves["part"] == f"family {budget}"].set_index("step")
-            grown, scratch = (
-                part.loc[part["arm"] == f"{how}, {sizes.d_model}", "flops"] for how in FAMILIES
-            )
-            spent = grown.iloc[-1] - grown[number * (budget - recipe.decay)]
-            assert spent == pytest.approx(scratch.iloc[-1], rel=0.05)
-
-
-def test_the_guide_says_what_is_stored():
-    tables = frame.read("growth_small_english")
-    ends = tables["ends"]
-    guide = (frame.RESULTS.parents[1] / "docs" / "growth.md").read_text("utf-8")
-    said = guide[guide.index("A [second study]") :].split("\n\n")[0]
-
-    def less(part, arm, other_arm="own"):
-        return abs(study.less(ends, part, arm, other_arm).mean())
-
-    alike = [
-        *(less("plain", arm) for arm in ("pairs", "splits", "unequal", "GradMax")),
-        *(less("gated", arm) for arm in ("pairs", "splits", "unequal")),
-    ]
-    figures = [less("gated", "small"), less("plain", "small"), max(alike)]
-    figures += [less("gated", "copies"), less("plain", "copies")]
-    figures += [less("family 400", "grown, 64", "scratch, 64")]
-    for budget in (400, 200):
-        arms = "grown, 64", f"{study.LONGER}64"
-        mean, low, high = t_interval(study.less(ends, f"family {budget}", *arms))
-        figures += [-mean, -high, -low]
-    places = ends.query("part == 'layers' and arm != 'full'").groupby("arm")["loss"].mean()
-    figures += [places.max() - places.min()]
-    assert re.findall(r"\d\.\d{3}", said) == [f"{figure:.3f}" for figure in figures]
-    # pairs whose difference is not significant, at equal flops
-    apart = [("plain", "full", "own"), ("gated", "full", "own")]
-    apart += [(f"family {n}", "grown, 32", f"{study.LONGER}32") for n in (200, 400)]
-    for part, *arms in apart:
-        _, low, high = t_interval(study.less(ends, part, *arms))
-        assert low < 0 < high
-    spent = ends.query("part == 'family 400'").groupby("arm")[["step", "flops"]].mean()
-    spent["flops"] = (spent["flops"] / 1e9).round()
-    assert spent.loc["grown, 64"].tolist() == [1000, 368]
-    assert spent.loc["scratch, 64"].tolist() == [400, 275]
-    facts = study.facts(tables)
-    verdicts = [held for kind in facts["kinds"].values() for held in kind["held"].values()]
-    verdicts += [*facts["gains_held"].values(), facts["gains_more"]]
-    assert (sum(verdicts), len(verdicts)) == (9, 17)
-
-
-def test_intervals_are_students():
-    rows = [
-        {"part": "x", "arm": arm, "seed": seed, "loss": loss}
-        for arm, losses in {"a": (1.0, 2.0, 4.0), "b": (0.5, 1.0, 2.5)}.items()
-        for seed, loss in enumerate(losses)
-    ]
-    mean, low, high = t_interval(study.less(pd.DataFrame(rows), "x", "a", "b"))
-    # differences 0.5, 1, 1.5: deviation 0.5, and 4.302653 is Student's for two degrees of freedom
-    assert (mean, high - mean, mean - low) == pytest.approx((1, *[4.302653 * 0.5 / 3**0.5] * 2))
 
 
 def test_steps_of_fresh_entries_are_those_of_adamw():

@@ -10,20 +10,18 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from common import entry_of, needs_hooked_transformer
+from common import needs_hooked_transformer
 
 from analyses.benchmark import bounds, scoring, tasks, twins
 from analyses.benchmark.disguise import disguise, parts
 from analyses.benchmark.methods import EDGES, NODES
 from analyses.benchmark.tracr_cuts import logits_without
-from analyses.studies import known_circuits as study
 from analyses.tools import train_twins
 from attn_only_lens import HeadName, convert
 
 pytestmark = needs_hooked_transformer
 
 FOLDER = Path(__file__).parents[2] / "analyses" / "benchmark"
-RESULTS = FOLDER.parent / "results"
 SAME = 1e-9  # float64, and queries of compiled heads are about 100
 SOME = ("follows_a", "hist", "pair_balance", "sort")  # two outputs of each kind, 1 to 3 layers
 
@@ -254,51 +252,6 @@ def test_the_ten_lines_of_the_rules_run(capsys):
     assert "disguised" in capsys.readouterr().out
 
 
-def invented_sites(form, program, seed, worst):
-    """100 sites with the effect 1 and estimates of 0: ratios are equally spaced, up to `worst`."""
-    exact = np.linspace(0, worst, 101)[1:]
-    zero = np.zeros(100)
-    sites = {"exact": exact, "first": zero, "last": zero, "secant": zero}
-    scales = {"span": zero + 1, "share": zero + 1, "read": zero + 1}
-    return pd.DataFrame(sites | scales).assign(form=form, program=program, seed=seed)
-
-
-def test_an_interval_over_programs_has_the_largest_quantile_of_the_other_programs():
-    sizes = {"a": 1.0, "b": 2.0, "c": 4.0}
-    sites = [invented_sites("compiled", name, 0, worst) for name, worst in sizes.items()]
-    sites.append(invented_sites("trained", "a", 0, 100.0))  # of another form
-    sites += [invented_sites("trained", "b", seed, 10.0 * seed) for seed in (1, 2)]
-    frame = bounds.coverage(pd.concat(sites, ignore_index=True))
-    rows = frame.set_index(["arm", "form", "program", "seed"]).loc["programs"]
-    # Twice the 95 % quantile of the worst other program: c's for a and b, and b's for c.
-    for name, width in {"a": 7.6, "b": 7.6, "c": 3.8}.items():
-        assert rows.loc[("compiled", name, 0), "width"] == pytest.approx(width)
-    # Of c's numbers 0.04, 0.08, …, 1.9 is above 47.
-    assert rows["covered"].loc["compiled"].tolist() == pytest.approx([1, 1, 0.47])
-    # A program's seeds are never judged with each other, and the worst seed counts.
-    assert rows.loc[("trained", "a", 0), "width"] == pytest.approx(38)
-    assert rows.loc[("trained", "b", 1), "width"] == pytest.approx(190)
-
-
-def test_a_calibrated_interval_has_the_quantile_of_all_other_programs_in_units_of_the_write():
-    sites = [invented_sites("compiled", name, 0, worst) for name, worst in (("a", 1.0), ("b", 3.0))]
-    frame = pd.concat(
-        [some.assign(share=share) for some, share in zip(sites, (2.0, 5.0), strict=True)]
-    )
-    rows = bounds.coverage(frame.reset_index(drop=True)).set_index(["arm", "program"])
-    # The quantile of 0.01, 0.02, …, 1 is 0.9505; the unit of errors is the share of the write.
-    widths = rows.loc["calibrated", "width"]
-    assert widths["a"] == pytest.approx(2 * 0.9505 * 3.0 / 5.0 * 2.0)
-    assert widths["b"] == pytest.approx(2 * 0.9505 * 1.0 / 2.0 * 5.0)
-
-
-def test_an_interval_from_sampled_sites_covers_19_of_20():
-    frame = bounds.coverage(invented_sites("compiled", "a", 0, 1.0))
-    row = frame[frame["arm"] == "sampled"].iloc[0]
-    assert (row["patched"], row["sites"]) == (20, 80)
-    assert row["covered"] == pytest.approx(20 / 21, abs=0.02)
-
-
 def test_estimates_are_exact_unless_a_later_part_reads_the_write():
     (twin,) = twins.problems(["hist"], [2])
     for problem in (tasks.problem(tasks.load("hist"), "compiled"), twin):
@@ -307,52 +260,3 @@ def test_estimates_are_exact_unless_a_later_part_reads_the_write():
         assert errors[sites["read"] == 0].max() < SAME
         assert errors[sites["read"] > 0].max() > 0.1
         assert 0.1 < (sites["read"] > 0).mean() < 0.9
-
-
-def test_means_and_differences_by_hand():
-    """Two programs, of which one has two seeds: the mean is over programs of means over seeds."""
-    methods = {name: [0.5] * 3 for name in {*NODES, *EDGES}}
-    methods |= {"two factors": [0.6, 0.8, 0.9], "EAP-IG": [0.7, 0.7, 0.8]}
-    frame = pd.DataFrame(methods | {"program": ["a", "a", "b"]})
-    frame = frame.assign(what="nodes", form="trained", labels="true")
-    assert study.values(frame, "nodes", "trained", "two factors").to_dict() == pytest.approx(
-        {"a": 0.7, "b": 0.9}
-    )
-    assert study.best(frame, "nodes", "trained", study.LITERATURE["nodes"]) == "EAP-IG"
-    change = study.duel(frame, "nodes", "trained", "two factors", "EAP-IG")
-    assert change["difference"] == pytest.approx(0.05)
-    assert (change["low"], change["high"]) == pytest.approx((0, 0.1))
-    lost = study.lost(frame, "nodes").set_index("program")["lost"]
-    assert lost.to_dict() == {"a": False, "b": False}
-    lost = study.lost(frame.assign(**{"EAP-IG": [0.7, 0.8, 0.8]}), "nodes").set_index("program")
-    assert lost["lost"].to_dict() == {"a": True, "b": False}
-
-
-def test_the_page_and_the_index_say_what_the_table_says():
-    frame = pd.read_csv(RESULTS / "known_circuits.csv")
-    page = (RESULTS / "known_circuits.md").read_text("utf-8")
-    entry = entry_of("known_circuits")
-    counts = frame.drop_duplicates(["form", "program", "seed"])["form"].value_counts(sort=False)
-    n, trained = len(tasks.PROGRAMS), len(twins.names()) * len(twins.SEEDS)
-    assert counts.to_dict() == {"compiled": n, "disguised": n, "trained": trained}
-    means = frame[frame["labels"] == "true"].groupby(["form", "what"]).mean(numeric_only=True)
-    for form, methods in {
-        "disguised": {
-            "nodes": ("two factors", "gradient, zero"),
-            "edges": ("two factors", "EAP, zero"),
-        },
-        "trained": {
-            "nodes": ("two factors", "EAP-IG", "exact repairs"),
-            "edges": ("two factors", "integrated", "secants"),
-        },
-    }.items():
-        for what, names in methods.items():
-            for name in names:
-                mean = f"{means.loc[(form, what), name]:.3f}"
-                assert f"{name}** | {mean} [" in page or f"| {name} | {mean} [" in page
-                if name not in ("exact repairs", "secants"):
-                    assert mean.removeprefix("0") in entry, (form, what, name)
-    covered = pd.read_csv(RESULTS / "known_circuits_bounds.csv").groupby(["arm", "form"])
-    shares = covered[["covered", "covered, with an effect"]].mean()
-    assert shares.loc[["programs", "sampled"]].to_numpy().min() > 0.95
-    assert shares.loc["spread"].to_numpy().min() < 0.95
