@@ -218,9 +218,9 @@ def measure(point: Point, device: str, smoke: bool) -> dict[str, Any]:
     }
 
 
-def points(call: str, axis: str, sizes: tuple[int, ...]) -> Iterator[Point]:
+def points(call: str, axis: str, sizes: tuple[int, ...], *, smoke: bool) -> Iterator[Point]:
     """Yield the measurements of a call along an axis."""
-    base = Point(call, sites=COUNTED.get(call))
+    base = Point(call, sites=COUNTED.get(call)) if not smoke else Point(call, tokens=8, sites=4)
     if call == "expose" and axis != "layers":
         return
     for size in sizes:
@@ -237,7 +237,7 @@ def measured(device: str, limit: float, kept: pd.DataFrame, *, smoke: bool) -> p
         for call in CALLS:
             for axis, sizes in (SMOKE if smoke else AXES).items():
                 last: tuple[int, float] | None = None
-                for point in points(call, axis, sizes):
+                for point in points(call, axis, sizes, smoke=smoke):
                     size = getattr(point, axis)
                     row = known.get((call, axis, size))
                     expected = last[1] * size / last[0] if last else 0.0
