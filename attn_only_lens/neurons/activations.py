@@ -36,10 +36,12 @@ def run_by_layer(model: Any, sites: Sequence[LayerSites], batch: Batch, take_in:
 
     def look(number: int) -> Callable[[str, Tensor], None]:
         seen: dict[str, Tensor] = {}
+        # The pattern's hook may fire after that of z, as in BERT; a neuron's z is the last.
+        points = set(_ATTENTION_POINTS if sites[number].kind == "attention" else ("z",))
 
         def keep(point: str, value: Tensor) -> None:
             seen[point] = value
-            if point == "z":  # the last
+            if points <= seen.keys():
                 ran.add(str(number))
                 take_in(number, _of_layer(model, sites[number], seen))
                 seen.clear()

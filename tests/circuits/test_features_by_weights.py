@@ -8,6 +8,8 @@ from attn_only_lens import circuits
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError, UnknownHeadError
 
+pytestmark = pytest.mark.numeric
+
 METRIC = p.logit_diff(" are", " is")
 WIDE = "one of the (error|skip) nodes"
 

@@ -11,14 +11,14 @@ from scipy.spatial.distance import squareform
 
 from attn_only_lens import HeadName, circuits, expose_neuron_heads, pretrained, tasks, viz
 from attn_only_lens import patching as p
-from attn_only_lens.circuits._group_nodes import _clusters, _cosines
+from attn_only_lens.circuits._group_nodes import _clusters, _cosines, _similar_weights
 from attn_only_lens.errors import InputError
-from attn_only_lens.heads import host_of
 
-PAIRS = {
-    "agreement": ("The keys near the cabinet", "The key near the cabinet", " are", " is"),
-    "indirect object": None,  # the metric comes from the task
-}
+CLEAN, CORRUPTED = "The keys near the cabinet", "The key near the cabinet"
+METRIC = p.logit_diff(" are", " is")
+
+
+pytestmark = pytest.mark.numeric
 
 
 @pytest.fixture(scope="module")
@@ -26,66 +26,44 @@ def model():
     return expose_neuron_heads(pretrained.small_english(), copy=True).model
 
 
-def prompts_of(model, name):
-    if name == "agreement":
-        clean, corrupted, right, wrong = PAIRS[name]
-        return clean, corrupted, p.logit_diff(right, wrong)
-    task = tasks.ioi(model.tokenizer, 1)
-    return task.clean, task.corrupted, task.metric
+@pytest.fixture(scope="module")
+def case(model):
+    """Return a graph, its prompts and metric, and its groups."""
+    graph = circuits.attribution_graph(model, CLEAN, METRIC, corrupted=CORRUPTED, top=40)
+    prompts = CLEAN, CORRUPTED, METRIC
+    return graph, prompts, circuits.group_nodes(graph, model, *prompts)
 
 
-@pytest.fixture(scope="module", params=PAIRS)
-def case(request, model):
-    clean, corrupted, metric = prompts_of(model, request.param)
-    graph = circuits.attribution_graph(model, clean, metric, corrupted=corrupted, top=40)
-    return (
-        graph,
-        (clean, corrupted, metric),
-        circuits.group_nodes(graph, model, clean, corrupted, metric),
-    )
-
-
-def hooked(model, tokens, source, changed, metric):
+def metric_of(model, changed=(), cache=None):
     """Return the metric when plain hooks replace z of some nodes by the cached values."""
     hooks = []
     for node in changed:
         name, _, position = node.partition("@")
         head = HeadName.parse(name)
-        hook_name = host_of(model).hook_name(head.layer, head.kind, "z")
+        place = head.hook("z", model)
 
-        def put(z, hook, hook_name=hook_name, i=head.index, pos=int(position)):
+        def put(z, hook, place=place, i=head.index, pos=int(position)):
             z = z.clone()
-            z[:, pos, i] = source[hook_name][:, pos, i]
+            z[:, pos, i] = cache[place][:, pos, i]
             return z
 
-        hooks.append((hook_name, put))
+        hooks.append((place, put))
     with torch.no_grad():
-        logits = model.run_with_hooks(tokens, fwd_hooks=hooks)
-    return metric(logits)
+        last = model.run_with_hooks(CLEAN, fwd_hooks=hooks)[0, -1]
+    are, is_ = (model.to_single_token(text) for text in (" are", " is"))
+    return float(last[are] - last[is_])
 
 
 def test_joint_effects_are_those_of_one_patch(model, case):
-    _, (clean, corrupted, metric), groups = case
-    tokens, others = (
-        model.to_tokens(list([x] if isinstance(x, str) else x)) for x in (clean, corrupted)
-    )
-    with torch.no_grad():
-        _, cache = model.run_with_cache(others)
-    bound = metric.bound(model, p.prompt_pair(model, clean, corrupted), None)
-
-    def value(logits):
-        return bound.of(logits)
-
-    whole = value(model(tokens))
-    single = groups.nodes.set_index("id")["effect"]
+    groups, (_, cache) = case[-1], model.run_with_cache(CORRUPTED)
+    whole, single = metric_of(model), groups.nodes.set_index("id")["effect"]
     for _, group in groups.frame.iterrows():
-        joint = whole - hooked(model, tokens, cache, group["members"], value)
+        members = list(group["members"])
+        joint = whole - metric_of(model, members, cache)
         assert group["effect"] == pytest.approx(joint, abs=2e-4)
-        alone = sum(
-            whole - hooked(model, tokens, cache, [node], value) for node in group["members"]
-        )
+        alone = sum(whole - metric_of(model, [node], cache) for node in members)
         assert group["sum_of_effects"] == pytest.approx(alone, abs=2e-3)
-        assert group["sum_of_effects"] == pytest.approx(single[list(group["members"])].sum())
+        assert group["sum_of_effects"] == pytest.approx(single[members].sum())
     assert (abs(groups.frame["effect"] - groups.frame["sum_of_effects"]) > 1e-3).any()
 
 
@@ -124,6 +102,23 @@ def test_clusters_are_of_average_linkage():
     assert group.tolist() == [0, 1, 2]
     assert [x.tolist() for x in _clusters(heads, distance, 0.0)] == [[0, 1, 2, 3]]
     assert _clusters(heads, distance, 1.01) == []
+
+
+@torch.no_grad()
+def test_neurons_that_act_against_one_another_are_not_similar(model):
+    """A neuron whose output falls reads, with the opposite sign, what one that rises reads."""
+    names, block = [f"L2N{i}" for i in range(29)], model.blocks[2]
+    heads = pd.DataFrame({"name": names, "kind": "neuron", "layer": 2})
+    z = torch.randn(len(names), 1, generator=torch.Generator().manual_seed(0))
+    written = z * block.mlp.W_out[: len(names)]
+    reads = z.sign() * (block.ln2.w[:, None] * block.mlp.W_gate)[:, : len(names)].T
+    cosine = torch.nn.functional.cosine_similarity
+    expected = torch.maximum(
+        *(cosine(rows[:, None], rows[None], dim=-1) for rows in (written, reads))
+    )
+    got = _similar_weights(model, heads, written)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    assert (z < 0).any()
 
 
 def test_groups_of_a_page_begin_folded(model, case):

@@ -7,9 +7,8 @@ import sys
 import pytest
 import torch
 from common import tokens
-from models import BASE, FAMILIES, build
+from models import BASE, FAMILIES, build, source_folder
 from safetensors.torch import save_file
-from tiny_tokenizer import tiny_tokenizer
 from typer.testing import CliRunner
 
 from attn_only_lens import load
@@ -24,15 +23,7 @@ def run(*arguments):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return a folder with a source model and a tokenizer."""
-    folder = tmp_path / "source"
-    folder.mkdir()
-    model = build("gelu", dtype=torch.float32, d_vocab_out=41)
-    config = {k: v for k, v in BASE.items() if k not in ("device", "d_vocab_out")}
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(dict(model.state_dict()), folder / "model.safetensors")
-    tiny_tokenizer(41, folder / "tokenizer")
-    return folder
+    return source_folder(tmp_path / "source")
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,6 @@ def test_what_is_refused(folders, tmp_path):
         ((*folders, "--prompts", empty, *LOSS), "has no prompts; expected one prompt per line"),
         ((*folders, "--prompts", tmp_path / "none.txt", *LOSS), "cannot be read"),
         ((*folders, "--prompts", prompts, *LOSS), "only prompt 1 has 3 tokens, 'w4 w5'"),
-        ((*folders, "--prompts", prompts, "--metric", "accuracy"), "got --metric accuracy"),
         ((*folders, "--prompts", prompts), "--metric logit_diff takes --answer and --wrong; other"),
         ((folders[0], folders[0], "--prompts", prompts, *LOSS), "provenance"),
     ):

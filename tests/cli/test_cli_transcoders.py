@@ -54,14 +54,12 @@ def test_patch(folders, tmp_path):
         out.unlink()
 
 
-def test_pages(folders, tmp_path):
-    root, _ = folders
+def test_pages(tmp_path):
     texts = tmp_path / "texts.txt"
     texts.write_text("\n".join(small_english_texts()[:3]))
     shipped = ["small-english", "--transcoders", "small-english"]
     for words, names in (
         (["explain", *shipped, *PROMPTS, *METRIC, "--top", 3, "--out"], ["L0F", "L3F"]),
-        (["circuit", root / "model", *PROMPTS, *METRIC, "--nodes", 50, "--out"], ["L0N", "L3F"]),
         (["pattern", *shipped, "--prompt", PAIR[0], "--names", "L3F7", "--out"], ["L3F7"]),
     ):
         page = tmp_path / f"{words[0]}.html"

@@ -46,21 +46,3 @@ def test_the_strongest_parts_and_their_pages(tmp_path):
     neuron = next(name for name, *_ in shown if "N" in name)
     for page in ("circuit", "neurons"):
         assert neuron in (tmp_path / "new" / f"{page}.html").read_text("utf-8")
-
-
-def test_the_command_line_has_a_name_for_the_shipped_model(tmp_path):
-    page = tmp_path / "pattern.html"
-    arguments = (
-        "pattern",
-        "small-english",
-        "--prompt",
-        CLEAN,
-        "--names",
-        "L0N259",
-        "--out",
-        str(page),
-    )
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    assert "small-english: TransformerBridge (LlamaForCausalLM), 4 layers" in result.stderr
-    assert "L0N259" in page.read_text("utf-8")

@@ -1,16 +1,20 @@
-"""Tests that commands check their arguments before they import torch, and survive `| head`."""
+"""Tests of errors: those of arguments come before torch is imported, and all are one message."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from bridges import hf_folder
+from typer.testing import CliRunner
 
-from attn_only_lens import patching
+from attn_only_lens import patching, pretrained, save
+from attn_only_lens.cli import app
 from attn_only_lens.cli.common import CHOICES
 from attn_only_lens.engine.directions import ABLATIONS, DIRECTIONS
 from attn_only_lens.engine.sites import PARTS
 from attn_only_lens.models.source_folder import DTYPES
+from attn_only_lens.storage import Document
 from attn_only_lens.versions import HAS_HOOKED_TRANSFORMER
 
 PROMPTS = "--clean a --corrupted b --answer c --wrong d"
@@ -91,6 +95,12 @@ WRONG = {
     "got '1,a'; expected whole numbers, separated by commas - --answer: got '3,4'; expected one",
     "pattern small-english --prompt= --layer 0 --out x.html": "--prompt: got ''; expected a text",
     f"circuit small-english {PROMPTS} --top 0 --out x.html": "got --top 0; expected 1 or more",
+    f"circuit small-english {PROMPTS} --out x.json --save-circuit x.json": "another name than",
+    f"circuit small-english {PROMPTS} --out x.json --save-circuit c.txt": "c.txt",
+    "circuit small-english --clean a --answer b --wrong c --out x.html --save-circuit c.json": (
+        "needs --corrupted"
+    ),
+    f"patch small-english {PROMPTS} --out no-folder/x.csv": "no-folder",
     "verify /nope --text hi": "there is no folder /nope",
     "verify small-english /nope --text hi": "there is no folder /nope",
     "verify small-english --tokens-file /nope": "/nope is missing",
@@ -138,6 +148,65 @@ def test_errors_of_arguments_come_before_torch(tmp_path):
         assert not slow, command
 
 
+CLEAN, CORRUPTED = ("--clean", "w3 w5 w7"), ("--corrupted", "w3 w6 w7")
+ANSWERS, PAGE = ("--answer", "w13", "--wrong", "w17"), ("--out", "page.html")
+PAIR = (*CLEAN, *CORRUPTED, *ANSWERS)
+IDS = ("--token-ids", "--clean", "0,7,9", "--corrupted", "0,8,9", "--answer", 17, "--wrong", 21)
+SWEEP = ("--out", "sweep.csv")
+OF_A_MODEL = {
+    "the model has layers 0 to 1": ("patch", "MODEL", *PAIR, *SWEEP, "--sites", "L9N3"),
+    "got 'L0H7'; layer 0 has attention heads 0 to 1 - L0H1@9: got 9": (
+        *("patch", "MODEL", *PAIR, *SWEEP, "--sites", "L0H1@9,L0H7"),
+    ),
+    "- --answer: got": ("patch", "MODEL", *CLEAN, *CORRUPTED, *SWEEP, "--answer", "w13 w7",
+                        "--wrong", "w17"),
+    "token prompts cannot be padded": ("patch", "MODEL", *IDS, *SWEEP, "--clean", "1,2",
+                                       "--corrupted", "1,3"),
+    "has no tokenizer; give token IDs and --token-ids": ("patch", "TOY", *PAIR, *SWEEP),
+    "the same number of tokens": ("circuit", "MODEL", *CLEAN, *ANSWERS, *PAGE, "--corrupted", "w3"),
+    "another run": ("circuit", "MODEL", *CLEAN, "--metric", "kl", *PAGE),
+    "has format None": ("picture", "no.json", *PAGE),
+    "--bars for": ("picture", "no.json", *PAGE, "--bars", 3),
+    "picture` draws": ("evaluate", "MODEL", "no.parquet", *PAIR),
+    "circuits.from_json opens": ("evaluate", "MODEL", "graph.json", *PAIR),
+    "cannot run on these prompts: - prompts: tokens: got values": (
+        *("pattern", "MODEL", "--prompt", "0,99", "--token-ids", "--layer", 1, *PAGE),
+    ),
+    "from 0 to 1": ("pattern", "MODEL", "--prompt", "w3", "--layer", 9, *PAGE),
+    "attention heads 0 to": ("pattern", "MODEL", "--prompt", "w3", "--names", "L0H99", *PAGE),
+    "expected a text in each row for clean": ("evaluate", "MODEL", "no.json", "--pairs", "no.csv"),
+    "none.csv cannot be read": ("evaluate", "MODEL", "no.json", "--pairs", "none.csv"),
+    "got --pairs and --answer": ("evaluate", "MODEL", "no.json", "--pairs", "no.csv", *ANSWERS),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return folders of a model with a tokenizer, and of one without."""
+    root = tmp_path_factory.mktemp("models")
+    (root / "model").mkdir()
+    return {
+        "MODEL": hf_folder(root / "model"),
+        "TOY": save(pretrained.modular_addition(), root / "toy"),
+    }
+
+
+@pytest.mark.parametrize("message", OF_A_MODEL)
+def test_errors_are_one_message_and_nothing_is_written(folders, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("no.json").write_text("{}")
+    Path("no.parquet").write_bytes(b"PAR1\x80")
+    Path("no.csv").write_text("clean,corrupted,answer,wrong\n,w3 w6,w13,w17\n")
+    Document("attn_only_lens.CircuitGraph", 3, dict).write(Path("graph.json"))
+    before = sorted(Path().iterdir())
+    words = [str(folders.get(word, word)) for word in OF_A_MODEL[message]]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+    assert sorted(Path().iterdir()) == before
+
+
 def test_choices_of_options_are_those_of_functions():
     functions = {
         "metric": [name for name in CHOICES["metric"] if callable(getattr(patching, name))],
@@ -149,8 +218,9 @@ def test_choices_of_options_are_those_of_functions():
         assert sorted(CHOICES[option]) == sorted(names), option
 
 
-@pytest.mark.parametrize("stderr", [subprocess.PIPE, subprocess.STDOUT])
-@pytest.mark.parametrize("arguments", [[], ["--help"], EXPLAIN])
+@pytest.mark.parametrize(
+    ("arguments", "stderr"), [(["--help"], subprocess.PIPE), (EXPLAIN, subprocess.STDOUT)]
+)
 def test_a_reader_that_ends_first_is_no_error(arguments, stderr, tmp_path):
     """The pipe is closed before the command prints anything, and before it writes its file."""
     process = subprocess.Popen(

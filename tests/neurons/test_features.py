@@ -96,18 +96,6 @@ def test_features_and_neurons_of_gated_mlps_together(model, texts):
     assert all("N" in name for name in both.quadrant_examples()["name"])
 
 
-def test_a_pass_resumes_with_both(model, texts, tmp_path):
-    names = ["L0N3", "L3F7", "L2N0", f"L1F{DEAD}"]
-    whole = neurons.neuron_statistics(model, names, texts[:4], k=2, **QUIET)
-    folder = tmp_path / "so far"
-    neurons.neuron_statistics(model, names, texts[:2], k=2, resume=folder, **QUIET)
-    again = neurons.neuron_statistics(model, names, texts[:4], k=2, resume=folder, **QUIET)
-    assert again.names == whole.names == ("L0N3", f"L1F{DEAD}", "L2N0", "L3F7")
-    for part in ("examples", "counts"):
-        for name, expected in getattr(whole, part).items():
-            assert getattr(again, part)[name].equal(expected), name
-
-
 def test_statistics_of_dead_features_alone_can_be_saved(model, texts, tmp_path):
     dead = neurons.neuron_statistics(model, [f"L3F{DEAD}"], texts[:2], k=2, **QUIET)
     assert dead.frame().empty

@@ -3,14 +3,13 @@
 from collections import defaultdict
 from functools import partial
 
-import models
 import pytest
 import torch
-from bridges import boot
-from common import D_VOCAB, model_fixture
+from bridges import boot, exposed_copy
+from common import D_VOCAB
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import HeadName, convert, expose_neuron_heads, neurons
+from attn_only_lens import HeadName, neurons
 from attn_only_lens import patching as p
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
@@ -23,15 +22,10 @@ CONTEXT = 7
 QUIET = {"progress": False, "context": CONTEXT, "before": 1, "after": 1}
 NAMES = ["L0H1", "L1H0", "L1H1"]
 MODELS = {
-    "plain": lambda: expose_neuron_heads(boot("gpt2")).model,
-    "grouped queries": lambda: expose_neuron_heads(boot("llama")).model,
-    "two blocks": lambda: convert(models.build("gelu")),
-    "attends to padding": lambda: convert(models.build("bidirectional")),
+    "plain": lambda: exposed_copy(boot("gpt2")),
+    "grouped queries": lambda: exposed_copy(boot("llama")),
+    "attends to padding": lambda: exposed_copy(boot("bert")),
 }
-HOOKED = ("two blocks", "attends to padding")
-
-
-model = model_fixture(MODELS, HOOKED)
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +72,12 @@ def looked_up(model, texts, name, has_bos):
     return rows
 
 
-@pytest.mark.parametrize("has_bos", [True, False])
-def test_they_are_those_of_a_loop_over_texts(model, has_bos, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "has_bos"),
+    [("plain", True), ("plain", False), ("grouped queries", True), ("attends to padding", False)],
+)
+def test_they_are_those_of_a_loop_over_texts(name, has_bos, monkeypatch, tmp_path):
+    model = MODELS[name]()
     tokenizer = tiny_tokenizer(D_VOCAB, tmp_path) if has_bos else None
     monkeypatch.setattr(model, "tokenizer", tokenizer)
     bos = tokenizer.bos_token_id if has_bos else 1
@@ -105,6 +103,7 @@ def test_they_are_those_of_a_loop_over_texts(model, has_bos, monkeypatch, tmp_pa
         got = statistics.offsets(name)
         assert got.to_dict() == pytest.approx({i: offsets[i] for i in got.index}, abs=1e-12)
         assert looks["itself"][name] == pytest.approx(offsets[0])
+        assert looks["previous"][name] == pytest.approx(offsets[1])
         assert looks["bos"][name] + got.sum() == pytest.approx(1)
         for side, sums in zip(("attended", "attending"), moved, strict=True):
             rows = statistics.tokens(name, side)

@@ -3,41 +3,38 @@
 import json
 import math
 
-import models
 import pandas as pd
 import pytest
 import torch
-from bridges import boot
-from common import D_VOCAB, model_fixture, needs_hooked_transformer
+from bridges import boot, exposed_copy
+from common import D_VOCAB
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import Bilinear, HeadName, convert, expose_neuron_heads, neuron_gate, neurons
+from attn_only_lens import Bilinear, HeadName, expose_neuron_heads, neuron_gate, neurons
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.neurons import statistics
 from attn_only_lens.neurons import summary as so_far
 
+pytestmark = pytest.mark.numeric
+
 NAMES = ["L0N3", "L1N0", "L1N29"]
 CONTEXT = 7
 QUIET = {"progress": False, "context": CONTEXT}
-
-
-def bridge(family):
-    return expose_neuron_heads(boot(family)).model
-
-
 MODELS = {
-    "plain": lambda: bridge("gpt2"),
-    "gated": lambda: bridge("llama"),
-    "relu": lambda: bridge("neox_sequential"),
-    "two blocks": lambda: convert(models.build("gelu")),
-    "several heads": lambda: convert(models.build("gelu"), gate=Bilinear(4)),
-    "attends to padding": lambda: convert(models.build("bidirectional")),
+    "plain": lambda: exposed_copy(boot("gpt2")),
+    "gated": lambda: exposed_copy(boot("llama")),
+    "relu": lambda: exposed_copy(boot("neox_sequential")),
+    "several heads": lambda: exposed_copy(boot("gpt2"), gate=Bilinear(2)),
+    "attends to padding": lambda: exposed_copy(boot("bert")),
 }
-HOOKED = ("two blocks", "several heads", "attends to padding")
 
 
-model = model_fixture(MODELS, HOOKED)
+@pytest.fixture(scope="module", params=MODELS)
+def model_and_rows(request):
+    """Return a model, and its neurons at every token."""
+    model = MODELS[request.param]()
+    return model, looked_up(model, corpus(), NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -61,64 +58,57 @@ def pieces(texts):
 
 
 @torch.no_grad()
-def looked_up(model, texts, name):
-    """Return z, gate and value of a neuron at every token, with its text and position, in order."""
-    head = HeadName.parse(name)
-    shared = _shared(model, head)
-    rows = []
+def looked_up(model, texts, names):
+    """Return z, gate and value at every token by neuron, with its text and position, in order."""
+    rows = {name: [] for name in names}
     for number, first, piece in pieces(texts):
         _, cache = model.run_with_cache(torch.tensor([piece]))
-        z = cache[head.hook("z", model)][0, :, head.heads(shared), 0]
-        v = cache[head.hook("v", model)][0, :, head.heads(shared), 0]
-        gate = neuron_gate(cache, name)[0].tolist()
-        whole = z[:, 0] if shared == 1 else torch.tensor(gate, dtype=v.dtype) * v[:, 0]
-        for i, token in enumerate(piece):
-            row = {"z": whole[i].item(), "gate": gate[i], "value": v[i, 0].item()}
-            row |= {"text": number, "at": first + i, "token": token}
-            window = slice(max(0, i - 2), i + 2)
-            row["tokens"] = [str(token) for token in piece[window]]
-            row["values"] = whole[window].tolist()
-            row["gates"] = gate[window]
-            row["position"] = i - window.start
-            rows.append(row)
+        for name in names:
+            head = HeadName.parse(name)
+            z, v = (cache[head.hook(point, model)][0] for point in "zv")
+            shared = z.shape[1] // 37
+            z, v = (x[:, head.heads(shared), 0] for x in (z, v))
+            gate = neuron_gate(cache, name)[0].tolist()
+            whole = z[:, 0] if shared == 1 else torch.tensor(gate, dtype=v.dtype) * v[:, 0]
+            for i, token in enumerate(piece):
+                window = slice(max(0, i - 2), i + 2)
+                rows[name].append(
+                    {
+                        **{"z": whole[i].item(), "gate": gate[i], "value": v[i, 0].item()},
+                        **{"text": number, "at": first + i, "token": token},
+                        **{"tokens": [str(token) for token in piece[window]]},
+                        **{"values": whole[window].tolist(), "gates": gate[window]},
+                        "position": i - window.start,
+                    }
+                )
     return rows
 
 
-def _shared(model, head):
-    index = head.hook("z", model)
-    seen = []
-    model.run_with_hooks(torch.tensor([[1]]), fwd_hooks=[(index, lambda x, hook: seen.append(x))])
-    return seen[0].shape[2] // 37
-
-
 @pytest.mark.parametrize("by", ["z", "gate"])
-def test_they_are_those_of_a_sort(model, by):
-    texts = corpus()
+def test_they_are_those_of_a_sort(model_and_rows, by):
+    (model, every), texts = model_and_rows, corpus()
     options = {"k": 4, "by": by, "before": 2, "after": 1, **QUIET}
     one = neurons.top_examples(model, NAMES, texts, **options, batch_size=1)
     many = neurons.top_examples(model, NAMES, texts, **options, batch_size=3)
     has_equals = False
     for name in NAMES:
-        every = looked_up(model, texts, name)
         for end, sign in (("largest", -1), ("smallest", 1)):
-            expected = sorted(every, key=lambda row: sign * row[by])[:4]  # stable
-            last = sorted(every[::-1], key=lambda row: sign * row[by])[:4]
+            expected = sorted(every[name], key=lambda row: sign * row[by])[:4]  # stable
+            last = sorted(every[name][::-1], key=lambda row: sign * row[by])[:4]
             has_equals |= last != expected
             rows, others = (
                 f[(f["name"] == name) & (f["end"] == end)].to_dict("records") for f in (one, many)
             )
             assert [row["rank"] for row in rows] == [1, 2, 3, 4]
             for row, expected_row in zip(rows, expected, strict=True):
-                assert (row["text"], row["at"]) == (expected_row["text"], expected_row["at"])
-                assert row["tokens"] == expected_row["tokens"]
-                assert row["position"] == expected_row["position"]
+                for key in ("text", "at", "tokens", "position"):
+                    assert row[key] == expected_row[key]
                 assert row["values"] == pytest.approx(expected_row["values"], rel=1e-9, abs=1e-12)
                 assert row["gates"] == pytest.approx(expected_row["gates"], rel=1e-9)
                 assert row["value"] == pytest.approx(expected_row[by], rel=1e-9, abs=1e-12)
             # Another batch size only changes rounding.
-            assert [row["value"] for row in others] == pytest.approx(
-                [row["value"] for row in rows], rel=1e-9, abs=1e-12
-            )
+            values, others = ([row["value"] for row in x] for x in (rows, others))
+            assert others == pytest.approx(values, rel=1e-9, abs=1e-12)
     assert has_equals  # control: the order of equal values is tested
 
 
@@ -149,71 +139,63 @@ def bins(x):
     return counts, limit
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_histograms_are_those_of_all_tokens_at_once(model, batch_size):
-    texts = corpus()
-    statistics = neurons.neuron_statistics(model, NAMES, texts, **QUIET, batch_size=batch_size)
+def test_histograms_are_those_of_all_tokens_at_once(model_and_rows):
+    (model, rows), texts = model_and_rows, corpus()
+    statistics = neurons.neuron_statistics(model, NAMES, texts, **QUIET, batch_size=3)
     assert statistics.n_tokens == sum(map(len, texts))
     assert statistics.n_texts == len(texts)
-    for row, name in enumerate(NAMES):
-        every = looked_up(model, texts, name)
+    for number, name in enumerate(NAMES):
         for quantity in ("z", "gate", "value"):
-            counts, limit = bins([row[quantity] for row in every])
+            counts, limit = bins([row[quantity] for row in rows[name]])
             got, edges = statistics.histogram(name, quantity)
             assert got.tolist() == counts
             assert (edges[0], edges[64], edges[-1]) == (-limit, 0, limit)
-        zeros = sum(row["z"] == 0 for row in every)
-        assert statistics.counts["zeros"][row] == zeros
-        joint = statistics.counts["joint"][row]
+        zeros = sum(row["z"] == 0 for row in rows[name])
+        assert statistics.counts["zeros"][number] == zeros
+        joint = statistics.counts["joint"][number]
         for quantity, of_axis in (("gate", joint.sum(1)), ("value", joint.sum(0))):
-            fine = torch.tensor(bins([row[quantity] for row in every])[0])
+            fine = torch.tensor(bins([row[quantity] for row in rows[name]])[0])
             coarse = fine.view(32, 4).sum(1)
             assert of_axis.tolist() == [*coarse[:16].flip(0).tolist(), *coarse[16:].tolist()]
 
 
-def with_inputs(model, texts, name):
-    """Return the rows of `looked_up` with x W_gate and x W_in, by the MLP's own weights."""
-    head, rows = HeadName.parse(name), looked_up(model, texts, name)
-    mlp = model.original_model.model.layers[head.layer].mlp
-    inputs = []
-    hook = mlp.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
-    for _, _, piece in pieces(texts):
-        with torch.no_grad():
-            model(torch.tensor([piece]))
-    hook.remove()
-    x = torch.cat([x[0] for x in inputs])
-    both = [x @ linear.weight[head.index] for linear in (mlp.gate_proj, mlp.up_proj)]
-    return [row | {"inputs": [x[i].item() for x in both]} for i, row in enumerate(rows)]
+def mlp_of(model, name):
+    return model.original_model.model.layers[HeadName.parse(name).layer].mlp
 
 
-@pytest.mark.parametrize("zero", [None, "gate_proj", "up_proj"])
-def test_quadrants_are_those_of_a_sort(tmp_path, zero):
+def test_quadrants_are_those_of_a_sort(plain, tmp_path):
+    """An input of exactly 0 counts as positive, whatever the sign of the other factor."""
     model, texts = MODELS["gated"](), corpus()
-    if zero:  # an input of exactly 0 counts as positive, whatever the sign of the other factor
-        name = HeadName.parse(NAMES[0])
-        mlp = model.original_model.model.layers[name.layer].mlp
-        with torch.no_grad():
-            getattr(mlp, zero).weight[name.index] = 0.0
+    with torch.no_grad():
+        mlp_of(model, "L0N3").gate_proj.weight[3] = 0.0
+        mlp_of(model, "L1N0").up_proj.weight[0] = 0.0
     statistics = neurons.neuron_statistics(model, NAMES, texts, k=4, **QUIET, batch_size=3)
     read = neurons.NeuronStatistics.load(statistics.save(tmp_path / "found.safetensors"))
     frame, shares = read.quadrant_examples(), read.quadrants().set_index("name")
-    for name in NAMES:
-        every = with_inputs(model, texts, name)
+    for name, every in looked_up(model, texts, NAMES).items():
+        mlp, seen = mlp_of(model, name), []
+        hook = mlp.register_forward_pre_hook(lambda module, args, to=seen: to.append(args[0][0]))
+        with torch.no_grad():
+            for _, _, piece in pieces(texts):
+                model(torch.tensor([piece]))
+        hook.remove()
+        x, index = torch.cat(seen), HeadName.parse(name).index
+        signs = [(x @ part.weight[index] >= 0).tolist() for part in (mlp.gate_proj, mlp.up_proj)]
         for quadrant in ("++", "+-", "-+", "--"):
             inside = [
                 row
-                for row in every
-                if [x >= 0 for x in row["inputs"]] == [s == "+" for s in quadrant]
+                for row, *both in zip(every, *signs, strict=True)
+                if both == [sign == "+" for sign in quadrant]
             ]
             assert shares[quadrant][name] == pytest.approx(len(inside) / len(every))
-            expected = sorted((abs(row["z"]) for row in inside), reverse=True)[:3]
             rows = frame[(frame["name"] == name) & (frame["end"] == quadrant)]
+            expected = sorted((abs(row["z"]) for row in inside), reverse=True)[:3]
             assert rows["value"].tolist() == pytest.approx(expected)
             for row in rows.to_dict("records"):
                 place = next(x for x in inside if (x["text"], x["at"]) == (row["text"], row["at"]))
                 assert abs(place["z"]) == pytest.approx(row["value"])
-    assert (frame["end"].value_counts() > 0).sum() == 4 or zero
-    ungated = neurons.neuron_statistics(MODELS["plain"](), NAMES, texts, **QUIET)
+    assert (frame["end"].value_counts() > 0).sum() == 4
+    ungated = neurons.neuron_statistics(plain, NAMES, texts, **QUIET)
     with pytest.raises(InputError, match="the neurons have no quadrants"):
         ungated.quadrant_examples()
 
@@ -261,7 +243,7 @@ def by_loss(model, text, name, position, scale):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_attributions_are_derivatives(family):
-    model, texts = bridge(family), [[3, 5, 7, 11], [2, 13, 17]]
+    model, texts = exposed_copy(boot(family)), [[3, 5, 7, 11], [2, 13, 17]]
     options = {"k": 7, "by": "attribution", "ends": "largest", **QUIET}
     frame = neurons.top_examples(model, ["L0N3", "L1N29"], texts, metric=p.loss(), **options)
     assert len(frame) == 14
@@ -349,7 +331,7 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
     # The folder accepts more texts after the first ones, but no changed texts or options.
     longer = neurons.neuron_statistics(plain, NAMES, [*texts, [3, 4]], **options, resume=folder)
     assert longer.n_tokens == whole.n_tokens + 2
-    changed = bridge("gpt2")
+    changed = exposed_copy(boot("gpt2"))
     with torch.no_grad():
         changed.W_E[7] += 1
     for model, other_texts, more, reason in (
@@ -390,15 +372,14 @@ def test_refused(plain, names, texts, options, reason):
         neurons.top_examples(plain, names, texts, **(QUIET | options))
 
 
-@needs_hooked_transformer
 def test_one_of_several_heads_is_refused():
     model = MODELS["several heads"]()
-    with pytest.raises(InputError, match=r"got L1N29\.2, one of a neuron's several heads"):
-        neurons.top_examples(model, ["L1N29.2"], [[1]], **QUIET)
+    with pytest.raises(InputError, match=r"got L1N29\.1, one of a neuron's several heads"):
+        neurons.top_examples(model, ["L1N29.1"], [[1]], **QUIET)
 
 
 def test_activations_that_are_not_finite_are_refused():
-    model = bridge("gpt2")
+    model = exposed_copy(boot("gpt2"))
     with torch.no_grad():
         model.W_E[7] = math.inf  # padding cannot be tested, so each text runs alone
     with pytest.raises(InputError, match="an activation in texts 1 to 1 is not finite"):
@@ -407,7 +388,7 @@ def test_activations_that_are_not_finite_are_refused():
 
 def test_a_value_that_is_not_finite_is_refused_where_the_output_is():
     """Refuse an infinite value even if the output is finite: z = relu(-∞) is 0."""
-    model = bridge("neox_sequential")
+    model = exposed_copy(boot("neox_sequential"))
     with torch.no_grad():
         model.blocks[1].mlp.get_submodule("in").original_component.bias[3] = -math.inf
     with pytest.raises(InputError, match="an activation in texts 0 to 1 is not finite"):

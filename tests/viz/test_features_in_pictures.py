@@ -88,16 +88,6 @@ def test_a_graph_with_every_kind_is_saved(graph, tmp_path):
     viz.circuit_view(again)
 
 
-def test_the_picture_tells_kinds_apart(page):
-    picture = page.picture
-    n_features = picture.count('class="node feature')
-    assert n_features == 3 == picture.count("skewX")
-    assert picture.count('class="node error') == 2
-    assert picture.count('class="node neuron') == 1
-    assert "slanted: feature" in picture
-    assert "italic E: error" in picture
-
-
 def test_many_features_are_folded_by_layer_and_kind(model):
     graph = attribution_graph(model, PAIR[0], METRIC, corrupted=PAIR[1], top=400)
     data = viz.circuit_view(graph)

@@ -10,29 +10,18 @@ from page_of_circuit import click, read_back
 from attn_only_lens import circuits, expose_neuron_heads, pretrained, tasks, viz
 from attn_only_lens.errors import InputError
 
-N = 8
-
 
 @pytest.fixture(scope="module")
-def circuit_and_graph():
-    """Return a circuit with resampled prompts, and its graph by role."""
+def why():
+    """Return an explanation with resampled prompts, whose graph is by role."""
     model = expose_neuron_heads(pretrained.small_english(), copy=True).model
-    task = tasks.agreement(model.tokenizer, N, structure="relative")
+    task = tasks.agreement(model.tokenizer, 4, structure="simple")
     arguments = model, task.clean, task.corrupted, task.metric
-    circuit = circuits.discover(*arguments, positions=task.roles, resamples=6)
-    graph = circuits.attribution_graph(
-        model,
-        task.clean,
-        task.metric,
-        corrupted=task.corrupted,
-        sites=circuit,
-        positions=task.roles,
-    )
-    return circuit, graph
+    return circuits.explain(*arguments, resamples=2, n_patched=1)
 
 
-def test_the_page_has_the_inclusion_of_each_site(circuit_and_graph):
-    circuit, graph = circuit_and_graph
+def test_the_page_has_the_inclusion_of_each_site(why):
+    circuit, graph = why.circuit, why.graph
     nodes = read_back(viz.circuit_view(graph, stability=circuit.stability))["nodes"]
     columns = nodes["id"], nodes["inclusion"], nodes["stability"]
     on_page = {key: rest for key, *rest in zip(*columns, strict=True)}
@@ -43,44 +32,34 @@ def test_the_page_has_the_inclusion_of_each_site(circuit_and_graph):
             assert on_page[key] == [pytest.approx(site["inclusion"], rel=1e-4), site["class"]]
     assert on_page["metric"] == [None, None]
     assert "stability" not in read_back(viz.circuit_view(graph))["nodes"]  # control
+    page = why.view()
+    assert "core" in read_back(page)["nodes"]["stability"]
+    assert "circuits, each for half of the prompts" in page
 
 
-def test_the_picture_has_the_outlines(circuit_and_graph):
-    circuit, graph = circuit_and_graph
+def test_the_picture_has_the_outlines(why):
+    circuit, graph = why.circuit, why.graph
     picture = viz.circuit_view(graph, stability=circuit.stability).picture
     assert set(re.findall(r'class="node \w+  (\w+)"', picture)) >= {"core", "contingent"}
     assert "solid core, dashed contingent" in picture
     assert "solid core" not in viz.circuit_view(graph).picture
 
 
-def test_another_circuits_stability_is_refused(circuit_and_graph):
-    circuit, graph = circuit_and_graph
+def test_another_circuits_stability_is_refused(why):
+    circuit, graph = why.circuit, why.graph
     sites = circuit.stability.sites
+    moved = sites.assign(position=sites["position"].astype(str) + "s")
     for wrong, said in (
         (circuit, "got a Circuit as stability"),
-        (
-            replace(
-                circuit.stability, sites=sites.assign(position=sites["position"].astype(str) + "s")
-            ),
-            "without any of the graph's nodes",
-        ),
+        (replace(circuit.stability, sites=moved), "without any of the graph's nodes"),
     ):
         with pytest.raises(InputError, match=said):
             viz.circuit_view(graph, stability=wrong)
 
 
-def test_an_explanation_of_resampled_prompts_shows_it():
-    model = expose_neuron_heads(pretrained.small_english(), copy=True).model
-    task = tasks.agreement(model.tokenizer, 4, structure="simple")
-    arguments = model, task.clean, task.corrupted, task.metric
-    page = circuits.explain(*arguments, resamples=2, n_patched=2).view()
-    assert "core" in read_back(page)["nodes"]["stability"]
-    assert "circuits, each for half of the prompts" in page
-
-
 @needs_browser
-def test_core_is_solid_and_contingent_is_dashed(opened, circuit_and_graph):
-    circuit, graph = circuit_and_graph
+def test_core_is_solid_and_contingent_is_dashed(opened, why):
+    circuit, graph = why.circuit, why.graph
     page = opened(viz.circuit_view(graph, stability=circuit.stability))
     drawn = page.js(
         "return [...document.querySelectorAll('#stage .node')].map(n => [n.dataset.id, "

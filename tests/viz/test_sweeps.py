@@ -1,4 +1,4 @@
-"""Tests of sweeps as heatmaps and bars: each cell and bar is an effect of the sweep."""
+"""Tests of sweeps as heatmaps and bars, and of the heatmap of circuits and tasks."""
 
 import re
 
@@ -47,13 +47,10 @@ def test_heatmap(rows, direction):
     assert drawn.zmax == -drawn.zmin == pytest.approx(result.effect.abs().max())
 
 
-def test_names_in_cells_need_room():
+def test_names_in_cells_need_room_and_layers_go_up():
     for n, named in ((20, True), (21, False)):
         wide = viz.sweep_heatmap(sweep(frame=values(positions=range(n)))).data[0]
         assert (wide.texttemplate is not None) == named
-
-
-def test_layers_go_up_and_names_go_down():
     assert viz.sweep_heatmap(sweep()).data[0].y == ("L0 heads", "L1 neurons")
     top = sweep().top(1)["name"].iloc[0]
     assert viz.sweep_heatmap(sweep(), "name").data[0].y[-1] == top  # plotly draws from below
@@ -151,13 +148,10 @@ def test_the_title_says_what_it_is_of():
     assert "estimated by atp" in viz.sweep_bars(sweep(method="atp")).layout.title.text
 
 
-@pytest.mark.parametrize("draw", [viz.sweep_heatmap, viz.sweep_bars])
-def test_refused(draw):
-    with pytest.raises(InputError, match="no rows"):
-        draw(sweep().query("layer == 5"))
-
-
-def test_refused_too_many():
+def test_refused():
+    for draw in (viz.sweep_heatmap, viz.sweep_bars):
+        with pytest.raises(InputError, match="no rows"):
+            draw(sweep().query("layer == 5"))
     with pytest.raises(InputError, match="expected 'layer' or 'name'"):
         viz.sweep_heatmap(sweep(), "head")
     with pytest.raises(InputError, match="expected 1 or more"):
@@ -197,3 +191,36 @@ def test_in_a_browser(opened, draw):
         ".map(e => e.textContent)"
     )
     assert outside == []
+
+
+MATRIX = pd.DataFrame(
+    [[0.95, 0.1, -0.3], [0.2, 1.4, 0.0]], ["a <b>", "c"], ["x", "y", "z"], dtype=float
+)
+
+
+def test_each_entry_stands_at_its_circuit_and_task():
+    figure = viz.transfer_heatmap(MATRIX)
+    (drawn,) = figure.data
+    cells = {(y, x): drawn.z[i][j] for i, y in enumerate(drawn.y) for j, x in enumerate(drawn.x)}
+    assert cells["c", "y"] == 1.4
+    assert cells["a &lt;b&gt;", "z"] == -0.3
+    assert len(cells) == MATRIX.size
+    assert figure.layout.yaxis.autorange == "reversed"  # the first circuit is on top, as in print
+    assert (drawn.zmin, drawn.zmid, drawn.zmax) == (-1.4, 0, 1.4)
+    small = viz.transfer_heatmap(MATRIX / 2).data[0]
+    assert small.zmax == 1  # control: a weak matrix does not look strong
+
+
+@pytest.mark.parametrize(
+    ("matrix", "said"),
+    [
+        (MATRIX.to_numpy(), "got a ndarray; expected a frame"),
+        (MATRIX.iloc[:0], "got a 0 × 3 matrix"),
+        (MATRIX.replace(0.1, np.nan), "not finite"),
+        (MATRIX.astype(object).replace(0.1, "x"), "not finite"),
+        (pd.concat([MATRIX, MATRIX]), "got 'a <b>' twice"),
+    ],
+)
+def test_a_matrix_that_cannot_be_read_is_refused(matrix, said):
+    with pytest.raises(InputError, match=said):
+        viz.transfer_heatmap(matrix)

@@ -1,4 +1,4 @@
-"""Tests of circuit files: they are read back bit for bit, and refused if damaged or changed."""
+"""Tests of circuit and graph files: read back bit for bit, refused if damaged or changed."""
 
 import json
 from dataclasses import fields, replace
@@ -11,7 +11,7 @@ from sealed_files import rewrite
 
 from attn_only_lens import circuits, expose_neuron_heads, pretrained, tasks
 from attn_only_lens import patching as p
-from attn_only_lens.errors import CheckpointError
+from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.heads import HeadName
 from attn_only_lens.storage import Document
 
@@ -118,23 +118,34 @@ def test_what_another_program_wrote_is_refused(circuit, change, match, tmp_path)
         circuits.Circuit.load(tmp_path / "a.json")
 
 
-def test_damage_and_other_files_are_refused(circuit, tmp_path):
+@pytest.mark.parametrize("kind", ["circuit", "graph"])
+def test_damage_and_other_files_are_refused(circuit, graph, kind, tmp_path):
     path = tmp_path / "a.json"
-    circuit.save(path)
+    if kind == "circuit":
+        circuit.save(path)
+        read, version, other = circuits.Circuit.load, "1", r"which patching\.Sweep\.load opens"
+    else:
+        circuits.to_json(graph, path)
+        read, version, other = circuits.from_json, "3", r"has format 'attn_only_lens\.Sweep'"
     whole = json.loads(path.read_text("utf-8"))
-    whole["circuit"]["faithfulness"] += 1e-9
+    moved = {"faithfulness": 0.5} if kind == "circuit" else {"value": 0.5}
     for text, match in (
-        (json.dumps(whole), "was changed after it was written"),
+        (json.dumps(whole | {kind: whole[kind] | moved}), "was changed after it was written"),
+        (json.dumps(whole | {"format": "attn_only_lens.Sweep"}), other),
         (
-            json.dumps(whole | {"format": "attn_only_lens.Sweep"}),
-            r"which patching\.Sweep\.load opens; expected 'attn_only_lens\.Circuit'",
+            json.dumps(whole | {"format_version": 9}),
+            f"9, but this .* version {version}",
         ),
-        (json.dumps(whole | {"format_version": 2}), "version 2, but this .* reads version 1"),
-        ("[", "is not valid JSON"),
+        (json.dumps(whole)[:-7], "is not valid JSON"),
+        ("[]", "has format 'list'"),
+        ("[" * 100_000, "recursion"),
     ):
         path.write_text(text, "utf-8")
         with pytest.raises(CheckpointError, match=match):
-            circuits.Circuit.load(path)
+            read(path)
+    path.unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        read(path)
 
 
 def test_a_graph_is_refused_with_the_name_of_its_reader(tmp_path):
@@ -143,14 +154,77 @@ def test_a_graph_is_refused_with_the_name_of_its_reader(tmp_path):
         circuits.Circuit.load(tmp_path / "graph.json")
 
 
-def test_a_printed_circuit_fits_into_80_columns(circuit):
+def test_a_printed_circuit_fits_into_80_columns_and_says_what_a_missing_site_means(circuit):
     """The table also fits with the columns of stability."""
-    assert circuit.stability is not None
     lines = repr(circuit).splitlines()
     assert "inclusion_low" in lines[1]
     assert max(map(len, lines[1:])) <= 80
+    assert " ".join(lines).split()[-1] == "shell."
 
 
-def test_a_printed_circuit_says_what_a_missing_site_means(circuit):
-    text = " ".join(repr(circuit).split())
-    assert text.endswith("with `attn-only-lens patch` in a shell.")
+@pytest.fixture(scope="module")
+def graph(model):
+    clean, corrupted = "The keys near the cabinet", "The key near the cabinet"
+    metric = p.logit_diff(" are", " is")
+    return circuits.attribution_graph(model, clean, metric, corrupted=corrupted, top=23)
+
+
+def test_a_graph_is_read_back_to_the_bit(graph, tmp_path):
+    words = (("é", "\n", '"', " ", "日", "x"),)
+    for original in (graph, graph.prune(top=5), replace(graph, tokens=words)):
+        circuits.to_json(original, tmp_path / "graph.json")
+        again = circuits.from_json(tmp_path / "graph.json")
+        for field in fields(original):
+            written, read = getattr(original, field.name), getattr(again, field.name)
+            if field.name in ("nodes", "edges"):
+                assert written.equals(read)
+                assert (written.dtypes == read.dtypes).all()
+            else:
+                assert written == read
+    assert [path.name for path in tmp_path.iterdir()] == ["graph.json"]
+
+
+@pytest.mark.parametrize(
+    ("path_to", "value", "match"),
+    [
+        (("edges", "source", 0), 0.7, "expected int"),
+        (("edges", "source", 0), -1, "got source -1; expected a row index"),
+        (("edges", "source", 0), 10**6, "IndexError"),
+        (("nodes", "position", 0), 6, "embed@0 at a position outside the prompts"),
+        (("nodes", "name", 0), 7, r"name\[0\]: got 7; expected str"),
+        (("tokens", 0, 0), 7, r"tokens\[0\]\[0\]: got 7; expected str"),
+        (("tokens", 0), "abcde", "got 'abcde'; expected list"),
+        (("mass",), 1.5, "got mass=1.5"),
+    ],
+)
+def test_a_graph_that_another_program_wrote_is_refused(graph, tmp_path, path_to, value, match):
+    """Refuse files with a correct digest whose contents are not a valid graph."""
+    path = tmp_path / "graph.json"
+    circuits.to_json(graph, path)
+    *within, last = path_to
+
+    def change(whole):
+        inner = whole["graph"]
+        for key in within:
+            inner = inner[key]
+        inner[last] = value
+
+    rewrite(path, change)
+    with pytest.raises(CheckpointError, match=match):
+        circuits.from_json(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda g: {"edges": g.edges.assign(source="L9N9@9")}, "'L9N9@9' of an edge is not a node"),
+        (lambda g: {"nodes": pd.concat([g.nodes, g.nodes[:1]])}, "node embed@0 twice"),
+        (lambda g: {"edges": g.edges.assign(kind="x")}, "kind 'x'"),
+        (lambda g: {"value": float("nan")}, "not finite"),
+        (lambda g: {"edges": g.edges.iloc[[0, 0]]}, "expected one edge of each kind"),
+        (lambda g: {"nodes": g.nodes.drop(columns="value")}, "got nodes with"),
+    ],
+)
+def test_what_does_not_hang_together_is_no_graph(graph, change, match):
+    with pytest.raises(InputError, match=match):
+        replace(graph, **change(graph))

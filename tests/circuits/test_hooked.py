@@ -1,0 +1,49 @@
+"""Tests of options that only HookedTransformer has: other scores, and values that are no sums."""
+
+import pytest
+import torch
+from common import tokens
+from models import build
+from patch_oracle import seen
+
+from attn_only_lens import circuits, convert, expose_neuron_heads
+from attn_only_lens import patching as p
+from attn_only_lens.errors import InputError, UnsupportedModelError
+
+HEAD, NEURON, QUERY, KEY = "L1H1", "L1N5", 4, 2
+PROMPT = tokens(3, batch=1, pos=7)
+
+
+@pytest.mark.parametrize("family", ["alibi", "qk_norm", "norms_before_and_after", "no_norm"])
+def test_shares_add_up_to_a_score(family):
+    source = build(family, scale=0.25)
+    score = float(seen(source, PROMPT, "blocks.1.attn.hook_attn_scores")[0, 1, QUERY, KEY])
+    pre = float(seen(source, PROMPT, "blocks.1.mlp.hook_pre")[0, QUERY, 5])
+    for model in (convert(source), expose_neuron_heads(source, copy=True).model):
+        for expected, places in ((score, (HEAD, QUERY, KEY)), (pre, (NEURON, QUERY))):
+            shares = circuits.score_sources(model, PROMPT, *places)["share"]
+            assert abs(shares.sum() - expected) < 1e-12 * shares.abs().sum()
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda model: circuits.score_sources(model, PROMPT, HEAD, QUERY, KEY), "do not add up"),
+        (lambda model: circuits.path_expansion(model, PROMPT), "not linear in their values"),
+        (
+            lambda model: circuits.attribution_graph(model, PROMPT, p.logit_diff(7, 11)),
+            "not linear in their values",
+        ),
+    ],
+)
+def test_values_that_are_clipped_are_refused(call, match):
+    with pytest.raises(UnsupportedModelError, match=match):
+        call(convert(build("clip_qkv")))
+
+
+def test_weights_that_are_not_finite_are_refused():
+    model = convert(build("gelu"))
+    with torch.no_grad():  # after the conversion, because convert refuses such weights
+        model.blocks[1].attn.W_out[5, 3] = float("nan")
+    with pytest.raises(InputError, match="1 heads, such as L0N5, have weights that are not finite"):
+        circuits.top_compositions(model, 3, "v", "L0N5", "L1N7")

@@ -1,0 +1,66 @@
+"""Tests of `compare` on converted models, whose neurons are in blocks of their own."""
+
+from copy import deepcopy
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from common import tokens
+from models import build
+
+from attn_only_lens import Bilinear, compare, convert, grow, load, save
+from attn_only_lens import expansion as ex
+from attn_only_lens import patching as p
+from attn_only_lens.growth import identity
+
+FAST = {"n_patched": 3, "n_nodes": 7, "n_resamples": 3, "progress": False}
+
+
+def components(comparison):
+    return pd.concat([comparison.heads, comparison.neurons], ignore_index=True)
+
+
+def test_converted_models_are_compared_alike():
+    model = build("gelu", d_vocab_out=41)
+    grown = grow(model, ex.compose(ex.AddNeurons(5), ex.InsertLayer(at=1), ex.WidenStream(6)))
+    with torch.no_grad():
+        for parameter in grown.model.parameters():
+            parameter.mul_(1.05)
+    expected = compare(model, grown, tokens(), p.loss(), **FAST)
+    pair = convert(model), convert(grown.model)
+    comparison = compare(*pair, tokens(), p.loss(), provenance=grown.provenance, **FAST)
+    rows, expected_rows = components(comparison), components(expected)
+    numbers = [name for name in rows if rows[name].dtype == float]
+    np.testing.assert_allclose(rows[numbers], expected_rows[numbers], rtol=1e-7, atol=1e-11)
+    assert rows["divergence"].max() > 1e-4
+    assert comparison.nodes["id"].tolist() == expected.nodes["id"].tolist()
+
+
+def test_values_and_keys_of_a_converted_model_grown_apart():
+    model = convert(build("llama", d_vocab_out=41))
+    apart = ex.compose(ex.WidenValues(3), ex.WidenQueriesAndKeys(5, layers=[0]))
+    comparison = compare(model, grow(model, apart), tokens(batch=3), p.loss(), **FAST)
+    every = components(comparison)
+    assert every["estimated_drop"].abs().max() > 1e-2
+    assert every["divergence"].max() < 1e-11
+    assert (every["cosine"] - 1).abs().max() < 1e-11
+    assert every["drop_change"].abs().max() < 1e-11 * every["drop"].abs().max()
+    assert not len(comparison.new)
+
+
+@pytest.mark.parametrize(
+    "same_model",
+    [
+        lambda model, folder: convert(model, gate=Bilinear(2)),
+        lambda model, folder: load(save(convert(model), folder)),
+    ],
+    ids=["bilinear", "saved"],
+)
+def test_the_same_model_is_known_again(same_model, tmp_path):
+    model = build("gelu", d_vocab_out=41)
+    there = same_model(deepcopy(model), tmp_path / "saved")
+    assert identity(model).differences(identity(there)) == []
+    with torch.no_grad():  # control: a change is detected
+        next(p for name, p in there.named_parameters() if "W_out" in name or "W_O" in name)[0] *= 2
+    assert len(identity(model).differences(identity(there))) == 1
