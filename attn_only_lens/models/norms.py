@@ -364,7 +364,7 @@ def _parallel(a: Tensor, b: Tensor) -> bool:
 @torch.no_grad()
 def require_bridge_weights(model: Any) -> None:
     """Raise InputError unless a bridge's modules apply the bridge's matrices W_Q, W_in etc."""
-    texts, applied = list[str](), list[Tensor]()
+    texts, finite, applied = list[tuple[str, str]](), list[Tensor](), list[Tensor]()
     for layer, block in enumerate(model.blocks):
         matrices = {f"attn.{letter}": f"W_{letter.upper()}" for letter in "qkvo"}
         if not isinstance(block.mlp, FeatureMLP):
@@ -374,10 +374,18 @@ def require_bridge_weights(model: Any) -> None:
         for path, name in matrices.items():
             owner = block.attn if path.startswith("attn") else block.mlp
             module = getattr(owner, path.split(".")[1], None)
-            applied.append(_applies(getattr(owner, name), module, path))
-            texts.append(f"layer {layer}: {name} is not the matrix that its {path} applies")
-    reasons = [text for text, is_right in zip(texts, on_cpu(applied), strict=True) if not is_right]
-    InputError.raise_if(reasons, "some weights of this model do not match their names")
+            weight = getattr(owner, name)
+            finite.append(weight.isfinite().all())
+            applied.append(_applies(weight, module, path))
+            texts.append((f"layer {layer}: {name}", f"the matrix that its {path} applies"))
+    answers = on_cpu([*finite, *applied])
+    checked = zip(texts, answers[: len(texts)], answers[len(texts) :], strict=True)
+    reasons = [
+        f"{name} is not {matrix}" if is_finite else f"{name} has weights that are not finite"
+        for (name, matrix), is_finite, is_right in checked
+        if not is_right
+    ]
+    InputError.raise_if(reasons, "some weights of this model cannot be used")
 
 
 def _applies(weight: Tensor, module: Any, path: str) -> Tensor:

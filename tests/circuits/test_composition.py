@@ -216,6 +216,14 @@ def test_weights_that_are_not_those_of_the_modules_are_refused(monkeypatch):
     circuits.composition(exposed, "L0H0", "L1H0", "q", fold_norms=False)
 
 
+def test_weights_that_are_not_finite_are_named():
+    exposed = model_of("gpt2")
+    with torch.no_grad():
+        exposed.blocks[1].mlp.out.original_component.weight[5, 3] = float("nan")
+    with pytest.raises(InputError, match="layer 1: W_out has weights that are not finite"):
+        circuits.composition(exposed, "L0H0", "L1H0", "q")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_that_writes_nothing_has_the_norms_that_it_has(family):
     """Layers that growth adds have W_O and W_out of zero, and their norms are still read."""
