@@ -64,14 +64,14 @@ MUTATIONS = [
         "return through * mean(v)",
         "return through * v.chunk(2)[0]",
         "by_pattern is wrong, the sum is right",
-        "tests/engine/test_contrast.py tests/patching tests/circuits",
+        "tests/engine/test_contrast.py",
     ),
     Mutation(
         "engine/linear_pair.py",
         "along * query * mean(gates.v))",
         "along * query * gates.v.chunk(2)[0])",
         "edges into gates are wrong",
-        "tests/engine/test_contrast.py tests/circuits",
+        "tests/circuits/test_difference_graph.py",
     ),
     Mutation(
         "circuits/linear_graph.py",
@@ -106,28 +106,28 @@ MUTATIONS = [
         "        change = self.readers.neuron_change(receivers, entering, self.part, columns)",
         "        change = self.readers.neuron_change(receivers, entering, 'z', columns)",
         "path_patch ignores part=",
-        "tests/patching",
+        "tests/patching/test_path_patch.py",
     ),
     Mutation(
         "patching/over_prompts.py",
         "squares.clamp(min=0) * n / (n - 1)",
         "squares.clamp(min=0)",
         "standard errors over prompts are too small",
-        "tests/patching",
+        "tests/patching/test_over_prompts.py",
     ),
     Mutation(
         "patching/repairs.py",
         "c_half = (self._errors(half) ** 2).sum() / (self._key[half] ** 2).sum()",
         "c_half = 0.0",
         "expected_pearson is too sure",
-        "tests/patching",
+        "tests/patching/test_repairs.py",
     ),
     Mutation(
         "engine/positions.py",
         "columns == pair.last[:, None] + pos + 1",
         "columns == pair.clean.shape[1] + pos",
         "negative positions are padding",
-        "tests/engine tests/patching",
+        "tests/engine/test_sites.py",
     ),
     Mutation(
         "engine/largest.py",
@@ -183,7 +183,7 @@ MUTATIONS = [
         "_ROUNDINGS = 8  #",
         "_ROUNDINGS = 10**9  #",
         "a changed activation class is not noticed",
-        "tests/engine tests/patching",
+        "tests/engine/test_faster_steps.py",
     ),
     # The faults above are of the first list; those below were added.
     Mutation(
@@ -191,7 +191,7 @@ MUTATIONS = [
         'z.roll(-1, dims=0) if to == "resample"',
         'z if to == "resample"',
         "resample ablation does nothing",
-        "tests/engine",
+        "tests/patching/test_activation_patch.py",
     ),
     Mutation(
         "circuits/ablation.py",
@@ -240,14 +240,14 @@ MUTATIONS = [
         "return heads // (n_heads // n_shared)",
         "return heads % n_shared",
         "with grouped queries, heads read another group's key and value",
-        "tests/engine tests/patching",
+        "tests/patching/test_grouped_queries.py",
     ),
     Mutation(
         "engine/writes.py",
         "return moved / new_scale + linear * (1 / new_scale - 1 / self.scale)",
         "return moved / new_scale",
         'scale="anew" leaves out that the norm shrinks everything else',
-        "tests/engine tests/patching",
+        "tests/patching/test_path_patch.py",
     ),
     Mutation(
         "circuits/_group_nodes.py",
@@ -261,7 +261,7 @@ MUTATIONS = [
         "positions = (pair.last[:, None] + 1 + from_end).clamp(min=0)",
         "positions = (pair.last[:, None] + from_end).clamp(min=0)",
         "custom metrics read the token before the last",
-        "tests/engine",
+        "tests/engine/test_metrics.py",
     ),
     Mutation(
         "circuits/linear_graph.py",

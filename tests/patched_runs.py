@@ -76,6 +76,44 @@ def mask_at(batch, pos, *positions):
     return places
 
 
+def places_of(label, real):
+    """Return the [batch, pos] mask of the positions that a label of a sweep stands for.
+
+    A negative number counts from the last real token of each prompt.
+    """
+    if label == "all":
+        return real
+    chosen = torch.zeros_like(real)
+    for prompt, row in enumerate(real):
+        chosen[prompt, row.nonzero().flatten()[label] if label < 0 else label] = True
+    return chosen & real
+
+
+def difference(logits, mask=None, correct=7, wrong=8):
+    """Return the mean logit difference at the last real position of each prompt."""
+    ends = [logits.shape[1] - 1] * len(logits) if mask is None else mask.cumsum(1).argmax(1)
+    return logit_diff(logits, torch.as_tensor(ends), correct, wrong)
+
+
+def whole_runs(model, pair, frame, part="z", measure=difference, noise=False, per_neuron=1):
+    """Return a metric of a whole run with the patch of each row of a sweep.
+
+    `pair` is the clean tokens, the corrupted tokens and the mask or None.
+    """
+    clean, corrupted, mask = pair
+    into, other = (clean, corrupted) if noise else (corrupted, clean)
+    source = cached(model, other, mask)
+    real = torch.ones_like(clean).bool() if mask is None else mask.bool()
+    values = []
+    for row in frame.itertuples():
+        places = places_of(row.position, real)
+        logits = patched_logits(
+            model, into, source, row.name, part, places, mask, per_neuron=per_neuron
+        )
+        values.append(measure(logits, mask))
+    return values
+
+
 def logit_diff(logits, last, correct, wrong):
     """Return the mean over prompts of the logit difference at each prompt's last position."""
     rows = torch.arange(len(logits))

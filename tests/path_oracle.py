@@ -1,4 +1,4 @@
-"""Paths from head to head on a HookedTransformer, by its own hooks and weights.
+"""Paths from head to head on a HookedTransformer or a bridge, by its own hooks and weights.
 
 Outputs, norms and inputs are computed from the weights and the cache. One run with changed queries,
 keys or values gives the receiver's z, and another run gets this z. Nothing from attn_only_lens is
@@ -6,26 +6,28 @@ used.
 """
 
 import torch
-from patch_oracle import difference
 
 ACTS = {
     "gelu": torch.nn.functional.gelu,
     "silu": torch.nn.functional.silu,
+    "gelu_pytorch_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "gelu_new": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
 }
 
 
 class PathOracle:
-    """Path patching by hand on a HookedTransformer, or a bridge with its names."""
+    """Path patching by hand on a HookedTransformer, or a bridge with its names.
 
-    def __init__(self, model, clean, corrupted, scale="held"):
-        self.model, self.scale = model, scale
+    `factor` is that of the model on what sublayers add.
+    """
+
+    def __init__(self, model, clean, corrupted, scale="held", factor=1.0, answers=(7, 11)):
+        self.model, self.scale, self.factor, self.answers = model, scale, factor, answers
         with torch.no_grad():
             self.source = model.run_with_cache(clean)[1]
             self.target = model.run_with_cache(corrupted)[1]
         self.tokens, self.cfg = corrupted, model.cfg
         self.post = getattr(self.cfg, "original_architecture", None) == "Olmo2ForCausalLM"
-        self.both = bool(getattr(self.cfg, "use_normalization_before_and_after", False))
 
     def normed(self, norm, cache, name, change, x=None):
         """Return the norm of a change; with `x`, of x + change minus x, with a new scale."""
@@ -34,14 +36,22 @@ class PathOracle:
         kind = (self.cfg.normalization_type or "").removesuffix("Pre")
         if kind == "LN":
             change = change - change.mean(-1, keepdim=True)
-        w = getattr(norm, "w", None)
-        w = 1.0 if w is None else w
+        w = self.weight(norm)
         old = cache[f"{name}.hook_scale"]
         if x is None:
             return change / old * w
         x = x - x.mean(-1, keepdim=True) if kind == "LN" else x
         new = ((x + change).square().mean(-1, keepdim=True) + self.cfg.eps).sqrt()
         return (x + change) / new * w - x / old * w
+
+    def weight(self, norm):
+        w = getattr(norm, "w", None)
+        gemma = type(getattr(norm, "original_component", None)).__name__.startswith("Gemma")
+        return 1.0 if w is None else w + gemma
+
+    def difference(self, logits):
+        last = logits[:, -1]
+        return (last[:, self.answers[0]] - last[:, self.answers[1]]).mean().item()
 
     def around(self, head):
         """Return the norms before and after a sublayer, with their names."""
@@ -50,7 +60,7 @@ class PathOracle:
         first = (getattr(block, f"ln{n}", None), prefix)
         if self.post:
             return (None, ""), first
-        return first, (getattr(block, f"ln{n}_post"), f"{prefix}_post") if self.both else (None, "")
+        return first, (getattr(block, f"ln{n}_post", None), f"{prefix}_post")
 
     def write(self, head, cache):
         (_, _), (norm, prefix) = self.around(head)
@@ -64,7 +74,7 @@ class PathOracle:
             if b_in is not None and getattr(self.cfg, "gated_mlp", False):
                 post = post - b_in[head.index]  # TransformerLens adds it to the product
             out = post * block.mlp.W_out[head.index]
-        return self.normed(norm, cache, prefix, out)
+        return self.normed(norm, cache, prefix, out) * self.factor
 
     @torch.no_grad()
     def value(self, sender, receiver, part, positions):
@@ -91,13 +101,11 @@ class PathOracle:
         norm = getattr(self.model, "ln_final", None)
         if norm is None or isinstance(norm, torch.nn.Identity):
             last = f"blocks.{self.cfg.n_layers - 1}.hook_resid_post"
-            return difference(self.logits((last, lambda x, hook: x + delta)))
+            return self.difference(self.logits((last, lambda x, hook: x + delta)))
         x = self.target[f"blocks.{self.cfg.n_layers - 1}.hook_resid_post"]
         x = x if self.scale == "anew" else None
-        w = getattr(norm, "w", None)
-        more = self.normed(norm, self.target, "ln_final", delta, x)
-        more = more if w is None else more / w
-        return difference(self.logits(("ln_final.hook_normalized", lambda x, hook: x + more)))
+        more = self.normed(norm, self.target, "ln_final", delta, x) / self.weight(norm)
+        return self.difference(self.logits(("ln_final.hook_normalized", lambda x, hook: x + more)))
 
     def to_head(self, head, part, entering):
         attn, prefix = self.model.blocks[head.layer].attn, f"blocks.{head.layer}.attn"
@@ -121,7 +129,7 @@ class PathOracle:
             z[:, :, head.index] = values[0]
             return z
 
-        return difference(self.logits((f"{prefix}.hook_z", patch)))
+        return self.difference(self.logits((f"{prefix}.hook_z", patch)))
 
     def to_neuron(self, head, part, entering):
         mlp, prefix = self.model.blocks[head.layer].mlp, f"blocks.{head.layer}.mlp"
@@ -143,4 +151,4 @@ class PathOracle:
             post[:, :, i] += z - w * v
             return post
 
-        return difference(self.logits((f"{prefix}.hook_post", patch)))
+        return self.difference(self.logits((f"{prefix}.hook_post", patch)))

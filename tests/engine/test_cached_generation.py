@@ -14,14 +14,13 @@ from transformer_lens.model_bridge.generalized_components.attention import Atten
 from transformers.cache_utils import DynamicCache
 
 from attn_only_lens import expose_neuron_heads, grow, load, save
-from attn_only_lens import patching as p
 from attn_only_lens.engine import cached_generation
 from attn_only_lens.errors import InputWarning, UnsupportedCallError
 
 NEW = 5
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "verbose": False, "stop_at_eos": False}
 pytestmark = [
-    pytest.mark.both_versions,
+    pytest.mark.both_versions,  # both pass caches by names of their own
     pytest.mark.filterwarnings("ignore"),  # warnings from TransformerLens and transformers
 ]
 
@@ -69,9 +68,14 @@ def ignored(monkeypatch):
     monkeypatch.setattr(AttentionBridge, "_update_kv_cache", lambda self, k, v, **how: (k, v))
 
 
-@pytest.mark.parametrize("method", ["generate", "generate_stream"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("name", "kind", "method"),
+    [
+        *(("llama", kind, "generate") for kind in KINDS),
+        ("gpt2", "exposed", "generate"),
+        ("gpt2", "loaded", "generate_stream"),
+    ],
+)
 def test_generation_is_correct_if_caches_are_ignored(name, kind, method, tmp_path, ignored):
     model, prompt = KINDS[kind](name, tmp_path), tokens()
     expected = by_full_passes(model, prompt)
@@ -88,8 +92,10 @@ def test_generation_is_correct_if_caches_are_ignored(name, kind, method, tmp_pat
     assert made.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["gpt2", "llama", "neox"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("gpt2", "exposed"), ("neox", "loaded"), ("llama", "saved"), ("llama", "grown")],
+)
 @torch.no_grad()
 def test_caches_that_work_are_used(name, kind, tmp_path, monkeypatch):
     """For the installed versions, whatever they are: a cache is used without a warning, or not."""
@@ -169,21 +175,3 @@ def test_only_models_of_this_package_are_changed(ignored):
     assert model.original_model._forward_pre_hooks == before
     made = model.generate(tokens(), **OPTIONS)
     assert made.tolist() != by_full_passes(model, tokens()).tolist()  # the control
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "neox", "gemma2"])
-def test_patches_need_no_cache_that_works(name, monkeypatch):
-    """A replay uses recorded keys and values only if this changes nothing."""
-
-    def scores():
-        with expose_neuron_heads(boot(name)) as model:
-            metric = p.logit_diff(5, 7)
-            sweep = p.activation_patch(
-                model, tokens(), tokens(1), metric, sites=p.heads(), progress=False
-            )
-        return torch.tensor(sweep.frame["score"].to_numpy())
-
-    expected = scores()
-    monkeypatch.setattr(AttentionBridge, "_update_kv_cache", lambda self, k, v, **how: (k, v))
-    # TransformerLens rotates NeoX's queries and keys in float32.
-    torch.testing.assert_close(scores(), expected, rtol=1e-6, atol=1e-6)

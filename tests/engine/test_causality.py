@@ -46,9 +46,15 @@ def hooked(model, name):
 
 
 @needs_hooked_transformer
-@pytest.mark.parametrize("when", ["before", "after a sweep"])
-@pytest.mark.parametrize("of", ["instances", "class"])
-@pytest.mark.parametrize("make", ["exposed", "converted"])
+@pytest.mark.parametrize(
+    ("make", "of", "when"),
+    [
+        ("exposed", "instances", "after a sweep"),
+        ("exposed", "class", "before"),
+        ("converted", "instances", "before"),
+        ("converted", "class", "after a sweep"),
+    ],
+)
 def test_an_overridden_mask(make, of, when, monkeypatch):
     from models import build
 
@@ -101,22 +107,19 @@ def test_a_mask_that_changes_after_a_sweep(of, monkeypatch):
     assert swept(model) == pytest.approx(expected, rel=1e-9)
 
 
-@needs_hooked_transformer
 @pytest.mark.parametrize("overridden", [False, True])
 def test_texts_of_different_lengths(overridden, monkeypatch):
     """Padding does not change the activations of a model that attends to all tokens."""
-    from models import build
-
-    source = build("gelu")
-    for block in source.blocks if overridden else ():
-        monkeypatch.setattr(block.attn, "apply_causal_mask", MethodType(unmasked, block.attn))
-    model = expose_neuron_heads(source).model
+    model = expose_neuron_heads(bridges.boot("llama")).model
+    if overridden:
+        name = "_apply_reconstruct_attention_mask"
+        monkeypatch.setattr(type(model.blocks[0].attn), name, unmasked)
     assert ignores_padding(model) is not overridden
     texts = [tokens(seed, pos=n)[0].tolist() for seed, n in enumerate((3, 7, 5))]
-    found = neurons.top_examples(model, ["L2N3"], texts, 3, progress=False)
+    found = neurons.top_examples(model, ["L1N3"], texts, 3, progress=False)
     for row in found.itertuples():
-        alone = source.run_with_cache(torch.tensor([texts[row.text]]))[1][mlp_hook("post", 2)]
-        assert row.value == pytest.approx(alone[0, row.position, 3].item(), rel=1e-9)
+        alone = model.run_with_cache(torch.tensor([texts[row.text]]))[1][mlp_hook("post", 1)]
+        assert row.value == pytest.approx(alone[0, row.position, 3].item(), rel=1e-6)
 
 
 # Prompts of different lengths
@@ -140,8 +143,7 @@ def ignoring_masks(make, monkeypatch):
     from models import build
 
     source = build("gelu")
-    attention = type(source.blocks[0].attn)
-    model = convert(source) if make == "converted" else expose_neuron_heads(source).model
+    attention, model = type(source.blocks[0].attn), convert(source)
     monkeypatch.setattr(attention, "apply_causal_mask", unmasked)
     return model, monkeypatch.undo
 
@@ -210,17 +212,13 @@ CALLS = {
 OWN_REASONS = "attribution_graph", "explain", "group_nodes", "circuit_view"
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize(
-    "make",
-    [
-        "bridge",
-        *(pytest.param(make, marks=needs_hooked_transformer) for make in ("exposed", "converted")),
-    ],
-)
+OF_CONVERTED = ("activation_patch", "attribution_graph of pairs")
+CASES = [("bridge", name) for name in CALLS]
+CASES += [pytest.param("converted", x, marks=needs_hooked_transformer) for x in OF_CONVERTED]
+
+
+@pytest.mark.parametrize(("make", "name"), CASES)
 def test_padding_that_changes_logits_is_refused(make, name, monkeypatch):
-    if make == "converted" and name in ("fidelity", "compare"):
-        pytest.skip("the function takes a model without neuron-heads")
     model, give_mask = ignoring_masks(make, monkeypatch)
     padded = model(PADDED, attention_mask=MASK)[1, 3]
     assert relative(padded, model(ROWS[1][None])[0, 3]) > 1e-2

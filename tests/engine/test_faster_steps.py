@@ -1,12 +1,14 @@
 """Tests that replays use fused activations and a trimmed last block only if results agree."""
 
 from contextlib import suppress
+from functools import partial
 
 import bridges
+import numpy as np
 import pytest
 import torch
-from common import HAS_HOOKED_TRANSFORMER, of_a_library
-from patch_oracle import difference, moved, place, seen
+from common import needs_hooked_transformer, of_a_library
+from patched_runs import difference, whole_runs
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.activations import NewGELUActivation
 
@@ -19,7 +21,7 @@ from attn_only_lens.engine.replay.faster import FusedActivations
 from attn_only_lens.engine.sites import resolve_sites
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
-KINDS = ["gpt2", "llama", *["exposed", "converted"] * HAS_HOOKED_TRANSFORMER]
+KINDS = ["gpt2", "llama", pytest.param("converted", marks=needs_hooked_transformer)]
 FIRST = 3
 CLEAN = torch.tensor([[3, 5, 2, 11, 13, 17, 19], [4, 6, 1, 12, 14, 18, 20]])
 CORRUPTED = CLEAN.clone()
@@ -29,32 +31,23 @@ METRIC = p.logit_diff(7, 11)
 
 
 def model_of(kind):
-    if kind in ("exposed", "converted"):
-        from models import build
+    if kind == "converted":
+        from models import build  # a module-level import would skip the module under 4
 
-        make = convert if kind == "converted" else lambda x: expose_neuron_heads(x).model
-        return make(build("gelu_new").double())
+        return convert(build("gelu_new"))
     return expose_neuron_heads(bridges.boot(kind)).model
 
 
-def patched(model, positions="each"):
-    options = {"sites": SITES, "positions": positions, "progress": False}
-    sweep = p.activation_patch(model, CLEAN, CORRUPTED, METRIC, **options)
-    return sweep.to_frame().set_index(["name", "position"])["value"]
+def patched(model, **how):
+    how = {"sites": SITES, "progress": False} | how
+    return p.activation_patch(model, CLEAN, CORRUPTED, METRIC, **how).to_frame()
 
 
-def by_hooks(model, name, pos):
-    """Return the metric after one site's patch, from a whole forward pass."""
-    hook_name, index = place(model, name, "z", pos)
-    change = (seen(model, CLEAN, hook_name) - seen(model, CORRUPTED, hook_name))[index]
-    return difference(moved(model, CORRUPTED, hook_name, index, change))
-
-
-def require_exact(model):
-    values = patched(model)
-    for name in SITES:
-        for pos in range(FIRST, CLEAN.shape[1]):
-            assert values[name, pos] == pytest.approx(by_hooks(model, name, pos), abs=1e-12)
+def require_exact(model, **how):
+    """Compare every value with a whole forward pass."""
+    frame, measure = patched(model, **how), partial(difference, correct=7, wrong=11)
+    expected = whole_runs(model, (CLEAN, CORRUPTED, None), frame, measure=measure)
+    np.testing.assert_allclose(frame["value"], expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,7 +77,7 @@ class Kernels(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("working_cache")
-@pytest.mark.parametrize("kind", ["gpt2", *["exposed", "converted"] * HAS_HOOKED_TRANSFORMER])
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]])
 def test_activations_are_fused(kind):
     model = model_of(kind)
     patched(model)
@@ -124,13 +117,7 @@ def test_last_block_that_mixes_tokens_runs_on_all():
         return forward(mlp, x + x.roll(1, dims=1))
 
     mlp.forward = mixing
-    model = expose_neuron_heads(model).model
-    options = {"sites": ["L0N5"], "positions": "all", "progress": False}
-    sweep = p.activation_patch(model, CLEAN, CORRUPTED, METRIC, **options)
-    hook_name, index = place(model, "L0N5", "z", slice(None))
-    change = (seen(model, CLEAN, hook_name) - seen(model, CORRUPTED, hook_name))[index]
-    expected = difference(moved(model, CORRUPTED, hook_name, index, change))
-    assert sweep.to_frame()["value"][0] == pytest.approx(expected, abs=1e-12)
+    require_exact(expose_neuron_heads(model).model, sites=["L0N5"], positions="all")
 
 
 class Other(NewGELUActivation):

@@ -3,16 +3,14 @@
 import pytest
 import torch
 from common import D_MLP, POS, relative, tokens
-from models import CORE, build
+from models import build
 
 from attn_only_lens import convert
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.gates import GATES
 
 LAYER, NEURON = 1, 29
 BLOCK = 2 * LAYER + 1
 EXACT = 1e-12
-IN_PLACE = [True, False]
 
 
 def in_source(model, edit):
@@ -70,18 +68,13 @@ def act(model, q):
 PATCHES = {
     # name: (hook point, its change, the neuron's resulting activation)
     "z to zero": ("z", lambda z: 0 * z, lambda m: lambda q, v, p: 0 * q),
-    "z doubled": ("z", lambda z: 2 * z, lambda m: lambda q, v, p: 2 * p * v),
-    "self-edge cut": ("pattern", weights(0.0, 1.0), lambda m: lambda q, v, p: 0 * q),
     "self weight 0.3": ("pattern", weights(0.3, 0.7), lambda m: lambda q, v, p: 0.3 * v),
-    "self weight beyond 1": ("pattern", weights(1.7, 0.0), lambda m: lambda q, v, p: 1.7 * v),
     "value shifted": ("v", lambda v: v + 0.7, lambda m: lambda q, v, p: p * (v + 0.7)),
-    "scores masked": ("attn_scores", weights(-torch.inf, 0.0), lambda m: lambda q, v, p: 0 * q),
     "both masked": (
         "attn_scores",
         weights(-torch.inf, -torch.inf),
         lambda m: lambda q, v, p: 0 * q,
     ),
-    "scores equal": ("attn_scores", weights(0.5, 0.5), lambda m: lambda q, v, p: 0.5 * v),
     "scores set": (
         "attn_scores",
         weights(0.0, -0.9),
@@ -103,65 +96,18 @@ PATCHES = {
 }
 
 
-@pytest.mark.parametrize("in_place", IN_PLACE)
 @pytest.mark.parametrize("patch", PATCHES)
-@pytest.mark.parametrize("name", [*CORE, "silu", "relu_gated"])
+@pytest.mark.parametrize("name", ["gelu", "llama", "parallel", "post_norm", "relu_gated"])
 @torch.no_grad()
-def test_patch(name, patch, in_place):
+def test_patch(name, patch):
     model = build(name)
     point, change, edit = PATCHES[patch]
     expected = in_source(model, edit(model))
-    got = in_converted(model, point, change, in_place)
-    assert relative(got, expected) <= EXACT
+    for in_place in (True, False):
+        assert relative(in_converted(model, point, change, in_place), expected) <= EXACT
     clean = model(tokens())
     moved = relative(expected, clean)
-    assert moved > 1e-6 or patch in ("key set to one", "self weight beyond 1"), "no effect to see"
-
-
-@pytest.mark.parametrize("name", CORE)
-@torch.no_grad()
-def test_what_comes_before_a_patch_is_untouched(name):
-    model = build(name)
-    converted = convert(model)
-    _, clean = converted.run_with_cache(tokens())
-    with converted.hooks([(f"blocks.{BLOCK}.attn.hook_z", lambda z, hook: z + 1.0)]):
-        _, patched = converted.run_with_cache(tokens())
-    before = [f"blocks.{b}." for b in range(BLOCK)]
-    for key in clean:
-        same = torch.equal(clean[key], patched[key])
-        if key.startswith(tuple(before)):
-            assert same, key
-        elif key.startswith(f"blocks.{BLOCK + 1}.hook_resid"):
-            assert not same, key
-
-
-def test_pattern_gradient_is_that_of_the_formula():
-    """d z / d pattern = (value, 0), and d z / d score = p (1 - p) (v, -v)."""
-    model = build("gelu")
-    attn = convert(model).blocks[BLOCK].attn
-    seen = {}
-
-    def keep(x, hook=None):
-        x.retain_grad()
-        seen[hook.name] = x
-
-    attn.hook_attn_scores.add_hook(keep)
-    attn.hook_pattern.add_hook(keep)
-    attn.hook_v.add_hook(keep)
-    x = torch.randn(2, POS, 26, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(2, POS, 26, dtype=torch.float64)
-    (attn(x) * weight).sum().backward()
-    scores, pattern, v = (seen[f"blocks.{BLOCK}.attn.hook_{n}"] for n in POINTS)
-    at_z = (weight @ attn.W_out.T).transpose(1, 2)  # [batch, head, pos]
-    value = v.squeeze(-1).transpose(1, 2)
-    torch.testing.assert_close(pattern.grad[..., 0], at_z * value)
-    assert pattern.grad[..., 1].abs().max() == 0
-    slope = at_z * value * pattern.prod(-1)
-    torch.testing.assert_close(scores.grad[..., 0], slope)
-    torch.testing.assert_close(scores.grad[..., 1], -slope)
-
-
-POINTS = ("attn_scores", "pattern", "v")
+    assert moved > 1e-6 or patch == "key set to one", "no effect to see"
 
 
 @torch.no_grad()
@@ -179,7 +125,7 @@ def test_parallel_neurons_read_what_enters_the_attention_block():
     assert torch.equal(cache["z", 3], shifted["z", 3])
 
 
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize("name", ["gelu", "parallel", "post_norm"])
 @torch.no_grad()
 def test_start_and_stop_at_a_block(name):
     model = build(name)
@@ -228,11 +174,3 @@ def test_pattern_is_the_dense_one_of_theorem_3():
         torch.testing.assert_close(pattern[:POS, POS], compact[:, 1])
     torch.testing.assert_close(got[0], total[:POS, :26] + mlp.b_out)
     assert total[POS].abs().max() == 0
-
-
-def test_the_control_fails():
-    """Control: without its mask, Theorem 3's head attends to other tokens, with other outputs."""
-    x = torch.randn(POS, 1, dtype=torch.float64)
-    unmasked = torch.softmax(torch.cat([torch.zeros(POS, POS), -x], -1), -1)[:, :POS] @ x
-    masked = GATES["silu"].pattern(x[:, 0])[:, :1] * x
-    assert (unmasked - masked).abs().max() > 1e-3

@@ -25,7 +25,7 @@ pytestmark = [
 CLEAN = ["w3 w5 w7 w2 w11 w1", "w3 w6", "w9 w1 w4 w4"]
 CORRUPTED = ["w3 w8 w7 w2 w11 w1", "w13 w6", "w9 w2 w4 w4"]
 ROLES = {"subject": [2, 1, 2], "end": -1}
-SITES = ["L0H1", "L0N3", "L0N29", "L1H0", "L1N5"]
+SITES = ["L0H1", "L0N3", "L1H0", "L1N5"]
 EVERY = {(name, role) for name in SITES for role in ROLES}
 METRIC = p.logit_diff(7, 11)
 CLOSE = 2e-5  # about 100 roundings of float32, of logits of about 1
@@ -34,7 +34,7 @@ QUIET = {"progress": False}
 
 @pytest.fixture(
     scope="module",
-    params=[f"{name} {pad}" for name in ("gpt2", "llama", "neox") for pad in ("<pad>", "<bos>")],
+    params=["gpt2 <bos>", "llama <pad>"],  # learned and rotary positions
 )
 def name_and_model(request, tmp_path_factory):
     name, pad = request.param.split()

@@ -47,9 +47,8 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_analyses_of_one_model_in_eight_threads(name):
-    model = bridges.exposed_copy(bridges.boot(name))
+def test_analyses_of_one_model_in_eight_threads():
+    model = bridges.exposed_copy(bridges.boot("gpt2"))
 
     def run(of):
         seed = list(RUNS).index(of)
@@ -59,7 +58,7 @@ def test_analyses_of_one_model_in_eight_threads(name):
         return np.asarray(RUNS[of](model, clean, corrupted))
 
     expected = [run(of) for of in RUNS]
-    for results, alone in zip(in_threads(run, list(RUNS), times=2), expected, strict=True):
+    for results, alone in zip(in_threads(run, list(RUNS), times=1), expected, strict=True):
         for result in results:
             np.testing.assert_allclose(result, alone, rtol=0, atol=1e-10)
 

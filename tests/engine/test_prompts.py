@@ -2,10 +2,10 @@
 
 import re
 
+import bridges
 import pytest
 import torch
 from common import tokens
-from models import build
 from tiny_tokenizer import tiny_tokenizer
 
 from attn_only_lens import patching as p
@@ -14,13 +14,16 @@ from attn_only_lens.errors import InputError
 BATCH, POS = 3, 7
 
 
+PLAIN = bridges.boot("gpt2")
+"""A model without a tokenizer."""
+
+
 @pytest.fixture(scope="module", params=["right", "left"])
 def model(request, tmp_path_factory):
-    model = build("gelu")
-    model.set_tokenizer(
-        tiny_tokenizer(model.cfg.d_vocab, tmp_path_factory.mktemp("tokenizer")),
-        default_padding_side=request.param,
-    )
+    model = bridges.boot("gpt2")
+    model.tokenizer = tiny_tokenizer(model.cfg.d_vocab, tmp_path_factory.mktemp("tokenizer"))
+    model.tokenizer.padding_side = request.param
+    model.cfg.tokenizer_prepends_bos = False
     return model
 
 
@@ -32,12 +35,12 @@ def changed(clean, positions):
 
 def test_tokens_without_a_tokenizer():
     clean = tokens(batch=BATCH, pos=POS)
-    pair = p.prompt_pair(build("gelu"), clean.int(), changed(clean, 5))
+    pair = p.prompt_pair(PLAIN, clean.int(), changed(clean, 5))
     assert torch.equal(pair.clean, clean)
     assert pair.clean.dtype == torch.int64
     assert (pair.mask, pair.last.tolist()) == (None, [6, 6, 6])
     assert pair.real.all()
-    row = p.prompt_pair(build("gelu"), clean[0], changed(clean, 2)[0])
+    row = p.prompt_pair(PLAIN, clean[0], changed(clean, 2)[0])
     assert row.clean.shape == (1, POS)
 
 
@@ -73,7 +76,7 @@ def test_a_mask_for_tokens(side):
     mask = torch.zeros(BATCH, POS, dtype=torch.bool)
     for row, length in zip(mask, lengths, strict=True):
         row[slice(length) if side == "right" else slice(POS - length, None)] = True
-    pair = p.prompt_pair(build("gelu"), clean, changed(clean, 3), mask)
+    pair = p.prompt_pair(PLAIN, clean, changed(clean, 3), mask)
     assert pair.last.tolist() == ([6, 1, 4] if side == "right" else [6, 6, 6])
     assert torch.equal(pair.real, mask)
     assert pair.mask.dtype == torch.int64
@@ -83,9 +86,9 @@ def test_a_difference_under_padding_is_none():
     clean = tokens(batch=BATCH, pos=POS)
     mask = torch.ones(BATCH, POS)
     mask[:, 5:] = 0
-    p.prompt_pair(build("gelu"), clean, changed(clean, 4), mask)
+    p.prompt_pair(PLAIN, clean, changed(clean, 4), mask)
     with pytest.raises(InputError, match="identical prompts"):
-        p.prompt_pair(build("gelu"), clean, changed(clean, 5), mask)
+        p.prompt_pair(PLAIN, clean, changed(clean, 5), mask)
 
 
 def test_words_that_split_differently_are_shown(model):
@@ -129,7 +132,7 @@ REFUSED = {
 def test_refused_with_every_reason(case):
     arguments, reasons = REFUSED[case]
     with pytest.raises(InputError) as caught:
-        p.prompt_pair(build("gelu"), *arguments)
+        p.prompt_pair(PLAIN, *arguments)
     assert len(caught.value.reasons) == len(reasons)
     for got, pattern in zip(caught.value.reasons, reasons, strict=True):
         assert re.search(pattern, got)

@@ -27,7 +27,7 @@ def both(*arrays):
     return (torch.from_numpy(np.asarray(array)) for array in arrays)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(SEEDS, SIZES)
 def test_an_elementwise_function_changes_by_its_slope(seed, size):
     x_1, x_0 = two_runs(seed, size)
@@ -57,7 +57,7 @@ def test_nearly_equal_inputs_in_float32_have_the_slope_between_them(distance):
     assert distance > 1e-5 or error(quotient) > 1e-3
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(SEEDS, SIZES)
 def test_a_jump_keeps_its_quotient_however_near(seed, size):
     x_1, x_0 = two_runs(seed, size)
@@ -66,7 +66,7 @@ def test_a_jump_keeps_its_quotient_however_near(seed, size):
     assert abs(slope * (x_1 - x_0) - (y_1 - y_0)).max() <= ROUNDING
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(SEEDS, SIZES, st.booleans())
 def test_softmax_changes_by_its_rule(seed, size, masked):
     s_1, s_0 = two_runs(seed, size)
@@ -88,7 +88,7 @@ def test_a_weight_that_underflows_in_one_run_does_no_harm():
     assert abs(got - (softmax(s_1) - softmax(s_0))).max() <= 1e-12  # the scores are about 2,000
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(SEEDS, SIZES, st.booleans())
 def test_a_norm_changes_by_its_rule(seed, size, centres):
     x_1, x_0 = two_runs(seed, size)

@@ -1,11 +1,11 @@
-"""Tests of sites and positions: each name once and in order, in both layouts; and refusals."""
+"""Tests of sites and positions: each name once and in order; and refusals."""
 
+import bridges
 import pytest
 import torch
-from common import D_MLP, N_LAYERS, tokens
-from models import build
+from common import D_MLP, tokens
 
-from attn_only_lens import Bilinear, convert, expose_neuron_heads
+from attn_only_lens import Bilinear
 from attn_only_lens import patching as p
 from attn_only_lens.engine.positions import resolve_positions
 from attn_only_lens.engine.sites import resolve_sites
@@ -14,60 +14,40 @@ from attn_only_lens.errors import InputError
 BATCH, POS = 3, 7
 
 
-def exposed(model, **how):
-    expose_neuron_heads(model, **how)
-    return model
-
-
-LAYOUTS = {"two blocks": convert, "in place": exposed}
-
-
-@pytest.fixture(scope="module", params=LAYOUTS)
-def model(request):
-    return LAYOUTS[request.param](build("llama"))
-
-
-@pytest.fixture(scope="module", params=LAYOUTS)
-def shared(request):
-    """Return a model with four heads per neuron."""
-    return LAYOUTS[request.param](build("gelu"), gate=Bilinear(4))
+MODEL = bridges.exposed_copy(bridges.boot("llama"))
 
 
 def names(resolved):
     return [name for group in resolved for name in group.names]
 
 
-def test_all_heads_are_those_of_the_model(model):
-    groups = resolve_sites(model, p.all_heads())
-    assert [(group.layer, group.kind) for group in groups] == [
-        (layer, kind) for layer in range(N_LAYERS) for kind in ("attention", "neuron")
-    ]
-    # The labels of the converted model are an independent oracle.
-    assert names(groups) == convert(build("llama")).all_head_labels(neurons=True)
-    assert names(resolve_sites(model, p.heads())) == [
-        f"L{i}H{j}" for i in range(3) for j in range(6)
-    ]
+def test_all_heads_are_those_of_the_model():
+    groups = resolve_sites(MODEL, p.all_heads())
+    expected = [f"L0H{i}" for i in range(2)] + [f"L0N{i}" for i in range(D_MLP)]
+    assert names(groups) == expected + [name.replace("L0", "L1") for name in expected]
+    assert names(resolve_sites(MODEL, p.heads())) == ["L0H0", "L0H1", "L1H0", "L1H1"]
     for group in groups:
         assert group.index.tolist() == list(range(len(group.names)))
         assert group.member.tolist() == [-1] * len(group.names)
 
 
-def test_layers(model):
-    groups = resolve_sites(model, p.neuron_heads(layers=[2, 0]))
-    assert [(group.layer, group.names[-1]) for group in groups] == [(0, "L0N36"), (2, "L2N36")]
+def test_layers():
+    groups = resolve_sites(MODEL, p.neuron_heads(layers=[1, 0]))
+    assert [(group.layer, group.names[-1]) for group in groups] == [(0, "L0N36"), (1, "L1N36")]
     assert len(groups[0].index) == D_MLP
-    assert names(resolve_sites(model, p.heads(layers=1)))[0] == "L1H0"
+    assert names(resolve_sites(MODEL, p.heads(layers=1)))[0] == "L1H0"
     assert p.neuron_heads(range(2)) == p.neuron_heads([0, 1])
 
 
-def test_names_come_in_order_with_their_indices(model):
-    groups = resolve_sites(model, ["L2N31", "L0N7", "L2H5", "L2N29"])
-    assert names(groups) == ["L0N7", "L2H5", "L2N29", "L2N31"]
-    assert [group.index.tolist() for group in groups] == [[7], [5], [29, 31]]
-    assert names(resolve_sites(model, "L1N3")) == ["L1N3"]
+def test_names_come_in_order_with_their_indices():
+    groups = resolve_sites(MODEL, ["L1N31", "L0N7", "L1H1", "L1N29"])
+    assert names(groups) == ["L0N7", "L1H1", "L1N29", "L1N31"]
+    assert [group.index.tolist() for group in groups] == [[7], [1], [29, 31]]
+    assert names(resolve_sites(MODEL, "L1N3")) == ["L1N3"]
 
 
-def test_heads_that_share_a_neuron(shared):
+def test_heads_that_share_a_neuron():
+    shared = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(4))
     assert names(resolve_sites(shared, p.neuron_heads(0))) == [f"L0N{i}" for i in range(D_MLP)]
     (group,) = resolve_sites(shared, ["L1N5.2", "L1N5", "L1N3.0"])
     assert group.names == ("L1N3.0", "L1N5", "L1N5.2")
@@ -78,32 +58,32 @@ def test_heads_that_share_a_neuron(shared):
 
 BAD = {
     "form": ("5.3", "got '5.3'; expected 'L5H3'"),
-    "layer": ("L3N0", "layers 0 to 2"),
+    "layer": ("L3N0", "layers 0 to 1"),
     "neuron": ("L0N37", "neurons 0 to 36"),
-    "head": ("L0H6", "attention heads 0 to 5"),
+    "head": ("L0H2", "attention heads 0 to 1"),
     "member": ("L0N1.0", "one head, L0N1"),
     "number": (7, "got 7"),
 }
 
 
-def test_every_bad_name_is_told(model):
+def test_every_bad_name_is_told():
     with pytest.raises(InputError) as caught:
-        resolve_sites(model, ["L0N1", "L0N1", *(name for name, _ in BAD.values())])
+        resolve_sites(MODEL, ["L0N1", "L0N1", *(name for name, _ in BAD.values())])
     assert len(caught.value.reasons) == len(BAD) + 1
     for _, reason in BAD.values():
         assert reason in str(caught.value)
     assert "L0N1 more than once" in str(caught.value)
 
 
-def test_refused_otherwise(model):
+def test_refused_otherwise():
     for nothing in ([], {"L0N1"}, None):
         with pytest.raises(InputError, match="expected neuron_heads"):
-            resolve_sites(model, nothing)
+            resolve_sites(MODEL, nothing)
     with pytest.raises(InputError, match="got layer 3") as caught:
-        resolve_sites(model, p.heads([1, 3, 5]))
+        resolve_sites(MODEL, p.heads([1, 3, 5]))
     assert len(caught.value.reasons) == 2
-    with pytest.raises(InputError, match=r"call attn_only_lens\.convert"):
-        resolve_sites(build("gelu"), p.heads())
+    with pytest.raises(InputError, match="expose_neuron_heads"):
+        resolve_sites(bridges.boot("gpt2"), p.heads())
     with pytest.raises(InputError) as caught:
         p.all_heads([-1, True, 2, 2, "0"])
     assert len(caught.value.reasons) == 4
@@ -117,7 +97,7 @@ def pair_of(lengths, side="right"):
     mask = torch.zeros(BATCH, POS)
     for row, length in zip(mask, lengths, strict=True):
         row[slice(length) if side == "right" else slice(POS - length, None)] = 1
-    return p.prompt_pair(build("gelu"), clean, corrupted, mask)
+    return p.prompt_pair(MODEL, clean, corrupted, mask)
 
 
 def shown(sets):

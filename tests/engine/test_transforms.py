@@ -8,7 +8,6 @@ from torch.export.graph_signature import InputKind
 
 from attn_only_lens import expose_neuron_heads
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 # These warnings come from torch: from vmap, and from modules that jvp and export import.
 pytestmark = [
@@ -18,22 +17,11 @@ pytestmark = [
 ]
 EXACT = 1e-12  # rounding in float64 over two layers
 START = "blocks.0.hook_resid_pre"
-FAMILIES = ("gpt2", "llama")
-if HAS_HOOKED_TRANSFORMER:
-    FAMILIES = ("llama", "hooked relu")  # relu's pattern is constant
 
 
-def boot_any(family):
-    if not family.startswith("hooked"):
-        return boot(family)
-    from models import build
-
-    return build(family.removeprefix("hooked "))
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
 def exposed(request):
-    model = boot_any(request.param)
+    model = boot(request.param)
     expose_neuron_heads(model)
     model.set_use_attn_result(True)
     return model

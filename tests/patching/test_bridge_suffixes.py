@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 from common import of_a_library
-from patched_runs import cached, logit_diff, mask_at, patched_logits
+from patched_runs import mask_at, whole_runs
 from transformers.cache_utils import DynamicLayer
 
 from attn_only_lens import expose_neuron_heads
@@ -31,8 +31,6 @@ CACHED = [name for name in bridges.CHOSEN if not name.startswith("native")]
 
 def exposed(name, state="plain", dtype=torch.float64):
     model = bridges.boot(name, dtype, state)
-    if (name, state) == ("native_gated", "processed"):
-        bridges.skip_unless_it_runs(model)
     expose_neuron_heads(model)
     return model
 
@@ -52,17 +50,9 @@ def sweep(model, sites=NEURONS, **how):
 
 def worst(model, frame, mask=None, part="z"):
     """Return a sweep's largest error against whole runs with a hook, for one site per position."""
-    clean, corrupted = pair()
-    source = cached(model, clean, mask)
-    last = torch.tensor([POS - 1] * BATCH) if mask is None else mask.cumsum(1).argmax(1)
-    real = torch.ones(BATCH, POS) if mask is None else mask
-    errors = []
-    felt = frame[frame.position >= FIRST]
-    for row in felt.groupby("position").sample(n=1, random_state=1).itertuples():
-        places = mask_at(BATCH, POS, row.position) & real.bool()
-        logits = patched_logits(model, corrupted, source, row.name, part, places, mask)
-        errors.append(abs(row.value - logit_diff(logits, last, 7, 8)))
-    return max(errors)
+    felt = frame[frame.position >= FIRST].groupby("position").sample(n=1, random_state=1)
+    expected = whole_runs(model, (*pair(), mask), felt, part)
+    return abs(felt["value"] - expected).max()
 
 
 @pytest.fixture(autouse=True)
@@ -71,20 +61,21 @@ def starts_of_their_own(monkeypatch):
     monkeypatch.setattr(BridgeReplay, "flops_per_run", lambda self, block, position: 0.0)
 
 
+def watched(module, run):
+    """Return the result of a run, and the shape of each output of a module meanwhile."""
+    shapes = []
+
+    def look(module, args, output):
+        shapes.append((output[0] if isinstance(output, tuple | list) else output).shape)
+
+    with module.register_forward_hook(of_a_library(look)):
+        return run(), shapes
+
+
 def lengths(model, run):
     """Return how many positions the last block runs in batches of the three neurons."""
-    seen_lengths = []
-
-    def look(module, args, kwargs):
-        stream = args[0] if args else kwargs["hidden_states"]
-        if len(stream) == ROWS:
-            seen_lengths.append(stream.shape[1])
-
-    handle = model.blocks[-1].register_forward_pre_hook(of_a_library(look), with_kwargs=True)
-    try:
-        return run(), seen_lengths
-    finally:
-        handle.remove()
+    result, shapes = watched(model.blocks[-1], run)
+    return result, [shape[1] for shape in shapes if shape[0] == ROWS]
 
 
 def replay_of_corrupted(model):
@@ -99,8 +90,10 @@ WHOLE = [POS] * len(SUFFIXES)
 
 
 @pytest.mark.usefixtures("working_cache")
-@pytest.mark.parametrize("state", bridges.STATES)
-@pytest.mark.parametrize("name", bridges.CHOSEN)
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [*((name, "plain") for name in bridges.CHOSEN), ("gpt2", "names"), ("llama", "processed")],
+)
 def test_positions_before_a_patch_are_not_run(name, state):
     model = exposed(name, state)
     frame, seen_lengths = lengths(model, lambda: sweep(model))
@@ -116,93 +109,33 @@ def test_positions_before_a_patch_are_not_run(name, state):
 SCATTERED = ["L0N5", "L0H1", "L1N29", "L1H0"]
 
 
-def passes(model, run):
-    """Return the batch rows of each pass through the unembedding."""
-    seen_passes = []
-
-    def look(module, args, output):
-        seen_passes.append(len(output))
-
-    handle = model.unembed.register_forward_hook(of_a_library(look))
-    try:
-        return run(), seen_passes
-    finally:
-        handle.remove()
-
-
 # Only neurons of the last layer act at the metric's position alone, if no norm follows them.
 @pytest.mark.parametrize(
     ("name", "felt"),
-    [(name, 3 * len(SUFFIXES) + 1) for name in ("gpt2", "neox", "llama")]
-    + [("gemma2", 4 * len(SUFFIXES)), ("bert", 4 * POS)],
+    [("gpt2", 3 * len(SUFFIXES) + 1), ("gemma2", 4 * len(SUFFIXES)), ("bert", 4 * POS)],
 )
 def test_patches_of_all_layers_run_in_one_pass(name, felt, monkeypatch):
     """Variants that enter a block later join the batch of the earlier ones."""
     model = exposed(name)
     monkeypatch.setattr(BridgeReplay, "flops_per_run", lambda self, block, position: 1e30)
-    frame, seen_passes = passes(model, lambda: sweep(model, SCATTERED))
-    assert seen_passes[-1] == BATCH * felt
+    frame, shapes = watched(model.unembed, lambda: sweep(model, SCATTERED))
+    assert shapes[-1][0] == BATCH * felt
     assert worst(model, frame) < EXACT
     assert frame.groupby("name")["value"].std().min() > 1e-8
 
 
-def test_a_model_that_wants_all_rows_in_every_block():
-    """Control: with a model that needs all rows in each block, each layer's patches run alone."""
-    model, rows = exposed("gpt2"), []
-
-    def count(module, args, output):
-        rows.append(len(output))
-
-    def want(module, args):
-        if len(args[0]) != rows[-1]:
-            raise RuntimeError("all rows, please")
-
-    handles = [
-        model.embed.register_forward_hook(of_a_library(count)),
-        model.blocks[1].register_forward_pre_hook(of_a_library(want)),
-    ]
-    frame, alone = passes(model, lambda: sweep(model, SCATTERED))
-    for handle in handles:
-        handle.remove()
-    again, together = passes(model, lambda: sweep(model, SCATTERED))
-    assert worst(model, frame) < EXACT
-    assert (frame["value"] - again["value"]).abs().max() < EXACT
-    assert len(alone) > len(together)
-
-
 @pytest.mark.usefixtures("working_cache")
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["gpt2", "neox", "llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("name", "side"), [("gpt2", "left"), ("neox", "right"), ("llama", "right")]
+)
 def test_with_padding(name, side):
     model = exposed(name)
     mask = torch.ones(BATCH, POS, dtype=torch.long)
     mask[1, slice(0, 3) if side == "left" else slice(POS - 2, None)] = 0
-    if model(pair()[0], attention_mask=mask).isnan().any():
-        pytest.skip("the bridge itself puts out nan behind padding on the left")
     frame, seen_lengths = lengths(model, lambda: sweep(model, mask=mask))
     assert set(seen_lengths) <= set(range(1, POS - FIRST + 1))
     assert len(seen_lengths) == len(SUFFIXES)
     assert worst(model, frame, mask) < EXACT
-
-
-@pytest.mark.parametrize("part", ["pattern", "value", "q"])
-def test_parts_of_attention_heads(part):
-    model = exposed("gpt2")
-    assert worst(model, sweep(model, ["L0H1", "L1H0"], part=part), part=part) < EXACT
-
-
-@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
-def test_a_metric_that_reads_every_position(name):
-    model, (clean, corrupted) = exposed(name), pair()
-    sweep_of_loss = p.activation_patch(
-        model, clean, corrupted, p.loss(), sites=NEURONS, progress=False
-    )
-    frame, seen = sweep_of_loss.to_frame(), cached(model, clean)
-    bound = bind(p.loss(), model, p.prompt_pair(model, clean, corrupted))
-    for row in frame[frame.position >= FIRST].itertuples():
-        places = mask_at(BATCH, POS, row.position)
-        logits = patched_logits(model, corrupted, seen, row.name, "z", places)
-        assert row.value == pytest.approx(bound.of(logits), rel=0, abs=EXACT), row
 
 
 @pytest.mark.usefixtures("working_cache")
@@ -221,27 +154,12 @@ def test_sites_that_the_metric_cannot_feel_are_not_run(monkeypatch):
     assert ran == [*of_first, (2, POS - 1, 1)]  # the last layer runs at the metric's position only
 
 
-def widths(model, run):
-    """Return how many vocabulary columns are unembedded in batches of the three neurons."""
-    seen_widths = set()
-
-    def look(module, args, output):
-        if len(output) == ROWS:
-            seen_widths.add(output.shape[-1])
-
-    handle = model.unembed.register_forward_hook(of_a_library(look))
-    try:
-        return run(), seen_widths
-    finally:
-        handle.remove()
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "native"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "native"])
 def test_columns_that_the_metric_does_not_read_are_left_out(name):
     model = exposed(name, "processed")
     before = model(pair()[0])
-    frame, seen_widths = widths(model, lambda: sweep(model))
-    assert seen_widths == {2}
+    frame, shapes = watched(model.unembed, lambda: sweep(model))
+    assert {shape[-1] for shape in shapes if shape[0] == ROWS} == {2}
     assert worst(model, frame) < EXACT
     assert torch.equal(model(pair()[0]), before)
 
@@ -258,8 +176,8 @@ def test_a_model_that_reads_its_vocabulary_keeps_it(fails, monkeypatch):
         return output
 
     model.original_model.register_forward_hook(of_a_library(softmax), with_kwargs=True)
-    frame, seen_widths = widths(model, lambda: sweep(model))
-    assert seen_widths == {bridges.D_VOCAB}
+    frame, shapes = watched(model.unembed, lambda: sweep(model))
+    assert {shape[-1] for shape in shapes if shape[0] == ROWS} == {bridges.D_VOCAB}
     assert worst(model, frame) < EXACT
     assert frame["value"].std() > 1e-6
     # Control: without the test of the columns, the sweep is refused.
@@ -270,10 +188,7 @@ def test_a_model_that_reads_its_vocabulary_keeps_it(fails, monkeypatch):
 
 @pytest.mark.usefixtures("working_cache")
 @pytest.mark.parametrize("tried", ["columns", "cache", "suffix"])
-@pytest.mark.parametrize(
-    "error",
-    [torch.OutOfMemoryError("CUDA out of memory"), OSError("no disk"), TypeError("takes no")],
-)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), TypeError("takes no")])
 def test_errors_that_say_nothing_about_the_model_are_heard(tried, error, monkeypatch):
     if tried == "cache":  # else the recording already has the keys and values of its run
         monkeypatch.setattr(recording, "keys_and_values", lambda cache, tokens: ())
@@ -295,25 +210,6 @@ def test_errors_that_say_nothing_about_the_model_are_heard(tried, error, monkeyp
     else:
         with pytest.raises(type(error), match=str(error)):
             sweep(model)
-
-
-def test_a_sweep_that_fails_leaves_the_model_as_it_was():
-    model = exposed("gpt2")
-
-    def forwards():
-        return {name for name, module in model.named_modules() if "forward" in vars(module)}
-
-    def fail(module, args):
-        if len(args[0]) == ROWS:
-            raise RuntimeError("in the middle")
-
-    before, expected = forwards(), model(pair()[0])
-    handle = model.unembed.register_forward_pre_hook(of_a_library(fail))
-    with pytest.raises(RuntimeError, match="in the middle"):
-        sweep(model)
-    handle.remove()
-    assert forwards() == before
-    assert torch.equal(model(pair()[0]), expected)
 
 
 # Wrong caches are not used.
@@ -359,9 +255,8 @@ WRONG = {"another": of_another_run, "shifted": shifted, "late": late, "ignored":
 
 @pytest.mark.usefixtures("working_cache")
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_wrong_cache_is_seen(name, wrong, monkeypatch):
-    model = exposed(name)
+def test_a_wrong_cache_is_seen(wrong, monkeypatch):
+    model = exposed("gpt2")
     monkeypatch.setattr(bridge_replay, "record_key_values", WRONG[wrong])
     frame, seen_lengths = lengths(model, lambda: sweep(model))
     # Every start is tested, so starts after the wrong position run whole.
@@ -392,38 +287,6 @@ def test_every_later_block_must_come_out_alike(index, amount, monkeypatch):
 
 
 @pytest.mark.usefixtures("working_cache")
-@torch.no_grad()
-def test_positions_are_tried_one_by_one(monkeypatch):
-    """Suffixes that start before the wrong position are accepted."""
-    model = exposed("gpt2")
-    monkeypatch.setattr(bridge_replay, "record_key_values", late)
-    replay = replay_of_corrupted(model)
-    assert [replay.can_start_at(0, first) for first in (1, FIRST + 2, FIRST + 3)] == [
-        True,
-        True,
-        False,
-    ]
-    assert not replay.can_start_at(0, 1)  # the start is no longer trusted
-
-
-@pytest.mark.usefixtures("working_cache")
-@torch.no_grad()
-def test_later_blocks_are_trusted_where_earlier_ones_were_tried(monkeypatch):
-    model, tried = exposed("gpt2"), []
-    original = BridgeReplay._test_start
-
-    def watching(self, block, first, earlier):
-        tried.append((block, first))
-        return original(self, block, first, earlier)
-
-    monkeypatch.setattr(BridgeReplay, "_test_start", watching)
-    replay = replay_of_corrupted(model)
-    for block, first in [(1, 3), (1, 3), (2, 3), (0, 3), (1, 3), (1, 0)]:
-        assert replay.can_start_at(block, first)
-    assert tried == [(1, 3), (0, 3)]
-
-
-@pytest.mark.usefixtures("working_cache")
 def test_a_model_that_is_not_causal_is_run_whole(monkeypatch):
     """The cache works, and only patched runs show that earlier positions depend on later ones."""
     config = transformers.Gemma3TextConfig(
@@ -444,36 +307,14 @@ def test_a_model_that_is_not_causal_is_run_whole(monkeypatch):
     assert worst(model, frame) > 1e-3
 
 
+@pytest.mark.usefixtures("working_cache")
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("gpt2", torch.bfloat16), ("gpt2", torch.float16), ("native", torch.float64)],
+    ("name", "dtype", "first"),
+    [("gpt2", torch.bfloat16, 0), ("native", torch.float64, 0), ("gpt2", torch.float32, 5)],
 )
-def test_what_cannot_be_told_or_has_no_cache_is_run_whole(name, dtype):
-    replay = replay_of_corrupted(exposed(name, dtype=dtype))
-    assert replay.start(0, 5) == 0
-
-
-@pytest.mark.usefixtures("working_cache")
-@torch.no_grad()
-def test_float32_runs_apart():
-    assert replay_of_corrupted(exposed("gpt2", dtype=torch.float32)).start(0, 5) == 5
-
-
-@pytest.mark.usefixtures("working_cache")
-@torch.no_grad()
-def test_a_cache_gives_and_does_not_take():
-    model = exposed("llama")
-    past = record_key_values(model, record(model, pair()[1], None))
-    keys, values = past.layers[1]
-    assert keys.shape == values.shape == (BATCH, 1, POS, 14)
-    before = past.before(FIRST)
-    new = torch.full((3 * BATCH, 1, 2, 14), 9.0, dtype=keys.dtype)
-    for _ in range(2):
-        returned, _ = before.update(new, new, 1)
-        assert torch.equal(returned[..., :FIRST, :], keys[..., :FIRST, :].repeat(3, 1, 1, 1))
-        assert torch.equal(returned[..., FIRST:, :], new)
-        assert before.get_seq_length() == FIRST
+def test_what_cannot_be_told_or_has_no_cache_is_run_whole(name, dtype, first):
+    assert replay_of_corrupted(exposed(name, dtype=dtype)).start(0, 5) == first
 
 
 def test_a_hook_point_that_shows_more_than_was_run_is_refused():

@@ -30,8 +30,7 @@ def bridge(config):
 
 
 MODELS = {
-    "converted": hooked,
-    "rotary": lambda: hooked(positional_embedding_type="rotary", rotary_dim=6),
+    "converted": lambda: hooked(positional_embedding_type="rotary", rotary_dim=6),
     "gpt2": lambda: bridge(
         transformers.GPT2Config(
             **{"vocab_size": D_VOCAB, "n_positions": POS, "n_layer": 2, "n_head": HEADS},
@@ -49,13 +48,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("converted", marks=needs_hooked_transformer),
-        pytest.param("rotary", marks=needs_hooked_transformer),
-        "gpt2",
-        "grouped",
-    ],
+    "name", [pytest.param("converted", marks=needs_hooked_transformer), "gpt2", "grouped"]
 )
 def test_what_variants_hold_at_once_is_about_what_is_estimated(name, monkeypatch):
     """Cover whole prompts, one token with all earlier keys and values, and all logits."""

@@ -12,18 +12,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-import transformers
-from common import in_threads, tokens
+from common import in_threads
 
-from attn_only_lens import expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.engine.replay import Replay
-from attn_only_lens.engine.replay.bridge import BridgeReplay
-from attn_only_lens.engine.replay.hooked import HookedReplay
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching import job, site_groups
-from attn_only_lens.patching.job import _share, is_first
-from attn_only_lens.storage.chunks import ChunkStore
+from attn_only_lens.patching.job import is_first
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
@@ -60,7 +54,7 @@ from attn_only_lens.storage import chunks
 def die(path, tensors, *args, **document):
     written.append(path)
     write(path, tensors, *args, **document)
-    if len(written) == 3:
+    if len(written) == 2:
         path.write_bytes(path.read_bytes()[:-7])
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -78,32 +72,34 @@ def start(script, *args, index=0, n=1):
     return subprocess.Popen(command, env=os.environ | settings, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    for name in ("_CHUNKS", "_LEAST"):
-        monkeypatch.setattr(site_groups, name, getattr(site_groups, name))  # the script sets it
-    here = {}
-    exec(SWEEP, here)
-    return here["swept"]
+@pytest.fixture(scope="module")
+def swept():
+    """Return the script's function, which runs in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_CHUNKS", "_LEAST"):
+            patch.setattr(site_groups, name, getattr(site_groups, name))  # the script sets it
+        here = {}
+        exec(SWEEP, here)
+        yield here["swept"]
 
 
-def of_one_process(alone, tmp_path):
+@pytest.fixture(scope="module")
+def expected(swept, tmp_path_factory):
     """Return the frame of one process whose job has the same chunks, so that its bits are equal."""
-    frame = alone(tmp_path / "one process", progress=False).frame
+    frame = swept(tmp_path_factory.mktemp("one process") / "chunks", progress=False).frame
     # Without a folder, products have other sizes, which some processors round differently.
-    whole = alone(progress=False).frame
+    whole = swept(progress=False).frame
     atol = LOGIT_TOLERANCE[torch.float32] * whole["value"].abs().max()
     pd.testing.assert_frame_equal(frame, whole, rtol=0, atol=atol)
     return frame
 
 
-def test_two_processes_have_the_frame_of_one(alone, tmp_path):
+def test_two_processes_have_the_frame_of_one(expected, tmp_path):
     chunks, files = tmp_path / "chunks", [tmp_path / f"{i}.parquet" for i in range(2)]
     processes = [start(RUNS, chunks, files[i], index=i, n=2) for i in range(2)]
     errors = [process.communicate()[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors
     assert len(list(chunks.glob("prompts-*"))) == 5
-    expected = of_one_process(alone, tmp_path)
     for path in files:
         pd.testing.assert_frame_equal(p.Sweep.load(path).frame, expected, check_exact=True)
     # The reporting process shows a progress bar over all sites.
@@ -111,83 +107,38 @@ def test_two_processes_have_the_frame_of_one(alone, tmp_path):
     assert "site" not in errors[1]
 
 
-def test_the_next_start_takes_over_the_share_of_a_process_that_died(alone, tmp_path):
+def test_the_next_start_takes_over_the_shares_of_processes_that_were_killed(
+    swept, expected, tmp_path
+):
+    """One is killed after it has written a chunk, the other one while it writes its second."""
     chunks = tmp_path / "chunks"
-    for index in range(2):
-        process = start(DIES, chunks, index=index, n=2)
+    for index, script in enumerate((DIES, HALF_WRITTEN)):
+        process = start(script, chunks, index=index, n=2)
         errors = process.communicate()[1]
-        assert process.returncode < 0, errors
-    left = {path: path.stat().st_mtime_ns for path in chunks.glob("prompts-*")}
-    assert len(left) == 2
-    together = alone(chunks, progress=False).frame
-    pd.testing.assert_frame_equal(together, of_one_process(alone, tmp_path), check_exact=True)
-    assert all(path.stat().st_mtime_ns == time for path, time in left.items())
-
-
-def test_a_process_killed_while_it_writes_a_chunk(alone, tmp_path):
-    chunks = tmp_path / "chunks"
-    process = start(HALF_WRITTEN, chunks)
-    errors = process.communicate()[1]
-    assert process.returncode == -signal.SIGKILL, errors
+        assert process.returncode == -signal.SIGKILL, errors
     (hidden,) = chunks.glob(".*")
     assert (hidden / "new").is_file()
     left = {path: path.stat().st_mtime_ns for path in chunks.glob("prompts-*")}
     assert len(left) == 2
-    resumed = alone(chunks, progress=False).frame
-    pd.testing.assert_frame_equal(resumed, of_one_process(alone, tmp_path), check_exact=True)
+    together = swept(chunks, progress=False).frame
+    pd.testing.assert_frame_equal(together, expected, check_exact=True)
     assert all(path.stat().st_mtime_ns == time for path, time in left.items())
     assert not list(chunks.glob(".*"))
 
 
-def test_processes_and_threads_that_know_nothing_of_each_other_share_a_folder(alone, tmp_path):
-    chunks, files = tmp_path / "chunks", [tmp_path / f"{i}.parquet" for i in range(2)]
-    processes = [start(RUNS, chunks, file, index=i) for i, file in enumerate(files)]
+def test_processes_and_threads_that_know_nothing_of_each_other_share_a_folder(
+    swept, expected, tmp_path
+):
+    chunks, file = tmp_path / "chunks", tmp_path / "frame.parquet"
+    process = start(RUNS, chunks, file)
     frames = [frame for (frame,) in in_threads(
-        lambda folder: alone(folder, progress=False).frame, [chunks, chunks], times=1
+        lambda folder: swept(folder, progress=False).frame, [chunks, chunks], times=1
     )]  # fmt: skip
-    errors = [process.communicate()[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], errors
-    expected = of_one_process(alone, tmp_path)
-    for frame in (*frames, *(p.Sweep.load(path).frame for path in files)):
+    errors = process.communicate()[1]
+    assert process.returncode == 0, errors
+    for frame in (*frames, p.Sweep.load(file).frame):
         pd.testing.assert_frame_equal(frame, expected, check_exact=True)
     assert len(list(chunks.iterdir())) == 6  # the settings and five chunks
-
-
-@pytest.mark.parametrize("positions", ["each", "all"])
-def test_eight_processes_end_at_about_the_same_time(positions, tmp_path, monkeypatch):
-    """Each process gets about the same number of flops."""
-    monkeypatch.setattr(site_groups, "_LEAST", 1)
-    for replay in (BridgeReplay, HookedReplay):
-        monkeypatch.setattr(replay, "call_flops_on_cpu", 0)  # too much for so small a model
-    values, put = Replay.values, ChunkStore.put
-    running, costs = [0], []
-
-    def counted(self, *variants):
-        for variant in variants:
-            tokens_run = variant.stream.shape[:2].numel()
-            running[0] += tokens_run * (self.flops_per_token(variant.block) + 1)
-        return values(self, *variants)
-
-    def written(self, key, arrays):
-        put(self, key, arrays)
-        costs.append(running[0])
-        running[0] = 0
-
-    config = transformers.GPT2Config(**bridges.GPT | {"n_layer": 3, "n_inner": 397})
-    source = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    model = expose_neuron_heads(bridges.bridged(source.eval())).model
-    monkeypatch.setattr(Replay, "values", counted)
-    monkeypatch.setattr(ChunkStore, "put", written)
-    clean, corrupted = tokens(1, batch=1, pos=8), tokens(2, batch=1, pos=8)
-    options = {"positions": positions, "resume": tmp_path, "progress": False}
-    p.activation_patch(model, clean, corrupted, p.logit_diff(3, 5), **options)
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    shares = []
-    for index in range(8):
-        monkeypatch.setenv("RANK", str(index))
-        shares.append(_share(costs))
-    assert sorted(cost for share in shares for cost in share) == sorted(costs)
-    assert sum(costs) / (8 * max(map(sum, shares))) >= 0.9
 
 
 def test_processes_need_a_folder(monkeypatch):

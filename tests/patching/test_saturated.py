@@ -1,4 +1,4 @@
-"""Tests of attribution on a saturated model, a bracket classifier, as a bridge and hooked model."""
+"""Tests of attribution on a saturated model, a bracket classifier."""
 
 from functools import cache
 from itertools import islice
@@ -17,14 +17,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # raised by TransformerLens
 ]
 KINDS = ("attention", "neuron")
-FORMS = ["bridge", pytest.param("hooked", marks=needs_hooked_transformer)]
 
 
 @cache
-def exact_sweeps(form):
+def exact_sweeps():
     """Return the arguments and the sweeps of every site, for two pairs in both directions."""
-    model = brackets.load_bridge() if form == "bridge" else brackets.load()
-    model = expose_neuron_heads(model).model
+    model = expose_neuron_heads(brackets.load_bridge()).model
     sweeps = []
     for clean, corrupted in islice(brackets.pairs(model, seed=3), 2):
         for direction in ("denoise", "noise"):
@@ -40,10 +38,9 @@ def pearson(exact, estimated, kind):
     return np.corrcoef(exact.effect[here], estimated.effect[here])[0, 1]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_default_gives_what_patches_give(form):
+def test_the_default_gives_what_patches_give():
     alone = []
-    for arguments, how, exact in exact_sweeps(form):
+    for arguments, how, exact in exact_sweeps():
         sweep = p.attribution(*arguments, **how)
         assert min(pearson(exact, sweep, kind) for kind in KINDS) > 0.999
         assert min(sweep.expected_pearson.values()) > 0.98
@@ -57,7 +54,7 @@ def test_the_default_gives_what_patches_give(form):
 def test_no_more_is_expected_than_is_reached():
     """The expected correlation is not too high for small budgets and poor estimates."""
     n_low = 0
-    for arguments, how, exact in exact_sweeps("bridge"):
+    for arguments, how, exact in exact_sweeps():
         for budget in (1, 3):
             sweep = p.attribution(*arguments, budget=budget, **how)
             for kind, expected in sweep.expected_pearson.items():
@@ -67,7 +64,7 @@ def test_no_more_is_expected_than_is_reached():
     assert n_low >= 5
 
 
-def test_the_classifier_is_right_and_is_the_same_in_both_forms():
+def test_the_classifier_is_right():
     recipe, bridge = brackets.Recipe(), brackets.load_bridge()
     tokens, answers = brackets.batch(recipe, torch.Generator().manual_seed(7))
     with torch.no_grad():
@@ -88,17 +85,3 @@ def test_the_bridge_has_the_weights_of_the_hooked_transformer():
 def test_training(tmp_path):
     brackets.main(out=tmp_path, smoke=True)
     assert brackets.load(tmp_path).cfg.n_layers == 1
-
-
-def test_what_is_balanced():
-    texts = ["()()", "(())", "())(", "(()(", "))((", "()(("]
-    tokens = torch.tensor(
-        [[brackets.OPEN if x == "(" else brackets.CLOSE for x in t] for t in texts]
-    )
-    assert brackets.is_balanced(tokens).tolist() == [True, True, False, False, False, False]
-    drawn = brackets.balanced_texts(1000, 6, torch.Generator().manual_seed(0))
-    assert brackets.is_balanced(drawn).all()
-    counts = drawn.unique(dim=0, return_counts=True)[1].double()
-    # Each of the five balanced texts occurs 200 ± 5 · 12.6 times (five standard deviations).
-    assert len(counts) == 5
-    assert (counts - 200).abs().max() < 63

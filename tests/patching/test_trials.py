@@ -1,12 +1,10 @@
-"""Tests that sweeps try their edits before use, and agree with hooks in every family.
-
-The tests run under TransformerLens 3.9 and 4.
-"""
+"""Tests that sweeps try their edits before use, and that edits which have no effect are refused."""
 
 import bridges
+import numpy as np
 import pytest
 import torch
-from patched_runs import cached, hook_point, logit_diff, mask_at, patched_logits
+from patched_runs import hook_point, whole_runs
 from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens import circuits, expose_neuron_heads
@@ -43,16 +41,11 @@ def sweep(model, sites, **how):
 
 def require_exact(model, frame, part="z"):
     """Check every value against a whole run with a hook."""
-    clean, corrupted = pair()
-    source = cached(model, clean)
-    for row in frame.itertuples():
-        places = mask_at(BATCH, POS, row.position)
-        logits = patched_logits(model, corrupted, source, row.name, part, places)
-        expected = logit_diff(logits, torch.tensor([POS - 1] * BATCH), 7, 8)
-        assert row.value == pytest.approx(expected, rel=0, abs=EXACT), row
+    expected = whole_runs(model, (*pair(), None), frame, part)
+    np.testing.assert_allclose(frame["value"], expected, rtol=0, atol=EXACT)
 
 
-@pytest.mark.parametrize("part", ["z", "pattern", "value", "q"])
+@pytest.mark.parametrize("part", ["z", "pattern", "q"])
 def test_bert_whose_layers_run_no_module_for_their_mlp(part):
     model = exposed("bert")
     sites = ["L0N3", "L0N29", "L1N5", "L0H1", "L1H0"]
@@ -86,8 +79,10 @@ def test_an_edit_of_a_module_that_does_not_run_is_refused(monkeypatch):
     sweep(exposed("gpt2"), ["L0N3", "L1N5"])  # GPT-2's layers do run this module
 
 
-@pytest.mark.parametrize("part", ["z", "pattern", "value", "q"])
-@pytest.mark.parametrize("site", ["L1N5", "L1H0"])
+@pytest.mark.parametrize(
+    ("site", "part"),
+    [("L1N5", "z"), ("L1N5", "q"), ("L1H0", "z"), ("L1H0", "pattern"), ("L1H0", "value")],
+)
 def test_an_edit_that_a_replay_loses_or_makes_twice_is_refused(site, part, monkeypatch):
     leaving = BridgeReplay.block_output
     assert len(sweep(exposed("gpt2"), [site], part=part))
@@ -123,7 +118,7 @@ def test_what_acts_between_an_mlp_and_the_stream_is_patched_through():
     assert frame["value"].std() > 1e-6
 
 
-@pytest.mark.parametrize("part", ["z", "pattern", "value", "q"])
+@pytest.mark.parametrize("part", ["z", "value"])
 def test_weights_of_zero_are_no_reason(part):
     """Newly grown heads have zero output weights, and their edits are still accepted."""
     model = exposed("gpt2")
@@ -158,9 +153,6 @@ def ask(model, ranking):
     return {
         "sweep": lambda: sweep(model, **options),
         "attribution": lambda: p.attribution(model, clean, corrupted, METRIC, **options),
-        "integrated": lambda: p.attribution(
-            model, clean, corrupted, METRIC, method="integrated", progress=False, **options
-        ),
         "graph": lambda: circuits.attribution_graph(model, clean, METRIC, top=5),
         "faithfulness": lambda: circuits.faithfulness(model, clean, corrupted, METRIC, ranking),
         "discover": lambda: circuits.discover(model, clean, corrupted, METRIC, **options),

@@ -1,0 +1,255 @@
+"""Tests of how sweeps run: batches, memory, clean-up after errors, and resuming."""
+
+from types import SimpleNamespace
+
+import bridges
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from common import of_a_library, tokens
+
+from attn_only_lens import patching as p
+from attn_only_lens.errors import InputError
+from attn_only_lens.patching import site_groups
+from attn_only_lens.patching.run_patches import Batching
+from attn_only_lens.storage.chunks import ChunkStore
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
+POS = 11
+METRIC = p.logit_diff(correct=7, wrong=8)
+SITES = ["L0N36", "L0N5", "L1N5", "L1N29", "L0H1", "L1H0"]
+SAME = {"check_exact": False, "rtol": 0, "atol": 1e-10}
+
+
+def pair():
+    """Return two prompts that differ at positions 4 and 7."""
+    clean = tokens(1)
+    corrupted = clean.clone()
+    corrupted[:, 4], corrupted[:, 7] = (clean[:, 4] + 5) % 41, (clean[:, 7] + 3) % 41
+    return clean, corrupted
+
+
+@pytest.fixture
+def model():
+    return bridges.exposed_copy(bridges.boot("gpt2"))
+
+
+def sweep(model, sites=SITES, metric=METRIC, **how):
+    how = {"progress": False} | how
+    return p.activation_patch(model, *pair(), metric, sites=sites, **how).to_frame()
+
+
+def test_batch_sizes_and_the_order_of_rows_change_nothing(model):
+    for part in ("z", "pattern"):
+        frame = sweep(model, part=part)
+        for size in (1, 2, 5, 1000):
+            pd.testing.assert_frame_equal(sweep(model, part=part, batch_size=size), frame, **SAME)
+    first, second = (
+        sweep(model, sites, positions=positions).set_index(["name", "position"])["value"]
+        for sites, positions in ((SITES, [4, 7, 9]), (SITES[::-1], [9, 4, 7]))
+    )
+    np.testing.assert_allclose(first, second[first.index], rtol=0, atol=1e-10)
+    assert first.nunique() > len(first) // 2
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+@pytest.mark.parametrize("batch_size", [None, 64])
+def test_out_of_memory(model, batch_size, error):
+    expected, sizes = sweep(model), []
+
+    def full(module, args):
+        n = args[0].shape[0]
+        sizes.append(n)
+        if n > 6:
+            raise error("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
+
+    with model.blocks[-1].register_forward_pre_hook(of_a_library(full)):
+        got = sweep(model, batch_size=batch_size)
+    pd.testing.assert_frame_equal(got, expected, **SAME)
+    assert max(sizes) > 6
+    # The batch size is halved once and remembered; the full size is not tried again.
+    assert sum(n > 6 for n in sizes) <= 5
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_batches_on_a_cpu_are_of_what_free_memory_allows(model, processes, monkeypatch):
+    """Free memory for no variant, for one, for three and for any number of variants."""
+    numbers, of_token = 7001, 101
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+
+    def largest(variants):
+        # Half of the free memory is used, and each number takes 8 bytes.
+        free = SimpleNamespace(available=int(2 * processes * variants * 8 * numbers))
+        monkeypatch.setattr("psutil.virtual_memory", lambda: free)
+        batching = Batching(model, None, lambda n: None, of_token)
+        sizes, values = [], torch.zeros(5000)
+
+        def run(chunk):
+            sizes.append(len(chunk))
+            return chunk.double()
+
+        batching.fill(values, torch.arange(5000), numbers, run)
+        assert torch.equal(values, torch.arange(5000.0))
+        return sizes[0]
+
+    most = 2048 * of_token // numbers  # the memory of 2048 tokens
+    assert [largest(n) for n in (0, 0.9, 1.1, 3.5, 10**6)] == [1, 1, 1, 3, most]
+
+
+def test_out_of_memory_with_one_site_and_other_errors(model):
+    batching, sizes = Batching(model, 8, lambda n: None), []
+
+    def run(error):
+        def inner(chunk):
+            sizes.append(len(chunk))
+            raise error
+
+        return inner
+
+    for error, match in (
+        (torch.OutOfMemoryError("full"), "full"),
+        (RuntimeError("shapes do not match"), "shapes"),
+    ):
+        with pytest.raises(type(error), match=match):
+            batching.fill(torch.zeros(5), torch.arange(5), 1, run(error))
+    assert sizes == [5, 2, 1, 1]
+
+
+def state(model):
+    """Return everything that a sweep may attach to a model while it runs."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return {
+        name: (type(m), vars(m).get("forward"), m.training, [dict(getattr(m, k)) for k in kinds])
+        for name, m in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "native"])
+@pytest.mark.parametrize("after", [1, 6, 12])
+def test_an_error_leaves_the_model_as_it_was(name, after):
+    model, calls = bridges.exposed_copy(bridges.boot(name)), []
+    model.train(name != "gpt2")  # GPT-2 has dropout
+    logits = model(pair()[0])
+    block = model.blocks[-1]
+    vars(block)["forward"] = block.forward  # accelerate leaves this on models that it places
+    block.register_forward_pre_hook(lambda *_: None).remove()
+    before = state(model)
+
+    def fail(module, args):
+        calls.append(1)
+        if len(calls) > after:
+            raise ZeroDivisionError
+
+    handle = block.mlp.register_forward_pre_hook(of_a_library(fail))
+    with handle, pytest.raises(ZeroDivisionError):
+        sweep(model, batch_size=3)
+    assert state(model) == before
+    assert torch.equal(model(pair()[0]), logits)
+    assert len(sweep(model)) == len(SITES) * POS
+    assert state(model) == before
+    assert torch.is_grad_enabled()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Interrupted(ChunkStore):
+    """A folder whose sweep is interrupted after two chunks."""
+
+    left = 2
+
+    def put(self, key, arrays):
+        if not type(self).left:
+            raise KeyboardInterrupt
+        type(self).left -= 1
+        super().put(key, arrays)
+
+
+def test_an_interrupted_sweep_goes_on(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(site_groups, "_CHUNKS", 5)
+    monkeypatch.setattr(site_groups, "_LEAST", 1)
+    whole, folder, runs = sweep(model), tmp_path / "deep" / "sweep.chunks", []
+    model.blocks[0].register_forward_pre_hook(of_a_library(lambda *_: runs.append(1)))
+
+    def n_runs(**how):
+        runs.clear()
+        pd.testing.assert_frame_equal(sweep(model, **how), whole, **SAME)
+        return len(runs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("attn_only_lens.patching.job.ChunkStore", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sweep(model, resume=folder)
+    assert len(list(folder.glob("prompts-*"))) == 2
+    # A sweep runs all 5 chunks, then the 3 missing ones, and then only the two recorded runs.
+    whole_runs = n_runs(resume=tmp_path / "another")
+    assert whole_runs > n_runs(resume=folder) > n_runs(resume=folder)
+    assert len(list(folder.glob("prompts-*"))) == 5
+
+
+def test_results_of_another_job_are_refused(model, tmp_path):
+    folder, (clean, corrupted) = tmp_path / "parts", pair()
+    sweep(model, resume=folder)
+    changed, mask = corrupted.clone(), torch.ones_like(clean)
+    changed[0, 2], mask[0, 0] = (changed[0, 2] + 1) % 41, 0
+    for how, named in (
+        ({"part": "pattern"}, "part"),
+        ({"direction": "noise"}, "direction"),
+        ({"positions": "all"}, "positions"),
+        ({"sites": SITES[1:]}, "sites"),
+        ({"metric": p.kl()}, "metric"),
+        ({"metric": p.logit_diff(correct=7, wrong=9)}, "metric"),
+        ({"mask": mask}, "mask"),
+    ):
+        with pytest.raises(InputError, match=f"(?s)belongs to another job.*{named}: got"):
+            sweep(model, resume=folder, **how)
+    how = {"sites": SITES, "progress": False, "resume": folder}
+    with pytest.raises(InputError, match="corrupted: got"):
+        p.activation_patch(model, clean, changed, METRIC, **how)
+    how = {"direction": "mean", "resume": tmp_path / "mean"}
+    sweep(model, reference=tokens(5), **how)
+    with pytest.raises(InputError, match="reference: got"):
+        sweep(model, reference=tokens(6), **how)
+    with torch.no_grad():
+        model.blocks[1].mlp.out.original_component.weight[3, 2] += 1e-6
+    with pytest.raises(InputError, match="model: got"):
+        sweep(model, resume=folder)
+
+
+def test_a_users_function_needs_a_version_to_be_resumed(model, tmp_path):
+    def swept(fn, folder=tmp_path / "parts", **version):
+        return sweep(model, metric=p.custom(fn, name="same", **version), resume=folder)
+
+    def logit(logits):
+        return logits[0, -1, 7]
+
+    def another(logits):
+        return logits[0, -1, 8]
+
+    words = r"without a version; expected p.custom\(fn, version='1'\)"
+    with pytest.raises(InputError, match=words):
+        swept(logit)
+    assert not (tmp_path / "parts").exists()
+    kept = swept(logit, version="1")
+    assert swept(logit, version="1").equals(kept)
+    for fn, version in ((logit, "2"), (another, "1")):
+        with pytest.raises(InputError, match="metric_identity: got"):
+            swept(fn, version=version)
+    # Control: the other function gives other values.
+    assert not swept(another, tmp_path / "others", version="1")["value"].equals(kept["value"])
+
+
+def test_the_same_name_with_other_answers_is_another_metric():
+    """The metrics share a name, which shows only the first answers, and are still told apart."""
+    many = list(range(1, 40))
+    one, two = (p.logit_diff([*many, last], [0] * 40) for last in (40, 41))
+    assert one.name == two.name
+    assert one.identity() != two.identity()
+
+
+def test_a_bar_of_sites(model, capsys):
+    sweep(model, progress=True)
+    shown = capsys.readouterr().err
+    assert f"{len(SITES) * POS}/{len(SITES) * POS}" in shown
+    assert "site/s" in shown
+    sweep(model)
+    assert not capsys.readouterr().err

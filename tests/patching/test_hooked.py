@@ -1,0 +1,258 @@
+"""Tests of what only HookedTransformers have: their options, two blocks per layer, skipped blocks.
+
+All other properties of patching are tested on bridges. The oracle is a whole forward pass with
+hooks; where heads share keys and values, of a copy of the model in which they do not.
+"""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from common import of_a_library, tokens
+from models import CORE, STRUCTURES, build, written_out
+from patched_runs import whole_runs
+from path_oracle import PathOracle
+
+from attn_only_lens import HeadName, convert, expose_neuron_heads
+from attn_only_lens import patching as p
+from attn_only_lens.engine.readers import Readers
+from attn_only_lens.engine.recording import record_pair
+from attn_only_lens.engine.replay import make_replay
+from attn_only_lens.engine.sites import resolve_sites
+from attn_only_lens.errors import UnsupportedModelError
+from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
+
+POS = 11
+METRIC = p.logit_diff(correct=7, wrong=8)
+SITES = ["L0N36", "L1N29", "L2N3", "L0H1", "L1H0", "L2H1"]
+LAYOUTS = {"two blocks": convert, "in place": lambda x: expose_neuron_heads(x).model}
+EXACT = 1e-10
+
+
+def pair():
+    """Return clean and corrupted prompts that differ at 7, and from 3 or 5 on."""
+    clean = tokens(1)
+    corrupted = clean.clone()
+    corrupted[0, 3], corrupted[1, 5] = (clean[0, 3] + 5) % 41, (clean[1, 5] + 7) % 41
+    corrupted[:, 7] = (clean[:, 7] + 3) % 41
+    return clean, corrupted
+
+
+def sweep(model, sites=SITES, **how):
+    how = {"progress": False} | how
+    return p.activation_patch(model, *pair(), METRIC, sites=sites, **how).to_frame()
+
+
+EVERY = [(family, "two blocks", "z pattern k") for family in STRUCTURES]
+EVERY += [(family, "in place", "z value q") for family in CORE]
+
+
+@pytest.mark.parametrize(("family", "layout", "parts"), EVERY)
+def test_patches_of_every_family(family, layout, parts):
+    model, truth = LAYOUTS[layout](build(family)), LAYOUTS[layout](written_out(family))
+    for part in parts.split():
+        sites = [site for site in SITES if part != "k" or "H" in site]
+        frame = sweep(model, sites, part=part)
+        rows = frame[frame.position >= 3].sample(5, random_state=3)
+        expected = whole_runs(truth, (*pair(), None), rows, part)
+        largest = model(pair()[1]).abs().max().item()
+        np.testing.assert_allclose(rows["value"], expected, rtol=0, atol=EXACT * largest)
+        assert np.std(expected) > 1e-7
+        before = frame[frame.position < 3]["score"]  # except in a bidirectional model
+        assert (set(before) == {0.0}) != (family == "bidirectional")
+
+
+@pytest.mark.parametrize("family", ["gelu", "shortformer", "alibi", "sinks", "rotary"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(side, family):
+    model, (clean, corrupted) = LAYOUTS["in place"](build(family)), pair()
+    mask = torch.ones_like(clean)
+    mask[1, slice(0, 3) if side == "left" else slice(POS - 3, None)] = 0
+    for part in ("z", "pattern"):
+        rows = sweep(model, mask=mask, part=part).sample(7, random_state=3)
+        expected = whole_runs(model, (clean, corrupted, mask), rows, part)
+        np.testing.assert_allclose(rows["value"], expected, rtol=0, atol=EXACT)
+        assert np.std(expected) > 1e-5
+
+
+class Rows:
+    """A record of the batch rows and positions in each call of each block."""
+
+    def __init__(self, model):
+        self.calls = []
+        for index, block in enumerate(model.blocks):
+            block.register_forward_pre_hook(of_a_library(self.look(index)))
+
+    def look(self, index):
+        return lambda module, args: self.calls.append((index, *args[0].shape[:2]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_patch_that_changes_nothing_costs_nothing(layout):
+    model = LAYOUTS[layout](build("gelu"))
+    rows, sites = Rows(model), ["L1N36", "L1N5", "L1N7"]
+
+    def swept(positions, sites=sites):
+        """Return the frame and the variants' calls, which have six rows; other calls have two."""
+        rows.calls.clear()
+        frame = sweep(model, sites, positions=positions)
+        return frame, [call for call in rows.calls if call[1] == 2 * len(sites)]
+
+    # Before 3, both runs are equal. The metric reads position 10; later positions do not matter.
+    frame, calls = swept([0, 1, 2])
+    assert not calls
+    assert set(frame["score"]) == {0.0}
+    # Neither blocks nor positions before a patch are run.
+    first = 4 if layout == "two blocks" else 2
+    assert swept([7])[1] == [(index, 6, POS - 7) for index in range(first, len(model.blocks))]
+    # The last layer's neurons write to the stream that is unembedded, so only their outputs at the
+    # metric's position matter, and no block runs.
+    last = ["L2N3", "L2N4", "L2N5"]
+    frame, calls = swept([4, 7], last)
+    assert not calls
+    assert set(frame["score"]) == {0.0}
+    frame, calls = swept([10], last)
+    assert not calls
+    assert 0.0 not in set(frame["score"])
+
+
+def state(model):
+    """Return everything that a sweep may attach to a model while it runs."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return {
+        name: (type(m), "forward" in vars(m), sorted(vars(m)), [dict(getattr(m, k)) for k in kinds])
+        for name, m in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("after", [0, 5, 9, 14])
+def test_an_error_leaves_the_model_as_it_was(layout, after):
+    model, calls = LAYOUTS[layout](build("post_norm")), []
+    expected, logits = sweep(model), model(pair()[0])
+
+    def fail(module, args):
+        calls.append(1)
+        if len(calls) > after:
+            raise ZeroDivisionError
+
+    model.blocks[-1].register_forward_pre_hook(fail).remove()
+    before = state(model)
+    handle = model.blocks[-1].register_forward_pre_hook(of_a_library(fail))
+    with handle, pytest.raises(ZeroDivisionError):
+        sweep(model, batch_size=3)
+    assert state(model) == before
+    assert torch.equal(model(pair()[0]), logits)
+    pd.testing.assert_frame_equal(sweep(model), expected)
+
+
+def test_recorded_keys_and_values_hold_no_graph():
+    """An autograd graph would keep every activation alive."""
+    model = convert(build("gelu"))
+    model.requires_grad_(True)
+    prompts = p.prompt_pair(model, *pair())
+    runs = record_pair(model, prompts, METRIC, resolve_sites(model, SITES), "z")
+    replay = make_replay(model, runs.corrupted, runs.metric)
+    assert replay._past
+    assert not any(value.past_keys.requires_grad for value in replay._past.values())
+
+
+# Paths
+
+
+@pytest.mark.parametrize("family", ["gelu", "parallel", "no_norm", "post_norm"])
+def test_paths(family):
+    """Families without norms, or with norms that no bridge of the other tests has."""
+    source, (clean, corrupted) = build(family, scale=0.25), pair()
+    oracle = PathOracle(source, clean, corrupted, answers=(7, 8))
+    call, heads = (convert(source), clean, corrupted, METRIC), ["L1H0", "L1N5"]
+    for part, receivers, positions in (("z", heads, 7), ("q", heads, 7), ("z", ["logits"], "all")):
+        how = {"senders": ["L0H1", "L0N3"], "receivers": receivers, "positions": positions}
+        frame = p.path_patch(*call, part=part, progress=False, **how).frame
+        assert len(frame) == 2 * len(receivers)
+        for row in frame.itertuples():
+            to = row.receiver if row.receiver == "logits" else HeadName.parse(row.receiver)
+            at = slice(None) if positions == "all" else positions
+            expected = oracle.value(HeadName.parse(row.sender), to, row.part, at)
+            assert row.value == pytest.approx(expected, rel=0, abs=1e-10)
+        assert frame["value"].std() > 1e-5
+
+
+def test_heads_one_at_a_time(monkeypatch):
+    """The code for norms over all heads gives the same result for models without such norms."""
+    model = convert(build("grouped", scale=0.25))
+    options = {"senders": "L0N3", "receivers": p.heads(1), "positions": 7, "progress": False}
+    for part in ("q", "k", "value"):
+        together = p.path_patch(model, *pair(), METRIC, part=part, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(Readers, "_is_joint", lambda readers, layer: True)
+            alone = p.path_patch(model, *pair(), METRIC, part=part, **options)
+        pd.testing.assert_frame_equal(together.frame, alone.frame, rtol=1e-12)
+        assert together.frame["value"].nunique() == 6
+
+
+# Attribution
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", ["gradient", "exact_gate", "integrated", "secant"])
+def test_attribution_with_enough_repairs_is_patching(layout, method):
+    model = LAYOUTS[layout](build("parallel_norms"))
+    how = {"sites": SITES, "progress": False}
+    exact = p.activation_patch(model, *pair(), METRIC, **how).frame
+    repaired = p.attribution(model, *pair(), METRIC, method=method, budget=1e6, **how).frame
+    np.testing.assert_allclose(repaired["score"], exact["score"], rtol=0, atol=1e-10)
+    plain = p.attribution(model, *pair(), METRIC, method=method, budget=0, **how).frame
+    assert np.corrcoef(plain["score"], exact["score"])[0, 1] > 0.5
+
+
+def test_queries_that_are_normed_together_have_no_closed_form():
+    model, how = LAYOUTS["in place"](build("post_norm")), {"part": "q", "method": "exact_gate"}
+    with pytest.raises(UnsupportedModelError, match="changes the z of other heads"):
+        p.attribution(model, *pair(), METRIC, budget=0, **how)
+    p.attribution(model, *pair(), METRIC, budget=0, sites=p.neuron_heads(), **how)
+
+
+def micro():
+    """Return a model with one neuron on one coordinate, no norm, and attention that writes zero."""
+    cfg = HookedTransformerConfig(
+        n_layers=1, d_model=2, n_ctx=3, d_head=2, n_heads=1, d_mlp=1, d_vocab=3, act_fn="silu",
+        normalization_type=None, dtype=torch.float64, device="cpu",
+    )  # fmt: skip
+    model = HookedTransformer(cfg)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.embed.W_E.copy_(torch.tensor([[0.0, 0.0], [2.0, 0.0], [-1.0, 0.0]]))
+        model.blocks[0].mlp.W_in.copy_(torch.tensor([[1.5], [0.0]]))
+        model.blocks[0].mlp.b_in.copy_(torch.tensor([0.5]))
+        model.blocks[0].mlp.W_out.copy_(torch.tensor([[0.0, 3.0]]))
+        model.unembed.W_U.copy_(torch.tensor([[0.0, 0.0, 0.0], [0.0, 1.0, -1.0]]))
+    return model
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_worked_out_by_hand(layout):
+    """q is 3.5 (clean) and -1 (corrupted); the metric is 6 z, so it is linear in z."""
+    model, q, q2 = LAYOUTS[layout](micro()), -1.0, 3.5
+    w, w2 = 1 / (1 + math.exp(-q)), 1 / (1 + math.exp(-q2))
+    span = 6 * (w2 * q2 - w * q)
+    expected = {
+        ("z", "gradient"): span,
+        ("pattern", "gradient"): 6 * (w2 - w) * q,
+        ("value", "gradient"): 6 * w * (q2 - q),
+        ("q", "gradient"): 6 * w * (1 - w) * (q2 - q) * q,
+        ("q", "exact_gate"): 6 * (w2 - w) * q,
+        ("z", "secant"): span,
+        ("z", "integrated"): span,
+    }
+    arguments = model, torch.tensor([0, 1]), torch.tensor([0, 2]), p.logit_diff(1, 2)
+    how = {"sites": "L0N0", "positions": -1, "budget": 0, "progress": False}
+    for (part, method), change in expected.items():
+        result = p.attribution(*arguments, part=part, method=method, **how)
+        # about a dozen roundings of numbers up to 21
+        assert result.corrupted_value == pytest.approx(6 * w * q, rel=1e-13)
+        assert result.frame["score"].item() == pytest.approx(change / span, rel=1e-12)
+        assert (result.method, result.part) == (method, part)
