@@ -94,7 +94,6 @@ pictures: .venv4/ready browser ## draw the pictures of the guide again (those of
 	PYTHONPATH=tests .venv4/bin/python docs/pictures/make.py $(SMOLLM2)
 
 support: .venv/ready .venv4/ready ## what each function makes of each kind of model: docs/support.md
-	PYTHONPATH=tests .venv4/bin/python tests/growth/test_hugging_face.py
 	$(BIN)/python tests/support.py
 	.venv4/bin/python tests/support.py
 

@@ -108,10 +108,6 @@ def test_neurons_are_exposed_patched_and_drawn(hooked):
     assert {"attention", "neuron"} <= set(graph.nodes["kind"])
 
 
-def test_size():
-    assert sum(path.stat().st_size for path in DATA.iterdir()) < 5_000_000
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_smoke(tmp_path):
     app = training.typer.Typer()

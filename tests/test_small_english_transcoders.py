@@ -1,9 +1,7 @@
 """Tests of the transcoders of Small English: their files, their accuracy, and their training."""
 
 import json
-from dataclasses import replace
 from importlib.resources import files
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from attn_only_lens.heads.transcoder import Transcoder
 
 DATA = Path(str(files("attn_only_lens.pretrained") / "data" / "small_english" / "transcoders"))
 METRICS = json.loads((DATA / "metrics.json").read_text("utf-8"))
-TEXTS = pretrained.small_english_texts()[:150]
+TEXTS = pretrained.small_english_texts()[:100]
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +62,6 @@ def test_transcoders_made_in_inference_mode_can_be_trained():
     assert transcoder.W_enc.grad.abs().max() > 0
 
 
-def test_size():
-    assert sum(path.stat().st_size for path in DATA.rglob("*")) < 3_000_000
-
-
 def test_they_imitate_the_mlps_on_held_out_texts(measured):
     """The bounds of FVU and L0 are the results of the trial in the model card."""
     for name, bounds in (("fvu", (0.066, 0.041, 0.022, 0.018)), ("l0", (46, 15, 21, 58))):
@@ -109,52 +103,10 @@ def test_the_replacement_in_the_model_of_the_package_has_the_same_metrics(transc
     assert total / n_tokens == pytest.approx(measured["kl"], rel=0.02)
 
 
-def test_the_card_reports_the_metrics():
-    card = (DATA.parent / "README.md").read_text("utf-8")
-    for phase in ("separate", "together"):
-        metrics = METRICS[phase]
-        for row in (
-            " / ".join(f"{value:.4f}" for value in metrics["fvu"]),
-            " / ".join(f"{value:.0f}" for value in metrics["l0"]),
-            f"{metrics['kl']:.3f}",
-            f"{100 * metrics['top_token']:.1f} %",
-        ):
-            assert row in card, row
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_dead_features_are_replaced():
-    run = training.Training(training.Recipe(d_features=67, steps=(3, 0), rows=5), "cpu")
-    run.run(0)
-    layer = run.layers[1]
-    with torch.no_grad():
-        layer.weights["b_enc"][7] = -100.0
-    layer.steps_silent[7] = training.DEAD
-    assert not (layer(layer.inputs)[1][:, 7] > 0).any()
-    assert layer.resample(run.optimizer) == 1
-    assert (layer(layer.inputs)[1][:, 7] > 0).any()
-    assert layer.resample(run.optimizer) == 0
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_features_that_are_dead_at_the_end_are_removed(transcoders):
-    whole = transcoders[1]
-    threshold = whole.threshold.clone()
-    threshold[7] = 1e4  # never reached
-    model, recipe = training.read_model("cpu"), training.Recipe()
-    texts = list(islice(training.batches(recipe, "cpu"), training.DEAD))
-    dead = replace(whole, threshold=threshold)
-    some = training.without_dead(model, {1: dead}, iter(texts))[1]
-    assert some.d_features < whole.d_features
-    assert not (some.W_dec == whole.W_dec[7]).all(1).any()
-    x = training.record(model, texts)[0][1]
-    torch.testing.assert_close(some.decode(some.encode(x)), dead.decode(dead.encode(x)))
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_no_training_text_is_held_out():
     batches = training.batches(training.Recipe(), "cpu")
-    rows = [row[row != training.EOS].tolist() for _ in range(40) for row in next(batches)]
+    rows = [row[row != training.EOS].tolist() for _ in range(20) for row in next(batches)]
     tokenizer = training.language.tokenizer()
     held_out = {tuple(tokenizer(text)["input_ids"]) for text in pretrained.small_english_texts()}
     assert not held_out & set(map(tuple, rows))

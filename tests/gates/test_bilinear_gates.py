@@ -9,7 +9,6 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from analyses.tools import fit_gates
 from analyses.tools.certificates import certified_bound
@@ -363,17 +362,3 @@ def test_the_fit_from_nothing_finds_the_pinned_terms(target, m):
     np.testing.assert_allclose(terms, fit_gates.pinned(target, m), atol=1e-4)
     pinned = fit_gates.largest_error(target, fit_gates.pinned(target, m))
     assert fit_gates.largest_error(target, terms) == pytest.approx(pinned, rel=1e-3)
-
-
-def test_smoke(tmp_path):
-    app = fit_gates.typer.Typer()
-    app.command()(fit_gates.main)
-    arguments = ["--smoke", "--name", "gelu", "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    page = (tmp_path / "gates.md").read_text("utf-8")
-    assert page.strip() in result.output
-    for m in HEADS:
-        assert f"| gelu | {m} | {bilinear_gate('gelu', m).bound:.5g} |" in page
-    refused = CliRunner().invoke(app, ["--heads", "3", "--out", str(tmp_path)])
-    assert refused.exit_code != 0

@@ -1,18 +1,18 @@
-"""Tests of provenance: where old parts of a grown model are, composition, and files."""
+"""Tests of provenance: where old parts of a grown model are, and its files."""
 
 import pytest
 import torch
 import yaml
-from growing import all_steps
-from models import build
+from bridges import boot, exposed_copy
+from growing import native
 from sealed_files import rewrite
 
 from attn_only_lens import expansion as ex
 from attn_only_lens import grow
-from attn_only_lens.errors import CheckpointError, UnknownHeadError
+from attn_only_lens.errors import CheckpointError, GrowthError, UnknownHeadError
 from attn_only_lens.expansion.provenance import IndexMap, TensorMap
 from attn_only_lens.expansion.weights import identity_of
-from attn_only_lens.growth import read, read_provenance
+from attn_only_lens.growth import identity, read_provenance
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def grown():
     steps = ex.compose(
         ex.InsertLayer(1), ex.AddNeurons(5), ex.WidenStream(3), ex.AddHeads(2), ex.InsertLayer(0)
     )
-    return grow(build("gelu"), steps)
+    return grow(native(n_layers=3), steps)
 
 
 def test_names(grown):
@@ -40,18 +40,12 @@ def test_names(grown):
     assert provenance.old_name("blocks.2.mlp.W_in") is None
     assert provenance.source_of("blocks.2.mlp.W_in") == "blocks.0.mlp.W_in"
     assert provenance.source_of("blocks.3.mlp.W_in") == "blocks.1.mlp.W_in"
-
-
-@pytest.mark.parametrize("name", ["L3", "L0N37", "L0H2", "L5N0", "N5", "L", "L-1", 7, "L01"])
-def test_unknown_names(grown, name):
-    with pytest.raises(UnknownHeadError):
-        grown.provenance[name]
-
-
-@pytest.mark.parametrize("name", ["L5", "L0N42", "L0H4", "L5N0", "x"])
-def test_unknown_names_of_the_grown_model(grown, name):
-    with pytest.raises(UnknownHeadError):
-        grown.provenance.old_of(name)
+    for unknown in ("L3", "L0N37", "L0H2", "L5N0", "N5", "L", "L-1", 7, "L01"):
+        with pytest.raises(UnknownHeadError):
+            provenance[unknown]
+    for unknown in ("L5", "L0N42", "L0H4", "L5N0", "x"):
+        with pytest.raises(UnknownHeadError):
+            provenance.old_of(unknown)
 
 
 def test_frame(grown):
@@ -62,32 +56,6 @@ def test_frame(grown):
     row = frame.set_index("name").loc["L3N7"]
     assert (row.kind, row.old, row.is_new) == ("neuron", "L1N7", False)
     assert frame.old.isna().equals(frame.is_new)
-
-
-@pytest.mark.parametrize("family", ["gelu", "grouped", "inverse_layer"])
-def test_two_growths_compose(family):
-    """Growing twice gives the provenance and weights of both growth steps at once."""
-    model = build(family)
-    weights = read(model)
-    first = all_steps(model)
-    second = all_steps(model, ("layer", "stream", "width", "heads", "neurons"))
-    once, a = first(weights)
-    twice, b = second(once)
-    both, c = ex.compose(first, second)(weights)
-    assert a.then(b) == c
-    assert all(torch.equal(twice.tensors[name], both.tensors[name]) for name in both.tensors)
-    assert twice.constants == both.constants
-    for name in weights.tensors:
-        moved = c.tensor_map(name)
-        assert moved.shape == tuple(both.tensors[moved.name].shape)
-        part = moved.old_part(both.tensors[moved.name])
-        if not c.centred:
-            assert torch.allclose(part, weights.tensors[name] * moved.scale, rtol=1e-14)
-        assert torch.equal(moved.old_part(moved.put(part, torch.zeros(moved.shape).double())), part)
-    for zeros in c.zeros:
-        entries = zeros.entries(both.tensors[zeros.name])
-        assert entries.numel()
-        assert not entries.any()
 
 
 def test_moved_indices_in_the_middle():
@@ -108,22 +76,39 @@ def test_a_bias_of_zeros_that_one_version_adds_is_no_difference():
     assert identity.differences(changed) == changed.differences(identity) == ["unembed.b_U"]
 
 
-@pytest.mark.parametrize("family", ["gelu", "local", "llama"])
-def test_files(family, tmp_path):
-    model = build(family)
-    grown = grow(model, ex.compose(all_steps(model), ex.AddHeads(4 * 3, into_groups=True)))
+def test_identity_is_that_of_the_weights_in_any_form():
+    model = native()
+    source = grow(model, d_mlp=41).provenance.source
+    for same in (model, native(dtype=torch.float32), exposed_copy(native())):
+        assert source.differences(identity(same)) == []
+    model.original_model.tok_embed.weight.data[0] += 0.01
+    assert source.differences(identity(model)) == ["embed.W_E"]
+    assert identity(torch.nn.Linear(2, 3)).marks.keys() == {"weight", "bias"}  # cannot be grown
+    with pytest.raises(GrowthError, match="expected a model"):
+        identity("gpt2")
+
+
+@pytest.mark.both_versions
+@pytest.mark.parametrize("init", [None, ex.init.cancelling(0.5), ex.init.splits(0.3, 0.7)])
+def test_files(init, tmp_path):
+    steps = ex.AddNeurons(5), ex.AddHeads(2), ex.InsertLayer(1), ex.AddHeads(4, into_groups=True)
+    model = boot("granite", torch.float32)
+    grown = grow(model, ex.compose(*steps), init=init)
     folder = grown.save_pretrained(tmp_path / "grown")
     assert read_provenance(folder) == grown.provenance
     card = (folder / "README.md").read_text("utf-8")
-    n_parameters = sum(parameter.numel() for parameter in grown.model.parameters())
+    n_parameters = sum(parameter.numel() for parameter in grown.model.original_model.parameters())
     assert {"library_name", "tags"} <= yaml.safe_load(card.split("---\n")[1]).keys()
-    assert f"| layers | {model.cfg.n_layers} | {grown.model.cfg.n_layers} |" in card
+    assert "| layers | 2 | 3 |" in card
     assert f"{n_parameters:,} parameters" in card
     (folder / "README.md").write_text("An edited card.", encoding="utf-8")
     grown.save_pretrained(folder)
     assert (folder / "README.md").read_text("utf-8") == "An edited card."
     rewrite(folder / "provenance.json", provenance={"layers": {}})
     with pytest.raises(CheckpointError, match=r"cannot be used: .*provenance\.axes is missing"):
+        read_provenance(folder)
+    rewrite(folder / "provenance.json", provenance={"layers": [[0, 10**12]]})
+    with pytest.raises(CheckpointError, match="lists more than"):
         read_provenance(folder)
     with pytest.raises(CheckpointError, match="this model has no provenance"):
         read_provenance(tmp_path)

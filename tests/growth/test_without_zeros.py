@@ -3,171 +3,179 @@
 import pytest
 import torch
 from common import relative, tokens
-from growing import group_size, same_bits, steps
-from models import build
+from growing import evaluate, group_size, loss, native, random_weights, same_bits
 
-from attn_only_lens import convert, grow
 from attn_only_lens import expansion as ex
+from attn_only_lens import grow
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.expansion.initialise import _Splits
-from attn_only_lens.growth import read, read_provenance
+from attn_only_lens.growth import read
+from attn_only_lens.growth._grow import growable_of
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
+
+pytestmark = pytest.mark.numeric
 
 EXACT = LOGIT_TOLERANCE[torch.float64]
 # The random values are large, so terms must cancel in pairs; small values would hide errors.
 INITS = {"cancelling": ex.init.cancelling(0.5), "splits": ex.init.splits(0.3, 0.7)}
+EVERY_INIT = pytest.mark.parametrize("init", INITS)
 EVEN = {
-    "neurons": lambda group: ex.AddNeurons(4),
-    "heads": lambda group: ex.AddHeads(2 * group),
-    "width": lambda group: ex.compose(ex.WidenValues(4), ex.WidenQueriesAndKeys(4)),
-    "stream": lambda group: ex.WidenStream(4),
-    "layer": lambda group: ex.InsertLayer(1),
+    "neurons": ex.AddNeurons(4),
+    "heads": ex.AddHeads(6),
+    "values": ex.WidenValues(4),
+    "queries": ex.WidenQueriesAndKeys(4),
+    "stream": ex.WidenStream(4),
+    "layer": ex.InsertLayer(1),
 }
-# Where zeros stay, by family: in parts that norms, rotary positions and slopes depend on.
-STAY = {
-    "gelu": {"splits": {"stream", "layer"}, "cancelling": {"stream"}},
-    "llama": {"splits": {"W_K", "stream", "layer"}, "cancelling": {"stream"}},
-    "no_norm": {"splits": {"layer"}, "cancelling": set()},
-    "qk_norm": {"splits": {"W_K", "stream", "layer"}, "cancelling": {"W_K", "stream"}},
-    "norms_before_and_after": {
-        "splits": {"stream", "layer"},
-        "cancelling": {"stream", "layer"},
-    },
+ODD = {
+    "neurons": ex.AddNeurons(5),
+    "heads": ex.AddHeads(3),
+    "values": ex.WidenValues(3),
+    "queries": ex.WidenQueriesAndKeys(3),
+    "stream": ex.WidenStream(11),
+    "layer": ex.InsertLayer(1),
 }
-WRITTEN = {"neurons": "W_out", "heads": "W_O", "width": "W_O", "stream": "W_out", "layer": "W_out"}
+WRITTEN = {"neurons": "mlp.W_out", "heads": "attn.W_O", "values": "attn.W_O"}
+WRITTEN |= {"queries": "attn.W_K", "stream": "mlp.W_out", "layer": "mlp.W_out"}
+LN = {"norm": "LN", "final_norm": "LN"}
+# Constants of the weights, and where zeros stay: in parts that norms depend on.
+CASES = {
+    "layer norm": (LN, {"splits": {"stream", "layer"}, "cancelling": {"stream"}}),
+    "no norm": (
+        {"norm": None, "final_norm": None},
+        {"splits": {"layer"}, "cancelling": set()},
+    ),
+    "query norm": (
+        {"qk_norm": "by head"},
+        {"splits": {"queries", "stream", "layer"}, "cancelling": {"queries", "stream"}},
+    ),
+    "norms before and after": (
+        {"norm_place": "both"},
+        {"splits": {"stream", "layer"}, "cancelling": {"stream", "layer"}},
+    ),
+    "grouped": (
+        {"kv_head": 1, "grouped": True, "gated": True},
+        {"splits": {"stream", "layer"}, "cancelling": {"stream"}},
+    ),
+    "rotary": ({"positions": "rotary", "rotary": "fixed"}, None),
+    "clipped": ({"clip_qkv": 0.3}, None),
+}
 
 
-def possible(model):
-    """Return all expansions by odd numbers that this model allows, composed."""
-    steps_so_far = []
-    for step in steps(group=3 * group_size(model)).values():
-        try:
-            grow(model, step)
-            steps_so_far.append(step)
-        except GrowthError:
-            pass
-    return ex.compose(*steps_so_far)
-
-
-def is_new(grown, name):
-    """Return a mask of the new entries in a parameter of the second layer or of a new one."""
-    parameter = grown.model.get_parameter(name)
-    mask, old = torch.ones_like(parameter), grown.provenance.old_name(name.replace("._", "."))
+def is_new(provenance, name, tensor):
+    """Return a mask of a tensor's new entries."""
+    mask, old = torch.ones_like(tensor), provenance.old_name(name)
     if old is not None:
-        moved = grown.provenance.tensor_map(old)
+        moved = provenance.tensor_map(old)
         mask = moved.put(torch.zeros([len(axis.new_of) for axis in moved.axes]).double(), mask)
     return mask.bool()
 
 
-@pytest.mark.parametrize(
-    "family", ["gelu", "llama", "no_norm", "qk_norm", "post_norm", "alibi", "clip_qkv", "sinks"]
-)
-@pytest.mark.parametrize("init", INITS)
-def test_the_same_function_and_back_to_the_bit(family, init):
-    model = build(family)
-    grown = grow(model, possible(model), init=INITS[init], seed=3)
-    assert relative(grown.model(tokens()), model(tokens())) < EXACT
-    assert grown.provenance.ties
-    assert same_bits(grown.shrink(), model)
+@EVERY_INIT
+@pytest.mark.parametrize("case", [case for case in CASES if case != "rotary"])
+def test_the_same_function(case, init):
+    weights = random_weights(**CASES[case][0])
+    steps = [step for step in ODD.values() if not step.reasons_against(weights)]
+    grown, provenance = ex.compose(*steps)(weights, INITS[init], seed=3)
+    assert relative(evaluate(grown), evaluate(weights)) < EXACT
+    assert provenance.ties
+    assert not provenance.broken(grown.tensors)
 
 
-@pytest.mark.parametrize("family", STAY)
-@pytest.mark.parametrize("init", INITS)
-def test_zeros_stay_where_nothing_else_would_do(family, init):
-    model = build(family)
-    for step, make in EVEN.items():
-        grown = grow(model, make(group_size(model)), init=INITS[init])
-        layer = f"blocks.1.{'mlp' if 'out' in WRITTEN[step] else 'attn'}.{WRITTEN[step]}"
-        written = grown.model.get_parameter(layer)[is_new(grown, layer)]
+@EVERY_INIT
+@pytest.mark.parametrize("case", [case for case, (_, stay) in CASES.items() if stay])
+def test_zeros_stay_where_nothing_else_would_do(case, init):
+    constants, stay = CASES[case]
+    weights = random_weights(**constants)
+    for step, expansion in EVEN.items():
+        grown, provenance = expansion(weights, INITS[init])
+        name = f"blocks.1.{WRITTEN[step]}"
+        tensor = grown.tensors[name]
+        written = tensor[is_new(provenance, name, tensor)]
         if step == "layer":  # the last of 37 neurons has no partner
-            written = grown.model.get_parameter(layer)[:36]
-        assert (written == 0).all() if step in STAY[family][init] else (written != 0).all(), step
-        if step == "width":
-            keys = read(grown.model).tensors["blocks.1.attn.W_K"][..., -4:]
-            assert (keys == 0).all() if "W_K" in STAY[family][init] else (keys != 0).all()
+            written = tensor[:36]
+        assert (written == 0).all() if step in stay[init] else (written != 0).all(), step
 
 
-@pytest.mark.parametrize("family", ["gelu", "llama"])
+def test_rotary_queries_keep_zeros():
+    weights = random_weights(positions="rotary", rotary="fixed")
+    for init in INITS.values():
+        grown, _ = ex.WidenQueriesAndKeys(4)(weights, init)
+        keys = grown.tensors["blocks.1.attn.W_K"][..., -4:]
+        assert (keys == 0).all() == (init is INITS["splits"])
+
+
+@pytest.mark.parametrize("family", ["ln", "gated"])
 @pytest.mark.parametrize("init", [*INITS, "zeros in outputs"])
 def test_all_of_a_new_unit_sees_a_gradient_at_the_first_step(family, init):
-    model = build(family)
-    for step in ("neurons", "heads", "width", "layer"):
-        if step in STAY[family].get(init, ()) or (family, step) == ("llama", "width"):
-            continue
-        grown = grow(model, EVEN[step](group_size(model)), init=INITS.get(init))
-        grown.model(tokens(), return_type="loss").backward()
-        for name, parameter in grown.model.named_parameters():
-            reads = any(f".{of}" in name.replace("._", ".") for of in ("W_in", "W_gate", "W_V"))
-            new = is_new(grown, name) if reads else torch.zeros_like(parameter).bool()
-            if step == "layer":
-                new[..., 36 if new.shape[-1] == 37 else 99 :] = False  # the odd neuron
+    steps = {name: EVEN[name] for name in ("neurons", "heads", "layer")}
+    steps["width"] = ex.compose(EVEN["values"], EVEN["queries"])
+    if init == "splits":
+        del steps["layer"]  # zeros stay there
+    for step, expansion in steps.items():
+        grown = grow(native(family), expansion, init=INITS.get(init))
+        loss(grown.model).backward()
+        growable = growable_of(grown.model)
+        parameters = growable.named_parameters()
+        for parameter, layout in growable.parameters().items():
+            if not layout.name.endswith(("W_in", "W_gate", "W_V")):
+                continue
+            gradient = layout.to_weights(parameters[parameter].grad)
+            new = is_new(grown.provenance, layout.name, gradient)
+            if step == "layer" and not layout.name.endswith("W_V"):
+                new[..., 36:] = False  # the odd neuron
             if new.any():
-                share = (parameter.grad[new] != 0).double().mean()
-                assert (share == 0) if init == "zeros in outputs" else (share > 0.99), (step, name)
+                share = (gradient[new] != 0).double().mean()
+                assert (share == 0) if init == "zeros in outputs" else (share > 0.99), (step, new)
 
 
 def test_the_last_of_an_odd_number_writes_zeros():
-    grown = grow(build("gelu"), ex.AddNeurons(5), init=INITS["cancelling"]).model
-    new = grown.W_out[1, 37:]
-    assert torch.equal(new[0], -new[1])
-    assert torch.equal(new[2], -new[3])
-    assert not new[4].any()
-    assert torch.equal(grown.W_in[1, :, 37], grown.W_in[1, :, 38])
-    assert grown.W_in[1, :, 41].any()
+    tensors = ODD["neurons"](random_weights(), INITS["cancelling"])[0].tensors
+    wrote, read = tensors["blocks.1.mlp.W_out"][37:], tensors["blocks.1.mlp.W_in"][:, 37:]
+    assert torch.equal(wrote[0], -wrote[1])
+    assert torch.equal(wrote[2], -wrote[3])
+    assert not wrote[4].any()
+    assert torch.equal(read[:, 0], read[:, 1])
+    assert read[:, 4].any()
 
 
-@pytest.mark.parametrize("init", INITS)
+@EVERY_INIT
 def test_groups_of_heads_go_together_or_pair_within(init):
-    model = build("grouped")  # 6 heads in 2 groups
-    for step in (
-        ex.AddHeads(6),
-        ex.AddHeads(4, into_groups=True),
-        ex.AddHeads(2, into_groups=True),
-    ):
+    model = native("grouped")  # 6 heads in 2 groups
+    for step in (EVEN["heads"], ex.AddHeads(4, into_groups=True), ex.AddHeads(2, into_groups=True)):
         grown = grow(model, step, init=INITS[init])
         assert relative(grown.model(tokens()), model(tokens())) < EXACT
         assert same_bits(grown.shrink(), model)
-    keys = grow(model, ex.AddHeads(6), init=INITS["splits"]).model.blocks[0].attn._W_K
-    assert {
-        int(torch.cdist(keys[i].flatten()[None], keys[:2].flatten(1)).argmin()) for i in (2, 3)
-    } == {0, 1}
+    keys = EVEN["heads"](read(model), INITS["splits"])[0].tensors["blocks.0.attn.W_K"].flatten(1)
+    assert {int(torch.cdist(keys[i : i + 1], keys[:2]).argmin()) for i in (2, 3)} == {0, 1}
 
 
-@pytest.mark.parametrize("init", INITS)
+@EVERY_INIT
 def test_some_heads_only(init):
-    model = build("gelu")
-    some = {"layers": [1], "heads": [0]}
+    weights, some = random_weights(), {"layers": [1], "heads": [0]}
     step = ex.compose(
         *(ex.WidenValues(4, **some), ex.WidenQueriesAndKeys(4, **some)),
         *(ex.WidenValues(4, [0, 2]), ex.WidenQueriesAndKeys(4, [0, 2])),
     )
-    grown = grow(model, step, init=INITS[init])
-    assert relative(grown.model(tokens()), model(tokens())) < EXACT
-    attention = grown.model.blocks[1].attn
-    shared_out = init == "splits"  # if only some heads of a group are new in width, zeros stay
-    for of in (attention.W_Q, attention.W_K, attention.W_V, attention.W_O.mT):
-        may_stay = shared_out and of is not attention.W_Q and of is not attention.W_V
-        assert not of[0, :, 13:].any() if may_stay else of[0, :, 13:].all()
-        assert not of[1, :, 13:].any()
-    assert torch.equal(attention.W_O[1, :13], model.blocks[1].attn.W_O[1])
-    assert same_bits(grown.shrink(), model)
+    grown, _ = step(weights, INITS[init])
+    assert relative(evaluate(grown), evaluate(weights)) < EXACT
+    new = {of: grown.tensors[f"blocks.1.attn.W_{of}"] for of in "QKVO"}
+    new = {"Q": new["Q"][..., 5:], "K": new["K"][..., 5:], "V": new["V"][..., 7:], "O": new["O"]}
+    new["O"] = new["O"][:, 7:]
+    for of, entries in new.items():
+        # If only some heads of a group are new in width, zeros stay.
+        may_stay = init == "splits" and of in "KO"
+        assert not entries[0].any() if may_stay else entries[0].all()
+        assert not entries[1].any()
+    old = weights.tensors["blocks.1.attn.W_O"]
+    assert torch.equal(grown.tensors["blocks.1.attn.W_O"][1, :7], old[1])
 
 
-@pytest.mark.parametrize("init", INITS)
-def test_a_converted_model_grows_the_same(init):
-    model = build("silu_gated", act_fn="gelu")
-    step = ex.compose(ex.AddNeurons(5), ex.AddHeads(2))
-    grown = grow(convert(model), step, init=INITS[init], seed=3)
-    assert same_bits(grown.model, convert(grow(model, step, init=INITS[init], seed=3).model))
-    assert same_bits(grown.shrink(), convert(model))
-
-
-@pytest.mark.parametrize("init", INITS)
+@EVERY_INIT
 def test_broken_pairs_change_the_function_and_are_refused(init):
-    model = build("gelu")
-    grown = grow(model, ex.AddNeurons(4), init=INITS[init])
-    with torch.no_grad():
-        grown.model.blocks[1].mlp.W_in[3, 39] += 1e-3
+    model = native()
+    grown = grow(model, EVEN["neurons"], init=INITS[init])
+    read(grown.model).tensors["blocks.1.mlp.W_in"][3, 39] += 1e-3
     assert relative(grown.model(tokens()), model(tokens())) > 1e-6
     with pytest.raises(GrowthError, match="were equal or opposite") as error:
         grown.shrink()
@@ -176,81 +184,42 @@ def test_broken_pairs_change_the_function_and_are_refused(init):
 
 
 def test_what_copies_write_goes_back_to_the_old_unit_after_training():
-    model = build("gelu")
+    model = native()
     grown = grow(model, ex.compose(ex.AddNeurons(40), ex.AddHeads(1)), init=INITS["splits"])
-    with torch.no_grad():
-        for block in grown.model.blocks:
-            block.mlp.W_out.add_(torch.randn_like(block.mlp.W_out))
-            block.attn.W_O.mul_(1.3)
+    for name, tensor in read(grown.model).tensors.items():
+        if name.endswith(("W_out", "W_O")):
+            tensor += torch.randn_like(tensor)
     shrunk = grown.shrink()
     assert relative(shrunk(tokens()), grown.model(tokens())) < EXACT
     assert relative(shrunk(tokens()), model(tokens())) > 0.1
 
 
 def test_a_written_part_that_was_shared_out_is_no_old_activation():
-    grown = grow(build("gelu"), ex.AddHeads(1), init=INITS["splits"])
+    _, provenance = ODD["heads"](random_weights(), INITS["splits"])
     with pytest.raises(KeyError, match="copies share the outputs of old units"):
-        ex.activation_map(grown.provenance, "blocks.1.attn.hook_result")
-    assert ex.activation_map(grown.provenance, "blocks.1.attn.hook_z").scale == 1.0
+        ex.activation_map(provenance, "blocks.1.attn.hook_result")
+    assert ex.activation_map(provenance, "blocks.1.attn.hook_z").scale == 1.0
 
 
 @pytest.mark.parametrize(("noise", "apart"), [(0.0, False), (0.7, True)])
 def test_noise_parts_copies_at_the_first_step_of_adam(noise, apart):
-    grown = grow(build("gelu"), ex.AddNeurons(4), init=_Splits(0.3, noise))
+    grown = grow(native(), EVEN["neurons"], init=_Splits(0.3, noise))
     optimizer = torch.optim.Adam(grown.model.parameters(), lr=1e-2, eps=1e-12)
     (shares, *_) = grown.provenance.shares
-    grown.model(tokens(), return_type="loss").backward()
+    loss(grown.model).backward()
     optimizer.step()
-    reads = grown.model.W_in[0]
+    reads = read(grown.model).tensors["blocks.0.mlp.W_in"]
     distance = (reads[:, list(shares.new)] - reads[:, list(shares.of)]).abs().max()
     assert (distance > 1e-3) == apart
     assert apart or distance < 1e-6
 
 
-def test_moments_are_those_of_the_grown_models_own_gradients():
-    """Without noise, the new moments are determined by the old ones."""
-    model = build("rms")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    model(tokens(), return_type="loss").backward()
-    optimizer.step()  # the learning rate is 0
-    step = ex.compose(ex.AddNeurons(40), ex.AddHeads(3), ex.WidenValues(4), ex.AddNeurons(3))
-    step = ex.compose(step, ex.WidenQueriesAndKeys(4))
-    grown = grow(model, step, init=_Splits(0.3, 0.0))
-    new = grown.optimizer(optimizer, model)
-    grown.model(tokens(), return_type="loss").backward()
-    for group in new.param_groups:
-        for parameter in group["params"]:
-            state, g = new.state[parameter], parameter.grad
-            torch.testing.assert_close(state["exp_avg"], 0.1 * g, rtol=1e-9, atol=1e-15)
-            torch.testing.assert_close(state["exp_avg_sq"], 1e-3 * g**2, rtol=1e-9, atol=1e-18)
-
-
-@pytest.mark.parametrize("init", INITS)
-def test_the_folder_keeps_what_must_hold(init, tmp_path):
-    model = build("gelu")
-    grown = grow(model, possible(model), init=INITS[init])
-    assert grown.provenance.shares or init == "cancelling"
-    assert read_provenance(grown.save_pretrained(tmp_path / "grown")) == grown.provenance
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("init", INITS)
-def test_other_dtypes(init, dtype):
-    model = build("gelu", dtype=dtype)
-    grown = grow(model, ex.compose(ex.AddNeurons(4), ex.AddHeads(2)), init=INITS[init])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@EVERY_INIT
+def test_models_and_the_way_back_to_the_bit(init, dtype):
+    model = native("gated", dtype)
+    width = ex.compose(EVEN["values"], EVEN["queries"])
+    step = ex.compose(ODD["neurons"], ex.AddHeads(2 * group_size(model)), width, ODD["layer"])
+    grown = grow(model, step, init=INITS[init])
     assert relative(grown.model(tokens()), model(tokens())) < LOGIT_TOLERANCE[dtype]
     assert same_bits(grown.shrink(), model)
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda: ex.init.cancelling(0.0), "got std=0.0"),
-        (lambda: ex.init.cancelling(float("nan")), "got std=nan"),
-        (lambda: ex.init.splits(1.0), "got share=1.0"),
-        (lambda: ex.init.splits(noise=0.0), "a unit and its copy in the same way"),
-    ],
-)
-def test_what_would_be_dead_or_equal_is_refused(make, reason):
-    with pytest.raises(ValueError, match=reason):
-        make()

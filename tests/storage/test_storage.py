@@ -68,20 +68,18 @@ class _Anything(TypedDict):
 
 DOCUMENT = Document("attn_only_lens.Anything", 1, _Anything)
 FORMATS = [
-    (Document("attn_only_lens.Text", 1, TypedDict("T", {"value": str})), st.text()),
-    (Document("attn_only_lens.Number", 1, TypedDict("N", {"value": int})), st.integers()),
-    (Document("attn_only_lens.Table", 1, TypedDict("D", {"value": dict[str, Any]})), JSON),
+    (Document("attn_only_lens.Text", 1, TypedDict("T", {"value": str})), st.text(max_size=99)),
     (DOCUMENT, JSON),
 ]
 
 
-@pytest.mark.parametrize(("document", "values"), FORMATS, ids=["text", "number", "table", "all"])
+@pytest.mark.parametrize(("document", "values"), FORMATS, ids=["text", "all"])
 def test_whatever_is_written_can_be_read(document, values, tmp_path):
     path = tmp_path / "document.json"
     written = []
 
     @given(values)
-    @settings(deadline=None, max_examples=200)
+    @settings(deadline=None, max_examples=50)
     def check(value):
         path.unlink(missing_ok=True)
         try:
@@ -103,9 +101,19 @@ def test_digits_in_texts_are_not_numbers(value, tmp_path):
     assert ChunkStore.settings_of(tmp_path) == body["settings"]
 
 
-@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, {"a": [2**64]}])
-def test_numbers_that_no_reader_takes_are_not_written(value, tmp_path):
-    with pytest.raises(CheckpointError, match="whole number is too large for torch"):
+TOO_LARGE, NOT_JSON = "whole number is too large for torch", "cannot be written as JSON"
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        *((value, TOO_LARGE) for value in (2**63, -(2**63) - 1, {"a": [2**64]})),
+        *((value, NOT_JSON) for value in (float("nan"), {3})),
+        ("\ud800", "valid Unicode"),
+    ],
+)
+def test_values_that_no_reader_takes_are_not_written(value, reason, tmp_path):
+    with pytest.raises(CheckpointError, match=reason):
         ChunkStore(tmp_path / "new", {"value": value})
     assert not list(tmp_path.glob("new/*"))
 
@@ -559,7 +567,7 @@ def test_any_manifest_leads_to_an_error_or_to_the_same_tensors(name, file, folde
     manifest = (folder / MANIFEST).read_text()
     outcomes = set()
     try:
-        for seed in range(40):
+        for seed in range(12):
             changed, what = mutated(json.loads(text), seed)
             for sealed in (False, True):
                 path.write_text(json.dumps(changed))

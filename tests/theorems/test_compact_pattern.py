@@ -31,7 +31,7 @@ MODELS = {
     "gpt2": {"normalization_type": "LN"},
     "gpt2, deeper, other heads": {
         "normalization_type": "LN",
-        "n_layers": 5,
+        "n_layers": 4,
         "n_heads": 3,
         "d_head": 7,
     },

@@ -107,22 +107,6 @@ def test_other_dtypes_are_refused():
         Head(eye, eye.float(), eye)
 
 
-def test_head_entry_by_entry():
-    X, W_QK, W_OV, mask = rand(N, D), rand(D, D), rand(D, D), random_mask(N, N)
-    got = Head(W_QK, W_OV, mask)(X)
-    for i in range(N):
-        weights = [
-            float(mask[i, j]) * math.exp(sum(X[i, a] * W_QK[a, b] * X[j, b] for a in range(D)
-                                             for b in range(D)))
-            for j in range(N)
-        ]  # fmt: skip
-        for b in range(D):
-            expected = sum(
-                weights[j] / sum(weights) * X[j, a] * W_OV[a, b] for j in range(N) for a in range(D)
-            )
-            assert math.isclose(got[i, b], expected, rel_tol=1e-11, abs_tol=1e-12)
-
-
 def test_head_against_torch_attention():
     X, (W_Q, W_K, W_V), W_O = rand(N, D), (rand(D, 3) for _ in range(3)), rand(3, D)
     expected = F.scaled_dot_product_attention(X @ W_Q, X @ W_K, X @ W_V, CAUSAL.bool()) @ W_O
@@ -144,17 +128,6 @@ def test_a_head_of_wrong_shapes_is_refused():
     for X in (rand(N + 1, D), rand(N, D + 1), rand(2, N, D)):
         with pytest.raises(ValueError, match="X: got shape"):
             head(X)
-
-
-def test_mlp_entry_by_entry():
-    X, V_1, V_2 = rand(N, D), rand(D, D_MLP), rand(D_MLP, D)
-    got = MLP(V_1, V_2, GeneralizedSiLU(a_1=0.7, a_2=-1.3))(X)
-    for t in range(N):
-        pre = [sum(X[t, a] * V_1[a, i] for a in range(D)).item() for i in range(D_MLP)]
-        post = [0.7 * -1.3 * q / (1 + math.exp(1.3 * q)) for q in pre]
-        for b in range(D):
-            expected = sum(post[i] * V_2[i, b].item() for i in range(D_MLP))
-            assert math.isclose(got[t, b], expected, rel_tol=1e-11, abs_tol=1e-12)
 
 
 def test_layer_norm():

@@ -112,19 +112,6 @@ def test_one_persistent_vector_serves_all_heads(X, mlp):
         assert (persistent_vector(D) @ head.W_V).item() == 0
 
 
-def test_persistent_keys_and_values_after_the_projections(X, mlp):
-    """As in Sukhbaatar et al., a key and a value (-√(D+1), 0) in the head's own space work."""
-    scale = math.sqrt(D + 1)
-    total = 0
-    for i in range(D_MLP):
-        query = value = A_2 * X @ mlp.V_1[:, i]
-        weights = torch.stack([0 * query, query * -scale / scale], 1).softmax(1)
-        z = weights[:, 0] * value + weights[:, 1] * 0.0
-        total = total + torch.outer(z, A_1 * mlp.V_2[i])
-    got = sum(head.persistent(X) for head in factored_heads(mlp))
-    assert relative(got[:, :D], total) < TOLERANCE
-
-
 def test_its_pattern_is_theorem_3s_less_the_bias_tokens_row(X, mlp):
     Z = F.pad(X, (0, 1, 0, 1))
     Z[-1, -1] = 1.0

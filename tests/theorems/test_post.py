@@ -1,168 +1,367 @@
-"""Tests of each clause of the post's construction: stream, sublayers, leaks and rank."""
+"""Tests of the post's construction in plain numpy, from its text alone, against `analyses.post`.
+
+Here a head is two full matrices, Q and V on the widened stream, and X becomes
+X + Σ softmax(X Q Xᵀ) X V. It has no factors, no maximal head width and no batches.
+
+The post says, for N tokens, D dimensions and M = 4D hidden dimensions:
+
+* the stream has N' = N + 1 vectors of D' = D + M + (N + 1) dimensions, the last N + 1 one-hot
+  positions; the new vector is the bias vector;
+* linear: "by putting such large weights in the self-positional-encoding matrices, a vector attends
+  entirely to itself", and V holds W "as a block off the diagonal"; "use the 1s in the position
+  encoding dimensions for the bias terms"; the second clears the hidden dimensions;
+* SiLU of a dimension x: row i of X Q Xᵀ is -x, but Ω - x in entry i and Ω in the last; "the V
+  matrix makes a vector write the negative of its entry and the bias context vector write 0";
+* original heads: Q ⊕ P, where the bias vector attends to itself, and no other vector to it.
+
+G is the large number in the matrices, and 2Ω in `analyses.post`. The post does not say how to
+mask: here a causal mask is -3/2 G at later positions.
+"""
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from post_models import (
-    BIAS,
-    CAUSAL,
-    CLOSE,
-    D_HEAD,
-    D_MLP,
-    EXACT,
-    GAUGE,
-    LAYOUT,
-    N_HEADS,
-    D,
-    N,
-    direct,
-    plain,
-    tokens,
+
+from analyses.post import (
+    PlainLayer,
+    PlainTransformer,
+    StreamCoordinates,
+    post_transformer,
+    split,
 )
 
-from analyses.post import StreamCoordinates, post_transformer, split
+pytestmark = pytest.mark.numeric
 
-# ---- stream
-
-
-def test_the_stream_has_the_posts_widths():
-    layout = StreamCoordinates(n_tokens=13, d_model=7, d_mlp=4 * 7)
-    assert layout.n_vectors == 13 + 1
-    assert layout.width == 7 + 4 * 7 + (13 + 1)
-    x = torch.randn(3, 13, 7)
-    stream = layout.augment(x)
-    assert torch.equal(stream[:, :13, :7], x)
-    assert not stream[:, :, 7:35].any()
-    assert torch.equal(stream[:, :, 35:], torch.eye(14).expand(3, 14, 14))
-    assert not stream[:, 13, :-1].any()
-    assert torch.equal(layout.read(stream), x)
+SHAPES = {
+    "W_Q": "hdk", "W_K": "hdk", "W_V": "hdk", "W_O": "hkd", "b_Q": "hk", "b_K": "hk", "b_V": "hk",
+    "b_O": "d", "W_1": "dm", "b_1": "m", "W_2": "md", "b_2": "d",
+}  # fmt: skip
 
 
-# ---- each sublayer, given the exact stream before it
+def softmax(rows):
+    weights = np.exp(rows - rows.max(axis=1, keepdims=True))
+    return weights / weights.sum(axis=1, keepdims=True)
 
 
-@CAUSAL
-def test_original_heads_behave_as_before(causal):
-    transformer, x = plain(causal), tokens()
-    heads = post_transformer(transformer, N, omega=EXACT).layers[0].attention
-    start = LAYOUT.augment(x)
-    after = heads(start)
-    torch.testing.assert_close(LAYOUT.read(after), direct(transformer, x)[0][0], **CLOSE)
-    assert torch.equal(after[BIAS], start[BIAS])
-    assert torch.equal(after[:, D:], start[:, D:])
+def sublayer(X, heads):
+    return X + sum(softmax(X @ Q @ X.T) @ X @ V for Q, V in heads)
 
-    pattern = heads.pattern(start)
-    assert not pattern[:, :N, BIAS].any()  # no token attends to the bias vector
-    assert not pattern[:, BIAS, :N].any()  # the bias vector attends to no token
-    assert (pattern[:, BIAS, BIAS] == 1.0).all()
-    future = torch.ones(N, N, dtype=torch.bool).triu(1)
-    assert bool(pattern[:, :N, :N][:, future].any()) is not causal
+
+class Post:
+    """The matrices of the post for one stream size."""
+
+    def __init__(self, N, D, M, G):
+        self.N, self.D, self.M, self.G = N, D, M, G
+        self.width = D + M + N + 1
+        self.first = D + M  # start of the position dimensions
+
+    def widen(self, x):
+        X = np.zeros((self.N + 1, self.width))
+        X[: self.N, : self.D] = x
+        for i in range(self.N + 1):
+            X[i, self.first + i] = 1.0
+        return X
+
+    def empty(self):
+        return np.zeros((self.width, self.width))
+
+    def itself(self):
+        Q = self.empty()
+        for i in range(self.N + 1):
+            Q[self.first + i, self.first + i] = self.G
+        return Q
+
+    def linear(self, reads, writes, W, b):
+        V = self.empty()
+        V[reads : reads + len(W), writes : writes + W.shape[1]] = W
+        for i in range(self.N):  # each token has one of these 1s, and the bias vector has none
+            V[self.first + i, writes : writes + W.shape[1]] = b
+        return V
+
+    def into_hidden(self, w):
+        return [(self.itself(), self.linear(0, self.D, w["W_1"], w["b_1"]))]
+
+    def out_of_hidden(self, w):
+        V = self.linear(self.D, 0, w["W_2"], w["b_2"])
+        for i in range(self.D, self.D + self.M):
+            V[i, i] = -1.0
+        return [(self.itself(), V)]
+
+    def silu(self):
+        for k in range(self.D, self.D + self.M):
+            Q, V = self.itself(), self.empty()
+            Q[self.first :, -1] = self.G
+            Q[k, self.first : self.first + self.N] = -1.0
+            V[k, k] = -1.0
+            yield Q, V
+
+    def attention(self, w, causal):
+        n_heads, _, width = w["W_Q"].shape
+        for h in range(n_heads):
+            q, k = self.empty()[:, :width], self.empty()[:, :width]
+            for into, W, b in ((q, w["W_Q"], w["b_Q"]), (k, w["W_K"], w["b_K"])):
+                into[: self.D] = W[h]
+                into[self.first : self.first + self.N] = b[h]
+            Q = q @ k.T / np.sqrt(width)
+            Q[self.first : -1, -1] += -self.G
+            Q[-1, -1] += self.G
+            for i in range(self.N if causal else 0):
+                Q[self.first + i, self.first + i + 1 : self.first + self.N] += -1.5 * self.G
+            b = w["b_V"][h] @ w["W_O"][h] + (w["b_O"] if h == 0 else 0.0)
+            yield Q, self.linear(0, 0, w["W_V"][h] @ w["W_O"][h], b)
+
+    def run(self, x, layers, causal, slope):
+        X, streams = self.widen(x), []
+        for w in layers:
+            # SiLU(slope x) / slope: W_1 and b_1 are multiplied by the slope, W_2 is divided by it.
+            w = w | {"W_1": slope * w["W_1"], "b_1": slope * w["b_1"], "W_2": w["W_2"] / slope}
+            kinds = self.attention(w, causal), self.into_hidden(w), self.silu()
+            for heads in (*kinds, self.out_of_hidden(w)):
+                X = sublayer(X, heads)
+                streams.append(X)
+        return np.stack(streams)
+
+
+def case(seed):
+    """Return a random transformer, and how to run it."""
+    rng = np.random.default_rng(seed)
+    spans = (2, 9), (2, 7), (3, 17), (1, 4), (1, 5)
+    N, D, M, n_heads, width = (int(rng.integers(*span)) for span in spans)
+    sizes = {"h": n_heads, "d": D, "k": width, "m": M}
+    layers = [
+        {name: rng.normal(size=[sizes[a] for a in axes]) / D**0.5 for name, axes in SHAPES.items()}
+        for _ in range(int(rng.integers(1, 4)))
+    ]
+    omega = [3.0, 7.0, 20.0, 300.0][seed % 4]  # e^{-2Ω} is 2e-3 for the first, 0 for the last
+    slope = [1.0, 1.702, 61.0][seed % 3]  # the last one is close to relu
+    return rng.normal(size=(N, D)), layers, omega, slope, seed >= 12, width
+
+
+def run_transformer(x, layers, omega, slope, causal, width, gauge="post"):
+    tensors = [{name: torch.from_numpy(value) for name, value in w.items()} for w in layers]
+    plain = PlainTransformer(tuple(PlainLayer(**w) for w in tensors), causal)
+    options = {"omega": omega, "slope": slope, "d_head": width, "gauge": gauge}
+    run = post_transformer(plain, len(x), **options).run(torch.from_numpy(x))
+    return run.streams.flatten(0, 1).numpy(), run.output.numpy()
+
+
+def reference(x, layers, omega, slope, causal, change=lambda post: None):
+    post = Post(len(x), x.shape[1], layers[0]["W_1"].shape[1], 2 * omega)
+    change(post)
+    return post.run(x, layers, causal, slope)
+
+
+def error(got, expected):
+    return np.abs(got - expected).max() / (1 + np.abs(expected).max())
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_every_number_of_every_sublayer(seed):
+    x, layers, omega, slope, causal, width = case(seed)
+    expected = reference(x, layers, omega, slope, causal)
+    for gauge in ("post", "shifted"):
+        streams, output = run_transformer(x, layers, omega, slope, causal, width, gauge)
+        assert error(streams, expected) < 1e-10
+        assert error(output, expected[-1][:-1, : x.shape[1]]) < 1e-10
+
+
+def direct(x, layers, causal, activation):
+    """Compute the original model, vector by vector."""
+    for w in layers:
+        added = np.zeros_like(x) + w["b_O"]
+        for h in range(len(w["W_Q"])):
+            q, k, v = (x @ w[f"W_{a}"][h] + w[f"b_{a}"][h] for a in "QKV")
+            for i in range(len(x)):
+                seen = slice(i + 1) if causal else slice(None)
+                scores = q[i] @ k[seen].T / np.sqrt(q.shape[1])
+                added[i] += softmax(scores[None])[0] @ v[seen] @ w["W_O"][h]
+        x = x + added
+        x = x + activation(x @ w["W_1"] + w["b_1"]) @ w["W_2"] + w["b_2"]
+    return x
+
+
+@pytest.mark.parametrize("seed", [3, 7, 11, 15, 19, 23])
+def test_both_are_the_original_model(seed):
+    x, layers, omega, slope, causal, width = case(seed)
+    assert omega == 300.0
+    expected = direct(x, layers, causal, lambda h: h / (1 + np.exp(-slope * h)))
+    assert error(run_transformer(x, layers, omega, slope, causal, width)[1], expected) < 1e-10
+    if slope == 61.0:
+        only = layers[0]
+        relu = direct(x, [only], causal, lambda h: np.maximum(h, 0.0))
+        got = run_transformer(x, [only], omega, slope, causal, width)[1]
+        assert np.abs(got - relu).max() <= 0.2785 / slope * np.abs(only["W_2"]).sum(axis=0).max()
+
+
+WRONG = {
+    "another Ω": lambda post: setattr(post, "G", post.G + 0.1),
+    "the bias vector is no key of SiLU's heads": lambda post: setattr(post, "silu", lambda: [
+        (Q * (np.arange(post.width) < post.width - 1), V) for Q, V in Post.silu(post)
+    ]),
+    "tokens attend to the bias vector": lambda post: setattr(post, "attention", lambda w, causal: [
+        (Q * (1 - np.eye(post.width)[-1]), V) for Q, V in Post.attention(post, w, causal)
+    ]),
+    "the hidden part is kept": lambda post: setattr(post, "out_of_hidden", lambda w: [
+        (Q, np.maximum(V, -0.9)) for Q, V in Post.out_of_hidden(post, w)
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_control_a_wrong_clause_is_seen(wrong):
+    x, layers, omega, slope, causal, width = case(4)
+    assert omega == 3.0
+    streams, _ = run_transformer(x, layers, omega, slope, causal, width)
+    assert error(streams, reference(x, layers, omega, slope, causal)) < 1e-10
+    assert error(streams, reference(x, layers, omega, slope, causal, WRONG[wrong])) > 1e-5
+
+
+# One transformer: the error as a function of Ω, float32, ranks
+
+N, D, M, WIDTH = 7, 5, 11, 2
+LAYOUT = StreamCoordinates(N, D, M)
+EXACT = 1000.0  # the author's Ω: e^{-2Ω} is 0 in float64, and 2Ω - h has a spacing of 2e-13
+GAUGE = pytest.mark.parametrize("gauge", ["post", "shifted"])
+
+
+def arrays(n_layers=3):
+    """Return weights with scores of a few units, and a hidden part of size one."""
+    rng, sizes = np.random.default_rng(0), {"h": 3, "d": D, "k": WIDTH, "m": M}
+    fan_in = {"W_Q": 4 * D, "W_K": 4 * D, "W_V": D, "W_O": 6, "W_1": D, "W_2": M}
+    return [
+        {
+            name: rng.normal(size=[sizes[a] for a in axes]) / fan_in.get(name, 4) ** 0.5
+            for name, axes in SHAPES.items()
+        }
+        for _ in range(n_layers)
+    ]
+
+
+def plain(causal=False, dtype=torch.float64, n_layers=3):
+    layers = arrays(n_layers)
+    tensors = [{name: torch.from_numpy(x).to(dtype) for name, x in w.items()} for w in layers]
+    return PlainTransformer(tuple(PlainLayer(**w) for w in tensors), causal)
+
+
+def tokens(*batch):
+    return torch.from_numpy(np.random.default_rng(1).normal(size=(*batch, N, D)))
+
+
+def silu(h):
+    return h / (1 + np.exp(-h))
+
+
+def largest_error(omega, gauge="post", causal=False):
+    expected = direct(tokens().numpy(), arrays(), causal, silu)
+    post = post_transformer(plain(causal), N, omega=omega, gauge=gauge)
+    return np.abs(post.run(tokens()).output.numpy() - expected).max()
 
 
 @GAUGE
-def test_linear_into_hidden(gauge):
-    transformer = plain()
-    heads = post_transformer(transformer, N, omega=EXACT, gauge=gauge).layers[0].into_hidden
-    start = LAYOUT.augment(tokens())
-    after = heads(start)
-    expected = tokens() @ transformer.layers[0].W_1 + transformer.layers[0].b_1
-    torch.testing.assert_close(after[:N, LAYOUT.hidden], expected, **CLOSE)
-    assert torch.equal(after[:, LAYOUT.model], start[:, LAYOUT.model])
-    assert torch.equal(after[:, LAYOUT.position], start[:, LAYOUT.position])
-    assert torch.equal(after[BIAS], start[BIAS])
+def test_the_error_falls_as_exp_of_minus_2_omega(gauge):
+    assert largest_error(0.5, gauge) > 0.3  # control
+    assert largest_error(5.0, gauge) < 0.01
+    for omega in (5.0, 7.0, 9.0, 11.0):
+        # This is first order in e^{-2Ω}; the second order at Ω = 5 is N e^{-10} times a curvature.
+        law = largest_error(13.0, gauge) * math.exp(2 * (13.0 - omega))
+        assert 0.9 * law < largest_error(omega, gauge) < 1.1 * law
+    assert largest_error(EXACT, gauge) < 1e-10  # the tolerance of the author's code
 
 
 @GAUGE
-def test_silu_on_the_hidden_part(gauge):
-    heads = post_transformer(plain(), N, omega=EXACT, gauge=gauge).layers[0].silu
-    assert len(heads.W_Q) == D_MLP  # one head per neuron
+def test_the_error_falls_at_least_as_fast_with_a_causal_mask(gauge):
+    """The mask leaks e^{-3Ω + s - s'}, so the needed Ω depends on the scores, as the post says."""
+    first = largest_error(5.0, gauge, causal=True)
+    assert first < 0.1
+    for omega in (7.0, 9.0, 11.0, 13.0, 15.0):
+        largest = 1.1 * first * math.exp(-2 * (omega - 5.0)) + 1e-11  # rounding
+        assert largest_error(omega, gauge, causal=True) < largest
+
+
+def test_batches_of_texts():
+    post, x = post_transformer(plain(True), N, omega=9.0), tokens(2, 3)
+    run = post.run(x)
+    assert run.streams.shape == (3, 4, 2, 3, N + 1, LAYOUT.width)
+    for i in range(2):
+        for j in range(3):
+            torch.testing.assert_close(run.output[i, j], post.run(x[i, j]).output)
+
+
+def test_dtype_casts_the_weights_before_anything_is_built():
+    low, high = plain(dtype=torch.float32), plain()
+    cast = post_transformer(high, N, omega=9.0, dtype=torch.float32).run(tokens().float())
+    expected = post_transformer(low, N, omega=9.0).run(tokens().float())
+    assert cast.output.dtype == torch.float32
+    assert torch.equal(cast.output, expected.output)
+
+
+def test_float32_has_a_best_omega_in_the_posts_gauge():
+    low, x = plain(dtype=torch.float32), tokens().float()
+    layers = [{name: w[name].astype(np.float32).astype(float) for name in w} for w in arrays()]
+    exact = torch.from_numpy(direct(x.double().numpy(), layers, False, silu))
+
+    def float32_error(omega, gauge):
+        run = post_transformer(low, N, omega=omega, gauge=gauge).run(x)
+        return (run.output - exact).abs().max().item()
+
+    small, best, large = (float32_error(omega, "post") for omega in (4.0, 10.0, 1000.0))
+    assert small > 100 * best
+    assert large > 10 * best
+    # In the shifted gauge, a larger Ω costs nothing.
+    assert float32_error(1000.0, "shifted") < 2 * best
+    assert float32_error(1e9, "shifted") == float32_error(1000.0, "shifted")
+
+
+@pytest.mark.parametrize("gauge", ["post", "shifted"])
+def test_an_omega_beyond_the_precision_halves_instead_of_gating(gauge):
+    """If h is below the spacing of floats at 2Ω, 2Ω − h rounds to 2Ω, and σ(−h) becomes 1/2."""
+    low = plain(dtype=torch.float32)
+    heads = post_transformer(low, N, omega=1e9, gauge=gauge).layers[0].silu
+    start = LAYOUT.augment(tokens().float())
+    h = start[:N, LAYOUT.hidden] = torch.randn(N, M)
+    got = heads(start)[:N, LAYOUT.hidden]
+    if gauge == "post":
+        assert torch.equal(got, h - h / 2)
+    else:
+        torch.testing.assert_close(got, F.silu(h), rtol=1e-6, atol=1e-7)
+
+
+def test_control_the_posts_wording_guards_the_wrong_row():
+    """With −2Ω in the bias vector's row, as worded, tokens still attend to the bias vector."""
+    layer = post_transformer(plain(), N, omega=EXACT).layers[0]
+    W_Q = layer.attention.W_Q.clone()
+    W_Q[:, LAYOUT.tokens, -1] = 0.0
+    W_Q[:, -1, WIDTH:-1] = -2 * EXACT
+    patterns = [
+        heads.pattern(LAYOUT.augment(tokens()))
+        for heads in (layer.attention, replace(layer.attention, W_Q=W_Q))
+    ]
+    for pattern in patterns:
+        assert (pattern[:, N, N] == 1.0).all()  # the bias vector is right
+    assert not patterns[0][:, :N, N].any()
+    assert (patterns[1][:, :N, N] > 0.01).any()  # the tokens are wrong
+
+
+def test_control_without_skip_connection():
+    """After one sublayer, positions and bias vector are lost; the next one attends uniformly."""
+    layer = post_transformer(plain(), N, omega=EXACT).layers[0]
     start = LAYOUT.augment(tokens())
-    h = 3.0 * torch.randn(N, D_MLP, dtype=torch.float64)
-    start[:N, LAYOUT.hidden] = h
-    after = heads(start)
-    torch.testing.assert_close(after[:N, LAYOUT.hidden], F.silu(h), **CLOSE)
-    assert torch.equal(after[:, LAYOUT.model], start[:, LAYOUT.model])
-    assert torch.equal(after[:, LAYOUT.position], start[:, LAYOUT.position])
-    assert torch.equal(after[BIAS], start[BIAS])
-
-    # Each token attends only to itself, with σ(-h), and to the bias vector, with σ(h).
-    expected = torch.zeros(D_MLP, N + 1, N + 1, dtype=torch.float64)
-    expected[:, range(N), range(N)] = torch.sigmoid(-h).T
-    expected[:, :N, BIAS] = torch.sigmoid(h).T
-    expected[:, BIAS, BIAS] = 1.0
-    torch.testing.assert_close(heads.pattern(start), expected, **CLOSE)
-
-
-@GAUGE
-def test_linear_out_of_hidden_clears_it(gauge):
-    layer = plain().layers[0]
-    heads = post_transformer(plain(), N, omega=EXACT, gauge=gauge).layers[0].out_of_hidden
-    start = LAYOUT.augment(tokens())
-    h = torch.randn(N, D_MLP, dtype=torch.float64)
-    start[:N, LAYOUT.hidden] = h
-    after = heads(start)
-    torch.testing.assert_close(LAYOUT.read(after), tokens() + h @ layer.W_2 + layer.b_2, **CLOSE)
-    assert not after[:, LAYOUT.hidden].any()
-    assert torch.equal(after[:, LAYOUT.position], start[:, LAYOUT.position])
-    assert torch.equal(after[BIAS], start[BIAS])
-
-
-# ---- leaks at a finite Ω
-
-
-@GAUGE
-@pytest.mark.parametrize("omega", [0.5, 2.0, 5.0])
-def test_leaks_are_those_of_the_derivation(omega, gauge):
-    """Weights on other vectors equal the closed forms in `analyses/post.py`."""
-    layer = post_transformer(plain(causal=True), N, omega=omega, gauge=gauge).layers[0]
-    start = LAYOUT.augment(tokens())
-    h = torch.randn(N, D_MLP, dtype=torch.float64)
-    start[:N, LAYOUT.hidden] = h
-    leak, others = math.exp(-2 * omega), ~torch.eye(N, dtype=torch.bool)
-
-    for heads in (layer.into_hidden, layer.out_of_hidden):
-        expected = torch.full((N + 1, N + 1), leak / (1 + N * leak), dtype=torch.float64)
-        expected.fill_diagonal_(1 / (1 + N * leak))
-        torch.testing.assert_close(
-            heads.pattern(start), expected.expand(len(heads.W_Q), -1, -1), rtol=1e-13, atol=0.0
-        )
-
-    total = 1 + torch.exp(-h) * (1 + (N - 1) * leak)  # divided by e^{2Ω}; [token, neuron]
-    pattern = layer.silu.pattern(start)[:, :N]
-    expected = (leak * torch.exp(-h) / total).T[..., None].expand(-1, -1, N)
-    torch.testing.assert_close(
-        pattern[:, :, :N][:, others], expected[:, others], rtol=1e-13, atol=0.0
-    )
-    bound = leak * torch.sigmoid(-h).T[..., None]
-    assert (pattern[:, :, :N][:, others] <= bound.expand(-1, -1, N)[:, others] * (1 + 1e-13)).all()
-
-    # Original heads: e^s for the past, e^{s - 3Ω} for the future, e^{-2Ω} for the bias vector.
-    weights = plain().layers[0]
-    query, key = (
-        tokens() @ w + b[:, None]
-        for w, b in zip((weights.W_Q, weights.W_K), (weights.b_Q, weights.b_K), strict=True)
-    )
-    s = query @ key.mT / D_HEAD**0.5
-    future = torch.ones(N, N, dtype=torch.bool).triu(1)
-    s[:, future] -= 3 * omega
-    exact = torch.cat([s.exp(), torch.full((N_HEADS, N, 1), leak, dtype=s.dtype)], -1)
-    exact /= exact.sum(-1, keepdim=True)
-    torch.testing.assert_close(layer.attention.pattern(start)[:, :N], exact, rtol=1e-12, atol=0.0)
-
-
-# ---- rank
+    without = layer.attention(start) - start
+    assert not without[:, LAYOUT.position].any()
+    pattern = layer.into_hidden.pattern(without)
+    assert torch.equal(pattern, torch.full_like(pattern, 1 / (N + 1)))
 
 
 @pytest.mark.parametrize("d_head", [1, 2, 5, 13])
 def test_value_matrices_are_split_exactly_over_heads_with_equal_patterns(d_head):
     whole = post_transformer(plain(), N, omega=EXACT, d_head=1000).layers[0]
     parts = post_transformer(plain(), N, omega=EXACT, d_head=d_head).layers[0]
-    for one, many in (
-        (whole.into_hidden, parts.into_hidden),
-        (whole.out_of_hidden, parts.out_of_hidden),
-    ):
+    for name in ("into_hidden", "out_of_hidden"):
+        one, many = getattr(whole, name), getattr(parts, name)
         assert len(one.W_V) == 1
         matrix = one.W_V[0] @ one.W_O[0]
         rank = int(torch.linalg.matrix_rank(matrix))
@@ -175,31 +374,18 @@ def test_value_matrices_are_split_exactly_over_heads_with_equal_patterns(d_head)
         assert torch.equal(many.W_K, one.W_K.expand_as(many.W_K))
 
 
-def test_clearing_the_hidden_part_costs_rank_d_mlp():
-    """W_2 alone has rank d_model. The −1 on the hidden part makes it d_mlp, and b_2 adds one."""
-    heads = post_transformer(plain(), N, omega=EXACT, d_head=1000).layers[0].out_of_hidden
-    matrix = heads.W_V[0] @ heads.W_O[0]
-    assert torch.linalg.matrix_rank(matrix) == D_MLP + 1
+def test_ranks():
+    """The −1 on the hidden part makes the rank of W_2 d_mlp. Patterns need rank N + 1."""
+    layer = post_transformer(plain(), N, omega=3.0, d_head=1000).layers[0]
+    matrix = layer.out_of_hidden.W_V[0] @ layer.out_of_hidden.W_O[0]
+    assert torch.linalg.matrix_rank(matrix) == M + 1  # b_2 adds one
     assert torch.linalg.matrix_rank(matrix[:, LAYOUT.model]) == D
-
-
-def test_added_patterns_need_rank_n_plus_1():
-    """As the post says, these patterns need wider queries and keys than usual heads have."""
-    layer = post_transformer(plain(), N, omega=3.0).layers[0]
     for heads in (layer.into_hidden, layer.silu, layer.out_of_hidden):
-        scores = heads.W_Q[0] @ heads.W_K[0].T
-        assert torch.linalg.matrix_rank(scores) == N + 1
-
-
-def test_an_odd_split_is_padded_with_zeros():
-    reads, writes = torch.randn(7, 5), torch.randn(5, 7)
-    W_V, W_O = split(reads, writes, 3)
+        assert torch.linalg.matrix_rank(heads.W_Q[0] @ heads.W_K[0].T) == N + 1
+    W_V, W_O = split(torch.randn(7, 5), torch.randn(5, 7), 3)  # an odd split is padded
     assert W_V.shape == (2, 7, 3)
     assert not W_V[1, :, 2].any()
     assert not W_O[1, 2].any()
-
-
-# ---- bad input
 
 
 @pytest.mark.parametrize(
@@ -210,14 +396,9 @@ def test_an_odd_split_is_padded_with_zeros():
         ({"omega": math.nan}, "omega: got nan"),
         ({"omega": 1.0, "slope": -1.0}, r"slope: got -1\.0"),
         ({"omega": 1.0, "gauge": "paper"}, "gauge: got 'paper'; expected one of"),
+        ({"omega": EXACT}, r"\(n_tokens, d_model\) = \(7, 5\)"),
     ],
 )
-def test_bad_arguments_are_refused(arguments, match):
+def test_bad_arguments_and_streams_are_refused(arguments, match):
     with pytest.raises(ValueError, match=match):
-        post_transformer(plain(), N, **arguments)
-
-
-def test_bad_streams_are_refused():
-    post = post_transformer(plain(), N, omega=EXACT)
-    with pytest.raises(ValueError, match=r"\(n_tokens, d_model\) = \(7, 5\)"):
-        post.run(tokens()[:3])
+        post_transformer(plain(), N, **arguments).run(tokens()[:3])

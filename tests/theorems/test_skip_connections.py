@@ -68,14 +68,6 @@ def test_without_skip_connections_the_second_sublayer_fails(first):
     assert relative(Z_2[:N, :D], X_2) > 0.1
 
 
-def test_with_them_it_does_not():
-    norms = tuple(LayerNorm(rand(D), rand(D)) for _ in range(2))
-    original = Transformer((mlp(), mlp()), norms)
-    X = rand(N, D)
-    got = attention_only(original, N)(direct_sum(X, 1.0))
-    assert relative(got, direct_sum(original(X), 1.0)) < 1e-12
-
-
 def test_the_first_sublayer_needs_no_skip_connection():
     """X′_0 = X_0 ⊕ [1] is the input, so one sublayer alone is right on the first D columns."""
     original = Transformer((mlp(),), (LayerNorm(rand(D), rand(D)),))

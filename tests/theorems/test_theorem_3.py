@@ -72,19 +72,6 @@ def test_the_mlp_is_the_sum_of_its_heads(parts, a_1, a_2):
     assert close(got, expected_mlp(X, V_1, V_2, a_1, a_2))
 
 
-def test_each_head_is_its_neuron(parts):
-    X, V_1, V_2 = parts
-    for i, head in enumerate(neuron_heads(MLP(V_1, V_2, GeneralizedSiLU(0.4, -3.1)), N)):
-        got = head(bias_token(X))
-        for t in range(N):
-            q = -3.1 * sum(X[t, a] * V_1[a, i] for a in range(D)).item()
-            for b in range(D):
-                expected = 0.4 * q * sigmoid(q) * V_2[i, b].item()
-                assert math.isclose(got[t, b], expected, rel_tol=1e-12, abs_tol=1e-14)
-        assert got[N].tolist() == [0.0] * (D + 1)
-        assert got[:, D].tolist() == [0.0] * (N + 1)
-
-
 def test_for_all_X(parts):
     """Cover gates that are open or shut up to rounding, X = 0, and one token."""
     X, V_1, V_2 = parts

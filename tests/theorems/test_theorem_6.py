@@ -195,16 +195,6 @@ def test_an_extended_head_ignores_the_bias_token():
     assert relative(leaking(Z)[:N, :D], head(X)) > 0.1
 
 
-def test_no_token_sees_a_later_one():
-    converted = attention_only(on_constant(*torch_layers(pre_norm=True), pre_norm=True), N)
-    X = rand(N, D)
-    changed = X.clone()
-    changed[4:] = rand(3, D)
-    before, after = (converted(direct_sum(append_ones(x), 1.0)) for x in (X, changed))
-    assert torch.equal(before[:4], after[:4])
-    assert relative(after[4:N], before[4:N]) > 0.01
-
-
 def test_the_layer_norm_of_all_coordinates_does_not_pass_the_bias_coordinate():
     """The paper's LayerNorm(Y ⊕ [1]) = LayerNorm(Y) ⊕ [1] is false for a stock LayerNorm."""
     Y, gain, bias = rand(N, D), rand(D), rand(D)
@@ -265,13 +255,6 @@ def test_the_norm_must_pass_the_constant_coordinate(pre_norm):
     assert relative(changed.run(start).stream[-1], widened(stream[-1])) > 0.1
 
 
-def test_the_final_norm_counts():
-    layers, final = torch_layers(pre_norm=True)
-    converted = attention_only(on_constant(layers, final, pre_norm=True), N)
-    run = converted.run(direct_sum(append_ones(rand(N, D)), 1.0))
-    assert relative(run.result, run.stream[-1]) > 0.1
-
-
 def test_refusals():
     mlp = MLP(rand(D, 3), rand(3, D), torch.relu)
     with pytest.raises(ValueError, match="expected a GeneralizedSiLU"):
@@ -281,3 +264,22 @@ def test_refusals():
         attention_only(Transformer(((head,),), (torch.neg,)), 11)
     with pytest.raises(ValueError, match=r"expected \[7, 10\] or larger"):
         PassingNorm(torch.neg, N, D)(rand(N, D - 1))
+    V_1, b_1, V_2, b_2 = rand(D, D_MLP), rand(D_MLP), rand(D_MLP, D), rand(D)
+    alpha = GeneralizedSiLU(A_1, A_2)
+    for call, message in (
+        (lambda: mlp_with_biases(V_1, b_1, V_2, b_2, GeneralizedSiLU(a_1=0.0)), "maps 1 to 0"),
+        (lambda: mlp_with_biases(V_1, b_2, V_2, b_2, alpha), "b_1: got shape"),
+        (lambda: head_with_biases(V_1, b_1, V_1, b_2, V_1, b_1, V_2, CAUSAL), "b_K: got shape"),
+        (lambda: head_with_biases(V_1, b_1, V_1, b_1, V_1, b_1, V_2.T, CAUSAL), "W_O: got shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_the_square_root_in_the_scores_is_that_of_the_heads_width():
+    """Original heads divide scores by √d_head. Control: √(D + 1) belongs to neuron-heads."""
+    W, b, X = rand(D, D_HEAD), rand(D_HEAD), rand(N, D)
+    head = head_with_biases(W, b, W, b, W, b, rand(D_HEAD, D), CAUSAL)
+    q, scores = X @ W + b, head.scores(append_ones(X))
+    assert relative(scores, q @ q.T / D_HEAD**0.5) < 1e-13
+    assert relative(scores, q @ q.T / (D + 1) ** 0.5) > 0.1

@@ -32,8 +32,8 @@ import bridges
 import pytest
 import torch
 import transformers
-from common import D_MLP, D_VOCAB, needs_hooked_transformer
-from drawn_transcoders import drawn, hooked, imitated
+from common import D_MLP, D_VOCAB
+from drawn_transcoders import drawn, imitated
 
 from attn_only_lens import HeadName
 from attn_only_lens import patching as p
@@ -74,7 +74,6 @@ CASES = {
     "gpt2": (gpt2, {"skip": True}, 1e-9),
     "gpt2 topk": (gpt2, {"activation": "topk"}, 1e-9),
     "llama": (llama, {"skip": True}, 1e-5),
-    "hooked": (lambda: hooked("gelu"), {"skip": True}, 1e-9),
 }
 
 
@@ -82,9 +81,8 @@ class Norm:
     """A norm whose denominator is a constant of the run."""
 
     def __init__(self, norm, scale, centres):
-        inner = getattr(norm, "original_component", norm)
-        self.gain = getattr(inner, "weight", getattr(inner, "w", None)).detach()
-        bias = getattr(inner, "bias", getattr(inner, "b", None))
+        inner = norm.original_component
+        self.gain, bias = inner.weight.detach(), getattr(inner, "bias", None)
         self.bias = 0.0 if bias is None else bias.detach()
         self.scale, self.centres = scale, centres
 
@@ -101,8 +99,8 @@ class Tracer:
         self.transcoders, self.direct = transcoders, direct
         with torch.no_grad():
             cache = model.run_with_cache(PROMPT)[1]
-        first, n_layers = "blocks.0.hook_resid_pre", len(model.blocks)
-        self.embedding = cache[first if first in cache else "blocks.0.hook_in"][0].clone()
+        n_layers = len(model.blocks)
+        self.embedding = cache["blocks.0.hook_in"][0].clone()
         self.leaves = [self.embedding.requires_grad_()]
         self.reads, self.nodes = [], {}
         x = self.embedding
@@ -118,9 +116,7 @@ class Tracer:
             x = x + self.attention(block.attn, cache[f"{name}.attn.hook_pattern"][0], norms[0](x))
             entered = norms[1](x)
             self.reads.append(entered)
-            out = next(
-                cache[k] for k in (f"{name}.hook_mlp_out", f"{name}.mlp.hook_out") if k in cache
-            )
+            out = cache[f"{name}.mlp.hook_out"]
             x = x + self.transcoder(layer, entered, out[0].detach())
         last = model.ln_final
         final = Norm(last, cache["ln_final.hook_scale"][0], centres)(x)
@@ -205,11 +201,7 @@ def case(name):
     return graph, linear, rows, rounding
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(name, marks=[needs_hooked_transformer] * (name == "hooked")) for name in CASES
-    ]
-)
+@pytest.fixture(params=CASES)
 def traced(request):
     return case(request.param)
 

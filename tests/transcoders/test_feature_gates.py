@@ -77,28 +77,6 @@ def test_gates_have_gradients_of_zero(activation):
     assert torch.equal(gradient, active(q.detach(), transcoder).to(q))
 
 
-@pytest.mark.parametrize("skip", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_encode_and_decode_follow_the_definition(activation, skip):
-    transcoder = drawn(13, activation=activation, skip=skip)
-    x = torch.randn(2, 7, 13, dtype=torch.float64)
-    z = torch.zeros(2, 7, FEATURES, dtype=torch.float64)
-    y = torch.zeros_like(x)
-    gates = active(x @ transcoder.W_enc + transcoder.b_enc, transcoder)
-    for i in range(2):
-        for j in range(7):
-            y[i, j] += transcoder.b_dec
-            if skip:
-                y[i, j] += x[i, j] @ transcoder.W_skip
-            for f in gates[i, j].nonzero()[:, 0].tolist():
-                z[i, j, f] = x[i, j] @ transcoder.W_enc[:, f] + transcoder.b_enc[f]
-                y[i, j] += z[i, j, f] * transcoder.W_dec[f]
-    torch.testing.assert_close(transcoder.encode(x), z, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(
-        transcoder.decode(transcoder.encode(x), x if skip else None), y, rtol=1e-12, atol=1e-12
-    )
-
-
 def test_encode_refuses_another_width():
     transcoder = drawn(5, activation="relu")
     shape = [3, transcoder.d_model + 2]

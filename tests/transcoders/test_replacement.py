@@ -1,14 +1,11 @@
 """Tests of the replacement model and its fidelity against plain hooks on the original model."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from common import needs_hooked_transformer, relative, tokens
 from drawn_transcoders import bridge, hooked, imitated, layers_of
 
 from attn_only_lens.errors import InputError, UnsupportedModelError
-from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 from attn_only_lens.transcoders import Transcoder, attach, fidelity
 
 pytestmark = [
@@ -53,9 +50,6 @@ BRIDGE_POINTS = {
     ("gemma2", "stream", True): ("ln2.hook_in", "ln2_post.hook_out"),
 }
 HOOKED_POINTS = {
-    ("gelu", "input", False): ("hook_mlp_in", "hook_mlp_out"),
-    ("gelu", "stream", False): ("hook_resid_mid", "hook_mlp_out"),
-    ("gelu", "normalized", False): ("ln2.hook_normalized", "hook_mlp_out"),
     ("norms_before_and_after", "stream", True): ("hook_resid_mid", "hook_mlp_out"),
     ("post_norm", "input", True): ("hook_resid_mid", "hook_mlp_out"),
     ("llama", "normalized", False): ("ln2.hook_normalized", "hook_mlp_out"),
@@ -75,15 +69,7 @@ def test_without_errors_it_computes_what_hooks_replace(make, name, reads, after_
     activation = {"stream": "topk", "input": "jumprelu", "normalized": "relu"}[reads]
     options = {"reads": reads, "after_norm": after_norm, "activation": activation}
     transcoders = layers_of(model, skip=True, **options)
-    if points[0] == "hook_mlp_in":  # which is before the norm
-        points = ("ln2.hook_normalized", points[1])
-        transcoders_here = {
-            layer: folded(transcoder, model.blocks[layer].ln2)
-            for layer, transcoder in transcoders.items()
-        }
-    else:
-        transcoders_here = transcoders
-    expected, activations = replaced(model, prompt, transcoders_here, points)
+    expected, activations = replaced(model, prompt, transcoders, points)
     original = model(prompt)
     with attach(model, transcoders, error="zero"):
         logits, cache = model.run_with_cache(prompt)
@@ -98,17 +84,6 @@ def test_without_errors_it_computes_what_hooks_replace(make, name, reads, after_
         assert relative(got, z) < rounding
         assert 0.02 < (z != 0).double().mean() < 0.7
         assert f"blocks.{layer}.mlp.hook_error" not in cache
-
-
-def folded(transcoder, norm):
-    """Return a transcoder of the normalised stream that equals one of the LayerNorm's output."""
-    return replace(
-        transcoder,
-        W_enc=norm.w[:, None] * transcoder.W_enc,
-        b_enc=transcoder.b_enc + norm.b @ transcoder.W_enc,
-        W_skip=norm.w[:, None] * transcoder.W_skip,
-        b_dec=transcoder.b_dec + norm.b @ transcoder.W_skip,
-    )
 
 
 def test_fidelity_is_that_of_hooks():
@@ -180,10 +155,7 @@ def test_fidelity_refuses_hooks_dropout_and_what_does_not_fit():
 
 def test_a_perfect_transcoder_has_perfect_fidelity():
     """An MLP with ReLU is a transcoder with perfect fidelity."""
-    if not HAS_HOOKED_TRANSFORMER:
-        model = bridge("neox_sequential")
-    else:
-        model = hooked("relu", d_vocab_out=41)
+    model = bridge("neox_sequential")
     mlps = [block.mlp for block in model.blocks]
     transcoders = {layer: as_transcoder(mlp) for layer, mlp in enumerate(mlps)}
     result = fidelity(model, transcoders, tokens(), progress=False)

@@ -1,6 +1,5 @@
 """Models with transcoders come back from files with the same transcoders, bit for bit."""
 
-import json
 from dataclasses import replace
 
 import bridges
@@ -12,14 +11,12 @@ from sealed_files import digest_again, flips, rewrite
 from transformers import AutoModelForCausalLM
 
 from attn_only_lens import load, save, transcoders
-from attn_only_lens import patching as p
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.transcoders import attach, detach
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TransformerLens' and transformers' own
 
-METRIC = p.logit_diff(7, 11)
 FILE = "transcoders/layer_1.transcoder.safetensors"
 
 
@@ -30,8 +27,7 @@ def llama_in_float16():
 # label: maker of a model, options of its transcoders, their layers, error
 CASES = {
     "gpt2": (lambda: bridge("gpt2"), {"skip": True}, None, "node"),
-    "replacement": (lambda: bridge("gpt2"), {"reads": "stream"}, [1], "zero"),
-    "topk": (lambda: bridge("gpt2"), {"activation": "topk", "reads": "normalized"}, [0], "node"),
+    "replacement": (lambda: bridge("gpt2"), {"activation": "topk"}, [1], "zero"),
     "float16": (llama_in_float16, {"activation": "relu"}, None, "node"),
     "norm after": (lambda: bridge("gemma2"), {"reads": "stream", "after_norm": True}, [1], "node"),
     # The gains were folded: the file must say "normalized", because "input" would be refused.
@@ -90,13 +86,6 @@ def test_round_trip(attached, tmp_path):
     loaded = load(folder)
     same(model, loaded)
     assert mlp_hook("result", 0) in loaded.run_with_cache(tokens())[1]
-    sites = p.all_heads(layers=attached.layers)
-    sweeps = [
-        p.activation_patch(m, tokens(), tokens(1), METRIC, sites=sites, progress=False)
-        for m in (model, loaded)
-    ]
-    assert sweeps[0].frame.equals(sweeps[1].frame)
-    assert {"feature"} < set(sweeps[0].frame["kind"]) or attached._swap.error == "zero"
     again = load(save(loaded, tmp_path / "again"))
     same(model, again)
     for m in (loaded, again):
@@ -108,11 +97,12 @@ def test_round_trip(attached, tmp_path):
 
 @torch.no_grad()
 def test_the_current_weights_are_saved(tmp_path):
-    model = attach(bridge("gpt2"), {1: drawn(26)}).model
+    model = attach(bridge("gpt2"), {1: replace(drawn(26), name="mine")}).model
     model.blocks[1].mlp.W_out.mul_(2.0)
     loaded = load(save(model, tmp_path / "saved"), dtype="float32")
     assert loaded.blocks[1].mlp.W_out.equal(2 * drawn(26).W_dec.float())
     assert loaded.blocks[1].mlp.W_out.dtype == torch.float32
+    assert loaded.blocks[1].mlp.transcoder().name == "mine"
 
 
 def test_the_folder_holds_the_model_and_its_transcoders(tmp_path):
@@ -226,17 +216,6 @@ def test_hooks_of_hooked_transformers_are_not_saved_and_stay(tmp_path):
     fired.clear()
     assert torch.equal(model(tokens()), loaded(tokens()))
     assert len(fired) == 3
-
-
-def test_the_manifest_says_how_errors_are_treated(tmp_path):
-    model = bridge("gpt2")
-    for error in ("node", "zero"):
-        with attach(model, {0: replace(drawn(26), name="mine")}, error=error):
-            folder = save(model, tmp_path / "saved")
-        assert json.loads((folder / MANIFEST).read_text())["transcoders"] == error
-        mlp = load(folder).blocks[0].mlp
-        assert mlp.has_error == (error == "node")
-        assert mlp.transcoder().name == "mine"
 
 
 def test_a_saved_model_is_not_a_folder_of_transcoders(tmp_path):

@@ -1,0 +1,506 @@
+"""Tests of growing HookedTransformers, and the models that `convert` made of them.
+
+Growing and converting commute, and converted models also grow in single layers. How the expansions
+work is tested without a model in test_theorems.py, and with bridges in the other files.
+"""
+
+from functools import lru_cache
+
+import pytest
+import torch
+from common import D_VOCAB, relative, tokens
+from growing import all_steps, cached, group_size, same_bits, state, steps, worst_activation
+from models import STRUCTURES, build, source_folder
+from typer.testing import CliRunner
+from uneven import uneven
+
+from attn_only_lens import (
+    Bilinear,
+    HeadName,
+    calibrate,
+    convert,
+    expose_neuron_heads,
+    grow,
+    load,
+    patching,
+    save,
+)
+from attn_only_lens import expansion as ex
+from attn_only_lens.cli import app
+from attn_only_lens.errors import GrowthError, UnknownHeadError
+from attn_only_lens.growth import read, read_provenance
+from attn_only_lens.growth.two_blocks import ConvertedModel
+from attn_only_lens.models.source_folder import load_source
+from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig, LayerNormPre
+from attn_only_lens.tolerances import LOGIT_TOLERANCE
+
+EXACT = LOGIT_TOLERANCE[torch.float64]
+REFUSED = {
+    "alibi": {"heads": "slopes depend on the number of heads"},
+    "post_norm": dict.fromkeys(("heads", "width", "stream"), "the queries would have width"),
+    "clip_qkv": {"width": "bounds keys"},
+    "final_rms": {"stream": "does not remove the mean of the stream"},
+}
+# Fewer keys than queries, under a norm over all heads, has two widths.
+REFUSED["post_norm_grouped"] = REFUSED["post_norm"]
+SEEN_BY_NO_AXES = ("q_norm.", "k_norm.")  # heads and batch are one axis there
+PARTS = ("q", "v", "z", "attn_scores", "pattern")  # keys are scaled where widths grow
+
+
+@lru_cache(maxsize=2)
+def source(family):
+    model = (
+        build("post_norm", n_key_value_heads=1) if family == "post_norm_grouped" else build(family)
+    )
+    model.set_use_attn_result(True)
+    return model
+
+
+def worst_head(model, grown, old, new):
+    """Return the largest relative change of an old head's activations; heads are found by name."""
+    m, worst = model.heads_per_neuron, 0.0
+    for label in model.all_head_labels(neurons=True):
+        here, there = HeadName.parse(label), HeadName.parse(grown.provenance[label])
+        for part in PARTS:
+            axis = 1 if part in ("attn_scores", "pattern") else 2
+            before, now = old[here.hook(part, model)], new[there.hook(part, grown.model)]
+            shared = part == "v" and before.shape[2] < model.blocks[here.block(model)].cfg.n_heads
+            if shared:  # these values belong to a group of heads
+                continue
+            before = before.select(axis, here.head_index(m))
+            now = now.select(axis, there.head_index(m))[..., : before.shape[-1]]
+            if here.kind == "attention":  # normed queries are scaled where the stream grew
+                seen = f"blocks.{here.layer}.attn.hook_{part}"
+                now = now / grown.provenance.activation_scales.get(seen, 1.0)
+            assert torch.equal(before.isinf(), now.isinf())
+            worst = max(worst, relative(now.nan_to_num(neginf=0), before.nan_to_num(neginf=0)))
+    return worst
+
+
+@torch.no_grad()
+def check_converted(converted, grown):
+    """Check logits, the heads, the stream before old blocks, and the way back."""
+    (logits, old), (new_logits, new) = cached(converted), cached(grown.model)
+    assert relative(new_logits, logits) < EXACT
+    assert worst_head(converted, grown, old, new) < EXACT
+    for block in range(converted.cfg.n_layers):
+        layer = int(grown.provenance[f"L{block // 2}"][1:])
+        stream = old[f"blocks.{block}.hook_resid_pre"]
+        now = new[f"blocks.{2 * layer + block % 2}.hook_resid_pre"]
+        expected = stream - stream.mean(-1, keepdim=True) if grown.provenance.centred else stream
+        assert relative(now[..., list(grown.provenance.coordinates)], expected) < EXACT
+    assert same_bits(grown.shrink(), converted)
+
+
+@pytest.mark.parametrize("family", [*STRUCTURES, "post_norm_grouped"])
+@torch.no_grad()
+def test_exact_or_refused_and_the_same_after_conversion(family):
+    model, refused = source(family), REFUSED.get(family, {})
+    by_name, converted = steps(group=group_size(model)), convert(model)
+    before = state(model), state(converted)
+    if refused:
+        for kind in (model, converted):
+            with pytest.raises(GrowthError) as error:
+                grow(kind, ex.compose(*by_name.values()))
+            for text in refused.values():  # all reasons in one error
+                assert text in str(error.value)
+    # Free entries are not zero, so required zeros come from the expansion, not from the init.
+    how = ex.compose(*(step for name, step in by_name.items() if name not in refused))
+    grown = grow(model, how, init=ex.init.normal(0.3), seed=3)
+    (logits, old), (new_logits, new) = cached(model), cached(grown.model)
+    assert relative(new_logits, logits) < EXACT
+    worst, unknown = worst_activation(grown.provenance, old, new)
+    assert max(worst.values()) < EXACT, max(worst, key=worst.get)
+    assert all(any(part in hook for part in SEEN_BY_NO_AXES) for hook in unknown)
+    assert sum("hook_pattern" in hook for hook in worst) == model.cfg.n_layers
+    assert same_bits(grown.shrink(), model)
+    assert set(grown.model.hook_dict) > set(model.hook_dict)
+    # The converted model
+    one = convert(grown.model)
+    after = grow(converted, how, init=ex.init.normal(0.3), seed=3)
+    assert same_bits(after.model, one)
+    assert vars(after.model.cfg) == vars(one.cfg)
+    assert torch.equal(after.model(tokens()), one(tokens()))
+    assert after.model.all_head_labels(neurons=True) == one.all_head_labels(neurons=True)
+    check_converted(converted, after)
+    for kind, was in zip((model, converted), before, strict=True):
+        assert all(torch.equal(was[name], now) for name, now in kind.state_dict().items())
+
+
+def test_one_norm_over_all_heads_grows_where_all_its_sizes_fit():
+    model = build("post_norm")  # 2 heads of width 13, d_model 26
+    grown = grow(model, n_heads=3, d_head=17, d_model=51, init=ex.init.normal(0.3))
+    (logits, old), (new_logits, new) = cached(model), cached(grown.model)
+    assert relative(new_logits, logits) < EXACT
+    assert max(worst_activation(grown.provenance, old, new)[0].values()) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("family", "flag"),
+    [
+        ("gelu", "set_use_split_qkv_input"),
+        ("gelu", "set_use_attn_in"),  # TransformerLens refuses it for grouped queries
+        ("grouped", "set_use_split_qkv_input"),
+    ],
+)
+def test_inputs_by_head(family, flag):
+    model = build(family)
+    getattr(model, flag)(True)
+    model.set_use_hook_mlp_in(True)
+    logits, old = cached(model)
+    grown = grow(model, all_steps(model))
+    new_logits, new = cached(grown.model)
+    assert relative(new_logits, logits) < EXACT
+    # The norm before attention runs once per head input, but the cache holds only one of the runs.
+    old = {hook: seen for hook, seen in old.items() if ".ln1." not in hook}
+    worst, unknown = worst_activation(grown.provenance, old, new)
+    assert max(worst.values()) < EXACT
+    assert not unknown
+    ln1 = ex.activation_map(grown.provenance, "blocks.0.ln1.hook_normalized")
+    with pytest.raises(ValueError, match="expected a batch axis"):
+        ln1.old_part(new[ln1.name])
+
+
+@pytest.mark.parametrize("norm", ["RMS", "RMSPre", "LNPre"])
+def test_positions_beside_the_stream(norm):
+    model = build("shortformer", normalization_type=norm)
+    grown = grow(model, ex.WidenStream(11)).model
+    assert relative(grown(tokens()), model(tokens())) < EXACT
+    moves = grown.pos_embed.W_pos[:, :26] / model.pos_embed.W_pos
+    assert torch.allclose(moves, moves.new_tensor(1 if norm == "RMS" else (37 / 26) ** 0.5))
+
+
+def test_a_scale_of_its_own_stays():
+    model = build("clip_qkv", attn_scale=2.3)
+    grown = grow(model, d_head=17)
+    assert grown.model.cfg.attn_scale == 2.3
+    assert relative(grown.model(tokens()), model(tokens())) < EXACT
+
+
+def test_attention_only_models_and_other_dtypes():
+    attention_only = build("gelu", attn_only=True, d_mlp=None, act_fn=None)
+    more = ex.compose(ex.AddHeads(3), ex.WidenStream(5), ex.InsertLayer(2))
+    grown = grow(attention_only, more)
+    assert relative(grown.model(tokens()), attention_only(tokens())) < EXACT
+    assert same_bits(grown.shrink(), attention_only)
+    half = build("llama", dtype=torch.bfloat16)
+    grown = grow(half, all_steps(half))
+    assert relative(grown.model(tokens()), half(tokens())) < LOGIT_TOLERANCE[torch.bfloat16]
+    assert same_bits(grown.shrink(), half)
+
+
+def test_what_is_not_function_comes_along():
+    model = build("rotary")
+    model.eval()
+    model.blocks[2].mlp.W_in.requires_grad_(False)
+    model.tokenizer = object()
+    numbers = torch.get_rng_state()
+    grown = grow(model, ex.compose(ex.InsertLayer(0), ex.AddNeurons(2))).model
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert not any(module.training for module in grown.modules())
+    assert grown.tokenizer is model.tokenizer
+    frozen = [name for name, p in grown.named_parameters() if not p.requires_grad]
+    assert frozen == ["blocks.3.mlp.W_in"]
+    pointers = {tensor.data_ptr() for tensor in model.state_dict().values() if tensor.numel()}
+    assert not pointers & {tensor.data_ptr() for tensor in grown.state_dict().values()}
+
+
+@pytest.mark.parametrize("mode", ["gpt2", "xavier_uniform", "kaiming_normal", "muP"])
+def test_own_is_transformerlens_own(mode):
+    cfg = {"n_layers": 1, "d_model": 64, "n_ctx": 61, "d_head": 32, "n_heads": 2, "d_mlp": 67}
+    cfg |= {"d_vocab": 59, "act_fn": "gelu", "init_mode": mode, "seed": 0}
+    grown = grow(HookedTransformer(HookedTransformerConfig(**cfg)), n_layers=2, d_mlp=256).model
+    larger = HookedTransformer(HookedTransformerConfig(**cfg | {"d_mlp": 256}))
+    for of in ("attn.W_Q", "attn.W_V", "mlp.W_in"):
+        got, expected = (
+            grown.get_parameter(f"blocks.1.{of}"),
+            larger.get_parameter(f"blocks.0.{of}"),
+        )
+        assert got.std().item() == pytest.approx(expected.std().item(), rel=0.05), of
+
+
+def test_the_optimizer_goes_on():
+    """Grouped heads' parameters have other names."""
+    model = build("llama", d_vocab_out=D_VOCAB)
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(tokens(), return_type="loss").backward()
+        optimizer.step()
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
+    step(model, optimizer)
+    grown = grow(model, d_mlp=41, n_heads=9, d_head=11, d_model=37, n_layers=4)
+    new = grown.optimizer(optimizer, model)
+    step(model, optimizer)
+    step(grown.model, new)
+    old, now = read(model).tensors, read(grown.model).tensors
+    for name, tensor in old.items():
+        moved = grown.provenance.tensor_map(name)
+        assert torch.allclose(moved.old_part(now[moved.name]) / moved.scale, tensor, atol=1e-12)
+
+
+def test_folders(tmp_path):
+    folder = source_folder(tmp_path / "source")
+    for arguments in (
+        ("grow", folder, tmp_path / "out", "--d-mlp", 41, "--n-layers", 4, "--d-model", 29),
+        ("grow", tmp_path / "out", tmp_path / "more", "--n-heads", 3),
+        ("convert", tmp_path / "more", tmp_path / "converted"),
+    ):
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        assert result.exit_code == 0, result.output
+    model, grown = load_source(folder), load_source(tmp_path / "out")
+    assert relative(grown(tokens()), model(tokens())) < 2e-5
+    assert grown.tokenizer.decode([3]) == model.tokenizer.decode([3])
+    assert read_provenance(tmp_path / "out")["L0N17"] == "L0N17"
+    again = grow(model, all_steps(model))
+    assert read_provenance(again.save_pretrained(tmp_path / "again")) == again.provenance
+
+
+# Converted models whose layers differ
+
+
+@pytest.mark.parametrize("family", ["gelu", "llama", "gemma"])
+@torch.no_grad()
+def test_some_layers_only(family, tmp_path):
+    model = build(family)
+    converted, group = convert(model), group_size(model)
+    partial = ex.compose(
+        ex.AddNeurons(5, layers=[0, 2]),
+        ex.AddHeads(2 * group, layers=[1]),
+        ex.InsertLayer(1),
+        ex.WidenValues(3, layers=[2]),
+        ex.WidenQueriesAndKeys(5, layers=[0]),
+        ex.AddNeurons(7, layers=[1]),
+        ex.WidenStream(11),
+    )
+    grown = grow(converted, partial, seed=5)
+    sizes = grown.model.cfg.layer_sizes
+    heads, width = converted.blocks[0].cfg.n_heads, converted.blocks[0].cfg.d_head
+    assert [size.d_mlp for size in sizes] == [42, 49, 37, 42]
+    assert [size.n_heads for size in sizes] == [heads, heads, heads + 2 * group, heads]
+    assert [size.d_head for size in sizes] == [width + 5, width, width, width]
+    assert [size.d_value for size in sizes] == [width, width, width + 3, width]
+    assert grown.provenance["L1N36"] == "L2N36"
+    assert len(grown.model.all_head_labels(neurons=True)) == sum(
+        size.n_heads + size.d_mlp for size in sizes
+    )
+    check_converted(converted, grown)
+    # Grow again from unequal layers, after saving and loading.
+    loaded = load(save(grown.model, tmp_path / "grown"))
+    assert same_bits(loaded, grown.model)
+    again = grow(loaded, all_steps(model), seed=6)
+    assert relative(again.model(tokens()), converted(tokens())) < EXACT
+    assert same_bits(again.shrink(), grown.model)
+    # Control: a required zero is not zero.
+    again.model.blocks[1].attn.W_out[-1] += torch.randn_like(again.model.blocks[1].attn.W_out[-1])
+    assert relative(again.model(tokens()), converted(tokens())) > 1e-4
+    with pytest.raises(GrowthError, match=r"blocks.0.mlp.W_out: entries that were zero"):
+        again.shrink()
+
+
+@pytest.mark.parametrize("family", ["llama", "qk_norm"])
+@torch.no_grad()
+def test_values_and_keys_apart(family):
+    """Values and keys can grow alone, and both in turn equal both at once, bit for bit."""
+    model = build(family)
+    converted, width = convert(model), model.cfg.d_head
+    values, keys = ex.WidenValues(3), ex.WidenQueriesAndKeys(3)
+    both = grow(model, ex.compose(values, keys), seed=3).model
+    for first, then, d_head, d_value in ((values, keys, 0, 3), (keys, values, 3, 0)):
+        grown = grow(converted, first, seed=3)
+        check_converted(converted, grown)
+        _, new = cached(grown.model)
+        for block in range(0, 6, 2):
+            widths = [new[f"blocks.{block}.attn.hook_{part}"].shape[-1] for part in "qkvz"]
+            assert widths == [width + d_head] * 2 + [width + d_value] * 2
+        assert same_bits(grow(grown.model, then, seed=3).model, convert(both))
+
+
+@torch.no_grad()
+def test_layers_that_differ_are_brought_to_one_size():
+    model, _ = uneven("llama", widths=True)
+    with pytest.raises(GrowthError, match="got n_heads=6, but the model has 9"):
+        grow(model, n_heads=6)
+    before = model(tokens())
+    grown = grow(model, d_mlp=41, n_heads=12, d_head=16, n_layers=4, seed=1)
+    assert len(set(grown.model.cfg.layer_sizes)) == 1
+    # Its layers divided scores by one number that is not √d_head, which growth keeps.
+    assert {sizes.attn_scale for sizes in grown.model.cfg.layer_sizes} == {13**0.5}
+    assert relative(grown.model(tokens()), before) < EXACT
+    assert grown.model.source_cfg.d_mlp == 41
+    assert grown.provenance.new_heads[:3] == ("L0H6", "L0H7", "L0H8")
+    assert same_bits(grown.shrink(), model)
+
+
+@pytest.mark.parametrize(("family", "heads"), [("gelu", 2), ("silu", 1), ("llama", 4)])
+@torch.no_grad()
+def test_bilinear_gates(family, heads):
+    source = build(family)
+    calibration = calibrate(source, tokens()) if source.cfg.gated_mlp else None
+    gate = Bilinear(heads, calibration=calibration)
+    converted = convert(source, gate=gate)
+    how = ex.compose(ex.AddNeurons(5, layers=[0]), ex.InsertLayer(1), ex.AddNeurons(3))
+    grown = grow(converted, how, seed=2)
+    (logits, old), (new_logits, new) = cached(converted), cached(grown.model)
+    assert relative(new_logits, logits) < EXACT
+    assert worst_head(converted, grown, old, new) < 1e-9  # single heads are larger than their sum
+    assert grown.model.blocks[1].cfg.n_heads == 45 * heads
+    assert same_bits(grown.shrink(), converted)
+    if calibration:  # the new layer has the range of the layer below
+        first, *others = converted.cfg.gating.ranges
+        assert grown.model.cfg.gating.ranges == (first, first, *others)
+        assert grown.shrink().cfg.gating == converted.cfg.gating
+    else:
+        even = ex.compose(ex.AddNeurons(5), ex.InsertLayer(1))
+        one = convert(grow(source, even, seed=2).model, gate=gate)
+        two = grow(converted, even, seed=2).model
+        assert same_bits(one, two)
+        assert torch.equal(one(tokens()), two(tokens()))
+        assert one.all_head_labels(neurons=True) == two.all_head_labels(neurons=True)
+    provenance = grown.provenance
+    assert provenance["L1N17"] == "L2N17"
+    if heads > 1:
+        assert provenance["L1N17.0"] == "L2N17.0"
+        assert provenance.old_of(f"L2N17.{heads - 1}") == f"L1N17.{heads - 1}"
+        assert provenance.old_of("L0N42.1") is None
+    for ask in (provenance.__getitem__, provenance.old_of):
+        with pytest.raises(UnknownHeadError, match="L2N17"):
+            ask(f"L2N17.{heads}")
+    assert "L0N44" in provenance.new_neurons
+
+
+@pytest.mark.parametrize("init", [ex.init.cancelling(0.5), ex.init.splits(0.3, 0.7)])
+def test_starts_without_zeros(init):
+    model = build("silu_gated", act_fn="gelu")
+    step = ex.compose(ex.AddNeurons(5), ex.AddHeads(2))
+    one, grown = grow(model, step, init=init, seed=3), grow(convert(model), step, init=init, seed=3)
+    assert relative(one.model(tokens()), model(tokens())) < EXACT
+    assert same_bits(one.shrink(), model)
+    assert same_bits(grown.model, convert(one.model))
+    assert same_bits(grown.shrink(), convert(model))
+
+
+def test_another_seed_is_another_model():
+    source = build("gelu")
+    first, second = (
+        grow(source, d_mlp=41, seed=3).model,
+        grow(convert(source), d_mlp=41, seed=4).model,
+    )
+    assert not same_bits(convert(first), second)
+
+
+@torch.no_grad()
+def test_a_layer_is_two_blocks():
+    converted = convert(build("local"))
+    converted.set_use_attn_result(True)
+    converted.blocks[2].eval()
+    converted.blocks[3].attn.W_in.requires_grad_(False)
+    grown = grow(converted, ex.InsertLayer(at=0, like=1))
+    model = grown.model
+    assert len(model.blocks) == model.cfg.n_layers == 8
+    assert [block.attn.attn_type for block in model.blocks[::2]] == [
+        *("local", "global", "local", "global")
+    ]
+    assert model.cfg.use_attn_result
+    assert [block.training for block in model.blocks] == [
+        *(False, True),  # copied from the layer that it was made from
+        *(True, True, False, True, True, True),
+    ]
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    assert frozen == ["blocks.1.attn.W_in", "blocks.5.attn.W_in"]
+    assert not any(model.blocks[0].attn.b_O)
+    assert not model.blocks[1].attn.W_out.any()
+    assert model.blocks[1].attn.W_in.any()
+    assert grown.shrink().blocks[2].training is False
+
+
+def test_parameters_are_known_by_their_names_in_the_source():
+    source = build("llama", n_layers=1, attn_types=None)
+    named = {name: p.name for name, p in ConvertedModel(convert(source)).parameters().items()}
+    assert named["blocks.0.attn._W_K"] == "blocks.0.attn.W_K"
+    assert named["blocks.1.attn.W_gate"] == "blocks.0.mlp.W_gate"
+    assert named["blocks.1.ln1.w"] == "blocks.0.ln2.w"
+    assert list(read(convert(source)).tensors) == list(named.values())
+    tensors = read(source).tensors
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        name: tensor.shape for name, tensor in read(convert(source)).tensors.items()
+    }
+
+
+@torch.no_grad()
+def test_refused_with_all_reasons():
+    converted = convert(build("grouped"))
+    with pytest.raises(GrowthError, match="expected a multiple of 3"):
+        grow(converted, ex.AddHeads(2, layers=[1]))
+    into = grow(converted, ex.AddHeads(2, layers=[1], into_groups=True))
+    assert into.provenance["L1H3"] == "L1H4"
+    assert relative(into.model(tokens()), converted(tokens())) < EXACT
+    into.model.blocks[0].hook_resid_pre.add_hook(lambda x, hook: x)
+    with pytest.raises(GrowthError, match="hooks are attached"):
+        into.shrink()
+    with pytest.raises(GrowthError) as refused:
+        grow(into.model, d_mlp=3)
+    assert len(refused.value.reasons) == 2
+    odd = convert(build("gelu"))
+    odd.blocks[0].attn.attn_scale = 5.0
+    odd.blocks[3].attn.b_out = odd.blocks[1].attn.b_out
+    odd.blocks[5].attn.forward = lambda x: x
+    odd.blocks[3].ln1 = torch.nn.Identity()
+    with pytest.raises(GrowthError) as refused:
+        grow(odd, d_mlp=41)
+    text = str(refused.value)
+    assert "blocks.0.attn.attn_scale is 5.0" in text
+    assert "blocks.3.attn.b_out share one parameter" in text
+    assert "forward was replaced on blocks.5.attn" in text
+    assert "blocks.3.ln1 is an Identity; the configuration says LN" in text
+
+
+@pytest.mark.parametrize("name", ["gelu", "parallel"])
+def test_patching_a_model_of_unequal_layers_is_patching_the_original(name):
+    model = convert(build(name))
+    steps = ex.AddNeurons(2, layers=[0]), ex.AddHeads(1, layers=[2]), ex.InsertLayer(1)
+    widths = ex.WidenValues(3, layers=[0]), ex.WidenQueriesAndKeys(2, layers=[3])
+    grown = grow(model, ex.compose(*steps, *widths))
+    clean = tokens()
+    corrupted = clean.roll(-1, dims=0)
+
+    def values(of, sites):
+        sweep = patching.activation_patch(
+            of, clean, corrupted, patching.loss(), sites=sites, progress=False
+        )
+        return torch.tensor(sweep.frame["value"].to_numpy())
+
+    names = [f"L{layer}{part}" for layer in range(3) for part in ("H0", "H1", "N5", "N31")]
+    now = [grown.provenance[name] for name in names]
+    expected = values(model, names)
+    assert relative(values(grown.model, now), expected) < 1e-12
+    neighbours = [name.replace("N31", "N30") for name in now]  # the control
+    assert relative(values(grown.model, neighbours), expected) > 1e-6
+
+
+def test_models_that_are_not_plain():
+    model = build("gelu")
+    with (
+        expose_neuron_heads(model),
+        pytest.raises(GrowthError, match="neuron-heads are exposed"),
+    ):
+        grow(model, d_mlp=41)
+    model.add_hook("blocks.0.hook_resid_pre", lambda value, hook: value)
+    with pytest.raises(GrowthError, match="hooks are attached"):
+        grow(model, ex.WidenStream(3))
+    model.reset_hooks()
+    with pytest.raises(GrowthError, match=r"differ in d_mlp.*convert\(model\) first"):
+        grow(model, ex.AddNeurons(5, layers=[1]))
+    with pytest.raises(GrowthError, match="act_fn is 'solu'"):
+        grow(build("gelu", act_fn="solu"), d_mlp=41)
+    model.blocks[1].mlp.W_out = model.blocks[0].mlp.W_out
+    with pytest.raises(GrowthError, match="share one parameter"):
+        grow(model, d_mlp=41)
+    model = build("gelu")
+    model.blocks[1].ln1.eps = 1e-3
+    model.blocks[2].attn.attn_scale = 1.0
+    model.blocks[0].ln2 = LayerNormPre(model.cfg)
+    with pytest.raises(GrowthError, match="ln2 is a LayerNormPre; the configuration") as error:
+        grow(model, d_mlp=41)
+    assert len(error.value.reasons) == 3
