@@ -20,7 +20,7 @@ from attn_only_lens.comparison.circuits import PAIRS
 from attn_only_lens.errors import ComparisonError, InputError, InputWarning
 from attn_only_lens.expansion.provenance import IndexMap
 from attn_only_lens.growth import identity
-from attn_only_lens.heads import HeadName
+from attn_only_lens.heads import HeadName, host_of
 
 pytestmark = [
     pytest.mark.numeric,
@@ -81,6 +81,19 @@ def test_right_after_growth_nothing_differs(name):
     assert mlp_hook("z", 0) not in model.hook_dict
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_stream_that_is_normalized_is_compared_without_its_mean():
+    """BERT normalizes the stream itself, so heads read what is written without its mean."""
+    model = bridges.boot("bert")
+    assert host_of(bridges.exposed_copy(model)).reads_centred()
+    assert not host_of(bridges.exposed_copy(bridges.boot("llama"))).reads_centred()
+    grown = grow(model, ex.compose(ex.AddNeurons(5), ex.AddHeads(3)), seed=0)
+    metric = p.logit_diff([3, 5, 7], [4, 6, 8])
+    comparison = compare(model, grown, tokens(batch=3), metric, **FAST | {"n_nodes": 0})
+    assert (components(comparison)["cosine"] - 1).abs().max() < SAME
+    assert (comparison.new["share"] == 0).all()
+    assert comparison.circuits["jaccard"].min() == 1
 
 
 @pytest.fixture(scope="module")
