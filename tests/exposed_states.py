@@ -1,13 +1,58 @@
-"""The state of a bridge before and after its neurons are exposed, and comparisons of states."""
+"""Models that are exposed in tests, of both kinds, and comparisons of their states."""
 
+from functools import partial
+
+import models
+import pytest
 import torch
-from common import relative
+from bridges import boot
+from common import mlp_hook, needs_hooked_transformer, relative, tokens
+from transformer_lens.model_bridge import TransformerBridge
+
+from attn_only_lens import Bilinear, calibrate
 
 EXACT = 1e-12
 
 
+def each(bridges=(), hooked=()):
+    """Return parameters: functions that build a bridge, or a HookedTransformer with 3.9."""
+    return [
+        *(pytest.param(partial(boot, name), id=name) for name in bridges),
+        *(
+            pytest.param(
+                partial(models.build, name), id=f"hooked {name}", marks=needs_hooked_transformer
+            )
+            for name in hooked
+        ),
+    ]
+
+
+def gated(model):
+    """Return whether the MLPs of a model without neuron-heads are gated."""
+    if isinstance(model, TransformerBridge):
+        return hasattr(model.blocks[0].mlp, "gate")
+    return model.cfg.gated_mlp
+
+
+def bilinear(model, heads=4):
+    """Return bilinear gates for a model; those of gated MLPs are calibrated."""
+    return Bilinear(heads, calibration=calibrate(model, tokens()) if gated(model) else None)
+
+
+def names_of(model, layer=1):
+    """Return the hook points before and after the activation of a layer."""
+    if isinstance(model, TransformerBridge):
+        pre = "gate.hook_out" if gated(model) else "in.hook_out"
+        return f"blocks.{layer}.mlp.{pre}", f"blocks.{layer}.mlp.out.hook_in"
+    return mlp_hook("pre", layer), mlp_hook("post", layer)
+
+
 def drop(index, dim):
     return lambda x, hook: x.index_fill(dim, torch.tensor(index), 0.0)
+
+
+def fail(x, hook):
+    raise RuntimeError("in a hook")
 
 
 def same(cache, expected, bound=EXACT):
@@ -18,9 +63,11 @@ def same(cache, expected, bound=EXACT):
             assert relative(cache[key][finite], value[finite]) <= bound, key
 
 
-def state(bridge):
+def state(model):
     """Return the state that `undo` has to restore."""
-    modules = {name: (type(m), m.training) for name, m in bridge.named_modules()}
-    points = {name: (type(p), p.name, set(vars(p))) for name, p in bridge.hook_dict.items()}
-    registries = [list(block.mlp._hook_registry) for block in bridge.blocks]
-    return type(bridge), modules, list(points.items()), registries, list(bridge._hook_registry)
+    modules = {name: (type(m), m.training) for name, m in model.named_modules()}
+    points = [(name, type(p), p.name, set(vars(p))) for name, p in model.hook_dict.items()]
+    if not isinstance(model, TransformerBridge):
+        return type(model), modules, points, list(model.mod_dict), set(vars(model))
+    registries = [list(block.mlp._hook_registry) for block in model.blocks]
+    return type(model), modules, points, registries, list(model._hook_registry)

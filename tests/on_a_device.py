@@ -50,7 +50,6 @@ from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.heads import host_of
 from attn_only_lens.models.in_place import hide
-from attn_only_lens.patching.run_patches import PatchRunner
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from libraries
@@ -61,13 +60,13 @@ GIVEN = (CLEAN, CORRUPTED, METRIC)
 SITES = ["L0N3", "L1N29", "L0H1", "L1H0"]
 FEW = {"sites": SITES, "positions": [2, -1], "progress": False}
 # Results are bitwise the CPU's, except where a gradient is summed in another order.
-ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
+WITHIN = 1e-5
+of_bridges = pytest.mark.skipif(HAS_HOOKED_TRANSFORMER, reason="bridges are tested with 4")
 
 
 def twice(make, use):
     """Check that `use` gives the same for a model on the device as for the model on the CPU."""
     model = make("cpu")
-    dtype = next(model.parameters()).dtype
     expected = use(model)
     set_up()
     with SimulatedDevice(forbid_float64=True) as device:
@@ -79,7 +78,7 @@ def twice(make, use):
         finally:
             torch.set_default_device(None)
     assert device.counts
-    same(got, expected, ROUNDING[dtype])
+    same(got, expected, WITHIN)
 
 
 def same(got, expected, within, place="result"):
@@ -170,30 +169,20 @@ def moved(*model):
     return lambda device: made(*model)("cpu").to(device)
 
 
-HALF = torch.bfloat16
-ALL = {
-    "llama, split": made(split, "llama", "exposed", "exact"),
-    "native_gated, bilinear, moved": moved(bridge, "native_gated", "exposed", "bilinear"),
-}
+OF_BRIDGES = made(split, "llama", "exposed", "exact")
 SOME = {
     "gpt2, split": made(split, "gpt2", "exposed", "exact"),
-    "neox, bilinear": made(bridge, "neox", "exposed", "bilinear"),
-    "gemma2, moved": moved(bridge, "gemma2", "exposed", "exact"),
-    "native, half": made(bridge, "native", "exposed", "exact", HALF),
+    "native_gated, bilinear, moved": moved(bridge, "native_gated", "exposed", "bilinear"),
 }
-if HAS_HOOKED_TRANSFORMER:  # bridges hardly differ between versions: 4 tests all but one
-    ALL = {
-        "converted": made(hooked, "gelu", "converted", "exact"),
-        "converted, bilinear, moved": moved(hooked, "silu_gated", "converted", "bilinear"),
-        "in place, moved": moved(hooked, "silu_gated", "exposed", "exact"),
-    }
+HALF = moved(bridge, "gpt2", "exposed", "exact")
+if HAS_HOOKED_TRANSFORMER:  # bridges are tested with 4
+    CONVERTED = moved(hooked, "gelu", "converted", "exact")
     SOME = {
-        "gemma2, moved": SOME["gemma2, moved"],
         "converted llama": made(hooked, "llama", "converted", "exact"),
-        "converted parallel, bilinear": made(hooked, "parallel", "converted", "bilinear"),
-        "converted, half, moved": moved(hooked, "gelu", "converted", "exact", HALF),
-        "in place, bilinear, half": made(hooked, "silu_gated", "exposed", "bilinear", HALF),
+        "converted, bilinear, moved": moved(hooked, "silu_gated", "converted", "bilinear"),
+        "in place, bilinear": made(hooked, "silu_gated", "exposed", "bilinear"),
     }
+    HALF = CONVERTED
 
 
 # The functions to test
@@ -333,19 +322,13 @@ USES = (
     *(passes, patterns, sweeps, other_sweeps, attributions, circuit),
     *(difference, weights, paths, steered),
 )
+if HAS_HOOKED_TRANSFORMER:  # the others have no code of their own for HookedTransformers
+    USES = (passes, patterns, sweeps, attributions, circuit, weights)
 
 
-# Converted bilinear heads differ only in passes and sweeps, and are the slowest models.
-DONE = [
-    pytest.param(kind, use, id=f"{kind}-{use.__name__}")
-    for kind in ALL
-    for use in (USES if kind != "converted, bilinear, moved" else (passes, sweeps))
-]
-
-
-@pytest.mark.parametrize(("kind", "use"), DONE)
-def test_all_that_is_done(kind, use):
-    twice(ALL[kind], use)
+@pytest.mark.parametrize("use", USES)
+def test_all_that_is_done(use):
+    twice(CONVERTED if HAS_HOOKED_TRANSFORMER else OF_BRIDGES, use)
 
 
 @pytest.mark.parametrize("kind", SOME)
@@ -358,28 +341,19 @@ def test_other_models(kind):
     twice(SOME[kind], use)
 
 
-HALF_MODELS = {"gpt2": moved(bridge, "gpt2", "exposed", "exact")}
-if HAS_HOOKED_TRANSFORMER:
-    HALF_MODELS = {
-        "converted": moved(hooked, "gelu", "converted", "exact"),
-        "in place": moved(hooked, "gelu", "exposed", "exact"),
-    }
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("kind", HALF_MODELS)
-def test_half_precision(kind, use, dtype):
+# The other functions take most of the time here.
+@pytest.mark.parametrize("use", [passes, patterns, sweeps, attributions, weights])
+def test_half_precision(use):
     """Every function runs; values in half precision depend on rounding, and are not compared."""
     set_up()
     with SimulatedDevice(forbid_float64=True):
-        model = HALF_MODELS[kind](HERE).to(dtype)
+        model = HALF(HERE).to(torch.bfloat16)
         torch.set_default_device(ELSEWHERE)
         try:
             use(model)
         finally:
             torch.set_default_device(None)
-    assert {x.dtype for x in model.parameters()} == {dtype}
+    assert {x.dtype for x in model.parameters()} == {torch.bfloat16}
 
 
 # Models made from other models
@@ -390,12 +364,11 @@ def verified(model):
     with expose_neuron_heads(model):
         results = [verify(model, model, CLEAN)]
     if HAS_HOOKED_TRANSFORMER:
-        results += [verify(model, made, CLEAN) for made in (convert(model), bilinear(model))]
+        gate = Bilinear(calibration=calibrate(model, CLEAN))
+        results += [
+            verify(model, made, CLEAN) for made in (convert(model), convert(model, gate=gate))
+        ]
     return results
-
-
-def bilinear(model):
-    return convert(model, gate=Bilinear(calibration=calibrate(model, CLEAN)))
 
 
 def grown(model):
@@ -422,10 +395,10 @@ def compared(model):
     return comparison.heads, comparison.neurons, comparison.new, comparison.circuits
 
 
+@of_bridges
 @pytest.mark.parametrize("use", [verified, grown, compared], ids=lambda use: use.__name__)
 def test_models_made_from_others(use):
-    of_both_layouts = HAS_HOOKED_TRANSFORMER and use is verified
-    twice(partial(hooked, "silu_gated") if of_both_layouts else partial(split, "llama"), use)
+    twice(partial(split, "llama"), use)
 
 
 @needs_hooked_transformer
@@ -436,18 +409,19 @@ def test_hooked_transformers_made_from_others():
         stock = to_stock(convert(model, gate=Bilinear()))
         return products, larger(there(model)), stock(there(model))
 
+    twice(partial(hooked, "silu_gated"), verified)
     twice(partial(hooked, "gelu"), use)
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_saved_and_loaded(kind, tmp_path):
+def test_saved_and_loaded(tmp_path):
     def use(model):
         folder = save(model, tmp_path / "saved")
         return load(folder, device=there(model).device)(there(model))
 
-    twice(ALL[kind], use)
+    twice(CONVERTED if HAS_HOOKED_TRANSFORMER else OF_BRIDGES, use)
 
 
+@of_bridges
 def test_a_training_goes_on(tmp_path):
     def use(model):
         start = copy.deepcopy(model.state_dict())
@@ -475,19 +449,75 @@ def test_the_shipped_model():
     twice(pretrained.modular_addition, lambda model: model(prompts.to(model.cfg.device)))
 
 
-# How many operations are needed
+# How many operations are needed, in a model with GPT-2 small's 12 layers: kernels depend on layers,
+# not on widths. A limit holds for any number of nodes, names or positions: most passes take the
+# model apart and test it.
 
-of_bridges = pytest.mark.skipif(
-    HAS_HOOKED_TRANSFORMER, reason="bridges are much the same in both: counted with 4"
-)
+HEADS = [f"L{layer}H{head}" for layer in range(12) for head in range(2)]
+QUIET = {"progress": False}
+COUNTED = {
+    "attribution": (
+        lambda *given: p.attribution(*given, sites=p.neuron_heads(), budget=0, **QUIET),
+        *(2_500, 24),
+    ),
+    "repairs": (lambda *given: p.attribution(*given, budget=3, **QUIET), 6_000, 90),
+    "sweep of few names": (
+        lambda *given: p.activation_patch(
+            *given, sites=[f"L{i % 12}N{3 + 2 * i}" for i in range(17)], **QUIET
+        ),
+        *(2_000, 80),  # 73 needed; a wait for each name would add 17
+    ),
+    "graph": (
+        lambda model, clean, _, metric: circuits.attribution_graph(model, clean, metric, top=50),
+        *(7_000, 48),  # 46 needed; a wait for each node would add 50
+    ),
+    "search": (
+        lambda *given: circuits.discover(*given, order="magnitude", budget=0, **QUIET),
+        *(4_600, 55),
+    ),
+}
+"""A call, and how many kernels and waits it may take the second time, when checks are known."""
 
 
 def gpt2_of_twelve_layers():
-    """Return a model with GPT-2 small's 12 layers; kernels depend on layers, not on widths."""
     sizes = {"n_layer": 12, "n_embd": 12, "n_head": 2, "vocab_size": 41, "n_positions": 17}
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     source = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     return expose_neuron_heads(bridges.bridged(source.eval())).model
+
+
+@pytest.fixture(scope="module")
+def counted():
+    """Return a function that counts operations of two calls on prompts that differ late."""
+    set_up()
+    clean = tokens(pos=15)[:1]
+    corrupted = clean.clone()
+    corrupted[0, 10] = (clean[0, 10] + 1) % D_VOCAB
+    torch.manual_seed(0)  # the circuit for another model may need another pass
+    with SimulatedDevice():
+        model = gpt2_of_twelve_layers().to(HERE)
+
+    def count(call):
+        counts = []
+        with SimulatedDevice(forbid_float64=True) as device:
+            for _ in range(2):
+                device.counts.clear()
+                call(model, clean.to(HERE), corrupted.to(HERE), p.logit_diff(7, 8))
+                counts.append((device.total("kernel"), device.synchronisations))
+        return counts
+
+    return count
+
+
+@pytest.mark.usefixtures("working_cache")
+@of_bridges
+@pytest.mark.parametrize("name", COUNTED)
+def test_kernels_and_waits(counted, name):
+    call, kernels, waits = COUNTED[name]
+    first, second = counted(call)
+    assert second[0] <= kernels
+    assert second[1] <= waits
+    assert first[0] <= kernels + 8_000
 
 
 @of_bridges
@@ -501,62 +531,6 @@ def test_exposing_looks_at_all_weights_and_at_all_checks_once():
         expose_neuron_heads(model)
     assert device.total("kernel") <= 1_500
     assert device.synchronisations <= 5
-
-
-@of_bridges
-@pytest.mark.parametrize("n_pos", [5, 13])
-def test_attribution_takes_a_pass_a_run_and_a_transfer_a_layer(n_pos):
-    """Attribution of any number of neurons takes one pass per run and one transfer per layer."""
-    clean, corrupted = (tokens(seed, batch=1, pos=n_pos) for seed in range(2))
-    model = gpt2_of_twelve_layers()
-    set_up()
-    with SimulatedDevice(forbid_float64=True) as device:
-        model.to(HERE)
-        arguments = clean.to(HERE), corrupted.to(HERE), p.logit_diff(7, 8)
-        device.counts.clear()
-        p.attribution(model, *arguments, sites=p.neuron_heads(), budget=0, progress=False)
-    assert device.total("kernel") <= 2_500  # 2,211 with 15 tokens
-    assert device.synchronisations <= 12 + 30
-
-
-@of_bridges
-def test_kernels_of_repairs(counted):
-    def repair(model, *prompts_and_metric):
-        device = SimulatedDevice.current()
-        for _ in range(2):  # the second time, the model's checks are cached
-            device.counts.clear()
-            p.attribution(model, *prompts_and_metric, budget=3, progress=False)
-
-    # 5,541 needed: the rows at the top need more than three passes.
-    assert counted(repair).total("kernel") <= 6_000
-
-
-@of_bridges
-@pytest.mark.parametrize("n_names", [7, 19])
-def test_a_sweep_of_few_names_takes_one_pass(n_names, monkeypatch):
-    """A sweep of all positions takes one pass for any number of names, besides the tests."""
-    clean, corrupted = (tokens(seed, batch=1, pos=13) for seed in range(2))
-    names = [f"L{i % 12}N{3 + 2 * i}" for i in range(n_names)]
-    model, counts = gpt2_of_twelve_layers(), []
-    values = PatchRunner.values
-
-    def counting(self, groups):
-        before = device.total("kernel"), device.synchronisations
-        result = values(self, groups)
-        counts.append((device.total("kernel") - before[0], device.synchronisations - before[1]))
-        return result
-
-    monkeypatch.setattr(PatchRunner, "values", counting)
-    set_up()
-    with SimulatedDevice(forbid_float64=True) as device:
-        model.to(HERE)
-        arguments = clean.to(HERE), corrupted.to(HERE), p.logit_diff(7, 8)
-        device.counts.clear()
-        p.activation_patch(model, *arguments, sites=names, progress=False)
-    [(kernels, waits)] = counts
-    assert kernels <= 2_000
-    assert waits <= 3 * 12
-    assert device.total("kernel") <= 10_000
 
 
 @of_bridges
@@ -576,71 +550,12 @@ def test_a_split_model_takes_the_same_shortcuts():
     assert not counts[1][2]
 
 
-@pytest.fixture(scope="module")
-def counted():
-    """Return a function that counts a call's operations on 15-token prompts that differ late."""
-    set_up()
-    clean = tokens(pos=15)[:1]
-    corrupted = clean.clone()
-    corrupted[0, 10] = (clean[0, 10] + 1) % D_VOCAB
-
-    def count(call):
-        with SimulatedDevice() as device:
-            call(model, clean.to(HERE), corrupted.to(HERE), p.logit_diff(7, 8))
-        return device
-
-    torch.manual_seed(0)  # the circuit for another model may need another pass
-    with SimulatedDevice():
-        model = gpt2_of_twelve_layers().to(HERE)
-    return count
-
-
-@of_bridges
-def test_kernels_of_a_graph(counted):
-    def graph(top):
-        return counted(
-            lambda model, clean, _, metric: circuits.attribution_graph(
-                model, clean, metric, top=top
-            )
-        )
-
-    few, many = graph(5), graph(50)
-    # Most kernels are in runs that take the model apart and test it, for any number of nodes.
-    assert many.total("kernel") <= 9_500
-    assert many.total("kernel") - few.total("kernel") <= 2_500
-    # The errors of checks, and edges of all sublayers, are read together.
-    assert many.synchronisations <= 45
-    assert many.synchronisations - few.synchronisations <= 5
-
-
-@pytest.mark.usefixtures("working_cache")
-@of_bridges
-def test_kernels_of_a_search(counted):
-    """All prefixes, complements and random circuits together take few passes."""
-
-    def search(model, clean, corrupted, metric):
-        how = {"order": "magnitude", "budget": 0, "progress": False}
-        device = SimulatedDevice.current()
-        for _ in range(2):  # the second time, the model's checks are cached
-            device.counts.clear()
-            circuits.discover(model, clean, corrupted, metric, **how)
-            counts.append((device.total("kernel"), device.synchronisations))
-
-    counts = []
-    counted(search)
-    (first, waits), (second, _) = counts
-    assert first <= 7_800
-    assert second <= 4_600  # 4,253 needed
-    assert waits <= 55  # 53 needed
-
-
 @of_bridges
 def test_circuits_of_a_batch_cost_what_one_does(counted):
     counts = []
 
     def measure(model, *prompts_and_metric):
-        names = [f"L{layer}H{head}" for layer in range(12) for head in range(2)]
-        few = {"sites": names, "positions": "all", "budget": 0, "progress": False}
+        few = {"sites": HEADS, "positions": "all", "budget": 0, "progress": False}
         sites = p.attribution(model, *prompts_and_metric, **few).frame
         ablated = AblatedModel(model, *prompts_and_metric, sites, ablation="resample", mask=None)
         device = SimulatedDevice.current()
@@ -650,24 +565,9 @@ def test_circuits_of_a_batch_cost_what_one_does(counted):
             counts.append((device.total("kernel"), device.synchronisations))
 
     counted(measure)
-    one, many = counts
+    one, many = counts[:2]
     assert one[1] == many[1] <= 2
     assert many[0] - one[0] <= 12  # recorded keys and values are not copied for one
-
-
-@of_bridges
-def test_waits_of_a_comparison_do_not_grow_with_layers():
-    model = gpt2_of_twelve_layers()
-    hide(model)
-    larger = grow(model, d_mlp=53, seed=0)
-    how = {"n_patched": 40, "n_nodes": 20, "n_resamples": 3, "progress": False}
-    set_up()
-    with SimulatedDevice() as device:
-        for moved_model in (model, larger.model):
-            moved_model.to(HERE)
-        device.counts.clear()
-        compare(model, larger, torch.cat([CLEAN, CORRUPTED])[:2], p.loss(), **how)
-    assert device.synchronisations <= 230  # 221 needed; a wait per layer and model would add 24
 
 
 # The device itself
@@ -676,13 +576,13 @@ def test_waits_of_a_comparison_do_not_grow_with_layers():
 def test_what_it_refuses_and_counts():
     set_up()
     x, elsewhere = torch.arange(6.0), torch.ones(3)
-    with SimulatedDevice(watch="tests/", forbid_float64=True) as device:
+    with SimulatedDevice(forbid_float64=True) as device:
         here = x.to(HERE)
         assert (here[:2].sum() + 1).item() == 2.0
         here[torch.tensor([True, False] * 3).to(HERE).nonzero()] = 0
         assert here.cpu().tolist() == [0.0, 1.0, 0.0, 3.0, 0.0, 5.0]
         for tensor in (elsewhere, elsewhere.to(ELSEWHERE)):
-            with pytest.raises(MixedDevices, match=r"on_a_device.py:\d+"):
+            with pytest.raises(MixedDevices, match="mul: simulated:1 and"):
                 here[:3] * tensor
         with pytest.raises(MixedDevices, match="generator"):
             torch.randn(3, device=HERE, generator=torch.Generator())
@@ -693,4 +593,3 @@ def test_what_it_refuses_and_counts():
     assert [device.total(kind) for kind in ("H2D", "D2H", "D2D")] == [3, 3, 0]
     assert device.total("sync") == 2  # one number, and one mask
     assert device.synchronisations == 5
-    assert "on_a_device.py" in device.report()

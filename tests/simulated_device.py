@@ -1,11 +1,11 @@
 """A simulated device in Python, for tests of how the package treats devices.
 
 `simulated:0`, `:1` and `:2` are devices in torch (the PrivateUse1 backend). Their tensors wrap CPU
-tensors, so results are bitwise the CPU's. An operation that mixes devices raises, as on a GPU, and
-names the file and line of the call. As with CUDA, scalars and indices may be on the CPU. With
-`forbid_float64`, a float64 tensor on the device raises too, as on MPS.
+tensors, so results are bitwise the CPU's. An operation that mixes devices raises, as on a GPU. As
+with CUDA, scalars and indices may be on the CPU. With `forbid_float64`, a float64 tensor on the
+device raises too, as on MPS.
 
-The mode counts by file and line: kernels (all operations except views and allocations); transfers
+The mode counts kernels (all operations except views and allocations); transfers
 from ("D2H"), to ("H2D") and between devices ("D2D"); and "sync", where the host waits for a value
 or for a shape that depends on values. A D2H is also such a wait: `synchronisations` counts both.
 
@@ -13,16 +13,14 @@ or for a shape that depends on values. A D2H is also such a wait: `synchronisati
     with SimulatedDevice() as device:
         model.to("simulated:0")(tokens.to("simulated:0"))
         print(device.total("kernel"), device.synchronisations)
-        print(device.report())
 
 Not simulated are streams, memory limits, speed, a GPU's own kernels, and in-place changes of shape
 (`t_`). Within the mode, autograd runs on the caller's thread.
 
-PrivateUse1 can be registered only once per process, so `test_devices.py` runs the tests that need
-it in separate processes.
+PrivateUse1 stays registered in its process, so `test_devices.py` runs the tests that need it in
+another one.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -121,19 +119,18 @@ class SimulatedDevice(TorchDispatchMode):
     """A mode in which `simulated:0`, `simulated:1` and `simulated:2` exist.
 
     Args:
-        watch: a part of the paths to report; file:line is the innermost caller with it.
         forbid_float64: whether the device has no float64.
 
     Attributes:
-        counts: the number of events, by kind and file:line.
+        counts: the number of events, by kind.
     """
 
     _entered: ClassVar[list["SimulatedDevice"]] = []
 
-    def __init__(self, watch: str = "attn_only_lens/", *, forbid_float64: bool = False) -> None:
+    def __init__(self, *, forbid_float64: bool = False) -> None:
         super().__init__()
-        self.watch, self.forbid_float64 = watch, forbid_float64
-        self.counts: Counter[tuple[str, str]] = Counter()
+        self.forbid_float64 = forbid_float64
+        self.counts: Counter[str] = Counter()
 
     @classmethod
     def current(cls) -> "SimulatedDevice":
@@ -164,31 +161,16 @@ class SimulatedDevice(TorchDispatchMode):
 
     def total(self, kind: str) -> int:
         """Return the number of events of one kind: "kernel", "sync", "D2H", "H2D" or "D2D"."""
-        return sum(n for (counted, _), n in self.counts.items() if counted == kind)
+        return self.counts[kind]
 
     @property
     def synchronisations(self) -> int:
         """Return how often the host waited for the device."""
         return self.total("sync") + self.total("D2H")
 
-    def report(self) -> str:
-        """Return a line for each kind and place, the most frequent first."""
-        return "\n".join(
-            f"{n:7d} {kind:6s} {place}" for (kind, place), n in self.counts.most_common()
-        )
-
     def count(self, kind: str) -> None:
         """Count one event."""
-        self.counts[kind, self._place()] += 1
-
-    def _place(self) -> str:
-        frame: Any = sys._getframe(1)
-        while frame is not None:
-            file = _shown(frame.f_code.co_filename, self.watch)
-            if file:
-                return f"{file}:{frame.f_lineno}"
-            frame = frame.f_back
-        return "?"
+        self.counts[kind] += 1
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation on the wrapped tensors, and wrap its result."""
@@ -243,11 +225,9 @@ class SimulatedDevice(TorchDispatchMode):
         for x in tensors:
             free = not x.ndim or any(x is index for index in indices)
             if x.device != device and not (x.device.type == "cpu" and free):
-                raise MixedDevices(f"{name}: {device} and {x.device}, at {self._place()}")
+                raise MixedDevices(f"{name}: {device} and {x.device}")
         if generator is not None and generator.device != device:
-            raise MixedDevices(
-                f"{name}: {device}, and a generator of {generator.device}, at {self._place()}"
-            )
+            raise MixedDevices(f"{name}: {device}, and a generator of {generator.device}")
 
     def _moved(self, source: torch.device, target: torch.device) -> None:
         """Count a copy: a transfer, or a kernel within a device."""
@@ -264,7 +244,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _refuse_float64(self, name: str, device: torch.device) -> None:
         if self.forbid_float64:
-            raise Float64Forbidden(f"{name}: no float64 on {device}, at {self._place()}")
+            raise Float64Forbidden(f"{name}: no float64 on {device}")
 
 
 _DATA = torch._C.TensorBase.data
@@ -281,14 +261,6 @@ def _set_data(x: Tensor, value: Tensor) -> None:
     if isinstance(x, torch.nn.Parameter):
         moved = torch.nn.Parameter(moved, requires_grad=x.requires_grad)
     torch.utils.swap_tensors(x, moved)
-
-
-@cache
-def _shown(file: str, watch: str) -> str:
-    """Return a watched file's path after `watch`, or "" for other files."""
-    if file == __file__ or "/torch/" in file or watch not in file:
-        return ""
-    return file.partition(watch)[2] if watch else file
 
 
 def _indexed(device: Any) -> torch.device | None:

@@ -30,7 +30,7 @@ RIGHT = {
     "set_ungroup_grouped_query_attention", "setup", "to", "to_single_str_token",
     "to_single_token", "to_str_tokens", "to_string", "to_tokens",
     "tokens_to_residual_directions", "clear_contexts", "mps", "move_model_modules_to_device",
-    # tests/conformance/test_hook_methods.py
+    # tests/conformance/test_hook_methods.py; the others call the same methods
     "get_caching_hooks", "add_caching_hooks", "cache_all", "cache_some", "list_hooks",
 }  # fmt: skip
 # Inherited unchanged. They use neither blocks nor heads, and need a network to run.
@@ -39,7 +39,7 @@ REFUSED = {name for name in vars(Refusals) if not name.startswith("_")}
 REFUSED -= {"tl_parameters"}  # SVDInterpreter reads it, but HookedTransformer lacks it
 
 CACHE_RIGHT = {
-    # tests/conformance/test_cache.py
+    # tests/conformance/test_cache.py; toggle_autodiff is torch's
     "accumulated_resid", "apply_ln_to_stack", "apply_slice_to_batch_dim", "compute_head_results",
     "decompose_resid", "get_full_resid_decomposition", "get_neuron_results", "items", "keys",
     "logit_attrs", "remove_batch_dim", "stack_activation", "stack_head_results",

@@ -86,7 +86,7 @@ def test_generate(speaking, prompt, cached):
         assert torch.equal(got, expected) if torch.is_tensor(got) else got == expected
 
 
-@pytest.mark.parametrize("name", ["gelu", "rotary", "alibi", "no_norm"])
+@pytest.mark.parametrize("name", ["rotary", "alibi"])
 @torch.no_grad()
 def test_generate_where_keys_are_not_grouped(name, tmp_path):
     source = build(name, d_vocab_out=41)
@@ -131,7 +131,7 @@ def test_key_value_cache(speaking):
         assert torch.equal(expected, got)
 
 
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize("name", ["gelu", "llama"])
 @torch.no_grad()
 def test_run_with_cache_options(name):
     converted = convert(build(name))
@@ -171,7 +171,6 @@ def test_cached_gradients(name):
 
 
 OFF = {
-    "blocks.1.attn.hook_result": "use_attn_result",
     "blocks.0.attn.hook_result": "use_attn_result",
     "blocks.0.hook_q_input": "use_split_qkv_input",
     "blocks.2.hook_attn_in": "use_attn_in",
@@ -209,13 +208,11 @@ def test_a_hook_that_would_not_fire_is_refused(hook):
 
 
 def test_a_hook_point_that_does_not_exist_is_refused():
-    converted = convert(build("gelu"))
+    converted, name = convert(build("gelu")), "blocks.0.mlp.hook_post"
     for attempt in (
-        lambda: converted.run_with_hooks(
-            tokens(), fwd_hooks=[("blocks.0.mlp.hook_post", lambda x, hook: x)]
-        ),
+        lambda: converted.run_with_hooks(tokens(), fwd_hooks=[(name, lambda x, hook: x)]),
         lambda: converted.run_with_cache(tokens(), names_filter="blocks.6.attn.hook_z"),
-        lambda: converted.add_hook("blocks.0.mlp.hook_post", lambda x, hook: x),
+        lambda: converted.add_hook(name, lambda x, hook: x),
         lambda: converted.add_perma_hook(lambda n: "mlp.hook_post" in n, lambda x, hook: x),
     ):
         with pytest.raises(UnsupportedCallError, match="no hook point"):
@@ -299,7 +296,7 @@ def test_ungrouping_after_conversion():
     assert relative(converted(tokens()), source(tokens())) <= 1e-12
 
 
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize("name", ["gelu", "parallel"])
 def test_inference_mode(name):
     """A model converted and run in inference mode gives bitwise the same values outside."""
     source = build(name, d_vocab_out=41)
@@ -418,19 +415,16 @@ PROCESSING = (
 REFUSED_METHODS = (*PROCESSING, "all_composition_scores", "init_weights")
 
 
-@pytest.mark.parametrize("name", STACKED)
-def test_one_stack_of_all_heads_is_refused(name):
-    with pytest.raises(UnsupportedCallError, match=rf"neuron_heads\.{name}"):
-        getattr(convert(build("gelu")), name)
-
-
-@pytest.mark.parametrize("name", REFUSED_METHODS)
-def test_refused_before_anything_is_changed(name):
+def test_refused_before_anything_is_changed():
     converted = convert(build("gelu"))
     before = {key: tensor.clone() for key, tensor in converted.state_dict().items()}
     modules = [(key, type(module)) for key, module in converted.named_modules()]
-    with pytest.raises(UnsupportedCallError, match="Use "):
-        getattr(converted, name)(converted.state_dict())
+    for name in STACKED:
+        with pytest.raises(UnsupportedCallError, match=rf"neuron_heads\.{name}"):
+            getattr(converted, name)
+    for name in REFUSED_METHODS:
+        with pytest.raises(UnsupportedCallError, match="Use "):
+            getattr(converted, name)(converted.state_dict())
     assert modules == [(key, type(module)) for key, module in converted.named_modules()]
     assert all(torch.equal(t, before[key]) for key, t in converted.state_dict().items())
 
@@ -466,7 +460,3 @@ def test_a_converted_configuration_builds_no_other_model():
     assert [type(block.mlp).__name__ for block in again.blocks] == ["MLP"] * 3
     assert "n_layers" in repr(cfg)
     assert BASE["n_layers"] == converted.source_cfg.n_layers == 3
-
-
-def test_printing():
-    assert "NeuronAttention" in repr(convert(build("gelu")))

@@ -5,10 +5,13 @@ import dataclasses
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from common import D_MLP, N_LAYERS, POS, relative, tokens
-from models import CORE, FAMILIES, build
+from models import FAMILIES, build
+from tiny_tokenizer import tiny_tokenizer
+from transformer_lens import patching as tl_patching
 
 from attn_only_lens import (
     Bilinear,
@@ -34,7 +37,6 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 EXACT = 1e-12
 HEADS = {"silu": 1, "relu": 1}  # all other activations have 4
-GATED = [name for name, cfg in FAMILIES.items() if cfg.get("gated_mlp")]
 
 
 def bilinear(source, copy_weights=False, **options):
@@ -63,7 +65,7 @@ def approximated(source, model):
     return source
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*list(FAMILIES)[:12], "llama", "parallel", "post_norm"])
 @torch.no_grad()
 def test_float64(name):
     source = build(name)
@@ -95,17 +97,16 @@ def test_the_control_fails():
         assert relative(got, expected) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"])
 @torch.no_grad()
-def test_more_heads_are_nearer(name):
-    source = build(name)
+def test_more_heads_are_nearer():
+    source = build("gelu")
     expected = source(tokens())
     errors = [relative(bilinear(source, heads=m)(tokens()), expected) for m in (1, 4, 8)]
     assert errors[0] > 30 * errors[1] > 900 * errors[2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["gelu", "silu", "relu", "parallel", "llama", "relu_gated"])
+@pytest.mark.parametrize("name", ["gelu", "relu", "llama"])
 @torch.no_grad()
 def test_lower_precision(name, dtype):
     """In float16 and bfloat16, hooks change the logits only by rounding, and nothing is nan."""
@@ -136,7 +137,7 @@ def test_no_nan_far_out(dtype):
 
 
 @pytest.mark.parametrize("point", ["q", "k", "v", "attn_scores", "pattern", "z", "result"])
-@pytest.mark.parametrize("name", ["gelu", "llama", "parallel"])
+@pytest.mark.parametrize("name", ["gelu", "llama"])
 def test_each_hook_point_alone_and_its_gradient(name, point):
     model = bilinear(build(name))
     model.set_use_attn_result(True)
@@ -239,7 +240,7 @@ def test_neuron_gate(name):
     assert torch.equal(exact.neuron_gate(cache, "L1N29"), cache["pattern", 3][:, 29, :, 0])
 
 
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize("name", ["gelu", "llama", "post_norm"])
 @torch.no_grad()
 def test_parts_sum_to_the_stream(name):
     model = bilinear(build(name))
@@ -300,16 +301,12 @@ def test_verify(name):
     report = verify(source, bilinear(source), tokens())
     assert report.ok, report
     table = report.activations
-    assert len(table) == N_LAYERS
     assert (table["measured"] <= table["bound"] + 1e-14).all()
-    assert (table["largest"] <= table["range"]).all()
-    assert report.rounding <= EXACT
+    assert name == "silu" or (table["measured"] > table["bound"] / 300).all(), "errors were found"
     assert "bilinear against exact" in str(report)
-    if name != "silu":
-        assert (table["measured"] > table["bound"] / 300).all()  # errors were found
 
 
-@pytest.mark.parametrize(("name", "m"), [("llama", 6), ("silu_gated", 4), ("silu_gated", 6)])
+@pytest.mark.parametrize(("name", "m"), [("llama", 6), ("silu_gated", 4)])
 @torch.no_grad()
 def test_heads_that_cancel_are_allowed_their_rounding(name, m):
     """In float32, `verify` allows larger errors where heads cancel; the CPU decides how large."""
@@ -346,7 +343,6 @@ def test_verify_notices():
     model.blocks[3].attn.W_gate.data.mul_(40.0)
     report = verify(source, model, tokens())
     assert not report.ok
-    assert str(report).startswith("DIFFERENT")
     assert report.activations["largest"][1] > report.activations["range"][1]
 
 
@@ -361,34 +357,6 @@ def test_each_layer_has_its_own_range():
         assert requested <= limit < 2 * requested
     assert served[2] > served[0]
     assert verify(source, model, tokens()).ok
-
-
-def test_calibration():
-    source = build("llama")
-    calibration = calibrate(source, tokens(), margin=2.0)
-    for layer, limit in enumerate(calibration.ranges):
-        seen = []
-        source.run_with_hooks(
-            tokens(),
-            fwd_hooks=[(f"blocks.{layer}.mlp.hook_pre", lambda g, hook, seen=seen: seen.append(g))],
-        )
-        assert limit == pytest.approx(2.0 * seen[0].abs().max().item())
-    assert calibration.n_tokens == 22
-    for margin in (0.5, None, "2", float("inf")):
-        with pytest.raises(ValueError, match=f"got margin={margin!r}"):
-            calibrate(source, tokens(), margin=margin)
-    with pytest.raises(UnsupportedModelError, match="are not gated"):
-        calibrate(build("gelu"), tokens())
-    for inputs, message in (
-        (torch.tensor([[0, 41]]), "values from 0 to 41"),
-        (torch.zeros((0, 3), dtype=torch.long), r"int64 \[0, 3\]"),
-        ("a text", "no tokenizer"),
-    ):
-        with pytest.raises(UnsupportedCallError, match=message):
-            calibrate(source, inputs)
-    source.blocks[1].mlp.W_gate.data[0, 0] = math.inf
-    with pytest.raises(UnsupportedModelError, match=r"not finite in layers \[1, 2\]"):
-        calibrate(source, tokens())
 
 
 def test_refused_with_all_reasons():
@@ -463,10 +431,62 @@ def test_keys_of_a_head_that_sees_itself_alone(key):
     assert (pattern.sum(-1) - 1).abs().max() < 1e-12
 
 
+# TransformerLens' own tools
+
+
+CLEAN, CORRUPTED = tokens(1, batch=1), tokens(2, batch=1)
+
+
+def metric(logits):
+    return (logits[:, -1, 7] - logits[:, -1, 11]).sum()
+
+
+@pytest.mark.parametrize("name", ["gelu", "llama"])
 @torch.no_grad()
-def test_an_edit_where_no_mlp_is_is_refused():
-    model = bilinear(build("gelu"))
-    with pytest.raises(UnsupportedCallError):
-        model.run_with_hooks(
-            tokens(), fwd_hooks=[("blocks.3.hook_mlp_out", lambda x, hook: x.add_(1.0))]
-        )
+def test_patching_the_heads_of_a_neuron_patches_the_neuron(name):
+    model = bilinear(build(name))
+    _, cache = model.run_with_cache(CLEAN)
+    head = HeadName.parse("L1N29")
+    heads = head.heads(4)
+
+    def patch(z, hook):
+        z[:, 4, heads] = cache[hook.name][:, 4, heads]
+
+    got = model.run_with_hooks(CORRUPTED, fwd_hooks=[(head.hook("z", model), patch)])
+    _, corrupted = model.run_with_cache(CORRUPTED)
+    neuron = [
+        c.get_neuron_results(3, neuron_slice=29)[:, 4].squeeze(-2) for c in (cache, corrupted)
+    ]
+
+    def move(out, hook):
+        out[:, 4] += neuron[0] - neuron[1]
+
+    expected = model.run_with_hooks(CORRUPTED, fwd_hooks=[("blocks.3.hook_attn_out", move)])
+    assert relative(got, expected) <= 1e-11
+    assert relative(got, model(CORRUPTED)) > 1e-6
+    # Each head alone, by TransformerLens' function.
+    frame = pd.DataFrame([(3, 4, heads.start + j) for j in range(4)])
+    frame.columns = ["layer", "pos", "head_index"]
+    setter = tl_patching.layer_pos_head_vector_patch_setter
+    one_by_one = tl_patching.generic_activation_patch(
+        model, CORRUPTED, cache, metric, setter, "z", index_df=frame
+    )
+    for j, value in enumerate(one_by_one.tolist()):
+
+        def single(z, hook, head_index=heads.start + j):
+            z[:, 4, head_index] = cache[hook.name][:, 4, head_index]
+
+        logits = model.run_with_hooks(CORRUPTED, fwd_hooks=[(head.hook("z", model), single)])
+        assert value == pytest.approx(metric(logits).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@torch.no_grad()
+def test_generation(cached, tmp_path):
+    model = bilinear(build("llama", d_vocab_out=41))
+    model.set_tokenizer(tiny_tokenizer(41, tmp_path / "tokenizer"))
+    options = {"max_new_tokens": 7, "do_sample": False, "verbose": False, "stop_at_eos": False}
+    ids = start = model.to_tokens("w3 w5 w8")
+    for _ in range(7):
+        ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(model.generate(start, use_past_kv_cache=cached, **options), ids)

@@ -4,9 +4,8 @@ import pytest
 import torch
 from common import POS, relative, tokens
 from models import CORE, FAMILIES, STRUCTURES, build
-from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
-from attn_only_lens import convert, verify
+from attn_only_lens import convert
 from attn_only_lens.gates import GATES
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
@@ -26,7 +25,7 @@ def test_float64(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize("name", ["gelu", "llama", "post_norm"])
 @torch.no_grad()
 def test_lower_precision(name, dtype):
     model = build(name, dtype=dtype, scale=0.2)
@@ -55,7 +54,7 @@ def test_lower_precision_is_as_near_to_the_truth_as_the_source(dtype):
 
 
 @pytest.mark.parametrize("point", ["q", "k", "v", "attn_scores", "pattern", "z", "result"])
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize("name", ["gelu", "llama"])
 @torch.no_grad()
 def test_each_hook_point_alone(name, point):
     model = build(name)
@@ -67,7 +66,7 @@ def test_each_hook_point_alone(name, point):
     assert relative(logits, model(tokens())) <= 1e-12
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*list(FAMILIES)[:12], *CORE])
 def test_gradients(name):
     model = build(name)
     model.requires_grad_(True)
@@ -106,21 +105,6 @@ def _matched(net, expected):
                 parts[2] = {"attn": "mlp", "ln1": "ln2", "ln1_post": "ln2_post"}[parts[2]]
         key = ".".join(parts)
         yield parameter.grad, (key, expected[key])
-
-
-@torch.no_grad()
-def test_quick_gelu_where_a_config_can_express_it(monkeypatch):
-    monkeypatch.setitem(SUPPORTED_ACTIVATIONS, "quick_gelu", lambda x: x * torch.sigmoid(1.702 * x))
-    model = build("gelu", act_fn="quick_gelu")
-    report = verify(model, convert(model), tokens())
-    assert report.ok, report
-
-
-def test_relative_positions_do_not_run_in_the_source():
-    """HookedTransformer itself rejects relative positions, so there is nothing to convert."""
-    model = build("gelu", positional_embedding_type="relative_positional_bias")
-    with pytest.raises(ValueError, match="positional_embedding_type"):
-        model(tokens())
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -2,22 +2,23 @@
 
 import types
 
+import models
 import pytest
 import torch
 import transformers
-from bridges import SIZES, WIDE, boot, bridged, randomise
-from common import D_MLP, D_VOCAB, mlp_hook, relative, tokens
+from bridges import WIDE, boot, bridged, randomise
+from common import D_MLP, D_VOCAB, mlp_hook, needs_hooked_transformer, relative, tokens
 from exposed_states import state
 from torch import nn
 from torch.nn.utils import parametrize
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens import Bilinear, expose_neuron_heads, save
+from attn_only_lens import Bilinear, convert, expose_neuron_heads, save
 from attn_only_lens.errors import CheckpointError, UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.models.in_place import exposed
+from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 11}
 SSM = {"vocab_size": D_VOCAB, "hidden_size": 26, "num_hidden_layers": 2, "state_size": 5}
 KINDS = {
     "opt": (
@@ -36,30 +37,7 @@ KINDS = {
         "cannot be run separately",
     ),
     "mixtral": (lambda: transformers.MixtralConfig(**WIDE, num_local_experts=3), "MoEBridge"),
-    "qwen2_moe": (
-        lambda: transformers.Qwen2MoeConfig(
-            **WIDE, **EXPERTS, shared_expert_intermediate_size=13, decoder_sparse_step=1
-        ),
-        "MoEBridge",
-    ),
-    "qwen3_moe": (
-        lambda: transformers.Qwen3MoeConfig(**WIDE, **EXPERTS, head_dim=14),
-        "MoEBridge",
-    ),
-    "olmoe": (
-        lambda: transformers.OlmoeConfig(**WIDE, num_experts=3, num_experts_per_tok=2),
-        "MoEBridge",
-    ),
-    "gpt_oss": (
-        lambda: transformers.GptOssConfig(
-            **WIDE,
-            **{"head_dim": 14, "num_local_experts": 3, "num_experts_per_tok": 2},
-            layer_types=["full_attention"] * 2,
-        ),
-        "MoEBridge",
-    ),
     "mamba": (lambda: transformers.MambaConfig(**SSM), "it has no MLP"),
-    "falcon_mamba": (lambda: transformers.FalconMambaConfig(**SSM), "it has no MLP"),
     "jamba": (
         lambda: transformers.JambaConfig(
             **WIDE,
@@ -67,12 +45,6 @@ KINDS = {
             **{"expert_layer_period": 2, "expert_layer_offset": 1, "use_mamba_kernels": False},
         ),
         "MoEBridge",
-    ),
-    "rwkv": (
-        lambda: transformers.RwkvConfig(
-            vocab_size=41, hidden_size=26, num_hidden_layers=2, context_length=17
-        ),
-        "it has no MLP",
     ),
     "apertus (xIELU)": (lambda: transformers.ApertusConfig(**WIDE), "expected one of gelu"),
     "arcee (relu²)": (
@@ -187,10 +159,6 @@ def inside(mlp, change):
 SPOILS = {
     "swapped activation": (lambda b, m: setattr(m, "act", nn.Tanh()), "expected one of gelu"),
     "learnable activation": (lambda b, m: setattr(m, "act", Snake()), "expected one of gelu"),
-    "prelu": (
-        lambda b, m: setattr(m, "act", nn.PReLU(dtype=torch.float64)),
-        "expected one of gelu",
-    ),
     "clipped far out": (lambda b, m: setattr(m, "act", Clipped()), "expected one of gelu"),
     "stateful": (lambda b, m: setattr(m, "act", Stateful()), "no longer computes silu"),
     "in place": (lambda b, m: setattr(m, "act", nn.SiLU(inplace=True)), "no longer computes silu"),
@@ -304,7 +272,40 @@ def test_another_object():
     for bad in (3, nn.Linear(2, 2), types.SimpleNamespace(blocks=[])):
         with pytest.raises(UnsupportedModelError, match="TransformerBridge"):
             expose_neuron_heads(bad)
-    assert SIZES["intermediate_size"] == D_MLP
+
+
+@needs_hooked_transformer
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda m: setattr(m.blocks[1].mlp, "act_fn", torch.tanh), "act_fn is not gelu"),
+        (lambda m: setattr(m.cfg, "act_fn", "solu"), "solu"),
+        (lambda m: setattr(m.blocks[1], "mlp", nn.Linear(26, 26)), "Linear"),
+        (lambda m: setattr(m.blocks[2].mlp, "forward", lambda x: x), "forward was replaced"),
+        (lambda m: setattr(m.cfg, "n_devices", 2), "spread over 2 devices"),
+    ],
+)
+def test_a_hooked_transformer_that_was_changed(spoil, reason):
+    model = models.build("gelu")
+    spoil(model)
+    before = type(model), list(model.hook_dict), set(vars(model.blocks[0].mlp))
+    with pytest.raises(UnsupportedModelError, match=reason):
+        expose_neuron_heads(model)
+    assert before == (type(model), list(model.hook_dict), set(vars(model.blocks[0].mlp)))
+
+
+@needs_hooked_transformer
+def test_converted_exposed_and_attention_only():
+    with pytest.raises(UnsupportedModelError):
+        expose_neuron_heads(convert(models.build("gelu")))
+    exposed = expose_neuron_heads(models.build("gelu")).model
+    with pytest.raises(UnsupportedModelError, match=r"undo\(\)"):
+        convert(exposed)
+    cfg = HookedTransformerConfig(
+        n_layers=1, d_model=26, n_heads=2, d_head=13, d_vocab=41, n_ctx=17, attn_only=True
+    )
+    with pytest.raises(UnsupportedModelError, match="attention-only"):
+        expose_neuron_heads(HookedTransformer(cfg))
 
 
 def test_an_mlp_that_overflows(tmp_path):

@@ -26,7 +26,6 @@ def with_transcoders(model):
 
 MODELS = {
     "bridge": lambda: expose_neuron_heads(boot("gpt2")).model,
-    "gated bridge": lambda: expose_neuron_heads(boot("llama")).model,
     "bilinear bridge": lambda: expose_neuron_heads(boot("gpt2"), gate=Bilinear(4)).model,
     "bridge with transcoders": lambda: with_transcoders(boot("llama")),
     "hooked": lambda: expose_neuron_heads(hooked()).model,

@@ -13,7 +13,7 @@ from attn_only_lens import circuits
 from attn_only_lens import patching as p
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens
-FAMILIES = ("gelu", "llama", "norms_before_and_after")
+FAMILIES = ("gelu", "llama")
 FOLDED = "norms of that model were folded"
 METRIC = p.logit_diff(7, 8)
 MAKE = {

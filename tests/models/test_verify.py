@@ -1,28 +1,55 @@
-"""Tests that `verify` reports the right errors and detects wrong models."""
+"""Tests that `verify` reports the right errors and detects wrong models, and of `calibrate`."""
 
 import math
 
 import pytest
 import torch
-from common import tokens
-from models import build
+import transformers
+from bridges import CHOSEN, GATED_CHOSEN, boot, bridged, exposed_copy, inputs, randomise
+from common import POS, mlp_hook, needs_hooked_transformer, tokens
+from exposed_states import EXACT, bilinear, each
+from torch import nn
+from transformer_lens.hook_points import HookPoint
 
-from attn_only_lens import convert, verify
+from attn_only_lens import Bilinear, calibrate, convert, expose_neuron_heads, verify
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
+from attn_only_lens.heads.bilinear import BilinearHeads
+from attn_only_lens.models import Calibration
+
+pytestmark = [
+    pytest.mark.both_versions,
+    pytest.mark.filterwarnings("ignore"),  # warnings from TransformerLens and transformers
+]
+CORE = ("gelu", "llama", "parallel", "post_norm")
 
 
-@pytest.fixture
-def pair():
-    """Return a source, and the conversion of a slightly different model."""
-    source = build("gelu")
-    changed = convert(source, copy_weights=True)
-    changed.blocks[3].attn.W_out.data.mul_(1.1)
-    return source, changed
+@pytest.mark.parametrize("make", each(CHOSEN, CORE))
+def test_a_copy_a_twin_and_itself(make):
+    model, twin = make(), make()
+    reports = [verify(model, exposed_copy(model), tokens())]
+    expose_neuron_heads(model)
+    before = list(model.hook_dict)
+    reports += [verify(twin, model, tokens()), verify(model, model, tokens())]
+    assert sorted(before) == sorted(model.hook_dict)
+    for report in reports:
+        assert report.ok, report
+        assert report.bitwise
+        assert report.relative <= EXACT
+        assert report.by_layer["relative"].max() <= EXACT
+        assert report.n_tokens == 2 * POS
+        assert report.activations.empty
+    points = list(report.by_layer["point"])
+    assert (points[0], points[-1]) == ("0_pre", "final_post")
+    if make.func is not boot:
+        assert points == list(verify(twin, convert(twin), tokens()).by_layer["point"])
 
 
 @torch.no_grad()
-def test_figures_by_hand(pair):
-    source, changed = pair
+def test_figures_by_hand():
+    """A changed weight is noticed, where it first has an effect."""
+    source = boot("llama")
+    changed = exposed_copy(source, copy_weights=True)
+    changed.blocks[1].mlp.out.weight.mul_(1.5)
     report = verify(source, changed, tokens())
     p = source(tokens()).softmax(-1)
     q = changed(tokens()).softmax(-1)
@@ -32,57 +59,219 @@ def test_figures_by_hand(pair):
     assert report.max_kl == pytest.approx(max(kl), rel=1e-9)
     assert report.mean_kl == pytest.approx(sum(kl) / len(kl), rel=1e-9)
     same = [a.argmax() == b.argmax() for a, b in zip(p.flatten(0, 1), q.flatten(0, 1), strict=True)]
-    assert report.top1_agreement == sum(same) / len(same)
-    assert report.top1_agreement < 1
+    assert report.top1_agreement == sum(same) / len(same) < 1
     change = (source(tokens()) - changed(tokens())).abs().max().item()
     assert report.max_abs_logit == pytest.approx(change, rel=1e-9)
     by_point = report.by_layer.set_index("point")["max_abs"]
     assert (by_point[["0_pre", "0_mid", "1_pre", "1_mid"]] < 1e-12).all()
-    assert (by_point[["2_pre", "2_mid", "final_post"]] > 1e-3).all()
-    assert report.n_tokens == 22
+    assert by_point["final_post"] > 1e-3
     assert not report.ok
     assert str(report).startswith("DIFFERENT")
+    assert verify(changed, changed, tokens()).ok, "it is still itself"
 
 
 @torch.no_grad()
 def test_a_last_bit_is_enough_without_hooks():
     """A relative weight change of 1e-15 is within the tolerance but not bitwise equal."""
-    source = build("gelu")
-    changed = convert(source, copy_weights=True)
-    changed.blocks[3].attn.W_out.data.mul_(1 + 1e-15)
+    source = boot("gpt2")
+    changed = exposed_copy(source, copy_weights=True)
+    changed.blocks[1].mlp.out.weight.mul_(1 + 1e-15)
     report = verify(source, changed, tokens())
     assert report.relative <= report.tolerance
     assert not report.bitwise
     assert not report.ok
 
 
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
-        (torch.tensor([[0, 41]]), "values from 0 to 41"),
-        (torch.tensor([[-1, 3]]), "values from -1 to 3"),
-        (torch.zeros((1, 18), dtype=torch.long), "got 18 tokens"),
-        (torch.zeros((1, 5)), r"float32 \[1, 5\]"),
-        (torch.zeros(5, dtype=torch.long), r"int64 \[5\]"),
-        (torch.zeros((0, 5), dtype=torch.long), r"int64 \[0, 5\]"),
-        ([[1, 2]], "got list"),
-    ],
+@torch.no_grad()
+def test_neuron_heads_that_are_wrong():
+    """The check runs with live hooks: logits without hooks do not depend on the heads."""
+    bridge, seen = boot("gpt2"), []
+    with expose_neuron_heads(bridge):
+        bridge.add_hook(mlp_hook("z"), lambda z, hook: seen.append(1))
+        heads = bridge.blocks[1].mlp._neuron_heads
+        attend = heads._attend
+        heads._attend = lambda q, up: attend(q, up) * 1.01
+        report = verify(bridge, bridge, tokens())
+        seen.clear()
+        bridge(tokens())
+    assert report.bitwise
+    assert report.relative > 1e-6
+    assert not report.ok
+    assert seen == [1], "the user's hooks are still there"
+
+
+@pytest.mark.parametrize("make", each(["gpt2", "llama", "gemma2", "native_gated"], CORE[:2]))
+@torch.no_grad()
+def test_bilinear_gates(make):
+    model = make()
+    gate = bilinear(model)
+    copy = exposed_copy(model, gate=gate)
+    for source in (model, copy):
+        report = verify(source, copy, tokens())
+        assert report.ok, report
+        assert not report.bitwise
+        assert 1e-12 < report.relative < 1
+        assert report.rounding <= EXACT
+        assert list(report.activations["layer"]) == list(range(len(model.blocks)))
+        assert (report.activations["measured"] <= report.activations["bound"] + 1e-14).all()
+        assert (report.activations["largest"] <= report.activations["range"]).all()
+    if make.func is not boot:  # as with two blocks per layer
+        expected = verify(model, convert(model, gate=gate), tokens())
+        assert report.relative == pytest.approx(expected.relative, rel=1e-6)
+        for column in ("bound", "measured", "largest", "range"):
+            got, reference = report.activations[column], expected.activations[column]
+            assert got.tolist() == pytest.approx(reference.tolist(), rel=1e-6, abs=1e-15)
+    elif make.args == (
+        "gemma2",
+    ):  # the control: outside the calibrated range, the bound does not hold
+        narrow = Calibration(tuple(r / 9 for r in gate.calibration.ranges), 1.25, 22)
+        copy = exposed_copy(model, gate=Bilinear(4, calibration=narrow))
+        report = verify(model, copy, tokens())
+        assert not report.ok
+        assert (report.activations["largest"] > report.activations["range"]).all()
+
+
+@torch.no_grad()
+def test_nan_with_hooks_alone(monkeypatch):
+    """The nan is in the second of two outputs, where Python's `max` would return the first."""
+    bridge = boot("llama")
+    copy = exposed_copy(bridge, gate=bilinear(bridge))
+    assert verify(bridge, copy, tokens()).ok
+    attend = BilinearHeads._attend
+    monkeypatch.setattr(
+        BilinearHeads,
+        "_attend",
+        lambda heads, q, v: attend(heads, q, v) * (torch.nan if heads.layer == 1 else 1.0),
+    )
+    report = verify(bridge, copy, tokens())
+    assert math.isnan(report.rounding)
+    assert not report.ok
+
+
+@torch.no_grad()
+def test_all_is_zero():
+    bridge = boot("gpt2")
+    copy = exposed_copy(bridge)
+    for parameter in bridge.original_model.parameters():
+        parameter.zero_()
+    report = verify(bridge, copy, tokens())
+    assert report.ok
+    assert (report.by_layer["relative"] == 0).all()
+    # The control: relative to zero, every difference is large.
+    twin = exposed_copy(bridge, copy_weights=True)
+    twin.original_model.transformer.wte.weight.fill_(1.0)  # also changes the unembedding
+    twin.original_model.transformer.ln_f.bias.fill_(1.0)
+    report = verify(bridge, twin, tokens())
+    assert not report.ok
+    assert report.relative == report.by_layer["relative"].iloc[0] == math.inf
+
+
+@torch.no_grad()
+def test_a_point_of_the_stream_that_does_not_fire():
+    """OpenAI GPT's blocks have no hook_resid_post that fires, in either version."""
+    config = transformers.OpenAIGPTConfig(vocab_size=41, n_positions=17, n_embd=26, n_layer=2)
+    config.n_head = 2
+    torch.manual_seed(0)
+    source = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    bridge = bridged(randomise(source.double().eval()))
+    report = verify(bridge, exposed_copy(bridge), tokens())
+    assert report.ok, report
+    assert list(report.by_layer["point"]) == ["0_pre", "0_mid", "1_pre", "1_mid"]
+
+
+BAD_INPUTS = (
+    (torch.tensor([[0, 41]]), "values from 0 to 41"),
+    (torch.tensor([[-1, 3]]), "values from -1 to 3"),
+    (torch.zeros((1, 18), dtype=torch.long), "got 18 tokens"),
+    (torch.zeros((1, 5)), r"float32 \[1, 5\]"),
+    (torch.zeros(5, dtype=torch.long), r"int64 \[5\]"),
+    (torch.zeros((0, 5), dtype=torch.long), r"int64 \[0, 5\]"),
+    ([[1, 2]], "got list"),
 )
-def test_input_that_is_refused(inputs, message):
-    source = build("gelu")
-    with pytest.raises(UnsupportedCallError, match=message):
-        verify(source, convert(source), inputs)
 
 
-def test_models_that_cannot_be_compared():
+def test_refused():
+    bridge = boot("llama")
+    copy = exposed_copy(bridge)
+    for bad, message in BAD_INPUTS:
+        with pytest.raises(UnsupportedCallError, match=message):
+            verify(bridge, copy, bad)
+    for a, b, message in (
+        (bridge, bridge, r"expected a model from attn_only_lens\.convert"),
+        (copy, exposed_copy(boot("llama")), "source: got ExposedBridge"),
+        (nn.Linear(2, 3), copy, "expected the model before conversion, a TransformerBridge"),
+        (boot("llama", torch.float32), copy, "dtype: got torch.float32"),
+        (boot("phi3"), copy, "d_model: got 28"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message) as caught:
+            verify(a, b, tokens())
+        assert str(caught.value).startswith("these models cannot be compared")
+    pictures = exposed_copy(boot("vit"))
+    with pytest.raises(UnsupportedCallError, match="no vocabulary"):
+        verify(pictures, pictures, inputs("vit"))
+
+
+@needs_hooked_transformer
+def test_hooked_transformers_that_cannot_be_compared():
+    from models import build
+
     source = build("gelu")
-    converted = convert(source)
+    converted, model = convert(source), expose_neuron_heads(build("gelu")).model
     for a, b, message in (
         (converted, converted, "expected the model before conversion"),
         (source, source, r"expected a model from attn_only_lens\.convert"),
         (build("gelu", d_mlp=53), converted, "d_mlp: got 53 in the source and 37"),
         (build("gelu", dtype=torch.float32), converted, "dtype"),
+        (model, converted, "source: got ExposedTransformer"),
+        (expose_neuron_heads(build("gelu")).model, model, "source: got ExposedTransformer"),
     ):
-        with pytest.raises(UnsupportedModelError, match=message) as caught:
+        with pytest.raises(UnsupportedModelError, match=message):
             verify(a, b, tokens())
-        assert str(caught.value).startswith("these models cannot be compared")
+
+
+@pytest.mark.parametrize("make", each(GATED_CHOSEN, ["llama"]))
+@torch.no_grad()
+def test_calibrate(make):
+    """The ranges are computed from the pre-activations in TransformerLens' own cache."""
+    model = make()
+    _, cache = model.run_with_cache(tokens())
+    calibration = calibrate(model, tokens(), margin=1.5)
+    for layer, limit in enumerate(calibration.ranges):
+        largest = cache[f"blocks.{layer}.mlp.hook_pre"].abs().max().item()
+        assert limit == pytest.approx(1.5 * largest, rel=1e-12)
+    assert calibration.n_tokens == 2 * POS
+    assert calibration == calibrate(exposed_copy(model), tokens(), margin=1.5)
+    points = (m for m in model.modules() if isinstance(m, HookPoint))
+    assert not any(m._forward_hooks for m in points)
+    # A layer whose pre-activations are larger has a larger range alone.
+    for weight in ("W_gate", "gate"):
+        part = getattr(model.blocks[1].mlp, weight, None)
+        if part is not None:
+            getattr(part, "weight", part).data.mul_(9.0)
+            break
+    wider = calibrate(model, tokens(), margin=1.5)
+    assert wider.ranges[0] == calibration.ranges[0]
+    assert wider.ranges[1] == pytest.approx(9 * calibration.ranges[1], rel=1e-6)
+
+
+def test_calibrate_refuses():
+    bridge = boot("llama")
+    for model, message in (
+        (boot("gpt2"), "not gated"),
+        (nn.Linear(2, 3), "cannot be calibrated"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            calibrate(model, tokens())
+    for margin in (0.5, None, "2", float("inf")):
+        with pytest.raises(ValueError, match=f"got margin={margin!r}"):
+            calibrate(bridge, tokens(), margin=margin)
+    for bad, message in (
+        (torch.tensor([[0, 41]]), "values from 0 to 41"),
+        (torch.zeros((0, 3), dtype=torch.long), r"int64 \[0, 3\]"),
+        ("a text", "no tokenizer"),
+    ):
+        with pytest.raises(UnsupportedCallError, match=message):
+            calibrate(bridge, bad)
+    bridge.blocks[1].mlp.gate.weight.data[3] = float("nan")
+    with pytest.raises(UnsupportedModelError, match=r"not finite in layers \[1\]|layer 1"):
+        calibrate(bridge, tokens())

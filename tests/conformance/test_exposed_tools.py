@@ -1,6 +1,6 @@
-"""Tests that TransformerLens' tools give the same on an exposed TransformerBridge as on the bridge.
+"""Tests that TransformerLens' tools give the same on an exposed model as on the model itself.
 
-The tools of 3.9 and 4 differ. A tool that raises on the plain bridge raises the same error on the
+The tools of 3.9 and 4 differ. A tool that raises on the plain model raises the same error on the
 exposed one; a table lists these tools, so that no tool is skipped for a wrong reason.
 """
 
@@ -32,6 +32,7 @@ pytestmark = [
 ]
 
 RAW, PROCESSED, GROUPED = "gpt2", "gpt2 in compatibility mode", "llama"
+HOOKED = "hooked gelu"
 RAISE = {
     # These require folded norms, or require unfolded ones.
     (RAW, "direct_logit_attribution"), (RAW, "direct_logit_attribution heads"),
@@ -45,13 +46,26 @@ RAISE = {
 }  # fmt: skip
 """The tools that raise on a kind of bridge, whether it is exposed or not."""
 if HAS_HOOKED_TRANSFORMER:
-    RAISE |= {(kind, "attribution_patch edges") for kind in (RAW, PROCESSED, GROUPED)}
+    RAISE |= {(kind, "attribution_patch edges") for kind in (PROCESSED, HOOKED)}
+    of_bridges = ("JacobianLens", "BackwardLens", "attention_head_subspace_affinity")
+    RAISE |= {(HOOKED, name) for name in of_bridges}
 
 
-@pytest.fixture(scope="module", params=[RAW, PROCESSED, GROUPED])
-def models(request, tmp_path_factory):
-    """Return a bridge, and a copy exposed with live hooks on its neuron-heads."""
-    pair = [boot(request.param.split()[0], torch.float32) for _ in range(2)]
+def made(kind):
+    if kind == HOOKED:
+        from models import build
+
+        return build("gelu", dtype=torch.float32, d_vocab_out=41)
+    return boot(kind.split()[0], torch.float32)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[PROCESSED, HOOKED] if HAS_HOOKED_TRANSFORMER else [RAW, PROCESSED, GROUPED],
+)
+def pair(request, tmp_path_factory):
+    """Return a model, and a copy exposed with live hooks on its neuron-heads."""
+    pair = [made(request.param) for _ in range(2)]
     for model in pair:
         model.tokenizer = tiny_tokenizer(41, tmp_path_factory.mktemp("words"))
         if request.param == PROCESSED:
@@ -64,8 +78,8 @@ def models(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", TOOLS)
-def test_tool(models, name):
-    kind, alone, exposed, seen = models
+def test_tool(pair, name):
+    kind, alone, exposed, seen = pair
     del seen[:]
     expected, got = outcome(TOOLS[name], alone), outcome(TOOLS[name], exposed)
     assert expected, "a tool that gives nothing compares nothing"

@@ -1,13 +1,13 @@
-"""Tests that bridges with neuron-heads are saved and loaded bit for bit, in any state."""
+"""Tests that models with neuron-heads are saved and loaded bit for bit, in any state."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from bridges import (
     CHOSEN,
     FAMILIES,
-    GATED_CHOSEN,
     NEURON,
     STATES,
     boot,
@@ -15,16 +15,26 @@ from bridges import (
     hf_folder,
     original,
 )
-from common import mlp_hook, needs_transformer_lens_4, relative, tokens
+from common import (
+    mlp_hook,
+    needs_hooked_transformer,
+    needs_transformer_lens_4,
+    relative,
+    tokens,
+)
+from exposed_states import bilinear, each
 from safetensors.torch import load_file, save_file
 from sealed_files import digest_again, rewrite
 from tiny_tokenizer import tiny_tokenizer
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
-from attn_only_lens import Bilinear, calibrate, expose_neuron_heads, load, neuron_pattern, save
+from attn_only_lens import convert, expose_neuron_heads, load, neuron_pattern, save
+from attn_only_lens.cli import app
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.checkpoint import MANIFEST
+from attn_only_lens.models.in_place import exposed_heads
 from attn_only_lens.models.source_folder import refuse
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
@@ -55,10 +65,21 @@ def same(a, b):
     assert relative(edited, logits) > 1e-7
 
 
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("name", [*CHOSEN, "bert"])
-def test_round_trip(name, state, tmp_path):
-    model = exposed_copy(boot(name, torch.float32, state))
+IN_STATES = {"plain": [*CHOSEN, "bert"], "names": ["gpt2", "llama"]}
+IN_STATES["processed"] = ["gpt2", "llama", "gemma2", "native_gated", "bert"]
+OF_HOOKED = ("gelu", "llama", "post_norm", "grouped_ungrouped", "gemma")
+ROUND_TRIPS = [
+    pytest.param(*case.values, state, id=f"{case.id} {state}", marks=case.marks)
+    for state, names in IN_STATES.items()
+    for case in each(names, OF_HOOKED if state == "plain" else ())
+]
+
+
+@pytest.mark.parametrize(("make", "state"), ROUND_TRIPS)
+def test_round_trip(make, state, tmp_path):
+    model = make(dtype=torch.float32)
+    STATES[state](model)
+    expose_neuron_heads(model)
     random = torch.get_rng_state()
     loaded = load(save(model, tmp_path / "saved"))
     assert torch.equal(torch.get_rng_state(), random)
@@ -76,8 +97,7 @@ def test_other_options_of_processing(option, tmp_path):
     same(model, load(save(model, tmp_path / "saved")))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize(("name", "dtype"), [("gpt2", torch.bfloat16), ("llama", torch.float64)])
 @torch.no_grad()
 def test_dtypes(name, dtype, tmp_path):
     """A cast separates the views of joint attention and casts buffers; both are restored."""
@@ -90,20 +110,63 @@ def test_dtypes(name, dtype, tmp_path):
     assert next(load(folder, dtype="float32").parameters()).dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("make", each(["gpt2", "llama"], ["gelu", "llama"]))
 @torch.no_grad()
-def test_bilinear_gates(name, tmp_path):
-    source = boot(name)
-    how = {"calibration": calibrate(source, tokens())} if name in GATED_CHOSEN else {}
-    model = exposed_copy(source, gate=Bilinear(8, **how))
+def test_bilinear_gates(make, tmp_path):
+    model = make()
+    exact = model(tokens())
+    expose_neuron_heads(model, gate=bilinear(model))
     loaded = load(save(model, tmp_path / "saved"))
-    assert torch.equal(loaded(tokens()), model(tokens()))
-    assert not torch.equal(loaded(tokens()), source(tokens()))
+    same(model, loaded)
+    assert not torch.equal(loaded(tokens()), exact)
+    assert exposed_heads(loaded)[0].gating == exposed_heads(model)[0].gating
     _, cache = loaded.run_with_cache(tokens())
     _, expected_cache = model.run_with_cache(tokens())
-    assert cache[mlp_hook("pattern")].shape == (2, 8 * 37, 11, 2)
-    for name in ("L1N29.0", "L0N7.7"):
+    assert cache[mlp_hook("pattern")].shape == (2, 4 * 37, 11, 2)
+    for name in ("L1N29.0", "L0N7.3"):
         assert torch.equal(neuron_pattern(cache, name), neuron_pattern(expected_cache, name))
+
+
+@needs_hooked_transformer
+@torch.no_grad()
+def test_ties_frozen_parameters_and_tokenizer_of_a_hooked_transformer(tmp_path):
+    from models import build
+
+    source = build("llama", d_vocab_out=41)
+    source.set_tokenizer(tiny_tokenizer(41, tmp_path / "tokenizer"), default_padding_side="left")
+    source.blocks[0].mlp.b_out = source.blocks[1].mlp.b_out
+    source.blocks[2].mlp.W_in.requires_grad_(False)
+    loaded = load(save(source.eval(), tmp_path / "plain"))
+    assert type(loaded) is type(source), "without neuron-heads, it comes back without them"
+    expose_neuron_heads(source)
+    loaded = load(save(source, tmp_path / "saved"))
+    same(source, loaded)
+    assert loaded.blocks[0].mlp.b_out is loaded.blocks[1].mlp.b_out
+    assert not loaded.blocks[2].mlp.W_in.requires_grad
+    assert not loaded.training
+    assert torch.equal(loaded(["w3 w5", "w7"]), source(["w3 w5", "w7"]))
+
+
+@needs_hooked_transformer
+@torch.no_grad()
+def test_a_hooked_transformer_made_in_python_is_converted_in_a_shell(tmp_path):
+    from models import build
+
+    source = build("gelu", d_vocab_out=41)
+    source.set_tokenizer(tiny_tokenizer(41, tmp_path / "tokenizer"))
+    folder, converted = save(source, tmp_path / "saved"), tmp_path / "converted"
+    assert not exposed_heads(source)
+    for command in (
+        ("convert", folder, converted),
+        ("verify", folder, converted, "--text", "w3 w5"),
+    ):
+        result = CliRunner().invoke(app, [str(word) for word in command])
+        assert result.exit_code == 0, result.output
+    assert torch.equal(load(converted)(tokens()), convert(source)(tokens()))
+    exposed = save(expose_neuron_heads(source).model, tmp_path / "exposed")
+    result = CliRunner().invoke(app, ["convert", str(exposed), str(tmp_path / "other")])
+    assert result.exit_code == 2
+    assert "pass the original model" in result.output
 
 
 @torch.no_grad()
@@ -135,7 +198,7 @@ def test_training_a_loaded_model_trains_what_shares_memory(tmp_path):
         )
 
 
-@pytest.mark.parametrize("name", [n for n in [*CHOSEN, "bert"] if not n.startswith("native")])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "bert"])
 @torch.no_grad()
 def test_other_programs_open_the_folder_of_an_unprocessed_bridge(name, tmp_path):
     """transformers and TransformerLens can open the folder; the logits are the original's."""
@@ -217,6 +280,10 @@ def _custom_class(model):
     model.original_model.__class__ = CustomModel
 
 
+def _act_fn(model):
+    model.blocks[1].mlp.act_fn = torch.tanh
+
+
 REFUSED = {
     "another activation": (_another_activation, "modules .* would differ|logits that differ"),
     "a module more": (_a_probe, r"probe\.bias is not known"),
@@ -234,6 +301,21 @@ def test_what_could_not_be_built_again_is_refused_before_anything_is_written(cas
     with pytest.raises(CheckpointError, match=message):
         save(model, tmp_path / "saved")
     assert not list(tmp_path.iterdir())
+
+
+@needs_hooked_transformer
+@pytest.mark.parametrize(
+    ("change", "message"), [(_act_fn, "act_fn is not gelu"), (_a_probe, "probe")]
+)
+def test_a_hooked_transformer_that_could_not_be_built_again(change, message, tmp_path):
+    from models import build
+
+    model = expose_neuron_heads(build("gelu")).model
+    change(model)
+    with pytest.raises(CheckpointError, match=message):
+        save(model, tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+    assert exposed_heads(model), "and it has its neuron-heads still"
 
 
 @needs_transformer_lens_4
@@ -269,8 +351,9 @@ def test_whether_results_are_on(name, tmp_path):
         assert (mlp_hook("result") in loaded.run_with_cache(tokens())[1]) == on
 
 
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("name", ["gpt2", "llama", "native"])
+@pytest.mark.parametrize(
+    ("name", "state"), [("gpt2", "plain"), ("llama", "processed"), ("native", "names")]
+)
 def test_a_bridge_without_neuron_heads_comes_back_without_them(name, state, tmp_path):
     model = boot(name, torch.float32, state).train()
     assert type(model) is TransformerBridge
@@ -347,12 +430,44 @@ DAMAGE = {
 }
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Save a bridge whose weights transformers can read, and one whose weights are processed."""
+    return {
+        state: save(
+            exposed_copy(boot("llama", torch.float32, state)),
+            tmp_path_factory.mktemp("saved") / "model",
+        )
+        for state in ("plain", "processed")
+    }
+
+
 @pytest.mark.parametrize("state", ["plain", "processed"])
 @pytest.mark.parametrize("case", DAMAGE)
-def test_damage_is_refused(case, state, tmp_path):
-    folder = save(exposed_copy(boot("llama", torch.float32, state)), tmp_path / "saved")
+def test_damage_is_refused(case, state, saved, tmp_path):
+    folder = shutil.copytree(saved[state], tmp_path / "saved")
     damage, message = DAMAGE[case]
     damage(folder)
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+@needs_hooked_transformer
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gate": OTHER_GATE}, "got heads=3"),
+        ({"gate": OTHER_GATE | {"heads_per_neuron": 4, "ranges": [3.0]}}, "expected no ranges"),
+        ({"layout": "upside down"}, "layout: got 'upside down'"),
+        ({"model": "TransformerBridge"}, "architecture is missing; attention is missing"),
+        ({"model": None}, "model: got None"),
+    ],
+)
+def test_damage_of_a_hooked_transformer_is_refused(changes, message, tmp_path):
+    from models import build
+
+    folder = save(expose_neuron_heads(build("gelu")).model, tmp_path / "saved")
+    rewrite(folder / MANIFEST, **changes)
     with pytest.raises(CheckpointError, match=message):
         load(folder)
 
