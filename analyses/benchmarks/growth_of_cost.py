@@ -59,7 +59,7 @@ AXES = {
     "prompts": (1, 10, 100, 1000),
     "sites": (100, 1000, 10_000, 100_000),
 }
-SMOKE = {"layers": (2, 3), "sites": (8, 16)}
+SMOKE = {"layers": (2,), "sites": (4, 16)}
 FAR = 10**7
 """The number of sites whose costs are extrapolated."""
 REPEATED = 10.0
