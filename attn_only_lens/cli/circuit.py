@@ -84,13 +84,10 @@ def explain(
     and neuron of the circuit contributes to the difference between them. The page shows the circuit
     as a graph, with edges from each head and neuron to those that it affects.
     """
-    _require_other_file(save_circuit, out)
-    if resamples:
-        InputError.raise_if(halves_reasons(len(prompts.texts["clean"])), PROBLEM)
+    reasons = halves_reasons(len(prompts.texts["clean"])) if resamples else []
     if texts is not None and out.suffix == ".json":
-        raise AttnOnlyLensError(
-            f"got --texts for {out}; expected .html: only a page shows examples"
-        )
+        reasons.append(f"got --texts for {out}; expected .html: only a page shows examples")
+    InputError.raise_if(reasons, PROBLEM)
     run = prompts.run(model)
     from attn_only_lens import circuits
     from attn_only_lens.neurons import top_examples
@@ -147,7 +144,6 @@ def circuit(
     which heads and neurons contribute to the metric on the clean prompts. Edge weights are exact as
     long as attention patterns and the scales of the normalization layers are held fixed.
     """
-    _require_other_file(save_circuit, out)
     if save_circuit is not None and "corrupted" not in prompts.texts:
         raise AttnOnlyLensError("--save-circuit needs --corrupted: only a pair has a circuit")
     from attn_only_lens import circuits
@@ -215,11 +211,6 @@ def evaluate(
         )
     typer.echo(f"{len(saved):,} of {saved.n_sites:,} sites, {metric.name}\n{result!r}")
     print_frame("Score of each site alone: 0 corrupted, 1 clean", alone.top(top))
-
-
-def _require_other_file(path: Path | None, out: Path) -> None:
-    if path is not None and path.absolute() == out.absolute():
-        raise AttnOnlyLensError(f"got --save-circuit {path}; expected another name than --out")
 
 
 def _say_graph(out: Path, graph: "CircuitGraph") -> None:

@@ -80,7 +80,7 @@ PROBLEM = "the command cannot start"
 _FILES = (".html", ".json", ".csv", ".parquet", ".safetensors", ".svg", ".txt")
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _QUOTES = "'\""
-_ASSIGNMENT = re.compile(r"\b(\w+)=('[\w.]*'|\"[\w.]*\"|-?[\w.]*\w)")
+_ASSIGNMENT = re.compile(r"\b(\w+)=('[^']*'|\"[^\"]*\"|-?[\w.]*\w)")
 _LABEL = re.compile(r"(^(?: *- )?)(\w+)(?=(?:, prompt \d+)?: )", re.MULTILINE)
 _LINE = 74  # characters per line of an example, without the help text's margin and " \\"
 
@@ -127,7 +127,8 @@ class _Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for parameter in self.get_params(ctx):
-            uses = [arg for arg in args if arg.split("=")[0] in parameter.opts]
+            options = [name for name in parameter.opts if name.startswith("-")]
+            uses = [arg for arg in args if arg.split("=")[0] in options]
             if len(uses) > 1 and not getattr(parameter, "multiple", True):
                 reason = f"got {parameter.opts[0]} {len(uses)} times; expected it once"
                 raise typer.BadParameter(reason, ctx=ctx)
@@ -158,7 +159,7 @@ def command(
 
         @clear_errors(parameters, renamed)
         def run(**options: Any) -> None:
-            reasons = value_reasons(parameters, options)
+            reasons = value_reasons(parameters, options) + same_path_reasons(options)
             built = {}
             for name, group in groups.items():
                 built[name] = group(
@@ -292,6 +293,20 @@ def working(what: str) -> Iterator[None]:
         yield
 
 
+def same_path_reasons(options: Mapping[str, Any]) -> list[str]:
+    """Return a message for each output that would replace another file of the command."""
+    paths = {name: value for name, value in options.items() if isinstance(value, Path)}
+    outputs = [name for name in ("out", "save_circuit", "resume") if name in paths]
+    return [
+        f"got {paths[name]} for {_as_option(name)} and for {_as_option(other)}; expected another "
+        "path"
+        for name in outputs
+        for other in paths
+        if other not in outputs[: outputs.index(name) + 1]
+        and os.path.realpath(paths[name]) == os.path.realpath(paths[other])
+    ]
+
+
 def output_file(*endings: str) -> Callable[..., list[str]]:
     """Return a function that checks whether files with one of these endings can be written."""
 
@@ -338,6 +353,11 @@ def not_a_file(**options: Path) -> list[str]:
     ]
 
 
+def resumed_folder(**options: Path) -> list[str]:
+    """Return every reason why a job cannot be stored in a folder."""
+    return not_a_file(**options) or output_model(**options)
+
+
 def existing_file(**options: Path) -> list[str]:
     """Return a message for each file that is missing."""
     return [reason for path in options.values() for reason in file_reasons(path)]
@@ -366,7 +386,9 @@ def value_reasons(parameters: Iterable[Parameter], options: Mapping[str, Any]) -
         value, checks = options[name], [check for check in declarations if isfunction(check)]
         if value is None:
             continue
-        if name in CHOICES:
+        if type(value) is int and value >= 2**63:
+            reasons.append(f"got {name}={value}; expected less than 2^63")
+        elif name in CHOICES:
             reasons += option_reasons(name, value, CHOICES[name])
         elif checks:
             reasons += [reason for check in checks for reason in check(**{name: value})]

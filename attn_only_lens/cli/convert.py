@@ -14,7 +14,14 @@ from attn_only_lens.cli.common import (
     option,
     working,
 )
-from attn_only_lens.cli.options import Chat, ModelOptions, OutFolder, SourceOptions, load_model
+from attn_only_lens.cli.options import (
+    Chat,
+    ModelOptions,
+    OutFolder,
+    SourceOptions,
+    load_model,
+    text_reasons,
+)
 from attn_only_lens.errors import AttnOnlyLensError, InputError
 from attn_only_lens.models.names import model_reasons, no_folder
 from attn_only_lens.versions import require_hooked_transformer
@@ -121,6 +128,7 @@ def verify(
     If CONVERTED is given, compare the logits of MODEL with those of CONVERTED. Otherwise, compare
     the logits of MODEL before and after attention heads replace its neurons.
     """
+    InputError.raise_if([] if text is None else text_reasons([text], "--text", False), PROBLEM)
     inputs = _read_input(text, tokens_file, chat, "MODEL" if converted is None else "both models")
     if converted is not None:
         InputError.raise_if(model_reasons(converted), PROBLEM)

@@ -1,5 +1,6 @@
 """Groups of options that several commands share, and functions that parse option values."""
 
+import re
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from attn_only_lens.cli.common import (
 )
 from attn_only_lens.errors import AttnOnlyLensError, InputError
 from attn_only_lens.models.names import model_reasons
+from attn_only_lens.versions import HAS_HOOKED_TRANSFORMER
 
 if TYPE_CHECKING:
     from attn_only_lens.engine.metrics import Metric as MetricOfLogits
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("clean", "corrupted", "answer", "wrong")
 _SHIPPED = "small-english"
+_NAME_AND_POSITION = re.compile(rf"{NAME.pattern}(@-?\d+)?")
 
 Model = Annotated[
     str,
@@ -85,6 +88,13 @@ class ModelOptions(SourceOptions):
     hooked: Annotated[
         bool, option("load MODEL as a HookedTransformer (transformer-lens 3.9)", MODEL, "--hooked")
     ] = False
+
+    def reasons(self) -> list[str]:
+        """Return every reason why no model can be loaded."""
+        reasons = super().reasons()
+        if self.hooked and not HAS_HOOKED_TRANSFORMER:
+            reasons.append("--hooked needs HookedTransformer: install transformer-lens 3.9")
+        return reasons
 
     def load(self) -> Any:
         """Load the model, and print a one-line description."""
@@ -220,7 +230,7 @@ class PromptOptions(MetricOptions):
         for name, column in texts.items():
             are_prompts = name in _COLUMNS[:2]
             reasons += text_reasons(column, f"--{name}", self.token_ids, are_prompts)
-            if len(column) != n_prompts and (are_prompts or len(column) > 1):
+            if len(column) != n_prompts and (are_prompts or len(set(column)) > 1):
                 reasons.append(
                     f"got {len(column)} --{name} for {n_prompts} --clean; expected "
                     f"{'as many' if are_prompts else 'one, or as many'}"
@@ -321,6 +331,8 @@ def text_reasons(
     """Return every reason why texts cannot be prompts, or else answers."""
     if "" in texts:
         return [f"{option}: got ''; expected {'token IDs' if tokens else 'a text'}"]
+    if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
+        return [f"{option}: got a text that is not valid Unicode"]
     reasons = list[str]()
     if tokens:
         with InputError.collected(reasons):
@@ -339,7 +351,7 @@ def parse_prompts(texts: list[str], option: str, tokens: bool) -> "Prompts":
 
 
 def _rows(texts: list[str], option: str) -> list[list[int]]:
-    rows = [parse_numbers(text, option) for text in texts]
+    rows = [parse_numbers(text, option, least=0) for text in texts]
     if len({len(row) for row in rows}) > 1:
         reason = (
             f"{option}: got prompts with {[len(row) for row in rows]} tokens; expected the same "
@@ -363,7 +375,7 @@ def as_chat(model: Any, prompts: Any, chat: bool) -> Any:
 def parse_names(text: str, option: str = "--names", words: str = "") -> list[str]:
     """Split names at commas; raise an error if a word is no name."""
     names = [name.strip() for name in text.split(",")]
-    if bad := [name for name in names if not NAME.fullmatch(name.partition("@")[0])]:
+    if bad := [name for name in names if not _NAME_AND_POSITION.fullmatch(name)]:
         reason = (
             f"{option}: got {', '.join(bad) or repr(text)}; expected {words}names, which are upper "
             "case: L5H3,L5N1234@13"
@@ -375,23 +387,24 @@ def parse_names(text: str, option: str = "--names", words: str = "") -> list[str
 def parse_numbers(
     text: str,
     option: str,
-    expected: str = "whole numbers, separated by commas",
+    expected: str = "",
     least: int | None = None,
 ) -> list[int]:
     """Parse whole numbers, separated by commas, of at least `least`."""
+    bound = "" if least is None else f" of {least} or more"
+    expected = expected or f"whole numbers{bound}, separated by commas"
     try:
         numbers = [int(word) for word in text.split(",")]
     except ValueError:
         numbers = []
-    if not numbers or (least is not None and min(numbers) < least):
-        bound = "" if least is None else f" of {least} or more"
-        raise InputError([f"{option}: got {text!r}; expected {expected}{bound}"], PROBLEM)
+    if not numbers or (least is not None and min(numbers) < least) or max(numbers) >= 2**63:
+        raise InputError([f"{option}: got {text!r}; expected {expected}"], PROBLEM)
     return numbers
 
 
 def parse_answers(texts: list[str], option: str) -> list[int]:
     """Parse answers that are token IDs, one token each."""
-    numbers = [parse_numbers(text, option) for text in texts]
+    numbers = [parse_numbers(text, option, least=0) for text in texts]
     if longer := [text for text, row in zip(texts, numbers, strict=True) if len(row) > 1]:
         raise InputError([f"{option}: got {longer[0]!r}; expected one token ID"], PROBLEM)
     return [token for row in numbers for token in row]

@@ -11,10 +11,10 @@ from attn_only_lens.cli.common import (
     OUTPUT,
     PROBLEM,
     command,
-    not_a_file,
     option,
     output_file,
     print_frame,
+    resumed_folder,
     working,
 )
 from attn_only_lens.cli.options import (
@@ -25,7 +25,7 @@ from attn_only_lens.cli.options import (
     parse_numbers,
 )
 from attn_only_lens.engine.directions import direction_reasons
-from attn_only_lens.errors import AttnOnlyLensError, InputError
+from attn_only_lens.errors import InputError
 
 _MANY = 50_000  # for more patches than this, the command prints an estimate of the time
 _SAMPLES = 16, 16, 128  # how many sites each timed run patches; the first run also tests the model
@@ -82,7 +82,7 @@ def patch(
     resume: Annotated[
         Path | None,
         option("checkpoint folder: an interrupted run resumes from it", OUTPUT),
-        not_a_file,
+        resumed_folder,
     ] = None,
     batch_size: Annotated[
         int | None, option("patches in one forward pass; default: as many as fit in memory", MODEL)
@@ -94,18 +94,22 @@ def patch(
     On a large model, this takes a long time; `explain` finds the important heads and neurons in a
     few forward and backward passes.
     """
-    InputError.raise_if(direction_reasons(prompts.texts.get("corrupted"), part, direction), PROBLEM)
     numbers: Any = positions
-    if positions not in ("each", "all"):
-        numbers = parse_numbers(positions, "--positions", "each, all, or numbers, such as 3,-1")
-    of_layers = None if layers is None else parse_numbers(layers, "--layers", least=0)
+    of_layers: Any = None
     selection: Any = None
-    if sites is not None and sites not in _SELECTIONS:
-        selection = parse_names(sites, "--sites", f"{', '.join(_SELECTIONS)}, or ")
+    reasons = direction_reasons(prompts.texts.get("corrupted"), part, direction)
+    with InputError.collected(reasons):
+        if positions not in ("each", "all"):
+            numbers = parse_numbers(positions, "--positions", "each, all, or numbers, such as 3,-1")
+    with InputError.collected(reasons):
         if layers is not None:
-            raise AttnOnlyLensError(
-                "got --layers and names in --sites; the names contain the layers"
-            )
+            of_layers = parse_numbers(layers, "--layers", least=0)
+    with InputError.collected(reasons):
+        if sites is not None and sites not in _SELECTIONS:
+            selection = parse_names(sites, "--sites", f"{', '.join(_SELECTIONS)}, or ")
+    if layers is not None and selection is not None:
+        reasons.append("got --layers and names in --sites; the names contain the layers")
+    InputError.raise_if(reasons, PROBLEM)
     from attn_only_lens import patching
     from attn_only_lens.patching.job import is_first
 

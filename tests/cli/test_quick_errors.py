@@ -74,7 +74,7 @@ WRONG = {
     f"patch small-english {PROMPTS} --sites= --out x.csv": "--sites: got ''; expected neurons,",
     f"patch small-english {PROMPTS} --layers=-3 --out x.csv": "--layers: got '-3'; expected whole",
     "atlas small-english --texts Makefile --names foo --out x": "--names: got foo; expected names",
-    "atlas small-english --texts Makefile --layers=-1 --out x": "commas of 0 or more",
+    "atlas small-english --texts Makefile --layers=-1 --out x": "whole numbers of 0 or more",
     "pattern small-english --prompt a --names foo --out x.html": "--names: got foo; expected names",
     "grow small-english x --insert=-1": "--insert: got '-1'; expected whole numbers",
     "grow small-english x --insert 1 --d-mlp 1024": "give either sizes",
@@ -92,10 +92,26 @@ WRONG = {
     "expected one, or as many",
     "explain small-english --clean 1,2 --corrupted 1,a --answer 3,4 --wrong 5 --token-ids --chat "
     "--out x.html": "got --chat and --token-ids; expected one: messages are texts - --corrupted: "
-    "got '1,a'; expected whole numbers, separated by commas - --answer: got '3,4'; expected one",
+    "got '1,a'; expected whole numbers of 0 or more, separated by commas - --answer: got "
+    "'3,4'; expected one",
     "pattern small-english --prompt= --layer 0 --out x.html": "--prompt: got ''; expected a text",
+    "patch small-english --pairs x.csv --out x.csv --metric kl": "x.csv for --out and for --pairs;",
+    f"patch small-english {PROMPTS} --resume x.csv --out x.csv": "x.csv for --out and for --resume",
+    f"patch small-english {PROMPTS} --resume /proc/x --out x.csv": "/proc/x cannot be written",
+    f"patch small-english {PROMPTS} --sites L0N3@x --layers y --positions z --out x.csv": "each, "
+    "all, or numbers, such as 3,-1 - --layers: got 'y'; expected whole numbers of 0 or more, "
+    "separated by commas - --sites: got L0N3@x; expected",
+    f"patch small-english --token-ids --clean {2**63} --corrupted=-3 --metric kl --out x.csv": "- "
+    f"--clean: got '{2**63}'; expected whole numbers of 0 or more, separated by commas - "
+    "--corrupted: got '-3'; expected",
+    f"atlas small-english --texts Makefile --k {2**63} --out x": "expected less than 2^63",
+    "pattern small-english --prompt \udcff --layer 0 --out x.html": "that is not valid Unicode",
+    f"explain small-english {PROMPTS} --device cuda:x --out x.html": "got --device cuda:x; expect",
+    "compare small-english /no --null /no --prompts Makefile --metric loss --out x": "folder /no",
+    "verify small-english --text=": "--text: got ''; expected a text",
     f"circuit small-english {PROMPTS} --top 0 --out x.html": "got --top 0; expected 1 or more",
-    f"circuit small-english {PROMPTS} --out x.json --save-circuit x.json": "another name than",
+    f"circuit small-english {PROMPTS} --out x.json --save-circuit a/../x.json": "x.json for --out "
+    "and for --save-circuit; expected another path",
     f"circuit small-english {PROMPTS} --out x.json --save-circuit c.txt": "c.txt",
     "circuit small-english --clean a --answer b --wrong c --out x.html --save-circuit c.json": (
         "needs --corrupted"
@@ -114,6 +130,7 @@ if HAS_HOOKED_TRANSFORMER:
     WRONG["convert small-english x --gate bilinear --text a --tokens-file b"] = "pass either --text"
 else:
     WRONG["convert small-english x"] = "needs HookedTransformer"
+    WRONG["verify small-english --text a --hooked"] = "--hooked needs HookedTransformer"
 EXPLAIN = ["explain", "small-english", "--out", "page.html", "--answer", " are", "--wrong", " is"]
 EXPLAIN += ["--clean", "The keys near the cabinet", "--corrupted", "The key near the cabinet"]
 RUN = """
