@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from attn_only_lens.arguments import NAME, device_reasons, share_reasons
+from attn_only_lens.arguments import NAME, device_reasons, ending_reasons, share_reasons
 from attn_only_lens.cli.common import (
     CHOICES,
     MODEL,
@@ -274,9 +274,12 @@ def _read_pairs(path: Path) -> dict[str, list[str]]:
     """Return the columns of a file with a pair of prompts in each row."""
     import pandas as pd
 
+    InputError.raise_if([f"--pairs: {x}" for x in ending_reasons(path, ".csv", ".jsonl")], PROBLEM)
     try:
         if path.suffix == ".csv":
             frame = pd.read_csv(path, dtype=str, na_values=[""], keep_default_na=False)
+            if not isinstance(frame.index, pd.RangeIndex):  # pandas made the first column its index
+                raise ValueError("rows have more fields than the header")
         else:
             frame = pd.read_json(path, lines=True, dtype=False)
     except (OSError, ValueError) as error:

@@ -95,6 +95,8 @@ WRONG = {
     "got '1,a'; expected whole numbers of 0 or more, separated by commas - --answer: got "
     "'3,4'; expected one",
     "pattern small-english --prompt= --layer 0 --out x.html": "--prompt: got ''; expected a text",
+    "explain small-english --pairs FOLDER.csv --out x.html": "more fields than the header",
+    "explain small-english --pairs x.CSV --out x.html": "--pairs: got 'x.CSV'; expected a name",
     "patch small-english --pairs x.csv --out x.csv --metric kl": "x.csv for --out and for --pairs;",
     f"patch small-english {PROMPTS} --resume x.csv --out x.csv": "x.csv for --out and for --resume",
     f"patch small-english {PROMPTS} --resume /proc/x --out x.csv": "/proc/x cannot be written",
@@ -150,6 +152,7 @@ for command in {commands!r}:
 def test_errors_of_arguments_come_before_torch(tmp_path):
     for name in ("FOLDER.html", "FOLDER.json"):
         (tmp_path / name).mkdir()
+    (tmp_path / "FOLDER.csv").write_text("clean,corrupted,answer,wrong\na,b,c,d,e\n")
     commands = [command.replace("FOLDER", f"{tmp_path}/FOLDER") for command in WRONG]
     done = subprocess.run(
         [sys.executable, "-c", RUN.format(commands=commands)],
