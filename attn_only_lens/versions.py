@@ -15,7 +15,12 @@ USE_INSTEAD = "" if HAS_HOOKED_TRANSFORMER else f"; this {_NEEDED}"
 """The end of an error message about a model that is not a HookedTransformer; empty under 3.9."""
 
 
+def hooked_transformer_reasons(what: str = "this") -> list[str]:
+    """Return a message under transformer-lens 4, which has no HookedTransformer, otherwise []."""
+    return [] if HAS_HOOKED_TRANSFORMER else [f"{what} {_NEEDED}"]
+
+
 def require_hooked_transformer(what: str = "this") -> None:
     """Raise an error under transformer-lens 4, which has no HookedTransformer."""
-    if not HAS_HOOKED_TRANSFORMER:
-        raise UnsupportedCallError(f"{what} {_NEEDED}")
+    for reason in hooked_transformer_reasons(what):
+        raise UnsupportedCallError(reason)

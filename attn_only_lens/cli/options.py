@@ -23,7 +23,7 @@ from attn_only_lens.cli.common import (
 )
 from attn_only_lens.errors import AttnOnlyLensError, InputError
 from attn_only_lens.models.names import model_reasons
-from attn_only_lens.versions import HAS_HOOKED_TRANSFORMER
+from attn_only_lens.versions import hooked_transformer_reasons
 
 if TYPE_CHECKING:
     from attn_only_lens.engine.metrics import Metric as MetricOfLogits
@@ -92,9 +92,7 @@ class ModelOptions(SourceOptions):
     def reasons(self) -> list[str]:
         """Return every reason why no model can be loaded."""
         reasons = super().reasons()
-        if self.hooked and not HAS_HOOKED_TRANSFORMER:
-            reasons.append("--hooked needs HookedTransformer: install transformer-lens 3.9")
-        return reasons
+        return reasons + hooked_transformer_reasons("--hooked") if self.hooked else reasons
 
     def load(self) -> Any:
         """Load the model, and print a one-line description."""
