@@ -22,5 +22,5 @@ def hooked_transformer_reasons(what: str = "this") -> list[str]:
 
 def require_hooked_transformer(what: str = "this") -> None:
     """Raise an error under transformer-lens 4, which has no HookedTransformer."""
-    for reason in hooked_transformer_reasons(what):
-        raise UnsupportedCallError(reason)
+    if reasons := hooked_transformer_reasons(what):
+        raise UnsupportedCallError(*reasons)

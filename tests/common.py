@@ -5,12 +5,14 @@ Sizes are distinct primes, so that no swapped axis can pass.
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
 import typer
 from typer.testing import CliRunner
 
+from attn_only_lens.storage.chunks import ChunkStore
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 IN_PLACE = {
@@ -83,6 +85,22 @@ def meeting(inputs):
         barrier.wait()
 
     return wait
+
+
+@contextmanager
+def interrupted(n_chunks=2):
+    """Expect that the job inside is interrupted, which happens when some chunks are stored."""
+    put, left = ChunkStore.put, iter(range(n_chunks))
+
+    def until_none_is_left(self, key, arrays):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        put(self, key, arrays)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChunkStore, "put", until_none_is_left)
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
 def of_a_library(hook):

@@ -50,10 +50,10 @@ def attributed(model, method="gradient", part="z", **options):
     ).frame
 
 
-def found_and_evaluated(model):
-    found = circuits.discover(model, tokens(1), tokens(2), METRIC, n_random=2, progress=False)
-    kept = circuits.evaluate(model, found, tokens(3), tokens(5), METRIC)
-    return [found.frame, pd.DataFrame([vars(kept)])]
+def discovered_and_evaluated(model):
+    circuit = circuits.discover(model, tokens(1), tokens(2), METRIC, n_random=2, progress=False)
+    kept = circuits.evaluate(model, circuit, tokens(3), tokens(5), METRIC)
+    return [circuit.frame, pd.DataFrame([vars(kept)])]
 
 
 def one_pair(model):
@@ -102,7 +102,7 @@ ANALYSES = {
             n_random=2,
         ).frame
     ),
-    "discover and evaluate": found_and_evaluated,
+    "discover and evaluate": discovered_and_evaluated,
     "explain": lambda m: circuits.explain(*one_pair(m)).table(),
     "graph of a run": lambda m: [graph(m).nodes, graph(m).edges],
     "graph of a difference": lambda m: [

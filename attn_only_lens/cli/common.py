@@ -77,6 +77,7 @@ CHOICES = MappingProxyType(
 )
 """The values of each option that takes one of a few words."""
 PROBLEM = "the command cannot start"
+_OUTPUTS = ("out", "save_circuit", "resume")
 _FILES = (".html", ".json", ".csv", ".parquet", ".safetensors", ".svg", ".txt")
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _QUOTES = "'\""
@@ -159,7 +160,7 @@ def command(
 
         @clear_errors(parameters, renamed)
         def run(**options: Any) -> None:
-            reasons = value_reasons(parameters, options) + same_path_reasons(options)
+            reasons = value_reasons(parameters, options) + same_path_reasons(parameters, options)
             built = {}
             for name, group in groups.items():
                 built[name] = group(
@@ -228,12 +229,7 @@ def in_shell_words(
     `--answer:`. Other names do not change. `renamed` maps names of arguments to names of the
     command's parameters, if they differ.
     """
-    hints = {parameter.name: get_args(parameter.annotation) for parameter in parameters}
-    options = {
-        name: _as_option(name)
-        for name, (kind, *declarations) in hints.items()
-        if kind is not bool and isinstance(declarations[0], OptionInfo)
-    }
+    options = _option_names(parameters)
     others = {"correct": "answer", **renamed}
     options |= {word: options[name] for word, name in others.items() if name in options}
 
@@ -245,9 +241,19 @@ def in_shell_words(
         return f"{match[1]}{options.get(match[2], match[2])}"
 
     message = _LABEL.sub(label, _ASSIGNMENT.sub(assignment, message))
-    if "token_ids" in hints:
+    if any(parameter.name == "token_ids" for parameter in parameters):
         message = message.replace("give token IDs", "give token IDs and --token-ids")
     return message
+
+
+def _option_names(parameters: Iterable[Parameter]) -> dict[str, str]:
+    """Return the options that take a value, by their parameters' names: arguments are left out."""
+    hints = {parameter.name: get_args(parameter.annotation) for parameter in parameters}
+    return {
+        name: _as_option(name)
+        for name, (kind, *declarations) in hints.items()
+        if kind is not bool and isinstance(declarations[0], OptionInfo)
+    }
 
 
 def _as_option(name: str) -> str:
@@ -293,17 +299,17 @@ def working(what: str) -> Iterator[None]:
         yield
 
 
-def same_path_reasons(options: Mapping[str, Any]) -> list[str]:
-    """Return a message for each output that would replace another file of the command."""
-    paths = {name: value for name, value in options.items() if isinstance(value, Path)}
-    outputs = [name for name in ("out", "save_circuit", "resume") if name in paths]
+def same_path_reasons(parameters: Iterable[Parameter], options: Mapping[str, Any]) -> list[str]:
+    """Return a message for each output that would replace the file of another option."""
+    names = _option_names(parameters)
+    paths = {name: options[name] for name in names if isinstance(options[name], Path)}
     return [
-        f"got {paths[name]} for {_as_option(name)} and for {_as_option(other)}; expected another "
-        "path"
-        for name in outputs
+        f"got {paths[output]} for {names[output]} and for {names[other]}; expected another path"
+        for i, output in enumerate(_OUTPUTS)
         for other in paths
-        if other not in outputs[: outputs.index(name) + 1]
-        and os.path.realpath(paths[name]) == os.path.realpath(paths[other])
+        if other not in _OUTPUTS[: i + 1]
+        and output in paths
+        and os.path.realpath(paths[output]) == os.path.realpath(paths[other])
     ]
 
 

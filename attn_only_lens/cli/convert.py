@@ -128,7 +128,6 @@ def verify(
     If CONVERTED is given, compare the logits of MODEL with those of CONVERTED. Otherwise, compare
     the logits of MODEL before and after attention heads replace its neurons.
     """
-    InputError.raise_if([] if text is None else text_reasons([text], "--text", False), PROBLEM)
     inputs = _read_input(text, tokens_file, chat, "MODEL" if converted is None else "both models")
     if converted is not None:
         InputError.raise_if(model_reasons(converted), PROBLEM)
@@ -175,6 +174,7 @@ def _read_input(
     if (text is None) == (tokens is None):
         raise AttnOnlyLensError(f"pass either --text or --tokens-file, which {reader} will read")
     if text is not None:
+        InputError.raise_if(text_reasons([text], "--text", False), PROBLEM)
         return text
     if chat:
         raise AttnOnlyLensError("got --chat and --tokens-file; expected --text, which is a message")

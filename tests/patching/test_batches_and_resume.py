@@ -7,13 +7,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from common import of_a_library, tokens
+from common import interrupted, of_a_library, tokens
 
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching import site_groups
 from attn_only_lens.patching.run_patches import Batching
-from attn_only_lens.storage.chunks import ChunkStore
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 POS = 11
@@ -152,18 +151,6 @@ def test_an_error_leaves_the_model_as_it_was(name, after):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-class Interrupted(ChunkStore):
-    """A folder whose sweep is interrupted after two chunks."""
-
-    left = 2
-
-    def put(self, key, arrays):
-        if not type(self).left:
-            raise KeyboardInterrupt
-        type(self).left -= 1
-        super().put(key, arrays)
-
-
 def test_an_interrupted_sweep_goes_on(model, tmp_path, monkeypatch):
     monkeypatch.setattr(site_groups, "_CHUNKS", 5)
     monkeypatch.setattr(site_groups, "_LEAST", 1)
@@ -175,10 +162,8 @@ def test_an_interrupted_sweep_goes_on(model, tmp_path, monkeypatch):
         pd.testing.assert_frame_equal(sweep(model, **how), whole, **SAME)
         return len(runs)
 
-    with monkeypatch.context() as patch:
-        patch.setattr("attn_only_lens.patching.job.ChunkStore", Interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            sweep(model, resume=folder)
+    with interrupted():
+        sweep(model, resume=folder)
     assert len(list(folder.glob("prompts-*"))) == 2
     # A sweep runs all 5 chunks, then the 3 missing ones, and then only the two recorded runs.
     whole_runs = n_runs(resume=tmp_path / "another")

@@ -10,12 +10,11 @@ import pandas as pd
 import pytest
 import torch
 from allocations import Allocated
-from common import tokens
+from common import interrupted, tokens
 
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching import prompt_chunks
-from attn_only_lens.storage.chunks import ChunkStore
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 LENGTHS, SITES = (3, 7, 5, 6, 7, 2, 4), ["L0H1", "L0N29", "L1N3", "L1H0"]
@@ -98,30 +97,15 @@ def test_chunks_of_pairs_that_are_alike_and_of_prompts_without_a_loss(model, run
         )
 
 
-class Interrupted(ChunkStore):
-    """A folder whose sweep is interrupted after some chunks."""
-
-    left = 2
-
-    def put(self, key, arrays):
-        if not type(self).left:
-            raise KeyboardInterrupt
-        type(self).left -= 1
-        super().put(key, arrays)
-
-
 @pytest.mark.parametrize(
     ("run", "per_prompt"), [(p.activation_patch, True), (p.attribution, False)]
 )
-def test_an_interrupted_chunk_is_lost_and_no_other(model, run, per_prompt, tmp_path, monkeypatch):
+def test_an_interrupted_chunk_is_lost_and_no_other(model, run, per_prompt, tmp_path):
     settings = {"sites": SITES, "per_prompt": per_prompt, "progress": False, "metric": p.loss()}
     settings |= prompts()
     whole = run(model, prompts_at_once=2, **settings)
-    with monkeypatch.context() as patch:
-        patch.setattr(Interrupted, "left", 2)
-        patch.setattr("attn_only_lens.patching.job.ChunkStore", Interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run(model, prompts_at_once=2, resume=tmp_path, **settings)
+    with interrupted():
+        run(model, prompts_at_once=2, resume=tmp_path, **settings)
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("prompts-*")}
     again = run(model, resume=tmp_path, **settings)  # resuming uses the stored prompts_at_once
     pd.testing.assert_frame_equal(again.frame, whole.frame, check_exact=True)
