@@ -35,7 +35,6 @@ MODULES = (
     ".heads",
     ".models",
     ".errors",
-    ".reference",
     ".pretrained",
 )
 _LOADING = {"src", "data", "poster", "background"}

@@ -1,4 +1,4 @@
-"""Tests of Theorem 8: D heads are α entry by entry, and D + 1 replace X by α(X) with a skip."""
+"""Tests of Theorem 7, linear heads, and of Theorem 8, heads that are α entry by entry."""
 
 import math
 
@@ -6,14 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import relative
-
-from attn_only_lens.reference import (
-    GeneralizedSiLU,
-    activation_heads,
-    direct_sum,
-    linear_head,
-    replacing_heads,
-)
+from oracles.definitions import GeneralizedSiLU, Head, direct_sum
+from oracles.theorems_7_and_8 import activation_heads, linear_head, replacing_heads
 
 N, D = 7, 5
 ALPHAS = [GeneralizedSiLU(), GeneralizedSiLU(1 / 1.702, 1.702), GeneralizedSiLU(-2.3, 0.7)]
@@ -21,6 +15,22 @@ ALPHAS = [GeneralizedSiLU(), GeneralizedSiLU(1 / 1.702, 1.702), GeneralizedSiLU(
 
 def rand(*shape):
     return torch.randn(*shape, dtype=torch.float64)
+
+
+def test_a_head_masked_to_the_diagonal_is_linear():
+    X, W_OV = rand(N, D), rand(D, D)
+    expected = [[sum(x[a] * W_OV[a, b] for a in range(D)).item() for b in range(D)] for x in X]
+    expected = torch.tensor(expected, dtype=torch.float64)
+    assert relative(linear_head(W_OV, N)(X), expected) < 1e-14
+    for W_QK in (rand(D, D), 1e3 * rand(D, D)):
+        head = Head(W_QK, W_OV, torch.eye(N, dtype=torch.float64))
+        assert torch.equal(head.pattern(X), torch.eye(N, dtype=torch.float64))
+        assert relative(head(X), expected) < 1e-14
+    # Control: one off-diagonal entry in Λ mixes tokens.
+    head.mask[4, 2] = 1.0
+    difference = (Head(rand(D, D), W_OV, head.mask)(X) - expected).abs().amax(1)
+    assert difference[4] > 0.01
+    assert difference[[0, 1, 2, 3, 5, 6]].max() < 1e-13
 
 
 def through_skip(heads, Z):
@@ -32,7 +42,6 @@ def test_entry_by_entry(alpha):
     X = rand(N, D)
     heads = activation_heads(alpha, N, D)
     assert len(heads) == D
-    assert all(head.width == D + 1 and head.n_tokens == N + 1 for head in heads)
     got = sum(head(direct_sum(X, 1.0)) for head in heads)
     for t in range(N + 1):
         for a in range(D + 1):
@@ -41,15 +50,6 @@ def test_entry_by_entry(alpha):
                 x = alpha.a_2 * X[t, a].item()
                 expected = alpha.a_1 * x / (1 + math.exp(-x))
             assert math.isclose(got[t, a], expected, rel_tol=1e-13)
-
-
-def test_each_head_acts_on_its_own_coordinate():
-    X = rand(N, D)
-    for a, head in enumerate(activation_heads(ALPHAS[0], N, D)):
-        got = head(direct_sum(X, 1.0))
-        torch.testing.assert_close(got[:N, a], F.silu(X[:, a]), rtol=1e-13, atol=0)
-        got[:, a] = 0
-        assert not got.any()
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
