@@ -258,9 +258,7 @@ def circuit(model):
     how = {"n_random": 1, "ablation": "mean"}
     curve = circuits.faithfulness(model, *GIVEN, ranking, shares=[0.4, 1.0], **how)
     circuit = circuits.discover(model, *GIVEN, faithfulness=0.5, **few, **how)
-    nodes = ["L0H1", "L0N3", "L1H0", "L1N29"]
-    edges = circuits.score_edges(model, CLEAN, nodes, exact=3, progress=False)
-    return curve, circuit, circuits.evaluate(model, circuit, *GIVEN), edges
+    return curve, circuit, circuits.evaluate(model, circuit, *GIVEN)
 
 
 def difference(model):

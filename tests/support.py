@@ -390,9 +390,6 @@ CIRCUITS = {
         circuits.path_expansion(kit.exposed, tokens()).paths(METRIC, 5, progress=False)
     ),
     "qk_circuit": lambda kit: len(circuits.qk_circuit(kit.exposed, "L1H1").top(5)),
-    "score_edges": lambda kit: len(
-        circuits.score_edges(kit.exposed, tokens(), ["L0H1", "L1N3"], exact=3, progress=False)
-    ),
     "score_sources": lambda kit: len(
         circuits.score_sources(kit.exposed, tokens(batch=1), "L1H1", query=-1, key=0)
     ),

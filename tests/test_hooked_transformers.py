@@ -109,7 +109,6 @@ ANALYSES = {
         getattr(graph(m, tokens(2, batch=1)), name) for name in ("nodes", "edges")
     ],
     "score_sources": lambda m: circuits.score_sources(m, tokens(batch=1), "L1H1", query=-1, key=0),
-    "score_edges": lambda m: circuits.score_edges(m, tokens(), SITES, exact=3, progress=False),
     "path_expansion": lambda m: circuits.path_expansion(m, tokens()).paths(
         METRIC, 5, progress=False
     ),

@@ -5,7 +5,6 @@ from attn_only_lens.circuits._evaluate import Evaluation, evaluate, transfer
 from attn_only_lens.circuits._explain import Explanation, explain
 from attn_only_lens.circuits._group_nodes import NodeGroups, group_nodes
 from attn_only_lens.circuits._path_expansion import PathExpansion, path_expansion
-from attn_only_lens.circuits._score_edges import score_edges
 from attn_only_lens.circuits._score_sources import score_sources
 from attn_only_lens.circuits._search import discover
 from attn_only_lens.circuits.ablation import SHARES, Faithfulness, faithfulness
@@ -49,7 +48,6 @@ __all__ = [
     "ov_circuit",
     "path_expansion",
     "qk_circuit",
-    "score_edges",
     "score_sources",
     "to_json",
     "token_paths",

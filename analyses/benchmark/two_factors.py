@@ -9,12 +9,12 @@ at once. Its effect on the logits is estimated from one forward pass per node:
     score     = L(w → R) · N(R) / max ‖R's output‖
     exact     = Σ_ref mean max |change in the logits, if R reads ref instead of w's output|
 
-A writer's z is replaced by ref, which is 0 (`to="zero"`) or the mean of this z over all tokens
-(`to="mean"`). Σ_ref is the sum over the values in `to`. Each "mean" and "max ‖…‖" is over all
-tokens of all prompts, and each "max |…|" is over the logits at a token. A writer is replaced in
-only one input of the reader: the queries, keys or values of an attention head ("q", "k", "value"),
-or the whole input of a neuron-head (a neuron viewed as an attention head) or of the unembedding
-("in"). Norm scales are held fixed. For edges into the logits, L, score and exact are equal.
+A writer's z is replaced by ref, which is 0 or the mean of this z over all tokens; Σ_ref is the sum
+over both. Each "mean" and "max ‖…‖" is over all tokens of all prompts, and each "max |…|" is over
+the logits at a token. A writer is replaced in only one input of the reader: the queries, keys or
+values of an attention head ("q", "k", "value"), or the whole input of a neuron or of the
+unembedding ("in"). Norm scales are held fixed. For edges into the logits, L, score and exact are
+equal.
 
 One forward pass records the outputs of all nodes. Each node, and each exact cut, needs one more
 forward pass per value of ref. Per kind of edge and value of ref, every attention block with target
@@ -22,7 +22,7 @@ nodes also runs once, on a batch with one entry per source node. Prompts are bat
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, TypeVar
@@ -32,194 +32,63 @@ import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
-from attn_only_lens.arguments import is_count, positive_reasons
-from attn_only_lens.axes import Residual, Tokens
 from attn_only_lens.engine.edit_checks import require_edits_read
-from attn_only_lens.engine.edits import neuron_changes
-from attn_only_lens.engine.gradients import Tape, start_graph
-from attn_only_lens.engine.metrics import (
-    AnyMetric,
-    BoundMetric,
-    bind,
-    no_gradient_reasons,
-    one_run_reasons,
-    require_differentiable,
-)
-from attn_only_lens.engine.model_checks import reasons_not_to_run
-from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.prompts import PromptPair, Prompts, single_prompts
+from attn_only_lens.engine.metrics import BoundMetric
 from attn_only_lens.engine.readers import Readers, input_hooks
-from attn_only_lens.engine.recording import float32_runs, run
 from attn_only_lens.engine.replay import Variants, make_replay
-from attn_only_lens.engine.sites import LayerSites, Sites, all_heads, resolve_sites
+from attn_only_lens.engine.sites import LayerSites, resolve_sites
 from attn_only_lens.engine.writes import Decomposition, SublayerWrites, decompose
-from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching.run_patches import Batching
-from attn_only_lens.precision import full_precision
 
 _REFERENCES = ("zero", "mean")
-_KINDS: dict[HeadKind, tuple[str, ...]] = {
-    "attention": ("q", "k", "value"),
-    "neuron": ("in",),
-    "feature": ("in",),
-    # Skip and error nodes are never readers: edges into W_skip are not cut, and errors stay fixed.
-    "skip": (),
-    "error": (),
-}
+_KINDS: dict[HeadKind, tuple[str, ...]] = {"attention": ("q", "k", "value"), "neuron": ("in",)}
 _NUMBERS = 2**24  # the maximum number of values in memory at once: 128 MiB in float64
 _ROUNDINGS = 32  # rounding errors, in units of the largest write
 _EDGE = ["writer", "reader", "kind"]
-_COLUMNS = [*_EDGE, "score", "local", "node", "exact"]
-_PROBLEM = "these edges cannot be scored"
 _Edge = tuple[str, str, str]
 _Key = TypeVar("_Key")
 
 
-@one_thread_per_model
-@full_precision()
 def score_edges(
-    model: Any,
-    prompts: Prompts,
-    nodes: Sites | None = None,
-    *,
-    metric: AnyMetric | None = None,
-    top: int = 300,
-    to: Sequence[str] = _REFERENCES,
-    exact: int = 0,
-    mask: Tensor | None = None,
-    progress: bool = True,
+    model: Any, prompts: Iterable[Int[Tensor, "pos"]], nodes: Sequence[str], exact: int = 0
 ) -> pd.DataFrame:
     """Score every edge between the given nodes, the embedding and the logits.
 
-    An edge from a writer (source) to one input of a later reader (target) covers all positions.
-
     Args:
-        model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks. A
-            half-precision model is run in float32.
-        prompts: a text, a list of texts, tokens [batch, pos], or a list of token rows of any
-            length.
-        nodes: `neuron_heads()`, `heads()`, `all_heads()`, or names of heads and whole neurons. By
-            default all, or the `top` nodes with the largest attribution, Σ |gradient · z| over
-            tokens.
-        metric: the metric for this attribution.
-        top: the largest number of default nodes.
-        to: what replaces the outputs of nodes: "zero", "mean", or both (scores are added up).
+        model: a model with neuron-heads, in float64.
+        prompts: rows of tokens of any length.
+        nodes: names of heads and neurons.
         exact: how many of the edges with the highest scores are also cut exactly.
-        mask: the attention mask (0 for padding), if prompts are given as tokens.
-        progress: show a progress bar over forward passes of nodes and cuts.
 
     Returns:
         A frame with one row per edge, the highest score first. Columns: `writer` ("embed" or a
         name), `reader` (a name or "output"), `kind` ("q", "k", "value", "in"), `score`, `local`
         (L), `node` (N; missing for "output"), and `exact` (missing for edges that were not cut).
-
-    Raises:
-        InputError: with every reason: invalid prompts or nodes, single heads of a neuron, a model
-            with too many heads if neither nodes nor a metric are given, unsupported norms or
-            matrices.
-        UnsupportedModelError: outputs do not add up to the residual stream, or the model ignores
-            edits at the hook points of heads.
-
-    Example:
-        >>> import torch
-        >>> from attn_only_lens import circuits, convert, patching as p, pretrained
-        >>> model, prompts = convert(pretrained.modular_addition()), torch.tensor([[3, 4, 113]])
-        >>> edges = circuits.score_edges(
-        ...     model, prompts, ["L0H0", "L0H1", "L0N7"], exact=5, progress=False)
-        >>> edges.query("reader == 'L0N7'")["writer"].sort_values().tolist()
-        ['L0H0', 'L0H1', 'embed']
-        >>> int(edges["exact"].notna().sum())
-        5
     """
-    reasons = reasons_not_to_run(model)
-    listed = list(to) if isinstance(to, list | tuple) else []
-    if sorted(listed, key=str) not in (["mean", "zero"], ["mean"], ["zero"]):
-        reasons.append(f"got to={to!r}; expected one or both of {list(_REFERENCES)}")
-    if not is_count(exact):
-        reasons.append(f"got exact={exact!r}; expected a number of edges, 0 or more")
-    reasons += positive_reasons(top=top)
-    if nodes is not None and metric is not None:
-        reasons.append("got both nodes and a metric to choose nodes; expected one of the two")
-    if metric is not None:
-        reasons += one_run_reasons(metric) + no_gradient_reasons()
-    InputError.raise_if(reasons, _PROBLEM)
-    # Only the search for nodes runs prompts of different lengths together.
-    pair = single_prompts(model, prompts, mask, padded=nodes is None)
-    with float32_runs(model, pair):
-        sites = _default_nodes(model, pair, metric, top) if nodes is None else nodes
-        chosen = resolve_sites(model, sites)
-        names = [name for layer in chosen for name in layer.names]
-        single = [name for name in names if "." in name]
-        reasons = [
-            f"got {name}, one head of a neuron; expected whole neurons" for name in single[:1]
-        ]
-        InputError.raise_if(reasons, _PROBLEM)
-        batches = _by_length(pair)
-        with tqdm(
-            total=len(batches) * len(to) * len(names), unit="pass", disable=not progress
-        ) as bar:
-            scoring = _Scoring(model, batches, chosen, listed, bar.update)
-            local = _sum_by_key(scoring.local())
-            edges = pd.DataFrame(list(local), columns=_EDGE).assign(local=list(local.values()))
-            sizes = scoring.sizes()
-            size = edges["reader"].map(sizes).fillna(1.0)
-            # A node that writes only rounding errors has no ratio of N to its size.
-            rounding = _ROUNDINGS * torch.finfo(next(model.parameters()).dtype).eps
-            least = rounding * max(sizes.values(), default=0.0)
-            edges["node"] = edges["reader"].map(_sum_by_key(scoring.node()))
-            edges["score"] = (
-                edges["local"] * edges["node"].fillna(1.0) / size.where(size > least, 1.0)
-            )
-            edges = edges.sort_values("score", ascending=False, kind="stable", ignore_index=True)
-            wanted = [tuple(row) for row in edges[_EDGE].head(exact).to_numpy()]
-            # Cuts of edges into the logits need no forward pass.
-            n_cuts = sum(reader != "output" for _, reader, _ in wanted)
-            bar.total = bar.n + len(batches) * len(to) * n_cuts
-            cuts = _sum_by_key(scoring.exact(wanted))
-            edges["exact"] = [cuts.get(tuple(row), np.nan) for row in edges[_EDGE].to_numpy()]
-        return edges[_COLUMNS]
+    scoring = _Scoring(model, _by_length(prompts), resolve_sites(model, list(nodes)))
+    local = _sum_by_key(scoring.local())
+    edges = pd.DataFrame(list(local), columns=_EDGE).assign(local=list(local.values()))
+    sizes = scoring.sizes()
+    size = edges["reader"].map(sizes).fillna(1.0)
+    # A node that writes only rounding errors has no ratio of N to its size.
+    least = _ROUNDINGS * torch.finfo(torch.float64).eps * max(sizes.values())
+    edges["node"] = edges["reader"].map(_sum_by_key(scoring.node()))
+    edges["score"] = edges["local"] * edges["node"].fillna(1.0) / size.where(size > least, 1.0)
+    edges = edges.sort_values("score", ascending=False, kind="stable", ignore_index=True)
+    wanted = [tuple(row) for row in edges[_EDGE].head(exact).to_numpy()]
+    cuts = _sum_by_key(scoring.exact(wanted))
+    return edges.assign(exact=[cuts.get(tuple(row), np.nan) for row in edges[_EDGE].to_numpy()])
 
 
-def _by_length(pair: PromptPair) -> list[Tokens]:
-    """Return one batch without padding for each prompt length, the shortest prompts first."""
+def _by_length(prompts: Iterable[Tensor]) -> list[Int[Tensor, "batch pos"]]:
+    """Return one batch for each length, the shortest prompts first."""
     rows: dict[int, list[Tensor]] = {}
-    for row, real in zip(pair.clean, pair.real, strict=True):
-        rows.setdefault(int(real.sum()), []).append(row[real])
+    for row in prompts:
+        rows.setdefault(len(row), []).append(row)
     return [torch.stack(rows[length]) for length in sorted(rows)]
-
-
-def _default_nodes(model: Any, pair: PromptPair, metric: AnyMetric | None, top: int) -> list[str]:
-    """Return the `top` nodes with the largest Σ |gradient · z|, or all if there are fewer."""
-    layers = resolve_sites(model, all_heads())
-    names = [name for layer in layers for name in layer.names]
-    if len(names) <= top:
-        return names
-    if metric is None:
-        reason = (
-            f"the model has {len(names):,} heads and neurons; pass nodes, or a metric to "
-            f"choose the {top} nodes with the largest attribution"
-        )
-        raise InputError([reason], _PROBLEM)
-    host = host_of(model)
-    hooks = [host.hook_name(layer.layer, layer.kind, "z") for layer in layers]
-    tape = Tape(hooks)
-    with torch.enable_grad(), start_graph(model):
-        logits = run(model, pair.clean, pair.mask, tape.hooks)
-        bound = bind(metric, model, pair, logits.detach())
-        require_differentiable(bound, logits.detach())
-        z = dict(tape.nodes)
-        gradients = tape.gradients(bound.of_logits(logits))
-    sizes = []
-    for hook, layer in zip(hooks, layers, strict=True):
-        by_head = (gradients[hook] * z[hook].detach()).sum(-1)
-        by_node = by_head.unflatten(-1, (len(layer.names), -1)).sum(-1)
-        sizes.append(by_node.abs().sum((0, 1)).cpu().double())
-    largest = torch.cat(sizes).argsort(descending=True, stable=True)[:top]
-    return [names[i] for i in largest.tolist()]
 
 
 def _sum_by_key(values: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
@@ -248,13 +117,11 @@ class _Scoring:
     def __init__(
         self,
         model: Any,
-        batches: Sequence[Tokens],
+        batches: Sequence[Tensor],
         chosen: Sequence[LayerSites],
-        references: Sequence[str],
-        on_done: Callable[[int], Any],
     ) -> None:
         self._chosen = {(sites.layer, sites.kind): sites for sites in chosen}
-        self._references, self._host = references, host_of(model)
+        self._host = host_of(model)
         layers = [sites.layer for sites in chosen if sites.kind == "attention"]
         names = tuple(name for layer in layers for name in input_hooks(self._host, layer))
         n_tokens = sum(tokens.numel() for tokens in batches)
@@ -262,9 +129,10 @@ class _Scoring:
         for tokens in batches:
             decomposed = decompose(model, tokens, None, names=names)
             replay = make_replay(model, decomposed.recording, _largest_change(decomposed))
-            batching = Batching(model, None, on_done, replay.numbers_per_token)
+            batching = Batching(model, None, lambda n: None, replay.numbers_per_token)
             readers = Readers(replay, decomposed)
             self._batches.append(_Batch(decomposed, readers, batching, tokens.numel() / n_tokens))
+
         for kind in _KINDS:
             if of_kind := [sites.layer for sites in chosen if sites.kind == kind]:
                 recording, tested = self._batches[0].run.recording, replay.tested
@@ -279,7 +147,7 @@ class _Scoring:
         self._embedding = mean(batch.run.embedding for batch in self._batches)
 
     def _cases(self) -> Iterator[tuple[_Batch, str, LayerSites]]:
-        return product(self._batches, self._references, self._chosen.values())
+        return product(self._batches, _REFERENCES, self._chosen.values())
 
     def sizes(self) -> dict[str, float]:
         """Return the largest norm over all tokens of what each node adds to the residual stream."""
@@ -366,7 +234,7 @@ class _Scoring:
         sites: LayerSites,
         kind: str,
         only: set[str] | None = None,
-    ) -> Iterator[tuple[list[str], Float[Tensor, "writer batch pos node head d_head"]]]:
+    ) -> Iterator[tuple[list[str], Float[Tensor, "writer batch pos node d_head"]]]:
         """Yield chunks of source nodes, and the z of target nodes after each source is replaced."""
         writes = batch.writes(sites)
         before = batch.run.before(sites.layer, sites.kind)
@@ -377,17 +245,17 @@ class _Scoring:
             entering = writes.reads.change(change[first : first + size])
             if sites.kind == "attention":
                 z = batch.readers.attention_z(sites.layer, entering, kind)
-                z = z[:, :, :, sites.index.to(z.device)].unsqueeze(4)
+                z = z[:, :, :, sites.index.to(z.device)]
             else:
-                dz = batch.readers.neuron_change(sites, entering, "z").unsqueeze(-1)
-                z = _z_of_nodes(writes, sites) + dz.unflatten(3, (len(sites.names), -1))
+                dz = batch.readers.neuron_change(sites, entering, "z")
+                z = _z_of_nodes(writes, sites) + dz[..., None]
             yield names[first : first + size], z
 
     def _into_logits(self, only: set[str] | None = None) -> Iterator[tuple[_Edge, float]]:
         """Yield (edge, term) pairs for edges into the logits, cut in the final residual stream."""
         for batch in self._batches if only is None or only else ():
             size = max(1, _NUMBERS // batch.run.recording.logits.numel())
-            for reference in self._references:
+            for reference in _REFERENCES:
                 writers, change = self._removed(batch, reference, batch.run.sublayers, only)
                 for first in range(0, len(writers), size):
                     some = change[first : first + size]
@@ -400,22 +268,20 @@ class _Scoring:
         batch: _Batch,
         sites: LayerSites,
         node: Int[Tensor, "variant"],
-        z: Float[Tensor, "variant batch pos head d_head"],
+        z: Float[Tensor, "variant batch pos d_head"],
     ) -> Float[Tensor, "variant"]:
         """Return how much the logits change in each run; each run replaces the z of one node."""
         replay = batch.readers.replay
         block = self._host.block(sites.layer, sites.kind)
         name = self._host.hook_name(sites.layer, sites.kind, "z")
-        members = torch.arange(z.shape[3], device=z.device)
-        heads = sites.index.to(z.device)[node][:, None] * z.shape[3] + members
+        heads = sites.index.to(z.device)[node]
 
         def run_some(some: Tensor) -> Tensor:
             some = some.to(z.device)
 
             def put(value: Tensor, hook: Any) -> Tensor:
                 by_variant = value.clone().unflatten(0, (len(some), -1))
-                row = torch.arange(len(some), device=value.device)[:, None]
-                by_variant[row, :, :, heads[some]] = z[some].permute(0, 3, 1, 2, 4).to(value)
+                by_variant[torch.arange(len(some)), :, :, heads[some]] = z[some]
                 return by_variant.flatten(0, 1)
 
             stream = replay.recorded_stream(block, 0, len(some))
@@ -440,23 +306,13 @@ def _largest_change(decomposed: Decomposition) -> BoundMetric:
 
 def _z_of_nodes(
     writes: SublayerWrites, sites: LayerSites
-) -> Float[Tensor, "writer=1 batch pos node head d_head"]:
-    shared = 1 if writes.neurons is None else writes.neurons.heads_per_neuron
-    return writes.z.unflatten(2, (-1, shared))[None, :, :, sites.index.to(writes.z.device)]
+) -> Float[Tensor, "writer=1 batch pos node d_head"]:
+    return writes.z[None, :, :, sites.index.to(writes.z.device)]
 
 
 def _sizes(
-    writes: SublayerWrites,
-    sites: LayerSites,
-    dz: Float[Tensor, "writer batch pos node head d_head"],
+    writes: SublayerWrites, sites: LayerSites, dz: Float[Tensor, "writer batch pos node d_head"]
 ) -> Float[Tensor, "writer node"]:
     """Return the mean norm of each node's output change, given the change `dz` of its z."""
-    index = sites.index.to(dz.device)
-    if writes.neurons is None:
-        written = torch.einsum("nbphd,hdm->nhbpm", dz.squeeze(4), writes.matrix[index])
-        return writes.writes.change(written).norm(dim=-1).mean((2, 3))
-    alone = replace(sites, index=torch.arange(len(index), device="cpu"))
-    moved = neuron_changes(writes.neurons, alone, dz.flatten(0, 1).flatten(2))
-    moved = moved.unflatten(1, (len(dz), -1)).abs() / writes.writes.scale.squeeze(-1)
-    rows: Residual = writes.writes.norm.after(writes.matrix[index, 0])
-    return moved.mean((2, 3)).T * rows.norm(dim=-1)
+    written = torch.einsum("nbphd,hdm->nhbpm", dz, writes.matrix[sites.index.to(dz.device)])
+    return writes.writes.change(written).norm(dim=-1).mean((2, 3))
