@@ -275,7 +275,6 @@ def weights(model):
         [circuits.composition(model, into, onto, kind) for kind in "qkv"],
         circuits.top_compositions(model, 5, kind="v"),  # includes the embedding
         circuits.copying_scores(model, tokens=range(D_VOCAB)).drop(columns="copying"),
-        circuits.token_paths(model, k=5, progress=False)[["score"]],
         circuits.ov_circuit(model, "L1H0").top(3)[["score"]],
         circuits.qk_circuit(model, "L1N29", tokens=[3, 5]).top(2)[["score"]],
         circuits.virtual_weights(model, "L0H1", "L1H0", "v").AB,

@@ -394,7 +394,6 @@ CIRCUITS = {
         circuits.score_sources(kit.exposed, tokens(batch=1), "L1H1", query=-1, key=0)
     ),
     "to_json": lambda kit: _exported(kit, circuits.to_json),
-    "token_paths": lambda kit: len(circuits.token_paths(kit.exposed, k=5, progress=False)),
     "top_compositions": lambda kit: len(circuits.top_compositions(kit.exposed, k=3)),
     "transfer": lambda kit: _transfer(kit).size,
     "virtual_weights": lambda kit: circuits.virtual_weights(kit.exposed, "L0N3", "L1H1", "v").shape[

@@ -22,7 +22,6 @@ from attn_only_lens.circuits.weights.token_circuits import (
     copying_scores,
     ov_circuit,
     qk_circuit,
-    token_paths,
 )
 
 __all__ = [
@@ -50,7 +49,6 @@ __all__ = [
     "qk_circuit",
     "score_sources",
     "to_json",
-    "token_paths",
     "top_compositions",
     "transfer",
     "virtual_weights",
