@@ -239,7 +239,10 @@ def other_sweeps(model):
         values,
         p.activation_patch(model, CLEAN, CORRUPTED, number, mask=mask, **options),
         p.activation_patch(model, *GIVEN, **resampled, **options),
-        p.gate_and_value(model, *GIVEN, **options | {"sites": ["L0N3", "L1N29"]}),
+        *(
+            p.activation_patch(model, *GIVEN, part=part, **options | {"sites": ["L0N3", "L1N29"]})
+            for part in ("pattern", "value")
+        ),
     )
 
 

@@ -344,9 +344,6 @@ PATCHING = {
     ),
     "error_nodes": lambda kit: _kinds_with_transcoder(kit, p.error_nodes()) == {"error"},
     "features": lambda kit: _kinds_with_transcoder(kit, p.features()) == {"feature"},
-    "gate_and_value": lambda kit: len(
-        p.gate_and_value(kit.exposed, tokens(1), tokens(2), METRIC, sites=["L1N3"], progress=False)
-    ),
     "heads": lambda kit: set(kit.sweep(p.heads()).frame["kind"]) == {"attention"},
     "kl": lambda kit: _changed(kit.attributed(p.kl())),
     "log_probability": lambda kit: _changed(kit.attributed(p.log_probability(7))),

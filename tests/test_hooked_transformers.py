@@ -80,9 +80,6 @@ ANALYSES = {
         for method in ("gradient", "secant", "integrated")
     },
     "attribution pattern": lambda m: attributed(m, part="pattern"),
-    "gate_and_value": lambda m: p.gate_and_value(
-        m, tokens(1), tokens(2), METRIC, sites=SITES[2:], progress=False
-    ),
     "path_patch": lambda m: (
         p.path_patch(
             *(m, tokens(1), tokens(2), METRIC),

@@ -114,7 +114,7 @@ def test_arrays_wherever_tokens_are_taken(model):
 
 def test_a_name_is_no_model_and_a_word_is_no_selection(model):
     pair = torch.tensor(CLEAN), torch.tensor(CORRUPTED)
-    for call in (p.activation_patch, p.attribution, p.gate_and_value, circuits.explain,
+    for call in (p.activation_patch, p.attribution, circuits.explain,
                  circuits.discover):  # fmt: skip
         with pytest.raises(UnsupportedCallError, match="got a str as the model; expected a Transf"):
             call("smollm2", *pair, METRIC)

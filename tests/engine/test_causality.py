@@ -186,7 +186,6 @@ CALLS = {
         x, ROWS, None, METRIC, sites=SITES, positions=0, direction="zero", **QUIET
     ),
     "attribution": lambda x: p.attribution(x, *PAIR, sites=SITES, positions=0, **QUIET),
-    "gate_and_value": lambda x: p.gate_and_value(x, *PAIR, sites=["L0N3"], positions=0, **QUIET),
     "path_patch": lambda x: p.path_patch(
         x, *PAIR, senders=SITES[1:], receivers=["L1H0"], part="z", positions=0, **QUIET
     ),

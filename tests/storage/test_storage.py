@@ -702,11 +702,11 @@ def test_a_tokenizer_runs_no_code_and_asks_nothing(tmp_path, monkeypatch):
 # Invalid paths
 
 
-def resume(path, sweep=p.activation_patch):
+def resume(path):
     model = exposed_copy(boot("native"))
     tokens = pretrained.modular_addition_tokens()[[5, 7]] % 41
     how = {"sites": ["L0N3"], "progress": False}
-    sweep(model, *tokens[:, None], p.logit_diff(7, 8), resume=path, **how)
+    p.activation_patch(model, *tokens[:, None], p.logit_diff(7, 8), resume=path, **how)
 
 
 TAKES = {
@@ -715,7 +715,6 @@ TAKES = {
     "read_provenance": read_provenance,
     "load_source": load_source,
     "resume": resume,
-    "gate_and_value": lambda path: resume(path, p.gate_and_value),
     "ChunkStore": store,
     "Comparison.save": lambda path: comparison().save(path),
     "Comparison.load": Comparison.load,
