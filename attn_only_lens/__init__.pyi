@@ -3,8 +3,8 @@
 from . import (
     circuits,
     errors,
-    expansion,
     gates,
+    growth,
     neurons,
     patching,
     pretrained,
@@ -12,11 +12,10 @@ from . import (
     transcoders,
     viz,
 )
-from .comparison import compare
 from .engine.prompts import chat_tokens
 from .engine.tokens import token_texts
 from .errors import AttnOnlyLensError
-from .growth import grow
+from .growth import compare, grow
 from .heads import (
     HeadName,
     dense_pattern,
@@ -45,10 +44,10 @@ __all__ = [
     "convert",
     "dense_pattern",
     "errors",
-    "expansion",
     "expose_neuron_heads",
     "gates",
     "grow",
+    "growth",
     "load",
     "neuron_gate",
     "neuron_pattern",

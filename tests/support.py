@@ -28,7 +28,6 @@ from typer.testing import CliRunner
 
 import attn_only_lens as lens
 from attn_only_lens import circuits, growth, neurons, tasks, viz
-from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 from attn_only_lens.storage import write_text
@@ -178,7 +177,7 @@ def _other_inside(kit, context):
 
 def _moved(kit):
     hook = "blocks.1.hook_resid_pre"
-    moved = ex.activation_map(kit.grown.provenance, hook)
+    moved = growth.activation_map(kit.grown.provenance, hook)
     with torch.no_grad():
         there = kit.grown.model.run_with_cache(tokens())[1][moved.name]
     return torch.allclose(moved.old_part(there), kit.cache[hook], atol=1e-3)
@@ -427,17 +426,6 @@ NEURONS = {
     "neuron_statistics": lambda kit: kit.looked_up("gate").n_tokens,
     "top_examples": lambda kit: len(kit.looked_up("attribution", p.loss()).frame()),
 }
-EXPANSION = {
-    "AddHeads": lambda kit: kit.grown_by(ex.AddHeads(1)),
-    "AddNeurons": lambda kit: kit.grown_by(ex.AddNeurons(5)),
-    "InsertLayer": lambda kit: kit.grown_by(ex.InsertLayer(1)),
-    "WidenQueriesAndKeys": lambda kit: kit.grown_by(ex.WidenQueriesAndKeys(3)),
-    "WidenStream": lambda kit: kit.grown_by(ex.WidenStream(10)),
-    "WidenValues": lambda kit: kit.grown_by(ex.WidenValues(3)),
-    "activation_map": _moved,
-    "compose": lambda kit: kit.grown_by(ex.compose(ex.WidenValues(3), ex.WidenQueriesAndKeys(3))),
-    "init": lambda kit: kit.grown_by(ex.AddNeurons(5), init=ex.init.copies()),
-}
 TRANSCODERS = {
     "AttachedTranscoders": _same_with_transcoder,
     "Fidelity": lambda kit: _fidelity(kit).n_tokens,
@@ -449,6 +437,17 @@ TRANSCODERS = {
     "save": _saved_transcoder,
 }
 GROWTH = {
+    "AddHeads": lambda kit: kit.grown_by(growth.AddHeads(1)),
+    "AddNeurons": lambda kit: kit.grown_by(growth.AddNeurons(5)),
+    "InsertLayer": lambda kit: kit.grown_by(growth.InsertLayer(1)),
+    "WidenQueriesAndKeys": lambda kit: kit.grown_by(growth.WidenQueriesAndKeys(3)),
+    "WidenStream": lambda kit: kit.grown_by(growth.WidenStream(10)),
+    "WidenValues": lambda kit: kit.grown_by(growth.WidenValues(3)),
+    "activation_map": _moved,
+    "compose": lambda kit: kit.grown_by(
+        growth.compose(growth.WidenValues(3), growth.WidenQueriesAndKeys(3))
+    ),
+    "init": lambda kit: kit.grown_by(growth.AddNeurons(5), init=growth.init.copies()),
     "Grown.save_pretrained": lambda kit: torch.allclose(
         lens.load(kit.grown.save_pretrained(kit.out("grown")))(tokens()),
         kit.model(tokens()),
@@ -514,6 +513,7 @@ OF_NO_MODEL = {
     ),
     *("Faithfulness", "NodeGroups", "Stability"),
     *("PathExpansion", "TokenCircuit"),
+    "Comparison",
     *(
         "Page",
         "Provenance",
@@ -537,7 +537,6 @@ TITLES = {
     "attn_only_lens.neurons": "attn_only_lens.neurons",
     "attn_only_lens.transcoders": "attn_only_lens.transcoders",
     "attn_only_lens.growth": "attn_only_lens.growth",
-    "attn_only_lens.expansion": "attn_only_lens.expansion, by `grow`",
     "attn_only_lens.gates": "attn_only_lens.gates",
     "attn-only-lens": "The command line",
 }
@@ -566,7 +565,6 @@ ROWS = {
     "attn_only_lens.neurons": NEURONS,
     "attn_only_lens.transcoders": TRANSCODERS,
     "attn_only_lens.growth": GROWTH,
-    "attn_only_lens.expansion": EXPANSION,
     "attn_only_lens.gates": GATES,
     "attn-only-lens": COMMANDS,
 }

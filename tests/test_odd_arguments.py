@@ -13,16 +13,15 @@ from analyses.tools.growth_training import Training
 from attn_only_lens import (
     circuits,
     expose_neuron_heads,
+    growth,
     neurons,
     pretrained,
     token_texts,
     verify,
     viz,
 )
-from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
-from attn_only_lens.comparison.batches import batches
 from attn_only_lens.errors import (
     CheckpointError,
     GrowthError,
@@ -30,6 +29,7 @@ from attn_only_lens.errors import (
     InputWarning,
     UnsupportedCallError,
 )
+from attn_only_lens.growth.comparison.batches import batches
 
 CLEAN, CORRUPTED = [3, 4, 113], [3, 5, 113]
 METRIC = p.logit_diff(7, 8)
@@ -201,7 +201,7 @@ def test_training_of_another_kind(tmp_path):
     model = pretrained.modular_addition()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for schedule, reason in (
-        ([ex.AddNeurons(1)], "got a schedule of type list"),
+        ([growth.AddNeurons(1)], "got a schedule of type list"),
         (None, "got a schedule of type NoneType"),
         ({1: 3}, "got 3 before step 1"),
     ):
