@@ -29,7 +29,6 @@ from .models.gate_option import Bilinear, calibrate
 from .models.load import load
 from .models.to_stock import to_stock
 from .models.two_blocks import AttentionOnlyCache, AttentionOnlyTransformer
-from .models.verify import verify
 
 __all__ = [
     "AttentionOnlyCache",
@@ -59,6 +58,5 @@ __all__ = [
     "to_stock",
     "token_texts",
     "transcoders",
-    "verify",
     "viz",
 ]

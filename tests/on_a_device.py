@@ -42,7 +42,6 @@ from attn_only_lens import (
     pretrained,
     save,
     to_stock,
-    verify,
     viz,
 )
 from attn_only_lens import patching as p
@@ -50,6 +49,7 @@ from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.heads import host_of
 from attn_only_lens.models.in_place import hide
+from attn_only_lens.models.verify import verify
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from libraries

@@ -192,8 +192,8 @@ def _cached_by_hand(kit):
 
 
 def _bilinear(kit):
-    exposed = lens.expose_neuron_heads(kit.model, copy=True, gate=lens.Bilinear(2)).model
-    return lens.verify(kit.model, exposed, tokens()).ok
+    how = {"copy": True, "gate": lens.Bilinear(2), "check": tokens()}
+    return lens.expose_neuron_heads(kit.model, **how).verification.ok
 
 
 def _followed(kit):
@@ -300,8 +300,8 @@ def _generalized_silu(kit):
             del block.mlp.act  # a module
             block.mlp.act = silu
         model = bridges.bridged(gpt2)
-    exposed = lens.expose_neuron_heads(model, copy=True, gate=silu).model
-    return lens.verify(model, exposed, tokens()).ok
+    exposed = lens.expose_neuron_heads(model, copy=True, gate=silu, check=tokens())
+    return exposed.verification.ok
 
 
 LENS = {
@@ -313,7 +313,9 @@ LENS = {
     "chat_tokens": lambda kit: len(lens.chat_tokens(kit.model, "w3 w5")[0]) > 2,
     "convert": lambda kit: lens.convert(kit.model).cfg.attn_only,
     "dense_pattern": lambda kit: lens.dense_pattern(kit.cache, "L0N3").shape[1:] == (POS, POS + 1),
-    "expose_neuron_heads": lambda kit: lens.verify(kit.model, kit.exposed, tokens()).bitwise,
+    "expose_neuron_heads": lambda kit: (
+        lens.expose_neuron_heads(kit.model, copy=True, check=tokens()).verification.bitwise
+    ),
     "grow": lambda kit: kit.grown.model.cfg.d_mlp == 41,
     "load": lambda kit: lens.load(kit.files)(tokens()).isfinite().all(),
     "neuron_gate": lambda kit: lens.neuron_gate(kit.cache, "L0N3").shape == (BATCH, POS),
@@ -327,7 +329,6 @@ LENS = {
         ).cfg.attn_only
     ),
     "token_texts": lambda kit: lens.token_texts(kit.model, torch.tensor([7, 11])) == ["w3", " w7"],
-    "verify": lambda kit: lens.verify(kit.model, kit.exposed, tokens()).ok,
 }
 GATES = {"GeneralizedSiLU": _generalized_silu}
 PATCHING = {

@@ -324,7 +324,7 @@ def test_an_mlp_that_was_replaced_is_named_and_can_be_undone(build_both):
         return
     lens.expose_neuron_heads(model)
     assert set(model.hook_dict) == set(names)
-    assert lens.verify(model, model, tokens()).ok
+    assert lens.expose_neuron_heads(model, check=tokens()).verification.ok
 
 
 @needs_hooked_transformer

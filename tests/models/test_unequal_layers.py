@@ -11,7 +11,7 @@ from tiny_tokenizer import tiny_tokenizer
 from transformer_lens import TransformerLensKeyValueCache
 from uneven import GROUPS, NEURONS, UNEVEN, VALUES, has, uneven
 
-from attn_only_lens import HeadName, circuits, convert, load, save, to_stock, verify, viz
+from attn_only_lens import HeadName, circuits, convert, load, save, to_stock, viz
 from attn_only_lens import patching as p
 from attn_only_lens.engine.model_state import fingerprint
 from attn_only_lens.engine.sites import resolve_sites
@@ -24,6 +24,7 @@ from attn_only_lens.errors import (
 )
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.two_blocks import LayerSizes, rebuild
+from attn_only_lens.models.verify import verify
 
 EXACT = 1e-12  # float64: sums of the same numbers and zeros, in another order
 METRIC = p.logit_diff(correct=7, wrong=11)
