@@ -275,12 +275,12 @@ def difference(model):
 def weights(model):
     into, onto = p.all_heads([0]), p.all_heads([1])
     return (
-        [circuits.composition(model, into, onto, kind) for kind in "qkv"],
-        circuits.top_compositions(model, 5, kind="v"),  # includes the embedding
+        [circuits.composition(model, into, onto, kind).frame for kind in "qkv"],
+        circuits.composition(model, top=5).frame,  # includes the embedding
         circuits.copying_scores(model, tokens=range(D_VOCAB)).drop(columns="copying"),
-        circuits.ov_circuit(model, "L1H0").top(3)[["score"]],
-        circuits.qk_circuit(model, "L1N29", tokens=[3, 5]).top(2)[["score"]],
-        circuits.virtual_weights(model, "L0H1", "L1H0", "v").AB,
+        circuits.token_circuit(model, "L1H0", "ov").top(3)[["score"]],
+        circuits.token_circuit(model, "L1N29", "qk", tokens=[3, 5]).top(2)[["score"]],
+        circuits.composition(model, "L0H1", "L1H0", "v").virtual_weights().AB,
     )
 
 

@@ -277,12 +277,6 @@ def _read_pairs(kit):
     return tasks.from_jsonl(task_tokenizer(), 1, path, keys=keys)
 
 
-def _exported(kit, write, *read, **options):
-    path = kit.out("graph.json")
-    write(kit.graph, path, **options)
-    return path.stat().st_size > 0 and all(len(reader(path).nodes) > 0 for reader in read)
-
-
 def _page(kit):
     about = {"tokens": WORDS, "metric": "logit", "value": 1.0, "model": "added", "n_layers": 2}
     return viz.circuit_page(kit.graph.nodes, kit.graph.edges, about)
@@ -372,30 +366,27 @@ TASKS = {
 }
 CIRCUITS = {
     "attribution_graph": lambda kit: len(kit.graph.edges) > 0,
-    "composition": lambda kit: len(circuits.composition(kit.exposed, "L0N3", "L1H1")),
+    "composition": lambda kit: (
+        circuits.composition(kit.exposed, "L0N3", "L1H1").virtual_weights().shape[0]
+    ),
     "copying_scores": lambda kit: circuits.copying_scores(kit.exposed)["copying"].notna().any(),
     "discover": lambda kit: len(_circuit_result(kit, "discover")),
     "faithfulness": lambda kit: len(_circuit_result(kit, "faithfulness").frame),
-    "from_json": lambda kit: _exported(kit, circuits.to_json, circuits.from_json),
     "explain": lambda kit: len(
         circuits.explain(kit.exposed, tokens(batch=1), tokens(1, batch=1), METRIC).table()
     ),
     "evaluate": lambda kit: _circuit_result(kit, "evaluate").whole,
     "group_nodes": lambda kit: len(_grouped(kit).nodes),
-    "ov_circuit": lambda kit: len(circuits.ov_circuit(kit.exposed, "L1N3").top(5)),
     "path_expansion": lambda kit: len(
         circuits.path_expansion(kit.exposed, tokens()).paths(METRIC, 5, progress=False)
     ),
-    "qk_circuit": lambda kit: len(circuits.qk_circuit(kit.exposed, "L1H1").top(5)),
     "score_sources": lambda kit: len(
         circuits.score_sources(kit.exposed, tokens(batch=1), "L1H1", query=-1, key=0)
     ),
-    "to_json": lambda kit: _exported(kit, circuits.to_json),
-    "top_compositions": lambda kit: len(circuits.top_compositions(kit.exposed, k=3)),
+    "token_circuit": lambda kit: all(
+        len(circuits.token_circuit(kit.exposed, "L1H1", kind).top(5)) for kind in ("qk", "ov")
+    ),
     "transfer": lambda kit: _transfer(kit).size,
-    "virtual_weights": lambda kit: circuits.virtual_weights(kit.exposed, "L0N3", "L1H1", "v").shape[
-        0
-    ],
 }
 VIZ = {
     "attention_view": lambda kit: len(viz.attention_view(kit.exposed, ["L1H1", "L1N3"], TEXT)),
@@ -510,6 +501,7 @@ OF_NO_MODEL = {
         "Paths",
         "Circuit",
         "CircuitGraph",
+        "Compositions",
         "Explanation",
     ),
     *("Faithfulness", "NodeGroups", "Stability"),

@@ -9,25 +9,20 @@ from attn_only_lens.circuits._score_sources import score_sources
 from attn_only_lens.circuits._search import discover
 from attn_only_lens.circuits.ablation import SHARES, Faithfulness, faithfulness
 from attn_only_lens.circuits.circuit import Circuit
-from attn_only_lens.circuits.export import from_json, to_json
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.stability import Stability
-from attn_only_lens.circuits.weights._composition import (
-    composition,
-    top_compositions,
-    virtual_weights,
-)
+from attn_only_lens.circuits.weights._composition import Compositions, composition
 from attn_only_lens.circuits.weights.token_circuits import (
     TokenCircuit,
     copying_scores,
-    ov_circuit,
-    qk_circuit,
+    token_circuit,
 )
 
 __all__ = [
     "SHARES",
     "Circuit",
     "CircuitGraph",
+    "Compositions",
     "Evaluation",
     "Explanation",
     "Faithfulness",
@@ -42,14 +37,9 @@ __all__ = [
     "evaluate",
     "explain",
     "faithfulness",
-    "from_json",
     "group_nodes",
-    "ov_circuit",
     "path_expansion",
-    "qk_circuit",
     "score_sources",
-    "to_json",
-    "top_compositions",
+    "token_circuit",
     "transfer",
-    "virtual_weights",
 ]

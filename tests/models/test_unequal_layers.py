@@ -280,8 +280,8 @@ ANALYSES = {
     "sources": lambda model: circuits.score_sources(
         model, tokens(0, 1, 5), "L1H1", query=-1, key=0
     ),
-    "composition": lambda model: circuits.composition(
-        model, writers=p.all_heads(), readers=p.all_heads()
+    "composition": lambda model: (
+        circuits.composition(model, writers=p.all_heads(), readers=p.all_heads()).frame
     ),
 }
 
