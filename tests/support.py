@@ -27,7 +27,7 @@ from tiny_tokenizer import tiny_tokenizer
 from typer.testing import CliRunner
 
 import attn_only_lens as lens
-from attn_only_lens import circuits, growth, neurons, tasks, viz
+from attn_only_lens import circuits, explain, growth, neurons, tasks, viz
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 from attn_only_lens.storage import write_text
@@ -313,6 +313,9 @@ LENS = {
     "chat_tokens": lambda kit: len(lens.chat_tokens(kit.model, "w3 w5")[0]) > 2,
     "convert": lambda kit: lens.convert(kit.model).cfg.attn_only,
     "dense_pattern": lambda kit: lens.dense_pattern(kit.cache, "L0N3").shape[1:] == (POS, POS + 1),
+    "explain": lambda kit: len(
+        explain(kit.exposed, tokens(batch=1), tokens(1, batch=1), METRIC).table()
+    ),
     "expose_neuron_heads": lambda kit: lens.verify(kit.model, kit.exposed, tokens()).bitwise,
     "grow": lambda kit: kit.grown.model.cfg.d_mlp == 41,
     "load": lambda kit: lens.load(kit.files)(tokens()).isfinite().all(),
@@ -376,9 +379,6 @@ CIRCUITS = {
     "discover": lambda kit: len(_circuit_result(kit, "discover")),
     "faithfulness": lambda kit: len(_circuit_result(kit, "faithfulness").frame),
     "from_json": lambda kit: _exported(kit, circuits.to_json, circuits.from_json),
-    "explain": lambda kit: len(
-        circuits.explain(kit.exposed, tokens(batch=1), tokens(1, batch=1), METRIC).table()
-    ),
     "evaluate": lambda kit: _circuit_result(kit, "evaluate").whole,
     "group_nodes": lambda kit: len(_grouped(kit).nodes),
     "ov_circuit": lambda kit: len(circuits.ov_circuit(kit.exposed, "L1N3").top(5)),
