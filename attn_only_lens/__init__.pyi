@@ -12,9 +12,11 @@ from . import (
     transcoders,
     viz,
 )
+from ._load import load
 from .engine.prompts import chat_tokens
 from .engine.tokens import token_texts
 from .errors import AttnOnlyLensError
+from .explanation import explain
 from .growth import compare, grow
 from .heads import (
     HeadName,
@@ -26,7 +28,6 @@ from .models.checkpoint import save
 from .models.convert import convert
 from .models.expose import expose_neuron_heads
 from .models.gate_option import Bilinear, calibrate
-from .models.load import load
 from .models.to_stock import to_stock
 from .models.two_blocks import AttentionOnlyCache, AttentionOnlyTransformer
 
@@ -43,6 +44,7 @@ __all__ = [
     "convert",
     "dense_pattern",
     "errors",
+    "explain",
     "expose_neuron_heads",
     "gates",
     "grow",

@@ -306,11 +306,11 @@ MUTATIONS = [
         "tests/engine/test_model_state.py",
     ),
     Mutation(
-        "circuits/_explain.py",
+        "explanation/explanation.py",
         'signs["share"] == -signs["denoise"]',
         'signs["share"] == signs["denoise"]',
         "shares whose sign both patches contradict are not marked",
-        "tests/circuits",
+        "tests/explanation",
     ),
     Mutation(
         "storage/atomic.py",

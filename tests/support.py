@@ -27,7 +27,7 @@ from tiny_tokenizer import tiny_tokenizer
 from typer.testing import CliRunner
 
 import attn_only_lens as lens
-from attn_only_lens import circuits, growth, neurons, tasks, viz
+from attn_only_lens import circuits, explain, growth, neurons, tasks, viz
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 from attn_only_lens.storage import write_text
@@ -307,6 +307,9 @@ LENS = {
     "chat_tokens": lambda kit: len(lens.chat_tokens(kit.model, "w3 w5")[0]) > 2,
     "convert": lambda kit: lens.convert(kit.model).cfg.attn_only,
     "dense_pattern": lambda kit: lens.dense_pattern(kit.cache, "L0N3").shape[1:] == (POS, POS + 1),
+    "explain": lambda kit: len(
+        explain(kit.exposed, tokens(batch=1), tokens(1, batch=1), METRIC).table()
+    ),
     "expose_neuron_heads": lambda kit: (
         lens.expose_neuron_heads(kit.model, copy=True, check=tokens()).verification.bitwise
     ),
@@ -372,9 +375,6 @@ CIRCUITS = {
     "copying_scores": lambda kit: circuits.copying_scores(kit.exposed)["copying"].notna().any(),
     "discover": lambda kit: len(_circuit_result(kit, "discover")),
     "faithfulness": lambda kit: len(_circuit_result(kit, "faithfulness").frame),
-    "explain": lambda kit: len(
-        circuits.explain(kit.exposed, tokens(batch=1), tokens(1, batch=1), METRIC).table()
-    ),
     "evaluate": lambda kit: _circuit_result(kit, "evaluate").whole,
     "group_nodes": lambda kit: len(_grouped(kit).nodes),
     "path_expansion": lambda kit: len(

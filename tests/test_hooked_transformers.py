@@ -15,7 +15,7 @@ import pytest
 import torch
 from common import tokens
 
-from attn_only_lens import circuits, compare, convert, expose_neuron_heads, grow
+from attn_only_lens import circuits, compare, convert, explain, expose_neuron_heads, grow
 from attn_only_lens import patching as p
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
@@ -100,7 +100,7 @@ ANALYSES = {
         ).frame
     ),
     "discover and evaluate": discovered_and_evaluated,
-    "explain": lambda m: circuits.explain(*one_pair(m)).table(),
+    "explain": lambda m: explain(*one_pair(m)).table(),
     "graph of a run": lambda m: [graph(m).nodes, graph(m).edges],
     "graph of a difference": lambda m: [
         getattr(graph(m, tokens(2, batch=1)), name) for name in ("nodes", "edges")

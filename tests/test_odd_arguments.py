@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from analyses.tools.growth_training import Training
 from attn_only_lens import (
     circuits,
+    explain,
     expose_neuron_heads,
     growth,
     neurons,
@@ -70,7 +71,7 @@ def test_swapped_answers_are_warned_about_once(model):
             call(model, *pair, METRIC, **HOW)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # an explanation says it in its text
-        why = circuits.explain(model, *pair, swapped, n_patched=1)
+        why = explain(model, *pair, swapped, n_patched=1)
     assert "Warning: the model prefers the wrong answer" in why.text()
 
 
@@ -114,7 +115,7 @@ def test_arrays_wherever_tokens_are_taken(model):
 
 def test_a_name_is_no_model_and_a_word_is_no_selection(model):
     pair = torch.tensor(CLEAN), torch.tensor(CORRUPTED)
-    for call in (p.activation_patch, p.attribution, circuits.explain,
+    for call in (p.activation_patch, p.attribution, explain,
                  circuits.discover):  # fmt: skip
         with pytest.raises(UnsupportedCallError, match="got a str as the model; expected a Transf"):
             call("smollm2", *pair, METRIC)

@@ -2,7 +2,6 @@
 
 from attn_only_lens.circuits._attribution_graph import attribution_graph
 from attn_only_lens.circuits._evaluate import Evaluation, evaluate, transfer
-from attn_only_lens.circuits._explain import Explanation, explain
 from attn_only_lens.circuits._group_nodes import NodeGroups, group_nodes
 from attn_only_lens.circuits._path_expansion import PathExpansion, path_expansion
 from attn_only_lens.circuits._score_sources import score_sources
@@ -24,7 +23,6 @@ __all__ = [
     "CircuitGraph",
     "Compositions",
     "Evaluation",
-    "Explanation",
     "Faithfulness",
     "NodeGroups",
     "PathExpansion",
@@ -35,7 +33,6 @@ __all__ = [
     "copying_scores",
     "discover",
     "evaluate",
-    "explain",
     "faithfulness",
     "group_nodes",
     "path_expansion",

@@ -25,6 +25,7 @@ MODULES = (
     ".patching",
     ".tasks",
     ".circuits",
+    ".explanation",
     ".neurons",
     ".viz",
     ".growth",

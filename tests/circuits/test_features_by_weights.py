@@ -4,7 +4,7 @@ import pytest
 import torch
 from feature_model import PAIR, with_features
 
-from attn_only_lens import circuits
+from attn_only_lens import circuits, explain
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError, UnknownHeadError
 
@@ -97,7 +97,7 @@ def test_sources_of_a_feature_include_errors(model):
 
 
 def test_explanation_and_groups(model):
-    why = circuits.explain(model, *PAIR, METRIC, faithfulness=0.99)
+    why = explain(model, *PAIR, METRIC, faithfulness=0.99)
     kinds = why.graph.heads.set_index("id")["kind"]
     assert {"feature", "error", "attention"} <= set(kinds)
     assert why.neurons == [

@@ -9,7 +9,16 @@ import torch
 from common import mlp_hook, needs_hooked_transformer, relative, tokens
 from torch import nn
 
-from attn_only_lens import circuits, compare, convert, expose_neuron_heads, grow, neurons, viz
+from attn_only_lens import (
+    circuits,
+    compare,
+    convert,
+    explain,
+    expose_neuron_heads,
+    grow,
+    neurons,
+    viz,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.engine.passed_tests import ignores_padding
 from attn_only_lens.errors import InputError
@@ -195,7 +204,7 @@ CALLS = {
     "discover": lambda x: circuits.discover(x, *PAIR, sites=SITES, positions="all", n_random=0),
     "evaluate": lambda x: circuits.evaluate(x, circuit_of(x), *PAIR),
     "transfer": lambda x: circuits.transfer(x, {"a": circuit_of(x)}, {"b": PAIR}),
-    "explain": lambda x: circuits.explain(x, *PAIR, n_patched=1, **QUIET),
+    "explain": lambda x: explain(x, *PAIR, n_patched=1, **QUIET),
     "faithfulness": lambda x: circuits.faithfulness(
         x, *PAIR, p.activation_patch(x, *ONE_LENGTH, sites=SITES, positions="all", **QUIET)
     ),

@@ -1,7 +1,6 @@
 """Load a model by its name or from a folder."""
 
 import os
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,6 +8,7 @@ import torch
 from huggingface_hub import snapshot_download
 from transformer_lens.supported_models import MODEL_ALIASES
 
+from attn_only_lens import pretrained
 from attn_only_lens.arguments import a_type
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.checkpoint import MANIFEST, is_saved, load_saved, read_manifest
@@ -99,8 +99,6 @@ def load(
     to_dtype = None if dtype is None else parse_dtype(dtype)
     if isinstance(model, str) and not is_path(model):
         if model.replace("_", "-") == _SHIPPED:
-            # Import `pretrained` here to avoid a circular import.
-            pretrained = import_module("attn_only_lens.pretrained")
             return pretrained.small_english(to_device, to_dtype or torch.float32, hooked=hooked)
         by_name = _hooked_by_name if hooked else _bridge_by_name
         return by_name(model, to_device, to_dtype or torch.float32)

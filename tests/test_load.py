@@ -20,9 +20,9 @@ from transformer_lens.model_bridge import TransformerBridge
 from typer.testing import CliRunner
 
 from attn_only_lens import circuits, convert, expose_neuron_heads, load, pretrained, save, tl
+from attn_only_lens._load import is_hooked
 from attn_only_lens.cli import app
 from attn_only_lens.errors import CheckpointError, InputError, UnsupportedModelError
-from attn_only_lens.models.load import is_hooked
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 pytestmark = pytest.mark.both_versions
@@ -111,7 +111,7 @@ def test_a_name_is_looked_up_in_the_cache_and_a_folder_comes_first(folder, tmp_p
 
 
 def test_the_shipped_model_has_a_name_and_the_hub_is_not_asked(monkeypatch, tmp_path):
-    monkeypatch.setattr("attn_only_lens.models.load.snapshot_download", None)
+    monkeypatch.setattr("attn_only_lens._load.snapshot_download", None)
     monkeypatch.chdir(tmp_path)
     expected = pretrained.small_english(dtype="float64").state_dict()
     for name in ("small-english", "small_english"):

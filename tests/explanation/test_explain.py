@@ -13,10 +13,10 @@ import torch
 import transformers
 from bridges import bridged
 
-from attn_only_lens import circuits, expose_neuron_heads, neurons, pretrained, tasks
+from attn_only_lens import circuits, explain, expose_neuron_heads, neurons, pretrained, tasks
 from attn_only_lens import patching as p
-from attn_only_lens.circuits.model_answers import answer_cells, answer_warnings
 from attn_only_lens.errors import InputError
+from attn_only_lens.explanation.model_answers import answer_cells, answer_warnings
 
 pytestmark = pytest.mark.numeric
 
@@ -33,7 +33,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def why(model):
-    return circuits.explain(model, CLEAN, CORRUPTED, METRIC)
+    return explain(model, CLEAN, CORRUPTED, METRIC)
 
 
 def test_the_explanation_says_what_patching_says(why):
@@ -125,7 +125,7 @@ def test_the_text_has_80_columns_and_says_what_it_leaves_out(why):
     ],
 )
 def test_it_warns_if_the_model_does_not_change_its_answer(model, corrupted, metric, warnings):
-    why = circuits.explain(model, CLEAN, corrupted, metric, **QUICK)
+    why = explain(model, CLEAN, corrupted, metric, **QUICK)
     text = " ".join(repr(why).split())
     assert text.count("Warning: ") == len(warnings)
     assert all(f"the model prefers the {warning}" in text for warning in warnings)
@@ -134,7 +134,7 @@ def test_it_warns_if_the_model_does_not_change_its_answer(model, corrupted, metr
 
 def test_it_counts_the_pairs_of_prompts_with_one_answer(model):
     clean, corrupted = [CLEAN, CLEAN, CORRUPTED], [CORRUPTED, "The keys near the cabinets", CLEAN]
-    why = circuits.explain(model, clean, corrupted, METRIC, n_patched=1)
+    why = explain(model, clean, corrupted, METRIC, n_patched=1)
     assert why.answers.groupby("run").size().to_dict() == {"clean": 3, "corrupted": 3}
     text = " ".join(repr(why).split())
     assert "for 1 of 3 pairs, the model prefers the same answer" in text
@@ -212,7 +212,7 @@ def test_labels_do_not_depend_on_an_equal_pair_or_on_the_order_of_pairs(model, b
     results = []
     for order in ([0, 1, 2], [2, 1, 0]):
         clean, corrupted = map(list, zip(*(pairs[i] for i in order), strict=True))
-        why = circuits.explain(model, clean, corrupted, metric, **QUICK)
+        why = explain(model, clean, corrupted, metric, **QUICK)
         state = json.loads(str(why.view()).split('id="state">')[1].split("</script>")[0])
         results.append((order[why.shown], why.labels, list(why.table()["token"]), state["names"]))
     assert results[0] == results[1]
@@ -241,7 +241,7 @@ def test_the_answers_do_not_depend_on_the_order_of_pairs(shown, example):
 def test_its_circuit_is_the_circuit_of_discover(model, why):
     circuit = circuits.discover(model, CLEAN, CORRUPTED, METRIC)
     pd.testing.assert_frame_equal(circuit.frame, why.circuit.frame)
-    few = circuits.explain(model, CLEAN, CORRUPTED, METRIC, n_patched=1, most_nodes=4)
+    few = explain(model, CLEAN, CORRUPTED, METRIC, n_patched=1, most_nodes=4)
     assert len(few.table()) == 4 < len(few.circuit)
     said = f"Of the circuit's {len(few.circuit)} sites, the graph and the table have the 4"
     assert said in " ".join(few.text().split())
@@ -252,7 +252,7 @@ def test_its_circuit_is_the_circuit_of_discover(model, why):
 def test_it_names_strong_sites_outside_the_circuit(model, why):
     """A circuit that has to keep little leaves strong sites out."""
     assert "Not in the circuit" not in why.text()
-    little = circuits.explain(model, CLEAN, CORRUPTED, METRIC, **QUICK | {"faithfulness": 0.05})
+    little = explain(model, CLEAN, CORRUPTED, METRIC, **QUICK | {"faithfulness": 0.05})
     shares = little.attribution.frame.assign(share=little.attribution.frame["score"].abs())
     outside = shares[~little.circuit.contains(shares)].nlargest(3, "share")
     assert outside["share"].min() > 0.1
@@ -269,7 +269,7 @@ def test_it_warns_if_the_model_gives_another_answer(model):
     far = [text for text in last if text.islower() and text.startswith(" ")][-2:]
     for answers in ((" keys", " cat"), far):
         ranks = [1 + order.index(model.to_single_token(answer)) for answer in answers]
-        why = circuits.explain(model, CLEAN, CORRUPTED, p.logit_diff(*answers), **QUICK)
+        why = explain(model, CLEAN, CORRUPTED, p.logit_diff(*answers), **QUICK)
         text = " ".join(repr(why).split())
         (first, second), (rank, second_rank) = answers, ranks
         said = f"not {first!r} (rank {rank:,}) or {second!r} (rank {second_rank:,})."
@@ -316,7 +316,7 @@ def test_a_page_without_words_separates_numbers_and_says_what_carries_each_share
     model = expose_neuron_heads(pretrained.modular_addition(), copy=True).model
     model.cfg.model_name = "custom"  # TransformerLens' name for a model built from a config
     clean, corrupted = torch.tensor([[3, 4, 113]]), torch.tensor([[3, 5, 113]])
-    why = circuits.explain(model, clean, corrupted, p.logit_diff(7, 8), **QUICK)
+    why = explain(model, clean, corrupted, p.logit_diff(7, 8), **QUICK)
     page = str(why.view())
     assert "Corrupted prompt: 3 5 113" in page
     assert f"<title>{why.attribution.clean_and_corrupted}: logit_diff(7, 8) after " in page
@@ -354,7 +354,7 @@ def test_neurons_are_named_after_the_tokens_where_they_are_largest(model, why):
 def test_what_makes_no_sense_is_refused(model, settings, reason):
     corrupted = settings.pop("corrupted", CORRUPTED)
     with pytest.raises(InputError, match=reason):
-        circuits.explain(model, CLEAN, corrupted, METRIC, **settings)
+        explain(model, CLEAN, corrupted, METRIC, **settings)
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_json_of_one_run_has_no_corrupted_prompt(model, tmp_path):
 def test_resampled_prompts_say_how_stable_each_site_is(model):
     nouns = ["key", "car", "door", "dog"]
     clean, corrupted = ([f"The {x}{s} near the cabinet" for x in nouns] for s in ("s", ""))
-    why = circuits.explain(model, clean, corrupted, METRIC, n_patched=1, resamples=2)
+    why = explain(model, clean, corrupted, METRIC, n_patched=1, resamples=2)
     stability = why.circuit.stability
     page = str(why.view())
     held_out = stability.held_out["mean"]["faithfulness"]
@@ -466,7 +466,7 @@ def test_a_layer_whose_queries_are_nothing_but_rounding(act, scale):
     model = small_gpt2(act, scale)
     pair = [torch.tensor([[3, x, 7, 11, 13]]) for x in (5, 17)]
     metric = p.logit_diff(7, 11)
-    why = circuits.explain(model, *pair, metric, progress=False)
+    why = explain(model, *pair, metric, progress=False)
     sweep = why.attribution.frame
     there = (sweep["layer"] == 1) & (sweep["kind"] == "neuron")
     assert sweep["score"][there].abs().max() < 1e-5 < sweep["score"].abs().max()

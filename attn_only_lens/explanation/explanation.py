@@ -1,14 +1,7 @@
-"""Explain in one call why a metric differs between two prompts.
-
-Secant attribution ranks all sites. A search finds a small circuit that keeps most of the
-difference. An attribution graph of the difference shows how the circuit's sites affect each other.
-The strongest sites are also patched one by one, which gives their exact effects.
-"""
+"""What `explain` returns: an explanation as a table, a text, a page and a folder of files."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from textwrap import fill
@@ -16,41 +9,20 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from attn_only_lens.arguments import positive_reasons, resamples_reasons
-from attn_only_lens.axes import SELF
-from attn_only_lens.circuits._attribution_graph import attribution_graph
 from attn_only_lens.circuits._group_nodes import peak_tokens
-from attn_only_lens.circuits._search import discover
 from attn_only_lens.circuits.circuit import MISSING, Circuit
 from attn_only_lens.circuits.graph import CircuitGraph
-from attn_only_lens.circuits.model_answers import answer_cells, answer_warnings, model_answers
-from attn_only_lens.circuits.weights.vocabulary import DirectEffects, TokenScores
-from attn_only_lens.engine.answers import WRONG
-from attn_only_lens.engine.contrast import float32_slopes
-from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, bind
-from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import unlike_tokens
-from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
-from attn_only_lens.engine.recording import Recording, record
-from attn_only_lens.engine.tokens import joined, token_text
-from attn_only_lens.errors import InputError
-from attn_only_lens.heads import HeadName, host_of
-from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
-from attn_only_lens.patching._activation_patch import activation_patch
-from attn_only_lens.patching._attribution import attribution
+from attn_only_lens.engine.prompts import Prompts
+from attn_only_lens.engine.tokens import joined
+from attn_only_lens.explanation.model_answers import answer_cells, answer_warnings
+from attn_only_lens.explanation.node_descriptions import short_token
+from attn_only_lens.heads.host import NEURON_KINDS
 from attn_only_lens.patching.results import Sweep
-from attn_only_lens.precision import full_precision
 from attn_only_lens.storage.atomic import atomic_folder, write_text
+from attn_only_lens.viz import Page, circuit_view, write_html
 
-_LONGEST = 12  # the maximum length of a token in a label, in characters
 _STRONG, _MOST = 0.1, 3  # which sites outside the circuit are named: their |share| and number
-_DIRECT = 0.1  # name tokens if the direct path carries at least this part of a site's share
-_APART = 0.1  # the smallest difference between two runs to describe (relative for outputs)
 _BOTH = 1 / 3  # a label is "both" if the smaller part exceeds this share of |pattern| + |value|
 _HELD_OUT = 0.7  # warn if held-out faithfulness is below this share of the circuit's faithfulness
 _CHANGE = (
@@ -71,10 +43,6 @@ _OF_SEVERAL = (
     "prompts; tokens are of prompt {}, counted from 0, which adds most to the difference."
 )
 _FILES = ("explanation.csv", "circuit.json", "graph.json", "attribution.parquet", "page.html")
-_WIDE = {
-    "skip": "what W_skip reads",
-    "error": "what the transcoder misses of the MLP's output",
-}
 _COLUMNS = (
     *("id", "token", "does", "share", "by_pattern", "by_value", "denoise", "noise", "disputed"),
 )
@@ -188,23 +156,19 @@ class Explanation:
 
     def page(self, path: str | Path, *, examples: pd.DataFrame | None = None) -> Path:
         """Write the page that `view` returns to a file, and return the file's path."""
-        viz = import_module("attn_only_lens.viz")
-        result: Path = viz.write_html(self.view(examples), path)
-        return result
+        return write_html(self.view(examples), path)
 
-    def view(self, examples: pd.DataFrame | None = None) -> Any:
+    def view(self, examples: pd.DataFrame | None = None) -> Page:
         """Render the graph as an interactive page (`viz.circuit_view`), and return the page.
 
         Args:
             examples: top examples of the explanation's `neurons`, from `neurons.top_examples`. The
                 page shows them, and names a neuron after the token at which its output is largest.
         """
-        # `viz` imports this package, so an import of `viz` at the top would be circular.
-        viz = import_module("attn_only_lens.viz")
         labels, names, peaks = dict(self.labels), {}, peak_tokens(examples)
         for node, name in zip(self.graph.heads["id"], self.graph.heads["name"], strict=True):
             if name in peaks:
-                labels[node] = f"{name} at “{_short(peaks[name])}”"
+                labels[node] = f"{name} at “{short_token(peaks[name])}”"
         for row in self.table().to_dict("records"):
             names[row["id"]] = labels[row["id"]] + _by(row["by_pattern"], row["by_value"])
             names[row["id"]] += ", sign disputed" * row["disputed"]
@@ -224,7 +188,7 @@ class Explanation:
         ]
         if (tokens := self.attribution.tokens) is not None:
             notes.insert(0, f"Corrupted prompt: {joined(tokens.corrupted[self.shown])}")
-        return viz.circuit_view(
+        return circuit_view(
             self.graph,
             self.model,
             self.clean,
@@ -302,8 +266,7 @@ class Explanation:
         return self.text()
 
     def _repr_html_(self) -> str:
-        html: str = self.view()._repr_html_()
-        return html
+        return self.view()._repr_html_()
 
 
 def _indented(text: str) -> str:
@@ -325,194 +288,5 @@ def _by(by_pattern: float, by_value: float) -> str:
     return ", by pattern" * (pattern > value)
 
 
-def _short(token: str) -> str:
-    text = token.strip()
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
-
-
 def _ids(sweep: Sweep) -> "pd.Series[str]":
     return sweep.frame["name"].astype(str) + "@" + sweep.frame["position"].astype(str)
-
-
-@one_thread_per_model
-@warned_once(WRONG)
-@full_precision()
-def explain(
-    model: Any,
-    clean: Prompts,
-    corrupted: Prompts,
-    metric: AnyMetric,
-    *,
-    faithfulness: float = 0.9,
-    most_nodes: int = 60,
-    n_patched: int = 20,
-    resamples: int = 0,
-    progress: bool = True,
-) -> Explanation:
-    """Explain why a metric differs between a clean and a corrupted prompt.
-
-    A site is a head or neuron at one position. To choose positions or roles, use `discover` and
-    `attribution_graph` instead. The circuit is found by `discover`, with its default search method.
-
-    Args:
-        model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
-        clean: a text, a list of texts of the same length, or tokens [batch, pos].
-        corrupted: the corrupted prompts, with the same number of tokens.
-        metric: `logit_diff(...)` or another metric, or a differentiable function of logits.
-        faithfulness: the share of the difference that the circuit must keep; see `discover`.
-        most_nodes: the largest number of sites in the graph; sites with the largest shares are
-            kept.
-        n_patched: how many of the strongest sites are patched exactly, in both directions.
-        resamples: as in `discover`; the page then shows how stable each node is.
-        progress: whether to show a progress bar for the search.
-
-    Raises:
-        InputError: with every reason: invalid numbers, prompts or metric.
-        UnsupportedModelError: the model has an operation without a secant rule
-            (`engine/secants.py`).
-
-    Example:
-        >>> from attn_only_lens import circuits, expose_neuron_heads, patching as p, pretrained
-        >>> model = expose_neuron_heads(pretrained.small_english(), copy=True).model
-        >>> why = circuits.explain(model, "The keys near the cabinet", "The key near the cabinet",
-        ...                        p.logit_diff(" are", " is"))
-        >>> why.circuit.faithfulness > 0.9, why.table()["id"][0]
-        (True, 'L3H3@5')
-    """
-    reasons = positive_reasons(most_nodes=most_nodes, n_patched=n_patched)
-    reasons += resamples_reasons(resamples)
-    InputError.raise_if(reasons, "nothing can be explained")
-    prompts, pair = (model, clean, corrupted, metric), prompt_pair(model, clean, corrupted)
-    if reason := unlike_tokens(model, pair):
-        reason += "; expected prompts of the same length, or discover(…, positions=task.roles)"
-        raise InputError([reason], "nothing can be explained")
-    with float32_slopes(model, pair, metric):
-        whole = attribution(*prompts, method="secant", budget=0, split=True, progress=False)
-        search: dict[str, Any] = {"faithfulness": faithfulness, "resamples": resamples}
-        circuit = discover(*prompts, **search, progress=progress)
-        shares = whole.to_frame().set_index(["name", "position"])["score"]
-        keys = list(zip(circuit.frame["name"], circuit.frame["position"], strict=True))
-        keys = sorted(keys, key=lambda key: -abs(float(shares[key])))[:most_nodes]
-        sites = [f"{name}@{position}" for name, position in keys]
-        graph = attribution_graph(model, clean, metric, corrupted=corrupted, sites=sites)
-        some = keys[:n_patched]
-        options: dict[str, Any] = {"positions": sorted({int(position) for _, position in some})}
-        options |= {"sites": list(dict.fromkeys(str(name) for name, _ in some)), "progress": False}
-        ways = ("denoise", "noise")
-        patches = {way: activation_patch(*prompts, direction=way, **options) for way in ways}
-        what = _what_nodes_do(model, pair, metric, graph)
-        return Explanation(whole, circuit, graph, patches, *what, model, clean, corrupted)
-
-
-@torch.no_grad()
-def _what_nodes_do(
-    model: Any, pair: PromptPair, metric: AnyMetric, graph: CircuitGraph
-) -> tuple[pd.DataFrame, dict[str, str], dict[str, str], int]:
-    """Return the model's answers, each node's description and label, and the shown pair."""
-    nodes = list(zip(graph.heads["name"], graph.heads["position"].astype(int), strict=True))
-    host, heads = host_of(model), [HeadName.parse(name) for name, _ in nodes]
-    into_metric = graph.edges[graph.edges["target"] == "metric"].set_index("source")["weight"]
-    direct = into_metric.reindex(graph.heads["id"], fill_value=0.0).abs().to_numpy()
-    is_direct = direct >= _DIRECT * graph.heads["attribution"].abs().to_numpy()
-    hooks = {
-        point: [host.hook_name(head.layer, head.kind, point) for head in heads]
-        for point in ("z", "pattern")
-    }
-    names = sorted({*hooks["z"], *hooks["pattern"]})
-    runs = [record(model, side, pair.mask, names=names) for side in (pair.clean, pair.corrupted)]
-    answers = model_answers(model, pair, metric, *(run.logits for run in runs))
-    clean, corrupted = (run.hooked for run in runs)
-    shown = _pair_to_show(pair, bind(metric, model, pair, runs[0].logits), runs)
-    changes = {hook: clean[hook] - corrupted[hook] for hook in hooks["z"]}
-    written = DirectEffects(model).promoted_tokens(changes, nodes, 2, prompt=shown)
-    does, labels = dict[str, str](), dict[str, str]()
-    rows = zip(heads, nodes, written, is_direct, hooks["z"], hooks["pattern"], strict=True)
-    for head, (name, position), top, has_tokens, of_z, of_pattern in rows:
-        here = pair.real[:, position]  # use only prompts that have a token at this position
-
-        def means(hook: str, *index: Any, here: Tensor = here) -> list[Tensor]:
-            """Return the [clean, corrupted] means over prompts of an activation at `index`."""
-            both = (run[hook][(slice(None), *index)] for run in (clean, corrupted))
-            return [x[here.to(x.device)].float().mean(0) for x in both]
-
-        writes, label = _writes(model, top if has_tokens else [])
-        if head.kind in WIDE_KINDS:
-            lengths = [float(z.norm()) for z in means(of_z, position)]
-            reads = f"{_WIDE[head.kind]}, {_in_both_runs('length', lengths)}"
-        elif head.kind == "attention":
-            reads, label = _looks(model, pair, shown, means(of_pattern, head.index, position))
-        else:
-            neurons = host.neurons[head.layer]
-            outputs = [
-                float(neurons.neuron_outputs(z.squeeze(-1))[head.index])
-                for z in means(of_z, position)
-            ]
-            is_off = head.kind == "feature" and not any(outputs)
-            reads = "inactive" if is_off else _in_both_runs("z", outputs)
-            if head.kind == "neuron" and neurons.heads_per_neuron == 1:
-                gates = [float(x) for x in means(of_pattern, head.index, position, SELF)]
-                reads = f"{_in_both_runs('gate', gates, _APART)}; {reads}"
-        key = f"{name}@{position}"
-        does[key], labels[key] = "; ".join(filter(None, (reads, writes))), f"{name} {label}".strip()
-    return answers, does, labels, shown
-
-
-def _pair_to_show(pair: PromptPair, metric: BoundMetric, runs: Sequence[Recording]) -> int:
-    """Return the index of the pair that adds most to the change of the metric.
-
-    If the metric has one value for all prompts, it is the first pair of different prompts in the
-    order of their tokens. The order in which pairs are given has no influence.
-    """
-    clean, corrupted = (metric.of_run(run.logits) for run in runs)
-    if len(clean) == len(pair.clean):
-        changes = clean - corrupted
-        return int((changes * changes.sum().sign()).argmax())
-    differ = ((pair.clean != pair.corrupted) & pair.real).any(dim=1).nonzero()[:, 0].tolist()
-    return int(min(differ, key=lambda i: (pair.clean[i].tolist(), pair.corrupted[i].tolist())))
-
-
-def _in_both_runs(what: str, values: Sequence[float], apart: float | None = None) -> str:
-    """Format a clean value and, if the corrupted value differs enough, also the corrupted value."""
-    clean, corrupted = values
-    apart = _APART * max(abs(clean), abs(corrupted)) if apart is None else apart
-    differs = abs(clean - corrupted) > apart
-    return f"{what} {clean:.2f}" + f", corrupted {corrupted:.2f}" * differs
-
-
-def _looks(
-    model: Any, pair: PromptPair, shown: int, patterns: Sequence[Float[Tensor, "key_pos"]]
-) -> tuple[str, str]:
-    """Describe and label a head by the token that it attends to most in each run."""
-    keys = [int(weights.argmax()) for weights in patterns]
-    shares = [float(weights[key]) for weights, key in zip(patterns, keys, strict=True)]
-    sides = (pair.clean[shown], pair.corrupted[shown])
-    texts = [token_text(model, int(side[key])) for side, key in zip(sides, keys, strict=True)]
-    short = list(map(_short, texts))
-    names = [
-        repr(text) + f"@{key}" * (keys[0] != keys[1] and texts[0] == texts[1])
-        for text, key in zip(texts, keys, strict=True)
-    ]
-    differ = keys[0] != keys[1] or texts[0] != texts[1]
-    tokens = pair.clean[:, keys[0]]
-    of_one = f" in prompt {shown}" * bool((tokens != tokens[shown]).any())
-    reads = f"looks at {names[0]}{of_one} ({shares[0]:.0%})"
-    if differ or abs(shares[0] - shares[1]) > _APART:
-        reads += f", corrupted {names[1]} ({shares[1]:.0%})"
-    return reads, f"← {' / '.join(short if differ else short[:1])}"
-
-
-def _writes(model: Any, top: TokenScores) -> tuple[str, str]:
-    """Describe and label a node by the tokens whose logits its output raises or lowers."""
-    ends = [("raises", "↑", [token for token, amount in top if amount > 0])]
-    ends += [("lowers", "↓", [token for token, amount in reversed(top) if amount < 0])]
-    if top and abs(top[-1][1]) > abs(top[0][1]):
-        ends.reverse()
-    texts = [
-        (verb, arrow, [token_text(model, token) for token in tokens[:2]])
-        for verb, arrow, tokens in ends
-        if tokens
-    ]
-    if not texts:
-        return "", ""
-    writes = "; ".join(f"{verb} {', '.join(map(repr, tokens))}" for verb, _, tokens in texts)
-    return writes, f"{texts[0][1]} {_short(texts[0][2][0])}"
