@@ -8,8 +8,8 @@ from common import tokens
 
 from attn_only_lens import Bilinear, circuits, convert
 from attn_only_lens import patching as p
-from attn_only_lens.circuits.attributed_run import attribute_difference
 from attn_only_lens.circuits.linear_graph import LinearGraph, Places, node_frame
+from attn_only_lens.engine.linear_map import of_difference
 from attn_only_lens.errors import InputWarning
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
@@ -43,11 +43,11 @@ def prompts(**size):
 @pytest.mark.both_versions
 @pytest.mark.parametrize("family", FAMILIES)
 def test_flows_into_every_node_add_up_to_its_attribution(family):
-    """The graph uses the model's weights, which the backward pass does not, so this checks both."""
+    """Sources write with the model's weights, which the backward pass does not use."""
     model = model_of(family)
     pair = p.prompt_pair(model, *prompts(pos=7))
-    run = attribute_difference(model, pair, METRIC)
-    chosen = [[(i, j) for i in range(g.shape[1]) for j in range(g.shape[2])] for g in run.gradients]
+    run = of_difference(model, pair, METRIC)
+    chosen = [[(i, j) for i in range(7) for j in range(x.n_nodes)] for x in run.sublayers]
     edges, _ = LinearGraph(run, pair, chosen).edges()
     places = Places.of(pair)
     attributions = [places.sums(run.attributions(i)) for i in range(len(chosen))]
