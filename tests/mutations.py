@@ -67,10 +67,10 @@ MUTATIONS = [
         "tests/engine/test_contrast.py",
     ),
     Mutation(
-        "engine/linear_pair.py",
-        "along * query * mean(gates.v))",
-        "along * query * gates.v.chunk(2)[0])",
-        "edges into gates are wrong",
+        "engine/secants.py",
+        "lambda gradient: gradient if self._is_open else None",
+        "lambda gradient: gradient",
+        "edges into values contain those into patterns",
         "tests/circuits/test_difference_graph.py",
     ),
     Mutation(

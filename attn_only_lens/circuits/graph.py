@@ -14,10 +14,11 @@ The table lists the kinds of nodes (`kind`), with an example `id` for each kind:
     metric     metric         the metric
 
 The weights of the edges into a node add up to the node's attribution. The weights of the edges into
-"metric" add up to the metric or its change (`attributed_run.py`). In a graph of one run, these sums
-include only edges of kind "value"; edges of kinds "q", "k" and "gate" estimate, to first order, how
-a source affects the metric through the target's pattern or gate. In a graph of a difference, they
-include all edges. Pruning preserves these sums: edges from dropped nodes become edges from "rest".
+"metric" add up to the metric or its change (`engine/linear_map.py`). In a graph of one run, these
+sums include only edges of kind "value"; edges of kinds "q", "k" and "gate" estimate, to first
+order, how a source affects the metric through the target's pattern or gate. In a graph of a
+difference, they include all edges. Pruning preserves these sums: edges from dropped nodes become
+edges from "rest".
 """
 
 from collections.abc import Iterable
