@@ -37,7 +37,6 @@ from tqdm.auto import tqdm
 from attn_only_lens.arguments import is_count, positive_reasons
 from attn_only_lens.axes import Residual, Tokens
 from attn_only_lens.engine.edit_checks import require_edits_read
-from attn_only_lens.engine.edits import neuron_changes
 from attn_only_lens.engine.gradients import Tape, start_graph
 from attn_only_lens.engine.metrics import (
     AnyMetric,
@@ -441,8 +440,7 @@ def _largest_change(decomposed: Decomposition) -> BoundMetric:
 def _z_of_nodes(
     writes: SublayerWrites, sites: LayerSites
 ) -> Float[Tensor, "writer=1 batch pos node head d_head"]:
-    shared = 1 if writes.neurons is None else writes.neurons.heads_per_neuron
-    return writes.z.unflatten(2, (-1, shared))[None, :, :, sites.index.to(writes.z.device)]
+    return writes.z.unsqueeze(3)[None, :, :, sites.index.to(writes.z.device)]
 
 
 def _sizes(
@@ -455,8 +453,7 @@ def _sizes(
     if writes.neurons is None:
         written = torch.einsum("nbphd,hdm->nhbpm", dz.squeeze(4), writes.matrix[index])
         return writes.writes.change(written).norm(dim=-1).mean((2, 3))
-    alone = replace(sites, index=torch.arange(len(index), device="cpu"))
-    moved = neuron_changes(writes.neurons, alone, dz.flatten(0, 1).flatten(2))
-    moved = moved.unflatten(1, (len(dz), -1)).abs() / writes.writes.scale.squeeze(-1)
+    moved = dz.flatten(4).squeeze(4).movedim(3, 0)  # [node, writer, batch, pos]
+    moved = moved.abs() / writes.writes.scale.squeeze(-1)
     rows: Residual = writes.writes.norm.after(writes.matrix[index, 0])
     return moved.mean((2, 3)).T * rows.norm(dim=-1)

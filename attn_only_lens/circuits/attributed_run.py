@@ -143,7 +143,7 @@ class AttributedRun:
 
     def attributions(self, index: int) -> Float[Tensor, "batch pos node"]:
         """Return the attribution of each node of a sublayer, for each prompt."""
-        outputs = self.linear.sublayers[index].writes.outputs
+        outputs = self.linear.sublayers[index].writes.z
         return (self.gradients[index] * outputs).sum(-1)
 
     def kinds(self, index: int) -> list[str]:
@@ -211,10 +211,6 @@ def attribute_difference(model: Any, pair: PromptPair, metric: AnyMetric) -> Att
             pattern = result.functions.softmax[writes.layer], result.patterns[writes.layer]
             here = {**_pattern_slopes(model, sublayer, *pattern, tape.nodes)}
         else:
-            heads: Any = writes.neurons  # z is Σ_j w_j z_j, a sum over the neuron's heads
-            flat = along.squeeze(-1)
-            weights = heads.neuron_outputs(heads.head_outputs(torch.ones_like(flat)))
-            along = (heads.neuron_outputs(flat) / weights).unsqueeze(-1)
             W, factor = gate_term(writes, both.recording.neurons[writes.layer])
             slope = NeuronSlope(sublayer, along.squeeze(-1) * factor, W, torch.zeros_like(factor))
             here = {"gate": slope} if factor.any() else {}
@@ -285,19 +281,15 @@ def _neuron_slope(sublayer: LinearSublayer, along: Outputs) -> NeuronSlope | Non
     with torch.enable_grad():
         q = q.detach().requires_grad_()
         query, v = heads._query_and_value(q, up)
-        outputs = heads.neuron_outputs(heads._self_weight(query) * v.detach())
+        outputs = heads._self_weight(query) * v.detach()
         if not outputs.requires_grad:
             return None
-        by_q, by_query = torch.autograd.grad(outputs, (q, query), along.squeeze(-1))
-    gate = getattr(heads.module, "W_gate", None)
-    W = (heads.module.W_in if gate is None else gate).detach()
+        (by_q,) = torch.autograd.grad(outputs, q, along.squeeze(-1))
+    W = heads.read_matrices[0].detach()
     reads = sublayer.writes.reads.norm
     bias, _ = heads.projections(torch.zeros_like(sublayer.writes.entered[:1, :1]))
     bias = bias if reads.bias is None else bias + reads.bias.to(W) @ W
-    # A neuron can have several attention heads; head j has the query b_j · pre-activation + c_j.
-    scaled = (by_query * query.detach()).unflatten(-1, (heads.n_neurons, -1)).sum(-1)
-    constant = scaled - by_q * q.detach() + by_q * bias.detach()
-    return NeuronSlope(sublayer, by_q, W, constant)
+    return NeuronSlope(sublayer, by_q, W, by_q * bias.detach())
 
 
 def _pattern_slopes(
@@ -342,7 +334,7 @@ def _require_flows(
                 inputs = result.gradients[names[writes.layer, "attention", kind]]
                 entering = torch.einsum("bpgd,gmd->bpm", inputs, slope.W)
             covector = covector + writes.reads.back(entering)
-        terms, outputs = covector * (clean - corrupted).to(covector), along * writes.outputs
+        terms, outputs = covector * (clean - corrupted).to(covector), along * writes.z
         numbers += [terms.sum(), outputs.sum(), terms.abs().sum(), outputs.abs().sum()]
     values = list(map(float, on_cpu(numbers)))
     rows = [values[i : i + 4] for i in range(0, len(values), 4)]

@@ -168,9 +168,8 @@ def node_frame(
         nodes, z, has_slope = chosen[index], run.z[index], writes.kind in NEURON_KINDS
         some, heads = torch.tensor(nodes, dtype=torch.int64, device="cpu").T
         slopes: Iterable[float] = repeat(np.nan)
-        # The column `gradient` is defined only for a single prompt and one head per neuron.
-        single = len(z) == 1 and z.shape[2] == gradients.shape[2]
-        if has_slope and single and places.chosen is None:
+        # The column `gradient` is defined only for a single prompt.
+        if has_slope and len(z) == 1 and places.chosen is None:
             slopes = gradients[0, ..., 0].cpu()[some, heads].tolist()
         names = [str(HeadName(writes.layer, writes.kind, head)) for head in heads.tolist()]
         by_node = attributions[index][:, some, heads]
@@ -318,7 +317,7 @@ class _Sources:
         self._n_columns, self._rest = [len(real)], [others]
         self._bias = [torch.zeros_like(embedding)]
         for sublayer, nodes in zip(linear.sublayers, chosen, strict=True):
-            outputs = sublayer.writes.outputs
+            outputs = sublayer.writes.z
             place = torch.tensor(nodes, dtype=torch.int64, device=outputs.device).reshape(-1, 2)
             node_positions, index = place.T
             written = sublayer.write_vectors(
@@ -378,9 +377,8 @@ def reasons_of_another_run(
     heads, host, values = graph.heads, host_of(model), list[float]()
     for name, place in zip(heads["name"], heads["id"].str.partition("@")[2], strict=True):
         head = HeadName.parse(name)
-        some = head.heads(host.neurons[head.layer].heads_per_neuron)
-        of_head = z[host.hook_name(head.layer, head.kind, "z")][:, :, some].flatten(2)
-        sizes = of_head.sum(-1) if head.kind in NEURON_KINDS else of_head.norm(dim=-1)
+        of_head = z[host.hook_name(head.layer, head.kind, "z")][:, :, head.index]
+        sizes = of_head[..., 0] if head.kind in NEURON_KINDS else of_head.norm(dim=-1)
         index = places.names.index(place)
         values.append(float(places.sums(sizes.unsqueeze(-1))[:, index].mean()))
     expected = heads["value"].to_numpy()

@@ -90,7 +90,7 @@ def linear_sublayers(model: Any, both: Decomposition) -> list[LinearSublayer]:
     sublayers: list[LinearSublayer] = []
     for writes in both.sublayers:
         between = _between(writes)
-        constant = torch.zeros_like(between.outputs)
+        constant = torch.zeros_like(between.z)
         if writes.kind == "skip":
             sublayers.append(LinearSkip(between, constant))
         elif writes.kind == "error":
@@ -131,7 +131,7 @@ def _value_terms(
     heads, q, up = _leaves(writes)
     with torch.enable_grad():
         _, v = heads._query_and_value(q, up)
-        outputs = heads.neuron_outputs(weight * v)
+        outputs = weight * v
         leaves = [q] if up is None else [q, up]
         factors = torch.autograd.grad(outputs.sum(), leaves, allow_unused=True)
     return tuple(
@@ -156,6 +156,6 @@ def gate_term(
     along = slope(y_1, y_0, x_1, x_0, partial(gate_derivative, heads))
     with torch.enable_grad():
         query, _ = heads._query_and_value(q, up)
-        outputs = heads.neuron_outputs(along * query * mean(gates.v))
+        outputs = along * query * mean(gates.v)
         (factor,) = torch.autograd.grad(outputs.sum(), q)
     return read_matrices(heads)[0].detach(), factor

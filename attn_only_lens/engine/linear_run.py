@@ -26,7 +26,7 @@ in one half of the product:
     held="up"      p u is constant: linear in g, the gate's pre-activation
     held="half"    p (g_0 u + g u_0) / 2 with g_0, u_0 from the run: half of each gradient (RelP)
 
-With bilinear gates (several heads per neuron), values are already linear in x.
+With bilinear gates, values are already linear in x.
 
 A soft cap on attention scores is part of the pattern. A soft cap on the logits comes after the
 linear model and counts as part of the metric. `linearize` checks that the heads are linear.
@@ -48,7 +48,6 @@ from attn_only_lens.engine.metrics import BoundMetric
 from attn_only_lens.engine.recording import run as run_model
 from attn_only_lens.engine.writes import Decomposition, Positions, SublayerWrites, decompose
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.gates import Gate
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import WIDE_KINDS
 from attn_only_lens.precision import full_precision
@@ -367,10 +366,10 @@ def _neurons(writes: SublayerWrites, weight: Tensor, held: Held) -> LinearNeuron
     heads: Any = writes.neurons
     gate, up = heads.projections(writes.entered)
     gate_bias, up_bias = heads.projections(torch.zeros_like(writes.entered[:1, :1]))
-    scale = heads.gate.scale if isinstance(heads.gate, Gate) else 1.0
+    scale = heads.gate.scale
     if not heads.value_is_product:
-        factor = scale * heads.neuron_outputs(weight)
-        projections = [(heads.module.W_in, factor, gate_bias if up is None else up_bias)]
+        bias = gate_bias if up is None else up_bias
+        projections = [(heads.read_matrices[-1], scale * weight, bias)]
     else:
         share = 0.5 if held == "half" else 1.0
         projections = [
@@ -398,7 +397,7 @@ def _require_linear(linear: LinearRun) -> None:
     reasons, largest = list[str](), list[Tensor]()
     mask = linear.run.recording.mask
     for sublayer in linear.sublayers:
-        outputs = sublayer.writes.outputs
+        outputs = sublayer.writes.z
         again = sublayer.z(sublayer.writes.reads.stream[None])[0] + sublayer.constant
         both = torch.stack([again - outputs, outputs]).abs().amax((-2, -1))
         if mask is not None:

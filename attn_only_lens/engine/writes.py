@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from attn_only_lens.arguments import a_type, with_article
 from attn_only_lens.axes import Residual, Tokens
 from attn_only_lens.devices import read_all
-from attn_only_lens.engine.edits import neuron_changes
+from attn_only_lens.engine.edits import by_site
 from attn_only_lens.engine.passed_tests import PassedTests, passed_tests
 from attn_only_lens.engine.recording import Recording, output_stream, record, require_finite
 from attn_only_lens.engine.sites import LayerSites
@@ -109,7 +109,7 @@ class SublayerWrites:
         writes: the norm after the sublayer.
         z: the outputs of the sublayer's heads; d_head is 1 for neuron-heads, and d_model for skip
             and error nodes.
-        matrix: W_O, W_out with d_head 1, or W_skip; the identity for error nodes.
+        matrix: W_O, or W_skip; the identity for error nodes.
         bias: the constant vector that the sublayer adds to the stream.
         neurons: the neuron-heads; None for the other kinds.
     """
@@ -124,13 +124,6 @@ class SublayerWrites:
     bias: Residual
     neurons: NeuronHeads | None
 
-    @property
-    def outputs(self) -> Float[Tensor, "batch pos node d_head"]:
-        """Each neuron's output, a weighted sum of its heads' z; z itself for attention heads."""
-        if self.neurons is None:
-            return self.z
-        return self.neurons.neuron_outputs(self.z.squeeze(-1)).unsqueeze(-1)
-
     def written(
         self, sites: LayerSites, positions: Positions = slice(None)
     ) -> Float[Tensor, "site batch pos d_model"]:
@@ -138,7 +131,7 @@ class SublayerWrites:
         index, writes = sites.index.to(self.z.device), self.writes.at(positions)
         z = self.z[:, positions]
         if self.neurons is not None:
-            z = neuron_changes(self.neurons, sites, z.squeeze(-1))
+            z = by_site(sites, z.squeeze(-1))
             rows: Tensor = writes.norm.after(self.matrix[index, 0])
             return (z / writes.scale.squeeze(-1)).unsqueeze(-1) * rows[:, None, None]
         by_head = torch.einsum("bphd,hdm->hbpm", z[:, :, index], self.matrix[index])
@@ -146,7 +139,7 @@ class SublayerWrites:
 
     def total(self) -> Residual:
         """Return the sum of all vectors that the sublayer added to the residual stream."""
-        return self.writes.change(self.outputs.flatten(2) @ self.matrix.flatten(0, 1)) + self.bias
+        return self.writes.change(self.z.flatten(2) @ self.matrix.flatten(0, 1)) + self.bias
 
 
 @dataclass(frozen=True, eq=False)
@@ -331,7 +324,7 @@ def _sublayer(
         matrix = (module.W_skip if kind == "skip" else identity)[None]
     else:
         heads, (before, after) = host.neurons[layer], around.neuron
-        module, matrix, b = heads.module, heads.W_out.unsqueeze(1), heads.b_O
+        module, matrix, b = heads.module, heads.W_O, heads.b_O
         z = recording.neurons[layer].z.unsqueeze(-1)
     entered = traffic.entered[module]
     reads, writes = traffic.frozen(before, entered), traffic.frozen(after, traffic.returned[module])
@@ -344,8 +337,8 @@ def _sublayer(
 
 def read_matrices(heads: Any) -> list[Tensor]:
     """Return the matrices with which neuron-heads compute q and, in a gated MLP, u."""
-    gate = getattr(heads.module, "W_gate", None)
-    return [heads.module.W_in] if gate is None else [gate, heads.module.W_in]
+    matrices: list[Tensor] = heads.read_matrices
+    return matrices
 
 
 def _require_sums(run: Decomposition) -> None:

@@ -1,7 +1,7 @@
-"""Bilinear gates: approximate an activation function with several softmax heads per neuron.
+"""Bilinear gates: approximate an activation function with several softmax heads.
 
-Each neuron becomes m attention heads that share one value and one output vector. For silu, one head
-per neuron (m = 1) is enough. Let q be the neuron's pre-activation (in a gated MLP, x · W_gate[:,
+Each neuron is replaced by m attention heads that share one value and one output vector. For silu,
+one head (m = 1) is enough. Let q be the neuron's pre-activation (in a gated MLP, x · W_gate[:,
 i]). Then
 
     head j   scores  0 for the token itself, -(b_j q + c_j) for the bias token

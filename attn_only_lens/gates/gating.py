@@ -19,7 +19,6 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.gates.bilinear import BilinearGate, bilinear_gate
 from attn_only_lens.gates.exact import GATES, Gate, linear_gate
 
-AnyGate = Gate | BilinearGate
 # Almost all of float32's range, because attention weights are computed in float32.
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127
 _SIZE = "with an absolute value from 2^-126 to 2^127"
@@ -129,14 +128,19 @@ class Gating:
             expected = "a range for each layer" if ranged else "no ranges"
             raise ValueError(f"got {self}; expected {expected}")
         for layer in range(n_layers):
-            self.gate(act_fn, layer)
+            if self.kind == "exact":
+                self.activation(act_fn)
+            else:
+                self.bilinear(act_fn, layer)
 
-    def gate(self, act_fn: str, layer: int) -> AnyGate:
-        """Return the gate for the neurons of an original layer; raise ValueError if none exists."""
-        if self.kind == "exact":
-            return self.activation(act_fn)
+    def bilinear(self, act_fn: str, layer: int) -> BilinearGate:
+        """Return the bilinear gate of an original layer; raise ValueError if none exists."""
         limit = None if self.ranges is None else self.ranges[layer]
         return _bilinear_gate(act_fn, self.heads_per_neuron, self.slope, limit)
+
+    def n_heads(self, d_mlp: int) -> int:
+        """Return the number of heads that represent the neurons of an MLP."""
+        return d_mlp * self.heads_per_neuron
 
     def activation(self, act_fn: str) -> Gate:
         """Return the exact gate of an activation; raise ValueError for unknown activations."""

@@ -40,8 +40,8 @@ from attn_only_lens.arguments import a_type
 from attn_only_lens.engine.model_checks import hook_reasons
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import BilinearGate
-from attn_only_lens.gates.gating import AnyGate
 from attn_only_lens.heads import host_of
+from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.models.two_blocks.blocks import NeuronAttention
 from attn_only_lens.models.two_blocks.config import AttentionOnlyConfig
@@ -71,9 +71,9 @@ def to_stock(
         stock = HookedTransformer(HookedTransformerConfig.from_dict(cfg))
         stock.load_state_dict(state_dict)
 
-    Layer 2l + 1 holds the neurons of the original layer l. If each neuron has m heads, head i · m +
-    j of the layer is head j of neuron i. The layer's pattern [batch, head_index, query_pos,
-    key_pos] is diagonal: each token attends only to itself (and to the sink).
+    Layer 2l + 1 holds the neurons of layer l of `attn_only`, in the same order. The layer's pattern
+    [batch, head_index, query_pos, key_pos] is diagonal: each token attends only to itself (and to
+    the sink).
 
     `max_bytes` limits only the weights. In each layer, a forward pass also stores heads · pos · pos
     numbers per prompt for the pattern. A key-value cache stores 2 · heads · d_head numbers per
@@ -124,10 +124,11 @@ def to_stock(
     return stock.train(attn_only.training)
 
 
-def mixture(gate: AnyGate) -> BilinearGate | None:
-    """Return a gate as a sum of sigmoids, one per head; None if its score is not linear in q."""
-    if isinstance(gate, BilinearGate):
-        return gate
+def _mixture(heads: NeuronAttention) -> BilinearGate | None:
+    """Return the gate of an MLP as a sum of sigmoids, or None if its score is not linear in q."""
+    if isinstance(heads, BilinearHeads):
+        return heads.bilinear_gate
+    gate = heads.gate
     if gate.slope is None:
         return None
     return BilinearGate(gate.name, (gate.scale,), (gate.slope,), (0.0,), bound=0.0)
@@ -200,7 +201,7 @@ def _fill(source: Any, target: TransformerBlock) -> None:
             getattr(target, name).load_state_dict(getattr(source, name).state_dict())
     attn, old = cast(Attention, target.attn), source.attn
     if old.attn_type == "neuron":
-        gate = mixture(old.gate)
+        gate = _mixture(old)
         assert gate is not None
         heads = neuron_heads(old.W_in, old.b_in, old.W_out, old.b_out, gate, old.W_gate)
         write_heads(attn, heads, coordinate=attn.cfg.d_head - 1)
@@ -231,23 +232,13 @@ def _inverse_angle(n_ctx: int) -> float:
 
 def _empty(attn_only: AttentionOnlyTransformer) -> HookedTransformer:
     """Build the stock model with the tokenizer of `attn_only`, but without its weights."""
-    stock = HookedTransformer(_stock_config(attn_only.cfg, _heads_per_neuron(attn_only)))
+    stock = HookedTransformer(_stock_config(attn_only.cfg))
     stock.cfg.tokenizer_name = attn_only.cfg.tokenizer_name
     stock.tokenizer = attn_only.tokenizer
     return stock
 
 
-def _gates(model: AttentionOnlyTransformer) -> set[AnyGate]:
-    return {cast(NeuronAttention, block.attn).gate for block in model.blocks[1::2]}
-
-
-def _heads_per_neuron(model: AttentionOnlyTransformer) -> int:
-    """Return the largest number of heads per neuron, or 1 if no gate can be converted."""
-    mixtures = (mixture(gate) for gate in _gates(model))
-    return max((len(m.w) for m in mixtures if m is not None), default=1)
-
-
-def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> HookedTransformerConfig:
+def _stock_config(converted: AttentionOnlyConfig) -> HookedTransformerConfig:
     """Return the stock model's configuration, with two layers per layer of the original model.
 
     Neurons use only the last coordinate of each head. Rotary embeddings rotate the first
@@ -273,7 +264,9 @@ def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hook
     changes |= {
         "n_layers": 2 * source.n_layers,
         "attn_only": True,
-        "n_heads": max(max(layer.n_heads, heads_per_neuron * layer.d_mlp) for layer in sizes),
+        "n_heads": max(
+            max(layer.n_heads, converted.gating.n_heads(layer.d_mlp)) for layer in sizes
+        ),
         "d_head": width,
         "n_key_value_heads": None,
         "use_attn_scale": False,
@@ -361,7 +354,7 @@ def _neuron_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
         f"the score of its exact {cfg.act_fn} gate is not linear in the pre-activation, and no "
         "stock head computes such a score. Convert the source with gate=Bilinear() "
         "first (the scores of silu and quick_gelu are already linear)": any(
-            mixture(gate) is None for gate in _gates(model)
+            _mixture(cast(NeuronAttention, block.attn)) is None for block in model.blocks[1::2]
         ),
         "the outputs of its heads are many times larger than their sum, which would lose precision "
         f"in {cfg.dtype}; call .to(torch.float32) first": (half and not exact and cfg.gated_mlp),
@@ -374,7 +367,7 @@ def _neuron_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
 
 def _size(model: AttentionOnlyTransformer, max_bytes: int) -> dict[str, bool]:
     """Return {error message: True if the stock model is too large}."""
-    stock_cfg = _stock_config(model.cfg, _heads_per_neuron(model))
+    stock_cfg = _stock_config(model.cfg)
     size = stock_bytes(stock_cfg)
     now = sum(tensor.nbytes for tensor in model.state_dict().values())
     return {

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from attn_only_lens.arguments import option_reasons
 from attn_only_lens.engine.directions import DIRECTIONS
-from attn_only_lens.engine.edits import change_of_z, interaction, neuron_changes
+from attn_only_lens.engine.edits import by_site, change_of_z, interaction
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, as_metric
 from attn_only_lens.engine.one_thread import one_thread_per_model
@@ -35,7 +35,6 @@ from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
 from attn_only_lens.engine.recording import NeuronRun, Recording, record
 from attn_only_lens.engine.sites import Part, Sites, neuron_heads
 from attn_only_lens.errors import InputError
-from attn_only_lens.heads import host_of
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching.prompt_chunks import prompts_per_chunk
 from attn_only_lens.patching.site_groups import SiteGroup, site_groups, split_prompts
@@ -91,7 +90,7 @@ def gate_and_value(
         `per_prompt` also `prompt` (counted from 0), `layer`, `index`, and
 
         write_pattern, write_value, write_interaction, write: the change in the neuron's activation
-            (which multiplies the neuron's row of W_out), summed over the patched positions. The
+            (which multiplies the neuron's row of W_O), summed over the patched positions. The
             first three add up to the last.
         effect_pattern, effect_value, effect_interaction, effect: the change in the score (0 is the
             corrupted run, 1 the clean one). The first three add up to the last.
@@ -173,7 +172,7 @@ def _writes(
         target, source = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
         groups_here = [group.of_prompts(some) for group in groups]
         for name, change in _WRITES.items():
-            sums = torch.cat([_sums(model, g, target, source, change) for g in groups_here])
+            sums = torch.cat([_sums(g, target, source, change) for g in groups_here])
             if per_prompt:
                 writes[name][:, prompts.start : prompts.stop] = sums
             else:
@@ -182,7 +181,6 @@ def _writes(
 
 
 def _sums(
-    model: Any,
     group: SiteGroup,
     target: Recording,
     source: Recording,
@@ -190,5 +188,4 @@ def _sums(
 ) -> Float[Tensor, "row prompt"]:
     layer = group.sites.layer
     dz = change(target.neurons[layer], source.neurons[layer])
-    moved = neuron_changes(host_of(model).neurons[layer], group.sites, dz)
-    return group.sums(moved).cpu().double()
+    return group.sums(by_site(group.sites, dz)).cpu().double()

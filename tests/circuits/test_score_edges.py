@@ -5,9 +5,8 @@ from contextlib import ExitStack
 import bridges
 import pytest
 import torch
-from common import relative, tokens
+from common import tokens
 
-from attn_only_lens import Bilinear
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import score_edges
 from attn_only_lens.errors import InputError
@@ -231,25 +230,6 @@ def slope(model, prompt, name):
         value = model(prompt)[:, -1, 7].mean()
     (gradient,) = torch.autograd.grad(value, kept)
     return float((gradient * kept[0]).detach().sum(-1)[..., head.index].abs().sum())
-
-
-def test_neurons_of_several_heads_are_nodes_whole(prompts):
-    """The heads of a bilinear gate, taken as one node, are close to the exact head."""
-    nodes, key = ["L0H1", "L0N3", "L1N7"], ["writer", "reader", "kind"]
-    exact, bilinear = (
-        score_edges(
-            bridges.exposed_copy(bridges.boot("gpt2"), **gate),
-            *(prompts, nodes),
-            exact=20,
-            progress=False,
-        )
-        .set_index(key)
-        .fillna(0.0)
-        for gate in ({}, {"gate": Bilinear(2)})
-    )
-    for column in ("local", "node", "exact"):
-        first, second = (torch.tensor(x[column][exact.index].to_numpy()) for x in (exact, bilinear))
-        assert relative(second, first) < 0.1
 
 
 def test_what_makes_no_sense_is_refused(exposed, prompts):

@@ -123,7 +123,7 @@ def test_bilinear_gates(make, tmp_path):
     _, cache = loaded.run_with_cache(tokens())
     _, expected_cache = model.run_with_cache(tokens())
     assert cache[mlp_hook("pattern")].shape == (2, 4 * 37, 11, 2)
-    for name in ("L1N29.0", "L0N7.3"):
+    for name in ("L1N116", "L0N31"):
         assert torch.equal(neuron_pattern(cache, name), neuron_pattern(expected_cache, name))
 
 

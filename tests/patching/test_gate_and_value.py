@@ -73,10 +73,10 @@ def test_against_whole_runs_and_caches(name, direction):
 
 @pytest.mark.parametrize("positions", ["each", "all", -1])
 def test_against_three_sweeps(positions):
-    """With heads that share a neuron, and padding."""
+    """With neurons of a bilinear gate, and padding."""
     model, mask = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(4)), torch.ones(2, POS)
     mask[1, 9:] = 0
-    how = {"sites": ["L0N36", "L1N5.2", "L1N5"], "positions": positions, "mask": mask}
+    how = {"sites": ["L0N36", "L1N22", "L1N147"], "positions": positions, "mask": mask}
     frame = split(model, **how)
     for part, column in EFFECTS.items():
         sweep = p.activation_patch(model, *pair(), METRIC, part=part, progress=False, **how)

@@ -59,7 +59,6 @@ from attn_only_lens.engine.sites import (
 )
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
-from attn_only_lens.gates import Gate
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import NEURON_KINDS
 from attn_only_lens.precision import full_precision
@@ -161,7 +160,7 @@ def qk_circuit(
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.
-        name: `L5H3`, a neuron, or one of several heads of a neuron.
+        name: `L5H3`, or a neuron such as `L5N1234`.
         tokens: the tokens of the input vocabulary to use; None for all. Untrained tokens may have
             extreme scores, and would then fill every table.
         fold_norms: fold the gains of norms into the weights.
@@ -400,13 +399,8 @@ def token_paths(
     """
     reasons = positive_reasons(k=k, n_tokens=n_tokens, block=block)
     chosen = resolve_sites(model, Selection(NEURON_KINDS) if neurons is None else neurons)
-    wrong = [
-        name
-        for sites in chosen
-        for name in sites.names
-        if sites.kind not in NEURON_KINDS or "." in name
-    ]
-    expected = "expected whole neurons, such as L5N1234, or features, such as L5F1234"
+    wrong = [name for sites in chosen for name in sites.names if sites.kind not in NEURON_KINDS]
+    expected = "expected neurons, such as L5N1234, or features, such as L5F1234"
     reasons += [f"got {name}; {expected}" for name in wrong[:3]]
     InputError.raise_if(reasons, "these neurons have no paths between tokens")
     matrices = VocabularyMatrices.of(model, tokens, fold_norms=fold_norms)
@@ -441,7 +435,7 @@ def _drives(matrices: VocabularyMatrices, sites: LayerSites, n: int, block: int)
     gated = is_gated(matrices.heads.model, sites.layer)
     neuron_gate: Any = host_of(matrices.heads.model).neurons[sites.layer].gate
     height = 1.0
-    if not gated and isinstance(neuron_gate, Gate):
+    if not gated:
         height = neuron_gate.scale * neuron_gate.side
     signs = "+-" if gated else "+" if height > 0 else "-"
     tops: dict[str, _Top] = {}
