@@ -41,7 +41,7 @@ class BilinearHeads(NeuronHeads):
     @property
     def n_neurons(self) -> int:
         """The number of heads, m times the MLP's number of neurons."""
-        return super().n_neurons * self.bilinear_gate.heads_per_neuron
+        return super().n_neurons * self.bilinear_gate.heads
 
     @property
     def amplification(self) -> float:
@@ -72,7 +72,7 @@ class BilinearHeads(NeuronHeads):
 
     def _shared(self, by_neuron: Float[Tensor, "*any d_mlp"]) -> Float[Tensor, "*any head_index"]:
         """Return for each head the entry of its MLP neuron."""
-        return by_neuron.repeat_interleave(self.bilinear_gate.heads_per_neuron, dim=-1)
+        return by_neuron.repeat_interleave(self.bilinear_gate.heads, dim=-1)
 
     def mlp_projections(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
         """Compute q and, in a gated MLP, u (otherwise None) of the MLP's neurons."""
@@ -99,7 +99,7 @@ class BilinearHeads(NeuronHeads):
 
     def _weighted(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any d_mlp head"]:
         """Return each head's contribution w_j z_j to its MLP neuron, in float32 or float64."""
-        by_neuron = float32_if_half(z.unflatten(-1, (-1, self.bilinear_gate.heads_per_neuron)))
+        by_neuron = float32_if_half(z.unflatten(-1, (-1, self.bilinear_gate.heads)))
         return by_neuron * by_neuron.new_tensor(self.bilinear_gate.w)
 
     def _sum_of_heads(self, q: PreActivation, value: PreActivation) -> PreActivation:

@@ -222,7 +222,7 @@ def _plain(option: Bilinear, act_fn: str, dtype: torch.dtype) -> Gating:
             f"pass a tolerance of {gate.bound * slope / room:.1g} or more, or convert in float32"
         )
     chosen = act_fn == "relu" or option.slope is not None
-    return Gating("bilinear", gate.heads_per_neuron, slope if chosen else None)
+    return Gating("bilinear", gate.heads, slope if chosen else None)
 
 
 def _gated(option: Bilinear, act_fn: str, n_layers: int) -> Gating:
@@ -244,7 +244,7 @@ def _gated(option: Bilinear, act_fn: str, n_layers: int) -> Gating:
             gate = bilinear_gate(
                 act_fn, option.heads, tolerance=option.tolerance, slope=option.slope, limit=limit
             )
-            heads.add(gate.heads_per_neuron)
+            heads.add(gate.heads)
         except ValueError as error:
             wrong.setdefault(str(error), []).append(layer)
     if wrong:

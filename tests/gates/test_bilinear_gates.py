@@ -298,9 +298,9 @@ def test_the_fewest_heads_within_a_tolerance():
             bound = bilinear_gate(name, m).bound
             assert bilinear_gate(name, tolerance=bound) == bilinear_gate(name, m)
             if m < 8:
-                assert bilinear_gate(name, tolerance=bound * 0.999).heads_per_neuron > m
-        assert bilinear_gate(name).heads_per_neuron == 4  # the default tolerance, 1e-3
-    assert bilinear_gate("gelu", 8, tolerance=1e-3).heads_per_neuron == 8
+                assert bilinear_gate(name, tolerance=bound * 0.999).heads > m
+        assert bilinear_gate(name).heads == 4  # the default tolerance, 1e-3
+    assert bilinear_gate("gelu", 8, tolerance=1e-3).heads == 8
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_float64(name):
     assert relative(model(tokens()), expected) <= EXACT
     hooked, cache = model.run_with_cache(tokens())
     assert relative(hooked, expected) <= EXACT
-    m = model.cfg.gating.heads_per_neuron
+    m = model.cfg.gating.heads
     assert cache["pattern", 1].shape == (2, D_MLP * m, POS, 2)
     assert cache["q", 1].shape == cache["v", 1].shape == cache["z", 1].shape == (2, POS, 37 * m, 1)
 
@@ -143,7 +143,7 @@ def test_each_hook_point_alone_and_its_gradient(name, point):
     hook = f"blocks.3.attn.hook_{point}"
     logits, cache = model.run_with_cache(tokens(), names_filter=hook)
     assert list(cache) == [hook]
-    n_heads = D_MLP * model.cfg.gating.heads_per_neuron
+    n_heads = D_MLP * model.cfg.gating.heads
     by_head = {"attn_scores": (2, n_heads, POS, 2), "pattern": (2, n_heads, POS, 2)}
     last = 26 if point == "result" else 1
     assert cache[hook].shape == by_head.get(point, (2, POS, n_heads, last))
@@ -190,11 +190,11 @@ def test_weights_are_those_of_the_computation(name):
     torch.testing.assert_close(written, cache["attn_out", 3])
     assert model.neuron_heads.W_O.shape == (
         N_LAYERS,
-        D_MLP * model.cfg.gating.heads_per_neuron,
+        D_MLP * model.cfg.gating.heads,
         1,
         26,
     )
-    assert attn.OV.shape == (D_MLP * model.cfg.gating.heads_per_neuron, 26, 26)
+    assert attn.OV.shape == (D_MLP * model.cfg.gating.heads, 26, 26)
 
 
 @torch.no_grad()
@@ -245,7 +245,7 @@ def test_parts_sum_to_the_stream(name):
         assert relative(stack.sum(0), end) <= 1e-11
     assert ("L1N29" in labels) is False
     neurons, labels = cache.stack_neuron_results(-1, return_labels=True)
-    n_neurons = model.cfg.gating.heads_per_neuron * D_MLP
+    n_neurons = model.cfg.gating.heads * D_MLP
     assert labels[n_neurons + 29] == "L1N29"
     heads, names = cache.stack_head_results(return_labels=True, neurons=True)
     assert names == model.all_head_labels(neurons=True)

@@ -403,7 +403,7 @@ def _config(folder, **changes):
     digest_again(folder / MANIFEST, "config.json")
 
 
-OTHER_GATE = {"kind": "bilinear", "heads_per_neuron": 3}
+OTHER_GATE = {"kind": "bilinear", "heads": 3}
 OTHER_GATE |= {"slope": None, "ranges": None, "silu": None}
 DAMAGE = {
     "one bit": (_flip, "was changed after it was saved"),
@@ -457,7 +457,7 @@ def test_damage_is_refused(case, state, saved, tmp_path):
     ("changes", "message"),
     [
         ({"gate": OTHER_GATE}, "got heads=3"),
-        ({"gate": OTHER_GATE | {"heads_per_neuron": 4, "ranges": [3.0]}}, "expected no ranges"),
+        ({"gate": OTHER_GATE | {"heads": 4, "ranges": [3.0]}}, "expected no ranges"),
         ({"layout": "upside down"}, "layout: got 'upside down'"),
         ({"model": "TransformerBridge"}, "architecture is missing; attention is missing"),
         ({"model": None}, "model: got None"),

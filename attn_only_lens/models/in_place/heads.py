@@ -343,7 +343,7 @@ class BilinearInPlace(BilinearHeads, InPlace):
 
     def written(self, z: PreActivation, edit: Tensor | float = 0.0) -> PreActivation:
         """Return what the heads write along their neurons' rows of W_out, after an edit of post."""
-        m = self.bilinear_gate.heads_per_neuron
+        m = self.bilinear_gate.heads
         edit = edit.unsqueeze(-1) / m if isinstance(edit, Tensor) else edit
         return (self._weighted(z) + edit).flatten(-2).to(z.dtype)
 
