@@ -68,8 +68,8 @@ MUTATIONS = [
     ),
     Mutation(
         "engine/linear_pair.py",
-        "along * query * mean(gates.v))",
-        "along * query * gates.v.chunk(2)[0])",
+        "along * query * mean(gates.v)",
+        "along * query * gates.v.chunk(2)[0]",
         "edges into gates are wrong",
         "tests/circuits/test_difference_graph.py",
     ),

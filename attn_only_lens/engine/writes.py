@@ -2,7 +2,7 @@
 
 The residual stream that a sublayer reads is the sum of all earlier writes:
 
-    x = embedding + Σ_h z_h W_O[h] + Σ_i z_i W_out[i] + biases
+    x = embedding + Σ_h z_h W_O[h] + Σ_i z_i W_O[i] + biases
 
 The sums run over attention heads h and neuron-heads i with outputs z, at each position. If a norm
 follows a sublayer (as in OLMo 2, and in Gemma 2, which has norms before and after), a head whose

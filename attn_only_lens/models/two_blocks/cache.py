@@ -470,7 +470,7 @@ class _Stack:
 
     def add_neurons(self, block: int, wanted: Any = None) -> None:
         layer = block_layer(block)
-        every = torch.arange(self.cache.model.cfg.layer_sizes[layer].d_mlp, device="cpu")
+        every = torch.arange(self.cache.model.blocks[block].cfg.n_heads, device="cpu")
         neurons = _slice(wanted).apply(every, dim=0).reshape(-1)  # an integer removes the axis
         results = self.cache.get_neuron_results(block, neurons, self.positions, self.columns)
         self.components.append(results.movedim(-2, 0))
