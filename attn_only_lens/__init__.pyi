@@ -3,8 +3,8 @@
 from . import (
     circuits,
     errors,
-    expansion,
     gates,
+    growth,
     neurons,
     patching,
     pretrained,
@@ -12,11 +12,12 @@ from . import (
     transcoders,
     viz,
 )
-from .comparison import compare
+from ._load import load
 from .engine.prompts import chat_tokens
 from .engine.tokens import token_texts
 from .errors import AttnOnlyLensError
-from .growth import grow
+from .explanation import explain
+from .growth import compare, grow
 from .heads import (
     HeadName,
     dense_pattern,
@@ -27,7 +28,6 @@ from .models.checkpoint import save
 from .models.convert import convert
 from .models.expose import expose_neuron_heads
 from .models.gate_option import Bilinear, calibrate
-from .models.load import load
 from .models.to_stock import to_stock
 from .models.two_blocks import AttentionOnlyCache, AttentionOnlyTransformer
 from .models.verify import verify
@@ -45,10 +45,11 @@ __all__ = [
     "convert",
     "dense_pattern",
     "errors",
-    "expansion",
+    "explain",
     "expose_neuron_heads",
     "gates",
     "grow",
+    "growth",
     "load",
     "neuron_gate",
     "neuron_pattern",

@@ -81,13 +81,6 @@ MUTATIONS = [
         "tests/circuits",
     ),
     Mutation(
-        "circuits/_score_edges.py",
-        "                yield name, value * batch.share\n",
-        "                yield name, value\n",
-        "batches of different sizes have equal weights in edge scores",
-        "tests/circuits",
-    ),
-    Mutation(
         "circuits/_score_sources.py",
         "weights[head.index * len(weights) // n_heads].detach()",
         "weights[head.index % len(weights)].detach()",
@@ -313,11 +306,11 @@ MUTATIONS = [
         "tests/engine/test_model_state.py",
     ),
     Mutation(
-        "circuits/_explain.py",
+        "explanation/explanation.py",
         'signs["share"] == -signs["denoise"]',
         'signs["share"] == signs["denoise"]',
         "shares whose sign both patches contradict are not marked",
-        "tests/circuits",
+        "tests/explanation",
     ),
     Mutation(
         "storage/atomic.py",

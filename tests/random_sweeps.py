@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 
 from attn_only_lens import patching as p
-from attn_only_lens.patching.results import PromptTokens
+from attn_only_lens.patching.prompt_tokens import PromptTokens
 
 SITES, POSITIONS = 13, 5
 RUN = {

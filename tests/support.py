@@ -27,8 +27,7 @@ from tiny_tokenizer import tiny_tokenizer
 from typer.testing import CliRunner
 
 import attn_only_lens as lens
-from attn_only_lens import circuits, growth, neurons, tasks, viz
-from attn_only_lens import expansion as ex
+from attn_only_lens import circuits, explain, growth, neurons, tasks, viz
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 from attn_only_lens.storage import write_text
@@ -178,7 +177,7 @@ def _other_inside(kit, context):
 
 def _moved(kit):
     hook = "blocks.1.hook_resid_pre"
-    moved = ex.activation_map(kit.grown.provenance, hook)
+    moved = growth.activation_map(kit.grown.provenance, hook)
     with torch.no_grad():
         there = kit.grown.model.run_with_cache(tokens())[1][moved.name]
     return torch.allclose(moved.old_part(there), kit.cache[hook], atol=1e-3)
@@ -314,6 +313,9 @@ LENS = {
     "chat_tokens": lambda kit: len(lens.chat_tokens(kit.model, "w3 w5")[0]) > 2,
     "convert": lambda kit: lens.convert(kit.model).cfg.attn_only,
     "dense_pattern": lambda kit: lens.dense_pattern(kit.cache, "L0N3").shape[1:] == (POS, POS + 1),
+    "explain": lambda kit: len(
+        explain(kit.exposed, tokens(batch=1), tokens(1, batch=1), METRIC).table()
+    ),
     "expose_neuron_heads": lambda kit: lens.verify(kit.model, kit.exposed, tokens()).bitwise,
     "grow": lambda kit: kit.grown.model.cfg.d_mlp == 41,
     "load": lambda kit: lens.load(kit.files)(tokens()).isfinite().all(),
@@ -344,9 +346,6 @@ PATCHING = {
     ),
     "error_nodes": lambda kit: _kinds_with_transcoder(kit, p.error_nodes()) == {"error"},
     "features": lambda kit: _kinds_with_transcoder(kit, p.features()) == {"feature"},
-    "gate_and_value": lambda kit: len(
-        p.gate_and_value(kit.exposed, tokens(1), tokens(2), METRIC, sites=["L1N3"], progress=False)
-    ),
     "heads": lambda kit: set(kit.sweep(p.heads()).frame["kind"]) == {"attention"},
     "kl": lambda kit: _changed(kit.attributed(p.kl())),
     "log_probability": lambda kit: _changed(kit.attributed(p.log_probability(7))),
@@ -380,9 +379,6 @@ CIRCUITS = {
     "discover": lambda kit: len(_circuit_result(kit, "discover")),
     "faithfulness": lambda kit: len(_circuit_result(kit, "faithfulness").frame),
     "from_json": lambda kit: _exported(kit, circuits.to_json, circuits.from_json),
-    "explain": lambda kit: len(
-        circuits.explain(kit.exposed, tokens(batch=1), tokens(1, batch=1), METRIC).table()
-    ),
     "evaluate": lambda kit: _circuit_result(kit, "evaluate").whole,
     "group_nodes": lambda kit: len(_grouped(kit).nodes),
     "ov_circuit": lambda kit: len(circuits.ov_circuit(kit.exposed, "L1N3").top(5)),
@@ -390,14 +386,10 @@ CIRCUITS = {
         circuits.path_expansion(kit.exposed, tokens()).paths(METRIC, 5, progress=False)
     ),
     "qk_circuit": lambda kit: len(circuits.qk_circuit(kit.exposed, "L1H1").top(5)),
-    "score_edges": lambda kit: len(
-        circuits.score_edges(kit.exposed, tokens(), ["L0H1", "L1N3"], exact=3, progress=False)
-    ),
     "score_sources": lambda kit: len(
         circuits.score_sources(kit.exposed, tokens(batch=1), "L1H1", query=-1, key=0)
     ),
     "to_json": lambda kit: _exported(kit, circuits.to_json),
-    "token_paths": lambda kit: len(circuits.token_paths(kit.exposed, k=5, progress=False)),
     "top_compositions": lambda kit: len(circuits.top_compositions(kit.exposed, k=3)),
     "transfer": lambda kit: _transfer(kit).size,
     "virtual_weights": lambda kit: circuits.virtual_weights(kit.exposed, "L0N3", "L1H1", "v").shape[
@@ -434,17 +426,6 @@ NEURONS = {
     "neuron_statistics": lambda kit: kit.looked_up("gate").n_tokens,
     "top_examples": lambda kit: len(kit.looked_up("attribution", p.loss()).frame()),
 }
-EXPANSION = {
-    "AddHeads": lambda kit: kit.grown_by(ex.AddHeads(1)),
-    "AddNeurons": lambda kit: kit.grown_by(ex.AddNeurons(5)),
-    "InsertLayer": lambda kit: kit.grown_by(ex.InsertLayer(1)),
-    "WidenQueriesAndKeys": lambda kit: kit.grown_by(ex.WidenQueriesAndKeys(3)),
-    "WidenStream": lambda kit: kit.grown_by(ex.WidenStream(10)),
-    "WidenValues": lambda kit: kit.grown_by(ex.WidenValues(3)),
-    "activation_map": _moved,
-    "compose": lambda kit: kit.grown_by(ex.compose(ex.WidenValues(3), ex.WidenQueriesAndKeys(3))),
-    "init": lambda kit: kit.grown_by(ex.AddNeurons(5), init=ex.init.copies()),
-}
 TRANSCODERS = {
     "AttachedTranscoders": _same_with_transcoder,
     "Fidelity": lambda kit: _fidelity(kit).n_tokens,
@@ -456,6 +437,17 @@ TRANSCODERS = {
     "save": _saved_transcoder,
 }
 GROWTH = {
+    "AddHeads": lambda kit: kit.grown_by(growth.AddHeads(1)),
+    "AddNeurons": lambda kit: kit.grown_by(growth.AddNeurons(5)),
+    "InsertLayer": lambda kit: kit.grown_by(growth.InsertLayer(1)),
+    "WidenQueriesAndKeys": lambda kit: kit.grown_by(growth.WidenQueriesAndKeys(3)),
+    "WidenStream": lambda kit: kit.grown_by(growth.WidenStream(10)),
+    "WidenValues": lambda kit: kit.grown_by(growth.WidenValues(3)),
+    "activation_map": _moved,
+    "compose": lambda kit: kit.grown_by(
+        growth.compose(growth.WidenValues(3), growth.WidenQueriesAndKeys(3))
+    ),
+    "init": lambda kit: kit.grown_by(growth.AddNeurons(5), init=growth.init.copies()),
     "Grown.save_pretrained": lambda kit: torch.allclose(
         lens.load(kit.grown.save_pretrained(kit.out("grown")))(tokens()),
         kit.model(tokens()),
@@ -521,6 +513,7 @@ OF_NO_MODEL = {
     ),
     *("Faithfulness", "NodeGroups", "Stability"),
     *("PathExpansion", "TokenCircuit"),
+    "Comparison",
     *(
         "Page",
         "Provenance",
@@ -544,7 +537,6 @@ TITLES = {
     "attn_only_lens.neurons": "attn_only_lens.neurons",
     "attn_only_lens.transcoders": "attn_only_lens.transcoders",
     "attn_only_lens.growth": "attn_only_lens.growth",
-    "attn_only_lens.expansion": "attn_only_lens.expansion, by `grow`",
     "attn_only_lens.gates": "attn_only_lens.gates",
     "attn-only-lens": "The command line",
 }
@@ -573,7 +565,6 @@ ROWS = {
     "attn_only_lens.neurons": NEURONS,
     "attn_only_lens.transcoders": TRANSCODERS,
     "attn_only_lens.growth": GROWTH,
-    "attn_only_lens.expansion": EXPANSION,
     "attn_only_lens.gates": GATES,
     "attn-only-lens": COMMANDS,
 }

@@ -15,7 +15,7 @@ import pytest
 import torch
 from common import tokens
 
-from attn_only_lens import circuits, compare, convert, expose_neuron_heads, grow
+from attn_only_lens import circuits, compare, convert, explain, expose_neuron_heads, grow
 from attn_only_lens import patching as p
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
@@ -80,9 +80,6 @@ ANALYSES = {
         for method in ("gradient", "secant", "integrated")
     },
     "attribution pattern": lambda m: attributed(m, part="pattern"),
-    "gate_and_value": lambda m: p.gate_and_value(
-        m, tokens(1), tokens(2), METRIC, sites=SITES[2:], progress=False
-    ),
     "path_patch": lambda m: (
         p.path_patch(
             *(m, tokens(1), tokens(2), METRIC),
@@ -103,13 +100,12 @@ ANALYSES = {
         ).frame
     ),
     "discover and evaluate": discovered_and_evaluated,
-    "explain": lambda m: circuits.explain(*one_pair(m)).table(),
+    "explain": lambda m: explain(*one_pair(m)).table(),
     "graph of a run": lambda m: [graph(m).nodes, graph(m).edges],
     "graph of a difference": lambda m: [
         getattr(graph(m, tokens(2, batch=1)), name) for name in ("nodes", "edges")
     ],
     "score_sources": lambda m: circuits.score_sources(m, tokens(batch=1), "L1H1", query=-1, key=0),
-    "score_edges": lambda m: circuits.score_edges(m, tokens(), SITES, exact=3, progress=False),
     "path_expansion": lambda m: circuits.path_expansion(m, tokens()).paths(
         METRIC, 5, progress=False
     ),

@@ -18,6 +18,9 @@ TREES = {
     for path in sorted((ROOT / "attn_only_lens").rglob("*.py"))
 }
 
+LAZY_STUBS = sorted((ROOT / "attn_only_lens").rglob("*.pyi"))
+LAZY = {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in LAZY_STUBS}
+
 # Names below `transformer_lens` that 3.9.0 has and 4.3.0 lacks.
 GONE = (
     "BertNextSentencePrediction",
@@ -44,6 +47,11 @@ def imported(tree):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+
+
+def modules():
+    """Return the dotted names of all modules and folders of the package."""
+    return {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in TREES}
 
 
 def calls(tree):
@@ -73,6 +81,36 @@ def test_tl_alone_imports_what_one_version_of_transformer_lens_has():
             assert "transformer_lens" not in imports, f"{path}: import its names, to be checked"
             assert not [name for name in imports if f"{name}.".startswith(gone)], path
             assert not [name for name in imports if not exists(name)], path
+
+
+def test_the_contracts_see_every_import():
+    """Layers and circles are checked by import-linter, which reads import statements only.
+
+    It sees those inside functions, but no names in strings. It takes a name that a stub imports
+    lazily for the stub's package. The command line may use such names, because nothing imports it.
+    """
+    own = modules()
+    for path, tree in TREES.items():
+        strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        assert not strings & own - {"attn_only_lens"}, f"{path}: import the module"
+        names = [name for name in imported(tree) if name.split(".")[0] == "attn_only_lens"]
+        if path != "attn_only_lens/viz/page.py":  # which imports plotly and circuitsvis
+            called = {ast.unparse(call.func).split(".")[-1] for call in calls(tree)}
+            assert not called & {"import_module", "__import__", "find_module", "load_module"}, path
+        statements = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        assert not any(node.level for node in statements), f"{path}: a relative import"
+        if not path.startswith("attn_only_lens/cli/"):
+            lazy = {name.rpartition(".")[0] for name in names if name not in own} & LAZY
+            assert not lazy, f"{path}: import the names' modules"
+            assert "attn_only_lens" not in names, path
+
+
+def test_lazy_stubs_import_from_their_own_folders():
+    for path in LAZY_STUBS:
+        tree = ast.parse(path.read_text("utf-8"))
+        levels = {node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert levels == {1}, path
+        assert not [node for node in ast.walk(tree) if isinstance(node, ast.Import)], path
 
 
 def test_every_new_tensor_and_generator_names_its_device():

@@ -36,8 +36,11 @@ pytestmark = [
 ROOT = Path(__file__).parents[1]
 MODULES = [
     "attn_only_lens",
-    *(f"attn_only_lens.{name}" for name in ("patching", "tasks", "circuits", "neurons", "viz")),
-    *(f"attn_only_lens.{name}" for name in ("expansion", "growth", "comparison", "transcoders")),
+    *(
+        f"attn_only_lens.{name}"
+        for name in ("patching", "tasks", "circuits", "explanation", "neurons", "viz")
+    ),
+    *(f"attn_only_lens.{name}" for name in ("growth", "transcoders")),
     *(
         f"attn_only_lens.{name}"
         for name in ("gates", "heads", "models", "errors", "reference", "pretrained")

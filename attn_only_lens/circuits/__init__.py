@@ -2,10 +2,8 @@
 
 from attn_only_lens.circuits._attribution_graph import attribution_graph
 from attn_only_lens.circuits._evaluate import Evaluation, evaluate, transfer
-from attn_only_lens.circuits._explain import Explanation, explain
 from attn_only_lens.circuits._group_nodes import NodeGroups, group_nodes
 from attn_only_lens.circuits._path_expansion import PathExpansion, path_expansion
-from attn_only_lens.circuits._score_edges import score_edges
 from attn_only_lens.circuits._score_sources import score_sources
 from attn_only_lens.circuits._search import discover
 from attn_only_lens.circuits.ablation import SHARES, Faithfulness, faithfulness
@@ -23,7 +21,6 @@ from attn_only_lens.circuits.weights.token_circuits import (
     copying_scores,
     ov_circuit,
     qk_circuit,
-    token_paths,
 )
 
 __all__ = [
@@ -31,7 +28,6 @@ __all__ = [
     "Circuit",
     "CircuitGraph",
     "Evaluation",
-    "Explanation",
     "Faithfulness",
     "NodeGroups",
     "PathExpansion",
@@ -42,17 +38,14 @@ __all__ = [
     "copying_scores",
     "discover",
     "evaluate",
-    "explain",
     "faithfulness",
     "from_json",
     "group_nodes",
     "ov_circuit",
     "path_expansion",
     "qk_circuit",
-    "score_edges",
     "score_sources",
     "to_json",
-    "token_paths",
     "top_compositions",
     "transfer",
     "virtual_weights",

@@ -89,10 +89,10 @@ def explain(
         reasons.append(f"got --texts for {out}; expected .html: only a page shows examples")
     InputError.raise_if(reasons, PROBLEM)
     run = prompts.run(model)
-    from attn_only_lens import circuits
+    from attn_only_lens import circuits, explanation
     from attn_only_lens.neurons import top_examples
 
-    why = circuits.explain(
+    why = explanation.explain(
         *run,
         faithfulness=faithfulness,
         n_patched=top,

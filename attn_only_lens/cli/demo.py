@@ -21,7 +21,7 @@ def demo(
     out: Annotated[Path, option("output folder for the pages"), output_folder] = Path("out"),
 ) -> None:
     """Find and draw a circuit in the small language model that ships with the package."""
-    from attn_only_lens import circuits, expose_neuron_heads, patching, pretrained, verify, viz
+    from attn_only_lens import explain, expose_neuron_heads, patching, pretrained, verify, viz
     from attn_only_lens.neurons import neuron_statistics
 
     source = pretrained.small_english()
@@ -29,7 +29,7 @@ def demo(
     same = "bitwise the same" if verify(source, model, CLEAN).bitwise else "NOT THE SAME"
     typer.echo(f"A 4-layer language model. With neurons as heads, its logits are {same}.")
     typer.echo(f"Why does {CLEAN!r} continue with 'are', and not 'is'?\n")
-    why = circuits.explain(model, CLEAN, CORRUPTED, patching.logit_diff(" are", " is"))
+    why = explain(model, CLEAN, CORRUPTED, patching.logit_diff(" are", " is"))
     typer.echo(why.text(_SHOWN))
     texts = pretrained.small_english_texts()
     seen = neuron_statistics(model, why.neurons, texts, progress="texts")

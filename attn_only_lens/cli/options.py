@@ -294,7 +294,7 @@ def _read_pairs(path: Path) -> dict[str, list[str]]:
 
 def load_model(model: str, dtype: str | None, device: str, hooked: bool = False) -> Any:
     """Load a model by name or from a folder, and print a one-line description to stderr."""
-    from attn_only_lens.models.load import load
+    from attn_only_lens._load import load
 
     with redirect_stdout(sys.stderr):  # TransformerLens prints its progress
         loaded = load(model, dtype=dtype, device=device, hooked=hooked)

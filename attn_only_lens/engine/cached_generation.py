@@ -22,7 +22,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from attn_only_lens.engine.input_warnings import warn
-from attn_only_lens.engine.model_checks import evaluation_without_hooks, without_user_hooks
+from attn_only_lens.engine.model_checks import (
+    edits_nothing,
+    evaluation_without_hooks,
+    without_user_hooks,
+)
 from attn_only_lens.errors import UnsupportedCallError
 
 _PROMPT = 3  # tokens; the cache holds all but the last
@@ -46,6 +50,7 @@ def watch_cache(bridge: Any) -> RemovableHandle | None:
     return wrapped.register_forward_pre_hook(watch, with_kwargs=True)
 
 
+@edits_nothing
 def watch(
     model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

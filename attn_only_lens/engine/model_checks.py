@@ -8,10 +8,10 @@ recognised by the package that defines the hook.
 
 import re
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -21,11 +21,18 @@ from attn_only_lens.heads import has_neuron_heads, host_of
 
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LIBRARIES = ("accelerate", "transformers")
-_CACHE_CHECK = "attn_only_lens.engine.cached_generation"  # the module of a hook that edits nothing
+_HARMLESS: list[Callable[..., Any]] = []  # hooks of this package that edit nothing
 _PLACEHOLDERS = "transformer_lens.model_bridge.component_setup"
 _EVERYWHERE = "every module, by torch.nn.modules.module.register_module_forward_hook or similar"
 _WITH_WEIGHTS = re.compile(r"(blocks\.\d+\.(attn|mlp)|(pos_|un)?embed)\b")
 _NAMED = 3
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def edits_nothing(hook: _Hook) -> _Hook:
+    """Declare that a hook of this package changes no activation, so that models may have it."""
+    _HARMLESS.append(hook)
+    return hook
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ def find_hooks(model: Any) -> AttachedHooks:
             elif library == "transformer_lens":
                 if (hooks_id, key) not in captures:
                     on_model[shown] = None
-            elif library not in _LIBRARIES and hook.__module__ != _CACHE_CHECK:
+            elif library not in _LIBRARIES and hook not in _HARMLESS:
                 users[shown] = None
                 added.add("torch")
                 internal = library == "attn_only_lens" or isinstance(module, HookPoint)

@@ -340,7 +340,7 @@ def _fitted(
 @cache
 def table(kind: Literal["plain", "gated"]) -> tuple[BilinearGate, ...]:
     """Return all fitted gates for plain or for gated MLPs, in the order of the JSON file."""
-    file = resources.files("attn_only_lens.gates").joinpath(f"{kind}.json")
+    file = resources.files(__package__).joinpath(f"{kind}.json")
     return gates_from_json(file.read_text("utf-8"))
 
 

@@ -16,10 +16,10 @@ from attn_only_lens.engine.metrics import (
 from attn_only_lens.engine.prompts import PromptPair, prompt_pair
 from attn_only_lens.engine.sites import all_heads, error_nodes, features, heads, neuron_heads
 from attn_only_lens.patching._activation_patch import activation_patch
+from attn_only_lens.patching._agreement import agreement
 from attn_only_lens.patching._attribution import attribution
-from attn_only_lens.patching._gate_and_value import gate_and_value
 from attn_only_lens.patching._path_patch import path_patch
-from attn_only_lens.patching.results import Paths, Sweep, agreement
+from attn_only_lens.patching.results import Paths, Sweep
 
 __all__ = [
     "Paths",
@@ -33,7 +33,6 @@ __all__ = [
     "custom",
     "error_nodes",
     "features",
-    "gate_and_value",
     "heads",
     "kl",
     "log_probability",

@@ -71,7 +71,7 @@ def modular_addition(
         >>> bool((answers == (tokens[:, 0] + tokens[:, 1]) % 113).all())
         True
     """
-    with as_file(files("attn_only_lens.pretrained") / "data" / "modular_addition") as folder:
+    with as_file(files(__package__) / "data" / "modular_addition") as folder:
         if HAS_HOOKED_TRANSFORMER:
             return load_source(folder, dtype=dtype, device=device)
         bridge: Any = load_bridge(folder, dtype=dtype, device=device)

@@ -11,8 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from attn_only_lens.heads.transcoder import Transcoder
-from attn_only_lens.models.hf_folder import no_bars
-from attn_only_lens.models.load import load
+from attn_only_lens.models.hf_folder import no_bars, read_hf_folder
 from attn_only_lens.models.source_folder import parse_device, parse_dtype, read_tokenizer
 from attn_only_lens.tl import (
     HookedTransformer,
@@ -23,7 +22,7 @@ from attn_only_lens.tl import (
 )
 from attn_only_lens.transcoders import load as load_transcoders
 
-_DATA = files("attn_only_lens.pretrained") / "data" / "small_english"
+_DATA = files(__package__) / "data" / "small_english"
 
 
 @torch.inference_mode(False)  # weights created in inference mode cannot be trained
@@ -68,7 +67,7 @@ def small_english(
     with as_file(_DATA) as folder, no_bars():
         if hooked:
             return _hooked(folder, parse_device(device), parse_dtype(dtype))
-        bridge = load(folder, device=device, dtype=dtype)
+        bridge = read_hf_folder(folder, str(folder), parse_dtype(dtype), parse_device(device))
     bridge.cfg.model_name = "small-english-4l"
     return bridge
 

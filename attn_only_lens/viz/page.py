@@ -194,7 +194,7 @@ def inline_script(source: str) -> str:
 
 def asset(name: str) -> str:
     """Return the text of a file that ships with this module."""
-    return files("attn_only_lens.viz").joinpath(name).read_text(encoding="utf-8")
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def model_title(name: str) -> str:

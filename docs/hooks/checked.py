@@ -25,17 +25,15 @@ MODULES = (
     ".patching",
     ".tasks",
     ".circuits",
+    ".explanation",
     ".neurons",
     ".viz",
-    ".expansion",
     ".growth",
-    ".comparison",
     ".transcoders",
     ".gates",
     ".heads",
     ".models",
     ".errors",
-    ".reference",
     ".pretrained",
 )
 _LOADING = {"src", "data", "poster", "background"}

@@ -18,8 +18,8 @@ from PIL import Image
 from torch.nn.functional import cross_entropy
 
 from attn_only_lens import (
-    circuits,
     compare,
+    explain,
     expose_neuron_heads,
     grow,
     pretrained,
@@ -45,7 +45,7 @@ def main() -> None:
     pair = p.activation_patch(model, TEXT, TEXT.replace("keys", "key"), metric, progress=False)
     strongest = pair.top(12)["name"].unique().tolist()
     read = [name for name in strongest if "N" in name][:3]
-    circuit = circuits.explain(model, TEXT, TEXT.replace("keys", "key"), metric).view()
+    circuit = explain(model, TEXT, TEXT.replace("keys", "key"), metric).view()
     viz.write_svg(circuit, HERE / "circuit.svg")
     texts = pretrained.small_english_texts()
     found = compare(

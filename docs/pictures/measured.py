@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from analyses.tools.flops import FlopCounter
-from attn_only_lens import circuits, expose_neuron_heads, load, pretrained
+from attn_only_lens import circuits, explain, expose_neuron_heads, load, pretrained
 from attn_only_lens import patching as p
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ def of_small_english() -> Values:
     """Measure the numbers of the README's example."""
     model = expose_neuron_heads(pretrained.small_english()).model
     metric = p.logit_diff(" are", " is")
-    circuit = circuits.explain(model, *CABINET, metric).circuit
+    circuit = explain(model, *CABINET, metric).circuit
     other = circuits.evaluate(model, circuit, *OTHER_NOUNS, metric)
     return {"cabinet": _sizes(circuit) | {"elsewhere": [other.faithfulness]}}
 
@@ -79,7 +79,7 @@ def of_smollm2(folder: str, draw: Callable[[str, Any], object] = lambda name, wh
         with FlopCounter() as both_runs:
             model([clean, corrupted])
         with FlopCounter() as cost:
-            why = circuits.explain(model, clean, corrupted, metric, most_nodes=40)
+            why = explain(model, clean, corrupted, metric, most_nodes=40)
         draw(name, why)
         table = why.table().set_index("id")[["share", "by_pattern", "by_value", "denoise", "noise"]]
         values[name] = _sizes(why.circuit) | {

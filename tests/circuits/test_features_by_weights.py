@@ -4,7 +4,7 @@ import pytest
 import torch
 from feature_model import PAIR, with_features
 
-from attn_only_lens import circuits
+from attn_only_lens import circuits, explain
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError, UnknownHeadError
 
@@ -55,10 +55,6 @@ def test_tokens_of_features(model):
     copying = circuits.copying_scores(model, ["L1F58"])
     assert copying["kind"].item() == "feature"
     assert copying["eigenvalue_sum"].item() == pytest.approx(float(ov.AB.trace()), rel=1e-3)
-    paths = circuits.token_paths(model, p.features(), k=4, progress=False)
-    assert set(paths["name"].str[2]) == {"F"}
-    every = circuits.token_paths(model, k=3000, n_tokens=1, progress=False)
-    assert {*every["name"].str[2]} == {"F", "N"}
 
 
 def test_selections_leave_out_what_has_no_weights(model):
@@ -78,8 +74,6 @@ def test_selections_leave_out_what_has_no_weights(model):
     ):
         with pytest.raises(InputError, match=WIDE):
             call()
-    with pytest.raises(InputError, match=r"got L3E; expected whole neurons.*or features"):
-        circuits.token_paths(model, ["L3E", "L3F7"], progress=False)
 
 
 @torch.no_grad()
@@ -103,7 +97,7 @@ def test_sources_of_a_feature_include_errors(model):
 
 
 def test_explanation_and_groups(model):
-    why = circuits.explain(model, *PAIR, METRIC, faithfulness=0.99)
+    why = explain(model, *PAIR, METRIC, faithfulness=0.99)
     kinds = why.graph.heads.set_index("id")["kind"]
     assert {"feature", "error", "attention"} <= set(kinds)
     assert why.neurons == [

@@ -12,7 +12,7 @@ from bridges import hf_folder
 from page_of_circuit import read_back
 from typer.testing import CliRunner
 
-from attn_only_lens import circuits, expose_neuron_heads, load, neuron_pattern, save
+from attn_only_lens import circuits, explain, expose_neuron_heads, load, neuron_pattern, save
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 
@@ -64,7 +64,7 @@ def test_an_explanation_and_its_page_with_examples(folder, expected, tmp_path):
     texts, page = tmp_path / "texts.txt", tmp_path / "why.html"
     texts.write_text("w3 w5 w7 w11\nw13 w17 w19\n", "utf-8")
     model, metric, _ = expected
-    why = circuits.explain(model, CLEAN, CORRUPTED, metric)
+    why = explain(model, CLEAN, CORRUPTED, metric)
     pair = (*TEXTS, "--corrupted", CORRUPTED)
     result = run("explain", folder, *pair, "--out", page, "--top", 5, "--texts", texts)
     assert result.exit_code == 0, result.output

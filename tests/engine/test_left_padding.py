@@ -15,8 +15,9 @@ from tiny_tokenizer import tiny_tokenizer
 
 from attn_only_lens import HeadName, neurons
 from attn_only_lens import patching as p
-from attn_only_lens.circuits import attribution_graph, discover, evaluate, explain, group_nodes
+from attn_only_lens.circuits import attribution_graph, discover, evaluate, group_nodes
 from attn_only_lens.errors import InputError
+from attn_only_lens.explanation import explain
 
 pytestmark = [
     pytest.mark.numeric,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from common import needs_hooked_transformer, of_a_library, relative, tokens
 
-from attn_only_lens import circuits, convert, expose_neuron_heads
+from attn_only_lens import convert, explain, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine import writes
 from attn_only_lens.engine.sites import resolve_sites
@@ -83,7 +83,7 @@ def test_the_first_value_that_is_not_finite_is_named(layer):
     with torch.no_grad():
         model.blocks[layer].attn.o.original_component.weight.fill_(6e4)
     place = rf"nan or inf in torch\.float16, first at blocks\.{layer}\.attn\.o\.hook_out,"
-    for run in (p.activation_patch, p.attribution, circuits.explain):
+    for run in (p.activation_patch, p.attribution, explain):
         with pytest.raises(InputError, match=place):
             run(model, clean, corrupted, metric, progress=False)
 

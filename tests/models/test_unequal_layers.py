@@ -271,10 +271,6 @@ ANALYSES = {
     "paths": lambda model: p.path_patch(
         model, tokens(1), tokens(2), METRIC, positions=-1, **PATHS
     ).to_frame(),
-    "gate and value": lambda model: p.gate_and_value(model, tokens(1), tokens(2), METRIC, **TWO),
-    "edges": lambda model: circuits.score_edges(
-        model, tokens(1), ["L0H1", "L1N3"], exact=3, progress=False
-    ),
     "sources": lambda model: circuits.score_sources(
         model, tokens(0, 1, 5), "L1H1", query=-1, key=0
     ),

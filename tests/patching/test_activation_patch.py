@@ -18,7 +18,7 @@ from patched_runs import (
     whole_runs,
 )
 
-from attn_only_lens import Bilinear, circuits, expose_neuron_heads
+from attn_only_lens import Bilinear, circuits, explain, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.engine.recording import record
@@ -430,7 +430,7 @@ def test_models_in_training_or_of_integers_are_refused(state):
         lambda: p.attribution(*arguments),
         lambda: p.path_patch(*arguments, senders=["L0H0"], receivers="logits"),
         lambda: circuits.discover(*arguments),
-        lambda: circuits.explain(*arguments),
+        lambda: explain(*arguments),
         lambda: circuits.attribution_graph(model, clean, METRIC, corrupted=corrupted),
         lambda: circuits.attribution_graph(model, clean, METRIC),
         lambda: circuits.path_expansion(model, clean),

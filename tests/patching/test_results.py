@@ -12,7 +12,7 @@ from sealed_files import rewrite
 
 from attn_only_lens import patching as p
 from attn_only_lens.errors import CheckpointError, InputError
-from attn_only_lens.patching.results import PromptTokens
+from attn_only_lens.patching.prompt_tokens import PromptTokens
 
 COLUMNS = ["layer", "kind", "index", "name", "position", "part", "value", "score"]
 

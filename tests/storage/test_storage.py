@@ -28,14 +28,13 @@ from tiny_tokenizer import tiny_tokenizer
 from typing_extensions import TypedDict
 
 from analyses.tools.growth_training import Training
-from attn_only_lens import AttnOnlyLensError, load, pretrained, save
-from attn_only_lens import expansion as ex
+from attn_only_lens import AttnOnlyLensError, growth, load, pretrained, save
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import CircuitGraph, from_json, to_json
-from attn_only_lens.comparison import Comparison
-from attn_only_lens.comparison.results import _FRAMES
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.growth import read_provenance
+from attn_only_lens.growth.comparison import Comparison
+from attn_only_lens.growth.comparison.results import _FRAMES
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.patching import site_groups
@@ -306,7 +305,7 @@ def trained(folder):
 def started():
     model = boot("native")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return Training(model, optimizer, {1: ex.AddNeurons(3)}, seed=3)
+    return Training(model, optimizer, {1: growth.AddNeurons(3)}, seed=3)
 
 
 def resumed(folder):
@@ -702,11 +701,11 @@ def test_a_tokenizer_runs_no_code_and_asks_nothing(tmp_path, monkeypatch):
 # Invalid paths
 
 
-def resume(path, sweep=p.activation_patch):
+def resume(path):
     model = exposed_copy(boot("native"))
     tokens = pretrained.modular_addition_tokens()[[5, 7]] % 41
     how = {"sites": ["L0N3"], "progress": False}
-    sweep(model, *tokens[:, None], p.logit_diff(7, 8), resume=path, **how)
+    p.activation_patch(model, *tokens[:, None], p.logit_diff(7, 8), resume=path, **how)
 
 
 TAKES = {
@@ -715,7 +714,6 @@ TAKES = {
     "read_provenance": read_provenance,
     "load_source": load_source,
     "resume": resume,
-    "gate_and_value": lambda path: resume(path, p.gate_and_value),
     "ChunkStore": store,
     "Comparison.save": lambda path: comparison().save(path),
     "Comparison.load": Comparison.load,

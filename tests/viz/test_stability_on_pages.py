@@ -7,7 +7,7 @@ import pytest
 from browser import needs_browser
 from page_of_circuit import click, read_back
 
-from attn_only_lens import circuits, expose_neuron_heads, pretrained, tasks, viz
+from attn_only_lens import explain, expose_neuron_heads, pretrained, tasks, viz
 from attn_only_lens.errors import InputError
 
 
@@ -17,7 +17,7 @@ def why():
     model = expose_neuron_heads(pretrained.small_english(), copy=True).model
     task = tasks.agreement(model.tokenizer, 4, structure="simple")
     arguments = model, task.clean, task.corrupted, task.metric
-    return circuits.explain(*arguments, resamples=2, n_patched=1)
+    return explain(*arguments, resamples=2, n_patched=1)
 
 
 def test_the_page_has_the_inclusion_of_each_site(why):

@@ -10,7 +10,7 @@ from random_sweeps import POSITIONS, SITES, TOKENS, sweep, values
 
 from attn_only_lens import viz
 from attn_only_lens.errors import InputError
-from attn_only_lens.patching.results import PromptTokens
+from attn_only_lens.patching.prompt_tokens import PromptTokens
 
 LABELS = ["0 <b>x</b>", "1 </script>", "2 ·the / ·a", "3 ↵", "4 &lt;"]
 

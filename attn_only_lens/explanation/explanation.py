@@ -1,0 +1,293 @@
+"""What `explain` returns: an explanation as a table, a text, a page and a folder of files."""
+
+import re
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from attn_only_lens.circuits._group_nodes import peak_tokens
+from attn_only_lens.circuits.circuit import MISSING, Circuit
+from attn_only_lens.circuits.export import to_json
+from attn_only_lens.circuits.graph import CircuitGraph
+from attn_only_lens.engine.prompts import Prompts
+from attn_only_lens.engine.tokens import joined
+from attn_only_lens.explanation.model_answers import answer_cells, answer_warnings
+from attn_only_lens.explanation.node_descriptions import short_token
+from attn_only_lens.heads.host import NEURON_KINDS
+from attn_only_lens.patching.results import Sweep
+from attn_only_lens.storage.atomic import atomic_folder, write_text
+from attn_only_lens.viz import Page, circuit_view, write_html
+
+_STRONG, _MOST = 0.1, 3  # which sites outside the circuit are named: their |share| and number
+_BOTH = 1 / 3  # a label is "both" if the smaller part exceeds this share of |pattern| + |value|
+_HELD_OUT = 0.7  # warn if held-out faithfulness is below this share of the circuit's faithfulness
+_CHANGE = (
+    "Descriptions are of the clean run; 'corrupted' follows if the corrupted run differs. 'raises' "
+    "and 'lowers' list the tokens whose logits the change of the site's output, clean minus "
+    "corrupted, raises and lowers most by the direct path, if at least a tenth of the site's share "
+    "takes this path."
+)
+_MEANINGS = (
+    "share: the part of the difference that passes through the site, by its pattern (by_pattern) "
+    "and by its value (by_value). A path through several sites counts at each of them, so shares "
+    "can add up to more than 1. denoise, noise: the part that a patch of this site alone brings "
+    "back to the corrupted run, or removes from the clean run; report these two, which are exact. "
+    f"If the circuit missed nothing, everything else keeps about 0%. {_CHANGE}"
+)
+_OF_SEVERAL = (
+    " Ranks are medians, and probabilities, attention, gates and outputs are means, over {} "
+    "prompts; tokens are of prompt {}, counted from 0, which adds most to the difference."
+)
+_FILES = ("explanation.csv", "circuit.json", "graph.json", "attribution.parquet", "page.html")
+_COLUMNS = (
+    *("id", "token", "does", "share", "by_pattern", "by_value", "denoise", "noise", "disputed"),
+)
+_LEAST = 0.001  # below this, the sign of a share or of an effect may be rounding
+_DISPUTED = (
+    "both exact patches have the opposite sign to this share, so do not trust the share's sign"
+)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Explanation:
+    """An explanation of why a metric differs between two prompts. Made by `explain`.
+
+    Attributes:
+        attribution: every site's part of the difference, split into pattern and value.
+        circuit: a small circuit that keeps most of the difference.
+        graph: the attribution graph of the difference, with the sites of the circuit as nodes.
+        patches: exact patches of the strongest sites, by direction: "denoise" and "noise".
+        answers: one row for each run ("clean", "corrupted") and prompt, with the most probable
+            token and its probability, and each answer of the metric ("correct" and "wrong", or
+            "answer") with its rank and its probability.
+        does: a short description of what each node reads and writes, by node id: what it does in
+            the clean run and, if this differs, in the corrupted run; and the tokens whose logits
+            the change in its output (clean minus corrupted) raises and lowers most, if the direct
+            path carries a tenth of its share. Numbers are means over prompts; tokens are of the
+            prompt `shown`.
+        labels: the label of each node, by id: a head with the token to which it attends most (in
+            the clean run / in the corrupted run), another node with the first token that `does`
+            says the change raises (↑) or lowers (↓).
+        shown: the index of the pair of prompts whose tokens are shown: the pair that adds most to
+            the difference.
+        model: the model that was explained.
+        clean: the clean prompts.
+        corrupted: the corrupted prompts.
+    """
+
+    attribution: Sweep
+    circuit: Circuit
+    graph: CircuitGraph
+    patches: dict[str, Sweep]
+    answers: pd.DataFrame
+    does: dict[str, str]
+    labels: dict[str, str]
+    shown: int
+    model: Any
+    clean: Prompts
+    corrupted: Prompts
+
+    @property
+    def title(self) -> str:
+        """A sentence that states the circuit's size and how much of the difference it keeps.
+
+        If prompts were resampled, it also states how much the resampled circuits keep on held-out
+        prompts.
+        """
+        kept, n, held_out = self.circuit.faithfulness, len(self.circuit), self._held_out
+        title = f"{n:,} of {self.circuit.n_sites:,} sites keep {_percent(kept)} of the difference"
+        return title + f" ({_percent(held_out or 0)} on held-out prompts)" * (held_out is not None)
+
+    @property
+    def _held_out(self) -> float | None:
+        stability = self.circuit.stability
+        return None if stability is None else float(stability.held_out["mean"]["faithfulness"])
+
+    @property
+    def _warnings(self) -> list[str]:
+        """Warnings about the prompts, and about circuits that fail on held-out prompts."""
+        held_out, warnings = self._held_out, answer_warnings(self.answers, self.shown)
+        if held_out is not None and held_out < _HELD_OUT * self.circuit.faithfulness:
+            warnings.append(
+                f"Warning: circuits for half of the prompts keep only {_percent(held_out)} of the "
+                "difference on the other half. This circuit may not hold on new prompts: choose "
+                "more prompts."
+            )
+        return warnings
+
+    @property
+    def neurons(self) -> list[str]:
+        """The names of the graph's neurons and features, to pass to `neurons.top_examples`."""
+        heads = self.graph.heads
+        return list(heads.loc[heads["kind"].isin(NEURON_KINDS), "name"].unique())
+
+    def table(self) -> pd.DataFrame:
+        """Return a frame with one row per node of the graph, sorted by decreasing |share|.
+
+        The nodes are the sites of the circuit or, if it has more than `most_nodes` sites (see
+        `explain`), the sites with the largest |share|. Column `token` is the token at the site's
+        position in the clean prompt `shown`. Column `does` describes what the site reads and writes
+        (see the attribute `does`). Column `share` is the site's share of the difference, the sum of
+        `by_pattern` and `by_value`. A path through several sites is counted for each of these
+        sites, so shares can add up to more than 1. Columns `denoise` and `noise` are the effects of
+        patching only this site in the corrupted and in the clean run, as shares of the difference.
+        These two columns are missing for sites that were not patched. Column `disputed` is true if
+        both have the opposite sign to the share, so that the share's sign cannot be trusted.
+        """
+        frame = self.attribution.to_frame().set_axis(_ids(self.attribution))
+        rows = frame.loc[self.graph.heads["id"], ["by_pattern", "by_value"]].reset_index(names="id")
+        rows["share"] = rows["by_pattern"] + rows["by_value"]
+        rows["token"] = [self.graph.tokens[self.shown][pos] for pos in self.graph.heads["position"]]
+        rows["does"] = rows["id"].map(self.does).fillna("")
+        for way, sweep in self.patches.items():
+            effect = sweep.effect.set_axis(_ids(sweep))
+            rows[way] = rows["id"].map(effect if way == "denoise" else -effect)
+        parts = rows[["share", "denoise", "noise"]]
+        signs = np.sign(parts.where(parts.abs() >= _LEAST))
+        rows["disputed"] = (signs["share"] == -signs["denoise"]) & (
+            signs["share"] == -signs["noise"]
+        )
+        order = rows["share"].abs().sort_values(ascending=False, kind="stable").index
+        return rows.loc[order, list(_COLUMNS)].reset_index(drop=True)
+
+    def page(self, path: str | Path, *, examples: pd.DataFrame | None = None) -> Path:
+        """Write the page that `view` returns to a file, and return the file's path."""
+        return write_html(self.view(examples), path)
+
+    def view(self, examples: pd.DataFrame | None = None) -> Page:
+        """Render the graph as an interactive page (`viz.circuit_view`), and return the page.
+
+        Args:
+            examples: top examples of the explanation's `neurons`, from `neurons.top_examples`. The
+                page shows them, and names a neuron after the token at which its output is largest.
+        """
+        labels, names, peaks = dict(self.labels), {}, peak_tokens(examples)
+        for node, name in zip(self.graph.heads["id"], self.graph.heads["name"], strict=True):
+            if name in peaks:
+                labels[node] = f"{name} at “{short_token(peaks[name])}”"
+        for row in self.table().to_dict("records"):
+            names[row["id"]] = labels[row["id"]] + _by(row["by_pattern"], row["by_value"])
+            names[row["id"]] += ", sign disputed" * row["disputed"]
+        circuit, answers = self.circuit, answer_cells(self.answers).items()
+        notes = [
+            f"{self.title}; everything else keeps {_percent(circuit.completeness)} (about 0% if "
+            "the circuit missed nothing).",
+            *self._omitted,
+            *(f"The {run} run: {'; '.join(map(' '.join, row.items()))}." for run, row in answers),
+            *self._warnings,
+            "Labels: ← the token to which a head attends most (clean / corrupted run); ↑ or ↓ the "
+            "token whose logit the change of the node's output, clean minus corrupted, raises or "
+            "lowers most by the direct path; by pattern, or by both pattern and value: what "
+            "carries the node's share, if not mainly its value."
+            + f" Sign disputed: {_DISPUTED}."
+            * any(", sign disputed" in x for x in names.values()),
+        ]
+        if (tokens := self.attribution.tokens) is not None:
+            notes.insert(0, f"Corrupted prompt: {joined(tokens.corrupted[self.shown])}")
+        return circuit_view(
+            self.graph,
+            self.model,
+            self.clean,
+            corrupted=self.corrupted,
+            prompt=self.shown,
+            exact=self.patches["noise"],
+            notes=notes,
+            examples=examples,
+            stability=circuit.stability,
+            state={"names": names},
+        )
+
+    def save(self, folder: str | Path) -> None:
+        """Write the explanation to a folder, atomically.
+
+        The folder contains `page.html`, `explanation.csv` (the frame from `table`), `circuit.json`
+        (for `Circuit.load`), `graph.json` (for `circuits.from_json`) and `attribution.parquet` (for
+        `patching.Sweep.load`).
+        """
+        with atomic_folder(folder, _FILES, "graph.json") as new:
+            write_text(new / "explanation.csv", self.table().to_csv(index=False))
+            self.circuit.save(new / "circuit.json")
+            to_json(self.graph, new / "graph.json")
+            self.attribution.save(new / "attribution.parquet")
+            self.page(new / "page.html")
+
+    def text(self, k: int = 10) -> str:
+        """Return a text with the model's answers and the first k rows of `table`."""
+        table, n, stability = self.table(), self.attribution.n_prompts, self.circuit.stability
+        rows = table.head(k).round(2).drop(columns=["does", "disputed"])
+        disputed = table.head(k)["disputed"]
+        if disputed.any():
+            rows.insert(list(rows).index("share") + 1, "", disputed.map({True: "!", False: ""}))
+        rows[rows.select_dtypes("number").columns] += 0.0  # turn -0.00 into 0.00
+        rows["token"] = rows["token"].map(repr)
+        for name in ("id", "token"):  # pandas would align strings to the right
+            rows[name] = rows[name].str.ljust(rows[name].str.len().max())
+        text = rows.to_string(index=False, float_format="{:.2f}".format, na_rep="")
+        head, *lines = text.splitlines()
+        descriptions = map(_indented, table["does"])
+        lines = list(chain(*zip(lines, filter(None, descriptions), strict=False)))
+        if len(table) > k:
+            lines.append(f"... {len(table) - k} more rows: .table() in Python, --top in a shell")
+        lines += [fill(text, 80) for text in self._omitted]
+        meanings = f"{_MEANINGS} {MISSING}" + f" !: {_DISPUTED}." * bool(disputed.any())
+        meanings += _OF_SEVERAL.format(n, self.shown) * (n > 1)
+        return "\n".join(
+            [
+                fill(
+                    f"{self.title}; everything else keeps {_percent(self.circuit.completeness)}", 80
+                ),
+                self.attribution.clean_and_corrupted,
+                pd.DataFrame(answer_cells(self.answers)).to_string(),
+                *(fill(warning, 80) for warning in self._warnings),
+                *("", head, *lines, "", fill(meanings, 80)),
+                *([] if stability is None else ["", fill(f"Stability: {stability!r}", 80)]),
+            ]
+        )
+
+    @property
+    def _omitted(self) -> list[str]:
+        """Sentences about strong sites outside the circuit, and about sites that have no node."""
+        frame, listed, n = self.attribution.frame, len(self.graph.heads), len(self.circuit)
+        outside = frame["score"].where(~self.circuit.contains(frame), 0.0).abs().nlargest(_MOST)
+        rows = frame.loc[outside[outside >= _STRONG].index, ["name", "position", "score"]]
+        strong = ", ".join("{}@{} {:.2f}".format(*row) for row in rows.to_numpy())
+        return [
+            f"Not in the circuit, which does not need them, but with a large share: {strong}."
+        ] * bool(strong) + [
+            f"Of the circuit's {n:,} sites, the graph and the table have the {listed:,} with the "
+            "largest |share|: for more, pass most_nodes= to explain."
+        ] * (listed < n)
+
+    def __repr__(self) -> str:
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        return self.view()._repr_html_()
+
+
+def _indented(text: str) -> str:
+    """Wrap a description into indented lines of 80 columns, without line breaks in tokens."""
+    kept = re.sub(r"""(['"]) """, "\\1\N{NO-BREAK SPACE}", text)
+    lines = fill(kept, 80, initial_indent=" " * 4, subsequent_indent=" " * 6)
+    return lines.replace("\N{NO-BREAK SPACE}", " ")
+
+
+def _percent(value: float) -> str:
+    return f"{round(value, 2) + 0.0:.0%}"  # adding 0.0 turns -0% into 0%
+
+
+def _by(by_pattern: float, by_value: float) -> str:
+    """Return ", by pattern" or ", by both" if a node does not act mainly through its value."""
+    pattern, value = abs(by_pattern), abs(by_value)
+    if min(pattern, value) > _BOTH * (pattern + value):
+        return ", by both"
+    return ", by pattern" * (pattern > value)
+
+
+def _ids(sweep: Sweep) -> "pd.Series[str]":
+    return sweep.frame["name"].astype(str) + "@" + sweep.frame["position"].astype(str)
