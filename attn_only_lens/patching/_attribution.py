@@ -52,9 +52,9 @@ from attn_only_lens.arguments import as_plain, is_count, option_reasons
 from attn_only_lens.axes import Residual, Tokens
 from attn_only_lens.engine.contrast import BothRuns, Contrast, contrast, float32_slopes, run_both
 from attn_only_lens.engine.directions import ABLATIONS
+from attn_only_lens.engine.edits import by_site
 from attn_only_lens.engine.gradients import (
     Tape,
-    by_site,
     edit_input,
     gradient_node,
     site_estimates,
@@ -494,7 +494,7 @@ class _Estimator:
         for group in groups:
             sites = group.sites
             by_head = result.through_patterns(model, sites.layer, sites.kind)
-            moves.append(group.sums(by_site(model, sites, by_head)).sum(1))
+            moves.append(group.sums(by_site(sites, by_head)).sum(1))
         return sign * on_one_device(moves).cpu().double()
 
     def _tangents(self, prompts: PromptChunk) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from attn_only_lens.arguments import option_reasons
 from attn_only_lens.engine.directions import DIRECTIONS
-from attn_only_lens.engine.edits import neuron_changes, neuron_variants, sum_by_site
+from attn_only_lens.engine.edits import neuron_variants
 from attn_only_lens.engine.gradients import Tape, start_graph
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import (
@@ -545,12 +545,7 @@ def _names_of(receivers: LayerSites | None) -> tuple[str, ...]:
 def _take(sites: LayerSites, chosen: slice | Int[Tensor, "site"]) -> LayerSites:
     indices = torch.arange(len(sites.names), device="cpu")[chosen]
     names = tuple(sites.names[i] for i in indices.tolist())
-    return replace(sites, names=names, index=sites.index[chosen], member=sites.member[chosen])
-
-
-def _local(sites: LayerSites) -> LayerSites:
-    """Return the same sites, but with the indices 0, 1, 2, …"""
-    return replace(sites, index=torch.arange(len(sites.names), device="cpu"))
+    return replace(sites, names=names, index=sites.index[chosen])
 
 
 @dataclass(eq=False)
@@ -653,11 +648,10 @@ class _PathRunner:
         replay = self.replay
         heads = replay.host.neurons[receivers.layer]
         dz, columns = self._neuron_dz(block, receivers)
-        changes = neuron_changes(heads, _local(receivers), dz)  # [receiver, sender · batch, pos]
-        moves = changes.unflatten(1, (-1, replay.batch))[j, i]
+        moves = dz.permute(2, 0, 1).unflatten(1, (-1, replay.batch))[j, i]
         block_number = replay.host.block(receivers.layer, "neuron")
         after = block_number + replay.adds_mlp_output(block_number, heads.output_module)
-        rows = heads.W_out[receivers.index.to(dz.device)]
+        rows = heads.W_O[receivers.index.to(dz.device), 0]
 
         def run(some: Tensor, first: int) -> Tensor:
             directions = rows[j[some]].repeat_interleave(replay.batch, dim=0).unsqueeze(1)
@@ -735,12 +729,9 @@ class _PathRunner:
         gradient = gradients[receivers.layer, receivers.kind]
         if receivers.kind in NEURON_KINDS:
             dz, columns = self._neuron_dz(block, receivers)
-            heads = self.replay.host.neurons[receivers.layer]
             index = receivers.index.to(gradient.device)
-            by_member = gradient.squeeze(-1)[:, columns].unflatten(-1, (-1, heads.heads_per_neuron))
-            by_member = by_member[:, :, index].flatten(2).repeat(n, 1, 1)
-            terms = sum_by_site(heads, _local(receivers), dz * by_member)
-            return terms.unflatten(1, (n, -1)).sum((-1, -2)).T
+            along = gradient.squeeze(-1)[:, columns][:, :, index]
+            return (dz.unflatten(0, (n, -1)) * along).sum((1, 2))
         z, begins = self._attention_z(block, receivers)
         dz = z - self.target.of(receivers.layer, "attention").z[:, begins:]
         index = receivers.index.to(z.device)

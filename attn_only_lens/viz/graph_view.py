@@ -415,8 +415,7 @@ def _add_patterns(
 ) -> None:
     """Add the patterns and z of neurons (by name), and the patterns of attention heads (by id).
 
-    `runs` holds the clean run and, if it is shown, the corrupted run. Neurons that consist of
-    several heads are skipped, because they have no single pattern. Skip and error nodes have no
+    `runs` holds the clean run and, if it is shown, the corrupted run. Skip and error nodes have no
     patterns.
     """
     most = _WEIGHTS // (len(runs) * runs[0].tokens.shape[1])
@@ -424,12 +423,10 @@ def _add_patterns(
     strongest = heads.loc[heads["attribution"].abs().nlargest(most).index]
     if len(strongest) < len(heads):
         notes.append(f"Patterns: only for the {most} nodes with the largest |attribution|.")
-    layers = host_of(model).neurons
     seen: dict[tuple[str, str], list[list[Tensor]]] = {}
     for key, name, position in strongest[["id", "name", "position"]].to_numpy():
         head = HeadName.parse(name)
-        shared = head.kind in NEURON_KINDS and layers[head.layer].heads_per_neuron > 1
-        if name in details or shared:
+        if name in details:
             continue
         hooks = _hooks(model, head)
         if hooks not in seen:  # one transfer per layer

@@ -143,9 +143,7 @@ class AttentionOnlyCache(ActivationCache):
                 raise UnsupportedCallError(
                     f"{call}a converted model has no {key}: the MLP of source layer l is block "
                     '2l + 1. Use cache["attn_out", 2l+1] for mlp_out, cache["resid_pre", 2l+1] for '
-                    'resid_mid and mlp_in, cache["q", 2l+1] for pre, cache["z", 2l+1] for post '
-                    "(with bilinear gates, q and z are per head: blocks[2l+1].attn.neuron_outputs "
-                    "sums z over the heads of each neuron)"
+                    'resid_mid and mlp_in, cache["q", 2l+1] for pre, cache["z", 2l+1] for post'
                 )
         return self.cache_dict[key]
 
@@ -244,7 +242,7 @@ class AttentionOnlyCache(ActivationCache):
         pos_slice: Any = None,
         project_output_onto: Tensor | None = None,
     ) -> Tensor:
-        """Return the output z · W_out of each neuron in a block, after the output norm (if any)."""
+        """Return the output z · W_O of each neuron in a block, after the output norm (if any)."""
         if not 0 <= layer < self.model.cfg.n_layers or block_kind(layer) != "neuron":
             raise UnsupportedCallError(
                 f"got layer={layer}; expected a neuron block, 2 * l + 1 for source layer l "
@@ -252,13 +250,13 @@ class AttentionOnlyCache(ActivationCache):
             )
         norm = _OutputNorm(self, layer, _slice(pos_slice))
         attn: Any = self.model.blocks[layer].attn
-        acts = _slice(pos_slice).apply(attn.neuron_outputs(self["z", layer].squeeze(-1)), dim=-2)
+        acts = _slice(pos_slice).apply(self["z", layer].squeeze(-1), dim=-2)
         acts = _slice(neuron_slice).apply(norm.divide(acts), dim=-1)
-        W_out = norm.rescale(_slice(neuron_slice).apply(attn.W_out, dim=0))
+        W_O = norm.rescale(_slice(neuron_slice).apply(attn.W_O.squeeze(-2), dim=0))
         if project_output_onto is None:
-            return acts[..., None] * W_out
+            return acts[..., None] * W_O
         # Projecting first avoids a tensor of shape [..., d_mlp, d_model].
-        projected = W_out @ project_output_onto
+        projected = W_O @ project_output_onto
         return acts * projected if projected.ndim == 1 else acts[..., None] * projected
 
     def stack_neuron_results(
@@ -472,7 +470,7 @@ class _Stack:
 
     def add_neurons(self, block: int, wanted: Any = None) -> None:
         layer = block_layer(block)
-        every = torch.arange(self.cache.model.cfg.layer_sizes[layer].d_mlp, device="cpu")
+        every = torch.arange(self.cache.model.blocks[block].cfg.n_heads, device="cpu")
         neurons = _slice(wanted).apply(every, dim=0).reshape(-1)  # an integer removes the axis
         results = self.cache.get_neuron_results(block, neurons, self.positions, self.columns)
         self.components.append(results.movedim(-2, 0))
