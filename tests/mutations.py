@@ -194,14 +194,14 @@ MUTATIONS = [
         "tests/patching/test_activation_patch.py",
     ),
     Mutation(
-        "circuits/ablation.py",
+        "circuits/ablated_model.py",
         "result[chosen] = z[chosen].mean(dim=0)",
         "result[chosen] = z.flatten(0, 1).mean(dim=0)",
         "positional means are means over all positions",
         "tests/circuits",
     ),
     Mutation(
-        "circuits/ablation.py",
+        "circuits/_faithfulness.py",
         "random_cmd=float(trapezoid(abs(1 - random), shares).mean()),",
         "random_cmd=float(trapezoid(1 - random, shares).mean()),",
         "CMD of random circuits lets errors cancel",

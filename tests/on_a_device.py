@@ -46,7 +46,7 @@ from attn_only_lens import (
 )
 from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
-from attn_only_lens.circuits.ablation import AblatedModel
+from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.heads import host_of
 from attn_only_lens.models.in_place import hide

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from attn_only_lens.arguments import is_count
-from attn_only_lens.circuits.ablation import ALIKE
+from attn_only_lens.circuits.ablated_model import ALIKE
 from attn_only_lens.circuits.attributed_run import (
     AttributedRun,
     attribute_difference,

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_only_lens.arguments import a_type, as_plain, is_count, share_reasons
-from attn_only_lens.circuits._search import smallest_prefix
-from attn_only_lens.circuits.ablation import AblatedModel
+from attn_only_lens.circuits.ablated_model import AblatedModel
+from attn_only_lens.circuits.search import smallest_prefix
 from attn_only_lens.comparison.alignment import Alignment, align
 from attn_only_lens.comparison.batch_runs import MODELS, BatchRun, add_patching, stage_bar
 from attn_only_lens.comparison.batches import Batch, PromptSource, batches
