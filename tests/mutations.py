@@ -102,7 +102,7 @@ MUTATIONS = [
         "tests/circuits",
     ),
     Mutation(
-        "patching/_path_patch.py",
+        "patching/path_runner.py",
         "        change = self.readers.neuron_change(receivers, entering, self.part, columns)",
         "        change = self.readers.neuron_change(receivers, entering, 'z', columns)",
         "path_patch ignores part=",
