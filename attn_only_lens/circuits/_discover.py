@@ -47,7 +47,9 @@ from attn_only_lens.engine.recording import RunPair, run_pair
 from attn_only_lens.engine.sites import Sites, all_heads
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching._activation_patch import activation_patch
-from attn_only_lens.patching._attribution import METHODS, Method, attribute, plan_attribution
+from attn_only_lens.patching._attribute import attribute
+from attn_only_lens.patching._attribution import plan_attribution
+from attn_only_lens.patching.attribution_options import METHODS, AttributionOptions, Method
 from attn_only_lens.patching.repairs import Budget
 from attn_only_lens.patching.results import MEASURED, Sweep
 from attn_only_lens.patching.site_groups import site_groups, site_rows
@@ -198,15 +200,16 @@ def rank_sites(
     if method == MEASURED:
         return activation_patch(*prompts, **settings, progress=False), None
     settings |= {"part": "z", "reference": None, "resume": None}
-    plan = plan_attribution(prompts, method, budget, **settings)
+    how = AttributionOptions(cast("Method", method), budget)
+    plan = plan_attribution(prompts, how, **settings)
     shared = method == "secant" and not budget and len(plan.prompts) == 1
     # `run_both` runs half precision in float32, and skips conversions to float32 in float64 models.
     shared &= next(plan.model.parameters()).dtype == torch.float32
     if not shared:
-        return attribute(plan, None, cast("Method", method), budget), None
+        return attribute(plan, how), None
     both = run_both(plan.model, plan.pair)
     runs = run_pair(plan.model, plan.pair, *both.recordings(), plan.metric)
-    return attribute(plan, both, "secant", budget), runs
+    return attribute(plan, how, both=both), runs
 
 
 def circuit_of(
