@@ -45,7 +45,7 @@ from attn_only_lens import (
     viz,
 )
 from attn_only_lens import patching as p
-from attn_only_lens.circuits.ablation import AblatedModel
+from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.models.in_place import hide
 from attn_only_lens.models.verify import verify

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from attn_only_lens.arguments import is_count
-from attn_only_lens.circuits.ablation import ALIKE
+from attn_only_lens.circuits.ablated_model import ALIKE
 from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, CircuitGraph, select_largest
 from attn_only_lens.circuits.linear_graph import LinearGraph, Node, Places, node_frame

@@ -28,7 +28,8 @@ from scipy.spatial.distance import squareform
 from torch import Tensor
 
 from attn_only_lens.arguments import a_type, is_number
-from attn_only_lens.circuits.ablation import AblatedModel, Rows
+from attn_only_lens.circuits.ablated_model import AblatedModel
+from attn_only_lens.circuits.ablated_points import Rows
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.linear_graph import Places, reasons_of_another_run
 from attn_only_lens.circuits.weights.head_matrices import HeadMatrices

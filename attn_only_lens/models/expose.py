@@ -32,13 +32,13 @@ from attn_only_lens.models.in_place import (
     require_no_transcoders,
     show,
 )
-from attn_only_lens.models.in_place.heads import FeatureHeads, UnknownMLPError
 from attn_only_lens.models.in_place.known_mlps import (
     KnownMLP,
     known_mlps,
     non_finite_weights,
     run_mlp,
 )
+from attn_only_lens.models.in_place.mlp_hooks import FeatureHeads, UnknownMLPError
 from attn_only_lens.models.shared_weights import share_weights
 from attn_only_lens.models.transformers_module import weight_reasons
 from attn_only_lens.models.verification import Verification

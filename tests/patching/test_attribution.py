@@ -16,7 +16,7 @@ from attn_only_lens.engine.gradients import Tape
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.engine.recording import record
 from attn_only_lens.errors import InputError, UnsupportedModelError
-from attn_only_lens.patching._attribution import integrated_gradients
+from attn_only_lens.patching.integrated_gradients import integrated_gradients
 from attn_only_lens.pretrained import small_english
 
 pytestmark = [

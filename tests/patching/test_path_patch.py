@@ -12,7 +12,9 @@ from attn_only_lens import Bilinear, HeadName, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.gates import bilinear_gate
-from attn_only_lens.patching import _path_patch
+from attn_only_lens.patching import path_blocks, path_patches
+from attn_only_lens.patching.path_patches import PathPatches
+from attn_only_lens.patching.path_runner import PathRunner
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 if HAS_HOOKED_TRANSFORMER:
@@ -121,8 +123,8 @@ def test_top_is_patched_exactly(small, monkeypatch):
     options = {"senders": p.all_heads(0), "receivers": p.heads(1), "part": "z"}
     options |= {"positions": [1, END], "progress": False}
     every = p.path_patch(model, clean, corrupted, METRIC, **options)
-    monkeypatch.setattr(_path_patch, "_NUMBERS", 500)  # a few paths per block
-    monkeypatch.setattr(_path_patch, "_AT_ONCE", 5)
+    monkeypatch.setattr(path_blocks, "_NUMBERS", 500)  # a few paths per block
+    monkeypatch.setattr(path_patches, "_AT_ONCE", 5)
     cut = p.path_patch(model, clean, corrupted, METRIC, **options)
     key = ["sender", "receiver", "position"]
     values = cut.frame.astype({"sender": str, "receiver": str}).set_index(key)["value"]
@@ -143,12 +145,12 @@ def test_top_is_patched_exactly(small, monkeypatch):
 @pytest.mark.parametrize("top", [None, 7])
 def test_resumes(small, top, tmp_path, monkeypatch):
     model, clean, corrupted = small
-    monkeypatch.setattr(_path_patch, "_AT_ONCE", 3)
-    monkeypatch.setattr(_path_patch, "_ESTIMATES_AT_ONCE", 5)
+    monkeypatch.setattr(path_patches, "_AT_ONCE", 3)
+    monkeypatch.setattr(path_patches, "_ESTIMATES_AT_ONCE", 5)
     folder, n_patched, n_estimated = tmp_path / "paths", [], []
     options = {"senders": ["L0H1", "L0N3", "L0N5"], "receivers": ["L1H0", "L1N5", "logits"]}
     options |= {"positions": [1, END], "top": top, "resume": folder, "progress": False}
-    runner, patches = _path_patch._PathRunner, _path_patch._PathPatches
+    runner, patches = PathRunner, PathPatches
     values, estimate = runner.values, patches.estimate
     monkeypatch.setattr(runner, "values", lambda *x: n_patched.append(len(x[2])) or values(*x))
     monkeypatch.setattr(

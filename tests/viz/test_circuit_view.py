@@ -303,7 +303,7 @@ def test_a_page_of_a_thousand_nodes_is_bounded_and_says_so():
 
 def test_patterns_that_do_not_fit_are_left_out_and_it_is_said(drawn, monkeypatch):
     graph, model, prompts, page = drawn
-    monkeypatch.setattr("attn_only_lens.viz.graph_view._WEIGHTS", 7 * POS)
+    monkeypatch.setattr("attn_only_lens.viz.graph_details._WEIGHTS", 7 * POS)
     data = read_back(viz.circuit_view(graph, model, prompts))
     assert data["notes"][-1:] == ["Patterns: only for the 7 nodes with the largest |attribution|."]
     heads = heads_of(graph)
@@ -415,7 +415,7 @@ def test_examples_of_neurons(drawn, monkeypatch):
     assert first == {"tokens": ["a", "b"], "values": [0.5, 2.0], "gates": [0.25, 0.75],
                      "position": 1, "text": 3}  # fmt: skip
     assert len(rest) == 2
-    monkeypatch.setattr("attn_only_lens.viz.graph_view._EXAMPLES", 12)
+    monkeypatch.setattr("attn_only_lens.viz.graph_details._EXAMPLES", 12)
     data = read_back(viz.circuit_view(graph, examples=frame))
     assert set(data["details"]) == set(ranked.unique()[:2])
     assert data["notes"][-1:] == ["Examples: only for the 2 nodes with the largest |attribution|."]
