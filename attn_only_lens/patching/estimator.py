@@ -11,9 +11,9 @@ from tqdm.auto import tqdm
 
 from attn_only_lens.engine.contrast import BothRuns, Contrast, contrast, run_both
 from attn_only_lens.engine.directions import ABLATIONS
+from attn_only_lens.engine.edits import by_site
 from attn_only_lens.engine.gradients import (
     Tape,
-    by_site,
     gradient_node,
     site_estimates,
     start_graph,

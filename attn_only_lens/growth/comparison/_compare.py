@@ -27,12 +27,6 @@ import numpy as np
 from attn_only_lens.arguments import a_type, as_plain, is_count, share_reasons
 from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.circuits.search import smallest_prefix
-from attn_only_lens.comparison.alignment import Alignment, align
-from attn_only_lens.comparison.batch_runs import MODELS, BatchRun, add_patching, stage_bar
-from attn_only_lens.comparison.batches import Batch, PromptSource, batches
-from attn_only_lens.comparison.circuits import Resampling, compare_circuits
-from attn_only_lens.comparison.results import Comparison
-from attn_only_lens.comparison.statistics import Statistics
 from attn_only_lens.engine.input_warnings import warn, warned_once
 from attn_only_lens.engine.metrics import AnyMetric, no_gradient_reasons, require_slope
 from attn_only_lens.engine.model_checks import reasons_not_to_run
