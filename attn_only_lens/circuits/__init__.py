@@ -1,12 +1,13 @@
 """Analyze circuits of attention heads and neuron-heads (MLP neurons written as attention heads)."""
 
 from attn_only_lens.circuits._attribution_graph import attribution_graph
-from attn_only_lens.circuits._evaluate import Evaluation, evaluate, transfer
+from attn_only_lens.circuits._discover import discover
+from attn_only_lens.circuits._evaluate import Evaluation, evaluate
+from attn_only_lens.circuits._faithfulness import SHARES, Faithfulness, faithfulness
 from attn_only_lens.circuits._group_nodes import NodeGroups, group_nodes
 from attn_only_lens.circuits._path_expansion import PathExpansion, path_expansion
 from attn_only_lens.circuits._score_sources import score_sources
-from attn_only_lens.circuits._search import discover
-from attn_only_lens.circuits.ablation import SHARES, Faithfulness, faithfulness
+from attn_only_lens.circuits._transfer import transfer
 from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.stability import Stability

@@ -14,10 +14,11 @@ The table lists the kinds of nodes (`kind`), with an example `id` for each kind:
     metric     metric         the metric
 
 The weights of the edges into a node add up to the node's attribution. The weights of the edges into
-"metric" add up to the metric or its change (`attributed_run.py`). In a graph of one run, these sums
-include only edges of kind "value"; edges of kinds "q", "k" and "gate" estimate, to first order, how
-a source affects the metric through the target's pattern or gate. In a graph of a difference, they
-include all edges. Pruning preserves these sums: edges from dropped nodes become edges from "rest".
+"metric" add up to the metric or its change (`engine/linear_map.py`). In a graph of one run, these
+sums include only edges of kind "value"; edges of kinds "q", "k" and "gate" estimate, to first
+order, how a source affects the metric through the target's pattern or gate. In a graph of a
+difference, they include all edges. Pruning preserves these sums: edges from dropped nodes become
+edges from "rest".
 """
 
 from collections.abc import Iterable
@@ -53,7 +54,7 @@ class CircuitGraph:
             neurons); `name`; `position` (missing for bias, rest, offset, metric); `value` (in the
             clean run, the mean over prompts of a neuron's output, or of the norm of a head's output
             or of the embedding); `gradient` (the derivative of the metric with respect to a
-            neuron's output; missing for several prompts, or if several heads share a neuron);
+            neuron's output; missing for several prompts);
             `attribution` to the mean over prompts; by role also `error`, the standard error.
         edges: one row per nonzero edge. Columns: `source`, `target` (ids), `kind` ("value", "q",
             "k", "gate"), `weight`; by role also `error`.

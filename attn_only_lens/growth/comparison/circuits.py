@@ -34,8 +34,8 @@ import torch
 from jaxtyping import Bool, Float
 from scipy.stats import rankdata
 
-from attn_only_lens.circuits.attributed_run import attribute_run
 from attn_only_lens.circuits.linear_graph import LinearGraph
+from attn_only_lens.engine.linear_map import of_run
 from attn_only_lens.engine.model_weights import float32_weights
 from attn_only_lens.engine.sites import LayerSites, all_heads, resolve_sites
 from attn_only_lens.errors import UnsupportedModelError
@@ -340,14 +340,14 @@ def _edges(
     pair = pair_for(model, batch.pair)
     with float32_weights(model):
         try:
-            attributed = attribute_run(model, pair, batch.metric)
+            linear = of_run(model, pair, batch.metric)
         except UnsupportedModelError as error:
             more = "n_nodes=0 compares only the nodes of circuits, without edges"
             raise UnsupportedModelError([*error.reasons, more], error.problem) from error
         chosen = components.within(nodes)
         n_nodes = sum(map(len, chosen))
         with stage_bar(f"edges in {label}", n_nodes, "node", progress) as bar:
-            frame, by_prompt = LinearGraph(attributed, pair, chosen).edges(bar.update)
+            frame, by_prompt = LinearGraph(linear, pair, chosen).edges(bar.update)
     inside = ~frame["source"].isin(["rest", "bias"]).to_numpy()
     frame = frame.loc[inside, ["source", "target", "kind"]]
     grown = components.grown_names
