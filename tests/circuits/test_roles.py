@@ -13,15 +13,9 @@ import pytest
 import torch
 from common import mlp_hook, tokens
 
-from attn_only_lens import HeadName
+from attn_only_lens import HeadName, explain
 from attn_only_lens import patching as p
-from attn_only_lens.circuits import (
-    attribution_graph,
-    discover,
-    evaluate,
-    explain,
-    faithfulness,
-)
+from attn_only_lens.circuits import attribution_graph, discover, evaluate, faithfulness
 from attn_only_lens.circuits.ablation import AblatedModel
 from attn_only_lens.circuits.stability import random_halves, resampled
 from attn_only_lens.errors import InputError, InputWarning
