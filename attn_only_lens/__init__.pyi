@@ -3,8 +3,8 @@
 from . import (
     circuits,
     errors,
-    expansion,
     gates,
+    growth,
     neurons,
     patching,
     pretrained,
@@ -13,12 +13,11 @@ from . import (
     viz,
 )
 from ._load import load
-from .comparison import compare
 from .engine.prompts import chat_tokens
 from .engine.tokens import token_texts
 from .errors import AttnOnlyLensError
 from .explanation import explain
-from .growth import grow
+from .growth import compare, grow
 from .heads import (
     HeadName,
     dense_pattern,
@@ -31,7 +30,6 @@ from .models.expose import expose_neuron_heads
 from .models.gate_option import Bilinear, calibrate
 from .models.to_stock import to_stock
 from .models.two_blocks import AttentionOnlyCache, AttentionOnlyTransformer
-from .models.verify import verify
 
 __all__ = [
     "AttentionOnlyCache",
@@ -46,11 +44,11 @@ __all__ = [
     "convert",
     "dense_pattern",
     "errors",
-    "expansion",
     "explain",
     "expose_neuron_heads",
     "gates",
     "grow",
+    "growth",
     "load",
     "neuron_gate",
     "neuron_pattern",
@@ -62,6 +60,5 @@ __all__ = [
     "to_stock",
     "token_texts",
     "transcoders",
-    "verify",
     "viz",
 ]

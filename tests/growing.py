@@ -11,18 +11,18 @@ from torch import Tensor
 from torch.nn import functional
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens import expansion as ex
-from attn_only_lens.expansion.weights import Constants, Weights, axes_of
+from attn_only_lens import growth
+from attn_only_lens.growth.expansion.weights import Constants, Weights, axes_of
 
 
 def steps(n_new_layer=1, group=1):
     """Return six expansions by name; TransformerLens has one width for queries and values."""
     return {
-        "neurons": ex.AddNeurons(5),
-        "heads": ex.AddHeads(2 * group),
-        "width": ex.compose(ex.WidenValues(4), ex.WidenQueriesAndKeys(4)),
-        "stream": ex.WidenStream(11),
-        "layer": ex.InsertLayer(n_new_layer),
+        "neurons": growth.AddNeurons(5),
+        "heads": growth.AddHeads(2 * group),
+        "width": growth.compose(growth.WidenValues(4), growth.WidenQueriesAndKeys(4)),
+        "stream": growth.WidenStream(11),
+        "layer": growth.InsertLayer(n_new_layer),
     }
 
 
@@ -32,7 +32,7 @@ def group_size(model):
 
 def all_steps(model, order=("neurons", "heads", "width", "stream", "layer")):
     by_name = steps(group=group_size(model))
-    return ex.compose(*(by_name[name] for name in order))
+    return growth.compose(*(by_name[name] for name in order))
 
 
 def cached(model, prompts=None):
@@ -47,7 +47,7 @@ def worst_activation(provenance, old, new):
     worst, unknown = {}, []
     for hook, expected in old.items():
         try:
-            moved = ex.activation_map(provenance, hook)
+            moved = growth.activation_map(provenance, hook)
         except KeyError:
             unknown.append(hook)
             continue

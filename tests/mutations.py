@@ -67,10 +67,10 @@ MUTATIONS = [
         "tests/engine/test_contrast.py",
     ),
     Mutation(
-        "engine/linear_pair.py",
-        "along * query * mean(gates.v))",
-        "along * query * gates.v.chunk(2)[0])",
-        "edges into gates are wrong",
+        "engine/secants.py",
+        "lambda gradient: gradient if self._is_open else None",
+        "lambda gradient: gradient",
+        "edges into values contain those into patterns",
         "tests/circuits/test_difference_graph.py",
     ),
     Mutation(
@@ -78,13 +78,6 @@ MUTATIONS = [
         "(misses**2).sum(axis=1) * n / (n - 1)",
         "(misses**2).sum(axis=1)",
         "standard errors of edges are too small",
-        "tests/circuits",
-    ),
-    Mutation(
-        "circuits/_score_edges.py",
-        "                yield name, value * batch.share\n",
-        "                yield name, value\n",
-        "batches of different sizes have equal weights in edge scores",
         "tests/circuits",
     ),
     Mutation(

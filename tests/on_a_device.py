@@ -34,6 +34,7 @@ from attn_only_lens import (
     dense_pattern,
     expose_neuron_heads,
     grow,
+    growth,
     load,
     neuron_gate,
     neuron_pattern,
@@ -41,15 +42,14 @@ from attn_only_lens import (
     pretrained,
     save,
     to_stock,
-    verify,
     viz,
 )
-from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.heads import host_of
 from attn_only_lens.models.in_place import hide
+from attn_only_lens.models.verify import verify
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from libraries
@@ -239,7 +239,10 @@ def other_sweeps(model):
         values,
         p.activation_patch(model, CLEAN, CORRUPTED, number, mask=mask, **options),
         p.activation_patch(model, *GIVEN, **resampled, **options),
-        p.gate_and_value(model, *GIVEN, **options | {"sites": ["L0N3", "L1N29"]}),
+        *(
+            p.activation_patch(model, *GIVEN, part=part, **options | {"sites": ["L0N3", "L1N29"]})
+            for part in ("pattern", "value")
+        ),
     )
 
 
@@ -258,9 +261,7 @@ def circuit(model):
     how = {"n_random": 1, "ablation": "mean"}
     curve = circuits.faithfulness(model, *GIVEN, ranking, shares=[0.4, 1.0], **how)
     circuit = circuits.discover(model, *GIVEN, faithfulness=0.5, **few, **how)
-    nodes = ["L0H1", "L0N3", "L1H0", "L1N29"]
-    edges = circuits.score_edges(model, CLEAN, nodes, exact=3, progress=False)
-    return curve, circuit, circuits.evaluate(model, circuit, *GIVEN), edges
+    return curve, circuit, circuits.evaluate(model, circuit, *GIVEN)
 
 
 def difference(model):
@@ -274,13 +275,12 @@ def difference(model):
 def weights(model):
     into, onto = p.all_heads([0]), p.all_heads([1])
     return (
-        [circuits.composition(model, into, onto, kind) for kind in "qkv"],
-        circuits.top_compositions(model, 5, kind="v"),  # includes the embedding
+        [circuits.composition(model, into, onto, kind).frame for kind in "qkv"],
+        circuits.composition(model, top=5).frame,  # includes the embedding
         circuits.copying_scores(model, tokens=range(D_VOCAB)).drop(columns="copying"),
-        circuits.token_paths(model, k=5, progress=False)[["score"]],
-        circuits.ov_circuit(model, "L1H0").top(3)[["score"]],
-        circuits.qk_circuit(model, "L1N29", tokens=[3, 5]).top(2)[["score"]],
-        circuits.virtual_weights(model, "L0H1", "L1H0", "v").AB,
+        circuits.token_circuit(model, "L1H0", "ov").top(3)[["score"]],
+        circuits.token_circuit(model, "L1N29", "qk", tokens=[3, 5]).top(2)[["score"]],
+        circuits.composition(model, "L0H1", "L1H0", "v").virtual_weights().AB,
     )
 
 
@@ -374,7 +374,9 @@ def verified(model):
 def grown(model):
     """Grow every size, train before and after, and shrink the result."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    training = Training(model, optimizer, {1: ex.compose(ex.AddNeurons(3), ex.WidenStream(2))})
+    training = Training(
+        model, optimizer, {1: growth.compose(growth.AddNeurons(3), growth.WidenStream(2))}
+    )
     losses = []
     for _ in training.steps(2):
         loss = training.model(there(model)).square().mean()
@@ -382,7 +384,7 @@ def grown(model):
         loss.backward()
         training.optimizer.step()
         losses.append(float(loss))
-    one = grow(training.model, d_mlp=43, n_layers=3, init=ex.init.copies(), seed=1)
+    one = grow(training.model, d_mlp=43, n_layers=3, init=growth.init.copies(), seed=1)
     return losses, [model_now(there(model)) for model_now in (one.model, one.shrink())]
 
 
@@ -405,7 +407,7 @@ def test_models_made_from_others(use):
 def test_hooked_transformers_made_from_others():
     def use(model):
         products = gradient_products(model, CLEAN)
-        larger = grow(model, ex.AddNeurons(5), init=grad_max(products)).model
+        larger = grow(model, growth.AddNeurons(5), init=grad_max(products)).model
         stock = to_stock(convert(model, gate=Bilinear()))
         return products, larger(there(model)), stock(there(model))
 
@@ -428,7 +430,7 @@ def test_a_training_goes_on(tmp_path):
 
         def made():
             model.load_state_dict(start)
-            return Training(model, torch.optim.AdamW(model.parameters()), {1: ex.AddNeurons(3)})
+            return Training(model, torch.optim.AdamW(model.parameters()), {1: growth.AddNeurons(3)})
 
         training = made()
         for _ in training.steps(2):

@@ -28,7 +28,6 @@ from typer.testing import CliRunner
 
 import attn_only_lens as lens
 from attn_only_lens import circuits, explain, growth, neurons, tasks, viz
-from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 from attn_only_lens.storage import write_text
@@ -178,7 +177,7 @@ def _other_inside(kit, context):
 
 def _moved(kit):
     hook = "blocks.1.hook_resid_pre"
-    moved = ex.activation_map(kit.grown.provenance, hook)
+    moved = growth.activation_map(kit.grown.provenance, hook)
     with torch.no_grad():
         there = kit.grown.model.run_with_cache(tokens())[1][moved.name]
     return torch.allclose(moved.old_part(there), kit.cache[hook], atol=1e-3)
@@ -193,8 +192,8 @@ def _cached_by_hand(kit):
 
 
 def _bilinear(kit):
-    exposed = lens.expose_neuron_heads(kit.model, copy=True, gate=lens.Bilinear(2)).model
-    return lens.verify(kit.model, exposed, tokens()).ok
+    how = {"copy": True, "gate": lens.Bilinear(2), "check": tokens()}
+    return lens.expose_neuron_heads(kit.model, **how).verification.ok
 
 
 def _followed(kit):
@@ -278,12 +277,6 @@ def _read_pairs(kit):
     return tasks.from_jsonl(task_tokenizer(), 1, path, keys=keys)
 
 
-def _exported(kit, write, *read, **options):
-    path = kit.out("graph.json")
-    write(kit.graph, path, **options)
-    return path.stat().st_size > 0 and all(len(reader(path).nodes) > 0 for reader in read)
-
-
 def _page(kit):
     about = {"tokens": WORDS, "metric": "logit", "value": 1.0, "model": "added", "n_layers": 2}
     return viz.circuit_page(kit.graph.nodes, kit.graph.edges, about)
@@ -301,8 +294,8 @@ def _generalized_silu(kit):
             del block.mlp.act  # a module
             block.mlp.act = silu
         model = bridges.bridged(gpt2)
-    exposed = lens.expose_neuron_heads(model, copy=True, gate=silu).model
-    return lens.verify(model, exposed, tokens()).ok
+    exposed = lens.expose_neuron_heads(model, copy=True, gate=silu, check=tokens())
+    return exposed.verification.ok
 
 
 LENS = {
@@ -317,7 +310,9 @@ LENS = {
     "explain": lambda kit: len(
         explain(kit.exposed, tokens(batch=1), tokens(1, batch=1), METRIC).table()
     ),
-    "expose_neuron_heads": lambda kit: lens.verify(kit.model, kit.exposed, tokens()).bitwise,
+    "expose_neuron_heads": lambda kit: (
+        lens.expose_neuron_heads(kit.model, copy=True, check=tokens()).verification.bitwise
+    ),
     "grow": lambda kit: kit.grown.model.cfg.d_mlp == 41,
     "load": lambda kit: lens.load(kit.files)(tokens()).isfinite().all(),
     "neuron_gate": lambda kit: lens.neuron_gate(kit.cache, "L0N3").shape == (BATCH, POS),
@@ -331,7 +326,6 @@ LENS = {
         ).cfg.attn_only
     ),
     "token_texts": lambda kit: lens.token_texts(kit.model, torch.tensor([7, 11])) == ["w3", " w7"],
-    "verify": lambda kit: lens.verify(kit.model, kit.exposed, tokens()).ok,
 }
 GATES = {"GeneralizedSiLU": _generalized_silu}
 PATCHING = {
@@ -347,9 +341,6 @@ PATCHING = {
     ),
     "error_nodes": lambda kit: _kinds_with_transcoder(kit, p.error_nodes()) == {"error"},
     "features": lambda kit: _kinds_with_transcoder(kit, p.features()) == {"feature"},
-    "gate_and_value": lambda kit: len(
-        p.gate_and_value(kit.exposed, tokens(1), tokens(2), METRIC, sites=["L1N3"], progress=False)
-    ),
     "heads": lambda kit: set(kit.sweep(p.heads()).frame["kind"]) == {"attention"},
     "kl": lambda kit: _changed(kit.attributed(p.kl())),
     "log_probability": lambda kit: _changed(kit.attributed(p.log_probability(7))),
@@ -378,31 +369,24 @@ TASKS = {
 }
 CIRCUITS = {
     "attribution_graph": lambda kit: len(kit.graph.edges) > 0,
-    "composition": lambda kit: len(circuits.composition(kit.exposed, "L0N3", "L1H1")),
+    "composition": lambda kit: (
+        circuits.composition(kit.exposed, "L0N3", "L1H1").virtual_weights().shape[0]
+    ),
     "copying_scores": lambda kit: circuits.copying_scores(kit.exposed)["copying"].notna().any(),
     "discover": lambda kit: len(_circuit_result(kit, "discover")),
     "faithfulness": lambda kit: len(_circuit_result(kit, "faithfulness").frame),
-    "from_json": lambda kit: _exported(kit, circuits.to_json, circuits.from_json),
     "evaluate": lambda kit: _circuit_result(kit, "evaluate").whole,
     "group_nodes": lambda kit: len(_grouped(kit).nodes),
-    "ov_circuit": lambda kit: len(circuits.ov_circuit(kit.exposed, "L1N3").top(5)),
     "path_expansion": lambda kit: len(
         circuits.path_expansion(kit.exposed, tokens()).paths(METRIC, 5, progress=False)
-    ),
-    "qk_circuit": lambda kit: len(circuits.qk_circuit(kit.exposed, "L1H1").top(5)),
-    "score_edges": lambda kit: len(
-        circuits.score_edges(kit.exposed, tokens(), ["L0H1", "L1N3"], exact=3, progress=False)
     ),
     "score_sources": lambda kit: len(
         circuits.score_sources(kit.exposed, tokens(batch=1), "L1H1", query=-1, key=0)
     ),
-    "to_json": lambda kit: _exported(kit, circuits.to_json),
-    "token_paths": lambda kit: len(circuits.token_paths(kit.exposed, k=5, progress=False)),
-    "top_compositions": lambda kit: len(circuits.top_compositions(kit.exposed, k=3)),
+    "token_circuit": lambda kit: all(
+        len(circuits.token_circuit(kit.exposed, "L1H1", kind).top(5)) for kind in ("qk", "ov")
+    ),
     "transfer": lambda kit: _transfer(kit).size,
-    "virtual_weights": lambda kit: circuits.virtual_weights(kit.exposed, "L0N3", "L1H1", "v").shape[
-        0
-    ],
 }
 VIZ = {
     "attention_view": lambda kit: len(viz.attention_view(kit.exposed, ["L1H1", "L1N3"], TEXT)),
@@ -434,17 +418,6 @@ NEURONS = {
     "neuron_statistics": lambda kit: kit.looked_up("gate").n_tokens,
     "top_examples": lambda kit: len(kit.looked_up("attribution", p.loss()).frame()),
 }
-EXPANSION = {
-    "AddHeads": lambda kit: kit.grown_by(ex.AddHeads(1)),
-    "AddNeurons": lambda kit: kit.grown_by(ex.AddNeurons(5)),
-    "InsertLayer": lambda kit: kit.grown_by(ex.InsertLayer(1)),
-    "WidenQueriesAndKeys": lambda kit: kit.grown_by(ex.WidenQueriesAndKeys(3)),
-    "WidenStream": lambda kit: kit.grown_by(ex.WidenStream(10)),
-    "WidenValues": lambda kit: kit.grown_by(ex.WidenValues(3)),
-    "activation_map": _moved,
-    "compose": lambda kit: kit.grown_by(ex.compose(ex.WidenValues(3), ex.WidenQueriesAndKeys(3))),
-    "init": lambda kit: kit.grown_by(ex.AddNeurons(5), init=ex.init.copies()),
-}
 TRANSCODERS = {
     "AttachedTranscoders": _same_with_transcoder,
     "Fidelity": lambda kit: _fidelity(kit).n_tokens,
@@ -456,6 +429,17 @@ TRANSCODERS = {
     "save": _saved_transcoder,
 }
 GROWTH = {
+    "AddHeads": lambda kit: kit.grown_by(growth.AddHeads(1)),
+    "AddNeurons": lambda kit: kit.grown_by(growth.AddNeurons(5)),
+    "InsertLayer": lambda kit: kit.grown_by(growth.InsertLayer(1)),
+    "WidenQueriesAndKeys": lambda kit: kit.grown_by(growth.WidenQueriesAndKeys(3)),
+    "WidenStream": lambda kit: kit.grown_by(growth.WidenStream(10)),
+    "WidenValues": lambda kit: kit.grown_by(growth.WidenValues(3)),
+    "activation_map": _moved,
+    "compose": lambda kit: kit.grown_by(
+        growth.compose(growth.WidenValues(3), growth.WidenQueriesAndKeys(3))
+    ),
+    "init": lambda kit: kit.grown_by(growth.AddNeurons(5), init=growth.init.copies()),
     "Grown.save_pretrained": lambda kit: torch.allclose(
         lens.load(kit.grown.save_pretrained(kit.out("grown")))(tokens()),
         kit.model(tokens()),
@@ -517,10 +501,12 @@ OF_NO_MODEL = {
         "Paths",
         "Circuit",
         "CircuitGraph",
+        "Compositions",
         "Explanation",
     ),
     *("Faithfulness", "NodeGroups", "Stability"),
     *("PathExpansion", "TokenCircuit"),
+    "Comparison",
     *(
         "Page",
         "Provenance",
@@ -544,7 +530,6 @@ TITLES = {
     "attn_only_lens.neurons": "attn_only_lens.neurons",
     "attn_only_lens.transcoders": "attn_only_lens.transcoders",
     "attn_only_lens.growth": "attn_only_lens.growth",
-    "attn_only_lens.expansion": "attn_only_lens.expansion, by `grow`",
     "attn_only_lens.gates": "attn_only_lens.gates",
     "attn-only-lens": "The command line",
 }
@@ -573,7 +558,6 @@ ROWS = {
     "attn_only_lens.neurons": NEURONS,
     "attn_only_lens.transcoders": TRANSCODERS,
     "attn_only_lens.growth": GROWTH,
-    "attn_only_lens.expansion": EXPANSION,
     "attn_only_lens.gates": GATES,
     "attn-only-lens": COMMANDS,
 }

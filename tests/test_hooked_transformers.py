@@ -80,9 +80,6 @@ ANALYSES = {
         for method in ("gradient", "secant", "integrated")
     },
     "attribution pattern": lambda m: attributed(m, part="pattern"),
-    "gate_and_value": lambda m: p.gate_and_value(
-        m, tokens(1), tokens(2), METRIC, sites=SITES[2:], progress=False
-    ),
     "path_patch": lambda m: (
         p.path_patch(
             *(m, tokens(1), tokens(2), METRIC),
@@ -109,14 +106,13 @@ ANALYSES = {
         getattr(graph(m, tokens(2, batch=1)), name) for name in ("nodes", "edges")
     ],
     "score_sources": lambda m: circuits.score_sources(m, tokens(batch=1), "L1H1", query=-1, key=0),
-    "score_edges": lambda m: circuits.score_edges(m, tokens(), SITES, exact=3, progress=False),
     "path_expansion": lambda m: circuits.path_expansion(m, tokens()).paths(
         METRIC, 5, progress=False
     ),
-    "composition": lambda m: circuits.composition(m, "L0N3", "L1H1"),
+    "composition": lambda m: circuits.composition(m, "L0N3", "L1H1").frame,
     "copying_scores": circuits.copying_scores,
-    "ov_circuit": lambda m: circuits.ov_circuit(m, "L1N3").top(5),
-    "qk_circuit": lambda m: circuits.qk_circuit(m, "L1H1").top(5),
+    "OV circuit": lambda m: circuits.token_circuit(m, "L1N3", "ov").top(5),
+    "QK circuit": lambda m: circuits.token_circuit(m, "L1H1", "qk").top(5),
 }
 
 

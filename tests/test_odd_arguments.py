@@ -14,16 +14,14 @@ from attn_only_lens import (
     circuits,
     explain,
     expose_neuron_heads,
+    growth,
     neurons,
     pretrained,
     token_texts,
-    verify,
     viz,
 )
-from attn_only_lens import expansion as ex
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
-from attn_only_lens.comparison.batches import batches
 from attn_only_lens.errors import (
     CheckpointError,
     GrowthError,
@@ -31,6 +29,8 @@ from attn_only_lens.errors import (
     InputWarning,
     UnsupportedCallError,
 )
+from attn_only_lens.growth.comparison.batches import batches
+from attn_only_lens.models.verify import verify
 
 CLEAN, CORRUPTED = [3, 4, 113], [3, 5, 113]
 METRIC = p.logit_diff(7, 8)
@@ -115,7 +115,7 @@ def test_arrays_wherever_tokens_are_taken(model):
 
 def test_a_name_is_no_model_and_a_word_is_no_selection(model):
     pair = torch.tensor(CLEAN), torch.tensor(CORRUPTED)
-    for call in (p.activation_patch, p.attribution, p.gate_and_value, explain,
+    for call in (p.activation_patch, p.attribution, explain,
                  circuits.discover):  # fmt: skip
         with pytest.raises(UnsupportedCallError, match="got a str as the model; expected a Transf"):
             call("smollm2", *pair, METRIC)
@@ -202,7 +202,7 @@ def test_training_of_another_kind(tmp_path):
     model = pretrained.modular_addition()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for schedule, reason in (
-        ([ex.AddNeurons(1)], "got a schedule of type list"),
+        ([growth.AddNeurons(1)], "got a schedule of type list"),
         (None, "got a schedule of type NoneType"),
         ({1: 3}, "got 3 before step 1"),
     ):

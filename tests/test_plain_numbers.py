@@ -9,8 +9,7 @@ import pytest
 import torch
 from common import D_MLP, tokens
 
-from attn_only_lens import expansion as ex
-from attn_only_lens import expose_neuron_heads, grow
+from attn_only_lens import expose_neuron_heads, grow, growth
 from attn_only_lens import patching as p
 from attn_only_lens.devices import free_bytes
 from attn_only_lens.engine.metrics import bind
@@ -104,7 +103,7 @@ def test_one_number(pair, kind):
     # The seed is the same, too.
     for first, second in zip(got.model.parameters(), expected.model.parameters(), strict=True):
         assert torch.equal(first, second)
-    assert ex.AddNeurons(made(3), layers=np.array([0])) == ex.AddNeurons(3, layers=[0])
+    assert growth.AddNeurons(made(3), layers=np.array([0])) == growth.AddNeurons(3, layers=[0])
 
 
 def test_names_of_a_column(model):

@@ -40,7 +40,7 @@ MODULES = [
         f"attn_only_lens.{name}"
         for name in ("patching", "tasks", "circuits", "explanation", "neurons", "viz")
     ),
-    *(f"attn_only_lens.{name}" for name in ("expansion", "growth", "comparison", "transcoders")),
+    *(f"attn_only_lens.{name}" for name in ("growth", "transcoders")),
     *(
         f"attn_only_lens.{name}"
         for name in ("gates", "heads", "models", "errors", "reference", "pretrained")

@@ -35,8 +35,7 @@ import torch
 from torch import Tensor
 
 from analyses.benchmark.tracr_edges import Edge
-from attn_only_lens import expansion as ex
-from attn_only_lens import grow
+from attn_only_lens import grow, growth
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
 _MASSIVE = 2.0**27
@@ -79,7 +78,7 @@ def disguise(model: HookedTransformer, seed: int) -> Disguised:
     model, origin = _split(model, origin, seed)
     model, origin = _with_decoys(model, origin, seed)
     n_axes = model.cfg.d_model // 4 + 1
-    model = grow(model, ex.WidenStream(n_axes), init=ex.init.normal(0.3), seed=seed).model
+    model = grow(model, growth.WidenStream(n_axes), init=growth.init.normal(0.3), seed=seed).model
     model = _with_noise(model, n_axes, draw)
     _rescale(model, draw)
     _add_biases(model, draw)
@@ -101,9 +100,9 @@ def parts(model: HookedTransformer) -> list[str]:
 def _split(
     model: HookedTransformer, origin: dict[str, str], seed: int
 ) -> tuple[HookedTransformer, dict[str, str]]:
-    expansion = ex.compose(ex.AddNeurons(model.cfg.d_mlp // 2 + 1), ex.AddHeads(1))
+    expansion = growth.compose(growth.AddNeurons(model.cfg.d_mlp // 2 + 1), growth.AddHeads(1))
     # `splits` wants noise; with so little, the weights of a copy and its source stay equal.
-    grown = grow(model, expansion, init=ex.init.splits(share=0.5, noise=1e-30), seed=seed)
+    grown = grow(model, expansion, init=growth.init.splits(share=0.5, noise=1e-30), seed=seed)
     now = {grown.provenance[name]: source for name, source in origin.items()}
     for shares in grown.provenance.shares:
         if shares.axis.label not in _LETTERS:  # "kv_head": the same split, listed again
@@ -117,15 +116,15 @@ def _split(
 def _with_decoys(
     model: HookedTransformer, origin: dict[str, str], seed: int
 ) -> tuple[HookedTransformer, dict[str, str]]:
-    expansion = ex.compose(ex.AddNeurons(model.cfg.d_mlp // 4 + 3), ex.AddHeads(1))
-    grown = grow(model, expansion, init=ex.init.normal(1.0), seed=seed)
+    expansion = growth.compose(growth.AddNeurons(model.cfg.d_mlp // 4 + 3), growth.AddHeads(1))
+    grown = grow(model, expansion, init=growth.init.normal(1.0), seed=seed)
     return grown.model, {grown.provenance[name]: source for name, source in origin.items()}
 
 
 def _with_noise(model: HookedTransformer, n_axes: int, draw: torch.Generator) -> HookedTransformer:
     """Return a model with new axes of the stream, to which all parts write random vectors."""
     old = model.cfg.d_model
-    model = grow(model, ex.WidenStream(n_axes), init=ex.init.zeros()).model
+    model = grow(model, growth.WidenStream(n_axes), init=growth.init.zeros()).model
     for weights in _writers(model):
         new = weights[..., old:]
         new.copy_(torch.randn(new.shape, generator=draw, dtype=new.dtype) / 2)

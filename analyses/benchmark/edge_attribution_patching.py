@@ -4,8 +4,7 @@
 
 (Syed, Rager and Conmy, "Attribution Patching Outperforms Automated Circuit Discovery", 2023). Here,
 m is the sum of all logits with random signs, norm scales before R are held fixed, and w's output is
-removed. EAP is the first-order estimate of an exact cut in `circuits.score_edges` with a zero
-reference.
+removed. EAP is the first-order estimate of an exact cut in `two_factors.py` with a zero reference.
 """
 
 from collections import defaultdict
@@ -31,7 +30,7 @@ def edge_attribution_patching(
     nodes: Collection[str],
     seed: int = 0,
 ) -> dict[tuple[str, str, str], float]:
-    """Return the score of every edge: writer, reader, kind, as `circuits.score_edges` names them.
+    """Return the score of every edge: writer, reader, kind, with the names of `two_factors.py`.
 
     Args:
         source: a `HookedTransformer`, which computes the gradients.

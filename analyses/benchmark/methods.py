@@ -1,16 +1,17 @@
 """The methods that the benchmark compares: functions from a task to a frame of scores.
 
 `NODES` has methods for parts: a frame with columns `name` and `score`. `EDGES` has methods for
-edges: columns `writer`, `reader`, `side` and `score`. Baselines are in `gradients.py`. Methods of
-the package, with both kinds of references that its functions have:
+edges: columns `writer`, `reader`, `side` and `score`. Baselines are in `gradients.py`. Our methods
+are functions of the package, and two factors, which the package does not have because EAP is better
+on trained models at a fortieth of the cost:
 
     secants         attribution with method="secant": Σ |M · Δ| over positions and pairs, with exact
                     multipliers between the two runs of a pair
     exact repairs   nodes: attribution with its default budget of exact patches. Edges: two factors,
                     where the quarter of all edges with the highest scores is cut exactly.
     exact patches   `activation_patch` of each part at each position: Σ |effect|
-    two factors     `circuits.score_edges`, of all different prompts, with zero and mean references.
-                    A part's score is the highest score of the edges that it writes.
+    two factors     `two_factors.py`, of all different prompts, with zero and mean references. A
+                    part's score is the highest score of the edges that it writes.
     exact cuts      its column `exact` of every edge; for parts, its column `node`: the change of
                     the logits if the part's output is replaced
 
@@ -31,7 +32,8 @@ from analyses.benchmark import gradients as g
 from analyses.benchmark.edge_attribution_patching import edge_attribution_patching
 from analyses.benchmark.tasks import Task
 from analyses.benchmark.tracr_edges import Edge
-from attn_only_lens import circuits, convert
+from analyses.benchmark.two_factors import score_edges
+from attn_only_lens import convert
 from attn_only_lens import patching as p
 from attn_only_lens.engine.contrast import contrast, run_both
 from attn_only_lens.engine.gradients import Tape
@@ -96,11 +98,9 @@ def _sweep_scores(sweep: Callable[..., p.Sweep], task: Task, **options: Any) -> 
 
 
 def scored_edges(task: Task, exact: int = 0) -> pd.DataFrame:
-    """Return the frame of `circuits.score_edges`, with the sides that tasks have."""
+    """Return the frame of `score_edges`, with the sides that tasks have."""
     model = convert(task.model, copy_weights=True)
-    frame = circuits.score_edges(
-        model, task.prompts(), list(task.nodes), exact=exact, progress=False
-    )
+    frame = score_edges(model, task.prompts(), task.nodes, exact)
     return frame.assign(side=frame["kind"].replace(_SIDES))
 
 

@@ -37,8 +37,7 @@ from analyses.benchmarks.bench_peak_memory import (
 )
 from analyses.tools.benching import MIB, leave, machine, medians, page_name, table
 from analyses.tools.options import Device, Out, Smoke
-from attn_only_lens import expansion as ex
-from attn_only_lens import grow
+from attn_only_lens import grow, growth
 from attn_only_lens.tl import HookedTransformer
 
 GROWN = {"n_layers": 16, "d_model": 1024, "n_heads": 16, "d_head": 80, "d_mlp": 4096}
@@ -60,7 +59,7 @@ def call_of(name: str, model: HookedTransformer, sizes: dict[str, int]) -> Calla
             return build
         state = build().state_dict()  # not grown: a peak could hide in freed memory
         return lambda: deepcopy(state)
-    init = ex.init.zeros() if name == "grow, zeros" else None
+    init = growth.init.zeros() if name == "grow, zeros" else None
     return lambda: grow(model, init=init, **sizes)
 
 

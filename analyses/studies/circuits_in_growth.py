@@ -59,12 +59,11 @@ from analyses.tools.english_runs import (
 from analyses.tools.resumable import claim
 from analyses.tools.study_files import as_csv, as_stored, said, t_interval
 from analyses.tools.train_small_english import questions, tokenizer
-from attn_only_lens import expansion as ex
-from attn_only_lens import grow
+from attn_only_lens import grow, growth
 from attn_only_lens import patching as p
-from attn_only_lens.expansion.expansion import Expansion
-from attn_only_lens.expansion.initialise import Initialiser
 from attn_only_lens.growth import Grown, read
+from attn_only_lens.growth.expansion.expansion import Expansion
+from attn_only_lens.growth.expansion.initialise import Initialiser
 
 Floats: TypeAlias = "pd.Series[float]"
 TASKS = ("number, prepositional", "gender", "brackets, simple")
@@ -148,18 +147,18 @@ class Arm:
 def arms(recipe: Recipe) -> dict[str, Arm]:
     """Return all arms by name."""
     small, grown = recipe.small, recipe.grown
-    neurons = ex.AddNeurons(grown.d_mlp - small.d_mlp)
+    neurons = growth.AddNeurons(grown.d_mlp - small.d_mlp)
     return {
         NONE: Arm(None, growth_seeds=(0,)),
         EQUAL_STEPS: Arm(None, growth_seeds=(0,), steps_of=neurons),
         OTHER_TEXTS: Arm(None, steps_of=neurons, other_texts=True),
         "neurons": Arm(neurons),
-        "heads": Arm(ex.AddHeads(grown.n_heads - small.n_heads)),
-        "width": Arm(ex.WidenStream(grown.d_model - small.d_model)),
-        "depth": Arm(ex.InsertLayer(small.n_layers)),
-        COPIES: Arm(neurons, ex.init.copies(), (0,)),
-        CANCELLING: Arm(neurons, ex.init.cancelling(), (0,)),
-        SPLITS: Arm(neurons, ex.init.splits(), (0,)),
+        "heads": Arm(growth.AddHeads(grown.n_heads - small.n_heads)),
+        "width": Arm(growth.WidenStream(grown.d_model - small.d_model)),
+        "depth": Arm(growth.InsertLayer(small.n_layers)),
+        COPIES: Arm(neurons, growth.init.copies(), (0,)),
+        CANCELLING: Arm(neurons, growth.init.cancelling(), (0,)),
+        SPLITS: Arm(neurons, growth.init.splits(), (0,)),
     }
 
 
@@ -202,7 +201,7 @@ def plan_of(recipe: Recipe, seed: int) -> Plan:
 
 def plan_after(recipe: Recipe, arm: Arm, small: Done, growth_seed: int) -> tuple[Plan, list[int]]:
     """Return the plan that continues the small model's training, and the steps of all checks."""
-    start, expansion = small.plan.steps, arm.steps_of or arm.expansion or ex.compose()
+    start, expansion = small.plan.steps, arm.steps_of or arm.expansion or growth.compose()
     first = batch(small.plan, start)
     weights = read(grow(small.model, expansion).model)
     ratio = step_flops(read(small.model), first) / step_flops(weights, first)
@@ -252,7 +251,7 @@ def measured(
     arm, rows, prompts, frames = arms(recipe)[name], [], [], {}
     ends: list[measures.Look] = []
     for growth_seed in arm.growth_seeds:
-        expansion = arm.expansion or ex.compose()
+        expansion = arm.expansion or growth.compose()
         grown = grow(small.model, expansion, init=arm.init, seed=growth_seed)
         old = {name: grown.provenance[name] for name in before.names}
         new = {*grown.provenance.new_heads, *grown.provenance.new_neurons}

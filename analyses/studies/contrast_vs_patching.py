@@ -40,14 +40,10 @@ from analyses.tools.study_files import t_interval
 from analyses.tools.token_pairs import LENGTH, pairs
 from attn_only_lens import HeadName, circuits, expose_neuron_heads, load, pretrained, tasks
 from attn_only_lens import patching as p
-from attn_only_lens.circuits.attributed_run import (
-    AttributedRun,
-    attribute_difference,
-    attribute_run,
-)
 from attn_only_lens.circuits.linear_graph import LinearGraph
 from attn_only_lens.engine.contrast import run_both
 from attn_only_lens.engine.gradients import edit_input
+from attn_only_lens.engine.linear_map import LinearMap, of_difference, of_run
 from attn_only_lens.engine.prompts import PromptPair, prompt_pair
 
 Prompts: TypeAlias = tuple[Any, Any, Any]  # clean, corrupted, metric
@@ -199,21 +195,21 @@ def edges(model: Any, prompts: Prompts, sizes: Sizes) -> Rows:
     clean, corrupted, metric = prompts
     pair = prompt_pair(model, clean, corrupted)
     graph = circuits.attribution_graph(model, clean, metric, corrupted=corrupted, top=sizes.nodes)
-    both = attribute_difference(model, pair, metric)
+    both = of_difference(model, pair, metric)
     names = [HeadName.parse(name) for name in graph.heads["name"].unique()]
     chosen = [
         [
             (pos, head.index)
             for head in names
-            if (head.layer, head.kind) == (sublayer.writes.layer, sublayer.writes.kind)
+            if (head.layer, head.kind) == (writes.layer, writes.kind)
             for pos in range(pair.clean.shape[1])
         ]
-        for sublayer in both.linear.sublayers
+        for writes in both.sublayers
     ]
     by_head = partial(_by_head, pair=pair, chosen=chosen, graph=graph)
     values = {"secant graph": by_head(both)}
     strongest = values["secant graph"].abs().nlargest(sizes.edges).index
-    values["graph of one run"] = by_head(attribute_run(model, pair, metric))
+    values["graph of one run"] = by_head(of_run(model, pair, metric))
     ends = (0.0, 1.0)  # from the corrupted run to the clean one
     inside = tuple((step + 0.5) / sizes.steps for step in range(sizes.steps))
     along = {
@@ -238,7 +234,7 @@ def edges(model: Any, prompts: Prompts, sizes: Sizes) -> Rows:
     yield {"kind": "edges", "method": "denoising", "noise": rank}
 
 
-def _tangent(model: Any, pair: PromptPair, metric: Any, both: AttributedRun, place: float) -> Any:
+def _tangent(model: Any, pair: PromptPair, metric: Any, both: LinearMap, place: float) -> Any:
     """Return the difference with derivatives at one run, whose embeddings are interpolated."""
     corrupted, clean = run_both(model, pair).stream.chunk(2)[::-1]
     point = torch.lerp(corrupted, clean, place)
@@ -250,13 +246,12 @@ def _tangent(model: Any, pair: PromptPair, metric: Any, both: AttributedRun, pla
         return point.repeat(len(stream) // len(point), 1, 1)
 
     with edit_input(model, move):
-        tangent = attribute_difference(model, same, metric)
+        tangent = of_difference(model, same, metric)
     sublayers = tuple(
-        replace(one, writes=replace(one.writes, z=two.writes.z))
-        for one, two in zip(tangent.linear.sublayers, both.linear.sublayers, strict=True)
+        replace(one, z=two.z) for one, two in zip(tangent.sublayers, both.sublayers, strict=True)
     )
-    changes = replace(tangent.linear.run, embedding=both.linear.run.embedding)
-    return replace(tangent, linear=replace(tangent.linear, run=changes, sublayers=sublayers))
+    changes = replace(tangent.run, embedding=both.run.embedding, sublayers=sublayers)
+    return replace(tangent, run=changes)
 
 
 def _by_head(run: Any, pair: Any, chosen: list[Any], graph: circuits.CircuitGraph) -> pd.Series:

@@ -52,10 +52,9 @@ from analyses.tools.english_runs import Done, Plan, Sizes, batch, figures, run, 
 from analyses.tools.gradmax import grad_max, gradient_products
 from analyses.tools.resumable import claim
 from analyses.tools.study_files import said, t_interval
-from attn_only_lens import expansion as ex
 from attn_only_lens import growth
-from attn_only_lens.expansion.expansion import Expansion
-from attn_only_lens.expansion.initialise import Initialiser
+from attn_only_lens.growth.expansion.expansion import Expansion
+from attn_only_lens.growth.expansion.initialise import Initialiser
 
 Floats: TypeAlias = "pd.Series[float]"
 KINDS = {"plain": "Plain MLPs and LayerNorm", "gated": "Gated MLPs and RMS norm"}
@@ -129,13 +128,13 @@ class SeedRuns:
 def between(small: Sizes, full: Sizes) -> Expansion:
     """Return the expansion from one size to another, without new layers."""
     more = {name: size - getattr(small, name) for name, size in asdict(full).items()}
-    steps = {"d_mlp": ex.AddNeurons, "n_heads": ex.AddHeads, "d_model": ex.WidenStream}
-    return ex.compose(*(kind(more[name]) for name, kind in steps.items() if more[name]))
+    steps = {"d_mlp": growth.AddNeurons, "n_heads": growth.AddHeads, "d_model": growth.WidenStream}
+    return growth.compose(*(kind(more[name]) for name, kind in steps.items() if more[name]))
 
 
 def inserted(places: tuple[int, ...], **how: Any) -> Expansion:
     """Return the expansion that inserts layers; places are layer numbers after growth."""
-    return ex.compose(*(ex.InsertLayer(place, **how) for place in sorted(places)))
+    return growth.compose(*(growth.InsertLayer(place, **how) for place in sorted(places)))
 
 
 def steps_within(plan: Plan, flops: int) -> int:
@@ -151,12 +150,12 @@ def steps_within(plan: Plan, flops: int) -> int:
 def inits(trunk: Done) -> dict[str, Initialiser]:
     """Return the initialisers by name."""
     initialisers = {
-        "own": ex.init.own(),
-        "zeros": ex.init.zeros(),
-        "copies": ex.init.copies(noise=0.1),
-        "pairs": ex.init.cancelling(),
-        "splits": ex.init.splits(share=0.5, noise=0.1),
-        "unequal": ex.init.splits(share=0.75, noise=0.01),
+        "own": growth.init.own(),
+        "zeros": growth.init.zeros(),
+        "copies": growth.init.copies(noise=0.1),
+        "pairs": growth.init.cancelling(),
+        "splits": growth.init.splits(share=0.5, noise=0.1),
+        "unequal": growth.init.splits(share=0.75, noise=0.01),
     }
     if not trunk.model.cfg.gated_mlp:
         tokens = batch(trunk.plan, trunk.plan.steps)[:, :-1]

@@ -39,13 +39,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from analyses.study import Setting, Study, Tables
 from analyses.tools import train_small_english as small
 from analyses.tools.benching import table
-from attn_only_lens import expansion as ex
-from attn_only_lens import pretrained
-from attn_only_lens.expansion import Axis, Weights
-from attn_only_lens.expansion.expansion import apply_plan
-from attn_only_lens.expansion.weights import WRITERS, axes_of, tail
-from attn_only_lens.growth._grow import growable_of
-from attn_only_lens.growth.growable import Growable
+from attn_only_lens import growth, pretrained
+from attn_only_lens.growth.expansion import Axis, Weights
+from attn_only_lens.growth.expansion.expansion import apply_plan
+from attn_only_lens.growth.expansion.weights import WRITERS, axes_of, tail
+from attn_only_lens.growth.models._grow import growable_of
+from attn_only_lens.growth.models.growable import Growable
 
 ARMS = ("bert2BERT", "evenly", "Deep Fusion", "3.5 as printed", "Theorem 3.5")
 COLOURS = dict(zip(ARMS, ("#d55e00", "#e69f00", "#0072b2", "#999999", "#009e73"), strict=True))
@@ -113,8 +112,8 @@ def fused(weights: Weights, width: int) -> Weights:
 def as_printed(weights: Weights, width: int) -> Weights:
     """Widen by the paper's rule: gains are scaled, ε is not; LayerNorm is not centred."""
     weights = replace(weights, constants=replace(weights.constants, tied=False))
-    plan = ex.WidenStream(width - weights.sizes[STREAM]).plan(weights)
-    grown, _ = apply_plan(weights, plan, ex.init.own(), 0)
+    plan = growth.WidenStream(width - weights.sizes[STREAM]).plan(weights)
+    grown, _ = apply_plan(weights, plan, growth.init.own(), 0)
     return replace(grown, constants=replace(grown.constants, eps=weights.constants.eps))
 
 
@@ -122,7 +121,7 @@ def widened(source: Growable, arm: str, width: int, seed: int) -> Any:
     """Return the model at another width."""
     weights = source.read()
     if arm == "Theorem 3.5":
-        wider, _ = ex.WidenStream(width - weights.sizes[STREAM])(weights, seed=seed)
+        wider, _ = growth.WidenStream(width - weights.sizes[STREAM])(weights, seed=seed)
     elif arm == "Deep Fusion":
         wider = fused(weights, width)
     elif arm == "3.5 as printed":

@@ -38,8 +38,8 @@ from analyses.tools.learn_mask import learn_mask
 from attn_only_lens import circuits, expose_neuron_heads, load, pretrained, tasks
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.ablated_model import AblatedModel
-from attn_only_lens.circuits.attributed_run import attribute_run
 from attn_only_lens.circuits.stability import inclusion_interval
+from attn_only_lens.engine.linear_map import of_run
 from attn_only_lens.engine.prompts import prompt_pair
 
 BATCH, RESAMPLES, N_FRESH = 20, 20, 230  # a fresh batch has half as many prompts as BATCH
@@ -184,11 +184,10 @@ def relp(model: Any, task: tasks.PairedPrompts, frame: pd.DataFrame) -> np.ndarr
         back = prompt_pair(model, here.corrupted, here.clean)
         answers = ([column[i][0] for i in some] for column in (task.answers, task.wrong))
         metric = p.logit_diff(*answers)
-        clean, corrupted = (attribute_run(model, x, metric, patterns=False) for x in (here, back))
-        for index, sublayer in enumerate(clean.linear.sublayers):
+        clean, corrupted = (of_run(model, x, metric, patterns=False) for x in (here, back))
+        for index, writes in enumerate(clean.sublayers):
             change = clean.z[index] - corrupted.z[index]
-            effects = (clean.gradients[index] * change).sum(dim=(0, -1)).cpu().numpy()
-            writes = sublayer.writes
+            effects = (clean.multipliers[index] * change).sum(dim=(0, -1)).cpu().numpy()
             rows = (frame["layer"] == writes.layer) & (frame["kind"] == writes.kind)
             chosen = frame[rows]
             total[rows] += effects[chosen["position"].to_numpy(int), chosen["index"].to_numpy(int)]

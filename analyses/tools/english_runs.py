@@ -44,9 +44,9 @@ from analyses.tools.train_small_english import (
     questions,
 )
 from attn_only_lens import grow, growth, pretrained
-from attn_only_lens.expansion import Weights
-from attn_only_lens.expansion.expansion import Expansion
-from attn_only_lens.expansion.initialise import Initialiser
+from attn_only_lens.growth.expansion import Weights
+from attn_only_lens.growth.expansion.expansion import Expansion
+from attn_only_lens.growth.expansion.initialise import Initialiser
 from attn_only_lens.models.in_place import copy_model
 from attn_only_lens.tasks import PairedPrompts
 

@@ -15,9 +15,9 @@ from attn_only_lens.axes import Logits, Tokens
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.tokens import checked_tokens
 from attn_only_lens.errors import GrowthError
-from attn_only_lens.expansion.initialise import Initialiser, New, own
-from attn_only_lens.expansion.weights import in_layer, tail
-from attn_only_lens.growth._grow import growable_of
+from attn_only_lens.growth.expansion.initialise import Initialiser, New, own
+from attn_only_lens.growth.expansion.weights import in_layer, tail
+from attn_only_lens.growth.models._grow import growable_of
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 
 
@@ -50,14 +50,14 @@ def gradient_products(
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import expansion as ex, grow, pretrained
+        >>> from attn_only_lens import grow, growth, pretrained
         >>> from attn_only_lens.growth import gradient_products
         >>> model, tokens = pretrained.modular_addition(), pretrained.modular_addition_tokens()
         >>> def loss(logits, tokens):
         ...     sums = tokens[:, :2].sum(1) % 113
         ...     return torch.nn.functional.cross_entropy(logits[:, -1], sums)
         >>> products = gradient_products(model, tokens[:31], loss=loss)
-        >>> grown = grow(model, ex.AddNeurons(4), init=grad_max(products))
+        >>> grown = grow(model, growth.AddNeurons(4), init=grad_max(products))
     """
     if isinstance(model, AttentionOnlyTransformer):
         reasons = ["its MLPs are heads; take the products of the model that was converted"]

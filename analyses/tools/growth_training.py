@@ -17,10 +17,10 @@ from tqdm import tqdm
 
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.errors import CheckpointError, GrowthError
-from attn_only_lens.expansion import Provenance
-from attn_only_lens.expansion.expansion import Expansion
-from attn_only_lens.expansion.initialise import Initialiser
-from attn_only_lens.growth._grow import Grown, grow
+from attn_only_lens.growth.expansion import Provenance
+from attn_only_lens.growth.expansion.expansion import Expansion
+from attn_only_lens.growth.expansion.initialise import Initialiser
+from attn_only_lens.growth.models._grow import Grown, grow
 from attn_only_lens.storage import Document, atomic_write, read_tensors, write_tensors
 
 _PROBLEM = "this training cannot go on"
@@ -58,11 +58,11 @@ class Training:
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import expansion as ex, pretrained
+        >>> from attn_only_lens import growth, pretrained
         >>> from attn_only_lens.growth import Training
         >>> model, tokens = pretrained.modular_addition(), pretrained.modular_addition_tokens()[:7]
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        >>> training = Training(model, optimizer, {2: ex.AddNeurons(3), 3: ex.AddHeads(1)})
+        >>> training = Training(model, optimizer, {2: growth.AddNeurons(3), 3: growth.AddHeads(1)})
         >>> for step in training.steps(5):
         ...     loss = -training.model(tokens)[:, -1].log_softmax(-1)[:, 0].mean()
         ...     training.optimizer.zero_grad()

@@ -24,17 +24,13 @@ from torch import Tensor
 
 from attn_only_lens.arguments import is_count
 from attn_only_lens.circuits.ablated_model import ALIKE
-from attn_only_lens.circuits.attributed_run import (
-    AttributedRun,
-    attribute_difference,
-    attribute_run,
-)
 from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, CircuitGraph, select_largest
 from attn_only_lens.circuits.linear_graph import LinearGraph, Node, Places, node_frame
 from attn_only_lens.devices import on_cpu
 from attn_only_lens.engine.contrast import float32_slopes
 from attn_only_lens.engine.input_warnings import warned_once
+from attn_only_lens.engine.linear_map import LinearMap, of_difference, of_run
 from attn_only_lens.engine.metrics import AnyMetric, no_gradient_reasons, one_run_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.one_thread import one_thread_per_model
@@ -141,45 +137,45 @@ def attribution_graph(
             pair = single_prompts(model, clean, mask)
             _require_alike(model, pair, "expected prompts of the same length")
             in_float32.enter_context(float32_runs(model, pair))
-            run = attribute_run(model, pair, metric, patterns)
+            linear = of_run(model, pair, metric, patterns=patterns)
         else:
             pair = prompt_pair(model, clean, corrupted, mask)
             if positions is None:
                 _require_alike(model, pair, ALIKE)
             in_float32.enter_context(float32_slopes(model, pair, metric))
-            run = attribute_difference(model, pair, metric)
+            linear = of_difference(model, pair, metric)
         places = Places.of(pair, positions)
         by_sublayer = [
             places.sums(numbers)
-            for numbers in on_cpu([run.attributions(i) for i in range(len(run.z))])
+            for numbers in on_cpu([linear.attributions(i) for i in range(len(linear.z))])
         ]
         attributions = torch.cat([x.flatten(1) for x in by_sublayer], dim=1).numpy().sum(0)
         sizes, n_places = np.abs(attributions), len(places.names)
         if sites is None:
-            rows = _candidates(run, sizes, n_places)
+            rows = _candidates(linear, sizes, n_places)
             index = rows[select_largest(sizes[rows], top=top, mass=mass)]
         else:
-            index = _rows_of(run, sites, places.names)
-        _require_affordable(run, sizes, index, max_edges, n_places)
-        chosen = _by_sublayer(run, index, n_places)
+            index = _rows_of(linear, sites, places.names)
+        _require_affordable(linear, sizes, index, max_edges, n_places)
+        chosen = _by_sublayer(linear, index, n_places)
         at_positions = [places.positions_of(nodes) for nodes in chosen]
-        edges, by_prompt = LinearGraph(run, pair, at_positions).edges()
+        edges, by_prompt = LinearGraph(linear, pair, at_positions).edges()
         rest = float(np.delete(attributions, index).sum())
-        nodes = node_frame(run, places, by_sublayer, chosen, rest)
+        nodes = node_frame(linear, places, by_sublayer, chosen, rest)
     tokens, corrupted_tokens = (all_token_texts(model, x) for x in (pair.clean, pair.corrupted))
     if positions is not None:
-        edges = places.by_role(edges, by_prompt, set(nodes["id"]), run.shares)
+        edges = places.by_role(edges, by_prompt, set(nodes["id"]), linear.shares)
         tokens = corrupted_tokens = (tuple(places.names),)
-    elif run.offset:
-        offset = pd.DataFrame([["offset", "metric", "value", run.offset]], columns=EDGE_COLUMNS)
+    elif linear.offset:
+        offset = pd.DataFrame([["offset", "metric", "value", linear.offset]], columns=EDGE_COLUMNS)
         edges = pd.concat([edges, offset], ignore_index=True)
     total = sizes.sum()
     return CircuitGraph(
         nodes,
         edges,
         tokens=tokens,
-        metric=run.metric,
-        value=run.value,
+        metric=linear.metric,
+        value=linear.value,
         model=str(getattr(model.cfg, "model_name", "")),
         n_layers=host_of(model).n_layers,
         n_heads=len(sizes),
@@ -194,26 +190,21 @@ def _require_alike(model: Any, pair: PromptPair, expected: str) -> None:
 
 
 def _candidates(
-    run: AttributedRun, sizes: npt.NDArray[np.float64], n_places: int
+    linear: LinearMap, sizes: npt.NDArray[np.float64], n_places: int
 ) -> npt.NDArray[np.int64]:
     """Return the row indices of all possible nodes, except features whose attribution is 0."""
-    ends = zip(run.linear.sublayers, run.gradients, strict=True)
-    is_feature = [
-        np.full(n_places * x.shape[2], sublayer.writes.kind == "feature") for sublayer, x in ends
-    ]
+    is_feature = [np.full(n_places * x.n_nodes, x.kind == "feature") for x in linear.sublayers]
     return np.flatnonzero(~np.concatenate(is_feature) | (sizes > 0))
 
 
 def _rows_of(
-    run: AttributedRun, sites: Circuit | Sequence[str], places: list[str]
+    linear: LinearMap, sites: Circuit | Sequence[str], places: list[str]
 ) -> npt.NDArray[np.int64]:
     """Return the row indices of the nodes named in `sites`; raise an error for an unknown name."""
     if isinstance(sites, Circuit):
         sites = [f"{name}@{place}" for name, place in sites.frame[["name", "position"]].values]
-    ends = zip(run.linear.sublayers, run.gradients, strict=True)
     heads = [
-        [str(HeadName(sublayer.writes.layer, sublayer.writes.kind, i)) for i in range(x.shape[2])]
-        for sublayer, x in ends
+        [str(HeadName(x.layer, x.kind, i)) for i in range(x.n_nodes)] for x in linear.sublayers
     ]
     nodes = [f"{name}@{place}" for names in heads for place in places for name in names]
     wanted = list(dict.fromkeys(map(str, sites)))
@@ -229,53 +220,51 @@ def _rows_of(
 
 
 def _by_sublayer(
-    run: AttributedRun, index: npt.NDArray[np.int64], n_places: int
+    linear: LinearMap, index: npt.NDArray[np.int64], n_places: int
 ) -> list[list[Node]]:
     """Return each sublayer's chosen nodes as pairs (place, index of the head in the sublayer)."""
     chosen, first = [], 0
-    for gradients in run.gradients:
-        n_nodes = gradients.shape[2]
+    for writes in linear.sublayers:
+        n_nodes = writes.n_nodes
         here = index[(index >= first) & (index < first + n_places * n_nodes)] - first
         chosen.append([(i // n_nodes, i % n_nodes) for i in here.tolist()])
         first += n_places * n_nodes
     return chosen
 
 
-def _count_edges(run: AttributedRun, chosen: Sequence[Sequence[Node]]) -> int:
+def _count_edges(linear: LinearMap, chosen: Sequence[Sequence[Node]]) -> int:
     """Return an upper bound on the number of edges into the chosen nodes and the metric."""
-    n_pos = run.linear.run.embedding.shape[1]
+    n_pos = linear.run.embedding.shape[1]
     before, n_edges = np.zeros(n_pos, dtype=np.int64), 0
     for index, nodes in enumerate(chosen):
         here = np.bincount(np.array([pos for pos, _ in nodes], dtype=np.int64), minlength=n_pos)
-        is_attention = run.linear.sublayers[index].writes.kind == "attention"
-        for kind in run.kinds(index):
-            reads_own = not is_attention or kind == "q"
+        for kind in linear.kinds(index):
             # Also count edges from the embedding (one per position), "rest" and "bias".
-            sources = before + 3 if reads_own else before.sum() + n_pos + 2
+            sources = before + 3 if linear.reads_own(index, kind) else before.sum() + n_pos + 2
             n_edges += int((here * sources).sum())
         before += here
     return n_edges + int(before.sum()) + n_pos + 2
 
 
 def _require_affordable(
-    run: AttributedRun,
+    linear: LinearMap,
     sizes: npt.NDArray[np.float64],
     index: npt.NDArray[np.int64],
     max_edges: int,
     n_pos: int,
 ) -> None:
     """Raise an error with advice if the nodes could have more than `max_edges` edges."""
-    n_edges = _count_edges(run, _by_sublayer(run, index, n_pos))
+    n_edges = _count_edges(linear, _by_sublayer(linear, index, n_pos))
     if n_edges <= max_edges:
         return
 
     order = np.argsort(-sizes, kind="stable")
 
     def too_many(top: int) -> bool:
-        return _count_edges(run, _by_sublayer(run, order[:top], n_pos)) > max_edges
+        return _count_edges(linear, _by_sublayer(linear, order[:top], n_pos)) > max_edges
 
     few = bisect_left(range(1, len(index)), True, key=too_many)
-    n_bytes = n_edges * (_BYTES - 8 + 8 * len(run.linear.run.embedding))
+    n_bytes = n_edges * (_BYTES - 8 + 8 * len(linear.run.embedding))
     share, left = (sizes[rows].sum() / sizes.sum() for rows in (index, order[:few]))
     advice = f"take top={few:,} ({left:.0%} of the mass)" if few else "even top=1 has too many"
     reason = (

@@ -4,7 +4,7 @@ Elhage et al. 2021 ("A Mathematical Framework for Transformer Circuits") expand 
 attention-only model into a sum over paths. An attention head is linear if its pattern is held
 fixed. A neuron-head is linear if its gate is held fixed. So the residual stream is
 
-    x = Σ_paths  F_t … F_s x_0        F_t: the linear map of head t (`engine/linear_run.py`)
+    x = Σ_paths  F_t … F_s x_0        F_t: the linear map of head t (`engine/linear_map.py`)
 
 The sum is over all paths from the embedding through heads s, …, t to the logits. The unembedding
 maps this sum to the run's logits. The terms depend on the prompt, because attention patterns do.
@@ -12,15 +12,17 @@ maps this sum to the run's logits. The terms depend on the prompt, because atten
 A path begins at the embedding (of a token and its position) or at a bias. Each head on a path is
 one hop. An output bias, b_O or b_out, enters the residual stream directly (0 hops). The biases b_V
 and b_in and a norm's bias enter through a head (1 hop). With transcoders, a path can also begin at
-an error node, which counts as 1 hop. One pass through the layers splits the residual stream into
-the sums of all paths with 0, 1, 2, … hops. Let z_s be the output of head s when no other head
-writes to the residual stream. Let c be the metric's gradient at the final residual stream. Then the
-path embedding → s → t → logits has the effect z_s W_O[s] · F_tᵀ c.
+an error node, which counts as 1 hop. One pass with held patterns and norm scales splits the
+residual stream into the sums of all paths with 0, 1, 2, … hops: the batch has one copy of the
+prompts for each number of hops, and each head's output in one copy is passed on in the next. Let
+z_s be the output of head s when no other head writes to the residual stream. Let c be the metric's
+gradient at the final residual stream. Then the path embedding → s → t → logits has the effect
+z_s W_O[s] · F_tᵀ c.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -31,10 +33,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from attn_only_lens.arguments import is_count, option_reasons, positive_reasons
+from attn_only_lens.engine.gradients import as_leaf
 from attn_only_lens.engine.largest import LargestScores
-from attn_only_lens.engine.linear_run import LinearAttention, LinearRun, linearize
+from attn_only_lens.engine.linear_map import HeldRun, LinearMap
 from attn_only_lens.engine.metrics import (
     AnyMetric,
+    BoundMetric,
     bind,
     no_gradient_reasons,
     one_run_reasons,
@@ -69,7 +73,7 @@ class PathExpansion:
     logits: Float[Tensor, "hops batch pos d_vocab"]
     held: Literal["gate", "up"]
     _pair: PromptPair = field(repr=False)
-    _linear: LinearRun = field(repr=False)
+    _run: HeldRun = field(repr=False)
     _first: tuple[Tensor, ...] = field(repr=False)
     """The outputs z of each sublayer's heads in one-hop paths."""
 
@@ -89,9 +93,8 @@ class PathExpansion:
         Raises:
             InputError: the metric compares two runs or has no gradient.
         """
-        model = self._linear.model
-        with one_thread([model]), float32_weights(model):
-            gradient, value = self._gradient(metric)
+        with one_thread([self._run.model]), float32_weights(self._run.model):
+            gradient, value = self._gradient(self._bound(metric))
         effect = (self.logits * gradient).sum((1, 2, 3)).cpu().double().numpy()
         hops = [*map(str, range(len(effect) - 1)), "more"]
         frame = pd.DataFrame({"hops": hops, "effect": effect})
@@ -120,27 +123,35 @@ class PathExpansion:
             InputError: k or block is not positive, the metric is invalid, as in `effects`, or the
                 prompts have different lengths.
         """
-        reasons, model = positive_reasons(k=k, block=block), self._linear.model
+        reasons, model = positive_reasons(k=k, block=block), self._run.model
         if reason := unlike_tokens(model, self._pair):
             reasons.append(f"{reason}; expected prompts of the same length")
         InputError.raise_if(reasons, _PROBLEM)
         with one_thread([model]), torch.no_grad(), float32_weights(model):
-            gradient, value = self._gradient(metric)
-            ranked = _RankedPaths(self._linear, self._first, k, block)
-            stream = self._linear.stream_gradient(gradient)
-            ends = stream.abs().amax((0, 2)).nonzero().flatten().tolist()
+            bound = self._bound(metric)
+            linear = self._run.linear_map(bound, patterns=False)
+            ranked = _RankedPaths(linear, self._first, k, block)
+            ends = linear.last.abs().amax((0, 2)).nonzero().flatten().tolist()
             for position in tqdm(ends, unit="position", disable=not progress):
-                ranked.add(stream[:, [position]], position)
+                ranked.add(position)
         frame = ranked.frame()
-        frame.attrs["value"] = value
+        frame.attrs["value"] = bound.of(self._run.run.recording.logits)
         return frame
 
-    def _gradient(self, metric: AnyMetric) -> tuple[Float[Tensor, "batch pos d_vocab"], float]:
+    def _bound(self, metric: AnyMetric) -> BoundMetric:
         InputError.raise_if([*one_run_reasons(metric), *no_gradient_reasons()], _PROBLEM)
-        logits = self._linear.run.recording.logits
-        bound = bind(metric, self._linear.model, self._pair, logits)
+        logits = self._run.run.recording.logits
+        bound = bind(metric, self._run.model, self._pair, logits)
         require_differentiable(bound, logits)
-        return self._linear.metric_gradient(bound)
+        return bound
+
+    def _gradient(self, metric: BoundMetric) -> tuple[Float[Tensor, "batch pos d_vocab"], float]:
+        """Return the metric's gradient at the logits before any soft cap, and its value."""
+        with torch.enable_grad():
+            done = self._run.forward(start=as_leaf)
+            value = metric.of_logits(done.logits)
+            (gradient,) = torch.autograd.grad(value, done.uncapped)
+        return gradient / (self._run.run.logit_factor or 1.0), float(value.detach())
 
 
 @one_thread_per_model
@@ -199,45 +210,68 @@ def path_expansion(
         raise InputError([reason], _PROBLEM)
     pair = single_prompts(model, prompts, mask)
     with float32_runs(model, pair):
-        linear = linearize(model, pair.clean, pair.mask, held=held)
-        streams, first = _expand(linear, hops)
-        logits = linear.unembed(streams)
+        run = HeldRun.record(model, pair.clean, pair.mask, held)
+        logits, first = _expand(run, hops)
         real, neurons = pair.real.to(logits.device), host_of(model).neurons
         tolerance = max(logit_tolerance(neurons, dtype) for dtype in (logits.dtype, torch.float32))
         # It is relative to Σ |logits of paths|, which may be much larger than the logits.
         size = logits.abs().sum(0)[real].amax()
-        if off := disagreement(logits.sum(0), linear.logits, tolerance, size=size, mask=real):
+        if off := disagreement(logits.sum(0), run.run.uncapped, tolerance, size=size, mask=real):
             raise UnsupportedModelError(
                 [f"the paths do not add up to the logits of the run: {off}"], _PROBLEM
             )
-        return PathExpansion(logits, held, pair, linear, first)
+        return PathExpansion(logits, held, pair, run, first)
 
 
 def _expand(
-    linear: LinearRun, hops: int
-) -> tuple[Float[Tensor, "hops batch pos d_model"], tuple[Tensor, ...]]:
-    """Return the final residual stream for each number of hops, and the heads' z after one hop."""
-    embedding = linear.run.embedding
-    streams = torch.stack([embedding, *[torch.zeros_like(embedding)] * (hops + 1)])
-    history, first = [streams], []
-    for index, sublayer in enumerate(linear.sublayers):
-        read = history[linear.n_before(index) - index - 1].to(sublayer.constant.device)
-        # Each head adds one hop. The last entry collects all paths with more than `hops` hops.
-        z = sublayer.z(torch.cat([read[:hops], read[hops:].sum(0, keepdim=True)]))
-        z[0] += sublayer.constant
-        first.append(z[0])
-        new = torch.cat([sublayer.writes.bias[None], sublayer.written(z)])
-        # A layer has up to 4 sublayers: attention heads, features, a skip node, an error node.
-        history = [*history[-3:], history[-1].to(z.device) + new]
-    return history[-1], tuple(first)
+    run: HeldRun, hops: int
+) -> tuple[Float[Tensor, "hops batch pos d_vocab"], tuple[Tensor, ...]]:
+    """Return the logits of paths by their number of hops, and the heads' z after one hop.
+
+    The batch has copies of the prompts for 0, …, `hops` and more hops, and a last copy without an
+    embedding, whose stream holds only the biases that sublayers write. The first copy keeps these.
+    """
+    host, first, more = host_of(run.model), dict[str, Tensor](), hops + 1
+    copies = more + 2
+
+    def by_hops(batch: Tensor) -> Tensor:
+        return batch.unflatten(0, (copies, -1))
+
+    def start(stream: Tensor) -> Tensor:
+        embedding, *others = by_hops(stream)
+        return torch.cat([embedding, *map(torch.zeros_like, others)])
+
+    def read(stream: Tensor) -> Tensor:
+        parts = by_hops(stream)
+        return torch.cat([parts[:1], parts[1:] - parts[-1]]).flatten(0, 1)
+
+    def shift(name: str, z: Tensor, hook: Any) -> Tensor:
+        parts, passed_on = by_hops(z), torch.zeros_like(by_hops(z))
+        first[name] = passed_on[1] = parts[0]
+        passed_on[2 : more + 1] = parts[1:more] - parts[-1]
+        passed_on[more] += parts[more] - parts[-1]
+        return passed_on.flatten(0, 1)
+
+    names = [host.hook_name(writes.layer, writes.kind, "z") for writes in run.run.sublayers]
+    hooks = [(name, partial(shift, name)) for name in names]
+    done = run.forward(copies=copies, start=start, read=read, hooks=hooks)
+    logits = by_hops(done.uncapped)
+    factor = 1.0 if run.run.logit_factor is None else run.run.logit_factor
+    logits = factor * torch.cat([logits[:1], logits[1:-1] - logits[-1]])
+    return logits, tuple(first[name] for name in names)
 
 
 class _RankedPaths:
-    """Selects the k paths with the largest effects; `first` holds z of heads in one-hop paths."""
+    """Selects the k paths with the largest effects."""
 
-    def __init__(self, linear: LinearRun, first: tuple[Tensor, ...], k: int, block: int) -> None:
-        self._linear, self._first, self._block = linear, first, block
-        self._counts = [outputs.shape[2] for outputs in first]
+    def __init__(self, linear: LinearMap, first: tuple[Tensor, ...], k: int, block: int) -> None:
+        # In this map, heads write only what has passed no other head, and only the logits read it.
+        some = zip(linear.sublayers, first, strict=True)
+        sublayers = tuple(replace(writes, z=z) for writes, z in some)
+        direct = [writes.back(linear.last) for writes in sublayers]
+        run = replace(linear.run, sublayers=sublayers)
+        self._linear, self._block = replace(linear, run=run, multipliers=direct), block
+        self._counts = [writes.n_nodes for writes in sublayers]
         self._starts = list(accumulate(self._counts, initial=0))
         self._largest = LargestScores(k, by_size=True)
 
@@ -245,34 +279,38 @@ class _RankedPaths:
         """Return the number of a sublayer's first head at a position; nodes are numbered from 1."""
         return 1 + position * self._starts[-1] + self._starts[index]
 
-    def add(self, stream: Float[Tensor, "batch pos=1 d_model"], end: int) -> None:
-        """Add the paths whose last head is at position `end`; use the gradient at this position."""
-        for index, last in enumerate(self._linear.sublayers):
-            gradient = last.output_gradients(stream, slice(end, end + 1))[:, 0]
-            alone = (gradient * self._first[index][:, end]).sum((0, 2))
-            number = self._number(index, end)
+    def add(self, end: int) -> None:
+        """Add the paths whose last head is at position `end`."""
+        for index, n in enumerate(self._counts):
+            alone, number = (
+                self._linear.attributions(index)[:, end].sum(0),
+                self._number(index, end),
+            )
             self._largest.add(alone[None], (0, number))
-            for start in range(0, self._counts[index], self._block):
-                nodes = slice(start, min(start + self._block, self._counts[index]))
-                n_pos = self._linear.run.embedding.shape[1]
-                is_attention = isinstance(last, LinearAttention)
-                for key in range(n_pos) if is_attention else range(end, end + 1):
-                    back = last.covectors(gradient[:, nodes], nodes, end, key)
-                    if not back.any():  # position `end` does not attend to position `key`
-                        continue
-                    back = back.transpose(0, 1).flatten(1)
-                    for before, written in self._writers(index, key):
-                        self._largest.add_products(
-                            back,
-                            written.to(back).transpose(0, 1).flatten(1),
-                            (number + start, self._number(before, key)),
-                            block=self._block,
-                        )
+            for start in range(0, n, self._block) if self._linear.kinds(index) else ():
+                nodes = torch.arange(start, min(start + self._block, n), device=alone.device)
+                self._add_pairs(index, end, nodes, number + start)
 
-    def _writers(self, reader: int, position: int) -> Iterator[tuple[int, Tensor]]:
-        for index in range(self._linear.n_before(reader)):
-            sublayer, z = self._linear.sublayers[index], self._first[index][:, position]
-            yield index, sublayer.write_vectors(z, slice(None), position)
+    def _add_pairs(self, index: int, end: int, nodes: Tensor, number: int) -> None:
+        """Add the paths through two heads whose second head is one of these nodes."""
+        ends = torch.full_like(nodes, end)
+        covectors, _ = self._linear.covectors(index, "value", ends, nodes)
+        own = self._linear.reads_own(index, "value")
+        for key in (end,) if own else range(covectors.shape[2]):
+            back = covectors if own else covectors[:, :, key]
+            if not back.any():  # position `end` does not attend to position `key`
+                continue
+            back = back.transpose(0, 1).flatten(1)
+            for before in range(self._linear.n_before(index)):
+                writes = self._linear.sublayers[before]
+                outputs, here = writes.outputs[:, key], slice(key, key + 1)
+                written = writes.vectors(outputs, slice(None), here).to(back)
+                self._largest.add_products(
+                    back,
+                    written.transpose(0, 1).flatten(1),
+                    (number, self._number(before, key)),
+                    block=self._block,
+                )
 
     def frame(self) -> pd.DataFrame:
         """Return a frame of the paths, sorted by decreasing |effect|."""
@@ -291,6 +329,6 @@ class _RankedPaths:
             return ""
         position, place = divmod(number - 1, self._starts[-1])
         index = bisect_right(self._starts, place) - 1
-        writes = self._linear.sublayers[index].writes
+        writes = self._linear.sublayers[index]
         head = HeadName(writes.layer, writes.kind, place - self._starts[index])
         return f"{head}@{position}"

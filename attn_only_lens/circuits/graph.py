@@ -14,14 +14,16 @@ The table lists the kinds of nodes (`kind`), with an example `id` for each kind:
     metric     metric         the metric
 
 The weights of the edges into a node add up to the node's attribution. The weights of the edges into
-"metric" add up to the metric or its change (`attributed_run.py`). In a graph of one run, these sums
-include only edges of kind "value"; edges of kinds "q", "k" and "gate" estimate, to first order, how
-a source affects the metric through the target's pattern or gate. In a graph of a difference, they
-include all edges. Pruning preserves these sums: edges from dropped nodes become edges from "rest".
+"metric" add up to the metric or its change (`engine/linear_map.py`). In a graph of one run, these
+sums include only edges of kind "value"; edges of kinds "q", "k" and "gate" estimate, to first
+order, how a source affects the metric through the target's pattern or gate. In a graph of a
+difference, they include all edges. Pruning preserves these sums: edges from dropped nodes become
+edges from "rest".
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeAlias
 
 import networkx as nx
@@ -30,6 +32,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from attn_only_lens.arguments import is_count, share_reasons
+from attn_only_lens.circuits.export import read_graph, write_graph
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import HEAD_KINDS
 from attn_only_lens.heads.names import count_kinds
@@ -119,6 +122,35 @@ class CircuitGraph:
         if not 0 <= self.mass <= 1 + 1e-9:  # allow for rounding errors
             reasons.append(f"got mass={self.mass}; expected a share from 0 to 1")
         InputError.raise_if(reasons, _PROBLEM)
+
+    def save(self, path: str | Path) -> None:
+        """Write the graph to a JSON file atomically.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from attn_only_lens import circuits, convert, patching as p, pretrained
+            >>> graph = circuits.attribution_graph(
+            ...     convert(pretrained.modular_addition()), torch.tensor([3, 4, 113]),
+            ...     p.logit_diff(correct=7, wrong=8), top=20)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     graph.save(f"{folder}/graph.json")
+            ...     again = circuits.CircuitGraph.load(f"{folder}/graph.json")
+            >>> again.edges.equals(graph.edges)
+            True
+        """
+        write_graph(path, vars(self))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "CircuitGraph":
+        """Read a graph from a file that was written by `save`.
+
+        Raises:
+            CheckpointError: the file is missing, damaged, newer than this package, or not a graph.
+        """
+        return read_graph(path, cls)
 
     @property
     def additive_kinds(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Compute the nodes and edges of an attribution graph from an attributed run (`attributed_run.py`).
+"""Compute the nodes and edges of an attribution graph from a linear map (`engine/linear_map.py`).
 
 The weight of an edge is the dot product of the vector that the source adds to the residual stream
 and the vector with which the target reads it. All heads that are not nodes are summed into one
@@ -16,10 +16,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attn_only_lens.circuits.attributed_run import AttentionSlope, AttributedRun, NeuronSlope
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, NODE_COLUMNS, CircuitGraph
 from attn_only_lens.devices import free_bytes, on_cpu
-from attn_only_lens.engine.linear_run import LinearAttention, LinearRun
+from attn_only_lens.engine.linear_map import LinearMap
 from attn_only_lens.engine.positions import Roles, resolve_positions
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.heads import HeadName, host_of
@@ -125,7 +124,7 @@ def _errors(
 
 
 def node_frame(
-    run: AttributedRun,
+    linear: LinearMap,
     places: Places,
     attributions: Sequence[Float[Tensor, "batch place node"]],
     chosen: Sequence[Sequence[Node]],
@@ -134,7 +133,7 @@ def node_frame(
     """Return a frame of nodes: the embedding, heads by layer, "bias", "rest", "offset", "metric".
 
     Args:
-        run: the attributed run.
+        linear: the linear map of a run or a difference.
         places: the places of nodes.
         attributions: the attributions of all possible nodes in each sublayer.
         chosen: the nodes of the graph in each sublayer.
@@ -151,64 +150,64 @@ def node_frame(
         slopes: Iterable[float] = repeat(np.nan),
     ) -> None:
         ids = [f"{name}@{places.names[place]}" for name, place in zip(names, some, strict=True)]
-        numbers = by_prompt.sum(0).tolist(), _errors(by_prompt.T.numpy(), run.shares)
+        numbers = by_prompt.sum(0).tolist(), _errors(by_prompt.T.numpy(), linear.shares)
         columns = (*map(repeat, kinds), names, some, values.tolist(), slopes, *numbers)
         rows.extend(zip(ids, *columns, strict=False))
 
-    embedding = run.linear.run.embedding
-    along = (run.first.to(embedding) * embedding).sum(-1, keepdim=True)
+    embedding = linear.run.embedding
+    along = (linear.first.to(embedding) * embedding).sum(-1, keepdim=True)
     lengths = places.sums(embedding.norm(dim=-1, keepdim=True)).mean(0)[:, 0]
     by_place = places.sums(along)[:, places.real, 0]
     names = ["embed"] * len(places.real)
     add(("embed", None), names, places.real, lengths[places.real], by_place)
     filled = [index for index, nodes in enumerate(chosen) if nodes]
-    sizes = on_cpu([_sizes(run, index) for index in filled])
+    sizes = on_cpu([_sizes(linear, index) for index in filled])
     for index, values in zip(filled, sizes, strict=True):
-        gradients, writes = run.gradients[index], run.linear.sublayers[index].writes
-        nodes, z, has_slope = chosen[index], run.z[index], writes.kind in NEURON_KINDS
+        multipliers, writes = linear.multipliers[index], linear.sublayers[index]
+        nodes, z, has_slope = chosen[index], linear.z[index], writes.kind in NEURON_KINDS
         some, heads = torch.tensor(nodes, dtype=torch.int64, device="cpu").T
         slopes: Iterable[float] = repeat(np.nan)
         # The column `gradient` is defined only for a single prompt and one head per neuron.
-        single = len(z) == 1 and z.shape[2] == gradients.shape[2]
+        single = len(z) == 1 and z.shape[2] == writes.n_nodes
         if has_slope and single and places.chosen is None:
-            slopes = gradients[0, ..., 0].cpu()[some, heads].tolist()
+            slopes = multipliers[0, ..., 0].cpu()[some, heads].tolist()
         names = [str(HeadName(writes.layer, writes.kind, head)) for head in heads.tolist()]
         by_node = attributions[index][:, some, heads]
         means = places.sums(values).mean(0)[some, heads]
         add((writes.kind, writes.layer), names, some.tolist(), means, by_node, slopes)
     if places.chosen is not None:  # tokens without a role
         rest += float(along.cpu().double().sum() - by_place.sum())
-    ends = {"bias": (0.0, run.bias), "rest": (0.0, rest)}
-    if run.is_difference:
+    ends = {"bias": (0.0, linear.bias), "rest": (0.0, rest)}
+    if linear.is_difference:
         del ends["bias"]  # biases cancel in a difference of two runs
-    if run.offset or not run.is_difference:
-        ends["offset"] = (0.0, run.offset)
-    for name, (size, attribution) in (ends | {"metric": (run.value,) * 2}).items():
+    if linear.offset or not linear.is_difference:
+        ends["offset"] = (0.0, linear.offset)
+    for name, (size, attribution) in (ends | {"metric": (linear.value,) * 2}).items():
         rows.append((name, name, None, name, None, size, np.nan, attribution, np.nan))
     frame = pd.DataFrame(rows, columns=[*NODE_COLUMNS, "error"])
     frame = frame.astype({"layer": "Int64", "position": "Int64"})
     return frame.drop(columns="error") if places.chosen is None else frame
 
 
-def _sizes(run: AttributedRun, index: int) -> Float[Tensor, "batch pos node"]:
+def _sizes(linear: LinearMap, index: int) -> Float[Tensor, "batch pos node"]:
     """Return neurons' outputs, or the norms of attention heads' outputs, in the clean run."""
-    z = run.z[index].unflatten(2, (run.gradients[index].shape[2], -1))
-    is_number = run.linear.sublayers[index].writes.kind in NEURON_KINDS
-    return z.sum((3, 4)) if is_number else z.flatten(3).norm(dim=-1)
+    writes = linear.sublayers[index]
+    z = linear.z[index].unflatten(2, (writes.n_nodes, -1))
+    return z.sum((3, 4)) if writes.kind in NEURON_KINDS else z.flatten(3).norm(dim=-1)
 
 
 class LinearGraph:
-    """The edges into the chosen nodes of an attributed run; a node is a (position, index) pair."""
+    """The edges into the chosen nodes of a linear map; a node is a (position, index) pair."""
 
     def __init__(
-        self, attributed: AttributedRun, pair: PromptPair, chosen: Sequence[Sequence[Node]]
+        self, linear: LinearMap, pair: PromptPair, chosen: Sequence[Sequence[Node]]
     ) -> None:
-        self._attributed, self._linear, self._chosen = attributed, attributed.linear, chosen
+        self._linear, self._chosen = linear, chosen
         self._real = Places.of(pair).real
-        self._sources = _Sources(self._linear, self._real, chosen)
+        self._sources = _Sources(linear, self._real, chosen)
 
     def _ids(self, index: int, nodes: Sequence[Node]) -> list[str]:
-        writes = self._linear.sublayers[index].writes
+        writes = self._linear.sublayers[index]
         return [f"{HeadName(writes.layer, writes.kind, node)}@{pos}" for pos, node in nodes]
 
     def edges(
@@ -221,12 +220,12 @@ class LinearGraph:
         sources = [f"embed@{pos}" for pos in self._real]
         for index, nodes in enumerate(self._chosen):
             sources += self._ids(index, nodes)
-        attributed, n = self._attributed, len(self._linear.sublayers)
-        bias, covectors = attributed.logit_bias[:, None], attributed.last[:, None]
+        linear, n = self._linear, len(self._linear.sublayers)
+        bias, covectors = linear.logit_bias[:, None], linear.last[:, None]
         waiting = [(["metric"], "value", self._sources.products(n, bias, covectors))]
         edges = list[tuple[pd.DataFrame, np.ndarray]]()
         for index, nodes in enumerate(self._chosen):
-            for kind in attributed.kinds(index) if nodes else ():
+            for kind in linear.kinds(index) if nodes else ():
                 for some, by_prompt in self._into(index, kind, nodes):
                     waiting.append((self._ids(index, some), kind, by_prompt))
                     on_done(len(some) * (kind == "value"))
@@ -241,45 +240,21 @@ class LinearGraph:
         self, index: int, kind: str, nodes: Sequence[Node]
     ) -> Iterator[tuple[Sequence[Node], Float[Tensor, "batch target column"]]]:
         """Yield chunks of a sublayer's nodes, and the weights of the edges into each chunk."""
-        gradient = self._attributed.gradients[index]
-        slope = self._attributed.slopes[index].get(kind)
-        size = len(self._sources.positions) + self._linear.run.embedding[0].numel()
-        if isinstance(slope, AttentionSlope):
-            size += slope.gradient[0].numel() + slope.inputs[0].numel()
-        fit = int(_SHARE * free_bytes(gradient.device) / gradient.element_size())
-        most = min(_BLOCK, fit) if gradient.device.type == "cpu" else fit
-        n_at_once = max(1, most // (len(gradient) * size))
+        linear, multipliers = self._linear, self._linear.multipliers[index]
+        # A row of the backward pass has several tensors of the sizes of z and of the pattern.
+        size = len(self._sources.positions) + 4 * multipliers[0].numel()
+        size += 4 * linear.run.embedding[0].numel()
+        if linear.sublayers[index].kind == "attention":
+            size += 4 * multipliers.shape[2] * multipliers.shape[1] ** 2
+        fit = int(_SHARE * free_bytes(multipliers.device) / multipliers.element_size())
+        most = min(_BLOCK, fit) if multipliers.device.type == "cpu" else fit
+        n_at_once = max(1, most // (len(multipliers) * size))
         for first in range(0, len(nodes), n_at_once):
             some = nodes[first : first + n_at_once]
-            places = torch.tensor(some, dtype=torch.int64, device=gradient.device)
-            yield some, self._contributions(index, slope, *places.T)
-
-    def _contributions(
-        self,
-        index: int,
-        slope: NeuronSlope | AttentionSlope | None,
-        positions: Tensor,
-        nodes: Tensor,
-    ) -> Float[Tensor, "batch target column"]:
-        sublayer, gradient = self._linear.sublayers[index], self._attributed.gradients[index]
-        n_before, n_pos = self._linear.n_before(index), gradient.shape[1]
-        if isinstance(slope, AttentionSlope):
-            inputs = slope.input_gradients(positions, nodes)
-            bias = torch.einsum("tbpgd,bpgd->bt", inputs, slope.constant)
-            return self._sources.products(n_before, bias, slope.covectors(inputs))
-        if isinstance(slope, NeuronSlope):
-            covectors, bias = slope.covectors(positions, nodes)
-            return self._sources.products(n_before, bias, covectors, positions)
-        of_targets = gradient[:, positions, nodes]
-        bias = (of_targets * sublayer.constant[:, positions, nodes]).sum(-1)
-        if isinstance(sublayer, LinearAttention):  # attention heads read values at every position
-            keys = torch.arange(n_pos, device=nodes.device).repeat(len(nodes))
-            node, node_positions = (x.repeat_interleave(n_pos) for x in (nodes, positions))
-            gradients = of_targets.repeat_interleave(n_pos, dim=1)
-            covectors = sublayer.covectors(gradients, node, node_positions, keys)
-            return self._sources.products(n_before, bias, covectors.unflatten(1, (-1, n_pos)))
-        covectors = sublayer.covectors(of_targets, nodes, positions, positions)
-        return self._sources.products(n_before, bias, covectors, positions)
+            places = torch.tensor(some, dtype=torch.int64, device=multipliers.device)
+            covectors, bias = linear.covectors(index, kind, *places.T)
+            own = places[:, 0] if linear.reads_own(index, kind) else None
+            yield some, self._sources.products(linear.n_before(index), bias, covectors, own)
 
 
 def _edges_of(
@@ -309,7 +284,7 @@ class _Sources:
     """The vectors that the embedding, each chosen node and "rest" add to the residual stream."""
 
     def __init__(
-        self, linear: LinearRun, real: Sequence[int], chosen: Sequence[Sequence[Node]]
+        self, linear: LinearMap, real: Sequence[int], chosen: Sequence[Sequence[Node]]
     ) -> None:
         embedding = linear.run.embedding
         vectors, positions = [embedding[:, real]], list(real)
@@ -318,19 +293,17 @@ class _Sources:
         self._n_columns, self._rest = [len(real)], [others]
         self._bias = [torch.zeros_like(embedding)]
         for sublayer, nodes in zip(linear.sublayers, chosen, strict=True):
-            outputs = sublayer.writes.outputs
+            outputs = sublayer.outputs
             place = torch.tensor(nodes, dtype=torch.int64, device=outputs.device).reshape(-1, 2)
             node_positions, index = place.T
-            written = sublayer.write_vectors(
-                outputs[:, node_positions, index], index, node_positions
-            )
+            written = sublayer.vectors(outputs[:, node_positions, index], index, node_positions)
             vectors.append(written.to(embedding))
             positions += [position for position, _ in nodes]
             others = outputs.clone()
             others[:, node_positions, index] = 0.0
             self._n_columns.append(len(positions))
-            self._rest.append(self._rest[-1] + sublayer.written(others[None])[0].to(embedding))
-            self._bias.append(self._bias[-1] + sublayer.writes.bias.to(embedding))
+            self._rest.append(self._rest[-1] + sublayer.summed(others).to(embedding))
+            self._bias.append(self._bias[-1] + sublayer.bias.to(embedding))
         self._vectors, self.positions = torch.cat(vectors, dim=1), np.array(positions)
         # the index of each source among the sources at the same position
         self._slots = pd.Series(positions).groupby(positions).cumcount().to_numpy()

@@ -35,7 +35,7 @@ from attn_only_lens.errors import AttnOnlyLensError, ComparisonError, InputError
 from attn_only_lens.models.names import model_reasons
 
 if TYPE_CHECKING:
-    from attn_only_lens.comparison import Comparison
+    from attn_only_lens.growth import Comparison
 
 _NUMBERS = re.compile(r"\d+(,\d+)*")
 _MEANINGS = (
@@ -98,7 +98,7 @@ def compare(
 
     from attn_only_lens import viz
     from attn_only_lens._load import is_hooked
-    from attn_only_lens.comparison import compare as compare_models
+    from attn_only_lens.growth import compare as compare_models
     from attn_only_lens.growth import read_provenance
     from attn_only_lens.viz.page import import_extra
 

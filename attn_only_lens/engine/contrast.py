@@ -15,32 +15,34 @@ They count what reads the hook point's output; multipliers of `hook_resid_mid` c
 reads the stream there, because in bridges only the MLP reads this hook point. If three factors
 of a product change, their shares depend on the order of multiplication in the model's code.
 
-The nonlinear steps are norms, attention softmaxes (with soft caps and clamps), neuron-heads
-(single-neuron attention heads) and the soft cap of the logits. Calls of torch's softmax are
-intercepted, because hooks on some bridges see only a copy of the pattern. If the model has another
-nonlinear step, `contrast` raises an error, because the sum of M · Δ over the first block's input
-differs from the metric's change.
+`linear_rules.py` replaces the nonlinear steps. If the model has another nonlinear step, `contrast`
+raises an error, because the sum of M · Δ over the first block's input differs from the metric's
+change.
+
+The two runs can be any two. With `kept`, the first is the run of a circuit: on the clean prompts,
+every head outside the circuit has its output in the corrupted run. These outputs do not change, and
+no multiplier passes through them, so the circuit's heads and the tokens account for the metric's
+whole change.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.axes import Logits, Residual
-from attn_only_lens.engine.gradients import Tape, edit_input, start_graph
+from attn_only_lens.engine.gradients import Tape, edit_input
 from attn_only_lens.engine.input_warnings import warn
+from attn_only_lens.engine.linear_rules import SecantSteps, Steps
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, as_metric, bind
 from attn_only_lens.engine.model_weights import HALF, float32_weights
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import (
-    Hooks,
     Recording,
     input_stream,
     of_this_thread,
@@ -48,25 +50,17 @@ from attn_only_lens.engine.recording import (
     record,
     run,
 )
-from attn_only_lens.engine.secants import (
-    Both,
-    FunctionRules,
-    at_mean,
-    gate_derivative,
-    mean,
-    norm_change,
-    replaced,
-    slope,
-    together,
-)
+from attn_only_lens.engine.secants import FunctionRules, at_mean, mean
+from attn_only_lens.engine.writes import Decomposition, decompose
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.gates import Gate
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import WIDE_KINDS, HeadKind
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 _EXACT = 1e-9  # the smallest tolerance: in float64, rounding errors grow from layer to layer
+Kept: TypeAlias = Mapping[str, Bool[Tensor, "batch pos head_index 1"]]
+"""Which heads belong to a circuit, by the hook name of their z."""
 _PROBLEM = "the difference of two runs of this model cannot be attributed"
 
 
@@ -78,19 +72,19 @@ class BothRuns:
         pair: the prompts.
         logits: the logits of both runs.
         stream: the residual stream that enters the first block.
-        norms: the inputs and outputs of norms.
-        functions: the inputs and outputs of nonlinear functions in attention, in calling order.
-        gates: the queries and values of neuron-heads.
+        steps: the inputs and outputs of nonlinear steps.
         recording: the recording of both runs, with every z.
+        decomposition: the writes to the residual stream in both runs, if they were requested.
+        kept: the heads of a circuit, if the first run is the circuit's run; see `run_both`.
     """
 
     pair: PromptPair
     logits: Float[Tensor, "both pos d_vocab"]
     stream: Float[Tensor, "both pos d_model"]
-    norms: dict[nn.Module, Both]
-    functions: list[Both]
-    gates: dict[Any, Both]
+    steps: Steps
     recording: Recording
+    decomposition: Decomposition | None = None
+    kept: Kept = field(default_factory=dict)
 
     def recordings(self) -> tuple[Recording, Recording]:
         """Return the recording of the clean run and the recording of the corrupted run."""
@@ -109,7 +103,8 @@ class Contrast:
         final: the multipliers of the residual stream after the last block.
         patterns: the multipliers of the softmax in each layer's attention.
         gradients: the multipliers at the nodes of the tape, by hook name.
-        functions: the rules of softmaxes; softmax outputs are differentiable if the graph was kept.
+        steps: the replaced steps, with nodes of the autograd graph.
+        nodes: the nodes of the tape, by hook name.
         total: Σ M Δ over the logits; it is the change in the metric if all its functions have
             rules.
         remainder: the change in the metric minus the total.
@@ -121,7 +116,8 @@ class Contrast:
     final: Residual
     patterns: list[Float[Tensor, "batch head_index query_pos key"]]
     gradients: dict[str, Tensor] = field(repr=False)
-    functions: FunctionRules = field(repr=False)
+    steps: SecantSteps = field(repr=False)
+    nodes: dict[str, Tensor] = field(repr=False)
     total: float
     remainder: float
 
@@ -132,12 +128,12 @@ class Contrast:
         if kind in WIDE_KINDS:
             return torch.zeros_like(self.stream[..., :1])
         if kind == "attention":
-            clean, corrupted = self.functions.softmax_runs[layer].chunk(2)
+            clean, corrupted = self.runs.steps.functions.softmax[layer].chunk(2)
             terms: Tensor = self.patterns[layer] * (clean - corrupted)
             return terms.sum(-1).transpose(1, 2)
         host = host_of(model)
         heads, z = host.neurons[layer], self.gradients[host.hook_name(layer, kind, "z")]
-        query, v = self.runs.gates[heads]
+        query, v = heads._query_and_value(*self.runs.steps.projections[heads])
         clean, corrupted = heads._self_weight(query).chunk(2)
         through: Tensor = z.squeeze(-1) * (clean - corrupted)
         return through * mean(v)
@@ -145,48 +141,56 @@ class Contrast:
 
 @torch.no_grad()
 @full_precision()
-def run_both(model: Any, pair: PromptPair) -> BothRuns:
-    """Run a model on clean and corrupted prompts; record inputs and outputs of nonlinear steps."""
-    host = host_of(model)
-    layers = range(host.n_layers)
+def run_both(
+    model: Any, pair: PromptPair, *, decomposed: bool = False, kept: Kept | None = None
+) -> BothRuns:
+    """Run a model on clean and corrupted prompts; record inputs and outputs of nonlinear steps.
+
+    Args:
+        model: a model with neuron-heads.
+        pair: the prompts.
+        decomposed: whether to also split the residual stream into writes; see `decompose`.
+        kept: for the run of a circuit, whether a head belongs to it, by the hook name of z. All
+            other heads have their outputs in the corrupted run.
+    """
+    host, steps, kept = host_of(model), Steps(model), kept or {}
     _require_separate_gates(host)
     names = host.hook_names("z")
     tokens = torch.cat([pair.clean, pair.corrupted])
     mask = None if pair.mask is None else pair.mask.repeat(2, 1)
-    steps = _Steps(model)
-    with steps.recorded():
-        both = record(
-            model, tokens, mask, layers=layers, names=names, gates=False, keep_key_values=True
-        )
-    seen = steps.functions.seen
-    return BothRuns(pair, both.logits, both.streams[0], steps.norms, seen, steps.gates, both)
-
-
-@torch.enable_grad()
-@full_precision()
-def run_softmax(
-    model: Any, pair: PromptPair, tape: Tape
-) -> list[Float[Tensor, "batch head_index query_pos key"]]:
-    """Return each layer's attention patterns in the clean run, as differentiable tensors."""
-    steps = _Steps(model)
-    with steps.recorded(), start_graph(model):
-        run(model, pair.clean, pair.mask, tape.hooks)
-    return steps.functions.softmax
+    hooks = [(name, partial(_hold, heads)) for name, heads in kept.items()]
+    writes = None
+    if decomposed:
+        watch = steps.recorded()
+        writes = decompose(model, tokens, mask, names=tuple(names), hooks=hooks, watch=watch)
+        both = writes.recording
+    else:
+        options: dict[str, Any] = {"names": names, "gates": False, "keep_key_values": True}
+        with steps.recorded():
+            both = record(model, tokens, mask, layers=range(host.n_layers), hooks=hooks, **options)
+    return BothRuns(pair, both.logits, both.streams[0], steps, both, writes, kept)
 
 
 @torch.enable_grad()
 @full_precision()
 def contrast(
-    model: Any, runs: BothRuns, metric: BoundMetric, tape: Tape, *, keep_graph: bool = False
+    model: Any,
+    runs: BothRuns,
+    metric: BoundMetric,
+    tape: Tape,
+    *,
+    keep_graph: bool = False,
+    readers: Sequence[nn.Module] = (),
 ) -> Contrast:
     """Return a metric's multipliers at the hook points of `tape`.
 
-    With `keep_graph=True`, softmax outputs can be differentiated with respect to these activations.
+    With `keep_graph=True`, the autograd graph is kept. `readers` are modules that read the residual
+    stream without a norm, and whose inputs become nodes of the graph.
 
     Raises:
         UnsupportedModelError: the sum over the first block's input is not the change in the metric.
     """
-    steps = _Steps(model, runs)
+    steps = SecantSteps(model, runs.steps, readers)
     streams, inputs = list[Tensor](), list[Tensor]()
 
     def start(stream: Residual) -> Residual:
@@ -208,21 +212,22 @@ def contrast(
         errors = host_of(model).hook_names("z", ("error",))
         leaves: dict[str, Tensor] = {}
         means = [
-            (name, partial(_leaf, leaves, both) if name in errors else partial(_average, both))
+            (name, partial(_leaf, leaves, both) if name in errors else _averaged(runs, name))
             for name, both in runs.recording.hooked.items()
         ]
         logits = run(model, runs.pair.clean, runs.pair.mask, [*means, *tape_hooks])
     clean, corrupted = runs.logits.chunk(2)
     multiplier = metric_multiplier(metric, clean, corrupted)
     value = (logits * multiplier).sum()
-    softmax = {f"softmax {i}": x for i, x in enumerate(steps.functions.softmax)}
+    softmax = {f"softmax {i}": x.inside for i, x in enumerate(steps.functions.weights)}
     read = {f"input {i}": x for i, x in enumerate([*streams, *inputs, *ends])}
     gradients = tape.gradients(value, read | softmax | leaves, keep_graph=keep_graph)
     cuts, patterns = ([gradients.pop(name) for name in some] for some in (read, softmax))
     total = float((multiplier * (clean - corrupted)).sum())
     result = Contrast(
         *(runs, multiplier, cuts[0], cuts[-1], patterns, gradients),
-        functions=steps.functions,
+        steps=steps,
+        nodes=tape.nodes,
         total=total,
         remainder=_remainder(metric, multiplier, clean, corrupted),
     )
@@ -348,128 +353,18 @@ def _leaf(leaves: dict[str, Tensor], both: Tensor, value: Tensor, hook: Any) -> 
     return leaves[hook.name]
 
 
-def _average(both: Tensor, value: Tensor, hook: Any) -> Tensor:
-    return at_mean(value, both)
+def _averaged(runs: BothRuns, name: str) -> Callable[..., Tensor]:
+    return partial(_average, runs.recording.hooked[name], runs.kept.get(name))
 
 
-def _gate_slopes(alike: Sequence[Any], queries: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens' mean attention to themselves, and its slope, for layers with equal gates."""
-    weights = alike[0]._self_weight(queries)
-    (y_1, y_0), (x_1, x_0) = weights.chunk(2), queries.chunk(2)
-    return mean(weights), slope(y_1, y_0, x_1, x_0, partial(gate_derivative, alike[0]))
+def _average(both: Tensor, kept: Tensor | None, value: Tensor, hook: Any) -> Tensor:
+    """Replace z by its mean over both runs; no multiplier passes through heads that are held."""
+    if kept is None:
+        return at_mean(value, both)
+    return at_mean(value, both, lambda gradient: gradient * kept)
 
 
-class _Steps:
-    """Record or replace a model's norms and gates, and the nonlinear functions in its attention."""
-
-    def __init__(self, model: Any, runs: BothRuns | None = None) -> None:
-        self._host = host_of(model)
-        self.norms: dict[nn.Module, Both] = {} if runs is None else runs.norms
-        self.gates: dict[Any, Both] = {} if runs is None else runs.gates
-        self.functions = FunctionRules(None if runs is None else runs.functions, paused=True)
-
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Context manager that records the inputs and outputs of norms and nonlinear functions."""
-
-        def look(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-            self.norms[module] = input_stream(args, kwargs).detach(), output.detach()
-
-        def look_at_gate(heads: Any, q: Tensor, up: Tensor | None) -> None:
-            query, v = heads._query_and_value(q, up)
-            self.gates[heads] = query.detach(), v.detach()
-
-        with self._attached({module: look for module in self._host.norm_modules()}, look_at_gate):
-            yield
-
-    @contextmanager
-    def replaced(self, hooks: Hooks) -> Iterator[Hooks]:
-        """Context manager that puts rules in place of norms and nonlinearities; adapts `hooks`.
-
-        Some bridges have hook points inside norms, such as Gemma 2's `hook_attn_out`. A hook there
-        gets a detached activation, which receives the gradient of the norm's new output.
-        """
-        points = {
-            point: module
-            for module in self.norms
-            for point in module.modules()
-            if isinstance(point, HookPoint) and point is not getattr(module, "hook_in", None)
-        }
-        inside = {name: points.get(self._host.model.hook_dict.get(name)) for name, _ in hooks}
-        # One prompt is enough to recognise a norm, so only this prompt is moved to the CPU.
-        norms = self._host.norms_of({m: (x[:1], y[:1]) for m, (x, y) in self.norms.items()})
-        norm_hooks = {
-            module: self._norm(norms[module], *both, continues=module in inside.values())
-            for module, both in self.norms.items()
-        }
-        queries = {heads: (query,) for heads, (query, _) in self.gates.items()}
-        kinds = {x: x.gate if isinstance(x.gate, Gate) else x for x in queries}
-        slopes = dict(together(_gate_slopes, queries, kinds))
-
-        def attend(heads: Any, q: Tensor, up: Tensor | None) -> Tensor:
-            query, v = heads._query_and_value(q, up)
-            weight, along = slopes[heads]
-            weight = replaced(query, weight.clone, partial(torch.mul, along))
-            return (weight * at_mean(v, self.gates[heads][1])).to(q.dtype)
-
-        def start(value: Tensor, hook: Any, then: Callable[..., Any]) -> Any:
-            return then(value.detach(), hook=hook)
-
-        with self._attached(norm_hooks, attend):
-            yield [
-                (name, hook if inside[name] is None else partial(start, then=hook))
-                for name, hook in hooks
-            ]
-
-    @contextmanager
-    def _attached(self, norm_hooks: dict[nn.Module, Any], gate_rule: Any) -> Iterator[None]:
-        """Hook norms; intercept gates, and the functions that attention calls outside its norms."""
-        paused = [True]
-
-        def enter(pause: bool, *_: Any) -> None:
-            paused.append(pause)
-            self.functions.paused = pause
-
-        def leave(*_: Any) -> None:
-            paused.pop()
-            self.functions.paused = paused[-1]
-
-        with ExitStack() as stack:
-
-            def attach(module: nn.Module, hook: Any, **options: Any) -> None:
-                stack.enter_context(module.register_forward_hook(of_this_thread(hook), **options))
-
-            attention = [self._host.attention(layer) for layer in range(self._host.n_layers)]
-            for module in (*norm_hooks, *attention):
-                begin = partial(enter, module in norm_hooks)
-                stack.enter_context(module.register_forward_pre_hook(of_this_thread(begin)))
-                if module in norm_hooks:
-                    attach(module, norm_hooks[module], with_kwargs=True)
-                attach(module, leave)
-            # Also intercept the nonlinear functions after a masked language model's last block.
-            attach(self._host.model.blocks[-1], partial(enter, False))
-            stack.enter_context(self.functions)
-            stack.callback(setattr, self._host.passing, "gate_rule", None)
-            self._host.passing.gate_rule = gate_rule
-            yield
-
-    def _norm(self, norm: Any, x: Tensor, y: Tensor, *, continues: bool) -> Callable[..., Tensor]:
-        """Return a hook that replaces a norm's output by both runs' mean, with the rule's gradient.
-
-        If `continues` is true, hook points inside the norm receive the output's gradient too.
-        """
-        linear, without_bias = norm.after(x), y if norm.bias is None else y - norm.bias
-        square = linear.square().sum(-1, keepdim=True)
-        scale = (linear * without_bias).sum(-1, keepdim=True) / square
-        r_1, r_0 = scale.nan_to_num(1.0, 1.0, 1.0).chunk(2)  # nan for zero inputs
-        middle = norm.centred(mean(x))
-
-        def back(gradient: Tensor) -> Tensor:
-            moved: Tensor = norm.centred(norm_change(middle, r_1, r_0, norm.gain(gradient)))
-            return moved
-
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-            result = at_mean(input_stream(args, kwargs), y, back)
-            return result + (output - output.detach()) if continues else result
-
-        return hook
+def _hold(kept: Tensor, both: Tensor, hook: Any) -> Tensor:
+    """Give each head outside a circuit its output in the corrupted run."""
+    clean, corrupted = both.chunk(2)
+    return torch.cat([torch.where(kept.to(both.device), clean, corrupted), corrupted])

@@ -10,10 +10,7 @@ For each patched part, the new z, on which later blocks depend, is:
     "value"       w v'
     "q"           w' v, because a query changes only the pattern
 
-The head's contribution to the residual stream changes by Δz times its neuron's row of W_out. If
-both pattern and value change, the change in z is the sum of three terms:
-
-    w'v' - wv = (w' - w) v + w (v' - v) + (w' - w)(v' - v)     pattern, value, interaction
+The head's contribution to the residual stream changes by Δz times its neuron's row of W_out.
 
 For attention heads, the block runs again for a batch of variants (patched copies of the run); a
 hook patches different heads at different positions in each variant. In models with grouped-query
@@ -47,11 +44,6 @@ def change_of_z(
     if part == "value":
         return target.weight * (source.v - target.v)
     return (source.weight - target.weight) * target.v
-
-
-def interaction(target: NeuronRun, source: NeuronRun) -> Float[Tensor, "batch pos head_index"]:
-    """Return the part of z's change that occurs only if pattern and value are patched together."""
-    return (source.weight - target.weight) * (source.v - target.v)
 
 
 def neuron_changes(

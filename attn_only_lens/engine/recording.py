@@ -166,7 +166,7 @@ def record(
             look_here = of_this_thread(look)
             handle = model.blocks[-1].register_forward_pre_hook(look_here, with_kwargs=True)
             stack.callback(handle.remove)
-        logits = run(model, tokens, mask, [*keepers, *hooks])
+        logits = run(model, tokens, mask, [*hooks, *keepers])  # edits come first
     require_seen({name: name for name in every_name}, seen)
     neurons = {}
     for layer, of_layer in neuron_names.items():

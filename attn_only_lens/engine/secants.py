@@ -16,8 +16,9 @@ The first two rules are from DeepLIFT, "summation to delta" (Shrikumar et al., 2
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -29,6 +30,7 @@ Slopes: TypeAlias = Float[Tensor, "*any"]
 Both: TypeAlias = tuple[Tensor, Tensor]
 """The input and the output of a step, with the rows of both runs."""
 _Linear: TypeAlias = Callable[[Tensor], Tensor]
+_Backward: TypeAlias = Callable[[Tensor], Tensor | None]
 _SMALL = 2**18  # steps with fewer activations than this share one computation of their slopes
 
 
@@ -123,19 +125,21 @@ def mean(both: Tensor) -> Tensor:
 
 class _Replaced(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Callable[[], Tensor], back: _Linear) -> Tensor:
+    def forward(ctx: Any, x: Tensor, value: Callable[[], Tensor], back: _Backward) -> Tensor:
         ctx.back, ctx.dtype = back, x.dtype
         return value()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradients[0]).to(ctx.dtype), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None]:
+        moved = ctx.back(gradients[0])
+        return None if moved is None else moved.to(ctx.dtype), None, None
 
 
-def replaced(x: Tensor, value: Callable[[], Tensor], back: _Linear) -> Tensor:
+def replaced(x: Tensor, value: Callable[[], Tensor], back: _Backward) -> Tensor:
     """Return `value()`; in the backward pass, `back` maps the gradient at the result to that at x.
 
-    All rules except `log_softmax` are symmetric linear maps, so `back` can be the rule itself.
+    If `back` returns None, x gets no gradient. All rules except `log_softmax` are symmetric linear
+    maps, so `back` can be the rule itself.
     """
     y: Tensor = _Replaced.apply(x, value, back)
     return y
@@ -144,6 +148,40 @@ def replaced(x: Tensor, value: Callable[[], Tensor], back: _Linear) -> Tensor:
 def at_mean(x: Tensor, both: Tensor, back: _Linear = lambda gradient: gradient) -> Tensor:
     """Return the mean of a function's outputs in both runs, with `back` as backward pass."""
     return replaced(x, partial(mean, both), back)
+
+
+class Valve:
+    """Identity maps through which gradients flow only while the valve is open."""
+
+    def __init__(self) -> None:
+        self._is_open = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x; its gradient passes if the valve is open during the backward pass."""
+        return replaced(x, x.clone, lambda gradient: gradient if self._is_open else None)
+
+    @contextmanager
+    def shut(self) -> Iterator[None]:
+        """Context manager that shuts the valve."""
+        self._is_open = False
+        try:
+            yield
+        finally:
+            self._is_open = True
+
+
+class Weights(NamedTuple):
+    """Attention weights: the patterns of attention heads, or the gates of neuron-heads.
+
+    Attributes:
+        inside: the weights as a function of the scores, in the autograd graph.
+        outside: the weights as a factor of the values; between the two is a `Valve`, or nothing.
+        query: the queries of neuron-heads.
+    """
+
+    inside: Tensor
+    outside: Tensor
+    query: Tensor | None = None
 
 
 def _softmax_slopes(calls: Sequence[int], scores: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,34 +216,44 @@ _RULES: dict[Any, Callable[[Both, Tensor, Callable[[Tensor], Tensor]], Tensor]] 
 
 
 class FunctionRules(TorchFunctionMode):
-    """Record calls of torch's nonlinear functions, or replace these functions with their rules.
+    """Record calls of torch's nonlinear functions, or replace these functions with linear maps.
 
     Replaced calls are matched with recorded calls by their order, so both passes must call the same
     functions. For models in float64, conversions to float32 are skipped, because many transformers
     modules always compute in float32.
 
     Args:
-        seen: to replace functions, the inputs and outputs that a first pass recorded; None to
-            record.
+        seen: to replace functions with secants, the inputs and outputs that a first pass recorded.
+        held: to hold only softmaxes, their outputs. If `seen` and `held` are None, calls are
+            recorded.
         paused: whether to start paused; a paused mode neither records nor replaces.
 
     Attributes:
-        softmax: the output of each softmax, with the gradient of its rule.
-        softmax_runs: the output of each softmax in both runs.
+        seen: the inputs and outputs of all functions.
+        softmax: the outputs of all softmaxes in the recorded pass.
+        weights: the outputs of all softmaxes in the autograd graph of replaced functions.
+        valve: whether gradients reach softmaxes; held softmaxes get no gradient.
     """
 
-    def __init__(self, seen: list[Both] | None = None, *, paused: bool = False) -> None:
+    def __init__(
+        self,
+        seen: list[Both] | None = None,
+        *,
+        held: Sequence[Tensor] | None = None,
+        paused: bool = False,
+    ) -> None:
         super().__init__()
         self.seen: list[Both] = [] if seen is None else seen
         self.paused = paused
         self.softmax: list[Tensor] = []
-        self.softmax_runs: list[Tensor] = []
-        self._replaces = seen is not None
+        self.weights: list[Weights] = []
+        self.valve = Valve()
+        self._replaces, self._held = seen is not None, held
         self._n_calls = 0
         self._slopes: dict[int, tuple[Tensor, ...]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a torch function and record it, or run the rule that replaces the function."""
+        """Run a torch function and record it, or run the linear map that replaces the function."""
         kwargs = kwargs or {}
         if func in (Tensor.to, Tensor.float) and _narrows(func, args, kwargs):
             return args[0]
@@ -215,17 +263,16 @@ class FunctionRules(TorchFunctionMode):
         x = args[0]
         if x.dtype == torch.float64 and kwargs.get("dtype") == torch.float32:
             kwargs["dtype"] = None
-        if self.paused:
+        if self.paused or (self._held is not None and not is_softmax):
             return func(*args, **kwargs)
+        if self._held is not None:
+            return self._hold(x, self._held[len(self.weights)])
         if not self._replaces:
             y = func(*args, **kwargs)
             recorded = y.detach().clone()
             if is_softmax:  # at padding, all keys may be masked
                 recorded = recorded.nan_to_num(0.0)
-                if x.requires_grad:
-                    rule = partial(softmax_change, recorded, recorded)
-                    self.softmax.append(replaced(x, recorded.clone, rule))
-                    y = self.softmax[-1]
+                self.softmax.append(recorded)
             self.seen.append((x.detach().clone(), recorded))
             return y
         rest, call, seen = args[1:], self._n_calls, self.seen[self._n_calls]
@@ -237,9 +284,15 @@ class FunctionRules(TorchFunctionMode):
             alike = {i: self.seen[i] for i in range(call, n) if self.seen[i][0].shape == shape}
             self._slopes |= together(_softmax_slopes, alike, dict.fromkeys(alike))
         y = at_mean(x, seen[1], partial(softmax_change, *self._slopes.pop(call)))
-        self.softmax.append(y)
-        self.softmax_runs.append(seen[1])
-        return y
+        self.weights.append(Weights(y, self.valve(y)))
+        return self.weights[-1].outside
+
+    def _hold(self, x: Tensor, recorded: Tensor) -> Tensor:
+        """Return a softmax's recorded output, repeated if a batch has several copies of the run."""
+        recorded = recorded.repeat(len(x) // len(recorded), *[1] * (x.ndim - 1))
+        inside = replaced(x, recorded.clone, partial(softmax_change, recorded, recorded))
+        self.weights.append(Weights(inside, recorded.requires_grad_(torch.is_grad_enabled())))
+        return recorded
 
 
 def _narrows(func: Any, args: Any, kwargs: Any) -> bool:

@@ -22,8 +22,8 @@ rotations and the softmax are part of the head that reads the stream; the model'
 them (`readers.py`).
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
@@ -38,7 +38,13 @@ from attn_only_lens.axes import Residual, Tokens
 from attn_only_lens.devices import read_all
 from attn_only_lens.engine.edits import neuron_changes
 from attn_only_lens.engine.passed_tests import PassedTests, passed_tests
-from attn_only_lens.engine.recording import Recording, output_stream, record, require_finite
+from attn_only_lens.engine.recording import (
+    Hooks,
+    Recording,
+    output_stream,
+    record,
+    require_finite,
+)
 from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import host_of
@@ -125,6 +131,11 @@ class SublayerWrites:
     neurons: NeuronHeads | None
 
     @property
+    def n_nodes(self) -> int:
+        """The number of neurons or heads."""
+        return self.z.shape[2] if self.neurons is None else self.neurons.n_neurons
+
+    @property
     def outputs(self) -> Float[Tensor, "batch pos node d_head"]:
         """Each neuron's output, a weighted sum of its heads' z; z itself for attention heads."""
         if self.neurons is None:
@@ -146,7 +157,29 @@ class SublayerWrites:
 
     def total(self) -> Residual:
         """Return the sum of all vectors that the sublayer added to the residual stream."""
-        return self.writes.change(self.outputs.flatten(2) @ self.matrix.flatten(0, 1)) + self.bias
+        return self.summed(self.outputs) + self.bias
+
+    def summed(self, outputs: Float[Tensor, "batch pos node d_head"]) -> Residual:
+        """Return what the nodes add to the residual stream if these are their outputs."""
+        return self.writes.change(outputs.flatten(2) @ self.matrix.flatten(0, 1))
+
+    def vectors(
+        self,
+        outputs: Float[Tensor, "batch target d_head"],
+        nodes: slice | Int[Tensor, "target"],
+        positions: Positions,
+    ) -> Float[Tensor, "batch target d_model"]:
+        """Return the vector that each node adds to the residual stream, each at its position."""
+        by_node = torch.einsum("btd,tdm->btm", outputs, self.matrix[nodes])
+        return self.writes.at(positions).change(by_node)
+
+    def back(self, gradient: Residual) -> Float[Tensor, "batch pos head_index d_head"]:
+        """Return the gradient at z, given the gradient at the residual stream after the heads."""
+        by_node = torch.einsum("bpm,hdm->bphd", self.writes.back(gradient), self.matrix)
+        if self.neurons is None:
+            return by_node
+        by_head = by_node.repeat_interleave(self.z.shape[2] // self.n_nodes, dim=2)
+        return self.neurons.head_outputs(by_head.squeeze(-1)).unsqueeze(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +230,13 @@ def _shared_kind(kind: HeadKind) -> HeadKind:
 @torch.no_grad()
 @full_precision()
 def decompose(
-    model: Any, tokens: Tokens, mask: Tensor | None, *, names: tuple[str, ...] = ()
+    model: Any,
+    tokens: Tokens,
+    mask: Tensor | None,
+    *,
+    names: tuple[str, ...] = (),
+    hooks: Hooks = (),
+    watch: AbstractContextManager[Any] | None = None,
 ) -> Decomposition:
     """Run a model once, and return what each sublayer adds to the residual stream.
 
@@ -205,7 +244,9 @@ def decompose(
         model: a model with neuron-heads, in float32 or float64.
         tokens: the model's input.
         mask: 1 for tokens and 0 for padding.
-        names: further hook points of attention heads to record.
+        names: further hook points to record.
+        hooks: hooks that edit the run, before activations are recorded.
+        watch: a context manager to enter during the run.
 
     Raises:
         InputError: a bridge has unknown norms or matrices, the model is in half precision, or the
@@ -223,8 +264,9 @@ def decompose(
     modules = {norm.module for norm in every_norm if norm.module is not None}
     modules |= {host.attention(layer) for layer in layers}
     modules |= {model.unembed, *(heads.module for heads in host.neurons)}
-    with _record_modules(modules) as traffic:
-        recording = record(model, tokens, mask, layers=layers, names=z_names, keep_key_values=True)
+    recorded = {"layers": layers, "names": z_names, "keep_key_values": True}
+    with _record_modules(modules) as traffic, watch or nullcontext():
+        recording = record(model, tokens, mask, hooks=hooks, **recorded)  # type: ignore[arg-type]
     require_finite(model, recording, padding=True)  # nan would spread to sums over positions
     sublayers = tuple(
         _sublayer(host, recording, traffic, around, layer, kind)
@@ -380,8 +422,7 @@ def _record_modules(modules: set[nn.Module]) -> Iterator[_Traffic]:
     traffic = _Traffic()
 
     def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        named = (kwargs[name] for name in ("hidden_states", "value_input") if name in kwargs)
-        x = next(named, (*args, None)[0])
+        x = sublayer_input(args, kwargs)
         if x.ndim != 3:
             reason = (
                 f"{a_type(module)} gets an input of shape {list(x.shape)}; expected "
@@ -403,14 +444,25 @@ def add_to_input(module: nn.Module, change: Tensor) -> Iterator[None]:
     """Add `change` to the query, key and value inputs of an attention module."""
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        inputs = ("hidden_states", "query_input", "key_input", "value_input")
-        named = {name: kwargs[name] + change for name in inputs if name in kwargs}
-        if named:
-            return args, {**kwargs, **named}
-        return (args[0] + change, *args[1:]), kwargs
+        return edited_input(args, kwargs, lambda stream: stream + change)
 
     handle = module.register_forward_pre_hook(enter, with_kwargs=True)
     try:
         yield
     finally:
         handle.remove()
+
+
+def edited_input(args: Any, kwargs: Any, edit: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
+    """Return a sublayer's arguments, with an edit of its input for queries, keys and values."""
+    inputs = ("hidden_states", "query_input", "key_input", "value_input")
+    named = {name: edit(kwargs[name]) for name in inputs if name in kwargs}
+    if named:
+        return args, {**kwargs, **named}
+    return (edit(args[0]), *args[1:]), kwargs
+
+
+def sublayer_input(args: Any, kwargs: Any) -> Any:
+    """Return a sublayer's input, taken from its arguments."""
+    named = (kwargs[name] for name in ("hidden_states", "value_input") if name in kwargs)
+    return next(named, (*args, None)[0])

@@ -311,7 +311,7 @@ def _gated(act_fn: str, heads: int, limit: float) -> BilinearGate:
         largest = max(gate.limit for gate in gates)
         raise ValueError(
             f"got limit={limit:g}; {act_fn} gates cover |q| <= {largest:g}: use the exact gate "
-            f"or pass limit={largest:g} and let `verify` measure the error on larger inputs"
+            f"or pass limit={largest:g} and let `check` measure the error on larger inputs"
         )
     return min(covering, key=lambda gate: gate.limit)
 

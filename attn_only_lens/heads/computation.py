@@ -209,8 +209,8 @@ def logit_tolerance(heads: Iterable[NeuronHeads], dtype: torch.dtype) -> float:
 
     In a gated MLP with bilinear gates, the outputs of single heads, and so their rounding errors,
     are many times larger than their sum. For such MLPs, the tolerance is multiplied by the
-    amplification. In small gated models in float32, `verify` found differences of up to 2.3 times
-    the plain tolerance, and up to 0.19 times the amplified tolerance. Half-precision heads are
+    amplification. In small gated models in float32, `models/verify.py` found differences of up to
+    2.3 times the plain tolerance, and up to 0.19 times the amplified one. Half-precision heads are
     summed in float32, so the factor multiplies float32's tolerance.
     """
     sums = dtype if dtype == torch.float64 else torch.float32

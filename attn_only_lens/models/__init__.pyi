@@ -3,6 +3,6 @@
 from .expose import ExposedNeurons
 from .gate_option import Calibration
 from .two_blocks import HeadStack
-from .verify import Verification
+from .verification import Verification
 
 __all__ = ["Calibration", "ExposedNeurons", "HeadStack", "Verification"]

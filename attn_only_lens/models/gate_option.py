@@ -44,7 +44,8 @@ def calibrate(
 
     Bilinear heads can approximate the activation of a gated MLP only on a bounded range, because a
     sum of sigmoids is bounded and the activation is not (`gates/bilinear.py`). To check the range
-    on other input, use `verify`, which reports the largest pre-activation and error.
+    on other input, pass it as `check` to `convert` or `expose_neuron_heads`, whose report has the
+    largest pre-activation and error.
 
     Args:
         model: an original model with gated MLPs, or a bridge with exposed neuron-heads.

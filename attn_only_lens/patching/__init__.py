@@ -18,7 +18,6 @@ from attn_only_lens.engine.sites import all_heads, error_nodes, features, heads,
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching._agreement import agreement
 from attn_only_lens.patching._attribution import attribution
-from attn_only_lens.patching._gate_and_value import gate_and_value
 from attn_only_lens.patching._path_patch import path_patch
 from attn_only_lens.patching.results import Paths, Sweep
 
@@ -34,7 +33,6 @@ __all__ = [
     "custom",
     "error_nodes",
     "features",
-    "gate_and_value",
     "heads",
     "kl",
     "log_probability",

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from attn_only_lens.comparison import Comparison
-from attn_only_lens.comparison.circuits import PAIRS
+from attn_only_lens.growth import Comparison
 from attn_only_lens.viz.circuit import circuit_page
 from attn_only_lens.viz.circuit_data import STATUSES
 from attn_only_lens.viz.figures import HEAD_COLOURS, empty_figure, plotly_text, style_figure
@@ -203,10 +202,10 @@ def _divergences(every: pd.DataFrame) -> str:
 def _overlap(comparison: Comparison) -> str:
     """Plot the circuits' overlap in nodes and edges (Jaccard index), with confidence intervals."""
     figure = _figure("What the circuits have in common (Jaccard)", "", "share of the union")
-    colours = dict(zip(PAIRS, _MODEL_COLOURS, strict=True))
-    for pair, part in comparison.circuits.groupby("pair", sort=False):
+    pairs = comparison.circuits.groupby("pair", sort=False)
+    for colour, (pair, part) in zip(_MODEL_COLOURS, pairs, strict=False):
         low, middle, high = (part[f"jaccard{end}"] for end in ("_low", "", "_high"))
-        _bars(figure, colours[str(pair)], str(pair), part["what"].tolist(), low, middle, high)
+        _bars(figure, colour, str(pair), part["what"].tolist(), low, middle, high)
     return _html(figure.update_yaxes(range=[0, 1.05]))
 
 

@@ -104,7 +104,7 @@ def circuit_view(
     reasons = [
         f"got {a_type(value)} as {name}; expected {expected}"
         for name, value, kind, expected in (
-            ("graph", graph, CircuitGraph, "a graph from attribution_graph or from_json"),
+            ("graph", graph, CircuitGraph, "a graph from attribution_graph or CircuitGraph.load"),
             ("exact", exact, Sweep | None, "a sweep from activation_patch"),
             ("stability", stability, Stability | None, "a result of discover(…, resamples=20)"),
             ("groups", groups, NodeGroups | None, "groups from circuits.group_nodes"),

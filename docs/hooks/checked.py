@@ -28,15 +28,12 @@ MODULES = (
     ".explanation",
     ".neurons",
     ".viz",
-    ".expansion",
     ".growth",
-    ".comparison",
     ".transcoders",
     ".gates",
     ".heads",
     ".models",
     ".errors",
-    ".reference",
     ".pretrained",
 )
 _LOADING = {"src", "data", "poster", "background"}

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from common import relative
+from oracles.definitions import Head
 from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from analyses.studies import all_attention as study
 from analyses.studies import all_attention_models as constructions
 from analyses.studies.attention_only_models import AllAttention
-from attn_only_lens import reference
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 NORMS = ("LN", "RMS", None)
@@ -136,7 +136,7 @@ def test_a_neuron_is_a_masked_head_with_the_shared_persistent_vector():
         keys = torch.zeros(d + 2, dtype=torch.double)
         keys[-1] = -1
         writes = torch.cat([W_out[i], torch.zeros(2).double()])
-        head = reference.Head(torch.outer(reads, keys), torch.outer(reads, writes), mask)
+        head = Head(torch.outer(reads, keys), torch.outer(reads, writes), mask)
         expected += head(stream)[:pos, :d]
     out, pattern = constructions.neuron_layer(x, W_in, b_in, W_out, b_out)
     assert relative(out, expected) < 1e-13

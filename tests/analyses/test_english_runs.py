@@ -12,15 +12,14 @@ from analyses.tools import english_runs as runs
 from analyses.tools import small_english_grammar as grammar
 from analyses.tools import train_small_english as english
 from analyses.tools.resumable import train
-from attn_only_lens import expansion as ex
-from attn_only_lens import grow
+from attn_only_lens import grow, growth
 from attn_only_lens.growth import read
 
 pytestmark = needs_transformer_lens_4
 
 SMALL = runs.Sizes(n_layers=1, d_model=8, n_heads=2, d_mlp=11)
-WIDER = ex.compose(ex.AddHeads(1), ex.WidenStream(4))
-GROWS = {4: ex.AddNeurons(3), 6: WIDER, 7: ex.InsertLayer(0)}
+WIDER = growth.compose(growth.AddHeads(1), growth.WidenStream(4))
+GROWS = {4: growth.AddNeurons(3), 6: WIDER, 7: growth.InsertLayer(0)}
 OFTEN = {"read": 1, "asked": 1, "check_every": 3, "save_every": 3}
 PLAN = runs.Plan(SMALL, 9, schedule=GROWS, rows=2, kept=(6,), decay=4, **OFTEN)
 # In a wider stream, gains are scaled, and have their own settings.
@@ -53,7 +52,7 @@ def test_a_run_that_is_broken_off_goes_on(tmp_path):
     assert whole.curve.drop(columns=drop).equals(parts.curve.drop(columns=drop))
     assert whole.curve["step"].tolist() == [0, 3, 6, 9]
     at_six = runs.model_at(whole, 6, tmp_path / "whole")
-    assert read(at_six).sizes[ex.Axis("d_mlp", 0)] == 14
+    assert read(at_six).sizes[growth.Axis("d_mlp", 0)] == 14
     assert whole.model.cfg.d_model == 12 != at_six.cfg.d_model == 8
     # the loss just before growth equals the loss just after it, up to rounding
     after = whole.curve["loss"][2]
@@ -82,7 +81,7 @@ def test_a_run_begins_where_another_one_stopped(tmp_path):
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_flops_are_those_that_torch_counts(family):
     plan = replace(PLAN, family=family)
-    model = grow(plan.model(), ex.compose(*GROWS.values())).model
+    model = grow(plan.model(), growth.compose(*GROWS.values())).model
     model.original_model.set_attn_implementation("eager")
     tokens = runs.batch(plan, 5)
     with FlopCounterMode(display=False) as counter:

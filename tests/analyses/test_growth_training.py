@@ -7,13 +7,15 @@ from models import build
 from safetensors.torch import save_file
 
 from analyses.tools.growth_training import _DOCUMENT, Training, _Checkpoint
-from attn_only_lens import convert
-from attn_only_lens import expansion as ex
+from attn_only_lens import convert, growth
 from attn_only_lens.errors import CheckpointError, GrowthError
 from attn_only_lens.storage import read_tensors, write_tensors
 
 TOKENS = torch.arange(5 * 7).reshape(5, 7) * 11 % D_VOCAB
-SCHEDULE = {2: ex.AddNeurons(3), 4: ex.compose(ex.AddHeads(1), ex.InsertLayer(at=1))}
+SCHEDULE = {
+    2: growth.AddNeurons(3),
+    4: growth.compose(growth.AddHeads(1), growth.InsertLayer(at=1)),
+}
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.8, 0.95)),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
@@ -80,7 +82,7 @@ def test_values_and_keys_grow_apart_in_a_converted_model(tmp_path):
         model = convert(build("rms"))
         return Training(model, OPTIMIZERS["adamw"](model.parameters()), schedule, seed=3)
 
-    apart = {1: ex.WidenValues(3), 3: ex.WidenQueriesAndKeys(2, layers=[0])}
+    apart = {1: growth.WidenValues(3), 3: growth.WidenQueriesAndKeys(2, layers=[0])}
     straight = converted(apart)
     losses = run(straight, 5)
     assert losses[:2] == pytest.approx(run(converted({}), 2), abs=1e-12)
@@ -123,7 +125,7 @@ def test_what_does_not_fit_is_refused_and_the_training_stays_as_it_was(tmp_path)
         after = training.model.parameters()
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
-    refused(start(schedule={2: ex.AddNeurons(5)}), "grew by")
+    refused(start(schedule={2: growth.AddNeurons(5)}), "grew by")
     refused(start("sgd"), "its optimizer was AdamW")
     refused(start(name="rms_pre"), "other parameters")
     other_seed = start()
@@ -132,12 +134,12 @@ def test_what_does_not_fit_is_refused_and_the_training_stays_as_it_was(tmp_path)
     other_order = start()
     other_order.optimizer.param_groups[0]["params"].reverse()
     refused(other_order, "in the same order")
-    refused(start(schedule=SCHEDULE | {1: ex.AddHeads(1)}), "grew by")
+    refused(start(schedule=SCHEDULE | {1: growth.AddHeads(1)}), "grew by")
     later = start()
     run(later, 1)
     refused(later, "stands at step 1")
     other_init = start()
-    other_init.init = ex.init.zeros()
+    other_init.init = growth.init.zeros()
     refused(other_init, "another init")
     tensors, said = read_tensors(path, _DOCUMENT)
     for change, match in (
@@ -159,23 +161,23 @@ def test_what_does_not_fit_is_refused_and_the_training_stays_as_it_was(tmp_path)
 
 def test_a_schedule_may_be_extended_but_not_by_what_is_past(tmp_path):
     path = tmp_path / "training.safetensors"
-    first = start(schedule={2: ex.AddNeurons(3)})
+    first = start(schedule={2: growth.AddNeurons(3)})
     run(first, 5)
     first.save(path)
-    longer = start(schedule={2: ex.AddNeurons(3), 6: ex.AddHeads(1)})
+    longer = start(schedule={2: growth.AddNeurons(3), 6: growth.AddHeads(1)})
     longer.resume(path)
     run(longer, 7)
     assert longer.model.cfg.n_heads == 3
     with pytest.raises(CheckpointError, match=r"grows it before steps \[4\], and 5 are done"):
-        start(schedule={2: ex.AddNeurons(3), 4: ex.AddHeads(1)}).resume(path)
+        start(schedule={2: growth.AddNeurons(3), 4: growth.AddHeads(1)}).resume(path)
 
 
 def test_an_expansion_that_does_not_fit_leaves_the_training_as_it_was():
-    training = start(schedule={1: ex.AddNeurons(3, layers=[0])})
+    training = start(schedule={1: growth.AddNeurons(3, layers=[0])})
     run(training, 1)
     model, optimizer = training.model, training.optimizer
     with pytest.raises(GrowthError, match="differ"):
         run(training, 3)
     assert (training.model, training.optimizer, training.done) == (model, optimizer, 1)
     with pytest.raises(GrowthError, match="expected 0 or more"):
-        start(schedule={-1: ex.AddNeurons(3)})
+        start(schedule={-1: growth.AddNeurons(3)})

@@ -6,7 +6,7 @@ from bridges import boot
 from common import D_VOCAB, relative
 
 from analyses.studies import layernorm_gap as study
-from attn_only_lens.growth._grow import growable_of
+from attn_only_lens.growth.models._grow import growable_of
 
 PROMPTS = torch.arange(22).reshape(2, 11) * 7 % D_VOCAB
 

@@ -1,6 +1,7 @@
 """Tests of attribution graphs of one run: sums, and edges against runs that edit the stream."""
 
 import re
+from dataclasses import replace
 
 import bridges
 import networkx as nx
@@ -12,8 +13,7 @@ from common import IN_PLACE, tokens
 from attn_only_lens import Bilinear
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
-from attn_only_lens.engine import linear_run
-from attn_only_lens.engine.writes import FrozenNorm
+from attn_only_lens.engine.linear_rules import HeldSteps
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import HeadName
 
@@ -235,16 +235,17 @@ def test_a_gate_that_is_a_step_has_no_edges_into_its_pattern():
     assert set(kinds) == {"value", "q", "k"}
 
 
-def test_sums_need_the_scales_of_norms_and_values_that_are_linear(model, monkeypatch):
-    def without_scale(self, gradient, positions=slice(None)):
-        return self.norm.before(gradient.flatten(0, -2).T).T.view_as(gradient)
+@pytest.mark.parametrize("wrong", ["scale", "bias"])
+def test_sums_need_the_scales_and_biases_of_norms(model, monkeypatch, wrong):
+    right = HeldSteps._norm
 
-    with monkeypatch.context() as patch:  # control of the sums
-        patch.setattr(FrozenNorm, "back", without_scale)
-        graph = attribution_graph(model, PROMPT, METRIC, top=7)
-    assert worst(graph.inflow(), graph.nodes) > 1e-2
-    monkeypatch.setattr(linear_run, "_norm_bias", lambda sublayer: 0.0)
-    with pytest.raises(UnsupportedModelError, match="not linear in their values"):
+    def norm(self, frozen, *args):
+        if wrong == "scale":
+            return right(self, replace(frozen, scale=torch.ones_like(frozen.scale)), *args)
+        return right(self, frozen, *args) - frozen.norm.bias
+
+    monkeypatch.setattr(HeldSteps, "_norm", norm)
+    with pytest.raises(UnsupportedModelError, match="add up to"):
         attribution_graph(model, PROMPT, METRIC, top=7)
 
 

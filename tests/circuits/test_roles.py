@@ -227,7 +227,6 @@ def test_numbers_as_positions_of_prompts_of_different_lengths(model, monkeypatch
     for sweep, options in (
         (p.activation_patch, {"sites": SITES[:2]}),
         (p.attribution, {"sites": SITES[:2]}),
-        (p.gate_and_value, {"sites": ["L0N3"]}),
         (p.path_patch, {"senders": SITES[:1], "receivers": ["L1N5"]}),
     ):
         with pytest.warns(InputWarning, match=match):

@@ -188,7 +188,7 @@ OF_A_MODEL = {
     "has format None": ("picture", "no.json", *PAGE),
     "--bars for": ("picture", "no.json", *PAGE, "--bars", 3),
     "picture` draws": ("evaluate", "MODEL", "no.parquet", *PAIR),
-    "circuits.from_json opens": ("evaluate", "MODEL", "graph.json", *PAIR),
+    "circuits.CircuitGraph.load opens": ("evaluate", "MODEL", "graph.json", *PAIR),
     "cannot run on these prompts: - prompts: tokens: got values": (
         *("pattern", "MODEL", "--prompt", "0,99", "--token-ids", "--layer", 1, *PAGE),
     ),

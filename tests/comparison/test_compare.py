@@ -13,13 +13,12 @@ import torch
 from common import mlp_hook, tokens
 from scipy.spatial.distance import jensenshannon
 
-from attn_only_lens import circuits, compare, expose_neuron_heads, grow, load, save
-from attn_only_lens import expansion as ex
+from attn_only_lens import circuits, compare, expose_neuron_heads, grow, growth, load, save
 from attn_only_lens import patching as p
-from attn_only_lens.comparison.circuits import PAIRS
 from attn_only_lens.errors import ComparisonError, InputError, InputWarning
-from attn_only_lens.expansion.provenance import IndexMap
 from attn_only_lens.growth import identity
+from attn_only_lens.growth.comparison.circuits import PAIRS
+from attn_only_lens.growth.expansion.provenance import IndexMap
 from attn_only_lens.heads import HeadName, host_of
 
 pytestmark = [
@@ -35,9 +34,15 @@ SAME = 1e-11
 
 def grown_from(model, seed=0):
     """Grow a model by all six expansions."""
-    width = ex.compose(ex.WidenValues(3), ex.WidenQueriesAndKeys(3))
-    steps = [ex.AddNeurons(5), ex.AddHeads(2), width, ex.InsertLayer(at=1), ex.WidenStream(6)]
-    return grow(model, ex.compose(*steps), seed=seed)
+    width = growth.compose(growth.WidenValues(3), growth.WidenQueriesAndKeys(3))
+    steps = [
+        growth.AddNeurons(5),
+        growth.AddHeads(2),
+        width,
+        growth.InsertLayer(at=1),
+        growth.WidenStream(6),
+    ]
+    return grow(model, growth.compose(*steps), seed=seed)
 
 
 def trained(grown, seed=0, steps=3):
@@ -88,7 +93,7 @@ def test_a_stream_that_is_normalized_is_compared_without_its_mean():
     model = bridges.boot("bert")
     assert host_of(bridges.exposed_copy(model)).reads_centred()
     assert not host_of(bridges.exposed_copy(bridges.boot("llama"))).reads_centred()
-    grown = grow(model, ex.compose(ex.AddNeurons(5), ex.AddHeads(3)), seed=0)
+    grown = grow(model, growth.compose(growth.AddNeurons(5), growth.AddHeads(3)), seed=0)
     metric = p.logit_diff([3, 5, 7], [4, 6, 8])
     comparison = compare(model, grown, tokens(batch=3), metric, **FAST | {"n_nodes": 0})
     assert (components(comparison)["cosine"] - 1).abs().max() < SAME
@@ -348,14 +353,14 @@ def test_a_misaligned_provenance_shows():
     """The control: a wrong provenance gives differences in the swapped parts only."""
     model = bridges.boot("native")
     grown = grown_from(model)
-    wrong = swapped(grown.provenance, ex.Axis("d_mlp", 1))
+    wrong = swapped(grown.provenance, growth.Axis("d_mlp", 1))
     comparison = compare(model, grown.model, tokens(), p.loss(), provenance=wrong, **FAST)
     every = components(comparison)
     odd = every.index[(every["cosine"] - 1).abs() > 1e-3]
     assert list(odd) == ["L1N0", "L1N1"]
     assert list(every.index[every["divergence"] > 1e-3]) == ["L1N0", "L1N1"]
     assert list(every.index[every["estimated_drop_change"].abs() > 1e-6]) == ["L1N0", "L1N1"]
-    wrong = swapped(grown.provenance, ex.Axis("d_model"))
+    wrong = swapped(grown.provenance, growth.Axis("d_model"))
     comparison = compare(model, grown.model, tokens(), p.loss(), provenance=wrong, **FAST)
     assert components(comparison)["cosine"].median() < 0.99
     assert components(comparison)["divergence"].max() < SAME
@@ -364,7 +369,7 @@ def test_a_misaligned_provenance_shows():
 @pytest.fixture(scope="module")
 def grown_and_not():
     model = bridges.boot("native")
-    return model, grow(model, ex.compose(ex.WidenStream(6), ex.AddNeurons(5)), seed=0)
+    return model, grow(model, growth.compose(growth.WidenStream(6), growth.AddNeurons(5)), seed=0)
 
 
 def moved(model, change):
@@ -431,7 +436,7 @@ def test_a_provenance_of_no_model_is_refused(grown_and_not):
     with pytest.raises(ComparisonError, match="does not identify a model"):
         compare(model, grown.model, tokens(), p.loss(), provenance=nobody, **QUICK)
     negated = moved(model, lambda model: model.W_E.neg_())
-    null = grow(negated, ex.compose(ex.WidenStream(6), ex.AddNeurons(5)), seed=0)
+    null = grow(negated, growth.compose(growth.WidenStream(6), growth.AddNeurons(5)), seed=0)
     with pytest.raises(ComparisonError, match="the null model grew from another model"):
         compare(model, grown, tokens(), p.loss(), null=null, **QUICK)
 

@@ -9,8 +9,7 @@ import torch
 from common import tokens
 from models import build
 
-from attn_only_lens import Bilinear, compare, convert, grow, load, save
-from attn_only_lens import expansion as ex
+from attn_only_lens import Bilinear, compare, convert, grow, growth, load, save
 from attn_only_lens import patching as p
 from attn_only_lens.growth import identity
 
@@ -23,7 +22,9 @@ def components(comparison):
 
 def test_converted_models_are_compared_alike():
     model = build("gelu", d_vocab_out=41)
-    grown = grow(model, ex.compose(ex.AddNeurons(5), ex.InsertLayer(at=1), ex.WidenStream(6)))
+    grown = grow(
+        model, growth.compose(growth.AddNeurons(5), growth.InsertLayer(at=1), growth.WidenStream(6))
+    )
     with torch.no_grad():
         for parameter in grown.model.parameters():
             parameter.mul_(1.05)
@@ -39,7 +40,7 @@ def test_converted_models_are_compared_alike():
 
 def test_values_and_keys_of_a_converted_model_grown_apart():
     model = convert(build("llama", d_vocab_out=41))
-    apart = ex.compose(ex.WidenValues(3), ex.WidenQueriesAndKeys(5, layers=[0]))
+    apart = growth.compose(growth.WidenValues(3), growth.WidenQueriesAndKeys(5, layers=[0]))
     comparison = compare(model, grow(model, apart), tokens(batch=3), p.loss(), **FAST)
     every = components(comparison)
     assert every["estimated_drop"].abs().max() > 1e-2

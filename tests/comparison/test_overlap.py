@@ -8,14 +8,14 @@ import torch
 from scipy.spatial.distance import jensenshannon
 from scipy.stats import spearmanr
 
-from attn_only_lens.comparison.circuits import (
+from attn_only_lens.growth.comparison.circuits import (
     Overlap,
     Resampling,
     largest,
     overlap_measures,
     select_mass,
 )
-from attn_only_lens.comparison.statistics import gate_divergence, pattern_divergence
+from attn_only_lens.growth.comparison.statistics import gate_divergence, pattern_divergence
 
 pytestmark = pytest.mark.numeric
 

@@ -15,8 +15,8 @@ from torch._subclasses import FakeTensor
 
 from attn_only_lens import compare, grow
 from attn_only_lens import patching as p
-from attn_only_lens.comparison.batches import batches
 from attn_only_lens.errors import ComparisonError, InputError
+from attn_only_lens.growth.comparison.batches import batches
 
 pytestmark = [
     pytest.mark.numeric,

@@ -396,9 +396,7 @@ ENTRIES = {
     "paths": lambda m, t, f: p.path_patch(
         m, *t, f, senders=["L0H1"], receivers=["L1N7"], positions=-1, progress=False
     ),
-    "gate and value": lambda m, t, f: p.gate_and_value(m, *t, f, **QUICK | {"sites": ["L1N7"]}),
     "graph": lambda m, t, f: circuits.attribution_graph(m, t[0], f, top=3),
-    "edges": lambda m, t, f: circuits.score_edges(m, t[0], metric=f, top=2, progress=False),
     "expansion": path_effects,
     "discover": discovered,
     "faithfulness": faithfulness,

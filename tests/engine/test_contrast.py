@@ -11,11 +11,10 @@ from common import tokens
 
 from attn_only_lens import Bilinear, circuits, convert, expose_neuron_heads
 from attn_only_lens import patching as p
-from attn_only_lens.circuits.attributed_run import attribute_difference
-from attn_only_lens.engine import contrast as engine
-from attn_only_lens.engine import secants
+from attn_only_lens.engine import linear_rules, secants
 from attn_only_lens.engine.contrast import contrast, metric_multiplier, run_both
 from attn_only_lens.engine.gradients import Tape
+from attn_only_lens.engine.linear_map import of_difference
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.errors import InputWarning, UnsupportedModelError
 from attn_only_lens.heads import host_of
@@ -175,8 +174,8 @@ def test_exchanging_the_runs_changes_only_the_sign(family):
     attributions = []
     for clean, corrupted in ((pair.clean, pair.corrupted), (pair.corrupted, pair.clean)):
         swapped = p.prompt_pair(model, clean, corrupted)
-        run = attribute_difference(model, swapped, METRICS["logit_diff"])
-        attributions.append([run.attributions(i) for i in range(len(run.gradients))])
+        run = of_difference(model, swapped, METRICS["logit_diff"])
+        attributions.append([run.attributions(i) for i in range(len(run.sublayers))])
     for first, second in zip(*attributions, strict=True):
         assert torch.allclose(
             first, -second, rtol=0, atol=EXACT * max(1.0, float(first.abs().max()))
@@ -186,8 +185,8 @@ def test_exchanging_the_runs_changes_only_the_sign(family):
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
 def test_before_the_first_token_that_differs_there_is_nothing(family):
     model = model_of(family)
-    run = attribute_difference(model, pair_of(model), METRICS["logit_diff"])
-    for i in range(len(run.gradients)):
+    run = of_difference(model, pair_of(model), METRICS["logit_diff"])
+    for i in range(len(run.sublayers)):
         assert float(run.attributions(i)[:, :2].abs().max()) <= EXACT
 
 
@@ -200,7 +199,7 @@ def test_a_broken_rule_is_noticed(rule, monkeypatch):
         "slope": lambda y_1, y_0, x_1, x_0, derivative: derivative(x_0),
     }[rule]
     model = model_of("llama")
-    for module in (secants, engine):
+    for module in (secants, linear_rules):
         monkeypatch.setattr(module, rule, wrong, raising=False)
     with pytest.raises(UnsupportedModelError, match="contributions do not add up"):
         difference(model, METRICS["logit_diff"])
@@ -208,14 +207,14 @@ def test_a_broken_rule_is_noticed(rule, monkeypatch):
 
 def test_a_sum_that_fails_names_the_layer(monkeypatch):
     model = model_of("gpt2")
-    right = engine._gate_slopes
+    right = linear_rules._gate_slopes
 
     def wrong(alike, queries):
         weights, slopes = right(alike, queries)
         slopes[:, [heads.layer == 1 for heads in alike]] *= 2
         return weights, slopes
 
-    monkeypatch.setattr(engine, "_gate_slopes", wrong)
+    monkeypatch.setattr(linear_rules, "_gate_slopes", wrong)
     place = r"first wrong sum is at layer 1's (?!.*layer [02])"
     with pytest.raises(UnsupportedModelError, match=place):
         difference(model, METRICS["logit_diff"])

@@ -65,13 +65,8 @@ def sources(model):
     )
 
 
-def edges(model):
-    edges = circuits.score_edges(model, prompts()[0], ["L0H1", "L0N3", "L1H0"], progress=False)
-    return edges.select_dtypes("floating")
-
-
 CASES = [("gpt2", paths), ("gpt2", graph)]
-CASES += [("llama", analysis) for analysis in (expansion, graph, sources, edges)]
+CASES += [("llama", analysis) for analysis in (expansion, graph, sources)]
 CASES += [pytest.param("converted", paths, marks=needs_hooked_transformer)]
 CASES += [pytest.param("converted", expansion, marks=needs_hooked_transformer)]
 

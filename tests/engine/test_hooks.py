@@ -49,9 +49,6 @@ HOOKED = {
 }
 RUNS = {
     "sweep": sweep,
-    "gate and value": lambda model: p.gate_and_value(
-        model, *pair(), METRIC, sites=["L0N3"], positions=[POS - 1], progress=False
-    ),
     "attribution": lambda model: p.attribution(model, *pair(), METRIC, **GIVEN),
     "graph": lambda model: circuits.attribution_graph(model, pair()[0], METRIC, top=3),
     "discover": lambda model: circuits.discover(model, *pair(), METRIC, **GIVEN),

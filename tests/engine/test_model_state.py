@@ -300,9 +300,6 @@ RESUMED = {
         resume=folder,
         **QUIET,
     ),
-    "gate_and_value": lambda model, folder: p.gate_and_value(
-        model, CLEAN, CORRUPTED, METRIC, resume=folder, **FEW | {"sites": ["L0N3"]}
-    ),
     "top_examples": lambda model, folder: neurons.top_examples(
         model, ["L1N3"], CLEAN.tolist(), 2, resume=folder, **QUIET
     ),

@@ -21,15 +21,15 @@ from attn_only_lens import (
     convert,
     expose_neuron_heads,
     grow,
+    growth,
     load,
     patching,
     save,
 )
-from attn_only_lens import expansion as ex
 from attn_only_lens.cli import app
 from attn_only_lens.errors import GrowthError, UnknownHeadError
 from attn_only_lens.growth import read, read_provenance
-from attn_only_lens.growth.two_blocks import ConvertedModel
+from attn_only_lens.growth.models.two_blocks import ConvertedModel
 from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig, LayerNormPre
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
@@ -101,12 +101,12 @@ def test_exact_or_refused_and_the_same_after_conversion(family):
     if refused:
         for kind in (model, converted):
             with pytest.raises(GrowthError) as error:
-                grow(kind, ex.compose(*by_name.values()))
+                grow(kind, growth.compose(*by_name.values()))
             for text in refused.values():  # all reasons in one error
                 assert text in str(error.value)
     # Free entries are not zero, so required zeros come from the expansion, not from the init.
-    how = ex.compose(*(step for name, step in by_name.items() if name not in refused))
-    grown = grow(model, how, init=ex.init.normal(0.3), seed=3)
+    how = growth.compose(*(step for name, step in by_name.items() if name not in refused))
+    grown = grow(model, how, init=growth.init.normal(0.3), seed=3)
     (logits, old), (new_logits, new) = cached(model), cached(grown.model)
     assert relative(new_logits, logits) < EXACT
     worst, unknown = worst_activation(grown.provenance, old, new)
@@ -117,7 +117,7 @@ def test_exact_or_refused_and_the_same_after_conversion(family):
     assert set(grown.model.hook_dict) > set(model.hook_dict)
     # The converted model
     one = convert(grown.model)
-    after = grow(converted, how, init=ex.init.normal(0.3), seed=3)
+    after = grow(converted, how, init=growth.init.normal(0.3), seed=3)
     assert same_bits(after.model, one)
     assert vars(after.model.cfg) == vars(one.cfg)
     assert torch.equal(after.model(tokens()), one(tokens()))
@@ -129,7 +129,7 @@ def test_exact_or_refused_and_the_same_after_conversion(family):
 
 def test_one_norm_over_all_heads_grows_where_all_its_sizes_fit():
     model = build("post_norm")  # 2 heads of width 13, d_model 26
-    grown = grow(model, n_heads=3, d_head=17, d_model=51, init=ex.init.normal(0.3))
+    grown = grow(model, n_heads=3, d_head=17, d_model=51, init=growth.init.normal(0.3))
     (logits, old), (new_logits, new) = cached(model), cached(grown.model)
     assert relative(new_logits, logits) < EXACT
     assert max(worst_activation(grown.provenance, old, new)[0].values()) < EXACT
@@ -156,7 +156,7 @@ def test_inputs_by_head(family, flag):
     worst, unknown = worst_activation(grown.provenance, old, new)
     assert max(worst.values()) < EXACT
     assert not unknown
-    ln1 = ex.activation_map(grown.provenance, "blocks.0.ln1.hook_normalized")
+    ln1 = growth.activation_map(grown.provenance, "blocks.0.ln1.hook_normalized")
     with pytest.raises(ValueError, match="expected a batch axis"):
         ln1.old_part(new[ln1.name])
 
@@ -164,7 +164,7 @@ def test_inputs_by_head(family, flag):
 @pytest.mark.parametrize("norm", ["RMS", "RMSPre", "LNPre"])
 def test_positions_beside_the_stream(norm):
     model = build("shortformer", normalization_type=norm)
-    grown = grow(model, ex.WidenStream(11)).model
+    grown = grow(model, growth.WidenStream(11)).model
     assert relative(grown(tokens()), model(tokens())) < EXACT
     moves = grown.pos_embed.W_pos[:, :26] / model.pos_embed.W_pos
     assert torch.allclose(moves, moves.new_tensor(1 if norm == "RMS" else (37 / 26) ** 0.5))
@@ -179,7 +179,7 @@ def test_a_scale_of_its_own_stays():
 
 def test_attention_only_models_and_other_dtypes():
     attention_only = build("gelu", attn_only=True, d_mlp=None, act_fn=None)
-    more = ex.compose(ex.AddHeads(3), ex.WidenStream(5), ex.InsertLayer(2))
+    more = growth.compose(growth.AddHeads(3), growth.WidenStream(5), growth.InsertLayer(2))
     grown = grow(attention_only, more)
     assert relative(grown.model(tokens()), attention_only(tokens())) < EXACT
     assert same_bits(grown.shrink(), attention_only)
@@ -195,7 +195,7 @@ def test_what_is_not_function_comes_along():
     model.blocks[2].mlp.W_in.requires_grad_(False)
     model.tokenizer = object()
     numbers = torch.get_rng_state()
-    grown = grow(model, ex.compose(ex.InsertLayer(0), ex.AddNeurons(2))).model
+    grown = grow(model, growth.compose(growth.InsertLayer(0), growth.AddNeurons(2))).model
     assert torch.equal(torch.get_rng_state(), numbers)
     assert not any(module.training for module in grown.modules())
     assert grown.tokenizer is model.tokenizer
@@ -265,14 +265,14 @@ def test_folders(tmp_path):
 def test_some_layers_only(family, tmp_path):
     model = build(family)
     converted, group = convert(model), group_size(model)
-    partial = ex.compose(
-        ex.AddNeurons(5, layers=[0, 2]),
-        ex.AddHeads(2 * group, layers=[1]),
-        ex.InsertLayer(1),
-        ex.WidenValues(3, layers=[2]),
-        ex.WidenQueriesAndKeys(5, layers=[0]),
-        ex.AddNeurons(7, layers=[1]),
-        ex.WidenStream(11),
+    partial = growth.compose(
+        growth.AddNeurons(5, layers=[0, 2]),
+        growth.AddHeads(2 * group, layers=[1]),
+        growth.InsertLayer(1),
+        growth.WidenValues(3, layers=[2]),
+        growth.WidenQueriesAndKeys(5, layers=[0]),
+        growth.AddNeurons(7, layers=[1]),
+        growth.WidenStream(11),
     )
     grown = grow(converted, partial, seed=5)
     sizes = grown.model.cfg.layer_sizes
@@ -305,8 +305,8 @@ def test_values_and_keys_apart(family):
     """Values and keys can grow alone, and both in turn equal both at once, bit for bit."""
     model = build(family)
     converted, width = convert(model), model.cfg.d_head
-    values, keys = ex.WidenValues(3), ex.WidenQueriesAndKeys(3)
-    both = grow(model, ex.compose(values, keys), seed=3).model
+    values, keys = growth.WidenValues(3), growth.WidenQueriesAndKeys(3)
+    both = grow(model, growth.compose(values, keys), seed=3).model
     for first, then, d_head, d_value in ((values, keys, 0, 3), (keys, values, 3, 0)):
         grown = grow(converted, first, seed=3)
         check_converted(converted, grown)
@@ -340,7 +340,9 @@ def test_bilinear_gates(family, heads):
     calibration = calibrate(source, tokens()) if source.cfg.gated_mlp else None
     gate = Bilinear(heads, calibration=calibration)
     converted = convert(source, gate=gate)
-    how = ex.compose(ex.AddNeurons(5, layers=[0]), ex.InsertLayer(1), ex.AddNeurons(3))
+    how = growth.compose(
+        growth.AddNeurons(5, layers=[0]), growth.InsertLayer(1), growth.AddNeurons(3)
+    )
     grown = grow(converted, how, seed=2)
     (logits, old), (new_logits, new) = cached(converted), cached(grown.model)
     assert relative(new_logits, logits) < EXACT
@@ -352,7 +354,7 @@ def test_bilinear_gates(family, heads):
         assert grown.model.cfg.gating.ranges == (first, first, *others)
         assert grown.shrink().cfg.gating == converted.cfg.gating
     else:
-        even = ex.compose(ex.AddNeurons(5), ex.InsertLayer(1))
+        even = growth.compose(growth.AddNeurons(5), growth.InsertLayer(1))
         one = convert(grow(source, even, seed=2).model, gate=gate)
         two = grow(converted, even, seed=2).model
         assert same_bits(one, two)
@@ -370,10 +372,10 @@ def test_bilinear_gates(family, heads):
     assert "L0N44" in provenance.new_neurons
 
 
-@pytest.mark.parametrize("init", [ex.init.cancelling(0.5), ex.init.splits(0.3, 0.7)])
+@pytest.mark.parametrize("init", [growth.init.cancelling(0.5), growth.init.splits(0.3, 0.7)])
 def test_starts_without_zeros(init):
     model = build("silu_gated", act_fn="gelu")
-    step = ex.compose(ex.AddNeurons(5), ex.AddHeads(2))
+    step = growth.compose(growth.AddNeurons(5), growth.AddHeads(2))
     one, grown = grow(model, step, init=init, seed=3), grow(convert(model), step, init=init, seed=3)
     assert relative(one.model(tokens()), model(tokens())) < EXACT
     assert same_bits(one.shrink(), model)
@@ -396,7 +398,7 @@ def test_a_layer_is_two_blocks():
     converted.set_use_attn_result(True)
     converted.blocks[2].eval()
     converted.blocks[3].attn.W_in.requires_grad_(False)
-    grown = grow(converted, ex.InsertLayer(at=0, like=1))
+    grown = grow(converted, growth.InsertLayer(at=0, like=1))
     model = grown.model
     assert len(model.blocks) == model.cfg.n_layers == 8
     assert [block.attn.attn_type for block in model.blocks[::2]] == [
@@ -432,8 +434,8 @@ def test_parameters_are_known_by_their_names_in_the_source():
 def test_refused_with_all_reasons():
     converted = convert(build("grouped"))
     with pytest.raises(GrowthError, match="expected a multiple of 3"):
-        grow(converted, ex.AddHeads(2, layers=[1]))
-    into = grow(converted, ex.AddHeads(2, layers=[1], into_groups=True))
+        grow(converted, growth.AddHeads(2, layers=[1]))
+    into = grow(converted, growth.AddHeads(2, layers=[1], into_groups=True))
     assert into.provenance["L1H3"] == "L1H4"
     assert relative(into.model(tokens()), converted(tokens())) < EXACT
     into.model.blocks[0].hook_resid_pre.add_hook(lambda x, hook: x)
@@ -459,9 +461,9 @@ def test_refused_with_all_reasons():
 @pytest.mark.parametrize("name", ["gelu", "parallel"])
 def test_patching_a_model_of_unequal_layers_is_patching_the_original(name):
     model = convert(build(name))
-    steps = ex.AddNeurons(2, layers=[0]), ex.AddHeads(1, layers=[2]), ex.InsertLayer(1)
-    widths = ex.WidenValues(3, layers=[0]), ex.WidenQueriesAndKeys(2, layers=[3])
-    grown = grow(model, ex.compose(*steps, *widths))
+    steps = growth.AddNeurons(2, layers=[0]), growth.AddHeads(1, layers=[2]), growth.InsertLayer(1)
+    widths = growth.WidenValues(3, layers=[0]), growth.WidenQueriesAndKeys(2, layers=[3])
+    grown = grow(model, growth.compose(*steps, *widths))
     clean = tokens()
     corrupted = clean.roll(-1, dims=0)
 
@@ -488,10 +490,10 @@ def test_models_that_are_not_plain():
         grow(model, d_mlp=41)
     model.add_hook("blocks.0.hook_resid_pre", lambda value, hook: value)
     with pytest.raises(GrowthError, match="hooks are attached"):
-        grow(model, ex.WidenStream(3))
+        grow(model, growth.WidenStream(3))
     model.reset_hooks()
     with pytest.raises(GrowthError, match=r"differ in d_mlp.*convert\(model\) first"):
-        grow(model, ex.AddNeurons(5, layers=[1]))
+        grow(model, growth.AddNeurons(5, layers=[1]))
     with pytest.raises(GrowthError, match="act_fn is 'solu'"):
         grow(build("gelu", act_fn="solu"), d_mlp=41)
     model.blocks[1].mlp.W_out = model.blocks[0].mlp.W_out

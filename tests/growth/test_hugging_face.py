@@ -17,12 +17,11 @@ from tiny_tokenizer import tiny_tokenizer
 
 from analyses.tools.gradmax import grad_max, gradient_products
 from analyses.tools.growth_training import Training
-from attn_only_lens import expansion as ex
-from attn_only_lens import expose_neuron_heads, grow, load, save
+from attn_only_lens import expose_neuron_heads, grow, growth, load, save
 from attn_only_lens import patching as p
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.growth import read, read_provenance
-from attn_only_lens.growth.hugging_face import HuggingFaceBridge
+from attn_only_lens.growth.models.hugging_face import HuggingFaceBridge
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
@@ -33,15 +32,15 @@ NAMES = ("gpt2", "neox", "neox_sequential", "llama", "granite", "mistral", "qwen
 NAMES += ("gemma", "gemma2", "gemma3", "phi", "phi3", "olmo2")
 HERE = [name for name in NAMES if name in EVERY]
 STEPS = {
-    "d_mlp": ex.AddNeurons(4),
-    "n_heads": ex.AddHeads(2),
-    "d_head": ex.compose(ex.WidenValues(6), ex.WidenQueriesAndKeys(6)),
-    "d_model": ex.WidenStream(11),
-    "n_layers": ex.InsertLayer(at=1),
+    "d_mlp": growth.AddNeurons(4),
+    "n_heads": growth.AddHeads(2),
+    "d_head": growth.compose(growth.WidenValues(6), growth.WidenQueriesAndKeys(6)),
+    "d_model": growth.WidenStream(11),
+    "n_layers": growth.InsertLayer(at=1),
 }
-ALL = ex.compose(*STEPS.values())
+ALL = growth.compose(*STEPS.values())
 # Norms of BERT stand on the stream: it gets neither layers nor coordinates (test_post_norm.py).
-ALL_OF = {"bert": ex.compose(*list(STEPS.values())[:3])}
+ALL_OF = {"bert": growth.compose(*list(STEPS.values())[:3])}
 # Sizes that each family's configuration accepts, with n_heads in groups of 2.
 FITTING = {"d_mlp": 41, "n_heads": 4, "d_head": 20, "d_model": 80, "n_layers": 3}
 
@@ -68,9 +67,9 @@ def test_every_expansion_is_exact(name, monkeypatch):
         # All families test the parameter names; some also test single steps.
         for step in STEPS.values() if name in ("gpt2", "llama", "gemma2") else ():
             # Free entries are not zero; required zeros come from the expansion, not from the init.
-            grown = grow(bridge, step, init=ex.init.normal(0.3), seed=3)
+            grown = grow(bridge, step, init=growth.init.normal(0.3), seed=3)
             assert relative(grown.model(tokens), logits) < EXACT, step
-        grown = grow(bridge, ALL, init=ex.init.normal(0.3), seed=3)
+        grown = grow(bridge, ALL, init=growth.init.normal(0.3), seed=3)
         assert not grown.model.training
         new_logits, new = cached(grown.model, tokens)
         assert relative(new_logits, logits) < EXACT
@@ -78,13 +77,15 @@ def test_every_expansion_is_exact(name, monkeypatch):
         assert max(worst.values()) < EXACT, max(worst, key=worst.get)
         assert sum("hook_pattern" in hook or "hook_post" in hook for hook in worst) == 4
         if name in CHOSEN:
-            twice = grow(grown.model, ex.compose(ex.InsertLayer(0), ex.WidenStream(3)), seed=4)
+            twice = grow(
+                grown.model, growth.compose(growth.InsertLayer(0), growth.WidenStream(3)), seed=4
+            )
             assert relative(twice.model(tokens), logits) < EXACT
     assert all(torch.equal(before[key], value) for key, value in bridge.state_dict().items())
     with torch.no_grad():  # the unmodified model, with its float32 casts
         bridge = boot(name)
         logits = bridge(tokens)
-        grown = grow(bridge, ALL, init=ex.init.normal(0.3), seed=3)
+        grown = grow(bridge, ALL, init=growth.init.normal(0.3), seed=3)
         assert relative(grown.model(tokens), logits) < FLOAT32
         assert torch.equal(grown.shrink()(tokens), logits)
 
@@ -92,9 +93,9 @@ def test_every_expansion_is_exact(name, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "init"),
     [
-        ("gpt2", ex.init.splits(0.3, 0.7)),
-        ("llama", ex.init.cancelling(0.3)),
-        ("olmo2", ex.init.cancelling(0.3)),
+        ("gpt2", growth.init.splits(0.3, 0.7)),
+        ("llama", growth.init.cancelling(0.3)),
+        ("olmo2", growth.init.cancelling(0.3)),
     ],
 )
 def test_starts_without_zeros_are_exact_and_a_way_back(name, init, monkeypatch):
@@ -138,9 +139,9 @@ def test_variants(name, changes, monkeypatch):
         some = {"heads": [0, 1]}
         for step in (
             *(ALL, STEPS["d_head"]),
-            ex.compose(ex.WidenValues(2, **some), ex.WidenQueriesAndKeys(2, **some)),
+            growth.compose(growth.WidenValues(2, **some), growth.WidenQueriesAndKeys(2, **some)),
         ):
-            grown = grow(bridge, step, init=ex.init.normal(0.3))
+            grown = grow(bridge, step, init=growth.init.normal(0.3))
             assert relative(grown.model(tokens), logits) < EXACT
 
 
@@ -163,7 +164,11 @@ def test_a_wrong_configuration_is_noticed_before_the_model_is_returned(name, bre
         return config
 
     monkeypatch.setattr(HuggingFaceBridge, "grown_config", broken)
-    step = ex.compose(STEPS["d_head"], ex.WidenStream(26)) if name != "bert" else STEPS["d_mlp"]
+    step = (
+        growth.compose(STEPS["d_head"], growth.WidenStream(26))
+        if name != "bert"
+        else STEPS["d_mlp"]
+    )
     with pytest.raises(GrowthError, match="logits would differ"):
         grow(boot(name), step)
 
@@ -171,7 +176,7 @@ def test_a_wrong_configuration_is_noticed_before_the_model_is_returned(name, bre
 @torch.no_grad()
 def test_constraints_matter():
     bridge, tokens = boot("gemma2"), prompts()
-    grown = grow(bridge, ALL, init=ex.init.normal(0.3))
+    grown = grow(bridge, ALL, init=growth.init.normal(0.3))
     weights = read(grown.model)
     for name in ("embed.W_E", "blocks.0.attn.W_O", "blocks.1.mlp.W_out", "blocks.0.attn.W_K"):
         zeros = next(zero for zero in grown.provenance.zeros if zero.name == name)
@@ -234,11 +239,15 @@ def test_what_else_is_in_the_folder(tmp_path):
 @pytest.mark.parametrize(
     ("name", "step", "reason"),
     [
-        ("gpt2", ex.AddHeads(1), "has no head_dim: 3 heads of width 13 need hidden_size 39"),
-        ("neox", ex.WidenStream(4), "has no head_dim: 2 heads of width 13 need hidden_size 26"),
-        ("llama", ex.AddHeads(2), "26.* is not a multiple of the number of attention heads .4."),
-        ("llama", ex.AddNeurons(4, layers=[1]), "layers differ in d_mlp"),
-        ("phi3", ex.AddNeurons(4, layers=[0]), "layers differ in d_mlp"),
+        ("gpt2", growth.AddHeads(1), "has no head_dim: 3 heads of width 13 need hidden_size 39"),
+        ("neox", growth.WidenStream(4), "has no head_dim: 2 heads of width 13 need hidden_size 26"),
+        (
+            "llama",
+            growth.AddHeads(2),
+            "26.* is not a multiple of the number of attention heads .4.",
+        ),
+        ("llama", growth.AddNeurons(4, layers=[1]), "layers differ in d_mlp"),
+        ("phi3", growth.AddNeurons(4, layers=[0]), "layers differ in d_mlp"),
         ("bert", ALL_OF["bert"], "heads of width 19 need hidden_size 76, but it is 26; sav"),
     ],
 )
@@ -258,13 +267,13 @@ def test_sizes_that_no_configuration_has_are_in_our_own_folder(name, step, reaso
             *(same, tokens[0], tokens[1], p.logit_diff(3, 4)), sites=["L1N39"], progress=False
         )
         assert sweep.frame["value"].sub(sweep.corrupted_value).abs().max() < 1e-6
-    again = grow(grown.model, ex.AddNeurons(5))
+    again = grow(grown.model, growth.AddNeurons(5))
     assert relative(again.model(tokens), logits) < FLOAT32
 
 
 def test_embeddings_come_untied_where_they_must_differ():
     bridge, tokens = boot("gpt2"), prompts()
-    wider = grow(bridge, ex.WidenStream(2))
+    wider = grow(bridge, growth.WidenStream(2))
     model = wider.model.original_model
     assert any(note.startswith("untied: ") for note in wider.notes)
     assert not model.config.tie_word_embeddings
@@ -274,7 +283,9 @@ def test_embeddings_come_untied_where_they_must_differ():
     assert again.lm_head.weight is again.transformer.wte.weight
     tied = grow(bridge, d_mlp=41).model.original_model
     assert tied.lm_head.weight is tied.transformer.wte.weight
-    gemma = grow(boot("gemma2"), ex.WidenStream(2)).model.original_model  # Gemma needs no untying
+    gemma = grow(
+        boot("gemma2"), growth.WidenStream(2)
+    ).model.original_model  # Gemma needs no untying
     assert gemma.lm_head.weight is gemma.model.embed_tokens.weight
 
 
@@ -344,7 +355,7 @@ def test_a_schedule_is_resumed(name, tmp_path):
     def training():
         model = boot(name, torch.float32)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-        return Training(model, optimizer, {1: ex.AddNeurons(4), 2: STEPS["d_head"]})
+        return Training(model, optimizer, {1: growth.AddNeurons(4), 2: STEPS["d_head"]})
 
     def run(one, until):
         for _ in one.steps(until):

@@ -7,21 +7,24 @@ from growing import loss, native
 from transformer_lens.model_bridge import TransformerBridge
 
 from analyses.tools.gradmax import grad_max, gradient_products
-from attn_only_lens import expansion as ex
-from attn_only_lens import grow
+from attn_only_lens import grow, growth
 from attn_only_lens.errors import GrowthError, UnsupportedCallError
 from attn_only_lens.growth import read
-from attn_only_lens.growth._grow import growable_of
+from attn_only_lens.growth.models._grow import growable_of
 
 pytestmark = pytest.mark.numeric
 
-INITS = {"own": ex.init.own(), "normal": ex.init.normal(0.1), "copies": ex.init.copies(0.1)}
+INITS = {
+    "own": growth.init.own(),
+    "normal": growth.init.normal(0.1),
+    "copies": growth.init.copies(0.1),
+}
 STEPS = {
-    "neurons": ex.AddNeurons(5),
-    "heads": ex.AddHeads(2),
-    "width": ex.compose(ex.WidenValues(3), ex.WidenQueriesAndKeys(3)),
-    "stream": ex.WidenStream(11),
-    "layer": ex.InsertLayer(1),
+    "neurons": growth.AddNeurons(5),
+    "heads": growth.AddHeads(2),
+    "width": growth.compose(growth.WidenValues(3), growth.WidenQueriesAndKeys(3)),
+    "stream": growth.WidenStream(11),
+    "layer": growth.InsertLayer(1),
 }
 
 
@@ -76,7 +79,7 @@ def test_new_units_learn(init, step):
 def test_zeros_are_dead(step):
     """The control: with `init.zeros()`, no new entry has a gradient."""
     family = "rms" if step == "stream" else "ln"  # LayerNorm's mean depends on new coordinates
-    grown = grow(native(family), STEPS[step], init=ex.init.zeros())
+    grown = grow(native(family), STEPS[step], init=growth.init.zeros())
     trained(grown.model)
     for name, gradient, new in new_entries(grown):
         writes_alone = name.endswith(("b_out", "b_O"))  # a new layer's output biases need no unit
@@ -86,7 +89,9 @@ def test_zeros_are_dead(step):
 
 @pytest.mark.parametrize("init", INITS)
 def test_seeds_and_equal_units(init):
-    step = ex.compose(ex.AddNeurons(7), ex.AddNeurons(7), ex.AddHeads(2), ex.InsertLayer(1))
+    step = growth.compose(
+        growth.AddNeurons(7), growth.AddNeurons(7), growth.AddHeads(2), growth.InsertLayer(1)
+    )
     first, same, reseeded = (
         read(grow(native(), step, init=INITS[init], seed=seed).model).tensors for seed in (3, 3, 4)
     )
@@ -102,14 +107,18 @@ def test_seeds_and_equal_units(init):
 @pytest.mark.parametrize("init", ["own", "normal"])
 def test_no_layer_repeats_what_another_of_its_name_drew(init):
     weights, draw = read(native()), INITS[init]
-    first, second = ex.InsertLayer(1), ex.InsertLayer(1)
-    at_once, _ = ex.compose(first, second)(weights, draw)
+    first, second = growth.InsertLayer(1), growth.InsertLayer(1)
+    at_once, _ = growth.compose(first, second)(weights, draw)
     in_turn, _ = second(first(weights, draw)[0], draw)
     for grown in (at_once, in_turn):
         queries = (grown.tensors[f"blocks.{layer}.attn.W_Q"] for layer in (1, 2))
         assert not torch.equal(*queries)
-    steps = ex.AddNeurons(3, layers=[0]), ex.InsertLayer(0, like=1), ex.AddNeurons(3, layers=[0])
-    tensors = ex.compose(*steps)(weights, draw)[0].tensors
+    steps = (
+        growth.AddNeurons(3, layers=[0]),
+        growth.InsertLayer(0, like=1),
+        growth.AddNeurons(3, layers=[0]),
+    )
+    tensors = growth.compose(*steps)(weights, draw)[0].tensors
     one, other = (tensors[f"blocks.{layer}.mlp.W_in"][:, -3:] for layer in (0, 1))
     assert (one - other).abs().min() > 0
 
@@ -117,7 +126,7 @@ def test_no_layer_repeats_what_another_of_its_name_drew(init):
 def test_a_copied_head_is_one_head():
     """With almost no noise, every tensor of a new head is nearest to one old head's tensor."""
     weights = read(native(n_heads=13, d_head=2))
-    grown, _ = ex.AddHeads(5)(weights, ex.init.copies(1e-9))
+    grown, _ = growth.AddHeads(5)(weights, growth.init.copies(1e-9))
     nearest = set()
     for of in ("W_Q", "W_K", "W_V", "b_Q", "b_K", "b_V"):
         heads = grown.tensors[f"blocks.0.attn.{of}"].flatten(1)
@@ -154,12 +163,12 @@ def test_own_is_transformerlens_own(mode):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: ex.init.normal(0.0), "more than 0"),
-        (lambda: ex.init.copies(0.0), "a unit and its copy in the same way"),
-        (lambda: ex.init.cancelling(0.0), "got std=0.0"),
-        (lambda: ex.init.cancelling(float("nan")), "got std=nan"),
-        (lambda: ex.init.splits(1.0), "got share=1.0"),
-        (lambda: ex.init.splits(noise=0.0), "a unit and its copy in the same way"),
+        (lambda: growth.init.normal(0.0), "more than 0"),
+        (lambda: growth.init.copies(0.0), "a unit and its copy in the same way"),
+        (lambda: growth.init.cancelling(0.0), "got std=0.0"),
+        (lambda: growth.init.cancelling(float("nan")), "got std=nan"),
+        (lambda: growth.init.splits(1.0), "got share=1.0"),
+        (lambda: growth.init.splits(noise=0.0), "a unit and its copy in the same way"),
     ],
 )
 def test_units_that_would_be_dead_or_equal_are_refused(make, reason):
@@ -178,7 +187,7 @@ def test_grad_max_has_the_largest_first_gradient():
     assert relative(twice[1], by_prompt[1]) < 1e-12
 
     def first_gradient(init):
-        grown = grow(model, ex.AddNeurons(3), init=init).model
+        grown = grow(model, growth.AddNeurons(3), init=init).model
         loss(grown).backward()
         return weights_and_gradients(grown)["blocks.1.mlp.W_out"][1][37:].norm().item()
 
@@ -197,7 +206,7 @@ class _Seeded:
     """Random values with a given seed, whose columns have GradMax's norm."""
 
     def __init__(self, std, seed):
-        self.draw, self.std, self.seed = ex.init.normal(std), std, seed
+        self.draw, self.std, self.seed = growth.init.normal(std), std, seed
 
     def __call__(self, new, seed):
         made = self.draw(new, self.seed)
@@ -210,23 +219,25 @@ class _Seeded:
 def test_grad_max_twice_makes_no_neuron_twice(dtype):
     model = native()
     init = grad_max(gradient_products(model, tokens()))
-    twice = grow(model.to(dtype), ex.compose(ex.AddNeurons(3), ex.AddNeurons(3)), init=init).model
+    twice = grow(
+        model.to(dtype), growth.compose(growth.AddNeurons(3), growth.AddNeurons(3)), init=init
+    ).model
     new = read(twice).tensors["blocks.0.mlp.W_in"][:, 37:]
     new = torch.nn.functional.normalize(new.double(), dim=0)
     assert (new.T @ new - torch.eye(6)).abs().max() < 0.02  # six orthogonal columns, up to rounding
     with pytest.raises(ValueError, match="expected d_model by d_model, 29"):
-        grow(model, ex.compose(ex.WidenStream(3), ex.AddNeurons(3)), init=init)
+        grow(model, growth.compose(growth.WidenStream(3), growth.AddNeurons(3)), init=init)
 
 
 def test_grad_max_leaves_the_rest_to_own():
     model = native()
     some = grad_max({0: gradient_products(model, tokens())[0]})
-    step = ex.compose(ex.AddHeads(2), ex.AddNeurons(5))
+    step = growth.compose(growth.AddHeads(2), growth.AddNeurons(5))
     first, second = (read(grow(model, step, init=init).model).tensors for init in (some, None))
     differing = [name for name in first if not torch.equal(first[name], second[name])]
     assert differing == ["blocks.0.mlp.W_in"]
     assert all(p.grad is None for p in model.parameters())
-    many = read(grow(model, ex.AddNeurons(31), init=some).model).tensors["blocks.0.mlp.W_in"]
+    many = read(grow(model, growth.AddNeurons(31), init=some).model).tensors["blocks.0.mlp.W_in"]
     assert many[:, 37:].norm(dim=0).min() > 0  # columns beyond d_model come from `own`
 
 

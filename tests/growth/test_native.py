@@ -17,8 +17,7 @@ from growing import (
 )
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import expansion as ex
-from attn_only_lens import grow
+from attn_only_lens import grow, growth
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.growth import read
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
@@ -47,8 +46,10 @@ def test_all_six_at_once_and_twice_keep_logits_and_old_activations(name, monkeyp
         bridge = native(name)
         before, (logits, old) = state(bridge), cached(bridge)
         # Free entries are not zero, so required zeros come from the expansion, not from the init.
-        once = grow(bridge, **sizes_for(name), init=ex.init.normal(0.3), seed=1)
-        twice = grow(once.model, ex.compose(ex.WidenStream(3), ex.InsertLayer(at=0)), seed=2)
+        once = grow(bridge, **sizes_for(name), init=growth.init.normal(0.3), seed=1)
+        twice = grow(
+            once.model, growth.compose(growth.WidenStream(3), growth.InsertLayer(at=0)), seed=2
+        )
         moved = once.provenance.then(twice.provenance)
         for grown, provenance in ((once, once.provenance), (twice, moved)):
             new_logits, new = cached(grown.model)
@@ -76,7 +77,7 @@ def test_a_constraint_that_is_broken_changes_the_function(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_dtypes(dtype):
     bridge = native("gated", dtype)
-    grown = grow(bridge, ex.compose(all_steps(bridge), all_steps(bridge)))
+    grown = grow(bridge, growth.compose(all_steps(bridge), all_steps(bridge)))
     got, expected = grown.model(tokens()), bridge(tokens())
     assert got.dtype == dtype
     assert relative(got, expected) < LOGIT_TOLERANCE[dtype]
@@ -86,7 +87,7 @@ def test_other_dtypes(dtype):
 def test_the_order_changes_only_free_entries():
     bridge = native()
     first, second = (
-        read(grow(bridge, ex.compose(*map(steps().get, order))).model).tensors
+        read(grow(bridge, growth.compose(*map(steps().get, order))).model).tensors
         for order in (("stream", "neurons"), ("neurons", "stream"))
     )
     for name in ("blocks.1.mlp.W_out", "blocks.1.attn.W_O", "embed.W_E"):
@@ -97,7 +98,7 @@ def test_the_order_changes_only_free_entries():
 def test_heads_join_groups():
     bridge = native("grouped")  # 6 heads, 2 groups
     logits, old = cached(bridge)
-    grown = grow(bridge, ex.AddHeads(4, into_groups=True))
+    grown = grow(bridge, growth.AddHeads(4, into_groups=True))
     assert (grown.model.cfg.n_heads, grown.model.cfg.n_key_value_heads) == (10, 2)
     assert [grown.provenance[f"L1H{head}"] for head in range(6)] == [
         *("L1H0", "L1H1", "L1H2"),
@@ -111,7 +112,7 @@ def test_heads_join_groups():
 
 def test_every_head_becomes_a_group():
     bridge = native()
-    grown = grow(bridge, ex.compose(ex.AddHeads(2, into_groups=True), ex.AddHeads(2)))
+    grown = grow(bridge, growth.compose(growth.AddHeads(2, into_groups=True), growth.AddHeads(2)))
     assert (grown.model.cfg.n_heads, grown.model.cfg.n_key_value_heads) == (6, 3)
     assert relative(grown.model(tokens()), bridge(tokens())) < EXACT
     assert same_bits(grown.shrink(), bridge)
@@ -120,8 +121,8 @@ def test_every_head_becomes_a_group():
 def test_some_heads_only():
     bridge = native("grouped")
     some = {"layers": [0, 1], "heads": [3, 4, 5]}
-    wider = ex.compose(ex.WidenValues(3, **some), ex.WidenQueriesAndKeys(3, **some))
-    grown = grow(bridge, wider, init=ex.init.normal(0.3))
+    wider = growth.compose(growth.WidenValues(3, **some), growth.WidenQueriesAndKeys(3, **some))
+    grown = grow(bridge, wider, init=growth.init.normal(0.3))
     assert relative(grown.model(tokens()), bridge(tokens())) < EXACT
     values = read(grown.model).tensors["blocks.1.attn.W_V"]
     assert (values[1, :, 5:] != 0).all()
@@ -190,7 +191,7 @@ def test_rotary_tables_come_along_as_they_are():
 
 def test_the_source_may_change_meanwhile():
     bridge, same = native(), native()
-    grown = grow(bridge, ex.compose(all_steps(bridge), all_steps(bridge)))
+    grown = grow(bridge, growth.compose(all_steps(bridge), all_steps(bridge)))
     for _ in range(2):
         with torch.no_grad():
             for parameter in bridge.parameters():
@@ -240,7 +241,7 @@ def test_one_zero_that_woke_is_named():
 
 def test_shrinking_another_dtype_and_a_model_with_hooks():
     bridge = native()
-    grown = grow(bridge, ex.WidenStream(3))
+    grown = grow(bridge, growth.WidenStream(3))
     grown.model.add_hook("blocks.0.hook_in", lambda value, hook: value)
     with pytest.raises(GrowthError, match="hooks are attached"):
         grown.shrink()

@@ -7,11 +7,10 @@ import torch
 from common import D_VOCAB, relative
 from growing import in_float64, loss, native
 
-from attn_only_lens import expansion as ex
-from attn_only_lens import grow
+from attn_only_lens import grow, growth
 from attn_only_lens.errors import GrowthError
-from attn_only_lens.expansion.initialise import _Splits
-from attn_only_lens.growth._grow import growable_of
+from attn_only_lens.growth.expansion.initialise import _Splits
+from attn_only_lens.growth.models._grow import growable_of
 
 pytestmark = pytest.mark.numeric
 
@@ -216,8 +215,13 @@ def test_moments_of_split_units_are_those_of_the_grown_models_own_gradients():
     model = native("rms")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     step(model, optimizer)
-    more = ex.AddNeurons(40), ex.AddHeads(3), ex.WidenValues(4), ex.WidenQueriesAndKeys(4)
-    grown = grow(model, ex.compose(*more, ex.AddNeurons(3)), init=_Splits(0.3, 0.0))
+    more = (
+        growth.AddNeurons(40),
+        growth.AddHeads(3),
+        growth.WidenValues(4),
+        growth.WidenQueriesAndKeys(4),
+    )
+    grown = grow(model, growth.compose(*more, growth.AddNeurons(3)), init=_Splits(0.3, 0.0))
     new = grown.optimizer(optimizer, model)
     assert relative(grown.model(TOKENS), model(TOKENS)) < TOLERANCE
     loss(grown.model, TOKENS).backward()

@@ -15,8 +15,7 @@ from common import relative
 from tiny_tokenizer import tiny_tokenizer
 from torch.nn import functional
 
-from attn_only_lens import expansion as ex
-from attn_only_lens import grow, load
+from attn_only_lens import grow, growth, load
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.growth import read_provenance
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
@@ -27,11 +26,13 @@ pytestmark = pytest.mark.numeric
 EXACT, FLOAT32 = LOGIT_TOLERANCE[torch.float64], LOGIT_TOLERANCE[torch.float32]
 EPS = 1e-12
 STEPS = {
-    "neurons of one layer": ex.AddNeurons(4, layers=[1]),
-    "heads": ex.AddHeads(3),
-    "values, queries and keys": ex.compose(ex.WidenValues(6), ex.WidenQueriesAndKeys(6)),
+    "neurons of one layer": growth.AddNeurons(4, layers=[1]),
+    "heads": growth.AddHeads(3),
+    "values, queries and keys": growth.compose(
+        growth.WidenValues(6), growth.WidenQueriesAndKeys(6)
+    ),
 }
-STEPS["all four"] = ex.compose(*list(STEPS.values())[1:], ex.AddNeurons(4))
+STEPS["all four"] = growth.compose(*list(STEPS.values())[1:], growth.AddNeurons(4))
 # Required zeros that a test breaks, and the transformers tensor that holds them.
 ZEROS = {
     "blocks.0.mlp.W_out": "encoder.layer.0.output.dense.weight",
@@ -116,7 +117,7 @@ def test_the_four_are_exact(name, step):
     assert relative(by_hand(state_of(model), 2, tokens, name == "roberta"), logits) < EXACT
     bridge = bridged(model)
     before = {key: value.clone() for key, value in bridge.state_dict().items()}
-    grown = grow(bridge, STEPS[step], init=ex.init.normal(0.3), seed=3)
+    grown = grow(bridge, STEPS[step], init=growth.init.normal(0.3), seed=3)
     assert relative(grown.model(tokens), logits) < EXACT
     n_heads = grown.model.cfg.n_heads
     state = state_of(grown.model.original_model)
@@ -131,7 +132,7 @@ def test_the_four_are_exact(name, step):
 @pytest.mark.parametrize("tensor", ZEROS)
 def test_zeros_that_are_broken_change_the_function(tensor):
     model, tokens = model_of("bert"), prompts()
-    grown = grow(bridged(model), STEPS["all four"], init=ex.init.normal(0.3), seed=3)
+    grown = grow(bridged(model), STEPS["all four"], init=growth.init.normal(0.3), seed=3)
     state = {key: value.clone() for key, value in state_of(grown.model.original_model).items()}
     broken = state[ZEROS[tensor]]
     assert (broken == 0).any()

@@ -7,18 +7,21 @@ from bridges import boot, exposed_copy
 from growing import native
 from sealed_files import rewrite
 
-from attn_only_lens import expansion as ex
-from attn_only_lens import grow
+from attn_only_lens import grow, growth
 from attn_only_lens.errors import CheckpointError, GrowthError, UnknownHeadError
-from attn_only_lens.expansion.provenance import IndexMap, TensorMap
-from attn_only_lens.expansion.weights import identity_of
 from attn_only_lens.growth import identity, read_provenance
+from attn_only_lens.growth.expansion.provenance import IndexMap, TensorMap
+from attn_only_lens.growth.expansion.weights import identity_of
 
 
 @pytest.fixture(scope="module")
 def grown():
-    steps = ex.compose(
-        ex.InsertLayer(1), ex.AddNeurons(5), ex.WidenStream(3), ex.AddHeads(2), ex.InsertLayer(0)
+    steps = growth.compose(
+        growth.InsertLayer(1),
+        growth.AddNeurons(5),
+        growth.WidenStream(3),
+        growth.AddHeads(2),
+        growth.InsertLayer(0),
     )
     return grow(native(n_layers=3), steps)
 
@@ -89,11 +92,16 @@ def test_identity_is_that_of_the_weights_in_any_form():
 
 
 @pytest.mark.both_versions
-@pytest.mark.parametrize("init", [None, ex.init.cancelling(0.5), ex.init.splits(0.3, 0.7)])
+@pytest.mark.parametrize("init", [None, growth.init.cancelling(0.5), growth.init.splits(0.3, 0.7)])
 def test_files(init, tmp_path):
-    steps = ex.AddNeurons(5), ex.AddHeads(2), ex.InsertLayer(1), ex.AddHeads(4, into_groups=True)
+    steps = (
+        growth.AddNeurons(5),
+        growth.AddHeads(2),
+        growth.InsertLayer(1),
+        growth.AddHeads(4, into_groups=True),
+    )
     model = boot("granite", torch.float32)
-    grown = grow(model, ex.compose(*steps), init=init)
+    grown = grow(model, growth.compose(*steps), init=init)
     folder = grown.save_pretrained(tmp_path / "grown")
     assert read_provenance(folder) == grown.provenance
     card = (folder / "README.md").read_text("utf-8")

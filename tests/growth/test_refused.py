@@ -7,8 +7,7 @@ from bridges import FAMILIES, boot, bridged, exposed_copy
 from common import tokens
 from growing import native, random_weights, same_bits
 
-from attn_only_lens import expansion as ex
-from attn_only_lens import expose_neuron_heads, grow
+from attn_only_lens import expose_neuron_heads, grow, growth
 from attn_only_lens.errors import GrowthError
 
 MODELS = {name: lambda name=name: native(name) for name in ("ln", "grouped", "attention_only")}
@@ -18,40 +17,40 @@ REQUESTS = [
     ("ln", {"d_mlp": 31, "n_layers": 1}, ["d_mlp=31, but the model has 37", "n_layers=1, but"]),
     ("ln", {"d_mlp": 37}, ["which are the current sizes"]),
     ("ln", {}, ["give either an expansion or sizes"]),
-    ("ln", {"expansion": ex.AddNeurons(1), "d_mlp": 41}, ["give either an expansion or sizes"]),
+    ("ln", {"expansion": growth.AddNeurons(1), "d_mlp": 41}, ["give either an expansion or sizes"]),
     ("ln", {"d_mlp": True, "init": "x"}, ["d_mlp=True; expected 1 or more", "init='x'"]),
     ("ln", {"d_mlp": 41, "seed": 1.5}, ["got seed=1.5"]),
-    ("ln", {"expansion": "wider"}, ["expected an expansion from attn_only_lens.expansion"]),
-    ("ln", ex.AddNeurons(0), ["got n=0"]),
-    ("ln", ex.AddNeurons(-3, layers=[5]), ["got n=-3", "got layers [5]"]),
-    ("ln", ex.AddNeurons(1.5), ["got n=1.5"]),
-    ("ln", ex.AddNeurons(2, layers=[1.0]), ["got layers [1.0]"]),
-    ("ln", ex.AddNeurons(2, layers=[True]), ["got layers [True]"]),
-    ("ln", ex.InsertLayer(1.0), ["got at=1.0"]),
-    ("ln", ex.WidenValues(2, heads=[0.0]), ["got heads [0.0]"]),
-    ("ln", ex.AddHeads(2, layers=[0, 0]), ["expected each layer once"]),
-    ("ln", ex.AddHeads(2, layers=[]), ["got layers []"]),
-    ("ln", ex.InsertLayer(3), ["got at=3; expected 0 … 2"]),
-    ("ln", ex.InsertLayer(0, like=2), ["got like=2; expected 0 … 1"]),
-    ("ln", ex.WidenValues(2, heads=[2]), ["got heads [2]; expected heads 0 … 1"]),
-    ("ln", ex.WidenValues(2), ["one d_head for both; widen both"]),
-    ("ln", ex.WidenQueriesAndKeys(2), ["one d_head for both"]),
-    ("ln", ex.AddNeurons(2, layers=[1]), ["differ in d_mlp"]),
-    ("ln", ex.AddHeads(2, layers=[1]), ["differ in n_heads"]),
+    ("ln", {"expansion": "wider"}, ["expected an expansion from attn_only_lens.growth"]),
+    ("ln", growth.AddNeurons(0), ["got n=0"]),
+    ("ln", growth.AddNeurons(-3, layers=[5]), ["got n=-3", "got layers [5]"]),
+    ("ln", growth.AddNeurons(1.5), ["got n=1.5"]),
+    ("ln", growth.AddNeurons(2, layers=[1.0]), ["got layers [1.0]"]),
+    ("ln", growth.AddNeurons(2, layers=[True]), ["got layers [True]"]),
+    ("ln", growth.InsertLayer(1.0), ["got at=1.0"]),
+    ("ln", growth.WidenValues(2, heads=[0.0]), ["got heads [0.0]"]),
+    ("ln", growth.AddHeads(2, layers=[0, 0]), ["expected each layer once"]),
+    ("ln", growth.AddHeads(2, layers=[]), ["got layers []"]),
+    ("ln", growth.InsertLayer(3), ["got at=3; expected 0 … 2"]),
+    ("ln", growth.InsertLayer(0, like=2), ["got like=2; expected 0 … 1"]),
+    ("ln", growth.WidenValues(2, heads=[2]), ["got heads [2]; expected heads 0 … 1"]),
+    ("ln", growth.WidenValues(2), ["one d_head for both; widen both"]),
+    ("ln", growth.WidenQueriesAndKeys(2), ["one d_head for both"]),
+    ("ln", growth.AddNeurons(2, layers=[1]), ["differ in d_mlp"]),
+    ("ln", growth.AddHeads(2, layers=[1]), ["differ in n_heads"]),
     *(("ln", {size: 10**15}, ["grown model takes"]) for size in ("d_mlp", "d_model", "n_layers")),
-    ("ln", ex.AddNeurons(10**10), ["the grown model takes"]),
+    ("ln", growth.AddNeurons(10**10), ["the grown model takes"]),
     ("last norm", {"d_model": 37}, ["last norm is RMS"]),
-    ("attention_only", ex.AddNeurons(1), ["no MLP"]),
+    ("attention_only", growth.AddNeurons(1), ["no MLP"]),
     ("grouped", {"n_heads": 8}, ["a multiple of 3"]),
-    ("grouped", ex.AddHeads(3, into_groups=True), ["2 groups; expected a multiple of 2"]),
-    ("grouped", ex.WidenValues(3, heads=[0, 1]), ["pass whole groups"]),
-    ("grouped", ex.WidenValues(3, heads=[]), ["got heads []"]),
-    ("gpt2", ex.AddHeads(2, into_groups=True), ["would share keys and values"]),
-    ("gpt2", ex.AddHeads(2, layers=[0]), ["differ in n_heads"]),
-    ("llama", ex.WidenQueriesAndKeys(3), ["even number"]),
-    ("llama", ex.WidenValues(2), ["one d_head for both; widen both"]),
+    ("grouped", growth.AddHeads(3, into_groups=True), ["2 groups; expected a multiple of 2"]),
+    ("grouped", growth.WidenValues(3, heads=[0, 1]), ["pass whole groups"]),
+    ("grouped", growth.WidenValues(3, heads=[]), ["got heads []"]),
+    ("gpt2", growth.AddHeads(2, into_groups=True), ["would share keys and values"]),
+    ("gpt2", growth.AddHeads(2, layers=[0]), ["differ in n_heads"]),
+    ("llama", growth.WidenQueriesAndKeys(3), ["even number"]),
+    ("llama", growth.WidenValues(2), ["one d_head for both; widen both"]),
     (
-        *("bert", ex.compose(ex.InsertLayer(0), ex.WidenStream(2))),
+        *("bert", growth.compose(growth.InsertLayer(0), growth.WidenStream(2))),
         ["LayerNorm(x) is not x", "no weight can subtract the mean"],
     ),
 ]
@@ -75,14 +74,19 @@ def test_impossible_requests(name, request_, reasons, models):
 
 
 def test_all_reasons_of_all_steps_at_once():
-    steps = (ex.AddHeads(-1), ex.WidenQueriesAndKeys(-2), ex.AddNeurons(1), ex.InsertLayer(9))
+    steps = (
+        growth.AddHeads(-1),
+        growth.WidenQueriesAndKeys(-2),
+        growth.AddNeurons(1),
+        growth.InsertLayer(9),
+    )
     with pytest.raises(GrowthError) as error:
-        grow(native(), ex.compose(ex.compose(*steps[:2]), *steps[2:]))
+        grow(native(), growth.compose(growth.compose(*steps[:2]), *steps[2:]))
     assert len(error.value.reasons) == 3
     for reason in ("AddHeads: ", "WidenQueriesAndKeys: ", "InsertLayer: got at=9"):
         assert reason in str(error.value)
     with pytest.raises(GrowthError) as error:  # an expansion alone gives the reasons, too
-        ex.compose(*steps)(random_weights())
+        growth.compose(*steps)(random_weights())
     assert len(error.value.reasons) == 3
 
 
@@ -193,7 +197,7 @@ def test_an_error_half_way_leaves_the_source_as_it_was():
         return torch.ones(new.shape, dtype=torch.float64)
 
     with pytest.raises(RuntimeError, match="power cut"):
-        grow(model, ex.compose(ex.WidenStream(3), ex.AddNeurons(2)), init=fails)
+        grow(model, growth.compose(growth.WidenStream(3), growth.AddNeurons(2)), init=fails)
     with pytest.raises(ValueError, match="returned"):
         grow(model, d_mlp=41, init=lambda new, seed: torch.ones(3))
     assert same_bits(model, same)

@@ -14,8 +14,7 @@ from common import relative, tokens
 from growing import SIZES, evaluate, native, random_weights
 from torch.nn import functional
 
-from attn_only_lens import expansion as ex
-from attn_only_lens import grow
+from attn_only_lens import grow, growth
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.growth import read
 
@@ -23,16 +22,16 @@ pytestmark = pytest.mark.numeric
 
 EXACT = 1e-13  # rounding; the issue requires 1e-10
 CLEARLY = 1e-3  # the least effect of a violated constraint, relative to the largest logit
-LARGE = ex.init.normal(0.7)  # free entries are not zero: required zeros come from the expansion
+LARGE = growth.init.normal(0.7)  # free entries are not zero: required zeros come from the expansion
 STEPS = {
-    "3.1": ex.AddNeurons(5),
-    "3.2": ex.AddHeads(3),
-    "3.3": ex.WidenValues(3),
-    "3.4": ex.WidenQueriesAndKeys(3),
-    "3.5": ex.WidenStream(11),
-    "3.6": ex.InsertLayer(1),
+    "3.1": growth.AddNeurons(5),
+    "3.2": growth.AddHeads(3),
+    "3.3": growth.WidenValues(3),
+    "3.4": growth.WidenQueriesAndKeys(3),
+    "3.5": growth.WidenStream(11),
+    "3.6": growth.InsertLayer(1),
 }
-STEPS["all"] = ex.compose(*STEPS.values())
+STEPS["all"] = growth.compose(*STEPS.values())
 LN = {"norm": "LN", "final_norm": "LN"}
 VARIANTS = {
     "the paper's": {},
@@ -251,7 +250,7 @@ def test_folded_gains_go_to_the_readers():
 
 def test_scores_divided_by_layer_need_larger_keys():
     weights = random_weights(scale_by_layer=True)
-    grown, _ = ex.InsertLayer(0)(weights)
+    grown, _ = growth.InsertLayer(0)(weights)
     for of in ("W_K", "b_K"):
         keys = weights.tensors[f"blocks.1.attn.{of}"]
         assert torch.equal(grown.tensors[f"blocks.2.attn.{of}"], keys * (3 / 2))
@@ -259,7 +258,7 @@ def test_scores_divided_by_layer_need_larger_keys():
 
 def test_a_copied_layer():
     weights = random_weights(scale_by_layer=True)
-    grown, _ = ex.InsertLayer(at=3, like=0, copy=True)(weights)
+    grown, _ = growth.InsertLayer(at=3, like=0, copy=True)(weights)
     assert relative(evaluate(grown), evaluate(weights)) < EXACT
     new, like = (
         {name: x for name, x in y.tensors.items() if name.startswith(f"blocks.{layer}.")}
@@ -312,10 +311,10 @@ def test_growth_in_turn_and_at_once():
     """Two growths compose to the same provenance and weights as both at once."""
     weights = random_weights(scale_by_layer=True)
     first = STEPS["all"]
-    second = ex.compose(*reversed(list(STEPS.values())[:-1]))
+    second = growth.compose(*reversed(list(STEPS.values())[:-1]))
     once, a = first(weights)
     twice, b = second(once)
-    both, c = ex.compose(first, second)(weights)
+    both, c = growth.compose(first, second)(weights)
     assert a.then(b) == c
     assert all(torch.equal(twice.tensors[name], both.tensors[name]) for name in both.tensors)
     assert twice.constants == both.constants

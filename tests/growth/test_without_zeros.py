@@ -5,35 +5,34 @@ import torch
 from common import relative, tokens
 from growing import evaluate, group_size, loss, native, random_weights, same_bits
 
-from attn_only_lens import expansion as ex
-from attn_only_lens import grow
+from attn_only_lens import grow, growth
 from attn_only_lens.errors import GrowthError
-from attn_only_lens.expansion.initialise import _Splits
 from attn_only_lens.growth import read
-from attn_only_lens.growth._grow import growable_of
+from attn_only_lens.growth.expansion.initialise import _Splits
+from attn_only_lens.growth.models._grow import growable_of
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 pytestmark = pytest.mark.numeric
 
 EXACT = LOGIT_TOLERANCE[torch.float64]
 # The random values are large, so terms must cancel in pairs; small values would hide errors.
-INITS = {"cancelling": ex.init.cancelling(0.5), "splits": ex.init.splits(0.3, 0.7)}
+INITS = {"cancelling": growth.init.cancelling(0.5), "splits": growth.init.splits(0.3, 0.7)}
 EVERY_INIT = pytest.mark.parametrize("init", INITS)
 EVEN = {
-    "neurons": ex.AddNeurons(4),
-    "heads": ex.AddHeads(6),
-    "values": ex.WidenValues(4),
-    "queries": ex.WidenQueriesAndKeys(4),
-    "stream": ex.WidenStream(4),
-    "layer": ex.InsertLayer(1),
+    "neurons": growth.AddNeurons(4),
+    "heads": growth.AddHeads(6),
+    "values": growth.WidenValues(4),
+    "queries": growth.WidenQueriesAndKeys(4),
+    "stream": growth.WidenStream(4),
+    "layer": growth.InsertLayer(1),
 }
 ODD = {
-    "neurons": ex.AddNeurons(5),
-    "heads": ex.AddHeads(3),
-    "values": ex.WidenValues(3),
-    "queries": ex.WidenQueriesAndKeys(3),
-    "stream": ex.WidenStream(11),
-    "layer": ex.InsertLayer(1),
+    "neurons": growth.AddNeurons(5),
+    "heads": growth.AddHeads(3),
+    "values": growth.WidenValues(3),
+    "queries": growth.WidenQueriesAndKeys(3),
+    "stream": growth.WidenStream(11),
+    "layer": growth.InsertLayer(1),
 }
 WRITTEN = {"neurons": "mlp.W_out", "heads": "attn.W_O", "values": "attn.W_O"}
 WRITTEN |= {"queries": "attn.W_K", "stream": "mlp.W_out", "layer": "mlp.W_out"}
@@ -76,7 +75,7 @@ def is_new(provenance, name, tensor):
 def test_the_same_function(case, init):
     weights = random_weights(**CASES[case][0])
     steps = [step for step in ODD.values() if not step.reasons_against(weights)]
-    grown, provenance = ex.compose(*steps)(weights, INITS[init], seed=3)
+    grown, provenance = growth.compose(*steps)(weights, INITS[init], seed=3)
     assert relative(evaluate(grown), evaluate(weights)) < EXACT
     assert provenance.ties
     assert not provenance.broken(grown.tensors)
@@ -100,7 +99,7 @@ def test_zeros_stay_where_nothing_else_would_do(case, init):
 def test_rotary_queries_keep_zeros():
     weights = random_weights(positions="rotary", rotary="fixed")
     for init in INITS.values():
-        grown, _ = ex.WidenQueriesAndKeys(4)(weights, init)
+        grown, _ = growth.WidenQueriesAndKeys(4)(weights, init)
         keys = grown.tensors["blocks.1.attn.W_K"][..., -4:]
         assert (keys == 0).all() == (init is INITS["splits"])
 
@@ -109,7 +108,7 @@ def test_rotary_queries_keep_zeros():
 @pytest.mark.parametrize("init", [*INITS, "zeros in outputs"])
 def test_all_of_a_new_unit_sees_a_gradient_at_the_first_step(family, init):
     steps = {name: EVEN[name] for name in ("neurons", "heads", "layer")}
-    steps["width"] = ex.compose(EVEN["values"], EVEN["queries"])
+    steps["width"] = growth.compose(EVEN["values"], EVEN["queries"])
     if init == "splits":
         del steps["layer"]  # zeros stay there
     for step, expansion in steps.items():
@@ -142,7 +141,11 @@ def test_the_last_of_an_odd_number_writes_zeros():
 @EVERY_INIT
 def test_groups_of_heads_go_together_or_pair_within(init):
     model = native("grouped")  # 6 heads in 2 groups
-    for step in (EVEN["heads"], ex.AddHeads(4, into_groups=True), ex.AddHeads(2, into_groups=True)):
+    for step in (
+        EVEN["heads"],
+        growth.AddHeads(4, into_groups=True),
+        growth.AddHeads(2, into_groups=True),
+    ):
         grown = grow(model, step, init=INITS[init])
         assert relative(grown.model(tokens()), model(tokens())) < EXACT
         assert same_bits(grown.shrink(), model)
@@ -153,9 +156,9 @@ def test_groups_of_heads_go_together_or_pair_within(init):
 @EVERY_INIT
 def test_some_heads_only(init):
     weights, some = random_weights(), {"layers": [1], "heads": [0]}
-    step = ex.compose(
-        *(ex.WidenValues(4, **some), ex.WidenQueriesAndKeys(4, **some)),
-        *(ex.WidenValues(4, [0, 2]), ex.WidenQueriesAndKeys(4, [0, 2])),
+    step = growth.compose(
+        *(growth.WidenValues(4, **some), growth.WidenQueriesAndKeys(4, **some)),
+        *(growth.WidenValues(4, [0, 2]), growth.WidenQueriesAndKeys(4, [0, 2])),
     )
     grown, _ = step(weights, INITS[init])
     assert relative(evaluate(grown), evaluate(weights)) < EXACT
@@ -185,7 +188,9 @@ def test_broken_pairs_change_the_function_and_are_refused(init):
 
 def test_what_copies_write_goes_back_to_the_old_unit_after_training():
     model = native()
-    grown = grow(model, ex.compose(ex.AddNeurons(40), ex.AddHeads(1)), init=INITS["splits"])
+    grown = grow(
+        model, growth.compose(growth.AddNeurons(40), growth.AddHeads(1)), init=INITS["splits"]
+    )
     for name, tensor in read(grown.model).tensors.items():
         if name.endswith(("W_out", "W_O")):
             tensor += torch.randn_like(tensor)
@@ -197,8 +202,8 @@ def test_what_copies_write_goes_back_to_the_old_unit_after_training():
 def test_a_written_part_that_was_shared_out_is_no_old_activation():
     _, provenance = ODD["heads"](random_weights(), INITS["splits"])
     with pytest.raises(KeyError, match="copies share the outputs of old units"):
-        ex.activation_map(provenance, "blocks.1.attn.hook_result")
-    assert ex.activation_map(provenance, "blocks.1.attn.hook_z").scale == 1.0
+        growth.activation_map(provenance, "blocks.1.attn.hook_result")
+    assert growth.activation_map(provenance, "blocks.1.attn.hook_z").scale == 1.0
 
 
 @pytest.mark.parametrize(("noise", "apart"), [(0.0, False), (0.7, True)])
@@ -218,8 +223,10 @@ def test_noise_parts_copies_at_the_first_step_of_adam(noise, apart):
 @EVERY_INIT
 def test_models_and_the_way_back_to_the_bit(init, dtype):
     model = native("gated", dtype)
-    width = ex.compose(EVEN["values"], EVEN["queries"])
-    step = ex.compose(ODD["neurons"], ex.AddHeads(2 * group_size(model)), width, ODD["layer"])
+    width = growth.compose(EVEN["values"], EVEN["queries"])
+    step = growth.compose(
+        ODD["neurons"], growth.AddHeads(2 * group_size(model)), width, ODD["layer"]
+    )
     grown = grow(model, step, init=INITS[init])
     assert relative(grown.model(tokens()), model(tokens())) < LOGIT_TOLERANCE[dtype]
     assert same_bits(grown.shrink(), model)

@@ -25,7 +25,6 @@ from attn_only_lens import (
     neuron_pattern,
     patching,
     save,
-    verify,
 )
 from attn_only_lens.errors import (
     InputError,
@@ -33,6 +32,7 @@ from attn_only_lens.errors import (
     UnsupportedCallError,
     UnsupportedModelError,
 )
+from attn_only_lens.models.verify import verify
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 EXACT = 1e-12

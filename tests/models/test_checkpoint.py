@@ -13,8 +13,7 @@ from sealed_files import digest_again, flips, mutated, rewrite
 from tiny_tokenizer import tiny_tokenizer
 from torch import nn
 
-from attn_only_lens import convert, expose_neuron_heads, grow, load, save
-from attn_only_lens import expansion as ex
+from attn_only_lens import convert, expose_neuron_heads, grow, growth, load, save
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.growth import read_provenance
 from attn_only_lens.models.checkpoint import MANIFEST, hooked, save_load
@@ -330,7 +329,9 @@ def saved_in_place(folder):
 def saved_grown(folder):
     source = build("gelu", dtype=torch.float32, d_vocab_out=41)
     source.set_tokenizer(tiny_tokenizer(41, folder.parent / "tokenizer"))
-    grow(source, ex.compose(ex.AddNeurons(4), ex.InsertLayer(at=1))).save_pretrained(folder)
+    grow(source, growth.compose(growth.AddNeurons(4), growth.InsertLayer(at=1))).save_pretrained(
+        folder
+    )
 
 
 def of_grown(folder):

@@ -11,7 +11,7 @@ from tiny_tokenizer import tiny_tokenizer
 from transformer_lens import TransformerLensKeyValueCache
 from uneven import GROUPS, NEURONS, UNEVEN, VALUES, has, uneven
 
-from attn_only_lens import HeadName, circuits, convert, load, save, to_stock, verify, viz
+from attn_only_lens import HeadName, circuits, convert, load, save, to_stock, viz
 from attn_only_lens import patching as p
 from attn_only_lens.engine.model_state import fingerprint
 from attn_only_lens.engine.sites import resolve_sites
@@ -24,6 +24,7 @@ from attn_only_lens.errors import (
 )
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.two_blocks import LayerSizes, rebuild
+from attn_only_lens.models.verify import verify
 
 EXACT = 1e-12  # float64: sums of the same numbers and zeros, in another order
 METRIC = p.logit_diff(correct=7, wrong=11)
@@ -276,15 +277,11 @@ ANALYSES = {
     "paths": lambda model: p.path_patch(
         model, tokens(1), tokens(2), METRIC, positions=-1, **PATHS
     ).to_frame(),
-    "gate and value": lambda model: p.gate_and_value(model, tokens(1), tokens(2), METRIC, **TWO),
-    "edges": lambda model: circuits.score_edges(
-        model, tokens(1), ["L0H1", "L1N3"], exact=3, progress=False
-    ),
     "sources": lambda model: circuits.score_sources(
         model, tokens(0, 1, 5), "L1H1", query=-1, key=0
     ),
-    "composition": lambda model: circuits.composition(
-        model, writers=p.all_heads(), readers=p.all_heads()
+    "composition": lambda model: (
+        circuits.composition(model, writers=p.all_heads(), readers=p.all_heads()).frame
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Tests of paths, and of the split into gate and value, per prompt and in chunks of prompts.
+"""Tests of paths per prompt and in chunks of prompts.
 
 The oracle for a prompt is the same call with this prompt alone, without padding.
 """
@@ -15,8 +15,6 @@ from attn_only_lens.errors import InputError
 METRIC = p.logit_diff(7, 11)
 LENGTHS = (7, 5, 6)
 ROLES = {"subject": [1, 2, 1], "end": -1}
-SPLIT = ["pattern", "value", "interaction"]
-WRITES, EFFECTS = ([*(f"{name}_{part}" for part in SPLIT), name] for name in ("write", "effect"))
 PATHS = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H0", "L1N5", "logits"], "part": "z"}
 PATHS |= {"positions": ROLES, "progress": False}
 # The tolerance allows for sums over prompts in another order, in float64.
@@ -95,32 +93,6 @@ def test_paths(model, side, how, tmp_path):
     assert p.Paths.load(tmp_path / "rows.csv").frame["prompt"].tolist() == [0, 1, 2] * n
 
 
-def test_gate_and_value(model):
-    (clean, corrupted, mask), alone = prompts()
-    how = {"sites": ["L0N36", "L1N5"], "progress": False}
-
-    def split(**more):
-        options = how | {"mask": mask, "positions": ROLES} | more
-        return p.gate_and_value(model, clean, corrupted, METRIC, **options)
-
-    numbers = [*WRITES, *EFFECTS]
-    whole, rows = split(), split(per_prompt=True, prompts_at_once=1)
-    np.testing.assert_allclose(split(prompts_at_once=2)[numbers], whole[numbers], **EXACT)
-    means = rows.groupby(["name", "position"], sort=False)[numbers].mean()
-    np.testing.assert_allclose(means, whole[numbers], **EXACT)
-    assert rows["prompt"].tolist() == [0, 1, 2] * 4
-    ratios = []
-    for i in range(3):
-        one = p.gate_and_value(model, *alone[i], METRIC, **how | of_one(i))
-        of_prompt = rows[rows["prompt"] == i].reset_index(drop=True)
-        np.testing.assert_allclose(of_prompt[WRITES], one[WRITES], **EXACT)
-        assert (of_prompt["write"] != 0).all()
-        # Effects are divided by the difference of the means over all prompts.
-        ratios.append(of_prompt["effect"][1] / one["effect"][1])
-        np.testing.assert_allclose(of_prompt[EFFECTS], one[EFFECTS] * ratios[-1], rtol=0, atol=1e-9)
-    assert sum(ratios) / 3 == pytest.approx(1.0)
-
-
 def test_refused(model):
     (clean, corrupted, mask), _ = prompts()
     custom = p.custom(lambda logits: logits[:, -1, 7].mean(), name="mean")
@@ -132,5 +104,3 @@ def test_refused(model):
         options = {"metric": METRIC, "mask": mask} | how
         with pytest.raises(InputError, match=match):
             p.path_patch(model, clean, corrupted, **PATHS | options)
-        with pytest.raises(InputError, match=match):
-            p.gate_and_value(model, clean, corrupted, sites="L0N3", progress=False, **options)

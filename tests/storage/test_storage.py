@@ -28,14 +28,13 @@ from tiny_tokenizer import tiny_tokenizer
 from typing_extensions import TypedDict
 
 from analyses.tools.growth_training import Training
-from attn_only_lens import AttnOnlyLensError, load, pretrained, save
-from attn_only_lens import expansion as ex
+from attn_only_lens import AttnOnlyLensError, growth, load, pretrained, save
 from attn_only_lens import patching as p
-from attn_only_lens.circuits import CircuitGraph, from_json, to_json
-from attn_only_lens.comparison import Comparison
-from attn_only_lens.comparison.results import _FRAMES
+from attn_only_lens.circuits import CircuitGraph
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.growth import read_provenance
+from attn_only_lens.growth.comparison import Comparison
+from attn_only_lens.growth.comparison.results import _FRAMES
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.source_folder import load_source
 from attn_only_lens.patching import site_groups
@@ -306,7 +305,7 @@ def trained(folder):
 def started():
     model = boot("native")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return Training(model, optimizer, {1: ex.AddNeurons(3)}, seed=3)
+    return Training(model, optimizer, {1: growth.AddNeurons(3)}, seed=3)
 
 
 def resumed(folder):
@@ -382,7 +381,10 @@ KINDS = {
     "sweep.csv": (lambda f: sweep().save(f / "s.csv"), lambda f: loaded(f / "s.csv")),
     "sweep.parquet": (lambda f: sweep().save(f / "s.parquet"), lambda f: loaded(f / "s.parquet")),
     "chunks": (chunks, chunks_in),
-    "graph": (lambda f: to_json(graph(), f / "g.json"), lambda f: vars(from_json(f / "g.json"))),
+    "graph": (
+        lambda f: graph().save(f / "g.json"),
+        lambda f: vars(CircuitGraph.load(f / "g.json")),
+    ),
     "comparison": (
         lambda folder: comparison().save(folder),
         lambda folder: vars(Comparison.load(folder)),
@@ -532,8 +534,8 @@ def test_a_comparison_comes_back(tmp_path):
 def test_what_is_no_path_is_refused_everywhere(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for use in (
-        *(sweep().save, p.Sweep.load, comparison().save, Comparison.load, load, from_json),
-        *(lambda path: to_json(graph(), path), lambda path: write_html("<p>", path)),
+        *(sweep().save, p.Sweep.load, comparison().save, Comparison.load, load, CircuitGraph.load),
+        *(lambda path: graph().save(path), lambda path: write_html("<p>", path)),
         lambda path: ChunkStore(path, {}),
     ):
         with pytest.raises(CheckpointError, match=f"^got {re.escape(repr(path))}; expected a path"):
@@ -702,11 +704,11 @@ def test_a_tokenizer_runs_no_code_and_asks_nothing(tmp_path, monkeypatch):
 # Invalid paths
 
 
-def resume(path, sweep=p.activation_patch):
+def resume(path):
     model = exposed_copy(boot("native"))
     tokens = pretrained.modular_addition_tokens()[[5, 7]] % 41
     how = {"sites": ["L0N3"], "progress": False}
-    sweep(model, *tokens[:, None], p.logit_diff(7, 8), resume=path, **how)
+    p.activation_patch(model, *tokens[:, None], p.logit_diff(7, 8), resume=path, **how)
 
 
 TAKES = {
@@ -715,7 +717,6 @@ TAKES = {
     "read_provenance": read_provenance,
     "load_source": load_source,
     "resume": resume,
-    "gate_and_value": lambda path: resume(path, p.gate_and_value),
     "ChunkStore": store,
     "Comparison.save": lambda path: comparison().save(path),
     "Comparison.load": Comparison.load,
@@ -725,8 +726,8 @@ TAKES_FILE = {
     "Training.resume": lambda path: started().resume(path),
     "Sweep.load": lambda path: p.Sweep.load(f"{path}.csv"),
     "Sweep.load parquet": lambda path: p.Sweep.load(f"{path}.parquet"),
-    "from_json": from_json,
-    "to_json": lambda path: to_json(graph(), path),
+    "read a graph": CircuitGraph.load,
+    "write a graph": lambda path: graph().save(path),
     "write_html": lambda path: write_html("<p>", path),
 }
 

@@ -1,4 +1,4 @@
-"""Tests that a converted model's (self, bias) patterns equal the reference's dense patterns.
+"""Tests that a converted model's (self, bias) patterns equal the oracles' dense patterns.
 
 The reference is built from the weights of a random HookedTransformer with GPT-2's pre-norm form,
 biases everywhere and several layers. It shares no code with the package: both sides have only the
@@ -9,20 +9,11 @@ import pytest
 import torch
 from common import BATCH, D_MLP, POS, relative, tokens
 from models import build
+from oracles.bias_trick import append_ones, constant_head, head_with_biases, mlp_with_biases
+from oracles.definitions import GeneralizedSiLU, LayerNorm, Transformer, direct_sum
+from oracles.theorem_6 import PassingNorm, attention_only
 
 from attn_only_lens import convert
-from attn_only_lens.reference import (
-    GeneralizedSiLU,
-    LayerNorm,
-    PassingNorm,
-    Transformer,
-    append_ones,
-    attention_only,
-    constant_head,
-    direct_sum,
-    head_with_biases,
-    mlp_with_biases,
-)
 
 # The package's tolerance in float64. Every pattern entry is compared, including small ones.
 TOLERANCE = 1e-12
@@ -65,7 +56,7 @@ def reference_of(model, n_tokens):
         norms += [norm(block.ln1), norm(block.ln2)]
     original = Transformer(tuple(sublayers), tuple(norms), pre_norm=True,
                            final_norm=norm(model.ln_final))  # fmt: skip
-    return attention_only(original, n_tokens)
+    return attention_only(original, n_tokens, cfg.d_model)
 
 
 @pytest.fixture(scope="module", params=MODELS)

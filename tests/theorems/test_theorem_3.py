@@ -1,4 +1,4 @@
-"""Tests of every clause of Theorem 3 against loops, and controls that break it."""
+"""Tests of every clause of Theorem 3 against loops, with controls that break it."""
 
 import dataclasses
 import math
@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import relative
-
-from attn_only_lens.reference import MLP, GeneralizedSiLU, Head, direct_sum, neuron_heads
+from oracles.definitions import MLP, GeneralizedSiLU, Head, direct_sum, msoftmax
+from oracles.theorem_3 import factors, neuron_heads
 
 N, D, D_MLP = 7, 5, 11
 # A few roundings: sums of about a dozen products of numbers of size one.
 TOLERANCE = 1e-13
-ALPHAS = [(1.0, 1.0), (1 / 1.702, 1.702), (-2.3, 0.7), (0.4, -3.1), (1 / 50, 50.0), (0.0, 1.0)]
+A_1, A_2 = -2.3, 0.7
+ALPHAS = [(1.0, 1.0), (1 / 1.702, 1.702), (A_1, A_2), (0.4, -3.1), (1 / 50, 50.0), (0.0, 1.0)]
 
 
 def rand(*shape):
@@ -24,18 +25,14 @@ def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
 
-def expected_mlp(X, V_1, V_2, a_1, a_2):
+def expected_mlp(mlp, X):
     """Compute f(X) ⊕ [0] with torch's silu."""
-    return F.pad(a_1 * F.silu(a_2 * (X @ V_1)) @ V_2, (0, 1, 0, 1))
+    alpha = mlp.activation
+    return F.pad(alpha.a_1 * F.silu(alpha.a_2 * (X @ mlp.V_1)) @ mlp.V_2, (0, 1, 0, 1))
 
 
 def close(got, expected):
     return (got - expected).abs().max() <= TOLERANCE * (1 + expected.abs().max())
-
-
-@pytest.fixture
-def parts():
-    return rand(N, D), rand(D, D_MLP), rand(D_MLP, D)
 
 
 def bias_token(X):
@@ -45,17 +42,25 @@ def bias_token(X):
     return Z
 
 
-def test_the_matrices_symbol_for_symbol(parts):
-    _, V_1, V_2 = parts
-    a_1, a_2 = -2.3, 0.7
-    heads = neuron_heads(MLP(V_1, V_2, GeneralizedSiLU(a_1, a_2)), N)
+@pytest.fixture
+def X():
+    return rand(N, D)
+
+
+@pytest.fixture
+def mlp():
+    return MLP(rand(D, D_MLP), rand(D_MLP, D), GeneralizedSiLU(A_1, A_2))
+
+
+def test_the_matrices_symbol_for_symbol(mlp):
+    heads = neuron_heads(mlp, N)
     assert len(heads) == D_MLP
     for i, head in enumerate(heads):
         assert head.W_QK.shape == head.W_OV.shape == (D + 1, D + 1)
         for r in range(D + 1):
             for c in range(D + 1):
-                qk = -a_2 * V_1[r, i] if r < D and c == D else 0.0
-                ov = a_1 * a_2 * V_1[r, i] * V_2[i, c] if r < D and c < D else 0.0
+                qk = -A_2 * mlp.V_1[r, i] if r < D and c == D else 0.0
+                ov = A_1 * A_2 * mlp.V_1[r, i] * mlp.V_2[i, c] if r < D and c < D else 0.0
                 assert math.isclose(head.W_QK[r, c], qk, rel_tol=1e-15)
                 assert math.isclose(head.W_OV[r, c], ov, rel_tol=1e-15)
         assert head.mask.shape == (N + 1, N + 1)
@@ -65,28 +70,19 @@ def test_the_matrices_symbol_for_symbol(parts):
 
 
 @pytest.mark.parametrize(("a_1", "a_2"), ALPHAS)
-def test_the_mlp_is_the_sum_of_its_heads(parts, a_1, a_2):
-    X, V_1, V_2 = parts
-    heads = neuron_heads(MLP(V_1, V_2, GeneralizedSiLU(a_1, a_2)), N)
-    got = sum(head(bias_token(X)) for head in heads)
-    assert close(got, expected_mlp(X, V_1, V_2, a_1, a_2))
-
-
-def test_for_all_X(parts):
+def test_the_mlp_is_the_sum_of_its_heads(X, mlp, a_1, a_2):
     """Cover gates that are open or shut up to rounding, X = 0, and one token."""
-    X, V_1, V_2 = parts
-    for tokens in (1e3 * X, 0 * X, X[:1]):
-        heads = neuron_heads(MLP(V_1, V_2, GeneralizedSiLU()), len(tokens))
-        got = sum(head(bias_token(tokens)) for head in heads)
-        assert close(got, expected_mlp(tokens, V_1, V_2, 1.0, 1.0))
+    mlp = dataclasses.replace(mlp, activation=GeneralizedSiLU(a_1, a_2))
+    for tokens in (X, 1e3 * X, 0 * X, X[:1]):
+        got = sum(head(bias_token(tokens)) for head in neuron_heads(mlp, len(tokens)))
+        assert close(got, expected_mlp(mlp, tokens))
 
 
-def test_scores_and_pattern_are_the_proofs(parts):
-    X, V_1, V_2 = parts
-    for i, head in enumerate(neuron_heads(MLP(V_1, V_2, GeneralizedSiLU(1.0, 1.702)), N)):
+def test_scores_and_pattern_are_the_proofs(X, mlp):
+    for i, head in enumerate(neuron_heads(mlp, N)):
         scores, pattern = head.scores(bias_token(X)), head.pattern(bias_token(X))
         for t in range(N + 1):
-            q = 1.702 * sum(X[t, a] * V_1[a, i] for a in range(D)).item() if t < N else 0.0
+            q = A_2 * sum(X[t, a] * mlp.V_1[a, i] for a in range(D)).item() if t < N else 0.0
             for s in range(N + 1):
                 score = -q if t < N and s == N else 0.0
                 weight = sigmoid(q) if s == t else sigmoid(-q) if s == N else 0.0
@@ -96,34 +92,15 @@ def test_scores_and_pattern_are_the_proofs(parts):
                 assert math.isclose(pattern[t, s], weight, rel_tol=1e-12)
 
 
-def test_internal_dimension_is_one(parts):
-    _, V_1, V_2 = parts
-    for head in neuron_heads(MLP(V_1, V_2, GeneralizedSiLU()), N):
-        assert torch.linalg.matrix_rank(head.W_QK) == 1
-        assert torch.linalg.matrix_rank(head.W_OV) == 1
-
-
-def test_bias_token_first_the_mask_is_causal(parts):
-    X, V_1, V_2 = parts
+def test_bias_token_first_the_mask_is_causal(X, mlp):
     rows, columns = [N, *range(N)], [D, *range(D)]
     total = 0
-    for head in neuron_heads(MLP(V_1, V_2, GeneralizedSiLU()), N):
+    for head in neuron_heads(mlp, N):
         mask = head.mask[rows][:, rows]
         assert torch.equal(mask, mask.tril())
         first = Head(head.W_QK[columns][:, columns], head.W_OV[columns][:, columns], mask)
         total = total + first(bias_token(X)[rows][:, columns])
-    assert close(total, expected_mlp(X, V_1, V_2, 1.0, 1.0)[rows][:, columns])
-
-
-def test_the_slip_in_the_papers_sketch():
-    """softmax([-x, 0]) is [σ(-x), σ(x)], unlike in the sketch; the proof uses [0, -x]."""
-    x = 1.3
-    for scores, expected in (
-        ([-x, 0.0], [sigmoid(-x), sigmoid(x)]),
-        ([0.0, -x], [sigmoid(x), sigmoid(-x)]),
-    ):
-        got = torch.tensor(scores, dtype=torch.float64).softmax(0).tolist()
-        assert got == pytest.approx(expected, rel=1e-14)
+    assert close(total, expected_mlp(mlp, X)[rows][:, columns])
 
 
 WRONG_MASKS = {
@@ -135,36 +112,72 @@ WRONG_MASKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("wrong", WRONG_MASKS)
-def test_a_wrong_mask_fails(parts, wrong):
-    X, V_1, V_2 = parts
-    heads = neuron_heads(MLP(V_1, V_2, GeneralizedSiLU()), N)
-    masked = [dataclasses.replace(head, mask=WRONG_MASKS[wrong]) for head in heads]
-    got = sum(head(bias_token(X)) for head in masked)
-    assert relative(got, expected_mlp(X, V_1, V_2, 1.0, 1.0)) > 0.1
+def test_wrong_constructions_fail(X, mlp):
+    heads, expected = neuron_heads(mlp, N), expected_mlp(mlp, X)
+
+    def error(stream, **change):
+        changed = [
+            dataclasses.replace(head, **{name: make(head) for name, make in change.items()})
+            for head in heads
+        ]
+        return relative(sum(head(stream) for head in changed), expected)
+
+    assert error(bias_token(X)) < TOLERANCE  # the same code without an error
+    assert error(direct_sum(X, 0.0)) > 0.1  # the bias token without its 1
+    assert error(bias_token(X), W_QK=lambda head: -head.W_QK) > 0.1  # σ(-q) instead of σ(q)
+    reads_bias = direct_sum(torch.zeros(D, D), 1.0)  # the bias token's value is not 0
+    assert error(bias_token(X), W_OV=lambda head: head.W_OV + reads_bias) > 0.1
+    for mask in WRONG_MASKS.values():
+        assert error(bias_token(X), mask=lambda _, mask=mask: mask) > 0.1
 
 
-def test_other_wrong_constructions_fail(parts):
-    X, V_1, V_2 = parts
-    heads = neuron_heads(MLP(V_1, V_2, GeneralizedSiLU()), N)
-    expected = expected_mlp(X, V_1, V_2, 1.0, 1.0)
-
-    def error(change, stream):
-        return relative(sum(change(head)(stream) for head in heads), expected)
-
-    def opposite(head):
-        return dataclasses.replace(head, W_QK=-head.W_QK)
-
-    def bias_read(head):
-        return dataclasses.replace(head, W_OV=head.W_OV + direct_sum(0 * rand(D, D), 1.0))
-
-    assert error(lambda head: head, bias_token(X)) < TOLERANCE  # the same code without an error
-    assert error(lambda head: head, direct_sum(X, 0.0)) > 0.1  # the bias token without its 1
-    assert error(opposite, bias_token(X)) > 0.1  # σ(-q) instead of σ(q)
-    assert error(bias_read, bias_token(X)) > 0.1  # the bias token's value is not 0
+def test_two_vectors_a_neuron_and_one_key_give_the_heads(mlp):
+    W_Q, W_O, W_K = factors(mlp)
+    assert W_K.tolist() == [0.0] * D + [-math.sqrt(D + 1)]
+    assert W_Q.shape == W_O.shape == (D + 1, D_MLP)
+    for i, head in enumerate(neuron_heads(mlp, N)):
+        W_QK = torch.outer(W_Q[:, i], W_K) / math.sqrt(D + 1)
+        torch.testing.assert_close(W_QK, head.W_QK, rtol=1e-15, atol=0)
+        W_OV = torch.outer(W_Q[:, i], W_O[:, i])
+        torch.testing.assert_close(W_OV, head.W_OV, rtol=1e-15, atol=0)
 
 
-def test_another_activation_is_refused(parts):
-    _, V_1, V_2 = parts
-    with pytest.raises(ValueError, match="expected a GeneralizedSiLU"):
-        neuron_heads(MLP(V_1, V_2, F.silu), N)
+def test_the_square_root_cancels_against_w_k(X, mlp):
+    """In stock attention, head dimension 1 means division by √1, with W_K = [0 | -1]ᵀ."""
+    W_Q, W_O, W_K = (W[..., None] for W in factors(mlp))
+    Z, mask = bias_token(X), neuron_heads(mlp, N)[0].mask.bool()
+
+    def stock(key):
+        return sum(
+            F.scaled_dot_product_attention(Z @ W_Q[:, i], Z @ key, Z @ W_Q[:, i], mask)
+            @ W_O[:, i].T
+            for i in range(D_MLP)
+        )
+
+    assert relative(stock(W_K / math.sqrt(D + 1)), expected_mlp(mlp, X)) < TOLERANCE
+    assert relative(stock(W_K), expected_mlp(mlp, X)) > 0.05  # control: a steeper gate
+
+
+def test_one_persistent_vector_serves_all_heads(X, mlp):
+    """The bias token may be a key and value that is no row of the stream."""
+    W_Q, W_O, W_K = factors(mlp)
+    Y = F.pad(X, (0, 1))
+    Z = torch.cat([Y, torch.tensor([[0.0] * D + [1.0]], dtype=torch.float64)])
+
+    def output(key):
+        total = 0
+        for i, head in enumerate(neuron_heads(mlp, N)):
+            scores = torch.outer(Y @ W_Q[:, i], Z @ key) / math.sqrt(D + 1)
+            pattern = msoftmax(scores, head.mask[:N])
+            if key is W_K:
+                torch.testing.assert_close(
+                    pattern, head.pattern(bias_token(X))[:N], rtol=1e-13, atol=0
+                )
+            total = total + torch.outer(pattern @ Z @ W_Q[:, i], W_O[:, i])
+        return total
+
+    assert relative(output(W_K), expected_mlp(mlp, X)[:N]) < TOLERANCE
+    # Control: with a key of 0, every gate is half open, and the MLP linear.
+    linear = F.pad(A_1 * 0.5 * A_2 * (X @ mlp.V_1) @ mlp.V_2, (0, 1))
+    assert relative(output(0 * W_K), linear) < TOLERANCE
+    assert relative(linear, expected_mlp(mlp, X)[:N]) > 0.1

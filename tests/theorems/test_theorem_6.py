@@ -6,23 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import relative
+from oracles.bias_trick import append_ones, constant_head, head_with_biases, mlp_with_biases
+from oracles.definitions import MLP, GeneralizedSiLU, Head, LayerNorm, Transformer, direct_sum
+from oracles.theorem_6 import PassingNorm, attention_only, extended_head
 from torch import nn
-
-from attn_only_lens.reference import (
-    MLP,
-    GeneralizedSiLU,
-    Head,
-    LayerNorm,
-    PassingNorm,
-    Transformer,
-    append_ones,
-    attention_only,
-    constant_head,
-    direct_sum,
-    extended_head,
-    head_with_biases,
-    mlp_with_biases,
-)
 
 N, D, D_HEAD, D_MLP, N_LAYERS = 7, 10, 5, 11, 3
 N_HEADS = D // D_HEAD
@@ -38,6 +25,14 @@ def rand(*shape):
 
 def activation(x):
     return A_1 * F.silu(A_2 * x)
+
+
+def random_mlp():
+    return MLP(rand(D, D_MLP), rand(D_MLP, D), GeneralizedSiLU(A_1, A_2))
+
+
+def random_heads():
+    return tuple(Head(rand(D, D) / D, rand(D, D), CAUSAL) for _ in range(3))
 
 
 @torch.no_grad()
@@ -125,7 +120,7 @@ def test_every_stream_output_and_pattern(pre_norm):
     layers, final = torch_layers(pre_norm)
     X = rand(N, D)
     stream, outputs, patterns = run_torch(layers, X, pre_norm)
-    converted = attention_only(on_constant(layers, final, pre_norm), N)
+    converted = attention_only(on_constant(layers, final, pre_norm), N, D)
     assert all(isinstance(h, Head) for sublayer in converted.sublayers for h in sublayer)
     # One head per neuron, and another one that writes b_2.
     assert [len(s) for s in converted.sublayers] == [N_HEADS + 1, D_MLP + 1] * N_LAYERS
@@ -153,20 +148,13 @@ def test_every_stream_output_and_pattern(pre_norm):
 @pytest.mark.parametrize("pre_norm", [False, True])
 def test_sublayer_by_sublayer_on_the_definitions(pre_norm):
     """Without biases, with sublayers in any order and D + 1 coordinates, X′_j = X_j ⊕ [1]."""
-
-    def heads():
-        return tuple(Head(rand(D, D) / D, rand(D, D), CAUSAL) for _ in range(3))
-
-    def mlp():
-        return MLP(rand(D, D_MLP), rand(D_MLP, D), GeneralizedSiLU(A_1, A_2))
-
-    sublayers = (mlp(), heads(), heads(), mlp(), mlp())
+    sublayers = (random_mlp(), random_heads(), random_heads(), random_mlp(), random_mlp())
     norms = tuple(LayerNorm(rand(D), rand(D)) for _ in sublayers)
     final = LayerNorm(rand(D), rand(D)) if pre_norm else None
     original = Transformer(sublayers, norms, pre_norm, final)
     X = rand(N, D)
     expected = original.run(X)
-    run = attention_only(original, N).run(direct_sum(X, 1.0))
+    run = attention_only(original, N, D).run(direct_sum(X, 1.0))
     for got, want in zip((*run.stream, run.result), (*expected.stream, expected.result),
                          strict=True):  # fmt: skip
         assert relative(got[:N, :D], want) < TOLERANCE
@@ -228,13 +216,13 @@ def rows_norm(norm, d):
 )
 def test_the_norm_must_pass_the_bias_tokens_row(zero_bias, eps, holds):
     """A norm of every row's first D coordinates is right only with norm bias 0 and eps > 0."""
-    mlp = MLP(rand(D, D_MLP), rand(D_MLP, D), GeneralizedSiLU(A_1, A_2))
+    mlp = random_mlp()
     norms = [LayerNorm(rand(D), rand(D) * (not zero_bias), eps) for _ in range(2)]
     original = Transformer((mlp, mlp), tuple(norms))
-    converted = attention_only(original, N)
+    converted = attention_only(original, N, D)
     changed = dataclasses.replace(converted, norms=tuple(rows_norm(n, D) for n in norms))
     X = rand(N, D)
-    got, expected = changed(direct_sum(X, 1.0)), original(X)
+    got, expected = changed.run(direct_sum(X, 1.0)).result, original.run(X).result
     if holds:
         assert relative(got[:N, :D], expected) < TOLERANCE
     else:
@@ -246,34 +234,13 @@ def test_the_norm_must_pass_the_bias_tokens_row(zero_bias, eps, holds):
 def test_the_norm_must_pass_the_constant_coordinate(pre_norm):
     layers, final = torch_layers(pre_norm)
     stream, _, _ = run_torch(layers, X := rand(N, D), pre_norm)
-    converted = attention_only(on_constant(layers, final, pre_norm), N)
+    converted = attention_only(on_constant(layers, final, pre_norm), N, D)
     start = direct_sum(append_ones(X), 1.0)
     wide = LayerNorm(torch.ones(D + 1, dtype=torch.float64), torch.zeros(D + 1).double())
     swallowing = tuple(PassingNorm(wide, N, D + 1) for _ in converted.norms)
     changed = dataclasses.replace(converted, norms=swallowing)
     assert relative(converted.run(start).stream[-1], widened(stream[-1])) < TOLERANCE
     assert relative(changed.run(start).stream[-1], widened(stream[-1])) > 0.1
-
-
-def test_refusals():
-    mlp = MLP(rand(D, 3), rand(3, D), torch.relu)
-    with pytest.raises(ValueError, match="expected a GeneralizedSiLU"):
-        attention_only(Transformer((mlp,), (torch.neg,)), N)
-    head = Head(rand(D, D), rand(D, D), CAUSAL)
-    with pytest.raises(ValueError, match="n_tokens: got 11; expected the masks' size, 7"):
-        attention_only(Transformer(((head,),), (torch.neg,)), 11)
-    with pytest.raises(ValueError, match=r"expected \[7, 10\] or larger"):
-        PassingNorm(torch.neg, N, D)(rand(N, D - 1))
-    V_1, b_1, V_2, b_2 = rand(D, D_MLP), rand(D_MLP), rand(D_MLP, D), rand(D)
-    alpha = GeneralizedSiLU(A_1, A_2)
-    for call, message in (
-        (lambda: mlp_with_biases(V_1, b_1, V_2, b_2, GeneralizedSiLU(a_1=0.0)), "maps 1 to 0"),
-        (lambda: mlp_with_biases(V_1, b_2, V_2, b_2, alpha), "b_1: got shape"),
-        (lambda: head_with_biases(V_1, b_1, V_1, b_2, V_1, b_1, V_2, CAUSAL), "b_K: got shape"),
-        (lambda: head_with_biases(V_1, b_1, V_1, b_1, V_1, b_1, V_2.T, CAUSAL), "W_O: got shape"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
 
 
 def test_the_square_root_in_the_scores_is_that_of_the_heads_width():
@@ -283,3 +250,39 @@ def test_the_square_root_in_the_scores_is_that_of_the_heads_width():
     q, scores = X @ W + b, head.scores(append_ones(X))
     assert relative(scores, q @ q.T / D_HEAD**0.5) < 1e-13
     assert relative(scores, q @ q.T / (D + 1) ** 0.5) > 0.1
+
+
+def without_skip(transformer, X):
+    """Run X_{j+1} = norm(sublayer(X_j)), without skip connections."""
+    stream = [X]
+    for sublayer, norm in zip(transformer.sublayers, transformer.norms, strict=True):
+        parts = sublayer if isinstance(sublayer, tuple) else (sublayer,)
+        stream.append(norm(sum(part(stream[-1]) for part in parts)))
+    return stream
+
+
+@pytest.mark.parametrize("first", [random_mlp, random_heads])
+def test_without_skip_connections_the_second_sublayer_fails(first):
+    norms = tuple(LayerNorm(rand(D), rand(D)) for _ in range(2))
+    original = Transformer((first(), second := random_mlp()), norms)
+    converted = attention_only(original, N, D)
+    X = rand(N, D)
+    X_1, X_2 = without_skip(original, X)[1:]
+    Z_1, Z_2 = without_skip(converted, direct_sum(X, 1.0))[1:]
+
+    # The input has the bias token, so the first sublayer is right, but X′_1 is X_1 ⊕ [0].
+    assert relative(Z_1[:N, :D], X_1) < TOLERANCE
+    assert not Z_1[N].any()
+    assert not Z_1[:, D].any()
+    # Therefore every score of Theorem 3's heads is 0, and every gate is half open.
+    for head in converted.sublayers[1]:
+        assert not head.scores(Z_1).any()
+        pattern = head.pattern(Z_1)
+        assert pattern.diagonal().tolist() == [0.5] * N + [1.0]
+        assert pattern[:N, N].tolist() == [0.5] * N
+    # The MLP is therefore linear: half of its value with all gates open.
+    linear = 0.5 * A_1 * A_2 * (X_1 @ second.V_1) @ second.V_2
+    written = sum(head(Z_1) for head in converted.sublayers[1])
+    assert relative(written[:N, :D], linear) < TOLERANCE
+    assert relative(linear, second(X_1)) > 0.1
+    assert relative(Z_2[:N, :D], X_2) > 0.1

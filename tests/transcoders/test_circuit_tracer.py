@@ -20,12 +20,13 @@ To derive its edges from ours, let c_t be the gradient of the metric at z_t, whi
    D the part of A that passes through no head and no W_skip: A with their outputs held fixed, too.
 2. The paths through heads and skip nodes: a head's output is a vector, and an edge into it holds
    only the product with the metric's gradient at this vector, so A does not follow from the edges
-   of one graph alone. It follows from the linear maps of the graph (`LinearRun`): the gradient of
+   of one graph alone. It follows from the linear map of the run (`LinearMap`): the gradient of
    q_t goes backward through heads and skip nodes, but through no feature.
 3. The graph alone gives the sums over targets: the attribution of every node s is
    Σ_t c_t A[t, s] + A[metric, s].
 """
 
+from dataclasses import replace
 from functools import cache
 
 import bridges
@@ -38,7 +39,8 @@ from drawn_transcoders import drawn, imitated
 from attn_only_lens import HeadName
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
-from attn_only_lens.engine.linear_run import linearize
+from attn_only_lens.engine.linear_map import of_run
+from attn_only_lens.engine.prompts import single_prompts
 from attn_only_lens.transcoders import attach
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
@@ -197,7 +199,7 @@ def case(name):
     metric = p.logit_diff(CORRECT, WRONG)
     with attach(model, transcoders):
         graph = attribution_graph(model, PROMPT, metric, mass=1, patterns=False)
-        linear = linearize(model, PROMPT, None)
+        linear = of_run(model, single_prompts(model, PROMPT), metric, patterns=False)
     return graph, linear, rows, rounding
 
 
@@ -247,7 +249,7 @@ def test_edges_that_pass_no_head(traced):
 
 
 def test_edges_through_heads(traced):
-    """Point 2: each of circuit-tracer's edges follows from the linear run."""
+    """Point 2: each of circuit-tracer's edges follows from the linear map."""
     _, linear, rows, rounding = traced
     changed = 0
     for target, row in rows[False].items():
@@ -264,31 +266,25 @@ def eliminated(linear, target):
     n_sublayers = len(linear.sublayers)
     readers = {n: torch.zeros_like(linear.run.embedding) for n in range(n_sublayers + 1)}
     if target == "metric":
-        gradient = torch.zeros_like(linear.logits)
-        gradient[0, -1, CORRECT], gradient[0, -1, WRONG] = 1.0, -1.0
         start = n_sublayers
-        readers[start] += linear.stream_gradient(gradient)
+        readers[start] += linear.last
     else:
         name, pos = target.split("@")
         head = HeadName.parse(name)
-        index = next(
-            i
-            for i, x in enumerate(linear.sublayers)
-            if (x.writes.layer, x.writes.kind) == (head.layer, "feature")
-        )
+        kinds = [(x.layer, x.kind) for x in linear.sublayers]
+        index = kinds.index((head.layer, "feature"))
         start = linear.n_before(index)
+        ones = replace(linear, multipliers=[torch.ones_like(x) for x in linear.multipliers])
         place, node = torch.tensor([int(pos)]), torch.tensor([head.index])
-        one = linear.run.embedding.new_ones(1, 1, 1)
-        covector = linear.sublayers[index].covectors(one, node, place, place)
-        readers[start][:, int(pos)] += covector[:, 0]
+        readers[start][:, int(pos)] += ones.covectors(index, "value", place, node)[0][:, 0]
     edges = {}
     stream = torch.zeros_like(linear.run.embedding)
     for index in reversed(range(n_sublayers)):
         stream = stream + readers[index + 1]
-        sublayer, writes = linear.sublayers[index], linear.sublayers[index].writes
-        outputs = sublayer.output_gradients(stream)
+        writes = linear.sublayers[index]
+        outputs = writes.back(stream)
         if writes.kind in ("attention", "skip"):
-            readers[linear.n_before(index)] += sublayer.back(outputs)
+            readers[linear.n_before(index)] += linear.back(index, "value", outputs[None])[0][0]
             continue
         products = (outputs * writes.outputs).sum(-1)[0]
         for pos, node in writes.outputs[0].abs().sum(-1).nonzero().tolist():

@@ -9,8 +9,8 @@ import pytest
 from browser import needs_browser
 
 from attn_only_lens import viz
-from attn_only_lens.comparison import Comparison
 from attn_only_lens.errors import InputError
+from attn_only_lens.growth.comparison import Comparison
 
 
 def comparison_of_two(null=True, evil="m"):

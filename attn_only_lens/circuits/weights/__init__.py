@@ -1,1 +1,1 @@
-"""Analyze circuits from weights alone: composition, QK and OV circuits, copying, token paths."""
+"""Analyze circuits from weights alone: composition, QK and OV circuits, copying."""

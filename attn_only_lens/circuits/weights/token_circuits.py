@@ -21,36 +21,24 @@ A head copies if its OV circuit M raises the logit of the token that it reads:
 A neuron-head's M has rank one, so its only nonzero eigenvalue is (W_out W_U C) · (W_E W_in), and
 copying is 1 or -1. M is not computed: for an attention head, the d_head × d_head matrix W_O W_U C
 W_E W_V has the nonzero eigenvalues of M, and ‖M‖² = tr((W_Vᵀ W_Eᵀ W_E W_V)(W_O W_U C W_Uᵀ W_Oᵀ)).
-
-Token paths through one neuron use ReLU instead of the model's activation function. All supported
-activation functions are close to ReLU for large inputs, and ReLU commutes with norm scales.
-
-    drive(s)   (W_E N W_in)[s, i]⁺                   plain MLP; x⁺ is max(0, x)
-               (W_E N W_gate)[s, i]⁺ (W_E N W_in)[s, i]     gated MLP: one row for each sign of
-                                                            the neuron's value
-    write(t)   (W_out N W_U C)[i, t]
-    score      drive(s) · write(t)
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import pandas as pd
 import torch
-from jaxtyping import Complex, Float, Int
+from jaxtyping import Complex, Float
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformer_lens import FactoredMatrix
 
-from attn_only_lens.arguments import positive_reasons
-from attn_only_lens.circuits.weights._composition import is_gated
+from attn_only_lens.arguments import option_reasons, positive_reasons
 from attn_only_lens.circuits.weights.vocabulary import InputVocabulary, VocabularyMatrices
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.largest import LargestScores
 from attn_only_lens.engine.sites import (
     LayerSites,
-    Selection,
     Sites,
     all_heads,
     resolve_sites,
@@ -59,14 +47,13 @@ from attn_only_lens.engine.sites import (
 )
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
-from attn_only_lens.gates import Gate
-from attn_only_lens.heads import HeadName, host_of
+from attn_only_lens.heads import HeadName
 from attn_only_lens.heads.host import NEURON_KINDS
 from attn_only_lens.precision import full_precision
 
+CircuitKind: TypeAlias = Literal["qk", "ov"]
 _BIAS = -1  # the token ID that stands for the bias token
 _ROWS = 1024  # the number of tokens processed at once
-_NEURONS = 64  # the number of neurons processed at once, each with d_vocab values
 _PROBLEM = "this part of a circuit cannot be shown"
 _NO_SCORES = "these heads have no copying scores"
 
@@ -86,7 +73,7 @@ class TokenCircuit:
     """
 
     name: str
-    kind: Literal["qk", "ov"]
+    kind: CircuitKind
     matrix: FactoredMatrix
     row_tokens: tuple[int, ...] | None
     column_tokens: tuple[int, ...] | None
@@ -150,92 +137,69 @@ class TokenCircuit:
 
 @torch.no_grad()
 @full_precision()
-def qk_circuit(
+def token_circuit(
     model: Any,
     name: str | HeadName,
+    kind: CircuitKind,
     *,
     tokens: Sequence[int] | None = None,
     fold_norms: bool = True,
 ) -> TokenCircuit:
-    """Return the QK circuit: which tokens a head attends to, or which tokens open a neuron's gate.
+    """Return the QK or the OV circuit of a head, a matrix over tokens.
+
+    The QK circuit says which tokens a head attends to, or which tokens open a neuron's gate. The OV
+    circuit says which logits a head raises for each token that it attends to.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.
         name: `L5H3`, a neuron, or one of several heads of a neuron.
-        tokens: the tokens of the input vocabulary to use; None for all. Untrained tokens may have
-            extreme scores, and would then fill every table.
+        kind: "qk" or "ov".
+        tokens: the tokens of the vocabulary to use; None for all. Untrained tokens may have extreme
+            scores, and would then fill every table. If input and output vocabularies differ, rows
+            of an OV circuit are the tokens in the input vocabulary, and columns the tokens in the
+            output vocabulary.
         fold_norms: fold the gains of norms into the weights.
 
     Returns:
-        The circuit. Its matrix is W_E W_Q W_Kᵀ W_Eᵀ in two factors; for a neuron it is
-        [d_vocab, 1].
+        The circuit. Its matrix, in two factors, is W_E W_Q W_Kᵀ W_Eᵀ ([d_vocab, 1] for a neuron),
+        or W_E W_V W_O W_U C, where C centres logits over the columns.
 
     Raises:
-        InputError: a model without neuron-heads, or without this head; unsupported weights, norms
-            or embeddings; tokens that are repeated or not in the vocabulary.
+        InputError: an unknown kind; a model without neuron-heads, or without this head; unsupported
+            weights, norms, embeddings or, for "ov", unembedding; tokens that are repeated or not in
+            the vocabulary; for "ov", none of the tokens is in the input vocabulary, or none in the
+            output vocabulary.
 
     Example:
         >>> from attn_only_lens import circuits, expose_neuron_heads, pretrained
         >>> model = expose_neuron_heads(pretrained.small_english()).model
-        >>> circuits.qk_circuit(model, "L0H1").matrix
+        >>> circuits.token_circuit(model, "L0H1", "qk").matrix
         FactoredMatrix: Shape(torch.Size([456, 456])), Hidden Dim(32)
-        >>> circuits.qk_circuit(model, "L0N5").top(3)["key"].tolist()
+        >>> circuits.token_circuit(model, "L0N5", "qk").top(3)["key"].tolist()
         ['bias token', 'bias token', 'bias token']
-    """
-    sites = _resolve_one(model, name)
-    matrices = InputVocabulary.of(model, tokens, fold_norms=fold_norms)
-    read = matrices.heads.read_matrices(sites, "q")
-    left = matrices.reads(read.A[0])
-    right = read.B[0] if sites.kind in NEURON_KINDS else matrices.reads(read.B[0].T).T
-    both = FactoredMatrix(left, right.to(left))
-    chosen = matrices.read_tokens
-    return TokenCircuit(sites.names[0], "qk", both, chosen, chosen, model)
-
-
-@torch.no_grad()
-@full_precision()
-def ov_circuit(
-    model: Any,
-    name: str | HeadName,
-    *,
-    tokens: Sequence[int] | None = None,
-    fold_norms: bool = True,
-) -> TokenCircuit:
-    """Return the OV circuit: which logits a head raises for each token that it attends to.
-
-    Args:
-        model: a model from `convert`, or one with exposed neuron-heads.
-        name: as in `qk_circuit`.
-        tokens: as in `qk_circuit`. If the vocabularies differ, rows are the tokens in the input
-            vocabulary, and columns the tokens in the output vocabulary.
-        fold_norms: as in `qk_circuit`.
-
-    Returns:
-        The circuit. Its matrix is W_E W_V W_O W_U C in two factors; C centres logits over the
-        columns.
-
-    Raises:
-        InputError: as in `qk_circuit`; an unsupported unembedding; none of the tokens is in the
-            input vocabulary, or none in the output vocabulary.
-
-    Example:
-        >>> from attn_only_lens import circuits, expose_neuron_heads, pretrained
-        >>> model = expose_neuron_heads(pretrained.small_english()).model
-        >>> ov = circuits.ov_circuit(model, "L1H0")
-        >>> pairs = ov.top(5)
-        >>> bool(pairs["score"].is_monotonic_decreasing), len(ov.eigenvalues)
+        >>> ov = circuits.token_circuit(model, "L1H0", "ov")
+        >>> bool(ov.top(5)["score"].is_monotonic_decreasing), len(ov.eigenvalues)
         (True, 32)
     """
+    InputError.raise_if(option_reasons("kind", kind, get_args(CircuitKind)), _PROBLEM)
     sites = _resolve_one(model, name)
-    matrices = VocabularyMatrices.of(model, tokens, fold_norms=fold_norms)
-    written = matrices.heads.write_matrices(sites)
-    left = written.A[0]
-    if sites.kind in NEURON_KINDS:
-        left = matrices.heads.read_matrices(sites, "v").A[0] * left
-    right = matrices.writes(written.B[0])
-    both = FactoredMatrix(matrices.reads(left).to(right), right)
-    ends = matrices.read_tokens, matrices.written_tokens
-    return TokenCircuit(sites.names[0], "ov", both, *ends, model)
+    if kind == "qk":
+        inputs = InputVocabulary.of(model, tokens, fold_norms=fold_norms)
+        read = inputs.heads.read_matrices(sites, "q")
+        left = inputs.reads(read.A[0])
+        right = read.B[0] if sites.kind in NEURON_KINDS else inputs.reads(read.B[0].T).T
+        both = FactoredMatrix(left, right.to(left))
+        ends = inputs.read_tokens, inputs.read_tokens
+    else:
+        matrices = VocabularyMatrices.of(model, tokens, fold_norms=fold_norms)
+        written = matrices.heads.write_matrices(sites)
+        left = written.A[0]
+        if sites.kind in NEURON_KINDS:
+            left = matrices.heads.read_matrices(sites, "v").A[0] * left
+        right = matrices.writes(written.B[0])
+        both = FactoredMatrix(matrices.reads(left).to(right), right)
+        ends = matrices.read_tokens, matrices.written_tokens
+    return TokenCircuit(sites.names[0], kind, both, *ends, model)
 
 
 def _resolve_one(model: Any, name: str | HeadName) -> LayerSites:
@@ -262,7 +226,7 @@ def copying_scores(
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.
         sites: `patching.heads()`, `patching.neuron_heads()`, or names; None for all.
-        tokens: as in `qk_circuit`; they must also be in the output vocabulary. Eigenvalues are then
+        tokens: as in `token_circuit`; they must be in both vocabularies. Eigenvalues are then
             computed for the circuit between these tokens.
         fold_norms: fold the gains of norms into the weights.
 
@@ -272,8 +236,8 @@ def copying_scores(
         `copying`, `cosine`. The last two are missing if a head reads or writes nothing.
 
     Raises:
-        InputError: as in `qk_circuit`; vocabularies of different sizes, without `tokens` that are
-            in both; weights that are not finite.
+        InputError: as in `token_circuit`; vocabularies of different sizes, without `tokens` that
+            are in both; weights that are not finite.
 
     Example:
         >>> from attn_only_lens import circuits, expose_neuron_heads, patching as p, pretrained
@@ -353,123 +317,3 @@ def _of_neurons(
         raise InputError([f"{wrong}: weights that are not finite"], _NO_SCORES)
     sizes = [((x @ of) * x).sum(-1) for x, of in ((column, read), (row, written))]
     return value, value.abs(), (sizes[0] * sizes[1]).clamp(min=0).sqrt()
-
-
-@torch.no_grad()
-@full_precision()
-def token_paths(
-    model: Any,
-    neurons: Sites | None = None,
-    k: int = 100,
-    *,
-    tokens: Sequence[int] | None = None,
-    n_tokens: int = 5,
-    block: int = 1024,
-    fold_norms: bool = True,
-    progress: bool = True,
-) -> pd.DataFrame:
-    """Return the neurons with the strongest paths from an input token to an output token.
-
-    Args:
-        model: a model from `convert`, or one with exposed neuron-heads.
-        neurons: `patching.neuron_heads()`, `patching.features()`, or names of whole neurons and
-            features; None for all. Feature thresholds are left out, like biases.
-        k: the largest number of rows to return.
-        tokens: as in `ov_circuit`.
-        n_tokens: how many tokens are listed in `reads` and `writes`.
-        block: how many tokens to compute at once.
-        fold_norms: fold the gains of norms into the weights.
-        progress: show a progress bar over layers.
-
-    Returns:
-        A frame sorted by decreasing score, with one row per neuron (in a gated MLP, one row per
-        sign of the neuron's value). Columns: `name`, `layer`, `value` (the sign), `reads` (the
-        texts of the tokens with the largest drive), `writes` (the texts of the tokens whose logits
-        the neuron raises most), and `drive`, `write` and `score` for the first of these tokens.
-
-    Raises:
-        InputError: as in `ov_circuit`; k, n_tokens or block is not positive; a name is one head of
-            a neuron.
-
-    Example:
-        >>> from attn_only_lens import circuits, expose_neuron_heads, patching as p, pretrained
-        >>> model = expose_neuron_heads(pretrained.small_english()).model
-        >>> frame = circuits.token_paths(model, p.neuron_heads(0), k=3, progress=False)
-        >>> bool(frame["score"].is_monotonic_decreasing), len(frame["reads"][0])
-        (True, 5)
-    """
-    reasons = positive_reasons(k=k, n_tokens=n_tokens, block=block)
-    chosen = resolve_sites(model, Selection(NEURON_KINDS) if neurons is None else neurons)
-    wrong = [
-        name
-        for sites in chosen
-        for name in sites.names
-        if sites.kind not in NEURON_KINDS or "." in name
-    ]
-    expected = "expected whole neurons, such as L5N1234, or features, such as L5F1234"
-    reasons += [f"got {name}; {expected}" for name in wrong[:3]]
-    InputError.raise_if(reasons, "these neurons have no paths between tokens")
-    matrices = VocabularyMatrices.of(model, tokens, fold_norms=fold_norms)
-    frames = []
-    for sites in tqdm(chosen, unit="layer", disable=not progress):
-        drives = _drives(matrices, sites, n_tokens, block)
-        writes = _writes(matrices, sites, n_tokens)
-        for sign, (drive, read) in drives.items():
-            write, written = writes[sign]
-            score = drive[:, 0] * write[:, 0].to(drive.device)
-            frame = pd.DataFrame({"name": sites.names, "layer": sites.layer, "value": sign})
-            frame["reads"], frame["writes"] = read.tolist(), written.tolist()
-            for name, x in (("drive", drive[:, 0]), ("write", write[:, 0]), ("score", score)):
-                frame[name] = x.cpu().double().numpy()
-            frames.append(frame.nlargest(k, "score"))
-    paths = pd.concat(frames).nlargest(k, "score").reset_index(drop=True)
-    for end, ids in (("reads", matrices.read_tokens), ("writes", matrices.written_tokens)):
-        paths[end] = [
-            tuple(token_text(model, place if ids is None else ids[place]) for place in row)
-            for row in paths[end]
-        ]
-    return paths
-
-
-_Top = tuple[Float[Tensor, "neuron kept"], Int[Tensor, "neuron kept"]]
-"""The largest values of each neuron, and their tokens."""
-
-
-def _drives(matrices: VocabularyMatrices, sites: LayerSites, n: int, block: int) -> dict[str, _Top]:
-    """Return the tokens with the largest ReLU(gate) · value of each neuron, for each sign."""
-    gate, value = (matrices.heads.read_matrices(sites, kind).A[:, :, 0].T for kind in ("q", "v"))
-    gated = is_gated(matrices.heads.model, sites.layer)
-    neuron_gate: Any = host_of(matrices.heads.model).neurons[sites.layer].gate
-    height = 1.0
-    if not gated and isinstance(neuron_gate, Gate):
-        height = neuron_gate.scale * neuron_gate.side
-    signs = "+-" if gated else "+" if height > 0 else "-"
-    tops: dict[str, _Top] = {}
-    for first in range(0, len(matrices.W_E), block):
-        E = matrices.W_E[first : first + block]
-        drive = (E @ gate.to(E)).clamp_(min=0) * (E @ value.to(E) if gated else height)
-        for sign in signs:
-            values, tokens = _top((drive if sign == "+" else -drive).T, n)
-            tokens = tokens + first
-            if sign in tops:
-                pairs = zip(tops[sign], (values, tokens), strict=True)
-                values, tokens = (torch.cat(pair, dim=1) for pair in pairs)
-                values, places = _top(values, n)
-                tokens = tokens.gather(1, places)
-            tops[sign] = values, tokens
-    return tops
-
-
-def _writes(matrices: VocabularyMatrices, sites: LayerSites, n: int) -> dict[str, _Top]:
-    """Return the tokens whose logits each neuron raises most, for each sign of its value."""
-    rows, tops = matrices.heads.write_matrices(sites).B[:, 0], list[tuple[Tensor, ...]]()
-    for some in rows.split(_NEURONS):
-        written = matrices.writes(some)
-        tops.append((*_top(written, n), *_top(-written, n)))
-    *most, values, tokens = (torch.cat(parts) for parts in zip(*tops, strict=True))
-    return {"+": (most[0], most[1]), "-": (values, tokens)}
-
-
-def _top(x: Float[Tensor, "neuron token"], n: int) -> _Top:
-    values, places = x.topk(min(n, x.shape[1]), dim=1)
-    return values, places

@@ -37,6 +37,7 @@ from attn_only_lens.models.two_blocks.config import (
 )
 from attn_only_lens.models.two_blocks.known_modules import module_reasons
 from attn_only_lens.models.two_blocks.refusals import ConvertedHookChecks, Refusals
+from attn_only_lens.models.verification import Verification
 from attn_only_lens.tl import (
     Attention,
     GroupedQueryAttention,
@@ -221,6 +222,8 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
     """
 
     cfg: AttentionOnlyConfig
+    verification: Verification | None = None
+    """What `convert(check=…)` measured."""
     _host = TwoBlocksHost
 
     def __init__(self, *args: object, **kwargs: object) -> None:
