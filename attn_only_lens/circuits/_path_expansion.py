@@ -303,7 +303,7 @@ class _RankedPaths:
             back = back.transpose(0, 1).flatten(1)
             for before in range(self._linear.n_before(index)):
                 writes = self._linear.sublayers[before]
-                outputs, here = writes.outputs[:, key], slice(key, key + 1)
+                outputs, here = writes.z[:, key], slice(key, key + 1)
                 written = writes.vectors(outputs, slice(None), here).to(back)
                 self._largest.add_products(
                     back,

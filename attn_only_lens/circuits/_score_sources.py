@@ -114,8 +114,6 @@ def score_sources(
             f"got {head}, one of the {HEAD_PLURALS[head.kind]}, which have no score; expected an "
             "attention head, a neuron or a feature"
         )
-    if head.member is not None:
-        raise UnknownHeadError(f"got {head}, one head of a neuron; expected the whole neuron")
     pair = single_prompts(model, prompt)
     n_prompts, n_pos = pair.clean.shape
     if n_prompts > 1:
@@ -169,8 +167,7 @@ def _of_neuron(
 ) -> pd.DataFrame:
     parts = decompose(model, tokens, None)
     heads: Any = host_of(model).neurons[head.layer]
-    gate = getattr(heads.module, "W_gate", None)
-    W = (heads.module.W_in if gate is None else gate)[:, [head.index]].detach()
+    W = heads.read_matrices[0][:, [head.index]].detach()
     entered = parts.of(head.layer, "neuron").entered
     names, shares = _reads(parts, head, position, model, W)
     shares[-1] += heads.projections(torch.zeros_like(entered))[0][0, position, [head.index]]

@@ -33,7 +33,6 @@ class AblatedPoint:
 
     name: str
     replacement: Float[Tensor, "batch pos head_index d_head"]
-    width: int  # the number of heads per site
     rows: Rows  # each site's row in the frame of all sites
     index: Rows
     place: Rows
@@ -61,21 +60,19 @@ class AblatedPoint:
     def _ablated(self, kept: Flags, first: int) -> Bool[Tensor, "circuit row pos head_index 1"]:
         gone = np.zeros((len(kept), *self._shape), dtype=bool)
         gone[:, self.place, self.index] = ~kept[:, self.rows]
-        by_node = torch.from_numpy(gone[:, self.place_of[:, first:]])
-        return by_node.repeat_interleave(self.width, dim=3).unsqueeze(-1)
+        return torch.from_numpy(gone[:, self.place_of[:, first:]]).unsqueeze(-1)
 
     def by_site(self, by_head: Float[np.ndarray, "row pos head_index"], first: int) -> Floats:
-        """Sum `by_head`, which starts at position `first`, over each site's heads and tokens."""
-        by_node = by_head.reshape(*by_head.shape[:2], -1, self.width).sum(-1)
+        """Sum `by_head`, which starts at position `first`, over each site's tokens."""
         by_place = np.zeros(self._shape)
-        np.add.at(by_place, self.place_of[:, first:], by_node)
+        np.add.at(by_place, self.place_of[:, first:], by_head)
         return by_place[self.place, self.index]
 
     @property
     def _shape(self) -> tuple[int, int]:
         """The number of places (and one for tokens without a place), and the number of nodes."""
         n_places = max(self.place.max(), self.place_of.max()) + 2
-        return int(n_places), self.replacement.shape[2] // self.width
+        return int(n_places), self.replacement.shape[2]
 
 
 def ablated_points(
@@ -85,12 +82,11 @@ def ablated_points(
     points = []
     for key, rows in sites.groupby(["layer", "kind"], observed=True):
         layer, kind = cast("tuple[int, HeadKind]", key)
-        name, width = host_of(model).hook_name(layer, kind, "z"), 1
+        name = host_of(model).hook_name(layer, kind, "z")
         if kind not in NEURON_KINDS:
             replacement = source.hooked[name]
         else:
             replacement = source.neurons[layer].z.unsqueeze(-1)
-            width = host_of(model).neurons[layer].heads_per_neuron
         place = rows["position"]
         if roles:
             place = place.map({role.label: number for number, role in enumerate(roles)})
@@ -102,5 +98,5 @@ def ablated_points(
             place_of = np.arange(replacement.shape[1])[None]
         index, places = (x.to_numpy(dtype=np.int64) for x in (rows["index"], place))
         columns = rows.index.to_numpy(), index, places, place_of
-        points.append(AblatedPoint(name, replacement, width, *columns))
+        points.append(AblatedPoint(name, replacement, *columns))
     return points

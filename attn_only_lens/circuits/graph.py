@@ -54,7 +54,7 @@ class CircuitGraph:
             neurons); `name`; `position` (missing for bias, rest, offset, metric); `value` (in the
             clean run, the mean over prompts of a neuron's output, or of the norm of a head's output
             or of the embedding); `gradient` (the derivative of the metric with respect to a
-            neuron's output; missing for several prompts, or if several heads share a neuron);
+            neuron's output; missing for several prompts);
             `attribution` to the mean over prompts; by role also `error`, the standard error.
         edges: one row per nonzero edge. Columns: `source`, `target` (ids), `kind` ("value", "q",
             "k", "gate"), `weight`; by role also `error`.

@@ -37,8 +37,9 @@ def convert(
     rounding. Name filters such as `name.endswith("hook_z")` select the hook points of both
     attention heads and neuron-heads.
 
-    With `gate=Bilinear(...)`, one or more heads per neuron approximate the activation function, and
-    the converted model uses this approximation even without hooks.
+    With `gate=Bilinear(...)`, the model has one or more neurons for each neuron of the original,
+    whose sum approximates the activation function, and it uses this approximation even without
+    hooks.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorems 2 and
     4, with p(q) in place of the paper's sigmoid for activations other than SiLU. The paper does not
@@ -47,7 +48,7 @@ def convert(
     Args:
         model: a `HookedTransformer` with MLPs. It is not changed. For a `TransformerBridge`, see
             `expose_neuron_heads`.
-        gate: "exact" for one head per neuron, with the activation's own pattern;
+        gate: "exact" for heads with the activation's own pattern;
             `GeneralizedSiLU(a_1, a_2)` for an exact gate of the activation a_1 SiLU(a_2 x); or
             `Bilinear(...)`.
         copy_weights: copy the weights. By default both models share them, so that conversion costs
@@ -76,8 +77,8 @@ def convert(
         True
         >>> torch.equal(attn_only(tokens), model(tokens))
         True
-        >>> convert(model, gate=Bilinear()).heads_per_neuron  # silu is bilinear with one head
-        1
+        >>> convert(model, gate=Bilinear()).all_head_labels(neurons=True)[-1]  # one head for silu
+        'L0N511'
     """
     if isinstance(model, TransformerBridge):
         reason = (

@@ -81,7 +81,7 @@ class ExposedNeurons:
     def __repr__(self) -> str:
         n_layers, heads = len(exposed_heads(self.model)), "hidden"
         if n_layers:
-            in_layers = [counts for counts, _ in head_counts(self.model)]
+            in_layers = head_counts(self.model)
             totals = {kind: sum(n.get(kind, 0) for n in in_layers) for kind in NEURON_KINDS}
             heads = f"{count_kinds(Counter(totals).elements())} as heads (layers: {n_layers})"
         return f"<ExposedNeurons of {self.model.cfg.model_name}: {heads}>"
@@ -315,7 +315,7 @@ def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "
     of_sum = differences.new_zeros(())
     if not isinstance(heads, FeatureHeads):  # a FeatureMLP's output is this sum by construction
         # Sum over heads for one token only, because this needs d_mlp · d_model numbers per token.
-        token = heads.head_outputs(seen[-1][:1, :1].squeeze(-1))
+        token = heads.written(seen[-1][:1, :1].squeeze(-1))
         with heads.passing.new_pass({(heads.layer, "written"): token}):
             summed = heads.write(live[:1, :1])
         of_sum = (live[:1, :1] - summed).abs().max()

@@ -21,8 +21,7 @@ from attn_only_lens.devices import normal_numbers, to_float64_device
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.tokens import checked_tokens, require_model
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
-from attn_only_lens.gates import GATES
-from attn_only_lens.gates.gating import AnyGate
+from attn_only_lens.gates import GATES, BilinearGate
 from attn_only_lens.heads import has_neuron_heads, host_of, logit_tolerance
 from attn_only_lens.heads.host import Host
 from attn_only_lens.models.in_place import hidden
@@ -36,7 +35,7 @@ _DIFFERENT = "the logits with neuron-heads are not those of the model"
 _N_RANDOM = 64  # the number of random tokens that check a model
 
 
-def _approximated_logits(source: Any, gates: list[AnyGate], tokens: Tensor) -> Tensor:
+def _approximated_logits(source: Any, gates: list[BilinearGate], tokens: Tensor) -> Tensor:
     """Return the original's logits, computed with bilinear gates as activation functions."""
     with ExitStack() as stack:
         for block, gate in zip(source.blocks, gates, strict=True):
@@ -86,7 +85,7 @@ def _activation_errors(host: Host, act_fn: str, tokens: Tensor) -> list[dict[str
                 )
             else:
                 handle = heads.register_forward_pre_hook(
-                    lambda heads, x, layer=layer: measure(layer, heads.projections(x[0])[0])
+                    lambda heads, x, layer=layer: measure(layer, heads.mlp_projections(x[0])[0])
                 )
             stack.callback(handle.remove)
         host.model(tokens)
@@ -139,8 +138,10 @@ def verify(source: Any, converted: Any, tokens: Tokens | str) -> Verification:
     with hidden(source):
         expected = source(tokens)
         _, stream = source.run_with_cache(tokens, names_filter=[hook for _, hook, _ in points])
-        gates = [heads.gate for heads in layers]
-        approximated = expected if exact else _approximated_logits(source, gates, tokens)
+        approximated = expected
+        if not exact:
+            gates = [heads.bilinear_gate for heads in layers]
+            approximated = _approximated_logits(source, gates, tokens)
     silent = converted(tokens)
     live, cache = converted.run_with_cache(tokens)
     assert isinstance(live, Tensor)  # the default return_type gives logits, not a tuple

@@ -11,9 +11,9 @@ from tqdm.auto import tqdm
 
 from attn_only_lens.engine.contrast import BothRuns, Contrast, contrast, run_both
 from attn_only_lens.engine.directions import ABLATIONS
+from attn_only_lens.engine.edits import by_site
 from attn_only_lens.engine.gradients import (
     Tape,
-    by_site,
     gradient_node,
     site_estimates,
     start_graph,
@@ -210,7 +210,7 @@ class Estimator:
         for group in groups:
             sites = group.sites
             by_head = result.through_patterns(model, sites.layer, sites.kind)
-            moves.append(group.sums(by_site(model, sites, by_head)).sum(1))
+            moves.append(group.sums(by_site(sites, by_head)).sum(1))
         return sign * on_one_device(moves).cpu().double()
 
     def _tangents(self, prompts: PromptChunk[TracedRuns]) -> dict[str, Tensor]:

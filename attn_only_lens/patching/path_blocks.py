@@ -165,7 +165,7 @@ def take(sites: LayerSites, chosen: slice | Int[Tensor, "site"]) -> LayerSites:
     """Return some of the sites."""
     indices = torch.arange(len(sites.names), device="cpu")[chosen]
     names = tuple(sites.names[i] for i in indices.tolist())
-    return replace(sites, names=names, index=sites.index[chosen], member=sites.member[chosen])
+    return replace(sites, names=names, index=sites.index[chosen])
 
 
 def split_blocks(blocks: Sequence["PathBlock"], n_paths: int) -> list[range]:

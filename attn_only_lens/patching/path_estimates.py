@@ -9,14 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.engine.edits import sum_by_site
 from attn_only_lens.engine.gradients import Tape, start_graph
 from attn_only_lens.engine.recording import run
 from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import NEURON_KINDS, HeadKind
 from attn_only_lens.patching.path_blocks import PathBlock
-from attn_only_lens.patching.path_runner import PathRunner, local_sites
+from attn_only_lens.patching.path_runner import PathRunner
 from attn_only_lens.patching.prompt_chunks import PromptChunk
 
 
@@ -53,12 +52,9 @@ def estimates(
     gradient = gradients[receivers.layer, receivers.kind]
     if receivers.kind in NEURON_KINDS:
         dz, columns = runner.neuron_dz(block, receivers)
-        heads = runner.replay.host.neurons[receivers.layer]
         index = receivers.index.to(gradient.device)
-        by_member = gradient.squeeze(-1)[:, columns].unflatten(-1, (-1, heads.heads_per_neuron))
-        by_member = by_member[:, :, index].flatten(2).repeat(n, 1, 1)
-        terms = sum_by_site(heads, local_sites(receivers), dz * by_member)
-        return terms.unflatten(1, (n, -1)).sum((-1, -2)).T
+        along = gradient.squeeze(-1)[:, columns][:, :, index]
+        return (dz.unflatten(0, (n, -1)) * along).sum((1, 2))
     z, begins = runner.attention_z(block, receivers)
     dz = z - runner.target.of(receivers.layer, "attention").z[:, begins:]
     index = receivers.index.to(z.device)

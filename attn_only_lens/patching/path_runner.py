@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from attn_only_lens.engine.edits import neuron_changes, neuron_variants
+from attn_only_lens.engine.edits import neuron_variants
 from attn_only_lens.engine.readers import Readers
 from attn_only_lens.engine.replay import Variants
 from attn_only_lens.engine.sites import LayerSites
@@ -118,12 +118,10 @@ class PathRunner:
         replay = self.replay
         heads = replay.host.neurons[receivers.layer]
         dz, columns = self.neuron_dz(block, receivers)
-        # [receiver, sender · batch, pos]
-        changes = neuron_changes(heads, local_sites(receivers), dz)
-        moves = changes.unflatten(1, (-1, replay.batch))[j, i]
+        moves = dz.permute(2, 0, 1).unflatten(1, (-1, replay.batch))[j, i]
         block_number = replay.host.block(receivers.layer, "neuron")
         after = block_number + replay.adds_mlp_output(block_number, heads.output_module)
-        rows = heads.W_out[receivers.index.to(dz.device)]
+        rows = heads.W_O[receivers.index.to(dz.device), 0]
 
         def run(some: Tensor, first: int) -> Tensor:
             directions = rows[j[some]].repeat_interleave(replay.batch, dim=0).unsqueeze(1)
@@ -183,8 +181,3 @@ class PathRunner:
             return replay.values(Variants(number, first, stream, [(name, put)]))
 
         self._fill(values, (moved != recorded).any(-1), columns, number, run)
-
-
-def local_sites(sites: LayerSites) -> LayerSites:
-    """Return the same sites, but with the indices 0, 1, 2, …"""
-    return replace(sites, index=torch.arange(len(sites.names), device="cpu"))

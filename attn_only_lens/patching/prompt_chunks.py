@@ -264,8 +264,8 @@ def _numbers_per_prompt(
         else:
             heads = host.neurons[site.layer]
             gates = 1 if part == "z" else 3
-            kept += gates * heads.W_out.shape[0] * heads.heads_per_neuron
-    width = max(len(heads.W_out) for heads in host.neurons)
+            kept += gates * heads.n_neurons
+    width = max(heads.n_neurons for heads in host.neurons)
     graph = 10 * cfg.d_model + 8 * width + 4 * max(host.n_heads) * n_pos
     per_token = 2 * kept + (6 if traced else 4) * cfg.d_vocab + traced * len(model.blocks) * graph
     return per_token * n_pos

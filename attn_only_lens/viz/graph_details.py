@@ -97,10 +97,9 @@ def example_fields(heads: pd.DataFrame, examples: pd.DataFrame) -> DetailFields:
 def pattern_fields(shown: ShownRuns, heads: pd.DataFrame) -> DetailFields:
     """Return the patterns and z of neurons (by name), and the patterns of attention heads (by id).
 
-    Neurons that consist of several heads are skipped, because they have no single pattern. Skip and
-    error nodes have no patterns.
+    Skip and error nodes have no patterns.
     """
-    runs, layers = shown.runs, host_of(shown.model).neurons
+    runs = shown.runs
     most = _WEIGHTS // (len(runs) * runs[0].tokens.shape[1])
     heads = heads[~heads["kind"].isin(WIDE_KINDS)]
     strongest = heads.loc[heads["attribution"].abs().nlargest(most).index]
@@ -108,8 +107,7 @@ def pattern_fields(shown: ShownRuns, heads: pd.DataFrame) -> DetailFields:
     fields: dict[str, dict[str, Any]] = {}
     for key, name, position in strongest[["id", "name", "position"]].to_numpy():
         head = HeadName.parse(name)
-        shared = head.kind in NEURON_KINDS and layers[head.layer].heads_per_neuron > 1
-        if name in fields or shared:
+        if name in fields:
             continue
         hooks = _hooks(shown.model, head)
         if hooks not in seen:  # one transfer per layer

@@ -11,6 +11,7 @@ from dense_heads import FAMILIES, Dense, original
 from attn_only_lens import Bilinear, circuits, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
+from attn_only_lens.gates import bilinear_gate
 from attn_only_lens.heads import host_of
 
 pytestmark = [
@@ -133,17 +134,17 @@ def test_virtual_weights_are_the_product(family):
             pairs.virtual_weights(wrong)
 
 
-def test_heads_that_share_a_neuron(model):
-    shared = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(4))
-    whole, expected = (composed(x, "L0N5", "L1N7", "q").score.item() for x in (shared, model))
-    assert abs(whole - expected) < EXACT
+def test_neurons_of_bilinear_gates(model):
+    """Neuron 4 i + j writes w_j, and its query reads b_j, times neuron i of the original."""
+    split = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(4))
+    score = composed(model, "L0N5", "L1N7", "q").score.item()
     weight = virtual_weights(model, "L0N5", "L1N7", "q").AB.item()
-    parts = [virtual_weights(shared, f"L0N5.{i}", "L1N7.0", "q").AB.item() for i in range(4)]
-    slopes = [virtual_weights(shared, "L0N5.0", f"L1N7.{i}", "q").AB.item() for i in range(4)]
-    assert any(abs(part) > 1e-3 * abs(weight) for part in (*parts, *slopes))
-    for i in range(4):
-        score = composed(shared, "L0N5.0", f"L1N7.{i}", "q").score.item()
-        assert abs(score - (whole if slopes[i] else 0.0)) < EXACT
+    gate = bilinear_gate("gelu_new", 4)
+    for i, j in ((0, 0), (1, 2), (3, 1)):
+        names = f"L0N{20 + i}", f"L1N{28 + j}"
+        got = virtual_weights(split, *names, "q").AB.item()
+        assert got == pytest.approx(gate.w[i] * gate.b[j] * weight, rel=1e-12)
+        assert abs(composed(split, *names, "q").score.item() - score) < EXACT
 
 
 def test_random_heads_score_as_the_baseline_says(model):

@@ -331,7 +331,7 @@ def test_nothing_less_than_everything_is_faithful_to_the_bit(model, capsys):
     assert "the original: search: " in said
 
 
-def test_neurons_of_several_heads_are_ablated_whole():
+def test_neurons_of_bilinear_gates():
     model = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(2))
     arguments = arguments_of(model)
     ranking = p.attribution(*arguments, sites=NAMES, positions="all")

@@ -128,7 +128,7 @@ WRONG = {
 if HAS_HOOKED_TRANSFORMER:
     WRONG["convert /nope x"] = "there is no folder /nope"
     WRONG["convert small-english x --gate linear"] = "--gate linear"
-    WRONG["convert small-english x --gate bilinear --heads-per-neuron 0"] = "per-neuron 0; expected"
+    WRONG["convert small-english x --gate bilinear --heads 0"] = "--heads 0; expected"
     WRONG["convert small-english x --gate bilinear --text a --tokens-file b"] = "pass either --text"
 else:
     WRONG["convert small-english x"] = "needs HookedTransformer"

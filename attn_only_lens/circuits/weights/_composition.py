@@ -316,7 +316,7 @@ def _head_factors(
         return _kept(sites.names, stage, writer_factors(matrix(sites), sites.names))
 
     def factors(some: slice) -> Tensor:
-        columns = sites.names[some], sites.index[some], sites.member[some]
+        columns = sites.names[some], sites.index[some]
         return writer_factors(matrix(LayerSites(sites.layer, sites.kind, *columns)), columns[0])
 
     return _HeadFactors(sites.names, stage, 1, factors)

@@ -152,7 +152,7 @@ def token_circuit(
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.
-        name: `L5H3`, a neuron, or one of several heads of a neuron.
+        name: `L5H3`, or a neuron such as `L5N1234`.
         kind: "qk" or "ov".
         tokens: the tokens of the vocabulary to use; None for all. Untrained tokens may have extreme
             scores, and would then fill every table. If input and output vocabularies differ, rows

@@ -83,9 +83,7 @@ class AttentionOnlyCache(ActivationCache):
                 raise UnsupportedCallError(
                     f"{call}a converted model has no {key}: the MLP of source layer l is block "
                     '2l + 1. Use cache["attn_out", 2l+1] for mlp_out, cache["resid_pre", 2l+1] for '
-                    'resid_mid and mlp_in, cache["q", 2l+1] for pre, cache["z", 2l+1] for post '
-                    "(with bilinear gates, q and z are per head: blocks[2l+1].attn.neuron_outputs "
-                    "sums z over the heads of each neuron)"
+                    'resid_mid and mlp_in, cache["q", 2l+1] for pre, cache["z", 2l+1] for post'
                 )
         return self.cache_dict[key]
 
@@ -183,7 +181,7 @@ class AttentionOnlyCache(ActivationCache):
         pos_slice: Any = None,
         project_output_onto: Tensor | None = None,
     ) -> Tensor:
-        """Return the output z · W_out of each neuron in a block, after the output norm (if any)."""
+        """Return the output z · W_O of each neuron in a block, after the output norm (if any)."""
         if not 0 <= layer < self.model.cfg.n_layers or block_kind(layer) != "neuron":
             raise UnsupportedCallError(
                 f"got layer={layer}; expected a neuron block, 2 * l + 1 for source layer l "

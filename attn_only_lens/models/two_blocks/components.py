@@ -130,8 +130,8 @@ class StreamBefore:
 
     def neurons(self, block: int, wanted: Any = None) -> Components:
         """Return what each neuron of a block writes, or what the wanted neurons write."""
-        layer, cfg = block_layer(block), cast(Any, self.cache.model.cfg)
-        every = torch.arange(cfg.layer_sizes[layer].d_mlp, device="cpu")
+        layer, blocks = block_layer(block), cast(Any, self.cache.model.blocks)
+        every = torch.arange(blocks[block].cfg.n_heads, device="cpu")
         chosen = as_slice(wanted).apply(every, dim=0).reshape(-1)  # an integer removes the axis
         results = neuron_results(self.cache, block, chosen, self.positions, self._columns)
         labels = [str(HeadName(layer, "neuron", neuron)) for neuron in chosen.tolist()]
@@ -182,16 +182,16 @@ def head_results(
 def neuron_results(
     cache: ActivationCache, block: int, neurons: Any, positions: Any, onto: Tensor | None
 ) -> Tensor:
-    """Return what each neuron of a block writes: z · W_out, after the output norm (if any)."""
+    """Return what each neuron of a block writes: z · W_O, after the output norm (if any)."""
     norm = OutputNorm.of(cache, block, as_slice(positions))
     attn: Any = cache.model.blocks[block].attn
-    acts = as_slice(positions).apply(attn.neuron_outputs(cache["z", block].squeeze(-1)), dim=-2)
+    acts = as_slice(positions).apply(cache["z", block].squeeze(-1), dim=-2)
     acts = as_slice(neurons).apply(norm.divide(acts), dim=-1)
-    W_out = norm.rescale(as_slice(neurons).apply(attn.W_out, dim=0))
+    W_O = norm.rescale(as_slice(neurons).apply(attn.W_O.squeeze(-2), dim=0))
     if onto is None:
-        return acts[..., None] * W_out
+        return acts[..., None] * W_O
     # Projecting first avoids a tensor of shape [..., d_mlp, d_model].
-    projected = W_out @ onto
+    projected = W_O @ onto
     return acts * projected if projected.ndim == 1 else acts[..., None] * projected
 
 
