@@ -46,7 +46,7 @@ from attn_only_lens.engine.linear_rules import Held, HeldSteps, Steps
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, bind, require_differentiable
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import Hooks, run
-from attn_only_lens.engine.secants import Valve, Weights, mean, norm_change
+from attn_only_lens.engine.secants import FunctionRules, Valve, Weights, mean, norm_change
 from attn_only_lens.engine.writes import (
     Decomposition,
     FrozenNorm,
@@ -342,7 +342,7 @@ class HeldRun:
         cls, model: Any, tokens: Tokens, mask: Tensor | None, held: Held = "half"
     ) -> "HeldRun":
         """Run a model once, and record what later passes hold."""
-        steps = Steps(model)
+        steps = Steps(model, FunctionRules(paused=True, widens=False))
         run = decompose(model, tokens, mask, watch=steps.recorded())
         return cls(model, run, steps, held)
 
@@ -379,6 +379,13 @@ class HeldRun:
             logits = run(self.model, tokens, mask, [*errors, *hooks, *tape.hooks])
         return HeldPass(steps, tape.nodes, uncapped[-1], logits)
 
+    @torch.enable_grad()
+    def logit_gradient(self, metric: BoundMetric) -> Float[Tensor, "batch pos d_vocab"]:
+        """Return the metric's gradient at the recorded run's logits."""
+        logits = self.run.recording.logits.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(metric.of_logits(logits), logits)
+        return gradient
+
     def linear_map(self, metric: BoundMetric, *, patterns: bool = True) -> LinearMap:
         """Return the run's linear map with a metric's multipliers; see `of_run`."""
         writes, host = self.run, host_of(self.model)
@@ -391,7 +398,7 @@ class HeldRun:
 
         with torch.enable_grad():
             held = self.forward(start=start)
-            value = metric.of_logits(held.logits)
+            value = (held.logits * self.logit_gradient(metric)).sum()
         with torch.no_grad():
             empty = self.forward(read=torch.zeros_like)
         reads = {f"read {i}": node for i, node in enumerate(held.steps.reads.values())}
