@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from attn_only_lens.axes import Residual, Tokens
 from attn_only_lens.devices import on_cpu, to_float64_device
 from attn_only_lens.engine.contrast import BothRuns, contrast, run_both
-from attn_only_lens.engine.gradients import Tape, edit_input, gradients, uncapped_logits
+from attn_only_lens.engine.gradients import Tape, as_leaf, edit_input, gradients, uncapped_logits
 from attn_only_lens.engine.linear_rules import Held, HeldSteps, Steps
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, bind, require_differentiable
 from attn_only_lens.engine.prompts import PromptPair
@@ -339,11 +339,16 @@ class HeldRun:
     @torch.no_grad()
     @full_precision()
     def record(
-        cls, model: Any, tokens: Tokens, mask: Tensor | None, held: Held = "half"
+        cls,
+        model: Any,
+        tokens: Tokens,
+        mask: Tensor | None,
+        held: Held = "half",
+        names: tuple[str, ...] = (),
     ) -> "HeldRun":
-        """Run a model once, and record what later passes hold."""
+        """Run a model once, and record what later passes hold, and activations at hook points."""
         steps = Steps(model, FunctionRules(paused=True, widens=False))
-        run = decompose(model, tokens, mask, watch=steps.recorded())
+        run = decompose(model, tokens, mask, names=names, watch=steps.recorded())
         return cls(model, run, steps, held)
 
     def forward(
@@ -378,6 +383,34 @@ class HeldRun:
             tokens = recording.tokens.repeat(copies, 1)
             logits = run(self.model, tokens, mask, [*errors, *hooks, *tape.hooks])
         return HeldPass(steps, tape.nodes, uncapped[-1], logits)
+
+    def projection(
+        self, layer: int, kind: HeadKind, choose: Callable[[HeldPass], Tensor]
+    ) -> tuple[Float[Tensor, "n pos d_model"], Float[Tensor, "n"], Float[Tensor, "n"]]:
+        """Return how n numbers of the first prompt depend on the stream that a sublayer reads.
+
+        Args:
+            layer: the layer of the original model.
+            kind: the kind of heads.
+            choose: returns the numbers, for example the query of one head, given a pass.
+
+        Returns:
+            The numbers' derivatives, their values without a stream, and their values in the run.
+        """
+        with torch.enable_grad():
+            held = self.forward(start=as_leaf)
+            numbers = choose(held)
+        with torch.no_grad():
+            constant = choose(self.forward(read=torch.zeros_like))
+        writes = self.run.of(layer, kind)
+        read = held.steps.reads[_reader(host_of(self.model), writes)]
+
+        def back(row: Tensor) -> Tensor:
+            (gradient,) = torch.autograd.grad(numbers, read, row, retain_graph=True)
+            return gradient[0]
+
+        rows = torch.eye(len(numbers), dtype=numbers.dtype, device=numbers.device)
+        return torch.func.vmap(back)(rows), constant, numbers.detach()
 
     @torch.enable_grad()
     def logit_gradient(self, metric: BoundMetric) -> Float[Tensor, "batch pos d_vocab"]:
