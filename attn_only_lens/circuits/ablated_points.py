@@ -60,10 +60,8 @@ class AblatedPoint:
     def _ablated(self, kept: Flags, first: int) -> Bool[Tensor, "circuit row pos head_index 1"]:
         gone = np.zeros((len(kept), *self._shape), dtype=bool)
         gone[:, self.place, self.index] = ~kept[:, self.rows]
-        # Indexing by arrays changes the order in memory, and `torch.where` would give z this order,
-        # which modules that call `view` refuse.
-        ablated = np.ascontiguousarray(gone[:, self.place_of[:, first:]])
-        return torch.from_numpy(ablated).unsqueeze(-1)
+        gone = np.ascontiguousarray(gone[:, self.place_of[:, first:]])  # models read z as views
+        return torch.from_numpy(gone).unsqueeze(-1)
 
     def by_site(self, by_head: Float[np.ndarray, "row pos head_index"], first: int) -> Floats:
         """Sum `by_head`, which starts at position `first`, over each site's tokens."""
