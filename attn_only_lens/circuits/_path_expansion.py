@@ -149,9 +149,10 @@ class PathExpansion:
         """Return the metric's gradient at the logits before any soft cap, and its value."""
         with torch.enable_grad():
             done = self._run.forward(start=as_leaf)
-            value = metric.of_logits(done.logits)
-            (gradient,) = torch.autograd.grad(value, done.uncapped)
-        return gradient / (self._run.run.logit_factor or 1.0), float(value.detach())
+            slope = self._run.logit_gradient(metric)
+            (gradient,) = torch.autograd.grad(done.logits, done.uncapped, slope)
+        value = metric.of(self._run.run.recording.logits)
+        return gradient / (self._run.run.logit_factor or 1.0), value
 
 
 @one_thread_per_model

@@ -31,13 +31,14 @@ from transformer_lens.hook_points import HookPoint
 from attn_only_lens.arguments import POSITIVE, as_plain, is_count
 from attn_only_lens.engine.gradients import silent_scale_edits
 from attn_only_lens.engine.largest import LargestScores
+from attn_only_lens.engine.linear_map import HeldPass, HeldRun
 from attn_only_lens.engine.metrics import no_gradient_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.prompts import Prompts, single_prompts
 from attn_only_lens.engine.recording import Hooks, StopForward, float32_runs, run_blocks
 from attn_only_lens.engine.sites import Selection, resolve_sites
-from attn_only_lens.engine.writes import Decomposition, decompose
+from attn_only_lens.engine.writes import Decomposition
 from attn_only_lens.errors import InputError, UnknownHeadError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.heads.host import HEAD_PLURALS, NEURON_KINDS, WIDE_KINDS
@@ -136,42 +137,43 @@ def score_sources(
         return _of_attention(model, pair.clean, head, positions[0], positions[1], top)
 
 
-def _reads(
-    parts: Decomposition, head: HeadName, position: int, model: Any, W: Float[Tensor, "d_model n"]
+def _sources(
+    run: HeldRun, head: HeadName, position: int, choose: Callable[[HeldPass], Tensor]
 ) -> tuple[list[str], Float[Tensor, "writer n"]]:
-    """Return the sources, and each source's output times norm gain and W; "own bias" is last."""
-    here = slice(position, position + 1)
-    reads = parts.of(head.layer, head.kind).reads.at(here)
+    """Return the sources, and each source's part of the chosen numbers; "own bias" is last.
 
-    def read(written: Float[Tensor, "writer d_model"]) -> Float[Tensor, "writer n"]:
-        return reads.change(written[:, None, None])[:, 0, 0] @ W
-
-    names, rows = ["embed"], [read(parts.embedding[:, position])]
+    The numbers are functions of the residual stream at this position.
+    """
+    here, parts = slice(position, position + 1), run.run
+    derivative, own_bias, expected = run.projection(head.layer, head.kind, choose)
+    names, rows = ["embed"], [parts.embedding[:, position]]
     for writes in parts.before(head.layer, head.kind):
-        (sites,) = resolve_sites(model, Selection((writes.kind,), (writes.layer,)))
+        (sites,) = resolve_sites(run.model, Selection((writes.kind,), (writes.layer,)))
         names += sites.names
-        rows.append(read(writes.written(sites, here)[:, 0, 0]))
+        rows.append(writes.written(sites, here)[:, 0, 0])
         bias = writes.bias[:, position]
         if bias.any():
             bias_name = {"attention": "b_O", "feature": "b_dec"}.get(writes.kind, "b_out")
             names.append(f"L{writes.layer}.{bias_name}")
-            rows.append(read(bias))
-    norm_bias = W.new_zeros(len(W)) if reads.norm.bias is None else reads.norm.bias
-    return [*names, "own bias"], torch.cat([*rows, (norm_bias @ W)[None]])
+            rows.append(bias)
+    written = torch.cat([row.to(derivative) for row in rows])
+    shares = torch.cat([written @ derivative[:, position].T, own_bias[None]])
+    _require_sum(shares.sum(0), expected, shares.abs().sum(0).max())
+    return [*names, "own bias"], shares
 
 
 @torch.no_grad()
 def _of_neuron(
     model: Any, tokens: Tensor, head: HeadName, position: int, top: int | None
 ) -> pd.DataFrame:
-    parts = decompose(model, tokens, None)
     heads: Any = host_of(model).neurons[head.layer]
-    W = heads.read_matrices[0][:, [head.index]].detach()
-    entered = parts.of(head.layer, "neuron").entered
-    names, shares = _reads(parts, head, position, model, W)
-    shares[-1] += heads.projections(torch.zeros_like(entered))[0][0, position, [head.index]]
-    score = heads.projections(entered)[0][0, position, head.index]
-    _require_sum(shares.sum(), score, shares.abs().sum())
+
+    def preactivation(held: HeldPass) -> Tensor:
+        return held.steps.projections[heads][0][0, position, [head.index]]
+
+    run = HeldRun.record(model, tokens, None)
+    names, shares = _sources(run, head, position, preactivation)
+    score = run.steps.projections[heads][0][0, position, head.index]
     ends = [("name", "position", names, position)]
     return _largest(ends, shares, torch.ones_like(shares[:1]), float(score), top)
 
@@ -187,7 +189,8 @@ def _of_attention(
     # the hook points for the scales of query norms and key norms
     points = [m for m in host.attention(head.layer).modules() if isinstance(m, HookPoint)]
     scales = sorted({str(m.name) for m in points if str(m.name).endswith("hook_scale")})
-    parts = decompose(model, tokens, None, names=(*names, *scales))
+    run = HeldRun.record(model, tokens, None, names=(*names, *scales))
+    parts = run.run
     scores, pattern = (
         parts.recording.hooked[name][0, head.index, query] for name in (score_name, pattern_name)
     )
@@ -198,13 +201,13 @@ def _of_attention(
     if scores[key] <= torch.finfo(scores.dtype).min / 2:
         reason = f"position {query} does not attend to position {key}: the score is masked"
         raise InputError([reason], _PROBLEM)
-    q_names, q = _side(model, parts, head, "Q", query, parts.recording.hooked[q_name])
+    q_names, q = _side(run, head, q_name, query)
 
     def factors(key: int) -> tuple[Tensor, list[str], Tensor]:
         form = _bilinear_form(
             *(model, parts, head, query, key, (q_name, k_name, score_name), scales), hidden=hidden
         )
-        return q @ form, *_side(model, parts, head, "K", key, parts.recording.hooked[k_name])
+        return q @ form, *_side(run, head, k_name, key)
 
     left, k_names, k = factors(key)
     score = left.sum(0) @ k.sum(0)
@@ -226,18 +229,16 @@ def _of_attention(
 
 @torch.no_grad()
 def _side(
-    model: Any, parts: Decomposition, head: HeadName, side: str, position: int, recorded: Tensor
+    run: HeldRun, head: HeadName, name: str, position: int
 ) -> tuple[list[str], Float[Tensor, "writer d_head+1"]]:
     """Return each source's part of the query or key; append 1 for "own bias", 0 for others."""
-    attn, n_heads = host_of(model).attention(head.layer), host_of(model).n_heads[head.layer]
-    weights, biases = getattr(attn, f"W_{side}"), getattr(attn, f"b_{side}", None)
-    names, vectors = _reads(
-        *(parts, head, position, model), weights[head.index * len(weights) // n_heads].detach()
-    )
-    if biases is not None:
-        vectors[-1] += biases[head.index * len(biases) // n_heads].detach()
-    expected = recorded[0, position, head.index * recorded.shape[2] // n_heads]
-    _require_sum(vectors.sum(0), expected, vectors.abs().sum(0).max())
+    n_heads = host_of(run.model).n_heads[head.layer]
+
+    def vector(held: HeldPass) -> Tensor:
+        of_heads = held.nodes[name][0, position]
+        return of_heads[head.index * len(of_heads) // n_heads]
+
+    names, vectors = _sources(run, head, position, vector)
     ones = torch.zeros_like(vectors[:, :1])
     ones[-1] = 1.0
     return names, torch.cat([vectors, ones], dim=1)

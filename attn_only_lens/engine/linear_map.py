@@ -41,12 +41,12 @@ from torch import Tensor, nn
 from attn_only_lens.axes import Residual, Tokens
 from attn_only_lens.devices import on_cpu, to_float64_device
 from attn_only_lens.engine.contrast import BothRuns, contrast, run_both
-from attn_only_lens.engine.gradients import Tape, edit_input, gradients, uncapped_logits
+from attn_only_lens.engine.gradients import Tape, as_leaf, edit_input, gradients, uncapped_logits
 from attn_only_lens.engine.linear_rules import Held, HeldSteps, Steps
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, bind, require_differentiable
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import Hooks, run
-from attn_only_lens.engine.secants import Valve, Weights, mean, norm_change
+from attn_only_lens.engine.secants import FunctionRules, Valve, Weights, mean, norm_change
 from attn_only_lens.engine.writes import (
     Decomposition,
     FrozenNorm,
@@ -335,11 +335,16 @@ class HeldRun:
     @torch.no_grad()
     @full_precision()
     def record(
-        cls, model: Any, tokens: Tokens, mask: Tensor | None, held: Held = "half"
+        cls,
+        model: Any,
+        tokens: Tokens,
+        mask: Tensor | None,
+        held: Held = "half",
+        names: tuple[str, ...] = (),
     ) -> "HeldRun":
-        """Run a model once, and record what later passes hold."""
-        steps = Steps(model)
-        run = decompose(model, tokens, mask, watch=steps.recorded())
+        """Run a model once, and record what later passes hold, and activations at hook points."""
+        steps = Steps(model, FunctionRules(paused=True, widens=False))
+        run = decompose(model, tokens, mask, names=names, watch=steps.recorded())
         return cls(model, run, steps, held)
 
     def forward(
@@ -375,6 +380,41 @@ class HeldRun:
             logits = run(self.model, tokens, mask, [*errors, *hooks, *tape.hooks])
         return HeldPass(steps, tape.nodes, uncapped[-1], logits)
 
+    def projection(
+        self, layer: int, kind: HeadKind, choose: Callable[[HeldPass], Tensor]
+    ) -> tuple[Float[Tensor, "n pos d_model"], Float[Tensor, "n"], Float[Tensor, "n"]]:
+        """Return how n numbers of the first prompt depend on the stream that a sublayer reads.
+
+        Args:
+            layer: the layer of the original model.
+            kind: the kind of heads.
+            choose: returns the numbers, for example the query of one head, given a pass.
+
+        Returns:
+            The numbers' derivatives, their values without a stream, and their values in the run.
+        """
+        with torch.enable_grad():
+            held = self.forward(start=as_leaf)
+            numbers = choose(held)
+        with torch.no_grad():
+            constant = choose(self.forward(read=torch.zeros_like))
+        writes = self.run.of(layer, kind)
+        read = held.steps.reads[_reader(host_of(self.model), writes)]
+
+        def back(row: Tensor) -> Tensor:
+            (gradient,) = torch.autograd.grad(numbers, read, row, retain_graph=True)
+            return gradient[0]
+
+        rows = torch.eye(len(numbers), dtype=numbers.dtype, device=numbers.device)
+        return torch.func.vmap(back)(rows), constant, numbers.detach()
+
+    @torch.enable_grad()
+    def logit_gradient(self, metric: BoundMetric) -> Float[Tensor, "batch pos d_vocab"]:
+        """Return the metric's gradient at the recorded run's logits."""
+        logits = self.run.recording.logits.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(metric.of_logits(logits), logits)
+        return gradient
+
     def linear_map(self, metric: BoundMetric, *, patterns: bool = True) -> LinearMap:
         """Return the run's linear map with a metric's multipliers; see `of_run`."""
         writes, host = self.run, host_of(self.model)
@@ -387,7 +427,7 @@ class HeldRun:
 
         with torch.enable_grad():
             held = self.forward(start=start)
-            value = metric.of_logits(held.logits)
+            value = (held.logits * self.logit_gradient(metric)).sum()
         with torch.no_grad():
             empty = self.forward(read=torch.zeros_like)
         reads = {f"read {i}": node for i, node in enumerate(held.steps.reads.values())}

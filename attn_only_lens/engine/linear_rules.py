@@ -257,6 +257,7 @@ class HeldSteps(Steps):
         return (moved if frozen.norm.bias is None else moved + frozen.norm.bias).to(output.dtype)
 
     def _attend(self, heads: Any, q: Tensor, up: Tensor | None) -> Tensor:
+        self.projections[heads] = q, up
         then = [
             None if x is None else x.repeat(len(q) // len(x), 1, 1)
             for x in self._recorded.projections[heads]

@@ -219,14 +219,15 @@ class FunctionRules(TorchFunctionMode):
     """Record calls of torch's nonlinear functions, or replace these functions with linear maps.
 
     Replaced calls are matched with recorded calls by their order, so both passes must call the same
-    functions. For models in float64, conversions to float32 are skipped, because many transformers
-    modules always compute in float32.
+    functions.
 
     Args:
         seen: to replace functions with secants, the inputs and outputs that a first pass recorded.
         held: to hold only softmaxes, their outputs. If `seen` and `held` are None, calls are
             recorded.
         paused: whether to start paused; a paused mode neither records nor replaces.
+        widens: whether to skip conversions of float64 to float32. Many transformers modules always
+            compute in float32.
 
     Attributes:
         seen: the inputs and outputs of all functions.
@@ -241,6 +242,7 @@ class FunctionRules(TorchFunctionMode):
         *,
         held: Sequence[Tensor] | None = None,
         paused: bool = False,
+        widens: bool = True,
     ) -> None:
         super().__init__()
         self.seen: list[Both] = [] if seen is None else seen
@@ -248,20 +250,21 @@ class FunctionRules(TorchFunctionMode):
         self.softmax: list[Tensor] = []
         self.weights: list[Weights] = []
         self.valve = Valve()
-        self._replaces, self._held = seen is not None, held
+        self._replaces, self._held, self._widens = seen is not None, held, widens
         self._n_calls = 0
         self._slopes: dict[int, tuple[Tensor, ...]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a torch function and record it, or run the linear map that replaces the function."""
         kwargs = kwargs or {}
-        if func in (Tensor.to, Tensor.float) and _narrows(func, args, kwargs):
+        if self._widens and func in (Tensor.to, Tensor.float) and _narrows(func, args, kwargs):
             return args[0]
         is_softmax = func in _SOFTMAX
         if not (is_softmax or func in _RULES) or not args[0].is_floating_point():
             return func(*args, **kwargs)
         x = args[0]
-        if x.dtype == torch.float64 and kwargs.get("dtype") == torch.float32:
+        is_wide = self._widens and x.dtype == torch.float64
+        if is_wide and kwargs.get("dtype") == torch.float32:
             kwargs["dtype"] = None
         if self.paused or (self._held is not None and not is_softmax):
             return func(*args, **kwargs)
@@ -289,7 +292,7 @@ class FunctionRules(TorchFunctionMode):
 
     def _hold(self, x: Tensor, recorded: Tensor) -> Tensor:
         """Return a softmax's recorded output, repeated if a batch has several copies of the run."""
-        recorded = recorded.repeat(len(x) // len(recorded), *[1] * (x.ndim - 1))
+        recorded = recorded.repeat(len(x) // len(recorded), *[1] * (x.ndim - 1)).to(x.dtype)
         inside = replaced(x, recorded.clone, partial(softmax_change, recorded, recorded))
         self.weights.append(Weights(inside, recorded.requires_grad_(torch.is_grad_enabled())))
         return recorded

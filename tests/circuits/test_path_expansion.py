@@ -112,7 +112,7 @@ def check(model, tolerance, gated=False, held="gate", two=3):
     expansion = circuits.path_expansion(model, PROMPT, n, held=held)
     size = expected.abs().max()
     assert (expansion.logits[:-1] - expected).abs().max() < tolerance * size
-    assert expansion.logits[-1].abs().max() == 0
+    assert expansion.logits[-1].abs().max() < tolerance * size
     short = circuits.path_expansion(model, PROMPT, held=held)
     assert short.logits.shape[0] == 4
     assert (short.logits[3] - expected[3:].sum(0)).abs().max() < tolerance * size
