@@ -30,7 +30,6 @@ from .models.expose import expose_neuron_heads
 from .models.gate_option import Bilinear, calibrate
 from .models.to_stock import to_stock
 from .models.two_blocks import AttentionOnlyCache, AttentionOnlyTransformer
-from .models.verify import verify
 
 __all__ = [
     "AttentionOnlyCache",
@@ -61,6 +60,5 @@ __all__ = [
     "to_stock",
     "token_texts",
     "transcoders",
-    "verify",
     "viz",
 ]

@@ -95,7 +95,7 @@ MUTATIONS = [
         "tests/circuits",
     ),
     Mutation(
-        "patching/_path_patch.py",
+        "patching/path_runner.py",
         "        change = self.readers.neuron_change(receivers, entering, self.part, columns)",
         "        change = self.readers.neuron_change(receivers, entering, 'z', columns)",
         "path_patch ignores part=",
@@ -187,14 +187,14 @@ MUTATIONS = [
         "tests/patching/test_activation_patch.py",
     ),
     Mutation(
-        "circuits/ablation.py",
+        "circuits/ablated_model.py",
         "result[chosen] = z[chosen].mean(dim=0)",
         "result[chosen] = z.flatten(0, 1).mean(dim=0)",
         "positional means are means over all positions",
         "tests/circuits",
     ),
     Mutation(
-        "circuits/ablation.py",
+        "circuits/_faithfulness.py",
         "random_cmd=float(trapezoid(abs(1 - random), shares).mean()),",
         "random_cmd=float(trapezoid(1 - random, shares).mean()),",
         "CMD of random circuits lets errors cancel",

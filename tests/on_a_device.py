@@ -42,14 +42,13 @@ from attn_only_lens import (
     pretrained,
     save,
     to_stock,
-    verify,
     viz,
 )
 from attn_only_lens import patching as p
-from attn_only_lens.circuits.ablation import AblatedModel
+from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.engine.metrics import bind
-from attn_only_lens.heads import host_of
 from attn_only_lens.models.in_place import hide
+from attn_only_lens.models.verify import verify
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from libraries
@@ -203,14 +202,13 @@ def passes(model):
 
 def patterns(model):
     cache = model.run_with_cache(there(model))[1]
-    name = "L1N29" if host_of(model).neurons[0].heads_per_neuron == 1 else "L1N29.0"
     texts = [[str(token) for token in row] for row in CLEAN.tolist()]
     looked_up = neurons.neuron_statistics(model, ["L1N29"], CLEAN.tolist(), 3, progress=False)
     return (
-        neuron_pattern(cache, name),
-        dense_pattern(cache, name),
+        neuron_pattern(cache, "L1N29"),
+        dense_pattern(cache, "L1N29"),
         neuron_gate(cache, "L1N29"),
-        str(viz.attention_view(cache, [name, "L1H1"], texts[0])),
+        str(viz.attention_view(cache, ["L1N29", "L1H1"], texts[0])),
         looked_up.examples["largest.score"],
         looked_up.counts["z.counts"].sum(),
     )
@@ -275,12 +273,12 @@ def difference(model):
 def weights(model):
     into, onto = p.all_heads([0]), p.all_heads([1])
     return (
-        [circuits.composition(model, into, onto, kind) for kind in "qkv"],
-        circuits.top_compositions(model, 5, kind="v"),  # includes the embedding
+        [circuits.composition(model, into, onto, kind).frame for kind in "qkv"],
+        circuits.composition(model, top=5).frame,  # includes the embedding
         circuits.copying_scores(model, tokens=range(D_VOCAB)).drop(columns="copying"),
-        circuits.ov_circuit(model, "L1H0").top(3)[["score"]],
-        circuits.qk_circuit(model, "L1N29", tokens=[3, 5]).top(2)[["score"]],
-        circuits.virtual_weights(model, "L0H1", "L1H0", "v").AB,
+        circuits.token_circuit(model, "L1H0", "ov").top(3)[["score"]],
+        circuits.token_circuit(model, "L1N29", "qk", tokens=[3, 5]).top(2)[["score"]],
+        circuits.composition(model, "L0H1", "L1H0", "v").virtual_weights().AB,
     )
 
 
@@ -296,14 +294,13 @@ def paths(model):
 
 def steered(model):
     """Run and generate with heads ablated and steered, and compute scores for each prompt."""
-    prompts, several = there(model), host_of(model).neurons[0].heads_per_neuron > 1
-    neuron = "L0N3.1" if several else "L0N3"
+    prompts = there(model)
     width = model.run_with_cache(prompts)[1]["blocks.0.attn.hook_z"].shape[-1]
     results = []
     for context in (
         p.ablated(model, SITES, to="mean", prompts=OTHERS),
         p.ablated(model, "L1N29", to="bias", positions=[1]),
-        p.steered(model, {neuron: 4.0, "L1H0@5": [1.0] * width}),
+        p.steered(model, {"L0N3": 4.0, "L1H0@5": [1.0] * width}),
     ):
         with context:
             results.append(model(prompts))

@@ -18,7 +18,7 @@ def two_blocks(model):
 
 def hook_point(model, name, part):
     """Return the full name of the hook point for this part of the head."""
-    layer, kind = re.fullmatch(r"L(\d+)([HN])[\d.]+", name).groups()
+    layer, kind = re.fullmatch(r"L(\d+)([HN])\d+", name).groups()
     if two_blocks(model):
         return f"blocks.{2 * int(layer) + (kind == 'N')}.attn.hook_{ACTIVATION[part]}"
     if kind == "N":
@@ -26,13 +26,9 @@ def hook_point(model, name, part):
     return f"blocks.{layer}.attn.hook_{ACTIVATION[part]}"
 
 
-def heads_of(name, per_neuron=1):
-    """Return the indices of the heads with this name at their hook point."""
-    kind, index, member = re.fullmatch(r"L\d+([HN])(\d+)(?:\.(\d+))?", name).groups()
-    if kind == "H" or per_neuron == 1:
-        return [int(index)]
-    first = int(index) * per_neuron
-    return list(range(first, first + per_neuron)) if member is None else [first + int(member)]
+def head_of(name):
+    """Return the index of the head with this name at its hook point."""
+    return int(re.fullmatch(r"L\d+[HN](\d+)", name)[1])
 
 
 def cached(model, tokens, mask=None):
@@ -41,7 +37,7 @@ def cached(model, tokens, mask=None):
 
 
 @torch.no_grad()
-def patched_logits(model, tokens, source, name, part, places, mask=None, per_neuron=1):
+def patched_logits(model, tokens, source, name, part, places, mask=None):
     """Return the logits of a whole run with one head patched.
 
     Args:
@@ -52,18 +48,16 @@ def patched_logits(model, tokens, source, name, part, places, mask=None, per_neu
         part: the part of the head.
         places: the [batch, pos] positions to patch; for a pattern, the queries.
         mask: 1 for real tokens.
-        per_neuron: the number of heads per neuron.
     """
-    point = hook_point(model, name, part)
+    point, head = hook_point(model, name, part), head_of(name)
 
     def edit(value, hook):
         value = value.clone()
-        for head in heads_of(name, per_neuron):
-            for prompt, pos in places.nonzero().tolist():
-                if part == "pattern":
-                    value[prompt, head, pos] = source[point][prompt, head, pos]
-                else:
-                    value[prompt, pos, head] = source[point][prompt, pos, head]
+        for prompt, pos in places.nonzero().tolist():
+            if part == "pattern":
+                value[prompt, head, pos] = source[point][prompt, head, pos]
+            else:
+                value[prompt, pos, head] = source[point][prompt, pos, head]
         return value
 
     return model.run_with_hooks(tokens, fwd_hooks=[(point, edit)], attention_mask=mask)
@@ -95,7 +89,7 @@ def difference(logits, mask=None, correct=7, wrong=8):
     return logit_diff(logits, torch.as_tensor(ends), correct, wrong)
 
 
-def whole_runs(model, pair, frame, part="z", measure=difference, noise=False, per_neuron=1):
+def whole_runs(model, pair, frame, part="z", measure=difference, noise=False):
     """Return a metric of a whole run with the patch of each row of a sweep.
 
     `pair` is the clean tokens, the corrupted tokens and the mask or None.
@@ -107,9 +101,7 @@ def whole_runs(model, pair, frame, part="z", measure=difference, noise=False, pe
     values = []
     for row in frame.itertuples():
         places = places_of(row.position, real)
-        logits = patched_logits(
-            model, into, source, row.name, part, places, mask, per_neuron=per_neuron
-        )
+        logits = patched_logits(model, into, source, row.name, part, places, mask)
         values.append(measure(logits, mask))
     return values
 

@@ -192,8 +192,8 @@ def _cached_by_hand(kit):
 
 
 def _bilinear(kit):
-    exposed = lens.expose_neuron_heads(kit.model, copy=True, gate=lens.Bilinear(2)).model
-    return lens.verify(kit.model, exposed, tokens()).ok
+    how = {"copy": True, "gate": lens.Bilinear(2), "check": tokens()}
+    return lens.expose_neuron_heads(kit.model, **how).verification.ok
 
 
 def _followed(kit):
@@ -277,12 +277,6 @@ def _read_pairs(kit):
     return tasks.from_jsonl(task_tokenizer(), 1, path, keys=keys)
 
 
-def _exported(kit, write, *read, **options):
-    path = kit.out("graph.json")
-    write(kit.graph, path, **options)
-    return path.stat().st_size > 0 and all(len(reader(path).nodes) > 0 for reader in read)
-
-
 def _page(kit):
     about = {"tokens": WORDS, "metric": "logit", "value": 1.0, "model": "added", "n_layers": 2}
     return viz.circuit_page(kit.graph.nodes, kit.graph.edges, about)
@@ -300,8 +294,8 @@ def _generalized_silu(kit):
             del block.mlp.act  # a module
             block.mlp.act = silu
         model = bridges.bridged(gpt2)
-    exposed = lens.expose_neuron_heads(model, copy=True, gate=silu).model
-    return lens.verify(model, exposed, tokens()).ok
+    exposed = lens.expose_neuron_heads(model, copy=True, gate=silu, check=tokens())
+    return exposed.verification.ok
 
 
 LENS = {
@@ -316,7 +310,9 @@ LENS = {
     "explain": lambda kit: len(
         explain(kit.exposed, tokens(batch=1), tokens(1, batch=1), METRIC).table()
     ),
-    "expose_neuron_heads": lambda kit: lens.verify(kit.model, kit.exposed, tokens()).bitwise,
+    "expose_neuron_heads": lambda kit: (
+        lens.expose_neuron_heads(kit.model, copy=True, check=tokens()).verification.bitwise
+    ),
     "grow": lambda kit: kit.grown.model.cfg.d_mlp == 41,
     "load": lambda kit: lens.load(kit.files)(tokens()).isfinite().all(),
     "neuron_gate": lambda kit: lens.neuron_gate(kit.cache, "L0N3").shape == (BATCH, POS),
@@ -330,7 +326,6 @@ LENS = {
         ).cfg.attn_only
     ),
     "token_texts": lambda kit: lens.token_texts(kit.model, torch.tensor([7, 11])) == ["w3", " w7"],
-    "verify": lambda kit: lens.verify(kit.model, kit.exposed, tokens()).ok,
 }
 GATES = {"GeneralizedSiLU": _generalized_silu}
 PATCHING = {
@@ -374,27 +369,24 @@ TASKS = {
 }
 CIRCUITS = {
     "attribution_graph": lambda kit: len(kit.graph.edges) > 0,
-    "composition": lambda kit: len(circuits.composition(kit.exposed, "L0N3", "L1H1")),
+    "composition": lambda kit: (
+        circuits.composition(kit.exposed, "L0N3", "L1H1").virtual_weights().shape[0]
+    ),
     "copying_scores": lambda kit: circuits.copying_scores(kit.exposed)["copying"].notna().any(),
     "discover": lambda kit: len(_circuit_result(kit, "discover")),
     "faithfulness": lambda kit: len(_circuit_result(kit, "faithfulness").frame),
-    "from_json": lambda kit: _exported(kit, circuits.to_json, circuits.from_json),
     "evaluate": lambda kit: _circuit_result(kit, "evaluate").whole,
     "group_nodes": lambda kit: len(_grouped(kit).nodes),
-    "ov_circuit": lambda kit: len(circuits.ov_circuit(kit.exposed, "L1N3").top(5)),
     "path_expansion": lambda kit: len(
         circuits.path_expansion(kit.exposed, tokens()).paths(METRIC, 5, progress=False)
     ),
-    "qk_circuit": lambda kit: len(circuits.qk_circuit(kit.exposed, "L1H1").top(5)),
     "score_sources": lambda kit: len(
         circuits.score_sources(kit.exposed, tokens(batch=1), "L1H1", query=-1, key=0)
     ),
-    "to_json": lambda kit: _exported(kit, circuits.to_json),
-    "top_compositions": lambda kit: len(circuits.top_compositions(kit.exposed, k=3)),
+    "token_circuit": lambda kit: all(
+        len(circuits.token_circuit(kit.exposed, "L1H1", kind).top(5)) for kind in ("qk", "ov")
+    ),
     "transfer": lambda kit: _transfer(kit).size,
-    "virtual_weights": lambda kit: circuits.virtual_weights(kit.exposed, "L0N3", "L1H1", "v").shape[
-        0
-    ],
 }
 VIZ = {
     "attention_view": lambda kit: len(viz.attention_view(kit.exposed, ["L1H1", "L1N3"], TEXT)),
@@ -509,6 +501,7 @@ OF_NO_MODEL = {
         "Paths",
         "Circuit",
         "CircuitGraph",
+        "Compositions",
         "Explanation",
     ),
     *("Faithfulness", "NodeGroups", "Stability"),

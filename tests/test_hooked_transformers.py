@@ -109,10 +109,10 @@ ANALYSES = {
     "path_expansion": lambda m: circuits.path_expansion(m, tokens()).paths(
         METRIC, 5, progress=False
     ),
-    "composition": lambda m: circuits.composition(m, "L0N3", "L1H1"),
+    "composition": lambda m: circuits.composition(m, "L0N3", "L1H1").frame,
     "copying_scores": circuits.copying_scores,
-    "ov_circuit": lambda m: circuits.ov_circuit(m, "L1N3").top(5),
-    "qk_circuit": lambda m: circuits.qk_circuit(m, "L1H1").top(5),
+    "OV circuit": lambda m: circuits.token_circuit(m, "L1N3", "ov").top(5),
+    "QK circuit": lambda m: circuits.token_circuit(m, "L1H1", "qk").top(5),
 }
 
 

@@ -410,10 +410,10 @@ def test_quantised_weights_are_refused_on_a_bridge_too():
 
 def test_layers_quantised_later_have_no_weights_to_read_or_save(tmp_path):
     model = expose_neuron_heads(boot("llama")).model
-    circuits.ov_circuit(model, "L0H1")  # the control
+    circuits.token_circuit(model, "L0H1", "ov")  # the control
     model.unembed._original_component.__class__ = QuantisedLinear
     for call in (
-        lambda: circuits.ov_circuit(model, "L0H1"),
+        lambda: circuits.token_circuit(model, "L0H1", "ov"),
         lambda: save(model, tmp_path / "model"),
     ):
         with pytest.raises((InputError, CheckpointError), match=r"unembed.* is quantized"):

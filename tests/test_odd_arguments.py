@@ -18,7 +18,6 @@ from attn_only_lens import (
     neurons,
     pretrained,
     token_texts,
-    verify,
     viz,
 )
 from attn_only_lens import patching as p
@@ -31,6 +30,7 @@ from attn_only_lens.errors import (
     UnsupportedCallError,
 )
 from attn_only_lens.growth.comparison.batches import batches
+from attn_only_lens.models.verify import verify
 
 CLEAN, CORRUPTED = [3, 4, 113], [3, 5, 113]
 METRIC = p.logit_diff(7, 8)

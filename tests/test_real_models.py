@@ -4,7 +4,8 @@ import pytest
 import torch
 from common import needs_hooked_transformer
 
-from attn_only_lens import convert, load, save, verify
+from attn_only_lens import convert, load, save
+from attn_only_lens.models.verify import verify
 
 pytestmark = needs_hooked_transformer
 

@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from analyses.tools import small_english_grammar as grammar
 from analyses.tools import train_small_english as training
-from attn_only_lens import circuits, expose_neuron_heads, pretrained, verify
+from attn_only_lens import circuits, expose_neuron_heads, pretrained
 from attn_only_lens import patching as p
 from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.models.verify import verify
 
 pytestmark = [pytest.mark.both_versions, pytest.mark.numeric]
 

@@ -34,7 +34,7 @@ def uneven(name, *, widths=False, gate=None, tokens=None, **changes):
     Args:
         name: the family.
         widths: whether head widths differ too, and value widths from query widths.
-        gate: the number of bilinear heads per neuron; None for exact gates.
+        gate: the number of heads of bilinear gates; None for exact gates.
         tokens: for calibrating gated MLPs.
         **changes: changes of the configuration.
     """

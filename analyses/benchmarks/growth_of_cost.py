@@ -67,7 +67,7 @@ REPEATED = 10.0
 PRELOADED = [
     "analyses.benchmarks.bench_patching",
     "attn_only_lens.circuits._attribution_graph",
-    "attn_only_lens.circuits._search",
+    "attn_only_lens.circuits._discover",
     "attn_only_lens.neurons._top_examples",
     "attn_only_lens.patching._path_patch",
 ]

@@ -33,7 +33,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.engine.directions import DIRECTIONS
 from attn_only_lens.engine.metrics import Metric
 from attn_only_lens.engine.sites import PARTS
-from attn_only_lens.patching._attribution import METHODS
+from attn_only_lens.patching.attribution_options import METHODS
 from attn_only_lens.patching.repairs import _AT_LEAST, _AT_MOST
 
 Prompts = tuple[Tensor, Tensor, Metric]

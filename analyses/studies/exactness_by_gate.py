@@ -13,7 +13,7 @@ ignores layer norm and needs SiLU, or ReLU as SiLU(kx)/k; the trained models, fo
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias
@@ -38,7 +38,7 @@ from analyses.study import Setting, Study, Tables
 from analyses.tools.benching import markdown, medians
 from analyses.tools.real_models import REAL, real
 from attn_only_lens import Bilinear, calibrate, convert, pretrained
-from attn_only_lens.gates.gating import AnyGate
+from attn_only_lens.gates import BilinearGate, Gate
 from attn_only_lens.models.two_blocks.config import neurons_block
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig, quiet
 
@@ -159,7 +159,8 @@ def measure(subject: Subject, device: str = "cpu") -> pd.DataFrame:
             # This hook changes nothing. Without a hook, exact gates run the source's activation.
             look = [(lambda name: name.endswith("attn.hook_pattern"), lambda pattern, hook: None)]
             layers = range(source.cfg.n_layers)
-            of_layers = [model.blocks[neurons_block(layer)].attn.gate for layer in layers]
+            heads: list[Any] = [model.blocks[neurons_block(layer)].attn for layer in layers]
+            of_layers = [x.gate if gate == "exact" else x.bilinear_gate for x in heads]
             rows.append(
                 {
                     "model": subject.name,
@@ -174,7 +175,7 @@ def measure(subject: Subject, device: str = "cpu") -> pd.DataFrame:
 
 
 def activations(
-    source: HookedTransformer, gates: list[AnyGate], pre: list[Tensor]
+    source: HookedTransformer, gates: Sequence[Gate | BilinearGate], pre: list[Tensor]
 ) -> dict[str, float]:
     """Return the maximum over layers of the bound, the measured error, and |q| / the bound's range.
 

@@ -37,7 +37,7 @@ from analyses.tools import train_small_english as small
 from analyses.tools.learn_mask import learn_mask
 from attn_only_lens import circuits, expose_neuron_heads, load, pretrained, tasks
 from attn_only_lens import patching as p
-from attn_only_lens.circuits.ablation import AblatedModel
+from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.circuits.stability import inclusion_interval
 from attn_only_lens.engine.linear_map import of_run
 from attn_only_lens.engine.prompts import prompt_pair

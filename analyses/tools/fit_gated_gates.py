@@ -154,7 +154,7 @@ def report(gates: Iterable[BilinearGate]) -> str:
         {
             "activation": gate.name,
             "R": f"{gate.limit:g}",
-            "heads": gate.heads_per_neuron,
+            "heads": gate.heads,
             "certified bound": f"{gate.bound:.2e}",
             "bound / R": f"{gate.bound / gate.limit:.1e}",
             "Σ|w|": f"{gate.sum_abs_w:.3g}",
@@ -188,7 +188,7 @@ def main(
     if smoke:
         cases, heads, starts, table = [("silu", 8.0)], (4,), 2, out / TABLE.name
         table.unlink(missing_ok=True)
-    pinned = {(g.name, g.limit, g.heads_per_neuron): theta_of(g) for g in read(table)}
+    pinned = {(g.name, g.limit, g.heads): theta_of(g) for g in read(table)}
     fits = sweep([Problem.of(name, r) for name, r in cases], heads, pinned, starts, seed)
     gates = [gate_of(name, r, fits[name, r, n_heads]) for name, r in cases for n_heads in heads]
     entries = ",\n".join(json.dumps(asdict(gate)) for gate in gates)

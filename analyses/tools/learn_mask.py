@@ -1,7 +1,7 @@
 r"""Learn a circuit of a given size that is also faithful on held-out prompts.
 
 Every candidate site has a score θ. The circuit C consists of the k sites with the highest scores.
-Scores are trained by gradient descent on this loss (in the notation of `ablation.py`):
+Scores are trained by gradient descent on this loss (in the notation of `ablated_model.py`):
 
     loss = mean over prompts of |m(C) - m(M)| / max(r, mean(r) / 2)        r = |m(M) - m(∅)|
 
@@ -28,14 +28,14 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from attn_only_lens.arguments import as_plain, is_count, positive_reasons
-from attn_only_lens.circuits._search import circuit_of, rank_sites
-from attn_only_lens.circuits.ablation import (
+from attn_only_lens.circuits._discover import circuit_of, rank_sites
+from attn_only_lens.circuits.ablated_model import (
     AblatedModel,
     Ablation,
-    Rows,
     ablated_model,
     reasons_against_draws,
 )
+from attn_only_lens.circuits.ablated_points import Rows
 from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, as_metric

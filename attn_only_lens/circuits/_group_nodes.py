@@ -28,7 +28,8 @@ from scipy.spatial.distance import squareform
 from torch import Tensor
 
 from attn_only_lens.arguments import a_type, is_number
-from attn_only_lens.circuits.ablation import AblatedModel, Rows
+from attn_only_lens.circuits.ablated_model import AblatedModel
+from attn_only_lens.circuits.ablated_points import Rows
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.linear_graph import Places, reasons_of_another_run
 from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
@@ -356,20 +357,19 @@ class _GroupedModel(AblatedModel):
         first = self._first
         return {x.name: z[x.name] - x.replacement[:, first:].to(z[x.name]) for x in self._points}
 
-    def _place(self, row: int) -> tuple[str, slice, Tensor]:
-        """Return a site's hook point, the site's heads, and a position mask [batch or 1, pos]."""
+    def _place(self, row: int) -> tuple[str, int, Tensor]:
+        """Return a site's hook point, its head, and a position mask [batch or 1, pos]."""
         (point,) = [x for x in self._points if row in x.rows]
         ((index, place),) = np.stack([point.index, point.place], 1)[point.rows == row]
-        heads = slice(index * point.width, (index + 1) * point.width)
-        return point.name, heads, torch.from_numpy(point.place_of[:, self._first :] == place)
+        return point.name, int(index), torch.from_numpy(point.place_of[:, self._first :] == place)
 
     def _writes(self, row: int, changes: Mapping[str, Tensor]) -> Float[Tensor, "prompt d_model"]:
         """Return what the changes in a site's z add to the residual stream in each prompt."""
-        name, heads, here = self._place(row)
-        change = changes[name][:, :, heads]
-        z = (change * here.to(change)[..., None, None]).sum(dim=(1, 2))
-        head = HeadName.parse(str(self.sites["name"][row]))
-        return self._matrices.outputs(LayerSites.of([head] * len(z)), z).double()
+        name, head, here = self._place(row)
+        change = changes[name][:, :, head]
+        z = (change * here.to(change)[..., None]).sum(dim=1)
+        site = HeadName.parse(str(self.sites["name"][row]))
+        return self._matrices.outputs(LayerSites.of([site] * len(z)), z).double()
 
     def written(self, rows: Rows) -> Float[Tensor, "node d_model"]:
         """Return each site's mean output to the residual stream, clean minus corrupted run."""
@@ -385,9 +385,9 @@ class _GroupedModel(AblatedModel):
             both = torch.stack([(a * b).sum(1) for a, b in pairs]).sum(0)
             t = torch.where(size > 0, both / size.clamp(min=1e-30), 1.0)
             for row in group.tolist():
-                name, heads, place = self._place(row)
-                share = t[:, None, None, None].to(whole[name]) * place[..., None, None]
-                new[name][:, self._first :, heads] += share * whole[name][:, :, heads]
+                name, head, place = self._place(row)
+                share = t[:, None, None].to(whole[name]) * place[..., None]
+                new[name][:, self._first :, head] += share * whole[name][:, :, head]
         alone = np.setdiff1d(circuit, np.concatenate(groups)) if groups else circuit
         points = [replace(point, replacement=new[point.name]) for point in self._points]
         kept = self._kept([alone])

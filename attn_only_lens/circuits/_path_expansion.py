@@ -272,7 +272,7 @@ class _RankedPaths:
         direct = [writes.back(linear.last) for writes in sublayers]
         run = replace(linear.run, sublayers=sublayers)
         self._linear, self._block = replace(linear, run=run, multipliers=direct), block
-        self._counts = [writes.n_nodes for writes in sublayers]
+        self._counts = [writes.n_heads for writes in sublayers]
         self._starts = list(accumulate(self._counts, initial=0))
         self._largest = LargestScores(k, by_size=True)
 
@@ -304,7 +304,7 @@ class _RankedPaths:
             back = back.transpose(0, 1).flatten(1)
             for before in range(self._linear.n_before(index)):
                 writes = self._linear.sublayers[before]
-                outputs, here = writes.outputs[:, key], slice(key, key + 1)
+                outputs, here = writes.z[:, key], slice(key, key + 1)
                 written = writes.vectors(outputs, slice(None), here).to(back)
                 self._largest.add_products(
                     back,

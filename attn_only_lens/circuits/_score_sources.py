@@ -115,8 +115,6 @@ def score_sources(
             f"got {head}, one of the {HEAD_PLURALS[head.kind]}, which have no score; expected an "
             "attention head, a neuron or a feature"
         )
-    if head.member is not None:
-        raise UnknownHeadError(f"got {head}, one head of a neuron; expected the whole neuron")
     pair = single_prompts(model, prompt)
     n_prompts, n_pos = pair.clean.shape
     if n_prompts > 1:

@@ -16,7 +16,7 @@ from jaxtyping import Bool
 from typing_extensions import TypedDict
 
 from attn_only_lens.arguments import as_plain
-from attn_only_lens.circuits.ablation import Ablation
+from attn_only_lens.circuits.ablated_model import Ablation
 from attn_only_lens.circuits.stability import INCLUSION, MEASURES, Stability
 from attn_only_lens.engine.positions import Positions
 from attn_only_lens.engine.sites import Selection, Sites

@@ -9,12 +9,13 @@
 Tables are stored as one list per column. Edge sources and targets are row indices of `nodes`.
 """
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pandas as pd
 from typing_extensions import TypedDict
 
-from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.storage import Document
 
@@ -55,39 +56,25 @@ _ATTRIBUTES = _Graph.__required_keys__ - {"nodes", "edges"}
 _DOCUMENT = Document("attn_only_lens.CircuitGraph", 3, _Body)
 
 
-def to_json(graph: CircuitGraph, path: str | Path) -> None:
-    """Write a graph to a JSON file atomically.
+_T = TypeVar("_T")
 
-    Example:
-        >>> import tempfile, torch
-        >>> from attn_only_lens import circuits, convert, patching as p, pretrained
-        >>> graph = circuits.attribution_graph(
-        ...     convert(pretrained.modular_addition()), torch.tensor([3, 4, 113]),
-        ...     p.logit_diff(correct=7, wrong=8), top=20)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     circuits.to_json(graph, f"{folder}/graph.json")
-        ...     again = circuits.from_json(f"{folder}/graph.json")
-        >>> again.edges.equals(graph.edges)
-        True
-    """
-    rows = pd.Index(graph.nodes["id"])
-    ends = {end: rows.get_indexer(graph.edges[end]) for end in ("source", "target")}
+
+def write_graph(path: str | Path, graph: Mapping[str, Any]) -> None:
+    """Write the attributes of a graph to a JSON file atomically."""
+    rows = pd.Index(graph["nodes"]["id"])
+    ends = {end: rows.get_indexer(graph["edges"][end]) for end in ("source", "target")}
     tables = {
         name: {
             column: [None if pd.isna(x) else x for x in frame[column].tolist()] for column in frame
         }
-        for name, frame in (("nodes", graph.nodes), ("edges", graph.edges.assign(**ends)))
+        for name, frame in (("nodes", graph["nodes"]), ("edges", graph["edges"].assign(**ends)))
     }
-    attributes = {name: getattr(graph, name) for name in sorted(_ATTRIBUTES)}
+    attributes = {name: graph[name] for name in sorted(_ATTRIBUTES)}
     _DOCUMENT.write(path, graph={**attributes, **tables})
 
 
-def from_json(path: str | Path) -> CircuitGraph:
-    """Read a graph from a file that was written by `to_json`.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, newer than this package, or not a graph file.
-    """
+def read_graph(path: str | Path, make: Callable[..., _T]) -> _T:
+    """Return `make(**attributes)` with the attributes in a file that `write_graph` wrote."""
     body = _DOCUMENT.read(path)["graph"]
     try:
         nodes, edges = pd.DataFrame(body["nodes"]).astype(_TYPES), pd.DataFrame(body["edges"])
@@ -100,6 +87,6 @@ def from_json(path: str | Path) -> CircuitGraph:
         for name in ("tokens", "corrupted"):
             attributes[name] = tuple(map(tuple, attributes[name]))
         floats = {name: "float64" for name in ("weight", "error") if name in edges}
-        return CircuitGraph(nodes, edges.astype(floats), **attributes)
+        return make(nodes=nodes, edges=edges.astype(floats), **attributes)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CheckpointError(f"{path} holds no graph: {type(error).__name__}: {error}") from error

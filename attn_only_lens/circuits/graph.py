@@ -23,6 +23,7 @@ edges from "rest".
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeAlias
 
 import networkx as nx
@@ -31,6 +32,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from attn_only_lens.arguments import is_count, share_reasons
+from attn_only_lens.circuits.export import read_graph, write_graph
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import HEAD_KINDS
 from attn_only_lens.heads.names import count_kinds
@@ -52,7 +54,7 @@ class CircuitGraph:
             neurons); `name`; `position` (missing for bias, rest, offset, metric); `value` (in the
             clean run, the mean over prompts of a neuron's output, or of the norm of a head's output
             or of the embedding); `gradient` (the derivative of the metric with respect to a
-            neuron's output; missing for several prompts, or if several heads share a neuron);
+            neuron's output; missing for several prompts);
             `attribution` to the mean over prompts; by role also `error`, the standard error.
         edges: one row per nonzero edge. Columns: `source`, `target` (ids), `kind` ("value", "q",
             "k", "gate"), `weight`; by role also `error`.
@@ -120,6 +122,35 @@ class CircuitGraph:
         if not 0 <= self.mass <= 1 + 1e-9:  # allow for rounding errors
             reasons.append(f"got mass={self.mass}; expected a share from 0 to 1")
         InputError.raise_if(reasons, _PROBLEM)
+
+    def save(self, path: str | Path) -> None:
+        """Write the graph to a JSON file atomically.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from attn_only_lens import circuits, convert, patching as p, pretrained
+            >>> graph = circuits.attribution_graph(
+            ...     convert(pretrained.modular_addition()), torch.tensor([3, 4, 113]),
+            ...     p.logit_diff(correct=7, wrong=8), top=20)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     graph.save(f"{folder}/graph.json")
+            ...     again = circuits.CircuitGraph.load(f"{folder}/graph.json")
+            >>> again.edges.equals(graph.edges)
+            True
+        """
+        write_graph(path, vars(self))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "CircuitGraph":
+        """Read a graph from a file that was written by `save`.
+
+        Raises:
+            CheckpointError: the file is missing, damaged, newer than this package, or not a graph.
+        """
+        return read_graph(path, cls)
 
     @property
     def additive_kinds(self) -> tuple[str, ...]:

@@ -167,9 +167,8 @@ def node_frame(
         nodes, z, has_slope = chosen[index], linear.z[index], writes.kind in NEURON_KINDS
         some, heads = torch.tensor(nodes, dtype=torch.int64, device="cpu").T
         slopes: Iterable[float] = repeat(np.nan)
-        # The column `gradient` is defined only for a single prompt and one head per neuron.
-        single = len(z) == 1 and z.shape[2] == writes.n_nodes
-        if has_slope and single and places.chosen is None:
+        # The column `gradient` is defined only for a single prompt.
+        if has_slope and len(z) == 1 and places.chosen is None:
             slopes = multipliers[0, ..., 0].cpu()[some, heads].tolist()
         names = [str(HeadName(writes.layer, writes.kind, head)) for head in heads.tolist()]
         by_node = attributions[index][:, some, heads]
@@ -192,8 +191,8 @@ def node_frame(
 def _sizes(linear: LinearMap, index: int) -> Float[Tensor, "batch pos node"]:
     """Return neurons' outputs, or the norms of attention heads' outputs, in the clean run."""
     writes = linear.sublayers[index]
-    z = linear.z[index].unflatten(2, (writes.n_nodes, -1))
-    return z.sum((3, 4)) if writes.kind in NEURON_KINDS else z.flatten(3).norm(dim=-1)
+    z = linear.z[index]
+    return z[..., 0] if writes.kind in NEURON_KINDS else z.norm(dim=-1)
 
 
 class LinearGraph:
@@ -293,7 +292,7 @@ class _Sources:
         self._n_columns, self._rest = [len(real)], [others]
         self._bias = [torch.zeros_like(embedding)]
         for sublayer, nodes in zip(linear.sublayers, chosen, strict=True):
-            outputs = sublayer.outputs
+            outputs = sublayer.z
             place = torch.tensor(nodes, dtype=torch.int64, device=outputs.device).reshape(-1, 2)
             node_positions, index = place.T
             written = sublayer.vectors(outputs[:, node_positions, index], index, node_positions)
@@ -351,9 +350,8 @@ def reasons_of_another_run(
     heads, host, values = graph.heads, host_of(model), list[float]()
     for name, place in zip(heads["name"], heads["id"].str.partition("@")[2], strict=True):
         head = HeadName.parse(name)
-        some = head.heads(host.neurons[head.layer].heads_per_neuron)
-        of_head = z[host.hook_name(head.layer, head.kind, "z")][:, :, some].flatten(2)
-        sizes = of_head.sum(-1) if head.kind in NEURON_KINDS else of_head.norm(dim=-1)
+        of_head = z[host.hook_name(head.layer, head.kind, "z")][:, :, head.index]
+        sizes = of_head[..., 0] if head.kind in NEURON_KINDS else of_head.norm(dim=-1)
         index = places.names.index(place)
         values.append(float(places.sums(sizes.unsqueeze(-1))[:, index].mean()))
     expected = heads["value"].to_numpy()

@@ -26,7 +26,8 @@ from jaxtyping import Bool, Float
 from scipy.spatial.distance import pdist
 
 from attn_only_lens.arguments import halves_reasons
-from attn_only_lens.circuits.ablation import AblatedModel, Rows
+from attn_only_lens.circuits.ablated_model import AblatedModel
+from attn_only_lens.circuits.ablated_points import Rows
 from attn_only_lens.engine.metrics import Metric
 from attn_only_lens.errors import InputError
 

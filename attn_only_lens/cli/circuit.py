@@ -89,7 +89,7 @@ def explain(
         reasons.append(f"got --texts for {out}; expected .html: only a page shows examples")
     InputError.raise_if(reasons, PROBLEM)
     run = prompts.run(model)
-    from attn_only_lens import circuits, explanation
+    from attn_only_lens import explanation
     from attn_only_lens.neurons import top_examples
 
     why = explanation.explain(
@@ -106,7 +106,7 @@ def explain(
     if texts is not None:
         examples = top_examples(run[0], why.neurons, texts, k=5, progress="examples")
     if out.suffix == ".json":
-        circuits.to_json(why.graph, out)
+        why.graph.save(out)
     else:
         why.page(out, examples=examples)
     _say_graph(out, why.graph)
@@ -162,7 +162,7 @@ def circuit(
             loaded, clean, metric, corrupted=corrupted, sites=sites, top=nodes
         )
     if out.suffix == ".json":
-        circuits.to_json(graph, out)
+        graph.save(out)
     else:
         write_html(circuit_view(graph, loaded, clean, corrupted=corrupted), out)
     _print_attributions(graph, top)

@@ -37,14 +37,14 @@ _GATES = "Gates"
     "Make models, and compare",
     "attn-only-lens convert small-english attention-only/",
     "attn-only-lens convert gpt2 attention-only/ --dtype float64",
-    "attn-only-lens convert gpt2 bilinear/ --gate bilinear --heads-per-neuron 4",
+    "attn-only-lens convert gpt2 bilinear/ --gate bilinear --heads 4",
 )
 def convert(
     model: SourceOptions,
     out: OutFolder,
     gate: Annotated[str, option("exact or bilinear", _GATES)] = "exact",
-    heads_per_neuron: Annotated[
-        int | None, option("heads per neuron, for bilinear gates", _GATES)
+    heads: Annotated[
+        int | None, option("heads for each neuron of MODEL, for bilinear gates", _GATES)
     ] = None,
     tolerance: Annotated[
         float | None, option("largest error of the activation function, for bilinear gates", _GATES)
@@ -60,10 +60,10 @@ def convert(
     If MODEL is a folder that `convert` wrote, copy it. This command needs transformer-lens 3.9.
     """
     require_hooked_transformer()
-    is_set = [x is not None for x in (heads_per_neuron, tolerance, text, tokens_file)]
+    is_set = [x is not None for x in (heads, tolerance, text, tokens_file)]
     if gate == "exact" and any(is_set):
         raise AttnOnlyLensError(
-            "--heads-per-neuron, --tolerance, --text and --tokens-file need --gate bilinear"
+            "--heads, --tolerance, --text and --tokens-file need --gate bilinear"
         )
     calibrates = text is not None or tokens_file is not None
     inputs = _read_input(text, tokens_file) if calibrates else None
@@ -91,14 +91,14 @@ def convert(
     else:
         source = load_model(name, model.dtype, model.device, hooked=True)
         calibration = None if inputs is None else calibrate(source, _input_of(source, inputs))
-        bilinear = Bilinear(heads_per_neuron, tolerance, calibration)
+        bilinear = Bilinear(heads, tolerance, calibration)
         converted = convert_model(source, gate="exact" if gate == "exact" else bilinear)
     checkpoint.save(converted, out, source_name=name)
-    heads = [block.cfg.n_heads for block in converted.blocks]
-    counts = Counter(zip(heads[::2], heads[1::2], strict=True))
+    n_heads = [block.cfg.n_heads for block in converted.blocks]
+    counts = Counter(zip(n_heads[::2], n_heads[1::2], strict=True))
     layers = [
-        f"{many} layers of {n_heads} attention heads and {n_neuron_heads} neuron-heads"
-        for (n_heads, n_neuron_heads), many in counts.items()
+        f"{many} layers of {n_attention} attention heads and {n_neurons} neuron-heads"
+        for (n_attention, n_neurons), many in counts.items()
     ]
     typer.echo(f"{out}: {', '.join(layers)}")
 

@@ -21,13 +21,11 @@ def demo(
     out: Annotated[Path, option("output folder for the pages"), output_folder] = Path("out"),
 ) -> None:
     """Find and draw a circuit in the small language model that ships with the package."""
-    from attn_only_lens import explain, expose_neuron_heads, patching, pretrained, verify, viz
+    from attn_only_lens import explain, expose_neuron_heads, patching, pretrained, viz
     from attn_only_lens.neurons import neuron_statistics
 
-    source = pretrained.small_english()
-    model = expose_neuron_heads(source, copy=True).model
-    same = "bitwise the same" if verify(source, model, CLEAN).bitwise else "NOT THE SAME"
-    typer.echo(f"A 4-layer language model. With neurons as heads, its logits are {same}.")
+    model = expose_neuron_heads(pretrained.small_english(), check=CLEAN).model
+    typer.echo("A 4-layer language model. With neurons as heads, its logits are bitwise the same.")
     typer.echo(f"Why does {CLEAN!r} continue with 'are', and not 'is'?\n")
     why = explain(model, CLEAN, CORRUPTED, patching.logit_diff(" are", " is"))
     typer.echo(why.text(_SHOWN))

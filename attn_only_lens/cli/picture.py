@@ -50,13 +50,13 @@ def picture(
     )
     if source.suffix == ".json" and bars is not None:
         raise AttnOnlyLensError(f"got --bars for {source}, which contains a graph; omit --bars")
-    from attn_only_lens.circuits import from_json
+    from attn_only_lens.circuits import CircuitGraph
     from attn_only_lens.patching import Sweep
     from attn_only_lens.viz import circuit_view, sweep_bars, sweep_heatmap, write_html
     from attn_only_lens.viz.figures import MOST_ROWS
 
     if source.suffix == ".json":
-        write_html(circuit_view(from_json(source)), out)
+        write_html(circuit_view(CircuitGraph.load(source)), out)
     else:
         sweep = Sweep.load(source)
         n_names = sweep.frame["name"].nunique()

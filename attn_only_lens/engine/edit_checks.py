@@ -229,9 +229,8 @@ def _neuron_edit(replay: Replay, layer: int, part: Part, first: int, shown: Tens
         source = replace(target, gates=(shown.squeeze(-1), target.weight))
     else:
         source = replace(target, z=shown.squeeze(-1))
-    dz = heads.head_outputs(change_of_z(target, source, part))[:, first:]
-    change = dz.unflatten(-1, (-1, heads.heads_per_neuron)).sum(-1)
-    variants = neuron_variants(replay, layer, first, change.to(heads.W_out.dtype) @ heads.W_out)
+    dz, W_O = change_of_z(target, source, part)[:, first:], heads.W_O.squeeze(-2)
+    variants = neuron_variants(replay, layer, first, dz.to(W_O.dtype) @ W_O)
     if variants.block > replay.host.block(layer, "neuron"):
         return variants.stream
     return replay.block_output(variants)

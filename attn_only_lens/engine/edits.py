@@ -10,7 +10,7 @@ For each patched part, the new z, on which later blocks depend, is:
     "value"       w v'
     "q"           w' v, because a query changes only the pattern
 
-The head's contribution to the residual stream changes by Δz times its neuron's row of W_out.
+The head's contribution to the residual stream changes by Δz times its row of W_O.
 
 For attention heads, the block runs again for a batch of variants (patched copies of the run); a
 hook patches different heads at different positions in each variant. In models with grouped-query
@@ -30,9 +30,8 @@ from torch.nn.functional import one_hot
 from attn_only_lens.axes import Residual
 from attn_only_lens.engine.recording import Hooks, NeuronRun
 from attn_only_lens.engine.replay import Replay, Variants
-from attn_only_lens.engine.sites import ALL_MEMBERS, LayerSites, Part
+from attn_only_lens.engine.sites import LayerSites, Part
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads.computation import NeuronHeads
 
 
 def change_of_z(
@@ -46,26 +45,14 @@ def change_of_z(
     return (source.weight - target.weight) * target.v
 
 
-def neuron_changes(
-    heads: NeuronHeads, sites: LayerSites, dz: Float[Tensor, "batch pos head_index"]
+def by_site(
+    sites: LayerSites, by_head: Float[Tensor, "batch pos head_index"]
 ) -> Float[Tensor, "site batch pos"]:
-    """Return the change in each site's neuron activation, given the changes in its heads' z."""
-    return sum_by_site(heads, sites, heads.head_outputs(dz))
-
-
-def sum_by_site(
-    heads: NeuronHeads, sites: LayerSites, of_heads: Float[Tensor, "batch pos head_index"]
-) -> Float[Tensor, "site batch pos"]:
-    """Sum a quantity over the heads of each site, which is one head or all heads of a neuron."""
-    by_member = of_heads.unflatten(-1, (-1, heads.heads_per_neuron))  # [batch, pos, neuron, member]
-    index, member = sites.index.to(of_heads.device), sites.member.to(of_heads.device)
-    every = torch.equal(sites.index, torch.arange(by_member.shape[2], device=sites.index.device))
-    chosen = by_member if every else by_member[:, :, index]
-    if heads.heads_per_neuron == 1:
-        return chosen.squeeze(-1).permute(2, 0, 1)
-    one = chosen.gather(-1, member.clamp(min=0).expand(*chosen.shape[:2], -1).unsqueeze(-1))
-    change = chosen.sum(-1).where(member == ALL_MEMBERS, one.squeeze(-1))
-    return change.permute(2, 0, 1)
+    """Select the values of the given sites from the values of all heads of their layer."""
+    index = sites.index
+    every = torch.equal(index, torch.arange(by_head.shape[2], device=index.device))
+    chosen = by_head if every else by_head[:, :, index.to(by_head.device)]
+    return chosen.permute(2, 0, 1)
 
 
 def neuron_variants(replay: Replay, layer: int, first: int, added: Residual) -> Variants:

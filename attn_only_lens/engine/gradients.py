@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from attn_only_lens.axes import Residual
-from attn_only_lens.engine.edits import by_head, change_of_z, sum_by_site
+from attn_only_lens.engine.edits import by_head, by_site, change_of_z
 from attn_only_lens.engine.recording import Hooks, Recording, input_stream, require_seen
 from attn_only_lens.engine.sites import SHARED_PARTS, LayerSites, Part, hook_name
 from attn_only_lens.errors import UnsupportedModelError
@@ -195,16 +195,7 @@ def site_estimates(
         estimates = (gradient * change).sum(dim=-1)
     if node.endswith("hook_pattern"):  # [batch, head_index, query_pos]
         estimates = estimates.transpose(1, 2)
-    return by_site(model, sites, estimates)
-
-
-def by_site(
-    model: Any, sites: LayerSites, by_head: Float[Tensor, "batch pos head_index"]
-) -> Float[Tensor, "site batch pos"]:
-    """Select the values of the sites' attention heads, or sum values over each neuron's heads."""
-    if sites.kind in NEURON_KINDS:
-        return sum_by_site(host_of(model).neurons[sites.layer], sites, by_head)
-    return by_head[:, :, sites.index.to(by_head.device)].permute(2, 0, 1)
+    return by_site(sites, estimates)
 
 
 @contextmanager

@@ -185,13 +185,12 @@ def steered(
             itself is edited, not a copy.
         steering: for each head name, the value to add to z. For a neuron-head, it is a number,
             which also changes the neuron's activation by this number. For an attention head, it is
-            a vector [d_head]. Name heads that share a neuron one by one, such as `L5N1234.2`.
+            a vector [d_head].
         positions: see `ablated`.
 
     Raises:
-        InputError: names are unknown, several heads share a named neuron, values are not finite
-            numbers or have the wrong length, or positions are invalid. The error lists every
-            reason.
+        InputError: names are unknown, values are not finite numbers or have the wrong length, or
+            positions are invalid. The error lists every reason.
         UnsupportedModelError: see `ablated`.
 
     Example:
@@ -214,31 +213,23 @@ def steered(
     run, edits = _recorded(model, places, "z"), list[_Edit]()
     for place in places:
         added = torch.zeros_like(_z(run, model, place)[0, 0])
-        for name, heads in place.heads.items():
-            numbers = _numbers(name, vectors[name], added[heads], place.kind)
+        for name, head in place.heads.items():
+            numbers = _numbers(name, vectors[name], added.shape[1], place.kind)
             if isinstance(numbers, str):
                 reasons.append(numbers)
             else:
-                added[heads] = added.new_tensor(numbers)
+                added[head] = added.new_tensor(numbers)
         edits.append(_Edit(place, "z", added, adds=True))
     InputError.raise_if(reasons, _STEERED)
     with _edited(model, edits):
         yield
 
 
-def _numbers(
-    name: str, value: Any, z: Float[Tensor, "head_index d"], kind: HeadKind
-) -> list[float] | str:
+def _numbers(name: str, value: Any, d_head: int, kind: HeadKind) -> list[float] | str:
     """Return the numbers to add to a head's z, or an error message if `value` is invalid."""
-    n_heads, d_head = z.shape
     plain = as_plain(value)
     is_list = isinstance(plain, list | tuple)
     numbers = list(map(as_plain, plain)) if is_list else [plain]
-    if n_heads > 1:
-        return (
-            f"{name}: {n_heads} heads share this neuron; steer {name}.0 … {name}.{n_heads - 1} one "
-            "by one"
-        )
     if len(numbers) == d_head and all(map(is_number, numbers)):
         return numbers
     got = f"{len(numbers)} numbers" if is_list else repr(value)
@@ -254,13 +245,13 @@ class _Place:
     """Some heads of one layer, and the positions at which these heads are edited.
 
     Attributes:
-        heads: for each name, the indices of its head, or of its neuron's heads.
+        heads: for each name, the index of its head.
         positions: the edited positions; None for all positions.
     """
 
     layer: int
     kind: HeadKind
-    heads: dict[str, slice]
+    heads: dict[str, int]
     positions: tuple[int, ...] | None
 
 
@@ -299,9 +290,8 @@ def _places(model: Any, names: Sites, positions: Any) -> tuple[list[_Place], lis
                 "positions: roles and negative positions are undefined while a text grows"
             )
         for sites in resolve_sites(model, heads):
-            is_neuron = sites.kind in NEURON_KINDS
-            width = host_of(model).neurons[sites.layer].heads_per_neuron if is_neuron else 1
-            by_name = {f"{x}{suffix}": HeadName.parse(x).heads(width) for x in sites.names}
+            names_here = [f"{name}{suffix}" for name in sites.names]
+            by_name = dict(zip(names_here, sites.index.tolist(), strict=True))
             places.append(_Place(sites.layer, sites.kind, by_name, edited))
     return places, reasons
 
@@ -337,8 +327,7 @@ def _edited(model: Any, edits: Sequence[_Edit]) -> Iterator[None]:
     """Context manager that edits z [batch, pos, head, d] or patterns [batch, head, pos, 2]."""
 
     def hook(edit: _Edit, before: Callable[[], int]) -> Callable[[Tensor, Any], Tensor]:
-        positions, slices = edit.place.positions, edit.place.heads.values()
-        heads = [head for heads in slices for head in range(heads.start, heads.stop)]
+        positions, heads = edit.place.positions, list(edit.place.heads.values())
 
         def change(value: Tensor, hook: Any) -> Tensor:
             value = value if edit.point == "z" else value.transpose(1, 2)

@@ -164,8 +164,7 @@ class LinearMap:
 
     def attributions(self, index: int) -> Float[Tensor, "batch pos node"]:
         """Return the attribution of each node of a sublayer, for each prompt."""
-        by_head = (self.multipliers[index] * self.sublayers[index].z).sum(-1)
-        return by_head.unflatten(-1, (self.sublayers[index].n_nodes, -1)).sum(-1)
+        return (self.multipliers[index] * self.sublayers[index].z).sum(-1)
 
     def kinds(self, index: int) -> list[str]:
         """Return the kinds of edges into the nodes of a sublayer."""
@@ -195,11 +194,8 @@ class LinearMap:
         multipliers, row = self.multipliers[index], torch.arange(len(nodes), device=nodes.device)
         if self.reads_own(index, kind):  # nodes at different positions can share a row
             row = (positions == positions[:, None]).tril(-1).sum(1)
-        width = multipliers.shape[2] // self.sublayers[index].n_nodes  # heads per node
-        heads = nodes[:, None] * width + torch.arange(width, device=nodes.device)
         rows = multipliers.new_zeros(int(row.max()) + 1, *multipliers.shape)
-        places = (row[:, None], slice(None), positions[:, None], heads)
-        rows[places] = multipliers[:, positions[:, None], heads].movedim(0, 2)
+        rows[row, :, positions, nodes] = multipliers[:, positions, nodes].transpose(0, 1)
         return rows, row
 
     def back(

@@ -18,8 +18,6 @@ from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.heads.host import HEAD_KINDS, HEAD_PLURALS, WIDE_KINDS, HeadKind
 from attn_only_lens.heads.names import head_counts, unreadable_name
 
-ALL_MEMBERS = -1
-"""The value in `LayerSites.member` that stands for all heads of a neuron together."""
 Part = Literal["z", "pattern", "value", "q", "k"]
 PARTS: tuple[str, ...] = get_args(Part)
 SHARED_PARTS: tuple[Part, ...] = ("value", "k")
@@ -54,35 +52,30 @@ Sites: TypeAlias = Selection | str | HeadName | Sequence[str | HeadName]
 
 @dataclass(frozen=True, eq=False)
 class LayerSites:
-    """Sites of one kind in one layer of the original model, sorted by `index` and `member`.
+    """Sites of one kind in one layer of the original model, sorted by `index`.
 
     Attributes:
         layer: the layer in the original model.
         kind: "attention", "neuron", "feature", "skip" or "error".
-        names: `L5H3`, `L5N1234`, or `L5N1234.2` for one of several heads that share a neuron.
+        names: `L5H3`, `L5N1234`, ….
         index: the index of the attention head, neuron or feature; 0 for skip and error nodes.
-        member: the number of one head of the neuron; `ALL_MEMBERS` (-1) for all its heads, and for
-            attention heads.
     """
 
     layer: int
     kind: HeadKind
     names: tuple[str, ...]
     index: Int[Tensor, "site"]
-    member: Int[Tensor, "site"]
 
     @classmethod
     def of(cls, heads: Iterable[HeadName]) -> "LayerSites":
         """Return the sites for one or more heads of one kind in one layer."""
         heads = list(heads)
-        members = [ALL_MEMBERS if head.member is None else head.member for head in heads]
         index = torch.tensor([head.index for head in heads], device="cpu")
-        member = torch.tensor(members, device="cpu")
-        return cls(heads[0].layer, heads[0].kind, tuple(map(str, heads)), index, member)
+        return cls(heads[0].layer, heads[0].kind, tuple(map(str, heads)), index)
 
 
 def neuron_heads(layers: int | Iterable[int] | None = None) -> Selection:
-    """Select every neuron of some or all layers; a neuron's heads are patched together.
+    """Select every neuron of some or all layers.
 
     Args:
         layers: layers of the original model, counted from 0; None for all.
@@ -189,7 +182,7 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
     """Return the sites of a model that a selection, or a list of names, refers to."""
     InputError.raise_if(reasons_without_heads(model) or host_of(model).reasons(), _PROBLEM)
     if isinstance(sites, Selection):
-        counts = [kinds for kinds, _ in head_counts(model)]
+        counts = head_counts(model)
         layers = range(len(counts)) if sites.layers is None else sorted(sites.layers)
         expected = f"expected source layers from 0 to {len(counts) - 1}"
         unknown = [f"got layer {layer}; {expected}" for layer in layers if layer >= len(counts)]
@@ -255,14 +248,14 @@ def split_positions(sites: Sites) -> list[tuple[str, int | str | None]] | None:
     return parsed
 
 
-def _order(name: HeadName) -> tuple[int, str, int, int]:
-    return name.layer, name.kind, name.index, ALL_MEMBERS if name.member is None else name.member
+def _order(name: HeadName) -> tuple[int, str, int]:
+    return name.layer, name.kind, name.index
 
 
 def _all_heads(layer: int, kind: HeadKind, count: int) -> LayerSites:
     index = torch.arange(count, device="cpu")
     names = _all_names(layer, kind, count)
-    return LayerSites(layer, kind, names, index, torch.full_like(index, ALL_MEMBERS))
+    return LayerSites(layer, kind, names, index)
 
 
 @lru_cache(maxsize=1024)  # without a cache, names would slow attribution noticeably
@@ -286,7 +279,7 @@ def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
             "features() or error_nodes(), or a list of names such as 'L5H3' and 'L5N1234'"
         ]
     names, reasons, layers = list[HeadName](), list[str](), head_counts(model)
-    transcoders = any("feature" in kinds for kinds, _ in layers)
+    transcoders = any("feature" in kinds for kinds in layers)
     for site in chosen:
         try:
             name = site if isinstance(site, HeadName) else HeadName.parse(site)

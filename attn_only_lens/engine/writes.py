@@ -2,7 +2,7 @@
 
 The residual stream that a sublayer reads is the sum of all earlier writes:
 
-    x = embedding + Σ_h z_h W_O[h] + Σ_i z_i W_out[i] + biases
+    x = embedding + Σ_h z_h W_O[h] + Σ_i z_i W_O[i] + biases
 
 The sums run over attention heads h and neuron-heads i with outputs z, at each position. If a norm
 follows a sublayer (as in OLMo 2, and in Gemma 2, which has norms before and after), a head whose
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from attn_only_lens.arguments import a_type, with_article
 from attn_only_lens.axes import Residual, Tokens
 from attn_only_lens.devices import read_all
-from attn_only_lens.engine.edits import neuron_changes
+from attn_only_lens.engine.edits import by_site
 from attn_only_lens.engine.passed_tests import PassedTests, passed_tests
 from attn_only_lens.engine.recording import (
     Hooks,
@@ -115,7 +115,7 @@ class SublayerWrites:
         writes: the norm after the sublayer.
         z: the outputs of the sublayer's heads; d_head is 1 for neuron-heads, and d_model for skip
             and error nodes.
-        matrix: W_O, W_out with d_head 1, or W_skip; the identity for error nodes.
+        matrix: W_O, or W_skip; the identity for error nodes.
         bias: the constant vector that the sublayer adds to the stream.
         neurons: the neuron-heads; None for the other kinds.
     """
@@ -131,16 +131,9 @@ class SublayerWrites:
     neurons: NeuronHeads | None
 
     @property
-    def n_nodes(self) -> int:
-        """The number of neurons or heads."""
-        return self.z.shape[2] if self.neurons is None else self.neurons.n_neurons
-
-    @property
-    def outputs(self) -> Float[Tensor, "batch pos node d_head"]:
-        """Each neuron's output, a weighted sum of its heads' z; z itself for attention heads."""
-        if self.neurons is None:
-            return self.z
-        return self.neurons.neuron_outputs(self.z.squeeze(-1)).unsqueeze(-1)
+    def n_heads(self) -> int:
+        """The number of heads: attention heads, neurons, features, or 1 skip or error node."""
+        return self.z.shape[2]
 
     def written(
         self, sites: LayerSites, positions: Positions = slice(None)
@@ -149,7 +142,7 @@ class SublayerWrites:
         index, writes = sites.index.to(self.z.device), self.writes.at(positions)
         z = self.z[:, positions]
         if self.neurons is not None:
-            z = neuron_changes(self.neurons, sites, z.squeeze(-1))
+            z = by_site(sites, z.squeeze(-1))
             rows: Tensor = writes.norm.after(self.matrix[index, 0])
             return (z / writes.scale.squeeze(-1)).unsqueeze(-1) * rows[:, None, None]
         by_head = torch.einsum("bphd,hdm->hbpm", z[:, :, index], self.matrix[index])
@@ -157,7 +150,7 @@ class SublayerWrites:
 
     def total(self) -> Residual:
         """Return the sum of all vectors that the sublayer added to the residual stream."""
-        return self.summed(self.outputs) + self.bias
+        return self.summed(self.z) + self.bias
 
     def summed(self, outputs: Float[Tensor, "batch pos node d_head"]) -> Residual:
         """Return what the nodes add to the residual stream if these are their outputs."""
@@ -175,11 +168,7 @@ class SublayerWrites:
 
     def back(self, gradient: Residual) -> Float[Tensor, "batch pos head_index d_head"]:
         """Return the gradient at z, given the gradient at the residual stream after the heads."""
-        by_node = torch.einsum("bpm,hdm->bphd", self.writes.back(gradient), self.matrix)
-        if self.neurons is None:
-            return by_node
-        by_head = by_node.repeat_interleave(self.z.shape[2] // self.n_nodes, dim=2)
-        return self.neurons.head_outputs(by_head.squeeze(-1)).unsqueeze(-1)
+        return torch.einsum("bpm,hdm->bphd", self.writes.back(gradient), self.matrix)
 
 
 @dataclass(frozen=True, eq=False)
@@ -373,7 +362,7 @@ def _sublayer(
         matrix = (module.W_skip if kind == "skip" else identity)[None]
     else:
         heads, (before, after) = host.neurons[layer], around.neuron
-        module, matrix, b = heads.module, heads.W_out.unsqueeze(1), heads.b_O
+        module, matrix, b = heads.module, heads.W_O, heads.b_O
         z = recording.neurons[layer].z.unsqueeze(-1)
     entered = traffic.entered[module]
     reads, writes = traffic.frozen(before, entered), traffic.frozen(after, traffic.returned[module])
@@ -386,8 +375,8 @@ def _sublayer(
 
 def read_matrices(heads: Any) -> list[Tensor]:
     """Return the matrices with which neuron-heads compute q and, in a gated MLP, u."""
-    gate = getattr(heads.module, "W_gate", None)
-    return [heads.module.W_in] if gate is None else [gate, heads.module.W_in]
+    matrices: list[Tensor] = heads.read_matrices
+    return matrices
 
 
 def _require_sums(run: Decomposition) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from attn_only_lens.arguments import positive_reasons, resamples_reasons
 from attn_only_lens.circuits._attribution_graph import attribution_graph
-from attn_only_lens.circuits._search import discover
+from attn_only_lens.circuits._discover import discover
 from attn_only_lens.engine.answers import WRONG
 from attn_only_lens.engine.contrast import float32_slopes
 from attn_only_lens.engine.input_warnings import warned_once

@@ -12,7 +12,6 @@ import pandas as pd
 
 from attn_only_lens.circuits._group_nodes import peak_tokens
 from attn_only_lens.circuits.circuit import MISSING, Circuit
-from attn_only_lens.circuits.export import to_json
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.engine.prompts import Prompts
 from attn_only_lens.engine.tokens import joined
@@ -206,13 +205,13 @@ class Explanation:
         """Write the explanation to a folder, atomically.
 
         The folder contains `page.html`, `explanation.csv` (the frame from `table`), `circuit.json`
-        (for `Circuit.load`), `graph.json` (for `circuits.from_json`) and `attribution.parquet` (for
+        (for `Circuit.load`), `graph.json` (for `CircuitGraph.load`) and `attribution.parquet` (for
         `patching.Sweep.load`).
         """
         with atomic_folder(folder, _FILES, "graph.json") as new:
             write_text(new / "explanation.csv", self.table().to_csv(index=False))
             self.circuit.save(new / "circuit.json")
-            to_json(self.graph, new / "graph.json")
+            self.graph.save(new / "graph.json")
             self.attribution.save(new / "attribution.parquet")
             self.page(new / "page.html")
 

@@ -66,14 +66,10 @@ def describe_nodes(
         elif head.kind == "attention":
             reads, label = _looks(model, pair, shown, means(of_pattern, head.index, position))
         else:
-            neurons = host.neurons[head.layer]
-            outputs = [
-                float(neurons.neuron_outputs(z.squeeze(-1))[head.index])
-                for z in means(of_z, position)
-            ]
+            outputs = [float(z) for z in means(of_z, position, head.index, 0)]
             is_off = head.kind == "feature" and not any(outputs)
             reads = "inactive" if is_off else _in_both_runs("z", outputs)
-            if head.kind == "neuron" and neurons.heads_per_neuron == 1:
+            if head.kind == "neuron":
                 gates = [float(x) for x in means(of_pattern, head.index, position, SELF)]
                 reads = f"{_in_both_runs('gate', gates, _APART)}; {reads}"
         key = f"{name}@{position}"

@@ -1,7 +1,7 @@
-"""Bilinear gates: approximate an activation function with several softmax heads per neuron.
+"""Bilinear gates: approximate an activation function with several softmax heads.
 
-Each neuron becomes m attention heads that share one value and one output vector. For silu, one head
-per neuron (m = 1) is enough. Let q be the neuron's pre-activation (in a gated MLP, x · W_gate[:,
+Each neuron is replaced by m attention heads that share one value and one output vector. For silu,
+one head (m = 1) is enough. Let q be the neuron's pre-activation (in a gated MLP, x · W_gate[:,
 i]). Then
 
     head j   scores  0 for the token itself, -(b_j q + c_j) for the bias token
@@ -102,7 +102,7 @@ class BilinearGate:
             )
 
     @property
-    def heads_per_neuron(self) -> int:
+    def heads(self) -> int:
         """The number of heads per neuron, m."""
         return len(self.w)
 
@@ -197,12 +197,12 @@ def bilinear_gate(
 
     Example:
         >>> from attn_only_lens.gates import bilinear_gate
-        >>> bilinear_gate("gelu_new", tolerance=1e-5).heads_per_neuron
+        >>> bilinear_gate("gelu_new", tolerance=1e-5).heads
         6
         >>> bilinear_gate("silu")
         BilinearGate(name='silu', w=(1.0,), b=(1.0,), c=(0.0,), bound=0.0, limit=inf)
         >>> gate = bilinear_gate("gelu_new", limit=11.0)
-        >>> gate.limit, gate.heads_per_neuron, gate.bound < 1e-3
+        >>> gate.limit, gate.heads, gate.bound < 1e-3
         (16.0, 8, True)
         >>> gate = bilinear_gate("gelu", slope="paper")
         >>> gate.b, 0.0203 < gate.bound < 0.0204
@@ -241,7 +241,7 @@ def _within(act_fn: str, heads: int | None, tolerance: float | None) -> Bilinear
     for gate in gates:
         if gate.bound <= allowed:
             return gate
-    bounds = ", ".join(f"{gate.heads_per_neuron} heads: {gate.bound:.4g}" for gate in gates)
+    bounds = ", ".join(f"{gate.heads} heads: {gate.bound:.4g}" for gate in gates)
     raise ValueError(
         f"no bilinear gate approximates {act_fn} within {allowed!r} ({bounds}): allow more heads "
         f"or a larger tolerance, or use the exact gate, GATES[{act_fn!r}]"
@@ -311,15 +311,15 @@ def _gated(act_fn: str, heads: int, limit: float) -> BilinearGate:
         largest = max(gate.limit for gate in gates)
         raise ValueError(
             f"got limit={limit:g}; {act_fn} gates cover |q| <= {largest:g}: use the exact gate "
-            f"or pass limit={largest:g} and let `verify` measure the error on larger inputs"
+            f"or pass limit={largest:g} and let `check` measure the error on larger inputs"
         )
     return min(covering, key=lambda gate: gate.limit)
 
 
 def _with_heads(gates: Sequence[BilinearGate], heads: int) -> Sequence[BilinearGate]:
-    if matching := [gate for gate in gates if gate.heads_per_neuron == heads]:
+    if matching := [gate for gate in gates if gate.heads == heads]:
         return matching
-    counts = sorted({gate.heads_per_neuron for gate in gates})
+    counts = sorted({gate.heads for gate in gates})
     raise ValueError(
         f"got heads={heads!r}; {gates[0].name} has gates with {counts} heads per neuron"
     )

@@ -19,7 +19,6 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.gates.bilinear import BilinearGate, bilinear_gate
 from attn_only_lens.gates.exact import GATES, Gate, linear_gate
 
-AnyGate = Gate | BilinearGate
 # Almost all of float32's range, because attention weights are computed in float32.
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127
 _SIZE = "with an absolute value from 2^-126 to 2^127"
@@ -102,7 +101,7 @@ class Gating:
     Attributes:
         kind: "exact", where each neuron becomes one head whose attention pattern is computed from
             the activation; or "bilinear", where patterns are softmaxes over bilinear scores.
-        heads_per_neuron: the number of heads that represent one neuron; 1 for exact gates.
+        heads: the number of heads that replace one neuron; 1 for exact gates.
         slope: for plain MLPs with one bilinear head, the slope that the user chose.
         ranges: for gated MLPs with bilinear gates, the largest |gate pre-activation| to cover in
             each original layer.
@@ -110,13 +109,13 @@ class Gating:
     """
 
     kind: Literal["exact", "bilinear"] = "exact"
-    heads_per_neuron: int = 1
+    heads: int = 1
     slope: float | None = None
     ranges: tuple[float, ...] | None = None
     silu: GeneralizedSiLU | None = None
 
     def __post_init__(self) -> None:
-        bilinear_fields = self.heads_per_neuron, self.slope, self.ranges
+        bilinear_fields = self.heads, self.slope, self.ranges
         if self.kind == "exact" and bilinear_fields != (1, None, None):
             raise ValueError(f"got {self}; expected one head, no slope and no ranges if exact")
         if self.kind == "bilinear" and self.silu is not None:
@@ -129,14 +128,19 @@ class Gating:
             expected = "a range for each layer" if ranged else "no ranges"
             raise ValueError(f"got {self}; expected {expected}")
         for layer in range(n_layers):
-            self.gate(act_fn, layer)
+            if self.kind == "exact":
+                self.activation(act_fn)
+            else:
+                self.bilinear(act_fn, layer)
 
-    def gate(self, act_fn: str, layer: int) -> AnyGate:
-        """Return the gate for the neurons of an original layer; raise ValueError if none exists."""
-        if self.kind == "exact":
-            return self.activation(act_fn)
+    def bilinear(self, act_fn: str, layer: int) -> BilinearGate:
+        """Return the bilinear gate of an original layer; raise ValueError if none exists."""
         limit = None if self.ranges is None else self.ranges[layer]
-        return _bilinear_gate(act_fn, self.heads_per_neuron, self.slope, limit)
+        return _bilinear_gate(act_fn, self.heads, self.slope, limit)
+
+    def n_heads(self, d_mlp: int) -> int:
+        """Return the number of heads that represent the neurons of an MLP."""
+        return d_mlp * self.heads
 
     def activation(self, act_fn: str) -> Gate:
         """Return the exact gate of an activation; raise ValueError for unknown activations."""

@@ -1,12 +1,12 @@
 """Compute the outputs z of neuron-heads (single-neuron attention heads) from pre-activations.
 
 The inputs are the pre-activation q and, in a gated MLP, the projection u that q gates. The formulas
-are in `gates/exact.py` (one head per neuron) and `heads/bilinear.py` (several heads per neuron).
+are in `gates/exact.py`; `heads/bilinear.py` computes the neurons of bilinear gates.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +16,6 @@ from transformer_lens.hook_points import HookPoint
 from attn_only_lens.axes import BIAS, SELF, NeuronPattern, PreActivation, Residual
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.gates import Gate
-from attn_only_lens.gates.gating import AnyGate
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.tl import head_point
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
@@ -65,7 +64,7 @@ class NeuronHeads(ABC):
 
     @property
     @abstractmethod
-    def gate(self) -> AnyGate:
+    def gate(self) -> Gate:
         """The gate that computes the patterns of the heads."""
 
     @property
@@ -82,6 +81,18 @@ class NeuronHeads(ABC):
     @abstractmethod
     def value_is_product(self) -> bool:
         """True if v is a product of two projections, as in a gated MLP with exact gates."""
+
+    @property
+    def W_O(self) -> Float[Tensor, "head_index d_head=1 d_model"]:
+        """The output weights: the heads' outputs z times these are what the neurons write."""
+        return self.W_out.unsqueeze(-2)
+
+    @property
+    def read_matrices(self) -> list[Float[Tensor, "d_model head_index"]]:
+        """The matrices with which the heads compute q and, if there are two projections, u."""
+        gate = getattr(self.module, "W_gate", None)
+        W_in: Tensor = self.module.W_in  # type: ignore[assignment]
+        return [W_in] if gate is None else [gate, W_in]
 
     @abstractmethod
     def projections(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:
@@ -107,26 +118,13 @@ class NeuronHeads(ABC):
 
     @property
     def n_neurons(self) -> int:
-        """The number of neurons, d_mlp."""
+        """The number of neuron-heads."""
         return int(self.W_out.shape[0])
 
     @property
-    def heads_per_neuron(self) -> int:
-        """The number of heads that share a neuron."""
-        return 1
-
-    @property
     def amplification(self) -> float:
-        """The factor by which cancellation between heads amplifies the neuron's rounding error."""
+        """The factor by which cancellation between heads amplifies rounding errors."""
         return 1.0
-
-    def neuron_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any d_mlp"]:
-        """Return each neuron's output, the sum of the contributions of the neuron's heads."""
-        return z
-
-    def head_outputs(self, z: Float[Tensor, "*any head_index"]) -> Float[Tensor, "*any head_index"]:
-        """Return each head's contribution to its neuron's output."""
-        return z
 
     @property
     def _before_z(self) -> tuple[HookPoint, ...]:
@@ -162,7 +160,7 @@ class NeuronHeads(ABC):
         self, q: PreActivation, up: PreActivation | None
     ) -> tuple[PreActivation, PreActivation]:
         # Make copies, because some hooks edit in place: an edit of q must not change v.
-        value = cast(Gate, self.gate).values(q)
+        value = self.gate.values(q)
         if up is None:
             hooked = value is q and (is_live(self.hook_q) or is_live(self.hook_v))
             return q, value.clone() if hooked else value
@@ -177,12 +175,12 @@ class NeuronHeads(ABC):
             # As in TransformerLens, a fully masked row attends to nothing.
             pattern = torch.where(torch.isnan(pattern), torch.zeros_like(pattern), pattern)
         else:
-            pattern = self._gate_pattern(query).transpose(1, 2)
+            pattern = self.gate.pattern(query).transpose(1, 2)
         hooked: Tensor = self.hook_pattern(require_grad_like(pattern, query))
         return hooked
 
     def _scores(self, query: PreActivation) -> Float[Tensor, "batch pos head_index key=2"]:
-        scores = self._gate_scores(query)
+        scores = self.gate.scores(query)
         if not is_live(self.hook_k):
             return scores
         key = require_grad_like(torch.zeros_like(query.unsqueeze(-1)), query)
@@ -191,17 +189,11 @@ class NeuronHeads(ABC):
         self_score = (torch.where(torch.isinf(query), 0.0, query) * key).clamp(-limit, limit)
         return torch.stack([self_score, scores[..., BIAS]], dim=-1)
 
-    def _gate_scores(self, query: PreActivation) -> Float[Tensor, "batch pos head_index key=2"]:
-        return self.gate.scores(query)
-
-    def _gate_pattern(self, query: PreActivation) -> Float[Tensor, "batch pos head_index key=2"]:
-        return self.gate.pattern(query)
-
     def _self_weight(
         self, query: PreActivation, index: Int[Tensor, "neuron"] | None = None
     ) -> Float[Tensor, "*any pos head_index"]:
         """Return the patterns' weight of the token itself, of all heads or of those in `index`."""
-        return cast(Gate, self.gate).self_weight(float32_if_half(query)).to(query.dtype)
+        return self.gate.self_weight(float32_if_half(query)).to(query.dtype)
 
 
 def logit_tolerance(heads: Iterable[NeuronHeads], dtype: torch.dtype) -> float:
@@ -209,8 +201,8 @@ def logit_tolerance(heads: Iterable[NeuronHeads], dtype: torch.dtype) -> float:
 
     In a gated MLP with bilinear gates, the outputs of single heads, and so their rounding errors,
     are many times larger than their sum. For such MLPs, the tolerance is multiplied by the
-    amplification. In small gated models in float32, `verify` found differences of up to 2.3 times
-    the plain tolerance, and up to 0.19 times the amplified tolerance. Half-precision heads are
+    amplification. In small gated models in float32, `models/verify.py` found differences of up to
+    2.3 times the plain tolerance, and up to 0.19 times the amplified one. Half-precision heads are
     summed in float32, so the factor multiplies float32's tolerance.
     """
     sums = dtype if dtype == torch.float64 else torch.float32

@@ -1,11 +1,9 @@
 """Parse names of heads, and find their blocks, indices and hook points.
 
 `L5H3` is attention head 3 in layer 5 of the original model; `L5N1234` is the neuron-head of neuron
-1234 in this layer. If several heads share a neuron (bilinear gates), these heads are `L5N1234.0`,
-`L5N1234.1`, …, and `L5N1234` is the neuron itself. In a layer with a transcoder, `L5F1024` is
-feature 1024, `L5E` is the error node (the part of the MLP's output that the transcoder misses), and
-`L5S` is the skip node (the input of the transcoder's linear map W_skip). Analyses refer to heads by
-name, never by block number.
+1234 in this layer. In a layer with a transcoder, `L5F1024` is feature 1024, `L5E` is the error node
+(the part of the MLP's output that the transcoder misses), and `L5S` is the skip node (the input of
+the transcoder's linear map W_skip). Analyses refer to heads by name, never by block number.
 """
 
 from collections import Counter
@@ -34,14 +32,14 @@ _LETTER: dict[HeadKind, str] = {
     "error": "E",
 }
 _KIND: dict[str, HeadKind] = {letter: kind for kind, letter in _LETTER.items()}
-HeadCounts: TypeAlias = tuple[dict[HeadKind, int], int]
-"""The number of heads of each kind in a layer, and the number of heads per neuron."""
+HeadCounts: TypeAlias = dict[HeadKind, int]
+"""The number of heads of each kind in a layer."""
 _PLURAL = {**HEAD_PLURALS, "attention": "attention heads"}
 
 
 @dataclass(frozen=True)
 class HeadName:
-    """The name of an attention head, neuron-head, neuron or transcoder node.
+    """The name of an attention head, neuron-head or transcoder node.
 
     Attributes:
         layer: the layer in the original model (not the block), counted from 0.
@@ -49,8 +47,6 @@ class HeadName:
             for a feature of a transcoder, "skip" for its skip node, "error" for its error node.
         index: the index of the head in its attention layer, of the neuron in its MLP, or of the
             feature in its transcoder; 0 for skip and error nodes.
-        member: the index of a head among the heads that share the neuron; None for the whole
-            neuron.
 
     Example:
         >>> from attn_only_lens import HeadName
@@ -62,34 +58,15 @@ class HeadName:
     layer: int
     kind: HeadKind
     index: int
-    member: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> "HeadName":
-        """Parse `L5H3`, `L5N1234.2`, `L5F7` or `L5E`; raise UnknownHeadError for other strings."""
+        """Parse `L5H3`, `L5N1234`, `L5F7` or `L5E`; raise UnknownHeadError for other strings."""
         match = NAME.fullmatch(text) if isinstance(text, str) else None
-        if match is None or (match[3] != "N" and match[5] is not None):
+        if match is None:
             raise UnknownHeadError(unreadable_name(text))
-        layer, wide, letter, index, member = match.groups()
-        numbers = int(index or 0), None if member is None else int(member)
-        return cls(int(layer), _KIND[wide or letter], *numbers)
-
-    def head_index(self, heads_per_neuron: int) -> int:
-        """Return this head's index in its block; raise UnknownHeadError if it does not exist."""
-        if self.kind != "neuron" or (heads_per_neuron == 1 and self.member is None):
-            return self.index
-        if self.member is None or not self.member < heads_per_neuron or heads_per_neuron == 1:
-            neuron, last = f"L{self.layer}N{self.index}", heads_per_neuron - 1
-            names = f"the heads {neuron}.0 … {neuron}.{last}" if last else f"one head, {neuron}"
-            raise UnknownHeadError(f"got {str(self)!r}; the neuron has {names}")
-        return self.index * heads_per_neuron + self.member
-
-    def heads(self, heads_per_neuron: int) -> slice:
-        """Return the slice of head_index that selects this head, or all heads of this neuron."""
-        if self.kind == "neuron" and self.member is None:
-            return slice(self.index * heads_per_neuron, (self.index + 1) * heads_per_neuron)
-        index = self.head_index(heads_per_neuron)
-        return slice(index, index + 1)
+        layer, wide, letter, index = match.groups()
+        return cls(int(layer), _KIND[wide or letter], int(index or 0))
 
     def block(self, model: Any) -> int:
         """Return the index of the block that runs this head; raise the same errors as `hook`."""
@@ -141,7 +118,7 @@ class HeadName:
             self.require_among(head_counts(model))
             return
         _require_plain(model, self)
-        self.require_among([({"attention": model.cfg.n_heads}, 1)] * len(model.blocks))
+        self.require_among([{"attention": model.cfg.n_heads}] * len(model.blocks))
 
     def require_among(self, layers: Sequence[HeadCounts]) -> None:
         """Raise UnknownHeadError if this head is not among the given head counts."""
@@ -149,18 +126,15 @@ class HeadName:
             raise UnknownHeadError(
                 f"got {str(self)!r}; the model has layers 0 to {len(layers) - 1}"
             )
-        counts, heads_per_neuron = layers[self.layer]
+        counts = layers[self.layer]
         if not 0 <= self.index < counts.get(self.kind, 0):
             kinds = [self.kind] if self.kind in counts else counts
             has = " and ".join(f"{_PLURAL[kind]} 0 to {counts[kind] - 1}" for kind in kinds)
             raise UnknownHeadError(f"got {str(self)!r}; layer {self.layer} has {has}")
-        if self.kind == "neuron":
-            self.heads(heads_per_neuron)  # raises UnknownHeadError if the member is out of range
 
     def __str__(self) -> str:
         index = "" if self.kind in WIDE_KINDS else self.index
-        member = "" if self.member is None else f".{self.member}"
-        return f"L{self.layer}{_LETTER[self.kind]}{index}{member}"
+        return f"L{self.layer}{_LETTER[self.kind]}{index}"
 
 
 def unreadable_name(text: object, transcoders: bool = False) -> str:
@@ -201,17 +175,14 @@ def head_counts(model: Any) -> list[HeadCounts]:
     """Return the head counts of each layer of the original model."""
     host = host_of(model)
     return [
-        ({kind: host.count(layer, kind) for kind in host.kinds(layer)}, neurons.heads_per_neuron)
-        for layer, neurons in enumerate(host.neurons)
+        {kind: host.count(layer, kind) for kind in host.kinds(layer)}
+        for layer in range(host.n_layers)
     ]
 
 
-def head_labels(layer: int, kind: HeadKind, n_heads: int, heads_per_neuron: int) -> list[str]:
+def head_labels(layer: int, kind: HeadKind, n_heads: int) -> list[str]:
     """Return the names of all heads of one kind in a layer, sorted by head_index."""
-    if kind != "neuron" or heads_per_neuron == 1:
-        return [str(HeadName(layer, kind, index)) for index in range(n_heads)]
-    pairs = (divmod(index, heads_per_neuron) for index in range(n_heads))
-    return [str(HeadName(layer, kind, neuron, member)) for neuron, member in pairs]
+    return [str(HeadName(layer, kind, index)) for index in range(n_heads)]
 
 
 def count_kinds(kinds: Iterable[str]) -> str:

@@ -30,7 +30,7 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
 
     Args:
         cache: the cache of a converted or exposed model, with the patterns of the neuron's layer.
-        name: a neuron-head by layer, `L5N1234`; `L5N1234.2` if several heads share a neuron.
+        name: a neuron-head by layer, `L5N1234`.
 
     Returns:
         The attention weights, which sum to 1 over the last axis (no batch axis if the cache has
@@ -50,17 +50,12 @@ def neuron_pattern(cache: ActivationCache, name: str) -> Float[Tensor, "batch po
         (torch.Size([5, 3, 2]), True)
     """
     head = _neuron(cache, name)
-    index = head.head_index(host_of(cache.model).neurons[head.layer].heads_per_neuron)
     # The head axis is third from the end, with or without a batch axis.
-    return _block_pattern(cache, head).select(-3, index)
+    return _block_pattern(cache, head).select(-3, head.index)
 
 
 def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
-    """Return the factor Σ_j w_j pattern_j(self) by which a neuron's gate multiplies its value.
-
-    The sum runs over the neuron's heads j with weights w_j. With exact gates, the factor is the
-    only head's attention to its own token. In a plain MLP, the factor may be slightly outside [0,
-    1]; in a gated MLP, it approximates the activation α(q).
+    """Return the gate of a neuron: its attention to its own token, which multiplies its value.
 
     Args:
         cache: see `neuron_pattern`.
@@ -70,7 +65,7 @@ def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]
         One number per token; there is no batch axis if the cache has none.
 
     Raises:
-        UnknownHeadError: see `neuron_pattern`; or the name has a member, such as `L5N1234.2`.
+        UnknownHeadError: see `neuron_pattern`.
         UnsupportedCallError: see `neuron_pattern`.
 
     Example:
@@ -80,13 +75,7 @@ def neuron_gate(cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]
         >>> neuron_gate(cache, "L0N7").shape
         torch.Size([5, 3])
     """
-    head = _neuron(cache, name)
-    if head.member is not None:
-        raise UnknownHeadError(f"got {name!r}, one head of a neuron; expected the neuron, 'L0N7'")
-    heads = host_of(cache.model).neurons[head.layer]
-    pattern = _block_pattern(cache, head)[..., SELF]  # [batch, head_index, pos]
-    of_neuron = pattern[..., head.heads(heads.heads_per_neuron), :]
-    return heads.neuron_outputs(of_neuron.transpose(-1, -2)).squeeze(-1)
+    return neuron_pattern(cache, name)[..., SELF]
 
 
 def _neuron(cache: ActivationCache, name: str) -> HeadName:
@@ -114,8 +103,7 @@ def _block_pattern(
     cache: ActivationCache, head: HeadName
 ) -> Float[Tensor, "batch head_index pos key=2"]:
     pattern = cached_activation(cache, head.layer, head.kind, "pattern")
-    heads = host_of(cache.model).neurons[head.layer]
-    n_heads = heads.n_neurons * heads.heads_per_neuron
+    n_heads = host_of(cache.model).neurons[head.layer].n_neurons
     if pattern.shape[-3] != n_heads:
         raise UnsupportedCallError(
             f"the cache holds the patterns of {pattern.shape[-3]} neuron-heads in layer "

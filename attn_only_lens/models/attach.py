@@ -24,7 +24,7 @@ from attn_only_lens.heads.host import exposed_reasons
 from attn_only_lens.heads.transcoder import Transcoder
 from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.models.in_place import hidden, hide
-from attn_only_lens.models.in_place.heads import UnknownMLPError, find_hook_points
+from attn_only_lens.models.in_place.mlp_hooks import UnknownMLPError, find_hook_points
 from attn_only_lens.models.norms import NO_NORM, LayerNorms, Norm, bridge_norms, hooked_block_norms
 from attn_only_lens.tl import HookedTransformer
 

@@ -6,6 +6,7 @@ Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads"
 import torch
 from transformer_lens.model_bridge import TransformerBridge
 
+from attn_only_lens.axes import Tokens
 from attn_only_lens.engine.model_checks import hook_reasons
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.gates import EXACT, GeneralizedSiLU
@@ -14,12 +15,17 @@ from attn_only_lens.models.in_place.known_mlps import non_finite_weights
 from attn_only_lens.models.shared_weights import share_weights
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, convert_as
 from attn_only_lens.models.two_blocks.known_modules import reasons_against
+from attn_only_lens.models.verify import checked, tokens_to_check
 from attn_only_lens.tl import HookedTransformer
 
 
 @torch.inference_mode(False)  # weights created in inference mode cannot be trained
 def convert(
-    model: HookedTransformer, *, gate: GateOption = "exact", copy_weights: bool = False
+    model: HookedTransformer,
+    *,
+    gate: GateOption = "exact",
+    copy_weights: bool = False,
+    check: bool | str | Tokens = False,
 ) -> AttentionOnlyTransformer:
     """Return an attention-only model with the same logits as `model`.
 
@@ -31,8 +37,9 @@ def convert(
     rounding. Name filters such as `name.endswith("hook_z")` select the hook points of both
     attention heads and neuron-heads.
 
-    With `gate=Bilinear(...)`, one or more heads per neuron approximate the activation function, and
-    the converted model uses this approximation even without hooks.
+    With `gate=Bilinear(...)`, the model has one or more neurons for each neuron of the original,
+    whose sum approximates the activation function, and it uses this approximation even without
+    hooks.
 
     Source: "Attention-Only Transformers and Implementing MLPs with Attention Heads", Theorems 2 and
     4, with p(q) in place of the paper's sigmoid for activations other than SiLU. The paper does not
@@ -41,30 +48,37 @@ def convert(
     Args:
         model: a `HookedTransformer` with MLPs. It is not changed. For a `TransformerBridge`, see
             `expose_neuron_heads`.
-        gate: "exact" for one head per neuron, with the activation's own pattern;
+        gate: "exact" for heads with the activation's own pattern;
             `GeneralizedSiLU(a_1, a_2)` for an exact gate of the activation a_1 SiLU(a_2 x); or
             `Bilinear(...)`.
         copy_weights: copy the weights. By default both models share them, so that conversion costs
             no memory; then training either model trains both. If fold_ln is later applied to the
             source, a converted model that shares its weights raises an error wherever it is used.
+        check: a text or tokens [batch, pos], on which the logits and the residual streams of both
+            models are compared, or True for random tokens. The result has the report as
+            `verification` (see `models.Verification`). By default nothing is compared.
 
     Returns:
         The converted model, with the device and dtype of `model`.
 
     Raises:
         UnsupportedModelError: the model cannot be converted exactly. The error lists all reasons,
-            such as attached hooks, which the new model would not have.
+            such as attached hooks, which the new model would not have. Or differences that `check`
+            measured are larger than their bounds; the error has the report.
+        UnsupportedCallError: `check` is no input of the model.
 
     Example:
         >>> import torch
         >>> from attn_only_lens import Bilinear, convert, pretrained
         >>> model = pretrained.modular_addition()
-        >>> attn_only = convert(model)
         >>> tokens = pretrained.modular_addition_tokens()[:11]
+        >>> attn_only = convert(model, check=tokens)
+        >>> attn_only.verification.max_abs_logit < 1e-4
+        True
         >>> torch.equal(attn_only(tokens), model(tokens))
         True
-        >>> convert(model, gate=Bilinear()).heads_per_neuron  # silu is bilinear with one head
-        1
+        >>> convert(model, gate=Bilinear()).all_head_labels(neurons=True)[-1]  # one head for silu
+        'L0N511'
     """
     if isinstance(model, TransformerBridge):
         reason = (
@@ -80,7 +94,10 @@ def convert(
         gating, unknown = gating_for(gate, cfg.act_fn, cfg.gated_mlp, cfg.dtype, cfg.n_layers)
         reasons += [*hook_reasons(model), *non_finite_weights(model), *unknown]
     UnsupportedModelError.raise_if(reasons)
+    tokens = tokens_to_check(model, check)
     converted = convert_as(model, gating, copy_weights=copy_weights)
     if not copy_weights:
         share_weights(model, converted)
+    if tokens is not None:
+        converted.verification = checked(model, converted, tokens)
     return converted

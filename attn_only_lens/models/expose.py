@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
+from attn_only_lens.axes import Tokens
 from attn_only_lens.devices import normal_numbers
 from attn_only_lens.engine.model_checks import evaluation_without_hooks
 from attn_only_lens.engine.model_weights import HALF
@@ -31,15 +32,17 @@ from attn_only_lens.models.in_place import (
     require_no_transcoders,
     show,
 )
-from attn_only_lens.models.in_place.heads import FeatureHeads, UnknownMLPError
 from attn_only_lens.models.in_place.known_mlps import (
     KnownMLP,
     known_mlps,
     non_finite_weights,
     run_mlp,
 )
+from attn_only_lens.models.in_place.mlp_hooks import FeatureHeads, UnknownMLPError
 from attn_only_lens.models.shared_weights import share_weights
 from attn_only_lens.models.transformers_module import weight_reasons
+from attn_only_lens.models.verification import Verification
+from attn_only_lens.models.verify import checked, tokens_to_check
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tl import HookedTransformer
 
@@ -54,6 +57,7 @@ class ExposedNeurons:
 
     Attributes:
         model: the model with exposed neuron-heads; with `copy=True`, this is the copy.
+        verification: what `check` measured; None without a check.
 
     Example:
         >>> from attn_only_lens import expose_neuron_heads, pretrained
@@ -71,12 +75,13 @@ class ExposedNeurons:
 
     def __init__(self, model: Any, *, first: bool) -> None:
         self.model = model
+        self.verification: Verification | None = None
         self._first = first
 
     def __repr__(self) -> str:
         n_layers, heads = len(exposed_heads(self.model)), "hidden"
         if n_layers:
-            in_layers = [counts for counts, _ in head_counts(self.model)]
+            in_layers = head_counts(self.model)
             totals = {kind: sum(n.get(kind, 0) for n in in_layers) for kind in NEURON_KINDS}
             heads = f"{count_kinds(Counter(totals).elements())} as heads (layers: {n_layers})"
         return f"<ExposedNeurons of {self.model.cfg.model_name}: {heads}>"
@@ -106,6 +111,7 @@ def expose_neuron_heads(
     gate: GateOption = "exact",
     copy: bool = False,
     copy_weights: bool = False,
+    check: bool | str | Tokens = False,
 ) -> ExposedNeurons:
     """Expose the MLP neurons of a model as attention heads, without replacing the MLPs.
 
@@ -146,14 +152,19 @@ def expose_neuron_heads(
             no memory. Then training either model trains both, until the dtype or device of one
             model is changed, which ends the sharing. If fold_ln is later applied to a
             `HookedTransformer`, a copy that shares its weights raises an error wherever it is used.
+        check: a text or tokens [batch, pos], on which the logits and the residual streams with and
+            without neuron-heads are compared, or True for random tokens. The result has the report
+            as `verification` (see `models.Verification`). By default nothing is compared.
 
     Returns:
-        A context manager with `model`, the exposed model, and `undo`. If the neuron-heads are
-        already exposed with the same gates, nothing changes.
+        A context manager with `model`, the exposed model, `verification` and `undo`. If the
+        neuron-heads are already exposed with the same gates, nothing changes.
 
     Raises:
-        UnsupportedModelError: the neuron-heads cannot be exposed. The error lists all reasons, and
-            the model is unchanged.
+        UnsupportedModelError: the neuron-heads cannot be exposed, and the error lists all reasons;
+            or differences that `check` measured are larger than their bounds, and the error has the
+            report. The model is unchanged.
+        UnsupportedCallError: `check` is no input of the model.
 
     Example:
         >>> import torch
@@ -170,9 +181,10 @@ def expose_neuron_heads(
     """
     silu = gate if isinstance(gate, GeneralizedSiLU) else None
     UnsupportedModelError.raise_if(_model_reasons(model, copy, copy_weights, silu), _PROBLEM)
+    tokens, source = tokens_to_check(model, check), model
     if copy:
         with torch.inference_mode(False):  # weights created in inference mode cannot be trained
-            source, model = model, copy_model(model, copy_weights=copy_weights)
+            model = copy_model(model, copy_weights=copy_weights)
         if isinstance(model, HookedTransformer) and not copy_weights:
             share_weights(source, model)
     mlps = known_mlps(model, _PROBLEM, silu)
@@ -186,7 +198,13 @@ def expose_neuron_heads(
     if not exposed_heads(model):
         reasons = [*non_finite_weights(model), *reasons]
     UnsupportedModelError.raise_if(reasons, _PROBLEM)
-    return expose_as(model, mlps, gating)
+    exposed = expose_as(model, mlps, gating)
+    if tokens is not None:
+        with ExitStack() as stack:
+            stack.enter_context(exposed)  # an error undoes it
+            exposed.verification = checked(source, model, tokens)
+            stack.pop_all()
+    return exposed
 
 
 def _model_reasons(
@@ -297,7 +315,7 @@ def _differences(heads: InPlace, x: Tensor, expected: Tensor) -> Float[Tensor, "
     of_sum = differences.new_zeros(())
     if not isinstance(heads, FeatureHeads):  # a FeatureMLP's output is this sum by construction
         # Sum over heads for one token only, because this needs d_mlp · d_model numbers per token.
-        token = heads.head_outputs(seen[-1][:1, :1].squeeze(-1))
+        token = heads.written(seen[-1][:1, :1].squeeze(-1))
         with heads.passing.new_pass({(heads.layer, "written"): token}):
             summed = heads.write(live[:1, :1])
         of_sum = (live[:1, :1] - summed).abs().max()

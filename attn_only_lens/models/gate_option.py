@@ -1,7 +1,7 @@
 """The `gate` option of `convert` and `expose_neuron_heads`, and its calibration for gated MLPs."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from attn_only_lens.axes import Tokens
 from attn_only_lens.engine.tokens import checked_tokens
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.gates import EXACT, Gating, GeneralizedSiLU, bilinear_gate
+from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.models.in_place.known_mlps import known_mlps
 from attn_only_lens.tl import HookedTransformer
 
@@ -44,7 +45,8 @@ def calibrate(
 
     Bilinear heads can approximate the activation of a gated MLP only on a bounded range, because a
     sum of sigmoids is bounded and the activation is not (`gates/bilinear.py`). To check the range
-    on other input, use `verify`, which reports the largest pre-activation and error.
+    on other input, pass it as `check` to `convert` or `expose_neuron_heads`, whose report has the
+    largest pre-activation and error.
 
     Args:
         model: an original model with gated MLPs, or a bridge with exposed neuron-heads.
@@ -70,7 +72,7 @@ def calibrate(
         >>> model = HookedTransformer(cfg)
         >>> calibration = calibrate(model, torch.arange(11)[None])
         >>> convert(model, gate=Bilinear(calibration=calibration)).all_head_labels(neurons=True)[2]
-        'L0N0.0'
+        'L0N0'
     """
     mlps = known_mlps(model, _PROBLEM)
     if any(mlp.points.pre_linear is None for mlp in mlps):
@@ -109,20 +111,22 @@ _FIELDS: dict[str, tuple[str, tuple[type, ...]]] = {
 class Bilinear:
     """The `gate` option for bilinear gates, as in `convert(model, gate=Bilinear(heads=4))`.
 
-    With bilinear gates, a neuron's heads compute a softmax over bilinear scores, like attention
-    heads. Each neuron becomes m heads, named `L5N1234.0` to `L5N1234.{m-1}`, which share one output
-    direction and approximate the neuron's activation within a certified bound (`bilinear_gate`). In
-    a plain MLP, the bound holds for every real input, and silu is exact with one head. In a gated
-    MLP, the bound holds only on the range that `calibrate` has measured.
+    With bilinear gates, neuron-heads compute a softmax over bilinear scores, like attention heads.
+    The model then has m times as many neurons: neuron i of an MLP of the original becomes the m
+    neurons i · m to i · m + m - 1, each of them one head. Their sum approximates the activation of
+    neuron i within a certified bound (`bilinear_gate`). Analyses treat them as any other neurons;
+    `original_neuron` returns the name of neuron i for any of them. In a plain MLP, the bound holds
+    for every real input, and silu is exact with one head. In a gated MLP, the bound holds only on
+    the range that `calibrate` has measured.
 
     Attributes:
-        heads: m, the number of heads per neuron; by default 8 for gated MLPs, and for plain MLPs
-            the smallest number whose error is within `tolerance`.
+        heads: m, the number of heads that replace one neuron; by default 8 for gated MLPs, and for
+            plain MLPs the smallest number whose error is within `tolerance`.
         tolerance: for plain MLPs, the largest allowed error of the activation; by default 1e-3.
         calibration: the result of `calibrate(model, tokens)`, which gated MLPs require.
-        slope: for plain MLPs with one head per neuron, the slope in SiLU(slope · x) / slope: any
-            positive number for relu, 1 to 3.2 for the gelus, or "paper" for the paper's gelu with
-            slope 1.702 (`bilinear_gate`).
+        slope: for plain MLPs and m = 1, the slope in SiLU(slope · x) / slope: any positive number
+            for relu, 1 to 3.2 for the gelus, or "paper" for the paper's gelu with slope 1.702
+            (`bilinear_gate`).
 
     Raises:
         InputError: a field has the wrong type.
@@ -150,6 +154,38 @@ class Bilinear:
 
 
 GateOption = Literal["exact"] | GeneralizedSiLU | Bilinear
+
+
+def original_neuron(model: Any, name: str) -> str:
+    """Return the name of the original model's neuron that a neuron of a bilinear gate belongs to.
+
+    With `Bilinear(heads=m)`, neuron k of the model is one of the m heads of neuron k // m of the
+    original. To get one number for each neuron of the original from quantities that add up, such
+    as attributions, sum them over equal names. With exact gates, all names stay the same.
+
+    Args:
+        model: a model that `convert` returned, or a model with exposed neuron-heads.
+        name: a head of the model, such as `L5N1234`. Names of other heads than neurons stay the
+            same.
+
+    Raises:
+        UnknownHeadError: the model has no such head.
+        UnsupportedCallError: the model has no neuron-heads.
+
+    Example:
+        >>> from attn_only_lens import Bilinear, expose_neuron_heads, pretrained
+        >>> from attn_only_lens.models import original_neuron
+        >>> bridge = pretrained.small_english()
+        >>> model = expose_neuron_heads(bridge, gate=Bilinear(heads=4)).model
+        >>> [original_neuron(model, name) for name in ("L1N27", "L1N28", "L1N31", "L1H2")]
+        ['L1N6', 'L1N7', 'L1N7', 'L1H2']
+    """
+    head = HeadName.parse(name)
+    head.require_in(model)
+    if head.kind != "neuron":
+        return name
+    heads = host_of(model).neurons[head.layer]
+    return str(replace(head, index=head.index // (heads.n_neurons // len(heads.W_out))))
 
 
 def gating_for(
@@ -187,7 +223,7 @@ def _plain(option: Bilinear, act_fn: str, dtype: torch.dtype) -> Gating:
             f"pass a tolerance of {gate.bound * slope / room:.1g} or more, or convert in float32"
         )
     chosen = act_fn == "relu" or option.slope is not None
-    return Gating("bilinear", gate.heads_per_neuron, slope if chosen else None)
+    return Gating("bilinear", gate.heads, slope if chosen else None)
 
 
 def _gated(option: Bilinear, act_fn: str, n_layers: int) -> Gating:
@@ -209,7 +245,7 @@ def _gated(option: Bilinear, act_fn: str, n_layers: int) -> Gating:
             gate = bilinear_gate(
                 act_fn, option.heads, tolerance=option.tolerance, slope=option.slope, limit=limit
             )
-            heads.add(gate.heads_per_neuron)
+            heads.add(gate.heads)
         except ValueError as error:
             wrong.setdefault(str(error), []).append(layer)
     if wrong:

@@ -6,16 +6,15 @@ all layers have equally many heads of equal width, with zeros as padding, and ev
 pattern has shape pos x pos.
 
 **Neurons.** A stock head with an attention sink of logit s attends with softmax([scores, s]),
-without the sink's weight. For neuron i with gate p(q) = Σ_j w_j σ(b_j q + c_j), head (i, j) has
+without the sink's weight. A neuron with the query q, the value v and the pattern σ(b q) becomes a
+head with
 
-    W_Q = W_V = W_in[:, i]    query and value q = x · W_in[:, i] + b_in[i]
-    W_K = 0, b_K = b_j        score of the token itself b_j q
-    sink = -c_j               pattern over (self, sink) = softmax([b_j q + c_j, 0]), shifted by c_j
-    W_O = w_j W_out[i]        output w_j σ(b_j q + c_j) q W_out[i]
+    W_Q, W_V, W_O       those of the neuron
+    W_K = 0, b_K = b    score of the token itself b q
+    sink = 0            pattern over (self, sink) = softmax([b q, 0])
 
-The outputs of the heads of neuron i sum to q p(q) W_out[i]. The construction is Theorem 3 of
-"Attention-Only Transformers and Implementing MLPs with Attention Heads", with a sink instead of the
-bias token. In a gated MLP, W_Q = W_gate[:, i]. Attention heads of models without sinks get the
+The construction is Theorem 3 of "Attention-Only Transformers and Implementing MLPs with Attention
+Heads", with a sink instead of the bias token. Attention heads of models without sinks get the
 dtype's lowest value as sink logit, so that the sink's weight is exactly 0.
 
 **ALiBi** is replaced by rotary embeddings of two extra coordinates. The stock model cannot use
@@ -33,14 +32,11 @@ from dataclasses import fields
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from attn_only_lens.arguments import a_type
 from attn_only_lens.engine.model_checks import hook_reasons
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.gates import BilinearGate
-from attn_only_lens.gates.gating import AnyGate
 from attn_only_lens.heads import host_of
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.models.two_blocks.blocks import NeuronAttention
@@ -71,9 +67,9 @@ def to_stock(
         stock = HookedTransformer(HookedTransformerConfig.from_dict(cfg))
         stock.load_state_dict(state_dict)
 
-    Layer 2l + 1 holds the neurons of the original layer l. If each neuron has m heads, head i · m +
-    j of the layer is head j of neuron i. The layer's pattern [batch, head_index, query_pos,
-    key_pos] is diagonal: each token attends only to itself (and to the sink).
+    Layer 2l + 1 holds the neurons of layer l of `attn_only`, in the same order. The layer's pattern
+    [batch, head_index, query_pos, key_pos] is diagonal: each token attends only to itself (and to
+    the sink).
 
     `max_bytes` limits only the weights. In each layer, a forward pass also stores heads · pos · pos
     numbers per prompt for the pattern. A key-value cache stores 2 · heads · d_head numbers per
@@ -124,48 +120,16 @@ def to_stock(
     return stock.train(attn_only.training)
 
 
-def mixture(gate: AnyGate) -> BilinearGate | None:
-    """Return a gate as a sum of sigmoids, one per head; None if its score is not linear in q."""
-    if isinstance(gate, BilinearGate):
-        return gate
-    if gate.slope is None:
-        return None
-    return BilinearGate(gate.name, (gate.scale,), (gate.slope,), (0.0,), bound=0.0)
+def _neuron_heads(attn: NeuronAttention) -> dict[str, Tensor]:
+    """Return the weights of stock heads that compute the neurons of a block, by parameter name.
 
-
-def neuron_heads(
-    W_in: Float[Tensor, "d_model d_mlp"],
-    b_in: Float[Tensor, "d_mlp"],
-    W_out: Float[Tensor, "d_mlp d_model"],
-    b_out: Float[Tensor, "d_model"],
-    gate: BilinearGate,
-    W_gate: Float[Tensor, "d_model d_mlp"] | None = None,
-) -> dict[str, Tensor]:
-    """Return the weights of d_mlp · m attention heads of width 1 that compute an MLP.
-
-    The result maps parameter names to tensors (see the module docstring). The attention layer that
-    gets these weights must have window 1 and unscaled scores.
+    The attention layer that gets these weights must have window 1 and unscaled scores.
     """
-    m, d_mlp = len(gate.w), len(b_in)
-    weights, slopes, offsets = (W_in.new_tensor(numbers) for numbers in (gate.w, gate.b, gate.c))
-
-    def per_head(per_neuron: Tensor) -> Tensor:
-        return per_neuron.unsqueeze(-1).repeat_interleave(m, dim=0)
-
-    # In a gated MLP, TransformerLens adds b_in to act(q) · u, so b_in acts as an output bias.
-    bias, b_O = (b_in, b_out) if W_gate is None else (0.0 * b_in, b_in @ W_out + b_out)
-    queries = per_head((W_in if W_gate is None else W_gate).T)
-    return {
-        "W_Q": queries,
-        "W_K": torch.zeros_like(queries),
-        "W_V": per_head(W_in.T),
-        "W_O": (weights[:, None] * W_out[:, None, :]).flatten(0, 1).unsqueeze(1),
-        "b_Q": per_head(bias),
-        "b_K": slopes.repeat(d_mlp).unsqueeze(-1),
-        "b_V": per_head(bias),
-        "b_O": b_O,
-        "sinks": (-offsets).clamp(min=torch.finfo(W_in.dtype).min).repeat(d_mlp),
+    heads = {
+        name: getattr(attn, name) for name in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_V", "b_O")
     }
+    b_K = torch.full_like(heads["b_Q"], cast(float, attn.gate.slope))
+    return heads | {"b_K": b_K, "sinks": torch.zeros_like(b_K[:, 0])}
 
 
 def write_heads(attn: Attention, heads: dict[str, Tensor], coordinate: int) -> None:
@@ -200,10 +164,7 @@ def _fill(source: Any, target: TransformerBlock) -> None:
             getattr(target, name).load_state_dict(getattr(source, name).state_dict())
     attn, old = cast(Attention, target.attn), source.attn
     if old.attn_type == "neuron":
-        gate = mixture(old.gate)
-        assert gate is not None
-        heads = neuron_heads(old.W_in, old.b_in, old.W_out, old.b_out, gate, old.W_gate)
-        write_heads(attn, heads, coordinate=attn.cfg.d_head - 1)
+        write_heads(attn, _neuron_heads(old), coordinate=attn.cfg.d_head - 1)
         return
     # The properties of `old` repeat grouped keys and values for each head. The query weights are
     # divided by attn_scale, because the stock layer does not scale its scores.
@@ -231,23 +192,13 @@ def _inverse_angle(n_ctx: int) -> float:
 
 def _empty(attn_only: AttentionOnlyTransformer) -> HookedTransformer:
     """Build the stock model with the tokenizer of `attn_only`, but without its weights."""
-    stock = HookedTransformer(_stock_config(attn_only.cfg, _heads_per_neuron(attn_only)))
+    stock = HookedTransformer(_stock_config(attn_only.cfg))
     stock.cfg.tokenizer_name = attn_only.cfg.tokenizer_name
     stock.tokenizer = attn_only.tokenizer
     return stock
 
 
-def _gates(model: AttentionOnlyTransformer) -> set[AnyGate]:
-    return {cast(NeuronAttention, block.attn).gate for block in model.blocks[1::2]}
-
-
-def _heads_per_neuron(model: AttentionOnlyTransformer) -> int:
-    """Return the largest number of heads per neuron, or 1 if no gate can be converted."""
-    mixtures = (mixture(gate) for gate in _gates(model))
-    return max((len(m.w) for m in mixtures if m is not None), default=1)
-
-
-def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> HookedTransformerConfig:
+def _stock_config(converted: AttentionOnlyConfig) -> HookedTransformerConfig:
     """Return the stock model's configuration, with two layers per layer of the original model.
 
     Neurons use only the last coordinate of each head. Rotary embeddings rotate the first
@@ -273,7 +224,9 @@ def _stock_config(converted: AttentionOnlyConfig, heads_per_neuron: int) -> Hook
     changes |= {
         "n_layers": 2 * source.n_layers,
         "attn_only": True,
-        "n_heads": max(max(layer.n_heads, heads_per_neuron * layer.d_mlp) for layer in sizes),
+        "n_heads": max(
+            max(layer.n_heads, converted.gating.n_heads(layer.d_mlp)) for layer in sizes
+        ),
         "d_head": width,
         "n_key_value_heads": None,
         "use_attn_scale": False,
@@ -361,7 +314,7 @@ def _neuron_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
         f"the score of its exact {cfg.act_fn} gate is not linear in the pre-activation, and no "
         "stock head computes such a score. Convert the source with gate=Bilinear() "
         "first (the scores of silu and quick_gelu are already linear)": any(
-            mixture(gate) is None for gate in _gates(model)
+            cast(NeuronAttention, block.attn).gate.slope is None for block in model.blocks[1::2]
         ),
         "the outputs of its heads are many times larger than their sum, which would lose precision "
         f"in {cfg.dtype}; call .to(torch.float32) first": (half and not exact and cfg.gated_mlp),
@@ -374,7 +327,7 @@ def _neuron_obstacles(model: AttentionOnlyTransformer) -> dict[str, bool]:
 
 def _size(model: AttentionOnlyTransformer, max_bytes: int) -> dict[str, bool]:
     """Return {error message: True if the stock model is too large}."""
-    stock_cfg = _stock_config(model.cfg, _heads_per_neuron(model))
+    stock_cfg = _stock_config(model.cfg)
     size = stock_bytes(stock_cfg)
     now = sum(tensor.nbytes for tensor in model.state_dict().values())
     return {

@@ -1,8 +1,12 @@
-"""Compare a converted or exposed model's logits and residual stream with the original's."""
+"""Compare a converted or exposed model's logits and residual stream with the original's.
+
+Both models run on the same input; the model with neuron-heads runs without hooks and with hooks on
+all neuron-heads. For bilinear gates, the largest error of each layer's activations is also
+measured, and compared with the certified bound.
+"""
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,118 +17,25 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from attn_only_lens.arguments import with_article
 from attn_only_lens.axes import Tokens
-from attn_only_lens.devices import to_float64_device
+from attn_only_lens.devices import normal_numbers, to_float64_device
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.tokens import checked_tokens
+from attn_only_lens.engine.tokens import checked_tokens, require_model
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
-from attn_only_lens.gates import GATES
-from attn_only_lens.gates.gating import AnyGate
+from attn_only_lens.gates import GATES, BilinearGate
 from attn_only_lens.heads import has_neuron_heads, host_of, logit_tolerance
 from attn_only_lens.heads.host import Host
 from attn_only_lens.models.in_place import hidden
-from attn_only_lens.models.in_place.heads import find_hook_points
-from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
+from attn_only_lens.models.in_place.mlp_hooks import find_hook_points
+from attn_only_lens.models.verification import Verification
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tl import GatedMLP, HookedTransformer
 
 _PROBLEM = "these models cannot be compared"
-_ROUNDING = 1e-14  # a tolerance on top of an activation's certified error bound
+_DIFFERENT = "the logits with neuron-heads are not those of the model"
+_N_RANDOM = 64  # the number of random tokens that check a model
 
 
-@dataclass(frozen=True)
-class Verification:
-    """The differences that `verify` measured between a converted model and its source.
-
-    The converted model is run with hooks on all hook points of its neurons' heads, except that
-    `bitwise` is measured without hooks and, for bilinear gates, `rounding` with and without hooks.
-
-    Attributes:
-        bitwise: True if the logits without hooks equal the logits of the source bit for bit.
-        rounding: for bilinear gates, the largest |Δ logit| if the source is run with the same
-            approximated activations, divided by that run's largest |logit|; for exact gates,
-            `relative`.
-        max_abs_logit: the largest |Δ logit| between the converted model and the source.
-        relative: `max_abs_logit` divided by the largest |logit| of the source.
-        mean_kl: KL(source ‖ converted) in nats, the mean over tokens.
-        max_kl: the largest KL(source ‖ converted) at any token.
-        top1_agreement: the fraction of tokens at which both models predict the same next token.
-        by_layer: a frame with one row for each point of the stream (`0_mid`: before the neurons of
-            layer 0, `1_pre`: after them, …). `max_abs` is the largest |Δ|; `relative` is `max_abs`
-            divided by the largest |entry| of the original's stream at that point.
-        n_tokens: the number of tokens compared.
-        dtype: the dtype of both models.
-        tolerance: the bound on `rounding` for that dtype (`attn_only_lens.tolerances`); for
-            bilinear gates of gated MLPs, it is multiplied by the gates' amplification of rounding
-            errors.
-        activations: for bilinear gates, a frame with one row for each original layer: `bound`, the
-            certified largest error of the activation; `measured`, its largest error on this input;
-            `largest`, the largest |pre-activation|; `range`, the largest |pre-activation| for which
-            the bound holds (∞ for plain MLPs). For exact gates, the frame is empty.
-
-    Example:
-        >>> from attn_only_lens import convert, pretrained, verify
-        >>> model = pretrained.modular_addition()
-        >>> report = verify(model, convert(model), pretrained.modular_addition_tokens()[:101])
-        >>> report.bitwise, report.ok
-        (True, True)
-        >>> list(report.by_layer["point"])
-        ['0_pre', '0_mid', 'final_post']
-    """
-
-    bitwise: bool
-    rounding: float
-    max_abs_logit: float
-    relative: float
-    mean_kl: float
-    max_kl: float
-    top1_agreement: float
-    by_layer: pd.DataFrame
-    n_tokens: int
-    dtype: torch.dtype
-    tolerance: float
-    activations: pd.DataFrame
-
-    @property
-    def ok(self) -> bool:
-        """True if all tested differences are within their bounds.
-
-        With exact gates, the logits must equal the original's: bitwise without hooks, and within
-        the tolerance with hooks on all neuron-heads. With bilinear gates, the logits must equal, up
-        to rounding, those of the source with approximated activations, and the error of each
-        activation must be within the certified bound. The effect of the approximation on the logits
-        is reported, but has no bound.
-        """
-        if self.activations.empty:
-            return self.bitwise and self.relative <= self.tolerance
-        within = (self.activations["measured"] <= self.activations["bound"] + _ROUNDING).all()
-        return bool(within) and self.rounding <= self.tolerance
-
-    def __str__(self) -> str:
-        name, exact = str(self.dtype).removeprefix("torch."), self.activations.empty
-        lines = [f"{'ok' if self.ok else 'DIFFERENT'}: {self.n_tokens} tokens in {name}"]
-        if exact:
-            lines.append(f"no hooks:   logits {'' if self.bitwise else 'NOT '}bitwise equal")
-        else:
-            lines += [
-                f"the source with approximated activations: logits within {self.rounding:.2g} of "
-                f"the largest (bound {self.tolerance:.0e})",
-                "activations, bilinear against exact:",
-                _text(self.activations),
-            ]
-        bound = f"; bound {self.tolerance:.0e}" if exact else ""
-        lines.append(
-            f"all hooks:  max |Δ logit| {self.max_abs_logit:.3g} ({self.relative:.2g} of the "
-            f"largest logit{bound}), KL mean {self.mean_kl:.2g} max "
-            f"{self.max_kl:.2g} nats, same top token {self.top1_agreement:.2%}"
-        )
-        return "\n".join([*lines, _text(self.by_layer)])
-
-
-def _text(table: pd.DataFrame) -> str:
-    return table.to_string(index=False, float_format=lambda x: f"{x:.2e}")
-
-
-def _approximated_logits(source: Any, gates: list[AnyGate], tokens: Tensor) -> Tensor:
+def _approximated_logits(source: Any, gates: list[BilinearGate], tokens: Tensor) -> Tensor:
     """Return the original's logits, computed with bilinear gates as activation functions."""
     with ExitStack() as stack:
         for block, gate in zip(source.blocks, gates, strict=True):
@@ -174,50 +85,49 @@ def _activation_errors(host: Host, act_fn: str, tokens: Tensor) -> list[dict[str
                 )
             else:
                 handle = heads.register_forward_pre_hook(
-                    lambda heads, x, layer=layer: measure(layer, heads.projections(x[0])[0])
+                    lambda heads, x, layer=layer: measure(layer, heads.mlp_projections(x[0])[0])
                 )
             stack.callback(handle.remove)
         host.model(tokens)
     return rows
 
 
+def tokens_to_check(model: Any, check: bool | str | Tokens) -> Tokens | None:
+    """Return the input of a check: None for False, and random tokens for True."""
+    if check is False:
+        return None
+    if check is not True:
+        return checked_tokens(model, check)
+    require_model(model)
+    n_pos = min(_N_RANDOM, model.cfg.n_ctx)
+    numbers = normal_numbers((1, n_pos)).mul(model.cfg.d_vocab).long().abs()
+    return checked_tokens(model, numbers % max(model.cfg.d_vocab, 1))
+
+
+def checked(source: Any, model: Any, tokens: Tokens) -> Verification:
+    """Return the report on a new model with neuron-heads; raise an error if it is wrong."""
+    report = verify(source, model, tokens)
+    if not report.ok:
+        raise UnsupportedModelError([str(report)], _DIFFERENT)
+    return report
+
+
 @one_thread_per_model
 @full_precision()
 @torch.no_grad()
-def verify(
-    source: HookedTransformer | TransformerBridge,
-    converted: AttentionOnlyTransformer | HookedTransformer | TransformerBridge,
-    tokens: Tokens | str,
-) -> Verification:
-    """Compare both models on the same input, without hooks and with hooks on all neuron-heads.
-
-    For bilinear gates, the largest error of each layer's activations is also measured, and compared
-    with the certified bound.
-
-    A model with neurons exposed in place is its own source, so pass it twice. The neuron-heads are
-    removed while the model runs as the source.
+def verify(source: Any, converted: Any, tokens: Tokens | str) -> Verification:
+    """Compare two models on the same input.
 
     Args:
-        source: the model before conversion; for a model exposed in place, also the model itself.
-        converted: `convert(source)`, a loaded copy of it, or a model with `expose_neuron_heads`.
+        source: the model before conversion; for a model exposed in place, also the model itself,
+            whose neuron-heads are then removed while it runs as the source.
+        converted: `convert(source)`, a loaded copy of it, or a model with exposed neuron-heads.
         tokens: tokens [batch, pos], or a string if the models have a tokenizer.
-
-    Returns:
-        A printable report of the differences; `.ok` is True if all are within their bounds.
 
     Raises:
         UnsupportedModelError: the two models differ in shapes, dtypes or kind.
         UnsupportedCallError: the tokens are not integers [batch, pos] of the models' vocabulary,
             or too long for their context.
-
-    Example:
-        >>> from attn_only_lens import convert, expose_neuron_heads, pretrained, verify
-        >>> model, tokens = pretrained.modular_addition(), pretrained.modular_addition_tokens()[:53]
-        >>> verify(model, convert(model), tokens).top1_agreement
-        1.0
-        >>> with expose_neuron_heads(model):
-        ...     verify(model, model, tokens).ok
-        True
     """
     UnsupportedModelError.raise_if(_mismatches(source, converted), _PROBLEM)
     tokens = checked_tokens(source, tokens)
@@ -228,8 +138,10 @@ def verify(
     with hidden(source):
         expected = source(tokens)
         _, stream = source.run_with_cache(tokens, names_filter=[hook for _, hook, _ in points])
-        gates = [heads.gate for heads in layers]
-        approximated = expected if exact else _approximated_logits(source, gates, tokens)
+        approximated = expected
+        if not exact:
+            gates = [heads.bilinear_gate for heads in layers]
+            approximated = _approximated_logits(source, gates, tokens)
     silent = converted(tokens)
     live, cache = converted.run_with_cache(tokens)
     assert isinstance(live, Tensor)  # the default return_type gives logits, not a tuple

@@ -24,7 +24,6 @@ from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_state import saved_state
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.sites import (
-    ALL_MEMBERS,
     LayerSites,
     Selection,
     Sites,
@@ -282,8 +281,4 @@ def _site_reasons(sites: Sequence[LayerSites], kinds: tuple[HeadKind, ...]) -> l
             expected = "expected neurons: `corpus_statistics` takes attention heads"
             reasons.append(f"got {site.names[0]}, an attention head; {expected}")
             continue
-        for name, member in zip(site.names, site.member.tolist(), strict=True):
-            if member != ALL_MEMBERS:
-                more = "one of a neuron's several heads; expected the neuron, without the dot"
-                reasons.append(f"got {name}, {more}")
     return reasons[:2]

@@ -88,13 +88,8 @@ def run_by_gradient(
 
 
 def shows_q(model: Any, site: LayerSites) -> bool:
-    """Return True in gated MLPs with one head per neuron, where q = x W_gate can be recorded."""
-    host = host_of(model)
-    return (
-        site.kind in NEURON_KINDS
-        and host.is_gated(site.layer)
-        and host.neurons[site.layer].heads_per_neuron == 1
-    )
+    """Return True in gated MLPs with exact gates, where q = x W_gate can be recorded."""
+    return site.kind in NEURON_KINDS and host_of(model).neurons[site.layer].value_is_product
 
 
 def write_factors(model: Any, site: LayerSites) -> Float[Tensor, "head rank d_head"]:
@@ -185,16 +180,11 @@ def _of_heads(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfLayer
 
 def _of_neurons(model: Any, sites: LayerSites, seen: dict[str, Tensor]) -> OfLayer:
     """Return z, gate, value, quadrant and attribution of neurons for all tokens of a batch."""
-    heads = host_of(model).neurons[sites.layer]
-    index, per_neuron = sites.index, heads.heads_per_neuron
+    heads, index = host_of(model).neurons[sites.layer], sites.index
     whole = torch.equal(index, torch.arange(heads.n_neurons, device=index.device))
     values = {}
     for name, x in seen.items():
-        if name in ("z", "gate"):
-            x = heads.neuron_outputs(x.squeeze(-1) if name == "z" else x)
-        elif per_neuron > 1:  # a neuron's heads share its value; their attributions add up
-            x = x.unflatten(-1, (-1, per_neuron))
-            x = x[..., 0] if name == "value" else x.sum(-1)
+        x = x.squeeze(-1) if name == "z" else x
         x = x.flatten(0, 1) if whole else x.flatten(0, 1)[:, index.to(x.device)]
         values[name] = float32_if_half(x)
     return values

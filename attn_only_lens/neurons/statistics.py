@@ -254,7 +254,7 @@ class NeuronStatistics(_Statistics):
         Source: GLUScope, arXiv 2602.23826.
 
         Raises:
-            InputError: the model has no gated MLPs, or has several heads per neuron.
+            InputError: the model has no gated MLPs, or they have bilinear gates.
         """
         self._require_quadrants()
         shares = (self.counts["signs"].double() / self.n_tokens).numpy()

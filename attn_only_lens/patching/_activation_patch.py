@@ -31,6 +31,7 @@ from attn_only_lens.patching.prompt_chunks import (
     AblatedRuns,
     PromptChunk,
     PromptChunks,
+    Runs,
     prompts_per_chunk,
 )
 from attn_only_lens.patching.results import Sweep
@@ -213,7 +214,7 @@ class SweepPlan:
         """Record the clean and the corrupted run on the given prompts."""
         return record_pair(self.model, pair, self.metric, self.sites, self.part, distinct=distinct)
 
-    def prompt_chunks(self, record: Callable[..., RunPair]) -> PromptChunks:
+    def prompt_chunks(self, record: Callable[..., Runs]) -> PromptChunks[Runs]:
         """Return the clean and corrupted runs on all prompts, which are recorded chunk by chunk."""
         ablated = None
         if self.direction in ABLATIONS:

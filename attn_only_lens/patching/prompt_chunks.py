@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Generic, cast
 
 import psutil
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.devices import to_float64_device
@@ -26,10 +27,11 @@ from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.storage.chunks import ChunkStore
 
 _SHARE = 0.2  # fraction of all memory that a chunk's activations may take
+Runs = TypeVar("Runs", bound=RunPair, default=RunPair)
 
 
 @dataclass(eq=False)
-class PromptChunk:
+class PromptChunk(Generic[Runs]):
     """The recordings of both runs on some prompts. Patches copy from `source` into `target`.
 
     Attributes:
@@ -39,7 +41,7 @@ class PromptChunk:
     """
 
     prompts: range
-    runs: RunPair
+    runs: Runs
     target: Recording
     source: Recording
     unpatched: Float[Tensor, "prompt"]
@@ -69,7 +71,7 @@ class PromptChunk:
         return totals.reduced(runs.clean_values, runs.corrupted_values, values, self.shares)
 
 
-class PromptChunks:
+class PromptChunks(Generic[Runs]):
     """The recordings of both runs on all prompts. Only one chunk is in memory at a time."""
 
     def __init__(
@@ -78,16 +80,16 @@ class PromptChunks:
         pair: PromptPair,
         metric: Metric,
         direction: str,
-        record: Callable[..., RunPair],
+        record: Callable[..., Runs],
         ablated: "AblatedRuns | None" = None,
     ) -> None:
         self._model, self._pair, self._metric = model, pair, metric
         self._direction, self._record, self._ablated = direction, record, ablated
-        self._held: PromptChunk | None = None
+        self._held: PromptChunk[Runs] | None = None
         differ = ((pair.clean != pair.corrupted) & pair.real).any(dim=1)
         self._first = int(differ.int().argmax())
 
-    def of(self, prompts: range) -> PromptChunk:
+    def of(self, prompts: range) -> PromptChunk[Runs]:
         """Return the runs on the given prompts; record them unless they are in memory."""
         if self._held is None or self._held.prompts != prompts:
             self._held = None
@@ -100,7 +102,7 @@ class PromptChunks:
             self._held = PromptChunk(prompts, runs, target, source, unpatched, first)
         return self._held
 
-    def first(self, prompts: Sequence[range]) -> PromptChunk:
+    def first(self, prompts: Sequence[range]) -> PromptChunk[Runs]:
         """Return the chunk that contains the first prompt pair whose two prompts differ."""
         return self.of(next(some for some in prompts if self._first in some))
 
@@ -262,8 +264,8 @@ def _numbers_per_prompt(
         else:
             heads = host.neurons[site.layer]
             gates = 1 if part == "z" else 3
-            kept += gates * heads.W_out.shape[0] * heads.heads_per_neuron
-    width = max(len(heads.W_out) for heads in host.neurons)
+            kept += gates * heads.n_neurons
+    width = max(heads.n_neurons for heads in host.neurons)
     graph = 10 * cfg.d_model + 8 * width + 4 * max(host.n_heads) * n_pos
     per_token = 2 * kept + (6 if traced else 4) * cfg.d_vocab + traced * len(model.blocks) * graph
     return per_token * n_pos

@@ -15,7 +15,7 @@ The repair key is
 In each term, a_t ‖g_t‖ is the largest possible effect in a linear model, and a_t / ‖x_t‖ is the
 relative size of the change. The lengths a_t are
 
-    neuron-heads, any part    |Δz_i| ‖W_out[i]‖ (`engine/edits.py`)
+    neuron-heads, any part    |Δz_i| ‖W_O[i]‖ (`engine/edits.py`)
     attention, z              ‖Δz W_O‖
     pattern, q                ‖Δz W_O‖, from a pass in which all patterns (or queries) are
                               replaced, and z is restored before anything reads it
@@ -83,7 +83,7 @@ from torch import Tensor
 
 from attn_only_lens.arguments import as_plain, is_number
 from attn_only_lens.devices import float32_if_half, on_cpu
-from attn_only_lens.engine.edits import by_head, change_of_z, neuron_changes
+from attn_only_lens.engine.edits import by_head, by_site, change_of_z
 from attn_only_lens.engine.recording import Recording, run
 from attn_only_lens.engine.sites import SHARED_PARTS, LayerSites, Part, hook_name
 from attn_only_lens.errors import UnsupportedModelError
@@ -503,8 +503,8 @@ class _Keys:
     def _of_neurons(self, sites: LayerSites) -> Float[Tensor, "head batch pos"]:
         layer, heads = sites.layer, self._host.neurons[sites.layer]
         dz = change_of_z(self._target.neurons[layer], self._source.neurons[layer], self._part)
-        change = float32_if_half(neuron_changes(heads, sites, dz))
-        rows = float32_if_half(heads.W_out).square().sum(dim=1)[sites.index.to(change.device)]
+        change = float32_if_half(by_site(sites, dz))
+        rows = float32_if_half(heads.W_O).square().sum((1, 2))[sites.index.to(change.device)]
         return change.square() * rows[:, None, None] * self._slope(layer, "neuron")
 
     def _of_wide(self, layer: int, kind: HeadKind) -> Float[Tensor, "head=1 batch pos"]:

@@ -19,9 +19,9 @@ from attn_only_lens.devices import free_bytes, on_cpu
 from attn_only_lens.engine.edit_checks import require_groups, require_same_edit
 from attn_only_lens.engine.edits import (
     attention_edit,
+    by_site,
     change_of_z,
     differences,
-    neuron_changes,
     neuron_variants,
     of_group,
     share_edits,
@@ -238,17 +238,17 @@ class PatchRunner:
         heads = self.replay.host.neurons[sites.layer]
         target = self.replay.recording.neurons[sites.layer]
         dz = change_of_z(target, self.source.neurons[sites.layer], self.part)
-        change = neuron_changes(heads, sites, dz)
+        change = by_site(sites, dz)
         block = self.replay.host.block(sites.layer, "neuron")
         block += not tested or self.replay.adds_mlp_output(block, heads.output_module)
         index = sites.index.to(change.device)
-        edited = group.everywhere.to(change.device)
+        edited, W_O = group.everywhere.to(change.device), heads.W_O
 
         def variants(chosen: Tensor, first: int) -> Variants:
             head, place = (rows[chosen].to(change.device) for rows in (group.head, group.place))
             moves = change[head, :, first:] * edited[place, :, first:]
-            directions = heads.W_out[index[head]]  # W_out is large, so select rows first
-            rows = directions.repeat_interleave(self.replay.batch, dim=0).unsqueeze(1)
+            directions = W_O[index[head]]  # W_O is large, so select rows first
+            rows = directions.repeat_interleave(self.replay.batch, dim=0)
             added = (moves.flatten(0, 1).unsqueeze(-1) * rows).to(directions.dtype)
             return neuron_variants(self.replay, sites.layer, first, added)
 

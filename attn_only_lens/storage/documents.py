@@ -27,15 +27,15 @@ _SHOWN = 5
 _READERS = {
     "attn_only_lens": "load",
     "attn_only_lens.Circuit": "circuits.Circuit.load",
-    "attn_only_lens.CircuitGraph": "circuits.from_json",
+    "attn_only_lens.CircuitGraph": "circuits.CircuitGraph.load",
     "attn_only_lens.Paths": "patching.Paths.load",
     "attn_only_lens.Sweep": "patching.Sweep.load",
 }
 """The functions that read the files that users open most, by format."""
 _MADE_BY = {
     "attn_only_lens.Circuit": "Circuit.save writes it, or --save-circuit of explain and circuit",
-    "attn_only_lens.CircuitGraph": "circuits.to_json writes it, or --out graph.json of explain and "
-    "circuit",
+    "attn_only_lens.CircuitGraph": "CircuitGraph.save writes it, or --out graph.json of explain "
+    "and circuit",
     "attn_only_lens.Sweep": "Sweep.save writes it, or --out sweep.parquet of patch",
 }
 """What writes the files that a command reads, by format."""

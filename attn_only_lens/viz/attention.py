@@ -17,7 +17,6 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 
 from attn_only_lens.arguments import as_plain, is_count
-from attn_only_lens.axes import SELF
 from attn_only_lens.engine.model_checks import mode_reasons
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.sites import (
@@ -29,7 +28,7 @@ from attn_only_lens.engine.sites import (
 )
 from attn_only_lens.engine.tokens import checked_tokens, token_texts
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.heads import HeadName, host_of, neuron_gate, neuron_pattern
+from attn_only_lens.heads import HeadName, host_of, neuron_gate
 from attn_only_lens.heads.host import NEURON_KINDS
 from attn_only_lens.heads.patterns import cached_activation, require_neuron_heads
 from attn_only_lens.viz.page import (
@@ -68,8 +67,7 @@ def attention_view(
         source: a converted model or a model with exposed neuron-heads, which is run; or a cache
             from such a model, with the patterns of the heads, and z and v of neurons.
         names: up to 24 names, such as "L2H3" or ["L3N7", "L2H3"], drawn in this order; or
-            `patching.heads(layers)`. `L3N7.0` is one of several heads that form a neuron. Features
-            of transcoders (`L3F7`) are drawn like neurons.
+            `patching.heads(layers)`. Features of transcoders (`L3F7`) are drawn like neurons.
         text: with a model, a text or its tokens [pos]. With a cache, the text or tokens of the
             cached run, or the texts of these tokens.
         prompt: index of the prompt in the cache's batch.
@@ -196,20 +194,13 @@ def _tokens(model: Any, text: Any) -> Tensor:
 
 
 def _neuron(cache: ActivationCache, head: HeadName, prompt: int) -> dict[str, Any]:
-    """Return z, gate and value of a neuron, or of a single head of a neuron, at each token."""
-    heads, name = host_of(cache.model).neurons[head.layer], str(head)
-    first = head.heads(heads.heads_per_neuron).start
-    of_heads = {
-        point: cached_activation(cache, head.layer, head.kind, point).squeeze(-1)
+    """Return z, gate and value of a neuron at each token."""
+    name = str(head)
+    z, value = (
+        cached_activation(cache, head.layer, head.kind, point)[..., head.index, 0]
         for point in ("z", "v")
-    }
-    if head.member is None:
-        gate = neuron_gate(cache, name)
-        z = heads.neuron_outputs(of_heads["z"])[..., head.index]
-    else:
-        gate = neuron_pattern(cache, name)[..., SELF]
-        z = of_heads["z"][..., first]
-    quantities = {"z": z, "gate": gate, "value": of_heads["v"][..., first]}
+    )
+    quantities = {"z": z, "gate": neuron_gate(cache, name), "value": value}
     numbers = {
         key: short_numbers(_of_prompt(x, prompt, cache.has_batch_dim).tolist(), 4)
         for key, x in quantities.items()

@@ -1,11 +1,10 @@
 """Render statistics and top examples of up to 3,000 neurons and attention heads as a page.
 
-The page contains packed arrays, from which scripts (`assets/neurons.js`, `heads.js`) draw one
-neuron or head at a time. An example of 19 tokens takes 114 bytes. The page stores gates and z
+The page contains packed arrays, from which scripts (`assets/neurons.js`, `attention_heads.js`) draw
+one neuron or head at a time. An example of 19 tokens takes 114 bytes. The page stores gates and z
 (divided by the neuron's largest |z|) in half precision, and computes the value as z / gate. The
 joint histogram of gate and value is stored on a logarithmic scale from 0 to 255. `NeuronStatistics`
-contains the exact numbers.
-"""
+contains the exact numbers."""
 
 import base64
 from collections import defaultdict
@@ -184,7 +183,7 @@ def page_of_statistics(
     model = model_title(statistics.about.model)
     title = many + f" of {model}" * bool(model)
     main = asset("assets/neurons.html")
-    scripts = [asset("assets/heads.js")]
+    scripts = [asset("assets/attention_heads.js")]
     return page_of_tokens(title, _about(statistics), main, data, "neurons", scripts)
 
 

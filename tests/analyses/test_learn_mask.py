@@ -6,7 +6,7 @@ import torch
 from analyses.tools.learn_mask import _split, learn_mask
 from attn_only_lens import circuits, expose_neuron_heads, pretrained, tasks
 from attn_only_lens import patching as p
-from attn_only_lens.circuits.ablation import AblatedModel
+from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.errors import InputError
 
 N_SITES = 45

@@ -96,12 +96,15 @@ def test_sums_over_prompts_and_of_metrics_that_are_not_linear(model):
         assert (abs(offset) > 1e-3) == (metric is not METRIC)
 
 
-def test_bilinear_heads_of_a_neuron_are_one_node():
+def test_neurons_of_bilinear_gates():
     model = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(2))
     graph = attribution_graph(model, PROMPT, METRIC, top=31)
     assert worst(graph.inflow(), graph.nodes) < ROUNDING
-    assert graph.nodes["name"].str.fullmatch(r"L\dN\d+").any()
-    assert graph.nodes["gradient"].isna().all()
+    neurons = graph.nodes.query("kind == 'neuron'")
+    assert (neurons["name"].str.slice(3).astype(int) >= 37).any()
+    assert (neurons["gradient"] * neurons["value"]).to_numpy() == pytest.approx(
+        neurons["attribution"].to_numpy(), abs=ROUNDING
+    )
 
 
 # Oracle: each edge is checked by one run with fixed patterns and norm scales, without autograd.

@@ -11,6 +11,7 @@ from dense_heads import FAMILIES, Dense, original
 from attn_only_lens import Bilinear, circuits, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
+from attn_only_lens.gates import bilinear_gate
 from attn_only_lens.heads import host_of
 
 pytestmark = [
@@ -33,6 +34,14 @@ def model():
     return model_of("gpt2")
 
 
+def composed(*args, **options):
+    return circuits.composition(*args, **options).frame
+
+
+def virtual_weights(model, writer, reader, kind):
+    return circuits.composition(model, writer, reader, kind).virtual_weights()
+
+
 def taken(frame):
     return frame.set_index(["writer", "reader"]).score
 
@@ -47,7 +56,7 @@ def test_every_pair_is_that_of_dense_matrices(family, state, fold):
     dense, model = Dense(family, fold), model_of(family, state)
     tables = {kind: dense.table(["embed", *NAMES], NAMES, kind) for kind in ("q", "k", "v")}
     for kind, expected in tables.items():
-        got = circuits.composition(model, ["embed", *NAMES], NAMES, kind, fold_norms=fold)
+        got = composed(model, ["embed", *NAMES], NAMES, kind, fold_norms=fold)
         assert list(got.columns) == COLUMNS
         assert set(taken(got).index) == set(expected.index)
         assert (taken(got) - expected).abs().max() < EXACT
@@ -66,7 +75,7 @@ def test_every_pair_is_that_of_dense_matrices(family, state, fold):
 
 def test_between_attention_heads_it_is_transformer_lens_own(model):
     for kind in "qkv":
-        got = taken(circuits.composition(model, p.heads(), p.heads(), kind, fold_norms=False))
+        got = taken(composed(model, p.heads(), p.heads(), kind, fold_norms=False))
         reference = bridges.bridged(original("gpt2")).all_composition_scores(kind.upper()).detach()
         assert len(got) == 2 * 2
         for (writer, reader), score in got.items():
@@ -83,8 +92,9 @@ def test_the_largest_of_all(family, kind):
     every = dense.table(["embed", *everyone], readers, kind).sort_values(ascending=False)
     k = min(k, len(every) - 1)
     for block in (3, 1024):
-        got = circuits.top_compositions(model, k, kind, block=block)
-        assert got.attrs["pairs"] == len(every)
+        largest = circuits.composition(model, kind=kind, top=k, block=block)
+        assert largest.n_pairs == len(every)
+        got = largest.frame
         assert abs(got.score.to_numpy() - every.to_numpy()[:k]).max() < EXACT
         assert (taken(got) - every.reindex(taken(got).index)).abs().max() < EXACT
         assert taken(got).index.is_unique
@@ -93,9 +103,9 @@ def test_the_largest_of_all(family, kind):
 
 
 def test_more_than_there_are_is_all_there_are(model):
-    got = circuits.top_compositions(model, 10**6, "v", p.heads(0), p.neuron_heads([0, 1]))
+    got = composed(model, p.heads(0), p.neuron_heads([0, 1]), top=10**6)
     assert len(got) == 2 * 2 * D_MLP
-    grid = taken(circuits.composition(model, p.heads(0), p.neuron_heads([0, 1]), "v"))
+    grid = taken(composed(model, p.heads(0), p.neuron_heads([0, 1]), "v"))
     assert (taken(got) - grid.reindex(taken(got).index)).abs().max() < EXACT
 
 
@@ -106,39 +116,40 @@ def test_virtual_weights_are_the_product(family):
         ("L0H1", "L1H0", "q"), ("L0H1", "L1H0", "k"), ("L0H1", "L1H0", "v"), ("L1H0", "L1N5", "q"),
         ("embed", "L1H1", "q"), ("embed", "L1N5", "v"),
     ]:  # fmt: skip
-        got = circuits.virtual_weights(model, writer, reader, kind)
+        got = virtual_weights(model, writer, reader, kind)
         expected = dense.writes[writer] @ dense.reads[reader][kind]
         torch.testing.assert_close(got.AB, expected, rtol=1e-10, atol=1e-12)
         assert got.mdim <= 14
     # A neuron's output is one row: the outer product of `Dense` without the vector that it reads.
-    one = circuits.virtual_weights(model, "L0N7", "L1N11", "q")
+    one = virtual_weights(model, "L0N7", "L1N11", "q")
     row = dense.writes["L0N7"] / dense.reads["L0N7"]["v"]
     torch.testing.assert_close(one.AB, row[:1] @ dense.reads["L1N11"]["q"], rtol=1e-9, atol=1e-12)
-    assert circuits.virtual_weights(model, "L0N7", "L1H1", "v").shape == (1, 26)
+    assert virtual_weights(model, "L0N7", "L1H1", "v").shape == (1, 26)
+    # The row says which pair it is.
+    pairs = circuits.composition(model, ["embed", "L0H1"], ["L1H0", "L1N5"], "q")
+    for row, pair in enumerate(pairs.frame[["writer", "reader"]].to_numpy()):
+        assert torch.equal(pairs.virtual_weights(row).AB, virtual_weights(model, *pair, "q").AB)
+    for wrong in (4, -1, True):
+        with pytest.raises(InputError, match=f"got row={wrong}; expected 0 to 3"):
+            pairs.virtual_weights(wrong)
 
 
-def test_heads_that_share_a_neuron(model):
-    shared = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(4))
-    whole, expected = (
-        circuits.composition(x, "L0N5", "L1N7", "q").score.item() for x in (shared, model)
-    )
-    assert abs(whole - expected) < EXACT
-    weight = circuits.virtual_weights(model, "L0N5", "L1N7", "q").AB.item()
-    parts = [
-        circuits.virtual_weights(shared, f"L0N5.{i}", "L1N7.0", "q").AB.item() for i in range(4)
-    ]
-    slopes = [
-        circuits.virtual_weights(shared, "L0N5.0", f"L1N7.{i}", "q").AB.item() for i in range(4)
-    ]
-    assert any(abs(part) > 1e-3 * abs(weight) for part in (*parts, *slopes))
-    for i in range(4):
-        score = circuits.composition(shared, "L0N5.0", f"L1N7.{i}", "q").score.item()
-        assert abs(score - (whole if slopes[i] else 0.0)) < EXACT
+def test_neurons_of_bilinear_gates(model):
+    """Neuron 4 i + j writes w_j, and its query reads b_j, times neuron i of the original."""
+    split = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(4))
+    score = composed(model, "L0N5", "L1N7", "q").score.item()
+    weight = virtual_weights(model, "L0N5", "L1N7", "q").AB.item()
+    gate = bilinear_gate("gelu_new", 4)
+    for i, j in ((0, 0), (1, 2), (3, 1)):
+        names = f"L0N{20 + i}", f"L1N{28 + j}"
+        got = virtual_weights(split, *names, "q").AB.item()
+        assert got == pytest.approx(gate.w[i] * gate.b[j] * weight, rel=1e-12)
+        assert abs(composed(split, *names, "q").score.item() - score) < EXACT
 
 
 def test_random_heads_score_as_the_baseline_says(model):
     """The mean of ratio² over random weights is 1; a head that reads what it writes exceeds it."""
-    frame = circuits.composition(model, p.neuron_heads(0), p.neuron_heads(1), fold_norms=False)
+    frame = composed(model, p.neuron_heads(0), p.neuron_heads(1), fold_norms=False)
     assert abs(frame.ratio_to_baseline.pow(2).mean() - 1) < 0.15
     aligned = bridges.boot("gpt2")
     with torch.no_grad():
@@ -146,32 +157,32 @@ def test_random_heads_score_as_the_baseline_says(model):
         second.c_fc.weight.copy_(first.c_proj.weight.T)
     model = expose_neuron_heads(aligned).model
     for i in (3, 29):
-        row = circuits.composition(model, f"L0N{i}", f"L1N{i}", "q", fold_norms=False)
+        row = composed(model, f"L0N{i}", f"L1N{i}", "q", fold_norms=False)
         assert row.ratio_to_baseline.item() == pytest.approx(26**0.5)
 
 
 def test_zero_weights_score_zero_and_broken_ones_are_refused():
     bridge = bridges.boot("gpt2", torch.float32)
-    expected = circuits.composition(bridges.exposed_copy(bridge), "L0N6", "L1N7").score[0]
+    expected = composed(bridges.exposed_copy(bridge), "L0N6", "L1N7").score[0]
     W_out = bridge.original_model.transformer.h[0].mlp.c_proj.weight
     with torch.no_grad():
         W_out[5] = 0.0
         W_out[6] *= 1e-25  # its square underflows in float32
     broken = expose_neuron_heads(bridge).model
-    got = circuits.composition(broken, ["L0N5", "L0N6"], "L1N7")
+    got = composed(broken, ["L0N5", "L0N6"], "L1N7")
     assert got.score[0] == 0.0
     assert got.score[1] == pytest.approx(expected, abs=1e-6) != 0
     with torch.no_grad():
         bridge.original_model.transformer.wte.weight[7, 3] = float("inf")
     with pytest.raises(InputError, match="not finite"):
-        circuits.top_compositions(broken, 3, "v", "embed", "L1N7")
+        composed(broken, "embed", "L1N7", top=3)
 
 
 def test_half_precision_is_computed_in_float32():
     low = bridges.bridged(original("llama").to(torch.bfloat16))
     high = bridges.bridged(original("llama").to(torch.bfloat16).double())
     got, expected = (
-        taken(circuits.composition(bridges.exposed_copy(x), NAMES, NAMES, "q")) for x in (low, high)
+        taken(composed(bridges.exposed_copy(x), NAMES, NAMES, "q")) for x in (low, high)
     )
     assert (got - expected).abs().max() < 1e-6
 
@@ -179,16 +190,16 @@ def test_half_precision_is_computed_in_float32():
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda m: circuits.composition(m, "L0H0", "L1H0", "o"), "got kind='o'"),
-        (lambda m: circuits.composition(m, "L1H0", "L0N5"), "a reader after the writer"),
-        (lambda m: circuits.composition(m, "L1N5", "L1H0"), "a reader after the writer"),
-        (lambda m: circuits.virtual_weights(m, "L1H0", "L1H1", "v"), "a reader after the writer"),
-        (lambda m: circuits.virtual_weights(m, "L0H0", "L1N5", "k"), "zero by construction"),
-        (lambda m: circuits.top_compositions(m, 3, "k", p.heads(), p.neuron_heads()), "zero by"),
-        (lambda m: circuits.top_compositions(m, 0, block=True), "(?s)got k=0.*got block=True"),
-        (lambda m: circuits.composition(m, ["embed", "L9H0"], "L1H0"), "L9H0"),
-        (lambda m: circuits.composition(bridges.boot("gpt2"), "L0H0", "L1H0"), "no neuron-heads"),
-        (lambda m: circuits.virtual_weights(model_of("neox"), "L1H0", "L1N5", "q"), "in parallel"),
+        (lambda m: composed(m, "L0H0", "L1H0", "o"), "got kind='o'"),
+        (lambda m: composed(m, "L1H0", "L0N5"), "a reader after the writer"),
+        (lambda m: composed(m, "L1N5", "L1H0"), "a reader after the writer"),
+        (lambda m: virtual_weights(m, "L1H0", "L1H1", "v"), "a reader after the writer"),
+        (lambda m: virtual_weights(m, "L0H0", "L1N5", "k"), "zero by construction"),
+        (lambda m: composed(m, p.heads(), p.neuron_heads(), "k", top=3), "zero by"),
+        (lambda m: composed(m, top=0, block=True), "(?s)got top=0.*got block=True"),
+        (lambda m: composed(m, ["embed", "L9H0"], "L1H0"), "L9H0"),
+        (lambda m: composed(bridges.boot("gpt2"), "L0H0", "L1H0"), "no neuron-heads"),
+        (lambda m: virtual_weights(model_of("neox"), "L1H0", "L1N5", "q"), "in parallel"),
     ],
 )
 def test_what_is_refused(model, call, match):
@@ -198,8 +209,8 @@ def test_what_is_refused(model, call, match):
 
 def test_a_grid_that_would_not_fit_is_refused(model, monkeypatch):
     monkeypatch.setattr("attn_only_lens.circuits.weights._composition._MOST_PAIRS", 100)
-    with pytest.raises(InputError, match="use top_compositions"):
-        circuits.composition(model, p.heads(), p.neuron_heads())
+    with pytest.raises(InputError, match="pass top="):
+        composed(model, p.heads(), p.neuron_heads())
 
 
 def test_weights_that_are_not_those_of_the_modules_are_refused(monkeypatch):
@@ -209,11 +220,11 @@ def test_weights_that_are_not_those_of_the_modules_are_refused(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(kind, "W_Q", property(lambda self: right.fget(self).flip(1)))
         with pytest.raises(InputError, match=r"layer 1: W_Q is not the matrix that its attn\.q"):
-            circuits.composition(exposed, "L0H0", "L1H0", "q")
+            composed(exposed, "L0H0", "L1H0", "q")
     exposed.blocks[1].ln2.register_forward_hook(lambda module, args, output: output + 3.0)
     with pytest.raises(InputError, match="layer 1: its ln2 is neither LayerNorm nor RMSNorm"):
-        circuits.composition(exposed, "L0H0", "L1H0", "q")
-    circuits.composition(exposed, "L0H0", "L1H0", "q", fold_norms=False)
+        composed(exposed, "L0H0", "L1H0", "q")
+    composed(exposed, "L0H0", "L1H0", "q", fold_norms=False)
 
 
 def test_weights_that_are_not_finite_are_named():
@@ -221,7 +232,7 @@ def test_weights_that_are_not_finite_are_named():
     with torch.no_grad():
         exposed.blocks[1].mlp.out.original_component.weight[5, 3] = float("nan")
     with pytest.raises(InputError, match="layer 1: W_out has weights that are not finite"):
-        circuits.composition(exposed, "L0H0", "L1H0", "q")
+        composed(exposed, "L0H0", "L1H0", "q")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

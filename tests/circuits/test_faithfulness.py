@@ -10,9 +10,8 @@ from common import tokens
 from attn_only_lens import Bilinear
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import SHARES, discover, evaluate, faithfulness
-from attn_only_lens.circuits import ablation as ablation_module
-from attn_only_lens.circuits._search import _Search, smallest_prefix
-from attn_only_lens.circuits.ablation import AblatedModel
+from attn_only_lens.circuits.ablated_model import AblatedModel
+from attn_only_lens.circuits.search import Search, smallest_prefix
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
 
@@ -138,7 +137,7 @@ def test_cpr_and_cmd_of_a_curve_worked_out_by_hand(model, monkeypatch):
     def made_up(self, circuits):
         return np.array([curve.get(len(circuit), float("nan")) for circuit in circuits])
 
-    monkeypatch.setattr("attn_only_lens.circuits.ablation.AblatedModel.faithfulness", made_up)
+    monkeypatch.setattr("attn_only_lens.circuits.ablated_model.AblatedModel.faithfulness", made_up)
     result = faithfulness(*arguments, ranking, n_random=2)
     assert result.frame["n_sites"].tolist() == [int(share * n) for share in SHARES]
     assert result.cpr == pytest.approx(0.8999995, abs=1e-12)
@@ -232,7 +231,7 @@ def test_no_prefix_of_either_order_is_shorter(model, seed, threshold):
         assert abs(1 - curves[order][k - 2]) > 1 - threshold
     # Control: no curve is monotone, so a bisection would have failed.
     assert all((np.diff(curve) < -0.01).any() for curve in curves.values())
-    search, size = _Search(ablated, threshold), min(shortest.values())
+    search, size = Search(ablated, threshold), min(shortest.values())
     both = list(orders.values())
     assert len(search.shorter_prefix(both, both[0][: size + 5])) == size
     best = both[0][:size]
@@ -261,7 +260,7 @@ def test_a_search_does_not_record_the_runs_of_its_ranking_again(model, monkeypat
     low = arguments_of(bridges.exposed_copy(bridges.boot("gpt2", torch.float32)))
     how = {"order": "magnitude", "budget": 0}
     with monkeypatch.context() as patch:
-        patch.setattr(ablation_module, "record_pair", refuse)
+        patch.setattr("attn_only_lens.circuits.ablated_model.record_pair", refuse)
         with pytest.raises(AssertionError, match="recorded again"):
             # control: a float32 ranking is not in the model's dtype
             discover(*arguments_of(model), **how)
@@ -332,7 +331,7 @@ def test_nothing_less_than_everything_is_faithful_to_the_bit(model, capsys):
     assert "the original: search: " in said
 
 
-def test_neurons_of_several_heads_are_ablated_whole():
+def test_neurons_of_bilinear_gates():
     model = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(2))
     arguments = arguments_of(model)
     ranking = p.attribution(*arguments, sites=NAMES, positions="all")

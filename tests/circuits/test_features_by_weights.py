@@ -29,11 +29,11 @@ def test_composition_is_the_cosine_of_decoder_and_encoder(model):
     early, late = model.blocks[1].mlp, model.blocks[3].mlp
     written, read = early.W_out[58], gain(model.blocks[3].ln2) * late.W_in[:, 11]
     cosine = torch.nn.functional.cosine_similarity(written, read, dim=0)
-    frame = circuits.composition(model, ["L1F58"], ["L3F11"], "q")
+    frame = circuits.composition(model, ["L1F58"], ["L3F11"], "q").frame
     assert frame["score"].item() == pytest.approx(abs(float(cosine)), rel=1e-4)
-    matrix = circuits.virtual_weights(model, "L1F58", "L3F11", "v").AB
+    matrix = circuits.composition(model, "L1F58", "L3F11", "v").virtual_weights().AB
     assert matrix.item() == pytest.approx(float(written @ read), rel=1e-4)
-    best = circuits.top_compositions(model, 5, writers=p.features(1), readers=p.features(3))
+    best = circuits.composition(model, p.features(1), p.features(3), top=5).frame
     assert set(best["writer"].str[:3]) == {"L1F"}
     assert set(best["reader"].str[:3]) == {"L3F"}
     products = early.W_out / early.W_out.norm(dim=1, keepdim=True)
@@ -46,9 +46,9 @@ def test_composition_is_the_cosine_of_decoder_and_encoder(model):
 def test_tokens_of_features(model):
     mlp, W_E = model.blocks[1].mlp, model.W_E
     reads = W_E @ (gain(model.blocks[1].ln2) * mlp.W_in[:, 58])
-    best = circuits.qk_circuit(model, "L1F58").top(1)
+    best = circuits.token_circuit(model, "L1F58", "qk").top(1)
     assert best["query_token"].item() == int(reads.argmax())
-    ov = circuits.ov_circuit(model, "L1F58").matrix
+    ov = circuits.token_circuit(model, "L1F58", "ov").matrix
     logits = (mlp.W_out[58] * gain(model.ln_final)) @ model.W_U
     expected = torch.outer(reads, logits - logits.mean())
     assert torch.allclose(ov.AB, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
@@ -60,16 +60,16 @@ def test_tokens_of_features(model):
 def test_selections_leave_out_what_has_no_weights(model):
     kinds = set(circuits.copying_scores(model)["kind"])
     assert kinds == {"attention", "neuron", "feature"}
-    pairs = circuits.top_compositions(model, 3, writers=p.all_heads(3), readers=p.all_heads(3))
-    assert pairs.attrs["pairs"] == 4 * 344 + 4 * 0  # the heads of layer 3 write to its features
+    pairs = circuits.composition(model, p.all_heads(3), p.all_heads(3), top=3)
+    assert pairs.n_pairs == 4 * 344 + 4 * 0  # the heads of layer 3 write to its features
     for call in (
         lambda: circuits.composition(model, ["L1E"], ["L3F11"]),
         lambda: circuits.composition(model, ["L1F58"], ["L3E"]),
-        lambda: circuits.virtual_weights(model, "L1S", "L3F11", "q"),
-        lambda: circuits.top_compositions(model, 3, writers=["embed", "L1E"]),
-        lambda: circuits.top_compositions(model, 3, readers=p.error_nodes()),
-        lambda: circuits.qk_circuit(model, "L3E"),
-        lambda: circuits.ov_circuit(model, "L1S"),
+        lambda: circuits.composition(model, "L1S", "L3F11", "q"),
+        lambda: circuits.composition(model, ["embed", "L1E"], top=3),
+        lambda: circuits.composition(model, readers=p.error_nodes(), top=3),
+        lambda: circuits.token_circuit(model, "L3E", "qk"),
+        lambda: circuits.token_circuit(model, "L1S", "ov"),
         lambda: circuits.copying_scores(model, ["L3E"]),
     ):
         with pytest.raises(InputError, match=WIDE):

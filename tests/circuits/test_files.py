@@ -125,8 +125,12 @@ def test_damage_and_other_files_are_refused(circuit, graph, kind, tmp_path):
         circuit.save(path)
         read, version, other = circuits.Circuit.load, "1", r"which patching\.Sweep\.load opens"
     else:
-        circuits.to_json(graph, path)
-        read, version, other = circuits.from_json, "3", r"has format 'attn_only_lens\.Sweep'"
+        graph.save(path)
+        read, version, other = (
+            circuits.CircuitGraph.load,
+            "3",
+            r"has format 'attn_only_lens\.Sweep'",
+        )
     whole = json.loads(path.read_text("utf-8"))
     moved = {"faithfulness": 0.5} if kind == "circuit" else {"value": 0.5}
     for text, match in (
@@ -150,7 +154,7 @@ def test_damage_and_other_files_are_refused(circuit, graph, kind, tmp_path):
 
 def test_a_graph_is_refused_with_the_name_of_its_reader(tmp_path):
     Document("attn_only_lens.CircuitGraph", 3, dict).write(tmp_path / "graph.json")
-    with pytest.raises(CheckpointError, match=r"which circuits\.from_json opens"):
+    with pytest.raises(CheckpointError, match=r"which circuits\.CircuitGraph\.load opens"):
         circuits.Circuit.load(tmp_path / "graph.json")
 
 
@@ -172,8 +176,8 @@ def graph(model):
 def test_a_graph_is_read_back_to_the_bit(graph, tmp_path):
     words = (("é", "\n", '"', " ", "日", "x"),)
     for original in (graph, graph.prune(top=5), replace(graph, tokens=words)):
-        circuits.to_json(original, tmp_path / "graph.json")
-        again = circuits.from_json(tmp_path / "graph.json")
+        original.save(tmp_path / "graph.json")
+        again = circuits.CircuitGraph.load(tmp_path / "graph.json")
         for field in fields(original):
             written, read = getattr(original, field.name), getattr(again, field.name)
             if field.name in ("nodes", "edges"):
@@ -200,7 +204,7 @@ def test_a_graph_is_read_back_to_the_bit(graph, tmp_path):
 def test_a_graph_that_another_program_wrote_is_refused(graph, tmp_path, path_to, value, match):
     """Refuse files with a correct digest whose contents are not a valid graph."""
     path = tmp_path / "graph.json"
-    circuits.to_json(graph, path)
+    graph.save(path)
     *within, last = path_to
 
     def change(whole):
@@ -211,7 +215,7 @@ def test_a_graph_that_another_program_wrote_is_refused(graph, tmp_path, path_to,
 
     rewrite(path, change)
     with pytest.raises(CheckpointError, match=match):
-        circuits.from_json(path)
+        circuits.CircuitGraph.load(path)
 
 
 @pytest.mark.parametrize(

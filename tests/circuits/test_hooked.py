@@ -46,4 +46,4 @@ def test_weights_that_are_not_finite_are_refused():
     with torch.no_grad():  # after the conversion, because convert refuses such weights
         model.blocks[1].attn.W_out[5, 3] = float("nan")
     with pytest.raises(InputError, match="1 heads, such as L0N5, have weights that are not finite"):
-        circuits.top_compositions(model, 3, "v", "L0N5", "L1N7")
+        circuits.composition(model, "L0N5", "L1N7", top=3)

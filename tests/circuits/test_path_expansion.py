@@ -146,7 +146,7 @@ def check(model, tolerance, gated=False, held="gate", two=3):
     return expansion
 
 
-def test_heads_that_share_a_neuron():
+def test_neurons_of_bilinear_gates():
     bridge = bridges.boot("native_gated")
     gate = Bilinear(4, calibration=calibrate(bridge, PROMPT))
     check(bridges.exposed_copy(bridge, gate=gate), 1e-8)

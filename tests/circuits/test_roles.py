@@ -19,12 +19,12 @@ from attn_only_lens.circuits import (
     attribution_graph,
     discover,
     evaluate,
-    explain,
     faithfulness,
 )
-from attn_only_lens.circuits.ablation import AblatedModel
+from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.circuits.stability import random_halves, resampled
 from attn_only_lens.errors import InputError, InputWarning
+from attn_only_lens.explanation import explain
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 
 pytestmark = pytest.mark.numeric

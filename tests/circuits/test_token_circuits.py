@@ -12,7 +12,7 @@ from attn_only_lens import Bilinear, circuits, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.largest import LargestScores
 from attn_only_lens.errors import InputError, UnsupportedCallError
-from attn_only_lens.gates import GeneralizedSiLU
+from attn_only_lens.gates import GeneralizedSiLU, bilinear_gate
 
 pytestmark = [
     pytest.mark.numeric,
@@ -52,10 +52,13 @@ class Tables:
 def test_circuits_are_those_of_dense_matrices(family):
     model, tables, part = exposed(family), Tables(family), Tables(family, SOME)
     for head in ("L1H1", "L1N5"):
-        ov, qk = circuits.ov_circuit(model, head), circuits.qk_circuit(model, head)
+        ov, qk = (
+            circuits.token_circuit(model, head, "ov"),
+            circuits.token_circuit(model, head, "qk"),
+        )
         near(ov.matrix.AB, tables.ov(head))
         near(qk.matrix.AB, tables.qk(head))
-        near(circuits.ov_circuit(model, head, tokens=SOME).matrix.AB, part.ov(head))
+        near(circuits.token_circuit(model, head, "ov", tokens=SOME).matrix.AB, part.ov(head))
         values = np.linalg.eigvals(tables.ov(head).numpy())
         values = values[np.argsort(-abs(values))][: ov.matrix.mdim]
         for value in ov.eigenvalues.numpy():
@@ -67,7 +70,7 @@ def test_circuits_are_those_of_dense_matrices(family):
             scores = circuits.copying_scores(model, [head], tokens=tokens).iloc[0]
             assert abs(scores.cosine - float(M.trace() / M.norm())) < 1e-9
         # Control: without folding, the matrices differ.
-        unfolded = circuits.ov_circuit(model, head, fold_norms=False).matrix.AB
+        unfolded = circuits.token_circuit(model, head, "ov", fold_norms=False).matrix.AB
         near(unfolded, Tables(family, fold=False).ov(head))
         assert (unfolded - tables.ov(head)).abs().max() > 1e-2
     n_heads = tables.dense.cfg.num_attention_heads
@@ -82,14 +85,14 @@ def test_the_strongest_pairs(block):
     for head in ("L1H1", "L1N5"):
         every = tables.ov(head)
         for lowest in (False, True):
-            top = circuits.ov_circuit(model, head).top(29, lowest=lowest, block=block)
+            top = circuits.token_circuit(model, head, "ov").top(29, lowest=lowest, block=block)
             expected = every.flatten().sort(descending=not lowest).values[:29]
             near(top["score"].to_numpy(), expected)
             near(every[top["read_token"], top["written_token"]], expected)
         assert top["read"].tolist() == [str(token) for token in top["read_token"]]
-        part = circuits.ov_circuit(model, head, tokens=SOME)
+        part = circuits.token_circuit(model, head, "ov", tokens=SOME)
         assert set(part.top(1000)["read_token"]) == set(SOME)
-    gate = circuits.qk_circuit(model, "L1N5").top(3)
+    gate = circuits.token_circuit(model, "L1N5", "qk").top(3)
     assert gate["key"].tolist() == ["bias token"] * 3
     assert gate["key_token"].tolist() == [-1] * 3
     near(gate["score"].to_numpy(), tables.qk("L1N5")[:, 0].sort(descending=True).values[:3])
@@ -105,21 +108,19 @@ def test_generalized_silus_in_the_limit_of_a_large_stream(a_1, a_2):
     model = bridges.exposed_copy(bridges.bridged(made), gate=gate)
     for key in (f"L1N{neuron}" for neuron in range(0, D_MLP, 9)):
         q = tables.qk(key)[:, 0]
-        opens = circuits.qk_circuit(model, key).matrix.AB[:, 0] > 0
+        opens = circuits.token_circuit(model, key, "qk").matrix.AB[:, 0] > 0
         assert torch.equal(opens, a_2 * q > 0)
         row = tables.dense.writes[key][0] / tables.dense.reads[key]["v"][0, 0]
         expected = torch.outer(a_1 * (a_2 * q).clamp(min=0), row @ tables.U)
-        near(circuits.ov_circuit(model, key).matrix.AB[opens], expected[opens])
+        near(circuits.token_circuit(model, key, "ov").matrix.AB[opens], expected[opens])
 
 
-def test_heads_that_share_a_neuron_share_its_circuit():
-    model = exposed("gpt2", gate=Bilinear(4))
-    whole = circuits.ov_circuit(model, "L1N5").matrix.AB
-    near(whole, Tables("gpt2").ov("L1N5"))
-    parts = [circuits.ov_circuit(model, f"L1N5.{j}").matrix.AB for j in range(4)]
-    for part in parts:  # each is a multiple of the whole
-        near(part * whole[3, 5], whole * part[3, 5])
-    assert len({round(float(part[3, 5] / whole[3, 5]), 6) for part in parts}) > 1
+def test_neurons_of_bilinear_gates_have_multiples_of_the_circuit():
+    model, gate = exposed("gpt2", gate=Bilinear(4)), bilinear_gate("gelu_new", 4)
+    whole = Tables("gpt2").ov("L1N5")
+    for j in range(4):
+        near(circuits.token_circuit(model, f"L1N{20 + j}", "ov").matrix.AB, gate.w[j] * whole)
+    assert len(set(gate.w)) > 1
 
 
 def test_no_matrix_of_the_vocabulary_is_held():
@@ -127,7 +128,7 @@ def test_no_matrix_of_the_vocabulary_is_held():
     config = bridges.transformers.GPT2Config(**bridges.GPT | {"vocab_size": d_vocab})
     bridge = bridges.bridged(bridges.transformers.GPT2LMHeadModel(config).eval())
     model, d_head = expose_neuron_heads(bridge).model, 13
-    ov = circuits.ov_circuit(model, "L0H1")
+    ov = circuits.token_circuit(model, "L0H1", "ov")
     with Allocated() as allocated:
         top = ov.top(k, block=b)
     bound = 4 * (2 * b * d_head + 2 * b * b + 16 * b * k + 8 * d_vocab)
@@ -175,18 +176,18 @@ def test_tokens_are_those_of_their_side(d_out, chosen, read, written):
     W_Q, W_K, W_V, W_O = (getattr(attn, name).detach()[1] for name in ("W_Q", "W_K", "W_V", "W_O"))
     W_in = mlp.W_in.detach()
     how = {"tokens": chosen, "fold_norms": False}
-    ov = circuits.ov_circuit(model, "L1H1", **how)
+    ov = circuits.token_circuit(model, "L1H1", "ov", **how)
     near(ov.matrix.AB, E @ W_V @ W_O @ U)
     pairs = ov.top(100)
     assert set(pairs["read_token"]) == set(read)
     assert set(pairs["written_token"]) == set(written)
-    qk = circuits.qk_circuit(model, "L1H1", tokens=read, fold_norms=False)
+    qk = circuits.token_circuit(model, "L1H1", "qk", tokens=read, fold_norms=False)
     near(qk.matrix.AB, E @ W_Q @ W_K.T @ E.T)
-    gate = circuits.qk_circuit(model, "L1N5", tokens=read, fold_norms=False)
+    gate = circuits.token_circuit(model, "L1N5", "qk", tokens=read, fold_norms=False)
     order = (E @ W_in[:, 5]).argsort(descending=True)
     assert gate.top(9)["query_token"].tolist() == [read[i] for i in order]
     both = [token for token in read if token in written]
-    M = circuits.ov_circuit(model, "L1H1", tokens=both, fold_norms=False)
+    M = circuits.token_circuit(model, "L1H1", "ov", tokens=both, fold_norms=False)
     scores = circuits.copying_scores(model, ["L1H1"], tokens=both, fold_norms=False)
     assert abs(scores.eigenvalue_sum[0] - M.matrix.AB.trace()) < EXACT * M.matrix.AB.norm()
     side, outside = ("output", 40) if d_out < 41 else ("input", 41)
@@ -201,17 +202,20 @@ def test_tokens_are_those_of_their_side(d_out, chosen, read, written):
         ),
         (
             "different tokens from 0 to 40",
-            lambda: circuits.qk_circuit(model, "L1H1", tokens=[*chosen, 41]),
+            lambda: circuits.token_circuit(model, "L1H1", "qk", tokens=[*chosen, 41]),
         ),
         (
             f"from 0 to {max(41, d_out) - 1}",
-            lambda: circuits.ov_circuit(model, "L1H1", tokens=[53]),
+            lambda: circuits.token_circuit(model, "L1H1", "ov", tokens=[53]),
         ),
         (
             f"none of them in the {side} vocabulary",
-            lambda: circuits.ov_circuit(model, "L1H1", tokens=[outside]),
+            lambda: circuits.token_circuit(model, "L1H1", "ov", tokens=[outside]),
         ),
-        ("expected a square matrix", lambda: circuits.ov_circuit(model, "L0H1").eigenvalues),
+        (
+            "expected a square matrix",
+            lambda: circuits.token_circuit(model, "L0H1", "ov").eigenvalues,
+        ),
     ):
         with pytest.raises(InputError, match=match):
             call()
@@ -219,14 +223,17 @@ def test_tokens_are_those_of_their_side(d_out, chosen, read, written):
 
 def test_refusals():
     model = bridges.exposed_copy(bridges.boot("gpt2"))
-    ov = circuits.ov_circuit(model, "L0H1", tokens=SOME)
+    ov = circuits.token_circuit(model, "L0H1", "ov", tokens=SOME)
     for match, call in (
         ("got k=0", lambda: ov.top(0)),
         ("got block=0.5", lambda: ov.top(block=0.5)),
-        ("expected different tokens", lambda: circuits.qk_circuit(model, "L0H1", tokens=[3, 3])),
+        (
+            "expected different tokens",
+            lambda: circuits.token_circuit(model, "L0H1", "qk", tokens=[3, 3]),
+        ),
         ("got tokens=", lambda: circuits.copying_scores(model, tokens=[D_VOCAB])),
         ("got tokens=", lambda: circuits.copying_scores(model, tokens=[])),
-        ("expected one name", lambda: circuits.ov_circuit(model, ["L0H1"])),
+        ("expected one name", lambda: circuits.token_circuit(model, ["L0H1"], "ov")),
         ("has no neuron-heads", lambda: circuits.copying_scores(bridges.boot("gpt2"))),
     ):
         with pytest.raises(InputError, match=match):
@@ -238,9 +245,11 @@ def test_refusals():
     with pytest.raises(UnsupportedCallError, match="no vocabulary"):
         circuits.copying_scores(bridges.exposed_copy(bridges.boot("vit")))
     untied = bridges.exposed_copy(of_two_vocabularies(31))
-    expected = circuits.qk_circuit(untied, "L0H1").matrix.AB
+    expected = circuits.token_circuit(untied, "L0H1", "qk").matrix.AB
     with torch.no_grad():
         untied.unembed.original_component.weight[5, 0] = float("nan")
-    assert torch.equal(circuits.qk_circuit(untied, "L0H1").matrix.AB, expected)  # needs no W_U
+    assert torch.equal(
+        circuits.token_circuit(untied, "L0H1", "qk").matrix.AB, expected
+    )  # needs no W_U
     with pytest.raises(InputError, match="the unembedding"):
-        circuits.ov_circuit(untied, "L0H1")
+        circuits.token_circuit(untied, "L0H1", "ov")

@@ -148,17 +148,17 @@ def test_text_without_a_tokenizer(folder, tmp_path):
 
 def test_bilinear_gates(folder, tmp_path):
     out = tmp_path / "out"
-    result = run("convert", folder, out, "--gate", "bilinear", "--heads-per-neuron", 4)
+    result = run("convert", folder, out, "--gate", "bilinear", "--heads", 4)
     assert result.exit_code == 0, result.output
     assert f"{4 * 37} neuron-heads" in result.output
     result = run("verify", folder, out, "--text", "w3 w5 w7 w11")
     assert result.exit_code == 0, result.output
     assert "bilinear against exact" in result.output
-    assert read_manifest(out)["gate"]["heads_per_neuron"] == 4
+    assert read_manifest(out)["gate"]["heads"] == 4
     for arguments, message in (
-        (("--gate", "bilinear", "--heads-per-neuron", 5), "gelu has gates with [1, 2, 4, 6, 8]"),
+        (("--gate", "bilinear", "--heads", 5), "gelu has gates with [1, 2, 4, 6, 8]"),
         (("--gate", "linear"), "got --gate linear; expected one of exact, bilinear"),
-        (("--heads-per-neuron", 4), "need --gate bilinear"),
+        (("--heads", 4), "need --gate bilinear"),
         (("--gate", "bilinear", "--text", "w3 w5"), "cannot be calibrated"),
     ):
         result = run("convert", folder, tmp_path / "new", *arguments)

@@ -72,7 +72,7 @@ def test_an_explanation_and_its_page_with_examples(folder, expected, tmp_path):
     assert " at \\u201c" in page.read_text("utf-8")
     in_json = (*pair, "--out", tmp_path / "why.json")
     assert run("explain", folder, *in_json).exit_code == 0
-    read = circuits.from_json(tmp_path / "why.json")
+    read = circuits.CircuitGraph.load(tmp_path / "why.json")
     assert read.heads["id"].tolist() == why.graph.heads["id"].tolist()
     assert "only a page" in run("explain", folder, *in_json, "--texts", texts).output
     result = run("explain", folder, *pair, "--out", page, "--texts", tmp_path / "none.txt")
@@ -102,7 +102,7 @@ def test_a_graph_and_a_page_of_it(folder, expected, tmp_path):
         strongest = strongest.loc[strongest["attribution"].abs().nlargest(20).index]
         assert all(name in result.output for name in strongest["name"])
         assert "logit_diff('w13', 'w17')" in result.output
-    read = circuits.from_json(tmp_path / "circuit.json")
+    read = circuits.CircuitGraph.load(tmp_path / "circuit.json")
     assert read.nodes["id"].tolist() == graph.nodes["id"].tolist()
     np.testing.assert_allclose(read.nodes["attribution"], graph.nodes["attribution"], atol=1e-4)
     data = read_back((tmp_path / "circuit.html").read_text("utf-8"))
@@ -139,7 +139,7 @@ def test_tokens_and_a_saved_model(folder, tmp_path):
     options = ("--answer", 17, "--metric", "log_probability", "--out", out)
     result = run("circuit", saved, *prompts, *options)
     assert result.exit_code == 0, result.output
-    graph = circuits.from_json(out)
+    graph = circuits.CircuitGraph.load(out)
     assert len(graph.tokens) == 2
     assert graph.inflow()["metric"] == pytest.approx(graph.value, rel=1e-4)
 

@@ -128,7 +128,7 @@ WRONG = {
 if HAS_HOOKED_TRANSFORMER:
     WRONG["convert /nope x"] = "there is no folder /nope"
     WRONG["convert small-english x --gate linear"] = "--gate linear"
-    WRONG["convert small-english x --gate bilinear --heads-per-neuron 0"] = "per-neuron 0; expected"
+    WRONG["convert small-english x --gate bilinear --heads 0"] = "--heads 0; expected"
     WRONG["convert small-english x --gate bilinear --text a --tokens-file b"] = "pass either --text"
 else:
     WRONG["convert small-english x"] = "needs HookedTransformer"
@@ -188,7 +188,7 @@ OF_A_MODEL = {
     "has format None": ("picture", "no.json", *PAGE),
     "--bars for": ("picture", "no.json", *PAGE, "--bars", 3),
     "picture` draws": ("evaluate", "MODEL", "no.parquet", *PAIR),
-    "circuits.from_json opens": ("evaluate", "MODEL", "graph.json", *PAIR),
+    "circuits.CircuitGraph.load opens": ("evaluate", "MODEL", "graph.json", *PAIR),
     "cannot run on these prompts: - prompts: tokens: got values": (
         *("pattern", "MODEL", "--prompt", "0,99", "--token-ids", "--layer", 1, *PAGE),
     ),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from common import D_VOCAB
-from patched_runs import cached, heads_of, hook_point
+from patched_runs import cached, head_of, hook_point
 from path_oracle import PathOracle
 from tiny_tokenizer import tiny_tokenizer
 
@@ -74,7 +74,7 @@ def with_patches(model, run, source, patches):
     for i, (text, other) in enumerate(zip(run, source, strict=True)):
         cache, hooks = cached(model, other), []
         for name, role in patches:
-            index = place(i, role, text), heads_of(name)[0]
+            index = place(i, role, text), head_of(name)
 
             def patch(z, hook, index=index, cache=cache):
                 z = z.clone()
@@ -92,7 +92,7 @@ def estimates(model, name, role):
     for i, (text, other) in enumerate(
         zip(alone(model, CORRUPTED), alone(model, CLEAN), strict=True)
     ):
-        point, index = hook_point(model, name, "z"), (0, place(i, role, text), heads_of(name)[0])
+        point, index = hook_point(model, name, "z"), (0, place(i, role, text), head_of(name))
         change = (cached(model, other)[point] - cached(model, text)[point])[index].detach()
         step = torch.zeros_like(change, requires_grad=True)
 

@@ -9,10 +9,11 @@ import pytest
 from common import in_threads, tokens
 from torch import nn
 
-from attn_only_lens import neurons, verify, viz
+from attn_only_lens import neurons, viz
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph, discover, path_expansion
 from attn_only_lens.engine.one_thread import one_thread, one_thread_per_model
+from attn_only_lens.models.verify import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 METRIC = p.logit_diff(7, 11)

@@ -17,10 +17,10 @@ from attn_only_lens import (
     convert,
     expose_neuron_heads,
     grow,
-    verify,
     viz,
 )
 from attn_only_lens import patching as p
+from attn_only_lens.models.verify import verify
 from attn_only_lens.precision import full_precision, matmul_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 

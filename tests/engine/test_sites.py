@@ -28,7 +28,6 @@ def test_all_heads_are_those_of_the_model():
     assert names(resolve_sites(MODEL, p.heads())) == ["L0H0", "L0H1", "L1H0", "L1H1"]
     for group in groups:
         assert group.index.tolist() == list(range(len(group.names)))
-        assert group.member.tolist() == [-1] * len(group.names)
 
 
 def test_layers():
@@ -46,14 +45,11 @@ def test_names_come_in_order_with_their_indices():
     assert names(resolve_sites(MODEL, "L1N3")) == ["L1N3"]
 
 
-def test_heads_that_share_a_neuron():
-    shared = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(4))
-    assert names(resolve_sites(shared, p.neuron_heads(0))) == [f"L0N{i}" for i in range(D_MLP)]
-    (group,) = resolve_sites(shared, ["L1N5.2", "L1N5", "L1N3.0"])
-    assert group.names == ("L1N3.0", "L1N5", "L1N5.2")
-    assert (group.index.tolist(), group.member.tolist()) == ([3, 5, 5], [0, -1, 2])
-    with pytest.raises(InputError, match=r"'L1N5\.4'"):
-        resolve_sites(shared, ["L1N5.4"])
+def test_neurons_of_bilinear_gates():
+    model = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(4))
+    assert names(resolve_sites(model, p.neuron_heads(0))) == [f"L0N{i}" for i in range(4 * D_MLP)]
+    with pytest.raises(InputError, match="neurons 0 to 147"):
+        resolve_sites(model, ["L1N148"])
 
 
 BAD = {
@@ -61,7 +57,7 @@ BAD = {
     "layer": ("L3N0", "layers 0 to 1"),
     "neuron": ("L0N37", "neurons 0 to 36"),
     "head": ("L0H2", "attention heads 0 to 1"),
-    "member": ("L0N1.0", "one head, L0N1"),
+    "dot": ("L0N1.0", "got 'L0N1.0'; expected 'L5H3'"),
     "number": (7, "got 7"),
 }
 

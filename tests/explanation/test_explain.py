@@ -301,7 +301,7 @@ def test_it_is_saved_with_all_its_files_and_its_page_names_nodes(why, tmp_path):
     why.save(tmp_path / "why")
     names = {path.name for path in (tmp_path / "why").iterdir()}
     assert names == {"attribution.parquet", "circuit.json", *FILES}
-    again = circuits.from_json(tmp_path / "why" / "graph.json")
+    again = circuits.CircuitGraph.load(tmp_path / "why" / "graph.json")
     assert again.corrupted == why.graph.corrupted
     assert again.edges.equals(why.graph.edges)
     circuit = circuits.Circuit.load(tmp_path / "why" / "circuit.json")
@@ -409,9 +409,9 @@ def test_a_graph_by_role_is_the_mean_of_the_graphs_of_its_prompts(model):
 
 def test_json_of_one_run_has_no_corrupted_prompt(model, tmp_path):
     graph = circuits.attribution_graph(model, CLEAN, METRIC, top=5)
-    circuits.to_json(graph, tmp_path / "g.json")
+    graph.save(tmp_path / "g.json")
     assert json.loads((tmp_path / "g.json").read_text("utf-8"))["graph"]["corrupted"] == []
-    assert circuits.from_json(tmp_path / "g.json").additive_kinds == ("value",)
+    assert circuits.CircuitGraph.load(tmp_path / "g.json").additive_kinds == ("value",)
 
 
 def test_resampled_prompts_say_how_stable_each_site_is(model):

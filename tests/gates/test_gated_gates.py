@@ -27,7 +27,7 @@ ALPHA = {
     "gelu_fast": lambda g: 0.5 * g * (1 + torch.tanh(0.7978845608 * g * (1 + 0.044715 * g * g))),
 }
 every_gate = pytest.mark.parametrize(
-    "gate", TABLE, ids=[f"{gate.name}-{gate.limit:g}-{gate.heads_per_neuron}" for gate in TABLE]
+    "gate", TABLE, ids=[f"{gate.name}-{gate.limit:g}-{gate.heads}" for gate in TABLE]
 )
 # All gates share one code, so one gate per number of heads and per activation is enough.
 each_code = pytest.mark.parametrize(
@@ -41,7 +41,7 @@ each_code = pytest.mark.parametrize(
             ("relu", 12, 1.0),
         )
     ],
-    ids=lambda gate: f"{gate.name}-{gate.heads_per_neuron}",
+    ids=lambda gate: f"{gate.name}-{gate.heads}",
 )
 
 
@@ -55,7 +55,7 @@ def error_at(gate, g):
 
 
 def test_the_table_holds_each_gate_once():
-    keys = [(gate.name, gate.limit, gate.heads_per_neuron) for gate in TABLE]
+    keys = [(gate.name, gate.limit, gate.heads) for gate in TABLE]
     ranges = {"relu": (1.0,)}
     expected = [
         (name, r, heads)
@@ -71,12 +71,12 @@ def test_heads_are_a_softmax_over_self_and_bias_and_sum_to_the_activation(gate):
     """Compute one head at a time in Python floats, with two keys each."""
     g = torch.linspace(-1.9 * gate.limit, 1.9 * gate.limit, 17, dtype=torch.float64)
     scores, pattern = gate.scores(g), gate.pattern(g)
-    assert scores.shape == pattern.shape == (17, gate.heads_per_neuron, 2)
+    assert scores.shape == pattern.shape == (17, gate.heads, 2)
     for i, point in enumerate(g.tolist()):
         total = []
         for j, weight in enumerate(gate.w):
             weight_of_neuron = 1.0
-            if j < gate.heads_per_neuron - 1:
+            if j < gate.heads - 1:
                 weight_of_neuron = 0.5 + 0.5 * math.tanh(0.5 * (gate.b[j] * point + gate.c[j]))
             # The tolerance is absolute: an argument of size up to 60 loses 60 roundings of 1e-16.
             assert pattern[i, j].tolist() == pytest.approx(
@@ -89,7 +89,7 @@ def test_heads_are_a_softmax_over_self_and_bias_and_sum_to_the_activation(gate):
         tolerance = 1e-14 * gate.sum_abs_w
         assert gate.activation(g[i]).item() == pytest.approx(math.fsum(total), abs=tolerance)
     assert pattern[:, -1].tolist() == [[1.0, 0.0]] * 17
-    assert gate.scores(g.expand(3, 17)).shape == (3, 17, gate.heads_per_neuron, 2)
+    assert gate.scores(g.expand(3, 17)).shape == (3, 17, gate.heads, 2)
 
 
 @every_gate

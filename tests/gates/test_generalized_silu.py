@@ -18,13 +18,13 @@ from attn_only_lens import (
     patching,
     save,
     to_stock,
-    verify,
 )
 from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import CheckpointError, InputError, UnsupportedModelError
 from attn_only_lens.gates import GeneralizedSiLU
 from attn_only_lens.heads import host_of
+from attn_only_lens.models.verify import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 EXACT = 1e-12

@@ -8,6 +8,7 @@ from common import D_MLP, IN_PLACE, mlp_hook, needs_hooked_transformer, relative
 
 from attn_only_lens import Bilinear, HeadName, convert, expose_neuron_heads, to_stock
 from attn_only_lens.errors import UnknownHeadError, UnsupportedCallError
+from attn_only_lens.models import original_neuron
 
 SOURCES = {
     "bridge": lambda: boot("gpt2"),
@@ -80,7 +81,7 @@ def exposed():
         ("L2H1", "z", "'L2H1'; the model has layers 0 to 1"),
         (f"L1N{D_MLP}", "z", "layer 1 has neurons 0 to 36"),
         ("L1H2", "z", "layer 1 has attention heads 0 to 1"),
-        ("L1N5.0", "z", "the neuron has one head, L1N5"),
+        ("L1N5.0", "z", r"got 'L1N5\.0'; expected 'L5H3'"),
     ],
 )
 def test_heads_and_points_that_are_not_there_are_refused(exposed, name, point, message):
@@ -91,12 +92,17 @@ def test_heads_and_points_that_are_not_there_are_refused(exposed, name, point, m
             HeadName.parse(name).block(exposed)
 
 
-def test_members_are_those_of_the_model():
-    model = expose_neuron_heads(boot("gpt2"), gate=Bilinear(4)).model
-    for name in ("L1N5", "L1N5.3"):
-        assert HeadName.parse(name).hook("z", model) == mlp_hook("z")
-    with pytest.raises(UnknownHeadError, match=r"L1N5\.0 … L1N5\.3"):
-        HeadName.parse("L1N5.4").hook("z", model)
+@pytest.mark.parametrize("m", [1, 4])
+def test_the_original_neuron_of_each_neuron(m):
+    """Every number of the original occurs m times, in order; control: the model has no other."""
+    gate = "exact" if m == 1 else Bilinear(m)
+    model = expose_neuron_heads(boot("gpt2"), gate=gate).model
+    expected = [f"L1N{i}" for i in range(D_MLP) for _ in range(m)]
+    assert [original_neuron(model, f"L1N{k}") for k in range(m * D_MLP)] == expected
+    assert original_neuron(model, "L1H1") == "L1H1"
+    for name in (f"L1N{m * D_MLP}", "L1N5.0"):
+        with pytest.raises(UnknownHeadError):
+            original_neuron(model, name)
 
 
 @pytest.mark.parametrize(

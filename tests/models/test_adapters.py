@@ -93,7 +93,7 @@ RUNS = {
     "attribution": lambda model: p.attribution(model, tokens(1), tokens(2), METRIC, progress=False),
     "ablated": lambda model: p.ablated(model, ["L1N3"]).__enter__(),
     "steered": lambda model: p.steered(model, {"L1N3": 4.0}).__enter__(),
-    "top_compositions": lambda model: circuits.top_compositions(model, k=3),
+    "composition": lambda model: circuits.composition(model, top=3).frame,
     "copying_scores": lambda model: circuits.copying_scores(model),
 }
 
@@ -116,7 +116,7 @@ def test_a_change_after_exposing_is_refused_as_one_before(llama, change, tmp_pat
         assert not torch.allclose(llama(tokens()), before)
     named = "o_proj" if "o_proj" in change else r"down_proj|mlp\b|W_out"
     # test_every_function_refuses_a_model_that_was_changed tries the other functions.
-    for name in ("sweep", "ablated", "top_compositions"):
+    for name in ("sweep", "ablated", "composition"):
         with pytest.raises(REFUSED, match=named):
             RUNS[name](llama)
     with pytest.raises(lens.errors.CheckpointError, match=named):
@@ -167,7 +167,7 @@ def test_a_merged_adapter_is_served(name):
 
 def _scores(model):
     sweep = RUNS["attribution"](model).frame["value"]
-    compositions = RUNS["top_compositions"](model)["score"]
+    compositions = RUNS["composition"](model)["score"]
     return [torch.tensor(x.to_numpy()) for x in (sweep, compositions)]
 
 
@@ -211,7 +211,7 @@ def test_adapters_within_attention_run_and_no_weight_of_theirs_is_read(llama, fi
     with p.ablated(llama, ["L1H1"]):
         torch.testing.assert_close(llama(tokens()), expected)
     assert not torch.allclose(llama(tokens()), expected)
-    for name in ("top_compositions", "copying_scores"):
+    for name in ("composition", "copying_scores"):
         with pytest.raises(
             lens.errors.InputError, match=r"W_O is not the matrix .* attn\.o applies"
         ):
@@ -281,12 +281,12 @@ def test_torch_hooks_belong_on_the_module_in_a_part(family, part, head, kind):
     z = slice(3, 4) if part == "mlp.out" else slice(d_in // 2, None)
     assert all(not x[..., z].any() and x.any() for x in seen[-1:])
     assert not torch.allclose(bridge(tokens()), expected)
-    for name in ("sweep", "attribution", "top_compositions", "copying_scores"):
+    for name in ("sweep", "attribution", "composition", "copying_scores"):
         with pytest.raises(lens.errors.InputError, match="hooks are attached"):
             RUNS[name](bridge)
     for handle in handles:
         handle.remove()
-    RUNS["top_compositions"](bridge)
+    RUNS["composition"](bridge)
 
 
 def _bridge_and_new_mlp():
@@ -324,7 +324,7 @@ def test_an_mlp_that_was_replaced_is_named_and_can_be_undone(build_both):
         return
     lens.expose_neuron_heads(model)
     assert set(model.hook_dict) == set(names)
-    assert lens.verify(model, model, tokens()).ok
+    assert lens.expose_neuron_heads(model, check=tokens()).verification.ok
 
 
 @needs_hooked_transformer
@@ -345,14 +345,14 @@ def test_weights_of_a_hooked_transformer_that_are_replaced_are_read():
     with pytest.raises(lens.errors.InputError, match="its mlp is a Parametrized"):
         RUNS["sweep"](model)
     handle = twin.blocks[1].mlp.register_forward_hook(lambda module, args, output: output / 2)
-    for name in ("sweep", "top_compositions"):
+    for name in ("sweep", "composition"):
         with pytest.raises(lens.errors.InputError, match=r"hooks are attached.*blocks\.1\.mlp"):
             RUNS[name](twin)
     handle.remove()
     converted = lens.convert(build("gelu"))
     converted.blocks[3].attn = Adapted(converted.blocks[3].attn, 26, 26)
     with pytest.raises(lens.errors.InputError, match=r"blocks\.3\.attn was replaced"):
-        RUNS["top_compositions"](converted)
+        RUNS["composition"](converted)
 
 
 # Every public function

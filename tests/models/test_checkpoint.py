@@ -240,8 +240,8 @@ def tokenizer_extended(folder):
     (folder / "tokenizer" / "added_tokens.json").write_text("{}")
 
 
-def gate(kind, heads_per_neuron, ranges=None):
-    sizes = {"kind": kind, "heads_per_neuron": heads_per_neuron, "ranges": ranges}
+def gate(kind, heads, ranges=None):
+    sizes = {"kind": kind, "heads": heads, "ranges": ranges}
     return edit(gate=sizes | {"slope": None, "silu": None})
 
 
@@ -264,7 +264,7 @@ DAMAGE = {
     "ranges of a plain model": (gate("bilinear", 4, [3.0, 3.0, 3.0]), "expected no ranges"),
     "a gate that does not fit": (gate("bilinear", 3), "got heads=3"),
     "a gate without ranges": (
-        edit(gate={"kind": "bilinear", "heads_per_neuron": 4}),
+        edit(gate={"kind": "bilinear", "heads": 4}),
         "cannot be built",
     ),
     "newer": (

@@ -414,11 +414,10 @@ def test_accessors(make):
 
 @torch.no_grad()
 def test_accessors_refuse_a_cache_from_before_the_model_was_exposed_anew():
-    """Head 12 is L0N3.0 with four heads per neuron, and L0N12 with one."""
     bridge = boot("gpt2")
     with expose_neuron_heads(bridge, gate=Bilinear(4)):
         _, cache = bridge.run_with_cache(tokens())
-        assert neuron_pattern(cache, "L1N3.0").shape == (2, POS, 2)
+        assert neuron_pattern(cache, "L1N147").shape == (2, POS, 2)
     with expose_neuron_heads(bridge):
         for read in (neuron_pattern, neuron_gate, dense_pattern):
             with pytest.raises(UnsupportedCallError, match=r"148 neuron-heads .* now has 37"):

@@ -123,7 +123,7 @@ def test_bilinear_gates(make, tmp_path):
     _, cache = loaded.run_with_cache(tokens())
     _, expected_cache = model.run_with_cache(tokens())
     assert cache[mlp_hook("pattern")].shape == (2, 4 * 37, 11, 2)
-    for name in ("L1N29.0", "L0N7.3"):
+    for name in ("L1N116", "L0N31"):
         assert torch.equal(neuron_pattern(cache, name), neuron_pattern(expected_cache, name))
 
 
@@ -403,7 +403,7 @@ def _config(folder, **changes):
     digest_again(folder / MANIFEST, "config.json")
 
 
-OTHER_GATE = {"kind": "bilinear", "heads_per_neuron": 3}
+OTHER_GATE = {"kind": "bilinear", "heads": 3}
 OTHER_GATE |= {"slope": None, "ranges": None, "silu": None}
 DAMAGE = {
     "one bit": (_flip, "was changed after it was saved"),
@@ -457,7 +457,7 @@ def test_damage_is_refused(case, state, saved, tmp_path):
     ("changes", "message"),
     [
         ({"gate": OTHER_GATE}, "got heads=3"),
-        ({"gate": OTHER_GATE | {"heads_per_neuron": 4, "ranges": [3.0]}}, "expected no ranges"),
+        ({"gate": OTHER_GATE | {"heads": 4, "ranges": [3.0]}}, "expected no ranges"),
         ({"layout": "upside down"}, "layout: got 'upside down'"),
         ({"model": "TransformerBridge"}, "architecture is missing; attention is missing"),
         ({"model": None}, "model: got None"),

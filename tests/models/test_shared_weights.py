@@ -26,7 +26,7 @@ USES = {
         model, tokens(1), tokens(2), METRIC, sites=["L1N3"], positions=-1, progress=False
     ),
     "ablated": lambda model: p.ablated(model, ["L1N3"]).__enter__(),
-    "top_compositions": lambda model: circuits.top_compositions(model, k=3),
+    "composition": lambda model: circuits.composition(model, top=3).frame,
     "copy": copy.deepcopy,
     "pickle": pickle.dumps,
 }

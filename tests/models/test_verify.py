@@ -11,10 +11,11 @@ from exposed_states import EXACT, bilinear, each
 from torch import nn
 from transformer_lens.hook_points import HookPoint
 
-from attn_only_lens import Bilinear, calibrate, convert, expose_neuron_heads, verify
+from attn_only_lens import Bilinear, calibrate, convert, expose_neuron_heads
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.models import Calibration
+from attn_only_lens.models.verify import verify
 
 pytestmark = [
     pytest.mark.both_versions,
@@ -42,6 +43,40 @@ def test_a_copy_a_twin_and_itself(make):
     assert (points[0], points[-1]) == ("0_pre", "final_post")
     if make.func is not boot:
         assert points == list(verify(twin, convert(twin), tokens()).by_layer["point"])
+
+
+@pytest.mark.parametrize("make", each(CHOSEN, CORE))
+def test_the_option_check_has_the_report(make):
+    """In place, as a copy, and on random tokens."""
+    model = make()
+    copied = expose_neuron_heads(model, copy=True, check=tokens())
+    expected = verify(model, copied.model, tokens())
+    for exposed in (copied, expose_neuron_heads(model, check=tokens())):
+        report = exposed.verification
+        assert report.ok
+        assert report.max_abs_logit == pytest.approx(expected.max_abs_logit, abs=1e-12)
+        assert report.by_layer["point"].tolist() == expected.by_layer["point"].tolist()
+    assert expose_neuron_heads(model, check=True).verification.n_tokens == model.cfg.n_ctx
+    assert expose_neuron_heads(model).verification is None
+    if make.func is not boot:
+        assert convert(make(), check=tokens()).verification.ok
+        assert convert(make()).verification is None
+
+
+def test_a_check_that_fails_exposes_nothing(monkeypatch):
+    model = boot("gpt2")
+    logits, hooks = model(tokens()), sorted(model.hook_dict)
+    with pytest.raises(UnsupportedCallError, match=r"int64 \[5\]"):
+        expose_neuron_heads(model, check=torch.zeros(5, dtype=torch.long))
+    assert sorted(model.hook_dict) == hooks
+    monkeypatch.setattr("attn_only_lens.models.verify.torch.equal", lambda *_: False)
+    with pytest.raises(UnsupportedModelError, match=r"(?s)not those of the model.*NOT bitwise"):
+        expose_neuron_heads(model, check=tokens())
+    monkeypatch.undo()
+    assert sorted(model.hook_dict) == hooks
+    assert torch.equal(model(tokens()), logits)
+    with pytest.raises(UnsupportedCallError, match="no vocabulary"):
+        expose_neuron_heads(boot("vit"), check=True)
 
 
 @torch.no_grad()

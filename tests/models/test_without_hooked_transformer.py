@@ -16,12 +16,12 @@ from attn_only_lens import (
     save,
     tl,
     to_stock,
-    verify,
 )
 from attn_only_lens.cli import app
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.models.checkpoint import write_manifest
 from attn_only_lens.models.source_folder import load_source
+from attn_only_lens.models.verify import verify
 from attn_only_lens.pretrained.modular_addition import load_bridge
 
 pytestmark = needs_transformer_lens_4

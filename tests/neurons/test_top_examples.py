@@ -25,7 +25,7 @@ MODELS = {
     "plain": lambda: exposed_copy(boot("gpt2")),
     "gated": lambda: exposed_copy(boot("llama")),
     "relu": lambda: exposed_copy(boot("neox_sequential")),
-    "several heads": lambda: exposed_copy(boot("gpt2"), gate=Bilinear(2)),
+    "bilinear": lambda: exposed_copy(boot("gpt2"), gate=Bilinear(2)),
     "attends to padding": lambda: exposed_copy(boot("bert")),
 }
 
@@ -66,18 +66,16 @@ def looked_up(model, texts, names):
         for name in names:
             head = HeadName.parse(name)
             z, v = (cache[head.hook(point, model)][0] for point in "zv")
-            shared = z.shape[1] // 37
-            z, v = (x[:, head.heads(shared), 0] for x in (z, v))
+            z, v = (x[:, head.index, 0] for x in (z, v))
             gate = neuron_gate(cache, name)[0].tolist()
-            whole = z[:, 0] if shared == 1 else torch.tensor(gate, dtype=v.dtype) * v[:, 0]
             for i, token in enumerate(piece):
                 window = slice(max(0, i - 2), i + 2)
                 rows[name].append(
                     {
-                        **{"z": whole[i].item(), "gate": gate[i], "value": v[i, 0].item()},
+                        **{"z": z[i].item(), "gate": gate[i], "value": v[i].item()},
                         **{"text": number, "at": first + i, "token": token},
                         **{"tokens": [str(token) for token in piece[window]]},
-                        **{"values": whole[window].tolist(), "gates": gate[window]},
+                        **{"values": z[window].tolist(), "gates": gate[window]},
                         "position": i - window.start,
                     }
                 )
@@ -370,12 +368,6 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
 def test_refused(plain, names, texts, options, reason):
     with pytest.raises(InputError, match=reason):
         neurons.top_examples(plain, names, texts, **(QUIET | options))
-
-
-def test_one_of_several_heads_is_refused():
-    model = MODELS["several heads"]()
-    with pytest.raises(InputError, match=r"got L1N29\.1, one of a neuron's several heads"):
-        neurons.top_examples(model, ["L1N29.1"], [[1]], **QUIET)
 
 
 def test_activations_that_are_not_finite_are_refused():

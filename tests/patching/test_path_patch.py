@@ -11,7 +11,10 @@ from path_oracle import PathOracle
 from attn_only_lens import Bilinear, HeadName, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
-from attn_only_lens.patching import _path_patch
+from attn_only_lens.gates import bilinear_gate
+from attn_only_lens.patching import path_blocks, path_patches
+from attn_only_lens.patching.path_patches import PathPatches
+from attn_only_lens.patching.path_runner import PathRunner
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
 
 if HAS_HOOKED_TRANSFORMER:
@@ -120,8 +123,8 @@ def test_top_is_patched_exactly(small, monkeypatch):
     options = {"senders": p.all_heads(0), "receivers": p.heads(1), "part": "z"}
     options |= {"positions": [1, END], "progress": False}
     every = p.path_patch(model, clean, corrupted, METRIC, **options)
-    monkeypatch.setattr(_path_patch, "_NUMBERS", 500)  # a few paths per block
-    monkeypatch.setattr(_path_patch, "_AT_ONCE", 5)
+    monkeypatch.setattr(path_blocks, "_NUMBERS", 500)  # a few paths per block
+    monkeypatch.setattr(path_patches, "_AT_ONCE", 5)
     cut = p.path_patch(model, clean, corrupted, METRIC, **options)
     key = ["sender", "receiver", "position"]
     values = cut.frame.astype({"sender": str, "receiver": str}).set_index(key)["value"]
@@ -142,12 +145,12 @@ def test_top_is_patched_exactly(small, monkeypatch):
 @pytest.mark.parametrize("top", [None, 7])
 def test_resumes(small, top, tmp_path, monkeypatch):
     model, clean, corrupted = small
-    monkeypatch.setattr(_path_patch, "_AT_ONCE", 3)
-    monkeypatch.setattr(_path_patch, "_ESTIMATES_AT_ONCE", 5)
+    monkeypatch.setattr(path_patches, "_AT_ONCE", 3)
+    monkeypatch.setattr(path_patches, "_ESTIMATES_AT_ONCE", 5)
     folder, n_patched, n_estimated = tmp_path / "paths", [], []
     options = {"senders": ["L0H1", "L0N3", "L0N5"], "receivers": ["L1H0", "L1N5", "logits"]}
     options |= {"positions": [1, END], "top": top, "resume": folder, "progress": False}
-    runner, patches = _path_patch._PathRunner, _path_patch._PathPatches
+    runner, patches = PathRunner, PathPatches
     values, estimate = runner.values, patches.estimate
     monkeypatch.setattr(runner, "values", lambda *x: n_patched.append(len(x[2])) or values(*x))
     monkeypatch.setattr(
@@ -185,30 +188,33 @@ def test_the_same_role_at_another_position_is_another_job(small, tmp_path):
         p.path_patch(*small, METRIC, positions={"role": 2}, **options)
 
 
-def test_heads_that_share_a_neuron():
-    """Heads of a bilinear gate receive together, and as a sender each writes only its share."""
+def test_neurons_of_bilinear_gates():
+    """Every neuron sends its share of the original neuron, and receives in its own units."""
     clean, corrupted = prompts()
     model = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(2))
-    how = {"senders": ["L0N3", "L0N3.0", "L0N3.1"], "receivers": ["L1N5", "L1N5.0", "logits"]}
+    how = {"senders": ["L0N6", "L0N7"], "receivers": ["L1N10", "L1N11", "logits"]}
     how |= {"part": "z", "positions": END, "progress": False}
     sweep = p.path_patch(model, clean, corrupted, METRIC, **how)
     effect = sweep.frame.assign(e=sweep.effect).set_index(["sender", "receiver"])["e"]
-    z = seen(model, clean, "blocks.0.mlp.hook_post") - seen(
-        model, corrupted, "blocks.0.mlp.hook_post"
-    )
-    delta = z[:, END, 3, None] * model.blocks[0].mlp.W_out[3]
-    delta = delta - delta.mean(-1, keepdim=True)
+    gate = bilinear_gate("gelu_new", 2)
+    q = seen(model, corrupted, "blocks.1.mlp.hook_pre")[:, END, 5]
     scale = seen(model, corrupted, "blocks.1.ln2.hook_scale")[:, END]
-    more = delta / scale * model.blocks[1].ln2.w @ model.blocks[1].mlp.W_in[:, 5]
-    index = (slice(None), END, 5)
-    expected = difference(moved(model, corrupted, "blocks.1.mlp.hook_pre", index, more))
     span = sweep.clean_value - sweep.corrupted_value
-    expected = (expected - sweep.corrupted_value) / span
-    assert effect["L0N3", "L1N5"] == pytest.approx(expected, rel=0, abs=1e-10)
-    # To the logits, with held scales, the effects of two heads add up.
-    parts = [effect["L0N3.0", "logits"], effect["L0N3.1", "logits"]]
-    assert abs(sum(parts) - effect["L0N3", "logits"]) < 1e-10
-    assert all(abs(value) > 1e-6 for value in parts)
+    name = mlp_hook("z", 0)
+    z = seen(model, clean, name) - seen(model, corrupted, name)
+    for i, j in ((0, 0), (1, 0), (1, 1)):
+        delta = z[:, END, 6 + i] * gate.w[i] * model.blocks[0].mlp.W_out[3]
+        delta = delta - delta.mean(-1, keepdim=True)
+        new_q = q + delta / scale * model.blocks[1].ln2.w @ model.blocks[1].mlp.W_in[:, 5]
+        before, after = (torch.sigmoid(gate.b[j] * x + gate.c[j]) * x for x in (q, new_q))
+        index = (slice(None), END, 10 + j)
+        more = (after - before).unsqueeze(-1)
+        expected = difference(moved(model, corrupted, mlp_hook("z"), index, more))
+        expected = (expected - sweep.corrupted_value) / span
+        got = effect[f"L0N{6 + i}", f"L1N{10 + j}"]
+        assert got == pytest.approx(expected, rel=0, abs=1e-10)
+        assert abs(got) > 1e-9
+    assert all(abs(effect[sender, "logits"]) > 1e-6 for sender in ("L0N6", "L0N7"))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

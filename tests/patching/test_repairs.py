@@ -163,7 +163,7 @@ def test_the_expected_correlation_is_the_formula_of_the_docs(monkeypatch):
         keys.append(compute(*args))
         return keys[-1]
 
-    monkeypatch.setattr(f"{repairs.__package__}._attribution.repair_keys", kept)
+    monkeypatch.setattr(f"{repairs.__package__}.estimator.repair_keys", kept)
     before = ask(budget=0, sites=p.neuron_heads()).frame
     sweep = ask(budget=10, sites=p.neuron_heads())
     frame = sweep.frame
@@ -402,7 +402,7 @@ def test_the_key_by_plain_hooks(monkeypatch):
                     seen[site] = float(key)
             super().__init__(runner, groups, keys, *args, **options)
 
-    monkeypatch.setattr("attn_only_lens.patching._attribution.Repairer", Looking)
+    monkeypatch.setattr("attn_only_lens.patching.estimator.Repairer", Looking)
     ask(budget=1)
     expected = keys_by_hand(bridge(), 1)
     assert (pd.Series(seen).reindex(expected.index) - expected).abs().max() < 1e-9 * expected.max()

@@ -30,7 +30,7 @@ from typing_extensions import TypedDict
 from analyses.tools.growth_training import Training
 from attn_only_lens import AttnOnlyLensError, growth, load, pretrained, save
 from attn_only_lens import patching as p
-from attn_only_lens.circuits import CircuitGraph, from_json, to_json
+from attn_only_lens.circuits import CircuitGraph
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.growth import read_provenance
 from attn_only_lens.growth.comparison import Comparison
@@ -381,7 +381,10 @@ KINDS = {
     "sweep.csv": (lambda f: sweep().save(f / "s.csv"), lambda f: loaded(f / "s.csv")),
     "sweep.parquet": (lambda f: sweep().save(f / "s.parquet"), lambda f: loaded(f / "s.parquet")),
     "chunks": (chunks, chunks_in),
-    "graph": (lambda f: to_json(graph(), f / "g.json"), lambda f: vars(from_json(f / "g.json"))),
+    "graph": (
+        lambda f: graph().save(f / "g.json"),
+        lambda f: vars(CircuitGraph.load(f / "g.json")),
+    ),
     "comparison": (
         lambda folder: comparison().save(folder),
         lambda folder: vars(Comparison.load(folder)),
@@ -531,8 +534,8 @@ def test_a_comparison_comes_back(tmp_path):
 def test_what_is_no_path_is_refused_everywhere(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for use in (
-        *(sweep().save, p.Sweep.load, comparison().save, Comparison.load, load, from_json),
-        *(lambda path: to_json(graph(), path), lambda path: write_html("<p>", path)),
+        *(sweep().save, p.Sweep.load, comparison().save, Comparison.load, load, CircuitGraph.load),
+        *(lambda path: graph().save(path), lambda path: write_html("<p>", path)),
         lambda path: ChunkStore(path, {}),
     ):
         with pytest.raises(CheckpointError, match=f"^got {re.escape(repr(path))}; expected a path"):
@@ -723,8 +726,8 @@ TAKES_FILE = {
     "Training.resume": lambda path: started().resume(path),
     "Sweep.load": lambda path: p.Sweep.load(f"{path}.csv"),
     "Sweep.load parquet": lambda path: p.Sweep.load(f"{path}.parquet"),
-    "from_json": from_json,
-    "to_json": lambda path: to_json(graph(), path),
+    "read a graph": CircuitGraph.load,
+    "write a graph": lambda path: graph().save(path),
     "write_html": lambda path: write_html("<p>", path),
 }
 

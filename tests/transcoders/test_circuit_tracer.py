@@ -286,8 +286,8 @@ def eliminated(linear, target):
         if writes.kind in ("attention", "skip"):
             readers[linear.n_before(index)] += linear.back(index, "value", outputs[None])[0][0]
             continue
-        products = (outputs * writes.outputs).sum(-1)[0]
-        for pos, node in writes.outputs[0].abs().sum(-1).nonzero().tolist():
+        products = (outputs * writes.z).sum(-1)[0]
+        for pos, node in writes.z[0].abs().sum(-1).nonzero().tolist():
             edges[f"{HeadName(writes.layer, writes.kind, node)}@{pos}"] = products[pos, node].item()
     stream = stream + readers[0]
     for pos, value in enumerate((stream * linear.run.embedding).sum(-1)[0].tolist()):

@@ -17,7 +17,6 @@ from attn_only_lens import (
     convert,
     expose_neuron_heads,
     grow,
-    verify,
 )
 from attn_only_lens import patching as p
 from attn_only_lens.errors import (
@@ -28,6 +27,7 @@ from attn_only_lens.errors import (
     UnsupportedCallError,
     UnsupportedModelError,
 )
+from attn_only_lens.models.verify import verify
 from attn_only_lens.pretrained import (
     small_english,
     small_english_texts,

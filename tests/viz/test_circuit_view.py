@@ -1,6 +1,7 @@
 """Tests of an attribution graph's page: its details of nodes agree with independent code."""
 
 import re
+from dataclasses import replace
 
 import bridges
 import numpy as np
@@ -17,6 +18,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
 from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
 from attn_only_lens.errors import InputError
+from attn_only_lens.gates import bilinear_gate
 from attn_only_lens.heads import HeadName
 
 pytestmark = [
@@ -193,22 +195,23 @@ def test_a_graph_over_roles_says_which_call_draws_it():
     assert eval(call, {"circuit_view": viz.circuit_view, "graph": graph})
 
 
-def test_heads_that_share_a_neuron_tell_what_it_raises(model):
-    prompts, shared = (
+def test_neurons_of_bilinear_gates_tell_what_they_raise(model):
+    prompts, split = (
         tokens(3, 1, POS),
         bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(2)),
     )
-    graph = attribution_graph(shared, prompts, METRIC, top=23)
-    details = read_back(viz.circuit_view(graph, shared, prompts))["details"]
+    graph = attribution_graph(split, prompts, METRIC, top=23)
+    details = read_back(viz.circuit_view(graph, split, prompts))["details"]
     neurons = heads_of(graph).query("kind == 'neuron'")
     assert len(neurons)
-    cache = model.run_with_cache(prompts)[1]
+    cache, w = split.run_with_cache(prompts)[1], bilinear_gate("gelu_new", 2).w
     for node in neurons.itertuples():
         head = HeadName.parse(node.name)
-        z = cache[head.hook("z", model)][0, node.position, head.index]
-        best = str(int(written(model, head, z.sign()).argmax()))
+        i, j = divmod(head.index, 2)
+        z = cache[head.hook("z", split)][0, node.position, head.index]
+        best = str(int(written(model, replace(head, index=i), z.sign() * w[j]).argmax()))
         assert details[node.id]["writes"][0][0] == best
-        assert "pattern" not in details.get(node.name, {})
+        assert "pattern" in details[node.name]
 
 
 # For models of transformers: the output projections of heads and neurons.
@@ -300,7 +303,7 @@ def test_a_page_of_a_thousand_nodes_is_bounded_and_says_so():
 
 def test_patterns_that_do_not_fit_are_left_out_and_it_is_said(drawn, monkeypatch):
     graph, model, prompts, page = drawn
-    monkeypatch.setattr("attn_only_lens.viz.graph_view._WEIGHTS", 7 * POS)
+    monkeypatch.setattr("attn_only_lens.viz.graph_details._WEIGHTS", 7 * POS)
     data = read_back(viz.circuit_view(graph, model, prompts))
     assert data["notes"][-1:] == ["Patterns: only for the 7 nodes with the largest |attribution|."]
     heads = heads_of(graph)
@@ -412,7 +415,7 @@ def test_examples_of_neurons(drawn, monkeypatch):
     assert first == {"tokens": ["a", "b"], "values": [0.5, 2.0], "gates": [0.25, 0.75],
                      "position": 1, "text": 3}  # fmt: skip
     assert len(rest) == 2
-    monkeypatch.setattr("attn_only_lens.viz.graph_view._EXAMPLES", 12)
+    monkeypatch.setattr("attn_only_lens.viz.graph_details._EXAMPLES", 12)
     data = read_back(viz.circuit_view(graph, examples=frame))
     assert set(data["details"]) == set(ranked.unique()[:2])
     assert data["notes"][-1:] == ["Examples: only for the 2 nodes with the largest |attribution|."]

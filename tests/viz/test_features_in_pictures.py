@@ -11,7 +11,7 @@ from page_of_circuit import click, read_back, slide
 
 from attn_only_lens import neurons, viz
 from attn_only_lens import patching as p
-from attn_only_lens.circuits import attribution_graph, from_json, to_json
+from attn_only_lens.circuits import CircuitGraph, attribution_graph
 from attn_only_lens.errors import InputError
 
 METRIC = p.logit_diff(" are", " is")
@@ -82,8 +82,8 @@ def test_another_model_is_noticed_at_error_nodes(graph):
 
 
 def test_a_graph_with_every_kind_is_saved(graph, tmp_path):
-    to_json(graph, tmp_path / "graph.json")
-    again = from_json(tmp_path / "graph.json")
+    graph.save(tmp_path / "graph.json")
+    again = CircuitGraph.load(tmp_path / "graph.json")
     assert again.nodes.equals(graph.nodes)
     viz.circuit_view(again)
 

@@ -38,9 +38,9 @@ def test_partners_are_those_of_composition(model):
             for side in ("writes", "reads"):
                 pair = (p.all_heads(), name) if side == "writes" else (name, p.all_heads())
                 try:
-                    scores = circuits.composition(model, *pair, kind)
+                    scores = circuits.composition(model, *pair, kind).frame
                 except InputError:  # no such pairs
-                    scores = circuits.composition(model, "L0N3", "L1N0").iloc[:0]
+                    scores = circuits.composition(model, "L0N3", "L1N0").frame.iloc[:0]
                 partner = "writer" if side == "writes" else "reader"
                 expected = scores.nlargest(3, "score").set_index(partner)["score"]
                 got = {x.name: x.score for x in top[name] if (x.side, x.kind) == (side, kind)}

@@ -15,8 +15,7 @@ unrelated heads is therefore 1/√d_model, and `ratio_to_baseline` is the score 
 A pair gets a score if the writer's sublayer comes before the reader's sublayer. In one layer, an
 attention head comes before a neuron, unless attention and MLP run in parallel. TransformerLens
 omits pairs within one layer. A neuron-head (a neuron viewed as an attention head) has a constant
-key, so K-composition into it is zero: `composition` returns 0, `virtual_weights` raises an error,
-and `top_compositions` omits the pair.
+key, so K-composition into it is zero.
 
 Norms are folded into the weights by default (`models/norms.py`). As in TransformerLens, W_Q W_Kᵀ
 excludes rotary embeddings, and "embed" excludes positional embeddings.
@@ -27,7 +26,7 @@ gives the scores of many (writer, reader) pairs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -37,7 +36,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import FactoredMatrix
 
-from attn_only_lens.arguments import option_reasons, positive_reasons
+from attn_only_lens.arguments import is_count, option_reasons, positive_reasons
 from attn_only_lens.circuits.weights.head_matrices import KINDS, HeadMatrices, Kind
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.largest import LargestScores
@@ -51,7 +50,7 @@ from attn_only_lens.engine.sites import (
     without_wide,
 )
 from attn_only_lens.errors import InputError
-from attn_only_lens.heads import HeadName, host_of
+from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import NEURON_KINDS
 
 _ROWS = 1024  # the number of rows of W_E that are converted to float64 at once
@@ -67,49 +66,134 @@ _NO_PAIR = (
 )
 
 
+@dataclass(frozen=True, eq=False)
+class Compositions:
+    """Composition scores of writers (source heads) and later readers (target heads).
+
+    Attributes:
+        frame: one row per pair. Columns: `writer`, `reader`, `kind`, `score`, `ratio_to_baseline`
+            (score · √d_model), `note`.
+        n_pairs: the number of compared pairs.
+
+    Example:
+        >>> from attn_only_lens import circuits, expose_neuron_heads, pretrained
+        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
+        >>> compositions = circuits.composition(model, "L0H2", ["L0N5", "L0N7"], "q")
+        >>> compositions.frame[["writer", "reader"]].to_numpy().tolist()
+        [['L0H2', 'L0N5'], ['L0H2', 'L0N7']]
+        >>> compositions.virtual_weights(row=1)
+        FactoredMatrix: Shape(torch.Size([128, 1])), Hidden Dim(1)
+    """
+
+    frame: pd.DataFrame
+    n_pairs: int
+    _matrices: HeadMatrices = field(repr=False)
+
+    @torch.no_grad()
+    def virtual_weights(self, row: int = 0) -> FactoredMatrix:
+        """Return the matrix W R of the pair in a row of `frame`; W R maps W's input to R's output.
+
+        Rows stand for the writer's input: the residual stream (d_model rows) for an attention head,
+        the activation (1 row) for a neuron, the token (d_vocab rows) for "embed". Columns stand for
+        the reader's output. If the reader is an attention head, they stand for the residual stream
+        at the key for kind "q", the residual stream at the query for "k", and the vector that the
+        head adds to the residual stream for "v". If the reader is a neuron, columns stand for its
+        query or value.
+
+        Returns:
+            A TransformerLens `FactoredMatrix` with an inner dimension of at most d_head.
+
+        Raises:
+            InputError: there is no such row, or it is about the key of a neuron-head.
+        """
+        if not is_count(row, 0, len(self.frame) - 1):
+            reason = f"got row={row!r}; expected 0 to {len(self.frame) - 1}"
+            raise InputError([reason], _PROBLEM)
+        pair: Any = self.frame.loc[row]
+        writer, reader, kind = pair["writer"], pair["reader"], pair["kind"]
+        matrices = self._matrices
+        (source,), (target,) = _resolve_pairs(matrices.model, [writer], [reader], kind)
+        if kind == "k" and target.kind in NEURON_KINDS:
+            raise InputError([f"{reader}: its K-composition is {_NO_KEYS}"], _PROBLEM)
+        right = matrices.read_matrices(target, kind)[0]
+        if source is None:
+            left = matrices.embedding()
+            return FactoredMatrix(left, right.A.to(left)) @ right.B.to(left)
+        written = matrices.write_matrices(source)[0]
+        return written @ FactoredMatrix(right.A.to(written.A), right.B.to(written.A))
+
+
 @torch.no_grad()
 def composition(
     model: Any,
-    writers: Sites | Literal["embed"],
-    readers: Sites,
+    writers: Sites | Literal["embed"] | None = None,
+    readers: Sites | None = None,
     kind: Kind = "v",
     *,
+    top: int | None = None,
+    block: int = _BLOCK,
     fold_norms: bool = True,
-) -> pd.DataFrame:
+) -> Compositions:
     """Return the composition scores of writers (source heads) and later readers (target heads).
+
+    With `top`, scores are computed in blocks of writers and readers, and only the largest are kept.
+    Let b be the larger of `block` and the largest rank of a head. In float32, the additional memory
+    is then at most
+
+        8 d_model Σ d_head + 4 d_model² + b (16 d_model + 8 b + 64 min(top, b))    bytes
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.
         writers: `patching.heads()`, `patching.neuron_heads()`, or names; "embed" is the embedding.
+            None for all attention heads, all neurons and the embedding.
         readers: as `writers`, without "embed".
         kind: the reader's input: "q", "k" or "v". In a plain MLP, a neuron-head reads through the
             same vector for "q" and "v". In a gated MLP, it reads "q" through W_gate and "v" through
             W_in.
+        top: return only this many pairs with the largest scores, sorted; ties are broken
+            arbitrarily. By default all pairs, in the order of writers and then readers.
+        block: with `top`, the number of factor rows on each side of a block; an attention head has
+            d_head rows, and a neuron has one.
         fold_norms: fold norms into the weights; False uses the weights without norms.
 
     Returns:
-        A frame with one row per pair, in the order of writers and then readers. Columns: `writer`,
-        `reader`, `kind`, `score`, `ratio_to_baseline` (score · √d_model), `note`.
+        The scores. For the key of a neuron-head, they are 0, with a note; `top` leaves them out.
 
     Raises:
         InputError: with every reason: an unknown kind, no pair with a later reader, more than
-            4,000,000 pairs, unknown heads, weights that are unknown or not finite.
+            4,000,000 pairs without `top`, `top` or `block` not positive, unknown heads, weights
+            that are unknown or not finite.
 
     Example:
-        >>> from attn_only_lens import circuits, convert, pretrained
-        >>> model = convert(pretrained.modular_addition())
-        >>> frame = circuits.composition(model, "L0H2", ["L0N5", "L0N7"], kind="q")
-        >>> frame[["writer", "reader"]].to_numpy().tolist()
-        [['L0H2', 'L0N5'], ['L0H2', 'L0N7']]
-        >>> bool(frame.score.between(0, 1).all())
-        True
+        >>> from attn_only_lens import circuits, expose_neuron_heads, patching as p, pretrained
+        >>> model = expose_neuron_heads(pretrained.modular_addition()).model
+        >>> largest = circuits.composition(model, p.heads(), kind="q", top=3)
+        >>> len(largest.frame), largest.n_pairs, bool(largest.frame.score.is_monotonic_decreasing)
+        (3, 2048, True)
     """
-    writing, reading = _resolve_pairs(model, writers, readers, kind)
+    counts = {"block": block} if top is None else {"top": top, "block": block}
+    InputError.raise_if(positive_reasons(**counts), _PROBLEM)
+    every = without_wide(all_heads())
+    chosen = every if writers is None else writers, every if readers is None else readers
+    writing, reading = _resolve_pairs(model, *chosen, kind)
+    writing = [None, *writing] if writers is None else writing
     matrices = HeadMatrices.of(model, fold_norms=fold_norms)
+    if top is None:
+        frame = _every_pair(matrices, writing, reading, kind)
+        return Compositions(frame, len(frame), matrices)
+    return Compositions(*_largest(matrices, writing, reading, kind, top, block), matrices)
+
+
+def _every_pair(
+    matrices: HeadMatrices,
+    writing: list[LayerSites | None],
+    reading: list[LayerSites],
+    kind: Kind,
+) -> pd.DataFrame:
     n_writers = sum(len(sites.names) if sites else 1 for sites in writing)
     n_pairs = n_writers * sum(len(sites.names) for sites in reading)
     if n_pairs > _MOST_PAIRS:
-        reason = f"got {n_pairs:,} pairs; expected at most {_MOST_PAIRS:,}: use top_compositions"
+        reason = f"got {n_pairs:,} pairs; expected at most {_MOST_PAIRS:,}: pass top="
         raise InputError([reason], "these scores need too large a table")
     sources = [_head_writers(matrices, sites) for sites in writing]
     frames = []
@@ -123,8 +207,8 @@ def composition(
             else:
                 values = scores(written, _head_readers(matrices, sites, kind).factors(slice(None)))
                 note = ""
-            pairs = pd.MultiIndex.from_product([source.names, sites.names])
-            frames.append(_frame(model, pairs.to_frame().to_numpy(), values.flatten(), kind, note))
+            pairs = pd.MultiIndex.from_product([source.names, sites.names]).to_frame().to_numpy()
+            frames.append(_frame(matrices.model, pairs, values.flatten(), kind, note))
     if not frames:
         raise InputError([_NO_PAIR], _PROBLEM)
     frame = pd.concat(frames, ignore_index=True)
@@ -132,63 +216,22 @@ def composition(
     return frame.iloc[order.codes.argsort(kind="stable")].reset_index(drop=True)
 
 
-@torch.no_grad()
-def top_compositions(
-    model: Any,
-    k: int = 100,
-    kind: Kind = "v",
-    writers: Sites | Literal["embed"] | None = None,
-    readers: Sites | None = None,
-    *,
-    block: int = _BLOCK,
-    fold_norms: bool = True,
-) -> pd.DataFrame:
-    """Return the pairs of a writer (source head) and a later reader with the largest scores.
-
-    Scores are computed in blocks of writers and readers, and only the k largest are kept. Let b be
-    the larger of `block` and the largest rank of a head. In float32, the additional memory is at
-    most
-
-        8 d_model Σ d_head + 4 d_model² + b (16 d_model + 8 b + 64 min(k, b))    bytes
-
-    Args:
-        model: a model from `convert`, or one with exposed neuron-heads.
-        k: the largest number of pairs to return. Ties are broken arbitrarily.
-        kind: as in `composition`.
-        writers: as in `composition`; None for all attention heads, all neurons and the embedding.
-        readers: as in `composition`; None for all heads. For "k", neurons are left out.
-        block: the number of factor rows on each side of a block; an attention head has d_head
-            rows, and a neuron has one.
-        fold_norms: as in `composition`.
-
-    Returns:
-        A frame sorted by decreasing score, with columns `writer`, `reader`, `kind`, `score` and
-        `ratio_to_baseline`. `attrs["pairs"]` is the number of compared pairs.
-
-    Raises:
-        InputError: with every reason: an unknown kind, k or block not positive, no pair with a
-            later reader, unknown heads, weights that are unknown or not finite.
-
-    Example:
-        >>> from attn_only_lens import circuits, convert, patching as p, pretrained
-        >>> model = convert(pretrained.modular_addition())
-        >>> frame = circuits.top_compositions(model, k=3, writers=p.heads(), kind="q")
-        >>> len(frame), frame.attrs["pairs"], bool(frame.score.is_monotonic_decreasing)
-        (3, 2048, True)
-    """
-    InputError.raise_if(positive_reasons(k=k, block=block), _PROBLEM)
-    every = without_wide(all_heads())
-    chosen = every if writers is None else writers, every if readers is None else readers
-    writing, reading = _resolve_pairs(model, *chosen, kind)
-    writing = [None, *writing] if writers is None else writing
+def _largest(
+    matrices: HeadMatrices,
+    writing: list[LayerSites | None],
+    reading: list[LayerSites],
+    kind: Kind,
+    top: int,
+    block: int,
+) -> tuple[pd.DataFrame, int]:
+    """Return the pairs with the largest scores, and the number of compared pairs."""
     if kind == "k":
         reading = [sites for sites in reading if sites.kind not in NEURON_KINDS]
         if not reading:
             raise InputError([f"K-composition into neuron-heads is {_NO_KEYS}"], _PROBLEM)
-    matrices = HeadMatrices.of(model, fold_norms=fold_norms)
     sources = [_head_writers(matrices, sites) for sites in writing]
     targets = [_head_readers(matrices, sites, kind) for sites in reading]
-    largest, first_writer = LargestScores(k), 0
+    largest, first_writer = LargestScores(top), 0
     for source in sources:
         first_reader = 0
         for target in targets:
@@ -205,62 +248,7 @@ def top_compositions(
         [name for group in groups for name in group.names] for groups in (sources, targets)
     )
     pairs = [(write_names[i], read_names[j]) for i, j in largest.pairs.tolist()]
-    frame = _frame(model, pairs, largest.values, kind, "").drop(columns="note")
-    frame.attrs["pairs"] = largest.seen
-    return frame
-
-
-@torch.no_grad()
-def virtual_weights(
-    model: Any,
-    writer: str | HeadName,
-    reader: str | HeadName,
-    kind: Kind,
-    *,
-    fold_norms: bool = True,
-) -> FactoredMatrix:
-    """Return the matrix W R that maps a writer's input to a reader's output.
-
-    Rows stand for the writer's input: the residual stream (d_model rows) for an attention head, the
-    activation (1 row) for a neuron, the token (d_vocab rows) for "embed". Columns stand for the
-    reader's output. If the reader is an attention head, they stand for the residual stream at the
-    key for kind "q", the residual stream at the query for "k", and the vector that the head adds to
-    the residual stream for "v". If the reader is a neuron, columns stand for its query or value.
-
-    The method is from Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
-
-    Args:
-        model: as in `composition`.
-        writer: a name, or "embed".
-        reader: a name.
-        kind: as in `composition`.
-        fold_norms: as in `composition`.
-
-    Returns:
-        A TransformerLens `FactoredMatrix` with an inner dimension of at most d_head.
-
-    Raises:
-        InputError: an unknown kind or head, a reader that is not later than the writer, the key of
-            a neuron-head, unknown weights.
-
-    Example:
-        >>> from attn_only_lens import circuits, convert, pretrained
-        >>> model = convert(pretrained.modular_addition())
-        >>> circuits.virtual_weights(model, "L0H2", "L0N5", "q")
-        FactoredMatrix: Shape(torch.Size([128, 1])), Hidden Dim(1)
-    """
-    (source,), (target,) = _resolve_pairs(model, [writer], [reader], kind)
-    matrices = HeadMatrices.of(model, fold_norms=fold_norms)
-    if kind == "k" and target.kind in NEURON_KINDS:
-        raise InputError([f"{reader}: its K-composition is {_NO_KEYS}"], _PROBLEM)
-    if _write_stage(matrices, source) > _read_stage(target):
-        raise InputError([f"got writer {writer} and reader {reader}; {_NO_PAIR}"], _PROBLEM)
-    right = matrices.read_matrices(target, kind)[0]
-    if source is None:
-        left = matrices.embedding()
-        return FactoredMatrix(left, right.A.to(left)) @ right.B.to(left)
-    written = matrices.write_matrices(source)[0]
-    return written @ FactoredMatrix(right.A.to(written.A), right.B.to(written.A))
+    return _frame(matrices.model, pairs, largest.values, kind, ""), largest.seen
 
 
 def _resolve_pairs(
@@ -328,7 +316,7 @@ def _head_factors(
         return _kept(sites.names, stage, writer_factors(matrix(sites), sites.names))
 
     def factors(some: slice) -> Tensor:
-        columns = sites.names[some], sites.index[some], sites.member[some]
+        columns = sites.names[some], sites.index[some]
         return writer_factors(matrix(LayerSites(sites.layer, sites.kind, *columns)), columns[0])
 
     return _HeadFactors(sites.names, stage, 1, factors)

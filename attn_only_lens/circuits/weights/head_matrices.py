@@ -1,7 +1,7 @@
 """The matrices with which heads and neurons read from and write to the residual stream.
 
     attention head   writes  W_V W_O        reads  q: W_Q W_Kᵀ    k: W_K W_Qᵀ    v: W_V W_O
-    neuron-head      writes  W_out[i]       reads  q: W_in[:, i]; in a gated MLP, W_gate[:, i]
+    neuron-head      writes  W_O[i]         reads  q: W_in[:, i]; in a gated MLP, W_gate[:, i]
                                                    v: W_in[:, i]
                                                    k: none; keys do not depend on the token
     the embedding    writes  W_E
@@ -10,10 +10,9 @@ Neuron-heads are MLP neurons viewed as attention heads. Transcoder features are 
 W_enc as W_in and W_dec as W_out. Transcoders' skip nodes and error nodes are not supported.
 
 A neuron-head's W_V has rank one, so it cancels in every composition score and is left out. A gated
-MLP has no W_V. If several heads share a neuron, head j writes w_j W_out[i] and has the query b_j
-W_in[:, i], which is 0 if b_j = 0. For the activation a_1 SiLU(a_2 x), the query is multiplied by
-the sign of a_2, so that an open gate has a positive query. The value is multiplied by a_1 a_2 (in a
-gated MLP by a_1 |a_2|, because the sign is in the query).
+MLP has no W_V. For the activation a_1 SiLU(a_2 x), the query is multiplied by the sign of a_2, so
+that an open gate has a positive query. The value is multiplied by a_1 a_2 (in a gated MLP by a_1
+|a_2|, because the sign is in the query).
 
 If `fold_norms` is True, norms are folded into the matrices (`models/norms.py`). Half-precision
 matrices are converted to float32.
@@ -28,9 +27,8 @@ from transformer_lens import FactoredMatrix
 
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.engine.model_checks import quantized_reasons
-from attn_only_lens.engine.sites import ALL_MEMBERS, LayerSites, wide_reasons
+from attn_only_lens.engine.sites import LayerSites, wide_reasons
 from attn_only_lens.errors import InputError
-from attn_only_lens.gates import Gate
 from attn_only_lens.heads import host_of
 from attn_only_lens.models.norms import NO_NORM, LayerNorms, Norm
 
@@ -93,18 +91,10 @@ class HeadMatrices:
         of_head = self._of_heads(norm.weight.view(-1, d_head), sites)
         return weight * of_head.to(weight.dtype)[:, None]
 
-    def _gate_parameters(self, sites: LayerSites, name: str, like: Tensor) -> Tensor:
-        """Return the gate's parameter `name` for each site, or 1 if the site is a whole neuron."""
-        gate: Any = host_of(self.model).neurons[sites.layer].gate
-        numbers = [
-            1.0 if member in (ALL_MEMBERS, None) else getattr(gate, name)[member]
-            for member in sites.member.tolist()
-        ]
-        return like.new_tensor(numbers)
-
-    def _W_out(self, sites: LayerSites) -> Tensor:
-        W_out = host_of(self.model).neurons[sites.layer].W_out
-        return float32_if_half(W_out[sites.index.to(W_out.device)].detach())
+    def _rows(self, sites: LayerSites) -> Float[Tensor, "site d_model"]:
+        """Return the output weights of neurons."""
+        W_O = host_of(self.model).neurons[sites.layer].W_O
+        return float32_if_half(W_O[sites.index.to(W_O.device), 0].detach())
 
     def write_matrices(self, sites: LayerSites) -> FactoredMatrix:
         """Return write matrices, [site, d_model, d_model] or (for neurons) [site, 1, d_model]."""
@@ -113,9 +103,8 @@ class HeadMatrices:
         if sites.kind == "attention":
             W_V = first.before(self._head("W_V", sites))
             return FactoredMatrix(W_V, last.after(self._head("W_O", sites)))
-        rows = last.after(self._W_out(sites))
-        share = self._gate_parameters(sites, "w", rows)
-        return FactoredMatrix(share[:, None, None], rows[:, None, :])
+        rows = last.after(self._rows(sites))
+        return FactoredMatrix(rows.new_ones(len(rows), 1, 1), rows[:, None, :])
 
     def outputs(
         self, sites: LayerSites, z: Float[Tensor, "site d_head"]
@@ -133,7 +122,7 @@ class HeadMatrices:
             return last.after(z @ float32_if_half(W_skip.detach()))
         if sites.kind == "attention":
             return last.after((z[:, None] @ self._head("W_O", sites))[:, 0])
-        return last.after(z * self._W_out(sites))
+        return last.after(z * self._rows(sites))
 
     def read_matrices(self, sites: LayerSites, kind: Kind) -> FactoredMatrix:
         """Return read matrices, [site, d_model, d_model] or (for neurons) [site, d_model, 1]."""
@@ -147,18 +136,16 @@ class HeadMatrices:
             return FactoredMatrix(left, right.transpose(-2, -1))
         assert kind != "k"
         heads: Any = host_of(self.model).neurons[sites.layer]
-        gate = getattr(heads.module, "W_gate", None)
-        W = heads.module.W_in if kind == "v" or gate is None else gate
+        W = heads.read_matrices[0 if kind == "q" else -1]
         columns = first.before(float32_if_half(W[:, sites.index.to(W.device)].detach())).T
-        if isinstance(heads.gate, Gate):  # a generalized SiLU may scale columns or flip their signs
-            if kind == "q":
-                columns = columns * heads.gate.side
-            elif gate is None:
-                columns = heads.gate.values(columns)
-            else:
-                columns = columns * (heads.gate.scale * heads.gate.side)
-        slope = self._gate_parameters(sites, "b", columns) if kind == "q" else columns.new_ones(1)
-        return FactoredMatrix(columns[:, :, None], slope.expand(len(columns))[:, None, None])
+        # A generalized SiLU may scale columns or flip their signs.
+        if kind == "q":
+            columns = columns * heads.gate.side
+        elif heads.value_is_product:
+            columns = columns * (heads.gate.scale * heads.gate.side)
+        else:
+            columns = heads.gate.values(columns)
+        return FactoredMatrix(columns[:, :, None], columns.new_ones(len(columns), 1, 1))
 
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
         """Return W_E; raise an error if a norm or projection acts on embeddings before block 0."""

@@ -25,7 +25,7 @@ W_E W_V has the nonzero eigenvalues of M, and ‖M‖² = tr((W_Vᵀ W_Eᵀ W_E 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import pandas as pd
 import torch
@@ -33,7 +33,7 @@ from jaxtyping import Complex, Float
 from torch import Tensor
 from transformer_lens import FactoredMatrix
 
-from attn_only_lens.arguments import positive_reasons
+from attn_only_lens.arguments import option_reasons, positive_reasons
 from attn_only_lens.circuits.weights.vocabulary import InputVocabulary, VocabularyMatrices
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.largest import LargestScores
@@ -51,6 +51,7 @@ from attn_only_lens.heads import HeadName
 from attn_only_lens.heads.host import NEURON_KINDS
 from attn_only_lens.precision import full_precision
 
+CircuitKind: TypeAlias = Literal["qk", "ov"]
 _BIAS = -1  # the token ID that stands for the bias token
 _ROWS = 1024  # the number of tokens processed at once
 _PROBLEM = "this part of a circuit cannot be shown"
@@ -72,7 +73,7 @@ class TokenCircuit:
     """
 
     name: str
-    kind: Literal["qk", "ov"]
+    kind: CircuitKind
     matrix: FactoredMatrix
     row_tokens: tuple[int, ...] | None
     column_tokens: tuple[int, ...] | None
@@ -136,92 +137,69 @@ class TokenCircuit:
 
 @torch.no_grad()
 @full_precision()
-def qk_circuit(
+def token_circuit(
     model: Any,
     name: str | HeadName,
+    kind: CircuitKind,
     *,
     tokens: Sequence[int] | None = None,
     fold_norms: bool = True,
 ) -> TokenCircuit:
-    """Return the QK circuit: which tokens a head attends to, or which tokens open a neuron's gate.
+    """Return the QK or the OV circuit of a head, a matrix over tokens.
+
+    The QK circuit says which tokens a head attends to, or which tokens open a neuron's gate. The OV
+    circuit says which logits a head raises for each token that it attends to.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.
-        name: `L5H3`, a neuron, or one of several heads of a neuron.
-        tokens: the tokens of the input vocabulary to use; None for all. Untrained tokens may have
-            extreme scores, and would then fill every table.
+        name: `L5H3`, or a neuron such as `L5N1234`.
+        kind: "qk" or "ov".
+        tokens: the tokens of the vocabulary to use; None for all. Untrained tokens may have extreme
+            scores, and would then fill every table. If input and output vocabularies differ, rows
+            of an OV circuit are the tokens in the input vocabulary, and columns the tokens in the
+            output vocabulary.
         fold_norms: fold the gains of norms into the weights.
 
     Returns:
-        The circuit. Its matrix is W_E W_Q W_Kᵀ W_Eᵀ in two factors; for a neuron it is
-        [d_vocab, 1].
+        The circuit. Its matrix, in two factors, is W_E W_Q W_Kᵀ W_Eᵀ ([d_vocab, 1] for a neuron),
+        or W_E W_V W_O W_U C, where C centres logits over the columns.
 
     Raises:
-        InputError: a model without neuron-heads, or without this head; unsupported weights, norms
-            or embeddings; tokens that are repeated or not in the vocabulary.
+        InputError: an unknown kind; a model without neuron-heads, or without this head; unsupported
+            weights, norms, embeddings or, for "ov", unembedding; tokens that are repeated or not in
+            the vocabulary; for "ov", none of the tokens is in the input vocabulary, or none in the
+            output vocabulary.
 
     Example:
         >>> from attn_only_lens import circuits, expose_neuron_heads, pretrained
         >>> model = expose_neuron_heads(pretrained.small_english()).model
-        >>> circuits.qk_circuit(model, "L0H1").matrix
+        >>> circuits.token_circuit(model, "L0H1", "qk").matrix
         FactoredMatrix: Shape(torch.Size([456, 456])), Hidden Dim(32)
-        >>> circuits.qk_circuit(model, "L0N5").top(3)["key"].tolist()
+        >>> circuits.token_circuit(model, "L0N5", "qk").top(3)["key"].tolist()
         ['bias token', 'bias token', 'bias token']
-    """
-    sites = _resolve_one(model, name)
-    matrices = InputVocabulary.of(model, tokens, fold_norms=fold_norms)
-    read = matrices.heads.read_matrices(sites, "q")
-    left = matrices.reads(read.A[0])
-    right = read.B[0] if sites.kind in NEURON_KINDS else matrices.reads(read.B[0].T).T
-    both = FactoredMatrix(left, right.to(left))
-    chosen = matrices.read_tokens
-    return TokenCircuit(sites.names[0], "qk", both, chosen, chosen, model)
-
-
-@torch.no_grad()
-@full_precision()
-def ov_circuit(
-    model: Any,
-    name: str | HeadName,
-    *,
-    tokens: Sequence[int] | None = None,
-    fold_norms: bool = True,
-) -> TokenCircuit:
-    """Return the OV circuit: which logits a head raises for each token that it attends to.
-
-    Args:
-        model: a model from `convert`, or one with exposed neuron-heads.
-        name: as in `qk_circuit`.
-        tokens: as in `qk_circuit`. If the vocabularies differ, rows are the tokens in the input
-            vocabulary, and columns the tokens in the output vocabulary.
-        fold_norms: as in `qk_circuit`.
-
-    Returns:
-        The circuit. Its matrix is W_E W_V W_O W_U C in two factors; C centres logits over the
-        columns.
-
-    Raises:
-        InputError: as in `qk_circuit`; an unsupported unembedding; none of the tokens is in the
-            input vocabulary, or none in the output vocabulary.
-
-    Example:
-        >>> from attn_only_lens import circuits, expose_neuron_heads, pretrained
-        >>> model = expose_neuron_heads(pretrained.small_english()).model
-        >>> ov = circuits.ov_circuit(model, "L1H0")
-        >>> pairs = ov.top(5)
-        >>> bool(pairs["score"].is_monotonic_decreasing), len(ov.eigenvalues)
+        >>> ov = circuits.token_circuit(model, "L1H0", "ov")
+        >>> bool(ov.top(5)["score"].is_monotonic_decreasing), len(ov.eigenvalues)
         (True, 32)
     """
+    InputError.raise_if(option_reasons("kind", kind, get_args(CircuitKind)), _PROBLEM)
     sites = _resolve_one(model, name)
-    matrices = VocabularyMatrices.of(model, tokens, fold_norms=fold_norms)
-    written = matrices.heads.write_matrices(sites)
-    left = written.A[0]
-    if sites.kind in NEURON_KINDS:
-        left = matrices.heads.read_matrices(sites, "v").A[0] * left
-    right = matrices.writes(written.B[0])
-    both = FactoredMatrix(matrices.reads(left).to(right), right)
-    ends = matrices.read_tokens, matrices.written_tokens
-    return TokenCircuit(sites.names[0], "ov", both, *ends, model)
+    if kind == "qk":
+        inputs = InputVocabulary.of(model, tokens, fold_norms=fold_norms)
+        read = inputs.heads.read_matrices(sites, "q")
+        left = inputs.reads(read.A[0])
+        right = read.B[0] if sites.kind in NEURON_KINDS else inputs.reads(read.B[0].T).T
+        both = FactoredMatrix(left, right.to(left))
+        ends = inputs.read_tokens, inputs.read_tokens
+    else:
+        matrices = VocabularyMatrices.of(model, tokens, fold_norms=fold_norms)
+        written = matrices.heads.write_matrices(sites)
+        left = written.A[0]
+        if sites.kind in NEURON_KINDS:
+            left = matrices.heads.read_matrices(sites, "v").A[0] * left
+        right = matrices.writes(written.B[0])
+        both = FactoredMatrix(matrices.reads(left).to(right), right)
+        ends = matrices.read_tokens, matrices.written_tokens
+    return TokenCircuit(sites.names[0], kind, both, *ends, model)
 
 
 def _resolve_one(model: Any, name: str | HeadName) -> LayerSites:
@@ -248,7 +226,7 @@ def copying_scores(
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.
         sites: `patching.heads()`, `patching.neuron_heads()`, or names; None for all.
-        tokens: as in `qk_circuit`; they must also be in the output vocabulary. Eigenvalues are then
+        tokens: as in `token_circuit`; they must be in both vocabularies. Eigenvalues are then
             computed for the circuit between these tokens.
         fold_norms: fold the gains of norms into the weights.
 
@@ -258,8 +236,8 @@ def copying_scores(
         `copying`, `cosine`. The last two are missing if a head reads or writes nothing.
 
     Raises:
-        InputError: as in `qk_circuit`; vocabularies of different sizes, without `tokens` that are
-            in both; weights that are not finite.
+        InputError: as in `token_circuit`; vocabularies of different sizes, without `tokens` that
+            are in both; weights that are not finite.
 
     Example:
         >>> from attn_only_lens import circuits, expose_neuron_heads, patching as p, pretrained

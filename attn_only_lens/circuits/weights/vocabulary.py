@@ -32,7 +32,6 @@ from attn_only_lens.devices import float32_if_half, normal_numbers
 from attn_only_lens.engine.sites import LayerSites
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
-from attn_only_lens.heads.host import NEURON_KINDS
 from attn_only_lens.models.norms import NO_NORM, Norm
 from attn_only_lens.tolerances import rounding
 
@@ -155,9 +154,6 @@ class DirectEffects:
 
         def tops(sites: LayerSites, rows: list[int]) -> list[TokenScores]:
             outputs = z[self._host.hook_name(sites.layer, sites.kind, "z")][prompt]
-            if sites.kind in NEURON_KINDS:
-                neurons = self._host.neurons[sites.layer]
-                outputs = neurons.neuron_outputs(outputs.squeeze(-1)).unsqueeze(-1)
             positions = [nodes[row][1] for row in rows]
             chosen = outputs[positions, sites.index.to(outputs.device)]
             return self.tokens_of(self._matrices.outputs(sites, chosen), k)

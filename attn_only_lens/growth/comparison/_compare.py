@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attn_only_lens.arguments import a_type, as_plain, is_count, share_reasons
-from attn_only_lens.circuits._search import smallest_prefix
-from attn_only_lens.circuits.ablation import AblatedModel
+from attn_only_lens.circuits.ablated_model import AblatedModel
+from attn_only_lens.circuits.search import smallest_prefix
 from attn_only_lens.engine.input_warnings import warn, warned_once
 from attn_only_lens.engine.metrics import AnyMetric, no_gradient_reasons, require_slope
 from attn_only_lens.engine.model_checks import reasons_not_to_run
@@ -44,7 +44,7 @@ from attn_only_lens.growth.comparison.results import Comparison
 from attn_only_lens.growth.comparison.statistics import Statistics
 from attn_only_lens.growth.expansion import Provenance
 from attn_only_lens.growth.models import Grown, identity
-from attn_only_lens.heads import has_neuron_heads, host_of
+from attn_only_lens.heads import has_neuron_heads
 from attn_only_lens.heads.host import transcoder_reasons
 from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.patching.repairs import on_one_device
@@ -309,12 +309,6 @@ def _expose(models: Sequence[Any], stack: ExitStack) -> None:
         for label, model in zip(MODELS, models, strict=False)
         for reason in transcoder_reasons(model) + reasons_not_to_run(model)
     ]
-    heads = {neuron.heads_per_neuron for model in models for neuron in host_of(model).neurons}
-    if len(heads) > 1:
-        reasons.append(
-            f"got models with {sorted(heads)} heads per neuron; expected the same number in all "
-            "models"
-        )
     grown, *null = (
         [(sites.kind, len(sites.names)) for sites in resolve_sites(model, all_heads())]
         + [("coordinates", model.cfg.d_model)]

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attn_only_lens.engine.sites import ALL_MEMBERS, LayerSites, all_heads, resolve_sites
+from attn_only_lens.engine.sites import LayerSites, all_heads, resolve_sites
 from attn_only_lens.errors import ComparisonError
 from attn_only_lens.growth.expansion import Axis, Provenance
 from attn_only_lens.heads.host import HeadKind
@@ -91,7 +91,7 @@ def _select(sites: LayerSites, indices: Sequence[int]) -> LayerSites:
     """Return a subset of a layer's heads or neurons."""
     index = torch.tensor(indices, device="cpu")
     names = tuple(sites.names[i] for i in indices)
-    return LayerSites(sites.layer, sites.kind, names, index, torch.full_like(index, ALL_MEMBERS))
+    return LayerSites(sites.layer, sites.kind, names, index)
 
 
 def _size_reasons(

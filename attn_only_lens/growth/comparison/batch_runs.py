@@ -31,7 +31,6 @@ from attn_only_lens.engine.prompts import PromptPair, require_ignored_padding
 from attn_only_lens.engine.recording import NeuronRun, RunPair, record_pair
 from attn_only_lens.engine.sites import LayerSites, hook_name
 from attn_only_lens.growth.comparison.batches import Batch
-from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching._activation_patch import activation_patch
 
@@ -68,12 +67,11 @@ class BatchRun:
         return effects[sites.index.to(effects.device)]
 
     def z(self, sites: LayerSites) -> Float[Tensor, "token site d_head"]:
-        """Return z at non-padding tokens; a neuron's z is the sum over its heads."""
+        """Return z at non-padding tokens."""
         if sites.kind == "attention":
             z = self.hooked[hook_name(self.model, sites.layer, "z")]
         else:
-            heads = host_of(self.model).neurons[sites.layer]
-            z = heads.neuron_outputs(self.neurons[sites.layer].z).unsqueeze(-1)
+            z = self.neurons[sites.layer].z.unsqueeze(-1)
         tokens = z.flatten(0, 1)[self._real_tokens.to(z.device)]
         return tokens[:, sites.index.to(z.device)]
 
@@ -87,10 +85,9 @@ class BatchRun:
         patterns = self.hooked[hook_name(self.model, sites.layer, "pattern")]
         return patterns[:, sites.index.to(patterns.device)]
 
-    def gates(self, sites: LayerSites) -> Float[Tensor, "batch pos site member"]:
+    def gates(self, sites: LayerSites) -> Float[Tensor, "batch pos site"]:
         """Return the gates of the given neurons: the attention of each token to itself."""
-        heads = host_of(self.model).neurons[sites.layer]
-        weight = self.neurons[sites.layer].weight.unflatten(-1, (-1, heads.heads_per_neuron))
+        weight = self.neurons[sites.layer].weight
         return weight[:, :, sites.index.to(weight.device)]
 
 

@@ -162,7 +162,7 @@ def _divergences_by_prompt(
         divergence = pattern_divergence(p, q.to(p.device)).transpose(1, 2)
     else:
         p, q = one.gates(pair.first), second.gates(pair.second)
-        divergence = gate_divergence(p, q.to(p.device)).mean(-1)
+        divergence = gate_divergence(p, q.to(p.device))
     real = one.real.to(divergence.device).unsqueeze(-1)
     total = to_float64_device(divergence.where(real, 0.0)).sum(1, dtype=torch.float64)
     return (total / real.sum(1).to(total.device)).T

@@ -335,7 +335,7 @@ class Provenance:
             raise UnknownHeadError(
                 f"got {name!r}; layer {layer} had {len(new_of)} {kind} before it grew"
             )
-        return str(HeadName(now, head.kind, new_of[head.index], head.member))
+        return str(HeadName(now, head.kind, new_of[head.index]))
 
     def old_of(self, name: str) -> str | None:
         """Return the old name of a head, neuron or layer, or None if the part is new.
@@ -353,7 +353,7 @@ class Provenance:
         if was is None or head is None:
             return None if was is None else f"L{was}"
         index = self.axes[Axis(_axis(head).label, was)].old_of.get(head.index)
-        return None if index is None else str(HeadName(was, head.kind, index, head.member))
+        return None if index is None else str(HeadName(was, head.kind, index))
 
     @property
     def coordinates(self) -> tuple[int, ...]:
@@ -498,7 +498,6 @@ class Provenance:
         if isinstance(name, str) and (layer := _LAYER.fullmatch(name)):
             return None, int(layer[1])
         head = HeadName.parse(name)
-        head.heads(self.constants.heads_per_neuron)  # raises an error if there is no such head
         return head, head.layer
 
 

@@ -152,7 +152,6 @@ class Constants:
         attn_types: the kind of attention of each layer ("global", "local"); None if all are alike.
         tied: whether the unembedding and the embedding are one matrix.
         pointwise: whether the activation function acts on each neuron alone; None without MLPs.
-        heads_per_neuron: heads per neuron in a converted model with bilinear gates.
         grouped: whether heads may share keys and values.
         grouped_by_head: whether hook points of keys and values have an entry for every head even
             if heads share them.
@@ -175,7 +174,6 @@ class Constants:
     attn_types: tuple[str, ...] | None = None
     tied: bool = False
     pointwise: bool | None = True
-    heads_per_neuron: int = 1
     grouped: bool = False
     grouped_by_head: bool = False
     init: tuple[str, float] = ("gpt2", 0.02)

@@ -2,17 +2,14 @@
 
 A converted model has the original model's parameters under other names: layer l of the original
 becomes blocks 2l and 2l + 1, and the MLP's matrices become single-neuron attention heads
-(neuron-heads). `AddNeurons` therefore appends neuron-heads (m per neuron, if m heads compute a
-neuron), and `InsertLayer` inserts two blocks. Growing then converting gives bitwise the same
+(neuron-heads). `AddNeurons` therefore appends neuron-heads, and `InsertLayer` inserts two blocks.
+Growing then converting gives bitwise the same
 weights as converting then growing. Layers of a converted model may differ in size, and the width of
 values may differ from that of keys. Converted models, unlike others, can therefore grow in some
 layers only, or by `WidenValues` or `WidenQueriesAndKeys` alone.
 
-If a gated MLP was converted with bilinear gates, its gates equal the activation function only on a
-range of inputs, which was calibrated for each layer. A new layer gets the range of the old layer
-with the same shapes, and new neurons get the range of their layer. Outside this range, new neurons
-do not compute the activation function, but have no effect before training, because their output
-weights are zero. To avoid such neurons, grow the original model, then convert and calibrate it.
+If bilinear gates compute an MLP neuron with several heads, these share the neuron's weights, so
+that no head could be added or removed alone. Grow the original of such a model, then convert it.
 """
 
 import math
@@ -31,6 +28,7 @@ from attn_only_lens.growth.models.hooked import (
     joint_norm_reasons,
     parameter_of,
 )
+from attn_only_lens.heads import host_of
 from attn_only_lens.models.two_blocks import AttentionOnlyTransformer, LayerSizes, rebuild
 from attn_only_lens.models.two_blocks.config import (
     block_kind,
@@ -61,6 +59,11 @@ class ConvertedModel(Growable):
         if type(model) is not AttentionOnlyTransformer:
             return [f"got {a_type(model)}, a subclass that growth does not support"]
         reasons = [*module_reasons(model), *configuration_reasons(model, ("ln1", "ln1_post"))]
+        if any(heads.n_neurons > len(heads.W_out) for heads in host_of(model).neurons):
+            reasons.append(
+                "its bilinear gates compute a neuron of an MLP with several heads, which share the "
+                "neuron's weights: grow the original model, then convert it"
+            )
         sizes = model.cfg.layer_sizes
         if len({size.n_key_value_heads is None for size in sizes}) > 1:
             reasons.append("only some layers have grouped keys and values")
@@ -80,7 +83,7 @@ class ConvertedModel(Growable):
     def read(self) -> Weights:
         """Return the model's weights in the layout of the original model."""
         cfg = self.model.cfg.layer_cfg(0)
-        constants = replace(constants_of(cfg), heads_per_neuron=self.model.heads_per_neuron)
+        constants = constants_of(cfg)
         if cfg.use_attn_scale and not self._has_default_scales():
             constants = replace(constants, scale=cfg.attn_scale)
         return Weights(self.tensors(), constants)
@@ -116,15 +119,12 @@ class ConvertedModel(Growable):
         for layer, source in enumerate(layers):
             for name, buffer in template.blocks[heads_block(source)].named_buffers():
                 tensors[block_name(heads_block(layer), name)] = buffer.clone()
-        gating = template.cfg.gating
-        if gating.ranges is not None:
-            gating = replace(gating, ranges=tuple(gating.ranges[source] for source in layers))
         changes: dict[str, Any] = {"d_model": weights.sizes[Axis("d_model")], "eps": constants.eps}
         if constants.attn_types is not None:
             changes["attn_types"] = list(constants.attn_types)
         sizes = _layer_sizes(weights, template.cfg.attn_scale)
         still_frozen = [converted for name, converted in names.items() if source_of(name) in frozen]
-        model = rebuild(template, tensors, sizes, frozen=still_frozen, gating=gating, **changes)
+        model = rebuild(template, tensors, sizes, frozen=still_frozen, **changes)
         for name, module in model.named_modules():
             parts = name.split(".")
             if parts[0] == "blocks" and len(parts) > 1:

@@ -7,7 +7,7 @@ from attn_only_lens.models.in_place.exposed import (
     require_no_transcoders,
     show,
 )
-from attn_only_lens.models.in_place.heads import BilinearInPlace, InPlace
+from attn_only_lens.models.in_place.mlp_hooks import BilinearInPlace, InPlace
 from attn_only_lens.models.in_place.model_copy import copy_model, reasons_against_copying
 
 __all__ = [

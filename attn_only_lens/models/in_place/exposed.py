@@ -31,8 +31,8 @@ from attn_only_lens.heads.host import (
     transcoder_reasons,
 )
 from attn_only_lens.models.base import HookChecks
-from attn_only_lens.models.in_place.heads import InPlace
 from attn_only_lens.models.in_place.hosts import BridgeHost, HookedHost, replaced_mlps
+from attn_only_lens.models.in_place.mlp_hooks import InPlace
 from attn_only_lens.models.shared_weights import parted_reasons, sharing_reasons
 from attn_only_lens.tl import MLP, GatedMLP, HookedTransformer
 

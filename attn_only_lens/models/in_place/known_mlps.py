@@ -30,7 +30,7 @@ from attn_only_lens.heads import host_of
 from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.models.in_place.bridge_components import component_reasons
 from attn_only_lens.models.in_place.exposed import exposed_heads
-from attn_only_lens.models.in_place.heads import (
+from attn_only_lens.models.in_place.mlp_hooks import (
     MLPHookPoints,
     UnknownMLPError,
     activation_error,

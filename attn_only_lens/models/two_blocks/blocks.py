@@ -20,7 +20,7 @@ original's, at the same cost. For bilinear gates, see `heads/bilinear.py`.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +34,7 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.gates import Gate
-from attn_only_lens.gates.bilinear import largest_query
-from attn_only_lens.gates.gating import AnyGate
+from attn_only_lens.gates import BilinearGate, Gate
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.computation import NeuronHeads, is_live, require_grad_like
 from attn_only_lens.heads.host import PassState
@@ -90,9 +88,9 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
         self._add_hook_points()
 
     @property
-    def gate(self) -> AnyGate:
+    def gate(self) -> Gate:
         """The gate of this block, looked up by name, so that pickled models hold no code."""
-        return self.cfg.gating.gate(self.cfg.act_fn, self.cfg.layer)
+        return self.cfg.gating.activation(self.cfg.act_fn)
 
     @property
     def module(self) -> nn.Module:
@@ -135,20 +133,15 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
 
     # Weights in the shapes that TransformerLens uses for heads
 
-    def _scale(self, factor: str, rows: Tensor) -> Tensor:
-        """Return for each head its neuron's row times the head's coefficient w, b, c or value."""
-        return cast(Gate, self.gate).values(rows) if factor == "value" else rows
-
     @property
     def W_Q(self) -> Float[Tensor, "head_index d_model d_head=1"]:
-        """The query weights: b_j W_in, or b_j W_gate in a gated MLP (exact heads: b_j = 1)."""
-        weights = self.W_in if self.W_gate is None else self.W_gate
-        return self._scale("b", weights.T.unsqueeze(-1))
+        """The query weights: W_in, or W_gate in a gated MLP."""
+        return self.read_matrices[0].T.unsqueeze(-1)
 
     @property
     def b_Q(self) -> Float[Tensor, "head_index d_head=1"]:
-        """The query biases: b_j b_in + c_j, or c_j in a gated MLP (b_j = 1, c_j = 0 if exact)."""
-        return self._scale("b", self._bias)
+        """The query biases: b_in, or 0 in a gated MLP."""
+        return self._bias
 
     @property
     def W_K(self) -> Float[Tensor, "head_index d_model d_head=1"]:
@@ -164,18 +157,13 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
     def W_V(self) -> Float[Tensor, "head_index d_model d_head=1"]:
         """The value weights: a_1 a_2 W_in for a generalized SiLU, otherwise W_in itself."""
         self._refuse_product_value("W_V")
-        return self._scale("value", self.W_in.T.unsqueeze(-1))
+        return self.gate.values(self.read_matrices[-1].T.unsqueeze(-1))
 
     @property
     def b_V(self) -> Float[Tensor, "head_index d_head=1"]:
         """The value biases: b_in, or a_1 a_2 b_in for a generalized SiLU."""
         self._refuse_product_value("b_V")
-        return self._scale("value", self._bias)
-
-    @property
-    def W_O(self) -> Float[Tensor, "head_index d_head=1 d_model"]:
-        """The output weights: w_j W_out, where w_j = 1 for exact heads."""
-        return self._scale("w", self.W_out.unsqueeze(-2))
+        return self.gate.values(self._bias)
 
     @property
     def _bias(self) -> Float[Tensor, "d_mlp 1"]:
@@ -193,29 +181,34 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
 class BilinearAttention(BilinearHeads, NeuronAttention):
     """The bilinear neuron-heads of one MLP: m heads for each of its d_mlp neurons."""
 
+    @property
+    def bilinear_gate(self) -> BilinearGate:  # type: ignore[override]
+        """The gate of this block."""
+        return self.cfg.gating.bilinear(self.cfg.act_fn, self.cfg.layer)
+
     def forward(self, x: Residual) -> Residual:
         """Approximate the original MLP's output for the normalised residual stream `x`."""
-        q, up = self.projections(x)
-        value = q if up is None else up
+        q, up = self.mlp_projections(x)
         results = self.cfg.use_attn_result and is_live(self.hook_result)
         if not (results or any(map(is_live, (*self._before_z, self.hook_z)))):
-            return self._write(self._sum_of_heads(q, value))
-        z = self._through_hooks(q, value, lambda: self._attend(q, value))
+            return self._write(self._sum_of_heads(q, q if up is None else up))
+        queries = self._of_heads(q, up)
+        z = self._through_hooks(*queries, lambda: self._attend(*queries))
         if results:
             result = self.hook_result(z.unsqueeze(-1) * self.W_O.squeeze(-2))
             return (result.sum(dim=-2) + self.b_O).to(q.dtype)
-        return self._write(self.neuron_outputs(z).to(q.dtype))
+        return self._write(self._weighted(z).sum(-1).to(q.dtype))
 
     @property
     def b_Q(self) -> Float[Tensor, "head_index d_head=1"]:
         """The query biases b_j b_in[i] + c_j; a large finite number replaces c_j = ∞."""
-        return super().b_Q + self._scale("c", torch.ones_like(self._bias))
+        gate = self.bilinear_gate
+        return self._times(gate.b, self._bias) + self._times(gate.c, torch.ones_like(self._bias))
 
-    def _scale(self, factor: str, rows: Tensor) -> Tensor:
-        gate, limit = self.bilinear_gate, largest_query(rows.dtype)
-        values = (1.0,) * len(gate.w) if factor == "value" else getattr(gate, factor)
-        factors = rows.new_tensor(values).clamp(-limit, limit)
-        return torch.einsum("j,n...->nj...", factors, rows).flatten(0, 1)
+    @property
+    def b_V(self) -> Float[Tensor, "head_index d_head=1"]:
+        """The value biases: b_in[i], or 0 in a gated MLP."""
+        return self._shared(self._bias.T).T
 
 
 class _WithoutMLP(nn.Module):

@@ -140,7 +140,6 @@ def rebuild(
     *,
     frozen: Collection[str] = (),
     tied: Mapping[str, str] | None = None,
-    gating: Gating | None = None,
     **changes: Any,
 ) -> AttentionOnlyTransformer:
     """Build a converted model like `model`, with other weights, layer sizes or number of layers.
@@ -150,8 +149,7 @@ def rebuild(
     gradients. `changes` are new values for configuration fields of the source, such as `d_model`.
     """
     fields = vars(model.cfg.layer_cfg(0)) | sizes[0].stock_fields | {"n_layers": len(sizes)}
-    gating = model.cfg.gating if gating is None else gating
-    new = converted_skeleton(stock_skeleton(fields | changes), gating, sizes)
+    new = converted_skeleton(stock_skeleton(fields | changes), model.cfg.gating, sizes)
     tied = tied or {}
     UnsupportedModelError.raise_if(
         skeleton_misfits(new, tensors, tied), "these weights do not fit a model of these sizes"

@@ -139,8 +139,10 @@ class AttentionOnlyConfig(HookedTransformerConfig):
         axes = sys._getframe(1).f_locals.get("index_axis_names")
         if axes is not None and not {"head", "head_index"}.intersection(axes):
             return 0
-        m = self.gating.heads_per_neuron
-        counts = by_layer([f"{sizes.n_heads} and {sizes.d_mlp * m}" for sizes in self.layer_sizes])
+        n_neurons = self.gating.n_heads
+        counts = by_layer(
+            [f"{sizes.n_heads} and {n_neurons(sizes.d_mlp)}" for sizes in self.layer_sizes]
+        )
         raise UnsupportedCallError(
             "to patch heads, call attn_only_lens.patching.activation_patch(model, clean, "
             "corrupted, metric)\n"
@@ -253,7 +255,7 @@ def _overrides(root: AttentionOnlyConfig, block: int) -> dict[str, Any]:
     # If attention and MLP run in parallel (GPT-J, GPT-NeoX), both read the same residual stream.
     common = {"layer": layer, "neurons_read_along": root.parallel_attn_mlp}
     if block_kind(block) == "neuron":
-        n_heads = sizes.d_mlp * root.gating.heads_per_neuron
+        n_heads = root.gating.n_heads(sizes.d_mlp)
         heads = {"n_heads": n_heads, "d_head": 1, "d_value": 1, "n_key_value_heads": None}
         return {**common, **heads, "d_mlp": sizes.d_mlp}
     # The docstring of `AttentionBlock` explains why parallel_attn_mlp is True.

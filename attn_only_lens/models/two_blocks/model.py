@@ -37,6 +37,7 @@ from attn_only_lens.models.two_blocks.config import (
 )
 from attn_only_lens.models.two_blocks.known_modules import module_reasons
 from attn_only_lens.models.two_blocks.refusals import ConvertedHookChecks, Refusals
+from attn_only_lens.models.verification import Verification
 from attn_only_lens.tl import (
     Attention,
     GroupedQueryAttention,
@@ -117,8 +118,7 @@ class HeadStack(QKAndOV):
         """The names of all heads of this kind, layer by layer."""
         labels: list[str] = []
         for layer, attn in enumerate(self.attns):
-            heads_per_neuron = getattr(attn, "heads_per_neuron", 1)
-            labels += head_labels(layer, self.kind, attn.cfg.n_heads, heads_per_neuron)
+            labels += head_labels(layer, self.kind, attn.cfg.n_heads)
         return labels
 
 
@@ -221,6 +221,8 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
     """
 
     cfg: AttentionOnlyConfig
+    verification: Verification | None = None
+    """What `convert(check=…)` measured."""
     _host = TwoBlocksHost
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -262,25 +264,20 @@ class AttentionOnlyTransformer(Refusals, ConvertedHookChecks, WithNeuronHeads):
                 f"got block={block}; expected 0 to {self.cfg.n_layers - 1}: source layer l is "
                 "blocks 2l and 2l + 1"
             )
-        n_heads, shared = self.blocks[block].attn.cfg.n_heads, self.heads_per_neuron
-        return head_labels(block_layer(block), block_kind(block), n_heads, shared)
+        n_heads = self.blocks[block].attn.cfg.n_heads
+        return head_labels(block_layer(block), block_kind(block), n_heads)
 
     def all_head_labels(self, neurons: bool = False) -> list[str]:
         """Return the names of all attention heads and, if `neurons` is set, of all neuron-heads."""
         blocks = range(0, len(self.blocks), 1 if neurons else 2)
         return [label for block in blocks for label in self.head_labels(block)]
 
-    @property
-    def heads_per_neuron(self) -> int:
-        """The number of heads per neuron, which is 1 for exact gates."""
-        return self.cfg.gating.heads_per_neuron
-
     def neuron_pattern(self, cache: ActivationCache, name: str) -> Float[Tensor, "batch pos key=2"]:
         """Return a neuron-head's attention weights on the token itself and on the bias token."""
         return neuron_pattern(cache, name)
 
     def neuron_gate(self, cache: ActivationCache, name: str) -> Float[Tensor, "batch pos"]:
-        """Return a neuron's gate: the weighted sum of its heads' attention to the token itself."""
+        """Return a neuron's gate: its attention to the token itself."""
         return neuron_gate(cache, name)
 
     W_in: Any = StackedWeight()

@@ -10,10 +10,11 @@ own code still runs. The heads of its neurons (neuron-heads) intercept its hook 
 
 An edit at one hook point affects all later hook points, in this order: hook_pre, hook_q, hook_k,
 hook_v, hook_attn_scores, hook_pattern, hook_z, hook_post, hook_result. (`POINTS` holds the names of
-the heads' hook points in the MLP.) If a hook edits a neuron at hook_post, the change is split
-equally among the neuron's heads, so that the heads' results still sum to the MLP's output minus the
-output bias. Exact heads replace the MLP's activations only if the heads' hook points have hooks.
-Bilinear heads always replace the activations.
+the heads' hook points in the MLP.) With bilinear gates, m
+heads compute one neuron of the MLP, and a change at hook_post is split equally among them, so that
+the heads' results still sum to the MLP's output minus the output bias. Exact heads replace the
+MLP's activations only if the heads' hook points have hooks. Bilinear heads always replace the
+activations.
 """
 
 from collections.abc import Iterator
@@ -36,9 +37,9 @@ from attn_only_lens.arguments import a_type, with_article
 from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.gates import Gate
+from attn_only_lens.gates import BilinearGate, Gate
 from attn_only_lens.gates.features import feature_gate
-from attn_only_lens.gates.gating import AnyGate, Gating
+from attn_only_lens.gates.gating import Gating
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.computation import NeuronHeads, is_live
 from attn_only_lens.heads.feature_mlp import FeatureMLP
@@ -95,7 +96,7 @@ def _every_example(value: Tensor) -> Tensor:
 
 
 class InPlace(NeuronHeads):
-    """The exact neuron-heads (one per neuron) of one MLP, added in place as hook points."""
+    """The exact neuron-heads of one MLP, added in place as hook points."""
 
     def __init__(
         self,
@@ -118,14 +119,17 @@ class InPlace(NeuronHeads):
         self._add_hook_points()
 
     @property
-    def gate(self) -> AnyGate:
-        """The gate of this layer, looked up by name, so that pickled models hold no code."""
-        return self.gating.gate(self.act_fn, self.layer)
+    def activation(self) -> Gate:
+        """The gate that represents the MLP's activation function exactly.
+
+        It is looked up by name, so that pickled models hold no code.
+        """
+        return self.gating.activation(self.act_fn)
 
     @property
-    def activation(self) -> Gate:
-        """The gate that represents the MLP's activation function exactly."""
-        return self.gating.activation(self.act_fn)
+    def gate(self) -> Gate:
+        """The gate of the heads."""
+        return self.activation
 
     @property
     def module(self) -> nn.Module:
@@ -246,17 +250,23 @@ class InPlace(NeuronHeads):
     def record_edit(self, post: PreActivation, z: PreActivation | None) -> None:
         """Store the heads' outputs, including any edit at hook_post, until hook_result fires."""
         if z is not None:
-            edit = (post - self._post(z)).repeat_interleave(self.heads_per_neuron, dim=-1)
-            written = self.head_outputs(z) + edit / self.heads_per_neuron
-            self.passing.values[self.layer, "written"] = written
+            self.passing.values[self.layer, "written"] = self.written(z, post - self._post(z))
+
+    def written(self, z: PreActivation, edit: Tensor | float = 0.0) -> PreActivation:
+        """Return what the heads write along their neurons' rows of W_out, after an edit of post."""
+        return z + edit
+
+    @property
+    def _rows(self) -> Float[Tensor, "head_index d_model"]:
+        """For each head, its neuron's row of W_out."""
+        return self.W_out
 
     def write(self, out: Residual) -> Residual:
         """Return W_out's output, or the sum of the heads' results if hook_result has hooks."""
         written = self.passing.values.pop((self.layer, "written"), None)
         if written is None:
             return out
-        W_out = self.mlp.W_out.repeat_interleave(self.heads_per_neuron, dim=0)
-        result: Tensor = self.hook_result(written.unsqueeze(-1) * W_out)
+        result: Tensor = self.hook_result(written.unsqueeze(-1) * self._rows)
         return (result.sum(dim=-2) + self.b_O).to(out.dtype)
 
     def _without_hooks(
@@ -279,7 +289,7 @@ class InPlace(NeuronHeads):
 
     def _post(self, z: PreActivation) -> PreActivation:
         """Return hook_post's input as a new tensor, so that in-place edits do not change z."""
-        return (self.neuron_outputs(z) + self._b_in).contiguous()  # some MLPs flatten this
+        return (z + self._b_in).contiguous()  # some MLPs flatten this
 
     def attach(self) -> None:
         """Add the hook points of the heads to the MLP, and intercept the MLP's own hook points."""
@@ -309,7 +319,12 @@ class InPlace(NeuronHeads):
 
 
 class BilinearInPlace(BilinearHeads, InPlace):
-    """The bilinear neuron-heads of one MLP (one or more per neuron), added in place."""
+    """The bilinear neuron-heads of one MLP, m for each of its neurons, added in place."""
+
+    @property
+    def bilinear_gate(self) -> BilinearGate:  # type: ignore[override]
+        """The gate of this layer."""
+        return self.gating.bilinear(self.act_fn, self.layer)
 
     @property
     def _recomputes(self) -> bool:
@@ -323,8 +338,21 @@ class BilinearInPlace(BilinearHeads, InPlace):
         return self._sum_of_heads(q, q if up is None else up) + self._b_in
 
     def _z(self, q: PreActivation, up: PreActivation | None, post: PreActivation) -> PreActivation:
-        value = q if up is None else up
-        return self._through_hooks(q, value, lambda: self._attend(q, value))
+        queries = self._of_heads(q, up)
+        return self._through_hooks(*queries, lambda: self._attend(*queries))
+
+    def written(self, z: PreActivation, edit: Tensor | float = 0.0) -> PreActivation:
+        """Return what the heads write along their neurons' rows of W_out, after an edit of post."""
+        m = self.bilinear_gate.heads
+        edit = edit.unsqueeze(-1) / m if isinstance(edit, Tensor) else edit
+        return (self._weighted(z) + edit).flatten(-2).to(z.dtype)
+
+    @property
+    def _rows(self) -> Float[Tensor, "head_index d_model"]:
+        return self._shared(self.W_out.T).T
+
+    def _post(self, z: PreActivation) -> PreActivation:
+        return super()._post(self._weighted(z).sum(-1).to(z.dtype))
 
 
 class FeatureHeads(InPlace):
@@ -337,11 +365,9 @@ class FeatureHeads(InPlace):
         return ("feature", *(kind for kind in WIDE_KINDS if wide[kind]))
 
     @property
-    def gate(self) -> Gate:
+    def activation(self) -> Gate:
         """The gate of all features."""
         return feature_gate(self.mlp.threshold, self.mlp.k)
-
-    activation = gate
 
     @property
     def joint_gates(self) -> bool:

@@ -1,4 +1,4 @@
-r"""Ablate all sites outside a circuit, and compute faithfulness as a function of circuit size.
+r"""Ablate all sites outside a circuit, and measure how much of the metric the circuit keeps.
 
 Sites are attention heads and neuron-heads at positions (the rows of a `Sweep`), or at roles (one
 token in each prompt). At sites outside the circuit, the head's output z is replaced by
@@ -17,43 +17,31 @@ circuits are run as one batch (`engine/replay`). Let m be the metric, M all site
 Both definitions are from Marks et al., "Sparse Feature Circuits", 2024. Let g be the gradient of m
 at a site's z when all sites outside C are ablated. Then the site adds, to first order, g · (z -
 ablated z) / (m(M) - m(∅)) to f(C).
-
-`faithfulness` evaluates circuits C_k, which contain the highest-ranked fraction k of all sites.
-MIB, the Mechanistic Interpretability Benchmark (Mueller et al., 2025), measures circuit size in
-edges instead of sites, and ranks edges by |score| only for CMD. Two scores from MIB are areas under
-curves, computed by the trapezoidal rule:
-
-    CPR = ∫ f(C_k) dk         circuit performance ratio: higher is better
-    CMD = ∫ |1 - f(C_k)| dk   circuit-model distance: lower is better
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import combinations
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float, Int
-from scipy.integrate import trapezoid
+from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.arguments import a_type, as_plain, is_count, is_number, option_reasons
+from attn_only_lens.arguments import is_count, option_reasons
+from attn_only_lens.circuits.ablated_points import Flags, Floats, Rows, ablated_points
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.edit_checks import require_edits_read
 from attn_only_lens.engine.gradients import Tape
-from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.interventions import ablate
 from attn_only_lens.engine.metrics import AnyMetric, as_metric, bind
 from attn_only_lens.engine.model_checks import reasons_not_to_run
-from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import (
     Positions,
     PositionSet,
-    Roles,
     resolve_positions,
     unlike_tokens,
 )
@@ -62,8 +50,7 @@ from attn_only_lens.engine.recording import Hooks, NeuronRun, Recording, RunPair
 from attn_only_lens.engine.replay import Variants, make_replay
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import InputError
-from attn_only_lens.heads import host_of
-from attn_only_lens.heads.host import NEURON_KINDS, HeadKind
+from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching.prompt_chunks import prompts_per_chunk
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.run_patches import Batching
@@ -71,12 +58,6 @@ from attn_only_lens.patching.run_patches import Batching
 Ablation = Literal["zero", "mean", "positional_mean", "resample"]
 Order = Literal["magnitude", "signed"]
 ORDERS: tuple[Order, ...] = get_args(Order)
-SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""The shares of all sites at which MIB evaluates circuits."""
-Rows: TypeAlias = npt.NDArray[np.int64]
-"""Row indices in the frame of all sites."""
-_Floats: TypeAlias = npt.NDArray[np.float64]
-_Flags: TypeAlias = npt.NDArray[np.bool_]
 # ablations whose values for a prompt do not depend on other prompts
 _BY_PROMPT = ("zero", "resample")
 _NOTHING: Rows = np.empty(0, dtype=np.int64)  # the circuit without sites
@@ -85,118 +66,6 @@ ALIKE = (
     "expected prompts of the same length, or positions by role, such as task.roles or {'end': -1}"
 )
 """What functions that pool prompts by position expect."""
-
-
-@dataclass(frozen=True, eq=False)
-class Faithfulness:
-    """Faithfulness over circuit size.
-
-    Attributes:
-        frame: one row per share of all sites. Columns: `share`, `n_sites`, `faithfulness`,
-            `completeness`; and `random`, `random_min` and `random_max`, the mean, smallest and
-            largest faithfulness of random circuits of the same size.
-        cpr: the circuit performance ratio.
-        cmd: the circuit-model distance.
-        random_cpr: the mean CPR of random rankings.
-        random_cmd: the mean CMD of random rankings.
-        whole: the metric of the whole model.
-        nothing: the metric with every site ablated.
-        ablation: how sites outside a circuit are ablated.
-        order: the order of the ranking, "magnitude" or "signed".
-        method: the method of the ranking.
-    """
-
-    frame: pd.DataFrame
-    cpr: float
-    cmd: float
-    random_cpr: float
-    random_cmd: float
-    whole: float
-    nothing: float
-    ablation: str
-    order: str
-    method: str
-
-
-@one_thread_per_model
-@warned_once()
-def faithfulness(
-    model: Any,
-    clean: Prompts,
-    corrupted: Prompts,
-    metric: AnyMetric,
-    ranking: Sweep,
-    *,
-    ablation: Ablation = "resample",
-    order: Order = "magnitude",
-    shares: Sequence[float] = SHARES,
-    positions: Roles | None = None,
-    n_random: int = 3,
-    seed: int = 0,
-    mask: Tensor | None = None,
-) -> Faithfulness:
-    """Compute faithfulness and completeness of the highest-ranked sites, for several circuit sizes.
-
-    Args:
-        model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
-        clean: the prompts to explain; see `prompt_pair`.
-        corrupted: the prompts to resample from, aligned with `clean` token by token.
-        metric: `logit_diff(...)` or another metric, or any function of logits.
-        ranking: the result of `activation_patch` or `attribution`, with positions "each", "all" or
-            by role.
-        ablation: how sites outside a circuit are ablated: "zero", "mean", "positional_mean" or
-            "resample".
-        order: "magnitude" ranks sites by |effect|; "signed" puts sites that help the clean run
-            first.
-        shares: increasing shares of all sites; by default MIB's shares.
-        positions: for a ranking by role, the position of each role in each prompt: `task.roles`.
-        n_random: how many random rankings to compare with; 0 for none.
-        seed: the seed of random rankings.
-        mask: the attention mask (0 for padding), if prompts are given as tokens.
-
-    Raises:
-        InputError: with every reason: invalid shares, settings or sites; invalid prompts or metric;
-            ablating every site changes nothing.
-
-    Example:
-        >>> import torch
-        >>> from attn_only_lens import circuits, convert, patching as p, pretrained
-        >>> model = convert(pretrained.modular_addition())
-        >>> prompts = torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113])
-        >>> metric = p.logit_diff(correct=7, wrong=8)
-        >>> ranking = p.attribution(model, *prompts, metric, positions="each")
-        >>> curve = circuits.faithfulness(model, *prompts, metric, ranking)
-        >>> round(float(curve.frame["faithfulness"].iloc[-1]), 4), curve.cmd < curve.random_cmd
-        (1.0, True)
-    """
-    reasons = reasons_against_draws(n_random, seed) + option_reasons("order", order, ORDERS)
-    in_range = len(shares) > 1 and all(is_number(as_plain(share), 0, 1) for share in shares)
-    if not in_range or list(shares) != sorted(set(shares)):
-        reasons.append(f"got shares {list(shares)}; expected 2 or more increasing values in [0, 1]")
-    if not isinstance(ranking, Sweep):
-        expected = "expected the result of `attribution` or `activation_patch`"
-        reasons.append(f"ranking: got {a_type(ranking)}; {expected}")
-    InputError.raise_if(reasons, "no curve can be drawn")
-    options: dict[str, Any] = {"ablation": ablation, "mask": mask, "positions": positions}
-    ablated = AblatedModel(model, clean, corrupted, metric, ranking.frame, **options)
-    highest = ablated.ranked(ranking, order)
-    sizes = [int(share * ablated.n_sites) for share in shares]
-    kept, others, random = ablated.curves([highest[:size] for size in sizes], n_random, seed)
-    frame = pd.DataFrame({"share": list(shares), "n_sites": sizes, "faithfulness": kept})
-    random = random if n_random else np.full((1, len(sizes)), np.nan)
-    ends = {"random_min": random.min(axis=0), "random_max": random.max(axis=0)}
-    return Faithfulness(
-        frame.assign(completeness=others, random=random.mean(axis=0), **ends),
-        cpr=float(trapezoid(kept, shares)),
-        cmd=float(trapezoid(abs(1 - kept), shares)),
-        random_cpr=float(trapezoid(random, shares).mean()),
-        random_cmd=float(trapezoid(abs(1 - random), shares).mean()),
-        whole=ablated.whole,
-        nothing=ablated.nothing,
-        ablation=ablation,
-        order=order,
-        method=ranking.method,
-    )
 
 
 def reasons_against_draws(n_random: object, seed: object) -> list[str]:
@@ -253,7 +122,7 @@ class AblatedModel:
             source = _positional_means(runs.clean, roles or resolve_positions(pair, "each"))
         elif ablation != "resample":
             source = ablate(runs.clean, runs.clean, ablation, pair.real)
-        self._points = _ablated_points(model, source, sites, roles)
+        self._points = ablated_points(model, source, sites, roles)
         self._replay = make_replay(model, runs.clean, runs.metric)
         tested = self._replay.tested
         for name, layers in sites.groupby("kind", observed=True)["layer"].unique().items():
@@ -293,7 +162,7 @@ class AblatedModel:
             raise InputError([reason], _PROBLEM)
         return span
 
-    def ranked(self, ranking: Sweep, order: Order, effects: _Floats | None = None) -> Rows:
+    def ranked(self, ranking: Sweep, order: Order, effects: Floats | None = None) -> Rows:
         """Return row indices sorted by |effect| or signed effect, from `effects` or `ranking`."""
         effect = ranking.effect.to_numpy() if effects is None else effects
         if order == "magnitude":
@@ -314,7 +183,7 @@ class AblatedModel:
 
     def curves(
         self, circuits: Sequence[Rows], n_random: int = 0, seed: int = 0
-    ) -> tuple[_Floats, _Floats, Float[np.ndarray, "random circuit"]]:
+    ) -> tuple[Floats, Floats, Float[np.ndarray, "random circuit"]]:
         """Return the faithfulness of circuits, of their complements, and of random circuits."""
         every = np.arange(self.n_sites)
         others = [np.delete(every, circuit) for circuit in circuits]
@@ -360,7 +229,7 @@ class AblatedModel:
             by_site[point.rows] = point.by_site(by_head.numpy(), self._first)
         return float(value.detach()), by_site
 
-    def _mean(self, by_prompt: Float[np.ndarray, "*circuit prompt"]) -> _Floats:
+    def _mean(self, by_prompt: Float[np.ndarray, "*circuit prompt"]) -> Floats:
         """Return the mean over prompts, weighted by the metric's prompt weights."""
         return self._replay.metric.mean(torch.from_numpy(by_prompt)).numpy()
 
@@ -380,13 +249,13 @@ class AblatedModel:
         self._batching.fill(values, every, per_variant, run)
         return values.numpy()
 
-    def _kept(self, circuits: Sequence[Rows]) -> _Flags:
+    def _kept(self, circuits: Sequence[Rows]) -> Flags:
         kept = np.zeros((len(circuits), self.n_sites), dtype=bool)
         for row, circuit in enumerate(circuits):
             kept[row, circuit] = True
         return kept
 
-    def _hooks(self, kept: _Flags, computed: dict[str, Tensor] | None = None) -> Hooks:
+    def _hooks(self, kept: Flags, computed: dict[str, Tensor] | None = None) -> Hooks:
         return [point.hook(kept, self._first, computed) for point in self._points]
 
 
@@ -458,90 +327,6 @@ def _reasons_against_sites(
             "ranking for prompts of this length"
         )
     return reasons
-
-
-@dataclass(frozen=True, eq=False)
-class _AblatedPoint:
-    """The sites at one hook point, and the values that replace the z of ablated sites.
-
-    A place is the index of a position or role, or 0 for sites at all positions together. `place_of`
-    maps tokens to places, and is -1 for tokens without a role. If places are not roles, `place_of`
-    has one row for all prompts.
-    """
-
-    name: str
-    replacement: Float[Tensor, "batch pos head_index d_head"]
-    width: int  # the number of heads per site
-    rows: Rows  # each site's row in the frame of all sites
-    index: Rows
-    place: Rows
-    place_of: Int[np.ndarray, "row pos"]
-
-    def hook(
-        self, kept: _Flags, first: int, computed: dict[str, Tensor] | None
-    ) -> tuple[str, Callable[[Tensor, Any], Tensor]]:
-        """Return a hook that ablates the sites outside each circuit.
-
-        The hook receives activations starting at position `first`. If `computed` is a dict, the
-        hook also stores these activations in it.
-        """
-        replacement = self.replacement[:, first:]
-
-        def hook(value: Tensor, hook: Any) -> Tensor:
-            if computed is not None:
-                computed[self.name] = value.detach()
-            by_circuit = value.unflatten(0, (-1, len(replacement)))
-            ablated = self._ablated(kept, first).to(value.device)
-            return torch.where(ablated, replacement.to(value), by_circuit).flatten(0, 1)
-
-        return self.name, hook
-
-    def _ablated(self, kept: _Flags, first: int) -> Bool[Tensor, "circuit row pos head_index 1"]:
-        gone = np.zeros((len(kept), *self._shape), dtype=bool)
-        gone[:, self.place, self.index] = ~kept[:, self.rows]
-        by_node = torch.from_numpy(gone[:, self.place_of[:, first:]])
-        return by_node.repeat_interleave(self.width, dim=3).unsqueeze(-1)
-
-    def by_site(self, by_head: Float[np.ndarray, "row pos head_index"], first: int) -> _Floats:
-        """Sum `by_head`, which starts at position `first`, over each site's heads and tokens."""
-        by_node = by_head.reshape(*by_head.shape[:2], -1, self.width).sum(-1)
-        by_place = np.zeros(self._shape)
-        np.add.at(by_place, self.place_of[:, first:], by_node)
-        return by_place[self.place, self.index]
-
-    @property
-    def _shape(self) -> tuple[int, int]:
-        """The number of places (and one for tokens without a place), and the number of nodes."""
-        n_places = max(self.place.max(), self.place_of.max()) + 2
-        return int(n_places), self.replacement.shape[2] // self.width
-
-
-def _ablated_points(
-    model: Any, source: Recording, sites: pd.DataFrame, roles: Sequence[PositionSet]
-) -> list[_AblatedPoint]:
-    """Return the sites by hook point; ablated sites take their z from the run `source`."""
-    points = []
-    for key, rows in sites.groupby(["layer", "kind"], observed=True):
-        layer, kind = cast("tuple[int, HeadKind]", key)
-        name, width = host_of(model).hook_name(layer, kind, "z"), 1
-        if kind not in NEURON_KINDS:
-            replacement = source.hooked[name]
-        else:
-            replacement = source.neurons[layer].z.unsqueeze(-1)
-            width = host_of(model).neurons[layer].heads_per_neuron
-        place = rows["position"]
-        if roles:
-            place = place.map({role.label: number for number, role in enumerate(roles)})
-            is_role = torch.stack([role.chosen for role in roles]).cpu().numpy()
-            place_of = np.where(is_role.any(axis=0), is_role.argmax(axis=0), -1)
-        elif (place == "all").all():
-            place, place_of = 0 * rows["index"], np.zeros((1, replacement.shape[1]), dtype=np.int64)
-        else:
-            place_of = np.arange(replacement.shape[1])[None]
-        index, places = (x.to_numpy(dtype=np.int64) for x in (rows["index"], place))
-        columns = rows.index.to_numpy(), index, places, place_of
-        points.append(_AblatedPoint(name, replacement, width, *columns))
-    return points
 
 
 def ablated_model(

@@ -1,0 +1,87 @@
+"""The options of an attribution: its method, and how many estimates are replaced."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from attn_only_lens.arguments import as_plain, is_count, option_reasons
+from attn_only_lens.engine.directions import ABLATIONS
+from attn_only_lens.patching.repairs import (
+    Budget,
+    budget_reasons,
+)
+
+Method = Literal["gradient", "exact_gate", "integrated", "secant"]
+METHODS: tuple[str, ...] = get_args(Method)
+_STEPS = 5  # the number of steps in the EAP-IG paper's experiments
+
+
+@dataclass(frozen=True)
+class AttributionOptions:
+    """How effects are estimated, and how many estimates are replaced with exact values.
+
+    Attributes:
+        method: "gradient", "exact_gate", "integrated" or "secant"; see `_attribution.py`.
+        budget: the cost of exact patches, in forward passes, or "auto".
+        steps: for "integrated", how many gradients to average; None for the default.
+        split: whether effects are split into the parts through patterns and through values.
+        top_by_prompt: whether the top rows, which are patched exactly, are those of single prompts;
+            otherwise they are those of the means over prompts.
+    """
+
+    method: Method = "exact_gate"
+    budget: Budget = "auto"
+    steps: int | None = None
+    split: bool = False
+    top_by_prompt: bool = False
+
+    @property
+    def n_steps(self) -> int:
+        """The number of gradients that "integrated" averages."""
+        return self.steps or _STEPS
+
+    @property
+    def traces_target(self) -> bool:
+        """Whether estimates are made of gradients in the target run."""
+        return self.method in ("gradient", "exact_gate")
+
+    @property
+    def needs_tangents(self) -> bool:
+        """Whether gradients in the target run are needed, for estimates or for repairs."""
+        return self.traces_target or bool(self.budget)
+
+    def settings(self) -> dict[str, Any]:
+        """Return all options that affect stored results."""
+        return {
+            "method": self.method,
+            "steps": self.steps,
+            "budget": as_plain(self.budget),
+            "split": self.split,
+        }
+
+    def reasons(self, part: str, direction: str, per_prompt: bool) -> list[str]:
+        """Return every reason why an attribution cannot have these options."""
+        method, steps = self.method, self.steps
+        reasons = option_reasons("method", method, METHODS)
+        if direction in ABLATIONS and method == "integrated":
+            reasons.append(
+                f"got direction={direction!r} with method='integrated', which interpolates between "
+                "the clean and the corrupted run; expected 'denoise' or 'noise', or another method"
+            )
+        if method == "secant" and (part != "z" or direction in ABLATIONS):
+            reasons.append(
+                f"got part={part!r}, direction={direction!r} with method='secant'; expected "
+                "part='z' (split=True divides it into pattern and value) and 'denoise' or 'noise', "
+                "or another method"
+            )
+        if steps is not None and method != "integrated":
+            reasons.append(f"got steps={steps!r} with method={method!r}; expected steps=None")
+        elif steps is not None and not is_count(steps, 1):
+            reasons.append(f"got steps={steps!r}; expected 1 or more")
+        reasons += budget_reasons(self.budget)
+        if self.split and (method != "secant" or self.budget != 0 or per_prompt):
+            reasons.append(
+                f"got split=True with method={method!r}, budget={self.budget!r}, "
+                f"per_prompt={per_prompt}; expected method='secant', budget=0 (an exact patch "
+                "cannot be split) and per_prompt=False"
+            )
+        return reasons

@@ -1,0 +1,186 @@
+"""Which paths are patched, in groups that are computed together.
+
+Paths are computed in groups, called path blocks. In a path block, all senders are of one kind, in
+one layer and at the same positions; all receivers are of one kind, in one layer. The size of a path
+block is chosen so that its tensors have at most about `_NUMBERS` entries.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from attn_only_lens.engine.positions import PositionSet
+from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.engine.sites import LayerSites, Selection, resolve_sites
+from attn_only_lens.engine.writes import Decomposition
+from attn_only_lens.errors import InputError
+from attn_only_lens.heads import HeadName
+from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
+from attn_only_lens.patching.site_groups import SiteGroup
+
+PROBLEM = "these paths cannot be patched"
+_LOGITS = "logits"
+_NUMBERS = 2**21  # maximum number of entries in each tensor of a path block
+
+
+def resolve_receivers(model: Any, receivers: Any, part: str) -> list[LayerSites | None]:
+    """Return receivers by layer and kind. Append None if the logits are a receiver."""
+    names, has_logits = receivers, False
+    if isinstance(names, str | HeadName):
+        names = [names]
+    if isinstance(names, Iterable) and not isinstance(names, Selection):
+        with_logits = list(names)
+        names = [name for name in with_logits if name != _LOGITS]
+        has_logits = len(names) < len(with_logits)
+    only_logits = has_logits and not names
+    resolved: list[LayerSites | None] = [] if only_logits else [*resolve_sites(model, names)]
+    wide = [sites.names[0] for sites in resolved if sites and sites.kind in WIDE_KINDS]
+    if wide and isinstance(names, Selection):
+        resolved = [sites for sites in resolved if sites and sites.kind not in WIDE_KINDS]
+    elif wide:
+        reason = (
+            f"got {wide[0]} as a receiver; expected attention heads, neurons or features: "
+            "error nodes are held fixed on paths, and skip nodes pass on their input unchanged"
+        )
+        raise InputError([reason], PROBLEM)
+    neurons = [sites.names[0] for sites in resolved if sites and sites.kind in NEURON_KINDS]
+    if part == "k" and neurons:
+        reason = (
+            f"got part='k' and receivers such as {neurons[0]}; expected attention heads: a "
+            "neuron-head's keys do not depend on the token"
+        )
+        raise InputError([reason], PROBLEM)
+    return [*resolved, *[None] * has_logits]
+
+
+@dataclass(frozen=True, eq=False)
+class PathBlock:
+    """All paths from these senders, at these positions, to these receivers (None: the logits)."""
+
+    senders: LayerSites
+    positions: PositionSet
+    receivers: LayerSites | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The number of senders and the number of receivers."""
+        return len(self.senders.names), len(names_of(self.receivers))
+
+    @property
+    def n_paths(self) -> int:
+        """The number of paths."""
+        return self.shape[0] * self.shape[1]
+
+    def paths(self, number: int) -> pd.DataFrame:
+        """Return a frame with one row per path: columns block, i (sender) and j (receiver)."""
+        i, j = (index.ravel() for index in np.indices(self.shape))
+        return pd.DataFrame({"block": number, "i": i, "j": j})
+
+    def of_prompts(self, pair: PromptPair) -> "PathBlock":
+        """Return the same paths, with positions only in the given prompts."""
+        if pair.among is None:
+            return self
+        positions = self.positions.of_prompts(pair.among[0], pair.clean.shape[1])
+        return replace(self, positions=positions)
+
+    def frame(self, i: Int[Tensor, "path"], j: Int[Tensor, "path"]) -> pd.DataFrame:
+        """Return a frame with one row per path from sender i to receiver j."""
+        receivers = names_of(self.receivers)
+        return pd.DataFrame(
+            {
+                "sender": np.array(self.senders.names, dtype=object)[i.cpu().numpy()],
+                "receiver": np.array(receivers, dtype=object)[j.cpu().numpy()],
+                "position": self.positions.label,
+            }
+        )
+
+
+def path_blocks(
+    run: Decomposition,
+    senders: Sequence[SiteGroup],
+    receivers: Sequence[LayerSites | None],
+    prompts_at_once: int,
+) -> Iterator[PathBlock]:
+    """Yield path blocks that contain all pairs whose receiver can read the sender's output.
+
+    Their order and sizes depend only on the prompts, the heads and `prompts_at_once`.
+    """
+    for group in senders:
+        for place, position in enumerate(group.positions):
+            heads = group.head[group.place == place]
+            if not len(heads):
+                continue
+            sending = take(group.sites, heads)
+            for receiving in receivers:
+                if _in_order(run, sending, receiving):
+                    block = PathBlock(sending, position, receiving)
+                    yield from _split(run, block, prompts_at_once)
+
+
+def _in_order(run: Decomposition, sending: LayerSites, receiving: LayerSites | None) -> bool:
+    if receiving is None:
+        return True
+    written = run.before(receiving.layer, receiving.kind)
+    return run.of(sending.layer, sending.kind) in written
+
+
+def _split(run: Decomposition, whole: PathBlock, prompts_at_once: int) -> Iterator[PathBlock]:
+    """Split a path block into smaller ones whose tensors fit in memory."""
+    chosen, receivers = whole.positions.chosen, whole.receivers
+    batch, n_pos = prompts_at_once, chosen.shape[1]
+    some = chosen.any(dim=0)
+    width = run.embedding.shape[-1]
+    if receivers is not None and receivers.kind == "attention":
+        tokens = batch * (n_pos - int(some.int().argmax()))
+        width = max(width, run.of(receivers.layer, "attention").z[0, 0].numel())
+        many = len(names_of(receivers))
+    else:
+        tokens = batch * int(some.sum())
+        many = max(1, _NUMBERS // (tokens * min(len(whole.senders.names), 64)))
+    few = max(
+        1, min(_NUMBERS // (tokens * width), _NUMBERS // (tokens * min(many, whole.shape[1])))
+    )
+    for i in range(0, whole.shape[0], few):
+        for j in range(0, whole.shape[1], many):
+            yield PathBlock(
+                take(whole.senders, slice(i, i + few)),
+                whole.positions,
+                None if receivers is None else take(receivers, slice(j, j + many)),
+            )
+
+
+def names_of(receivers: LayerSites | None) -> tuple[str, ...]:
+    """Return the receivers' names."""
+    return (_LOGITS,) if receivers is None else receivers.names
+
+
+def take(sites: LayerSites, chosen: slice | Int[Tensor, "site"]) -> LayerSites:
+    """Return some of the sites."""
+    indices = torch.arange(len(sites.names), device="cpu")[chosen]
+    names = tuple(sites.names[i] for i in indices.tolist())
+    return replace(sites, names=names, index=sites.index[chosen])
+
+
+def split_blocks(blocks: Sequence["PathBlock"], n_paths: int) -> list[range]:
+    """Group consecutive path blocks so that each group but the last has `n_paths` or more paths."""
+    ends, n = [0], 0
+    for number, block in enumerate(blocks):
+        n += block.n_paths
+        if n >= n_paths or number == len(blocks) - 1:
+            ends.append(number + 1)
+            n = 0
+    return [range(*bounds) for bounds in pairwise(ends)]
+
+
+def by_block(work: pd.DataFrame) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each path block's number, and the senders and receivers of its paths."""
+    for number, rows in work.groupby("block"):
+        i, j = (torch.from_numpy(rows[name].to_numpy(np.int64, copy=True)) for name in "ij")
+        yield int(number), i, j  # type: ignore[arg-type]

@@ -1,0 +1,191 @@
+"""The details of a graph's nodes: patterns, tokens that they read and write, and examples."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from torch import Tensor
+
+from attn_only_lens.axes import SELF
+from attn_only_lens.circuits.graph import CircuitGraph
+from attn_only_lens.circuits.linear_graph import Places, reasons_of_another_run
+from attn_only_lens.circuits.weights.vocabulary import DirectEffects
+from attn_only_lens.engine.model_checks import reasons_not_to_run
+from attn_only_lens.engine.one_thread import one_thread_per_model
+from attn_only_lens.engine.prompts import Prompts, single_prompts
+from attn_only_lens.engine.recording import Recording, record
+from attn_only_lens.engine.tokens import all_token_texts, token_text
+from attn_only_lens.errors import InputError
+from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
+from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
+from attn_only_lens.neurons import examples_of
+from attn_only_lens.precision import full_precision
+from attn_only_lens.viz.circuit_data import NodeDetails
+from attn_only_lens.viz.page import refuse, short_numbers
+
+_WEIGHTS = 100_000  # the maximum number of pattern weights on a page
+_EXAMPLES = 30_000  # the maximum number of example tokens on a page
+
+
+@dataclass(frozen=True, eq=False)
+class ShownRuns:
+    """The runs of a graph's prompts, and which prompt the page shows.
+
+    Attributes:
+        model: the graph's model.
+        runs: the clean run and, if it is shown, the corrupted run.
+        prompt: the index of the shown prompt.
+    """
+
+    model: Any
+    runs: tuple[Recording, ...]
+    prompt: int
+
+    @classmethod
+    def of(
+        cls,
+        graph: CircuitGraph,
+        model: Any,
+        prompts: Prompts,
+        corrupted: Prompts | None,
+        mask: Tensor | None,
+        prompt: int,
+    ) -> "ShownRuns":
+        """Record the runs; raise InputError if the model or the prompts are not the graph's."""
+        runs = [_record_prompts(graph, graph.tokens, model, prompts, mask)]
+        if corrupted is not None:
+            runs.append(_record_prompts(graph, graph.corrupted, model, corrupted, mask))
+        return cls(model, tuple(runs), prompt)
+
+
+@dataclass(frozen=True, eq=False)
+class DetailFields:
+    """Some fields of the nodes' details, by node id or by neuron, and notes about what is missing.
+
+    Fields of several objects are joined by `node_details`.
+    """
+
+    fields: Mapping[str, Mapping[str, Any]]
+    notes: tuple[str, ...] = ()
+
+
+def node_details(parts: Sequence[DetailFields]) -> dict[str, NodeDetails]:
+    """Return the details of each node, with the fields of all parts."""
+    fields: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        for key, some in part.fields.items():
+            fields.setdefault(key, {}).update(some)
+    return {key: NodeDetails(**some) for key, some in fields.items()}
+
+
+def example_fields(heads: pd.DataFrame, examples: pd.DataFrame) -> DetailFields:
+    """Return top examples until the page is full, nodes with the largest |attribution| first."""
+    known, left = set(examples["name"]), _EXAMPLES
+    ranked = heads.sort_values("attribution", key=abs, ascending=False)["name"].unique()
+    fields: dict[str, dict[str, Any]] = {}
+    for name in (name for name in ranked if name in known):
+        node_examples = examples_of(examples, name)
+        left -= sum(len(example.tokens) for example in node_examples)
+        if left < 0:
+            note = f"Examples: only for the {len(fields)} nodes with the largest |attribution|."
+            return DetailFields(fields, (note,))
+        fields[name] = {"examples": node_examples}
+    return DetailFields(fields)
+
+
+def pattern_fields(shown: ShownRuns, heads: pd.DataFrame) -> DetailFields:
+    """Return the patterns and z of neurons (by name), and the patterns of attention heads (by id).
+
+    Skip and error nodes have no patterns.
+    """
+    runs = shown.runs
+    most = _WEIGHTS // (len(runs) * runs[0].tokens.shape[1])
+    heads = heads[~heads["kind"].isin(WIDE_KINDS)]
+    strongest = heads.loc[heads["attribution"].abs().nlargest(most).index]
+    seen: dict[tuple[str, str], list[list[Tensor]]] = {}
+    fields: dict[str, dict[str, Any]] = {}
+    for key, name, position in strongest[["id", "name", "position"]].to_numpy():
+        head = HeadName.parse(name)
+        if name in fields:
+            continue
+        hooks = _hooks(shown.model, head)
+        if hooks not in seen:  # one transfer per layer
+            seen[hooks] = [
+                [run.hooked[x][shown.prompt].cpu().double() for x in hooks] for run in runs
+            ]
+        for side, (z, patterns) in zip(("", "corrupted_"), seen[hooks], strict=False):
+            pattern = patterns[head.index].numpy().round(3)
+            if head.kind in NEURON_KINDS:
+                z_of_neuron = short_numbers(z[:, head.index, 0].tolist(), 3)
+                of_side = {f"{side}pattern": pattern[:, SELF].tolist(), f"{side}z": z_of_neuron}
+                fields.setdefault(name, {}).update(of_side)
+            else:
+                of_head = fields.setdefault(key, {})
+                of_head[f"{side}pattern"] = pattern[int(position)].tolist()
+    note = f"Patterns: only for the {most} nodes with the largest |attribution|."
+    return DetailFields(fields, (note,) if len(strongest) < len(heads) else ())
+
+
+def token_fields(shown: ShownRuns, heads: pd.DataFrame, k: int) -> DetailFields:
+    """Return the tokens that each node promotes, and those that activate each neuron most.
+
+    With a corrupted run, a node's output is its clean minus its corrupted output.
+    """
+    model = shown.model
+    z, *corrupted = (
+        {hook: run.hooked[hook] for hook, _ in (_hooks(model, head) for head in _layers(heads))}
+        for run in shown.runs
+    )
+    if corrupted:
+        z = {hook: output - corrupted[0][hook] for hook, output in z.items()}
+    nodes = [(name, int(pos)) for name, pos in heads[["name", "position"]].to_numpy()]
+    try:
+        effects = DirectEffects(model)
+        raised = effects.promoted_tokens(z, nodes, k, prompt=shown.prompt)
+        neurons = heads.loc[heads["kind"].isin(NEURON_KINDS), "name"].unique().tolist()
+        read = effects.read_tokens(neurons, k) if neurons else []
+    except InputError as error:
+        more = "pass top_tokens=0 to draw the graph without its nodes' tokens"
+        raise InputError([*error.reasons, more], "there are no top tokens of this model") from error
+    tokens = {token for top in (*raised, *read) for token, _ in top}
+    texts = {token: token_text(model, token) for token in tokens}
+    fields: dict[str, dict[str, Any]] = {}
+    for field, keys, tops in (("writes", heads["id"], raised), ("reads", neurons, read)):
+        for key, top in zip(keys, tops, strict=True):
+            fields.setdefault(key, {})[field] = [(texts[token], amount) for token, amount in top]
+    return DetailFields(fields)
+
+
+@one_thread_per_model
+@full_precision()
+def _record_prompts(
+    graph: CircuitGraph,
+    tokens: Sequence[Sequence[str]],
+    model: Any,
+    prompts: Prompts,
+    mask: Tensor | None,
+) -> Recording:
+    """Run the model on prompts with these tokens; record patterns and z for the graph's nodes."""
+    refuse(*reasons_not_to_run(model), *reasons_without_heads(model))
+    pair = single_prompts(model, prompts, mask)
+    if all_token_texts(model, pair.clean) != tokens:
+        shown = ["|".join(row[:12]) + "|…" * (len(row) > 12) for row in tokens[:3]]
+        refuse(f"got prompts other than the graph's prompts, {'; '.join(shown)}")
+    hooks = [hook for head in _layers(graph.heads) for hook in _hooks(model, head)]
+    run = record(model, pair.clean, pair.mask, names=hooks)
+    if tokens == graph.tokens:  # the clean run
+        refuse(*reasons_of_another_run(graph, model, run.hooked, Places.of(pair)))
+    return run
+
+
+def _layers(heads: pd.DataFrame) -> list[HeadName]:
+    """Return one head for each pair (layer, kind of head) in the graph."""
+    names = map(HeadName.parse, heads["name"])
+    return list({(head.layer, head.kind): head for head in names}.values())
+
+
+def _hooks(model: Any, head: HeadName) -> tuple[str, str]:
+    host = host_of(model)
+    z, pattern = (host.hook_name(head.layer, head.kind, point) for point in ("z", "pattern"))
+    return z, pattern

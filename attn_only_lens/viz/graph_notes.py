@@ -1,0 +1,81 @@
+"""What the page of a graph says about the graph: its title, and notes."""
+
+from typing import Any
+
+import numpy as np
+
+from attn_only_lens.circuits.graph import CircuitGraph
+from attn_only_lens.engine.input_warnings import shortened
+from attn_only_lens.engine.tokens import joined
+from attn_only_lens.heads.names import count_kinds
+from attn_only_lens.patching import Sweep
+
+_ABOUT_KINDS = {
+    "feature": "Features (F) are the units of a transcoder, which imitates the MLP of its layer.",
+    "skip": "Skip nodes (S): the input of a transcoder, which W_skip maps linearly to the output.",
+    "error": "Error nodes (E): the part of the MLP's output that a transcoder misses.",
+}
+_WHAT_IS_EXACT = {
+    direction: f"Exact effect, from running the model: how much the metric {what}."
+    for direction, what in {
+        "zero": "falls when the node's output is set to zero",
+        "mean": "falls when the node's output is set to its mean",
+        "resample": "falls when the node's output comes from another prompt",
+        "bias": "falls when the neuron attends only to the bias token",
+        "noise": "falls when the node's output comes from the corrupted run",
+        "denoise": "rises in the corrupted run when the node's output comes from the clean run",
+    }.items()
+}
+
+
+def notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
+    """Return the page's notes about the nodes, prompts and edges of the graph."""
+    kinds = set(graph.heads["kind"])
+    counts = count_kinds(graph.heads["kind"]) or "none"
+    sites, others = f"{len(graph.heads):,} of {graph.n_heads:,}", len(graph.nodes)
+    notes = [
+        f"Nodes: {counts} ({sites} sites; a site is a head or neuron at one position), and "
+        f"{others - len(graph.heads):,} others for tokens, sums and the metric. The sites have "
+        f"{graph.mass:.0%} of the sum of |attribution| over all sites; the other sites are summed "
+        "into one node, 'rest'."
+    ]
+    notes += [note for kind, note in _ABOUT_KINDS.items() if kind in kinds]
+    if len(graph.tokens) > 1:
+        notes.append(
+            f"Prompts: tokens, attention and written tokens are from prompt {prompt}; attributions "
+            f"and edges add up to the mean over {len(graph.tokens)} prompts, and values are means."
+        )
+    if graph.corrupted:
+        of_patterns = graph.edges[graph.edges["kind"] != "value"].groupby("target")["weight"].sum()
+        by_pattern = of_patterns.reindex(graph.heads["id"]).fillna(0.0).to_numpy()
+        by_value = graph.heads["attribution"].to_numpy() - by_pattern
+        carried = np.abs(by_pattern).sum(), np.abs(by_value).sum()
+        through = carried[0] / (sum(carried) or 1.0)
+        notes.append(
+            "Difference: edges of all kinds add up to attributions. Of these nodes' absolute "
+            f"effects, {through:.0%} goes through patterns (edges q, k, gate) and "
+            f"{1 - through:.0%} through values."
+        )
+    return notes
+
+
+def graph_title(graph: CircuitGraph, exact: Sweep, prompt: int, model: Any) -> str:
+    """Return the question that a graph of a difference answers, with the metric of both runs."""
+    bos = getattr(getattr(model, "tokenizer", None), "bos_token", None)
+    sides = (
+        tokens[tokens[:1] == (bos,) :] for tokens in (graph.tokens[prompt], graph.corrupted[prompt])
+    )
+    texts = " and ".join(shortened(joined(tokens)) for tokens in sides)
+    more = f", and {len(graph.tokens) - 1} more pairs" * (len(graph.tokens) > 1)
+    return f"{exact.clean_and_corrupted}: {graph.metric} after {texts}{more}"
+
+
+def what_is_exact(graph: CircuitGraph, exact: Sweep) -> str:
+    """Return a note for the page about how exact effects differ from attributions."""
+    what = "The attribution is the node's share with unchanged patterns and norm scales."
+    if graph.corrupted:
+        what = (
+            "The attribution divides the difference among all nodes, with slopes taken between the "
+            "two runs; if nodes are redundant, patches of one of them differ by direction."
+        )
+    return f"{_WHAT_IS_EXACT[exact.direction]} {what}"
