@@ -1,7 +1,8 @@
 """Validate options, and convert NumPy, torch and pandas numbers to Python numbers."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,29 +55,59 @@ def is_number(value: Any, least: float = -float("inf"), most: float = float("inf
     return type(value) in (int, float) and least <= value <= most and abs(value) < float("inf")
 
 
-def positive_reasons(**options: Any) -> list[str]:
-    """Return an error message for each option that is not a positive whole number."""
-    return [
-        f"got {name}={value!r}; expected 1 or more"
-        for name, value in options.items()
-        if not is_count(value, 1)
-    ]
+@dataclass(frozen=True)
+class Allowed:
+    """The values that an option may have.
+
+    Attributes:
+        expected: a description of these values for error messages.
+        includes: returns whether a value is one of them.
+
+    Example:
+        >>> POSITIVE.reasons(k=0, block=3), one_of("q", "k").or_none.reasons(kind=None)
+        (['got k=0; expected a whole number, 1 or more'], [])
+    """
+
+    expected: str
+    includes: Callable[[Any], bool]
+
+    @property
+    def or_none(self) -> "Allowed":
+        """These values, and None."""
+        return Allowed(f"{self.expected}, or None", lambda x: x is None or self.includes(x))
+
+    def reasons(self, **options: Any) -> list[str]:
+        """Return an error message for each option with another value."""
+        return [
+            f"got {name}={value!r}; expected {self.expected}"
+            for name, value in options.items()
+            if not self.includes(value)
+        ]
 
 
-def count_reasons(**options: Any) -> list[str]:
-    """Return an error message for each option that is not a whole number from 0 up."""
-    return [
-        f"got {name}={value!r}; expected 0 or more"
-        for name, value in options.items()
-        if not is_count(value)
-    ]
+def whole(least: int, most: float = float("inf")) -> Allowed:
+    """Allow the whole numbers from `least` to `most`."""
+    numbers = f", {least} or more" if most == float("inf") else f" from {least} to {most}"
+    return Allowed(f"a whole number{numbers}", lambda value: is_count(value, least, most))
 
 
-def resamples_reasons(resamples: object) -> list[str]:
-    """Return a list with an error message if `resamples` is invalid, otherwise []."""
-    if is_count(resamples) and as_plain(resamples) != 1:
-        return []
-    return [f"got resamples={resamples!r}; expected 2 or more, or 0 for none"]
+def one_of(*words: str) -> Allowed:
+    """Allow some words."""
+    return Allowed(f"one of {', '.join(words)}", lambda value: value in words)
+
+
+COUNT, POSITIVE = whole(0), whole(1)
+SHARE = Allowed(
+    "a number above 0, up to 1", lambda value: is_number(as_plain(value), 0, 1) and value != 0
+)
+RESAMPLES = Allowed(
+    "2 or more, or 0 for none", lambda value: is_count(value) and as_plain(value) != 1
+)
+# Only torch knows whether a device is available; its import takes seconds.
+DEVICE = Allowed(
+    "cpu, cuda, mps or another of torch's, or cuda:1",
+    lambda value: re.fullmatch(r"(?!gpu)[a-z]+(:\d+)?", value) is not None,
+)
 
 
 def halves_reasons(n_prompts: int) -> list[str]:
@@ -84,25 +115,6 @@ def halves_reasons(n_prompts: int) -> list[str]:
     if n_prompts >= 4:
         return []
     return [f"got {n_prompts} prompt pairs; expected 4 or more, to split into halves"]
-
-
-def device_reasons(device: str) -> list[str]:
-    """Return a list with an error message if no device can have this name, otherwise [].
-
-    Only torch knows whether the device is available; its import takes seconds.
-    """
-    if re.fullmatch(r"(?!gpu)[a-z]+(:\d+)?", device):
-        return []
-    return [f"got device={device!r}; expected cpu, cuda, mps or another of torch's, or cuda:1"]
-
-
-def share_reasons(**options: Any) -> list[str]:
-    """Return an error message for each option that is not a number in (0, 1]."""
-    return [
-        f"got {name}={value!r}; expected a number above 0, up to 1"
-        for name, value in options.items()
-        if not is_number(as_plain(value), 0, 1) or value == 0
-    ]
 
 
 def ending_reasons(path: Path, *endings: str) -> list[str]:
@@ -117,10 +129,3 @@ def file_reasons(path: Path) -> list[str]:
     if path.is_file():
         return []
     return [f"{path} {'is not a file' if path.exists() else 'is missing'}"]
-
-
-def option_reasons(option: str, got: object, expected: Sequence[str]) -> list[str]:
-    """Return a list with an error message if an option's value is invalid, otherwise []."""
-    if got in expected:
-        return []
-    return [f"got {option}={got!r}; expected one of {', '.join(expected)}"]

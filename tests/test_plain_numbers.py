@@ -116,7 +116,7 @@ def test_names_of_a_column(model):
 
 @pytest.mark.parametrize("size", [8.5, True, "8", 0, -3, float("nan")])
 def test_sizes_that_are_none(size):
-    with pytest.raises(GrowthError, match=r"got d_mlp=.*expected 1 or more"):
+    with pytest.raises(GrowthError, match=r"got d_mlp=.*expected a whole number, 1 or more"):
         grow(bridges.boot("native"), d_mlp=size)
 
 

@@ -27,13 +27,12 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.arguments import as_plain, is_count, positive_reasons
+from attn_only_lens.arguments import COUNT, POSITIVE, as_plain, whole
 from attn_only_lens.circuits._discover import circuit_of, rank_sites
 from attn_only_lens.circuits.ablated_model import (
     AblatedModel,
     Ablation,
     ablated_model,
-    reasons_against_draws,
 )
 from attn_only_lens.circuits.ablated_points import Rows
 from attn_only_lens.circuits.circuit import Circuit
@@ -105,13 +104,9 @@ def learn_mask(
             metric, sites or positions; ablating every site changes nothing.
     """
     pair = prompt_pair(model, clean, corrupted, mask)
-    reasons = positive_reasons(n_sites=n_sites)
-    if not is_count(steps, 20):
-        reasons.append(f"got steps={steps!r}; expected 20 or more")
-    reasons += positive_reasons(batch_size=batch_size)
-    if n_candidates is not None:
-        reasons += positive_reasons(n_candidates=n_candidates)
-    reasons += reasons_against_draws(0, seed)
+    reasons = POSITIVE.reasons(n_sites=n_sites)
+    reasons += whole(20).reasons(steps=steps) + POSITIVE.reasons(batch_size=batch_size)
+    reasons += POSITIVE.or_none.reasons(n_candidates=n_candidates) + COUNT.reasons(seed=seed)
     if not (bound := as_metric(metric)).by_prompt:
         reasons.append(f"got {bound.name}; expected a metric that gives a value for each prompt")
     groups = as_plain(range(len(pair.clean)) if groups is None else groups)

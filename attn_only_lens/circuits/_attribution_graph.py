@@ -22,7 +22,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from attn_only_lens.arguments import is_count
+from attn_only_lens.arguments import POSITIVE
 from attn_only_lens.circuits.ablated_model import ALIKE
 from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, CircuitGraph, select_largest
@@ -121,8 +121,7 @@ def attribution_graph(
         True
     """
     reasons = [*reasons_not_to_run(model), *reasons_without_heads(model)]
-    if not is_count(max_edges, 1):
-        reasons.append(f"got max_edges={max_edges!r}; expected 1 or more")
+    reasons += POSITIVE.reasons(max_edges=max_edges)
     if corrupted is None:
         reasons += one_run_reasons(metric)
         if positions is not None:

@@ -12,12 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.arguments import (
-    option_reasons,
-    positive_reasons,
-    resamples_reasons,
-    share_reasons,
-)
+from attn_only_lens.arguments import COUNT, POSITIVE, RESAMPLES, SHARE, one_of
 from attn_only_lens.circuits.ablated_model import (
     ORDERS,
     AblatedModel,
@@ -25,7 +20,6 @@ from attn_only_lens.circuits.ablated_model import (
     Order,
     ablated_model,
     checked_places,
-    reasons_against_draws,
 )
 from attn_only_lens.circuits.ablated_points import Rows
 from attn_only_lens.circuits.circuit import SITE, SITE_KEY, Circuit
@@ -127,16 +121,12 @@ def discover(
         >>> abs(1 - circuit.faithfulness) <= 0.1, len(circuit) < 0.1 * circuit.n_sites
         (True, True)
     """
-    reasons = option_reasons("method", method, (*METHODS, MEASURED))
-    if order is not None:
-        reasons += option_reasons("order", order, ORDERS)
-    reasons += (
-        share_reasons(faithfulness=faithfulness)
-        + reasons_against_draws(n_random, seed)
-        + resamples_reasons(resamples)
-    )
-    if prompts_at_once is not None:
-        reasons += positive_reasons(prompts_at_once=prompts_at_once)
+    reasons = one_of(*METHODS, MEASURED).reasons(method=method)
+    reasons += one_of(*ORDERS).or_none.reasons(order=order)
+    reasons += SHARE.reasons(faithfulness=faithfulness)
+    reasons += COUNT.reasons(n_random=n_random, seed=seed)
+    reasons += RESAMPLES.reasons(resamples=resamples)
+    reasons += POSITIVE.or_none.reasons(prompts_at_once=prompts_at_once)
     InputError.raise_if(reasons, "no circuit can be searched")
     sites = all_heads() if sites is None else sites
     pair = prompt_pair(model, clean, corrupted, mask)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from attn_only_lens.arguments import a_type, positive_reasons
+from attn_only_lens.arguments import POSITIVE, a_type
 from attn_only_lens.circuits.ablated_model import ablated_model
 from attn_only_lens.circuits.circuit import SITE_KEY, Circuit
 from attn_only_lens.circuits.stability import share_of_sums
@@ -118,8 +118,7 @@ def evaluate(
     reasons = no_circuit_reasons(circuit)
     if positions is not None and not isinstance(positions, Mapping):
         reasons.append(f"got positions={positions!r}; expected a dict from roles to positions")
-    if prompts_at_once is not None:
-        reasons += positive_reasons(prompts_at_once=prompts_at_once)
+    reasons += POSITIVE.or_none.reasons(prompts_at_once=prompts_at_once)
     InputError.raise_if(reasons, _PROBLEM)
     pair = prompt_pair(model, clean, corrupted, mask)
     roles = sorted(circuit.positions) if isinstance(circuit.positions, Mapping) else []

@@ -18,13 +18,12 @@ import pandas as pd
 from scipy.integrate import trapezoid
 from torch import Tensor
 
-from attn_only_lens.arguments import a_type, as_plain, is_number, option_reasons
+from attn_only_lens.arguments import COUNT, a_type, as_plain, is_number, one_of
 from attn_only_lens.circuits.ablated_model import (
     ORDERS,
     AblatedModel,
     Ablation,
     Order,
-    reasons_against_draws,
 )
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric
@@ -120,7 +119,7 @@ def faithfulness(
         >>> round(float(curve.frame["faithfulness"].iloc[-1]), 4), curve.cmd < curve.random_cmd
         (1.0, True)
     """
-    reasons = reasons_against_draws(n_random, seed) + option_reasons("order", order, ORDERS)
+    reasons = COUNT.reasons(n_random=n_random, seed=seed) + one_of(*ORDERS).reasons(order=order)
     in_range = len(shares) > 1 and all(is_number(as_plain(share), 0, 1) for share in shares)
     if not in_range or list(shares) != sorted(set(shares)):
         reasons.append(f"got shares {list(shares)}; expected 2 or more increasing values in [0, 1]")

@@ -27,7 +27,7 @@ from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import squareform
 from torch import Tensor
 
-from attn_only_lens.arguments import a_type, is_number
+from attn_only_lens.arguments import Allowed, a_type, is_number
 from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.circuits.ablated_points import Rows
 from attn_only_lens.circuits.graph import CircuitGraph
@@ -199,11 +199,8 @@ def _reasons(graph: object, similarity: object, tolerance: object, examples: Any
         reasons.append("got a graph of one run; expected attribution_graph(…, corrupted=…)")
     elif graph.heads.empty:
         reasons.append("got a graph without heads and neurons")
-    reasons += [
-        f"got {name}={share!r}; expected a number from 0 to 1"
-        for name, share in (("similarity", similarity), ("tolerance", tolerance))
-        if not is_number(share, 0, 1)
-    ]
+    from_0_to_1 = Allowed("a number from 0 to 1", lambda share: is_number(share, 0, 1))
+    reasons += from_0_to_1.reasons(similarity=similarity, tolerance=tolerance)
     columns = {"name", "rank", "value", "tokens", "position"}
     if examples is not None and not columns <= set(getattr(examples, "columns", ())):
         reasons.append("got invalid examples; expected the result of neurons.top_examples")

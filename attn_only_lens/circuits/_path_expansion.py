@@ -32,7 +32,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.arguments import is_count, option_reasons, positive_reasons
+from attn_only_lens.arguments import POSITIVE, one_of, whole
 from attn_only_lens.engine.gradients import as_leaf
 from attn_only_lens.engine.largest import LargestScores
 from attn_only_lens.engine.linear_map import HeldRun, LinearMap
@@ -123,7 +123,7 @@ class PathExpansion:
             InputError: k or block is not positive, the metric is invalid, as in `effects`, or the
                 prompts have different lengths.
         """
-        reasons, model = positive_reasons(k=k, block=block), self._run.model
+        reasons, model = POSITIVE.reasons(k=k, block=block), self._run.model
         if reason := unlike_tokens(model, self._pair):
             reasons.append(f"{reason}; expected prompts of the same length")
         InputError.raise_if(reasons, _PROBLEM)
@@ -202,9 +202,8 @@ def path_expansion(
         ['hops', 'first', 'second', 'effect']
     """
     reasons = [*reasons_without_heads(model), *reasons_not_to_run(model)]
-    reasons += option_reasons("held", held, _HELD)
-    if not is_count(hops, 1, _MOST_HOPS):
-        reasons.append(f"got hops={hops!r}; expected 1 to {_MOST_HOPS}")
+    reasons += one_of(*_HELD).reasons(held=held)
+    reasons += whole(1, _MOST_HOPS).reasons(hops=hops)
     InputError.raise_if(reasons, _PROBLEM)
     if held == "up" and not any(heads.value_is_product for heads in host_of(model).neurons):
         reason = "got held='up', but no neuron-head's value is a product; leave held out"

@@ -28,7 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
-from attn_only_lens.arguments import as_plain, is_count
+from attn_only_lens.arguments import POSITIVE, as_plain, is_count
 from attn_only_lens.engine.gradients import silent_scale_edits
 from attn_only_lens.engine.largest import LargestScores
 from attn_only_lens.engine.linear_map import HeldPass, HeldRun
@@ -104,8 +104,7 @@ def score_sources(
         True
     """
     reasons = [*reasons_without_heads(model), *reasons_not_to_run(model)]
-    if top is not None and not is_count(top, 1):
-        reasons.append(f"got top={top!r}; expected 1 or more, or None")
+    reasons += POSITIVE.or_none.reasons(top=top)
     reasons += no_gradient_reasons()
     InputError.raise_if(reasons, _PROBLEM)
     head = name if isinstance(name, HeadName) else HeadName.parse(name)

@@ -31,7 +31,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.arguments import is_count, option_reasons
+from attn_only_lens.arguments import one_of
 from attn_only_lens.circuits.ablated_points import Flags, Floats, Rows, ablated_points
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.edit_checks import require_edits_read
@@ -68,15 +68,6 @@ ALIKE = (
 """What functions that pool prompts by position expect."""
 
 
-def reasons_against_draws(n_random: object, seed: object) -> list[str]:
-    """Return an error message for each of `n_random` and `seed` that is invalid."""
-    return [
-        f"got {name}={number!r}; expected a whole number, 0 or more"
-        for name, number in (("n_random", n_random), ("seed", seed))
-        if not is_count(number)
-    ]
-
-
 class AblatedModel:
     """A model in which all sites outside a circuit are ablated.
 
@@ -104,7 +95,7 @@ class AblatedModel:
         indices of the prompts to use. `runs` are the recordings of these prompts, if they exist.
         `on_done` is called with the number of newly finished circuits.
         """
-        InputError.raise_if(option_reasons("ablation", ablation, get_args(Ablation)), _PROBLEM)
+        InputError.raise_if(one_of(*get_args(Ablation)).reasons(ablation=ablation), _PROBLEM)
         InputError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
         sites = sites.reset_index(drop=True)
         pair = runs.pair if runs else prompt_pair(model, clean, corrupted, mask)

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from attn_only_lens.arguments import is_count, share_reasons
+from attn_only_lens.arguments import POSITIVE, SHARE
 from attn_only_lens.circuits.export import read_graph, write_graph
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import HEAD_KINDS
@@ -259,10 +259,8 @@ def select_largest(
     reasons = []
     if (top is None) == (mass is None):
         reasons.append(f"got top={top}, mass={mass}; expected exactly one of the two")
-    elif top is not None and not is_count(top, 1):
-        reasons.append(f"got top={top!r}; expected 1 or more")
-    elif mass is not None:
-        reasons += share_reasons(mass=mass)
+    else:
+        reasons += SHARE.reasons(mass=mass) if top is None else POSITIVE.reasons(top=top)
     InputError.raise_if(reasons, "no nodes can be chosen")
     order = np.argsort(-sizes, kind="stable")
     if mass == 1:

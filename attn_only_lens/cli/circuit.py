@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attn_only_lens.arguments import halves_reasons, resamples_reasons
+from attn_only_lens.arguments import RESAMPLES, halves_reasons
 from attn_only_lens.cli.common import (
     OUTPUT,
     PROBLEM,
@@ -66,7 +66,7 @@ def explain(
             "number of random halves of the prompts, e.g. 20, for which to repeat the search; the "
             "page shows the sites that are in nearly all of these circuits (needs 4 prompts)"
         ),
-        resamples_reasons,
+        RESAMPLES,
     ] = 0,
     texts: Annotated[
         Path | None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attn_only_lens.arguments import count_reasons, device_reasons
+from attn_only_lens.arguments import COUNT, DEVICE
 from attn_only_lens.cli.common import (
     MODEL,
     OUTPUT,
@@ -79,12 +79,12 @@ def compare(
     ] = None,
     faithfulness: Faithfulness = 0.9,
     batch_size: Annotated[int, option("maximum number of prompts in one forward pass")] = 32,
-    patched: Annotated[int, option("number of components to patch"), count_reasons] = 200,
-    nodes: Annotated[int, option("number of nodes that get edges"), count_reasons] = 100,
-    seed: Annotated[int, option("seed of the bootstrap"), count_reasons] = 0,
+    patched: Annotated[int, option("number of components to patch"), COUNT] = 200,
+    nodes: Annotated[int, option("number of nodes that get edges"), COUNT] = 100,
+    seed: Annotated[int, option("seed of the bootstrap"), COUNT] = 0,
     dtype: Dtype = None,
     device: Annotated[
-        str | None, option("cpu, cuda or mps; default: cuda if available", MODEL), device_reasons
+        str | None, option("cpu, cuda or mps; default: cuda if available", MODEL), DEVICE
     ] = None,
 ) -> None:
     """Compare a model with a model that was grown from it; write tables and two HTML pages."""

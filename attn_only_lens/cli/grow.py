@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attn_only_lens.arguments import count_reasons
+from attn_only_lens.arguments import COUNT
 from attn_only_lens.cli.common import command, option, working
 from attn_only_lens.cli.options import ModelOptions, OutFolder, parse_numbers
 from attn_only_lens.errors import AttnOnlyLensError
@@ -40,7 +40,7 @@ def grow(
             "new layers start as copies of the layer before, with zero outputs", _LAYERS, "--copy"
         ),
     ] = False,
-    seed: Annotated[int, option("seed of the new weights"), count_reasons] = 0,
+    seed: Annotated[int, option("seed of the new weights"), COUNT] = 0,
 ) -> None:
     """Make a larger model that computes the same function.
 

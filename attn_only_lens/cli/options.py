@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from attn_only_lens.arguments import NAME, device_reasons, ending_reasons, share_reasons
+from attn_only_lens.arguments import DEVICE, NAME, SHARE, ending_reasons
 from attn_only_lens.cli.common import (
     CHOICES,
     MODEL,
@@ -57,9 +57,7 @@ OutPage = Annotated[
 ]
 Top = Annotated[int, option("number of rows to print", OUTPUT)]
 Metric = Annotated[str, option(f"one of {', '.join(CHOICES['metric'])}", PROMPTS)]
-Faithfulness = Annotated[
-    float, option("share of the effect that the circuit must keep"), share_reasons
-]
+Faithfulness = Annotated[float, option("share of the effect that the circuit must keep"), SHARE]
 Chat = Annotated[
     bool, option("prompts are messages: apply the tokenizer's chat template", PROMPTS, "--chat")
 ]
@@ -74,7 +72,7 @@ class SourceOptions:
 
     model: Model
     dtype: Dtype = None
-    device: Annotated[str, option("cpu, cuda or mps", MODEL), device_reasons] = "cpu"
+    device: Annotated[str, option("cpu, cuda or mps", MODEL), DEVICE] = "cpu"
 
     def reasons(self) -> list[str]:
         """Return every reason why no model can be loaded."""

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attn_only_lens.arguments import count_reasons, ending_reasons, file_reasons
+from attn_only_lens.arguments import COUNT, ending_reasons, file_reasons
 from attn_only_lens.cli.common import (
     PROBLEM,
     PROMPTS,
@@ -83,7 +83,7 @@ def pattern(
     model: HeadOptions,
     names: Annotated[str | None, option("up to 24 heads and neurons: L5N1234,L2H3")] = None,
     layer: Annotated[
-        int | None, option("a source layer, instead of names: its attention heads"), count_reasons
+        int | None, option("a source layer, instead of names: its attention heads"), COUNT
     ] = None,
     token_ids: TokenIds = False,
     chat: Chat = False,

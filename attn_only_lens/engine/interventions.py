@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attn_only_lens.arguments import as_plain, is_count, is_number, option_reasons
+from attn_only_lens.arguments import as_plain, is_count, is_number, one_of
 from attn_only_lens.axes import BIAS, Tokens
 from attn_only_lens.devices import keep_random_state
 from attn_only_lens.engine.directions import Ablation
@@ -146,7 +146,7 @@ def ablated(
         True
     """
     places, reasons = _places(model, names, positions)
-    reasons += option_reasons("to", to, get_args(AblateTo))
+    reasons += one_of(*get_args(AblateTo)).reasons(to=to)
     if to == "bias" and any(place.kind not in NEURON_KINDS for place in places):
         reasons.append("attention heads have no bias token; ablate them to 'zero' or 'mean'")
     if (prompts is None) == (to == "mean"):

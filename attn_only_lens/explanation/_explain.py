@@ -7,7 +7,7 @@ The strongest sites are also patched one by one, which gives their exact effects
 
 from typing import Any
 
-from attn_only_lens.arguments import positive_reasons, resamples_reasons
+from attn_only_lens.arguments import POSITIVE, RESAMPLES
 from attn_only_lens.circuits._attribution_graph import attribution_graph
 from attn_only_lens.circuits._discover import discover
 from attn_only_lens.engine.answers import WRONG
@@ -70,8 +70,8 @@ def explain(
         >>> why.circuit.faithfulness > 0.9, why.table()["id"][0]
         (True, 'L3H3@5')
     """
-    reasons = positive_reasons(most_nodes=most_nodes, n_patched=n_patched)
-    reasons += resamples_reasons(resamples)
+    reasons = POSITIVE.reasons(most_nodes=most_nodes, n_patched=n_patched)
+    reasons += RESAMPLES.reasons(resamples=resamples)
     InputError.raise_if(reasons, "nothing can be explained")
     prompts, pair = (model, clean, corrupted, metric), prompt_pair(model, clean, corrupted)
     if reason := unlike_tokens(model, pair):

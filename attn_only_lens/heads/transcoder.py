@@ -28,7 +28,7 @@ from typing import Any, Literal, get_args
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.arguments import is_count, option_reasons
+from attn_only_lens.arguments import is_count, one_of
 from attn_only_lens.errors import InputError
 from attn_only_lens.gates.features import active_features
 
@@ -90,8 +90,8 @@ class Transcoder:
     name: str = ""
 
     def __post_init__(self) -> None:
-        reasons = option_reasons("activation", self.activation, FEATURE_ACTIVATIONS)
-        reasons += option_reasons("reads", self.reads, READS)
+        reasons = one_of(*FEATURE_ACTIVATIONS).reasons(activation=self.activation)
+        reasons += one_of(*READS).reasons(reads=self.reads)
         tensors = self.tensors()
         wrong = [
             f"got {name}={tensor!r:.40}; expected a tensor"

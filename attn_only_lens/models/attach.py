@@ -16,7 +16,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import LinearBridge
 
-from attn_only_lens.arguments import a_type, is_count, option_reasons
+from attn_only_lens.arguments import a_type, is_count, one_of
 from attn_only_lens.engine.tokens import require_model
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads.feature_mlp import FeatureMLP
@@ -190,7 +190,7 @@ def attach(
 
 def _reasons(model: Any, transcoders: Any, error: object) -> list[str]:
     """Return error messages for a wrong type of model, or for wrong types, widths or layers."""
-    reasons = option_reasons("error", error, get_args(OnError))
+    reasons = one_of(*get_args(OnError)).reasons(error=error)
     if type(model) not in (TransformerBridge, HookedTransformer):
         return [*(exposed_reasons(model) or [f"got {a_type(model)}; {_EXPECTED}"]), *reasons]
     if not isinstance(transcoders, Mapping) or not transcoders:

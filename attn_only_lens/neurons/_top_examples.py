@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import pandas as pd
 from tqdm.auto import tqdm
 
-from attn_only_lens.arguments import is_count, option_reasons
+from attn_only_lens.arguments import COUNT, POSITIVE, is_count, one_of
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, as_metric, no_gradient_reasons, one_run_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
@@ -258,12 +258,10 @@ def _look_up(
 
 def _option_reasons(options: Options, metric: AnyMetric | None) -> list[str]:
     by = options.by
-    reasons = option_reasons("by", by, get_args(By))
-    reasons += option_reasons("ends", options.ends, tuple(ENDS_OF_OPTION))
-    for name, least in {"k": 1, "batch_size": 1, "before": 0, "after": 0}.items():
-        value = getattr(options, name)
-        if not is_count(value, least):
-            reasons.append(f"got {name}={value!r}; expected a whole number, at least {least}")
+    reasons = one_of(*get_args(By)).reasons(by=by)
+    reasons += one_of(*tuple(ENDS_OF_OPTION)).reasons(ends=options.ends)
+    reasons += POSITIVE.reasons(k=options.k, batch_size=options.batch_size)
+    reasons += COUNT.reasons(before=options.before, after=options.after)
     if (metric is None) == (by == "attribution"):
         expected = "a metric" if by == "attribution" else "none"
         reasons.append(f"got by={by!r} and metric={metric!r}; expected {expected}")

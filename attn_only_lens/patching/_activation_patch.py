@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_only_lens.arguments import is_count, option_reasons
+from attn_only_lens.arguments import POSITIVE, one_of
 from attn_only_lens.axes import Tokens
 from attn_only_lens.engine.directions import ABLATIONS, DIRECTIONS, direction_reasons
 from attn_only_lens.engine.input_warnings import warned_once
@@ -142,7 +142,7 @@ def activation_patch(
     """
     # Check
     reasons = sweep_reasons(model, corrupted, part, direction, reference)
-    reasons += count_reasons(batch_size=batch_size, prompts_at_once=prompts_at_once)
+    reasons += POSITIVE.or_none.reasons(batch_size=batch_size, prompts_at_once=prompts_at_once)
     InputError.raise_if(reasons, "this cannot be patched")
     require_folder(resume)
 
@@ -318,21 +318,12 @@ def sweep_reasons(
 ) -> list[str]:
     """Return every reason why the given options for patching or attribution are invalid."""
     reasons = [*reasons_not_to_run(model)]
-    reasons += option_reasons("part", part, PARTS)
-    reasons += option_reasons("direction", direction, (*DIRECTIONS, *ABLATIONS))
+    reasons += one_of(*PARTS).reasons(part=part)
+    reasons += one_of(*DIRECTIONS, *ABLATIONS).reasons(direction=direction)
     reasons += direction_reasons(corrupted, part, direction)
     if reference is not None and direction not in ("mean", "resample"):
         reasons.append(f"got a reference with direction={direction!r}; expected no reference")
     return reasons
-
-
-def count_reasons(**counts: object) -> list[str]:
-    """Return an error message for each count that is neither a positive whole number nor None."""
-    return [
-        f"got {name}={count!r}; expected 1 or more, or None"
-        for name, count in counts.items()
-        if count is not None and not is_count(count, 1)
-    ]
 
 
 def prompt_settings(

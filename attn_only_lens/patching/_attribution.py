@@ -40,6 +40,7 @@ from typing import Any
 
 from torch import Tensor
 
+from attn_only_lens.arguments import POSITIVE
 from attn_only_lens.axes import Tokens
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import (
@@ -53,7 +54,6 @@ from attn_only_lens.engine.sites import Part, Sites
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching._activation_patch import (
     SweepPlan,
-    count_reasons,
     plan_sweep,
     sweep_reasons,
 )
@@ -187,7 +187,7 @@ def plan_attribution(
     model, _, corrupted, _ = prompts
     part, direction = of_sweep["part"], of_sweep["direction"]
     reasons = sweep_reasons(model, corrupted, part, direction, of_sweep["reference"])
-    reasons += count_reasons(prompts_at_once=of_sweep["prompts_at_once"])
+    reasons += POSITIVE.or_none.reasons(prompts_at_once=of_sweep["prompts_at_once"])
     reasons += options.reasons(part, direction, of_sweep["per_prompt"])
     reasons += no_gradient_reasons()
     InputError.raise_if(reasons, "this cannot be attributed")

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_only_lens.arguments import option_reasons
+from attn_only_lens.arguments import POSITIVE, one_of
 from attn_only_lens.engine.directions import DIRECTIONS
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import (
@@ -48,7 +48,6 @@ from attn_only_lens.engine.recording import float32_runs
 from attn_only_lens.engine.sites import Sites, all_heads, resolve_sites
 from attn_only_lens.engine.writes import SCALES, Scale
 from attn_only_lens.errors import InputError
-from attn_only_lens.patching._activation_patch import count_reasons
 from attn_only_lens.patching.job import Job, require_folder
 from attn_only_lens.patching.path_blocks import PROBLEM, resolve_receivers
 from attn_only_lens.patching.path_patches import PathPatches, PathPlan
@@ -152,10 +151,11 @@ def path_patch(
     """
     # Check
     reasons = [*reasons_not_to_run(model)]
-    reasons += count_reasons(batch_size=batch_size, top=top, prompts_at_once=prompts_at_once)
-    reasons += option_reasons("part", part, READ_PARTS)
-    reasons += option_reasons("direction", direction, DIRECTIONS)
-    reasons += option_reasons("scale", scale, SCALES)
+    counts = {"batch_size": batch_size, "top": top, "prompts_at_once": prompts_at_once}
+    reasons += POSITIVE.or_none.reasons(**counts)
+    reasons += one_of(*READ_PARTS).reasons(part=part)
+    reasons += one_of(*DIRECTIONS).reasons(direction=direction)
+    reasons += one_of(*SCALES).reasons(scale=scale)
     reasons += no_gradient_reasons() if top is not None else []
     InputError.raise_if(reasons, PROBLEM)
     require_folder(resume)

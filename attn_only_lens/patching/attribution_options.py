@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from attn_only_lens.arguments import as_plain, is_count, option_reasons
+from attn_only_lens.arguments import POSITIVE, as_plain, one_of
 from attn_only_lens.engine.directions import ABLATIONS
 from attn_only_lens.patching.repairs import (
     Budget,
@@ -61,7 +61,7 @@ class AttributionOptions:
     def reasons(self, part: str, direction: str, per_prompt: bool) -> list[str]:
         """Return every reason why an attribution cannot have these options."""
         method, steps = self.method, self.steps
-        reasons = option_reasons("method", method, METHODS)
+        reasons = one_of(*METHODS).reasons(method=method)
         if direction in ABLATIONS and method == "integrated":
             reasons.append(
                 f"got direction={direction!r} with method='integrated', which interpolates between "
@@ -75,8 +75,8 @@ class AttributionOptions:
             )
         if steps is not None and method != "integrated":
             reasons.append(f"got steps={steps!r} with method={method!r}; expected steps=None")
-        elif steps is not None and not is_count(steps, 1):
-            reasons.append(f"got steps={steps!r}; expected 1 or more")
+        else:
+            reasons += POSITIVE.or_none.reasons(steps=steps)
         reasons += budget_reasons(self.budget)
         if self.split and (method != "secant" or self.budget != 0 or per_prompt):
             reasons.append(

@@ -20,7 +20,7 @@ import pandas as pd
 from jaxtyping import Bool, Float
 from typing_extensions import TypedDict
 
-from attn_only_lens.arguments import as_plain, is_count, is_number
+from attn_only_lens.arguments import POSITIVE, as_plain, is_number
 from attn_only_lens.engine.input_warnings import shortened
 from attn_only_lens.engine.metrics import require_distinct
 from attn_only_lens.engine.prompts import PromptPair
@@ -125,8 +125,7 @@ class ScoredFrame:
                 f"the metric is {ends[0]!r} on the clean run and {ends[1]!r} on the corrupted run; "
                 "expected two finite numbers that differ"
             )
-        if not is_count(self.n_prompts, 1):
-            reasons.append(f"got n_prompts={self.n_prompts!r}; expected 1 or more")
+        reasons += POSITIVE.reasons(n_prompts=self.n_prompts)
         if not isinstance(self.tokens, PromptTokens | None):
             got = type(self.tokens).__name__
             reasons.append(f"got tokens of type {got}; expected PromptTokens, or None")
@@ -176,8 +175,7 @@ class ScoredFrame:
         columns that fit into 80 characters; `frame` has all columns. The column `token` has the
         clean prompt's token at the position, or an empty text if prompts have different tokens.
         """
-        if not is_count(k, 1):
-            raise InputError([f"got k={k!r}; expected 1 or more"], "no rows can be picked")
+        InputError.raise_if(POSITIVE.reasons(k=k), "no rows can be picked")
         rows = self.frame.iloc[self.effect.abs().nlargest(k).index]
         if self.baseline:
             rows = rows.assign(effect=rows["score"] - self.baseline)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any, Literal, get_args
 
-from attn_only_lens.arguments import option_reasons
+from attn_only_lens.arguments import one_of
 from attn_only_lens.tasks.paired_prompts import Pair, PairedPrompts, collect, draw, fill
 from attn_only_lens.tasks.words import ADJECTIVES, DEGREES, FRIENDS, MEN, PEOPLE, THINGS, WOMEN
 
@@ -71,9 +71,9 @@ def agreement(
         >>> tasks.agreement(tokenizer, 10, feature="gender").clean[0]
         "So Robert is a really good colleague, isn't"
     """
-    reasons = option_reasons("feature", feature, get_args(Feature))
+    reasons = one_of(*get_args(Feature)).reasons(feature=feature)
     if structure is not None:
-        reasons += option_reasons("structure", structure, get_args(Structure))
+        reasons += one_of(*get_args(Structure)).reasons(structure=structure)
         reasons += ["got a structure with feature='gender'; leave it out"] * (feature == "gender")
     pairs = _gender(seed) if feature == "gender" else _number(seed, structure or "prepositional")
     return collect("agreement", tokenizer, n, seed, pairs, reasons)

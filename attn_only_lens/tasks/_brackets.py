@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any, Literal, get_args
 
-from attn_only_lens.arguments import option_reasons
+from attn_only_lens.arguments import one_of
 from attn_only_lens.tasks._agreement import _PREPOSITIONS
 from attn_only_lens.tasks.paired_prompts import Pair, PairedPrompts, collect, fill
 from attn_only_lens.tasks.words import THINGS
@@ -53,7 +53,7 @@ def brackets(
         >>> pairs.corrupted[0]
         'The bridge "the green one "the old one" above the lamp'
     """
-    reasons = option_reasons("structure", structure, get_args(Structure))
+    reasons = one_of(*get_args(Structure)).reasons(structure=structure)
     return collect("brackets", tokenizer, n, seed, _pairs(seed, structure), reasons)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
-from attn_only_lens.arguments import is_count
+from attn_only_lens.arguments import whole
 from attn_only_lens.engine.tokens import token_ids
 from attn_only_lens.errors import InputError
 from attn_only_lens.tasks.paired_prompts import (
@@ -52,8 +52,8 @@ def induction(tokenizer: Any, n: int, seed: int = 0, *, length: int = 20) -> Pai
         >>> pairs.corrupted[0]
         ' journey Then argument Jacob Then'
     """
-    reasons = [f"got length={length!r}; expected 3 or more"] * (not is_count(length, 3))
-    return collect("induction", tokenizer, n, seed, _pairs(tokenizer, seed, length), reasons)
+    pairs, reasons = _pairs(tokenizer, seed, length), whole(3).reasons(length=length)
+    return collect("induction", tokenizer, n, seed, pairs, reasons)
 
 
 def _pairs(tokenizer: Any, seed: int, length: int) -> Iterator[Pair]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any, Literal, get_args
 
-from attn_only_lens.arguments import option_reasons
+from attn_only_lens.arguments import one_of
 from attn_only_lens.engine.tokens import token_ids
 from attn_only_lens.tasks.paired_prompts import Pair, PairedPrompts, collect, fill
 from attn_only_lens.tasks.words import NAMES, OBJECTS, PLACES
@@ -64,7 +64,7 @@ def ioi(tokenizer: Any, n: int, seed: int = 0, *, corruption: Corruption = "abc"
         >>> {role: at[0] for role, at in pairs.roles.items()}
         {'IO': -13, 'S1': -11, 'S2': -4, 'end': -1}
     """
-    reasons = option_reasons("corruption", corruption, get_args(Corruption))
+    reasons = one_of(*get_args(Corruption)).reasons(corruption=corruption)
     return collect("ioi", tokenizer, n, seed, _pairs(tokenizer, seed, corruption), reasons)
 
 

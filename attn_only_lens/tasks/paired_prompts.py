@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from attn_only_lens.arguments import a_type, is_count, positive_reasons
+from attn_only_lens.arguments import COUNT, POSITIVE, a_type
 from attn_only_lens.engine.metrics import Metric, logit_diff, probability_diff
 from attn_only_lens.engine.tokens import token_ids
 from attn_only_lens.errors import InputError
@@ -129,8 +129,8 @@ def collect(
     task: str, tokenizer: Any, n: int, seed: int, pairs: Iterable[Pair], reasons: Sequence[str] = ()
 ) -> PairedPrompts:
     """Return the first n pairs that pass the tokenizer check, or raise InputError."""
-    reasons = [*reasons, *positive_reasons(n=n), *_tokenizer_reasons(tokenizer)]
-    reasons += [f"got seed={seed!r}; expected a whole number, 0 or more"] * (not is_count(seed))
+    reasons = [*reasons, *POSITIVE.reasons(n=n), *_tokenizer_reasons(tokenizer)]
+    reasons += COUNT.reasons(seed=seed)
     InputError.raise_if(reasons, PROBLEM)
     rows, dropped, drawn = dict[str, _Row](), Counter[str](), 0
     for pair in islice(pairs, _MOST_DRAWN):

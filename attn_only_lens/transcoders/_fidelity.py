@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.arguments import positive_reasons
+from attn_only_lens.arguments import POSITIVE
 from attn_only_lens.axes import Tokens
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.model_checks import hook_reasons, mode_reasons
@@ -97,7 +97,7 @@ def fidelity(
     with attach(model, transcoders):  # raises an error for misfits before any run
         pass
     reasons = hook_reasons(model, "would change some of the runs") + mode_reasons(model)
-    InputError.raise_if(reasons + positive_reasons(prompts_at_once=prompts_at_once), _PROBLEM)
+    InputError.raise_if(reasons + POSITIVE.reasons(prompts_at_once=prompts_at_once), _PROBLEM)
     pair = single_prompts(model, texts, mask)
     if not _next(pair.clean, pair.mask)[1].any():
         raise InputError(["got no text with two or more tokens"], _PROBLEM)

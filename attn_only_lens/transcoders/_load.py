@@ -12,7 +12,7 @@ import torch
 import yaml
 from safetensors import safe_open
 
-from attn_only_lens.arguments import as_plain, is_count, option_reasons
+from attn_only_lens.arguments import as_plain, is_count, one_of
 from attn_only_lens.errors import AttnOnlyLensError, CheckpointError, InputError
 from attn_only_lens.heads.transcoder import Reads, Transcoder
 from attn_only_lens.models.checkpoint.transcoders import DOCUMENT, read_transcoder
@@ -285,9 +285,9 @@ def _ends(config: Config, reads: str | None) -> dict[str, Any]:
     """Return what a transcoder reads, and whether it imitates the output after a norm."""
     read = _hook(config, "in", _INPUTS)[1]
     written = _hook(config, "out", _AFTER_NORM)[1] or "hook_mlp_out"
-    reasons = option_reasons("output hook", written, tuple(_AFTER_NORM))
+    reasons = one_of(*tuple(_AFTER_NORM)).reasons(**{"output hook": written})
     if read is not None:
-        reasons += option_reasons("input hook", read, tuple(_INPUTS))
+        reasons += one_of(*tuple(_INPUTS)).reasons(**{"input hook": read})
     elif reads is None:
         reasons.append(
             "it does not say what it reads; expected reads='stream' (before the norm), "

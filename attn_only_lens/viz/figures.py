@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pandas as pd
 
-from attn_only_lens.arguments import a_type, is_count
+from attn_only_lens.arguments import POSITIVE, a_type
 from attn_only_lens.heads.host import HEAD_KINDS, HEAD_PLURALS
 from attn_only_lens.patching import Sweep
 from attn_only_lens.patching.over_prompts import SPREAD
@@ -158,8 +158,7 @@ def sweep_bars(sweep: Sweep, k: int = 20) -> "go.Figure":
         ('L0N5 at 2',)
     """
     frame = _effects(sweep)
-    if not is_count(k, 1):
-        refuse(f"got k={k!r}; expected 1 or more")
+    refuse(*POSITIVE.reasons(k=k))
     n_patches, frame = len(frame), frame.head(k)
     if len(frame) > MOST_ROWS:
         refuse(f"got k={k}; expected at most {MOST_ROWS}")

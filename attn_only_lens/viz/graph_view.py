@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from attn_only_lens.arguments import a_type, is_count
+from attn_only_lens.arguments import COUNT, a_type, is_count
 from attn_only_lens.circuits._group_nodes import NodeGroups
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, EDGE_KINDS, CircuitGraph
 from attn_only_lens.circuits.stability import Stability
@@ -116,8 +116,7 @@ def circuit_view(
     reasons = _reasons(graph, model, prompts, corrupted, examples)
     if not is_count(prompt, 0, len(graph.tokens) - 1):
         reasons.append(f"got prompt={prompt!r}; the graph has {len(graph.tokens)} prompts")
-    if not is_count(top_tokens):
-        reasons.append(f"got top_tokens={top_tokens!r}; expected 0 or more")
+    reasons += COUNT.reasons(top_tokens=top_tokens)
     refuse(*reasons, *exact_reasons(graph, exact))
     measured, state = groups_and_state(graph, groups, state)
 

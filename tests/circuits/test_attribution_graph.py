@@ -331,7 +331,7 @@ def test_networkx_holds_nodes_edges_and_kinds(graph):
         ({"top": 3, "mass": 0.5}, r"got top=3, mass=0\.5"),
         ({"mass": 1.5}, "got mass=1.5; expected a number above 0"),
         ({"mass": True}, "got mass=True; expected a number above 0"),
-        ({"top": 0}, "got top=0; expected 1 or more"),
+        ({"top": 0}, "got top=0; expected a whole number, 1 or more"),
         ({"max_edges": 0}, "got max_edges=0"),
         ({"metric": p.kl()}, "another run"),
         ({"prompts": PROMPT.double()}, "got float64"),

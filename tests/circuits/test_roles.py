@@ -13,18 +13,12 @@ import pytest
 import torch
 from common import mlp_hook, tokens
 
-from attn_only_lens import HeadName
+from attn_only_lens import HeadName, explain
 from attn_only_lens import patching as p
-from attn_only_lens.circuits import (
-    attribution_graph,
-    discover,
-    evaluate,
-    faithfulness,
-)
+from attn_only_lens.circuits import attribution_graph, discover, evaluate, faithfulness
 from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.circuits.stability import random_halves, resampled
 from attn_only_lens.errors import InputError, InputWarning
-from attn_only_lens.explanation import explain
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 
 pytestmark = pytest.mark.numeric

@@ -36,17 +36,20 @@ WRONG = {
     "grow small-english small-english": "different folders",
     "grow small-english x --copy": "--insert",
     "grow /nope x": "there is no folder /nope",
-    "grow small-english x --d-mlp -3 --n-heads 0": "--d-mlp -3; expected 1 or more - got --n-heads",
+    "grow small-english x --d-mlp -3 --n-heads 0": "--d-mlp -3; expected a whole number, "
+    "1 or more - got --n-heads",
     "grow small-english /proc/x --d-mlp 400": "/proc/x cannot be written",
     "demo --out /proc/x": "/proc/x cannot be written",
     f"explain small-english {PROMPTS} --out /proc/x.html": "/proc/x.html cannot be written",
     f"explain ./nope {PROMPTS} --out x.html": "there is no folder ./nope",
     f"explain one/two/three {PROMPTS} --out x.html": "there is no folder one/two/three",
     f"explain small-english {PROMPTS} --faithfulness 3 --out x.html": "--faithfulness 3.0;",
-    f"circuit small-english {PROMPTS} --nodes 0 --out x.html": "--nodes 0; expected 1 or more",
+    f"circuit small-english {PROMPTS} --nodes 0 --out x.html": "--nodes 0; "
+    "expected a whole number, 1 or more",
     f"patch small-english {PROMPTS} --batch-size 0 --out x.csv": "--batch-size 0; expected 1",
     f"evaluate small-english /nope.json {PROMPTS}": "/nope.json is missing",
-    "atlas small-english --texts Makefile --k 0 --out x": "--k 0; expected 1 or more",
+    "atlas small-english --texts Makefile --k 0 --out x": "--k 0; expected a whole number, "
+    "1 or more",
     "compare small-english nope --prompts Makefile --metric loss --out x": "no folder nope",
     "picture /nope --out x.html": "'/nope'; expected a name that ends in .parquet or .csv or .json",
     "picture /nope.csv --out x.html": "/nope.csv is missing",
@@ -58,18 +61,22 @@ WRONG = {
     f"explain small-english {PROMPTS} --out FOLDER.html": "FOLDER.html cannot be written: it is a",
     f"explain small-english {PROMPTS} --out x.html --save-circuit FOLDER.json": "it is a folder",
     "compare small-english grown --prompts Makefile --metric loss --out x --patched -1 --nodes -1 "
-    "--dtype int8 --device cuda0": "got --patched -1; expected 0 or more - got --nodes -1; "
-    "expected 0 or more - got --dtype int8; expected one of float32, float64, bfloat16, float16 - "
+    "--dtype int8 --device cuda0": "got --patched -1; expected a whole number, "
+    "0 or more - got --nodes -1; "
+    "expected a whole number, "
+    "0 or more - got --dtype int8; expected one of float32, float64, bfloat16, float16 - "
     "got --device cuda0; expected cpu, cuda, mps or another of torch's, or cuda:1",
     f"patch small-english {PROMPTS} --part x --direction y --out x.csv": "z, pattern, value, q, k "
     "- got --direction y; expected one of denoise",
     f"patch small-english {PROMPTS} --layers a --out x.csv": "--layers: got 'a'",
     f"patch small-english {PROMPTS} --layers 1 --sites L1H1 --out x.csv": "names contain the layer",
-    "pattern small-english --prompt a --layer -1 --out x.html": "--layer -1; expected 0 or more",
+    "pattern small-english --prompt a --layer -1 --out x.html": "--layer -1; "
+    "expected a whole number, 0 or more",
     "grow small-english x": "give either sizes",
-    "grow small-english x --d-mlp 0 --seed=-1": "--d-mlp 0; expected 1 or more - got --seed -1;",
+    "grow small-english x --d-mlp 0 --seed=-1": "--d-mlp 0; expected a whole number, "
+    "1 or more - got --seed -1;",
     f"explain small-english {PROMPTS} --texts tests --top 0 --out x.html": "tests is not a file - "
-    "got --top 0; expected 1 or more",
+    "got --top 0; expected a whole number, 1 or more",
     f"patch small-english {PROMPTS} --sites foo,L1H2 --out x.csv": "--sites: got foo; expected",
     f"patch small-english {PROMPTS} --sites= --out x.csv": "--sites: got ''; expected neurons,",
     f"patch small-english {PROMPTS} --layers=-3 --out x.csv": "--layers: got '-3'; expected whole",
@@ -87,7 +94,8 @@ WRONG = {
     f"explain small-english {PROMPTS} --resamples 20 --out x.html": "got 1 prompt pairs; expected",
     "explain small-english --clean= --clean a --corrupted b --answer c --answer d --answer e "
     "--wrong f --dtype int8 --top 0 --out x.html": "got --dtype int8; expected one of float32, "
-    "float64, bfloat16, float16 - got --top 0; expected 1 or more - --clean: got ''; expected a "
+    "float64, bfloat16, float16 - got --top 0; expected a whole number, "
+    "1 or more - --clean: got ''; expected a "
     "text - got 1 --corrupted for 2 --clean; expected as many - got 3 --answer for 2 --clean; "
     "expected one, or as many",
     "explain small-english --clean 1,2 --corrupted 1,a --answer 3,4 --wrong 5 --token-ids --chat "
@@ -111,7 +119,8 @@ WRONG = {
     f"explain small-english {PROMPTS} --device cuda:x --out x.html": "got --device cuda:x; expect",
     "compare small-english /no --null /no --prompts Makefile --metric loss --out x": "folder /no",
     "verify small-english --text=": "--text: got ''; expected a text",
-    f"circuit small-english {PROMPTS} --top 0 --out x.html": "got --top 0; expected 1 or more",
+    f"circuit small-english {PROMPTS} --top 0 --out x.html": "got --top 0; "
+    "expected a whole number, 1 or more",
     f"circuit small-english {PROMPTS} --out x.json --save-circuit a/../x.json": "x.json for --out "
     "and for --save-circuit; expected another path",
     f"circuit small-english {PROMPTS} --out x.json --save-circuit c.txt": "c.txt",

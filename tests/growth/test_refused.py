@@ -18,7 +18,7 @@ REQUESTS = [
     ("ln", {"d_mlp": 37}, ["which are the current sizes"]),
     ("ln", {}, ["give either an expansion or sizes"]),
     ("ln", {"expansion": growth.AddNeurons(1), "d_mlp": 41}, ["give either an expansion or sizes"]),
-    ("ln", {"d_mlp": True, "init": "x"}, ["d_mlp=True; expected 1 or more", "init='x'"]),
+    ("ln", {"d_mlp": True, "init": "x"}, ["d_mlp=True; expected a whole number", "init='x'"]),
     ("ln", {"d_mlp": 41, "seed": 1.5}, ["got seed=1.5"]),
     ("ln", {"expansion": "wider"}, ["expected an expansion from attn_only_lens.growth"]),
     ("ln", growth.AddNeurons(0), ["got n=0"]),

@@ -384,7 +384,7 @@ OF_NO_SUCH_MODEL = {
         "from_jsonl",
         "comparison_circuit",
         "comparison_report",
-        *support.EXPANSION,
+        *support.GROWTH,
     ),
     # These take models whose neurons are not exposed.
     *("error_nodes", "features"),

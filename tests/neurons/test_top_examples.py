@@ -348,7 +348,7 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
     ("names", "texts", "options", "reason"),
     [
         (["L0H1"], [[1]], {}, "got L0H1, an attention head; expected neurons"),
-        (NAMES, [[1]], {"k": 0}, "got k=0; expected a whole number, at least 1"),
+        (NAMES, [[1]], {"k": 0}, "got k=0; expected a whole number, 1 or more"),
         (NAMES, [[1]], {"by": "value"}, "got by='value'; expected one of z, gate, attribution"),
         (NAMES, [[1]], {"by": "attribution"}, "expected a metric"),
         (NAMES, [[1]], {"metric": p.loss()}, "expected none"),

@@ -173,7 +173,7 @@ def test_refused(model):
         p.activation_patch(
             model, metric=lambda logits: logits[:, -1, 3], prompts_at_once=2, **settings
         )
-    with pytest.raises(InputError, match="got prompts_at_once=0; expected 1 or more"):
+    with pytest.raises(InputError, match="got prompts_at_once=0; expected a whole number"):
         p.attribution(model, metric=DIFF, prompts_at_once=0, **settings)
     with pytest.raises(InputError, match="got 2 answers; expected 1, or one for each of the 7"):
         p.activation_patch(model, metric=p.logit_diff([1, 2], 3), prompts_at_once=2, **settings)

@@ -49,7 +49,7 @@ def test_top_is_a_sort():
     assert "effect" not in sweep().top(11)
     assert len(result.top(1000)) == SITES * POSITIONS
     for k in (0, -1, True, 2.0):
-        with pytest.raises(InputError, match="expected 1 or more"):
+        with pytest.raises(InputError, match="expected a whole number, 1 or more"):
             result.top(k)
 
 

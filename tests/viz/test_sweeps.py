@@ -154,7 +154,7 @@ def test_refused():
             draw(sweep().query("layer == 5"))
     with pytest.raises(InputError, match="expected 'layer' or 'name'"):
         viz.sweep_heatmap(sweep(), "head")
-    with pytest.raises(InputError, match="expected 1 or more"):
+    with pytest.raises(InputError, match="expected a whole number, 1 or more"):
         viz.sweep_bars(sweep(), k=0)
     many = values().iloc[:1].loc[[0] * 101].assign(index=range(101))
     many["name"] = [f"L0N{i}" for i in range(101)]

@@ -36,7 +36,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens import FactoredMatrix
 
-from attn_only_lens.arguments import is_count, option_reasons, positive_reasons
+from attn_only_lens.arguments import POSITIVE, is_count, one_of
 from attn_only_lens.circuits.weights.head_matrices import KINDS, HeadMatrices, Kind
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.largest import LargestScores
@@ -172,7 +172,7 @@ def composition(
         (3, 2048, True)
     """
     counts = {"block": block} if top is None else {"top": top, "block": block}
-    InputError.raise_if(positive_reasons(**counts), _PROBLEM)
+    InputError.raise_if(POSITIVE.reasons(**counts), _PROBLEM)
     every = without_wide(all_heads())
     chosen = every if writers is None else writers, every if readers is None else readers
     writing, reading = _resolve_pairs(model, *chosen, kind)
@@ -255,7 +255,7 @@ def _resolve_pairs(
     model: Any, writers: Any, readers: Any, kind: str
 ) -> tuple[list[LayerSites | None], list[LayerSites]]:
     """Return writers and readers by layer; None among the writers stands for the embedding."""
-    InputError.raise_if(option_reasons("kind", kind, KINDS), _PROBLEM)
+    InputError.raise_if(one_of(*KINDS).reasons(kind=kind), _PROBLEM)
     reading = list(resolve_sites(model, without_wide(readers)))
     InputError.raise_if(wide_reasons(reading), _PROBLEM)
     if isinstance(writers, Selection) or not isinstance(writers, str | Sequence):

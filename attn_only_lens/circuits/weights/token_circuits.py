@@ -33,7 +33,7 @@ from jaxtyping import Complex, Float
 from torch import Tensor
 from transformer_lens import FactoredMatrix
 
-from attn_only_lens.arguments import option_reasons, positive_reasons
+from attn_only_lens.arguments import POSITIVE, one_of
 from attn_only_lens.circuits.weights.vocabulary import InputVocabulary, VocabularyMatrices
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.largest import LargestScores
@@ -102,7 +102,7 @@ class TokenCircuit:
         Raises:
             InputError: k or block is not positive.
         """
-        InputError.raise_if(positive_reasons(k=k, block=block), _PROBLEM)
+        InputError.raise_if(POSITIVE.reasons(k=k, block=block), _PROBLEM)
         largest, sign = LargestScores(k), -1.0 if lowest else 1.0
         left, right = self.matrix.A, self.matrix.B.T
         largest.add_products(left, sign * right, (0, 0), block=block)
@@ -181,7 +181,7 @@ def token_circuit(
         >>> bool(ov.top(5)["score"].is_monotonic_decreasing), len(ov.eigenvalues)
         (True, 32)
     """
-    InputError.raise_if(option_reasons("kind", kind, get_args(CircuitKind)), _PROBLEM)
+    InputError.raise_if(one_of(*get_args(CircuitKind)).reasons(kind=kind), _PROBLEM)
     sites = _resolve_one(model, name)
     if kind == "qk":
         inputs = InputVocabulary.of(model, tokens, fold_norms=fold_norms)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_only_lens.arguments import a_type, as_plain, is_count, share_reasons
+from attn_only_lens.arguments import COUNT, POSITIVE, SHARE, a_type, as_plain
 from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.circuits.search import smallest_prefix
 from attn_only_lens.engine.input_warnings import warn, warned_once
@@ -51,6 +51,12 @@ from attn_only_lens.patching.repairs import on_one_device
 from attn_only_lens.patching.site_groups import site_groups, site_rows
 
 _PROBLEM = "these cannot be compared"
+_OPTIONS = {
+    POSITIVE: ("batch_size",),
+    COUNT: ("n_resamples", "n_nodes", "seed"),
+    COUNT.or_none: ("n_patched",),
+    SHARE: ("edge_mass", "confidence", "faithfulness"),
+}
 _KEPT = 0.5  # `compare` warns if a model keeps less than this share of the metric's range
 _N_RANDOM = 3  # the number of random circuits of the same size per circuit
 
@@ -271,12 +277,8 @@ def _require_valid(compared: Sequence[Any], provenance: object, settings: dict[s
             f"got provenance of type {type(provenance).__name__}; expected a result of `grow`, or "
             "a model with provenance=grown.provenance"
         )
-    for name in ("batch_size", "n_resamples", "n_nodes", "n_patched", "seed"):
-        value, least = settings[name], int(name == "batch_size")
-        if not is_count(value, least) and not (name == "n_patched" and value is None):
-            reasons.append(f"got {name}={value!r}; expected {least} or more")
-    shares = ("edge_mass", "confidence", "faithfulness")
-    reasons += share_reasons(**{name: settings[name] for name in shares})
+    for allowed, names in _OPTIONS.items():
+        reasons += allowed.reasons(**{name: settings[name] for name in names})
     null = compared[-1].provenance if isinstance(compared[-1], Grown) else None
     if len(compared) == 3 and null is not None and isinstance(provenance, Provenance):
         if (null.layers, null.axes) != (provenance.layers, provenance.axes):

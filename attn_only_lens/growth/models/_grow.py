@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens.arguments import a_type, as_plain, positive_reasons
+from attn_only_lens.arguments import POSITIVE, a_type, as_plain
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.engine.model_checks import hook_reasons
 from attn_only_lens.errors import GrowthError
@@ -254,7 +254,7 @@ def _checked_expansion(
     if (expansion is None) == (not asked):
         raise GrowthError(["give either an expansion or sizes (d_mlp=1024, …)"])
     reasons = [*hook_reasons(growable.model), *non_finite_weights(growable.model)]
-    odd = positive_reasons(**asked)
+    odd = POSITIVE.reasons(**asked)
     if type(seed) is not int:
         odd.append(f"got seed={seed!r}; expected a whole number")
     if init is not None and not callable(init):
