@@ -34,8 +34,9 @@ from tqdm.auto import tqdm
 
 from attn_only_lens.arguments import POSITIVE, one_of, whole
 from attn_only_lens.engine.gradients import as_leaf
+from attn_only_lens.engine.held_run import HeldRun
 from attn_only_lens.engine.largest import LargestScores
-from attn_only_lens.engine.linear_map import HeldRun, LinearMap
+from attn_only_lens.engine.linear_map import LinearMap, of_held_run
 from attn_only_lens.engine.metrics import (
     AnyMetric,
     BoundMetric,
@@ -129,7 +130,7 @@ class PathExpansion:
         InputError.raise_if(reasons, _PROBLEM)
         with one_thread([model]), torch.no_grad(), float32_weights(model):
             bound = self._bound(metric)
-            linear = self._run.linear_map(bound, patterns=False)
+            linear = of_held_run(self._run, bound, patterns=False)
             ranked = _RankedPaths(linear, self._first, k, block)
             ends = linear.last.abs().amax((0, 2)).nonzero().flatten().tolist()
             for position in tqdm(ends, unit="position", disable=not progress):
