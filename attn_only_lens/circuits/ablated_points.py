@@ -60,7 +60,8 @@ class AblatedPoint:
     def _ablated(self, kept: Flags, first: int) -> Bool[Tensor, "circuit row pos head_index 1"]:
         gone = np.zeros((len(kept), *self._shape), dtype=bool)
         gone[:, self.place, self.index] = ~kept[:, self.rows]
-        return torch.from_numpy(gone[:, self.place_of[:, first:]]).unsqueeze(-1)
+        gone = np.ascontiguousarray(gone[:, self.place_of[:, first:]])  # models read z as views
+        return torch.from_numpy(gone).unsqueeze(-1)
 
     def by_site(self, by_head: Float[np.ndarray, "row pos head_index"], first: int) -> Floats:
         """Sum `by_head`, which starts at position `first`, over each site's tokens."""

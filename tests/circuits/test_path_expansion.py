@@ -10,7 +10,6 @@ import bridges
 import numpy as np
 import pytest
 import torch
-from common import D_MLP
 
 from attn_only_lens import Bilinear, calibrate, circuits
 from attn_only_lens import HeadName as Name
@@ -97,8 +96,7 @@ class Frozen:
                 text, _, pos = head.partition("@")
                 parsed = Name.parse(text)
                 if parsed.hook("z", self.model) == name:
-                    width = z.shape[2] // D_MLP if parsed.kind == "neuron" else 1
-                    kept[:, int(pos), parsed.index * width : (parsed.index + 1) * width] = 1.0
+                    kept[:, int(pos), parsed.index] = 1.0
             return kept
 
         logits = self.logits(scale)[0, -1]

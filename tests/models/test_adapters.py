@@ -387,6 +387,7 @@ OF_NO_SUCH_MODEL = {
         *support.GROWTH,
     ),
     # These take models whose neurons are not exposed.
+    "expose_neuron_heads",
     *("error_nodes", "features"),
     *("Grown.save_pretrained", "Grown.shrink", "read"),
     "read_provenance",
