@@ -218,9 +218,11 @@ def path_expansion(
         # It is relative to Σ |logits of paths|, which may be much larger than the logits.
         size = logits.abs().sum(0)[real].amax()
         if off := disagreement(logits.sum(0), run.run.uncapped, tolerance, size=size, mask=real):
-            raise UnsupportedModelError(
-                [f"the paths do not add up to the logits of the run: {off}"], _PROBLEM
+            reason = (
+                f"the paths do not add up to the logits of the run ({off}), so the outputs of some "
+                "heads are not linear in their values"
             )
+            raise UnsupportedModelError([reason], _PROBLEM)
         return PathExpansion(logits, held, pair, run, first)
 
 

@@ -447,9 +447,17 @@ def _require_flows(linear: LinearMap, streams: Sequence[Residual]) -> None:
     for writes, (got, expected, size) in zip(linear.sublayers, rows, strict=True):
         amplification = max(writes.neurons.amplification, 1.0) if writes.neurons else 1.0
         bound = allowed * amplification * max(size, smallest)
-        if not abs(got - expected) <= bound:
-            reasons.append(
-                f"layer {writes.layer}: edges into its {writes.kind} heads add up to {got:.6g}; "
-                f"expected {expected:.6g}, and rounding allows a difference of {bound:.2g}"
-            )
-    UnsupportedModelError.raise_if(reasons, "the graph of this model is unknown")
+        if abs(got - expected) <= bound:
+            continue
+        place, off = f"layer {writes.layer}", abs(got - expected)
+        reasons.append(
+            f"{place}: edges into its {writes.kind} heads add up to {got:.6g}; expected "
+            f"{expected:.6g}, and rounding allows a difference of {bound:.2g}"
+            if linear.is_difference
+            else f"{place}: the outputs of its {writes.kind} heads are not linear in their values "
+            f"(off by {off:.2g}, and rounding allows {bound:.2g})"
+        )
+    problem = "this run is not linear with constant patterns"
+    if linear.is_difference:
+        problem = "the graph of this model is unknown"
+    UnsupportedModelError.raise_if(reasons, problem)
