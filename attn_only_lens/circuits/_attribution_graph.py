@@ -192,7 +192,7 @@ def _candidates(
     linear: LinearMap, sizes: npt.NDArray[np.float64], n_places: int
 ) -> npt.NDArray[np.int64]:
     """Return the row indices of all possible nodes, except features whose attribution is 0."""
-    is_feature = [np.full(n_places * x.n_nodes, x.kind == "feature") for x in linear.sublayers]
+    is_feature = [np.full(n_places * x.n_heads, x.kind == "feature") for x in linear.sublayers]
     return np.flatnonzero(~np.concatenate(is_feature) | (sizes > 0))
 
 
@@ -203,7 +203,7 @@ def _rows_of(
     if isinstance(sites, Circuit):
         sites = [f"{name}@{place}" for name, place in sites.frame[["name", "position"]].values]
     heads = [
-        [str(HeadName(x.layer, x.kind, i)) for i in range(x.n_nodes)] for x in linear.sublayers
+        [str(HeadName(x.layer, x.kind, i)) for i in range(x.n_heads)] for x in linear.sublayers
     ]
     nodes = [f"{name}@{place}" for names in heads for place in places for name in names]
     wanted = list(dict.fromkeys(map(str, sites)))
@@ -224,10 +224,10 @@ def _by_sublayer(
     """Return each sublayer's chosen nodes as pairs (place, index of the head in the sublayer)."""
     chosen, first = [], 0
     for writes in linear.sublayers:
-        n_nodes = writes.n_nodes
-        here = index[(index >= first) & (index < first + n_places * n_nodes)] - first
-        chosen.append([(i // n_nodes, i % n_nodes) for i in here.tolist()])
-        first += n_places * n_nodes
+        n_heads = writes.n_heads
+        here = index[(index >= first) & (index < first + n_places * n_heads)] - first
+        chosen.append([(i // n_heads, i % n_heads) for i in here.tolist()])
+        first += n_places * n_heads
     return chosen
 
 

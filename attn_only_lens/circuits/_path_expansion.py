@@ -34,8 +34,9 @@ from tqdm.auto import tqdm
 
 from attn_only_lens.arguments import POSITIVE, one_of, whole
 from attn_only_lens.engine.gradients import as_leaf
+from attn_only_lens.engine.held_run import HeldRun
 from attn_only_lens.engine.largest import LargestScores
-from attn_only_lens.engine.linear_map import HeldRun, LinearMap
+from attn_only_lens.engine.linear_map import LinearMap, of_held_run
 from attn_only_lens.engine.metrics import (
     AnyMetric,
     BoundMetric,
@@ -129,7 +130,7 @@ class PathExpansion:
         InputError.raise_if(reasons, _PROBLEM)
         with one_thread([model]), torch.no_grad(), float32_weights(model):
             bound = self._bound(metric)
-            linear = self._run.linear_map(bound, patterns=False)
+            linear = of_held_run(self._run, bound, patterns=False)
             ranked = _RankedPaths(linear, self._first, k, block)
             ends = linear.last.abs().amax((0, 2)).nonzero().flatten().tolist()
             for position in tqdm(ends, unit="position", disable=not progress):
@@ -217,9 +218,11 @@ def path_expansion(
         # It is relative to Σ |logits of paths|, which may be much larger than the logits.
         size = logits.abs().sum(0)[real].amax()
         if off := disagreement(logits.sum(0), run.run.uncapped, tolerance, size=size, mask=real):
-            raise UnsupportedModelError(
-                [f"the paths do not add up to the logits of the run: {off}"], _PROBLEM
+            reason = (
+                f"the paths do not add up to the logits of the run ({off}), so the outputs of some "
+                "heads are not linear in their values"
             )
+            raise UnsupportedModelError([reason], _PROBLEM)
         return PathExpansion(logits, held, pair, run, first)
 
 
@@ -271,7 +274,7 @@ class _RankedPaths:
         direct = [writes.back(linear.last) for writes in sublayers]
         run = replace(linear.run, sublayers=sublayers)
         self._linear, self._block = replace(linear, run=run, multipliers=direct), block
-        self._counts = [writes.n_nodes for writes in sublayers]
+        self._counts = [writes.n_heads for writes in sublayers]
         self._starts = list(accumulate(self._counts, initial=0))
         self._largest = LargestScores(k, by_size=True)
 

@@ -30,8 +30,8 @@ from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.arguments import POSITIVE, as_plain, is_count
 from attn_only_lens.engine.gradients import silent_scale_edits
+from attn_only_lens.engine.held_run import HeldPass, HeldRun
 from attn_only_lens.engine.largest import LargestScores
-from attn_only_lens.engine.linear_map import HeldPass, HeldRun
 from attn_only_lens.engine.metrics import no_gradient_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.one_thread import one_thread_per_model

@@ -29,31 +29,35 @@ is a step function (ReLU), it has edges of kind "gate" only in a difference of t
 these are on different sides of the step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from attn_only_lens.axes import Residual, Tokens
+from attn_only_lens.axes import Residual
 from attn_only_lens.devices import on_cpu, to_float64_device
 from attn_only_lens.engine.contrast import BothRuns, contrast, run_both
-from attn_only_lens.engine.gradients import Tape, as_leaf, edit_input, gradients, uncapped_logits
-from attn_only_lens.engine.linear_rules import Held, HeldSteps, Steps
+from attn_only_lens.engine.gradients import Tape, gradients
+from attn_only_lens.engine.held_run import (
+    HeldPass,
+    HeldRun,
+    node_points,
+    reader_of,
+    readers_of,
+)
+from attn_only_lens.engine.linear_rules import Steps
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, bind, require_differentiable
 from attn_only_lens.engine.prompts import PromptPair
-from attn_only_lens.engine.recording import Hooks, run
-from attn_only_lens.engine.secants import FunctionRules, Valve, Weights, mean, norm_change
+from attn_only_lens.engine.secants import Valve, Weights, mean, norm_change
 from attn_only_lens.engine.writes import (
     Decomposition,
     FrozenNorm,
     Positions,
     Scale,
     SublayerWrites,
-    decompose,
 )
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads import host_of
@@ -62,7 +66,6 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 Outputs: TypeAlias = Float[Tensor, "batch pos head_index d_head"]
-_Stream: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Route(NamedTuple):
@@ -248,9 +251,11 @@ def of_difference(
     clean, corrupted = runs.logits.chunk(2)
     bound = bind(metric, model, pair, clean)
     require_differentiable(bound, clean)
-    points = _points(host)
+    points = node_points(host)
     result = contrast(
-        *(model, runs, bound, Tape(points.values())), keep_graph=True, readers=_readers(host, both)
+        *(model, runs, bound, Tape(points.values())),
+        keep_graph=True,
+        readers=readers_of(host, both),
     )
     sublayers = tuple(_difference(writes) for writes in both.sublayers)
     change = _minus(both.embedding)
@@ -294,202 +299,57 @@ def of_run(model: Any, pair: PromptPair, metric: AnyMetric, *, patterns: bool = 
     logits = held.run.recording.logits
     bound = bind(metric, model, pair, logits)
     require_differentiable(bound, logits)
-    return held.linear_map(bound, patterns=patterns)
+    return of_held_run(held, bound, patterns=patterns)
 
 
-class HeldPass(NamedTuple):
-    """A forward pass with held patterns and norm scales.
+@full_precision()
+def of_held_run(recorded: HeldRun, metric: BoundMetric, *, patterns: bool = True) -> LinearMap:
+    """Return the linear map of a recorded run; see `of_run`."""
+    writes, host = recorded.run, host_of(recorded.model)
+    points = node_points(host)
+    stems = list[Tensor]()
 
-    Attributes:
-        steps: the held steps, with nodes of the autograd graph.
-        nodes: the activations z, q and k, by hook name.
-        uncapped: the unembedding's output, before any soft cap.
-        logits: the logits.
-    """
+    def start(stream: Residual) -> Residual:
+        stems.append(stream.detach().requires_grad_())
+        return stems[0]
 
-    steps: HeldSteps
-    nodes: dict[str, Tensor]
-    uncapped: Tensor
-    logits: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class HeldRun:
-    """A recorded run, whose patterns and norm scales later forward passes hold.
-
-    With these constants, a forward pass is a linear map plus constants.
-
-    Attributes:
-        model: the model.
-        run: the run's writes to the residual stream.
-        steps: the nonlinear steps in this run.
-        held: which factor of gated neurons' values is constant.
-    """
-
-    model: Any
-    run: Decomposition
-    steps: Steps
-    held: Held
-
-    @classmethod
-    @torch.no_grad()
-    @full_precision()
-    def record(
-        cls,
-        model: Any,
-        tokens: Tokens,
-        mask: Tensor | None,
-        held: Held = "half",
-        names: tuple[str, ...] = (),
-    ) -> "HeldRun":
-        """Run a model once, and record what later passes hold, and activations at hook points."""
-        steps = Steps(model, FunctionRules(paused=True, widens=False))
-        run = decompose(model, tokens, mask, names=names, watch=steps.recorded())
-        return cls(model, run, steps, held)
-
-    def forward(
-        self,
-        *,
-        copies: int = 1,
-        start: _Stream = lambda stream: stream,
-        read: _Stream = lambda stream: stream,
-        hooks: Hooks = (),
-    ) -> HeldPass:
-        """Run the linear map.
-
-        Args:
-            copies: how many copies of the prompts are in the batch.
-            start: changes the embedding.
-            read: changes the residual stream that each sublayer, and the last norm, reads.
-            hooks: hooks that edit z.
-        """
-        recording, host = self.run.recording, host_of(self.model)
-        mask = None if recording.mask is None else recording.mask.repeat(copies, 1)
-        errors = [
-            (name, partial(_constant, recording.hooked[name], copies))
-            for name in host.hook_names("z", ("error",))
-        ]
-        around = [norm for x in self.run.sublayers for norm in (x.reads, x.writes)]
-        norms = {x.norm.module: x for x in (*around, self.run.final) if x.norm.module is not None}
-        readers = _readers(host, self.run)
-        steps = HeldSteps(self.model, self.steps, norms, readers, self.held, read)
-        tape = Tape(_points(host).values())
-        edited, caught = edit_input(self.model, start), uncapped_logits(self.model)
-        with edited, caught as uncapped, steps.replaced():
-            tokens = recording.tokens.repeat(copies, 1)
-            logits = run(self.model, tokens, mask, [*errors, *hooks, *tape.hooks])
-        return HeldPass(steps, tape.nodes, uncapped[-1], logits)
-
-    def projection(
-        self, layer: int, kind: HeadKind, choose: Callable[[HeldPass], Tensor]
-    ) -> tuple[Float[Tensor, "n pos d_model"], Float[Tensor, "n"], Float[Tensor, "n"]]:
-        """Return how n numbers of the first prompt depend on the stream that a sublayer reads.
-
-        Args:
-            layer: the layer of the original model.
-            kind: the kind of heads.
-            choose: returns the numbers, for example the query of one head, given a pass.
-
-        Returns:
-            The numbers' derivatives, their values without a stream, and their values in the run.
-        """
-        with torch.enable_grad():
-            held = self.forward(start=as_leaf)
-            numbers = choose(held)
-        with torch.no_grad():
-            constant = choose(self.forward(read=torch.zeros_like))
-        writes = self.run.of(layer, kind)
-        read = held.steps.reads[_reader(host_of(self.model), writes)]
-
-        def back(row: Tensor) -> Tensor:
-            (gradient,) = torch.autograd.grad(numbers, read, row, retain_graph=True)
-            return gradient[0]
-
-        rows = torch.eye(len(numbers), dtype=numbers.dtype, device=numbers.device)
-        return torch.func.vmap(back)(rows), constant, numbers.detach()
-
-    @torch.enable_grad()
-    def logit_gradient(self, metric: BoundMetric) -> Float[Tensor, "batch pos d_vocab"]:
-        """Return the metric's gradient at the recorded run's logits."""
-        logits = self.run.recording.logits.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(metric.of_logits(logits), logits)
-        return gradient
-
-    def linear_map(self, metric: BoundMetric, *, patterns: bool = True) -> LinearMap:
-        """Return the run's linear map with a metric's multipliers; see `of_run`."""
-        writes, host = self.run, host_of(self.model)
-        points = _points(host)
-        stems = list[Tensor]()
-
-        def start(stream: Residual) -> Residual:
-            stems.append(stream.detach().requires_grad_())
-            return stems[0]
-
-        with torch.enable_grad():
-            held = self.forward(start=start)
-            value = (held.logits * self.logit_gradient(metric)).sum()
-        with torch.no_grad():
-            empty = self.forward(read=torch.zeros_like)
-        reads = {f"read {i}": node for i, node in enumerate(held.steps.reads.values())}
-        z = {name: held.nodes[name] for (*_, point), name in points.items() if point == "z"}
-        ends = {"logits": held.uncapped, "first": stems[0]}
-        multipliers = gradients(value, z | reads | ends, keep_graph=True)
-        of_reads = dict(zip(held.steps.reads, (multipliers[name] for name in reads), strict=True))
-        last = of_reads[writes.final.norm.module or self.model.unembed]
-        of_logits = multipliers["logits"]
-        logit_bias = (of_logits * empty.uncapped).sum((1, 2))
-        linear_part = (of_logits / (writes.logit_factor or 1.0) * writes.uncapped).sum()
-        offset = metric.of(writes.recording.logits) - float(linear_part)
-        # Logits are rounded: a difference of two large logits has few correct digits in float32.
-        ended, final = (to_float64_device(x).double() for x in (last, writes.final.stream))
-        linear = LinearMap(
-            *(self.model, writes),
-            metric=metric.name,
-            value=offset + float((ended * final).sum()) + float(logit_bias.sum()),
-            offset=offset,
-            multipliers=[multipliers[points[x.layer, x.kind, "z"]] for x in writes.sublayers],
-            first=multipliers["first"],
-            last=last,
-            logit_bias=logit_bias,
-            bias=0.0,
-            z=[x.z for x in writes.sublayers],
-            shares=metric.shares(len(writes.embedding)),
-            is_difference=False,
-            _routes=_routes(
-                *(host, writes.sublayers, points, held.nodes, held.steps), empty, patterns=patterns
-            ),
-            _valve=held.steps.functions.valve,
-        )
-        _require_flows(linear, [x.reads.stream for x in writes.sublayers])
-        return replace(linear, bias=_bias(linear, host, of_reads))
-
-
-def _points(host: Any) -> dict[tuple[int, HeadKind, str], str]:
-    """Return a dict from (layer, kind, "q", "k" or "z") to the name of the hook point."""
-    return {
-        (layer, kind, point): host.hook_name(layer, kind, point)
-        for layer in range(host.n_layers)
-        for kind in host.kinds(layer)
-        for point in ("qkz" if kind == "attention" else "z")
-    }
-
-
-def _reader(host: Any, writes: SublayerWrites) -> nn.Module:
-    """Return the module that reads the residual stream for a sublayer: its norm, or itself."""
-    if writes.reads.norm.module is not None:
-        module: nn.Module = writes.reads.norm.module
-    elif writes.kind == "attention":
-        module = host.attention(writes.layer)
-    else:
-        module = host.neurons[writes.layer].module
-    return module
-
-
-def _readers(host: Any, run: Decomposition) -> list[nn.Module]:
-    """Return the modules that read the residual stream without a norm."""
-    alone = [_reader(host, x) for x in run.sublayers if x.reads.norm.module is None]
-    last = [host.model.unembed] if run.final.norm.module is None else []
-    return [*dict.fromkeys(alone), *last]
+    with torch.enable_grad():
+        held = recorded.forward(start=start)
+        value = (held.logits * recorded.logit_gradient(metric)).sum()
+    with torch.no_grad():
+        empty = recorded.forward(read=torch.zeros_like)
+    reads = {f"read {i}": node for i, node in enumerate(held.steps.reads.values())}
+    z = {name: held.nodes[name] for (*_, point), name in points.items() if point == "z"}
+    ends = {"logits": held.uncapped, "first": stems[0]}
+    multipliers = gradients(value, z | reads | ends, keep_graph=True)
+    of_reads = dict(zip(held.steps.reads, (multipliers[name] for name in reads), strict=True))
+    last = of_reads[writes.final.norm.module or recorded.model.unembed]
+    of_logits = multipliers["logits"]
+    logit_bias = (of_logits * empty.uncapped).sum((1, 2))
+    linear_part = (of_logits / (writes.logit_factor or 1.0) * writes.uncapped).sum()
+    offset = metric.of(writes.recording.logits) - float(linear_part)
+    # Logits are rounded: a difference of two large logits has few correct digits in float32.
+    ended, final = (to_float64_device(x).double() for x in (last, writes.final.stream))
+    linear = LinearMap(
+        *(recorded.model, writes),
+        metric=metric.name,
+        value=offset + float((ended * final).sum()) + float(logit_bias.sum()),
+        offset=offset,
+        multipliers=[multipliers[points[x.layer, x.kind, "z"]] for x in writes.sublayers],
+        first=multipliers["first"],
+        last=last,
+        logit_bias=logit_bias,
+        bias=0.0,
+        z=[x.z for x in writes.sublayers],
+        shares=metric.shares(len(writes.embedding)),
+        is_difference=False,
+        _routes=_routes(
+            *(host, writes.sublayers, points, held.nodes, held.steps), empty, patterns=patterns
+        ),
+        _valve=held.steps.functions.valve,
+    )
+    _require_flows(linear, [x.reads.stream for x in writes.sublayers])
+    return replace(linear, bias=_bias(linear, host, of_reads))
 
 
 def _routes(
@@ -509,7 +369,7 @@ def _routes(
         by_sublayer.append(routes)
         if writes.kind == "error":  # a constant
             continue
-        read = steps.reads[_reader(host, writes)]
+        read = steps.reads[reader_of(host, writes)]
 
         def constant(name: str) -> Tensor | None:
             return None if empty is None else empty.nodes[name].detach()
@@ -546,12 +406,6 @@ def _minus(both: Tensor) -> Tensor:
     return clean - corrupted
 
 
-def _constant(recorded: Tensor, copies: int, value: Tensor, hook: Any) -> Tensor:
-    """Hold an error node at its output in the run."""
-    held = recorded.repeat(copies, 1, 1, 1).to(value)
-    return held.requires_grad_(torch.is_grad_enabled())
-
-
 def _bias(linear: LinearMap, host: Any, of_reads: dict[nn.Module, Tensor]) -> float:
     """Return the contribution of all biases, given the multipliers of the streams that are read."""
     parts: list[Tensor] = [linear.logit_bias.sum()]
@@ -559,7 +413,7 @@ def _bias(linear: LinearMap, host: Any, of_reads: dict[nn.Module, Tensor]) -> fl
     for index in reversed(range(len(linear.sublayers))):
         writes = linear.sublayers[index]
         for later in range(index + 1, len(linear.sublayers)):
-            module = _reader(host, linear.sublayers[later])
+            module = reader_of(host, linear.sublayers[later])
             if linear.n_before(later) > index and module in waiting:
                 behind = behind + waiting.pop(module).to(behind)
         parts.append((behind * writes.bias.to(behind)).sum())
@@ -593,9 +447,17 @@ def _require_flows(linear: LinearMap, streams: Sequence[Residual]) -> None:
     for writes, (got, expected, size) in zip(linear.sublayers, rows, strict=True):
         amplification = max(writes.neurons.amplification, 1.0) if writes.neurons else 1.0
         bound = allowed * amplification * max(size, smallest)
-        if not abs(got - expected) <= bound:
-            reasons.append(
-                f"layer {writes.layer}: edges into its {writes.kind} heads add up to {got:.6g}; "
-                f"expected {expected:.6g}, and rounding allows a difference of {bound:.2g}"
-            )
-    UnsupportedModelError.raise_if(reasons, "the graph of this model is unknown")
+        if abs(got - expected) <= bound:
+            continue
+        place, off = f"layer {writes.layer}", abs(got - expected)
+        reasons.append(
+            f"{place}: edges into its {writes.kind} heads add up to {got:.6g}; expected "
+            f"{expected:.6g}, and rounding allows a difference of {bound:.2g}"
+            if linear.is_difference
+            else f"{place}: the outputs of its {writes.kind} heads are not linear in their values "
+            f"(off by {off:.2g}, and rounding allows {bound:.2g})"
+        )
+    problem = "this run is not linear with constant patterns"
+    if linear.is_difference:
+        problem = "the graph of this model is unknown"
+    UnsupportedModelError.raise_if(reasons, problem)

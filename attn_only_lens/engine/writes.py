@@ -131,8 +131,8 @@ class SublayerWrites:
     neurons: NeuronHeads | None
 
     @property
-    def n_nodes(self) -> int:
-        """The number of neurons or heads."""
+    def n_heads(self) -> int:
+        """The number of heads: attention heads, neurons, features, or 1 skip or error node."""
         return self.z.shape[2]
 
     def written(

@@ -248,7 +248,7 @@ def test_sums_need_the_scales_and_biases_of_norms(model, monkeypatch, wrong):
         return right(self, frozen, *args) - frozen.norm.bias
 
     monkeypatch.setattr(HeldSteps, "_norm", norm)
-    with pytest.raises(UnsupportedModelError, match="add up to"):
+    with pytest.raises(UnsupportedModelError, match="not linear in their values"):
         attribution_graph(model, PROMPT, METRIC, top=7)
 
 

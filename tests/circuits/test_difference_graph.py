@@ -49,7 +49,7 @@ def test_flows_into_every_node_add_up_to_its_attribution(family):
     model = model_of(family)
     pair = p.prompt_pair(model, *prompts(pos=7))
     run = of_difference(model, pair, METRIC)
-    chosen = [[(i, j) for i in range(7) for j in range(x.n_nodes)] for x in run.sublayers]
+    chosen = [[(i, j) for i in range(7) for j in range(x.n_heads)] for x in run.sublayers]
     edges, _ = LinearGraph(run, pair, chosen).edges()
     places = Places.of(pair)
     attributions = [places.sums(run.attributions(i)) for i in range(len(chosen))]
@@ -116,7 +116,6 @@ def test_a_circuits_own_run_is_explained_by_its_heads_and_the_tokens_alone(famil
     chosen = []
     for writes in run.sublayers:
         here = kept[host.hook_name(writes.layer, writes.kind, "z")][..., 0].any(0)
-        here = here.unflatten(1, (writes.n_nodes, -1)).any(2)
         chosen.append([tuple(node) for node in here.nonzero().tolist()])
     places = Places.of(pair)
     attributions = [places.sums(run.attributions(i)) for i in range(len(chosen))]
