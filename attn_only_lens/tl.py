@@ -60,7 +60,6 @@ class _Unchanged(BaseTensorConversion):
     splits_attention_heads = True
 
     def handle_conversion(self, input_value: Tensor, *full_context: object) -> Tensor:
-        """Return the tensor itself."""
         return input_value
 
 

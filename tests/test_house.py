@@ -2,9 +2,11 @@
 
 import ast
 import importlib
+import inspect
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from types import FunctionType, ModuleType
 from zipfile import ZipFile
 
 import pytest
@@ -20,6 +22,12 @@ TREES = {
 
 LAZY_STUBS = sorted((ROOT / "attn_only_lens").rglob("*.pyi"))
 LAZY = {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in LAZY_STUBS}
+
+# The modules with a page in the reference.
+PUBLIC = [
+    re.search(r"module: ([\w.]+)", path.read_text("utf-8"))[1]
+    for path in sorted((ROOT / "docs" / "reference").glob("*.md"))
+]
 
 LOADERS = {"import_module", "__import__", "exec_module", "load_module"}
 
@@ -67,6 +75,29 @@ def exists(dotted):
         return hasattr(importlib.import_module(parent), name) or bool(find_spec(dotted))
     except ImportError:
         return False
+
+
+def without_docstring(module):
+    """Yield a module's public functions, classes and methods that have no docstring."""
+    for name in module.__all__:
+        public = getattr(module, name)
+        if not (inspect.isclass(public) or inspect.isfunction(public)):
+            continue
+        members = vars(public) if inspect.isclass(public) else {}
+        methods = {f"{name}.{x}": y for x, y in members.items() if not x.startswith("_")}
+        for dotted, described in {name: public, **methods}.items():
+            is_code = isinstance(described, property | classmethod | staticmethod | FunctionType)
+            if (is_code or described is public) and not described.__doc__:
+                yield f"{module.__name__}.{dotted}"
+
+
+def test_everything_public_has_a_docstring():
+    for module in PUBLIC:
+        assert not [*without_docstring(importlib.import_module(module))], module
+    module = ModuleType("bare")
+    module.bare = type("bare", (), {"method": lambda self: None, "__doc__": "Return."})
+    module.__all__ = ["bare"]
+    assert [*without_docstring(module)] == ["bare.bare.method"]
 
 
 def test_no_module_reads_a_pickle():

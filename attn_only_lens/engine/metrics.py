@@ -201,7 +201,6 @@ def as_metric(metric: AnyMetric) -> Metric:
 def bind(
     metric: AnyMetric, model: Any, pair: PromptPair, reference: Logits | None = None
 ) -> BoundMetric:
-    """Bind a metric to a model and its prompts."""
     metric = as_metric(metric)
     return replace(metric.bound(model, pair, reference), name=metric.name)
 

@@ -54,7 +54,6 @@ class PositionSet:
 
 
 def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionSet, ...]:
-    """Return the sets of positions to patch in the given prompts."""
     if isinstance(positions, Mapping):
         return _by_role(pair, positions)
     real = pair.real
@@ -95,7 +94,6 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
 
 
 def _by_role(pair: PromptPair, roles: Roles) -> tuple[PositionSet, ...]:
-    """Return one set of positions for each role in the prompts."""
     lengths = pair.real.sum(dim=1)
     batch, reasons, sets = len(lengths), list[str](), list[PositionSet]()
     if not roles:

@@ -51,7 +51,6 @@ class NeuronRun:
 
     @property
     def v(self) -> Float[Tensor, "batch pos head_index"]:
-        """The values of the neuron-heads."""
         return self.gates[0]
 
     @property
@@ -394,7 +393,6 @@ def run(
     hooks: Hooks = (),
     **kwargs: Any,
 ) -> Float[Tensor, "batch pos d_vocab"]:
-    """Run a model with hooks, and return its logits."""
     named = [(name, of_this_thread(hook)) for name, hook in hooks]
     # Without hooks, skip `model.hooks`: on a bridge, it takes as long as a short forward pass.
     with model.hooks(fwd_hooks=named) if named else nullcontext():

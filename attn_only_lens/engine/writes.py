@@ -199,7 +199,6 @@ class Decomposition:
         return self.sublayers[self._index(layer, kind)]
 
     def _index(self, layer: int, kind: HeadKind) -> int:
-        """Return the index of a sublayer in `sublayers`."""
         return self._numbers[layer, _shared_kind(kind)]
 
     @cached_property

@@ -71,7 +71,6 @@ class BilinearHeads(NeuronHeads):
         return torch.einsum("j,n...->nj...", numbers, rows).flatten(0, 1)
 
     def _shared(self, by_neuron: Float[Tensor, "*any d_mlp"]) -> Float[Tensor, "*any head_index"]:
-        """Return for each head the entry of its MLP neuron."""
         return by_neuron.repeat_interleave(self.bilinear_gate.heads, dim=-1)
 
     def mlp_projections(self, x: Residual) -> tuple[PreActivation, PreActivation | None]:

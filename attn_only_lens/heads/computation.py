@@ -118,7 +118,6 @@ class NeuronHeads(ABC):
 
     @property
     def n_neurons(self) -> int:
-        """The number of neuron-heads."""
         return int(self.W_out.shape[0])
 
     @property

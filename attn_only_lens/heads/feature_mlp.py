@@ -99,11 +99,9 @@ class FeatureMLP(nn.Module):
         )
 
     def encode(self, x: Residual) -> PreActivation:
-        """Return the pre-activations of all features."""
         return x @ self.W_in + self.b_in
 
     def act_fn(self, q: PreActivation) -> PreActivation:
-        """Return the activations of all features."""
         return torch.where(active_features(q, self.threshold, self.k), q, 0.0)
 
     def decode(self, z: PreActivation) -> Residual:

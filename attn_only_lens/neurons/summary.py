@@ -245,7 +245,6 @@ class Summary:
         return joined | {"occurrences": self.occurrences}
 
     def restore(self, tensors: State) -> None:
-        """Restore the states from tensors that `tensors` returned."""
         self.occurrences = tensors["occurrences"]
         for prefix, states in self.states:
             for name in states[0]:

@@ -115,7 +115,6 @@ class OverPrompts:
         return torch.stack([mean, first, second], dim=-1).flatten(1)
 
     def weight(self, prompts: range) -> float:
-        """Return the total weight of the given prompts."""
         return sum(self.weights[prompts.start : prompts.stop])
 
     @property

@@ -75,7 +75,6 @@ class PathBlock:
 
     @property
     def n_paths(self) -> int:
-        """The number of paths."""
         return self.shape[0] * self.shape[1]
 
     def paths(self, number: int) -> pd.DataFrame:
@@ -157,12 +156,10 @@ def _split(run: Decomposition, whole: PathBlock, prompts_at_once: int) -> Iterat
 
 
 def names_of(receivers: LayerSites | None) -> tuple[str, ...]:
-    """Return the receivers' names."""
     return (_LOGITS,) if receivers is None else receivers.names
 
 
 def take(sites: LayerSites, chosen: slice | Int[Tensor, "site"]) -> LayerSites:
-    """Return some of the sites."""
     indices = torch.arange(len(sites.names), device="cpu")[chosen]
     names = tuple(sites.names[i] for i in indices.tolist())
     return replace(sites, names=names, index=sites.index[chosen])

@@ -50,7 +50,6 @@ class PromptChunk(Generic[Runs]):
 
     @property
     def pair(self) -> PromptPair:
-        """The prompt pairs in the chunk."""
         return self.runs.pair
 
     @property
@@ -60,7 +59,6 @@ class PromptChunk(Generic[Runs]):
 
     @property
     def padded(self) -> bool:
-        """Whether any prompt has padding."""
         return not bool(self.pair.real.all())
 
     def reduced(

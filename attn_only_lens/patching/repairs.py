@@ -482,7 +482,6 @@ class _Keys:
         self.replaced: dict[str, Tensor] = {}  # by hook point, from `run_with_part`
 
     def of(self, sites: LayerSites) -> Float[Tensor, "head batch pos"]:
-        """Return the repair keys of the given heads at each token."""
         if sites.kind in NEURON_KINDS:
             return self._of_neurons(sites)
         if sites.kind in WIDE_KINDS:

@@ -156,7 +156,6 @@ class ScoredFrame:
         return pd.Series(self.frame["score"].to_numpy() - self.baseline, name="score")
 
     def _scores(self, frame: pd.DataFrame) -> Float[np.ndarray, "row"]:
-        """Return the score of each row, from its value."""
         value, span = frame["value"].to_numpy(), self.clean_value - self.corrupted_value
         if "unpatched" in frame:
             return self.baseline + (value - frame["unpatched"].to_numpy()) / span

@@ -76,7 +76,6 @@ class Document:
         write_text(path, self.text(indent=2, **body))
 
     def read(self, path: AnyPath) -> dict[str, Any]:
-        """Read a document from a file."""
         path = as_path(path)
         return self._check(read_json(path), path)
 

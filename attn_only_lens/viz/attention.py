@@ -154,7 +154,6 @@ def attention_view(
 def _pattern(
     cache: ActivationCache, layer: int, prompt: int
 ) -> Float[Tensor, "head_index query_pos key_pos"]:
-    """Return the attention patterns of all heads of a layer on one prompt."""
     pattern = cached_activation(cache, layer, "attention", "pattern")
     pattern = _of_prompt(pattern, prompt, cache.has_batch_dim)
     n_queries, n_keys = pattern.shape[-2:]

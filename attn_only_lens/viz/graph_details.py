@@ -71,7 +71,6 @@ class DetailFields:
 
 
 def node_details(parts: Sequence[DetailFields]) -> dict[str, NodeDetails]:
-    """Return the details of each node, with the fields of all parts."""
     fields: dict[str, dict[str, Any]] = {}
     for part in parts:
         for key, some in part.fields.items():

@@ -62,7 +62,6 @@ class BatchRun:
     recorded: RunPair | None = None
 
     def effects_of(self, sites: LayerSites) -> Float[Tensor, "site batch pos"]:
-        """Return the effects of the given components."""
         effects = self.effects[sites.layer, sites.kind]
         return effects[sites.index.to(effects.device)]
 

@@ -117,7 +117,6 @@ class New:
 
     @property
     def is_gain(self) -> bool:
-        """True for gains of norms."""
         return is_gain(self.name)
 
     @property

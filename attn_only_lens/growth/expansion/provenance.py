@@ -131,7 +131,6 @@ class TensorMap:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the grown tensor."""
         return tuple(axis.size for axis in self.axes)
 
     def scaled(self, old: Tensor) -> Tensor:

@@ -114,7 +114,6 @@ def block_name(layer: int, of: str) -> str:
 
 
 def is_gain(name: str) -> bool:
-    """Return True for the gain of a norm."""
     return name.endswith(".w")
 
 

@@ -61,11 +61,9 @@ class HookedModel(Growable):
         return reasons_against(model, needs_mlp=False) or configuration_reasons(model, _BLOCK_NORMS)
 
     def read(self) -> Weights:
-        """Return the model's weights."""
         return Weights(self.tensors(), constants_of(self.model.cfg))
 
     def parameters(self) -> Mapping[str, Parameter]:
-        """Return the layout of every parameter."""
         return {
             # If several heads share a parameter, its name starts with an underscore.
             name: parameter_of(name.replace("attn._", "attn."), self.model.cfg)

@@ -68,7 +68,6 @@ class NativeBridge(BridgeModel):
         return Weights(self.tensors(), constants)
 
     def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
-        """Return a new native bridge."""
         template = self.model
         cfg = copy.deepcopy(template.cfg)
         if weights.constants.positions == "rotary" and cfg.rotary_dim is None:

@@ -50,7 +50,6 @@ class ConvertedModel(Growable):
 
     @staticmethod
     def is_kind(model: Any) -> bool:
-        """Return True for a converted model."""
         return isinstance(model, AttentionOnlyTransformer)
 
     def reasons_against(self) -> list[str]:
@@ -89,7 +88,6 @@ class ConvertedModel(Growable):
         return Weights(self.tensors(), constants)
 
     def parameters(self) -> Mapping[str, Parameter]:
-        """Return the layout of every parameter."""
         tensors = {}
         for name, _ in self.model.named_parameters():
             source = _source_name(name)
@@ -101,7 +99,6 @@ class ConvertedModel(Growable):
         return joint_norm_reasons(weights)
 
     def write(self, weights: Weights, source_of: Callable[[str], str]) -> Any:
-        """Return a new converted model."""
         template, constants = self.model, weights.constants
         frozen = self.frozen()
         names = {name: _converted_name(name, grouped=constants.grouped) for name in weights.tensors}

@@ -106,7 +106,6 @@ class HookedHost(HookedTransformerHost, _InPlaceHost):
         return parted_reasons(self.model) + reasons
 
     def norms(self) -> list[LayerNorms]:
-        """Return the norms of each layer."""
         return hooked_block_norms(self.model)
 
     def replay(self, recording: Any, metric: Any, precise: Any = None) -> Replay:

@@ -128,12 +128,10 @@ class InPlace(NeuronHeads):
 
     @property
     def gate(self) -> Gate:
-        """The gate of the heads."""
         return self.activation
 
     @property
     def module(self) -> nn.Module:
-        """The MLP."""
         module: nn.Module = self.mlp
         return module
 
@@ -150,7 +148,6 @@ class InPlace(NeuronHeads):
 
     @property
     def value_is_product(self) -> bool:
-        """True for a gated MLP."""
         return self.mlp_points.pre_linear is not None
 
     @property
@@ -323,7 +320,6 @@ class BilinearInPlace(BilinearHeads, InPlace):
 
     @property
     def bilinear_gate(self) -> BilinearGate:  # type: ignore[override]
-        """The gate of this layer."""
         return self.gating.bilinear(self.act_fn, self.layer)
 
     @property
@@ -366,7 +362,6 @@ class FeatureHeads(InPlace):
 
     @property
     def activation(self) -> Gate:
-        """The gate of all features."""
         return feature_gate(self.mlp.threshold, self.mlp.k)
 
     @property
@@ -381,7 +376,6 @@ class FeatureHeads(InPlace):
         return bias
 
     def projections(self, x: Residual) -> tuple[PreActivation, None]:
-        """Return the pre-activations of all features for the input x."""
         return self.mlp.encode(x), None
 
     def _self_weight(

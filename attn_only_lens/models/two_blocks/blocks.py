@@ -94,7 +94,6 @@ class NeuronAttention(NeuronHeads, QKAndOV, nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """This module."""
         return self
 
     @property
@@ -183,7 +182,6 @@ class BilinearAttention(BilinearHeads, NeuronAttention):
 
     @property
     def bilinear_gate(self) -> BilinearGate:  # type: ignore[override]
-        """The gate of this block."""
         return self.cfg.gating.bilinear(self.cfg.act_fn, self.cfg.layer)
 
     def forward(self, x: Residual) -> Residual:
