@@ -311,7 +311,7 @@ LENS = {
         explain(kit.exposed, tokens(batch=1), tokens(1, batch=1), METRIC).table()
     ),
     "expose_neuron_heads": lambda kit: (
-        lens.expose_neuron_heads(kit.model, copy=True, check=tokens()).verification.bitwise
+        lens.expose_neuron_heads(kit.exposed, check=tokens()).verification.bitwise
     ),
     "grow": lambda kit: kit.grown.model.cfg.d_mlp == 41,
     "load": lambda kit: lens.load(kit.files)(tokens()).isfinite().all(),

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import is_dataclass
-from inspect import Parameter, Signature, getdoc, signature
+from inspect import Parameter, Signature, getdoc, isroutine, signature
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import MappingProxyType
@@ -383,21 +383,23 @@ def _access_reasons(out: Path, folder: Path) -> list[str]:
 def value_reasons(parameters: Iterable[Parameter], options: Mapping[str, Any]) -> list[str]:
     """Return a message for each option whose value is invalid; None is valid.
 
-    An option's annotation may name its values, as in `Annotated[int, option(…), COUNT]`. Otherwise,
-    a word must be one of CHOICES, and a whole number positive.
+    An option's annotation may name its values, as in `Annotated[int, option(…), COUNT]`, or a
+    function that returns reasons. Otherwise, a word must be one of CHOICES, and a whole number
+    positive.
     """
     reasons = list[str]()
     for parameter in parameters:
         name, (kind, *declarations) = parameter.name, get_args(parameter.annotation)
-        value, allowed = options[name], [x for x in declarations if isinstance(x, Allowed)]
+        checks = [x.reasons if isinstance(x, Allowed) else x for x in declarations]
+        value, checks = options[name], [check for check in checks if isroutine(check)]
         if value is None:
             continue
         if type(value) is int and value >= 2**63:
             reasons.append(f"got {name}={value}; expected less than 2^63")
         elif name in CHOICES:
             reasons += one_of(*CHOICES[name]).reasons(**{name: value})
-        elif allowed:
-            reasons += [reason for values in allowed for reason in values.reasons(**{name: value})]
+        elif checks:
+            reasons += [reason for check in checks for reason in check(**{name: value})]
         elif kind in (int, int | None):
             reasons += POSITIVE.reasons(**{name: value})
     return reasons

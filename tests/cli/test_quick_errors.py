@@ -46,7 +46,8 @@ WRONG = {
     f"explain small-english {PROMPTS} --faithfulness 3 --out x.html": "--faithfulness 3.0;",
     f"circuit small-english {PROMPTS} --nodes 0 --out x.html": "--nodes 0; "
     "expected a whole number, 1 or more",
-    f"patch small-english {PROMPTS} --batch-size 0 --out x.csv": "--batch-size 0; expected 1",
+    f"patch small-english {PROMPTS} --batch-size 0 --out x.csv": "--batch-size 0; "
+    "expected a whole number, 1 or more",
     f"evaluate small-english /nope.json {PROMPTS}": "/nope.json is missing",
     "atlas small-english --texts Makefile --k 0 --out x": "--k 0; expected a whole number, "
     "1 or more",

@@ -4,7 +4,7 @@ import bridges
 import pandas as pd
 import pytest
 import torch
-from common import tokens
+from common import mlp_hook, tokens
 from patch_oracle import CORRECT, WRONG, difference, moved, seen
 from path_oracle import PathOracle
 

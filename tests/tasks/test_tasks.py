@@ -306,7 +306,9 @@ def test_what_makes_no_prompts():
         lambda: tasks.ioi(known, 3, corruption="no"): ["expected one of abc, swap"],
         lambda: tasks.greater_than(ends, 3): ["special tokens after a text"],
         lambda: tasks.agreement(known, 3, feature="gender", structure="simple"): ["leave it out"],
-        lambda: tasks.induction(known, 3, length=2): ["got length=2; expected 3 or more"],
+        lambda: tasks.induction(known, 3, length=2): [
+            "got length=2; expected a whole number, 3 or more"
+        ],
         lambda: tasks.induction(task_tokenizer(), 3, length=4000): ["4001 for 4000-token prompts"],
     }.items():
         with pytest.raises(InputError) as caught:
