@@ -51,6 +51,7 @@ class Steps:
         functions: the nonlinear functions that attention calls.
         reads: the residual stream as each norm, or each module without a norm before it, reads it.
         gates: the attention weights of neuron-heads.
+        normed: the outputs of replaced norms.
     """
 
     def __init__(self, model: Any, functions: FunctionRules | None = None) -> None:
@@ -59,6 +60,7 @@ class Steps:
         self.projections: dict[Any, tuple[Tensor, Tensor | None]] = {}
         self.functions = FunctionRules(paused=True) if functions is None else functions
         self.reads: dict[nn.Module, Tensor] = {}
+        self.normed: dict[nn.Module, list[Tensor]] = {}
         self._streams: dict[nn.Module, Tensor] = {}
         self.gates: dict[Any, Weights] = {}
 
@@ -208,6 +210,7 @@ class SecantSteps(Steps):
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
             result = at_mean(self._read(module, input_stream(args, kwargs)), y, back)
+            self.normed.setdefault(module, []).append(result)
             return result + (output - output.detach()) if continues else result
 
         return hook
@@ -254,7 +257,9 @@ class HeldSteps(Steps):
         stream = self._read(module, input_stream(args, kwargs)).to(output.device)
         copies = len(stream) // len(frozen.scale)
         moved: Tensor = frozen.norm.after(stream) / frozen.scale.repeat(copies, 1, 1)
-        return (moved if frozen.norm.bias is None else moved + frozen.norm.bias).to(output.dtype)
+        moved = (moved if frozen.norm.bias is None else moved + frozen.norm.bias).to(output.dtype)
+        self.normed.setdefault(module, []).append(moved)
+        return moved
 
     def _attend(self, heads: Any, q: Tensor, up: Tensor | None) -> Tensor:
         self.projections[heads] = q, up
