@@ -291,7 +291,7 @@ class _RankedPaths:
             )
             self._largest.add(alone[None], (0, number))
             for start in range(0, n, self._block) if self._linear.kinds(index) else ():
-                nodes = torch.arange(start, min(start + self._block, n), device=alone.device)
+                nodes = torch.arange(start, min(start + self._block, n), device="cpu")
                 self._add_pairs(index, end, nodes, number + start)
 
     def _add_pairs(self, index: int, end: int, nodes: Tensor, number: int) -> None:

@@ -250,9 +250,9 @@ class LinearGraph:
         n_at_once = max(1, most // (len(multipliers) * size))
         for first in range(0, len(nodes), n_at_once):
             some = nodes[first : first + n_at_once]
-            places = torch.tensor(some, dtype=torch.int64, device=multipliers.device)
+            places = torch.tensor(some, dtype=torch.int64, device="cpu")
             covectors, bias = linear.covectors(index, kind, *places.T)
-            own = places[:, 0] if linear.reads_own(index, kind) else None
+            own = places[:, 0].to(covectors.device) if linear.reads_own(index, kind) else None
             yield some, self._sources.products(linear.n_before(index), bias, covectors, own)
 
 

@@ -184,11 +184,14 @@ class LinearMap:
     ) -> tuple[Float[Tensor, "batch target *pos d_model"], Float[Tensor, "batch target"]]:
         """Return the vectors with which nodes read the residual stream, and their bias terms.
 
-        The vectors have an axis of positions if nodes read other positions than their own.
+        The positions and nodes are on the CPU, so that they can be counted without waiting for the
+        model's device. The vectors have an axis of positions if nodes read other positions than
+        their own.
         """
         rows, row = self._rows(index, kind, positions, nodes)
         covectors, biases = self.back(index, kind, rows)
         if self.reads_own(index, kind):
+            row, positions = row.to(rows.device), positions.to(rows.device)
             return covectors[row, :, positions].transpose(0, 1), biases[row, :, positions].T
         return covectors.transpose(0, 1), biases.sum(-1).T
 
@@ -196,11 +199,12 @@ class LinearMap:
         self, index: int, kind: str, positions: Tensor, nodes: Tensor
     ) -> tuple[Float[Tensor, "row batch pos head_index d_head"], Int[Tensor, "target"]]:
         """Return rows of multipliers, and the row of each node; no two nodes in a row meet."""
-        multipliers, row = self.multipliers[index], torch.arange(len(nodes), device=nodes.device)
+        multipliers, row = self.multipliers[index], torch.arange(len(nodes), device="cpu")
         if self.reads_own(index, kind):  # nodes at different positions can share a row
             row = (positions == positions[:, None]).tril(-1).sum(1)
         rows = multipliers.new_zeros(int(row.max()) + 1, *multipliers.shape)
-        rows[row, :, positions, nodes] = multipliers[:, positions, nodes].transpose(0, 1)
+        at, positions, nodes = (x.to(rows.device) for x in (row, positions, nodes))
+        rows[at, :, positions, nodes] = multipliers[:, positions, nodes].transpose(0, 1)
         return rows, row
 
     def back(

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
+from attn_only_lens.devices import read_all
 from attn_only_lens.engine.recording import Hooks, input_stream, of_this_thread
 from attn_only_lens.engine.secants import (
     Both,
@@ -173,13 +174,16 @@ class SecantSteps(Steps):
         queries = {heads: (query,) for heads, (query, _) in both.items()}
         kinds = {x: x.gate if isinstance(x.gate, Gate) else x for x in queries}
         slopes = dict(together(_gate_slopes, queries, kinds))
+        # Without a slope, as with a step gate, the weights do not depend on the query.
+        sloped = dict(
+            zip(slopes, read_all([along.any() for _, along in slopes.values()]), strict=True)
+        )
 
         def attend(heads: Any, q: Tensor, up: Tensor | None) -> Tensor:
             query, v = heads._query_and_value(q, up)
             weight, along = slopes[heads]
-            # Without a slope, as with a step gate, the weights do not depend on the query.
             inside = weight
-            if along.any():
+            if sloped[heads]:
                 inside = replaced(query, weight.clone, partial(torch.mul, along))
             self.gates[heads] = Weights(inside, self.functions.valve(inside), query)
             return (self.gates[heads].outside * at_mean(v, both[heads][1])).to(q.dtype)

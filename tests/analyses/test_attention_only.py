@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from common import needs_hooked_transformer, relative
+from oracles.definitions import Head
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
@@ -14,7 +15,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from analyses.studies import attention_only_models as models
 from analyses.studies import train_attention_only as study
-from attn_only_lens import expose_neuron_heads, neuron_gate, reference
+from attn_only_lens import expose_neuron_heads, neuron_gate
 
 D, H, POS = 5, 3, 7
 TINY = {"text": study.SMOKE.text, "addition": study.SMOKE.addition}
@@ -48,7 +49,7 @@ def to_the_letter(made, x):
     mask[:, -1] = 1
     W_O = torch.cat([made.W_O, torch.zeros(H, 1, dtype=torch.float64)], dim=1)
     heads = [
-        reference.Head(torch.outer(W_Q[:, i], W_K[:, i]), torch.outer(W_V[:, i], W_O[i]), mask)
+        Head(torch.outer(W_Q[:, i], W_K[:, i]), torch.outer(W_V[:, i], W_O[i]), mask)
         for i in range(H)
     ]
     return sum(head(stream) for head in heads)[:POS, :D]

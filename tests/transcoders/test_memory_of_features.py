@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from attn_only_lens import circuits
 from attn_only_lens import patching as p
+from attn_only_lens.circuits import linear_graph
 from attn_only_lens.transcoders import attach
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens and transformers
@@ -48,7 +49,8 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_weights_or_patterns_are_the_largest(call):
+def test_weights_or_patterns_are_the_largest(call, monkeypatch):
+    monkeypatch.setattr(linear_graph, "_BLOCK", 1)  # edges into one node at a time
     model = bridge("gpt2", torch.float32)
     transcoders = layers_of(model, n_features=N_FEATURES, dtype=torch.float32)
     with attach(model, transcoders), Largest() as largest:
