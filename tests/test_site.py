@@ -43,7 +43,7 @@ MODULES = [
     *(f"attn_only_lens.{name}" for name in ("growth", "transcoders")),
     *(
         f"attn_only_lens.{name}"
-        for name in ("gates", "heads", "models", "errors", "reference", "pretrained")
+        for name in ("gates", "heads", "models", "errors", "pretrained")
     ),
 ]
 PIXEL = base64.b64decode(

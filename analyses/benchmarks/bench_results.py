@@ -137,9 +137,9 @@ def large_result(sizes: tuple[int, int, int], folder: Path) -> pd.DataFrame:
     layers, n, n_pos = sizes
     masks = torch.eye(n_pos, dtype=torch.bool)[:, None]
     positions = [PositionSet(pos, masks[pos]) for pos in range(n_pos)]
-    index, whole = torch.arange(n), torch.full((n,), -1)
+    index = torch.arange(n)
     sites = [
-        LayerSites(layer, "neuron", tuple(f"L{layer}N{i}" for i in range(n)), index, whole)
+        LayerSites(layer, "neuron", tuple(f"L{layer}N{i}" for i in range(n)), index)
         for layer in range(layers)
     ]
     torch.manual_seed(0)
