@@ -41,10 +41,7 @@ MODULES = [
         for name in ("patching", "tasks", "circuits", "explanation", "neurons", "viz")
     ),
     *(f"attn_only_lens.{name}" for name in ("growth", "transcoders")),
-    *(
-        f"attn_only_lens.{name}"
-        for name in ("gates", "heads", "models", "errors", "pretrained")
-    ),
+    *(f"attn_only_lens.{name}" for name in ("gates", "heads", "models", "errors", "pretrained")),
 ]
 PIXEL = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

@@ -40,7 +40,7 @@ from analyses.study import Setting, Study, Tables
 from analyses.tools import train_small_english as small
 from analyses.tools.benching import table
 from attn_only_lens import growth, pretrained
-from attn_only_lens.growth.expansion import Axis, Weights
+from attn_only_lens.growth import Axis, Weights
 from attn_only_lens.growth.expansion.expansion import apply_plan
 from attn_only_lens.growth.expansion.weights import WRITERS, axes_of, tail
 from attn_only_lens.growth.models._grow import growable_of

@@ -44,7 +44,7 @@ from analyses.tools.train_small_english import (
     questions,
 )
 from attn_only_lens import grow, growth, pretrained
-from attn_only_lens.growth.expansion import Weights
+from attn_only_lens.growth import Weights
 from attn_only_lens.growth.expansion.expansion import Expansion
 from attn_only_lens.growth.expansion.initialise import Initialiser
 from attn_only_lens.models.in_place import copy_model

@@ -285,10 +285,8 @@ class _RankedPaths:
     def add(self, end: int) -> None:
         """Add the paths whose last head is at position `end`."""
         for index, n in enumerate(self._counts):
-            alone, number = (
-                self._linear.attributions(index)[:, end].sum(0),
-                self._number(index, end),
-            )
+            alone = self._linear.attributions(index)[:, end].sum(0)
+            number = self._number(index, end)
             self._largest.add(alone[None], (0, number))
             for start in range(0, n, self._block) if self._linear.kinds(index) else ():
                 nodes = torch.arange(start, min(start + self._block, n), device="cpu")

@@ -36,7 +36,6 @@ from attn_only_lens.engine.secants import (
     together,
 )
 from attn_only_lens.engine.writes import FrozenNorm, edited_input, sublayer_input
-from attn_only_lens.gates import Gate
 from attn_only_lens.heads import host_of
 
 Held = Literal["gate", "up", "half"]
@@ -172,8 +171,7 @@ class SecantSteps(Steps):
             for heads, projections in self._both.projections.items()
         }
         queries = {heads: (query,) for heads, (query, _) in both.items()}
-        kinds = {x: x.gate if isinstance(x.gate, Gate) else x for x in queries}
-        slopes = dict(together(_gate_slopes, queries, kinds))
+        slopes = dict(together(_gate_slopes, queries, {x: x.gate for x in queries}))
         # Without a slope, as with a step gate, the weights do not depend on the query.
         sloped = dict(
             zip(slopes, read_all([along.any() for _, along in slopes.values()]), strict=True)

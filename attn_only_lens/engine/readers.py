@@ -34,7 +34,6 @@ from attn_only_lens.engine.writes import (
     Positions,
     Scale,
     add_to_input,
-    read_matrices,
 )
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.heads.computation import NeuronHeads
@@ -83,7 +82,7 @@ class Readers:
             for x in self._projections(sites.layer)
         )
         assert q is not None
-        W_q, *W_up = read_matrices(heads)
+        W_q, *W_up = heads.read_matrices
         new_up = None if up is None else up + entering @ W_up[0][:, index]
         new_q = q + entering @ W_q[:, index]
         named: Part = "pattern" if part == "q" else part  # type: ignore[assignment]
@@ -233,7 +232,7 @@ def _require_products(
     )
     numbers = [
         number.abs().max()
-        for W, before, after in zip(read_matrices(heads), befores, afters, strict=True)
+        for W, before, after in zip(heads.read_matrices, befores, afters, strict=True)
         for number in (before + noise @ W - after, after)
     ]
     errors = read_all(numbers)

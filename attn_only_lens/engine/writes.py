@@ -372,12 +372,6 @@ def _sublayer(
     return SublayerWrites(layer, kind, reads, entered, writes, z, matrix, bias, heads)
 
 
-def read_matrices(heads: Any) -> list[Tensor]:
-    """Return the matrices with which neuron-heads compute q and, in a gated MLP, u."""
-    matrices: list[Tensor] = heads.read_matrices
-    return matrices
-
-
 def _require_sums(run: Decomposition) -> None:
     """Raise an error if the input of a sublayer is not the sum of all earlier writes."""
     readers = [

@@ -7,22 +7,21 @@ Source: Gesmundo and Maile, "Composable Function-preserving Expansions for Trans
 Architectures" (the growth paper), theorems 3.1 to 3.6.
 """
 
-from attn_only_lens.growth.comparison import Comparison, compare
-from attn_only_lens.growth.expansion import (
-    AddHeads,
-    AddNeurons,
-    Axis,
-    InsertLayer,
-    Provenance,
-    Weights,
-    WidenQueriesAndKeys,
-    WidenStream,
-    WidenValues,
-    activation_map,
-    compose,
-    init,
-)
-from attn_only_lens.growth.models import Grown, grow, identity, read, read_provenance
+from attn_only_lens.growth.comparison._compare import compare
+from attn_only_lens.growth.comparison.results import Comparison
+from attn_only_lens.growth.expansion import initialise as init
+from attn_only_lens.growth.expansion.activations import activation_map
+from attn_only_lens.growth.expansion.expansion import compose
+from attn_only_lens.growth.expansion.heads import AddHeads
+from attn_only_lens.growth.expansion.layers import InsertLayer
+from attn_only_lens.growth.expansion.neurons import AddNeurons
+from attn_only_lens.growth.expansion.provenance import Provenance
+from attn_only_lens.growth.expansion.queries import WidenQueriesAndKeys
+from attn_only_lens.growth.expansion.stream import WidenStream
+from attn_only_lens.growth.expansion.values import WidenValues
+from attn_only_lens.growth.expansion.weights import Axis, Weights
+from attn_only_lens.growth.models._grow import Grown, grow, identity, read
+from attn_only_lens.growth.models.grown_folder import read_provenance
 
 __all__ = [
     "AddHeads",

@@ -16,10 +16,7 @@ from attn_only_lens.patching.estimator import Estimator, TracedRuns
 from attn_only_lens.patching.job import Arrays, Job
 from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.patching.prompt_chunks import PromptChunks
-from attn_only_lens.patching.repairs import (
-    Budget,
-    expected_pearson,
-)
+from attn_only_lens.patching.repairs import Budget, expected_pearson
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.site_groups import Chunk
 from attn_only_lens.precision import full_precision

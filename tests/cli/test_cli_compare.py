@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from attn_only_lens import compare, load
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
-from attn_only_lens.growth import read_provenance
-from attn_only_lens.growth.comparison import Comparison
+from attn_only_lens.growth import Comparison, read_provenance
 
 FEW = ("--patched", 3, "--nodes", 5)
 LOSS = ("--metric", "loss")

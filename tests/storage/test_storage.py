@@ -32,8 +32,7 @@ from attn_only_lens import AttnOnlyLensError, growth, load, pretrained, save
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import CircuitGraph
 from attn_only_lens.errors import CheckpointError
-from attn_only_lens.growth import read_provenance
-from attn_only_lens.growth.comparison import Comparison
+from attn_only_lens.growth import Comparison, read_provenance
 from attn_only_lens.growth.comparison.results import _FRAMES
 from attn_only_lens.models.checkpoint import MANIFEST
 from attn_only_lens.models.source_folder import load_source

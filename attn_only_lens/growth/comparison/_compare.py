@@ -42,8 +42,8 @@ from attn_only_lens.growth.comparison.batches import Batch, PromptSource, batche
 from attn_only_lens.growth.comparison.circuits import Resampling, compare_circuits
 from attn_only_lens.growth.comparison.results import Comparison
 from attn_only_lens.growth.comparison.statistics import Statistics
-from attn_only_lens.growth.expansion import Provenance
-from attn_only_lens.growth.models import Grown, identity
+from attn_only_lens.growth.expansion.provenance import Provenance
+from attn_only_lens.growth.models._grow import Grown, identity
 from attn_only_lens.heads import has_neuron_heads
 from attn_only_lens.heads.host import transcoder_reasons
 from attn_only_lens.models.expose import expose_neuron_heads

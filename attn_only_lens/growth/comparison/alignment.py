@@ -16,7 +16,8 @@ from torch import Tensor
 
 from attn_only_lens.engine.sites import LayerSites, all_heads, resolve_sites
 from attn_only_lens.errors import ComparisonError
-from attn_only_lens.growth.expansion import Axis, Provenance
+from attn_only_lens.growth.expansion.provenance import Provenance
+from attn_only_lens.growth.expansion.weights import Axis
 from attn_only_lens.heads.host import HeadKind
 
 _SHOWN = 5

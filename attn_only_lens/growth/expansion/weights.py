@@ -189,7 +189,7 @@ class Weights:
 
     Example:
         >>> from attn_only_lens import pretrained
-        >>> from attn_only_lens.growth.expansion import Axis
+        >>> from attn_only_lens.growth import Axis
         >>> from attn_only_lens.growth import read
         >>> weights = read(pretrained.modular_addition())
         >>> weights.tensors["blocks.0.mlp.W_in"].shape == (

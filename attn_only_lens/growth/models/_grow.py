@@ -14,11 +14,16 @@ from attn_only_lens.arguments import POSITIVE, a_type, as_plain
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.engine.model_checks import hook_reasons
 from attn_only_lens.errors import GrowthError
-from attn_only_lens.growth import expansion as ex
-from attn_only_lens.growth.expansion import Axis, Provenance, Weights
-from attn_only_lens.growth.expansion.expansion import Expansion, reasons_against_bytes
+from attn_only_lens.growth.expansion.expansion import Expansion, compose, reasons_against_bytes
+from attn_only_lens.growth.expansion.heads import AddHeads
 from attn_only_lens.growth.expansion.initialise import Initialiser, own
-from attn_only_lens.growth.expansion.weights import Identity, identity_of, in_layer
+from attn_only_lens.growth.expansion.layers import InsertLayer
+from attn_only_lens.growth.expansion.neurons import AddNeurons
+from attn_only_lens.growth.expansion.provenance import Provenance
+from attn_only_lens.growth.expansion.queries import WidenQueriesAndKeys
+from attn_only_lens.growth.expansion.stream import WidenStream
+from attn_only_lens.growth.expansion.values import WidenValues
+from attn_only_lens.growth.expansion.weights import Axis, Identity, Weights, identity_of, in_layer
 from attn_only_lens.growth.models.growable import Growable
 from attn_only_lens.growth.models.grown_folder import save_pretrained
 from attn_only_lens.growth.models.hooked import HookedModel
@@ -290,10 +295,10 @@ def _rounded(
 
 
 _BY_LAYER = (
-    ("d_mlp", "d_mlp", ex.AddNeurons),
-    ("n_heads", "head", ex.AddHeads),
-    ("d_head", "d_value", ex.WidenValues),
-    ("d_head", "d_query", ex.WidenQueriesAndKeys),
+    ("d_mlp", "d_mlp", AddNeurons),
+    ("n_heads", "head", AddHeads),
+    ("d_head", "d_value", WidenValues),
+    ("d_head", "d_query", WidenQueriesAndKeys),
 )
 
 
@@ -318,16 +323,16 @@ def _expansion_to(weights: Weights, asked: dict[str, int]) -> tuple[Expansion, l
             steps += [expansion(n, layers) for n, layers in layers_by_n.items() if n > 0]
     if "d_model" in asked:
         n = missing("d_model", sizes[Axis("d_model")])
-        steps += [ex.WidenStream(n)] if n > 0 else []
+        steps += [WidenStream(n)] if n > 0 else []
     if "n_layers" in asked:
         n = missing("n_layers", n_layers)
         last = (item for name, item in weights.tensors.items() if in_layer(name) == n_layers - 1)
         too_many = reasons_against_bytes(n * sum(x.numel() * x.element_size() for x in last))
         reasons += too_many
-        steps += [] if too_many else map(ex.InsertLayer, range(n_layers, n_layers + n))
+        steps += [] if too_many else map(InsertLayer, range(n_layers, n_layers + n))
     if not steps and not reasons:
         reasons.append(f"got {asked}, which are the current sizes; pass at least one larger size")
-    return ex.compose(*steps), list(dict.fromkeys(reasons))
+    return compose(*steps), list(dict.fromkeys(reasons))
 
 
 def read(model: Any) -> Weights:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attn_only_lens.arguments import a_type
 from attn_only_lens.errors import GrowthError
-from attn_only_lens.growth.expansion import Weights
+from attn_only_lens.growth.expansion.weights import Weights
 
 PROBLEM = "this model cannot be saved in a folder"
 _FIELDS = {"head": "n_heads", "d_query": "d_head", "d_mlp": "d_mlp", "kv_head": "n_key_value_heads"}

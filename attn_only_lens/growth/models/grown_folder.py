@@ -16,7 +16,7 @@ from typing import Any
 import pydantic
 
 from attn_only_lens.errors import CheckpointError, GrowthError
-from attn_only_lens.growth.expansion import Provenance
+from attn_only_lens.growth.expansion.provenance import Provenance
 from attn_only_lens.growth.models.growable import PROBLEM, Growable
 from attn_only_lens.growth.models.hugging_face import HuggingFaceBridge
 from attn_only_lens.models.source_folder import GROWN, PROVENANCE, GrownFields

@@ -31,8 +31,15 @@ from attn_only_lens.devices import keep_random_state, to_float64_device
 from attn_only_lens.engine.cached_generation import watch_cache
 from attn_only_lens.engine.model_checks import modules_of
 from attn_only_lens.errors import GrowthError
-from attn_only_lens.growth.expansion import Axis, Weights
-from attn_only_lens.growth.expansion.weights import Constants, Norm, NormPlace, block_name, in_layer
+from attn_only_lens.growth.expansion.weights import (
+    Axis,
+    Constants,
+    Norm,
+    NormPlace,
+    Weights,
+    block_name,
+    in_layer,
+)
 from attn_only_lens.growth.models.bridge import OF_BLOCK, WRAPPED, BridgeModel, differing_modules
 from attn_only_lens.growth.models.growable import PROBLEM
 from attn_only_lens.models.in_place import copy_model

@@ -15,8 +15,14 @@ from transformer_lens.model_bridge.sources.native import NativeModel
 
 from attn_only_lens.devices import keep_random_state
 from attn_only_lens.gates import GATES
-from attn_only_lens.growth.expansion import Weights
-from attn_only_lens.growth.expansion.weights import Constants, Norm, block_name, in_layer, tail
+from attn_only_lens.growth.expansion.weights import (
+    Constants,
+    Norm,
+    Weights,
+    block_name,
+    in_layer,
+    tail,
+)
 from attn_only_lens.growth.models.bridge import BridgeModel, differing_modules
 from attn_only_lens.growth.models.hooked import config_fields
 

@@ -19,8 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from attn_only_lens.arguments import a_type
-from attn_only_lens.growth.expansion import Axis, Weights
-from attn_only_lens.growth.expansion.weights import block_name, in_layer, tail
+from attn_only_lens.growth.expansion.weights import Axis, Weights, block_name, in_layer, tail
 from attn_only_lens.growth.models.growable import Growable, Parameter
 from attn_only_lens.growth.models.hooked import (
     configuration_reasons,
