@@ -127,8 +127,9 @@ def public(module: str) -> dict[str, str]:
 def _definition(full: str) -> str:
     """Return the full name of a definition; follow the import if a package re-exports the name."""
     module, _, name = full.rpartition(".")
-    inner = public(module) if "." in module and package(module).is_file() else {}
-    return inner.get(name, full)
+    file = package(module)
+    exports = "." in module and file.is_file() and "__all__" in file.read_text("utf-8")
+    return public(module).get(name, full) if exports else full
 
 
 def entries(module: str, first: Sequence[str] = ()) -> str:
