@@ -13,6 +13,7 @@ from . import (
     viz,
 )
 from ._load import load
+from .engine.contrast import Contrast
 from .engine.prompts import chat_tokens
 from .engine.tokens import token_texts
 from .errors import AttnOnlyLensError
@@ -30,13 +31,16 @@ from .models.expose import expose_neuron_heads
 from .models.gate_option import Bilinear, calibrate
 from .models.to_stock import to_stock
 from .models.two_blocks import AttentionOnlyCache, AttentionOnlyTransformer
+from .work import Work
 
 __all__ = [
     "AttentionOnlyCache",
     "AttentionOnlyTransformer",
     "AttnOnlyLensError",
     "Bilinear",
+    "Contrast",
     "HeadName",
+    "Work",
     "calibrate",
     "chat_tokens",
     "circuits",

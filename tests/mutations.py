@@ -50,7 +50,7 @@ MUTATIONS = [
         "(r_1 * r_0).square() / r * along * x",
         "(r_1 * r_0) * along * x",
         "multipliers of norms are wrong",
-        "tests/engine/test_contrast.py",
+        "tests/engine/test_multipliers.py",
     ),
     Mutation(
         "engine/secants.py",
@@ -60,11 +60,11 @@ MUTATIONS = [
         "tests/engine/test_secants.py",
     ),
     Mutation(
-        "engine/contrast.py",
+        "engine/multipliers.py",
         "return through * mean(v)",
         "return through * v.chunk(2)[0]",
         "by_pattern is wrong, the sum is right",
-        "tests/engine/test_contrast.py",
+        "tests/engine/test_multipliers.py",
     ),
     Mutation(
         "engine/secants.py",

@@ -35,7 +35,7 @@ from analyses.benchmark.tracr_edges import Edge
 from analyses.benchmark.two_factors import score_edges
 from attn_only_lens import convert
 from attn_only_lens import patching as p
-from attn_only_lens.engine.contrast import contrast, run_both
+from attn_only_lens.engine.multipliers import run_both, secant_multipliers
 from attn_only_lens.engine.gradients import Tape
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.engine.prompts import prompt_pair
@@ -160,7 +160,7 @@ def _secants(model: Any, pairs: Any) -> list[g.Gradients]:
     pair = prompt_pair(converted, pairs.clean, pairs.corrupted)
     runs = run_both(converted, pair)
     bound = bind(pairs.metric, converted, pair, runs.logits.chunk(2)[0])
-    result = contrast(converted, runs, bound, Tape(points.values()))
+    result = secant_multipliers(converted, runs, bound, Tape(points.values()))
     n = len(pairs.clean)  # the metric is the mean over prompts
     by_hook = {name: n * result.gradients[point] for name, point in points.items()}
     one, other = (g.activations(model, tokens) for tokens in (pairs.clean, pairs.corrupted))

@@ -2,7 +2,7 @@
 
 A secant splits the difference between two runs exactly: over heads and neurons, and for each of
 them into a part through its pattern (for a neuron, its gate) and a part through its value
-(`engine/contrast.py`). On a few pairs of prompts for each model, we compare secants with other
+(`engine/multipliers.py`). On a few pairs of prompts for each model, we compare secants with other
 methods:
 
     attributions   correlations with denoising, with noising, and with the mean of both
@@ -41,7 +41,7 @@ from analyses.tools.token_pairs import LENGTH, pairs
 from attn_only_lens import HeadName, circuits, expose_neuron_heads, load, pretrained, tasks
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.linear_graph import LinearGraph
-from attn_only_lens.engine.contrast import run_both
+from attn_only_lens.engine.multipliers import run_both
 from attn_only_lens.engine.gradients import edit_input
 from attn_only_lens.engine.linear_map import LinearMap, of_difference, of_run
 from attn_only_lens.engine.prompts import PromptPair, prompt_pair

@@ -28,7 +28,7 @@ from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, CircuitGraph, select_largest
 from attn_only_lens.circuits.linear_graph import LinearGraph, Node, Places, node_frame
 from attn_only_lens.devices import on_cpu
-from attn_only_lens.engine.contrast import float32_slopes
+from attn_only_lens.engine.multipliers import float32_slopes
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.linear_map import LinearMap, of_difference, of_run
 from attn_only_lens.engine.metrics import AnyMetric, no_gradient_reasons, one_run_reasons

@@ -31,7 +31,7 @@ from attn_only_lens.circuits.stability import (
     require_resamples,
     resampled,
 )
-from attn_only_lens.engine.contrast import run_both
+from attn_only_lens.engine.multipliers import run_both
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric, as_metric
 from attn_only_lens.engine.one_thread import one_thread_per_model

@@ -1,370 +1,161 @@
-"""Attribute the change of a metric between two runs exactly to the model's activations.
+"""The contrast: two prompts (or two lists of prompts) and a metric that differs between them."""
 
-The model runs on the clean and the corrupted prompts. In a third forward pass, with gradients, each
-nonlinear step outputs the mean of its outputs in the two runs. In the backward pass, the step's
-derivative is replaced by its slope between the two runs (`secants.py`). A product of two
-activations, such as pattern times value, needs no rule: its gradient at the mean is exact. The
-backward pass therefore returns multipliers M, whose products with the changes in the activations
-add up to the metric's change:
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
 
-    Σ M_y · Δy = Δmetric        Δy = y of the clean run minus y of the corrupted run
+from torch import Tensor
 
-The equation holds for every set of activations y that together cut all paths from the tokens to the
-metric. Multipliers can be computed at hook points, for example for queries, scores, patterns or z.
-They count what reads the hook point's output; multipliers of `hook_resid_mid` count everything that
-reads the stream there, because in bridges only the MLP reads this hook point. If three factors
-of a product change, their shares depend on the order of multiplication in the model's code.
-
-`linear_rules.py` replaces the nonlinear steps. If the model has another nonlinear step, `contrast`
-raises an error, because the sum of M · Δ over the first block's input differs from the metric's
-change.
-
-The two runs can be any two. With `kept`, the first is the run of a circuit: on the clean prompts,
-every head outside the circuit has its output in the corrupted run. These outputs do not change, and
-no multiplier passes through them, so the circuit's heads and the tokens account for the metric's
-whole change.
-"""
-
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeAlias
-
-import torch
-from jaxtyping import Bool, Float
-from torch import Tensor, nn
-
-from attn_only_lens.axes import Logits, Residual
-from attn_only_lens.engine.gradients import Tape, edit_input
-from attn_only_lens.engine.input_warnings import warn
-from attn_only_lens.engine.linear_rules import SecantSteps, Steps
-from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, as_metric, bind
-from attn_only_lens.engine.model_weights import HALF, float32_weights
-from attn_only_lens.engine.prompts import PromptPair
-from attn_only_lens.engine.recording import (
-    Recording,
-    input_stream,
-    of_this_thread,
-    output_stream,
-    record,
-    run,
+from attn_only_lens.arguments import a_type, as_plain
+from attn_only_lens.engine.metrics import AnyMetric, as_metric
+from attn_only_lens.engine.prompts import (
+    PromptPair,
+    Prompts,
+    Roles,
+    are_prompts,
+    prompt_pair,
+    require_ignored_padding,
+    single_prompts,
 )
-from attn_only_lens.engine.secants import FunctionRules, at_mean, mean
-from attn_only_lens.engine.writes import Decomposition, decompose
-from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.heads import host_of
-from attn_only_lens.heads.host import WIDE_KINDS, HeadKind
-from attn_only_lens.precision import full_precision
-from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
+from attn_only_lens.engine.tokens import array_as_tensor
+from attn_only_lens.errors import InputError
 
-_EXACT = 1e-9  # the smallest tolerance: in float64, rounding errors grow from layer to layer
-Kept: TypeAlias = Mapping[str, Bool[Tensor, "batch pos head_index 1"]]
-"""Which heads belong to a circuit, by the hook name of their z."""
-_PROBLEM = "the difference of two runs of this model cannot be attributed"
+_PROBLEM = "this is no contrast"
 
 
-@dataclass(frozen=True, eq=False)
-class BothRuns:
-    """The activations of two runs, in one batch: first the clean prompts, then the corrupted ones.
-
-    Attributes:
-        pair: the prompts.
-        logits: the logits of both runs.
-        stream: the residual stream that enters the first block.
-        steps: the inputs and outputs of nonlinear steps.
-        recording: the recording of both runs, with every z.
-        decomposition: the writes to the residual stream in both runs, if they were requested.
-        kept: the heads of a circuit, if the first run is the circuit's run; see `run_both`.
-    """
-
-    pair: PromptPair
-    logits: Float[Tensor, "both pos d_vocab"]
-    stream: Float[Tensor, "both pos d_model"]
-    steps: Steps
-    recording: Recording
-    decomposition: Decomposition | None = None
-    kept: Kept = field(default_factory=dict)
-
-    def recordings(self) -> tuple[Recording, Recording]:
-        """Return the recording of the clean run and the recording of the corrupted run."""
-        n = len(self.pair.clean)
-        return self.recording[:n], self.recording[n:]
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Contrast:
-    """The multipliers that turn changes in activations between two runs into a metric's change.
+    """Clean prompts, corrupted prompts, and the metric that compares the model's two runs.
+
+    It is the question that all analyses answer: why does the metric differ between these runs?
+    Prompts of different lengths are padded on the tokenizer's padding side, and the padding is
+    masked. A contrast belongs to no model; the prompts are checked again with the tokenizer of the
+    model that they are used with, which also warns about unknown words, once for each model.
 
     Attributes:
-        runs: both runs.
-        logits: the multipliers of the logits.
-        stream: the multipliers of the stream that enters the first block.
-        final: the multipliers of the residual stream after the last block.
-        patterns: the multipliers of the softmax in each layer's attention.
-        gradients: the multipliers at the nodes of the tape, by hook name.
-        steps: the replaced steps, with nodes of the autograd graph.
-        nodes: the nodes of the tape, by hook name.
-        total: Σ M Δ over the logits; it is the change in the metric if all its functions have
-            rules.
-        remainder: the change in the metric minus the total.
-    """
-
-    runs: BothRuns
-    logits: Float[Tensor, "batch pos d_vocab"]
-    stream: Residual
-    final: Residual
-    patterns: list[Float[Tensor, "batch head_index query_pos key"]]
-    gradients: dict[str, Tensor] = field(repr=False)
-    steps: SecantSteps = field(repr=False)
-    nodes: dict[str, Tensor] = field(repr=False)
-    total: float
-    remainder: float
-
-    def through_patterns(
-        self, model: Any, layer: int, kind: HeadKind
-    ) -> Float[Tensor, "batch pos head_index"]:
-        """Return the part of each head's attribution that is due to the change in its pattern."""
-        if kind in WIDE_KINDS:
-            return torch.zeros_like(self.stream[..., :1])
-        if kind == "attention":
-            clean, corrupted = self.runs.steps.functions.softmax[layer].chunk(2)
-            terms: Tensor = self.patterns[layer] * (clean - corrupted)
-            return terms.sum(-1).transpose(1, 2)
-        host = host_of(model)
-        heads, z = host.neurons[layer], self.gradients[host.hook_name(layer, kind, "z")]
-        query, v = heads._query_and_value(*self.runs.steps.projections[heads])
-        clean, corrupted = heads._self_weight(query).chunk(2)
-        through: Tensor = z.squeeze(-1) * (clean - corrupted)
-        return through * mean(v)
-
-
-@torch.no_grad()
-@full_precision()
-def run_both(
-    model: Any, pair: PromptPair, *, decomposed: bool = False, kept: Kept | None = None
-) -> BothRuns:
-    """Run a model on clean and corrupted prompts; record inputs and outputs of nonlinear steps.
-
-    Args:
-        model: a model with neuron-heads.
-        pair: the prompts.
-        decomposed: whether to also split the residual stream into writes; see `decompose`.
-        kept: for the run of a circuit, whether a head belongs to it, by the hook name of z. All
-            other heads have their outputs in the corrupted run.
-    """
-    host, steps, kept = host_of(model), Steps(model), kept or {}
-    _require_separate_gates(host)
-    names = host.hook_names("z")
-    tokens = torch.cat([pair.clean, pair.corrupted])
-    mask = None if pair.mask is None else pair.mask.repeat(2, 1)
-    hooks = [(name, partial(_hold, heads)) for name, heads in kept.items()]
-    writes = None
-    if decomposed:
-        watch = steps.recorded()
-        writes = decompose(model, tokens, mask, names=tuple(names), hooks=hooks, watch=watch)
-        both = writes.recording
-    else:
-        options: dict[str, Any] = {"names": names, "gates": False, "keep_key_values": True}
-        with steps.recorded():
-            both = record(model, tokens, mask, layers=range(host.n_layers), hooks=hooks, **options)
-    return BothRuns(pair, both.logits, both.streams[0], steps, both, writes, kept)
-
-
-@torch.enable_grad()
-@full_precision()
-def contrast(
-    model: Any,
-    runs: BothRuns,
-    metric: BoundMetric,
-    tape: Tape,
-    *,
-    keep_graph: bool = False,
-    readers: Sequence[nn.Module] = (),
-) -> Contrast:
-    """Return a metric's multipliers at the hook points of `tape`.
-
-    With `keep_graph=True`, the autograd graph is kept. `readers` are modules that read the residual
-    stream without a norm, and whose inputs become nodes of the graph.
+        clean: a text, a list of texts, tokens [batch, pos], one row of tokens [pos], or a list of
+            rows, such as `chat_tokens` returns. Tokens are a tensor or a NumPy array. A BOS token
+            is added to a text if `model.to_tokens` adds one, unless the text begins with BOS.
+        corrupted: the prompts of the other run, in the same form and order, each with as many
+            tokens as its clean prompt. None for analyses of one run.
+        metric: `logit_diff(...)` or another metric, or a function of logits [batch, pos, d_vocab].
+        roles: tokens by name, such as {"subject": [2, 4], "end": -1}: one number for all prompts or
+            one for each prompt, counted without padding, from the start or, if negative, from the
+            end. Names in `Sites(positions=…)` refer to them.
+        mask: for prompts that are tokens, 1 or True for tokens and 0 or False for padding, in the
+            shape of the tokens.
+        name: a name for tables and pages.
+        dropped: for a task, the number of drawn pairs that were left out, by reason.
 
     Raises:
-        UnsupportedModelError: the sum over the first block's input is not the change in the metric.
+        InputError: the numbers of prompts differ, a mask is given with texts, or the metric or the
+            roles have another type. The error lists every reason.
+
+    Example:
+        >>> from attn_only_lens import Contrast, patching as p
+        >>> Contrast("The keys near the cabinet", "The key near the cabinet",
+        ...          p.logit_diff(" are", " is"))
+        Contrast(1 pair; logit_diff(' are', ' is'))
+          'The keys near the cabinet'
+          'The key near the cabinet'
     """
-    steps = SecantSteps(model, runs.steps, readers)
-    streams, inputs = list[Tensor](), list[Tensor]()
 
-    def start(stream: Residual) -> Residual:
-        streams.append(mean(runs.stream).to(stream).requires_grad_())
-        return streams[-1]
-
-    def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
-        inputs.append(input_stream(args, kwargs))
-
-    with ExitStack() as stack:
-        stack.enter_context(edit_input(model, start))
-        tape_hooks = stack.enter_context(steps.replaced(tape.hooks))
-        ends: list[Tensor] = []
-        end = of_this_thread(lambda block, args, output: ends.append(output_stream(output)))
-        stack.enter_context(model.blocks[-1].register_forward_hook(end))
-        for block in model.blocks[1:]:
-            hook = of_this_thread(enter)
-            stack.enter_context(block.register_forward_pre_hook(hook, with_kwargs=True))
-        errors = host_of(model).hook_names("z", ("error",))
-        leaves: dict[str, Tensor] = {}
-        means = [
-            (name, partial(_leaf, leaves, both) if name in errors else _averaged(runs, name))
-            for name, both in runs.recording.hooked.items()
-        ]
-        logits = run(model, runs.pair.clean, runs.pair.mask, [*means, *tape_hooks])
-    clean, corrupted = runs.logits.chunk(2)
-    multiplier = metric_multiplier(metric, clean, corrupted)
-    value = (logits * multiplier).sum()
-    softmax = {f"softmax {i}": x.inside for i, x in enumerate(steps.functions.weights)}
-    read = {f"input {i}": x for i, x in enumerate([*streams, *inputs, *ends])}
-    gradients = tape.gradients(value, read | softmax | leaves, keep_graph=keep_graph)
-    cuts, patterns = ([gradients.pop(name) for name in some] for some in (read, softmax))
-    total = float((multiplier * (clean - corrupted)).sum())
-    result = Contrast(
-        *(runs, multiplier, cuts[0], cuts[-1], patterns, gradients),
-        steps=steps,
-        nodes=tape.nodes,
-        total=total,
-        remainder=_remainder(metric, multiplier, clean, corrupted),
+    clean: Prompts
+    corrupted: Prompts | None
+    metric: AnyMetric
+    _: KW_ONLY
+    roles: Roles = field(default_factory=dict)
+    mask: Tensor | None = None
+    name: str = ""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    _pairs: "WeakKeyDictionary[Any, tuple[Any, PromptPair]]" = field(
+        default_factory=WeakKeyDictionary, init=False
     )
-    _require_complete(model, result, cuts, list(leaves))
-    return result
+
+    def __post_init__(self) -> None:
+        reasons: list[str] = []
+        sizes = {}
+        for side in ("clean", "corrupted"):
+            prompts = array_as_tensor(getattr(self, side))
+            prompts = tuple(prompts) if isinstance(prompts, list) else prompts
+            object.__setattr__(self, side, prompts)
+            if side == "corrupted" and prompts is None:
+                continue
+            if isinstance(prompts, str | Tensor) or are_prompts(prompts):
+                sizes[side] = _count(prompts)
+                reasons += [f"{side}: got no prompts; expected at least one"] * (not sizes[side])
+            else:
+                expected = "expected a text, a list of texts, or tokens"
+                reasons.append(f"{side}: got {a_type(prompts)}; {expected}")
+        if len({*sizes.values()}) > 1:
+            counts = f"{sizes['clean']} clean and {sizes['corrupted']} corrupted"
+            reasons.append(f"got {counts} prompts; expected the same number")
+        with InputError.collected(reasons):
+            as_metric(self.metric)
+        if not isinstance(self.roles, Mapping):
+            expected = "expected a dict from names to positions, such as {'subject': 2, 'end': -1}"
+            reasons.append(f"roles: got {a_type(self.roles)}; {expected}")
+        InputError.raise_if(reasons, _PROBLEM)
+
+    def __len__(self) -> int:
+        return _count(self.clean)
+
+    def __repr__(self) -> str:
+        unit = "prompt" if self.corrupted is None else "pair"
+        named = f"{self.name}: " * bool(self.name)
+        roles = f"; {', '.join(map(str, self.roles))}" * bool(self.roles)
+        dropped = "".join(f"; {count} dropped: {why}" for why, count in self.dropped.items())
+        title = f"{named}{len(self)} {unit}{'s' * (len(self) > 1)}; {as_metric(self.metric).name}"
+        sides = [side for side in (self.clean, self.corrupted) if side is not None]
+        return "\n  ".join([f"Contrast({title}{roles}{dropped})", *map(_first, sides)])
+
+    @property
+    def answers(self) -> tuple[tuple[Any, ...], ...]:
+        """The right answers of each prompt, or one row for all prompts; () without answers."""
+        return next(iter(as_metric(self.metric).answers), ())
+
+    @property
+    def wrong(self) -> tuple[tuple[Any, ...], ...]:
+        """The wrong answers of each prompt, or one row for all prompts; () without them."""
+        return next(iter(as_metric(self.metric).answers[1:]), ())
+
+    def pair(self, model: Any) -> PromptPair:
+        """Return the tokens of both runs, aligned, padded and checked, on the model's device.
+
+        The prompts of a contrast without corrupted prompts are paired with themselves.
+
+        Raises:
+            InputError: as in `prompt_pair`.
+        """
+        tokenizer, device = getattr(model, "tokenizer", None), next(model.parameters()).device
+        state, pair = self._pairs.get(model, (None, None))
+        if pair is None or state != (id(tokenizer), device):
+            if self.corrupted is None:
+                pair = single_prompts(model, self.clean, self.mask, roles=self.roles)
+            else:
+                pair = prompt_pair(model, self.clean, self.corrupted, self.mask, roles=self.roles)
+            self._pairs[model] = (id(tokenizer), device), pair
+        else:  # the model may have changed
+            require_ignored_padding(model, pair.mask, _PROBLEM)
+        return pair
 
 
-def metric_multiplier(metric: BoundMetric, clean: Logits, corrupted: Logits) -> Logits:
-    """Return the logits' multipliers, exact if `FunctionRules` covers the metric's functions."""
-    seen = []
-    for logits in (clean, corrupted):
-        with torch.no_grad(), FunctionRules() as functions:
-            metric.of_logits(logits)
-        seen.append(functions.seen)
-    both = [
-        (torch.cat([x_1, x_0]), torch.cat([y_1, y_0]))
-        for (x_1, y_1), (x_0, y_0) in zip(*seen, strict=True)
-    ]
-    with torch.enable_grad(), FunctionRules(both):
-        middle = ((clean + corrupted) / 2).detach().requires_grad_()
-        (multiplier,) = torch.autograd.grad(metric.of_logits(middle), middle)
-    return multiplier
+def contrast_reasons(contrast: object, *, both: bool = True) -> list[str]:
+    """Return an error message if this is not a contrast, or, with `both`, has only one run."""
+    if not isinstance(contrast, Contrast):
+        return [f"got {a_type(contrast)}; expected Contrast(clean, corrupted, metric)"]
+    if both and contrast.corrupted is None:
+        return ["got a contrast without corrupted prompts; expected both runs"]
+    return []
 
 
-def _remainder(metric: BoundMetric, multiplier: Logits, clean: Logits, corrupted: Logits) -> float:
-    """Return the metric's change minus Σ M Δ over the logits, or 0 if the rest is only rounding."""
-    with torch.no_grad():
-        change = metric.of(clean) - metric.of(corrupted)
-    terms = multiplier * (clean - corrupted)
-    remainder = change - float(terms.sum())
-    size = float((multiplier * clean).abs().sum() + (multiplier * corrupted).abs().sum())
-    return remainder if abs(remainder) > LOGIT_TOLERANCE[terms.dtype] * size else 0.0
+def _count(prompts: Prompts) -> int:
+    is_one = isinstance(prompts, str) or (isinstance(prompts, Tensor) and prompts.ndim < 2)
+    return 1 if is_one else len(prompts)
 
 
-@contextmanager
-def float32_slopes(model: Any, pair: PromptPair, metric: AnyMetric) -> Iterator[None]:
-    """Context manager that runs half-precision models in float32 (see `float32_weights`)."""
-    if next(model.parameters()).dtype not in HALF:
-        with float32_weights(model):
-            yield
-        return
-    changes = [_change(model, pair, metric)]
-    with float32_weights(model):
-        changes.append(_change(model, pair, metric))
-        reason = (
-            f"slopes are computed in float32: {as_metric(metric).name} changes by "
-            f"{changes[1]:.6g} in float32, and by {changes[0]:.6g} in the model's precision"
-        )
-        warn({"half precision": reason}, "this model is in half precision")
-        yield
-
-
-@torch.no_grad()
-def _change(model: Any, pair: PromptPair, metric: AnyMetric) -> float:
-    """Return a metric's value in the clean run minus its value in the corrupted run."""
-    logits = [record(model, x, pair.mask).logits for x in (pair.clean, pair.corrupted)]
-    bound = bind(metric, model, pair, logits[0])
-    return bound.of(logits[0]) - bound.of(logits[1])
-
-
-def _require_complete(
-    model: Any, result: Contrast, cuts: Sequence[Tensor], errors: Sequence[str]
-) -> None:
-    """Check that the effects of embeddings and error nodes add up to the change in the metric.
-
-    If they do not, the error names the block between whose output and input the sum changes. `cuts`
-    has the multipliers of every block's input and of the last block's output.
-    """
-    host, recording = host_of(model), result.runs.recording
-    block_of = {name: int(name.split(".")[1]) for name in errors}
-    parts = result.logits * result.runs.logits[: len(result.logits)]
-
-    def off(cut: int) -> str:
-        ends = [(cuts[cut], recording.streams[cut])]
-        ends += [
-            (result.gradients[name], recording.hooked[name])
-            for name, block in block_of.items()
-            if block >= cut
-        ]
-        terms = torch.cat([(x * _difference(both)).flatten().to(parts) for x, both in ends])
-        total, size = terms.sum(), terms.abs().sum() + parts.abs().sum()
-        tolerance = max(LOGIT_TOLERANCE[terms.dtype], _EXACT)
-        return disagreement(total, total.new_tensor(result.total), tolerance, size=size)
-
-    if not off(0):
-        return
-    last = max(cut for cut in range(len(cuts)) if off(cut))
-    steps = [
-        f"layer {layer}'s {kind} heads"
-        for layer in range(host.n_layers)
-        for kind in host.kinds(layer)
-        if host.block(layer, kind) == last
-    ]
-    step = " or ".join(steps) or "the final norm"
-    reason = (
-        f"the tokens' contributions do not add up to the metric's change, {result.total:.6g} "
-        f"({off(0)}). Counted from the logits, the first wrong sum is at {step} "
-        f"({off(last)}); use method='gradient'"
-    )
-    raise UnsupportedModelError([reason], _PROBLEM)
-
-
-def _require_separate_gates(host: Any) -> None:
-    """Raise an error if gates of transcoder features depend on other features, as with topk."""
-    layers = [str(heads.layer) for heads in host.neurons if heads.joint_gates]
-    if layers:
-        reason = (
-            f"the gates of the features in layer {', '.join(layers)} (topk) depend on each other, "
-            "so their change cannot be split exactly into parts for single features; use "
-            "method='gradient', a graph of one run, or a transcoder with thresholds ('jumprelu')"
-        )
-        raise UnsupportedModelError([reason], _PROBLEM)
-
-
-def _difference(both: Tensor) -> Tensor:
-    clean, corrupted = both.chunk(2)
-    return clean - corrupted
-
-
-def _leaf(leaves: dict[str, Tensor], both: Tensor, value: Tensor, hook: Any) -> Tensor:
-    """Replace an error node's output by its mean over both runs, a leaf of the autograd graph."""
-    leaves[hook.name] = mean(both).to(value).requires_grad_()
-    return leaves[hook.name]
-
-
-def _averaged(runs: BothRuns, name: str) -> Callable[..., Tensor]:
-    return partial(_average, runs.recording.hooked[name], runs.kept.get(name))
-
-
-def _average(both: Tensor, kept: Tensor | None, value: Tensor, hook: Any) -> Tensor:
-    """Replace z by its mean over both runs; no multiplier passes through heads that are held."""
-    if kept is None:
-        return at_mean(value, both)
-    return at_mean(value, both, lambda gradient: gradient * kept)
-
-
-def _hold(kept: Tensor, both: Tensor, hook: Any) -> Tensor:
-    """Give each head outside a circuit its output in the corrupted run."""
-    clean, corrupted = both.chunk(2)
-    return torch.cat([torch.where(kept.to(both.device), clean, corrupted), corrupted])
+def _first(prompts: Prompts) -> str:
+    is_one = isinstance(prompts, str) or (isinstance(prompts, Tensor) and prompts.ndim < 2)
+    first: Any = prompts if is_one else prompts[0]
+    return repr(first) if isinstance(first, str) else f"tokens {as_plain(first)}"

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.devices import on_cpu, to_float64_device
-from attn_only_lens.engine.contrast import BothRuns, contrast, run_both
+from attn_only_lens.engine.multipliers import BothRuns, run_both, secant_multipliers
 from attn_only_lens.engine.gradients import Tape, gradients
 from attn_only_lens.engine.held_run import (
     HeldPass,
@@ -276,7 +276,7 @@ def of_difference(
     bound = bind(metric, model, pair, clean)
     require_differentiable(bound, clean)
     points = node_points(host)
-    result = contrast(
+    result = secant_multipliers(
         *(model, runs, bound, Tape(points.values())),
         keep_graph=True,
         readers=readers_of(host, both),

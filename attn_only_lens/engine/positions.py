@@ -2,8 +2,9 @@
 
 The numbers 0, 1, … are columns of the token tensor, so they count padding, too. Negative numbers
 count from the end: -1 is the last non-padding token of each prompt. `"each"` and `"all"` leave out
-padding. A role names one position in each prompt, as in `{"subject": [2, 4], "end": -1}`. A role's
-position is counted without padding, from the start or, if negative, from the end.
+padding. A role names one position in each prompt, as in `{"subject": [2, 4], "end": -1}`; a contrast
+has roles, and `"roles"` is all of them. A role's position is counted without padding, from the
+start or, if negative, from the end.
 
 In prompts of different lengths, a number from 0 means unlike tokens in different prompts, and which
 tokens depends on the side of the padding. For such prompts, rows that are means over prompts give a
@@ -12,7 +13,7 @@ warning (`warn_of_unlike_tokens`), and circuits and graphs raise an error.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Bool, Int
@@ -20,12 +21,13 @@ from torch import Tensor
 
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.engine.input_warnings import warn
-from attn_only_lens.engine.prompts import PromptPair
+from attn_only_lens.engine.prompts import PromptPair, Roles
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 
-Roles: TypeAlias = Mapping[str, int | Sequence[int] | Tensor]
-Positions: TypeAlias = Literal["each", "all"] | int | Sequence[int] | Tensor | Roles
+Positions: TypeAlias = str | int | Sequence[int | str] | Tensor
+WORDS = ("each", "all", "roles")
+"""Words for positions; no role may have one of these names."""
 _PROBLEM = "these positions cannot be patched"
 _ANOTHER = "the same position holds different words in them"
 
@@ -54,8 +56,7 @@ class PositionSet:
 
 
 def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionSet, ...]:
-    if isinstance(positions, Mapping):
-        return _by_role(pair, positions)
+    """Return the sets of positions that `Sites.positions` describes, in some prompts."""
     real = pair.real
     n_pos = real.shape[1]
     if isinstance(positions, str):
@@ -64,10 +65,13 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
         if positions == "each":
             with_tokens = real.any(dim=0).nonzero().flatten().tolist()
             return tuple(PositionSet(pos, real & _column(real, pos)) for pos in with_tokens)
+        return _by_role(pair, None if positions == "roles" else (positions,))
     wanted = as_plain(positions)
     wanted = [wanted] if isinstance(wanted, int) else wanted
     numbers = f"numbers from {-n_pos} to {n_pos - 1} (-1 is the last token)"
-    expected = f"expected 'each', 'all', or {numbers}"
+    expected = f"expected 'each', 'all', 'roles', names of roles, or {numbers}"
+    if isinstance(wanted, list | tuple) and wanted and all(isinstance(x, str) for x in wanted):
+        return _by_role(pair, wanted)
     if not isinstance(wanted, list | tuple | range) or not wanted:
         raise InputError([f"got positions={positions!r}; {expected}"], _PROBLEM)
     reasons: list[str] = []
@@ -93,14 +97,31 @@ def resolve_positions(pair: PromptPair, positions: Positions) -> tuple[PositionS
     return tuple(sets)
 
 
-def _by_role(pair: PromptPair, roles: Roles) -> tuple[PositionSet, ...]:
-    lengths = pair.real.sum(dim=1)
-    batch, reasons, sets = len(lengths), list[str](), list[PositionSet]()
+def is_by_role(positions: Positions) -> bool:
+    """Return whether positions are roles of the contrast."""
+    plain = [positions] if isinstance(positions, str) else as_plain(positions)
+    if plain in (["each"], ["all"]) or not isinstance(plain, list | tuple):
+        return False
+    return bool(plain) and all(isinstance(x, str) for x in plain)
+
+
+def _by_role(pair: PromptPair, names: Sequence[str] | None) -> tuple[PositionSet, ...]:
+    """Return these roles of the contrast, or all its roles."""
+    roles, lengths = pair.roles, pair.real.sum(dim=1)
+    batch, reasons, sets = pair.n_all, list[str](), list[PositionSet]()
     if not roles:
-        reasons.append("got no roles; expected at least one, such as {'end': -1}")
-    for role, positions_of_role in roles.items():
-        if not isinstance(role, str) or not role or role in ("each", "all"):
-            reasons.append(f"got role {role!r}; expected a text other than 'each' and 'all'")
+        reasons.append(
+            "got positions by role, but the contrast has no roles; expected "
+            "Contrast(…, roles={'subject': 2, 'end': -1})"
+        )
+    else:
+        among = f"expected one of the contrast's roles: {', '.join(map(str, roles))}"
+        unknown = [name for name in names or () if name not in roles]
+        reasons += [f"got the role {name!r}; {among}" for name in unknown]
+    chosen = roles if names is None else {name: roles[name] for name in names if name in roles}
+    for role, positions_of_role in chosen.items():
+        if not isinstance(role, str) or not role or role in WORDS:
+            reasons.append(f"got role {role!r}; expected a text other than {', '.join(WORDS)}")
         elif role.encode(errors="ignore").decode() != role:
             reasons.append(f"got role {role!r}; expected valid Unicode, to show and save it")
         plain = as_plain(positions_of_role)
@@ -112,7 +133,7 @@ def _by_role(pair: PromptPair, roles: Roles) -> tuple[PositionSet, ...]:
                 f"{role}: got {got}; expected one number, or {batch} numbers, one for each prompt"
             )
             continue
-        per_prompt = list(map(as_plain, per_prompt))
+        per_prompt = list(map(as_plain, pair.select(per_prompt)))
         outside = [
             f"{role}: got {pos!r} in prompt {i}; expected a number from {-n} to {n - 1}"
             for i, (pos, n) in enumerate(zip(per_prompt, lengths.tolist(), strict=True))
@@ -164,7 +185,7 @@ def warn_of_unlike_tokens(model: Any, pair: PromptPair, sets: Sequence[PositionS
     """Warn if rows for numbered positions are means over unlike tokens."""
     if reason := unlike_tokens(model, pair, sets, default=""):
         problem = (
-            "rows are means over unlike tokens; give positions by role, such as {'end': -1}, or "
+            "rows are means over unlike tokens; give positions by role, such as 'end', or "
             "per_prompt=True"
         )
         warn({"unlike tokens": reason}, problem)

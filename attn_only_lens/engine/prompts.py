@@ -1,4 +1,4 @@
-"""Create pairs of clean and corrupted prompts, and format prompts for chat models.
+"""Tokenize pairs of clean and corrupted prompts, and format prompts for chat models.
 
 A patch moves an activation from a position in one run to the same position in the other run, so
 both prompts of a pair must have the same number of tokens and the same padding.
@@ -6,7 +6,7 @@ both prompts of a pair must have the same number of tokens and the same padding.
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -31,6 +31,7 @@ from attn_only_lens.errors import InputError, UnsupportedCallError
 _T = TypeVar("_T")
 Prompts: TypeAlias = str | Sequence[str] | Sequence[Tensor] | Tensor | np.ndarray
 Message: TypeAlias = Mapping[str, str]
+Roles: TypeAlias = Mapping[str, int | Sequence[int] | Tensor]
 _PROBLEM = "these prompts cannot be patched into each other"
 _PROBLEM_OF_SINGLE = "the model cannot run on these prompts"
 _PROBLEM_OF_CHAT = "these prompts cannot be used for a chat"
@@ -47,12 +48,14 @@ class PromptPair:
             padding.
         among: if the pair holds a subset of the prompts, their indices and the total number of
             prompts; otherwise None.
+        roles: named positions in all prompts of the analysis; see `Contrast`.
     """
 
     clean: Tokens
     corrupted: Tokens
     mask: Int[Tensor, "batch pos"] | None = None
     among: tuple[Sequence[int], int] | None = None
+    roles: Roles = field(default_factory=dict)
 
     @property
     def real(self) -> Bool[Tensor, "batch pos"]:
@@ -91,25 +94,20 @@ class PromptPair:
         corrupted = clean if self.corrupted is self.clean else self.corrupted[rows, :n_pos]
         mask = None if self.mask is None else self.mask[rows, :n_pos]
         indices = prompts if self.among is None else [self.among[0][row] for row in rows]
-        return PromptPair(clean, corrupted, mask, (indices, self.n_all))
+        return PromptPair(clean, corrupted, mask, (indices, self.n_all), self.roles)
 
 
 def prompt_pair(
-    model: Any, clean: Prompts, corrupted: Prompts, mask: Tensor | None = None
+    model: Any,
+    clean: Prompts,
+    corrupted: Prompts,
+    mask: Tensor | None = None,
+    *,
+    roles: Roles | None = None,
 ) -> PromptPair:
-    """Tokenize and check clean and corrupted prompts.
+    """Tokenize and check clean and corrupted prompts; see `Contrast`.
 
-    Prompts of different lengths are padded on the tokenizer's padding side, and the padding is
-    masked. Some clean prompts, but not all, may be equal to their corrupted prompts.
-
-    Args:
-        model: any HookedTransformer or TransformerBridge, with its tokenizer.
-        clean: a text, a list of texts, tokens [batch, pos], one row of tokens [pos], or a list of
-            rows, such as `chat_tokens` returns. Tokens are a tensor or a NumPy array. A BOS token
-            is added to a text if `model.to_tokens` adds one, unless the text begins with BOS.
-        corrupted: the prompts of the other run, in the same form and order.
-        mask: for prompts that are tokens, 1 or True for tokens and 0 or False for padding, in the
-            shape of the tokens.
+    Some clean prompts, but not all, may be equal to their corrupted prompts.
 
     Returns:
         The pair of prompts, on the model's device.
@@ -122,18 +120,10 @@ def prompt_pair(
     Warns:
         InputWarning: the tokenizer does not know a word, symbol or whitespace character. All
             functions that take texts warn about this.
-
-    Example:
-        >>> import torch
-        >>> from attn_only_lens import patching as p, pretrained
-        >>> pair = p.prompt_pair(pretrained.modular_addition(), torch.tensor([3, 4, 113]),
-        ...                      torch.tensor([3, 5, 113]))
-        >>> pair.clean.shape, pair.last.tolist()
-        (torch.Size([1, 3]), [2])
     """
     sides = {"clean": clean, "corrupted": corrupted}
     (clean_tokens, corrupted_tokens), mask = _tokenize(model, sides, mask, _PROBLEM)
-    pair = PromptPair(clean_tokens, corrupted_tokens, mask)
+    pair = PromptPair(clean_tokens, corrupted_tokens, mask, roles=roles or {})
     if not ((pair.clean != pair.corrupted) & pair.real).any():
         raise InputError(
             ["identical prompts: every real token is the same in both, so no patch has an effect"],
@@ -143,14 +133,19 @@ def prompt_pair(
 
 
 def single_prompts(
-    model: Any, prompts: Prompts, mask: Tensor | None = None, *, padded: bool = True
+    model: Any,
+    prompts: Prompts,
+    mask: Tensor | None = None,
+    *,
+    padded: bool = True,
+    roles: Roles | None = None,
 ) -> PromptPair:
     """Return a pair in which each prompt is paired with itself, for analyses of a single run.
 
     With `padded=False`, the caller must run prompts of different lengths separately.
     """
     (tokens,), mask = _tokenize(model, {"": prompts}, mask, _PROBLEM_OF_SINGLE, run_padded=padded)
-    return PromptPair(tokens, tokens, mask)
+    return PromptPair(tokens, tokens, mask, roles=roles or {})
 
 
 def _tokenize(

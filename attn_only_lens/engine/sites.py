@@ -1,4 +1,4 @@
-"""Sites: the heads to patch, selected by name or by kind, and the part of each head to patch."""
+"""Sites: the heads to patch and where, selected by name or by kind, and the part of each head."""
 
 import re
 from collections import Counter
@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from attn_only_lens.arguments import as_plain, is_count
+from attn_only_lens.engine.positions import Positions
 from attn_only_lens.errors import InputError, UnknownHeadError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
 from attn_only_lens.heads.host import HEAD_KINDS, HEAD_PLURALS, WIDE_KINDS, HeadKind
@@ -24,30 +25,128 @@ SHARED_PARTS: tuple[Part, ...] = ("value", "k")
 """The parts that several attention heads share in models with grouped queries."""
 _HEAD_AND_POSITION = re.compile(r"([^@]*)(?:@(?:(0|-?[1-9]\d*)|([^\W\d][^@]*)))?")
 _POINTS: dict[Part, str] = {"z": "z", "pattern": "pattern", "value": "v", "q": "q", "k": "k"}
-_SELECTIONS = {
-    "heads": "heads()",
-    "neurons": "neuron_heads()",
-    "features": "features()",
-    "all": "all_heads()",
-}
-"""The functions that select what the command line selects by these words."""
 _PROBLEM = "these heads cannot be selected"
+KINDS: dict[str, tuple[HeadKind, ...]] = {
+    "all": HEAD_KINDS,
+    "heads": ("attention",),
+    "neurons": ("neuron",),
+    "features": ("feature",),
+    "skips": ("skip",),
+    "errors": ("error",),
+}
+"""The words that select heads by kind."""
 
 
 @dataclass(frozen=True)
-class Selection:
-    """A selection of all heads of the given kinds in the given layers, for any model.
+class Sites:
+    """A selection of heads at some positions, for any model and prompts.
+
+    A function's argument `sites` is a `Sites`, or its first field alone: `sites="neurons"`.
 
     Attributes:
-        kinds: one or more of "attention", "neuron", "feature", "skip" and "error".
-        layers: layers of the original model; None for all layers.
+        heads: "all"; "heads", for attention heads; "neurons"; with transcoders also "features",
+            "skips" and "errors" (skip nodes and error nodes); several of these words; or a list of
+            names such as "L5H3" and "L5N1234". A name can include a position or a role:
+            "L5H3@13", "L5H3@subject".
+        positions: "each" in turn, "all" at once, a number (-1 is each prompt's last token), "roles"
+            for every role of the contrast in turn, the name of a role, or a list of numbers or of
+            roles. If prompts differ in length, means over prompts at a number from 0 give a
+            warning.
+        layers: layers of the original model, counted from 0; None for all. Not for names.
+
+    Raises:
+        InputError: `layers` contains values that are not numbers, are negative or are repeated, or
+            is given with names.
+
+    Example:
+        >>> from attn_only_lens import patching as p
+        >>> p.Sites("neurons", layers=[8, 9], positions=-1)
+        Sites(heads=('neurons',), positions=-1, layers=(8, 9))
+        >>> p.Sites(["L5H3", "L5N1234"], "end")
+        Sites(heads=('L5H3', 'L5N1234'), positions='end', layers=None)
     """
 
-    kinds: tuple[HeadKind, ...]
-    layers: tuple[int, ...] | None = None
+    heads: Heads = "all"
+    positions: Positions = "each"
+    layers: int | Iterable[int] | None = None
+
+    def __post_init__(self) -> None:
+        heads = as_plain(self.heads)
+        heads = (heads,) if isinstance(heads, str | HeadName) else heads
+        positions = as_plain(self.positions)
+        positions = tuple(positions) if isinstance(positions, list | range) else positions
+        object.__setattr__(self, "heads", tuple(heads) if isinstance(heads, list) else heads)
+        object.__setattr__(self, "positions", positions)
+        object.__setattr__(self, "layers", self._checked_layers())
+
+    def _checked_layers(self) -> tuple[int, ...] | None:
+        if self.layers is None:
+            return None
+        chosen = as_plain(self.layers)
+        wanted = list(map(as_plain, chosen)) if isinstance(chosen, Iterable) else [chosen]
+        expected = "expected source layers, counted from 0"
+        reasons = [f"got layer {layer!r}; {expected}" for layer in wanted if not is_count(layer)]
+        repeated = sorted({str(layer) for layer in wanted if wanted.count(layer) > 1})
+        reasons += [
+            f"got layer {layer} more than once; expected each layer once" for layer in repeated
+        ]
+        reasons += [f"got no layers; {expected}, or None for all"] * (not wanted)
+        if not self.kinds:
+            reasons.append("got layers and names of heads; give only one of the two")
+        InputError.raise_if(reasons, "these layers cannot be selected")
+        return tuple(wanted)
+
+    @classmethod
+    def of(cls, sites: object) -> "Sites":
+        """Return sites unchanged; convert heads alone to sites at each position."""
+        return sites if isinstance(sites, Sites) else cls(sites)  # type: ignore[arg-type]
+
+    @classmethod
+    def of_kinds(cls, kinds: Iterable[HeadKind], layers: Iterable[int] | None = None) -> "Sites":
+        """Select all heads of these kinds."""
+        words = {kind: word for word, (kind, *others) in KINDS.items() if not others}
+        return cls([words[kind] for kind in kinds], layers=layers)
+
+    @property
+    def kinds(self) -> tuple[HeadKind, ...]:
+        """The kinds of heads that are selected, or () if heads are selected by name."""
+        words = [str(word) for word in self.heads] if isinstance(self.heads, tuple) else []
+        if not words or any(word not in KINDS for word in words):
+            return ()
+        return tuple(kind for kind in HEAD_KINDS if any(kind in KINDS[word] for word in words))
+
+    def without(self, *kinds: HeadKind) -> "Sites":
+        """Leave out heads of these kinds if heads are selected by kind and others remain."""
+        kept = tuple(kind for kind in self.kinds if kind not in kinds)
+        if len(kept) in (0, len(self.kinds)):
+            return self
+        return replace(Sites.of_kinds(kept), positions=self.positions, layers=self.layers)
+
+    def split(self) -> list[tuple[str, int | str | None]] | None:
+        """Split names such as `L3N7@13` into a head's name and a position or role.
+
+        Return None if no name has a position.
+        """
+        if not isinstance(self.heads, tuple) or not any("@" in str(name) for name in self.heads):
+            return None
+        parsed: list[tuple[str, int | str | None]] = []
+        reasons: list[str] = []
+        for name in map(str, self.heads):
+            if match := _HEAD_AND_POSITION.fullmatch(name):
+                head, number, role = match.groups()
+                parsed.append((head, role if number is None else int(number)))
+            else:
+                reasons.append(
+                    f"got {name!r}; expected a position after @, such as 'L3N7@13', or a role, "
+                    "such as 'L3N7@subject'"
+                )
+        InputError.raise_if(reasons, _PROBLEM)
+        return parsed
 
 
-Sites: TypeAlias = Selection | str | HeadName | Sequence[str | HeadName]
+Heads: TypeAlias = str | HeadName | Sequence[str | HeadName]
+SomeSites: TypeAlias = Sites | Heads
+"""What functions take as sites: heads alone are sites at each position."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,116 +173,18 @@ class LayerSites:
         return cls(heads[0].layer, heads[0].kind, tuple(map(str, heads)), index)
 
 
-def neuron_heads(layers: int | Iterable[int] | None = None) -> Selection:
-    """Select every neuron of some or all layers.
-
-    Args:
-        layers: layers of the original model, counted from 0; None for all.
-
-    Raises:
-        InputError: `layers` contains values that are not numbers, are negative, or are repeated.
-
-    Example:
-        >>> from attn_only_lens import patching as p
-        >>> p.neuron_heads(layers=[8, 9])
-        Selection(kinds=('neuron',), layers=(8, 9))
-    """
-    return _selection(("neuron",), layers)
-
-
-def heads(layers: int | Iterable[int] | None = None) -> Selection:
-    """Select every attention head of some or all layers.
-
-    Args:
-        layers: layers of the original model, counted from 0; None for all.
-
-    Raises:
-        InputError: `layers` contains values that are not numbers, are negative, or are repeated.
-
-    Example:
-        >>> from attn_only_lens import patching as p
-        >>> p.heads()
-        Selection(kinds=('attention',), layers=None)
-    """
-    return _selection(("attention",), layers)
-
-
-def features(layers: int | Iterable[int] | None = None) -> Selection:
-    """Select every feature of the transcoders in some or all layers.
-
-    Args:
-        layers: layers of the original model, from 0; None for all layers with a transcoder.
-
-    Raises:
-        InputError: `layers` contains values that are not numbers, are negative, or are repeated.
-
-    Example:
-        >>> from attn_only_lens import patching as p
-        >>> p.features(layers=2)
-        Selection(kinds=('feature',), layers=(2,))
-    """
-    return _selection(("feature",), layers)
-
-
-def error_nodes(layers: int | Iterable[int] | None = None) -> Selection:
-    """Select the error nodes of the transcoders in some or all layers.
-
-    Args:
-        layers: layers of the original model, from 0; None for all layers with an error node.
-
-    Raises:
-        InputError: `layers` contains values that are not numbers, are negative, or are repeated.
-
-    Example:
-        >>> from attn_only_lens import patching as p
-        >>> p.error_nodes()
-        Selection(kinds=('error',), layers=None)
-    """
-    return _selection(("error",), layers)
-
-
-def all_heads(layers: int | Iterable[int] | None = None) -> Selection:
-    """Select all attention heads, neurons and transcoder nodes in some or all layers.
-
-    Args:
-        layers: layers of the original model, counted from 0; None for all.
-
-    Raises:
-        InputError: `layers` contains values that are not numbers, are negative, or are repeated.
-
-    Example:
-        >>> from attn_only_lens import patching as p
-        >>> p.all_heads(layers=3)
-        Selection(kinds=('attention', 'neuron', 'feature', 'skip', 'error'), layers=(3,))
-    """
-    return _selection(HEAD_KINDS, layers)
-
-
-def _selection(kinds: tuple[HeadKind, ...], layers: object) -> Selection:
-    if layers is None:
-        return Selection(kinds)
-    chosen = as_plain(layers)
-    wanted = list(map(as_plain, chosen)) if isinstance(chosen, Iterable) else [chosen]
-    expected = "expected source layers, counted from 0"
-    reasons = [f"got layer {layer!r}; {expected}" for layer in wanted if not is_count(layer)]
-    repeated = sorted({str(layer) for layer in wanted if wanted.count(layer) > 1})
-    reasons += [f"got layer {layer} more than once; expected each layer once" for layer in repeated]
-    reasons += [f"got no layers; {expected}, or None for all"] * (not wanted)
-    InputError.raise_if(reasons, "these layers cannot be selected")
-    return Selection(kinds, tuple(wanted))
-
-
 def hook_name(model: Any, layer: int, part: Part, kind: HeadKind = "attention") -> str:
     """Return the name of the hook point at which the given part of a layer's heads is patched."""
     return host_of(model).hook_name(layer, kind, _POINTS[part])
 
 
-def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
-    """Return the sites of a model that a selection, or a list of names, refers to."""
+def resolve_sites(model: Any, sites: SomeSites) -> tuple[LayerSites, ...]:
+    """Return the heads of a model that a selection, or a list of names, refers to."""
     InputError.raise_if(reasons_without_heads(model) or host_of(model).reasons(), _PROBLEM)
-    if isinstance(sites, Selection):
-        counts = head_counts(model)
-        layers = range(len(counts)) if sites.layers is None else sorted(sites.layers)
+    sites = Sites.of(sites)
+    if sites.kinds:
+        counts, chosen = head_counts(model), cast("tuple[int, ...] | None", sites.layers)
+        layers = range(len(counts)) if chosen is None else sorted(chosen)
         expected = f"expected source layers from 0 to {len(counts) - 1}"
         unknown = [f"got layer {layer}; {expected}" for layer in layers if layer >= len(counts)]
         InputError.raise_if(unknown, _PROBLEM)
@@ -197,21 +198,10 @@ def resolve_sites(model: Any, sites: Sites) -> tuple[LayerSites, ...]:
             kinds = " or ".join(sites.kinds)
             raise InputError([f"got heads of kind {kinds}; these layers have none"], _PROBLEM)
         return selected
-    names, reasons = _names(model, sites)
+    names, reasons = _names(model, sites.heads)
     InputError.raise_if(reasons, _PROBLEM)
     groups = groupby(sorted(names, key=_order), lambda name: (name.layer, name.kind))
     return tuple(LayerSites.of(heads) for _, heads in groups)
-
-
-def without_wide(sites: Sites) -> Sites:
-    """Return a selection without skip and error nodes, which have no gates or head matrices.
-
-    A list of names is returned unchanged; `wide_reasons` refuses names of these nodes.
-    """
-    if not isinstance(sites, Selection):
-        return sites
-    kinds = tuple(kind for kind in sites.kinds if kind not in WIDE_KINDS)
-    return replace(sites, kinds=kinds or sites.kinds)
 
 
 def wide_reasons(sites: Iterable[LayerSites]) -> list[str]:
@@ -222,30 +212,6 @@ def wide_reasons(sites: Iterable[LayerSites]) -> list[str]:
         for site in sites
         if site.kind in WIDE_KINDS
     ]
-
-
-def split_positions(sites: Sites) -> list[tuple[str, int | str | None]] | None:
-    """Split names such as `L3N7@13` or `L3N7@subject` into a head's name and a position or role.
-
-    Return None if no name has a position.
-    """
-    chosen = as_plain(sites)
-    names = [chosen] if isinstance(chosen, str | HeadName) else chosen
-    if not isinstance(names, list | tuple) or not any("@" in str(name) for name in names):
-        return None
-    parsed: list[tuple[str, int | str | None]] = []
-    reasons: list[str] = []
-    for name in map(str, names):
-        if match := _HEAD_AND_POSITION.fullmatch(name):
-            head, number, role = match.groups()
-            parsed.append((head, role if number is None else int(number)))
-        else:
-            reasons.append(
-                f"got {name!r}; expected a position after @, such as 'L3N7@13', or a role, such as "
-                "'L3N7@subject'"
-            )
-    InputError.raise_if(reasons, _PROBLEM)
-    return parsed
 
 
 def _order(name: HeadName) -> tuple[int, str, int]:
@@ -269,18 +235,13 @@ def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
 
 def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
     """Return the parsed names, and an error message for each name that is not in the model."""
-    if isinstance(sites, str) and sites in _SELECTIONS:
-        return [], [f"got {sites!r}; expected the selection patching.{_SELECTIONS[sites]}"]
-    chosen = [sites] if isinstance(sites, str | HeadName) else as_plain(sites)
-    if not isinstance(chosen, list | tuple) or not chosen:
-        got = "an empty list" if isinstance(chosen, list | tuple) else type(chosen).__name__
-        return [], [
-            f"got {got}; expected neuron_heads(), heads(), all_heads(), with transcoders also "
-            "features() or error_nodes(), or a list of names such as 'L5H3' and 'L5N1234'"
-        ]
+    if not isinstance(sites, tuple) or not sites:
+        got = "an empty list" if isinstance(sites, tuple) else type(sites).__name__
+        words = ", ".join(map(repr, KINDS))
+        return [], [f"got {got}; expected {words}, or names such as 'L5H3' and 'L5N1234'"]
     names, reasons, layers = list[HeadName](), list[str](), head_counts(model)
     transcoders = any("feature" in kinds for kinds in layers)
-    for site in chosen:
+    for site in sites:
         try:
             name = site if isinstance(site, HeadName) else HeadName.parse(site)
         except UnknownHeadError:

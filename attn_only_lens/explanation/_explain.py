@@ -11,7 +11,7 @@ from attn_only_lens.arguments import POSITIVE, RESAMPLES
 from attn_only_lens.circuits._attribution_graph import attribution_graph
 from attn_only_lens.circuits._discover import discover
 from attn_only_lens.engine.answers import WRONG
-from attn_only_lens.engine.contrast import float32_slopes
+from attn_only_lens.engine.multipliers import float32_slopes
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import AnyMetric
 from attn_only_lens.engine.one_thread import one_thread_per_model

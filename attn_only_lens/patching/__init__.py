@@ -13,8 +13,7 @@ from attn_only_lens.engine.metrics import (
     probability,
     probability_diff,
 )
-from attn_only_lens.engine.prompts import PromptPair, prompt_pair
-from attn_only_lens.engine.sites import all_heads, error_nodes, features, heads, neuron_heads
+from attn_only_lens.engine.sites import Sites
 from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching._agreement import agreement
 from attn_only_lens.patching._attribution import attribution
@@ -23,25 +22,19 @@ from attn_only_lens.patching.results import Paths, Sweep
 
 __all__ = [
     "Paths",
-    "PromptPair",
+    "Sites",
     "Sweep",
     "ablated",
     "activation_patch",
     "agreement",
-    "all_heads",
     "attribution",
     "custom",
-    "error_nodes",
-    "features",
-    "heads",
     "kl",
     "log_probability",
     "logit_diff",
     "loss",
-    "neuron_heads",
     "path_patch",
     "probability",
     "probability_diff",
-    "prompt_pair",
     "steered",
 ]

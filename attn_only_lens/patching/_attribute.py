@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn_only_lens.engine.contrast import BothRuns, float32_slopes
+from attn_only_lens.engine.multipliers import BothRuns, float32_slopes
 from attn_only_lens.patching._activation_patch import SweepPlan
 from attn_only_lens.patching.attribution_options import AttributionOptions
 from attn_only_lens.patching.estimator import Estimator, TracedRuns

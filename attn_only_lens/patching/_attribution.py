@@ -15,7 +15,7 @@ is the clean run with z ablated. The methods differ in g:
     "integrated"  g is averaged over k runs with embeddings x + α_j (x' - x) between the two runs,
                   where α_j = (j - 1/2)/k: EAP-IG (Hanna, Pezzelle and Belinkov 2024, "Have Faith in
                   Faithfulness"), by the midpoint rule.
-    "secant"      g is a multiplier between the two runs (`engine/contrast.py`), made of secant
+    "secant"      g is a multiplier between the two runs (`engine/multipliers.py`), made of secant
                   slopes. Σ g · Δ over a layer's heads, plus the part of the residual stream that
                   bypasses them, is exactly the change in the metric. The direction changes only its
                   sign, so compare it with the mean of denoising and noising.

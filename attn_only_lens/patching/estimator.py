@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.engine.contrast import BothRuns, Contrast, contrast, run_both
+from attn_only_lens.engine.multipliers import BothRuns, Multipliers, run_both, secant_multipliers
 from attn_only_lens.engine.directions import ABLATIONS
 from attn_only_lens.engine.edits import by_site
 from attn_only_lens.engine.gradients import (
@@ -133,7 +133,7 @@ class Estimator:
         tangents = self._tangents(prompts) if self.options.needs_tangents else {}
         gradients, by_pattern = tangents, None
         if method == "secant":
-            result = self._contrast(prompts)
+            result = self._multipliers(prompts)
             gradients = result.gradients
             by_pattern = self._through_patterns(result, groups) if self.options.split else None
         elif method == "integrated":
@@ -189,11 +189,11 @@ class Estimator:
             changes.append(group.sums(estimates))
         return moved_values(prompts.unpatched, on_one_device(changes), prompts.shares)
 
-    def _contrast(self, prompts: PromptChunk[TracedRuns]) -> Contrast:
+    def _multipliers(self, prompts: PromptChunk[TracedRuns]) -> Multipliers:
         """Return secant multipliers between the two runs. Warn if effects do not add up exactly."""
         runs, model = prompts.runs, self.plan.model
         both = run_both(model, runs.pair) if runs.both is None else runs.both
-        result = contrast(model, both, runs.metric, runs.tape)
+        result = secant_multipliers(model, both, runs.metric, runs.tape)
         if result.remainder:
             reason = (
                 f"the attributions of all sites add up to {result.total:.4g}, but the metric "
@@ -203,7 +203,7 @@ class Estimator:
             warn({"remainder": reason}, "this metric has no exact secant rule")
         return result
 
-    def _through_patterns(self, result: Contrast, groups: Sequence[SiteGroup]) -> Tensor:
+    def _through_patterns(self, result: Multipliers, groups: Sequence[SiteGroup]) -> Tensor:
         """Return how much of each site's effect goes through attention patterns."""
         model, sign = self.plan.model, 1 if self.plan.direction == "denoise" else -1
         moves = []

@@ -20,17 +20,19 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attn_only_lens.engine.directions import DIRECTIONS
-from attn_only_lens.engine.positions import Positions, PositionSet, resolve_positions
+from attn_only_lens.engine.positions import (
+    Positions,
+    PositionSet,
+    is_by_role,
+    resolve_positions,
+)
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.sites import (
     LayerSites,
     Part,
-    Selection,
     Sites,
-    all_heads,
-    heads,
+    SomeSites,
     resolve_sites,
-    split_positions,
 )
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
@@ -187,28 +189,23 @@ def roles(groups: Iterable[SiteGroup]) -> list[PositionSet]:
 
 
 def site_groups(
-    model: Any,
-    pair: PromptPair,
-    sites: Sites | None,
-    positions: Positions,
-    part: Part,
-    *,
-    most_rows: int | None = ROWS,
+    model: Any, pair: PromptPair, sites: SomeSites, part: Part, *, most_rows: int | None = ROWS
 ) -> tuple[SiteGroup, ...]:
     """Return the sites to patch as groups, whose order depends only on the sites and prompts."""
-    if sites is None:
-        sites = heads() if part == "k" else all_heads()
-    split, reasons = split_positions(sites), list[str]()
+    sites, reasons = Sites.of(sites), list[str]()
+    if part == "k":  # a neuron-head's keys are constant, so there is nothing to patch
+        sites = sites.without(*NEURON_KINDS)
+    split = sites.split()
     with InputError.collected(reasons):
         names = sites if split is None else list(dict.fromkeys(name for name, _ in split))
         resolved = resolve_sites(model, names)
     with InputError.collected(reasons):
         if split is None:
-            everywhere = resolve_positions(pair, positions)
+            everywhere = resolve_positions(pair, sites.positions)
         else:
-            placed = _resolve_placed(pair, split, positions)
+            placed = _resolve_placed(pair, split, sites.positions)
     if part != "z" and not reasons:
-        resolved, reasons = _with_parts(resolved, part, isinstance(sites, Selection))
+        resolved, reasons = _with_parts(resolved, part, bool(sites.kinds))
     InputError.raise_if(reasons, _PROBLEM)
     if split is None:
         groups = _products(resolved, everywhere, most_rows)
@@ -284,18 +281,14 @@ def _resolve_placed(
     """Return the positions for names without a position, and the positions that names include."""
     free = {name for name, position in split if position is None}
     asked = dict.fromkeys(position for _, position in split if position is not None)
-    if isinstance(positions, Mapping):
-        by_role = {str(role.label): role for role in resolve_positions(pair, positions)}
-        unknown = [
-            f"got {name}@{position}; expected one of the roles in positions: {', '.join(by_role)}"
-            for name, position in split
-            if position is not None and position not in by_role
-        ]
-        InputError.raise_if(unknown, _PROBLEM)
-        return [*by_role.values()] * bool(free), {role: by_role[str(role)] for role in asked}
+    by_name = [name for name in asked if isinstance(name, str)]
+    if by_name and len(by_name) == len(asked) and not (free and not is_by_role(positions)):
+        by_role = {str(role.label): role for role in resolve_positions(pair, by_name)}
+        everywhere = list(resolve_positions(pair, positions)) if free else []
+        return everywhere, {role: by_role[role] for role in by_name}
     reasons = [
-        f"got {name}@{role}, which names a role; pass the role's position in each prompt: "
-        f"positions={{{role!r}: …}}"
+        f"got {name}@{role}, which names a role, but other names have other positions; expected "
+        "roles for all names"
         for name, role in split
         if isinstance(role, str)
     ]

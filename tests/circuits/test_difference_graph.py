@@ -9,7 +9,7 @@ from common import tokens
 from attn_only_lens import Bilinear, circuits, convert
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.linear_graph import LinearGraph, Places, node_frame
-from attn_only_lens.engine.contrast import run_both
+from attn_only_lens.engine.multipliers import run_both
 from attn_only_lens.engine.linear_map import of_difference
 from attn_only_lens.errors import InputWarning
 from attn_only_lens.heads import host_of

@@ -12,7 +12,7 @@ from common import tokens
 from attn_only_lens import Bilinear, circuits, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine import linear_rules, secants
-from attn_only_lens.engine.contrast import contrast, metric_multiplier, run_both
+from attn_only_lens.engine.multipliers import metric_multiplier, run_both, secant_multipliers
 from attn_only_lens.engine.gradients import Tape
 from attn_only_lens.engine.linear_map import of_difference
 from attn_only_lens.engine.metrics import bind
@@ -77,7 +77,7 @@ def difference(model, metric, **options):
     clean, corrupted = runs.logits.chunk(2)
     bound = bind(metric, model, pair, clean)
     change = bound.of(clean) - bound.of(corrupted)
-    return contrast(model, runs, bound, tape_of(model), **options), change
+    return secant_multipliers(model, runs, bound, tape_of(model), **options), change
 
 
 def size_of(terms):
@@ -107,7 +107,7 @@ def test_tokens_and_streams_add_up_to_the_change(family):
     tape = Tape([*tape_of(model).names, *names])
     clean, corrupted = runs.logits.chunk(2)
     bound = bind(METRICS["logit_diff"], model, pair, clean)
-    result = contrast(model, runs, bound, tape)
+    result = secant_multipliers(model, runs, bound, tape)
     change = bound.of(clean) - bound.of(corrupted)
     clean, corrupted = runs.stream.chunk(2)
     require_sum(result.stream * (clean - corrupted), change, EXACT, "tokens")
@@ -318,7 +318,7 @@ def test_what_a_sublayer_writes_after_its_own_norm_has_the_gradient_of_the_strea
     runs = run_both(model, pair)
     bound = bind(METRICS["logit_diff"], model, pair, runs.logits.chunk(2)[0])
     names = ["blocks.1.hook_mlp_out", "blocks.1.hook_resid_post"]
-    multipliers = contrast(model, runs, bound, Tape(names)).gradients
+    multipliers = secant_multipliers(model, runs, bound, Tape(names)).gradients
     written, after = (multipliers[name] for name in names)
     assert after.abs().max() > 1e-3
     assert (written - after).abs().max() < EXACT * after.abs().max()

@@ -1,0 +1,54 @@
+"""How a computation is run: how much at once, whether it can be resumed, and its progress bar."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from attn_only_lens.arguments import POSITIVE
+from attn_only_lens.errors import InputError
+
+_PROBLEM = "this cannot be run in this way"
+
+
+@dataclass(frozen=True)
+class Work:
+    """How a computation is run. None of these options changes a result.
+
+    Attributes:
+        batch_size: how many sites (or texts) run in one forward pass; None for as many as fit in
+            memory.
+        prompts_at_once: how many prompt pairs have their activations in memory at once; None for as
+            many as fit in a fifth of the memory, or the number in the folder `resume`. A custom
+            metric and mean ablation need all prompts at once.
+        resume: a checkpoint folder: results are written to the folder as they are computed, and an
+            interrupted computation resumes from the folder. A custom metric then needs a version
+            (see `custom`). Under `accelerate launch`, where processes share the work, the folder is
+            required.
+        progress: whether to show a progress bar; a string is its label.
+
+    Raises:
+        InputError: a size is not a whole number, 1 or more.
+
+    Example:
+        >>> from attn_only_lens import Work
+        >>> Work(batch_size=64, progress="layer 3")
+        Work(batch_size=64, prompts_at_once=None, resume=None, progress='layer 3')
+    """
+
+    batch_size: int | None = None
+    prompts_at_once: int | None = None
+    resume: str | Path | None = None
+    progress: bool | str = True
+
+    def __post_init__(self) -> None:
+        reasons = POSITIVE.or_none.reasons(
+            batch_size=self.batch_size, prompts_at_once=self.prompts_at_once
+        )
+        InputError.raise_if(reasons, _PROBLEM)
+
+    def reasons_against(self, *unused: str) -> list[str]:
+        """Return an error message for each given option that the called function does not use."""
+        return [
+            f"got {name}={value!r} in work; this function does not use {name}: leave it out"
+            for name in unused
+            if (value := getattr(self, name)) is not None
+        ]
