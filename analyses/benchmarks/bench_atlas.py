@@ -70,7 +70,7 @@ def changed(batch: int, k: int, has_quadrants: bool) -> float:
 
 def measure(model: Any, texts: Any, tokens: int, options: Options, device: str) -> pd.DataFrame:
     """One row per batch: tokens, and seconds of the forward pass alone and of the whole step."""
-    summary = Summary(model, resolve_sites(model, all_heads()), options)
+    summary = Summary(model, resolve_sites(model, "all"), options)
     rows: list[dict[str, float]] = []
 
     def forward(batch: Batch) -> None:
@@ -130,7 +130,7 @@ def report(model: Any, frame: pd.DataFrame, options: Options, about: str, speed:
             for part, (flops, size, time_) in rows.items()
         ]
     )
-    n_sites = sum(len(layer.names) for layer in resolve_sites(model, all_heads()))
+    n_sites = sum(len(layer.names) for layer in resolve_sites(model, "all"))
     bound, first, last = ms * counts["forward flops"] / speed, per_token.iloc[0], per_token.iloc[-1]
     return f"""# What an atlas costs
 

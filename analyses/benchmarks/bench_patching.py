@@ -63,7 +63,7 @@ from analyses.benchmarks.bench_peak_memory import GPT2_SMALL, TINY, model_of
 from analyses.tools.benching import machine, table, wait
 from analyses.tools.options import Device, Out, Rounds, Smoke
 from analyses.tools.study_files import keep
-from attn_only_lens import expose_neuron_heads, load
+from attn_only_lens import Work, Contrast, expose_neuron_heads, load
 from attn_only_lens import patching as p
 from attn_only_lens.engine.metrics import bind
 
@@ -190,8 +190,7 @@ def ours(model: Any, clean: Tensor, corrupted: Tensor, sites: pd.DataFrame) -> T
     ]
     options: dict[str, Any] = {"positions": "all"} if everywhere else {}
     sweep = p.activation_patch(
-        model, clean, corrupted, METRIC, sites=names, progress=False, **options
-    )
+        model, Contrast(clean, corrupted, METRIC), sites=names, work=Work(progress=False), **options)
     values = sweep.to_frame().set_index(["name", "position"])["value"]
     rows = sites.itertuples()
     return torch.tensor(

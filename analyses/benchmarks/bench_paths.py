@@ -140,10 +140,10 @@ def cases(cfg: Any, first: int, last: int, few: int) -> Iterator[Case]:
     indices = range(0, cfg.d_mlp, max(1, cfg.d_mlp // few))[:few]
     neurons, to_neurons = ([f"L{layer}N{i}" for i in indices] for layer in (first, last))
     yield Case("neurons to neurons", neurons, to_neurons, "z", last)
-    yield Case("heads to neurons", p.heads(first), to_neurons, "z", last)
-    yield Case("neurons to heads, by q", neurons, p.heads(last), "q", last)
-    yield Case("heads to heads, by q", p.heads(first), p.heads(last), "q", last)
-    yield Case("neurons to the logits", p.neuron_heads(first), "logits", "z", None)
+    yield Case("heads to neurons", p.Sites("heads", layers=first), to_neurons, "z", last)
+    yield Case("neurons to heads, by q", neurons, p.Sites("heads", layers=last), "q", last)
+    yield Case("heads to heads, by q", p.Sites("heads", layers=first), p.Sites("heads", layers=last), "q", last)
+    yield Case("neurons to the logits", p.Sites("neurons", layers=first), "logits", "z", None)
 
 
 def measure(
@@ -188,7 +188,7 @@ def report(smoke: bool, device: str, few: int, n_by_hand: int) -> str:
             measure(case, patch, by_hand, n_by_hand, speed) for case in cases(cfg, first, last, few)
         ]
         start = seconds(device)
-        neurons = {"senders": p.neuron_heads(first), "receivers": p.neuron_heads(last)}
+        neurons = {"senders": p.Sites("neurons", layers=first), "receivers": p.Sites("neurons", layers=last)}
         top = patch(**neurons, part="z", top=100)
         took = seconds(device) - start
     shape = "A tiny model (--smoke)" if smoke else "GPT-2 small's shape, random weights"

@@ -113,7 +113,7 @@ def attributions(source: Any, lengths: tuple[int, ...], rounds: int, device: str
             with torch.no_grad():
                 return source(tokens)  # type: ignore[no-any-return]
 
-        how: dict[str, Any] = {"sites": p.neuron_heads(), "budget": 0, "progress": False}
+        how: dict[str, Any] = {"sites": "neurons", "budget": 0, "progress": False}
         ours = partial(p.attribution, exposed, clean, corrupted, METRIC, **how)
         plain = partial(plain_hooks, source, clean, corrupted)
         calls = {"forward pass": forward, "AtP by plain hooks": plain, "attribution": ours}

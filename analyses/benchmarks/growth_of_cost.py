@@ -47,7 +47,7 @@ from analyses.benchmarks.bench_peak_memory import held_and_peak, reset_peak
 from analyses.tools.benching import MIB, conditions, markdown, seconds, table
 from analyses.tools.options import Device, Out, Smoke
 from analyses.tools.study_files import keep
-from attn_only_lens import expose_neuron_heads
+from attn_only_lens import Contrast, expose_neuron_heads
 from attn_only_lens.circuits import attribution_graph, discover
 from attn_only_lens.neurons import neuron_statistics
 from attn_only_lens.patching import activation_patch, attribution, path_patch
@@ -124,13 +124,13 @@ def some_sites(point: Point, cfg: Any) -> dict[str, Any]:
 def patch(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
     """Patch neurons at positions, and return the number of sites."""
     sites = some_sites(point, model.cfg)
-    return len(activation_patch(model, clean, corrupted, METRIC, **sites, **QUIET).effect)
+    return len(activation_patch(model, Contrast(clean, corrupted, METRIC), **sites, **QUIET).effect)
 
 
 def estimate(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
     """Run `attribution` on all heads, or on some neurons, and return the number of sites."""
     sites = some_sites(point, model.cfg)
-    return len(attribution(model, clean, corrupted, METRIC, **sites, **QUIET).effect)
+    return len(attribution(model, Contrast(clean, corrupted, METRIC), **sites, **QUIET).effect)
 
 
 def paths(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
@@ -145,13 +145,13 @@ def paths(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
 
 def graph(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
     """Build the graph of a difference, and return its number of nodes."""
-    made = attribution_graph(model, clean, METRIC, corrupted=corrupted, top=point.sites)
+    made = attribution_graph(model, Contrast(clean, corrupted, METRIC), top=point.sites)
     return len(made.nodes)
 
 
 def search(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
     """Find a circuit among all heads or some neurons, and return its `n_sites`."""
-    return discover(model, clean, corrupted, METRIC, **some_sites(point, model.cfg)).n_sites
+    return discover(model, Contrast(clean, corrupted, METRIC), **some_sites(point, model.cfg)).n_sites
 
 
 def statistics(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:

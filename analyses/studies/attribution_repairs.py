@@ -28,7 +28,7 @@ from analyses.tools import train_brackets
 from analyses.tools.benching import markdown
 from analyses.tools.real_models import trained
 from analyses.tools.token_pairs import LENGTH, pairs
-from attn_only_lens import expose_neuron_heads, pretrained
+from attn_only_lens import Work, Contrast, expose_neuron_heads, pretrained
 from attn_only_lens import patching as p
 from attn_only_lens.engine.directions import DIRECTIONS
 from attn_only_lens.engine.metrics import Metric
@@ -83,8 +83,8 @@ def repairs(model: Any, prompts: Prompts, way: tuple[Any, Any]) -> Iterator[dict
     n_flops = flops_of_forward(model, prompts[0])
     for direction in DIRECTIONS:
         how = {"part": part, "positions": positions, "direction": direction, "progress": False}
-        exact = p.activation_patch(model, *prompts, **how)
-        sweeps = {x: p.attribution(model, *prompts, **how, budget=x) for x in BUDGETS}
+        exact = p.activation_patch(model, Contrast(*prompts), **how)
+        sweeps = {x: p.attribution(model, Contrast(*prompts), method=p.Estimate(budget=x), **how) for x in BUDGETS}
         auto = sweeps["auto"]
         for kind in KINDS:
             here = (exact.frame["kind"] == kind).to_numpy()
@@ -112,13 +112,12 @@ def flops_of_forward(model: Any, tokens: Tensor) -> float:
 def methods(model: Any, prompts: Prompts) -> Iterator[dict[str, Any]]:
     """Yield a row per part, method and kind of head; positions are separate, in one direction."""
     for part in PARTS:
-        exact = p.activation_patch(model, *prompts, part=part, progress=False)
+        exact = p.activation_patch(model, Contrast(*prompts), part=part, work=Work(progress=False))
         for method in METHODS:
             if method == "secant" and part != "z":  # not possible: split=True divides z
                 continue
             sweep = p.attribution(
-                model, *prompts, part=part, method=method, budget=0, progress=False
-            )
+                model, Contrast(*prompts), part=part, method=p.Estimate(method, budget=0), work=Work(progress=False))
             sites = [result.frame[["name", "position"]].astype(str) for result in (exact, sweep)]
             assert sites[0].equals(sites[1])
             for kind in KINDS:

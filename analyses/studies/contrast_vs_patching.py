@@ -38,7 +38,7 @@ from analyses.tools.benching import table
 from analyses.tools.real_models import trained
 from analyses.tools.study_files import t_interval
 from analyses.tools.token_pairs import LENGTH, pairs
-from attn_only_lens import HeadName, circuits, expose_neuron_heads, load, pretrained, tasks
+from attn_only_lens import Work, Contrast, HeadName, circuits, expose_neuron_heads, load, pretrained, tasks
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.linear_graph import LinearGraph
 from attn_only_lens.engine.multipliers import run_both
@@ -136,17 +136,17 @@ def attributions(model: Any, prompts: Prompts) -> Rows:
     """Yield the correlation of every method with patching, by kind of head and direction."""
     sites = None
     if model.cfg.n_layers > 6:  # a sample, because every site would take hours
-        names = p.attribution(model, *prompts, method="secant", budget=0, progress=False)
+        names = p.attribution(model, Contrast(*prompts), method=p.Estimate("secant", budget=0), work=Work(progress=False))
         sites = list(names.top(150)["name"].unique()) + [f"L{i}N{7 * i}" for i in range(30)]
     one_way, other_way = (
-        p.activation_patch(model, *prompts, sites=sites, direction=way, progress=False)
+        p.activation_patch(model, Contrast(*prompts), sites=sites, direction=way, work=Work(progress=False))
         for way in ("denoise", "noise")
     )
     exact = {"denoise": one_way.effect, "noise": -other_way.effect}
     exact["mean"] = (exact["denoise"] + exact["noise"]) / 2
     for method in METHODS:
         how = {"method": method, "budget": 0, "progress": False}
-        estimate = p.attribution(model, *prompts, sites=sites, **how)
+        estimate = p.attribution(model, Contrast(*prompts), sites=sites, **how)
         for kind in ("attention", "neuron"):
             here = (estimate.frame["kind"] == kind).to_numpy()
             of_kind = estimate.effect.to_numpy()[here]
@@ -171,7 +171,7 @@ def rankings(model: Any, prompts: Prompts) -> Rows:
     """Yield the faithfulness of the first k sites by each method."""
     for method in METHODS:
         how = {"method": method, "budget": 0, "direction": "noise", "progress": False}
-        ranking = p.attribution(model, *prompts, **how)
+        ranking = p.attribution(model, Contrast(*prompts), **how)
         for order in ("magnitude", "signed"):
             of_size = curve(model, prompts, ranking, SIZES, order=order)
             row = {"kind": order, "method": method}
@@ -182,7 +182,7 @@ def searches(model: Any, prompts: Prompts) -> Rows:
     """Yield the sizes of the circuits that `discover` finds for 90 %, by budget."""
     for budget in ("auto", 0):
         yield {"budget": budget} | {
-            method: len(circuits.discover(model, *prompts, method=method, budget=budget))
+            method: len(circuits.discover(model, Contrast(*prompts), method=p.Estimate(method, budget=budget)))
             for method in ("exact_gate", "secant")
         }
 
@@ -194,7 +194,7 @@ def edges(model: Any, prompts: Prompts, sizes: Sizes) -> Rows:
     """
     clean, corrupted, metric = prompts
     pair = prompt_pair(model, clean, corrupted)
-    graph = circuits.attribution_graph(model, clean, metric, corrupted=corrupted, top=sizes.nodes)
+    graph = circuits.attribution_graph(model, Contrast(clean, corrupted, metric), top=sizes.nodes)
     both = of_difference(model, pair, metric)
     names = [HeadName.parse(name) for name in graph.heads["name"].unique()]
     chosen = [
@@ -270,15 +270,7 @@ def _paths(model: Any, prompts: Prompts, chosen: list[tuple[str, str]]) -> pd.Da
     for way, sign in (("denoise", 1), ("noise", -1)):
         paths = [
             p.path_patch(
-                *(model, *prompts),
-                senders=[source.partition("@")[0]],
-                receivers=[target for one, target in chosen if one == source],
-                positions=[int(source.partition("@")[2])],
-                part="z",
-                direction=way,
-                scale="anew",
-                progress=False,
-            )
+                model, Contrast(*prompts), p.Edges(p.Sites([source.partition("@")[0]], positions=[int(source.partition("@")[2])]), [target for one, target in chosen if one == source], part="z", scale="anew"), direction=way, work=Work(progress=False))
             for source in dict.fromkeys(source for source, _ in chosen)
         ]
         frames = [one.to_frame().assign(effect=sign * one.effect) for one in paths]
@@ -332,7 +324,7 @@ def _with_intervals(change: np.ndarray) -> dict[str, Any]:
 def split(model: Any, prompts: list[Prompts]) -> pd.DataFrame:
     """Return the parts of all sites for all pairs, as shares of the difference."""
     how = {"method": "secant", "budget": 0, "split": True, "progress": False}
-    frames = [p.attribution(model, *one, **how).to_frame() for one in prompts]
+    frames = [p.attribution(model, Contrast(*one), **how).to_frame() for one in prompts]
     return pd.concat(dict(enumerate(frames)), names=["pair"]).reset_index("pair")
 
 
@@ -348,8 +340,7 @@ def splitting(model: Any, prompts: list[Prompts], sizes: Sizes) -> Rows:
     weights = []
     for clean, corrupted, metric in prompts:
         graph = circuits.attribution_graph(
-            model, clean, metric, corrupted=corrupted, top=sizes.graph
-        )
+            model, Contrast(clean, corrupted, metric), top=sizes.graph)
         kinds = graph.nodes.set_index("id")["kind"]
         frame = graph.edges
         frame = frame[frame["source"].map(kinds).eq("attention")]
@@ -393,7 +384,7 @@ def predicted(model: Any, parts: pd.DataFrame, prompts: list[Prompts]) -> Rows:
         sums = sums.loc[names]
         for part in ("z", "q", "pattern", "value"):
             how = {"sites": list(names), "part": part, "positions": "all", "progress": False}
-            sweeps = [p.activation_patch(model, *one, **how) for one in prompts[n_train:]]
+            sweeps = [p.activation_patch(model, Contrast(*one), **how) for one in prompts[n_train:]]
             effects = [
                 pd.Series(x.effect.to_numpy(), index=x.frame["name"].astype(str)) for x in sweeps
             ]
@@ -419,7 +410,7 @@ def r2(x: np.ndarray, y: np.ndarray) -> float:
 def ranked(model: Any, prompts: list[Prompts]) -> Rows:
     """Yield the faithfulness of rankings by |pattern + value|, and by |pattern| + |value|."""
     for number, one in enumerate(prompts):
-        whole = p.attribution(model, *one, method="secant", budget=0, split=True, progress=False)
+        whole = p.attribution(model, Contrast(*one), method=p.Estimate("secant", budget=0, split=True), work=Work(progress=False))
         frame = whole.to_frame()
         span = whole.clean_value - whole.corrupted_value
         value = whole.corrupted_value + span * (frame["by_pattern"].abs() + frame["by_value"].abs())
