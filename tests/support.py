@@ -99,7 +99,7 @@ class Kit:
 
     @cached_property
     def comparison(self):
-        sizes, resampling = growth.Sizes(n_patched=2, n_nodes=5), growth.Resampling(7)
+        sizes, resampling = growth.ComparisonSizes(n_patched=2, n_nodes=5), growth.Resampling(7)
         contrast = Contrast(tokens(), None, p.loss())
         return lens.compare(self.model, self.grown, contrast, sizes=sizes, resampling=resampling)
 
