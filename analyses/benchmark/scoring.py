@@ -42,7 +42,7 @@ def judge(
     """
     rows = []
     for problem in problems:
-        judged = compare(problem, method(problem.task), Contrast(what, None, None))
+        judged = compare(problem, method(problem.task), what)
         task = problem.task
         rows.append({"program": task.name, "form": task.form, "seed": task.seed} | judged)
     return pd.DataFrame(rows)

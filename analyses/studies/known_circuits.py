@@ -22,7 +22,6 @@ from analyses.benchmark.scoring import LABELS, LEAK, compare, interval
 from analyses.benchmark.tasks import KINDS, Problem
 from analyses.study import Setting, Study, Tables
 from analyses.tools.flops import FlopCounter
-from attn_only_lens import Contrast
 from attn_only_lens.storage import write_text
 
 METHODS: Mapping[str, Mapping[str, Method]] = {"nodes": NODES, "edges": EDGES}
@@ -70,7 +69,7 @@ def scores(problem: Problem) -> Iterator[dict[str, Any]]:
     for what, methods in METHODS.items():
         truth, frames = getattr(problem.truth, what), {x: f(task) for x, f in methods.items()}
         for least in (LEAK, _ROUNDING):
-            judged = {x: compare(problem, some, Contrast(what, None, least)) for x, some in frames.items()}
+            judged = {x: compare(problem, some, what, least) for x, some in frames.items()}
             for label in LABELS:
                 row: dict[str, Any] = {"form": task.form, "program": task.name, "seed": task.seed}
                 row |= {"what": what, "labels": label, "least": least}

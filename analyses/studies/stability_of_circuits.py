@@ -35,7 +35,7 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 from analyses.study import Setting, Study, Tables
 from analyses.tools import train_small_english as small
 from analyses.tools.learn_mask import learn_mask
-from attn_only_lens import Contrast, circuits, expose_neuron_heads, load, pretrained, tasks
+from attn_only_lens import circuits, expose_neuron_heads, load, pretrained, tasks
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.circuits.stability import inclusion_interval
@@ -75,7 +75,7 @@ def probabilities(model: Any, n: int) -> "pd.Series[float]":
     counts = Counter[str]()
     for seed in tqdm(range(FIRST_FRESH, FIRST_FRESH + n), desc="fresh batches"):
         task = agreement(model, BATCH // 2, seed)
-        circuit = circuits.discover(model, Contrast(*prompts_of(task), roles=task.roles), sites=p.Sites(positions="roles"), search=circuits.Search(n_random=0))
+        circuit = circuits.discover(model, *prompts_of(task), positions=task.roles, n_random=0)
         counts.update(site_names(circuit.frame))
     return pd.Series(counts, dtype=float) / n
 
@@ -86,13 +86,13 @@ def resampled(model: Any, n: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     for seed in tqdm(range(FIRST_BATCH, FIRST_BATCH + n), desc="resampled batches"):
         task, other = agreement(model, BATCH, seed), agreement(model, BATCH, FIRST_FRESH - seed)
         how: dict[str, Any] = {"n_random": 0, "resamples": RESAMPLES, "seed": seed}
-        circuit = circuits.discover(model, Contrast(*prompts_of(task), roles=task.roles), sites=p.Sites(positions="roles"), **how)
+        circuit = circuits.discover(model, *prompts_of(task), positions=task.roles, **how)
         stability = circuit.stability
         assert stability is not None
         names = site_names(stability.sites)
         sites.append(stability.sites[["inclusion"]].assign(batch=seed, site=names))
         held_out = stability.held_out.loc["faithfulness"]
-        fresh = circuits.evaluate(model, circuit, Contrast(*prompts_of(other), roles=other.roles))
+        fresh = circuits.evaluate(model, circuit, *prompts_of(other), positions=other.roles)
         batches.append(
             {
                 "n_sites": len(circuit),
@@ -137,7 +137,7 @@ def between_tasks(model: Any, n: int) -> pd.DataFrame:
     by_task = {}
     for name, task in make.items():
         roles = {"end": task.roles["end"]}
-        by_task[name] = circuits.discover(model, Contrast(*prompts_of(task), roles=roles), sites=p.Sites(positions="roles"), search=circuits.Search(n_random=0))
+        by_task[name] = circuits.discover(model, *prompts_of(task), positions=roles, n_random=0)
     return circuits.transfer(model, by_task, make).rename_axis("circuit").reset_index()
 
 
@@ -222,7 +222,7 @@ def arms(
     """Yield a row for each circuit: how it was chosen, its size, and what it keeps."""
     prompts = model, *prompts_of(training)
     groups = [noun(clean) for clean in training.clean]
-    for kind, sites in (("neurons", "neurons"), ("all sites", "all")):
+    for kind, sites in (("neurons", p.neuron_heads()), ("all sites", p.all_heads())):
         ranked: dict[str, Any] = {"sites": sites, "direction": "noise", "budget": 0}
         rankings = {
             method: p.attribution(*prompts, **ranked, method=method, progress=False)
