@@ -31,9 +31,9 @@ from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.linear_map import LinearMap, of_difference, of_run
 from attn_only_lens.engine.metrics import no_gradient_reasons, one_run_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
-from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import Positions, is_by_role, unlike_tokens
 from attn_only_lens.engine.multipliers import float32_slopes
+from attn_only_lens.engine.one_thread import one_thread_per_model
+from attn_only_lens.engine.positions import is_by_role, unlike_tokens
 from attn_only_lens.engine.recording import float32_runs
 from attn_only_lens.engine.tokens import all_token_texts
 from attn_only_lens.errors import InputError
@@ -55,21 +55,22 @@ def attribution_graph(
     sites: Circuit | Sequence[str] | None = None,
     top: int | None = None,
     mass: float | None = None,
-    positions: Positions = "each",
+    positions: str | Sequence[str] = "each",
     patterns: bool = True,
     max_edges: int = 10_000_000,
 ) -> CircuitGraph:
     """Return a graph of how heads and neurons contribute to a metric and to each other.
 
-    With corrupted prompts, the graph explains exactly how the metric differs between the two runs. The
-    weights of the edges into a node add up to the node's attribution, and the weights of the edges
-    into the metric add up to the difference in the metric. Each nonlinear function is replaced by
-    its secant, a linear function with the same change between the two runs (`engine/secants.py`).
-    By convention, the change in a product a · b is split into Δa · mean(b) and mean(a) · Δb, where
-    the means are over the two runs. A node's attribution can differ from the effect of patching it.
+    With corrupted prompts, the graph explains exactly how the metric differs between the two runs.
+    The weights of the edges into a node add up to the node's attribution, and the weights of the
+    edges into the metric add up to the difference in the metric. Each nonlinear function is
+    replaced by its secant, a linear function with the same change between the two runs
+    (`engine/secants.py`). By convention, the change in a product a · b is split into Δa · mean(b)
+    and mean(a) · Δb, where the means are over the two runs. A node's attribution can differ from
+    the effect of patching it.
 
-    Without corrupted prompts, the graph explains the value of the metric in one run, with patterns and
-    norm scales held fixed. The weights of the edges of kind "value" into a node add up to the
+    Without corrupted prompts, the graph explains the value of the metric in one run, with patterns
+    and norm scales held fixed. The weights of the edges of kind "value" into a node add up to the
     node's attribution. Edges of kinds "q", "k" and "gate" estimate, to first order, how a source
     affects the metric by changing the target's attention pattern or gate.
 
@@ -94,9 +95,9 @@ def attribution_graph(
             computed.
 
     Raises:
-        InputError: with every reason: invalid sites, top, mass, positions or max_edges; an invalid
-            contrast; unsupported norms or matrices; too many edges (the message says how much memory
-            they need, and the largest top that is allowed).
+        InputError: with every reason: an invalid contrast, sites, top, mass, positions or
+            max_edges; unsupported norms or matrices; too many edges (the message says how much
+            memory they need, and the largest top that is allowed).
         UnsupportedModelError: the model has an operation without a secant rule, or is not linear
             when patterns are held fixed.
 

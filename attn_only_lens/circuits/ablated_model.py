@@ -31,7 +31,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.arguments import one_of
 from attn_only_lens.circuits.ablated_points import Flags, Floats, Rows, ablated_points
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.edit_checks import require_edits_read
@@ -50,6 +49,7 @@ from attn_only_lens.patching.prompt_chunks import prompts_per_chunk
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.run_patches import Batching
 from attn_only_lens.patching.site_groups import split_prompts
+from attn_only_lens.work import Work
 
 Ablation = Literal["zero", "mean", "positional_mean", "resample"]
 ABLATIONS: tuple[Ablation, ...] = get_args(Ablation)
@@ -85,7 +85,6 @@ class AblatedModel:
         `sites` are rows of `Sweep.frame`. `runs` are the recordings of the pair, if they exist.
         `on_done` is called with the number of newly finished circuits.
         """
-        InputError.raise_if(one_of(*ABLATIONS).reasons(ablation=ablation), _PROBLEM)
         InputError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
         sites = sites.reset_index(drop=True)
         self.n_sites, self.n_pos = len(sites), pair.clean.shape[1]
@@ -302,7 +301,7 @@ def ablated_model(
     sites: pd.DataFrame,
     *,
     ablation: Ablation,
-    prompts_at_once: int | None = None,
+    work: Work = Work(),
     runs: RunPair | None = None,
     on_done: Callable[[int], object] = lambda n: None,
 ) -> AblatedModel:
@@ -321,7 +320,7 @@ def ablated_model(
     if ablation not in _BY_PROMPT or not metric.by_prompt:
         return make(pair, runs)
     layers = resolve_sites(model, list(sites["name"].unique()))
-    at_once = prompts_per_chunk(model, pair, metric, layers, "z", prompts_at_once, traced=True)
+    at_once = prompts_per_chunk(model, pair, metric, layers, "z", work, traced=True)
     if at_once == n:
         return make(pair, runs)
     weights = (1 / n,) * n

@@ -159,7 +159,8 @@ class Circuit:
             InputError: the prompts were not resampled.
         """
         if self.stability is None:
-            reason = "got a circuit without resamples; expected discover(…, search=Search(resamples=20))"
+            expected = "expected discover(…, search=Search(resamples=20))"
+            reason = f"got a circuit without resamples; {expected}"
             raise InputError([reason], "this circuit has no core")
         sites = self.stability.sites
         faithful, complete = self.stability.core_faithfulness
