@@ -150,11 +150,11 @@ def run(setting: Setting) -> Tables:
     """Measure all models."""
     repaired, estimated = list[dict[str, Any]](), list[dict[str, Any]]()
     for name, model, of_repairs, of_methods in tqdm(subjects(setting), "models"):
-        for number, prompts in enumerate(of_repairs):
-            rows = repairs(model, prompts, WAYS[number % len(WAYS)])
+        for number, contrast in enumerate(of_repairs):
+            rows = repairs(model, contrast, WAYS[number % len(WAYS)])
             repaired += [{"model": name, "pair": number} | row for row in rows]
-        for prompts in of_methods:
-            estimated += [{"model": name} | row for row in methods(model, prompts)]
+        for contrast in of_methods:
+            estimated += [{"model": name} | row for row in methods(model, contrast)]
     frame = pd.DataFrame(estimated)
     for column, order in {"kind": list(KINDS), "part": PARTS, "method": METHODS}.items():
         frame[column] = pd.Categorical(frame[column], order)
