@@ -22,7 +22,7 @@ from torch import Tensor
 from attn_only_lens.arguments import as_plain, is_count, is_number, one_of
 from attn_only_lens.axes import BIAS, Tokens
 from attn_only_lens.devices import keep_random_state
-from attn_only_lens.engine.directions import Ablation
+from attn_only_lens.engine.directions import AblationKind
 from attn_only_lens.engine.edit_checks import require_edits_read
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.one_thread import one_thread_per_model
@@ -32,8 +32,8 @@ from attn_only_lens.engine.recording import NeuronRun, Recording, record
 from attn_only_lens.engine.sites import (
     Part,
     Sites,
+    SomeSites,
     resolve_sites,
-    split_positions,
 )
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of
@@ -48,7 +48,7 @@ _ABLATED, _STEERED = "these heads cannot be ablated", "these heads cannot be ste
 
 
 def ablate(
-    recording: Recording, reference: Recording, to: Ablation, real: Bool[Tensor, "batch pos"]
+    recording: Recording, reference: Recording, to: AblationKind, real: Bool[Tensor, "batch pos"]
 ) -> Recording:
     """Return a recording with ablated outputs z; the mean for "mean" is taken over `reference`."""
     if to == "bias" and recording.hooked:
@@ -106,27 +106,24 @@ def resample_reasons(
 @contextmanager
 def ablated(
     model: Any,
-    names: Sites,
+    sites: SomeSites,
     to: AblateTo = "zero",
     *,
     prompts: Prompts | None = None,
     mask: Tensor | None = None,
-    positions: int | Sequence[int] | None = None,
 ) -> Iterator[None]:
     """Ablate heads in every run of a model inside a `with`.
 
     Args:
         model: a model that `convert` returned, or a model with exposed neuron-heads. This model
             itself is edited, not a copy.
-        names: `L5H3`, `L5N1234`, a list of names, or a selection such as `heads(layers=5)`;
-            `L5N1234@13` edits that head only at position 13.
+        sites: the heads, at every position or at numbers from 0, which count prompt tokens, padding
+            and generated tokens; see `Sites`. `L5N1234@13` is that head only at position 13.
         to: "zero"; "mean", the mean over all non-padding tokens of `prompts`; or "bias", which puts
             all attention of a neuron-head on the bias token, so that its output is 0.
         prompts: texts or tokens for the means. Means are computed without hooks on the model, so of
             nested contexts, the one with to="mean" must be the outermost.
         mask: if the prompts are tokens, 1 for tokens and 0 for padding.
-        positions: the positions for names without a position: numbers from 0, which count prompt
-            tokens, padding and generated tokens; by default all positions.
 
     Raises:
         InputError: names are unknown, prompts are missing for "mean" or given for another
@@ -145,7 +142,9 @@ def ablated(
         ...     bool((model(tokens) - before).abs().max() > 1e-3)
         True
     """
-    places, reasons = _places(model, names, positions)
+    sites = Sites.of(sites)
+    positions = None if sites.positions == "each" else sites.positions
+    places, reasons = _places(model, sites, positions)
     reasons += one_of(*get_args(AblateTo)).reasons(to=to)
     if to == "bias" and any(place.kind not in NEURON_KINDS for place in places):
         reasons.append("attention heads have no bias token; ablate them to 'zero' or 'mean'")
@@ -186,7 +185,8 @@ def steered(
         steering: for each head name, the value to add to z. For a neuron-head, it is a number,
             which also changes the neuron's activation by this number. For an attention head, it is
             a vector [d_head].
-        positions: see `ablated`.
+        positions: the positions for names without a position: numbers from 0; see `ablated`. None
+            for all positions.
 
     Raises:
         InputError: names are unknown, values are not finite numbers or have the wrong length, or
@@ -207,7 +207,7 @@ def steered(
         raise InputError(
             ["got no steering; expected a dictionary such as {'L5N1234': 4.0}"], _STEERED
         )
-    places, reasons = _places(model, list(steering), positions)
+    places, reasons = _places(model, Sites(list(steering)), positions)
     InputError.raise_if(reasons, _STEERED)
     vectors = {str(name): value for name, value in steering.items()}
     run, edits = _recorded(model, places, "z"), list[_Edit]()
@@ -265,13 +265,13 @@ class _Edit:
     adds: bool = False
 
 
-def _places(model: Any, names: Sites, positions: Any) -> tuple[list[_Place], list[str]]:
+def _places(model: Any, sites: Sites, positions: Any) -> tuple[list[_Place], list[str]]:
     """Return the heads to edit with their positions, and error messages about invalid positions."""
     plain = as_plain(positions)
     chosen = plain if isinstance(plain, list | tuple | range) or plain is None else (plain,)
     default = None if chosen is None else tuple(map(as_plain, chosen))
-    split, reasons = split_positions(names), list[str]()
-    by_position: dict[Any, Any] = {None: names}
+    split, reasons = sites.split(), list[str]()
+    by_position: dict[Any, Any] = {None: sites}
     if split is not None:
         by_position = {position: [] for _, position in split}
         for head, position in split:
@@ -289,10 +289,10 @@ def _places(model: Any, names: Sites, positions: Any) -> tuple[list[_Place], lis
                 f"got positions {list(edited)}; expected numbers from 0, or None for all "
                 "positions: roles and negative positions are undefined while a text grows"
             )
-        for sites in resolve_sites(model, heads):
-            names_here = [f"{name}{suffix}" for name in sites.names]
-            by_name = dict(zip(names_here, sites.index.tolist(), strict=True))
-            places.append(_Place(sites.layer, sites.kind, by_name, edited))
+        for of_layer in resolve_sites(model, heads):
+            names_here = [f"{name}{suffix}" for name in of_layer.names]
+            by_name = dict(zip(names_here, of_layer.index.tolist(), strict=True))
+            places.append(_Place(of_layer.layer, of_layer.kind, by_name, edited))
     return places, reasons
 
 

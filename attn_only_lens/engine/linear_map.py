@@ -39,7 +39,6 @@ from torch import Tensor, nn
 
 from attn_only_lens.axes import Residual
 from attn_only_lens.devices import on_cpu, to_float64_device
-from attn_only_lens.engine.multipliers import BothRuns, run_both, secant_multipliers
 from attn_only_lens.engine.gradients import Tape, gradients
 from attn_only_lens.engine.held_run import (
     HeldPass,
@@ -50,6 +49,7 @@ from attn_only_lens.engine.held_run import (
 )
 from attn_only_lens.engine.linear_rules import Steps
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, bind, require_differentiable
+from attn_only_lens.engine.multipliers import BothRuns, run_both, secant_multipliers
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.secants import Valve, Weights, mean, norm_change
 from attn_only_lens.engine.writes import (

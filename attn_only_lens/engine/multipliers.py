@@ -15,9 +15,9 @@ They count what reads the hook point's output; multipliers of `hook_resid_mid` c
 reads the stream there, because in bridges only the MLP reads this hook point. If three factors
 of a product change, their shares depend on the order of multiplication in the model's code.
 
-`linear_rules.py` replaces the nonlinear steps. If the model has another nonlinear step, `secant_multipliers`
-raises an error, because the sum of M · Δ over the first block's input differs from the metric's
-change.
+`linear_rules.py` replaces the nonlinear steps. If the model has another nonlinear step,
+`secant_multipliers` raises an error, because the sum of M · Δ over the first block's input differs
+from the metric's change.
 
 The two runs can be any two. With `kept`, the first is the run of a circuit: on the clean prompts,
 every head outside the circuit has its output in the corrupted run. These outputs do not change, and

@@ -2,16 +2,15 @@
 
 The numbers 0, 1, … are columns of the token tensor, so they count padding, too. Negative numbers
 count from the end: -1 is the last non-padding token of each prompt. `"each"` and `"all"` leave out
-padding. A role names one position in each prompt, as in `{"subject": [2, 4], "end": -1}`; a contrast
-has roles, and `"roles"` is all of them. A role's position is counted without padding, from the
-start or, if negative, from the end.
+padding. A role of the contrast names one position in each prompt, as in `{"subject": [2, 4], "end":
+-1}`, counted without padding, from the start or, if negative, from the end; `"roles"` is all roles.
 
 In prompts of different lengths, a number from 0 means unlike tokens in different prompts, and which
 tokens depends on the side of the padding. For such prompts, rows that are means over prompts give a
 warning (`warn_of_unlike_tokens`), and circuits and graphs raise an error.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.engine.input_warnings import warn
-from attn_only_lens.engine.prompts import PromptPair, Roles
+from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 

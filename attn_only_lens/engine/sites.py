@@ -36,6 +36,8 @@ KINDS: dict[str, tuple[HeadKind, ...]] = {
 }
 """The words that select heads by kind."""
 
+Heads: TypeAlias = str | HeadName | Sequence[str | HeadName]
+
 
 @dataclass(frozen=True)
 class Sites:
@@ -144,7 +146,6 @@ class Sites:
         return parsed
 
 
-Heads: TypeAlias = str | HeadName | Sequence[str | HeadName]
 SomeSites: TypeAlias = Sites | Heads
 """What functions take as sites: heads alone are sites at each position."""
 

@@ -3,6 +3,7 @@
 A neuron-head is an MLP neuron that is computed as an attention head.
 """
 
+from attn_only_lens.engine.directions import Ablation
 from attn_only_lens.engine.interventions import ablated, steered
 from attn_only_lens.engine.metrics import (
     custom,
@@ -18,9 +19,14 @@ from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching._agreement import agreement
 from attn_only_lens.patching._attribution import attribution
 from attn_only_lens.patching._path_patch import path_patch
+from attn_only_lens.patching.edges import Edges
+from attn_only_lens.patching.estimate import Estimate
 from attn_only_lens.patching.results import Paths, Sweep
 
 __all__ = [
+    "Ablation",
+    "Edges",
+    "Estimate",
     "Paths",
     "Sites",
     "Sweep",

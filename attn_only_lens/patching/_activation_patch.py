@@ -4,25 +4,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from attn_only_lens.arguments import POSITIVE, one_of
+from attn_only_lens.arguments import one_of
 from attn_only_lens.axes import Tokens
-from attn_only_lens.engine.directions import ABLATIONS, DIRECTIONS, direction_reasons
+from attn_only_lens.engine.contrast import Contrast, contrast_reasons
+from attn_only_lens.engine.directions import ABLATIONS, DIRECTIONS, Ablation
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.metrics import AnyMetric, Metric, as_metric
+from attn_only_lens.engine.metrics import Metric, as_metric
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_state import saved_state
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import Positions, warn_of_unlike_tokens
-from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair, single_prompts
+from attn_only_lens.engine.positions import warn_of_unlike_tokens
+from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import RunPair, record_pair
 from attn_only_lens.engine.replay import make_replay
-from attn_only_lens.engine.sites import PARTS, LayerSites, Part, Sites, split_positions
+from attn_only_lens.engine.sites import PARTS, LayerSites, Part, Sites, SomeSites
 from attn_only_lens.engine.tokens import checked_tokens
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching.job import Arrays, Job, require_folder
@@ -52,27 +51,20 @@ from attn_only_lens.patching.site_groups import (
     split_sweep,
 )
 from attn_only_lens.precision import matmul_precision
+from attn_only_lens.work import Work
 
 
 @one_thread_per_model
 @warned_once()
 def activation_patch(
     model: Any,
-    clean: Prompts,
-    corrupted: Prompts | None,
-    metric: AnyMetric,
+    contrast: Contrast,
     *,
-    sites: Sites | None = None,
+    sites: SomeSites = "all",
     part: Part = "z",
-    positions: Positions = "each",
-    direction: str = "denoise",
-    mask: Tensor | None = None,
-    reference: str | Tokens | None = None,
+    direction: str | Ablation = "denoise",
     per_prompt: bool = False,
-    prompts_at_once: int | None = None,
-    batch_size: int | None = None,
-    resume: str | Path | None = None,
-    progress: bool | str = True,
+    work: Work = Work(),
 ) -> Sweep:
     """Patch each site (a head at a position) in turn, and compute the metric after each patch.
 
@@ -82,41 +74,21 @@ def activation_patch(
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
-        clean: a text, a list of texts, or tokens [batch, pos]; see `prompt_pair`.
-        corrupted: the corrupted prompts, with the same number of tokens; None for an ablation
-            without corrupted prompts, whose scores are fractions of the clean run's metric.
-        metric: `logit_diff(...)` or another metric, or any function of logits
-            [batch, pos, d_vocab].
-        sites: `neuron_heads()`, `heads()`, `all_heads()`, or names; by default all heads.
+        contrast: the two runs and the metric; see `Contrast`. Without corrupted prompts, only
+            ablations are possible, and scores are fractions of the clean run's metric.
+        sites: which heads are patched, and at which positions; see `Sites`.
         part: the patched activation: "z", a head's output; "pattern", a head's attention pattern;
             "value"; "q"; or "k", for attention heads only. Heads that share a neuron are patched
             together unless a name selects a single head. If heads share values and keys
             (grouped-query attention), only one head reads the patch. Of attention heads, "value"
             and "k" are patched at the token that is read (the key's position), and "z", "pattern"
             and "q" at the token that reads (the query's position).
-        positions: "each" in turn, "all" at once, a number (-1 is each prompt's last token), a list
-            of numbers, or roles: `{"subject": [2, 4], "end": -1}`, with one number for all prompts
-            or one number per prompt, counted without padding. If prompts differ in length, means
-            over prompts at a number from 0 give a warning.
         direction: "denoise" patches clean activations into the corrupted run; "noise" patches
-            corrupted activations into the clean run. An ablation replaces z in the clean run:
-            "zero" by 0; "mean" by the mean over all non-padding tokens of all prompts; "resample"
-            by z of the next prompt at the same position (for the last prompt, of the first prompt);
-            "bias" by z with all of a neuron-head's attention on the bias token.
-        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
-        reference: a text, or tokens [batch, pos] without padding, for "mean" and "resample" (prompt
-            i is resampled from row i); by default the clean prompts.
+            corrupted activations into the clean run. An ablation, "zero", "mean", "resample" or
+            "bias", replaces z in the clean run; see `Ablation`.
         per_prompt: whether to return one row per site and prompt; by default there is one row per
             site, with the mean over prompts and standard errors (see `Sweep`).
-        prompts_at_once: how many prompt pairs have their activations in memory at once; by default
-            as many as fit in a fifth of the memory, or the number in the folder `resume`; for a
-            custom metric, all of them.
-        batch_size: how many sites run in one forward pass; by default as many as fit in memory.
-        resume: a checkpoint folder: results are written to the folder as they are computed, and an
-            interrupted sweep resumes from the folder. A custom metric then needs a version (see
-            `custom`). Under `accelerate launch`, where processes share the work, the folder is
-            required.
-        progress: whether to show a progress bar; a string is its label.
+        work: how the patches are run; see `Work`.
 
     Returns:
         The metric and the score after each patch. The score is 0 for the corrupted run and 1 for
@@ -132,40 +104,28 @@ def activation_patch(
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import convert, patching as p, pretrained
+        >>> from attn_only_lens import Contrast, convert, patching as p, pretrained
         >>> model = convert(pretrained.modular_addition())
-        >>> sweep = p.activation_patch(
-        ...     model, torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]),
-        ...     p.logit_diff(correct=7, wrong=8), sites=p.neuron_heads(), progress=False)
+        >>> sums = Contrast(torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]),
+        ...                 p.logit_diff(correct=7, wrong=8))
+        >>> sweep = p.activation_patch(model, sums, sites="neurons")
         >>> len(sweep.to_frame())  # 512 neurons at 3 positions
         1536
     """
     # Check
-    reasons = sweep_reasons(model, corrupted, part, direction, reference)
-    reasons += POSITIVE.or_none.reasons(batch_size=batch_size, prompts_at_once=prompts_at_once)
+    reasons = sweep_reasons(model, contrast, part, direction)
     InputError.raise_if(reasons, "this cannot be patched")
-    require_folder(resume)
+    require_folder(work.resume)
 
     # Plan
-    plan = plan_sweep(
-        *(model, clean, corrupted, metric),
-        sites=sites,
-        part=part,
-        positions=positions,
-        direction=direction,
-        mask=mask,
-        reference=reference,
-        per_prompt=per_prompt,
-        prompts_at_once=prompts_at_once,
-        resume=resume,
-    )
-    chunks = plan.chunks(by_cost=resume is not None)
+    plan = plan_sweep(model, contrast, sites, part, direction, per_prompt, work)
+    chunks = plan.chunks(by_cost=work.resume is not None)
     prompts = plan.prompt_chunks(plan.record)
     totals = prompts.totals(plan.prompts, plan.n_rows, plan.per_prompt)
 
     # Run
-    job = Job(resume, plan.settings, progress)
-    patches = SitePatches(plan, prompts, totals, batch_size, job.advance)
+    job = Job(work.resume, plan.settings, work.progress)
+    patches = SitePatches(plan, prompts, totals, work.batch_size, job.advance)
     for chunk, arrays in job.run(chunks, patches.compute, unit="site"):
         totals.add(chunk, torch.from_numpy(arrays["kept"]))
 
@@ -180,7 +140,7 @@ class SweepPlan:
     model: Any
     pair: PromptPair
     metric: Metric
-    asked: Sites | None
+    asked: Sites
     groups: tuple[SiteGroup, ...]
     part: Part
     direction: str
@@ -231,7 +191,7 @@ class SweepPlan:
             "reference": None if self.reference is None else self.reference.tolist(),
             "sites": [name for site in self.sites for name in site.names],
             "positions": [position.label for position in position_sets(self.groups)],
-            "at": None if self.asked is None else split_positions(self.asked),
+            "at": self.asked.split(),
             "float32 products": matmul_precision(),
             "part": self.part,
             "direction": self.direction,
@@ -242,38 +202,27 @@ class SweepPlan:
 
 def plan_sweep(
     model: Any,
-    clean: Prompts,
-    corrupted: Prompts | None,
-    metric: AnyMetric,
-    *,
-    sites: Sites | None,
+    contrast: Contrast,
+    sites: SomeSites,
     part: Part,
-    positions: Positions,
-    direction: str,
-    mask: Tensor | None,
-    reference: str | Tokens | None,
+    direction: str | Ablation,
     per_prompt: bool,
-    prompts_at_once: int | None,
-    resume: str | Path | None,
+    work: Work,
+    *,
     traced: bool = False,
 ) -> SweepPlan:
     """Resolve the prompts, the sites and the metric, and choose the number of prompts per chunk."""
-    pair = (
-        single_prompts(model, clean, mask)
-        if corrupted is None
-        else prompt_pair(model, clean, corrupted, mask)
-    )
+    pair, ablation, sites = contrast.pair(model), Ablation.of(direction), Sites.of(sites)
     most_rows = None if traced else ROWS  # estimates (`traced`) compute all rows at once
-    groups = site_groups(model, pair, sites, positions, part, most_rows=most_rows)
+    groups = site_groups(model, pair, sites, part, most_rows=most_rows)
     if not per_prompt:
         warn_of_unlike_tokens(model, pair, position_sets(groups))
+    reference = ablation.reference
     tokens = None if reference is None else checked_tokens(model, reference)
-    metric, layer_sites = as_metric(metric), tuple(dict.fromkeys(g.sites for g in groups))
-    at_once = prompts_per_chunk(
-        *(model, pair, metric, layer_sites, part, prompts_at_once), resume=resume, traced=traced
-    )
-    runs = model, pair, metric
-    return SweepPlan(*runs, sites, groups, part, direction, tokens, bool(per_prompt), at_once)
+    metric, layer_sites = as_metric(contrast.metric), tuple(dict.fromkeys(g.sites for g in groups))
+    at_once = prompts_per_chunk(model, pair, metric, layer_sites, part, work, traced=traced)
+    options: Any = (sites, groups, part, ablation.kind, tokens, bool(per_prompt), at_once)
+    return SweepPlan(model, pair, metric, *options)
 
 
 class SitePatches:
@@ -314,15 +263,15 @@ class SitePatches:
 
 
 def sweep_reasons(
-    model: Any, corrupted: object, part: object, direction: object, reference: object
+    model: Any, contrast: object, part: object, direction: str | Ablation
 ) -> list[str]:
     """Return every reason why the given options for patching or attribution are invalid."""
-    reasons = [*reasons_not_to_run(model)]
+    reasons = [*reasons_not_to_run(model), *contrast_reasons(contrast, both=False)]
     reasons += one_of(*PARTS).reasons(part=part)
-    reasons += one_of(*DIRECTIONS, *ABLATIONS).reasons(direction=direction)
-    reasons += direction_reasons(corrupted, part, direction)
-    if reference is not None and direction not in ("mean", "resample"):
-        reasons.append(f"got a reference with direction={direction!r}; expected no reference")
+    ablation = Ablation.of(direction)
+    reasons += one_of(*DIRECTIONS, *ABLATIONS).reasons(direction=ablation.kind)
+    if isinstance(contrast, Contrast):
+        reasons += ablation.reasons(contrast.corrupted, part)
     return reasons
 
 

@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 from functools import partial
 from math import nan
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 
 from attn_only_lens.engine.multipliers import BothRuns, float32_slopes
 from attn_only_lens.patching._activation_patch import SweepPlan
-from attn_only_lens.patching.attribution_options import AttributionOptions
+from attn_only_lens.patching.estimate import Estimate
 from attn_only_lens.patching.estimator import Estimator, TracedRuns
 from attn_only_lens.patching.job import Arrays, Job
 from attn_only_lens.patching.over_prompts import OverPrompts
@@ -20,32 +19,36 @@ from attn_only_lens.patching.repairs import Budget, expected_pearson
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.site_groups import Chunk
 from attn_only_lens.precision import full_precision
+from attn_only_lens.work import Work
 
 
 @full_precision()
 def attribute(
     plan: SweepPlan,
-    options: AttributionOptions,
+    options: Estimate,
+    work: Work,
     *,
     both: BothRuns | None = None,
-    resume: str | Path | None = None,
-    progress: bool = False,
+    top_by_prompt: bool = False,
 ) -> Sweep:
     """Estimate the results of patching all sites of a plan; see `attribution`.
 
     `both` holds the clean and corrupted runs of all prompts, or None. Only "secant" with budget=0
-    uses `both`.
+    uses `both`. With `top_by_prompt`, the top rows, which are patched exactly, are those of single
+    prompts; otherwise they are those of the means over prompts.
     """
     secant = options.method == "secant"
     with float32_slopes(plan.model, plan.pair, plan.metric) if secant else nullcontext():
         chunks = plan.chunks(by_cost=False)
-        estimator = Estimator(plan, options, both, progress and len(chunks) == 1)
+        progress = bool(work.progress)
+        estimator = Estimator(plan, options, both, top_by_prompt, progress and len(chunks) == 1)
         prompts = plan.prompt_chunks(estimator.record)
         totals = prompts.totals(plan.prompts, plan.n_rows, plan.per_prompt)
 
         # Run
         settings = options.settings()
-        job = Job(resume, lambda: plan.settings() | settings, progress and len(chunks) > 1)
+        shown = work.progress if len(chunks) > 1 else False
+        job = Job(work.resume, lambda: plan.settings() | settings, shown)
         compute = partial(_estimate_chunk, estimator, prompts, totals)
         exact, sums = np.ones(plan.n_rows, dtype=bool), dict[str, Any]()
         before_switch = ~exact

@@ -35,56 +35,34 @@ more passes for "secant" and 1 for "integrated". In `analyses/results`, `attribu
 `contrast_vs_patching.md` report how well the estimates agree with exact patching.
 """
 
-from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from attn_only_lens.arguments import POSITIVE
-from attn_only_lens.axes import Tokens
+from attn_only_lens.engine.contrast import Contrast
+from attn_only_lens.engine.directions import Ablation
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.metrics import (
-    AnyMetric,
-    no_gradient_reasons,
-)
+from attn_only_lens.engine.metrics import no_gradient_reasons
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import Positions
-from attn_only_lens.engine.prompts import Prompts
-from attn_only_lens.engine.sites import Part, Sites
+from attn_only_lens.engine.sites import Part, SomeSites
 from attn_only_lens.errors import InputError
-from attn_only_lens.patching._activation_patch import (
-    SweepPlan,
-    plan_sweep,
-    sweep_reasons,
-)
+from attn_only_lens.patching._activation_patch import SweepPlan, plan_sweep, sweep_reasons
 from attn_only_lens.patching._attribute import attribute
-from attn_only_lens.patching.attribution_options import AttributionOptions, Method
-from attn_only_lens.patching.repairs import Budget
+from attn_only_lens.patching.estimate import Estimate, Method
 from attn_only_lens.patching.results import Sweep
+from attn_only_lens.work import Work
 
 
 @one_thread_per_model
 @warned_once()
 def attribution(
     model: Any,
-    clean: Prompts,
-    corrupted: Prompts | None,
-    metric: AnyMetric,
+    contrast: Contrast,
     *,
-    sites: Sites | None = None,
+    sites: SomeSites = "all",
     part: Part = "z",
-    positions: Positions = "each",
-    direction: str = "denoise",
-    method: Method = "exact_gate",
-    steps: int | None = None,
-    budget: Budget = "auto",
-    split: bool = False,
-    mask: Tensor | None = None,
-    reference: str | Tokens | None = None,
+    direction: str | Ablation = "denoise",
+    method: Method | Estimate = "exact_gate",
     per_prompt: bool = False,
-    prompts_at_once: int | None = None,
-    resume: str | Path | None = None,
-    progress: bool = True,
+    work: Work = Work(),
 ) -> Sweep:
     """Estimate the results of activation patching for all sites at once.
 
@@ -107,37 +85,21 @@ def attribution(
             The `requires_grad` and `grad` of its parameters do not change. "secant" runs a
             half-precision model in float32, and warns by how much this alters the metric's range
             (clean minus corrupted).
-        clean: a text, a list of texts, or tokens [batch, pos]; see `prompt_pair`.
-        corrupted: the corrupted prompts, with the same number of tokens; None for an ablation
-            without corrupted prompts, whose scores are fractions of the clean run's metric.
-        metric: `logit_diff(...)` or another metric, or a differentiable function of logits
-            [batch, pos, d_vocab].
-        sites: `neuron_heads()`, `heads()`, `all_heads()`, or names; by default all heads.
+        contrast: the two runs and the metric, a differentiable function; see `Contrast`. Without
+            corrupted prompts, only ablations are possible, and scores are fractions of the clean
+            run's metric.
+        sites: the heads and their positions; see `Sites`.
         part: "z", "pattern", "value", "q", "k"; see `activation_patch`.
-        positions: "each", "all", numbers, or roles; see `activation_patch`.
-        direction: "denoise" or "noise"; or an ablation of z in the clean run, "zero", "mean",
-            "resample" or "bias"; see `activation_patch`.
-        method: "gradient", "exact_gate", "integrated" or "secant"; see the module docstring.
-        steps: for "integrated", how many gradients to average; by default 5.
-        budget: the cost of exact patches, in forward passes (counted in flops), or "auto". "auto"
-            spends at least 2 forward passes or 0.2 GFLOP. "auto" then continues until the top 20
-            rows and the sites before a switch are exact and the expected correlations are .99, or
-            until it has spent 7 forward passes (10 with the estimates) or 4 GFLOP. Of the two
-            limits, the larger one applies. It is 2.5 times as large if one of the top 20
-            estimates has the wrong sign, or if the top 20 rows need more. Tests of a new model cost
-            about ten passes.
-        split: with method "secant" and budget=0, also return each head's effect through its pattern
-            and through its values: columns `by_pattern` and `by_value`, which add up to the effect
-            on the score.
-        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
-        reference: the prompts for "mean" and "resample"; see `activation_patch`.
+        direction: "denoise" or "noise"; or an ablation of z in the clean run; see
+            `activation_patch`.
+        method: "gradient", "exact_gate", "integrated" or "secant" (see the module docstring), or an
+            `Estimate` with more options.
         per_prompt: whether to return one row per site and prompt; see `activation_patch`. The
             estimates of all prompts come from the same gradients.
-        prompts_at_once: how many prompt pairs are run at once; see `activation_patch`. Each chunk
-            of prompts has its own budget: a row is `exact` if it was patched in all chunks.
-        resume: a checkpoint folder; see `activation_patch`.
-        progress: whether to show progress bars. They count exact patches and the steps of
-            "integrated", or sites if there are several chunks of prompts.
+        work: how the estimates are run; see `Work`, without its batch size. Each chunk of prompts
+            has its own budget: a row is `exact` if it was patched in all chunks. Progress bars
+            count exact patches and the steps of "integrated", or sites if there are several chunks
+            of prompts.
 
     Returns:
         The estimated metric and score after each patch. The score is 0 for the corrupted run and 1
@@ -154,41 +116,34 @@ def attribution(
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import convert, patching as p, pretrained
+        >>> from attn_only_lens import Contrast, convert, patching as p, pretrained
         >>> model = convert(pretrained.modular_addition())
-        >>> prompts = torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113])
-        >>> metric, sites = p.logit_diff(correct=7, wrong=8), p.neuron_heads()
-        >>> estimate = p.attribution(model, *prompts, metric, sites=sites, positions=-1)
-        >>> exact = p.activation_patch(
-        ...     model, *prompts, metric, sites=sites, positions=-1, progress=False)
+        >>> sums = Contrast(torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]),
+        ...                 p.logit_diff(correct=7, wrong=8))
+        >>> sites = p.Sites("neurons", positions=-1)
+        >>> estimate = p.attribution(model, sums, sites=sites)
+        >>> exact = p.activation_patch(model, sums, sites=sites)
         >>> bool(p.agreement(exact, estimate)["pearson"].item() > 0.99)
         True
     """
-    options = AttributionOptions(method, budget, steps, split, top_by_prompt=per_prompt)
-    plan = plan_attribution(
-        *((model, clean, corrupted, metric), options),
-        sites=sites,
-        part=part,
-        positions=positions,
-        direction=direction,
-        mask=mask,
-        reference=reference,
-        per_prompt=per_prompt,
-        prompts_at_once=prompts_at_once,
-        resume=resume,
-    )
-    return attribute(plan, options, resume=resume, progress=progress)
+    estimate = Estimate.of(method)
+    plan = plan_attribution(model, contrast, sites, part, direction, estimate, per_prompt, work)
+    return attribute(plan, estimate, work, top_by_prompt=per_prompt)
 
 
 def plan_attribution(
-    prompts: tuple[Any, ...], options: AttributionOptions, **of_sweep: Any
+    model: Any,
+    contrast: Contrast,
+    sites: SomeSites,
+    part: Part,
+    direction: str | Ablation,
+    estimate: Estimate,
+    per_prompt: bool,
+    work: Work,
 ) -> SweepPlan:
     """Check all arguments of `attribution`, and plan the rows of its result."""
-    model, _, corrupted, _ = prompts
-    part, direction = of_sweep["part"], of_sweep["direction"]
-    reasons = sweep_reasons(model, corrupted, part, direction, of_sweep["reference"])
-    reasons += POSITIVE.or_none.reasons(prompts_at_once=of_sweep["prompts_at_once"])
-    reasons += options.reasons(part, direction, of_sweep["per_prompt"])
-    reasons += no_gradient_reasons()
+    reasons = sweep_reasons(model, contrast, part, direction)
+    reasons += estimate.reasons(part, Ablation.of(direction).kind, per_prompt)
+    reasons += work.reasons_against("batch_size") + no_gradient_reasons()
     InputError.raise_if(reasons, "this cannot be attributed")
-    return plan_sweep(*prompts, **of_sweep, traced=True)
+    return plan_sweep(model, contrast, sites, part, direction, per_prompt, work, traced=True)

@@ -25,40 +25,30 @@ heads, Δz_r costs one pass per sender through the receivers' attention layer. I
 """
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from attn_only_lens.arguments import POSITIVE, one_of
+from attn_only_lens.arguments import POSITIVE, a_type, one_of
+from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.directions import DIRECTIONS
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.metrics import (
-    AnyMetric,
-    as_metric,
-    no_gradient_reasons,
-)
+from attn_only_lens.engine.metrics import as_metric, no_gradient_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import Positions, warn_of_unlike_tokens
-from attn_only_lens.engine.prompts import Prompts, prompt_pair
-from attn_only_lens.engine.readers import READ_PARTS
+from attn_only_lens.engine.positions import warn_of_unlike_tokens
 from attn_only_lens.engine.recording import float32_runs
-from attn_only_lens.engine.sites import Sites, all_heads, resolve_sites
-from attn_only_lens.engine.writes import SCALES, Scale
+from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import InputError
+from attn_only_lens.patching.edges import Edges
 from attn_only_lens.patching.job import Job, require_folder
 from attn_only_lens.patching.path_blocks import PROBLEM, resolve_receivers
 from attn_only_lens.patching.path_patches import PathPatches, PathPlan
 from attn_only_lens.patching.prompt_chunks import prompts_per_chunk
 from attn_only_lens.patching.results import Paths
-from attn_only_lens.patching.site_groups import (
-    Chunk,
-    position_sets,
-    site_groups,
-)
+from attn_only_lens.patching.site_groups import Chunk, position_sets, site_groups
 from attn_only_lens.precision import full_precision
+from attn_only_lens.work import Work
 
 
 @one_thread_per_model
@@ -66,23 +56,13 @@ from attn_only_lens.precision import full_precision
 @full_precision()
 def path_patch(
     model: Any,
-    clean: Prompts,
-    corrupted: Prompts,
-    metric: AnyMetric,
+    contrast: Contrast,
+    edges: Edges,
     *,
-    senders: Sites,
-    receivers: Sites,
-    part: str = "value",
-    positions: Positions = "each",
     direction: str = "denoise",
-    scale: Scale = "held",
     top: int | None = None,
-    mask: Tensor | None = None,
     per_prompt: bool = False,
-    prompts_at_once: int | None = None,
-    batch_size: int | None = None,
-    resume: str | Path | None = None,
-    progress: bool | str = True,
+    work: Work = Work(),
 ) -> Paths:
     """Patch each path from a sender to a later receiver, and compute the metric after each patch.
 
@@ -93,37 +73,16 @@ def path_patch(
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
             A half-precision model is run in float32 during the call.
-        clean: a text, a list of texts, or tokens [batch, pos]; see `prompt_pair`.
-        corrupted: the corrupted prompts, with the same number of tokens.
-        metric: `logit_diff(...)` or another metric, or any function of logits
-            [batch, pos, d_vocab].
-        senders: `neuron_heads()`, `heads()`, `all_heads()`, or names; a name may have a position:
-            `L3N7@13`.
-        receivers: `neuron_heads()`, `heads()`, `all_heads()`, "logits", or names, which may include
-            "logits".
-        part: the receiver inputs that change: "q"; "k"; "value" (a neuron's gate stays fixed);
-            "pattern", queries and keys; or "z", all inputs, which is the whole direct effect. A
-            neuron-head has no "k", and its "q" sets its pattern. Its value is the pre-activation,
-            or in a gated MLP the pre-activation times the output of W_in. The receiver "logits"
-            ignores `part`.
-        positions: the positions at which the sender's output is replaced: "each" in turn, "all" at
-            once, a number (-1 is each prompt's last token), a list of numbers, or roles; see
-            `activation_patch`.
+        contrast: the two runs and the metric; see `Contrast`.
+        edges: the senders, the receivers and what they read; see `Edges`.
         direction: "denoise" patches clean outputs into the corrupted run; "noise" patches corrupted
             outputs into the clean run.
-        scale: "held" keeps the scale of the norms before receivers as it was in the target run;
-            "anew" computes it from the changed stream.
         top: how many paths to patch: the paths with the largest |estimated effect|. The estimate is
             the exact change in the receiver's output times the mean gradient of the metric there.
             None patches all paths.
-        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
         per_prompt: whether to return one row per path and prompt; by default there is one row per
             path, with the mean over prompts and standard errors (see `Paths`).
-        prompts_at_once: how many prompt pairs have their activations in memory at once; see
-            `activation_patch`.
-        batch_size: how many paths run in one forward pass; by default as many as fit in memory.
-        resume: a checkpoint folder; see `activation_patch`.
-        progress: whether to show a progress bar; a string is its label.
+        work: how the patches are run; see `Work`.
 
     Returns:
         The metric and the score after each patch. The score is 0 for the corrupted run and 1 for
@@ -140,51 +99,50 @@ def path_patch(
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import convert, patching as p, pretrained
+        >>> from attn_only_lens import Contrast, convert, patching as p, pretrained
         >>> model = convert(pretrained.modular_addition())
-        >>> paths = p.path_patch(
-        ...     model, torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]),
-        ...     p.logit_diff(correct=7, wrong=8), senders=p.heads(), receivers=p.neuron_heads(),
-        ...     part="z", positions=-1, top=5, progress=False)
+        >>> sums = Contrast(torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]),
+        ...                 p.logit_diff(correct=7, wrong=8))
+        >>> edges = p.Edges(p.Sites("heads", positions=-1), "neurons", part="z")
+        >>> paths = p.path_patch(model, sums, edges, top=5)
         >>> len(paths.to_frame()), paths.n_paths  # 4 heads and 512 neurons
         (5, 2048)
     """
     # Check
-    reasons = [*reasons_not_to_run(model)]
-    counts = {"batch_size": batch_size, "top": top, "prompts_at_once": prompts_at_once}
-    reasons += POSITIVE.or_none.reasons(**counts)
-    reasons += one_of(*READ_PARTS).reasons(part=part)
+    reasons = [*reasons_not_to_run(model), *contrast_reasons(contrast)]
+    reasons += POSITIVE.or_none.reasons(top=top)
+    if isinstance(edges, Edges):
+        reasons += edges.reasons()
+    else:
+        reasons.append(f"got {a_type(edges)}; expected Edges(senders, receivers)")
     reasons += one_of(*DIRECTIONS).reasons(direction=direction)
-    reasons += one_of(*SCALES).reasons(scale=scale)
     reasons += no_gradient_reasons() if top is not None else []
     InputError.raise_if(reasons, PROBLEM)
-    require_folder(resume)
+    require_folder(work.resume)
 
     # Plan
-    pair, metric = prompt_pair(model, clean, corrupted, mask), as_metric(metric)
+    pair, metric, part = contrast.pair(model), as_metric(contrast.metric), edges.part
     with float32_runs(model, pair):
-        receiving = resolve_receivers(model, receivers, part)
-        sending = site_groups(model, pair, senders, positions, "z")
+        receiving = resolve_receivers(model, edges.receivers, part)
+        sending = site_groups(model, pair, edges.senders, "z")
         if not per_prompt:
             warn_of_unlike_tokens(model, pair, position_sets(sending))
-        at_once = prompts_per_chunk(
-            *(model, pair, metric, resolve_sites(model, all_heads()), "value", prompts_at_once),
-            resume=resume,
-            traced=top is not None,
-            decomposed=True,
-        )
-        plan = PathPlan(model, pair, metric, sending, receiving, part, direction, scale, at_once)
-        patches = PathPatches(plan, top, per_prompt, batch_size)
+        every = resolve_sites(model, "all")
+        of_chunk: dict[str, Any] = {"traced": top is not None, "decomposed": True}
+        at_once = prompts_per_chunk(model, pair, metric, every, "value", work, **of_chunk)
+        options: Any = (sending, receiving, part, direction, edges.scale, at_once)
+        plan = PathPlan(model, pair, metric, *options)
+        patches = PathPatches(plan, top, per_prompt, work.batch_size)
 
         # Run
         settings = {"top": top, "per_prompt": bool(per_prompt)}
-        job = Job(resume, lambda: plan.settings() | settings, progress)
+        job = Job(work.resume, lambda: plan.settings() | settings, work.progress)
         patches.on_done = job.advance
-        work, rows = patches.all_paths() if top is None else patches.largest_paths(job, top)
+        paths, rows = patches.all_paths() if top is None else patches.largest_paths(job, top)
         chunks = [Chunk(prompts, some_rows) for prompts in plan.prompts for some_rows in rows]
-        compute = partial(patches.compute, work=work)
+        compute = partial(patches.compute, work=paths)
         for chunk, arrays in job.run(chunks, compute, unit="path"):
             patches.totals.add(chunk, torch.from_numpy(arrays["kept"]))
 
         # Collect
-        return patches.results(work)
+        return patches.results(paths)

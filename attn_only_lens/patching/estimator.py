@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.engine.multipliers import BothRuns, Multipliers, run_both, secant_multipliers
 from attn_only_lens.engine.directions import ABLATIONS
 from attn_only_lens.engine.edits import by_site
 from attn_only_lens.engine.gradients import (
@@ -23,12 +22,13 @@ from attn_only_lens.engine.metrics import (
     require_differentiable,
     require_slope,
 )
+from attn_only_lens.engine.multipliers import BothRuns, Multipliers, run_both, secant_multipliers
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import RunPair, Side, record_pair, run_pair
 from attn_only_lens.engine.replay import make_replay
 from attn_only_lens.engine.sites import SHARED_PARTS, LayerSites, hook_name
 from attn_only_lens.patching._activation_patch import SweepPlan
-from attn_only_lens.patching.attribution_options import AttributionOptions
+from attn_only_lens.patching.estimate import Estimate
 from attn_only_lens.patching.integrated_gradients import integrated_gradients
 from attn_only_lens.patching.over_prompts import mean_over, moved_values
 from attn_only_lens.patching.prompt_chunks import PromptChunk
@@ -66,13 +66,15 @@ class Estimator:
         plan: the sites, the prompts and the metric.
         options: how effects are estimated.
         both: the runs on all prompts, if they are recorded.
+        top_by_prompt: whether the top rows are those of single prompts; see `attribute`.
         progress: whether to show progress bars.
         tested: the edits that were tested on earlier chunks of prompts.
     """
 
     plan: SweepPlan
-    options: AttributionOptions
+    options: Estimate
     both: BothRuns | None = None
+    top_by_prompt: bool = False
     progress: bool = False
     tested: set[Any] = field(default_factory=set)
 
@@ -163,7 +165,7 @@ class Estimator:
             repairer = Repairer(
                 *(runner, groups, keys, before_switch, values, by_tangents, mean, bar),
                 *(self.tested, prompts.pair.n_all),
-                per_prompt=self.options.top_by_prompt,
+                per_prompt=self.top_by_prompt,
             )
             return repairer.spend(self.options.budget), by_pattern
 

@@ -5,7 +5,7 @@ one layer and at the same positions; all receivers are of one kind, in one layer
 block is chosen so that its tensors have at most about `_NUMBERS` entries.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -18,10 +18,9 @@ from torch import Tensor
 
 from attn_only_lens.engine.positions import PositionSet
 from attn_only_lens.engine.prompts import PromptPair
-from attn_only_lens.engine.sites import LayerSites, Selection, resolve_sites
+from attn_only_lens.engine.sites import LayerSites, Sites, resolve_sites
 from attn_only_lens.engine.writes import Decomposition
 from attn_only_lens.errors import InputError
-from attn_only_lens.heads import HeadName
 from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
 from attn_only_lens.patching.site_groups import SiteGroup
 
@@ -32,17 +31,18 @@ _NUMBERS = 2**21  # maximum number of entries in each tensor of a path block
 
 def resolve_receivers(model: Any, receivers: Any, part: str) -> list[LayerSites | None]:
     """Return receivers by layer and kind. Append None if the logits are a receiver."""
-    names, has_logits = receivers, False
-    if isinstance(names, str | HeadName):
-        names = [names]
-    if isinstance(names, Iterable) and not isinstance(names, Selection):
-        with_logits = list(names)
-        names = [name for name in with_logits if name != _LOGITS]
-        has_logits = len(names) < len(with_logits)
+    sites = Sites.of(receivers)
+    if sites.positions != "each":
+        reason = f"got receivers with positions={sites.positions!r}; expected receivers only"
+        raise InputError([f"{reason}: they are patched at every position"], PROBLEM)
+    named = sites.heads if isinstance(sites.heads, tuple) and not sites.kinds else ()
+    names = [name for name in named if name != _LOGITS]
+    has_logits = len(names) < len(named)
+    chosen = replace(sites, heads=names) if has_logits else sites
     only_logits = has_logits and not names
-    resolved: list[LayerSites | None] = [] if only_logits else [*resolve_sites(model, names)]
+    resolved: list[LayerSites | None] = [] if only_logits else [*resolve_sites(model, chosen)]
     wide = [sites.names[0] for sites in resolved if sites and sites.kind in WIDE_KINDS]
-    if wide and isinstance(names, Selection):
+    if wide and sites.kinds:
         resolved = [sites for sites in resolved if sites and sites.kind not in WIDE_KINDS]
     elif wide:
         reason = (

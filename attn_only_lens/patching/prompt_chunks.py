@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Generic, cast
 
 import psutil
@@ -13,7 +12,7 @@ from typing_extensions import TypeVar
 
 from attn_only_lens.axes import Tokens
 from attn_only_lens.devices import to_float64_device
-from attn_only_lens.engine.directions import Ablation
+from attn_only_lens.engine.directions import AblationKind
 from attn_only_lens.engine.interventions import ablate, resample_reasons
 from attn_only_lens.engine.metrics import Metric, bind, require_distinct
 from attn_only_lens.engine.prompts import PromptPair
@@ -25,6 +24,7 @@ from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
 from attn_only_lens.patching.job import n_launched
 from attn_only_lens.patching.over_prompts import OverPrompts
 from attn_only_lens.storage.chunks import ChunkStore
+from attn_only_lens.work import Work
 
 _SHARE = 0.2  # fraction of all memory that a chunk's activations may take
 Runs = TypeVar("Runs", bound=RunPair, default=RunPair)
@@ -135,7 +135,7 @@ class AblatedRuns:
         sites: Sequence[LayerSites],
         prompts_at_once: int,
     ) -> None:
-        self._model, self._pair, self._to = model, pair, cast(Ablation, to)
+        self._model, self._pair, self._to = model, pair, cast(AblationKind, to)
         self._reference, self._at_once = reference, prompts_at_once
         self._layers = [site.layer for site in sites if site.kind in NEURON_KINDS]
         self._names = [
@@ -198,19 +198,18 @@ def prompts_per_chunk(
     metric: Metric,
     sites: Sequence[LayerSites],
     part: Part,
-    asked: int | None,
+    work: Work,
     *,
-    resume: str | Path | None = None,
     traced: bool = False,
     decomposed: bool = False,
 ) -> int:
-    """Return how many prompts to run at once: `asked`, else the stored number, else as many as fit.
+    """Return how many prompts to run at once: as `work` says, else as stored, else as many as fit.
 
     A metric that has one value for all prompts needs all prompts at once.
     """
-    n_prompts = len(pair.clean)
-    if asked is None and resume is not None and metric.by_prompt:
-        asked = ChunkStore.settings_of(resume).get("prompts_at_once")
+    n_prompts, asked = len(pair.clean), work.prompts_at_once
+    if asked is None and work.resume is not None and metric.by_prompt:
+        asked = ChunkStore.settings_of(work.resume).get("prompts_at_once")
     if asked is None:
         asked = n_prompts
         if metric.by_prompt:

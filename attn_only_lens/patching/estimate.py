@@ -1,4 +1,4 @@
-"""The options of an attribution: its method, and how many estimates are replaced."""
+"""How an attribution estimates effects, and how many estimates are replaced."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -16,23 +16,38 @@ _STEPS = 5  # the number of steps in the EAP-IG paper's experiments
 
 
 @dataclass(frozen=True)
-class AttributionOptions:
+class Estimate:
     """How effects are estimated, and how many estimates are replaced with exact values.
 
     Attributes:
         method: "gradient", "exact_gate", "integrated" or "secant"; see `_attribution.py`.
-        budget: the cost of exact patches, in forward passes, or "auto".
-        steps: for "integrated", how many gradients to average; None for the default.
-        split: whether effects are split into the parts through patterns and through values.
-        top_by_prompt: whether the top rows, which are patched exactly, are those of single prompts;
-            otherwise they are those of the means over prompts.
+        budget: the cost of exact patches, in forward passes (counted in flops), or "auto". "auto"
+            spends at least 2 forward passes or 0.2 GFLOP. "auto" then continues until the top 20
+            rows and the sites before a switch are exact and the expected correlations are .99, or
+            until it has spent 7 forward passes (10 with the estimates) or 4 GFLOP. Of the two
+            limits, the larger one applies. It is 2.5 times as large if one of the top 20
+            estimates has the wrong sign, or if the top 20 rows need more. Tests of a new model cost
+            about ten passes.
+        steps: for "integrated", how many gradients to average; None for 5.
+        split: with method "secant" and budget=0, also return each head's effect through its pattern
+            and through its values: columns `by_pattern` and `by_value`, which add up to the effect
+            on the score.
+
+    Example:
+        >>> from attn_only_lens import patching as p
+        >>> p.Estimate("secant", budget=0)
+        Estimate(method='secant', budget=0, steps=None, split=False)
     """
 
     method: Method = "exact_gate"
     budget: Budget = "auto"
     steps: int | None = None
     split: bool = False
-    top_by_prompt: bool = False
+
+    @classmethod
+    def of(cls, method: "Method | Estimate") -> "Estimate":
+        """Return an estimate unchanged; convert the word of a method."""
+        return method if isinstance(method, Estimate) else cls(method)
 
     @property
     def n_steps(self) -> int:
