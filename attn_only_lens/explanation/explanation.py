@@ -13,14 +13,15 @@ import pandas as pd
 from attn_only_lens.circuits._group_nodes import peak_tokens
 from attn_only_lens.circuits.circuit import MISSING, Circuit
 from attn_only_lens.circuits.graph import CircuitGraph
-from attn_only_lens.engine.prompts import Prompts
+from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.engine.tokens import joined
 from attn_only_lens.explanation.model_answers import answer_cells, answer_warnings
 from attn_only_lens.explanation.node_descriptions import short_token
 from attn_only_lens.heads.host import NEURON_KINDS
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.storage.atomic import atomic_folder, write_text
-from attn_only_lens.viz import Page, circuit_view, write_html
+from attn_only_lens.viz import Overlays, circuit_view, write_html
+from attn_only_lens.viz.page import Page
 
 _STRONG, _MOST = 0.1, 3  # which sites outside the circuit are named: their |share| and number
 _BOTH = 1 / 3  # a label is "both" if the smaller part exceeds this share of |pattern| + |value|
@@ -75,8 +76,7 @@ class Explanation:
         shown: the index of the pair of prompts whose tokens are shown: the pair that adds most to
             the difference.
         model: the model that was explained.
-        clean: the clean prompts.
-        corrupted: the corrupted prompts.
+        contrast: the two runs and the metric.
     """
 
     attribution: Sweep
@@ -88,8 +88,7 @@ class Explanation:
     labels: dict[str, str]
     shown: int
     model: Any
-    clean: Prompts
-    corrupted: Prompts
+    contrast: Contrast
 
     @property
     def title(self) -> str:
@@ -191,13 +190,10 @@ class Explanation:
         return circuit_view(
             self.graph,
             self.model,
-            self.clean,
-            corrupted=self.corrupted,
+            self.contrast,
             prompt=self.shown,
-            exact=self.patches["noise"],
+            overlays=Overlays(self.patches["noise"], examples, circuit.stability),
             notes=notes,
-            examples=examples,
-            stability=circuit.stability,
             state={"names": names},
         )
 
