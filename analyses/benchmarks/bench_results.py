@@ -113,8 +113,9 @@ def attributions(source: Any, lengths: tuple[int, ...], rounds: int, device: str
             with torch.no_grad():
                 return source(tokens)  # type: ignore[no-any-return]
 
-
-        def ours(clean: Tensor = clean, corrupted: Tensor = corrupted, exposed: Any = exposed) -> Any:
+        def ours(
+            clean: Tensor = clean, corrupted: Tensor = corrupted, exposed: Any = exposed
+        ) -> Any:
             # A contrast keeps its recorded runs, so each measured call gets a new one.
             contrast, estimates = Contrast(clean, corrupted, METRIC), p.Estimate(budget=0)
             quiet = Work(progress=False)

@@ -201,8 +201,8 @@ def evaluate(
     loaded, contrast = prompts.run(model)
     with working("evaluating the circuit"):
         result = circuits.evaluate(loaded, saved, contrast)
-        # Names without a position are of a circuit over all positions at once.
-        sites = Sites(saved.sites[:top], positions="all")
+        positions = "all" if saved.candidates.positions == "all" else "each"
+        sites = Sites(saved.sites[:top], positions)
         alone = activation_patch(loaded, contrast, sites=sites, work=Work(progress=False))
     typer.echo(f"{len(saved):,} of {saved.n_sites:,} sites, {contrast.metric.name}\n{result!r}")
     print_frame("Score of each site alone: 0 corrupted, 1 clean", alone.top(top))

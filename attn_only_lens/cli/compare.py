@@ -100,8 +100,8 @@ def compare(
     from attn_only_lens import viz
     from attn_only_lens._load import is_hooked
     from attn_only_lens.engine.contrast import Contrast
+    from attn_only_lens.growth import ComparisonSizes, Resampling, read_provenance
     from attn_only_lens.growth import compare as compare_models
-    from attn_only_lens.growth import read_provenance
     from attn_only_lens.viz.page import import_extra
 
     import_extra("plotly")
@@ -117,11 +117,8 @@ def compare(
             *(models[0], models[1], contrast),
             provenance=became,
             null=models[2] if null is not None else None,
-            faithfulness=faithfulness,
-            batch_size=batch_size,
-            n_patched=patched,
-            n_nodes=nodes,
-            seed=seed,
+            sizes=ComparisonSizes(batch_size, faithfulness, patched, nodes),
+            resampling=Resampling(seed=seed),
         )
     except ComparisonError as error:
         if error.so_far is not None:

@@ -11,10 +11,10 @@ from models import source_folder
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from attn_only_lens import compare, load
+from attn_only_lens import Contrast, compare, load
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
-from attn_only_lens.growth import Comparison, read_provenance
+from attn_only_lens.growth import Comparison, ComparisonSizes, read_provenance
 
 FEW = ("--patched", 3, "--nodes", 5)
 LOSS = ("--metric", "loss")
@@ -73,13 +73,9 @@ def test_tokens_a_null_and_a_metric(folders, tmp_path):
     models = [load(folder, dtype="float64") for folder in folders]
     expected = compare(
         *models,
-        tokens(batch=3),
-        p.logit_diff(7, 11),
+        Contrast(tokens(batch=3), corrupted, p.logit_diff(7, 11)),
         provenance=read_provenance(folders[1]),
-        corrupted=corrupted,
-        n_patched=3,
-        n_nodes=5,
-        progress=False,
+        sizes=ComparisonSizes(n_patched=3, n_nodes=5),
     )
     heads = pd.read_csv(out / "heads.csv")
     assert heads["estimated_drop"].tolist() == pytest.approx(
