@@ -107,7 +107,7 @@ def test_attribution_of_each_prompt_is_that_of_the_prompt_alone(model, metric, p
         contrast = pair_alone(prompt)
         contrast = contrast if metric is METRIC else replace(contrast, metric=metric)
         single = p.attribution(model, contrast, **settings)
-        got = rows.frame.query("prompt == @prompt and position < @length")
+        got = rows.frame.query(f"prompt == {prompt} and position < {length}")
         np.testing.assert_allclose(got["value"], single.frame["value"], atol=EXACT)
         np.testing.assert_allclose(got["unpatched"], single.corrupted_value, atol=EXACT)
     weights = np.array([1, 1, 1] if metric is METRIC else [n - 1 for n in LENGTHS])
