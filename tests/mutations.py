@@ -165,7 +165,7 @@ MUTATIONS = [
         "tests/neurons",
     ),
     Mutation(
-        "tasks/paired_prompts.py",
+        "tasks/pairs.py",
         '_require(not set(answers) & set(wrong), "an answer is both right and wrong")',
         "pass",
         "a task has an answer that is both right and wrong",

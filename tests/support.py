@@ -13,6 +13,7 @@ import json
 import re
 import sys
 import tempfile
+from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from io import StringIO
@@ -27,7 +28,7 @@ from tiny_tokenizer import tiny_tokenizer
 from typer.testing import CliRunner
 
 import attn_only_lens as lens
-from attn_only_lens import circuits, explain, growth, neurons, tasks, viz
+from attn_only_lens import Contrast, circuits, explain, growth, neurons, tasks, viz
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 from attn_only_lens.storage import write_text
@@ -46,6 +47,9 @@ WORKS = "works"
 TEXT, OTHER = "w3 w5 w7 w2", "w3 w5 w11 w2"
 WORDS = [f"w{i}" for i in range(POS)]
 METRIC = p.logit_diff(correct=7, wrong=8)
+BATCHED = Contrast(tokens(1), tokens(2), METRIC)
+PAIR = Contrast(tokens(batch=1), tokens(1, batch=1), METRIC)
+ONE_RUN = Contrast(tokens(batch=1), None, METRIC)
 THINGS = [{"thing": f"w{i}", "answer": f" w{i + 4}"} for i in (7, 9)]
 
 
@@ -87,7 +91,7 @@ class Kit:
 
     @cached_property
     def graph(self):
-        return circuits.attribution_graph(self.exposed, tokens(batch=1), METRIC, top=7)
+        return circuits.attribution_graph(self.exposed, ONE_RUN, top=7)
 
     @cached_property
     def grown(self):
@@ -95,31 +99,25 @@ class Kit:
 
     @cached_property
     def comparison(self):
-        settings = {"n_patched": 2, "n_nodes": 5, "n_resamples": 7, "progress": False}
-        return lens.compare(self.model, self.grown, tokens(), p.loss(), **settings)
+        sizes, resampling = growth.ComparisonSizes(n_patched=2, n_nodes=5), growth.Resampling(7)
+        contrast = Contrast(tokens(), None, p.loss())
+        return lens.compare(self.model, self.grown, contrast, sizes=sizes, resampling=resampling)
 
-    def sweep(self, sites=("L0H1", "L1N3"), metric=METRIC, **options):
-        pair = (tokens(1), tokens(2))
-        options = {"positions": -1, "progress": False} | options
-        return p.activation_patch(self.exposed, *pair, metric, sites=sites, **options)
+    def sweep(self, heads=("L0H1", "L1N3"), metric=METRIC, positions=-1):
+        sites = p.Sites(heads, positions=positions)
+        return p.activation_patch(self.exposed, replace(BATCHED, metric=metric), sites=sites)
 
     def attributed(self, metric=METRIC):
-        return p.attribution(self.exposed, tokens(1), tokens(2), metric, progress=False)
+        return p.attribution(self.exposed, replace(BATCHED, metric=metric))
 
     def patched_by_role(self, task):
         """Return whether patches of the task's prompts at its roles change anything."""
-        return _changed(
-            p.activation_patch(
-                *(self.exposed, task.clean, task.corrupted, task.metric),
-                **{"sites": ["L0H1", "L1N3"], "positions": task.roles, "progress": False},
-            )
-        )
+        sites = p.Sites(["L0H1", "L1N3"], positions="roles")
+        return _changed(p.activation_patch(self.exposed, task, sites=sites))
 
     def looked_up(self, by, metric=None):
-        texts = [TEXT, OTHER]
-        return neurons.neuron_statistics(
-            self.exposed, ["L1N3"], texts, 3, by, metric, progress=False
-        )
+        corpus = neurons.Corpus([TEXT, OTHER])
+        return neurons.neuron_statistics(self.exposed, ["L1N3"], corpus, k=3, by=by, metric=metric)
 
     def grown_by(self, expansion, **options):
         """Return whether the model grows this way and computes the same function."""
@@ -197,31 +195,30 @@ def _bilinear(kit):
 
 
 def _followed(kit):
-    options = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H1", "L1N3", "logits"], "part": "z"}
-    options |= {"positions": -1, "progress": False}
-    return p.path_patch(kit.exposed, tokens(1), tokens(2), METRIC, **options)
+    senders = p.Sites(["L0H1", "L0N3"], positions=-1)
+    edges = p.Edges(senders, ["L1H1", "L1N3", "logits"], part="z")
+    return p.path_patch(kit.exposed, BATCHED, edges)
 
 
 def _circuit_result(kit, how):
-    pair = (tokens(1), tokens(2))
     if how == "discover":
-        return circuits.discover(kit.exposed, *pair, METRIC, n_random=2)
+        return circuits.discover(kit.exposed, BATCHED, search=circuits.Search(n_random=2))
     if how == "evaluate":
-        circuit = circuits.discover(kit.exposed, *pair, METRIC, order="signed", n_random=0)
-        return circuits.evaluate(kit.exposed, circuit, tokens(3), tokens(5), METRIC)
-    return circuits.faithfulness(kit.exposed, *pair, METRIC, kit.attributed(), n_random=2)
+        search = circuits.Search(order="signed", n_random=0)
+        circuit = circuits.discover(kit.exposed, BATCHED, search=search)
+        return circuits.evaluate(kit.exposed, circuit, Contrast(tokens(3), tokens(5), METRIC))
+    return circuits.faithfulness(kit.exposed, BATCHED, kit.attributed(), n_random=2)
 
 
 def _grouped(kit):
-    prompts = tokens(batch=1), tokens(1, batch=1), METRIC
-    clean, corrupted, metric = prompts
-    graph = circuits.attribution_graph(kit.exposed, clean, metric, corrupted=corrupted, top=9)
-    return circuits.group_nodes(graph, kit.exposed, *prompts)
+    graph = circuits.attribution_graph(kit.exposed, PAIR, top=9)
+    return circuits.group_nodes(graph, kit.exposed, PAIR)
 
 
 def _transfer(kit):
-    some = {"found": _circuit_result(kit, "discover")}
-    return circuits.transfer(kit.exposed, some, {"there": (tokens(3), tokens(5), METRIC)})
+    some = {"one": _circuit_result(kit, "discover")}
+    others = {"there": Contrast(tokens(3), tokens(5), METRIC)}
+    return circuits.transfer(kit.exposed, some, others)
 
 
 def _transcoder(kit):
@@ -233,8 +230,7 @@ def _transcoder(kit):
 
 def _kinds_with_transcoder(kit, sites):
     with lens.transcoders.attach(kit.model, {1: _transcoder(kit)}) as model:
-        options = {"sites": sites, "positions": -1, "progress": False}
-        sweep = p.activation_patch(model, tokens(1), tokens(2), METRIC, **options)
+        sweep = p.activation_patch(model, BATCHED, sites=p.Sites(sites, positions=-1))
         return _changed(sweep) and set(sweep.frame["kind"])
 
 
@@ -254,7 +250,7 @@ def _detached(kit):
 
 
 def _fidelity(kit):
-    return lens.transcoders.fidelity(kit.model, {1: _transcoder(kit)}, tokens(), progress=False)
+    return lens.transcoders.fidelity(kit.model, {1: _transcoder(kit)}, tokens())
 
 
 def _saved_transcoder(kit):
@@ -307,9 +303,7 @@ LENS = {
     "chat_tokens": lambda kit: len(lens.chat_tokens(kit.model, "w3 w5")[0]) > 2,
     "convert": lambda kit: lens.convert(kit.model).cfg.attn_only,
     "dense_pattern": lambda kit: lens.dense_pattern(kit.cache, "L0N3").shape[1:] == (POS, POS + 1),
-    "explain": lambda kit: len(
-        explain(kit.exposed, tokens(batch=1), tokens(1, batch=1), METRIC).table()
-    ),
+    "explain": lambda kit: len(explain(kit.exposed, PAIR).table()),
     "expose_neuron_heads": lambda kit: (
         lens.expose_neuron_heads(kit.exposed, check=tokens()).verification.bitwise
     ),
@@ -329,30 +323,32 @@ LENS = {
 }
 GATES = {"GeneralizedSiLU": _generalized_silu}
 PATCHING = {
+    "Ablation": lambda kit: len(
+        p.activation_patch(
+            kit.exposed, BATCHED, sites=["L0H1"], direction=p.Ablation("mean", tokens(3))
+        )
+    ),
     "ablated": lambda kit: _other_inside(kit, p.ablated(kit.exposed, ["L0H1", "L1N3"])),
     "activation_patch": lambda kit: _changed(kit.sweep()),
-    "agreement": lambda kit: len(
-        p.agreement(kit.sweep(p.all_heads(), positions="each"), kit.attributed())
-    ),
-    "all_heads": lambda kit: len(kit.sweep(p.all_heads()).frame) > 2 * D_VOCAB // 2,
+    "agreement": lambda kit: len(p.agreement(kit.sweep("all", positions="each"), kit.attributed())),
     "attribution": lambda kit: _changed(kit.attributed()),
     "custom": lambda kit: _changed(
         kit.sweep(metric=p.custom(lambda logits: logits[:, -1, 7].mean()))
     ),
-    "error_nodes": lambda kit: _kinds_with_transcoder(kit, p.error_nodes()) == {"error"},
-    "features": lambda kit: _kinds_with_transcoder(kit, p.features()) == {"feature"},
-    "heads": lambda kit: set(kit.sweep(p.heads()).frame["kind"]) == {"attention"},
     "kl": lambda kit: _changed(kit.attributed(p.kl())),
     "log_probability": lambda kit: _changed(kit.attributed(p.log_probability(7))),
     "logit_diff": lambda kit: _changed(kit.attributed(p.logit_diff("w3", "w5"))),
     "loss": lambda kit: _changed(kit.attributed(p.loss())),
-    "neuron_heads": lambda kit: set(kit.sweep(p.neuron_heads(1)).frame["kind"]) == {"neuron"},
     "path_patch": lambda kit: _followed(kit).effect.abs().max() > 1e-3,
     "probability": lambda kit: _changed(kit.attributed(p.probability(7))),
     "probability_diff": lambda kit: _changed(
         kit.attributed(p.probability_diff([[7, 8]] * BATCH, [["w9"]] * BATCH))
     ),
-    "prompt_pair": lambda kit: p.prompt_pair(kit.model, TEXT, OTHER).clean.shape[1] >= 4,
+    "Sites": lambda kit: (
+        set(kit.sweep("all").frame["kind"]) == {"attention", "neuron"}
+        and _kinds_with_transcoder(kit, "errors") == {"error"}
+        and _kinds_with_transcoder(kit, "features") == {"feature"}
+    ),
     "steered": lambda kit: _other_inside(kit, p.steered(kit.exposed, {"L1N3": 4.0})),
 }
 TASKS = {
@@ -378,7 +374,7 @@ CIRCUITS = {
     "evaluate": lambda kit: _circuit_result(kit, "evaluate").whole,
     "group_nodes": lambda kit: len(_grouped(kit).nodes),
     "path_expansion": lambda kit: len(
-        circuits.path_expansion(kit.exposed, tokens()).paths(METRIC, 5, progress=False)
+        circuits.path_expansion(kit.exposed, Contrast(tokens(), None, METRIC)).paths(5)
     ),
     "score_sources": lambda kit: len(
         circuits.score_sources(kit.exposed, tokens(batch=1), "L1H1", query=-1, key=0)
@@ -391,11 +387,11 @@ CIRCUITS = {
 VIZ = {
     "attention_view": lambda kit: len(viz.attention_view(kit.exposed, ["L1H1", "L1N3"], TEXT)),
     "circuit_page": lambda kit: len(_page(kit)),
-    "circuit_view": lambda kit: len(viz.circuit_view(kit.graph, kit.exposed, tokens(batch=1))),
+    "circuit_view": lambda kit: len(viz.circuit_view(kit.graph, kit.exposed, ONE_RUN)),
     "comparison_circuit": lambda kit: len(viz.comparison_circuit(kit.comparison)),
     "comparison_report": lambda kit: len(viz.comparison_report(kit.comparison)),
     "neuron_page": lambda kit: len(
-        viz.neuron_page(kit.exposed, ["L1N3"], [TEXT, OTHER], progress=False)
+        viz.neuron_page(kit.exposed, ["L1N3"], neurons.Corpus([TEXT, OTHER]))
     ),
     "sweep_bars": lambda kit: viz.sweep_bars(kit.sweep()).data,
     "sweep_heatmap": lambda kit: viz.sweep_heatmap(kit.sweep()).data,
@@ -409,7 +405,7 @@ NEURONS = {
     "corpus_statistics": lambda kit: (
         len(
             neurons.corpus_statistics(
-                kit.exposed, ["L1N3", "L1H1"], [TEXT, OTHER], 3, progress=False
+                kit.exposed, ["L1N3", "L1H1"], neurons.Corpus([TEXT, OTHER]), k=3
             ).names
         )
         == 2

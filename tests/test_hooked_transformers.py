@@ -7,6 +7,7 @@ of transformer-lens 3.9 lead to the same numbers.
 
 import copy
 import importlib
+from dataclasses import replace
 from functools import cache
 
 import bridges
@@ -15,7 +16,16 @@ import pytest
 import torch
 from common import tokens
 
-from attn_only_lens import circuits, compare, convert, explain, expose_neuron_heads, grow
+from attn_only_lens import (
+    Contrast,
+    circuits,
+    compare,
+    convert,
+    explain,
+    expose_neuron_heads,
+    grow,
+    growth,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
@@ -36,38 +46,29 @@ SITES = ["L0H1", "L1H0", "L0N3", "L1N5", "L1N7"]
 METRIC = p.logit_diff(correct=7, wrong=8)
 
 
-def sweep(model, part="z", direction="denoise", **options):
-    pair = (tokens(1), tokens(2)) if direction in ("denoise", "noise") else (tokens(1), None)
-    sites = None if part == "k" else SITES
-    return p.activation_patch(
-        model, *pair, METRIC, sites=sites, part=part, direction=direction, progress=False, **options
-    ).frame
+PAIR = Contrast(tokens(1), tokens(2), METRIC)
+ONE_RUN = Contrast(tokens(1, batch=1), None, METRIC)
+ONE_PAIR = Contrast(tokens(1, batch=1), tokens(2, batch=1), METRIC)
 
 
-def attributed(model, method="gradient", part="z", **options):
-    return p.attribution(
-        model, tokens(1), tokens(2), METRIC, method=method, part=part, progress=False, **options
-    ).frame
+def sweep(model, part="z", direction="denoise", positions="each"):
+    contrast = PAIR if direction in ("denoise", "noise") else replace(PAIR, corrupted=None)
+    sites = p.Sites("all" if part == "k" else SITES, positions=positions)
+    return p.activation_patch(model, contrast, sites=sites, part=part, direction=direction).frame
+
+
+def attributed(model, method="gradient", part="z"):
+    return p.attribution(model, PAIR, method=method, part=part).frame
 
 
 def discovered_and_evaluated(model):
-    circuit = circuits.discover(model, tokens(1), tokens(2), METRIC, n_random=2, progress=False)
-    kept = circuits.evaluate(model, circuit, tokens(3), tokens(5), METRIC)
+    circuit = circuits.discover(model, PAIR, search=circuits.Search(n_random=2))
+    kept = circuits.evaluate(model, circuit, Contrast(tokens(3), tokens(5), METRIC))
     return [circuit.frame, pd.DataFrame([vars(kept)])]
 
 
-def one_pair(model):
-    return model, tokens(1, batch=1), tokens(2, batch=1), METRIC
-
-
-def graph(model, corrupted=None):
-    return circuits.attribution_graph(
-        model,
-        tokens(1, batch=1),
-        METRIC,
-        corrupted=corrupted,
-        sites=[f"{site}@9" for site in SITES],
-    )
+def graph(model, contrast):
+    return circuits.attribution_graph(model, contrast, sites=[f"{site}@9" for site in SITES])
 
 
 ANALYSES = {
@@ -82,32 +83,21 @@ ANALYSES = {
     "attribution pattern": lambda m: attributed(m, part="pattern"),
     "path_patch": lambda m: (
         p.path_patch(
-            *(m, tokens(1), tokens(2), METRIC),
-            senders=SITES[:3],
-            receivers=[*SITES[1:], "logits"],
-            positions=-1,
-            progress=False,
+            m, PAIR, p.Edges(p.Sites(SITES[:3], positions=-1), [*SITES[1:], "logits"])
         ).frame
     ),
     "faithfulness": lambda m: (
-        circuits.faithfulness(
-            m,
-            tokens(1),
-            tokens(2),
-            METRIC,
-            p.attribution(m, tokens(1), tokens(2), METRIC),
-            n_random=2,
-        ).frame
+        circuits.faithfulness(m, PAIR, p.attribution(m, PAIR), n_random=2).frame
     ),
     "discover and evaluate": discovered_and_evaluated,
-    "explain": lambda m: explain(*one_pair(m)).table(),
-    "graph of a run": lambda m: [graph(m).nodes, graph(m).edges],
+    "explain": lambda m: explain(m, ONE_PAIR).table(),
+    "graph of a run": lambda m: [graph(m, ONE_RUN).nodes, graph(m, ONE_RUN).edges],
     "graph of a difference": lambda m: [
-        getattr(graph(m, tokens(2, batch=1)), name) for name in ("nodes", "edges")
+        getattr(graph(m, ONE_PAIR), name) for name in ("nodes", "edges")
     ],
     "score_sources": lambda m: circuits.score_sources(m, tokens(batch=1), "L1H1", query=-1, key=0),
-    "path_expansion": lambda m: circuits.path_expansion(m, tokens()).paths(
-        METRIC, 5, progress=False
+    "path_expansion": lambda m: circuits.path_expansion(m, Contrast(tokens(), None, METRIC)).paths(
+        5
     ),
     "composition": lambda m: circuits.composition(m, "L0N3", "L1H1").frame,
     "copying_scores": circuits.copying_scores,
@@ -151,9 +141,10 @@ def test_every_analysis_is_that_of_the_bridge(name, analysis):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_comparison_with_a_grown_model_is_that_of_the_bridge(name):
-    settings = {"n_patched": 3, "n_nodes": 5, "n_resamples": 3, "progress": False}
+    options = {"sizes": growth.ComparisonSizes(n_patched=3, n_nodes=5), "resampling": growth.Resampling(3)}
+    contrast = Contrast(tokens(1), None, p.loss())
     compared = [
-        compare(model, grow(model, d_mlp=41, n_heads=4, seed=0), tokens(1), p.loss(), **settings)
+        compare(model, grow(model, d_mlp=41, n_heads=4, seed=0), contrast, **options)
         for model in sources(name)
     ]
     got, expected = ([result.heads, result.circuits] for result in compared)

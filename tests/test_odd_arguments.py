@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -11,6 +12,8 @@ from typer.testing import CliRunner
 
 from analyses.tools.growth_training import Training
 from attn_only_lens import (
+    Contrast,
+    Work,
     circuits,
     explain,
     expose_neuron_heads,
@@ -34,7 +37,8 @@ from attn_only_lens.models.verify import verify
 
 CLEAN, CORRUPTED = [3, 4, 113], [3, 5, 113]
 METRIC = p.logit_diff(7, 8)
-HOW = {"sites": ["L0H1", "L0N5"], "progress": False}
+PAIR = Contrast(torch.tensor(CLEAN), torch.tensor(CORRUPTED), METRIC)
+HOW = {"sites": ["L0H1", "L0N5"]}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +47,8 @@ def model():
 
 
 def swept(model, make):
-    return p.activation_patch(model, make(CLEAN), make(CORRUPTED), METRIC, **HOW).frame["value"]
+    contrast = Contrast(make(CLEAN), make(CORRUPTED), METRIC)
+    return p.activation_patch(model, contrast, **HOW).frame["value"]
 
 
 @pytest.mark.parametrize(
@@ -61,17 +66,17 @@ def test_arrays_are_tokens(make, model):
 
 
 def test_swapped_answers_are_warned_about_once(model):
-    pair, swapped = (torch.tensor(CLEAN), torch.tensor(CORRUPTED)), p.logit_diff(8, 7)
+    swapped = replace(PAIR, metric=p.logit_diff(8, 7))
     for call in (p.activation_patch, p.attribution):
         with pytest.warns(InputWarning, match="prefers the wrong answer on the clean") as caught:
-            call(model, *pair, swapped, **HOW)
+            call(model, swapped, **HOW)
         assert len(caught) == 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            call(model, *pair, METRIC, **HOW)
+            call(model, PAIR, **HOW)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # an explanation says it in its text
-        why = explain(model, *pair, swapped, n_patched=1)
+        why = explain(model, swapped, n_patched=1)
     assert "Warning: the model prefers the wrong answer" in why.text()
 
 
@@ -79,52 +84,49 @@ def test_wrong_answers_are_counted_over_all_chunks_of_prompts(model):
     """The warning depends on all prompts, not on how many of them run at once."""
     right, wrong = (CLEAN, CORRUPTED), (CORRUPTED, CLEAN)
 
-    def n_warnings(pairs, **options):
+    def n_warnings(pairs, work):
         clean, corrupted = (torch.tensor(side) for side in zip(*pairs, strict=True))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", InputWarning)
-            p.activation_patch(model, clean, corrupted, METRIC, **HOW, **options)
+            p.activation_patch(model, Contrast(clean, corrupted, METRIC), **HOW, work=work)
         return sum("for most pairs, the model prefers the wrong" in str(w.message) for w in caught)
 
     for pairs, expected in (([wrong, wrong, right, right, right], 0), ([right, wrong, wrong], 1)):
         for at_once in (1, 2, None):
-            assert n_warnings(pairs, prompts_at_once=at_once) == expected
+            assert n_warnings(pairs, Work(prompts_at_once=at_once)) == expected
 
 
 def test_arrays_wherever_tokens_are_taken(model):
     tokens = np.array([CLEAN, CORRUPTED])
     tensor, mask = torch.from_numpy(tokens), np.array([[1, 1, 1], [0, 1, 1]])
-    same = p.prompt_pair(model, tokens, tokens[::-1], mask)
+    same = Contrast(tokens, tokens[::-1], METRIC, mask=mask).pair(model)
     assert same.mask.tolist() == mask.tolist()
     assert verify(pretrained.modular_addition(), model, tokens).bitwise
-    mean = p.activation_patch(
-        model, tokens, None, METRIC, direction="mean", reference=tokens, **HOW
+    of_arrays, of_tensors = (
+        p.activation_patch(
+            model, Contrast(x, None, METRIC), direction=p.Ablation("mean", reference=x), **HOW
+        )
+        for x in (tokens, tensor)
     )
-    resampled = p.activation_patch(
-        model, tensor, None, METRIC, direction="mean", reference=tensor, **HOW
-    )
-    assert mean.frame.equals(resampled.frame)
-    graph = circuits.attribution_graph(model, tokens[0], METRIC, top=3)
-    assert viz.circuit_view(graph, model, tokens[0])
+    assert of_arrays.frame.equals(of_tensors.frame)
+    one_run = Contrast(tokens[0], None, METRIC)
+    graph = circuits.attribution_graph(model, one_run, top=3)
+    assert viz.circuit_view(graph, model, one_run)
     assert viz.attention_view(model, ["L0N5"], tokens[0])
-    assert len(neurons.top_examples(model, ["L0N5"], tokens, progress=False))
+    assert len(neurons.top_examples(model, ["L0N5"], neurons.Corpus(tokens)))
     for inputs in (tokens, [tokens]):
         (batch,) = batches(model, inputs, METRIC, None, 2)
         assert torch.equal(batch.pair.clean, tensor)
 
 
-def test_a_name_is_no_model_and_a_word_is_no_selection(model):
-    pair = torch.tensor(CLEAN), torch.tensor(CORRUPTED)
-    for call in (p.activation_patch, p.attribution, explain,
-                 circuits.discover):  # fmt: skip
+def test_a_name_is_no_model_and_a_text_is_no_contrast(model):
+    for call in (p.activation_patch, p.attribution, explain, circuits.discover):
         with pytest.raises(UnsupportedCallError, match="got a str as the model; expected a Transf"):
-            call("smollm2", *pair, METRIC)
+            call("smollm2", PAIR)
+        with pytest.raises(InputError, match=r"got a str; expected Contrast\(clean, corrupted, "):
+            call(model, "The keys near the cabinet")
     with pytest.raises(UnsupportedCallError, match="got a str as the model"):
         token_texts("smollm2", "a text")
-    for word, call in (("heads", "heads"), ("neurons", "neuron_heads"), ("all", "all_heads")):
-        reason = rf"got '{word}'; expected the selection patching.{call}\(\)"
-        with pytest.raises(InputError, match=reason):
-            p.activation_patch(model, *pair, METRIC, sites=word)
 
 
 @pytest.mark.parametrize(
@@ -139,30 +141,30 @@ def test_a_name_is_no_model_and_a_word_is_no_selection(model):
 )
 def test_arrays_that_are_no_tokens(tokens, match, model):
     with pytest.raises(InputError, match=match):
-        p.prompt_pair(model, tokens, torch.tensor(CORRUPTED))
+        Contrast(tokens, torch.tensor(CORRUPTED), METRIC).pair(model)
 
 
 def test_a_text_that_is_longer_than_the_context():
     english = pretrained.small_english()
-    for call in (p.prompt_pair, lambda model, text, _: token_texts(model, text)):
-        with pytest.raises(
-            (UnsupportedCallError, InputError), match="1,202 tokens; the model has 128"
-        ):
-            call(english, "the keys " * 600 + "The", "The")
+    text, too_long = "the keys " * 600 + "The", "1,202 tokens; the model has 128"
+    with pytest.raises(InputError, match=too_long):
+        Contrast(text, "The", METRIC).pair(english)
+    with pytest.raises(UnsupportedCallError, match=too_long):
+        token_texts(english, text)
 
 
 @pytest.mark.parametrize("metric", [(" are", " is"), " are", None], ids=str)
-def test_answers_are_no_metric(metric, model):
+def test_answers_are_no_metric(metric):
     with pytest.raises(InputError, match=r"as metric; expected a metric such as logit_diff\("):
-        p.activation_patch(model, torch.tensor(CLEAN), torch.tensor(CORRUPTED), metric)
+        Contrast(torch.tensor(CLEAN), torch.tensor(CORRUPTED), metric)
 
 
 @pytest.mark.parametrize("metric", [p.logit_diff, p.kl, p.custom])
-def test_metrics_that_were_not_called(metric, model):
+def test_metrics_that_were_not_called(metric):
     with pytest.raises(
         InputError, match=rf"{metric.__name__} was not called; expected {metric.__name__}\("
     ):
-        p.activation_patch(model, torch.tensor(CLEAN), torch.tensor(CORRUPTED), metric)
+        Contrast(torch.tensor(CLEAN), torch.tensor(CORRUPTED), metric)
 
 
 VALUES = pd.DataFrame(

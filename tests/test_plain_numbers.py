@@ -9,7 +9,7 @@ import pytest
 import torch
 from common import D_MLP, tokens
 
-from attn_only_lens import expose_neuron_heads, grow, growth
+from attn_only_lens import Contrast, expose_neuron_heads, grow, growth
 from attn_only_lens import patching as p
 from attn_only_lens.devices import free_bytes
 from attn_only_lens.engine.metrics import bind
@@ -68,7 +68,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def pair(model):
-    return p.prompt_pair(model, tokens(), tokens(seed=1))
+    return Contrast(tokens(), tokens(seed=1), p.loss()).pair(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,7 +78,7 @@ def test_several_numbers(model, pair, kind):
     for first, second in zip(got, expected, strict=True):
         assert (first.label, type(first.label)) == (second.label, int)
         assert torch.equal(first.chosen, second.chosen)
-    assert p.neuron_heads(made([1, 0])) == p.neuron_heads([1, 0])
+    assert p.Sites("neurons", layers=made([1, 0])) == p.Sites("neurons", layers=[1, 0])
     both = [bind(p.logit_diff(made(a), 7), model, pair) for a in ([3, 5],)]
     assert both[0].of(model(pair.clean)) == bind(p.logit_diff([3, 5], 7), model, pair).of(
         model(pair.clean)
@@ -87,14 +87,14 @@ def test_several_numbers(model, pair, kind):
         with pytest.raises(InputError, match="expected"):
             resolve_positions(pair, wrong)
         with pytest.raises(InputError, match="expected source layers"):
-            p.neuron_heads(wrong)
+            p.Sites("neurons", layers=wrong)
 
 
 @pytest.mark.parametrize("kind", ONE)
 def test_one_number(pair, kind):
     made = ONE[kind]
     assert resolve_positions(pair, made(-2))[0].label == -2
-    assert p.heads(made(1)) == p.heads(1)
+    assert p.Sites("heads", layers=made(1)) == p.Sites("heads", layers=1)
     bridge = bridges.boot("native")
     got, expected = (
         grow(bridge, d_mlp=size, seed=seed) for size, seed in ((made(41), made(3)), (41, 3))

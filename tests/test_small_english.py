@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from analyses.tools import small_english_grammar as grammar
 from analyses.tools import train_small_english as training
-from attn_only_lens import circuits, expose_neuron_heads, pretrained
+from attn_only_lens import Contrast, circuits, expose_neuron_heads, pretrained
 from attn_only_lens import patching as p
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.models.verify import verify
@@ -100,12 +101,12 @@ def test_no_text_begins_a_sentence_with_a_prompt_that_is_held_out():
 def test_neurons_are_exposed_patched_and_drawn(hooked):
     source = pretrained.small_english(hooked=hooked)
     model = expose_neuron_heads(source, copy=True).model
-    pair = ("The keys near the cabinet", "The key near the cabinet")
-    metric = p.logit_diff(correct=" are", wrong=" is")
-    assert verify(source, model, source.to_tokens(pair[0])).ok
-    sweep = p.attribution(model, *pair, metric, budget=0, progress=False)
+    clean, corrupted = ("The keys near the cabinet", "The key near the cabinet")
+    contrast = Contrast(clean, corrupted, p.logit_diff(correct=" are", wrong=" is"))
+    assert verify(source, model, source.to_tokens(clean)).ok
+    sweep = p.attribution(model, contrast, method=p.Estimate(budget=0))
     assert sweep.corrupted_value < 0 < sweep.clean_value
-    graph = circuits.attribution_graph(model, pair[0], metric, top=23)
+    graph = circuits.attribution_graph(model, replace(contrast, corrupted=None), top=23)
     assert {"attention", "neuron"} <= set(graph.nodes["kind"])
 
 

@@ -9,7 +9,7 @@ import transformers
 from common import relative
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens import expose_neuron_heads
+from attn_only_lens import Contrast, expose_neuron_heads
 from attn_only_lens import patching as p
 
 FOLDER = Path(__file__).parents[1] / "out" / "smollm2"
@@ -69,14 +69,8 @@ def test_patches_are_those_of_hooks_on_the_model_of_transformers(alone, bridge):
     paris, rome = (bridge.to_single_token(text) for text in (" Paris", " Rome"))
     assert tokens[0].shape == tokens[1].shape
     with expose_neuron_heads(bridge):
-        sweep = p.activation_patch(
-            bridge,
-            *tokens,
-            p.logit_diff(correct=paris, wrong=rome),
-            sites=NAMES,
-            positions=[4, 5],
-            progress=False,
-        )
+        contrast = Contrast(*tokens, p.logit_diff(correct=paris, wrong=rome))
+        sweep = p.activation_patch(bridge, contrast, sites=p.Sites(NAMES, positions=[4, 5]))
     got = sweep.to_frame().set_index(["name", "position"])["value"]
 
     def difference():

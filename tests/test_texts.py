@@ -21,7 +21,15 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoTokenizer, GPT2TokenizerFast, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from attn_only_lens import chat_tokens, circuits, expose_neuron_heads, grow, load, token_texts
+from attn_only_lens import (
+    Contrast,
+    chat_tokens,
+    circuits,
+    expose_neuron_heads,
+    grow,
+    load,
+    token_texts,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 from attn_only_lens.engine.tokens import (
@@ -229,7 +237,7 @@ def test_texts_begin_with_one_bos_or_none(family, begins, adds, tmp_path):
     expected = [BOS] * begins + [W1, W2]
     for text, ids in (("w1 w2", expected), ("<bos> w1 w2", [BOS, W1, W2])):
         assert checked_tokens(bridge, text).tolist() == [ids]
-        assert p.prompt_pair(bridge, text, f"{text[:-2]}w3").clean.tolist() == [ids]
+        assert Contrast(text, f"{text[:-2]}w3", p.loss()).pair(bridge).clean.tolist() == [ids]
     # The control: TransformerLens puts a second BOS before a text's own.
     assert (bridge.to_tokens("<bos> w1")[0, :2].tolist() == [BOS, BOS]) == begins
 
@@ -262,7 +270,7 @@ def test_a_chat_is_what_its_template_says(adds, tmp_path):
         rows = chat_tokens(bridge, ["w1", several])
         assert rows[1].tolist() == [*begins, 6, W2, EOS, *chat]
         # Padding is on the tokenizer's side, as for texts.
-        pair = p.prompt_pair(bridge, rows, chat_tokens(bridge, ["w3", several]))
+        pair = Contrast(rows, chat_tokens(bridge, ["w3", several]), p.loss()).pair(bridge)
         assert pair.mask.sum(1).tolist() == [len(row) for row in rows]
         assert pair.clean[0][pair.real[0]].tolist() == rows[0].tolist()
 
@@ -292,10 +300,9 @@ def test_chats_on_the_command_line(tmp_path):
     result = CliRunner().invoke(app, patch)
     assert result.exit_code == 0, result.output
     bridge = expose_neuron_heads(load(folder)).model
-    prompts = (chat_tokens(bridge, text) for text in ("w1 w2", "w1 w3"))
-    expected = p.activation_patch(
-        bridge, *prompts, p.logit_diff("w4", "w5"), sites=["L0H1"], progress=False
-    )
+    sides = (chat_tokens(bridge, text) for text in ("w1 w2", "w1 w3"))
+    contrast = Contrast(*sides, p.logit_diff("w4", "w5"))
+    expected = p.activation_patch(bridge, contrast, sites=["L0H1"])
     assert p.Sweep.load(out).frame["value"].tolist() == pytest.approx(
         expected.frame["value"].tolist(), abs=1e-5
     )
@@ -326,7 +333,7 @@ def test_prompts_are_padded_with_a_token_that_the_model_has(tmp_path):
     bridge = load(chat_folder(tmp_path / "model"))
     bridge.tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     assert bridge.tokenizer.pad_token_id == D_VOCAB
-    pair = p.prompt_pair(bridge, ["w1 w2", "w1"], ["w1 w3", "w1"])
+    pair = Contrast(["w1 w2", "w1"], ["w1 w3", "w1"], p.loss()).pair(bridge)
     assert pair.mask.sum(1).tolist() == [3, 2]
     assert pair.clean.max() < D_VOCAB
 

@@ -2,33 +2,23 @@
 
 from attn_only_lens.circuits._attribution_graph import attribution_graph
 from attn_only_lens.circuits._discover import discover
-from attn_only_lens.circuits._evaluate import Evaluation, evaluate
-from attn_only_lens.circuits._faithfulness import SHARES, Faithfulness, faithfulness
-from attn_only_lens.circuits._group_nodes import NodeGroups, group_nodes
-from attn_only_lens.circuits._path_expansion import PathExpansion, path_expansion
+from attn_only_lens.circuits._evaluate import evaluate
+from attn_only_lens.circuits._faithfulness import SHARES, faithfulness
+from attn_only_lens.circuits._group_nodes import group_nodes
+from attn_only_lens.circuits._path_expansion import path_expansion
 from attn_only_lens.circuits._score_sources import score_sources
 from attn_only_lens.circuits._transfer import transfer
 from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.circuits.graph import CircuitGraph
-from attn_only_lens.circuits.stability import Stability
-from attn_only_lens.circuits.weights._composition import Compositions, composition
-from attn_only_lens.circuits.weights.token_circuits import (
-    TokenCircuit,
-    copying_scores,
-    token_circuit,
-)
+from attn_only_lens.circuits.search import Search
+from attn_only_lens.circuits.weights._composition import composition
+from attn_only_lens.circuits.weights.token_circuits import copying_scores, token_circuit
 
 __all__ = [
     "SHARES",
     "Circuit",
     "CircuitGraph",
-    "Compositions",
-    "Evaluation",
-    "Faithfulness",
-    "NodeGroups",
-    "PathExpansion",
-    "Stability",
-    "TokenCircuit",
+    "Search",
     "attribution_graph",
     "composition",
     "copying_scores",

@@ -13,29 +13,27 @@ target, and none if the target does not read the source's position. If there cou
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 import torch
-from torch import Tensor
 
-from attn_only_lens.arguments import POSITIVE
+from attn_only_lens.arguments import POSITIVE, as_plain
 from attn_only_lens.circuits.ablated_model import ALIKE
 from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, CircuitGraph, select_largest
 from attn_only_lens.circuits.linear_graph import LinearGraph, Node, Places, node_frame
 from attn_only_lens.devices import on_cpu
-from attn_only_lens.engine.multipliers import float32_slopes
+from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.linear_map import LinearMap, of_difference, of_run
-from attn_only_lens.engine.metrics import AnyMetric, no_gradient_reasons, one_run_reasons
+from attn_only_lens.engine.metrics import no_gradient_reasons, one_run_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
+from attn_only_lens.engine.multipliers import float32_slopes
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import Roles, unlike_tokens
-from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair, single_prompts
+from attn_only_lens.engine.positions import is_by_role, unlike_tokens
 from attn_only_lens.engine.recording import float32_runs
 from attn_only_lens.engine.tokens import all_token_texts
 from attn_only_lens.errors import InputError
@@ -52,29 +50,27 @@ _PROBLEM = "no attribution graph can be made"
 @full_precision()
 def attribution_graph(
     model: Any,
-    clean: Prompts,
-    metric: AnyMetric,
+    contrast: Contrast,
     *,
-    corrupted: Prompts | None = None,
     sites: Circuit | Sequence[str] | None = None,
     top: int | None = None,
     mass: float | None = None,
-    positions: Roles | None = None,
+    positions: str | Sequence[str] = "each",
     patterns: bool = True,
     max_edges: int = 10_000_000,
-    mask: Tensor | None = None,
 ) -> CircuitGraph:
     """Return a graph of how heads and neurons contribute to a metric and to each other.
 
-    With `corrupted`, the graph explains exactly how the metric differs between the two runs. The
-    weights of the edges into a node add up to the node's attribution, and the weights of the edges
-    into the metric add up to the difference in the metric. Each nonlinear function is replaced by
-    its secant, a linear function with the same change between the two runs (`engine/secants.py`).
-    By convention, the change in a product a · b is split into Δa · mean(b) and mean(a) · Δb, where
-    the means are over the two runs. A node's attribution can differ from the effect of patching it.
+    With corrupted prompts, the graph explains exactly how the metric differs between the two runs.
+    The weights of the edges into a node add up to the node's attribution, and the weights of the
+    edges into the metric add up to the difference in the metric. Each nonlinear function is
+    replaced by its secant, a linear function with the same change between the two runs
+    (`engine/secants.py`). By convention, the change in a product a · b is split into Δa · mean(b)
+    and mean(a) · Δb, where the means are over the two runs. A node's attribution can differ from
+    the effect of patching it.
 
-    Without `corrupted`, the graph explains the value of the metric in one run, with patterns and
-    norm scales held fixed. The weights of the edges of kind "value" into a node add up to the
+    Without corrupted prompts, the graph explains the value of the metric in one run, with patterns
+    and norm scales held fixed. The weights of the edges of kind "value" into a node add up to the
     node's attribution. Edges of kinds "q", "k" and "gate" estimate, to first order, how a source
     affects the metric by changing the target's attention pattern or gate.
 
@@ -82,66 +78,63 @@ def attribution_graph(
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
             A half-precision model is run in float32; for a difference, a warning says by how much
             this alters the difference of the metric.
-        clean: a text, a list of texts, or tokens [batch, pos]. Attributions at the same position
-            are summed over prompts.
-        metric: `logit_diff(...)` or another metric, or a differentiable function of logits
-            [batch, pos, d_vocab]. For one run, `kl` raises an error, because its gradient is 0.
-        corrupted: the prompts to compare with, aligned with `clean` token by token.
+        contrast: the two runs and the metric; see `Contrast`. For one run, `corrupted` is None, and
+            the metric `kl` raises an error, because its gradient is 0. Attributions at the same
+            position are summed over prompts.
         sites: the nodes: a circuit from `discover`, or names such as "L5N1234@7".
         top: how many heads and neurons become nodes; by default 60 for a difference, and 300 for
             one run. Pass at most one of `sites`, `top` and `mass`.
         mass: the share of Σ |attribution| that the nodes must have; 1 for all of it. Features of
             transcoders with an attribution of 0, such as inactive features, become nodes only if
             `sites` names them.
-        positions: the position of each role in each prompt: `task.roles`. Nodes are then heads at
-            roles, with standard errors over prompts, and prompts may differ in length. Tokens
-            without a role are summed into "rest".
+        positions: "each", or "roles" for the contrast's roles, or names of roles. Nodes are then
+            heads at roles, with standard errors over prompts, and prompts may differ in length.
+            Tokens without a role are summed into "rest".
         patterns: whether to include edges of kinds "q", "k" and "gate" in a graph of one run.
         max_edges: the largest allowed number of edges; an upper bound is counted before edges are
             computed.
-        mask: the attention mask (0 for padding), if prompts are given as tokens.
 
     Raises:
-        InputError: with every reason: invalid sites, top, mass or max_edges; invalid prompts or
-            metric; unsupported norms or matrices; too many edges (the message says how much memory
-            they need, and the largest top that is allowed).
+        InputError: with every reason: an invalid contrast, sites, top, mass, positions or
+            max_edges; unsupported norms or matrices; too many edges (the message says how much
+            memory they need, and the largest top that is allowed).
         UnsupportedModelError: the model has an operation without a secant rule, or is not linear
             when patterns are held fixed.
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import circuits, convert, patching as p, pretrained
+        >>> from attn_only_lens import Contrast, circuits, convert, patching as p, pretrained
         >>> model = convert(pretrained.modular_addition())
-        >>> clean, corrupted = torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113])
-        >>> metric = p.logit_diff(correct=7, wrong=8)
-        >>> graph = circuits.attribution_graph(model, clean, metric, corrupted=corrupted, top=20)
+        >>> sums = Contrast(torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]),
+        ...                 p.logit_diff(correct=7, wrong=8))
+        >>> graph = circuits.attribution_graph(model, sums, top=20)
         >>> bool(abs(graph.inflow()["metric"] - graph.value) < 1e-4 * abs(graph.value))
         True
         >>> {"value", "k", "gate"} <= set(graph.edges["kind"])  # no "q": the last token is the same
         True
     """
+    by_role = is_by_role(positions)
     reasons = [*reasons_not_to_run(model), *reasons_without_heads(model)]
+    reasons += (no_contrast := contrast_reasons(contrast, both=False))
     reasons += POSITIVE.reasons(max_edges=max_edges)
-    if corrupted is None:
-        reasons += one_run_reasons(metric)
-        if positions is not None:
-            reasons.append("got positions by role without corrupted prompts; expected both")
+    if not by_role and as_plain(positions) != "each":
+        reasons.append(f"got positions={positions!r}; expected 'each', 'roles' or names of roles")
+    if not no_contrast and contrast.corrupted is None:
+        reasons += one_run_reasons(contrast.metric)
+        reasons += ["got positions by role without corrupted prompts; expected both"] * by_role
     if sum(x is not None for x in (sites, top, mass)) > 1:
         reasons.append(f"got top={top}, mass={mass}, sites={sites}; expected at most one of them")
     InputError.raise_if(reasons + no_gradient_reasons(), _PROBLEM)
+    one_run, pair, metric = contrast.corrupted is None, contrast.pair(model), contrast.metric
+    if not by_role and (reason := unlike_tokens(model, pair)):
+        reason += f"; {'expected prompts of the same length' if one_run else ALIKE}"
+        raise InputError([reason], _PROBLEM)
     if top is None and mass is None:
-        top = _TOP["run" if corrupted is None else "difference"]
-    with ExitStack() as in_float32:
-        if corrupted is None:
-            pair = single_prompts(model, clean, mask)
-            _require_alike(model, pair, "expected prompts of the same length")
-            in_float32.enter_context(float32_runs(model, pair))
+        top = _TOP["run" if one_run else "difference"]
+    with float32_runs(model, pair) if one_run else float32_slopes(model, pair, metric):
+        if one_run:
             linear = of_run(model, pair, metric, patterns=patterns)
         else:
-            pair = prompt_pair(model, clean, corrupted, mask)
-            if positions is None:
-                _require_alike(model, pair, ALIKE)
-            in_float32.enter_context(float32_slopes(model, pair, metric))
             linear = of_difference(model, pair, metric)
         places = Places.of(pair, positions)
         by_sublayer = [
@@ -162,7 +155,7 @@ def attribution_graph(
         rest = float(np.delete(attributions, index).sum())
         nodes = node_frame(linear, places, by_sublayer, chosen, rest)
     tokens, corrupted_tokens = (all_token_texts(model, x) for x in (pair.clean, pair.corrupted))
-    if positions is not None:
+    if by_role:
         edges = places.by_role(edges, by_prompt, set(nodes["id"]), linear.shares)
         tokens = corrupted_tokens = (tuple(places.names),)
     elif linear.offset:
@@ -179,13 +172,8 @@ def attribution_graph(
         n_layers=host_of(model).n_layers,
         n_heads=len(sizes),
         mass=float(sizes[index].sum() / total) if total else 1.0,
-        corrupted=() if corrupted is None else corrupted_tokens,
+        corrupted=() if one_run else corrupted_tokens,
     )
-
-
-def _require_alike(model: Any, pair: PromptPair, expected: str) -> None:
-    if reason := unlike_tokens(model, pair):
-        raise InputError([f"{reason}; {expected}"], _PROBLEM)
 
 
 def _candidates(

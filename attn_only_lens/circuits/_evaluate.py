@@ -1,24 +1,22 @@
 """Evaluate circuits on prompts that were not used to find them."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from attn_only_lens.arguments import POSITIVE, a_type
+from attn_only_lens.arguments import a_type
 from attn_only_lens.circuits.ablated_model import ablated_model
 from attn_only_lens.circuits.circuit import SITE_KEY, Circuit
 from attn_only_lens.circuits.stability import share_of_sums
+from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.metrics import AnyMetric, as_metric
+from attn_only_lens.engine.metrics import as_metric
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import Roles
-from attn_only_lens.engine.prompts import Prompts, prompt_pair
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching.site_groups import site_groups, site_rows
+from attn_only_lens.work import Work
 
 _PROBLEM = "this circuit cannot be evaluated on these prompts"
 
@@ -72,15 +70,7 @@ class Evaluation:
 @one_thread_per_model
 @warned_once()
 def evaluate(
-    model: Any,
-    circuit: Circuit,
-    clean: Prompts,
-    corrupted: Prompts,
-    metric: AnyMetric,
-    *,
-    positions: Roles | None = None,
-    mask: Tensor | None = None,
-    prompts_at_once: int | None = None,
+    model: Any, circuit: Circuit, contrast: Contrast, *, work: Work = Work()
 ) -> Evaluation:
     """Evaluate a circuit on new prompts, with the ablation that was used to find the circuit.
 
@@ -90,56 +80,43 @@ def evaluate(
     Args:
         model: the circuit's model.
         circuit: found by `discover`.
-        clean: prompts of the same length, in which positions have the same meaning; for a circuit
-            by role, prompts of any length.
-        corrupted: the corrupted prompts, aligned with `clean` token by token.
-        metric: the metric of these prompts, which may have other answers.
-        positions: for a circuit by role, the position of each role in each prompt: `task.roles`.
-        mask: the attention mask (0 for padding), if prompts are given as tokens.
-        prompts_at_once: how many pairs of prompts are in memory at once; see `discover`.
+        contrast: the two runs and the metric; see `Contrast`. A circuit by role needs the roles of
+            the same names, and prompts of any length. For other circuits, prompts have the same
+            length, and positions the same meaning, as in the circuit's contrast.
+        work: how many prompts are run at once; see `discover`.
 
     Raises:
-        InputError: prompts of another length, unless positions are "all" or by role; roles that
-            differ from the circuit's roles; a circuit with sites that the model does not have;
-            invalid prompts or metric; ablating every site changes nothing.
+        InputError: prompts of another length, unless positions are "all" or by role; a contrast
+            that lacks one of the circuit's roles; a circuit with sites that the model does not
+            have; an invalid contrast; ablating every site changes nothing.
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import circuits, convert, patching as p, pretrained
+        >>> from attn_only_lens import Contrast, circuits, convert, patching as p, pretrained
         >>> model = convert(pretrained.modular_addition())
-        >>> circuit = circuits.discover(
-        ...     model, torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]), p.logit_diff(7, 8))
-        >>> second = circuits.evaluate(
-        ...     model, circuit, torch.tensor([9, 4, 113]), torch.tensor([9, 5, 113]),
-        ...     p.logit_diff(13, 14))
+        >>> sums = [Contrast(torch.tensor([a, 4, 113]), torch.tensor([a, 5, 113]),
+        ...                  p.logit_diff(correct=a + 4, wrong=a + 5)) for a in (3, 9)]
+        >>> circuit = circuits.discover(model, sums[0])
+        >>> second = circuits.evaluate(model, circuit, sums[1])
         >>> abs(1 - circuit.faithfulness) < abs(1 - second.faithfulness)  # it was found on one sum
         True
     """
-    reasons = no_circuit_reasons(circuit)
-    if positions is not None and not isinstance(positions, Mapping):
-        reasons.append(f"got positions={positions!r}; expected a dict from roles to positions")
-    reasons += POSITIVE.or_none.reasons(prompts_at_once=prompts_at_once)
+    reasons = no_circuit_reasons(circuit) + contrast_reasons(contrast)
+    reasons += work.reasons_against("batch_size", "resume")
     InputError.raise_if(reasons, _PROBLEM)
-    pair = prompt_pair(model, clean, corrupted, mask)
-    roles = sorted(circuit.positions) if isinstance(circuit.positions, Mapping) else []
-    names = sorted(map(str, positions or {}))
-    if names != roles:
-        expected = f"the circuit has the roles {roles}: pass only these roles from task.roles"
-        if not roles:
-            expected = "the circuit has no roles: leave positions out"
-        reasons.append(f"got positions for the roles {names}; {expected}")
+    pair, places = contrast.pair(model), circuit.frame["position"].unique().tolist()
     lengths = sorted(set(pair.real.sum(dim=1).tolist()))
     same = bool((pair.real == pair.real[:1]).all()) and pair.clean.shape[1] == circuit.n_pos
-    if not same and not roles and (circuit.frame["position"] != "all").any():
+    if not same and not all(isinstance(place, str) for place in places):
         reasons.append(
             f"got prompts of {' and '.join(map(str, lengths))} tokens; expected {circuit.n_pos} "
             "tokens, as in the prompts used to find the circuit: the sites have fixed positions"
         )
     if circuit.frame.duplicated(SITE_KEY).any():
         reasons.append("some sites are in the circuit twice; expected one row for each site")
+    with InputError.collected(reasons):
+        sites = site_rows(site_groups(model, pair, circuit.candidates, "z"))
     InputError.raise_if(reasons, _PROBLEM)
-    here = positions or circuit.positions
-    sites = site_rows(site_groups(model, pair, circuit.candidates, here, "z"))
     rows = np.flatnonzero(circuit.contains(sites))
     if missing := len(circuit) - len(rows):
         reason = (
@@ -148,18 +125,14 @@ def evaluate(
         )
         raise InputError([reason], _PROBLEM)
     ablated = ablated_model(
-        *(model, clean, corrupted, metric, sites),
-        ablation=circuit.ablation,
-        mask=mask,
-        positions=here,
-        prompts_at_once=prompts_at_once,
+        *(model, pair, contrast.metric, sites), ablation=circuit.ablation, work=work
     )
     measured, complete, _ = ablated.curves([rows])
     (left,) = ablated.by_prompt([rows])
     whole, nothing, weights = ablated.whole_by_prompt, ablated.nothing_by_prompt, ablated.weights
     _, error = share_of_sums(left - nothing, whole - nothing, weights)
     accuracies = [math.nan] * 3
-    if len(as_metric(metric).answers) == 2:  # such metrics are differences
+    if len(as_metric(contrast.metric).answers) == 2:  # such metrics are differences
         accuracies = [float((values > 0).mean()) for values in (left, whole, nothing)]
     # An equal pair has m(M) = m(∅) up to rounding, because its two runs are equal.
     changes = ((pair.clean != pair.corrupted) & pair.real).any(dim=1).cpu().numpy()

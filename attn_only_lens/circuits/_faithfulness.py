@@ -16,20 +16,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from scipy.integrate import trapezoid
-from torch import Tensor
 
 from attn_only_lens.arguments import COUNT, a_type, as_plain, is_number, one_of
 from attn_only_lens.circuits.ablated_model import (
+    ABLATIONS,
     ORDERS,
     AblatedModel,
     Ablation,
     Order,
 )
+from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.metrics import AnyMetric
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import Roles
-from attn_only_lens.engine.prompts import Prompts
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching.results import Sweep
 
@@ -72,26 +70,20 @@ class Faithfulness:
 @warned_once()
 def faithfulness(
     model: Any,
-    clean: Prompts,
-    corrupted: Prompts,
-    metric: AnyMetric,
+    contrast: Contrast,
     ranking: Sweep,
     *,
     ablation: Ablation = "resample",
     order: Order = "magnitude",
     shares: Sequence[float] = SHARES,
-    positions: Roles | None = None,
     n_random: int = 3,
     seed: int = 0,
-    mask: Tensor | None = None,
 ) -> Faithfulness:
     """Compute faithfulness and completeness of the highest-ranked sites, for several circuit sizes.
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
-        clean: the prompts to explain; see `prompt_pair`.
-        corrupted: the prompts to resample from, aligned with `clean` token by token.
-        metric: `logit_diff(...)` or another metric, or any function of logits.
+        contrast: the two runs and the metric; see `Contrast`.
         ranking: the result of `activation_patch` or `attribution`, with positions "each", "all" or
             by role.
         ablation: how sites outside a circuit are ablated: "zero", "mean", "positional_mean" or
@@ -99,27 +91,25 @@ def faithfulness(
         order: "magnitude" ranks sites by |effect|; "signed" puts sites that help the clean run
             first.
         shares: increasing shares of all sites; by default MIB's shares.
-        positions: for a ranking by role, the position of each role in each prompt: `task.roles`.
         n_random: how many random rankings to compare with; 0 for none.
         seed: the seed of random rankings.
-        mask: the attention mask (0 for padding), if prompts are given as tokens.
 
     Raises:
-        InputError: with every reason: invalid shares, settings or sites; invalid prompts or metric;
-            ablating every site changes nothing.
+        InputError: with every reason: invalid shares, settings, sites or contrast; ablating
+            every site changes nothing.
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import circuits, convert, patching as p, pretrained
+        >>> from attn_only_lens import Contrast, circuits, convert, patching as p, pretrained
         >>> model = convert(pretrained.modular_addition())
-        >>> prompts = torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113])
-        >>> metric = p.logit_diff(correct=7, wrong=8)
-        >>> ranking = p.attribution(model, *prompts, metric, positions="each")
-        >>> curve = circuits.faithfulness(model, *prompts, metric, ranking)
+        >>> sums = Contrast(torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]),
+        ...                 p.logit_diff(correct=7, wrong=8))
+        >>> curve = circuits.faithfulness(model, sums, p.attribution(model, sums))
         >>> round(float(curve.frame["faithfulness"].iloc[-1]), 4), curve.cmd < curve.random_cmd
         (1.0, True)
     """
-    reasons = COUNT.reasons(n_random=n_random, seed=seed) + one_of(*ORDERS).reasons(order=order)
+    reasons = contrast_reasons(contrast) + COUNT.reasons(n_random=n_random, seed=seed)
+    reasons += one_of(*ABLATIONS).reasons(ablation=ablation) + one_of(*ORDERS).reasons(order=order)
     in_range = len(shares) > 1 and all(is_number(as_plain(share), 0, 1) for share in shares)
     if not in_range or list(shares) != sorted(set(shares)):
         reasons.append(f"got shares {list(shares)}; expected 2 or more increasing values in [0, 1]")
@@ -127,8 +117,8 @@ def faithfulness(
         expected = "expected the result of `attribution` or `activation_patch`"
         reasons.append(f"ranking: got {a_type(ranking)}; {expected}")
     InputError.raise_if(reasons, "no curve can be drawn")
-    options: dict[str, Any] = {"ablation": ablation, "mask": mask, "positions": positions}
-    ablated = AblatedModel(model, clean, corrupted, metric, ranking.frame, **options)
+    pair = contrast.pair(model)
+    ablated = AblatedModel(model, pair, contrast.metric, ranking.frame, ablation=ablation)
     highest = ablated.ranked(ranking, order)
     sizes = [int(share * ablated.n_sites) for share in shares]
     kept, others, random = ablated.curves([highest[:size] for size in sizes], n_random, seed)

@@ -34,13 +34,14 @@ from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.linear_graph import Places, reasons_of_another_run
 from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects
+from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.metrics import AnyMetric
+from attn_only_lens.engine.metrics import as_metric
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import Roles
-from attn_only_lens.engine.prompts import Prompts, prompt_pair
+from attn_only_lens.engine.positions import Positions
+from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.replay import Variants
-from attn_only_lens.engine.sites import LayerSites
+from attn_only_lens.engine.sites import LayerSites, Sites
 from attn_only_lens.engine.tokens import all_token_texts, token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
@@ -96,15 +97,11 @@ class NodeGroups:
 def group_nodes(
     graph: CircuitGraph,
     model: Any,
-    clean: Prompts,
-    corrupted: Prompts,
-    metric: AnyMetric,
+    contrast: Contrast,
     *,
     similarity: float = 0.6,
     tolerance: float = 0.05,
-    positions: Roles | None = None,
     examples: pd.DataFrame | None = None,
-    mask: Tensor | None = None,
 ) -> NodeGroups:
     """Group nodes with similar weights and edges, and compute each group's effect by patching.
 
@@ -114,36 +111,34 @@ def group_nodes(
         graph: an attribution graph of the difference between the two prompts, from
             `attribution_graph`.
         model: the graph's model.
-        clean: the graph's clean prompts.
-        corrupted: the graph's corrupted prompts.
-        metric: the graph's metric.
+        contrast: the graph's contrast.
         similarity: from 0 to 1: the smallest average similarity within a group. It is raised in
             steps of 0.05, which makes groups smaller, until the change in faithfulness is within
             `tolerance`.
         tolerance: how much the faithfulness may change if each group is replaced by one number.
-        positions: for a graph by role, the position of each role in each prompt: `task.roles`.
         examples: top examples of neurons, from `neurons.top_examples`; groups are then also named
             after the token at which most of their neurons have their largest output.
-        mask: the attention mask that was passed to `attribution_graph`.
 
     Raises:
-        InputError: with every reason: a graph of one run; a similarity outside [0, 1]; a model,
-            metric or prompts that differ from the graph's.
+        InputError: with every reason: a graph of one run; a similarity outside [0, 1]; a model or
+            a contrast other than the graph's.
 
     Example:
-        >>> from attn_only_lens import circuits, expose_neuron_heads, patching as p, pretrained
+        >>> from attn_only_lens import Contrast, circuits, expose_neuron_heads
+        >>> from attn_only_lens import patching as p, pretrained
         >>> model = expose_neuron_heads(pretrained.small_english(), copy=True).model
-        >>> pair = "The keys near the cabinet", "The key near the cabinet"
-        >>> metric = p.logit_diff(" are", " is")
-        >>> graph = circuits.attribution_graph(model, pair[0], metric, corrupted=pair[1], top=40)
-        >>> groups = circuits.group_nodes(graph, model, *pair, metric)
+        >>> keys = Contrast("The keys near the cabinet", "The key near the cabinet",
+        ...                 p.logit_diff(" are", " is"))
+        >>> graph = circuits.attribution_graph(model, keys, top=40)
+        >>> groups = circuits.group_nodes(graph, model, keys)
         >>> len(groups) > 2, abs(groups.faithfulness - groups.group_faithfulness) < 0.05
         (True, True)
     """
-    InputError.raise_if(_reasons(graph, similarity, tolerance, examples), _PROBLEM)
-    pair = prompt_pair(model, clean, corrupted, mask)
-    _require_same_prompts(graph, model, pair, metric, positions)
-    sites = site_rows(site_groups(model, pair, None, positions or "each", "z"))
+    reasons = _reasons(graph, similarity, tolerance, examples) + contrast_reasons(contrast)
+    InputError.raise_if(reasons, _PROBLEM)
+    pair, positions = contrast.pair(model), _positions_of(graph)
+    _require_same_contrast(graph, model, pair, contrast, positions)
+    sites = site_rows(site_groups(model, pair, Sites(positions=positions), "z"))
     ids = sites["name"].astype(str) + "@" + sites["position"].astype(str)
     heads = graph.heads.reset_index(drop=True)
     rows = pd.Index(ids).get_indexer(pd.Index(heads["id"]))
@@ -151,8 +146,7 @@ def group_nodes(
     InputError.raise_if(
         [f"got node {x}; the model has no such head or position" for x in unknown[:5]], _PROBLEM
     )
-    prompts = model, clean, corrupted, metric
-    grouped = _GroupedModel(*prompts, sites, ablation="resample", mask=mask, positions=positions)
+    grouped = _GroupedModel(model, pair, contrast.metric, sites, ablation="resample")
     grouped.require_same_runs(graph, model, Places.of(pair, positions))
     of_nodes = grouped.written(rows)
     distance = _distances(graph, heads, _similar_weights(model, heads, of_nodes))
@@ -196,7 +190,7 @@ def _reasons(graph: object, similarity: object, tolerance: object, examples: Any
     if not isinstance(graph, CircuitGraph):
         reasons.append(f"got {a_type(graph)}; expected a graph from attribution_graph")
     elif not graph.corrupted:
-        reasons.append("got a graph of one run; expected attribution_graph(…, corrupted=…)")
+        reasons.append("got a graph of one run; expected one of a contrast with corrupted prompts")
     elif graph.heads.empty:
         reasons.append("got a graph without heads and neurons")
     from_0_to_1 = Allowed("a number from 0 to 1", lambda share: is_number(share, 0, 1))
@@ -207,20 +201,25 @@ def _reasons(graph: object, similarity: object, tolerance: object, examples: Any
     return reasons
 
 
-def _require_same_prompts(
-    graph: CircuitGraph, model: Any, pair: Any, metric: AnyMetric, positions: Roles | None
-) -> None:
-    """Raise an error unless the graph was computed with the given prompts, roles and metric."""
-    reasons = []
+def _positions_of(graph: CircuitGraph) -> Positions:
+    """Return "each", or the names of the roles at which a graph by role has nodes."""
     by_role = not graph.heads["id"].iloc[0].rpartition("@")[2].isdecimal()
-    if by_role != isinstance(positions, Mapping):
-        expected = "the task's roles" if by_role else "None: the graph's nodes are at positions"
-        reasons.append(f"got positions={positions!r}; expected {expected}")
-    if not by_role:
+    return graph.tokens[0] if by_role else "each"
+
+
+def _require_same_contrast(
+    graph: CircuitGraph, model: Any, pair: PromptPair, contrast: Contrast, positions: Positions
+) -> None:
+    """Raise an error unless the graph was computed with this contrast."""
+    reasons = []
+    if positions == "each":
         here = [all_token_texts(model, tokens) for tokens in (pair.clean, pair.corrupted)]
         if here != [graph.tokens, graph.corrupted]:
             reasons.append("got prompts other than the graph's")
-    if (name := getattr(metric, "name", graph.metric)) != graph.metric:
+    elif missing := [role for role in positions if role not in contrast.roles]:
+        roles = ", ".join(map(str, missing))
+        reasons.append(f"the contrast lacks roles of the graph: {roles}; expected them in `roles`")
+    if (name := as_metric(contrast.metric).name) != graph.metric:
         reasons.append(f"got the metric {name}; expected the graph's metric, {graph.metric}")
     InputError.raise_if(reasons, _PROBLEM)
 

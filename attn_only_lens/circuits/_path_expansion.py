@@ -33,6 +33,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from attn_only_lens.arguments import POSITIVE, one_of, whole
+from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.gradients import as_leaf
 from attn_only_lens.engine.held_run import HeldRun
 from attn_only_lens.engine.largest import LargestScores
@@ -49,15 +50,17 @@ from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.model_weights import float32_weights
 from attn_only_lens.engine.one_thread import one_thread, one_thread_per_model
 from attn_only_lens.engine.positions import unlike_tokens
-from attn_only_lens.engine.prompts import PromptPair, Prompts, single_prompts
+from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import float32_runs
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of, logit_tolerance, reasons_without_heads
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import disagreement
+from attn_only_lens.work import Work
 
 _MOST_HOPS = 1000
 _HELD = ("gate", "up")
+_AT_ONCE = 1024
 _PROBLEM = "the logits of this model cannot be expanded into paths"
 
 
@@ -73,18 +76,17 @@ class PathExpansion:
 
     logits: Float[Tensor, "hops batch pos d_vocab"]
     held: Literal["gate", "up"]
+    _metric: AnyMetric = field(repr=False)
     _pair: PromptPair = field(repr=False)
     _run: HeldRun = field(repr=False)
     _first: tuple[Tensor, ...] = field(repr=False)
     """The outputs z of each sublayer's heads in one-hop paths."""
 
     @full_precision()
-    def effects(self, metric: AnyMetric) -> pd.DataFrame:
-        """Return the total effect on a metric of all paths with the same number of hops.
+    def effects(self) -> pd.DataFrame:
+        """Return the total effect on the metric of all paths with the same number of hops.
 
-        Args:
-            metric: a function of the logits of one run; if it is not linear, effects are
-                first-order approximations at the run's logits.
+        If the metric is not linear, effects are first-order approximations at the run's logits.
 
         Returns:
             A frame with columns `hops` ("0", "1", "2", …, "more") and `effect`; `attrs["value"]` is
@@ -95,7 +97,7 @@ class PathExpansion:
             InputError: the metric compares two runs or has no gradient.
         """
         with one_thread([self._run.model]), float32_weights(self._run.model):
-            gradient, value = self._gradient(self._bound(metric))
+            gradient, value = self._gradient(self._bound())
         effect = (self.logits * gradient).sum((1, 2, 3)).cpu().double().numpy()
         hops = [*map(str, range(len(effect) - 1)), "more"]
         frame = pd.DataFrame({"hops": hops, "effect": effect})
@@ -103,16 +105,13 @@ class PathExpansion:
         return frame
 
     @full_precision()
-    def paths(
-        self, metric: AnyMetric, k: int = 100, *, block: int = 1024, progress: bool = True
-    ) -> pd.DataFrame:
-        """Return the paths through one or two heads with the largest effects on a metric.
+    def paths(self, k: int = 100, *, work: Work = Work()) -> pd.DataFrame:
+        """Return the paths through one or two heads with the largest effects on the metric.
 
         Args:
-            metric: as in `effects`.
             k: the largest number of paths to return.
-            block: how many first heads, and how many second heads, to compute at once.
-            progress: show a progress bar over positions.
+            work: how paths are computed; see `Work`. `batch_size` is the number of first heads, and
+                of second heads, at once, by default 1024. A progress bar counts positions.
 
         Returns:
             A frame sorted by decreasing |effect|, with columns `hops` (1 or 2), `first`, `second`
@@ -121,28 +120,30 @@ class PathExpansion:
             value.
 
         Raises:
-            InputError: k or block is not positive, the metric is invalid, as in `effects`, or the
-                prompts have different lengths.
+            InputError: k is not positive, the metric is invalid, as in `effects`, or the prompts
+                have different lengths.
         """
-        reasons, model = POSITIVE.reasons(k=k, block=block), self._run.model
+        reasons, model = POSITIVE.reasons(k=k), self._run.model
+        reasons += work.reasons_against("prompts_at_once", "resume")
         if reason := unlike_tokens(model, self._pair):
             reasons.append(f"{reason}; expected prompts of the same length")
         InputError.raise_if(reasons, _PROBLEM)
         with one_thread([model]), torch.no_grad(), float32_weights(model):
-            bound = self._bound(metric)
+            bound = self._bound()
             linear = of_held_run(self._run, bound, patterns=False)
-            ranked = _RankedPaths(linear, self._first, k, block)
+            ranked = _RankedPaths(linear, self._first, k, work.batch_size or _AT_ONCE)
             ends = linear.last.abs().amax((0, 2)).nonzero().flatten().tolist()
-            for position in tqdm(ends, unit="position", disable=not progress):
+            label = work.progress if isinstance(work.progress, str) else None
+            for position in tqdm(ends, unit="position", desc=label, disable=not work.progress):
                 ranked.add(position)
         frame = ranked.frame()
         frame.attrs["value"] = bound.of(self._run.run.recording.logits)
         return frame
 
-    def _bound(self, metric: AnyMetric) -> BoundMetric:
-        InputError.raise_if([*one_run_reasons(metric), *no_gradient_reasons()], _PROBLEM)
+    def _bound(self) -> BoundMetric:
+        InputError.raise_if([*one_run_reasons(self._metric), *no_gradient_reasons()], _PROBLEM)
         logits = self._run.run.recording.logits
-        bound = bind(metric, self._run.model, self._pair, logits)
+        bound = bind(self._metric, self._run.model, self._pair, logits)
         require_differentiable(bound, logits)
         return bound
 
@@ -161,13 +162,12 @@ class PathExpansion:
 @full_precision()
 def path_expansion(
     model: Any,
-    prompts: Prompts,
+    contrast: Contrast,
     hops: int = 2,
     *,
     held: Literal["gate", "up"] = "gate",
-    mask: Tensor | None = None,
 ) -> PathExpansion:
-    """Expand the logits of a run into paths through attention heads and MLP neurons (as heads).
+    """Expand the clean run's logits into paths through attention heads and MLP neurons (as heads).
 
     The expansion is exact if patterns and norm scales are held at their values in the run. The gate
     of a neuron-head is held fixed too, so that the neuron's output is linear in its value.
@@ -177,39 +177,40 @@ def path_expansion(
     Args:
         model: a model from `convert`, or one with exposed neuron-heads. A half-precision
             model is run in float32.
-        prompts: a text, a list of texts, or tokens.
+        contrast: the clean prompts and the metric; see `Contrast`. Corrupted prompts are not used.
         hops: paths through at most this many heads have one entry for each number of heads.
         held: in a gated MLP with exact heads, the factor of the value that is held fixed: "gate"
             (paths go through W_in), or "up" (paths go through W_gate, the neuron's score).
-        mask: the attention mask (0 for padding), if prompts are given as tokens.
 
     Raises:
-        InputError: with every reason: invalid prompts, unsupported norms or matrices, `held="up"`
-            if no neuron-head's value is a product.
+        InputError: with every reason: an invalid contrast, unsupported norms or matrices,
+            `held="up"` if no neuron-head's value is a product.
         UnsupportedModelError: heads whose outputs are not linear in what they read; or paths that
             do not add up to the logits.
 
     Example:
-        >>> from attn_only_lens import circuits, expose_neuron_heads, patching as p, pretrained
+        >>> from attn_only_lens import Contrast, circuits, expose_neuron_heads
+        >>> from attn_only_lens import patching as p, pretrained
         >>> model = expose_neuron_heads(pretrained.small_english()).model
-        >>> expansion = circuits.path_expansion(model, "The keys near the cabinet")
+        >>> keys = Contrast("The keys near the cabinet", None, p.logit_diff(" are", " is"))
+        >>> expansion = circuits.path_expansion(model, keys)
         >>> expansion.logits.shape
         torch.Size([4, 1, 6, 456])
-        >>> metric = p.logit_diff(" are", " is")
-        >>> effects = expansion.effects(metric)
+        >>> effects = expansion.effects()
         >>> bool(abs(effects["effect"].sum() - effects.attrs["value"]) < 1e-4)
         True
-        >>> expansion.paths(metric, k=3, progress=False).columns.tolist()
+        >>> expansion.paths(k=3).columns.tolist()
         ['hops', 'first', 'second', 'effect']
     """
     reasons = [*reasons_without_heads(model), *reasons_not_to_run(model)]
-    reasons += one_of(*_HELD).reasons(held=held)
+    reasons += contrast_reasons(contrast, both=False) + one_of(*_HELD).reasons(held=held)
     reasons += whole(1, _MOST_HOPS).reasons(hops=hops)
     InputError.raise_if(reasons, _PROBLEM)
     if held == "up" and not any(heads.value_is_product for heads in host_of(model).neurons):
         reason = "got held='up', but no neuron-head's value is a product; leave held out"
         raise InputError([reason], _PROBLEM)
-    pair = single_prompts(model, prompts, mask)
+    pair = contrast.pair(model)
+    pair = replace(pair, corrupted=pair.clean)
     with float32_runs(model, pair):
         run = HeldRun.record(model, pair.clean, pair.mask, held)
         logits, first = _expand(run, hops)
@@ -223,7 +224,7 @@ def path_expansion(
                 "heads are not linear in their values"
             )
             raise UnsupportedModelError([reason], _PROBLEM)
-        return PathExpansion(logits, held, pair, run, first)
+        return PathExpansion(logits, held, contrast.metric, pair, run, first)
 
 
 def _expand(

@@ -37,7 +37,7 @@ from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.prompts import Prompts, single_prompts
 from attn_only_lens.engine.recording import Hooks, StopForward, float32_runs, run_blocks
-from attn_only_lens.engine.sites import Selection, resolve_sites
+from attn_only_lens.engine.sites import Sites, resolve_sites
 from attn_only_lens.engine.writes import Decomposition
 from attn_only_lens.errors import InputError, UnknownHeadError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
@@ -148,7 +148,7 @@ def _sources(
     derivative, own_bias, expected = run.projection(head.layer, head.kind, choose)
     names, rows = ["embed"], [parts.embedding[:, position]]
     for writes in parts.before(head.layer, head.kind):
-        (sites,) = resolve_sites(run.model, Selection((writes.kind,), (writes.layer,)))
+        (sites,) = resolve_sites(run.model, Sites.of_kinds([writes.kind], [writes.layer]))
         names += sites.names
         rows.append(writes.written(sites, here)[:, 0, 0])
         bias = writes.bias[:, position]

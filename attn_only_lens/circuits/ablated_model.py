@@ -19,9 +19,9 @@ at a site's z when all sites outside C are ablated. Then the site adds, to first
 ablated z) / (m(M) - m(∅)) to f(C).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import combinations
 from typing import Any, Literal, cast, get_args
 
@@ -31,7 +31,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.arguments import one_of
 from attn_only_lens.circuits.ablated_points import Flags, Floats, Rows, ablated_points
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.edit_checks import require_edits_read
@@ -39,13 +38,8 @@ from attn_only_lens.engine.gradients import Tape
 from attn_only_lens.engine.interventions import ablate
 from attn_only_lens.engine.metrics import AnyMetric, as_metric, bind
 from attn_only_lens.engine.model_checks import reasons_not_to_run
-from attn_only_lens.engine.positions import (
-    Positions,
-    PositionSet,
-    resolve_positions,
-    unlike_tokens,
-)
-from attn_only_lens.engine.prompts import PromptPair, Prompts, prompt_pair
+from attn_only_lens.engine.positions import PositionSet, resolve_positions, unlike_tokens
+from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import Hooks, NeuronRun, Recording, RunPair, record_pair
 from attn_only_lens.engine.replay import Variants, make_replay
 from attn_only_lens.engine.sites import resolve_sites
@@ -54,17 +48,18 @@ from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching.prompt_chunks import prompts_per_chunk
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.patching.run_patches import Batching
+from attn_only_lens.patching.site_groups import split_prompts
+from attn_only_lens.work import Work
 
 Ablation = Literal["zero", "mean", "positional_mean", "resample"]
+ABLATIONS: tuple[Ablation, ...] = get_args(Ablation)
 Order = Literal["magnitude", "signed"]
 ORDERS: tuple[Order, ...] = get_args(Order)
 # ablations whose values for a prompt do not depend on other prompts
 _BY_PROMPT = ("zero", "resample")
 _NOTHING: Rows = np.empty(0, dtype=np.int64)  # the circuit without sites
 _PROBLEM = "these sites cannot be ablated"
-ALIKE = (
-    "expected prompts of the same length, or positions by role, such as task.roles or {'end': -1}"
-)
+ALIKE = "expected prompts of the same length, or positions by role, such as 'roles' or 'end'"
 """What functions that pool prompts by position expect."""
 
 
@@ -77,36 +72,26 @@ class AblatedModel:
     def __init__(
         self,
         model: Any,
-        clean: Prompts,
-        corrupted: Prompts,
+        pair: PromptPair,
         metric: AnyMetric,
         sites: pd.DataFrame,
         *,
         ablation: Ablation,
-        mask: Tensor | None,
-        positions: Positions | None = None,
-        some: Sequence[int] | None = None,
         runs: RunPair | None = None,
         on_done: Callable[[int], object] = lambda n: None,
     ) -> None:
         """Record the clean and the corrupted run, and run the clean prompts with all sites ablated.
 
-        `sites` are rows of `Sweep.frame`. `positions` maps roles to positions. `some` lists the
-        indices of the prompts to use. `runs` are the recordings of these prompts, if they exist.
+        `sites` are rows of `Sweep.frame`. `runs` are the recordings of the pair, if they exist.
         `on_done` is called with the number of newly finished circuits.
         """
-        InputError.raise_if(one_of(*get_args(Ablation)).reasons(ablation=ablation), _PROBLEM)
         InputError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
         sites = sites.reset_index(drop=True)
-        pair = runs.pair if runs else prompt_pair(model, clean, corrupted, mask)
         self.n_sites, self.n_pos = len(sites), pair.clean.shape[1]
-        roles = checked_places(model, pair, sites, positions)
-        if some is not None:
-            pair = pair.of_prompts(some, cut=False)
-            roles = tuple(role.of_prompts(some, self.n_pos) for role in roles)
+        roles = checked_places(model, pair, sites)
         if runs is None:
             groups = resolve_sites(model, list(sites["name"].unique()))
-            runs = record_pair(model, pair, metric, groups, "z")
+            runs = record_pair(model, pair, metric, groups, "z", distinct=pair.among is None)
         self.sites = sites
         source = runs.corrupted
         if ablation == "positional_mean":
@@ -119,8 +104,8 @@ class AblatedModel:
         for name, layers in sites.groupby("kind", observed=True)["layer"].unique().items():
             kind = cast("HeadKind", name)
             require_edits_read(model, runs.clean, kind, layers.tolist(), "z", tested)
-        differs = ((pair.clean != pair.corrupted) & pair.real).any(dim=0).nonzero()
-        first_change = int(differs[0]) if ablation == "resample" else 0
+        differ = ((pair.clean != pair.corrupted) & pair.real).any(dim=0)
+        first_change = int(differ.int().argmax()) if ablation == "resample" else 0
         self._first = self._replay.start(0, first_change)
         self._batching = Batching(model, None, on_done, self._replay.numbers_per_token)
         self.whole, self.whole_by_prompt = runs.clean_value, runs.clean_values.cpu().numpy()
@@ -266,23 +251,28 @@ def _positional_means(run: Recording, places: Sequence[PositionSet]) -> Recordin
     return replace(run, neurons=neurons, hooked=hooked)
 
 
-def checked_places(
-    model: Any, pair: PromptPair, sites: pd.DataFrame, positions: Positions | None
-) -> tuple[PositionSet, ...]:
+def checked_places(model: Any, pair: PromptPair, sites: pd.DataFrame) -> tuple[PositionSet, ...]:
     """Return the sites' roles; raise an error if sites have no clear place in each prompt."""
-    roles = resolve_positions(pair, positions) if isinstance(positions, Mapping) else ()
-    roles = tuple(role for role in roles if (sites["position"] == role.label).any()) or roles
-    numbers = [PositionSet(x, pair.real) for x in sites["position"].unique().tolist()]
-    reasons = _reasons_against_sites(sites, pair.clean.shape[1], roles)
-    if reason := unlike_tokens(model, pair, numbers):
+    labels = sites["position"].unique().tolist()
+    reasons = _reasons_against_sites(sites, pair.clean.shape[1])
+    roles: tuple[PositionSet, ...] = ()
+    if names := [label for label in labels if isinstance(label, str) and label != "all"]:
+        with InputError.collected(reasons):
+            roles = resolve_positions(pair, names)
+    reasons += [
+        f"got {first.label!r} and {second.label!r} at the same token of prompt "
+        f"{int((first.chosen & second.chosen).any(dim=1).nonzero()[0])}; expected a different "
+        f"token for each role: leave the role {first.label!r} out of positions"
+        for first, second in combinations(roles, 2)
+        if (first.chosen & second.chosen).any()
+    ]
+    if reason := unlike_tokens(model, pair, [PositionSet(x, pair.real) for x in labels]):
         reasons.append(f"{reason}; {ALIKE}")
     InputError.raise_if(reasons, _PROBLEM)
     return roles
 
 
-def _reasons_against_sites(
-    sites: pd.DataFrame, n_pos: int, roles: Sequence[PositionSet]
-) -> list[str]:
+def _reasons_against_sites(sites: pd.DataFrame, n_pos: int) -> list[str]:
     reasons = []
     if "prompt" in sites:
         reasons.append(
@@ -290,27 +280,11 @@ def _reasons_against_sites(
         )
     if single := [name for name in sites["name"].astype(str) if "." in name]:
         reasons.append(f"got {single[0]}, one head of a neuron; expected whole neurons")
-    numbers = set(sites["position"].unique().tolist()) - {"all"}
-    if any(isinstance(number, str) for number in numbers):
-        labels = [role.label for role in roles]
-        reasons += [
-            f"sites have the token role {label!r}, but its position in each prompt is unknown: "
-            f"pass positions={{{label!r}: …}}"
-            for label in sorted(str(number) for number in numbers if number not in labels)
-        ]
-        reasons += [
-            f"got {first.label!r} and {second.label!r} at the same token of prompt "
-            f"{int((first.chosen & second.chosen).any(dim=1).nonzero()[0])}; expected "
-            f"a different token for each role: leave the role {first.label!r} out of positions"
-            for first, second in combinations(roles, 2)
-            if (first.chosen & second.chosen).any()
-        ]
-    elif roles:
-        reasons.append("got positions by role, and sites without a role; expected sites by role")
-    elif any(number < 0 for number in numbers):
+    numbers = [x for x in sites["position"].unique().tolist() if not isinstance(x, str)]
+    if any(number < 0 for number in numbers):
         reasons.append(
-            "got positions from the end; expected 'each', 'all', numbers from 0, or positions by "
-            "role, such as {'end': -1}"
+            "got positions from the end; expected 'each', 'all', numbers from 0, or roles, such as "
+            "Contrast(…, roles={'end': -1})"
         )
     elif any(number >= n_pos for number in numbers):
         reasons.append(
@@ -321,35 +295,39 @@ def _reasons_against_sites(
 
 
 def ablated_model(
-    *prompts_and_sites: Any,
-    prompts_at_once: int | None = None,
-    some: Sequence[int] | None = None,
+    model: Any,
+    pair: PromptPair,
+    metric: AnyMetric,
+    sites: pd.DataFrame,
+    *,
+    ablation: Ablation,
+    work: Work = Work(),
     runs: RunPair | None = None,
-    **options: Any,
+    on_done: Callable[[int], object] = lambda n: None,
 ) -> AblatedModel:
     """Return an `AblatedModel` that runs all prompts at once, or in chunks to save memory.
 
     Mean ablation and custom metrics need all prompts at once, so they never use chunks. The
     recordings `runs` are used only if all prompts are run at once.
     """
-    model, clean, corrupted, metric, sites = prompts_and_sites
-    make = partial(AblatedModel, *prompts_and_sites, **options)
-    whole = partial(make, some=some, runs=runs)
-    pair, metric = prompt_pair(model, clean, corrupted, options["mask"]), as_metric(metric)
-    chosen = list(range(len(pair.clean)) if some is None else some)
-    if options["ablation"] not in _BY_PROMPT or not metric.by_prompt:
-        return whole()
-    here = pair.of_prompts(chosen)
+
+    def make(some: PromptPair, runs: RunPair | None = None) -> AblatedModel:
+        return AblatedModel(
+            model, some, metric, sites, ablation=ablation, runs=runs, on_done=on_done
+        )
+
+    metric, n = as_metric(metric), len(pair.clean)
+    if ablation not in _BY_PROMPT or not metric.by_prompt:
+        return make(pair, runs)
     layers = resolve_sites(model, list(sites["name"].unique()))
-    at_once = prompts_per_chunk(model, here, metric, layers, "z", prompts_at_once, traced=True)
-    if at_once == len(chosen):
-        return whole()
-    weights = (1 / len(chosen),) * len(chosen)
+    at_once = prompts_per_chunk(model, pair, metric, layers, "z", work, traced=True)
+    if at_once == n:
+        return make(pair, runs)
+    weights = (1 / n,) * n
     if not metric.needs_reference:
-        weights = bind(metric, model, here).shares(len(chosen))
-    return _InChunks(
-        make, [chosen[i : i + at_once] for i in range(0, len(chosen), at_once)], weights
-    )
+        weights = bind(metric, model, pair).shares(n)
+    chunks = [pair.of_prompts(some, cut=False) for some in split_prompts(n, at_once)]
+    return _InChunks(make, chunks, weights)
 
 
 class _InChunks(AblatedModel):
@@ -360,9 +338,12 @@ class _InChunks(AblatedModel):
     """
 
     def __init__(
-        self, make: Callable[..., AblatedModel], chunks: list[list[int]], weights: Sequence[float]
+        self,
+        make: Callable[[PromptPair], AblatedModel],
+        chunks: Sequence[PromptPair],
+        weights: Sequence[float],
     ) -> None:
-        self._make, self._prompts, self.weights = make, chunks, np.array(weights)
+        self._make, self._pairs, self.weights = make, chunks, np.array(weights)
         wholes, nothings = [], []
         for ablated in self._chunks():
             self.sites, self.n_sites, self.n_pos = ablated.sites, ablated.n_sites, ablated.n_pos
@@ -373,8 +354,7 @@ class _InChunks(AblatedModel):
         self.nothing = float(self._mean(self.nothing_by_prompt))
 
     def _chunks(self) -> Iterator[AblatedModel]:
-        for prompts in self._prompts:
-            yield self._make(some=prompts)
+        return map(self._make, self._pairs)
 
     def by_prompt(self, circuits: Sequence[Rows]) -> Float[np.ndarray, "circuit prompt"]:
         """Return each prompt's metric when all sites outside a circuit are ablated."""
@@ -382,7 +362,7 @@ class _InChunks(AblatedModel):
 
     def worth(self, circuit: Rows) -> Float[np.ndarray, "site"]:
         """Return each site's first-order contribution to a circuit's faithfulness."""
-        ends = np.cumsum([0, *map(len, self._prompts)])
+        ends = np.cumsum([0, *(len(pair.clean) for pair in self._pairs)])
         total = np.zeros(self.n_sites)
         for ablated, first, last in zip(self._chunks(), ends[:-1], ends[1:], strict=True):
             total += self.weights[first:last].sum() * ablated.mean_slopes(circuit)

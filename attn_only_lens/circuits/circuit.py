@@ -18,11 +18,9 @@ from typing_extensions import TypedDict
 from attn_only_lens.arguments import as_plain
 from attn_only_lens.circuits.ablated_model import Ablation
 from attn_only_lens.circuits.stability import INCLUSION, MEASURES, Stability
-from attn_only_lens.engine.positions import Positions
-from attn_only_lens.engine.sites import Selection, Sites
+from attn_only_lens.engine.sites import Sites
 from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.heads import HeadName
-from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.storage import Document
 
 SITE = ["layer", "kind", "index", "name", "position"]
@@ -46,8 +44,9 @@ class _Stability(TypedDict):
     jaccard: float
 
 
-class _Selection(TypedDict):
-    kinds: list[HeadKind]
+class _Sites(TypedDict):
+    heads: list[str]
+    positions: str | int | list[int | str]
     layers: list[int] | None
 
 
@@ -63,8 +62,7 @@ class _Circuit(TypedDict):
     ablation: Ablation
     method: str
     metric: str
-    candidates: _Selection | str | list[str]
-    positions: str | int | list[int] | dict[str, int | list[int]]
+    candidates: _Sites
     stability: _Stability | None
 
 
@@ -100,8 +98,7 @@ class Circuit:
         ablation: how all other sites are ablated.
         method: the method of the ranking.
         metric: the metric's name.
-        candidates: the heads that were ranked.
-        positions: the positions at which the candidates were ranked.
+        candidates: the sites that were ranked; by role, their positions are the names of the roles.
         stability: how the circuit changes with the prompts, if `discover` resampled them.
     """
 
@@ -117,7 +114,6 @@ class Circuit:
     method: str
     metric: str
     candidates: Sites
-    positions: Positions
     stability: Stability | None = None
 
     def __len__(self) -> int:
@@ -163,7 +159,8 @@ class Circuit:
             InputError: the prompts were not resampled.
         """
         if self.stability is None:
-            reason = "got a circuit without resamples; expected discover(…, resamples=20)"
+            expected = "expected discover(…, search=Search(resamples=20))"
+            reason = f"got a circuit without resamples; {expected}"
             raise InputError([reason], "this circuit has no core")
         sites = self.stability.sites
         faithful, complete = self.stability.core_faithfulness
@@ -183,10 +180,10 @@ class Circuit:
 
         Example:
             >>> import tempfile, torch
-            >>> from attn_only_lens import circuits, convert, patching as p, pretrained
-            >>> circuit = circuits.discover(
-            ...     convert(pretrained.modular_addition()), torch.tensor([3, 4, 113]),
-            ...     torch.tensor([3, 5, 113]), p.logit_diff(correct=7, wrong=8))
+            >>> from attn_only_lens import Contrast, circuits, convert, patching as p, pretrained
+            >>> sums = Contrast(torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113]),
+            ...                 p.logit_diff(correct=7, wrong=8))
+            >>> circuit = circuits.discover(convert(pretrained.modular_addition()), sums)
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     circuit.save(f"{folder}/circuit.json")
             ...     again = circuits.Circuit.load(f"{folder}/circuit.json")
@@ -209,9 +206,7 @@ class Circuit:
             if missing := [name for name in (*SITE, "effect") if name not in frames["frame"]]:
                 raise ValueError(f"its frame has no {', '.join(missing)}")
             changed: dict[str, Any] = {"random": tuple(body["random"])}
-            if isinstance(chosen := body["candidates"], dict):
-                layers = None if chosen["layers"] is None else tuple(chosen["layers"])
-                changed["candidates"] = Selection(tuple(chosen["kinds"]), layers)
+            changed["candidates"] = Sites(**body["candidates"])
             if (stability := body["stability"]) is not None:
                 tables = {name: pd.DataFrame(stability[name]) for name in ("sites", "resamples")}
                 tables["held_out"] = pd.DataFrame(stability["held_out"]).set_axis(MEASURES)
@@ -227,11 +222,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, pd.DataFrame):
         plain = value.astype(object).where(value.notna(), None)
         return {str(name): column.tolist() for name, column in plain.items()}
-    if isinstance(value, Stability | Selection):
+    if isinstance(value, Stability | Sites):
         return _plain(vars(value))
     if isinstance(value, HeadName):
         return str(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     value = as_plain(value)
-    return list(map(_plain, value)) if isinstance(value, list | tuple | range) else value
+    return list(map(_plain, value)) if isinstance(value, list | tuple) else value

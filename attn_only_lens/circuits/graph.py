@@ -69,10 +69,10 @@ class CircuitGraph:
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import circuits, convert, patching as p, pretrained
+        >>> from attn_only_lens import Contrast, circuits, convert, patching as p, pretrained
         >>> model = convert(pretrained.modular_addition())
-        >>> graph = circuits.attribution_graph(
-        ...     model, torch.tensor([3, 4, 113]), p.logit_diff(correct=7, wrong=8), top=20)
+        >>> one_run = Contrast(torch.tensor([3, 4, 113]), None, p.logit_diff(correct=7, wrong=8))
+        >>> graph = circuits.attribution_graph(model, one_run, top=20)
         >>> graph.nodes["kind"].value_counts()[["embed", "metric"]].tolist()
         [3, 1]
         >>> bool(abs(graph.inflow()["metric"] - graph.value) < 1e-4 * abs(graph.value))
@@ -131,10 +131,10 @@ class CircuitGraph:
 
         Example:
             >>> import tempfile, torch
-            >>> from attn_only_lens import circuits, convert, patching as p, pretrained
+            >>> from attn_only_lens import Contrast, circuits, convert, patching as p, pretrained
+            >>> one_run = Contrast(torch.tensor([3, 4, 113]), None, p.logit_diff(7, 8))
             >>> graph = circuits.attribution_graph(
-            ...     convert(pretrained.modular_addition()), torch.tensor([3, 4, 113]),
-            ...     p.logit_diff(correct=7, wrong=8), top=20)
+            ...     convert(pretrained.modular_addition()), one_run, top=20)
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     graph.save(f"{folder}/graph.json")
             ...     again = circuits.CircuitGraph.load(f"{folder}/graph.json")
@@ -222,10 +222,10 @@ class CircuitGraph:
 
         Example:
             >>> import torch
-            >>> from attn_only_lens import circuits, convert, patching as p, pretrained
+            >>> from attn_only_lens import Contrast, circuits, convert, patching as p, pretrained
+            >>> one_run = Contrast(torch.tensor([3, 4, 113]), None, p.logit_diff(7, 8))
             >>> graph = circuits.attribution_graph(
-            ...     convert(pretrained.modular_addition()), torch.tensor([3, 4, 113]),
-            ...     p.logit_diff(correct=7, wrong=8), top=20)
+            ...     convert(pretrained.modular_addition()), one_run, top=20)
             >>> graph.to_networkx().nodes["embed@1"]["name"]
             'embed'
         """

@@ -19,7 +19,7 @@ from torch import Tensor
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, NODE_COLUMNS, CircuitGraph
 from attn_only_lens.devices import free_bytes, on_cpu
 from attn_only_lens.engine.linear_map import LinearMap
-from attn_only_lens.engine.positions import Roles, resolve_positions
+from attn_only_lens.engine.positions import Positions, is_by_role, resolve_positions
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.heads.host import NEURON_KINDS
@@ -46,14 +46,14 @@ class Places:
     chosen: Bool[Tensor, "role batch pos"] | None = None
 
     @classmethod
-    def of(cls, pair: PromptPair, roles: Roles | None = None) -> "Places":
+    def of(cls, pair: PromptPair, positions: Positions = "each") -> "Places":
         """Return the places in the prompts; if a token has several roles, only the first counts."""
         columns = torch.arange(pair.clean.shape[1], device=pair.real.device)
-        if roles is None:
+        if not is_by_role(positions):
             real = pair.real.any(dim=0).nonzero().flatten()
             return cls([str(pos) for pos in columns.tolist()], real.tolist())
         taken, ordered = torch.zeros_like(pair.real), list[tuple[float, str, Tensor]]()
-        for role in resolve_positions(pair, roles):
+        for role in resolve_positions(pair, positions):
             chosen = role.chosen & ~taken
             if chosen.any():
                 ordered.append((float((chosen * columns).sum()), str(role.label), chosen.cpu()))

@@ -21,13 +21,16 @@ sufficient. A smaller circuit may still exist.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from jaxtyping import Float
 
-from attn_only_lens.circuits.ablated_model import AblatedModel
+from attn_only_lens.arguments import COUNT, RESAMPLES, one_of
+from attn_only_lens.circuits.ablated_model import ABLATIONS, ORDERS, AblatedModel, Ablation, Order
 from attn_only_lens.circuits.ablated_points import Rows
+from attn_only_lens.errors import InputError
 
 _PER_DOUBLING = 4  # the number of prefix sizes to try from k to 2k
 _BETWEEN = 16  # the number of sizes that a refined grid has between two neighbouring sizes
@@ -40,12 +43,50 @@ _Questions: TypeAlias = Generator[list[Rows], Float[np.ndarray, "circuit"], int 
 """A generator that yields circuits, receives their faithfulness, and returns a size."""
 
 
+@dataclass(frozen=True)
+class Search:
+    """How `discover` searches for a circuit, and what it compares the circuit with.
+
+    Attributes:
+        ablation: how sites outside the circuit are ablated: "zero", "mean", "positional_mean" or
+            "resample".
+        order: None to search and prune. "magnitude" or "signed" returns the shortest sufficient
+            prefix of the sites in this order of effects; "signed" puts sites that help the clean
+            run first.
+        n_random: how many random circuits of the same size to evaluate.
+        resamples: how many times to search again on a random half of the prompts, for instance 20;
+            the circuit then has a `stability`.
+        seed: the seed of random circuits and halves.
+
+    Raises:
+        InputError: an option has another value. The error lists every reason.
+
+    Example:
+        >>> from attn_only_lens.circuits import Search
+        >>> Search(ablation="mean", resamples=20)
+        Search(ablation='mean', order=None, n_random=3, resamples=20, seed=0)
+    """
+
+    ablation: Ablation = "resample"
+    order: Order | None = None
+    n_random: int = 3
+    resamples: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        reasons = one_of(*ABLATIONS).reasons(ablation=self.ablation)
+        reasons += one_of(*ORDERS).or_none.reasons(order=self.order)
+        reasons += COUNT.reasons(n_random=self.n_random, seed=self.seed)
+        reasons += RESAMPLES.reasons(resamples=self.resamples)
+        InputError.raise_if(reasons, "no circuit can be searched")
+
+
 def smallest_prefix(ablated: AblatedModel, order: Rows, wanted: float) -> Rows:
     """Return the shortest sufficient prefix of the sites in the given order."""
-    return Search(ablated, wanted).prefixes({"magnitude": order})[0]
+    return SearchRun(ablated, wanted).prefixes({"magnitude": order})[0]
 
 
-class Search:
+class SearchRun:
     """A search for circuits in one ablated model; `tried` lists the evaluated circuits.
 
     `near` is the size of a circuit that was found for other prompts. With `near`, the search tries

@@ -15,7 +15,7 @@ splits share prompts. The effective number, 2 + (resamples - 2) / `_DEPENDENCE`,
 smaller than the number of circuits (`analyses/results/stability_of_circuits.md`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -40,7 +40,7 @@ _Half: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Stability:
-    """The circuits found on random halves of the prompts. Made by `discover(…, resamples=20)`.
+    """The circuits found on random halves of the prompts. See `Search`.
 
     Attributes:
         sites: one row per site that is in any of these circuits, the largest inclusion first.
@@ -106,7 +106,7 @@ def random_halves(n_prompts: int, n: int, seed: int) -> Iterator[tuple[_Half, _H
 
 def resampled(
     search: Callable[[AblatedModel, Float[np.ndarray, "site"]], tuple[Rows, Any]],
-    ablate: Callable[..., AblatedModel],
+    ablate: Callable[[Sequence[int]], AblatedModel],
     whole: AblatedModel,
     sites: pd.DataFrame,
     effects: Float[np.ndarray, "site prompt"],
@@ -119,7 +119,7 @@ def resampled(
     for half, other_half in halves:
         keys = [tuple(some.tolist()) for some in (half, other_half)]
         # A split's halves are adjacent in `halves`, so the second one reuses both ablated models.
-        models = {key: models.get(key) or ablate(some=list(key)) for key in keys}
+        models = {key: models.get(key) or ablate(key) for key in keys}
         ablated, others = (models[key] for key in keys)
         shares = whole.weights[half] / whole.weights[half].sum()
         circuit, _ = search(ablated, effects[:, half] @ shares)

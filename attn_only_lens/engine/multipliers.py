@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from attn_only_lens.axes import Logits, Residual
 from attn_only_lens.engine.gradients import Tape, edit_input
 from attn_only_lens.engine.input_warnings import warn
+from attn_only_lens.engine.kept_runs import keep_runs, kept_runs
 from attn_only_lens.engine.linear_rules import SecantSteps, Steps
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, as_metric, bind
 from attn_only_lens.engine.model_weights import HALF, float32_weights
@@ -146,6 +147,8 @@ def run_both(
 ) -> BothRuns:
     """Run a model on clean and corrupted prompts; record inputs and outputs of nonlinear steps.
 
+    The runs are kept, and not repeated while the model is the same; see `kept_runs.py`.
+
     Args:
         model: a model with neuron-heads.
         pair: the prompts.
@@ -153,6 +156,9 @@ def run_both(
         kept: for the run of a circuit, whether a head belongs to it, by the hook name of z. All
             other heads have their outputs in the corrupted run.
     """
+    known = None if kept else kept_runs(model, pair)
+    if known is not None and (known.decomposition is not None or not decomposed):
+        return cast(BothRuns, known)
     host, steps, kept = host_of(model), Steps(model), kept or {}
     _require_separate_gates(host)
     names = host.hook_names("z")
@@ -168,7 +174,10 @@ def run_both(
         options: dict[str, Any] = {"names": names, "gates": False, "keep_key_values": True}
         with steps.recorded():
             both = record(model, tokens, mask, layers=range(host.n_layers), hooks=hooks, **options)
-    return BothRuns(pair, both.logits, both.streams[0], steps, both, writes, kept)
+    runs = BothRuns(pair, both.logits, both.streams[0], steps, both, writes, kept)
+    if not kept:
+        keep_runs(model, pair, runs)
+    return runs
 
 
 @torch.enable_grad()

@@ -16,6 +16,7 @@ from attn_only_lens.arguments import a_type
 from attn_only_lens.axes import SELF, Residual, Tokens
 from attn_only_lens.engine.answers import WRONG, preference
 from attn_only_lens.engine.input_warnings import all_in_this_call, warn
+from attn_only_lens.engine.kept_runs import kept_runs
 from attn_only_lens.engine.metrics import (
     AnyMetric,
     BoundMetric,
@@ -294,7 +295,9 @@ def record_pair(
         trace: dict[str, Any] = {"hooks": hooks, "keep_graph": True} if side == traced else {}
         return record(model, getattr(pair, side), pair.mask, **options, **trace)
 
-    both = _record_both(model, pair, options) if traced is None else None
+    both = None
+    if traced is None:
+        both = _kept_recordings(model, pair, options) or _record_both(model, pair, options)
     if both is not None:
         clean, corrupted = both
     else:
@@ -316,7 +319,26 @@ def _record_both(
     both = record(model, tokens, mask, **options)
     if any(len(value) != 2 * n for value in both.hooked.values()):
         return None
-    clean, corrupted = both[:n], both[n:]
+    return _if_equal_before_change(model, pair, both[:n], both[n:])
+
+
+def _kept_recordings(
+    model: Any, pair: PromptPair, options: dict[str, Any]
+) -> tuple[Recording, Recording] | None:
+    """Return both runs if they are kept with the wanted activations and in the model's dtype."""
+    known = None if options["gates"] else kept_runs(model, pair)
+    if known is None or not known.recording.hooked.keys() >= {*options["names"]}:
+        return None
+    # Conversions to float32 are skipped in kept runs of float64 models.
+    if next(model.parameters()).dtype != torch.float32:
+        return None
+    return _if_equal_before_change(model, pair, *known.recordings())
+
+
+def _if_equal_before_change(
+    model: Any, pair: PromptPair, clean: Recording, corrupted: Recording
+) -> tuple[Recording, Recording] | None:
+    """Return two runs of one batch if they are equal before the first token that differs."""
     # In one batch, a matrix product may round equal rows differently. Patches of activations that
     # are equal in both runs would then seem to have an effect.
     first = int((pair.clean != pair.corrupted).any(dim=0).int().argmax())

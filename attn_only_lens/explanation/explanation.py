@@ -13,7 +13,7 @@ import pandas as pd
 from attn_only_lens.circuits._group_nodes import peak_tokens
 from attn_only_lens.circuits.circuit import MISSING, Circuit
 from attn_only_lens.circuits.graph import CircuitGraph
-from attn_only_lens.engine.prompts import Prompts
+from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.engine.tokens import joined
 from attn_only_lens.explanation.model_answers import answer_cells, answer_warnings
 from attn_only_lens.explanation.node_descriptions import short_token
@@ -75,8 +75,7 @@ class Explanation:
         shown: the index of the pair of prompts whose tokens are shown: the pair that adds most to
             the difference.
         model: the model that was explained.
-        clean: the clean prompts.
-        corrupted: the corrupted prompts.
+        contrast: the two runs and the metric.
     """
 
     attribution: Sweep
@@ -88,8 +87,7 @@ class Explanation:
     labels: dict[str, str]
     shown: int
     model: Any
-    clean: Prompts
-    corrupted: Prompts
+    contrast: Contrast
 
     @property
     def title(self) -> str:
@@ -191,8 +189,7 @@ class Explanation:
         return circuit_view(
             self.graph,
             self.model,
-            self.clean,
-            corrupted=self.corrupted,
+            self.contrast,
             prompt=self.shown,
             exact=self.patches["noise"],
             notes=notes,

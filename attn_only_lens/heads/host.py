@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -59,11 +60,13 @@ class PassState(threading.local):
     """Values that one module passes to a later module in the same forward pass.
 
     The values are not module attributes, because other threads, or hooks, may run the model during
-    a forward pass. Each thread has its own values, and a copy of this object is empty.
+    a forward pass. Each thread has its own values, and a copy of this object is empty. It also
+    holds the runs that analyses share (`engine/kept_runs.py`).
     """
 
     def __init__(self) -> None:
         self.values: dict[Any, Any] = {}
+        self.kept_runs: WeakKeyDictionary[Any, tuple[object, Any, int]] = WeakKeyDictionary()
         self._errors: list[tuple[Tensor, str]] | None = None
         self.gate_rule: Callable[[Any, Tensor, Tensor | None], Tensor | None] | None = None
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn_only_lens.engine.multipliers import BothRuns, float32_slopes
+from attn_only_lens.engine.multipliers import float32_slopes
 from attn_only_lens.patching._activation_patch import SweepPlan
 from attn_only_lens.patching.estimate import Estimate
 from attn_only_lens.patching.estimator import Estimator, TracedRuns
@@ -28,20 +28,18 @@ def attribute(
     options: Estimate,
     work: Work,
     *,
-    both: BothRuns | None = None,
     top_by_prompt: bool = False,
 ) -> Sweep:
     """Estimate the results of patching all sites of a plan; see `attribution`.
 
-    `both` holds the clean and corrupted runs of all prompts, or None. Only "secant" with budget=0
-    uses `both`. With `top_by_prompt`, the top rows, which are patched exactly, are those of single
+    With `top_by_prompt`, the top rows, which are patched exactly, are those of single
     prompts; otherwise they are those of the means over prompts.
     """
     secant = options.method == "secant"
     with float32_slopes(plan.model, plan.pair, plan.metric) if secant else nullcontext():
         chunks = plan.chunks(by_cost=False)
         progress = bool(work.progress)
-        estimator = Estimator(plan, options, both, top_by_prompt, progress and len(chunks) == 1)
+        estimator = Estimator(plan, options, top_by_prompt, progress and len(chunks) == 1)
         prompts = plan.prompt_chunks(estimator.record)
         totals = prompts.totals(plan.prompts, plan.n_rows, plan.per_prompt)
 

@@ -55,7 +55,7 @@ class TracedRuns(RunPair):
     """
 
     tape: Tape
-    both: BothRuns | None
+    both: BothRuns | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,6 @@ class Estimator:
     Attributes:
         plan: the sites, the prompts and the metric.
         options: how effects are estimated.
-        both: the runs on all prompts, if they are recorded.
         top_by_prompt: whether the top rows are those of single prompts; see `attribute`.
         progress: whether to show progress bars.
         tested: the edits that were tested on earlier chunks of prompts.
@@ -73,7 +72,6 @@ class Estimator:
 
     plan: SweepPlan
     options: Estimate
-    both: BothRuns | None = None
     top_by_prompt: bool = False
     progress: bool = False
     tested: set[Any] = field(default_factory=set)
@@ -105,9 +103,8 @@ class Estimator:
             if site.kind == "attention" and plan.part in SHARED_PARTS
         }
         tape = Tape({*nodes, *written}, readers)
-        both = self.both if self.both is not None and self.both.pair is pair else None
         if self.options.method == "secant" and not budget:
-            both = run_both(plan.model, pair) if both is None else both
+            both = run_both(plan.model, pair)
             runs = run_pair(plan.model, pair, *both.recordings(), plan.metric, distinct=distinct)
             return TracedRuns(**vars(runs), tape=tape, both=both)
         side: Side = "corrupted" if plan.direction == "denoise" else "clean"
@@ -119,7 +116,7 @@ class Estimator:
                 hooks=tape.hooks,
                 distinct=distinct,
             )
-        return TracedRuns(**vars(runs), tape=tape, both=both)
+        return TracedRuns(**vars(runs), tape=tape)
 
     def estimate(self, prompts: PromptChunk[TracedRuns]) -> tuple[Repairs, Tensor | None]:
         """Estimate the effects of all sites, and replace some estimates with exact values.

@@ -1,4 +1,4 @@
-"""Clean and corrupted prompts for well-known tasks, or from templates and files."""
+"""Contrasts for well-known tasks, or from templates and files."""
 
 from attn_only_lens.tasks._agreement import agreement
 from attn_only_lens.tasks._brackets import brackets
@@ -6,10 +6,8 @@ from attn_only_lens.tasks._custom import from_jsonl, from_templates
 from attn_only_lens.tasks._greater_than import greater_than
 from attn_only_lens.tasks._induction import induction
 from attn_only_lens.tasks._ioi import ioi
-from attn_only_lens.tasks.paired_prompts import PairedPrompts
 
 __all__ = [
-    "PairedPrompts",
     "agreement",
     "brackets",
     "from_jsonl",

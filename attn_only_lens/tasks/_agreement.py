@@ -17,7 +17,8 @@ from random import Random
 from typing import Any, Literal, get_args
 
 from attn_only_lens.arguments import one_of
-from attn_only_lens.tasks.paired_prompts import Pair, PairedPrompts, collect, draw, fill
+from attn_only_lens.engine.contrast import Contrast
+from attn_only_lens.tasks.pairs import Pair, collect, draw, fill
 from attn_only_lens.tasks.words import ADJECTIVES, DEGREES, FRIENDS, MEN, PEOPLE, THINGS, WOMEN
 
 Feature = Literal["number", "gender"]
@@ -41,7 +42,7 @@ def agreement(
     *,
     feature: Feature = "number",
     structure: Structure | None = None,
-) -> PairedPrompts:
+) -> Contrast:
     """Return clean and corrupted prompts whose next word agrees with the subject.
 
     The roles (named positions) are "subject", the noun or name that decides the answer;

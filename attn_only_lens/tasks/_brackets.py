@@ -13,8 +13,9 @@ from random import Random
 from typing import Any, Literal, get_args
 
 from attn_only_lens.arguments import one_of
+from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.tasks._agreement import _PREPOSITIONS
-from attn_only_lens.tasks.paired_prompts import Pair, PairedPrompts, collect, fill
+from attn_only_lens.tasks.pairs import Pair, collect, fill
 from attn_only_lens.tasks.words import THINGS
 
 Structure = Literal["simple", "nested"]
@@ -23,9 +24,7 @@ MARKS = ((" (", ")"), (" [", "]"), (' "', '"'))
 _ADJECTIVES = ("old", "new", "small", "big", "red", "blue", "green", "clean", "heavy", "cheap")
 
 
-def brackets(
-    tokenizer: Any, n: int, seed: int = 0, *, structure: Structure = "simple"
-) -> PairedPrompts:
+def brackets(tokenizer: Any, n: int, seed: int = 0, *, structure: Structure = "simple") -> Contrast:
     """Return clean and corrupted prompts with a bracket or quotation that is open at the end.
 
     The roles (named positions) are "open", the mark that opens the bracket or quotation; "end", the

@@ -10,13 +10,14 @@ from string import Formatter
 from typing import Any
 
 from attn_only_lens.arguments import is_count
+from attn_only_lens.engine.contrast import Contrast
+from attn_only_lens.engine.positions import WORDS
 from attn_only_lens.errors import InputError
-from attn_only_lens.tasks.paired_prompts import (
+from attn_only_lens.tasks.pairs import (
     END,
     PROBLEM,
     Filled,
     Pair,
-    PairedPrompts,
     collect,
     draw,
     fill,
@@ -25,7 +26,7 @@ from attn_only_lens.tasks.paired_prompts import (
 ANSWER = "answer"
 KEYS = ("clean_prefix", "patch_prefix", "clean_answer", "patch_answer")
 """The keys in the files of Marks et al., "Sparse Feature Circuits" (2024)."""
-_RESERVED = {END, "each", "all"}  # role names with another meaning in `positions=`
+_RESERVED = {END, *WORDS}  # role names with another meaning in `Sites(positions=…)`
 _SHOWN = 5  # the maximum number of invalid lines in an error
 
 
@@ -35,7 +36,7 @@ def from_templates(
     templates: str | Sequence[str],
     words: Sequence[Mapping[str, str]],
     seed: int = 0,
-) -> PairedPrompts:
+) -> Contrast:
     """Return pairs of prompts. Each pair is a template filled with two rows of words.
 
     The row that fills the clean prompt has the right answer, and the other row has the wrong
@@ -118,7 +119,7 @@ def from_jsonl(
     keys: tuple[str, str, str, str] = KEYS,
     roles: Mapping[str, int] | None = None,
     keep: Callable[[Mapping[str, Any]], bool] = lambda row: True,
-) -> PairedPrompts:
+) -> Contrast:
     """Return pairs of clean and corrupted prompts from a file with one JSON object per line.
 
     Args:

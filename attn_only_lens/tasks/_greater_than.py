@@ -9,12 +9,12 @@ is the total probability of right answers minus that of wrong answers.
 from collections.abc import Iterator
 from typing import Any
 
+from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.engine.tokens import token_ids
 from attn_only_lens.errors import InputError
-from attn_only_lens.tasks.paired_prompts import (
+from attn_only_lens.tasks.pairs import (
     PROBLEM,
     Pair,
-    PairedPrompts,
     collect,
     draw,
     fill,
@@ -27,7 +27,7 @@ _YEARS = range(2, 99)
 _ENDINGS = [f"{year:02}" for year in range(100)]
 
 
-def greater_than(tokenizer: Any, n: int, seed: int = 0) -> PairedPrompts:
+def greater_than(tokenizer: Any, n: int, seed: int = 0) -> Contrast:
     """Return clean and corrupted prompts that stop halfway through a second, later year.
 
     The roles (named positions) are "noun", the event; "century" and "year", the two halves of the

@@ -10,13 +10,13 @@ from random import Random
 from typing import Any
 
 from attn_only_lens.arguments import whole
+from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.engine.tokens import token_ids
 from attn_only_lens.errors import InputError
-from attn_only_lens.tasks.paired_prompts import (
+from attn_only_lens.tasks.pairs import (
     PROBLEM,
     Filled,
     Pair,
-    PairedPrompts,
     collect,
 )
 
@@ -24,7 +24,7 @@ _POOL = 4096  # test at most this many vocabulary tokens
 _ROLES = {"first": 1, "repeated": 2}
 
 
-def induction(tokenizer: Any, n: int, seed: int = 0, *, length: int = 20) -> PairedPrompts:
+def induction(tokenizer: Any, n: int, seed: int = 0, *, length: int = 20) -> Contrast:
     """Return clean and corrupted prompts of random words, whose last word also occurs earlier.
 
     The roles (named positions) are "first", the first occurrence of the last word; "repeated", the

@@ -10,8 +10,9 @@ from random import Random
 from typing import Any, Literal, get_args
 
 from attn_only_lens.arguments import one_of
+from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.engine.tokens import token_ids
-from attn_only_lens.tasks.paired_prompts import Pair, PairedPrompts, collect, fill
+from attn_only_lens.tasks.pairs import Pair, collect, fill
 from attn_only_lens.tasks.words import NAMES, OBJECTS, PLACES
 
 Corruption = Literal["abc", "swap"]
@@ -35,7 +36,7 @@ _TEMPLATES = (
 )
 
 
-def ioi(tokenizer: Any, n: int, seed: int = 0, *, corruption: Corruption = "abc") -> PairedPrompts:
+def ioi(tokenizer: Any, n: int, seed: int = 0, *, corruption: Corruption = "abc") -> Contrast:
     """Return clean and corrupted prompts whose next word is the name that occurs only once.
 
     The roles (named positions) are "IO", the indirect object and answer; "S1" and "S2", the first

@@ -10,7 +10,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from attn_only_lens.arguments import POSITIVE
 from attn_only_lens.axes import Tokens
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.model_checks import hook_reasons, mode_reasons
@@ -21,8 +20,10 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.heads.transcoder import Transcoder
 from attn_only_lens.models.attach import attach
 from attn_only_lens.precision import full_precision
+from attn_only_lens.work import Work
 
 _PROBLEM = "the fidelity cannot be measured"
+_AT_ONCE = 16  # texts per batch
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,7 @@ def fidelity(
     texts: Prompts,
     *,
     mask: Tensor | None = None,
-    prompts_at_once: int = 16,
-    progress: bool = True,
+    work: Work = Work(),
 ) -> Fidelity:
     """Compare the replacement model, in which transcoders replace MLPs, with the original model.
 
@@ -76,12 +76,12 @@ def fidelity(
         transcoders: {layer: transcoder}, as in `attach`.
         texts: texts, or tokens [batch, pos]; use texts that are not in the training data.
         mask: for tokens with padding: 1 for real tokens, 0 for padding.
-        prompts_at_once: how many texts are run as one batch.
-        progress: whether to show a progress bar.
+        work: how the work is run; by default, 16 texts run as one batch.
 
     Raises:
-        InputError: the texts are invalid, or all texts have fewer than two tokens; or the model has
-            hooks or active dropout.
+        InputError: the texts are invalid, or all texts have fewer than two tokens; `work` has an
+            option other than `prompts_at_once` and `progress`; or the model has hooks or active
+            dropout.
         UnsupportedModelError: the transcoders do not fit the model; see `attach`.
 
     Example:
@@ -89,24 +89,24 @@ def fidelity(
         >>> from attn_only_lens import pretrained, transcoders
         >>> model, W = pretrained.small_english(), torch.eye(128)
         >>> nothing = transcoders.Transcoder(W, 0 * W, torch.zeros(128), torch.zeros(128))
-        >>> result = transcoders.fidelity(model, {2: nothing}, pretrained.small_english_texts()[:3],
-        ...     progress=False)
+        >>> result = transcoders.fidelity(model, {2: nothing}, pretrained.small_english_texts()[:3])
         >>> result.loss_recovered
         0.0
     """
     with attach(model, transcoders):  # raises an error for misfits before any run
         pass
     reasons = hook_reasons(model, "would change some of the runs") + mode_reasons(model)
-    InputError.raise_if(reasons + POSITIVE.reasons(prompts_at_once=prompts_at_once), _PROBLEM)
+    InputError.raise_if(reasons + work.reasons_against("batch_size", "resume"), _PROBLEM)
     pair = single_prompts(model, texts, mask)
     if not _next(pair.clean, pair.mask)[1].any():
         raise InputError(["got no text with two or more tokens"], _PROBLEM)
+    size = work.prompts_at_once or _AT_ONCE
     chunks = [
-        pair.of_prompts(range(first, min(first + prompts_at_once, len(pair.clean))))
-        for first in range(0, len(pair.clean), prompts_at_once)
+        pair.of_prompts(range(first, min(first + size, len(pair.clean))))
+        for first in range(0, len(pair.clean), size)
     ]
     totals = _Totals(sorted(transcoders))
-    with tqdm(total=3 * len(chunks), unit="pass", disable=not progress) as bar:
+    with tqdm(total=3 * len(chunks), unit="pass", disable=not work.progress) as bar:
         for chunk in chunks:
             original = run(model, chunk.clean, chunk.mask)
             bar.update()

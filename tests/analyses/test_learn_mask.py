@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from analyses.tools.learn_mask import _split, learn_mask
-from attn_only_lens import circuits, expose_neuron_heads, pretrained, tasks
+from attn_only_lens import Contrast, circuits, expose_neuron_heads, pretrained, tasks
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.errors import InputError
@@ -36,11 +36,11 @@ def test_a_learned_circuit_is_more_faithful_to_other_prompts_than_a_ranking(engl
     assert learned.tried["n_sites"].is_monotonic_decreasing
     assert learned.tried["n_sites"].iloc[0] > N_SITES
     ranking = p.attribution(
-        *(english, *prompts_and_metric(task)),
-        positions=task.roles,
+        english,
+        Contrast(*prompts_and_metric(task), roles=task.roles),
+        sites=p.Sites(positions="roles"),
         direction="noise",
-        method="secant",
-        budget=0,
+        method=p.Estimate("secant", budget=0),
     )
     ablated = AblatedModel(
         *(english, *prompts_and_metric(others), ranking.frame),
@@ -49,7 +49,7 @@ def test_a_learned_circuit_is_more_faithful_to_other_prompts_than_a_ranking(engl
         positions=others.roles,
     )
     error = circuits.evaluate(
-        english, learned, *prompts_and_metric(others), positions=others.roles
+        english, learned, Contrast(*prompts_and_metric(others), roles=others.roles)
     ).error
     spans = abs(ablated.whole_by_prompt - ablated.nothing_by_prompt)
     (left,) = ablated.by_prompt([ablated.ranked(ranking, "magnitude")[:N_SITES]])

@@ -180,7 +180,7 @@ def test_what_fits_memory_is_counted_as_the_package_does():
         pair = p.prompt_pair(model, torch.arange(7)[None], torch.arange(1, 8)[None])
         sizes = cfg.n_layers, cfg.d_model, cfg.d_mlp, cfg.n_heads, cfg.n_heads, cfg.d_head
         shape = cost_at_scale.Shape(*sizes, cfg.d_vocab, gated=False, tied=True)
-        sites = resolve_sites(model, p.all_heads())
+        sites = resolve_sites(model, "all")
         for part, traced, decomposed in (
             ("z", False, False),
             ("z", True, False),

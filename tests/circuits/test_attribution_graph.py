@@ -10,7 +10,7 @@ import pytest
 import torch
 from common import IN_PLACE, tokens
 
-from attn_only_lens import Bilinear
+from attn_only_lens import Bilinear, Contrast
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
 from attn_only_lens.engine.linear_rules import HeldSteps
@@ -24,6 +24,7 @@ pytestmark = [
 POS = 5
 PROMPT = tokens(0, 1, POS)
 METRIC = p.logit_diff(oracle.CORRECT, oracle.WRONG)
+ONE_RUN = Contrast(PROMPT, None, METRIC)
 # Rounding in float64: sums of about 500 shares through two layers, for a metric of about 1.
 ROUNDING = 1e-9
 # The RMS norms of transformers compute in float32 in any dtype.
@@ -44,7 +45,7 @@ def model(models):
 
 @pytest.fixture(scope="module")
 def graph(model):
-    return attribution_graph(model, PROMPT, METRIC, top=29)
+    return attribution_graph(model, ONE_RUN, top=29)
 
 
 def worst(sums, nodes):
@@ -60,7 +61,7 @@ def weights_of(graph):
 @pytest.mark.parametrize("family", BOUNDS)
 def test_what_flows_into_a_node_is_its_attribution_and_what_flows_out_too(models, family):
     for chosen in ({"mass": 1}, {"top": 17}):
-        graph = attribution_graph(models[family], PROMPT, METRIC, **chosen)
+        graph = attribution_graph(models[family], ONE_RUN, **chosen)
         bound = BOUNDS[family] * graph.nodes["attribution"].abs().max()
         into = graph.inflow()
         assert worst(into, graph.nodes) < bound
@@ -83,12 +84,13 @@ def test_what_flows_into_a_node_is_its_attribution_and_what_flows_out_too(models
 
 def test_sums_over_prompts_and_of_metrics_that_are_not_linear(model):
     both = tokens(0, 2, POS)
-    every = attribution_graph(model, both, METRIC, mass=1)
-    alone = [weights_of(attribution_graph(model, row[None], METRIC, mass=1)) for row in both]
+    every = attribution_graph(model, Contrast(both, None, METRIC), mass=1)
+    singles = [Contrast(row, None, METRIC) for row in both]
+    alone = [weights_of(attribution_graph(model, one, mass=1)) for one in singles]
     mean = alone[0].add(alone[1], fill_value=0) / 2
     assert weights_of(every).sub(mean, fill_value=0).abs().max() < ROUNDING
     for metric in (METRIC, p.log_probability(7)):
-        graph = attribution_graph(model, both, metric, top=17)
+        graph = attribution_graph(model, Contrast(both, None, metric), top=17)
         assert worst(graph.inflow(), graph.nodes) < ROUNDING
         assert graph.inflow()["metric"] == pytest.approx(graph.value, abs=ROUNDING)
         assert graph.edges.query("source == 'rest'")["weight"].abs().max() > 1e-3  # control
@@ -98,7 +100,7 @@ def test_sums_over_prompts_and_of_metrics_that_are_not_linear(model):
 
 def test_neurons_of_bilinear_gates():
     model = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(2))
-    graph = attribution_graph(model, PROMPT, METRIC, top=31)
+    graph = attribution_graph(model, ONE_RUN, top=31)
     assert worst(graph.inflow(), graph.nodes) < ROUNDING
     neurons = graph.nodes.query("kind == 'neuron'")
     assert (neurons["name"].str.slice(3).astype(int) >= 37).any()
@@ -186,7 +188,7 @@ def test_an_edge_is_what_a_change_of_the_source_does_to_the_target_alone(models,
     last layer have a gradient that differences tell.
     """
     model, held, checked = models[family], Held(models[family]), 0
-    graph = attribution_graph(model, PROMPT, METRIC, mass=1, patterns=False)
+    graph = attribution_graph(model, ONE_RUN, mass=1, patterns=False)
     weights = graph.edges.set_index(["source", "target"])["weight"]
     targets = ("L1N7", "L1N13") + ("L0N5", "L1H1") * (family != "native_gated")
     gradients = {name: held.gradient(name) for name in targets}
@@ -210,7 +212,7 @@ def test_an_edge_is_what_a_change_of_the_source_does_to_the_target_alone(models,
 def test_edges_into_a_pattern_are_its_slope_along_each_query(models, family):
     """The edges' sum is the metric's slope, via the pattern, in the scale of a query or key."""
     model = models[family]
-    graph, held = attribution_graph(model, PROMPT, METRIC, mass=1), Held(model)
+    graph, held = attribution_graph(model, ONE_RUN, mass=1), Held(model)
     for name, kind in (("L1H1", "q"), ("L1H1", "k"), ("L1H0", "q"), ("L1N7", "gate")):
         head, patterns, values = HeadName.parse(name), [], []
         point = held.place(name, "q" if kind == "gate" else kind)
@@ -234,7 +236,7 @@ def test_edges_into_a_pattern_are_its_slope_along_each_query(models, family):
 
 def test_a_gate_that_is_a_step_has_no_edges_into_its_pattern():
     model = bridges.exposed_copy(bridges.boot("neox_sequential"))
-    kinds = attribution_graph(model, PROMPT, METRIC, mass=1).edges["kind"]
+    kinds = attribution_graph(model, ONE_RUN, mass=1).edges["kind"]
     assert set(kinds) == {"value", "q", "k"}
 
 
@@ -249,7 +251,7 @@ def test_sums_need_the_scales_and_biases_of_norms(model, monkeypatch, wrong):
 
     monkeypatch.setattr(HeldSteps, "_norm", norm)
     with pytest.raises(UnsupportedModelError, match="not linear in their values"):
-        attribution_graph(model, PROMPT, METRIC, top=7)
+        attribution_graph(model, ONE_RUN, top=7)
 
 
 # Choice and names of nodes
@@ -257,7 +259,7 @@ def test_sums_need_the_scales_and_biases_of_norms(model, monkeypatch, wrong):
 
 def test_nodes_are_the_same_again_with_values_and_gradients_of_the_run(model, graph, monkeypatch):
     monkeypatch.setattr("attn_only_lens.circuits.linear_graph._BLOCK", 0)  # one by one
-    again = attribution_graph(model, PROMPT, METRIC, top=29)
+    again = attribution_graph(model, ONE_RUN, top=29)
     assert list(graph.nodes["id"]) == list(again.nodes["id"])
     assert (weights_of(graph) - weights_of(again)).abs().max() < ROUNDING
     assert {"embed@4", "bias", "rest", "offset", "metric"} <= set(graph.nodes["id"])
@@ -273,7 +275,7 @@ def test_nodes_are_the_same_again_with_values_and_gradients_of_the_run(model, gr
 def test_padding_is_no_node(model):
     padded = torch.cat([torch.zeros(1, 2, dtype=torch.long), PROMPT], dim=1)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1]])
-    graph = attribution_graph(model, padded, METRIC, mask=mask, mass=1)
+    graph = attribution_graph(model, Contrast(padded, None, METRIC, mask=mask), mass=1)
     assert graph.heads.loc[graph.heads["position"] < 2, "attribution"].abs().max() == 0
     assert graph.nodes.query("kind == 'embed'")["position"].tolist() == [2, 3, 4, 5, 6]
     assert worst(graph.inflow(), graph.nodes) < ROUNDING
@@ -281,7 +283,7 @@ def test_padding_is_no_node(model):
 
 def test_pruning_keeps_sums_and_says_what_is_left(models):
     model = models["native_gated"]
-    graph = attribution_graph(model, PROMPT, METRIC, top=61)
+    graph = attribution_graph(model, ONE_RUN, top=61)
     total = graph.heads["attribution"].abs().sum() / graph.mass
     for less in (graph.prune(top=13), graph.prune(mass=0.5), graph.prune(top=13).prune_edges(0.5)):
         assert worst(less.inflow(), less.nodes) < ROUNDING
@@ -293,28 +295,28 @@ def test_pruning_keeps_sums_and_says_what_is_left(models):
             x.nodes[x.nodes["kind"].isin(["attention", "neuron", "rest"])] for x in (less, graph)
         )
         assert every["attribution"].sum() == pytest.approx(before["attribution"].sum())
-    direct, pruned = attribution_graph(model, PROMPT, METRIC, top=13), graph.prune(top=13)
+    direct, pruned = attribution_graph(model, ONE_RUN, top=13), graph.prune(top=13)
     assert set(pruned.nodes["id"]) == set(direct.nodes["id"])
     assert (weights_of(pruned) - weights_of(direct)).abs().max() < ROUNDING
     assert graph.prune(mass=1).edges.shape == graph.edges.shape
 
 
 def test_too_large_a_graph_is_refused_with_its_cost_and_one_that_is_not(model):
-    whole = attribution_graph(model, PROMPT, METRIC, mass=0.9)
+    whole = attribution_graph(model, ONE_RUN, mass=0.9)
     with pytest.raises(InputError, match="max_edges=1,000") as refused:
-        attribution_graph(model, PROMPT, METRIC, mass=0.9, max_edges=1000)
+        attribution_graph(model, ONE_RUN, mass=0.9, max_edges=1000)
     said = str(refused.value).replace(",", "")
     n_edges, top = (
         int(re.search(pattern, said)[1]) for pattern in (r"up to (\d+) edges", r"top=(\d+)")
     )
     assert len(whole.edges) <= n_edges < 1.5 * len(whole.edges)
-    fewer = attribution_graph(model, PROMPT, METRIC, top=top, max_edges=1000)
+    fewer = attribution_graph(model, ONE_RUN, top=top, max_edges=1000)
     assert f"top={top} ({fewer.mass:.0%} of the mass)" in said
     assert 500 < len(fewer.edges) <= 1000
     with pytest.raises(InputError, match="top="):  # control: one more node is too many
-        attribution_graph(model, PROMPT, METRIC, top=top + 1, max_edges=1000)
+        attribution_graph(model, ONE_RUN, top=top + 1, max_edges=1000)
     with pytest.raises(InputError, match="even top=1 has too many"):
-        attribution_graph(model, PROMPT, METRIC, mass=0.9, max_edges=1)
+        attribution_graph(model, ONE_RUN, mass=0.9, max_edges=1)
 
 
 def test_networkx_holds_nodes_edges_and_kinds(graph):
@@ -333,17 +335,19 @@ def test_networkx_holds_nodes_edges_and_kinds(graph):
         ({"mass": True}, "got mass=True; expected a number above 0"),
         ({"top": 0}, "got top=0; expected a whole number, 1 or more"),
         ({"max_edges": 0}, "got max_edges=0"),
-        ({"metric": p.kl()}, "another run"),
-        ({"prompts": PROMPT.double()}, "got float64"),
+        ({"positions": -1}, "got positions=-1; expected 'each', 'roles' or names of roles"),
+        ({"positions": "roles"}, "by role without corrupted prompts"),
+        ({"contrast": Contrast(PROMPT, None, p.kl())}, "another run"),
+        ({"contrast": Contrast(PROMPT.double(), None, METRIC)}, "got float64"),
+        ({"contrast": PROMPT}, r"got a Tensor; expected Contrast\("),
         ({"model": None}, "no neuron-heads"),
     ],
 )
 def test_what_makes_no_sense_is_refused(model, graph, how, match):
-    how = {"model": model, "prompts": PROMPT, "metric": METRIC} | how
-    arguments = how.pop("model") or bridges.boot("gpt2"), how.pop("prompts"), how.pop("metric")
+    how = {"model": model, "contrast": ONE_RUN} | how
     with pytest.raises(InputError, match=match):
-        attribution_graph(*arguments, **how)
+        attribution_graph(how.pop("model") or bridges.boot("gpt2"), how.pop("contrast"), **how)
     with torch.inference_mode(), pytest.raises(InputError, match="inference_mode"):
-        attribution_graph(model, PROMPT, METRIC)
+        attribution_graph(model, ONE_RUN)
     with pytest.raises(InputError, match="got kind='z'"):
         graph.inflow("z")

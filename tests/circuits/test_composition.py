@@ -75,7 +75,7 @@ def test_every_pair_is_that_of_dense_matrices(family, state, fold):
 
 def test_between_attention_heads_it_is_transformer_lens_own(model):
     for kind in "qkv":
-        got = taken(composed(model, p.heads(), p.heads(), kind, fold_norms=False))
+        got = taken(composed(model, "heads", "heads", kind, fold_norms=False))
         reference = bridges.bridged(original("gpt2")).all_composition_scores(kind.upper()).detach()
         assert len(got) == 2 * 2
         for (writer, reader), score in got.items():
@@ -103,9 +103,11 @@ def test_the_largest_of_all(family, kind):
 
 
 def test_more_than_there_are_is_all_there_are(model):
-    got = composed(model, p.heads(0), p.neuron_heads([0, 1]), top=10**6)
+    got = composed(model, p.Sites("heads", layers=0), p.Sites("neurons", layers=[0, 1]), top=10**6)
     assert len(got) == 2 * 2 * D_MLP
-    grid = taken(composed(model, p.heads(0), p.neuron_heads([0, 1]), "v"))
+    grid = taken(
+        composed(model, p.Sites("heads", layers=0), p.Sites("neurons", layers=[0, 1]), "v")
+    )
     assert (taken(got) - grid.reindex(taken(got).index)).abs().max() < EXACT
 
 
@@ -149,7 +151,9 @@ def test_neurons_of_bilinear_gates(model):
 
 def test_random_heads_score_as_the_baseline_says(model):
     """The mean of ratio² over random weights is 1; a head that reads what it writes exceeds it."""
-    frame = composed(model, p.neuron_heads(0), p.neuron_heads(1), fold_norms=False)
+    frame = composed(
+        model, p.Sites("neurons", layers=0), p.Sites("neurons", layers=1), fold_norms=False
+    )
     assert abs(frame.ratio_to_baseline.pow(2).mean() - 1) < 0.15
     aligned = bridges.boot("gpt2")
     with torch.no_grad():
@@ -195,9 +199,10 @@ def test_half_precision_is_computed_in_float32():
         (lambda m: composed(m, "L1N5", "L1H0"), "a reader after the writer"),
         (lambda m: virtual_weights(m, "L1H0", "L1H1", "v"), "a reader after the writer"),
         (lambda m: virtual_weights(m, "L0H0", "L1N5", "k"), "zero by construction"),
-        (lambda m: composed(m, p.heads(), p.neuron_heads(), "k", top=3), "zero by"),
+        (lambda m: composed(m, "heads", "neurons", "k", top=3), "zero by"),
         (lambda m: composed(m, top=0, block=True), "(?s)got top=0.*got block=True"),
         (lambda m: composed(m, ["embed", "L9H0"], "L1H0"), "L9H0"),
+        (lambda m: composed(m, p.Sites("heads", -1)), "got positions=-1; weights have no pos"),
         (lambda m: composed(bridges.boot("gpt2"), "L0H0", "L1H0"), "no neuron-heads"),
         (lambda m: virtual_weights(model_of("neox"), "L1H0", "L1N5", "q"), "in parallel"),
     ],
@@ -210,7 +215,7 @@ def test_what_is_refused(model, call, match):
 def test_a_grid_that_would_not_fit_is_refused(model, monkeypatch):
     monkeypatch.setattr("attn_only_lens.circuits.weights._composition._MOST_PAIRS", 100)
     with pytest.raises(InputError, match="pass top="):
-        composed(model, p.heads(), p.neuron_heads())
+        composed(model, "heads", "neurons")
 
 
 def test_weights_that_are_not_those_of_the_modules_are_refused(monkeypatch):

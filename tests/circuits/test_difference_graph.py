@@ -6,11 +6,11 @@ import split_oracle
 import torch
 from common import tokens
 
-from attn_only_lens import Bilinear, circuits, convert
+from attn_only_lens import Bilinear, Contrast, circuits, convert
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.linear_graph import LinearGraph, Places, node_frame
-from attn_only_lens.engine.multipliers import run_both
 from attn_only_lens.engine.linear_map import of_difference
+from attn_only_lens.engine.multipliers import run_both
 from attn_only_lens.errors import InputWarning
 from attn_only_lens.heads import host_of
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
@@ -47,7 +47,7 @@ def prompts(**size):
 def test_flows_into_every_node_add_up_to_its_attribution(family):
     """Sources write with the model's weights, which the backward pass does not use."""
     model = model_of(family)
-    pair = p.prompt_pair(model, *prompts(pos=7))
+    pair = Contrast(*prompts(pos=7), METRIC).pair(model)
     run = of_difference(model, pair, METRIC)
     chosen = [[(i, j) for i in range(7) for j in range(x.n_heads)] for x in run.sublayers]
     edges, _ = LinearGraph(run, pair, chosen).edges()
@@ -72,7 +72,8 @@ def test_edges_into_patterns_and_values_add_up_to_the_parts_by_hand(family, kind
     model, (clean, corrupted) = model_of(family), prompts(pos=7)
     n, letter = (model.cfg.n_heads, "H") if kind == "attention" else (37, "N")
     sites = [f"L1{letter}{i}@6" for i in range(n)]
-    graph = circuits.attribution_graph(model, clean, METRIC, corrupted=corrupted, sites=sites)
+    contrast = Contrast(clean, corrupted, METRIC)
+    graph = circuits.attribution_graph(model, contrast, sites=sites)
     edges = graph.edges.assign(
         into=graph.edges["kind"].astype(str).replace({"q": "k", "gate": "k"})
     )
@@ -85,13 +86,13 @@ def test_edges_into_patterns_and_values_add_up_to_the_parts_by_hand(family, kind
 
 
 def test_half_precision_is_computed_in_float32_and_its_error_is_said():
-    model, (clean, corrupted) = model_of("gpt2"), prompts(pos=7)
+    model, contrast = model_of("gpt2"), Contrast(*prompts(pos=7), METRIC)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().double()
-    wide = circuits.attribution_graph(model, clean, METRIC, corrupted=corrupted, top=5)
+    wide = circuits.attribution_graph(model, contrast, top=5)
     model.to(torch.bfloat16)
     with pytest.warns(InputWarning, match="in the model's precision"):
-        graph = circuits.attribution_graph(model, clean, METRIC, corrupted=corrupted, top=5)
+        graph = circuits.attribution_graph(model, contrast, top=5)
     assert graph.value == pytest.approx(wide.value, rel=1e-4)
 
 
@@ -100,7 +101,7 @@ def test_half_precision_is_computed_in_float32_and_its_error_is_said():
 def test_a_circuits_own_run_is_explained_by_its_heads_and_the_tokens_alone(family):
     """The circuit's run by hand: hooks put the corrupted run's z into every other head."""
     model = model_of(family)
-    pair = p.prompt_pair(model, *prompts(pos=7))
+    pair = Contrast(*prompts(pos=7), METRIC).pair(model)
     host, generator = host_of(model), torch.Generator().manual_seed(0)
     names = host.hook_names("z", ("attention", "neuron"))
     z = model.run_with_cache(pair.corrupted, names_filter=names, return_cache_object=False)[1]

@@ -1,5 +1,7 @@
 """Tests of faithfulness: ablations against plain hooks, areas by hand, and sufficient circuits."""
 
+from dataclasses import replace
+
 import bridges
 import numpy as np
 import patch_oracle as oracle
@@ -7,11 +9,11 @@ import pytest
 import torch
 from common import tokens
 
-from attn_only_lens import Bilinear
+from attn_only_lens import Bilinear, Contrast, Work
 from attn_only_lens import patching as p
-from attn_only_lens.circuits import SHARES, discover, evaluate, faithfulness
+from attn_only_lens.circuits import SHARES, Search, discover, evaluate, faithfulness
 from attn_only_lens.circuits.ablated_model import AblatedModel
-from attn_only_lens.circuits.search import Search, smallest_prefix
+from attn_only_lens.circuits.search import SearchRun, smallest_prefix
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
 
@@ -35,12 +37,13 @@ def prompts(batch=2, seed=0):
     return clean, corrupted
 
 
-def arguments_of(model, metric=METRIC, **how):
-    return model, *prompts(**how), metric
+def contrast_of(metric=METRIC, **how):
+    return Contrast(*prompts(**how), metric)
 
 
-def ablated_model(arguments, ranking, ablation="resample"):
-    return AblatedModel(*arguments, ranking.frame, ablation=ablation, mask=None)
+def ablated_model(model, contrast, ranking, ablation="resample"):
+    pair = contrast.pair(model)
+    return AblatedModel(model, pair, contrast.metric, ranking.frame, ablation=ablation)
 
 
 @torch.no_grad()
@@ -87,14 +90,13 @@ def ranked(ranking):
     [*((x, "each") for x in ("zero", "mean", "positional_mean", "resample")), ("mean", "all")],
 )
 def test_the_curve_is_what_plain_hooks_make_of_it(model, ablation, positions):
-    arguments = arguments_of(model)
-    _, clean, corrupted, _ = arguments
-    ranking = p.attribution(*arguments, sites=NAMES, positions=positions)
+    contrast = contrast_of()
+    ranking = p.attribution(model, contrast, sites=p.Sites(NAMES, positions))
     how = {"ablation": ablation, "shares": (0.0, 0.3, 0.6, 1.0), "n_random": 0}
-    result, sites = faithfulness(*arguments, ranking, **how), ranked(ranking)
+    result, sites = faithfulness(model, contrast, ranking, **how), ranked(ranking)
 
     def value(gone):
-        return metric_of(model, clean, gone, ablation, corrupted)
+        return metric_of(model, contrast.clean, gone, ablation, contrast.corrupted)
 
     whole, nothing = value([]), value(sites)
     assert abs(whole - nothing) > 1e-3
@@ -110,11 +112,9 @@ def test_the_curve_is_what_plain_hooks_make_of_it(model, ablation, positions):
 
 
 def test_random_rankings_do_worse_and_another_seed_draws_others(model):
-    arguments, shares = arguments_of(model), (0.1, 0.4, 1.0)
-    ranking = p.attribution(*arguments)
-    first, again = (
-        faithfulness(*arguments, ranking, shares=shares, n_random=2, seed=seed) for seed in (0, 1)
-    )
+    contrast, how = contrast_of(), {"shares": (0.1, 0.4, 1.0), "n_random": 2}
+    ranking = p.attribution(model, contrast)
+    first, again = (faithfulness(model, contrast, ranking, **how, seed=seed) for seed in (0, 1))
     assert first.cmd == again.cmd < first.random_cmd != again.random_cmd
     assert (first.frame["random_min"] <= first.frame["random_max"]).all()
 
@@ -129,8 +129,8 @@ def test_cpr_and_cmd_of_a_curve_worked_out_by_hand(model, monkeypatch):
         CMD  1 - k up to .2: .199 - .0199995 = .1790005
              |1 - f| is .8 and then .5: .3 (.8 + .5) / 2 = .195, .5 (.5 + 0) / 2 = .125   .4990005
     """
-    arguments = model, tokens(0), tokens(1), METRIC
-    ranking = p.attribution(*arguments, sites=p.neuron_heads(), positions="each")
+    contrast = Contrast(tokens(0), tokens(1), METRIC)
+    ranking = p.attribution(model, contrast, sites="neurons")
     n = len(ranking.frame)
     curve = {int(share * n): share for share in SHARES} | {int(0.5 * n): 1.5, n: 1.0}
 
@@ -138,7 +138,7 @@ def test_cpr_and_cmd_of_a_curve_worked_out_by_hand(model, monkeypatch):
         return np.array([curve.get(len(circuit), float("nan")) for circuit in circuits])
 
     monkeypatch.setattr("attn_only_lens.circuits.ablated_model.AblatedModel.faithfulness", made_up)
-    result = faithfulness(*arguments, ranking, n_random=2)
+    result = faithfulness(model, contrast, ranking, n_random=2)
     assert result.frame["n_sites"].tolist() == [int(share * n) for share in SHARES]
     assert result.cpr == pytest.approx(0.8999995, abs=1e-12)
     assert result.cmd == result.random_cmd == pytest.approx(0.4990005, abs=1e-12)
@@ -148,21 +148,21 @@ def test_signed_order_puts_what_helps_first(model):
     """The first site lowers faithfulness most, even if whole minus nothing is negative."""
     signs = set()
     for wrong in range(6):
-        arguments = arguments_of(model, p.logit_diff(oracle.CORRECT, wrong), batch=1)
-        how = {"direction": "zero", "sites": ["L0H1", "L1H0", "L1N3"], "progress": False}
-        ranking = p.activation_patch(model, arguments[1], None, arguments[3], **how)
-        ablated = ablated_model(arguments, ranking, "zero")
+        contrast = contrast_of(p.logit_diff(oracle.CORRECT, wrong), batch=1)
+        how = {"direction": "zero", "sites": ["L0H1", "L1H0", "L1N3"]}
+        ranking = p.activation_patch(model, replace(contrast, corrupted=None), **how)
+        ablated = ablated_model(model, contrast, ranking, "zero")
         every = np.arange(len(ranking.frame))
         without = ablated.faithfulness([np.delete(every, site) for site in every])
         first = ablated.ranked(ranking, "signed")[0]
         assert without[first] == pytest.approx(without.min(), abs=1e-9)
         signs.add(np.sign((ablated.whole - ablated.nothing) * ranking.clean_value))
     assert signs == {-1.0, 1.0}
-    arguments = arguments_of(model)
+    contrast = contrast_of()
     for direction in ("denoise", "noise"):
-        ranking = p.attribution(*arguments, direction=direction)
+        ranking = p.attribution(model, contrast, direction=direction)
         signed, by_size = (
-            faithfulness(*arguments, ranking, order=order, n_random=0)
+            faithfulness(model, contrast, ranking, order=order, n_random=0)
             for order in ("signed", "magnitude")
         )
         # Sites that raise the metric, kept alone, raise it above the whole model's.
@@ -172,11 +172,10 @@ def test_signed_order_puts_what_helps_first(model):
 
 @pytest.mark.parametrize("method", ["exact_gate", "patching"])
 def test_the_circuit_found_suffices_and_each_of_its_sites_is_needed(model, method):
-    arguments = arguments_of(model)
-    _, clean, corrupted, _ = arguments
+    contrast, (clean, corrupted) = contrast_of(), prompts()
     names = ["L0H0", "L0H1", "L1H0", "L1H1"]
     names += [f"L{layer}N{neuron}" for layer in (0, 1) for neuron in range(5)]
-    circuit = discover(*arguments, sites=names, method=method, faithfulness=0.8)
+    circuit = discover(model, contrast, sites=names, method=method, faithfulness=0.8)
     assert 1 < len(circuit) < circuit.n_sites == 14 * POS
     assert abs(1 - circuit.faithfulness) <= 0.2
     # Control: random circuits of the same size are not faithful enough.
@@ -197,7 +196,7 @@ def test_the_circuit_found_suffices_and_each_of_its_sites_is_needed(model, metho
         assert abs(1 - share(clean, corrupted, without)) > 0.2
     # Also on other prompts.
     others = clean.flip(0) + 1, corrupted.flip(0) + 1
-    result = evaluate(model, circuit, *others, METRIC)
+    result = evaluate(model, circuit, Contrast(*others, METRIC))
     for measured, pair in ((circuit, (clean, corrupted)), (result, others)):
         assert measured.faithfulness == pytest.approx(share(*pair, kept), abs=1e-8)
         assert measured.completeness == pytest.approx(share(*pair, rest), abs=1e-8)
@@ -212,26 +211,26 @@ def test_the_circuit_found_suffices_and_each_of_its_sites_is_needed(model, metho
 @pytest.mark.parametrize(("seed", "threshold"), [(5, 0.8), (10, 0.95)])
 def test_no_prefix_of_either_order_is_shorter(model, seed, threshold):
     """The search tries all prefixes shorter than the circuit, whatever order the circuit has."""
-    arguments = arguments_of(model, batch=1, seed=seed)
-    ranking = p.attribution(*arguments, direction="noise")
-    ablated = ablated_model(arguments, ranking)
+    contrast = contrast_of(batch=1, seed=seed)
+    ranking = p.attribution(model, contrast, direction="noise")
+    ablated = ablated_model(model, contrast, ranking)
     orders = {order: ablated.ranked(ranking, order) for order in ("magnitude", "signed")}
     shortest, curves = {}, {}
     for order, sites in orders.items():
         curves[order] = ablated.faithfulness([sites[:k] for k in range(1, len(sites) + 1)])
         shortest[order] = 1 + int((abs(1 - curves[order]) <= 1 - threshold).argmax())
-    how = {"faithfulness": threshold, "n_random": 0}
-    circuit = discover(*arguments, **how)
+    circuit = discover(model, contrast, faithfulness=threshold, search=Search(n_random=0))
     assert abs(1 - circuit.faithfulness) <= 1 - threshold
     assert len(circuit) <= min(shortest.values()) < 0.3 * circuit.n_sites
     for order, size in shortest.items():
-        k = len(discover(*arguments, order=order, **how))
+        search = Search(order=order, n_random=0)
+        k = len(discover(model, contrast, faithfulness=threshold, search=search))
         assert k >= size  # a grid may miss shorter sufficient prefixes
         assert abs(1 - curves[order][k - 1]) <= 1 - threshold or k == circuit.n_sites
         assert abs(1 - curves[order][k - 2]) > 1 - threshold
     # Control: no curve is monotone, so a bisection would have failed.
     assert all((np.diff(curve) < -0.01).any() for curve in curves.values())
-    search, size = Search(ablated, threshold), min(shortest.values())
+    search, size = SearchRun(ablated, threshold), min(shortest.values())
     both = list(orders.values())
     assert len(search.shorter_prefix(both, both[0][: size + 5])) == size
     best = both[0][:size]
@@ -257,17 +256,17 @@ def test_a_search_does_not_record_the_runs_of_its_ranking_again(model, monkeypat
     def refuse(*args, **options):
         raise AssertionError("recorded again")
 
-    low = arguments_of(bridges.exposed_copy(bridges.boot("gpt2", torch.float32)))
-    how = {"order": "magnitude", "budget": 0}
+    contrast, low = contrast_of(), bridges.exposed_copy(bridges.boot("gpt2", torch.float32))
+    estimate = p.Estimate("secant", budget=0)
+    how = {"method": estimate, "search": Search(order="magnitude")}
     with monkeypatch.context() as patch:
         patch.setattr("attn_only_lens.circuits.ablated_model.record_pair", refuse)
         with pytest.raises(AssertionError, match="recorded again"):
             # control: a float32 ranking is not in the model's dtype
-            discover(*arguments_of(model), **how)
-        tried = discover(*low, **how).tried
-    how = {"method": "secant", "direction": "noise", "budget": 0}
-    ranking = p.attribution(*low, positions="each", **how)
-    ablated = ablated_model(low, ranking)
+            discover(model, contrast, **how)
+        tried = discover(low, contrast, **how).tried
+    ranking = p.attribution(low, contrast, method=estimate, direction="noise")
+    ablated = ablated_model(low, contrast, ranking)
     order = ablated.ranked(ranking, "magnitude")
     expected = ablated.faithfulness([order[:size] for size in tried["n_sites"]])
     np.testing.assert_allclose(tried["faithfulness"], expected, rtol=0, atol=1e-4)
@@ -279,10 +278,9 @@ def test_slopes_are_those_of_plain_hooks(model):
     Once for faithfulness, and once for a loss in which every prompt has its own weight.
     """
     right, wrong = [3, 5, 7], [4, 6, 11]
-    arguments = arguments_of(model, p.logit_diff(right, wrong), batch=3)
-    _, clean, corrupted, _ = arguments
-    ranking = p.attribution(*arguments, sites=NAMES)
-    ablated = ablated_model(arguments, ranking)
+    contrast, (clean, corrupted) = contrast_of(p.logit_diff(right, wrong), batch=3), prompts(3)
+    ranking = p.attribution(model, contrast, sites=NAMES)
+    ablated = ablated_model(model, contrast, ranking)
     sites = list(zip(ranking.frame["name"], ranking.frame["position"], strict=True))
     kept, weights = np.array([0, 3, 7, 11, 19, 23, 31]), torch.tensor([0.5, -2.0, 1.5])
 
@@ -320,12 +318,12 @@ def test_slopes_are_those_of_plain_hooks(model):
 
 
 def test_nothing_less_than_everything_is_faithful_to_the_bit(model, capsys):
-    how = {"sites": ["L0N3", "L1H0"], "faithfulness": 1.0, "positions": "all"}
-    circuit = discover(*arguments_of(model), **how, progress="the original")
+    how = {"sites": p.Sites(["L0N3", "L1H0"], "all"), "work": Work(progress="the original")}
+    circuit = discover(model, contrast_of(), faithfulness=1.0, **how)
     assert len(circuit) == circuit.n_sites == 2
     # Sites at all positions allow prompts of any length.
-    longer = tokens(3, 2, POS + 2), tokens(5, 2, POS + 2)
-    assert evaluate(model, circuit, *longer, METRIC).faithfulness == pytest.approx(1)
+    longer = Contrast(tokens(3, 2, POS + 2), tokens(5, 2, POS + 2), METRIC)
+    assert evaluate(model, circuit, longer).faithfulness == pytest.approx(1)
     said = capsys.readouterr().err
     assert "the original: ranking: " in said
     assert "the original: search: " in said
@@ -333,9 +331,9 @@ def test_nothing_less_than_everything_is_faithful_to_the_bit(model, capsys):
 
 def test_neurons_of_bilinear_gates():
     model = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(2))
-    arguments = arguments_of(model)
-    ranking = p.attribution(*arguments, sites=NAMES, positions="all")
-    result = faithfulness(*arguments, ranking, n_random=0)
+    contrast = contrast_of()
+    ranking = p.attribution(model, contrast, sites=p.Sites(NAMES, "all"))
+    result = faithfulness(model, contrast, ranking, n_random=0)
     assert result.frame["faithfulness"].iloc[-1] == pytest.approx(1)
     assert np.isfinite(result.frame["completeness"]).all()
 
@@ -343,10 +341,10 @@ def test_neurons_of_bilinear_gates():
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_standard_error_needs_two_pairs_of_different_prompts(model, n):
     clean, corrupted = prompts()
-    circuit = discover(model, clean[:1], corrupted[:1], METRIC, progress=False)
+    circuit = discover(model, Contrast(clean[:1], corrupted[:1], METRIC))
     rows = [0, *range(n)]  # the first pair is equal
     corrupted = torch.cat([clean[:1], corrupted[:n]])
-    error = evaluate(model, circuit, clean[rows], corrupted, METRIC).standard_error
+    error = evaluate(model, circuit, Contrast(clean[rows], corrupted, METRIC)).standard_error
     assert np.isnan(error) == (n < 2)
 
 
@@ -361,44 +359,52 @@ def test_a_standard_error_needs_two_pairs_of_different_prompts(model, n):
         ({"n_random": -1, "seed": "x"}, "(?s)n_random=-1.*seed='x'"),
         (["L0N3@1"], "ranking: got a list"),
         # No later head reads this neuron at position 0.
-        ({"sites": ["L1N3"], "positions": [0]}, "for which the values differ"),
-        ({"sites": ["L1N3"], "positions": -1}, "from the end"),
-        ({"sites": ["L1N3"], "positions": {"end": -1}}, "token role 'end'"),
+        ({"sites": p.Sites(["L1N3"], [0])}, "for which the values differ"),
+        ({"sites": p.Sites(["L1N3"], -1)}, "from the end"),
+        ({"sites": p.Sites(["L1N3"], "end")}, "by role, but the contrast has no roles"),
         ({"sites": ["L1N3"], "per_prompt": True}, "one row per prompt"),
     ],
 )
 def test_rankings_and_options_that_make_no_sense_are_refused(model, how, match):
-    arguments = arguments_of(model)
+    contrast = contrast_of()
     if isinstance(how, list):
         ranking, how = how, {}
     elif "sites" in how:
-        ranking, how = p.attribution(*arguments, **how), {}
+        ranking, how = p.attribution(model, replace(contrast, roles={"end": -1}), **how), {}
     else:
-        ranking = p.attribution(*arguments, sites=["L0N3"])
+        ranking = p.attribution(model, contrast, sites=["L0N3"])
     with pytest.raises(InputError, match=match):
-        faithfulness(*arguments, ranking, **how)
+        faithfulness(model, contrast, ranking, **how)
 
 
 def test_other_refusals(model):
-    arguments = arguments_of(model)
-    longer = tokens(0, 2, POS + 2), tokens(1, 2, POS + 2)
-    there = p.attribution(model, *longer, METRIC, sites=["L0N3"], positions="each")
+    contrast, alone = contrast_of(), replace(contrast_of(), corrupted=None)
+    longer = Contrast(tokens(0, 2, POS + 2), tokens(1, 2, POS + 2), METRIC)
+    there = p.attribution(model, longer, sites=["L0N3"])
     with pytest.raises(InputError, match=f"at position {POS + 1}; the prompts have {POS} tokens"):
-        faithfulness(*arguments, there)
-    circuit = discover(*arguments, sites=["L0N3", "L1H0"], n_random=0)
+        faithfulness(model, contrast, there)
+    circuit = discover(model, contrast, sites=["L0N3", "L1H0"], search=Search(n_random=0))
     with pytest.raises(InputError, match=f"prompts of {POS + 2} tokens; expected {POS}"):
-        evaluate(model, circuit, *longer, METRIC)
+        evaluate(model, circuit, longer)
     for options, match in (
-        ({"method": "best", "order": "best"}, "(?s)method='best'.*order='best'"),
-        (
-            {"faithfulness": "x", "n_random": -1, "seed": 1.5},
-            "(?s)faithfulness='x'.*n_random=-1.*seed=1.5",
-        ),
+        ({"method": "best", "search": "best"}, "(?s)method='best'.*got a str as search"),
+        ({"faithfulness": "x", "work": Work(batch_size=3)}, "(?s)faithfulness='x'.*batch_size=3"),
         ({"faithfulness": 2}, "faithfulness=2"),
     ):
         with pytest.raises(InputError, match=match):
-            discover(*arguments, **options)
+            discover(model, contrast, **options)
+    with pytest.raises(
+        InputError, match=r"(?s)ablation='bias'.*order='best'.*n_random=-1.*seed=1\.5.*resamples=1"
+    ):
+        Search(ablation="bias", order="best", n_random=-1, resamples=1, seed=1.5)
+    for call in (
+        lambda: discover(model, alone),
+        lambda: faithfulness(model, alone, there),
+        lambda: evaluate(model, circuit, alone),
+    ):
+        with pytest.raises(InputError, match="a contrast without corrupted prompts"):
+            call()
     hooked = bridges.exposed_copy(bridges.boot("gpt2"))
     hooked.hook_dict["blocks.0.hook_in"].register_forward_hook(lambda *args: None)
     with pytest.raises(InputError, match="hooks are attached"):
-        faithfulness(*arguments_of(hooked), there)
+        faithfulness(hooked, contrast, there)

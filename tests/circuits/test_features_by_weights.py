@@ -4,13 +4,13 @@ import pytest
 import torch
 from feature_model import PAIR, with_features
 
-from attn_only_lens import circuits, explain
+from attn_only_lens import Contrast, circuits, explain
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError, UnknownHeadError
 
 pytestmark = pytest.mark.numeric
 
-METRIC = p.logit_diff(" are", " is")
+CONTRAST = Contrast(*PAIR, p.logit_diff(" are", " is"))
 WIDE = "one of the (error|skip) nodes"
 
 
@@ -33,7 +33,9 @@ def test_composition_is_the_cosine_of_decoder_and_encoder(model):
     assert frame["score"].item() == pytest.approx(abs(float(cosine)), rel=1e-4)
     matrix = circuits.composition(model, "L1F58", "L3F11", "v").virtual_weights().AB
     assert matrix.item() == pytest.approx(float(written @ read), rel=1e-4)
-    best = circuits.composition(model, p.features(1), p.features(3), top=5).frame
+    best = circuits.composition(
+        model, p.Sites("features", layers=1), p.Sites("features", layers=3), top=5
+    ).frame
     assert set(best["writer"].str[:3]) == {"L1F"}
     assert set(best["reader"].str[:3]) == {"L3F"}
     products = early.W_out / early.W_out.norm(dim=1, keepdim=True)
@@ -60,14 +62,14 @@ def test_tokens_of_features(model):
 def test_selections_leave_out_what_has_no_weights(model):
     kinds = set(circuits.copying_scores(model)["kind"])
     assert kinds == {"attention", "neuron", "feature"}
-    pairs = circuits.composition(model, p.all_heads(3), p.all_heads(3), top=3)
+    pairs = circuits.composition(model, p.Sites(layers=3), p.Sites(layers=3), top=3)
     assert pairs.n_pairs == 4 * 344 + 4 * 0  # the heads of layer 3 write to its features
     for call in (
         lambda: circuits.composition(model, ["L1E"], ["L3F11"]),
         lambda: circuits.composition(model, ["L1F58"], ["L3E"]),
         lambda: circuits.composition(model, "L1S", "L3F11", "q"),
         lambda: circuits.composition(model, ["embed", "L1E"], top=3),
-        lambda: circuits.composition(model, readers=p.error_nodes(), top=3),
+        lambda: circuits.composition(model, readers="errors", top=3),
         lambda: circuits.token_circuit(model, "L3E", "qk"),
         lambda: circuits.token_circuit(model, "L1S", "ov"),
         lambda: circuits.copying_scores(model, ["L3E"]),
@@ -97,7 +99,7 @@ def test_sources_of_a_feature_include_errors(model):
 
 
 def test_explanation_and_groups(model):
-    why = explain(model, *PAIR, METRIC, faithfulness=0.99)
+    why = explain(model, CONTRAST, faithfulness=0.99)
     kinds = why.graph.heads.set_index("id")["kind"]
     assert {"feature", "error", "attention"} <= set(kinds)
     assert why.neurons == [
@@ -121,7 +123,7 @@ def test_explanation_and_groups(model):
         assert ("gate" in does) == (kind == "neuron")
     assert "features" not in why.title
     assert "L3E@5" in why.text(60)
-    groups = circuits.group_nodes(why.graph, model, *PAIR, METRIC, similarity=0.3)
+    groups = circuits.group_nodes(why.graph, model, CONTRAST, similarity=0.3)
     words = {"N": "neurons", "F": "features", "H": "heads", "E": "error nodes", "S": "skip nodes"}
     assert len(groups)
     for name, members in groups.frame[["name", "members"]].to_numpy():

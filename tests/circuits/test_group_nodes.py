@@ -9,13 +9,21 @@ import pytest
 import torch
 from scipy.spatial.distance import squareform
 
-from attn_only_lens import HeadName, circuits, expose_neuron_heads, pretrained, tasks, viz
+from attn_only_lens import (
+    Contrast,
+    HeadName,
+    circuits,
+    expose_neuron_heads,
+    pretrained,
+    tasks,
+    viz,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.circuits._group_nodes import _clusters, _cosines, _similar_weights
 from attn_only_lens.errors import InputError
 
 CLEAN, CORRUPTED = "The keys near the cabinet", "The key near the cabinet"
-METRIC = p.logit_diff(" are", " is")
+CONTRAST = Contrast(CLEAN, CORRUPTED, p.logit_diff(" are", " is"))
 
 
 pytestmark = pytest.mark.numeric
@@ -28,10 +36,9 @@ def model():
 
 @pytest.fixture(scope="module")
 def case(model):
-    """Return a graph, its prompts and metric, and its groups."""
-    graph = circuits.attribution_graph(model, CLEAN, METRIC, corrupted=CORRUPTED, top=40)
-    prompts = CLEAN, CORRUPTED, METRIC
-    return graph, prompts, circuits.group_nodes(graph, model, *prompts)
+    """Return a graph and its groups."""
+    graph = circuits.attribution_graph(model, CONTRAST, top=40)
+    return graph, circuits.group_nodes(graph, model, CONTRAST)
 
 
 def metric_of(model, changed=(), cache=None):
@@ -68,7 +75,7 @@ def test_joint_effects_are_those_of_one_patch(model, case):
 
 
 def test_groups_as_a_whole_are_as_faithful_as_their_members(case):
-    graph, _, groups = case
+    graph, groups = case
     assert len(groups) >= 2
     assert abs(groups.faithfulness - groups.group_faithfulness) <= 0.05
     members = [node for group in groups.frame["members"] for node in group]
@@ -82,11 +89,11 @@ def test_groups_as_a_whole_are_as_faithful_as_their_members(case):
 
 def test_no_tolerance_makes_no_groups_that_change_it(model, case):
     """Control: with a tolerance of 0, almost no nodes may be grouped."""
-    graph, prompts, groups = case
-    strict = circuits.group_nodes(graph, model, *prompts, tolerance=0.0)
+    graph, groups = case
+    strict = circuits.group_nodes(graph, model, CONTRAST, tolerance=0.0)
     assert strict.similarity >= groups.similarity
     assert abs(strict.faithfulness - strict.group_faithfulness) <= 1e-6
-    loose = circuits.group_nodes(graph, model, *prompts, similarity=0.0, tolerance=1.0)
+    loose = circuits.group_nodes(graph, model, CONTRAST, similarity=0.0, tolerance=1.0)
     assert len(loose.frame["members"].explode()) > len(groups.frame["members"].explode())
 
 
@@ -122,34 +129,35 @@ def test_neurons_that_act_against_one_another_are_not_similar(model):
 
 
 def test_groups_of_a_page_begin_folded(model, case):
-    graph, (clean, *_), groups = case
-    page = str(viz.circuit_view(graph, model, clean, groups=groups))
+    graph, groups = case
+    page = str(viz.circuit_view(graph, model, CONTRAST, groups=groups))
     state = json.loads(page.split('id="state">')[1].split("</script>")[0])
     assert [group["members"] for group in state["groups"]] == [
         list(members) for members in groups.frame["members"]
     ]
     first = groups.frame["members"][0]
     state = {"groups": [{"name": "mine", "members": [first[0]]}]}
-    page = str(viz.circuit_view(graph, model, clean, groups=groups, state=state))
+    page = str(viz.circuit_view(graph, model, CONTRAST, groups=groups, state=state))
     state = json.loads(page.split('id="state">')[1].split("</script>")[0])
     assert state["groups"][0]["name"] == "mine"
     assert all(first[0] not in group["members"] for group in state["groups"][1:])
 
 
 def test_what_cannot_be_grouped_is_refused(model, case):
-    graph, (clean, corrupted, metric), groups = case
-    of_one = circuits.attribution_graph(model, clean, metric, top=5)
+    graph, groups = case
+    of_one = circuits.attribution_graph(model, replace(CONTRAST, corrupted=None), top=5)
 
-    def refused(match, graph=graph, clean=clean, corrupted=corrupted, metric=metric, **settings):
+    def refused(match, graph=graph, contrast=CONTRAST, **settings):
         with pytest.raises(InputError, match=match):
-            circuits.group_nodes(graph, model, clean, corrupted, metric, **settings)
+            circuits.group_nodes(graph, model, contrast, **settings)
 
     refused("a graph of one run", graph=of_one)
     refused("a list; expected a graph", graph=[])
     refused(r"(?s)similarity=2.*tolerance='x'", similarity=2, tolerance="x")
-    refused("prompts other than the graph's", clean=corrupted, corrupted=clean)
-    refused("expected the graph's metric", metric=p.loss())
-    refused("expected None: the graph's nodes are at positions", positions={"end": -1})
+    refused("without corrupted prompts", contrast=replace(CONTRAST, corrupted=None))
+    swapped = replace(CONTRAST, clean=CORRUPTED, corrupted=CLEAN)
+    refused("prompts other than the graph's", contrast=swapped)
+    refused("expected the graph's metric", contrast=replace(CONTRAST, metric=p.loss()))
     refused("invalid examples", examples=[])
     for bad, match in ((of_one, "a CircuitGraph as groups"), (groups, "groups of another graph")):
         with pytest.raises(InputError, match=match):
@@ -158,27 +166,22 @@ def test_what_cannot_be_grouped_is_refused(model, case):
 
 def test_a_graph_by_role_is_grouped_only_with_its_own_runs(model):
     """Its file holds roles and no tokens, so its runs are recognised by their values."""
-    task, other = (tasks.agreement(model.tokenizer, 3, structure="simple", seed=i) for i in (0, 1))
-    end = {"end": -1}
-    prompts = task.clean, task.corrupted, task.metric
-    graph = circuits.attribution_graph(
-        model, task.clean, task.metric, corrupted=task.corrupted, positions=end, top=10
+    task, other = (
+        replace(tasks.agreement(model.tokenizer, 3, structure="simple", seed=i), roles={"end": -1})
+        for i in (0, 1)
     )
-    assert circuits.group_nodes(graph, model, *prompts, positions=end).faithfulness > 0
+    graph = circuits.attribution_graph(model, task, positions="roles", top=10)
+    assert circuits.group_nodes(graph, model, task).faithfulness > 0
     answers = replace(p.logit_diff(" is", " are"), name=graph.metric)
     changed = expose_neuron_heads(pretrained.small_english(), copy=True).model
     with torch.no_grad():
         next(changed.blocks[0].mlp.parameters()).mul_(1.1)
     for match, call in {
-        "from another model, or from other prompts": (
-            model,
-            other.clean,
-            other.corrupted,
-            task.metric,
-        ),
-        "the graph is from another model": (changed, *prompts),
-        "the graph has another metric": (model, task.clean, task.corrupted, answers),
-        "other corrupted prompts": (model, task.clean, other.corrupted, task.metric),
+        "from another model, or from other prompts": (model, replace(other, metric=task.metric)),
+        "the graph is from another model": (changed, task),
+        "the graph has another metric": (model, replace(task, metric=answers)),
+        "other corrupted prompts": (model, replace(task, corrupted=other.corrupted)),
+        "the contrast lacks roles of the graph: end": (model, replace(task, roles={"verb": -1})),
     }.items():
         with pytest.raises(InputError, match=match):
-            circuits.group_nodes(graph, *call, positions=end)
+            circuits.group_nodes(graph, *call)

@@ -6,12 +6,13 @@ from common import tokens
 from models import build
 from patch_oracle import seen
 
-from attn_only_lens import circuits, convert, expose_neuron_heads
+from attn_only_lens import Contrast, circuits, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError, UnsupportedModelError
 
 HEAD, NEURON, QUERY, KEY = "L1H1", "L1N5", 4, 2
 PROMPT = tokens(3, batch=1, pos=7)
+ONE_RUN = Contrast(PROMPT, None, p.logit_diff(7, 11))
 
 
 @pytest.mark.parametrize("family", ["alibi", "qk_norm", "norms_before_and_after", "no_norm"])
@@ -29,11 +30,8 @@ def test_shares_add_up_to_a_score(family):
     ("call", "match"),
     [
         (lambda model: circuits.score_sources(model, PROMPT, HEAD, QUERY, KEY), "do not add up"),
-        (lambda model: circuits.path_expansion(model, PROMPT), "not linear in their values"),
-        (
-            lambda model: circuits.attribution_graph(model, PROMPT, p.logit_diff(7, 11)),
-            "not linear in their values",
-        ),
+        (lambda model: circuits.path_expansion(model, ONE_RUN), "not linear in their values"),
+        (lambda model: circuits.attribution_graph(model, ONE_RUN), "not linear in their values"),
     ],
 )
 def test_values_that_are_clipped_are_refused(call, match):

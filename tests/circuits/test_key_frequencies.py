@@ -12,9 +12,9 @@ from functools import cache
 import pytest
 import torch
 
-from attn_only_lens import expose_neuron_heads, pretrained
+from attn_only_lens import Contrast, expose_neuron_heads, pretrained
 from attn_only_lens import patching as p
-from attn_only_lens.circuits import attribution_graph, discover
+from attn_only_lens.circuits import Search, attribution_graph, discover
 from attn_only_lens.heads import HeadName
 
 pytestmark = pytest.mark.numeric
@@ -77,18 +77,12 @@ def test_the_key_frequencies_are_those_of_the_embedding():
 def test_neurons_that_are_found_for_a_wave_are_of_its_frequency(k):
     equals = torch.full((len(SUMS), 1), P)
     prompts = torch.cat([SUMS, equals], dim=1)
-    graph = attribution_graph(shipped(), prompts, wave(k), top=20, patterns=False)
+    one_run = Contrast(prompts, None, wave(k))
+    graph = attribution_graph(shipped(), one_run, top=20, patterns=False)
     neurons = graph.nodes[(graph.nodes["kind"] == "neuron") & (graph.nodes["position"] == 2)]
     others = torch.cat([(SUMS + 31) % P, equals], dim=1)
-    circuit = discover(
-        shipped(),
-        prompts,
-        others,
-        wave(k),
-        sites=p.neuron_heads(),
-        order="signed",
-        faithfulness=0.9,
-    )
+    contrast = Contrast(prompts, others, wave(k))
+    circuit = discover(shipped(), contrast, sites="neurons", search=Search(order="signed"))
     assert circuit.frame["position"].tolist() == [2] * len(circuit)
     for names in (neurons.nlargest(8, "attribution")["name"], circuit.frame["name"]):
         assert len(names) > 3

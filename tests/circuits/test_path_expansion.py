@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from attn_only_lens import Bilinear, calibrate, circuits
+from attn_only_lens import Bilinear, Contrast, Work, calibrate, circuits
 from attn_only_lens import HeadName as Name
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
@@ -22,7 +22,7 @@ pytestmark = [
 ]
 N_LAYERS = 2
 PROMPT = torch.tensor([[3, 29, 7, 11, 5]])
-METRIC = p.logit_diff(correct=7, wrong=8)
+ONE_RUN = Contrast(PROMPT, None, p.logit_diff(correct=7, wrong=8))
 
 
 class Frozen:
@@ -88,7 +88,7 @@ class Frozen:
         return torch.einsum("hn,nbpv->hbpv", powers.to(runs), runs)
 
     def only(self, *heads):
-        """Return METRIC with all heads set to zero except some, written `L0H1@3`."""
+        """Return the metric with all heads set to zero except some, written `L0H1@3`."""
 
         def scale(name, z):
             kept = torch.zeros_like(z)
@@ -107,22 +107,22 @@ def check(model, tolerance, gated=False, held="gate", two=3):
     frozen = Frozen(model, gated, held)
     expected = frozen.by_hops()
     n = len(expected) - 1
-    expansion = circuits.path_expansion(model, PROMPT, n, held=held)
+    expansion = circuits.path_expansion(model, ONE_RUN, n, held=held)
     size = expected.abs().max()
     assert (expansion.logits[:-1] - expected).abs().max() < tolerance * size
     assert expansion.logits[-1].abs().max() < tolerance * size
-    short = circuits.path_expansion(model, PROMPT, held=held)
+    short = circuits.path_expansion(model, ONE_RUN, held=held)
     assert short.logits.shape[0] == 4
     assert (short.logits[3] - expected[3:].sum(0)).abs().max() < tolerance * size
     assert (short.logits.sum(0) - frozen.value).abs().max() < tolerance * size
     # Control: the paths of more than two hops are not zero; two parallel layers have none.
     assert short.logits[3].abs().max() > 1e-3 * size or model.cfg.parallel_attn_mlp
-    effects = short.effects(METRIC)
+    effects = short.effects()
     unit = (short.logits[:, 0, -1, 7] - short.logits[:, 0, -1, 8]).numpy()
     assert abs(effects["effect"].to_numpy() - unit).max() < tolerance * size
     assert abs(effects["effect"].sum() - effects.attrs["value"]) < 10 * tolerance * size
 
-    paths = short.paths(METRIC, 10**6, block=29, progress=False)
+    paths = short.paths(10**6, work=Work(batch_size=29))
     assert paths["effect"].abs().is_monotonic_decreasing
     assert not paths.duplicated(["first", "second"]).any()
     totals = paths.groupby("hops")["effect"].sum()
@@ -139,7 +139,7 @@ def check(model, tolerance, gated=False, held="gate", two=3):
             both = frozen.only(row.first, row.second)
             effect = both - frozen.only(row.first) - frozen.only(row.second) + none
         assert abs(row.effect - effect) < 10 * tolerance * size, row
-    few = short.paths(METRIC, 13, block=1024, progress=False)
+    few = short.paths(13)
     assert abs(few["effect"] - paths["effect"][:13]).max() < tolerance * size
     return expansion
 
@@ -160,23 +160,23 @@ def test_paths(name):
 
 def test_a_soft_cap_is_after_the_paths():
     model = bridges.exposed_copy(bridges.boot("gemma2"))
-    expansion, cap = circuits.path_expansion(model, PROMPT), 30.0
+    expansion, cap = circuits.path_expansion(model, ONE_RUN), 30.0
     total = expansion.logits.sum(0)
     with torch.no_grad():
         assert (cap * torch.tanh(total / cap) - model(PROMPT)).abs().max() < 1e-5
     slope = 1 - torch.tanh(total[0, -1] / cap) ** 2
     expected = slope[7] * expansion.logits[:, 0, -1, 7] - slope[8] * expansion.logits[:, 0, -1, 8]
-    assert abs(expansion.effects(METRIC)["effect"].to_numpy() - expected.numpy()).max() < 1e-6
+    assert abs(expansion.effects()["effect"].to_numpy() - expected.numpy()).max() < 1e-6
 
 
 def test_paths_of_a_small_gradient():
     """A metric of a thousandth has a thousandth of every effect, and as many paths."""
     model = bridges.exposed_copy(bridges.boot("gpt2"))
-    expansion = circuits.path_expansion(model, PROMPT)
 
     def effects(size):
         metric = p.custom(lambda logits: size * (logits[:, -1, 7] - logits[:, -1, 8]))
-        paths = expansion.paths(metric, 10**6, block=29, progress=False)
+        expansion = circuits.path_expansion(model, Contrast(PROMPT, None, metric))
+        paths = expansion.paths(10**6, work=Work(batch_size=29))
         return paths.set_index(["first", "second"])["effect"].sort_index()
 
     whole, small = effects(1.0), effects(1e-9)
@@ -187,7 +187,7 @@ def test_paths_of_a_small_gradient():
 def test_the_other_factor_held():
     model = bridges.exposed_copy(bridges.boot("llama"))
     up = check(model, 1e-5, gated=True, held="up").logits
-    gate = circuits.path_expansion(model, PROMPT, 4).logits
+    gate = circuits.path_expansion(model, ONE_RUN, 4).logits
     assert (up.sum(0) - gate.sum(0)).abs().max() < 1e-5 * gate.abs().max()
     assert (up - gate).abs().max() > 1e-2 * gate.abs().max()
 
@@ -195,35 +195,36 @@ def test_the_other_factor_held():
 def test_several_prompts_and_padding():
     model = bridges.exposed_copy(bridges.boot("gpt2"))
     rows = [torch.tensor([3, 29, 7, 11, 5]), torch.tensor([13, 17, 7])]
-    both = circuits.path_expansion(model, rows)
-    metric = p.logit_diff(correct=[7, 5], wrong=8)
-    effects = both.effects(metric)
-    alone = [circuits.path_expansion(model, row[None]) for row in rows]
+    both = circuits.path_expansion(model, Contrast(rows, None, p.logit_diff([7, 5], wrong=8)))
+    singles = [
+        Contrast(row, None, p.logit_diff(correct, wrong=8))
+        for row, correct in zip(rows, (7, 5), strict=True)
+    ]
+    alone = [circuits.path_expansion(model, one) for one in singles]
     for i, (row, one) in enumerate(zip(rows, alone, strict=True)):
         assert (both.logits[:, i, : len(row)] - one.logits[:, 0]).abs().max() < 1e-5
-    mean = sum(
-        one.effects(p.logit_diff(correct=right, wrong=8))["effect"] / 2
-        for one, right in zip(alone, (7, 5), strict=True)
-    )
-    assert abs(effects["effect"] - mean).max() < 1e-5
+    mean = sum(one.effects()["effect"] / 2 for one in alone)
+    assert abs(both.effects()["effect"] - mean).max() < 1e-5
     with pytest.raises(InputError, match="3 to 5 tokens: position 0 is '3' in prompt 0"):
-        both.paths(metric, progress=False)
-    both = circuits.path_expansion(model, torch.stack([rows[0], rows[0].flip(0)]))
-    paths = both.paths(metric, 10**6, progress=False)
+        both.paths()
+    rows = torch.stack([rows[0], rows[0].flip(0)])
+    both = circuits.path_expansion(model, Contrast(rows, None, p.logit_diff([7, 5], wrong=8)))
+    paths = both.paths(10**6)
     in_two = paths[paths["hops"] == 2]["effect"].sum()
-    assert abs(in_two - both.effects(metric)["effect"][2]) < 1e-4
+    assert abs(in_two - both.effects()["effect"][2]) < 1e-4
 
 
 def test_refusals():
     model = bridges.exposed_copy(bridges.boot("gpt2"))
-    expansion = circuits.path_expansion(model, PROMPT)
+    expansion, kl = circuits.path_expansion(model, ONE_RUN), Contrast(PROMPT, None, p.kl())
     for match, call in (
-        ("got hops=0", lambda: circuits.path_expansion(model, PROMPT, 0)),
-        ("got held='both'", lambda: circuits.path_expansion(model, PROMPT, held="both")),
-        ("value is a product", lambda: circuits.path_expansion(model, PROMPT, held="up")),
-        ("has no neuron-heads", lambda: circuits.path_expansion(bridges.boot("gpt2"), PROMPT)),
-        ("got k=0", lambda: expansion.paths(METRIC, 0)),
-        ("compares with another run", lambda: expansion.effects(p.kl())),
+        ("got hops=0", lambda: circuits.path_expansion(model, ONE_RUN, 0)),
+        ("got held='both'", lambda: circuits.path_expansion(model, ONE_RUN, held="both")),
+        ("value is a product", lambda: circuits.path_expansion(model, ONE_RUN, held="up")),
+        ("has no neuron-heads", lambda: circuits.path_expansion(bridges.boot("gpt2"), ONE_RUN)),
+        ("got k=0", lambda: expansion.paths(0)),
+        ("does not use resume", lambda: expansion.paths(work=Work(resume="folder"))),
+        ("compares with another run", circuits.path_expansion(model, kl).effects),
     ):
         with pytest.raises(InputError, match=match):
             call()

@@ -5,17 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from scipy.stats import binomtest
 
-from attn_only_lens import circuits, expose_neuron_heads, pretrained, tasks
+from attn_only_lens import Contrast, Work, circuits, expose_neuron_heads, pretrained, tasks
 from attn_only_lens import patching as p
+from attn_only_lens.circuits import Search
 from attn_only_lens.circuits.stability import interval, random_halves, share_of_sums
 from attn_only_lens.errors import InputError
 
 pytestmark = pytest.mark.numeric
 
 N, RESAMPLES = 6, 4
+ROLES = p.Sites(positions="roles")
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,7 @@ def task(model):
 
 @pytest.fixture(scope="module")
 def circuit(model, task):
-    arguments = model, task.clean, task.corrupted, task.metric
-    return circuits.discover(*arguments, positions=task.roles, resamples=RESAMPLES)
+    return circuits.discover(model, task, sites=ROLES, search=Search(resamples=RESAMPLES))
 
 
 def test_halves_are_disjoint_and_all_of_a_size():
@@ -46,8 +46,7 @@ def test_halves_are_disjoint_and_all_of_a_size():
 
 
 def test_the_circuit_itself_does_not_change(model, task, circuit):
-    arguments = model, task.clean, task.corrupted, task.metric
-    alone = circuits.discover(*arguments, positions=task.roles)
+    alone = circuits.discover(model, task, sites=ROLES)
     pd.testing.assert_frame_equal(alone.frame, circuit.frame[[*alone.frame]], rtol=1e-4)
     shares = circuit.stability.sites.set_index(["name", "position"])["inclusion"]
     for _, row in circuit.frame.iterrows():
@@ -78,8 +77,7 @@ def test_sites_have_their_inclusion_and_the_core_is_what_nearly_all_include(mode
     sizes = stability.resamples["n_sites"]
     assert sizes.sum() == pytest.approx(RESAMPLES * sites["inclusion"].sum())
     assert str(stability.n_core) in repr(stability)
-    prompts = task.clean, task.corrupted, task.metric
-    measured = circuits.evaluate(model, core, *prompts, positions=task.roles)
+    measured = circuits.evaluate(model, core, task)
     assert core.faithfulness == pytest.approx(measured.faithfulness, abs=1e-5)
     assert core.completeness == pytest.approx(measured.completeness, abs=1e-5)
 
@@ -105,51 +103,46 @@ def test_intervals_of_whole_numbers_are_wilsons(count, n):
 def test_circuits_transfer_as_evaluate_says(model, task, circuit):
     relative = tasks.agreement(model.tokenizer, 5, structure="relative", seed=7)
     matrix = circuits.transfer(model, {"relative": circuit}, {"same": task, "other": relative})
-    expected = [
-        circuits.evaluate(
-            model, circuit, one.clean, one.corrupted, one.metric, positions=one.roles
-        ).faithfulness
-        for one in (task, relative)
-    ]
+    expected = [circuits.evaluate(model, circuit, one).faithfulness for one in (task, relative)]
     assert matrix.loc["relative"].tolist() == pytest.approx(expected)
 
 
 def test_what_cannot_be_evaluated_is_refused(model, task, circuit):
     lacking = tasks.agreement(model.tokenizer, 5, structure="simple")
-    match = r"the circuit has the roles .*: pass only these roles from task.roles"
-    with pytest.raises(InputError, match=match):
+    with pytest.raises(
+        InputError, match=r"got the role '\w+'; expected one of the contrast's roles"
+    ):
         circuits.transfer(model, {"relative": circuit}, {"simple": lacking})
     with pytest.raises(InputError) as error:  # all reasons are reported at once
         circuits.transfer(model, {"no circuit": "L0H1"}, {"text": "The keys", "same": task})
-    for reason in ("circuit 'no circuit': got a str", "task 'text': got a str; expected PairedPr"):
+    for reason in (
+        "circuit 'no circuit': got a str",
+        "contrast 'text': got a str; expected Contrast(",
+    ):
         assert reason in str(error.value)
     for wrong in (([circuit], {"a": task}), ({"a": circuit}, [task]), ({}, {"a": task})):
         with pytest.raises(InputError, match="expected a non-empty dict"):
             circuits.transfer(model, *wrong)
-    prompts, roles = (task.clean, task.corrupted, task.metric), {"positions": task.roles}
     twice = replace(circuit, frame=pd.concat([circuit.frame, circuit.frame]))
-    for given, how, reason in (
-        (circuit, {"positions": "each"}, "expected a dict from roles to positions"),
-        (circuit, {"positions": torch.tensor([1, 2])}, "expected a dict from roles to positions"),
-        (None, roles, "got a NoneType; expected a Circuit"),
-        (replace(circuit, positions="each"), roles, "no roles: leave positions out"),
-        (circuit, {"prompts_at_once": "many"}, "got prompts_at_once='many'"),
-        (twice, roles, "some sites are in the circuit twice"),
+    for given, contrast, how, reason in (
+        (circuit, replace(task, roles={}), {}, "by role, but the contrast has no roles"),
+        (circuit, task.clean, {}, "got a tuple; expected Contrast"),
+        (None, task, {}, "got a NoneType; expected a Circuit"),
+        (circuit, task, {"work": Work(batch_size=3)}, "this function does not use batch_size"),
+        (twice, task, {}, "some sites are in the circuit twice"),
     ):
         with pytest.raises(InputError, match=reason):
-            circuits.evaluate(model, given, *prompts, **how)
+            circuits.evaluate(model, given, contrast, **how)
 
 
 def test_an_evaluation_tells_prompts_apart(model, task, circuit):
-    arguments = model, circuit, task.clean, task.corrupted, task.metric
-    measured = circuits.evaluate(*arguments, positions=task.roles)
+    measured = circuits.evaluate(model, circuit, task)
     by_prompt = []
     for i in range(N):
         metric = p.logit_diff(task.answers[i], task.wrong[i])
         roles = {role: (places[i],) for role, places in task.roles.items()}
-        one = circuits.evaluate(
-            model, circuit, task.clean[i], task.corrupted[i], metric, positions=roles
-        )
+        alone = Contrast(task.clean[i], task.corrupted[i], metric, roles=roles)
+        one = circuits.evaluate(model, circuit, alone)
         assert np.isnan(one.standard_error)
         assert one.error == pytest.approx(abs(1 - one.faithfulness), abs=1e-6)
         by_prompt.append(one.error)
@@ -158,21 +151,18 @@ def test_an_evaluation_tells_prompts_apart(model, task, circuit):
 
 
 def test_what_cannot_be_resampled_is_refused(model, task):
-    arguments = model, task.clean, task.corrupted
-    for metric, how, reason in (
-        (task.metric, {"resamples": 1}, "got resamples=1"),
-        (task.metric, {"resamples": None}, "got resamples=None"),
-        (task.metric, {"resamples": np.arange(2)}, "got resamples=array"),
-        (task.metric, {"prompts_at_once": 0}, "got prompts_at_once=0"),
-        (
-            p.custom(lambda logits: logits.mean()),
-            {"resamples": 4},
-            "every custom metric; expected logit_diff",
-        ),
+    for resamples in (1, None, np.arange(2)):
+        with pytest.raises(InputError, match="got resamples="):
+            Search(resamples=resamples)
+    three = Contrast(
+        *(task.clean[:3], task.corrupted[:3]),
+        p.logit_diff(list(task.answers[:3]), list(task.wrong[:3])),
+    )
+    custom = replace(task, metric=p.custom(lambda logits: logits.mean()))
+    for contrast, reason in (
+        (custom, "every custom metric; expected logit_diff"),
+        (three, "got 3 prompt pairs"),
     ):
+        how = {"sites": p.Sites(positions="all"), "search": Search(resamples=4)}
         with pytest.raises(InputError, match=reason):
-            circuits.discover(*arguments, metric, positions=task.roles, **how)
-    three = model, task.clean[:3], task.corrupted[:3]
-    metric = p.logit_diff(list(task.answers[:3]), list(task.wrong[:3]))
-    with pytest.raises(InputError, match="got 3 prompt pairs"):
-        circuits.discover(*three, metric, positions="all", resamples=4)
+            circuits.discover(model, contrast, **how)

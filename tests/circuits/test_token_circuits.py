@@ -74,7 +74,7 @@ def test_circuits_are_those_of_dense_matrices(family):
         near(unfolded, Tables(family, fold=False).ov(head))
         assert (unfolded - tables.ov(head)).abs().max() > 1e-2
     n_heads = tables.dense.cfg.num_attention_heads
-    names = list(circuits.copying_scores(model, p.heads(1))["name"])
+    names = list(circuits.copying_scores(model, p.Sites("heads", layers=1))["name"])
     assert names == [f"L1H{i}" for i in range(n_heads)]
     assert len(circuits.copying_scores(model)) == 2 * (n_heads + D_MLP)
 

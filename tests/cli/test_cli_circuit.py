@@ -12,7 +12,15 @@ from bridges import hf_folder
 from page_of_circuit import read_back
 from typer.testing import CliRunner
 
-from attn_only_lens import circuits, explain, expose_neuron_heads, load, neuron_pattern, save
+from attn_only_lens import (
+    Contrast,
+    circuits,
+    explain,
+    expose_neuron_heads,
+    load,
+    neuron_pattern,
+    save,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 
@@ -64,7 +72,7 @@ def test_an_explanation_and_its_page_with_examples(folder, expected, tmp_path):
     texts, page = tmp_path / "texts.txt", tmp_path / "why.html"
     texts.write_text("w3 w5 w7 w11\nw13 w17 w19\n", "utf-8")
     model, metric, _ = expected
-    why = explain(model, CLEAN, CORRUPTED, metric)
+    why = explain(model, Contrast(CLEAN, CORRUPTED, metric))
     pair = (*TEXTS, "--corrupted", CORRUPTED)
     result = run("explain", folder, *pair, "--out", page, "--top", 5, "--texts", texts)
     assert result.exit_code == 0, result.output
@@ -90,7 +98,7 @@ def expected(folder):
     """Return the model, the metric, and the graph that the command should find."""
     model = expose_neuron_heads(load(folder)).model
     metric = p.logit_diff("w13", "w17")
-    return model, metric, circuits.attribution_graph(model, CLEAN, metric, top=19)
+    return model, metric, circuits.attribution_graph(model, Contrast(CLEAN, None, metric), top=19)
 
 
 def test_a_graph_and_a_page_of_it(folder, expected, tmp_path):
@@ -125,7 +133,7 @@ def test_a_pair_finds_a_minimal_circuit(folder, expected, tmp_path):
     result = run("circuit", folder, *TEXTS, "--corrupted", CORRUPTED, "--out", out,
                  "--faithfulness", 0.7, "--top", 3)  # fmt: skip
     assert result.exit_code == 0, result.output
-    circuit = circuits.discover(model, CLEAN, CORRUPTED, metric, faithfulness=0.7)
+    circuit = circuits.discover(model, Contrast(CLEAN, CORRUPTED, metric), faithfulness=0.7)
     kept = f"{len(circuit)} of {circuit.n_sites} sites keep {circuit.faithfulness:.0%}"
     assert f"{kept} of the effect, all others {circuit.completeness:.0%}" in result.output
     shown = result.output.partition(kept)[2].split()
@@ -187,12 +195,12 @@ def test_a_saved_circuit_is_evaluated_on_other_prompts(folder, expected, tmp_pat
         circuit = circuits.Circuit.load(saved)
         result = run("evaluate", folder, saved, *texts, *ANSWERS)
         assert result.exit_code == 0, result.output
-        kept = circuits.evaluate(model, circuit, *pairs, metric)
+        kept = circuits.evaluate(model, circuit, Contrast(*pairs, metric))
         assert f"{len(circuit)} of {circuit.n_sites} sites" in result.output
         assert repr(kept) in result.output
         assert f"{kept.faithfulness:.0%} ± {kept.standard_error:.0%} of the" in repr(kept)
     best = result.output.splitlines()[-len(circuit) :][0].split()[0]
-    alone = p.activation_patch(model, *pairs, metric, sites=circuit.sites, progress=False)
+    alone = p.activation_patch(model, Contrast(*pairs, metric), sites=circuit.sites)
     assert best == alone.top(1)["name"].item()
     frame = pd.DataFrame(dict(zip(("clean", "corrupted"), pairs, strict=True)))
     frame = frame.assign(answer=ANSWERS[1], wrong=ANSWERS[3], note=7)

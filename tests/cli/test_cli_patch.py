@@ -8,7 +8,7 @@ import torch
 from bridges import hf_folder
 from typer.testing import CliRunner
 
-from attn_only_lens import expose_neuron_heads, load, save
+from attn_only_lens import Contrast, expose_neuron_heads, load, save
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 
@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 def expected(folder, *prompts, **how):
     model = expose_neuron_heads(load(folder)).model
     metric = how.pop("metric", p.logit_diff("w13", "w17"))
-    return p.activation_patch(model, *prompts, metric, progress=False, **how).frame
+    return p.activation_patch(model, Contrast(*prompts, metric), **how).frame
 
 
 def test_a_sweep_of_texts(folder, tmp_path):
@@ -109,7 +109,7 @@ def test_a_saved_model_tokens_and_every_option(folder, tmp_path):
         torch.tensor([0, 7, 9, 11]),
         torch.tensor([0, 8, 9, 11]),
         metric=p.logit_diff(17, 21),
-        sites=p.neuron_heads([0]),
+        sites=p.Sites("neurons", layers=[0]),
         part="pattern",
         positions=[1, -1],
         direction="noise",

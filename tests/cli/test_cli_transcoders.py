@@ -5,7 +5,7 @@ import pytest
 from common import needs_hooked_transformer
 from typer.testing import CliRunner
 
-from attn_only_lens import patching as p
+from attn_only_lens import Contrast, patching as p
 from attn_only_lens import save, transcoders
 from attn_only_lens.cli import app
 from attn_only_lens.pretrained import (
@@ -28,10 +28,9 @@ def folders(tmp_path_factory):
     with transcoders.attach(model, chosen):
         save(model, root / "model")
         sweep = p.activation_patch(
-            *(model, *PAIR, p.logit_diff(" are", " is")),
-            sites=p.features(),
-            positions=[-1],
-            progress=False,
+            model,
+            Contrast(*PAIR, p.logit_diff(" are", " is")),
+            sites=p.Sites("features", positions=[-1]),
         )
     return root, sweep.frame
 

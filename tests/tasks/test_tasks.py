@@ -52,6 +52,11 @@ MADE = {
 }
 
 
+def contents(made):
+    sides = made.clean, made.corrupted, made.answers, made.wrong
+    return *sides, made.roles, made.metric.name, made.name, made.dropped
+
+
 def rows(tokenizer, made):
     """Yield each pair's tokens, the texts of its roles on both sides, and those of its answers."""
     for i, (clean, corrupted) in enumerate(zip(made.clean, made.corrupted, strict=True)):
@@ -149,7 +154,7 @@ def test_what_prompts_say_and_where(task, tokenizer):
     made = MADE[task](tokenizer, seed=5)
     assert (random.getstate(), torch.get_rng_state().tolist()) == state
     assert len(made) == len(set(made.clean)) == N
-    assert made == MADE[task](tokenizer, seed=5)
+    assert contents(made) == contents(MADE[task](tokenizer, seed=5))
     assert made.clean != MADE[task](tokenizer, seed=6).clean
     for row in rows(tokenizer, made):
         CHECKS[task](row)
@@ -208,6 +213,7 @@ REFUSED = {
     "end": ("A {end}", {"end": "bag"}, "got field {end}; expected another name"),
     "no word": ("A {thing} {place}", {}, "expected a dict with a text for place"),
     "each": ("A {all}", {"all": "bag"}, "got field {all}; expected another name"),
+    "roles": ("A {roles}", {"roles": "bag"}, "got field {roles}; expected another name"),
     "no name": ("A {} {thing}", {}, "got template 'A {} {thing}'"),
     "half a brace": ("A {thing", {}, "got template 'A {thing'"),
     "a format": ("A {thing:>9}", {}, "got template 'A {thing:>9}'"),
@@ -252,7 +258,7 @@ def test_pairs_of_a_file(tmp_path):
             (row,) = [row for row in fitting if row["clean_prefix"] == clean]
             assert row["patch_prefix"] == corrupted
     assert len({pairs.clean for pairs in made}) > 1
-    assert made[0].task == "agreement"
+    assert made[0].name == "agreement"
     some = tasks.from_jsonl(
         task_tokenizer(), 1, path, keep=lambda row: "cars" in row["clean_prefix"]
     )
@@ -322,7 +328,9 @@ def test_nouns_take_an_s_and_any_whole_number_is_a_seed():
     for noun in (*THINGS, *PEOPLE):
         assert not re.search("([sxz]|[cs]h|[^aeiou]y)$", noun)
     for make in (tasks.ioi, tasks.induction):
-        assert make(task_tokenizer(), 2, np.int64(3)) == make(task_tokenizer(), 2, 3)
+        assert contents(make(task_tokenizer(), 2, np.int64(3))) == contents(
+            make(task_tokenizer(), 2, 3)
+        )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -338,8 +346,7 @@ def test_prompts_of_several_lengths_are_patched_by_role(side, bos, tmp_path):
     task = tasks.from_templates(model.tokenizer, 5, templates, words, seed=1)
     sites = ["L0H1", "L0N29", "L1N3"]
     sweep = p.activation_patch(
-        *(model, task.clean, task.corrupted, task.metric),
-        **{"positions": task.roles, "sites": sites, "per_prompt": True, "progress": False},
+        model, task, sites=p.Sites(sites, positions="roles"), per_prompt=True
     )
     assert {len(text.split()) for text in task.clean} == {3, 6}
     for i, (clean, corrupted) in enumerate(zip(task.clean, task.corrupted, strict=True)):

@@ -36,7 +36,7 @@ import transformers
 from common import D_MLP, D_VOCAB
 from drawn_transcoders import drawn, imitated
 
-from attn_only_lens import HeadName
+from attn_only_lens import Contrast, HeadName
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
 from attn_only_lens.engine.linear_map import of_run
@@ -198,7 +198,7 @@ def case(name):
     rows = {direct: Tracer(model, transcoders, direct).rows() for direct in (True, False)}
     metric = p.logit_diff(CORRECT, WRONG)
     with attach(model, transcoders):
-        graph = attribution_graph(model, PROMPT, metric, mass=1, patterns=False)
+        graph = attribution_graph(model, Contrast(PROMPT, None, metric), mass=1, patterns=False)
         linear = of_run(model, single_prompts(model, PROMPT), metric, patterns=False)
     return graph, linear, rows, rounding
 

@@ -6,7 +6,7 @@ from drawn_transcoders import bridge, layers_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attn_only_lens import circuits
+from attn_only_lens import Contrast, circuits
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import linear_graph
 from attn_only_lens.transcoders import attach
@@ -20,17 +20,19 @@ CORRUPTED[0, 1] = 11
 NAMES = ["L1F3", "L1F29"]  # patches of layer 0 run batches of patched runs through layer 1
 CALLS = {
     "run": lambda m: m.run_with_cache(CLEAN),
-    "patch": lambda m: p.activation_patch(m, CLEAN, CORRUPTED, METRIC, sites=NAMES, progress=False),
-    "gradient": lambda m: p.attribution(m, CLEAN, CORRUPTED, METRIC, budget=0, progress=False),
-    "secant": lambda m: p.attribution(
-        m, CLEAN, CORRUPTED, METRIC, method="secant", budget=0, progress=False
+    "patch": lambda m: p.activation_patch(m, Contrast(CLEAN, CORRUPTED, METRIC), sites=NAMES),
+    "gradient": lambda m: p.attribution(
+        m, Contrast(CLEAN, CORRUPTED, METRIC), method=p.Estimate(budget=0)
     ),
-    "graph": lambda m: circuits.attribution_graph(m, CLEAN, METRIC, top=31),
+    "secant": lambda m: p.attribution(
+        m, Contrast(CLEAN, CORRUPTED, METRIC), method=p.Estimate("secant", budget=0)
+    ),
+    "graph": lambda m: circuits.attribution_graph(m, Contrast(CLEAN, None, METRIC), top=31),
     "difference": lambda m: circuits.attribution_graph(
-        m, CLEAN, METRIC, corrupted=CORRUPTED, top=31
+        m, Contrast(CLEAN, CORRUPTED, METRIC), top=31
     ),
     "paths": lambda m: p.path_patch(
-        *(m, CLEAN, CORRUPTED, METRIC), senders=["L0F3", "L0E"], receivers=["L1F5"], progress=False
+        m, Contrast(CLEAN, CORRUPTED, METRIC), p.Edges(["L0F3", "L0E"], ["L1F5"])
     ),
 }
 

@@ -13,7 +13,7 @@ import transformers
 from common import needs_hooked_transformer
 from drawn_transcoders import FEATURES, active, bridge, hooked, imitated, layers_of
 
-from attn_only_lens import circuits, dense_pattern, neuron_gate, neuron_pattern
+from attn_only_lens import Contrast, circuits, dense_pattern, neuron_gate, neuron_pattern
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.transcoders import attach
@@ -160,13 +160,13 @@ def test_activation_patch(case, part):
     }
     with attach(case.model, case.transcoders) as model:
         sweep = p.activation_patch(
-            model, CLEAN, CORRUPTED, METRIC, sites=names, part=part, progress=False
+            model, Contrast(CLEAN, CORRUPTED, METRIC), sites=names, part=part
         )
         every = p.activation_patch(
-            *(model, CLEAN, CORRUPTED, METRIC),
-            sites=p.all_heads(layers=L) if part == "z" else p.features(layers=L),
+            model,
+            Contrast(CLEAN, CORRUPTED, METRIC),
+            sites=p.Sites("all", layers=L) if part == "z" else p.Sites("features", layers=L),
             part=part,
-            progress=False,
         )
     span = abs(sweep.clean_value - sweep.corrupted_value)
     for frame in (sweep.frame, every.frame):
@@ -188,11 +188,10 @@ def test_gradients_are_autograd(case, method):
     gradient = case.gradient()
     with attach(case.model, case.transcoders) as model:
         sweep = p.attribution(
-            *(model, CLEAN, CORRUPTED, METRIC),
+            model,
+            Contrast(CLEAN, CORRUPTED, METRIC),
             sites=case.names(),
-            method=method,
-            budget=0,
-            progress=False,
+            method=p.Estimate(method, budget=0),
         )
     rows = sweep.frame.set_index(["name", "position"])["value"]
     span = abs(sweep.clean_value - sweep.corrupted_value)
@@ -206,7 +205,7 @@ def test_gradients_are_autograd(case, method):
 def test_repairs_are_exact(case):
     with attach(case.model, case.transcoders) as model:
         args = model, CLEAN, CORRUPTED, METRIC
-        sites = p.all_heads(layers=L)
+        sites = p.Sites("all", layers=L)
         exact = p.activation_patch(*args, sites=sites, progress=False)
         repaired = p.attribution(*args, sites=sites, budget=3, progress=False)
         plain = p.attribution(*args, sites=sites, budget=0, progress=False)
@@ -314,21 +313,13 @@ def test_path_patch(case, part):
             expected[sender, name] = case.metric(CORRUPTED, moved).mean().item()
     with attach(model, case.transcoders) as attached:
         sweep = p.path_patch(
-            *(attached, CLEAN, CORRUPTED, METRIC),
-            senders=list(sent),
-            receivers=names,
-            part=part,
-            positions=position,
-            progress=False,
+            attached,
+            Contrast(CLEAN, CORRUPTED, METRIC),
+            p.Edges(p.Sites(list(sent), positions=position), names, part=part),
         )
         for wide in (f"L{L}E", f"L{L}S")[: 1 + (first.W_skip is not None)]:
             with pytest.raises(InputError, match="as a receiver"):
-                p.path_patch(
-                    *(attached, CLEAN, CORRUPTED, METRIC),
-                    senders="L0E",
-                    receivers=[wide],
-                    progress=False,
-                )
+                p.path_patch(attached, Contrast(CLEAN, CORRUPTED, METRIC), p.Edges("L0E", [wide]))
     rows = sweep.frame.set_index(["sender", "receiver"])["value"]
     span = abs(sweep.clean_value - sweep.corrupted_value)
     assert len(rows) == len(expected)
@@ -356,7 +347,11 @@ def test_discover_and_faithfulness(case):
     options = {"method": "exact_gate" if topk else "secant"}
     with attach(case.model, case.transcoders) as model:
         circuit = circuits.discover(
-            model, CLEAN, CORRUPTED, METRIC, faithfulness=0.8, n_random=1, **options
+            model,
+            Contrast(CLEAN, CORRUPTED, METRIC),
+            faithfulness=0.8,
+            search=circuits.Search(n_random=1),
+            **options,
         )
         kept = {tuple(row) for row in circuit.frame[["name", "position"]].to_numpy()}
         with torch.no_grad():
@@ -399,15 +394,13 @@ def test_graphs_add_up(case, difference, dtype):
             attach(case.model, case.transcoders) as model,
             pytest.raises(UnsupportedModelError, match="topk"),
         ):
-            circuits.attribution_graph(model, CLEAN, METRIC, corrupted=CORRUPTED)
+            circuits.attribution_graph(model, Contrast(CLEAN, CORRUPTED, METRIC))
         return
     model = case.model.to(dtype)
     try:
         with attach(model, case.transcoders):
             graph = circuits.attribution_graph(
-                *(model, CLEAN[:1], METRIC),
-                corrupted=CORRUPTED[:1] if difference else None,
-                mass=1,
+                model, Contrast(CLEAN[:1], CORRUPTED[:1] if difference else None, METRIC), mass=1
             )
     finally:
         case.model.to(torch.float64)
@@ -442,7 +435,7 @@ def test_sums_of_graphs_do_not_depend_on_the_rounding_of_logits():
         logits = model(prompt)[0, -1]
         values.append((logits[CORRECT] - logits[WRONG]).item())
         with attach(model, layers_of(model, dtype=torch.float32)):
-            graph = circuits.attribution_graph(model, prompt, METRIC, mass=1)
+            graph = circuits.attribution_graph(model, Contrast(prompt, None, METRIC), mass=1)
         scale = graph.nodes["attribution"].abs().max()
         assert abs(graph.inflow()["metric"] - graph.value) < 1e-6 * scale
         assert abs(graph.value - values[0]) < 1e-3 * scale

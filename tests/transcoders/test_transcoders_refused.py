@@ -18,7 +18,7 @@ from attn_only_lens import (
     expose_neuron_heads,
     grow,
 )
-from attn_only_lens import patching as p
+from attn_only_lens import Contrast, patching as p
 from attn_only_lens.errors import (
     ComparisonError,
     GrowthError,
@@ -244,7 +244,7 @@ def test_compare_refuses_transcoders():
     grown = grow(model, d_mlp=64)
     attach(grown.model, {0: drawn(26)})
     with pytest.raises(ComparisonError, match=r"the grown model: transcoders replace its MLPs"):
-        compare(model, grown, tokens())
+        compare(model, grown, Contrast(tokens(), None, None))
 
 
 def test_tools_that_do_not_take_transcoders():
@@ -281,12 +281,10 @@ def test_tools_that_do_not_take_transcoders():
             (["L0S"], "z", "L0S"),
             (["L0E"], "q", "L0E, which has only an output"),
             (["L0F1"], "k", "keys are constant"),
-            (p.features(layers=1), "z", "these layers have none"),
+            (p.Sites("features", layers=1), "z", "these layers have none"),
         ):
             with pytest.raises(InputError, match=message):
-                p.activation_patch(
-                    *(model, prompt, second, METRIC), sites=names, part=part, progress=False
-                )
+                p.activation_patch(model, Contrast(prompt, second, METRIC), sites=names, part=part)
         assert verify(model, model, prompt)  # works
 
 
@@ -294,9 +292,9 @@ def test_gates_of_topk_have_no_secants():
     model, prompt, second = bridge("gpt2"), tokens(), tokens(1)
     with attach(model, {1: drawn(26, activation="topk")}):
         for call in (
-            lambda: p.attribution(model, prompt, second, METRIC, method="secant", progress=False),
-            lambda: circuits.attribution_graph(model, prompt, METRIC, corrupted=second),
-            lambda: circuits.discover(model, prompt, second, METRIC),
+            lambda: p.attribution(model, Contrast(prompt, second, METRIC), method="secant"),
+            lambda: circuits.attribution_graph(model, Contrast(prompt, second, METRIC)),
+            lambda: circuits.discover(model, Contrast(prompt, second, METRIC)),
         ):
             with pytest.raises(UnsupportedModelError, match=r"layer 1 \(topk\) depend on each"):
                 call()

@@ -25,8 +25,8 @@ decomposition A = Q T, ‖A B‖ = ‖T B‖ for every matrix B. One product of 
 gives the scores of many (writer, reader) pairs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -37,18 +37,15 @@ from torch import Tensor
 from transformer_lens import FactoredMatrix
 
 from attn_only_lens.arguments import POSITIVE, is_count, one_of
-from attn_only_lens.circuits.weights.head_matrices import KINDS, HeadMatrices, Kind
+from attn_only_lens.circuits.weights.head_matrices import (
+    KINDS,
+    HeadMatrices,
+    Kind,
+    heads_with_matrices,
+)
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.largest import LargestScores
-from attn_only_lens.engine.sites import (
-    LayerSites,
-    Selection,
-    Sites,
-    all_heads,
-    resolve_sites,
-    wide_reasons,
-    without_wide,
-)
+from attn_only_lens.engine.sites import LayerSites, Sites, SomeSites
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import NEURON_KINDS
@@ -126,8 +123,8 @@ class Compositions:
 @torch.no_grad()
 def composition(
     model: Any,
-    writers: Sites | Literal["embed"] | None = None,
-    readers: Sites | None = None,
+    writers: SomeSites = "all",
+    readers: SomeSites = "all",
     kind: Kind = "v",
     *,
     top: int | None = None,
@@ -144,9 +141,9 @@ def composition(
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.
-        writers: `patching.heads()`, `patching.neuron_heads()`, or names; "embed" is the embedding.
-            None for all attention heads, all neurons and the embedding.
-        readers: as `writers`, without "embed".
+        writers: the heads, without positions; see `Sites`. "embed" is the embedding, which may also
+            be among several words or names; "all" includes it.
+        readers: as `writers`, without the embedding.
         kind: the reader's input: "q", "k" or "v". In a plain MLP, a neuron-head reads through the
             same vector for "q" and "v". In a gated MLP, it reads "q" through W_gate and "v" through
             W_in.
@@ -165,18 +162,15 @@ def composition(
             that are unknown or not finite.
 
     Example:
-        >>> from attn_only_lens import circuits, expose_neuron_heads, patching as p, pretrained
+        >>> from attn_only_lens import circuits, expose_neuron_heads, pretrained
         >>> model = expose_neuron_heads(pretrained.modular_addition()).model
-        >>> largest = circuits.composition(model, p.heads(), kind="q", top=3)
+        >>> largest = circuits.composition(model, "heads", kind="q", top=3)
         >>> len(largest.frame), largest.n_pairs, bool(largest.frame.score.is_monotonic_decreasing)
         (3, 2048, True)
     """
     counts = {"block": block} if top is None else {"top": top, "block": block}
     InputError.raise_if(POSITIVE.reasons(**counts), _PROBLEM)
-    every = without_wide(all_heads())
-    chosen = every if writers is None else writers, every if readers is None else readers
-    writing, reading = _resolve_pairs(model, *chosen, kind)
-    writing = [None, *writing] if writers is None else writing
+    writing, reading = _resolve_pairs(model, writers, readers, kind)
     matrices = HeadMatrices.of(model, fold_norms=fold_norms)
     if top is None:
         frame = _every_pair(matrices, writing, reading, kind)
@@ -252,20 +246,19 @@ def _largest(
 
 
 def _resolve_pairs(
-    model: Any, writers: Any, readers: Any, kind: str
+    model: Any, writers: SomeSites, readers: SomeSites, kind: str
 ) -> tuple[list[LayerSites | None], list[LayerSites]]:
     """Return writers and readers by layer; None among the writers stands for the embedding."""
     InputError.raise_if(one_of(*KINDS).reasons(kind=kind), _PROBLEM)
-    reading = list(resolve_sites(model, without_wide(readers)))
-    InputError.raise_if(wide_reasons(reading), _PROBLEM)
-    if isinstance(writers, Selection) or not isinstance(writers, str | Sequence):
-        return list(resolve_sites(model, without_wide(writers))), reading
-    names = [writers] if isinstance(writers, str) else list(writers)
-    heads = [name for name in names if name != _EMBED]
-    embedding = [None] * (_EMBED in names)
-    writing = resolve_sites(model, heads) if heads or not embedding else ()
-    InputError.raise_if(wide_reasons(writing), _PROBLEM)
-    return [*embedding, *writing], reading
+    reading = list(heads_with_matrices(model, readers, _PROBLEM))
+    writers = Sites.of(writers)
+    named = _EMBED in writers.heads if isinstance(writers.heads, tuple) else False
+    embedding = [None] * (named or writers == Sites())
+    if named:
+        writers = replace(writers, heads=[head for head in writers.heads if head != _EMBED])
+    if named and not writers.heads:
+        return [None], reading
+    return [*embedding, *heads_with_matrices(model, writers, _PROBLEM)], reading
 
 
 def _read_stage(sites: LayerSites) -> int:
@@ -390,12 +383,12 @@ class Partner(NamedTuple):
 
 
 @torch.no_grad()
-def strongest_partners(model: Any, neurons: Sites, k: int) -> dict[str, list[Partner]]:
+def strongest_partners(model: Any, neurons: SomeSites, k: int) -> dict[str, list[Partner]]:
     """Return, for each neuron, the k heads with the largest |score| on each side, by `kind`."""
     matrices = HeadMatrices.of(model, fold_norms=True)
-    layers = resolve_sites(model, without_wide(all_heads()))
+    layers = heads_with_matrices(model, "all", _PROBLEM)
     partners: dict[str, list[Partner]] = {}
-    for sites in resolve_sites(model, neurons):
+    for sites in heads_with_matrices(model, neurons, _PROBLEM):
         partners |= {name: [] for name in sites.names}
         for kind in _kinds(model, sites):
             reader = _head_readers(matrices, sites, kind)

@@ -27,9 +27,16 @@ from transformer_lens import FactoredMatrix
 
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.engine.model_checks import quantized_reasons
-from attn_only_lens.engine.sites import LayerSites, wide_reasons
+from attn_only_lens.engine.sites import (
+    LayerSites,
+    Sites,
+    SomeSites,
+    resolve_sites,
+    wide_reasons,
+)
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
+from attn_only_lens.heads.host import WIDE_KINDS
 from attn_only_lens.models.norms import NO_NORM, LayerNorms, Norm
 
 Kind = Literal["q", "k", "v"]
@@ -157,6 +164,17 @@ class HeadMatrices:
             )
             raise InputError([reason], "this embedding cannot be composed with")
         return float32_if_half(W_E.detach())
+
+
+def heads_with_matrices(model: Any, sites: SomeSites, problem: str) -> tuple[LayerSites, ...]:
+    """Return the selected heads without skip and error nodes; raise an error for their names."""
+    sites = Sites.of(sites)
+    if sites.positions != "each":
+        reason = f"got positions={sites.positions!r}; weights have no positions: leave it out"
+        raise InputError([reason], problem)
+    chosen = resolve_sites(model, sites.without(*WIDE_KINDS))
+    InputError.raise_if(wide_reasons(chosen), problem)
+    return chosen
 
 
 def _require_weights(sites: LayerSites) -> None:

@@ -34,17 +34,11 @@ from torch import Tensor
 from transformer_lens import FactoredMatrix
 
 from attn_only_lens.arguments import POSITIVE, one_of
+from attn_only_lens.circuits.weights.head_matrices import heads_with_matrices
 from attn_only_lens.circuits.weights.vocabulary import InputVocabulary, VocabularyMatrices
 from attn_only_lens.devices import to_float64_device
 from attn_only_lens.engine.largest import LargestScores
-from attn_only_lens.engine.sites import (
-    LayerSites,
-    Sites,
-    all_heads,
-    resolve_sites,
-    wide_reasons,
-    without_wide,
-)
+from attn_only_lens.engine.sites import LayerSites, SomeSites
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
@@ -205,8 +199,7 @@ def token_circuit(
 def _resolve_one(model: Any, name: str | HeadName) -> LayerSites:
     if not isinstance(name, str | HeadName):
         raise InputError([f"got {name!r}; expected one name, such as 'L5H3'"], _PROBLEM)
-    (sites,) = resolve_sites(model, [name])
-    InputError.raise_if(wide_reasons([sites]), _PROBLEM)
+    (sites,) = heads_with_matrices(model, [name], _PROBLEM)
     return sites
 
 
@@ -214,7 +207,7 @@ def _resolve_one(model: Any, name: str | HeadName) -> LayerSites:
 @full_precision()
 def copying_scores(
     model: Any,
-    sites: Sites | None = None,
+    sites: SomeSites = "all",
     *,
     tokens: Sequence[int] | None = None,
     fold_norms: bool = True,
@@ -225,7 +218,7 @@ def copying_scores(
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads.
-        sites: `patching.heads()`, `patching.neuron_heads()`, or names; None for all.
+        sites: the heads, without positions; see `Sites`.
         tokens: as in `token_circuit`; they must be in both vocabularies. Eigenvalues are then
             computed for the circuit between these tokens.
         fold_norms: fold the gains of norms into the weights.
@@ -240,16 +233,15 @@ def copying_scores(
             are in both; weights that are not finite.
 
     Example:
-        >>> from attn_only_lens import circuits, expose_neuron_heads, patching as p, pretrained
+        >>> from attn_only_lens import circuits, expose_neuron_heads, pretrained
         >>> model = expose_neuron_heads(pretrained.small_english()).model
-        >>> frame = circuits.copying_scores(model, p.heads())
+        >>> frame = circuits.copying_scores(model, "heads")
         >>> frame.columns.tolist()
         ['name', 'layer', 'kind', 'eigenvalue_sum', 'copying', 'cosine']
         >>> bool(frame["copying"].between(-1, 1).all())
         True
     """
-    chosen = resolve_sites(model, without_wide(all_heads() if sites is None else sites))
-    InputError.raise_if(wide_reasons(chosen), _NO_SCORES)
+    chosen = heads_with_matrices(model, sites, _NO_SCORES)
     matrices = VocabularyMatrices.of(model, tokens, fold_norms=fold_norms)
     d_vocab, d_out = len(matrices.W_E), matrices.W_U.shape[1]
     if d_vocab != d_out:

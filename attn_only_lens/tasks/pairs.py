@@ -14,7 +14,7 @@ the same with and without a BOS token, and for both padding sides.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
 from random import Random
@@ -24,7 +24,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from attn_only_lens.arguments import COUNT, POSITIVE, a_type
-from attn_only_lens.engine.metrics import Metric, logit_diff, probability_diff
+from attn_only_lens.engine.contrast import Contrast
+from attn_only_lens.engine.metrics import logit_diff, probability_diff
 from attn_only_lens.engine.tokens import token_ids
 from attn_only_lens.errors import InputError
 
@@ -35,55 +36,6 @@ PROBLEM = "these prompts cannot be made"
 _MOST_DRAWN = 20_000
 _Tokens: TypeAlias = tuple[int, ...]
 _Row: TypeAlias = tuple[str, str, _Tokens, _Tokens, dict[str, int]]
-
-
-@dataclass(frozen=True)
-class PairedPrompts:
-    """Clean and corrupted prompts for a task, for all models with the same tokenizer.
-
-    Attributes:
-        task: the name of the task.
-        clean: the clean prompts.
-        corrupted: the corrupted prompts, each with as many tokens as its clean prompt.
-        answers: the tokens that are right after each clean prompt.
-        wrong: the tokens that are wrong after each clean prompt.
-        roles: for each role, its position in each prompt, counted from the end; for `positions=`.
-        dropped: the number of drawn pairs that were left out, by reason.
-
-    Example:
-        >>> from attn_only_lens import tasks
-        >>> pairs = tasks.PairedPrompts("capitals", ("France:",), ("Italy:",), ((7,),), ((8,),),
-        ...                             {"end": (-1,)})
-        >>> len(pairs), pairs.metric.name
-        (1, 'logit_diff of capitals')
-    """
-
-    task: str
-    clean: tuple[str, ...]
-    corrupted: tuple[str, ...]
-    answers: tuple[tuple[int, ...], ...]
-    wrong: tuple[tuple[int, ...], ...]
-    roles: Mapping[str, tuple[int, ...]]
-    dropped: Mapping[str, int] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.clean)
-
-    @property
-    def metric(self) -> Metric:
-        """The logit difference or, if prompts have several answers, the probability difference."""
-        if all(len(tokens) == 1 for tokens in (*self.answers, *self.wrong)):
-            right, wrong = ([token for (token,) in rows] for rows in (self.answers, self.wrong))
-            return replace(logit_diff(right, wrong), name=f"logit_diff of {self.task}")
-        metric = probability_diff(self.answers, self.wrong)
-        return replace(metric, name=f"probability_diff of {self.task}")
-
-    def __repr__(self) -> str:
-        dropped = "; ".join(f"{count} dropped: {why}" for why, count in self.dropped.items())
-        return (
-            f"PairedPrompts({self.task}: {len(self)} pairs; {', '.join(self.roles)}"
-            f"{dropped and '; '}{dropped})\n  {self.clean[0]!r}\n  {self.corrupted[0]!r}"
-        )
 
 
 @dataclass(frozen=True)
@@ -127,8 +79,12 @@ def draw(seed: int, *axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
 
 def collect(
     task: str, tokenizer: Any, n: int, seed: int, pairs: Iterable[Pair], reasons: Sequence[str] = ()
-) -> PairedPrompts:
-    """Return the first n pairs that pass the tokenizer check, or raise InputError."""
+) -> Contrast:
+    """Return the first n pairs that pass the tokenizer check, or raise InputError.
+
+    The metric is the logit difference or, if prompts have several answers, the probability
+    difference.
+    """
     reasons = [*reasons, *POSITIVE.reasons(n=n), *_tokenizer_reasons(tokenizer)]
     reasons += COUNT.reasons(seed=seed)
     InputError.raise_if(reasons, PROBLEM)
@@ -158,8 +114,15 @@ def collect(
         for role in positions[0]
         if all(role in row for row in positions)
     }
-    left_out = dict(dropped.most_common())
-    return PairedPrompts(task, clean, corrupted, answers, wrong, roles, left_out)
+    several = any(len(tokens) > 1 for tokens in (*answers, *wrong))
+    metric = (probability_diff if several else logit_diff)(answers, wrong)
+    kind = metric.name.partition("(")[0]
+    return Contrast(
+        *(clean, corrupted, replace(metric, name=f"{kind} of {task}")),
+        roles=roles,
+        name=task,
+        dropped=dict(dropped.most_common()),
+    )
 
 
 def _tokenizer_reasons(tokenizer: Any) -> list[str]:
