@@ -46,7 +46,7 @@ class Page(str):
         height: height of the frame in a notebook, in pixels.
 
     Example:
-        >>> from attn_only_lens.viz import Page
+        >>> from attn_only_lens.viz.page import Page
         >>> Page("<p>hello")._repr_html_()[:7]
         '<iframe'
     """
