@@ -17,7 +17,7 @@ from attn_only_lens.devices import free_bytes
 from attn_only_lens.engine.model_state import snapshot
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.heads import host_of
-from attn_only_lens.heads.host import Host
+from attn_only_lens.heads.host import Host, PassState
 from attn_only_lens.precision import matmul_precision
 
 _SHARE = 0.05  # the largest fraction of free memory that kept runs use
@@ -60,6 +60,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         items = value
     elif type(value).__module__.startswith("attn_only_lens"):
-        items = () if isinstance(value, nn.Module | Host | PromptPair) else vars(value).values()
+        # A neuron-head's `PassState` holds all kept runs.
+        outside = isinstance(value, nn.Module | Host | PassState | PromptPair)
+        items = () if outside else vars(value).values()
     for item in items:
         yield from _tensors(item)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from sealed_files import rewrite
 
-from attn_only_lens import circuits, expose_neuron_heads, pretrained, tasks
+from attn_only_lens import Contrast, circuits, expose_neuron_heads, pretrained, tasks
 from attn_only_lens import patching as p
+from attn_only_lens.circuits.stability import Stability
 from attn_only_lens.errors import CheckpointError, InputError
 from attn_only_lens.heads import HeadName
 from attn_only_lens.storage import Document
@@ -28,8 +29,8 @@ def task(model):
 
 @pytest.fixture(scope="module")
 def circuit(model, task):
-    settings = {"positions": task.roles, "resamples": 2, "sites": p.heads()}
-    return circuits.discover(model, task.clean, task.corrupted, task.metric, **settings)
+    sites, search = p.Sites("heads", "roles"), circuits.Search(resamples=2)
+    return circuits.discover(model, task, sites=sites, search=search)
 
 
 def same(first, second):
@@ -39,7 +40,7 @@ def same(first, second):
         pd.testing.assert_frame_equal(first, second, check_exact=True, **loose)
         numbers = first.select_dtypes("number").dtypes
         assert (numbers == second.select_dtypes("number").dtypes).all()
-    elif isinstance(first, circuits.Circuit | circuits.Stability):
+    elif isinstance(first, circuits.Circuit | Stability):
         assert type(first) is type(second)
         for field in fields(first):
             same(getattr(first, field.name), getattr(second, field.name))
@@ -49,17 +50,13 @@ def same(first, second):
 
 def test_a_circuit_is_read_back_and_evaluated_alike(model, task, circuit, tmp_path):
     path = tmp_path / "circuit.json"
-    prompts = task.clean, task.corrupted, task.metric
+    assert circuit.candidates == p.Sites("heads", tuple(task.roles))
     for original in (circuit, replace(circuit, stability=None), circuit.core()):
         original.save(path)
         again = circuits.Circuit.load(path)
-        expected = replace(original, positions={k: list(v) for k, v in task.roles.items()})
-        same(expected, again)
+        same(original, again)
         if len(original):
-            first, second = (
-                circuits.evaluate(model, one, *prompts, positions=task.roles)
-                for one in (original, again)
-            )
+            first, second = (circuits.evaluate(model, one, task) for one in (original, again))
             assert first == second
     assert [file.name for file in tmp_path.iterdir()] == ["circuit.json"]
     circuit.save(path)
@@ -68,25 +65,17 @@ def test_a_circuit_is_read_back_and_evaluated_alike(model, task, circuit, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("candidates", "read"),
-    [
-        (p.all_heads([0, 3]), p.all_heads([0, 3])),
-        ("L3H3", "L3H3"),
-        (["L3H3", HeadName.parse("L0N7")], ["L3H3", "L0N7"]),
-    ],
+    ("heads", "layers"), [("all", [0, 3]), (["L3H3", HeadName.parse("L0N7")], None)]
 )
 @pytest.mark.parametrize(
-    ("positions", "numbers"),
-    [
-        *[("all", "all"), (-1, -1), (range(2), [0, 1]), ((np.int64(3), 1), [3, 1])],
-        (torch.tensor([1, 5]), [1, 5]),
-        ({"end": torch.tensor([4, 5]), "start": 0}, {"end": [4, 5], "start": 0}),
-    ],
+    "positions",
+    ["all", -1, range(2), (np.int64(3), 1), torch.tensor([1, 5]), ["end", "start"], "end"],
 )
-def test_all_sites_and_positions(circuit, candidates, read, positions, numbers, tmp_path):
-    replace(circuit, candidates=candidates, positions=positions).save(tmp_path / "a.json")
-    again = circuits.Circuit.load(tmp_path / "a.json")
-    assert (again.candidates, again.positions) == (read, numbers)
+def test_all_sites_and_positions(circuit, heads, layers, positions, tmp_path):
+    sites = p.Sites(heads, positions, layers)
+    replace(circuit, candidates=sites).save(tmp_path / "a.json")
+    again = circuits.Circuit.load(tmp_path / "a.json").candidates
+    assert again == replace(sites, heads=list(map(str, sites.heads)))
 
 
 def set_at(*path, to):
@@ -106,7 +95,8 @@ def set_at(*path, to):
         (lambda whole: whole["circuit"].pop("n_pos"), "circuit.n_pos is missing"),
         (set_at("ablation", to="melt"), "got 'melt'"),
         (set_at("frame", "name", 0, to={}), "frame"),
-        (set_at("candidates", "kinds", 0, to="tail"), "candidates"),
+        (set_at("candidates", "heads", 0, to=7), r"candidates\.heads\[0\]: got 7; expected str"),
+        (set_at("candidates", "layers", to=[3, 3]), "(?s)holds no circuit: .*layer 3 more than once"),
         (set_at("stability", "jaccard", to="x"), "jaccard: got 'x'; expected float"),
         (set_at("stability", "held_out", to={"mean": [0.5]}), "holds no circuit"),
     ],
@@ -169,8 +159,8 @@ def test_a_printed_circuit_fits_into_80_columns_and_says_what_a_missing_site_mea
 @pytest.fixture(scope="module")
 def graph(model):
     clean, corrupted = "The keys near the cabinet", "The key near the cabinet"
-    metric = p.logit_diff(" are", " is")
-    return circuits.attribution_graph(model, clean, metric, corrupted=corrupted, top=23)
+    contrast = Contrast(clean, corrupted, p.logit_diff(" are", " is"))
+    return circuits.attribution_graph(model, contrast, top=23)
 
 
 def test_a_graph_is_read_back_to_the_bit(graph, tmp_path):

@@ -4,7 +4,6 @@ The oracle runs every prompt alone, without padding, with a plain hook for each 
 """
 
 from dataclasses import replace
-from functools import partial
 
 import bridges
 import numpy as np
@@ -13,9 +12,9 @@ import pytest
 import torch
 from common import mlp_hook, tokens
 
-from attn_only_lens import HeadName, explain
+from attn_only_lens import Contrast, HeadName, Work, explain
 from attn_only_lens import patching as p
-from attn_only_lens.circuits import attribution_graph, discover, evaluate, faithfulness
+from attn_only_lens.circuits import Search, attribution_graph, discover, evaluate, faithfulness
 from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.circuits.stability import random_halves, resampled
 from attn_only_lens.errors import InputError, InputWarning
@@ -28,6 +27,7 @@ LENGTHS = (7, 5, 6)
 ROLES = {"subject": [1, 2, 1], "verb": [4, 3, 3], "end": -1}
 OTHERS = {"subject": [2, 1, 3], "verb": [4, 3, 4], "end": -1}
 SITES = ["L0H1", "L0N3", "L1H0", "L1N5"]
+BY_ROLE, ALONE = p.Sites(SITES, "roles"), Search(n_random=0)
 EXACT = 1e-9
 
 
@@ -46,7 +46,7 @@ def prompts(roles, seed=0):
     for row, n in enumerate(LENGTHS):
         mask[row, :n] = 1
     pairs = [(clean[i, :n], corrupted[i, :n]) for i, n in enumerate(LENGTHS)]
-    return (clean * mask, corrupted * mask, mask), pairs
+    return Contrast(clean * mask, corrupted * mask, METRIC, roles=roles, mask=mask), pairs
 
 
 @torch.no_grad()
@@ -85,15 +85,10 @@ def with_gone(model, pairs, roles, gone, ablation):
 
 @pytest.mark.parametrize("ablation", ["positional_mean", "resample"])
 def test_the_curve_is_what_plain_hooks_make_of_it(model, ablation):
-    (clean, corrupted, mask), pairs = prompts(ROLES)
-    arguments = model, clean, corrupted, METRIC
-    ranking = p.attribution(*arguments, sites=SITES, positions=ROLES, mask=mask, progress=False)
-    curve = faithfulness(
-        *(*arguments, ranking),
-        **{"ablation": ablation, "shares": (0.0, 0.4, 1.0), "n_random": 0},
-        positions=ROLES,
-        mask=mask,
-    )
+    contrast, pairs = prompts(ROLES)
+    ranking = p.attribution(model, contrast, sites=BY_ROLE)
+    how = {"ablation": ablation, "shares": (0.0, 0.4, 1.0), "n_random": 0}
+    curve = faithfulness(model, contrast, ranking, **how)
     rows = ranking.frame.assign(size=ranking.effect.abs())
     rows = rows.sort_values("size", ascending=False, kind="stable")
     sites = list(zip(rows["name"], rows["position"], strict=True))
@@ -113,9 +108,8 @@ def test_the_curve_is_what_plain_hooks_make_of_it(model, ablation):
 
 
 def test_circuits_are_found_and_measured_on_prompts_of_other_lengths(model):
-    (clean, corrupted, mask), pairs = prompts(ROLES)
-    how = {"sites": SITES, "n_random": 1, "mask": mask}
-    circuit = discover(model, clean, corrupted, METRIC, positions=ROLES, **how)
+    contrast, pairs = prompts(ROLES)
+    circuit = discover(model, contrast, sites=BY_ROLE, search=Search(n_random=1))
     assert set(circuit.frame["position"]) <= set(ROLES)
     assert 0 < len(circuit) < circuit.n_sites == len(SITES) * len(ROLES)
     chosen = set(zip(circuit.frame["name"], circuit.frame["position"], strict=True))
@@ -129,85 +123,92 @@ def test_circuits_are_found_and_measured_on_prompts_of_other_lengths(model):
         return (kept - nothing) / (whole - nothing)
 
     assert circuit.faithfulness == pytest.approx(faithful(pairs, ROLES), abs=1e-6)
-    (clean, corrupted, mask), pairs = prompts(OTHERS, seed=3)
-    result = evaluate(model, circuit, clean, corrupted, METRIC, positions=OTHERS, mask=mask)
+    contrast, pairs = prompts(OTHERS, seed=3)
+    result = evaluate(model, circuit, contrast)
     assert result.faithfulness == pytest.approx(faithful(pairs, OTHERS), abs=1e-6)
+    # Other roles of the contrast have no effect.
+    more = replace(contrast, roles={"first": 0} | OTHERS | {"last": -1})
+    assert evaluate(model, circuit, more).faithfulness == result.faithfulness
     # Control: other role positions give another value.
-    moved = OTHERS | {"verb": [3, 2, 2]}
-    result_moved = evaluate(model, circuit, clean, corrupted, METRIC, positions=moved, mask=mask)
-    assert abs(result_moved.faithfulness - result.faithfulness) > 1e-4
-    for positions in (None, {"subject": 1}):
-        with pytest.raises(InputError, match=r"the circuit has the roles \['end', 'subj"):
-            evaluate(model, circuit, clean, corrupted, METRIC, positions=positions, mask=mask)
+    moved = replace(contrast, roles=OTHERS | {"verb": [3, 2, 2]})
+    assert abs(evaluate(model, circuit, moved).faithfulness - result.faithfulness) > 1e-4
+    with pytest.raises(InputError, match="by role, but the contrast has no roles"):
+        evaluate(model, circuit, replace(contrast, roles={}))
+    with pytest.raises(InputError) as refused:
+        evaluate(model, circuit, replace(contrast, roles={"subject": 1}))
+    expected = "expected one of the contrast's roles: subject"
+    assert refused.value.reasons == tuple(
+        f"got the role {role!r}; {expected}" for role in ("verb", "end")
+    )
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_a_function_of_logits_reads_each_prompts_last_token(model, side):
     """A custom metric of padded prompts is the mean over prompts that run alone."""
-    given, pairs = prompts(ROLES)
+    contrast, pairs = prompts(ROLES)
+    metric = p.custom(lambda logits: logits[:, -1, 7] - logits[:, -1, 11], name="by hand")
+    contrast = replace(contrast, metric=metric)
     if side == "left":
         shifts = [max(LENGTHS) - n for n in LENGTHS]
-        given = [torch.stack(list(map(torch.roll, rows, shifts))) for rows in given]
-    clean, corrupted, mask = given
-    metric = p.custom(lambda logits: logits[:, -1, 7] - logits[:, -1, 11], name="by hand")
+        parts = {name: getattr(contrast, name) for name in ("clean", "corrupted", "mask")}
+        rolled = {
+            name: torch.stack(list(map(torch.roll, rows, shifts))) for name, rows in parts.items()
+        }
+        contrast = replace(contrast, **rolled)
 
-    def numbers(clean, corrupted, **options):
-        arguments, quiet = (model, clean, corrupted, metric), {"progress": False}
+    def numbers(contrast):
+        some, edges = p.Sites(SITES[:2], "roles"), p.Edges(p.Sites(SITES[:2], "roles"), ["L1N5"])
         results = [
-            p.activation_patch(*arguments, sites=SITES[:2], **quiet, **options),
-            p.attribution(*arguments, sites=SITES, budget=0, **quiet, **options),
-            p.path_patch(*arguments, senders=SITES[:2], receivers=["L1N5"], **quiet, **options),
+            p.activation_patch(model, contrast, sites=some),
+            p.attribution(model, contrast, sites=BY_ROLE, method=p.Estimate(budget=0)),
+            p.path_patch(model, contrast, edges),
         ]
-        graph = attribution_graph(model, clean, metric, corrupted=corrupted, **options)
+        graph = attribution_graph(model, contrast, positions="roles")
         ends = [results[0].clean_value, results[0].corrupted_value, graph.value]
         return [*(result.frame["value"] for result in results), ends]
 
-    several = {"mask": mask, "positions": ROLES}
-    got, alone = numbers(clean, corrupted, **several), []
+    got, alone = numbers(contrast), []
     for i, pair in enumerate(pairs):
         roles = {role: -1 if role == "end" else [ROLES[role][i]] for role in ROLES}
-        alone.append(numbers(*pair, positions=roles))
+        alone.append(numbers(Contrast(*pair, metric, roles=roles)))
     for values, *of_prompts in zip(got, *alone, strict=True):
         np.testing.assert_allclose(values, np.mean(of_prompts, axis=0), rtol=0, atol=EXACT)
-    circuit = discover(model, clean, corrupted, metric, sites=SITES, n_random=0, **several)
+    circuit = discover(model, contrast, sites=BY_ROLE, search=ALONE)
     results = [
-        evaluate(model, circuit, clean, corrupted, m, **several).faithfulness
-        for m in (metric, METRIC)
+        evaluate(model, circuit, replace(contrast, metric=m)).faithfulness for m in (metric, METRIC)
     ]
     assert results[0] == pytest.approx(results[1], abs=1e-6)
 
 
 def test_refusals(model):
-    (clean, corrupted, mask), _ = prompts(ROLES)
-    arguments = model, clean, corrupted, METRIC
-    ranking = p.attribution(*arguments, sites=SITES, positions=ROLES, mask=mask, progress=False)
-    with pytest.raises(InputError, match="the token role 'subject'"):
-        faithfulness(*arguments, ranking, mask=mask)
-    same = {"subject": [1, 2, 1], "verb": [4, 3, 1], "end": -1}
+    contrast, _ = prompts(ROLES)
+    ranking = p.attribution(model, contrast, sites=BY_ROLE)
+    with pytest.raises(InputError, match="by role, but the contrast has no roles"):
+        faithfulness(model, replace(contrast, roles={}), ranking)
+    same = replace(contrast, roles={"subject": [1, 2, 1], "verb": [4, 3, 1], "end": -1})
     with pytest.raises(InputError, match="'subject' and 'verb' at the same token of prompt 2"):
-        discover(*arguments, sites=SITES, positions=same, mask=mask)
-    everywhere = p.attribution(*arguments, sites=SITES, positions="all", mask=mask, progress=False)
-    with pytest.raises(InputError, match="sites without a role"):
-        faithfulness(*arguments, everywhere, mask=mask, positions=ROLES)
+        discover(model, same, sites=BY_ROLE)
+    discover(model, same, sites=p.Sites(SITES, ["verb", "end"]), search=ALONE)
 
 
 def test_numbers_as_positions_of_prompts_of_different_lengths(model, monkeypatch):
     """Circuits and graphs refuse them before any run, and means over prompts give a warning."""
-    (clean, corrupted, mask), pairs = prompts(ROLES)
-    arguments, by_mask = (model, clean, corrupted, METRIC), {"mask": mask}
-    left = [x.flip(1) for x in (clean, corrupted, mask)]
+    contrast, pairs = prompts(ROLES)
+    mirrored = {name: getattr(contrast, name).flip(1) for name in ("clean", "corrupted", "mask")}
     match = r"5 to 7 tokens: position \d is '\d+' in prompt"
-    ranking = p.attribution(*arguments, sites=SITES, positions="all", **by_mask)
+    all_at_once = p.Sites(SITES, "all")
+    ranking = p.attribution(model, contrast, sites=all_at_once)
     ranking = replace(ranking, frame=ranking.frame.assign(position=2))
-    whole = discover(*arguments, positions="all", sites=SITES, n_random=0, **by_mask)
+    whole = discover(model, contrast, sites=all_at_once, search=ALONE)
+    unpadded = Contrast(*map(list, zip(*pairs, strict=True)), METRIC)
     refused = [
-        lambda: discover(*arguments, **by_mask),
-        lambda: discover(model, *left[:2], METRIC, mask=left[2]),
-        lambda: discover(*arguments, sites=["L0H1@2"], **by_mask),
-        lambda: attribution_graph(model, clean, METRIC, corrupted=corrupted, **by_mask),
-        lambda: attribution_graph(model, clean, METRIC, **by_mask),
-        lambda: faithfulness(*arguments, ranking, **by_mask),
-        lambda: explain(model, *map(list, zip(*pairs, strict=True)), METRIC),
+        lambda: discover(model, contrast),
+        lambda: discover(model, replace(contrast, **mirrored)),
+        lambda: discover(model, contrast, sites=["L0H1@2"]),
+        lambda: attribution_graph(model, contrast),
+        lambda: attribution_graph(model, replace(contrast, corrupted=None)),
+        lambda: faithfulness(model, contrast, ranking),
+        lambda: explain(model, unpadded),
     ]
     with monkeypatch.context() as patch:
         # The test of padding, whose result is remembered, is the only run.
@@ -216,48 +217,51 @@ def test_numbers_as_positions_of_prompts_of_different_lengths(model, monkeypatch
         for call in refused:
             with pytest.raises(InputError, match=match):
                 call()
-    evaluate(model, whole, *arguments[1:], **by_mask)  # positions="all" need no numbers
-    quiet = {"progress": False, **by_mask}
-    for sweep, options in (
-        (p.activation_patch, {"sites": SITES[:2]}),
-        (p.attribution, {"sites": SITES[:2]}),
-        (p.path_patch, {"senders": SITES[:1], "receivers": ["L1N5"]}),
+    evaluate(model, whole, contrast)  # positions="all" need no numbers
+    for sweep, make in (
+        (p.activation_patch, lambda positions: {"sites": p.Sites(SITES[:2], positions)}),
+        (p.attribution, lambda positions: {"sites": p.Sites(SITES[:2], positions)}),
+        (
+            p.path_patch,
+            lambda positions: {"edges": p.Edges(p.Sites(SITES[:1], positions), ["L1N5"])},
+        ),
     ):
         with pytest.warns(InputWarning, match=match):
-            sweep(*arguments, positions="each" if "sites" in options else [2], **options, **quiet)
-        sweep(*arguments, positions=[2], per_prompt=True, **options, **quiet)
-        sweep(*arguments, positions=[-1, -2], **options, **quiet)
+            sweep(model, contrast, **make("each" if sweep is not p.path_patch else [2]))
+        sweep(model, contrast, **make([2]), per_prompt=True)
+        sweep(model, contrast, **make([-1, -2]))
     # Control: prompts of one length, with the same tokens.
-    p.activation_patch(model, clean[:, :5], corrupted[:, :5], METRIC, sites=SITES, progress=False)
+    shorter = Contrast(contrast.clean[:, :5], contrast.corrupted[:, :5], METRIC)
+    p.activation_patch(model, shorter, sites=SITES)
 
 
 def test_names_say_their_role(model):
     """`L0N3@subject` selects L0N3 at the role in sweeps, circuits and elsewhere."""
-    (clean, corrupted, mask), _ = prompts(ROLES)
-    arguments, places = (model, clean, corrupted, METRIC), {"positions": ROLES, "mask": mask}
-    how = {"progress": False, **places}
-    every = p.activation_patch(*arguments, sites=["L0N3", "L0H1", "L1H0"], **how).frame
+    contrast, _ = prompts(ROLES)
+    every = p.Sites(["L0N3", "L0H1", "L1H0"], "roles")
+    every = p.activation_patch(model, contrast, sites=every).frame
     names = ["L0N3@subject", "L1H0@end", "L0H1"]
-    some = p.activation_patch(*arguments, sites=names, **how).frame
+    some = p.activation_patch(model, contrast, sites=p.Sites(names, "roles")).frame
     key = ["name", "position"]
     expected = {("L0N3", "subject"), ("L1H0", "end")} | {("L0H1", role) for role in ROLES}
     assert set(some[key].itertuples(index=False, name=None)) == expected
     both = some.merge(every, on=key, how="left")
     assert abs(both["score_x"] - both["score_y"]).max() < EXACT
-    circuit = discover(*arguments, sites=names, faithfulness=0.5, **places)
+    circuit = discover(model, contrast, sites=p.Sites(names, "roles"), faithfulness=0.5)
     assert circuit.n_sites == len(expected)
     assert set(circuit.frame[key].itertuples(index=False, name=None)) <= expected
+    again = evaluate(model, circuit, contrast)  # names of roles are enough
+    assert again.faithfulness == pytest.approx(circuit.faithfulness)
     for bad, match in {
-        "L0N3@object": "L0N3@object; expected one of the roles in positions: subject, verb, end",
-        "L0N3@2": "got L0N3@2; expected one of the roles",
+        "L0N3@object": "got the role 'object'; expected one of the contrast's roles: subject, verb",
         "L0N3@-": "or a role, such as",
     }.items():
         with pytest.raises(InputError, match=match):
-            p.activation_patch(*arguments, sites=[bad], **how)
+            p.activation_patch(model, contrast, sites=[bad])
     with pytest.raises(InputError, match="L0N3@end more than once"):
-        p.activation_patch(*arguments, sites=["L0N3", "L0N3@end"], **how)
-    with pytest.raises(InputError, match="got L0N3@end, which names a role; pass the role's"):
-        p.activation_patch(*arguments, sites=["L0N3@end"], mask=mask, progress=False)
+        p.activation_patch(model, contrast, sites=p.Sites(["L0N3", "L0N3@end"], "roles"))
+    with pytest.raises(InputError, match="by role, but the contrast has no roles"):
+        p.activation_patch(model, replace(contrast, roles={}), sites=["L0N3@end"])
     with (
         pytest.raises(InputError, match="roles and negative positions are undefined"),
         p.ablated(model, ["L0N3@end"]),
@@ -268,16 +272,15 @@ def test_names_say_their_role(model):
 @pytest.mark.parametrize("metric", [METRIC, p.loss()], ids=lambda one: one.name)
 def test_circuits_of_chunks_are_those_of_all_prompts(model, metric):
     """The prompts have different weights, and the chunks have different first changes."""
-    (clean, corrupted, mask), _ = prompts(ROLES)
-    arguments, places = (model, clean, corrupted, metric), {"positions": ROLES, "mask": mask}
-    how = {"sites": SITES[:2], "faithfulness": 0.5, "n_random": 0, **places}
-    whole = discover(*arguments, **how)
+    contrast = replace(prompts(ROLES)[0], metric=metric)
+    how = {"sites": p.Sites(SITES[:2], "roles"), "faithfulness": 0.5, "search": ALONE}
+    whole = discover(model, contrast, **how)
     if metric is METRIC:
-        by_prompt = discover(*arguments, **how, prompts_at_once=1)
+        by_prompt = discover(model, contrast, **how, work=Work(prompts_at_once=1))
         pd.testing.assert_frame_equal(whole.frame, by_prompt.frame, rtol=1e-6)
         assert whole.faithfulness == pytest.approx(by_prompt.faithfulness, rel=1e-6)
     first, second = (
-        evaluate(model, whole, *arguments[1:], **places, prompts_at_once=n) for n in (None, 2)
+        evaluate(model, whole, contrast, work=Work(prompts_at_once=n)) for n in (None, 2)
     )
     for name in ("faithfulness", "completeness", "error", "standard_error"):
         assert getattr(first, name) == pytest.approx(getattr(second, name), rel=1e-6)
@@ -290,16 +293,14 @@ def test_prompts_of_a_loss_weigh_by_their_tokens_on_held_out_prompts_and_in_erro
     corrupted = [torch.randint(41, (n,), generator=generator) for n in lengths]
     clean = [torch.cat([row[:1], (row[1:2] + 7) % 41, row[2:]]) for row in corrupted]
     pairs, loss = list(zip(clean, corrupted, strict=True)), p.loss()
-    how = {"sites": SITES, "positions": end, "faithfulness": 0.5, "n_random": 0}
-    circuit = discover(model, clean, corrupted, loss, **how)
+    contrast = Contrast(clean, corrupted, loss, roles=end)
+    singles = [Contrast(*pair, loss, roles=end) for pair in pairs]
+    circuit = discover(model, contrast, sites=BY_ROLE, faithfulness=0.5, search=ALONE)
     weights = np.array(lengths) - 1
 
     def of(circuit, prompts, **numbers):
         """Return sums over prompts, and the standard error of their ratio."""
-        results = [
-            evaluate(model, circuit, *([side] for side in pairs[i]), loss, positions=end)
-            for i in prompts
-        ]
+        results = [evaluate(model, circuit, singles[i]) for i in prompts]
         w = weights[prompts] / weights[prompts].sum()
         spans = np.array([result.whole - result.nothing for result in results])
         left = np.array([result.faithfulness for result in results]) * spans
@@ -307,11 +308,11 @@ def test_prompts_of_a_loss_weigh_by_their_tokens_on_held_out_prompts_and_in_erro
         error = np.sqrt((w**2 * (left - share * spans) ** 2).sum() * n / (n - 1)) / abs(w @ spans)
         return share, error, w @ abs(left / spans - 1)
 
-    result = evaluate(model, circuit, clean, corrupted, loss, positions=end)
+    result = evaluate(model, circuit, contrast)
     got = result.faithfulness, result.standard_error, result.error
     assert got == pytest.approx(of(circuit, range(len(lengths))), rel=1e-6)
-    options = {"ablation": "resample", "mask": None, "positions": end}
-    sites = site_rows(site_groups(model, p.prompt_pair(model, clean, corrupted), SITES, end, "z"))
+    pair = contrast.pair(model)
+    sites = site_rows(site_groups(model, pair, BY_ROLE, "z"))
     rows = np.flatnonzero(circuit.contains(sites))
     halves, effects = list(random_halves(4, 4, seed=0)), np.arange(4.0) * np.ones((len(sites), 1))
     ranked = []
@@ -320,8 +321,12 @@ def test_prompts_of_a_loss_weigh_by_their_tokens_on_held_out_prompts_and_in_erro
         ranked.append(some[0])
         return rows, None
 
-    ablate = partial(AblatedModel, model, clean, corrupted, loss, sites, **options)
-    stability = resampled(search, ablate, ablate(), sites, effects, iter(halves))
+    def ablate(some):
+        return AblatedModel(
+            *(model, pair.of_prompts(some, cut=False), loss, sites), ablation="resample"
+        )
+
+    stability = resampled(search, ablate, ablate(range(4)), sites, effects, iter(halves))
     assert stability.jaccard == pytest.approx(1)  # the search always finds this circuit
     for number, (half, others) in enumerate(halves):
         for columns, some in (("", half), ("held_out_", others)):
@@ -331,12 +336,9 @@ def test_prompts_of_a_loss_weigh_by_their_tokens_on_held_out_prompts_and_in_erro
     mean, error, _ = of(circuit, range(len(lengths)))
     held_out = stability.held_out.loc["faithfulness"]
     assert held_out.tolist() == pytest.approx([mean, error], rel=1e-6)
-    graph = attribution_graph(model, clean, loss, corrupted=corrupted, positions=end, top=5)
-    alone = [
-        attribution_graph(model, *([side] for side in pair[:1]), loss, corrupted=[pair[1]],
-                          positions=end, sites=list(graph.heads["id"]))
-        for pair in pairs
-    ]  # fmt: skip
+    graph = attribution_graph(model, contrast, positions="roles", top=5)
+    nodes = list(graph.heads["id"])
+    alone = [attribution_graph(model, one, positions="roles", sites=nodes) for one in singles]
     values = np.array([one.heads["attribution"] for one in alone])
     w = (weights / weights.sum())[:, None]
     mean, n = (w * values).sum(axis=0), len(lengths)
@@ -346,14 +348,17 @@ def test_prompts_of_a_loss_weigh_by_their_tokens_on_held_out_prompts_and_in_erro
 
 
 def test_an_equal_pair_does_not_count_in_the_error_of_an_evaluation(model):
-    (clean, corrupted, mask), _ = prompts(ROLES)
-    how = {"positions": ROLES, "mask": mask}
-    circuit = discover(model, clean, corrupted, METRIC, sites=SITES, n_random=0, **how)
-    alone = evaluate(model, circuit, clean, corrupted, METRIC, **how)
+    contrast, _ = prompts(ROLES)
+    circuit = discover(model, contrast, sites=BY_ROLE, search=ALONE)
+    alone = evaluate(model, circuit, contrast)
     roles = {role: [*x, x[0]] if isinstance(x, list) else x for role, x in ROLES.items()}
-    clean, corrupted, mask = (torch.cat([x, x[:1]]) for x in (clean, corrupted, mask))
-    corrupted[-1] = clean[-1]
-    how = {"positions": roles, "mask": mask}
-    result = evaluate(model, circuit, clean, corrupted, METRIC, **how)
-    assert result.error == pytest.approx(alone.error, rel=1e-6)
-    assert result.faithfulness == pytest.approx(alone.faithfulness, rel=1e-6)
+    sides = {
+        name: torch.cat([getattr(contrast, name), contrast.clean[:1]])
+        for name in ("clean", "corrupted")
+    }
+    mask = torch.cat([contrast.mask, contrast.mask[:1]])
+    more = replace(contrast, **sides, mask=mask, roles=roles)
+    for n in (None, 1):
+        result = evaluate(model, circuit, more, work=Work(prompts_at_once=n))
+        assert result.error == pytest.approx(alone.error, rel=1e-6)
+        assert result.faithfulness == pytest.approx(alone.faithfulness, rel=1e-6)
