@@ -1,5 +1,7 @@
 """Build an attribution graph of a metric in one run, or of its change between two runs.
 
+The two runs are the clean and the corrupted run, or a circuit's own run and the corrupted run.
+
 The heads and neurons with the largest attributions become the nodes of the graph; `linear_graph.py`
 computes the edges between them. For each target node, the edges from all other heads are merged
 into one edge from the node "rest". The sum of edge weights into a target node therefore does not
@@ -13,7 +15,7 @@ target, and none if the target does not read the source's position. If there cou
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +27,7 @@ from attn_only_lens.circuits.ablated_model import ALIKE
 from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, CircuitGraph, select_largest
 from attn_only_lens.circuits.linear_graph import LinearGraph, Node, Places, node_frame
+from attn_only_lens.circuits.own_run import own_run
 from attn_only_lens.devices import on_cpu
 from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
@@ -69,6 +72,11 @@ def attribution_graph(
     and mean(a) · Δb, where the means are over the two runs. A node's attribution can differ from
     the effect of patching it.
 
+    If `sites` is a circuit, the clean run is replaced by the circuit's own run: the clean tokens,
+    with all sites outside the circuit ablated. The graph then explains what the circuit keeps, and
+    nothing in it comes from the rest of the model. To see where the whole difference flows, pass
+    the circuit's names: `sites=circuit.sites`.
+
     Without corrupted prompts, the graph explains the value of the metric in one run, with patterns
     and norm scales held fixed. The weights of the edges of kind "value" into a node add up to the
     node's attribution. Edges of kinds "q", "k" and "gate" estimate, to first order, how a source
@@ -81,7 +89,8 @@ def attribution_graph(
         contrast: the two runs and the metric; see `Contrast`. For one run, `corrupted` is None, and
             the metric `kl` raises an error, because its gradient is 0. Attributions at the same
             position are summed over prompts.
-        sites: the nodes: a circuit from `discover`, or names such as "L5N1234@7".
+        sites: the nodes: a circuit from `discover`, for the graph of the circuit's own run; or
+            names such as "L5N1234@7".
         top: how many heads and neurons become nodes; by default 60 for a difference, and 300 for
             one run. Pass at most one of `sites`, `top` and `mass`.
         mass: the share of Σ |attribution| that the nodes must have; 1 for all of it. Features of
@@ -89,7 +98,7 @@ def attribution_graph(
             `sites` names them.
         positions: "each", or "roles" for the contrast's roles, or names of roles. Nodes are then
             heads at roles, with standard errors over prompts, and prompts may differ in length.
-            Tokens without a role are summed into "rest".
+            Tokens without a role are summed into "rest". A circuit by role needs no positions.
         patterns: whether to include edges of kinds "q", "k" and "gate" in a graph of one run.
         max_edges: the largest allowed number of edges; an upper bound is counted before edges are
             computed.
@@ -113,6 +122,10 @@ def attribution_graph(
         >>> {"value", "k", "gate"} <= set(graph.edges["kind"])  # no "q": the last token is the same
         True
     """
+    circuit = sites if isinstance(sites, Circuit) else None
+    if circuit is not None and as_plain(positions) == "each":
+        of_circuit = circuit.candidates.positions
+        positions = cast("tuple[str, ...]", of_circuit) if is_by_role(of_circuit) else positions
     by_role = is_by_role(positions)
     reasons = [*reasons_not_to_run(model), *reasons_without_heads(model)]
     reasons += (no_contrast := contrast_reasons(contrast, both=False))
@@ -122,6 +135,10 @@ def attribution_graph(
     if not no_contrast and contrast.corrupted is None:
         reasons += one_run_reasons(contrast.metric)
         reasons += ["got positions by role without corrupted prompts; expected both"] * by_role
+        if circuit is not None:
+            reasons.append(
+                "got a circuit without corrupted prompts; expected both runs, or names of sites"
+            )
     if sum(x is not None for x in (sites, top, mass)) > 1:
         reasons.append(f"got top={top}, mass={mass}, sites={sites}; expected at most one of them")
     InputError.raise_if(reasons + no_gradient_reasons(), _PROBLEM)
@@ -135,7 +152,8 @@ def attribution_graph(
         if one_run:
             linear = of_run(model, pair, metric, patterns=patterns)
         else:
-            linear = of_difference(model, pair, metric)
+            runs = own_run(model, pair, circuit) if circuit is not None else None
+            linear = of_difference(model, pair, metric, runs=runs)
         places = Places.of(pair, positions)
         by_sublayer = [
             places.sums(numbers)
@@ -173,6 +191,7 @@ def attribution_graph(
         n_heads=len(sizes),
         mass=float(sizes[index].sum() / total) if total else 1.0,
         corrupted=() if one_run else corrupted_tokens,
+        circuit=circuit,
     )
 
 

@@ -193,6 +193,8 @@ def circuit_of(
         random=tuple(random[:, 0].tolist()),
         tried=pd.DataFrame(tried, columns=[*tried[0]]),
         metric=ranking.metric,
+        whole=ablated.whole,
+        nothing=ablated.nothing,
         **settings,
     )
 
