@@ -75,7 +75,7 @@ class Explanation:
             path carries a tenth of its share. Numbers are means over prompts; tokens are of the
             prompt `shown`.
         labels: the label of each node, by id: a head with the token to which it attends most (in
-            the clean run / in the corrupted run), another node with the first token that `does`
+            the circuit's own run / in the corrupted run), another node with the first token that `does`
             says the change raises (↑) or lowers (↓).
         shown: the index of the pair of prompts whose tokens are shown: the pair that adds most to
             the difference.
@@ -212,8 +212,8 @@ class Explanation:
             *self._omitted,
             *(f"The {run} run: {'; '.join(map(' '.join, row.items()))}." for run, row in answers),
             *self._warnings,
-            "Labels: ← the token to which a head attends most (clean / corrupted run); ↑ or ↓ the "
-            "token whose logit the change of the node's output, clean minus corrupted, raises or "
+            "Labels: ← the token to which a head attends most (circuit's own / corrupted run); ↑ or "
+            "↓ the token whose logit the change of the node's output between these runs raises or "
             "lowers most by the direct path; by pattern, or by both pattern and value: what "
             "carries the node's share, if not mainly its value."
             + f" Sign disputed: {_DISPUTED}."
