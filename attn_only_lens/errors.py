@@ -77,11 +77,12 @@ class InputWarning(UserWarning):
 
     Example:
         >>> import warnings
-        >>> from attn_only_lens import patching as p, pretrained
+        >>> from attn_only_lens import Contrast, patching as p, pretrained
         >>> from attn_only_lens.errors import InputWarning
+        >>> contrast = Contrast("The kezs near", "The key near", p.logit_diff(" are", " is"))
         >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")
-        ...     pair = p.prompt_pair(pretrained.small_english(), "The kezs near", "The key near")
+        ...     pair = contrast.pair(pretrained.small_english())
         >>> [x.category is InputWarning and "'kezs'" in str(x.message) for x in caught]
         [True]
     """

@@ -89,12 +89,12 @@ def difference(logits, mask=None, correct=7, wrong=8):
     return logit_diff(logits, torch.as_tensor(ends), correct, wrong)
 
 
-def whole_runs(model, pair, frame, part="z", measure=difference, noise=False):
+def whole_runs(model, contrast, frame, part="z", measure=difference, noise=False):
     """Return a metric of a whole run with the patch of each row of a sweep.
 
-    `pair` is the clean tokens, the corrupted tokens and the mask or None.
+    Only the contrast's tokens and its mask are used.
     """
-    clean, corrupted, mask = pair
+    clean, corrupted, mask = contrast.clean, contrast.corrupted, contrast.mask
     into, other = (clean, corrupted) if noise else (corrupted, clean)
     source = cached(model, other, mask)
     real = torch.ones_like(clean).bool() if mask is None else mask.bool()

@@ -21,12 +21,12 @@ class PathOracle:
     `factor` is that of the model on what sublayers add.
     """
 
-    def __init__(self, model, clean, corrupted, scale="held", factor=1.0, answers=(7, 11)):
+    def __init__(self, model, contrast, scale="held", factor=1.0, answers=(7, 11)):
         self.model, self.scale, self.factor, self.answers = model, scale, factor, answers
         with torch.no_grad():
-            self.source = model.run_with_cache(clean)[1]
-            self.target = model.run_with_cache(corrupted)[1]
-        self.tokens, self.cfg = corrupted, model.cfg
+            self.source = model.run_with_cache(contrast.clean)[1]
+            self.target = model.run_with_cache(contrast.corrupted)[1]
+        self.tokens, self.cfg = contrast.corrupted, model.cfg
         self.post = getattr(self.cfg, "original_architecture", None) == "Olmo2ForCausalLM"
 
     def normed(self, norm, cache, name, change, x=None):

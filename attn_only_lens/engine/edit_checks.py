@@ -119,7 +119,7 @@ def require_edits_read(
     if not layers:
         return
     names = {layer: hook_name(model, layer, part, kind) for layer in layers}
-    other_kind = "neuron_heads()" if kind == "attention" else "heads()"
+    other_kind = "neurons" if kind == "attention" else "heads"
     # With a single key, every finite key gives the pattern 1. Only nan in the key changes it.
     later: tuple[Part, ...] = ("pattern", "z") if part in ("q", "k") else ()
     looks = {layer: [hook_name(model, layer, point, kind) for point in later] for layer in names}
@@ -134,7 +134,7 @@ def require_edits_read(
         if effect <= 1.0 and all(torch.equal(before[look], after[look]) for look in looks[layer]):
             reasons.append(
                 f"{name} shows only a copy, which the model does not use, so an edit has no "
-                f"effect; patch another part, or only {other_kind}"
+                f"effect; patch another part, or only sites={other_kind!r}"
             )
     UnsupportedModelError.raise_if(reasons, _PROBLEM)
     for layer in layers:

@@ -53,8 +53,8 @@ def ablate(
     """Return a recording with ablated outputs z; the mean for "mean" is taken over `reference`."""
     if to == "bias" and recording.hooked:
         reason = (
-            "got 'bias' for attention heads, which have no bias token; patch neuron_heads(), or "
-            "ablate to 'zero'"
+            "got 'bias' for attention heads, which have no bias token; patch "
+            "sites='neurons', or ablate to 'zero'"
         )
         raise InputError([reason], "these heads cannot be ablated like this")
 

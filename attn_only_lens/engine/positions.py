@@ -28,6 +28,7 @@ Positions: TypeAlias = str | int | Sequence[int | str] | Tensor
 WORDS = ("each", "all", "roles")
 """Words for positions; no role may have one of these names."""
 _PROBLEM = "these positions cannot be patched"
+_WITHOUT = "positions that are 'each', 'all' or numbers"
 _ANOTHER = "the same position holds different words in them"
 
 
@@ -108,15 +109,16 @@ def _by_role(pair: PromptPair, names: Sequence[str] | None) -> tuple[PositionSet
     """Return these roles of the contrast, or all its roles."""
     roles, lengths = pair.roles, pair.real.sum(dim=1)
     batch, reasons, sets = pair.n_all, list[str](), list[PositionSet]()
-    if not roles:
-        reasons.append(
-            "got positions by role, but the contrast has no roles; expected "
-            "Contrast(…, roles={'subject': 2, 'end': -1})"
-        )
-    else:
-        among = f"expected one of the contrast's roles: {', '.join(map(str, roles))}"
-        unknown = [name for name in names or () if name not in roles]
+    unknown = [name for name in names or () if name not in roles]
+    if roles:
+        among = f"expected a role of the contrast: {', '.join(map(str, roles))}; or {_WITHOUT}"
         reasons += [f"got the role {name!r}; {among}" for name in unknown]
+    else:
+        named = f"the role {unknown[0]!r}" if unknown else "positions='roles'"
+        reasons.append(
+            f"got {named}, but the contrast has no roles; expected "
+            f"Contrast(…, roles={{'subject': 2, 'end': -1}}), or {_WITHOUT}"
+        )
     chosen = roles if names is None else {name: roles[name] for name in names if name in roles}
     for role, positions_of_role in chosen.items():
         if not isinstance(role, str) or not role or role in WORDS:

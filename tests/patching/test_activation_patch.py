@@ -1,6 +1,7 @@
 """Tests of activation patching against whole forward passes with TransformerLens' hooks."""
 
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 
 import bridges
 import numpy as np
@@ -18,7 +19,7 @@ from patched_runs import (
     whole_runs,
 )
 
-from attn_only_lens import Bilinear, circuits, explain, expose_neuron_heads
+from attn_only_lens import Bilinear, Contrast, Work, circuits, explain, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.metrics import bind
 from attn_only_lens.engine.recording import record
@@ -55,31 +56,31 @@ def made(name, state="plain", dtype=torch.float64):
 PADDING = {"none": [0, 0, 0], "right": [0, 3, 4], "left": [0, 2, 4]}
 
 
-def pair(side="none"):
-    """Return three pairs that differ in different places, padded on one side, and their mask."""
+def pairs(side):
+    """Return three pairs that differ in different places, padded on one side."""
     clean = tokens(1, batch=BATCH)
     corrupted = clean.clone()
     for prompt, positions in enumerate(([4, 6], [5], [6, 4])):
         for pos in positions:
             corrupted[prompt, pos] = (clean[prompt, pos] + 5 + pos) % 41
-    if side == "none":
-        return clean, corrupted, None
     mask = torch.ones_like(clean)
     for prompt, n in enumerate(PADDING[side]):
         mask[prompt, slice(0, n) if side == "left" else slice(POS - n, None)] = 0
-    return clean, corrupted, mask
+    return Contrast(clean, corrupted, METRIC, mask=None if side == "none" else mask)
 
 
-def sweep(model, side="none", metric=METRIC, sites=SITES, **how):
-    clean, corrupted, mask = pair(side)
-    how = {"progress": False, "mask": mask} | how
-    return p.activation_patch(model, clean, corrupted, metric, sites=sites, **how).to_frame()
+PAIRS = {side: pairs(side) for side in PADDING}
+WHOLE = PAIRS["none"]
 
 
-def require_exact(model, frame, side="none", n=5, **how):
+def sweep(model, contrast=WHOLE, sites=SITES, **how):
+    return p.activation_patch(model, contrast, sites=sites, **how).to_frame()
+
+
+def require_exact(model, frame, contrast=WHOLE, n=5, **how):
     """Compare some rows with whole runs; the rows must have several values."""
     rows = frame.sample(min(n, len(frame)), random_state=1)
-    expected = whole_runs(model, pair(side), rows, **how)
+    expected = whole_runs(model, contrast, rows, **how)
     np.testing.assert_allclose(rows["value"], expected, rtol=0, atol=EXACT)
     assert np.std(expected) > 100 * EXACT
 
@@ -93,8 +94,8 @@ CASES += [("gpt2", "later"), ("llama", "processed"), ("native", "processed")]
 def takes_patterns(name):
     """Under 3.9, the hook points of a native bridge's patterns only look on."""
     point = hook_point(made(name), "L1H0", "pattern")
-    edited = made(name).run_with_hooks(pair()[0], fwd_hooks=[(point, lambda x, hook: x + 1)])
-    return not torch.equal(edited, made(name)(pair()[0]))
+    edited = made(name).run_with_hooks(WHOLE.clean, fwd_hooks=[(point, lambda x, hook: x + 1)])
+    return not torch.equal(edited, made(name)(WHOLE.clean))
 
 
 @pytest.mark.both_versions
@@ -121,26 +122,27 @@ def test_every_part_of_every_family(name, state):
 def test_positions_and_padding(side, positions):
     positions = [4, 5] if (side, positions) == ("left", [5, 4, -2]) else positions
     for direction in ("denoise", "noise"):
-        frame = sweep(made("gpt2"), side, positions=positions, direction=direction)
-        require_exact(made("gpt2"), frame, side, noise=direction == "noise")
+        sites = p.Sites(SITES, positions)
+        frame = sweep(made("gpt2"), PAIRS[side], sites, direction=direction)
+        require_exact(made("gpt2"), frame, PAIRS[side], noise=direction == "noise")
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "native"])
 def test_padding_in_every_part(side, name):
-    model = made(name)
-    if model(pair()[0], attention_mask=pair(side)[2]).isnan().any():
+    model, padded = made(name), PAIRS[side]
+    if model(padded.clean, attention_mask=padded.mask).isnan().any():
         # The bridge's own logits are nan behind padding on the left.
         with pytest.raises(InputError, match="not finite"):
-            sweep(model, side)
+            sweep(model, padded)
         return
     sites = NEURONS if name == "llama" else SITES
     for part in PARTS[1:4]:
         sites_of_part = NEURONS if (name, part) == ("native", "pattern") else sites
-        frame = sweep(model, side, part=part, sites=sites_of_part)
-        require_exact(model, frame, side, part=part)
+        frame = sweep(model, padded, sites_of_part, part=part)
+        require_exact(model, frame, padded, part=part)
         # Control: without the mask, the same tokens give other values.
-        without = sweep(model, side, part=part, mask=None, sites=sites_of_part)
+        without = sweep(model, WHOLE, sites_of_part, part=part)
         assert (frame["value"] - without["value"]).abs().max() > 1e-3
 
 
@@ -157,9 +159,9 @@ def test_neurons_of_bilinear_gates(part):
 # Ablations
 
 
-def ablated(model, row, side, point_of, instead):
+def ablated(model, row, contrast, point_of, instead):
     """Return the metric of a whole clean run with an activation of one head replaced."""
-    clean, _, mask = pair(side)
+    clean, mask = contrast.clean, contrast.mask
     real = torch.ones_like(clean).bool() if mask is None else mask.bool()
     point, head = hook_point(model, row.name, point_of), head_of(row.name)
 
@@ -181,43 +183,41 @@ def ablated(model, row, side, point_of, instead):
     "to", ["zero", "bias", "mean", "mean of others", "resample", "resample others"]
 )
 def test_ablations(to, side):
-    model, (clean, _, mask) = made("gpt2"), pair(side)
-    direction, _, of_others = to.partition(" ")
-    how = {"direction": direction, "positions": [2, 5]}
-    how["sites"] = NEURONS if direction == "bias" else SITES
+    model, contrast = made("gpt2"), PAIRS[side]
+    clean, mask, (kind, _, of_others) = contrast.clean, contrast.mask, to.partition(" ")
+    how = {"direction": kind, "sites": p.Sites(NEURONS if kind == "bias" else SITES, [2, 5])}
     others, real = clean, torch.ones_like(clean).bool() if mask is None else mask.bool()
     if of_others:
-        others = tokens(9, batch=BATCH if direction == "resample" else 5)
-        how["reference"], real = others, torch.ones_like(others).bool()
+        others = tokens(9, batch=BATCH if kind == "resample" else 5)
+        how["direction"], real = p.Ablation(kind, others), torch.ones_like(others).bool()
     elif to == "resample" and side == "right":
         with pytest.raises(InputError, match="from the padding"):
-            sweep(model, side, **how)
+            sweep(model, contrast, **how)
         return
     source = cached(model, others, None if of_others else mask)
 
     def instead(point, prompt, pos, head):
-        if direction == "mean":
+        if kind == "mean":
             return source[point][:, :, head][real].mean(dim=0)
-        if direction == "resample":
+        if kind == "resample":
             row = prompt if of_others else (prompt + 1) % BATCH
             return source[point][row, pos, head]
         return torch.tensor([0.0, 1.0]) if to == "bias" else 0.0  # attend to the bias token only
 
-    frame = sweep(model, side, **how)
+    frame = sweep(model, contrast, **how)
     point_of = "pattern" if to == "bias" else "z"
-    expected = [ablated(model, row, side, point_of, instead) for row in frame.itertuples()]
+    expected = [ablated(model, row, contrast, point_of, instead) for row in frame.itertuples()]
     np.testing.assert_allclose(frame["value"], expected, rtol=0, atol=EXACT)
     assert frame["value"].std() > 1e-4
 
 
 def test_references_to_resample_from():
-    model, (clean, corrupted, _) = made("gpt2"), pair()
-    how = {"sites": SITES, "positions": [5], "direction": "resample", "progress": False}
-    others = tokens(9, batch=BATCH)
+    model, clean, others = made("gpt2"), WHOLE.clean, tokens(9, batch=BATCH)
 
     def values(rows, reference):
-        arguments = (model, clean[rows], corrupted[rows], METRIC)
-        return p.activation_patch(*arguments, reference=reference, **how).frame["value"]
+        contrast = Contrast(clean[rows], WHOLE.corrupted[rows], METRIC)
+        direction = p.Ablation("resample", reference)
+        return sweep(model, contrast, p.Sites(SITES, 5), direction=direction)["value"]
 
     # Each prompt takes the activations of its own row; without a reference, of the next prompt.
     whole = values([0, 1, 2], others)
@@ -236,12 +236,12 @@ def test_references_to_resample_from():
         (same, r"got the same prompt in rows \[1\]"),
     ):
         with pytest.raises(InputError, match=reason):
-            sweep(model, direction="resample", reference=reference)
+            sweep(model, direction=p.Ablation("resample", reference))
     with pytest.raises(InputError, match="two prompts or more, or a reference"):
         values([0], None)
-    for direction in ("zero", "bias"):
+    for kind in ("zero", "bias", "noise"):
         with pytest.raises(InputError, match="expected no reference"):
-            sweep(model, direction=direction, sites=NEURONS, reference=others)
+            sweep(model, sites=NEURONS, direction=p.Ablation(kind, others))
 
 
 # Metrics
@@ -265,7 +265,7 @@ def by_hand(name, clean_logits):
         return F.kl_div(logs, of_clean, log_target=True, reduction="batchmean").item()
 
     def loss(logits, mask):
-        clean, total = pair()[0], []
+        clean, total = WHOLE.clean, []
         for prompt in range(BATCH):
             for pos in range(POS - 1):
                 if mask is None or (mask[prompt, pos] and mask[prompt, pos + 1]):
@@ -295,11 +295,11 @@ METRICS = {
     ("family", "side"), [("gpt2", "right"), ("gpt2", "left"), ("gemma2", "none")]
 )
 def test_metrics(name, family, side):
-    model, (clean, _, mask) = made(family), pair(side)
+    model, contrast = made(family), replace(PAIRS[side], metric=METRICS[name])
     with torch.no_grad():
-        measure = by_hand(name, model(clean, attention_mask=mask))
-    frame = sweep(model, side, metric=METRICS[name], sites=["L0N36", "L1H0"])
-    require_exact(model, frame[frame.position > 3], side, measure=measure)
+        measure = by_hand(name, model(contrast.clean, attention_mask=contrast.mask))
+    frame = sweep(model, contrast, ["L0N36", "L1H0"])
+    require_exact(model, frame[frame.position > 3], contrast, measure=measure)
 
 
 # Precision
@@ -308,10 +308,10 @@ def test_metrics(name, family, side):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_less_precise_models_are_close_to_the_same_weights_in_float64(dtype):
     narrow, wide = bridges.exposed_copy(bridges.boot("gpt2").to(dtype)), made("gpt2")
-    logits, others = (wide(x)[:, -1].mean(0) for x in pair()[:2])
+    logits, others = (wide(x)[:, -1].mean(0) for x in (WHOLE.clean, WHOLE.corrupted))
     most, least = (int(x((logits - others), 0)) for x in (torch.argmax, torch.argmin))
-    how = {"positions": "all", "metric": p.logit_diff(most, least)}
-    narrow, expected = (sweep(model, **how)["value"] for model in (narrow, wide))
+    how = replace(WHOLE, metric=p.logit_diff(most, least)), p.Sites(SITES, "all")
+    narrow, expected = (sweep(model, *how)["value"] for model in (narrow, wide))
     # Two logits, each after roundings in two layers.
     bound = 2 * LOGIT_TOLERANCE[dtype] * logits.abs().max().item()
     assert (narrow - expected).abs().max() < bound
@@ -325,8 +325,8 @@ def test_what_comes_before_a_patch_is_the_same_to_the_bit():
         kept.append(logits.clone())
         return logits[0, 4, 6]
 
-    how = {"sites": ["L0N36", "L1N5"], "positions": [4, 5], "batch_size": 1}
-    frame = sweep(made("gpt2"), metric=seen, **how)
+    sites, work = p.Sites(["L0N36", "L1N5"], [4, 5]), Work(batch_size=1)
+    frame = sweep(made("gpt2"), replace(WHOLE, metric=seen), sites, work=work)
     corrupted_logits, patched = kept[3], kept[-4:]  # the metric is evaluated twice beforehand
     frame = frame.sort_values(["position", "layer"])  # the order in which the patches run
     for row, logits in zip(frame.itertuples(), patched, strict=True):
@@ -341,9 +341,9 @@ def test_what_comes_before_a_patch_is_the_same_to_the_bit():
 @pytest.mark.parametrize(("name", "adds"), [("gpt2", True), ("neox", True), ("gemma2", False)])
 def test_whether_a_norm_follows_the_mlp_is_seen_in_every_precision(name, adds, dtype):
     """Adding an MLP's output to the stream would skip the norm that follows the MLP in Gemma 2."""
-    model, (clean, corrupted, _) = made(name, dtype=dtype), pair()
-    bound = bind(METRIC, model, p.prompt_pair(model, clean, corrupted))
-    replay = make_replay(model, record(model, clean, None), bound)
+    model = made(name, dtype=dtype)
+    bound = bind(METRIC, model, WHOLE.pair(model))
+    replay = make_replay(model, record(model, WHOLE.clean, None), bound)
     assert {replay.adds_mlp_output(i, block.mlp) for i, block in enumerate(model.blocks)} == {adds}
 
 
@@ -358,10 +358,9 @@ def test_whether_a_norm_follows_the_mlp_is_seen_in_every_precision(name, adds, d
         ({"direction": "sideways"}, "got direction='sideways'"),
         ({"direction": "zero", "part": "q"}, "expected part='z'"),
         ({"direction": "bias"}, "got 'bias' for attention heads"),
-        ({"positions": [3, 3]}, "which are the same"),
+        ({"sites": p.Sites(SITES, [3, 3])}, "which are the same"),
         ({"sites": ["L0N37"]}, "neurons 0 to 36"),
-        ({"batch_size": 0}, "got batch_size=0"),
-        ({"batch_size": 2.0}, "got batch_size=2.0"),
+        ({"contrast": WHOLE.clean}, r"got a Tensor; expected Contrast\(clean, corrupted, metric\)"),
     ],
 )
 def test_refused_before_anything_runs(how, words):
@@ -423,17 +422,17 @@ def test_models_in_training_or_of_integers_are_refused(state):
             "Linear", (torch.nn.Linear,), {"__module__": "torch.ao.nn.quantized.dynamic.modules"}
         )
         match = "is quantized, so its weights have no gradient"
-    clean, corrupted = torch.tensor([[3, 5, 7]]), torch.tensor([[3, 11, 7]])
-    arguments = (model, clean, corrupted, METRIC)
-    for call in (
-        lambda: p.activation_patch(*arguments),
-        lambda: p.attribution(*arguments),
-        lambda: p.path_patch(*arguments, senders=["L0H0"], receivers="logits"),
-        lambda: circuits.discover(*arguments),
-        lambda: explain(*arguments),
-        lambda: circuits.attribution_graph(model, clean, METRIC, corrupted=corrupted),
-        lambda: circuits.attribution_graph(model, clean, METRIC),
-        lambda: circuits.path_expansion(model, clean),
+    contrast = Contrast(torch.tensor([3, 5, 7]), torch.tensor([3, 11, 7]), METRIC)
+    for run in (
+        p.activation_patch,
+        p.attribution,
+        partial(p.path_patch, edges=p.Edges("L0H0", "logits")),
+        circuits.discover,
+        explain,
+        circuits.attribution_graph,
+        circuits.path_expansion,
     ):
         with pytest.raises(InputError, match=match):
-            call()
+            run(model, contrast)
+    with pytest.raises(InputError, match=match):
+        circuits.attribution_graph(model, replace(contrast, corrupted=None))

@@ -1,6 +1,7 @@
 """Tests of estimates without repairs against derivatives and patches made with plain hooks."""
 
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 
 import bridges
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from common import of_a_library, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
-from attn_only_lens import Bilinear, expose_neuron_heads
+from attn_only_lens import Bilinear, Contrast, Work, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.gradients import Tape
 from attn_only_lens.engine.metrics import bind
@@ -37,16 +38,16 @@ def made(name):
     return bridges.exposed_copy(bridges.boot(name))
 
 
-def prompts(batch=1):
-    clean = tokens(0, batch=batch, pos=POS)
-    corrupted = clean.clone()
-    corrupted[:, 1] = (clean[:, 1] + 7) % 41
-    return clean, corrupted
+CLEAN = tokens(0, batch=1, pos=POS)
+CORRUPTED = CLEAN.clone()
+CORRUPTED[:, 1] = (CLEAN[:, 1] + 7) % 41
+PAIR = Contrast(CLEAN, CORRUPTED, METRIC)
 
 
-def estimate(model, metric=METRIC, pair=None, **how):
-    how = {"budget": 0, "progress": False} | how  # `test_repairs.py` tests exact repairs
-    return p.attribution(model, *(pair or prompts()), metric, **how)
+def estimate(model, contrast=PAIR, method="exact_gate", steps=None, split=False, **how):
+    # `test_repairs.py` tests exact repairs.
+    method = p.Estimate(method, budget=0, steps=steps, split=split)
+    return p.attribution(model, contrast, method=method, **how)
 
 
 def moves(sweep, name, position):
@@ -66,7 +67,7 @@ def require_close(got, expected, tolerance):
     [("gpt2", "z q k value pattern"), ("neox", "z"), ("llama", "q"), ("gemma2", "z pattern")],
 )
 def test_gradient_is_the_slope_of_small_patches(name, parts):
-    model, (clean, corrupted), (step, tolerance) = made(name), prompts(), STEPS[name]
+    model, (step, tolerance) = made(name), STEPS[name]
     for part in parts.split():
         sites = [site for site in NAMES if part != "k" or "H" in site]
         result = estimate(model, part=part, method="gradient")
@@ -74,9 +75,9 @@ def test_gradient_is_the_slope_of_small_patches(name, parts):
         expected = []
         for site, pos in rows:
             hook_name, index = oracle.place(model, site, part, pos)
-            change = oracle.seen(model, clean, hook_name)[index]
-            change = change - oracle.seen(model, corrupted, hook_name)[index]
-            expected.append(oracle.slope(model, corrupted, hook_name, index, change, step=step))
+            change = oracle.seen(model, CLEAN, hook_name)[index]
+            change = change - oracle.seen(model, CORRUPTED, hook_name)[index]
+            expected.append(oracle.slope(model, CORRUPTED, hook_name, index, change, step=step))
         require_close([moves(result, *row) for row in rows], expected, tolerance)
         # Control: the gradient of the other run gives other values.
         noise = estimate(model, part=part, method="gradient", direction="noise")
@@ -88,7 +89,7 @@ def test_gradient_is_the_slope_of_small_patches(name, parts):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_exact_gate_is_the_slope_along_the_z_that_a_query_makes(name):
-    model, (clean, corrupted), (step, tolerance) = made(name), prompts(), STEPS[name]
+    model, (step, tolerance) = made(name), STEPS[name]
     result, linear = (
         estimate(model, part="q", method=method) for method in ("exact_gate", "gradient")
     )
@@ -96,16 +97,16 @@ def test_exact_gate_is_the_slope_along_the_z_that_a_query_makes(name):
     for site, pos in rows:
         q, index = oracle.place(model, site, "q", pos)
         z, _ = oracle.place(model, site, "z", pos)
-        clean_q = oracle.seen(model, clean, q)
+        clean_q = oracle.seen(model, CLEAN, q)
 
         def ask(value, hook, index=index, clean_q=clean_q):
             value = value.clone()
             value[index] = clean_q[index]
             return value
 
-        change = oracle.seen(model, corrupted, z, hooks=[(q, ask)])[index]
-        change = change - oracle.seen(model, corrupted, z)[index]
-        expected.append(oracle.slope(model, corrupted, z, index, change, step=step))
+        change = oracle.seen(model, CORRUPTED, z, hooks=[(q, ask)])[index]
+        change = change - oracle.seen(model, CORRUPTED, z)[index]
+        expected.append(oracle.slope(model, CORRUPTED, z, index, change, step=step))
     require_close([moves(result, *row) for row in rows], expected, tolerance)
     control = np.array([moves(linear, *row) for row in rows])
     assert abs(control - expected).max() > 2 * tolerance * np.abs(expected).max()
@@ -115,13 +116,15 @@ def test_exact_gate_is_the_slope_along_the_z_that_a_query_makes(name):
 
 
 def test_padding_batches_and_sets_of_positions():
-    model, (clean, corrupted) = made("gpt2"), prompts(batch=3)
-    mask = torch.ones_like(clean)
+    model, clean = made("gpt2"), tokens(0, batch=3, pos=POS)
+    corrupted, mask = clean.clone(), torch.ones_like(clean)
     mask[1, :2] = 0
-    corrupted[1, 3] = (clean[1, 3] + 5) % 41
-    settings = {"mask": mask, "part": "pattern", "method": "gradient", "sites": list(NAMES)}
-    result = estimate(model, pair=(clean, corrupted), **settings)
-    together = estimate(model, pair=(clean, corrupted), positions="all", **settings)
+    corrupted[:, 1], corrupted[1, 3] = (clean[:, 1] + 7) % 41, (clean[1, 3] + 5) % 41
+    contrast = Contrast(clean, corrupted, METRIC, mask=mask)
+    result, together = (
+        estimate(model, contrast, "gradient", part="pattern", sites=p.Sites(NAMES, positions))
+        for positions in ("each", "all")
+    )
     for name in NAMES:
         total = sum(moves(result, name, pos) for pos in range(POS))
         # The sums of five terms are taken in another order.
@@ -136,14 +139,13 @@ def test_padding_batches_and_sets_of_positions():
 
 def test_neurons_of_bilinear_gates():
     model = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(4))
-    clean, corrupted = prompts()
     sites = ["L0N28", "L0N31"]
     for part in ("z", "q"):
         result = estimate(model, sites=sites, part=part, method="gradient")
         for name in sites:
             hook_name, index = oracle.place(model, name, part, 1)
-            change = oracle.seen(model, clean, hook_name) - oracle.seen(model, corrupted, hook_name)
-            expected = oracle.slope(model, corrupted, hook_name, index, change[index])
+            change = oracle.seen(model, CLEAN, hook_name) - oracle.seen(model, CORRUPTED, hook_name)
+            expected = oracle.slope(model, CORRUPTED, hook_name, index, change[index])
             assert moves(result, name, 1) == pytest.approx(expected, rel=1e-5, abs=1e-10)
         assert max(abs(moves(result, name, 1)) for name in sites) > 1e-6
 
@@ -153,7 +155,7 @@ def test_methods_find_what_patching_finds(name):
     """Bridges of 3.9 let no gradient through Granite's hook_attn_out and hook_mlp_out."""
     model = made(name)
     for part, methods in {"q": ("exact_gate",), "z": ("integrated", "secant")}.items():
-        exact = p.activation_patch(model, *prompts(), METRIC, part=part, progress=False)
+        exact = p.activation_patch(model, PAIR, part=part)
         for method in methods:
             result = estimate(model, part=part, method=method)
             assert result.method == method
@@ -165,9 +167,9 @@ def test_methods_find_what_patching_finds(name):
 
 def test_integrated_gradients_of_the_embedding_are_complete():
     """The gradients add up to the metric's difference, with an error of order 1/steps²."""
-    model, (clean, corrupted) = made("gpt2"), prompts()
-    metric = bind(METRIC, model, p.prompt_pair(model, clean, corrupted))
-    first, second = record(model, corrupted, None), record(model, clean, None)
+    model = made("gpt2")
+    metric = bind(METRIC, model, PAIR.pair(model))
+    first, second = record(model, CORRUPTED, None), record(model, CLEAN, None)
     change, errors = metric.of(second.logits) - metric.of(first.logits), []
     for steps in (1, 16, 32):
         name = "blocks.0.hook_resid_pre"
@@ -216,7 +218,7 @@ def test_tokens_that_enter_elsewhere_leave_no_path():
 @pytest.mark.parametrize("params", [True, False])
 def test_cost_in_forwards(params):
     """A backward pass without weight gradients costs one forward pass: 3 in all, 2 per step."""
-    model, (clean, _) = bridges.exposed_copy(bridges.boot("gpt2")), prompts()
+    model = bridges.exposed_copy(bridges.boot("gpt2"))
     model.requires_grad_(params)
 
     def flops(run):
@@ -228,13 +230,13 @@ def test_cost_in_forwards(params):
         return flops(lambda: estimate(model, **settings))
 
     with torch.no_grad():
-        forward = flops(lambda: model(clean))
+        forward = flops(lambda: model(CLEAN))
     one = attribute(method="gradient")
     # The backward pass starts at the logits and ends below the first block's heads.
     assert 2.8 * forward < one <= 3.2 * forward
     # Control: weight gradients would add the cost of one more forward pass.
     model.requires_grad_(True)
-    with_weights = flops(lambda: model(clean)[0, -1, 3].backward())
+    with_weights = flops(lambda: model(CLEAN)[0, -1, 3].backward())
     model.zero_grad()
     assert with_weights > 2.7 * forward
     steps = [attribute(method="integrated", steps=k) for k in (1, 3)]
@@ -270,7 +272,7 @@ def test_the_model_is_left_as_it_was(method):
         return logits[:, -1, 3].mean()
 
     with pytest.raises(ZeroDivisionError):
-        estimate(model, p.custom(fails, name="fails"), method=method)
+        estimate(model, replace(PAIR, metric=p.custom(fails, name="fails")), method)
     assert state_of(model) == before
 
 
@@ -291,15 +293,27 @@ def test_the_model_is_left_as_it_was(method):
         ({"steps": 0, "method": "integrated"}, "got steps=0"),
         ({"steps": True, "method": "integrated"}, "got steps=True"),
         ({"sites": "L0N99"}, "neurons 0 to 36"),
-        ({"positions": 9}, "got 9"),
-        ({"pair": prompts()[:1] * 2}, "identical prompts"),
-        ({"metric": p.custom(lambda x: 0 * x.sum(), name="nought")}, "constant"),
-        ({"metric": p.custom(lambda x: x.detach()[:, -1, 3].mean(), name="off")}, "detached"),
+        ({"sites": p.Sites(positions=9)}, "got 9"),
+        ({"work": Work(batch_size=3)}, "got batch_size=3 in work; this function does not use"),
+        ({"contrast": CLEAN}, r"got a Tensor; expected Contrast\(clean, corrupted, metric\)"),
+        ({"contrast": replace(PAIR, corrupted=CLEAN)}, "identical prompts"),
     ],
 )
 def test_refusals(settings, words):
     with pytest.raises(InputError, match=words):
         estimate(made("gpt2"), **settings)
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        (lambda x: 0 * x.sum(), "constant"),
+        (lambda x: x.detach()[:, -1, 3].mean(), "detached"),
+    ],
+)
+def test_refused_metrics(metric, words):
+    with pytest.raises(InputError, match=words):
+        estimate(made("gpt2"), replace(PAIR, metric=metric))
 
 
 def own_kl(clean_logits):
@@ -311,9 +325,9 @@ def own_kl(clean_logits):
 @pytest.mark.parametrize("metric", ["kl", "own kl", "clamped"])
 def test_a_metric_that_is_flat_where_it_is_patched_into(metric):
     """Refuse a metric with a zero gradient on the patched run: all its estimates would be zero."""
-    model, (clean, corrupted) = made("llama"), prompts()
+    model = made("llama")
     with torch.no_grad():
-        clean_logits, corrupted_logits = model(clean), model(corrupted)
+        clean_logits, corrupted_logits = model(CLEAN), model(CORRUPTED)
     difference = (clean_logits - corrupted_logits)[0, -1]
     token = int(difference.argmax())
     top = float(clean_logits[0, -1, token] - difference[token] / 7)  # below the clean logit
@@ -322,21 +336,22 @@ def test_a_metric_that_is_flat_where_it_is_patched_into(metric):
         "own kl": p.custom(own_kl(clean_logits), name="own kl"),
         "clamped": p.custom(lambda logits: logits[0, -1, token].clamp(max=top), name="clamped"),
     }[metric]
-    ask = partial(estimate, model, metric)
+    contrast = replace(PAIR, metric=metric)
     for method in ("gradient", "exact_gate"):
         with pytest.raises(InputError, match="gradient is zero on the run that is patched"):
-            ask(method=method, direction="noise")
+            estimate(model, contrast, method, direction="noise")
         # Controls: the gradient is not zero in the other direction, nor between the runs.
-        assert ask(method=method).effect.abs().max() > 1e-3
-    assert ask(method="integrated", direction="noise").effect.abs().max() > 1e-3
+        assert estimate(model, contrast, method).effect.abs().max() > 1e-3
+    between = estimate(model, contrast, "integrated", direction="noise")
+    assert between.effect.abs().max() > 1e-3
 
 
 @pytest.mark.both_versions
 def test_hook_points_that_only_look_on_are_refused():
     """Under 3.9, the pattern hook points of a native bridge are read-only."""
-    model, (clean, _) = made("native"), prompts()
+    model = made("native")
     hook_name, index = oracle.place(model, "L1H0", "pattern", END)
-    heard = not torch.equal(oracle.moved(model, clean, hook_name, index, 1.0), model(clean))
+    heard = not torch.equal(oracle.moved(model, CLEAN, hook_name, index, 1.0), model(CLEAN))
     if heard:
         estimate(model, part="pattern", method="gradient")
     else:
@@ -361,10 +376,10 @@ def test_a_padding_token_with_a_zero_embedding():
     mask = torch.ones_like(sides[0])
     mask[0, len(short) :] = 0
     expose_neuron_heads(model)
-    how = {"pair": sides, "metric": p.logit_diff(" are", " is"), "mask": mask, "method": "secant"}
-    before = estimate(model, **how).to_frame()
+    contrast = Contrast(*sides, p.logit_diff(" are", " is"), mask=mask)
+    before = estimate(model, contrast, "secant").to_frame()
     with torch.no_grad():
         model.original_model.get_input_embeddings().weight[pad] = 0
     assert not model.embed(torch.tensor([pad])).any()
-    after = estimate(model, **how).to_frame()
+    after = estimate(model, contrast, "secant").to_frame()
     assert before["value"].equals(after["value"])  # no token attends to padding

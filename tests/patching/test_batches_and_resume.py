@@ -1,5 +1,6 @@
 """Tests of how sweeps run: batches, memory, clean-up after errors, and resuming."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import bridges
@@ -9,6 +10,7 @@ import pytest
 import torch
 from common import interrupted, of_a_library, tokens
 
+from attn_only_lens import Contrast, Work
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching import site_groups
@@ -21,12 +23,10 @@ SITES = ["L0N36", "L0N5", "L1N5", "L1N29", "L0H1", "L1H0"]
 SAME = {"check_exact": False, "rtol": 0, "atol": 1e-10}
 
 
-def pair():
-    """Return two prompts that differ at positions 4 and 7."""
-    clean = tokens(1)
-    corrupted = clean.clone()
-    corrupted[:, 4], corrupted[:, 7] = (clean[:, 4] + 5) % 41, (clean[:, 7] + 3) % 41
-    return clean, corrupted
+CLEAN = tokens(1)
+CORRUPTED = CLEAN.clone()
+CORRUPTED[:, 4], CORRUPTED[:, 7] = (CLEAN[:, 4] + 5) % 41, (CLEAN[:, 7] + 3) % 41
+PAIR = Contrast(CLEAN, CORRUPTED, METRIC)
 
 
 @pytest.fixture
@@ -34,18 +34,18 @@ def model():
     return bridges.exposed_copy(bridges.boot("gpt2"))
 
 
-def sweep(model, sites=SITES, metric=METRIC, **how):
-    how = {"progress": False} | how
-    return p.activation_patch(model, *pair(), metric, sites=sites, **how).to_frame()
+def sweep(model, contrast=PAIR, sites=SITES, **how):
+    return p.activation_patch(model, contrast, sites=sites, **how).to_frame()
 
 
 def test_batch_sizes_and_the_order_of_rows_change_nothing(model):
     for part in ("z", "pattern"):
         frame = sweep(model, part=part)
         for size in (1, 2, 5, 1000):
-            pd.testing.assert_frame_equal(sweep(model, part=part, batch_size=size), frame, **SAME)
+            got = sweep(model, part=part, work=Work(batch_size=size))
+            pd.testing.assert_frame_equal(got, frame, **SAME)
     first, second = (
-        sweep(model, sites, positions=positions).set_index(["name", "position"])["value"]
+        sweep(model, sites=p.Sites(sites, positions)).set_index(["name", "position"])["value"]
         for sites, positions in ((SITES, [4, 7, 9]), (SITES[::-1], [9, 4, 7]))
     )
     np.testing.assert_allclose(first, second[first.index], rtol=0, atol=1e-10)
@@ -64,7 +64,7 @@ def test_out_of_memory(model, batch_size, error):
             raise error("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
 
     with model.blocks[-1].register_forward_pre_hook(of_a_library(full)):
-        got = sweep(model, batch_size=batch_size)
+        got = sweep(model, work=Work(batch_size=batch_size))
     pd.testing.assert_frame_equal(got, expected, **SAME)
     assert max(sizes) > 6
     # The batch size is halved once and remembered; the full size is not tried again.
@@ -129,7 +129,7 @@ def state(model):
 def test_an_error_leaves_the_model_as_it_was(name, after):
     model, calls = bridges.exposed_copy(bridges.boot(name)), []
     model.train(name != "gpt2")  # GPT-2 has dropout
-    logits = model(pair()[0])
+    logits = model(CLEAN)
     block = model.blocks[-1]
     vars(block)["forward"] = block.forward  # accelerate leaves this on models that it places
     block.register_forward_pre_hook(lambda *_: None).remove()
@@ -142,9 +142,9 @@ def test_an_error_leaves_the_model_as_it_was(name, after):
 
     handle = block.mlp.register_forward_pre_hook(of_a_library(fail))
     with handle, pytest.raises(ZeroDivisionError):
-        sweep(model, batch_size=3)
+        sweep(model, work=Work(batch_size=3))
     assert state(model) == before
-    assert torch.equal(model(pair()[0]), logits)
+    assert torch.equal(model(CLEAN), logits)
     assert len(sweep(model)) == len(SITES) * POS
     assert state(model) == before
     assert torch.is_grad_enabled()
@@ -157,52 +157,49 @@ def test_an_interrupted_sweep_goes_on(model, tmp_path, monkeypatch):
     whole, folder, runs = sweep(model), tmp_path / "deep" / "sweep.chunks", []
     model.blocks[0].register_forward_pre_hook(of_a_library(lambda *_: runs.append(1)))
 
-    def n_runs(**how):
+    def n_runs(folder):
         runs.clear()
-        pd.testing.assert_frame_equal(sweep(model, **how), whole, **SAME)
+        pd.testing.assert_frame_equal(sweep(model, work=Work(resume=folder)), whole, **SAME)
         return len(runs)
 
     with interrupted():
-        sweep(model, resume=folder)
+        sweep(model, work=Work(resume=folder))
     assert len(list(folder.glob("prompts-*"))) == 2
     # A sweep runs all 5 chunks, then the 3 missing ones, and then only the two recorded runs.
-    whole_runs = n_runs(resume=tmp_path / "another")
-    assert whole_runs > n_runs(resume=folder) > n_runs(resume=folder)
+    assert n_runs(tmp_path / "another") > n_runs(folder) > n_runs(folder)
     assert len(list(folder.glob("prompts-*"))) == 5
 
 
 def test_results_of_another_job_are_refused(model, tmp_path):
-    folder, (clean, corrupted) = tmp_path / "parts", pair()
-    sweep(model, resume=folder)
-    changed, mask = corrupted.clone(), torch.ones_like(clean)
+    work, changed, mask = Work(resume=tmp_path / "parts"), CORRUPTED.clone(), torch.ones_like(CLEAN)
+    sweep(model, work=work)
     changed[0, 2], mask[0, 0] = (changed[0, 2] + 1) % 41, 0
     for how, named in (
         ({"part": "pattern"}, "part"),
         ({"direction": "noise"}, "direction"),
-        ({"positions": "all"}, "positions"),
+        ({"sites": p.Sites(SITES, "all")}, "positions"),
         ({"sites": SITES[1:]}, "sites"),
-        ({"metric": p.kl()}, "metric"),
-        ({"metric": p.logit_diff(correct=7, wrong=9)}, "metric"),
-        ({"mask": mask}, "mask"),
+        ({"contrast": replace(PAIR, metric=p.kl())}, "metric"),
+        ({"contrast": replace(PAIR, metric=p.logit_diff(correct=7, wrong=9))}, "metric"),
+        ({"contrast": replace(PAIR, mask=mask)}, "mask"),
+        ({"contrast": replace(PAIR, corrupted=changed)}, "corrupted"),
     ):
         with pytest.raises(InputError, match=f"(?s)belongs to another job.*{named}: got"):
-            sweep(model, resume=folder, **how)
-    how = {"sites": SITES, "progress": False, "resume": folder}
-    with pytest.raises(InputError, match="corrupted: got"):
-        p.activation_patch(model, clean, changed, METRIC, **how)
-    how = {"direction": "mean", "resume": tmp_path / "mean"}
-    sweep(model, reference=tokens(5), **how)
+            sweep(model, work=work, **how)
+    work_of_means = Work(resume=tmp_path / "mean")
+    sweep(model, direction=p.Ablation("mean", tokens(5)), work=work_of_means)
     with pytest.raises(InputError, match="reference: got"):
-        sweep(model, reference=tokens(6), **how)
+        sweep(model, direction=p.Ablation("mean", tokens(6)), work=work_of_means)
     with torch.no_grad():
         model.blocks[1].mlp.out.original_component.weight[3, 2] += 1e-6
     with pytest.raises(InputError, match="model: got"):
-        sweep(model, resume=folder)
+        sweep(model, work=work)
 
 
 def test_a_users_function_needs_a_version_to_be_resumed(model, tmp_path):
     def swept(fn, folder=tmp_path / "parts", **version):
-        return sweep(model, metric=p.custom(fn, name="same", **version), resume=folder)
+        contrast = replace(PAIR, metric=p.custom(fn, name="same", **version))
+        return sweep(model, contrast, work=Work(resume=folder))
 
     def logit(logits):
         return logits[0, -1, 7]
@@ -232,9 +229,23 @@ def test_the_same_name_with_other_answers_is_another_metric():
 
 
 def test_a_bar_of_sites(model, capsys):
-    sweep(model, progress=True)
+    sweep(model)
     shown = capsys.readouterr().err
     assert f"{len(SITES) * POS}/{len(SITES) * POS}" in shown
     assert "site/s" in shown
-    sweep(model)
+    sweep(model, work=Work(progress=False))
     assert not capsys.readouterr().err
+
+
+def test_work_is_checked_when_it_is_made():
+    with pytest.raises(InputError) as caught:
+        Work(batch_size=0, prompts_at_once=2.0)
+    assert [reason.split(";")[0] for reason in caught.value.reasons] == [
+        "got batch_size=0",
+        "got prompts_at_once=2.0",
+    ]
+    unused = Work(3, resume="here").reasons_against("batch_size", "prompts_at_once", "resume")
+    assert [reason.split(";")[0] for reason in unused] == [
+        "got batch_size=3 in work",
+        "got resume='here' in work",
+    ]

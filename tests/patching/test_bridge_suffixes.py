@@ -1,5 +1,7 @@
 """Tests that bridges run a patch on its suffix of positions only where the model allows it."""
 
+from dataclasses import replace
+
 import bridges
 import pytest
 import torch
@@ -8,7 +10,7 @@ from common import of_a_library
 from patched_runs import mask_at, whole_runs
 from transformers.cache_utils import DynamicLayer
 
-from attn_only_lens import expose_neuron_heads
+from attn_only_lens import Contrast, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine import recording
 from attn_only_lens.engine.cached_generation import RecordedCache
@@ -36,22 +38,25 @@ def exposed(name, state="plain", dtype=torch.float64):
 
 
 def pair():
-    """Return clean and corrupted prompts that differ at FIRST and at all later positions."""
+    """Return prompts that differ at FIRST and at all later positions."""
     generator = torch.Generator().manual_seed(1)
     clean = torch.randint(0, bridges.D_VOCAB, (BATCH, POS), generator=generator)
     corrupted = clean.clone()
     corrupted[:, FIRST:] = (clean[:, FIRST:] + 5) % bridges.D_VOCAB
-    return clean, corrupted
+    return Contrast(clean, corrupted, METRIC)
 
 
-def sweep(model, sites=NEURONS, **how):
-    return p.activation_patch(model, *pair(), METRIC, sites=sites, progress=False, **how).to_frame()
+PAIR = pair()
 
 
-def worst(model, frame, mask=None, part="z"):
+def sweep(model, sites=NEURONS, contrast=PAIR):
+    return p.activation_patch(model, contrast, sites=sites).to_frame()
+
+
+def worst(model, frame, contrast=PAIR):
     """Return a sweep's largest error against whole runs with a hook, for one site per position."""
     felt = frame[frame.position >= FIRST].groupby("position").sample(n=1, random_state=1)
-    expected = whole_runs(model, (*pair(), mask), felt, part)
+    expected = whole_runs(model, contrast, felt)
     return abs(felt["value"] - expected).max()
 
 
@@ -79,9 +84,8 @@ def lengths(model, run):
 
 
 def replay_of_corrupted(model):
-    clean, corrupted = pair()
-    bound = bind(METRIC, model, p.prompt_pair(model, clean, corrupted))
-    return BridgeReplay(model, record(model, corrupted, None), bound)
+    bound = bind(METRIC, model, PAIR.pair(model))
+    return BridgeReplay(model, record(model, PAIR.corrupted, None), bound)
 
 
 SUFFIXES = list(range(POS - FIRST, 0, -1))
@@ -132,10 +136,11 @@ def test_with_padding(name, side):
     model = exposed(name)
     mask = torch.ones(BATCH, POS, dtype=torch.long)
     mask[1, slice(0, 3) if side == "left" else slice(POS - 2, None)] = 0
-    frame, seen_lengths = lengths(model, lambda: sweep(model, mask=mask))
+    padded = replace(PAIR, mask=mask)
+    frame, seen_lengths = lengths(model, lambda: sweep(model, contrast=padded))
     assert set(seen_lengths) <= set(range(1, POS - FIRST + 1))
     assert len(seen_lengths) == len(SUFFIXES)
-    assert worst(model, frame, mask) < EXACT
+    assert worst(model, frame, padded) < EXACT
 
 
 @pytest.mark.usefixtures("working_cache")
@@ -157,11 +162,11 @@ def test_sites_that_the_metric_cannot_feel_are_not_run(monkeypatch):
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "native"])
 def test_columns_that_the_metric_does_not_read_are_left_out(name):
     model = exposed(name, "processed")
-    before = model(pair()[0])
+    before = model(PAIR.clean)
     frame, shapes = watched(model.unembed, lambda: sweep(model))
     assert {shape[-1] for shape in shapes if shape[0] == ROWS} == {2}
     assert worst(model, frame) < EXACT
-    assert torch.equal(model(pair()[0]), before)
+    assert torch.equal(model(PAIR.clean), before)
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["counts on", "counts"])
@@ -226,7 +231,7 @@ def other_keys(past, layer, position):
 
 
 def of_another_run(model, recording):
-    return record_key_values(model, record(model, pair()[0], None))
+    return record_key_values(model, record(model, PAIR.clean, None))
 
 
 def shifted(model, recording):

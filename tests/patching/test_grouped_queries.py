@@ -17,7 +17,7 @@ from common import needs_hooked_transformer
 from patched_runs import cached, logit_diff, patched_logits
 from transformers.models.llama import modeling_llama
 
-from attn_only_lens import expose_neuron_heads
+from attn_only_lens import Contrast, Work, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
@@ -49,7 +49,7 @@ def bridge(name, **how):
 
 
 @cache
-def pair_of(model):
+def models_of(model):
     """Return a model, and a copy whose keys and values are repeated for each head."""
     name, kind = model.split(" ", 1)
     if kind == "bridge":
@@ -72,18 +72,21 @@ def pair_of(model):
     return tuple(to_heads(make(name, scale=0.3)) for make in (build, written_out))
 
 
-def prompts():
-    """Return clean and corrupted prompts that differ at different positions in each prompt."""
+def pair():
+    """Return prompts that differ at different positions in each prompt."""
     generator = torch.Generator().manual_seed(1)
     clean = torch.randint(0, 41, (BATCH, POS), generator=generator)
     corrupted = clean.clone()
     corrupted[0, 3], corrupted[1, 5] = (clean[0, 3] + 5) % 41, (clean[1, 5] + 7) % 41
     corrupted[:, 7] = (clean[:, 7] + 3) % 41
-    return clean, corrupted
+    return Contrast(clean, corrupted, METRIC, roles={"subject": [3, 5], "verb": 7})
 
 
-def sweep(model, function=p.activation_patch, **how):
-    return function(model, *prompts(), METRIC, **{"sites": HEADS, "progress": False} | how)
+PAIR = pair()
+
+
+def sweep(model, function=p.activation_patch, positions="each", **how):
+    return function(model, PAIR, sites=p.Sites(HEADS, positions), **how)
 
 
 def by_site(of_sweep):
@@ -93,16 +96,14 @@ def by_site(of_sweep):
 def places(position):
     """Return a mask [batch, pos] of the positions that a label stands for."""
     places = torch.zeros(BATCH, POS, dtype=torch.bool)
-    places[torch.arange(BATCH), torch.tensor(ROLES.get(position, position))] = True
-    return places if position != "all" else torch.ones_like(places)
-
-
-ROLES = {"subject": [3, 5], "verb": [7, 7], "all": [0, 0]}
+    columns = PAIR.roles.get(position, position)
+    places[torch.arange(BATCH), slice(None) if columns == "all" else torch.tensor(columns)] = True
+    return places
 
 
 def truths(alone, part, rows, noise=False):
-    clean, corrupted = prompts()
-    target, source_prompts = (clean, corrupted) if noise else (corrupted, clean)
+    runs = PAIR.corrupted, PAIR.clean
+    target, source_prompts = reversed(runs) if noise else runs
     source, last = cached(alone, source_prompts), torch.tensor([POS - 1] * BATCH)
     logits = [patched_logits(alone, target, source, *row[:1], part, places(row[1])) for row in rows]
     values = [logit_diff(logits_of, last, 7, 8) for logits_of in logits]
@@ -112,11 +113,10 @@ def truths(alone, part, rows, noise=False):
 @pytest.mark.parametrize("part", ["value", "k"])
 @pytest.mark.parametrize("name", MODELS)
 def test_one_share_is_a_plain_patch_of_heads_that_share_nothing(name, part):
-    model, alone = pair_of(name)
-    assert (model(prompts()[0]) - alone(prompts()[0])).abs().max() < 1e-10  # the same function
-    roles = {role: list(places) for role, places in ROLES.items() if role != "all"}
-    for how in ({"positions": [4, 7, 10]}, {"positions": roles, "direction": "noise"}):
-        effects = by_site(sweep(model, part=part, batch_size=5, **how))
+    model, alone = models_of(name)
+    assert (model(PAIR.clean) - alone(PAIR.clean)).abs().max() < 1e-10  # the same function
+    for how in ({"positions": [4, 7, 10]}, {"positions": "roles", "direction": "noise"}):
+        effects = by_site(sweep(model, part=part, work=Work(batch_size=5), **how))
         expected = truths(alone, part, list(effects.index), noise="direction" in how)
         assert (effects - expected).abs().max() < 1e-10
         # Control: heads of one group have different effects.
@@ -136,10 +136,10 @@ def test_keys_that_are_normed_together(part):
     noisy, because norms of transformers compute in float32.
     """
     model = expose_neuron_heads(bridges.bridged(bridge("olmo2"))).model
-    clean, corrupted = prompts()
-    source, target = cached(model, clean), cached(model, corrupted)
+    source, target = cached(model, PAIR.clean), cached(model, PAIR.corrupted)
     effects = by_site(sweep(model, part=part, positions=[4, 7]))
-    estimates = sweep(model, p.attribution, part=part, budget=0, positions=[4, 7])
+    method = p.Estimate(budget=0)
+    estimates = sweep(model, p.attribution, [4, 7], part=part, method=method)
     moved = by_site(estimates) - estimates.corrupted_value
     for name, position in effects.index:
         layer, head = int(name[1]), int(name[3])
@@ -161,7 +161,9 @@ def test_keys_that_are_normed_together(part):
                 restored[:, :, head] = value[:, :, head]
                 return restored
 
-            logits = model.run_with_hooks(corrupted, fwd_hooks=[(point, put), (z_point, restore)])
+            logits = model.run_with_hooks(
+                PAIR.corrupted, fwd_hooks=[(point, put), (z_point, restore)]
+            )
             return (logits[:, -1, 7] - logits[:, -1, 8]).mean()
 
         assert effects[name, position] == pytest.approx(patched(1.0).item(), rel=0, abs=1e-10)
@@ -175,8 +177,8 @@ METHODS = [("value", "gradient"), ("k", "gradient"), ("value", "integrated"), ("
 @pytest.mark.parametrize(("part", "method"), METHODS)
 @pytest.mark.parametrize("name", [MODELS[0], MODELS[3]])
 def test_estimates_are_those_of_heads_that_share_nothing(name, part, method):
-    model, alone = pair_of(name)
-    how = {"part": part, "method": method, "budget": 0}
+    model, alone = models_of(name)
+    how = {"part": part, "method": p.Estimate(method, budget=0)}
     effects, expected = (by_site(sweep(model, p.attribution, **how)) for model in (model, alone))
     assert (effects - expected).abs().max() < 1e-10 * expected.abs().max()
     assert effects.std() > 1e-5
@@ -184,15 +186,18 @@ def test_estimates_are_those_of_heads_that_share_nothing(name, part, method):
 
 @pytest.mark.parametrize("part", ["value", "k"])
 def test_repairs_resume_and_runs_of_prompts(part, tmp_path):
-    model, _ = pair_of(MODELS[0])
+    model, _ = models_of(MODELS[0])
     exact = by_site(sweep(model, part=part))
-    for settings in ({"batch_size": 3}, {"prompts_at_once": 1}, {"resume": tmp_path / part}):
-        assert (by_site(sweep(model, part=part, **settings)) - exact).abs().max() < 1e-10
-    resumed = by_site(sweep(model, part=part, resume=tmp_path / part))
-    assert resumed.equals(by_site(sweep(model, part=part, resume=tmp_path / part)))
-    repaired = sweep(model, p.attribution, part=part, budget=1e6)
+    resumed = Work(resume=tmp_path / part)
+    works = Work(batch_size=3), Work(prompts_at_once=1), resumed, resumed
+    values = [by_site(sweep(model, part=part, work=work)) for work in works]
+    assert max((value - exact).abs().max() for value in values) < 1e-10
+    assert values[2].equals(values[3])
+    repaired, some = (
+        sweep(model, p.attribution, part=part, method=p.Estimate(budget=budget))
+        for budget in (1e6, 2.0)
+    )
     assert (by_site(repaired) - exact).abs().max() < 1e-10
-    some = sweep(model, p.attribution, part=part, budget=2.0)
     flags = some.frame.set_index(["name", "position"])["exact"]
     assert 0 < flags.sum() < len(flags)
     assert (by_site(some) - exact)[flags].abs().max() < 1e-10
@@ -200,11 +205,11 @@ def test_repairs_resume_and_runs_of_prompts(part, tmp_path):
 
 @pytest.mark.parametrize("part", ["value", "k"])
 def test_float32(part):
-    _, alone = pair_of("llama bridge")
+    _, alone = models_of("llama bridge")
     wide = by_site(sweep(alone, part=part, positions=[4, 7]))
     narrow = expose_neuron_heads(bridges.bridged(bridge("llama").float())).model
     effects = by_site(sweep(narrow, part=part, positions=[4, 7]))
-    largest = narrow(prompts()[0]).abs().max().item()
+    largest = narrow(PAIR.clean).abs().max().item()
     assert (effects - wide).abs().max() < 2 * LOGIT_TOLERANCE[torch.float32] * largest
 
 

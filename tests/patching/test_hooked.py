@@ -5,6 +5,7 @@ hooks; where heads share keys and values, of a copy of the model in which they d
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -15,7 +16,7 @@ from models import CORE, STRUCTURES, build, written_out
 from patched_runs import whole_runs
 from path_oracle import PathOracle
 
-from attn_only_lens import HeadName, convert, expose_neuron_heads
+from attn_only_lens import Contrast, HeadName, Work, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.readers import Readers
 from attn_only_lens.engine.recording import record_pair
@@ -32,17 +33,19 @@ EXACT = 1e-10
 
 
 def pair():
-    """Return clean and corrupted prompts that differ at 7, and from 3 or 5 on."""
+    """Return prompts that differ at 7, and from 3 or 5 on."""
     clean = tokens(1)
     corrupted = clean.clone()
     corrupted[0, 3], corrupted[1, 5] = (clean[0, 3] + 5) % 41, (clean[1, 5] + 7) % 41
     corrupted[:, 7] = (clean[:, 7] + 3) % 41
-    return clean, corrupted
+    return Contrast(clean, corrupted, METRIC)
 
 
-def sweep(model, sites=SITES, **how):
-    how = {"progress": False} | how
-    return p.activation_patch(model, *pair(), METRIC, sites=sites, **how).to_frame()
+PAIR = pair()
+
+
+def sweep(model, sites=SITES, contrast=PAIR, **how):
+    return p.activation_patch(model, contrast, sites=sites, **how).to_frame()
 
 
 EVERY = [(family, "two blocks", "z pattern k") for family in STRUCTURES]
@@ -56,8 +59,8 @@ def test_patches_of_every_family(family, layout, parts):
         sites = [site for site in SITES if part != "k" or "H" in site]
         frame = sweep(model, sites, part=part)
         rows = frame[frame.position >= 3].sample(5, random_state=3)
-        expected = whole_runs(truth, (*pair(), None), rows, part)
-        largest = model(pair()[1]).abs().max().item()
+        expected = whole_runs(truth, PAIR, rows, part)
+        largest = model(PAIR.corrupted).abs().max().item()
         np.testing.assert_allclose(rows["value"], expected, rtol=0, atol=EXACT * largest)
         assert np.std(expected) > 1e-7
         before = frame[frame.position < 3]["score"]  # except in a bidirectional model
@@ -67,12 +70,12 @@ def test_patches_of_every_family(family, layout, parts):
 @pytest.mark.parametrize("family", ["gelu", "shortformer", "alibi", "sinks", "rotary"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding(side, family):
-    model, (clean, corrupted) = LAYOUTS["in place"](build(family)), pair()
-    mask = torch.ones_like(clean)
+    model, mask = LAYOUTS["in place"](build(family)), torch.ones_like(PAIR.clean)
     mask[1, slice(0, 3) if side == "left" else slice(POS - 3, None)] = 0
+    padded = replace(PAIR, mask=mask)
     for part in ("z", "pattern"):
-        rows = sweep(model, mask=mask, part=part).sample(7, random_state=3)
-        expected = whole_runs(model, (clean, corrupted, mask), rows, part)
+        rows = sweep(model, contrast=padded, part=part).sample(7, random_state=3)
+        expected = whole_runs(model, padded, rows, part)
         np.testing.assert_allclose(rows["value"], expected, rtol=0, atol=EXACT)
         assert np.std(expected) > 1e-5
 
@@ -97,7 +100,7 @@ def test_a_patch_that_changes_nothing_costs_nothing(layout):
     def swept(positions, sites=sites):
         """Return the frame and the variants' calls, which have six rows; other calls have two."""
         rows.calls.clear()
-        frame = sweep(model, sites, positions=positions)
+        frame = sweep(model, p.Sites(sites, positions))
         return frame, [call for call in rows.calls if call[1] == 2 * len(sites)]
 
     # Before 3, both runs are equal. The metric reads position 10; later positions do not matter.
@@ -131,7 +134,7 @@ def state(model):
 @pytest.mark.parametrize("after", [0, 5, 9, 14])
 def test_an_error_leaves_the_model_as_it_was(layout, after):
     model, calls = LAYOUTS[layout](build("post_norm")), []
-    expected, logits = sweep(model), model(pair()[0])
+    expected, logits = sweep(model), model(PAIR.clean)
 
     def fail(module, args):
         calls.append(1)
@@ -142,9 +145,9 @@ def test_an_error_leaves_the_model_as_it_was(layout, after):
     before = state(model)
     handle = model.blocks[-1].register_forward_pre_hook(of_a_library(fail))
     with handle, pytest.raises(ZeroDivisionError):
-        sweep(model, batch_size=3)
+        sweep(model, work=Work(batch_size=3))
     assert state(model) == before
-    assert torch.equal(model(pair()[0]), logits)
+    assert torch.equal(model(PAIR.clean), logits)
     pd.testing.assert_frame_equal(sweep(model), expected)
 
 
@@ -152,8 +155,7 @@ def test_recorded_keys_and_values_hold_no_graph():
     """An autograd graph would keep every activation alive."""
     model = convert(build("gelu"))
     model.requires_grad_(True)
-    prompts = p.prompt_pair(model, *pair())
-    runs = record_pair(model, prompts, METRIC, resolve_sites(model, SITES), "z")
+    runs = record_pair(model, PAIR.pair(model), METRIC, resolve_sites(model, SITES), "z")
     replay = make_replay(model, runs.corrupted, runs.metric)
     assert replay._past
     assert not any(value.past_keys.requires_grad for value in replay._past.values())
@@ -165,12 +167,11 @@ def test_recorded_keys_and_values_hold_no_graph():
 @pytest.mark.parametrize("family", ["gelu", "parallel", "no_norm", "post_norm"])
 def test_paths(family):
     """Families without norms, or with norms that no bridge of the other tests has."""
-    source, (clean, corrupted) = build(family, scale=0.25), pair()
-    oracle = PathOracle(source, clean, corrupted, answers=(7, 8))
-    call, heads = (convert(source), clean, corrupted, METRIC), ["L1H0", "L1N5"]
+    source, heads = build(family, scale=0.25), ["L1H0", "L1N5"]
+    model, oracle = convert(source), PathOracle(source, PAIR, answers=(7, 8))
     for part, receivers, positions in (("z", heads, 7), ("q", heads, 7), ("z", ["logits"], "all")):
-        how = {"senders": ["L0H1", "L0N3"], "receivers": receivers, "positions": positions}
-        frame = p.path_patch(*call, part=part, progress=False, **how).frame
+        senders = p.Sites(["L0H1", "L0N3"], positions)
+        frame = p.path_patch(model, PAIR, p.Edges(senders, receivers, part)).frame
         assert len(frame) == 2 * len(receivers)
         for row in frame.itertuples():
             to = row.receiver if row.receiver == "logits" else HeadName.parse(row.receiver)
@@ -183,12 +184,12 @@ def test_paths(family):
 def test_heads_one_at_a_time(monkeypatch):
     """The code for norms over all heads gives the same result for models without such norms."""
     model = convert(build("grouped", scale=0.25))
-    options = {"senders": "L0N3", "receivers": p.heads(1), "positions": 7, "progress": False}
     for part in ("q", "k", "value"):
-        together = p.path_patch(model, *pair(), METRIC, part=part, **options)
+        edges = p.Edges("L0N3@7", p.Sites("heads", layers=1), part)
+        together = p.path_patch(model, PAIR, edges)
         with monkeypatch.context() as patch:
             patch.setattr(Readers, "_is_joint", lambda readers, layer: True)
-            alone = p.path_patch(model, *pair(), METRIC, part=part, **options)
+            alone = p.path_patch(model, PAIR, edges)
         pd.testing.assert_frame_equal(together.frame, alone.frame, rtol=1e-12)
         assert together.frame["value"].nunique() == 6
 
@@ -200,19 +201,21 @@ def test_heads_one_at_a_time(monkeypatch):
 @pytest.mark.parametrize("method", ["gradient", "exact_gate", "integrated", "secant"])
 def test_attribution_with_enough_repairs_is_patching(layout, method):
     model = LAYOUTS[layout](build("parallel_norms"))
-    how = {"sites": SITES, "progress": False}
-    exact = p.activation_patch(model, *pair(), METRIC, **how).frame
-    repaired = p.attribution(model, *pair(), METRIC, method=method, budget=1e6, **how).frame
+    exact = sweep(model)
+    repaired, plain = (
+        p.attribution(model, PAIR, sites=SITES, method=p.Estimate(method, budget)).frame
+        for budget in (1e6, 0)
+    )
     np.testing.assert_allclose(repaired["score"], exact["score"], rtol=0, atol=1e-10)
-    plain = p.attribution(model, *pair(), METRIC, method=method, budget=0, **how).frame
     assert np.corrcoef(plain["score"], exact["score"])[0, 1] > 0.5
 
 
 def test_queries_that_are_normed_together_have_no_closed_form():
-    model, how = LAYOUTS["in place"](build("post_norm")), {"part": "q", "method": "exact_gate"}
+    model = LAYOUTS["in place"](build("post_norm"))
+    how = {"part": "q", "method": p.Estimate("exact_gate", budget=0)}
     with pytest.raises(UnsupportedModelError, match="changes the z of other heads"):
-        p.attribution(model, *pair(), METRIC, budget=0, **how)
-    p.attribution(model, *pair(), METRIC, budget=0, sites=p.neuron_heads(), **how)
+        p.attribution(model, PAIR, **how)
+    p.attribution(model, PAIR, sites="neurons", **how)
 
 
 def micro():
@@ -248,10 +251,10 @@ def test_a_model_worked_out_by_hand(layout):
         ("z", "secant"): span,
         ("z", "integrated"): span,
     }
-    arguments = model, torch.tensor([0, 1]), torch.tensor([0, 2]), p.logit_diff(1, 2)
-    how = {"sites": "L0N0", "positions": -1, "budget": 0, "progress": False}
+    contrast = Contrast(torch.tensor([0, 1]), torch.tensor([0, 2]), p.logit_diff(1, 2))
     for (part, method), change in expected.items():
-        result = p.attribution(*arguments, part=part, method=method, **how)
+        estimate = p.Estimate(method, budget=0)
+        result = p.attribution(model, contrast, sites="L0N0@-1", part=part, method=estimate)
         # about a dozen roundings of numbers up to 21
         assert result.corrupted_value == pytest.approx(6 * w * q, rel=1e-13)
         assert result.frame["score"].item() == pytest.approx(change / span, rel=1e-12)

@@ -7,7 +7,7 @@ from allocations import Allocated
 from bridges import bridged
 from common import needs_hooked_transformer
 
-from attn_only_lens import convert, expose_neuron_heads
+from attn_only_lens import Contrast, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.patching.run_patches import Batching
 
@@ -70,12 +70,8 @@ def test_what_variants_hold_at_once_is_about_what_is_estimated(name, monkeypatch
     for sites in (SITES, ATTENTION):
         for position in (0, POS // 2, POS - 1):
             for metric in (p.logit_diff(7, 8), p.loss())[: 2 - (position != 0)]:
-                p.activation_patch(
-                    *(model, clean, corrupted, metric),
-                    sites=sites,
-                    positions=[position],
-                    progress=False,
-                )
+                contrast = Contrast(clean, corrupted, metric)
+                p.activation_patch(model, contrast, sites=p.Sites(sites, position))
     assert len(shares) == 8
     assert min(shares) > 0.75
     assert max(shares) < 1.7

@@ -1,6 +1,7 @@
 """Tests of means over prompts, standard errors and rows of prompts, against single-prompt runs."""
 
 import statistics
+from dataclasses import replace
 
 import bridges
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from common import tokens
 from patched_runs import cached, logit_diff, mask_at, patched_logits
 
+from attn_only_lens import Contrast, Work
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 
@@ -34,13 +36,26 @@ def pair():
     corrupted = clean.clone()
     corrupted[:, 1] = (clean[:, 1] + 7) % 41
     mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
-    return clean, corrupted, mask.long()
+    roles = {"changed": [1, 1, -4], "end": -1}
+    return Contrast(clean, corrupted, METRIC, mask=mask.long(), roles=roles)
+
+
+PAIR = pair()
+
+
+def pair_alone(prompt):
+    """Return one pair without padding."""
+    rows = slice(prompt, prompt + 1), slice(LENGTHS[prompt])
+    return Contrast(
+        PAIR.clean[rows], PAIR.corrupted[rows], p.logit_diff(RIGHT[prompt], WRONG[prompt])
+    )
 
 
 def alone(model, prompt, name, pos, direction):
     """Return one prompt's logit difference, unpatched and patched by hooks, run alone."""
-    clean, corrupted, _ = (tensor[prompt : prompt + 1, : LENGTHS[prompt]] for tensor in pair())
-    into, source = (corrupted, clean) if direction == "denoise" else (clean, corrupted)
+    contrast = pair_alone(prompt)
+    into, source = contrast.clean, contrast.corrupted
+    into, source = (into, source) if direction == "noise" else (source, into)
     end = torch.tensor([LENGTHS[prompt] - 1])
     logits = patched = model(into)
     if pos < LENGTHS[prompt]:
@@ -51,12 +66,11 @@ def alone(model, prompt, name, pos, direction):
 
 @pytest.mark.parametrize("direction", ["denoise", "noise"])
 def test_rows_of_each_prompt_and_means_are_those_of_prompts_run_alone(model, direction, tmp_path):
-    clean, corrupted, mask = pair()
-    settings = {"sites": SITES, "mask": mask, "direction": direction, "progress": False}
-    resumed = {"per_prompt": True, "resume": tmp_path}
-    whole = p.activation_patch(model, clean, corrupted, METRIC, **settings)
-    p.activation_patch(model, clean, corrupted, METRIC, **settings, **resumed)
-    rows = p.activation_patch(model, clean, corrupted, METRIC, **settings, **resumed)
+    settings = {"sites": SITES, "direction": direction}
+    resumed = {"per_prompt": True, "work": Work(resume=tmp_path)}
+    whole = p.activation_patch(model, PAIR, **settings)
+    p.activation_patch(model, PAIR, **settings, **resumed)
+    rows = p.activation_patch(model, PAIR, **settings, **resumed)
     span = whole.clean_value - whole.corrupted_value
     assert len(rows.frame) == 3 * len(whole.frame) == 9 * max(LENGTHS)
     some = rows.query("position in [1, 4]").frame  # Prompts differ at 1, and the shortest lacks 4.
@@ -84,17 +98,16 @@ def test_rows_of_each_prompt_and_means_are_those_of_prompts_run_alone(model, dir
 @pytest.mark.parametrize("metric", [METRIC, p.loss()], ids=["equal weights", "by tokens"])
 @pytest.mark.parametrize("part", ["z", "q"])
 def test_attribution_of_each_prompt_is_that_of_the_prompt_alone(model, metric, part):
-    clean, corrupted, mask = pair()
-    settings = {"sites": SITES, "part": part, "budget": 0, "progress": False}
-    whole = p.attribution(model, clean, corrupted, metric, mask=mask, **settings)
-    rows = p.attribution(model, clean, corrupted, metric, mask=mask, per_prompt=True, **settings)
+    settings = {"sites": SITES, "part": part, "method": p.Estimate(budget=0)}
+    whole, rows = (
+        p.attribution(model, replace(PAIR, metric=metric), per_prompt=per_prompt, **settings)
+        for per_prompt in (False, True)
+    )
     for prompt, length in enumerate(LENGTHS):
-        metric_of_one = (
-            metric if metric is not METRIC else p.logit_diff(RIGHT[prompt], WRONG[prompt])
-        )
-        ends = [tokens_of[prompt : prompt + 1, :length] for tokens_of in (clean, corrupted)]
-        single = p.attribution(model, *ends, metric_of_one, **settings)
-        got = rows.frame.query("prompt == @prompt and position < @length")
+        contrast = pair_alone(prompt)
+        contrast = contrast if metric is METRIC else replace(contrast, metric=metric)
+        single = p.attribution(model, contrast, **settings)
+        got = rows.frame.query(f"prompt == {prompt} and position < {length}")
         np.testing.assert_allclose(got["value"], single.frame["value"], atol=EXACT)
         np.testing.assert_allclose(got["unpatched"], single.corrupted_value, atol=EXACT)
     weights = np.array([1, 1, 1] if metric is METRIC else [n - 1 for n in LENGTHS])
@@ -109,27 +122,23 @@ def test_attribution_of_each_prompt_is_that_of_the_prompt_alone(model, metric, p
 
 
 def test_positions_by_role_are_each_prompts_own(model, tmp_path):
-    clean, corrupted, mask = pair()
-    roles = {"changed": [1, 1, -4], "end": -1}
-    settings = {"sites": SITES, "mask": mask, "resume": tmp_path / "parts", "progress": False}
+    settings = {"sites": p.Sites(SITES, "roles"), "work": Work(resume=tmp_path / "parts")}
     settings |= {"per_prompt": True, "direction": "noise"}
-    sweep = p.activation_patch(model, clean, corrupted, METRIC, positions=roles, **settings)
+    sweep = p.activation_patch(model, PAIR, **settings)
     sweep.save(tmp_path / "sweep.parquet")
     loaded = p.Sweep.load(tmp_path / "sweep.parquet")
     rows = loaded.frame
-    estimates = p.attribution(
-        model, clean, corrupted, METRIC, sites=SITES, mask=mask, positions=roles, per_prompt=True
-    )
+    estimates = p.attribution(model, PAIR, sites=p.Sites(SITES, "roles"), per_prompt=True)
     texts = [
         [str(token) if i < n else None for i, token in enumerate(row)]
-        for n, row in zip(LENGTHS, clean.tolist(), strict=True)
+        for n, row in zip(LENGTHS, PAIR.clean.tolist(), strict=True)
     ]
     for result in (sweep, loaded.query("prompt == 1"), estimates):
         assert result.tokens.clean == texts
-        assert result.tokens.corrupted[2][1] == str(corrupted[2, 1].item())
+        assert result.tokens.corrupted[2][1] == str(PAIR.corrupted[2, 1].item())
         assert result.tokens.roles == {"changed": [1, 1, 1], "end": [n - 1 for n in LENGTHS]}
     assert set(zip(estimates.frame["position"], estimates.frame["name"], strict=True)) == {
-        (role, site) for role in roles for site in SITES
+        (role, site) for role in PAIR.roles for site in SITES
     }
     for name in SITES:
         for role, places in {"changed": [1, 1, 1], "end": [n - 1 for n in LENGTHS]}.items():
@@ -139,26 +148,24 @@ def test_positions_by_role_are_each_prompts_own(model, tmp_path):
             ]
             np.testing.assert_allclose(got, expected, atol=EXACT)
     # The same labels at other positions are other settings, so the sweep is not resumed.
-    positions = {"changed": [1, 1, -3], "end": -1}
+    moved = replace(PAIR, roles={"changed": [1, 1, -3], "end": -1})
     with pytest.raises(InputError, match="where: got"):
-        p.activation_patch(model, clean, corrupted, METRIC, positions=positions, **settings)
+        p.activation_patch(model, moved, **settings)
 
 
 def test_a_function_of_all_prompts_has_no_errors_and_one_of_each_has(model, tmp_path):
-    clean, corrupted, mask = pair()
-    settings = {"sites": SITES, "mask": mask, "progress": False, "positions": [1, 2]}
-    each_prompt = p.custom(lambda logits: logits[:, -1, 3], name="each")
-    mean = p.custom(lambda logits: logits[:, -1, 3].mean(), name="mean")
+    sites = p.Sites(SITES, [1, 2])
+    each_prompt = replace(PAIR, metric=lambda logits: logits[:, -1, 3])
+    mean = replace(PAIR, metric=lambda logits: logits[:, -1, 3].mean())
     for run in (p.activation_patch, p.attribution):
-        rows = run(model, clean, corrupted, each_prompt, **settings)
-        blind = run(model, clean, corrupted, mean, **settings)
+        rows, blind = run(model, each_prompt, sites=sites), run(model, mean, sites=sites)
         np.testing.assert_allclose(rows.frame["value"], blind.frame["value"], atol=EXACT)
         assert rows.frame["score_standard_error"].max() > 0
         assert blind.frame["score_standard_error"].isna().all()
         assert "without standard errors" in repr(blind)
         with pytest.raises(InputError, match=r"a tensor of shape \[3\]"):
-            run(model, clean, corrupted, mean, per_prompt=True, **settings)
+            run(model, mean, sites=sites, per_prompt=True)
         blind.save(tmp_path / "blind.csv")
         pd.testing.assert_frame_equal(p.Sweep.load(tmp_path / "blind.csv").frame, blind.frame)
-    one = p.activation_patch(model, clean[:1], corrupted[:1], mean, sites=SITES, progress=False)
+    one = p.activation_patch(model, replace(pair_alone(0), metric=mean.metric), sites=SITES)
     assert "score_standard_error" not in one.frame

@@ -1,5 +1,7 @@
 """Tests of path patching against plain hooks and weights, and against TransformerLens."""
 
+from dataclasses import replace
+
 import bridges
 import pandas as pd
 import pytest
@@ -8,7 +10,7 @@ from common import mlp_hook, tokens
 from patch_oracle import CORRECT, WRONG, difference, moved, seen
 from path_oracle import PathOracle
 
-from attn_only_lens import Bilinear, HeadName, expose_neuron_heads
+from attn_only_lens import Bilinear, Contrast, HeadName, Work, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.gates import bilinear_gate
@@ -31,11 +33,10 @@ POS, END = 5, 4
 METRIC = p.logit_diff(CORRECT, WRONG)
 
 
-def prompts(batch=2):
-    clean = tokens(0, batch=batch, pos=POS)
-    corrupted = clean.clone()
-    corrupted[:, 1] = (clean[:, 1] + 7) % 41
-    return clean, corrupted
+CLEAN = tokens(0, batch=2, pos=POS)
+CORRUPTED = CLEAN.clone()
+CORRUPTED[:, 1] = (CLEAN[:, 1] + 7) % 41
+PAIR = Contrast(CLEAN, CORRUPTED, METRIC, roles={"role": 1})
 
 
 SENDERS = ["L0H1", "L0N3", "L1H1"]
@@ -62,46 +63,36 @@ PARTS |= {"k": ["L1H0"], "z": RECEIVERS}
 @pytest.mark.parametrize("name", ["gpt2", "neox", "llama", "granite", "gemma2"])
 def test_equals_hooks(name):
     """Heads and neurons of all kinds of blocks: parallel, with shared keys, norms, factors."""
-    model, (clean, corrupted) = bridges.exposed_copy(bridges.boot(name)), prompts()
-    source = bridges.boot(name, state="names")
+    model, source = bridges.exposed_copy(bridges.boot(name)), bridges.boot(name, state="names")
     factor = bridges.FACTORS["residual_multiplier"] if name == "granite" else 1.0
-    held, anew = (PathOracle(source, clean, corrupted, x, factor) for x in ("held", "anew"))
+    held, anew = (PathOracle(source, PAIR, x, factor) for x in ("held", "anew"))
     tolerance = 1e-10 if name == "gpt2" else 2e-6  # norms or rotations are in float32
-    how = {"senders": SENDERS, "progress": False}
     for part, receivers in PARTS.items():
-        options = {"part": part, "positions": "all", "receivers": receivers}
-        sweep = p.path_patch(model, clean, corrupted, METRIC, **how | options)
+        sweep = p.path_patch(model, PAIR, p.Edges(p.Sites(SENDERS, "all"), receivers, part))
         n = require_exact(sweep, held, slice(None), tolerance)
         if part == "z":  # L1H1 does not reach L1H0, nor L1N5 if the two are parallel
             assert n == 8 - (name == "neox")
-    how |= {"part": "z", "positions": END, "receivers": RECEIVERS, "scale": "anew"}
-    sweep = p.path_patch(model, clean, corrupted, METRIC, **how)
+    sweep = p.path_patch(model, PAIR, p.Edges(p.Sites(SENDERS, END), RECEIVERS, "z", "anew"))
     require_exact(sweep, anew, END, tolerance)
 
 
 def test_equals_transformerlens():
     """Direct paths between heads agree; 3.9 holds the norms' scales, and 4 recomputes them."""
-    source, (clean, corrupted) = bridges.boot("gpt2", state="processed"), prompts()
+    source = bridges.boot("gpt2", state="processed")
     reference_scale, other_scale = ("held", "anew") if HAS_HOOKED_TRANSFORMER else ("anew", "held")
     with torch.no_grad():
-        caches = [source.run_with_cache(prompts)[1] for prompts in (clean, corrupted)]
+        caches = [source.run_with_cache(prompts)[1] for prompts in (CLEAN, CORRUPTED)]
     with expose_neuron_heads(source, copy=True) as model:
         for part, component in (("q", "q"), ("k", "k"), ("value", "v")):
             with torch.no_grad():
                 reference = get_act_patch_direct_path(
-                    *(source, corrupted, *caches, lambda x: torch.tensor(difference(x))),
+                    *(source, CORRUPTED, *caches, lambda x: torch.tensor(difference(x))),
                     *(0, 1, component),
                     verbose=False,
                 )
             same, off = (
                 p.path_patch(
-                    *(model, clean, corrupted, METRIC),
-                    senders="L0H1",
-                    receivers=p.heads(),
-                    part=part,
-                    positions="all",
-                    scale=scale,
-                    progress=False,
+                    model, PAIR, p.Edges(p.Sites("L0H1", "all"), "heads", part, scale)
                 ).frame
                 for scale in (reference_scale, other_scale)
             )
@@ -115,23 +106,21 @@ def test_equals_transformerlens():
 
 @pytest.fixture(scope="module")
 def small():
-    return bridges.exposed_copy(bridges.boot("gpt2")), *prompts()
+    return bridges.exposed_copy(bridges.boot("gpt2"))
 
 
 def test_top_is_patched_exactly(small, monkeypatch):
-    model, clean, corrupted = small
-    options = {"senders": p.all_heads(0), "receivers": p.heads(1), "part": "z"}
-    options |= {"positions": [1, END], "progress": False}
-    every = p.path_patch(model, clean, corrupted, METRIC, **options)
+    edges = p.Edges(p.Sites("all", [1, END], layers=0), p.Sites("heads", layers=1), "z")
+    every = p.path_patch(small, PAIR, edges)
     monkeypatch.setattr(path_blocks, "_NUMBERS", 500)  # a few paths per block
     monkeypatch.setattr(path_patches, "_AT_ONCE", 5)
-    cut = p.path_patch(model, clean, corrupted, METRIC, **options)
+    cut = p.path_patch(small, PAIR, edges)
     key = ["sender", "receiver", "position"]
     values = cut.frame.astype({"sender": str, "receiver": str}).set_index(key)["value"]
     whole = every.frame.astype({"sender": str, "receiver": str}).set_index(key)["value"]
     span = abs(every.clean_value - every.corrupted_value)
     assert (values - whole[values.index]).abs().max() < 1e-12 * span
-    top = p.path_patch(model, clean, corrupted, METRIC, top=13, **options)
+    top = p.path_patch(small, PAIR, edges, top=13)
     assert len(top.frame) == 13
     assert top.n_paths == len(every.frame) == 2 * 39 * 2
     rows = top.frame.astype({"sender": str, "receiver": str}).set_index(key)
@@ -144,12 +133,10 @@ def test_top_is_patched_exactly(small, monkeypatch):
 
 @pytest.mark.parametrize("top", [None, 7])
 def test_resumes(small, top, tmp_path, monkeypatch):
-    model, clean, corrupted = small
     monkeypatch.setattr(path_patches, "_AT_ONCE", 3)
     monkeypatch.setattr(path_patches, "_ESTIMATES_AT_ONCE", 5)
     folder, n_patched, n_estimated = tmp_path / "paths", [], []
-    options = {"senders": ["L0H1", "L0N3", "L0N5"], "receivers": ["L1H0", "L1N5", "logits"]}
-    options |= {"positions": [1, END], "top": top, "resume": folder, "progress": False}
+    edges = p.Edges(p.Sites(["L0H1", "L0N3", "L0N5"], [1, END]), ["L1H0", "L1N5", "logits"])
     runner, patches = PathRunner, PathPatches
     values, estimate = runner.values, patches.estimate
     monkeypatch.setattr(runner, "values", lambda *x: n_patched.append(len(x[2])) or values(*x))
@@ -158,7 +145,8 @@ def test_resumes(small, top, tmp_path, monkeypatch):
     )
 
     def patched(**more):
-        return p.path_patch(model, clean, corrupted, METRIC, **options | more)
+        how = {"edges": edges, "top": top, "work": Work(resume=folder)} | more
+        return p.path_patch(small, PAIR, **how)
 
     expected = patched()
     chunks = sorted(folder.glob("*.safetensors"))
@@ -170,38 +158,43 @@ def test_resumes(small, top, tmp_path, monkeypatch):
     pd.testing.assert_frame_equal(expected.frame, patched().frame, check_exact=True)
     assert 0 < sum(n_patched) < len(expected.frame)
     assert len(n_estimated) == (top is not None)
-    changes = {"part": "q", "scale": "anew", "direction": "noise", "top": 3}
-    for name, value in (changes | {"positions": {"role": 1}}).items():
+    for change in ({"direction": "noise"}, {"top": 3}):
+        with pytest.raises(InputError, match=f"{next(iter(change))}: got"):
+            patched(**change)
+    by_role = p.Sites(edges.senders.heads, "role")
+    for name, change in (
+        ("part", {"part": "q"}),
+        ("scale", {"scale": "anew"}),
+        ("positions", {"senders": by_role}),
+    ):
         with pytest.raises(InputError, match=f"{name}: got"):
-            patched(**{name: value})
+            patched(edges=replace(edges, **change))
     expected.save(tmp_path / "paths.csv")
     loaded = p.Paths.load(tmp_path / "paths.csv")
     pd.testing.assert_frame_equal(expected.frame, loaded.frame, check_categorical=False)
     assert loaded.tokens == expected.tokens
-    assert expected.tokens.clean == [[str(token) for token in row] for row in clean.tolist()]
+    assert expected.tokens.clean == [[str(token) for token in row] for row in CLEAN.tolist()]
 
 
 def test_the_same_role_at_another_position_is_another_job(small, tmp_path):
-    options = {"senders": "L0H1", "receivers": "L1H0", "resume": tmp_path, "progress": False}
-    p.path_patch(*small, METRIC, positions={"role": 1}, **options)
+    edges, work = p.Edges("L0H1@role", "L1H0"), Work(resume=tmp_path)
+    p.path_patch(small, PAIR, edges, work=work)
     with pytest.raises(InputError, match="where: got"):
-        p.path_patch(*small, METRIC, positions={"role": 2}, **options)
+        p.path_patch(small, replace(PAIR, roles={"role": 2}), edges, work=work)
 
 
 def test_neurons_of_bilinear_gates():
     """Every neuron sends its share of the original neuron, and receives in its own units."""
-    clean, corrupted = prompts()
     model = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(2))
-    how = {"senders": ["L0N6", "L0N7"], "receivers": ["L1N10", "L1N11", "logits"]}
-    how |= {"part": "z", "positions": END, "progress": False}
-    sweep = p.path_patch(model, clean, corrupted, METRIC, **how)
+    receivers = ["L1N10", "L1N11", "logits"]
+    sweep = p.path_patch(model, PAIR, p.Edges(p.Sites(["L0N6", "L0N7"], END), receivers, "z"))
     effect = sweep.frame.assign(e=sweep.effect).set_index(["sender", "receiver"])["e"]
     gate = bilinear_gate("gelu_new", 2)
-    q = seen(model, corrupted, "blocks.1.mlp.hook_pre")[:, END, 5]
-    scale = seen(model, corrupted, "blocks.1.ln2.hook_scale")[:, END]
+    q = seen(model, CORRUPTED, "blocks.1.mlp.hook_pre")[:, END, 5]
+    scale = seen(model, CORRUPTED, "blocks.1.ln2.hook_scale")[:, END]
     span = sweep.clean_value - sweep.corrupted_value
     name = mlp_hook("z", 0)
-    z = seen(model, clean, name) - seen(model, corrupted, name)
+    z = seen(model, CLEAN, name) - seen(model, CORRUPTED, name)
     for i, j in ((0, 0), (1, 0), (1, 1)):
         delta = z[:, END, 6 + i] * gate.w[i] * model.blocks[0].mlp.W_out[3]
         delta = delta - delta.mean(-1, keepdim=True)
@@ -209,7 +202,7 @@ def test_neurons_of_bilinear_gates():
         before, after = (torch.sigmoid(gate.b[j] * x + gate.c[j]) * x for x in (q, new_q))
         index = (slice(None), END, 10 + j)
         more = (after - before).unsqueeze(-1)
-        expected = difference(moved(model, corrupted, mlp_hook("z"), index, more))
+        expected = difference(moved(model, CORRUPTED, mlp_hook("z"), index, more))
         expected = (expected - sweep.corrupted_value) / span
         got = effect[f"L0N{6 + i}", f"L1N{10 + j}"]
         assert got == pytest.approx(expected, rel=0, abs=1e-10)
@@ -219,66 +212,65 @@ def test_neurons_of_bilinear_gates():
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(small, side):
-    model, clean, corrupted = small
-    options = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H0", "L1N5", "logits"], "part": "z"}
-    options |= {"positions": -1, "progress": False, "direction": "noise"}
+    edges = p.Edges(p.Sites(["L0H1", "L0N3"], -1), ["L1H0", "L1N5", "logits"], "z")
+
+    def patched(contrast):
+        return p.path_patch(small, contrast, edges, direction="noise")
+
     whole, short = (
-        p.path_patch(model, clean[i, :n], corrupted[i, :n], METRIC, **options)
-        for i, n in enumerate((POS, 3))
+        patched(Contrast(CLEAN[i, :n], CORRUPTED[i, :n], METRIC)) for i, n in enumerate((POS, 3))
     )
     pad = torch.zeros(1, 2, dtype=torch.long)
-    mask = torch.ones_like(clean)
+    mask = torch.ones_like(CLEAN)
 
     def padded(x):
         row = [pad, x[1:, :3]] if side == "left" else [x[1:, :3], pad]
         return torch.cat([x[:1], torch.cat(row, dim=1)])
 
     mask[1, slice(2) if side == "left" else slice(3, None)] = 0
-    sweep = p.path_patch(model, padded(clean), padded(corrupted), METRIC, mask=mask, **options)
+    sweep = patched(Contrast(padded(CLEAN), padded(CORRUPTED), METRIC, mask=mask))
     expected = (whole.frame["value"] + short.frame["value"]) / 2
     assert (sweep.frame["value"] - expected).abs().max() < 1e-12
     assert (sweep.frame["value"] - sweep.clean_value).abs().min() > 1e-9
 
 
 def test_senders_that_say_where(small):
-    model, clean, corrupted = small
-    options = {"receivers": ["L1H0", "logits"], "part": "z", "progress": False}
-    sweep = p.path_patch(model, clean, corrupted, METRIC, senders=["L0H1@4", "L0N3@1"], **options)
+    def patched(senders):
+        return p.path_patch(small, PAIR, p.Edges(senders, ["L1H0", "logits"], "z"))
+
+    sweep = patched(["L0H1@4", "L0N3@1"])
     assert list(sweep.frame[["sender", "position"]].itertuples(index=False, name=None)) == [
         ("L0H1", END), ("L0H1", END), ("L0N3", 1), ("L0N3", 1)
     ]  # fmt: skip
     for sender, position in (("L0H1", END), ("L0N3", 1)):
-        one = p.path_patch(
-            model, clean, corrupted, METRIC, senders=sender, positions=position, **options
-        )
+        one = patched(p.Sites(sender, position))
         values = sweep.frame["value"][sweep.frame["sender"] == sender]
         assert values.tolist() == pytest.approx(one.frame["value"].tolist(), abs=1e-12)
         assert values.nunique() > 1
 
 
 def test_refusals(small):
-    model, clean, corrupted = small
-    call = {"senders": "L0H1", "receivers": "L1H0", "progress": False}
+    edges = p.Edges("L0H1", "L1H0")
 
-    def refused(match, metric=METRIC, **options):
+    def refused(match, edges=edges, contrast=PAIR, **options):
         with pytest.raises(InputError, match=match):
-            p.path_patch(model, clean, corrupted, metric, **call | options)
+            p.path_patch(small, contrast, edges, **options)
 
-    refused("expected one of q, k, value", part="v")
-    refused("do not depend on the token", part="k", receivers=["L1H0", "L1N5"])
-    refused("a later layer", senders="L1N5")
-    refused("gradient is zero", metric=p.kl(), direction="noise", top=3)
+    refused("expected one of q, k, value", replace(edges, part="v"))
+    refused("expected one of held, anew", replace(edges, scale="new"))
+    refused("do not depend on the token", p.Edges("L0H1", ["L1H0", "L1N5"], "k"))
+    refused("a later layer", p.Edges("L1N5", "L1H0"))
+    refused("(?s)got a Tensor; expected Contrast.*got a str; expected Edges", "L0H1", CLEAN)
+    refused("gradient is zero", contrast=replace(PAIR, metric=p.kl()), direction="noise", top=3)
 
 
 def test_a_run_with_nan_says_so():
     """This bridge's logits are nan for every token of a prompt with left padding."""
-    model, (clean, corrupted) = bridges.exposed_copy(bridges.boot("llama")), prompts()
-    mask = torch.ones_like(clean)
+    model, mask = bridges.exposed_copy(bridges.boot("llama")), torch.ones_like(CLEAN)
     mask[1, 0] = 0
-    assert model(clean, attention_mask=mask)[1].isnan().all()  # the bridge alone returns nan
-    call = {"senders": "L0H1", "receivers": "L1H0", "mask": mask, "progress": False}
+    assert model(CLEAN, attention_mask=mask)[1].isnan().all()  # the bridge alone returns nan
     with pytest.raises(
         InputError,
         match=r"(?s)float64, first at blocks\.0\.hook_resid_post, in 1 of 2.*use float32",
     ):
-        p.path_patch(model, clean, corrupted, METRIC, **call)
+        p.path_patch(model, replace(PAIR, mask=mask), p.Edges("L0H1", "L1H0"))

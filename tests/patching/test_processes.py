@@ -14,6 +14,7 @@ import pytest
 import torch
 from common import in_threads
 
+from attn_only_lens import Contrast
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching import job, site_groups
@@ -24,16 +25,16 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens a
 SWEEP = """
 import sys
 import torch
-from attn_only_lens import expose_neuron_heads, patching as p, pretrained
+from attn_only_lens import Contrast, Work, expose_neuron_heads, patching as p, pretrained
 from attn_only_lens.patching import site_groups
 
 site_groups._CHUNKS, site_groups._LEAST = 5, 1
 
-def swept(resume=None, **options):
-    return p.activation_patch(
-        expose_neuron_heads(pretrained.modular_addition()).model, torch.tensor([3, 4, 113]),
-        torch.tensor([3, 5, 113]), p.logit_diff(7, 8), batch_size=64, resume=resume,
-        **options)
+def swept(resume=None):
+    model = expose_neuron_heads(pretrained.modular_addition()).model
+    prompts = torch.tensor([3, 4, 113]), torch.tensor([3, 5, 113])
+    contrast = Contrast(*prompts, p.logit_diff(7, 8))
+    return p.activation_patch(model, contrast, work=Work(batch_size=64, resume=resume))
 """
 RUNS = f"{SWEEP}\nswept(sys.argv[1]).save(sys.argv[2])"
 DIES = f"""{SWEEP}
@@ -86,9 +87,9 @@ def swept():
 @pytest.fixture(scope="module")
 def expected(swept, tmp_path_factory):
     """Return the frame of one process whose job has the same chunks, so that its bits are equal."""
-    frame = swept(tmp_path_factory.mktemp("one process") / "chunks", progress=False).frame
+    frame = swept(tmp_path_factory.mktemp("one process") / "chunks").frame
     # Without a folder, products have other sizes, which some processors round differently.
-    whole = swept(progress=False).frame
+    whole = swept().frame
     atol = LOGIT_TOLERANCE[torch.float32] * whole["value"].abs().max()
     pd.testing.assert_frame_equal(frame, whole, rtol=0, atol=atol)
     return frame
@@ -120,7 +121,7 @@ def test_the_next_start_takes_over_the_shares_of_processes_that_were_killed(
     assert (hidden / "new").is_file()
     left = {path: path.stat().st_mtime_ns for path in chunks.glob("prompts-*")}
     assert len(left) == 2
-    together = swept(chunks, progress=False).frame
+    together = swept(chunks).frame
     pd.testing.assert_frame_equal(together, expected, check_exact=True)
     assert all(path.stat().st_mtime_ns == time for path, time in left.items())
     assert not list(chunks.glob(".*"))
@@ -132,7 +133,7 @@ def test_processes_and_threads_that_know_nothing_of_each_other_share_a_folder(
     chunks, file = tmp_path / "chunks", tmp_path / "frame.parquet"
     process = start(RUNS, chunks, file)
     frames = [frame for (frame,) in in_threads(
-        lambda folder: swept(folder, progress=False).frame, [chunks, chunks], times=1
+        lambda folder: swept(folder).frame, [chunks, chunks], times=1
     )]  # fmt: skip
     errors = process.communicate()[1]
     assert process.returncode == 0, errors
@@ -144,8 +145,9 @@ def test_processes_and_threads_that_know_nothing_of_each_other_share_a_folder(
 def test_processes_need_a_folder(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     model = bridges.exposed_copy(bridges.boot("gpt2"))
+    contrast = Contrast(torch.tensor([3, 4]), torch.tensor([3, 5]), p.logit_diff(1, 2))
     with pytest.raises(InputError, match="2 processes were launched"):
-        p.activation_patch(model, torch.tensor([3, 4]), torch.tensor([3, 5]), p.logit_diff(1, 2))
+        p.activation_patch(model, contrast)
 
 
 def test_the_first_process_reports(monkeypatch):

@@ -3,20 +3,23 @@
 The oracle for a prompt is the same call with this prompt alone, without padding.
 """
 
+from dataclasses import replace
+
 import bridges
 import numpy as np
 import pytest
 import torch
 from common import tokens
 
+from attn_only_lens import Contrast, Work
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 
 METRIC = p.logit_diff(7, 11)
 LENGTHS = (7, 5, 6)
 ROLES = {"subject": [1, 2, 1], "end": -1}
-PATHS = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H0", "L1N5", "logits"], "part": "z"}
-PATHS |= {"positions": ROLES, "progress": False}
+SENDERS = ["L0H1", "L0N3"]
+EDGES = p.Edges(p.Sites(SENDERS, "roles"), ["L1H0", "L1N5", "logits"], "z")
 # The tolerance allows for sums over prompts in another order, in float64.
 EXACT = {"rtol": 0, "atol": 1e-12}
 
@@ -32,41 +35,37 @@ def prompts(side="right"):
     corrupted = clean.clone()
     for row, place in enumerate(ROLES["subject"]):
         corrupted[row, place] = (clean[row, place] + 7) % 41
-    alone = [(clean[i, :n], corrupted[i, :n]) for i, n in enumerate(LENGTHS)]
+    alone = [Contrast(clean[i, :n], corrupted[i, :n], METRIC) for i, n in enumerate(LENGTHS)]
     mask = torch.zeros(3, 7, dtype=torch.long)
     padded = [torch.zeros_like(clean) for _ in range(2)]
     for i, n in enumerate(LENGTHS):
         real = slice(7 - n, None) if side == "left" else slice(n)
         mask[i, real] = 1
-        for row, pair in zip(padded, alone[i], strict=True):
-            row[i, real] = pair
-    return (*padded, mask), alone
-
-
-def of_one(i):
-    return {"positions": [ROLES["subject"][i], LENGTHS[i] - 1]}
+        for row, prompt in zip(padded, (alone[i].clean, alone[i].corrupted), strict=True):
+            row[i, real] = prompt
+    return Contrast(*padded, METRIC, mask=mask, roles=ROLES), alone
 
 
 @pytest.mark.parametrize(
-    ("side", "how"),
-    [("left", {"top": 5}), ("right", {"direction": "noise", "scale": "anew"})],
+    ("side", "scale", "how"),
+    [("left", "held", {"top": 5}), ("right", "anew", {"direction": "noise"})],
 )
-def test_paths(model, side, how, tmp_path):
-    (clean, corrupted, mask), alone = prompts(side)
+def test_paths(model, side, scale, how, tmp_path):
+    contrast, alone = prompts(side)
+    edges = replace(EDGES, scale=scale)
 
-    def patched(**more):
-        return p.path_patch(model, clean, corrupted, METRIC, mask=mask, **PATHS | how | more)
+    def patched(**options):
+        return p.path_patch(model, contrast, edges, **how, **options)
 
-    rows = patched(per_prompt=True, prompts_at_once=1)
+    rows = patched(per_prompt=True, work=Work(prompts_at_once=1))
     n = len(rows.frame) // 3
     assert rows.frame["prompt"].tolist() == [0, 1, 2] * n
     key = ["sender", "receiver", "position"]
     for i in range(3):
-        options = PATHS | how | of_one(i) | {"top": None}
-        one = p.path_patch(model, *alone[i], METRIC, **options).frame
-        one["position"] = one["position"].map(
-            {ROLES["subject"][i]: "subject", LENGTHS[i] - 1: "end"}
-        )
+        roles = {ROLES["subject"][i]: "subject", LENGTHS[i] - 1: "end"}
+        of_one = replace(edges, senders=p.Sites(SENDERS, list(roles)))
+        one = p.path_patch(model, alone[i], of_one, **how | {"top": None}).frame
+        one["position"] = one["position"].map(roles)
         expected = one.astype({"sender": str, "receiver": str}).set_index(key)["value"]
         of_prompt = rows.frame[rows.frame["prompt"] == i].astype({"sender": str, "receiver": str})
         of_prompt = of_prompt.set_index(key)["value"]
@@ -74,7 +73,8 @@ def test_paths(model, side, how, tmp_path):
     values = rows.frame["value"].to_numpy().reshape(n, 3)
     assert np.ptp(values, axis=1).max() > 1e-3  # control: prompts differ
     unpatched = rows.frame["unpatched"].to_numpy().reshape(n, 3)
-    for together in (patched(), patched(prompts_at_once=2, resume=tmp_path / "paths")):
+    resumed = Work(prompts_at_once=2, resume=tmp_path / "paths")
+    for together in (patched(), patched(work=resumed)):
         frame, span = together.frame, together.clean_value - together.corrupted_value
         assert frame[key].equals(rows.frame[key].iloc[::3].reset_index(drop=True))
         np.testing.assert_allclose(frame["value"], values.mean(axis=1), **EXACT)
@@ -88,19 +88,16 @@ def test_paths(model, side, how, tmp_path):
             estimates = rows.frame["estimate"].to_numpy()[::3]
             np.testing.assert_allclose(frame["estimate"], estimates, **EXACT)
     with pytest.raises(InputError, match="per_prompt: got"):
-        patched(resume=tmp_path / "paths", per_prompt=True)
+        patched(work=resumed, per_prompt=True)
     rows.save(tmp_path / "rows.csv")
     assert p.Paths.load(tmp_path / "rows.csv").frame["prompt"].tolist() == [0, 1, 2] * n
 
 
 def test_refused(model):
-    (clean, corrupted, mask), _ = prompts()
-    custom = p.custom(lambda logits: logits[:, -1, 7].mean(), name="mean")
+    mean = replace(prompts()[0], metric=lambda logits: logits[:, -1, 7].mean())
     for how, match in (
-        ({"prompts_at_once": 0}, "got prompts_at_once=0"),
-        ({"metric": custom, "prompts_at_once": 1}, "a function of the logits of all 3 prompts"),
-        ({"metric": custom, "per_prompt": True}, "one value for all 3 prompts"),
+        ({"work": Work(prompts_at_once=1)}, "a function of the logits of all 3 prompts"),
+        ({"per_prompt": True}, "one value for all 3 prompts"),
     ):
-        options = {"metric": METRIC, "mask": mask} | how
         with pytest.raises(InputError, match=match):
-            p.path_patch(model, clean, corrupted, **PATHS | options)
+            p.path_patch(model, mean, EDGES, **how)

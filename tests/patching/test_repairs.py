@@ -1,5 +1,6 @@
 """Tests of attribution with exact repairs against sweeps, and of site names with positions."""
 
+from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
@@ -10,7 +11,7 @@ import transformers
 from bridges import bridged
 from patched_runs import difference, whole_runs
 
-from attn_only_lens import HeadName, expose_neuron_heads
+from attn_only_lens import Contrast, HeadName, Work, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching import repairs
@@ -21,6 +22,7 @@ pytestmark = [
 ]
 CLEAN, CORRUPTED = torch.tensor([[3, 5, 7, 11, 13]]), torch.tensor([[3, 17, 7, 11, 13]])
 METRIC = p.logit_diff(7, 11)
+PAIR = Contrast(CLEAN, CORRUPTED, METRIC, roles={"subject": 1, "end": -1})
 SITE = ["name", "position"]
 
 
@@ -39,15 +41,14 @@ def bridge():
     return expose_neuron_heads(bridged(source.double().eval())).model
 
 
-def ask(run=p.attribution, model=None, **how):
-    how = {"progress": False} | how
-    return run(model or bridge(), CLEAN, CORRUPTED, METRIC, **how)
+def ask(method="exact_gate", budget="auto", model=None, contrast=PAIR, **how):
+    return p.attribution(model or bridge(), contrast, method=p.Estimate(method, budget), **how)
 
 
 @cache
 def exact():
     """Return the score of each site, patched."""
-    return scores(ask(p.activation_patch))
+    return scores(p.activation_patch(bridge(), PAIR))
 
 
 def scores(sweep):
@@ -71,11 +72,11 @@ def test_some_rows_are_patches_and_the_rest_estimates():
     [
         {"part": "pattern"},
         {"part": "value", "direction": "noise"},
-        {"part": "q", "positions": "all"},
+        {"part": "q", "sites": p.Sites(positions="all")},
         {"part": "k"},
-        {"method": "secant", "positions": {"subject": [1], "end": -1}},
-        {"direction": "mean", "positions": [1, -1]},
-        {"direction": "bias", "sites": p.neuron_heads()},
+        {"method": "secant", "sites": p.Sites(positions="roles")},
+        {"direction": "mean", "sites": p.Sites(positions=[1, -1])},
+        {"direction": "bias", "sites": "neurons"},
     ],
     ids=lambda how: " ".join(str(value) for value in how.values() if isinstance(value, str)),
 )
@@ -83,7 +84,7 @@ def test_enough_budget_repairs_every_site(how):
     """All sites that can have an effect are repaired; the others have none."""
     sweep = ask(budget=1e6, **how)
     options = {name: value for name, value in how.items() if name != "method"}
-    patched = scores(ask(p.activation_patch, **options))
+    patched = scores(p.activation_patch(bridge(), PAIR, **options))
     assert (scores(sweep) - patched).abs().max() < 1e-10
     assert set(sweep.expected_pearson.values()) == {1.0}
     assert set(sweep.expected_pearson) == set(sweep.frame["kind"])
@@ -128,7 +129,7 @@ def test_by_default_all_sites_of_a_small_model_are_patched(monkeypatch):
     assert 19.9 < ask().forwards <= 20
     # With several prompts, a pass covers all of them, so the same limit holds.
     batch = [torch.cat([x, x + 1, x + 2, x + 3]) for x in (CLEAN, CORRUPTED)]
-    several = p.attribution(bridge(), *batch, METRIC, progress=False, prompts_at_once=2)
+    several = ask(contrast=Contrast(*batch, METRIC), work=Work(prompts_at_once=2))
     assert 9.9 < several.forwards <= 10
 
 
@@ -164,8 +165,8 @@ def test_the_expected_correlation_is_the_formula_of_the_docs(monkeypatch):
         return keys[-1]
 
     monkeypatch.setattr(f"{repairs.__package__}.estimator.repair_keys", kept)
-    before = ask(budget=0, sites=p.neuron_heads()).frame
-    sweep = ask(budget=10, sites=p.neuron_heads())
+    before = ask(budget=0, sites="neurons").frame
+    sweep = ask(budget=10, sites="neurons")
     frame = sweep.frame
     assert frame[SITE].equals(before[SITE])
     key = np.maximum(keys[-1].numpy(), keys[-1][keys[-1] > 0].min())
@@ -221,7 +222,7 @@ def scores_by_hand(model, rows):
     measure = partial(difference, correct=7, wrong=11)
     with torch.no_grad():
         clean, corrupted = (measure(model(run)) for run in (CLEAN, CORRUPTED))
-    values = np.array(whole_runs(model, (CLEAN, CORRUPTED, None), rows, measure=measure))
+    values = np.array(whole_runs(model, PAIR, rows, measure=measure))
     return (values - corrupted) / (clean - corrupted)
 
 
@@ -308,7 +309,7 @@ def test_the_limit_is_raised_for_the_top_rows_only(
 def test_slopes_of_both_runs_promise_no_more_than_is_reached(method):
     """Slopes of both runs differ from the gradient at most sites, even where keys are small."""
     model = switching(1.0)
-    patched, tangent = scores(ask(p.activation_patch, model)), scores(ask(model=model, budget=0))
+    patched, tangent = scores(p.activation_patch(model, PAIR)), scores(ask(model=model, budget=0))
     alone = scores(ask(model=model, method=method, budget=0))
     sweep = ask(model=model, method=method, budget=20)
     frame, repaired = sweep.frame.set_index(SITE), scores(sweep)
@@ -326,11 +327,9 @@ def test_slopes_of_both_runs_promise_no_more_than_is_reached(method):
 @pytest.mark.usefixtures("working_cache")
 def test_a_gradient_of_zero_in_the_target_run_repairs_the_largest_estimates():
     """The gradient of `kl` in the clean run is zero, so it predicts no effect."""
-    how = {"direction": "noise", "progress": False}
-    prompts = (switching(1.0), CLEAN, CORRUPTED, p.kl())
-    patched = scores(p.activation_patch(*prompts, **how))
-    alone = scores(p.attribution(*prompts, method="secant", budget=0, **how))
-    sweep = p.attribution(*prompts, method="secant", budget=20, **how)
+    how = {"model": switching(1.0), "contrast": replace(PAIR, metric=p.kl()), "direction": "noise"}
+    patched, alone = scores(p.activation_patch(**how)), scores(ask("secant", 0, **how))
+    sweep = ask("secant", 20, **how)
     flags, repaired = sweep.frame.set_index(SITE)["exact"], scores(sweep)
     assert 0 < flags.sum() < len(flags)
     assert ((repaired - patched) ** 2).sum() < 0.2 * ((alone - patched) ** 2).sum()
@@ -349,8 +348,8 @@ def test_estimates_among_the_top_rows_are_counted(as_if_large):
 
 
 def test_the_top_rows_of_several_prompts_are_exact(as_if_large):
-    pair = [torch.cat([CLEAN, CLEAN + 1]), torch.cat([CORRUPTED, CORRUPTED + 2])]
-    sweep = p.attribution(switching(20.0), *pair, METRIC, budget=60, progress=False)
+    batch = torch.cat([CLEAN, CLEAN + 1]), torch.cat([CORRUPTED, CORRUPTED + 2])
+    sweep = ask(model=switching(20.0), contrast=Contrast(*batch, METRIC), budget=60)
     assert sweep.top()["exact"].all()
     assert not sweep.frame["exact"].all()
 
@@ -412,15 +411,19 @@ def test_the_key_by_plain_hooks(monkeypatch):
 def test_names_that_say_where():
     """Names with positions select rows of a whole sweep; -1 is 4 here, and both are labels."""
     for run in (p.activation_patch, p.attribution):
-        result = scores(ask(run, sites=["L0N5@1", "L0N5@-1", "L2H1@3"]))
+        result = scores(run(bridge(), PAIR, sites=["L0N5@1", "L0N5@-1", "L2H1@3"]))
         assert set(result.index) == {("L0N5", 1), ("L0N5", -1), ("L2H1", 3)}
         if run is p.activation_patch:
             assert abs(result["L0N5", -1] - exact()["L0N5", 4]) < 1e-10
             assert abs(result["L2H1", 3] - exact()["L2H1", 3]) < 1e-10
-    mixed = scores(ask(p.activation_patch, sites=["L1N3@2", "L1N7"], positions=[3]))
+
+    def patched(*sites):
+        return scores(p.activation_patch(bridge(), PAIR, sites=p.Sites(*sites)))
+
+    mixed = patched(["L1N3@2", "L1N7"], 3)
     assert sorted(mixed.index) == [("L1N3", 2), ("L1N7", 3)]
     # Position -1 of one head next to all positions of another.
-    both = scores(ask(p.activation_patch, sites=["L0N5@4", "L1H1@-1", "L0N7"]))
+    both = patched(["L0N5@4", "L1H1@-1", "L0N7"])
     assert abs(both["L0N5", 4] - exact()["L0N5", 4]) < 1e-12
     assert abs(both["L1H1", -1] - exact()["L1H1", 4]) < 1e-12
     assert len(both) == 7
@@ -434,14 +437,17 @@ def test_names_that_say_where():
         (["L0N5@1", "L0N5"], "each", "L0N5@1 more than once"),
         (["L0N5@4", "L0N5@-1"], "each", "L0N5@4 more than once"),
         (["L0N5@1"], [1], "names that all include a position"),
-        (["L0N5@1", "L0N7"], {"end": -1}, "L0N5@1; expected one of the roles in positions: end"),
+        (["L0N5@1", "L0N7"], "end", "positions='end' for L0N7, but other names include numbers"),
+        (["L0N5@subject", "L0N7"], "each", "L0N5@subject, which names a role, but other names"),
+        (["L0N5@subject", "L0N7@1"], "each", "L0N5@subject, which names a role, but other names"),
+        (["L0N5@verb"], "each", "got the role 'verb'; expected a role of the contrast: subject, e"),
         (["L0N5@9", "L9N5@x"], "each", "layers 0 to 2.*L9N5@x, which names a role.*L0N5@9: got 9"),
-        (["L9N5"], "last", "layers 0 to 2.*positions='last'; expected 'each'"),
+        (["L9N5"], "last", "layers 0 to 2.*got the role 'last'; expected .*'each'"),
     ],
 )
 def test_names_that_cannot_be_placed(sites, positions, words):
     with pytest.raises(InputError, match=f"(?s){words}"):
-        ask(p.activation_patch, sites=sites, positions=positions)
+        p.activation_patch(bridge(), PAIR, sites=p.Sites(sites, positions))
 
 
 def test_one_prompt_alone():
@@ -450,8 +456,9 @@ def test_one_prompt_alone():
     with torch.no_grad():
         logits = model(CLEAN)[0, -1]
     whole = float(logits[7] - logits[11])
-    how = {"direction": "zero", "sites": ["L0N5", "L1H1"], "positions": "all", "progress": False}
-    sweep = p.activation_patch(model, CLEAN, None, METRIC, **how)
+    alone = replace(PAIR, corrupted=None)
+    how = {"contrast": alone, "direction": "zero", "sites": p.Sites(["L0N5", "L1H1"], "all")}
+    sweep = p.activation_patch(model, **how)
     hook = HeadName.parse("L1H1").hook("z", model)
 
     def without(value, hook):
@@ -463,14 +470,11 @@ def test_one_prompt_alone():
         left = model(CLEAN)[0, -1]
     assert abs(scores(sweep)["L1H1", "all"] - float(left[7] - left[11]) / whole) < 1e-10
     assert (sweep.clean_value, sweep.corrupted_value) == (pytest.approx(whole), 0.0)
-    repaired, plain = (
-        scores(p.attribution(model, CLEAN, None, METRIC, budget=budget, **how))
-        for budget in (1e6, 0)
-    )
+    repaired, plain = (scores(ask(budget=budget, **how)) for budget in (1e6, 0))
     assert (repaired - scores(sweep)).abs().max() < 1e-10 < (plain - scores(sweep)).abs().max()
     for run in (p.activation_patch, p.attribution):
         with pytest.raises(InputError, match="no corrupted prompt with direction='denoise'"):
-            run(model, CLEAN, None, METRIC, progress=False)
+            run(model, alone)
 
 
 def test_kept_in_a_file(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from common import needs_hooked_transformer
 
 from analyses.tools import train_brackets as brackets
-from attn_only_lens import expose_neuron_heads
+from attn_only_lens import Contrast, expose_neuron_heads
 from attn_only_lens import patching as p
 
 pytestmark = [
@@ -21,14 +21,14 @@ KINDS = ("attention", "neuron")
 
 @cache
 def exact_sweeps():
-    """Return the arguments and the sweeps of every site, for two pairs in both directions."""
+    """Return the runs to patch and the sweeps of every site, for two pairs in both directions."""
     model = expose_neuron_heads(brackets.load_bridge()).model
     sweeps = []
     for clean, corrupted in islice(brackets.pairs(model, seed=3), 2):
+        contrast = Contrast(clean, corrupted, brackets.BALANCED)
         for direction in ("denoise", "noise"):
-            arguments = model, clean, corrupted, brackets.BALANCED
-            how = {"direction": direction, "progress": False}
-            sweeps.append((arguments, how, p.activation_patch(*arguments, **how)))
+            how = {"model": model, "contrast": contrast, "direction": direction}
+            sweeps.append((how, p.activation_patch(**how)))
     return sweeps
 
 
@@ -40,12 +40,12 @@ def pearson(exact, estimated, kind):
 
 def test_the_default_gives_what_patches_give():
     alone = []
-    for arguments, how, exact in exact_sweeps():
-        sweep = p.attribution(*arguments, **how)
+    for how, exact in exact_sweeps():
+        sweep = p.attribution(**how)
         assert min(pearson(exact, sweep, kind) for kind in KINDS) > 0.999
         assert min(sweep.expected_pearson.values()) > 0.98
         # Control: estimates without repairs correlate far less.
-        plain = p.attribution(*arguments, budget=0, **how)
+        plain = p.attribution(**how, method=p.Estimate(budget=0))
         alone += [pearson(exact, plain, kind) for kind in KINDS]
     assert min(alone) < 0.5
     assert sum(value < 0.98 for value in alone) > len(alone) / 2
@@ -54,9 +54,9 @@ def test_the_default_gives_what_patches_give():
 def test_no_more_is_expected_than_is_reached():
     """The expected correlation is not too high for small budgets and poor estimates."""
     n_low = 0
-    for arguments, how, exact in exact_sweeps():
+    for how, exact in exact_sweeps():
         for budget in (1, 3):
-            sweep = p.attribution(*arguments, budget=budget, **how)
+            sweep = p.attribution(**how, method=p.Estimate(budget=budget))
             for kind, expected in sweep.expected_pearson.items():
                 reached = pearson(exact, sweep, kind)
                 n_low += reached < 0.98

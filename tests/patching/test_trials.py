@@ -1,5 +1,7 @@
 """Tests that sweeps try their edits before use, and that edits which have no effect are refused."""
 
+from dataclasses import replace
+
 import bridges
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import torch
 from patched_runs import hook_point, whole_runs
 from transformer_lens.hook_points import HookPoint
 
-from attn_only_lens import circuits, expose_neuron_heads
+from attn_only_lens import Contrast, circuits, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.replay import Variants
 from attn_only_lens.engine.replay.bridge import BridgeReplay
@@ -28,20 +30,23 @@ def exposed(name, **how):
 
 
 def pair():
-    """Return clean and corrupted prompts that differ from position 2 on."""
+    """Return prompts that differ from position 2 on."""
     clean = bridges.tokens(1)[:, :POS]
     corrupted = clean.clone()
     corrupted[:, FIRST:] = (clean[:, FIRST:] + 5) % bridges.D_VOCAB
-    return clean, corrupted
+    return Contrast(clean, corrupted, METRIC)
 
 
-def sweep(model, sites, **how):
-    return p.activation_patch(model, *pair(), METRIC, sites=sites, progress=False, **how).to_frame()
+PAIR = pair()
+
+
+def sweep(model, sites, part="z"):
+    return p.activation_patch(model, PAIR, sites=sites, part=part).to_frame()
 
 
 def require_exact(model, frame, part="z"):
     """Check every value against a whole run with a hook."""
-    expected = whole_runs(model, (*pair(), None), frame, part)
+    expected = whole_runs(model, PAIR, frame, part)
     np.testing.assert_allclose(frame["value"], expected, rtol=0, atol=EXACT)
 
 
@@ -53,7 +58,7 @@ def test_bert_whose_layers_run_no_module_for_their_mlp(part):
         with pytest.raises(UnsupportedModelError, match="does not use"):
             sweep(model, sites, part=part)
         sites = sites[:3]
-    frame = sweep(model, sites, part=part, positions=[1, 4, POS - 1])
+    frame = sweep(model, p.Sites(sites, [1, 4, POS - 1]), part)
     require_exact(model, frame, part)
     felt = frame[(frame.layer == 0) | (frame.position == POS - 1)]
     felt = felt[felt.position > 1]  # at 1, only q of layer 0 differs between the runs
@@ -62,11 +67,10 @@ def test_bert_whose_layers_run_no_module_for_their_mlp(part):
 
 
 def test_bert_in_attribution_and_circuits():
-    model, (clean, corrupted) = exposed("bert"), pair()
-    exact = p.activation_patch(model, clean, corrupted, METRIC, positions="all", progress=False)
-    estimate = p.attribution(model, clean, corrupted, METRIC, positions="all")
+    model, sites = exposed("bert"), p.Sites(positions="all")
+    exact, estimate = (run(model, PAIR, sites=sites) for run in (p.activation_patch, p.attribution))
     assert p.agreement(exact, estimate)["pearson"].item() > 0.9
-    curve = circuits.faithfulness(model, clean, corrupted, METRIC, exact, n_random=0)
+    curve = circuits.faithfulness(model, PAIR, exact, n_random=0)
     assert curve.frame["faithfulness"].iloc[-1] == pytest.approx(1.0, abs=1e-9)
 
 
@@ -125,7 +129,7 @@ def test_weights_of_zero_are_no_reason(part):
     with torch.no_grad():
         for linear in (model.blocks[1].attn.o, model.blocks[1].mlp.out):
             linear.original_component.weight.zero_()
-    frame = sweep(model, ["L1H0", "L1N5", "L0N3"], part=part, positions=[FIRST, POS - 1])
+    frame = sweep(model, p.Sites(["L1H0", "L1N5", "L0N3"], [FIRST, POS - 1]), part)
     require_exact(model, frame, part)
     assert frame[frame.layer == 1]["value"].std() < EXACT
     assert frame[frame.layer == 0]["value"].std() > 1e-6
@@ -148,14 +152,13 @@ class Silent(HookPoint):
 
 def ask(model, ranking):
     """Return the analyses that edit activations, by name."""
-    clean, corrupted = pair()
-    options = {"sites": ["L0H1", "L1H0", "L0N3"], "positions": [POS - 1]}
+    sites = p.Sites(["L0H1", "L1H0", "L0N3"], POS - 1)
     return {
-        "sweep": lambda: sweep(model, **options),
-        "attribution": lambda: p.attribution(model, clean, corrupted, METRIC, **options),
-        "graph": lambda: circuits.attribution_graph(model, clean, METRIC, top=5),
-        "faithfulness": lambda: circuits.faithfulness(model, clean, corrupted, METRIC, ranking),
-        "discover": lambda: circuits.discover(model, clean, corrupted, METRIC, **options),
+        "sweep": lambda: sweep(model, sites),
+        "attribution": lambda: p.attribution(model, PAIR, sites=sites),
+        "graph": lambda: circuits.attribution_graph(model, replace(PAIR, corrupted=None), top=5),
+        "faithfulness": lambda: circuits.faithfulness(model, PAIR, ranking),
+        "discover": lambda: circuits.discover(model, PAIR, sites=sites),
     }
 
 
@@ -164,8 +167,8 @@ def ask(model, ranking):
     [(LooksOn, "does not use|read-only"), (Silent, "did not fire in a forward pass")],
 )
 def test_nothing_is_said_of_heads_that_take_no_edits(point, reason):
-    model, (clean, corrupted) = exposed("gpt2"), pair()
-    ranking = p.attribution(model, clean, corrupted, METRIC, positions=[POS - 1])
+    model = exposed("gpt2")
+    ranking = p.attribution(model, PAIR, sites=p.Sites(positions=POS - 1))
     for run in ask(model, ranking).values():
         run()
     z = hook_point(model, "L1H0", "z")

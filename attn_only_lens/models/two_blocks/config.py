@@ -144,15 +144,15 @@ class AttentionOnlyConfig(HookedTransformerConfig):
             [f"{sizes.n_heads} and {n_neurons(sizes.d_mlp)}" for sizes in self.layer_sizes]
         )
         raise UnsupportedCallError(
-            "to patch heads, call attn_only_lens.patching.activation_patch(model, clean, "
-            "corrupted, metric)\n"
+            "to patch heads, call attn_only_lens.patching.activation_patch(model, "
+            "contrast)\n"
             f"A converted model has no cfg.n_heads: its {self.n_layers} blocks alternate between "
             f"attention heads and neuron-heads ({counts}), so no single number is correct. Use "
             "model.blocks[i].cfg.n_heads for a block, "
             "model.cfg.layer_sizes[l].n_heads for the attention heads of a source layer, and "
             "model.all_head_labels(neurons=True) for every head. For paths between heads, call "
-            "attn_only_lens.patching.path_patch(model, clean, corrupted, metric, "
-            'senders="L0H1", receivers=attn_only_lens.patching.heads(), part="q"); or give '
+            "attn_only_lens.patching.path_patch(model, contrast, "
+            'attn_only_lens.patching.Edges("L0H1", "heads", part="q")); or give '
             "generic_activation_patch an explicit index_df. To build a model, use "
             "attn_only_lens.convert or attn_only_lens.load"
         )
