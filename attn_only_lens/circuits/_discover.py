@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pandas as pd
-import torch
 from jaxtyping import Float
 from tqdm.auto import tqdm
 
@@ -32,9 +31,7 @@ from attn_only_lens.circuits.stability import (
 from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import as_metric
-from attn_only_lens.engine.multipliers import run_both
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.recording import RunPair, run_pair
 from attn_only_lens.engine.sites import Sites, SomeSites
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching._activation_patch import activation_patch
@@ -113,7 +110,7 @@ def discover(
         sites = replace(sites, positions=list(contrast.roles))
     label = f"{work.progress}: " if isinstance(work.progress, str) else ""
     with tqdm(unit=" circuits", desc=f"{label}ranking", disable=not work.progress) as bar:
-        ranking, runs = rank_sites(model, contrast, sites, method, bool(resamples), work)
+        ranking = rank_sites(model, contrast, sites, method, bool(resamples), work)
         bar.set_description_str(f"{label}search")
         frame, effects = ranking.frame[SITE], ranking.effect.to_numpy()[:, None]
         if resamples:  # the frame has one row per site and prompt, sorted by site
@@ -122,7 +119,7 @@ def discover(
         options: dict[str, Any] = {"ablation": search.ablation, "work": work}
         ablate = partial(ablated_model, model, sites=frame, **options, on_done=bar.update)
         find = partial(_smallest, ranking, search.order, faithfulness, method != MEASURED)
-        ablated = ablate(pair, metric, runs=runs)
+        ablated = ablate(pair, metric)
         mean = effects @ ablated.weights if resamples else effects[:, 0]
         rows, tried = find(ablated, mean)
         circuit = circuit_of(
@@ -158,25 +155,15 @@ def rank_sites(
     method: Ranking,
     per_prompt: bool = False,
     work: Work = Work(),
-) -> tuple[Sweep, RunPair | None]:
-    """Return the effect of replacing each site's clean output with its corrupted output.
-
-    Also return both runs' recordings if an `AblatedModel` can reuse them, otherwise None.
-    """
+) -> Sweep:
+    """Return the effect of replacing each site's clean output with its corrupted output."""
     work = replace(work, progress=False)
     if method == MEASURED:
         options: dict[str, Any] = {"direction": "noise", "per_prompt": per_prompt, "work": work}
-        return activation_patch(model, contrast, sites=sites, **options), None
+        return activation_patch(model, contrast, sites=sites, **options)
     estimate = Estimate.of(method)
     plan = plan_attribution(model, contrast, sites, "z", "noise", estimate, per_prompt, work)
-    shared = estimate.method == "secant" and not estimate.budget and len(plan.prompts) == 1
-    # `run_both` runs half precision in float32, and skips conversions to float32 in float64 models.
-    shared &= next(model.parameters()).dtype == torch.float32
-    if not shared:
-        return attribute(plan, estimate, work), None
-    both = run_both(model, plan.pair)
-    runs = run_pair(model, plan.pair, *both.recordings(), plan.metric)
-    return attribute(plan, estimate, work, both=both), runs
+    return attribute(plan, estimate, work)
 
 
 def circuit_of(
