@@ -215,6 +215,13 @@ def wide_reasons(sites: Iterable[LayerSites]) -> list[str]:
     ]
 
 
+def whole_head_reasons(sites: Sites) -> list[str]:
+    """Return an error message if sites have positions, for functions that have no use for them."""
+    if sites.positions == "each":
+        return []
+    return [f"got positions={sites.positions!r}; expected heads without positions"]
+
+
 def _order(name: HeadName) -> tuple[int, str, int]:
     return name.layer, name.kind, name.index
 

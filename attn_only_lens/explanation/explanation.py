@@ -20,7 +20,8 @@ from attn_only_lens.explanation.node_descriptions import short_token
 from attn_only_lens.heads.host import NEURON_KINDS
 from attn_only_lens.patching.results import Sweep
 from attn_only_lens.storage.atomic import atomic_folder, write_text
-from attn_only_lens.viz import Page, circuit_view, write_html
+from attn_only_lens.viz import Overlays, circuit_view, write_html
+from attn_only_lens.viz.page import Page
 
 _STRONG, _MOST = 0.1, 3  # which sites outside the circuit are named: their |share| and number
 _BOTH = 1 / 3  # a label is "both" if the smaller part exceeds this share of |pattern| + |value|
@@ -191,10 +192,8 @@ class Explanation:
             self.model,
             self.contrast,
             prompt=self.shown,
-            exact=self.patches["noise"],
+            overlays=Overlays(self.patches["noise"], examples, circuit.stability),
             notes=notes,
-            examples=examples,
-            stability=circuit.stability,
             state={"names": names},
         )
 

@@ -8,6 +8,7 @@ Architectures" (the growth paper), theorems 3.1 to 3.6.
 """
 
 from attn_only_lens.growth.comparison._compare import compare
+from attn_only_lens.growth.comparison.options import ComparisonSizes, Resampling
 from attn_only_lens.growth.comparison.results import Comparison
 from attn_only_lens.growth.expansion import initialise as init
 from attn_only_lens.growth.expansion.activations import activation_map
@@ -15,12 +16,11 @@ from attn_only_lens.growth.expansion.expansion import compose
 from attn_only_lens.growth.expansion.heads import AddHeads
 from attn_only_lens.growth.expansion.layers import InsertLayer
 from attn_only_lens.growth.expansion.neurons import AddNeurons
-from attn_only_lens.growth.expansion.provenance import Provenance
 from attn_only_lens.growth.expansion.queries import WidenQueriesAndKeys
 from attn_only_lens.growth.expansion.stream import WidenStream
 from attn_only_lens.growth.expansion.values import WidenValues
 from attn_only_lens.growth.expansion.weights import Axis, Weights
-from attn_only_lens.growth.models._grow import Grown, grow, identity, read
+from attn_only_lens.growth.models._grow import grow, identity, read
 from attn_only_lens.growth.models.grown_folder import read_provenance
 
 __all__ = [
@@ -28,9 +28,9 @@ __all__ = [
     "AddNeurons",
     "Axis",
     "Comparison",
-    "Grown",
+    "ComparisonSizes",
     "InsertLayer",
-    "Provenance",
+    "Resampling",
     "Weights",
     "WidenQueriesAndKeys",
     "WidenStream",

@@ -5,8 +5,8 @@ from attn_only_lens.neurons._top_examples import (
     neuron_statistics,
     top_examples,
 )
+from attn_only_lens.neurons.corpus import Corpus
 from attn_only_lens.neurons.statistics import (
-    CorpusStatistics,
     Example,
     HeadStatistics,
     NeuronStatistics,
@@ -14,7 +14,7 @@ from attn_only_lens.neurons.statistics import (
 )
 
 __all__ = [
-    "CorpusStatistics",
+    "Corpus",
     "Example",
     "HeadStatistics",
     "NeuronStatistics",

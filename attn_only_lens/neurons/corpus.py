@@ -1,13 +1,13 @@
-"""Read a corpus text by text, and split each text into rows of tokens."""
+"""A corpus, and how it is read: text by text, each split into rows of tokens."""
 
 import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import count, groupby, islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import pandas as pd
@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attn_only_lens.arguments import a_type
+from attn_only_lens.arguments import COUNT, a_type, one_of, whole
 from attn_only_lens.axes import Tokens
 from attn_only_lens.engine.input_warnings import shortened
 from attn_only_lens.engine.passed_tests import ignores_padding
@@ -29,8 +29,59 @@ from attn_only_lens.errors import InputError, UnsupportedCallError
 
 Texts: TypeAlias = str | Path | Tensor | Iterable[Any]
 """A file, or texts: strings, dictionaries with a text, or rows of tokens."""
+Ends = Literal["both", "largest", "smallest"]
 _PROBLEM = "this corpus cannot be read"
 _EXPECTED = "expected a text, a dictionary with 'text', or tokens of one text [pos]"
+_CONTEXT = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Texts in which neurons and heads are looked up, and which part of a text is an example.
+
+    Attributes:
+        texts: a list or any iterable (also of `datasets`) of texts, of dictionaries with a "text",
+            or of the tokens of one text [pos]; or the path of a UTF-8 file with one text per
+            line or, if its name ends in .jsonl, one dictionary per line.
+        context: maximum number of tokens per piece; longer texts are split into pieces, which begin
+            with BOS if texts do. None means 128, or the model's context length if it is shorter.
+        ends: the examples to keep: "largest", "smallest", or "both"; in a gated MLP, z can have
+            either sign.
+        before: number of tokens in a window before the example's token. For attention heads, 4
+            times this number, because keys can be distant.
+        after: number of tokens in a window after the example's token.
+
+    Raises:
+        InputError: an option is out of range; the error lists every reason.
+
+    Example:
+        >>> from attn_only_lens import neurons
+        >>> neurons.Corpus(["One text.", "Another text."], ends="largest", before=4)
+        Corpus(context=None, ends='largest', before=4, after=6)
+    """
+
+    texts: Texts = field(repr=False)
+    _: KW_ONLY
+    context: int | None = None
+    ends: Ends = "both"
+    before: int = 12
+    after: int = 6
+
+    def __post_init__(self) -> None:
+        reasons = whole(2).or_none.reasons(context=self.context)
+        reasons += one_of(*get_args(Ends)).reasons(ends=self.ends)
+        reasons += COUNT.reasons(before=self.before, after=self.after)
+        InputError.raise_if(reasons, _PROBLEM)
+
+    def context_of(self, model: Any) -> int:
+        """Return the maximum number of tokens per piece; raise InputError if it is too large."""
+        most = model.cfg.n_ctx
+        if self.context is None:
+            return min(_CONTEXT, most)
+        if self.context > most and "dynamic" not in length_dependent_ropes(model):
+            expected = f"expected 2 to {most}, the model's context length"
+            raise InputError([f"got context={self.context}; {expected}"], _PROBLEM)
+        return self.context
 
 
 @dataclass(frozen=True, eq=False)

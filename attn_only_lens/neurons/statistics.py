@@ -69,11 +69,10 @@ def examples_of(frame: pd.DataFrame, name: str) -> list[Example]:
         InputError: the frame lacks columns of `top_examples`, or does not contain the neuron.
 
     Example:
-        >>> import torch
         >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained
         >>> model = expose_neuron_heads(pretrained.modular_addition()).model
-        >>> texts = [[3, 4, 113], [5, 7, 113]]
-        >>> frame = neurons.top_examples(model, ["L0N7"], texts, k=2, progress=False)
+        >>> corpus = neurons.Corpus([[3, 4, 113], [5, 7, 113]])
+        >>> frame = neurons.top_examples(model, ["L0N7"], corpus, k=2)
         >>> neurons.examples_of(frame, "L0N7")[0].tokens
         ['3', '4', '113']
     """

@@ -54,7 +54,7 @@ _COUNTS = ("n_rows", "n_texts", "n_tokens")
 
 @dataclass(frozen=True)
 class Options:
-    """Options for a pass over a corpus; see `top_examples`."""
+    """Options that change the results of a pass over a corpus; see `Corpus` and `top_examples`."""
 
     k: int
     by: str
@@ -62,8 +62,7 @@ class Options:
     before: int
     after: int
     context: int
-    batch_size: int
-    histograms: bool = True
+    histograms: bool
 
 
 class Summary:

@@ -20,16 +20,16 @@ from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.engine.model_checks import mode_reasons
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.sites import (
-    Selection,
     Sites,
+    SomeSites,
     resolve_sites,
+    whole_head_reasons,
     wide_reasons,
-    without_wide,
 )
 from attn_only_lens.engine.tokens import checked_tokens, token_texts
 from attn_only_lens.errors import UnsupportedCallError
 from attn_only_lens.heads import HeadName, host_of, neuron_gate
-from attn_only_lens.heads.host import NEURON_KINDS
+from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
 from attn_only_lens.heads.patterns import cached_activation, require_neuron_heads
 from attn_only_lens.viz.page import (
     Page,
@@ -53,7 +53,7 @@ _NEURON_POINTS = ("pattern", "v", "z")
 @one_thread_per_model
 def attention_view(
     source: Any,
-    names: Sites,
+    names: SomeSites,
     text: str | Tensor | Sequence[int] | Sequence[str],
     *,
     prompt: int = 0,
@@ -67,7 +67,8 @@ def attention_view(
         source: a converted model or a model with exposed neuron-heads, which is run; or a cache
             from such a model, with the patterns of the heads, and z and v of neurons.
         names: up to 24 names, such as "L2H3" or ["L3N7", "L2H3"], drawn in this order; or
-            `patching.heads(layers)`. Features of transcoders (`L3F7`) are drawn like neurons.
+            `patching.Sites("heads", layers=[2])`. Features of transcoders (`L3F7`) are drawn like
+            neurons.
         text: with a model, a text or its tokens [pos]. With a cache, the text or tokens of the
             cached run, or the texts of these tokens.
         prompt: index of the prompt in the cache's batch.
@@ -162,13 +163,14 @@ def _pattern(
     return pattern
 
 
-def _heads(model: Any, names: Sites) -> list[HeadName]:
+def _heads(model: Any, names: SomeSites) -> list[HeadName]:
     """Return the named heads in the given order, without repetitions."""
-    chosen = without_wide(as_plain(names))
-    if isinstance(chosen, Selection):
-        chosen = [name for site in resolve_sites(model, chosen) for name in site.names]
-    listed = chosen if isinstance(chosen, list | tuple) else [chosen]
+    chosen = Sites.of(names).without(*WIDE_KINDS)
+    refuse(*whole_head_reasons(chosen))
+    listed = chosen.heads if isinstance(chosen.heads, tuple) else [chosen.heads]
     head_names = list(dict.fromkeys(map(str, listed)))
+    if chosen.kinds:
+        head_names = [name for site in resolve_sites(model, chosen) for name in site.names]
     if not 1 <= len(head_names) <= MOST_HEADS:
         refuse(
             f"got {len(head_names)} heads; expected 1 to {MOST_HEADS}: select some, for example by "

@@ -46,11 +46,12 @@ def comparison_report(comparison: Comparison) -> Page:
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import compare, grow, patching, pretrained, viz
+        >>> from attn_only_lens import Contrast, compare, grow, growth, patching, pretrained, viz
         >>> model = pretrained.modular_addition()
-        >>> found = compare(
-        ...     model, grow(model, d_mlp=517, seed=0), torch.tensor([[3, 4, 113], [3, 5, 113]]),
-        ...     patching.logit_diff([7, 8], [8, 7]), n_patched=5, n_nodes=20, progress=False)
+        >>> sums = Contrast(torch.tensor([[3, 4, 113], [3, 5, 113]]), None,
+        ...                 patching.logit_diff([7, 8], [8, 7]))
+        >>> sizes = growth.ComparisonSizes(n_patched=5, n_nodes=20)
+        >>> found = compare(model, grow(model, d_mlp=517, seed=0), sums, sizes=sizes)
         >>> len(viz.comparison_report(found)) < 6_000_000
         True
         >>> viz.comparison_circuit(found)[:15]

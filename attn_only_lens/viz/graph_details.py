@@ -7,13 +7,13 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from attn_only_lens.axes import SELF
+from attn_only_lens.axes import SELF, Tokens
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.linear_graph import Places, reasons_of_another_run
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects
+from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.prompts import Prompts, single_prompts
 from attn_only_lens.engine.recording import Recording, record
 from attn_only_lens.engine.tokens import all_token_texts, token_text
 from attn_only_lens.errors import InputError
@@ -43,19 +43,16 @@ class ShownRuns:
     prompt: int
 
     @classmethod
-    def of(
-        cls,
-        graph: CircuitGraph,
-        model: Any,
-        prompts: Prompts,
-        corrupted: Prompts | None,
-        mask: Tensor | None,
-        prompt: int,
-    ) -> "ShownRuns":
+    def of(cls, graph: CircuitGraph, model: Any, contrast: Contrast, prompt: int) -> "ShownRuns":
         """Record the runs; raise InputError if the model or the prompts are not the graph's."""
-        runs = [_record_prompts(graph, graph.tokens, model, prompts, mask)]
-        if corrupted is not None:
-            runs.append(_record_prompts(graph, graph.corrupted, model, corrupted, mask))
+        refuse(*reasons_not_to_run(model), *reasons_without_heads(model))
+        pair = contrast.pair(model)
+        hooks = [hook for head in _layers(graph.heads) for hook in _hooks(model, head)]
+        runs = []
+        for tokens, texts in ((pair.clean, graph.tokens), (pair.corrupted, graph.corrupted)):
+            if texts:  # the graph of one run has no corrupted tokens
+                runs.append(_record(model, tokens, texts, pair.mask, hooks))
+        refuse(*reasons_of_another_run(graph, model, runs[0].hooked, Places.of(pair)))
         return cls(model, tuple(runs), prompt)
 
 
@@ -158,24 +155,18 @@ def token_fields(shown: ShownRuns, heads: pd.DataFrame, k: int) -> DetailFields:
 
 @one_thread_per_model
 @full_precision()
-def _record_prompts(
-    graph: CircuitGraph,
-    tokens: Sequence[Sequence[str]],
+def _record(
     model: Any,
-    prompts: Prompts,
+    tokens: Tokens,
+    texts: Sequence[Sequence[str]],
     mask: Tensor | None,
+    hooks: Sequence[str],
 ) -> Recording:
-    """Run the model on prompts with these tokens; record patterns and z for the graph's nodes."""
-    refuse(*reasons_not_to_run(model), *reasons_without_heads(model))
-    pair = single_prompts(model, prompts, mask)
-    if all_token_texts(model, pair.clean) != tokens:
-        shown = ["|".join(row[:12]) + "|…" * (len(row) > 12) for row in tokens[:3]]
+    """Run the model on prompts with these texts of tokens, and record the hooks."""
+    if all_token_texts(model, tokens) != texts:
+        shown = ["|".join(row[:12]) + "|…" * (len(row) > 12) for row in texts[:3]]
         refuse(f"got prompts other than the graph's prompts, {'; '.join(shown)}")
-    hooks = [hook for head in _layers(graph.heads) for hook in _hooks(model, head)]
-    run = record(model, pair.clean, pair.mask, names=hooks)
-    if tokens == graph.tokens:  # the clean run
-        refuse(*reasons_of_another_run(graph, model, run.hooked, Places.of(pair)))
-    return run
+    return record(model, tokens, mask, names=hooks)
 
 
 def _layers(heads: pd.DataFrame) -> list[HeadName]:

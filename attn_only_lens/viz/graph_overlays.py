@@ -1,16 +1,76 @@
-"""What a page adds to a graph's nodes: exact effects, stability, and groups."""
+"""What a page adds to a graph's nodes: exact effects, examples, stability, and groups."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.circuits._group_nodes import NodeGroups
 from attn_only_lens.circuits.graph import CircuitGraph
 from attn_only_lens.circuits.stability import Stability
+from attn_only_lens.neurons.statistics import COLUMNS
 from attn_only_lens.patching import Sweep
 from attn_only_lens.patching.results import MEASURED
 from attn_only_lens.viz.page import refuse, short_numbers
+
+
+@dataclass(frozen=True, eq=False)
+class Overlays:
+    """Results that the page of a graph shows for the graph's nodes.
+
+    Attributes:
+        exact: a sweep over the graph's contrast with positions "each". The page shows its effects
+            next to the attributions. For example, `activation_patch(model, contrast,
+            sites=list(graph.heads["name"].unique()), direction="zero")` computes how much the
+            metric decreases when a node is set to zero.
+        examples: the frame from `neurons.top_examples`.
+        stability: the `stability` of the circuit whose sites are the nodes, if `discover` resampled
+            prompts. Core nodes have a solid outline, contingent nodes a dashed outline.
+        groups: groups from `circuits.group_nodes`. At first, each group is drawn as one node, with
+            its exact effect; a click opens a panel with the button "Unfold". Nodes in groups of the
+            page's state stay in those groups.
+
+    Raises:
+        InputError: a result has another type, or the examples lack columns; the error lists every
+            reason.
+
+    Example:
+        >>> import torch
+        >>> from attn_only_lens import Contrast, circuits, convert, patching as p, pretrained, viz
+        >>> model = convert(pretrained.modular_addition())
+        >>> sums = Contrast(torch.tensor([3, 4, 113]), None, p.logit_diff(correct=7, wrong=8))
+        >>> graph = circuits.attribution_graph(model, sums, top=20)
+        >>> names = list(graph.heads["name"].unique())
+        >>> sweep = p.activation_patch(model, sums, sites=names, direction="zero")
+        >>> page = viz.circuit_view(graph, overlays=viz.Overlays(exact=sweep))
+        >>> "set to zero" in page
+        True
+    """
+
+    exact: Sweep | None = None
+    examples: pd.DataFrame | None = None
+    stability: Stability | None = None
+    groups: NodeGroups | None = None
+
+    def __post_init__(self) -> None:
+        reasons = [
+            f"got {a_type(value)} as {name}; expected {expected}"
+            for name, value, kind, expected in (
+                ("exact", self.exact, Sweep, "a sweep from activation_patch"),
+                ("examples", self.examples, pd.DataFrame, "a frame from top_examples"),
+                ("stability", self.stability, Stability, "the stability of a circuit"),
+                ("groups", self.groups, NodeGroups, "groups from circuits.group_nodes"),
+            )
+            if value is not None and not isinstance(value, kind)
+        ]
+        frame = self.examples
+        if isinstance(frame, pd.DataFrame) and not {"name", *COLUMNS} <= set(frame):
+            reasons.append(
+                f"got examples with columns {list(frame)}; expected those of top_examples"
+            )
+        refuse(*reasons)
 
 
 def exact_reasons(graph: CircuitGraph, exact: Sweep | None) -> list[str]:
@@ -30,7 +90,7 @@ def exact_reasons(graph: CircuitGraph, exact: Sweep | None) -> list[str]:
         reasons.append(f"got a sweep of {exact.part} by {exact.method}; expected patching of z")
     frame = exact.to_frame()
     if "prompt" in frame or not pd.api.types.is_integer_dtype(frame["position"]):
-        reasons.append('got a sweep without a row for each position; expected positions="each"')
+        reasons.append('got a sweep without a row for each position; expected positions "each"')
     return reasons
 
 

@@ -22,22 +22,23 @@ from torch import Tensor
 from attn_only_lens.circuits.weights._composition import is_gated, strongest_partners
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects, TokenScores
 from attn_only_lens.engine.metrics import AnyMetric
-from attn_only_lens.engine.sites import Selection, Sites, resolve_sites, wide_reasons, without_wide
+from attn_only_lens.engine.sites import (
+    Sites,
+    SomeSites,
+    resolve_sites,
+    whole_head_reasons,
+    wide_reasons,
+)
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName
-from attn_only_lens.heads.host import NEURON_KINDS
+from attn_only_lens.heads.host import NEURON_KINDS, WIDE_KINDS
 from attn_only_lens.heads.names import count_kinds
-from attn_only_lens.neurons import (
-    CorpusStatistics,
-    HeadStatistics,
-    NeuronStatistics,
-    corpus_statistics,
-)
+from attn_only_lens.neurons import Corpus, HeadStatistics, NeuronStatistics, corpus_statistics
 from attn_only_lens.neurons._top_examples import By
 from attn_only_lens.neurons.accumulate import BINS, ENDS, JOINT, QUADRANTS, QUANTITIES
-from attn_only_lens.neurons.corpus import Texts
 from attn_only_lens.neurons.looks import SIDES
+from attn_only_lens.neurons.statistics import CorpusStatistics
 from attn_only_lens.viz.page import (
     Page,
     asset,
@@ -47,6 +48,7 @@ from attn_only_lens.viz.page import (
     short_numbers,
     with_space,
 )
+from attn_only_lens.work import Work
 
 AnyOneKind: TypeAlias = NeuronStatistics | HeadStatistics
 AnyStatistics: TypeAlias = AnyOneKind | CorpusStatistics
@@ -59,34 +61,28 @@ _PARTNERS = 6
 
 def neuron_page(
     model: Any,
-    names: Sites | None,
-    texts: Texts | AnyStatistics,
-    k: int = 20,
+    names: SomeSites | None,
+    corpus: Corpus | AnyStatistics,
     *,
+    k: int = 20,
     by: By = "z",
     metric: AnyMetric | None = None,
-    context: int | None = None,
-    batch_size: int = 32,
-    resume: str | Path | None = None,
-    progress: bool | str = True,
+    work: Work = Work(),
 ) -> Page:
     """Render a page of neurons and attention heads, with their top examples from a corpus.
 
     Args:
         model: converted, or with exposed neuron-heads.
-        names: neurons and attention heads, such as ["L3N7", "L2H5"], or
-            `patching.all_heads(layers)`; None for all neurons and features, or all names of the
-            statistics. Transcoders' skip nodes and error nodes have no pages.
-        texts: a corpus, as `neurons.top_examples` takes it; or statistics from
-            `neurons.neuron_statistics` or `corpus_statistics`, for which the
-            options below are not used.
+        names: neurons and attention heads, such as ["L3N7", "L2H5"], "all", or
+            `patching.Sites("neurons", layers=[3])`; None for all neurons and features, or all names
+            of the statistics. Transcoders' skip nodes and error nodes have no pages.
+        corpus: the texts, as `neurons.top_examples` takes them; or statistics from
+            `neurons.neuron_statistics` or `corpus_statistics`, for which the options below are not
+            used.
         k: number of examples with the largest z, and with the smallest.
         by: the quantity that ranks examples, as in `neurons.top_examples`.
         metric: the metric of attributions.
-        context: as in `neurons.top_examples`.
-        batch_size: as in `neurons.top_examples`.
-        resume: as in `neurons.top_examples`.
-        progress: as in `neurons.top_examples`.
+        work: how the model is run, as in `neurons.top_examples`.
 
     Returns:
         One page. It shows for each neuron: the texts in which z is largest and smallest, with
@@ -103,23 +99,24 @@ def neuron_page(
             statistics belong to another model.
 
     Example:
-        >>> from attn_only_lens import expose_neuron_heads, pretrained, viz
+        >>> from attn_only_lens import expose_neuron_heads, neurons, pretrained, viz
         >>> model = expose_neuron_heads(pretrained.modular_addition()).model
-        >>> texts = [[3, 4, 113], [5, 7, 113]]
-        >>> page = viz.neuron_page(model, ["L0N7", "L0N11"], texts, k=2, progress=False)
+        >>> corpus = neurons.Corpus([[3, 4, 113], [5, 7, 113]])
+        >>> page = viz.neuron_page(model, ["L0N7", "L0N11"], corpus, k=2)
         >>> "L0N11" in page
         True
     """
-    by_default: Sites = Selection(NEURON_KINDS)
-    known = _known(texts)
+    by_default = Sites.of_kinds(NEURON_KINDS)
+    known = _known(corpus)
     if known is not None:
         about = known.about
         of, model_name = (Path(str(x)).name for x in (about.model, model.cfg.model_name))
         if of != model_name:
             refuse(f"got statistics of the model {of!r}; expected those of {model_name!r}")
-        by_default = known.names
-    sites = resolve_sites(model, by_default if names is None else without_wide(names))
-    refuse(*wide_reasons(sites))
+        by_default = Sites(known.names)
+    selected = by_default if names is None else Sites.of(names).without(*WIDE_KINDS)
+    sites = resolve_sites(model, selected)
+    refuse(*wide_reasons(sites), *whole_head_reasons(selected))
     wanted = [name for site in sites for name in site.names]
     if len(wanted) > MOST_NEURONS:
         refuse(
@@ -127,23 +124,18 @@ def neuron_page(
             "names, or let `attn-only-lens atlas` make a page per layer"
         )
     if known is None:
-        known = corpus_statistics(
-            *(model, wanted, cast(Texts, texts), k, by, metric),
-            context=context,
-            batch_size=batch_size,
-            resume=resume,
-            progress=progress,
-        )
+        texts = cast(Corpus, corpus)
+        known = corpus_statistics(model, wanted, texts, k=k, by=by, metric=metric, work=work)
     return page_of_statistics(model, known.of(wanted))
 
 
-def _known(texts: Texts | AnyStatistics) -> CorpusStatistics | None:
-    """Return statistics as `CorpusStatistics`, or None if `texts` is a corpus."""
-    if isinstance(texts, NeuronStatistics):
-        return CorpusStatistics(texts, None)
-    if isinstance(texts, HeadStatistics):
-        return CorpusStatistics(None, texts)
-    return texts if isinstance(texts, CorpusStatistics) else None
+def _known(corpus: Corpus | AnyStatistics) -> CorpusStatistics | None:
+    """Return statistics as `CorpusStatistics`, or None for anything else, such as a corpus."""
+    if isinstance(corpus, NeuronStatistics):
+        return CorpusStatistics(corpus, None)
+    if isinstance(corpus, HeadStatistics):
+        return CorpusStatistics(None, corpus)
+    return corpus if isinstance(corpus, CorpusStatistics) else None
 
 
 def count_names(names: Sequence[str]) -> str:

@@ -46,7 +46,7 @@ class Page(str):
         height: height of the frame in a notebook, in pixels.
 
     Example:
-        >>> from attn_only_lens.viz import Page
+        >>> from attn_only_lens.viz.page import Page
         >>> Page("<p>hello")._repr_html_()[:7]
         '<iframe'
     """
@@ -98,7 +98,7 @@ def write_html(picture: "str | go.Figure", path: str | Path) -> Path:
         >>> import tempfile
         >>> from attn_only_lens import viz
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     viz.write_html(viz.Page("<p>hello"), f"{folder}/hello.html").read_text()
+        ...     viz.write_html("<p>hello", f"{folder}/hello.html").read_text()
         '<p>hello'
     """
     plotly = sys.modules.get("plotly.basedatatypes")  # a figure exists only if plotly is loaded
@@ -124,8 +124,9 @@ def write_svg(page: Page, path: str | Path) -> Path:
     Example:
         >>> import tempfile
         >>> from attn_only_lens import viz
+        >>> from attn_only_lens.viz.page import Page
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     viz.write_svg(viz.Page("<p>hello", "<svg/>"), f"{folder}/hello.svg").read_text()
+        ...     viz.write_svg(Page("<p>hello", "<svg/>"), f"{folder}/hello.svg").read_text()
         '<svg/>'
     """
     picture = getattr(page, "picture", None)

@@ -13,7 +13,16 @@ import torch
 from common import mlp_hook, tokens
 from scipy.spatial.distance import jensenshannon
 
-from attn_only_lens import circuits, compare, expose_neuron_heads, grow, growth, load, save
+from attn_only_lens import (
+    Contrast,
+    circuits,
+    compare,
+    expose_neuron_heads,
+    grow,
+    growth,
+    load,
+    save,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.errors import ComparisonError, InputError, InputWarning
 from attn_only_lens.growth import identity
@@ -26,8 +35,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:transformer_lens"),
     pytest.mark.filterwarnings("ignore:the grown model no longer does this task"),
 ]
-FAST = {"n_patched": 7, "n_nodes": 11, "n_resamples": 13, "progress": False}
-QUICK = {"n_patched": 0, "n_nodes": 0, "n_resamples": 2, "progress": False}
+RESAMPLED = {"resampling": growth.Resampling(n_resamples=13)}
+FAST = {"sizes": growth.ComparisonSizes(n_patched=7, n_nodes=11), **RESAMPLED}
+QUICK = {
+    "sizes": growth.ComparisonSizes(n_patched=0, n_nodes=0),
+    "resampling": growth.Resampling(n_resamples=2),
+}
 # These are sums of some hundred terms, each within a few float64 roundings.
 SAME = 1e-11
 
@@ -57,6 +70,10 @@ def trained(grown, seed=0, steps=3):
     return grown
 
 
+def by_loss(prompts):
+    return Contrast(prompts, None, p.loss())
+
+
 def components(comparison):
     return pd.concat([comparison.heads, comparison.neurons], ignore_index=True).set_index("name")
 
@@ -65,7 +82,7 @@ def components(comparison):
 def test_right_after_growth_nothing_differs(name):
     model = bridges.boot(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    comparison = compare(model, grown_from(model), tokens(batch=3), p.loss(), **FAST)
+    comparison = compare(model, grown_from(model), by_loss(tokens(batch=3)), **FAST)
     every = components(comparison)
     largest = every["estimated_drop"].abs().max()
     assert largest > 1e-3
@@ -74,7 +91,7 @@ def test_right_after_growth_nothing_differs(name):
     assert (every["norm_ratio"] - 1).abs().max() < SAME
     assert every["estimated_drop_change"].abs().max() < SAME * largest
     assert every["drop_change"].abs().max() < SAME * every["drop"].abs().max()
-    assert every["drop"].notna().sum() == FAST["n_patched"]
+    assert every["drop"].notna().sum() == FAST["sizes"].n_patched
     assert len(every) == 2 * (2 + 37)
     assert (comparison.new[["estimated_drop", "share", "norm"]] == 0).all(axis=None)
     assert len(comparison.new) == 2 * (5 + 2) + (2 + 2) + (37 + 5)
@@ -95,7 +112,8 @@ def test_a_stream_that_is_normalized_is_compared_without_its_mean():
     assert not host_of(bridges.exposed_copy(bridges.boot("llama"))).reads_centred()
     grown = grow(model, growth.compose(growth.AddNeurons(5), growth.AddHeads(3)), seed=0)
     metric = p.logit_diff([3, 5, 7], [4, 6, 8])
-    comparison = compare(model, grown, tokens(batch=3), metric, **FAST | {"n_nodes": 0})
+    contrast, nodes = Contrast(tokens(batch=3), None, metric), growth.ComparisonSizes(n_nodes=0)
+    comparison = compare(model, grown, contrast, sizes=nodes, **RESAMPLED)
     assert (components(comparison)["cosine"] - 1).abs().max() < SAME
     assert (comparison.new["share"] == 0).all()
     assert comparison.circuits["jaccard"].min() == 1
@@ -107,7 +125,7 @@ def after_training():
     grown = trained(grown_from(model))
     prompts = tokens(batch=5)
     null = trained(grown_from(model), seed=1)
-    comparison = compare(model, grown, prompts, p.loss(), null=null, **FAST)
+    comparison = compare(model, grown, by_loss(prompts), null=null, **FAST)
     return model, grown, null, prompts, comparison
 
 
@@ -213,16 +231,13 @@ def test_circuits_after_training(after_training):
     """Circuits equal those from `discover`, whole attribution graphs and sets."""
     model, grown, null, prompts, comparison = after_training
     drawn, names = [], []
-    pair = p.prompt_pair(model, prompts, prompts.roll(-1, 0))
+    contrast = Contrast(prompts, prompts.roll(-1, 0), p.loss())
+    ranking = {"method": p.Estimate("exact_gate", budget=0)}
     for source in (model, grown.model, null.model):
         with expose_neuron_heads(source) as exposed:
-            circuit = circuits.discover(
-                *(exposed, pair.clean, pair.corrupted, p.loss()),
-                order="magnitude",
-                method="exact_gate",
-                budget=0,
-            )
-            graph = circuits.attribution_graph(exposed, prompts, p.loss(), mass=1.0)
+            in_order = circuits.Search(order="magnitude")
+            circuit = circuits.discover(exposed, contrast, search=in_order, **ranking)
+            graph = circuits.attribution_graph(exposed, by_loss(prompts), mass=1.0)
         drawn.append(graph.edges.set_index(["source", "target", "kind"])["weight"])
         went = grown.provenance.__getitem__ if source is model else str
         ids = zip(circuit.frame["name"], circuit.frame["position"], strict=True)
@@ -262,14 +277,15 @@ def test_circuits_after_training(after_training):
 
 def test_a_null_does_not_change_the_other_pair(after_training):
     model, grown, null, prompts, _ = after_training
-    few = FAST | {"n_nodes": 7}  # fewer nodes than the circuits have
-    both = compare(model, grown, prompts, p.loss(), null=null, **few)
-    alone = compare(model, grown, prompts, p.loss(), **few)
+    nodes = growth.ComparisonSizes(n_patched=7, n_nodes=7)  # fewer than the circuits have
+    few = {"sizes": nodes, **RESAMPLED}
+    both = compare(model, grown, by_loss(prompts), null=null, **few)
+    alone = compare(model, grown, by_loss(prompts), **few)
     rows = both.circuits.query("pair == @PAIRS[0]").set_index("what")
     expected = alone.circuits.set_index("what")
     pd.testing.assert_frame_equal(rows, expected, check_like=True)
     assert rows.loc["value edges", "first"] > 0
-    again = compare(grown.model, null.model, prompts, p.loss(), provenance=same(grown), **few)
+    again = compare(grown.model, null.model, by_loss(prompts), provenance=same(grown), **few)
     of_null = both.circuits.query("pair == @PAIRS[1]").set_index("what").drop(columns="pair")
     expected = again.circuits.set_index("what").drop(columns="pair")
     pd.testing.assert_frame_equal(of_null, expected, check_like=True)
@@ -281,31 +297,30 @@ def test_answers_are_cut_with_their_prompts():
     grown, prompts = trained(grown_from(model)), tokens(batch=5)
     corrupted = prompts.roll(1, -1)
     metric = p.logit_diff([1, 2, 3, 4, 5], [6, 7, 8, 9, 10])
-    frames = [
-        components(
-            compare(
-                *(model, grown, prompts, metric),
-                corrupted=pair_prompts,
-                batch_size=size,
-                **FAST | {"n_patched": 0},
-            )
-        )
-        for pair_prompts in (corrupted, None)
+    in_batches = {
+        size: {"sizes": growth.ComparisonSizes(batch_size=size, n_patched=0, n_nodes=11)}
         for size in (2, 5)
+    }
+    frames = [
+        components(compare(model, grown, Contrast(prompts, others, metric), **sizes, **RESAMPLED))
+        for others in (corrupted, None)
+        for sizes in in_batches.values()
     ]
     for cut, whole in (frames[:2], frames[2:]):
         assert cut["estimated_drop"].to_numpy() == pytest.approx(
             whole["estimated_drop"].to_numpy(), rel=1e-6, abs=1e-9
         )
     with pytest.raises(InputError, match="one for each of the 5 prompts"):
-        compare(model, grown, prompts, p.logit_diff([1, 2], [3, 4]), batch_size=2, **FAST)
+        compare(
+            *(model, grown, Contrast(prompts, None, p.logit_diff([1, 2], [3, 4]))), **in_batches[2]
+        )
 
 
 def test_a_null_is_between_the_grown_model_and_it(after_training):
     _, grown, null, prompts, comparison = after_training
-    again = compare(grown.model, grown.model, prompts, p.loss(), provenance=same(grown), **FAST)
+    again = compare(grown.model, grown.model, by_loss(prompts), provenance=same(grown), **FAST)
     assert components(again)["divergence"].max() == 0
-    apart = compare(grown.model, null.model, prompts, p.loss(), provenance=same(grown), **FAST)
+    apart = compare(grown.model, null.model, by_loss(prompts), provenance=same(grown), **FAST)
     every, apart_rows = components(comparison), components(apart)
     apart_rows = apart_rows.loc[every["grown_name"]]
     for column in ("divergence", "divergence_se", "cosine", "norm_ratio", "estimated_drop_change"):
@@ -325,12 +340,12 @@ def test_a_grown_model_that_lost_the_task_is_warned_about():
     lost = grown_from(model)
     with torch.no_grad():
         lost.model.unembed.original_component.weight.mul_(0.01)
-    metric, few = p.logit_diff(7, 11), {**FAST, "corrupted": tokens(seed=5)}
+    contrast = Contrast(tokens(), tokens(seed=5), p.logit_diff(7, 11))
     with pytest.warns(InputWarning, match=r"no longer does this task.*\n.*grown model: .*; orig"):
-        compare(model, lost, tokens(), metric, **few)
+        compare(model, lost, contrast, **FAST)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", r"(?s).*no longer does this task", InputWarning)
-        compare(model, grown_from(model), tokens(), metric, **few)
+        compare(model, grown_from(model), contrast, **FAST)
 
 
 def same(grown):
@@ -354,14 +369,14 @@ def test_a_misaligned_provenance_shows():
     model = bridges.boot("native")
     grown = grown_from(model)
     wrong = swapped(grown.provenance, growth.Axis("d_mlp", 1))
-    comparison = compare(model, grown.model, tokens(), p.loss(), provenance=wrong, **FAST)
+    comparison = compare(model, grown.model, by_loss(tokens()), provenance=wrong, **FAST)
     every = components(comparison)
     odd = every.index[(every["cosine"] - 1).abs() > 1e-3]
     assert list(odd) == ["L1N0", "L1N1"]
     assert list(every.index[every["divergence"] > 1e-3]) == ["L1N0", "L1N1"]
     assert list(every.index[every["estimated_drop_change"].abs() > 1e-6]) == ["L1N0", "L1N1"]
     wrong = swapped(grown.provenance, growth.Axis("d_model"))
-    comparison = compare(model, grown.model, tokens(), p.loss(), provenance=wrong, **FAST)
+    comparison = compare(model, grown.model, by_loss(tokens()), provenance=wrong, **FAST)
     assert components(comparison)["cosine"].median() < 0.99
     assert components(comparison)["divergence"].max() < SAME
 
@@ -398,11 +413,11 @@ def test_another_model_of_the_same_shape_is_refused(grown_and_not, change):
     model, grown = grown_and_not
     model = moved(model, change)
     with pytest.raises(ComparisonError, match="is not the model that was grown") as error:
-        compare(model, grown, tokens(), p.loss(), **QUICK)
+        compare(model, grown, by_loss(tokens()), **QUICK)
     assert "replace(provenance, source=" in str(error.value)
     # The comparison that the error suggests works.
     provenance = replace(grown.provenance, source=identity(model))
-    comparison = compare(model, grown, tokens(), p.loss(), provenance=provenance, **QUICK)
+    comparison = compare(model, grown, by_loss(tokens()), provenance=provenance, **QUICK)
     assert len(comparison.neurons) == 2 * 37
 
 
@@ -434,11 +449,11 @@ def test_a_provenance_of_no_model_is_refused(grown_and_not):
     model, grown = grown_and_not
     nobody = replace(grown.provenance, source=None)
     with pytest.raises(ComparisonError, match="does not identify a model"):
-        compare(model, grown.model, tokens(), p.loss(), provenance=nobody, **QUICK)
+        compare(model, grown.model, by_loss(tokens()), provenance=nobody, **QUICK)
     negated = moved(model, lambda model: model.W_E.neg_())
     null = grow(negated, growth.compose(growth.WidenStream(6), growth.AddNeurons(5)), seed=0)
     with pytest.raises(ComparisonError, match="the null model grew from another model"):
-        compare(model, grown, tokens(), p.loss(), null=null, **QUICK)
+        compare(model, grown, by_loss(tokens()), null=null, **QUICK)
 
 
 def largest_activations(model, prompts, layer):
@@ -457,7 +472,7 @@ def test_silent_neurons_are_counted_and_not_ranked():
             model.blocks[1].mlp.W_in[:, neuron] *= size
             model.blocks[1].mlp.b_in[neuron] *= size
     grown = grow(model, d_model=32, seed=0)
-    comparison = compare(model, grown, prompts, p.loss(), **QUICK)
+    comparison = compare(model, grown, by_loss(prompts), **QUICK)
     expected = []
     for k in (0, 1):  # sixteen float32 units in the last place
         old, new = (largest_activations(side, prompts, k)[:37] for side in (model, grown.model))
@@ -483,7 +498,7 @@ def test_silent_neurons_are_counted_and_not_ranked():
     # A neuron that training activates is ranked first; the null does not affect the list.
     with torch.no_grad():
         grown.model.blocks[1].mlp.b_in[13] = 0.5
-    awake = compare(model, grown, prompts, p.loss(), null=grow(model, d_model=32, seed=1), **QUICK)
+    awake = compare(model, grown, by_loss(prompts), null=grow(model, d_model=32, seed=1), **QUICK)
     assert "L1N13" not in set(awake.silent["name"])
     assert awake.neurons.set_index("name")["divergence"].idxmax() == "L1N13"
     assert set(awake.silent["name"]) == set(expected) - {"L1N13"}
@@ -494,7 +509,7 @@ def test_a_layer_may_be_silent_throughout():
     with torch.no_grad():
         model.blocks[0].mlp.W_in.zero_()
         model.blocks[0].mlp.b_in.fill_(-1.0)
-    comparison = compare(model, grow(model, d_mlp=41), tokens(), p.loss(), **QUICK)
+    comparison = compare(model, grow(model, d_mlp=41), by_loss(tokens()), **QUICK)
     assert len(comparison.silent.query("layer == 0")) == 37
     row = comparison.summary().set_index(["layer", "kind"]).loc[(0, "neuron")]
     assert (row["components"], row["silent"]) == (0, 37)

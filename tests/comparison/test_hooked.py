@@ -9,11 +9,14 @@ import torch
 from common import tokens
 from models import build
 
-from attn_only_lens import Bilinear, compare, convert, grow, growth, load, save
+from attn_only_lens import Bilinear, Contrast, compare, convert, grow, growth, load, save
 from attn_only_lens import patching as p
 from attn_only_lens.growth import identity
 
-FAST = {"n_patched": 3, "n_nodes": 7, "n_resamples": 3, "progress": False}
+FAST = {
+    "sizes": growth.ComparisonSizes(n_patched=3, n_nodes=7),
+    "resampling": growth.Resampling(n_resamples=3),
+}
 
 
 def components(comparison):
@@ -28,9 +31,10 @@ def test_converted_models_are_compared_alike():
     with torch.no_grad():
         for parameter in grown.model.parameters():
             parameter.mul_(1.05)
-    expected = compare(model, grown, tokens(), p.loss(), **FAST)
+    contrast = Contrast(tokens(), None, p.loss())
+    expected = compare(model, grown, contrast, **FAST)
     pair = convert(model), convert(grown.model)
-    comparison = compare(*pair, tokens(), p.loss(), provenance=grown.provenance, **FAST)
+    comparison = compare(*pair, contrast, provenance=grown.provenance, **FAST)
     rows, expected_rows = components(comparison), components(expected)
     numbers = [name for name in rows if rows[name].dtype == float]
     np.testing.assert_allclose(rows[numbers], expected_rows[numbers], rtol=1e-7, atol=1e-11)
@@ -41,7 +45,8 @@ def test_converted_models_are_compared_alike():
 def test_values_and_keys_of_a_converted_model_grown_apart():
     model = convert(build("llama", d_vocab_out=41))
     apart = growth.compose(growth.WidenValues(3), growth.WidenQueriesAndKeys(5, layers=[0]))
-    comparison = compare(model, grow(model, apart), tokens(batch=3), p.loss(), **FAST)
+    contrast = Contrast(tokens(batch=3), None, p.loss())
+    comparison = compare(model, grow(model, apart), contrast, **FAST)
     every = components(comparison)
     assert every["estimated_drop"].abs().max() > 1e-2
     assert every["divergence"].max() < 1e-11

@@ -10,11 +10,11 @@ from scipy.stats import spearmanr
 
 from attn_only_lens.growth.comparison.circuits import (
     Overlap,
-    Resampling,
     largest,
     overlap_measures,
     select_mass,
 )
+from attn_only_lens.growth.comparison.options import Resampling
 from attn_only_lens.growth.comparison.statistics import gate_divergence, pattern_divergence
 
 pytestmark = pytest.mark.numeric
@@ -65,7 +65,7 @@ def test_overlap_of_two_circuits():
         both = [x.repeat(len(weights), axis=0) for x in (first, second)]
         return {"nodes": Overlap(*(largest(x, 3) for x in both), *both)}
 
-    nodes = overlap_measures(overlaps, Resampling(3, 5, 0.9, 0), 7)["nodes"]
+    nodes = overlap_measures(overlaps, Resampling(5, 0.9), 3, 7)["nodes"]
     assert [nodes[key] for key in ("kept", "lost", "gained")] == [2, 1, 1]
     assert nodes["jaccard"] == nodes["jaccard_low"] == nodes["jaccard_high"] == 0.5
     expected = spearmanr(first[0, :3], second[0, :3]).statistic
@@ -83,7 +83,7 @@ def test_intervals_are_of_resampled_prompts():
         return {"nodes": Overlap(largest(means, 1), second_mask, means, np.ones(means.shape))}
 
     n = 4000
-    weights = Resampling(3, n, 0.5, seed=0).weights()
+    weights = Resampling(n, 0.5).weights(3)
     values = choose(weights)["nodes"].first[:, 2]
     every = [
         scores[:, list(rows)].mean(1).argmax() == 2
@@ -92,12 +92,13 @@ def test_intervals_are_of_resampled_prompts():
     # Four standard errors of a proportion.
     assert np.mean(values) == pytest.approx(np.mean(every), abs=4 * np.sqrt(0.25 / n))
     assert 0 < np.mean(every) < 1
-    nodes = overlap_measures(choose, Resampling(3, 200, 0.999, seed=0), 3)["nodes"]
-    shares = choose(Resampling(3, 200, 0.999, seed=0).weights())["nodes"].first[:, 2]
+    resampling = Resampling(200, 0.999)
+    nodes = overlap_measures(choose, resampling, 3, 3)["nodes"]
+    shares = choose(resampling.weights(3))["nodes"].first[:, 2]
     assert nodes["jaccard"] == 1  # 0 or 1 in resamples, shifted and clipped
     assert nodes["jaccard_low"] == pytest.approx(1 - shares.mean())
     assert nodes["jaccard_high"] == 1
-    again = overlap_measures(choose, Resampling(3, 200, 0.999, seed=0), 10**9)["nodes"]
+    again = overlap_measures(choose, resampling, 3, 10**9)["nodes"]
     assert nodes == pytest.approx(again, nan_ok=True)  # for any number of resamples at once
 
 
@@ -106,17 +107,17 @@ def test_all_resamples_at_once_are_each_by_itself():
     generator = np.random.default_rng(0)
     scores, others = generator.integers(-3, 4, size=(2, 29, 8)).astype(float)
     scores[[3, 11]], others[17] = np.nan, np.nan
-    resampling = Resampling(8, 37, 0.9, seed=1)  # weights and ties are exact
+    resampling = Resampling(37, 0.9, seed=1)  # weights and ties are exact
 
     def overlaps(weights):
         means = weights @ scores.T, weights @ others.T
         return {"nodes": Overlap(largest(means[0], 7), largest(means[1], 13), *means)}
 
     done = []
-    nodes = overlap_measures(overlaps, resampling, 29, done.append)["nodes"]
+    nodes = overlap_measures(overlaps, resampling, 8, 29, done.append)["nodes"]
     assert sum(done) == 37
     jaccard, correlation = [], []
-    for weights in resampling.weights():
+    for weights in resampling.weights(8):
         means = scores @ weights, others @ weights
         by_size = (np.argsort(-np.nan_to_num(abs(x), nan=-1), kind="stable") for x in means)
         first, second = (set(rows[:n].tolist()) for rows, n in zip(by_size, (7, 13), strict=True))

@@ -13,7 +13,7 @@ from common import mlp_hook, tokens
 from tiny_tokenizer import tiny_tokenizer
 from torch._subclasses import FakeTensor
 
-from attn_only_lens import compare, grow
+from attn_only_lens import Contrast, Work, compare, grow, growth
 from attn_only_lens import patching as p
 from attn_only_lens.errors import ComparisonError, InputError
 from attn_only_lens.growth.comparison.batches import batches
@@ -25,7 +25,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:transformer_lens"),
 ]
 
-FEW = {"n_patched": 0, "n_nodes": 3, "n_resamples": 2, "progress": False}
+RESAMPLED = {"resampling": growth.Resampling(n_resamples=2)}
+FEW = {"sizes": growth.ComparisonSizes(n_patched=0, n_nodes=3), **RESAMPLED}
 NUMBERS = ["divergence", "cosine", "norm_ratio", "estimated_drop", "grown_estimated_drop"]
 
 
@@ -42,6 +43,16 @@ def pair(tmp_path_factory):
     return model, grown
 
 
+def in_batches(size):
+    sizes = growth.ComparisonSizes(batch_size=size, n_patched=0, n_nodes=3)
+    return {"sizes": sizes, **RESAMPLED}
+
+
+def alone(prompts, metric=None):
+    """Return a contrast without corrupted prompts."""
+    return Contrast(prompts, None, metric or p.loss())
+
+
 def numbers(comparison, columns=NUMBERS):
     every = pd.concat([comparison.heads, comparison.neurons])
     return every[columns].to_numpy(dtype=float)
@@ -50,12 +61,10 @@ def numbers(comparison, columns=NUMBERS):
 def test_sums_do_not_depend_on_how_prompts_are_cut(pair):
     clean, corrupted = tokens(batch=7), tokens(seed=1, batch=7)
     metric = p.logit_diff(3, 5)
-    whole = compare(*pair, clean, metric, corrupted=corrupted, **FEW)
-    cut = compare(*pair, clean, metric, corrupted=corrupted, batch_size=3, **FEW)
-    stream = (
-        (p.prompt_pair(pair[0], clean[rows], corrupted[rows]), metric)
-        for rows in (slice(0, 2), slice(2, 7))
-    )
+    contrast = Contrast(clean, corrupted, metric)
+    whole = compare(*pair, contrast, **FEW)
+    cut = compare(*pair, contrast, **in_batches(3))
+    stream = (Contrast(clean[rows], corrupted[rows], metric) for rows in (slice(0, 2), slice(2, 7)))
     streamed = compare(*pair, stream, **FEW)
     # These are sums of the same terms in another order.
     for comparison in (cut, streamed):
@@ -79,8 +88,8 @@ def test_padding_is_no_token(pair):
     metric, everything = p.logit_diff(3, 5), slice(0, 3)
 
     def compared(*batches):
-        stream = (p.prompt_pair(pair[0], texts[rows], others[rows]) for rows in batches)
-        return compare(*pair, stream, metric, **FEW)
+        stream = (Contrast(texts[rows], others[rows], metric) for rows in batches)
+        return compare(*pair, stream, **FEW)
 
     padded = compared(slice(0, 1), everything)
     apart = compared(slice(0, 1), slice(0, 1), slice(1, 3))
@@ -91,8 +100,15 @@ def test_padding_is_no_token(pair):
 
 
 def test_texts_without_pairs_go_by_length(pair):
-    comparison = compare(*pair, ["w1 w2 w3", "w4 w5", "w6 w7 w8", "w9 w10"], p.loss(), **FEW)
+    texts = ["w1 w2 w3", "w4 w5", "w6 w7 w8", "w9 w10"]
+    comparison = compare(*pair, alone(texts), **FEW)
     assert (comparison.about["n_prompts"], comparison.about["n_tokens"]) == (4, 10)
+    rows = [pair[0].to_tokens(text)[0].tolist() for text in texts]
+    padded = torch.tensor([row + [0] * (3 - len(row)) for row in rows])
+    masked = Contrast(padded, None, p.loss(), mask=torch.tensor([[1, 1, 1], [1, 1, 0]] * 2))
+    np.testing.assert_array_equal(numbers(compare(*pair, masked, **FEW)), numbers(comparison))
+    with pytest.raises(ComparisonError, match="a batch of prompts of 2 to 3 tokens without corr"):
+        compare(*pair, [alone(texts)], **FEW)
 
 
 def live_bytes():
@@ -115,11 +131,11 @@ def test_nothing_grows_with_the_number_of_batches(pair):
             seen.append(live_bytes())
             batch = tokens(seed=i, batch=3)
             batches_given.append(weakref.ref(batch))
-            yield batch
+            yield alone(batch)
             del batch
 
     try:
-        compare(*pair, stream(), p.loss(), **FEW)
+        compare(*pair, stream(), **FEW)
     finally:
         gc.unfreeze()
     # The runs of the first batch are kept for patching; later, 3 × 11 tokens and their pairs.
@@ -136,8 +152,9 @@ def test_bfloat16(pair):
     logits = pair[0](prompts)[:, -1]
     apart = logits - logits.roll(-1, 0)
     metric = p.logit_diff(apart.argmax(-1).tolist(), apart.argmin(-1).tolist())
-    every = numbers(compare(low, grow(low, d_mlp=41, seed=0), prompts, metric, **FEW))
-    expected = numbers(compare(*pair, prompts, metric, **FEW), ["estimated_drop"])
+    contrast = alone(prompts, metric)
+    every = numbers(compare(low, grow(low, d_mlp=41, seed=0), contrast, **FEW))
+    expected = numbers(compare(*pair, contrast, **FEW), ["estimated_drop"])
     drops = every[:, NUMBERS.index("estimated_drop")]
     assert np.corrcoef(drops, expected[:, 0])[0, 1] > 0.98
     np.testing.assert_allclose(every[:, :3], [[0.0, 1.0, 1.0]] * len(every), atol=1e-3)
@@ -150,58 +167,55 @@ def native(**changes):
 
 def test_what_is_refused(pair):
     model, grown = pair
-    good, loss = tokens(), p.loss()
+    prompts, good = tokens(), alone(tokens())
     deeper = native(n_layers=3)
     null = grow(model, d_mlp=43, seed=0)
     for arguments, options, message in (
-        ((model, grown.model, good, loss), {}, "got provenance of type NoneType"),
-        ((deeper, grown, good, loss), {}, "along head of layer 2; the provenance has size 0"),
-        (
-            (model, deeper, good, loss),
-            {"provenance": grown.provenance},
-            "the grown model has size 37",
-        ),
-        ((grown.model, grown, good, loss), {}, "the original has size 41 along d_mlp"),
-        ((model, grown, good, None), {}, "got no metric"),
-        ((model, grown, [good], None), {}, "without a metric"),
-        ((model, grown, 3.5, loss), {}, "got float; expected texts"),
-        ((model, grown, iter([]), loss), {}, "got no prompts"),
-        ((model, grown, [3], loss), {}, "got a batch of int"),
-        ((model, grown, good.tolist(), None), {}, "torch.as_tensor(tokens) makes a tensor"),
-        ((model, grown, iter(good.tolist()), loss), {}, "got a batch of list"),
-        ((model, grown, good[:1], loss), {}, "only prompt 0 has 11 tokens"),
-        ((model, grown, iter([good]), loss), {"corrupted": good}, "with a stream"),
-        ((model, grown, good, loss), {"null": null}, "the null model grew differently"),
-        ((model, grown, good, loss), {"null": null.model}, "expected the same shape"),
-        ((model, grown, good, loss), {"null": 3}, "the null model: got an int"),
-        ((model, grown, good, loss), {"batch_size": 0, "confidence": 2}, "got confidence=2"),
-        ((model, grown, good, loss), {"batch_size": 0, "confidence": 2}, "got batch_size=0"),
-        ((model, grown, good, loss), {"n_patched": -1}, "got n_patched=-1"),
+        ((model, grown.model, good), {}, "got provenance of type NoneType"),
+        ((deeper, grown, good), {}, "along head of layer 2; the provenance has size 0"),
+        ((model, deeper, good), {"provenance": grown.provenance}, "the grown model has size 37"),
+        ((grown.model, grown, good), {}, "the original has size 41 along d_mlp"),
+        ((model, grown, 3.5), {}, "got a float; expected Contrast(clean, corrupted, metric), or"),
+        ((model, grown, prompts), {}, "got a Tensor as a batch; expected Contrast(clean"),
+        ((model, grown, iter([])), {}, "got no contrasts"),
+        ((model, grown, [3]), {}, "got an int as a batch"),
+        ((model, grown, alone(prompts[:1])), {}, "only prompt 0 has 11 tokens"),
+        ((model, grown, good), {"null": null}, "the null model grew differently"),
+        ((model, grown, good), {"null": null.model}, "expected the same shape"),
+        ((model, grown, good), {"null": 3}, "the null model: got an int"),
+        ((model, grown, good), {"work": Work(batch_size=2)}, "does not use batch_size"),
     ):
         with pytest.raises(ComparisonError) as error:
             compare(*arguments, **options)
         assert message in str(error.value), (message, str(error.value))
-    for arguments, message in (
-        ((good + 41, loss), "values from"),
-        ((good[0, 0], loss), "int64"),
-        ((good.double(), loss), "float64"),
-        ((good, p.logit_diff(3, 99)), "99"),
-        ((good, p.logit_diff([3, 3, 3], 5)), "3"),
-        ((good, lambda logits: 1.5), "this metric is constant"),
-        ((good, p.logit_diff(3, 5)), "this metric is constant"),  # the same prompts, rolled
-        (([], loss), "got no prompts"),
+    for contrast, message in (
+        (alone(prompts + 41), "values from"),
+        (alone(prompts[0, 0]), "int64"),
+        (alone(prompts.double()), "float64"),
+        (alone(prompts, p.logit_diff(3, 99)), "99"),
+        (alone(prompts, p.logit_diff([3, 3, 3], 5)), "3"),
+        (alone(prompts, lambda logits: 1.5), "this metric is constant"),
+        (alone(prompts, p.logit_diff(3, 5)), "this metric is constant"),  # the same prompts, rolled
     ):
         with pytest.raises((InputError, ComparisonError)) as error:
-            compare(model, grown, *arguments, progress=False)
+            compare(model, grown, contrast)
         assert message in str(error.value), (message, str(error.value))
+    with pytest.raises(ComparisonError) as error:
+        growth.ComparisonSizes(batch_size=0, faithfulness=2, n_patched=-1, n_nodes=1.5, edge_mass=0)
+    assert [reason.partition(";")[0] for reason in error.value.reasons] == [
+        *("got batch_size=0", "got n_patched=-1", "got n_nodes=1.5"),
+        *("got faithfulness=2", "got edge_mass=0"),
+    ]
+    with pytest.raises(ComparisonError, match="got confidence=2"):
+        growth.Resampling(confidence=2)
     point = grown.model.hook_dict["blocks.0.hook_in"]
     point.add_perma_hook(lambda value, hook: value)
     with pytest.raises(ComparisonError, match="the grown model: hooks are attached"):
-        compare(model, grown, good, loss)
+        compare(model, grown, good)
     point.remove_hooks("both", including_permanent=True)
     smaller = native(d_vocab=31, d_vocab_out=41)
     with pytest.raises(ComparisonError, match="has d_vocab 41; the original has 31"):
-        compare(smaller, grown, good, loss)
+        compare(smaller, grown, good)
     assert mlp_hook("z", 0) not in model.hook_dict
 
 
@@ -209,11 +223,11 @@ def test_interrupted_or_refused_models_are_as_they_were(pair):
     model, grown = pair
 
     def stream():
-        yield tokens()
+        yield alone(tokens())
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compare(model, grown, stream(), p.loss(), **FEW)
+        compare(model, grown, stream(), **FEW)
     for side in (model, grown.model):
         assert mlp_hook("z", 0) not in side.hook_dict
         assert not any(point._forward_hooks for point in side.hook_dict.values())
@@ -229,60 +243,62 @@ def test_batches_of_any_size(pair):
         ((2, 2, 1), (1, 0, 3, 2, 0)),
         ((3, 1, 1), (1, 2, 0, 0, 0)),
     ):
-        comparison = compare(*pair, iter(prompts.split(sizes)), p.loss(), **FEW)
+        comparison = compare(*pair, map(alone, prompts.split(sizes)), **FEW)
         expected = (
-            p.prompt_pair(pair[0], *both)
+            Contrast(*both, p.loss())
             for both in zip(prompts.split(sizes), prompts[list(others)].split(sizes), strict=True)
         )
-        expected = compare(*pair, expected, p.loss(), **FEW)
+        expected = compare(*pair, expected, **FEW)
         np.testing.assert_allclose(numbers(comparison), numbers(expected), rtol=1e-9, atol=1e-13)
         assert comparison.about["n_prompts"] == 5
-    whole = numbers(compare(*pair, prompts, p.loss(), **FEW))
+    whole = numbers(compare(*pair, alone(prompts), **FEW))
     for size in (1, 2):
-        cut = numbers(compare(*pair, prompts, p.loss(), batch_size=size, **FEW))
+        cut = numbers(compare(*pair, alone(prompts), **in_batches(size)))
         np.testing.assert_allclose(cut, whole, rtol=1e-9, atol=1e-13)
 
 
 def test_prompts_may_repeat_in_a_later_batch(pair):
     same = tokens(seed=4, batch=1).repeat(2, 1)
-    comparison = compare(*pair, iter([tokens(batch=3), same]), p.loss(), **FEW)
+    comparison = compare(*pair, map(alone, [tokens(batch=3), same]), **FEW)
     assert comparison.about["n_prompts"] == 5
     with pytest.raises(ComparisonError, match="2 or more different prompts"):
-        compare(*pair, iter([same]), p.loss(), **FEW)
+        compare(*pair, iter([alone(same)]), **FEW)
 
 
 def test_no_prompt_is_held_against_itself(pair):
     """Pairing a prompt with itself would count a zero and make every mean too small."""
     a, b, c = tokens(batch=3).split(1)
     for stream in ([torch.cat([a, b]), a, b], [torch.cat([a, b, b, b, c])]):
-        made = list(batches(pair[0], iter(stream), p.loss(), None, 2))
+        made = list(batches(pair[0], map(alone, stream), 2))
         assert sum(len(chunk.pair.clean) for chunk in made) == sum(map(len, stream))
         assert all((chunk.pair.clean != chunk.pair.corrupted).any(1).all() for chunk in made)
-    whole = batches(pair[0], torch.cat([a, b, b, b, c]), p.loss(), None, 2)
+    whole = batches(pair[0], alone(torch.cat([a, b, b, b, c])), 2)
     assert all((chunk.pair.clean != chunk.pair.corrupted).any(1).all() for chunk in whole)
 
 
 @pytest.mark.parametrize(
     ("last", "message"),
     [
-        (lambda: tokens(batch=2) + 41, "UnsupportedCallError|InputError.*values from"),
-        (lambda: tokens(batch=1, pos=7), "1 prompt of 7 tokens"),
+        (lambda: alone(tokens(batch=2) + 41), "UnsupportedCallError|InputError.*values from"),
+        (lambda: alone(tokens(batch=1, pos=7)), "1 prompt of 7 tokens"),
         (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
-        (lambda: (tokens(batch=3), lambda logits: logits.detach().sum()), "InputError"),
+        (lambda: alone(tokens(batch=3), lambda logits: logits.detach().sum()), "InputError"),
     ],
     ids=["not tokens", "alone", "its own", "no slope"],
 )
 def test_an_error_in_a_later_batch_loses_nothing(pair, last, message):
     def stream():
-        yield tokens(batch=3)
-        yield tokens(seed=1, batch=2)
+        yield alone(tokens(batch=3))
+        yield alone(tokens(seed=1, batch=2))
         yield last()
 
+    sizes = growth.ComparisonSizes(n_patched=3, n_nodes=3)
     with pytest.raises(ComparisonError, match="the comparison stopped") as error:
-        compare(*pair, stream(), p.loss(), **{**FEW, "n_patched": 3})
+        compare(*pair, stream(), sizes=sizes, **RESAMPLED)
     assert re.search(message, str(error.value), re.DOTALL)
     so_far = error.value.so_far
-    expected = compare(*pair, [tokens(batch=3), tokens(seed=1, batch=2)], p.loss(), **FEW)
+    before = [alone(tokens(batch=3)), alone(tokens(seed=1, batch=2))]
+    expected = compare(*pair, before, **FEW)
     assert np.array_equal(numbers(so_far), numbers(expected))
     assert so_far.about["n_prompts"] == 5
     assert so_far.heads["drop"].isna().all()
@@ -291,16 +307,17 @@ def test_an_error_in_a_later_batch_loses_nothing(pair, last, message):
 
 def test_an_error_of_the_first_batch_is_itself(pair):
     with pytest.raises(ComparisonError) as error:
-        compare(*pair, iter([tokens(batch=1)]), p.loss(), **FEW)
+        compare(*pair, iter([alone(tokens(batch=1))]), **FEW)
     assert error.value.so_far is None
     assert "1 prompt of 11 tokens" in str(error.value)
 
 
 def test_stages_have_bars(pair, capsys):
-    settings = {"n_patched": 2, "n_nodes": 3, "n_resamples": 2, "batch_size": 3}
-    compare(*pair, tokens(batch=5), p.loss(), **settings)
+    sizes = growth.ComparisonSizes(batch_size=3, n_patched=2, n_nodes=3)
+    settings = {"sizes": sizes, **RESAMPLED}
+    compare(*pair, alone(tokens(batch=5)), **settings)
     shown = capsys.readouterr().err
     for stage in ("circuit of the original", "batch 2 of 2: patterns and outputs", "bootstrap"):
         assert f"{stage}: 100%" in shown, stage
-    compare(*pair, tokens(batch=5), p.loss(), **settings, progress=False)
+    compare(*pair, alone(tokens(batch=5)), **settings, work=Work(progress=False))
     assert capsys.readouterr().err == ""

@@ -20,6 +20,7 @@ REQUESTS = [
     ("ln", {"expansion": growth.AddNeurons(1), "d_mlp": 41}, ["give either an expansion or sizes"]),
     ("ln", {"d_mlp": True, "init": "x"}, ["d_mlp=True; expected a whole number", "init='x'"]),
     ("ln", {"d_mlp": 41, "seed": 1.5}, ["got seed=1.5"]),
+    ("ln", {"d_mpl": 41}, ["got a size 'd_mpl'; expected one of d_mlp, n_heads, d_head, d_model"]),
     ("ln", {"expansion": "wider"}, ["expected an expansion from attn_only_lens.growth"]),
     ("ln", growth.AddNeurons(0), ["got n=0"]),
     ("ln", growth.AddNeurons(-3, layers=[5]), ["got n=-3", "got layers [5]"]),

@@ -1,5 +1,7 @@
 """Tests of transcoder features in a corpus: sparse or dead, next to neurons of gated MLPs."""
 
+from functools import partial
+
 import pytest
 import torch
 from feature_model import DEAD, PAIR, with_features
@@ -11,7 +13,8 @@ from attn_only_lens.heads import neuron_gate
 
 pytestmark = pytest.mark.numeric
 
-QUIET = {"progress": False, "context": 32}
+CONTEXT = 32
+corpus_of = partial(neurons.Corpus, context=CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +25,7 @@ def model():
 @pytest.fixture(scope="module")
 def texts(model):
     every = pretrained.small_english_texts()[:60]
-    short = [text for text in every if len(model.to_tokens(text)[0]) <= QUIET["context"]]
+    short = [text for text in every if len(model.to_tokens(text)[0]) <= CONTEXT]
     return short[:12]
 
 
@@ -45,7 +48,7 @@ def test_examples_are_the_tokens_at_which_a_feature_is_active(model, texts, acts
     often = int(active.argmax())
     assert 0 < active[rare] < 6 < 20 < active[often]  # control
     names = [f"L3F{index}" for index in (rare, often, DEAD)]
-    frame = neurons.top_examples(model, names, texts, k=6, **QUIET)
+    frame = neurons.top_examples(model, names, corpus_of(texts), k=6)
     assert set(frame["name"]) == set(names[:2])  # a dead feature has no examples
     for name, index in zip(names[:2], (rare, often), strict=True):
         here = [i for i in range(len(z)) if z[i, index] > 0]
@@ -60,9 +63,8 @@ def test_examples_are_the_tokens_at_which_a_feature_is_active(model, texts, acts
 def test_histograms_count_tokens_at_which_a_feature_is_inactive(model, texts, acts):
     z = acts[0][3]
     index = int((z > 0).sum(0).argmax())
-    statistics = neurons.neuron_statistics(
-        model, [f"L3F{index}", f"L3F{DEAD}"], texts, k=3, **QUIET
-    )
+    names = [f"L3F{index}", f"L3F{DEAD}"]
+    statistics = neurons.neuron_statistics(model, names, corpus_of(texts), k=3)
     assert statistics.n_tokens == len(z)
     row = statistics.names.index(f"L3F{index}")
     zeros = statistics.counts["zeros"]
@@ -77,12 +79,13 @@ def test_histograms_count_tokens_at_which_a_feature_is_inactive(model, texts, ac
 
 def test_features_and_neurons_of_gated_mlps_together(model, texts):
     """None selects features and neurons, with the same results as each selection alone."""
-    both = neurons.neuron_statistics(model, None, texts[:3], k=2, **QUIET)
+    corpus = corpus_of(texts[:3])
+    both = neurons.neuron_statistics(model, None, corpus, k=2)
     kinds = [sum(letter in name for name in both.names) for letter in "NF"]
     assert kinds == [2 * 344, 2 * 344]
     assert len(both.names) == sum(kinds)
-    for selection in (p.neuron_heads(), p.features()):
-        alone = neurons.neuron_statistics(model, selection, texts[:3], k=2, **QUIET)
+    for selection in ("neurons", "features"):
+        alone = neurons.neuron_statistics(model, selection, corpus, k=2)
         same = both.of(list(alone.names))
         for part in ("examples", "counts"):
             for name, expected in getattr(alone, part).items():
@@ -97,31 +100,31 @@ def test_features_and_neurons_of_gated_mlps_together(model, texts):
 
 
 def test_statistics_of_dead_features_alone_can_be_saved(model, texts, tmp_path):
-    dead = neurons.neuron_statistics(model, [f"L3F{DEAD}"], texts[:2], k=2, **QUIET)
+    dead = neurons.neuron_statistics(model, [f"L3F{DEAD}"], corpus_of(texts[:2]), k=2)
     assert dead.frame().empty
     path = dead.save(tmp_path / "dead.safetensors")
     assert neurons.NeuronStatistics.load(path).frame().empty
 
 
 def test_attributions_of_features(model, texts):
-    frame = neurons.top_examples(
-        model, ["L3F7", "L1F9"], texts[:4], k=3, by="attribution", metric=p.loss(), **QUIET
-    )
+    options = {"k": 3, "by": "attribution", "metric": p.loss()}
+    frame = neurons.top_examples(model, ["L3F7", "L1F9"], corpus_of(texts[:4]), **options)
     assert len(frame)
     assert all(values[position] for values, position in frame[["values", "position"]].to_numpy())
 
 
 def test_error_and_skip_nodes_are_left_out_or_refused(model, texts):
-    every = neurons.corpus_statistics(model, p.all_heads(), texts[:1], k=1, **QUIET)
+    corpus = corpus_of(texts[:1])
+    every = neurons.corpus_statistics(model, "all", corpus, k=1)
     assert len(every.neurons.names) == 4 * 344
     assert len(every.heads.names) == 16
     with pytest.raises(InputError) as refused:
-        neurons.top_examples(model, ["L3E", "L1S", "L3F7"], texts[:1], **QUIET)
+        neurons.top_examples(model, ["L3E", "L1S", "L3F7"], corpus)
     text = str(refused.value)
     assert "L3E, one of the error nodes" in text
     assert "L1S, one of the skip nodes" in text
     with pytest.raises(InputError, match="L3E, one of the error nodes"):
-        neurons.corpus_statistics(model, p.error_nodes(layers=[3]), texts[:1], **QUIET)
+        neurons.corpus_statistics(model, p.Sites("errors", layers=[3]), corpus)
 
 
 def test_gates_of_features(model):

@@ -9,7 +9,7 @@ from bridges import boot, exposed_copy
 from common import D_VOCAB
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import HeadName, neurons
+from attn_only_lens import HeadName, Work, neurons
 from attn_only_lens import patching as p
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.errors import InputError
@@ -19,7 +19,7 @@ from attn_only_lens.neurons import summary as so_far
 pytestmark = pytest.mark.numeric
 
 CONTEXT = 7
-QUIET = {"progress": False, "context": CONTEXT, "before": 1, "after": 1}
+corpus_of = partial(neurons.Corpus, context=CONTEXT, before=1, after=1)
 NAMES = ["L0H1", "L1H0", "L1H1"]
 MODELS = {
     "plain": lambda: exposed_copy(boot("gpt2")),
@@ -82,9 +82,8 @@ def test_they_are_those_of_a_loop_over_texts(name, has_bos, monkeypatch, tmp_pat
     monkeypatch.setattr(model, "tokenizer", tokenizer)
     bos = tokenizer.bos_token_id if has_bos else 1
     texts, shown = corpus(bos), partial(token_text, model)
-    statistics = neurons.corpus_statistics(
-        model, NAMES, texts, k=4, **QUIET, batch_size=1 + 2 * has_bos
-    ).heads
+    work = Work(batch_size=1 + 2 * has_bos)
+    statistics = neurons.corpus_statistics(model, NAMES, corpus_of(texts), k=4, work=work).heads
     frame, looks = statistics.frame(), statistics.looks().set_index("name")
     for name in NAMES:
         every = looked_up(model, texts, name, has_bos)
@@ -129,31 +128,31 @@ def test_they_are_those_of_a_loop_over_texts(name, has_bos, monkeypatch, tmp_pat
 
 def test_one_pass_for_both_is_kept_and_goes_on(plain, tmp_path, monkeypatch):
     texts, names = corpus()[:3] + corpus()[4:], [*NAMES, "L0N3", "L1N29"]
-    options = {"k": 3, **QUIET, "batch_size": 2}
-    both = neurons.corpus_statistics(plain, names, texts, **options)
-    heads = neurons.corpus_statistics(plain, NAMES, texts, **options).heads
-    only = neurons.neuron_statistics(plain, ["L0N3", "L1N29"], texts, **options)
+    options, whole = {"k": 3, "work": Work(batch_size=2)}, corpus_of(texts)
+    both = neurons.corpus_statistics(plain, names, whole, **options)
+    heads = neurons.corpus_statistics(plain, NAMES, whole, **options).heads
+    only = neurons.neuron_statistics(plain, ["L0N3", "L1N29"], whole, **options)
     for got, reference in ((both.heads, heads), (both.neurons, only)):
         values, others = (x.frame()["value"].tolist() for x in (got, reference))
         assert values == pytest.approx(others, rel=1e-9)
     read = neurons.HeadStatistics.load(heads.save(tmp_path / "heads.safetensors"))
     assert read.frame().equals(heads.frame())
     assert read.of(["L1H0"]).looks().equals(heads.looks().iloc[[1]].reset_index(drop=True))
-    every = neurons.corpus_statistics(plain, None, texts, **options)
+    every = neurons.corpus_statistics(plain, None, whole, **options)
     assert every.heads.names[:2] == ("L0H0", "L0H1")
     assert len(every.neurons.names) > 2
-    assert neurons.corpus_statistics(plain, p.heads(), texts, **options).neurons is None
+    assert neurons.corpus_statistics(plain, "heads", whole, **options).neurons is None
     monkeypatch.setattr(so_far, "_SECONDS", 0.0)
-    folder = tmp_path / "kept"
-    neurons.corpus_statistics(plain, names, texts[:2], **options, resume=folder)
-    resumed = neurons.corpus_statistics(plain, names, texts, **options, resume=folder)
+    options["work"] = Work(batch_size=2, resume=tmp_path / "kept")
+    neurons.corpus_statistics(plain, names, corpus_of(texts[:2]), **options)
+    resumed = neurons.corpus_statistics(plain, names, whole, **options)
     assert resumed.heads.looks()["bos"].tolist() == pytest.approx(both.heads.looks()["bos"])
     for side in ("attended", "attending"):
         got, reference = (x.heads.tokens("L1H0", side) for x in (resumed, both))
         assert got["token"].tolist() == reference["token"].tolist()
         assert got["mean"].tolist() == pytest.approx(reference["mean"].tolist())
     for call, reason in (
-        (lambda: neurons.neuron_statistics(plain, ["L0H1"], texts), "got L0H1, an attention head"),
+        (lambda: neurons.neuron_statistics(plain, ["L0H1"], whole), "got L0H1, an attention head"),
         (lambda: heads.tokens("L0H1", "both"), "got 'both'; expected 'attended'"),
         (lambda: heads.offsets("L0H7"), "got 'L0H7'"),
     ):
@@ -179,8 +178,9 @@ def by_loss(model, text, name, position, scale):
 def test_attributions_are_derivatives(plain):
     texts = [[3, 5, 7, 11], [2, 13, 17]]
     assert D_VOCAB > 17
-    options = QUIET | {"ends": "largest", "by": "attribution", "metric": p.loss()}
-    frame = neurons.corpus_statistics(plain, NAMES, texts, 7, **options).heads.frame()
+    options = {"k": 7, "by": "attribution", "metric": p.loss()}
+    corpus = corpus_of(texts, ends="largest")
+    frame = neurons.corpus_statistics(plain, NAMES, corpus, **options).heads.frame()
     assert len(frame) == 21
     for row in frame.to_dict("records"):
         place = texts[row["text"]], row["name"], row["at"]

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import pandas as pd
 import pytest
@@ -10,7 +11,7 @@ from bridges import boot, exposed_copy
 from common import D_VOCAB
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import Bilinear, HeadName, expose_neuron_heads, neuron_gate, neurons
+from attn_only_lens import Bilinear, HeadName, Work, expose_neuron_heads, neuron_gate, neurons
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.neurons import statistics
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.numeric
 
 NAMES = ["L0N3", "L1N0", "L1N29"]
 CONTEXT = 7
-QUIET = {"progress": False, "context": CONTEXT}
+corpus_of = partial(neurons.Corpus, context=CONTEXT)
 MODELS = {
     "plain": lambda: exposed_copy(boot("gpt2")),
     "gated": lambda: exposed_copy(boot("llama")),
@@ -85,9 +86,9 @@ def looked_up(model, texts, names):
 @pytest.mark.parametrize("by", ["z", "gate"])
 def test_they_are_those_of_a_sort(model_and_rows, by):
     (model, every), texts = model_and_rows, corpus()
-    options = {"k": 4, "by": by, "before": 2, "after": 1, **QUIET}
-    one = neurons.top_examples(model, NAMES, texts, **options, batch_size=1)
-    many = neurons.top_examples(model, NAMES, texts, **options, batch_size=3)
+    asked = model, NAMES, corpus_of(texts, before=2, after=1)
+    one = neurons.top_examples(*asked, k=4, by=by, work=Work(batch_size=1))
+    many = neurons.top_examples(*asked, k=4, by=by, work=Work(batch_size=3))
     has_equals = False
     for name in NAMES:
         for end, sign in (("largest", -1), ("smallest", 1)):
@@ -112,9 +113,10 @@ def test_they_are_those_of_a_sort(model_and_rows, by):
 
 def test_all_neurons_and_a_selection(plain):
     texts = corpus()
-    every = neurons.top_examples(plain, None, texts, k=2, **QUIET)
+    every = neurons.top_examples(plain, None, corpus_of(texts), k=2)
     assert len(every) == 2 * 2 * 2 * 37
-    layer = neurons.top_examples(plain, p.neuron_heads(1), texts, k=2, ends="smallest", **QUIET)
+    smallest = corpus_of(texts, ends="smallest")
+    layer = neurons.top_examples(plain, p.Sites("neurons", layers=1), smallest, k=2)
     expected = every[every["name"].str.startswith("L1") & (every["end"] == "smallest")]
     # Hooks in layer 0 change the rounding.
     for first, second in zip(layer.to_dict("records"), expected.to_dict("records"), strict=True):
@@ -123,7 +125,7 @@ def test_all_neurons_and_a_selection(plain):
 
 
 def test_fewer_tokens_than_examples(plain):
-    frame = neurons.top_examples(plain, "L0N3", [[1, 2], [3]], k=20, ends="largest", **QUIET)
+    frame = neurons.top_examples(plain, "L0N3", corpus_of([[1, 2], [3]], ends="largest"), k=20)
     assert sorted(zip(frame["text"], frame["at"], strict=True)) == [(0, 0), (0, 1), (1, 0)]
 
 
@@ -139,7 +141,7 @@ def bins(x):
 
 def test_histograms_are_those_of_all_tokens_at_once(model_and_rows):
     (model, rows), texts = model_and_rows, corpus()
-    statistics = neurons.neuron_statistics(model, NAMES, texts, **QUIET, batch_size=3)
+    statistics = neurons.neuron_statistics(model, NAMES, corpus_of(texts), work=Work(batch_size=3))
     assert statistics.n_tokens == sum(map(len, texts))
     assert statistics.n_texts == len(texts)
     for number, name in enumerate(NAMES):
@@ -167,7 +169,9 @@ def test_quadrants_are_those_of_a_sort(plain, tmp_path):
     with torch.no_grad():
         mlp_of(model, "L0N3").gate_proj.weight[3] = 0.0
         mlp_of(model, "L1N0").up_proj.weight[0] = 0.0
-    statistics = neurons.neuron_statistics(model, NAMES, texts, k=4, **QUIET, batch_size=3)
+    statistics = neurons.neuron_statistics(
+        model, NAMES, corpus_of(texts), k=4, work=Work(batch_size=3)
+    )
     read = neurons.NeuronStatistics.load(statistics.save(tmp_path / "found.safetensors"))
     frame, shares = read.quadrant_examples(), read.quadrants().set_index("name")
     for name, every in looked_up(model, texts, NAMES).items():
@@ -193,13 +197,13 @@ def test_quadrants_are_those_of_a_sort(plain, tmp_path):
                 place = next(x for x in inside if (x["text"], x["at"]) == (row["text"], row["at"]))
                 assert abs(place["z"]) == pytest.approx(row["value"])
     assert (frame["end"].value_counts() > 0).sum() == 4
-    ungated = neurons.neuron_statistics(plain, NAMES, texts, **QUIET)
+    ungated = neurons.neuron_statistics(plain, NAMES, corpus_of(texts))
     with pytest.raises(InputError, match="the neurons have no quadrants"):
         ungated.quadrant_examples()
 
 
 def test_statistics_are_kept(plain, tmp_path):
-    statistics = neurons.neuron_statistics(plain, NAMES, corpus(), k=3, **QUIET)
+    statistics = neurons.neuron_statistics(plain, NAMES, corpus_of(corpus()), k=3)
     read = neurons.NeuronStatistics.load(statistics.save(tmp_path / "found.safetensors"))
     assert read.frame().equals(statistics.frame())
     assert torch.equal(read.counts["joint"], statistics.counts["joint"])
@@ -215,7 +219,7 @@ def test_statistics_are_kept(plain, tmp_path):
 
 
 def test_a_frame_without_pyarrow_holds_the_same_lists(plain, monkeypatch):
-    result = neurons.neuron_statistics(plain, NAMES, corpus(), k=3, **QUIET)
+    result = neurons.neuron_statistics(plain, NAMES, corpus_of(corpus()), k=3)
     arrow = result.frame()
     monkeypatch.setattr(statistics, "find_spec", lambda name: None)
     plain_lists = result.frame()
@@ -242,8 +246,8 @@ def by_loss(model, text, name, position, scale):
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_attributions_are_derivatives(family):
     model, texts = exposed_copy(boot(family)), [[3, 5, 7, 11], [2, 13, 17]]
-    options = {"k": 7, "by": "attribution", "ends": "largest", **QUIET}
-    frame = neurons.top_examples(model, ["L0N3", "L1N29"], texts, metric=p.loss(), **options)
+    names, by = ["L0N3", "L1N29"], {"by": "attribution", "metric": p.loss()}
+    frame = neurons.top_examples(model, names, corpus_of(texts, ends="largest"), k=7, **by)
     assert len(frame) == 14
     assert (frame["value"].abs() > 1e-7).sum() >= 8  # z of the last tokens has no effect
     for row in frame.to_dict("records"):
@@ -253,10 +257,8 @@ def test_attributions_are_derivatives(family):
         assert row["value"] == pytest.approx(slope, rel=0.005, abs=1e-5)
         assert row["values"][row["position"]] != pytest.approx(row["value"], rel=0.01)
     # Texts of one token have no loss, and other texts are not affected.
-    short = [[3], [5], *texts]
-    shifted = neurons.top_examples(
-        model, ["L0N3", "L1N29"], short, metric=p.loss(), batch_size=2, **options | {"k": 9}
-    )
+    short = corpus_of([[3], [5], *texts], ends="largest")
+    shifted = neurons.top_examples(model, names, short, k=9, work=Work(batch_size=2), **by)
     shifted = shifted[shifted["text"] > 1]
     places = ["name", "text", "at"]
     values, expected = (
@@ -265,7 +267,7 @@ def test_attributions_are_derivatives(family):
     assert values == pytest.approx(expected, rel=1e-6, abs=1e-9)
     whole = p.custom(lambda logits: logits[:, -1].mean())
     with pytest.raises(InputError, match="one number for 2 texts; expected a tensor"):
-        neurons.top_examples(model, "L0N3", texts, metric=whole, **options)
+        neurons.top_examples(model, "L0N3", corpus_of(texts), **by | {"metric": whole})
 
 
 @pytest.fixture(scope="module")
@@ -293,11 +295,12 @@ def test_corpora_of_every_form(of_words, tmp_path):
         tmp_path / "texts.txt",
         str(tmp_path / "texts.jsonl"),
     ]
-    frames = [neurons.top_examples(of_words, NAMES, form, k=5, **QUIET) for form in forms]
+    frames = [neurons.top_examples(of_words, NAMES, corpus_of(form), k=5) for form in forms]
     assert all(frame.equals(frames[0]) for frame in frames)
     # If texts have BOS, it starts every piece and is not an example.
     assert (frames[0]["at"] > 0).all()
-    whole = neurons.top_examples(of_words, "L0N3", texts, k=20, ends="largest", **QUIET)
+    largest = corpus_of(texts, ends="largest")
+    whole = neurons.top_examples(of_words, "L0N3", largest, k=20)
     assert sorted(whole["at"][whole["text"] == 2]) == list(range(1, 9))
     assert len(whole) == 3 + 8 + 3
     begun = whole[(whole["text"] == 2) & (whole["at"] == 7)].iloc[0]
@@ -314,20 +317,20 @@ def interrupted(texts, after):
 def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
     monkeypatch.setattr(so_far, "_SECONDS", 0.0)
     texts, folder = corpus(), tmp_path / "kept"
-    options = {"k": 3, **QUIET, "batch_size": 2}
+    options = {"k": 3, "work": Work(batch_size=2, resume=folder)}
     with pytest.raises(KeyboardInterrupt):
-        neurons.neuron_statistics(plain, NAMES, interrupted(texts, 5), **options, resume=folder)
+        neurons.neuron_statistics(plain, NAMES, corpus_of(interrupted(texts, 5)), **options)
     ran = []
     add = so_far.add_counts
     monkeypatch.setattr(so_far, "add_counts", lambda *x: (ran.append(1), add(*x)))
-    statistics = neurons.neuron_statistics(plain, NAMES, iter(texts), **options, resume=folder)
+    statistics = neurons.neuron_statistics(plain, NAMES, corpus_of(iter(texts)), **options)
     assert len(ran) == 2 * 2  # two layers and two batches: 6 of 9 pieces were done, and 3 are left
-    whole = neurons.neuron_statistics(plain, NAMES, texts, **options)
+    whole = neurons.neuron_statistics(plain, NAMES, corpus_of(texts), k=3, work=Work(batch_size=2))
     assert statistics.frame().equals(whole.frame())
     assert torch.equal(statistics.counts["joint"], whole.counts["joint"])
     assert (statistics.n_texts, statistics.n_tokens) == (whole.n_texts, whole.n_tokens)
     # The folder accepts more texts after the first ones, but no changed texts or options.
-    longer = neurons.neuron_statistics(plain, NAMES, [*texts, [3, 4]], **options, resume=folder)
+    longer = neurons.neuron_statistics(plain, NAMES, corpus_of([*texts, [3, 4]]), **options)
     assert longer.n_tokens == whole.n_tokens + 2
     changed = exposed_copy(boot("gpt2"))
     with torch.no_grad():
@@ -341,7 +344,7 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
         (changed, texts, {}, r'model: got "\w{64}"; the folder has'),
     ):
         with pytest.raises(InputError, match=reason):
-            neurons.neuron_statistics(model, NAMES, other_texts, **(options | more), resume=folder)
+            neurons.neuron_statistics(model, NAMES, corpus_of(other_texts), **(options | more))
 
 
 @pytest.mark.parametrize(
@@ -352,7 +355,8 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
         (NAMES, [[1]], {"by": "value"}, "got by='value'; expected one of z, gate, attribution"),
         (NAMES, [[1]], {"by": "attribution"}, "expected a metric"),
         (NAMES, [[1]], {"metric": p.loss()}, "expected none"),
-        (NAMES, [[1]], {"context": 18}, "got context=18; expected 2 to 17"),
+        (NAMES, [[1]], {"work": Work(prompts_at_once=2)}, "does not use prompts_at_once"),
+        (p.Sites(NAMES, -1), [[1]], {}, "got positions=-1; expected heads without positions"),
         (NAMES, [[]], {}, "has no tokens except BOS"),
         (NAMES, [[1], None], {}, "text 1: got a NoneType; expected a text"),
         (NAMES, [[1], [D_VOCAB]], {}, "text 1: tokens: got values from 41"),
@@ -367,7 +371,22 @@ def test_an_interrupted_pass_goes_on(plain, tmp_path, monkeypatch):
 )
 def test_refused(plain, names, texts, options, reason):
     with pytest.raises(InputError, match=reason):
-        neurons.top_examples(plain, names, texts, **(QUIET | options))
+        neurons.top_examples(plain, names, corpus_of(texts), **options)
+
+
+def test_a_corpus_is_refused(plain):
+    with pytest.raises(InputError, match="got context=18; expected 2 to 17, the model's context"):
+        neurons.top_examples(plain, NAMES, neurons.Corpus([[1]], context=18))
+    with pytest.raises(InputError, match=r"got a list; expected a corpus: neurons\.Corpus\(texts"):
+        neurons.top_examples(plain, NAMES, [[1]])
+    with pytest.raises(InputError) as refused:
+        neurons.Corpus([[1]], context=1, ends="first", before=-1, after=0.5)
+    assert [reason.partition(";")[0] for reason in refused.value.reasons] == [
+        "got context=1",
+        "got ends='first'",
+        "got before=-1",
+        "got after=0.5",
+    ]
 
 
 def test_activations_that_are_not_finite_are_refused():
@@ -375,7 +394,7 @@ def test_activations_that_are_not_finite_are_refused():
     with torch.no_grad():
         model.W_E[7] = math.inf  # padding cannot be tested, so each text runs alone
     with pytest.raises(InputError, match="an activation in texts 1 to 1 is not finite"):
-        neurons.top_examples(model, NAMES, [[1, 2], [3, 7]], **QUIET)
+        neurons.top_examples(model, NAMES, corpus_of([[1, 2], [3, 7]]))
 
 
 def test_a_value_that_is_not_finite_is_refused_where_the_output_is():
@@ -384,4 +403,4 @@ def test_a_value_that_is_not_finite_is_refused_where_the_output_is():
     with torch.no_grad():
         model.blocks[1].mlp.get_submodule("in").original_component.bias[3] = -math.inf
     with pytest.raises(InputError, match="an activation in texts 0 to 1 is not finite"):
-        neurons.neuron_statistics(model, ["L1N3"], [[1, 2], [3, 4]], **QUIET)
+        neurons.neuron_statistics(model, ["L1N3"], corpus_of([[1, 2], [3, 4]]))

@@ -15,6 +15,7 @@ from attn_only_lens import viz
 from attn_only_lens.errors import InputError
 from attn_only_lens.neurons import Example
 from attn_only_lens.viz.circuit_data import EXTRAS
+from attn_only_lens.viz.page import Page
 
 PLAIN = 22  # the nodes of `circuit()` that the first view shows
 
@@ -371,7 +372,7 @@ def test_edges_of_a_group_keep_their_status(opened):
 @needs_browser
 def test_a_page_in_a_frame_that_gets_its_size_later(opened):
     frame = page()._repr_html_()
-    shown = opened(viz.Page(f"<!DOCTYPE html><div id=cell style='display:none'>{frame}</div>"))
+    shown = opened(Page(f"<!DOCTYPE html><div id=cell style='display:none'>{frame}</div>"))
     shown.js("document.getElementById('cell').style.display = 'block'")
     shown.driver.switch_to.frame(0)
     box = "document.querySelector('#stage .node .box')"

@@ -13,7 +13,7 @@ from common import tokens
 from dense_heads import Dense
 from page_of_circuit import click, read_back, show_all
 
-from attn_only_lens import Bilinear, expose_neuron_heads, pretrained, tasks, viz
+from attn_only_lens import Bilinear, Contrast, expose_neuron_heads, pretrained, tasks, viz
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import attribution_graph
 from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
@@ -33,32 +33,36 @@ def model():
     return bridges.exposed_copy(bridges.boot("gpt2"))
 
 
+def one_run(*arguments):
+    return Contrast(tokens(*arguments), None, METRIC)
+
+
 def heads_of(graph):
     return graph.nodes[graph.nodes["kind"].isin(["attention", "neuron"])]
 
 
 @pytest.fixture(scope="module")
 def drawn(model):
-    """Return a graph, its model and tokens, and its page."""
-    prompts = tokens(0, 2, POS)
-    graph = attribution_graph(model, prompts, METRIC, top=61)
-    return graph, model, prompts, viz.circuit_view(graph, model, prompts, prompt=1)
+    """Return a graph, its model and contrast, and its page."""
+    contrast = one_run(0, 2, POS)
+    graph = attribution_graph(model, contrast, top=61)
+    return graph, model, contrast, viz.circuit_view(graph, model, contrast, prompt=1)
 
 
 def test_the_page_holds_the_graph(drawn):
-    graph, model, prompts, page = drawn
+    graph, model, contrast, page = drawn
     data = read_back(page)
     assert data["nodes"]["id"] == graph.nodes["id"].tolist()
     assert data["nodes"]["kind"] == graph.nodes["kind"].tolist()
     assert data["nodes"]["attribution"] == pytest.approx(graph.nodes["attribution"], rel=1e-4)
-    assert data["tokens"] == [str(token) for token in prompts[1].tolist()]
+    assert data["tokens"] == [str(token) for token in contrast.clean[1].tolist()]
     ids, edges = graph.nodes["id"].to_numpy(), data["edges"]
     keys = zip(ids[edges["source"]], ids[edges["target"]], edges["kind"], strict=True)
     expected = graph.edges.set_index(["source", "target", "kind"])["weight"].to_dict()
     assert dict(zip(keys, edges["weight"], strict=True)) == pytest.approx(expected, rel=1e-4)
     assert set(data["edges"]["kind"]) == {"value", "q", "k", "gate"}
     sizes, n = heads_of(graph)["attribution"].abs(), 2 * (2 + 37) * POS
-    every = attribution_graph(model, prompts, METRIC, mass=1.0)
+    every = attribution_graph(model, contrast, mass=1.0)
     share = sizes.sum() / heads_of(every)["attribution"].abs().sum()
     note, prompts = data["notes"]
     assert prompts.startswith("Prompts: tokens, attention and written tokens are from prompt 1;")
@@ -91,8 +95,8 @@ def written(model, head, z):
 
 
 def test_patterns_and_tokens_are_of_the_prompt_that_is_shown(drawn):
-    graph, model, prompts, page = drawn
-    _, cache = model.run_with_cache(prompts)
+    graph, model, contrast, page = drawn
+    _, cache = model.run_with_cache(contrast.clean)
     details, seen, moved = read_back(page)["details"], set(), 0
     for node in heads_of(graph).itertuples():
         head = HeadName.parse(node.name)
@@ -116,20 +120,19 @@ def test_patterns_and_tokens_are_of_the_prompt_that_is_shown(drawn):
 
 
 @pytest.fixture(scope="module")
-def contrast(model):
-    """Return a graph of a difference, its model and prompts, and its page with both runs."""
-    clean, corrupted = tokens(0, 2, POS).split(1)
-    graph = attribution_graph(model, clean, METRIC, corrupted=corrupted, top=20)
-    page = viz.circuit_view(graph, model, clean, corrupted=corrupted, top_tokens=3)
-    return graph, model, clean, corrupted, page
+def of_difference(model):
+    """Return a graph of a difference, its model and contrast, and its page with both runs."""
+    contrast = Contrast(*tokens(0, 2, POS).split(1), METRIC)
+    graph = attribution_graph(model, contrast, top=20)
+    return graph, model, contrast, viz.circuit_view(graph, model, contrast, top_tokens=3)
 
 
-def test_a_page_of_a_difference_has_both_runs(contrast):
+def test_a_page_of_a_difference_has_both_runs(of_difference):
     """The page agrees with cached patterns and with the logits of each output's change."""
-    graph, model, clean, corrupted, page = contrast
+    graph, model, contrast, page = of_difference
     data = read_back(page)
     assert data["corrupted"] == list(graph.corrupted[0])
-    caches = [model.run_with_cache(side)[1] for side in (clean, corrupted)]
+    caches = [model.run_with_cache(side)[1] for side in (contrast.clean, contrast.corrupted)]
     kinds = set()
     for node in heads_of(graph).itertuples():
         head, position = HeadName.parse(node.name), int(node.position)
@@ -147,15 +150,15 @@ def test_a_page_of_a_difference_has_both_runs(contrast):
         ]
         kinds.add(head.kind)
     assert kinds == {"attention", "neuron"}
-    one_run = read_back(viz.circuit_view(graph, model, clean))
-    assert not one_run["corrupted"]
-    assert "corrupted_pattern" not in str(one_run["details"])
-    assert any("corrupted= shows both runs" in note for note in one_run["notes"])
+    assert any(note.startswith("Details: attention of both runs") for note in data["notes"])
+    without_details = read_back(viz.circuit_view(graph))
+    assert not without_details["corrupted"]
+    assert not any(note.startswith("Details:") for note in without_details["notes"])
 
 
 @needs_browser
-def test_the_panel_shows_both_runs(contrast, opened):
-    graph, page = contrast[0], contrast[-1]
+def test_the_panel_shows_both_runs(of_difference, opened):
+    graph, page = of_difference[0], of_difference[-1]
     shown = opened(page)
     show_all(shown)
     details = read_back(page)["details"]
@@ -171,40 +174,40 @@ def test_the_panel_shows_both_runs(contrast, opened):
         assert details[node]["writes"][0][0] in shown.texts("#writes-tokens td")
 
 
-def test_corrupted_prompts_of_another_graph_are_refused(contrast, drawn):
-    graph, model, clean, corrupted, _ = contrast
-    of_one_run, _, prompts, _ = drawn
-    for item, how, reason in (
-        (graph, (model, clean, clean), "other than the graph's prompts"),
-        (of_one_run, (model, prompts, prompts), "a graph of one run"),
-        (graph, (None, None, corrupted), "without a model and clean prompts"),
+def test_the_contrast_of_another_graph_is_refused(of_difference, drawn):
+    graph, model, contrast, _ = of_difference
+    alone, _, prompts, _ = drawn
+    both = Contrast(prompts.clean, prompts.clean.flip(0), METRIC)
+    flipped = Contrast(contrast.corrupted, contrast.clean, METRIC)
+    for item, other, reason in (
+        (graph, flipped, "other than the graph's prompts"),
+        (graph, Contrast(contrast.clean, None, METRIC), "without corrupted prompts"),
+        (alone, both, "with corrupted prompts for a graph of one run"),
+        (alone, Contrast(prompts.clean, None, p.logit_diff(7, 12)), "the metric .* the graph's is"),
+        (alone, prompts.clean, "got a Tensor; expected Contrast"),
     ):
         with pytest.raises(InputError, match=reason):
-            viz.circuit_view(item, *how[:2], corrupted=how[2])
+            viz.circuit_view(item, model, other)
 
 
 def test_a_graph_over_roles_says_which_call_draws_it():
     model = expose_neuron_heads(pretrained.small_english()).model
     task = tasks.agreement(model.tokenizer, n=3)
-    graph = attribution_graph(
-        *(model, task.clean, task.metric), corrupted=task.corrupted, positions=task.roles, top=5
-    )
+    graph = attribution_graph(model, task, positions="roles", top=5)
     with pytest.raises(InputError, match="over the roles subject") as caught:
-        viz.circuit_view(graph, model, task.clean)
+        viz.circuit_view(graph, model, task)
     call = re.search(r"call (circuit_view\([^)]*\))", str(caught.value))[1]
     assert eval(call, {"circuit_view": viz.circuit_view, "graph": graph})
 
 
 def test_neurons_of_bilinear_gates_tell_what_they_raise(model):
-    prompts, split = (
-        tokens(3, 1, POS),
-        bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(2)),
-    )
-    graph = attribution_graph(split, prompts, METRIC, top=23)
-    details = read_back(viz.circuit_view(graph, split, prompts))["details"]
+    contrast = one_run(3, 1, POS)
+    split = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(2))
+    graph = attribution_graph(split, contrast, top=23)
+    details = read_back(viz.circuit_view(graph, split, contrast))["details"]
     neurons = heads_of(graph).query("kind == 'neuron'")
     assert len(neurons)
-    cache, w = split.run_with_cache(prompts)[1], bilinear_gate("gelu_new", 2).w
+    cache, w = split.run_with_cache(contrast.clean)[1], bilinear_gate("gelu_new", 2).w
     for node in neurons.itertuples():
         head = HeadName.parse(node.name)
         i, j = divmod(head.index, 2)
@@ -226,11 +229,11 @@ PARTS = {
 @pytest.mark.parametrize("family", PARTS)
 @torch.no_grad()
 def test_top_tokens_are_what_the_original_makes_of_them(family):
-    bridge, plain, prompts = bridges.boot(family), bridges.original(family), tokens(3, 1, POS)
+    bridge, plain, contrast = bridges.boot(family), bridges.original(family), one_run(3, 1, POS)
     expose_neuron_heads(bridge)
     with torch.enable_grad():
-        graph = attribution_graph(bridge, prompts, METRIC, top=31)
-    details = read_back(viz.circuit_view(graph, bridge, prompts, top_tokens=3))["details"]
+        graph = attribution_graph(bridge, contrast, top=31)
+    details = read_back(viz.circuit_view(graph, bridge, contrast, top_tokens=3))["details"]
     nodes = heads_of(graph)
     assert set(nodes["kind"]) == {"attention", "neuron"}
     layers, attn, mlp, last = PARTS[family]
@@ -242,7 +245,7 @@ def test_top_tokens_are_what_the_original_makes_of_them(family):
                 seen.setdefault(key, (args[0][0], module))  # the first call
 
             block.get_submodule(path).register_forward_pre_hook(keep)
-    plain(prompts)
+    plain(contrast.clean)
 
     def through(norm, row):
         if family == "gpt2":
@@ -273,8 +276,8 @@ def test_top_tokens_are_what_the_original_makes_of_them(family):
 def test_a_page_of_a_thousand_nodes_is_bounded_and_says_so():
     config = bridges.transformers.GPT2Config(**bridges.GPT | {"n_layer": 3})
     deeper = bridges.randomise(bridges.transformers.GPT2LMHeadModel(config).double().eval())
-    model, prompts = expose_neuron_heads(bridges.bridged(deeper)).model, tokens(0, 1, 13)
-    graph = attribution_graph(model, prompts, METRIC, top=1000)
+    model, contrast = expose_neuron_heads(bridges.bridged(deeper)).model, one_run(0, 1, 13)
+    graph = attribution_graph(model, contrast, top=1000)
     assert len(heads_of(graph)) == 1000
     rows = [
         {"name": name, "rank": rank, "tokens": ("word",) * 24, "values": (-0.123,) * 24}
@@ -282,7 +285,8 @@ def test_a_page_of_a_thousand_nodes_is_bounded_and_says_so():
         for name in graph.heads.query("kind == 'neuron'")["name"].unique()
         for rank in range(5)
     ]
-    page = viz.circuit_view(graph, model, prompts, top_tokens=20, examples=pd.DataFrame(rows))
+    examples = viz.Overlays(examples=pd.DataFrame(rows))
+    page = viz.circuit_view(graph, model, contrast, top_tokens=20, overlays=examples)
     data = read_back(page)
     assert len(graph.edges) > 60_000 > 30_000 > len(data["edges"]["weight"])
     *_, note = data["notes"]
@@ -302,9 +306,9 @@ def test_a_page_of_a_thousand_nodes_is_bounded_and_says_so():
 
 
 def test_patterns_that_do_not_fit_are_left_out_and_it_is_said(drawn, monkeypatch):
-    graph, model, prompts, page = drawn
+    graph, model, contrast, page = drawn
     monkeypatch.setattr("attn_only_lens.viz.graph_details._WEIGHTS", 7 * POS)
-    data = read_back(viz.circuit_view(graph, model, prompts))
+    data = read_back(viz.circuit_view(graph, model, contrast))
     assert data["notes"][-1:] == ["Patterns: only for the 7 nodes with the largest |attribution|."]
     heads = heads_of(graph)
     strongest = heads.loc[heads["attribution"].abs().nlargest(7).index]
@@ -315,29 +319,35 @@ def test_patterns_that_do_not_fit_are_left_out_and_it_is_said(drawn, monkeypatch
 
 
 def test_without_a_model_there_are_nodes_and_edges(drawn):
-    graph, model, prompts, _ = drawn
+    graph, model, contrast, _ = drawn
     data = read_back(viz.circuit_view(graph))
     assert data["details"] == {}
     assert len(data["nodes"]["id"]) == len(graph.nodes)
-    bare = read_back(viz.circuit_view(graph, model, prompts, top_tokens=0))["details"]
+    bare = read_back(viz.circuit_view(graph, model, contrast, top_tokens=0))["details"]
     assert bare
     assert all(set(detail) <= {"pattern", "z"} for detail in bare.values())
 
 
 def test_what_is_not_the_graphs_is_refused(drawn):
-    graph, model, prompts, _ = drawn
-    other = bridges.exposed_copy(bridges.boot("gpt2"))
+    graph, model, contrast, _ = drawn
+    prompts, other = contrast.clean, bridges.exposed_copy(bridges.boot("gpt2"))
     with torch.no_grad():
         other.blocks[0].mlp.W_out.mul_(1.1)
     for how, match in (
         ({"model": model}, "got a model alone"),
-        ({"prompts": prompts}, "got prompts alone"),
+        ({"contrast": contrast}, "got a contrast alone"),
         ({"prompt": 2}, "got prompt=2; the graph has 2 prompts"),
         ({"top_tokens": -1}, "got top_tokens=-1"),
-        ({"model": model, "prompts": prompts.flip(0)}, "prompts other than the graph's"),
-        ({"model": model, "prompts": prompts[:1]}, "prompts other than the graph's"),
-        ({"model": bridges.boot("gpt2"), "prompts": prompts}, "no neuron-heads"),
-        ({"model": other, "prompts": prompts}, "from another model"),
+        (
+            {"model": model, "contrast": Contrast(prompts.flip(0), None, METRIC)},
+            "prompts other than the graph's",
+        ),
+        (
+            {"model": model, "contrast": Contrast(prompts[:1], None, METRIC)},
+            "prompts other than the graph's",
+        ),
+        ({"model": bridges.boot("gpt2"), "contrast": contrast}, "no neuron-heads"),
+        ({"model": other, "contrast": contrast}, "from another model"),
     ):
         with pytest.raises(InputError, match=match):
             viz.circuit_view(graph, **how)
@@ -345,29 +355,29 @@ def test_what_is_not_the_graphs_is_refused(drawn):
     point.add_perma_hook(lambda value, hook: value)
     try:
         with pytest.raises(InputError, match="hook"):
-            viz.circuit_view(graph, model, prompts)
+            viz.circuit_view(graph, model, contrast)
     finally:
         point.remove_hooks("both", including_permanent=True)
 
 
 def test_an_embedding_that_is_not_known_says_how_to_go_on(drawn, monkeypatch):
-    graph, model, prompts, _ = drawn
+    graph, model, contrast, _ = drawn
 
     def unknown(self):
         raise InputError(["its embedding is projected"], "no")
 
     monkeypatch.setattr(HeadMatrices, "embedding", unknown)
     with pytest.raises(InputError, match="pass top_tokens=0 to draw the graph without"):
-        viz.circuit_view(graph, model, prompts)
+        viz.circuit_view(graph, model, contrast)
 
 
 def test_exact_effects_stand_beside_attributions(drawn):
     """The exact effect equals a run of the model with one node's output set to zero by a hook."""
-    graph, model, prompts, _ = drawn
+    graph, model, contrast, _ = drawn
     names = heads_of(graph)["name"].unique().tolist()[:5]
-    how = {"sites": names, "progress": False}
-    sweep = p.activation_patch(model, prompts, None, METRIC, direction="zero", **how)
-    data = read_back(viz.circuit_view(graph, exact=sweep))
+    zeroed = {"direction": "zero", "sites": names}
+    sweep = p.activation_patch(model, contrast, **zeroed)
+    data = read_back(viz.circuit_view(graph, overlays=viz.Overlays(exact=sweep)))
     shown = dict(zip(data["nodes"]["id"], data["nodes"]["exact"], strict=True))
     known = {key for key, value in shown.items() if value is not None}
     assert known == set(heads_of(graph)["id"][heads_of(graph)["name"].isin(names)])
@@ -382,21 +392,20 @@ def test_exact_effects_stand_beside_attributions(drawn):
         return z
 
     with torch.no_grad():
-        whole = model(prompts)[:, -1]
+        whole = model(contrast.clean)[:, -1]
         hooks = [(head.hook("z", model), zero)]
-        without = model.run_with_hooks(prompts, fwd_hooks=hooks)[:, -1]
+        without = model.run_with_hooks(contrast.clean, fwd_hooks=hooks)[:, -1]
     fall = ((whole - without)[:, 7] - (whole - without)[:, 11]).mean().item()
     assert shown[key] == pytest.approx(fall, rel=1e-3)
+    other_metric = Contrast(contrast.clean, None, p.logit_diff(7, 12))
+    at_all = zeroed | {"sites": p.Sites(names, "all")}
     for wrong, match in (
-        (p.activation_patch(model, prompts, None, p.logit_diff(7, 12), direction="zero", **how),
-         "the graph's metric is"),
-        (p.activation_patch(model, tokens(5, 2, POS), None, METRIC, direction="zero", **how),
-         "over other prompts"),
-        (p.activation_patch(model, prompts, None, METRIC, direction="zero", positions="all", **how),
-         'expected positions="each"'),
-    ):  # fmt: skip
+        (p.activation_patch(model, other_metric, **zeroed), "the graph's metric is"),
+        (p.activation_patch(model, one_run(5, 2, POS), **zeroed), "over other prompts"),
+        (p.activation_patch(model, contrast, **at_all), 'expected positions "each"'),
+    ):
         with pytest.raises(InputError, match=match):
-            viz.circuit_view(graph, exact=wrong)
+            viz.circuit_view(graph, overlays=viz.Overlays(exact=wrong))
 
 
 def test_examples_of_neurons(drawn, monkeypatch):
@@ -410,14 +419,20 @@ def test_examples_of_neurons(drawn, monkeypatch):
             for name in ranked.unique() for rank in range(3)
         ]
     )  # fmt: skip
-    data = read_back(viz.circuit_view(graph, examples=frame))
+    data = read_back(viz.circuit_view(graph, overlays=viz.Overlays(examples=frame)))
     (first, *rest) = data["details"][ranked.iloc[0]]["examples"]
     assert first == {"tokens": ["a", "b"], "values": [0.5, 2.0], "gates": [0.25, 0.75],
                      "position": 1, "text": 3}  # fmt: skip
     assert len(rest) == 2
     monkeypatch.setattr("attn_only_lens.viz.graph_details._EXAMPLES", 12)
-    data = read_back(viz.circuit_view(graph, examples=frame))
+    data = read_back(viz.circuit_view(graph, overlays=viz.Overlays(examples=frame)))
     assert set(data["details"]) == set(ranked.unique()[:2])
     assert data["notes"][-1:] == ["Examples: only for the 2 nodes with the largest |attribution|."]
     with pytest.raises(InputError, match="expected those of top_examples"):
-        viz.circuit_view(graph, examples=frame.drop(columns="gates"))
+        viz.Overlays(examples=frame.drop(columns="gates"))
+    with pytest.raises(InputError) as refused:
+        viz.Overlays(exact=frame, stability=3)
+    assert [reason.partition(";")[0] for reason in refused.value.reasons] == [
+        "got a DataFrame as exact",
+        "got an int as stability",
+    ]

@@ -9,12 +9,12 @@ from browser import needs_browser
 from feature_model import DEAD, PAIR, with_features
 from page_of_circuit import click, read_back, slide
 
-from attn_only_lens import neurons, viz
+from attn_only_lens import Contrast, neurons, viz
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import CircuitGraph, attribution_graph
 from attn_only_lens.errors import InputError
 
-METRIC = p.logit_diff(" are", " is")
+KEYS = Contrast(*PAIR, p.logit_diff(" are", " is"))
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +25,12 @@ def model():
 @pytest.fixture(scope="module")
 def graph(model):
     sites = ["L3E@5", "L1E@2", "L1S@2", "L3F11@5", "L3F66@5", "L1F58@2", "L2N19@2", "L3H3@5"]
-    return attribution_graph(model, PAIR[0], METRIC, corrupted=PAIR[1], sites=sites)
+    return attribution_graph(model, KEYS, sites=sites)
 
 
 @pytest.fixture(scope="module")
 def page(graph, model):
-    return viz.circuit_view(graph, model, PAIR[0])
+    return viz.circuit_view(graph, model, KEYS)
 
 
 def test_the_page_says_what_it_counts(page):
@@ -46,20 +46,24 @@ def test_the_page_says_what_it_counts(page):
 def test_details_of_each_kind(page, model):
     """Features have gates, z and tokens; error and skip nodes have the tokens that they raise."""
     details = read_back(page)["details"]
-    _, cache = model.run_with_cache(PAIR[0])
-    z = cache["blocks.3.mlp.hook_post"][0, :, 11]
-    assert details["L3F11"]["z"] == pytest.approx(z.tolist(), rel=1e-2)
-    assert details["L3F11"]["pattern"] == (z > 0).float().tolist()
+    (_, cache), (_, corrupted) = map(model.run_with_cache, PAIR)
+    for side, run in (("", cache), ("corrupted_", corrupted)):
+        z = run["blocks.3.mlp.hook_post"][0, :, 11]
+        assert details["L3F11"][f"{side}z"] == pytest.approx(z.tolist(), rel=1e-2)
+        assert details["L3F11"][f"{side}pattern"] == (z > 0).float().tolist()
     assert len(details["L3F11"]["reads"]) == 20
     for node in ("L3E@5", "L1E@2", "L1S@2"):
         assert set(details[node]) == {"writes"}
         assert node.partition("@")[0] not in details
-    # The tokens follow from the vector, the final norm's gain and the unembedding.
-    error = cache["blocks.3.mlp.hook_error"][0, 5, 0]
+    # The tokens follow from the vector's change, the final norm's gain and the unembedding.
+    error, skip = (
+        cache[f"blocks.{hook}"][0, position, 0] - corrupted[f"blocks.{hook}"][0, position, 0]
+        for hook, position in (("3.mlp.hook_error", 5), ("1.mlp.hook_skip", 2))
+    )
     gain = model.ln_final.weight.detach() if hasattr(model.ln_final, "weight") else model.ln_final.w
     for node, vector in (
         ("L3E@5", error),
-        ("L1S@2", cache["blocks.1.mlp.hook_skip"][0, 2, 0] @ model.blocks[1].mlp.W_skip),
+        ("L1S@2", skip @ model.blocks[1].mlp.W_skip),
     ):
         logits = (vector * gain) @ model.W_U
         scores = (logits - logits.mean()) / logits.std(correction=0)
@@ -70,15 +74,12 @@ def test_details_of_each_kind(page, model):
 
 
 def test_another_model_is_noticed_at_error_nodes(graph):
-    sites = ["L3E@5"]
-    with_errors = attribution_graph(
-        with_features(), PAIR[0], METRIC, corrupted=PAIR[1], sites=sites
-    )
+    with_errors = attribution_graph(with_features(), KEYS, sites=["L3E@5"])
     changed = with_features()
     with torch.no_grad():
         changed.blocks[3].mlp.W_out.mul_(0.5)
     with pytest.raises(InputError, match=r"L3E@5 is .* from another model"):
-        viz.circuit_view(with_errors, changed, PAIR[0])
+        viz.circuit_view(with_errors, changed, KEYS)
 
 
 def test_a_graph_with_every_kind_is_saved(graph, tmp_path):
@@ -89,7 +90,7 @@ def test_a_graph_with_every_kind_is_saved(graph, tmp_path):
 
 
 def test_many_features_are_folded_by_layer_and_kind(model):
-    graph = attribution_graph(model, PAIR[0], METRIC, corrupted=PAIR[1], top=400)
+    graph = attribution_graph(model, KEYS, top=400)
     data = viz.circuit_view(graph)
     state = json.loads(re.search(r'id="state">(.*?)</script>', data, re.S)[1])
     names = {group["name"] for group in state["groups"]}
@@ -139,14 +140,14 @@ def test_attention_view_of_features(model):
     )
     assert by_model == by_cache
     assert '"name":"L3F11"' in by_model
-    for names in (["L3F11", "L3E"], "L1S", p.error_nodes(layers=[3])):
+    for names in (["L3F11", "L3E"], "L1S", p.Sites("errors", layers=[3])):
         with pytest.raises(InputError, match=r"one of the (error|skip) nodes"):
             viz.attention_view(model, names, PAIR[0])
 
 
 def test_sweeps_have_a_row_for_each_kind(model):
     sites = ["L3E", "L3F11", "L1S", "L1F58", "L2N19", "L3H3"]
-    sweep = p.activation_patch(model, *PAIR, METRIC, sites=sites, progress=False)
+    sweep = p.activation_patch(model, KEYS, sites=sites)
     rows = viz.sweep_heatmap(sweep).data[0].y
     assert rows == (
         *("L1 features", "L1 skip nodes", "L2 neurons", "L3 heads", "L3 features"),
@@ -160,8 +161,8 @@ def test_sweeps_have_a_row_for_each_kind(model):
 @pytest.fixture(scope="module")
 def statistics(model):
     names = [f"L3F{DEAD}", "L3F11", "L2N19", "L3H3"]
-    texts = ["The keys near the cabinet are here", "The key near the cabinet is here"]
-    return neurons.corpus_statistics(model, names, texts, k=3, progress=False)
+    corpus = neurons.Corpus([f"{PAIR[0]} are here", f"{PAIR[1]} is here"])
+    return neurons.corpus_statistics(model, names, corpus, k=3)
 
 
 @needs_browser
@@ -198,6 +199,6 @@ def test_neuron_page(opened, model, statistics):
 
 def test_neuron_page_refuses_error_nodes(model, statistics):
     with pytest.raises(InputError, match="L3E, one of the error nodes"):
-        viz.neuron_page(model, ["L3E"], ["The keys"], progress=False)
+        viz.neuron_page(model, ["L3E"], neurons.Corpus(["The keys"]))
     with pytest.raises(InputError, match="L3E, one of the error nodes"):
         viz.neuron_page(model, ["L3E", "L3F11"], statistics)

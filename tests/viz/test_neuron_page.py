@@ -10,10 +10,10 @@ from browser import needs_browser
 from common import D_VOCAB
 
 from attn_only_lens import circuits, expose_neuron_heads, neurons, viz
-from attn_only_lens import patching as p
 from attn_only_lens.circuits.weights._composition import strongest_partners
 from attn_only_lens.errors import InputError
 from attn_only_lens.viz import neurons as pages
+from attn_only_lens.viz.page import Page
 
 NAMES = ["L0N3", "L1N0", "L1N29"]
 
@@ -27,16 +27,17 @@ def model():
 def examples(model):
     generator = torch.Generator().manual_seed(3)
     texts = torch.randint(0, D_VOCAB, (11, 13), generator=generator)
-    return neurons.neuron_statistics(model, None, [*texts, texts[2]], k=5, progress=False)
+    return neurons.neuron_statistics(model, None, neurons.Corpus([*texts, texts[2]]), k=5)
 
 
 def test_partners_are_those_of_composition(model):
     top = strongest_partners(model, NAMES, 3)
     W_out = [block.mlp.down_proj.weight.T for block in model.original_model.model.layers]
+    heads = ["heads", "neurons"]  # without the embedding
     for name in NAMES:
         for kind in ("q", "v"):
             for side in ("writes", "reads"):
-                pair = (p.all_heads(), name) if side == "writes" else (name, p.all_heads())
+                pair = (heads, name) if side == "writes" else (name, heads)
                 try:
                     scores = circuits.composition(model, *pair, kind).frame
                 except InputError:  # no such pairs
@@ -121,7 +122,7 @@ def test_looking_around(opened, model, examples):
 @needs_browser
 def test_in_a_frame_that_is_hidden_at_first(opened, model, examples):
     frame = viz.neuron_page(model, NAMES, examples)._repr_html_()
-    page = opened(viz.Page(f"<!DOCTYPE html><div id=cell style='display:none'>{frame}</div>"))
+    page = opened(Page(f"<!DOCTYPE html><div id=cell style='display:none'>{frame}</div>"))
     page.js("document.getElementById('cell').style.display = 'block'")
     page.driver.switch_to.frame(0)
     page.wait("document.querySelectorAll('#rows a').length === 3")
@@ -133,8 +134,8 @@ def test_in_a_frame_that_is_hidden_at_first(opened, model, examples):
 @needs_browser
 def test_heads(opened, model):
     generator = torch.Generator().manual_seed(3)
-    texts = torch.randint(0, D_VOCAB, (5, 13), generator=generator)
-    both = neurons.corpus_statistics(model, p.all_heads(), texts, k=5, progress=False)
+    corpus = neurons.Corpus(torch.randint(0, D_VOCAB, (5, 13), generator=generator))
+    both = neurons.corpus_statistics(model, "all", corpus, k=5)
     page = opened(viz.neuron_page(model, None, both))
     n_heads = len(both.heads.names)
     assert page.texts("#count") == [f"{n_heads} heads and 74 neurons"]
@@ -171,7 +172,7 @@ def test_heads(opened, model):
         name,
     )
     assert page.texts("#one h2") == [name]
-    alone = opened(viz.neuron_page(model, ["L0H1"], texts, 3, progress=False))
+    alone = opened(viz.neuron_page(model, ["L0H1"], corpus, k=3))
     assert alone.texts("#one h2") == ["L0H1"]
     assert len(alone.js(SHOWN)) == 3
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from attn_only_lens import viz
 from attn_only_lens.viz.figures import plotly_text
-from attn_only_lens.viz.page import document, inline_script, script_data, visible_token
+from attn_only_lens.viz.page import Page, document, inline_script, script_data, visible_token
 
 
 @given(st.text())
@@ -75,7 +75,7 @@ def test_a_file_is_whole_or_not_there(tmp_path):
 
 
 def test_a_notebook_shows_a_page_in_a_frame():
-    frame = viz.Page('<p class="a">\'</p>')._repr_html_()
+    frame = Page('<p class="a">\'</p>')._repr_html_()
     assert 'sandbox="allow-scripts allow-downloads"' in frame
     assert 'srcdoc="&lt;p class=&quot;a&quot;&gt;&#x27;&lt;/p&gt;"' in frame
 
@@ -91,16 +91,17 @@ sys.modules |= {"plotly": None, "circuitsvis": None}  # as if they were not inst
 import torch
 from typer.testing import CliRunner
 import attn_only_lens
-from attn_only_lens import circuits, expose_neuron_heads, patching, pretrained, viz
+from attn_only_lens import Contrast, circuits, expose_neuron_heads, patching, pretrained, viz
 from attn_only_lens.cli import app
 
 exposed = expose_neuron_heads(pretrained.modular_addition())
 tokens, metric = torch.tensor([[3, 4, 113]]), patching.logit_diff(7, 8)
 _, cache = exposed.model.run_with_cache(tokens)
-graph = circuits.attribution_graph(exposed.model, tokens, metric, top=5)
+graph = circuits.attribution_graph(exposed.model, Contrast(tokens, None, metric), top=5)
 assert viz.attention_view(cache, "L0N7", ["3", "4", "="])
 assert "d3js.org" in attn_only_lens.viz.circuit_view(graph)
-sweep = patching.attribution(exposed.model, tokens, torch.tensor([[3, 5, 113]]), metric)
+contrast = Contrast(tokens, torch.tensor([[3, 5, 113]]), metric)
+sweep = patching.attribution(exposed.model, contrast)
 for name, draw in {
     "plotly": lambda: viz.sweep_heatmap(sweep),
     "circuitsvis": lambda: viz.attention_view(cache, "L0H2", ["3", "4", "="]),

@@ -22,6 +22,7 @@ from attn_only_lens import (
 )
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError, UnsupportedCallError
+from attn_only_lens.viz.page import Page
 
 TEXTS = ["<bos>", "</script>", "<b>x</b>", "\n", ' "q"', "&amp;", " the", " the", "日", "'", "</"]
 SHOWN = ["<bos>", "</script>", "<b>x</b>", "↵", '·"q"', "&amp;", "·the", "·the", "日", "'", "</"]
@@ -115,7 +116,9 @@ def test_a_model_and_its_cache_make_one_page_and_a_name_is_drawn_once(cache):
     assert viz.attention_view(alone, names, tokens()[0].tolist()) == of_cache
     with pytest.raises(InputError, match="prompts 0 to 0"):
         viz.attention_view(alone, names, texts, prompt=1)
-    whole = drawn(viz.attention_view(cache, p.heads(1), TEXTS))["heads"]["attentionHeadNames"]
+    whole = drawn(viz.attention_view(cache, p.Sites("heads", layers=1), TEXTS))["heads"][
+        "attentionHeadNames"
+    ]
     assert whole == ["L1H0", "L1H1"]
 
 
@@ -140,7 +143,7 @@ def test_tokens_are_seen_as_they_are(opened, cache):
 @needs_browser
 def test_heads_in_a_frame_that_is_hidden_at_first(opened, cache):
     frame = viz.attention_view(cache, "L1H0", TEXTS)._repr_html_()
-    page = opened(viz.Page(f"<!DOCTYPE html><div id=cell style='display:none'>{frame}</div>"))
+    page = opened(Page(f"<!DOCTYPE html><div id=cell style='display:none'>{frame}</div>"))
     page.js("document.getElementById('cell').style.display = 'block'")
     page.driver.switch_to.frame(0)
     large = "[...document.querySelectorAll('canvas')].at(-1)"
@@ -169,6 +172,8 @@ EXTERNAL = re.compile(r"<(script|link|img)[^>]+(src|href)=|from \"https?:|import
         (["L2H0"], TEXTS, {}, "the model has layers 0 to 1"),
         (NAMES, TEXTS, {"prompt": 2}, "got prompt=2; the cache has prompts 0 to 1"),
         (NAMES, TEXTS, {"prompt": -1}, "got prompt=-1"),
+        (p.Sites(NAMES, -1), TEXTS, {}, "got positions=-1; expected heads without positions"),
+        (7, TEXTS, {}, "got '7'"),
     ],
 )
 def test_refused(cache, names, texts, how, reason):
@@ -228,4 +233,4 @@ def test_caches_of_a_model_that_had_no_neuron_heads_then_or_has_none_now():
 def test_a_text_too_long_to_draw_is_refused(cache, monkeypatch):
     monkeypatch.setattr("attn_only_lens.viz.attention.MOST_CELLS", POS * POS)
     with pytest.raises(InputError, match="242 heatmap cells"):
-        viz.attention_view(cache, p.heads(1), TEXTS)
+        viz.attention_view(cache, p.Sites("heads", layers=1), TEXTS)

@@ -16,13 +16,16 @@ def why():
     """Return an explanation with resampled prompts, whose graph is by role."""
     model = expose_neuron_heads(pretrained.small_english(), copy=True).model
     task = tasks.agreement(model.tokenizer, 4, structure="simple")
-    arguments = model, task.clean, task.corrupted, task.metric
-    return explain(*arguments, resamples=2, n_patched=1)
+    return explain(model, task, resamples=2, n_patched=1)
+
+
+def page_with(graph, stability):
+    return viz.circuit_view(graph, overlays=viz.Overlays(stability=stability))
 
 
 def test_the_page_has_the_inclusion_of_each_site(why):
     circuit, graph = why.circuit, why.graph
-    nodes = read_back(viz.circuit_view(graph, stability=circuit.stability))["nodes"]
+    nodes = read_back(page_with(graph, circuit.stability))["nodes"]
     columns = nodes["id"], nodes["inclusion"], nodes["stability"]
     on_page = {key: rest for key, *rest in zip(*columns, strict=True)}
     assert {word for _, word in on_page.values()} >= {"core", "contingent", None}
@@ -39,7 +42,7 @@ def test_the_page_has_the_inclusion_of_each_site(why):
 
 def test_the_picture_has_the_outlines(why):
     circuit, graph = why.circuit, why.graph
-    picture = viz.circuit_view(graph, stability=circuit.stability).picture
+    picture = page_with(graph, circuit.stability).picture
     assert set(re.findall(r'class="node \w+  (\w+)"', picture)) >= {"core", "contingent"}
     assert "solid core, dashed contingent" in picture
     assert "solid core" not in viz.circuit_view(graph).picture
@@ -54,13 +57,13 @@ def test_another_circuits_stability_is_refused(why):
         (replace(circuit.stability, sites=moved), "without any of the graph's nodes"),
     ):
         with pytest.raises(InputError, match=said):
-            viz.circuit_view(graph, stability=wrong)
+            page_with(graph, wrong)
 
 
 @needs_browser
 def test_core_is_solid_and_contingent_is_dashed(opened, why):
     circuit, graph = why.circuit, why.graph
-    page = opened(viz.circuit_view(graph, stability=circuit.stability))
+    page = opened(page_with(graph, circuit.stability))
     drawn = page.js(
         "return [...document.querySelectorAll('#stage .node')].map(n => [n.dataset.id, "
         "getComputedStyle(n.querySelector('.box')).strokeDasharray])"

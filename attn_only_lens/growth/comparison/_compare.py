@@ -5,6 +5,7 @@
     batch_runs.py    runs a batch through a model; computes the largest effects by patching
     statistics.py    adds every batch to sums, and makes frames from the sums
     circuits.py      compares the two models' circuits on the first batch
+    options.py       holds how large batches and circuits are, and how prompts are resampled
     results.py       holds, saves and loads the result
 
 On each batch, each model runs two forward passes and one backward pass. Patching and circuit search
@@ -17,29 +18,30 @@ until the circuits are found, and one value per component and token. The sums ov
 14 float64 values per component.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from attn_only_lens.arguments import COUNT, POSITIVE, SHARE, a_type, as_plain
+from attn_only_lens.arguments import a_type, as_plain
 from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.circuits.search import smallest_prefix
+from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.engine.input_warnings import warn, warned_once
-from attn_only_lens.engine.metrics import AnyMetric, no_gradient_reasons, require_slope
+from attn_only_lens.engine.metrics import no_gradient_reasons, require_slope
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import unlike_tokens
-from attn_only_lens.engine.prompts import Prompts
-from attn_only_lens.engine.sites import all_heads, resolve_sites
+from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.engine.tokens import token_texts
 from attn_only_lens.errors import ComparisonError
 from attn_only_lens.growth.comparison.alignment import Alignment, align
 from attn_only_lens.growth.comparison.batch_runs import MODELS, BatchRun, add_patching, stage_bar
-from attn_only_lens.growth.comparison.batches import Batch, PromptSource, batches
-from attn_only_lens.growth.comparison.circuits import Resampling, compare_circuits
+from attn_only_lens.growth.comparison.batches import Batch, batches
+from attn_only_lens.growth.comparison.circuits import compare_circuits
+from attn_only_lens.growth.comparison.options import ComparisonSizes, Resampling
 from attn_only_lens.growth.comparison.results import Comparison
 from attn_only_lens.growth.comparison.statistics import Statistics
 from attn_only_lens.growth.expansion.provenance import Provenance
@@ -49,14 +51,9 @@ from attn_only_lens.heads.host import transcoder_reasons
 from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.patching.repairs import on_one_device
 from attn_only_lens.patching.site_groups import site_groups, site_rows
+from attn_only_lens.work import Work
 
 _PROBLEM = "these cannot be compared"
-_OPTIONS = {
-    POSITIVE: ("batch_size",),
-    COUNT: ("n_resamples", "n_nodes", "seed"),
-    COUNT.or_none: ("n_patched",),
-    SHARE: ("edge_mass", "confidence", "faithfulness"),
-}
 _KEPT = 0.5  # `compare` warns if a model keeps less than this share of the metric's range
 _N_RANDOM = 3  # the number of random circuits of the same size per circuit
 
@@ -64,67 +61,47 @@ _N_RANDOM = 3  # the number of random circuits of the same size per circuit
 @one_thread_per_model
 @warned_once()
 def compare(
-    model: Any,
+    original: Any,
     grown: Any,
-    tokens: PromptSource,
-    metric: AnyMetric | None = None,
+    contrast: Contrast | Iterable[Contrast],
     *,
     provenance: Provenance | None = None,
-    corrupted: Prompts | None = None,
     null: Any = None,
-    batch_size: int = 32,
-    faithfulness: float = 0.9,
-    n_patched: int | None = 200,
-    n_nodes: int = 100,
-    edge_mass: float = 0.9,
-    n_resamples: int = 200,
-    confidence: float = 0.95,
-    seed: int = 0,
-    progress: bool = True,
+    sizes: ComparisonSizes = ComparisonSizes(),
+    resampling: Resampling = Resampling(),
+    work: Work = Work(),
 ) -> Comparison:
     """Compare every component of a model with the same component of its grown model.
 
     The *drop* of a component is the decrease of the metric when the component's output is replaced
-    by its output on the corrupted prompt. If no corrupted prompts are given, the next prompt (in a
-    stream, the next prompt of the same batch) is used instead. In that case, the metric must depend
-    on the prompt's tokens, as `loss` does.
+    by its output on the corrupted prompt. If the contrast has no corrupted prompts, the next prompt
+    (in a stream, the next prompt of the same contrast) is used instead. In that case, the metric
+    must depend on the prompt's tokens, as `loss` does.
 
     A circuit has the smallest number of sites (heads and neurons at positions), by |estimated
-    drop|, that reaches `faithfulness`. All models use this rule, so circuit sizes can be compared.
-    Circuits from `discover` are smaller, because it ranks by secants and prunes.
+    drop|, that reaches the faithfulness in `sizes`. All models use this rule, so circuit sizes can
+    be compared. Circuits from `discover` are smaller, because it ranks by secants and prunes.
 
     Growth is from Gesmundo and Maile, "Composable Function-preserving Expansions for Transformer
     Architectures", 2023. `circuits.discover` and `patching.attribution` describe the other methods.
 
     Args:
-        model: the original, with the weights that it had when it grew, in any dtype and of any
+        original: the model, with the weights that it had when it grew, in any dtype and of any
             kind: a HookedTransformer, a TransformerBridge, or a converted model. If its
             neuron-heads are not exposed, they are exposed during the call.
         grown: the result of `grow`, perhaps trained afterwards; or a model, with `provenance`.
-        tokens: texts or a tensor [prompt, pos], which are cut into batches; a `PromptPair`, which
-            is one batch; or an iterable of batches of any size, which are read once: tensors
-            [batch, pos], pairs, or tuples of one of these and a metric. Texts without corrupted
-            texts are batched with texts of the same length.
-        metric: a metric such as `patching.loss()`, or a differentiable function from a batch's
-            logits to a mean over its prompts. If texts or a tensor are cut into batches, answers
-            for each prompt are cut with them. A batch of a stream must come with its own answers.
+        contrast: the prompts and the metric, with a gradient. A contrast is cut into batches, and
+            so are the metric's answers for each prompt; without corrupted prompts, a batch has
+            prompts of one length. Or an iterable of contrasts, each of which is a batch of any
+            size; they are read once.
         provenance: the provenance of `grown` if that is a model; otherwise it replaces the
             provenance in `grown`. It identifies the original model; other models are refused
             (`growth.identity`).
-        corrupted: corrupted prompts for `tokens`, if these are texts or a tensor.
         null: like `grown`, but trained with another seed after the same growth. `grown` is
             compared with this null model too, which shows how much two training runs differ.
-        batch_size: the maximum number of prompts in a batch, if tokens are cut.
-        faithfulness: the target for both circuits: each circuit's faithfulness differs from 1 by
-            at most 1 - `faithfulness`.
-        n_patched: how many components to patch, by the largest |estimated drop|; None: all.
-        n_nodes: the number of circuit nodes with the largest effects between which edges are
-            computed; 0 for models whose patterns cannot be frozen.
-        edge_mass: the share of Σ |weight| that a circuit's edges of each kind must have.
-        n_resamples: how often the first batch's prompts are resampled, for confidence intervals.
-        confidence: the level of the confidence intervals.
-        seed: the seed for resampling and for random circuits.
-        progress: whether to show a bar for each stage.
+        sizes: how large the batches and the circuits are, and how many components are patched.
+        resampling: how prompts are resampled, for confidence intervals.
+        work: whether to show a bar for each stage; the other options are not used.
 
     Returns:
         A `Comparison`, with frames for the components and for both circuits.
@@ -134,9 +111,9 @@ def compare(
             by less than half as much as the original's.
 
     Raises:
-        ComparisonError: models or provenance do not match, prompts have an unknown type, or
-            settings are invalid; the error lists every reason. An error in a batch after the first
-            is raised as a ComparisonError, whose `so_far` is the comparison on earlier batches.
+        ComparisonError: models or provenance do not match, or prompts have an unknown type; the
+            error lists every reason. An error in a batch after the first is raised as a
+            ComparisonError, whose `so_far` is the comparison on earlier batches.
         InputError: a model cannot run on the prompts; or the metric does not fit them, has zero
             gradient, or does not differ between the runs.
         UnsupportedModelError: neuron-heads cannot be exposed, or the model with frozen patterns and
@@ -144,28 +121,26 @@ def compare(
 
     Example:
         >>> import torch
-        >>> from attn_only_lens import compare, grow, patching, pretrained
+        >>> from attn_only_lens import Contrast, compare, grow, growth, patching, pretrained
         >>> model = pretrained.modular_addition()
         >>> grown = grow(model, d_mlp=517, seed=0)
-        >>> found = compare(
-        ...     model, grown, torch.tensor([[3, 4, 113], [3, 5, 113]]),
-        ...     patching.logit_diff([7, 8], [8, 7]), n_patched=5, n_nodes=20, progress=False)
+        >>> sums = Contrast(torch.tensor([[3, 4, 113], [3, 5, 113]]), None,
+        ...                 patching.logit_diff([7, 8], [8, 7]))
+        >>> sizes = growth.ComparisonSizes(n_patched=5, n_nodes=20)
+        >>> found = compare(model, grown, sums, sizes=sizes)
         >>> len(found.neurons), len(found.new), bool(found.neurons["divergence"].max() < 1e-6)
         (512, 5, True)
         >>> found.circuits["jaccard"].tolist()[0]
         1.0
     """
     # Check
-    counts: dict[str, Any] = dict(batch_size=batch_size, n_patched=n_patched, n_nodes=n_nodes)
-    counts |= dict(n_resamples=n_resamples, seed=seed)
-    shares = dict(edge_mass=edge_mass, faithfulness=faithfulness, confidence=confidence)
-    settings = {name: as_plain(value) for name, value in (counts | shares).items()}
     if provenance is None and isinstance(grown, Grown):
         provenance = grown.provenance
-    compared = [model, grown] if null is None else [model, grown, null]
-    _require_valid(compared, provenance, settings)
+    compared = [original, grown] if null is None else [original, grown, null]
+    _require_valid(compared, provenance, work)
     assert provenance is not None
     models = [item.model if isinstance(item, Grown) else item for item in compared]
+    progress = bool(work.progress)
     with ExitStack() as stack:
         _expose(models, stack)
         alignment = align(models[0], models[1], provenance)
@@ -173,16 +148,16 @@ def compare(
         # Compare circuits on the first batch before other batches are run, so that unsupported
         # models fail early.
         statistics = Statistics(models, alignment)
-        stream = batches(models[0], tokens, metric, corrupted, batch_size)
+        stream = batches(models[0], contrast, sizes.batch_size)
         first = next(stream)
-        result = _first_batch(models, alignment, statistics, first, settings, progress)
+        result = _first_batch(models, alignment, statistics, first, sizes, resampling, progress)
         # Run the other batches, and patch components
         try:
             total = None if first.of is None else (first.of - 1) * statistics.n_steps
             with stage_bar("more batches", total, "step", progress and total != 0) as bar:
                 for batch in stream:
                     statistics.add(batch, bar)
-            comparison = result(n_patched)
+            comparison = result(sizes.n_patched)
         except Exception as error:  # the new error contains the results so far
             raise _stopped(error, result(0)) from error
     _warn_if_lost(comparison.about["values"])
@@ -194,7 +169,8 @@ def _first_batch(
     alignment: Alignment,
     statistics: Statistics,
     first: Batch,
-    settings: dict[str, Any],
+    sizes: ComparisonSizes,
+    resampling: Resampling,
     progress: bool,
 ) -> Callable[[int | None], Comparison]:
     """Compare the circuits on the first batch.
@@ -207,26 +183,22 @@ def _first_batch(
     with stage_bar(first.label, statistics.n_steps, "step", progress) as bar:
         runs = statistics.add(first, bar, keep=True)
     circuits = [
-        _circuit(run, first, settings, label, progress)
+        _circuit(run, first, sizes.faithfulness, resampling.seed, label, progress)
         for run, label in zip(runs, MODELS, strict=False)
     ]
     runs = [replace(run, recorded=None) for run in runs]
-    n_prompts = len(first.pair.clean)
-    resampling = (settings[name] for name in ("n_resamples", "confidence", "seed"))
+    n_sites = [circuit.size for circuit in circuits]
     frames = compare_circuits(
-        *(models, alignment, first, runs, [circuit.size for circuit in circuits]),
-        Resampling(n_prompts, *resampling),
-        n_nodes=settings["n_nodes"],
-        edge_mass=settings["edge_mass"],
-        progress=progress,
+        *(models, alignment, first, runs, n_sites, sizes, resampling, progress)
     )
+    settings = asdict(sizes) | asdict(resampling)
     about = {
         "faithfulness": [circuit.faithfulness for circuit in circuits],
         "completeness": [circuit.completeness for circuit in circuits],
-        "circuit_sizes": [circuit.size for circuit in circuits],
+        "circuit_sizes": n_sites,
         "random_faithfulness": [circuit.random for circuit in circuits],
-        "n_prompts_of_circuits": n_prompts,
-        "settings": settings,
+        "n_prompts_of_circuits": len(first.pair.clean),
+        "settings": {name: as_plain(value) for name, value in settings.items()},
     }
     texts = tuple(token_texts(models[0], first.pair.clean[0]))
 
@@ -269,16 +241,14 @@ def _stopped(error: Exception, so_far: Comparison) -> ComparisonError:
     return stopped
 
 
-def _require_valid(compared: Sequence[Any], provenance: object, settings: dict[str, Any]) -> None:
-    """Raise ComparisonError for invalid settings, and for models that do not match."""
-    reasons = []
+def _require_valid(compared: Sequence[Any], provenance: object, work: Work) -> None:
+    """Raise ComparisonError for unused options, and for models that do not match."""
+    reasons = work.reasons_against("batch_size", "prompts_at_once", "resume")
     if not isinstance(provenance, Provenance):
         reasons.append(
             f"got provenance of type {type(provenance).__name__}; expected a result of `grow`, or "
             "a model with provenance=grown.provenance"
         )
-    for allowed, names in _OPTIONS.items():
-        reasons += allowed.reasons(**{name: settings[name] for name in names})
     null = compared[-1].provenance if isinstance(compared[-1], Grown) else None
     if len(compared) == 3 and null is not None and isinstance(provenance, Provenance):
         if (null.layers, null.axes) != (provenance.layers, provenance.axes):
@@ -312,7 +282,7 @@ def _expose(models: Sequence[Any], stack: ExitStack) -> None:
         for reason in transcoder_reasons(model) + reasons_not_to_run(model)
     ]
     grown, *null = (
-        [(sites.kind, len(sites.names)) for sites in resolve_sites(model, all_heads())]
+        [(sites.kind, len(sites.names)) for sites in resolve_sites(model, "all")]
         + [("coordinates", model.cfg.d_model)]
         for model in models[1:]
     )
@@ -352,7 +322,7 @@ class _Circuit(NamedTuple):
 
 
 def _circuit(
-    run: BatchRun, batch: Batch, settings: dict[str, Any], label: str, progress: bool
+    run: BatchRun, batch: Batch, faithfulness: float, seed: int, label: str, progress: bool
 ) -> _Circuit:
     """Find the smallest number of sites, ranked by |effect|, with the requested faithfulness."""
     runs = run.recorded
@@ -360,15 +330,15 @@ def _circuit(
     logits = runs.clean.logits
     span = runs.clean_value - runs.corrupted_value
     require_slope(runs.metric, logits, runs.corrupted.logits, span)
-    groups = site_groups(run.model, runs.pair, all_heads(), "each", "z", most_rows=None)
+    groups = site_groups(run.model, runs.pair, "all", "z", most_rows=None)
     effects = [group.sums(run.effects_of(group.sites)).mean(1) for group in groups]
     order = np.argsort(-on_one_device(effects).abs().cpu().double().numpy(), kind="stable")
-    prompts = run.model, runs.pair.clean, runs.pair.corrupted, batch.metric
     with stage_bar(f"circuit of {label}", None, "circuit", progress) as bar:
-        options: dict[str, Any] = {"mask": runs.pair.mask, "runs": runs, "on_done": bar.update}
-        ablated = AblatedModel(*prompts, site_rows(groups), ablation="resample", **options)
-        rows = smallest_prefix(ablated, order, settings["faithfulness"])
-        measured, complete, random = ablated.curves([rows], _N_RANDOM, settings["seed"])
+        prompts = run.model, runs.pair, batch.metric
+        options: dict[str, Any] = {"ablation": "resample", "runs": runs, "on_done": bar.update}
+        ablated = AblatedModel(*prompts, site_rows(groups), **options)
+        rows = smallest_prefix(ablated, order, faithfulness)
+        measured, complete, random = ablated.curves([rows], _N_RANDOM, seed)
         bar.total = bar.n  # the total number of steps is known only after the search
         bar.refresh()
     return _Circuit(len(rows), float(measured[0]), float(complete[0]), random[:, 0].tolist())

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attn_only_lens.engine.sites import LayerSites, all_heads, resolve_sites
+from attn_only_lens.engine.sites import LayerSites, resolve_sites
 from attn_only_lens.errors import ComparisonError
 from attn_only_lens.growth.expansion.provenance import Provenance
 from attn_only_lens.growth.expansion.weights import Axis
@@ -58,7 +58,7 @@ class Alignment:
 
 def align(model: Any, grown: Any, provenance: Provenance) -> Alignment:
     """Match the components of a model with the components of its grown model."""
-    old, new = resolve_sites(model, all_heads()), resolve_sites(grown, all_heads())
+    old, new = resolve_sites(model, "all"), resolve_sites(grown, "all")
     before = {axis: len(indices.new_of) for axis, indices in provenance.axes.items()}
     reasons = [
         *_size_reasons("the original", model, old, before),

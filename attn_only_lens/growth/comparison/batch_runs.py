@@ -25,14 +25,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.engine.gradients import Tape, gradient_node, site_estimates, start_graph
 from attn_only_lens.engine.metrics import require_differentiable
 from attn_only_lens.engine.prompts import PromptPair, require_ignored_padding
 from attn_only_lens.engine.recording import NeuronRun, RunPair, record_pair
-from attn_only_lens.engine.sites import LayerSites, hook_name
+from attn_only_lens.engine.sites import LayerSites, Sites, hook_name
 from attn_only_lens.growth.comparison.batches import Batch
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.patching._activation_patch import activation_patch
+from attn_only_lens.work import Work
 
 MODELS = ("the original", "the grown model", "the null model")
 """The names of the compared models, in order."""
@@ -169,13 +171,8 @@ def _losses(model: Any, batch: Batch, names: list[str], progress: bool | str) ->
     if not names:
         return pd.Series(dtype=float)
     pair = pair_for(model, batch.pair)
-    sweep = activation_patch(
-        *(model, pair.clean, pair.corrupted, batch.metric),
-        sites=names,
-        positions="all",
-        direction="noise",
-        mask=pair.mask,
-        progress=progress,
-    )
+    contrast = Contrast(pair.clean, pair.corrupted, batch.metric, mask=pair.mask)
+    sites, work = Sites(names, positions="all"), Work(progress=progress)
+    sweep = activation_patch(model, contrast, sites=sites, direction="noise", work=work)
     losses = sweep.clean_value - sweep.frame["value"].to_numpy()
     return pd.Series(losses, index=sweep.frame["name"].astype(str))

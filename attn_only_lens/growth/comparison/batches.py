@@ -5,36 +5,31 @@ activation in a second run. Without corrupted prompts, the second run is on the 
 first prompt follows the last). This is resample ablation. Unlike zeros and means, these activations
 come from a run on a real prompt. Attribution, patching and circuit search all use this ablation.
 
-The next prompt is the next one that differs and has the same length. In texts and tensors, the next
-prompt can be in any batch, so that batch boundaries do not matter. In a stream, the next prompt is
-in the same batch. A prompt that is alone in its batch is paired with a prompt of the same length
-from an earlier batch. No prompt is paired with itself, because zero effects would bias the mean.
+The next prompt is the next one that differs and has the same length. If a contrast is cut into
+batches, the next prompt can be in any batch, so that batch boundaries do not matter. In a stream of
+contrasts, the next prompt is in the same contrast. A prompt that is alone in its contrast is paired
+with a prompt of the same length from an earlier one. No prompt is paired with itself, because zero
+effects would bias the mean.
 """
 
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attn_only_lens.arguments import a_type
 from attn_only_lens.axes import Logits, Tokens
+from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, as_metric
-from attn_only_lens.engine.prompts import (
-    PromptPair,
-    Prompts,
-    are_prompts,
-    prompt_pair,
-    single_prompts,
-)
-from attn_only_lens.engine.tokens import array_as_tensor, checked_tokens
+from attn_only_lens.engine.prompts import PromptPair, prompt_pair, single_prompts
 from attn_only_lens.errors import ComparisonError
 
-_Rows: TypeAlias = Tensor | PromptPair
-PromptSource: TypeAlias = Prompts | PromptPair | Iterable[_Rows | tuple[_Rows, AnyMetric]]
-_AS_TENSOR = "torch.as_tensor(tokens) makes a tensor from an array or from lists"
 _PROBLEM = "models cannot be compared on these prompts"
+_EXPECTED = "expected Contrast(clean, corrupted, metric)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,61 +48,48 @@ class Batch:
 
 
 def batches(
-    model: Any,
-    tokens: PromptSource,
-    metric: AnyMetric | None,
-    corrupted: Prompts | None,
-    batch_size: int,
+    model: Any, contrast: Contrast | Iterable[Contrast], batch_size: int
 ) -> Iterator[Batch]:
-    """Yield batches with corrupted prompts; a stream of batches is read lazily."""
-    reasons = []
-    tokens = array_as_tensor(tokens)
-    is_whole = isinstance(tokens, str | Tensor) or are_prompts(tokens)
-    if corrupted is not None and not is_whole:
-        reasons.append("got corrupted prompts with a stream; expected a stream of PromptPairs")
-    if not (is_whole or isinstance(tokens, PromptPair | Iterable)):
-        got = type(tokens).__name__
-        reasons.append(f"got {got}; expected texts, tokens [prompt, pos], or batches of them")
-    if is_whole and metric is None:
-        reasons.append("got no metric; expected a metric such as patching.loss()")
-    ComparisonError.raise_if(reasons, _PROBLEM)
-    stream: Iterable[Any] = [tokens] if isinstance(tokens, PromptPair) else tokens
-    if is_whole:
-        assert metric is not None
-        stream = list(_cut(model, tokens, metric, corrupted, batch_size))
-    n = len(stream) if isinstance(stream, Sized) else None
-    pairs = _paired(model, stream, metric)
+    """Yield batches with corrupted prompts; a stream of contrasts is read lazily."""
+    n = len(contrast) if isinstance(contrast, Sized) else None
+    if isinstance(contrast, Contrast):
+        cut = list(_cut(model, contrast, batch_size))
+        n, pairs = len(cut), iter(cut)
+    elif isinstance(contrast, Iterable):
+        pairs = _paired(model, contrast)
+    else:
+        got = f"got {a_type(contrast)}; {_EXPECTED}, or an iterable of contrasts"
+        raise ComparisonError([got], _PROBLEM)
     first = next(pairs, None)
     if first is None:
-        raise ComparisonError(["got no prompts; expected at least one batch"], _PROBLEM)
-    pair = first.pair
+        raise ComparisonError(["got no contrasts; expected at least one"], _PROBLEM)
+    pair, _ = first
     prompt_pair(model, pair.clean, pair.corrupted, pair.mask)  # refuses identical prompts
-    yield replace(first, of=n)
-    for number, batch in enumerate(pairs, start=2):
-        yield replace(batch, number=number, of=n)
+    for number, (pair, metric) in enumerate(chain([first], pairs), start=1):
+        yield Batch(pair, metric, number, n)
 
 
-def _cut(
-    model: Any, tokens: Any, metric: AnyMetric, corrupted: Prompts | None, size: int
-) -> Iterator[tuple[PromptPair, AnyMetric]]:
+def _cut(model: Any, contrast: Contrast, size: int) -> Iterator[tuple[PromptPair, AnyMetric]]:
     """Split prompts, and the metric's answers to them, into batches.
 
-    Without `corrupted`, a batch's prompts have the same length.
+    Without corrupted prompts, a batch's prompts have the same length.
     """
-    if corrupted is not None:
-        pair = prompt_pair(model, tokens, corrupted)
+    if contrast.corrupted is not None:
+        pair = contrast.pair(model)
         groups = [(pair, torch.arange(len(pair.clean), device="cpu"))]
     else:
         groups = [
             (PromptPair(rows, _next_others(rows)), numbers)
-            for rows, numbers in _by_length(model, tokens)
+            for rows, numbers in _by_length(model, contrast)
         ]
     n_all = sum(len(numbers) for _, numbers in groups)
     for pair, numbers in groups:
         n = -(-len(numbers) // size)
         masks = [None] * n if pair.mask is None else pair.mask.tensor_split(n)
         sides = pair.clean.tensor_split(n), pair.corrupted.tensor_split(n), masks
-        metrics = [_metric_of(metric, rows.tolist(), n_all) for rows in numbers.tensor_split(n)]
+        metrics = [
+            _metric_of(contrast.metric, rows.tolist(), n_all) for rows in numbers.tensor_split(n)
+        ]
         yield from zip(map(PromptPair, *sides), metrics, strict=True)
 
 
@@ -123,9 +105,10 @@ def _metric_of(metric: AnyMetric, prompts: Sequence[int], n_all: int) -> AnyMetr
     return replace(metric, bound=bound) if metric.answers else metric
 
 
-def _by_length(model: Any, tokens: Any) -> list[tuple[Tokens, Tensor]]:
+def _by_length(model: Any, contrast: Contrast) -> list[tuple[Tokens, Tensor]]:
     """Group prompts by length; return each group's tokens and its prompts' indices."""
-    pair = single_prompts(model, tokens, padded=False)
+    prompts = contrast.clean
+    pair = single_prompts(model, prompts, contrast.mask, padded=False)
     lengths = pair.real.sum(dim=1)
     groups = [(pair.clean[lengths == n], pair.real[lengths == n]) for n in lengths.unique()]
     numbers = [(lengths == n).nonzero()[:, 0].cpu() for n in lengths.unique()]
@@ -134,7 +117,7 @@ def _by_length(model: Any, tokens: Any) -> list[tuple[Tokens, Tensor]]:
     for rows, numbers_of_rows in zip(texts, numbers, strict=True):
         if _other(rows, rows[:1]) is None:
             number = int(numbers_of_rows[0])
-            prompt = tokens if isinstance(tokens, str) else tokens[number]
+            prompt = prompts if isinstance(prompts, str) else prompts[number]
             text = f", {reprlib.repr(prompt)}" if isinstance(prompt, str) else ""
             reasons.append(
                 f"only prompt {number} has {rows.shape[1]} tokens{text}; expected another prompt "
@@ -161,24 +144,23 @@ def _next_others(rows: Tokens) -> Tokens:
     return shifted
 
 
-def _paired(model: Any, stream: Iterable[Any], metric_of_all: AnyMetric | None) -> Iterator[Batch]:
-    """Yield batches with corrupted prompts."""
+def _paired(model: Any, contrasts: Iterable[Contrast]) -> Iterator[tuple[PromptPair, AnyMetric]]:
+    """Yield each contrast's prompts, with corrupted prompts, and its metric."""
     known: dict[int, Tokens] = {}  # for each length, two different earlier prompts
-    for item in stream:
-        has_metric = isinstance(item, tuple) and len(item) == 2
-        tokens, metric = item if has_metric else (item, metric_of_all)
-        rows = _checked(model, tokens)
-        if metric is None:
-            raise ComparisonError(["got a batch without a metric, and no metric for all"], _PROBLEM)
-        if isinstance(rows, PromptPair):
-            yield Batch(rows, metric)
+    for contrast in contrasts:
+        if not isinstance(contrast, Contrast):
+            raise ComparisonError([f"got {a_type(contrast)} as a batch; {_EXPECTED}"], _PROBLEM)
+        pair = contrast.pair(model)
+        if contrast.corrupted is not None:
+            yield pair, contrast.metric
             continue
+        rows = _of_one_length(pair)
         length = rows.shape[1]
         if (different := _other(rows, rows[:1])) is not None:
             known.setdefault(length, torch.cat([rows[:1], different]))
-            yield Batch(PromptPair(rows, _next_others(rows)), metric)
+            yield PromptPair(rows, _next_others(rows)), contrast.metric
         elif (different := _other(known.get(length, rows), rows[:1])) is not None:
-            yield Batch(PromptPair(rows, different.repeat(len(rows), 1)), metric)
+            yield PromptPair(rows, different.repeat(len(rows), 1)), contrast.metric
         else:
             reason = (
                 f"got a batch with 1 prompt of {length} tokens, and no other prompt of this length "
@@ -188,16 +170,14 @@ def _paired(model: Any, stream: Iterable[Any], metric_of_all: AnyMetric | None) 
             raise ComparisonError([reason], _PROBLEM)
 
 
-def _checked(model: Any, rows: object) -> _Rows:
-    """Return a batch from a stream, after checking that the model can run on it."""
-    rows = array_as_tensor(rows)
-    if isinstance(rows, PromptPair):
-        checked_tokens(model, rows.clean)
-        checked_tokens(model, rows.corrupted)
-        return rows
-    if not isinstance(rows, Tensor):
-        got = type(rows).__name__
-        raise ComparisonError(
-            [f"got a batch of {got}; expected a tensor or a PromptPair: {_AS_TENSOR}"], _PROBLEM
+def _of_one_length(pair: PromptPair) -> Tokens:
+    """Return prompts without padding; raise an error if their lengths differ."""
+    lengths = pair.real.sum(dim=1)
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    if shortest < longest:
+        reason = (
+            f"got a batch of prompts of {shortest} to {longest} tokens without corrupted prompts; "
+            "expected batches of prompts of one length, or one contrast with all prompts"
         )
-    return single_prompts(model, rows).clean
+        raise ComparisonError([reason], _PROBLEM)
+    return pair.clean[pair.real].view(len(lengths), -1)

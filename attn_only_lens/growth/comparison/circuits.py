@@ -37,11 +37,12 @@ from scipy.stats import rankdata
 from attn_only_lens.circuits.linear_graph import LinearGraph
 from attn_only_lens.engine.linear_map import of_run
 from attn_only_lens.engine.model_weights import float32_weights
-from attn_only_lens.engine.sites import LayerSites, all_heads, resolve_sites
+from attn_only_lens.engine.sites import LayerSites, resolve_sites
 from attn_only_lens.errors import UnsupportedModelError
 from attn_only_lens.growth.comparison.alignment import Alignment
 from attn_only_lens.growth.comparison.batch_runs import MODELS, BatchRun, pair_for, stage_bar
 from attn_only_lens.growth.comparison.batches import Batch
+from attn_only_lens.growth.comparison.options import ComparisonSizes, Resampling
 from attn_only_lens.heads import HeadName
 from attn_only_lens.precision import full_precision
 
@@ -58,37 +59,45 @@ def compare_circuits(
     alignment: Alignment,
     batch: Batch,
     runs: Sequence[BatchRun],
-    sizes: Sequence[int],
-    resampling: "Resampling",
-    *,
-    n_nodes: int,
-    edge_mass: float,
-    progress: bool = False,
+    n_sites: Sequence[int],
+    sizes: ComparisonSizes,
+    resampling: Resampling,
+    progress: bool,
 ) -> dict[str, pd.DataFrame]:
-    """Return the frames `circuits`, `nodes` and `edges` of a `Comparison`."""
+    """Return the frames `circuits`, `nodes` and `edges` of a `Comparison`.
+
+    `n_sites` contains the number of nodes in each model's circuit.
+    """
     old_rows, new_rows = _component_rows(models[1], alignment, batch.pair.clean.shape[1])
     components = [old_rows, *[new_rows] * (len(models) - 1)]
     scores = [rows.scores(run) for rows, run in zip(components, runs, strict=True)]
-    uniform = resampling.uniform[None]
-    means = [uniform @ x.T for x in scores]
-    chosen = [largest(mean, size) for mean, size in zip(means, sizes, strict=True)]
+    n_prompts = len(batch.pair.clean)
+    means = [_uniform(n_prompts) @ x.T for x in scores]
+    chosen = [largest(mean, size) for mean, size in zip(means, n_sites, strict=True)]
     labels = PAIRS[: len(models) - 1]
     # Choose nodes per pair of models, so that a null model does not change the first pair's row.
     ends = [
-        _largest_nodes(means[i : i + 2], chosen[i : i + 2], n_nodes) for i in range(len(labels))
+        _largest_nodes(means[i : i + 2], chosen[i : i + 2], sizes.n_nodes)
+        for i in range(len(labels))
     ]
     nodes = np.flatnonzero(np.any(ends, axis=0))
     edges = _edges_between(models, batch, components, nodes, progress)
-    circuits = _Circuits(components, sizes, scores, ends, *edges, edge_mass)
+    circuits = _Circuits(components, n_sites, scores, ends, *edges, sizes.edge_mass)
     with stage_bar("bootstrap", len(labels) * resampling.n_resamples, "resample", progress) as bar:
         rows = [
             {"pair": label, "what": what, **measures}
             for i, label in enumerate(labels)
             for what, measures in overlap_measures(
-                partial(circuits.overlaps_by_kind, i), resampling, circuits.n_rows, bar.update
+                *(partial(circuits.overlaps_by_kind, i), resampling),
+                *(n_prompts, circuits.n_rows, bar.update),
             ).items()
         ]
-    return {"circuits": pd.DataFrame(rows), **circuits.frames(uniform)}
+    return {"circuits": pd.DataFrame(rows), **circuits.frames(_uniform(n_prompts))}
+
+
+def _uniform(n_prompts: int) -> Float[np.ndarray, "1 prompt"]:
+    """Return equal weights for all prompts, as in the sample before resampling."""
+    return np.full((1, n_prompts), 1 / n_prompts)
 
 
 def _largest_nodes(
@@ -102,41 +111,6 @@ def _largest_nodes(
     mask = np.zeros(means[0].shape[1], dtype=bool)
     mask[nodes[np.argsort(-effects, kind="stable")[:n_nodes]]] = True
     return mask
-
-
-@dataclass(frozen=True)
-class Resampling:
-    """Options of the bootstrap."""
-
-    n_prompts: int
-    n_resamples: int
-    confidence: float
-    seed: int
-
-    @property
-    def uniform(self) -> _Floats:
-        """Return equal weights for all prompts, as in the sample before resampling."""
-        return np.full(self.n_prompts, 1 / self.n_prompts)
-
-    def weights(self) -> _Floats:
-        """Return the weight of each prompt in each resample: [resample, prompt]."""
-        generator = np.random.default_rng(self.seed)
-        counts = generator.multinomial(self.n_prompts, self.uniform, size=self.n_resamples)
-        return counts / self.n_prompts
-
-    def interval(self, values: _Floats, estimate: float, least: float) -> tuple[float, float]:
-        """Return the confidence interval of an estimate, clipped to [least, 1].
-
-        The resamples' values are shifted so that their mean is the estimate; NaN values are left
-        out. If the estimate or every value is NaN, so is the interval.
-        """
-        values = values[~np.isnan(values)]
-        if not len(values) or np.isnan(estimate):
-            return float("nan"), float("nan")
-        tail = (1 - self.confidence) / 2
-        shift = estimate - values.mean()
-        low, high = (np.quantile(values, [tail, 1 - tail]) + shift).clip(least, 1)
-        return float(low), float(high)
 
 
 class Overlap(NamedTuple):
@@ -162,12 +136,13 @@ class Overlap(NamedTuple):
 def overlap_measures(
     overlaps: Callable[[_Floats], dict[str, Overlap]],
     resampling: Resampling,
+    n_prompts: int,
     n_rows: int,
     on_resamples: Callable[[int], object] = lambda n: None,
 ) -> dict[str, dict[str, float]]:
     """Return counts, Jaccard index and rank correlation of overlaps, with confidence intervals."""
     # With few prompts, many resamples are equal, so each distinct resample is computed once.
-    weights, number = np.unique(resampling.weights(), axis=0, return_inverse=True)
+    weights, number = np.unique(resampling.weights(n_prompts), axis=0, return_inverse=True)
     resampled: defaultdict[tuple[str, str], list[_Floats]] = defaultdict(list)
     size = max(1, _AT_ONCE // max(1, n_rows))
     for first in range(0, len(weights), size):
@@ -176,7 +151,7 @@ def overlap_measures(
                 resampled[what, name].append(values)
         on_resamples(int(((number >= first) & (number < first + size)).sum()))
     columns: dict[str, dict[str, float]] = {}
-    for what, overlap in overlaps(resampling.uniform[None]).items():
+    for what, overlap in overlaps(_uniform(n_prompts)).items():
         n_first, n_second = int(overlap.first.sum()), int(overlap.second.sum())
         kept = int((overlap.first & overlap.second).sum())
         row: dict[str, float] = {"first": n_first, "second": n_second, "kept": kept}
@@ -293,7 +268,7 @@ def _component_rows(
     grown: Any, alignment: Alignment, n_pos: int
 ) -> tuple[_ComponentRows, _ComponentRows]:
     """Return the `_ComponentRows` of the original model and of the grown model."""
-    all_sites = resolve_sites(grown, all_heads())
+    all_sites = resolve_sites(grown, "all")
     names = np.array([name for sites in all_sites for name in sites.names], dtype=object)
     rows = pd.Index(names).get_indexer
     old_sites = tuple((pair.first, rows(pair.second.names)) for pair in alignment.shared)

@@ -46,7 +46,7 @@ from tqdm.auto import tqdm
 
 from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
 from attn_only_lens.devices import float32_if_half, to_float64_device
-from attn_only_lens.engine.sites import LayerSites, all_heads, resolve_sites
+from attn_only_lens.engine.sites import LayerSites, resolve_sites
 from attn_only_lens.growth.comparison.alignment import Alignment, SharedComponents
 from attn_only_lens.growth.comparison.batch_runs import MODELS, BatchRun, run_batch
 from attn_only_lens.growth.comparison.batches import Batch
@@ -287,7 +287,7 @@ class Statistics:
 
     def __init__(self, models: Sequence[Any], alignment: Alignment) -> None:
         self._models = models
-        self._sites = [resolve_sites(model, all_heads()) for model in models]
+        self._sites = [resolve_sites(model, "all") for model in models]
         directions = list(map(_write_directions, models))
         alignments = [alignment, alignment.with_null(models[1].cfg.d_model)]
         self._shared = [

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
+from typing_extensions import TypedDict, Unpack
 
 from attn_only_lens.arguments import POSITIVE, a_type, as_plain
 from attn_only_lens.devices import float32_if_half
@@ -169,18 +170,24 @@ class Grown:
         return save_pretrained(growable_of(self.model), self.provenance, folder)
 
 
+class ModelSizes(TypedDict, total=False):
+    """Sizes of a grown model; None keeps a size."""
+
+    d_mlp: int | None
+    n_heads: int | None
+    d_head: int | None
+    d_model: int | None
+    n_layers: int | None
+
+
 @torch.inference_mode(False)  # tensors created in inference mode cannot be trained
 def grow(
     model: Any,
     expansion: Expansion | None = None,
     *,
-    d_mlp: int | None = None,
-    n_heads: int | None = None,
-    d_head: int | None = None,
-    d_model: int | None = None,
-    n_layers: int | None = None,
     init: Initialiser | None = None,
     seed: int = 0,
+    **sizes: Unpack[ModelSizes],
 ) -> Grown:
     """Make a larger model that computes the same function as `model`. `model` does not change.
 
@@ -188,14 +195,12 @@ def grow(
         model: a `TransformerBridge` around a transformers language model, or from `boot_native`; a
             `HookedTransformer`, or a model that `convert` made attention-only.
         expansion: an expansion from `attn_only_lens.growth`; None if you pass sizes.
-        d_mlp: neurons in every layer of the grown model.
-        n_heads: attention heads in every layer.
-        d_head: width of queries, keys and values.
-        d_model: width of the residual stream.
-        n_layers: number of layers; new layers come last.
-        init: an initialiser from `expansion.init` that draws free entries. By default, they have
-            the distribution of the model's own initial weights.
+        init: an initialiser from `growth.init` that draws free entries. By default, they have the
+            distribution of the model's own initial weights.
         seed: the seed for `init`.
+        **sizes: of the grown model: `d_mlp`, neurons in every layer; `n_heads`, attention heads in
+            every layer; `d_head`, the width of queries, keys and values; `d_model`, the width of
+            the residual stream; `n_layers`, where new layers come last.
 
     Returns:
         The grown model, on the device and in the dtype of `model`, with its tokenizer, modes and
@@ -222,7 +227,6 @@ def grow(
     if growable.reasons_against():
         raise GrowthError(_all_reasons(growable))
     weights, seed = growable.read(), as_plain(seed)
-    sizes = dict(d_mlp=d_mlp, n_heads=n_heads, d_head=d_head, d_model=d_model, n_layers=n_layers)
     asked = {name: as_plain(size) for name, size in sizes.items() if size is not None}
     expansion = _checked_expansion(growable, weights, expansion, asked, init, seed)
     # Expand
@@ -259,7 +263,9 @@ def _checked_expansion(
     if (expansion is None) == (not asked):
         raise GrowthError(["give either an expansion or sizes (d_mlp=1024, …)"])
     reasons = [*hook_reasons(growable.model), *non_finite_weights(growable.model)]
-    odd = POSITIVE.reasons(**asked)
+    odd, known = POSITIVE.reasons(**asked), ModelSizes.__annotations__
+    unknown = [name for name in asked if name not in known]
+    odd += [f"got a size {name!r}; expected one of {', '.join(known)}" for name in unknown]
     if type(seed) is not int:
         odd.append(f"got seed={seed!r}; expected a whole number")
     if init is not None and not callable(init):
