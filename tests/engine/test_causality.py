@@ -140,7 +140,10 @@ ROWS, OTHERS = ([tokens(seed + i, pos=n)[0] for i, n in enumerate((7, 4))] for s
 PADDED = torch.stack([ROWS[0], torch.cat([ROWS[1], torch.zeros(3).long()])])
 MASK = (torch.arange(7) < torch.tensor([[7], [4]])).long()
 PAIR = Contrast(ROWS, OTHERS, METRIC, roles={"first": 0, "end": -1})
-ALONE, MASKED = replace(PAIR, corrupted=None), Contrast(PADDED, PADDED.roll(1, 1), METRIC, mask=MASK)
+ALONE, MASKED = (
+    replace(PAIR, corrupted=None),
+    Contrast(PADDED, PADDED.roll(1, 1), METRIC, mask=MASK),
+)
 
 
 def ignoring_masks(make, monkeypatch):

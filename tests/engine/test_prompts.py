@@ -8,7 +8,7 @@ import torch
 from common import tokens
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens.engine.prompts import prompt_pair, single_prompts
+from attn_only_lens.engine.prompts import prompt_pair
 from attn_only_lens.errors import InputError
 
 BATCH, POS = 3, 7

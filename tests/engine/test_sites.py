@@ -81,7 +81,9 @@ def test_names_with_positions_are_split():
 
 def test_neurons_of_bilinear_gates():
     model = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(4))
-    assert names(resolve_sites(model, p.Sites("neurons", layers=0))) == [f"L0N{i}" for i in range(4 * D_MLP)]
+    assert names(resolve_sites(model, p.Sites("neurons", layers=0))) == [
+        f"L0N{i}" for i in range(4 * D_MLP)
+    ]
     with pytest.raises(InputError, match="neurons 0 to 147"):
         resolve_sites(model, ["L1N148"])
 
@@ -214,7 +216,9 @@ def test_roles_that_are_none():
     with pytest.raises(InputError) as caught:
         resolve_positions(pair, ["end", "start", "d", "b"])
     assert len(caught.value.reasons) == 3
-    assert "got the role 'end'; expected a role of the contrast: a, b, all, 3, c" in str(caught.value)
+    assert "got the role 'end'; expected a role of the contrast: a, b, all, 3, c" in str(
+        caught.value
+    )
     without = pair_of([5, 2, 3])
     for positions, got in (("roles", "positions='roles'"), ("last", "the role 'last'")):
         with pytest.raises(InputError, match=f"got {got}, but the contrast has no roles; expected"):
