@@ -463,7 +463,7 @@ COMMANDS = {
         *("--wrong", "w11", "--out", kit.out("why.html")),
     ).exists(),
     "compare": lambda kit: kit.run(
-        *("compare", kit.files, kit.larger, "--prompts", kit.prompts, "--metric", "loss"),
+        *("compare", kit.files, kit.larger, "--clean", kit.prompts, "--metric", "loss"),
         *("--patched", 2, "--nodes", 5, "--out", kit.out("report")),
     ).exists(),
     "convert": lambda kit: kit.run("convert", kit.files, kit.out("converted")).exists(),

@@ -34,6 +34,7 @@ estimates.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -43,7 +44,7 @@ from torch import Tensor
 
 from analyses.benchmark import gradients as g
 from analyses.benchmark.tasks import Problem, Task
-from attn_only_lens import HeadName, convert
+from attn_only_lens import HeadName, Work, convert
 from attn_only_lens import patching as p
 
 ARMS = ("gradients", "spread", "calibrated", "programs", "sampled")
@@ -68,12 +69,13 @@ def sites_of(problem: Problem) -> pd.DataFrame:
 def _of_length(task: Task) -> Iterator[pd.DataFrame]:
     model = convert(task.model, copy_weights=True)
     for pairs in task.pairs:
-        prompts = model, pairs.clean, pairs.corrupted, pairs.metric
-        how = {"per_prompt": True, "progress": False}
-        exact = p.activation_patch(*prompts, **how).frame
-        first = p.attribution(*prompts, method="gradient", budget=0, **how).frame
-        last = p.attribution(*prompts, method="gradient", budget=0, direction="noise", **how).frame
-        secant = p.attribution(*prompts, method="secant", budget=0, **how).frame
+        given = model, pairs.contrast
+        how: dict[str, Any] = {"per_prompt": True, "work": Work(progress=False)}
+        gradient, secants = (p.Estimate(method, budget=0) for method in ("gradient", "secant"))
+        exact = p.activation_patch(*given, **how).frame
+        first = p.attribution(*given, method=gradient, **how).frame
+        last = p.attribution(*given, method=gradient, direction="noise", **how).frame
+        secant = p.attribution(*given, method=secants, **how).frame
         keys = ["name", "position", "prompt"]
         frame = exact[keys].astype({"name": str}).assign(exact=exact["value"] - exact["unpatched"])
         for name, sign, other in (("first", 1, first), ("last", -1, last), ("secant", 1, secant)):

@@ -33,12 +33,11 @@ from analyses.benchmark.edge_attribution_patching import edge_attribution_patchi
 from analyses.benchmark.tasks import Task
 from analyses.benchmark.tracr_edges import Edge
 from analyses.benchmark.two_factors import score_edges
-from attn_only_lens import convert
+from attn_only_lens import Work, convert
 from attn_only_lens import patching as p
-from attn_only_lens.engine.multipliers import run_both, secant_multipliers
 from attn_only_lens.engine.gradients import Tape
 from attn_only_lens.engine.metrics import bind
-from attn_only_lens.engine.prompts import prompt_pair
+from attn_only_lens.engine.multipliers import run_both, secant_multipliers
 from attn_only_lens.heads import host_of
 
 Method = Callable[[Task], pd.DataFrame]
@@ -85,12 +84,8 @@ def _sweep_scores(sweep: Callable[..., p.Sweep], task: Task, **options: Any) -> 
     """Return Σ |effect on the metric| over positions and pairs, by a function of the package."""
     model, total = convert(task.model, copy_weights=True), dict.fromkeys(task.nodes, 0.0)
     for pairs in task.pairs:
-        frame = sweep(
-            *(model, pairs.clean, pairs.corrupted, pairs.metric),
-            per_prompt=True,
-            progress=False,
-            **options,
-        ).frame
+        how = options | {"per_prompt": True, "work": Work(progress=False)}
+        frame = sweep(model, pairs.contrast, **how).frame
         effects = (frame["value"] - frame["unpatched"]).abs().groupby(frame["name"].astype(str))
         for name, size in effects.sum().items():
             total[str(name)] += size
@@ -157,9 +152,10 @@ def _secants(model: Any, pairs: Any) -> list[g.Gradients]:
         for side in "qkv":
             points[f"blocks.{layer}.attn.hook_{side}"] = host.hook_name(layer, "attention", side)
         points[f"blocks.{layer}.mlp.hook_post"] = host.hook_name(layer, "neuron", "z")
-    pair = prompt_pair(converted, pairs.clean, pairs.corrupted)
+    contrast = pairs.contrast
+    pair = contrast.pair(converted)
     runs = run_both(converted, pair)
-    bound = bind(pairs.metric, converted, pair, runs.logits.chunk(2)[0])
+    bound = bind(contrast.metric, converted, pair, runs.logits.chunk(2)[0])
     result = secant_multipliers(converted, runs, bound, Tape(points.values()))
     n = len(pairs.clean)  # the metric is the mean over prompts
     by_hook = {name: n * result.gradients[point] for name, point in points.items()}
@@ -183,7 +179,7 @@ NODES: Mapping[str, Method] = {
     "EAP-IG": partial(_gradient_nodes, g.interpolated_embeddings),
     "RelP": partial(_gradient_nodes, g.held_patterns),
     "integrated": partial(_gradient_nodes, g.integrated),
-    "secants": partial(_sweep_scores, p.attribution, method="secant", budget=0),
+    "secants": partial(_sweep_scores, p.attribution, method=p.Estimate("secant", budget=0)),
     "exact repairs": partial(_sweep_scores, p.attribution),
     "exact patches": partial(_sweep_scores, p.activation_patch),
     "two factors": _two_factor_nodes,

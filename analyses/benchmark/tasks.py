@@ -26,8 +26,8 @@ from analyses.benchmark.disguise import disguise, parts
 from analyses.benchmark.tracr_cuts import logits_without
 from analyses.benchmark.tracr_edges import Edge, candidates
 from analyses.benchmark.tracr_models import FIXTURES, TracrProgram, load_program
+from attn_only_lens import Contrast
 from attn_only_lens import patching as p
-from attn_only_lens.engine.metrics import Metric
 from attn_only_lens.tl import HookedTransformer
 
 COMPILED = Path(__file__).parent / "programs"
@@ -77,10 +77,12 @@ class Pairs:
     weights: Float[Tensor, "batch pos d_vocab_out"]
 
     @property
-    def metric(self) -> Metric:
-        """The metric, one number per prompt, for functions of the package."""
+    def contrast(self) -> Contrast:
+        """The pairs with their metric, one number per prompt, for functions of the package."""
         weights = self.weights
-        return p.custom(lambda logits: (logits * weights).sum((1, 2)), name="difference of outputs")
+        name = "difference of outputs"
+        metric = p.custom(lambda logits: (logits * weights).sum((1, 2)), name=name)
+        return Contrast(self.clean, self.corrupted, metric)
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,13 @@ from analyses.tools.benching import conditions, leave, page_name, seconds, speed
 from analyses.tools.options import Device, Out, Smoke
 from attn_only_lens import expose_neuron_heads, load, pretrained
 from attn_only_lens.engine.recording import run_blocks
-from attn_only_lens.engine.sites import all_heads, resolve_sites
+from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.neurons.accumulate import IN_QUADRANT, QUADRANTS
 from attn_only_lens.neurons.corpus import Batch, batches, corpus_rows
 from attn_only_lens.neurons.summary import Options, Summary
 
 MILLION = 1_000_000
+K = 20
 
 
 class Bytes(TorchDispatchMode):
@@ -68,9 +69,11 @@ def changed(batch: int, k: int, has_quadrants: bool) -> float:
     return float(np.mean([1 - (1 - 1 / batch) ** count for count in counts]))
 
 
-def measure(model: Any, texts: Any, tokens: int, options: Options, device: str) -> pd.DataFrame:
+def measure(
+    model: Any, texts: Any, tokens: int, options: Options, batch_size: int, device: str
+) -> pd.DataFrame:
     """One row per batch: tokens, and seconds of the forward pass alone and of the whole step."""
-    summary = Summary(model, resolve_sites(model, all_heads()), options)
+    summary = Summary(model, resolve_sites(model, "all"), options)
     rows: list[dict[str, float]] = []
 
     def forward(batch: Batch) -> None:
@@ -78,7 +81,7 @@ def measure(model: Any, texts: Any, tokens: int, options: Options, device: str) 
             run_blocks(model, batch.tokens, batch.mask, [])
 
     batch = None
-    for batch, _ in batches(model, corpus_rows(model, texts, options.context), options.batch_size):
+    for batch, _ in batches(model, corpus_rows(model, texts, options.context), batch_size):
         start = seconds(device)
         if len(rows) % 5 == 0:
             forward(batch)
@@ -103,7 +106,9 @@ def measure(model: Any, texts: Any, tokens: int, options: Options, device: str) 
     return frame
 
 
-def report(model: Any, frame: pd.DataFrame, options: Options, about: str, speed: float) -> str:
+def report(
+    model: Any, frame: pd.DataFrame, context: int, batch_size: int, about: str, speed: float
+) -> str:
     """The text of a page."""
     counts, n, ms = frame.attrs, int(frame["tokens"].sum()), 1e3
     some = frame.dropna()
@@ -111,7 +116,7 @@ def report(model: Any, frame: pd.DataFrame, options: Options, about: str, speed:
     whole = ms * frame["whole"].sum() / n
     per_token = ms * frame["whole"] / frame["tokens"]
     n_batches = max(len(frame), round(MILLION / frame["tokens"].mean()))
-    shares = [changed(t + 1, options.k, counts["has quadrants"]) for t in range(n_batches)]
+    shares = [changed(t + 1, K, counts["has quadrants"]) for t in range(n_batches)]
     b, a = np.polyfit(shares[: len(frame)], per_token, 1)
     mean = float(a + b * np.mean(shares))
     hours = mean / ms * MILLION / 3600
@@ -130,12 +135,12 @@ def report(model: Any, frame: pd.DataFrame, options: Options, about: str, speed:
             for part, (flops, size, time_) in rows.items()
         ]
     )
-    n_sites = sum(len(layer.names) for layer in resolve_sites(model, all_heads()))
+    n_sites = sum(len(layer.names) for layer in resolve_sites(model, "all"))
     bound, first, last = ms * counts["forward flops"] / speed, per_token.iloc[0], per_token.iloc[-1]
     return f"""# What an atlas costs
 
 All {n_sites:,} heads and neurons of {model.cfg.model_name}; {n:,} tokens, in pieces of at most
-{options.context}, {options.batch_size} pieces in one forward pass.
+{context}, {batch_size} pieces in one forward pass.
 {about}
 Made by `python -m analyses.benchmarks.bench_atlas`.
 
@@ -171,12 +176,13 @@ def main(
     speed, _ = speeds(device, smoke)
     loaded = load(model, device=device)
     expose_neuron_heads(loaded)
-    options = Options(20, "z", "both", 12, 6, min(128, loaded.cfg.n_ctx), 2 if smoke else 32)
+    context, batch_size = min(128, loaded.cfg.n_ctx), 2 if smoke else 32
+    options = Options(K, "z", "both", 12, 6, context, histograms=True)
     corpus: Any = texts or pretrained.small_english_texts()
     if smoke:
         corpus, tokens = list(islice(corpus, 20)), 100
-    frame = measure(loaded, corpus, tokens, options, device)
-    text = report(loaded, frame, options, about, speed)
+    frame = measure(loaded, corpus, tokens, options, batch_size, device)
+    text = report(loaded, frame, context, batch_size, about, speed)
     typer.echo(text)
     settings = {"device": device, "model": Path(model).name, "tokens": tokens, "smoke": smoke}
     leave(__file__, out, {page_name(__file__, device): text}, started=started, **settings)

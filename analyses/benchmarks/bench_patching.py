@@ -63,7 +63,7 @@ from analyses.benchmarks.bench_peak_memory import GPT2_SMALL, TINY, model_of
 from analyses.tools.benching import machine, table, wait
 from analyses.tools.options import Device, Out, Rounds, Smoke
 from analyses.tools.study_files import keep
-from attn_only_lens import expose_neuron_heads, load
+from attn_only_lens import Contrast, Work, expose_neuron_heads, load
 from attn_only_lens import patching as p
 from attn_only_lens.engine.metrics import bind
 
@@ -188,10 +188,9 @@ def ours(model: Any, clean: Tensor, corrupted: Tensor, sites: pd.DataFrame) -> T
         f"L{row.layer}N{row.neuron}" + ("" if everywhere else f"@{row.pos}")
         for row in sites.itertuples()
     ]
-    options: dict[str, Any] = {"positions": "all"} if everywhere else {}
-    sweep = p.activation_patch(
-        model, clean, corrupted, METRIC, sites=names, progress=False, **options
-    )
+    contrast = Contrast(clean, corrupted, METRIC)
+    chosen = p.Sites(names, "all" if everywhere else "each")
+    sweep = p.activation_patch(model, contrast, sites=chosen, work=Work(progress=False))
     values = sweep.to_frame().set_index(["name", "position"])["value"]
     rows = sites.itertuples()
     return torch.tensor(
@@ -303,7 +302,7 @@ def loop(model: Any, clean: Tensor, corrupted: Tensor, sites: pd.DataFrame) -> T
 
 def metric_of(model: Any, clean: Tensor, corrupted: Tensor) -> Callable[[Tensor], Tensor]:
     """Return the metric as a function of logits."""
-    bound = bind(METRIC, model, p.prompt_pair(model, clean, corrupted))
+    bound = bind(METRIC, model, Contrast(clean, corrupted, METRIC).pair(model))
 
     def value(logits: Tensor) -> Tensor:
         return bound.value(bound.select(logits)[None])[0]

@@ -23,7 +23,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +34,7 @@ from torch import Tensor
 from analyses.benchmarks.bench_patching import Task, bridge_of, prompts
 from analyses.tools.benching import conditions, leave, page_name, seconds, speeds, table
 from analyses.tools.options import Device, Out, Smoke
-from attn_only_lens import HeadName, expose_neuron_heads
+from attn_only_lens import Contrast, HeadName, Work, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.metrics import bind
 
@@ -122,16 +121,13 @@ class Case:
 
     Attributes:
         title: a description.
-        senders: names of heads in the first layer.
-        receivers: names of heads in the last layer, or "logits".
-        part: the receivers' input that the paths change.
+        edges: from heads in the first layer, at the token `AT`, to heads in the last layer, or to
+            "logits".
         layer: the last layer; None for the logits.
     """
 
     title: str
-    senders: Any
-    receivers: Any
-    part: str
+    edges: p.Edges
     layer: int | None
 
 
@@ -139,11 +135,13 @@ def cases(cfg: Any, first: int, last: int, few: int) -> Iterator[Case]:
     """Yield five kinds of paths from one layer to another layer, or to the logits."""
     indices = range(0, cfg.d_mlp, max(1, cfg.d_mlp // few))[:few]
     neurons, to_neurons = ([f"L{layer}N{i}" for i in indices] for layer in (first, last))
-    yield Case("neurons to neurons", neurons, to_neurons, "z", last)
-    yield Case("heads to neurons", p.heads(first), to_neurons, "z", last)
-    yield Case("neurons to heads, by q", neurons, p.heads(last), "q", last)
-    yield Case("heads to heads, by q", p.heads(first), p.heads(last), "q", last)
-    yield Case("neurons to the logits", p.neuron_heads(first), "logits", "z", None)
+    neurons, heads = p.Sites(neurons, AT), p.Sites("heads", AT, first)
+    to_heads = p.Sites("heads", layers=last)
+    yield Case("neurons to neurons", p.Edges(neurons, to_neurons, "z"), last)
+    yield Case("heads to neurons", p.Edges(heads, to_neurons, "z"), last)
+    yield Case("neurons to heads, by q", p.Edges(neurons, to_heads, "q"), last)
+    yield Case("heads to heads, by q", p.Edges(heads, to_heads, "q"), last)
+    yield Case("neurons to the logits", p.Edges(p.Sites("neurons", AT, first), "logits", "z"), None)
 
 
 def measure(
@@ -151,7 +149,7 @@ def measure(
 ) -> dict[str, Any]:
     """Time all paths of a case, and a sample of them with hooks, and compare their values."""
     start = seconds(by_hand.device)
-    paths = patch(senders=case.senders, receivers=case.receivers, part=case.part)
+    paths = patch(case.edges)
     ours = seconds(by_hand.device) - start
     sampled = paths.frame.iloc[:: max(1, len(paths.frame) // n_by_hand)][:n_by_hand]
     pairs = list(zip(sampled["sender"], sampled["receiver"], strict=True))
@@ -183,13 +181,18 @@ def report(smoke: bool, device: str, few: int, n_by_hand: int) -> str:
     clean, corrupted = prompts(Task("paths", "each", POS, AT), cfg.d_vocab, device)
     by_hand = ByHand(source, clean, corrupted)
     with expose_neuron_heads(source, copy=True) as model:
-        patch = partial(p.path_patch, model, clean, corrupted, METRIC, positions=AT, progress=False)
+
+        def patch(edges: p.Edges, top: int | None = None) -> p.Paths:
+            # A contrast keeps its recorded runs, so each measured call gets a new one.
+            contrast = Contrast(clean, corrupted, METRIC)
+            return p.path_patch(model, contrast, edges, top=top, work=Work(progress=False))
+
         rows = [
             measure(case, patch, by_hand, n_by_hand, speed) for case in cases(cfg, first, last, few)
         ]
         start = seconds(device)
-        neurons = {"senders": p.neuron_heads(first), "receivers": p.neuron_heads(last)}
-        top = patch(**neurons, part="z", top=100)
+        senders, receivers = p.Sites("neurons", AT, first), p.Sites("neurons", layers=last)
+        top = patch(p.Edges(senders, receivers, "z"), top=100)
         took = seconds(device) - start
     shape = "A tiny model (--smoke)" if smoke else "GPT-2 small's shape, random weights"
     called = f"--few {few} --by-hand {n_by_hand}{' --smoke' if smoke else ''}"

@@ -31,7 +31,7 @@ from torch import Tensor
 from analyses.benchmarks import bench_patching
 from analyses.tools.benching import conditions, leave, page_name, table, wait
 from analyses.tools.options import Device, Out, Smoke
-from attn_only_lens import expose_neuron_heads, load
+from attn_only_lens import Contrast, Work, expose_neuron_heads, load
 from attn_only_lens import patching as p
 from attn_only_lens.engine.positions import PositionSet
 from attn_only_lens.engine.sites import LayerSites
@@ -113,8 +113,14 @@ def attributions(source: Any, lengths: tuple[int, ...], rounds: int, device: str
             with torch.no_grad():
                 return source(tokens)  # type: ignore[no-any-return]
 
-        how: dict[str, Any] = {"sites": p.neuron_heads(), "budget": 0, "progress": False}
-        ours = partial(p.attribution, exposed, clean, corrupted, METRIC, **how)
+        def ours(
+            clean: Tensor = clean, corrupted: Tensor = corrupted, exposed: Any = exposed
+        ) -> Any:
+            # A contrast keeps its recorded runs, so each measured call gets a new one.
+            contrast, estimates = Contrast(clean, corrupted, METRIC), p.Estimate(budget=0)
+            quiet = Work(progress=False)
+            return p.attribution(exposed, contrast, sites="neurons", method=estimates, work=quiet)
+
         plain = partial(plain_hooks, source, clean, corrupted)
         calls = {"forward pass": forward, "AtP by plain hooks": plain, "attribution": ours}
         expected = plain().flatten().double().cpu()

@@ -47,10 +47,10 @@ from analyses.benchmarks.bench_peak_memory import held_and_peak, reset_peak
 from analyses.tools.benching import MIB, conditions, markdown, seconds, table
 from analyses.tools.options import Device, Out, Smoke
 from analyses.tools.study_files import keep
-from attn_only_lens import expose_neuron_heads
+from attn_only_lens import Contrast, Work, expose_neuron_heads
 from attn_only_lens.circuits import attribution_graph, discover
-from attn_only_lens.neurons import neuron_statistics
-from attn_only_lens.patching import activation_patch, attribution, path_patch
+from attn_only_lens.neurons import Corpus, neuron_statistics
+from attn_only_lens.patching import Edges, Sites, activation_patch, attribution, path_patch
 
 SHAPE = {"d_model": 224, "n_heads": 7, "d_mlp": 896, "d_vocab": 5003}
 AXES = {
@@ -72,7 +72,7 @@ PRELOADED = [
     "attn_only_lens.patching._path_patch",
 ]
 """Modules that all measuring processes share, so that they are imported only once."""
-QUIET: dict[str, Any] = {"progress": False}
+QUIET = Work(progress=False)
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,13 @@ class Point:
         return self.tokens // 8
 
 
-def prompts(point: Point, d_vocab: int, device: str) -> tuple[Tensor, Tensor]:
+def contrast_of(point: Point, d_vocab: int, device: str) -> Contrast:
     """Return pairs of random tokens that differ in one token."""
     generator = torch.Generator().manual_seed(0)
     clean = torch.randint(d_vocab, (point.prompts, point.tokens), generator=generator)
     corrupted = clean.clone()
     corrupted[:, point.first] = (corrupted[:, point.first] + 1) % d_vocab
-    return clean.to(device), corrupted.to(device)
+    return Contrast(clean.to(device), corrupted.to(device), METRIC)
 
 
 def spread(number: int, end: int, start: int = 0) -> list[int]:
@@ -110,61 +110,59 @@ def spread(number: int, end: int, start: int = 0) -> list[int]:
     return [start + i * (end - start) // number for i in range(number)]
 
 
-def some_sites(point: Point, cfg: Any) -> dict[str, Any]:
+def some_sites(point: Point, cfg: Any) -> Sites:
     """Return neurons of all layers at positions that can matter; everything if sites is None."""
     if point.sites is None:
-        return {}
+        return Sites()
     neurons, later = cfg.n_layers * cfg.d_mlp, point.tokens - point.first
     positions = min(later, max(4, math.ceil(point.sites / neurons)))
     chosen = spread(min(neurons, round(point.sites / positions)), neurons)
     names = [f"L{i // cfg.d_mlp}N{i % cfg.d_mlp}" for i in chosen]
-    return {"sites": names, "positions": spread(positions, point.tokens, point.first)}
+    return Sites(names, spread(positions, point.tokens, point.first))
 
 
-def patch(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
+def patch(model: Any, point: Point, contrast: Contrast) -> int:
     """Patch neurons at positions, and return the number of sites."""
     sites = some_sites(point, model.cfg)
-    return len(activation_patch(model, clean, corrupted, METRIC, **sites, **QUIET).effect)
+    return len(activation_patch(model, contrast, sites=sites, work=QUIET).effect)
 
 
-def estimate(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
+def estimate(model: Any, point: Point, contrast: Contrast) -> int:
     """Run `attribution` on all heads, or on some neurons, and return the number of sites."""
     sites = some_sites(point, model.cfg)
-    return len(attribution(model, clean, corrupted, METRIC, **sites, **QUIET).effect)
+    return len(attribution(model, contrast, sites=sites, work=QUIET).effect)
 
 
-def paths(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
+def paths(model: Any, point: Point, contrast: Contrast) -> int:
     """Patch paths between two sets of neurons, and return the number of paths."""
     cfg, number = model.cfg, math.isqrt(point.sites or 0)
     senders = [f"L0N{i}" for i in spread(number, cfg.d_mlp)]
     receivers = [f"L{cfg.n_layers // 2}N{i}" for i in spread(number, cfg.d_mlp)]
-    options: dict[str, Any] = {"part": "z", "positions": point.tokens // 2} | QUIET
-    options |= {"senders": senders, "receivers": receivers}
-    return len(path_patch(model, clean, corrupted, METRIC, **options).frame)
+    edges = Edges(Sites(senders, point.tokens // 2), receivers, "z")
+    return len(path_patch(model, contrast, edges, work=QUIET).frame)
 
 
-def graph(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
+def graph(model: Any, point: Point, contrast: Contrast) -> int:
     """Build the graph of a difference, and return its number of nodes."""
-    made = attribution_graph(model, clean, METRIC, corrupted=corrupted, top=point.sites)
-    return len(made.nodes)
+    return len(attribution_graph(model, contrast, top=point.sites).nodes)
 
 
-def search(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
+def search(model: Any, point: Point, contrast: Contrast) -> int:
     """Find a circuit among all heads or some neurons, and return its `n_sites`."""
-    return discover(model, clean, corrupted, METRIC, **some_sites(point, model.cfg)).n_sites
+    return discover(model, contrast, sites=some_sites(point, model.cfg), work=QUIET).n_sites
 
 
-def statistics(model: Any, point: Point, clean: Tensor, corrupted: Tensor) -> int:
+def statistics(model: Any, point: Point, contrast: Contrast) -> int:
     """Compute statistics with the clean prompts as the corpus, and return the number of neurons."""
     cfg = model.cfg
     neurons = cfg.n_layers * cfg.d_mlp
     chosen = spread(point.sites or neurons, neurons)
     names = [f"L{i // cfg.d_mlp}N{i % cfg.d_mlp}" for i in chosen]
-    neuron_statistics(model, names, list(clean), **QUIET)
+    neuron_statistics(model, names, Corpus(list(contrast.clean)), work=QUIET)
     return len(names)
 
 
-CALLS: dict[str, Callable[[Any, Point, Tensor, Tensor], int] | None] = {
+CALLS: dict[str, Callable[[Any, Point, Contrast], int] | None] = {
     "expose": None,
     "activation_patch": patch,
     "attribution": estimate,
@@ -182,7 +180,7 @@ def run(model: Any, point: Point, device: str) -> int:
     """Run the call of a point, and return its number of sites."""
     made = CALLS[point.call]
     if made is not None:
-        return made(model, point, *prompts(point, model.cfg.d_vocab, device))
+        return made(model, point, contrast_of(point, model.cfg.d_vocab, device))
     with expose_neuron_heads(model):
         return int(model.cfg.n_layers * model.cfg.d_mlp)
 

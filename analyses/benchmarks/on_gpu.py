@@ -28,7 +28,7 @@ from analyses import study
 from analyses.benchmarks.bench_patching import Task, bridge_of, prompts
 from analyses.tools.benching import machine, markdown, table, wait
 from analyses.tools.options import Device, Out, Smoke
-from attn_only_lens import expose_neuron_heads
+from attn_only_lens import Contrast, Work, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.storage import write_text
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
@@ -84,12 +84,12 @@ def sweeps(device: str, smoke: bool) -> str:
     for place in dict.fromkeys(("cpu", device)):
         with expose_neuron_heads(bridge_of(place, smoke=smoke)) as model:
             moved = [tensor.to(place) for tensor in inputs]
-            how: dict[str, Any] = {"sites": names, "positions": "each", "progress": False}
             seconds = []
             for _ in range(2):  # kernels are loaded in the first round
                 wait(place)
                 start = time.perf_counter()
-                sweep = p.activation_patch(model, *moved, metric, **how)
+                contrast = Contrast(*moved, metric)
+                sweep = p.activation_patch(model, contrast, sites=names, work=Work(progress=False))
                 wait(place)
                 seconds.append(time.perf_counter() - start)
             score = sweep.frame["score"]

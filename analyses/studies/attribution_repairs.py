@@ -28,16 +28,14 @@ from analyses.tools import train_brackets
 from analyses.tools.benching import markdown
 from analyses.tools.real_models import trained
 from analyses.tools.token_pairs import LENGTH, pairs
-from attn_only_lens import expose_neuron_heads, pretrained
+from attn_only_lens import Contrast, Work, expose_neuron_heads, pretrained
 from attn_only_lens import patching as p
 from attn_only_lens.engine.directions import DIRECTIONS
-from attn_only_lens.engine.metrics import Metric
 from attn_only_lens.engine.sites import PARTS
-from attn_only_lens.patching.attribution_options import METHODS
+from attn_only_lens.patching.estimate import METHODS
 from attn_only_lens.patching.repairs import _AT_LEAST, _AT_MOST
 
-Prompts = tuple[Tensor, Tensor, Metric]
-
+QUIET = Work(progress=False)
 KINDS = {"neuron": "neuron-heads", "attention": "attention heads"}
 MEASURES = ("pearson", "spearman", "top_k")
 DIGITS = 9  # digits of scores; float64 sweeps have about 12
@@ -51,16 +49,16 @@ N_PAIRS = {"repairs": 15, "methods": 6}
 FEW = {"words_swiglu_4l": 3}  # a third of the pairs, because its sweeps take so long
 
 
-def subjects(setting: Setting) -> Iterator[tuple[str, Any, list[Prompts], list[Prompts]]]:
+def subjects(setting: Setting) -> Iterator[tuple[str, Any, list[Contrast], list[Contrast]]]:
     """Yield models, each with pairs of prompts for repairs, and others for methods."""
 
-    def drawn(model: Any, tokens: Tensor, n: int, seed: int) -> list[Prompts]:
+    def drawn(model: Any, tokens: Tensor, n: int, seed: int) -> list[Contrast]:
         return list(pairs(model, tokens, n, seed))
 
     of_repairs, of_methods = (1, 2) if setting.smoke else N_PAIRS.values()
     brackets = expose_neuron_heads(train_brackets.load().to(setting.device)).model
     some = islice(train_brackets.pairs(brackets, 1), of_repairs)
-    yield "brackets", brackets, [(*pair, train_brackets.BALANCED) for pair in some], []
+    yield "brackets", brackets, [Contrast(*pair, train_brackets.BALANCED) for pair in some], []
     if not setting.smoke:
         source = pretrained.small_english(setting.device, torch.float64, hooked=True)
         encoded = [source.to_tokens(text)[0, :12] for text in pretrained.small_english_texts()]
@@ -77,14 +75,18 @@ def subjects(setting: Setting) -> Iterator[tuple[str, Any, list[Prompts], list[P
         yield name, model, repaired, drawn(model, tokens, of_methods, 0)
 
 
-def repairs(model: Any, prompts: Prompts, way: tuple[Any, Any]) -> Iterator[dict[str, Any]]:
+def repairs(model: Any, contrast: Contrast, way: tuple[Any, Any]) -> Iterator[dict[str, Any]]:
     """Yield a row for each direction and kind of head: agreement with patching, by budget."""
     part, positions = way
-    n_flops = flops_of_forward(model, prompts[0])
+    n_flops = flops_of_forward(model, contrast.clean)
     for direction in DIRECTIONS:
-        how = {"part": part, "positions": positions, "direction": direction, "progress": False}
-        exact = p.activation_patch(model, *prompts, **how)
-        sweeps = {x: p.attribution(model, *prompts, **how, budget=x) for x in BUDGETS}
+        how = {"sites": p.Sites(positions=positions), "part": part, "direction": direction}
+        how["work"] = QUIET
+        exact = p.activation_patch(model, contrast, **how)
+        sweeps = {
+            budget: p.attribution(model, contrast, method=p.Estimate(budget=budget), **how)
+            for budget in BUDGETS
+        }
         auto = sweeps["auto"]
         for kind in KINDS:
             here = (exact.frame["kind"] == kind).to_numpy()
@@ -109,16 +111,15 @@ def flops_of_forward(model: Any, tokens: Tensor) -> float:
     return float(len(tokens) * per_token)
 
 
-def methods(model: Any, prompts: Prompts) -> Iterator[dict[str, Any]]:
+def methods(model: Any, contrast: Contrast) -> Iterator[dict[str, Any]]:
     """Yield a row per part, method and kind of head; positions are separate, in one direction."""
     for part in PARTS:
-        exact = p.activation_patch(model, *prompts, part=part, progress=False)
+        exact = p.activation_patch(model, contrast, part=part, work=QUIET)
         for method in METHODS:
             if method == "secant" and part != "z":  # not possible: split=True divides z
                 continue
-            sweep = p.attribution(
-                model, *prompts, part=part, method=method, budget=0, progress=False
-            )
+            estimates = p.Estimate(method, budget=0)
+            sweep = p.attribution(model, contrast, part=part, method=estimates, work=QUIET)
             sites = [result.frame[["name", "position"]].astype(str) for result in (exact, sweep)]
             assert sites[0].equals(sites[1])
             for kind in KINDS:
@@ -149,11 +150,11 @@ def run(setting: Setting) -> Tables:
     """Measure all models."""
     repaired, estimated = list[dict[str, Any]](), list[dict[str, Any]]()
     for name, model, of_repairs, of_methods in tqdm(subjects(setting), "models"):
-        for number, prompts in enumerate(of_repairs):
-            rows = repairs(model, prompts, WAYS[number % len(WAYS)])
+        for number, contrast in enumerate(of_repairs):
+            rows = repairs(model, contrast, WAYS[number % len(WAYS)])
             repaired += [{"model": name, "pair": number} | row for row in rows]
-        for prompts in of_methods:
-            estimated += [{"model": name} | row for row in methods(model, prompts)]
+        for contrast in of_methods:
+            estimated += [{"model": name} | row for row in methods(model, contrast)]
     frame = pd.DataFrame(estimated)
     for column, order in {"kind": list(KINDS), "part": PARTS, "method": METHODS}.items():
         frame[column] = pd.Categorical(frame[column], order)

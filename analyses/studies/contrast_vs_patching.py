@@ -38,18 +38,28 @@ from analyses.tools.benching import table
 from analyses.tools.real_models import trained
 from analyses.tools.study_files import t_interval
 from analyses.tools.token_pairs import LENGTH, pairs
-from attn_only_lens import HeadName, circuits, expose_neuron_heads, load, pretrained, tasks
+from attn_only_lens import (
+    Contrast,
+    HeadName,
+    Work,
+    circuits,
+    expose_neuron_heads,
+    load,
+    pretrained,
+    tasks,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.linear_graph import LinearGraph
-from attn_only_lens.engine.multipliers import run_both
 from attn_only_lens.engine.gradients import edit_input
 from attn_only_lens.engine.linear_map import LinearMap, of_difference, of_run
-from attn_only_lens.engine.prompts import PromptPair, prompt_pair
+from attn_only_lens.engine.multipliers import run_both
+from attn_only_lens.engine.prompts import PromptPair
 
-Prompts: TypeAlias = tuple[Any, Any, Any]  # clean, corrupted, metric
 Rows: TypeAlias = Iterator[dict[str, Any]]
 
+QUIET = Work(progress=False)
 METHODS = ("exact_gate", "integrated", "secant")
+SPLIT = p.Estimate("secant", budget=0, split=True)
 SIZES = (10, 20, 40, 80, 160, 320)
 SIZES_BY_PARTS = (20, 40, 80, 160)
 N_BOOTSTRAPS = 10  # with different seeds; the page shows the interval of the first one
@@ -90,15 +100,15 @@ class Subject:
 
     name: str
     model: Any
-    few: list[Prompts]
-    many: list[Prompts]
+    few: list[Contrast]
+    many: list[Contrast]
 
 
 def subjects(setting: Setting) -> Iterator[Subject]:
     """Yield the models."""
 
-    def written(texts: list[tuple[str, str, str, str]]) -> list[Prompts]:
-        return [(clean, corrupted, p.logit_diff(a, b)) for clean, corrupted, a, b in texts]
+    def written(texts: list[tuple[str, str, str, str]]) -> list[Contrast]:
+        return [Contrast(clean, corrupted, p.logit_diff(a, b)) for clean, corrupted, a, b in texts]
 
     if setting.smoke:
         module = small.Recipe(n_layers=2, d_model=12, n_heads=2, d_mlp=43).model()
@@ -110,7 +120,7 @@ def subjects(setting: Setting) -> Iterator[Subject]:
     task = tasks.agreement(
         english.tokenizer, 2 if setting.smoke else 24, structure="relative", seed=0
     )
-    right, wrong = ([row[0] for row in rows] for rows in task.metric.answers)
+    right, wrong = ([row[0] for row in rows] for rows in (task.answers, task.wrong))
     many = written(list(zip(task.clean, task.corrupted, right, wrong, strict=True)))
     few = ENGLISH[: 1 if setting.smoke else 2]
     yield Subject("small_english", english, written(few), many)
@@ -132,21 +142,21 @@ def subjects(setting: Setting) -> Iterator[Subject]:
 # Secants and other methods
 
 
-def attributions(model: Any, prompts: Prompts) -> Rows:
+def attributions(model: Any, contrast: Contrast) -> Rows:
     """Yield the correlation of every method with patching, by kind of head and direction."""
-    sites = None
+    sites: Any = "all"
     if model.cfg.n_layers > 6:  # a sample, because every site would take hours
-        names = p.attribution(model, *prompts, method="secant", budget=0, progress=False)
+        names = p.attribution(model, contrast, method=p.Estimate("secant", budget=0), work=QUIET)
         sites = list(names.top(150)["name"].unique()) + [f"L{i}N{7 * i}" for i in range(30)]
     one_way, other_way = (
-        p.activation_patch(model, *prompts, sites=sites, direction=way, progress=False)
+        p.activation_patch(model, contrast, sites=sites, direction=way, work=QUIET)
         for way in ("denoise", "noise")
     )
     exact = {"denoise": one_way.effect, "noise": -other_way.effect}
     exact["mean"] = (exact["denoise"] + exact["noise"]) / 2
     for method in METHODS:
-        how = {"method": method, "budget": 0, "progress": False}
-        estimate = p.attribution(model, *prompts, sites=sites, **how)
+        how = p.Estimate(method, budget=0)
+        estimate = p.attribution(model, contrast, sites=sites, method=how, work=QUIET)
         for kind in ("attention", "neuron"):
             here = (estimate.frame["kind"] == kind).to_numpy()
             of_kind = estimate.effect.to_numpy()[here]
@@ -157,44 +167,43 @@ def attributions(model: Any, prompts: Prompts) -> Rows:
 
 
 def curve(
-    model: Any, prompts: Prompts, ranking: p.Sweep, sizes: tuple[int, ...], **how: Any
+    model: Any, contrast: Contrast, ranking: p.Sweep, sizes: tuple[int, ...], **how: Any
 ) -> dict[int, float]:
     """Return the faithfulness of the first k sites by k; all other sites are resampled."""
     n = len(ranking.frame)
     # Shares are slightly larger, so that rounding down keeps the size.
     shares = [k * (1 + 1e-9) / n for k in sizes if k < n]
-    frame = circuits.faithfulness(model, *prompts, ranking, shares=shares, n_random=0, **how).frame
+    frame = circuits.faithfulness(model, contrast, ranking, shares=shares, n_random=0, **how).frame
     return dict(zip(frame["n_sites"], frame["faithfulness"], strict=True))
 
 
-def rankings(model: Any, prompts: Prompts) -> Rows:
+def rankings(model: Any, contrast: Contrast) -> Rows:
     """Yield the faithfulness of the first k sites by each method."""
     for method in METHODS:
-        how = {"method": method, "budget": 0, "direction": "noise", "progress": False}
-        ranking = p.attribution(model, *prompts, **how)
+        how = p.Estimate(method, budget=0)
+        ranking = p.attribution(model, contrast, direction="noise", method=how, work=QUIET)
         for order in ("magnitude", "signed"):
-            of_size = curve(model, prompts, ranking, SIZES, order=order)
+            of_size = curve(model, contrast, ranking, SIZES, order=order)
             row = {"kind": order, "method": method}
             yield row | {str(k): of_size.get(k, float("nan")) for k in SIZES}
 
 
-def searches(model: Any, prompts: Prompts) -> Rows:
+def searches(model: Any, contrast: Contrast) -> Rows:
     """Yield the sizes of the circuits that `discover` finds for 90 %, by budget."""
     for budget in ("auto", 0):
         yield {"budget": budget} | {
-            method: len(circuits.discover(model, *prompts, method=method, budget=budget))
+            method: len(circuits.discover(model, contrast, method=p.Estimate(method, budget)))
             for method in ("exact_gate", "secant")
         }
 
 
-def edges(model: Any, prompts: Prompts, sizes: Sizes) -> Rows:
+def edges(model: Any, contrast: Contrast, sizes: Sizes) -> Rows:
     """Yield rank correlations of edge scores with exact path patches, for edges of strong nodes.
 
     An edge goes from a head at one position to a head at all positions, as in path patching.
     """
-    clean, corrupted, metric = prompts
-    pair = prompt_pair(model, clean, corrupted)
-    graph = circuits.attribution_graph(model, clean, metric, corrupted=corrupted, top=sizes.nodes)
+    pair, metric = contrast.pair(model), contrast.metric
+    graph = circuits.attribution_graph(model, contrast, top=sizes.nodes)
     both = of_difference(model, pair, metric)
     names = [HeadName.parse(name) for name in graph.heads["name"].unique()]
     chosen = [
@@ -224,7 +233,7 @@ def edges(model: Any, prompts: Prompts, sizes: Sizes) -> Rows:
         for point in points[1:]:
             total = total.add(along[point], fill_value=0)
         values[name] = total / len(points)
-    exact = _paths(model, prompts, list(strongest))
+    exact = _paths(model, contrast, list(strongest))
     scores = pd.DataFrame(values).reindex(exact.index).fillna(0.0)
     for name in values:
         yield {"kind": "edges", "method": name} | {
@@ -264,23 +273,15 @@ def _by_head(run: Any, pair: Any, chosen: list[Any], graph: circuits.CircuitGrap
     return frame.groupby([frame["source"], into])["weight"].sum()
 
 
-def _paths(model: Any, prompts: Prompts, chosen: list[tuple[str, str]]) -> pd.DataFrame:
+def _paths(model: Any, contrast: Contrast, chosen: list[tuple[str, str]]) -> pd.DataFrame:
     """Return the exact direct effects of edges, with all receiver inputs and recomputed scales."""
     columns = {}
+    edges = [
+        p.Edges([source], [target for one, target in chosen if one == source], "z", scale="anew")
+        for source in dict.fromkeys(source for source, _ in chosen)
+    ]
     for way, sign in (("denoise", 1), ("noise", -1)):
-        paths = [
-            p.path_patch(
-                *(model, *prompts),
-                senders=[source.partition("@")[0]],
-                receivers=[target for one, target in chosen if one == source],
-                positions=[int(source.partition("@")[2])],
-                part="z",
-                direction=way,
-                scale="anew",
-                progress=False,
-            )
-            for source in dict.fromkeys(source for source, _ in chosen)
-        ]
+        paths = [p.path_patch(model, contrast, x, direction=way, work=QUIET) for x in edges]
         frames = [one.to_frame().assign(effect=sign * one.effect) for one in paths]
         frame = pd.concat(frames, ignore_index=True)
         frame["sender"] = frame["sender"].astype(str) + "@" + frame["position"].astype(str)
@@ -329,10 +330,9 @@ def _with_intervals(change: np.ndarray) -> dict[str, Any]:
 # Patterns and values
 
 
-def split(model: Any, prompts: list[Prompts]) -> pd.DataFrame:
+def split(model: Any, contrasts: list[Contrast]) -> pd.DataFrame:
     """Return the parts of all sites for all pairs, as shares of the difference."""
-    how = {"method": "secant", "budget": 0, "split": True, "progress": False}
-    frames = [p.attribution(model, *one, **how).to_frame() for one in prompts]
+    frames = [p.attribution(model, x, method=SPLIT, work=QUIET).to_frame() for x in contrasts]
     return pd.concat(dict(enumerate(frames)), names=["pair"]).reset_index("pair")
 
 
@@ -343,13 +343,11 @@ def carried(parts: pd.DataFrame) -> Rows:
         yield {"kind": kind, "layer": layer} | sums
 
 
-def splitting(model: Any, prompts: list[Prompts], sizes: Sizes) -> Rows:
+def splitting(model: Any, contrasts: list[Contrast], sizes: Sizes) -> Rows:
     """Yield how much heads differ in the share that gates get, and the same for shuffled heads."""
     weights = []
-    for clean, corrupted, metric in prompts:
-        graph = circuits.attribution_graph(
-            model, clean, metric, corrupted=corrupted, top=sizes.graph
-        )
+    for contrast in contrasts:
+        graph = circuits.attribution_graph(model, contrast, top=sizes.graph)
         kinds = graph.nodes.set_index("id")["kind"]
         frame = graph.edges
         frame = frame[frame["source"].map(kinds).eq("attention")]
@@ -380,9 +378,9 @@ def splitting(model: Any, prompts: list[Prompts], sizes: Sizes) -> Rows:
     }
 
 
-def predicted(model: Any, parts: pd.DataFrame, prompts: list[Prompts]) -> Rows:
+def predicted(model: Any, parts: pd.DataFrame, contrasts: list[Contrast]) -> Rows:
     """Yield how well parts on half of the pairs predict patching effects on the other half."""
-    n_train = len(prompts) // 2
+    n_train = len(contrasts) // 2
     train = parts[parts["pair"] < n_train]
     for kind in ("neuron", "attention"):
         columns = ["score", "by_pattern", "by_value"]
@@ -392,8 +390,8 @@ def predicted(model: Any, parts: pd.DataFrame, prompts: list[Prompts]) -> Rows:
             continue
         sums = sums.loc[names]
         for part in ("z", "q", "pattern", "value"):
-            how = {"sites": list(names), "part": part, "positions": "all", "progress": False}
-            sweeps = [p.activation_patch(model, *one, **how) for one in prompts[n_train:]]
+            how = {"sites": p.Sites(list(names), "all"), "part": part, "work": QUIET}
+            sweeps = [p.activation_patch(model, one, **how) for one in contrasts[n_train:]]
             effects = [
                 pd.Series(x.effect.to_numpy(), index=x.frame["name"].astype(str)) for x in sweeps
             ]
@@ -416,10 +414,10 @@ def r2(x: np.ndarray, y: np.ndarray) -> float:
     return float(1 - ((y - guess) ** 2).sum() / ((y - y.mean()) ** 2).sum())
 
 
-def ranked(model: Any, prompts: list[Prompts]) -> Rows:
+def ranked(model: Any, contrasts: list[Contrast]) -> Rows:
     """Yield the faithfulness of rankings by |pattern + value|, and by |pattern| + |value|."""
-    for number, one in enumerate(prompts):
-        whole = p.attribution(model, *one, method="secant", budget=0, split=True, progress=False)
+    for number, one in enumerate(contrasts):
+        whole = p.attribution(model, one, method=SPLIT, work=QUIET)
         frame = whole.to_frame()
         span = whole.clean_value - whole.corrupted_value
         value = whole.corrupted_value + span * (frame["by_pattern"].abs() + frame["by_value"].abs())
@@ -443,9 +441,9 @@ def run(setting: Setting) -> Tables:
     for subject in tqdm(subjects(setting), "models"):
         about, model = {"model": subject.name}, subject.model
         for part, measure in measures.items():
-            for pair, prompts in enumerate(subject.few):
+            for pair, contrast in enumerate(subject.few):
                 rows.setdefault(part, []).extend(
-                    about | {"pair": pair} | row for row in measure(model, prompts)
+                    about | {"pair": pair} | row for row in measure(model, contrast)
                 )
         if subject.many:
             parts = split(model, subject.many)

@@ -17,9 +17,9 @@ from tqdm import tqdm
 
 from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.errors import CheckpointError, GrowthError
-from attn_only_lens.growth import Provenance
 from attn_only_lens.growth.expansion.expansion import Expansion
 from attn_only_lens.growth.expansion.initialise import Initialiser
+from attn_only_lens.growth.expansion.provenance import Provenance
 from attn_only_lens.growth.models._grow import Grown, grow
 from attn_only_lens.storage import Document, atomic_write, read_tensors, write_tensors
 

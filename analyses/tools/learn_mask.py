@@ -116,7 +116,7 @@ def learn_mask(
     elif len(set(labels)) < 5:
         reasons.append(f"got {len(set(labels))} groups of prompts; expected 5 or more")
     InputError.raise_if(reasons, "no mask can be learned")
-    sites = all_heads() if sites is None else sites
+    sites = "all" if sites is None else sites
     prompts = model, clean, corrupted, metric
     options: dict[str, Any] = {"positions": positions, "mask": mask}
     ranking, _ = rank_sites(prompts, method, 0, options | {"sites": sites})

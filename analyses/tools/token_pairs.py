@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_only_lens import Contrast
 from attn_only_lens import patching as p
-from attn_only_lens.engine.metrics import Metric
 
 LENGTH = {"sort_gelu_new_3l": 6, "modular_addition_relu_1l": 3}  # prompt lengths; of texts 16
 
 
 @torch.no_grad()
-def pairs(model: Any, tokens: Tensor, n: int, seed: int) -> Iterator[tuple[Tensor, Tensor, Metric]]:
-    """Yield prompts in which one token from another prompt changes the top token.
+def pairs(model: Any, tokens: Tensor, n: int, seed: int) -> Iterator[Contrast]:
+    """Yield pairs of prompts in which one token from another prompt changes the top token.
 
     The metric is the logit difference of the two top tokens.
     """
@@ -28,7 +28,7 @@ def pairs(model: Any, tokens: Tensor, n: int, seed: int) -> Iterator[tuple[Tenso
         correct, wrong = model(torch.stack([clean, corrupted]))[:, -1].argmax(-1).tolist()
         if correct != wrong:
             n_found += 1
-            yield clean, corrupted, p.logit_diff(correct, wrong)
+            yield Contrast(clean, corrupted, p.logit_diff(correct, wrong))
         if n_found == n:
             return
     raise RuntimeError(f"of 1000 pairs of prompts, {n_found} have other top tokens; wanted {n}")

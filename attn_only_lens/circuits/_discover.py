@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import pandas as pd
-import torch
 from jaxtyping import Float
 from tqdm.auto import tqdm
 
@@ -32,9 +31,8 @@ from attn_only_lens.circuits.stability import (
 from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import as_metric
-from attn_only_lens.engine.multipliers import run_both
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.recording import RunPair, run_pair
+from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.sites import Sites, SomeSites
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching._activation_patch import activation_patch
@@ -113,21 +111,23 @@ def discover(
         sites = replace(sites, positions=list(contrast.roles))
     label = f"{work.progress}: " if isinstance(work.progress, str) else ""
     with tqdm(unit=" circuits", desc=f"{label}ranking", disable=not work.progress) as bar:
-        ranking, runs = rank_sites(model, contrast, sites, method, bool(resamples), work)
+        ranking = rank_sites(model, contrast, sites, method, bool(resamples), work)
         bar.set_description_str(f"{label}search")
         frame, effects = ranking.frame[SITE], ranking.effect.to_numpy()[:, None]
         if resamples:  # the frame has one row per site and prompt, sorted by site
             frame = frame.iloc[::n_prompts].reset_index(drop=True)
             effects = effects.reshape(-1, n_prompts)
         options: dict[str, Any] = {"ablation": search.ablation, "work": work}
-        ablate = partial(ablated_model, model, sites=frame, **options, on_done=bar.update)
-        find = partial(_smallest, ranking, search.order, faithfulness, method != MEASURED)
-        ablated = ablate(pair, metric, runs=runs)
+
+        def ablate(some: PromptPair) -> AblatedModel:
+            return ablated_model(model, some, metric, frame, **options, on_done=bar.update)
+
+        find, ablated = partial(_smallest, ranking, search.order, faithfulness), ablate(pair)
         mean = effects @ ablated.weights if resamples else effects[:, 0]
         rows, tried = find(ablated, mean)
         circuit = circuit_of(
             *(ablated, ranking, mean, rows, tried),
-            method=MEASURED if method == MEASURED else Estimate.of(method).method,
+            method=ranking.method,
             wanted=faithfulness,
             ablation=search.ablation,
             candidates=sites,
@@ -137,7 +137,7 @@ def discover(
             bar.set_description_str(f"{label}resamples")
             stability = resampled(
                 partial(find, near=len(rows)),
-                lambda some: ablate(pair.of_prompts(some, cut=False), metric),
+                lambda some: ablate(pair.of_prompts(some, cut=False)),
                 *(ablated, frame, effects),
                 random_halves(n_prompts, resamples, search.seed),
             )
@@ -158,25 +158,15 @@ def rank_sites(
     method: Ranking,
     per_prompt: bool = False,
     work: Work = Work(),
-) -> tuple[Sweep, RunPair | None]:
-    """Return the effect of replacing each site's clean output with its corrupted output.
-
-    Also return both runs' recordings if an `AblatedModel` can reuse them, otherwise None.
-    """
+) -> Sweep:
+    """Return the effect of replacing each site's clean output with its corrupted output."""
     work = replace(work, progress=False)
     if method == MEASURED:
         options: dict[str, Any] = {"direction": "noise", "per_prompt": per_prompt, "work": work}
-        return activation_patch(model, contrast, sites=sites, **options), None
-    estimate = Estimate.of(method)
+        return activation_patch(model, contrast, sites=sites, **options)
+    estimate = Estimate.of(cast("Method | Estimate", method))
     plan = plan_attribution(model, contrast, sites, "z", "noise", estimate, per_prompt, work)
-    shared = estimate.method == "secant" and not estimate.budget and len(plan.prompts) == 1
-    # `run_both` runs half precision in float32, and skips conversions to float32 in float64 models.
-    shared &= next(model.parameters()).dtype == torch.float32
-    if not shared:
-        return attribute(plan, estimate, work), None
-    both = run_both(model, plan.pair)
-    runs = run_pair(model, plan.pair, *both.recordings(), plan.metric)
-    return attribute(plan, estimate, work, both=both), runs
+    return attribute(plan, estimate, work)
 
 
 def circuit_of(
@@ -214,7 +204,6 @@ def _smallest(
     ranking: Sweep,
     order: Order | None,
     wanted: float,
-    rank_again: bool,
     ablated: AblatedModel,
     effects: Float[np.ndarray, "site"],
     near: int | None = None,
@@ -224,4 +213,5 @@ def _smallest(
     orders: dict[Step, Rows] = {
         name: ablated.ranked(ranking, name, effects) for name in ([order] if order else ORDERS)
     }
+    rank_again = ranking.method != MEASURED
     return search.smallest(orders, prune=order is None, rank_again=rank_again), search.tried

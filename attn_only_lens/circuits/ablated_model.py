@@ -40,7 +40,7 @@ from attn_only_lens.engine.metrics import AnyMetric, as_metric, bind
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.positions import PositionSet, resolve_positions, unlike_tokens
 from attn_only_lens.engine.prompts import PromptPair
-from attn_only_lens.engine.recording import Hooks, NeuronRun, Recording, RunPair, record_pair
+from attn_only_lens.engine.recording import Hooks, NeuronRun, Recording, record_pair
 from attn_only_lens.engine.replay import Variants, make_replay
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.errors import InputError
@@ -77,21 +77,19 @@ class AblatedModel:
         sites: pd.DataFrame,
         *,
         ablation: Ablation,
-        runs: RunPair | None = None,
         on_done: Callable[[int], object] = lambda n: None,
     ) -> None:
         """Record the clean and the corrupted run, and run the clean prompts with all sites ablated.
 
-        `sites` are rows of `Sweep.frame`. `runs` are the recordings of the pair, if they exist.
-        `on_done` is called with the number of newly finished circuits.
+        `sites` are rows of `Sweep.frame`. `on_done` is called with the number of newly finished
+        circuits.
         """
         InputError.raise_if(reasons_not_to_run(model), "this model cannot be ablated")
         sites = sites.reset_index(drop=True)
         self.n_sites, self.n_pos = len(sites), pair.clean.shape[1]
         roles = checked_places(model, pair, sites)
-        if runs is None:
-            groups = resolve_sites(model, list(sites["name"].unique()))
-            runs = record_pair(model, pair, metric, groups, "z", distinct=pair.among is None)
+        groups = resolve_sites(model, list(sites["name"].unique()))
+        runs = record_pair(model, pair, metric, groups, "z", distinct=pair.among is None)
         self.sites = sites
         source = runs.corrupted
         if ablation == "positional_mean":
@@ -302,27 +300,23 @@ def ablated_model(
     *,
     ablation: Ablation,
     work: Work = Work(),
-    runs: RunPair | None = None,
     on_done: Callable[[int], object] = lambda n: None,
 ) -> AblatedModel:
     """Return an `AblatedModel` that runs all prompts at once, or in chunks to save memory.
 
-    Mean ablation and custom metrics need all prompts at once, so they never use chunks. The
-    recordings `runs` are used only if all prompts are run at once.
+    Mean ablation and custom metrics need all prompts at once, so they never use chunks.
     """
 
-    def make(some: PromptPair, runs: RunPair | None = None) -> AblatedModel:
-        return AblatedModel(
-            model, some, metric, sites, ablation=ablation, runs=runs, on_done=on_done
-        )
+    def make(some: PromptPair) -> AblatedModel:
+        return AblatedModel(model, some, metric, sites, ablation=ablation, on_done=on_done)
 
     metric, n = as_metric(metric), len(pair.clean)
     if ablation not in _BY_PROMPT or not metric.by_prompt:
-        return make(pair, runs)
+        return make(pair)
     layers = resolve_sites(model, list(sites["name"].unique()))
     at_once = prompts_per_chunk(model, pair, metric, layers, "z", work, traced=True)
     if at_once == n:
-        return make(pair, runs)
+        return make(pair)
     weights = (1 / n,) * n
     if not metric.needs_reference:
         weights = bind(metric, model, pair).shares(n)

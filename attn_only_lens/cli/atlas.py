@@ -59,24 +59,24 @@ def atlas(
         raise AttnOnlyLensError("got --layers and --names; expected one of them")
     layer_numbers = None if layers is None else parse_numbers(layers, "--layers", least=0)
     chosen = None if names is None else parse_names(names)
-    from attn_only_lens.engine.sites import Sites, all_heads, resolve_sites, without_wide
-    from attn_only_lens.neurons import corpus_statistics
+    from attn_only_lens.engine.sites import Sites, resolve_sites
+    from attn_only_lens.heads.host import WIDE_KINDS
+    from attn_only_lens.neurons import Corpus, corpus_statistics
     from attn_only_lens.viz import write_html
     from attn_only_lens.viz.neurons import MOST_NEURONS, index_of_layers, page_of_statistics
+    from attn_only_lens.work import Work
 
     loaded = model.with_neuron_heads()
-    sites: Sites = chosen or all_heads(layer_numbers)
-    groups = resolve_sites(loaded, without_wide(sites))
+    sites = Sites(chosen) if chosen else Sites(layers=layer_numbers)
+    groups = resolve_sites(loaded, sites.without(*WIDE_KINDS))
     of_layers = defaultdict[int, list[str]](list)
     for group in groups:
         of_layers[group.layer] += group.names
     everything = [name for of_layer in of_layers.values() for name in of_layer]
     statistics = corpus_statistics(
-        *(loaded, everything, texts, k),
-        context=context,
-        batch_size=batch_size,
-        resume=out / "statistics",
-        progress="texts",
+        *(loaded, everything, Corpus(texts, context=context)),
+        k=k,
+        work=Work(batch_size, resume=out / "statistics", progress="texts"),
     )
     index = out / "index.html"
     with working("drawing"):

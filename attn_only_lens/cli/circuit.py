@@ -88,23 +88,21 @@ def explain(
     if texts is not None and out.suffix == ".json":
         reasons.append(f"got --texts for {out}; expected .html: only a page shows examples")
     InputError.raise_if(reasons, PROBLEM)
-    run = prompts.run(model)
+    loaded, contrast = prompts.run(model)
     from attn_only_lens import explanation
-    from attn_only_lens.neurons import top_examples
+    from attn_only_lens.neurons import Corpus, top_examples
+    from attn_only_lens.work import Work
 
     why = explanation.explain(
-        *run,
-        faithfulness=faithfulness,
-        n_patched=top,
-        resamples=resamples,
-        progress=True,
+        loaded, contrast, faithfulness=faithfulness, n_patched=top, resamples=resamples
     )
     typer.echo(why.text(top))
     if save_circuit is not None:
         why.circuit.save(save_circuit)
     examples = None
     if texts is not None:
-        examples = top_examples(run[0], why.neurons, texts, k=5, progress="examples")
+        work = Work(progress="examples")
+        examples = top_examples(loaded, why.neurons, Corpus(texts), k=5, work=work)
     if out.suffix == ".json":
         why.graph.save(out)
     else:
@@ -140,9 +138,10 @@ def circuit(
     With --corrupted, search for a minimal circuit that explains why the metric differs between the
     clean and the corrupted prompts. This is the smallest set of sites found that preserves a
     fraction --faithfulness of the difference when all other sites are patched from the corrupted
-    prompts. A site is a head or a neuron at one position. Without --corrupted, the graph shows
-    which heads and neurons contribute to the metric on the clean prompts. Edge weights are exact as
-    long as attention patterns and the scales of the normalization layers are held fixed.
+    prompts. A site is a head or a neuron at one position. The command prints each site's share of
+    the difference, as `explain` does. Without --corrupted, the graph shows which heads and neurons
+    contribute to the metric on the clean prompts. Edge weights are exact as long as attention
+    patterns and the scales of the normalization layers are held fixed.
     """
     if save_circuit is not None and "corrupted" not in prompts.texts:
         raise AttnOnlyLensError("--save-circuit needs --corrupted: only a pair has a circuit")
@@ -150,25 +149,23 @@ def circuit(
     from attn_only_lens.circuits.circuit import MISSING
     from attn_only_lens.viz import circuit_view, write_html
 
-    run = loaded, clean, corrupted, metric = prompts.run(model)
+    loaded, contrast = prompts.run(model)
     minimal = None
-    if corrupted is not None:
-        minimal = circuits.discover(*run, faithfulness=faithfulness, progress=True)
+    if contrast.corrupted is not None:
+        minimal = circuits.discover(loaded, contrast, faithfulness=faithfulness)
         if save_circuit is not None:
             minimal.save(save_circuit)
     with working("attributing the metric"):
         sites = minimal if nodes is None else None
-        graph = circuits.attribution_graph(
-            loaded, clean, metric, corrupted=corrupted, sites=sites, top=nodes
-        )
+        graph = circuits.attribution_graph(loaded, contrast, sites=sites, top=nodes)
     if out.suffix == ".json":
         graph.save(out)
     else:
-        write_html(circuit_view(graph, loaded, clean, corrupted=corrupted), out)
-    _print_attributions(graph, top)
+        write_html(circuit_view(graph, loaded, contrast), out)
     if minimal is not None:
-        columns = ["name", "position", "effect"]
-        print_frame(repr(minimal).partition("\n")[0], minimal.frame[columns].head(top))
+        typer.echo(repr(minimal).partition("\n")[0])
+    _print_largest(graph, top)
+    if minimal is not None:
         typer.echo(fill(f"A site is a head or a neuron at one position. {MISSING}", 80))
     _say_graph(out, graph)
 
@@ -197,19 +194,17 @@ def evaluate(
     each of its first --top sites alone, from the clean into the corrupted prompts.
     """
     from attn_only_lens import circuits
-    from attn_only_lens.patching import activation_patch
+    from attn_only_lens.patching import Sites, activation_patch
+    from attn_only_lens.work import Work
 
     saved = circuits.Circuit.load(circuit)
-    loaded, clean, corrupted, metric = prompts.run(model)
+    loaded, contrast = prompts.run(model)
     with working("evaluating the circuit"):
-        result = circuits.evaluate(loaded, saved, clean, corrupted, metric)
-        alone = activation_patch(
-            *(loaded, clean, corrupted, metric),
-            sites=saved.sites[:top],
-            positions="all" if saved.positions == "all" else "each",
-            progress=False,
-        )
-    typer.echo(f"{len(saved):,} of {saved.n_sites:,} sites, {metric.name}\n{result!r}")
+        result = circuits.evaluate(loaded, saved, contrast)
+        positions = "all" if saved.candidates.positions == "all" else "each"
+        sites = Sites(saved.sites[:top], positions)
+        alone = activation_patch(loaded, contrast, sites=sites, work=Work(progress=False))
+    typer.echo(f"{len(saved):,} of {saved.n_sites:,} sites, {contrast.metric.name}\n{result!r}")
     print_frame("Score of each site alone: 0 corrupted, 1 clean", alone.top(top))
 
 
@@ -221,10 +216,13 @@ def _say_graph(out: Path, graph: "CircuitGraph") -> None:
         say_page(out, repr(graph))
 
 
-def _print_attributions(graph: "CircuitGraph", top: int) -> None:
-    heads = graph.heads
+def _print_largest(graph: "CircuitGraph", top: int) -> None:
+    """Print the largest attributions, as shares of the difference if there is one."""
+    heads, unit = graph.heads, "attribution"
+    if graph.corrupted:
+        unit = "share"
+        heads = heads.assign(share=heads["attribution"] / graph.value).round({unit: 2})
     strongest = heads.loc[heads["attribution"].abs().nlargest(top).index]
-    columns = ["name", "position", "value", "attribution"]
     change = "change of " * bool(graph.corrupted)
-    title = f"{change}{graph.metric} = {graph.value:.4g}: the largest attributions"
-    print_frame(title, strongest[columns])
+    title = f"{change}{graph.metric} = {graph.value:.4g}: the largest {unit}s"
+    print_frame(title, strongest[["name", "position", "value", unit]])

@@ -49,22 +49,22 @@ _PROMPT_FILE = "a .safetensors file with `tokens`, or a text file: one prompt or
 
 @command(
     "Make models, and compare",
-    "attn-only-lens compare gpt2 grown/ --prompts prompts.txt --metric loss --out report/",
-    "attn-only-lens compare gpt2 trained/ --provenance grown/ --prompts prompts.txt "
+    "attn-only-lens compare gpt2 grown/ --clean prompts.txt --metric loss --out report/",
+    "attn-only-lens compare gpt2 trained/ --provenance grown/ --clean prompts.txt "
     "--metric loss --out report/",
-    "attn-only-lens compare gpt2 grown/ --null grown_seed_1/ --prompts clean.txt "
-    '--corrupted-prompts corrupted.txt --answer " are" --wrong " is" --out report/',
-    renamed={"corrupted": "corrupted_prompts", "n_nodes": "nodes", "n_patched": "patched"},
+    "attn-only-lens compare gpt2 grown/ --null grown_seed_1/ --clean clean.txt "
+    '--corrupted corrupted.txt --answer " are" --wrong " is" --out report/',
+    renamed={"n_nodes": "nodes", "n_patched": "patched"},
 )
 def compare(
     model: Model,
     grown: Annotated[
         Path, typer.Argument(help="a model that `grow` wrote, perhaps trained afterwards")
     ],
-    prompts: Annotated[Path, option(_PROMPT_FILE, PROMPTS)],
+    clean: Annotated[Path, option(_PROMPT_FILE, PROMPTS)],
     metric: MetricOptions,
     out: Annotated[Path, option("output folder for tables and pages", OUTPUT), output_folder],
-    corrupted_prompts: Annotated[
+    corrupted: Annotated[
         Path | None,
         option("a file with a corrupted prompt for each prompt; default: the next prompt", PROMPTS),
     ] = None,
@@ -91,37 +91,34 @@ def compare(
     _require_other_folder(out, [model, grown, null, provenance])
     sources = [source for source in (model, grown, null, provenance) if source is not None]
     InputError.raise_if([x for source in sources for x in model_reasons(source)], PROBLEM)
-    tokens, others = _read_prompts(prompts, "--prompts"), None
-    if corrupted_prompts is not None:
-        others = _read_prompts(corrupted_prompts, "--corrupted-prompts")
+    both = [
+        None if path is None else _read_prompts(path, option)
+        for path, option in ((clean, "--clean"), (corrupted, "--corrupted"))
+    ]
     import torch
 
     from attn_only_lens import viz
     from attn_only_lens._load import is_hooked
+    from attn_only_lens.engine.contrast import Contrast
+    from attn_only_lens.growth import ComparisonSizes, Resampling, read_provenance
     from attn_only_lens.growth import compare as compare_models
-    from attn_only_lens.growth import read_provenance
     from attn_only_lens.viz.page import import_extra
 
     import_extra("plotly")
-    measure = metric.build_metric(isinstance(tokens, torch.Tensor))
+    measure = metric.build_metric(isinstance(both[0], torch.Tensor))
     became = read_provenance(provenance or grown)
     target_device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     folders = [model, str(grown)] + ([] if null is None else [str(null)])
     hooked = is_hooked(grown)
     models = [load_model(folder, dtype, target_device, hooked) for folder in folders]
-    tokens = as_chat(models[0], tokens, chat)
-    others = as_chat(models[0], others, chat)
+    contrast = Contrast(*(as_chat(models[0], prompts, chat) for prompts in both), measure)
     try:
         comparison = compare_models(
-            *(models[0], models[1], tokens, measure),
+            *(models[0], models[1], contrast),
             provenance=became,
-            corrupted=others,
             null=models[2] if null is not None else None,
-            faithfulness=faithfulness,
-            batch_size=batch_size,
-            n_patched=patched,
-            n_nodes=nodes,
-            seed=seed,
+            sizes=ComparisonSizes(batch_size, faithfulness, patched, nodes),
+            resampling=Resampling(seed=seed),
         )
     except ComparisonError as error:
         if error.so_far is not None:

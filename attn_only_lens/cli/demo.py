@@ -21,16 +21,17 @@ def demo(
     out: Annotated[Path, option("output folder for the pages"), output_folder] = Path("out"),
 ) -> None:
     """Find and draw a circuit in the small language model that ships with the package."""
-    from attn_only_lens import explain, expose_neuron_heads, patching, pretrained, viz
-    from attn_only_lens.neurons import neuron_statistics
+    from attn_only_lens import Contrast, Work, explain, expose_neuron_heads, pretrained, viz
+    from attn_only_lens.neurons import Corpus, neuron_statistics
+    from attn_only_lens.patching import logit_diff
 
     model = expose_neuron_heads(pretrained.small_english(), check=CLEAN).model
     typer.echo("A 4-layer language model. With neurons as heads, its logits are bitwise the same.")
     typer.echo(f"Why does {CLEAN!r} continue with 'are', and not 'is'?\n")
-    why = explain(model, CLEAN, CORRUPTED, patching.logit_diff(" are", " is"))
+    why = explain(model, Contrast(CLEAN, CORRUPTED, logit_diff(" are", " is")))
     typer.echo(why.text(_SHOWN))
-    texts = pretrained.small_english_texts()
-    seen = neuron_statistics(model, why.neurons, texts, progress="texts")
+    texts = Corpus(pretrained.small_english_texts())
+    seen = neuron_statistics(model, why.neurons, texts, work=Work(progress="texts"))
     page = viz.neuron_page(model, None, seen)
     say_page(why.page(out / "circuit.html", examples=seen.frame()), "the circuit; click a node")
     say_page(viz.write_html(page, out / "neurons.html"), "the circuit's neurons, over texts")

@@ -26,6 +26,7 @@ from attn_only_lens.models.names import model_reasons
 from attn_only_lens.versions import hooked_transformer_reasons
 
 if TYPE_CHECKING:
+    from attn_only_lens.engine.contrast import Contrast
     from attn_only_lens.engine.metrics import Metric as MetricOfLogits
     from attn_only_lens.engine.prompts import Prompts
 
@@ -233,17 +234,19 @@ class PromptOptions(MetricOptions):
                 )
         return reasons
 
-    def run(self, options: ModelOptions) -> tuple[Any, Any, Any, "MetricOfLogits"]:
-        """Load the model; return it with the clean and the corrupted prompts, and the metric."""
+    def run(self, options: ModelOptions) -> tuple[Any, "Contrast"]:
+        """Load the model; return it with the contrast."""
         texts = self.texts
         metric = replace(self, **texts).build_metric(self.token_ids)
         both = [
             parse_prompts(texts[name], f"--{name}", self.token_ids) if name in texts else None
             for name in _COLUMNS[:2]
         ]
+        from attn_only_lens.engine.contrast import Contrast
+
         model = options.with_neuron_heads()
         clean, corrupted = (as_chat(model, prompts, self.chat) for prompts in both)
-        return model, clean, corrupted, metric
+        return model, Contrast(clean, corrupted, metric)
 
 
 @dataclass(frozen=True, kw_only=True)

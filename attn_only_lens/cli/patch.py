@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,16 +24,17 @@ from attn_only_lens.cli.options import (
     parse_names,
     parse_numbers,
 )
-from attn_only_lens.engine.directions import direction_reasons
+from attn_only_lens.engine.directions import Ablation
 from attn_only_lens.errors import InputError
+
+if TYPE_CHECKING:
+    from attn_only_lens.engine.contrast import Contrast
+    from attn_only_lens.patching import Sites
 
 _MANY = 50_000  # for more patches than this, the command prints an estimate of the time
 _SAMPLES = 16, 16, 128  # how many sites each timed run patches; the first run also tests the model
 _WHAT = "What is patched"
-_SELECTIONS = {
-    "neurons": "neuron_heads", "heads": "heads", "features": "features", "all": "all_heads"
-}  # fmt: skip
-"""For the words that --sites takes: the functions of `patching`."""
+_WORDS = ("neurons", "heads", "features", "all")
 
 
 @command(
@@ -53,13 +54,9 @@ def patch(
         Path, option("output file (.parquet or .csv)", OUTPUT), output_file(".parquet", ".csv")
     ],
     sites: Annotated[
-        str | None,
-        option(
-            "neurons, heads, features, all, or names: L5H3,L5N1234@13; default: all sites with "
-            "this part",
-            _WHAT,
-        ),
-    ] = None,
+        str,
+        option("neurons, heads, features, all, or names: L5H3,L5N1234@13", _WHAT),
+    ] = "all",
     layers: Annotated[str | None, option("source layers: 8,9,10; default: all", _WHAT)] = None,
     part: Annotated[str, option("z, pattern, value, q or k", _WHAT)] = "z",
     positions: Annotated[
@@ -96,8 +93,8 @@ def patch(
     """
     numbers: Any = positions
     of_layers: Any = None
-    selection: Any = None
-    reasons = direction_reasons(prompts.texts.get("corrupted"), part, direction)
+    heads: Any = sites
+    reasons = Ablation.of(direction).reasons(prompts.texts.get("corrupted"), part)
     with InputError.collected(reasons):
         if positions not in ("each", "all"):
             numbers = parse_numbers(positions, "--positions", "each, all, or numbers, such as 3,-1")
@@ -105,22 +102,22 @@ def patch(
         if layers is not None:
             of_layers = parse_numbers(layers, "--layers", least=0)
     with InputError.collected(reasons):
-        if sites is not None and sites not in _SELECTIONS:
-            selection = parse_names(sites, "--sites", f"{', '.join(_SELECTIONS)}, or ")
-    if layers is not None and selection is not None:
-        reasons.append("got --layers and names in --sites; the names contain the layers")
+        if sites not in _WORDS:
+            heads = parse_names(sites, "--sites", f"{', '.join(_WORDS)}, or ")
+            if layers is not None:
+                reasons.append("got --layers and names in --sites; the names contain the layers")
     InputError.raise_if(reasons, PROBLEM)
-    from attn_only_lens import patching
+    from attn_only_lens.patching import Sites, activation_patch
     from attn_only_lens.patching.job import is_first
+    from attn_only_lens.work import Work
 
-    if selection is None:
-        word = sites or ("heads" if part == "k" else "all")
-        selection = getattr(patching, _SELECTIONS[word])(of_layers)
-    run = prompts.run(model)
-    options = {"part": part, "positions": numbers, "direction": direction, "batch_size": batch_size}
+    selection = Sites(heads, numbers, of_layers)
+    loaded, contrast = prompts.run(model)
+    options: dict[str, Any] = {"part": part, "direction": direction}
     if is_first():
-        _print_estimate(run, selection, options)
-    sweep = patching.activation_patch(*run, sites=selection, resume=resume, **options)
+        _print_estimate(loaded, contrast, selection, options, batch_size)
+    work = Work(batch_size, resume=resume)
+    sweep = activation_patch(loaded, contrast, sites=selection, work=work, **options)
     if is_first():
         sweep.save(out)
         subtitle = f"{sweep.metric}: effects of patching {part} ({direction})"
@@ -132,19 +129,23 @@ def patch(
         )
 
 
-def _print_estimate(run: tuple[Any, ...], selection: Any, options: dict[str, Any]) -> None:
+def _print_estimate(
+    model: Any,
+    contrast: "Contrast",
+    sites: "Sites",
+    options: dict[str, Any],
+    batch_size: int | None,
+) -> None:
     """If there are many patches, time a few and print an estimate of the time for all."""
-    from attn_only_lens.engine.prompts import single_prompts
+    from attn_only_lens.engine.positions import resolve_positions
     from attn_only_lens.engine.sites import resolve_sites
-    from attn_only_lens.patching import activation_patch
+    from attn_only_lens.patching import Sites, activation_patch
+    from attn_only_lens.work import Work
 
-    if isinstance(selection, list):
+    if not sites.kinds:
         return
-    names = [name for group in resolve_sites(run[0], selection) for name in group.names]
-    positions = options["positions"]
-    n_positions = 1 if positions == "all" else len(positions)
-    if positions == "each":
-        n_positions = single_prompts(run[0], run[1]).clean.shape[1]
+    names = [name for group in resolve_sites(model, sites) for name in group.names]
+    n_positions = len(resolve_positions(contrast.pair(model), sites.positions))
     n_patches = len(names) * n_positions
     if n_patches <= _MANY or len(names) < 8 * max(_SAMPLES):  # sampling takes time too
         return
@@ -153,7 +154,9 @@ def _print_estimate(run: tuple[Any, ...], selection: Any, options: dict[str, Any
         for n in _SAMPLES:
             sample = names[len(names) // 2 :][:n]  # of a middle layer, whose patches cost the mean
             start = time.perf_counter()
-            activation_patch(*run, sites=sample, progress=False, **options)
+            work = Work(batch_size, progress=False)
+            some = Sites(sample, sites.positions)
+            activation_patch(model, contrast, sites=some, work=work, **options)
             seconds[len(sample)] = time.perf_counter() - start
     (few, first), (many, second) = seconds.items()
     estimate = first + max(second - first, 0) / (many - few) * (len(names) - few)

@@ -95,12 +95,11 @@ def pattern(
     chosen = None if names is None else parse_names(names)
     prompts = parse_prompts([prompt], "--prompt", token_ids)
     from attn_only_lens.engine.prompts import single_prompts
-    from attn_only_lens.engine.sites import Sites
-    from attn_only_lens.patching import heads
+    from attn_only_lens.patching import Sites
     from attn_only_lens.viz import attention_view, write_html
 
     loaded = model.with_neuron_heads()
     ids = single_prompts(loaded, as_chat(loaded, prompts, chat)).clean
-    sites: Sites = chosen or heads(layer)
+    sites = Sites(chosen) if chosen else Sites("heads", layers=layer)
     write_html(attention_view(loaded, sites, ids), out)
     say_page(out)

@@ -11,13 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attn_only_lens.devices import free_bytes
 from attn_only_lens.engine.model_state import snapshot
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.heads import host_of
-from attn_only_lens.heads.host import Host, PassState
 from attn_only_lens.precision import matmul_precision
 
 _SHARE = 0.05  # the largest fraction of free memory that kept runs use
@@ -51,7 +50,7 @@ def _state(model: Any) -> object:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in this package's objects, dictionaries, lists and tuples."""
+    """Yield the tensors in a recording's objects, dictionaries, lists and tuples."""
     items: Any = ()
     if isinstance(value, Tensor):
         yield value
@@ -59,9 +58,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         items = value.values()
     elif isinstance(value, list | tuple):
         items = value
-    elif type(value).__module__.startswith("attn_only_lens"):
-        # A neuron-head's `PassState` holds all kept runs.
-        outside = isinstance(value, nn.Module | Host | PassState | PromptPair)
-        items = () if outside else vars(value).values()
+    elif type(value).__module__.startswith("attn_only_lens.engine"):  # no module, no head
+        items = vars(value).values()
     for item in items:
         yield from _tensors(item)

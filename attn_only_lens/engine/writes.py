@@ -245,7 +245,7 @@ def decompose(
     if dtype not in (torch.float32, torch.float64):
         raise InputError([f"got a model in {dtype}; expected float32 or float64"], _PROBLEM)
     host, tested = host_of(model), passed_tests(model)
-    norms, last = _norms(model, tested)
+    norms, last = norms_of(model)
     layers = range(host.n_layers)
     z_names = [*names, *host.hook_names("z", ("attention", *WIDE_KINDS))]
     every_norm = [last, *(norm for n in norms for norm in (*n.attention, *n.neuron))]
@@ -294,9 +294,9 @@ def _logit_factor(unembedded: Tensor, logits: Tensor) -> float | None:
 _NORMS: "WeakKeyDictionary[PassedTests, tuple[list[Any], Any]]" = WeakKeyDictionary()
 
 
-def _norms(model: Any, tested: PassedTests) -> tuple[list[Any], Any]:
+def norms_of(model: Any) -> tuple[list[Any], Any]:
     """Return each layer's norms and the final norm; check a model's weights only the first time."""
-    known, host = _NORMS.get(tested), host_of(model)
+    known, host = _NORMS.get(passed_tests(model)), host_of(model)
     if known is None:
         host.require_weights()
         known = host.norms(), host.final_norm()

@@ -15,7 +15,7 @@ from attn_only_lens.circuits.search import Search
 from attn_only_lens.engine.answers import WRONG
 from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.multipliers import float32_slopes
+from attn_only_lens.engine.multipliers import float32_slopes, run_both
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import unlike_tokens
 from attn_only_lens.engine.sites import Sites
@@ -83,6 +83,7 @@ def explain(
         reason += "; expected prompts of the same length, or discover(…) with sites by role"
         raise InputError([reason], _PROBLEM)
     with float32_slopes(model, pair, metric):
+        run_both(model, pair, decomposed=True)  # kept for the steps below
         estimate = Estimate("secant", budget=0, split=True)
         whole = attribution(model, contrast, method=estimate, work=quiet)
         circuit = discover(model, contrast, faithfulness=faithfulness, search=search, work=work)

@@ -43,7 +43,12 @@ def describe_nodes(
         for point in ("z", "pattern")
     }
     names = sorted({*hooks["z"], *hooks["pattern"]})
-    runs = [record(model, side, pair.mask, names=names) for side in (pair.clean, pair.corrupted)]
+    mask = None if pair.mask is None else pair.mask.repeat(2, 1)
+    both, n = (
+        record(model, torch.cat([pair.clean, pair.corrupted]), mask, names=names),
+        len(pair.clean),
+    )
+    runs = both[:n], both[n:]
     answers = model_answers(model, pair, metric, *(run.logits for run in runs))
     clean, corrupted = (run.hooked for run in runs)
     shown = _pair_to_show(pair, bind(metric, model, pair, runs[0].logits), runs)

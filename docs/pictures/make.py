@@ -26,7 +26,7 @@ from attn_only_lens import (
     tasks,
     viz,
 )
-from attn_only_lens import patching as p
+from attn_only_lens import Work, Contrast, patching as p
 
 HERE = Path(__file__).parent
 TEXT = "The keys near the cabinet"
@@ -40,20 +40,15 @@ def main() -> None:
     metric = p.logit_diff(" are", " is")
     task = tasks.agreement(model.tokenizer, n=20, structure="relative")
     sweep = p.activation_patch(
-        model, task.clean, task.corrupted, task.metric, positions=task.roles, progress=False
-    )
-    pair = p.activation_patch(model, TEXT, TEXT.replace("keys", "key"), metric, progress=False)
+        model, task, sites=p.Sites(positions="roles"), work=Work(progress=False))
+    pair = p.activation_patch(model, Contrast(TEXT, TEXT.replace("keys", "key"), metric), work=Work(progress=False))
     strongest = pair.top(12)["name"].unique().tolist()
     read = [name for name in strongest if "N" in name][:3]
-    circuit = explain(model, TEXT, TEXT.replace("keys", "key"), metric).view()
+    circuit = explain(model, Contrast(TEXT, TEXT.replace("keys", "key"), metric)).view()
     viz.write_svg(circuit, HERE / "circuit.svg")
     texts = pretrained.small_english_texts()
     found = compare(
-        *(pretrained.small_english(), grown_and_trained(texts), task.clean, task.metric),
-        corrupted=task.corrupted,
-        n_nodes=40,
-        progress=False,
-    )
+        pretrained.small_english(), grown_and_trained(texts), task, n_nodes=40, work=Work(progress=False))
     pages: dict[str, tuple[Any, int, int]] = {
         "circuit_page": (circuit, PAGE, 760),
         "sweep_bars": (viz.sweep_bars(sweep, k=12), FIGURE, 500),

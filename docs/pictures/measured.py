@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from analyses.tools.flops import FlopCounter
-from attn_only_lens import circuits, explain, expose_neuron_heads, load, pretrained
+from attn_only_lens import Work, Contrast, circuits, explain, expose_neuron_heads, load, pretrained
 from attn_only_lens import patching as p
 
 ROOT = Path(__file__).parents[2]
@@ -65,8 +65,8 @@ def of_small_english() -> Values:
     """Measure the numbers of the README's example."""
     model = expose_neuron_heads(pretrained.small_english()).model
     metric = p.logit_diff(" are", " is")
-    circuit = explain(model, *CABINET, metric).circuit
-    other = circuits.evaluate(model, circuit, *OTHER_NOUNS, metric)
+    circuit = explain(model, Contrast(*CABINET, metric)).circuit
+    other = circuits.evaluate(model, circuit, Contrast(*OTHER_NOUNS, metric))
     return {"cabinet": _sizes(circuit) | {"elsewhere": [other.faithfulness]}}
 
 
@@ -79,7 +79,7 @@ def of_smollm2(folder: str, draw: Callable[[str, Any], object] = lambda name, wh
         with FlopCounter() as both_runs:
             model([clean, corrupted])
         with FlopCounter() as cost:
-            why = explain(model, clean, corrupted, metric, most_nodes=40)
+            why = explain(model, Contrast(clean, corrupted, metric), most_nodes=40)
         draw(name, why)
         table = why.table().set_index("id")[["share", "by_pattern", "by_value", "denoise", "noise"]]
         values[name] = _sizes(why.circuit) | {
@@ -112,7 +112,7 @@ def _circuits(
         circuit = circuits.discover(*prompts, **settings)
     orders = {order: circuits.discover(*prompts, order=order, **settings) for order in ORDERS}
     kept = [
-        circuits.evaluate(model, circuit, a, b, p.logit_diff(c, d)).faithfulness
+        circuits.evaluate(model, circuit, Contrast(a, b, p.logit_diff(c, d))).faithfulness
         for a, b, c, d in others
     ]
     sizes = {order: len(found) for order, found in orders.items()}
@@ -140,9 +140,8 @@ def _calls(model: Any) -> Values:
         model(SENTENCE[0])
     calls: dict[str, Callable[[], Any]] = {
         "patches": lambda: p.activation_patch(
-            model, *SENTENCE, metric, sites=neurons, positions=-1, progress=False
-        ),
-        "attribution": lambda: p.attribution(model, *SENTENCE, metric, progress=False),
+            model, Contrast(*SENTENCE, metric), sites=p.Sites(neurons, positions=-1), work=Work(progress=False)),
+        "attribution": lambda: p.attribution(model, Contrast(*SENTENCE, metric), work=Work(progress=False)),
     }
     costs: Values = {}
     for name, call in calls.items():

@@ -12,7 +12,7 @@ from analyses import study as frame
 from analyses.studies import attribution_repairs as study
 from analyses.tools import train_brackets
 from analyses.tools.token_pairs import pairs
-from attn_only_lens import expose_neuron_heads, pretrained
+from attn_only_lens import Contrast, expose_neuron_heads, pretrained
 
 
 @needs_hooked_transformer
@@ -20,8 +20,8 @@ def test_gates_are_exact_in_a_model_of_one_layer():
     """Without norms, all after the neurons is linear; a linearised gate is not exact."""
     source = pretrained.modular_addition().to(torch.float64, print_details=False)
     model = expose_neuron_heads(source).model
-    prompts = next(pairs(model, pretrained.modular_addition_tokens(), 1, 0))
-    rows = pd.DataFrame(study.methods(model, prompts))
+    contrast = next(pairs(model, pretrained.modular_addition_tokens(), 1, 0))
+    rows = pd.DataFrame(study.methods(model, contrast))
     assert set(rows["method"]) == set(study.METHODS)
     of_neurons = rows.query("kind == 'neuron' and method == 'exact_gate'")
     assert len(of_neurons) == len(study.PARTS) - 1  # only attention heads have keys
@@ -35,7 +35,7 @@ def test_gates_are_exact_in_a_model_of_one_layer():
 def test_repairs_of_a_saturated_classifier():
     model = expose_neuron_heads(train_brackets.load()).model
     (pair,) = islice(train_brackets.pairs(model, 1), 1)
-    rows = study.repairs(model, (*pair, train_brackets.BALANCED), ("z", "each"))
+    rows = study.repairs(model, Contrast(*pair, train_brackets.BALANCED), ("z", "each"))
     frame = pd.DataFrame(rows)
     assert frame["auto"].min() > 0.999
     assert frame["expected_auto"].min() > 0.98

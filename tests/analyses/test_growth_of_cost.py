@@ -60,10 +60,10 @@ def test_sites_of_a_sweep_are_those_that_a_patch_can_change():
     # In float32, the effect of a patch may be rounded to zero.
     with expose_neuron_heads(bench.bridge_of("cpu", smoke=True).to(torch.float64)) as model:
         sites = bench.some_sites(point, model.cfg)
-        assert len(sites["sites"]) * len(sites["positions"]) == 40
-        assert min(sites["positions"]) == point.first
-        pair = bench.prompts(point, model.cfg.d_vocab, "cpu")
-        scores = bench.activation_patch(model, *pair, bench.METRIC, **sites, **bench.QUIET)
+        assert len(sites.heads) * len(sites.positions) == 40
+        assert min(sites.positions) == point.first
+        contrast = bench.contrast_of(point, model.cfg.d_vocab, "cpu")
+        scores = bench.activation_patch(model, contrast, sites=sites, work=bench.QUIET)
     frame = scores.to_frame()
     first_layer = frame["name"].str.startswith("L0N")
     assert first_layer.sum() == 20

@@ -136,8 +136,11 @@ def test_a_pair_finds_a_minimal_circuit(folder, expected, tmp_path):
     circuit = circuits.discover(model, Contrast(CLEAN, CORRUPTED, metric), faithfulness=0.7)
     kept = f"{len(circuit)} of {circuit.n_sites} sites keep {circuit.faithfulness:.0%}"
     assert f"{kept} of the effect, all others {circuit.completeness:.0%}" in result.output
-    shown = result.output.partition(kept)[2].split()
-    assert [x for x in shown if x.startswith("L")] == circuit.frame["name"].head(3).tolist()
+    pattern = r"^ *(L\d[HN]\d+) +(\d) +\S+ +(-?[\d.]+)$"
+    shown = [(f"{name}@{x}", float(y)) for name, x, y in re.findall(pattern, result.output, re.M)]
+    table = explain(model, Contrast(CLEAN, CORRUPTED, metric), faithfulness=0.7).table().head(3)
+    assert [site for site, _ in shown] == table["id"].tolist()
+    assert [share for _, share in shown] == pytest.approx(table["share"].tolist(), abs=0.006)
 
 
 def test_tokens_and_a_saved_model(folder, tmp_path):

@@ -11,10 +11,10 @@ from models import source_folder
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from attn_only_lens import compare, load
+from attn_only_lens import Contrast, compare, load
 from attn_only_lens import patching as p
 from attn_only_lens.cli import app
-from attn_only_lens.growth import Comparison, read_provenance
+from attn_only_lens.growth import Comparison, ComparisonSizes, read_provenance
 
 FEW = ("--patched", 3, "--nodes", 5)
 LOSS = ("--metric", "loss")
@@ -42,7 +42,7 @@ def test_texts(folders, tmp_path):
     prompts.write_text("w1 w2 w3\nw4 w5 w6\n\nw5 w6\nw7 w8\n")  # two lengths
     out = tmp_path / "report"
     result = run(
-        "compare", *folders, "--prompts", prompts, "--out", out, "--batch-size", 3, *FEW, *LOSS
+        "compare", *folders, "--clean", prompts, "--out", out, "--batch-size", 3, *FEW, *LOSS
     )
     assert result.exit_code == 0, result.output
     assert "Circuits at equal faithfulness" in result.output
@@ -66,20 +66,16 @@ def test_tokens_a_null_and_a_metric(folders, tmp_path):
     corrupted = tokens(seed=5, batch=3)
     other_path.write_text("\n".join(",".join(map(str, row)) for row in corrupted.tolist()))
     out = tmp_path / "report"
-    options = ("--corrupted-prompts", other_path, "--null", folders[1])
+    options = ("--corrupted", other_path, "--null", folders[1])
     options += ("--answer", 7, "--wrong", 11, "--dtype", "float64", "--device", "cpu")
-    result = run("compare", *folders, "--prompts", path, "--out", out, *options, *FEW)
+    result = run("compare", *folders, "--clean", path, "--out", out, *options, *FEW)
     assert result.exit_code == 0, result.output
     models = [load(folder, dtype="float64") for folder in folders]
     expected = compare(
         *models,
-        tokens(batch=3),
-        p.logit_diff(7, 11),
+        Contrast(tokens(batch=3), corrupted, p.logit_diff(7, 11)),
         provenance=read_provenance(folders[1]),
-        corrupted=corrupted,
-        n_patched=3,
-        n_nodes=5,
-        progress=False,
+        sizes=ComparisonSizes(n_patched=3, n_nodes=5),
     )
     heads = pd.read_csv(out / "heads.csv")
     assert heads["estimated_drop"].tolist() == pytest.approx(
@@ -102,7 +98,7 @@ def test_hooked_transformers(tmp_path, monkeypatch):
     monkeypatch.setattr("attn_only_lens.tl.HookedTransformer.from_pretrained", from_pretrained)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("w1 w2 w3\nw4 w5 w6\n")
-    options = ("--prompts", prompts, "--out", tmp_path / "report", *FEW, *LOSS)
+    options = ("--clean", prompts, "--out", tmp_path / "report", *FEW, *LOSS)
     result = run("compare", "gpt2", grown, *options)
     assert result.exit_code == 0, result.output
     assert "gpt2: HookedTransformer, 3 layers" in result.stderr
@@ -116,7 +112,7 @@ def test_a_model_that_was_trained_and_saved_by_transformers(folders, tmp_path):
     (trained / "provenance.json").unlink()
     prompts, out = tmp_path / "prompts.txt", tmp_path / "report"
     prompts.write_text("w1 w2 w3\nw4 w5 w6\n")
-    options = ("--prompts", prompts, "--out", out, *FEW, *LOSS)
+    options = ("--clean", prompts, "--out", out, *FEW, *LOSS)
     refused = run("compare", source, trained, *options)
     assert refused.exit_code == 2
     assert "this model has no provenance" in " ".join(refused.output.split())
@@ -131,22 +127,22 @@ def test_what_is_refused(folders, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("w1 w2 w3\nw4 w5\n")
     for arguments, message in (
-        ((*folders, "--prompts", empty, *LOSS), "has no prompts; expected one prompt per line"),
-        ((*folders, "--prompts", tmp_path / "none.txt", *LOSS), "cannot be read"),
-        ((*folders, "--prompts", prompts, *LOSS), "only prompt 1 has 3 tokens, 'w4 w5'"),
-        ((*folders, "--prompts", prompts), "--metric logit_diff takes --answer and --wrong; other"),
-        ((folders[0], folders[0], "--prompts", prompts, *LOSS), "provenance"),
+        ((*folders, "--clean", empty, *LOSS), "has no prompts; expected one prompt per line"),
+        ((*folders, "--clean", tmp_path / "none.txt", *LOSS), "cannot be read"),
+        ((*folders, "--clean", prompts, *LOSS), "only prompt 1 has 3 tokens, 'w4 w5'"),
+        ((*folders, "--clean", prompts), "--metric logit_diff takes --answer and --wrong; other"),
+        ((folders[0], folders[0], "--clean", prompts, *LOSS), "provenance"),
     ):
         result = run("compare", *arguments, "--out", out)
         assert result.exit_code == 2, result.output
         assert message in " ".join(result.output.split())
     assert not out.exists()
-    result = run("compare", *folders, "--prompts", prompts, *LOSS, "--out", prompts)
+    result = run("compare", *folders, "--clean", prompts, *LOSS, "--out", prompts)
     assert result.exit_code == 2
     assert "is a file; expected a folder" in " ".join(result.output.split())
     for folder in folders:
         before = sorted(folder.iterdir())
-        result = run("compare", *folders, "--prompts", prompts, *LOSS, "--out", folder)
+        result = run("compare", *folders, "--clean", prompts, *LOSS, "--out", folder)
         assert result.exit_code == 2
         assert "expected another" in " ".join(result.output.split())
         assert sorted(folder.iterdir()) == before

@@ -109,9 +109,8 @@ def test_a_saved_model_tokens_and_every_option(folder, tmp_path):
         torch.tensor([0, 7, 9, 11]),
         torch.tensor([0, 8, 9, 11]),
         metric=p.logit_diff(17, 21),
-        sites=p.Sites("neurons", layers=[0]),
+        sites=p.Sites("neurons", positions=[1, -1], layers=[0]),
         part="pattern",
-        positions=[1, -1],
         direction="noise",
     )
     assert sweep.frame["name"].tolist() == reference["name"].tolist()

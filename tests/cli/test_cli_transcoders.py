@@ -5,8 +5,8 @@ import pytest
 from common import needs_hooked_transformer
 from typer.testing import CliRunner
 
-from attn_only_lens import Contrast, patching as p
-from attn_only_lens import save, transcoders
+from attn_only_lens import Contrast, save, transcoders
+from attn_only_lens import patching as p
 from attn_only_lens.cli import app
 from attn_only_lens.pretrained import (
     small_english,

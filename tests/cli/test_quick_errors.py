@@ -32,7 +32,7 @@ WRONG = {
     "picture x.csv --rows head --out x.html": "--rows head",
     "atlas small-english --texts absent.txt --out x": "absent.txt",
     "atlas small-english --texts Makefile --layers a --out x": "--layers",
-    "compare small-english grown --prompts Makefile --metric loss --answer a --out x": "neither",
+    "compare small-english grown --clean Makefile --metric loss --answer a --out x": "neither",
     "grow small-english small-english": "different folders",
     "grow small-english x --copy": "--insert",
     "grow /nope x": "there is no folder /nope",
@@ -51,7 +51,7 @@ WRONG = {
     f"evaluate small-english /nope.json {PROMPTS}": "/nope.json is missing",
     "atlas small-english --texts Makefile --k 0 --out x": "--k 0; expected a whole number, "
     "1 or more",
-    "compare small-english nope --prompts Makefile --metric loss --out x": "no folder nope",
+    "compare small-english nope --clean Makefile --metric loss --out x": "no folder nope",
     "picture /nope --out x.html": "'/nope'; expected a name that ends in .parquet or .csv or .json",
     "picture /nope.csv --out x.html": "/nope.csv is missing",
     "picture README.md --out x.html": "'README.md'; expected a name that ends in .parquet",
@@ -61,7 +61,7 @@ WRONG = {
     f"explain small-english {PROMPTS} --device gpu --out x.html": "--device gpu; expected cpu,",
     f"explain small-english {PROMPTS} --out FOLDER.html": "FOLDER.html cannot be written: it is a",
     f"explain small-english {PROMPTS} --out x.html --save-circuit FOLDER.json": "it is a folder",
-    "compare small-english grown --prompts Makefile --metric loss --out x --patched -1 --nodes -1 "
+    "compare small-english grown --clean Makefile --metric loss --out x --patched -1 --nodes -1 "
     "--dtype int8 --device cuda0": "got --patched -1; expected a whole number, "
     "0 or more - got --nodes -1; "
     "expected a whole number, "
@@ -118,7 +118,7 @@ WRONG = {
     f"atlas small-english --texts Makefile --k {2**63} --out x": "expected less than 2^63",
     "pattern small-english --prompt \udcff --layer 0 --out x.html": "that is not valid Unicode",
     f"explain small-english {PROMPTS} --device cuda:x --out x.html": "got --device cuda:x; expect",
-    "compare small-english /no --null /no --prompts Makefile --metric loss --out x": "folder /no",
+    "compare small-english /no --null /no --clean Makefile --metric loss --out x": "folder /no",
     "verify small-english --text=": "--text: got ''; expected a text",
     f"circuit small-english {PROMPTS} --top 0 --out x.html": "got --top 0; "
     "expected a whole number, 1 or more",

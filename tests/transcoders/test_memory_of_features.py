@@ -17,23 +17,16 @@ N_FEATURES, METRIC = 4099, p.logit_diff(7, 11)
 CLEAN = torch.tensor([[3, 17, 5, 29, 13, 2, 8, 31, 19, 23, 37]])
 CORRUPTED = CLEAN.clone()
 CORRUPTED[0, 1] = 11
+CONTRAST = Contrast(CLEAN, CORRUPTED, METRIC)
 NAMES = ["L1F3", "L1F29"]  # patches of layer 0 run batches of patched runs through layer 1
 CALLS = {
     "run": lambda m: m.run_with_cache(CLEAN),
-    "patch": lambda m: p.activation_patch(m, Contrast(CLEAN, CORRUPTED, METRIC), sites=NAMES),
-    "gradient": lambda m: p.attribution(
-        m, Contrast(CLEAN, CORRUPTED, METRIC), method=p.Estimate(budget=0)
-    ),
-    "secant": lambda m: p.attribution(
-        m, Contrast(CLEAN, CORRUPTED, METRIC), method=p.Estimate("secant", budget=0)
-    ),
+    "patch": lambda m: p.activation_patch(m, CONTRAST, sites=NAMES),
+    "gradient": lambda m: p.attribution(m, CONTRAST, method=p.Estimate(budget=0)),
+    "secant": lambda m: p.attribution(m, CONTRAST, method=p.Estimate("secant", budget=0)),
     "graph": lambda m: circuits.attribution_graph(m, Contrast(CLEAN, None, METRIC), top=31),
-    "difference": lambda m: circuits.attribution_graph(
-        m, Contrast(CLEAN, CORRUPTED, METRIC), top=31
-    ),
-    "paths": lambda m: p.path_patch(
-        m, Contrast(CLEAN, CORRUPTED, METRIC), p.Edges(["L0F3", "L0E"], ["L1F5"])
-    ),
+    "difference": lambda m: circuits.attribution_graph(m, CONTRAST, top=31),
+    "paths": lambda m: p.path_patch(m, CONTRAST, p.Edges(["L0F3", "L0E"], ["L1F5"])),
 }
 
 

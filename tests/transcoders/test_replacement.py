@@ -5,6 +5,7 @@ import torch
 from common import needs_hooked_transformer, relative, tokens
 from drawn_transcoders import bridge, hooked, imitated, layers_of
 
+from attn_only_lens import Work
 from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.transcoders import Transcoder, attach, fidelity
 
@@ -92,7 +93,7 @@ def test_fidelity_is_that_of_hooks():
     mask = torch.ones_like(prompt)
     mask[1, 7:] = 0
     mask[3, 3:] = 0
-    result = fidelity(model, transcoders, prompt, mask=mask, prompts_at_once=2, progress=False)
+    result = fidelity(model, transcoders, prompt, mask=mask, work=Work(prompts_at_once=2))
 
     points = ("ln2.hook_out", "mlp.hook_out")
     original = model(prompt, attention_mask=mask).detach()
@@ -137,20 +138,20 @@ def test_fidelity_refuses_hooks_dropout_and_what_does_not_fit():
     transcoders = layers_of(model)
     model.add_hook("blocks.0.hook_mlp_out", lambda x, hook: 0 * x)
     with pytest.raises(InputError, match=r"hooks are attached .*blocks.0.mlp.hook_out"):
-        fidelity(model, transcoders, prompt, progress=False)
+        fidelity(model, transcoders, prompt)
     model.reset_hooks()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.5
     model.train()
     with pytest.raises(InputError, match="dropout is active"):
-        fidelity(model, transcoders, prompt, progress=False)
+        fidelity(model, transcoders, prompt)
     model.eval()
     for wrong in (None, [transcoders[0]], {9: transcoders[0]}):
         with pytest.raises(UnsupportedModelError, match="cannot be attached"):
-            fidelity(model, wrong, prompt, progress=False)
+            fidelity(model, wrong, prompt)
     with pytest.raises(UnsupportedModelError, match="got a NoneType"):
-        fidelity(None, transcoders, prompt, progress=False)
+        fidelity(None, transcoders, prompt)
 
 
 def test_a_perfect_transcoder_has_perfect_fidelity():
@@ -158,7 +159,7 @@ def test_a_perfect_transcoder_has_perfect_fidelity():
     model = bridge("neox_sequential")
     mlps = [block.mlp for block in model.blocks]
     transcoders = {layer: as_transcoder(mlp) for layer, mlp in enumerate(mlps)}
-    result = fidelity(model, transcoders, tokens(), progress=False)
+    result = fidelity(model, transcoders, tokens())
     assert result.kl == pytest.approx(0, abs=1e-12)
     assert result.top_token == 1
     assert result.loss_recovered == pytest.approx(1)

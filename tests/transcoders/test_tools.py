@@ -24,6 +24,7 @@ CORRECT, WRONG = 7, 11
 METRIC = p.logit_diff(CORRECT, WRONG)
 CLEAN = torch.tensor([[3, 17, 5, 29, 13], [2, 19, 23, 31, 37]])
 CORRUPTED = torch.tensor([[3, 11, 5, 29, 8], [2, 7, 23, 31, 1]])  # other tokens at 1 and -1
+CONTRAST = Contrast(CLEAN, CORRUPTED, METRIC)
 L = 1  # the layer whose nodes are tested
 
 
@@ -159,13 +160,11 @@ def test_activation_patch(case, part):
         for position in case.positions()
     }
     with attach(case.model, case.transcoders) as model:
-        sweep = p.activation_patch(
-            model, Contrast(CLEAN, CORRUPTED, METRIC), sites=names, part=part
-        )
+        sweep = p.activation_patch(model, CONTRAST, sites=names, part=part)
         every = p.activation_patch(
             model,
-            Contrast(CLEAN, CORRUPTED, METRIC),
-            sites=p.Sites("all", layers=L) if part == "z" else p.Sites("features", layers=L),
+            CONTRAST,
+            sites=p.Sites("all" if part == "z" else "features", layers=L),
             part=part,
         )
     span = abs(sweep.clean_value - sweep.corrupted_value)
@@ -189,7 +188,7 @@ def test_gradients_are_autograd(case, method):
     with attach(case.model, case.transcoders) as model:
         sweep = p.attribution(
             model,
-            Contrast(CLEAN, CORRUPTED, METRIC),
+            CONTRAST,
             sites=case.names(),
             method=p.Estimate(method, budget=0),
         )
@@ -204,11 +203,12 @@ def test_gradients_are_autograd(case, method):
 
 def test_repairs_are_exact(case):
     with attach(case.model, case.transcoders) as model:
-        args = model, CLEAN, CORRUPTED, METRIC
-        sites = p.Sites("all", layers=L)
-        exact = p.activation_patch(*args, sites=sites, progress=False)
-        repaired = p.attribution(*args, sites=sites, budget=3, progress=False)
-        plain = p.attribution(*args, sites=sites, budget=0, progress=False)
+        sites = p.Sites(layers=L)
+        exact = p.activation_patch(model, CONTRAST, sites=sites)
+        repaired, plain = (
+            p.attribution(model, CONTRAST, sites=sites, method=p.Estimate(budget=budget))
+            for budget in (3, 0)
+        )
     key = ["name", "position"]
     values, got, estimates = (
         sweep.frame.set_index(key)["value"].astype(float) for sweep in (exact, repaired, plain)
@@ -314,12 +314,12 @@ def test_path_patch(case, part):
     with attach(model, case.transcoders) as attached:
         sweep = p.path_patch(
             attached,
-            Contrast(CLEAN, CORRUPTED, METRIC),
+            CONTRAST,
             p.Edges(p.Sites(list(sent), positions=position), names, part=part),
         )
         for wide in (f"L{L}E", f"L{L}S")[: 1 + (first.W_skip is not None)]:
             with pytest.raises(InputError, match="as a receiver"):
-                p.path_patch(attached, Contrast(CLEAN, CORRUPTED, METRIC), p.Edges("L0E", [wide]))
+                p.path_patch(attached, CONTRAST, p.Edges("L0E", [wide]))
     rows = sweep.frame.set_index(["sender", "receiver"])["value"]
     span = abs(sweep.clean_value - sweep.corrupted_value)
     assert len(rows) == len(expected)
@@ -344,14 +344,14 @@ def entered(case, model, cache, delta):
 
 def test_discover_and_faithfulness(case):
     topk = case.transcoders[L].k is not None
-    options = {"method": "exact_gate" if topk else "secant"}
+    method = "exact_gate" if topk else "secant"
     with attach(case.model, case.transcoders) as model:
         circuit = circuits.discover(
             model,
-            Contrast(CLEAN, CORRUPTED, METRIC),
+            CONTRAST,
             faithfulness=0.8,
+            method=method,
             search=circuits.Search(n_random=1),
-            **options,
         )
         kept = {tuple(row) for row in circuit.frame[["name", "position"]].to_numpy()}
         with torch.no_grad():
@@ -394,7 +394,7 @@ def test_graphs_add_up(case, difference, dtype):
             attach(case.model, case.transcoders) as model,
             pytest.raises(UnsupportedModelError, match="topk"),
         ):
-            circuits.attribution_graph(model, Contrast(CLEAN, CORRUPTED, METRIC))
+            circuits.attribution_graph(model, CONTRAST)
         return
     model = case.model.to(dtype)
     try:

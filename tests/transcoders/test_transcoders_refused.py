@@ -12,13 +12,14 @@ from drawn_transcoders import bridge, drawn, hooked, layers_of
 
 from attn_only_lens import (
     Bilinear,
+    Contrast,
     circuits,
     compare,
     convert,
     expose_neuron_heads,
     grow,
 )
-from attn_only_lens import Contrast, patching as p
+from attn_only_lens import patching as p
 from attn_only_lens.errors import (
     ComparisonError,
     GrowthError,
@@ -126,8 +127,7 @@ def test_inputs_without_the_gains_of_norms():
         same = {layer: replace(x, reads="normalized") for layer, x in same.items()}
         texts = small_english_texts()[:2]
         fvu = [
-            fidelity(m, t, texts, progress=False).layers["fvu"]
-            for m, t in ((model, same), (small_english(), kept))
+            fidelity(m, t, texts).layers["fvu"] for m, t in ((model, same), (small_english(), kept))
         ]
         assert (fvu[0] - fvu[1]).abs().max() < 1e-5
 
@@ -244,7 +244,7 @@ def test_compare_refuses_transcoders():
     grown = grow(model, d_mlp=64)
     attach(grown.model, {0: drawn(26)})
     with pytest.raises(ComparisonError, match=r"the grown model: transcoders replace its MLPs"):
-        compare(model, grown, Contrast(tokens(), None, None))
+        compare(model, grown, Contrast(tokens(), None, p.loss()))
 
 
 def test_tools_that_do_not_take_transcoders():
@@ -263,7 +263,7 @@ def test_tools_that_do_not_take_transcoders():
             ),
             "fidelity": (
                 *(UnsupportedModelError, "detach"),
-                lambda: fidelity(model, {1: drawn(26)}, prompt, progress=False),
+                lambda: fidelity(model, {1: drawn(26)}, prompt),
             ),
             "sources": (
                 *(UnknownHeadError, "L0E, one of the error nodes, which have no score"),
@@ -290,11 +290,12 @@ def test_tools_that_do_not_take_transcoders():
 
 def test_gates_of_topk_have_no_secants():
     model, prompt, second = bridge("gpt2"), tokens(), tokens(1)
+    contrast = Contrast(prompt, second, METRIC)
     with attach(model, {1: drawn(26, activation="topk")}):
         for call in (
-            lambda: p.attribution(model, Contrast(prompt, second, METRIC), method="secant"),
-            lambda: circuits.attribution_graph(model, Contrast(prompt, second, METRIC)),
-            lambda: circuits.discover(model, Contrast(prompt, second, METRIC)),
+            lambda: p.attribution(model, contrast, method="secant"),
+            lambda: circuits.attribution_graph(model, contrast),
+            lambda: circuits.discover(model, contrast),
         ):
             with pytest.raises(UnsupportedModelError, match=r"layer 1 \(topk\) depend on each"):
                 call()
@@ -306,9 +307,9 @@ def test_paths_begin_at_errors():
     logits = model(prompt)[0, -1]
     value = (logits[7] - logits[11]).item()
     with attach(model, layers_of(model, skip=True)):
-        expansion = circuits.path_expansion(model, prompt, hops=4)
-        effects = expansion.effects(METRIC)["effect"]
-        paths = expansion.paths(METRIC, k=100_000, progress=False)
+        expansion = circuits.path_expansion(model, Contrast(prompt, None, METRIC), hops=4)
+        effects = expansion.effects()["effect"]
+        paths = expansion.paths(k=100_000)
     assert effects.sum() == pytest.approx(value, rel=1e-9)
     assert not paths.duplicated(["first", "second"]).any()
     sums = paths.groupby("hops")["effect"].sum()

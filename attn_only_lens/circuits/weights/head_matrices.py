@@ -34,6 +34,7 @@ from attn_only_lens.engine.sites import (
     resolve_sites,
     wide_reasons,
 )
+from attn_only_lens.engine.writes import norms_of
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.host import WIDE_KINDS
@@ -56,7 +57,7 @@ class HeadMatrices:
         host = host_of(model)
         InputError.raise_if(quantized_reasons(model), "these weights cannot be read")
         host.require_weights()
-        return cls(model, tuple(host.norms()) if fold_norms else None)
+        return cls(model, tuple(norms_of(model)[0]) if fold_norms else None)
 
     def is_parallel(self, layer: int) -> bool:
         """Return whether the attention and the MLP of a layer run in parallel."""

@@ -30,6 +30,7 @@ from attn_only_lens.arguments import as_plain, is_count
 from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
 from attn_only_lens.devices import float32_if_half, normal_numbers
 from attn_only_lens.engine.sites import LayerSites
+from attn_only_lens.engine.writes import norms_of
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.models.norms import NO_NORM, Norm
@@ -95,7 +96,7 @@ class VocabularyMatrices(InputVocabulary):
                 _PROBLEM,
             )
             W_E, W_U = W_E[list(read)], W_U[:, list(written)]
-        final = host_of(model).final_norm() if fold_norms else NO_NORM
+        final = norms_of(model)[1] if fold_norms else NO_NORM
         return cls(both.heads, W_E, read, W_U, written, final, W_U.mean(dim=1))
 
     def writes(self, rows: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_vocab_out"]:
@@ -141,7 +142,7 @@ class DirectEffects:
     def __init__(self, model: Any) -> None:
         self._unembed, self._host = model.unembed, host_of(model)
         self._matrices = HeadMatrices.of(model, fold_norms=True)
-        self._final = self._host.final_norm()
+        self._final = norms_of(model)[1]
 
     @torch.no_grad()
     def promoted_tokens(

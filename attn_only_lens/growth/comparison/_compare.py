@@ -335,7 +335,7 @@ def _circuit(
     order = np.argsort(-on_one_device(effects).abs().cpu().double().numpy(), kind="stable")
     with stage_bar(f"circuit of {label}", None, "circuit", progress) as bar:
         prompts = run.model, runs.pair, batch.metric
-        options: dict[str, Any] = {"ablation": "resample", "runs": runs, "on_done": bar.update}
+        options: dict[str, Any] = {"ablation": "resample", "on_done": bar.update}
         ablated = AblatedModel(*prompts, site_rows(groups), **options)
         rows = smallest_prefix(ablated, order, faithfulness)
         measured, complete, random = ablated.curves([rows], _N_RANDOM, seed)
