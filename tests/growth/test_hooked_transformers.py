@@ -16,6 +16,7 @@ from uneven import uneven
 
 from attn_only_lens import (
     Bilinear,
+    Contrast,
     HeadName,
     convert,
     expose_neuron_heads,
@@ -459,12 +460,10 @@ def test_patching_a_model_of_unequal_layers_is_patching_the_original(name):
     widths = growth.WidenValues(3, layers=[0]), growth.WidenQueriesAndKeys(2, layers=[3])
     grown = grow(model, growth.compose(*steps, *widths))
     clean = tokens()
-    corrupted = clean.roll(-1, dims=0)
+    contrast = Contrast(clean, clean.roll(-1, dims=0), patching.loss())
 
     def values(of, sites):
-        sweep = patching.activation_patch(
-            of, clean, corrupted, patching.loss(), sites=sites, progress=False
-        )
+        sweep = patching.activation_patch(of, contrast, sites=sites)
         return torch.tensor(sweep.frame["value"].to_numpy())
 
     names = [f"L{layer}{part}" for layer in range(3) for part in ("H0", "H1", "N5", "N31")]

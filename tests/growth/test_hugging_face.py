@@ -17,7 +17,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 from analyses.tools.gradmax import grad_max, gradient_products
 from analyses.tools.growth_training import Training
-from attn_only_lens import expose_neuron_heads, grow, growth, load, save
+from attn_only_lens import Contrast, expose_neuron_heads, grow, growth, load, save
 from attn_only_lens import patching as p
 from attn_only_lens.errors import GrowthError
 from attn_only_lens.growth import read, read_provenance
@@ -263,9 +263,8 @@ def test_sizes_that_no_configuration_has_are_in_our_own_folder(name, step, reaso
         same = load(save(grown.model, tmp_path / "saved"))
     assert torch.equal(same(tokens), logits)
     if name == "llama" and "layers=[1]" in repr(step):  # patching a new neuron changes nothing
-        sweep = p.activation_patch(
-            *(same, tokens[0], tokens[1], p.logit_diff(3, 4)), sites=["L1N39"], progress=False
-        )
+        contrast = Contrast(tokens[0], tokens[1], p.logit_diff(3, 4))
+        sweep = p.activation_patch(same, contrast, sites=["L1N39"])
         assert sweep.frame["value"].sub(sweep.corrupted_value).abs().max() < 1e-6
     again = grow(grown.model, growth.AddNeurons(5))
     assert relative(again.model(tokens), logits) < FLOAT32
