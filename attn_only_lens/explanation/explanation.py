@@ -105,11 +105,11 @@ class Explanation:
         difference = self.attribution.clean_value - self.attribution.corrupted_value
         kept, n, held_out = self.graph.value, len(self.circuit), self._held_out
         title = (
-            f"{n:,} of {self.circuit.n_sites:,} sites keep {kept:#.3g} of {difference:#.3g} "
+            f"{n:,} of {self.circuit.n_sites:,} sites keep {kept:.3g} of {difference:.3g} "
             f"({_percent(kept / difference)})"
         )
         if abs(direct := self._direct) >= _DIRECT * abs(difference):
-            title += f", {direct:#.3g} of it directly from the tokens"
+            title += f", {direct:.3g} of it directly from the tokens"
         return title + f"; {_percent(held_out or 0)} on held-out prompts" * (held_out is not None)
 
     @property

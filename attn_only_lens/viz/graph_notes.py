@@ -78,7 +78,7 @@ def graph_title(graph: CircuitGraph, exact: Sweep, prompt: int, model: Any) -> s
     if graph.circuit is None:
         return title
     n, change = len(graph.circuit), exact.clean_value - exact.corrupted_value
-    return f"{title}. The picture: how {n:,} sites alone keep {graph.value:#.3g} of {change:#.3g}"
+    return f"{title}. The picture: how {n:,} sites alone keep {graph.value:.3g} of {change:.3g}"
 
 
 def what_is_exact(graph: CircuitGraph, exact: Sweep) -> str:
