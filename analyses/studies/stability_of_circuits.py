@@ -19,7 +19,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -41,6 +40,7 @@ from attn_only_lens import patching as p
 from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.circuits.stability import inclusion_interval
 from attn_only_lens.engine.linear_map import of_run
+from attn_only_lens.engine.prompts import PromptPair
 
 QUIET, ALONE = Work(progress=False), circuits.Search(n_random=0)
 BY_ROLE = p.Sites(positions="roles")
@@ -177,8 +177,8 @@ def relp(model: Any, task: Contrast, frame: pd.DataFrame) -> np.ndarray:
     pair = task.pair(model)
     for first in tqdm(range(0, len(task), 10), desc="RelP"):
         some = range(first, min(first + 10, len(task)))
-        here = pair.of_prompts(some)
-        back = replace(here, clean=here.corrupted, corrupted=here.clean)
+        here = PromptPair(pair.clean[some], pair.corrupted[some])
+        back = PromptPair(here.corrupted, here.clean)
         answers = ([column[i][0] for i in some] for column in (task.answers, task.wrong))
         metric = p.logit_diff(*answers)
         clean, corrupted = (of_run(model, x, metric, patterns=False) for x in (here, back))
