@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import pandas as pd
@@ -32,6 +32,7 @@ from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import as_metric
 from attn_only_lens.engine.one_thread import one_thread_per_model
+from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.sites import Sites, SomeSites
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching._activation_patch import activation_patch
@@ -117,14 +118,16 @@ def discover(
             frame = frame.iloc[::n_prompts].reset_index(drop=True)
             effects = effects.reshape(-1, n_prompts)
         options: dict[str, Any] = {"ablation": search.ablation, "work": work}
-        ablate = partial(ablated_model, model, sites=frame, **options, on_done=bar.update)
-        find = partial(_smallest, ranking, search.order, faithfulness, method != MEASURED)
-        ablated = ablate(pair, metric)
+
+        def ablate(some: PromptPair) -> AblatedModel:
+            return ablated_model(model, some, metric, frame, **options, on_done=bar.update)
+
+        find, ablated = partial(_smallest, ranking, search.order, faithfulness), ablate(pair)
         mean = effects @ ablated.weights if resamples else effects[:, 0]
         rows, tried = find(ablated, mean)
         circuit = circuit_of(
             *(ablated, ranking, mean, rows, tried),
-            method=MEASURED if method == MEASURED else Estimate.of(method).method,
+            method=ranking.method,
             wanted=faithfulness,
             ablation=search.ablation,
             candidates=sites,
@@ -134,7 +137,7 @@ def discover(
             bar.set_description_str(f"{label}resamples")
             stability = resampled(
                 partial(find, near=len(rows)),
-                lambda some: ablate(pair.of_prompts(some, cut=False), metric),
+                lambda some: ablate(pair.of_prompts(some, cut=False)),
                 *(ablated, frame, effects),
                 random_halves(n_prompts, resamples, search.seed),
             )
@@ -161,7 +164,7 @@ def rank_sites(
     if method == MEASURED:
         options: dict[str, Any] = {"direction": "noise", "per_prompt": per_prompt, "work": work}
         return activation_patch(model, contrast, sites=sites, **options)
-    estimate = Estimate.of(method)
+    estimate = Estimate.of(cast("Method | Estimate", method))
     plan = plan_attribution(model, contrast, sites, "z", "noise", estimate, per_prompt, work)
     return attribute(plan, estimate, work)
 
@@ -201,7 +204,6 @@ def _smallest(
     ranking: Sweep,
     order: Order | None,
     wanted: float,
-    rank_again: bool,
     ablated: AblatedModel,
     effects: Float[np.ndarray, "site"],
     near: int | None = None,
@@ -211,4 +213,5 @@ def _smallest(
     orders: dict[Step, Rows] = {
         name: ablated.ranked(ranking, name, effects) for name in ([order] if order else ORDERS)
     }
+    rank_again = ranking.method != MEASURED
     return search.smallest(orders, prune=order is None, rank_again=rank_again), search.tried

@@ -112,6 +112,11 @@ def evaluate(
             f"got prompts of {' and '.join(map(str, lengths))} tokens; expected {circuit.n_pos} "
             "tokens, as in the prompts used to find the circuit: the sites have fixed positions"
         )
+    candidates = circuit.candidates.positions
+    at_roles = [*(candidates if isinstance(candidates, tuple) else ()), *places]
+    at_roles = [x for x in dict.fromkeys(at_roles) if isinstance(x, str) and x != "all"]
+    if lacking := ", ".join(role for role in at_roles if role not in pair.roles):
+        reasons.append(f"the contrast lacks roles of the circuit: {lacking}; expected all of them")
     if circuit.frame.duplicated(SITE_KEY).any():
         reasons.append("some sites are in the circuit twice; expected one row for each site")
     with InputError.collected(reasons):

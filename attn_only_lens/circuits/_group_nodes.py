@@ -38,7 +38,6 @@ from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import as_metric
 from attn_only_lens.engine.one_thread import one_thread_per_model
-from attn_only_lens.engine.positions import Positions
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.replay import Variants
 from attn_only_lens.engine.sites import LayerSites, Sites
@@ -201,14 +200,18 @@ def _reasons(graph: object, similarity: object, tolerance: object, examples: Any
     return reasons
 
 
-def _positions_of(graph: CircuitGraph) -> Positions:
+def _positions_of(graph: CircuitGraph) -> str | tuple[str, ...]:
     """Return "each", or the names of the roles at which a graph by role has nodes."""
     by_role = not graph.heads["id"].iloc[0].rpartition("@")[2].isdecimal()
     return graph.tokens[0] if by_role else "each"
 
 
 def _require_same_contrast(
-    graph: CircuitGraph, model: Any, pair: PromptPair, contrast: Contrast, positions: Positions
+    graph: CircuitGraph,
+    model: Any,
+    pair: PromptPair,
+    contrast: Contrast,
+    positions: str | tuple[str, ...],
 ) -> None:
     """Raise an error unless the graph was computed with this contrast."""
     reasons = []
@@ -216,9 +219,8 @@ def _require_same_contrast(
         here = [all_token_texts(model, tokens) for tokens in (pair.clean, pair.corrupted)]
         if here != [graph.tokens, graph.corrupted]:
             reasons.append("got prompts other than the graph's")
-    elif missing := [role for role in positions if role not in contrast.roles]:
-        roles = ", ".join(map(str, missing))
-        reasons.append(f"the contrast lacks roles of the graph: {roles}; expected them in `roles`")
+    elif lacking := ", ".join(role for role in positions if role not in contrast.roles):
+        reasons.append(f"the contrast lacks roles of the graph: {lacking}; expected all of them")
     if (name := as_metric(contrast.metric).name) != graph.metric:
         reasons.append(f"got the metric {name}; expected the graph's metric, {graph.metric}")
     InputError.raise_if(reasons, _PROBLEM)

@@ -260,7 +260,7 @@ def test_a_search_does_not_record_the_runs_of_its_ranking_again(model, monkeypat
     estimate = p.Estimate("secant", budget=0)
     how = {"method": estimate, "search": Search(order="magnitude")}
     with monkeypatch.context() as patch:
-        patch.setattr("attn_only_lens.circuits.ablated_model.record_pair", refuse)
+        patch.setattr("attn_only_lens.engine.recording.record", refuse)
         with pytest.raises(AssertionError, match="recorded again"):
             # control: a float32 ranking is not in the model's dtype
             discover(model, contrast, **how)
@@ -361,7 +361,7 @@ def test_a_standard_error_needs_two_pairs_of_different_prompts(model, n):
         # No later head reads this neuron at position 0.
         ({"sites": p.Sites(["L1N3"], [0])}, "for which the values differ"),
         ({"sites": p.Sites(["L1N3"], -1)}, "from the end"),
-        ({"sites": p.Sites(["L1N3"], "end")}, "by role, but the contrast has no roles"),
+        ({"sites": p.Sites(["L1N3"], "end")}, "but the contrast has no roles"),
         ({"sites": ["L1N3"], "per_prompt": True}, "one row per prompt"),
     ],
 )

@@ -96,7 +96,10 @@ def set_at(*path, to):
         (set_at("ablation", to="melt"), "got 'melt'"),
         (set_at("frame", "name", 0, to={}), "frame"),
         (set_at("candidates", "heads", 0, to=7), r"candidates\.heads\[0\]: got 7; expected str"),
-        (set_at("candidates", "layers", to=[3, 3]), "(?s)holds no circuit: .*layer 3 more than once"),
+        (
+            set_at("candidates", "layers", to=[3, 3]),
+            "(?s)holds no circuit: .*layer 3 more than once",
+        ),
         (set_at("stability", "jaccard", to="x"), "jaccard: got 'x'; expected float"),
         (set_at("stability", "held_out", to={"mean": [0.5]}), "holds no circuit"),
     ],

@@ -130,14 +130,16 @@ def test_neurons_that_act_against_one_another_are_not_similar(model):
 
 def test_groups_of_a_page_begin_folded(model, case):
     graph, groups = case
-    page = str(viz.circuit_view(graph, model, CONTRAST, groups=groups))
+    page = str(viz.circuit_view(graph, model, CONTRAST, overlays=viz.Overlays(groups=groups)))
     state = json.loads(page.split('id="state">')[1].split("</script>")[0])
     assert [group["members"] for group in state["groups"]] == [
         list(members) for members in groups.frame["members"]
     ]
     first = groups.frame["members"][0]
     state = {"groups": [{"name": "mine", "members": [first[0]]}]}
-    page = str(viz.circuit_view(graph, model, CONTRAST, groups=groups, state=state))
+    page = str(
+        viz.circuit_view(graph, model, CONTRAST, overlays=viz.Overlays(groups=groups), state=state)
+    )
     state = json.loads(page.split('id="state">')[1].split("</script>")[0])
     assert state["groups"][0]["name"] == "mine"
     assert all(first[0] not in group["members"] for group in state["groups"][1:])
@@ -161,7 +163,7 @@ def test_what_cannot_be_grouped_is_refused(model, case):
     refused("invalid examples", examples=[])
     for bad, match in ((of_one, "a CircuitGraph as groups"), (groups, "groups of another graph")):
         with pytest.raises(InputError, match=match):
-            viz.circuit_view(of_one, groups=bad)
+            viz.circuit_view(of_one, overlays=viz.Overlays(groups=bad))
 
 
 def test_a_graph_by_role_is_grouped_only_with_its_own_runs(model):

@@ -132,14 +132,10 @@ def test_circuits_are_found_and_measured_on_prompts_of_other_lengths(model):
     # Control: other role positions give another value.
     moved = replace(contrast, roles=OTHERS | {"verb": [3, 2, 2]})
     assert abs(evaluate(model, circuit, moved).faithfulness - result.faithfulness) > 1e-4
-    with pytest.raises(InputError, match="by role, but the contrast has no roles"):
+    with pytest.raises(InputError, match="lacks roles of the circuit: subject, verb, end;"):
         evaluate(model, circuit, replace(contrast, roles={}))
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError, match="lacks roles of the circuit: verb, end;"):
         evaluate(model, circuit, replace(contrast, roles={"subject": 1}))
-    expected = "expected one of the contrast's roles: subject"
-    assert refused.value.reasons == tuple(
-        f"got the role {role!r}; {expected}" for role in ("verb", "end")
-    )
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -183,7 +179,7 @@ def test_a_function_of_logits_reads_each_prompts_last_token(model, side):
 def test_refusals(model):
     contrast, _ = prompts(ROLES)
     ranking = p.attribution(model, contrast, sites=BY_ROLE)
-    with pytest.raises(InputError, match="by role, but the contrast has no roles"):
+    with pytest.raises(InputError, match="but the contrast has no roles"):
         faithfulness(model, replace(contrast, roles={}), ranking)
     same = replace(contrast, roles={"subject": [1, 2, 1], "verb": [4, 3, 1], "end": -1})
     with pytest.raises(InputError, match="'subject' and 'verb' at the same token of prompt 2"):
@@ -253,14 +249,14 @@ def test_names_say_their_role(model):
     again = evaluate(model, circuit, contrast)  # names of roles are enough
     assert again.faithfulness == pytest.approx(circuit.faithfulness)
     for bad, match in {
-        "L0N3@object": "got the role 'object'; expected one of the contrast's roles: subject, verb",
+        "L0N3@object": "got the role 'object'; expected a role of the contrast: subject, verb",
         "L0N3@-": "or a role, such as",
     }.items():
         with pytest.raises(InputError, match=match):
             p.activation_patch(model, contrast, sites=[bad])
     with pytest.raises(InputError, match="L0N3@end more than once"):
         p.activation_patch(model, contrast, sites=p.Sites(["L0N3", "L0N3@end"], "roles"))
-    with pytest.raises(InputError, match="by role, but the contrast has no roles"):
+    with pytest.raises(InputError, match="but the contrast has no roles"):
         p.activation_patch(model, replace(contrast, roles={}), sites=["L0N3@end"])
     with (
         pytest.raises(InputError, match="roles and negative positions are undefined"),

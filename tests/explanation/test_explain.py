@@ -13,7 +13,16 @@ import torch
 import transformers
 from bridges import bridged
 
-from attn_only_lens import circuits, explain, expose_neuron_heads, neurons, pretrained, tasks
+from attn_only_lens import (
+    Contrast,
+    Work,
+    circuits,
+    explain,
+    expose_neuron_heads,
+    neurons,
+    pretrained,
+    tasks,
+)
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 from attn_only_lens.explanation.model_answers import answer_cells, answer_warnings
@@ -22,7 +31,7 @@ pytestmark = pytest.mark.numeric
 
 CLEAN, CORRUPTED = "The keys near the cabinet", "The key near the cabinet"
 FILES = ("explanation.csv", "graph.json", "page.html")
-METRIC = p.logit_diff(" are", " is")
+CONTRAST = Contrast(CLEAN, CORRUPTED, p.logit_diff(" are", " is"))
 QUICK = {"n_patched": 1, "faithfulness": 0.5}
 
 
@@ -33,7 +42,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def why(model):
-    return explain(model, CLEAN, CORRUPTED, METRIC)
+    return explain(model, CONTRAST)
 
 
 def test_the_explanation_says_what_patching_says(why):
@@ -63,7 +72,9 @@ def test_it_says_what_the_model_answers(model, why):
     lines = repr(why).splitlines()
     clean, corrupted = why.attribution.clean_value, why.attribution.corrupted_value
     assert lines[1] == f"Logit difference {clean:.3g} (clean), {corrupted:.3g} (corrupted)"
-    question = f"{lines[1]}: {METRIC.name} after '{CLEAN}' and '{CORRUPTED}'"  # without BOS
+    question = (
+        f"{lines[1]}: {CONTRAST.metric.name} after '{CLEAN}' and '{CORRUPTED}'"  # without BOS
+    )
     assert f"<title>small-english-4l: {escape(question)}</title>" in str(why.view())
     assert lines[2].split() == ["clean", "corrupted"]
     assert f" ' are' {why.answers['top_probability'][0]:.1%} " in lines[3]
@@ -125,7 +136,7 @@ def test_the_text_has_80_columns_and_says_what_it_leaves_out(why):
     ],
 )
 def test_it_warns_if_the_model_does_not_change_its_answer(model, corrupted, metric, warnings):
-    why = explain(model, CLEAN, corrupted, metric, **QUICK)
+    why = explain(model, Contrast(CLEAN, corrupted, metric), **QUICK)
     text = " ".join(repr(why).split())
     assert text.count("Warning: ") == len(warnings)
     assert all(f"the model prefers the {warning}" in text for warning in warnings)
@@ -134,7 +145,7 @@ def test_it_warns_if_the_model_does_not_change_its_answer(model, corrupted, metr
 
 def test_it_counts_the_pairs_of_prompts_with_one_answer(model):
     clean, corrupted = [CLEAN, CLEAN, CORRUPTED], [CORRUPTED, "The keys near the cabinets", CLEAN]
-    why = explain(model, clean, corrupted, METRIC, n_patched=1)
+    why = explain(model, Contrast(clean, corrupted, CONTRAST.metric), n_patched=1)
     assert why.answers.groupby("run").size().to_dict() == {"clean": 3, "corrupted": 3}
     text = " ".join(repr(why).split())
     assert "for 1 of 3 pairs, the model prefers the same answer" in text
@@ -208,11 +219,11 @@ def test_labels_do_not_depend_on_an_equal_pair_or_on_the_order_of_pairs(model, b
     pairs.append(("The dogs near the houses", "The dog near the houses"))
     are, is_ = (model.to_single_token(text) for text in (" are", " is"))
     change = p.custom(lambda logits: (logits[:, -1, are] - logits[:, -1, is_]).mean(), name="mean")
-    metric = METRIC if by_prompt else change
+    metric = CONTRAST.metric if by_prompt else change
     results = []
     for order in ([0, 1, 2], [2, 1, 0]):
         clean, corrupted = map(list, zip(*(pairs[i] for i in order), strict=True))
-        why = explain(model, clean, corrupted, metric, **QUICK)
+        why = explain(model, Contrast(clean, corrupted, metric), **QUICK)
         state = json.loads(str(why.view()).split('id="state">')[1].split("</script>")[0])
         results.append((order[why.shown], why.labels, list(why.table()["token"]), state["names"]))
     assert results[0] == results[1]
@@ -239,9 +250,9 @@ def test_the_answers_do_not_depend_on_the_order_of_pairs(shown, example):
 
 
 def test_its_circuit_is_the_circuit_of_discover(model, why):
-    circuit = circuits.discover(model, CLEAN, CORRUPTED, METRIC)
+    circuit = circuits.discover(model, CONTRAST)
     pd.testing.assert_frame_equal(circuit.frame, why.circuit.frame)
-    few = explain(model, CLEAN, CORRUPTED, METRIC, n_patched=1, most_nodes=4)
+    few = explain(model, CONTRAST, n_patched=1, most_nodes=4)
     assert len(few.table()) == 4 < len(few.circuit)
     said = f"Of the circuit's {len(few.circuit)} sites, the graph and the table have the 4"
     assert said in " ".join(few.text().split())
@@ -252,7 +263,7 @@ def test_its_circuit_is_the_circuit_of_discover(model, why):
 def test_it_names_strong_sites_outside_the_circuit(model, why):
     """A circuit that has to keep little leaves strong sites out."""
     assert "Not in the circuit" not in why.text()
-    little = explain(model, CLEAN, CORRUPTED, METRIC, **QUICK | {"faithfulness": 0.05})
+    little = explain(model, CONTRAST, **QUICK | {"faithfulness": 0.05})
     shares = little.attribution.frame.assign(share=little.attribution.frame["score"].abs())
     outside = shares[~little.circuit.contains(shares)].nlargest(3, "share")
     assert outside["share"].min() > 0.1
@@ -269,7 +280,7 @@ def test_it_warns_if_the_model_gives_another_answer(model):
     far = [text for text in last if text.islower() and text.startswith(" ")][-2:]
     for answers in ((" keys", " cat"), far):
         ranks = [1 + order.index(model.to_single_token(answer)) for answer in answers]
-        why = explain(model, CLEAN, CORRUPTED, p.logit_diff(*answers), **QUICK)
+        why = explain(model, replace(CONTRAST, metric=p.logit_diff(*answers)), **QUICK)
         text = " ".join(repr(why).split())
         (first, second), (rank, second_rank) = answers, ranks
         said = f"not {first!r} (rank {rank:,}) or {second!r} (rank {second_rank:,})."
@@ -280,13 +291,7 @@ def test_it_warns_if_the_model_gives_another_answer(model):
 def test_patches_of_the_table_are_those_of_a_sweep(model, why):
     row = why.table().set_index("id").loc["L0H3@2"]
     for way, sign in (("denoise", 1), ("noise", -1)):
-        sweep = p.activation_patch(
-            *(model, CLEAN, CORRUPTED, METRIC),
-            sites=["L0H3"],
-            positions=2,
-            direction=way,
-            progress=False,
-        )
+        sweep = p.activation_patch(model, CONTRAST, sites=["L0H3@2"], direction=way)
         assert row[way] == pytest.approx(sign * sweep.effect.item(), abs=1e-5)
 
 
@@ -316,7 +321,7 @@ def test_a_page_without_words_separates_numbers_and_says_what_carries_each_share
     model = expose_neuron_heads(pretrained.modular_addition(), copy=True).model
     model.cfg.model_name = "custom"  # TransformerLens' name for a model built from a config
     clean, corrupted = torch.tensor([[3, 4, 113]]), torch.tensor([[3, 5, 113]])
-    why = explain(model, clean, corrupted, p.logit_diff(7, 8), **QUICK)
+    why = explain(model, Contrast(clean, corrupted, p.logit_diff(7, 8)), **QUICK)
     page = str(why.view())
     assert "Corrupted prompt: 3 5 113" in page
     assert f"<title>{why.attribution.clean_and_corrupted}: logit_diff(7, 8) after " in page
@@ -333,8 +338,8 @@ def test_a_page_without_words_separates_numbers_and_says_what_carries_each_share
 
 def test_neurons_are_named_after_the_tokens_where_they_are_largest(model, why):
     assert {name for name in why.graph.heads["name"] if "N" in name} == set(why.neurons)
-    texts = pretrained.small_english_texts()[:20]
-    examples = neurons.top_examples(model, why.neurons, texts, k=2, progress=False)
+    corpus = neurons.Corpus(pretrained.small_english_texts()[:20])
+    examples = neurons.top_examples(model, why.neurons, corpus, k=2)
     page = str(why.view(examples))
     rows = examples[(examples["name"] == why.neurons[0]) & (examples["rank"] == 1)]
     best = rows.loc[rows["value"].abs().idxmax()]
@@ -348,19 +353,23 @@ def test_neurons_are_named_after_the_tokens_where_they_are_largest(model, why):
         ({"n_patched": 0}, "got n_patched=0"),
         ({"faithfulness": 2}, "got faithfulness=2"),
         ({"resamples": None}, "got resamples=None"),
-        ({"corrupted": "The key"}, "same number of tokens|as many"),
+        ({"contrast": replace(CONTRAST, corrupted="The key")}, "same number of tokens|as many"),
+        ({"contrast": replace(CONTRAST, corrupted=None)}, "without corrupted prompts"),
+        (
+            {"contrast": CLEAN, "work": Work(batch_size=3), "n_patched": 0},
+            r"(?s)got a str; expected Contrast\(.*does not use batch_size.*got n_patched=0",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(model, settings, reason):
-    corrupted = settings.pop("corrupted", CORRUPTED)
     with pytest.raises(InputError, match=reason):
-        explain(model, CLEAN, corrupted, METRIC, **settings)
+        explain(model, **{"contrast": CONTRAST} | settings)
 
 
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ({"corrupted": CLEAN}, "identical prompts"),
+        ({"contrast": replace(CONTRAST, corrupted=CLEAN)}, "identical prompts"),
         ({"sites": ["L9H9@1"]}, "L9H9@1"),
         ({"sites": ["L0H0@99"]}, "L0H0@99"),
         ({"sites": []}, "got no sites"),
@@ -369,28 +378,22 @@ def test_what_makes_no_sense_is_refused(model, settings, reason):
 )
 def test_graphs_that_make_no_sense_are_refused(model, how, reason):
     with pytest.raises(InputError, match=reason):
-        circuits.attribution_graph(model, CLEAN, METRIC, **{"corrupted": CORRUPTED} | how)
+        circuits.attribution_graph(model, **{"contrast": CONTRAST} | how)
 
 
 def test_a_graph_by_role_is_the_mean_of_the_graphs_of_its_prompts(model):
     n, key = 3, ["source", "target"]
     task = tasks.agreement(model.tokenizer, n, seed=3)
-    graph = circuits.attribution_graph(
-        model, task.clean, task.metric, corrupted=task.corrupted, positions=task.roles, top=12
-    )
+    graph = circuits.attribution_graph(model, task, positions="roles", top=12)
     ids = list(graph.heads["id"])
     singles, edges = [], []
     for i in range(n):
         length = int(model.to_tokens(task.clean[i]).shape[1])
         places = {role: where[i] % length for role, where in task.roles.items()}
         renamed = {f"{name.split('@')[0]}@{places[name.split('@')[1]]}": name for name in ids}
-        alone = circuits.attribution_graph(
-            model,
-            task.clean[i],
-            p.logit_diff(task.answers[i], task.wrong[i]),
-            corrupted=task.corrupted[i],
-            sites=list(renamed),
-        )
+        metric = p.logit_diff(task.answers[i], task.wrong[i])
+        contrast = Contrast(task.clean[i], task.corrupted[i], metric)
+        alone = circuits.attribution_graph(model, contrast, sites=list(renamed))
         singles.append(alone.heads.replace({"id": renamed}).set_index("id")["attribution"])
         within = alone.edges[alone.edges[key].isin(list(renamed)).all(axis=1)]
         edges.append(within.replace(dict.fromkeys(key, renamed)).groupby(key)["weight"].sum())
@@ -408,7 +411,7 @@ def test_a_graph_by_role_is_the_mean_of_the_graphs_of_its_prompts(model):
 
 
 def test_json_of_one_run_has_no_corrupted_prompt(model, tmp_path):
-    graph = circuits.attribution_graph(model, CLEAN, METRIC, top=5)
+    graph = circuits.attribution_graph(model, replace(CONTRAST, corrupted=None), top=5)
     graph.save(tmp_path / "g.json")
     assert json.loads((tmp_path / "g.json").read_text("utf-8"))["graph"]["corrupted"] == []
     assert circuits.CircuitGraph.load(tmp_path / "g.json").additive_kinds == ("value",)
@@ -417,7 +420,8 @@ def test_json_of_one_run_has_no_corrupted_prompt(model, tmp_path):
 def test_resampled_prompts_say_how_stable_each_site_is(model):
     nouns = ["key", "car", "door", "dog"]
     clean, corrupted = ([f"The {x}{s} near the cabinet" for x in nouns] for s in ("s", ""))
-    why = explain(model, clean, corrupted, METRIC, n_patched=1, resamples=2)
+    contrast = Contrast(clean, corrupted, CONTRAST.metric)
+    why = explain(model, contrast, n_patched=1, resamples=2)
     stability = why.circuit.stability
     page = str(why.view())
     held_out = stability.held_out["mean"]["faithfulness"]
@@ -464,12 +468,12 @@ def small_gpt2(act, scale):
 )
 def test_a_layer_whose_queries_are_nothing_but_rounding(act, scale):
     model = small_gpt2(act, scale)
-    pair = [torch.tensor([[3, x, 7, 11, 13]]) for x in (5, 17)]
-    metric = p.logit_diff(7, 11)
-    why = explain(model, *pair, metric, progress=False)
+    clean, corrupted = (torch.tensor([[3, x, 7, 11, 13]]) for x in (5, 17))
+    contrast = Contrast(clean, corrupted, p.logit_diff(7, 11))
+    why = explain(model, contrast)
     sweep = why.attribution.frame
     there = (sweep["layer"] == 1) & (sweep["kind"] == "neuron")
     assert sweep["score"][there].abs().max() < 1e-5 < sweep["score"].abs().max()
     assert why.circuit.faithfulness > 0.8
-    assert circuits.path_expansion(model, pair[0]).logits.isfinite().all()
-    circuits.attribution_graph(model, pair[0], metric)
+    assert circuits.path_expansion(model, contrast).logits.isfinite().all()
+    circuits.attribution_graph(model, replace(contrast, corrupted=None))

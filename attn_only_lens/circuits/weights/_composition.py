@@ -252,11 +252,11 @@ def _resolve_pairs(
     InputError.raise_if(one_of(*KINDS).reasons(kind=kind), _PROBLEM)
     reading = list(heads_with_matrices(model, readers, _PROBLEM))
     writers = Sites.of(writers)
-    named = _EMBED in writers.heads if isinstance(writers.heads, tuple) else False
-    embedding = [None] * (named or writers == Sites())
-    if named:
-        writers = replace(writers, heads=[head for head in writers.heads if head != _EMBED])
-    if named and not writers.heads:
+    names = writers.heads if isinstance(writers.heads, tuple) else ()
+    embedding = [None] * (_EMBED in names or writers == Sites())
+    if _EMBED in names:
+        writers = replace(writers, heads=[name for name in names if name != _EMBED])
+    if names == (_EMBED,):
         return [None], reading
     return [*embedding, *heads_with_matrices(model, writers, _PROBLEM)], reading
 
