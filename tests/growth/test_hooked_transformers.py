@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from uneven import uneven
 
 from attn_only_lens import (
-    Contrast,
     Bilinear,
+    Contrast,
     HeadName,
     convert,
     expose_neuron_heads,

@@ -13,14 +13,14 @@ run a batch many times, so they use only the first batch.
 
 Memory does not grow with the number of batches. Besides the models, memory holds tensors of one
 batch: for each model and token, 3 values per neuron, d_head + pos values per head in both runs, the
-logits, and the tensors for the backward pass. For the first batch, memory also holds both runs
-until the circuits are found, and one value per component and token. The sums over the dataset take
-14 float64 values per component.
+logits, and the tensors for the backward pass. For the first batch, memory also holds one value per
+component and token and, during a circuit search, both runs of one model. The sums over the dataset
+take 14 float64 values per component.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.circuits.search import smallest_prefix
 from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.engine.input_warnings import warn, warned_once
-from attn_only_lens.engine.metrics import no_gradient_reasons, require_slope
+from attn_only_lens.engine.metrics import no_gradient_reasons
 from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import unlike_tokens
@@ -181,12 +181,11 @@ def _first_batch(
     if reason := unlike_tokens(models[0], first.pair):
         raise ComparisonError([f"{reason}; expected batches of prompts of one length"], _PROBLEM)
     with stage_bar(first.label, statistics.n_steps, "step", progress) as bar:
-        runs = statistics.add(first, bar, keep=True)
+        runs = statistics.add(first, bar, has_circuit=True)
     circuits = [
         _circuit(run, first, sizes.faithfulness, resampling.seed, label, progress)
         for run, label in zip(runs, MODELS, strict=False)
     ]
-    runs = [replace(run, recorded=None) for run in runs]
     n_sites = [circuit.size for circuit in circuits]
     frames = compare_circuits(
         *(models, alignment, first, runs, n_sites, sizes, resampling, progress)
@@ -325,16 +324,11 @@ def _circuit(
     run: BatchRun, batch: Batch, faithfulness: float, seed: int, label: str, progress: bool
 ) -> _Circuit:
     """Find the smallest number of sites, ranked by |effect|, with the requested faithfulness."""
-    runs = run.recorded
-    assert runs is not None
-    logits = runs.clean.logits
-    span = runs.clean_value - runs.corrupted_value
-    require_slope(runs.metric, logits, runs.corrupted.logits, span)
-    groups = site_groups(run.model, runs.pair, "all", "z", most_rows=None)
+    groups = site_groups(run.model, run.pair, "all", "z", most_rows=None)
     effects = [group.sums(run.effects_of(group.sites)).mean(1) for group in groups]
     order = np.argsort(-on_one_device(effects).abs().cpu().double().numpy(), kind="stable")
     with stage_bar(f"circuit of {label}", None, "circuit", progress) as bar:
-        prompts = run.model, runs.pair, batch.metric
+        prompts = run.model, run.pair, batch.metric
         options: dict[str, Any] = {"ablation": "resample", "on_done": bar.update}
         ablated = AblatedModel(*prompts, site_rows(groups), **options)
         rows = smallest_prefix(ablated, order, faithfulness)

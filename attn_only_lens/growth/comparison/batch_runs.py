@@ -15,7 +15,7 @@ one batch with `patching.activation_patch`, which replaces z at all positions.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -27,9 +27,9 @@ from tqdm.auto import tqdm
 
 from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.engine.gradients import Tape, gradient_node, site_estimates, start_graph
-from attn_only_lens.engine.metrics import require_differentiable
+from attn_only_lens.engine.metrics import require_differentiable, require_slope
 from attn_only_lens.engine.prompts import PromptPair, require_ignored_padding
-from attn_only_lens.engine.recording import NeuronRun, RunPair, record_pair
+from attn_only_lens.engine.recording import NeuronRun, record_pair
 from attn_only_lens.engine.sites import LayerSites, Sites, hook_name
 from attn_only_lens.growth.comparison.batches import Batch
 from attn_only_lens.heads.host import HeadKind
@@ -49,19 +49,22 @@ def stage_bar(text: str, total: int | None, unit: str, shown: bool) -> "tqdm[Any
 class BatchRun:
     """One model's results on a batch: the clean run, effects by layer and kind, and metric values.
 
-    `hooked` holds patterns and outputs of attention heads, by hook name. `real` is False at
-    padding. `values` is the metric of the clean and of the corrupted run. `recorded` holds both
-    runs, if they are kept.
+    `pair` is on the model's device. `hooked` holds patterns and outputs of attention heads, by hook
+    name. `values` is the metric of the clean and of the corrupted run.
     """
 
     model: Any
+    pair: PromptPair
     hooked: dict[str, Tensor]
     neurons: dict[int, NeuronRun]
-    real: Bool[Tensor, "batch pos"]
     effects: dict[tuple[int, HeadKind], Float[Tensor, "site batch pos"]]
     values: tuple[float, float]
     metric: str
-    recorded: RunPair | None = None
+
+    @property
+    def real(self) -> Bool[Tensor, "batch pos"]:
+        """False at padding."""
+        return self.pair.real
 
     def effects_of(self, sites: LayerSites) -> Float[Tensor, "site batch pos"]:
         effects = self.effects[sites.layer, sites.kind]
@@ -93,9 +96,12 @@ class BatchRun:
 
 
 def run_batch(
-    model: Any, batch: Batch, sites: Sequence[LayerSites], *, keep: bool = False
+    model: Any, batch: Batch, sites: Sequence[LayerSites], *, has_circuit: bool = False
 ) -> BatchRun:
-    """Run a batch's clean and corrupted prompts, and estimate the effect of every component."""
+    """Run a batch's clean and corrupted prompts, and estimate the effect of every component.
+
+    If a circuit is searched on this batch, the metric must differ between the runs.
+    """
     pair = pair_for(model, batch.pair)
     nodes = [gradient_node(model, site, "z", closed=True) for site in sites]
     heads = [site for site in sites if site.kind == "attention"]
@@ -108,9 +114,12 @@ def run_batch(
             gates=True,
             traced="clean",
             hooks=tape.hooks,
-            distinct=keep,  # both runs may be equal if no circuit is searched
+            distinct=has_circuit,
         )
-    require_differentiable(runs.metric, runs.clean.logits.detach())
+    logits, values = runs.clean.logits.detach(), (runs.clean_value, runs.corrupted_value)
+    require_differentiable(runs.metric, logits)
+    if has_circuit:
+        require_slope(runs.metric, logits, runs.corrupted.logits, values[0] - values[1])
     gradients = tape.gradients(runs.metric.of_logits(runs.clean.logits))
     weight = -len(pair.clean) * pair.real
     effects = {}
@@ -119,10 +128,8 @@ def run_batch(
             model, site, "z", node, gradients[node], runs.clean, runs.corrupted
         )
         effects[site.layer, site.kind] = estimates * weight.to(estimates.device)
-    clean, values = runs.clean, (runs.clean_value, runs.corrupted_value)
-    recorded = replace(runs, clean=replace(clean, logits=clean.logits.detach())) if keep else None
-    measured = clean.hooked, clean.neurons, pair.real, effects, values, runs.metric.name
-    return BatchRun(model, *measured, recorded)
+    recorded = runs.clean.hooked, runs.clean.neurons
+    return BatchRun(model, pair, *recorded, effects, values, runs.metric.name)
 
 
 def pair_for(model: Any, pair: PromptPair) -> PromptPair:

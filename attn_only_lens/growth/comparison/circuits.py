@@ -88,8 +88,11 @@ def compare_circuits(
             {"pair": label, "what": what, **measures}
             for i, label in enumerate(labels)
             for what, measures in overlap_measures(
-                *(partial(circuits.overlaps_by_kind, i), resampling),
-                *(n_prompts, circuits.n_rows, bar.update),
+                partial(circuits.overlaps_by_kind, i),
+                resampling,
+                n_prompts,
+                circuits.n_rows,
+                bar.update,
             ).items()
         ]
     return {"circuits": pd.DataFrame(rows), **circuits.frames(_uniform(n_prompts))}

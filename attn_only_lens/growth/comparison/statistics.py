@@ -306,14 +306,14 @@ class Statistics:
         return len(self._models) + len(self._shared) * self._n_shared
 
     def add(
-        self, batch: Batch, bar: "tqdm[Any] | None" = None, *, keep: bool = False
+        self, batch: Batch, bar: "tqdm[Any] | None" = None, *, has_circuit: bool = False
     ) -> list[BatchRun]:
-        """Run a batch through every model, and return the runs (with recordings if `keep`)."""
+        """Run a batch through every model, and return the runs."""
         bar = tqdm(disable=True) if bar is None else bar
         runs = []
         for model, sites, label in zip(self._models, self._sites, MODELS, strict=False):
             bar.set_description(f"{batch.label}: estimates in {label}")
-            runs.append(run_batch(model, batch, sites, keep=keep))
+            runs.append(run_batch(model, batch, sites, has_circuit=has_circuit))
             bar.update()
         # Change the sums only after all steps that can fail, so that a batch is never half added.
         bar.set_description(f"{batch.label}: patterns and outputs")
