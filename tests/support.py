@@ -510,9 +510,11 @@ OF_NO_MODEL = {
         "NeuronStatistics",
         "HeadStatistics",
         "CorpusStatistics",
-        "PairedPrompts",
         "Evaluation",
     ),
+    # Arguments of functions.
+    *("ComparisonSizes", "Contrast", "Corpus", "Edges", "Estimate", "Overlays"),
+    *("Resampling", "Search", "Work"),
     # Shipped models, whose kinds are in the tables.
     *("demo", "pretrained"),
 }
