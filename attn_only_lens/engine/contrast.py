@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from reprlib import Repr
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,10 +19,12 @@ from attn_only_lens.engine.prompts import (
     require_ignored_padding,
     single_prompts,
 )
-from attn_only_lens.engine.tokens import array_as_tensor
+from attn_only_lens.engine.tokens import array_as_tensor, require_model
 from attn_only_lens.errors import InputError
 
 _PROBLEM = "this is no contrast"
+_REPR = Repr()
+_REPR.maxstring, _REPR.maxlist = 200, 20
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -49,8 +52,8 @@ class Contrast:
         dropped: for a task, the number of drawn pairs that were left out, by reason.
 
     Raises:
-        InputError: the numbers of prompts differ, a mask is given with texts, or the metric or the
-            roles have another type. The error lists every reason.
+        InputError: the prompts, the metric or the roles have another type, or the numbers of
+            prompts differ. The error lists every reason.
 
     Example:
         >>> from attn_only_lens import Contrast, patching as p
@@ -77,7 +80,8 @@ class Contrast:
         reasons: list[str] = []
         sizes = {}
         for side in ("clean", "corrupted"):
-            prompts = array_as_tensor(getattr(self, side))
+            given = getattr(self, side)
+            prompts = array_as_tensor(given)
             prompts = tuple(prompts) if isinstance(prompts, list) else prompts
             object.__setattr__(self, side, prompts)
             if side == "corrupted" and prompts is None:
@@ -86,8 +90,8 @@ class Contrast:
                 sizes[side] = _count(prompts)
                 reasons += [f"{side}: got no prompts; expected at least one"] * (not sizes[side])
             else:
-                expected = "expected a text, a list of texts, or tokens"
-                reasons.append(f"{side}: got {a_type(prompts)}; {expected}")
+                expected = "expected a text, a list of texts, or tokens in a tensor"
+                reasons.append(f"{side}: got {a_type(given)}; {expected}")
         if len({*sizes.values()}) > 1:
             counts = f"{sizes['clean']} clean and {sizes['corrupted']} corrupted"
             reasons.append(f"got {counts} prompts; expected the same number")
@@ -128,14 +132,15 @@ class Contrast:
         Raises:
             InputError: as in `prompt_pair`.
         """
-        tokenizer, device = getattr(model, "tokenizer", None), next(model.parameters()).device
-        state, pair = self._pairs.get(model, (None, None))
-        if pair is None or state != (id(tokenizer), device):
+        require_model(model)
+        reading = _reading(model)
+        kept, pair = self._pairs.get(model, (None, None))
+        if pair is None or kept != reading:
             if self.corrupted is None:
                 pair = single_prompts(model, self.clean, self.mask, roles=self.roles)
             else:
                 pair = prompt_pair(model, self.clean, self.corrupted, self.mask, roles=self.roles)
-            self._pairs[model] = (id(tokenizer), device), pair
+            self._pairs[model] = reading, pair
         else:  # the model may have changed
             require_ignored_padding(model, pair.mask, _PROBLEM)
         return pair
@@ -150,6 +155,19 @@ def contrast_reasons(contrast: object, *, both: bool = True) -> list[str]:
     return []
 
 
+def _reading(model: Any) -> tuple[object, ...]:
+    """Return what decides which tokens a model reads in a text, and on which device."""
+    tokenizer = getattr(model, "tokenizer", None)
+    options = ("padding_side", "pad_token_id", "bos_token_id")
+    settings = ("default_prepend_bos", "tokenizer_prepends_bos")
+    return (
+        tokenizer,
+        *(getattr(tokenizer, name, None) for name in options),
+        *(getattr(model.cfg, name, None) for name in settings),
+        next(model.parameters()).device,
+    )
+
+
 def _count(prompts: Prompts) -> int:
     is_one = isinstance(prompts, str) or (isinstance(prompts, Tensor) and prompts.ndim < 2)
     return 1 if is_one else len(prompts)
@@ -158,4 +176,5 @@ def _count(prompts: Prompts) -> int:
 def _first(prompts: Prompts) -> str:
     is_one = isinstance(prompts, str) or (isinstance(prompts, Tensor) and prompts.ndim < 2)
     first: Any = prompts if is_one else prompts[0]
-    return repr(first) if isinstance(first, str) else f"tokens {as_plain(first)}"
+    text = _REPR.repr(as_plain(first))
+    return text if isinstance(first, str) else f"tokens {text}"

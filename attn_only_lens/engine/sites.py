@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attn_only_lens.arguments import as_plain, is_count
+from attn_only_lens.arguments import a_type, as_plain, is_count
 from attn_only_lens.engine.positions import Positions
 from attn_only_lens.errors import InputError, UnknownHeadError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
@@ -243,17 +243,21 @@ def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
 
 def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
     """Return the parsed names, and an error message for each name that is not in the model."""
+    words = ", ".join(map(repr, KINDS))
+    expected = f"expected only words ({words}), or only names such as 'L5H3' and 'L5N1234'"
     if not isinstance(sites, tuple) or not sites:
-        got = "an empty list" if isinstance(sites, tuple) else type(sites).__name__
-        words = ", ".join(map(repr, KINDS))
-        return [], [f"got {got}; expected {words}, or names such as 'L5H3' and 'L5N1234'"]
+        got = "an empty list" if isinstance(sites, tuple) else a_type(sites)
+        return [], [f"got {got}; {expected}"]
     names, reasons, layers = list[HeadName](), list[str](), head_counts(model)
     transcoders = any("feature" in kinds for kinds in layers)
     for site in sites:
         try:
             name = site if isinstance(site, HeadName) else HeadName.parse(site)
         except UnknownHeadError:
-            reasons.append(unreadable_name(site, transcoders))
+            is_word = str(site).isalpha()
+            reasons.append(
+                f"got {site!r}; {expected}" if is_word else unreadable_name(site, transcoders)
+            )
             continue
         try:
             name.require_among(layers)

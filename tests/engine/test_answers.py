@@ -3,6 +3,7 @@
 import math
 import re
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from attn_only_lens import (
+    Contrast,
+    Work,
     chat_tokens,
     circuits,
     expose_neuron_heads,
@@ -261,7 +264,7 @@ def test_the_piece_that_is_unknown(text, english):
     assert unknown_words(english.tokenizer, text) == unknown
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        p.prompt_pair(english, text, torch.zeros_like(english.to_tokens(text)))
+        Contrast(text, torch.zeros_like(english.to_tokens(text)), p.loss()).pair(english)
     named = "".join(f"{', ' * (i > 0)}{piece!r}" for i, piece in enumerate(unknown))
     assert len(caught) == bool(unknown)
     assert all(f"- {named} in clean prompt {text!r}" in str(warning.message) for warning in caught)
@@ -359,54 +362,56 @@ KNOWN, ODD = (
 SITES = ["L0H1", "L1N7"]
 
 
-def short_ranking(model, prompts, metric):
-    sites = [f"L0H{i}" for i in range(4)] + SITES[1:]
+def faithfulness(model, contrast):
+    sites = p.Sites([f"L0H{i}" for i in range(4)] + SITES[1:], "all")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return p.attribution(model, *prompts, metric, sites=sites, positions="all")
+        ranking = p.attribution(model, replace(contrast), sites=sites)
+    return circuits.faithfulness(model, contrast, ranking, n_random=0, shares=(0.1, 1.0))
 
 
-def faithfulness(model, prompts, metric):
-    ranking = short_ranking(model, prompts, metric)
-    return circuits.faithfulness(model, *prompts, metric, ranking, n_random=0, shares=(0.1, 1.0))
+def discovered(model, contrast):
+    search = circuits.Search(n_random=0)
+    return circuits.discover(model, contrast, sites=p.Sites(SITES, "all"), search=search)
 
 
-def path_effects(model, prompts, metric):
-    return circuits.path_expansion(model, prompts[0]).effects(metric)
+def repeated(model, contrast):
+    three = Contrast([contrast.clean] * 3, [contrast.corrupted] * 3, contrast.metric)
+    return p.activation_patch(model, three, sites=LAST, work=Work(prompts_at_once=1))
 
 
-def discovered(model, prompts, metric):
-    how = {"sites": SITES, "positions": "all", "n_random": 0}
-    return circuits.discover(model, *prompts, metric, **how)
-
-
-def generated(model, prompts, metric):
-    with p.ablated(model, SITES, to="mean", prompts=list(prompts)):
+def generated(model, contrast):
+    with p.ablated(model, SITES, to="mean", prompts=texts(contrast)):
         pass
 
 
-QUICK = {"sites": SITES, "positions": -1, "progress": False}
+def texts(contrast):
+    return [contrast.clean, contrast.corrupted]
+
+
+def alone(contrast):
+    return replace(contrast, corrupted=None)
+
+
+LAST = p.Sites(SITES, -1)
 ENTRIES = {
-    "patch": lambda m, t, f: p.activation_patch(m, *t, f, **QUICK),
-    "some prompts at once": lambda m, t, f: p.activation_patch(
-        *(m, [t[0]] * 3, [t[1]] * 3, f), prompts_at_once=1, **QUICK
-    ),
-    "ablation": lambda m, t, f: p.activation_patch(m, t[0], None, f, direction="zero", **QUICK),
-    "attribution": lambda m, t, f: p.attribution(m, *t, f, sites=SITES, progress=False),
-    "paths": lambda m, t, f: p.path_patch(
-        m, *t, f, senders=["L0H1"], receivers=["L1N7"], positions=-1, progress=False
-    ),
-    "graph": lambda m, t, f: circuits.attribution_graph(m, t[0], f, top=3),
-    "expansion": path_effects,
+    "patch": lambda m, c: p.activation_patch(m, c, sites=LAST),
+    "some prompts at once": repeated,
+    "ablation": lambda m, c: p.activation_patch(m, alone(c), sites=LAST, direction="zero"),
+    "attribution": lambda m, c: p.attribution(m, c, sites=SITES),
+    "paths": lambda m, c: p.path_patch(m, c, p.Edges("L0H1@-1", "L1N7")),
+    "graph": lambda m, c: circuits.attribution_graph(m, alone(c), top=3),
+    "graph of a difference": lambda m, c: circuits.attribution_graph(m, c, top=3),
+    "expansion": lambda m, c: circuits.path_expansion(m, alone(c)).effects(),
     "discover": discovered,
     "faithfulness": faithfulness,
 }
 TEXT_ALONE = {
-    "pair": lambda m, t, f: p.prompt_pair(m, *t),
+    "pair": lambda m, c: c.pair(m),
     "mean": generated,
-    "neurons": lambda m, t, f: neurons.top_examples(m, ["L0N5"], [*t, *t], progress=False),
-    "sources": lambda m, t, f: circuits.score_sources(m, t[0], "L0H1", query=2, key=0),
-    "texts": lambda m, t, f: token_texts(m, t[0]),
+    "neurons": lambda m, c: neurons.top_examples(m, ["L0N5"], neurons.Corpus(texts(c) * 2)),
+    "sources": lambda m, c: circuits.score_sources(m, c.clean, "L0H1", query=2, key=0),
+    "texts": lambda m, c: token_texts(m, c.clean),
 }
 
 
@@ -418,7 +423,7 @@ def test_every_entry_point_warns_once(entry, english):
     def caught(prompts, metric):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            call(english, prompts, metric)
+            call(english, Contrast(*prompts, metric))
         ours = [warning for warning in caught if warning.category is InputWarning]
         assert {warning.filename for warning in ours} <= {__file__}
         return [str(warning.message) for warning in ours]

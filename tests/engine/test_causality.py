@@ -1,6 +1,7 @@
 """Tests that sweeps are right in models whose attention is not causal, whatever `cfg` says."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import MethodType
 
 import bridges
@@ -10,12 +11,14 @@ from common import mlp_hook, needs_hooked_transformer, relative, tokens
 from torch import nn
 
 from attn_only_lens import (
+    Contrast,
     circuits,
     compare,
     convert,
     explain,
     expose_neuron_heads,
     grow,
+    growth,
     neurons,
     viz,
 )
@@ -27,6 +30,8 @@ from attn_only_lens.transcoders import Transcoder, fidelity
 pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 CLEAN, CORRUPTED = tokens(pos=7), tokens(1, pos=7)
 NEURON, POSITION = 5, 4
+METRIC = p.logit_diff(7, 8)
+ONE_LENGTH = Contrast(CLEAN, CORRUPTED, METRIC)
 
 
 def unmasked(self, attn_scores, *args, **kwargs):
@@ -34,10 +39,8 @@ def unmasked(self, attn_scores, *args, **kwargs):
 
 
 def swept(model):
-    sites = [f"L0N{NEURON}"]
-    arguments = CLEAN, CORRUPTED, p.logit_diff(7, 8)
-    how = {"sites": sites, "positions": [POSITION], "progress": False}
-    return p.activation_patch(model, *arguments, **how).frame["value"].item()
+    sweep = p.activation_patch(model, ONE_LENGTH, sites=f"L0N{NEURON}@{POSITION}")
+    return sweep.frame["value"].item()
 
 
 @torch.no_grad()
@@ -124,7 +127,7 @@ def test_texts_of_different_lengths(overridden, monkeypatch):
         monkeypatch.setattr(type(model.blocks[0].attn), name, unmasked)
     assert ignores_padding(model) is not overridden
     texts = [tokens(seed, pos=n)[0].tolist() for seed, n in enumerate((3, 7, 5))]
-    found = neurons.top_examples(model, ["L1N3"], texts, 3, progress=False)
+    found = neurons.top_examples(model, ["L1N3"], neurons.Corpus(texts), k=3)
     for row in found.itertuples():
         alone = model.run_with_cache(torch.tensor([texts[row.text]]))[1][mlp_hook("post", 1)]
         assert row.value == pytest.approx(alone[0, row.position, 3].item(), rel=1e-6)
@@ -132,13 +135,15 @@ def test_texts_of_different_lengths(overridden, monkeypatch):
 
 # Prompts of different lengths
 
-QUIET = {"progress": False}
-METRIC, SITES = p.logit_diff(7, 8), ["L0N3", "L0H1"]
+SITES = ["L0N3", "L0H1"]
 ROWS, OTHERS = ([tokens(seed + i, pos=n)[0] for i, n in enumerate((7, 4))] for seed in (0, 5))
 PADDED = torch.stack([ROWS[0], torch.cat([ROWS[1], torch.zeros(3).long()])])
 MASK = (torch.arange(7) < torch.tensor([[7], [4]])).long()
-ROLES = {"first": 0, "end": -1}
-PAIR, ONE_LENGTH = (ROWS, OTHERS, METRIC), (CLEAN, CORRUPTED, METRIC)
+PAIR = Contrast(ROWS, OTHERS, METRIC, roles={"first": 0, "end": -1})
+ALONE, MASKED = (
+    replace(PAIR, corrupted=None),
+    Contrast(PADDED, PADDED.roll(1, 1), METRIC, mask=MASK),
+)
 
 
 def ignoring_masks(make, monkeypatch):
@@ -157,12 +162,16 @@ def ignoring_masks(make, monkeypatch):
 
 
 def circuit_of(model):
-    return circuits.discover(model, *ONE_LENGTH, sites=SITES, positions="all", n_random=0)
+    return discovered(model, ONE_LENGTH)
 
 
-def graph_of(model, clean=CLEAN, corrupted=CORRUPTED, positions=None):
-    how = {"corrupted": corrupted, "positions": positions}
-    return circuits.attribution_graph(model, clean, METRIC, **how)
+def discovered(model, contrast):
+    search = circuits.Search(n_random=0)
+    return circuits.discover(model, contrast, sites=p.Sites(SITES, "all"), search=search)
+
+
+def graph_of(model, contrast=ONE_LENGTH, positions="each"):
+    return circuits.attribution_graph(model, contrast, positions=positions)
 
 
 def means(model):
@@ -170,12 +179,16 @@ def means(model):
         return model(CLEAN)
 
 
+FEW = {
+    "sizes": growth.ComparisonSizes(n_patched=0, n_nodes=0),
+    "resampling": growth.Resampling(n_resamples=2),
+}
+
+
 def streamed(model):
     expose_neuron_heads(model).undo()
     grown = grow(model, d_mlp=model.cfg.d_mlp + 4, seed=0)
-    pair = p.PromptPair(PADDED, PADDED.roll(1, 0), MASK)
-    other = p.PromptPair(CLEAN, CORRUPTED)
-    return compare(model, grown, [other, pair], METRIC, n_patched=0, n_nodes=0, n_resamples=2)
+    return compare(model, grown, [ONE_LENGTH, MASKED], **FEW)
 
 
 def replaced(model):
@@ -183,34 +196,29 @@ def replaced(model):
     d_model = model.cfg.d_model
     zeros = torch.zeros(d_model).double()
     W = torch.eye(d_model).double()
-    return fidelity(model, {1: Transcoder(W, 0 * W, zeros, zeros)}, ROWS, **QUIET)
+    return fidelity(model, {1: Transcoder(W, 0 * W, zeros, zeros)}, ROWS)
 
 
+FIRST = p.Sites(SITES, 0)
 CALLS = {
-    "activation_patch": lambda x: p.activation_patch(x, *PAIR, sites=SITES, positions=0, **QUIET),
-    "a mask": lambda x: p.activation_patch(
-        *(x, PADDED, PADDED.roll(1, 1), METRIC), sites=SITES, positions=0, mask=MASK, **QUIET
-    ),
-    "ablations": lambda x: p.activation_patch(
-        x, ROWS, None, METRIC, sites=SITES, positions=0, direction="zero", **QUIET
-    ),
-    "attribution": lambda x: p.attribution(x, *PAIR, sites=SITES, positions=0, **QUIET),
-    "path_patch": lambda x: p.path_patch(
-        x, *PAIR, senders=SITES[1:], receivers=["L1H0"], part="z", positions=0, **QUIET
-    ),
+    "activation_patch": lambda x: p.activation_patch(x, PAIR, sites=FIRST),
+    "a mask": lambda x: p.activation_patch(x, MASKED, sites=FIRST),
+    "ablations": lambda x: p.activation_patch(x, ALONE, sites=FIRST, direction="zero"),
+    "attribution": lambda x: p.attribution(x, PAIR, sites=FIRST),
+    "path_patch": lambda x: p.path_patch(x, PAIR, p.Edges("L0H1@0", "L1H0", "z")),
     "ablated": means,
-    "attribution_graph": lambda x: graph_of(x, ROWS, None),
-    "attribution_graph of pairs": lambda x: graph_of(x, ROWS, OTHERS, ROLES),
-    "discover": lambda x: circuits.discover(x, *PAIR, sites=SITES, positions="all", n_random=0),
-    "evaluate": lambda x: circuits.evaluate(x, circuit_of(x), *PAIR),
+    "attribution_graph": lambda x: graph_of(x, ALONE),
+    "attribution_graph of pairs": lambda x: graph_of(x, PAIR, "roles"),
+    "discover": lambda x: discovered(x, PAIR),
+    "evaluate": lambda x: circuits.evaluate(x, circuit_of(x), PAIR),
     "transfer": lambda x: circuits.transfer(x, {"a": circuit_of(x)}, {"b": PAIR}),
-    "explain": lambda x: explain(x, *PAIR, n_patched=1, **QUIET),
+    "explain": lambda x: explain(x, PAIR, n_patched=1),
     "faithfulness": lambda x: circuits.faithfulness(
-        x, *PAIR, p.activation_patch(x, *ONE_LENGTH, sites=SITES, positions="all", **QUIET)
+        x, PAIR, p.activation_patch(x, ONE_LENGTH, sites=p.Sites(SITES, "all"))
     ),
-    "group_nodes": lambda x: circuits.group_nodes(graph_of(x), x, *PAIR),
-    "path_expansion": lambda x: circuits.path_expansion(x, ROWS),
-    "circuit_view": lambda x: viz.circuit_view(graph_of(x), x, ROWS),
+    "group_nodes": lambda x: circuits.group_nodes(graph_of(x), x, PAIR),
+    "path_expansion": lambda x: circuits.path_expansion(x, ALONE),
+    "circuit_view": lambda x: viz.circuit_view(graph_of(x), x, PAIR),
     "fidelity": replaced,
     "compare": streamed,
 }
@@ -242,7 +250,7 @@ def test_each_side_is_tested(side, monkeypatch):
     model, give_mask = ignoring_masks("bridge", monkeypatch)
     mask = MASK.flip(1) if side == "left" else MASK
     with pytest.raises(InputError, match=f"padding on the {side} changes"):
-        p.prompt_pair(model, PADDED, PADDED.roll(1, 1), mask)
+        replace(MASKED, mask=mask).pair(model)
     give_mask()
 
     def causal(self, attn_scores, *args, **kwargs):
@@ -250,7 +258,7 @@ def test_each_side_is_tested(side, monkeypatch):
 
     monkeypatch.setattr(type(model.blocks[0].attn), "_apply_reconstruct_attention_mask", causal)
     with pytest.raises(InputError, match="on the left") if side == "left" else nullcontext():
-        p.prompt_pair(model, PADDED, PADDED.roll(1, 1), mask)
+        replace(MASKED, mask=mask).pair(model)
 
 
 def test_functions_that_run_each_length_alone(monkeypatch):
@@ -259,7 +267,6 @@ def test_functions_that_run_each_length_alone(monkeypatch):
     last = [model(row[None])[0, -1, list(x)] for row, *x in zip(rows, *answers, strict=True)]
     expose_neuron_heads(model).undo()
     grown = grow(model, d_mlp=model.cfg.d_mlp + 4, seed=0)
-    few = {"n_patched": 0, "n_nodes": 0, "n_resamples": 2, **QUIET}
-    result = compare(model, grown, rows, p.logit_diff(*answers), **few)
+    result = compare(model, grown, Contrast(rows, None, p.logit_diff(*answers)), **FEW)
     expected = torch.stack(last).diff().mean().item()
     assert result.about["values"]["original"]["clean"] == pytest.approx(-expected, rel=1e-9)

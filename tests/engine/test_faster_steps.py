@@ -12,7 +12,7 @@ from patched_runs import difference, whole_runs
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.activations import NewGELUActivation
 
-from attn_only_lens import convert, expose_neuron_heads
+from attn_only_lens import Contrast, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine import recording
 from attn_only_lens.engine.recording import record_pair
@@ -28,6 +28,7 @@ CORRUPTED = CLEAN.clone()
 CORRUPTED[:, FIRST] += 2
 SITES = ["L0N5", "L1N3", "L1H0", "L0H1"]
 METRIC = p.logit_diff(7, 11)
+PAIR = Contrast(CLEAN, CORRUPTED, METRIC)
 
 
 def model_of(kind):
@@ -38,15 +39,14 @@ def model_of(kind):
     return expose_neuron_heads(bridges.boot(kind)).model
 
 
-def patched(model, **how):
-    how = {"sites": SITES, "progress": False} | how
-    return p.activation_patch(model, CLEAN, CORRUPTED, METRIC, **how).to_frame()
+def patched(model, sites=SITES):
+    return p.activation_patch(model, PAIR, sites=sites).to_frame()
 
 
-def require_exact(model, **how):
+def require_exact(model, sites=SITES):
     """Compare every value with a whole forward pass."""
-    frame, measure = patched(model, **how), partial(difference, correct=7, wrong=11)
-    expected = whole_runs(model, (CLEAN, CORRUPTED, None), frame, measure=measure)
+    frame, measure = patched(model, sites), partial(difference, correct=7, wrong=11)
+    expected = whole_runs(model, PAIR, frame, measure=measure)
     np.testing.assert_allclose(frame["value"], expected, rtol=0, atol=1e-12)
 
 
@@ -117,7 +117,7 @@ def test_last_block_that_mixes_tokens_runs_on_all():
         return forward(mlp, x + x.roll(1, dims=1))
 
     mlp.forward = mixing
-    require_exact(expose_neuron_heads(model).model, sites=["L0N5"], positions="all")
+    require_exact(expose_neuron_heads(model).model, p.Sites("L0N5", "all"))
 
 
 class Other(NewGELUActivation):
@@ -148,8 +148,7 @@ def test_activations_are_restored_after_an_error():
 
 
 def recorded_pair(model):
-    pair, sites = p.prompt_pair(model, CLEAN, CORRUPTED), resolve_sites(model, SITES)
-    return record_pair(model, pair, METRIC, sites, "z")
+    return record_pair(model, PAIR.pair(model), METRIC, resolve_sites(model, SITES), "z")
 
 
 def test_both_runs_in_one_pass_are_those_of_two_passes(monkeypatch):

@@ -3,6 +3,8 @@
 The oracle is the same model, cast to float32 by TransformerLens.
 """
 
+from dataclasses import replace
+
 import bridges
 import numpy as np
 import pandas as pd
@@ -10,7 +12,7 @@ import pytest
 import torch
 from common import in_threads, needs_hooked_transformer, tokens
 
-from attn_only_lens import circuits, convert
+from attn_only_lens import Contrast, circuits, convert
 from attn_only_lens import patching as p
 from attn_only_lens.engine.model_weights import float32_weights
 from attn_only_lens.errors import InputError
@@ -20,7 +22,6 @@ pytestmark = [
     pytest.mark.numeric,
     pytest.mark.filterwarnings("ignore"),  # raised by TransformerLens and transformers
 ]
-METRIC = p.logit_diff(7, 11)
 HALF = [torch.bfloat16, torch.float16]
 
 
@@ -32,32 +33,31 @@ def made(kind, dtype):
     return bridges.exposed_copy(bridges.boot(kind, dtype))
 
 
-def prompts():
-    clean = tokens(0, batch=1, pos=5)
-    corrupted = clean.clone()
-    corrupted[:, 1] = (clean[:, 1] + 7) % 41
-    return clean, corrupted
+CLEAN = tokens(0, batch=1, pos=5)
+CORRUPTED = CLEAN.clone()
+CORRUPTED[:, 1] = (CLEAN[:, 1] + 7) % 41
+PAIR = Contrast(CLEAN, CORRUPTED, p.logit_diff(7, 11))
 
 
 def paths(model):
-    options = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H1", "L1N5", "logits"], "part": "z"}
-    sweep = p.path_patch(model, *prompts(), METRIC, progress=False, **options)
+    edges = p.Edges(["L0H1", "L0N3"], ["L1H1", "L1N5", "logits"], "z")
+    sweep = p.path_patch(model, PAIR, edges)
     return sweep.frame[["value"]]
 
 
 def expansion(model):
-    expansion = circuits.path_expansion(model, prompts()[0])
-    singles = expansion.paths(METRIC, k=7, progress=False)[["effect"]]
-    return pd.concat([expansion.effects(METRIC)[["effect"]], singles])
+    expansion = circuits.path_expansion(model, PAIR)
+    singles = expansion.paths(k=7)[["effect"]]
+    return pd.concat([expansion.effects()[["effect"]], singles])
 
 
 def graph(model):
-    graph = circuits.attribution_graph(model, prompts()[0], METRIC, top=20)
+    graph = circuits.attribution_graph(model, replace(PAIR, corrupted=None), top=20)
     return graph.edges.sort_values(["source", "target", "kind"])[["weight"]]
 
 
 def sources(model):
-    sources = circuits.score_sources(model, prompts()[0], "L1H1", query=4, key=2)
+    sources = circuits.score_sources(model, CLEAN, "L1H1", query=4, key=2)
     return (
         sources[["contribution"]]
         if "contribution" in sources
@@ -76,7 +76,7 @@ def test_is_that_of_the_same_weights_in_float32(kind, analysis):
     dtype = HALF[analysis in (paths, graph)]
     narrow, wide = made(kind, dtype), made(kind, dtype).to(torch.float32)
     before = {name: x.clone() for name, x in narrow.state_dict().items()}
-    logits = narrow(prompts()[0])
+    logits = narrow(CLEAN)
     got, expected = analysis(narrow), analysis(wide)
     assert len(got) == len(expected) > 2
     assert got.isna().equals(expected.isna())
@@ -89,10 +89,10 @@ def test_is_that_of_the_same_weights_in_float32(kind, analysis):
     assert all(
         torch.equal(x, after[name]) and x.dtype == after[name].dtype for name, x in before.items()
     )
-    assert torch.equal(narrow(prompts()[0]), logits)
+    assert torch.equal(narrow(CLEAN), logits)
     assert logits.dtype == dtype
     # Control: half precision differs from float32.
-    assert (logits.float() - wide(prompts()[0])).abs().max() > rounding(torch.float32)
+    assert (logits.float() - wide(CLEAN)).abs().max() > rounding(torch.float32)
 
 
 @pytest.mark.parametrize(("kind", "analysis"), CASES[2:7])
@@ -103,9 +103,9 @@ def test_runs_that_are_not_finite_in_the_models_own_precision_are_refused(kind, 
     with torch.no_grad():
         for matrix in layer.parameters():
             matrix.mul_(3e3 / matrix.abs().amax())
-    assert not model(prompts()[0]).isfinite().all()
+    assert not model(CLEAN).isfinite().all()
     with float32_weights(model):
-        assert model(prompts()[0]).isfinite().all()
+        assert model(CLEAN).isfinite().all()
     with pytest.raises(InputError, match=r"in torch\.float16, first at blocks\.1"):
         analysis(model)
 
@@ -114,7 +114,7 @@ def test_an_error_and_threads_leave_the_model_as_it_was():
     model = made("gpt2", torch.bfloat16)
     weight = next(model.parameters())
     weight.grad = torch.ones_like(weight)
-    logits = model(prompts()[0])
+    logits = model(CLEAN)
     with pytest.raises(ZeroDivisionError), float32_weights(model):
         _ = 1 / (weight.dtype != torch.float32)
     assert weight.dtype == weight.grad.dtype == torch.bfloat16
@@ -124,6 +124,6 @@ def test_an_error_and_threads_leave_the_model_as_it_was():
         with float32_weights(model):
             return model(x)
 
-    several = in_threads(run, [prompts()[0], prompts()[1]], times=5)
+    several = in_threads(run, [CLEAN, CORRUPTED], times=5)
     assert all(tensor.dtype == torch.float32 for of_one in several for tensor in of_one)
-    assert torch.equal(model(prompts()[0]), logits)
+    assert torch.equal(model(CLEAN), logits)

@@ -9,7 +9,7 @@ from common import needs_transformer_lens_4
 from torch.nn.modules import module as torch_module
 from torch.utils.flop_counter import FlopCounterMode
 
-from attn_only_lens import circuits, compare, expose_neuron_heads, grow, pretrained
+from attn_only_lens import Contrast, circuits, compare, expose_neuron_heads, grow, pretrained
 from attn_only_lens import patching as p
 from attn_only_lens.engine.model_checks import find_hooks, hook_reasons
 from attn_only_lens.errors import ComparisonError, InputError
@@ -21,12 +21,9 @@ pytestmark = [
 POS = 7
 SAME = {"check_exact": False, "rtol": 0, "atol": 1e-10}
 METRIC = p.logit_diff(correct=7, wrong=8)
-GIVEN = {"sites": ["L0H1", "L1H0", "L0N3", "L1N5"], "positions": [POS - 1]}
-
-
-def pair():
-    clean = bridges.tokens(1)[:, :POS]
-    return clean, (clean + 5) % bridges.D_VOCAB
+CLEAN = bridges.tokens(1)[:, :POS]
+PAIR = Contrast(CLEAN, (CLEAN + 5) % bridges.D_VOCAB, METRIC)
+SITES = p.Sites(["L0H1", "L1H0", "L0N3", "L1N5"], POS - 1)
 
 
 def exposed(name="gpt2"):
@@ -34,7 +31,7 @@ def exposed(name="gpt2"):
 
 
 def sweep(model):
-    return p.activation_patch(model, *pair(), METRIC, progress=False, **GIVEN)
+    return p.activation_patch(model, PAIR, sites=SITES)
 
 
 def look(*args):
@@ -49,9 +46,9 @@ HOOKED = {
 }
 RUNS = {
     "sweep": sweep,
-    "attribution": lambda model: p.attribution(model, *pair(), METRIC, **GIVEN),
-    "graph": lambda model: circuits.attribution_graph(model, pair()[0], METRIC, top=3),
-    "discover": lambda model: circuits.discover(model, *pair(), METRIC, **GIVEN),
+    "attribution": lambda model: p.attribution(model, PAIR, sites=SITES),
+    "graph": lambda model: circuits.attribution_graph(model, PAIR, top=3),
+    "discover": lambda model: circuits.discover(model, PAIR, sites=SITES),
 }
 
 
@@ -69,15 +66,15 @@ def test_hooks_of_torch_modules_are_refused_by_name(run):
 
 def test_they_are_refused_by_faithfulness_and_compare():
     model = exposed()
-    ranking = p.attribution(model, *pair(), METRIC, **GIVEN)
+    ranking = p.attribution(model, PAIR, sites=SITES)
     HOOKED["forward"](model)
     with pytest.raises(InputError, match=r"blocks\.1\.mlp\b"):
-        circuits.faithfulness(model, *pair(), METRIC, ranking)
+        circuits.faithfulness(model, PAIR, ranking)
     source = pretrained.modular_addition()
     grown = grow(source, d_mlp=517, seed=0)
     grown.model.blocks[0].mlp.register_forward_hook(look)
     with pytest.raises(ComparisonError, match=r"the grown model: .*blocks\.0\.mlp\b"):
-        compare(source, grown, torch.tensor([[3, 4, 113]]), p.loss(), progress=False)
+        compare(source, grown, Contrast(torch.tensor([3, 4, 113]), None, p.loss()))
 
 
 def test_hooks_everywhere_are_refused_unless_they_count():
@@ -98,7 +95,7 @@ def test_hooks_of_libraries_are_not_refused(name):
     plain = exposed(name)
     expected = sweep(plain).to_frame()
     recorded = exposed(name)
-    recorded.original_model(pair()[0], output_hidden_states=True, output_attentions=True)
+    recorded.original_model(CLEAN, output_hidden_states=True, output_attentions=True)
     left = [m for m in recorded.original_model.modules() if m._forward_hooks]
     assert len(left) > 3 or name == "bert"
     placed = bridges.original(name)
@@ -108,7 +105,7 @@ def test_hooks_of_libraries_are_not_refused(name):
     for model in (recorded, expose_neuron_heads(bridges.bridged(placed)).model):
         assert not find_hooks(model).users
         pd.testing.assert_frame_equal(sweep(model).to_frame(), expected, **SAME)
-        assert len(p.attribution(model, *pair(), METRIC, **GIVEN).frame) == len(expected)
+        assert len(p.attribution(model, PAIR, sites=SITES).frame) == len(expected)
     # Control: a user's hook next to the libraries' hooks is found.
     recorded.original_model.register_forward_hook(look)
     assert find_hooks(recorded).users == ("original_model",)

@@ -4,6 +4,9 @@ The oracle runs each text alone, without padding, with plain hooks. `<bos>` may 
 token, as in GPT-2.
 """
 
+from dataclasses import replace
+from functools import partial
+
 import bridges
 import numpy as np
 import pytest
@@ -13,9 +16,9 @@ from patched_runs import cached, head_of, hook_point
 from path_oracle import PathOracle
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import HeadName, neurons
+from attn_only_lens import Contrast, HeadName, neurons
 from attn_only_lens import patching as p
-from attn_only_lens.circuits import attribution_graph, discover, evaluate, group_nodes
+from attn_only_lens.circuits import Search, attribution_graph, discover, evaluate, group_nodes
 from attn_only_lens.errors import InputError
 from attn_only_lens.explanation import explain
 
@@ -30,7 +33,7 @@ SITES = ["L0H1", "L0N3", "L1H0", "L1N5"]
 EVERY = {(name, role) for name in SITES for role in ROLES}
 METRIC = p.logit_diff(7, 11)
 CLOSE = 2e-5  # about 100 roundings of float32, of logits of about 1
-QUIET = {"progress": False}
+PAIR = Contrast(CLEAN, CORRUPTED, METRIC, roles=ROLES)
 
 
 @pytest.fixture(
@@ -44,7 +47,7 @@ def name_and_model(request, tmp_path_factory):
     model.tokenizer.padding_side = "left"
     model.tokenizer.pad_token = pad
     model.cfg.tokenizer_prepends_bos, model.cfg.default_prepend_bos = False, True
-    assert p.prompt_pair(model, CLEAN, CORRUPTED).mask[1].tolist() == [0] * 4 + [1] * 3
+    assert PAIR.pair(model).mask[1].tolist() == [0] * 4 + [1] * 3
     return name, model
 
 
@@ -121,21 +124,22 @@ def check(frame, expected, *keys):
 def test_patches_estimates_and_paths(name_and_model):
     name, model = name_and_model
     clean, corrupted = alone(model, CLEAN), alone(model, CORRUPTED)
-    arguments = (model, CLEAN, CORRUPTED, METRIC)
-    by_prompt = {"per_prompt": True, "positions": ROLES, **QUIET}
-    sweep = p.activation_patch(*arguments, sites=SITES, **by_prompt)
+    sites = p.Sites(SITES, "roles")
+    sweep = p.activation_patch(model, PAIR, sites=sites, per_prompt=True)
     assert len(sweep.frame) == len(EVERY) * len(CLEAN)
     expected = {site: with_patches(model, corrupted, clean, [site]) for site in EVERY}
     check(sweep.frame, expected, "name", "position")
-    values = p.attribution(*arguments, sites=SITES, method="gradient", budget=0, **by_prompt)
+    gradient = p.Estimate("gradient", budget=0)
+    values = p.attribution(model, PAIR, sites=sites, method=gradient, per_prompt=True)
     expected = {site: estimates(model, *site) for site in EVERY}
     check(values.frame, expected, "name", "position")
     senders, receivers = ["L0H1", "L0N3"], ["L1H0", "L1N5", "logits"]
-    paths = p.path_patch(
-        *arguments, senders=senders, receivers=receivers, part="z", **by_prompt
-    ).frame
+    edges = p.Edges(p.Sites(senders, "roles"), receivers, "z")
+    paths = p.path_patch(model, PAIR, edges, per_prompt=True).frame
     plain = bridges.boot(name, torch.float32, "names")
-    oracles = [PathOracle(plain, *texts) for texts in zip(clean, corrupted, strict=True)]
+    oracles = [
+        PathOracle(plain, Contrast(*texts, METRIC)) for texts in zip(clean, corrupted, strict=True)
+    ]
 
     def parsed(receiver):
         return receiver if receiver == "logits" else HeadName.parse(receiver)
@@ -154,8 +158,8 @@ def test_patches_estimates_and_paths(name_and_model):
 
 def test_circuits_and_graphs(model):
     clean, corrupted = alone(model, CLEAN), alone(model, CORRUPTED)
-    arguments, places = (CLEAN, CORRUPTED, METRIC), {"positions": ROLES}
-    circuit = discover(model, *arguments, sites=SITES, n_random=0, faithfulness=0.5, **places)
+    sites, search = p.Sites(SITES, "roles"), Search(n_random=0)
+    circuit = discover(model, PAIR, sites=sites, faithfulness=0.5, search=search)
     chosen = set(zip(circuit.frame["name"], circuit.frame["position"], strict=True))
     assert 0 < len(chosen) < len(EVERY)
     whole, kept, nothing = (
@@ -165,25 +169,22 @@ def test_circuits_and_graphs(model):
     loose = CLOSE / abs(whole - nothing)
     assert loose < 0.01
     assert circuit.faithfulness == pytest.approx(expected, abs=loose)
-    result = evaluate(model, circuit, *arguments, **places)
+    result = evaluate(model, circuit, PAIR)
     assert result.faithfulness == pytest.approx(expected, abs=loose)
     sites = [f"{name}@{role}" for name, role in sorted(EVERY)]
-    graph = attribution_graph(model, CLEAN, METRIC, corrupted=CORRUPTED, sites=sites, **places)
-    graphs = [
-        attribution_graph(
-            *(model, clean[i], METRIC),
-            corrupted=corrupted[i],
-            sites=sites,
-            positions={role: place(i, role, clean[i]) for role in ROLES},
-        )
-        for i in range(len(CLEAN))
-    ]
+    roles = [{role: place(i, role, clean[i]) for role in ROLES} for i in range(len(CLEAN))]
+    singles = map(partial(Contrast, metric=METRIC), clean, corrupted)
+    singles = [replace(one, roles=roles[i]) for i, one in enumerate(singles)]
+    graph, *graphs = (
+        attribution_graph(model, contrast, sites=sites, positions="roles")
+        for contrast in (PAIR, *singles)
+    )
     mean = np.mean([one.heads["attribution"] for one in graphs], axis=0)
     np.testing.assert_allclose(graph.heads["attribution"], mean, rtol=0, atol=CLOSE)
     assert mean.std() > 100 * CLOSE
-    with pytest.raises(InputError, match=r"3 to 7 tokens.*positions=task\.roles"):
-        explain(model, *arguments)
-    groups = group_nodes(graph, model, *arguments, **places)
+    with pytest.raises(InputError, match=r"3 to 7 tokens"):
+        explain(model, PAIR)
+    groups = group_nodes(graph, model, PAIR)
     for node in groups.nodes.itertuples():
         patched = np.mean(with_patches(model, clean, corrupted, [tuple(node.id.split("@"))]))
         assert node.effect == pytest.approx(whole - patched, abs=CLOSE)
@@ -193,7 +194,7 @@ def test_circuits_and_graphs(model):
 def test_corpora_means_and_generation(model):
     texts, name, point = alone(model, CLEAN), "L0N3", hook_point(model, "L0N3", "z")
     z = [cached(model, text)[point][0, :, 3, 0] for text in texts]
-    frame = neurons.top_examples(model, [name], CLEAN, k=99, ends="largest", **QUIET)
+    frame = neurons.top_examples(model, [name], neurons.Corpus(CLEAN, ends="largest"), k=99)
     got = {(row.text, row.at): row.value for row in frame.itertuples()}
     # BOS is no example.
     expected = {(i, at): value for i, one in enumerate(z) for at, value in enumerate(one) if at}

@@ -11,7 +11,7 @@ import transformers
 from common import tokens
 from patched_runs import difference, whole_runs
 
-from attn_only_lens import circuits, expose_neuron_heads, neurons
+from attn_only_lens import Contrast, Work, circuits, expose_neuron_heads, neurons
 from attn_only_lens import patching as p
 from attn_only_lens.errors import InputError
 
@@ -46,7 +46,7 @@ def prompts(pos):
     clean = tokens(5, 1, pos)
     corrupted = clean.clone()
     corrupted[:, 2] = (corrupted[:, 2] + 5) % bridges.D_VOCAB
-    return clean, corrupted
+    return Contrast(clean, corrupted, METRIC)
 
 
 @pytest.mark.parametrize("kind", ROPES)
@@ -55,17 +55,17 @@ def test_patches_equal_hooks_in_full_runs_at_every_length(kind):
     _, model = llama(kind)
     frames = {}
     for pos in (11, 17, 5, 11):
-        clean, corrupted = prompts(pos)
+        contrast = prompts(pos)
         fresh, _ = llama(kind)  # a model that has seen no other input
         with torch.no_grad():
-            expected = fresh(clean).logits
-        assert (model(clean) - expected).abs().max() < 1e-6 * expected.abs().max()
-        sites = {"sites": ["L0H1", "L1N5", "L1H0"], "positions": [2, pos - 1]}
-        sweep = p.activation_patch(model, clean, corrupted, METRIC, progress=False, **sites).frame
+            expected = fresh(contrast.clean).logits
+        assert (model(contrast.clean) - expected).abs().max() < 1e-6 * expected.abs().max()
+        sites = p.Sites(["L0H1", "L1N5", "L1H0"], [2, pos - 1])
+        sweep = p.activation_patch(model, contrast, sites=sites).frame
         measure = partial(difference, correct=3, wrong=7)
-        expected = whole_runs(model, (clean, corrupted, None), sweep, measure=measure)
+        expected = whole_runs(model, contrast, sweep, measure=measure)
         np.testing.assert_allclose(sweep["value"], expected, rtol=0, atol=1e-5)
-        circuits.attribution_graph(model, clean, METRIC, corrupted=corrupted, top=5)
+        circuits.attribution_graph(model, contrast, top=5)
         again = frames.setdefault(pos, sweep)
         pd.testing.assert_frame_equal(again, sweep)
 
@@ -76,21 +76,21 @@ def test_prompts_of_different_lengths_would_share_angles(kind):
     rows = [[tokens(5, 1, pos)[0] + n for pos in (11, 9)] for n in (0, 1)]
     rows = [[row % bridges.D_VOCAB for row in side] for side in rows]
     with pytest.raises(InputError, match="one length at a time"):
-        p.activation_patch(model, *rows, METRIC, progress=False)
+        p.activation_patch(model, Contrast(*rows, METRIC))
     mask = torch.tensor([[1] * 11, [1] * 9 + [0] * 2])
     padded = [torch.stack([row, torch.cat([other, other[:2]])]) for row, other in rows]
     with pytest.raises(InputError, match="got prompts of 9 to 11 tokens"):
-        p.activation_patch(model, *padded, METRIC, mask=mask, progress=False)
+        p.activation_patch(model, Contrast(*padded, METRIC, mask=mask))
     short = [[row[:pos] for row, pos in zip(side, (7, 5), strict=True)] for side in rows]
-    p.activation_patch(model, *short, METRIC, sites=["L1H0"], progress=False)
+    p.activation_patch(model, Contrast(*short, METRIC), sites="L1H0")
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_top_examples_are_those_of_each_text_alone(kind):
     _, model = llama(kind)
     texts = [tokens(seed, 1, pos)[0] for seed, pos in enumerate((5, 17, 3, 11, 17, ORIGINAL))]
-    options = {"k": 60, "progress": False, "context": 17, "batch_size": 7}
-    together = neurons.top_examples(model, ["L1N3"], texts, **options)
+    corpus, work = neurons.Corpus(texts, context=17), Work(batch_size=7)
+    together = neurons.top_examples(model, ["L1N3"], corpus, k=60, work=work)
     assert len({*together["text"]}) == len(texts)
     for text, rows in together.groupby("text"):
         fresh = llama(kind)[1]
@@ -103,4 +103,4 @@ def test_top_examples_are_those_of_each_text_alone(kind):
 def test_other_models_have_a_longest_prompt():
     _, model = llama("yarn")
     with pytest.raises(InputError, match="21"):
-        p.activation_patch(model, *prompts(23), METRIC, progress=False)
+        p.activation_patch(model, prompts(23))

@@ -11,6 +11,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 from attn_only_lens import patching as p
 from attn_only_lens.engine.metrics import bind, require_differentiable, require_distinct
+from attn_only_lens.engine.prompts import prompt_pair
 from attn_only_lens.errors import InputError
 
 pytestmark = pytest.mark.numeric
@@ -34,13 +35,13 @@ def pair(model):
     corrupted = clean.clone()
     corrupted[:, 1] = (clean[:, 1] + 1) % 41
     mask = torch.tensor([[1] * (n + 1) + [0] * (POS - n - 1) for n in LAST])
-    return p.prompt_pair(model, clean, corrupted, mask)
+    return prompt_pair(model, clean, corrupted, mask)
 
 
 @pytest.fixture(scope="module")
 def whole_pair(model, pair):
     """The same prompts without padding."""
-    return p.prompt_pair(model, pair.clean, pair.corrupted)
+    return prompt_pair(model, pair.clean, pair.corrupted)
 
 
 def logits_of(seed, sites=SITES):
@@ -154,7 +155,7 @@ def test_positions_from_the_start_of_prompts_of_different_lengths(fn, model, pai
     # Control: prompts of the same length have the same positions, whatever the padding.
     clean, corrupted = (x[:, [3, 4, 0, 1, 2, 3, 4]] for x in (pair.clean, pair.corrupted))
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0, 0]])
-    same = p.prompt_pair(model, clean, corrupted, mask)
+    same = prompt_pair(model, clean, corrupted, mask)
     bound = bind(lambda logits: logits[:, 0, 3], model, same, reference=CLEAN)
     assert bound.of_run(CLEAN).tolist() == [CLEAN[i, 2 - i, 3].item() for i in range(BATCH)]
 
@@ -170,7 +171,7 @@ def test_loss_is_transformer_lens(model, pair):
         ]
         assert got == pytest.approx(mean(by_prompt), rel=EXACT)
     # Without padding, it is TransformerLens' mean. Control: with padding, it differs from it.
-    whole = p.prompt_pair(model, pair.clean, pair.corrupted)
+    whole = prompt_pair(model, pair.clean, pair.corrupted)
     reference = model(pair.clean, return_type="loss").item()
     assert bind(p.loss(), model, whole).of(model(pair.clean)) == pytest.approx(reference, rel=EXACT)
     assert abs(reference - bound.of(model(pair.clean))) > 1e-3
@@ -292,7 +293,7 @@ def test_refused_otherwise(model, pair):
         bind(p.probability("w1"), bridges.boot("gpt2"), pair)
     with pytest.raises(InputError, match=r"expected the clean run's logits \[3, 7, 41\]"):
         bind(p.kl(), model, pair, reference=CLEAN[:, :5])
-    single = p.prompt_pair(model, torch.tensor([[1]]), torch.tensor([[2]]))
+    single = prompt_pair(model, torch.tensor([[1]]), torch.tensor([[2]]))
     with pytest.raises(InputError, match="no prompt has a second token"):
         bind(p.loss(), model, single)
     small = SimpleNamespace(cfg=SimpleNamespace(d_vocab=41, d_vocab_out=5))

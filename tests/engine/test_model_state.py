@@ -18,7 +18,7 @@ from common import needs_hooked_transformer, tokens
 from drawn_transcoders import drawn
 from transformers.models.llama import modeling_llama
 
-from attn_only_lens import Bilinear, convert, expose_neuron_heads, load, neurons
+from attn_only_lens import Bilinear, Contrast, Work, convert, expose_neuron_heads, load, neurons
 from attn_only_lens import patching as p
 from attn_only_lens.engine.model_state import fingerprint, snapshot
 from attn_only_lens.errors import InputError
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # by TransformerLens and tran
 
 
 CLEAN, CORRUPTED = tokens(pos=5), tokens(1, pos=5)
-METRIC, QUIET = p.logit_diff(7, 8), {"progress": False}
-FEW = {"sites": ["L0N3", "L1H0"], **QUIET}
+PAIR = Contrast(CLEAN, CORRUPTED, p.logit_diff(7, 8))
+FEW = {"sites": ["L0N3", "L1H0"]}
 
 
 def exposed(name):
@@ -170,8 +170,8 @@ def test_runs_change_nothing(name):
     """A model that has run in every way has the same fingerprint as a new one."""
     model = exposed(name)
     model.run_with_cache(CLEAN)
-    p.activation_patch(model, CLEAN, CORRUPTED, METRIC, **FEW)
-    p.attribution(model, CLEAN, CORRUPTED, METRIC, **FEW)
+    p.activation_patch(model, PAIR, **FEW)
+    p.attribution(model, PAIR, **FEW)
     use(model)
     assert fingerprint(model) == fingerprint(exposed(name))
 
@@ -287,39 +287,30 @@ def test_a_copied_folder_has_the_same_fingerprint(tmp_path):
 
 
 RESUMED = {
-    "activation_patch": lambda model, folder: p.activation_patch(
-        model, CLEAN, CORRUPTED, METRIC, resume=folder, **FEW
-    ),
-    "attribution": lambda model, folder: p.attribution(
-        model, CLEAN, CORRUPTED, METRIC, resume=folder, **FEW
-    ),
-    "path_patch": lambda model, folder: p.path_patch(
-        *(model, CLEAN, CORRUPTED, METRIC),
-        senders=["L0N3"],
-        receivers=["L1H0"],
-        resume=folder,
-        **QUIET,
-    ),
-    "top_examples": lambda model, folder: neurons.top_examples(
-        model, ["L1N3"], CLEAN.tolist(), 2, resume=folder, **QUIET
+    "activation_patch": lambda model, work: p.activation_patch(model, PAIR, **FEW, work=work),
+    "attribution": lambda model, work: p.attribution(model, PAIR, **FEW, work=work),
+    "path_patch": lambda model, work: p.path_patch(model, PAIR, p.Edges("L0N3", "L1H0"), work=work),
+    "top_examples": lambda model, work: neurons.top_examples(
+        model, ["L1N3"], neurons.Corpus(CLEAN.tolist()), k=2, work=work
     ),
 }
 
 
-def rows(result):
+def resumed(use, model, folder):
+    result = RESUMED[use](model, Work(resume=folder))
     return getattr(result, "frame", result)
 
 
 @pytest.mark.both_versions
 @pytest.mark.parametrize("use", RESUMED)
 def test_another_models_results_are_not_resumed(use, tmp_path):
-    first = RESUMED[use](exposed("llama"), tmp_path)
+    first = resumed(use, exposed("llama"), tmp_path)
     again = exposed("llama")
-    assert rows(RESUMED[use](again, tmp_path)).equals(rows(first))
+    assert resumed(use, again, tmp_path).equals(first)
     LLAMA["a buffer in place"](again)
     with pytest.raises(InputError, match="model: got"):
-        RESUMED[use](again, tmp_path)
-    assert not rows(RESUMED[use](again, tmp_path / "other")).equals(rows(first))
+        resumed(use, again, tmp_path)
+    assert not resumed(use, again, tmp_path / "other").equals(first)
 
 
 @pytest.mark.parametrize("use", ["attribution", "top_examples"])
@@ -327,14 +318,14 @@ def test_an_error_names_the_mode(use, tmp_path):
     """Because the forward pass may read it, but functions such as `generate` set it."""
     model = exposed("llama").train()
     tested = snapshot(model)
-    first = RESUMED[use](model, tmp_path)
+    first = resumed(use, model, tmp_path)
     model.blocks[1].attn.eval()
     assert snapshot(model) != tested
     with pytest.raises(InputError, match=r'training: got .*"blocks\.1\.attn": false') as refused:
-        RESUMED[use](model, tmp_path)
+        resumed(use, model, tmp_path)
     assert "model: got" not in str(refused.value)
     model.eval()
     with pytest.raises(InputError, match=r'training: got \{"the whole model": false}'):
-        RESUMED[use](model, tmp_path)
+        resumed(use, model, tmp_path)
     model.train()
-    assert rows(RESUMED[use](model, tmp_path)).equals(rows(first))
+    assert resumed(use, model, tmp_path).equals(first)

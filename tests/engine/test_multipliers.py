@@ -1,6 +1,7 @@
 """Tests that secant multipliers add up to the metric's change between runs, for every model."""
 
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 
 import bridges
 import pandas as pd
@@ -9,13 +10,13 @@ import split_oracle
 import torch
 from common import tokens
 
-from attn_only_lens import Bilinear, circuits, convert, expose_neuron_heads
+from attn_only_lens import Bilinear, Contrast, circuits, convert, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine import linear_rules, secants
-from attn_only_lens.engine.multipliers import metric_multiplier, run_both, secant_multipliers
 from attn_only_lens.engine.gradients import Tape
 from attn_only_lens.engine.linear_map import of_difference
 from attn_only_lens.engine.metrics import bind
+from attn_only_lens.engine.multipliers import metric_multiplier, run_both, secant_multipliers
 from attn_only_lens.errors import InputWarning, UnsupportedModelError
 from attn_only_lens.heads import host_of
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
@@ -34,6 +35,7 @@ METRICS = {
     "loss": p.loss(),
 }
 EXACT = 1e-12
+SECANT, SPLIT = p.Estimate("secant", budget=0), p.Estimate("secant", budget=0, split=True)
 FAMILIES = [name for name in bridges.EVERY if name != "vit"]
 if HAS_HOOKED_TRANSFORMER:  # bridges run with 4
     FAMILIES = ["converted gelu", "converted parallel", "exposed post_norm", "bilinear relu"]
@@ -56,12 +58,16 @@ def model_of(family):
 made = cache(model_of)  # for tests that leave the model as it is
 
 
-def pair_of(model):
+def contrast_of(metric="logit_diff", **sizes):
     """Return prompts that differ at two tokens, after equal first tokens."""
-    clean = tokens()
+    clean = tokens(**sizes)
     corrupted = clean.clone()
     corrupted[:, 2], corrupted[:, -1] = (clean[:, 2] + 5) % 31, (clean[:, -1] + 3) % 31
-    return p.prompt_pair(model, clean, corrupted)
+    return Contrast(clean, corrupted, METRICS.get(metric, metric))
+
+
+def pair_of(model):
+    return contrast_of().pair(model)
 
 
 def tape_of(model):
@@ -147,14 +153,11 @@ def test_tokens_add_up_in_float32(family):
 )
 def test_the_parts_of_patterns_and_values_are_those_by_hand(family, kinds):
     """Of heads that write directly to the last stream; in NeoX, attention heads do so too."""
-    model, clean = made(family), tokens(pos=7)
-    corrupted = clean.clone()
-    corrupted[:, 2], corrupted[:, -1] = (clean[:, 2] + 5) % 31, (clean[:, -1] + 3) % 31
-    prompts = model, clean, corrupted
+    model, contrast = made(family), contrast_of(pos=7)
+    prompts = model, contrast.clean, contrast.corrupted
     # The oracle's own sum holds.
     _, total = split_oracle.multiplier(*prompts, (3, 7))
-    how = {"method": "secant", "budget": 0, "split": True, "progress": False}
-    sweep = p.attribution(*prompts, METRICS["logit_diff"], positions=-1, **how)
+    sweep = p.attribution(model, contrast, sites=p.Sites(positions=-1), method=SPLIT)
     span = sweep.clean_value - sweep.corrupted_value
     assert total == pytest.approx(span, rel=1e-6)  # NeoX rotates queries and keys in float32
     frame = sweep.to_frame().set_index("name")[["by_pattern", "by_value"]] * span
@@ -170,11 +173,10 @@ def test_the_parts_of_patterns_and_values_are_those_by_hand(family, kinds):
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_exchanging_the_runs_changes_only_the_sign(family):
     model = model_of(family)
-    pair = pair_of(model)
-    attributions = []
-    for clean, corrupted in ((pair.clean, pair.corrupted), (pair.corrupted, pair.clean)):
-        swapped = p.prompt_pair(model, clean, corrupted)
-        run = of_difference(model, swapped, METRICS["logit_diff"])
+    contrast, attributions = contrast_of(), []
+    swapped = replace(contrast, clean=contrast.corrupted, corrupted=contrast.clean)
+    for one in (contrast, swapped):
+        run = of_difference(model, one.pair(model), one.metric)
         attributions.append([run.attributions(i) for i in range(len(run.sublayers))])
     for first, second in zip(*attributions, strict=True):
         assert torch.allclose(
@@ -229,23 +231,19 @@ def test_a_metric_without_a_rule_has_a_remainder():
     assert abs(float(terms.sum()) - result.total) <= EXACT * max(size_of(terms), 1.0)
     assert abs(result.total - change) > 1e-9 * abs(change)
     assert result.total + result.remainder == pytest.approx(change)
-    clean, corrupted = tokens(), pair_of(model).corrupted
-    how = {"method": "secant", "budget": 0, "progress": False}
     with pytest.warns(InputWarning, match="no exact secant rule"):
-        p.attribution(model, clean, corrupted, metric, **how)
+        p.attribution(model, contrast_of(metric), method=SECANT)
 
 
 def test_half_precision_is_computed_in_float32_and_its_error_is_said():
     model = model_of("gpt2")  # a model without buffers that rounding would change
     for one in model.parameters():
         one.data = one.data.bfloat16().double()
-    clean, corrupted = tokens(), pair_of(model).corrupted
-    metric, how = METRICS["logit_diff"], {"method": "secant", "budget": 0, "progress": False}
-    wide = p.attribution(model, clean, corrupted, metric, **how)
+    wide = p.attribution(model, contrast_of(), method=SECANT)
     model.to(torch.bfloat16)
     before = [one.clone() for one in model.parameters()]
     with pytest.warns(InputWarning, match="in the model's precision"):
-        sweep = p.attribution(model, clean, corrupted, metric, **how)
+        sweep = p.attribution(model, contrast_of(), method=SECANT)
     assert (sweep.effect - wide.effect).abs().max() <= 1e-4 * wide.effect.abs().max()
     assert all(map(torch.equal, before, model.parameters()))
 
@@ -265,28 +263,27 @@ def test_a_metric_of_functions_with_rules_has_none():
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padding_changes_nothing(family, side):
     """A batch of two lengths has the same parts as its prompts, each run alone."""
-    model, metric = model_of(family), METRICS["logit_diff"]
+    model = model_of(family)
     clean = tokens(1, batch=2, pos=6)
     mask = torch.ones_like(clean)
     mask[0, slice(4, 6) if side == "right" else slice(0, 2)] = 0
     clean = clean * mask
     corrupted = clean.clone()
     corrupted[:, 3] = (clean[:, 3] + 5) % 31
-    how = {"method": "secant", "budget": 0, "split": True, "progress": False}
-    columns = ["by_pattern", "by_value"]
+    columns, contrast = ["by_pattern", "by_value"], partial(Contrast, metric=METRICS["logit_diff"])
 
-    def parts(sweep, first=0):
+    def parts(contrast, first=0):
+        sweep = p.attribution(model, contrast, method=SPLIT)
         frame = sweep.to_frame()
         frame["position"] += first
         span = sweep.clean_value - sweep.corrupted_value
         return frame.set_index(["name", "position"])[columns] * span
 
-    together = parts(p.attribution(model, clean, corrupted, metric, mask=mask, **how))
+    together = parts(contrast(clean, corrupted, mask=mask))
     alone = 0.0
     for row in range(2):
         kept = mask[row].bool()
-        rows = clean[row, kept][None], corrupted[row, kept][None]
-        one = parts(p.attribution(model, *rows, metric, **how), int(kept.nonzero()[0]))
+        one = parts(contrast(clean[row, kept], corrupted[row, kept]), int(kept.nonzero()[0]))
         alone = alone + one.reindex(together.index).fillna(0.0) / 2
     assert not together.isna().any(axis=None)
     assert (together - alone).abs().max(axis=None) <= EXACT
@@ -326,10 +323,10 @@ def test_what_a_sublayer_writes_after_its_own_norm_has_the_gradient_of_the_strea
 
 @pytest.mark.parametrize("name", ["gemma2", "olmo2"])
 def test_secants_are_repaired_on_bridges_with_norms_after_sublayers(name):
-    prompts = (made(name), tokens(1), tokens(2), p.logit_diff(3, 7))
-    scores = p.attribution(*prompts, method="secant", budget=3, progress=False).frame
+    runs = made(name), Contrast(tokens(1), tokens(2), p.logit_diff(3, 7))
+    scores = p.attribution(*runs, method=p.Estimate("secant", budget=3)).frame
     exact = scores[scores["exact"]]
-    patched = p.activation_patch(*prompts, positions="each", direction="denoise", progress=False)
+    patched = p.activation_patch(*runs)
     key = ["name", "position"]
     both = exact.merge(patched.frame, on=key, suffixes=("", "_patched"))
     assert 16 < len(both) == len(exact)
@@ -342,17 +339,15 @@ def test_secants_are_repaired_on_bridges_with_norms_after_sublayers(name):
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_heads_with_inputs_of_their_own(family, option):
     """These options only add hook points, for edge attribution patching."""
-    model = model_of(family)
-    pair, metric = pair_of(model), METRICS["logit_diff"]
-    one = pair.clean[:1], pair.corrupted[:1]
-    paths = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H0", "L1N5"], "progress": False}
+    model, one = model_of(family), contrast_of(batch=1)
+    alone = replace(one, corrupted=None)
     runs = (
-        lambda: p.attribution(model, *one, metric, method="secant", progress=False).frame,
-        lambda: p.attribution(model, *one, metric, part="k", progress=False).frame,
-        lambda: p.activation_patch(model, *one, metric, part="q", progress=False).frame,
-        lambda: p.path_patch(model, *one, metric, **paths).frame,
-        lambda: circuits.attribution_graph(model, one[0], metric, corrupted=one[1], top=7).edges,
-        lambda: circuits.attribution_graph(model, one[0], metric, top=7).edges,
+        lambda: p.attribution(model, one, method="secant").frame,
+        lambda: p.attribution(model, one, part="k").frame,
+        lambda: p.activation_patch(model, one, part="q").frame,
+        lambda: p.path_patch(model, one, p.Edges(["L0H1", "L0N3"], ["L1H0", "L1N5"])).frame,
+        lambda: circuits.attribution_graph(model, one, top=7).edges,
+        lambda: circuits.attribution_graph(model, alone, top=7).edges,
     )
     expected = [run() for run in runs]
     getattr(model, f"set_{option}")(True)

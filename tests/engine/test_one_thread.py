@@ -9,42 +9,31 @@ import pytest
 from common import in_threads, tokens
 from torch import nn
 
-from attn_only_lens import neurons, viz
+from attn_only_lens import Contrast, neurons, viz
 from attn_only_lens import patching as p
-from attn_only_lens.circuits import attribution_graph, discover, path_expansion
+from attn_only_lens.circuits import Search, attribution_graph, discover, path_expansion
 from attn_only_lens.engine.one_thread import one_thread, one_thread_per_model
 from attn_only_lens.models.verify import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # raised by TransformerLens and transformers
 METRIC = p.logit_diff(7, 11)
 SITES = ["L0H1", "L0N3", "L1H0", "L1N5"]
-QUIET = {"progress": False}
+EDGES, NONE = p.Edges(SITES[:2], SITES[2:], "z"), Search(n_random=0)
 
 
-def sweep(*arguments):
-    return p.activation_patch(*arguments, METRIC, **QUIET).frame["value"]
-
-
-def paths(*arguments):
-    named = {"senders": SITES[:2], "receivers": SITES[2:], "part": "z"}
-    return p.path_patch(*arguments, METRIC, **named, **QUIET).frame["value"]
-
-
-def graph(model, clean, corrupted):
-    return attribution_graph(model, clean, METRIC, corrupted=corrupted).heads["attribution"]
+def examples(model, contrast):
+    return neurons.top_examples(model, None, neurons.Corpus([*contrast.clean]), k=2)["value"]
 
 
 RUNS = {
-    "sweep": sweep,
-    "attribution": lambda *x: p.attribution(*x, METRIC, **QUIET).frame["value"],
-    "paths": paths,
-    "graph": graph,
-    "circuit": lambda *x: discover(*x, METRIC, sites=SITES, n_random=0).faithfulness,
-    "verify": lambda model, clean, _: verify(model, model, clean).max_kl,
-    "view": lambda model, clean, _: [*viz.attention_view(model, SITES, clean[0]).encode()],
-    "corpus": lambda model, clean, _: neurons.top_examples(model, None, [*clean], 2, **QUIET)[
-        "value"
-    ],
+    "sweep": lambda *x: p.activation_patch(*x).frame["value"],
+    "attribution": lambda *x: p.attribution(*x).frame["value"],
+    "paths": lambda *x: p.path_patch(*x, EDGES).frame["value"],
+    "graph": lambda *x: attribution_graph(*x).heads["attribution"],
+    "circuit": lambda *x: discover(*x, sites=SITES, search=NONE).faithfulness,
+    "verify": lambda model, x: verify(model, model, x.clean).max_kl,
+    "view": lambda model, x: [*viz.attention_view(model, SITES, x.clean[0]).encode()],
+    "corpus": examples,
 }
 
 
@@ -56,7 +45,7 @@ def test_analyses_of_one_model_in_eight_threads():
         clean = tokens(seed, pos=7)
         corrupted = clean.clone()
         corrupted[:, 2] = (clean[:, 2] + 5) % 41
-        return np.asarray(RUNS[of](model, clean, corrupted))
+        return np.asarray(RUNS[of](model, Contrast(clean, corrupted, METRIC)))
 
     expected = [run(of) for of in RUNS]
     for results, alone in zip(in_threads(run, list(RUNS), times=1), expected, strict=True):
@@ -84,13 +73,14 @@ def test_a_model_waits_only_for_itself():
 @pytest.mark.parametrize("method", ["effects", "paths"])
 def test_methods_that_run_the_model_wait(method):
     model, called = bridges.exposed_copy(bridges.boot("gpt2")), threading.Event()
-    expansion = path_expansion(model, tokens(batch=1))
 
     def metric(logits):
         called.set()
         return logits[0, -1, 7]
 
-    thread = threading.Thread(target=lambda: getattr(expansion, method)(metric))
+    expansion = path_expansion(model, Contrast(tokens(batch=1), None, metric))
+    called.clear()
+    thread = threading.Thread(target=getattr(expansion, method))
     with one_thread([model]):
         thread.start()
         assert not called.wait(0.5)

@@ -11,7 +11,7 @@ import torch
 from common import HAS_HOOKED_TRANSFORMER, of_a_library
 from torch import nn
 
-from attn_only_lens import AttnOnlyLensError, expose_neuron_heads
+from attn_only_lens import AttnOnlyLensError, Contrast, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine import passed_tests
 
@@ -42,9 +42,8 @@ class Counted:
         clean = torch.randint(0, 37, (batch, n_pos), generator=generator)
         corrupted = clean.clone()
         corrupted[:, 3:] = (clean[:, 3:] + 5) % 37
-        sites = ["L0N5", "L1N3", "L1H0"]
-        arguments = clean, corrupted, p.logit_diff(7, 8)
-        result = p.activation_patch(self.model, *arguments, sites=sites, mask=mask, progress=False)
+        contrast = Contrast(clean, corrupted, p.logit_diff(7, 8), mask=mask)
+        result = p.activation_patch(self.model, contrast, sites=["L0N5", "L1N3", "L1H0"])
         return result.effect.to_numpy(), self.n_runs
 
 
@@ -115,10 +114,10 @@ def test_metrics_of_other_columns_are_tested():
     wrapped.forward = MethodType(masking, wrapped)
     clean, corrupted = (torch.tensor([[3, 5, 7, x, 13]]) for x in (11, 17))
     for correct in (0, 5):
-        how = {"metric": p.logit_diff(correct, 7), "sites": p.heads(), "progress": False}
-        remembered = p.activation_patch(model, clean, corrupted, **how).effect.to_numpy()
+        contrast = Contrast(clean, corrupted, p.logit_diff(correct, 7))
+        remembered = p.activation_patch(model, contrast, sites="heads").effect.to_numpy()
         passed_tests._PASSED.clear()
-        fresh = p.activation_patch(model, clean, corrupted, **how).effect.to_numpy()
+        fresh = p.activation_patch(model, contrast, sites="heads").effect.to_numpy()
         assert (remembered == fresh).all()
 
 

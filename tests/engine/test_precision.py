@@ -12,11 +12,13 @@ from common import HAS_HOOKED_TRANSFORMER, relative, tokens
 from rounded_products import tf32
 
 from attn_only_lens import (
+    Contrast,
     circuits,
     compare,
     convert,
     expose_neuron_heads,
     grow,
+    growth,
     viz,
 )
 from attn_only_lens import patching as p
@@ -27,7 +29,7 @@ from attn_only_lens.tolerances import LOGIT_TOLERANCE
 pytestmark = pytest.mark.numeric
 
 CLEAN, CORRUPTED = tokens(0, pos=7), tokens(1, pos=7)
-GIVEN = (CLEAN, CORRUPTED, p.logit_diff([7, 8], [8, 9]))
+PAIR = Contrast(CLEAN, CORRUPTED, p.logit_diff([7, 8], [8, 9]))
 TF32 = 2e-2  # relative to the largest value: 2⁻¹¹ per product, through two layers and a difference
 
 
@@ -46,26 +48,27 @@ def converted():
 
 
 def sweep(model):
-    return p.activation_patch(model, *GIVEN, sites=p.all_heads([0, 1]), progress=False)
+    return p.activation_patch(model, PAIR, sites=p.Sites("all", layers=[0, 1]))
 
 
 def attribution(model):
-    return p.attribution(model, *GIVEN, progress=False)
+    return p.attribution(model, PAIR)
 
 
 def secant(model):
-    return p.attribution(model, *GIVEN, method="secant", progress=False)
+    return p.attribution(model, PAIR, method="secant")
 
 
 def graph(model):
-    graph = circuits.attribution_graph(model, CLEAN, GIVEN[2], top=10)
-    assert len(viz.circuit_view(graph, model, CLEAN)) > 10_000
+    alone = Contrast(CLEAN, None, PAIR.metric)
+    graph = circuits.attribution_graph(model, alone, top=10)
+    assert len(viz.circuit_view(graph, model, alone)) > 10_000
     return graph
 
 
 def paths(model):
-    options = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H0", "L1N29"], "part": "z"}
-    sweep = p.path_patch(model, *GIVEN, positions=-1, progress=False, **options)
+    edges = p.Edges(p.Sites(["L0H1", "L0N3"], -1), ["L1H0", "L1N29"], "z")
+    sweep = p.path_patch(model, PAIR, edges)
     shares = circuits.score_sources(model, CLEAN[0], "L1H0", -1, 0)["share"]
     return [*sweep.frame["value"], shares.sum()]
 
@@ -100,12 +103,12 @@ def test_less_precise_products_are_no_reason_to_refuse(make, use):
 
 def test_a_comparison_is_made_by_the_users_setting():
     model = bridges.boot("native", torch.float32)
-    how = {"n_patched": 3, "n_nodes": 0, "n_resamples": 3, "progress": False}
+    sizes = growth.ComparisonSizes(batch_size=2, n_patched=3, n_nodes=0)
+    how = {"sizes": sizes, "resampling": growth.Resampling(n_resamples=3)}
+    contrast = Contrast(torch.cat([CLEAN, CORRUPTED]), None, p.loss())
     with tf32(least=5):
         larger = grow(model, d_mlp=41, seed=0)
-        comparison = compare(
-            model, larger, torch.cat([CLEAN, CORRUPTED]), p.loss(), batch_size=2, **how
-        )
+        comparison = compare(model, larger, contrast, **how)
     assert len(comparison.heads)
 
 

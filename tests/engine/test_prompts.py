@@ -8,7 +8,7 @@ import torch
 from common import tokens
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import patching as p
+from attn_only_lens.engine.prompts import prompt_pair
 from attn_only_lens.errors import InputError
 
 BATCH, POS = 3, 7
@@ -35,17 +35,17 @@ def changed(clean, positions):
 
 def test_tokens_without_a_tokenizer():
     clean = tokens(batch=BATCH, pos=POS)
-    pair = p.prompt_pair(PLAIN, clean.int(), changed(clean, 5))
+    pair = prompt_pair(PLAIN, clean.int(), changed(clean, 5))
     assert torch.equal(pair.clean, clean)
     assert pair.clean.dtype == torch.int64
     assert (pair.mask, pair.last.tolist()) == (None, [6, 6, 6])
     assert pair.real.all()
-    row = p.prompt_pair(PLAIN, clean[0], changed(clean, 2)[0])
+    row = prompt_pair(PLAIN, clean[0], changed(clean, 2)[0])
     assert row.clean.shape == (1, POS)
 
 
 def test_texts_are_padded_on_the_tokenizers_side(model):
-    pair = p.prompt_pair(model, ["w1 w2 w3 w5", "w8 w9"], ["w1 w2 w4 w5", "w7 w9"])
+    pair = prompt_pair(model, ["w1 w2 w3 w5", "w8 w9"], ["w1 w2 w4 w5", "w7 w9"])
     bos, pad = model.tokenizer.bos_token_id, model.tokenizer.pad_token_id
     right = model.tokenizer.padding_side == "right"
     short = [bos, 12, 13, pad, pad] if right else [pad, pad, bos, 12, 13]
@@ -64,7 +64,7 @@ def test_texts_are_padded_on_the_tokenizers_side(model):
 
 
 def test_texts_of_one_length_need_no_mask(model):
-    pair = p.prompt_pair(model, "w1 w2", "w1 w3")
+    pair = prompt_pair(model, "w1 w2", "w1 w3")
     assert pair.mask is None
     assert pair.clean.shape == (1, 3)
 
@@ -76,7 +76,7 @@ def test_a_mask_for_tokens(side):
     mask = torch.zeros(BATCH, POS, dtype=torch.bool)
     for row, length in zip(mask, lengths, strict=True):
         row[slice(length) if side == "right" else slice(POS - length, None)] = True
-    pair = p.prompt_pair(PLAIN, clean, changed(clean, 3), mask)
+    pair = prompt_pair(PLAIN, clean, changed(clean, 3), mask)
     assert pair.last.tolist() == ([6, 1, 4] if side == "right" else [6, 6, 6])
     assert torch.equal(pair.real, mask)
     assert pair.mask.dtype == torch.int64
@@ -86,14 +86,14 @@ def test_a_difference_under_padding_is_none():
     clean = tokens(batch=BATCH, pos=POS)
     mask = torch.ones(BATCH, POS)
     mask[:, 5:] = 0
-    p.prompt_pair(PLAIN, clean, changed(clean, 4), mask)
+    prompt_pair(PLAIN, clean, changed(clean, 4), mask)
     with pytest.raises(InputError, match="identical prompts"):
-        p.prompt_pair(PLAIN, clean, changed(clean, 5), mask)
+        prompt_pair(PLAIN, clean, changed(clean, 5), mask)
 
 
 def test_words_that_split_differently_are_shown(model):
     with pytest.raises(InputError) as caught:
-        p.prompt_pair(model, ["w1 w2", "w3", "w4 w5"], ["w1", "w7", "w5 w5 w6"])
+        prompt_pair(model, ["w1 w2", "w3", "w4 w5"], ["w1", "w7", "w5 w5 w6"])
     assert len(caught.value.reasons) == 2
     first, second = caught.value.reasons
     assert "prompt 0 has 3 clean tokens ['<bos>', ' w1', ' w2']" in first
@@ -132,7 +132,7 @@ REFUSED = {
 def test_refused_with_every_reason(case):
     arguments, reasons = REFUSED[case]
     with pytest.raises(InputError) as caught:
-        p.prompt_pair(PLAIN, *arguments)
+        prompt_pair(PLAIN, *arguments)
     assert len(caught.value.reasons) == len(reasons)
     for got, pattern in zip(caught.value.reasons, reasons, strict=True):
         assert re.search(pattern, got)
@@ -140,4 +140,4 @@ def test_refused_with_every_reason(case):
 
 def test_a_mask_beside_texts_is_refused(model):
     with pytest.raises(InputError, match="leave it out"):
-        p.prompt_pair(model, "w1 w2", "w1 w3", torch.ones(1, 3))
+        prompt_pair(model, "w1 w2", "w1 w3", torch.ones(1, 3))

@@ -5,10 +5,10 @@ import pytest
 import torch
 from common import D_MLP, tokens
 
-from attn_only_lens import Bilinear
+from attn_only_lens import Bilinear, Contrast, HeadName
 from attn_only_lens import patching as p
 from attn_only_lens.engine.positions import resolve_positions
-from attn_only_lens.engine.sites import resolve_sites
+from attn_only_lens.engine.sites import HEAD_KINDS, Sites, resolve_sites
 from attn_only_lens.errors import InputError
 
 BATCH, POS = 3, 7
@@ -22,20 +22,43 @@ def names(resolved):
 
 
 def test_all_heads_are_those_of_the_model():
-    groups = resolve_sites(MODEL, p.all_heads())
+    groups = resolve_sites(MODEL, "all")
     expected = [f"L0H{i}" for i in range(2)] + [f"L0N{i}" for i in range(D_MLP)]
     assert names(groups) == expected + [name.replace("L0", "L1") for name in expected]
-    assert names(resolve_sites(MODEL, p.heads())) == ["L0H0", "L0H1", "L1H0", "L1H1"]
+    assert names(resolve_sites(MODEL, "heads")) == ["L0H0", "L0H1", "L1H0", "L1H1"]
+    assert names(resolve_sites(MODEL, ["neurons", "heads"])) == names(groups)
     for group in groups:
         assert group.index.tolist() == list(range(len(group.names)))
 
 
 def test_layers():
-    groups = resolve_sites(MODEL, p.neuron_heads(layers=[1, 0]))
+    groups = resolve_sites(MODEL, p.Sites("neurons", layers=[1, 0]))
     assert [(group.layer, group.names[-1]) for group in groups] == [(0, "L0N36"), (1, "L1N36")]
     assert len(groups[0].index) == D_MLP
-    assert names(resolve_sites(MODEL, p.heads(layers=1)))[0] == "L1H0"
-    assert p.neuron_heads(range(2)) == p.neuron_heads([0, 1])
+    assert names(resolve_sites(MODEL, p.Sites("heads", layers=1)))[0] == "L1H0"
+    assert p.Sites("neurons", layers=range(2)) == p.Sites("neurons", layers=torch.tensor([0, 1]))
+
+
+def test_heads_alone_are_sites_at_each_position():
+    sites = p.Sites("L1N3", positions=-1)
+    assert Sites.of(sites) is sites
+    assert Sites.of("L1N3") == p.Sites(["L1N3"], "each")
+    assert sites == p.Sites(["L1N3"], torch.tensor(-1))
+    assert p.Sites("all", [3, -1]) == p.Sites("all", torch.tensor([3, -1]))
+    assert sites != p.Sites("L1N3")
+    assert len({sites, p.Sites("L1N3", -1), p.Sites("all", range(2)), p.Sites("all", (0, 1))}) == 2
+    assert resolve_sites(MODEL, HeadName.parse("L1N3"))[0].names == ("L1N3",)
+
+
+def test_kinds():
+    assert p.Sites().kinds == p.Sites(["all", "heads"]).kinds == HEAD_KINDS
+    assert p.Sites(["errors", "skips", "heads"]).kinds == ("attention", "skip", "error")
+    assert p.Sites(["L1N3"]).kinds == p.Sites(["heads", "L1N3"]).kinds == p.Sites([]).kinds == ()
+    sites = p.Sites(["neurons", "errors"], "end", layers=1)
+    assert sites.without("error", "skip") == p.Sites("neurons", "end", layers=1)
+    assert sites.without("neuron", "error") is sites  # nothing would be left
+    assert p.Sites(["L1N3"]).without("neuron") == p.Sites(["L1N3"])
+    assert Sites.of_kinds(["feature"], [2]) == p.Sites("features", layers=2)
 
 
 def test_names_come_in_order_with_their_indices():
@@ -45,9 +68,22 @@ def test_names_come_in_order_with_their_indices():
     assert names(resolve_sites(MODEL, "L1N3")) == ["L1N3"]
 
 
+def test_names_with_positions_are_split():
+    assert p.Sites(["L1N3", "L0H1"]).split() is None
+    assert p.Sites("heads").split() is None
+    sites = p.Sites(["L1N3@-1", "L1N3@0", "L0H1", "L0H1@end of text"])
+    assert sites.split() == [("L1N3", -1), ("L1N3", 0), ("L0H1", None), ("L0H1", "end of text")]
+    with pytest.raises(InputError) as caught:
+        p.Sites(["L1N3@", "L1N3@01", "L1N3@1@2", "L1N3@4"]).split()
+    assert len(caught.value.reasons) == 3
+    assert "got 'L1N3@01'; expected a position after @" in str(caught.value)
+
+
 def test_neurons_of_bilinear_gates():
     model = bridges.exposed_copy(bridges.boot("gpt2"), gate=Bilinear(4))
-    assert names(resolve_sites(model, p.neuron_heads(0))) == [f"L0N{i}" for i in range(4 * D_MLP)]
+    assert names(resolve_sites(model, p.Sites("neurons", layers=0))) == [
+        f"L0N{i}" for i in range(4 * D_MLP)
+    ]
     with pytest.raises(InputError, match="neurons 0 to 147"):
         resolve_sites(model, ["L1N148"])
 
@@ -73,27 +109,34 @@ def test_every_bad_name_is_told():
 
 def test_refused_otherwise():
     for nothing in ([], {"L0N1"}, None):
-        with pytest.raises(InputError, match="expected neuron_heads"):
+        with pytest.raises(InputError, match=r"expected only words \('all', 'heads', 'neurons'"):
             resolve_sites(MODEL, nothing)
+    for mixed in (["heads", "L0N1"], "neuron"):
+        with pytest.raises(InputError, match=r"got '(heads|neuron)'; expected only words \("):
+            resolve_sites(MODEL, mixed)
+    with pytest.raises(InputError, match="got heads of kind feature or skip; these layers have n"):
+        resolve_sites(MODEL, ["skips", "features"])
     with pytest.raises(InputError, match="got layer 3") as caught:
-        resolve_sites(MODEL, p.heads([1, 3, 5]))
+        resolve_sites(MODEL, p.Sites("heads", layers=[1, 3, 5]))
     assert len(caught.value.reasons) == 2
     with pytest.raises(InputError, match="expose_neuron_heads"):
-        resolve_sites(bridges.boot("gpt2"), p.heads())
+        resolve_sites(bridges.boot("gpt2"), "heads")
     with pytest.raises(InputError) as caught:
-        p.all_heads([-1, True, 2, 2, "0"])
+        p.Sites("all", layers=[-1, True, 2, 2, "0"])
     assert len(caught.value.reasons) == 4
     with pytest.raises(InputError, match="got no layers"):
-        p.heads([])
+        p.Sites("heads", layers=[])
+    with pytest.raises(InputError, match="got layers and names of heads"):
+        p.Sites(["L0N3"], layers=0)
 
 
-def pair_of(lengths, side="right"):
+def pair_of(lengths, side="right", roles=None):
     clean = tokens(batch=BATCH, pos=POS)
     corrupted = (clean + 1) % 41
     mask = torch.zeros(BATCH, POS)
     for row, length in zip(mask, lengths, strict=True):
         row[slice(length) if side == "right" else slice(POS - length, None)] = 1
-    return p.prompt_pair(MODEL, clean, corrupted, mask)
+    return Contrast(clean, corrupted, p.loss(), mask=mask, roles=roles or {}).pair(MODEL)
 
 
 def shown(sets):
@@ -136,28 +179,47 @@ def test_numbers():
     for position in (2, -3):
         with pytest.raises(InputError, match=r"in prompts \[1\]"):
             resolve_positions(pair, position)
-    for bad in ("last", [], 1.5, None):
-        with pytest.raises(InputError, match="expected 'each', 'all'"):
+    for bad in ([], 1.5, None, {"end": -1}, (0, "end")):
+        with pytest.raises(InputError, match="expected 'each', 'all', 'roles', names of roles"):
             resolve_positions(pair, bad)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_by_role(side):
-    pair = pair_of([5, 2, 3], side)
-    start = [0, 0, 0] if side == "right" else [2, 5, 4]
     roles = {"subject": torch.tensor([3, 0, -3]), "end": -1, "second": 1}
-    assert shown(resolve_positions(pair, roles)) == {
+    pair = pair_of([5, 2, 3], side, roles)
+    start = [0, 0, 0] if side == "right" else [2, 5, 4]
+    expected = {
         "subject": [[0, start[0] + 3], [1, start[1]], [2, start[2]]],
         "end": [[0, start[0] + 4], [1, start[1] + 1], [2, start[2] + 2]],
         "second": [[i, index + 1] for i, index in enumerate(start)],
     }
+    assert shown(resolve_positions(pair, "roles")) == expected
+    assert shown(resolve_positions(pair, "end")) == {"end": expected["end"]}
+    assert list(shown(resolve_positions(pair, ("second", "end")))) == ["second", "end"]
+    # In some of the prompts, the roles are those of these prompts.
+    (subject,) = resolve_positions(pair.of_prompts([2, 0]), "subject")
+    assert subject.chosen.nonzero().tolist() == [[0, start[2]], [1, start[0] + 3]]
+
+
+def test_roles_that_are_none():
     bad = {"a": [1, 2, 0], "b": [1, 1], "all": 0, 3: -1, "c": [4, -3, 1.5], "d": -1, "e": [4, 1, 2]}
     bad["\ud800"] = -1
+    pair = pair_of([5, 2, 3], roles=bad)
     with pytest.raises(InputError) as caught:
-        resolve_positions(pair, bad)
+        resolve_positions(pair, "roles")
     text = str(caught.value)
     assert len(caught.value.reasons) == 7
     assert r"got role '\ud800'; expected valid Unicode" in text
     assert "a: got 2 in prompt 1; expected a number from -2 to 1" in text
-    with pytest.raises(InputError, match="got no roles"):
-        resolve_positions(pair, {})
+    assert resolve_positions(pair, "d")  # only the given roles are read
+    with pytest.raises(InputError) as caught:
+        resolve_positions(pair, ["end", "start", "d", "b"])
+    assert len(caught.value.reasons) == 3
+    assert "got the role 'end'; expected a role of the contrast: a, b, all, 3, c" in str(
+        caught.value
+    )
+    without = pair_of([5, 2, 3])
+    for positions, got in (("roles", "positions='roles'"), ("last", "the role 'last'")):
+        with pytest.raises(InputError, match=f"got {got}, but the contrast has no roles; expected"):
+            resolve_positions(without, positions)

@@ -114,7 +114,8 @@ def test_ablated(model, close, to, positions):
     plain = model(batch)
     expected = model.run_with_hooks(batch, fwd_hooks=hooks)
     sources = {"prompts": text, "mask": mask} if to == "mean" else {}
-    with p.ablated(model, NAMES, to=to, positions=positions, **sources):
+    sites = p.Sites(NAMES, "each" if positions is None else positions)
+    with p.ablated(model, sites, to=to, **sources):
         assert close(model(batch), expected)
         logits, cache = model.run_with_cache(batch)
         assert close(logits, expected)
@@ -139,7 +140,7 @@ def test_bias_is_zero_of_neurons_and_shows_in_the_pattern(model, close):
     assert close(logits, expected)
     pattern = cache[hook_point(model, "L1N3", "pattern")][:, 3]
     assert torch.equal(pattern, torch.tensor([0.0, 1.0]).to(pattern).expand_as(pattern))
-    with p.ablated(model, neurons, to="bias", positions=1), p.ablated(model, NAMES[:1]):
+    with p.ablated(model, p.Sites(neurons, 1), to="bias"), p.ablated(model, NAMES[:1]):
         both = model(text)
     zero = edits(model, lambda name, z: z * 0, [1])[1:]
     every = [edits(model, lambda name, z: z * 0)[0]]
@@ -188,19 +189,20 @@ def test_hooks_are_gone_after_an_error_and_refusals_come_first(model):
     state = torch.get_rng_state()
     with pytest.raises(KeyError), p.steered(model, steering(model), positions=[1]):
         raise KeyError
-    with pytest.raises(KeyError), p.ablated(model, p.all_heads(), to="mean", prompts=text):
+    with pytest.raises(KeyError), p.ablated(model, "all", to="mean", prompts=text):
         raise KeyError
     assert torch.equal(model(text), plain)
     assert torch.equal(torch.get_rng_state(), state)
     assert not model.blocks[0]._forward_pre_hooks
     d_head = z_of(model, "L0H1", text).shape[-1]
     for refused, reasons in {
-        p.ablated(model, NAMES, to="bias", positions=-1): ["no bias token", "positions [-1]"],
+        p.ablated(model, p.Sites(NAMES, -1), to="bias"): ["no bias token", "positions [-1]"],
         p.ablated(model, NAMES, to="mean"): ["got no prompts"],
         p.ablated(model, NAMES, prompts=text): ["got prompts with to='zero'"],
         p.ablated(model, NAMES, to="resample"): ["expected one of zero, mean, bias"],
         p.ablated(model, NAMES, mask=torch.ones(1, 8)): ["got a mask without prompts"],
-        p.ablated(model, NAMES, positions={"end": -1}): ["got positions [{'end': -1}]"],
+        p.ablated(model, p.Sites(NAMES, "end")): ["got positions ['end']"],
+        p.ablated(model, ["L0N3@end"]): ["got positions ['end']"],
         p.ablated(model, ["L9N0"]): ["the model has layers 0 to 1"],
         p.steered(model, {"L0H1": 4.0, "L0N3": [1.0, 2.0], "L1N3": float("nan")}): [
             f"L0H1: got 4.0; expected a vector of {d_head}",
@@ -251,9 +253,9 @@ def test_runs_from_a_later_block_on_count_from_the_start(tmp_path):
 
 def test_names_that_say_where(model):
     text, d_head = tokens(8), z_of(model, "L0H1", tokens()).shape[-1]
-    with p.ablated(model, ["L0N29@1", "L0N29@4", "L0H1"], positions=[2]):
+    with p.ablated(model, p.Sites(["L0N29@1", "L0N29@4", "L0H1"], [2])):
         ablated = model(text)
-    with p.ablated(model, "L0N29", positions=[4, 1]), p.ablated(model, "L0H1", positions=2):
+    with p.ablated(model, p.Sites("L0N29", [4, 1])), p.ablated(model, "L0H1@2"):
         assert torch.equal(model(text), ablated)
     names = {"L1N3": 7.0, "L1N3@5": -3.0, "L0H1@0": [2.0] * d_head}
     with p.steered(model, names, positions=2):
@@ -265,7 +267,7 @@ def test_names_that_say_where(model):
     ):
         assert torch.equal(model(text), steered)
     with pytest.raises(InputError, match="names with positions"):
-        p.ablated(model, ["L0N29@1"], positions=2).__enter__()
+        p.ablated(model, p.Sites("L0N29@1", 2)).__enter__()
     with pytest.raises(InputError, match=r"got positions \[-1\]"):
         p.steered(model, {"L0N29@-1": 2.0}).__enter__()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from common import needs_hooked_transformer, of_a_library, relative, tokens
 
-from attn_only_lens import convert, explain, expose_neuron_heads
+from attn_only_lens import Contrast, convert, explain, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine import writes
 from attn_only_lens.engine.sites import resolve_sites
@@ -24,7 +24,7 @@ KINDS = ("parallel_norms", "post_norm", "no_norm")
 def heads_and_biases(model, parts):
     """Return the sum of the embedding, every head's output and the biases, added one by one."""
     total = parts.embedding.clone()
-    for sites in resolve_sites(model, p.all_heads()):
+    for sites in resolve_sites(model, "all"):
         for write in parts.of(sites.layer, sites.kind).written(sites):
             total += write
     for sublayer in parts.sublayers:
@@ -78,14 +78,14 @@ def test_writes_of_bridges_add_up(name):
 @pytest.mark.parametrize("layer", [0, 1])
 def test_the_first_value_that_is_not_finite_is_named(layer):
     model = bridges.exposed_copy(bridges.boot("llama", torch.float16))
-    clean, metric = tokens()[:1], p.logit_diff(3, 7)
-    corrupted = (clean + 5) % 31
+    clean = tokens()[:1]
+    contrast = Contrast(clean, (clean + 5) % 31, p.logit_diff(3, 7))
     with torch.no_grad():
         model.blocks[layer].attn.o.original_component.weight.fill_(6e4)
     place = rf"nan or inf in torch\.float16, first at blocks\.{layer}\.attn\.o\.hook_out,"
     for run in (p.activation_patch, p.attribution, explain):
         with pytest.raises(InputError, match=place):
-            run(model, clean, corrupted, metric, progress=False)
+            run(model, contrast)
 
 
 @pytest.mark.parametrize(

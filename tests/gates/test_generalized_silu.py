@@ -11,6 +11,7 @@ from common import BATCH, D_MLP, POS, mlp_hook, needs_hooked_transformer, relati
 
 from attn_only_lens import (
     Bilinear,
+    Contrast,
     convert,
     expose_neuron_heads,
     grow,
@@ -198,10 +199,8 @@ def test_a_patch_of_a_value():
     """Compare a sweep with runs whose values are replaced by the other prompt's."""
     exposed = expose_neuron_heads(bridge("gpt2"), gate=SILU).model
     clean, corrupted = tokens(1, batch=1), tokens(2, batch=1)
-    metric = patching.logit_diff(correct=7, wrong=8)
-    sweep = patching.activation_patch(
-        exposed, clean, corrupted, metric, sites=["L1N29"], part="value"
-    )
+    contrast = Contrast(clean, corrupted, patching.logit_diff(correct=7, wrong=8))
+    sweep = patching.activation_patch(exposed, contrast, sites="L1N29", part="value")
     _, cache = exposed.run_with_cache(clean)
     hook = mlp_hook("v")
 

@@ -15,11 +15,11 @@ from torch.nn.utils import parametrize
 from transformer_lens.model_bridge import TransformerBridge
 
 import attn_only_lens as lens
-from attn_only_lens import circuits
+from attn_only_lens import Contrast, circuits
 from attn_only_lens import patching as p
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from libraries
-METRIC = p.logit_diff(7, 8)
+PAIR = Contrast(tokens(1), tokens(2), p.logit_diff(7, 8))
 REFUSED = (lens.errors.InputError, lens.errors.CheckpointError)
 OUT = {"gpt2": "c_proj", "llama": "down_proj"}
 
@@ -87,10 +87,8 @@ CHANGES = {
     ),
 }
 RUNS = {
-    "sweep": lambda model: p.activation_patch(
-        model, tokens(1), tokens(2), METRIC, sites=["L1N3"], positions=-1, progress=False
-    ),
-    "attribution": lambda model: p.attribution(model, tokens(1), tokens(2), METRIC, progress=False),
+    "sweep": lambda model: p.activation_patch(model, PAIR, sites="L1N3@-1"),
+    "attribution": lambda model: p.attribution(model, PAIR),
     "ablated": lambda model: p.ablated(model, ["L1N3"]).__enter__(),
     "steered": lambda model: p.steered(model, {"L1N3": 4.0}).__enter__(),
     "composition": lambda model: circuits.composition(model, top=3).frame,
@@ -378,7 +376,7 @@ class ChangedKit(support.Kit):
 OF_NO_SUCH_MODEL = {
     # These take models without neuron-heads, tokens or files.
     *("Bilinear", "GeneralizedSiLU", "calibrate", "chat_tokens", "convert", "grow"),
-    *("load", "token_texts", "compare", "prompt_pair", "agreement", "brackets", "greater_than"),
+    *("load", "token_texts", "compare", "agreement", "brackets", "greater_than"),
     *(
         "ioi",
         "from_jsonl",
@@ -388,7 +386,6 @@ OF_NO_SUCH_MODEL = {
     ),
     # These take models whose neurons are not exposed.
     "expose_neuron_heads",
-    *("error_nodes", "features"),
     *("Grown.save_pretrained", "Grown.shrink", "read"),
     "read_provenance",
     # These take activations from the user's forward pass, or names.

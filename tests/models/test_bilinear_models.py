@@ -15,6 +15,7 @@ from transformer_lens import patching as tl_patching
 
 from attn_only_lens import (
     Bilinear,
+    Contrast,
     HeadName,
     calibrate,
     circuits,
@@ -306,9 +307,10 @@ def test_heads_that_cancel_are_allowed_their_rounding(name, m):
     assert report.ok, report
     assert 8 < report.tolerance / LOGIT_TOLERANCE[torch.float32] < 17  # Σ|a| / R
     assert report.rounding < report.tolerance / 3
-    runs = tokens(seed=1, batch=1), tokens(seed=2, batch=1), patching.logit_diff(7, 11)
-    circuits.attribution_graph(model, runs[0], runs[2])
-    patching.attribution(model, *runs, method="integrated", progress=False)
+    prompts = tokens(seed=1, batch=1), tokens(seed=2, batch=1)
+    contrast = Contrast(*prompts, patching.logit_diff(7, 11))
+    circuits.attribution_graph(model, dataclasses.replace(contrast, corrupted=None))
+    patching.attribution(model, contrast, method="integrated")
     damaged = bilinear(source, heads=m, copy_weights=True)
     damaged.blocks[3].attn.W_out.mul_(1.003)
     assert not verify(source, damaged, tokens()).ok

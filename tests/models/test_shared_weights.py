@@ -9,22 +9,20 @@ from common import tokens
 from models import build
 
 import attn_only_lens as lens
-from attn_only_lens import circuits
+from attn_only_lens import Contrast, circuits
 from attn_only_lens import patching as p
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from TransformerLens
 FAMILIES = ("gelu", "llama")
 FOLDED = "norms of that model were folded"
-METRIC = p.logit_diff(7, 8)
+PAIR = Contrast(tokens(1), tokens(2), p.logit_diff(7, 8))
 MAKE = {
     "converted": lambda model, **how: lens.convert(model, **how),
     "copied": lambda model, **how: lens.expose_neuron_heads(model, copy=True, **how).model,
 }
 USES = {
     "forward": lambda model: model(tokens()),
-    "sweep": lambda model: p.activation_patch(
-        model, tokens(1), tokens(2), METRIC, sites=["L1N3"], positions=-1, progress=False
-    ),
+    "sweep": lambda model: p.activation_patch(model, PAIR, sites="L1N3@-1"),
     "ablated": lambda model: p.ablated(model, ["L1N3"]).__enter__(),
     "composition": lambda model: circuits.composition(model, top=3).frame,
     "copy": copy.deepcopy,

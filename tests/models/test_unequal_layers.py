@@ -11,7 +11,7 @@ from tiny_tokenizer import tiny_tokenizer
 from transformer_lens import TransformerLensKeyValueCache
 from uneven import GROUPS, NEURONS, UNEVEN, VALUES, has, uneven
 
-from attn_only_lens import HeadName, circuits, convert, load, save, to_stock, viz
+from attn_only_lens import Contrast, HeadName, circuits, convert, load, save, to_stock, viz
 from attn_only_lens import patching as p
 from attn_only_lens.engine.model_state import fingerprint
 from attn_only_lens.engine.sites import resolve_sites
@@ -28,6 +28,7 @@ from attn_only_lens.models.verify import verify
 
 EXACT = 1e-12  # float64: sums of the same numbers and zeros, in another order
 METRIC = p.logit_diff(correct=7, wrong=11)
+PAIR = Contrast(tokens(1), tokens(2), METRIC)
 SOME = ("gelu", "llama", "parallel")
 
 
@@ -110,7 +111,7 @@ def test_names_are_held_against_their_own_layer():
             resolve_sites(model, [name])
     with pytest.raises(InputError, match="attention heads 0 to 1"):
         resolve_sites(model, ["L0H2"])
-    assert [len(group.names) for group in resolve_sites(model, p.all_heads())] == [
+    assert [len(group.names) for group in resolve_sites(model, "all")] == [
         2,
         29,
         3,
@@ -249,35 +250,27 @@ def test_to_stock(name):
     assert relative(stock(tokens()), uniform(tokens())) <= 1e-11
 
 
-HOW = {"progress": False}
-EACH = {"sites": p.all_heads(), "part": "pattern", **HOW}
-FEW = {"sites": ["L0H0", "L0H1", "L1H2"], **HOW}
-PATHS = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H1", "L1N3", "logits"], **HOW}
-TWO = {"sites": ["L0N28", "L1N36"], **HOW}
+FEW = ["L0H0", "L0H1", "L1H2"]
+PATHS = p.Edges(p.Sites(["L0H1", "L0N3"], -1), ["L1H1", "L1N3", "logits"])
 
 
-def patched(**how):
-    return lambda model: p.activation_patch(model, tokens(1), tokens(2), METRIC, **how).to_frame()
+def patched(part, sites="all"):
+    return lambda model: p.activation_patch(model, PAIR, sites=sites, part=part).to_frame()
 
 
-def attributed(**how):
-    how |= {"budget": 0, **HOW}
-    return lambda model: p.attribution(model, tokens(1), tokens(2), METRIC, **how).to_frame()
+def attributed(method):
+    return lambda model: p.attribution(model, PAIR, method=p.Estimate(method, 0)).to_frame()
 
 
 ANALYSES = {
-    "every head": patched(**EACH),
-    **{f"{part} of attention": patched(part=part, **FEW) for part in ("q", "k", "value")},
-    **{method: attributed(method=method) for method in ("gradient", "exact_gate", "secant")},
-    "paths": lambda model: p.path_patch(
-        model, tokens(1), tokens(2), METRIC, positions=-1, **PATHS
-    ).to_frame(),
+    "every head": patched("pattern"),
+    **{f"{part} of attention": patched(part, FEW) for part in ("q", "k", "value")},
+    **{method: attributed(method) for method in ("gradient", "exact_gate", "secant")},
+    "paths": lambda model: p.path_patch(model, PAIR, PATHS).to_frame(),
     "sources": lambda model: circuits.score_sources(
         model, tokens(0, 1, 5), "L1H1", query=-1, key=0
     ),
-    "composition": lambda model: (
-        circuits.composition(model, writers=p.all_heads(), readers=p.all_heads()).frame
-    ),
+    "composition": lambda model: circuits.composition(model, writers="all", readers="all").frame,
 }
 
 
@@ -312,8 +305,8 @@ def test_steering(both):
 
 
 def test_graphs_and_faithfulness(both):
-    prompt = tokens(0, 1, 5)
-    graphs = [circuits.attribution_graph(host, prompt, METRIC, mass=1) for host in both]
+    alone = Contrast(tokens(0, 1, 5), None, METRIC)
+    graphs = [circuits.attribution_graph(host, alone, mass=1) for host in both]
     nodes = [
         graph.nodes.assign(attribution=graph.nodes["attribution"].fillna(0)) for graph in graphs
     ]
@@ -321,9 +314,8 @@ def test_graphs_and_faithfulness(both):
     assert len(merged) == len(nodes[0])
     assert (merged["attribution"] - merged["attribution there"]).abs().max() <= 1e-10
     assert graphs[0].inflow()["metric"] == pytest.approx(graphs[0].value, abs=1e-9)
-    given = (both[0], tokens(1), tokens(2), METRIC)
-    ranking = p.attribution(*given, **HOW)
-    result = circuits.faithfulness(*given, ranking, shares=(0.0, 0.3, 1.0), n_random=1)
+    ranking = p.attribution(both[0], PAIR)
+    result = circuits.faithfulness(both[0], PAIR, ranking, shares=(0.0, 0.3, 1.0), n_random=1)
     rows = result.frame.set_index("share")
     n_pos = len(ranking.frame["position"].unique())
     assert rows.loc[1.0, "n_sites"] == len(both[0].all_head_labels(neurons=True)) * n_pos
@@ -337,9 +329,9 @@ def test_pictures():
     _, cache = model.run_with_cache(tokens())
     texts = [str(token) for token in tokens()[0].tolist()]
     assert "L1N36" in viz.attention_view(cache, ["L0N28", "L1N36"], texts)
-    assert "L0H1" in viz.attention_view(cache, p.heads(0), texts)
-    assert "L0H2" not in viz.attention_view(cache, p.heads(0), texts)
-    assert "L1H2" in viz.attention_view(cache, p.heads(1), texts)
+    assert "L0H1" in viz.attention_view(cache, p.Sites("heads", layers=0), texts)
+    assert "L0H2" not in viz.attention_view(cache, p.Sites("heads", layers=0), texts)
+    assert "L1H2" in viz.attention_view(cache, p.Sites("heads", layers=1), texts)
 
 
 def test_copies_casts_and_gradients():

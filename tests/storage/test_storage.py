@@ -28,7 +28,7 @@ from tiny_tokenizer import tiny_tokenizer
 from typing_extensions import TypedDict
 
 from analyses.tools.growth_training import Training
-from attn_only_lens import AttnOnlyLensError, growth, load, pretrained, save
+from attn_only_lens import AttnOnlyLensError, Contrast, Work, growth, load, pretrained, save
 from attn_only_lens import patching as p
 from attn_only_lens.circuits import CircuitGraph
 from attn_only_lens.errors import CheckpointError
@@ -473,14 +473,18 @@ def test_a_job_goes_on_after_its_disk_was_full(small_disk, tmp_path, monkeypatch
     for name, n in (("_CHUNKS", 5), ("_LEAST", 1)):
         monkeypatch.setattr(site_groups, name, n)
     disk, leave = small_disk
-    arguments = bridge(), torch.tensor([3, 5, 7]), torch.tensor([3, 11, 7]), p.logit_diff(7, 11)
-    how = {"progress": False, "batch_size": 64}
-    expected = p.activation_patch(*arguments, **how, resume=tmp_path / "whole").frame
+    contrast = Contrast(torch.tensor([3, 5, 7]), torch.tensor([3, 11, 7]), p.logit_diff(7, 11))
+
+    def patched(folder):
+        work = Work(batch_size=64, resume=folder)
+        return p.activation_patch(bridge(), contrast, work=work).frame
+
+    expected = patched(tmp_path / "whole")
     kept, errors = {}, []
     for free in itertools.count(0, 4096):
         leave(free)
         try:
-            resumed = p.activation_patch(*arguments, **how, resume=disk / "folder").frame
+            resumed = patched(disk / "folder")
             break
         except CheckpointError as error:
             errors.append(str(error))
@@ -706,8 +710,8 @@ def test_a_tokenizer_runs_no_code_and_asks_nothing(tmp_path, monkeypatch):
 def resume(path):
     model = exposed_copy(boot("native"))
     tokens = pretrained.modular_addition_tokens()[[5, 7]] % 41
-    how = {"sites": ["L0N3"], "progress": False}
-    p.activation_patch(model, *tokens[:, None], p.logit_diff(7, 8), resume=path, **how)
+    contrast = Contrast(*tokens, p.logit_diff(7, 8))
+    p.activation_patch(model, contrast, sites="L0N3", work=Work(resume=path))
 
 
 TAKES = {

@@ -1,0 +1,219 @@
+"""Tests of contrasts: what is checked when one is made, and the tokens of its runs in a model."""
+
+import gc
+import warnings
+import weakref
+from dataclasses import replace
+
+import bridges
+import numpy as np
+import pytest
+import torch
+from common import D_VOCAB, tokens
+from tiny_tokenizer import tiny_tokenizer
+
+from attn_only_lens import Contrast
+from attn_only_lens import patching as p
+from attn_only_lens.engine.contrast import contrast_reasons
+from attn_only_lens.engine.prompts import prompt_pair, single_prompts
+from attn_only_lens.errors import InputError, InputWarning, UnsupportedCallError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")  # raised by TransformerLens
+METRIC = p.logit_diff(5, 7)
+CLEAN, CORRUPTED = ("w1 w2 w3", "w8 w9"), ("w1 w5 w3", "w7 w9")
+PAIR = Contrast(CLEAN, CORRUPTED, METRIC, roles={"subject": [2, 1], "end": -1})
+OF_ONE = replace(PAIR, corrupted=None)
+
+
+@pytest.fixture
+def model(tmp_path):
+    model = bridges.boot("gpt2")
+    model.tokenizer = tiny_tokenizer(D_VOCAB, tmp_path)
+    model.cfg.tokenizer_prepends_bos = False
+    return model
+
+
+# Construction
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reasons"),
+    [
+        (
+            (7, {"w1"}, 3),
+            [
+                "clean: got an int; expected a text, a list of texts, or tokens",
+                "corrupted: got a set; expected a text",
+                "got an int as metric; expected a metric such as logit_diff",
+            ],
+        ),
+        ((None, None, METRIC), ["clean: got a NoneType; expected a text"]),
+        (([[3, 5]], "w1", METRIC), ["clean: got a list; expected .* or tokens in a tensor"]),
+        ((["w1", 5], ["w1", "w2"], METRIC), ["clean: got a list"]),
+        (([], torch.zeros(0, 3), METRIC), ["clean: got no prompts", "corrupted: got no prompts"]),
+        ((["w1"] * 3, ["w2"], METRIC), ["got 3 clean and 1 corrupted prompts; expected the same"]),
+        ((tokens(batch=3), "w2", METRIC), ["got 3 clean and 1 corrupted prompts"]),
+    ],
+)
+def test_refused_with_every_reason(arguments, reasons):
+    for more in ([], ["roles: got a list; expected a dict from names to positions"]):
+        with pytest.raises(InputError) as caught:
+            Contrast(*arguments, roles=["end"] if more else {})
+        assert len(caught.value.reasons) == len(reasons + more)
+        for reason in reasons + more:
+            assert caught.match(reason)
+
+
+def test_prompts_of_every_form():
+    text, rows = "w1 w2", tokens(batch=3)
+    for prompts, n in (
+        (text, 1),
+        ([text], 1),
+        ([text] * 3, 3),
+        (rows, 3),
+        (rows[0], 1),
+        (list(rows), 3),
+        (rows.numpy(), 3),
+        (rows.numpy().astype(np.uint8), 3),
+    ):
+        assert len(Contrast(prompts, None, METRIC)) == len(Contrast(prompts, prompts, METRIC)) == n
+    # A list that changes later does not change the contrast.
+    texts = [text]
+    contrast = Contrast(texts, texts, METRIC)
+    texts.append("w3")
+    assert contrast.clean == (text,)
+
+
+def test_a_metric_is_a_function_or_has_answers():
+    assert (PAIR.answers, PAIR.wrong) == (((5,),), ((7,),))
+    plain = replace(PAIR, metric=lambda logits: logits[:, -1, 3])
+    assert (plain.answers, plain.wrong) == ((), ())
+    assert replace(PAIR, metric=p.probability(["w1", "w2"])).answers == (("w1",), ("w2",))
+
+
+def test_the_repr_shows_the_first_pair():
+    assert repr(PAIR) == (
+        "Contrast(2 pairs; logit_diff(5, 7); subject, end)\n  'w1 w2 w3'\n  'w1 w5 w3'"
+    )
+    one = Contrast(torch.tensor([3, 5]), None, p.loss(), name="task", dropped={"too long": 2})
+    assert repr(one) == "Contrast(task: 1 prompt; loss; 2 dropped: too long)\n  tokens [3, 5]"
+    for long in ("w1 " * 10**4, torch.arange(10**4)):
+        assert 50 < len(repr(Contrast(long, long, METRIC))) < 500
+
+
+def test_what_is_no_contrast_of_two_runs():
+    assert contrast_reasons(PAIR) == contrast_reasons(OF_ONE, both=False) == []
+    (reason,) = contrast_reasons("w1 w2")
+    assert reason == "got a str; expected Contrast(clean, corrupted, metric)"
+    (reason,) = contrast_reasons(OF_ONE)
+    assert "without corrupted prompts; expected both" in reason
+
+
+# The tokens in a model
+
+
+def require_same(got, expected):
+    for name in ("clean", "corrupted", "mask"):
+        assert torch.equal(getattr(got, name), getattr(expected, name))
+    assert got.roles == expected.roles
+
+
+def test_a_pair_is_that_of_its_prompts(model):
+    pair = PAIR.pair(model)
+    require_same(pair, prompt_pair(model, CLEAN, CORRUPTED, roles=PAIR.roles))
+    assert pair.mask.tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
+    alone = OF_ONE.pair(model)
+    require_same(alone, single_prompts(model, CLEAN, roles=PAIR.roles))
+    assert alone.corrupted is alone.clean
+    assert not torch.equal(pair.corrupted, pair.clean)  # control
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    of_tokens = Contrast(tokens(pos=3), tokens(1, pos=3), METRIC, mask=mask).pair(model)
+    require_same(of_tokens, prompt_pair(model, tokens(pos=3), tokens(1, pos=3), mask))
+
+
+def test_a_pair_is_made_once_for_each_model(model, tmp_path):
+    other = bridges.boot("gpt2")
+    other.tokenizer, other.cfg.tokenizer_prepends_bos = model.tokenizer, True
+    pair, of_other = PAIR.pair(model), PAIR.pair(other)
+    assert PAIR.pair(model) is pair
+    assert PAIR.pair(other) is of_other is not pair
+    assert replace(PAIR).pair(model) is not pair
+    # A model is not kept by the contrasts that it has read.
+    reference = weakref.ref(other)
+    del other, of_other
+    gc.collect()
+    assert reference() is None
+
+
+def another_tokenizer(model, folder):
+    model.tokenizer = tiny_tokenizer(D_VOCAB - 2, folder / "another")
+
+
+def pad_on_the_left(model, folder):
+    model.tokenizer.padding_side = "left"
+
+
+def another_padding(model, folder):
+    model.tokenizer.pad_token = "<eos>"
+
+
+def without_bos(model, folder):
+    model.cfg.default_prepend_bos = False
+
+
+@pytest.mark.parametrize(
+    "change", [another_tokenizer, pad_on_the_left, another_padding, without_bos]
+)
+def test_a_pair_is_made_again_if_texts_are_read_otherwise(change, model, tmp_path):
+    contrast = replace(PAIR)
+    pair = contrast.pair(model)
+    change(model, tmp_path)
+    again = contrast.pair(model)
+    assert again is not pair
+    require_same(again, prompt_pair(model, CLEAN, CORRUPTED, roles=PAIR.roles))
+    if change is not another_tokenizer:
+        assert not torch.equal(again.clean, pair.clean)
+    assert contrast.pair(model) is again
+
+
+def test_a_pair_is_made_again_on_another_device(model):
+    contrast = Contrast(tokens(), None, METRIC)  # a pair cannot be compared on this device
+    pair = contrast.pair(model)
+    model.to("meta")
+    again = contrast.pair(model)
+    assert (pair.clean.device.type, again.clean.device.type) == ("cpu", "meta")
+    assert contrast.pair(model) is again
+
+
+def test_a_subset_has_the_roles_of_all_prompts(model):
+    part = PAIR.pair(model).of_prompts([1])
+    assert part.roles == PAIR.roles
+    assert part.select(part.roles["subject"]) == [1]
+    assert (part.n_all, part.clean.tolist()) == (2, [[0, 12, 13]])  # without padding
+
+
+def test_padding_is_tested_with_each_call(model, monkeypatch):
+    """The model may have changed after its first analysis."""
+    PAIR.pair(model)
+    name = "attn_only_lens.engine.prompts.ignores_padding"
+    monkeypatch.setattr(name, lambda model, side: False)
+    with pytest.raises(InputError, match="padding on the right changes this model's logits"):
+        PAIR.pair(model)
+    replace(PAIR, clean=CLEAN[:1], corrupted=CORRUPTED[:1]).pair(model)  # without padding
+
+
+def test_refusals_and_warnings_are_those_of_prompts(model):
+    with pytest.raises(UnsupportedCallError, match="got a str as the model; expected a Transform"):
+        PAIR.pair("gpt2")
+    with pytest.raises(InputError, match="prompt 0 has 4 clean tokens"):
+        replace(PAIR, corrupted=("w1", "w2")).pair(model)
+    with pytest.raises(InputError, match="got a mask with texts"):
+        replace(PAIR, mask=torch.ones(2, 4)).pair(model)
+    with pytest.raises(InputError, match="identical prompts"):
+        replace(PAIR, corrupted=CLEAN).pair(model)
+    odd = replace(PAIR, clean=("w1 odd w3", "w8 w9"))
+    with pytest.warns(InputWarning, match="'odd' in clean prompt 0 'w1 odd w3'"):
+        odd.pair(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        odd.pair(model)  # a contrast warns once for each model
