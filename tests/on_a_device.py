@@ -27,6 +27,7 @@ from analyses.tools.gradmax import grad_max, gradient_products
 from analyses.tools.growth_training import Training
 from attn_only_lens import (
     Bilinear,
+    Contrast,
     calibrate,
     circuits,
     compare,
@@ -55,9 +56,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # warnings from libraries
 HERE, ELSEWHERE, SECOND = "simulated:1", "simulated:0", "simulated:2"
 CLEAN, CORRUPTED, OTHERS = (tokens(seed, pos=5) for seed in range(3))
 METRIC = p.logit_diff([7, 8], [8, 9])
-GIVEN = (CLEAN, CORRUPTED, METRIC)
+PAIR = Contrast(CLEAN, CORRUPTED, METRIC, roles={"one": [1, 2], "end": -1})
+ALONE = dataclasses.replace(PAIR, corrupted=None)
 SITES = ["L0N3", "L1N29", "L0H1", "L1H0"]
-FEW = {"sites": SITES, "positions": [2, -1], "progress": False}
+FEW, EVERYWHERE, LAST = (
+    p.Sites(SITES, [2, -1]),
+    p.Sites(SITES, "all"),
+    p.Sites(["L0N3", "L1H0"], -1),
+)
+NO_REPAIRS = p.Estimate(budget=0)
 # Results are bitwise the CPU's, except where a gradient is summed in another order.
 WITHIN = 1e-5
 of_bridges = pytest.mark.skipif(HAS_HOOKED_TRANSFORMER, reason="bridges are tested with 4")
@@ -203,7 +210,7 @@ def passes(model):
 def patterns(model):
     cache = model.run_with_cache(there(model))[1]
     texts = [[str(token) for token in row] for row in CLEAN.tolist()]
-    looked_up = neurons.neuron_statistics(model, ["L1N29"], CLEAN.tolist(), 3, progress=False)
+    looked_up = neurons.neuron_statistics(model, ["L1N29"], neurons.Corpus(CLEAN.tolist()), k=3)
     return (
         neuron_pattern(cache, "L1N29"),
         dense_pattern(cache, "L1N29"),
@@ -216,9 +223,9 @@ def patterns(model):
 
 def sweeps(model):
     return [
-        p.activation_patch(model, *GIVEN, **FEW),
-        p.activation_patch(model, *GIVEN, part="q", direction="noise", **FEW),
-        p.activation_patch(model, *GIVEN, direction="mean", **FEW),
+        p.activation_patch(model, PAIR, sites=FEW),
+        p.activation_patch(model, PAIR, sites=FEW, part="q", direction="noise"),
+        p.activation_patch(model, PAIR, sites=FEW, direction="mean"),
     ]
 
 
@@ -226,52 +233,49 @@ def other_sweeps(model):
     """Run sweeps with other metrics, padding and references, and of both parts of neuron-heads."""
     mask = torch.ones_like(CLEAN)
     mask[0, :2] = 0
-    pair = p.prompt_pair(model, CLEAN, CORRUPTED, mask)
+    number = p.custom(lambda logits: logits[:, -1, 7].mean().item(), "a number")
+    padded = Contrast(CLEAN, CORRUPTED, number, mask=mask)
+    pair = padded.pair(model)
     logits = model(pair.clean), model(pair.corrupted)
     metrics = [p.kl(), p.loss(), p.probability(7), p.custom(lambda logits: logits[:, -1, 7].mean())]
     values = [bind(metric, model, pair, logits[0]).of(logits[1]) for metric in metrics]
-    number = p.custom(lambda logits: logits[:, -1, 7].mean().item(), "a number")
-    options = {"sites": ["L0N3", "L1H0"], "positions": -1, "progress": False}
-    resampled = {"direction": "resample", "reference": OTHERS}
+    resampled, last_neurons = p.Ablation("resample", OTHERS), p.Sites(["L0N3", "L1N29"], -1)
     return (
         values,
-        p.activation_patch(model, CLEAN, CORRUPTED, number, mask=mask, **options),
-        p.activation_patch(model, *GIVEN, **resampled, **options),
-        *(
-            p.activation_patch(model, *GIVEN, part=part, **options | {"sites": ["L0N3", "L1N29"]})
-            for part in ("pattern", "value")
-        ),
+        p.activation_patch(model, padded, sites=LAST),
+        p.activation_patch(model, PAIR, sites=LAST, direction=resampled),
+        p.activation_patch(model, PAIR, sites=last_neurons, part="pattern"),
+        p.activation_patch(model, PAIR, sites=last_neurons, part="value"),
     )
 
 
 def attributions(model):
-    ways = [{"method": "gradient"}, {"part": "q", "direction": "noise", "sites": p.neuron_heads()}]
-    ways += [
-        {"part": "pattern", "sites": p.neuron_heads()},
-        {"method": "integrated", "steps": 2, "budget": 0},
+    return [
+        p.attribution(model, PAIR, method="gradient"),
+        p.attribution(model, PAIR, part="q", direction="noise", sites="neurons"),
+        p.attribution(model, PAIR, part="pattern", sites="neurons"),
+        p.attribution(model, PAIR, method=p.Estimate("integrated", budget=0, steps=2)),
     ]
-    return [p.attribution(model, *GIVEN, **how, progress=False) for how in ways]
 
 
 def circuit(model):
-    few = {"sites": SITES, "positions": "all", "budget": 0, "progress": False}
-    ranking = p.attribution(model, *GIVEN, **few)
+    ranking = p.attribution(model, PAIR, sites=EVERYWHERE, method=NO_REPAIRS)
     how = {"n_random": 1, "ablation": "mean"}
-    curve = circuits.faithfulness(model, *GIVEN, ranking, shares=[0.4, 1.0], **how)
-    circuit = circuits.discover(model, *GIVEN, faithfulness=0.5, **few, **how)
-    return curve, circuit, circuits.evaluate(model, circuit, *GIVEN)
+    curve = circuits.faithfulness(model, PAIR, ranking, shares=[0.4, 1.0], **how)
+    how = {"sites": EVERYWHERE, "search": circuits.Search(**how)}
+    secant = p.Estimate("secant", budget=0)
+    circuit = circuits.discover(model, PAIR, faithfulness=0.5, method=secant, **how)
+    return curve, circuit, circuits.evaluate(model, circuit, PAIR)
 
 
 def difference(model):
-    graph = circuits.attribution_graph(model, CLEAN, METRIC, top=10)
-    assert len(viz.circuit_view(graph, model, CLEAN)) > 10_000
-    pair = circuits.attribution_graph(model, CLEAN, METRIC, corrupted=GIVEN[1], top=10)
-    how = {"method": "secant", "split": True, "budget": 0, "progress": False}
-    return graph, pair, p.attribution(model, *GIVEN, **how)
+    graph, pair = (circuits.attribution_graph(model, x, top=10) for x in (ALONE, PAIR))
+    assert len(viz.circuit_view(graph, model, ALONE)) > 10_000
+    return graph, pair, p.attribution(model, PAIR, method=p.Estimate("secant", 0, split=True))
 
 
 def weights(model):
-    into, onto = p.all_heads([0]), p.all_heads([1])
+    into, onto = (p.Sites(layers=layer) for layer in (0, 1))
     return (
         [circuits.composition(model, into, onto, kind).frame for kind in "qkv"],
         circuits.composition(model, top=5).frame,  # includes the embedding
@@ -283,12 +287,11 @@ def weights(model):
 
 
 def paths(model):
-    options = {"senders": ["L0H1", "L0N3"], "receivers": ["L1H0", "L1N29", "logits"], "part": "z"}
-    options |= {"positions": -1, "progress": False}
-    results = [p.path_patch(model, *GIVEN, **options, **how) for how in ({}, {"top": 3})]
+    edges = p.Edges(p.Sites(["L0H1", "L0N3"], -1), ["L1H0", "L1N29", "logits"], "z")
+    results = [p.path_patch(model, PAIR, edges, top=top) for top in (None, 3)]
     results.append(circuits.score_sources(model, CLEAN[0], "L1N29", top=3))
-    expanded = circuits.path_expansion(model, CLEAN)
-    results += [expanded.logits, expanded.paths(METRIC, 3, progress=False)]
+    expanded = circuits.path_expansion(model, ALONE)
+    results += [expanded.logits, expanded.paths(3)]
     return results, circuits.score_sources(model, CLEAN[0], "L1H0", -1, 0)
 
 
@@ -299,7 +302,7 @@ def steered(model):
     results = []
     for context in (
         p.ablated(model, SITES, to="mean", prompts=OTHERS),
-        p.ablated(model, "L1N29", to="bias", positions=[1]),
+        p.ablated(model, "L1N29@1", to="bias"),
         p.steered(model, {"L0N3": 4.0, "L1H0@5": [1.0] * width}),
     ):
         with context:
@@ -310,8 +313,8 @@ def steered(model):
                 how |= {"return_type": "tokens", "verbose": False}
                 results.append(model.generate(prompts, **how))
     probability = p.probability_diff([[7], [9, 11]], [[8, 5], [3]])
-    by_role = {"sites": SITES, "positions": {"one": [1, 2], "end": -1}, "per_prompt": True}
-    rows = p.attribution(model, CLEAN, CORRUPTED, probability, progress=False, **by_role)
+    contrast = dataclasses.replace(PAIR, metric=probability)
+    rows = p.attribution(model, contrast, sites=p.Sites(SITES, "roles"), per_prompt=True)
     return results, rows
 
 
@@ -331,9 +334,8 @@ def test_all_that_is_done(use):
 @pytest.mark.parametrize("kind", SOME)
 def test_other_models(kind):
     def use(model):
-        options = {"sites": ["L0N3", "L1H0"], "positions": -1, "progress": False}
         methods = p.activation_patch, p.attribution
-        return passes(model), [method(model, *GIVEN, **options) for method in methods]
+        return passes(model), [method(model, PAIR, sites=LAST) for method in methods]
 
     twice(SOME[kind], use)
 
@@ -387,10 +389,10 @@ def grown(model):
 
 def compared(model):
     larger = grow(model, d_mlp=41, seed=0)
-    how = {"n_patched": 3, "n_nodes": 0, "n_resamples": 3, "progress": False}
-    comparison = compare(
-        model, larger, torch.cat([CLEAN, CORRUPTED]), p.loss(), batch_size=2, **how
-    )
+    sizes = growth.ComparisonSizes(batch_size=2, n_patched=3, n_nodes=0)
+    contrast = Contrast(torch.cat([CLEAN, CORRUPTED]), None, p.loss())
+    resampling = growth.Resampling(n_resamples=3)
+    comparison = compare(model, larger, contrast, sizes=sizes, resampling=resampling)
     return comparison.heads, comparison.neurons, comparison.new, comparison.circuits
 
 
@@ -453,25 +455,28 @@ def test_the_shipped_model():
 # model apart and test it.
 
 HEADS = [f"L{layer}H{head}" for layer in range(12) for head in range(2)]
-QUIET = {"progress": False}
 COUNTED = {
     "attribution": (
-        lambda *given: p.attribution(*given, sites=p.neuron_heads(), budget=0, **QUIET),
+        lambda *given: p.attribution(*given, sites="neurons", method=NO_REPAIRS),
         *(2_500, 24),
     ),
-    "repairs": (lambda *given: p.attribution(*given, budget=3, **QUIET), 6_000, 90),
+    "repairs": (lambda *given: p.attribution(*given, method=p.Estimate(budget=3)), 6_000, 90),
     "sweep of few names": (
         lambda *given: p.activation_patch(
-            *given, sites=[f"L{i % 12}N{3 + 2 * i}" for i in range(17)], **QUIET
+            *given, sites=[f"L{i % 12}N{3 + 2 * i}" for i in range(17)]
         ),
         *(2_000, 80),  # 73 needed; a wait for each name would add 17
     ),
     "graph": (
-        lambda model, clean, _, metric: circuits.attribution_graph(model, clean, metric, top=50),
+        lambda model, contrast: circuits.attribution_graph(
+            model, dataclasses.replace(contrast, corrupted=None), top=50
+        ),
         *(7_000, 48),  # 46 needed; a wait for each node would add 50
     ),
     "search": (
-        lambda *given: circuits.discover(*given, order="magnitude", budget=0, **QUIET),
+        lambda *given: circuits.discover(
+            *given, method=p.Estimate("secant", 0), search=circuits.Search(order="magnitude")
+        ),
         *(4_600, 55),
     ),
 }
@@ -501,7 +506,8 @@ def counted():
         with SimulatedDevice(forbid_float64=True) as device:
             for _ in range(2):
                 device.counts.clear()
-                call(model, clean.to(HERE), corrupted.to(HERE), p.logit_diff(7, 8))
+                # A new contrast, because the runs of one are kept.
+                call(model, Contrast(clean.to(HERE), corrupted.to(HERE), p.logit_diff(7, 8)))
                 counts.append((device.total("kernel"), device.synchronisations))
         return counts
 
@@ -541,7 +547,7 @@ def test_a_split_model_takes_the_same_shortcuts():
         for make in (split, bridge):
             model = with_heads(partial(make, "llama"), "exposed", "exact", HERE)
             device.counts.clear()
-            p.activation_patch(model, *GIVEN, **FEW)
+            p.activation_patch(model, PAIR, sites=FEW)
             counts.append(
                 (device.total("kernel"), device.synchronisations, device.total("D2D") > 0)
             )
@@ -553,10 +559,10 @@ def test_a_split_model_takes_the_same_shortcuts():
 def test_circuits_of_a_batch_cost_what_one_does(counted):
     counts = []
 
-    def measure(model, *prompts_and_metric):
-        few = {"sites": HEADS, "positions": "all", "budget": 0, "progress": False}
-        sites = p.attribution(model, *prompts_and_metric, **few).frame
-        ablated = AblatedModel(model, *prompts_and_metric, sites, ablation="resample", mask=None)
+    def measure(model, contrast):
+        sites = p.attribution(model, contrast, sites=p.Sites(HEADS, "all"), method=NO_REPAIRS).frame
+        pair, metric = contrast.pair(model), contrast.metric
+        ablated = AblatedModel(model, pair, metric, sites, ablation="resample")
         device = SimulatedDevice.current()
         for n in (1, 7):
             device.counts.clear()

@@ -13,6 +13,7 @@ target, and none if the target does not read the source's position. If there cou
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,13 @@ from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.multipliers import float32_slopes
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import is_by_role, unlike_tokens
+from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import float32_runs
+from attn_only_lens.engine.sites import Sites, SomeSites
 from attn_only_lens.engine.tokens import all_token_texts
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
+from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.precision import full_precision
 
 _TOP = {"run": 300, "difference": 60}
@@ -52,7 +56,7 @@ def attribution_graph(
     model: Any,
     contrast: Contrast,
     *,
-    sites: Circuit | Sequence[str] | None = None,
+    sites: Circuit | SomeSites | None = None,
     top: int | None = None,
     mass: float | None = None,
     positions: str | Sequence[str] = "each",
@@ -81,7 +85,7 @@ def attribution_graph(
         contrast: the two runs and the metric; see `Contrast`. For one run, `corrupted` is None, and
             the metric `kl` raises an error, because its gradient is 0. Attributions at the same
             position are summed over prompts.
-        sites: the nodes: a circuit from `discover`, or names such as "L5N1234@7".
+        sites: the nodes: a circuit from `discover`, or sites such as "L5N1234@7"; see `Sites`.
         top: how many heads and neurons become nodes; by default 60 for a difference, and 300 for
             one run. Pass at most one of `sites`, `top` and `mass`.
         mass: the share of Σ |attribution| that the nodes must have; 1 for all of it. Features of
@@ -147,7 +151,8 @@ def attribution_graph(
             rows = _candidates(linear, sizes, n_places)
             index = rows[select_largest(sizes[rows], top=top, mass=mass)]
         else:
-            index = _rows_of(linear, sites, places.names)
+            nodes_asked = _node_ids(model, pair, sites, positions)
+            index = _rows_of(linear, nodes_asked, places.names)
         _require_affordable(linear, sizes, index, max_edges, n_places)
         chosen = _by_sublayer(linear, index, n_places)
         at_positions = [places.positions_of(nodes) for nodes in chosen]
@@ -184,17 +189,26 @@ def _candidates(
     return np.flatnonzero(~np.concatenate(is_feature) | (sizes > 0))
 
 
-def _rows_of(
-    linear: LinearMap, sites: Circuit | Sequence[str], places: list[str]
-) -> npt.NDArray[np.int64]:
-    """Return the row indices of the nodes named in `sites`; raise an error for an unknown name."""
-    if isinstance(sites, Circuit):
-        sites = [f"{name}@{place}" for name, place in sites.frame[["name", "position"]].values]
+def _node_ids(
+    model: Any, pair: PromptPair, sites: Circuit | SomeSites, positions: str | Sequence[str]
+) -> list[str]:
+    """Return the ids of the nodes for these sites; sites at "each" position are at each place."""
+    sites = Sites.of(sites.sites if isinstance(sites, Circuit) else sites)
+    if sites.positions == "each":
+        sites = replace(sites, positions=positions)
+    reasons = list[str]()
+    with InputError.collected(reasons):
+        rows = site_rows(site_groups(model, pair, sites, "z"))
+    InputError.raise_if(reasons, _PROBLEM)
+    return list(rows["name"].astype(str) + "@" + rows["position"].astype(str))
+
+
+def _rows_of(linear: LinearMap, wanted: list[str], places: list[str]) -> npt.NDArray[np.int64]:
+    """Return the row indices of the nodes with these ids; raise an error for an unknown id."""
     heads = [
         [str(HeadName(x.layer, x.kind, i)) for i in range(x.n_heads)] for x in linear.sublayers
     ]
     nodes = [f"{name}@{place}" for names in heads for place in places for name in names]
-    wanted = list(dict.fromkeys(map(str, sites)))
     rows = pd.Index(nodes).get_indexer(pd.Index(wanted, dtype=object))
     unknown = [name for name, row in zip(wanted, rows, strict=True) if row < 0]
     reasons = [
@@ -202,7 +216,7 @@ def _rows_of(
         f"'L0N0@{places[-1]}'"
         for name in unknown[:5]
     ]
-    InputError.raise_if(reasons or ["got no sites; expected one or more"] * (not wanted), _PROBLEM)
+    InputError.raise_if(reasons, _PROBLEM)
     return np.sort(rows)
 
 

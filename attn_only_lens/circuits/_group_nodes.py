@@ -36,7 +36,7 @@ from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects
 from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.metrics import as_metric
+from attn_only_lens.engine.metrics import AnyMetric, as_metric
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.replay import Variants
@@ -145,7 +145,7 @@ def group_nodes(
     InputError.raise_if(
         [f"got node {x}; the model has no such head or position" for x in unknown[:5]], _PROBLEM
     )
-    grouped = _GroupedModel(model, pair, contrast.metric, sites, ablation="resample")
+    grouped = _GroupedModel(model, pair, contrast.metric, sites)
     grouped.require_same_runs(graph, model, Places.of(pair, positions))
     of_nodes = grouped.written(rows)
     distance = _distances(graph, heads, _similar_weights(model, heads, of_nodes))
@@ -320,8 +320,10 @@ def _short(token: str) -> str:
 class _GroupedModel(AblatedModel):
     """An ablated model that tests the nodes and groups of a graph."""
 
-    def __init__(self, model: Any, *prompts: Any, **options: Any) -> None:
-        super().__init__(model, *prompts, **options)
+    def __init__(
+        self, model: Any, pair: PromptPair, metric: AnyMetric, sites: pd.DataFrame
+    ) -> None:
+        super().__init__(model, pair, metric, sites, ablation="resample")
         self._matrices = HeadMatrices.of(model, fold_norms=True)
         self._whole = self._changes(np.arange(self.n_sites))
 

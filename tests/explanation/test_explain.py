@@ -370,9 +370,10 @@ def test_what_makes_no_sense_is_refused(model, settings, reason):
     ("how", "reason"),
     [
         ({"contrast": replace(CONTRAST, corrupted=CLEAN)}, "identical prompts"),
-        ({"sites": ["L9H9@1"]}, "L9H9@1"),
+        ({"sites": ["L9H9@1"]}, "got .L9H9.; the model has layers 0 to 3"),
+        ({"sites": p.Sites("heads", -1)}, "got the site 'L0H0@-1'; expected a head or neuron at"),
         ({"sites": ["L0H0@99"]}, "L0H0@99"),
-        ({"sites": []}, "got no sites"),
+        ({"sites": []}, "got an empty list"),
         ({"sites": ["L0H0@1"], "top": 3}, "expected at most one of them"),
     ],
 )
