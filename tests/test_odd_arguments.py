@@ -114,8 +114,9 @@ def test_arrays_wherever_tokens_are_taken(model):
     assert viz.circuit_view(graph, model, one_run)
     assert viz.attention_view(model, ["L0N5"], tokens[0])
     assert len(neurons.top_examples(model, ["L0N5"], neurons.Corpus(tokens)))
-    for inputs in (tokens, [tokens]):
-        (batch,) = batches(model, inputs, METRIC, None, 2)
+    one_run = Contrast(tokens, None, METRIC)
+    for inputs in (one_run, [one_run]):
+        (batch,) = batches(model, inputs, 2)
         assert torch.equal(batch.pair.clean, tensor)
 
 
@@ -134,7 +135,7 @@ def test_a_name_is_no_model_and_a_text_is_no_contrast(model):
     [
         (np.array(CLEAN, dtype=float), "got float64"),
         (np.array([3, 4, 114]), "values from 3 to 114"),
-        (np.array(["w1"]), "got ndarray"),
+        (np.array(["w1"]), "got a ndarray"),
         (np.array(3), r"got int64 \[\]"),
     ],
     ids=["floats", "range", "texts", "a number"],

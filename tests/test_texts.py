@@ -197,7 +197,8 @@ def test_a_graph_has_the_words_of_its_prompt():
     bridge = bridges.boot("gpt2")
     bridge.tokenizer = tokenizer
     ids = torch.tensor([1, *tokenizer("went to")["input_ids"]])
-    graph = circuits.attribution_graph(bridges.exposed_copy(bridge), ids, p.loss(), top=5)
+    one_run = Contrast(ids, None, p.loss())
+    graph = circuits.attribution_graph(bridges.exposed_copy(bridge), one_run, top=5)
     assert graph.tokens == (("<s>", " w", "ent", " to"),)
 
 
