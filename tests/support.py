@@ -489,30 +489,11 @@ OF_NO_MODEL = {
         "Weights",
         "NodeDetails",
     ),
-    # Return types of functions.
-    *(
-        "AttentionOnlyTransformer",
-        "PromptPair",
-        "Sweep",
-        "Paths",
-        "Circuit",
-        "CircuitGraph",
-        "Compositions",
-        "Explanation",
-    ),
-    *("Faithfulness", "NodeGroups", "Stability"),
-    *("PathExpansion", "TokenCircuit"),
-    "Comparison",
-    *(
-        "Page",
-        "Provenance",
-        "Example",
-        "NeuronStatistics",
-        "HeadStatistics",
-        "CorpusStatistics",
-        "PairedPrompts",
-        "Evaluation",
-    ),
+    # What users make to say what they want, and results that can be loaded.
+    *("Contrast", "Work", "Edges", "Estimate", "Search", "Corpus", "Overlays"),
+    *("ComparisonSizes", "Resampling"),
+    *("AttentionOnlyTransformer", "Sweep", "Paths", "Circuit", "CircuitGraph", "Comparison"),
+    *("Example", "NeuronStatistics", "HeadStatistics"),
     # Shipped models, whose kinds are in the tables.
     *("demo", "pretrained"),
 }

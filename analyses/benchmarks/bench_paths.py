@@ -49,7 +49,7 @@ class ByHand:
         self.model, self.tokens, self.device = model, corrupted, str(corrupted.device)
         with torch.no_grad():
             self.runs = [model.run_with_cache(tokens)[1] for tokens in (clean, corrupted)]
-        bound = bind(METRIC, model, p.prompt_pair(model, clean, corrupted))
+        bound = bind(METRIC, model, Contrast(clean, corrupted, METRIC).pair(model))
         self.value = lambda logits: bound.value(bound.select(logits)[None])[0]
 
     def sent(self, name: HeadName) -> Tensor:

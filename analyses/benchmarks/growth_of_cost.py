@@ -40,7 +40,6 @@ import pandas as pd
 import torch
 import typer
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from analyses.benchmarks.bench_patching import METRIC, bridge_of
 from analyses.benchmarks.bench_peak_memory import held_and_peak, reset_peak

@@ -35,13 +35,15 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 from analyses.study import Setting, Study, Tables
 from analyses.tools import train_small_english as small
 from analyses.tools.learn_mask import learn_mask
-from attn_only_lens import circuits, expose_neuron_heads, load, pretrained, tasks
+from attn_only_lens import Contrast, Work, circuits, expose_neuron_heads, load, pretrained, tasks
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.circuits.stability import inclusion_interval
 from attn_only_lens.engine.linear_map import of_run
-from attn_only_lens.engine.prompts import prompt_pair
+from attn_only_lens.engine.prompts import PromptPair
 
+QUIET, ALONE = Work(progress=False), circuits.Search(n_random=0)
+BY_ROLE = p.Sites(positions="roles")
 BATCH, RESAMPLES, N_FRESH = 20, 20, 230  # a fresh batch has half as many prompts as BATCH
 FIRST_FRESH, FIRST_BATCH = 10_000, 500  # the first seeds
 RARE = 0.02
@@ -55,14 +57,9 @@ COST = {"gradient": 5, "RelP": 5, "secant": 5, "integrated": 17}
 # ---- other prompts of the same task, and other tasks
 
 
-def agreement(model: Any, n: int, seed: int) -> tasks.PairedPrompts:
+def agreement(model: Any, n: int, seed: int) -> Contrast:
     """Return a batch of agreement prompts with a relative clause."""
     return tasks.agreement(model.tokenizer, n, seed, structure="relative")
-
-
-def prompts_of(task: tasks.PairedPrompts) -> tuple[Any, Any, Any]:
-    """Return the prompts and the metric of a task."""
-    return task.clean, task.corrupted, task.metric
 
 
 def site_names(frame: pd.DataFrame) -> list[str]:
@@ -75,7 +72,7 @@ def probabilities(model: Any, n: int) -> "pd.Series[float]":
     counts = Counter[str]()
     for seed in tqdm(range(FIRST_FRESH, FIRST_FRESH + n), desc="fresh batches"):
         task = agreement(model, BATCH // 2, seed)
-        circuit = circuits.discover(model, *prompts_of(task), positions=task.roles, n_random=0)
+        circuit = circuits.discover(model, task, sites=BY_ROLE, search=ALONE)
         counts.update(site_names(circuit.frame))
     return pd.Series(counts, dtype=float) / n
 
@@ -85,14 +82,14 @@ def resampled(model: Any, n: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     sites, batches = [], []
     for seed in tqdm(range(FIRST_BATCH, FIRST_BATCH + n), desc="resampled batches"):
         task, other = agreement(model, BATCH, seed), agreement(model, BATCH, FIRST_FRESH - seed)
-        how: dict[str, Any] = {"n_random": 0, "resamples": RESAMPLES, "seed": seed}
-        circuit = circuits.discover(model, *prompts_of(task), positions=task.roles, **how)
+        search = circuits.Search(n_random=0, resamples=RESAMPLES, seed=seed)
+        circuit = circuits.discover(model, task, sites=BY_ROLE, search=search)
         stability = circuit.stability
         assert stability is not None
         names = site_names(stability.sites)
         sites.append(stability.sites[["inclusion"]].assign(batch=seed, site=names))
         held_out = stability.held_out.loc["faithfulness"]
-        fresh = circuits.evaluate(model, circuit, *prompts_of(other), positions=other.roles)
+        fresh = circuits.evaluate(model, circuit, other)
         batches.append(
             {
                 "n_sites": len(circuit),
@@ -136,8 +133,8 @@ def between_tasks(model: Any, n: int) -> pd.DataFrame:
     }
     by_task = {}
     for name, task in make.items():
-        roles = {"end": task.roles["end"]}
-        by_task[name] = circuits.discover(model, *prompts_of(task), positions=roles, n_random=0)
+        last = p.Sites(positions="end")
+        by_task[name] = circuits.discover(model, task, sites=last, search=ALONE)
     return circuits.transfer(model, by_task, make).rename_axis("circuit").reset_index()
 
 
@@ -152,7 +149,7 @@ def noun(text: str) -> str:
 
 def read(
     tokenizer: Any, folder: Path, sizes: tuple[int, int] = (N_TRAINING, N_HELD_OUT)
-) -> list[tasks.PairedPrompts]:
+) -> list[Contrast]:
     """Return pairs for finding circuits, and pairs with other nouns."""
 
     def fits(row: Any, nouns: set[str] | None = None) -> bool:
@@ -174,14 +171,14 @@ def read(
         ]
 
 
-def relp(model: Any, task: tasks.PairedPrompts, frame: pd.DataFrame) -> np.ndarray:
+def relp(model: Any, task: Contrast, frame: pd.DataFrame) -> np.ndarray:
     """Return z's change times its gradient, with patterns and norms held fixed (RelP)."""
     total = np.zeros(len(frame))
-    pair = prompt_pair(model, task.clean, task.corrupted)
+    pair = task.pair(model)
     for first in tqdm(range(0, len(task), 10), desc="RelP"):
         some = range(first, min(first + 10, len(task)))
-        here = prompt_pair(model, pair.clean[some], pair.corrupted[some])
-        back = prompt_pair(model, here.corrupted, here.clean)
+        here = PromptPair(pair.clean[some], pair.corrupted[some])
+        back = PromptPair(here.corrupted, here.clean)
         answers = ([column[i][0] for i in some] for column in (task.answers, task.wrong))
         metric = p.logit_diff(*answers)
         clean, corrupted = (of_run(model, x, metric, patterns=False) for x in (here, back))
@@ -208,24 +205,20 @@ def judged(ablated: AblatedModel, rows: np.ndarray) -> dict[str, float]:
     }
 
 
-def ablated_on(
-    model: Any, task: tasks.PairedPrompts, frame: pd.DataFrame, **positions: Any
-) -> AblatedModel:
+def ablated_on(model: Any, task: Contrast, frame: pd.DataFrame) -> AblatedModel:
     """Return a model whose sites outside a circuit are resampled, on a task's prompts."""
-    how = {"ablation": "resample", "mask": None, **positions}
-    return AblatedModel(model, *prompts_of(task), frame, **how)
+    return AblatedModel(model, task.pair(model), task.metric, frame, ablation="resample")
 
 
 def arms(
-    model: Any, training: tasks.PairedPrompts, held_out: tasks.PairedPrompts, *, smoke: bool
+    model: Any, training: Contrast, held_out: Contrast, *, smoke: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each circuit: how it was chosen, its size, and what it keeps."""
-    prompts = model, *prompts_of(training)
     groups = [noun(clean) for clean in training.clean]
-    for kind, sites in (("neurons", p.neuron_heads()), ("all sites", p.all_heads())):
-        ranked: dict[str, Any] = {"sites": sites, "direction": "noise", "budget": 0}
+    for kind, sites in (("neurons", "neurons"), ("all sites", "all")):
+        ranked: dict[str, Any] = {"sites": sites, "direction": "noise", "work": QUIET}
         rankings = {
-            method: p.attribution(*prompts, **ranked, method=method, progress=False)
+            method: p.attribution(model, training, method=p.Estimate(method, budget=0), **ranked)
             for method in COST
             if method != "RelP"
         }
@@ -241,10 +234,9 @@ def arms(
                     yield row | {"passes": COST[name]} | judged(there, best[:size])
         for size in LEARNED[:1] if smoke else LEARNED:
             started, steps = time.perf_counter(), 20 if smoke else STEPS
-            learned = learn_mask(
-                *(*prompts, size), steps=steps, groups=groups, sites=sites, batch_size=MASK_BATCH,
-                progress=f"mask of {size} {kind}",
-            )  # fmt: skip
+            work = Work(prompts_at_once=MASK_BATCH, progress=f"mask of {size} {kind}")
+            how: dict[str, Any] = {"steps": steps, "groups": groups, "sites": sites, "work": work}
+            learned = learn_mask(model, training, size, **how)
             row = {"sites": kind, "size": size, "seconds": time.perf_counter() - started}
             row["passes"] = PASSES * steps * MASK_BATCH / len(training)
             rows = np.flatnonzero(learned.contains(frame))
@@ -263,15 +255,13 @@ def small_english(model: Any, *, smoke: bool) -> Iterator[dict[str, Any]]:
     }
     for name, task_of in list(make.items())[4 if smoke else 0 :]:
         training, held_out = (task_of(n=8 if smoke else N_HELD_OUT, seed=seed) for seed in (0, 1))
-        prompts, roles = (model, *prompts_of(training)), training.roles
-        how: dict[str, Any] = {"method": "secant", "direction": "noise", "budget": 0}
-        ranking = p.attribution(*prompts, positions=roles, **how, progress=False)
-        here, there = (
-            ablated_on(model, task, ranking.frame, positions=task.roles)
-            for task in (training, held_out)
-        )
-        found = circuits.discover(*prompts, positions=roles, n_random=0)
-        learned = learn_mask(*prompts, len(found), steps=20 if smoke else 100, positions=roles)
+        secants = p.Estimate("secant", budget=0)
+        how: dict[str, Any] = {"direction": "noise", "method": secants, "work": QUIET}
+        ranking = p.attribution(model, training, sites=BY_ROLE, **how)
+        here, there = (ablated_on(model, task, ranking.frame) for task in (training, held_out))
+        found = circuits.discover(model, training, sites=BY_ROLE, search=ALONE)
+        steps = 20 if smoke else 100
+        learned = learn_mask(model, training, len(found), steps=steps, sites=BY_ROLE)
         chosen = {
             f"secant, {order}": here.ranked(ranking, order)[: len(found)]
             for order in ("magnitude", "signed")

@@ -49,13 +49,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from attn_only_lens import expose_neuron_heads, neurons
+from attn_only_lens import Contrast, Work, expose_neuron_heads, neurons
 from attn_only_lens import patching as p
 from attn_only_lens.heads import HeadName
-from attn_only_lens.tasks import PairedPrompts
 
 K = 20
 EXAMPLES = 10
+QUIET = Work(progress=False)
 RESAMPLES = 200
 
 Method: TypeAlias = Callable[..., p.Sweep]
@@ -73,7 +73,7 @@ class Question:
     wrong: Int[Tensor, "prompt"]
 
     @classmethod
-    def of(cls, pairs: PairedPrompts, tokenizer: Any, some: slice = slice(None)) -> "Question":
+    def of(cls, pairs: Contrast, tokenizer: Any, some: slice = slice(None)) -> "Question":
         """Return the question with some of the prompts, tokenized; every prompt has one answer."""
         clean, corrupted = (
             tokenizer(list(texts[some]), padding=True, return_tensors="pt")
@@ -88,9 +88,10 @@ class Question:
         return Question(*(tensor.to(device) for tensor in vars(self).values()))
 
     @property
-    def metric(self) -> Any:
-        """The logit of the right answer minus that of the wrong answer."""
-        return p.logit_diff(self.right, self.wrong)
+    def contrast(self) -> Contrast:
+        """The prompts, with the logit of the right answer minus that of the wrong answer."""
+        metric = p.logit_diff(self.right, self.wrong)
+        return Contrast(self.clean, self.corrupted, metric, mask=self.mask)
 
     def of_logits(self, logits: Float[Tensor, "prompt pos d_vocab"]) -> Floats:
         """Return the metric of each prompt, given the logits of a whole run."""
@@ -169,7 +170,8 @@ def look(
     with expose_neuron_heads(model) as exposed:
         names, parts = parts_of(exposed, questions, new, method)
         gates, patterns = in_texts(exposed, texts)
-        examples_frame = neurons.top_examples(exposed, None, texts, k=EXAMPLES, progress=False)
+        corpus = neurons.Corpus(texts)
+        examples_frame = neurons.top_examples(exposed, None, corpus, k=EXAMPLES, work=QUIET)
     examples: dict[str, tuple[frozenset[tuple[int, int]], ...]] = {}
     for (name, _), rows in examples_frame.groupby(["name", "end"], sort=False):
         places = frozenset(zip(rows["text"], rows["at"], strict=True))
@@ -207,13 +209,9 @@ def on_prompts(
 
 def sweep(method: Method, exposed: Any, asked: Question, **how: Any) -> p.Sweep:
     """Return the effects of all components, estimated or measured."""
+    everywhere = p.Sites(positions="all")
     return method(
-        *(exposed, asked.clean, asked.corrupted, asked.metric),
-        positions="all",
-        direction="noise",
-        mask=asked.mask,
-        progress=False,
-        **how,
+        *(exposed, asked.contrast), sites=everywhere, direction="noise", work=QUIET, **how
     )
 
 

@@ -43,12 +43,11 @@ from analyses.tools.train_small_english import (
     pool,
     questions,
 )
-from attn_only_lens import grow, growth, pretrained
+from attn_only_lens import Contrast, grow, growth, pretrained
 from attn_only_lens.growth import Weights
 from attn_only_lens.growth.expansion.expansion import Expansion
 from attn_only_lens.growth.expansion.initialise import Initialiser
 from attn_only_lens.models.in_place import copy_model
-from attn_only_lens.tasks import PairedPrompts
 
 HELD_OUT = 200  # prompts per task that begin no sentence in the texts
 
@@ -174,7 +173,7 @@ def texts_once(n: int) -> list[Tensor]:
 
 
 @lru_cache(2)
-def questions_once(n: int) -> dict[str, PairedPrompts]:
+def questions_once(n: int) -> dict[str, Contrast]:
     """Return the questions of every task, n for each; results are cached."""
     return questions(n) if n else {}
 

@@ -19,7 +19,7 @@ The circuit with the smallest error on the validation prompts is returned.
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,39 +36,36 @@ from attn_only_lens.circuits.ablated_model import (
 )
 from attn_only_lens.circuits.ablated_points import Rows
 from attn_only_lens.circuits.circuit import Circuit
+from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.metrics import AnyMetric, as_metric
-from attn_only_lens.engine.positions import Positions
-from attn_only_lens.engine.prompts import Prompts, prompt_pair
-from attn_only_lens.engine.sites import Sites, all_heads
+from attn_only_lens.engine.metrics import as_metric
+from attn_only_lens.engine.sites import Sites, SomeSites
 from attn_only_lens.errors import InputError
+from attn_only_lens.patching.estimate import Estimate, Method
+from attn_only_lens.work import Work
 
 _SHRINKING = 0.4  # the fraction of the steps, at the start, in which the circuit becomes smaller
 _RATE, _LAST_RATE = 0.03, 0.006
 _MOMENTUM, _MEMORY = 0.9, 0.98
 _CHECKS = 16  # the number of evaluations on validation prompts during training
 _VALIDATION = 0.2  # the fraction of prompts used for validation
+_BATCH = 24  # the number of prompts in a step
 
 
 @warned_once()
 def learn_mask(
     model: Any,
-    clean: Prompts,
-    corrupted: Prompts,
-    metric: AnyMetric,
+    contrast: Contrast,
     n_sites: int,
     *,
     steps: int = 400,
     n_candidates: int | None = None,
     groups: Sequence[Hashable] | None = None,
-    batch_size: int = 24,
-    method: str = "integrated",
+    method: Method = "integrated",
     ablation: Ablation = "resample",
-    sites: Sites | None = None,
-    positions: Positions = "each",
+    sites: SomeSites = "all",
     seed: int = 0,
-    mask: Tensor | None = None,
-    progress: bool | str = False,
+    work: Work = Work(progress=False),
 ) -> Circuit:
     """Learn a circuit of a given size that preserves the metric on each prompt, and on new prompts.
 
@@ -77,35 +74,33 @@ def learn_mask(
 
     Args:
         model: a model from `convert`, or one with exposed neuron-heads, without user-added hooks.
-        clean: five prompts or more; see `prompt_pair`.
-        corrupted: prompts without the feature to explain, aligned with `clean` token by token.
-        metric: `logit_diff(...)` or another differentiable metric with a value for each prompt.
+        contrast: five pairs of prompts or more, with `logit_diff(...)` or another differentiable
+            metric with a value for each prompt.
         n_sites: the size of the circuit.
         steps: the number of training steps, 20 or more.
         n_candidates: how many sites with the largest |effect| are candidates; by default five
             times `n_sites`.
         groups: a label for each pair, for instance its noun; a random fifth of the labels is used
             for validation. By default each pair has its own label.
-        batch_size: the number of prompts in a step.
         method: how candidates are ranked; see `attribution`.
         ablation: how other sites are ablated; see `discover`. Means are over a step's prompts.
-        sites: the heads to choose from, by default all. Other heads are never ablated.
-        positions: "each" separately, "all" together, or by role; see `discover`.
+        sites: the heads to choose from, and their positions; see `discover`. Other heads are never
+            ablated.
         seed: the seed of the validation prompts and of batches.
-        mask: 1 for real tokens, 0 for padding, if prompts are given as tokens.
-        progress: show a progress bar over the steps; a text is its label.
+        work: the number of prompts in a step (`prompts_at_once`; None for 24), and whether to show
+            a progress bar over the steps.
 
     Returns:
         The circuit, evaluated on all prompts. Its `tried` has one row per evaluation on the
         validation prompts, with columns `n_sites`, `faithfulness` and `error` (see `Evaluation`).
 
     Raises:
-        InputError: with every reason: invalid settings; too few prompts or groups; invalid prompts,
-            metric, sites or positions; ablating every site changes nothing.
+        InputError: with every reason: invalid settings; too few prompts or groups; an invalid
+            contrast or sites; ablating every site changes nothing.
     """
-    pair = prompt_pair(model, clean, corrupted, mask)
-    reasons = POSITIVE.reasons(n_sites=n_sites)
-    reasons += whole(20).reasons(steps=steps) + POSITIVE.reasons(batch_size=batch_size)
+    pair, metric, sites = contrast.pair(model), contrast.metric, Sites.of(sites)
+    reasons = POSITIVE.reasons(n_sites=n_sites) + whole(20).reasons(steps=steps)
+    reasons += work.reasons_against("batch_size", "resume")
     reasons += POSITIVE.or_none.reasons(n_candidates=n_candidates) + COUNT.reasons(seed=seed)
     if not (bound := as_metric(metric)).by_prompt:
         reasons.append(f"got {bound.name}; expected a metric that gives a value for each prompt")
@@ -116,22 +111,26 @@ def learn_mask(
     elif len(set(labels)) < 5:
         reasons.append(f"got {len(set(labels))} groups of prompts; expected 5 or more")
     InputError.raise_if(reasons, "no mask can be learned")
-    sites = "all" if sites is None else sites
-    prompts = model, clean, corrupted, metric
-    options: dict[str, Any] = {"positions": positions, "mask": mask}
-    ranking, _ = rank_sites(prompts, method, 0, options | {"sites": sites})
+    if sites.positions == "roles":  # the circuit keeps their names, for contrasts with more roles
+        sites = replace(sites, positions=list(contrast.roles))
+    ranking = rank_sites(model, contrast, sites, Estimate(method, budget=0))
     frame, effects = ranking.frame, ranking.effect.to_numpy()
     most = len(frame) if n_candidates is None else min(n_candidates, len(frame))
     if n_sites > most:
         reason = f"got n_sites={n_sites}; expected at most {most}, the number of candidates"
         raise InputError([reason], "no mask can be learned")
     candidates = np.argsort(-abs(effects), kind="stable")[: n_candidates or 5 * n_sites]
-    ablate = partial(AblatedModel, *(*prompts, frame), **options, ablation=ablation)
+
+    def ablate(some: Rows) -> AblatedModel:
+        prompts = pair.of_prompts(some.tolist(), cut=False)
+        return AblatedModel(model, prompts, metric, frame, ablation=ablation)
+
     training, validation = _split(labels, seed)
-    parts = np.array_split(training, math.ceil(len(training) / batch_size))
-    batches = [ablate(some=part.tolist()) for part in parts]
-    search = _Training(batches, ablate(some=validation.tolist()), candidates, n_sites)
-    with tqdm(total=steps, desc=progress or None, disable=not progress) as bar:
+    n_batches = math.ceil(len(training) / (work.prompts_at_once or _BATCH))
+    batches = list(map(ablate, np.array_split(training, n_batches)))
+    search = _Training(batches, ablate(validation), candidates, n_sites)
+    label = work.progress if isinstance(work.progress, str) else None
+    with tqdm(total=steps, desc=label, disable=not work.progress) as bar:
         for step in range(steps):
             search.step(step / steps)
             if step % max(1, steps // _CHECKS) == steps % max(1, steps // _CHECKS):
@@ -139,13 +138,12 @@ def learn_mask(
             bar.update()
     search.validate()
     return circuit_of(
-        ablated_model(*prompts, frame, **options, ablation=ablation),
+        ablated_model(model, pair, metric, frame, ablation=ablation),
         *(ranking, effects, search.circuit, search.tried),
         method="learned mask",
         wanted=None,
         ablation=ablation,
         candidates=sites,
-        positions=positions,
     )
 
 

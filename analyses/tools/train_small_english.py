@@ -30,7 +30,7 @@ from analyses.tools import small_english_grammar as grammar
 from analyses.tools.benching import machine
 from analyses.tools.options import Device, Out, Smoke
 from analyses.tools.train_modular_addition import keep, resume
-from attn_only_lens import tasks
+from attn_only_lens import Contrast, tasks
 
 BOS, EOS, UNKNOWN = "<s>", "</s>", "<unk>"
 POOL = 32  # this many batches are written at once, so that each batch has texts of one length
@@ -105,7 +105,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def questions(n: int) -> dict[str, tasks.PairedPrompts]:
+def questions(n: int) -> dict[str, Contrast]:
     """Return the evaluation prompts, n per task; there are fewer of the shortest."""
     of, seed = tokenizer(), SEED_OF_PROMPTS
     return {
@@ -227,7 +227,7 @@ def train(recipe: Recipe, out: Path, device: str) -> LlamaForCausalLM:
 
 
 @torch.no_grad()
-def differences(model: LlamaForCausalLM, pairs: tasks.PairedPrompts) -> Tensor:
+def differences(model: LlamaForCausalLM, pairs: Contrast) -> Tensor:
     """Return the right answer's logit minus the wrong answer's, after each clean prompt."""
     batch = tokenizer()(list(pairs.clean), padding=True, return_tensors="pt").to(model.device)
     last = batch["attention_mask"].sum(1) - 1

@@ -1,5 +1,7 @@
 """Build an attribution graph of a metric in one run, or of its change between two runs.
 
+The two runs are the clean and the corrupted run, or a circuit's own run and the corrupted run.
+
 The heads and neurons with the largest attributions become the nodes of the graph; `linear_graph.py`
 computes the edges between them. For each target node, the edges from all other heads are merged
 into one edge from the node "rest". The sum of edge weights into a target node therefore does not
@@ -13,7 +15,8 @@ target, and none if the target does not read the source's position. If there cou
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +28,7 @@ from attn_only_lens.circuits.ablated_model import ALIKE
 from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.circuits.graph import EDGE_COLUMNS, CircuitGraph, select_largest
 from attn_only_lens.circuits.linear_graph import LinearGraph, Node, Places, node_frame
+from attn_only_lens.circuits.own_run import own_run
 from attn_only_lens.devices import on_cpu
 from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
@@ -34,10 +38,13 @@ from attn_only_lens.engine.model_checks import reasons_not_to_run
 from attn_only_lens.engine.multipliers import float32_slopes
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.positions import is_by_role, unlike_tokens
+from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.recording import float32_runs
+from attn_only_lens.engine.sites import Sites, SomeSites
 from attn_only_lens.engine.tokens import all_token_texts
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads import HeadName, host_of, reasons_without_heads
+from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.precision import full_precision
 
 _TOP = {"run": 300, "difference": 60}
@@ -52,7 +59,7 @@ def attribution_graph(
     model: Any,
     contrast: Contrast,
     *,
-    sites: Circuit | Sequence[str] | None = None,
+    sites: Circuit | SomeSites | None = None,
     top: int | None = None,
     mass: float | None = None,
     positions: str | Sequence[str] = "each",
@@ -69,6 +76,11 @@ def attribution_graph(
     and mean(a) · Δb, where the means are over the two runs. A node's attribution can differ from
     the effect of patching it.
 
+    If `sites` is a circuit, the clean run is replaced by the circuit's own run: the clean tokens,
+    with all sites outside the circuit ablated. The graph then explains what the circuit keeps, and
+    nothing in it comes from the rest of the model. To see where the whole difference flows, pass
+    the circuit's names: `sites=circuit.sites`.
+
     Without corrupted prompts, the graph explains the value of the metric in one run, with patterns
     and norm scales held fixed. The weights of the edges of kind "value" into a node add up to the
     node's attribution. Edges of kinds "q", "k" and "gate" estimate, to first order, how a source
@@ -81,7 +93,8 @@ def attribution_graph(
         contrast: the two runs and the metric; see `Contrast`. For one run, `corrupted` is None, and
             the metric `kl` raises an error, because its gradient is 0. Attributions at the same
             position are summed over prompts.
-        sites: the nodes: a circuit from `discover`, or names such as "L5N1234@7".
+        sites: the nodes: a circuit from `discover`, for the graph of the circuit's own run; or
+            sites such as "L5N1234@7"; see `Sites`.
         top: how many heads and neurons become nodes; by default 60 for a difference, and 300 for
             one run. Pass at most one of `sites`, `top` and `mass`.
         mass: the share of Σ |attribution| that the nodes must have; 1 for all of it. Features of
@@ -89,7 +102,7 @@ def attribution_graph(
             `sites` names them.
         positions: "each", or "roles" for the contrast's roles, or names of roles. Nodes are then
             heads at roles, with standard errors over prompts, and prompts may differ in length.
-            Tokens without a role are summed into "rest".
+            Tokens without a role are summed into "rest". A circuit by role needs no positions.
         patterns: whether to include edges of kinds "q", "k" and "gate" in a graph of one run.
         max_edges: the largest allowed number of edges; an upper bound is counted before edges are
             computed.
@@ -113,6 +126,10 @@ def attribution_graph(
         >>> {"value", "k", "gate"} <= set(graph.edges["kind"])  # no "q": the last token is the same
         True
     """
+    circuit = sites if isinstance(sites, Circuit) else None
+    if circuit is not None and as_plain(positions) == "each":
+        of_circuit = circuit.candidates.positions
+        positions = cast("tuple[str, ...]", of_circuit) if is_by_role(of_circuit) else positions
     by_role = is_by_role(positions)
     reasons = [*reasons_not_to_run(model), *reasons_without_heads(model)]
     reasons += (no_contrast := contrast_reasons(contrast, both=False))
@@ -122,6 +139,10 @@ def attribution_graph(
     if not no_contrast and contrast.corrupted is None:
         reasons += one_run_reasons(contrast.metric)
         reasons += ["got positions by role without corrupted prompts; expected both"] * by_role
+        if circuit is not None:
+            reasons.append(
+                "got a circuit without corrupted prompts; expected both runs, or names of sites"
+            )
     if sum(x is not None for x in (sites, top, mass)) > 1:
         reasons.append(f"got top={top}, mass={mass}, sites={sites}; expected at most one of them")
     InputError.raise_if(reasons + no_gradient_reasons(), _PROBLEM)
@@ -135,7 +156,8 @@ def attribution_graph(
         if one_run:
             linear = of_run(model, pair, metric, patterns=patterns)
         else:
-            linear = of_difference(model, pair, metric)
+            runs = own_run(model, pair, circuit) if circuit is not None else None
+            linear = of_difference(model, pair, metric, runs=runs)
         places = Places.of(pair, positions)
         by_sublayer = [
             places.sums(numbers)
@@ -147,7 +169,8 @@ def attribution_graph(
             rows = _candidates(linear, sizes, n_places)
             index = rows[select_largest(sizes[rows], top=top, mass=mass)]
         else:
-            index = _rows_of(linear, sites, places.names)
+            nodes_asked = _node_ids(model, pair, sites, positions)
+            index = _rows_of(linear, nodes_asked, places.names)
         _require_affordable(linear, sizes, index, max_edges, n_places)
         chosen = _by_sublayer(linear, index, n_places)
         at_positions = [places.positions_of(nodes) for nodes in chosen]
@@ -173,6 +196,7 @@ def attribution_graph(
         n_heads=len(sizes),
         mass=float(sizes[index].sum() / total) if total else 1.0,
         corrupted=() if one_run else corrupted_tokens,
+        circuit=circuit,
     )
 
 
@@ -184,17 +208,26 @@ def _candidates(
     return np.flatnonzero(~np.concatenate(is_feature) | (sizes > 0))
 
 
-def _rows_of(
-    linear: LinearMap, sites: Circuit | Sequence[str], places: list[str]
-) -> npt.NDArray[np.int64]:
-    """Return the row indices of the nodes named in `sites`; raise an error for an unknown name."""
-    if isinstance(sites, Circuit):
-        sites = [f"{name}@{place}" for name, place in sites.frame[["name", "position"]].values]
+def _node_ids(
+    model: Any, pair: PromptPair, sites: Circuit | SomeSites, positions: str | Sequence[str]
+) -> list[str]:
+    """Return the ids of the nodes for these sites; sites at "each" position are at each place."""
+    sites = Sites.of(sites.sites if isinstance(sites, Circuit) else sites)
+    if sites.positions == "each":
+        sites = replace(sites, positions=positions)
+    reasons = list[str]()
+    with InputError.collected(reasons):
+        rows = site_rows(site_groups(model, pair, sites, "z"))
+    InputError.raise_if(reasons, _PROBLEM)
+    return list(rows["name"].astype(str) + "@" + rows["position"].astype(str))
+
+
+def _rows_of(linear: LinearMap, wanted: list[str], places: list[str]) -> npt.NDArray[np.int64]:
+    """Return the row indices of the nodes with these ids; raise an error for an unknown id."""
     heads = [
         [str(HeadName(x.layer, x.kind, i)) for i in range(x.n_heads)] for x in linear.sublayers
     ]
     nodes = [f"{name}@{place}" for names in heads for place in places for name in names]
-    wanted = list(dict.fromkeys(map(str, sites)))
     rows = pd.Index(nodes).get_indexer(pd.Index(wanted, dtype=object))
     unknown = [name for name, row in zip(wanted, rows, strict=True) if row < 0]
     reasons = [
@@ -202,7 +235,7 @@ def _rows_of(
         f"'L0N0@{places[-1]}'"
         for name in unknown[:5]
     ]
-    InputError.raise_if(reasons or ["got no sites; expected one or more"] * (not wanted), _PROBLEM)
+    InputError.raise_if(reasons, _PROBLEM)
     return np.sort(rows)
 
 

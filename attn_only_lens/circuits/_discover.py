@@ -117,10 +117,14 @@ def discover(
         if resamples:  # the frame has one row per site and prompt, sorted by site
             frame = frame.iloc[::n_prompts].reset_index(drop=True)
             effects = effects.reshape(-1, n_prompts)
-        options: dict[str, Any] = {"ablation": search.ablation, "work": work}
 
         def ablate(some: PromptPair) -> AblatedModel:
-            return ablated_model(model, some, metric, frame, **options, on_done=bar.update)
+            return ablated_model(
+                *(model, some, metric, frame),
+                ablation=search.ablation,
+                work=work,
+                on_done=bar.update,
+            )
 
         find, ablated = partial(_smallest, ranking, search.order, faithfulness), ablate(pair)
         mean = effects @ ablated.weights if resamples else effects[:, 0]
@@ -162,8 +166,9 @@ def rank_sites(
     """Return the effect of replacing each site's clean output with its corrupted output."""
     work = replace(work, progress=False)
     if method == MEASURED:
-        options: dict[str, Any] = {"direction": "noise", "per_prompt": per_prompt, "work": work}
-        return activation_patch(model, contrast, sites=sites, **options)
+        return activation_patch(
+            *(model, contrast), sites=sites, direction="noise", per_prompt=per_prompt, work=work
+        )
     estimate = Estimate.of(cast("Method | Estimate", method))
     plan = plan_attribution(model, contrast, sites, "z", "noise", estimate, per_prompt, work)
     return attribute(plan, estimate, work)
@@ -196,6 +201,8 @@ def circuit_of(
         random=tuple(random[:, 0].tolist()),
         tried=pd.DataFrame(tried, columns=[*tried[0]]),
         metric=ranking.metric,
+        whole=ablated.whole,
+        nothing=ablated.nothing,
         **settings,
     )
 

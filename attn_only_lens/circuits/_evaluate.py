@@ -8,14 +8,14 @@ import numpy as np
 
 from attn_only_lens.arguments import a_type
 from attn_only_lens.circuits.ablated_model import ablated_model
-from attn_only_lens.circuits.circuit import SITE_KEY, Circuit
+from attn_only_lens.circuits.circuit import Circuit
+from attn_only_lens.circuits.own_run import members
 from attn_only_lens.circuits.stability import share_of_sums
 from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import as_metric
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.errors import InputError
-from attn_only_lens.patching.site_groups import site_groups, site_rows
 from attn_only_lens.work import Work
 
 _PROBLEM = "this circuit cannot be evaluated on these prompts"
@@ -104,31 +104,8 @@ def evaluate(
     reasons = no_circuit_reasons(circuit) + contrast_reasons(contrast)
     reasons += work.reasons_against("batch_size", "resume")
     InputError.raise_if(reasons, _PROBLEM)
-    pair, places = contrast.pair(model), circuit.frame["position"].unique().tolist()
-    lengths = sorted(set(pair.real.sum(dim=1).tolist()))
-    same = bool((pair.real == pair.real[:1]).all()) and pair.clean.shape[1] == circuit.n_pos
-    if not same and not all(isinstance(place, str) for place in places):
-        reasons.append(
-            f"got prompts of {' and '.join(map(str, lengths))} tokens; expected {circuit.n_pos} "
-            "tokens, as in the prompts used to find the circuit: the sites have fixed positions"
-        )
-    candidates = circuit.candidates.positions
-    at_roles = [*(candidates if isinstance(candidates, tuple) else ()), *places]
-    at_roles = [x for x in dict.fromkeys(at_roles) if isinstance(x, str) and x != "all"]
-    if lacking := ", ".join(role for role in at_roles if role not in pair.roles):
-        reasons.append(f"the contrast lacks roles of the circuit: {lacking}; expected all of them")
-    if circuit.frame.duplicated(SITE_KEY).any():
-        reasons.append("some sites are in the circuit twice; expected one row for each site")
-    with InputError.collected(reasons):
-        sites = site_rows(site_groups(model, pair, circuit.candidates, "z"))
-    InputError.raise_if(reasons, _PROBLEM)
-    rows = np.flatnonzero(circuit.contains(sites))
-    if missing := len(circuit) - len(rows):
-        reason = (
-            f"{missing} sites of the circuit do not exist: the model lacks the head, or the "
-            "prompts lack the position"
-        )
-        raise InputError([reason], _PROBLEM)
+    pair = contrast.pair(model)
+    sites, rows = members(model, pair, circuit, _PROBLEM)
     ablated = ablated_model(
         *(model, pair, contrast.metric, sites), ablation=circuit.ablation, work=work
     )

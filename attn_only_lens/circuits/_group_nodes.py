@@ -31,12 +31,13 @@ from attn_only_lens.arguments import Allowed, a_type, is_number
 from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.circuits.ablated_points import Rows
 from attn_only_lens.circuits.graph import CircuitGraph
-from attn_only_lens.circuits.linear_graph import Places, reasons_of_another_run
+from attn_only_lens.circuits.linear_graph import Places
+from attn_only_lens.circuits.own_run import graph_runs, reasons_of_another_run
 from attn_only_lens.circuits.weights.head_matrices import HeadMatrices
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects
 from attn_only_lens.engine.contrast import Contrast, contrast_reasons
 from attn_only_lens.engine.input_warnings import warned_once
-from attn_only_lens.engine.metrics import as_metric
+from attn_only_lens.engine.metrics import AnyMetric, as_metric
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.prompts import PromptPair
 from attn_only_lens.engine.replay import Variants
@@ -145,8 +146,8 @@ def group_nodes(
     InputError.raise_if(
         [f"got node {x}; the model has no such head or position" for x in unknown[:5]], _PROBLEM
     )
-    grouped = _GroupedModel(model, pair, contrast.metric, sites, ablation="resample")
-    grouped.require_same_runs(graph, model, Places.of(pair, positions))
+    grouped = _GroupedModel(model, pair, contrast.metric, sites)
+    grouped.require_same_runs(graph, model, pair, Places.of(pair, positions))
     of_nodes = grouped.written(rows)
     distance = _distances(graph, heads, _similar_weights(model, heads, of_nodes))
     faithfulness, members, changed = float(grouped.faithfulness([rows])[0]), list[Rows](), np.inf
@@ -320,24 +321,26 @@ def _short(token: str) -> str:
 class _GroupedModel(AblatedModel):
     """An ablated model that tests the nodes and groups of a graph."""
 
-    def __init__(self, model: Any, *prompts: Any, **options: Any) -> None:
-        super().__init__(model, *prompts, **options)
+    def __init__(
+        self, model: Any, pair: PromptPair, metric: AnyMetric, sites: pd.DataFrame
+    ) -> None:
+        super().__init__(model, pair, metric, sites, ablation="resample")
         self._matrices = HeadMatrices.of(model, fold_norms=True)
         self._whole = self._changes(np.arange(self.n_sites))
 
-    def require_same_runs(self, graph: CircuitGraph, model: Any, places: Places) -> None:
+    def require_same_runs(
+        self, graph: CircuitGraph, model: Any, pair: PromptPair, places: Places
+    ) -> None:
         """Raise an error if the runs do not give the graph's node values and change of metric."""
-        clean, host = self._replay.recording, host_of(model)
-        z = dict(clean.hooked)
-        for kind, layer in {
-            (head.kind, head.layer) for head in map(HeadName.parse, graph.heads["name"])
-        }:
-            if kind in NEURON_KINDS:
-                z[host.hook_name(layer, kind, "z")] = clean.neurons[layer].z.unsqueeze(-1)
-        reasons = reasons_of_another_run(graph, model, z, places)
-        if abs(self.change - graph.value) > 1e-2 * max(abs(self.change), abs(graph.value)):
+        heads = {(x.layer, x.kind) for x in map(HeadName.parse, graph.heads["name"])}
+        names = [host_of(model).hook_name(layer, kind, "z") for layer, kind in heads]
+        runs = graph_runs(graph, model, pair, names)
+        reasons = reasons_of_another_run(graph, model, runs[0].hooked, places)
+        first, second = (self._replay.metric.of(run.logits) for run in runs)
+        change = first - second
+        if abs(change - graph.value) > 1e-2 * max(abs(change), abs(graph.value)):
             reasons.append(
-                f"got a metric that changes by {self.change:.4g} between the prompts, but in the "
+                f"got a metric that changes by {change:.4g} between the prompts, but in the "
                 f"graph it changes by {graph.value:.4g}: the graph has another metric, other "
                 "answers or other corrupted prompts"
             )

@@ -66,7 +66,7 @@ ALIKE = "expected prompts of the same length, or positions by role, such as 'rol
 class AblatedModel:
     """A model in which all sites outside a circuit are ablated.
 
-    `whole` is the metric with no site ablated, and `change` its change from the corrupted run.
+    `whole` is the metric with no site ablated.
     """
 
     def __init__(
@@ -91,11 +91,7 @@ class AblatedModel:
         groups = resolve_sites(model, list(sites["name"].unique()))
         runs = record_pair(model, pair, metric, groups, "z", distinct=pair.among is None)
         self.sites = sites
-        source = runs.corrupted
-        if ablation == "positional_mean":
-            source = _positional_means(runs.clean, roles or resolve_positions(pair, "each"))
-        elif ablation != "resample":
-            source = ablate(runs.clean, runs.clean, ablation, pair.real)
+        source = ablated_run(runs.clean, runs.corrupted, ablation, pair, roles)
         self._points = ablated_points(model, source, sites, roles)
         self._replay = make_replay(model, runs.clean, runs.metric)
         tested = self._replay.tested
@@ -107,7 +103,6 @@ class AblatedModel:
         self._first = self._replay.start(0, first_change)
         self._batching = Batching(model, None, on_done, self._replay.numbers_per_token)
         self.whole, self.whole_by_prompt = runs.clean_value, runs.clean_values.cpu().numpy()
-        self.change = runs.clean_value - runs.corrupted_value
 
     @cached_property
     def weights(self) -> Float[np.ndarray, "prompt"]:
@@ -231,6 +226,21 @@ class AblatedModel:
 
     def _hooks(self, kept: Flags, computed: dict[str, Tensor] | None = None) -> Hooks:
         return [point.hook(kept, self._first, computed) for point in self._points]
+
+
+def ablated_run(
+    clean: Recording,
+    corrupted: Recording,
+    ablation: Ablation,
+    pair: PromptPair,
+    roles: Sequence[PositionSet],
+) -> Recording:
+    """Return a run that has, at every site, the output that the site has when it is ablated."""
+    if ablation == "resample":
+        return corrupted
+    if ablation == "positional_mean":
+        return _positional_means(clean, roles or resolve_positions(pair, "each"))
+    return ablate(clean, clean, ablation, pair.real)
 
 
 def _positional_means(run: Recording, places: Sequence[PositionSet]) -> Recording:

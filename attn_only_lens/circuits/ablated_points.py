@@ -52,12 +52,13 @@ class AblatedPoint:
             if computed is not None:
                 computed[self.name] = value.detach()
             by_circuit = value.unflatten(0, (-1, len(replacement)))
-            ablated = self._ablated(kept, first).to(value.device)
-            return torch.where(ablated, replacement.to(value), by_circuit).flatten(0, 1)
+            gone = self.ablated(kept, first).to(value.device)
+            return torch.where(gone, replacement.to(value), by_circuit).flatten(0, 1)
 
         return self.name, hook
 
-    def _ablated(self, kept: Flags, first: int) -> Bool[Tensor, "circuit row pos head_index 1"]:
+    def ablated(self, kept: Flags, first: int) -> Bool[Tensor, "circuit row pos head_index 1"]:
+        """Return which heads are outside each circuit, at the tokens from position `first` on."""
         gone = np.zeros((len(kept), *self._shape), dtype=bool)
         gone[:, self.place, self.index] = ~kept[:, self.rows]
         gone = np.ascontiguousarray(gone[:, self.place_of[:, first:]])  # models read z as views

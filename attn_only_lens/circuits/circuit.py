@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import fill
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import pandas as pd
@@ -50,7 +50,9 @@ class _Sites(TypedDict):
     layers: list[int] | None
 
 
-class _Circuit(TypedDict):
+class CircuitBody(TypedDict):
+    """A circuit in a JSON file."""
+
     frame: _Table
     n_sites: int
     n_pos: int
@@ -63,11 +65,13 @@ class _Circuit(TypedDict):
     method: str
     metric: str
     candidates: _Sites
+    whole: float
+    nothing: float
     stability: _Stability | None
 
 
 class _Body(TypedDict):
-    circuit: _Circuit
+    circuit: CircuitBody
 
 
 _DOCUMENT = Document("attn_only_lens.Circuit", 1, _Body)
@@ -99,6 +103,8 @@ class Circuit:
         method: the method of the ranking.
         metric: the metric's name.
         candidates: the sites that were ranked; by role, their positions are the names of the roles.
+        whole: the metric of the whole model.
+        nothing: the metric with every site ablated.
         stability: how the circuit changes with the prompts, if `discover` resampled them.
     """
 
@@ -114,6 +120,8 @@ class Circuit:
     method: str
     metric: str
     candidates: Sites
+    whole: float
+    nothing: float
     stability: Stability | None = None
 
     def __len__(self) -> int:
@@ -190,7 +198,7 @@ class Circuit:
             >>> again.frame["effect"].equals(circuit.frame["effect"])
             True
         """
-        _DOCUMENT.write(path, circuit=_plain(vars(self)))
+        _DOCUMENT.write(path, circuit=self.body())
 
     @classmethod
     def load(cls, path: str | Path) -> "Circuit":
@@ -200,21 +208,32 @@ class Circuit:
             CheckpointError: the file is missing, damaged, newer than this package, or not a
                 circuit.
         """
-        body = _DOCUMENT.read(path)["circuit"]
         try:
-            frames = {name: pd.DataFrame(body[name]) for name in ("frame", "tried")}
-            if missing := [name for name in (*SITE, "effect") if name not in frames["frame"]]:
-                raise ValueError(f"its frame has no {', '.join(missing)}")
-            changed: dict[str, Any] = {"random": tuple(body["random"])}
-            changed["candidates"] = Sites(**body["candidates"])
-            if (stability := body["stability"]) is not None:
-                tables = {name: pd.DataFrame(stability[name]) for name in ("sites", "resamples")}
-                tables["held_out"] = pd.DataFrame(stability["held_out"]).set_axis(MEASURES)
-                core = tuple(stability["core_faithfulness"])
-                changed["stability"] = Stability(**stability | tables | {"core_faithfulness": core})
-            return cls(**body | frames | changed)
+            return cls.of_body(_DOCUMENT.read(path)["circuit"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path} holds no circuit: {error}") from error
+
+    def body(self) -> CircuitBody:
+        """Return the circuit's attributes as lists, dicts and numbers that JSON can store."""
+        return cast(CircuitBody, _plain(vars(self)))
+
+    @classmethod
+    def of_body(cls, body: CircuitBody) -> "Circuit":
+        """Return a circuit from the attributes that `body` returned."""
+        frames = {"frame": pd.DataFrame(body["frame"]), "tried": pd.DataFrame(body["tried"])}
+        if missing := [name for name in (*SITE, "effect") if name not in frames["frame"]]:
+            raise ValueError(f"its frame has no {', '.join(missing)}")
+        changed: dict[str, Any] = {"random": tuple(body["random"])}
+        changed["candidates"] = Sites(**body["candidates"])
+        if (stability := body["stability"]) is not None:
+            tables: dict[str, Any] = {
+                "sites": pd.DataFrame(stability["sites"]),
+                "resamples": pd.DataFrame(stability["resamples"]),
+                "held_out": pd.DataFrame(stability["held_out"]).set_axis(MEASURES),
+                "core_faithfulness": tuple(stability["core_faithfulness"]),
+            }
+            changed["stability"] = Stability(**{**stability, **tables})
+        return cls(**{**body, **frames, **changed})
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,6 @@
 """Write attribution graphs to JSON files, and read them back exactly.
 
-    {"format": "attn_only_lens.CircuitGraph", "format_version": 3,
+    {"format": "attn_only_lens.CircuitGraph", "format_version": 4,
      "sha256": the hash of the rest, as JSON with sorted keys,
      "graph": {"tokens": …, "metric": …, …,
                "nodes": {"id": […], "kind": […], …},
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import pandas as pd
 from typing_extensions import TypedDict
 
+from attn_only_lens.circuits.circuit import Circuit, CircuitBody
 from attn_only_lens.errors import CheckpointError
 from attn_only_lens.storage import Document
 
@@ -46,14 +47,15 @@ class _Graph(TypedDict):
     n_layers: int
     n_heads: int
     mass: float
+    circuit: CircuitBody | None
 
 
 class _Body(TypedDict):
     graph: _Graph
 
 
-_ATTRIBUTES = _Graph.__required_keys__ - {"nodes", "edges"}
-_DOCUMENT = Document("attn_only_lens.CircuitGraph", 3, _Body)
+_ATTRIBUTES = _Graph.__required_keys__ - {"nodes", "edges", "circuit"}
+_DOCUMENT = Document("attn_only_lens.CircuitGraph", 4, _Body)
 
 
 _T = TypeVar("_T")
@@ -70,7 +72,8 @@ def write_graph(path: str | Path, graph: Mapping[str, Any]) -> None:
         for name, frame in (("nodes", graph["nodes"]), ("edges", graph["edges"].assign(**ends)))
     }
     attributes = {name: graph[name] for name in sorted(_ATTRIBUTES)}
-    _DOCUMENT.write(path, graph={**attributes, **tables})
+    circuit = None if graph["circuit"] is None else graph["circuit"].body()
+    _DOCUMENT.write(path, graph={**attributes, **tables, "circuit": circuit})
 
 
 def read_graph(path: str | Path, make: Callable[..., _T]) -> _T:
@@ -87,6 +90,8 @@ def read_graph(path: str | Path, make: Callable[..., _T]) -> _T:
         for name in ("tokens", "corrupted"):
             attributes[name] = tuple(map(tuple, attributes[name]))
         floats = {name: "float64" for name in ("weight", "error") if name in edges}
+        circuit = body["circuit"] if body["circuit"] is None else Circuit.of_body(body["circuit"])
+        attributes["circuit"] = circuit
         return make(nodes=nodes, edges=edges.astype(floats), **attributes)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CheckpointError(f"{path} holds no graph: {type(error).__name__}: {error}") from error

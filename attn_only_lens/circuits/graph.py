@@ -18,7 +18,8 @@ The weights of the edges into a node add up to the node's attribution. The weigh
 sums include only edges of kind "value"; edges of kinds "q", "k" and "gate" estimate, to first
 order, how a source affects the metric through the target's pattern or gate. In a graph of a
 difference, they include all edges. Pruning preserves these sums: edges from dropped nodes become
-edges from "rest".
+edges from "rest". In a graph of a circuit's own run (`own_run.py`), nothing comes from "rest",
+unless some sites were no candidates for the circuit.
 """
 
 from collections.abc import Iterable
@@ -32,6 +33,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from attn_only_lens.arguments import POSITIVE, SHARE
+from attn_only_lens.circuits.circuit import Circuit
 from attn_only_lens.circuits.export import read_graph, write_graph
 from attn_only_lens.errors import InputError
 from attn_only_lens.heads.host import HEAD_KINDS
@@ -66,6 +68,8 @@ class CircuitGraph:
         n_heads: the number of possible nodes: heads and neurons at all positions.
         mass: the share of Σ |attribution| over all possible nodes that this graph's nodes have.
         corrupted: the tokens of each corrupted prompt; empty for a graph of one run.
+        circuit: for a graph of a circuit's own run, the circuit; `value` is then the change from
+            the corrupted run to the circuit's own run.
 
     Example:
         >>> import torch
@@ -89,6 +93,7 @@ class CircuitGraph:
     n_heads: int
     mass: float
     corrupted: tuple[tuple[str, ...], ...] = ()
+    circuit: Circuit | None = None
 
     def __post_init__(self) -> None:
         """Raise an error that lists every inconsistency in the graph."""

@@ -5,7 +5,7 @@ and the vector with which the target reads it. All heads that are not nodes are 
 source, "rest". A graph with K nodes therefore needs K² dot products, whatever the model's size.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -16,14 +16,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attn_only_lens.circuits.graph import EDGE_COLUMNS, NODE_COLUMNS, CircuitGraph
+from attn_only_lens.circuits.graph import EDGE_COLUMNS, NODE_COLUMNS
 from attn_only_lens.devices import free_bytes, on_cpu
 from attn_only_lens.engine.linear_map import LinearMap
 from attn_only_lens.engine.positions import Positions, is_by_role, resolve_positions
 from attn_only_lens.engine.prompts import PromptPair
-from attn_only_lens.heads import HeadName, host_of
+from attn_only_lens.heads import HeadName
 from attn_only_lens.heads.host import NEURON_KINDS
-from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 Node = tuple[int, int]
 """A place (a position or a role), and an index in the sublayer."""
@@ -335,33 +334,3 @@ class _Sources:
             ends = [(covectors * stream[:, here]).sum(-1) for stream in streams]
         ends[1] = ends[1] + bias.to(sums)
         return torch.cat([sums, torch.stack(ends, dim=-1)], dim=-1)
-
-
-def reasons_of_another_run(
-    graph: CircuitGraph,
-    model: Any,
-    z: Mapping[str, Float[Tensor, "batch pos head d_head"]],
-    places: Places,
-) -> list[str]:
-    """Return a reason if a clean run with outputs z, by hook name, does not give a graph's values.
-
-    The run then has other prompts or another model than the graph.
-    """
-    heads, host, values = graph.heads, host_of(model), list[float]()
-    for name, place in zip(heads["name"], heads["id"].str.partition("@")[2], strict=True):
-        head = HeadName.parse(name)
-        of_head = z[host.hook_name(head.layer, head.kind, "z")][:, :, head.index]
-        sizes = of_head[..., 0] if head.kind in NEURON_KINDS else of_head.norm(dim=-1)
-        index = places.names.index(place)
-        values.append(float(places.sums(sizes.unsqueeze(-1))[:, index].mean()))
-    expected = heads["value"].to_numpy()
-    # Bridges compute many norms in float32, so even a float64 model needs a tolerance of 1e-3.
-    dtype = next(model.parameters()).dtype
-    allowed = max(1e-3, LOGIT_TOLERANCE[dtype]) * abs(expected).max(initial=0)
-    apart = np.flatnonzero(~(abs(expected - values) <= allowed))
-    return [
-        f"got prompts or a model with which {heads['id'].iloc[row]} is {values[row]:.4g}, but in "
-        f"the graph it is {expected[row]:.4g}: the graph is from another model, or from other "
-        "prompts"
-        for row in apart[:1]
-    ]

@@ -58,7 +58,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         items = value.values()
     elif isinstance(value, list | tuple):
         items = value
-    elif type(value).__module__.startswith("attn_only_lens.engine"):  # no module, no head
+    elif type(value).__module__.startswith("attn_only_lens.engine."):  # no module, no head
         items = vars(value).values()
     for item in items:
         yield from _tensors(item)

@@ -19,17 +19,17 @@ of a product change, their shares depend on the order of multiplication in the m
 `secant_multipliers` raises an error, because the sum of M · Δ over the first block's input differs
 from the metric's change.
 
-The two runs can be any two. With `kept`, the first is the run of a circuit: on the clean prompts,
-every head outside the circuit has its output in the corrupted run. These outputs do not change, and
-no multiplier passes through them, so the circuit's heads and the tokens account for the metric's
-whole change.
+The two runs can be any two. With `held`, the first is the run of a circuit: on the clean prompts,
+every head outside the circuit has its output in the corrupted run, or another output in both runs.
+These outputs do not change, and no multiplier passes through them, so the circuit's heads and the
+tokens account for the metric's whole change.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -60,9 +60,28 @@ from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import LOGIT_TOLERANCE, disagreement
 
 _EXACT = 1e-9  # the smallest tolerance: in float64, rounding errors grow from layer to layer
-Kept: TypeAlias = Mapping[str, Bool[Tensor, "batch pos head_index 1"]]
-"""Which heads belong to a circuit, by the hook name of their z."""
 _PROBLEM = "the difference of two runs of this model cannot be attributed"
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """The heads at one hook point that do not belong to a circuit, and the outputs that they have.
+
+    Attributes:
+        outside: whether a head does not belong to the circuit.
+        z: the outputs of these heads in both runs; None for the outputs in the corrupted run.
+    """
+
+    outside: Bool[Tensor, "batch pos head_index 1"]
+    z: Float[Tensor, "batch pos head_index d_head"] | None = None
+
+    def hook(self, both: Float[Tensor, "both pos head_index d_head"], hook: Any) -> Tensor:
+        """Replace the outputs of these heads in a batch of the clean and the corrupted prompts."""
+        outside, (clean, corrupted) = self.outside.to(both.device), both.chunk(2)
+        if self.z is None:
+            return torch.cat([torch.where(outside, corrupted, clean), corrupted])
+        held = self.z.to(both)
+        return torch.cat([torch.where(outside, held, run) for run in (clean, corrupted)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +95,8 @@ class BothRuns:
         steps: the inputs and outputs of nonlinear steps.
         recording: the recording of both runs, with every z.
         decomposition: the writes to the residual stream in both runs, if they were requested.
-        kept: the heads of a circuit, if the first run is the circuit's run; see `run_both`.
+        held: the heads outside a circuit by hook name, if the first run is the circuit's run; see
+            `run_both`.
     """
 
     pair: PromptPair
@@ -85,7 +105,7 @@ class BothRuns:
     steps: Steps
     recording: Recording
     decomposition: Decomposition | None = None
-    kept: Kept = field(default_factory=dict)
+    held: Mapping[str, Held] = field(default_factory=dict)
 
     def recordings(self) -> tuple[Recording, Recording]:
         """Return the recording of the clean run and the recording of the corrupted run."""
@@ -143,7 +163,11 @@ class Multipliers:
 @torch.no_grad()
 @full_precision()
 def run_both(
-    model: Any, pair: PromptPair, *, decomposed: bool = False, kept: Kept | None = None
+    model: Any,
+    pair: PromptPair,
+    *,
+    decomposed: bool = False,
+    held: Mapping[str, Held] | None = None,
 ) -> BothRuns:
     """Run a model on clean and corrupted prompts; record inputs and outputs of nonlinear steps.
 
@@ -153,18 +177,17 @@ def run_both(
         model: a model with neuron-heads.
         pair: the prompts.
         decomposed: whether to also split the residual stream into writes; see `decompose`.
-        kept: for the run of a circuit, whether a head belongs to it, by the hook name of z. All
-            other heads have their outputs in the corrupted run.
+        held: for the run of a circuit, the heads outside the circuit, by the hook name of z.
     """
-    known = None if kept else kept_runs(model, pair)
+    known = None if held else kept_runs(model, pair)
     if known is not None and (known.decomposition is not None or not decomposed):
         return cast(BothRuns, known)
-    host, steps, kept = host_of(model), Steps(model), kept or {}
+    host, steps, held = host_of(model), Steps(model), held or {}
     _require_separate_gates(host)
     names = host.hook_names("z")
     tokens = torch.cat([pair.clean, pair.corrupted])
     mask = None if pair.mask is None else pair.mask.repeat(2, 1)
-    hooks = [(name, partial(_hold, heads)) for name, heads in kept.items()]
+    hooks = [(name, heads.hook) for name, heads in held.items()]
     writes = None
     if decomposed:
         watch = steps.recorded()
@@ -174,8 +197,8 @@ def run_both(
         options: dict[str, Any] = {"names": names, "gates": False, "keep_key_values": True}
         with steps.recorded():
             both = record(model, tokens, mask, layers=range(host.n_layers), hooks=hooks, **options)
-    runs = BothRuns(pair, both.logits, both.streams[0], steps, both, writes, kept)
-    if not kept:
+    runs = BothRuns(pair, both.logits, both.streams[0], steps, both, writes, held)
+    if not held:
         keep_runs(model, pair, runs)
     return runs
 
@@ -363,17 +386,12 @@ def _leaf(leaves: dict[str, Tensor], both: Tensor, value: Tensor, hook: Any) -> 
 
 
 def _averaged(runs: BothRuns, name: str) -> Callable[..., Tensor]:
-    return partial(_average, runs.recording.hooked[name], runs.kept.get(name))
+    return partial(_average, runs.recording.hooked[name], runs.held.get(name))
 
 
-def _average(both: Tensor, kept: Tensor | None, value: Tensor, hook: Any) -> Tensor:
+def _average(both: Tensor, held: Held | None, value: Tensor, hook: Any) -> Tensor:
     """Replace z by its mean over both runs; no multiplier passes through heads that are held."""
-    if kept is None:
+    if held is None:
         return at_mean(value, both)
-    return at_mean(value, both, lambda gradient: gradient * kept)
-
-
-def _hold(kept: Tensor, both: Tensor, hook: Any) -> Tensor:
-    """Give each head outside a circuit its output in the corrupted run."""
-    clean, corrupted = both.chunk(2)
-    return torch.cat([torch.where(kept.to(both.device), clean, corrupted), corrupted])
+    outside = held.outside.to(value.device)
+    return at_mean(value, both, lambda gradient: gradient.masked_fill(outside, 0.0))

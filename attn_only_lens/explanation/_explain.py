@@ -1,8 +1,9 @@
 """Explain in one call why a metric differs between two prompts.
 
 Secant attribution ranks all sites. A search finds a small circuit that keeps most of the
-difference. An attribution graph of the difference shows how the circuit's sites affect each other.
-The strongest sites are also patched one by one, which gives their exact effects.
+difference. An attribution graph of the circuit's own run shows how it does so: how its sites affect
+each other and the metric. The strongest sites are also patched one by one, which gives their exact
+effects.
 """
 
 from dataclasses import replace
@@ -54,7 +55,7 @@ def explain(
         contrast: the two runs and the metric; see `Contrast`. Prompts must have the same length.
         faithfulness: the share of the difference that the circuit must keep; see `discover`.
         most_nodes: the largest number of sites in the graph; sites with the largest shares are
-            kept.
+            kept, and the others are summed into one node, "rest".
         n_patched: how many of the strongest sites are patched exactly, in both directions.
         resamples: as in `Search`; the page then shows how stable each node is.
         work: how the search is run; see `discover`.
@@ -87,13 +88,12 @@ def explain(
         estimate = Estimate("secant", budget=0, split=True)
         whole = attribution(model, contrast, method=estimate, work=quiet)
         circuit = discover(model, contrast, faithfulness=faithfulness, search=search, work=work)
-        shares = whole.to_frame().set_index(["name", "position"])["score"]
-        keys = list(zip(circuit.frame["name"], circuit.frame["position"], strict=True))
-        keys = sorted(keys, key=lambda key: -abs(float(shares[key])))[:most_nodes]
-        nodes = [f"{name}@{position}" for name, position in keys]
-        graph = attribution_graph(model, contrast, sites=nodes)
-        heads = list(dict.fromkeys(str(name) for name, _ in keys[:n_patched]))
-        positions = sorted({int(position) for _, position in keys[:n_patched]})
+        graph = attribution_graph(model, contrast, sites=circuit)
+        graph = graph.prune(top=most_nodes) if len(graph.heads) > most_nodes else graph
+        strongest = graph.heads.sort_values("attribution", key=abs, ascending=False)
+        patched = strongest.head(n_patched)
+        heads = patched["name"].unique().tolist()
+        positions = sorted(patched["position"].astype(int).unique().tolist())
         patches = {
             direction: activation_patch(
                 *(model, contrast), sites=Sites(heads, positions), direction=direction, work=quiet

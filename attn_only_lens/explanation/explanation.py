@@ -23,21 +23,25 @@ from attn_only_lens.storage.atomic import atomic_folder, write_text
 from attn_only_lens.viz import Overlays, circuit_view, write_html
 from attn_only_lens.viz.page import Page
 
+_DIRECT = 0.01  # name the direct path from tokens to the metric from this share on
+_FAR = 0.5  # warn if everything else keeps more than this, or less than minus this
+_NARROW = 0.2  # warn if the sites carry less than this share of the difference
 _STRONG, _MOST = 0.1, 3  # which sites outside the circuit are named: their |share| and number
 _BOTH = 1 / 3  # a label is "both" if the smaller part exceeds this share of |pattern| + |value|
 _HELD_OUT = 0.7  # warn if held-out faithfulness is below this share of the circuit's faithfulness
 _CHANGE = (
-    "Descriptions are of the clean run; 'corrupted' follows if the corrupted run differs. 'raises' "
-    "and 'lowers' list the tokens whose logits the change of the site's output, clean minus "
-    "corrupted, raises and lowers most by the direct path, if at least a tenth of the site's share "
-    "takes this path."
+    "Descriptions are of the circuit's own run (the clean tokens, with every other site as in the "
+    "corrupted run); 'corrupted' follows if the corrupted run differs. 'raises' and 'lowers' list "
+    "the tokens whose logits the change of the site's output between these runs raises and lowers "
+    "most by the direct path, if at least a tenth of the site's share takes this path."
 )
 _MEANINGS = (
-    "share: the part of the difference that passes through the site, by its pattern (by_pattern) "
-    "and by its value (by_value). A path through several sites counts at each of them, so shares "
-    "can add up to more than 1. denoise, noise: the part that a patch of this site alone brings "
-    "back to the corrupted run, or removes from the clean run; report these two, which are exact. "
-    f"If the circuit missed nothing, everything else keeps about 0%. {_CHANGE}"
+    "share: the part of what the circuit keeps that passes through the site, by its pattern "
+    "(by_pattern) and by its value (by_value). A path through several sites counts at each of "
+    "them, so shares can add up to more than 1. denoise, noise: the part of the whole difference "
+    "that a patch of this site alone brings back to the corrupted run, or removes from the clean "
+    "run; report these two, which are exact. If the circuit missed nothing, everything else keeps "
+    f"about 0%. {_CHANGE}"
 )
 _OF_SEVERAL = (
     " Ranks are medians, and probabilities, attention, gates and outputs are means, over {} "
@@ -58,20 +62,20 @@ class Explanation:
     """An explanation of why a metric differs between two prompts. Made by `explain`.
 
     Attributes:
-        attribution: every site's part of the difference, split into pattern and value.
+        attribution: every site's part of the whole difference, split into pattern and value.
         circuit: a small circuit that keeps most of the difference.
-        graph: the attribution graph of the difference, with the sites of the circuit as nodes.
+        graph: the attribution graph of the circuit's own run; see `attribution_graph`.
         patches: exact patches of the strongest sites, by direction: "denoise" and "noise".
         answers: one row for each run ("clean", "corrupted") and prompt, with the most probable
             token and its probability, and each answer of the metric ("correct" and "wrong", or
             "answer") with its rank and its probability.
         does: a short description of what each node reads and writes, by node id: what it does in
-            the clean run and, if this differs, in the corrupted run; and the tokens whose logits
-            the change in its output (clean minus corrupted) raises and lowers most, if the direct
+            the circuit's own run and, if this differs, in the corrupted run; and the tokens whose
+            logits the change in its output between these two raises and lowers most, if the direct
             path carries a tenth of its share. Numbers are means over prompts; tokens are of the
             prompt `shown`.
         labels: the label of each node, by id: a head with the token to which it attends most (in
-            the clean run / in the corrupted run), another node with the first token that `does`
+            the circuit's own run / in the corrupted run), another node with the first token that `does`
             says the change raises (↑) or lowers (↓).
         shown: the index of the pair of prompts whose tokens are shown: the pair that adds most to
             the difference.
@@ -94,12 +98,26 @@ class Explanation:
     def title(self) -> str:
         """A sentence that states the circuit's size and how much of the difference it keeps.
 
-        If prompts were resampled, it also states how much the resampled circuits keep on held-out
-        prompts.
+        The difference is that between the clean and the corrupted run. The sentence also states
+        which part of it the tokens carry to the metric directly, without any site, and, if prompts
+        were resampled, how much the resampled circuits keep on held-out prompts.
         """
-        kept, n, held_out = self.circuit.faithfulness, len(self.circuit), self._held_out
-        title = f"{n:,} of {self.circuit.n_sites:,} sites keep {_percent(kept)} of the difference"
-        return title + f" ({_percent(held_out or 0)} on held-out prompts)" * (held_out is not None)
+        difference = self.attribution.clean_value - self.attribution.corrupted_value
+        kept, n, held_out = self.graph.value, len(self.circuit), self._held_out
+        title = (
+            f"{n:,} of {self.circuit.n_sites:,} sites keep {kept:.3g} of {difference:.3g} "
+            f"({_percent(kept / difference)})"
+        )
+        if abs(direct := self._direct) >= _DIRECT * abs(difference):
+            title += f", {direct:.3g} of it directly from the tokens"
+        return title + f"; {_percent(held_out or 0)} on held-out prompts" * (held_out is not None)
+
+    @property
+    def _direct(self) -> float:
+        """What the tokens add to the metric directly, without any site."""
+        edges = self.graph.edges
+        direct = edges["source"].str.startswith("embed") & (edges["target"] == "metric")
+        return float(edges.loc[direct, "weight"].sum())
 
     @property
     def _held_out(self) -> float | None:
@@ -116,6 +134,19 @@ class Explanation:
                 "difference on the other half. This circuit may not hold on new prompts: choose "
                 "more prompts."
             )
+        circuit, sweep = self.circuit, self.attribution
+        carried = (circuit.whole - circuit.nothing) / (sweep.clean_value - sweep.corrupted_value)
+        if abs(circuit.completeness) > _FAR:
+            warnings.append(
+                f"Warning: everything else keeps {_percent(circuit.completeness)}, far from 0%: "
+                "other sites do the same as the circuit, or act against it."
+            )
+        if abs(carried) < _NARROW:
+            warnings.append(
+                f"Warning: all sites together carry only {_percent(carried)} of the difference, "
+                "and the tokens carry the rest directly. What everything else keeps is a share of "
+                "this small part."
+            )
         return warnings
 
     @property
@@ -130,16 +161,19 @@ class Explanation:
         The nodes are the sites of the circuit or, if it has more than `most_nodes` sites (see
         `explain`), the sites with the largest |share|. Column `token` is the token at the site's
         position in the clean prompt `shown`. Column `does` describes what the site reads and writes
-        (see the attribute `does`). Column `share` is the site's share of the difference, the sum of
-        `by_pattern` and `by_value`. A path through several sites is counted for each of these
-        sites, so shares can add up to more than 1. Columns `denoise` and `noise` are the effects of
-        patching only this site in the corrupted and in the clean run, as shares of the difference.
-        These two columns are missing for sites that were not patched. Column `disputed` is true if
-        both have the opposite sign to the share, so that the share's sign cannot be trusted.
+        (see the attribute `does`). Column `share` is the site's share of what the circuit keeps,
+        the sum of `by_pattern` and `by_value`. A path through several sites is counted for each of
+        these sites, so shares can add up to more than 1. Columns `denoise` and `noise` are the
+        effects of patching only this site in the corrupted and in the clean run, as shares of the
+        whole difference. These two columns are missing for sites that were not patched. Column
+        `disputed` is true if both have the opposite sign to the share, so that the share's sign
+        cannot be trusted.
         """
-        frame = self.attribution.to_frame().set_axis(_ids(self.attribution))
-        rows = frame.loc[self.graph.heads["id"], ["by_pattern", "by_value"]].reset_index(names="id")
-        rows["share"] = rows["by_pattern"] + rows["by_value"]
+        edges, nodes = self.graph.edges, self.graph.heads.set_index("id")
+        through = edges[edges["kind"] != "value"].groupby("target")["weight"].sum()
+        rows = (nodes["attribution"] / self.graph.value).rename("share").reset_index()
+        rows["by_pattern"] = rows["id"].map(through / self.graph.value).fillna(0.0)
+        rows["by_value"] = rows["share"] - rows["by_pattern"]
         rows["token"] = [self.graph.tokens[self.shown][pos] for pos in self.graph.heads["position"]]
         rows["does"] = rows["id"].map(self.does).fillna("")
         for way, sweep in self.patches.items():
@@ -178,8 +212,8 @@ class Explanation:
             *self._omitted,
             *(f"The {run} run: {'; '.join(map(' '.join, row.items()))}." for run, row in answers),
             *self._warnings,
-            "Labels: ← the token to which a head attends most (clean / corrupted run); ↑ or ↓ the "
-            "token whose logit the change of the node's output, clean minus corrupted, raises or "
+            "Labels: ← the token to which a head attends most (circuit's own / corrupted run); ↑ or "
+            "↓ the token whose logit the change of the node's output between these runs raises or "
             "lowers most by the direct path; by pattern, or by both pattern and value: what "
             "carries the node's share, if not mainly its value."
             + f" Sign disputed: {_DISPUTED}."

@@ -8,12 +8,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_only_lens.axes import SELF
+from attn_only_lens.axes import SELF, Logits
 from attn_only_lens.circuits.graph import CircuitGraph
+from attn_only_lens.circuits.own_run import graph_runs
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects, TokenScores
 from attn_only_lens.engine.metrics import AnyMetric, BoundMetric, bind
 from attn_only_lens.engine.prompts import PromptPair
-from attn_only_lens.engine.recording import Recording, record
+from attn_only_lens.engine.multipliers import run_both
 from attn_only_lens.engine.tokens import token_text
 from attn_only_lens.explanation.model_answers import model_answers
 from attn_only_lens.heads import HeadName, host_of
@@ -32,7 +33,10 @@ _WIDE = {
 def describe_nodes(
     model: Any, pair: PromptPair, metric: AnyMetric, graph: CircuitGraph
 ) -> tuple[pd.DataFrame, dict[str, str], dict[str, str], int]:
-    """Return the model's answers, each node's description and label, and the shown pair."""
+    """Return the model's answers, each node's description and label, and the shown pair.
+
+    Nodes are described as they are in the two runs of the graph, such as a circuit's own run.
+    """
     nodes = list(zip(graph.heads["name"], graph.heads["position"].astype(int), strict=True))
     host, heads = host_of(model), [HeadName.parse(name) for name, _ in nodes]
     into_metric = graph.edges[graph.edges["target"] == "metric"].set_index("source")["weight"]
@@ -42,16 +46,11 @@ def describe_nodes(
         point: [host.hook_name(head.layer, head.kind, point) for head in heads]
         for point in ("z", "pattern")
     }
-    names = sorted({*hooks["z"], *hooks["pattern"]})
-    mask = None if pair.mask is None else pair.mask.repeat(2, 1)
-    both, n = (
-        record(model, torch.cat([pair.clean, pair.corrupted]), mask, names=names),
-        len(pair.clean),
-    )
-    runs = both[:n], both[n:]
-    answers = model_answers(model, pair, metric, *(run.logits for run in runs))
+    runs = graph_runs(graph, model, pair, sorted({*hooks["z"], *hooks["pattern"]}))
+    whole = run_both(model, pair).logits.chunk(2)
+    answers = model_answers(model, pair, metric, *whole)
     clean, corrupted = (run.hooked for run in runs)
-    shown = _pair_to_show(pair, bind(metric, model, pair, runs[0].logits), runs)
+    shown = _pair_to_show(pair, bind(metric, model, pair, whole[0]), whole)
     changes = {hook: clean[hook] - corrupted[hook] for hook in hooks["z"]}
     written = DirectEffects(model).promoted_tokens(changes, nodes, 2, prompt=shown)
     does, labels = dict[str, str](), dict[str, str]()
@@ -82,13 +81,13 @@ def describe_nodes(
     return answers, does, labels, shown
 
 
-def _pair_to_show(pair: PromptPair, metric: BoundMetric, runs: Sequence[Recording]) -> int:
+def _pair_to_show(pair: PromptPair, metric: BoundMetric, logits: Sequence[Logits]) -> int:
     """Return the index of the pair that adds most to the change of the metric.
 
     If the metric has one value for all prompts, it is the first pair of different prompts in the
     order of their tokens. The order in which pairs are given has no influence.
     """
-    clean, corrupted = (metric.of_run(run.logits) for run in runs)
+    clean, corrupted = map(metric.of_run, logits)
     if len(clean) == len(pair.clean):
         changes = clean - corrupted
         return int((changes * changes.sum().sign()).argmax())

@@ -7,9 +7,10 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from attn_only_lens.axes import SELF, Tokens
+from attn_only_lens.axes import SELF
 from attn_only_lens.circuits.graph import CircuitGraph
-from attn_only_lens.circuits.linear_graph import Places, reasons_of_another_run
+from attn_only_lens.circuits.linear_graph import Places
+from attn_only_lens.circuits.own_run import graph_runs, reasons_of_another_run
 from attn_only_lens.circuits.weights.vocabulary import DirectEffects
 from attn_only_lens.engine.contrast import Contrast
 from attn_only_lens.engine.model_checks import reasons_not_to_run
@@ -47,11 +48,15 @@ class ShownRuns:
         """Record the runs; raise InputError if the model or the prompts are not the graph's."""
         refuse(*reasons_not_to_run(model), *reasons_without_heads(model))
         pair = contrast.pair(model)
-        hooks = [hook for head in _layers(graph.heads) for hook in _hooks(model, head)]
-        runs = []
         for tokens, texts in ((pair.clean, graph.tokens), (pair.corrupted, graph.corrupted)):
-            if texts:  # the graph of one run has no corrupted tokens
-                runs.append(_record(model, tokens, texts, pair.mask, hooks))
+            if texts and all_token_texts(model, tokens) != texts:  # none for one run
+                shown = ["|".join(row[:12]) + "|…" * (len(row) > 12) for row in texts[:3]]
+                refuse(f"got prompts other than the graph's prompts, {'; '.join(shown)}")
+        names = [name for head in _layers(graph.heads) for name in _hooks(model, head)]
+        if not graph.corrupted:
+            runs = [record(model, pair.clean, pair.mask, names=names)]
+        else:
+            runs = [*graph_runs(graph, model, pair, names)]
         refuse(*reasons_of_another_run(graph, model, runs[0].hooked, Places.of(pair)))
         return cls(model, tuple(runs), prompt)
 
@@ -155,20 +160,6 @@ def token_fields(shown: ShownRuns, heads: pd.DataFrame, k: int) -> DetailFields:
 
 @one_thread_per_model
 @full_precision()
-def _record(
-    model: Any,
-    tokens: Tokens,
-    texts: Sequence[Sequence[str]],
-    mask: Tensor | None,
-    hooks: Sequence[str],
-) -> Recording:
-    """Run the model on prompts with these texts of tokens, and record the hooks."""
-    if all_token_texts(model, tokens) != texts:
-        shown = ["|".join(row[:12]) + "|…" * (len(row) > 12) for row in texts[:3]]
-        refuse(f"got prompts other than the graph's prompts, {'; '.join(shown)}")
-    return record(model, tokens, mask, names=hooks)
-
-
 def _layers(heads: pd.DataFrame) -> list[HeadName]:
     """Return one head for each pair (layer, kind of head) in the graph."""
     names = map(HeadName.parse, heads["name"])

@@ -36,9 +36,16 @@ def notes_about(graph: CircuitGraph, prompt: int) -> list[str]:
     notes = [
         f"Nodes: {counts} ({sites} sites; a site is a head or neuron at one position), and "
         f"{others - len(graph.heads):,} others for tokens, sums and the metric. The sites have "
-        f"{graph.mass:.0%} of the sum of |attribution| over all sites; the other sites are summed "
-        "into one node, 'rest'."
+        f"{graph.mass:.0%} of the sum of |attribution| over all sites"
+        + ("; the other sites are summed into one node, 'rest'." if graph.mass < 1 else ".")
     ]
+    if graph.circuit is not None:
+        notes.append(
+            f"Circuit: the graph is of the run of {len(graph.circuit):,} sites alone, on the clean "
+            f"tokens, with all other sites ablated ({graph.circuit.ablation}). It explains the "
+            f"change of {graph.value:.4g} from the corrupted run to this run; nothing in it comes "
+            "from the rest of the model."
+        )
     notes += [note for kind, note in _ABOUT_KINDS.items() if kind in kinds]
     if len(graph.tokens) > 1:
         notes.append(
@@ -67,7 +74,11 @@ def graph_title(graph: CircuitGraph, exact: Sweep, prompt: int, model: Any) -> s
     )
     texts = " and ".join(shortened(joined(tokens)) for tokens in sides)
     more = f", and {len(graph.tokens) - 1} more pairs" * (len(graph.tokens) > 1)
-    return f"{exact.clean_and_corrupted}: {graph.metric} after {texts}{more}"
+    title = f"{exact.clean_and_corrupted}: {graph.metric} after {texts}{more}"
+    if graph.circuit is None:
+        return title
+    n, change = len(graph.circuit), exact.clean_value - exact.corrupted_value
+    return f"{title}. The picture: how {n:,} sites alone keep {graph.value:.3g} of {change:.3g}"
 
 
 def what_is_exact(graph: CircuitGraph, exact: Sweep) -> str:

@@ -78,7 +78,10 @@ def exact_reasons(graph: CircuitGraph, exact: Sweep | None) -> list[str]:
     if exact is None:
         return []
     base = exact.corrupted_value if graph.corrupted else 0.0
-    reasons, apart = [], abs(exact.clean_value - base - graph.value)
+    apart = abs(exact.clean_value - base - graph.value)
+    if graph.circuit is not None:  # the graph's value is what the circuit keeps
+        apart = abs(exact.clean_value - graph.circuit.whole)
+    reasons = list[str]()
     if exact.metric != graph.metric:
         reasons.append(f"got a sweep with {exact.metric}; the graph's metric is {graph.metric}")
     elif apart > 1e-2 * max(abs(exact.clean_value - exact.corrupted_value), abs(graph.value)):

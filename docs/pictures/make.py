@@ -18,15 +18,19 @@ from PIL import Image
 from torch.nn.functional import cross_entropy
 
 from attn_only_lens import (
+    Contrast,
+    Work,
     compare,
     explain,
     expose_neuron_heads,
     grow,
+    growth,
     pretrained,
     tasks,
     viz,
 )
-from attn_only_lens import Work, Contrast, patching as p
+from attn_only_lens import patching as p
+from attn_only_lens.neurons import Corpus
 
 HERE = Path(__file__).parent
 TEXT = "The keys near the cabinet"
@@ -37,24 +41,25 @@ def main() -> None:
     """Draw all pictures of the small language model."""
     model = pretrained.small_english()
     expose_neuron_heads(model)
-    metric = p.logit_diff(" are", " is")
+    keys = Contrast(TEXT, TEXT.replace("keys", "key"), p.logit_diff(" are", " is"))
+    quiet = Work(progress=False)
     task = tasks.agreement(model.tokenizer, n=20, structure="relative")
-    sweep = p.activation_patch(
-        model, task, sites=p.Sites(positions="roles"), work=Work(progress=False))
-    pair = p.activation_patch(model, Contrast(TEXT, TEXT.replace("keys", "key"), metric), work=Work(progress=False))
+    sweep = p.activation_patch(model, task, sites=p.Sites(positions="roles"), work=quiet)
+    pair = p.activation_patch(model, keys, work=quiet)
     strongest = pair.top(12)["name"].unique().tolist()
     read = [name for name in strongest if "N" in name][:3]
-    circuit = explain(model, Contrast(TEXT, TEXT.replace("keys", "key"), metric)).view()
+    circuit = explain(model, keys).view()
     viz.write_svg(circuit, HERE / "circuit.svg")
     texts = pretrained.small_english_texts()
-    found = compare(
-        pretrained.small_english(), grown_and_trained(texts), task, n_nodes=40, work=Work(progress=False))
+    sizes = growth.ComparisonSizes(n_nodes=40)
+    models = pretrained.small_english(), grown_and_trained(texts)
+    found = compare(*models, task, sizes=sizes, work=quiet)
     pages: dict[str, tuple[Any, int, int]] = {
         "circuit_page": (circuit, PAGE, 760),
         "sweep_bars": (viz.sweep_bars(sweep, k=12), FIGURE, 500),
         "sweep_heatmap": (viz.sweep_heatmap(pair), FIGURE, 450),
         "attention": (viz.attention_view(model, strongest[:4], TEXT), FIGURE, 1280),
-        "neuron": (viz.neuron_page(model, read, texts), PAGE, 900),
+        "neuron": (viz.neuron_page(model, read, Corpus(texts)), PAGE, 900),
         "comparison": (viz.comparison_circuit(found), PAGE, 760),
     }
     with tempfile.TemporaryDirectory() as folder, chromium(Path(folder) / "profile") as browser:

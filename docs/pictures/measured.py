@@ -15,15 +15,18 @@ from typing import Any
 import torch
 
 from analyses.tools.flops import FlopCounter
-from attn_only_lens import Work, Contrast, circuits, explain, expose_neuron_heads, load, pretrained
+from attn_only_lens import Contrast, Work, circuits, explain, expose_neuron_heads, load, pretrained
 from attn_only_lens import patching as p
 
 ROOT = Path(__file__).parents[2]
 STORED = Path(__file__).with_suffix(".json")
-CABINET = "The keys near the cabinet", "The key near the cabinet"
-OTHER_NOUNS = (
+CABINET = Contrast(
+    "The keys near the cabinet", "The key near the cabinet", p.logit_diff(" are", " is")
+)
+OTHER_NOUNS = Contrast(
     ["The dogs near the house", "The boys near the garden"],
     ["The dog near the house", "The boy near the garden"],
+    p.logit_diff(" are", " is"),
 )
 OF_SMOLLM2 = {
     "agreement": ("The keys to the old cabinet", "The key to the old cabinet", " are", " is"),
@@ -64,9 +67,8 @@ Values = dict[str, Any]
 def of_small_english() -> Values:
     """Measure the numbers of the README's example."""
     model = expose_neuron_heads(pretrained.small_english()).model
-    metric = p.logit_diff(" are", " is")
-    circuit = explain(model, Contrast(*CABINET, metric)).circuit
-    other = circuits.evaluate(model, circuit, Contrast(*OTHER_NOUNS, metric))
+    circuit = explain(model, CABINET).circuit
+    other = circuits.evaluate(model, circuit, OTHER_NOUNS)
     return {"cabinet": _sizes(circuit) | {"elsewhere": [other.faithfulness]}}
 
 
@@ -75,11 +77,11 @@ def of_smollm2(folder: str, draw: Callable[[str, Any], object] = lambda name, wh
     model = expose_neuron_heads(load(folder)).model
     values: Values = {}
     for name, (clean, corrupted, right, wrong) in OF_SMOLLM2.items():
-        metric = p.logit_diff(right, wrong)
+        contrast = Contrast(clean, corrupted, p.logit_diff(right, wrong))
         with FlopCounter() as both_runs:
             model([clean, corrupted])
         with FlopCounter() as cost:
-            why = explain(model, Contrast(clean, corrupted, metric), most_nodes=40)
+            why = explain(model, contrast, most_nodes=40)
         draw(name, why)
         table = why.table().set_index("id")[["share", "by_pattern", "by_value", "denoise", "noise"]]
         values[name] = _sizes(why.circuit) | {
@@ -104,13 +106,17 @@ def _circuits(
     model: Any, clean: Any, corrupted: Any, right: Any, wrong: Any, others: Iterable[Any]
 ) -> Values:
     """Return the sizes of circuits by method, and how much the smallest keeps on other prompts."""
-    prompts = model, _list(clean), _list(corrupted), p.logit_diff(_list(right), _list(wrong))
-    settings: Values = {"faithfulness": 0.8, "progress": False}
+    texts = _list(clean), _list(corrupted)
+    contrast = Contrast(*texts, p.logit_diff(_list(right), _list(wrong)))
+    settings: Values = {"faithfulness": 0.8, "work": Work(progress=False)}
     with FlopCounter() as both_runs:
-        model([*prompts[1], *prompts[2]])
+        model([*texts[0], *texts[1]])
     with FlopCounter() as cost:
-        circuit = circuits.discover(*prompts, **settings)
-    orders = {order: circuits.discover(*prompts, order=order, **settings) for order in ORDERS}
+        circuit = circuits.discover(model, contrast, **settings)
+    orders = {
+        order: circuits.discover(model, contrast, search=circuits.Search(order=order), **settings)
+        for order in ORDERS
+    }
     kept = [
         circuits.evaluate(model, circuit, Contrast(a, b, p.logit_diff(c, d))).faithfulness
         for a, b, c, d in others
@@ -134,14 +140,13 @@ def _sizes(circuit: Any) -> Values:
 
 def _calls(model: Any) -> Values:
     """Return what a first call, on a model that changed, and a later call cost, in passes."""
-    metric = p.logit_diff(" Mary", " John")
-    neurons = [f"L12N{neuron}" for neuron in range(25)]
+    neurons = p.Sites([f"L12N{neuron}" for neuron in range(25)], positions=-1)
+    quiet = Work(progress=False)
     with FlopCounter() as one_run:
         model(SENTENCE[0])
     calls: dict[str, Callable[[], Any]] = {
-        "patches": lambda: p.activation_patch(
-            model, Contrast(*SENTENCE, metric), sites=p.Sites(neurons, positions=-1), work=Work(progress=False)),
-        "attribution": lambda: p.attribution(model, Contrast(*SENTENCE, metric), work=Work(progress=False)),
+        "patches": lambda: p.activation_patch(model, _sentence(), sites=neurons, work=quiet),
+        "attribution": lambda: p.attribution(model, _sentence(), work=quiet),
     }
     costs: Values = {}
     for name, call in calls.items():
@@ -152,6 +157,11 @@ def _calls(model: Any) -> Values:
                 call()
             costs[f"{name}_{which}"] = cost.total / one_run.total
     return costs
+
+
+def _sentence() -> Contrast:
+    """Return a new contrast, which has no recorded runs."""
+    return Contrast(*SENTENCE, p.logit_diff(" Mary", " John"))
 
 
 def sentences(values: Values) -> Iterator[tuple[str, str]]:

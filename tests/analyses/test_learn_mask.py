@@ -1,19 +1,18 @@
 """Tests of learned masks: they beat rankings on other prompts, and no group is in both halves."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from analyses.tools.learn_mask import _split, learn_mask
-from attn_only_lens import Contrast, circuits, expose_neuron_heads, pretrained, tasks
+from attn_only_lens import Work, circuits, expose_neuron_heads, pretrained, tasks
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.errors import InputError
 
 N_SITES = 45
-
-
-def prompts_and_metric(task):
-    return task.clean, task.corrupted, task.metric
+BY_ROLE = p.Sites(positions="roles")
 
 
 @pytest.fixture(scope="module")
@@ -29,28 +28,20 @@ def prompts(english):
 
 def test_a_learned_circuit_is_more_faithful_to_other_prompts_than_a_ranking(english, prompts):
     task, others = prompts
-    learned = learn_mask(
-        *(english, *prompts_and_metric(task), N_SITES), steps=60, positions=task.roles, batch_size=7
-    )
+    work = Work(prompts_at_once=7, progress=False)
+    learned = learn_mask(english, task, N_SITES, steps=60, sites=BY_ROLE, work=work)
     assert len(learned) == N_SITES == learned.tried["n_sites"].iloc[-1]
     assert learned.tried["n_sites"].is_monotonic_decreasing
     assert learned.tried["n_sites"].iloc[0] > N_SITES
     ranking = p.attribution(
-        english,
-        Contrast(*prompts_and_metric(task), roles=task.roles),
-        sites=p.Sites(positions="roles"),
+        *(english, task),
+        sites=BY_ROLE,
         direction="noise",
         method=p.Estimate("secant", budget=0),
     )
-    ablated = AblatedModel(
-        *(english, *prompts_and_metric(others), ranking.frame),
-        ablation="resample",
-        mask=None,
-        positions=others.roles,
-    )
-    error = circuits.evaluate(
-        english, learned, Contrast(*prompts_and_metric(others), roles=others.roles)
-    ).error
+    prompts = english, others.pair(english), others.metric
+    ablated = AblatedModel(*prompts, ranking.frame, ablation="resample")
+    error = circuits.evaluate(english, learned, others).error
     spans = abs(ablated.whole_by_prompt - ablated.nothing_by_prompt)
     (left,) = ablated.by_prompt([ablated.ranked(ranking, "magnitude")[:N_SITES]])
     assert error < 0.9 * (abs(left - ablated.whole_by_prompt) / spans).mean()
@@ -58,10 +49,9 @@ def test_a_learned_circuit_is_more_faithful_to_other_prompts_than_a_ranking(engl
 
 def test_the_same_seed_gives_the_same_circuit(english, prompts):
     task = prompts[0]
-    settings = {"steps": 20, "positions": task.roles}
+    settings = {"steps": 20, "sites": BY_ROLE}
     first, again, reseeded = (
-        learn_mask(english, *prompts_and_metric(task), N_SITES, seed=seed, **settings)
-        for seed in (0, 0, 1)
+        learn_mask(english, task, N_SITES, seed=seed, **settings) for seed in (0, 0, 1)
     )
     assert first.tried.equals(again.tried)
     assert not first.tried.equals(reseeded.tried)
@@ -82,14 +72,12 @@ def test_what_cannot_be_learned_is_refused(english, prompts):
     task = prompts[0]
 
     def refused(match, n_sites=N_SITES, metric=task.metric, **settings):
+        contrast = replace(task, metric=metric)
         with pytest.raises(InputError, match=match):
-            learn_mask(
-                *(english, task.clean, task.corrupted, metric, n_sites),
-                **{"positions": task.roles, **settings},
-            )
+            learn_mask(english, contrast, n_sites, **{"sites": BY_ROLE, **settings})
 
-    refused(r"(?s)n_sites=0.*steps=3.*batch_size=0.*n_candidates=1.5", 0, steps=3, batch_size=0,
-            n_candidates=1.5)  # fmt: skip
+    refused(r"(?s)n_sites=0.*steps=3.*batch_size=2 in work.*n_candidates=1.5", 0, steps=3,
+            work=Work(batch_size=2), n_candidates=1.5)  # fmt: skip
     refused("got 3 group labels; expected 17", groups=["a", "b", "c"])
     refused("2 groups of prompts", groups=["a"] * 8 + ["b"] * 9)
     refused("2 groups of prompts", groups=torch.tensor([0] * 8 + [1] * 9))

@@ -18,7 +18,7 @@ from analyses import __main__, study
 from analyses.benchmarks import cost_at_scale
 from analyses.benchmarks.bench_patching import bridge_of
 from analyses.tools import benching, study_files
-from attn_only_lens import expose_neuron_heads
+from attn_only_lens import Contrast, expose_neuron_heads
 from attn_only_lens import patching as p
 from attn_only_lens.engine.sites import resolve_sites
 from attn_only_lens.neurons.accumulate import no_counts, no_examples
@@ -177,7 +177,8 @@ def test_what_a_large_model_costs():
 def test_what_fits_memory_is_counted_as_the_package_does():
     with expose_neuron_heads(bridge_of("cpu", smoke=True)) as model:
         cfg = model.cfg
-        pair = p.prompt_pair(model, torch.arange(7)[None], torch.arange(1, 8)[None])
+        contrast = Contrast(torch.arange(7), torch.arange(1, 8), p.loss())
+        pair = contrast.pair(model)
         sizes = cfg.n_layers, cfg.d_model, cfg.d_mlp, cfg.n_heads, cfg.n_heads, cfg.d_head
         shape = cost_at_scale.Shape(*sizes, cfg.d_vocab, gated=False, tied=True)
         sites = resolve_sites(model, "all")

@@ -272,6 +272,19 @@ def test_nodes_are_the_same_again_with_values_and_gradients_of_the_run(model, gr
     assert (rows["value"] * rows["gradient"] - rows["attribution"]).abs().max() < ROUNDING
 
 
+def test_nodes_are_selected_as_sites(model):
+    for sites, expected in (
+        (
+            "heads",
+            {f"L{layer}H{i}@{pos}" for layer in (0, 1) for i in (0, 1) for pos in range(POS)},
+        ),
+        (p.Sites(["L0H1", "L1N3@2"], [1, 4]), {"L0H1@1", "L0H1@4", "L1N3@2"}),
+    ):
+        graph = attribution_graph(model, ONE_RUN, sites=sites)
+        assert set(graph.heads["id"]) == expected
+        assert worst(graph.inflow(), graph.nodes) < ROUNDING
+
+
 def test_padding_is_no_node(model):
     padded = torch.cat([torch.zeros(1, 2, dtype=torch.long), PROMPT], dim=1)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1]])

@@ -10,7 +10,7 @@ from attn_only_lens import Bilinear, Contrast, circuits, convert
 from attn_only_lens import patching as p
 from attn_only_lens.circuits.linear_graph import LinearGraph, Places, node_frame
 from attn_only_lens.engine.linear_map import of_difference
-from attn_only_lens.engine.multipliers import run_both
+from attn_only_lens.engine.multipliers import Held, run_both
 from attn_only_lens.errors import InputWarning
 from attn_only_lens.heads import host_of
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER
@@ -112,7 +112,9 @@ def test_a_circuits_own_run_is_explained_by_its_heads_and_the_tokens_alone(famil
     with torch.no_grad():
         change = model.run_with_hooks(pair.clean, fwd_hooks=hooks) - model(pair.corrupted)
     change = (change[:, -1, 3] - change[:, -1, 7]).mean().item()
-    run = of_difference(model, pair, METRIC, runs=run_both(model, pair, decomposed=True, kept=kept))
+    held = {name: Held(~mask) for name, mask in kept.items()}
+    runs = run_both(model, pair, decomposed=True, held=held)
+    run = of_difference(model, pair, METRIC, runs=runs)
     assert run.value == pytest.approx(change, rel=1e-5)  # rotations and norms are in float32
     chosen = []
     for writes in run.sublayers:

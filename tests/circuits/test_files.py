@@ -121,7 +121,7 @@ def test_damage_and_other_files_are_refused(circuit, graph, kind, tmp_path):
         graph.save(path)
         read, version, other = (
             circuits.CircuitGraph.load,
-            "3",
+            "4",
             r"has format 'attn_only_lens\.Sweep'",
         )
     whole = json.loads(path.read_text("utf-8"))

@@ -49,7 +49,11 @@ def test_the_explanation_says_what_patching_says(why):
     table = why.table()
     assert table["id"][0] == "L3H3@5"
     assert why.circuit.faithfulness == pytest.approx(1, abs=0.1)
-    assert why.title.startswith(f"{len(why.circuit)} of {why.circuit.n_sites:,} sites keep 9")
+    whole = why.attribution.clean_value - why.attribution.corrupted_value
+    kept = f"{why.graph.value:.3g} of {whole:.3g} ({why.graph.value / whole:.0%})"
+    assert why.title == f"{len(why.circuit)} of {why.circuit.n_sites:,} sites keep {kept}"
+    assert why.graph.value / whole == pytest.approx(why.circuit.faithfulness, abs=1e-3)
+    assert not (why.graph.edges["source"] == "rest").any()
     total = table["by_pattern"] + table["by_value"]
     assert np.allclose(total, table["share"])
     patched = table.dropna()
@@ -72,10 +76,9 @@ def test_it_says_what_the_model_answers(model, why):
     lines = repr(why).splitlines()
     clean, corrupted = why.attribution.clean_value, why.attribution.corrupted_value
     assert lines[1] == f"Logit difference {clean:.3g} (clean), {corrupted:.3g} (corrupted)"
-    question = (
-        f"{lines[1]}: {CONTRAST.metric.name} after '{CLEAN}' and '{CORRUPTED}'"  # without BOS
-    )
-    assert f"<title>small-english-4l: {escape(question)}</title>" in str(why.view())
+    question = f"{lines[1]}: {CONTRAST.metric.name} after '{CLEAN}' and '{CORRUPTED}'"  # no BOS
+    picture = f"The picture: how {len(why.circuit)} sites alone keep {why.graph.value:.3g} of "
+    assert f"<title>small-english-4l: {escape(f'{question}. {picture}')}" in str(why.view())
     assert lines[2].split() == ["clean", "corrupted"]
     assert f" ' are' {why.answers['top_probability'][0]:.1%} " in lines[3]
 
@@ -160,15 +163,37 @@ def test_it_counts_the_pairs_of_prompts_with_one_answer(model):
         assert f" ({float(pattern.max()):.0%})" in why.does[node]
 
 
+def others_held(circuit, run):
+    """Return hooks that give every site outside a circuit its output in a run."""
+    hooks = []
+    for layer in range(4):
+        for kind, name in (("H", "attn.hook_z"), ("N", "mlp.hook_neuron_act")):
+            held = run[f"blocks.{layer}.{name}"]
+            outside = torch.ones(held.shape[:3], dtype=torch.bool)
+            for site in (x for x in circuit.sites if x.startswith(f"L{layer}{kind}")):
+                index, _, position = site.partition(kind)[2].partition("@")
+                outside[:, int(position), int(index)] = False
+
+            def hold(z, hook, held=held, outside=outside[..., None]):
+                return torch.where(outside, held, z)
+
+            hooks.append((f"blocks.{layer}.{name}", hold))
+    return hooks
+
+
 def test_descriptions_and_labels_are_of_both_runs(model, why):
     """Compute patterns, gates and outputs of both runs, and the tokens that their change raises.
+
+    The first run is the circuit's own: hooks give every other site its output in the corrupted run.
 
     Tokens are named only if the edge into the metric has a tenth of the node's attribution.
     """
     edges = why.graph.edges
     direct = edges[edges["target"] == "metric"].groupby("source")["weight"].sum()
     whole = why.graph.heads.set_index("id")["attribution"]
-    runs = [model.run_with_cache(text)[1] for text in (CLEAN, CORRUPTED)]
+    corrupted_run = model.run_with_cache(CORRUPTED)[1]
+    with model.hooks(fwd_hooks=others_held(why.circuit, corrupted_run)):
+        runs = [model.run_with_cache(CLEAN)[1], corrupted_run]
     texts = [model.to_str_tokens(text) for text in (CLEAN, CORRUPTED)]
     kinds = set()
     for node, name, kind, position in why.graph.heads[["id", "name", "kind", "position"]].values:
@@ -321,7 +346,7 @@ def test_a_page_without_words_separates_numbers_and_says_what_carries_each_share
     model = expose_neuron_heads(pretrained.modular_addition(), copy=True).model
     model.cfg.model_name = "custom"  # TransformerLens' name for a model built from a config
     clean, corrupted = torch.tensor([[3, 4, 113]]), torch.tensor([[3, 5, 113]])
-    why = explain(model, Contrast(clean, corrupted, p.logit_diff(7, 8)), **QUICK)
+    why = explain(model, Contrast(clean, corrupted, p.logit_diff(7, 8)), n_patched=1)
     page = str(why.view())
     assert "Corrupted prompt: 3 5 113" in page
     assert f"<title>{why.attribution.clean_and_corrupted}: logit_diff(7, 8) after " in page
@@ -370,9 +395,10 @@ def test_what_makes_no_sense_is_refused(model, settings, reason):
     ("how", "reason"),
     [
         ({"contrast": replace(CONTRAST, corrupted=CLEAN)}, "identical prompts"),
-        ({"sites": ["L9H9@1"]}, "L9H9@1"),
+        ({"sites": ["L9H9@1"]}, "got .L9H9.; the model has layers 0 to 3"),
+        ({"sites": p.Sites("heads", -1)}, "got the site 'L0H0@-1'; expected a head or neuron at"),
         ({"sites": ["L0H0@99"]}, "L0H0@99"),
-        ({"sites": []}, "got no sites"),
+        ({"sites": []}, "got an empty list"),
         ({"sites": ["L0H0@1"], "top": 3}, "expected at most one of them"),
     ],
 )
@@ -425,7 +451,7 @@ def test_resampled_prompts_say_how_stable_each_site_is(model):
     stability = why.circuit.stability
     page = str(why.view())
     held_out = stability.held_out["mean"]["faithfulness"]
-    assert why.title.endswith(f"({held_out:.0%} on held-out prompts)")
+    assert why.title.endswith(f"; {held_out:.0%} on held-out prompts")
     assert why.title in page
     warns = "keep only" in why.text()
     assert warns == (held_out < 0.7 * why.circuit.faithfulness)

@@ -203,8 +203,11 @@ def grow(
             the residual stream; `n_layers`, where new layers come last.
 
     Returns:
-        The grown model, on the device and in the dtype of `model`, with its tokenizer, modes and
-        frozen parameters; and the provenance.
+        An object with `model`, the grown model, on the device and in the dtype of the original,
+        with its tokenizer, modes and frozen parameters; `provenance`, which maps the names of old
+        heads and neurons to their new names; and `notes` on what else changed. Its methods are
+        `shrink`, back to the original size; `optimizer`, which continues from the state of the
+        original's optimizer; and `save_pretrained`, into a folder.
 
     Raises:
         GrowthError: this expansion cannot be applied to the model. The error lists every reason.

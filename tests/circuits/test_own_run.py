@@ -1,0 +1,172 @@
+"""Tests of the graph of a circuit's own run: it adds up to what the circuit keeps, as by hand.
+
+The oracle puts plain hooks on the model: every head outside the circuit gets its ablated output.
+"""
+
+from dataclasses import replace
+
+import bridges
+import pytest
+import torch
+from common import mlp_hook, tokens
+
+from attn_only_lens import Contrast, HeadName
+from attn_only_lens import patching as p
+from attn_only_lens.circuits import CircuitGraph, Search, attribution_graph, discover, group_nodes
+from attn_only_lens.circuits.circuit import SITE
+from attn_only_lens.errors import InputError
+from attn_only_lens.viz import circuit_view
+
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore:.*:UserWarning"),  # raised by TransformerLens
+]
+METRIC, EXACT, POS = p.logit_diff(3, 7), 1e-12, 7
+ABLATIONS = ["resample", "zero", "mean", "positional_mean"]
+FAMILIES = ["gpt2", "llama", "gemma2", "neox"]
+
+
+def contrast(seed=0, batch=2):
+    clean = tokens(seed, batch=batch, pos=POS)
+    corrupted = clean.clone()
+    corrupted[:, 2], corrupted[:, -1] = (clean[:, 2] + 5) % 31, (clean[:, -1] + 3) % 31
+    return Contrast(clean, corrupted, METRIC, roles={"subject": 2, "end": -1})
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    return bridges.exposed_copy(bridges.boot(request.param))
+
+
+def some_circuit(model, some, ablation="resample", share=0.2, **sites):
+    """Return a circuit of some share of all sites, which no search chose."""
+    ranking = p.attribution(model, some, sites=p.Sites(**sites), method=p.Estimate(budget=0))
+    frame = ranking.frame[SITE].assign(effect=1.0).sample(frac=share, random_state=0)
+    search = Search(ablation=ablation, order="magnitude", n_random=0)
+    circuit = discover(model, some, sites=p.Sites(**sites), search=search)
+    return replace(circuit, frame=frame.reset_index(drop=True))
+
+
+def z_hook(head):
+    return (
+        f"blocks.{head.layer}.attn.hook_z"
+        if head.kind == "attention"
+        else mlp_hook("z", head.layer)
+    )
+
+
+@torch.no_grad()
+def what_it_keeps(model, some, circuit, places, ablation):
+    """Return the metric's change from the corrupted run to the circuit's run, by plain hooks."""
+    names = [name for name in model.hook_dict if name.endswith(("attn.hook_z", mlp_hook("z")[9:]))]
+    clean, corrupted = (
+        model.run_with_cache(x, names_filter=names, return_cache_object=False)[1]
+        for x in (some.clean, some.corrupted)
+    )
+    held = {
+        "resample": lambda name: corrupted[name],
+        "zero": lambda name: torch.zeros_like(clean[name]),
+        "mean": lambda name: clean[name].flatten(0, 1).mean(0).expand_as(clean[name]),
+        "positional_mean": lambda name: clean[name].mean(0, keepdim=True).expand_as(clean[name]),
+    }[ablation]
+    outside = {name: torch.zeros(clean[name].shape[:3], dtype=torch.bool) for name in names}
+    for name in names:
+        for pos in places.values():
+            outside[name][:, pos] = True
+    for name, place in circuit.frame[["name", "position"]].to_numpy():
+        head = HeadName.parse(str(name))
+        outside[z_hook(head)][:, places[place], head.index] = False
+
+    def run(x, ablated):
+        hooks = [
+            (name, lambda z, hook, name=name: torch.where(outside[name][..., None], held(name), z))
+            for name in names
+        ]
+        logits = model.run_with_hooks(x, fwd_hooks=hooks if ablated else [])[:, -1]
+        return (logits[:, 3] - logits[:, 7]).mean().item()
+
+    return run(some.clean, True) - run(some.corrupted, ablation != "resample")
+
+
+def off(graph):
+    """Return how far inflows are from attributions, and tokens from the value, relative."""
+    attribution, inflow = graph.nodes.set_index("id")["attribution"], graph.inflow()
+    heads = graph.heads["id"]
+    apart = (inflow.reindex(heads).fillna(0.0) - attribution[heads]).abs().max()
+    tokens_apart = abs(attribution.filter(like="embed").sum() - graph.value)
+    metric_apart = abs(inflow["metric"] - graph.value)
+    return max(apart, tokens_apart, metric_apart) / attribution.abs().max()
+
+
+@pytest.mark.parametrize("ablation", ABLATIONS)
+def test_it_adds_up_to_what_the_circuit_keeps(model, ablation):
+    some = contrast()
+    circuit = some_circuit(model, some, ablation)
+    graph = attribution_graph(model, some, sites=circuit)
+    places = {pos: pos for pos in range(POS)}
+    expected = what_it_keeps(model, some, circuit, places, ablation)
+    assert graph.value == pytest.approx(expected, rel=1e-5)  # rotations and norms are in float32
+    assert off(graph) <= EXACT
+    assert not (graph.edges["source"] == "rest").any()
+    assert set(graph.heads["id"]) == set(circuit.sites)
+    # Control: the graph of the whole difference with the same nodes has a rest.
+    whole = attribution_graph(model, some, sites=circuit.sites)
+    assert (whole.edges["source"] == "rest").any()
+    assert whole.value != pytest.approx(graph.value, rel=1e-2)
+
+
+@pytest.mark.parametrize("ablation", ["resample", "positional_mean"])
+def test_tokens_without_a_role_keep_their_outputs(model, ablation):
+    """The circuit is by role; the graph needs no positions."""
+    some = contrast()
+    circuit = some_circuit(model, some, ablation, share=0.8, positions="roles")
+    graph = attribution_graph(model, some, sites=circuit)
+    places = {"subject": 2, "end": POS - 1}
+    expected = what_it_keeps(model, some, circuit, places, ablation)
+    assert graph.value == pytest.approx(expected, rel=1e-5)
+    assert graph.inflow()["metric"] == pytest.approx(graph.value, rel=EXACT)
+    assert graph.tokens == (("subject", "end"),)
+    assert (graph.edges["source"] == "rest").any()
+
+
+def test_a_search_found_it_and_it_keeps_what_the_search_says():
+    """Where both runs end with the same token, both percentages are of the same difference."""
+    model = bridges.exposed_copy(bridges.boot("gpt2"))
+    some = contrast()
+    same_end = some.corrupted.clone()
+    same_end[:, -1] = some.clean[:, -1]
+    some = replace(some, corrupted=same_end)
+    circuit = discover(model, some, search=Search(n_random=0))
+    graph = attribution_graph(model, some, sites=circuit)
+    change = p.activation_patch(model, some, sites=["L0H1"])
+    kept = graph.value / (change.clean_value - change.corrupted_value)
+    assert kept == pytest.approx(circuit.faithfulness, abs=1e-6)
+
+
+def test_it_is_stored_with_its_circuit_and_drawn_again(tmp_path):
+    model, some = bridges.exposed_copy(bridges.boot("gpt2")), contrast(batch=1)
+    circuit = some_circuit(model, some)
+    graph = attribution_graph(model, some, sites=circuit)
+    graph.save(tmp_path / "graph.json")
+    again = CircuitGraph.load(tmp_path / "graph.json")
+    assert again.edges.equals(graph.edges)
+    assert again.circuit.sites == circuit.sites
+    assert again.circuit.candidates == circuit.candidates
+    assert "nothing in it comes from the rest of the model" in circuit_view(again, model, some)
+    assert group_nodes(again, model, some).nodes is not None
+    # Control: the values of the circuit's run are not those of the clean run.
+    with pytest.raises(InputError, match="the graph is from another model, or from other prompts"):
+        circuit_view(replace(again, circuit=None), model, some)
+
+
+def test_what_has_no_own_run():
+    model, some = bridges.exposed_copy(bridges.boot("gpt2")), contrast()
+    circuit = some_circuit(model, some)
+    with pytest.raises(InputError, match="got a circuit without corrupted prompts"):
+        attribution_graph(model, replace(some, corrupted=None), sites=circuit)
+    longer = Contrast(tokens(5, pos=9), tokens(6, pos=9), METRIC)
+    with pytest.raises(InputError, match="got prompts of 9 tokens; expected 7"):
+        attribution_graph(model, longer, sites=circuit)
+    frame = circuit.frame.assign(name=["L9H0", *circuit.frame["name"][1:]])
+    with pytest.raises(InputError, match="sites of the circuit do not exist"):
+        attribution_graph(model, some, sites=replace(circuit, frame=frame))
