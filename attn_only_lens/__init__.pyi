@@ -30,12 +30,11 @@ from .models.convert import convert
 from .models.expose import expose_neuron_heads
 from .models.gate_option import Bilinear, calibrate
 from .models.to_stock import to_stock
-from .models.two_blocks import AttentionOnlyCache, AttentionOnlyTransformer
+from .models.two_blocks import AttentionOnlyCache
 from .work import Work
 
 __all__ = [
     "AttentionOnlyCache",
-    "AttentionOnlyTransformer",
     "AttnOnlyLensError",
     "Bilinear",
     "Contrast",

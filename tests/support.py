@@ -415,8 +415,6 @@ NEURONS = {
     "top_examples": lambda kit: len(kit.looked_up("attribution", p.loss()).frame()),
 }
 TRANSCODERS = {
-    "AttachedTranscoders": _same_with_transcoder,
-    "Fidelity": lambda kit: _fidelity(kit).n_tokens,
     "Transcoder": lambda kit: _transcoder(kit).encode(torch.ones(kit.model.cfg.d_model)).any(),
     "attach": _same_with_transcoder,
     "detach": _detached,
@@ -478,13 +476,7 @@ COMMANDS = {
 OF_NO_MODEL = {
     *(
         "errors",
-        "EXACT",
-        "Gating",
-        "GATES",
-        "BilinearGate",
-        "Gate",
         "bilinear_gate",
-        "SHARES",
         "Axis",
         "Weights",
         "NodeDetails",
@@ -492,7 +484,7 @@ OF_NO_MODEL = {
     # What users make to say what they want, and results that can be loaded.
     *("Contrast", "Work", "Edges", "Estimate", "Search", "Corpus", "Overlays"),
     *("ComparisonSizes", "Resampling"),
-    *("AttentionOnlyTransformer", "Sweep", "Paths", "Circuit", "CircuitGraph", "Comparison"),
+    *("Sweep", "Paths", "Circuit", "CircuitGraph", "Comparison"),
     *("Example", "NeuronStatistics", "HeadStatistics"),
     # Shipped models, whose kinds are in the tables.
     *("demo", "pretrained"),

@@ -141,7 +141,8 @@ def test_every_analysis_is_that_of_the_bridge(name, analysis):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_comparison_with_a_grown_model_is_that_of_the_bridge(name):
-    options = {"sizes": growth.ComparisonSizes(n_patched=3, n_nodes=5), "resampling": growth.Resampling(3)}
+    sizes, resampling = growth.ComparisonSizes(n_patched=3, n_nodes=5), growth.Resampling(3)
+    options = {"sizes": sizes, "resampling": resampling}
     contrast = Contrast(tokens(1), None, p.loss())
     compared = [
         compare(model, grow(model, d_mlp=41, n_heads=4, seed=0), contrast, **options)

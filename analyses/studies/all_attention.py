@@ -33,7 +33,8 @@ from analyses.study import Setting, Study, Tables
 from analyses.tools import train_small_english as english
 from analyses.tools.resumable import claim
 from attn_only_lens import expose_neuron_heads, neuron_gate
-from attn_only_lens.gates import GATES, bilinear_gate
+from attn_only_lens.gates import bilinear_gate
+from attn_only_lens.gates.exact import GATES
 
 ARMS = ("mlp", "mlp, an eighth", "all-attention", "neither")
 TASK = "number, simple"

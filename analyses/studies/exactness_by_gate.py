@@ -38,7 +38,8 @@ from analyses.study import Setting, Study, Tables
 from analyses.tools.benching import markdown, medians
 from analyses.tools.real_models import REAL, real
 from attn_only_lens import Bilinear, calibrate, convert, pretrained
-from attn_only_lens.gates import BilinearGate, Gate
+from attn_only_lens.gates.bilinear import BilinearGate
+from attn_only_lens.gates.exact import Gate
 from attn_only_lens.models.two_blocks.config import neurons_block
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig, quiet
 

@@ -67,7 +67,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from attn_only_lens.gates import GATES, BilinearGate
+from attn_only_lens.gates.bilinear import BilinearGate
+from attn_only_lens.gates.exact import GATES
 
 _PLAIN = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 _END = 20  # T

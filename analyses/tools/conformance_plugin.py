@@ -36,10 +36,11 @@ import pytest
 import torch
 from transformer_lens.model_bridge import TransformerBridge
 
-from attn_only_lens import AttentionOnlyTransformer, convert, expose_neuron_heads
+from attn_only_lens import convert, expose_neuron_heads
 from attn_only_lens.errors import AttnOnlyLensError, UnsupportedModelError
 from attn_only_lens.heads.host import POINTS, has_neuron_heads, host_of
 from attn_only_lens.models.in_place import exposed_heads
+from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.tl import HAS_HOOKED_TRANSFORMER, HookedTransformer
 
 SECONDS = {"stock": 120, "exposed": 1800, "converted": 1800}

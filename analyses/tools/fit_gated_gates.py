@@ -45,8 +45,8 @@ from analyses.tools.sigmoid_minimax import (
     sharpened,
     with_more_sigmoids,
 )
-from attn_only_lens.gates import GATES, BilinearGate
-from attn_only_lens.gates.bilinear import gates_from_json
+from attn_only_lens.gates.bilinear import BilinearGate, gates_from_json
+from attn_only_lens.gates.exact import GATES
 from attn_only_lens.storage import write_text
 
 NAMES = ("silu", "gelu", "gelu_new", "relu")

@@ -44,7 +44,8 @@ from tqdm import tqdm
 from analyses.tools.benching import leave
 from analyses.tools.certificates import certified_bound
 from analyses.tools.options import Out, Smoke
-from attn_only_lens.gates import BilinearGate, bilinear_gate
+from attn_only_lens.gates import bilinear_gate
+from attn_only_lens.gates.bilinear import BilinearGate
 
 # Terms are [n_terms, 3]: columns w, b, c. A term with c > 0 is a pair of heads, w σ(b q + c) and
 # w σ(b q - c); a term with c = 0 is one head.

@@ -1,15 +1,6 @@
 """Gates: attention patterns with which attention heads compute activation functions."""
 
-from attn_only_lens.gates.bilinear import BilinearGate, bilinear_gate
-from attn_only_lens.gates.exact import GATES, Gate
-from attn_only_lens.gates.gating import EXACT, Gating, GeneralizedSiLU
+from attn_only_lens.gates.bilinear import bilinear_gate
+from attn_only_lens.gates.gating import GeneralizedSiLU
 
-__all__ = [
-    "EXACT",
-    "GATES",
-    "BilinearGate",
-    "Gate",
-    "Gating",
-    "GeneralizedSiLU",
-    "bilinear_gate",
-]
+__all__ = ["GeneralizedSiLU", "bilinear_gate"]

@@ -50,7 +50,7 @@ class Gate:
 
     Example:
         >>> import torch
-        >>> from attn_only_lens.gates import GATES
+        >>> from attn_only_lens.gates.exact import GATES
         >>> q = torch.tensor([-2.0, 0.0, 3.0], dtype=torch.float64)
         >>> pattern = GATES["gelu"].pattern(q)
         >>> torch.allclose(pattern[..., 0] * q, torch.nn.functional.gelu(q))

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.devices import float32_if_half
-from attn_only_lens.gates import GATES, BilinearGate, Gate
-from attn_only_lens.gates.bilinear import largest_query
+from attn_only_lens.gates.bilinear import BilinearGate, largest_query
+from attn_only_lens.gates.exact import GATES, Gate
 from attn_only_lens.heads.computation import NeuronHeads
 
 

@@ -15,7 +15,7 @@ from transformer_lens.hook_points import HookPoint
 
 from attn_only_lens.axes import BIAS, SELF, NeuronPattern, PreActivation, Residual
 from attn_only_lens.devices import float32_if_half
-from attn_only_lens.gates import Gate
+from attn_only_lens.gates.exact import Gate
 from attn_only_lens.heads.host import HeadKind
 from attn_only_lens.tl import head_point
 from attn_only_lens.tolerances import LOGIT_TOLERANCE

@@ -9,7 +9,8 @@ from transformer_lens.model_bridge import TransformerBridge
 from attn_only_lens.axes import Tokens
 from attn_only_lens.engine.model_checks import hook_reasons
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.gates import EXACT, GeneralizedSiLU
+from attn_only_lens.gates import GeneralizedSiLU
+from attn_only_lens.gates.gating import EXACT
 from attn_only_lens.models.gate_option import GateOption, gating_for
 from attn_only_lens.models.in_place.known_mlps import non_finite_weights
 from attn_only_lens.models.shared_weights import share_weights

@@ -15,8 +15,8 @@ from attn_only_lens.devices import normal_numbers
 from attn_only_lens.engine.model_checks import evaluation_without_hooks
 from attn_only_lens.engine.model_weights import HALF
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
-from attn_only_lens.gates import Gating, GeneralizedSiLU
-from attn_only_lens.gates.gating import EXACT
+from attn_only_lens.gates import GeneralizedSiLU
+from attn_only_lens.gates.gating import EXACT, Gating
 from attn_only_lens.heads import logit_tolerance
 from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.heads.host import NEURON_KINDS, PassState

@@ -13,7 +13,8 @@ from attn_only_lens.arguments import as_plain, is_number
 from attn_only_lens.axes import Tokens
 from attn_only_lens.engine.tokens import checked_tokens
 from attn_only_lens.errors import InputError, UnsupportedModelError
-from attn_only_lens.gates import EXACT, Gating, GeneralizedSiLU, bilinear_gate
+from attn_only_lens.gates import GeneralizedSiLU, bilinear_gate
+from attn_only_lens.gates.gating import EXACT, Gating
 from attn_only_lens.heads import HeadName, host_of
 from attn_only_lens.models.in_place.known_mlps import known_mlps
 from attn_only_lens.tl import HookedTransformer

@@ -21,7 +21,8 @@ from attn_only_lens.devices import normal_numbers, to_float64_device
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.engine.tokens import checked_tokens, require_model
 from attn_only_lens.errors import UnsupportedCallError, UnsupportedModelError
-from attn_only_lens.gates import GATES, BilinearGate
+from attn_only_lens.gates.bilinear import BilinearGate
+from attn_only_lens.gates.exact import GATES
 from attn_only_lens.heads import has_neuron_heads, host_of, logit_tolerance
 from attn_only_lens.heads.host import Host
 from attn_only_lens.models.in_place import hidden

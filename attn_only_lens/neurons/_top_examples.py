@@ -186,7 +186,8 @@ def _look_up(
     # Check
     selected = Sites.of_kinds(kinds) if names is None else Sites.of(names).without(*WIDE_KINDS)
     sites = resolve_sites(model, selected)
-    reasons = [*_site_reasons(sites, kinds), *whole_head_reasons(selected), *reasons_not_to_run(model)]
+    reasons = [*_site_reasons(sites, kinds), *whole_head_reasons(selected)]
+    reasons += reasons_not_to_run(model)
     reasons += one_of(*get_args(By)).reasons(by=by) + POSITIVE.reasons(k=k)
     reasons += work.reasons_against("prompts_at_once")
     if (metric is None) == (by == "attribution"):

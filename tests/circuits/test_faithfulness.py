@@ -11,7 +11,8 @@ from common import tokens
 
 from attn_only_lens import Bilinear, Contrast, Work
 from attn_only_lens import patching as p
-from attn_only_lens.circuits import SHARES, Search, discover, evaluate, faithfulness
+from attn_only_lens.circuits import Search, discover, evaluate, faithfulness
+from attn_only_lens.circuits._faithfulness import SHARES
 from attn_only_lens.circuits.ablated_model import AblatedModel
 from attn_only_lens.circuits.search import SearchRun, smallest_prefix
 from attn_only_lens.errors import InputError

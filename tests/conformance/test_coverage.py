@@ -10,7 +10,7 @@ import torch
 from common import needs_hooked_transformer
 from transformer_lens import ActivationCache
 
-from attn_only_lens import AttentionOnlyTransformer
+from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.models.two_blocks.refusals import Refusals
 from attn_only_lens.tl import HookedTransformer
 

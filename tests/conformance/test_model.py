@@ -8,8 +8,9 @@ from common import relative, tokens
 from models import BASE, CORE, build
 from tiny_tokenizer import tiny_tokenizer
 
-from attn_only_lens import AttentionOnlyTransformer, convert
+from attn_only_lens import convert
 from attn_only_lens.errors import UnsupportedCallError
+from attn_only_lens.models.two_blocks import AttentionOnlyTransformer
 from attn_only_lens.tl import HookedTransformer, HookedTransformerConfig
 
 TEXTS = ["w3 w5 w8", "w7", "w11 w2 w2 w13 w1"]

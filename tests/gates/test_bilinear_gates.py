@@ -12,7 +12,8 @@ import torch
 
 from analyses.tools import fit_gates
 from analyses.tools.certificates import certified_bound
-from attn_only_lens.gates import BilinearGate, bilinear_gate
+from attn_only_lens.gates import bilinear_gate
+from attn_only_lens.gates.bilinear import BilinearGate
 
 pytestmark = pytest.mark.numeric
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
 
-from attn_only_lens.gates import GATES
+from attn_only_lens.gates.exact import GATES
 
 pytestmark = pytest.mark.numeric
 

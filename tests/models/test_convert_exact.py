@@ -6,7 +6,7 @@ from common import POS, relative, tokens
 from models import CORE, FAMILIES, STRUCTURES, build
 
 from attn_only_lens import convert
-from attn_only_lens.gates import GATES
+from attn_only_lens.gates.exact import GATES
 from attn_only_lens.tolerances import LOGIT_TOLERANCE
 
 HALF = [torch.bfloat16, torch.float16]

@@ -15,7 +15,7 @@ from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from attn_only_lens import Bilinear, calibrate, convert, pretrained, to_stock
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.gates import GATES
+from attn_only_lens.gates.exact import GATES
 from attn_only_lens.models.to_stock import stock_bytes
 from attn_only_lens.tl import Attention, HookedTransformer
 from attn_only_lens.tolerances import LOGIT_TOLERANCE

@@ -11,7 +11,7 @@ from torch import nn
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.arguments import a_type
-from attn_only_lens.gates import GATES
+from attn_only_lens.gates.exact import GATES
 from attn_only_lens.growth.expansion.weights import Axis, Constants, Weights, tail
 from attn_only_lens.growth.models.growable import Growable, Parameter, shared_parameter_reasons
 from attn_only_lens.heads.host import exposed_reasons

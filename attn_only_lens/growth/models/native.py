@@ -14,7 +14,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources.native import NativeModel
 
 from attn_only_lens.devices import keep_random_state
-from attn_only_lens.gates import GATES
+from attn_only_lens.gates.exact import GATES
 from attn_only_lens.growth.expansion.weights import (
     Constants,
     Norm,

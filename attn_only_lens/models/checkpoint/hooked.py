@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from attn_only_lens.errors import CheckpointError
-from attn_only_lens.gates import Gating
+from attn_only_lens.gates.gating import Gating
 from attn_only_lens.heads import host_of
 from attn_only_lens.models.expose import expose_as
 from attn_only_lens.models.in_place import exposed_heads, hidden

@@ -24,7 +24,7 @@ from typing_extensions import TypedDict
 from attn_only_lens.arguments import a_type
 from attn_only_lens.engine.model_checks import hook_reasons, quantized_reasons
 from attn_only_lens.errors import CheckpointError, InputError, UnsupportedModelError
-from attn_only_lens.gates import Gating
+from attn_only_lens.gates.gating import Gating
 from attn_only_lens.heads import has_neuron_heads, host_of
 from attn_only_lens.heads.transcoder import Transcoder
 from attn_only_lens.models.attach import OnError, attach, without_transcoders

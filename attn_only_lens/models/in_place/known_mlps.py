@@ -25,7 +25,8 @@ from attn_only_lens.arguments import a_type
 from attn_only_lens.devices import keep_random_state, normal_numbers, on_cpu, read_all
 from attn_only_lens.engine.model_checks import evaluation_without_hooks
 from attn_only_lens.errors import UnsupportedModelError
-from attn_only_lens.gates import GATES, Gate, GeneralizedSiLU
+from attn_only_lens.gates import GeneralizedSiLU
+from attn_only_lens.gates.exact import GATES, Gate
 from attn_only_lens.heads import host_of
 from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.models.in_place.bridge_components import component_reasons

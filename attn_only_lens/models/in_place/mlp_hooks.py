@@ -37,7 +37,8 @@ from attn_only_lens.arguments import a_type, with_article
 from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.devices import float32_if_half
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.gates import BilinearGate, Gate
+from attn_only_lens.gates.bilinear import BilinearGate
+from attn_only_lens.gates.exact import Gate
 from attn_only_lens.gates.features import feature_gate
 from attn_only_lens.gates.gating import Gating
 from attn_only_lens.heads.bilinear import BilinearHeads

@@ -34,7 +34,8 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from attn_only_lens.axes import PreActivation, Residual
 from attn_only_lens.errors import UnsupportedCallError
-from attn_only_lens.gates import BilinearGate, Gate
+from attn_only_lens.gates.bilinear import BilinearGate
+from attn_only_lens.gates.exact import Gate
 from attn_only_lens.heads.bilinear import BilinearHeads
 from attn_only_lens.heads.computation import NeuronHeads, is_live, require_grad_like
 from attn_only_lens.heads.host import PassState

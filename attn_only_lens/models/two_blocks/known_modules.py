@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from attn_only_lens.arguments import a_type
-from attn_only_lens.gates import GATES, GeneralizedSiLU
+from attn_only_lens.gates import GeneralizedSiLU
+from attn_only_lens.gates.exact import GATES
 from attn_only_lens.heads.feature_mlp import FeatureMLP
 from attn_only_lens.heads.host import exposed_reasons, stock_class
 from attn_only_lens.models.norms import STOCK_NORMS
