@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from attn_only_lens.arguments import POSITIVE
+from attn_only_lens.arguments import POSITIVE, a_type
 from attn_only_lens.errors import InputError
 
 _PROBLEM = "this cannot be run in this way"
@@ -43,12 +43,17 @@ class Work:
         reasons = POSITIVE.or_none.reasons(
             batch_size=self.batch_size, prompts_at_once=self.prompts_at_once
         )
+        if not isinstance(self.resume, str | Path | None):
+            reasons.append(f"got {a_type(self.resume)} as resume; expected a folder's path, or None")
         InputError.raise_if(reasons, _PROBLEM)
 
-    def reasons_against(self, *unused: str) -> list[str]:
-        """Return an error message for each given option that the called function does not use."""
-        return [
-            f"got {name}={value!r} in work; this function does not use {name}: leave it out"
-            for name in unused
-            if (value := getattr(self, name)) is not None
-        ]
+
+def work_reasons(work: object, *unused: str) -> list[str]:
+    """Return an error message if this is not a `Work`, or for each given option without a use."""
+    if not isinstance(work, Work):
+        return [f"got {a_type(work)} as work; expected Work(…)"]
+    return [
+        f"got {name}={value!r} in work; this function does not use {name}: leave it out"
+        for name in unused
+        if (value := getattr(work, name)) is not None
+    ]

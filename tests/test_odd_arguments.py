@@ -3,6 +3,7 @@
 import re
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -128,6 +129,21 @@ def test_a_name_is_no_model_and_a_text_is_no_contrast(model):
             call(model, "The keys near the cabinet")
     with pytest.raises(UnsupportedCallError, match="got a str as the model"):
         token_texts("smollm2", "a text")
+
+
+def test_a_dictionary_is_no_work(model):
+    edges = p.Edges(["L0H1"], "logits")
+    for call in (
+        p.activation_patch,
+        p.attribution,
+        explain,
+        circuits.discover,
+        partial(p.path_patch, edges=edges),
+    ):
+        with pytest.raises(InputError, match=r"got a dict as work; expected Work\("):
+            call(model, PAIR, work={"progress": False})
+    with pytest.raises(InputError, match="got an int as resume; expected a folder's path, or None"):
+        Work(resume=3)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from attn_only_lens.engine.metrics import as_metric
 from attn_only_lens.engine.sites import Sites, SomeSites
 from attn_only_lens.errors import InputError
 from attn_only_lens.patching.estimate import Estimate, Method
-from attn_only_lens.work import Work
+from attn_only_lens.work import Work, work_reasons
 
 _SHRINKING = 0.4  # the fraction of the steps, at the start, in which the circuit becomes smaller
 _RATE, _LAST_RATE = 0.03, 0.006
@@ -100,7 +100,7 @@ def learn_mask(
     """
     pair, metric, sites = contrast.pair(model), contrast.metric, Sites.of(sites)
     reasons = POSITIVE.reasons(n_sites=n_sites) + whole(20).reasons(steps=steps)
-    reasons += work.reasons_against("batch_size", "resume")
+    reasons += work_reasons(work, "batch_size", "resume")
     reasons += POSITIVE.or_none.reasons(n_candidates=n_candidates) + COUNT.reasons(seed=seed)
     if not (bound := as_metric(metric)).by_prompt:
         reasons.append(f"got {bound.name}; expected a metric that gives a value for each prompt")

@@ -41,7 +41,7 @@ from attn_only_lens.patching._attribution import plan_attribution
 from attn_only_lens.patching.estimate import METHODS, Estimate, Method
 from attn_only_lens.patching.results import MEASURED, Sweep
 from attn_only_lens.patching.site_groups import site_groups, site_rows
-from attn_only_lens.work import Work
+from attn_only_lens.work import Work, work_reasons
 
 _PROBLEM = "no circuit can be searched"
 Ranking: TypeAlias = Method | Literal["patching"] | Estimate
@@ -100,7 +100,7 @@ def discover(
         reasons += one_of(*METHODS, MEASURED).reasons(method=method)
     if not isinstance(search, Search):
         reasons.append(f"got {a_type(search)} as search; expected circuits.Search(…)")
-    reasons += work.reasons_against("batch_size", "resume")
+    reasons += work_reasons(work, "batch_size", "resume")
     InputError.raise_if(reasons, _PROBLEM)
     pair, metric, sites = contrast.pair(model), as_metric(contrast.metric), Sites.of(sites)
     n_prompts, resamples = len(pair.clean), search.resamples

@@ -16,7 +16,7 @@ from attn_only_lens.engine.input_warnings import warned_once
 from attn_only_lens.engine.metrics import as_metric
 from attn_only_lens.engine.one_thread import one_thread_per_model
 from attn_only_lens.errors import InputError
-from attn_only_lens.work import Work
+from attn_only_lens.work import Work, work_reasons
 
 _PROBLEM = "this circuit cannot be evaluated on these prompts"
 
@@ -102,7 +102,7 @@ def evaluate(
         True
     """
     reasons = no_circuit_reasons(circuit) + contrast_reasons(contrast)
-    reasons += work.reasons_against("batch_size", "resume")
+    reasons += work_reasons(work, "batch_size", "resume")
     InputError.raise_if(reasons, _PROBLEM)
     pair = contrast.pair(model)
     sites, rows = members(model, pair, circuit, _PROBLEM)

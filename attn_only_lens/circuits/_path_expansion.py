@@ -56,7 +56,7 @@ from attn_only_lens.errors import InputError, UnsupportedModelError
 from attn_only_lens.heads import HeadName, host_of, logit_tolerance, reasons_without_heads
 from attn_only_lens.precision import full_precision
 from attn_only_lens.tolerances import disagreement
-from attn_only_lens.work import Work
+from attn_only_lens.work import Work, work_reasons
 
 _MOST_HOPS = 1000
 _HELD = ("gate", "up")
@@ -124,7 +124,7 @@ class PathExpansion:
                 have different lengths.
         """
         reasons, model = POSITIVE.reasons(k=k), self._run.model
-        reasons += work.reasons_against("prompts_at_once", "resume")
+        reasons += work_reasons(work, "prompts_at_once", "resume")
         if reason := unlike_tokens(model, self._pair):
             reasons.append(f"{reason}; expected prompts of the same length")
         InputError.raise_if(reasons, _PROBLEM)

@@ -6,6 +6,8 @@ from reprlib import Repr
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from attn_only_lens.arguments import a_type, as_plain
@@ -83,7 +85,7 @@ class Contrast:
             given = getattr(self, side)
             prompts = array_as_tensor(given)
             prompts = tuple(prompts) if isinstance(prompts, list) else prompts
-            object.__setattr__(self, side, prompts)
+            object.__setattr__(self, side, _copied(prompts))
             if side == "corrupted" and prompts is None:
                 continue
             if isinstance(prompts, str | Tensor) or are_prompts(prompts):
@@ -95,12 +97,21 @@ class Contrast:
         if len({*sizes.values()}) > 1:
             counts = f"{sizes['clean']} clean and {sizes['corrupted']} corrupted"
             reasons.append(f"got {counts} prompts; expected the same number")
+        object.__setattr__(self, "mask", _copied(self.mask))
         with InputError.collected(reasons):
             as_metric(self.metric)
         if not isinstance(self.roles, Mapping):
             expected = "expected a dict from names to positions, such as {'subject': 2, 'end': -1}"
             reasons.append(f"roles: got {a_type(self.roles)}; {expected}")
         InputError.raise_if(reasons, _PROBLEM)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied and pickled: everything but the pairs that are kept for models."""
+        return {name: value for name, value in vars(self).items() if name != "_pairs"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `__getstate__` returned; no pairs are kept yet."""
+        vars(self).update(state, _pairs=WeakKeyDictionary())
 
     def __len__(self) -> int:
         return _count(self.clean)
@@ -136,10 +147,10 @@ class Contrast:
         reading = _reading(model)
         kept, pair = self._pairs.get(model, (None, None))
         if pair is None or kept != reading:
-            if self.corrupted is None:
-                pair = single_prompts(model, self.clean, self.mask, roles=self.roles)
-            else:
-                pair = prompt_pair(model, self.clean, self.corrupted, self.mask, roles=self.roles)
+            sides = (self.clean,) if self.corrupted is None else (self.clean, self.corrupted)
+            paired: Any = prompt_pair if len(sides) > 1 else single_prompts
+            with torch.inference_mode(False):  # later analyses may need gradients
+                pair = paired(model, *sides, self.mask, roles=self.roles)
             self._pairs[model] = reading, pair
         else:  # the model may have changed
             require_ignored_padding(model, pair.mask, _PROBLEM)
@@ -166,6 +177,16 @@ def _reading(model: Any) -> tuple[object, ...]:
         *(getattr(model.cfg, name, None) for name in settings),
         next(model.parameters()).device,
     )
+
+
+def _copied(prompts: Any) -> Any:
+    """Return a copy of the tensors in prompts, which users may later change in place."""
+    if isinstance(prompts, tuple):
+        return tuple(map(_copied, prompts))
+    if isinstance(prompts, Tensor):
+        with torch.inference_mode(False):
+            return prompts.clone()
+    return prompts.copy() if isinstance(prompts, np.ndarray) else prompts
 
 
 def _count(prompts: Prompts) -> int:

@@ -2,8 +2,10 @@
 
 Runs are kept by their `PromptPair`, which a contrast keeps for each model, as long as that exists.
 They are used again only while everything that the forward pass reads is the same: the model's state
-and hooks (`model_state.py`), autocasting, and the precision of matrix products. The runs that are
-kept for one model use at most a twentieth of the free memory; the oldest go first.
+and hooks (`model_state.py`), autocasting, and the precision of matrix products. A snapshot does not
+see changes of matrices through `.data`, such as `W_O.data[3] = 0`, so each matrix is also known by
+its norm and by entries of every row and column. The runs that are kept for one model use at most a
+twentieth of the free memory; the oldest go first.
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,7 +48,25 @@ def keep_runs(model: Any, pair: PromptPair, runs: Any) -> None:
 def _state(model: Any) -> object:
     """Return a description of all that a forward pass reads; equal descriptions give equal runs."""
     autocast = torch.is_autocast_enabled(next(model.parameters()).device.type)
-    return snapshot(model), matmul_precision(), autocast
+    return snapshot(model), _matrices(model), matmul_precision(), autocast
+
+
+@torch.no_grad()
+def _matrices(model: Any) -> list[bytes]:
+    """Return each parameter matrix's norm, and entries of all of its rows and columns."""
+    known = list[bytes]()
+    by_device = dict[torch.device, list[Tensor]]()
+    for x in model.parameters():
+        if x.ndim > 1 and x.numel() and x.is_floating_point() and not x.is_meta:
+            *rows, n_columns = x.shape
+            n_rows = x.numel() // n_columns
+            step = torch.arange(max(n_rows, n_columns), device=x.device)
+            entries = x[*torch.unravel_index(step % n_rows, rows), step % n_columns]
+            norm = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
+            by_device.setdefault(x.device, []).extend((norm[None].double(), entries.double()))
+    for tensors in by_device.values():  # one transfer from each device
+        known.append(torch.cat(tensors).cpu().numpy().tobytes())
+    return known
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[HeadKind, ...]] = {
     "errors": ("error",),
 }
 """The words that select heads by kind."""
+_WORDS = ", ".join(map(repr, KINDS))
 
 Heads: TypeAlias = str | HeadName | Sequence[str | HeadName]
 
@@ -94,7 +95,13 @@ class Sites:
         ]
         reasons += [f"got no layers; {expected}, or None for all"] * (not wanted)
         if not self.kinds:
-            reasons.append("got layers and names of heads; give only one of the two")
+            heads = self.heads if isinstance(self.heads, tuple) else ()
+            words = [repr(word) for word in heads if str(word).isalpha() and word not in KINDS]
+            reasons.append(
+                f"got {', '.join(words)}; expected words ({_WORDS}), or no layers with names"
+                if words
+                else "got layers and names of heads; give only one of the two"
+            )
         InputError.raise_if(reasons, "these layers cannot be selected")
         return tuple(wanted)
 
@@ -243,8 +250,7 @@ def _all_names(layer: int, kind: HeadKind, count: int) -> tuple[str, ...]:
 
 def _names(model: Any, sites: object) -> tuple[list[HeadName], list[str]]:
     """Return the parsed names, and an error message for each name that is not in the model."""
-    words = ", ".join(map(repr, KINDS))
-    expected = f"expected only words ({words}), or only names such as 'L5H3' and 'L5N1234'"
+    expected = f"expected only words ({_WORDS}), or only names such as 'L5H3' and 'L5N1234'"
     if not isinstance(sites, tuple) or not sites:
         got = "an empty list" if isinstance(sites, tuple) else a_type(sites)
         return [], [f"got {got}; {expected}"]

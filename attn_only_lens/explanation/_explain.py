@@ -27,7 +27,7 @@ from attn_only_lens.patching._activation_patch import activation_patch
 from attn_only_lens.patching._attribution import attribution
 from attn_only_lens.patching.estimate import Estimate
 from attn_only_lens.precision import full_precision
-from attn_only_lens.work import Work
+from attn_only_lens.work import Work, work_reasons
 
 _PROBLEM = "nothing can be explained"
 
@@ -74,7 +74,7 @@ def explain(
         >>> why.circuit.faithfulness > 0.9, why.table()["id"][0]
         (True, 'L3H3@5')
     """
-    reasons = contrast_reasons(contrast) + work.reasons_against("batch_size", "resume")
+    reasons = contrast_reasons(contrast) + work_reasons(work, "batch_size", "resume")
     reasons += POSITIVE.reasons(most_nodes=most_nodes, n_patched=n_patched)
     with InputError.collected(reasons):
         search = Search(resamples=resamples)

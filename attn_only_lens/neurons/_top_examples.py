@@ -35,7 +35,7 @@ from attn_only_lens.neurons.corpus import Corpus, batches, corpus_rows, n_texts
 from attn_only_lens.neurons.statistics import CorpusStatistics, NeuronStatistics
 from attn_only_lens.neurons.summary import Options, Resumed, Summary
 from attn_only_lens.precision import full_precision
-from attn_only_lens.work import Work
+from attn_only_lens.work import Work, work_reasons
 
 By = Literal["z", "gate", "attribution"]
 _BATCH_SIZE = 32
@@ -189,7 +189,7 @@ def _look_up(
     reasons = [*_site_reasons(sites, kinds), *whole_head_reasons(selected)]
     reasons += reasons_not_to_run(model)
     reasons += one_of(*get_args(By)).reasons(by=by) + POSITIVE.reasons(k=k)
-    reasons += work.reasons_against("prompts_at_once")
+    reasons += work_reasons(work, "prompts_at_once")
     if (metric is None) == (by == "attribution"):
         expected = "a metric" if by == "attribution" else "none"
         reasons.append(f"got by={by!r} and metric={metric!r}; expected {expected}")

@@ -51,7 +51,7 @@ from attn_only_lens.patching.site_groups import (
     split_sweep,
 )
 from attn_only_lens.precision import matmul_precision
-from attn_only_lens.work import Work
+from attn_only_lens.work import Work, work_reasons
 
 
 @one_thread_per_model
@@ -113,7 +113,7 @@ def activation_patch(
         1536
     """
     # Check
-    reasons = sweep_reasons(model, contrast, part, direction)
+    reasons = sweep_reasons(model, contrast, part, direction) + work_reasons(work)
     InputError.raise_if(reasons, "this cannot be patched")
     require_folder(work.resume)
 

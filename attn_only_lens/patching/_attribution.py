@@ -48,7 +48,7 @@ from attn_only_lens.patching._activation_patch import SweepPlan, plan_sweep, swe
 from attn_only_lens.patching._attribute import attribute
 from attn_only_lens.patching.estimate import Estimate, Method
 from attn_only_lens.patching.results import Sweep
-from attn_only_lens.work import Work
+from attn_only_lens.work import Work, work_reasons
 
 
 @one_thread_per_model
@@ -144,6 +144,6 @@ def plan_attribution(
     """Check all arguments of `attribution`, and plan the rows of its result."""
     reasons = sweep_reasons(model, contrast, part, direction)
     reasons += estimate.reasons(part, Ablation.of(direction).kind, per_prompt)
-    reasons += work.reasons_against("batch_size") + no_gradient_reasons()
+    reasons += work_reasons(work, "batch_size") + no_gradient_reasons()
     InputError.raise_if(reasons, "this cannot be attributed")
     return plan_sweep(model, contrast, sites, part, direction, per_prompt, work, traced=True)

@@ -48,7 +48,7 @@ from attn_only_lens.patching.prompt_chunks import prompts_per_chunk
 from attn_only_lens.patching.results import Paths
 from attn_only_lens.patching.site_groups import Chunk, position_sets, site_groups
 from attn_only_lens.precision import full_precision
-from attn_only_lens.work import Work
+from attn_only_lens.work import Work, work_reasons
 
 
 @one_thread_per_model
@@ -110,7 +110,7 @@ def path_patch(
     """
     # Check
     reasons = [*reasons_not_to_run(model), *contrast_reasons(contrast)]
-    reasons += POSITIVE.or_none.reasons(top=top)
+    reasons += POSITIVE.or_none.reasons(top=top) + work_reasons(work)
     if isinstance(edges, Edges):
         reasons += edges.reasons()
     else:

@@ -144,7 +144,7 @@ def require_folder(folder: str | Path | None) -> None:
         raise InputError(
             [
                 f"{n_launched()} processes were launched without a shared folder for their "
-                "results; pass a folder, such as resume='sweep.chunks'"
+                "results; pass a folder, such as work=Work(resume='sweep.chunks')"
             ],
             "these processes cannot share the work",
         )

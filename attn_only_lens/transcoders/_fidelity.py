@@ -20,7 +20,7 @@ from attn_only_lens.errors import InputError
 from attn_only_lens.heads.transcoder import Transcoder
 from attn_only_lens.models.attach import attach
 from attn_only_lens.precision import full_precision
-from attn_only_lens.work import Work
+from attn_only_lens.work import Work, work_reasons
 
 _PROBLEM = "the fidelity cannot be measured"
 _AT_ONCE = 16  # texts per batch
@@ -96,7 +96,7 @@ def fidelity(
     with attach(model, transcoders):  # raises an error for misfits before any run
         pass
     reasons = hook_reasons(model, "would change some of the runs") + mode_reasons(model)
-    InputError.raise_if(reasons + work.reasons_against("batch_size", "resume"), _PROBLEM)
+    InputError.raise_if(reasons + work_reasons(work, "batch_size", "resume"), _PROBLEM)
     pair = single_prompts(model, texts, mask)
     if not _next(pair.clean, pair.mask)[1].any():
         raise InputError(["got no text with two or more tokens"], _PROBLEM)

@@ -1,6 +1,8 @@
 """Tests of contrasts: what is checked when one is made, and the tokens of its runs in a model."""
 
+import copy
 import gc
+import pickle
 import warnings
 import weakref
 from dataclasses import replace
@@ -217,3 +219,29 @@ def test_refusals_and_warnings_are_those_of_prompts(model):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         odd.pair(model)  # a contrast warns once for each model
+
+
+@pytest.mark.parametrize("of", [torch.Tensor.clone, lambda x: x.numpy().copy(), lambda x: [*x]])
+def test_tokens_that_are_later_changed_in_place_stay_as_they_were(of, model):
+    given, mask = of(tokens(1)), torch.ones(tokens(1).shape)
+    some = Contrast(given, tokens(2), METRIC, mask=mask)
+    for row in given:
+        row[:] = 0
+    mask[:, -1] = 0
+    pair = some.pair(model)
+    assert torch.equal(pair.clean, tokens(1))
+    assert pair.real.all()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_keep_no_pairs(copied, model):
+    some = replace(PAIR, metric=_last_logit)
+    pair = some.pair(model)
+    other = copied(some)
+    assert repr(other) == repr(some)
+    assert other.pair(model) is not pair
+    assert torch.equal(other.pair(model).clean, pair.clean)
+
+
+def _last_logit(logits):
+    return logits[:, -1, 5]

@@ -144,3 +144,38 @@ def test_a_contrast_does_not_keep_a_model():
     del model
     gc.collect()
     assert gone() is None
+
+
+def _edit(rows, value):
+    def edit(weight):
+        weight.data[rows] = value(weight.data)
+
+    return edit
+
+
+EDITS = {
+    "a row": _edit(3, lambda x: 0.0),
+    "a column": _edit((slice(None), 3), lambda x: 0.0),
+    "one entry": _edit((0, 3), lambda x: x[0, 3] + 5),
+    "the signs": _edit((), lambda x: -x),
+    "the order": _edit((), lambda x: x.flip(0)),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_matrix_that_is_changed_through_its_data_runs_again(model, edit):
+    some = contrast()
+    run_both(model, some.pair(model))  # keeps both runs
+    EDITS[edit](next(x for x in model.parameters() if x.ndim == 2 and len(x) != x.shape[1]))
+    assert kept_runs.kept_runs(model, some.pair(model)) is None
+    assert patched(model, some) == patched(model, contrast())
+
+
+def test_a_contrast_used_in_inference_mode_can_be_used_outside_it(model):
+    some = contrast()
+    with torch.inference_mode():
+        inside = Contrast(tokens(1, batch=1), tokens(2, batch=1), METRIC)
+        patched(model, some)
+    expected = p.attribution(model, contrast(), method=SECANT).frame
+    for used in (some, inside):
+        assert p.attribution(model, used, method=SECANT).frame.equals(expected)

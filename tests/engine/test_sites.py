@@ -128,6 +128,9 @@ def test_refused_otherwise():
         p.Sites("heads", layers=[])
     with pytest.raises(InputError, match="got layers and names of heads"):
         p.Sites(["L0N3"], layers=0)
+    for heads in ("head", ["neurons", "head"]):
+        with pytest.raises(InputError, match="got 'head'; expected words"):
+            p.Sites(heads, layers=0)
 
 
 def pair_of(lengths, side="right", roles=None):

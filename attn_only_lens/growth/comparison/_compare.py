@@ -51,7 +51,7 @@ from attn_only_lens.heads.host import transcoder_reasons
 from attn_only_lens.models.expose import expose_neuron_heads
 from attn_only_lens.patching.repairs import on_one_device
 from attn_only_lens.patching.site_groups import site_groups, site_rows
-from attn_only_lens.work import Work
+from attn_only_lens.work import Work, work_reasons
 
 _PROBLEM = "these cannot be compared"
 _KEPT = 0.5  # `compare` warns if a model keeps less than this share of the metric's range
@@ -242,7 +242,7 @@ def _stopped(error: Exception, so_far: Comparison) -> ComparisonError:
 
 def _require_valid(compared: Sequence[Any], provenance: object, work: Work) -> None:
     """Raise ComparisonError for unused options, and for models that do not match."""
-    reasons = work.reasons_against("batch_size", "prompts_at_once", "resume")
+    reasons = work_reasons(work, "batch_size", "prompts_at_once", "resume")
     if not isinstance(provenance, Provenance):
         reasons.append(
             f"got provenance of type {type(provenance).__name__}; expected a result of `grow`, or "
